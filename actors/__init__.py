@@ -1,0 +1,1 @@
+"""The boxes: one module per actor, in flow order."""

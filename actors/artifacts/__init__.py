@@ -1,0 +1,1 @@
+"""Files on disk: datasets in; adapters, checkpoints, run directories out."""

@@ -1,0 +1,1 @@
+"""The arrows: messages, contracts and configuration. msgspec and the standard library only."""

@@ -1,0 +1,40 @@
+"""Generator -> scorer: the completions of one prompt; and what becomes of a group that is never trained on."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from msgspec import Struct
+
+from protocols.prompt import Prompt
+from protocols.sampling import Completion
+
+
+class RolloutGroup(Struct, frozen=True, kw_only=True, tag=True):
+    """Generator -> scorer. All completions of one prompt; at least one."""
+
+    prompt: Prompt
+    completions: tuple[Completion, ...]
+
+    @property
+    def oldest_version(self) -> int:
+        """The oldest weights that drew any token of the group."""
+        return min(version for completion in self.completions for version in completion.versions)
+
+
+DiscardReason = Literal["no_signal", "stale", "reward_error", "generation_error", "invalid", "not_finite"]
+
+
+class Discarded(Struct, frozen=True, kw_only=True, tag=True):
+    """Any actor -> learner, on the arrow the group would have taken. The group ends here, counted, never trained on.
+
+    no_signal: all rewards equal; stale: older than `learner.max_staleness`; reward_error: a reward raised, hung or
+    returned no number; generation_error: the engine failed it; invalid: refused on inspection; not_finite: its update
+    was not finite and was skipped.
+    """
+
+    prompt: Prompt
+    reason: DiscardReason
+    detail: str
+    completions: tuple[Completion, ...] = ()
+    rewards: tuple[float, ...] = ()

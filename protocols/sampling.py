@@ -1,0 +1,109 @@
+"""What to sample and what came of it: the contract of the decode engine with everything that asks it for tokens."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from msgspec import Meta, Struct
+
+Probability = Annotated[float, Meta(ge=0.0, le=1.0)]
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+class Sampling(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How one sequence is drawn. The defaults draw from the model's own distribution.
+
+    temperature: 0 means greedy; its log-probabilities are then those of the untempered distribution.
+    top_p, top_k, min_p: nucleus, count (0 = all) and relative floor; applied in that order after the temperature.
+    repetition_penalty: as CTRL (arXiv:1909.05858): divides positive, multiplies negative logits of tokens seen in
+        prompt or completion. 1 = off.
+    logit_bias: (token, bias) pairs added to the raw logits.
+    max_tokens: completion tokens, the stop token included.
+    stop: strings that end the completion (removed from its text); stop_token_ids: tokens that do (kept in `tokens`),
+        besides the model's own end tokens unless `ignore_eos`.
+    top_logprobs: how many alternatives to report per token.
+    """
+
+    temperature: Annotated[float, Meta(ge=0.0, le=100.0)] = 1.0
+    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] = 1.0
+    top_k: Annotated[int, Meta(ge=0)] = 0
+    min_p: Probability = 0.0
+    repetition_penalty: Annotated[float, Meta(gt=0.0, le=10.0)] = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    max_tokens: Annotated[int, Meta(ge=1)] = 256
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] = 0
+
+
+class SampleRequest(Struct, frozen=True, kw_only=True):
+    """Anyone -> decode engine: `len(seeds)` completions of one prompt, which is computed once and shared.
+
+    seeds: one 64-bit seed per completion; completion i is a function of (weights, prompt, sampling, seeds[i]) alone.
+    stream: report every token as it is drawn, not only the finished completions.
+    reuse_prefix: look the prompt up in the prefix cache, and leave it there.
+    """
+
+    prompt: tuple[int, ...]
+    sampling: Sampling
+    seeds: tuple[int, ...]
+    stream: bool = False
+    reuse_prefix: bool = False
+
+
+class Completion(Struct, frozen=True, kw_only=True):
+    """One finished completion.
+
+    tokens: completion only, the end token included when one was drawn.
+    logprobs: natural log, under the distribution each token was really drawn from; as long as `tokens`.
+    versions: the weights that drew each token; as long as `tokens`, never decreasing.
+    text: the decoded completion, without end token, special tokens or the stop string.
+    stop_reason: the stop string or token that ended it, if one did.
+    top_logprobs: per token, up to `Sampling.top_logprobs` (token, log-probability) pairs, best first.
+    """
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[int, ...]
+    text: str
+    finish_reason: FinishReason
+    stop_reason: str | int | None = None
+    top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
+
+    def __post_init__(self) -> None:
+        """Refuse completions whose parallel fields differ in length."""
+        if not len(self.tokens) == len(self.logprobs) == len(self.versions):
+            raise ValueError("tokens, logprobs and versions of a completion must have equal length")
+
+
+class TokenDrawn(Struct, frozen=True, kw_only=True, tag=True):
+    """Decode engine -> asker, only where `SampleRequest.stream`: the next token of completion `index`.
+
+    text: what became certain with this token; held back while it may turn into a stop string or half a character.
+    """
+
+    index: int
+    token: int
+    logprob: float
+    version: int
+    text: str
+    top_logprobs: tuple[tuple[int, float], ...] = ()
+
+
+class CompletionDone(Struct, frozen=True, kw_only=True, tag=True):
+    """Decode engine -> asker: completion `index` has ended. `tail` is text not yet sent as `TokenDrawn.text`."""
+
+    index: int
+    completion: Completion
+    tail: str = ""
+
+
+class SampleFailed(Struct, frozen=True, kw_only=True, tag=True):
+    """Decode engine -> asker: nothing further will come of this request, and why."""
+
+    reason: str
+
+
+SampleEvent = TokenDrawn | CompletionDone | SampleFailed
