@@ -1,0 +1,250 @@
+"""The compute thread: the one thread in which MLX ever runs, and how its time is shared.
+
+Three kinds of work take turns:
+
+* **calls** (`submit`): short, run in order of arrival, before anything else: a swap of weights, a new request;
+* **steps** (`submit_steps`): long cooperative jobs written as generators, one `next()` per turn: an update, one
+  micro-batch at a time; an evaluation, one tick at a time. Several take turns round-robin;
+* **ticks** (`attach`): the decode engine, one token for every running row per turn.
+
+Policy: where steps and ticks both have work, the one whose elapsed time is smaller in proportion to its share goes
+next (stride scheduling by wall-clock time; ticks own `decode_share`). A side that was idle starts level with the other:
+idleness earns no credit. No turn is interrupted, so the longest micro-batch is the longest pause of the API.
+"""
+
+from __future__ import annotations
+
+import math
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Generator
+from concurrent.futures import Future
+from typing import Any, Protocol, TypeVar
+
+from msgspec import Struct
+
+from protocols.errors import ExecutorStoppedError
+
+T = TypeVar("T")
+
+
+class Ticker(Protocol):
+    """What is ticked: the decode engine, seen from the thread that drives it."""
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a tick would do anything."""
+
+    def tick(self) -> int:
+        """Advance by one token per row; return the number of tokens drawn."""
+
+    def fail(self, reason: str) -> None:
+        """Give up everything in flight, telling those who asked: the last tick raised."""
+
+
+class DecodeRates(Struct, frozen=True, kw_only=True):
+    """Tokens per second of the attached engine while it had rows: alone, and while steps had work as well.
+
+    0 where it was never in that situation. tokens, seconds: totals of both.
+    """
+
+    idle: float
+    learning: float
+    tokens: int
+    seconds: float
+
+
+class _NoTicker:
+    has_work = False
+
+    def tick(self) -> int:
+        return 0
+
+    def fail(self, reason: str) -> None:
+        return None
+
+
+class _Clock:
+    """Time used by one side, divided by its share."""
+
+    def __init__(self, share: float) -> None:
+        self.share = share
+        self.used = 0.0
+
+    def charge(self, seconds: float) -> None:
+        self.used += seconds / self.share
+
+
+class ComputeExecutor:
+    """One owned thread, alive from `start` to `stop`. Every public method may be called from any other thread."""
+
+    def __init__(self, *, decode_share: float, name: str = "compute") -> None:
+        """decode_share: share of the thread's time for ticks while steps have work, between 0 and 1, exclusive."""
+        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
+        self._steps: deque[tuple[Generator[None, None, Any], Future[Any]]] = deque()
+        self._ticker: Ticker = _NoTicker()
+        self._on_error: Callable[[BaseException], None] = lambda error: None
+        self._ticks_clock, self._steps_clock = _Clock(decode_share), _Clock(1.0 - decode_share)
+        self._contended = False
+        self._busy_since = math.inf
+        self._stopping = threading.Event()
+        self._tokens = {False: 0, True: 0}
+        self._seconds = {False: 0.0, True: 0.0}
+        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def stop(self, *, timeout: float | None = None) -> None:
+        """Finish the turn in progress, cancel everything else, end the thread. Idempotent."""
+        self._stopping.set()
+        self._calls.put(None)
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join(timeout)
+
+    def submit(self, call: Callable[[], T]) -> Future[T]:
+        """Run `call` in the compute thread between turns; its result, or what it raised, is the future's.
+
+        Raises ExecutorStoppedError if the thread has been stopped.
+        """
+        if self._stopping.is_set():
+            raise ExecutorStoppedError("the compute thread has been stopped")
+        future: Future[T] = Future()
+        self._calls.put((call, future))
+        return future
+
+    def submit_steps(self, steps: Generator[None, None, T]) -> Future[T]:
+        """Run a cooperative job, one `next()` per turn; the generator's return value is the result.
+
+        Cancelling the future closes the generator at its next turn.
+        """
+        future: Future[T] = Future()
+
+        def enqueue() -> None:
+            if not self._steps:
+                self._steps_clock.used = max(self._steps_clock.used, self._ticks_clock.used)
+            self._steps.append((steps, future))
+
+        self.submit(enqueue)
+        return future
+
+    def attach(self, ticker: Ticker, *, on_error: Callable[[BaseException], None] = lambda error: None) -> None:
+        """Give `ticker` turns from now on. A tick that raises fails what is in flight and is told to `on_error`."""
+
+        def take() -> None:
+            self._ticker, self._on_error = ticker, on_error
+
+        self.submit(take).result()
+
+    @property
+    def busy_since(self) -> float:
+        """When (`time.monotonic`) the turn in progress began; infinity between turns. For watchdogs."""
+        return self._busy_since
+
+    def rates(self) -> DecodeRates:
+        """Decode rates so far; safe from any thread."""
+
+        def rate(contended: bool) -> float:
+            return self._tokens[contended] / self._seconds[contended] if self._seconds[contended] else 0.0
+
+        return DecodeRates(
+            idle=rate(False),
+            learning=rate(True),
+            tokens=sum(self._tokens.values()),
+            seconds=sum(self._seconds.values()),
+        )
+
+    def _serve(self) -> None:
+        while not self._stopping.is_set():
+            ready = bool(self._steps) or self._ticker.has_work
+            while self._run_call(block=not ready):
+                ready = True
+            if self._stopping.is_set():
+                break
+            self._turn()
+        self._cancel_everything()
+
+    def _run_call(self, *, block: bool) -> bool:
+        """Run one waiting call; False when there is none, or when the thread is to stop."""
+        try:
+            item = self._calls.get(block=block)
+        except queue.Empty:
+            return False
+        if item is None:
+            return False
+        call, future = item
+        if future.set_running_or_notify_cancel():
+            self._timed(lambda: _settle(future, call))
+        return True
+
+    def _turn(self) -> None:
+        ticks, steps = self._ticker.has_work, bool(self._steps)
+        contended = ticks and steps
+        if contended and not self._contended:
+            level = max(self._ticks_clock.used, self._steps_clock.used)
+            self._ticks_clock.used = self._steps_clock.used = level
+        self._contended = contended
+        if ticks and (not steps or self._ticks_clock.used <= self._steps_clock.used):
+            seconds = self._timed(self._tick)
+            self._ticks_clock.charge(seconds)
+            self._seconds[contended] += seconds
+        elif steps:
+            seconds = self._timed(self._step)
+            self._steps_clock.charge(seconds)
+            if contended:
+                self._seconds[True] += seconds
+
+    def _tick(self) -> None:
+        contended = bool(self._steps)
+        try:
+            self._tokens[contended] += self._ticker.tick()
+        except Exception as error:
+            self._ticker.fail(f"{type(error).__name__}: {error}")
+            self._on_error(error)
+
+    def _step(self) -> None:
+        steps, future = self._steps.popleft()
+        if future.cancelled():
+            steps.close()
+            return
+        try:
+            next(steps)
+        except StopIteration as stop:
+            if future.set_running_or_notify_cancel():
+                future.set_result(stop.value)
+        except BaseException as error:
+            if future.set_running_or_notify_cancel():
+                future.set_exception(error)
+        else:
+            self._steps.append((steps, future))
+
+    def _timed(self, turn: Callable[[], None]) -> float:
+        self._busy_since = begin = time.monotonic()
+        turn()
+        self._busy_since = math.inf
+        return time.monotonic() - begin
+
+    def _cancel_everything(self) -> None:
+        if self._ticker.has_work:
+            self._ticker.fail("the compute thread has been stopped")
+        for steps, future in self._steps:
+            future.cancel()
+            steps.close()
+        self._steps.clear()
+        while True:
+            try:
+                item = self._calls.get_nowait()
+            except queue.Empty:
+                return
+            if item is not None:
+                item[1].cancel()
+
+
+def _settle(future: Future[T], call: Callable[[], T]) -> None:
+    try:
+        future.set_result(call())
+    except BaseException as error:
+        future.set_exception(error)

@@ -1,0 +1,176 @@
+"""The compute thread: order, sharing, cancellation, errors."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Generator, Iterator
+
+import pytest
+
+from actors.compute.executor import ComputeExecutor
+from protocols.errors import ExecutorStoppedError
+
+
+@pytest.fixture
+def executor() -> Iterator[ComputeExecutor]:
+    """A running executor that shares its time equally."""
+    executor = ComputeExecutor(decode_share=0.5)
+    executor.start()
+    yield executor
+    executor.stop(timeout=10)
+
+
+class Spinner:
+    """A ticker that draws `tokens` tokens in ticks of `seconds`."""
+
+    def __init__(self, tokens: int, seconds: float = 0.0) -> None:
+        self.left, self.seconds, self.failure = tokens, seconds, ""
+        self.order: list[str] = []
+
+    @property
+    def has_work(self) -> bool:
+        return self.left > 0
+
+    def tick(self) -> int:
+        spin(self.seconds)
+        self.order.append("tick")
+        self.left -= 1
+        return 1
+
+    def fail(self, reason: str) -> None:
+        self.failure, self.left = reason, 0
+
+
+def spin(seconds: float) -> None:
+    """Use the processor: turns are measured by the clock."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        pass
+
+
+def counting(order: list[str], label: str, turns: int, seconds: float = 0.0) -> Generator[None, None, str]:
+    """A cooperative job of `turns` turns."""
+    for _ in range(turns):
+        spin(seconds)
+        order.append(label)
+        yield
+    return label
+
+
+def test_every_call_runs_in_one_and_the_same_thread(executor: ComputeExecutor) -> None:
+    """MLX streams and random state belong to a thread, so there is exactly one."""
+    idents = {executor.submit(threading.get_ident).result(5) for _ in range(20)}
+    assert len(idents) == 1
+    assert threading.get_ident() not in idents
+
+
+def test_an_error_returns_to_the_caller_and_the_thread_lives_on(executor: ComputeExecutor) -> None:
+    """A failing call is its caller's problem alone."""
+    with pytest.raises(ZeroDivisionError):
+        executor.submit(lambda: 1 // 0).result(5)
+    assert executor.submit(lambda: 7).result(5) == 7
+
+
+def test_a_cooperative_job_returns_its_generators_value(executor: ComputeExecutor) -> None:
+    """The result of `submit_steps` is what the generator returns."""
+    assert executor.submit_steps(counting([], "done", 3)).result(5) == "done"
+
+
+def test_cooperative_jobs_take_turns(executor: ComputeExecutor) -> None:
+    """Two long jobs advance round-robin; neither starves."""
+    order: list[str] = []
+    gate = threading.Event()
+    executor.submit(gate.wait)
+    both = [executor.submit_steps(counting(order, label, 5)) for label in "ab"]
+    gate.set()
+    for future in both:
+        future.result(5)
+    assert order == ["a", "b"] * 5
+
+
+def test_calls_go_before_the_next_turn_of_a_long_job(executor: ComputeExecutor) -> None:
+    """A swap of weights waits for one turn at most, however long the job."""
+    order: list[str] = []
+
+    def job() -> Generator[None, None, None]:
+        for turn in range(3):
+            order.append(f"turn {turn}")
+            if turn == 0:
+                executor.submit(lambda: order.append("call"))
+            yield
+
+    executor.submit_steps(job()).result(5)
+    assert order == ["turn 0", "call", "turn 1", "turn 2"]
+
+
+@pytest.mark.parametrize("share", [0.25, 0.5, 0.75])
+def test_decoding_gets_its_share_of_the_time_while_a_job_runs(share: float) -> None:
+    """With ticks of 1 ms and steps of 4 ms, ticks take `decode_share` of the contended time, within a turn or two."""
+    executor = ComputeExecutor(decode_share=share)
+    executor.start()
+    spinner = Spinner(10**6, 0.001)
+    executor.attach(spinner)
+    executor.submit_steps(counting(spinner.order, "step", 40, 0.004)).result(30)
+    executor.stop(timeout=10)
+    first, last = spinner.order.index("step"), len(spinner.order) - 1 - spinner.order[::-1].index("step")
+    ticks = spinner.order[first:last].count("tick")
+    assert ticks / (ticks + 40 * 4) == pytest.approx(share, abs=0.1)
+    assert executor.rates().learning < executor.rates().idle or executor.rates().idle == 0.0
+
+
+def test_cancelling_a_job_closes_it_at_its_next_turn(executor: ComputeExecutor) -> None:
+    """An update that nobody waits for any more releases what it holds."""
+    closed = threading.Event()
+
+    def job() -> Generator[None, None, None]:
+        try:
+            while True:
+                yield
+        finally:
+            closed.set()
+
+    future = executor.submit_steps(job())
+    executor.submit(lambda: None).result(5)
+    assert future.cancel()
+    assert closed.wait(5)
+
+
+def test_a_tick_that_raises_fails_what_is_in_flight_and_is_reported(executor: ComputeExecutor) -> None:
+    """The engine's error reaches those who asked it; the thread lives on."""
+
+    class Broken(Spinner):
+        def tick(self) -> int:
+            raise RuntimeError("no more memory")
+
+    broken, told = Broken(1), threading.Event()
+    executor.attach(broken, on_error=lambda error: told.set())
+    executor.submit(lambda: None).result(5)
+    assert told.wait(5)
+    assert broken.failure == "RuntimeError: no more memory"
+    assert executor.submit(lambda: 1).result(5) == 1
+
+
+def test_between_turns_the_executor_is_not_busy(executor: ComputeExecutor) -> None:
+    """`busy_since` tells a watchdog how long the turn in progress has lasted."""
+    seen = executor.submit(lambda: executor.busy_since).result(5)
+    assert seen <= time.monotonic()
+    executor.stop(timeout=5)
+    assert executor.busy_since == math.inf
+
+
+def test_a_stopped_executor_cancels_what_waits_and_refuses_more() -> None:
+    """Nobody waits for ever on a thread that has ended."""
+    executor = ComputeExecutor(decode_share=0.5)
+    executor.start()
+    gate = threading.Event()
+    executor.submit(gate.wait)
+    waiting, long = executor.submit(lambda: 1), executor.submit_steps(counting([], "x", 10**9))
+    executor.stop(timeout=0)
+    gate.set()
+    executor.stop(timeout=5)
+    assert waiting.cancelled() or waiting.result(0) == 1
+    assert long.cancelled() or not long.done()
+    with pytest.raises(ExecutorStoppedError):
+        executor.submit(lambda: 1)
