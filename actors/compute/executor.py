@@ -80,8 +80,9 @@ class _Clock:
 class ComputeExecutor:
     """One owned thread, alive from `start` to `stop`. Every public method may be called from any other thread."""
 
-    def __init__(self, *, decode_share: float, name: str = "compute") -> None:
+    def __init__(self, *, decode_share: float, clock: Callable[[], float] = time.monotonic) -> None:
         """decode_share: share of the thread's time for ticks while steps have work, between 0 and 1, exclusive."""
+        self._clock = clock
         self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
         self._steps: deque[tuple[Generator[None, None, Any], Future[Any]]] = deque()
         self._ticker: Ticker = _NoTicker()
@@ -92,7 +93,7 @@ class ComputeExecutor:
         self._stopping = threading.Event()
         self._tokens = {False: 0, True: 0}
         self._seconds = {False: 0.0, True: 0.0}
-        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._serve, name="compute", daemon=True)
 
     def start(self) -> None:
         """Start the thread."""
@@ -141,7 +142,7 @@ class ComputeExecutor:
 
     @property
     def busy_since(self) -> float:
-        """When (`time.monotonic`) the turn in progress began; infinity between turns. For watchdogs."""
+        """When (by `clock`) the turn in progress began; infinity between turns. For watchdogs."""
         return self._busy_since
 
     def rates(self) -> DecodeRates:
@@ -222,10 +223,10 @@ class ComputeExecutor:
             self._steps.append((steps, future))
 
     def _timed(self, turn: Callable[[], None]) -> float:
-        self._busy_since = begin = time.monotonic()
+        self._busy_since = begin = self._clock()
         turn()
         self._busy_since = math.inf
-        return time.monotonic() - begin
+        return self._clock() - begin
 
     def _cancel_everything(self) -> None:
         if self._ticker.has_work:

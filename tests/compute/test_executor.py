@@ -22,11 +22,21 @@ def executor() -> Iterator[ComputeExecutor]:
     executor.stop(timeout=10)
 
 
-class Spinner:
-    """A ticker that draws `tokens` tokens in ticks of `seconds`."""
+class Clock:
+    """A clock that only work moves."""
 
-    def __init__(self, tokens: int, seconds: float = 0.0) -> None:
-        self.left, self.seconds, self.failure = tokens, seconds, ""
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Spinner:
+    """A ticker that draws `tokens` tokens in ticks of one millisecond each."""
+
+    def __init__(self, tokens: int, clock: Clock) -> None:
+        self.left, self.clock, self.failure = tokens, clock, ""
         self.order: list[str] = []
 
     @property
@@ -34,7 +44,7 @@ class Spinner:
         return self.left > 0
 
     def tick(self) -> int:
-        spin(self.seconds)
+        self.clock.now += 0.001
         self.order.append("tick")
         self.left -= 1
         return 1
@@ -43,17 +53,9 @@ class Spinner:
         self.failure, self.left = reason, 0
 
 
-def spin(seconds: float) -> None:
-    """Use the processor: turns are measured by the clock."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        pass
-
-
-def counting(order: list[str], label: str, turns: int, seconds: float = 0.0) -> Generator[None, None, str]:
+def counting(order: list[str], label: str, turns: int) -> Generator[None, None, str]:
     """A cooperative job of `turns` turns."""
     for _ in range(turns):
-        spin(seconds)
         order.append(label)
         yield
     return label
@@ -107,17 +109,47 @@ def test_calls_go_before_the_next_turn_of_a_long_job(executor: ComputeExecutor) 
 
 @pytest.mark.parametrize("share", [0.25, 0.5, 0.75])
 def test_decoding_gets_its_share_of_the_time_while_a_job_runs(share: float) -> None:
-    """With ticks of 1 ms and steps of 4 ms, ticks take `decode_share` of the contended time, within a turn or two."""
-    executor = ComputeExecutor(decode_share=share)
+    """With ticks of 1 ms and steps of 4 ms, ticks take `decode_share` of the contended time, within two turns."""
+    clock = Clock()
+    executor = ComputeExecutor(decode_share=share, clock=clock)
+    spinner = Spinner(10**6, clock)
+
+    def job() -> Generator[None, None, None]:
+        for _ in range(40):
+            clock.now += 0.004
+            spinner.order.append("step")
+            yield
+
     executor.start()
-    spinner = Spinner(10**6, 0.001)
     executor.attach(spinner)
-    executor.submit_steps(counting(spinner.order, "step", 40, 0.004)).result(30)
+    executor.submit_steps(job()).result(30)
     executor.stop(timeout=10)
     first, last = spinner.order.index("step"), len(spinner.order) - 1 - spinner.order[::-1].index("step")
     ticks = spinner.order[first:last].count("tick")
-    assert ticks / (ticks + 40 * 4) == pytest.approx(share, abs=0.1)
-    assert executor.rates().learning < executor.rates().idle or executor.rates().idle == 0.0
+    assert ticks / (ticks + 40 * 4) == pytest.approx(share, abs=0.05)
+    assert executor.rates().learning == pytest.approx(1000 * share, rel=0.1)
+
+
+def test_decoding_alone_is_counted_apart_from_decoding_beside_a_job() -> None:
+    """Tokens per second while idle: 1 per millisecond, whatever happened beside jobs."""
+    clock = Clock()
+    executor = ComputeExecutor(decode_share=0.5, clock=clock)
+    done = threading.Event()
+
+    class Last(Spinner):
+        def tick(self) -> int:
+            drawn = super().tick()
+            if not self.has_work:
+                done.set()
+            return drawn
+
+    executor.start()
+    executor.attach(Last(100, clock))
+    executor.submit(lambda: None).result(5)
+    assert done.wait(5)
+    executor.stop(timeout=5)
+    assert executor.rates().idle == pytest.approx(1000.0)
+    assert executor.rates().learning == 0.0
 
 
 def test_cancelling_a_job_closes_it_at_its_next_turn(executor: ComputeExecutor) -> None:
@@ -144,7 +176,7 @@ def test_a_tick_that_raises_fails_what_is_in_flight_and_is_reported(executor: Co
         def tick(self) -> int:
             raise RuntimeError("no more memory")
 
-    broken, told = Broken(1), threading.Event()
+    broken, told = Broken(1, Clock()), threading.Event()
     executor.attach(broken, on_error=lambda error: told.set())
     executor.submit(lambda: None).result(5)
     assert told.wait(5)
