@@ -58,6 +58,10 @@ class RequestError(ClothoError, ValueError):
         self.param = param
 
 
+class GenerationError(ClothoError, RuntimeError):
+    """The engine accepted a sampling request and could not finish it; nothing is wrong with the request."""
+
+
 class ParityError(ClothoError, RuntimeError):
     """Sampler and learner disagree about the probability of the same tokens: what is served is not what is trained."""
 

@@ -20,8 +20,9 @@ class Sampling(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         prompt or completion. 1 = off.
     logit_bias: (token, bias) pairs added to the raw logits.
     max_tokens: completion tokens, the stop token included.
-    stop: strings that end the completion (removed from its text); stop_token_ids: tokens that do (kept in `tokens`),
-        besides the model's own end tokens unless `ignore_eos`.
+    stop: strings that end the completion (removed from its text).
+    stop_token_ids: tokens that do (kept in `tokens`), besides the model's own end tokens.
+    ignore_eos: the model's own end tokens do not end the completion.
     top_logprobs: how many alternatives to report per token.
     """
 

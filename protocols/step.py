@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from msgspec import Struct
 
+from protocols.ledger import LedgerState
 from protocols.rollout import Discarded
 from protocols.score import ScoredGroup
 
@@ -36,7 +39,7 @@ class UpdateMetrics(Struct, frozen=True, kw_only=True):
 
 
 class StepReport(Struct, frozen=True, kw_only=True, tag=True):
-    """Learner -> broadcaster, checkpointer, monitor, each on an arrow of its own. Sent once per consumed batch.
+    """Learner -> monitor; inside `PolicyUpdated`, to everyone else. Sent once per consumed batch.
 
     step: batches consumed, from 1; version, fingerprint: of the weights after this batch (unchanged if nothing taught).
     trained, discarded: together every group that ended since the last report.
@@ -53,3 +56,20 @@ class StepReport(Struct, frozen=True, kw_only=True, tag=True):
     update: UpdateMetrics | None
     train_seconds: float
     wait_seconds: float
+
+
+class PolicyUpdated(Struct, frozen=True, kw_only=True, tag=True):
+    """Learner -> broadcaster, checkpointer, evaluator, each on an arrow of its own: the whole learner after one batch.
+
+    parameters, optimizer: trees of evaluated arrays, shared with the learner and never written to: a snapshot costs
+    nothing. random_state: of the compute thread. ledger: the books after this batch. bad_steps: updates in a row that
+    were not finite. train_seconds: spent in updates so far, over all lives of the run.
+    """
+
+    report: StepReport
+    parameters: Any
+    optimizer: Any
+    random_state: tuple[int, ...]
+    ledger: LedgerState
+    bad_steps: int
+    train_seconds: float

@@ -1,0 +1,1 @@
+"""What every actor stands on. Knows nothing of reinforcement learning."""

@@ -1,0 +1,94 @@
+"""The books of conservation: every prompt that was asked ends exactly once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from msgspec import Struct
+
+
+class LedgerState(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The books at one moment, as a checkpoint keeps them.
+
+    Groups below `all_ended_below` have all ended; `ended_above` lists those beyond it that have, ascending.
+    trained and discarded count groups; discarded by reason.
+    """
+
+    all_ended_below: int = 0
+    ended_above: tuple[int, ...] = ()
+    trained: int = 0
+    discarded: dict[str, int] = {}
+
+
+class Ledger:
+    """Counts how groups end. Bounded: it remembers only the groups that ended ahead of an older one."""
+
+    def __init__(self, state: LedgerState | None = None) -> None:
+        state = state or LedgerState()
+        self._below = state.all_ended_below
+        self._above = set(state.ended_above)
+        self._trained = state.trained
+        self._discarded = dict(state.discarded)
+
+    def train(self, group_id: int) -> None:
+        """Record that a group was learnt from. Raises ValueError if it has ended before."""
+        self._end(group_id)
+        self._trained += 1
+
+    def discard(self, group_id: int, reason: str) -> None:
+        """Record that a group will never be learnt from. Raises ValueError if it has ended before."""
+        self._end(group_id)
+        self._discarded[reason] = self._discarded.get(reason, 0) + 1
+
+    def unended(self, until: int) -> Iterator[int]:
+        """Groups below `until` that have not ended, ascending: what a resumed run asks (again)."""
+        return (group_id for group_id in range(self._below, until) if group_id not in self._above)
+
+    def state(self) -> LedgerState:
+        """The books as they stand."""
+        return LedgerState(
+            all_ended_below=self._below,
+            ended_above=tuple(sorted(self._above)),
+            trained=self._trained,
+            discarded=dict(self._discarded),
+        )
+
+    def balance(self, asked: int, held: int) -> Balance:
+        """Close the books. asked: groups asked so far; held: groups counted, one by one, where they wait."""
+        return Balance(
+            asked=asked,
+            trained=self._trained,
+            discarded=sum(self._discarded.values()),
+            by_reason=dict(self._discarded),
+            carried_over=held,
+        )
+
+    def _end(self, group_id: int) -> None:
+        if group_id < self._below or group_id in self._above:
+            raise ValueError(f"group {group_id} has ended twice")
+        self._above.add(group_id)
+        while self._below in self._above:
+            self._above.remove(self._below)
+            self._below += 1
+
+
+class Balance(Struct, frozen=True, kw_only=True):
+    """The conservation line: asked = trained + discarded + carried over."""
+
+    asked: int
+    trained: int
+    discarded: int
+    by_reason: dict[str, int]
+    carried_over: int
+
+    @property
+    def holds(self) -> bool:
+        """Whether nothing was lost and nothing counted twice."""
+        return self.asked == self.trained + self.discarded + self.carried_over
+
+    def __str__(self) -> str:
+        sign = "=" if self.holds else "≠"
+        return (
+            f"asked {self.asked} {sign} trained {self.trained} + discarded {self.discarded} "
+            f"+ carried over {self.carried_over}"
+        )

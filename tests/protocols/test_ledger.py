@@ -1,0 +1,51 @@
+"""Conservation of prompts."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from protocols.ledger import Ledger
+
+
+def test_a_group_that_ends_twice_is_an_error() -> None:
+    """Nothing is trained on twice, and nothing is both trained on and discarded."""
+    ledger = Ledger()
+    ledger.train(3)
+    with pytest.raises(ValueError, match="group 3 has ended twice"):
+        ledger.discard(3, "stale")
+    ledger.train(0)
+    with pytest.raises(ValueError, match="group 0"):
+        ledger.train(0)
+
+
+def test_the_books_stay_small_when_groups_end_in_order() -> None:
+    """Only groups that overtook an older one are remembered."""
+    ledger = Ledger()
+    for group_id in range(1000):
+        ledger.train(group_id)
+    assert ledger.state().all_ended_below == 1000
+    assert ledger.state().ended_above == ()
+
+
+def test_books_resumed_at_any_point_ask_exactly_what_had_not_ended() -> None:
+    """Whatever the order of endings, a resumed run asks each remaining group once."""
+    order = list(range(60))
+    random.Random(0).shuffle(order)
+    for cut in range(61):
+        ledger = Ledger()
+        for group_id in order[:cut]:
+            ledger.train(group_id)
+        resumed = Ledger(ledger.state())
+        assert sorted(resumed.unended(60)) == sorted(order[cut:])
+
+
+def test_the_line_balances_only_if_what_is_held_was_counted() -> None:
+    """asked = trained + discarded + carried over; anything else shows."""
+    ledger = Ledger()
+    ledger.train(0)
+    ledger.discard(1, "no_signal")
+    assert ledger.balance(asked=4, held=2).holds
+    assert str(ledger.balance(asked=4, held=2)) == "asked 4 = trained 1 + discarded 1 + carried over 2"
+    assert not ledger.balance(asked=4, held=1).holds

@@ -1,0 +1,106 @@
+"""Actors whose every step a test commands, and what became of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import anyio
+from anyio import TASK_STATUS_IGNORED
+from anyio.abc import TaskStatus
+
+from actors.runtime.child import Child
+from actors.runtime.supervisor import Supervisor
+
+
+class Script:
+    """An actor that waits to be told to return or to fail, and writes down when it starts and stops."""
+
+    def __init__(self, name: str, diary: list[str]) -> None:
+        self.name = name
+        self.diary = diary
+        self.lives = 0
+        self._cue = anyio.Event()
+        self._error: BaseException | None = None
+
+    def returns(self) -> None:
+        """Let the current life, or the next one, return."""
+        self._cue.set()
+
+    def fails(self, error: BaseException | None = None) -> None:
+        """Let the current life, or the next one, fail."""
+        self._error = error or ValueError("as told")
+        self._cue.set()
+
+    async def run(self) -> None:
+        """Wait for the cue."""
+        self.lives += 1
+        self.diary.append(f"start {self.name}")
+        try:
+            await self._act()
+        finally:
+            self.diary.append(f"stop {self.name}")
+
+    async def _act(self) -> None:
+        await self._cue.wait()
+        self._cue = anyio.Event()
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+
+class Ready(Script):
+    """The same, with a handshake: it says that it is ready when told to."""
+
+    def __init__(self, name: str, diary: list[str]) -> None:
+        super().__init__(name, diary)
+        self.may_be_ready = anyio.Event()
+
+    async def run(self, *, task_status: TaskStatus[object] = TASK_STATUS_IGNORED) -> None:
+        """Wait for the permission, shake hands, then wait for the cue."""
+        self.lives += 1
+        self.diary.append(f"start {self.name}")
+        try:
+            await self.may_be_ready.wait()
+            self.diary.append(f"ready {self.name}")
+            task_status.started(("127.0.0.1", 8000))
+            await self._act()
+        finally:
+            self.diary.append(f"stop {self.name}")
+
+
+class Scene:
+    """A supervisor and everything it reported."""
+
+    def __init__(self, *children: Child, grace_seconds: float = 5.0) -> None:
+        self.failures: list[tuple[str, Exception]] = []
+        self.drains = 0
+        self.drained, self.ended = anyio.Event(), anyio.Event()
+        self.ending: str | None = None
+        self.error: BaseException | None = None
+        self.supervisor = Supervisor(
+            children, on_failure=self._on_failure, on_drain=self._on_drain, grace_seconds=grace_seconds
+        )
+
+    async def run(self) -> None:
+        """Run the supervisor and keep how it ended."""
+        try:
+            self.ending = await self.supervisor.run()
+        except Exception as error:
+            self.error = error
+        finally:
+            self.ended.set()
+
+    def reported(self) -> Sequence[str]:
+        """What `on_failure` heard."""
+        return [f"{name}: {error}" for name, error in self.failures]
+
+    def states(self) -> dict[str, str]:
+        """The state of each child, by name."""
+        return {name: status.state.value for name, status in self.supervisor.status().items()}
+
+    def _on_failure(self, name: str, error: Exception) -> None:
+        self.failures.append((name, error))
+
+    def _on_drain(self) -> None:
+        self.drains += 1
+        self.drained.set()

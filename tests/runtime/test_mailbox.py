@@ -1,0 +1,233 @@
+"""Mailboxes: back-pressure, order, closing from both sides, and measurement."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import anyio
+import pytest
+from anyio import create_task_group, fail_after, to_thread, wait_all_tasks_blocked
+
+from actors.runtime.ends import EndOfMail, Inbox, MailboxClosed, Outbox
+from actors.runtime.mailbox import Mailbox
+
+
+async def _send_all(outbox: Outbox[int], items: range) -> None:
+    async with outbox:
+        for item in items:
+            await outbox.send(item)
+
+
+async def _receive_all(inbox: Inbox[int], into: list[int]) -> None:
+    into.extend([item async for item in inbox])
+
+
+async def test_a_full_mailbox_makes_its_writer_wait() -> None:
+    """Back-pressure: with a reader that does not read, at most `capacity` messages are ever stored."""
+    mailbox: Mailbox[int] = Mailbox("rollouts", capacity=2)
+    reader = mailbox.reader()
+    with fail_after(5):
+        async with create_task_group() as group:
+            group.start_soon(_send_all, mailbox.writer(), range(5))
+            await wait_all_tasks_blocked()
+            assert (mailbox.depth, mailbox.stats().sent) == (2, 2)
+            assert await reader.receive() == 0
+            await wait_all_tasks_blocked()
+            assert (mailbox.depth, mailbox.stats().sent) == (2, 3)
+            assert [item async for item in reader] == [1, 2, 3, 4]
+
+
+def test_a_mailbox_without_room_is_refused() -> None:
+    """asyncio takes a size of 0 for unbounded; nothing here is."""
+    with pytest.raises(ValueError, match="capacity of at least 1"):
+        Mailbox("rollouts", capacity=0)
+
+
+async def test_messages_are_received_in_the_order_sent() -> None:
+    """First in, first out, across any number of waits on either side."""
+    mailbox: Mailbox[int] = Mailbox("rollouts", capacity=3)
+    reader, received = mailbox.reader(), list[int]()
+    with fail_after(5):
+        async with create_task_group() as group:
+            group.start_soon(_send_all, mailbox.writer(), range(100))
+            group.start_soon(_receive_all, reader, received)
+    assert received == list(range(100))
+
+
+async def test_waiting_writers_are_served_first_come_first_served() -> None:
+    """A newcomer never overtakes those who wait, even when it comes just as room falls free."""
+    mailbox: Mailbox[str] = Mailbox("rollouts", capacity=1)
+    reader, writer = mailbox.reader(), mailbox.writer()
+    with fail_after(5):
+        async with create_task_group() as group:
+            await writer.send("first")
+            group.start_soon(writer.send, "second")
+            await wait_all_tasks_blocked()
+            group.start_soon(writer.send, "third")
+            await wait_all_tasks_blocked()
+            received = [reader.receive_nowait()]
+            with pytest.raises(anyio.WouldBlock):
+                writer.send_nowait("newcomer")
+            received += [await reader.receive(), await reader.receive()]
+    assert received == ["first", "second", "third"]
+
+
+async def test_a_waiting_reader_is_not_overtaken_by_one_that_does_not_wait() -> None:
+    """The message belongs to the reader that was there first."""
+    mailbox: Mailbox[int] = Mailbox("rollouts", capacity=1)
+    reader, writer, received = mailbox.reader(), mailbox.writer(), list[int]()
+    with fail_after(5):
+        async with create_task_group() as group:
+            group.start_soon(_receive_all, mailbox.reader(), received)
+            await wait_all_tasks_blocked()
+            writer.send_nowait(1)
+            with pytest.raises(anyio.WouldBlock):
+                reader.receive_nowait()
+            writer.close()
+    assert received == [1]
+
+
+async def test_a_mailbox_ends_only_when_every_writer_has_closed() -> None:
+    """Several producers share an arrow, and the last to finish ends it."""
+    mailbox: Mailbox[int] = Mailbox("rollouts", capacity=4)
+    reader, first, second = mailbox.reader(), mailbox.writer(), mailbox.writer()
+    await first.send(1)
+    first.close()
+    first.close()
+    await second.send(2)
+    second.close()
+    assert [item async for item in reader] == [1, 2]
+    with pytest.raises(EndOfMail):
+        await reader.receive()
+    with pytest.raises(EndOfMail):
+        reader.receive_nowait()
+    with pytest.raises(MailboxClosed, match="open every writer before"):
+        mailbox.writer()
+
+
+async def test_several_writers_and_readers_share_without_loss_or_duplicate() -> None:
+    """Each message goes to exactly one reader, and each writer's messages keep their order."""
+    mailbox: Mailbox[int] = Mailbox("rollouts", capacity=3)
+    ends = [(mailbox.reader(), list[int]()) for _ in range(3)]
+    writers = [mailbox.writer() for _ in range(4)]
+    with fail_after(5):
+        async with create_task_group() as group:
+            for reader, received in ends:
+                group.start_soon(_receive_all, reader, received)
+            for index, writer in enumerate(writers):
+                group.start_soon(_send_all, writer, range(100 * index, 100 * index + 50))
+    received = [item for _, items in ends for item in items]
+    assert sorted(received) == [100 * index + n for index in range(4) for n in range(50)]
+    for _, items in ends:
+        assert all(a < b for a, b in pairwise(items) if a // 100 == b // 100)
+
+
+async def test_closing_the_last_writer_wakes_every_waiting_reader() -> None:
+    """End of input reaches those who wait for it, without polling."""
+    mailbox: Mailbox[int] = Mailbox("rollouts", capacity=1)
+    writer, readers = mailbox.writer(), [mailbox.reader() for _ in range(3)]
+    with fail_after(5):
+        async with create_task_group() as group:
+            for reader in readers:
+                group.start_soon(_receive_all, reader, [])
+            await wait_all_tasks_blocked()
+            writer.close()
+
+
+async def test_closing_the_last_reader_fails_every_waiting_writer() -> None:
+    """No producer waits for a dead consumer, and what nobody received is still counted."""
+    mailbox: Mailbox[int] = Mailbox("rollouts", capacity=1)
+    first, second, writer = mailbox.reader(), mailbox.reader(), mailbox.writer()
+    failures: list[str] = []
+
+    async def send(item: int) -> None:
+        try:
+            await writer.send(item)
+        except MailboxClosed as error:
+            failures.append(str(error))
+
+    with fail_after(5):
+        await writer.send(0)
+        async with create_task_group() as group:
+            group.start_soon(send, 1)
+            group.start_soon(send, 2)
+            await wait_all_tasks_blocked()
+            first.close()
+            await wait_all_tasks_blocked()
+            assert failures == []
+            second.close()
+    assert failures == ["mailbox 'rollouts' takes no more messages: every reader has closed"] * 2
+    with pytest.raises(MailboxClosed):
+        await writer.send(3)
+    with pytest.raises(MailboxClosed):
+        mailbox.reader()
+    stats = mailbox.stats()
+    assert (stats.sent, stats.received, stats.depth) == (1, 0, 1)
+
+
+async def test_a_closed_end_is_closed_while_its_siblings_go_on() -> None:
+    """Sending after one's own close is refused; a reader's own close ends its wait, not the others'."""
+    mailbox: Mailbox[int] = Mailbox("rollouts", capacity=1)
+    closing, other, writer, received = mailbox.reader(), mailbox.reader(), mailbox.writer(), list[int]()
+    with fail_after(5):
+        async with create_task_group() as group:
+            group.start_soon(_receive_all, closing, [])
+            await wait_all_tasks_blocked()
+            group.start_soon(_receive_all, other, received)
+            await wait_all_tasks_blocked()
+            closing.close()
+            await writer.send(7)
+            writer.close()
+            with pytest.raises(MailboxClosed, match="this writer was closed"):
+                await writer.send(8)
+    assert received == [7]
+
+
+async def test_a_writer_closed_while_it_waits_gives_its_place_to_the_next() -> None:
+    """Even if it had been admitted and had not come to run yet, the room is not lost and nothing is sent late."""
+    mailbox: Mailbox[int] = Mailbox("rollouts", capacity=1)
+    reader, closing, other = mailbox.reader(), mailbox.writer(), mailbox.writer()
+
+    async def send_in_vain() -> None:
+        with pytest.raises(MailboxClosed):
+            await closing.send(1)
+
+    with fail_after(5):
+        await other.send(0)
+        async with create_task_group() as group:
+            group.start_soon(send_in_vain)
+            await wait_all_tasks_blocked()
+            group.start_soon(other.send, 2)
+            await wait_all_tasks_blocked()
+            assert reader.receive_nowait() == 0  # admits the closing one
+            closing.close()
+            assert await reader.receive() == 2
+
+
+async def test_statistics_say_who_waited_for_whom() -> None:
+    """Time in line is counted on the side that waits, also while the wait goes on."""
+    mailbox: Mailbox[int] = Mailbox("rollouts", capacity=1)
+    reader, writer = mailbox.reader(), mailbox.writer()
+    with fail_after(5):
+        await writer.send(0)
+        async with create_task_group() as group:
+            group.start_soon(writer.send, 1)
+            await wait_all_tasks_blocked()
+            waiting = mailbox.stats()
+            assert waiting.send_wait_seconds > 0
+            assert waiting.receive_wait_seconds == 0
+            await reader.receive()
+    done = mailbox.stats()
+    assert done.send_wait_seconds >= waiting.send_wait_seconds
+    assert (done.name, done.capacity, done.depth, done.sent, done.received) == ("rollouts", 1, 1, 2, 1)
+
+
+async def test_another_thread_is_refused_with_a_sentence() -> None:
+    """A wake-up from another thread would be lost; the error says how to hand the call over."""
+    mailbox: Mailbox[int] = Mailbox("rollouts", capacity=1)
+    reader, writer = mailbox.reader(), mailbox.writer()
+    await writer.send(1)
+    for call in (writer.close, reader.close, reader.receive_nowait, mailbox.stats):
+        with pytest.raises(RuntimeError, match="call_soon_threadsafe"):
+            await to_thread.run_sync(call)
+    assert await reader.receive() == 1
