@@ -63,7 +63,7 @@ class PolicyUpdated(Struct, frozen=True, kw_only=True, tag=True):
 
     parameters, optimizer: trees of evaluated arrays, shared with the learner and never written to: a snapshot costs
     nothing. random_state: of the compute thread. ledger: the books after this batch. bad_steps: updates in a row that
-    were not finite. train_seconds: spent in updates so far, over all lives of the run.
+    were not finite. train_seconds, trained_tokens: spent in updates, and learnt from, over all lives of the run.
     """
 
     report: StepReport
@@ -73,3 +73,4 @@ class PolicyUpdated(Struct, frozen=True, kw_only=True, tag=True):
     ledger: LedgerState
     bad_steps: int
     train_seconds: float
+    trained_tokens: int

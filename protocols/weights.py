@@ -16,3 +16,12 @@ class WeightsReady(Struct, frozen=True, kw_only=True, tag=True):
     version: int
     step: int
     fingerprint: str
+
+
+class SwapTimes(Struct, frozen=True, kw_only=True):
+    """Broadcaster -> gauges. Seconds that putting new weights in service took; 0 where there was no swap yet."""
+
+    count: int = 0
+    last: float = 0.0
+    median: float = 0.0
+    longest: float = 0.0

@@ -1,0 +1,125 @@
+"""A line of metrics.jsonl: what one consumed batch did, in numbers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from statistics import fmean, pstdev
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from protocols.evaluation import EvalReport
+from protocols.gauges import RunGauges
+from protocols.sampling import Completion
+from protocols.step import StepReport
+
+
+class StepMetrics(Struct, frozen=True, kw_only=True):
+    """One consumed batch. Numbers of the update are None where the batch taught nothing.
+
+    reward_mean, reward_std: over every completion that was rewarded, whether its group was trained or discarded.
+    groups_trained, groups_discarded, discarded: groups that ended with this batch, the latter by reason.
+    completion_tokens: of those groups, summed; completion_tokens_mean: per completion; truncated: share of completions
+    that ran out of tokens. staleness: versions between the oldest token of a trained group and the update.
+    tokens_per_second: sampled since the line before, by everyone who samples, per second of wall-clock time.
+    decode_seconds: the compute thread spent decoding since the line before. train_seconds: inside the update;
+    wait_seconds: waiting for groups. swap_seconds: the latest. seconds: since the run began, all its lives.
+    """
+
+    step: int
+    policy_version: int
+    fingerprint: str
+    seconds: float
+    reward_mean: float | None
+    reward_std: float | None
+    loss: float | None = None
+    kl: float | None = None
+    entropy: float | None = None
+    clip_fraction: float | None = None
+    mismatch_kl: float | None = None
+    ratio_mean: float | None = None
+    grad_norm: float | None = None
+    learning_rate: float | None = None
+    applied: bool | None = None
+    groups_trained: int
+    groups_discarded: int
+    discarded: dict[str, int]
+    staleness_mean: float | None
+    staleness_max: int | None
+    completion_tokens: int
+    completion_tokens_mean: float | None
+    truncated: float | None
+    tokens_per_second: float | None
+    decode_seconds: float
+    train_seconds: float
+    wait_seconds: float
+    swap_seconds: float | None
+    decode_rate_idle: float | None
+    decode_rate_learning: float | None
+    peak_memory_bytes: int
+
+
+class Moment(Struct, frozen=True, kw_only=True):
+    """When a line is written, and what the gauges said."""
+
+    seconds: float
+    gauges: RunGauges
+
+
+def step_metrics(report: StepReport, *, now: Moment, before: Moment) -> StepMetrics:
+    """Put a report and the change of the gauges since the line before into one line."""
+    rewards = [reward for group in report.trained for reward in group.scored.rewards]
+    rewards += [reward for group in report.discarded for reward in group.rewards]
+    completions = _completions(report)
+    lengths = [len(completion.tokens) for completion in completions]
+    passed = now.seconds - before.seconds
+    sampled = now.gauges.tokens_sampled - before.gauges.tokens_sampled
+    update = msgspec.structs.asdict(report.update) if report.update else {}
+    update.pop("tokens", None)
+    return StepMetrics(
+        step=report.step,
+        policy_version=report.version,
+        fingerprint=report.fingerprint,
+        seconds=now.seconds,
+        reward_mean=_mean(rewards),
+        reward_std=pstdev(rewards) if rewards else None,
+        **update,
+        groups_trained=len(report.trained),
+        groups_discarded=len(report.discarded),
+        discarded=dict(Counter(group.reason for group in report.discarded)),
+        staleness_mean=_mean(report.staleness),
+        staleness_max=max(report.staleness, default=None),
+        completion_tokens=sum(lengths),
+        completion_tokens_mean=_mean(lengths),
+        truncated=_mean([completion.finish_reason == "length" for completion in completions]),
+        tokens_per_second=sampled / passed if passed > 0 else None,
+        decode_seconds=now.gauges.decode_seconds - before.gauges.decode_seconds,
+        train_seconds=report.train_seconds,
+        wait_seconds=report.wait_seconds,
+        swap_seconds=now.gauges.swap_seconds_last,
+        decode_rate_idle=now.gauges.decode_rate_idle,
+        decode_rate_learning=now.gauges.decode_rate_learning,
+        peak_memory_bytes=now.gauges.peak_memory_bytes,
+    )
+
+
+def evaluation_fields(report: EvalReport) -> dict[str, Any]:
+    """A measurement as keys: of the line of the step it was made at, or of a line of its own."""
+    return {
+        "eval_accuracy": report.accuracy,
+        "eval_by_type": report.by_type,
+        "eval_problems": report.problems,
+        "eval_completion_tokens": report.completion_tokens,
+        "eval_seconds": report.seconds,
+        "eval_final": report.final,
+    }
+
+
+def _completions(report: StepReport) -> list[Completion]:
+    trained = [completion for group in report.trained for completion in group.scored.group.completions]
+    return trained + [completion for group in report.discarded for completion in group.completions]
+
+
+def _mean(values: list[float] | list[int] | list[bool] | tuple[int, ...]) -> float | None:
+    return fmean(values) if values else None

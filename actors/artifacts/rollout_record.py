@@ -1,0 +1,108 @@
+"""Lines of rollouts.jsonl: every group, trained on or not, as a person wants to read it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+from msgspec import Struct
+
+from protocols.prompt import Prompt
+from protocols.rollout import Discarded
+from protocols.sampling import Completion, FinishReason
+from protocols.step import StepReport, TrainedGroup
+
+
+class CompletionRecord(Struct, frozen=True, kw_only=True):
+    """One completion. reward, advantage: None where there was none; parts: per reward function.
+
+    first_version, last_version: the weights that drew its first and its last token; tokens: how many.
+    """
+
+    text: str
+    reward: float | None
+    parts: dict[str, float | None]
+    advantage: float | None
+    first_version: int | None
+    last_version: int | None
+    finish_reason: FinishReason
+    tokens: int
+
+
+class RolloutRecord(Struct, frozen=True, kw_only=True):
+    """One group. step: the batch with which it ended. reason, detail: why it was discarded."""
+
+    group_id: int
+    step: int
+    outcome: Literal["trained", "discarded"]
+    reason: str | None
+    detail: str | None
+    prompt: str
+    answer: str
+    type: str
+    completions: tuple[CompletionRecord, ...]
+
+
+def rollout_records(report: StepReport) -> Iterator[RolloutRecord]:
+    """Every group that ended with a batch, the trained ones first."""
+    for group in report.trained:
+        yield _record(group.scored.group.prompt, report.step, "trained", None, None, _trained(group))
+    for lost in report.discarded:
+        yield _record(lost.prompt, report.step, "discarded", lost.reason, lost.detail, _discarded(lost))
+
+
+def _record(
+    prompt: Prompt,
+    step: int,
+    outcome: Literal["trained", "discarded"],
+    reason: str | None,
+    detail: str | None,
+    completions: tuple[CompletionRecord, ...],
+) -> RolloutRecord:
+    return RolloutRecord(
+        group_id=prompt.group_id,
+        step=step,
+        outcome=outcome,
+        reason=reason,
+        detail=detail,
+        prompt=prompt.problem.prompt,
+        answer=prompt.problem.answer,
+        type=prompt.problem.type,
+        completions=completions,
+    )
+
+
+def _trained(group: TrainedGroup) -> tuple[CompletionRecord, ...]:
+    scored = group.scored
+    return tuple(
+        _completion(
+            completion,
+            reward=scored.rewards[i],
+            parts={name: values[i] for name, values in scored.parts.items()},
+            advantage=group.advantages[i],
+        )
+        for i, completion in enumerate(scored.group.completions)
+    )
+
+
+def _discarded(group: Discarded) -> tuple[CompletionRecord, ...]:
+    rewards: tuple[float | None, ...] = group.rewards or (None,) * len(group.completions)
+    return tuple(
+        _completion(completion, reward=reward, parts={}, advantage=None)
+        for completion, reward in zip(group.completions, rewards, strict=True)
+    )
+
+
+def _completion(
+    completion: Completion, *, reward: float | None, parts: dict[str, float | None], advantage: float | None
+) -> CompletionRecord:
+    return CompletionRecord(
+        text=completion.text,
+        reward=reward,
+        parts=parts,
+        advantage=advantage,
+        first_version=completion.versions[0] if completion.versions else None,
+        last_version=completion.versions[-1] if completion.versions else None,
+        finish_reason=completion.finish_reason,
+        tokens=len(completion.tokens),
+    )

@@ -1,0 +1,229 @@
+"""The running batch: rows join, one step draws one token for each, rows leave.
+
+The host runs one step behind: a step is launched before the tokens of the step before it are read, its input being
+those tokens where they are, on the device. A row whose end shows only in its tokens therefore costs one wasted draw,
+which is never reported; an end by length is foreseen and costs none.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
+
+from actors.compute.engine.batch_cache import BatchCache
+from actors.compute.engine.layout import CacheLayout
+from actors.compute.engine.ledger import Ledger
+from actors.compute.engine.plan import SamplingPlan, plan_sampling
+from actors.compute.engine.rows import Job, Row
+from actors.compute.engine.sampling import Drawn, draw
+from actors.compute.engine.serving import serving
+from actors.compute.engine.uniform import uniforms
+
+PATIENCE = 1.0
+"""Wasted steps' worth of dead slots after which copying the cache without them pays."""
+
+
+@dataclass(eq=False, slots=True)
+class Step:
+    """A step in flight, for N rows. version: of the weights that computed it.
+
+    at_N: their places in the arrays; slot_N: where they are now, -1 if gone; serial_N: which rows they were.
+    """
+
+    drawn: Drawn
+    at_N: NDArray[np.int64]
+    slot_N: NDArray[np.int64]
+    serial_N: NDArray[np.int64]
+    version: int
+
+
+@dataclass(eq=False, slots=True)
+class Reading:
+    """Tokens read from a finished step, for N rows that still live. top_*: (N, n) where some row asked for them."""
+
+    slot_N: NDArray[np.int64]
+    token_N: NDArray[np.int32]
+    logp_N: NDArray[np.float32]
+    version: int
+    top_token_N: NDArray[np.uint32] | None = None
+    top_logp_N: NDArray[np.float32] | None = None
+
+
+class Batch:
+    """Rows that are being decoded together."""
+
+    def __init__(self, layout: CacheLayout, end_tokens: frozenset[int], vocabulary: int) -> None:
+        self.layout = layout
+        self.vocabulary = vocabulary
+        self.ledger = Ledger(end_tokens, vocabulary)
+        self.inflight: Step | None = None
+        self._end_tokens = end_tokens
+        self._cache: BatchCache | None = None
+        self._input: mx.array | None = None
+        self._fresh: dict[int, int] = {}  # slot -> first input of a row that just joined
+        self._plan: SamplingPlan | None = None
+        self._seen: mx.array | None = None
+        self._waste = 0.0
+
+    @property
+    def slots(self) -> int:
+        """Slots of the batch, free ones included."""
+        return len(self.ledger.rows)
+
+    @property
+    def cache_columns(self) -> int:
+        """Columns of the longest key-value buffer."""
+        return self._cache.columns if self._cache is not None else 0
+
+    def join(self, jobs: list[Job]) -> None:
+        """Put the admitted rows of computed jobs into slots, free ones first."""
+        wanted = sum(job.admitted for job in jobs)
+        if self._cache is None or not self.ledger.running:
+            self._restart(wanted)
+        free = [slot for slot, row in enumerate(self.ledger.rows) if row is None]
+        self._grow(wanted - len(free))
+        free.extend(range(self.slots - max(0, wanted - len(free)), self.slots))
+        assert self._cache is not None
+        self._cache.make_room(self.ledger.longest, max(len(job.tokens) - 1 for job in jobs))
+        for job in jobs:
+            slots, free = free[: job.admitted], free[job.admitted :]
+            for run in _runs(slots):
+                self._cache.write(run, job.state)
+            for slot, row in zip(slots, job.rows, strict=False):
+                self.ledger.enter(slot, row, len(job.tokens) - 1)
+                self._fresh[slot] = job.tokens[-1]
+        self._plan = None
+
+    def _restart(self, rows: int) -> None:
+        """Begin anew with empty slots; a step in flight holds no row that still lives."""
+        self.inflight = None
+        self.ledger = Ledger(self._end_tokens, self.vocabulary)
+        self.ledger.grow(rows)
+        self._cache, self._input, self._fresh, self._seen = BatchCache(self.layout, rows), None, {}, None
+        self._waste = 0.0
+
+    def _grow(self, rows: int) -> None:
+        if rows <= 0:
+            return
+        assert self._cache is not None
+        self._cache.grow(rows)
+        self.ledger.grow(rows)
+        if self._input is not None:
+            self._input = mx.concatenate([self._input, mx.zeros((rows,), self._input.dtype)])
+
+    def leave(self, slot: int) -> Row:
+        """Free a slot. The last row to leave takes the buffers with it."""
+        row = self.ledger.leave(slot)
+        self._fresh.pop(slot, None)
+        return row
+
+    def clear(self, slot: int) -> None:
+        """Zero the cache of a slot whose row was not finite."""
+        if self._cache is not None:
+            self._cache.clear(slot)
+
+    def drop(self) -> None:
+        """Forget everything; the rows have left."""
+        self._restart(0)
+        self._cache = None
+
+    def compact(self) -> None:
+        """Give up dead slots once they have cost as much as a copy of the cache without them would."""
+        running = self.ledger.running
+        dead = self.slots - running
+        if self._cache is None or not dead or not running:
+            return
+        self._waste += dead / self.slots
+        if self._waste < PATIENCE:
+            return
+        keep = np.flatnonzero(self.ledger.live)
+        self._cache.take(keep.tolist(), self.ledger.longest)
+        self.ledger.take(keep.tolist())
+        moved = np.full(dead + running, -1, dtype=np.int64)
+        moved[keep] = np.arange(running)
+        self._fresh = {int(moved[slot]): token for slot, token in self._fresh.items()}
+        if self._input is not None:
+            self._input = self._input[mx.array(keep.astype(np.int32))]
+        if self.inflight is not None:
+            slot_N = self.inflight.slot_N
+            self.inflight.slot_N = np.where(slot_N >= 0, moved[slot_N], -1)
+        self._plan, self._waste = None, 0.0
+
+    def launch(self, version: int) -> Step | None:
+        """Start computing one token for every row that may still have one; None if there is no such row."""
+        ledger = self.ledger
+        due = ledger.live & (ledger.launched < ledger.limit)
+        if self._cache is None or not due.any():
+            return None
+        plan = self._settings()
+        input_B = self._inputs()
+        self._cache.begin(ledger.positions, due)
+        with serving(self.layout.model):
+            logits_B_V = self.layout.model(input_B[:, None], cache=self._cache.nested)[:, -1]
+        self._cache.end()
+        if self._seen is not None:
+            self._seen[mx.arange(self.slots), input_B] = True
+        uniform_B_2 = None if plan.all_greedy else mx.array(uniforms(ledger.seed, ledger.launched))
+        drawn = draw(logits_B_V, uniform_B_2, plan, self._seen)
+        extra = [] if self._seen is None else [self._seen]
+        mx.async_eval([a for a in drawn if a is not None], self._cache.arrays, extra)
+        self._input = drawn.token_B
+        slot = np.flatnonzero(due)
+        ledger.launched[slot] += 1
+        ledger.positions[slot] += 1
+        return Step(drawn=drawn, at_N=slot, slot_N=slot, serial_N=ledger.serial[slot], version=version)
+
+    def _inputs(self) -> mx.array:
+        """Each row's newest token: what the last step drew, or the last token of a prompt that just joined."""
+        if not self._fresh and self._input is not None:
+            return self._input
+        given = np.zeros(self.slots, dtype=np.int32)
+        chosen = np.zeros(self.slots, dtype=np.bool_)
+        for slot, token in self._fresh.items():
+            given[slot], chosen[slot] = token, True
+        self._fresh = {}
+        return mx.array(given) if self._input is None else mx.where(mx.array(chosen), mx.array(given), self._input)
+
+    def _settings(self) -> SamplingPlan:
+        """Return the plan of the present rows; built anew when rows have joined or moved."""
+        if self._plan is None:
+            rows = self.ledger.rows
+            self._plan = plan_sampling([r.asked.request.sampling if r else None for r in rows], self.vocabulary)
+            self._seen = self._seen_tokens() if self._plan.penalty_B is not None else None
+        return self._plan
+
+    def _seen_tokens(self) -> mx.array:
+        """Mark what penalised rows have seen, but for the newest token, which each step adds itself."""
+        seen_B_V = np.zeros((self.slots, self.vocabulary), dtype=np.bool_)
+        for slot, row in enumerate(self.ledger.rows):
+            if row is not None and row.asked.request.sampling.repetition_penalty != 1.0:
+                seen_B_V[slot, list(row.asked.request.prompt)] = True
+                seen_B_V[slot, self.ledger.tokens_of(slot)] = True
+        return mx.array(seen_B_V)
+
+    def read(self, step: Step) -> Reading | None:
+        """Wait for a step and return its tokens, but for those of rows that have left since; None if all have."""
+        drawn = step.drawn
+        token_B, logp_B = np.array(drawn.token_B), np.array(drawn.logp_B)
+        stays_N = (step.slot_N >= 0) & (self.ledger.serial[step.slot_N] == step.serial_N)
+        if not stays_N.any():
+            return None
+        at_N = step.at_N[stays_N]
+        reading = Reading(step.slot_N[stays_N], token_B[at_N], logp_B[at_N], step.version)
+        if drawn.top_token_B_N is not None and drawn.top_logp_B_N is not None:
+            reading.top_token_N, reading.top_logp_N = np.array(drawn.top_token_B_N)[at_N], np.array(drawn.top_logp_B_N)[at_N]
+        return reading
+
+
+def _runs(slots: list[int]) -> list[slice]:
+    """Split increasing slots into runs of neighbours."""
+    runs: list[slice] = []
+    for slot in slots:
+        if runs and runs[-1].stop == slot:
+            runs[-1] = slice(runs[-1].start, slot + 1)
+        else:
+            runs.append(slice(slot, slot + 1))
+    return runs

@@ -1,0 +1,134 @@
+"""Which caches a model makes, and how a computed prompt's is taken apart into plain arrays, one entry per cache.
+
+mlx-lm's single-sequence caches compute prompts; `BatchCache` holds the running rows. Both are lists that mirror the
+model's layers; here they are flattened: a `CacheList` (hybrid layers) contributes its members in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache, make_prompt_cache
+from msgspec import Struct
+
+from protocols.errors import ModelError
+
+
+class AttentionLeaf(Struct, frozen=True, kw_only=True):
+    """A key-value cache. Shapes without batch and tokens: (heads, size). window: tokens it keeps; None = all."""
+
+    window: int | None
+    key_shape: tuple[int, int]
+    value_shape: tuple[int, int]
+    dtype: mx.Dtype
+
+
+class StateLeaf(Struct, frozen=True, kw_only=True):
+    """A fixed-size state (convolution, state space): one array per entry, shapes without batch."""
+
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[mx.Dtype, ...]
+
+
+Leaf = AttentionLeaf | StateLeaf
+PromptState = tuple[tuple[mx.array, ...], ...]
+"""A computed prompt: per leaf, (keys, values) of shape (1, heads, tokens, size), or the state's arrays."""
+
+
+class CacheLayout:
+    """The caches of one model, read off a forward pass of one token that is never evaluated.
+
+    Raises ModelError for a kind of cache that rows cannot share a batch with.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        cache = self.fresh()
+        model(mx.zeros((1, 1), dtype=mx.int32), cache=cache)
+        self.leaves = tuple(_leaf(c) for c in flatten(cache))
+        self._nested = tuple(len(c.caches) if isinstance(c, CacheList) else 0 for c in cache)
+
+    def fresh(self) -> list[Any]:
+        """Make the model's own empty cache for computing a prompt."""
+        return list(make_prompt_cache(self.model))
+
+    @property
+    def right_padding_limit(self) -> int | None:
+        """Longest prompt up to which prompts of unequal length may be padded on the right and computed together.
+
+        None: any. Causal attention ignores what follows; a state does not (0), nor a window that padding fills.
+        """
+        if any(isinstance(leaf, StateLeaf) for leaf in self.leaves):
+            return 0
+        windows = [leaf.window for leaf in self.leaves if isinstance(leaf, AttentionLeaf) and leaf.window is not None]
+        return min(windows, default=None)
+
+    def nest(self, flat: Sequence[Any]) -> list[Any]:
+        """Arrange flat caches as the model's layers expect them."""
+        rest = iter(flat)
+        return [hybrid(next(rest) for _ in range(n)) if n else next(rest) for n in self._nested]
+
+    def extract(self, cache: Sequence[Any], row: int, tokens: int) -> PromptState:
+        """Take one row's first `tokens` tokens out of a computed cache; lazy slices, nothing is copied."""
+        return tuple(_extracted(c, row, tokens) for c in flatten(cache))
+
+    def restore(self, state: PromptState, tokens: int) -> list[Any]:
+        """Make a cache of the model's own kind from a state of `tokens` tokens, to be continued."""
+        cache = self.fresh()
+        for c, arrays in zip(flatten(cache), state, strict=True):
+            if isinstance(c, ArraysCache):
+                c.cache = [mx.array(a) for a in arrays]
+            else:
+                c.keys, c.values = (mx.array(a) for a in arrays)
+                c.offset = tokens
+                if isinstance(c, RotatingKVCache):
+                    c._idx = c.keys.shape[2]
+        return cache
+
+    def trimmed(self, state: PromptState, tokens: int) -> PromptState | None:
+        """Return the state after only the first `tokens` tokens, or None where it cannot be undone."""
+        if self.right_padding_limit is not None:
+            return None
+        return tuple(tuple(a[:, :, :tokens] for a in arrays) for arrays in state)
+
+
+def flatten(cache: Sequence[Any]) -> list[Any]:
+    """List the caches of all layers, members of a `CacheList` in its place."""
+    return [leaf for c in cache for leaf in (c.caches if isinstance(c, CacheList) else (c,))]
+
+
+def _leaf(cache: Any) -> Leaf:
+    if isinstance(cache, ArraysCache):
+        if any(a is None for a in cache.cache):
+            raise ModelError(
+                "this model leaves part of its state unset after the first token: its rows cannot be batched"
+            )
+        return StateLeaf(
+            shapes=tuple(tuple(a.shape[1:]) for a in cache.cache), dtypes=tuple(a.dtype for a in cache.cache)
+        )
+    if type(cache) not in (KVCache, RotatingKVCache) or (type(cache) is RotatingKVCache and cache.keep):
+        raise ModelError(f"this model's cache ({type(cache).__name__}) cannot hold several sequences at once")
+    window = cache.max_size if isinstance(cache, RotatingKVCache) else None
+    keys, values = cache.keys, cache.values
+    return AttentionLeaf(
+        window=window,
+        key_shape=(keys.shape[1], keys.shape[3]),
+        value_shape=(values.shape[1], values.shape[3]),
+        dtype=keys.dtype,
+    )
+
+
+def _extracted(cache: Any, row: int, tokens: int) -> tuple[mx.array, ...]:
+    if isinstance(cache, ArraysCache):
+        return tuple(a[row : row + 1] for a in cache.cache)
+    keys, values = cache.keys, cache.values
+    if isinstance(cache, RotatingKVCache):
+        keys, values = cache._temporal_order(keys), cache._temporal_order(values)
+        if cache.offset > tokens:  # right padding, which never fills the window
+            return keys[row : row + 1, :, :tokens], values[row : row + 1, :, :tokens]
+        kept = min(tokens, cache.max_size)
+        return keys[row : row + 1, :, -kept:], values[row : row + 1, :, -kept:]
+    return keys[row : row + 1, :, :tokens], values[row : row + 1, :, :tokens]

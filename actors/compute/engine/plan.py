@@ -1,0 +1,90 @@
+"""What a batch needs of the sampler: the rows' settings as arrays, and only those that some row uses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import mlx.core as mx
+import numpy as np
+from msgspec import Struct
+
+from protocols.sampling import Sampling
+
+NEUTRAL = Sampling()
+
+
+class Filters(NamedTuple):
+    """Top-p (infinite = off), top-k (the vocabulary's size = off) and min-p (0 = off) of every row."""
+
+    top_p_B: mx.array
+    top_k_B: mx.array
+    min_p_B: mx.array
+
+
+class Bias(NamedTuple):
+    """Added to the logits: K (token, value) pairs per row, padded with value 0."""
+
+    token_B_K: mx.array
+    value_B_K: mx.array
+
+
+class SamplingPlan(Struct, frozen=True, kw_only=True):
+    """Settings of B rows; an array that is None is used by no row.
+
+    all_greedy: nothing is drawn at random. greedy_B: which rows take the argmax, where only some do.
+    top_logprobs: the most alternatives that any row asks for.
+    """
+
+    all_greedy: bool
+    greedy_B: mx.array | None = None
+    inverse_temperature_B: mx.array | None = None
+    filters: Filters | None = None
+    penalty_B: mx.array | None = None
+    bias: Bias | None = None
+    top_logprobs: int = 0
+
+
+def plan_sampling(settings: Sequence[Sampling | None], vocabulary: int) -> SamplingPlan:
+    """Collect the settings of each row into arrays; None stands for a slot without a row."""
+    used = [s if s is not None else NEUTRAL for s in settings]
+    greedy = np.array([s.temperature == 0.0 for s in used])
+    live_greedy = [s.temperature == 0.0 for s in settings if s is not None]
+    return SamplingPlan(
+        all_greedy=all(live_greedy),
+        greedy_B=mx.array(greedy) if greedy.any() else None,
+        inverse_temperature_B=_unless([1.0 / s.temperature if s.temperature else 1.0 for s in used], 1.0),
+        filters=_filters(used, vocabulary),
+        penalty_B=_unless([s.repetition_penalty for s in used], 1.0),
+        bias=_bias(used),
+        top_logprobs=max(s.top_logprobs for s in used),
+    )
+
+
+def _unless(values: Sequence[float], neutral: float) -> mx.array | None:
+    return mx.array(np.array(values, dtype=np.float32)) if any(v != neutral for v in values) else None
+
+
+def _filters(used: Sequence[Sampling], vocabulary: int) -> Filters | None:
+    """Settings of the filters, where some row that draws at random has one; a greedy row keeps every token."""
+    free = [NEUTRAL if s.temperature == 0.0 else s for s in used]
+    top_k = [s.top_k if 0 < s.top_k < vocabulary else vocabulary for s in free]
+    if all(s.top_p == 1.0 and s.min_p == 0.0 for s in free) and min(top_k) == vocabulary:
+        return None
+    # 1 must keep tokens that a rounded prefix sum already puts at 1.
+    top_p = np.array([s.top_p if s.top_p < 1.0 else np.inf for s in free], dtype=np.float32)
+    min_p = np.array([s.min_p for s in free], dtype=np.float32)
+    k = np.array(top_k, dtype=np.int32)
+    return Filters(mx.array(top_p), mx.array(k), mx.array(min_p))
+
+
+def _bias(used: Sequence[Sampling]) -> Bias | None:
+    width = max(len(s.logit_bias) for s in used)
+    if width == 0:
+        return None
+    token_B_K = np.zeros((len(used), width), dtype=np.int32)
+    value_B_K = np.zeros((len(used), width), dtype=np.float32)
+    for row, sampling in enumerate(used):
+        for k, (token, value) in enumerate(sampling.logit_bias):
+            token_B_K[row, k], value_B_K[row, k] = token, value
+    return Bias(mx.array(token_B_K), mx.array(value_B_K))

@@ -1,0 +1,179 @@
+"""The policy: one set of base weights, and the trainable ones that serve, learn and step aside for the reference.
+
+All of it belongs to the compute thread. Parameters change by pointer: nothing is copied, and arrays never change.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from actors.compute.adapters import AdaptedModule, install_adapter, open_all_weights
+from actors.compute.describe_model import context_length, describe_model
+from actors.compute.fingerprint import fingerprint
+from actors.compute.gradient_checkpoint import checkpointed_blocks
+from actors.compute.model_loading import load_base
+from actors.compute.parameter_places import ParameterPlaces, Parameters
+from actors.compute.tokenizer import ChatTokenizer
+from protocols.adapter import AdapterConfig
+from protocols.description import PolicyDescription
+from protocols.errors import ModelError
+from protocols.profile import ModelSection, PolicySection
+
+__all__ = ["Parameters", "Policy", "load_policy"]
+
+
+def load_policy(model: ModelSection, policy: PolicySection, *, seed: int, keep_reference: bool) -> Policy:
+    """Load base and tokenizer and make the policy of them; call it in the compute thread, which it seeds.
+
+    keep_reference: hold on to the initial weights of full-weight training, so that `reference()` works; an adapter
+    needs no such copy. Raises `ModelError`, in one line, for whatever is wrong with the model or its combination
+    with `policy`.
+    """
+    base, config, directory = load_base(model)
+    tokenizer = ChatTokenizer.from_directory(directory, trust_remote_code=model.trust_remote_code)
+    return Policy(
+        base,
+        tokenizer,
+        policy,
+        config=config,
+        seed=seed,
+        keep_reference=keep_reference,
+        base_path=model.path,
+        directory=directory,
+    )
+
+
+class Policy:
+    """The model with what is trained of it, and which version of that serves.
+
+    model: computes with the served parameters, except inside `using` and `reference`.
+    version, step, fingerprint: of the served parameters; they start as 0, 0 and the initial weights' own.
+    directory: where base and tokenizer were read from, hub models included.
+    adapter_config: what mlx-lm needs to rebuild the trained layers from a file.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: ChatTokenizer,
+        section: PolicySection,
+        *,
+        config: dict[str, Any],
+        seed: int,
+        keep_reference: bool,
+        base_path: str = "",
+        directory: Path | None = None,
+    ) -> None:
+        """Install what is to be trained over `model`, whose mlx-lm configuration is `config`.
+
+        base_path: what the adapter's file calls the base. directory: where the base was read from, if from files.
+        """
+        adapted: tuple[AdaptedModule, ...] = ()
+        if section.kind == "lora":
+            adapter_config, adapted = install_adapter(model, section, seed=seed)
+        else:
+            adapter_config = open_all_weights(model)
+            mx.random.seed(seed)
+        self.model = model
+        self.directory = directory
+        self.tokenizer = tokenizer
+        self.grad_checkpoint = section.grad_checkpoint
+        self.adapter_config = _with_model(adapter_config, base_path)
+        self.description: PolicyDescription = describe_model(model, config)
+        self.vocab_size = self.description.vocab_size
+        self.context_length = context_length(config)
+        self._adapted = adapted
+        self._places = ParameterPlaces(model)
+        self._served = self._places.current()
+        if not self._served:
+            raise ModelError("nothing of this model can be trained")
+        mx.eval(self._served)
+        self._overrides: list[list[mx.array]] = []
+        self._reference = self._served if keep_reference and not adapted else None
+        self.version = 0
+        self.step = 0
+        self.fingerprint = fingerprint(self.trainable())
+
+    def trainable(self) -> Parameters:
+        """Tree of the served parameters; changing the tree does not change the policy."""
+        return self._places.tree(self._served)
+
+    def publish(self, parameters: Parameters, *, version: int, step: int, fingerprint: str) -> float:
+        """Make `parameters` the served ones, by pointer; return the seconds it took.
+
+        Call it between decode ticks. Raises `ValueError`, and changes nothing, where the tree does not have exactly
+        the names, shapes and types of the trainable parameters.
+        """
+        started = time.perf_counter()
+        leaves = self._places.leaves(parameters)
+        if not self._overrides:
+            self._places.assign(leaves)
+        self._served = leaves
+        self.version, self.step, self.fingerprint = version, step, fingerprint
+        return time.perf_counter() - started
+
+    @contextmanager
+    def using(self, parameters: Parameters) -> Iterator[None]:
+        """Compute with these parameters inside, and with the served ones after, whatever happens inside.
+
+        The engine must not tick inside: it would label tokens with the served version. Nests.
+        """
+        self._overrides.append(self._places.leaves(parameters))
+        try:
+            self._places.assign(self._overrides[-1])
+            yield
+        finally:
+            self._overrides.pop()
+            self._places.assign(self._overrides[-1] if self._overrides else self._served)
+
+    @contextmanager
+    def reference(self) -> Iterator[None]:
+        """Compute as the reference policy inside: adapters taken out of the model, so exactly the base.
+
+        For full-weight training the initial weights stand in; raises `ValueError` unless they were kept at load.
+        """
+        if not self._adapted:
+            if self._reference is None:
+                raise ValueError("the reference policy was not kept: load the policy with keep_reference=True")
+            with self.using(self._places.tree(self._reference)):
+                yield
+            return
+        try:
+            for module in self._adapted:
+                module.parent[module.key] = module.base
+            yield
+        finally:
+            for module in self._adapted:
+                module.parent[module.key] = module.adapted
+
+    @contextmanager
+    def training_mode(self) -> Iterator[None]:
+        """Inside, for gradients: dropout draws, layers take their differentiable form; checkpoints blocks if asked.
+
+        Some architectures (gated delta networks) have kernels without a gradient and avoid them only in this mode.
+        """
+        self.model.train()
+        try:
+            if self.grad_checkpoint:
+                with checkpointed_blocks(self.model.layers):
+                    yield
+            else:
+                yield
+        finally:
+            self.model.eval()
+
+
+def _with_model(config: AdapterConfig, base_path: str) -> AdapterConfig:
+    return AdapterConfig(
+        fine_tune_type=config.fine_tune_type,
+        num_layers=config.num_layers,
+        lora_parameters=config.lora_parameters,
+        model=base_path,
+    )

@@ -1,0 +1,175 @@
+"""The gradient of a micro-batch."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from actors.compute.advantages import group_relative
+from actors.compute.batch import build_batch
+from actors.compute.gradient import Gradient, LearnablePolicy, micro_gradient
+from actors.compute.logprobs import TeacherForcing
+from actors.compute.trees import flat, nested
+from protocols.profile import LearnerSection
+from protocols.score import ScoredGroup
+from tests.compute.learning import BigramPolicy, random_groups, same_bits, scored_group, tiny_policy
+
+
+def gradients(
+    policy: LearnablePolicy, groups: list[ScoredGroup], *, budget: int = 10_000, **keys: Any
+) -> list[Gradient]:
+    """Gradients of every micro-batch of a batch, at the served parameters."""
+    settings = LearnerSection(**keys)
+    advantages = [group_relative(g.rewards, epsilon=1e-4).tolist() for g in groups]
+    batch = build_batch(groups, advantages, budget=budget)
+    forcing = TeacherForcing(policy.model, policy.vocab_size)
+    return [
+        micro_gradient(
+            policy,
+            forcing,
+            policy.trainable(),
+            micro,
+            settings=settings,
+            temperature=0.8,
+            learner_version=0,
+            total_tokens=batch.tokens,
+        )
+        for micro in batch.micro_batches
+    ]
+
+
+def oracle(embed: np.ndarray, head: np.ndarray, groups: list[ScoredGroup], reference: np.ndarray) -> float:
+    """The loss of a bigram model in float64 loops: clip [0.8, 1.28], k3 with 0.1, entropy bonus 0.05, T = 0.8."""
+    total, count = 0.0, 0
+    log_reference = [log_softmax(reference_V) for reference_V in reference]
+    for g in groups:
+        A_G = (np.array(g.rewards) - np.mean(g.rewards)) / (np.std(g.rewards) + 1e-4)
+        for c, A in zip(g.group.completions, A_G, strict=True):
+            tokens = (*g.group.prompt.tokens, *c.tokens)
+            for (before, token), b in zip(list(pairwise(tokens))[-len(c.tokens) :], c.logprobs, strict=True):
+                logp_V = log_softmax(embed[before] @ head.T / 0.8)
+                rho = np.exp(logp_V[token] - b)
+                J = min(rho * A, np.clip(rho, 0.8, 1.28) * A)
+                d = log_reference[before][token] - logp_V[token]
+                total += -J + 0.1 * (np.exp(d) - 1 - d) + 0.05 * (np.exp(logp_V) @ logp_V)
+                count += 1
+    return total / count
+
+
+def log_softmax(z_V: np.ndarray) -> np.ndarray:
+    """In float64."""
+    logp_V: np.ndarray = z_V - np.log(np.exp(z_V).sum())
+    return logp_V
+
+
+def test_the_whole_gradient_equals_finite_differences_of_a_float64_oracle() -> None:
+    """Every weight of a bigram model, through packing, temperature, clipping, penalty and bonus."""
+    policy = BigramPolicy()
+    groups = random_groups(5)
+    with policy.reference():
+        reference_V_V = np.array(policy.model(mx.arange(5)[None])[0], dtype=np.float64) / 0.8
+    (gradient,) = gradients(policy, groups, kl_beta=0.1, entropy_weight=0.05)
+    weights = {name: np.array(value, dtype=np.float64) for name, value in flat(policy.trainable()).items()}
+
+    def loss(changed: dict[str, np.ndarray]) -> float:
+        return oracle(changed["model.weight"], changed["lm_head.weight"], groups, reference_V_V)
+
+    for name, value in weights.items():
+        slopes = np.zeros_like(value)
+        for index in np.ndindex(*value.shape):
+            step = np.zeros_like(value)
+            step[index] = 1e-6
+            slopes[index] = (loss({**weights, name: value + step}) - loss({**weights, name: value - step})) / 2e-6
+        np.testing.assert_allclose(np.array(gradient.arrays[name]), slopes, atol=2e-5)
+    tokens = sum(len(c.tokens) for g in groups for c in g.group.completions)
+    assert float(np.array(gradient.sums)[0]) / tokens == pytest.approx(loss(weights), abs=1e-6)
+
+
+@pytest.mark.parametrize("budget", [1, 24, 64])
+def test_any_split_into_micro_batches_gives_the_same_gradient(budget: int) -> None:
+    """The denominator is the whole update's, so parts add up to the whole, and so do the metrics."""
+    policy = tiny_policy()
+    groups = random_groups(32)
+    (whole,) = gradients(policy, groups, kl_beta=0.1, entropy_weight=0.05)
+    parts = gradients(policy, groups, budget=budget, kl_beta=0.1, entropy_weight=0.05)
+    assert len(parts) > 1
+    for name, expected in whole.arrays.items():
+        total = sum(np.array(part.arrays[name], dtype=np.float64) for part in parts)
+        np.testing.assert_allclose(total, np.array(expected), atol=1e-6)
+    np.testing.assert_allclose(sum(np.array(part.sums) for part in parts), np.array(whole.sums), rtol=1e-4, atol=1e-4)
+
+
+def test_the_order_of_groups_and_completions_does_not_matter() -> None:
+    """A permutation of the batch gives the same gradient."""
+    policy = tiny_policy()
+    groups = random_groups(32)
+    shuffled = [
+        ScoredGroup(
+            group=type(g.group)(prompt=g.group.prompt, completions=g.group.completions[::-1]),
+            rewards=g.rewards[::-1],
+            parts={},
+        )
+        for g in reversed(groups)
+    ]
+    (one,), (other,) = gradients(policy, groups), gradients(policy, shuffled)
+    for name, expected in one.arrays.items():
+        np.testing.assert_allclose(np.array(other.arrays[name]), np.array(expected), atol=1e-6)
+
+
+def test_longer_padding_never_changes_the_gradient() -> None:
+    """A neighbour without advantage, ten times as long, adds nothing but its share of the denominator."""
+    policy = tiny_policy()
+    group = scored_group([[3, 4, 5], [6, 7]], [1.0, 0.0])
+    neighbour = scored_group([[8] * 60] * 2, [1.0, 1.0], group_id=1)
+    (alone,), (beside,) = gradients(policy, [group]), gradients(policy, [group, neighbour])
+    for name, expected in alone.arrays.items():
+        np.testing.assert_allclose(np.array(beside.arrays[name]) * 125 / 5, np.array(expected), atol=2e-6)
+
+
+@pytest.mark.parametrize("grad_checkpoint", [False, True])
+def test_only_the_adapter_is_differentiated(grad_checkpoint: bool) -> None:
+    """No frozen weight has a gradient; every adapter weight does, and recomputing blocks does not change it."""
+    plain, policy = tiny_policy(), tiny_policy(grad_checkpoint=grad_checkpoint)
+    (gradient,) = gradients(policy, random_groups(32))
+    assert gradient.arrays.keys() == flat(policy.trainable()).keys()
+    assert all(".lora_" in name for name in gradient.arrays)
+    assert all(np.abs(np.array(g)).max() > 0 for name, g in gradient.arrays.items() if name.endswith("lora_b"))
+    (expected,) = gradients(plain, random_groups(32))
+    for name, value in expected.arrays.items():
+        np.testing.assert_allclose(np.array(gradient.arrays[name]), np.array(value), atol=1e-6)
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    """Served weights, evaluation mode, no tracer, no stand-in: decoding goes on as if nothing had happened."""
+    policy = tiny_policy(dropout=0.3, grad_checkpoint=True)
+    tokens = mx.array([[1, 2, 3, 4]])
+    logits, served = np.array(policy.model(tokens)), policy.trainable()
+    gradients(policy, random_groups(32), budget=24, kl_beta=0.1)
+    assert not any(module.training for _, module in policy.model.named_modules())
+    assert same_bits(served, policy.model.trainable_parameters())
+    assert np.array(policy.model(tokens)).tobytes() == logits.tobytes()
+
+
+def test_dropout_draws_during_the_gradient_only() -> None:
+    """Two gradients of the same batch differ with dropout and are equal without."""
+    for dropout, equal in ((0.0, True), (0.5, False)):
+        policy = tiny_policy(dropout=dropout)
+        (one,), (other,) = gradients(policy, random_groups(32)), gradients(policy, random_groups(32))
+        assert same_bits(one.arrays, other.arrays) is equal
+
+
+def test_the_penalty_is_towards_the_policy_without_its_adapter() -> None:
+    """At the start the adapter adds nothing, so KL and its k3 gradient are zero; a moved adapter has both."""
+    policy = tiny_policy()
+    still = [scored_group([[3, 4, 5], [6, 7]], [1.0, 1.0])]
+    (gradient,) = gradients(policy, still, kl_beta=1.0)
+    assert abs(float(np.array(gradient.sums)[1])) < 1e-6
+    moved = {name: value + 0.1 for name, value in flat(policy.trainable()).items()}
+    policy.publish(nested(moved), version=1, step=1, fingerprint="moved")
+    (gradient,) = gradients(policy, still, kl_beta=1.0)
+    assert float(np.array(gradient.sums)[1]) > 1e-3
+    assert max(np.abs(np.array(g)).max() for g in gradient.arrays.values()) > 1e-3

@@ -1,0 +1,148 @@
+"""Splitting models into blocks and head."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx.utils import tree_map
+
+from actors.compute.head import split_model
+from actors.compute.logprobs import TeacherForcing
+from tests.compute.learning import Bigram
+
+VOCAB = 40
+DENSE: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "rms_norm_eps": 1e-6,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 128,
+    "rope_theta": 10000.0,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama tied": {"model_type": "llama", "tie_word_embeddings": True},
+    "llama untied": {"model_type": "llama", "tie_word_embeddings": False},
+    "gemma2 soft cap": {"model_type": "gemma2", "final_logit_softcapping": 2.0},
+    "cohere logit scale": {"model_type": "cohere", "logit_scale": 0.3, "layer_norm_eps": 1e-5, "use_qk_norm": False},
+    "granite logits scaling": {
+        "model_type": "granite",
+        "logits_scaling": 4.0,
+        "attention_multiplier": 0.3,
+        "embedding_multiplier": 2.0,
+        "residual_multiplier": 0.5,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": True,
+    },
+    "mamba2 recurrent": {
+        "model_type": "mamba2",
+        "num_heads": 4,
+        "head_dim": 16,
+        "state_size": 8,
+        "conv_kernel": 4,
+        "expand": 2,
+        "n_groups": 1,
+        "use_bias": False,
+        "use_conv_bias": True,
+        "tie_word_embeddings": True,
+        "time_step_limit": (0.001, 0.1),
+        "time_step_rank": "auto",
+        "layer_norm_epsilon": 1e-5,
+        "chunk_size": 16,
+    },
+}
+
+
+def build(name: str) -> nn.Module:
+    """One architecture of mlx-lm with random weights, large enough for its quirks to matter."""
+    config = DENSE | MODELS[name]
+    module = importlib.import_module(f"mlx_lm.models.{config['model_type']}")
+    mx.random.seed(3)
+    model: nn.Module = module.Model(module.ModelArgs.from_dict(config))
+    model.update(tree_map(lambda array: array * 4.0 if array.ndim == 2 else array, model.parameters()))
+    model.eval()
+    return model
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_head_at_chosen_positions_gives_the_models_own_logits(name: str) -> None:
+    """Tied or not, with soft caps, scales or recurrent blocks: the halves are the model, quirks included."""
+    model = build(name)
+    split = split_model(model, VOCAB)
+    assert split is not None
+    tokens_B_S = mx.array([[3, 1, 4, 1, 5, 9], [2, 6, 5, 3, 5, 8]])
+    chosen_N = mx.array([5, 0, 7, 10])
+    logits_N_V = split.head(split.blocks(tokens_B_S).reshape(12, -1)[chosen_N])
+    expected_N_V = model(tokens_B_S).reshape(12, -1)[chosen_N]
+    np.testing.assert_allclose(np.array(logits_N_V), np.array(expected_N_V), rtol=1e-4, atol=1e-4)
+    assert split.blocks(tokens_B_S).shape == (2, 6, 32)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_padding_never_changes_scores(name: str) -> None:
+    """Right padding comes after every scored token, so causal models of every kind do not see it."""
+    forcing = TeacherForcing(build(name), VOCAB)
+    tokens, target_N = [3, 1, 4, 1, 5], mx.array([1, 4, 1, 5, 9])
+    alone = forcing(mx.array([tokens]), mx.arange(5), target_N, temperature=0.7)
+    padded = forcing(mx.array([tokens + [0] * 11, [7] * 16]), mx.arange(5), target_N, temperature=0.7)
+    np.testing.assert_allclose(np.array(alone.logp_N), np.array(padded.logp_N), atol=2e-5)
+    np.testing.assert_allclose(np.array(alone.entropy_N), np.array(padded.entropy_N), atol=2e-5)
+
+
+class Wrapper(nn.Module):
+    """A model around a language model, as vision models are."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.vision = nn.Linear(2, 2)
+        self.language_model = Bigram(vocab_size=7)
+
+    def __call__(self, tokens_B_S: mx.array, cache: Any = None) -> mx.array:
+        return self.language_model(tokens_B_S)
+
+
+def test_wrappers_are_looked_through() -> None:
+    """The submodule whose result is the logits themselves is split in its turn."""
+    wrapper = Wrapper()
+    split = split_model(wrapper, 7)
+    assert split is not None
+    assert split.blocks(mx.array([[1, 2]])).shape == (1, 2, 3)
+
+
+class MixesPositions(Bigram):
+    """Its head looks at two positions at once: it cannot run at chosen positions only."""
+
+    def __call__(self, tokens_B_S: mx.array, cache: Any = None) -> mx.array:
+        logits_B_S_V = super().__call__(tokens_B_S)
+        return logits_B_S_V + mx.cumsum(logits_B_S_V, axis=1)
+
+
+def test_a_head_that_mixes_positions_falls_back_to_the_whole_model() -> None:
+    """The proof on four tokens fails, and the scores are those of the full call all the same."""
+    model = MixesPositions(vocab_size=7)
+    assert split_model(model, 7) is None
+    tokens_1_S = mx.array([[1, 2, 3, 4]])
+    scores = TeacherForcing(model, 7)(tokens_1_S, mx.array([1, 3]), mx.array([3, 5]), temperature=1.0)
+    logits_S_V = model(tokens_1_S)[0]
+    logp_S_V = logits_S_V - mx.logsumexp(logits_S_V, axis=-1, keepdims=True)
+    np.testing.assert_allclose(np.array(scores.logp_N), [logp_S_V[1, 3].item(), logp_S_V[3, 5].item()], rtol=1e-5)
+
+
+def test_the_model_is_whole_again_after_an_error_in_its_head() -> None:
+    """The stand-in never stays."""
+    model = Bigram(vocab_size=7)
+    split = split_model(model, 7)
+    assert split is not None
+    with pytest.raises(ValueError, match="matmul"):
+        split.head(mx.zeros((2, 99)))
+    assert isinstance(model.model, nn.Embedding)
+    assert model(mx.array([[1, 2]])).shape == (1, 2, 7)
