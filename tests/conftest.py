@@ -1,12 +1,12 @@
-"""What every test stands on: an optimised BLAS before MLX, and anyio on asyncio."""
+"""What every test stands on: anyio runs on asyncio."""
 
 from __future__ import annotations
 
 import pytest
 
-from actors.compute.blas import load_blas
+import actors  # an optimised BLAS, before any test imports MLX
 
-BLAS = load_blas()
+assert actors.BLAS
 
 
 @pytest.fixture

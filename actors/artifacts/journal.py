@@ -73,7 +73,7 @@ class Sink:
         """Put an event into the file; time, level and event come first."""
         first = {key: event[key] for key in ("time", "level", "event") if key in event}
         try:
-            self._writer.append(first | event)
+            self._writer.append({**first, **event})
         except (OSError, ValueError) as error:
             with self._lock:
                 self._lost += 1

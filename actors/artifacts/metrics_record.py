@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from math import isfinite
+from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any
 
@@ -18,7 +20,7 @@ from protocols.step import StepReport
 class StepMetrics(Struct, frozen=True, kw_only=True):
     """One consumed batch. Numbers of the update are None where the batch taught nothing.
 
-    reward_mean, reward_std: over every completion that was rewarded, whether its group was trained or discarded.
+    reward_mean, reward_std: over every completion with a finite reward, whether its group was trained or discarded.
     groups_trained, groups_discarded, discarded: groups that ended with this batch, the latter by reason.
     completion_tokens: of those groups, summed; completion_tokens_mean: per completion; truncated: share of completions
     that ran out of tokens. staleness: versions between the oldest token of a trained group and the update.
@@ -71,6 +73,7 @@ def step_metrics(report: StepReport, *, now: Moment, before: Moment) -> StepMetr
     """Put a report and the change of the gauges since the line before into one line."""
     rewards = [reward for group in report.trained for reward in group.scored.rewards]
     rewards += [reward for group in report.discarded for reward in group.rewards]
+    rewards = [reward for reward in rewards if isfinite(reward)]
     completions = _completions(report)
     lengths = [len(completion.tokens) for completion in completions]
     passed = now.seconds - before.seconds
@@ -123,3 +126,35 @@ def _completions(report: StepReport) -> list[Completion]:
 
 def _mean(values: list[float] | list[int] | list[bool] | tuple[int, ...]) -> float | None:
     return fmean(values) if values else None
+
+
+class RunHistory(Struct, frozen=True, kw_only=True):
+    """What metrics.jsonl says of the earlier lives of a run. before: the base policy's measurement, if it was made."""
+
+    seconds: float
+    before: EvalReport | None
+
+
+def read_history(path: Path) -> RunHistory:
+    """Read the age of a run, and how its base policy did. A file that does not exist is a run that begins."""
+    seconds, before = 0.0, None
+    if path.exists():
+        for line in path.read_bytes().splitlines():
+            record = msgspec.json.decode(line, type=dict[str, Any])
+            seconds = max(seconds, record.get("seconds") or 0.0)
+            if record.get("step") == 0 and "eval_accuracy" in record:
+                before = _evaluation(record)
+    return RunHistory(seconds=seconds, before=before)
+
+
+def _evaluation(record: dict[str, Any]) -> EvalReport:
+    return EvalReport(
+        step=record["step"],
+        version=record["policy_version"],
+        problems=record["eval_problems"],
+        accuracy=record["eval_accuracy"],
+        by_type=record["eval_by_type"],
+        completion_tokens=record["eval_completion_tokens"],
+        seconds=record["eval_seconds"],
+        final=record["eval_final"],
+    )

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import tomli_w
 
+from actors.artifacts.durable_files import UNFINISHED, sync_directory
 from actors.artifacts.profile_decode import decode
 from actors.artifacts.profile_effects import resting
 from actors.artifacts.profile_layers import Layer, file_layers, merge, override_layer, profile_path
@@ -49,7 +50,7 @@ def resolved_toml(profile: Profile, *, mask_secrets: bool = False) -> str:
 
 def write_profile(profile: Profile, path: Path) -> None:
     """Write the resolved profile, whole or not at all; readable by its owner only where it holds an API key."""
-    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    scratch = path.with_name(f".{path.name}{UNFINISHED}{os.getpid()}")
     mode = 0o600 if profile.gateway.api_key else 0o644
     descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
     try:
@@ -61,6 +62,7 @@ def write_profile(profile: Profile, path: Path) -> None:
     except BaseException:
         scratch.unlink(missing_ok=True)
         raise
+    sync_directory(path.parent)
 
 
 def _without_none(value: Any) -> Any:

@@ -40,9 +40,6 @@ class Ticker(Protocol):
     def tick(self) -> int:
         """Advance by one token per row; return the number of tokens drawn."""
 
-    def fail(self, reason: str) -> None:
-        """Give up everything in flight, telling those who asked: the last tick raised."""
-
 
 class DecodeRates(Struct, frozen=True, kw_only=True):
     """Tokens per second of the attached engine while it had rows: alone, and while steps had work as well.
@@ -61,9 +58,6 @@ class _NoTicker:
 
     def tick(self) -> int:
         return 0
-
-    def fail(self, reason: str) -> None:
-        return None
 
 
 class _Clock:
@@ -86,7 +80,7 @@ class ComputeExecutor:
         self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
         self._steps: deque[tuple[Generator[None, None, Any], Future[Any]]] = deque()
         self._ticker: Ticker = _NoTicker()
-        self._on_error: Callable[[BaseException], None] = lambda error: None
+        self._broken: Future[None] = Future()
         self._ticks_clock, self._steps_clock = _Clock(decode_share), _Clock(1.0 - decode_share)
         self._contended = False
         self._busy_since = math.inf
@@ -132,13 +126,18 @@ class ComputeExecutor:
         self.submit(enqueue)
         return future
 
-    def attach(self, ticker: Ticker, *, on_error: Callable[[BaseException], None] = lambda error: None) -> None:
-        """Give `ticker` turns from now on. A tick that raises fails what is in flight and is told to `on_error`."""
+    def attach(self, ticker: Ticker) -> Future[None]:
+        """Give `ticker` turns from now on. The future never has a result; if a tick raises, it has that error.
+
+        A ticker that raised gets no further turns: what it holds is in an unknown state.
+        """
+        broken: Future[None] = Future()
 
         def take() -> None:
-            self._ticker, self._on_error = ticker, on_error
+            self._ticker, self._broken = ticker, broken
 
         self.submit(take).result()
+        return broken
 
     @property
     def busy_since(self) -> float:
@@ -203,8 +202,8 @@ class ComputeExecutor:
         try:
             self._tokens[contended] += self._ticker.tick()
         except Exception as error:
-            self._ticker.fail(f"{type(error).__name__}: {error}")
-            self._on_error(error)
+            self._ticker = _NoTicker()
+            self._broken.set_exception(error)
 
     def _step(self) -> None:
         steps, future = self._steps.popleft()
@@ -229,8 +228,6 @@ class ComputeExecutor:
         return self._clock() - begin
 
     def _cancel_everything(self) -> None:
-        if self._ticker.has_work:
-            self._ticker.fail("the compute thread has been stopped")
         for steps, future in self._steps:
             future.cancel()
             steps.close()

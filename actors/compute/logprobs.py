@@ -35,10 +35,12 @@ def token_scores(logits_N_V: mx.array, target_N: mx.array, *, temperature: float
     logits_N_V: any floating type. temperature > 0. The entropy is in [0, log V] up to rounding.
     """
     z_N_V = mx.maximum(logits_N_V.astype(mx.float32) * (1.0 / temperature), LOWEST_LOGIT)
-    logsumexp_N = mx.logsumexp(z_N_V, axis=-1)
+    z_N_V = z_N_V - mx.stop_gradient(mx.max(z_N_V, axis=-1, keepdims=True))
+    e_N_V = mx.exp(z_N_V)  # once: on the CPU, exponentials are the price of this function
+    sum_N = mx.sum(e_N_V, axis=-1)
+    logsumexp_N = mx.log(sum_N)
     target_z_N = mx.take_along_axis(z_N_V, target_N[:, None], axis=-1)[:, 0]
-    p_N_V = mx.exp(z_N_V - logsumexp_N[:, None])
-    return TokenScores(target_z_N - logsumexp_N, logsumexp_N - mx.sum(p_N_V * z_N_V, axis=-1))
+    return TokenScores(target_z_N - logsumexp_N, logsumexp_N - mx.sum(e_N_V * z_N_V, axis=-1) / sum_N)
 
 
 class TeacherForcing:

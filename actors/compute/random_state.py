@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import cast
 
 import mlx.core as mx
+import numpy as np
 
 
 def _arrays() -> list[mx.array]:
@@ -13,7 +14,7 @@ def _arrays() -> list[mx.array]:
 
 def random_state() -> tuple[int, ...]:
     """The calling thread's random state, as 32-bit integers."""
-    return tuple(int(word) for array in _arrays() for word in array.reshape(-1).tolist())
+    return tuple(int(word) for array in _arrays() for word in np.array(array).reshape(-1))
 
 
 def restore_random_state(words: tuple[int, ...]) -> None:

@@ -66,7 +66,8 @@ def test_a_whole_command_line_of_an_earlier_trainer_is_understood() -> None:
     line = (
         "--model-path ./m --dataset-path d.json --adapter-path ./adapters --batch-size 4 --group-size 4 "
         "--num-iters 1000 --learning-rate 1e-5 --lora-rank 16 --lora-scale 10.0 --num-batches-ahead 3 "
-        "--clip-ratio 0.2 --kl-beta 0.05 --kl-estimator k3 --entropy-weight 0.0 --max-tokens 256 --checkpoint-interval 50 --token-budget 16384"
+        "--clip-ratio 0.2 --kl-beta 0.05 "
+        "--kl-estimator k3 --entropy-weight 0.0 --max-tokens 256 --checkpoint-interval 50 --token-budget 16384"
     )
     profile = load_profile("local-m3", parse_arguments(line.split()).overrides)
     assert (profile.learner.batch_size, profile.sampling.group_size, profile.steps) == (4, 4, 1000)

@@ -1,0 +1,164 @@
+"""What a run is made of before the first actor starts: data, policy, engine, and the state it resumes from.
+
+Like `pipeline.py`, which is its only user, it may import every part of the system.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import structlog
+from anyio.to_thread import run_sync
+from msgspec import Struct
+
+from actors.artifacts.checkpoints import latest, read_checkpoint, read_state, refuse_other_inputs
+from actors.artifacts.compatibility import refuse_if_incompatible
+from actors.artifacts.input_fingerprints import dataset_fingerprint, model_fingerprint, tokenizer_fingerprint
+from actors.artifacts.json_lines import truncate_after
+from actors.artifacts.profile_file import load_profile, write_profile
+from actors.artifacts.run_directory import RunDirectory
+from actors.compute.engine import DecodeEngine
+from actors.compute.executor import ComputeExecutor
+from actors.compute.memory import limit_buffer_cache
+from actors.compute.model_loading import find_model
+from actors.compute.policy import Policy, load_policy
+from actors.compute.random_state import restore_random_state
+from actors.compute.update import PolicyLearner
+from actors.evaluator import HeldOut
+from actors.learner import Progress
+from actors.questions import Questions, load_questions
+from actors.rewards.runner import RewardRunner
+from actors.runtime.futures import finish
+from protocols.checkpoint import RunState
+from protocols.errors import ProfileError
+from protocols.ledger import Ledger
+from protocols.profile import Profile
+
+log = structlog.get_logger(actor="assembly")
+
+
+class Parts(Struct, frozen=True, kw_only=True):
+    """Everything the actors are wired to.
+
+    engine_broken: has an error if a decode tick raises. state: what the run resumes from, if it does.
+    """
+
+    profile: Profile
+    directory: RunDirectory
+    executor: ComputeExecutor
+    policy: Policy
+    engine: DecodeEngine
+    engine_broken: Future[None]
+    policy_learner: PolicyLearner
+    questions: Questions
+    held_out: HeldOut
+    rewards: RewardRunner
+    ledger: Ledger
+    progress: Progress
+    inputs: dict[str, str]
+    state: RunState | None
+
+
+async def assemble(profile: Profile, directory: RunDirectory, executor: ComputeExecutor) -> Parts:
+    """Load and check everything a run needs, in the order in which mistakes are cheapest to find.
+
+    Raises the errors of `protocols.errors`, one line each, before anything has been trained.
+    """
+    rewards = RewardRunner(profile.rewards)
+    policy, policy_learner, engine = await finish(executor.submit(lambda: _prepare_compute(profile)))
+    broken = executor.attach(engine)
+    questions, held_out = await run_sync(lambda: load_questions(profile, policy.tokenizer, rewards.is_correct))
+    _refuse_long_prompts(max(questions.longest_prompt, held_out.longest_prompt), policy.context_length, profile)
+    inputs = await run_sync(lambda: _inputs(profile))
+    state = await _resume(profile, directory, executor, policy, policy_learner, inputs)
+    if state is None:
+        write_profile(profile, directory.profile)
+    ledger = Ledger(state.ledger) if state else Ledger()
+    progress = Progress()
+    if state is not None:
+        progress = Progress(
+            step=state.step,
+            bad_steps=state.bad_steps,
+            train_seconds=state.train_seconds,
+            trained_tokens=state.trained_tokens,
+        )
+    return Parts(
+        profile=profile,
+        directory=directory,
+        executor=executor,
+        policy=policy,
+        engine=engine,
+        engine_broken=broken,
+        policy_learner=policy_learner,
+        questions=questions,
+        held_out=held_out,
+        rewards=rewards,
+        ledger=ledger,
+        progress=progress,
+        inputs=inputs,
+        state=state,
+    )
+
+
+def _prepare_compute(profile: Profile) -> tuple[Policy, PolicyLearner, DecodeEngine]:
+    limit_buffer_cache(profile.monitor.cache_limit_mb * 2**20)
+    keep_reference = profile.learner.kl_beta > 0
+    policy = load_policy(profile.model, profile.policy, seed=profile.seed, keep_reference=keep_reference)
+    learner = PolicyLearner(policy, profile.learner, profile.sampling, steps=profile.steps)
+    return policy, learner, DecodeEngine(policy, profile.generator)
+
+
+def _refuse_long_prompts(longest: int, context: int, profile: Profile) -> None:
+    if longest >= context:
+        raise ProfileError(
+            f"the longest prompt of {profile.data.train} and its held-out problems has {longest} tokens, and the "
+            f"policy's context is {context}: shorten it, or choose another model"
+        )
+
+
+def _inputs(profile: Profile) -> dict[str, str]:
+    model = find_model(profile.model.path)
+    files = [Path(name).expanduser() for name in (profile.data.train, profile.data.heldout) if name]
+    return {
+        "model": model_fingerprint(model),
+        "tokenizer": tokenizer_fingerprint(model),
+        "dataset": dataset_fingerprint(*files),
+    }
+
+
+async def _resume(
+    profile: Profile,
+    directory: RunDirectory,
+    executor: ComputeExecutor,
+    policy: Policy,
+    learner: PolicyLearner,
+    inputs: dict[str, str],
+) -> RunState | None:
+    """Bring policy, learner, random numbers and histories to where the newest whole checkpoint stands."""
+    if not directory.resumed:
+        return None
+    if directory.profile.exists():
+        refuse_if_incompatible(load_profile(str(directory.profile)), profile)
+    found = latest(directory.checkpoints)
+    for warning in found.warnings:
+        log.warning(warning)
+    step = -1
+    state: RunState | None = None
+    if found.path is not None:
+        state = read_state(found.path)
+        refuse_other_inputs(state, inputs)
+        await finish(executor.submit(lambda: _restore(found.path, policy, learner)))
+        step = state.step
+    for history in (directory.metrics, directory.rollouts):
+        truncate_after(history, step)
+    return state
+
+
+def _restore(path: Any, policy: Policy, learner: PolicyLearner) -> None:
+    checkpoint = read_checkpoint(path, expected=policy.trainable(), adapter_config=policy.adapter_config)
+    state = checkpoint.state
+    policy.publish(checkpoint.parameters, version=state.version, step=state.step, fingerprint=state.fingerprint)
+    learner.restore(checkpoint.optimizer)
+    restore_random_state(state.random_state)

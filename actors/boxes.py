@@ -1,0 +1,121 @@
+"""Each box with everything it needs but its ends, which the wiring hands it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from actors.artifacts.line_writer import LineWriter
+from actors.assembly import Parts
+from actors.broadcaster import Broadcaster
+from actors.checkpointer import Checkpointer
+from actors.evaluator import Evaluator, Pinned
+from actors.generator import Generator
+from actors.learner import Learner
+from actors.monitor import Monitor
+from actors.prompter import Prompter
+from actors.scorer import Scorer
+from actors.session import Session
+
+
+def prompter(parts: Parts) -> Callable[..., Prompter]:
+    """Asks every group of the run that has not ended yet."""
+    profile = parts.profile
+    return partial(
+        Prompter,
+        make=parts.questions.prompt,
+        group_ids=parts.ledger.unended(profile.steps * profile.learner.batch_size),
+        batch_size=profile.learner.batch_size,
+        asked_until=parts.state.asked if parts.state else 0,
+    )
+
+
+def generator(parts: Parts, session: Session) -> Callable[..., Generator]:
+    """Has the policy answer, as far ahead of the learner as the profile allows."""
+    profile = parts.profile
+    return partial(
+        Generator,
+        weights=session.weights,
+        sampler=session.sampler,
+        sampling=profile.sampling,
+        group_size=profile.sampling.group_size,
+        batch_size=profile.learner.batch_size,
+        batches_ahead=profile.generator.batches_ahead if profile.asynchronous else 0,
+    )
+
+
+def scorer(parts: Parts) -> Callable[..., Scorer]:
+    """Rewards completions."""
+    return partial(Scorer, rewards=parts.rewards)
+
+
+def learner(parts: Parts) -> Callable[..., Learner]:
+    """Computes the next policy."""
+    return partial(
+        Learner,
+        executor=parts.executor,
+        policy_learner=parts.policy_learner,
+        settings=parts.profile.learner,
+        ledger=parts.ledger,
+        progress=parts.progress,
+    )
+
+
+def broadcaster(parts: Parts, session: Session) -> Callable[..., Broadcaster]:
+    """Puts it in service."""
+    return partial(
+        Broadcaster,
+        weights=session.weights,
+        executor=parts.executor,
+        policy=parts.policy,
+        engine=parts.engine,
+        settings=parts.profile.weights,
+        temperature=parts.profile.sampling.temperature,
+        probe_prompt=parts.questions.prompt(0).tokens,
+    )
+
+
+def checkpointer(parts: Parts, session: Session) -> Callable[..., Checkpointer]:
+    """Keeps it."""
+    settings, directory = parts.profile.checkpoint, parts.directory
+    elsewhere = [Path(settings.adapter_path).expanduser()] if settings.adapter_path else []
+    return partial(
+        Checkpointer,
+        directory=directory.checkpoints,
+        adapter_directories=[directory.adapters, *elsewhere],
+        adapter_config=parts.policy.adapter_config,
+        settings=settings,
+        state=session.run_state,
+        parameters=parts.policy_learner.parameters,
+    )
+
+
+def evaluator(parts: Parts) -> Callable[..., Evaluator]:
+    """Measures it on problems that it never learns from."""
+    profile, learnt = parts.profile, parts.policy_learner
+    return partial(
+        Evaluator,
+        executor=parts.executor,
+        policy=parts.policy,
+        held_out=parts.held_out,
+        sampling=profile.sampling,
+        settings=profile.eval,
+        generator=profile.generator,
+        start=Pinned(step=parts.progress.step, version=learnt.version, parameters=learnt.parameters),
+        steps=profile.steps,
+    )
+
+
+def monitor(parts: Parts, session: Session) -> Callable[..., Monitor]:
+    """Writes and shows how the run stands."""
+    settings, directory = parts.profile.monitor, parts.directory
+    return partial(
+        Monitor,
+        gauges=session.gauges,
+        display=session.display,
+        metrics=LineWriter(directory.metrics),
+        rollouts=LineWriter(directory.rollouts) if settings.rollouts else None,
+        first_step=parts.progress.step,
+        seconds_before=session.seconds_before,
+    )

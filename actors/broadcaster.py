@@ -1,0 +1,122 @@
+"""Broadcaster: makes the newest weights the ones that serve, and proves that they are the ones that were learnt."""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Generator
+
+import structlog
+
+from actors.compute.engine import DecodeEngine
+from actors.compute.executor import ComputeExecutor
+from actors.compute.parity import ParityReport, probe
+from actors.compute.policy import Policy
+from actors.runtime.ends import Inbox
+from actors.runtime.futures import finish
+from actors.runtime.latest import Latest
+from protocols.errors import ParityError
+from protocols.profile import WeightsSection
+from protocols.step import PolicyUpdated
+from protocols.weights import SwapTimes, WeightsReady
+
+log = structlog.get_logger(actor="broadcaster")
+
+REMEMBERED_SWAPS = 4096
+
+
+class Broadcaster:
+    """Swaps weights in between decode ticks, then tells everyone who samples.
+
+    Nothing is copied or serialised: the served parameters become pointers to the arrays that the learner computed.
+    After every swap a few tokens are scored both ways, as the engine decodes and as the learner learns: a small
+    difference is rounding, a larger one is logged, one beyond `probe_stop` nats raises ParityError.
+
+    largest_drift: the largest difference seen so far, in nats.
+    """
+
+    name = "broadcaster"
+
+    def __init__(
+        self,
+        *,
+        inbox: Inbox[PolicyUpdated],
+        weights: Latest[WeightsReady],
+        executor: ComputeExecutor,
+        policy: Policy,
+        engine: DecodeEngine,
+        settings: WeightsSection,
+        temperature: float,
+        probe_prompt: tuple[int, ...],
+    ) -> None:
+        """probe_prompt: what is scored both ways until the first group has been trained on."""
+        self._inbox, self._weights = inbox, weights
+        self._executor, self._policy, self._engine = executor, policy, engine
+        self._settings, self._temperature = settings, temperature
+        self._sample = _split(probe_prompt, settings.probe_tokens)
+        self._swap_seconds: deque[float] = deque(maxlen=REMEMBERED_SWAPS)
+        self.largest_drift = 0.0
+
+    async def run(self) -> None:
+        """Probe once as it stands, then swap for every update that changed the policy."""
+        async with self._inbox:
+            await self._probe()
+            async for update in self._inbox:
+                await self._broadcast(update)
+
+    async def _broadcast(self, update: PolicyUpdated) -> None:
+        report = update.report
+        if report.version != self._policy.version:
+            self._swap_seconds.append(await finish(self._executor.submit_steps(self._swap(update))))
+            if report.trained:
+                group = report.trained[0].scored.group
+                self._sample = (group.prompt.tokens, group.completions[0].tokens[: self._settings.probe_tokens])
+        self._weights.put(WeightsReady(version=report.version, step=report.step, fingerprint=report.fingerprint))
+        if report.trained:
+            await self._probe()
+
+    def swaps(self) -> SwapTimes:
+        """How long the swaps so far took."""
+        seconds = self._swap_seconds or (0.0,)
+        return SwapTimes(
+            count=len(self._swap_seconds), last=seconds[-1], median=statistics.median(seconds), longest=max(seconds)
+        )
+
+    def _swap(self, update: PolicyUpdated) -> Generator[None, None, float]:
+        if self._settings.kv_policy == "drain":
+            self._engine.admission_paused = True
+            try:
+                while self._engine.running:
+                    self._engine.tick()
+                    yield
+            finally:
+                self._engine.admission_paused = False
+        report = update.report
+        seconds = self._policy.publish(
+            update.parameters, version=report.version, step=report.step, fingerprint=report.fingerprint
+        )
+        self._engine.weights_changed(self._settings.kv_policy)
+        return seconds
+
+    async def _probe(self) -> None:
+        prompt, completion = self._sample
+        if not completion or not self._settings.probe_tokens:
+            return
+        parity: ParityReport = await finish(
+            self._executor.submit(lambda: probe(self._policy, prompt, completion, temperature=self._temperature))
+        )
+        self.largest_drift = max(self.largest_drift, parity.max_difference)
+        if parity.max_difference > self._settings.probe_stop:
+            raise ParityError(
+                f"sampler and learner differ by {parity.max_difference:.3g} nats on the same tokens at version "
+                f"{self._policy.version} (weights.probe_stop = {self._settings.probe_stop:g}): "
+                "what is served is not what is trained"
+            )
+        if parity.max_difference > self._settings.probe_warn:
+            log.warning("parity drift", nats=parity.max_difference, version=self._policy.version)
+
+
+def _split(tokens: tuple[int, ...], count: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """A prompt and its last `count` tokens, as if they had been drawn; the prompt keeps at least one."""
+    cut = max(1, len(tokens) - count)
+    return tokens[:cut], tokens[cut:]

@@ -1,0 +1,74 @@
+"""Checkpointer: the whole run on disk, whenever it is due, and the final adapter at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import structlog
+from anyio.to_thread import run_sync
+
+from actors.artifacts.adapter_files import write_adapter
+from actors.artifacts.checkpoints import Snapshot, write_checkpoint
+from actors.runtime.ends import Inbox
+from protocols.adapter import AdapterConfig
+from protocols.checkpoint import RunState
+from protocols.profile import CheckpointSection
+from protocols.step import PolicyUpdated
+
+log = structlog.get_logger(actor="checkpointer")
+
+
+class Checkpointer:
+    """The last box. Every `interval` steps, and after the last one, it writes all that a resumed run needs.
+
+    Arrays never change once evaluated, so the learner goes on while they are written; files are written in a worker
+    thread, so the compute thread does too. A disk that refuses ends the run with the earlier checkpoints intact.
+    """
+
+    name = "checkpointer"
+
+    def __init__(
+        self,
+        *,
+        inbox: Inbox[PolicyUpdated],
+        directory: Path,
+        adapter_directories: Sequence[Path],
+        adapter_config: AdapterConfig,
+        settings: CheckpointSection,
+        state: Callable[[PolicyUpdated], RunState],
+        parameters: Any,
+    ) -> None:
+        """state: what to keep beside the tensors. parameters: the weights as this life of the run found them."""
+        self._inbox = inbox
+        self._directory, self._adapter_directories = directory, adapter_directories
+        self._adapter_config, self._settings, self._state = adapter_config, settings, state
+        self._parameters = parameters
+
+    async def run(self) -> None:
+        """Write until the updates end, then once more if the last was not due, then the adapter."""
+        unwritten: PolicyUpdated | None = None
+        async with self._inbox:
+            async for update in self._inbox:
+                self._parameters = update.parameters
+                unwritten = update
+                if self._settings.interval and update.report.step % self._settings.interval == 0:
+                    await self._write(update)
+                    unwritten = None
+        if unwritten is not None:
+            await self._write(unwritten)
+        for directory in self._adapter_directories:
+            await run_sync(write_adapter, directory, self._parameters, self._adapter_config)
+
+    async def _write(self, update: PolicyUpdated) -> None:
+        snapshot = Snapshot(
+            parameters=update.parameters,
+            optimizer=update.optimizer,
+            state=self._state(update),
+            adapter_config=self._adapter_config,
+        )
+        write = partial(write_checkpoint, self._directory, snapshot, keep_last=self._settings.keep_last)
+        path = await run_sync(write)
+        log.info("checkpoint", step=update.report.step, path=str(path))

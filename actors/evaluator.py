@@ -1,0 +1,144 @@
+"""Evaluator: greedy accuracy on held-out problems, on weights that are pinned while everything else moves on."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import anyio
+from msgspec import Struct
+
+from actors.compute.evaluation import greedy_completions
+from actors.compute.executor import ComputeExecutor
+from actors.compute.policy import Policy
+from actors.runtime.ends import Inbox, MailboxClosed, Outbox
+from actors.runtime.futures import finish
+from actors.runtime.mailbox import Mailbox
+from protocols.evaluation import EvalReport
+from protocols.profile import EvalSection, GeneratorSection
+from protocols.prompt import Problem
+from protocols.sampling import Completion, Sampling
+from protocols.step import PolicyUpdated
+
+
+class Pinned(Struct, frozen=True, kw_only=True):
+    """Weights to be measured: evaluated arrays, which never change, so pinning them costs nothing."""
+
+    step: int
+    version: int
+    parameters: Any
+    final: bool = False
+
+
+class HeldOut(Struct, frozen=True, kw_only=True):
+    """The held-out problems with their rendered prompts, index by index, and what counts as a right answer."""
+
+    problems: Sequence[Problem]
+    prompts: Sequence[tuple[int, ...]]
+    is_correct: Callable[[Problem, str], Awaitable[bool]]
+
+    @property
+    def longest_prompt(self) -> int:
+        """Tokens of the longest prompt; 0 where nothing is held out."""
+        return max(map(len, self.prompts), default=0)
+
+
+class Evaluator:
+    """Measures the policy before, after and, every `interval` steps, in between.
+
+    The learner never waits for a measurement: one that becomes due while another is still running is left out. The
+    last update of the run is always measured, on all problems.
+    """
+
+    name = "evaluator"
+
+    def __init__(
+        self,
+        *,
+        inbox: Inbox[PolicyUpdated],
+        outbox: Outbox[EvalReport],
+        executor: ComputeExecutor,
+        policy: Policy,
+        held_out: HeldOut,
+        sampling: Sampling,
+        settings: EvalSection,
+        generator: GeneratorSection,
+        start: Pinned,
+        steps: int,
+    ) -> None:
+        """start: the weights at the start of this life of the run; measured if it is the base policy (step 0)."""
+        self._inbox, self._outbox = inbox, outbox
+        self._executor, self._policy, self._held_out = executor, policy, held_out
+        self._sampling, self._settings, self._generator = sampling, settings, generator
+        self._newest, self._steps = start, steps
+        self.measured: list[EvalReport] = []
+
+    async def run(self) -> None:
+        """Measure until the updates end and the last of them is measured."""
+        due = Mailbox[Pinned]("evaluations", capacity=1)
+        async with self._inbox, self._outbox, anyio.create_task_group() as tasks:
+            tasks.start_soon(self._collect, due.writer())
+            async for pinned in due.reader():
+                report = await self._measure(pinned)
+                self.measured.append(report)
+                with suppress(MailboxClosed):  # nobody who reads the numbers is left; they are still counted
+                    await self._outbox.send(report)
+
+    async def _collect(self, due: Outbox[Pinned]) -> None:
+        async with due:
+            if self._newest.step == 0:
+                await due.send(self._newest)
+            async for update in self._inbox:
+                self._newest = Pinned(
+                    step=update.report.step, version=update.report.version, parameters=update.parameters
+                )
+                if self._is_due(self._newest.step):
+                    with suppress(anyio.WouldBlock):
+                        due.send_nowait(self._newest)
+            await due.send(
+                Pinned(
+                    step=self._newest.step,
+                    version=self._newest.version,
+                    parameters=self._newest.parameters,
+                    final=True,
+                )
+            )
+
+    def _is_due(self, step: int) -> bool:
+        interval = self._settings.interval
+        return interval > 0 and step % interval == 0 and step < self._steps
+
+    async def _measure(self, pinned: Pinned) -> EvalReport:
+        began = time.monotonic()
+        everything = pinned.final or pinned.step == 0
+        count = self._settings.problems if everything else self._settings.interim_problems or self._settings.problems
+        problems = self._held_out.problems[: count or None]
+        completions: list[Completion] = await finish(
+            self._executor.submit_steps(
+                greedy_completions(
+                    self._policy,
+                    pinned.parameters,
+                    version=pinned.version,
+                    prompts=self._held_out.prompts[: len(problems)],
+                    sampling=self._sampling,
+                    settings=self._generator,
+                )
+            )
+        )
+        by_type: dict[str, list[bool]] = defaultdict(list)
+        for problem, completion in zip(problems, completions, strict=True):
+            by_type[problem.type].append(await self._held_out.is_correct(problem, completion.text))
+        right = sum(sum(answers) for answers in by_type.values())
+        return EvalReport(
+            step=pinned.step,
+            version=pinned.version,
+            problems=len(problems),
+            accuracy=right / len(problems),
+            by_type={kind: sum(answers) / len(answers) for kind, answers in sorted(by_type.items())},
+            completion_tokens=sum(len(completion.tokens) for completion in completions),
+            seconds=time.monotonic() - began,
+            final=pinned.final,
+        )

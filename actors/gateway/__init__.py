@@ -1,0 +1,1 @@
+"""The HTTP face: an OpenAI-compatible API in front of the policy. No mathematics."""

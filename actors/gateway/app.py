@@ -1,0 +1,173 @@
+"""The routes: what each answers, and in which order a request passes the guards."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from typing import TypeVar
+
+import anyio
+import msgspec
+from msgspec import Struct
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Receive
+
+from actors.gateway.access import ApiKey, LocalPagesOnly, is_loopback
+from actors.gateway.body import UnreadBodies, read_body
+from actors.gateway.choices import ChatStyle, CompletionStyle, Style
+from actors.gateway.errors import HANDLERS, invalid
+from actors.gateway.metrics import RequestMetrics
+from actors.gateway.responses import Answer, ModelCard, ModelList
+from actors.gateway.services import GatewayServices
+from actors.gateway.streaming import EventStream, event_stream
+from actors.gateway.traffic import Admission, Traffic
+from actors.gateway.translation import Ask, chat_ask, completion_ask
+from protocols.sampling import Completion
+
+T = TypeVar("T")
+VERSION_HEADER = "x-clotho-weights-version"
+TOKENIZE_SECONDS = 10.0
+Reader = Callable[[bytes, GatewayServices], Ask]
+
+
+def build_app(services: GatewayServices, traffic: Traffic) -> Starlette:
+    """Return the application. From the outside in: unread bodies, foreign pages, API key, admission, routes."""
+    routes = _Routes(services)
+    guards = [Middleware(UnreadBodies)]
+    if is_loopback(services.settings.host):
+        guards.append(Middleware(LocalPagesOnly, host=services.settings.host))
+    if services.settings.api_key:
+        guards.append(Middleware(ApiKey, key=services.settings.api_key))
+    guards.append(Middleware(Admission, traffic=traffic))
+    return Starlette(
+        routes=[
+            Route("/health", routes.health),
+            Route("/metrics", routes.metrics),
+            Route("/v1/models", routes.models),
+            Route("/v1/completions", routes.completions, methods=["POST"]),
+            Route("/v1/chat/completions", routes.chat, methods=["POST"]),
+        ],
+        middleware=guards,
+        exception_handlers=HANDLERS,
+    )
+
+
+class Health(Struct, frozen=True, kw_only=True):
+    """The body of /health."""
+
+    status: str
+    detail: str
+    model: str
+    weights_version: int
+    step: int
+    fingerprint: str
+    progress_seconds: float
+    children: dict[str, str]
+
+
+class _Routes:
+    def __init__(self, services: GatewayServices) -> None:
+        self._services = services
+        self._metrics = RequestMetrics(services)
+        self._tokenizing = anyio.CapacityLimiter(4)
+        self._since = int(time.time())
+
+    async def health(self, _: Request) -> Response:
+        report, weights = self._services.health(), self._services.weights()
+        body = Health(
+            status=report.status,
+            detail=report.detail,
+            model=self._services.settings.model_name,
+            weights_version=weights.version,
+            step=weights.step,
+            fingerprint=weights.fingerprint,
+            progress_seconds=report.progress_seconds,
+            children=report.children,
+        )
+        return _json(body, weights.version, status=200 if report.status == "ok" else 503)
+
+    async def metrics(self, _: Request) -> Response:
+        return Response(self._metrics.render(), headers={"content-type": CONTENT_TYPE_LATEST})
+
+    async def models(self, _: Request) -> Response:
+        version = self._services.weights().version
+        name = self._services.settings.model_name
+        length = self._services.context_length
+        card = ModelCard(id=name, root=name, created=self._since, max_model_len=length, weights_version=version)
+        return _json(ModelList(data=[card]), version)
+
+    async def completions(self, request: Request) -> Response:
+        return await self._generate(request, completion_ask, CompletionStyle())
+
+    async def chat(self, request: Request) -> Response:
+        return await self._generate(request, chat_ask, ChatStyle())
+
+    async def _generate(self, request: Request, reader: Reader, style: Style) -> Response:
+        settings = self._services.settings
+        body = await read_body(
+            request.scope, request.receive, max_bytes=settings.max_body_bytes, seconds=settings.body_seconds
+        )
+        ask = await self._read(reader, body)
+        began, weights = time.monotonic(), self._services.weights()
+        self._metrics.asked(ask)
+        answer = Answer(style, ask, self._services, weights)
+
+        def finished(completions: Sequence[Completion]) -> None:
+            self._metrics.finished(completions, time.monotonic() - began)
+
+        if not ask.stream:
+            results = await until_disconnect(request.receive, self._services.sampler.complete_all(ask.requests))
+            reply = answer.whole(results)
+            finished([completion for group in results for completion in group])
+            return _json(reply, weights.version)
+        # The first event is awaited before the answer begins, so that what the engine refuses is still a 400.
+        events = self._services.sampler.stream_all(ask.requests)
+        first = await until_disconnect(request.receive, anext(events))
+        self._metrics.first_token(time.monotonic() - began)
+        return EventStream(event_stream(answer, first, events, finished), {VERSION_HEADER: str(weights.version)})
+
+    async def _read(self, reader: Reader, body: bytes) -> Ask:
+        """Validate and tokenise in a worker thread; an endless chat template costs only its request."""
+        with anyio.move_on_after(TOKENIZE_SECONDS):
+            return await anyio.to_thread.run_sync(
+                partial(reader, body, self._services), abandon_on_cancel=True, limiter=self._tokenizing
+            )
+        raise invalid("prompt", f"was not tokenised within {TOKENIZE_SECONDS:g} seconds")
+
+
+async def until_disconnect(receive: Receive, work: Awaitable[T]) -> T:
+    """Await the work; if the client leaves first, cancel it and raise ClientDisconnect."""
+    gone = False
+    failure: Exception | None = None
+    results: list[T] = []
+
+    async def watch() -> None:
+        nonlocal gone
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        gone = True
+        group.cancel_scope.cancel()
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(watch)
+        try:
+            results.append(await work)
+        except Exception as error:
+            failure = error
+        group.cancel_scope.cancel()
+    if gone:
+        raise ClientDisconnect
+    if failure is not None:
+        raise failure
+    return results[0]
+
+
+def _json(body: Struct, version: int, *, status: int = 200) -> Response:
+    headers = {VERSION_HEADER: str(version)}
+    return Response(msgspec.json.encode(body), status_code=status, headers=headers, media_type="application/json")

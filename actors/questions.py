@@ -1,0 +1,66 @@
+"""The problems of a run, as prompts: which group asks which, and which are held out."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+
+from actors.artifacts.dataset import Columns, HeldOutSplit, load_problems, split_heldout
+from actors.artifacts.problem_order import ProblemOrder
+from actors.compute.tokenizer import ChatTokenizer
+from actors.evaluator import HeldOut
+from protocols.profile import DataSection, Profile
+from protocols.prompt import Problem, Prompt
+from protocols.seeds import group_seed
+
+
+class Questions:
+    """Makes the prompt of every group: a pure function of (dataset, seed, group_id)."""
+
+    def __init__(
+        self, problems: Sequence[Problem], prompts: Sequence[tuple[int, ...]], *, seed: int, shuffle: bool
+    ) -> None:
+        """prompts: the rendered problems, index by index."""
+        self._problems, self._prompts, self._seed = problems, prompts, seed
+        self._order = ProblemOrder(len(problems), seed=seed, shuffle=shuffle)
+
+    @property
+    def longest_prompt(self) -> int:
+        """Tokens of the longest prompt."""
+        return max(map(len, self._prompts))
+
+    def prompt(self, group_id: int) -> Prompt:
+        """The prompt that group `group_id` asks."""
+        index = self._order.index(group_id)
+        return Prompt(
+            group_id=group_id,
+            problem=self._problems[index],
+            tokens=self._prompts[index],
+            seed=group_seed(self._seed, group_id),
+        )
+
+
+def load_questions(
+    profile: Profile, tokenizer: ChatTokenizer, is_correct: Callable[[Problem, str], Awaitable[bool]]
+) -> tuple[Questions, HeldOut]:
+    """Read, split and render a profile's problems. Raises DatasetError."""
+    split = _split(profile.data, profile.seed)
+    train, held_out = (_render(problems, profile.data.system, tokenizer) for problems in (split.train, split.heldout))
+    return (
+        Questions(split.train, train, seed=profile.seed, shuffle=profile.data.shuffle),
+        HeldOut(problems=split.heldout, prompts=held_out, is_correct=is_correct),
+    )
+
+
+def _split(data: DataSection, seed: int) -> HeldOutSplit:
+    columns = Columns(
+        prompt=data.prompt_key, answer=data.answer_key, type=data.type_key, default_type=data.default_type
+    )
+    problems = load_problems(data.train, columns=columns)
+    if not data.heldout:
+        return split_heldout(problems, data.heldout_fraction, seed)
+    return HeldOutSplit(train=tuple(problems), heldout=tuple(load_problems(data.heldout, columns=columns)))
+
+
+def _render(problems: Sequence[Problem], system: str, tokenizer: ChatTokenizer) -> list[tuple[int, ...]]:
+    opening = [{"role": "system", "content": system}] if system else []
+    return [tokenizer.render_chat([*opening, {"role": "user", "content": problem.prompt}]) for problem in problems]

@@ -1,0 +1,242 @@
+"""What the actors of one run share, and what can be seen of it from outside: gauges, health, the books."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import structlog
+from rich.console import Console
+
+from actors.artifacts.metrics_record import read_history
+from actors.assembly import Parts
+from actors.compute.machine import describe_machine
+from actors.compute.memory import peak_memory
+from actors.custom import Services
+from actors.display.choice import make_display
+from actors.display.view import RunFacts
+from actors.gateway.server import base_url
+from actors.gateway.services import EngineNumbers, GatewayServices, HealthReport, TrainingNumbers
+from actors.runtime.child import ChildStatus
+from actors.runtime.latest import Latest
+from actors.runtime.mailbox import Mailbox
+from actors.sampler import Sampler
+from protocols.checkpoint import RunState
+from protocols.evaluation import EvalReport
+from protocols.gauges import MailboxGauge, RunGauges
+from protocols.ledger import Balance
+from protocols.sampling import Sampling
+from protocols.step import PolicyUpdated, StepReport
+from protocols.summary import RunSummary
+from protocols.weights import SwapTimes, WeightsReady
+
+log = structlog.get_logger(actor="session")
+
+
+class Session:
+    """The shared state of one run, for its wiring and for whoever looks.
+
+    weights: which version serves. sampler: everyone's way to the decode engine. services: what custom actors may use.
+    display: what shows the run. seconds_before: how old it was when this life of it began.
+    children: states of the supervised actors, by name.
+    """
+
+    def __init__(self, parts: Parts, console: Console, *, blas: str, listener: socket.socket | None) -> None:
+        """blas: its name; listener: where the HTTP API will answer, None if it will not."""
+        policy, profile = parts.policy, parts.profile
+        self.parts = parts
+        history = read_history(parts.directory.metrics)
+        self._before, self.seconds_before = history.before, history.seconds
+        self._began = time.monotonic()
+        self.weights = Latest[WeightsReady]("weights")
+        self.weights.put(WeightsReady(version=policy.version, step=policy.step, fingerprint=policy.fingerprint))
+        self.sampler = Sampler(parts.executor.submit, parts.engine)
+        self.services = Services(
+            profile=profile,
+            directory=parts.directory.path,
+            sampler=self.sampler,
+            tokenizer=policy.tokenizer,
+            weights=self.weights,
+        )
+        self.children: Callable[[], dict[str, ChildStatus]] = dict
+        self._stalled = False
+        self._actors: dict[str, Any] = {}
+        self._mailboxes: list[Mailbox[Any]] = []
+        facts = RunFacts(
+            profile=parts.directory.path.name,
+            model=profile.model.path,
+            machine=describe_machine(blas=blas),
+            policy=policy.description,
+            address=base_url(listener) if listener else None,
+            run_dir=str(parts.directory.path),
+            steps=profile.steps,
+        )
+        self.display = make_display(profile.monitor.display, console, facts, self.gauges)
+
+    def measure(self, mailboxes: Iterable[Mailbox[Any]]) -> None:
+        """Count these mailboxes in the gauges and in the books."""
+        self._mailboxes += mailboxes
+
+    def observe(self, actors: dict[str, Any]) -> None:
+        """Look at the boxes by name: a replaced box is looked at only as far as it has what the default has."""
+        self._actors = actors
+
+    def drain(self) -> None:
+        """Let the run end with what has been asked."""
+        self._actors["prompter"].drain()
+
+    def stall(self, seconds: float) -> None:
+        """The watchdog's word: the compute thread has not moved for so long."""
+        self._stalled = True
+        log.error("the compute thread does not move", seconds=round(seconds, 1))
+
+    def recover(self) -> None:
+        """The watchdog's word: it moves again."""
+        self._stalled = False
+        log.warning("the compute thread moves again")
+
+    def report_failure(self, name: str, error: Exception) -> None:
+        """A failure that does not end the run."""
+        log.warning("actor failed; the run goes on without it", actor=name, error=f"{type(error).__name__}: {error}")
+
+    def asked(self) -> int:
+        """Groups asked so far, over all lives of the run."""
+        asked: int = self._actors["prompter"].asked_until
+        return asked
+
+    def gauges(self) -> RunGauges:
+        """The run at this moment."""
+        rates, swaps = self.parts.executor.rates(), self._swaps()
+        return RunGauges(
+            mailboxes=tuple(
+                MailboxGauge(name=box.name, depth=box.depth, capacity=box.capacity) for box in self._mailboxes
+            ),
+            tokens_sampled=rates.tokens,
+            decode_seconds=rates.seconds,
+            decode_rate_idle=rates.idle or None,
+            decode_rate_learning=rates.learning or None,
+            rows_running=self.parts.engine.running,
+            api_requests=self.sampler.running,
+            swaps=swaps.count,
+            swap_seconds_last=swaps.last if swaps.count else None,
+            swap_seconds_median=swaps.median if swaps.count else None,
+            swap_seconds_max=swaps.longest if swaps.count else None,
+            peak_memory_bytes=peak_memory(),
+        )
+
+    def run_state(self, update: PolicyUpdated) -> RunState:
+        """What a checkpoint keeps beside the tensors."""
+        before = self.parts.state
+        return RunState(
+            step=update.report.step,
+            version=update.report.version,
+            fingerprint=update.report.fingerprint,
+            ledger=update.ledger,
+            asked=self.asked(),
+            random_state=update.random_state,
+            bad_steps=update.bad_steps,
+            train_seconds=update.train_seconds,
+            sampled_tokens=self.parts.executor.rates().tokens + (before.sampled_tokens if before else 0),
+            trained_tokens=update.trained_tokens,
+            inputs=self.parts.inputs,
+        )
+
+    def balance(self, *, complete: bool) -> Balance:
+        """The books. complete: every actor has ended by itself, so that what is left lies in mailboxes, to be counted.
+
+        Of a run that was cut short the rest is carried over: exactly those groups that a resumed run asks again.
+        """
+        asked = self.asked()
+        waiting = sum(
+            box.depth for box in self._mailboxes if box.name.split(".")[0] in ("prompts", "rollouts", "scored")
+        )
+        held = waiting if complete else sum(1 for _ in self.parts.ledger.unended(asked))
+        return self.parts.ledger.balance(asked=asked, held=held)
+
+    def health(self) -> HealthReport:
+        """How the run is, for /health."""
+        children = {name: status.state.value for name, status in self.children().items()}
+        failed = sorted(name for name, state in children.items() if state == "failed")
+        busy = max(0.0, time.monotonic() - self.parts.executor.busy_since)
+        if self._stalled:
+            detail = f"the compute thread has not moved for {busy:.0f} seconds"
+            return HealthReport(status="stalled", detail=detail, children=children, progress_seconds=busy)
+        if failed:
+            detail = f"failed: {', '.join(failed)}; the API and the training go on without"
+            return HealthReport(status="ok", detail=detail, children=children, progress_seconds=busy)
+        return HealthReport(status="ok", children=children, progress_seconds=busy)
+
+    def numbers(self) -> TrainingNumbers:
+        """The run in numbers, for /metrics."""
+        stats, report, swaps = self.parts.engine.stats(), self._last_report(), self._swaps()
+        books = self.parts.ledger.state()
+        rewards = [reward for group in report.trained for reward in group.scored.rewards] if report else []
+        staleness = report.staleness if report else ()
+        return TrainingNumbers(
+            engine=EngineNumbers(
+                rows_running=stats.running_rows,
+                rows_waiting=stats.waiting_rows,
+                cache_usage=stats.cache_tokens / self.parts.profile.generator.max_cache_tokens,
+                prefix_queries=stats.prefix_hits + stats.prefix_misses,
+                prefix_hits=stats.prefix_hits,
+            ),
+            reward_mean=sum(rewards) / len(rewards) if rewards else None,
+            staleness_mean=sum(staleness) / len(staleness) if staleness else None,
+            staleness_max=max(staleness, default=None),
+            swap_seconds=swaps.last if swaps.count else None,
+            groups_trained=books.trained,
+            discarded=books.discarded,
+            depths={box.name: box.depth for box in self._mailboxes},
+            capacities={box.name: box.capacity for box in self._mailboxes},
+        )
+
+    def gateway_services(self) -> GatewayServices:
+        """What the HTTP API may see and use."""
+        policy, profile = self.parts.policy, self.parts.profile
+        return GatewayServices(
+            sampler=self.sampler,
+            tokenizer=policy.tokenizer,
+            settings=profile.gateway,
+            sampling=Sampling(),
+            weights=lambda: self.weights.value,
+            health=self.health,
+            numbers=self.numbers,
+            context_length=policy.context_length,
+            vocab_size=policy.vocab_size,
+        )
+
+    def summary(self, *, complete: bool) -> RunSummary:
+        """What came of the run. complete: as for `balance`."""
+        measured: list[EvalReport] = getattr(self._actors.get("evaluator"), "measured", [])
+        first = next((report for report in measured if report.step == 0 and not report.final), None)
+        total = time.monotonic() - self._began
+        evaluating = sum(report.seconds for report in measured)
+        return RunSummary(
+            steps=self.parts.progress.step,
+            version=self.parts.policy_learner.version,
+            before=first or self._before,
+            after=next((report for report in measured if report.final), None),
+            balance=self.balance(complete=complete),
+            gauges=self.gauges(),
+            training_seconds=self._training_seconds(),
+            update_seconds=self.parts.progress.train_seconds,
+            evaluation_seconds=evaluating,
+            total_seconds=total,
+            base_model=self.parts.profile.model.path,
+            adapter=str(self.parts.directory.adapters),
+        )
+
+    def _training_seconds(self) -> float:
+        """From the start of this life to its last update."""
+        last: float = getattr(self._actors.get("learner"), "last_update", self._began)
+        return max(0.0, last - self._began)
+
+    def _swaps(self) -> SwapTimes:
+        swaps = getattr(self._actors.get("broadcaster"), "swaps", SwapTimes)
+        times: SwapTimes = swaps()
+        return times
+
+    def _last_report(self) -> StepReport | None:
+        return getattr(self._actors.get("learner"), "last_report", None)

@@ -1,0 +1,160 @@
+"""Clotho's command line, and the whole topology on one screen.
+
+    Prompt            RolloutGroup         ScoredGroup             PolicyUpdated
+    prompter ──▶ generator ──▶ scorer ──▶ learner ──┬──▶ broadcaster
+                    ▲                               ├──▶ checkpointer ──▶ disk
+                    │                               └──▶ evaluator ──▶ monitor
+                    └────────── WeightsReady (newest wins)
+
+`python pipeline.py --profile local-m3`; `--help` lists every setting.
+"""
+
+from __future__ import annotations
+
+import gc
+import socket
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+import anyio
+from rich.console import Console
+
+from actors import BLAS, boxes
+from actors.artifacts.flags import parse_arguments
+from actors.artifacts.help_text import help_text
+from actors.artifacts.journal import journal
+from actors.artifacts.profile_file import load_profile, resolved_toml
+from actors.artifacts.run_directory import RunDirectory, open_run
+from actors.assembly import Parts, assemble
+from actors.compute.executor import ComputeExecutor
+from actors.custom import CustomActors
+from actors.display.final_table import print_summary
+from actors.gateway.server import Gateway, listen
+from actors.runtime.child import Child, permanent
+from actors.runtime.guard import Guard
+from actors.runtime.mailbox import Mailbox
+from actors.runtime.signals import handle_signals
+from actors.runtime.supervisor import Ending, Supervisor
+from actors.runtime.watchdog import Watchdog
+from actors.session import Session
+from protocols.errors import ClothoError
+from protocols.profile import Profile
+from protocols.step import PolicyUpdated
+
+
+def wire(parts: Parts, session: Session) -> list[Child]:
+    """The topology: every arrow, then every box with the ends it holds. Readers start before their writers."""
+    profile, size = parts.profile, parts.profile.mailboxes
+    custom = CustomActors(profile.actors, session.services)
+    prompts, rollouts = custom.arrow("prompts", size.prompts), custom.arrow("rollouts", size.rollouts)
+    scored, reports = custom.arrow("scored", size.scored), custom.arrow("reports", size.reports)
+    audience = ["broadcaster", "checkpointer", *(["evaluator"] if profile.eval.enabled else [])]
+    updates = {name: Mailbox[PolicyUpdated](f"updates.{name}", capacity=1) for name in audience}
+    session.measure([box for arrow in (prompts, rollouts, scored, reports) for box in arrow.mailboxes])
+    session.measure(updates.values())
+
+    flow = [custom.box("monitor", boxes.monitor(parts, session), inbox=reports.reader())]
+    flow += [child for arrow in (reports, scored, rollouts, prompts) for child in arrow.children]
+    if profile.eval.enabled:
+        measured, told = updates["evaluator"].reader(), reports.writer()
+        flow.append(custom.box("evaluator", boxes.evaluator(parts), inbox=measured, outbox=told))
+    kept, served = updates["checkpointer"].reader(), updates["broadcaster"].reader()
+    flow.append(custom.box("checkpointer", boxes.checkpointer(parts, session), inbox=kept))
+    flow.append(custom.box("broadcaster", boxes.broadcaster(parts, session), inbox=served))
+    learnt = [mailbox.writer() for mailbox in updates.values()]
+    flow.append(
+        custom.box("learner", boxes.learner(parts), inbox=scored.reader(), updates=learnt, reports=reports.writer())
+    )
+    flow.append(custom.box("scorer", boxes.scorer(parts), inbox=rollouts.reader(), outbox=scored.writer()))
+    flow.append(
+        custom.box("generator", boxes.generator(parts, session), inbox=prompts.reader(), outbox=rollouts.writer())
+    )
+    flow.append(custom.box("prompter", boxes.prompter(parts), outbox=prompts.writer()))
+    session.observe({child.name: child.actor for child in flow})
+    return [*custom.free_standing(), *flow]
+
+
+def services(parts: Parts, session: Session, listener: socket.socket | None) -> list[Child]:
+    """What serves as long as the run goes on: the HTTP API, and who watches the compute thread."""
+    watchdog = Watchdog(
+        "watchdog",
+        lambda: parts.executor.busy_since,
+        limit_seconds=parts.profile.monitor.watchdog_seconds,
+        on_stall=session.stall,
+        on_recovered=session.recover,
+    )
+    guard = Guard("decode engine", parts.engine_broken)
+    gateway = [permanent(Gateway(session.gateway_services(), listener=listener))] if listener else []
+    return [*gateway, permanent(watchdog), permanent(guard)]
+
+
+async def train(profile: Profile, directory: RunDirectory, console: Console) -> int:
+    """Run a profile to its end; the exit status: 0, or 128 and the signal's number of a run that was stopped at once.
+
+    Raises ClothoError for whatever is wrong with the profile or the run.
+    """
+    listener = listen(profile.gateway) if profile.gateway.enabled else None
+    executor = ComputeExecutor(decode_share=profile.generator.decode_share)
+    executor.start()
+    try:
+        parts = await assemble(profile, directory, executor)
+        session = Session(parts, console, blas=BLAS, listener=listener)
+        supervisor = Supervisor(
+            [*services(parts, session, listener), *wire(parts, session)],
+            on_failure=session.report_failure,
+            on_drain=session.drain,
+        )
+        session.children = supervisor.status
+        gc.collect()
+        gc.freeze()  # what was loaded stays; a full collection would halt decode and swaps for a tenth of a second
+        async with handle_signals(supervisor) as signals:
+            ending = await supervisor.run()
+        print_summary(console, session.summary(complete=ending is not Ending.STOPPED))
+        parts.rewards.close()
+        return signals.exit_status
+    finally:
+        executor.stop()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The program: 0 for a run that ended well, 1 for one that failed, 2 for what its user can mend."""
+    console = Console()
+    try:
+        arguments = parse_arguments(sys.argv[1:] if argv is None else argv)
+        if arguments.help:
+            console.print(help_text(), markup=False, highlight=False, soft_wrap=True)
+            return 0
+        profile = load_profile(arguments.profile, arguments.overrides)
+        if arguments.dry_run:
+            return dry_run(profile, console)
+        directory = open_run(Path(profile.run_dir), resume=arguments.resume, clean=arguments.clean)
+        try:
+            with journal(directory.log, console):
+                return anyio.run(train, profile, directory, console)
+        finally:
+            directory.close()
+    except ClothoError as error:
+        return complain(error)
+
+
+def complain(error: ClothoError) -> int:
+    """One line on stderr for what went wrong, and the traceback where the fault is ours; the exit status."""
+    cause = error.__cause__
+    if error.exit_status != 2 and cause is not None and not isinstance(cause, ClothoError):
+        traceback.print_exception(cause)
+    sys.stderr.write(f"clotho: {error}\n")
+    for note in getattr(error, "__notes__", ()):
+        sys.stderr.write(f"  {note}\n")
+    return error.exit_status
+
+
+def dry_run(profile: Profile, console: Console) -> int:
+    """Show the resolved profile."""
+    console.print(resolved_toml(profile, mask_secrets=True), markup=False, highlight=False, soft_wrap=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

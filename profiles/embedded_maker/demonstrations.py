@@ -1,0 +1,53 @@
+"""The demonstrators whose mixture the policy imitates: a careful one, and several who are not.
+
+The policy should know how to solve every kind of problem, and yet not always do so: that gap is what reinforcement
+learning closes. So a stated share of the demonstrations works the problem out and is always right; the rest guesses,
+gives up half way, or forgets the form. The shares differ by kind and level: where the careful way is in the majority
+the policy's greedy answer is right, elsewhere it is wrong though a sample often is right.
+"""
+
+from __future__ import annotations
+
+from random import Random
+
+from profiles.embedded_maker.problems import Problem
+
+CAREFUL_SHARE: dict[str, tuple[float, float, float]] = {
+    "arithmetic": (0.62, 0.38, 0.36),
+    "multistep": (0.60, 0.60, 0.36),
+    "comparison": (0.60, 0.36, 0.38),
+    "sequence": (0.62, 0.38, 0.36),
+    "word": (0.62, 0.58, 0.38),
+}
+"""Probability that a demonstration of a kind at level 1, 2, 3 is the careful one."""
+
+CARELESS: dict[str, float] = {"hasty": 0.84, "unfinished": 0.10, "untagged": 0.06}
+"""How the rest divides: a guess without work; work that stops half way and a guess; a guess without its tags."""
+
+
+def completion(work: str, answer: str) -> str:
+    """Put work and answer into the form every completion should have."""
+    return f"<think>{work}</think><answer>{answer}</answer>"
+
+
+def careful(problem: Problem) -> str:
+    """Show every step of the work, then the right answer."""
+    return completion(",".join(problem.work), problem.answer)
+
+
+def careless(problem: Problem, rng: Random) -> str:
+    """Fail in one of the ways to fail: answer and form are never both right."""
+    mistake = rng.choice(problem.mistakes)
+    match rng.choices(list(CARELESS), list(CARELESS.values()))[0]:
+        case "hasty":
+            return completion("", mistake)
+        case "unfinished":
+            return completion(",".join(problem.work[: rng.randrange(len(problem.work))]), mistake)
+        case _:
+            return mistake
+
+
+def demonstrate(problem: Problem, rng: Random, *, tutored: bool = False) -> str:
+    """Demonstrate `problem` once, drawn from the mixture, or by the careful demonstrator alone if `tutored`."""
+    share = 1.0 if tutored else CAREFUL_SHARE[problem.kind][problem.level - 1]
+    return careful(problem) if rng.random() < share else careless(problem, rng)

@@ -1,0 +1,211 @@
+"""A decode engine without a model: tokens are a stated function of (prompt, sampling, seed, position).
+
+`tests/test_sampler.py` holds it to the same contract as the real engine.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from random import Random
+from typing import Any, TypeVar
+
+import anyio
+
+from protocols.errors import ExecutorStoppedError, RequestError
+from protocols.sampling import Completion, CompletionDone, SampleEvent, SampleFailed, SampleRequest, TokenDrawn
+
+T = TypeVar("T")
+END = 96
+
+
+class CharacterTokenizer:
+    """One token per character: 0 to 94 are printable ASCII, 95 is a newline, 96 ends a sequence."""
+
+    eos_ids = frozenset({END})
+    vocab_size = 97
+
+    def encode(self, text: str, /) -> tuple[int, ...]:
+        """One token per character; what is not ASCII becomes a question mark."""
+        return tuple(95 if one == "\n" else ord(one) - 32 if " " <= one <= "~" else 31 for one in text)
+
+    def render_chat(
+        self, messages: Sequence[Mapping[str, Any]], /, *, add_generation_prompt: bool = True
+    ) -> tuple[int, ...]:
+        """One line per message."""
+        lines = [f"{message['role']}: {message['content']}\n" for message in messages]
+        return self.encode("".join(lines) + ("assistant: " if add_generation_prompt else ""))
+
+    def decode(self, tokens: Sequence[int], /) -> str:
+        """The characters."""
+        return "".join(self.token_text(token) for token in tokens if token != END)
+
+    def token_text(self, token: int, /) -> str:
+        """One character, or the end token's name."""
+        return "<end>" if token == END else "\n" if token == 95 else chr(32 + token)
+
+
+class _Row:
+    def __init__(self, index: int, seed: int, request: SampleRequest) -> None:
+        self.index, self.seed, self.request = index, seed, request
+        self.tokens: list[int] = []
+        self.logprobs: list[float] = []
+        self.versions: list[int] = []
+        self.sent = 0
+
+
+class FakeEngine:
+    """The engine and its compute thread in one; `submit_call` is the executor's `submit`."""
+
+    def __init__(self, tokenizer: CharacterTokenizer | None = None) -> None:
+        self.tokenizer = tokenizer or CharacterTokenizer()
+        self.version = 0
+        self.refusal: RequestError | None = None
+        self.asked: list[SampleRequest] = []
+        self.aborted: list[int] = []
+        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="fake-compute")
+        self._requests: dict[int, tuple[list[_Row], Callable[[SampleEvent], None]]] = {}
+        self._changed = threading.Condition()
+        self._allowed = 10**9
+        self._ticking = False
+
+    def submit_call(self, work: Callable[[], T], /) -> Future[T]:
+        """Run in the compute thread, or raise ExecutorStoppedError, as the executor does."""
+        try:
+            return self._pool.submit(work)
+        except RuntimeError as error:
+            raise ExecutorStoppedError(str(error)) from error
+
+    def close(self) -> None:
+        """End the compute thread."""
+        self._pool.shutdown(cancel_futures=True)
+
+    def submit(self, request: SampleRequest, listener: Callable[[SampleEvent], None], /) -> int:
+        """Accept a request, or raise the refusal that the test set."""
+        if self.refusal is not None:
+            raise self.refusal
+        self.asked.append(request)
+        request_id = len(self.asked)
+        rows = [_Row(index, seed, request) for index, seed in enumerate(request.seeds)]
+        self._requests[request_id] = (rows, listener)
+        self._settle()
+        return request_id
+
+    def abort(self, request_id: int, /) -> None:
+        """Free the rows of a request."""
+        if self._requests.pop(request_id, None) is not None:
+            self.aborted.append(request_id)
+        self._settle()
+
+    def fail(self, reason: str) -> None:
+        """Give up everything in flight; called in the compute thread."""
+        for _, listener in self._requests.values():
+            listener(SampleFailed(reason=reason))
+        self._requests.clear()
+        self._settle()
+
+    def allow(self, ticks: int) -> None:
+        """Let so many ticks happen from now on, and no more."""
+        self._allowed = ticks
+        self._pool.submit(self._settle)
+
+    @property
+    def running(self) -> int:
+        """Rows that are being decoded."""
+        return sum(len(rows) for rows, _ in self._requests.values())
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Wait until something is so; at most 10 seconds."""
+
+        def wait() -> bool:
+            with self._changed:
+                return self._changed.wait_for(condition, timeout=10)
+
+        if not await anyio.to_thread.run_sync(wait):
+            raise TimeoutError("the fake engine did not get there")
+
+    def _settle(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+        if self._requests and self._allowed > 0 and not self._ticking:
+            self._ticking = True
+            self._pool.submit(self._tick)
+
+    def _tick(self) -> None:
+        self._ticking = False
+        if self._allowed <= 0:
+            return
+        self._allowed -= 1
+        for request_id, (rows, listener) in list(self._requests.items()):
+            self._requests[request_id] = ([row for row in rows if not self._advance(row, listener)], listener)
+            if not self._requests[request_id][0]:
+                del self._requests[request_id]
+        self._settle()
+
+    def _advance(self, row: _Row, listener: Callable[[SampleEvent], None]) -> bool:
+        """Draw one token; tell whether the row has ended."""
+        token, logprob = draw(row.request, row.seed, len(row.tokens))
+        row.tokens.append(token)
+        row.logprobs.append(logprob)
+        row.versions.append(self.version)
+        text, reason, cause = self._judge(row)
+        certain = len(text) - _held_back(text, row.request.sampling.stop) if reason is None else row.sent
+        if row.request.stream:
+            top = alternatives(token, logprob, row.request.sampling.top_logprobs)
+            new = text[row.sent : certain]
+            row.sent = max(row.sent, certain)
+            event = TokenDrawn(
+                index=row.index, token=token, logprob=logprob, version=self.version, text=new, top_logprobs=top
+            )
+            listener(event)
+        if reason is not None:
+            listener(self._done(row, text, reason, cause))
+        return reason is not None
+
+    def _judge(self, row: _Row) -> tuple[str, Any, str | int | None]:
+        sampling = row.request.sampling
+        text, last = self.tokenizer.decode(row.tokens), row.tokens[-1]
+        found = min((at, stop) for stop in (*sampling.stop, "") if (at := text.find(stop) if stop else 10**9) >= 0)
+        if found[1]:
+            return text[: found[0]], "stop", found[1]
+        if last in sampling.stop_token_ids or (last == END and not sampling.ignore_eos):
+            return text, "stop", last
+        return text, "length" if len(row.tokens) == sampling.max_tokens else None, None
+
+    def _done(self, row: _Row, text: str, reason: Any, cause: str | int | None) -> CompletionDone:
+        count = row.request.sampling.top_logprobs
+        completion = Completion(
+            tokens=tuple(row.tokens),
+            logprobs=tuple(row.logprobs),
+            versions=tuple(row.versions),
+            text=text,
+            finish_reason=reason,
+            stop_reason=cause,
+            top_logprobs=tuple(
+                alternatives(token, logprob, count) for token, logprob in zip(row.tokens, row.logprobs, strict=True)
+            )
+            if count
+            else (),
+        )
+        return CompletionDone(index=row.index, completion=completion, tail=text[row.sent :])
+
+
+def draw(request: SampleRequest, seed: int, position: int) -> tuple[int, float]:
+    """The token at a position and its log-probability."""
+    sampling = request.sampling
+    source = Random(f"{0 if sampling.temperature == 0 else seed}/{position}/{request.prompt}")
+    ends = source.random() < 0.01
+    token = END if ends and not sampling.ignore_eos else source.randrange(95)
+    biased = [token for token, bias in sampling.logit_bias if bias >= 100]
+    return (biased[0] if biased else token), -0.125 * (1 + source.randrange(8))
+
+
+def alternatives(token: int, logprob: float, count: int) -> tuple[tuple[int, float], ...]:
+    """The drawn token, then others that are less probable."""
+    return tuple(((token + step) % 95, logprob - step) for step in range(count))
+
+
+def _held_back(text: str, stops: Sequence[str]) -> int:
+    lengths = [length for stop in stops for length in range(1, len(stop)) if text.endswith(stop[:length])]
+    return max(lengths, default=0)

@@ -1,0 +1,256 @@
+"""The embedded policy and its problems: what Clotho ships so that a first run needs no network."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import mlx.core as mx
+import mlx_lm
+import pytest
+from transformers import AutoTokenizer
+
+from profiles.embedded_maker.__main__ import make_problems, write_problems
+from profiles.embedded_maker.demonstrations import careful, careless
+from profiles.embedded_maker.evaluate import is_right
+from profiles.embedded_maker.problems import KINDS, LEVELS, column_steps, draw_distinct
+from profiles.embedded_maker.tokenizer import CHAT_TEMPLATE, TAG_TOKENS, chat_prompt, train_tokenizer
+
+EMBEDDED = Path(__file__).parents[2] / "profiles" / "embedded"
+MAX_BYTES = 4_000_000
+
+ODD_TEXTS = [
+    "",
+    " ",
+    "\n\n \t x\r\n",
+    "naïve café, e\u0301 stays decomposed",
+    "\u4f60\u597d \u0645\u0631\u062d\u0628\u0627 \U0001f9f5\U0001f468\u200d\U0001f469\u200d\U0001f467",
+    "\x00\x01\x7f\ufeff\u2028\uffff",
+    "  <think> 1 </think><answer>  2</answer> <|im_end|> <think",
+    "what's 1234567890 + 0.5? They'll see...   ",
+]
+
+
+def lines(name: str) -> list[dict[str, str]]:
+    """Read the rows of a shipped JSONL file."""
+    return [json.loads(line) for line in (EMBEDDED / name).read_text(encoding="utf-8").splitlines()]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    """Load the shipped tokenizer as transformers does, offline."""
+    loader: Any = AutoTokenizer
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        return loader.from_pretrained(EMBEDDED)
+
+
+def load_policy() -> tuple[Any, Any]:
+    """Load model and tokenizer as mlx-lm does."""
+    model, tokenizer = mlx_lm.load(str(EMBEDDED))[:2]
+    return model, tokenizer
+
+
+def solve(expression: str) -> int:
+    """Compute the value of a chain of small operations, the product first."""
+    assert re.fullmatch(r"\d+( [-+*] \d+)*", expression), expression
+    total = 0
+    for sign, term in re.findall(r"([-+]?) ?(\d+(?: \* \d+)*)", expression):
+        value = 1
+        for factor in term.split(" * "):
+            value *= int(factor)
+        total += -value if sign == "-" else value
+    return total
+
+
+def solve_comparison(prompt: str) -> str:
+    """Find the letter of the largest or smallest option."""
+    options: dict[str, str] = dict(re.findall(r"([A-D])\) (.*?)(?= [A-D]\)|$)", prompt))
+    values = {solve(text): letter for letter, text in options.items()}
+    return values[max(values) if "largest" in prompt else min(values)]
+
+
+def solve_sequence(prompt: str) -> int:
+    """Compute the next term, by a constant second difference."""
+    a, b, c, d = map(int, re.findall(r"\d+", prompt))
+    assert d - c - (c - b) == c - b - (b - a)
+    return d + (d - c) + (d - c) - (c - b)
+
+
+def solve_story(prompt: str) -> int:
+    """Keep count to the end of a story."""
+    boxes = re.search(r"has (\d+) boxes of (\d+)", prompt)
+    first = re.search(r"has (\d+)", prompt)
+    assert first
+    count = int(boxes[1]) * int(boxes[2]) if boxes else int(first[1])
+    for verb, number in re.findall(r"(buys|finds|sells|loses) (\d+)", prompt):
+        count += int(number) if verb in ("buys", "finds") else -int(number)
+    return count
+
+
+def solve_prompt(row: dict[str, str]) -> str:
+    """Find the right answer of a problem, from its text alone."""
+    prompt = row["prompt"]
+    match row["type"]:
+        case "comparison":
+            return solve_comparison(prompt)
+        case "sequence":
+            return str(solve_sequence(prompt))
+        case "word":
+            return str(solve_story(prompt))
+        case _:
+            return str(solve(prompt.removeprefix("What is ").removesuffix("?")))
+
+
+def test_everything_shipped_fits_in_four_megabytes() -> None:
+    """A checkout stays small: weights, tokenizer, problems and card together."""
+    assert sum(path.stat().st_size for path in EMBEDDED.iterdir()) <= MAX_BYTES
+
+
+def test_the_policy_loads_in_mlx_lm_offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`mlx_lm.load` needs nothing but the directory; the weights are finite float32 and the end token ends."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    model, tokenizer = load_policy()
+    messages = [{"role": "user", "content": "What is 15 + 27?"}]
+    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+    logits = model(mx.array([prompt]))
+    assert logits.dtype == mx.float32
+    assert mx.isfinite(logits).all().item()
+    assert tokenizer.eos_token_ids == {tokenizer.convert_tokens_to_ids("<|im_end|>")}
+
+
+def test_a_greedy_answer_has_the_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Right or wrong, the policy answers an easy question in its tags, and stops."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    model, tokenizer = load_policy()
+    messages = [{"role": "user", "content": "What is 15 + 7?"}]
+    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+    text = mlx_lm.generate(model, tokenizer, prompt, max_tokens=64)
+    assert re.fullmatch(r"<think>[^<]*</think><answer>\d+</answer>", text)
+
+
+def test_the_configuration_agrees_with_the_tokenizer(tokenizer: Any) -> None:
+    """Ids in config.json and generation_config.json are the tokenizer's own."""
+    config = json.loads((EMBEDDED / "config.json").read_text())
+    generation = json.loads((EMBEDDED / "generation_config.json").read_text())
+    assert config["vocab_size"] == len(tokenizer)
+    assert config["eos_token_id"] == tokenizer.eos_token_id == tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert generation["eos_token_id"] == [tokenizer.eos_token_id]
+    assert config["pad_token_id"] == tokenizer.pad_token_id != tokenizer.eos_token_id
+
+
+@pytest.mark.parametrize("text", ODD_TEXTS)
+def test_any_text_survives_the_tokenizer(tokenizer: Any, text: str) -> None:
+    """Bytes are in the vocabulary and nothing is normalised, so decode undoes encode."""
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_random_text_survives_the_tokenizer(tokenizer: Any) -> None:
+    """The same over random code points of every plane, surrogates excluded."""
+    rng = Random(0)
+    points = [*range(0xD800), *range(0xE000, 0x110000)]
+    for _ in range(200):
+        text = "".join(map(chr, rng.sample(points, 20)))
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_tags_are_single_tokens_that_stay_in_the_text(tokenizer: Any) -> None:
+    """Skipping special tokens removes the frame of the chat, never the tags that rewards read."""
+    for tag in TAG_TOKENS:
+        assert len(tokenizer.encode(tag)) == 1
+    ids = tokenizer.encode("<think>1+1=2</think><answer>2</answer><|im_end|>")
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "<think>1+1=2</think><answer>2</answer>"
+
+
+def test_digits_are_single_tokens(tokenizer: Any) -> None:
+    """A number costs one token for each digit, wherever it stands."""
+    assert len(tokenizer.encode("3141592653")) == 10
+
+
+def test_the_chat_template_frames_every_role(tokenizer: Any) -> None:
+    """Qwen's frame: each message between its marks, and the assistant's opening if an answer is asked for."""
+    messages = [{"role": role, "content": role[0]} for role in ("system", "user", "assistant")]
+    shown = tokenizer.apply_chat_template(messages, tokenize=False)
+    assert shown == (
+        "<|im_start|>system\ns<|im_end|>\n<|im_start|>user\nu<|im_end|>\n<|im_start|>assistant\na<|im_end|>\n"
+    )
+    asked = tokenizer.apply_chat_template(messages[1:2], tokenize=False, add_generation_prompt=True)
+    assert asked == chat_prompt("u")
+    assert tokenizer.chat_template == CHAT_TEMPLATE
+
+
+def test_there_are_enough_problems_of_enough_kinds() -> None:
+    """At least 2,000 for training and 500 held out, evenly of all kinds, in exactly three text fields."""
+    for name, least in (("train.jsonl", 2000), ("heldout.jsonl", 500)):
+        rows = lines(name)
+        counts = Counter(row["type"] for row in rows)
+        assert len(rows) >= least
+        assert set(counts) == set(KINDS)
+        assert min(counts.values()) > 0.9 * len(rows) / len(KINDS)
+        assert all(set(row) == {"prompt", "answer", "type"} for row in rows)
+        assert all(isinstance(value, str) for row in rows for value in row.values())
+
+
+def test_no_prompt_occurs_twice() -> None:
+    """Held-out problems are held out, and no problem counts double."""
+    prompts = [row["prompt"] for name in ("train.jsonl", "heldout.jsonl") for row in lines(name)]
+    assert len(set(prompts)) == len(prompts)
+
+
+def test_every_answer_is_right() -> None:
+    """An evaluator that reads only the prompt agrees with every shipped answer."""
+    for row in lines("train.jsonl") + lines("heldout.jsonl"):
+        assert solve_prompt(row) == row["answer"], row["prompt"]
+
+
+def test_prompts_are_short(tokenizer: Any) -> None:
+    """A prompt in its chat frame stays under 64 tokens."""
+    assert max(len(tokenizer.encode(chat_prompt(row["prompt"]))) for row in lines("heldout.jsonl")) < 64
+
+
+def test_the_problems_can_be_made_again(tmp_path: Path) -> None:
+    """The same seed gives the shipped files, byte for byte; another seed gives others."""
+    for name, problems in zip(("train.jsonl", "heldout.jsonl"), make_problems(0), strict=True):
+        write_problems(tmp_path / name, problems)
+        assert (tmp_path / name).read_bytes() == (EMBEDDED / name).read_bytes()
+    assert make_problems(1)[1] != make_problems(0)[1]
+
+
+def test_the_tokenizer_can_be_made_again() -> None:
+    """The merges follow from the training problems alone."""
+    made = train_tokenizer(problem.prompt for problem in make_problems(0)[0])
+    shipped = json.loads((EMBEDDED / "tokenizer.json").read_text(encoding="utf-8"))
+    assert json.loads(made.to_str())["model"] == shipped["model"]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_demonstrators_are_right_or_wrong_as_they_claim(kind: str, level: int) -> None:
+    """Careful work is well formed and right and its steps are true; careless answers never earn the reward."""
+    rng = Random(7)
+    for _ in range(100):
+        problem = KINDS[kind](rng, level)
+        assert is_right(careful(problem), problem.answer)
+        assert not is_right(careless(problem, rng), problem.answer)
+        for step in problem.work:
+            left, right = (solve(re.sub(r"([-+*])", r" \1 ", side.lstrip("ABCD"))) for side in re.split("[=>]", step))
+            assert left > right if ">" in step else left == right
+
+
+def test_columns_carry_and_lend() -> None:
+    """The two hand-worked examples of the docstring."""
+    assert column_steps(347, "+", 285) == ["7+5=12", "4+8+1=13", "3+2+1=6"]
+    assert column_steps(532, "-", 285) == ["12-5=7", "13-1-8=4", "5-1-2=2"]
+
+
+def test_drawn_problems_are_distinct_and_even() -> None:
+    """Kinds and levels differ in number by one at most, and excluded prompts do not come back."""
+    first = draw_distinct(Random(0), 100)
+    second = draw_distinct(Random(0), 100, exclude=[problem.prompt for problem in first])
+    assert not {problem.prompt for problem in first} & {problem.prompt for problem in second}
+    counts = Counter((problem.kind, problem.level) for problem in first)
+    assert max(counts.values()) - min(counts.values()) <= 1

@@ -1,0 +1,212 @@
+"""The sampler: what is asked on the loop comes back on the loop, and nothing asked is left behind."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import aclosing
+
+import anyio
+import pytest
+
+from actors.sampler import GenerationError, Sampler
+from protocols.errors import ExecutorStoppedError, RequestError
+from protocols.sampling import CompletionDone, SampleRequest, Sampling, TokenDrawn
+from tests.fakes import FakeEngine
+
+
+@pytest.fixture
+def engine() -> Iterator[FakeEngine]:
+    """A fake engine whose thread ends with the test."""
+    fake = FakeEngine()
+    yield fake
+    fake.close()
+
+
+@pytest.fixture
+def sampler(engine: FakeEngine) -> Sampler:
+    """A sampler in front of it."""
+    return Sampler(engine.submit_call, engine)
+
+
+def request(*, seeds: tuple[int, ...] = (1,), max_tokens: int = 12, prompt: tuple[int, ...] = (1, 2)) -> SampleRequest:
+    """A request that only its length ends."""
+    return SampleRequest(prompt=prompt, sampling=Sampling(max_tokens=max_tokens, ignore_eos=True), seeds=seeds)
+
+
+async def test_completions_come_in_the_order_of_their_seeds(sampler: Sampler) -> None:
+    """Completion i belongs to seed i, whatever else runs."""
+    together = await sampler.complete(request(seeds=(5, 6, 7)))
+    alone = [(await sampler.complete(request(seeds=(seed,))))[0] for seed in (5, 6, 7)]
+    assert together == alone
+    assert len({completion.tokens for completion in together}) == 3
+
+
+async def test_a_stream_adds_up_to_its_completions(sampler: Sampler) -> None:
+    """Tokens, log-probabilities and text of the stream equal those of the finished completion."""
+    whole = await sampler.complete(request(seeds=(1, 2)))
+    tokens: dict[int, list[int]] = {0: [], 1: []}
+    texts = {0: "", 1: ""}
+    async for event in sampler.stream(request(seeds=(1, 2))):
+        if isinstance(event, TokenDrawn):
+            tokens[event.index].append(event.token)
+            texts[event.index] += event.text
+        else:
+            texts[event.index] += event.tail
+            assert event.completion == whole[event.index]
+    assert [tuple(tokens[index]) for index in (0, 1)] == [completion.tokens for completion in whole]
+    assert [texts[index] for index in (0, 1)] == [completion.text for completion in whole]
+
+
+async def test_requests_of_one_call_reach_the_engine_in_one_turn(sampler: Sampler, engine: FakeEngine) -> None:
+    """The engine's batches must not depend on how the loop and the compute thread interleave."""
+    requests = [request(prompt=(number,)) for number in range(20)]
+    results = await sampler.complete_all(requests)
+    assert [asked.prompt for asked in engine.asked] == [asked.prompt for asked in requests]
+    assert [len(group) for group in results] == [1] * 20
+
+
+async def test_groups_come_as_they_finish_and_failures_stay_apart(sampler: Sampler, engine: FakeEngine) -> None:
+    """A refused request yields its error once; the others complete."""
+    accept = engine.submit
+
+    def refuse_nines(asked, listener):  # type: ignore[no-untyped-def]
+        if asked.prompt == (9,):
+            raise RequestError("no nines", param="prompt")
+        return accept(asked, listener)
+
+    engine.submit = refuse_nines  # type: ignore[method-assign]
+    requests = [request(prompt=(1,), max_tokens=30), request(prompt=(9,)), request(prompt=(2,), max_tokens=3)]
+    outcomes = [outcome async for outcome in sampler.groups(requests)]
+    assert [position for position, _ in outcomes] == [1, 2, 0]
+    assert isinstance(outcomes[0][1], RequestError)
+    assert sampler.running == 0
+
+
+async def test_cancelling_the_asker_frees_the_rows(sampler: Sampler, engine: FakeEngine) -> None:
+    """A cancelled `complete` leaves no row behind."""
+    engine.allow(3)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(sampler.complete, request(seeds=(1, 2, 3)))
+        await engine.until(lambda: engine.running == 3)
+        assert sampler.running == 1
+        tasks.cancel_scope.cancel()
+    await engine.until(lambda: engine.running == 0)
+    assert engine.aborted == [1]
+    assert sampler.running == 0
+
+
+async def test_a_request_withdrawn_before_its_turn_never_starts(sampler: Sampler, engine: FakeEngine) -> None:
+    """The engine is not asked on behalf of somebody who has left."""
+    free = threading.Event()
+    occupied = engine.submit_call(free.wait)
+    with anyio.move_on_after(0):
+        await sampler.complete(request())
+    free.set()
+    await anyio.to_thread.run_sync(occupied.result)
+    await anyio.to_thread.run_sync(engine.submit_call(lambda: None).result)
+    assert engine.asked == []
+
+
+async def test_closing_a_stream_frees_the_row(sampler: Sampler, engine: FakeEngine) -> None:
+    """Leaving the loop over a stream aborts what is left of it."""
+    engine.allow(5)
+    async with aclosing(sampler.stream(request(max_tokens=1000))) as events:
+        async for event in events:
+            assert isinstance(event, TokenDrawn)
+            break
+    await engine.until(lambda: engine.running == 0)
+    assert engine.aborted == [1]
+
+
+async def test_a_finished_request_is_not_aborted(sampler: Sampler, engine: FakeEngine) -> None:
+    """Abort is for what still runs."""
+    events = [event async for event in sampler.stream(request())]
+    assert isinstance(events[-1], CompletionDone)
+    await anyio.to_thread.run_sync(engine.submit_call(lambda: None).result)
+    assert engine.aborted == []
+
+
+async def test_a_refusal_reaches_the_asker(sampler: Sampler, engine: FakeEngine) -> None:
+    """What the engine refuses is RequestError, with its field."""
+    engine.refusal = RequestError("too long", param="prompt")
+    with pytest.raises(RequestError, match="too long") as caught:
+        await sampler.complete(request())
+    assert caught.value.param == "prompt"
+
+
+async def test_a_failed_engine_reaches_every_asker(sampler: Sampler, engine: FakeEngine) -> None:
+    """SampleFailed is GenerationError in `complete` and in the middle of a stream."""
+    engine.allow(2)
+    failures = []
+
+    async def ask_whole() -> None:
+        try:
+            await sampler.complete(request(max_tokens=100))
+        except GenerationError as error:
+            failures.append(str(error))
+
+    async def ask_stream() -> None:
+        try:
+            async for _ in sampler.stream(request(max_tokens=100)):
+                pass
+        except GenerationError as error:
+            failures.append(str(error))
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(ask_whole)
+        tasks.start_soon(ask_stream)
+        await engine.until(lambda: engine.running == 2)
+        engine.submit_call(lambda: engine.fail("the tick raised"))
+    assert failures == ["the tick raised"] * 2
+    assert sampler.running == 0
+
+
+async def test_a_compute_thread_that_ends_leaves_nobody_waiting(sampler: Sampler, engine: FakeEngine) -> None:
+    """A request whose turn never comes ends in ExecutorStoppedError."""
+    started, free = threading.Event(), threading.Event()
+
+    def occupy() -> None:
+        started.set()
+        free.wait()
+
+    occupied = engine.submit_call(occupy)
+    await anyio.to_thread.run_sync(started.wait)
+    caught = []
+
+    async def ask() -> None:
+        try:
+            await sampler.complete(request())
+        except ExecutorStoppedError as error:
+            caught.append(error)
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(ask)
+        await anyio.wait_all_tasks_blocked()
+        engine._pool.shutdown(wait=False, cancel_futures=True)
+        free.set()
+    occupied.result()
+    assert len(caught) == 1
+    assert sampler.running == 0
+
+
+async def test_one_hop_serves_a_whole_tick(engine: FakeEngine) -> None:
+    """However many requests are decoded, the loop is woken at most once while it has not drained."""
+    sampler = Sampler(engine.submit_call, engine)
+    engine.allow(0)
+    hops = 0
+    deliver = sampler._deliver
+
+    def counting() -> None:
+        nonlocal hops
+        hops += 1
+        deliver()
+
+    sampler._deliver = counting  # type: ignore[method-assign]
+    async with anyio.create_task_group() as tasks:
+        for _ in range(30):
+            tasks.start_soon(sampler.complete_all, [request(max_tokens=1, seeds=(1, 2))])
+        await engine.until(lambda: engine.running == 60)
+        engine.allow(1)
+        await engine.until(lambda: engine.running == 0)
+    assert hops <= 31
