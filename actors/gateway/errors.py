@@ -66,6 +66,8 @@ def as_api_error(error: Exception) -> ApiError:
     """Translate what sampling raises; anything else is our own fault: logged whole, told in brief."""
     if isinstance(error, ApiError):
         return error
+    if isinstance(error, RequestError) and error.param == "queue":
+        return ApiError(503, str(error), code="overloaded", headers={"retry-after": "1"})
     if isinstance(error, RequestError):
         return ApiError(400, str(error), param=error.param)
     if isinstance(error, GenerationError):

@@ -84,8 +84,10 @@ class _Snapshot(Collector):
         yield _gauge(
             "vllm:kv_cache_usage_perc", "Part of the key-value cache in use, 0 to 1.", engine.cache_usage, label
         )
-        yield _counter("vllm:prefix_cache_queries", "Prompt tokens looked up.", {"": engine.prefix_queries}, label)
-        yield _counter("vllm:prefix_cache_hits", "Prompt tokens found.", {"": engine.prefix_hits}, label)
+        yield _counter(
+            "vllm:prefix_cache_queries", "Prompts looked up in the prefix cache.", {"": engine.prefix_queries}, label
+        )
+        yield _counter("vllm:prefix_cache_hits", "Prompts found in the prefix cache.", {"": engine.prefix_hits}, label)
         yield _gauge("clotho_sampler_requests", "Requests of every kind in flight.", self._services.sampler.running)
 
     def _training(self, numbers: TrainingNumbers) -> Iterator[Metric]:

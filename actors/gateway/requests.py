@@ -19,7 +19,7 @@ Seed = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 TokenId = Annotated[int, Meta(ge=0)]
 Bias = Annotated[float, Meta(ge=-100.0, le=100.0)]
 TopLogprobs = Annotated[int, Meta(ge=0, le=20)]
-StopStrings = Annotated[list[Annotated[str, Meta(max_length=256)]], Meta(max_length=32)]
+StopStrings = Annotated[list[Annotated[str, Meta(max_length=256)]], Meta(max_length=16)]
 
 IGNORED = frozenset({
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls",

@@ -62,7 +62,7 @@ class HealthReport(Struct, frozen=True, kw_only=True):
 
 
 class EngineNumbers(Struct, frozen=True, kw_only=True):
-    """The decode engine now: sequences in and before the batch, cache use in [0, 1], prefix cache in tokens."""
+    """The decode engine now: sequences in and before the batch, cache use in [0, 1], prompts looked up and found."""
 
     rows_running: int = 0
     rows_waiting: int = 0

@@ -34,7 +34,7 @@ BAD_FIELDS: list[tuple[str, dict[str, Any], str]] = [
     ("prompt", {"prompt": "x" * CONTEXT}, f"{CONTEXT} tokens leave no room in the context of {CONTEXT}"),
     ("prompt", {"prompt": ["x"] * 100}, "limit of 64"),
     ("stop", {"stop": 5}, "int"),
-    ("stop", {"stop": ["x"] * 10_000}, "<= 32"),
+    ("stop", {"stop": ["x"] * 10_000}, "<= 16"),
     ("stop", {"stop": ["x" * 10_000]}, "<= 256"),
     ("stop", {"stop": [5]}, "int"),
     ("seed", {"seed": 2**70}, str(2**63 - 1)),

@@ -10,6 +10,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from actors.gateway import choices
+from protocols.errors import RequestError
 from tests.gateway.serving import Served, serving
 
 LONG = {"prompt": "x", "max_tokens": 400, "ignore_eos": True}
@@ -58,6 +59,14 @@ async def test_beyond_the_cap_requests_are_told_to_come_back() -> None:
         served.engine.allow(10**6)
         await answer.aread()
         assert (await served.post("/v1/completions", prompt="x")).status_code == 200
+
+
+async def test_a_full_line_in_the_engine_is_a_503_too() -> None:
+    """Nothing is wrong with the request: the client is told to come back."""
+    async with serving() as served:
+        served.engine.refusal = RequestError("4000 completions wait already", param="queue")
+        busy = await served.post("/v1/completions", prompt="x")
+        assert (busy.status_code, busy.headers["retry-after"]) == (503, "1")
 
 
 async def test_an_engine_that_fails_in_a_stream_ends_it_with_an_error_and_done() -> None:

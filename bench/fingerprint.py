@@ -1,0 +1,38 @@
+"""Where a number was measured: machine, versions, commit."""
+
+from __future__ import annotations
+
+import subprocess
+from importlib.metadata import version
+from pathlib import Path
+
+from msgspec import Struct
+
+from actors import BLAS
+from actors.compute.machine import describe_machine
+from protocols.description import MachineDescription
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+class Fingerprint(Struct, frozen=True, kw_only=True):
+    """Beside every result. commit: with `+` where the checkout differed from it."""
+
+    machine: MachineDescription
+    mlx_lm: str
+    commit: str
+
+
+def fingerprint() -> Fingerprint:
+    """Of this machine and checkout, now."""
+    return Fingerprint(machine=describe_machine(blas=BLAS), mlx_lm=version("mlx-lm"), commit=_commit())
+
+
+def _commit() -> str:
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        return git("rev-parse", "--short=12", "HEAD") + ("+" if git("status", "--porcelain", "-uno") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"

@@ -1,0 +1,98 @@
+"""Does the default run learn, how fast, and for every seed? Synchronous against asynchronous.
+
+    python -m bench learning [--seeds 0 1 2 3 4] [--modes async sync] [--interval 10]
+
+Every run is `python pipeline.py --profile local-m3 --seed S`. Its training time runs from the first prompt to the last
+update and includes the evaluations in between, but not those before and after.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+from bench.fingerprint import ROOT, Fingerprint, fingerprint
+from bench.runs import Metrics, accuracies, run_pipeline, updates
+
+RESULTS = ROOT / "bench" / "results" / "learning.jsonl"
+
+
+class Learnt(Struct, frozen=True, kw_only=True):
+    """One run. curve: (step, seconds of training, held-out accuracy); seconds: of training; rates: tokens/s."""
+
+    mode: str
+    seed: int
+    steps: int
+    before: float
+    after: float
+    seconds: float
+    curve: list[tuple[int, float, float]]
+    swap_median: float
+    swap_longest: float
+    decode_rate_idle: float | None
+    decode_rate_learning: float | None
+    tokens: int
+    command: str
+    fingerprint: Fingerprint
+
+
+def measure(mode: str, seed: int, interval: int) -> Learnt:
+    """One run of the default profile."""
+    arguments = ["--profile", "local-m3", "--seed", str(seed), "--eval.interval", str(interval)]
+    arguments += ["--async", "true" if mode == "async" else "false"]
+    return summarise(mode, seed, run_pipeline(arguments), "python pipeline.py " + " ".join(arguments))
+
+
+def summarise(mode: str, seed: int, metrics: Metrics, command: str) -> Learnt:
+    """What a run's metrics say."""
+    steps, measured = updates(metrics), accuracies(metrics)
+    first = steps[0]
+    began = first["seconds"] - first["train_seconds"] - first["wait_seconds"]
+    swaps = [line["swap_seconds"] for line in steps if line["swap_seconds"] is not None]
+    return Learnt(
+        mode=mode,
+        seed=seed,
+        steps=steps[-1]["step"],
+        before=measured[0][2],
+        after=measured[-1][2],
+        seconds=steps[-1]["seconds"] - began,
+        curve=[(step, max(0.0, seconds - began), accuracy) for step, seconds, accuracy in measured],
+        swap_median=statistics.median(swaps),
+        swap_longest=max(swaps),
+        decode_rate_idle=steps[-1]["decode_rate_idle"],
+        decode_rate_learning=steps[-1]["decode_rate_learning"],
+        tokens=sum(line["completion_tokens"] for line in steps),
+        command=command,
+        fingerprint=fingerprint(),
+    )
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run every mode with every seed; replace bench/results/learning.jsonl by what they did."""
+    parser = argparse.ArgumentParser(prog="python -m bench learning", description=__doc__)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
+    parser.add_argument("--modes", nargs="+", choices=["async", "sync"], default=["async", "sync"])
+    parser.add_argument("--interval", type=int, default=10)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    chosen = parser.parse_args(argv)
+    learnt = [measure(mode, seed, chosen.interval) for seed in chosen.seeds for mode in chosen.modes]
+    chosen.out.write_bytes(b"".join(msgspec.json.encode(run) + b"\n" for run in learnt))
+    for run in learnt:
+        sys.stdout.write(f"{describe(run)}\n")
+    return 0
+
+
+def describe(run: Learnt) -> str:
+    """One line."""
+    return (
+        f"{run.mode:5} seed {run.seed}: {run.before:.3f} -> {run.after:.3f} in {run.seconds:.1f} s "
+        f"({run.steps} updates, {run.tokens} tokens), swap {run.swap_median * 1e3:.3f} ms median, "
+        f"{run.swap_longest * 1e3:.3f} ms longest, decode {run.decode_rate_idle or 0:.0f} tokens/s alone, "
+        f"{run.decode_rate_learning or 0:.0f} while learning"
+    )

@@ -1,0 +1,39 @@
+"""Runs of the pipeline, driven as a user would, and what they wrote."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from bench.fingerprint import ROOT
+
+Metrics = list[dict[str, Any]]
+
+
+def run_pipeline(arguments: Sequence[str]) -> Metrics:
+    """Run `python pipeline.py` with `arguments` in a directory of its own; the lines of its metrics.jsonl.
+
+    Raises subprocess.CalledProcessError if it ends with another status than 0.
+    """
+    with tempfile.TemporaryDirectory() as directory:
+        run = Path(directory, "run")
+        command = [sys.executable, "pipeline.py", "--run-dir", str(run), "--gateway.port", "0", *arguments]
+        subprocess.run(command, cwd=ROOT, check=True, stdout=sys.stderr)
+        return [msgspec.json.decode(line) for line in (run / "metrics.jsonl").read_bytes().splitlines()]
+
+
+def accuracies(metrics: Metrics) -> list[tuple[int, float, float]]:
+    """(step, seconds since the run began, held-out accuracy) of every measurement, in order of the steps."""
+    found = [(line["step"], line["seconds"], line["eval_accuracy"]) for line in metrics if "eval_accuracy" in line]
+    return sorted(found)
+
+
+def updates(metrics: Metrics) -> Metrics:
+    """The lines of consumed batches, without those that are measurements only."""
+    return [line for line in metrics if "train_seconds" in line]
