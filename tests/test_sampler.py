@@ -9,10 +9,14 @@ from contextlib import aclosing
 import anyio
 import pytest
 
+from actors.compute.engine import DecodeEngine
+from actors.compute.executor import ComputeExecutor
 from actors.sampler import GenerationError, Sampler
 from protocols.errors import ExecutorStoppedError, RequestError
+from protocols.profile import GeneratorSection
 from protocols.sampling import CompletionDone, SampleRequest, Sampling, TokenDrawn
 from tests.fakes import FakeEngine
+from tests.models import tiny_source
 
 
 @pytest.fixture
@@ -29,33 +33,68 @@ def sampler(engine: FakeEngine) -> Sampler:
     return Sampler(engine.submit_call, engine)
 
 
-def request(*, seeds: tuple[int, ...] = (1,), max_tokens: int = 12, prompt: tuple[int, ...] = (1, 2)) -> SampleRequest:
-    """A request that only its length ends."""
-    return SampleRequest(prompt=prompt, sampling=Sampling(max_tokens=max_tokens, ignore_eos=True), seeds=seeds)
+def request(
+    *, seeds: tuple[int, ...] = (1,), max_tokens: int = 12, prompt: tuple[int, ...] = (1, 2), stop: tuple[str, ...] = ()
+) -> SampleRequest:
+    """A request that only its length ends, or a stop string."""
+    ascii_only = tuple((token, -100.0) for token in range(128, 257))
+    sampling = Sampling(max_tokens=max_tokens, ignore_eos=True, stop=stop, logit_bias=ascii_only)
+    return SampleRequest(prompt=prompt, sampling=sampling, seeds=seeds)
 
 
-async def test_completions_come_in_the_order_of_their_seeds(sampler: Sampler) -> None:
+@pytest.fixture(params=["fake", "real"])
+def either(request: pytest.FixtureRequest) -> Iterator[Sampler]:
+    """A sampler in front of the fake engine, and of the real one with a tiny model: one contract for both."""
+    if request.param == "fake":
+        fake = FakeEngine()
+        yield Sampler(fake.submit_call, fake)
+        fake.close()
+        return
+    executor = ComputeExecutor(decode_share=0.5)
+    executor.start()
+    real = executor.submit(lambda: DecodeEngine(tiny_source("qwen3"), GeneratorSection())).result()
+    executor.attach(real)
+    yield Sampler(executor.submit, real)
+    executor.stop()
+
+
+async def test_completions_come_in_the_order_of_their_seeds(either: Sampler) -> None:
     """Completion i belongs to seed i, whatever else runs."""
-    together = await sampler.complete(request(seeds=(5, 6, 7)))
-    alone = [(await sampler.complete(request(seeds=(seed,))))[0] for seed in (5, 6, 7)]
-    assert together == alone
+    together = await either.complete(request(seeds=(5, 6, 7)))
+    alone = [(await either.complete(request(seeds=(seed,))))[0] for seed in (5, 6, 7)]
+    assert [one.tokens for one in together] == [one.tokens for one in alone]
     assert len({completion.tokens for completion in together}) == 3
 
 
-async def test_a_stream_adds_up_to_its_completions(sampler: Sampler) -> None:
-    """Tokens, log-probabilities and text of the stream equal those of the finished completion."""
-    whole = await sampler.complete(request(seeds=(1, 2)))
-    tokens: dict[int, list[int]] = {0: [], 1: []}
-    texts = {0: "", 1: ""}
-    async for event in sampler.stream(request(seeds=(1, 2))):
-        if isinstance(event, TokenDrawn):
-            tokens[event.index].append(event.token)
-            texts[event.index] += event.text
-        else:
-            texts[event.index] += event.tail
-            assert event.completion == whole[event.index]
-    assert [tuple(tokens[index]) for index in (0, 1)] == [completion.tokens for completion in whole]
-    assert [texts[index] for index in (0, 1)] == [completion.text for completion in whole]
+async def test_a_stream_adds_up_to_its_completions(either: Sampler) -> None:
+    """Tokens, log-probabilities and text of the stream equal those of the finished completion, stop string or not."""
+    whole = await either.complete(request(seeds=(1, 2)))
+    stop = whole[0].text[4:6]
+    for stops in ((), (stop,)):
+        asked = request(seeds=(1, 2), stop=stops)
+        texts, drawn, done = {0: "", 1: ""}, {0: [], 1: []}, {}  # type: ignore[var-annotated]
+        async for event in either.stream(asked):
+            if isinstance(event, TokenDrawn):
+                drawn[event.index].append((event.token, event.logprob, event.version))
+                texts[event.index] += event.text
+            else:
+                texts[event.index] += event.tail
+                done[event.index] = event.completion
+        for index, completion in done.items():
+            assert drawn[index] == list(zip(completion.tokens, completion.logprobs, completion.versions, strict=True))
+            assert texts[index] == completion.text
+        assert [done[index].text for index in (0, 1)] == [
+            one.text.split(stop)[0] if stops else one.text for one in whole
+        ]
+        assert done[0].stop_reason == (stop if stops else None)
+
+
+async def test_cancelled_and_refused_requests_leave_an_engine_that_works(either: Sampler) -> None:
+    """Either engine: cancel one, have one refused, and ask again."""
+    with anyio.move_on_after(0.01):
+        await either.complete(request(max_tokens=400, seeds=(1, 2, 3)))
+    assert either.running == 0
+    assert len(await either.complete(request())) == 1
 
 
 async def test_requests_of_one_call_reach_the_engine_in_one_turn(sampler: Sampler, engine: FakeEngine) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 from actors.artifacts.adapter_files import CONFIG, TENSORS
@@ -20,13 +21,15 @@ IGNORED = frozenset({LOCK, ".DS_Store"})
 class RunDirectory:
     """The paths of one run, which this process owns until `close`. Every path lies under `path`.
 
+    Until `begin`, nothing in it is changed: a run that is refused for what its profile names leaves no trace.
     resumed: whether the directory held a run that is being continued.
     """
 
-    def __init__(self, path: Path, lock: RunLock, *, resumed: bool) -> None:
+    def __init__(self, path: Path, lock: RunLock, *, resumed: bool, clean: bool, made: list[Path]) -> None:
+        """clean: delete the run it holds when this one begins. made: what `open_run` made of it, innermost first."""
         self.path = path
         self.resumed = resumed
-        self._lock = lock
+        self._lock, self._clean, self._made = lock, clean, made
 
     @property
     def profile(self) -> Path:
@@ -58,17 +61,33 @@ class RunDirectory:
         """The final adapter, as mlx-lm loads it."""
         return self.path / "adapters"
 
+    def begin(self) -> None:
+        """From here on the directory is written to: delete an earlier run if asked; undo what a kill left half done.
+
+        Raises `RunDirectoryError` where the disk refuses.
+        """
+        try:
+            if self._clean:
+                _clean(self.path)
+            for directory in (self.path, self.checkpoints, self.adapters):
+                tidy(directory)
+        except OSError as error:
+            raise RunDirectoryError(f"run directory {self.path} cannot be used: {error.strerror or error}") from error
+        self._made = []
+
     def close(self) -> None:
-        """Let another process use the directory."""
-        self._lock.release()
+        """Let another process use the directory; one that was made, and in which no run began, is removed again."""
+        self._lock.release(remove=bool(self._made))
+        _remove(self._made)
+        self._made = []
 
 
 def open_run(path: Path, *, resume: bool, clean: bool) -> RunDirectory:
-    """Make `path` this process's run directory, and undo what a killed predecessor left half done in it.
+    """Make `path` this process's run directory; `RunDirectory.begin` is what first changes anything in it.
 
-    An earlier run in it is refused, continued (`resume`) or deleted (`clean`); resuming where there is nothing yet
-    begins afresh. Nothing that is not a run's is ever deleted. Raises `RunDirectoryError`, in one line that says what
-    to do, where the directory holds another run or foreign files, is in use, or cannot be written.
+    An earlier run in it is refused, continued (`resume`) or, once this one begins, deleted (`clean`); resuming where
+    there is nothing yet begins afresh. Nothing that is not a run's is ever deleted. Raises `RunDirectoryError`, in one
+    line that says what to do, where the directory holds another run or foreign files, is in use, or cannot be written.
     """
     if resume and clean:
         raise RunDirectoryError("--resume keeps what --clean deletes: give one of them")
@@ -84,13 +103,18 @@ def open_run(path: Path, *, resume: bool, clean: bool) -> RunDirectory:
 def _open(path: Path, *, resume: bool, clean: bool) -> RunDirectory:
     if path.exists() and not path.is_dir():
         raise RunDirectoryError(f"run directory {path} is a file: choose another --run-dir")
+    made = [directory for directory in (path, *path.parents) if not directory.exists()]
     path.mkdir(parents=True, exist_ok=True)
-    entries = _entries(path)
-    if entries and not entries & (FILES | DIRECTORIES):
-        raise RunDirectoryError(f"run directory {path} holds other files and no run: choose another --run-dir")
-    if not os.access(path, os.W_OK | os.X_OK):
-        raise RunDirectoryError(f"run directory {path} is not writable: choose another --run-dir")
-    lock = RunLock(path)
+    try:
+        entries = _entries(path)
+        if entries and not entries & (FILES | DIRECTORIES):
+            raise RunDirectoryError(f"run directory {path} holds other files and no run: choose another --run-dir")
+        if not os.access(path, os.W_OK | os.X_OK):
+            raise RunDirectoryError(f"run directory {path} is not writable: choose another --run-dir")
+        lock = RunLock(path)
+    except BaseException:
+        _remove(made)
+        raise
     try:
         holds_run = bool(_entries(path) & (FILES | DIRECTORIES))
         if holds_run and not (resume or clean):
@@ -99,27 +123,36 @@ def _open(path: Path, *, resume: bool, clean: bool) -> RunDirectory:
                 "or choose another --run-dir"
             )
         if clean:
-            _clean(path)
-        for directory in (path, path / "checkpoints", path / "adapters"):
-            tidy(directory)
+            _refuse_foreign(path)
     except BaseException:
         lock.release()
         raise
-    return RunDirectory(path, lock, resumed=resume and holds_run)
+    return RunDirectory(path, lock, resumed=resume and holds_run, clean=clean, made=made)
 
 
 def _entries(path: Path) -> set[str]:
     return {entry.name for entry in path.iterdir() if entry.name not in IGNORED and not is_leftover(entry)}
 
 
-def _clean(path: Path) -> None:
-    """Delete a run, after looking at every entry: all of them are a run's, or nothing is deleted."""
+def _remove(made: list[Path]) -> None:
+    """Remove directories that were made in vain, innermost first, as far as nobody else has put anything there."""
+    with suppress(OSError):
+        for directory in made:
+            directory.rmdir()
+
+
+def _refuse_foreign(path: Path) -> None:
     foreign = [str(entry.relative_to(path)) for entry in _foreign(path)]
     if foreign:
         raise RunDirectoryError(
             f"run directory {path} is not cleaned, for it holds files that no run writes "
             f"({', '.join(sorted(foreign)[:5])}): move them away, or choose another --run-dir"
         )
+
+
+def _clean(path: Path) -> None:
+    """Delete a run, after looking at every entry: all of them are a run's, or nothing is deleted."""
+    _refuse_foreign(path)
     for entry in path.iterdir():
         if entry.name in FILES or is_leftover(entry):
             entry.unlink() if not entry.is_dir() else shutil.rmtree(entry)

@@ -17,22 +17,38 @@ class RunLock:
 
     def __init__(self, directory: Path) -> None:
         """Take the lock. Raises `RunDirectoryError`, naming the process, while another one holds it."""
-        self._descriptor = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            holder = os.pread(self._descriptor, 32, 0).decode(errors="replace").strip() or "unknown"
+        self._path = directory / LOCK
+        self._descriptor = self._open()
+        while not self._is_in_place():  # its last holder removed it between our opening and our locking it
             os.close(self._descriptor)
-            raise RunDirectoryError(
-                f"run directory {directory} is in use by process {holder}: wait for it to end, or use another --run-dir"
-            ) from error
+            self._descriptor = self._open()
         os.ftruncate(self._descriptor, 0)
         os.pwrite(self._descriptor, f"{os.getpid()}\n".encode(), 0)
 
-    def release(self) -> None:
-        """Let the next process in; a second call does nothing."""
+    def release(self, *, remove: bool = False) -> None:
+        """Let the next process in; a second call does nothing. remove: leave no file behind either."""
         if self._descriptor >= 0:
             with contextlib.suppress(OSError):
-                os.ftruncate(self._descriptor, 0)
+                self._path.unlink() if remove else os.ftruncate(self._descriptor, 0)
             os.close(self._descriptor)
             self._descriptor = -1
+
+    def _open(self) -> int:
+        """Open and lock the file, whichever it is by now."""
+        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            holder = os.pread(descriptor, 32, 0).decode(errors="replace").strip() or "unknown"
+            os.close(descriptor)
+            raise RunDirectoryError(
+                f"run directory {self._path.parent} is in use by process {holder}: "
+                "wait for it to end, or use another --run-dir"
+            ) from error
+        return descriptor
+
+    def _is_in_place(self) -> bool:
+        try:
+            return os.path.samestat(os.fstat(self._descriptor), self._path.stat())
+        except FileNotFoundError:
+            return False

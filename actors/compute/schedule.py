@@ -43,6 +43,4 @@ def learning_rate(step: int, *, steps: int, settings: LearnerSection) -> float:
     if span <= 0 and step > settings.warmup_steps:
         progress = 1.0
     share = SCHEDULES[settings.schedule](progress)
-    if settings.schedule == "constant":
-        return settings.learning_rate
     return settings.min_learning_rate + (settings.learning_rate - settings.min_learning_rate) * share

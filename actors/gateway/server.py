@@ -58,11 +58,11 @@ class Gateway:
     ) -> None:
         """listener: a socket from `listen`, for those who want to know early whether the port is free."""
         self._services, self._listener, self._grace_seconds = services, listener, grace_seconds
-        self._traffic = Traffic(services.settings.max_concurrent)
 
     async def run(self, *, task_status: TaskStatus[str] = anyio.TASK_STATUS_IGNORED) -> None:
-        """Serve until cancelled. Raises GatewayError if the address cannot be bound."""
-        listener = self._listener or listen(self._services.settings)
+        """Serve until cancelled; run again, it binds anew. Raises GatewayError if the address cannot be bound."""
+        listener, self._listener = self._listener or listen(self._services.settings), None
+        traffic = Traffic(self._services.settings.max_concurrent)
         address, ready, stop = base_url(listener), anyio.Event(), anyio.Event()
 
         async def until_stopped() -> None:
@@ -71,7 +71,7 @@ class Gateway:
 
         async def serve_shielded() -> None:
             with anyio.CancelScope(shield=True):
-                app = build_app(self._services, self._traffic)
+                app = build_app(self._services, traffic)
                 await serve(app, _config(listener), shutdown_trigger=until_stopped)  # type: ignore[arg-type]
             group.cancel_scope.cancel()
 
@@ -83,7 +83,7 @@ class Gateway:
                 await anyio.sleep_forever()
             finally:
                 with anyio.CancelScope(shield=True):
-                    await self._traffic.drain(self._grace_seconds)
+                    await traffic.drain(self._grace_seconds)
                 stop.set()
 
 

@@ -56,6 +56,8 @@ def test_another_run_is_refused_continued_or_deleted(tmp_path: Path) -> None:
     assert run.checkpoints.joinpath("step-000010").is_dir()
     run.close()
     run = open_run(path, resume=False, clean=True)
+    assert (path / "metrics.jsonl").exists(), "deleted before the new run begins"
+    run.begin()
     assert [entry.name for entry in path.iterdir()] == [".lock"]
     assert not run.resumed
     run.close()
@@ -133,8 +135,29 @@ def test_what_a_killed_run_left_half_done_is_removed(tmp_path: Path) -> None:
     (path / ".metrics.jsonl.unfinished-12ab34cd").write_text("")
     (path / "checkpoints" / ".step-000020.unfinished-12ab34cd").mkdir()
     (path / "adapters" / ".adapters.safetensors.unfinished-12ab34cd").write_text("")
-    open_run(path, resume=True, clean=False).close()
+    run = open_run(path, resume=True, clean=False)
+    run.begin()
+    run.close()
     assert not list(path.rglob("*unfinished*"))
+
+
+def test_a_run_that_never_begins_leaves_no_trace(tmp_path: Path) -> None:
+    """What was made is removed, parents too; what was there before stays as it was."""
+    open_run(tmp_path / "a" / "b", resume=False, clean=False).close()
+    assert not list(tmp_path.iterdir())
+    path = finished_run(tmp_path / "run")
+    before = sorted(path.rglob("*"))
+    open_run(path, resume=False, clean=True).close()
+    assert [entry for entry in sorted(path.rglob("*")) if entry.name != ".lock"] == before
+
+
+def test_a_lock_that_was_removed_meanwhile_locks_nobody_out_and_nobody_in(tmp_path: Path) -> None:
+    """Whoever opened the old file before its holder removed it must end up with the new one."""
+    first = open_run(tmp_path / "run", resume=False, clean=False)
+    first.close()
+    second = open_run(tmp_path / "run", resume=False, clean=False)
+    assert "in use" in refusal(tmp_path / "run")
+    second.close()
 
 
 def test_paths_that_cannot_be_used_are_named(tmp_path: Path) -> None:

@@ -11,10 +11,13 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_map
 from mlx_lm.models import qwen3
+from msgspec import convert
 
+from actors.compute.gradient import LearnablePolicy
 from actors.compute.policy import Policy
 from actors.compute.trees import Parameters, flat
-from protocols.profile import PolicySection
+from actors.compute.update import PolicyLearner
+from protocols.profile import LearnerSection, PolicySection, SamplingSection
 from protocols.prompt import Problem, Prompt
 from protocols.rollout import RolloutGroup
 from protocols.sampling import Completion
@@ -104,6 +107,12 @@ def tiny_policy(*, tied: bool = True, **section: Any) -> Policy:
     model.update(tree_map(lambda array: array * 3.0 if array.ndim == 2 else array, weights))
     settings = PolicySection(**{"rank": 4, "scale": 2.0, **section})
     return Policy(model, cast(Any, None), settings, config=config, seed=0, keep_reference=True)
+
+
+def learner(policy: LearnablePolicy, *, steps: int = 10, **keys: Any) -> PolicyLearner:
+    """A learner with a rate of 1e-2 that stays, and all else by default."""
+    settings = convert({"learning_rate": 1e-2, "schedule": "constant", **keys}, LearnerSection)
+    return PolicyLearner(policy, settings, SamplingSection(), steps=steps)
 
 
 def scored_group(

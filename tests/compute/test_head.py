@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 from typing import Any
 
 import mlx.core as mx
@@ -13,7 +14,9 @@ from mlx.utils import tree_map
 
 from actors.compute.head import split_model
 from actors.compute.logprobs import TeacherForcing
+from actors.compute.trees import flat
 from tests.compute.learning import Bigram
+from tests.models import ARCHITECTURES, tiny
 
 VOCAB = 40
 DENSE: dict[str, Any] = {
@@ -96,6 +99,35 @@ def test_padding_never_changes_scores(name: str) -> None:
     padded = forcing(mx.array([tokens + [0] * 11, [7] * 16]), mx.arange(5), target_N, temperature=0.7)
     np.testing.assert_allclose(np.array(alone.logp_N), np.array(padded.logp_N), atol=2e-5)
     np.testing.assert_allclose(np.array(alone.entropy_N), np.array(padded.entropy_N), atol=2e-5)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_every_architecture_is_split_and_has_finite_gradients_that_padding_does_not_change(architecture: str) -> None:
+    """In training mode, with respect to every weight: the gradient of padded rows is that of the bare ones."""
+    model = tiny(architecture)
+    assert split_model(model, 64) is not None
+    forcing = TeacherForcing(model, 64)
+    model.train()
+
+    def gradient(width: int) -> dict[str, mx.array]:
+        def loss(traced: dict[str, Any]) -> mx.array:
+            model.update(traced)
+            tokens_B_S = mx.array([[3, 1, 4, 1, 5] + [0] * (width - 5), [2, 7, 1] + [0] * (width - 3)])
+            position_N = mx.array([0, 1, 2, 3, 4, width, width + 1, width + 2])
+            scores = forcing(tokens_B_S, position_N, mx.array([1, 4, 1, 5, 9, 7, 1, 8]), temperature=0.7)
+            return mx.mean(scores.logp_N) + 0.1 * mx.mean(scores.entropy_N)
+
+        parameters = model.trainable_parameters()
+        arrays = flat(mx.grad(loss)(parameters))
+        mx.eval(arrays)
+        model.update(parameters)
+        return arrays
+
+    bare, padded = gradient(5), gradient(16)
+    scale = max(float(np.abs(np.array(value)).max()) for value in bare.values())
+    assert 1e-4 < scale < math.inf
+    for name, value in bare.items():
+        np.testing.assert_allclose(np.array(padded[name]), np.array(value), atol=2e-5 * max(1.0, scale), err_msg=name)
 
 
 class Wrapper(nn.Module):

@@ -11,6 +11,7 @@ import pytest
 from actors.compute.parity import probe
 from actors.compute.trees import flat, nested
 from tests.compute.learning import Bigram, BigramPolicy, tiny_policy
+from tests.models import ARCHITECTURES, tiny
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5, 0.0])
@@ -22,6 +23,15 @@ def test_cached_decoding_and_teacher_forcing_agree(temperature: float) -> None:
     report = probe(policy, (1, 2, 3), (4, 5, 6, 7, 8), temperature)
     assert report.tokens == 5
     assert 0.0 <= report.mean_difference <= report.max_difference < 1e-4
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_they_agree_on_every_kind_of_architecture(architecture: str) -> None:
+    """Dense, sliding windows, experts, recurrent and hybrid; beyond the window of eight tokens where there is one."""
+    policy = BigramPolicy(tiny(architecture), vocab_size=64)
+    policy.model.eval()
+    report = probe(policy, range(1, 13), (4, 5, 6, 7, 8, 9), 0.8)
+    assert report.max_difference < 2e-4
 
 
 class ForgetsItsCache(Bigram):

@@ -9,32 +9,24 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from msgspec import convert, json
+from msgspec import json
 from msgspec.structs import replace
 
 from actors.compute import update as update_module
-from actors.compute.gradient import Gradient, LearnablePolicy, micro_gradient
+from actors.compute.gradient import Gradient, micro_gradient
 from actors.compute.policy import Policy
 from actors.compute.trees import flat
-from actors.compute.update import PolicyLearner, Update
-from protocols.errors import ProfileError
-from protocols.profile import LearnerSection, SamplingSection
 from protocols.score import ScoredGroup
 from tests.compute.learning import (
     BigramPolicy,
     completion,
     finish,
+    learner,
     random_groups,
     same_bits,
     scored_group,
     tiny_policy,
 )
-
-
-def learner(policy: LearnablePolicy, *, steps: int = 10, **keys: Any) -> PolicyLearner:
-    """A learner with a rate of 1e-2 that stays, and all else by default."""
-    settings = convert({"learning_rate": 1e-2, "schedule": "constant", **keys}, LearnerSection)
-    return PolicyLearner(policy, settings, SamplingSection(), steps=steps)
 
 
 def test_an_update_makes_new_parameters_and_leaves_the_served_ones() -> None:
@@ -245,67 +237,6 @@ def on_policy(policy: Policy, groups: list[ScoredGroup]) -> list[ScoredGroup]:
             completions.append(completion(c.tokens, [float(logp_S_V[t, tokens[t + 1]]) for t in rows]))
         result.append(replace(g, group=replace(g.group, completions=tuple(completions))))
     return result
-
-
-EFFECTS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "learning_rate": (2e-2, {}),
-    "schedule": ("linear", {}),
-    "warmup_steps": (2, {}),
-    "min_learning_rate": (5e-3, {"schedule": "cosine"}),
-    "beta1": (0.5, {}),
-    "beta2": (0.5, {}),
-    "epsilon": (1e-2, {}),
-    "weight_decay": (0.5, {}),
-    "max_grad_norm": (1e-3, {"epsilon": 1e-2}),
-    "clip_low": (0.01, {}),
-    "clip_high": (0.01, {}),
-    "correction": ("truncate", {}),
-    "correction_cap": (1.01, {"correction": "truncate"}),
-    "kl_beta": (0.5, {}),
-    "kl_estimator": ("k2", {"kl_beta": 0.5}),
-    "entropy_weight": (0.5, {}),
-    "advantage_epsilon": (1.0, {"epsilon": 1e-2}),
-}
-ELSEWHERE = {"batch_size", "max_staleness", "max_bad_steps", "micro_batch_tokens"}
-
-
-def two_updates(**keys: Any) -> Update:
-    """The second of two updates of a bigram policy whose ratios leave the clip range on both sides."""
-    one = learner(BigramPolicy(), steps=3, **keys)
-    finish(one.update(random_groups(5)))
-    return finish(one.update(random_groups(5, seed=1)))
-
-
-@pytest.mark.parametrize("key", EFFECTS)
-def test_every_key_of_the_learner_changes_the_update(key: str) -> None:
-    """No option without effect."""
-    value, beside = EFFECTS[key]
-    assert not same_bits(two_updates(**beside).parameters, two_updates(**beside, **{key: value}).parameters)
-
-
-def test_no_key_of_the_learner_was_forgotten() -> None:
-    """What is not tested above takes effect in the actor, or, as micro_batch_tokens, in how often an update yields."""
-    assert set(LearnerSection.__struct_fields__) == EFFECTS.keys() | ELSEWHERE
-    assert len(list(learner(BigramPolicy(), micro_batch_tokens=24).update(random_groups(5)))) > 1
-    assert len(list(learner(BigramPolicy()).update(random_groups(5)))) == 1
-
-
-@pytest.mark.parametrize(
-    "keys",
-    [
-        {"temperature": 0.0},
-        {"top_p": 0.9},
-        {"top_k": 5},
-        {"min_p": 0.1},
-        {"repetition_penalty": 1.1},
-        {"logit_bias": ((1, 2.0),)},
-    ],
-    ids=lambda keys: next(iter(keys)),
-)
-def test_sampling_that_the_learner_cannot_evaluate_is_refused(keys: dict[str, Any]) -> None:
-    """Honest probabilities: the distribution that was sampled is the one that is differentiated, or none is."""
-    with pytest.raises(ProfileError, match=f"sampling.{next(iter(keys))}"):
-        PolicyLearner(BigramPolicy(), LearnerSection(), SamplingSection(**keys), steps=1)
 
 
 def test_the_step_places_an_update_in_the_schedule() -> None:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import logging
 
+import anyio
+import httpx
 import pytest
 
 from actors.gateway.access import is_loopback
-from actors.gateway.server import base_url, listen
+from actors.gateway.server import Gateway, base_url, listen
+from actors.sampler import Sampler
 from protocols.errors import GatewayError
 from protocols.profile import GatewaySection
-from tests.gateway.serving import serving
+from tests.fakes import FakeEngine
+from tests.gateway.serving import Served, services, serving
 
 
 def test_a_port_in_use_is_one_line_that_names_it() -> None:
@@ -77,3 +81,20 @@ async def test_the_port_is_free_again_when_the_server_has_stopped() -> None:
     async with serving() as served:
         port = int(served.url.rsplit(":", 1)[1])
     listen(GatewaySection(port=port)).close()
+
+
+async def test_a_gateway_that_is_restarted_answers_again() -> None:
+    """Also one that was first given its socket: a supervisor may run it twice."""
+    engine = FakeEngine()
+    served = Served(engine, Sampler(engine.submit_call, engine))
+    listener = listen(GatewaySection(port=0))
+    port = listener.getsockname()[1]
+    gateway = Gateway(services(served, port=port), listener=listener)
+    for _ in range(2):
+        async with anyio.create_task_group() as tasks:
+            url = await tasks.start(gateway.run)
+            async with httpx.AsyncClient(base_url=url) as client:
+                assert (await client.post("/v1/completions", json={"prompt": "x"})).status_code == 200
+            tasks.cancel_scope.cancel()
+        assert url == f"http://127.0.0.1:{port}"
+    engine.close()

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import anyio
+import pytest
 from openai import AsyncOpenAI
 
 from actors.compute.engine import DecodeEngine
@@ -19,7 +19,10 @@ from protocols.sampling import Sampling
 from protocols.weights import WeightsReady
 from tests.models import FixedSource, byte_tokenizer, tiny_source
 
-TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
 
 
 class Stack:
@@ -87,7 +90,7 @@ async def test_streams_and_answers_of_a_model_agree() -> None:
                 assert tokens[choice.index] == choice.model_extra["token_ids"]
                 assert len(choice.logprobs.content) == len(tokens[choice.index])
                 told = [entry.logprob for entry in choice.logprobs.content]
-                assert all(map(math.isclose, told, logprobs[choice.index], [1e-4] * len(told)))
+                assert told == pytest.approx(logprobs[choice.index], abs=1e-4)
                 assert all(value <= 0 for value in told)
 
 

@@ -29,7 +29,7 @@ class BatchCache:
             cache = ArraysCache(len(leaf.shapes))
             cache.cache = [mx.zeros((self.rows, *s), d) for s, d in zip(leaf.shapes, leaf.dtypes, strict=True)]
             return cache
-        track = self.tracks.setdefault(leaf.window, ColumnTrack(leaf.window))
+        track = self.tracks.setdefault(leaf.window, ColumnTrack(leaf.window, self.layout.mask_axes))
         (key_heads, key_size), (value_heads, value_size) = leaf.key_shape, leaf.value_shape
         keys = mx.zeros((self.rows, key_heads, 0, key_size), leaf.dtype)
         return ColumnCache(track, keys, mx.zeros((self.rows, value_heads, 0, value_size), leaf.dtype))

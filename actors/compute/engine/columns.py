@@ -26,8 +26,9 @@ class ColumnTrack:
     column: where the next token is written. capacity: columns of the buffers.
     """
 
-    def __init__(self, window: int | None) -> None:
+    def __init__(self, window: int | None, mask_axes: int = 4) -> None:
         self.window = window
+        self._mask_axes = mask_axes
         self.capacity = 0
         self.column = 0
         self.caches: list[ColumnCache] = []
@@ -64,7 +65,8 @@ class ColumnTrack:
     def mask(self, window: int | None, *, as_array: bool) -> mx.array | None:
         """Return which visible columns each row may attend to, (B, 1, 1, columns); None = all of them.
 
-        A narrower `window` than the track's own hides older columns.
+        A narrower `window` than the track's own hides older columns. Where the track was made for models that add the
+        mask to scores in groups of heads, it has one axis more.
         """
         extent = self.column + 1 - self.first
         narrow = window is not None and window < extent
@@ -76,7 +78,7 @@ class ColumnTrack:
             mask_B_C = age_C[None] <= self.offset_B[:, None]
             if key is not None:
                 mask_B_C = mask_B_C & (age_C[None] < key)
-            self._masks[key] = mask_B_C[:, None, None, :]
+            self._masks[key] = mask_B_C.reshape(mask_B_C.shape[0], *[1] * (self._mask_axes - 2), extent)
         return self._masks[key]
 
     def end(self) -> None:

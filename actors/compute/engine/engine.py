@@ -17,6 +17,7 @@ from actors.compute.engine.compiler import ensure_compile_works
 from actors.compute.engine.delivery import Delivery
 from actors.compute.engine.layout import CacheLayout
 from actors.compute.engine.prefill import Prefill
+from actors.compute.engine.probe import probe_batching
 from actors.compute.engine.reading import Reader
 from actors.compute.engine.rows import Asked, Job, Listener, Row
 from actors.compute.engine.stats import EngineStats
@@ -73,6 +74,7 @@ class DecodeEngine:
         self._source = source
         self._settings = settings
         layout = CacheLayout(source.model)
+        probe_batching(layout)
         self._batch = Batch(layout, source.tokenizer.eos_ids, source.vocab_size)
         self._admission = Admission(settings.max_rows, settings.max_cache_tokens)
         self._prefill = Prefill(layout, settings)

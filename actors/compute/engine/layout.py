@@ -48,6 +48,7 @@ class CacheLayout:
         self.model = model
         cache = self.fresh()
         model(mx.zeros((1, 1), dtype=mx.int32), cache=cache)
+        self.mask_axes = 4
         self.leaves = tuple(_leaf(c) for c in flatten(cache))
         self._nested = tuple(len(c.caches) if isinstance(c, CacheList) else 0 for c in cache)
 
@@ -69,7 +70,7 @@ class CacheLayout:
     def nest(self, flat: Sequence[Any]) -> list[Any]:
         """Arrange flat caches as the model's layers expect them."""
         rest = iter(flat)
-        return [hybrid(next(rest) for _ in range(n)) if n else next(rest) for n in self._nested]
+        return [_hybrid([next(rest) for _ in range(n)]) if n else next(rest) for n in self._nested]
 
     def extract(self, cache: Sequence[Any], row: int, tokens: int) -> PromptState:
         """Take one row's first `tokens` tokens out of a computed cache; lazy slices, nothing is copied."""
@@ -93,6 +94,10 @@ class CacheLayout:
         if self.right_padding_limit is not None:
             return None
         return tuple(tuple(a[:, :, :tokens] for a in arrays) for arrays in state)
+
+
+def _hybrid(members: list[Any]) -> Any:
+    return CacheList(*members)
 
 
 def flatten(cache: Sequence[Any]) -> list[Any]:
