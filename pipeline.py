@@ -12,13 +12,16 @@
 from __future__ import annotations
 
 import gc
+import signal
 import socket
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import anyio
+import structlog
 from rich.console import Console
 
 from actors import BLAS, boxes
@@ -42,6 +45,8 @@ from actors.session import Session
 from protocols.errors import ClothoError
 from protocols.profile import Profile
 from protocols.step import PolicyUpdated
+
+log = structlog.get_logger(actor="pipeline")
 
 
 def wire(parts: Parts, session: Session) -> list[Child]:
@@ -95,11 +100,16 @@ async def train(profile: Profile, directory: RunDirectory, console: Console) -> 
 
     Raises ClothoError for whatever is wrong with the profile or the run.
     """
-    listener = listen(profile.gateway) if profile.gateway.enabled else None
-    executor = ComputeExecutor(decode_share=profile.generator.decode_share)
-    executor.start()
-    try:
+    with ExitStack() as ends:
+        listener = ends.enter_context(listen(profile.gateway)) if profile.gateway.enabled else None
+        executor = ComputeExecutor(decode_share=profile.generator.decode_share)
+        executor.start()
+        ends.callback(executor.stop)
         parts = await assemble(profile, directory, executor)
+        ends.callback(parts.rewards.close)
+        ends.enter_context(journal(directory.log, console))
+        for warning in parts.warnings:
+            log.warning(warning)
         session = Session(parts, console, blas=BLAS, listener=listener)
         supervisor = Supervisor(
             [*services(parts, session, listener), *wire(parts, session)],
@@ -112,10 +122,7 @@ async def train(profile: Profile, directory: RunDirectory, console: Console) -> 
         async with handle_signals(supervisor) as signals:
             ending = await supervisor.run()
         print_summary(console, session.summary(complete=ending is not Ending.STOPPED))
-        parts.rewards.close()
         return signals.exit_status
-    finally:
-        executor.stop()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -131,12 +138,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             return dry_run(profile, console)
         directory = open_run(Path(profile.run_dir), resume=arguments.resume, clean=arguments.clean)
         try:
-            with journal(directory.log, console):
-                return anyio.run(train, profile, directory, console)
+            return anyio.run(train, profile, directory, console)
         finally:
             directory.close()
     except ClothoError as error:
         return complain(error)
+    except KeyboardInterrupt:  # before the run listened to signals, or after it was stopped
+        return 128 + signal.SIGINT
 
 
 def complain(error: ClothoError) -> int:

@@ -9,14 +9,14 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-import structlog
 from anyio.to_thread import run_sync
 from msgspec import Struct
 
-from actors.artifacts.checkpoints import latest, read_checkpoint, read_state, refuse_other_inputs
+from actors.artifacts.checkpoints import Found, latest, read_checkpoint, read_state, refuse_other_inputs
 from actors.artifacts.compatibility import refuse_if_incompatible
 from actors.artifacts.input_fingerprints import dataset_fingerprint, model_fingerprint, tokenizer_fingerprint
 from actors.artifacts.json_lines import truncate_after
+from actors.artifacts.metrics_record import RunHistory, read_history
 from actors.artifacts.profile_file import load_profile, write_profile
 from actors.artifacts.run_directory import RunDirectory
 from actors.compute.engine import DecodeEngine
@@ -26,6 +26,7 @@ from actors.compute.model_loading import find_model
 from actors.compute.policy import Policy, load_policy
 from actors.compute.random_state import restore_random_state
 from actors.compute.update import PolicyLearner
+from actors.custom import load_factory
 from actors.evaluator import HeldOut
 from actors.learner import Progress
 from actors.questions import Questions, load_questions
@@ -36,13 +37,13 @@ from protocols.errors import ProfileError
 from protocols.ledger import Ledger
 from protocols.profile import Profile
 
-log = structlog.get_logger(actor="assembly")
-
 
 class Parts(Struct, frozen=True, kw_only=True):
     """Everything the actors are wired to.
 
-    engine_broken: has an error if a decode tick raises. state: what the run resumes from, if it does.
+    engine_broken: has an error if a decode tick raises. state: what the run resumes from, if it does, and history: what
+    its earlier lives have measured. base: the parameters before the first update, where those lives did not get round
+    to measuring them. warnings: of damaged checkpoints.
     """
 
     profile: Profile
@@ -59,31 +60,35 @@ class Parts(Struct, frozen=True, kw_only=True):
     progress: Progress
     inputs: dict[str, str]
     state: RunState | None
+    history: RunHistory
+    base: Any | None
+    warnings: tuple[str, ...]
 
 
 async def assemble(profile: Profile, directory: RunDirectory, executor: ComputeExecutor) -> Parts:
-    """Load and check everything a run needs, in the order in which mistakes are cheapest to find.
+    """Load and check everything a run needs, in the order in which mistakes are cheapest to find; then take it over.
 
-    Raises the errors of `protocols.errors`, one line each, before anything has been trained.
+    Raises the errors of `protocols.errors`, one line each, before anything has been trained; and before anything in the
+    run directory has been changed, unless it is the directory itself that is wrong.
     """
+    for section in profile.actors:
+        load_factory(section)
     rewards = RewardRunner(profile.rewards)
     policy, policy_learner, engine = await finish(executor.submit(lambda: _prepare_compute(profile)))
     broken = executor.attach(engine)
     questions, held_out = await run_sync(lambda: load_questions(profile, policy.tokenizer, rewards.is_correct))
     _refuse_long_prompts(max(questions.longest_prompt, held_out.longest_prompt), policy.context_length, profile)
     inputs = await run_sync(lambda: _inputs(profile))
-    state = await _resume(profile, directory, executor, policy, policy_learner, inputs)
-    if state is None:
-        write_profile(profile, directory.profile)
-    ledger = Ledger(state.ledger) if state else Ledger()
-    progress = Progress()
-    if state is not None:
-        progress = Progress(
-            step=state.step,
-            bad_steps=state.bad_steps,
-            train_seconds=state.train_seconds,
-            trained_tokens=state.trained_tokens,
-        )
+    if directory.resumed and directory.profile.exists():
+        refuse_if_incompatible(load_profile(str(directory.profile)), profile)
+    directory.begin()
+    base = policy.trainable()
+    found = latest(directory.checkpoints) if directory.resumed else Found(path=None, warnings=())
+    state = None if found.path is None else await _resume(found.path, executor, policy, policy_learner, inputs)
+    for lines in (directory.metrics, directory.rollouts):
+        truncate_after(lines, state.step if state else -1)
+    write_profile(profile, directory.profile)
+    history = read_history(directory.metrics)
     return Parts(
         profile=profile,
         directory=directory,
@@ -95,10 +100,13 @@ async def assemble(profile: Profile, directory: RunDirectory, executor: ComputeE
         questions=questions,
         held_out=held_out,
         rewards=rewards,
-        ledger=ledger,
-        progress=progress,
+        ledger=Ledger(state.ledger if state else None),
+        progress=_progress(state),
         inputs=inputs,
         state=state,
+        history=history,
+        base=base if state and not history.before else None,
+        warnings=found.warnings,
     )
 
 
@@ -129,34 +137,27 @@ def _inputs(profile: Profile) -> dict[str, str]:
 
 
 async def _resume(
-    profile: Profile,
-    directory: RunDirectory,
-    executor: ComputeExecutor,
-    policy: Policy,
-    learner: PolicyLearner,
-    inputs: dict[str, str],
-) -> RunState | None:
-    """Bring policy, learner, random numbers and histories to where the newest whole checkpoint stands."""
-    if not directory.resumed:
-        return None
-    if directory.profile.exists():
-        refuse_if_incompatible(load_profile(str(directory.profile)), profile)
-    found = latest(directory.checkpoints)
-    for warning in found.warnings:
-        log.warning(warning)
-    step = -1
-    state: RunState | None = None
-    if found.path is not None:
-        state = read_state(found.path)
-        refuse_other_inputs(state, inputs)
-        await finish(executor.submit(lambda: _restore(found.path, policy, learner)))
-        step = state.step
-    for history in (directory.metrics, directory.rollouts):
-        truncate_after(history, step)
+    path: Path, executor: ComputeExecutor, policy: Policy, learner: PolicyLearner, inputs: dict[str, str]
+) -> RunState:
+    """Bring policy, learner and random numbers to where a checkpoint stands."""
+    state = read_state(path)
+    refuse_other_inputs(state, inputs)
+    await finish(executor.submit(lambda: _restore(path, policy, learner)))
     return state
 
 
-def _restore(path: Any, policy: Policy, learner: PolicyLearner) -> None:
+def _progress(state: RunState | None) -> Progress:
+    if state is None:
+        return Progress()
+    return Progress(
+        step=state.step,
+        bad_steps=state.bad_steps,
+        train_seconds=state.train_seconds,
+        trained_tokens=state.trained_tokens,
+    )
+
+
+def _restore(path: Path, policy: Policy, learner: PolicyLearner) -> None:
     checkpoint = read_checkpoint(path, expected=policy.trainable(), adapter_config=policy.adapter_config)
     state = checkpoint.state
     policy.publish(checkpoint.parameters, version=state.version, step=state.step, fingerprint=state.fingerprint)

@@ -87,6 +87,7 @@ def checkpointer(parts: Parts, session: Session) -> Callable[..., Checkpointer]:
         adapter_config=parts.policy.adapter_config,
         settings=settings,
         state=session.run_state,
+        recorded=session.recorded,
         parameters=parts.policy_learner.parameters,
     )
 
@@ -94,6 +95,8 @@ def checkpointer(parts: Parts, session: Session) -> Callable[..., Checkpointer]:
 def evaluator(parts: Parts) -> Callable[..., Evaluator]:
     """Measures it on problems that it never learns from."""
     profile, learnt = parts.profile, parts.policy_learner
+    start = Pinned(step=parts.progress.step, version=learnt.version, parameters=learnt.parameters)
+    unmeasured = None if parts.base is None else Pinned(step=0, version=0, parameters=parts.base)
     return partial(
         Evaluator,
         executor=parts.executor,
@@ -102,7 +105,8 @@ def evaluator(parts: Parts) -> Callable[..., Evaluator]:
         sampling=profile.sampling,
         settings=profile.eval,
         generator=profile.generator,
-        start=Pinned(step=parts.progress.step, version=learnt.version, parameters=learnt.parameters),
+        base=start if start.step == 0 else unmeasured,
+        start=start,
         steps=profile.steps,
     )
 
@@ -116,6 +120,7 @@ def monitor(parts: Parts, session: Session) -> Callable[..., Monitor]:
         display=session.display,
         metrics=LineWriter(directory.metrics),
         rollouts=LineWriter(directory.rollouts) if settings.rollouts else None,
+        recorded=session.recorded,
         first_step=parts.progress.step,
         seconds_before=session.seconds_before,
     )

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import structlog
+from anyio import move_on_after
 from anyio.to_thread import run_sync
 
 from actors.artifacts.adapter_files import write_adapter
 from actors.artifacts.checkpoints import Snapshot, write_checkpoint
-from actors.runtime.ends import Inbox
+from actors.runtime.ends import EndOfMail, Inbox
+from actors.runtime.latest import Latest
 from protocols.adapter import AdapterConfig
 from protocols.checkpoint import RunState
 from protocols.profile import CheckpointSection
@@ -20,12 +23,17 @@ from protocols.step import PolicyUpdated
 
 log = structlog.get_logger(actor="checkpointer")
 
+HISTORY_SECONDS = 10.0
+
 
 class Checkpointer:
     """The last box. Every `interval` steps, and after the last one, it writes all that a resumed run needs.
 
     Arrays never change once evaluated, so the learner goes on while they are written; files are written in a worker
     thread, so the compute thread does too. A disk that refuses ends the run with the earlier checkpoints intact.
+
+    A checkpoint waits until the histories (metrics, rollouts) have reached its step: a run that is killed right after
+    it resumes with every group on record. The wait ends with the monitor, and after `HISTORY_SECONDS` in any case.
     """
 
     name = "checkpointer"
@@ -39,12 +47,17 @@ class Checkpointer:
         adapter_config: AdapterConfig,
         settings: CheckpointSection,
         state: Callable[[PolicyUpdated], RunState],
+        recorded: Latest[int],
         parameters: Any,
     ) -> None:
-        """state: what to keep beside the tensors. parameters: the weights as this life of the run found them."""
+        """state: what to keep beside the tensors. recorded: how far the monitor has come with the histories.
+
+        parameters: the weights as this life of the run found them.
+        """
         self._inbox = inbox
         self._directory, self._adapter_directories = directory, adapter_directories
         self._adapter_config, self._settings, self._state = adapter_config, settings, state
+        self._recorded = recorded
         self._parameters = parameters
 
     async def run(self) -> None:
@@ -63,6 +76,7 @@ class Checkpointer:
             await run_sync(write_adapter, directory, self._parameters, self._adapter_config)
 
     async def _write(self, update: PolicyUpdated) -> None:
+        await self._wait_for_histories(update.report.step)
         snapshot = Snapshot(
             parameters=update.parameters,
             optimizer=update.optimizer,
@@ -72,3 +86,9 @@ class Checkpointer:
         write = partial(write_checkpoint, self._directory, snapshot, keep_last=self._settings.keep_last)
         path = await run_sync(write)
         log.info("checkpoint", step=update.report.step, path=str(path))
+
+    async def _wait_for_histories(self, step: int) -> None:
+        with suppress(EndOfMail), move_on_after(HISTORY_SECONDS) as patience:
+            await self._recorded.wait_until(lambda recorded: recorded >= step)
+        if patience.cancelled_caught:
+            log.warning("the histories do not keep up; the checkpoint is written without them", step=step)

@@ -90,7 +90,7 @@ class CustomActors:
             raise ProfileError(
                 f"actors: {section.factory} cannot be made with the arguments {given} ({error}); see docs/actors.md"
             ) from error
-        match section.restart:
+        match section.restart or ("transient" if section.stands_on_the_flow else "temporary"):
             case "permanent":
                 return permanent(actor, max_restarts=3)
             case "transient":

@@ -66,14 +66,18 @@ class Evaluator:
         sampling: Sampling,
         settings: EvalSection,
         generator: GeneratorSection,
+        base: Pinned | None,
         start: Pinned,
         steps: int,
     ) -> None:
-        """start: the weights at the start of this life of the run; measured if it is the base policy (step 0)."""
+        """base: the policy as it was before its first update; None if an earlier life of the run has measured it.
+
+        start: the weights at the start of this life.
+        """
         self._inbox, self._outbox = inbox, outbox
         self._executor, self._policy, self._held_out = executor, policy, held_out
         self._sampling, self._settings, self._generator = sampling, settings, generator
-        self._newest, self._steps = start, steps
+        self._base, self._newest, self._steps = base, start, steps
         self.measured: list[EvalReport] = []
 
     async def run(self) -> None:
@@ -89,8 +93,9 @@ class Evaluator:
 
     async def _collect(self, due: Outbox[Pinned]) -> None:
         async with due:
-            if self._newest.step == 0:
-                await due.send(self._newest)
+            if self._base is not None:
+                await due.send(self._base)
+                self._base = None  # once measured, nobody needs its weights
             async for update in self._inbox:
                 self._newest = Pinned(
                     step=update.report.step, version=update.report.version, parameters=update.parameters

@@ -16,6 +16,7 @@ from actors.artifacts.rollout_record import rollout_records
 from actors.display.sample import Sample, sample
 from actors.display.view import Display, NoDisplay, RunView
 from actors.runtime.ends import Inbox
+from actors.runtime.latest import Latest
 from protocols.evaluation import EvalReport
 from protocols.gauges import Gauges
 from protocols.step import StepReport
@@ -37,6 +38,8 @@ class Monitor:
 
     A file that cannot be written is reported once and tried again with the next line. Whatever else goes wrong, the
     inbox is read to its end, so that nobody ever waits for the monitor; then the failure is raised.
+
+    recorded: the last step whose lines have been written, as far as the disk took them; closed when no more will be.
     """
 
     name = "monitor"
@@ -49,6 +52,7 @@ class Monitor:
         display: Display,
         metrics: LineWriter,
         rollouts: LineWriter | None,
+        recorded: Latest[int],
         first_step: int = 0,
         seconds_before: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
@@ -56,6 +60,7 @@ class Monitor:
         """rollouts: None writes none. first_step, seconds_before: where a resumed run stands, and its age."""
         self._inbox, self._gauges, self._display = inbox, gauges, display
         self._metrics, self._rollouts = metrics, rollouts
+        self.recorded = recorded
         self._step, self._first_step = first_step, first_step
         self._seconds_before, self._clock, self._began = seconds_before, clock, clock()
         self._last = Moment(seconds=seconds_before, gauges=gauges())
@@ -79,10 +84,12 @@ class Monitor:
                     await self._write_evaluation(early)
             except Exception:
                 log.error("monitor_failed", exc_info=True)
+                self.recorded.close()
                 async for _ in self._inbox:
                     pass
                 raise
             finally:
+                self.recorded.close()
                 self._display.close()
                 for writer in (self._metrics, self._rollouts):
                     if writer is not None:
@@ -111,6 +118,7 @@ class Monitor:
         if self._rollouts is not None:
             await self._keep(self._rollouts, rollout_records(report))
         await self._keep(self._metrics, [metrics])
+        self.recorded.put(report.step)
         for step in [step for step in self._early if step <= report.step]:
             await self._write_evaluation(self._early.pop(step))
 

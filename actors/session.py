@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import time
 from collections.abc import Callable, Iterable
@@ -10,7 +11,6 @@ from typing import Any
 import structlog
 from rich.console import Console
 
-from actors.artifacts.metrics_record import read_history
 from actors.assembly import Parts
 from actors.compute.machine import describe_machine
 from actors.compute.memory import peak_memory
@@ -34,12 +34,16 @@ from protocols.weights import SwapTimes, WeightsReady
 
 log = structlog.get_logger(actor="session")
 
+ON_THE_WAY = re.compile(r"(prompts|rollouts|scored)(\.(\d+|tapped))?")
+"""Mailboxes that groups lie in on their way to the learner; a tap's are no such, for it is given copies."""
+
 
 class Session:
     """The shared state of one run, for its wiring and for whoever looks.
 
-    weights: which version serves. sampler: everyone's way to the decode engine. services: what custom actors may use.
-    display: what shows the run. seconds_before: how old it was when this life of it began.
+    weights: which version serves. recorded: the step that the histories have reached. sampler: everyone's way to the
+    decode engine. services: what custom actors may use. display: what shows the run. seconds_before: how old it was
+    when this life of it began.
     children: states of the supervised actors, by name.
     """
 
@@ -47,9 +51,9 @@ class Session:
         """blas: its name; listener: where the HTTP API will answer, None if it will not."""
         policy, profile = parts.policy, parts.profile
         self.parts = parts
-        history = read_history(parts.directory.metrics)
-        self._before, self.seconds_before = history.before, history.seconds
+        self._before, self.seconds_before = parts.history.before, parts.history.seconds
         self._began = time.monotonic()
+        self.recorded = Latest[int]("recorded")
         self.weights = Latest[WeightsReady]("weights")
         self.weights.put(WeightsReady(version=policy.version, step=policy.step, fingerprint=policy.fingerprint))
         self.sampler = Sampler(parts.executor.submit, parts.engine)
@@ -82,10 +86,16 @@ class Session:
     def observe(self, actors: dict[str, Any]) -> None:
         """Look at the boxes by name: a replaced box is looked at only as far as it has what the default has."""
         self._actors = actors
+        if getattr(actors["monitor"], "recorded", None) is not self.recorded:
+            self.recorded.close()
 
     def drain(self) -> None:
         """Let the run end with what has been asked."""
-        self._actors["prompter"].drain()
+        drain = getattr(self._actors["prompter"], "drain", None)
+        if drain is None:
+            log.warning("the prompter cannot be drained: once more stops the run at once")
+        else:
+            drain()
 
     def stall(self, seconds: float) -> None:
         """The watchdog's word: the compute thread has not moved for so long."""
@@ -102,9 +112,13 @@ class Session:
         log.warning("actor failed; the run goes on without it", actor=name, error=f"{type(error).__name__}: {error}")
 
     def asked(self) -> int:
-        """Groups asked so far, over all lives of the run."""
-        asked: int = self._actors["prompter"].asked_until
-        return asked
+        """Groups asked so far, over all lives of the run; for a prompter that does not say, those it has sent on."""
+        asked: int | None = getattr(self._actors["prompter"], "asked_until", None)
+        if asked is not None:
+            return asked
+        state = self.parts.state
+        ended_before = state.ledger.trained + sum(state.ledger.discarded.values()) if state else 0
+        return ended_before + sum(box.stats().sent for box in self._mailboxes if box.name == "prompts")
 
     def gauges(self) -> RunGauges:
         """The run at this moment."""
@@ -149,9 +163,7 @@ class Session:
         Of a run that was cut short the rest is carried over: exactly those groups that a resumed run asks again.
         """
         asked = self.asked()
-        waiting = sum(
-            box.depth for box in self._mailboxes if box.name.split(".")[0] in ("prompts", "rollouts", "scored")
-        )
+        waiting = sum(box.depth for box in self._mailboxes if ON_THE_WAY.fullmatch(box.name))
         held = waiting if complete else sum(1 for _ in self.parts.ledger.unended(asked))
         return self.parts.ledger.balance(asked=asked, held=held)
 

@@ -118,7 +118,7 @@ class ActorSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     factory: `module:Class`.
     mode: `replace` the box named in `at`; `insert` on, or `tap`, the arrow named in `at`; `add` a free-standing one.
     at: a box or an arrow.
-    restart: as in OTP.
+    restart: as in OTP; unless set, `transient` where others wait for it (replace, insert), else `temporary`.
     options: handed to the factory as keyword arguments.
     """
 
@@ -126,8 +126,13 @@ class ActorSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     factory: Annotated[str, Meta(pattern=r"^[\w.]+:\w+$")]
     mode: Literal["replace", "insert", "tap", "add"]
     at: str = ""
-    restart: Literal["permanent", "transient", "temporary"] = "temporary"
+    restart: Literal["permanent", "transient", "temporary"] | None = None
     options: dict[str, Any] = {}
+
+    @property
+    def stands_on_the_flow(self) -> bool:
+        """Whether groups pass through it, so that its failure is the run's; the monitor only looks on."""
+        return self.mode == "insert" or (self.mode == "replace" and self.at != "monitor")
 
 
 class MonitorSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -8,6 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_flatten, tree_unflatten
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers import models as tokenizer_models
 from transformers import PreTrainedTokenizerFast
@@ -31,7 +32,12 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "qwen3": {},
     "llama": {},
     "gemma2": {"query_pre_attn_scalar": 8.0},
-    "gemma3_text": {"num_hidden_layers": 3, "sliding_window": 8, "sliding_window_pattern": 2, "query_pre_attn_scalar": 8},
+    "gemma3_text": {
+        "num_hidden_layers": 3,
+        "sliding_window": 8,
+        "sliding_window_pattern": 2,
+        "query_pre_attn_scalar": 8,
+    },
     "qwen3_moe": {
         "num_experts": 4,
         "num_experts_per_tok": 2,
@@ -85,8 +91,8 @@ def tiny(architecture: str, *, vocab_size: int = 64, seed: int = 0, **overrides:
     settings = {**ATTENTION, **ARCHITECTURES[architecture], "vocab_size": vocab_size, **overrides}
     mx.random.seed(seed)
     model: nn.Module = module.Model(module.ModelArgs.from_dict({"model_type": architecture, **settings}))
-    leaves = nn.utils.tree_flatten(model.parameters())
-    model.update(nn.utils.tree_unflatten([(name, _spread(name, a)) for name, a in leaves]))
+    leaves: Any = tree_flatten(model.parameters())
+    model.update(tree_unflatten([(name, _spread(name, array)) for name, array in leaves]))
     mx.eval(model.parameters())
     model.eval()
     return model
@@ -105,7 +111,8 @@ def byte_tokenizer(*, chat_template: str | None = None) -> ChatTokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken("<|end|>", special=True, normalized=False)])
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", chat_template=chat_template)
+    wrap: Any = PreTrainedTokenizerFast
+    fast = wrap(tokenizer_object=tokenizer, eos_token="<|end|>", chat_template=chat_template)
     return ChatTokenizer(fast)
 
 

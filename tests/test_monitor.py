@@ -15,6 +15,8 @@ from anyio import create_task_group, fail_after
 from actors.artifacts.line_writer import LineWriter
 from actors.display.view import Display, NoDisplay, RunView
 from actors.monitor import Monitor
+from actors.runtime.ends import EndOfMail
+from actors.runtime.latest import Latest
 from actors.runtime.mailbox import Mailbox
 from protocols.evaluation import EvalReport
 from protocols.gauges import RunGauges
@@ -78,6 +80,7 @@ async def observe(
         display=display or NoDisplay(),
         metrics=LineWriter(directory / "metrics.jsonl"),
         rollouts=rollouts,
+        recorded=options.pop("recorded", None) or Latest[int]("recorded"),
         clock=Clock(),
         **options,
     )
@@ -240,12 +243,26 @@ async def test_whatever_fails_the_inbox_is_read_to_its_end(tmp_path: Path) -> No
     assert [entry["event"] for entry in logs] == ["monitor_failed"]
 
 
+async def test_a_step_is_on_record_once_its_lines_are_written(tmp_path: Path) -> None:
+    """Whoever waits for a step is let go at the end, whether or not it came."""
+    recorded = Latest[int]("recorded")
+    await observe(tmp_path, step(1), step(2), evaluation(2, 0.5), recorded=recorded)
+    assert recorded.value == 2
+    with pytest.raises(EndOfMail):
+        await recorded.wait_until(lambda step: step >= 3)
+
+
 async def test_a_cancelled_monitor_leaves_whole_lines(tmp_path: Path) -> None:
     """The second Ctrl-C stops at once."""
     mailbox = Mailbox[StepReport | EvalReport]("reports", capacity=4)
     metrics = LineWriter(tmp_path / "metrics.jsonl")
     monitor = Monitor(
-        inbox=mailbox.reader(), gauges=lambda: GAUGES, display=NoDisplay(), metrics=metrics, rollouts=None
+        inbox=mailbox.reader(),
+        gauges=lambda: GAUGES,
+        display=NoDisplay(),
+        metrics=metrics,
+        rollouts=None,
+        recorded=Latest[int]("recorded"),
     )
     writer = mailbox.writer()
     async with create_task_group() as group:

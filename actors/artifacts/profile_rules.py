@@ -40,6 +40,16 @@ def trainable_layers(profile: Profile) -> Iterator[Complaint]:
         yield "policy.num_layers", "policy.num_layers = 0 trains nothing: -1 is all, n the last n blocks"
 
 
+def repeatable_dropout(profile: Profile) -> Iterator[Complaint]:
+    """A block that is computed again for the gradient would draw another dropout mask than in the forward pass."""
+    if profile.policy.grad_checkpoint and profile.policy.dropout > 0:
+        yield (
+            "policy.dropout",
+            f"policy.dropout = {profile.policy.dropout:g} and policy.grad_checkpoint exclude each other: a recomputed "
+            "block draws another mask, and the gradient would be wrong; switch one of them off",
+        )
+
+
 def learnable_distribution(profile: Profile) -> Iterator[Complaint]:
     """The learner evaluates the distribution that was sampled from: temperature alone may shape it."""
     sampling = profile.sampling
@@ -138,6 +148,12 @@ def own_actors(profile: Profile) -> Iterator[Complaint]:
             yield "actors", f"actors: {count} replace {box}"
     for actor in profile.actors:
         yield from _place(actor)
+        if actor.stands_on_the_flow and actor.restart not in (None, "transient"):
+            yield (
+                "actors",
+                f"actors: {actor.name!r} stands on the flow, where everything waits for it: restart must be "
+                f"'transient', not {actor.restart!r}",
+            )
         if actor.name in BOXES and not (actor.mode == "replace" and actor.at == actor.name):
             yield "actors", f"actors: {actor.name!r} is the name of a box; choose another"
         if actor.mode == "replace" and actor.at == "evaluator" and not profile.eval.enabled:
@@ -169,6 +185,7 @@ def _loopback(host: str) -> bool:
 RULES: tuple[Rule, ...] = (
     one_scale,
     trainable_layers,
+    repeatable_dropout,
     learnable_distribution,
     sensible_stops,
     probe_bounds,

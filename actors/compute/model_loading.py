@@ -27,13 +27,27 @@ def load_base(section: ModelSection) -> tuple[nn.Module, dict[str, Any], Path]:
     The weights are evaluated and in the type that `section.dtype` asks for. Raises `ModelError`.
     """
     directory = find_model(section.path)
+    model, config = open_base(directory, section)
+    try:
+        mx.eval(model.parameters())
+    except (ValueError, RuntimeError) as error:
+        raise ModelError(f"model {section.path} cannot be converted: {_one_line(error)}") from error
+    return model, config, directory
+
+
+def open_base(directory: Path, section: ModelSection) -> tuple[nn.Module, dict[str, Any]]:
+    """Build the base model of `section` from its files; return it with its configuration.
+
+    Its weights have their final shapes and types and no values yet: only headers have been read. Evaluating them all
+    at once holds no second copy. Raises `ModelError`.
+    """
     _refuse_foreign_code(directory, section)
     try:
         model, config = load_model(directory, lazy=True, trust_remote_code=section.trust_remote_code)
     except Exception as error:  # model files are foreign: mlx-lm raises whatever their contents provoke
         raise ModelError(f"model {section.path} cannot be loaded: {_one_line(error)}") from error
     _convert(model, section)
-    return model, config, directory
+    return model, config
 
 
 def find_model(path: str) -> Path:
@@ -89,14 +103,13 @@ def _refuse_foreign_code(directory: Path, section: ModelSection) -> None:
 
 
 def _convert(model: nn.Module, section: ModelSection) -> None:
-    """Dequantise and cast as asked, then evaluate, so that no second copy of the weights is ever held."""
+    """Dequantise and cast as asked; nothing is evaluated."""
     try:
         if section.dequantize:
             dequantize_model(model)
         dtype = _computing_type(section)
         if dtype is not None:
             _cast(model, dtype)
-        mx.eval(model.parameters())
     except (ValueError, RuntimeError, AttributeError) as error:
         raise ModelError(f"model {section.path} cannot be converted: {_one_line(error)}") from error
 

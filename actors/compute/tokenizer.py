@@ -21,7 +21,7 @@ class ChatTokenizer:
 
     def __init__(self, tokenizer: Any) -> None:
         """Wrap mlx-lm's TokenizerWrapper, or a tokenizer of Hugging Face transformers."""
-        wrapper = tokenizer if isinstance(tokenizer, TokenizerWrapper) else TokenizerWrapper(tokenizer)
+        wrapper: Any = tokenizer if isinstance(tokenizer, TokenizerWrapper) else TokenizerWrapper(tokenizer)
         self._wrapper = wrapper
         self._lock = threading.Lock()  # encoding may change a fast tokenizer's padding state
         self.eos_ids: frozenset[int] = frozenset(int(t) for t in wrapper.eos_token_ids)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -151,13 +152,23 @@ def test_a_run_that_never_begins_leaves_no_trace(tmp_path: Path) -> None:
     assert [entry for entry in sorted(path.rglob("*")) if entry.name != ".lock"] == before
 
 
-def test_a_lock_that_was_removed_meanwhile_locks_nobody_out_and_nobody_in(tmp_path: Path) -> None:
-    """Whoever opened the old file before its holder removed it must end up with the new one."""
-    first = open_run(tmp_path / "run", resume=False, clean=False)
-    first.close()
-    second = open_run(tmp_path / "run", resume=False, clean=False)
-    assert "in use" in refusal(tmp_path / "run")
-    second.close()
+def test_a_lock_removed_between_opening_and_locking_is_taken_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that never began removes its lock; whoever had just opened it must not hold a file that nobody finds."""
+    lock = tmp_path / ".lock"
+    original = fcntl.flock
+    leaving = iter([lock.unlink])
+
+    def flock(descriptor: int, operation: int) -> None:
+        next(leaving, lambda: None)()
+        original(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    run = open_run(tmp_path, resume=False, clean=False)
+    assert next(leaving, None) is None
+    assert "in use" in refusal(tmp_path)
+    run.close()
 
 
 def test_paths_that_cannot_be_used_are_named(tmp_path: Path) -> None:

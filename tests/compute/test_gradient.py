@@ -42,6 +42,11 @@ def gradients(
     ]
 
 
+def vector(gradient: Gradient) -> np.ndarray:
+    """All of it as one vector, in float64."""
+    return np.concatenate([np.array(array, dtype=np.float64).ravel() for array in gradient.arrays.values()])
+
+
 def oracle(embed: np.ndarray, head: np.ndarray, groups: list[ScoredGroup], reference: np.ndarray) -> float:
     """The loss of a bigram model in float64 loops: clip [0.8, 1.28], k3 with 0.1, entropy bonus 0.05, T = 0.8."""
     total, count = 0.0, 0
@@ -91,15 +96,18 @@ def test_the_whole_gradient_equals_finite_differences_of_a_float64_oracle() -> N
 
 @pytest.mark.parametrize("budget", [1, 24, 64])
 def test_any_split_into_micro_batches_gives_the_same_gradient(budget: int) -> None:
-    """The denominator is the whole update's, so parts add up to the whole, and so do the metrics."""
+    """The denominator is the whole update's, so parts add up to the whole, and so do the metrics.
+
+    To 2e-5 of the gradient's norm: float32 itself is off by up to 5e-6 here, whole or split (in float64 both agree to
+    4e-16), while a mean of means, or one token more in the denominator, is off by more than 1e-2.
+    """
     policy = tiny_policy()
     groups = random_groups(32)
     (whole,) = gradients(policy, groups, kl_beta=0.1, entropy_weight=0.05)
     parts = gradients(policy, groups, budget=budget, kl_beta=0.1, entropy_weight=0.05)
     assert len(parts) > 1
-    for name, expected in whole.arrays.items():
-        total = sum(np.array(part.arrays[name], dtype=np.float64) for part in parts)
-        np.testing.assert_allclose(total, np.array(expected), atol=1e-6)
+    expected = vector(whole)
+    assert np.linalg.norm(sum(vector(part) for part in parts) - expected) < 2e-5 * np.linalg.norm(expected)
     np.testing.assert_allclose(sum(np.array(part.sums) for part in parts), np.array(whole.sums), rtol=1e-4, atol=1e-4)
 
 
@@ -116,8 +124,7 @@ def test_the_order_of_groups_and_completions_does_not_matter() -> None:
         for g in reversed(groups)
     ]
     (one,), (other,) = gradients(policy, groups), gradients(policy, shuffled)
-    for name, expected in one.arrays.items():
-        np.testing.assert_allclose(np.array(other.arrays[name]), np.array(expected), atol=1e-6)
+    assert np.linalg.norm(vector(other) - vector(one)) < 2e-5 * np.linalg.norm(vector(one))
 
 
 def test_longer_padding_never_changes_the_gradient() -> None:
@@ -126,8 +133,7 @@ def test_longer_padding_never_changes_the_gradient() -> None:
     group = scored_group([[3, 4, 5], [6, 7]], [1.0, 0.0])
     neighbour = scored_group([[8] * 60] * 2, [1.0, 1.0], group_id=1)
     (alone,), (beside,) = gradients(policy, [group]), gradients(policy, [group, neighbour])
-    for name, expected in alone.arrays.items():
-        np.testing.assert_allclose(np.array(beside.arrays[name]) * 125 / 5, np.array(expected), atol=2e-6)
+    assert np.linalg.norm(vector(beside) * 125 / 5 - vector(alone)) < 2e-5 * np.linalg.norm(vector(alone))
 
 
 @pytest.mark.parametrize("grad_checkpoint", [False, True])
@@ -139,8 +145,7 @@ def test_only_the_adapter_is_differentiated(grad_checkpoint: bool) -> None:
     assert all(".lora_" in name for name in gradient.arrays)
     assert all(np.abs(np.array(g)).max() > 0 for name, g in gradient.arrays.items() if name.endswith("lora_b"))
     (expected,) = gradients(plain, random_groups(32))
-    for name, value in expected.arrays.items():
-        np.testing.assert_allclose(np.array(gradient.arrays[name]), np.array(value), atol=1e-6)
+    assert np.linalg.norm(vector(gradient) - vector(expected)) < 2e-5 * np.linalg.norm(vector(expected))
 
 
 def test_the_model_is_left_as_it_was() -> None:

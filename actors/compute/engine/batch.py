@@ -214,7 +214,10 @@ class Batch:
         at_N = step.at_N[stays_N]
         reading = Reading(step.slot_N[stays_N], token_B[at_N], logp_B[at_N], step.version)
         if drawn.top_token_B_N is not None and drawn.top_logp_B_N is not None:
-            reading.top_token_N, reading.top_logp_N = np.array(drawn.top_token_B_N)[at_N], np.array(drawn.top_logp_B_N)[at_N]
+            reading.top_token_N, reading.top_logp_N = (
+                np.array(drawn.top_token_B_N)[at_N],
+                np.array(drawn.top_logp_B_N)[at_N],
+            )
         return reading
 
 

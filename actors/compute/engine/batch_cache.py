@@ -11,7 +11,7 @@ from mlx_lm.models.cache import ArraysCache
 from numpy.typing import NDArray
 
 from actors.compute.engine.columns import ColumnCache, ColumnTrack
-from actors.compute.engine.layout import AttentionLeaf, CacheLayout, PromptState, StateLeaf
+from actors.compute.engine.layout import AttentionLeaf, CacheLayout, PromptState, StateLeaf, set_state
 
 
 class BatchCache:
@@ -27,7 +27,8 @@ class BatchCache:
     def _make(self, leaf: AttentionLeaf | StateLeaf) -> Any:
         if isinstance(leaf, StateLeaf):
             cache = ArraysCache(len(leaf.shapes))
-            cache.cache = [mx.zeros((self.rows, *s), d) for s, d in zip(leaf.shapes, leaf.dtypes, strict=True)]
+            shapes = zip(leaf.shapes, leaf.dtypes, strict=True)
+            set_state(cache, [mx.zeros((self.rows, *shape), dtype) for shape, dtype in shapes])
             return cache
         track = self.tracks.setdefault(leaf.window, ColumnTrack(leaf.window, self.layout.mask_axes))
         (key_heads, key_size), (value_heads, value_size) = leaf.key_shape, leaf.value_shape

@@ -68,8 +68,12 @@ class DecodeEngine:
     """
 
     def __init__(self, source: Source, settings: GeneratorSection) -> None:
-        """Read the model's cache layout. To be called in the thread that owns MLX. Raises ModelError."""
+        """Read the model's cache layout, and put the model into evaluation mode.
+
+        To be called in the thread that owns MLX. Raises ModelError if its rows cannot share a batch.
+        """
         ensure_compile_works()
+        source.model.eval()
         self.admission_paused = False
         self._source = source
         self._settings = settings

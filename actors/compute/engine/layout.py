@@ -81,7 +81,7 @@ class CacheLayout:
         cache = self.fresh()
         for c, arrays in zip(flatten(cache), state, strict=True):
             if isinstance(c, ArraysCache):
-                c.cache = [mx.array(a) for a in arrays]
+                set_state(c, [mx.array(a) for a in arrays])
             else:
                 c.keys, c.values = (mx.array(a) for a in arrays)
                 c.offset = tokens
@@ -97,7 +97,22 @@ class CacheLayout:
 
 
 def _hybrid(members: list[Any]) -> Any:
-    return CacheList(*members)
+    hybrid: Any = CacheList
+    return hybrid(*members)
+
+
+def set_state(cache: ArraysCache, arrays: list[mx.array]) -> None:
+    """Replace the arrays of a state; mlx-lm declares them as nothing but None."""
+    held: Any = cache
+    held.cache = arrays
+
+
+def get_state(cache: ArraysCache) -> list[mx.array]:
+    """Return the arrays of a state. Raises ModelError if the model left one unset."""
+    held: list[Any] = cache.cache
+    if any(array is None for array in held):
+        raise ModelError("this model leaves part of its state unset after the first token: its rows cannot be batched")
+    return held
 
 
 def flatten(cache: Sequence[Any]) -> list[Any]:
@@ -107,12 +122,8 @@ def flatten(cache: Sequence[Any]) -> list[Any]:
 
 def _leaf(cache: Any) -> Leaf:
     if isinstance(cache, ArraysCache):
-        if any(a is None for a in cache.cache):
-            raise ModelError(
-                "this model leaves part of its state unset after the first token: its rows cannot be batched"
-            )
         return StateLeaf(
-            shapes=tuple(tuple(a.shape[1:]) for a in cache.cache), dtypes=tuple(a.dtype for a in cache.cache)
+            shapes=tuple(tuple(a.shape[1:]) for a in get_state(cache)), dtypes=tuple(a.dtype for a in get_state(cache))
         )
     if type(cache) not in (KVCache, RotatingKVCache) or (type(cache) is RotatingKVCache and cache.keep):
         raise ModelError(f"this model's cache ({type(cache).__name__}) cannot hold several sequences at once")
@@ -128,10 +139,11 @@ def _leaf(cache: Any) -> Leaf:
 
 def _extracted(cache: Any, row: int, tokens: int) -> tuple[mx.array, ...]:
     if isinstance(cache, ArraysCache):
-        return tuple(a[row : row + 1] for a in cache.cache)
+        return tuple(a[row : row + 1] for a in get_state(cache))
     keys, values = cache.keys, cache.values
     if isinstance(cache, RotatingKVCache):
-        keys, values = cache._temporal_order(keys), cache._temporal_order(values)
+        in_order: Any = cache._temporal_order
+        keys, values = in_order(keys), in_order(values)
         if cache.offset > tokens:  # right padding, which never fills the window
             return keys[row : row + 1, :, :tokens], values[row : row + 1, :, :tokens]
         kept = min(tokens, cache.max_size)

@@ -24,16 +24,16 @@ class Reader:
         ledger = self._batch.ledger
         finite_N = np.isfinite(reading.logp_N)
         if not finite_N.all():
-            self._fail(reading, np.flatnonzero(~finite_N))
+            self._fail(reading, np.flatnonzero(~finite_N).tolist())
         end_N = ledger.is_end(reading.slot_N, reading.token_N)
         ended_N = ledger.record(reading.slot_N, reading.token_N, reading.logp_N, reading.version)
         endings: dict[int, Ending] = {}
-        for n in np.flatnonzero(ended_N):
-            endings[int(n)] = ("stop", int(reading.token_N[n])) if end_N[n] else ("length", None)
-        for n in np.flatnonzero(ledger.attentive[reading.slot_N]):
-            ending = self._look(reading, int(n), ends=bool(end_N[n]))
+        for n in np.flatnonzero(ended_N).tolist():
+            endings[n] = ("stop", int(reading.token_N[n])) if end_N[n] else ("length", None)
+        for n in np.flatnonzero(ledger.attentive[reading.slot_N]).tolist():
+            ending = self._look(reading, n, ends=bool(end_N[n]))
             if ending is not None:
-                endings[int(n)] = ending
+                endings[n] = ending
         for n, ending in sorted(endings.items()):
             self._delivery.done(self._batch.leave(int(reading.slot_N[n])), *ending)
         return len(reading.slot_N)
@@ -65,7 +65,7 @@ class Reader:
         )
         self._delivery.send(row.asked, event)
 
-    def _fail(self, reading: Reading, bad: np.ndarray) -> None:
+    def _fail(self, reading: Reading, bad: list[int]) -> None:
         for n in bad:
             row = self._batch.ledger.rows[int(reading.slot_N[n])]
             if row is not None:

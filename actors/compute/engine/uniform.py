@@ -28,6 +28,6 @@ def uniforms(seed_B: NDArray[np.uint64], position_B: NDArray[np.int64], lanes: i
     A pure function of (seed, position, lane): position is the index of the token within its completion.
     """
     counter_B_L = position_B.astype(np.uint64)[:, None] * np.uint64(lanes) + np.arange(1, lanes + 1, dtype=np.uint64)
-    word_B_L = mix(mix(seed_B)[:, None] + counter_B_L * GOLDEN)
+    word_B_L = mix(np.add(mix(seed_B)[:, None], counter_B_L * GOLDEN, dtype=np.uint64))
     cell_B_L = (word_B_L >> np.uint64(64 - MANTISSA_BITS)).astype(np.float32)
     return (cell_B_L + np.float32(0.5)) * np.float32(2.0**-MANTISSA_BITS)

@@ -1,0 +1,115 @@
+"""What the backward pass of one micro-batch holds, worked out from the shapes of the model's layers.
+
+Per padded token a block keeps, until its own backward pass: the input of every linear layer that is trained (once
+where layers share it), the output of every linear layer, and once more those outputs that do not return to the
+residual stream, because what follows them (activation function and gate, norm, rotation) keeps its result as well;
+and a row of attention probabilities per head. For a gated MLP of width I in a stream of width D with queries Q and
+keys and values K each, that is 4 D + 5 I + 3 Q + 4 K + heads x sequence numbers. An adapter is float32: beside a
+narrower base each of its layers keeps a float32 copy of its input.
+
+Measured on transformers on the CPU. It is rougher, either way, where much of a block is no linear layer (state
+spaces, convolutions), for mixtures of experts, whose sorted copies of tokens are not counted, and on a GPU whose
+attention has a fused backward pass, which keeps no probabilities.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.nn as nn
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
+from msgspec import Struct
+
+from actors.compute.adapters import LINEAR
+from actors.compute.describe_model import setting
+
+TO_RESIDUAL = ("o_proj", "out_proj", "down_proj", "c_proj", "dense", "dense_4h_to_h", "wo", "w2", "fc2")
+"""Last names of linear layers whose output is added to the residual stream."""
+
+EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "top_k_experts", "moe_topk")
+ATTENTION_HEADS = ("num_attention_heads", "n_heads", "n_head", "num_heads")
+
+BACKWARD = 1.5
+"""Of the block in its backward pass: what is held beyond what it kept, in multiples of that."""
+
+RECOMPUTED = 3.5
+"""The same where blocks keep only their input: what is recomputed is held too, and part of the next block's."""
+
+HEAD_COPIES = 7.1
+"""Arrays as large as the logits, in float32, at the head's fullest moment: forward and backward pass together."""
+
+FLOAT32 = 4
+
+
+class MicroBatchShape(Struct, frozen=True, kw_only=True):
+    """rows x length padded tokens go through the blocks, `scored` of them through the head."""
+
+    rows: int
+    length: int
+    scored: int
+
+
+def kept_per_token(block: nn.Module, *, full: bool, itemsize: int, experts: int) -> int:
+    """Bytes that a block with its adapter installed keeps per padded token, attention probabilities apart.
+
+    full: every layer is trained, not only those with an adapter. itemsize: bytes of a number of the computing type.
+    experts: that a token goes through.
+    """
+    modules = dict(block.named_modules())
+    kept = 0
+    inputs: dict[tuple[Any, ...], int] = {}
+    for name, module in modules.items():
+        if not isinstance(module, LINEAR):
+            continue
+        outer = name.rpartition(".")[0]
+        adapted = "lora_a" in modules[outer]
+        parent, _, last = (outer if adapted else name).rpartition(".")
+        copies = experts if isinstance(module, (SwitchLinear, QuantizedSwitchLinear)) else 1
+        width_in, width_out = _widths(module)
+        returns = last in TO_RESIDUAL
+        kept += copies * width_out * itemsize * (1 if returns else 2)
+        if adapted and itemsize < FLOAT32:
+            kept += copies * width_in * FLOAT32
+        elif adapted or full:
+            inputs[parent, width_in, returns] = copies * width_in * itemsize
+    return kept + sum(inputs.values())
+
+
+def experts_per_token(config: dict[str, Any]) -> int:
+    """How many experts of a mixture a token goes through; 1 where the configuration names no number."""
+    return setting(config, EXPERTS_PER_TOKEN) or 1
+
+
+def attention_heads(config: dict[str, Any]) -> int:
+    """Query heads of a block; 0 where the configuration names no number, as state-space models do."""
+    return setting(config, ATTENTION_HEADS) or 0
+
+
+def backward_bytes(
+    kept: Sequence[int], micro: MicroBatchShape, *, residual: int, scores: int, checkpointed: bool
+) -> int:
+    """Most bytes that the blocks hold during a backward pass: what all of them keep, and the work in one of them.
+
+    kept: `kept_per_token` of each block that is differentiated through. Of each of them and per token, in bytes:
+    residual: its input; scores: its attention probabilities, on average.
+    """
+    largest = max(kept) + scores
+    held = residual * len(kept) + RECOMPUTED * largest if checkpointed else sum(kept) + scores * len(kept)
+    work = 0.0 if checkpointed else BACKWARD * largest
+    return int(micro.rows * micro.length * (held + work))
+
+
+def logits_bytes(micro: MicroBatchShape, vocabulary: int) -> int:
+    """Most bytes of logits, and of what is made of them, during a backward pass.
+
+    The pieces in which a large head runs do not wait for one another, so their logits are counted together.
+    """
+    return int(HEAD_COPIES * micro.scored * vocabulary * FLOAT32)
+
+
+def _widths(module: nn.Module) -> tuple[int, int]:
+    """Features in and out of a linear layer, packed or not, one expert's in a mixture."""
+    if "scales" in module:
+        return module.scales.shape[-1] * module.group_size, module.weight.shape[-2]
+    return module.weight.shape[-1], module.weight.shape[-2]

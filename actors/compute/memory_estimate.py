@@ -1,0 +1,135 @@
+"""How much memory a run will hold, worked out before any weight is read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import mlx.core as mx
+import mlx.nn as nn
+from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
+
+from actors.compute.adapters import install_adapter, open_all_weights
+from actors.compute.batch import TOKEN_BUCKET, bucket
+from actors.compute.describe_model import context_length, describe_model
+from actors.compute.engine.columns import spare_columns
+from actors.compute.engine.layout import AttentionLeaf, CacheLayout
+from actors.compute.engine.prefix_cache import MOST_ENTRIES
+from actors.compute.memory_activations import (
+    FLOAT32,
+    MicroBatchShape,
+    attention_heads,
+    backward_bytes,
+    experts_per_token,
+    kept_per_token,
+    logits_bytes,
+)
+from actors.compute.model_loading import DTYPES, OFFLINE_PROFILE, find_model, open_base
+from actors.compute.trees import flat
+from protocols.errors import ModelError
+from protocols.memory import MemoryEstimate
+from protocols.profile import ModelSection, Profile
+
+PROMPT_TOKENS = 256
+"""Length of a prompt where the caller knows none."""
+
+DECODE_COPIES = 4
+"""Arrays as large as a step's logits, in float32, that one draw works with."""
+
+
+def estimate_memory(model: ModelSection, profile: Profile, *, prompt_tokens: int = PROMPT_TOKENS) -> MemoryEstimate:
+    """Estimate the bytes of arrays that a run of `profile` on `model` holds at its fullest moment.
+
+    No weight is read: shapes and types come from the configuration and from the headers of the files. Every
+    completion is taken to reach `sampling.max_tokens` and every cache to be full, so a run whose completions end
+    early stays below. prompt_tokens: of the longest prompt.
+
+    Within some 15 % of what arrays take, for transformers; `actors.compute.memory_activations` says where it is
+    rougher. Not counted: freed buffers that MLX keeps for reuse (at most `monitor.cache_limit_mb`), and what the
+    process takes besides arrays.
+
+    Call it before `load_policy`: like that it seeds the calling thread's random state. Raises `ModelError` where the
+    model cannot be found, read or trained as asked; one of the hub must lie in its local cache: nothing is downloaded.
+    """
+    base, config = open_base(_local_directory(model.path), model)
+    layout = CacheLayout(base)
+    weights = sum(array.nbytes for array in flat(base.parameters()).values())
+    full = profile.policy.kind == "full"
+    if full:
+        open_all_weights(base)
+    else:
+        install_adapter(base, profile.policy, seed=profile.seed)
+    trained = list(flat(base.trainable_parameters()).values())
+    own = sum(array.nbytes for array in trained)
+    float32 = FLOAT32 * sum(array.size for array in trained)
+    masters = FLOAT32 * sum(array.size for array in trained if array.dtype != mx.float32)
+    length = min(prompt_tokens + profile.sampling.max_tokens, context_length(config))
+    micro, several = _micro_batch(profile, length)
+    vocabulary = describe_model(base, config).vocab_size
+    rows = max(1, min(profile.generator.max_rows, profile.generator.max_cache_tokens // length))
+    logits = logits_bytes(micro, vocabulary)
+    return MemoryEstimate(
+        base=weights - own if full else weights,
+        trained=own,
+        gradients=float32 * (2 if several else 1),
+        optimizer=2 * float32 + masters,
+        reference=own if full and profile.learner.kl_beta > 0 else 0,
+        caches=_caches(layout, rows, length),
+        prefixes=_prefixes(layout, profile.generator.prefix_cache_tokens, min(prompt_tokens, length)),
+        activations=_activations(base, config, layout, micro, profile),
+        logits=logits,
+        update=own + 2 * float32 + masters,
+        decode=DECODE_COPIES * rows * vocabulary * FLOAT32,
+    )
+
+
+def _local_directory(path: str) -> Path:
+    """Directory of the model, without the network. Raises `ModelError`."""
+    if Path(path).expanduser().exists() or path.startswith(("/", ".", "~")) or path.count("/") > 1:
+        return find_model(path)
+    try:
+        found = huggingface_hub.snapshot_download(path, allow_patterns=DEFAULT_ALLOW_PATTERNS, local_files_only=True)
+    except HFValidationError as error:
+        raise ModelError(f"model {path} is neither a directory nor the name of a hub repository") from error
+    except LocalEntryNotFoundError as error:
+        raise ModelError(
+            f"model {path} is no directory and not in the local cache of the hub: an estimate downloads nothing, "
+            f"so fetch it first (hf download {path}); the profile {OFFLINE_PROFILE} needs no hub"
+        ) from error
+    return Path(found)
+
+
+def _micro_batch(profile: Profile, length: int) -> tuple[MicroBatchShape, bool]:
+    """Largest micro-batch of an update, and whether there are several; every completion as long as it may be."""
+    padded = bucket(max(1, length - 1))
+    sequences = profile.learner.batch_size * profile.sampling.group_size
+    rows = min(sequences, max(1, profile.learner.micro_batch_tokens // padded))
+    scored = rows * min(profile.sampling.max_tokens, length)
+    scored += -scored % TOKEN_BUCKET
+    return MicroBatchShape(rows=rows, length=padded, scored=scored), rows < sequences
+
+
+def _caches(layout: CacheLayout, rows: int, tokens: int) -> int:
+    """Bytes of the running rows' caches, with the columns that are allocated ahead."""
+    total = 0
+    for leaf in layout.leaves:
+        if isinstance(leaf, AttentionLeaf):
+            visible = tokens if leaf.window is None else min(tokens, leaf.window)
+            total += rows * (visible + spare_columns(visible)) * _token_bytes(leaf)
+        else:
+            total += rows * _state_bytes(leaf)
+    return total
+
+
+def _prefixes(layout: CacheLayout, tokens: int, prompt: int) -> int:
+    """Bytes of a full prefix cache whose entries are prompts of `prompt` tokens."""
+    entries = min(MOST_ENTRIES, tokens // max(1, prompt))
+    total = 0
+    for leaf in layout.leaves:
+        if isinstance(leaf, AttentionLeaf):
+            total += min(tokens, entries * (leaf.window or tokens)) * _token_bytes(leaf)
+        else:
+            total += entries * _state_bytes(leaf)
+    return total
