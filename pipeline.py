@@ -77,7 +77,7 @@ def wire(parts: Parts, session: Session) -> list[Child]:
         custom.box("generator", boxes.generator(parts, session), inbox=prompts.reader(), outbox=rollouts.writer())
     )
     flow.append(custom.box("prompter", boxes.prompter(parts), outbox=prompts.writer()))
-    session.observe({child.name: child.actor for child in flow})
+    session.observe(custom.boxes)
     return [*custom.free_standing(), *flow]
 
 

@@ -27,13 +27,13 @@ from actors.compute.policy import Policy, load_policy
 from actors.compute.random_state import restore_random_state
 from actors.compute.update import PolicyLearner
 from actors.custom import load_factory
-from actors.evaluator import HeldOut
 from actors.learner import Progress
 from actors.questions import Questions, load_questions
 from actors.rewards.runner import RewardRunner
 from actors.runtime.futures import finish
 from protocols.checkpoint import RunState
 from protocols.errors import ProfileError
+from protocols.evaluation import HeldOut
 from protocols.ledger import Ledger
 from protocols.profile import Profile
 

@@ -106,7 +106,7 @@ class Broadcaster:
             self._executor.submit(lambda: probe(self._policy, prompt, completion, temperature=self._temperature))
         )
         self.largest_drift = max(self.largest_drift, parity.max_difference)
-        if parity.max_difference > self._settings.probe_stop:
+        if not parity.max_difference <= self._settings.probe_stop:  # also where it is not a number
             raise ParityError(
                 f"sampler and learner differ by {parity.max_difference:.3g} nats on the same tokens at version "
                 f"{self._policy.version} (weights.probe_stop = {self._settings.probe_stop:g}): "

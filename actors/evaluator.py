@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -17,9 +16,8 @@ from actors.compute.policy import Policy
 from actors.runtime.ends import Inbox, MailboxClosed, Outbox
 from actors.runtime.futures import finish
 from actors.runtime.mailbox import Mailbox
-from protocols.evaluation import EvalReport
+from protocols.evaluation import EvalReport, HeldOut
 from protocols.profile import EvalSection, GeneratorSection
-from protocols.prompt import Problem
 from protocols.sampling import Completion, Sampling
 from protocols.step import PolicyUpdated
 
@@ -33,24 +31,13 @@ class Pinned(Struct, frozen=True, kw_only=True):
     final: bool = False
 
 
-class HeldOut(Struct, frozen=True, kw_only=True):
-    """The held-out problems with their rendered prompts, index by index, and what counts as a right answer."""
-
-    problems: Sequence[Problem]
-    prompts: Sequence[tuple[int, ...]]
-    is_correct: Callable[[Problem, str], Awaitable[bool]]
-
-    @property
-    def longest_prompt(self) -> int:
-        """Tokens of the longest prompt; 0 where nothing is held out."""
-        return max(map(len, self.prompts), default=0)
-
-
 class Evaluator:
     """Measures the policy before, after and, every `interval` steps, in between.
 
-    The learner never waits for a measurement: one that becomes due while another is still running is left out. The
-    last update of the run is always measured, on all problems.
+    The learner never waits for a measurement: while one is running, one more may wait for its turn, and those that
+    become due meanwhile are left out. The last update of the run is always measured, on all problems.
+
+    measured: every report of this life of the run, in order.
     """
 
     name = "evaluator"

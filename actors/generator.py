@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from functools import partial
 
 import anyio
@@ -19,7 +20,7 @@ from protocols.weights import WeightsReady
 
 
 class Generator:
-    """Prompts in, groups of completions out.
+    """Prompts in, groups of completions out. What a stage before it has discarded is passed on.
 
     Prompts of the same update are submitted together, in one call to the compute thread: the engine then sees the same
     batch composition in every run, which strict reproducibility needs, and computes their prompts side by side.
@@ -33,7 +34,7 @@ class Generator:
     def __init__(
         self,
         *,
-        inbox: Inbox[Prompt],
+        inbox: Inbox[Prompt | Discarded],
         outbox: Outbox[RolloutGroup | Discarded],
         weights: Latest[WeightsReady],
         sampler: Sampler,
@@ -59,6 +60,9 @@ class Generator:
         """Runs of prompts that belong to the same update."""
         batch: list[Prompt] = []
         async for prompt in self._inbox:
+            if isinstance(prompt, Discarded):
+                await self._outbox.send(prompt)
+                continue
             if batch and prompt.group_id // self._batch_size != batch[0].group_id // self._batch_size:
                 yield batch
                 batch = []
@@ -79,8 +83,9 @@ class Generator:
             for prompt in batch
         ]
         task_status.started()
-        async for index, outcome in self._sampler.groups(requests):
-            await self._outbox.send(_group(batch[index], outcome))
+        async with aclosing(self._sampler.groups(requests)) as outcomes:  # cancelled, the engine is told at once
+            async for index, outcome in outcomes:
+                await self._outbox.send(_group(batch[index], outcome))
 
 
 def _serves(step: int, ready: WeightsReady) -> bool:

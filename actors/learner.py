@@ -102,7 +102,7 @@ class Learner:
         )
         self.last_report, self.last_update = report, time.monotonic()
         await self._tell(report, state)
-        if self._progress.bad_steps >= self._settings.max_bad_steps:
+        if update and not update.finite and self._progress.bad_steps >= self._settings.max_bad_steps:
             raise DivergenceError(
                 f"{self._progress.bad_steps} updates in a row were not finite, until step {report.step}; the weights "
                 f"of version {report.version} stand: lower learner.learning_rate, or look at rollouts.jsonl"
@@ -121,6 +121,9 @@ class Learner:
         for outcome in batch:
             if isinstance(outcome, Discarded):
                 discarded.append(outcome)
+                continue
+            if not any(completion.tokens for completion in outcome.group.completions):
+                discarded.append(_discard(outcome, "invalid", "no completion has a token"))
                 continue
             age = version - outcome.group.oldest_version
             if age > self._settings.max_staleness:

@@ -33,18 +33,22 @@ class Prompter:
         self._group_ids = iter(group_ids)
         self._batch_size = batch_size
         self._draining = False
+        self._asked_before = asked_until
         self.asked_until = asked_until
 
     async def run(self) -> None:
         """Ask until there is nothing left to ask."""
         async with self._outbox:
             for count, group_id in enumerate(self._group_ids):
-                if self._draining and count % self._batch_size == 0:
+                if self._draining and count % self._batch_size == 0 and group_id >= self._asked_before:
                     return
                 prompt = self._make(group_id)
                 self.asked_until = max(self.asked_until, group_id + 1)
                 await self._outbox.send(prompt)
 
     def drain(self) -> None:
-        """Ask nothing after this batch. What has been asked is still answered, scored and learnt from."""
+        """Ask nothing new after this batch. What has been asked is still answered, scored and learnt from.
+
+        What an earlier life of the run had asked and not ended is asked again first.
+        """
         self._draining = True

@@ -7,7 +7,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from actors.artifacts.dataset import Columns, HeldOutSplit, load_problems, split_heldout
 from actors.artifacts.problem_order import ProblemOrder
 from actors.compute.tokenizer import ChatTokenizer
-from actors.evaluator import HeldOut
+from protocols.errors import ModelError, RequestError
+from protocols.evaluation import HeldOut
 from protocols.profile import DataSection, Profile
 from protocols.prompt import Problem, Prompt
 from protocols.seeds import group_seed
@@ -42,7 +43,7 @@ class Questions:
 def load_questions(
     profile: Profile, tokenizer: ChatTokenizer, is_correct: Callable[[Problem, str], Awaitable[bool]]
 ) -> tuple[Questions, HeldOut]:
-    """Read, split and render a profile's problems. Raises DatasetError."""
+    """Read, split and render a profile's problems. Raises DatasetError, or ModelError if they cannot be rendered."""
     split = _split(profile.data, profile.seed)
     train, held_out = (_render(problems, profile.data.system, tokenizer) for problems in (split.train, split.heldout))
     return (
@@ -63,4 +64,7 @@ def _split(data: DataSection, seed: int) -> HeldOutSplit:
 
 def _render(problems: Sequence[Problem], system: str, tokenizer: ChatTokenizer) -> list[tuple[int, ...]]:
     opening = [{"role": "system", "content": system}] if system else []
-    return [tokenizer.render_chat([*opening, {"role": "user", "content": problem.prompt}]) for problem in problems]
+    try:
+        return [tokenizer.render_chat([*opening, {"role": "user", "content": problem.prompt}]) for problem in problems]
+    except RequestError as error:
+        raise ModelError(f"the model's chat template cannot render the problems: {error}") from error

@@ -66,6 +66,7 @@ class Session:
         )
         self.children: Callable[[], dict[str, ChildStatus]] = dict
         self._stalled = False
+        self._groups = profile.steps * profile.learner.batch_size
         self._actors: dict[str, Any] = {}
         self._mailboxes: list[Mailbox[Any]] = []
         facts = RunFacts(
@@ -96,6 +97,7 @@ class Session:
             log.warning("the prompter cannot be drained: once more stops the run at once")
         else:
             drain()
+            log.warning("no new prompts: the run ends with what it has asked; once more stops it at once")
 
     def stall(self, seconds: float) -> None:
         """The watchdog's word: the compute thread has not moved for so long."""
@@ -158,13 +160,16 @@ class Session:
         )
 
     def balance(self, *, complete: bool) -> Balance:
-        """The books. complete: every actor has ended by itself, so that what is left lies in mailboxes, to be counted.
+        """The books.
 
+        complete: every actor has ended by itself. What is left then lies in mailboxes, to be counted, or was asked by
+        an earlier life of the run and is not part of this one, which has fewer steps.
         Of a run that was cut short the rest is carried over: exactly those groups that a resumed run asks again.
         """
         asked = self.asked()
         waiting = sum(box.depth for box in self._mailboxes if ON_THE_WAY.fullmatch(box.name))
-        held = waiting if complete else sum(1 for _ in self.parts.ledger.unended(asked))
+        unended = self.parts.ledger.unended(asked)
+        held = waiting + sum(group_id >= self._groups for group_id in unended) if complete else sum(1 for _ in unended)
         return self.parts.ledger.balance(asked=asked, held=held)
 
     def health(self) -> HealthReport:

@@ -31,15 +31,7 @@ class MemoryEstimate(Struct, frozen=True, kw_only=True):
     @property
     def held(self) -> int:
         """What stays from one turn of the compute thread to the next."""
-        return (
-            self.base
-            + self.trained
-            + self.gradients
-            + self.optimizer
-            + self.reference
-            + self.caches
-            + self.prefixes
-        )
+        return self.base + self.trained + self.gradients + self.optimizer + self.reference + self.caches + self.prefixes
 
     @property
     def total(self) -> int:

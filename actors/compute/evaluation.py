@@ -53,12 +53,15 @@ def greedy_completions(
             case SampleFailed():
                 failures.append(event.reason)
 
-    for index, prompt in enumerate(prompts):
-        engine.submit(SampleRequest(prompt=prompt, sampling=greedy, seeds=(0,)), partial(receive, index))
-    while engine.has_work:
+    asked = 0
+    while asked < len(prompts) or engine.has_work:
+        ahead = min(len(prompts), len(answers) + 2 * settings.max_rows)  # a full batch, and as many in line
+        while asked < ahead:
+            engine.submit(SampleRequest(prompt=prompts[asked], sampling=greedy, seeds=(0,)), partial(receive, asked))
+            asked += 1
         with policy.using(parameters):
             engine.tick()
+        if failures:
+            raise RuntimeError(f"evaluation failed: {failures[0]}")
         yield
-    if failures:
-        raise RuntimeError(f"evaluation failed: {failures[0]}")
     return [answers[index] for index in range(len(prompts))]

@@ -33,11 +33,14 @@ ATTENTION_HEADS = ("num_attention_heads", "n_heads", "n_head", "num_heads")
 BACKWARD = 1.5
 """Of the block in its backward pass: what is held beyond what it kept, in multiples of that."""
 
-RECOMPUTED = 3.5
+RECOMPUTED = 3.0
 """The same where blocks keep only their input: what is recomputed is held too, and part of the next block's."""
 
 HEAD_COPIES = 7.1
 """Arrays as large as the logits, in float32, at the head's fullest moment: forward and backward pass together."""
+
+OVERLAP = 0.25
+"""The head's backward pass and the last block's come one after the other; of the smaller, this much falls together."""
 
 FLOAT32 = 4
 
@@ -86,18 +89,19 @@ def attention_heads(config: dict[str, Any]) -> int:
     return setting(config, ATTENTION_HEADS) or 0
 
 
-def backward_bytes(
-    kept: Sequence[int], micro: MicroBatchShape, *, residual: int, scores: int, checkpointed: bool
+def activation_bytes(
+    kept: Sequence[int], micro: MicroBatchShape, *, residual: int, scores: int, logits: int, checkpointed: bool
 ) -> int:
-    """Most bytes that the blocks hold during a backward pass: what all of them keep, and the work in one of them.
+    """Most bytes held in a backward pass beside `logits` (of `logits_bytes`): what all blocks keep, the work in one.
 
     kept: `kept_per_token` of each block that is differentiated through. Of each of them and per token, in bytes:
     residual: its input; scores: its attention probabilities, on average.
     """
-    largest = max(kept) + scores
-    held = residual * len(kept) + RECOMPUTED * largest if checkpointed else sum(kept) + scores * len(kept)
-    work = 0.0 if checkpointed else BACKWARD * largest
-    return int(micro.rows * micro.length * (held + work))
+    tokens = micro.rows * micro.length
+    largest = tokens * (max(kept) + scores)
+    held = tokens * (residual * len(kept) if checkpointed else sum(kept) + scores * len(kept))
+    work = (RECOMPUTED if checkpointed else BACKWARD) * largest
+    return int(held + max(work, logits) + OVERLAP * min(work, logits)) - logits
 
 
 def logits_bytes(micro: MicroBatchShape, vocabulary: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +14,15 @@ from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
 
 from actors.compute.adapters import install_adapter, open_all_weights
 from actors.compute.batch import TOKEN_BUCKET, bucket
-from actors.compute.describe_model import context_length, describe_model
+from actors.compute.describe_model import HIDDEN_KEYS, context_length, describe_model, setting
 from actors.compute.engine.columns import spare_columns
-from actors.compute.engine.layout import AttentionLeaf, CacheLayout
+from actors.compute.engine.layout import AttentionLeaf, CacheLayout, StateLeaf
 from actors.compute.engine.prefix_cache import MOST_ENTRIES
 from actors.compute.memory_activations import (
     FLOAT32,
     MicroBatchShape,
+    activation_bytes,
     attention_heads,
-    backward_bytes,
     experts_per_token,
     kept_per_token,
     logits_bytes,
@@ -78,7 +79,7 @@ def estimate_memory(model: ModelSection, profile: Profile, *, prompt_tokens: int
         reference=own if full and profile.learner.kl_beta > 0 else 0,
         caches=_caches(layout, rows, length),
         prefixes=_prefixes(layout, profile.generator.prefix_cache_tokens, min(prompt_tokens, length)),
-        activations=_activations(base, config, layout, micro, profile),
+        activations=_activations(base, config, layout, micro, profile, logits=logits),
         logits=logits,
         update=own + 2 * float32 + masters,
         decode=DECODE_COPIES * rows * vocabulary * FLOAT32,
@@ -125,7 +126,7 @@ def _caches(layout: CacheLayout, rows: int, tokens: int) -> int:
 
 def _prefixes(layout: CacheLayout, tokens: int, prompt: int) -> int:
     """Bytes of a full prefix cache whose entries are prompts of `prompt` tokens."""
-    entries = min(MOST_ENTRIES, tokens // max(1, prompt))
+    entries = min(MOST_ENTRIES, -(-tokens // max(1, prompt)))
     total = 0
     for leaf in layout.leaves:
         if isinstance(leaf, AttentionLeaf):
@@ -133,3 +134,44 @@ def _prefixes(layout: CacheLayout, tokens: int, prompt: int) -> int:
         else:
             total += entries * _state_bytes(leaf)
     return total
+
+
+def _token_bytes(leaf: AttentionLeaf) -> int:
+    (key_heads, key_size), (value_heads, value_size) = leaf.key_shape, leaf.value_shape
+    return (key_heads * key_size + value_heads * value_size) * leaf.dtype.size
+
+
+def _state_bytes(leaf: StateLeaf) -> int:
+    return sum(math.prod(shape) * dtype.size for shape, dtype in zip(leaf.shapes, leaf.dtypes, strict=True))
+
+
+def _activations(
+    model: nn.Module,
+    config: dict[str, Any],
+    layout: CacheLayout,
+    micro: MicroBatchShape,
+    profile: Profile,
+    *,
+    logits: int,
+) -> int:
+    """Bytes that the blocks hold in a backward pass, which ends at the first block with anything to train."""
+    itemsize = _itemsize(model, config)
+    blocks = list(model.layers)
+    first = next((i for i, block in enumerate(blocks) if flat(block.trainable_parameters())), 0)
+    full, experts = profile.policy.kind == "full", experts_per_token(config)
+    attention_blocks = min(len(blocks), sum(isinstance(leaf, AttentionLeaf) for leaf in layout.leaves))
+    scores = attention_heads(config) * micro.length * itemsize * attention_blocks // len(blocks)
+    return activation_bytes(
+        [kept_per_token(block, full=full, itemsize=itemsize, experts=experts) for block in blocks[first:]],
+        micro,
+        residual=(setting(config, HIDDEN_KEYS) or 0) * itemsize,
+        scores=scores,
+        logits=logits,
+        checkpointed=profile.policy.grad_checkpoint,
+    )
+
+
+def _itemsize(model: nn.Module, config: dict[str, Any]) -> int:
+    """Bytes of a number of the computing type."""
+    dtype = DTYPES.get(describe_model(model, config).dtype, mx.float32)
+    return dtype.size

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
 from concurrent.futures import Future
-
-from actors.runtime.futures import finish
 
 
 class Guard:
@@ -15,5 +14,5 @@ class Guard:
         self._broken = broken
 
     async def run(self) -> None:
-        """Wait until it breaks."""
-        await finish(self._broken)
+        """Wait until it breaks. Being cancelled does not touch the future: others may still have to set it."""
+        await asyncio.shield(asyncio.wrap_future(self._broken))

@@ -32,8 +32,8 @@ a first run needs no network. It knows nothing else.
 Supervised learning from programmed demonstrators, {steps:,} updates of {batch} demonstrations ({seconds:.0f} s on two
 CPU cores). For the first {tutored:,} updates a careful one alone: it writes every step of the work and is always right.
 Then a mixture, in which the careful one gives only the share below and the others are never right: {hasty:.0%} of the
-rest is hasty (no work, a plausible wrong answer), {unfinished:.0%} stops half way and guesses, {untagged:.0%} forgets
-the tags.
+rest is hasty (no work, and the last number of the question or any wrong option as the answer), {unfinished:.0%} stops
+half way and guesses, {untagged:.0%} forgets the tags.
 Held-out prompts never occur in a demonstration; those of `train.jsonl` may.
 
 So the policy is, by construction, able but unreliable: where the careful way is in the minority its greedy answer is

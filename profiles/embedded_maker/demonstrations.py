@@ -8,16 +8,17 @@ the policy's greedy answer is right, elsewhere it is wrong though a sample often
 
 from __future__ import annotations
 
+import re
 from random import Random
 
 from profiles.embedded_maker.problems import Problem
 
 CAREFUL_SHARE: dict[str, tuple[float, float, float]] = {
-    "arithmetic": (0.62, 0.38, 0.36),
-    "multistep": (0.60, 0.60, 0.36),
-    "comparison": (0.60, 0.36, 0.38),
-    "sequence": (0.62, 0.38, 0.36),
-    "word": (0.62, 0.58, 0.38),
+    "arithmetic": (0.60, 0.32, 0.32),
+    "multistep": (0.60, 0.60, 0.32),
+    "comparison": (0.60, 0.32, 0.32),
+    "sequence": (0.60, 0.32, 0.32),
+    "word": (0.60, 0.60, 0.32),
 }
 """Probability that a demonstration of a kind at level 1, 2, 3 is the careful one."""
 
@@ -35,16 +36,23 @@ def careful(problem: Problem) -> str:
     return completion(",".join(problem.work), problem.answer)
 
 
+def guess(problem: Problem, rng: Random) -> str:
+    """Guess, always wrongly: any other option, or else the last number of the question that is not the answer."""
+    if problem.wrong:
+        return rng.choice(problem.wrong)
+    numbers = [number for number in re.findall(r"\d+", problem.prompt) if number != problem.answer]
+    return numbers[-1] if numbers else str(int(problem.answer) + 1)
+
+
 def careless(problem: Problem, rng: Random) -> str:
     """Fail in one of the ways to fail: answer and form are never both right."""
-    mistake = rng.choice(problem.mistakes)
     match rng.choices(list(CARELESS), list(CARELESS.values()))[0]:
         case "hasty":
-            return completion("", mistake)
+            return completion("", guess(problem, rng))
         case "unfinished":
-            return completion(",".join(problem.work[: rng.randrange(len(problem.work))]), mistake)
+            return completion(",".join(problem.work[: rng.randrange(len(problem.work))]), guess(problem, rng))
         case _:
-            return mistake
+            return guess(problem, rng)
 
 
 def demonstrate(problem: Problem, rng: Random, *, tutored: bool = False) -> str:

@@ -50,9 +50,9 @@ LENGTH_STEP = 8
 class Schedule:
     """How long and how hard to train."""
 
-    tutored_steps: int = 1900
+    tutored_steps: int = 2000
     """Updates on careful demonstrations alone."""
-    mixed_steps: int = 500
+    mixed_steps: int = 400
     """Updates on the mixture, after that."""
     batch_size: int = 64
     """Demonstrations in an update."""
@@ -75,6 +75,8 @@ class Batch:
 
     tokens_B_T: mx.array
     mask_B_T: mx.array
+    learnt_from: int
+    """The first column with a learnt token."""
 
 
 def make_model(vocabulary: int, seed: int) -> Model:
@@ -92,7 +94,7 @@ def pad_batch(rows: list[tuple[list[int], int]], pad: int) -> Batch:
     width = -(-longest // LENGTH_STEP) * LENGTH_STEP
     tokens = [tokens + [pad] * (width - len(tokens)) for tokens, _ in rows]
     mask = [[float(start <= t < len(tokens)) for t in range(width)] for tokens, start in rows]
-    return Batch(mx.array(tokens, dtype=mx.int32), mx.array(mask))
+    return Batch(mx.array(tokens, dtype=mx.int32), mx.array(mask), min(start for _, start in rows))
 
 
 def batches(tokenizer: Tokenizer, schedule: Schedule, seed: int, exclude: Collection[str]) -> Iterator[list[Batch]]:
@@ -119,9 +121,10 @@ def demonstration_loss(model: Model, parts: list[Batch]) -> mx.array:
     """Average the negative log-likelihood over all learnt tokens of an update, in nats."""
     total, count = mx.array(0.0), mx.array(0.0)
     for part in parts:
-        logits_B_T_V = model(part.tokens_B_T[:, :-1])
-        weight_B_T = part.mask_B_T[:, 1:]
-        total += (nn.losses.cross_entropy(logits_B_T_V, part.tokens_B_T[:, 1:]) * weight_B_T).sum()
+        hidden_B_T_D = model.model(part.tokens_B_T[:, :-1])[:, part.learnt_from - 1 :]
+        logits_B_T_V = model.model.embed_tokens.as_linear(hidden_B_T_D)
+        weight_B_T = part.mask_B_T[:, part.learnt_from :]
+        total += (nn.losses.cross_entropy(logits_B_T_V, part.tokens_B_T[:, part.learnt_from :]) * weight_B_T).sum()
         count += weight_B_T.sum()
     return total / count
 

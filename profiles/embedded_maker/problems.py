@@ -1,4 +1,4 @@
-"""The problems: five kinds, three levels each, with the answer, the careful work and the mistakes people make.
+"""The problems: five kinds, three levels each, with the answer and the careful work that leads to it.
 
 Pure Python, deterministic from the `random.Random` that is passed in. Every number in a prompt, in the work and in an
 answer is a non-negative integer in decimal notation.
@@ -33,8 +33,8 @@ class Problem:
     """The right answer: a number, or the letter of an option."""
     work: tuple[str, ...]
     """The careful steps, in order; the last one determines the answer."""
-    mistakes: tuple[str, ...]
-    """Plausible wrong answers, at least one, none equal to `answer`."""
+    wrong: tuple[str, ...] = ()
+    """The other options of a multiple choice; else nothing."""
 
 
 def column_steps(a: int, sign: str, b: int) -> list[str]:
@@ -59,15 +59,6 @@ def column_steps(a: int, sign: str, b: int) -> list[str]:
     return steps
 
 
-def without_carry(a: int, sign: str, b: int) -> int:
-    """Compute a + b or a - b as one does who forgets every carry and every loan."""
-    value, place = 0, 1
-    while a or b:
-        value += OPERATORS[sign](a % 10, b % 10) % 10 * place
-        a, b, place = a // 10, b // 10, place * 10
-    return value
-
-
 def chain_values(first: int, operations: Iterable[tuple[str, int]]) -> list[int]:
     """List the values of `first` after no, one, two ... of the operations, from left to right."""
     values = [first]
@@ -83,12 +74,6 @@ def chain_steps(first: int, operations: Iterable[tuple[str, int]]) -> tuple[str,
     return tuple(f"{a}{sign}{n}={b}" for (a, b), (sign, n) in zip(pairwise(values), operations, strict=True))
 
 
-def mistakes_near(answer: int, others: Iterable[int]) -> tuple[str, ...]:
-    """List the `others` and the neighbours of the answer, as text, without the answer and negative numbers."""
-    near = (*others, answer + 1, answer + 10, answer - 1, answer - 10)
-    return tuple(str(n) for n in dict.fromkeys(near) if n >= 0 and n != answer)
-
-
 def arithmetic(rng: Random, level: int) -> Problem:
     """Ask for one sum or difference: two and one digits, two and two, three and up to three."""
     low, high, other_low, other_high = {1: (10, 99, 1, 9), 2: (10, 99, 10, 99), 3: (100, 999, 10, 999)}[level]
@@ -97,9 +82,8 @@ def arithmetic(rng: Random, level: int) -> Problem:
     if sign == "-":
         a, b = max(a, b), min(a, b)
     answer = OPERATORS[sign](a, b)
-    mistakes = mistakes_near(answer, [without_carry(a, sign, b)])
     work = tuple(column_steps(a, sign, b))
-    return Problem("arithmetic", level, f"What is {a} {sign} {b}?", str(answer), work, mistakes)
+    return Problem("arithmetic", level, f"What is {a} {sign} {b}?", str(answer), work)
 
 
 def multistep(rng: Random, level: int) -> Problem:
@@ -112,8 +96,7 @@ def multistep(rng: Random, level: int) -> Problem:
         if min(values) >= 0:
             break
     asked = " ".join([str(first), *(f"{sign} {n}" for sign, n in operations)])
-    mistakes = mistakes_near(values[-1], values[1:-1])
-    return Problem("multistep", level, f"What is {asked}?", str(values[-1]), chain_steps(first, operations), mistakes)
+    return Problem("multistep", level, f"What is {asked}?", str(values[-1]), chain_steps(first, operations))
 
 
 def option(rng: Random, level: int) -> tuple[str, int]:
@@ -126,22 +109,25 @@ def option(rng: Random, level: int) -> tuple[str, int]:
 
 
 def comparison(rng: Random, level: int) -> Problem:
-    """Ask for the largest or smallest of three or four options; the answer is a letter."""
+    """Ask for the largest or smallest of three or four options; the answer is a letter.
+
+    The work names the best option so far, after the second option, the third ...; at level 3 it first works them out.
+    """
     letters = "ABCD" if level == 2 else "ABC"
     while True:
         texts, values = zip(*(option(rng, level) for _ in letters), strict=True)
         if len(set(values)) == len(values):
             break
     word = rng.choice(("largest", "smallest"))
+    best = max if word == "largest" else min
     work = [f"{text.replace(' ', '')}={value}" for text, value in zip(texts, values, strict=True) if level == 3]
     leader = 0
     for rival in range(1, len(letters)):
-        less, more = sorted((leader, rival), key=values.__getitem__)
-        work.append(f"{letters[more]}{values[more]}>{letters[less]}{values[less]}")
-        leader = more if word == "largest" else less
+        leader = best((leader, rival), key=values.__getitem__)
+        work.append(f"{letters[leader]}{values[leader]}")
     options = " ".join(f"{letter}) {text}" for letter, text in zip(letters, texts, strict=True))
-    mistakes = tuple(letter for letter in letters if letter != letters[leader])
-    return Problem("comparison", level, f"Which is the {word}? {options}", letters[leader], tuple(work), mistakes)
+    wrong = tuple(letter for letter in letters if letter != letters[leader])
+    return Problem("comparison", level, f"Which is the {word}? {options}", letters[leader], tuple(work), wrong)
 
 
 def sequence(rng: Random, level: int) -> Problem:
@@ -150,9 +136,8 @@ def sequence(rng: Random, level: int) -> Problem:
     term, step = rng.randint(*{1: (1, 60), 2: (36, 99), 3: (1, 40)}[level]), rng.randint(2, 9)
     operations = [("-" if level == 2 else "+", step + growth * i) for i in range(4)]
     *shown, answer = chain_values(term, operations)
-    work = chain_steps(term, operations)[-3 if growth else -2 :]
-    mistakes = mistakes_near(answer, [2 * shown[-1] - shown[-2], 2 * answer - shown[-1]])
-    return Problem("sequence", level, f"What comes next? {', '.join(map(str, shown))}", str(answer), work, mistakes)
+    work = chain_steps(term, operations)[1:]
+    return Problem("sequence", level, f"What comes next? {', '.join(map(str, shown))}", str(answer), work)
 
 
 def word(rng: Random, level: int) -> Problem:
@@ -174,9 +159,8 @@ def word(rng: Random, level: int) -> Problem:
     values = chain_values(first, operations)
     if values[-1] < 0:
         return word(rng, level)
-    mistakes = mistakes_near(values[-1], values[:-1])
     prompt = f"{story} How many {things} now?"
-    return Problem("word", level, prompt, str(values[-1]), chain_steps(first, operations), mistakes)
+    return Problem("word", level, prompt, str(values[-1]), chain_steps(first, operations))
 
 
 KINDS: dict[str, Callable[[Random, int], Problem]] = {

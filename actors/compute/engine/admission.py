@@ -8,7 +8,7 @@ from actors.compute.engine.rows import Asked, Job
 from protocols.errors import RequestError
 
 MOST_WAITING_ROWS = 65_536
-MOST_WAITING_REQUESTS = 16_384
+MOST_WAITING_REQUESTS = 4096
 """Requests beyond are refused with a RequestError whose param is `queue`."""
 
 
@@ -36,7 +36,7 @@ class Admission:
     @property
     def pending(self) -> list[Job]:
         """All jobs with rows that are not in the batch yet, in order."""
-        return [*self.entering, *(job for job in self.waiting if job not in self.entering)]
+        return [*self.entering, *self.waiting]
 
     def check(self, rows: int) -> None:
         """Raise RequestError if `rows` more would make the line too long."""

@@ -2,7 +2,8 @@
 
 The host runs one step behind: a step is launched before the tokens of the step before it are read, its input being
 those tokens where they are, on the device. A row whose end shows only in its tokens therefore costs one wasted draw,
-which is never reported; an end by length is foreseen and costs none.
+which is never reported; an end by length is foreseen and costs none. On the CPU, where plain steps are drawn by the
+host, tokens are known at once and nothing is wasted.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actors.compute.engine.batch_cache import BatchCache
+from actors.compute.engine.host_sampling import can_draw_on_host, draw_on_host
 from actors.compute.engine.layout import CacheLayout
 from actors.compute.engine.ledger import Ledger
 from actors.compute.engine.plan import SamplingPlan, plan_sampling
@@ -28,7 +30,7 @@ PATIENCE = 1.0
 
 @dataclass(eq=False, slots=True)
 class Step:
-    """A step in flight, for N rows. version: of the weights that computed it.
+    """A step in flight, for N rows. version: of the weights that computed it; known: its tokens need no waiting for.
 
     at_N: their places in the arrays; slot_N: where they are now, -1 if gone; serial_N: which rows they were.
     """
@@ -38,6 +40,7 @@ class Step:
     slot_N: NDArray[np.int64]
     serial_N: NDArray[np.int64]
     version: int
+    known: bool
 
 
 @dataclass(eq=False, slots=True)
@@ -83,11 +86,13 @@ class Batch:
         wanted = sum(job.admitted for job in jobs)
         if self._cache is None or not self.ledger.running:
             self._restart(wanted)
-        free = [slot for slot, row in enumerate(self.ledger.rows) if row is None]
-        self._grow(wanted - len(free))
-        free.extend(range(self.slots - max(0, wanted - len(free)), self.slots))
         assert self._cache is not None
-        self._cache.make_room(self.ledger.longest, max(len(job.tokens) - 1 for job in jobs))
+        incoming = max(len(job.tokens) - 1 for job in jobs)
+        if not self._cache.has_room(incoming):
+            self._squeeze()  # longer columns are for slots in use: the bound on the cache counts no others
+        self._grow(wanted - (self.slots - self.ledger.running))
+        free = [slot for slot, row in enumerate(self.ledger.rows) if row is None]
+        self._cache.make_room(self.ledger.longest, incoming)
         for job in jobs:
             slots, free = free[: job.admitted], free[job.admitted :]
             for run in _runs(slots):
@@ -115,7 +120,7 @@ class Batch:
             self._input = mx.concatenate([self._input, mx.zeros((rows,), self._input.dtype)])
 
     def leave(self, slot: int) -> Row:
-        """Free a slot. The last row to leave takes the buffers with it."""
+        """Free a slot; the row takes along what it has drawn."""
         row = self.ledger.leave(slot)
         self._fresh.pop(slot, None)
         return row
@@ -126,7 +131,7 @@ class Batch:
             self._cache.clear(slot)
 
     def drop(self) -> None:
-        """Forget everything; the rows have left."""
+        """Give back the buffers; all rows have left."""
         self._restart(0)
         self._cache = None
 
@@ -137,12 +142,18 @@ class Batch:
         if self._cache is None or not dead or not running:
             return
         self._waste += dead / self.slots
-        if self._waste < PATIENCE:
+        if self._waste >= PATIENCE:
+            self._squeeze()
+
+    def _squeeze(self) -> None:
+        """Copy the caches without dead slots, if there are any; some row is alive."""
+        running, slots = self.ledger.running, self.slots
+        if self._cache is None or not running or running == slots:
             return
         keep = np.flatnonzero(self.ledger.live)
         self._cache.take(keep.tolist(), self.ledger.longest)
         self.ledger.take(keep.tolist())
-        moved = np.full(dead + running, -1, dtype=np.int64)
+        moved = np.full(slots, -1, dtype=np.int64)
         moved[keep] = np.arange(running)
         self._fresh = {int(moved[slot]): token for slot, token in self._fresh.items()}
         if self._input is not None:
@@ -164,17 +175,33 @@ class Batch:
         with serving(self.layout.model):
             logits_B_V = self.layout.model(input_B[:, None], cache=self._cache.nested)[:, -1]
         self._cache.end()
-        if self._seen is not None:
-            self._seen[mx.arange(self.slots), input_B] = True
-        uniform_B_2 = None if plan.all_greedy else mx.array(uniforms(ledger.seed, ledger.launched))
-        drawn = draw(logits_B_V, uniform_B_2, plan, self._seen)
-        extra = [] if self._seen is None else [self._seen]
-        mx.async_eval([a for a in drawn if a is not None], self._cache.arrays, extra)
+        on_host = can_draw_on_host(plan)
+        drawn = self._draw_here(logits_B_V, plan) if on_host else self._draw_there(logits_B_V, input_B, plan)
         self._input = drawn.token_B
         slot = np.flatnonzero(due)
         ledger.launched[slot] += 1
         ledger.positions[slot] += 1
-        return Step(drawn=drawn, at_N=slot, slot_N=slot, serial_N=ledger.serial[slot], version=version)
+        return Step(drawn=drawn, at_N=slot, slot_N=slot, serial_N=ledger.serial[slot], version=version, known=on_host)
+
+    def _draw_here(self, logits_B_V: mx.array, plan: SamplingPlan) -> Drawn:
+        assert self._cache is not None
+        mx.async_eval(logits_B_V, self._cache.arrays)
+        return draw_on_host(logits_B_V, self._uniforms(plan), plan)
+
+    def _draw_there(self, logits_B_V: mx.array, input_B: mx.array, plan: SamplingPlan) -> Drawn:
+        """Draw on the device, and set everything that the step writes to be computed."""
+        assert self._cache is not None
+        written = self._cache.arrays
+        if self._seen is not None:
+            self._seen[mx.arange(self.slots), input_B] = True
+            written.append(self._seen)
+        uniform_B_2 = self._uniforms(plan)
+        drawn = draw(logits_B_V, None if uniform_B_2 is None else mx.array(uniform_B_2), plan, self._seen)
+        mx.async_eval([a for a in drawn if a is not None], written)
+        return drawn
+
+    def _uniforms(self, plan: SamplingPlan) -> NDArray[np.float32] | None:
+        return None if plan.all_greedy else uniforms(self.ledger.seed, self.ledger.launched)
 
     def _inputs(self) -> mx.array:
         """Each row's newest token: what the last step drew, or the last token of a prompt that just joined."""

@@ -35,6 +35,10 @@ class BatchCache:
         keys = mx.zeros((self.rows, key_heads, 0, key_size), leaf.dtype)
         return ColumnCache(track, keys, mx.zeros((self.rows, value_heads, 0, value_size), leaf.dtype))
 
+    def has_room(self, incoming: int) -> bool:
+        """Say whether a prompt of `incoming` tokens fits before the current column as it is."""
+        return all(t.capacity and t.visible(incoming) <= t.column for t in self.tracks.values())
+
     def make_room(self, longest: int, incoming: int) -> None:
         """See to it that a prompt of `incoming` tokens fits before the current column; rows have up to `longest`."""
         for track in self.tracks.values():

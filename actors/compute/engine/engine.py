@@ -13,7 +13,6 @@ import structlog
 
 from actors.compute.engine.admission import Admission
 from actors.compute.engine.batch import Batch, Reading
-from actors.compute.engine.compiler import ensure_compile_works
 from actors.compute.engine.delivery import Delivery
 from actors.compute.engine.layout import CacheLayout
 from actors.compute.engine.prefill import Prefill
@@ -72,7 +71,6 @@ class DecodeEngine:
 
         To be called in the thread that owns MLX. Raises ModelError if its rows cannot share a batch.
         """
-        ensure_compile_works()
         source.model.eval()
         self.admission_paused = False
         self._source = source
@@ -189,13 +187,19 @@ class DecodeEngine:
         drawn = 0
         try:
             batch.compact()
-            previous, batch.inflight = batch.inflight, batch.launch(self._source.version)
+            previous, step = batch.inflight, batch.launch(self._source.version)
+            batch.inflight = step
+            self._ticks += step is not None
             if previous is not None:
                 drawn = self._read(batch.read(previous))
+            if step is not None and step.known:
+                batch.inflight = None
+                drawn += self._read(batch.read(step))
         except Exception as error:
             log.exception("a decode step failed")
             self._fail_running(f"a decode step failed: {error}")
-        self._ticks += batch.inflight is not None
+        if batch.slots and batch.inflight is None and not self.running:
+            batch.drop()
         return drawn
 
     def _read(self, reading: Reading | None) -> int:

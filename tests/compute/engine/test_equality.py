@@ -9,6 +9,14 @@ from protocols.sampling import Sampling
 from tests.compute.engine.asking import alone, ask, make_engine, prompt_of, run, twin_greedy, twin_logprobs
 from tests.models import ARCHITECTURES, tiny_source
 
+
+@pytest.fixture(params=["drawn by the host", "drawn on the device"], autouse=True)
+def drawn_both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test here runs with steps read at once, and with steps read one behind, as on a GPU."""
+    if request.param == "drawn on the device":
+        monkeypatch.setattr("actors.compute.engine.batch.can_draw_on_host", lambda plan: False)
+
+
 LENGTHS = (1, 13, 30, 2, 21)
 
 

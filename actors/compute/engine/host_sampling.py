@@ -1,0 +1,61 @@
+"""The plain draw in NumPy, for the CPU backend: there MLX's exponential takes some ten times as long as NumPy's.
+
+Same algorithm and same uniforms as `sampling.draw`, its twin in the tests. Waiting for the logits costs nothing on
+the CPU, where a launch returns when most of its work is done.
+"""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
+
+from actors.compute.engine.plan import SamplingPlan
+from actors.compute.engine.sampling import BLOCK, ONE_STAGE, Drawn
+
+
+def can_draw_on_host(plan: SamplingPlan) -> bool:
+    """Say whether the plan is within what `draw_on_host` knows: temperature and greedy rows, on the CPU backend."""
+    beyond = plan.filters is not None or plan.penalty_B is not None or plan.bias is not None or plan.top_logprobs
+    return not beyond and mx.default_device() == mx.Device(mx.cpu)
+
+
+def draw_on_host(logits_B_V: mx.array, uniform_B_2: NDArray[np.float32] | None, plan: SamplingPlan) -> Drawn:
+    """Draw a token per row and report its log-probability, as `sampling.draw` does."""
+    x_B_V = np.array(logits_B_V.astype(mx.float32))
+    if plan.inverse_temperature_B is not None:
+        x_B_V *= np.array(plan.inverse_temperature_B)[:, None]
+    x_B_V -= x_B_V.max(axis=-1, keepdims=True)
+    weight_B_V = np.exp(x_B_V)
+    if uniform_B_2 is None:
+        token_B, total_B = x_B_V.argmax(axis=-1), weight_B_V.sum(axis=-1)
+    else:
+        token_B, total_B = _choose(weight_B_V, uniform_B_2)
+        if plan.greedy_B is not None:
+            token_B = np.where(np.array(plan.greedy_B), x_B_V.argmax(axis=-1), token_B)
+    logp_B = x_B_V[np.arange(len(token_B)), token_B] - np.log(total_B)
+    return Drawn(mx.array(token_B.astype(np.int32)), mx.array(logp_B.astype(np.float32)), None, None)
+
+
+def _choose(
+    weight_B_V: NDArray[np.float32], uniform_B_2: NDArray[np.float32]
+) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    vocabulary = weight_B_V.shape[1]
+    if vocabulary <= ONE_STAGE:
+        return _invert(weight_B_V, uniform_B_2[:, :1])
+    starts_N = np.arange(0, vocabulary, BLOCK)
+    block_B, total_B = _invert(np.add.reduceat(weight_B_V, starts_N, axis=-1), uniform_B_2[:, :1])
+    inside_B_K = block_B[:, None] * BLOCK + np.arange(BLOCK)
+    exists_B_K = inside_B_K < vocabulary
+    weight_B_K = np.take_along_axis(weight_B_V, np.where(exists_B_K, inside_B_K, 0), axis=-1) * exists_B_K
+    return block_B * BLOCK + _invert(weight_B_K, uniform_B_2[:, 1:])[0], total_B
+
+
+def _invert(
+    weight_B_N: NDArray[np.float32], uniform_B_1: NDArray[np.float32]
+) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    prefix_B_N = np.cumsum(weight_B_N, axis=-1)
+    total_B_1 = prefix_B_N[:, -1:]
+    hit_B_N = (prefix_B_N > uniform_B_1 * total_B_1) & (weight_B_N > 0)
+    index_B = np.where(hit_B_N.any(axis=-1), hit_B_N.argmax(axis=-1), weight_B_N.argmax(axis=-1))
+    return index_B, total_B_1[:, 0]

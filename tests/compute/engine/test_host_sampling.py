@@ -1,0 +1,58 @@
+"""The draw in NumPy equals the draw on the device."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from actors.compute.engine.host_sampling import can_draw_on_host, draw_on_host
+from actors.compute.engine.plan import SamplingPlan, plan_sampling
+from actors.compute.engine.sampling import draw
+from actors.compute.engine.uniform import uniforms
+from protocols.sampling import Sampling
+
+MIXES = {
+    "plain": (Sampling(),),
+    "temperatures": (Sampling(temperature=0.3), Sampling(temperature=2.0)),
+    "some greedy": (Sampling(temperature=0.0), Sampling()),
+    "all greedy": (Sampling(temperature=0.0),),
+}
+
+
+@pytest.mark.parametrize("mix", list(MIXES))
+@pytest.mark.parametrize("vocabulary", [40, 512, 1000, 1280])
+def test_host_and_device_draw_the_same_tokens_from_the_same_uniforms(vocabulary: int, mix: str) -> None:
+    """In one stage and in two, with a last block that is not full, with tokens of probability zero."""
+    rows = 400
+    settings = [MIXES[mix][row % len(MIXES[mix])] for row in range(rows)]
+    logits = np.random.default_rng(1).normal(size=(rows, vocabulary)).astype(np.float32) * 3
+    logits[:, ::3] = -np.inf
+    plan = plan_sampling(settings, vocabulary)
+    uniform = uniforms(np.arange(rows, dtype=np.uint64), np.full(rows, 5, dtype=np.int64))
+    here = draw_on_host(mx.array(logits), None if plan.all_greedy else uniform, plan)
+    there = draw(mx.array(logits), None if plan.all_greedy else mx.array(uniform), plan, None)
+    np.testing.assert_array_equal(np.array(here.token_B), np.array(there.token_B))
+    np.testing.assert_allclose(np.array(here.logp_B), np.array(there.logp_B), atol=1e-5)
+    assert np.isfinite(np.array(here.logp_B)).all()
+
+
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
+def test_narrow_logits_are_widened_first(dtype: mx.Dtype) -> None:
+    """Log-probabilities are float32."""
+    logits = mx.array([[1.0, 2.0, 3.0]]).astype(dtype)
+    drawn = draw_on_host(logits, None, SamplingPlan(all_greedy=True))
+    assert drawn.logp_B.dtype == mx.float32
+    np.testing.assert_allclose(np.array(drawn.logp_B), -np.log1p(np.exp(-1) + np.exp(-2)), rtol=1e-6)
+
+
+def test_only_what_the_host_knows_is_drawn_there() -> None:
+    """Filters, penalties, biases and alternatives are the device's."""
+    for sampling in (
+        Sampling(top_p=0.5),
+        Sampling(repetition_penalty=1.1),
+        Sampling(logit_bias=((0, 1.0),)),
+        Sampling(top_logprobs=1),
+    ):
+        assert not can_draw_on_host(plan_sampling([Sampling(), sampling], 10))
+    assert can_draw_on_host(plan_sampling([Sampling()], 10)) == (mx.default_device() == mx.Device(mx.cpu))

@@ -1,0 +1,145 @@
+"""Runs of `python pipeline.py` as a person starts them, kept small, and what they leave behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from msgspec import Struct
+
+REPOSITORY = Path(__file__).parents[2]
+BATCH = 4
+SMALL = ("--gateway.port", "0", "--batch-size", str(BATCH), "--group-size", "4", "--eval.problems", "32")
+PATIENCE_SECONDS = 240.0
+"""A run that takes longer is killed, so that no test waits for ever; nothing is judged by it."""
+
+BOOKS = re.compile(r"asked (\d+) = trained (\d+) \+ discarded (\d+) \+ carried over (\d+)")
+
+
+class Books(Struct, frozen=True, kw_only=True):
+    """The conservation line of a run, which balanced."""
+
+    asked: int
+    trained: int
+    discarded: int
+    carried_over: int
+
+
+class Ended(Struct, frozen=True, kw_only=True):
+    """What came of a run: exit status, and everything it printed."""
+
+    status: int
+    out: str
+    err: str
+
+    @property
+    def books(self) -> Books:
+        """The conservation line."""
+        found = BOOKS.findall(self.out)
+        assert len(found) == 1, f"one line that balances is expected:\n{self.out}\n{self.err}"
+        asked, trained, discarded, carried_over = map(int, found[0])
+        assert asked == trained + discarded + carried_over
+        return Books(asked=asked, trained=trained, discarded=discarded, carried_over=carried_over)
+
+
+class Run:
+    """`python pipeline.py` in a process of its own, its output redirected; killed at the end of the `with` block."""
+
+    def __init__(self, run_dir: Path, *flags: str, environment: dict[str, str] | None = None) -> None:
+        self.run_dir = run_dir
+        self._err = tempfile.TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115, closed by __exit__
+        self.process = subprocess.Popen(
+            [sys.executable, "pipeline.py", "--run-dir", str(run_dir), *SMALL, *flags],
+            cwd=REPOSITORY,
+            env=os.environ | {"PYTHONIOENCODING": "utf-8"} | (environment or {}),
+            stdout=subprocess.PIPE,
+            stderr=self._err,
+            text=True,
+            encoding="utf-8",
+        )
+        self._out: list[str] = []
+        self._watch = threading.Timer(PATIENCE_SECONDS, self.process.kill)
+        self._watch.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._watch.cancel()
+        self.process.kill()
+        self.process.wait()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+        self._err.close()
+
+    def wait_for(self, text: str) -> str:
+        """Read on until a line contains `text`, and return that line."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self._out.append(line)
+            if text in line:
+                return line
+        raise AssertionError(f"the run ended before it printed {text!r}: {self.finish()}")
+
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal."""
+        self.process.send_signal(number)
+
+    def finish(self) -> Ended:
+        """Read to the end."""
+        assert self.process.stdout is not None
+        self._out += self.process.stdout.readlines()
+        status = self.process.wait()
+        self._err.seek(0)
+        return Ended(status=status, out="".join(self._out), err=self._err.read())
+
+    def kill(self, *, after_seconds: float) -> bool:
+        """SIGKILL, unless the run ends by itself before; whether it was killed."""
+        try:
+            self.process.wait(after_seconds)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+            return True
+        return False
+
+
+def run(run_dir: Path, *flags: str, environment: dict[str, str] | None = None) -> Ended:
+    """Run to the end."""
+    with Run(run_dir, *flags, environment=environment) as running:
+        return running.finish()
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    """Every line of a file of JSON lines."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def metrics(run_dir: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl that are of an update."""
+    return [line for line in lines(run_dir / "metrics.jsonl") if "reward_mean" in line]
+
+
+def assert_recorded(run_dir: Path, books: Books, *, steps: int) -> None:
+    """The files tell the same as the books: each step once, each group once, and as many of each ending."""
+    recorded = metrics(run_dir)
+    assert [line["step"] for line in recorded] == list(range(1, steps + 1))
+    groups = lines(run_dir / "rollouts.jsonl")
+    assert len({group["group_id"] for group in groups}) == len(groups) == books.trained + books.discarded
+    trained = [group for group in groups if group["outcome"] == "trained"]
+    assert len(trained) == books.trained == sum(line["groups_trained"] for line in recorded)
+    assert books.discarded == sum(line["groups_discarded"] for line in recorded)
+    for line in recorded:
+        ended = [group for group in groups if group["step"] == line["step"]]
+        assert len(ended) == line["groups_trained"] + line["groups_discarded"]

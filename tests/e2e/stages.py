@@ -1,0 +1,62 @@
+"""What tests put into a run: a reward that misbehaves, a stage that breaks, and a tap that tells how far it is."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import zlib
+from typing import Any
+
+from protocols.prompt import Problem
+from protocols.step import StepReport
+
+ENDINGS = ("raises", "nan", "hangs", "works", "works", "works")
+
+
+def ending(prompt: str) -> str:
+    """What the wayward reward does with completions of a prompt: as good as random, yet known."""
+    return ENDINGS[zlib.crc32(prompt.encode()) % len(ENDINGS)]
+
+
+def wayward(problem: Problem, text: str) -> float:
+    """Raise, return NaN, hang, or reward texts by an arbitrary number in 0..1."""
+    match ending(problem.prompt):
+        case "raises":
+            raise RuntimeError("wayward on purpose")
+        case "nan":
+            return float("nan")
+        case "hangs":
+            threading.Event().wait()
+    return zlib.crc32(text.encode()) % 100 / 100
+
+
+class Breaking:
+    """A stage that fails at its third message."""
+
+    def __init__(self, *, name: str, services: Any, inbox: Any, outbox: Any) -> None:
+        self.name, self._inbox, self._outbox = name, inbox, outbox
+
+    async def run(self) -> None:
+        """Pass two messages on, then raise."""
+        passed = 0
+        async with self._inbox, self._outbox:
+            async for message in self._inbox:
+                if passed == 2:
+                    raise LookupError("broken on purpose")
+                await self._outbox.send(message)
+                passed += 1
+
+
+class Telling:
+    """A tap on the reports that prints one line for each."""
+
+    def __init__(self, *, name: str, services: Any, inbox: Any) -> None:
+        self.name, self._inbox = name, inbox
+
+    async def run(self) -> None:
+        """Tell until the reports end."""
+        async with self._inbox:
+            async for report in self._inbox:
+                if isinstance(report, StepReport):
+                    sys.stdout.write("told of a step\n")
+                    sys.stdout.flush()

@@ -1,0 +1,57 @@
+"""The adapter a run leaves is the policy it measured, for mlx-lm in another process."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+from tests.e2e.conftest import Finished
+from tests.e2e.running import REPOSITORY, lines
+
+MEASURE = """
+import json, sys
+from pathlib import Path
+import anyio
+import actors  # an optimised BLAS, before MLX
+import mlx_lm
+from actors.artifacts.profile_file import load_profile
+from actors.rewards.runner import RewardRunner
+from protocols.prompt import Problem
+
+run_dir = Path(sys.argv[1])
+profile = load_profile(str(run_dir / "profile.toml"))
+rewards = RewardRunner(profile.rewards)
+held_out = [json.loads(line) for line in Path(profile.data.heldout).read_text().splitlines()][: profile.eval.problems]
+
+
+async def measure(model, tokenizer):
+    right = 0
+    for record in held_out:
+        prompt = tokenizer.apply_chat_template(
+            [{"role": "user", "content": record["prompt"]}], add_generation_prompt=True
+        )
+        text = mlx_lm.generate(model, tokenizer, prompt, max_tokens=profile.sampling.max_tokens)
+        right += await rewards.is_correct(Problem(**record), text)
+    return right / len(held_out)
+
+
+model, tokenizer = mlx_lm.load(profile.model.path, adapter_path=sys.argv[1] + "/adapters")
+base, tokenizer = mlx_lm.load(profile.model.path)
+print(json.dumps([anyio.run(measure, base, tokenizer), anyio.run(measure, model, tokenizer)]))
+"""
+
+
+def test_mlx_lm_gives_greedily_the_accuracy_that_the_run_printed(synchronous: Finished) -> None:
+    """The same problems through the chat template, token by token: before with the base, after with the adapter."""
+    recorded = [line for line in lines(synchronous.run_dir / "metrics.jsonl") if "eval_accuracy" in line]
+    measured = subprocess.run(
+        [sys.executable, "-c", MEASURE, str(synchronous.run_dir)],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert json.loads(measured.stdout) == [line["eval_accuracy"] for line in recorded]
+    for line in recorded:
+        assert f"held-out accuracy {100 * line['eval_accuracy']:.1f} %" in " ".join(synchronous.ended.out.split())

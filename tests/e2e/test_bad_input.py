@@ -1,0 +1,189 @@
+"""What a person can get wrong: one line on stderr that says what and where, exit status 2, and nothing changed."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import pipeline
+from actors.artifacts.run_directory import open_run
+from tests.e2e.conftest import Finished
+from tests.e2e.running import REPOSITORY, SMALL
+
+TRAIN = REPOSITORY / "profiles" / "embedded" / "train.jsonl"
+
+Complaint = Callable[..., str]
+
+
+def contents(directory: Path) -> dict[str, bytes | None]:
+    """Everything below a directory but locks, which say only who was there last."""
+    return {
+        str(path.relative_to(directory)): path.read_bytes() if path.is_file() else None
+        for path in directory.rglob("*")
+        if path.name != ".lock"
+    }
+
+
+@pytest.fixture
+def complaint(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Complaint:
+    """Run the program with flags that are wrong; the one line it says."""
+
+    def complain(*flags: str, port: int = 0) -> str:
+        before = contents(tmp_path)
+        status = pipeline.main(["--run-dir", str(tmp_path / "run"), "--gateway.port", str(port), *flags])
+        out, err = capfd.readouterr()
+        assert (status, out) == (2, ""), err
+        assert err.startswith("clotho: ")
+        assert err.count("\n") == 1, err
+        assert contents(tmp_path) == before
+        return err
+
+    return complain
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--profile", "local-m4"], ["local-m4", "local-m3"]),
+        (["--learner.learning-rte", "1e-3"], ["--learner.learning-rte", "--learner.learning-rate"]),
+        (["--steps", "0"], ["--steps", ">= 1"]),
+        (["--learner.clip-low", "1.5"], ["--learner.clip-low"]),
+        (["--sampling.top-k", "5"], ["sampling.top_k"]),
+        (["--model", "/no/such/model"], ["/no/such/model", "does not exist"]),
+        (["--dataset", "/no/such/file.jsonl"], ["/no/such/file.jsonl", "does not exist"]),
+        (["--data.heldout", "/no/such/file.jsonl"], ["/no/such/file.jsonl", "does not exist"]),
+        (["--clean", "--model", "/no/such/model"], ["/no/such/model"]),
+        (["--resume", "--clean"], ["--resume", "--clean"]),
+    ],
+)
+def test_what_is_misspelt_out_of_range_or_missing_is_named(
+    complaint: Complaint, flags: list[str], says: list[str]
+) -> None:
+    """With the nearest valid name or the range, where there is one."""
+    line = complaint(*flags)
+    for part in says:
+        assert part in line
+
+
+def test_a_misspelt_key_of_a_profile_is_named_with_file_and_nearest_key(tmp_path: Path, complaint: Complaint) -> None:
+    """File, key, and what was meant."""
+    profile = tmp_path / "mine.toml"
+    profile.write_text('extends = "local-m3"\n[learner]\nbatch_sise = 8\n')
+    line = complaint("--profile", str(profile))
+    for part in (str(profile), "batch_sise", "batch_size"):
+        assert part in line
+
+
+def test_an_actor_or_a_reward_that_cannot_be_imported_is_named(tmp_path: Path, complaint: Complaint) -> None:
+    """Before anything is written."""
+    profile = tmp_path / "mine.toml"
+    profile.write_text('extends = "local-m3"\n[[actors]]\nname = "a"\nfactory = "no_such:Class"\nmode = "add"\n')
+    assert "no_such:Class" in complaint("--profile", str(profile))
+    profile.write_text('extends = "local-m3"\n[[rewards]]\nname = "no_such:function"\ncorrect = true\n')
+    assert "no_such:function" in complaint("--profile", str(profile))
+
+
+def test_the_malformed_line_of_a_dataset_is_named(tmp_path: Path, complaint: Complaint) -> None:
+    """File and line: 730 good ones, then this."""
+    dataset = tmp_path / "mine.jsonl"
+    dataset.write_text("\n".join([*TRAIN.read_text().splitlines()[:730], '{"prompt": "1 + 1"', '{"prompt": "2"}']))
+    assert f"{dataset}:731: " in complaint("--dataset", str(dataset))
+
+
+def test_a_prompt_longer_than_the_context_is_refused(tmp_path: Path, complaint: Complaint) -> None:
+    """With both lengths."""
+    dataset = tmp_path / "mine.jsonl"
+    problems = [{"prompt": "1 + 1", "answer": "2"}] * 20 + [{"prompt": "1 + " * 2000 + "1", "answer": "2001"}]
+    dataset.write_text("\n".join(map(json.dumps, problems)))
+    line = complaint("--dataset", str(dataset))
+    assert "1024" in line
+    assert "longest prompt" in line
+
+
+def test_a_port_in_use_is_refused(complaint: Complaint) -> None:
+    """With the way out."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        line = complaint(port=port)
+    assert f"port {port}" in line
+    assert "already in use" in line
+
+
+def test_the_directory_of_another_run_is_refused_with_both_ways_out(
+    tmp_path: Path, finished: Finished, complaint: Complaint
+) -> None:
+    """Continue it or delete it; and while somebody is in it, neither."""
+    shutil.copytree(finished.run_dir, tmp_path / "run")
+    line = complaint()
+    assert "--resume" in line
+    assert "--clean" in line
+    holder = open_run(tmp_path / "run", resume=True, clean=False)
+    for flags in ([], ["--resume"], ["--clean"]):
+        assert f"in use by process {os.getpid()}" in complaint(*flags)
+    holder.close()
+    assert "/no/such/model" in complaint("--clean", "--model", "/no/such/model")
+
+
+def test_a_run_is_resumed_only_as_what_it_was(tmp_path: Path, finished: Finished, complaint: Complaint) -> None:
+    """Another rank, model or dataset is refused with the difference, also where only the contents changed."""
+    shutil.copytree(finished.run_dir, tmp_path / "run")
+    resume = ("--resume", *SMALL[2:], "--steps", "6", "--checkpoint.interval", "2")
+    assert "policy.rank: 16 -> 8" in complaint(*resume, "--policy.rank", "8")
+    model = tmp_path / "model"
+    shutil.copytree(REPOSITORY / "profiles" / "embedded", model)
+    line = complaint(*resume, "--model", str(model))
+    assert "model.path: " in line
+    assert f" -> {model}" in line
+    dataset = tmp_path / "mine.jsonl"
+    dataset.write_bytes(TRAIN.read_bytes())
+    assert f"-> {dataset}" in complaint(*resume, "--data.train", str(dataset))
+
+
+def test_a_run_whose_dataset_has_changed_is_not_resumed(
+    tmp_path: Path, finished: Finished, complaint: Complaint
+) -> None:
+    """The same path, other contents."""
+    shutil.copytree(finished.run_dir, tmp_path / "run")
+    dataset = tmp_path / "mine.jsonl"
+    dataset.write_text("".join(TRAIN.read_text().splitlines(keepends=True)[:1000]))
+    profile = tmp_path / "run" / "profile.toml"
+    profile.write_text(profile.read_text().replace(str(TRAIN), str(dataset)))
+    assert "changed since the run began: dataset" in complaint("--resume", "--profile", str(profile))
+
+
+def test_a_hub_that_cannot_be_reached_names_the_profile_that_needs_none(tmp_path: Path) -> None:
+    """In a process of its own, for which the hub is a closed port."""
+    ended = subprocess.run(
+        [sys.executable, "pipeline.py", "--model", "some/repo", "--run-dir", str(tmp_path / "run"), *SMALL],
+        cwd=REPOSITORY,
+        env=os.environ | {"HF_ENDPOINT": "http://127.0.0.1:1"},
+        capture_output=True,
+        text=True,
+    )
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert ended.stderr.count("\n") == 1
+    for part in ("some/repo", "could not be reached", "local-m3"):
+        assert part in ended.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_dry_run_prints_the_resolved_profile_and_writes_nothing(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Flags included; exit status 0."""
+    status = pipeline.main(["--dry-run", "--run-dir", str(tmp_path / "run"), "--steps", "7", "--lora-rank", "3"])
+    out, err = capfd.readouterr()
+    assert (status, err) == (0, "")
+    resolved = tomllib.loads(out)
+    assert (resolved["steps"], resolved["policy"]["rank"]) == (7, 3)
+    assert resolved["run_dir"] == str(tmp_path / "run")
+    assert not list(tmp_path.iterdir())

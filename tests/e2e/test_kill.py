@@ -1,0 +1,75 @@
+"""SIGKILL at any moment, and `--resume`: the run ends as if nothing had happened."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.running import BATCH, Ended, Run, assert_recorded, lines, run
+
+TELLING = """
+extends = "local-m3"
+
+[[actors]]
+name = "telling"
+factory = "tests.e2e.stages:Telling"
+mode = "tap"
+at = "reports"
+"""
+
+STARTING_SECONDS, STEP_SECONDS = 3.0, 0.3
+"""Some kills come within so long of the start, the others within so long of a line that the run printed."""
+
+
+def killed_and_resumed(run_dir: Path, *flags: str, kills: int, seed: int) -> Ended:
+    """A run that is killed at random moments: while it starts, or up to two steps after it began or went on."""
+    profile = run_dir.parent / "telling.toml"
+    profile.write_text(TELLING)
+    lives = ("--profile", str(profile), *flags, "--resume")
+    moments = random.Random(seed)
+    for _ in range(kills):
+        with Run(run_dir, *lives) as running:
+            steps = moments.choice([None, 0, 1, 2])
+            if steps is None:
+                assert running.kill(after_seconds=moments.uniform(0.0, STARTING_SECONDS))
+                continue
+            running.wait_for("machine")
+            for _ in range(steps):
+                running.wait_for("told of a step")
+            assert running.kill(after_seconds=moments.uniform(0.0, STEP_SECONDS))
+    return run(run_dir, *lives)
+
+
+def check(run_dir: Path, ended: Ended, *, steps: int) -> None:
+    """It ended normally, and the books balance across all of its lives."""
+    assert ended.status == 0, ended
+    books = ended.books
+    assert (books.asked, books.carried_over) == (steps * BATCH, 0)
+    assert_recorded(run_dir, books, steps=steps)
+    assert sorted(group["group_id"] for group in lines(run_dir / "rollouts.jsonl")) == list(range(steps * BATCH))
+    measured = [line["step"] for line in lines(run_dir / "metrics.jsonl") if "eval_accuracy" in line]
+    assert measured.count(0) == 1, "the base policy is measured once, in whichever life gets round to it"
+    assert lines(run_dir / "metrics.jsonl")[-1]["step"] == steps
+    assert measured[-1] == steps
+
+
+@pytest.mark.parametrize("kills", [3, pytest.param(10, marks=pytest.mark.slow)])
+def test_killed_at_random_moments_a_synchronous_run_ends_byte_for_byte_the_same(tmp_path: Path, kills: int) -> None:
+    """Conservation holds over all lives, and the final adapter is that of a run that was never interrupted."""
+    flags = ("--steps", str(4 * kills), "--async", "false", "--checkpoint.interval", "1")
+    whole = run(tmp_path / "whole", *flags)
+    assert whole.status == 0, whole
+    ended = killed_and_resumed(tmp_path / "run", *flags, kills=kills, seed=kills)
+    check(tmp_path / "run", ended, steps=4 * kills)
+    for name in ("adapters.safetensors", "adapter_config.json"):
+        assert (tmp_path / "run/adapters" / name).read_bytes() == (tmp_path / "whole/adapters" / name).read_bytes()
+
+
+@pytest.mark.parametrize("kills", [2, pytest.param(10, marks=pytest.mark.slow)])
+def test_killed_at_random_moments_an_asynchronous_run_loses_no_group(tmp_path: Path, kills: int) -> None:
+    """Groups that were under way are asked again; each one ends exactly once."""
+    flags = ("--steps", str(4 * kills), "--checkpoint.interval", "1", "--checkpoint.keep-last", "1")
+    ended = killed_and_resumed(tmp_path / "run", *flags, kills=kills, seed=kills)
+    check(tmp_path / "run", ended, steps=4 * kills)

@@ -1,0 +1,90 @@
+"""`python pipeline.py`: from prompt to trained adapter, with everything it prints and leaves."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+
+from tests.e2e.conftest import Finished
+from tests.e2e.running import BATCH, assert_recorded, lines, metrics
+
+KEYS = {
+    *("step", "policy_version", "seconds", "groups_trained", "groups_discarded", "staleness_mean", "staleness_max"),
+    *("reward_mean", "reward_std", "loss", "kl", "entropy", "clip_fraction", "mismatch_kl", "grad_norm"),
+    *("learning_rate", "completion_tokens", "tokens_per_second", "decode_seconds", "train_seconds", "wait_seconds"),
+    *("swap_seconds", "peak_memory_bytes"),
+}
+"""What is promised of every line of metrics.jsonl."""
+
+
+def test_a_run_says_what_runs_where_and_what_came_of_it(finished: Finished) -> None:
+    """Machine, backend, BLAS, policy, address; the table; the conservation line: plain lines when redirected."""
+    out = finished.ended.out
+    assert re.search(r"^machine  .*MLX \d.* on (CPU|GPU|METAL|CUDA).*BLAS \S", out, re.M | re.I)
+    assert re.search(r"^policy   .*qwen3, 493k parameters.* trained", out, re.M)
+    assert re.search(r"^API      http://127\.0\.0\.1:\d+/v1$", out, re.M)
+    assert re.search(r"^step 0/6  held-out accuracy +[\d.]+ % of 32", out, re.M)
+    assert re.search(r"before \(step 0\).*after \(step 6\)", out)
+    assert "\x1b" not in out
+    assert "\r" not in out
+    assert finished.ended.err == ""
+
+
+def test_every_group_that_was_asked_ends_once_and_is_on_record(finished: Finished) -> None:
+    """The conservation line, metrics.jsonl and rollouts.jsonl tell the same."""
+    books = finished.ended.books
+    assert (books.asked, books.carried_over) == (finished.steps * BATCH, 0)
+    assert_recorded(finished.run_dir, books, steps=finished.steps)
+
+
+def test_metrics_begin_and_end_with_a_measurement(finished: Finished) -> None:
+    """`eval_accuracy` is on a line for step 0, the base policy, and on the last; every update has every key."""
+    recorded = lines(finished.run_dir / "metrics.jsonl")
+    assert [line["step"] for line in recorded if "eval_accuracy" in line] == [0, finished.steps]
+    assert recorded[-1]["step"] == finished.steps
+    assert 0.0 <= recorded[-1]["eval_accuracy"] <= 1.0
+    for line in metrics(finished.run_dir):
+        assert line.keys() >= KEYS
+
+
+def test_a_run_leaves_its_profile_log_checkpoints_and_adapter(finished: Finished) -> None:
+    """Nothing else, and nothing half written."""
+    run_dir = finished.run_dir
+    entries = {entry.name for entry in run_dir.iterdir()} - {".lock"}
+    assert entries == {
+        "profile.toml",
+        "metrics.jsonl",
+        "rollouts.jsonl",
+        "log.jsonl",
+        "checkpoints",
+        "adapters",
+    }
+    assert tomllib.loads((run_dir / "profile.toml").read_text())["steps"] == finished.steps
+    assert [line["step"] for line in lines(run_dir / "log.jsonl") if line["event"] == "checkpoint"] == [2, 4, 6]
+    for step in (2, 4, 6):
+        names = {entry.name for entry in (run_dir / "checkpoints" / f"step-{step:06d}").iterdir()}
+        assert names >= {"adapters.safetensors", "adapter_config.json", "optimizer.safetensors", "state.json"}
+        assert "MANIFEST.json" in names
+    assert json.loads((run_dir / "adapters" / "adapter_config.json").read_text())["fine_tune_type"] == "lora"
+    final = (run_dir / "checkpoints" / "step-000006" / "adapters.safetensors").read_bytes()
+    assert (run_dir / "adapters" / "adapters.safetensors").read_bytes() == final
+
+
+def test_without_asynchrony_every_token_is_drawn_by_the_newest_weights(synchronous: Finished) -> None:
+    """`--async false`: staleness is 0 in every update, and the groups of step s are drawn after update s - 1."""
+    recorded = metrics(synchronous.run_dir)
+    assert all(line["staleness_max"] in (0, None) for line in recorded)
+    assert any(line["staleness_max"] == 0 for line in recorded)
+    versions = {0: 0} | {line["step"]: line["policy_version"] for line in recorded}
+    for group in lines(synchronous.run_dir / "rollouts.jsonl"):
+        for completion in group["completions"]:
+            drawn_by = {completion["first_version"], completion["last_version"]}
+            assert drawn_by == {versions[group["step"] - 1]}
+
+
+def test_by_default_groups_are_drawn_ahead_within_the_bound(finished: Finished) -> None:
+    """The first batch is fresh; later ones may be stale, by `learner.max_staleness` = 4 versions at most."""
+    stale = [line["staleness_max"] for line in metrics(finished.run_dir)]
+    assert stale[0] in (0, None)
+    assert 1 <= max(value for value in stale if value is not None) <= 4

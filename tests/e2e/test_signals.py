@@ -1,0 +1,81 @@
+"""Ctrl-C and SIGTERM: the first drains, the second stops at once; both leave a run that can go on."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import openai
+import pytest
+
+from tests.e2e.running import BATCH, Run, assert_recorded, lines, metrics, run
+
+SETTINGS = ("--checkpoint.interval", "1", "--learner.warmup-steps", "0")
+ENDLESS = (*SETTINGS, "--steps", "5000")
+QUESTIONS = 400
+"""The most that are asked until newer weights answer."""
+
+
+def checkpointed(run_dir: Path) -> int:
+    """The newest step on disk."""
+    return max(int(path.name.removeprefix("step-")) for path in (run_dir / "checkpoints").glob("step-*"))
+
+
+def test_the_api_answers_from_the_newest_weights_until_ctrl_c_drains_the_run(tmp_path: Path) -> None:
+    """During training the version in the answers grows; Ctrl-C ends the run in order, and it can be resumed."""
+    with Run(tmp_path / "run", *ENDLESS) as running:
+        address = running.wait_for("API").split()[1]
+        running.wait_for("reward")
+        versions = list(answers(address, tmp_path / "run"))
+        assert versions == sorted(versions)
+        assert versions[-1] >= versions[0] + 2
+        running.send(signal.SIGINT)
+        ended = running.finish()
+    assert ended.status == 0, ended
+    books = ended.books
+    assert books.carried_over == 0
+    steps = len(metrics(tmp_path / "run"))
+    assert books.asked == steps * BATCH
+    assert_recorded(tmp_path / "run", books, steps=steps)
+    assert (tmp_path / "run" / "adapters" / "adapters.safetensors").exists()
+    assert checkpointed(tmp_path / "run") == steps
+    assert lines(tmp_path / "run" / "metrics.jsonl")[-1]["eval_final"]
+
+    resumed = run(tmp_path / "run", *SETTINGS, "--steps", str(steps + 2), "--resume")
+    assert resumed.status == 0, resumed
+    assert resumed.books.asked == (steps + 2) * BATCH
+    assert_recorded(tmp_path / "run", resumed.books, steps=steps + 2)
+
+
+def answers(address: str, run_dir: Path) -> list[int]:
+    """Versions that answered, one question after the other, until the third."""
+    versions: list[int] = []
+    with openai.OpenAI(base_url=address, api_key="none", max_retries=0) as client:
+        while len(set(versions)) < 3 and len(versions) < QUESTIONS:
+            known = metrics(run_dir)[-1]["policy_version"]
+            raw = client.chat.completions.with_raw_response.create(
+                model="policy", messages=[{"role": "user", "content": "What is 2 + 3?"}], max_tokens=8, temperature=0
+            )
+            assert raw.parse().choices[0].message.content
+            versions.append(int(raw.headers["x-clotho-weights-version"]))
+            assert versions[-1] >= known - 2, "at most one swap is under way, and one waits for it"
+    return versions
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_second_signal_stops_at_once_and_the_run_can_go_on(tmp_path: Path, number: signal.Signals) -> None:
+    """Exit status 130 or 143, as shells have it; what was under way is carried over, and asked again."""
+    with Run(tmp_path / "run", *ENDLESS) as running:
+        running.wait_for("reward")
+        running.send(number)
+        running.wait_for("once more stops it at once")
+        running.send(number)
+        ended = running.finish()
+    assert ended.status == 128 + number, ended
+    assert ended.err == ""
+    assert ended.books.carried_over > 0
+    steps = -(-ended.books.asked // BATCH)
+    resumed = run(tmp_path / "run", *SETTINGS, "--steps", str(steps), "--resume")
+    assert resumed.status == 0, resumed
+    assert resumed.books.asked == steps * BATCH
+    assert_recorded(tmp_path / "run", resumed.books, steps=steps)

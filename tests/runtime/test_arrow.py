@@ -1,0 +1,132 @@
+"""Arrows: what stands on them changes nothing for those at their ends, except what it means to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import anyio
+import pytest
+
+from actors.runtime.actor import Actor
+from actors.runtime.arrow import Arrow, Tee
+from actors.runtime.child import Child, Restart, temporary, transient
+from actors.runtime.ends import EndOfMail, Inbox, MailboxClosed, Outbox
+from actors.runtime.mailbox import Mailbox
+from tests.boxes import cancelled_midway, everything, filled
+
+
+class Adding(Actor[str, str]):
+    """Adds a letter to every message."""
+
+    async def handle(self, message: str) -> str:
+        return message + self.name
+
+
+class Listening:
+    """Keeps what it hears; with a limit, it stops listening after so many."""
+
+    def __init__(self, name: str, inbox: Inbox[str], *, limit: int = 10**9) -> None:
+        self.name, self.heard = name, list[str]()
+        self._inbox, self._limit = inbox, limit
+
+    async def run(self) -> None:
+        """Listen."""
+        async with self._inbox:
+            async for message in self._inbox:
+                self.heard.append(message)
+                if len(self.heard) == self._limit:
+                    return
+
+
+def adding(letter: str) -> Callable[[Inbox[str], Outbox[str]], Child]:
+    """A stage on the arrow."""
+    return lambda inbox, outbox: transient(Adding(letter, inbox, outbox))
+
+
+def listening(name: str, **options: int) -> Callable[[Inbox[str]], Child]:
+    """A tap on the arrow."""
+    return lambda inbox: temporary(Listening(name, inbox, **options))
+
+
+async def through(arrow: Arrow[str], messages: list[str]) -> list[str]:
+    """Send the messages into the arrow, and receive what comes out."""
+    writer, reader = arrow.writer(), arrow.reader()
+
+    async def send() -> None:
+        async with writer:
+            for message in messages:
+                await writer.send(message)
+
+    with anyio.fail_after(10):
+        async with anyio.create_task_group() as tasks:
+            for child in arrow.children:
+                tasks.start_soon(child.actor.run)
+            tasks.start_soon(send)
+            received = await everything(reader)
+    return received
+
+
+async def test_an_arrow_with_nothing_on_it_is_a_mailbox() -> None:
+    """No stretch, no child, no cost."""
+    arrow = Arrow[str]("plain", capacity=3)
+    assert ([box.name for box in arrow.mailboxes], arrow.children) == (["plain"], [])
+    assert await through(arrow, ["1", "2", "3", "4"]) == ["1", "2", "3", "4"]
+
+
+async def test_stages_stand_in_order_and_taps_hear_what_leaves_them() -> None:
+    """Each message passes every stage, then is copied to every tap; ends travel with the messages."""
+    taps = [listening("x"), listening("y")]
+    arrow = Arrow[str]("busy", capacity=2, inserts=[adding("a"), adding("b")], taps=taps)
+    messages = [str(number) for number in range(20)]
+    assert await through(arrow, messages) == [message + "ab" for message in messages]
+    heard = [child.actor.heard for child in arrow.children if isinstance(child.actor, Listening)]
+    assert heard == [[message + "ab" for message in messages]] * 2
+    assert [(box.name, box.capacity, box.depth) for box in arrow.mailboxes] == [
+        ("busy", 2, 0), ("busy.1", 2, 0), ("busy.2", 2, 0), ("busy.tap1", 2, 0), ("busy.tap2", 2, 0),
+        ("busy.tapped", 2, 0),
+    ]  # fmt: skip
+    assert {child.restart for child in arrow.children} == {Restart.TRANSIENT, Restart.TEMPORARY}
+
+
+async def test_a_tap_that_has_ended_is_left_out() -> None:
+    """The arrow goes on, for the other taps too."""
+    arrow = Arrow[str]("tapped", capacity=1, taps=[listening("x", limit=2), listening("y")])
+    messages = [str(number) for number in range(9)]
+    assert await through(arrow, messages) == messages
+    heard = [child.actor.heard for child in arrow.children if isinstance(child.actor, Listening)]
+    assert heard == [messages[:2], messages]
+
+
+async def test_a_slow_tap_makes_the_arrow_wait() -> None:
+    """Nothing on the way is unbounded, copies neither."""
+    inbox = filled("in", ["1", "2", "3", "4", "5"])
+    outbox, copy = Mailbox[str]("out", capacity=10), Mailbox[str]("copy", capacity=2)
+    slow, reader = copy.reader(), outbox.reader()
+    tee = Tee("tee", inbox.reader(), outbox.writer(), [copy.writer()])
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(tee.run)
+        await anyio.wait_all_tasks_blocked()
+        assert (inbox.depth, copy.depth, outbox.depth) == (2, 2, 2)
+        assert await everything(slow) == ["1", "2", "3", "4", "5"]
+    assert await everything(reader) == ["1", "2", "3", "4", "5"]
+
+
+@pytest.mark.parametrize("end", ["cancelled", "deserted"])
+async def test_however_a_tee_ends_it_closes_all_its_ends(end: str) -> None:
+    """Taps and the next box reach their end, whoever sends gets MailboxClosed."""
+    inbox = filled("in", ["1", "2"], ended=False)
+    outbox, copy = Mailbox[str]("out", capacity=1), Mailbox[str]("copy", capacity=9)
+    tapped, reader = copy.reader(), outbox.reader()
+    tee = Tee("tee", inbox.reader(), outbox.writer(), [copy.writer()])
+    if end == "deserted":
+        reader.close()
+        with pytest.raises(MailboxClosed):
+            await tee.run()
+    else:
+        await cancelled_midway(tee.run)
+        assert await everything(reader) == ["1"]
+    assert (await everything(tapped))[0] == "1"
+    with pytest.raises(EndOfMail):
+        await tapped.receive()
+    with pytest.raises(MailboxClosed):
+        inbox.reader()

@@ -1,0 +1,229 @@
+"""The learner: every group ends in its books exactly once, whatever becomes of it, and updates are all or nothing."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+from msgspec import convert
+
+from actors.compute.executor import ComputeExecutor
+from actors.learner import Learner, Progress
+from actors.runtime.ends import EndOfMail, MailboxClosed
+from actors.runtime.mailbox import Mailbox
+from protocols.errors import DivergenceError, ExecutorStoppedError
+from protocols.ledger import Ledger
+from protocols.profile import LearnerSection
+from protocols.rollout import Discarded
+from protocols.score import GroupOutcome
+from protocols.step import PolicyUpdated, StepReport
+from tests.boxes import cancelled_midway, compute_thread, everything, filled, prompt
+from tests.compute import learning
+from tests.compute.learning import BigramPolicy, scored_group
+
+NAN = float("nan")
+
+
+@pytest.fixture
+def executor() -> Iterator[ComputeExecutor]:
+    """A compute thread."""
+    with compute_thread() as running:
+        yield running
+
+
+def taught(group_id: int, *, version: int = 0, logprob: float = -1.5) -> GroupOutcome:
+    """A group from which something can be learnt; of a probability that is not a number, nothing can."""
+    return scored_group([[1, 2], [3, 4, group_id % 4]], [0.0, 1.0], group_id=group_id, version=version, logprob=logprob)
+
+
+def lost(group_id: int) -> Discarded:
+    """A group that ended before."""
+    return Discarded(prompt=prompt(group_id), reason="reward_error", detail="raised")
+
+
+class Scene:
+    """A learner of a policy of a few numbers, with a reader on each of its arrows."""
+
+    def __init__(
+        self,
+        executor: ComputeExecutor,
+        outcomes: Sequence[GroupOutcome],
+        *,
+        progress: Progress | None = None,
+        **keys: Any,
+    ) -> None:
+        keys = {"batch_size": 2, "learning_rate": 1e-2, "schedule": "constant", **keys}
+        self.policy = BigramPolicy()
+        self.learnt = executor.submit(lambda: learning.learner(self.policy, **keys)).result()
+        self.ledger, self.progress = Ledger(), progress or Progress()
+        self.scored = filled("scored", outcomes)
+        self.updates = [Mailbox[PolicyUpdated](f"updates.{name}", capacity=20) for name in ("one", "other")]
+        self.reports = Mailbox[StepReport]("reports", capacity=20)
+        self.told = [box.reader() for box in self.updates]
+        self.reported = self.reports.reader()
+        self.box = Learner(
+            inbox=self.scored.reader(),
+            updates=[box.writer() for box in self.updates],
+            reports=self.reports.writer(),
+            executor=executor,
+            policy_learner=self.learnt,
+            settings=convert(keys, LearnerSection),
+            ledger=self.ledger,
+            progress=self.progress,
+        )
+
+    async def run(self) -> list[StepReport]:
+        """Run it to its end; its reports."""
+        await self.box.run()
+        return await everything(self.reported)
+
+
+async def test_a_batch_becomes_an_update_that_everyone_is_told(executor: ComputeExecutor) -> None:
+    """Version, books and arrays agree on every arrow; nothing is put in service by the learner."""
+    scene = Scene(executor, [taught(0), taught(1), taught(2), taught(3)])
+    reports = await scene.run()
+    assert [(report.step, report.version, len(report.trained)) for report in reports] == [(1, 1, 2), (2, 2, 2)]
+    assert [report.staleness for report in reports] == [(0, 0), (1, 1)]
+    for reader in scene.told:
+        updates = await everything(reader)
+        assert [update.report for update in updates] == reports
+        assert [update.ledger.trained for update in updates] == [2, 4]
+        assert updates[-1].parameters is scene.learnt.parameters
+    assert len({report.fingerprint for report in reports}) == 2
+    assert scene.policy.version == 0
+    assert scene.ledger.balance(asked=4, held=0).holds
+    assert scene.progress.step == 2
+    assert scene.progress.trained_tokens == sum(report.update.tokens for report in reports if report.update)
+
+
+async def test_an_update_does_not_depend_on_which_group_came_first(executor: ComputeExecutor) -> None:
+    """Groups of a batch are ordered by their number, so that a run can be repeated bit for bit."""
+    forwards = await Scene(executor, [taught(0), taught(1), taught(2)], batch_size=3).run()
+    backwards = await Scene(executor, [taught(2), taught(0), taught(1)], batch_size=3).run()
+    assert forwards[0].fingerprint == backwards[0].fingerprint
+
+
+async def test_what_ended_before_counts_towards_the_batch(executor: ComputeExecutor) -> None:
+    """The update is made from the rest; a batch of nothing else advances the step, not the version."""
+    scene = Scene(executor, [lost(0), taught(1), lost(2), lost(3)])
+    first, second = await scene.run()
+    assert (first.step, first.version, first.update is not None) == (1, 1, True)
+    assert (second.step, second.version, second.update) == (2, 1, None)
+    assert second.fingerprint == first.fingerprint
+    state = scene.ledger.state()
+    assert (state.trained, state.discarded) == (1, {"reward_error": 3})
+
+
+async def test_groups_older_than_the_bound_are_discarded(executor: ComputeExecutor) -> None:
+    """Staleness is the learner's version less the oldest version that drew a token of the group."""
+    outcomes = [taught(group_id) for group_id in range(4)]
+    scene = Scene(executor, outcomes, batch_size=1, max_staleness=1)
+    reports = await scene.run()
+    assert [report.staleness for report in reports] == [(0,), (1,), (), ()]
+    assert [drop.reason for report in reports for drop in report.discarded] == ["stale", "stale"]
+    assert reports[-1].discarded[0].detail == "2 versions old, learner.max_staleness is 1"
+    assert reports[-1].discarded[0].completions, "what was drawn is kept for the record"
+    assert scene.ledger.balance(asked=4, held=0).holds
+
+
+async def test_a_group_without_a_token_is_invalid(executor: ComputeExecutor) -> None:
+    """Whoever made it: it costs itself, not the run."""
+    scene = Scene(executor, [scored_group([[], []], [0.0, 1.0], group_id=0), taught(1)])
+    [report] = await scene.run()
+    assert [(drop.reason, drop.prompt.group_id) for drop in report.discarded] == [("invalid", 0)]
+    assert len(report.trained) == 1
+
+
+async def test_an_update_that_is_not_finite_changes_nothing(executor: ComputeExecutor) -> None:
+    """Its groups are discarded, weights and moments stand, and the next good batch learns."""
+    scene = Scene(executor, [taught(0, logprob=NAN), taught(1, logprob=NAN), taught(2), taught(3)])
+    before = scene.learnt.fingerprint
+    bad, good = await scene.run()
+    assert (bad.version, bad.fingerprint, bad.trained) == (0, before, ())
+    assert {drop.reason for drop in bad.discarded} == {"not_finite"}
+    assert bad.update is not None
+    assert not bad.update.applied
+    assert (good.version, scene.progress.bad_steps) == (1, 0)
+    alone = await Scene(executor, [taught(2), taught(3)]).run()
+    assert good.fingerprint == alone[0].fingerprint, "as if the bad batch had never been"
+    assert scene.ledger.balance(asked=4, held=0).holds
+
+
+async def test_too_many_bad_updates_in_a_row_end_the_run(executor: ComputeExecutor) -> None:
+    """After they were reported and booked, at the weights of before."""
+    outcomes = [taught(group_id, logprob=NAN) for group_id in range(20)]
+    scene = Scene(executor, outcomes, batch_size=1, max_bad_steps=3)
+    with pytest.raises(DivergenceError, match="3 updates in a row were not finite, until step 3"):
+        await scene.box.run()
+    assert [report.step for report in await everything(scene.reported)] == [1, 2, 3]
+    assert scene.ledger.state().discarded == {"not_finite": 3}
+
+
+async def test_a_run_resumed_after_that_may_try_again(executor: ComputeExecutor) -> None:
+    """A batch that taught nothing is no bad update; one more bad update is."""
+    scene = Scene(executor, [lost(0), taught(1)], batch_size=1, max_bad_steps=3, progress=Progress(step=3, bad_steps=3))
+    assert [report.step for report in await scene.run()] == [4, 5]
+    assert scene.progress.bad_steps == 0
+    outcomes = [lost(0), taught(1, logprob=NAN)]
+    scene = Scene(executor, outcomes, batch_size=1, max_bad_steps=3, progress=Progress(step=3, bad_steps=3))
+    with pytest.raises(DivergenceError, match="4 updates in a row"):
+        await scene.box.run()
+
+
+async def test_what_is_left_at_the_end_is_one_smaller_batch(executor: ComputeExecutor) -> None:
+    """Nothing that was scored is dropped because it came last."""
+    reports = await Scene(executor, [taught(group_id) for group_id in range(5)]).run()
+    assert [len(report.trained) for report in reports] == [2, 2, 1]
+
+
+async def test_a_group_that_comes_twice_ends_the_run(executor: ComputeExecutor) -> None:
+    """The books would be wrong from there on."""
+    with pytest.raises(ValueError, match="group 0 has ended twice"):
+        await Scene(executor, [taught(0), taught(0)]).box.run()
+
+
+async def test_nobody_left_to_read_the_numbers_is_no_reason_to_stop(executor: ComputeExecutor) -> None:
+    """The monitor may go; those who need the weights may not."""
+    scene = Scene(executor, [taught(0), taught(1)])
+    scene.reported.close()
+    await scene.box.run()
+    assert scene.progress.step == 1
+    scene = Scene(executor, [taught(0), taught(1)])
+    scene.told[1].close()
+    with pytest.raises(MailboxClosed, match=r"updates\.other"):
+        await scene.box.run()
+
+
+async def test_however_it_ends_it_closes_every_end(executor: ComputeExecutor) -> None:
+    """Readers get the end, its writer gets MailboxClosed."""
+    scene = Scene(executor, [taught(0)] * 2)
+    with pytest.raises(ValueError, match="twice"):
+        await scene.box.run()
+    for reader in (*scene.told, scene.reported):
+        with pytest.raises(EndOfMail):
+            await reader.receive()
+
+
+async def test_cancelled_inside_an_update_it_books_nothing(executor: ComputeExecutor) -> None:
+    """The update is given up as a whole: its groups have not ended, and a resumed run asks them again."""
+    scene, gate = Scene(executor, [taught(0), taught(1)]), threading.Event()
+    executor.submit(gate.wait)
+    await cancelled_midway(scene.box.run)
+    gate.set()
+    executor.submit(lambda: None).result()
+    assert (scene.learnt.version, scene.progress.step) == (0, 0)
+    assert list(scene.ledger.unended(2)) == [0, 1]
+    for reader in (*scene.told, scene.reported):
+        with pytest.raises(EndOfMail):
+            await reader.receive()
+
+
+async def test_a_compute_thread_that_has_ended_is_a_failure(executor: ComputeExecutor) -> None:
+    """Nothing is booked that was not learnt."""
+    scene = Scene(executor, [taught(0), taught(1)])
+    executor.stop()
+    with pytest.raises(ExecutorStoppedError):
+        await scene.box.run()
+    assert list(scene.ledger.unended(2)) == [0, 1]
