@@ -24,6 +24,8 @@ def load_blas() -> str:
 
     MKL (package `mkl`) is preferred, then a system OpenBLAS; `reference` where neither can be loaded. MKL is asked
     for results that do not depend on the alignment of its arguments, without which equal runs differ in last bits.
+    One core is left to the event loop and to what MLX computes itself: a product that waits for a thread which has no
+    core is many times slower. Variables that are set already (MKL_NUM_THREADS ...) are left alone.
     """
     if sys.platform == "darwin":
         return "Accelerate"
@@ -31,6 +33,9 @@ def load_blas() -> str:
         return "as loaded with MLX"
     os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
     os.environ.setdefault("MKL_THREADING_LAYER", "INTEL")
+    threads = str(max(1, len(os.sched_getaffinity(0)) - 1))
+    os.environ.setdefault("MKL_NUM_THREADS", threads)
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", threads)
     for path in _candidates():
         try:
             ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
