@@ -32,8 +32,12 @@ from actors.artifacts.profile_file import load_profile, resolved_toml
 from actors.artifacts.run_directory import RunDirectory, open_run
 from actors.assembly import Parts, assemble
 from actors.compute.executor import ComputeExecutor
+from actors.compute.machine import physical_memory
+from actors.compute.memory_estimate import estimate_memory
+from actors.compute.memory_report import describe
 from actors.custom import CustomActors
 from actors.display.final_table import print_summary
+from actors.display.memory_table import print_estimate
 from actors.gateway.server import Gateway, listen
 from actors.runtime.child import Child, permanent
 from actors.runtime.guard import Guard
@@ -159,8 +163,10 @@ def complain(error: ClothoError) -> int:
 
 
 def dry_run(profile: Profile, console: Console) -> int:
-    """Show the resolved profile."""
+    """Show the resolved profile, and what memory its run would take; touch nothing."""
     console.print(resolved_toml(profile, mask_secrets=True), markup=False, highlight=False, soft_wrap=True)
+    estimate = estimate_memory(profile.model, profile)
+    print_estimate(console, estimate, describe(estimate), physical_memory())
     return 0
 
 

@@ -21,7 +21,10 @@ from actors.artifacts.profile_file import load_profile, write_profile
 from actors.artifacts.run_directory import RunDirectory
 from actors.compute.engine import DecodeEngine
 from actors.compute.executor import ComputeExecutor
+from actors.compute.machine import physical_memory
 from actors.compute.memory import limit_buffer_cache
+from actors.compute.memory_estimate import estimate_memory
+from actors.compute.memory_report import too_large
 from actors.compute.model_loading import find_model
 from actors.compute.policy import Policy, load_policy
 from actors.compute.random_state import restore_random_state
@@ -112,6 +115,9 @@ async def assemble(profile: Profile, directory: RunDirectory, executor: ComputeE
 
 def _prepare_compute(profile: Profile) -> tuple[Policy, PolicyLearner, DecodeEngine]:
     limit_buffer_cache(profile.monitor.cache_limit_mb * 2**20)
+    find_model(profile.model.path)
+    if refusal := too_large(estimate_memory(profile.model, profile), physical_memory()):
+        raise refusal
     keep_reference = profile.learner.kl_beta > 0
     policy = load_policy(profile.model, profile.policy, seed=profile.seed, keep_reference=keep_reference)
     learner = PolicyLearner(policy, profile.learner, profile.sampling, steps=profile.steps)

@@ -8,6 +8,7 @@ from contextlib import suppress
 from typing import Any
 
 import anyio
+from anyio.abc import TaskStatus
 from msgspec import Struct
 
 from actors.compute.evaluation import greedy_completions
@@ -67,22 +68,29 @@ class Evaluator:
         self._base, self._newest, self._steps = base, start, steps
         self.measured: list[EvalReport] = []
 
-    async def run(self) -> None:
-        """Measure until the updates end and the last of them is measured."""
+    async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
+        """Measure until the updates end and the last of them is measured.
+
+        Ready once the base policy is measured: training starts when the compute thread is free for it.
+        """
         due = Mailbox[Pinned]("evaluations", capacity=1)
         async with self._inbox, self._outbox, anyio.create_task_group() as tasks:
             tasks.start_soon(self._collect, due.writer())
+            if self._base is not None:
+                await self._report(self._base)
+                self._base = None  # once measured, nobody needs its weights
+            task_status.started()
             async for pinned in due.reader():
-                report = await self._measure(pinned)
-                self.measured.append(report)
-                with suppress(MailboxClosed):  # nobody who reads the numbers is left; they are still counted
-                    await self._outbox.send(report)
+                await self._report(pinned)
+
+    async def _report(self, pinned: Pinned) -> None:
+        report = await self._measure(pinned)
+        self.measured.append(report)
+        with suppress(MailboxClosed):  # nobody who reads the numbers is left; they are still counted
+            await self._outbox.send(report)
 
     async def _collect(self, due: Outbox[Pinned]) -> None:
         async with due:
-            if self._base is not None:
-                await due.send(self._base)
-                self._base = None  # once measured, nobody needs its weights
             async for update in self._inbox:
                 self._newest = Pinned(
                     step=update.report.step, version=update.report.version, parameters=update.parameters

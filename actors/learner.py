@@ -84,7 +84,7 @@ class Learner:
         began = time.monotonic()
         version = self._policy_learner.version
         fresh, discarded = self._sort_out(sorted(batch, key=_group_id), version)
-        update, state = await finish(self._executor.submit_steps(self._steps(fresh)))
+        update, state = await finish(self._executor.submit_steps(self._steps(fresh), learning=True))
         trained, refused = _ends(fresh, update)
         discarded += refused
         self._book(trained, discarded)

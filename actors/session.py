@@ -129,7 +129,7 @@ class Session:
             mailboxes=tuple(
                 MailboxGauge(name=box.name, depth=box.depth, capacity=box.capacity) for box in self._mailboxes
             ),
-            tokens_sampled=rates.tokens,
+            tokens_sampled=self.parts.engine.stats().tokens_drawn,
             decode_seconds=rates.seconds,
             decode_rate_idle=rates.idle or None,
             decode_rate_learning=rates.learning or None,
@@ -154,7 +154,7 @@ class Session:
             random_state=update.random_state,
             bad_steps=update.bad_steps,
             train_seconds=update.train_seconds,
-            sampled_tokens=self.parts.executor.rates().tokens + (before.sampled_tokens if before else 0),
+            sampled_tokens=self.parts.engine.stats().tokens_drawn + (before.sampled_tokens if before else 0),
             trained_tokens=update.trained_tokens,
             inputs=self.parts.inputs,
         )

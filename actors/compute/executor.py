@@ -21,7 +21,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator
 from concurrent.futures import Future
-from typing import Any, Protocol, TypeVar
+from enum import Enum, auto
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from msgspec import Struct
 
@@ -42,9 +43,10 @@ class Ticker(Protocol):
 
 
 class DecodeRates(Struct, frozen=True, kw_only=True):
-    """Tokens per second of the attached engine while it had rows: alone, and while steps had work as well.
+    """Tokens per second of the attached engine while it had rows: alone, and while the learner had work as well.
 
-    0 where it was never in that situation. tokens, seconds: totals of both.
+    0 where it was never in that situation. Time shared with other steps (an evaluation) counts for neither.
+    tokens, seconds: totals of decoding, whatever else was going on.
     """
 
     idle: float
@@ -58,6 +60,22 @@ class _NoTicker:
 
     def tick(self) -> int:
         return 0
+
+
+class _Company(Enum):
+    """Who else had work while the engine had rows."""
+
+    NONE = auto()
+    LEARNER = auto()
+    OTHER = auto()
+
+
+class _Job(NamedTuple):
+    """A cooperative job in the round."""
+
+    steps: Generator[None, None, Any]
+    future: Future[Any]
+    learning: bool
 
 
 class _Clock:
@@ -78,27 +96,29 @@ class ComputeExecutor:
         """decode_share: share of the thread's time for ticks while steps have work, between 0 and 1, exclusive."""
         self._clock = clock
         self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
-        self._steps: deque[tuple[Generator[None, None, Any], Future[Any]]] = deque()
+        self._steps: deque[_Job] = deque()
         self._ticker: Ticker = _NoTicker()
         self._broken: Future[None] = Future()
         self._ticks_clock, self._steps_clock = _Clock(decode_share), _Clock(1.0 - decode_share)
         self._contended = False
         self._busy_since = math.inf
         self._stopping = threading.Event()
-        self._tokens = {False: 0, True: 0}
-        self._seconds = {False: 0.0, True: 0.0}
-        self._thread = threading.Thread(target=self._serve, name="compute", daemon=True)
+        self._tokens = dict.fromkeys(_Company, 0)
+        self._seconds = dict.fromkeys(_Company, 0.0)
+        self._decode_seconds = 0.0
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=_live, args=([self._serve],), name="compute", daemon=True)
 
     def start(self) -> None:
         """Start the thread."""
         self._thread.start()
 
     def stop(self, *, timeout: float | None = None) -> None:
-        """Finish the turn in progress, cancel everything else, end the thread. Idempotent."""
+        """Finish the turn in progress, cancel everything else; the thread does nothing more. Idempotent."""
         self._stopping.set()
         self._calls.put(None)
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
-            self._thread.join(timeout)
+            self._over.wait(timeout)
 
     def submit(self, call: Callable[[], T]) -> Future[T]:
         """Run `call` in the compute thread between turns; its result, or what it raised, is the future's.
@@ -111,17 +131,18 @@ class ComputeExecutor:
         self._calls.put((call, future))
         return future
 
-    def submit_steps(self, steps: Generator[None, None, T]) -> Future[T]:
+    def submit_steps(self, steps: Generator[None, None, T], *, learning: bool = False) -> Future[T]:
         """Run a cooperative job, one `next()` per turn; the generator's return value is the result.
 
-        Cancelling the future closes the generator at its next turn.
+        learning: an update, beside which the decode rate is measured on its own. Cancelling the future closes the
+        generator at its next turn.
         """
         future: Future[T] = Future()
 
         def enqueue() -> None:
             if not self._steps:
                 self._steps_clock.used = max(self._steps_clock.used, self._ticks_clock.used)
-            self._steps.append((steps, future))
+            self._steps.append(_Job(steps, future, learning))
 
         self.submit(enqueue)
         return future
@@ -147,25 +168,28 @@ class ComputeExecutor:
     def rates(self) -> DecodeRates:
         """Decode rates so far; safe from any thread."""
 
-        def rate(contended: bool) -> float:
-            return self._tokens[contended] / self._seconds[contended] if self._seconds[contended] else 0.0
+        def rate(company: _Company) -> float:
+            return self._tokens[company] / self._seconds[company] if self._seconds[company] else 0.0
 
         return DecodeRates(
-            idle=rate(False),
-            learning=rate(True),
+            idle=rate(_Company.NONE),
+            learning=rate(_Company.LEARNER),
             tokens=sum(self._tokens.values()),
-            seconds=sum(self._seconds.values()),
+            seconds=self._decode_seconds,
         )
 
     def _serve(self) -> None:
-        while not self._stopping.is_set():
-            ready = bool(self._steps) or self._ticker.has_work
-            while self._run_call(block=not ready):
-                ready = True
-            if self._stopping.is_set():
-                break
-            self._turn()
-        self._cancel_everything()
+        try:
+            while not self._stopping.is_set():
+                ready = bool(self._steps) or self._ticker.has_work
+                while self._run_call(block=not ready):
+                    ready = True
+                if self._stopping.is_set():
+                    break
+                self._turn()
+            self._cancel_everything()
+        finally:
+            self._over.set()
 
     def _run_call(self, *, block: bool) -> bool:
         """Run one waiting call; False when there is none, or when the thread is to stop."""
@@ -187,39 +211,45 @@ class ComputeExecutor:
             level = max(self._ticks_clock.used, self._steps_clock.used)
             self._ticks_clock.used = self._steps_clock.used = level
         self._contended = contended
+        company = self._company()
         if ticks and (not steps or self._ticks_clock.used <= self._steps_clock.used):
             seconds = self._timed(self._tick)
             self._ticks_clock.charge(seconds)
-            self._seconds[contended] += seconds
+            self._decode_seconds += seconds
+            self._seconds[company] += seconds
         elif steps:
             seconds = self._timed(self._step)
             self._steps_clock.charge(seconds)
             if contended:
-                self._seconds[True] += seconds
+                self._seconds[company] += seconds
+
+    def _company(self) -> _Company:
+        if not self._steps:
+            return _Company.NONE
+        return _Company.LEARNER if any(job.learning for job in self._steps) else _Company.OTHER
 
     def _tick(self) -> None:
-        contended = bool(self._steps)
         try:
-            self._tokens[contended] += self._ticker.tick()
+            self._tokens[self._company()] += self._ticker.tick()
         except Exception as error:
             self._ticker = _NoTicker()
             self._broken.set_exception(error)
 
     def _step(self) -> None:
-        steps, future = self._steps.popleft()
-        if future.cancelled():
-            steps.close()
+        job = self._steps.popleft()
+        if job.future.cancelled():
+            job.steps.close()
             return
         try:
-            next(steps)
+            next(job.steps)
         except StopIteration as stop:
-            if future.set_running_or_notify_cancel():
-                future.set_result(stop.value)
+            if job.future.set_running_or_notify_cancel():
+                job.future.set_result(stop.value)
         except BaseException as error:
-            if future.set_running_or_notify_cancel():
-                future.set_exception(error)
+            if job.future.set_running_or_notify_cancel():
+                job.future.set_exception(error)
         else:
-            self._steps.append((steps, future))
+            self._steps.append(job)
 
     def _timed(self, turn: Callable[[], None]) -> float:
         self._busy_since = begin = self._clock()
@@ -228,9 +258,9 @@ class ComputeExecutor:
         return self._clock() - begin
 
     def _cancel_everything(self) -> None:
-        for steps, future in self._steps:
-            future.cancel()
-            steps.close()
+        for job in self._steps:
+            job.future.cancel()
+            job.steps.close()
         self._steps.clear()
         while True:
             try:
@@ -239,6 +269,16 @@ class ComputeExecutor:
                 return
             if item is not None:
                 item[1].cancel()
+
+
+def _live(work: list[Callable[[], None]]) -> None:
+    """Do the work, let go of it, and then rest for good.
+
+    A thread that has used compiled functions must not end: MLX destroys its cache of them after Python has given the
+    thread up for joined, and needs the interpreter for that; if the process is exiting by then, it is aborted.
+    """
+    work.pop()()
+    threading.Event().wait()
 
 
 def _settle(future: Future[T], call: Callable[[], T]) -> None:

@@ -19,13 +19,18 @@ def describe_machine(*, blas: str) -> MachineDescription:
     return MachineDescription(
         processor=_processor(),
         cores=_usable_cores(),
-        memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        memory_bytes=physical_memory(),
         backend=backend_name(),
         device=device,
         mlx_version=version("mlx"),
         blas=blas,
         system=f"{platform.system()} {platform.release()} {platform.machine()}",
     )
+
+
+def physical_memory() -> int:
+    """Installed memory in bytes."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def backend_name() -> str:

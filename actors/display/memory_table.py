@@ -12,9 +12,7 @@ from actors.display.wording import memory
 from protocols.memory import MemoryEstimate, MemoryPart
 
 
-def print_estimate(
-    console: Console, estimate: MemoryEstimate, parts: Sequence[MemoryPart], machine_bytes: int
-) -> None:
+def print_estimate(console: Console, estimate: MemoryEstimate, parts: Sequence[MemoryPart], machine_bytes: int) -> None:
     """Write the parts, largest first, and what they come to; machine_bytes: of memory that there is."""
     table = Table(title=Text("memory, estimated"), title_justify="left", safe_box=True)
     table.add_column(Text("part"))

@@ -119,7 +119,7 @@ def test_decoding_gets_its_share_of_the_time_while_a_job_runs(share: float) -> N
 
     executor.start()
     executor.attach(spinner)
-    executor.submit_steps(job()).result(30)
+    executor.submit_steps(job(), learning=True).result(30)
     executor.stop(timeout=10)
     first, last = spinner.order.index("step"), len(spinner.order) - 1 - spinner.order[::-1].index("step")
     ticks = spinner.order[first:last].count("tick")

@@ -183,7 +183,9 @@ def test_a_dry_run_prints_the_resolved_profile_and_writes_nothing(
     status = pipeline.main(["--dry-run", "--run-dir", str(tmp_path / "run"), "--steps", "7", "--lora-rank", "3"])
     out, err = capfd.readouterr()
     assert (status, err) == (0, "")
-    resolved = tomllib.loads(out)
+    settings, _, estimate = out.partition("\nmemory, estimated")
+    resolved = tomllib.loads(settings)
     assert (resolved["steps"], resolved["policy"]["rank"]) == (7, 3)
     assert resolved["run_dir"] == str(tmp_path / "run")
+    assert "total" in estimate
     assert not list(tmp_path.iterdir())
