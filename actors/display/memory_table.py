@@ -21,10 +21,6 @@ def print_estimate(console: Console, estimate: MemoryEstimate, parts: Sequence[M
     for part in sorted(parts, key=lambda part: -part.bytes):
         table.add_row(Text(part.component), Text(memory(part.bytes)), Text(part.change, style="dim"))
     console.print(table)
-    console.print(
-        Text(
-            f"total        {memory(estimate.total)} of {memory(machine_bytes)}; the backward pass, the optimizer's step "
-            "and decoding take turns, so the parts may add up to more"
-        ),
-        soft_wrap=True,
-    )
+    console.print(Text(f"total        {memory(estimate.total)} of {memory(machine_bytes)}"), soft_wrap=True)
+    turns = "the backward pass, the optimizer's step and decoding take turns, so the parts may add up to more"
+    console.print(Text(turns), style="dim", soft_wrap=True)

@@ -31,7 +31,7 @@ def profile(**sections: Any) -> Profile:
     [
         ({"policy": {"scale": 1.0, "alpha": 8.0}}, "policy.scale and policy.alpha say the same"),
         ({"policy": {"num_layers": 0}}, "policy.num_layers = 0 trains nothing"),
-        ({"policy": {"dropout": 0.1, "grad_checkpoint": True}}, "policy.dropout = 0.1 and policy.grad_checkpoint exclude"),
+        ({"policy": {"dropout": 0.1, "grad_checkpoint": True}}, "policy.dropout = 0.1 and policy.grad_checkpoint"),
         ({"policy": {"kind": "full", "rank": 4}}, "policy.rank has no effect: it belongs to adapters"),
         ({"policy": {"kind": "full", "target_modules": ["a"]}}, "policy.target_modules has no effect"),
         ({"sampling": {"temperature": 0.0}}, "sampling.temperature must be > 0"),
