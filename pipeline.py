@@ -95,8 +95,12 @@ def services(parts: Parts, session: Session, listener: socket.socket | None) -> 
         on_recovered=session.recover,
     )
     guard = Guard("decode engine", parts.engine_broken)
-    gateway = [permanent(Gateway(session.gateway_services(), listener=listener))] if listener else []
-    return [*gateway, permanent(watchdog), permanent(guard)]
+    watched = [permanent(watchdog), permanent(guard)]
+    if listener is None:
+        return watched
+    gateway = Gateway(session.gateway_services(), listener=listener)
+    session.api_requests = lambda: gateway.requests
+    return [permanent(gateway, max_restarts=3), *watched]
 
 
 async def train(profile: Profile, directory: RunDirectory, console: Console) -> int:

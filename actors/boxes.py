@@ -95,7 +95,8 @@ def checkpointer(parts: Parts, session: Session) -> Callable[..., Checkpointer]:
 def evaluator(parts: Parts) -> Callable[..., Evaluator]:
     """Measures it on problems that it never learns from."""
     profile, learnt = parts.profile, parts.policy_learner
-    start = Pinned(step=parts.progress.step, version=learnt.version, parameters=learnt.parameters)
+    measured = parts.history.after is not None and parts.history.after.step == parts.progress.step
+    start = Pinned(step=parts.progress.step, version=learnt.version, parameters=learnt.parameters, final=measured)
     unmeasured = None if parts.base is None else Pinned(step=0, version=0, parameters=parts.base)
     return partial(
         Evaluator,

@@ -10,6 +10,7 @@ from typing import Any
 import anyio
 from anyio.abc import TaskStatus
 from msgspec import Struct
+from msgspec.structs import replace
 
 from actors.compute.evaluation import greedy_completions
 from actors.compute.executor import ComputeExecutor
@@ -60,7 +61,7 @@ class Evaluator:
     ) -> None:
         """base: the policy as it was before its first update; None if an earlier life of the run has measured it.
 
-        start: the weights at the start of this life.
+        start: the weights at the start of this life; `final` if an earlier one has measured them as its last.
         """
         self._inbox, self._outbox = inbox, outbox
         self._executor, self._policy, self._held_out = executor, policy, held_out
@@ -98,14 +99,8 @@ class Evaluator:
                 if self._is_due(self._newest.step):
                     with suppress(anyio.WouldBlock):
                         due.send_nowait(self._newest)
-            await due.send(
-                Pinned(
-                    step=self._newest.step,
-                    version=self._newest.version,
-                    parameters=self._newest.parameters,
-                    final=True,
-                )
-            )
+            if not self._newest.final:
+                await due.send(replace(self._newest, final=True))
 
     def _is_due(self, step: int) -> bool:
         interval = self._settings.interval

@@ -25,8 +25,9 @@ class Generator:
     Prompts of the same update are submitted together, in one call to the compute thread: the engine then sees the same
     batch composition in every run, which strict reproducibility needs, and computes their prompts side by side.
 
-    Law of lag: the prompts of update s start once `step >= s - batches_ahead` weights serve. 0 is strictly on-policy;
-    n bounds the staleness of every token by n updates, as AReaL's capacity rule does (arXiv:2505.24298, sec. 5.1).
+    Law of lag: the prompts of update s start once the weights of step s - batches_ahead serve, or later ones. 0 is
+    strictly on-policy; n bounds how far sampling runs ahead, as AReaL's capacity rule does (arXiv:2505.24298, section
+    5.1). A slow group may be overtaken and learnt from later: `learner.max_staleness` bounds its age.
     """
 
     name = "generator"

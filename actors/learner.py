@@ -57,10 +57,11 @@ class Learner:
         self._executor, self._policy_learner = executor, policy_learner
         self._settings, self._ledger, self._progress = settings, ledger, progress
         self.last_report: StepReport | None = None
-        self.last_update = time.monotonic()
+        self.began = self.last_update = time.monotonic()
 
     async def run(self) -> None:
         """Learn until the scored groups end; what is left then is one last, smaller batch."""
+        self.began = self.last_update = time.monotonic()
         try:
             async with self._inbox:
                 await self._learn()

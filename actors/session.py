@@ -17,6 +17,7 @@ from actors.compute.memory import peak_memory
 from actors.custom import Services
 from actors.display.choice import make_display
 from actors.display.view import RunFacts
+from actors.display.wording import shown_path
 from actors.gateway.server import base_url
 from actors.gateway.services import EngineNumbers, GatewayServices, HealthReport, TrainingNumbers
 from actors.runtime.child import ChildStatus
@@ -44,14 +45,15 @@ class Session:
     weights: which version serves. recorded: the step that the histories have reached. sampler: everyone's way to the
     decode engine. services: what custom actors may use. display: what shows the run. seconds_before: how old it was
     when this life of it began.
-    children: states of the supervised actors, by name.
+    children: states of the supervised actors, by name. api_requests: how many the HTTP API has let in.
     """
 
     def __init__(self, parts: Parts, console: Console, *, blas: str, listener: socket.socket | None) -> None:
         """blas: its name; listener: where the HTTP API will answer, None if it will not."""
         policy, profile = parts.policy, parts.profile
         self.parts = parts
-        self._before, self.seconds_before = parts.history.before, parts.history.seconds
+        self._before, self._after = parts.history.before, parts.history.after
+        self.seconds_before = parts.history.seconds
         self._began = time.monotonic()
         self.recorded = Latest[int]("recorded")
         self.weights = Latest[WeightsReady]("weights")
@@ -65,17 +67,18 @@ class Session:
             weights=self.weights,
         )
         self.children: Callable[[], dict[str, ChildStatus]] = dict
+        self.api_requests: Callable[[], int] = int
         self._stalled = False
         self._groups = profile.steps * profile.learner.batch_size
         self._actors: dict[str, Any] = {}
         self._mailboxes: list[Mailbox[Any]] = []
         facts = RunFacts(
             profile=parts.directory.path.name,
-            model=profile.model.path,
+            model=shown_path(profile.model.path),
             machine=describe_machine(blas=blas),
             policy=policy.description,
             address=base_url(listener) if listener else None,
-            run_dir=str(parts.directory.path),
+            run_dir=shown_path(parts.directory.path),
             steps=profile.steps,
         )
         self.display = make_display(profile.monitor.display, console, facts, self.gauges)
@@ -134,7 +137,7 @@ class Session:
             decode_rate_idle=rates.idle or None,
             decode_rate_learning=rates.learning or None,
             rows_running=self.parts.engine.running,
-            api_requests=self.sampler.running,
+            api_requests=self.api_requests(),
             swaps=swaps.count,
             swap_seconds_last=swaps.last if swaps.count else None,
             swap_seconds_median=swaps.median if swaps.count else None,
@@ -234,21 +237,23 @@ class Session:
             steps=self.parts.progress.step,
             version=self.parts.policy_learner.version,
             before=first or self._before,
-            after=next((report for report in measured if report.final), None),
+            after=next((report for report in measured if report.final), self._after),
             balance=self.balance(complete=complete),
             gauges=self.gauges(),
             training_seconds=self._training_seconds(),
             update_seconds=self.parts.progress.train_seconds,
             evaluation_seconds=evaluating,
             total_seconds=total,
-            base_model=self.parts.profile.model.path,
-            adapter=str(self.parts.directory.adapters),
+            base_model=shown_path(self.parts.profile.model.path),
+            adapter=shown_path(self.parts.directory.adapters),
         )
 
     def _training_seconds(self) -> float:
-        """From the start of this life to its last update."""
-        last: float = getattr(self._actors.get("learner"), "last_update", self._began)
-        return max(0.0, last - self._began)
+        """From the first prompt of this life to its last update."""
+        learner = self._actors.get("learner")
+        began: float = getattr(learner, "began", self._began)
+        last: float = getattr(learner, "last_update", began)
+        return max(0.0, last - began)
 
     def _swaps(self) -> SwapTimes:
         swaps = getattr(self._actors.get("broadcaster"), "swaps", SwapTimes)

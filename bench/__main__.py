@@ -7,7 +7,7 @@ from importlib import import_module
 
 QUESTIONS = {
     "learning": "Does the default run learn, how fast, and for every seed? Synchronous against asynchronous.",
-    "figures": "Draw the figures of the documentation from the results.",
+    "figures": "Draw the figures of the documentation, and write its numbers, from the results.",
     "screenshot": "Capture what a user sees while the default run trains.",
 }
 

@@ -1,4 +1,4 @@
-"""Draw the figures of the documentation from the results.
+"""Draw the figures of the documentation from the results, and write the numbers into README.md.
 
 python -m bench figures
 """
@@ -6,7 +6,8 @@ python -m bench figures
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import statistics
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import matplotlib as mpl
@@ -16,6 +17,7 @@ from matplotlib import pyplot as plt
 from bench.fingerprint import ROOT
 from bench.learning import RESULTS, Learnt
 
+BEGIN, END = "<!-- measured:begin -->", "<!-- measured:end -->"
 IMAGES = ROOT / "docs" / "images"
 STYLES = {"async": ("#1f6feb", "-", "asynchronous"), "sync": ("#d1740f", "--", "synchronous (--async false)")}
 
@@ -44,6 +46,50 @@ def draw_learning(runs: Sequence[Learnt], target: Path) -> None:
     plt.close(figure)
 
 
+def measured(runs: Sequence[Learnt]) -> str:
+    """The results as a table in Markdown: medians over the seeds, and the extremes where they matter."""
+    rows = ["| | " + " | ".join(STYLES[mode][2] for mode in STYLES) + " |", "|---|" + "---|" * len(STYLES)]
+    by_mode = [[run for run in runs if run.mode == mode] for mode in STYLES]
+    for label, value in ROWS:
+        rows.append(f"| {label} | " + " | ".join(value(group) for group in by_mode) + " |")
+    seeds, first = len(by_mode[0]), runs[0]
+    return "\n".join([*rows, "", f"{seeds} seeds, {_machine(first)}, {first.fingerprint.machine.blas}."])
+
+
+def _range(values: Sequence[float], form: str) -> str:
+    return f"{min(values):{form}} to {max(values):{form}}"
+
+
+def _rates(runs: Sequence[Learnt]) -> str:
+    """Decoding alone, and beside the learner, which a synchronous run never does."""
+    alone = statistics.median(run.decode_rate_idle or 0 for run in runs)
+    beside = statistics.median(run.decode_rate_learning or 0 for run in runs)
+    if not beside:
+        return f"{alone:,.0f} tokens/s; never"
+    return f"{alone:,.0f} tokens/s; {beside:,.0f} ({beside / alone:.0%})"
+
+
+ROWS: tuple[tuple[str, Callable[[Sequence[Learnt]], str]], ...] = (
+    ("held-out accuracy before", lambda runs: f"{runs[0].before:.3f}"),
+    ("held-out accuracy after, lowest to highest", lambda runs: _range([run.after for run in runs], ".3f")),
+    ("seconds of training", lambda runs: _range([run.seconds for run in runs], ".1f")),
+    ("updates; completion tokens", lambda r: f"{r[0].steps}; {statistics.median(run.tokens for run in r):,.0f}"),
+    ("weight swap, median", lambda runs: f"{statistics.median(run.swap_median for run in runs) * 1e3:.3f} ms"),
+    ("weight swap, longest of all", lambda runs: f"{max(run.swap_longest for run in runs) * 1e3:.3f} ms"),
+    ("decoding alone; while the learner works", _rates),
+)
+
+
+def write_between(path: Path, text: str) -> None:
+    """Replace what stands between the two markers of a page. Raises ValueError if it has none."""
+    page = path.read_text(encoding="utf-8")
+    before, begin, rest = page.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"{path} has no {BEGIN} ... {END}")
+    path.write_text(f"{before}{begin}\n{text}\n{end}{after}", encoding="utf-8")
+
+
 def _machine(run: Learnt) -> str:
     machine = run.fingerprint.machine
     return f"{machine.processor}, {machine.cores} cores, MLX {machine.mlx_version} on {machine.backend}"
@@ -54,5 +100,7 @@ def main(argv: Sequence[str]) -> int:
     argparse.ArgumentParser(prog="python -m bench figures", description=__doc__).parse_args(argv)
     mpl.use("svg")
     mpl.rcParams["svg.hashsalt"] = "clotho"
-    draw_learning(read_learnt(RESULTS), IMAGES / "learning.svg")
+    runs = read_learnt(RESULTS)
+    draw_learning(runs, IMAGES / "learning.svg")
+    write_between(ROOT / "README.md", measured(runs))
     return 0

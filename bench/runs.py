@@ -29,9 +29,13 @@ def run_pipeline(arguments: Sequence[str]) -> Metrics:
 
 
 def accuracies(metrics: Metrics) -> list[tuple[int, float, float]]:
-    """(step, seconds since the run began, held-out accuracy) of every measurement, in order of the steps."""
-    found = [(line["step"], line["seconds"], line["eval_accuracy"]) for line in metrics if "eval_accuracy" in line]
-    return sorted(found)
+    """(step, seconds, held-out accuracy) of every measurement, in order of the steps.
+
+    seconds: from the beginning of the run to the update that made the measured weights, however long measuring took.
+    """
+    made = {line["step"]: line["seconds"] for line in updates(metrics)}
+    found = [line for line in metrics if "eval_accuracy" in line]
+    return sorted((line["step"], made.get(line["step"], 0.0), line["eval_accuracy"]) for line in found)
 
 
 def updates(metrics: Metrics) -> Metrics:

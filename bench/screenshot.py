@@ -15,7 +15,6 @@ import re
 import struct
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from fcntl import ioctl
 from pathlib import Path
@@ -30,6 +29,7 @@ from rich.text import Text
 from bench.figures import IMAGES
 from bench.fingerprint import ROOT
 
+RUN = "runs/picture"
 HALF = re.compile(r"step (\d+)/(\d+)")
 
 
@@ -93,14 +93,12 @@ def main(argv: Sequence[str]) -> int:
     stream = pyte.ByteStream(screen)
     title = "python pipeline.py --profile local-m3"
     during: list[Text] = []
-    with tempfile.TemporaryDirectory() as directory:
-        run_dir = str(Path(directory, "local-m3"))
-        command = [sys.executable, "pipeline.py", "--profile", "local-m3", "--run-dir", run_dir, *chosen.arguments]
-        for chunk in run_in_terminal(command, chosen.columns, chosen.rows):
-            stream.feed(chunk)
-            found = HALF.search("\n".join(screen.display))
-            if not during and found and 2 * int(found[1]) >= int(found[2]):
-                during = frame(screen)
+    command = [sys.executable, "pipeline.py", "--profile", "local-m3", "--run-dir", RUN, "--clean", *chosen.arguments]
+    for chunk in run_in_terminal(command, chosen.columns, chosen.rows):
+        stream.feed(chunk)
+        found = HALF.search("\n".join(screen.display))
+        if not during and found and 2 * int(found[1]) >= int(found[2]):
+            during = frame(screen)
     draw(during, IMAGES / "running.svg", chosen.columns, title)
     draw(frame(screen), IMAGES / "finished.svg", chosen.columns, title)
     return 0

@@ -129,22 +129,28 @@ def _mean(values: list[float] | list[int] | list[bool] | tuple[int, ...]) -> flo
 
 
 class RunHistory(Struct, frozen=True, kw_only=True):
-    """What metrics.jsonl says of the earlier lives of a run. before: the base policy's measurement, if it was made."""
+    """What metrics.jsonl says of the earlier lives of a run.
+
+    before: the base policy's measurement; after: the newest that was the last of a life. None where it was not made.
+    """
 
     seconds: float
     before: EvalReport | None
+    after: EvalReport | None
 
 
 def read_history(path: Path) -> RunHistory:
     """Read the age of a run, and how its base policy did. A file that does not exist is a run that begins."""
-    seconds, before = 0.0, None
+    seconds, before, after = 0.0, None, None
     if path.exists():
         for line in path.read_bytes().splitlines():
             record = msgspec.json.decode(line, type=dict[str, Any])
             seconds = max(seconds, record.get("seconds") or 0.0)
             if record.get("step") == 0 and "eval_accuracy" in record:
                 before = _evaluation(record)
-    return RunHistory(seconds=seconds, before=before)
+            if record.get("eval_final"):
+                after = _evaluation(record)
+    return RunHistory(seconds=seconds, before=before, after=after)
 
 
 def _evaluation(record: dict[str, Any]) -> EvalReport:

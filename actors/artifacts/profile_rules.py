@@ -13,6 +13,7 @@ from protocols.errors import ProfileError
 from protocols.profile import ActorSection, Profile
 
 BOXES = ("prompter", "generator", "scorer", "learner", "broadcaster", "checkpointer", "evaluator", "monitor")
+SERVICES = ("gateway", "watchdog", "decode engine")
 ARROWS = ("prompts", "rollouts", "scored", "reports")
 
 Complaint = tuple[str, str]
@@ -156,6 +157,8 @@ def own_actors(profile: Profile) -> Iterator[Complaint]:
             )
         if actor.name in BOXES and not (actor.mode == "replace" and actor.at == actor.name):
             yield "actors", f"actors: {actor.name!r} is the name of a box; choose another"
+        if actor.name in SERVICES:
+            yield "actors", f"actors: {actor.name!r} is the name of a service; choose another"
         if actor.mode == "replace" and actor.at == "evaluator" and not profile.eval.enabled:
             yield "actors", f"actors: {actor.name!r} replaces the evaluator, but eval.enabled = false"
 

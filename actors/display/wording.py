@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 
 def duration(seconds: float | None) -> str:
     """`0:07`, `12:30`, `1:02:03`; `-` where unknown."""
@@ -43,3 +45,11 @@ def milliseconds(seconds: float | None) -> str:
 def percent(share: float) -> str:
     """`43.4 %`."""
     return f"{share * 100:.1f} %"
+
+
+def shown_path(path: str | Path) -> str:
+    """A path as one would type it here: relative where it lies below the current directory. Hub names stay."""
+    absolute = Path(path)
+    if absolute.is_absolute() and absolute.is_relative_to(Path.cwd()):
+        return str(absolute.relative_to(Path.cwd()))
+    return str(path)

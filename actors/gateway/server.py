@@ -58,11 +58,15 @@ class Gateway:
     ) -> None:
         """listener: a socket from `listen`, for those who want to know early whether the port is free."""
         self._services, self._listener, self._grace_seconds = services, listener, grace_seconds
+        self.requests = 0
+
+    def _count(self) -> None:
+        self.requests += 1
 
     async def run(self, *, task_status: TaskStatus[str] = anyio.TASK_STATUS_IGNORED) -> None:
         """Serve until cancelled; run again, it binds anew. Raises GatewayError if the address cannot be bound."""
         listener, self._listener = self._listener or listen(self._services.settings), None
-        traffic = Traffic(self._services.settings.max_concurrent)
+        traffic = Traffic(self._services.settings.max_concurrent, on_admitted=self._count)
         address, ready, stop = base_url(listener), anyio.Event(), anyio.Event()
 
         async def until_stopped() -> None:

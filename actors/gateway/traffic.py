@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import anyio
@@ -16,10 +16,11 @@ STOPPING = ApiError(503, "the server is shutting down", code="shutting_down", he
 
 
 class Traffic:
-    """The requests in flight: at most `limit`; none are let in once `drain` has begun."""
+    """The requests in flight: at most `limit`; none are let in once `drain` has begun. `on_admitted` hears of each."""
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, *, on_admitted: Callable[[], None] = lambda: None) -> None:
         self.limit = limit
+        self._on_admitted = on_admitted
         self.closing = False
         self._scopes: set[anyio.CancelScope] = set()
         self._empty = anyio.Event()
@@ -32,6 +33,7 @@ class Traffic:
     @contextmanager
     def admitted(self) -> Iterator[anyio.CancelScope]:
         """Hold one place; the scope is cancelled if the request outlives the server's patience."""
+        self._on_admitted()
         with anyio.CancelScope() as scope:
             self._scopes.add(scope)
             try:
