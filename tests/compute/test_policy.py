@@ -8,11 +8,11 @@ from typing import Any, cast
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from actors.compute.tokenizer import ChatTokenizer
 from mlx.utils import tree_map
 
 from actors.compute.fingerprint import fingerprint
 from actors.compute.policy import Parameters, Policy
+from actors.compute.tokenizer import ChatTokenizer
 from actors.compute.trees import flat, nested
 from protocols.profile import PolicySection
 from tests.saved_models import CONFIG, MIXTURE, TOKENS_1_T, build
