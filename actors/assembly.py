@@ -20,6 +20,7 @@ from actors.artifacts.metrics_record import RunHistory, read_history
 from actors.artifacts.profile_file import load_profile, write_profile
 from actors.artifacts.run_directory import RunDirectory
 from actors.compute.engine import DecodeEngine
+from actors.compute.engine.validation import validate
 from actors.compute.executor import ComputeExecutor
 from actors.compute.machine import physical_memory
 from actors.compute.memory import limit_buffer_cache
@@ -35,10 +36,11 @@ from actors.questions import Questions, load_questions
 from actors.rewards.runner import RewardRunner
 from actors.runtime.futures import finish
 from protocols.checkpoint import RunState
-from protocols.errors import ProfileError
+from protocols.errors import ProfileError, RequestError
 from protocols.evaluation import HeldOut
 from protocols.ledger import Ledger
 from protocols.profile import Profile
+from protocols.sampling import SampleRequest
 
 
 class Parts(Struct, frozen=True, kw_only=True):
@@ -80,7 +82,9 @@ async def assemble(profile: Profile, directory: RunDirectory, executor: ComputeE
     policy, policy_learner, engine = await finish(executor.submit(lambda: _prepare_compute(profile)))
     broken = executor.attach(engine)
     questions, held_out = await run_sync(lambda: load_questions(profile, policy.tokenizer, rewards.is_correct))
-    _refuse_long_prompts(max(questions.longest_prompt, held_out.longest_prompt), policy.context_length, profile)
+    longest = max(questions.longest_prompt, held_out.longest_prompt)
+    _refuse_long_prompts(longest, policy.context_length, profile)
+    _refuse_other_sampling(longest, policy, profile)
     inputs = await run_sync(lambda: _inputs(profile))
     if directory.resumed and directory.profile.exists():
         refuse_if_incompatible(load_profile(str(directory.profile)), profile)
@@ -130,6 +134,19 @@ def _refuse_long_prompts(longest: int, context: int, profile: Profile) -> None:
             f"the longest prompt of {profile.data.train} and its held-out problems has {longest} tokens, and the "
             f"policy's context is {context}: shorten it, or choose another model"
         )
+
+
+def _refuse_other_sampling(longest: int, policy: Policy, profile: Profile) -> None:
+    """What the engine would refuse of every group: its own check, on a prompt as long as the longest."""
+    limit = profile.generator.max_cache_tokens
+    request = SampleRequest(prompt=(0,) * longest, sampling=profile.sampling, seeds=(0,))
+    try:
+        validate(request, vocabulary=policy.vocab_size, context=policy.context_length, cache_tokens=limit)
+    except RequestError as error:
+        raise ProfileError(
+            f"sampling.{error.param}: {error} (the longest prompt has {longest} tokens, and "
+            f"generator.max_cache_tokens is {limit})"
+        ) from error
 
 
 def _inputs(profile: Profile) -> dict[str, str]:

@@ -7,11 +7,14 @@ from collections.abc import Awaitable, Callable, Sequence
 from actors.artifacts.dataset import Columns, HeldOutSplit, load_problems, split_heldout
 from actors.artifacts.problem_order import ProblemOrder
 from actors.compute.tokenizer import ChatTokenizer
-from protocols.errors import ModelError, RequestError
+from protocols.errors import ModelError, ProfileError, RequestError
 from protocols.evaluation import HeldOut
 from protocols.profile import DataSection, Profile
 from protocols.prompt import Problem, Prompt
 from protocols.seeds import group_seed
+
+SHOWN = 10
+"""Kinds of problems that a complaint lists."""
 
 
 class Questions:
@@ -43,13 +46,26 @@ class Questions:
 def load_questions(
     profile: Profile, tokenizer: ChatTokenizer, is_correct: Callable[[Problem, str], Awaitable[bool]]
 ) -> tuple[Questions, HeldOut]:
-    """Read, split and render a profile's problems. Raises DatasetError, or ModelError if they cannot be rendered."""
+    """Read, split and render a profile's problems.
+
+    Raises DatasetError, ModelError if they cannot be rendered, ProfileError for a reward that is for none of them.
+    """
     split = _split(profile.data, profile.seed)
+    _refuse_idle_rewards(profile, {problem.type for problem in (*split.train, *split.heldout)})
     train, held_out = (_render(problems, profile.data.system, tokenizer) for problems in (split.train, split.heldout))
     return (
         Questions(split.train, train, seed=profile.seed, shuffle=profile.data.shuffle),
         HeldOut(problems=split.heldout, prompts=held_out, is_correct=is_correct),
     )
+
+
+def _refuse_idle_rewards(profile: Profile, kinds: set[str]) -> None:
+    for reward in profile.rewards:
+        if reward.types and kinds.isdisjoint(reward.types):
+            raise ProfileError(
+                f"rewards: {reward.name} is for problems of type {', '.join(reward.types)}, and {profile.data.train} "
+                f"has none; there are: {', '.join(sorted(kinds)[:SHOWN])}"
+            )
 
 
 def _split(data: DataSection, seed: int) -> HeldOutSplit:

@@ -28,7 +28,6 @@ from protocols.checkpoint import RunState
 from protocols.evaluation import EvalReport
 from protocols.gauges import MailboxGauge, RunGauges
 from protocols.ledger import Balance
-from protocols.sampling import Sampling
 from protocols.step import PolicyUpdated, StepReport
 from protocols.summary import RunSummary
 from protocols.weights import SwapTimes, WeightsReady
@@ -219,7 +218,7 @@ class Session:
             sampler=self.sampler,
             tokenizer=policy.tokenizer,
             settings=profile.gateway,
-            sampling=Sampling(),
+            sampling=profile.sampling,
             weights=lambda: self.weights.value,
             health=self.health,
             numbers=self.numbers,

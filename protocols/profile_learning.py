@@ -20,7 +20,7 @@ class ModelSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     path: a directory, or a repository of the Hugging Face hub.
     dtype: computing type; `auto` is float32 on the CPU and the checkpoint's own on a GPU.
     dequantize: expand a quantised base at load; much faster on the CPU, several times the memory.
-    trust_remote_code: let the model's tokenizer run code of its own.
+    trust_remote_code: let the model and its tokenizer run code of their own.
     """
 
     path: Annotated[str, Meta(min_length=1)]
@@ -119,7 +119,7 @@ class LearnerSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     min_learning_rate: where `cosine` and `linear` end.
     beta1, beta2, epsilon, weight_decay: AdamW with bias correction.
     max_grad_norm: global clipping; 0 = off.
-    clip_low, clip_high: the ratio stays in [1 - clip_low, 1 + clip_high] (clip-higher: DAPO).
+    clip_low, clip_high: beyond [1 - clip_low, 1 + clip_high] the ratio gains nothing more (clip-higher: DAPO).
     correction: `none`: the ratio is against the sampler's log-probabilities; `truncate`: it is against the learner's
         own, and each token weighs min(learner / sampler, correction_cap) (truncated importance sampling).
     correction_cap: the largest weight under `truncate`.

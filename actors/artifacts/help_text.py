@@ -11,12 +11,17 @@ from actors.artifacts.profile_schema import REQUIRED, Key, Section, sections
 
 INDENT = " " * 6
 
+INTRODUCTION = (
+    "Train a language model by reinforcement learning and serve it. Every key of a profile is a flag. In brackets: "
+    "what holds where the profile says nothing; --dry-run shows what it says."
+)
+
 
 def help_text(width: int = 100) -> str:
     """The whole schema of flags as plain text, no line longer than `width` where words allow."""
     parts = [
         "usage: python pipeline.py [--profile NAME|FILE.toml] [--KEY VALUE ...]",
-        fill("Train a language model by reinforcement learning and serve it. Every key of a profile is a flag.", width),
+        fill(INTRODUCTION, width),
         _entry("--profile", "a name or a .toml file", DEFAULT_PROFILE, "the settings to start from", width),
         *(_entry(_flag(name), "a switch", "", text, width) for name, text in SWITCHES.items()),
         *(_section(section, width) for section in sections()),

@@ -60,6 +60,12 @@ DEPENDENCES = (
         fault="is too large",
     ),
     Dependence(
+        keys=("learner.clip_low", "learner.clip_high"),
+        switch="learner.correction",
+        works=lambda p: p.learner.correction == "none",
+        because='learner.correction = "truncate" takes the ratio against the learner itself: it is 1, never clipped',
+    ),
+    Dependence(
         keys=("learner.correction_cap",),
         switch="learner.correction",
         works=lambda p: p.learner.correction == "truncate",
@@ -122,7 +128,7 @@ def resting(profile: Profile, merged: Merged) -> set[str]:
 
 
 def without_effect(profile: Profile) -> Iterator[tuple[str, str]]:
-    """Settings that differ from their default in vain: (key path, complaint)."""
+    """No setting differs from its default in vain: (key path, complaint) of each that does."""
     for rule in DEPENDENCES:
         if rule.works(profile):
             continue

@@ -103,8 +103,9 @@ def _resolve_targets(blocks: list[nn.Module], targets: tuple[str, ...]) -> tuple
 
 
 def _nearest(target: str, available: tuple[str, ...]) -> str:
-    close = difflib.get_close_matches(target, available, n=1, cutoff=0.0)
-    return f"did you mean {close[0]}? (there are: {', '.join(available)})" if close else "the model has none"
+    full = {name.rpartition(".")[2]: name for name in available}
+    close = difflib.get_close_matches(target.rpartition(".")[2], full, n=1, cutoff=0.0)
+    return f"did you mean {full[close[0]]}? (there are: {', '.join(available)})" if close else "the model has none"
 
 
 def _replaced_modules(model: nn.Module, before: dict[str, nn.Module]) -> tuple[AdaptedModule, ...]:

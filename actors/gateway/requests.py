@@ -82,7 +82,7 @@ class ContentPart(Struct, frozen=True, kw_only=True):
 
 
 class Message(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One message of a conversation; `developer` is rendered as `system`."""
+    """One message of a conversation; `developer` is rendered as `system`, `name` and `refusal` are not rendered."""
 
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[ContentPart]

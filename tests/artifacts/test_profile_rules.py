@@ -48,6 +48,7 @@ def profile(**sections: Any) -> Profile:
         ({"learner": {"min_learning_rate": 1.0}}, "learner.min_learning_rate is too large: it must be at most"),
         ({"learner": {"schedule": "constant", "min_learning_rate": 1e-6}}, "learner.min_learning_rate has no effect"),
         ({"learner": {"correction_cap": 3.0}}, "learner.correction_cap has no effect"),
+        ({"learner": {"correction": "truncate", "clip_high": 0.2}}, "learner.clip_high has no effect"),
         ({"learner": {"kl_estimator": "k1"}}, "learner.kl_estimator has no effect: learner.kl_beta = 0"),
         ({"async": False, "generator": {"batches_ahead": 3}}, "generator.batches_ahead has no effect"),
         ({"weights": {"probe_warn": 0.6}}, "weights.probe_warn = 0.6 must be at most weights.probe_stop = 0.5"),

@@ -68,10 +68,11 @@ def test_a_short_name_stands_for_the_modules_that_end_in_it() -> None:
     assert config.lora_parameters.keys == ("mlp.up_proj", "self_attn.q_proj")
 
 
-def test_an_unknown_target_names_the_nearest() -> None:
+@pytest.mark.parametrize("misspelt", ["self_atn.q_proj", "qproj"])
+def test_an_unknown_target_names_the_nearest(misspelt: str) -> None:
     """A misspelt module is an error, never an adapter that trains less than asked."""
     with pytest.raises(ModelError, match=r"did you mean self_attn\.q_proj"):
-        install_adapter(build(), PolicySection(target_modules=("self_atn.q_proj",)), seed=0)
+        install_adapter(build(), PolicySection(target_modules=(misspelt,)), seed=0)
 
 
 def test_scale_and_alpha_reach_the_layers() -> None:
