@@ -144,7 +144,11 @@ class ComputeExecutor:
                 self._steps_clock.used = max(self._steps_clock.used, self._ticks_clock.used)
             self._steps.append(_Job(steps, future, learning))
 
-        self.submit(enqueue)
+        def give_up(enqueued: Future[None]) -> None:
+            if enqueued.cancelled():
+                future.cancel()
+
+        self.submit(enqueue).add_done_callback(give_up)
         return future
 
     def attach(self, ticker: Ticker) -> Future[None]:
@@ -182,7 +186,7 @@ class ComputeExecutor:
         try:
             while not self._stopping.is_set():
                 ready = bool(self._steps) or self._ticker.has_work
-                while self._run_call(block=not ready):
+                while not self._stopping.is_set() and self._run_call(block=not ready):
                     ready = True
                 if self._stopping.is_set():
                     break
