@@ -33,8 +33,8 @@ from actors.artifacts.run_directory import RunDirectory, open_run
 from actors.assembly import Parts, assemble
 from actors.compute.executor import ComputeExecutor
 from actors.compute.machine import physical_memory
-from actors.compute.memory_estimate import estimate_memory
-from actors.compute.memory_report import describe
+from actors.compute.memory.estimate import estimate_memory
+from actors.compute.memory.report import describe
 from actors.custom import CustomActors
 from actors.display.final_table import print_summary
 from actors.display.memory_table import print_estimate
@@ -67,20 +67,19 @@ def wire(parts: Parts, session: Session) -> list[Child]:
     flow = [custom.box("monitor", boxes.monitor(parts, session), inbox=reports.reader())]
     flow += [child for arrow in (reports, scored, rollouts, prompts) for child in arrow.children]
     if profile.eval.enabled:
-        measured, told = updates["evaluator"].reader(), reports.writer()
-        flow.append(custom.box("evaluator", boxes.evaluator(parts), inbox=measured, outbox=told))
+        measured = updates["evaluator"].reader()
+        flow.append(custom.box("evaluator", boxes.evaluator(parts), inbox=measured, outbox=reports.writer()))
     kept, served = updates["checkpointer"].reader(), updates["broadcaster"].reader()
     flow.append(custom.box("checkpointer", boxes.checkpointer(parts, session), inbox=kept))
     flow.append(custom.box("broadcaster", boxes.broadcaster(parts, session), inbox=served))
     learnt = [mailbox.writer() for mailbox in updates.values()]
-    flow.append(
-        custom.box("learner", boxes.learner(parts), inbox=scored.reader(), updates=learnt, reports=reports.writer())
-    )
+    judged, told = scored.reader(), reports.writer()
+    flow.append(custom.box("learner", boxes.learner(parts, session), inbox=judged, updates=learnt, reports=told))
     flow.append(custom.box("scorer", boxes.scorer(parts), inbox=rollouts.reader(), outbox=scored.writer()))
     flow.append(
         custom.box("generator", boxes.generator(parts, session), inbox=prompts.reader(), outbox=rollouts.writer())
     )
-    flow.append(custom.box("prompter", boxes.prompter(parts), outbox=prompts.writer()))
+    flow.append(custom.box("prompter", boxes.prompter(parts, session), outbox=prompts.writer()))
     session.observe(custom.boxes)
     return [*custom.free_standing(), *flow]
 

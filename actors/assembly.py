@@ -22,10 +22,11 @@ from actors.artifacts.run_directory import RunDirectory
 from actors.compute.engine import DecodeEngine
 from actors.compute.engine.validation import validate
 from actors.compute.executor import ComputeExecutor
+from actors.compute.learnable_sampling import restricts_support
 from actors.compute.machine import physical_memory
-from actors.compute.memory import limit_buffer_cache
-from actors.compute.memory_estimate import estimate_memory
-from actors.compute.memory_report import too_large
+from actors.compute.memory.buffers import limit_buffer_cache
+from actors.compute.memory.estimate import estimate_memory
+from actors.compute.memory.report import too_large
 from actors.compute.model_loading import find_model
 from actors.compute.policy import Policy, load_policy
 from actors.compute.random_state import restore_random_state
@@ -33,13 +34,16 @@ from actors.compute.update import PolicyLearner
 from actors.custom import load_factory
 from actors.learner import Progress
 from actors.questions import Questions, load_questions
+from actors.rewards.overlong import Overlong
 from actors.rewards.runner import RewardRunner
 from actors.runtime.futures import finish
 from protocols.checkpoint import RunState
-from protocols.errors import ProfileError, RequestError
+from protocols.errors import CheckpointError, ProfileError, RequestError
 from protocols.evaluation import HeldOut
 from protocols.ledger import Ledger
+from protocols.memory import MemoryEstimate
 from protocols.profile import Profile
+from protocols.replay import KeptGroup
 from protocols.sampling import SampleRequest
 
 
@@ -48,7 +52,8 @@ class Parts(Struct, frozen=True, kw_only=True):
 
     engine_broken: has an error if a decode tick raises. state: what the run resumes from, if it does, and history: what
     its earlier lives have measured. base: the parameters before the first update, where those lives did not get round
-    to measuring them. warnings: of damaged checkpoints.
+    to measuring them. replay: groups in the replay buffer it resumes with. estimated_memory: bytes
+    of arrays at the fullest moment, as worked out before. warnings: of damaged checkpoints.
     """
 
     profile: Profile
@@ -67,6 +72,8 @@ class Parts(Struct, frozen=True, kw_only=True):
     state: RunState | None
     history: RunHistory
     base: Any | None
+    replay: tuple[KeptGroup, ...]
+    estimated_memory: int
     warnings: tuple[str, ...]
 
 
@@ -78,8 +85,8 @@ async def assemble(profile: Profile, directory: RunDirectory, executor: ComputeE
     """
     for section in profile.actors:
         load_factory(section)
-    rewards = RewardRunner(profile.rewards)
-    policy, policy_learner, engine = await finish(executor.submit(lambda: _prepare_compute(profile)))
+    rewards = _rewards(profile)
+    policy, policy_learner, engine, estimate = await finish(executor.submit(lambda: _prepare_compute(profile)))
     broken = executor.attach(engine)
     questions, held_out = await run_sync(lambda: load_questions(profile, policy.tokenizer, rewards.is_correct))
     longest = max(questions.longest_prompt, held_out.longest_prompt)
@@ -91,7 +98,10 @@ async def assemble(profile: Profile, directory: RunDirectory, executor: ComputeE
     directory.begin()
     base = policy.trainable()
     found = latest(directory.checkpoints) if directory.resumed else Found(path=None, warnings=())
-    state = None if found.path is None else await _resume(found.path, executor, policy, policy_learner, inputs)
+    state: RunState | None = None
+    replay: tuple[KeptGroup, ...] = ()
+    if found.path is not None:
+        state, replay = await _resume(found.path, executor, policy, policy_learner, inputs)
     for lines in (directory.metrics, directory.rollouts):
         truncate_after(lines, state.step if state else -1)
     write_profile(profile, directory.profile)
@@ -113,19 +123,40 @@ async def assemble(profile: Profile, directory: RunDirectory, executor: ComputeE
         state=state,
         history=history,
         base=base if state and not history.before else None,
+        replay=replay,
+        estimated_memory=estimate.total,
         warnings=found.warnings,
     )
 
 
-def _prepare_compute(profile: Profile) -> tuple[Policy, PolicyLearner, DecodeEngine]:
+def _prepare_compute(profile: Profile) -> tuple[Policy, PolicyLearner, DecodeEngine, MemoryEstimate]:
     limit_buffer_cache(profile.monitor.cache_limit_mb * 2**20)
     find_model(profile.model.path)
-    if refusal := too_large(estimate_memory(profile.model, profile), physical_memory()):
+    estimate = estimate_memory(profile.model, profile)
+    if refusal := too_large(estimate, physical_memory()):
         raise refusal
-    keep_reference = profile.learner.kl_beta > 0
+    keep_reference = profile.learner.kl_beta > 0 and profile.learner.reference == "base"
     policy = load_policy(profile.model, profile.policy, seed=profile.seed, keep_reference=keep_reference)
-    learner = PolicyLearner(policy, profile.learner, profile.sampling, steps=profile.steps)
-    return policy, learner, DecodeEngine(policy, profile.generator)
+    learner = PolicyLearner(
+        policy,
+        profile.learner,
+        profile.sampling,
+        steps=profile.steps,
+        seed=profile.seed,
+        good_window=profile.alarms.window if profile.alarms.on_collapse == "rollback" else 0,
+        watched=profile.alarms.on_collapse != "off",
+    )
+    return policy, learner, DecodeEngine(policy, profile.generator), estimate
+
+
+def _rewards(profile: Profile) -> RewardRunner:
+    learner, overlong = profile.learner, None
+    if learner.overlong_buffer:
+        overlong = Overlong(
+            max_tokens=profile.sampling.max_tokens, buffer=learner.overlong_buffer, penalty=learner.overlong_penalty
+        )
+    within_group = learner.advantage not in ("batch", "environment")
+    return RewardRunner(profile.rewards, overlong=overlong, keep_equal=not within_group)
 
 
 def _refuse_long_prompts(longest: int, context: int, profile: Profile) -> None:
@@ -139,7 +170,12 @@ def _refuse_long_prompts(longest: int, context: int, profile: Profile) -> None:
 def _refuse_other_sampling(longest: int, policy: Policy, profile: Profile) -> None:
     """What the engine would refuse of every group: its own check, on a prompt as long as the longest."""
     limit = profile.generator.max_cache_tokens
-    request = SampleRequest(prompt=(0,) * longest, sampling=profile.sampling, seeds=(0,))
+    request = SampleRequest(
+        prompt=(0,) * longest,
+        sampling=profile.sampling,
+        seeds=(0,),
+        record_support=restricts_support(profile.sampling),
+    )
     try:
         validate(request, vocabulary=policy.vocab_size, context=policy.context_length, cache_tokens=limit)
     except RequestError as error:
@@ -161,12 +197,11 @@ def _inputs(profile: Profile) -> dict[str, str]:
 
 async def _resume(
     path: Path, executor: ComputeExecutor, policy: Policy, learner: PolicyLearner, inputs: dict[str, str]
-) -> RunState:
+) -> tuple[RunState, tuple[KeptGroup, ...]]:
     """Bring policy, learner and random numbers to where a checkpoint stands."""
     state = read_state(path)
     refuse_other_inputs(state, inputs)
-    await finish(executor.submit(lambda: _restore(path, policy, learner)))
-    return state
+    return state, await finish(executor.submit(lambda: _restore(path, policy, learner)))
 
 
 def _progress(state: RunState | None) -> Progress:
@@ -180,9 +215,13 @@ def _progress(state: RunState | None) -> Progress:
     )
 
 
-def _restore(path: Path, policy: Policy, learner: PolicyLearner) -> None:
+def _restore(path: Path, policy: Policy, learner: PolicyLearner) -> tuple[KeptGroup, ...]:
     checkpoint = read_checkpoint(path, expected=policy.trainable(), adapter_config=policy.adapter_config)
     state = checkpoint.state
     policy.publish(checkpoint.parameters, version=state.version, step=state.step, fingerprint=state.fingerprint)
-    learner.restore(checkpoint.optimizer)
+    try:
+        learner.restore(checkpoint.optimizer)
+    except ValueError as error:
+        raise CheckpointError(f"cannot resume from {path}: {error}") from error
     restore_random_state(state.random_state)
+    return checkpoint.replay

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from actors.alarms.watch import CollapseWatch
 from actors.artifacts.line_writer import LineWriter
 from actors.assembly import Parts
 from actors.broadcaster import Broadcaster
@@ -15,19 +16,25 @@ from actors.generator import Generator
 from actors.learner import Learner
 from actors.monitor import Monitor
 from actors.prompter import Prompter
+from actors.replay import ReplayBuffer
+from actors.runtime.futures import finish
 from actors.scorer import Scorer
 from actors.session import Session
+from protocols.alarms import AlarmState
 
 
-def prompter(parts: Parts) -> Callable[..., Prompter]:
-    """Asks every group of the run that has not ended yet."""
-    profile = parts.profile
+def prompter(parts: Parts, session: Session) -> Callable[..., Prompter]:
+    """Asks every group of the run that has not ended yet, and others in place of those that taught nothing."""
+    profile, bound = parts.profile, _bound(parts)
     return partial(
         Prompter,
         make=parts.questions.prompt,
-        group_ids=parts.ledger.unended(profile.steps * profile.learner.batch_size),
+        group_ids=parts.ledger.unended(None if bound else profile.steps * profile.learner.batch_size),
         batch_size=profile.learner.batch_size,
         asked_until=parts.state.asked if parts.state else 0,
+        refills=session.refills,
+        ended=parts.ledger.ended,
+        groups=bound,
     )
 
 
@@ -42,7 +49,16 @@ def generator(parts: Parts, session: Session) -> Callable[..., Generator]:
         group_size=profile.sampling.group_size,
         batch_size=profile.learner.batch_size,
         batches_ahead=profile.generator.batches_ahead if profile.asynchronous else 0,
+        refills=session.refills,
+        ended=parts.ledger.ended,
+        groups=_bound(parts),
     )
+
+
+def _bound(parts: Parts) -> int | None:
+    """Groups that count towards a batch, where others may be asked in place of those that do not; else None."""
+    profile = parts.profile
+    return profile.steps * profile.learner.batch_size if profile.learner.dynamic_sampling else None
 
 
 def scorer(parts: Parts) -> Callable[..., Scorer]:
@@ -50,8 +66,9 @@ def scorer(parts: Parts) -> Callable[..., Scorer]:
     return partial(Scorer, rewards=parts.rewards)
 
 
-def learner(parts: Parts) -> Callable[..., Learner]:
+def learner(parts: Parts, session: Session) -> Callable[..., Learner]:
     """Computes the next policy."""
+    profile, state = parts.profile, parts.state
     return partial(
         Learner,
         executor=parts.executor,
@@ -59,6 +76,16 @@ def learner(parts: Parts) -> Callable[..., Learner]:
         settings=parts.profile.learner,
         ledger=parts.ledger,
         progress=parts.progress,
+        refills=session.refills,
+        recorded=session.recorded,
+        replay=ReplayBuffer(profile.replay, seed=profile.seed, kept=parts.replay),
+        watch=CollapseWatch(
+            profile.alarms,
+            state=state.alarms if state else AlarmState(),
+            rollbacks=state.rollbacks if state else 0,
+        ),
+        steps=profile.steps,
+        rounds=not profile.asynchronous,
     )
 
 
@@ -89,6 +116,7 @@ def checkpointer(parts: Parts, session: Session) -> Callable[..., Checkpointer]:
         state=session.run_state,
         recorded=session.recorded,
         parameters=parts.policy_learner.parameters,
+        loadable=lambda parameters: finish(parts.executor.submit(lambda: parts.policy.loadable(parameters))),
     )
 
 

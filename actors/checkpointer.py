@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import structlog
-from anyio import move_on_after
 from anyio.to_thread import run_sync
 
 from actors.artifacts.adapter_files import write_adapter
 from actors.artifacts.checkpoints import Snapshot, write_checkpoint
-from actors.runtime.ends import EndOfMail, Inbox
+from actors.histories import reached
+from actors.runtime.ends import Inbox
 from actors.runtime.latest import Latest
 from protocols.adapter import AdapterConfig
 from protocols.checkpoint import RunState
@@ -22,8 +21,6 @@ from protocols.profile import CheckpointSection
 from protocols.step import PolicyUpdated
 
 log = structlog.get_logger(actor="checkpointer")
-
-HISTORY_SECONDS = 10.0
 
 
 class Checkpointer:
@@ -33,7 +30,7 @@ class Checkpointer:
     thread, so the compute thread does too. A disk that refuses ends the run with the earlier checkpoints intact.
 
     A checkpoint waits until the histories (metrics, rollouts) have reached its step: a run that is killed right after
-    it resumes with every group on record. The wait ends with the monitor, and after `HISTORY_SECONDS` in any case.
+    it resumes with every group on record. The wait ends with the monitor, and after a while in any case.
     """
 
     name = "checkpointer"
@@ -49,16 +46,18 @@ class Checkpointer:
         state: Callable[[PolicyUpdated], RunState],
         recorded: Latest[int],
         parameters: Any,
+        loadable: Callable[[Any], Awaitable[tuple[Any, AdapterConfig]]],
     ) -> None:
         """state: what to keep beside the tensors. recorded: how far the monitor has come with the histories.
 
-        parameters: the weights as this life of the run found them.
+        parameters: the weights as this life of the run found them. loadable: what the final adapter's directory must
+        hold of them, so that mlx-lm can load it.
         """
         self._inbox = inbox
         self._directory, self._adapter_directories = directory, adapter_directories
         self._adapter_config, self._settings, self._state = adapter_config, settings, state
         self._recorded = recorded
-        self._parameters = parameters
+        self._parameters, self._loadable = parameters, loadable
 
     async def run(self) -> None:
         """Write until the updates end, then once more if the last was not due, then the adapter."""
@@ -72,23 +71,20 @@ class Checkpointer:
                     unwritten = None
         if unwritten is not None:
             await self._write(unwritten)
+        parameters, adapter_config = await self._loadable(self._parameters)
         for directory in self._adapter_directories:
-            await run_sync(write_adapter, directory, self._parameters, self._adapter_config)
+            await run_sync(write_adapter, directory, parameters, adapter_config)
 
     async def _write(self, update: PolicyUpdated) -> None:
-        await self._wait_for_histories(update.report.step)
+        if not await reached(self._recorded, update.report.step):
+            log.warning("the histories do not keep up; the checkpoint is written without them", step=update.report.step)
         snapshot = Snapshot(
             parameters=update.parameters,
             optimizer=update.optimizer,
             state=self._state(update),
             adapter_config=self._adapter_config,
+            replay=update.replay,
         )
         write = partial(write_checkpoint, self._directory, snapshot, keep_last=self._settings.keep_last)
         path = await run_sync(write)
         log.info("checkpoint", step=update.report.step, path=str(path))
-
-    async def _wait_for_histories(self, step: int) -> None:
-        with suppress(EndOfMail), move_on_after(HISTORY_SECONDS) as patience:
-            await self._recorded.wait_until(lambda recorded: recorded >= step)
-        if patience.cancelled_caught:
-            log.warning("the histories do not keep up; the checkpoint is written without them", step=step)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import aclosing
-from functools import partial
+from contextlib import aclosing, suppress
 
 import anyio
 
-from actors.runtime.ends import Inbox, Outbox
-from actors.runtime.latest import Latest
+from actors.runtime.ends import EndOfMail, Inbox, Outbox
+from actors.runtime.latest import Latest, wait_until
 from actors.sampler import GenerationError, Sampler
 from protocols.errors import RequestError
 from protocols.prompt import Prompt
@@ -22,12 +20,18 @@ from protocols.weights import WeightsReady
 class Generator:
     """Prompts in, groups of completions out. What a stage before it has discarded is passed on.
 
-    Prompts of the same update are submitted together, in one call to the compute thread: the engine then sees the same
-    batch composition in every run, which strict reproducibility needs, and computes their prompts side by side.
+    Law of lag: with `asked` groups before it, the next one may start when
 
-    Law of lag: the prompts of update s start once the weights of step s - batches_ahead serve, or later ones. 0 is
-    strictly on-policy; n bounds how far sampling runs ahead, as AReaL's capacity rule does (arXiv:2505.24298, section
-    5.1). A slow group may be overtaken and learnt from later: `learner.max_staleness` bounds its age.
+        asked < (step + batches_ahead + 1) * batch_size + refills
+
+    step: of the weights that serve; refills: groups so far that are replaced by others. This is AReaL's capacity rule
+    (arXiv:2505.24298, section 5.1), accepted + running <= (eta + step + 1) * batch_size, where accepted groups are
+    those that count towards a batch. batches_ahead = 0 is strictly on-policy. A slow group may be overtaken and learnt
+    from later: `learner.max_staleness` bounds its age.
+
+    Prompts that may start at the same time are submitted together, at most `batch_size` in one call to the compute
+    thread: the engine then sees the same batch composition in every run, which strict reproducibility needs, and
+    computes their prompts side by side.
     """
 
     name = "generator"
@@ -38,41 +42,55 @@ class Generator:
         inbox: Inbox[Prompt | Discarded],
         outbox: Outbox[RolloutGroup | Discarded],
         weights: Latest[WeightsReady],
+        refills: Latest[int],
         sampler: Sampler,
         sampling: Sampling,
         group_size: int,
         batch_size: int,
         batches_ahead: int,
+        ended: int = 0,
+        groups: int | None = None,
     ) -> None:
+        """ended: groups that had ended when this life of the run began, from which `asked` counts.
+
+        groups: how many are asked in all, refills apart; None: until the prompts end.
+        """
         self._inbox, self._outbox = inbox, outbox
-        self._weights, self._sampler = weights, sampler
+        self._weights, self._refills, self._sampler = weights, refills, sampler
         self._sampling, self._group_size = sampling, group_size
         self._batch_size, self._batches_ahead = batch_size, batches_ahead
+        self._asked, self._groups = ended, groups
 
     async def run(self) -> None:
         """Answer until the prompts end and the last group is out."""
         async with self._inbox, self._outbox, anyio.create_task_group() as tasks:
-            async for batch in self._batches():
-                earliest = batch[0].group_id // self._batch_size - self._batches_ahead
-                await self._weights.wait_until(partial(_serves, earliest))
-                await tasks.start(self._answer, batch)
+            async for first in self._inbox:
+                await wait_until(lambda: self._capacity() > 0, self._weights, self._refills)
+                if prompts := await self._release(first):
+                    await tasks.start(self._answer, prompts)
 
-    async def _batches(self) -> AsyncIterator[list[Prompt]]:
-        """Runs of prompts that belong to the same update."""
-        batch: list[Prompt] = []
-        async for prompt in self._inbox:
-            if isinstance(prompt, Discarded):
-                await self._outbox.send(prompt)
-                continue
-            if batch and prompt.group_id // self._batch_size != batch[0].group_id // self._batch_size:
-                yield batch
-                batch = []
-            batch.append(prompt)
-            if len(batch) == self._batch_size:
-                yield batch
-                batch = []
-        if batch:
-            yield batch
+    def _capacity(self) -> int:
+        """How many more groups may start now."""
+        ahead = self._weights.value.step + self._batches_ahead + 1
+        return ahead * self._batch_size + self._refills.value - self._asked
+
+    async def _release(self, first: Prompt | Discarded) -> list[Prompt]:
+        """The prompts that start together, as soon as all of them are there; what was discarded takes its place."""
+        together = min(self._capacity(), self._batch_size)
+        if self._groups is not None:
+            together = min(together, self._groups + self._refills.value - self._asked)
+        prompts = await self._take(first)
+        with suppress(EndOfMail):
+            for _ in range(together - 1):
+                prompts += await self._take(await self._inbox.receive())
+        return prompts
+
+    async def _take(self, message: Prompt | Discarded) -> list[Prompt]:
+        self._asked += 1
+        if isinstance(message, Discarded):
+            await self._outbox.send(message)
+            return []
+        return [message]
 
     async def _answer(self, batch: list[Prompt], *, task_status: anyio.abc.TaskStatus[None]) -> None:
         requests = [
@@ -80,6 +98,7 @@ class Generator:
                 prompt=prompt.tokens,
                 sampling=self._sampling,
                 seeds=completion_seeds(prompt.seed, self._group_size),
+                record_support=True,  # the learner evaluates the law that was drawn from
             )
             for prompt in batch
         ]
@@ -87,10 +106,6 @@ class Generator:
         async with aclosing(self._sampler.groups(requests)) as outcomes:  # cancelled, the engine is told at once
             async for index, outcome in outcomes:
                 await self._outbox.send(_group(batch[index], outcome))
-
-
-def _serves(step: int, ready: WeightsReady) -> bool:
-    return ready.step >= step
 
 
 def _group(prompt: Prompt, outcome: list[Completion] | GenerationError | RequestError) -> RolloutGroup | Discarded:

@@ -6,19 +6,28 @@ import time
 from collections.abc import Generator, Sequence
 from contextlib import suppress
 
+import structlog
 from msgspec import Struct
+from msgspec.structs import replace
 
+from actors.alarms.watch import CollapseWatch, Judgement
 from actors.compute.executor import ComputeExecutor
 from actors.compute.random_state import random_state
 from actors.compute.update import PolicyLearner, Update
+from actors.forming_batch import FormingBatch, discard, sort_out
+from actors.histories import reached
+from actors.replay import ReplayBuffer
 from actors.runtime.ends import Inbox, MailboxClosed, Outbox
 from actors.runtime.futures import finish
-from protocols.errors import DivergenceError
+from actors.runtime.latest import Latest
+from protocols.errors import ClothoError, DivergenceError
 from protocols.ledger import Ledger
 from protocols.profile import LearnerSection
-from protocols.rollout import Discarded, DiscardReason
+from protocols.rollout import Discarded
 from protocols.score import GroupOutcome, ScoredGroup
 from protocols.step import PolicyUpdated, StepReport, TrainedGroup
+
+log = structlog.get_logger(actor="learner")
 
 
 class Progress(Struct, kw_only=True):
@@ -34,8 +43,10 @@ class Learner:
     """The box where the policy learns, and where every group ends: the only one that writes the ledger.
 
     A batch is `batch_size` groups, however each of them ended: what teaches nothing or comes too late is counted and
-    left out, and the update is made from the rest. The last batch of a run may be smaller. Inside a batch, groups are
-    ordered by their number, so that an update does not depend on which of them was answered first.
+    left out, and the update is made from the rest. With `dynamic_sampling` others are asked in its place, so that the
+    update has `batch_size` groups: at once, or, for runs that can be repeated, when all that were asked have ended.
+    The last batch of a run may be smaller. Inside a batch, groups are ordered by their number, so that an update does
+    not depend on which of them was answered first.
     """
 
     name = "learner"
@@ -51,11 +62,25 @@ class Learner:
         settings: LearnerSection,
         ledger: Ledger,
         progress: Progress,
+        refills: Latest[int],
+        recorded: Latest[int],
+        replay: ReplayBuffer,
+        watch: CollapseWatch,
+        steps: int,
+        rounds: bool,
     ) -> None:
-        """updates: one arrow each to whoever needs the new weights; reports: to whoever only needs the numbers."""
+        """updates: one arrow each to whoever needs the new weights; reports: to whoever only needs the numbers.
+
+        refills: tells how many groups so far have to be replaced; closed after the last of `steps` batches.
+        recorded: how far the monitor has come with the histories.
+        rounds: refill a batch when everything asked for it has ended.
+        """
         self._inbox, self._updates, self._reports = inbox, updates, reports
         self._executor, self._policy_learner = executor, policy_learner
         self._settings, self._ledger, self._progress = settings, ledger, progress
+        self._refills, self._recorded = refills, recorded
+        self._replay, self._steps, self._rounds = replay, steps, rounds
+        self._watch, self._rolled_back_at = watch, 0
         self.last_report: StepReport | None = None
         self.began = self.last_update = time.monotonic()
 
@@ -66,29 +91,46 @@ class Learner:
             async with self._inbox:
                 await self._learn()
         finally:
+            self._refills.close()
             self._reports.close()
             for outbox in self._updates:
                 outbox.close()
 
     async def _learn(self) -> None:
-        batch: list[GroupOutcome] = []
-        began = time.monotonic()
+        batch, began = self._next_batch(), time.monotonic()
         async for outcome in self._inbox:
-            batch.append(outcome)
-            if len(batch) == self._settings.batch_size:
+            version = self._policy_learner.version
+            batch.add(sort_out(outcome, version=version, settings=self._settings, oldest=self._rolled_back_at))
+            if more := batch.refill():
+                self._refills.put(self._refills.value + more)
+            if batch.complete:
                 await self._consume(batch, wait_seconds=time.monotonic() - began)
-                batch, began = [], time.monotonic()
-        if batch:
+                batch, began = self._next_batch(), time.monotonic()
+        if batch.ended:
             await self._consume(batch, wait_seconds=time.monotonic() - began)
 
-    async def _consume(self, batch: list[GroupOutcome], *, wait_seconds: float) -> None:
+    def _next_batch(self) -> FormingBatch:
+        """An empty batch; after the last one nothing is asked any more."""
+        size = limit = self._settings.batch_size
+        if self._settings.dynamic_sampling:
+            if self._progress.step < self._steps:
+                limit = int(self._settings.dynamic_limit * size)
+            else:
+                self._refills.close()
+        return FormingBatch(size=size, limit=limit, rounds=self._rounds)
+
+    async def _consume(self, batch: FormingBatch, *, wait_seconds: float) -> None:
         began = time.monotonic()
-        version = self._policy_learner.version
-        fresh, discarded = self._sort_out(sorted(batch, key=_group_id), version)
-        update, state = await finish(self._executor.submit_steps(self._steps(fresh), learning=True))
+        step, version = self._progress.step, self._policy_learner.version
+        if batch.limited:
+            log.warning("dynamic sampling has come to its limit", asked=batch.asked, learnable=len(batch.fresh))
+        fresh = sorted(batch.fresh, key=_group_id)
+        replayed = self._replay.draw(version=version, step=step) if fresh else ()
+        update, state = await finish(self._executor.submit_steps(self._update(fresh, replayed), learning=True))
         trained, refused = _ends(fresh, update)
-        discarded += refused
+        discarded = [*sorted(batch.discarded, key=_group_id), *refused]
         self._book(trained, discarded)
+        self._replay.add(trained, version=self._policy_learner.version)
         self._count(update, time.monotonic() - began)
         report = StepReport(
             step=self._progress.step,
@@ -100,39 +142,54 @@ class Learner:
             update=update.metrics if update else None,
             train_seconds=time.monotonic() - began,
             wait_seconds=wait_seconds,
+            refilled=batch.refilled,
+            replayed=len(replayed),
         )
+        judgement = self._watch.judge(report)
+        report = replace(report, alarms=judgement.signs)
+        if judgement.reaction == "rollback":
+            report = await self._roll_back(report)
+        elif update is not None and update.applied:
+            self._policy_learner.observe_health(healthy=not judgement.signs)
         self.last_report, self.last_update = report, time.monotonic()
         await self._tell(report, state)
+        if failure := self._failure(report, judgement, update):
+            await reached(self._recorded, report.step)  # whoever asks why finds this batch on record
+            raise failure
+
+    def _failure(self, report: StepReport, judgement: Judgement, update: Update | None) -> ClothoError | None:
+        """Why the run must end with this batch, if it must."""
+        if judgement.reaction == "stop":
+            return self._watch.error(report)
         if update and not update.finite and self._progress.bad_steps >= self._settings.max_bad_steps:
-            raise DivergenceError(
+            return DivergenceError(
                 f"{self._progress.bad_steps} updates in a row were not finite, until step {report.step}; the weights "
                 f"of version {report.version} stand: lower learner.learning_rate, or look at rollouts.jsonl"
             )
+        return None
 
-    def _steps(self, groups: list[ScoredGroup]) -> Generator[None, None, tuple[Update | None, tuple[int, ...]]]:
+    async def _roll_back(self, report: StepReport) -> StepReport:
+        """Go back to the last good policy; what a bad one drew is neither learnt from nor replayed."""
+        await finish(self._executor.submit(lambda: self._policy_learner.roll_back(rate=self._watch.rollback_rate)))
+        self._replay.clear()
+        self._progress.bad_steps = 0
+        self._rolled_back_at = self._policy_learner.version
+        log.warning("went back to the last good policy", step=report.step, version=self._policy_learner.version)
+        return replace(
+            report,
+            version=self._policy_learner.version,
+            fingerprint=self._policy_learner.fingerprint,
+            rolled_back=True,
+        )
+
+    def _update(
+        self, groups: Sequence[ScoredGroup], replayed: Sequence[ScoredGroup]
+    ) -> Generator[None, None, tuple[Update | None, tuple[int, ...]]]:
         """The update, and the random state right after it, both in the compute thread."""
         update = None
         if groups:
-            update = yield from self._policy_learner.update(groups, step=self._progress.step)
+            update = yield from self._policy_learner.update(groups, step=self._progress.step, replayed=replayed)
         return update, random_state()
-
-    def _sort_out(self, batch: list[GroupOutcome], version: int) -> tuple[list[ScoredGroup], list[Discarded]]:
-        fresh: list[ScoredGroup] = []
-        discarded: list[Discarded] = []
-        for outcome in batch:
-            if isinstance(outcome, Discarded):
-                discarded.append(outcome)
-                continue
-            if not any(completion.tokens for completion in outcome.group.completions):
-                discarded.append(_discard(outcome, "invalid", "no completion has a token"))
-                continue
-            age = version - outcome.group.oldest_version
-            if age > self._settings.max_staleness:
-                limit = self._settings.max_staleness
-                discarded.append(_discard(outcome, "stale", f"{age} versions old, learner.max_staleness is {limit}"))
-            else:
-                fresh.append(outcome)
-        return fresh, discarded
 
     def _book(self, trained: list[TrainedGroup], discarded: list[Discarded]) -> None:
         for group in trained:
@@ -157,6 +214,9 @@ class Learner:
             bad_steps=self._progress.bad_steps,
             train_seconds=self._progress.train_seconds,
             trained_tokens=self._progress.trained_tokens,
+            replay=self._replay.groups(),
+            alarms=self._watch.state(),
+            rollbacks=self._watch.rollbacks,
         )
         for outbox in self._updates:
             await outbox.send(update)
@@ -173,18 +233,8 @@ def _ends(groups: list[ScoredGroup], update: Update | None) -> tuple[list[Traine
     if update is None:
         return [], []
     if not update.finite:
-        return [], [_discard(group, "not_finite", "loss or gradient was not finite") for group in groups]
+        return [], [discard(group, "not_finite", "loss or gradient was not finite") for group in groups]
     if not update.applied:
-        return [], [_discard(group, "no_signal", "the gradient of the batch was exactly zero") for group in groups]
+        return [], [discard(group, "no_signal", "the gradient of the batch was exactly zero") for group in groups]
     pairs = zip(groups, update.advantages, strict=True)
     return [TrainedGroup(scored=group, advantages=advantages) for group, advantages in pairs], []
-
-
-def _discard(scored: ScoredGroup, reason: DiscardReason, detail: str) -> Discarded:
-    return Discarded(
-        prompt=scored.group.prompt,
-        reason=reason,
-        detail=detail,
-        completions=scored.group.completions,
-        rewards=scored.rewards,
-    )

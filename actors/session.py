@@ -13,7 +13,8 @@ from rich.console import Console
 
 from actors.assembly import Parts
 from actors.compute.machine import describe_machine
-from actors.compute.memory import peak_memory
+from actors.compute.memory.buffers import peak_memory
+from actors.compute.prompt_logprobs import prompt_logprobs
 from actors.custom import Services
 from actors.display.choice import make_display
 from actors.display.view import RunFacts
@@ -21,6 +22,7 @@ from actors.display.wording import shown_path
 from actors.gateway.server import base_url
 from actors.gateway.services import EngineNumbers, GatewayServices, HealthReport, TrainingNumbers
 from actors.runtime.child import ChildStatus
+from actors.runtime.futures import finish
 from actors.runtime.latest import Latest
 from actors.runtime.mailbox import Mailbox
 from actors.sampler import Sampler
@@ -28,6 +30,7 @@ from protocols.checkpoint import RunState
 from protocols.evaluation import EvalReport
 from protocols.gauges import MailboxGauge, RunGauges
 from protocols.ledger import Balance
+from protocols.prompt_logprobs import PromptLogprobs
 from protocols.step import PolicyUpdated, StepReport
 from protocols.summary import RunSummary
 from protocols.weights import SwapTimes, WeightsReady
@@ -41,9 +44,9 @@ ON_THE_WAY = re.compile(r"(prompts|rollouts|scored)(\.(\d+|tapped))?")
 class Session:
     """The shared state of one run, for its wiring and for whoever looks.
 
-    weights: which version serves. recorded: the step that the histories have reached. sampler: everyone's way to the
-    decode engine. services: what custom actors may use. display: what shows the run. seconds_before: how old it was
-    when this life of it began.
+    weights: which version serves. refills: how many groups are asked in place of others. recorded: the step that the
+    histories have reached. sampler: everyone's way to the decode engine. services: what custom actors may use. display:
+    what shows the run. seconds_before: how old it was when this life of it began.
     children: states of the supervised actors, by name. api_requests: how many the HTTP API has let in.
     """
 
@@ -55,6 +58,8 @@ class Session:
         self.seconds_before = parts.history.seconds
         self._began = time.monotonic()
         self.recorded = Latest[int]("recorded")
+        self.refills = Latest[int]("refills")
+        self.refills.put(parts.ledger.ended - parts.progress.step * profile.learner.batch_size)
         self.weights = Latest[WeightsReady]("weights")
         self.weights.put(WeightsReady(version=policy.version, step=policy.step, fingerprint=policy.fingerprint))
         self.sampler = Sampler(parts.executor.submit, parts.engine)
@@ -79,6 +84,7 @@ class Session:
             address=base_url(listener) if listener else None,
             run_dir=shown_path(parts.directory.path),
             steps=profile.steps,
+            estimated_memory=parts.estimated_memory,
         )
         self.display = make_display(profile.monitor.display, console, facts, self.gauges)
 
@@ -159,6 +165,8 @@ class Session:
             sampled_tokens=self.parts.engine.stats().tokens_drawn + (before.sampled_tokens if before else 0),
             trained_tokens=update.trained_tokens,
             inputs=self.parts.inputs,
+            alarms=update.alarms,
+            rollbacks=update.rollbacks,
         )
 
     def balance(self, *, complete: bool) -> Balance:
@@ -171,7 +179,8 @@ class Session:
         asked = self.asked()
         waiting = sum(box.depth for box in self._mailboxes if ON_THE_WAY.fullmatch(box.name))
         unended = self.parts.ledger.unended(asked)
-        held = waiting + sum(group_id >= self._groups for group_id in unended) if complete else sum(1 for _ in unended)
+        reached = getattr(self._actors["prompter"], "reached", self._groups)
+        held = waiting + sum(group_id >= reached for group_id in unended) if complete else sum(1 for _ in unended)
         return self.parts.ledger.balance(asked=asked, held=held)
 
     def health(self) -> HealthReport:
@@ -211,6 +220,12 @@ class Session:
             capacities={box.name: box.capacity for box in self._mailboxes},
         )
 
+    async def prompt_logprobs(self, tokens: tuple[int, ...], top: int) -> PromptLogprobs:
+        """Score a prompt under the weights that serve, between the turns of everything else in the compute thread."""
+        chunk = self.parts.profile.generator.prefill_chunk
+        steps = prompt_logprobs(self.parts.policy, tokens, top=top, chunk=chunk)
+        return await finish(self.parts.executor.submit_steps(steps))
+
     def gateway_services(self) -> GatewayServices:
         """What the HTTP API may see and use."""
         policy, profile = self.parts.policy, self.parts.profile
@@ -219,6 +234,7 @@ class Session:
             tokenizer=policy.tokenizer,
             settings=profile.gateway,
             sampling=profile.sampling,
+            prompt_logprobs=self.prompt_logprobs,
             weights=lambda: self.weights.value,
             health=self.health,
             numbers=self.numbers,

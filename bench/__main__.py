@@ -7,9 +7,15 @@ from importlib import import_module
 
 QUESTIONS = {
     "learning": "Does the default run learn, how fast, and for every seed? Synchronous against asynchronous.",
+    "objectives": "What does each objective, with its recommended settings, make of the default task?",
+    "head": "What does the head cost where the vocabulary is large: in pieces, or straightforward?",
+    "collapse": "Do the alarms notice a destructive learning rate in time, and does going back save the run?",
     "figures": "Draw the figures of the documentation, and write its numbers, from the results.",
     "screenshot": "Capture what a user sees while the default run trains.",
 }
+
+OPTIONAL = ("matplotlib", "pyte")
+"""What only the drawings need."""
 
 
 def main() -> int:
@@ -18,7 +24,13 @@ def main() -> int:
         for name, question in QUESTIONS.items():
             sys.stdout.write(f"{name:12} {question}\n")
         return 2 if len(sys.argv) > 1 and sys.argv[1] not in ("-h", "--help") else 0
-    status: int = import_module(f"bench.{sys.argv[1]}").main(sys.argv[2:])
+    try:
+        status: int = import_module(f"bench.{sys.argv[1]}").main(sys.argv[2:])
+    except ModuleNotFoundError as missing:
+        if missing.name not in OPTIONAL:
+            raise
+        sys.stderr.write(f"bench: {missing.name} is not installed: pip install -e '.[bench]'\n")
+        return 2
     return status
 
 

@@ -7,28 +7,34 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import matplotlib as mpl
 import msgspec
-from matplotlib import pyplot as plt
 
-from bench.fingerprint import ROOT
+from bench import collapse, head, objectives
+from bench.fingerprint import ROOT, describe_fingerprint
 from bench.learning import RESULTS, Learnt
 
-BEGIN, END = "<!-- measured:begin -->", "<!-- measured:end -->"
 IMAGES = ROOT / "docs" / "images"
 STYLES = {"async": ("#1f6feb", "-", "asynchronous"), "sync": ("#d1740f", "--", "synchronous (--async false)")}
 
 
 def read_learnt(path: Path) -> list[Learnt]:
-    """The runs of a results file."""
+    """The runs of a results file; none where it does not exist."""
+    if not path.exists():
+        return []
     return [msgspec.json.decode(line, type=Learnt) for line in path.read_bytes().splitlines()]
 
 
 def draw_learning(runs: Sequence[Learnt], target: Path) -> None:
     """Held-out accuracy against seconds of training, a line per run."""
+    import matplotlib as mpl
+    from matplotlib import pyplot as plt
+
+    mpl.use("svg")
+    mpl.rcParams["svg.hashsalt"] = "clotho"
     figure, axes = plt.subplots(figsize=(8, 4), layout="constrained")
     named: set[str] = set()
     for run in runs:
@@ -38,7 +44,8 @@ def draw_learning(runs: Sequence[Learnt], target: Path) -> None:
         named.add(name)
     axes.axhline(0.9, color="#888888", lw=0.8, ls=":")
     axes.set(xlabel="seconds of training", ylabel="held-out accuracy, greedy", ylim=(0, 1.02), xlim=(0, None))
-    axes.set_title(f"local-m3, {len({run.seed for run in runs})} seeds, {_machine(runs[0])}", fontsize=10)
+    machine = describe_fingerprint(runs[0].fingerprint)
+    axes.set_title(f"local-m3, {len({run.seed for run in runs})} seeds, {machine}", fontsize=10)
     axes.grid(alpha=0.25)
     axes.legend(loc="lower right")
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -48,12 +55,15 @@ def draw_learning(runs: Sequence[Learnt], target: Path) -> None:
 
 def measured(runs: Sequence[Learnt]) -> str:
     """The results as a table in Markdown: medians over the seeds, and the extremes where they matter."""
-    rows = ["| | " + " | ".join(STYLES[mode][2] for mode in STYLES) + " |", "|---|" + "---|" * len(STYLES)]
-    by_mode = [[run for run in runs if run.mode == mode] for mode in STYLES]
+    modes = [mode for mode in STYLES if any(run.mode == mode for run in runs)]
+    rows = ["| | " + " | ".join(STYLES[mode][2] for mode in modes) + " |", "|---|" + "---|" * len(modes)]
+    by_mode = [[run for run in runs if run.mode == mode] for mode in modes]
     for label, value in ROWS:
         rows.append(f"| {label} | " + " | ".join(value(group) for group in by_mode) + " |")
     seeds, first = len(by_mode[0]), runs[0]
-    return "\n".join([*rows, "", f"{seeds} seeds, {_machine(first)}, {first.fingerprint.machine.blas}."])
+    return "\n".join(
+        [*rows, "", f"{seeds} seeds, {describe_fingerprint(first.fingerprint)}, {first.fingerprint.machine.blas}."]
+    )
 
 
 def _range(values: Sequence[float], form: str) -> str:
@@ -80,27 +90,31 @@ ROWS: tuple[tuple[str, Callable[[Sequence[Learnt]], str]], ...] = (
 )
 
 
-def write_between(path: Path, text: str) -> None:
-    """Replace what stands between the two markers of a page. Raises ValueError if it has none."""
+def write_between(path: Path, name: str, text: str) -> None:
+    """Replace what stands between the two markers `name` of a page. Raises ValueError if it has none."""
+    begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
     page = path.read_text(encoding="utf-8")
-    before, begin, rest = page.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"{path} has no {BEGIN} ... {END}")
+    before, found, rest = page.partition(begin)
+    _, ended, after = rest.partition(end)
+    if not found or not ended:
+        raise ValueError(f"{path} has no {begin} ... {end}")
     path.write_text(f"{before}{begin}\n{text}\n{end}{after}", encoding="utf-8")
 
 
-def _machine(run: Learnt) -> str:
-    machine = run.fingerprint.machine
-    return f"{machine.processor}, {machine.cores} cores, MLX {machine.mlx_version} on {machine.backend}"
-
-
 def main(argv: Sequence[str]) -> int:
-    """Draw everything again."""
+    """Draw and write again whatever has results; 1 where something has none yet, and one line that says what."""
     argparse.ArgumentParser(prog="python -m bench figures", description=__doc__).parse_args(argv)
-    mpl.use("svg")
-    mpl.rcParams["svg.hashsalt"] = "clotho"
-    runs = read_learnt(RESULTS)
-    draw_learning(runs, IMAGES / "learning.svg")
-    write_between(ROOT / "README.md", measured(runs))
-    return 0
+    missing = []
+    if runs := read_learnt(RESULTS):
+        draw_learning(runs, IMAGES / "learning.svg")
+        write_between(ROOT / "README.md", "measured", measured(runs))
+    else:
+        missing.append("learning")
+    for question in (objectives, head, collapse):
+        if results := question.read():
+            write_between(ROOT / "docs" / "numerics.md", question.NAME, question.table(results))
+        else:
+            missing.append(question.NAME)
+    if missing:
+        sys.stderr.write(f"bench: no results yet, left as it was: {', '.join(missing)} (python -m bench NAME)\n")
+    return 1 if missing else 0

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 class Fingerprint(Struct, frozen=True, kw_only=True):
-    """Beside every result. commit: with `+` where the checkout differed from it."""
+    """Beside every result. commit: with `+` where the program differed from it."""
 
     machine: MachineDescription
     mlx_lm: str
@@ -33,6 +33,14 @@ def _commit() -> str:
         return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
 
     try:
-        return git("rev-parse", "--short=12", "HEAD") + ("+" if git("status", "--porcelain", "-uno") else "")
+        return git("rev-parse", "--short=12", "HEAD") + (
+            "+" if git("status", "--porcelain", "-uno", "--", ".", ":!bench/results", ":!docs") else ""
+        )
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
+
+
+def describe_fingerprint(measured_on: Fingerprint) -> str:
+    """The machine and the library of a measurement, in words."""
+    machine = measured_on.machine
+    return f"{machine.processor}, {machine.cores} cores, MLX {machine.mlx_version} on {machine.backend}"

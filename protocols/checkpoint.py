@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
+from protocols.alarms import AlarmState
 from protocols.ledger import LedgerState
 
 
@@ -14,6 +15,7 @@ class RunState(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     asked: groups asked so far. random_state: of the compute thread, as 32-bit integers.
     bad_steps: updates in a row that were not finite. train_seconds: inside updates, over all lives of the run.
     sampled_tokens, trained_tokens: completion tokens over all lives of the run.
+    alarms: what they remember; rollbacks: how often the policy was sent back.
     inputs: fingerprints of what the run reads (`model`, `tokenizer`, `dataset`): a resumed run must read the same.
     """
 
@@ -28,3 +30,5 @@ class RunState(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     sampled_tokens: int
     trained_tokens: int
     inputs: dict[str, str]
+    alarms: AlarmState = AlarmState()
+    rollbacks: int = 0

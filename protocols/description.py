@@ -9,8 +9,9 @@ class PolicyDescription(Struct, frozen=True, kw_only=True):
     """The policy in numbers.
 
     architecture: the checkpoint's `model_type`. parameters: of the base, quantised ones counted as what they stand for.
-    trainable_parameters: of the adapter, or of the whole model. bytes: of every array held, adapter included.
-    quantization_bits: None where the base is not quantised. dtype: what it computes in. layers: blocks.
+    trainable_parameters: of the adapter, of weights trained beside it, or of the whole model. bytes: of every array
+    held, adapter included. quantization_bits: None where the base is not quantised. dtype: what it computes in.
+    layers: blocks.
     """
 
     architecture: str

@@ -70,6 +70,18 @@ class DivergenceError(ClothoError, RuntimeError):
     """Too many updates in a row were not finite; the last good checkpoint stands."""
 
 
+class CollapseError(ClothoError, RuntimeError):
+    """The policy collapses, or cheats its rewards, and the profile says to stop (`alarms.on_collapse`)."""
+
+
+class CompilationError(ClothoError, RuntimeError):
+    """A compiled computation differs from the uncompiled one: it cannot be trusted to train."""
+
+
+class AdapterError(ClothoError, RuntimeError):
+    """An adapter stays at its start although it is trained: nothing that is learnt reaches what is served."""
+
+
 class ActorError(ClothoError, RuntimeError):
     """An actor failed beyond what its supervisor forgives. Names the actor; the cause is chained."""
 

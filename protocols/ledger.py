@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import count
 
 from msgspec import Struct
 
@@ -40,9 +41,15 @@ class Ledger:
         self._end(group_id)
         self._discarded[reason] = self._discarded.get(reason, 0) + 1
 
-    def unended(self, until: int) -> Iterator[int]:
-        """Groups below `until` that have not ended, ascending: what a resumed run asks (again)."""
-        return (group_id for group_id in range(self._below, until) if group_id not in self._above)
+    @property
+    def ended(self) -> int:
+        """How many groups have ended, over all lives of the run."""
+        return self._trained + sum(self._discarded.values())
+
+    def unended(self, until: int | None = None) -> Iterator[int]:
+        """Groups below `until` that have not ended, ascending: what a resumed run asks (again). None: without end."""
+        groups = count(self._below) if until is None else range(self._below, until)
+        return (group_id for group_id in groups if group_id not in self._above)
 
     def state(self) -> LedgerState:
         """The books as they stand."""

@@ -7,9 +7,9 @@ from typing import Annotated
 from msgspec import Meta, Struct, field
 
 from protocols.profile_bounds import Positive
+from protocols.profile_learner import AlarmsSection, LearnerSection, ReplaySection
 from protocols.profile_learning import (
     DataSection,
-    LearnerSection,
     ModelSection,
     PolicySection,
     RewardSection,
@@ -28,6 +28,7 @@ from protocols.profile_running import (
 
 __all__ = [
     "ActorSection",
+    "AlarmsSection",
     "CheckpointSection",
     "DataSection",
     "EvalSection",
@@ -39,6 +40,7 @@ __all__ = [
     "MonitorSection",
     "PolicySection",
     "Profile",
+    "ReplaySection",
     "RewardSection",
     "SamplingSection",
     "WeightsSection",
@@ -64,6 +66,8 @@ class Profile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     policy: PolicySection = PolicySection()
     sampling: SamplingSection = SamplingSection()
     learner: LearnerSection = LearnerSection()
+    replay: ReplaySection = ReplaySection()
+    alarms: AlarmsSection = AlarmsSection()
     weights: WeightsSection = WeightsSection()
     checkpoint: CheckpointSection = CheckpointSection()
     eval: EvalSection = EvalSection()

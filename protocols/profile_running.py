@@ -123,7 +123,7 @@ class ActorSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """
 
     name: Annotated[str, Meta(min_length=1)]
-    factory: Annotated[str, Meta(pattern=r"^[\w.]+:\w+$")]
+    factory: Annotated[str, Meta(pattern=r"^[\w.]+:\w+$", description="module:name")]
     mode: Literal["replace", "insert", "tap", "add"]
     at: str = ""
     restart: Literal["permanent", "transient", "temporary"] | None = None

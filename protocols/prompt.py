@@ -16,7 +16,7 @@ class Problem(Struct, frozen=True, kw_only=True):
 class Prompt(Struct, frozen=True, kw_only=True, tag=True):
     """Prompter -> generator. Group `group_id` of the run; a pure function of (profile, seed, group_id).
 
-    group_id: serial number, from 0; group g belongs to update g // batch_size.
+    group_id: serial number, from 0.
     tokens: the rendered chat prompt, as the policy's tokenizer encodes it; never empty.
     seed: every random choice inside the group derives from it.
     """

@@ -28,9 +28,10 @@ DiscardReason = Literal["no_signal", "stale", "reward_error", "generation_error"
 class Discarded(Struct, frozen=True, kw_only=True, tag=True):
     """Any actor -> learner, on the arrow the group would have taken. The group ends here, counted, never trained on.
 
-    no_signal: all rewards equal; stale: older than `learner.max_staleness`; reward_error: a reward raised, hung or
-    returned no number; generation_error: the engine failed it; invalid: refused on inspection; not_finite: its update
-    was not finite and was skipped.
+    no_signal: nothing to learn, as where all rewards are equal; stale: older than `learner.max_staleness`, or than the
+    policy that was gone back to; reward_error: a reward raised, hung or returned no number; generation_error: the
+    engine failed it; invalid: refused on inspection; not_finite: its update was not finite and was skipped. rewards,
+    parts: as of a `ScoredGroup`, where it was scored.
     """
 
     prompt: Prompt
@@ -38,3 +39,4 @@ class Discarded(Struct, frozen=True, kw_only=True, tag=True):
     detail: str
     completions: tuple[Completion, ...] = ()
     rewards: tuple[float, ...] = ()
+    parts: dict[str, tuple[float | None, ...]] = {}

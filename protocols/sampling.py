@@ -6,6 +6,9 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
+MAX_SUPPORT = 256
+"""The most tokens per draw whose numbers are recorded for the learner."""
+
 Probability = Annotated[float, Meta(ge=0.0, le=1.0)]
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -45,6 +48,8 @@ class SampleRequest(Struct, frozen=True, kw_only=True):
     seeds: one 64-bit seed per completion; completion i is a function of (weights, prompt, sampling, seeds[i]) alone.
     stream: report every token as it is drawn, not only the finished completions.
     reuse_prefix: look the prompt up in the prefix cache, and leave it there.
+    record_support: report with each completion which tokens could have been drawn (`Completion.supports`), where top-p,
+        top-k or min-p leave some out; needs 1 <= top_k <= MAX_SUPPORT.
     """
 
     prompt: tuple[int, ...]
@@ -52,6 +57,7 @@ class SampleRequest(Struct, frozen=True, kw_only=True):
     seeds: tuple[int, ...]
     stream: bool = False
     reuse_prefix: bool = False
+    record_support: bool = False
 
 
 class Completion(Struct, frozen=True, kw_only=True):
@@ -63,6 +69,8 @@ class Completion(Struct, frozen=True, kw_only=True):
     text: the decoded completion, without end token, special tokens or the stop string.
     stop_reason: the stop string or token that ended it, if one did.
     top_logprobs: per token, up to `Sampling.top_logprobs` (token, log-probability) pairs, best first.
+    supports: per token, the tokens that could have been drawn, as little-endian uint32 numbers in ascending order;
+        empty where it was not asked for, or where the whole vocabulary could.
     """
 
     tokens: tuple[int, ...]
@@ -72,11 +80,14 @@ class Completion(Struct, frozen=True, kw_only=True):
     finish_reason: FinishReason
     stop_reason: str | int | None = None
     top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
+    supports: tuple[bytes, ...] = ()
 
     def __post_init__(self) -> None:
         """Refuse completions whose parallel fields differ in length."""
         if not len(self.tokens) == len(self.logprobs) == len(self.versions):
             raise ValueError("tokens, logprobs and versions of a completion must have equal length")
+        if self.supports and len(self.supports) != len(self.tokens):
+            raise ValueError(f"{len(self.supports)} supports for {len(self.tokens)} tokens of a completion")
 
 
 class TokenDrawn(Struct, frozen=True, kw_only=True, tag=True):

@@ -6,7 +6,9 @@ from typing import Any
 
 from msgspec import Struct
 
+from protocols.alarms import AlarmState
 from protocols.ledger import LedgerState
+from protocols.replay import KeptGroup
 from protocols.rollout import Discarded
 from protocols.score import ScoredGroup
 
@@ -23,7 +25,12 @@ class UpdateMetrics(Struct, frozen=True, kw_only=True):
 
     kl: to the reference policy, by the chosen estimator; mismatch_kl: k3 of sampler against learner on the tokens that
     the learner's own weights drew (0 where there are none); clip_fraction: share of tokens whose ratio was clipped;
-    grad_norm: before clipping; applied: False where the gradient was not finite and the step was skipped.
+    grad_norm: before clipping, of the last optimizer step; applied: False where the gradient was not finite, or exactly
+    zero, and no step was taken. ess: effective sample size of the ratios learner / sampler, as a share of the tokens;
+    rejected_fraction: share of tokens that a correction or a mask left out. kl_beta, entropy_weight: as they stood in
+    this update. optimizer_steps: how many it took, those without a gradient not counted. tokens: learnt from, each
+    counted once, replayed ones included. step_kl: k3 of the policy before the update against that after it, on some of
+    its tokens; None where not measured.
     """
 
     loss: float
@@ -36,6 +43,12 @@ class UpdateMetrics(Struct, frozen=True, kw_only=True):
     learning_rate: float
     tokens: int
     applied: bool
+    ess: float
+    rejected_fraction: float
+    kl_beta: float
+    entropy_weight: float
+    optimizer_steps: int
+    step_kl: float | None = None
 
 
 class StepReport(Struct, frozen=True, kw_only=True, tag=True):
@@ -45,6 +58,9 @@ class StepReport(Struct, frozen=True, kw_only=True, tag=True):
     trained, discarded: together every group that ended since the last report.
     staleness: per trained group, the learner's version less the group's oldest.
     train_seconds: wall-clock time inside the update; wait_seconds: waiting for groups before it.
+    refilled: groups of this batch in whose place another one was asked.
+    replayed: groups from the replay buffer that the update learnt from again. alarms: signs of collapse that this batch
+    showed, in words. rolled_back: the weights of this version are those of an earlier one.
     """
 
     step: int
@@ -56,6 +72,10 @@ class StepReport(Struct, frozen=True, kw_only=True, tag=True):
     update: UpdateMetrics | None
     train_seconds: float
     wait_seconds: float
+    refilled: int = 0
+    replayed: int = 0
+    alarms: tuple[str, ...] = ()
+    rolled_back: bool = False
 
 
 class PolicyUpdated(Struct, frozen=True, kw_only=True, tag=True):
@@ -64,6 +84,7 @@ class PolicyUpdated(Struct, frozen=True, kw_only=True, tag=True):
     parameters, optimizer: trees of evaluated arrays, shared with the learner and never written to: a snapshot costs
     nothing. random_state: of the compute thread. ledger: the books after this batch. bad_steps: updates in a row that
     were not finite. train_seconds, trained_tokens: spent in updates, and learnt from, over all lives of the run.
+    replay: groups in the replay buffer, the oldest first. alarms: what they remember. rollbacks: over all lives.
     """
 
     report: StepReport
@@ -74,3 +95,6 @@ class PolicyUpdated(Struct, frozen=True, kw_only=True, tag=True):
     bad_steps: int
     train_seconds: float
     trained_tokens: int
+    replay: tuple[KeptGroup, ...] = ()
+    alarms: AlarmState = AlarmState()
+    rollbacks: int = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ CONFIG: dict[str, Any] = {
     "eos_token_id": 1,
 }
 
+UNTIED: dict[str, Any] = CONFIG | {"tie_word_embeddings": False}
+
 MIXTURE: dict[str, Any] = CONFIG | {
     "model_type": "qwen3_moe",
     "num_experts": 4,
@@ -49,13 +52,23 @@ def build(config: dict[str, Any] = CONFIG, *, seed: int = 0) -> Any:
     return model
 
 
-def save(directory: Path, config: dict[str, Any] = CONFIG, *, bits: int = 0, dtype: mx.Dtype = mx.float32) -> Path:
-    """Write a random model of `config` and a tokenizer to `directory`, in the form of the hub; `bits`: quantise."""
+def save(
+    directory: Path,
+    config: dict[str, Any] = CONFIG,
+    *,
+    bits: int = 0,
+    dtype: mx.Dtype = mx.float32,
+    mixed: Callable[[str, Any], bool | dict[str, Any]] | None = None,
+) -> Path:
+    """Write a random model of `config` and a tokenizer to `directory`, in the form of the hub.
+
+    bits: quantise. mixed: mlx-lm's predicate, which says how to quantise a layer of this name, if at all.
+    """
     model = build(config)
     model.set_dtype(dtype)
     written = dict(config)
     if bits:
-        model, written = quantize_model(model, written, group_size=32, bits=bits)
+        model, written = quantize_model(model, written, group_size=32, bits=bits, quant_predicate=mixed)
     save_model(directory, model)
     save_config(written, directory / "config.json")
     _save_tokenizer(directory)

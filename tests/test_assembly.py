@@ -143,6 +143,15 @@ async def test_a_resumed_run_must_read_and_learn_the_same(tmp_path: Path) -> Non
     assert error.exit_status == 2
 
 
+async def test_a_learner_of_another_kind_is_refused_where_no_profile_tells(tmp_path: Path) -> None:
+    """The state of one optimizer is none of another: one line, and it names the checkpoint."""
+    await keep(tiny_profile(tmp_path))
+    (tmp_path / "run" / "profile.toml").unlink()
+    error = await refusal(tiny_profile(tmp_path, learner={"optimizer": "lion"}), resume=True)
+    assert isinstance(error, CheckpointError)
+    assert "step-000003: the state is not one of lion" in str(error)
+
+
 async def test_mistakes_are_found_before_the_run_directory_is_touched(tmp_path: Path) -> None:
     """Each in its one line; the directory that was made for the run is gone again."""
     stanza = {"name": "mine", "factory": "nowhere:Nobody", "mode": "add"}

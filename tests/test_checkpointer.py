@@ -10,20 +10,22 @@ import mlx.core as mx
 import pytest
 import structlog
 
-from actors import checkpointer as module
+from actors import histories
 from actors.artifacts.adapter_files import read_adapter
 from actors.artifacts.checkpoints import read_checkpoint
 from actors.checkpointer import Checkpointer
 from actors.runtime.ends import MailboxClosed
 from actors.runtime.latest import Latest
 from actors.runtime.mailbox import Mailbox
+from protocols.adapter import AdapterConfig
 from protocols.errors import RunDirectoryError
 from protocols.ledger import LedgerState
 from protocols.profile import CheckpointSection
+from protocols.replay import KeptGroup
 from protocols.step import PolicyUpdated, StepReport
 from tests.artifacts.test_checkpoints import ADAPTER, names, state
 from tests.boxes import filled
-from tests.compute.learning import same_bits
+from tests.compute.learning import same_bits, scored_group
 
 
 def parameters(value: float = 0.0) -> dict[str, Any]:
@@ -31,6 +33,11 @@ def parameters(value: float = 0.0) -> dict[str, Any]:
     tree = {"layers": [{}, {"lora_a": mx.full((3, 2), value), "lora_b": mx.full((2, 3), value)}]}
     mx.eval(tree)
     return tree
+
+
+def replay(step: int) -> tuple[KeptGroup, ...]:
+    """A buffer of one group, learnt from in this step."""
+    return (KeptGroup(scored=scored_group([[1]], [1.0], group_id=step), advantage=0.5, version=step),)
 
 
 def update(step: int) -> PolicyUpdated:
@@ -41,7 +48,7 @@ def update(step: int) -> PolicyUpdated:
     )  # fmt: skip
     return PolicyUpdated(
         report=report, parameters=parameters(float(step)), optimizer=parameters(-float(step)), random_state=(1, 2),
-        ledger=LedgerState(), bad_steps=0, train_seconds=0.0, trained_tokens=0,
+        ledger=LedgerState(), bad_steps=0, train_seconds=0.0, trained_tokens=0, replay=replay(step),
     )  # fmt: skip
 
 
@@ -58,7 +65,13 @@ def box(directory: Path, updates: Mailbox[PolicyUpdated], *, recorded: int = 100
         state=lambda update: state(update.report.step),
         recorded=cell,
         parameters=parameters(0.0),
+        loadable=as_they_are,
     )
+
+
+async def as_they_are(parameters: Any) -> tuple[Any, AdapterConfig]:
+    """An adapter that mlx-lm can load without further ado."""
+    return parameters, ADAPTER
 
 
 @pytest.mark.parametrize(
@@ -79,6 +92,7 @@ async def test_what_is_due_and_what_came_last_is_written(
         assert checkpoint.state == state(step)
         assert same_bits(checkpoint.parameters, parameters(float(step)))
         assert same_bits(checkpoint.optimizer, parameters(-float(step)))
+        assert checkpoint.replay == replay(step)
     for directory in ("adapters", "elsewhere"):
         adapter = read_adapter(tmp_path / directory, parameters(), ADAPTER)
         assert same_bits(adapter, parameters(float(steps))), "of a run without updates: as it was found"
@@ -106,7 +120,7 @@ async def test_it_does_not_wait_for_a_monitor_that_has_ended(tmp_path: Path) -> 
 
 async def test_nor_for_ever_for_one_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After a while it says so, and writes."""
-    monkeypatch.setattr(module, "HISTORY_SECONDS", 0.01)
+    monkeypatch.setattr(histories, "PATIENCE_SECONDS", 0.01)
     with structlog.testing.capture_logs() as logs:
         await box(tmp_path, filled("updates", [update(2)]), recorded=1).run()
     assert [line["log_level"] for line in logs] == ["warning", "info"]

@@ -139,7 +139,9 @@ async def test_a_replacement_can_be_made_of_the_box_it_replaces() -> None:
     """`services.default` is that box but for its ends; nobody else is given one."""
     outbox = Mailbox[Any]("prompts", capacity=9)
     made = custom(stanza("replace", "Reversed", at="prompter", name="backwards"), stanza("add", name="free"))
-    default = partial(Prompter, make=prompt, group_ids=range(4), batch_size=2)
+    refills = Latest[int]("refills")
+    refills.put(0)
+    default = partial(Prompter, make=prompt, group_ids=range(4), batch_size=2, refills=refills)
     reader = outbox.reader()
     await made.box("prompter", default, outbox=outbox.writer()).actor.run()
     assert [one.group_id for one in await everything(reader)] == [3, 2, 1, 0]

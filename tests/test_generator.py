@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from typing import Any
 
 import anyio
 import pytest
@@ -11,7 +12,7 @@ from actors.generator import Generator
 from actors.runtime.ends import EndOfMail, Inbox, MailboxClosed, Outbox
 from actors.runtime.latest import Latest
 from actors.runtime.mailbox import Mailbox
-from actors.sampler import Sampler
+from actors.sampler import Engine, Sampler, Submit
 from protocols.errors import ExecutorStoppedError, RequestError
 from protocols.prompt import Prompt
 from protocols.rollout import Discarded, RolloutGroup
@@ -33,6 +34,18 @@ def engine() -> Iterator[FakeEngine]:
     fake.close()
 
 
+class RecordingSampler(Sampler):
+    """Remembers which groups were submitted together."""
+
+    def __init__(self, submit: Submit, engine: Engine) -> None:
+        super().__init__(submit, engine)
+        self.together: list[list[int]] = []
+
+    def groups(self, requests: Sequence[SampleRequest]) -> AsyncGenerator[tuple[int, Any], None]:
+        self.together.append([request.prompt[0] for request in requests])
+        return super().groups(requests)
+
+
 class Scene:
     """A generator over these messages, on a cell of weights that serve from step 0."""
 
@@ -45,10 +58,16 @@ class Scene:
         ahead: int = 2,
         capacity: int = 100,
         ended: bool = True,
+        step: int = 0,
+        groups: int | None = None,
+        before: int = 0,
+        refills: int = 0,
     ) -> None:
-        self.engine, self.weights = engine, Latest[WeightsReady]("weights")
-        self.serve(0)
+        self.engine, self.weights, self.refills = engine, Latest[WeightsReady]("weights"), Latest[int]("refills")
+        self.serve(step)
+        self.refills.put(refills)
         self.prompts = filled("prompts", messages, ended=ended)
+        self.sampler = RecordingSampler(engine.submit_call, engine)
         self.rollouts = Mailbox[Outcome]("rollouts", capacity=capacity)
         self.outcomes: Inbox[Outcome] = self.rollouts.reader()
         outbox: Outbox[Outcome] = self.rollouts.writer()
@@ -56,11 +75,14 @@ class Scene:
             inbox=self.prompts.reader(),
             outbox=outbox,
             weights=self.weights,
-            sampler=Sampler(engine.submit_call, engine),
+            refills=self.refills,
+            sampler=self.sampler,
             sampling=SAMPLING,
             group_size=3,
             batch_size=batch_size,
             batches_ahead=ahead,
+            ended=before,
+            groups=groups,
         )
 
     def serve(self, step: int) -> None:
@@ -91,7 +113,7 @@ async def test_every_prompt_becomes_one_group_drawn_from_its_own_seeds(engine: F
         assert isinstance(group, RolloutGroup)
         seeds = completion_seeds(group.prompt.seed, 3)
         asked = next(request for request in engine.asked if request.prompt == group.prompt.tokens)
-        assert (asked.seeds, asked.sampling) == (seeds, SAMPLING)
+        assert (asked.seeds, asked.sampling, asked.record_support) == (seeds, SAMPLING, True)
         for completion, seed in zip(group.completions, seeds, strict=True):
             assert completion.tokens == tuple(draw(asked, seed, position)[0] for position in range(6))
 
@@ -121,16 +143,48 @@ async def test_the_prompts_of_an_update_are_begun_together(engine: FakeEngine) -
         tasks.cancel_scope.cancel()
 
 
-async def test_a_resumed_run_asks_the_rest_of_a_batch_by_itself(engine: FakeEngine) -> None:
-    """Group g belongs to update g // batch_size, also where most of that update has ended before."""
-    scene = Scene(engine, prompts(3, 6, 7, 8, 9, 10, 11), ahead=1)
+async def test_a_resumed_run_counts_from_the_groups_that_had_ended(engine: FakeEngine) -> None:
+    """9 ended in 2 batches of 4 with 1 refill: whole batches may start again, whatever their numbers."""
+    scene = Scene(engine, prompts(3, 8, 10, 11, 12, 13, 14, 15, 16), ahead=0, step=2, before=9, refills=1)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(scene.box.run)
-        await engine.until(lambda: len(engine.asked) == 3)
+        await engine.until(lambda: len(engine.asked) == 4)
         await anyio.wait_all_tasks_blocked()
-        assert scene.asked() == [3, 6, 7]
-        scene.serve(1)
-        assert groups(await everything(scene.outcomes)) == [3, 6, 7, 8, 9, 10, 11]
+        assert scene.asked() == [3, 8, 10, 11]
+        scene.serve(3)
+        await engine.until(lambda: len(engine.asked) == 8)
+        await anyio.wait_all_tasks_blocked()
+        scene.serve(4)
+        assert groups(await everything(scene.outcomes)) == [3, 8, 10, 11, 12, 13, 14, 15, 16]
+    assert scene.sampler.together == [[3, 8, 10, 11], [12, 13, 14, 15], [16]]
+
+
+async def test_refills_start_without_new_weights(engine: FakeEngine) -> None:
+    """So many as are replaced, together if they are needed at the same time, and no more."""
+    scene = Scene(engine, prompts(*range(20)), ahead=0)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(scene.box.run)
+        await engine.until(lambda: len(engine.asked) == 4)
+        scene.refills.put(1)
+        await engine.until(lambda: len(engine.asked) == 5)
+        await anyio.wait_all_tasks_blocked()
+        scene.refills.put(4)
+        await engine.until(lambda: len(engine.asked) == 8)
+        await anyio.wait_all_tasks_blocked()
+        assert scene.sampler.together == [[0, 1, 2, 3], [4], [5, 6, 7]]
+        scene.refills.close()
+        scene.serve(100)
+        assert groups(await everything(scene.outcomes)) == list(range(20))
+
+
+async def test_a_last_refill_does_not_wait_for_a_batch_that_never_comes(engine: FakeEngine) -> None:
+    """The weights would allow more than is ever asked: the bound on the groups says so."""
+    scene = Scene(engine, prompts(*range(5)), ahead=2, groups=4, refills=1, ended=False)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(scene.box.run)
+        await engine.until(lambda: len(engine.asked) == 5)
+        assert scene.sampler.together == [[0, 1, 2, 3], [4]]
+        tasks.cancel_scope.cancel()
 
 
 async def test_what_the_engine_refuses_or_gives_up_is_discarded_with_the_reason(engine: FakeEngine) -> None:
@@ -160,7 +214,23 @@ async def test_what_a_stage_before_it_has_discarded_is_passed_on(engine: FakeEng
     outcomes = await run_and_receive(scene.box.run, scene.outcomes)
     assert groups(outcomes) == list(range(8))
     assert [o for o in outcomes if isinstance(o, Discarded)] == [lost]
-    assert 2 not in scene.asked()
+    assert scene.sampler.together == [[0, 1, 3], [4, 5, 6, 7]]
+
+
+async def test_what_is_passed_on_obeys_the_law_of_lag_as_well(engine: FakeEngine) -> None:
+    """A discarded group of the next batch would count towards this one, or not, by chance."""
+    lost = [Discarded(prompt=one, reason="invalid", detail="not today") for one in prompts(*range(4, 8))]
+    scene = Scene(engine, [*prompts(*range(4)), *lost, *prompts(8)], ahead=0)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(scene.box.run)
+        assert groups([await scene.outcomes.receive() for _ in range(4)]) == [0, 1, 2, 3]
+        await anyio.wait_all_tasks_blocked()
+        assert scene.rollouts.depth == 0
+        scene.serve(1)
+        assert [await scene.outcomes.receive() for _ in range(4)] == lost
+        scene.serve(2)
+        assert groups(await everything(scene.outcomes)) == [8]
+    assert scene.sampler.together == [[0, 1, 2, 3], [8]]
 
 
 async def test_cancelled_it_frees_the_rows_it_asked_for(engine: FakeEngine) -> None:

@@ -6,6 +6,8 @@
     display                      protocols, and artifacts (numbers in words)
     gateway                      protocols, runtime, and itself
     sampler                      protocols: the asynchronous face of the engine, for everyone who samples
+    replay, forming_batch,       the learner's own, plain Python: protocols
+    alarms
     custom, questions            shared by the wiring; the boxes do not know them
     the boxes                    all of the above but gateway, custom, questions; never one another
     assembly, session, boxes     belong to `pipeline.py`: they, and it alone, may import everything
@@ -30,7 +32,10 @@ BOXES = {
     "prompter", "generator", "atropos_fetcher", "scorer", "learner",
     "broadcaster", "checkpointer", "evaluator", "monitor",
 }  # fmt: skip
-LOWER = {"protocols", "runtime", "compute", "rewards", "artifacts", "display", "sampler"}
+LOWER = {
+    "protocols", "runtime", "compute", "rewards", "artifacts", "display", "sampler",
+    "replay", "forming_batch", "histories", "alarms",
+}  # fmt: skip
 
 MAY_IMPORT = {
     "protocols": set[str](),
@@ -43,6 +48,10 @@ MAY_IMPORT = {
     "sampler": {"protocols"},
     "custom": {"protocols", "runtime"},
     "questions": {"protocols", "compute", "artifacts"},
+    "replay": {"protocols"},
+    "forming_batch": {"protocols"},
+    "histories": {"runtime"},
+    "alarms": {"protocols"},
     "__init__": {"compute"},
     **dict.fromkeys(BOXES, LOWER),
 }

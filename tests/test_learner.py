@@ -9,13 +9,17 @@ from typing import Any
 import pytest
 from msgspec import convert
 
+from actors.alarms.watch import CollapseWatch
 from actors.compute.executor import ComputeExecutor
 from actors.learner import Learner, Progress
+from actors.replay import ReplayBuffer
 from actors.runtime.ends import EndOfMail, MailboxClosed
+from actors.runtime.latest import Latest
 from actors.runtime.mailbox import Mailbox
+from protocols.alarms import AlarmState
 from protocols.errors import DivergenceError, ExecutorStoppedError
 from protocols.ledger import Ledger
-from protocols.profile import LearnerSection
+from protocols.profile import AlarmsSection, LearnerSection, ReplaySection
 from protocols.rollout import Discarded
 from protocols.score import GroupOutcome
 from protocols.step import PolicyUpdated, StepReport
@@ -52,12 +56,23 @@ class Scene:
         outcomes: Sequence[GroupOutcome],
         *,
         progress: Progress | None = None,
+        replay: ReplaySection | None = None,
+        alarms: AlarmsSection | None = None,
+        remembered: AlarmState | None = None,
         **keys: Any,
     ) -> None:
+        alarms = alarms or AlarmsSection(on_collapse="off")
         keys = {"batch_size": 2, "learning_rate": 1e-2, "schedule": "constant", **keys}
         self.policy = BigramPolicy()
-        self.learnt = executor.submit(lambda: learning.learner(self.policy, **keys)).result()
+        self.learnt = executor.submit(
+            lambda: learning.learner(self.policy, good_window=1, watched=True, **keys)
+        ).result()
         self.ledger, self.progress = Ledger(), progress or Progress()
+        self.replay = ReplayBuffer(replay or ReplaySection(), seed=0)
+        self.refills = Latest[int]("refills")
+        self.refills.put(0)
+        self.recorded = Latest[int]("recorded")
+        self.recorded.put(1000)
         self.scored = filled("scored", outcomes)
         self.updates = [Mailbox[PolicyUpdated](f"updates.{name}", capacity=20) for name in ("one", "other")]
         self.reports = Mailbox[StepReport]("reports", capacity=20)
@@ -72,6 +87,12 @@ class Scene:
             settings=convert(keys, LearnerSection),
             ledger=self.ledger,
             progress=self.progress,
+            refills=self.refills,
+            recorded=self.recorded,
+            replay=self.replay,
+            watch=CollapseWatch(alarms, state=remembered or AlarmState(), rollbacks=0),
+            steps=100,
+            rounds=False,
         )
 
     async def run(self) -> list[StepReport]:
@@ -204,6 +225,34 @@ async def test_however_it_ends_it_closes_every_end(executor: ComputeExecutor) ->
     for reader in (*scene.told, scene.reported):
         with pytest.raises(EndOfMail):
             await reader.receive()
+    with pytest.raises(MailboxClosed):
+        scene.refills.put(1)
+
+
+async def test_replayed_groups_are_learnt_from_beside_the_batch_and_end_only_once(executor: ComputeExecutor) -> None:
+    """From the second update on: what was just learnt from is kept after its update. The books have it once."""
+    outcomes = [taught(group_id) for group_id in range(6)]
+    scene = Scene(executor, outcomes, replay=ReplaySection(capacity=3, groups=2))
+    reports = await scene.run()
+    assert [report.replayed for report in reports] == [0, 2, 2]
+    tokens = [report.update.tokens for report in reports if report.update]
+    assert tokens == [10, 20, 20]
+    assert [len(report.trained) for report in reports] == [2, 2, 2]
+    assert scene.ledger.balance(asked=6, held=0).holds
+    *_, last = await everything(scene.told[0])
+    assert [(kept.scored.group.prompt.group_id, kept.version) for kept in last.replay] == [(3, 2), (4, 3), (5, 3)]
+    plain = await Scene(executor, outcomes).run()
+    assert plain[0].fingerprint == reports[0].fingerprint
+    assert plain[1].fingerprint != reports[1].fingerprint
+
+
+async def test_what_teaches_nothing_is_neither_kept_nor_an_occasion_to_replay(executor: ComputeExecutor) -> None:
+    """A batch of nothing new is a step without update, whatever the buffer holds."""
+    outcomes = [taught(0), taught(1), lost(2), lost(3), taught(4, logprob=NAN), lost(5)]
+    scene = Scene(executor, outcomes, replay=ReplaySection(capacity=8))
+    reports = await scene.run()
+    assert [(report.version, report.replayed) for report in reports] == [(1, 0), (1, 0), (1, 2)]
+    assert [kept.scored.group.prompt.group_id for kept in scene.replay.groups()] == [0, 1]
 
 
 async def test_cancelled_inside_an_update_it_books_nothing(executor: ComputeExecutor) -> None:

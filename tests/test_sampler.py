@@ -8,6 +8,7 @@ from contextlib import aclosing
 
 import anyio
 import pytest
+from msgspec import structs
 
 from actors.compute.engine import DecodeEngine
 from actors.compute.executor import ComputeExecutor
@@ -87,6 +88,16 @@ async def test_a_stream_adds_up_to_its_completions(either: Sampler) -> None:
             one.text.split(stop)[0] if stops else one.text for one in whole
         ]
         assert done[0].stop_reason == (stop if stops else None)
+
+
+async def test_every_setting_of_a_request_reaches_the_engine(sampler: Sampler, engine: FakeEngine) -> None:
+    """All but `stream`, which is the sampler's to decide."""
+    asked = structs.replace(request(), record_support=True, reuse_prefix=True)
+    await sampler.complete(asked)
+    async with aclosing(sampler.stream(asked)) as events:
+        async for _ in events:
+            pass
+    assert engine.asked == [asked, structs.replace(asked, stream=True)]
 
 
 async def test_cancelled_and_refused_requests_leave_an_engine_that_works(either: Sampler) -> None:

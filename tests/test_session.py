@@ -5,7 +5,8 @@ from __future__ import annotations
 import io
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import structlog
@@ -16,6 +17,7 @@ from actors import boxes
 from actors.assembly import Parts
 from actors.prompter import Prompter
 from actors.runtime.child import ChildState, ChildStatus, Restart
+from actors.runtime.latest import Latest
 from actors.runtime.mailbox import Mailbox
 from actors.session import Session
 from protocols.checkpoint import RunState
@@ -62,7 +64,9 @@ def resumed(parts: Parts, *, asked: int) -> Parts:
 
 def prompter(parts: Parts) -> Prompter:
     """The run's prompter."""
-    return boxes.prompter(parts)(outbox=Mailbox[Any]("prompts", capacity=100).writer())
+    session = SimpleNamespace(refills=Latest[int]("refills"))
+    session.refills.put(0)
+    return boxes.prompter(parts, cast(Any, session))(outbox=Mailbox[Any]("prompts", capacity=100).writer())
 
 
 async def test_the_books_of_a_whole_run_count_what_is_left_where_it_lies(parts: Parts) -> None:

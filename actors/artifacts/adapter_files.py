@@ -1,4 +1,8 @@
-"""Adapters on disk, in mlx-lm's own form: `mlx_lm.load(base, adapter_path=DIRECTORY)` just works."""
+"""Adapters on disk, in mlx-lm's own form: `mlx_lm.load(base, adapter_path=DIRECTORY)` just works.
+
+The exception are checkpoints of runs that train embeddings or head beside an adapter: mlx-lm refuses to load other
+weights beside one, and says so. `Policy.loadable` gives what it loads, for the directory that a run leaves.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,7 @@ import msgspec
 from mlx.utils import tree_map_with_path
 
 from actors.artifacts.durable_files import FileDigest, new_directory, replace_file, sync_directory, write_file
+from actors.artifacts.padded_ranks import padded, unpadded
 from actors.artifacts.tensor_files import named_arrays, read_tensors, tensor_chunks
 from protocols.adapter import AdapterConfig
 from protocols.errors import CheckpointError, RunDirectoryError
@@ -36,7 +41,7 @@ def write_adapter(directory: Path, parameters: Any, config: AdapterConfig) -> No
             (directory / TENSORS).unlink(missing_ok=True)
             sync_directory(directory)
             replace_file(directory / CONFIG, [text])
-        replace_file(directory / TENSORS, tensor_chunks(named_arrays(parameters)))
+        replace_file(directory / TENSORS, tensor_chunks(padded(named_arrays(parameters), config)))
     except OSError as error:
         raise RunDirectoryError(f"adapter {directory} cannot be written: {error.strerror or error}") from error
 
@@ -44,7 +49,7 @@ def write_adapter(directory: Path, parameters: Any, config: AdapterConfig) -> No
 def fill_adapter(directory: Path, parameters: Any, config: AdapterConfig) -> list[FileDigest]:
     """Write the adapter's files into a directory that is still unfinished."""
     return [
-        write_file(directory / TENSORS, tensor_chunks(named_arrays(parameters))),
+        write_file(directory / TENSORS, tensor_chunks(padded(named_arrays(parameters), config))),
         write_file(directory / CONFIG, [_encode(config)]),
     ]
 
@@ -61,11 +66,11 @@ def read_adapter_config(directory: Path) -> AdapterConfig:
 def read_adapter(directory: Path, expected: Any, config: AdapterConfig) -> Any:
     """Read an adapter into a tree like `expected`, a policy's trainable parameters; in the compute thread.
 
-    config: the policy's; rank, scale and the rest must be the same. Raises `CheckpointError` that lists every tensor
+    config: the policy's; ranks, scale and the rest must be the same. Raises `CheckpointError` that lists every tensor
     that is missing, not expected, of another shape or type, or not finite.
     """
     _refuse_other_config(directory, read_adapter_config(directory), config)
-    arrays = read_tensors(directory / TENSORS)
+    arrays = unpadded(read_tensors(directory / TENSORS), config)
     faults = tensor_faults(arrays, named_arrays(expected))
     if faults:
         raise CheckpointError(f"{directory / TENSORS} does not fit the policy: {'; '.join(faults)}")
@@ -101,7 +106,8 @@ def _refuse_other_config(directory: Path, found: AdapterConfig, wanted: AdapterC
 def _settings(config: AdapterConfig) -> dict[str, object]:
     low_rank = msgspec.structs.asdict(config.lora_parameters) if config.lora_parameters else {}
     layers = {"num_layers": config.num_layers} if config.lora_parameters else {}
-    return {"fine_tune_type": config.fine_tune_type, **layers, **low_rank}
+    more = {"ranks": config.ranks, "trained_weights": config.trained_weights}
+    return {"fine_tune_type": config.fine_tune_type, **layers, **low_rank, **more}
 
 
 def _encode(config: AdapterConfig) -> bytes:

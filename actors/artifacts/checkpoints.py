@@ -19,19 +19,25 @@ from actors.artifacts.tensor_files import named_arrays, read_tensors, tensor_chu
 from protocols.adapter import AdapterConfig
 from protocols.checkpoint import RunState
 from protocols.errors import CheckpointError, RunDirectoryError
+from protocols.replay import KeptGroup
 
 OPTIMIZER = "optimizer.safetensors"
+REPLAY = "replay.msgpack"
 STATE = "state.json"
 NAME = re.compile(r"step-(\d{6,})")
 
 
 class Snapshot(Struct, frozen=True, kw_only=True):
-    """What is written. parameters, optimizer: trees of evaluated arrays, nested or flat, that nobody writes to."""
+    """What is written. parameters, optimizer: trees of evaluated arrays, nested or flat, that nobody writes to.
+
+    replay: groups in the replay buffer; no file is written where there are none.
+    """
 
     parameters: Any
     optimizer: Any
     state: RunState
     adapter_config: AdapterConfig
+    replay: tuple[KeptGroup, ...] = ()
 
 
 class Checkpoint(Struct, frozen=True, kw_only=True):
@@ -40,6 +46,7 @@ class Checkpoint(Struct, frozen=True, kw_only=True):
     state: RunState
     parameters: Any
     optimizer: dict[str, mx.array]
+    replay: tuple[KeptGroup, ...]
 
 
 class Found(Struct, frozen=True, kw_only=True):
@@ -62,6 +69,8 @@ def write_checkpoint(directory: Path, snapshot: Snapshot, *, keep_last: int) -> 
             files = fill_adapter(unfinished, snapshot.parameters, snapshot.adapter_config)
             files.append(write_file(unfinished / OPTIMIZER, tensor_chunks(named_arrays(snapshot.optimizer))))
             files.append(write_file(unfinished / STATE, [msgspec.json.encode(snapshot.state)]))
+            if snapshot.replay:
+                files.append(write_file(unfinished / REPLAY, [msgspec.msgpack.encode(snapshot.replay)]))
             write_manifest(unfinished, files)
         prune(directory, keep_last)
     except OSError as error:
@@ -102,7 +111,17 @@ def read_checkpoint(path: Path, *, expected: Any, adapter_config: AdapterConfig)
         state=read_state(path),
         parameters=read_adapter(path, expected, adapter_config),
         optimizer=read_tensors(path / OPTIMIZER),
+        replay=_read_replay(path / REPLAY),
     )
+
+
+def _read_replay(path: Path) -> tuple[KeptGroup, ...]:
+    if not path.exists():
+        return ()
+    try:
+        return msgspec.msgpack.decode(path.read_bytes(), type=tuple[KeptGroup, ...])
+    except (OSError, msgspec.MsgspecError) as error:
+        raise CheckpointError(f"{path} cannot be used: {error}") from error
 
 
 def prune(directory: Path, keep_last: int) -> None:

@@ -21,9 +21,13 @@ MAY_DIFFER = (
     "mailboxes",
     "monitor",
     "actors",
+    "alarms",
     "policy.grad_checkpoint",
-    "learner.micro_batch_tokens",
+    "learner.compile",
+    "learner.layout",
     "learner.max_bad_steps",
+    "learner.max_staleness",
+    "learner.micro_batch_tokens",
 )
 """Keys and sections that a resumed run may change: how long it lasts, and how it runs, not what it learns."""
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from actors.artifacts.flag_aliases import ALIASES, CONSTANTS, ELSEWHERE
 from actors.artifacts.help_text import default_in_words
+from actors.artifacts.profile_decode import shown
 from actors.artifacts.profile_effects import DEPENDENCES
 from actors.artifacts.profile_rules import RULES
 from actors.artifacts.profile_schema import Section, sections
+from protocols.recipes import CORRECTIONS, OBJECTIVES
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
 
@@ -21,11 +24,16 @@ A run is described by a profile, a TOML file: `python pipeline.py --profile loca
 
 * **Layers.** `extends = "local-m3"` at the top of a profile puts it on top of another: key by key, lists replaced as
   a whole. Flags are the topmost layer. A layer that sets `policy.scale` takes back `policy.alpha` of the layers below,
-  and the other way round; a layer that sets `data.train` takes back `data.heldout`. `none` takes back a key that may be
-  left out: `--policy.scale none`.
+  and the other way round, so do `learner.entropy_target` and `learner.entropy_decay`; a layer that sets `data.train`
+  takes back `data.heldout`. `none` takes back a key that may be left out: `--policy.scale none`.
 * **Nothing is ignored.** A key that does not exist, is out of range, or has no effect in this combination is an error
   that names the file, the key, what is allowed and the nearest valid key. Where a *higher* layer takes a key's effect
-  away, the key falls back to its default instead: `--async false` works on top of any profile.
+  away, the key falls back to its default instead, and with it what depends on it: `--async false` works on top of any
+  profile.
+* **Recipes.** Choosing `learner.objective` or `learner.correction` brings the settings of its paper along, listed
+  below: they rank below what the layer that chooses says itself, above all lower layers, and fall back to defaults
+  where they have no effect. `--learner.objective gspo` overrides a `clip_low` in the profile. Only the choice that
+  holds brings anything. `--dry-run` shows what came of it.
 * **Paths.** `model.path`, `data.train` and `data.heldout` in a profile are relative to the profile's own directory if
   they start with `./` or `../`, or exist there; other data files are relative to the working directory, and any other
   model is a repository of the Hugging Face hub. Given by flag, they are relative to the working directory. `run_dir`
@@ -41,7 +49,14 @@ A run is described by a profile, a TOML file: `python pipeline.py --profile loca
 
 def configuration_page() -> str:
     """The page, as Markdown."""
-    parts = [INTRODUCTION, *(_section(section) for section in sections()), _between(), _effects(), _aliases()]
+    parts = [
+        INTRODUCTION,
+        *(_section(section) for section in sections()),
+        _recipes(),
+        _between(),
+        _effects(),
+        _aliases(),
+    ]
     return "\n".join(parts)
 
 
@@ -55,26 +70,33 @@ def _section(section: Section) -> str:
     return "\n".join([f"## {title}", "", "| key | allowed | default | meaning |", "|---|---|---|---|", *rows, ""])
 
 
+def _recipes() -> str:
+    choices = {
+        f"{path} = {shown(name)}": recipe
+        for path, table in (("objective", OBJECTIVES), ("correction", CORRECTIONS))
+        for name, recipe in table.items()
+    }
+    rows = [
+        f"| `{choice}` | {', '.join(f'`{name} = {shown(value)}`' for name, value in recipe.items())} |"
+        for choice, recipe in choices.items()
+    ]
+    return "\n".join(["## Recipes", "", "| choice in `[learner]` | brings along |", "|---|---|", *rows, ""])
+
+
 def _between() -> str:
     rows = [f"* {' '.join((rule.__doc__ or '').split())}" for rule in RULES]
     return "\n".join(["## Between settings", "", *rows, ""])
 
 
 def _effects() -> str:
-    rows = [
-        f"| {', '.join(f'`{path}`' for path in rule.keys)} | `{rule.switch}` | {_cell(rule.because)} |"
-        for rule in DEPENDENCES
-    ]
+    rows = [f"| {_paths(rule.keys)} | {_paths(rule.switches)} | {_cell(rule.because)} |" for rule in DEPENDENCES]
     return "\n".join(
         ["## Keys that need another", "", "| keys | decided by | refused because |", "|---|---|---|", *rows, ""]
     )
 
 
 def _aliases() -> str:
-    rows = [
-        f"| `--{alias.name}` | {', '.join(f'`{path}`' for path in alias.keys)} | {_cell(alias.note)} |"
-        for alias in ALIASES
-    ]
+    rows = [f"| `--{alias.name}` | {_paths(alias.keys)} | {_cell(alias.note)} |" for alias in ALIASES]
     rows += [
         f"| `--{constant.name}` | `{next(iter(constant.when_true))}` | {constant.note} |" for constant in CONSTANTS
     ]
@@ -93,6 +115,10 @@ def _aliases() -> str:
             "",
         ]
     )
+
+
+def _paths(paths: Sequence[str]) -> str:
+    return ", ".join(f"`{path}`" for path in paths)
 
 
 def _cell(text: str) -> str:

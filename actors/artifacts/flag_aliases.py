@@ -9,15 +9,15 @@ from msgspec import Struct
 
 
 class Alias(Struct, frozen=True, kw_only=True):
-    """A flag that sets other keys: all of `keys` to what is given, after `values` translated it.
+    """A flag that sets other keys: those of `keys` that `settings` makes of the text it is given.
 
     note: where the meaning needs a word.
     """
 
     name: str
     keys: tuple[str, ...]
-    note: str = ""
-    values: Callable[[str], str] = str
+    note: str
+    settings: Callable[[str], dict[str, str]]
 
 
 class Constant(Struct, frozen=True, kw_only=True):
@@ -29,12 +29,19 @@ class Constant(Struct, frozen=True, kw_only=True):
     note: str
 
 
-def _alias(name: str, *keys: str, note: str = "", values: Callable[[str], str] = str) -> Alias:
-    return Alias(name=name, keys=keys, note=note, values=values)
+def _alias(name: str, *keys: str, note: str = "", settings: Callable[[str], dict[str, str]] | None = None) -> Alias:
+    return Alias(name=name, keys=keys, note=note, settings=settings or (lambda text: dict.fromkeys(keys, text)))
 
 
-def _kl_estimator(text: str) -> str:
-    return "k2" if text == "mse" else text
+def _kl_estimator(text: str) -> dict[str, str]:
+    return {"learner.kl_estimator": "k2" if text == "mse" else text}
+
+
+def _ref_ema(text: str) -> dict[str, str]:
+    """An average that keeps all of itself is the policy that the run began with."""
+    if text in ("1", "1.0"):
+        return {"learner.reference": "base"}
+    return {"learner.reference": "average", "learner.ref_ema": text}
 
 
 ALIASES = (
@@ -65,10 +72,18 @@ ALIASES = (
     _alias("num-batches-ahead", "generator.batches_ahead"),
     _alias("kl-beta", "learner.kl_beta"),
     _alias("beta", "learner.kl_beta"),
-    _alias("kl-estimator", "learner.kl_estimator", note="mse is k2", values=_kl_estimator),
+    _alias("kl-estimator", "learner.kl_estimator", note="mse is k2", settings=_kl_estimator),
     _alias("clip-ratio", "learner.clip_low", "learner.clip_high", note="both sides"),
     _alias("epsilon", "learner.clip_low", "learner.clip_high", note="of the clip; AdamW's is learner.epsilon"),
     _alias("entropy-weight", "learner.entropy_weight"),
+    _alias(
+        "ref-ema",
+        "learner.ref_ema",
+        "learner.reference",
+        note='the reference is a moving average; 1.0: learner.reference = "base"',
+        settings=_ref_ema,
+    ),
+    _alias("update-epochs", "learner.update_epochs"),
     _alias("adapter-path", "checkpoint.adapter_path"),
     _alias("checkpoint-interval", "checkpoint.interval"),
     _alias("output-dir", "run_dir"),
@@ -88,12 +103,19 @@ CONSTANTS = (
 ELSEWHERE: Mapping[str, str] = {
     "config": "a configuration file is given with --profile",
     "gradient-accumulation-steps": "use --learner.micro-batch-tokens; any split gives the same gradient",
-    "update-epochs": "every batch is learnt from once",
-    "ref-ema": "the reference is the policy with its adapter switched off",
     "adapter-format": "adapters are always safetensors, as mlx-lm writes them",
     "checkpoint-dir": "checkpoints are in RUN_DIR/checkpoints; use --run-dir",
     "server-url": "the server is part of the run; use --gateway.port",
     "lora-target-modules": "use --policy.target-modules with block-relative names such as self_attn.q_proj",
     "lora-path": "the base model is given with --model; a run is continued with --resume",
+    "save-path": "everything a run writes is in RUN_DIR; use --run-dir",
+    "seq-len": "prompts are never cut, and completions are bounded by --max-tokens",
+    "diverse-mode": "the completions of a group have a seed each",
+    "dataset-name": "a dataset is a local file of JSON lines; use --dataset",
+    "dataset-config": "a dataset is a local file of JSON lines; use --dataset",
+    **dict.fromkeys(
+        ("reward-content-type", "reward-format-weight", "reward-content-weight"),
+        """rewards and their weights are listed: --rewards '[{name = "format", weight = 0.2}, ...]'""",
+    ),
 }
 """Names that earlier trainers used for what is done differently here, and what to do instead."""

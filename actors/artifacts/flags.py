@@ -97,8 +97,7 @@ def _read_flag(rest: list[str], given: Given) -> None:
         for path, setting in chosen.items():
             given.put(path, setting, flag)
     elif name in aliases:
-        text = aliases[name].values(_text(flag, value, rest))
-        for path in aliases[name].keys:
+        for path, text in aliases[name].settings(_text(flag, value, rest)).items():
             given.put(path, _converted(settable()[path], text, flag), flag)
     elif name in settable():
         key = settable()[name]

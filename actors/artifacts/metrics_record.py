@@ -22,8 +22,12 @@ class StepMetrics(Struct, frozen=True, kw_only=True):
 
     reward_mean, reward_std: over every completion with a finite reward, whether its group was trained or discarded.
     groups_trained, groups_discarded, discarded: groups that ended with this batch, the latter by reason.
+    groups_refilled: of them, those that were asked in place of others (`learner.dynamic_sampling`).
+    groups_replayed: groups of earlier batches that the update learnt from again. alarms: signs of collapse.
+    rolled_back: whether the policy is an earlier one again.
     completion_tokens: of those groups, summed; completion_tokens_mean: per completion; truncated: share of completions
-    that ran out of tokens. staleness: versions between the oldest token of a trained group and the update.
+    that ran out of tokens. staleness: versions between the oldest token of a trained group and the update;
+    staleness_histogram: trained groups by their staleness.
     tokens_per_second: sampled since the line before, by everyone who samples, per second of wall-clock time.
     decode_seconds: the compute thread spent decoding since the line before. train_seconds: inside the update;
     wait_seconds: waiting for groups. swap_seconds: the latest. seconds: since the run began, all its lives.
@@ -44,11 +48,22 @@ class StepMetrics(Struct, frozen=True, kw_only=True):
     grad_norm: float | None = None
     learning_rate: float | None = None
     applied: bool | None = None
+    ess: float | None = None
+    rejected_fraction: float | None = None
+    kl_beta: float | None = None
+    entropy_weight: float | None = None
+    optimizer_steps: int | None = None
+    step_kl: float | None = None
     groups_trained: int
     groups_discarded: int
     discarded: dict[str, int]
+    groups_refilled: int
+    groups_replayed: int
+    alarms: tuple[str, ...]
+    rolled_back: bool
     staleness_mean: float | None
     staleness_max: int | None
+    staleness_histogram: dict[int, int]
     completion_tokens: int
     completion_tokens_mean: float | None
     truncated: float | None
@@ -91,8 +106,13 @@ def step_metrics(report: StepReport, *, now: Moment, before: Moment) -> StepMetr
         groups_trained=len(report.trained),
         groups_discarded=len(report.discarded),
         discarded=dict(Counter(group.reason for group in report.discarded)),
+        groups_refilled=report.refilled,
+        groups_replayed=report.replayed,
+        alarms=report.alarms,
+        rolled_back=report.rolled_back,
         staleness_mean=_mean(report.staleness),
         staleness_max=max(report.staleness, default=None),
+        staleness_histogram=dict(sorted(Counter(report.staleness).items())),
         completion_tokens=sum(lengths),
         completion_tokens_mean=_mean(lengths),
         truncated=_mean([completion.finish_reason == "length" for completion in completions]),

@@ -14,6 +14,7 @@ from actors.artifacts.durable_files import UNFINISHED, sync_directory
 from actors.artifacts.profile_decode import decode
 from actors.artifacts.profile_effects import resting
 from actors.artifacts.profile_layers import Layer, file_layers, merge, override_layer, profile_path
+from actors.artifacts.profile_recipes import with_recipes
 from actors.artifacts.profile_rules import validate
 from protocols.profile import Profile
 
@@ -24,14 +25,15 @@ def load_profile(name_or_path: str, overrides: Mapping[str, Any] | None = None) 
     """Read a profile and put `overrides` (by key path: `learner.learning_rate`) on top.
 
     name_or_path: a shipped profile's name, or a path to a .toml. `extends = "name"` in a file puts it on top of
-    another profile. `{profile}` in run_dir becomes the file's stem. A setting that a higher layer deprives of its
-    effect falls back to its default: `--async false` works on top of any profile. Raises ProfileError on one line.
+    another profile. `{profile}` in run_dir becomes the file's stem. The choice of an objective or a correction brings
+    its recipe along. A setting that a higher layer deprives of its effect falls back to its default, and with it what
+    depends on it: `--async false` works on top of any profile. Raises ProfileError on one line.
     """
     path = profile_path(name_or_path)
     layers: list[Layer] = file_layers(path)
     if overrides:
         layers.append(override_layer(overrides))
-    merged = merge(layers)
+    merged = merge(with_recipes(layers))
     profile = decode(merged)
     while asleep := resting(profile, merged):
         merged = merged.without(asleep)

@@ -26,33 +26,53 @@ DISPLACES = {
     "policy.scale": ("policy.alpha",),
     "policy.alpha": ("policy.scale",),
     "data.train": ("data.heldout",),
+    "learner.entropy_decay": ("learner.entropy_target",),
+    "learner.entropy_target": ("learner.entropy_decay",),
 }
 """A layer that sets the first without the second takes back what lower layers said of the second."""
 
 
 class Layer(Struct, frozen=True, kw_only=True):
-    """One source of settings. label: as errors name it. values: by key path; None takes a lower layer's value back."""
+    """One source of settings.
+
+    label: as errors name it. values: by key path; None takes a lower layer's value back. recipe: brought along by a
+    choice of the layer above it, and given up without a word where it has no effect.
+    """
 
     label: str
     values: dict[str, Any]
+    recipe: bool = False
 
 
 class Merged(Struct, frozen=True, kw_only=True):
-    """All layers as one. origin: of each key in `values`, the layer it comes from; higher numbers win."""
+    """All layers as one. origin: of each key in `values`, the layer it comes from; higher numbers win.
 
-    labels: tuple[str, ...]
+    rested: of keys that fell back to their defaults, the layer that took their effect away.
+    """
+
+    layers: tuple[Layer, ...]
     values: dict[str, Any]
     origin: dict[str, int]
+    rested: dict[str, int] = {}
 
     def label(self, path: str) -> str:
         """Who set a key; the profile itself where nobody did."""
-        files = [label for label in self.labels if label != COMMAND_LINE]
-        return self.labels[self.origin[path]] if path in self.origin else files[-1]
+        files = [layer.label for layer in self.layers if layer.label != COMMAND_LINE]
+        return self.layers[self.origin[path]].label if path in self.origin else files[-1]
 
-    def without(self, paths: set[str]) -> Merged:
-        """The same without some keys: they fall back to their defaults."""
-        kept = {path: value for path, value in self.values.items() if path not in paths}
-        return Merged(labels=self.labels, values=kept, origin={path: self.origin[path] for path in kept})
+    def rank(self, path: str) -> int:
+        """The layer that decided a key, be it by taking away its effect; -1 where none did."""
+        return self.origin.get(path, self.rested.get(path, -1))
+
+    def from_recipe(self, path: str) -> bool:
+        """Whether a key was brought along by a choice, not written down by anybody."""
+        return path in self.origin and self.layers[self.origin[path]].recipe
+
+    def without(self, rested: Mapping[str, int]) -> Merged:
+        """The same without some keys, which fall back to their defaults: by path, the layer that made them."""
+        kept = {path: value for path, value in self.values.items() if path not in rested}
+        origin = {path: self.origin[path] for path in kept}
+        return Merged(layers=self.layers, values=kept, origin=origin, rested={**self.rested, **rested})
 
     def tree(self) -> dict[str, Any]:
         """The nested tables that the structs are made from."""
@@ -76,7 +96,7 @@ def merge(layers: list[Layer]) -> Merged:
         for path, value in layer.values.items():
             if value is not None:
                 values[path], origin[path] = value, number
-    return Merged(labels=tuple(layer.label for layer in layers), values=values, origin=origin)
+    return Merged(layers=tuple(layers), values=values, origin=origin)
 
 
 def profile_path(name_or_path: str) -> Path:

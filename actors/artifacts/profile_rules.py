@@ -8,16 +8,20 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 
 from actors.artifacts.nearest import nearest
+from actors.artifacts.profile_dependence import Complaint
 from actors.artifacts.profile_effects import without_effect
+from actors.artifacts.profile_rules_learner import (
+    bounds_around_one,
+    enough_for_mini_batches,
+    known_objective,
+    learnable_distribution,
+)
 from protocols.errors import ProfileError
 from protocols.profile import ActorSection, Profile
 
 BOXES = ("prompter", "generator", "scorer", "learner", "broadcaster", "checkpointer", "evaluator", "monitor")
 SERVICES = ("gateway", "watchdog", "decode engine")
 ARROWS = ("prompts", "rollouts", "scored", "reports")
-
-Complaint = tuple[str, str]
-"""The key at fault, and the sentence that says why and what to do."""
 
 Rule = Callable[[Profile], Iterable[Complaint]]
 
@@ -32,7 +36,7 @@ def validate(profile: Profile, label: Callable[[str], str] = lambda path: "profi
 def one_scale(profile: Profile) -> Iterator[Complaint]:
     """The adapter's scale is given in one way."""
     if profile.policy.scale is not None and profile.policy.alpha is not None:
-        yield "policy.alpha", "policy.scale and policy.alpha say the same (scale = alpha / rank): give one of the two"
+        yield "policy.alpha", "policy.scale and policy.alpha say the same: give one of the two"
 
 
 def trainable_layers(profile: Profile) -> Iterator[Complaint]:
@@ -49,21 +53,6 @@ def repeatable_dropout(profile: Profile) -> Iterator[Complaint]:
             f"policy.dropout = {profile.policy.dropout:g} and policy.grad_checkpoint exclude each other: a recomputed "
             "block draws another mask, and the gradient would be wrong; switch one of them off",
         )
-
-
-def learnable_distribution(profile: Profile) -> Iterator[Complaint]:
-    """The learner evaluates the distribution that was sampled from: temperature alone may shape it."""
-    sampling = profile.sampling
-    why = "rollouts are learnt from under the distribution they were drawn from, which only temperature may shape"
-    if sampling.temperature == 0:
-        yield "sampling.temperature", f"sampling.temperature must be > 0, not 0: {why}, and greedy groups teach nothing"
-    for name, neutral in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0), ("repetition_penalty", 1.0)):
-        if (value := getattr(sampling, name)) != neutral:
-            yield f"sampling.{name}", f"sampling.{name} must be {neutral:g} in training, not {value:g}: {why}"
-    if sampling.logit_bias:
-        yield "sampling.logit_bias", f"sampling.logit_bias must be empty in training: {why}"
-    if sampling.top_logprobs:
-        yield "sampling.top_logprobs", "sampling.top_logprobs must be 0 in training: only API requests report them"
 
 
 def sensible_stops(profile: Profile) -> Iterator[Complaint]:
@@ -161,6 +150,11 @@ def own_actors(profile: Profile) -> Iterator[Complaint]:
             yield "actors", f"actors: {actor.name!r} is the name of a service; choose another"
         if actor.mode == "replace" and actor.at == "evaluator" and not profile.eval.enabled:
             yield "actors", f"actors: {actor.name!r} replaces the evaluator, but eval.enabled = false"
+        if actor.mode == "replace" and actor.at == "learner" and profile.learner.dynamic_sampling:
+            yield (
+                "learner.dynamic_sampling",
+                f"learner.dynamic_sampling = true is the default learner's, and actors: {actor.name!r} replaces it",
+            )
 
 
 def _place(actor: ActorSection) -> Iterator[Complaint]:
@@ -189,7 +183,10 @@ RULES: tuple[Rule, ...] = (
     one_scale,
     trainable_layers,
     repeatable_dropout,
+    known_objective,
     learnable_distribution,
+    bounds_around_one,
+    enough_for_mini_batches,
     sensible_stops,
     probe_bounds,
     columns,

@@ -126,7 +126,8 @@ def in_words(annotation: Any) -> str:
     if (isinstance(base, type) and issubclass(base, Struct)) or get_origin(base) is dict:
         return "a table"
     if base is str:
-        return "text" + (" of the form module:name" if meta.pattern else ", not empty" if meta.min_length else "")
+        form = f" of the form {meta.description}" if meta.description else ", not empty" if meta.min_length else ""
+        return f"text{form}"
     word = {bool: "true or false", int: "an integer", float: "a number"}.get(base, "a value")
     return word + (f" {' and '.join(bounds)}" if bounds else "")
 

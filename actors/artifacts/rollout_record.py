@@ -88,8 +88,13 @@ def _trained(group: TrainedGroup) -> tuple[CompletionRecord, ...]:
 def _discarded(group: Discarded) -> tuple[CompletionRecord, ...]:
     rewards: tuple[float | None, ...] = group.rewards or (None,) * len(group.completions)
     return tuple(
-        _completion(completion, reward=reward, parts={}, advantage=None)
-        for completion, reward in zip(group.completions, rewards, strict=True)
+        _completion(
+            completion,
+            reward=reward,
+            parts={name: values[i] for name, values in group.parts.items()},
+            advantage=None,
+        )
+        for i, (completion, reward) in enumerate(zip(group.completions, rewards, strict=True))
     )
 
 

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-import difflib
+from collections.abc import Iterable
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from mlx_lm.tuner.utils import linear_to_lora_layers
 from msgspec import Struct
 
+from actors.compute.adapter_targets import linear_modules, module_ranks, refuse_without_dora
+from actors.compute.token_weights import token_weights
+from actors.compute.trees import flat
 from protocols.adapter import AdapterConfig, LoRAParameters
 from protocols.errors import ModelError
 from protocols.profile import PolicySection
 
-LINEAR = (nn.Linear, nn.QuantizedLinear, SwitchLinear, QuantizedSwitchLinear)
-
 
 class AdaptedModule(Struct, frozen=True, kw_only=True):
-    """One place of the model where an adapter sits: `parent[key]` is `adapted`, and was `base`."""
+    """One place of the model where an adapter sits: `parent[key]`, by name `name`, is `adapted`, and was `base`."""
 
+    name: str
     parent: Any
     key: Any
     base: nn.Module
@@ -35,30 +36,33 @@ def is_quantized(model: nn.Module) -> bool:
 def install_adapter(
     model: nn.Module, section: PolicySection, *, seed: int
 ) -> tuple[AdapterConfig, tuple[AdaptedModule, ...]]:
-    """Freeze the base and put low-rank layers over its linear ones: y = W x + scale (x A) B, B = 0 at first.
+    """Freeze the base, put low-rank layers over its linear ones, and open embeddings and head where asked.
 
-    Low-rank adaptation, arXiv:2106.09685, with mlx-lm's layers and absolute scale; over packed weights it is QLoRA,
-    arXiv:2305.14314. Equal seeds give equal initial adapters; the calling thread's random state is seeded on the way.
-    Raises `ModelError` where a target module does not exist or nothing would be trained.
+    lora: y = W x + scale (x A) B with B = 0 at first (LoRA, arXiv:2106.09685). dora: the same, and then every output
+    scaled to a trained magnitude, m / |W + scale (A B)^T| per row, the norm without gradient (DoRA, arXiv:2402.09353,
+    section 4.3). Both with mlx-lm's layers and absolute scale; over packed weights it is QLoRA, arXiv:2305.14314.
+
+    Equal seeds give equal initial adapters; the calling thread's random state is seeded on the way. Raises `ModelError`
+    where a target module does not exist, mlx-lm has no such layer for it, or nothing would be trained.
     """
     blocks = model.layers
     if section.num_layers == 0 or section.num_layers > len(blocks):
         raise ModelError(f"policy.num_layers = {section.num_layers}: the model has {len(blocks)} blocks (-1 = all)")
-    keys = _resolve_targets(blocks, section.target_modules)
-    parameters = LoRAParameters(rank=section.rank, scale=section.effective_scale, dropout=section.dropout, keys=keys)
+    trained = blocks[-max(section.num_layers, 0) :]
+    ranks = module_ranks(trained, section)
+    if not ranks:
+        raise ModelError("no block that is trained has a linear layer for an adapter")
+    if section.kind == "dora":
+        refuse_without_dora({name: module for name, module in linear_modules(trained).items() if name in ranks})
+    beside = _weights_beside(model, section)
     before = dict(model.named_modules())
     model.freeze()
     mx.random.seed(seed)
-    config = {"rank": parameters.rank, "scale": parameters.scale, "dropout": parameters.dropout, "keys": set(keys)}
-    try:
-        linear_to_lora_layers(model, section.num_layers, config)
-    except ValueError as error:
-        raise ModelError(f"this architecture cannot take an adapter: {error}") from error
-    adapted = _replaced_modules(model, before)
-    if not adapted:
-        raise ModelError(f"no module of policy.target_modules lies in the last {section.num_layers} blocks")
+    _install(model, section, ranks)
+    for module in beside.values():
+        module.unfreeze(recurse=False)
     model.eval()
-    return AdapterConfig(fine_tune_type="lora", num_layers=section.num_layers, lora_parameters=parameters), adapted
+    return _configuration(section, ranks, beside), _replaced_modules(model, before)
 
 
 def open_all_weights(model: nn.Module) -> AdapterConfig:
@@ -77,45 +81,9 @@ def open_all_weights(model: nn.Module) -> AdapterConfig:
     return AdapterConfig(fine_tune_type="full", num_layers=-1)
 
 
-def linear_modules(blocks: list[nn.Module]) -> tuple[str, ...]:
-    """Block-relative names of all linear layers, embeddings not among them; sorted."""
-    names = {
-        name
-        for block in blocks
-        for name, module in block.named_modules()
-        if name and (hasattr(module, "to_lora") or isinstance(module, LINEAR))
-    }
-    return tuple(sorted(names))
-
-
-def _resolve_targets(blocks: list[nn.Module], targets: tuple[str, ...]) -> tuple[str, ...]:
-    """Names as mlx-lm wants them; a short name such as `q_proj` stands for every module that ends in it."""
-    available = linear_modules(blocks)
-    if not targets:
-        return available
-    chosen: set[str] = set()
-    for target in targets:
-        matching = {name for name in available if name == target or name.endswith(f".{target}")}
-        if not matching:
-            raise ModelError(f"policy.target_modules: no linear layer named {target}; {_nearest(target, available)}")
-        chosen |= matching
-    return tuple(sorted(chosen))
-
-
-def _nearest(target: str, available: tuple[str, ...]) -> str:
-    full = {name.rpartition(".")[2]: name for name in available}
-    close = difflib.get_close_matches(target.rpartition(".")[2], full, n=1, cutoff=0.0)
-    return f"did you mean {full[close[0]]}? (there are: {', '.join(available)})" if close else "the model has none"
-
-
-def _replaced_modules(model: nn.Module, before: dict[str, nn.Module]) -> tuple[AdaptedModule, ...]:
-    found = []
-    for name, module in model.named_modules():
-        base = before.get(name)
-        if base is not None and base is not module:
-            parent, key = locate(model, name)
-            found.append(AdaptedModule(parent=parent, key=key, base=base, adapted=module))
-    return tuple(found)
+def fused_weights(adapted: Iterable[AdaptedModule]) -> dict[str, mx.array]:
+    """Weights of plain layers that compute what the adapted ones do, by name and in the type of their bases; lazy."""
+    return {f"{one.name}.weight": one.adapted.fuse().weight.astype(one.base.weight.dtype) for one in adapted}
 
 
 def locate(model: nn.Module, path: str) -> tuple[Any, Any]:
@@ -125,3 +93,49 @@ def locate(model: nn.Module, path: str) -> tuple[Any, Any]:
     for part in outer:
         node = node[int(part)] if isinstance(node, list) else node[part]
     return node, int(last) if isinstance(node, list) else last
+
+
+def _weights_beside(model: nn.Module, section: PolicySection) -> dict[str, nn.Module]:
+    """Modules whose own weights are trained in full beside the adapter, by name."""
+    if not (section.train_embeddings or section.train_head):
+        return {}
+    if is_quantized(model):
+        key = "policy.train_embeddings" if section.train_embeddings else "policy.train_head"
+        raise ModelError(f"{key}: the base is quantised, and beside packed weights only adapters are trained")
+    return token_weights(model, embeddings=section.train_embeddings, head=section.train_head)
+
+
+def _install(model: nn.Module, section: PolicySection, ranks: dict[str, int]) -> None:
+    """Put mlx-lm's layers over the modules that `ranks` names, those of one rank after those of another."""
+    for rank in sorted(set(ranks.values())):
+        keys = {name for name, own in ranks.items() if own == rank}
+        config = {"rank": rank, "scale": section.effective_scale, "dropout": section.dropout, "keys": keys}
+        try:
+            linear_to_lora_layers(model, section.num_layers, config, use_dora=section.kind == "dora")
+        except ValueError as error:
+            raise ModelError(f"this architecture cannot take an adapter: {error}") from error
+
+
+def _configuration(section: PolicySection, ranks: dict[str, int], beside: dict[str, nn.Module]) -> AdapterConfig:
+    largest = max(ranks.values())
+    weights = [f"{name}.{weight}" for name, module in beside.items() for weight in flat(module.trainable_parameters())]
+    assert section.kind != "full"
+    return AdapterConfig(
+        fine_tune_type=section.kind,
+        num_layers=section.num_layers,
+        lora_parameters=LoRAParameters(
+            rank=largest, scale=section.effective_scale, dropout=section.dropout, keys=tuple(ranks)
+        ),
+        ranks={name: rank for name, rank in ranks.items() if rank < largest},
+        trained_weights=tuple(sorted(weights)),
+    )
+
+
+def _replaced_modules(model: nn.Module, before: dict[str, nn.Module]) -> tuple[AdaptedModule, ...]:
+    found = []
+    for name, module in model.named_modules():
+        base = before.get(name)
+        if base is not None and base is not module:
+            parent, key = locate(model, name)
+            found.append(AdaptedModule(name=name, parent=parent, key=key, base=base, adapted=module))
+    return tuple(found)

@@ -41,7 +41,7 @@ def describe_model(model: nn.Module, config: dict[str, Any]) -> PolicyDescriptio
         raise ModelError("the model's config.json states no vocab_size")
     trainable = sum(array.size for array in flat(model.trainable_parameters()).values())
     total, bits = _parameters(model)
-    adapter = sum(array.size for name, array in flat(model.parameters()).items() if _is_adapter(name))
+    adapter = sum(array.size for array in _adapter_arrays(model).values())
     return PolicyDescription(
         architecture=str(config.get("model_type", type(model).__module__.rsplit(".", 1)[-1])),
         parameters=total - adapter,
@@ -56,8 +56,15 @@ def describe_model(model: nn.Module, config: dict[str, Any]) -> PolicyDescriptio
     )
 
 
-def _is_adapter(name: str) -> bool:
-    return name.rsplit(".", 1)[-1] in ("lora_a", "lora_b")
+def _adapter_arrays(model: nn.Module) -> dict[str, mx.array]:
+    """Low-rank matrices, and DoRA's magnitudes, by name."""
+    return {
+        f"{name}.{key}": module[key]
+        for name, module in model.named_modules()
+        if "lora_a" in module
+        for key in ("lora_a", "lora_b", "m")
+        if isinstance(module.get(key), mx.array)
+    }
 
 
 def _parameters(model: nn.Module) -> tuple[int, int | None]:
@@ -79,7 +86,8 @@ def _parameters(model: nn.Module) -> tuple[int, int | None]:
 def _computing_type(model: nn.Module) -> str:
     """The type of most floating weights that belong to the base."""
     sizes: Counter[str] = Counter()
+    adapter = _adapter_arrays(model).keys()
     for name, array in flat(model.parameters()).items():
-        if mx.issubdtype(array.dtype, mx.floating) and not _is_adapter(name):
+        if mx.issubdtype(array.dtype, mx.floating) and name not in adapter:
             sizes[str(array.dtype).removeprefix("mlx.core.")] += array.size
     return sizes.most_common(1)[0][0] if sizes else "unknown"

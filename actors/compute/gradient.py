@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from actors.compute.batch import MicroBatch
+from actors.compute.head_scores import SampledLaw, TokenScores
 from actors.compute.logprobs import TeacherForcing
-from actors.compute.objective import LossInputs, TokenSums, grpo_loss
-from actors.compute.trees import Parameters, flat
+from actors.compute.objectives.loss import LossInputs, Strengths, TokenSums, policy_loss
+from actors.compute.objectives.proximal import interpolated_proximal
+from actors.compute.objectives.tokens import Objective
+from actors.compute.sequences import MicroBatch
+from actors.compute.trees import Parameters, flat, nested
 from protocols.profile import LearnerSection
 
 
@@ -39,11 +42,44 @@ class LearnablePolicy(Protocol):
         """Make the model ready for gradients inside."""
 
 
+class Rules(NamedTuple):
+    """What decides about a gradient and stays the same over one update.
+
+    law: the distribution that tokens were drawn from. strengths: of KL penalty and entropy bonus, as they stand.
+    """
+
+    settings: LearnerSection
+    objective: Objective
+    law: SampledLaw
+    strengths: Strengths
+
+
+class Known(NamedTuple):
+    """Log-probabilities of a micro-batch's tokens that were computed before, (N,) float32; None where not needed."""
+
+    reference_N: mx.array | None
+    proximal_N: mx.array | None
+
+
+class Moment(NamedTuple):
+    """Where in an update a gradient is taken.
+
+    version: of the weights that the update began with. progress: optimizer steps taken since, as a share of them all.
+    """
+
+    version: int
+    progress: float
+
+
 class Gradient(NamedTuple):
-    """Gradient of a micro-batch's loss by parameter name, and sums over its tokens in `TokenSums` order; evaluated."""
+    """Gradient of a micro-batch's loss by parameter name, and sums over its tokens in `TokenSums` order; evaluated.
+
+    logp_N: of its tokens, under the weights that it was taken at.
+    """
 
     arrays: dict[str, mx.array]
     sums: mx.array
+    logp_N: mx.array
 
 
 def micro_gradient(
@@ -51,40 +87,78 @@ def micro_gradient(
     forcing: TeacherForcing,
     parameters: Parameters,
     micro: MicroBatch,
+    known: Known,
     *,
-    settings: LearnerSection,
-    temperature: float,
-    learner_version: int,
-    total_tokens: int,
+    rules: Rules,
+    moment: Moment,
 ) -> Gradient:
-    """Differentiate the loss of one micro-batch with respect to `parameters`.
+    """Differentiate the loss of one micro-batch with respect to `parameters`; those of an update add up to its own.
 
-    total_tokens: of the whole update, so that the gradients of its micro-batches add up. Gradients are float32.
-    Only trainable parameters are differentiated; no tracer and no changed mode stays in the model.
+    Gradients are float32. Only trainable parameters are differentiated; no tracer and no changed mode stays in the
+    model. Tokens count as fresh while the learner's weights are those that the update began with.
     """
-    tokens_B_S, position_N, target_N = (mx.array(a) for a in (micro.tokens_B_S, micro.position_N, micro.target_N))
+    inputs = _inputs(micro, known, moment)
+    version_N = mx.array(micro.table.version_N)
+    between = rules.settings.proximal == "interpolate" and moment.progress > 0
 
-    def scores() -> Any:
-        return forcing(tokens_B_S, position_N, target_N, temperature=temperature)
-
-    inputs = LossInputs(
-        behaviour_N=mx.array(micro.behaviour_N),
-        advantage_N=mx.array(micro.advantage_N),
-        weight_N=mx.array(micro.weight_N),
-        fresh_N=mx.array((micro.version_N == learner_version).astype("float32")),
-        reference_N=_reference(policy, scores) if settings.kl_beta > 0 else None,
-    )
-
-    def loss(traced: Parameters) -> tuple[mx.array, TokenSums]:
+    def loss(traced: Parameters) -> tuple[mx.array, TokenSums, mx.array]:
         with policy.using(traced):
-            logp_N, entropy_N = scores()
-        return grpo_loss(logp_N, entropy_N, inputs, settings=settings, total_tokens=total_tokens)
+            logp_N, entropy_N = forcing(micro, law=rules.law)
+        seen = inputs
+        if between:
+            proximal_N = interpolated_proximal(
+                mx.stop_gradient(logp_N),
+                inputs.behaviour_N,
+                version_N,
+                version_proximal=moment.version,
+                version_current=moment.version + moment.progress,
+            )
+            seen = inputs._replace(proximal_N=proximal_N)
+        value, sums = policy_loss(
+            logp_N, entropy_N, seen, settings=rules.settings, strengths=rules.strengths, objective=rules.objective
+        )
+        return value, sums, mx.stop_gradient(logp_N)
 
+    # While it traces, MLX puts its tracers into the very containers it is given; others read the learner's.
+    own = nested(flat(parameters))
     with policy.using(parameters), policy.training_mode():
-        (_, sums), tree = mx.value_and_grad(loss)(parameters)
-        gradient = Gradient({n: g.astype(mx.float32) for n, g in flat(tree).items()}, mx.stack(list(sums)))
+        (_, sums, logp_N), tree = mx.value_and_grad(loss)(own)
+        gradient = Gradient({n: g.astype(mx.float32) for n, g in flat(tree).items()}, mx.stack(list(sums)), logp_N)
         _evaluate(gradient)
     return gradient
+
+
+def known_scores(forcing: TeacherForcing, micro: MicroBatch, law: SampledLaw) -> mx.array:
+    """Log-probabilities of a micro-batch's tokens under the weights that the model has now, evaluated: (N,) float32."""
+    scores: TokenScores = forcing(micro, law=law)
+    mx.eval(scores.logp_N)
+    return scores.logp_N
+
+
+def add(total: Gradient | None, part: Gradient) -> Gradient:
+    """Sum of two gradients, evaluated, with the first's `logp_N`; `part` itself where it is the first."""
+    if total is None:
+        return part
+    arrays = {name: array + part.arrays[name] for name, array in total.arrays.items()}
+    added = total._replace(arrays=arrays, sums=total.sums + part.sums)
+    mx.eval(added)
+    return added
+
+
+def _inputs(micro: MicroBatch, known: Known, moment: Moment) -> LossInputs:
+    table = micro.table
+    fresh_N = (table.version_N == moment.version) & (moment.progress == 0)
+    return LossInputs(
+        behaviour_N=mx.array(table.behaviour_N),
+        proximal_N=known.proximal_N,
+        reference_N=known.reference_N,
+        advantage_N=mx.array(table.advantage_N),
+        weight_N=mx.array(table.weight_N),
+        coefficient_N=mx.array(table.coefficient_N),
+        fresh_N=mx.array(fresh_N.astype("float32")),
+        sequence_N=mx.array(table.sequence_N),
+        sequences=micro.sequences,
+    )
 
 
 def _evaluate(gradient: Gradient) -> None:
@@ -93,12 +167,4 @@ def _evaluate(gradient: Gradient) -> None:
     def place(name: str) -> list[tuple[int, str]]:
         return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
 
-    mx.eval([gradient.arrays[name] for name in sorted(gradient.arrays, key=place)], gradient.sums)
-
-
-def _reference(policy: LearnablePolicy, scores: Any) -> mx.array:
-    """Log-probabilities under the reference policy, evaluated: (N,) float32."""
-    with policy.reference():
-        logp_N: mx.array = scores().logp_N
-        mx.eval(logp_N)
-    return logp_N
+    mx.eval([gradient.arrays[name] for name in sorted(gradient.arrays, key=place)], gradient.sums, gradient.logp_N)

@@ -6,36 +6,51 @@ model's own code computes the head here: its blocks are replaced, for the length
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
+from actors.compute.trees import flat, nested
 
-class _Known:
-    """Stands in for the blocks: a call returns what is already known, everything else is theirs."""
+
+class _StandIn:
+    """Stands in for the blocks: what a call does is for subclasses, everything else is the blocks' own.
+
+    borrowed: names of what was asked of the blocks besides a call; tied embeddings are.
+    """
+
+    def __init__(self, blocks: nn.Module) -> None:
+        self._blocks = blocks
+        self.borrowed: set[str] = set()
+
+    def __getattr__(self, name: str) -> Any:
+        self.borrowed.add(name)
+        return getattr(self._blocks, name)
+
+    def __getitem__(self, name: str) -> Any:
+        self.borrowed.add(name)
+        return self._blocks[name]
+
+
+class _Known(_StandIn):
+    """A call returns what is already known."""
 
     def __init__(self, blocks: nn.Module, output: mx.array) -> None:
-        self._blocks = blocks
+        super().__init__(blocks)
         self._output = output
 
     def __call__(self, *_: Any, **__: Any) -> mx.array:
         return self._output
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._blocks, name)
 
-    def __getitem__(self, name: str) -> Any:
-        return self._blocks[name]
-
-
-class _Recorder(_Known):
-    """Stands in for the blocks: a call is theirs; what went in first and what came out is kept."""
+class _Recorder(_StandIn):
+    """A call is the blocks' own; what went in first and what came out is kept."""
 
     def __init__(self, blocks: nn.Module) -> None:
-        self._blocks = blocks
+        super().__init__(blocks)
         self.calls: list[tuple[Any, Any]] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -45,7 +60,7 @@ class _Recorder(_Known):
 
 
 @contextmanager
-def _replaced(owner: nn.Module, name: str, stand_in: _Known) -> Iterator[None]:
+def _replaced(owner: nn.Module, name: str, stand_in: _StandIn) -> Iterator[None]:
     blocks = owner[name]
     dict.__setitem__(owner, name, stand_in)
     try:
@@ -60,18 +75,41 @@ class SplitModel:
     def __init__(self, owner: nn.Module, name: str) -> None:
         self._owner = owner
         self._name = name
+        self._borrowed: set[str] = set()
 
-    def blocks(self, tokens_B_S: mx.array) -> mx.array:
-        """Hidden states (B, S, D) of right-padded tokens (B, S), in the model's own type."""
-        hidden: mx.array = self._owner[self._name](tokens_B_S)
+    def blocks(self, tokens_B_S: mx.array, cache: Sequence[Any] | None = None) -> mx.array:
+        """Hidden states (B, S, D) of right-padded tokens (B, S), in the model's own type; cache: as mlx-lm takes it."""
+        blocks = self._owner[self._name]
+        hidden: mx.array = blocks(tokens_B_S) if cache is None else blocks(tokens_B_S, cache=cache)
         return hidden
 
     def head(self, hidden_N_D: mx.array) -> mx.array:
         """Logits (N, V) of hidden states (N, D), in the model's own type."""
         tokens_1_N = mx.zeros((1, hidden_N_D.shape[0]), dtype=mx.int32)
-        with _replaced(self._owner, self._name, _Known(self._owner[self._name], hidden_N_D[None])):
+        known = _Known(self._owner[self._name], hidden_N_D[None])
+        with _replaced(self._owner, self._name, known):
             logits_1_N_V: mx.array = self._owner(tokens_1_N)
+        self._borrowed |= known.borrowed
         return logits_1_N_V[0]
+
+    def head_weights(self) -> dict[str, mx.array]:
+        """Trainable weights that `head` computes with, by name: beside the blocks, or borrowed from them."""
+        within = len(self._name) + 1
+
+        def used(name: str) -> bool:
+            return not name.startswith(f"{self._name}.") or name[within:].partition(".")[0] in self._borrowed
+
+        return {name: array for name, array in flat(self._owner.trainable_parameters()).items() if used(name)}
+
+    @contextmanager
+    def using(self, weights: dict[str, mx.array]) -> Iterator[None]:
+        """Let `head` compute with other arrays for some of `head_weights` inside."""
+        outer = self.head_weights()
+        self._owner.update(nested(weights))
+        try:
+            yield
+        finally:
+            self._owner.update(nested(outer))
 
 
 def split_model(model: nn.Module, vocab_size: int) -> SplitModel | None:

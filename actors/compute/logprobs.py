@@ -1,87 +1,77 @@
-"""Teacher-forced log-probabilities and entropies: what the policy thinks of tokens that were already drawn.
-
-The distribution is the one that was sampled from: softmax(logits / temperature), in float32 and natural logs.
-"""
+"""Teacher-forced log-probabilities and entropies: what the policy thinks of tokens that were already drawn."""
 
 from __future__ import annotations
 
-from functools import partial
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from actors.compute.head import SplitModel, split_model
-from actors.compute.trees import flat, nested
-
-LOGITS_BUDGET = 2**25
-"""Logits (rows x vocabulary) held at once in float32; beyond, the head runs in pieces, recomputed for the gradient."""
-
-LOWEST_LOGIT = -1e9
-"""Logits below it (minus infinity, for words that a model never says) count as this: the entropy stays finite."""
-
-
-class TokenScores(NamedTuple):
-    """Per completion token, float32 nats: log-probability of the token, entropy of the distribution it came from."""
-
-    logp_N: mx.array
-    entropy_N: mx.array
-
-
-def token_scores(logits_N_V: mx.array, target_N: mx.array, *, temperature: float) -> TokenScores:
-    """Log-probability of the targets, and exact entropy, under softmax(logits / temperature).
-
-    logp = z_target - log sum exp z, H = log sum exp z - sum p z, with z = logits / temperature in float32.
-    logits_N_V: any floating type. temperature > 0. The entropy is in [0, log V] up to rounding.
-    """
-    z_N_V = mx.maximum(logits_N_V.astype(mx.float32) * (1.0 / temperature), LOWEST_LOGIT)
-    z_N_V = z_N_V - mx.stop_gradient(mx.max(z_N_V, axis=-1, keepdims=True))
-    e_N_V = mx.exp(z_N_V)  # once: on the CPU, exponentials are the price of this function
-    sum_N = mx.sum(e_N_V, axis=-1)
-    logsumexp_N = mx.log(sum_N)
-    target_z_N = mx.take_along_axis(z_N_V, target_N[:, None], axis=-1)[:, 0]
-    return TokenScores(target_z_N - logsumexp_N, logsumexp_N - mx.sum(e_N_V * z_N_V, axis=-1) / sum_N)
+from actors.compute.head import split_model
+from actors.compute.head_scores import HeadScores, SampledLaw, TokenScores, token_scores
+from actors.compute.layouts.hidden_states import hidden_states
+from actors.compute.layouts.layer_keys import AttentionLayers
+from actors.compute.layouts.micro_batches import build_micro_batches
+from actors.compute.layouts.padded import PaddedInputs
+from actors.compute.layouts.proof import prove_layout
+from actors.compute.layouts.scored_only import scored_only
+from actors.compute.sequences import MicroBatch
+from protocols.errors import ModelError
 
 
 class TeacherForcing:
-    """Scores the completion tokens of right-padded sequences, without caches.
+    """Scores the completion tokens of micro-batches, without caches.
 
-    Where the model can be split, the head runs at the scored positions only, in pieces of `budget` logits.
+    The head runs at the scored positions only. A model whose blocks cannot be told from its head runs whole, on padded
+    rows. layout: the one to build micro-batches with. Dropout draws its own masks in each layout.
     """
 
-    def __init__(self, model: nn.Module, vocab_size: int, *, budget: int = LOGITS_BUDGET) -> None:
+    layout: str
+
+    def __init__(self, model: nn.Module, vocab_size: int, *, layout: str = "padded") -> None:
+        """Split the model, and prove that the layout changes none of its results.
+
+        layout: "padded", "packed" or "shared"; or "auto", which stays where prompts can be shared (each batch is then
+        laid out the cheaper way), and is "padded" elsewhere. Raises ModelError where it cannot be "packed" or "shared".
+        """
         self._model = model
         self._split = split_model(model, vocab_size)
-        self._rows = max(1, budget // vocab_size)
+        self._head = HeadScores(self._split, vocab_size) if self._split else None
+        self._layers: AttentionLayers | None = None
+        self._proven = "padded"
+        self.layout = layout
+        if layout != "padded":
+            self._prove("shared" if layout == "auto" else layout, vocab_size)
 
-    def __call__(
-        self, tokens_B_S: mx.array, position_N: mx.array, target_N: mx.array, *, temperature: float
-    ) -> TokenScores:
-        """Score token `target_N[n]` at flat position `position_N[n]` = row * S + column of what comes before it."""
-        if self._split is None:
-            logits_P_V = self._model(tokens_B_S).reshape(tokens_B_S.size, -1)
-            return token_scores(logits_P_V[position_N], target_N, temperature=temperature)
-        hidden_B_S_D = self._split.blocks(tokens_B_S)
-        hidden_N_D = hidden_B_S_D.reshape(tokens_B_S.size, -1)[position_N]
-        if hidden_N_D.shape[0] <= self._rows:
-            return token_scores(self._split.head(hidden_N_D), target_N, temperature=temperature)
-        return self._in_pieces(self._split, hidden_N_D, target_N, temperature)
+    def _prove(self, layout: str, vocab_size: int) -> None:
+        try:
+            self._layers = prove_layout(self._model, self._split, vocab_size, layout=layout)
+            self._proven = layout
+        except ModelError:
+            if self.layout != "auto":
+                raise
+            self.layout = "padded"
 
-    def _in_pieces(
-        self, split: SplitModel, hidden_N_D: mx.array, target_N: mx.array, temperature: float
-    ) -> TokenScores:
-        """Run the head over pieces of rows; the backward pass recomputes each piece instead of keeping its logits."""
+    def __call__(self, micro: MicroBatch, *, law: SampledLaw) -> TokenScores:
+        """Score every token of the table under `law`: (N,) each, in the order of the table."""
+        table = micro.table
+        position_N, target_N = mx.array(table.position_N), mx.array(table.target_N)
+        support_N_K = None if table.support_N_K is None else mx.array(table.support_N_K)
+        if self._split is None or self._head is None:
+            logits_N_V = self._whole(micro)[position_N]
+            return token_scores(logits_N_V, target_N, law=law, support_N_K=support_N_K)
+        hidden_N_D = hidden_states(self._split, self._layers, micro.inputs)[position_N]
+        return self._head(hidden_N_D, target_N, support_N_K, law=law)
 
-        def piece(rows: slice, weights: dict[str, mx.array], hidden_n_D: mx.array) -> tuple[mx.array, mx.array]:
-            self._model.update(nested(weights))
-            scores = token_scores(split.head(hidden_n_D), target_N[rows], temperature=temperature)
-            return scores.logp_N, scores.entropy_N
+    def _whole(self, micro: MicroBatch) -> mx.array:
+        """Logits at all positions, (B * S, V)."""
+        if not isinstance(micro.inputs, PaddedInputs):
+            raise ValueError(f"this model runs whole, on padded rows, not on {type(micro.inputs).__name__}")
+        logits_B_S_V: mx.array = self._model(mx.array(micro.inputs.tokens_B_S))
+        return logits_B_S_V.reshape(-1, logits_B_S_V.shape[-1])
 
-        weights = self._head_weights()
-        slices = [slice(start, start + self._rows) for start in range(0, hidden_N_D.shape[0], self._rows)]
-        pieces = [mx.checkpoint(partial(piece, rows))(weights, hidden_N_D[rows]) for rows in slices]
-        return TokenScores(mx.concatenate([p[0] for p in pieces]), mx.concatenate([p[1] for p in pieces]))
-
-    def _head_weights(self) -> dict[str, mx.array]:
-        """Trainable weights outside the blocks' layers: those that the head may use, tied embeddings among them."""
-        return {k: v for k, v in flat(self._model.trainable_parameters()).items() if ".layers." not in f".{k}"}
+    def sequence(self, prompt: Sequence[int], tokens: Sequence[int], *, law: SampledLaw) -> TokenScores:
+        """Score the tokens after one prompt, at least one each, in the layout in use ("auto": shared): (T,)."""
+        (micro,) = build_micro_batches([scored_only(prompt, tokens)], layout=self._proven, budget=1)
+        logp_N, entropy_N = self(micro, law=law)
+        return TokenScores(logp_N[: len(tokens)], entropy_N[: len(tokens)])

@@ -46,7 +46,7 @@ def open_base(directory: Path, section: ModelSection) -> tuple[nn.Module, dict[s
         model, config = load_model(directory, lazy=True, trust_remote_code=section.trust_remote_code)
     except Exception as error:  # model files are foreign: mlx-lm raises whatever their contents provoke
         raise ModelError(f"model {section.path} cannot be loaded: {_one_line(error)}") from error
-    _convert(model, section)
+    convert(model, section)
     return model, config
 
 
@@ -102,8 +102,8 @@ def _refuse_foreign_code(directory: Path, section: ModelSection) -> None:
             )
 
 
-def _convert(model: nn.Module, section: ModelSection) -> None:
-    """Dequantise and cast as asked; nothing is evaluated."""
+def convert(model: nn.Module, section: ModelSection) -> None:
+    """Dequantise and cast as `section` asks; nothing is evaluated. Raises `ModelError`."""
     try:
         if section.dequantize:
             dequantize_model(model)

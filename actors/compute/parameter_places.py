@@ -22,6 +22,7 @@ class ParameterPlaces:
         """Take the parameters that are trainable now; the model's modules must stay the same objects."""
         parameters: Parameters = model.trainable_parameters()
         arrays = flat(parameters)
+        self.names = tuple(arrays)
         self._structure: Parameters = tree_map(lambda _: None, parameters)
         self._paths = tuple(tuple(int(part) if part.isdigit() else part for part in name.split(".")) for name in arrays)
         self._places = tuple(locate(model, name) for name in arrays)

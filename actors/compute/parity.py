@@ -11,7 +11,8 @@ from mlx_lm.models.cache import make_prompt_cache
 from msgspec import Struct
 
 from actors.compute.gradient import LearnablePolicy
-from actors.compute.logprobs import TeacherForcing, token_scores
+from actors.compute.head_scores import SampledLaw, token_scores
+from actors.compute.logprobs import TeacherForcing
 
 ROWS = 2
 """Sequences decoded side by side: one alone can take another matrix kernel than a batch."""
@@ -40,16 +41,10 @@ def probe(
     """
     if not prompt_tokens or not completion_tokens:
         raise ValueError("parity needs at least one token of prompt and of completion")
-    temperature = temperature or 1.0
-    cached_R_T = _decoded(policy.model, prompt_tokens, completion_tokens, temperature)
+    law = SampledLaw(temperature=temperature or 1.0)
+    cached_R_T = _decoded(policy.model, prompt_tokens, completion_tokens, law)
     forcing = forcing or TeacherForcing(policy.model, policy.vocab_size)
-    sequence = [*prompt_tokens, *completion_tokens]
-    forced = forcing(
-        mx.array([sequence[:-1]]),
-        mx.arange(len(prompt_tokens) - 1, len(sequence) - 1),
-        mx.array(list(completion_tokens)),
-        temperature=temperature,
-    )
+    forced = forcing.sequence(prompt_tokens, completion_tokens, law=law)
     difference_R_T = np.abs(np.array(cached_R_T, dtype=np.float64) - np.array(forced.logp_N, dtype=np.float64))
     return ParityReport(
         tokens=len(completion_tokens),
@@ -58,14 +53,14 @@ def probe(
     )
 
 
-def _decoded(model: nn.Module, prompt: Sequence[int], completion: Sequence[int], temperature: float) -> mx.array:
+def _decoded(model: nn.Module, prompt: Sequence[int], completion: Sequence[int], law: SampledLaw) -> mx.array:
     """Log-probabilities as decoding sees them: prompt at once, then given tokens one by one. (ROWS, T) float32."""
     cache = make_prompt_cache(model)
     inputs_R_S = mx.array([list(prompt)] * ROWS)
     logp_T = []
     for token in completion:
         target_R = mx.full((ROWS,), token, dtype=mx.int32)
-        logp_T.append(token_scores(model(inputs_R_S, cache=cache)[:, -1], target_R, temperature=temperature).logp_N)
+        logp_T.append(token_scores(model(inputs_R_S, cache=cache)[:, -1], target_R, law=law).logp_N)
         mx.eval(logp_T[-1])
         inputs_R_S = target_R[:, None]
     return mx.stack(logp_T, axis=1)

@@ -13,14 +13,16 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from msgspec.structs import replace
 
-from actors.compute.adapters import AdaptedModule, install_adapter, open_all_weights
+from actors.compute.adapters import AdaptedModule, fused_weights, install_adapter, open_all_weights
 from actors.compute.describe_model import context_length, describe_model
 from actors.compute.fingerprint import fingerprint
 from actors.compute.gradient_checkpoint import checkpointed_blocks
 from actors.compute.model_loading import load_base
 from actors.compute.parameter_places import ParameterPlaces, Parameters
 from actors.compute.tokenizer import ChatTokenizer
+from actors.compute.trees import flat, nested
 from protocols.adapter import AdapterConfig
 from protocols.description import PolicyDescription
 from protocols.errors import ModelError
@@ -32,8 +34,8 @@ __all__ = ["Parameters", "Policy", "load_policy"]
 def load_policy(model: ModelSection, policy: PolicySection, *, seed: int, keep_reference: bool) -> Policy:
     """Load base and tokenizer and make the policy of them; call it in the compute thread, which it seeds.
 
-    keep_reference: hold on to the initial weights of full-weight training, so that `reference()` works; an adapter
-    needs no such copy. Raises `ModelError`, in one line, for whatever is wrong with the model or its combination
+    keep_reference: hold on to the initial weights of all that is trained in full, so that `reference()` works; an
+    adapter needs none. Raises `ModelError`, in one line, for whatever is wrong with the model or its combination
     with `policy`.
     """
     base, config, directory = load_base(model)
@@ -76,16 +78,16 @@ class Policy:
         base_path: what the adapter's file calls the base. directory: where the base was read from, if from files.
         """
         adapted: tuple[AdaptedModule, ...] = ()
-        if section.kind == "lora":
-            adapter_config, adapted = install_adapter(model, section, seed=seed)
-        else:
+        if section.kind == "full":
             adapter_config = open_all_weights(model)
             mx.random.seed(seed)
+        else:
+            adapter_config, adapted = install_adapter(model, section, seed=seed)
         self.model = model
         self.directory = directory
         self.tokenizer = tokenizer
         self.grad_checkpoint = section.grad_checkpoint
-        self.adapter_config = _with_model(adapter_config, base_path)
+        self.adapter_config = replace(adapter_config, model=base_path)
         self.description: PolicyDescription = describe_model(model, config)
         self.vocab_size = self.description.vocab_size
         self.context_length = context_length(config)
@@ -96,7 +98,9 @@ class Policy:
             raise ModelError("nothing of this model can be trained")
         mx.eval(self._served)
         self._overrides: list[list[mx.array]] = []
-        self._reference = self._served if keep_reference and not adapted else None
+        beside = set(adapter_config.trained_weights)
+        self._in_full = [i for i, name in enumerate(self._places.names) if not adapted or name in beside]
+        self._initial = {i: self._served[i] for i in self._in_full} if keep_reference else {}
         self.version = 0
         self.step = 0
         self.fingerprint = fingerprint(self.trainable())
@@ -125,33 +129,27 @@ class Policy:
 
         The engine must not tick inside: it would label tokens with the served version. Nests.
         """
-        self._overrides.append(self._places.leaves(parameters))
-        try:
-            self._places.assign(self._overrides[-1])
+        with self._computing(self._places.leaves(parameters)):
             yield
-        finally:
-            self._overrides.pop()
-            self._places.assign(self._overrides[-1] if self._overrides else self._served)
 
     @contextmanager
     def reference(self) -> Iterator[None]:
         """Compute as the reference policy inside: adapters taken out of the model, so exactly the base.
 
-        For full-weight training the initial weights stand in; raises `ValueError` unless they were kept at load.
+        For what is trained in full (all, or embeddings and head) the initial weights stand in; raises `ValueError`
+        unless they were kept at load.
         """
-        if not self._adapted:
-            if self._reference is None:
-                raise ValueError("the reference policy was not kept: load the policy with keep_reference=True")
-            with self.using(self._places.tree(self._reference)):
+        if len(self._initial) < len(self._in_full):
+            raise ValueError("the reference policy was not kept: load the policy with keep_reference=True")
+        leaves = self._overrides[-1] if self._overrides else self._served
+        with self._computing([self._initial.get(index, array) for index, array in enumerate(leaves)]):
+            try:
+                for module in self._adapted:
+                    module.parent[module.key] = module.base
                 yield
-            return
-        try:
-            for module in self._adapted:
-                module.parent[module.key] = module.base
-            yield
-        finally:
-            for module in self._adapted:
-                module.parent[module.key] = module.adapted
+            finally:
+                for module in self._adapted:
+                    module.parent[module.key] = module.adapted
 
     @contextmanager
     def training_mode(self) -> Iterator[None]:
@@ -169,11 +167,29 @@ class Policy:
         finally:
             self.model.eval()
 
+    def loadable(self, parameters: Parameters) -> tuple[Parameters, AdapterConfig]:
+        """What a directory must hold for `mlx_lm.load(base, adapter_path=...)` to compute with `parameters`; evaluated.
 
-def _with_model(config: AdapterConfig, base_path: str) -> AdapterConfig:
-    return AdapterConfig(
-        fine_tune_type=config.fine_tune_type,
-        num_layers=config.num_layers,
-        lora_parameters=config.lora_parameters,
-        model=base_path,
-    )
+        The parameters themselves, unless embeddings or head are trained beside an adapter: mlx-lm reads no other
+        weight beside one. Then the adapter is fused into the weights it sits on, W + scale (A B)^T in their own type,
+        equal up to rounding, and all changed weights are given, for which mlx-lm's word is "full": a copy of as many.
+        """
+        if not self.adapter_config.trained_weights:
+            return parameters, self.adapter_config
+        arrays = flat(parameters)
+        weights = {name: arrays[name] for name in self.adapter_config.trained_weights}
+        with self.using(parameters):
+            weights |= fused_weights(self._adapted)
+            mx.eval(weights)
+        return nested(weights), AdapterConfig(fine_tune_type="full", num_layers=-1, model=self.adapter_config.model)
+
+    @contextmanager
+    def _computing(self, leaves: list[mx.array]) -> Iterator[None]:
+        """Let the model compute with `leaves` inside."""
+        self._overrides.append(leaves)
+        try:
+            self._places.assign(leaves)
+            yield
+        finally:
+            self._overrides.pop()
+            self._places.assign(self._overrides[-1] if self._overrides else self._served)

@@ -1,24 +1,33 @@
-"""One policy update, in micro-batches that leave the compute thread in between, and all or nothing."""
+"""One policy update: optimizer steps over a batch, leaving the compute thread in between; all or nothing."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Generator, Mapping, Sequence
 
 import mlx.core as mx
-import numpy as np
 from msgspec import Struct
+from msgspec.structs import replace
 
-from actors.compute.advantages import group_relative
-from actors.compute.batch import build_batch
 from actors.compute.fingerprint import fingerprint
-from actors.compute.gradient import Gradient, LearnablePolicy, micro_gradient
+from actors.compute.good_policy import GoodPolicy, Snapshot, part
+from actors.compute.gradient import LearnablePolicy, Rules
+from actors.compute.head_scores import SampledLaw
+from actors.compute.health import AdapterWatch
+from actors.compute.learnable_sampling import require_learnable
+from actors.compute.learner_state import Arrays, LearnerState, state_arrays, state_from_arrays
 from actors.compute.logprobs import TeacherForcing
-from actors.compute.objective import TokenSums
-from actors.compute.optimizer import adamw, clip_scale, global_norm, initial_state, state_arrays, state_from_arrays
+from actors.compute.movement import moved_by
+from actors.compute.objectives.controllers import initial_strengths, next_strengths
+from actors.compute.objectives.table import objective
+from actors.compute.optimization import Moved, optimize
+from actors.compute.optimizers.compiled_step import make_stepper
+from actors.compute.optimizers.table import initial_state
+from actors.compute.prepared_batch import PreparedBatch, prepare
+from actors.compute.reference_policy import ReferencePolicy
 from actors.compute.schedule import learning_rate
-from actors.compute.trees import Parameters, flat, nested
-from protocols.errors import ProfileError
+from actors.compute.training_batch import TokenAdvantages
+from actors.compute.trees import Parameters, flat
+from actors.compute.update_metrics import Tally
 from protocols.profile import LearnerSection, SamplingSection
 from protocols.score import ScoredGroup
 from protocols.step import UpdateMetrics
@@ -28,8 +37,9 @@ class Update(Struct, frozen=True, kw_only=True):
     """What one update made; nothing serves it before it is published.
 
     parameters, version, fingerprint: the newest weights; those before where nothing was applied.
-    advantages: per group, of each completion. applied: whether a step was taken. finite: False where it was not
-    because loss or gradient were not finite; not applied but finite means that the gradient was exactly zero.
+    advantages: per group, of each completion (the mean over its tokens). applied: whether a step was taken. finite:
+    False where it was not because loss or gradient were not finite; not applied but finite means that the gradient was
+    exactly zero.
     """
 
     parameters: Parameters
@@ -42,86 +52,152 @@ class Update(Struct, frozen=True, kw_only=True):
 
 
 class PolicyLearner:
-    """Holds the newest parameters and the optimizer's state; `update` moves both, or neither.
+    """Holds the newest parameters and all that learning carries from update to update; `update` moves all or nothing.
 
     The newest parameters need not be served yet: the next update starts from them all the same.
     """
 
     def __init__(
-        self, policy: LearnablePolicy, learner: LearnerSection, sampling: SamplingSection, *, steps: int
+        self,
+        policy: LearnablePolicy,
+        learner: LearnerSection,
+        sampling: SamplingSection,
+        *,
+        steps: int,
+        seed: int = 0,
+        good_window: int = 0,
+        watched: bool = False,
     ) -> None:
-        """Start from the served parameters. `steps` is the length of the learning-rate schedule.
+        """Start from the served parameters. `steps` is the length of the schedule; `seed` deals mini-batches.
 
-        Raises ProfileError where the sampled distribution is not the one that the learner can evaluate.
+        good_window: healthy updates that prove a policy good, so that `roll_back` can go back to it; 0 = keep none.
+        watched: measure how far each update moves the policy.
+        Raises ProfileError where the sampled distribution is not one that the learner can evaluate, and for an
+        objective that cannot be loaded; ModelError where the layout cannot be honoured.
         """
         require_learnable(sampling)
-        self._policy = policy
-        self._settings = learner
-        self._temperature = sampling.temperature
-        self._steps = steps
-        self._forcing = TeacherForcing(policy.model, policy.vocab_size)
+        self._policy, self._settings, self._steps, self._seed = policy, learner, steps, seed
+        self._max_tokens, self._watched = sampling.max_tokens, watched
+        self._law = SampledLaw(sampling.temperature, sampling.logit_bias)
+        self._objective = objective(learner.objective)
+        self._forcing = TeacherForcing(policy.model, policy.vocab_size, layout=learner.layout)
+        self._reference = ReferencePolicy(policy, learner)
+        self._adapter_watch = AdapterWatch()
+        self._stepper = make_stepper(learner)
         self._adopt_served()
-        self._optimizer = initial_state(flat(self.parameters))
+        self._state = LearnerState(
+            optimizer=initial_state(learner.optimizer, flat(self.parameters)), strengths=initial_strengths(learner)
+        )
+        self._good = GoodPolicy(self._snapshot(), window=good_window) if good_window else None
 
     def _adopt_served(self) -> None:
         self.parameters = self._policy.trainable()
         self.version = self._policy.version
         self.fingerprint = self._policy.fingerprint
 
-    def update(self, groups: Sequence[ScoredGroup], *, step: int | None = None) -> Generator[None, None, Update]:
-        """Learn from a batch of groups; yields after every micro-batch, with the served weights in the model.
+    def update(
+        self, groups: Sequence[ScoredGroup], *, step: int | None = None, replayed: Sequence[ScoredGroup] = ()
+    ) -> Generator[None, None, Update]:
+        """Learn from a batch of groups; yields after every pass, with the served weights in the model.
 
         step: batches consumed before this one, which places the update in the schedule; by default the updates applied.
-        A generator that is closed early changes nothing. Raises ValueError if there is no completion token.
+        replayed: groups to learn from beside them. A generator that is closed early changes nothing. Raises ValueError
+        if there is no completion token.
         """
-        settings = self._settings
-        advantages = [group_relative(g.rewards, epsilon=settings.advantage_epsilon).tolist() for g in groups]
-        batch = build_batch(groups, advantages, budget=settings.micro_batch_tokens)
-        total: Gradient | None = None
-        for micro in batch.micro_batches:
-            part = micro_gradient(
-                self._policy,
-                self._forcing,
-                self.parameters,
-                micro,
-                settings=settings,
-                temperature=self._temperature,
-                learner_version=self.version,
-                total_tokens=batch.tokens,
-            )
-            total = part if total is None else _add(total, part)
-            yield
-        assert total is not None
-        fresh = sum(int(((m.version_N == self.version) * m.weight_N).sum()) for m in batch.micro_batches)
-        rate = learning_rate(self._optimizer.step if step is None else step, steps=self._steps, settings=settings)
-        norm = float(np.array(global_norm(total.arrays)))
-        sums = TokenSums(*np.array(total.sums).tolist())
-        finite = math.isfinite(norm) and math.isfinite(float(sums.loss))
-        applied = finite and norm > 0.0
-        if applied:
-            self._apply(total.arrays, rate=rate, scale=clip_scale(norm, settings.max_grad_norm))
+        step = self._state.updates if step is None else step
+        rules = Rules(self._settings, self._objective, self._law, self._state.strengths)
+        batch = yield from prepare(
+            [*groups, *replayed],
+            policy=self._policy,
+            forcing=self._forcing,
+            parameters=self.parameters,
+            reference=self._reference,
+            rules=rules,
+            max_tokens=self._max_tokens,
+            seed=(self._seed, step),
+        )
+        rate = learning_rate(step, steps=self._steps, settings=self._settings) * self._state.rate_factor
+        tally = Tally()
+        moved = yield from optimize(
+            batch,
+            Moved(self.parameters, self._state.optimizer, 0, {}, ()),
+            policy=self._policy,
+            forcing=self._forcing,
+            stepper=self._stepper,
+            rules=rules,
+            version=self.version,
+            rate=rate,
+            tally=tally,
+        )
+        steps = moved.steps if moved is not None else 0
+        metrics = tally.metrics(tokens=batch.tokens, rate=rate, strengths=rules.strengths, steps=steps)
+        if moved is not None and metrics.applied:
+            if self._watched:
+                metrics = replace(metrics, step_kl=(yield from self._step_kl([*groups, *replayed], batch, moved)))
+            self._adopt(moved, metrics)
         return Update(
             parameters=self.parameters,
             version=self.version,
             fingerprint=self.fingerprint,
-            metrics=_metrics(sums, tokens=batch.tokens, fresh=fresh, norm=norm, rate=rate, applied=applied),
-            advantages=tuple(tuple(a) for a in advantages),
-            applied=applied,
-            finite=finite,
+            metrics=metrics,
+            advantages=_of_completions(batch.advantages[: len(groups)]),
+            applied=metrics.applied,
+            finite=moved is not None,
         )
 
-    def _apply(self, gradients: dict[str, mx.array], *, rate: float, scale: float) -> None:
-        parameters, optimizer = adamw(
-            flat(self.parameters), gradients, self._optimizer, learning_rate=rate, scale=scale, s=self._settings
+    def _step_kl(
+        self, groups: Sequence[ScoredGroup], batch: PreparedBatch, moved: Moved
+    ) -> Generator[None, None, float]:
+        nats: float = yield from moved_by(
+            groups,
+            batch.mini_batches[0],
+            moved.start,
+            policy=self._policy,
+            forcing=self._forcing,
+            after=moved.parameters,
+            law=self._law,
+            budget=self._settings.micro_batch_tokens,
         )
-        mx.eval(parameters, optimizer.first, optimizer.second, optimizer.master)
-        self.parameters, self._optimizer = nested(parameters), optimizer
+        return nats
+
+    def _adopt(self, moved: Moved, metrics: UpdateMetrics) -> None:
+        """Make the result of an update the learner's own."""
+        before = self._state
+        self._adapter_watch.observe(flat(moved.parameters), moved.gradients)
+        strengths = next_strengths(before.strengths, kl=metrics.kl, entropy=metrics.entropy, settings=self._settings)
+        updates = before.updates + 1
+        self._reference.follow(moved.parameters, updates=updates)
+        self._state = LearnerState(moved.optimizer, strengths, before.rate_factor, updates)
+        self._become(moved.parameters)
+
+    def _become(self, parameters: Parameters) -> None:
+        self.parameters = parameters
         self.version += 1
-        self.fingerprint = fingerprint(self.parameters)
+        self.fingerprint = fingerprint(parameters)
 
-    def state(self) -> dict[str, mx.array]:
-        """Name every array of the optimizer's state, for a checkpoint; evaluated, and never changed later."""
-        arrays = state_arrays(self._optimizer)
+    def observe_health(self, *, healthy: bool) -> None:
+        """Tell the learner how the batch of its newest update looked, so that it knows what is good to go back to."""
+        if self._good is not None:
+            self._good.observe(self._snapshot(), healthy=healthy)
+
+    def roll_back(self, *, rate: float) -> None:
+        """Go back to the last good policy, as a new version, and learn on at `rate` times the learning rate."""
+        if self._good is None:
+            raise RuntimeError("this learner keeps no policy to go back to")
+        good = self._good.go_back()
+        self._state = good.state._replace(rate_factor=self._state.rate_factor * rate)
+        self._reference.restore(good.reference)
+        self._become(good.parameters)
+
+    def _snapshot(self) -> Snapshot:
+        return Snapshot(self.parameters, self._state, self._reference.arrays())
+
+    def state(self) -> Arrays:
+        """Name every array of the learner but the parameters, for a checkpoint; evaluated, and never changed later."""
+        arrays = state_arrays(self._state)
+        arrays |= {f"reference.{name}": array for name, array in self._reference.arrays().items()}
+        if self._good is not None:
+            arrays |= {f"rollback.{name}": array for name, array in self._good.arrays().items()}
         mx.eval(arrays)
         return arrays
 
@@ -130,39 +206,17 @@ class PolicyLearner:
 
         Raises ValueError, and changes nothing, where the state does not fit the trainable parameters.
         """
-        self._optimizer = state_from_arrays(dict(state), flat(self._policy.trainable()))
+        own = {name: array for name, array in state.items() if not name.startswith(("reference.", "rollback."))}
+        restored = state_from_arrays(own, flat(self._policy.trainable()), kind=self._settings.optimizer)
+        self._reference.restore(part(state, "reference."))
         self._adopt_served()
+        self._state = restored
+        if self._good is not None:
+            good = part(state, "rollback.")
+            self._good = GoodPolicy(self._snapshot(), window=self._good.window)  # where it was not kept before
+            if good:
+                self._good.restore(good, kind=self._settings.optimizer)
 
 
-def require_learnable(sampling: SamplingSection) -> None:
-    """Refuse, with ProfileError, sampling whose log-probabilities the learner would evaluate under another law."""
-    if sampling.temperature == 0.0:
-        raise ProfileError("sampling.temperature = 0 is greedy: groups would be equal and nothing could be learnt")
-    neutral = SamplingSection()
-    for key in ("top_p", "top_k", "min_p", "repetition_penalty", "logit_bias"):
-        if getattr(sampling, key) != getattr(neutral, key):
-            raise ProfileError(
-                f"sampling.{key} = {getattr(sampling, key)}: the learner evaluates softmax(logits / temperature) "
-                f"alone; leave it at {getattr(neutral, key)}"
-            )
-
-
-def _add(total: Gradient, part: Gradient) -> Gradient:
-    added = Gradient({n: g + part.arrays[n] for n, g in total.arrays.items()}, total.sums + part.sums)
-    mx.eval(added)
-    return added
-
-
-def _metrics(sums: TokenSums, *, tokens: int, fresh: int, norm: float, rate: float, applied: bool) -> UpdateMetrics:
-    return UpdateMetrics(
-        loss=float(sums.loss) / tokens,
-        kl=float(sums.kl) / tokens,
-        entropy=float(sums.entropy) / tokens,
-        clip_fraction=float(sums.clipped) / tokens,
-        mismatch_kl=float(sums.mismatch) / fresh if fresh else 0.0,
-        ratio_mean=float(sums.ratio) / tokens,
-        grad_norm=norm,
-        learning_rate=rate,
-        tokens=tokens,
-        applied=applied,
-    )
+def _of_completions(advantages: TokenAdvantages) -> tuple[tuple[float, ...], ...]:
+    return tuple(tuple(float(a_T.mean()) if len(a_T) else 0.0 for a_T in group) for group in advantages)

@@ -26,7 +26,7 @@ def print_line(console: Console, line: str) -> None:
 
 
 def fact_lines(facts: RunFacts) -> Iterator[str]:
-    """Machine, policy, address, run directory."""
+    """Machine, policy, memory, address, run directory."""
     machine, policy = facts.machine, facts.policy
     yield (
         f"machine  {machine.processor}, {machine.cores} cores, {memory(machine.memory_bytes)}, {machine.system}; "
@@ -37,5 +37,6 @@ def fact_lines(facts: RunFacts) -> Iterator[str]:
         f"policy   {facts.model}: {policy.architecture}, {size(policy.parameters)} parameters, {policy.layers} layers"
         f"{bits}, {policy.dtype}; {size(policy.trainable_parameters)} trained, {memory(policy.bytes)}"
     )
+    yield f"memory   {memory(facts.estimated_memory)} at most, by estimate; --dry-run shows its parts"
     yield f"API      {facts.address}/v1" if facts.address else "API      off"
     yield f"run      {facts.profile}, {facts.steps} steps, in {facts.run_dir}"

@@ -56,8 +56,8 @@ def summary_lines(summary: RunSummary) -> Iterator[tuple[str, str]]:
     gauges = summary.gauges
     yield (
         "time",
-        f"training {duration(summary.training_seconds)} (decoding {duration(gauges.decode_seconds)}, updates "
-        f"{duration(summary.update_seconds)}), evaluation {duration(summary.evaluation_seconds)}, "
+        f"training {duration(summary.training_seconds)} (by turns: decoding {duration(gauges.decode_seconds)}, updates "
+        f"from start to end {duration(summary.update_seconds)}), evaluation {duration(summary.evaluation_seconds)}, "
         f"total {duration(summary.total_seconds)}",
     )
     rate = gauges.tokens_sampled / summary.total_seconds if summary.total_seconds > 0 else None

@@ -24,3 +24,8 @@ def print_estimate(console: Console, estimate: MemoryEstimate, parts: Sequence[M
     console.print(Text(f"total        {memory(estimate.total)} of {memory(machine_bytes)}"), soft_wrap=True)
     turns = "the backward pass, the optimizer's step and decoding take turns, so the parts may add up to more"
     console.print(Text(turns), style="dim", soft_wrap=True)
+    if estimate.shipped_shape:
+        shape = (
+            "the model is not on this machine: its shape is taken from the configuration that ships with the project"
+        )
+        console.print(Text(shape), style="dim", soft_wrap=True)

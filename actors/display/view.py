@@ -13,7 +13,10 @@ from protocols.evaluation import EvalReport
 
 
 class RunFacts(Struct, frozen=True, kw_only=True):
-    """What does not change. address: of the live API, None where there is none. steps: of the whole run."""
+    """What does not change. address: of the live API, None where there is none. steps: of the whole run.
+
+    estimated_memory: bytes of arrays at the run's fullest moment, as worked out before it began.
+    """
 
     profile: str
     model: str
@@ -22,6 +25,7 @@ class RunFacts(Struct, frozen=True, kw_only=True):
     address: str | None
     run_dir: str
     steps: int
+    estimated_memory: int
 
 
 class RunView(Struct, frozen=True, kw_only=True):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import chain
 from typing import TypeVar
 
 import anyio
@@ -13,27 +14,31 @@ from msgspec import Struct
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import Receive
 
 from actors.gateway.access import ApiKey, LocalPagesOnly, is_loopback
 from actors.gateway.body import UnreadBodies, read_body
 from actors.gateway.choices import ChatStyle, CompletionStyle, Style
+from actors.gateway.disconnect import until_disconnect
 from actors.gateway.errors import HANDLERS, invalid
+from actors.gateway.generate import generate_ask
 from actors.gateway.metrics import RequestMetrics
+from actors.gateway.native import NativeAsk, Outcome
 from actors.gateway.responses import Answer, ModelCard, ModelList
 from actors.gateway.services import GatewayServices
 from actors.gateway.streaming import EventStream, event_stream
 from actors.gateway.traffic import Admission, Traffic
 from actors.gateway.translation import Ask, chat_ask, completion_ask
+from actors.gateway.trl_shape import trl_ask
 from protocols.sampling import Completion
+from protocols.weights import WeightsReady
 
 T = TypeVar("T")
 VERSION_HEADER = "x-clotho-weights-version"
 TOKENIZE_SECONDS = 10.0
-Reader = Callable[[bytes, GatewayServices], Ask]
+Reader = Callable[[bytes, GatewayServices], T]
 
 
 def build_app(services: GatewayServices, traffic: Traffic) -> Starlette:
@@ -52,6 +57,9 @@ def build_app(services: GatewayServices, traffic: Traffic) -> Starlette:
             Route("/v1/models", routes.models),
             Route("/v1/completions", routes.completions, methods=["POST"]),
             Route("/v1/chat/completions", routes.chat, methods=["POST"]),
+            Route("/generate", routes.generate, methods=["POST"]),
+            Route("/v1/generate", routes.generate_rows, methods=["POST"]),
+            Route("/v1/generate/", routes.generate_rows, methods=["POST"]),
         ],
         middleware=guards,
         exception_handlers=HANDLERS,
@@ -76,6 +84,7 @@ class _Routes:
         self._services = services
         self._metrics = RequestMetrics(services)
         self._tokenizing = anyio.CapacityLimiter(4)
+        self._scoring = anyio.CapacityLimiter(1)
         self._since = int(time.time())
 
     async def health(self, _: Request) -> Response:
@@ -108,12 +117,35 @@ class _Routes:
     async def chat(self, request: Request) -> Response:
         return await self._generate(request, chat_ask, ChatStyle())
 
-    async def _generate(self, request: Request, reader: Reader, style: Style) -> Response:
-        settings = self._services.settings
-        body = await read_body(
-            request.scope, request.receive, max_bytes=settings.max_body_bytes, seconds=settings.body_seconds
-        )
-        ask = await self._read(reader, body)
+    async def generate(self, request: Request) -> Response:
+        return await self._generate_natively(request, generate_ask)
+
+    async def generate_rows(self, request: Request) -> Response:
+        return await self._generate_natively(request, trl_ask)
+
+    async def _generate_natively(self, request: Request, reader: Reader[NativeAsk]) -> Response:
+        native = await self._read(reader, request)
+        began, weights = time.monotonic(), self._services.weights()
+        self._metrics.asked(native.ask)
+        outcome = await until_disconnect(request.receive, self._outcome(native, weights))
+        reply = native.answer(outcome)
+        self._metrics.finished(outcome.completions, time.monotonic() - began)
+        return _json(reply, weights.version)
+
+    async def _outcome(self, native: NativeAsk, weights: WeightsReady) -> Outcome:
+        """Complete the prompt and score it, if asked for: second, so that what the engine refuses costs nothing.
+
+        One prompt is scored at a time: each holds a cache of its own.
+        """
+        results = await self._services.sampler.complete_all(native.ask.requests)
+        prompt = None
+        if native.prompt_logprobs is not None:
+            async with self._scoring:
+                prompt = await self._services.prompt_logprobs(native.ask.requests[0].prompt, native.prompt_logprobs)
+        return Outcome(completions=tuple(chain.from_iterable(results)), weights=weights, prompt=prompt)
+
+    async def _generate(self, request: Request, reader: Reader[Ask], style: Style) -> Response:
+        ask = await self._read(reader, request)
         began, weights = time.monotonic(), self._services.weights()
         self._metrics.asked(ask)
         answer = Answer(style, ask, self._services, weights)
@@ -132,8 +164,12 @@ class _Routes:
         self._metrics.first_token(time.monotonic() - began)
         return EventStream(event_stream(answer, first, events, finished), {VERSION_HEADER: str(weights.version)})
 
-    async def _read(self, reader: Reader, body: bytes) -> Ask:
+    async def _read(self, reader: Reader[T], request: Request) -> T:
         """Validate and tokenise in a worker thread; an endless chat template costs only its request."""
+        settings = self._services.settings
+        body = await read_body(
+            request.scope, request.receive, max_bytes=settings.max_body_bytes, seconds=settings.body_seconds
+        )
         with anyio.move_on_after(TOKENIZE_SECONDS):
             return await anyio.to_thread.run_sync(
                 partial(reader, body, self._services), abandon_on_cancel=True, limiter=self._tokenizing
@@ -141,33 +177,6 @@ class _Routes:
         raise invalid("prompt", f"was not tokenised within {TOKENIZE_SECONDS:g} seconds")
 
 
-async def until_disconnect(receive: Receive, work: Awaitable[T]) -> T:
-    """Await the work; if the client leaves first, cancel it and raise ClientDisconnect."""
-    gone = False
-    failure: Exception | None = None
-    results: list[T] = []
-
-    async def watch() -> None:
-        nonlocal gone
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        gone = True
-        group.cancel_scope.cancel()
-
-    async with anyio.create_task_group() as group:
-        group.start_soon(watch)
-        try:
-            results.append(await work)
-        except Exception as error:
-            failure = error
-        group.cancel_scope.cancel()
-    if gone:
-        raise ClientDisconnect
-    if failure is not None:
-        raise failure
-    return results[0]
-
-
-def _json(body: Struct, version: int, *, status: int = 200) -> Response:
+def _json(body: Struct | list[Struct], version: int, *, status: int = 200) -> Response:
     headers = {VERSION_HEADER: str(version)}
     return Response(msgspec.json.encode(body), status_code=status, headers=headers, media_type="application/json")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, Protocol
 
 from msgspec import UNSET, Struct, UnsetType
@@ -111,7 +112,7 @@ class CompletionStyle:
             logprobs=logprobs,
             finish_reason=piece.finish_reason,
             stop_reason=piece.stop_reason,
-            weights_versions=_versions(piece),
+            weights_versions=weights_versions(piece.versions),
             token_ids=piece.tokens if told else UNSET,
             prompt_token_ids=ask.requests[piece.index // ask.n].prompt if told and piece.first else UNSET,
         )
@@ -139,7 +140,7 @@ class ChatStyle:
             logprobs=logprobs,
             finish_reason=piece.finish_reason,
             stop_reason=piece.stop_reason,
-            weights_versions=_versions(piece),
+            weights_versions=weights_versions(piece.versions),
             message=said if whole else UNSET,
             delta=UNSET if whole else said,
             token_ids=piece.tokens if ask.return_token_ids else UNSET,
@@ -171,5 +172,6 @@ def finish_reason(completion: Completion) -> str:
     return completion.finish_reason
 
 
-def _versions(piece: Piece) -> WeightsVersions | None:
-    return WeightsVersions(first=piece.versions[0], last=piece.versions[-1]) if piece.versions else None
+def weights_versions(versions: Sequence[int]) -> WeightsVersions | None:
+    """Return the first and the last of the versions that drew a completion's tokens; None if there are none."""
+    return WeightsVersions(first=versions[0], last=versions[-1]) if versions else None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -17,6 +18,7 @@ from actors.gateway.errors import ApiError, invalid
 
 Seed = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 TokenId = Annotated[int, Meta(ge=0)]
+Limit = Annotated[int, Meta(ge=1)]
 Bias = Annotated[float, Meta(ge=-100.0, le=100.0)]
 TopLogprobs = Annotated[int, Meta(ge=0, le=20)]
 StopStrings = Annotated[list[Annotated[str, Meta(max_length=256)]], Meta(max_length=16)]
@@ -54,7 +56,7 @@ class GenerationFields(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     seed: Seed | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    max_tokens: Annotated[int, Meta(ge=1)] | None = None
+    max_tokens: Limit | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -94,7 +96,7 @@ class ChatRequest(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fi
     """POST /v1/chat/completions."""
 
     messages: Annotated[list[Message], Meta(min_length=1)]
-    max_completion_tokens: Annotated[int, Meta(ge=1)] | None = None
+    max_completion_tokens: Limit | None = None
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
     add_generation_prompt: bool | None = None
@@ -105,16 +107,21 @@ R = TypeVar("R", bound=GenerationFields)
 
 def decode(body: bytes, kind: type[R]) -> R:
     """Decode a body; raises ApiError(400) that names the field at fault."""
-    fields = _json_object(body)
-    for name, harmless in UNSUPPORTED.items():
-        value = fields.pop(name, None)
-        if value is not None and value not in harmless:
-            raise invalid(name, "not supported by this server")
+    fields = without_unsupported(json_object(body), UNSUPPORTED)
     wanted = {name: value for name, value in fields.items() if name not in IGNORED}
     try:
         return msgspec.convert(wanted, kind, str_keys=True)
     except msgspec.ValidationError as error:
         raise refused(error) from error
+
+
+def without_unsupported(fields: dict[str, Any], unsupported: Mapping[str, tuple[object, ...]]) -> dict[str, Any]:
+    """Return the other fields; raises ApiError(400) where an unsupported one asks for something."""
+    for name, harmless in unsupported.items():
+        value = fields.get(name)
+        if value is not None and value not in harmless:
+            raise invalid(name, "not supported by this server")
+    return {name: value for name, value in fields.items() if name not in unsupported}
 
 
 def refused(error: msgspec.ValidationError) -> ApiError:
@@ -125,7 +132,8 @@ def refused(error: msgspec.ValidationError) -> ApiError:
     return ApiError(400, f"{param}: {message}" if path and param else message, param=param)
 
 
-def _json_object(body: bytes) -> dict[str, Any]:
+def json_object(body: bytes) -> dict[str, Any]:
+    """Decode strict JSON; raises ApiError(400) for whatever is not an object, or names a field twice."""
     try:
         value = msgspec.json.decode(body)
         json.loads(body, object_pairs_hook=_no_duplicates)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 from msgspec import Struct
 
 from protocols.profile import GatewaySection
+from protocols.prompt_logprobs import PromptLogprobs
 from protocols.sampling import Completion, CompletionDone, SampleRequest, Sampling, TokenDrawn
 from protocols.weights import WeightsReady
 
@@ -92,6 +93,7 @@ class GatewayServices(Struct, frozen=True, kw_only=True):
     """The gateway's whole view of the program.
 
     sampling: what a request gets where it does not say. weights: the ones that serve now.
+    prompt_logprobs: scores a prompt's own tokens, with so many alternatives each; cancelling gives it up.
     context_length: prompt and completion together, in tokens.
     """
 
@@ -99,6 +101,7 @@ class GatewayServices(Struct, frozen=True, kw_only=True):
     tokenizer: Tokens
     settings: GatewaySection
     sampling: Sampling
+    prompt_logprobs: Callable[[tuple[int, ...], int], Awaitable[PromptLogprobs]]
     weights: Callable[[], WeightsReady]
     health: Callable[[], HealthReport]
     numbers: Callable[[], TrainingNumbers]

@@ -44,15 +44,15 @@ class Ask(Struct, frozen=True, kw_only=True):
 def completion_ask(body: bytes, services: GatewayServices) -> Ask:
     """Read the body of /v1/completions; raises ApiError."""
     asked = decode(body, CompletionRequest)
-    _check_model(asked.model, services)
-    prompts = [_encoded(prompt, services) for prompt in _prompts(asked.prompt)]
-    return _ask(asked, prompts, "prompt", asked.max_tokens, asked.logprobs, services)
+    check_model(asked.model, services)
+    prompts = [encoded(prompt, services) for prompt in _prompts(asked.prompt)]
+    return build_ask(asked, prompts, "prompt", asked.max_tokens, asked.logprobs, services)
 
 
 def chat_ask(body: bytes, services: GatewayServices) -> Ask:
     """Read the body of /v1/chat/completions; raises ApiError."""
     asked = decode(body, ChatRequest)
-    _check_model(asked.model, services)
+    check_model(asked.model, services)
     if asked.top_logprobs is not None and not asked.logprobs:
         raise invalid("top_logprobs", "needs logprobs: true")
     limit = asked.max_completion_tokens
@@ -62,10 +62,11 @@ def chat_ask(body: bytes, services: GatewayServices) -> Ask:
     generation = asked.add_generation_prompt is not False
     prompt = _tokens(lambda: services.tokenizer.render_chat(messages, add_generation_prompt=generation), "messages")
     top_logprobs = (asked.top_logprobs or 0) if asked.logprobs else None
-    return _ask(asked, [prompt], "messages", limit or asked.max_tokens, top_logprobs, services)
+    return build_ask(asked, [prompt], "messages", limit or asked.max_tokens, top_logprobs, services)
 
 
-def _check_model(model: str | None, services: GatewayServices) -> None:
+def check_model(model: str | None, services: GatewayServices) -> None:
+    """Refuse any model but the one that is served, with 404; None means that one."""
     if model is not None and model != services.settings.model_name:
         shown = model if len(model) <= 200 else model[:200] + "..."
         message = f"The model {shown!r} does not exist; this server has {services.settings.model_name!r}."
@@ -85,10 +86,11 @@ def _prompts(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]
     return [tokens] if tokens else [*texts, *lists]
 
 
-def _encoded(prompt: str | list[int], services: GatewayServices) -> Prompt:
+def encoded(prompt: str | list[int], services: GatewayServices, *, param: str = "prompt") -> Prompt:
+    """Return the tokens of a text; tokens are taken as they are."""
     if isinstance(prompt, list):
         return tuple(prompt)
-    return _tokens(lambda: services.tokenizer.encode(prompt), "prompt")
+    return _tokens(lambda: services.tokenizer.encode(prompt), param)
 
 
 def _tokens(encode: Callable[[], Prompt], param: str) -> Prompt:
@@ -109,14 +111,21 @@ def _plain(message: Message, index: int) -> dict[str, Any]:
     return {"role": "system" if message.role == "developer" else message.role, "content": content}
 
 
-def _ask(
+def build_ask(
     asked: GenerationFields,
     prompts: list[Prompt],
     param: str,
     max_tokens: int | None,
     top_logprobs: int | None,
     services: GatewayServices,
+    *,
+    fit_context: bool = False,
 ) -> Ask:
+    """Lay what was asked over the defaults, for every prompt; raises ApiError.
+
+    param: what the prompts' field is called. top_logprobs: see `Ask`. fit_context: a `max_tokens` that exceeds what the
+    context leaves is cut to it, not refused.
+    """
     n = asked.n or 1
     most = services.settings.max_choices
     if n > most:
@@ -126,13 +135,15 @@ def _ask(
     if asked.stream_options is not None and not asked.stream:
         raise invalid("stream_options", "needs stream: true")
     sampling = _sampling(asked, top_logprobs, services)
+    if max_tokens is not None:
+        sampling = structs.replace(sampling, max_tokens=max_tokens)
     seed = asked.seed if asked.seed is not None else secrets.randbits(63)
     seeded = [seed] * len(prompts) if asked.seed is not None else [seed + index for index in range(len(prompts))]
     return Ask(
         requests=tuple(
             SampleRequest(
                 prompt=prompt,
-                sampling=_bounded(sampling, prompt, param, max_tokens, services),
+                sampling=_bounded(sampling, prompt, param, None if fit_context else max_tokens, services),
                 seeds=completion_seeds(own_seed, n),
                 reuse_prefix=True,
             )
@@ -175,16 +186,16 @@ def _check_tokens(param: str, tokens: Prompt, services: GatewayServices) -> None
 
 
 def _bounded(
-    sampling: Sampling, prompt: Prompt, param: str, max_tokens: int | None, services: GatewayServices
+    sampling: Sampling, prompt: Prompt, param: str, promised: int | None, services: GatewayServices
 ) -> Sampling:
-    """Check the prompt, and that prompt and completion fit the context together."""
+    """Check the prompt; cut the completion to what the context leaves, but refuse to cut what was `promised`."""
     if not prompt:
         raise invalid(param, "is empty")
     _check_tokens(param, prompt, services)
     room = services.context_length - len(prompt)
     if room < 1:
         raise invalid(param, f"{len(prompt)} tokens leave no room in the context of {services.context_length}")
-    if max_tokens is not None and max_tokens > room:
-        message = f"{max_tokens} do not fit: the prompt has {len(prompt)} of the context's {services.context_length}"
+    if promised is not None and promised > room:
+        message = f"{promised} do not fit: the prompt has {len(prompt)} of the context's {services.context_length}"
         raise invalid("max_tokens", message)
-    return structs.replace(sampling, max_tokens=max_tokens or min(sampling.max_tokens, room))
+    return structs.replace(sampling, max_tokens=min(sampling.max_tokens, room))

@@ -11,6 +11,7 @@ import structlog
 from msgspec import Struct
 
 from actors.rewards.calling import Caller, Reward, RewardError, Values
+from actors.rewards.overlong import OVERLONG, Overlong
 from actors.rewards.registry import BUILT_IN, is_async, load_reward
 from actors.rewards.worker_loop import WorkerLoop
 from actors.rewards.workers import WorkerThreads
@@ -41,12 +42,23 @@ class RewardRunner:
 
     sections: as in the profile. concurrency: calls under way at once; further ones wait, and waiting does not count
     against a time limit. The limit of a section is for its function on a whole group; the built-in functions run
-    in one call per group, limited by the sum of theirs. Raises ProfileError for names that cannot be loaded, weights
-    that are not finite, and one function twice for the same type of problem.
+    in one call per group, limited by the sum of theirs. overlong: added to every reward, as a part of that name.
+    keep_equal: groups whose rewards are equal are scored all the same, for advantages that do not compare within the
+    group. Raises ProfileError for names that cannot be loaded or are taken, weights that are not finite, and one
+    function twice for the same type of problem.
     """
 
-    def __init__(self, sections: Sequence[RewardSection], *, concurrency: int = 8) -> None:
-        _check(sections)
+    def __init__(
+        self,
+        sections: Sequence[RewardSection],
+        *,
+        concurrency: int = 8,
+        overlong: Overlong | None = None,
+        keep_equal: bool = False,
+    ) -> None:
+        _check(sections, taken=() if overlong is None else (OVERLONG,))
+        self._overlong = overlong
+        self._keep_equal = keep_equal
         self._threads = WorkerThreads()
         self._loops: list[WorkerLoop] = []
         self._limiter = anyio.Semaphore(concurrency)
@@ -59,10 +71,11 @@ class RewardRunner:
         return any(part.section.correct for part in self._parts)
 
     async def score(self, group: RolloutGroup) -> GroupOutcome:
-        """Reward every completion of a group: the sum of weight times value over the parts that apply.
+        """Reward every completion of a group: the sum of weight times value over the parts that apply, and `overlong`.
 
         Discarded with `reward_error` where a function failed or none applied, and with `no_signal` where the rewards of
-        all completions are equal (within 1e-6), as they are in a group of one. Raises nothing of a reward's own.
+        all completions are equal (within 1e-6), as they are in a group of one, unless `keep_equal`. Raises nothing of a
+        reward's own.
         """
         texts = [completion.text for completion in group.completions]
         try:
@@ -70,10 +83,19 @@ class RewardRunner:
             rewards = self._totals(group.prompt.problem, parts, len(texts))
         except RewardError as error:
             return _discarded(group, str(error))
-        if max(rewards) - min(rewards) <= SIGNAL:
+        if self._overlong is not None:
+            penalties = tuple(map(self._overlong, group.completions))
+            parts[OVERLONG] = penalties
+            rewards = tuple(reward + penalty for reward, penalty in zip(rewards, penalties, strict=True))
+        if not self._keep_equal and max(rewards) - min(rewards) <= SIGNAL:
             detail = f"all {len(rewards)} rewards are {rewards[0]:g}"
             return Discarded(
-                prompt=group.prompt, reason="no_signal", detail=detail, completions=group.completions, rewards=rewards
+                prompt=group.prompt,
+                reason="no_signal",
+                detail=detail,
+                completions=group.completions,
+                rewards=rewards,
+                parts=parts,
             )
         return ScoredGroup(group=group, rewards=rewards, parts=parts)
 
@@ -148,8 +170,13 @@ def _discarded(group: RolloutGroup, detail: str) -> Discarded:
     return Discarded(prompt=group.prompt, reason="reward_error", detail=detail, completions=group.completions)
 
 
-def _check(sections: Sequence[RewardSection]) -> None:
+def _check(sections: Sequence[RewardSection], *, taken: Sequence[str]) -> None:
     for section in sections:
+        if section.name in taken:
+            raise ProfileError(
+                f"rewards.name {section.name!r} is the name of the penalty that learner.overlong_buffer adds: "
+                "leave out one of the two"
+            )
         if not math.isfinite(section.weight):
             raise ProfileError(f"rewards.weight of {section.name!r} is {section.weight}; it must be finite")
     for one, other in combinations(sections, 2):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
+
+import anyio
 
 from actors.runtime.ends import EndOfMail, MailboxClosed
 from actors.runtime.loop_thread import LoopThread
@@ -77,3 +79,28 @@ class Latest(Generic[T]):
     def _tell(self) -> None:
         heard, self._news = self._news, asyncio.Event()
         heard.set()
+
+
+async def wait_until(condition: Callable[[], bool], *cells: Latest[Any]) -> None:
+    """Return as soon as a condition on several cells holds; at once if it does already.
+
+    It is looked at again whenever one of them gets a value. Raises EndOfMail if all are closed and it does not hold;
+    what the condition raises comes out here.
+    """
+    for cell in cells:
+        cell._thread.check()
+    while not condition():
+        news = [cell._news for cell in cells if not cell._closed]
+        if not news:
+            raise EndOfMail
+        await _first_of(news)
+
+
+async def _first_of(events: list[asyncio.Event]) -> None:
+    async def hear(event: asyncio.Event) -> None:
+        await event.wait()
+        tasks.cancel_scope.cancel()
+
+    async with anyio.create_task_group() as tasks:
+        for event in events:
+            tasks.start_soon(hear, event)

@@ -18,7 +18,7 @@ from actors.compute.policy import Policy, load_policy
 from protocols.errors import CheckpointError, RunDirectoryError
 from protocols.profile import ModelSection, PolicySection
 from tests.saved_models import CONFIG as DENSE
-from tests.saved_models import MIXTURE, TOKENS_1_T, save
+from tests.saved_models import MIXTURE, TOKENS_1_T, UNTIED, save
 
 
 def trained(base: Path, **section: Any) -> Policy:
@@ -36,21 +36,98 @@ def trained(base: Path, **section: Any) -> Policy:
     [
         (DENSE, 0, {}),
         (DENSE, 0, {"num_layers": 1, "rank": 3, "alpha": 12.0, "target_modules": ("q_proj", "down_proj")}),
+        (DENSE, 0, {"alpha": 12.0, "scaling": "rank_stabilized"}),
         (DENSE, 4, {"scale": 2.5}),
         (MIXTURE, 0, {}),
         (DENSE, 0, {"kind": "full"}),
+        (DENSE, 0, {"kind": "dora", "num_layers": 1, "rank": 3}),
+        (DENSE, 4, {"kind": "dora"}),
+        (MIXTURE, 0, {"kind": "dora", "target_modules": ("self_attn.q_proj", "mlp.gate")}),
     ],
-    ids=["default", "some modules", "quantised base", "mixture of experts", "all weights"],
+    ids=[
+        "default",
+        "some modules",
+        "rank stabilised",
+        "quantised base",
+        "mixture of experts",
+        "all weights",
+        "dora",
+        "dora, quantised base",
+        "dora beside experts",
+    ],
 )
 def test_mlx_lm_loads_what_was_written(tmp_path: Path, config: Any, bits: int, section: Any) -> None:
     """`mlx_lm.load(base, adapter_path=...)` computes the policy's logits, bit for bit."""
     base = save(tmp_path / "base", config, bits=bits)
     policy = trained(base, **section)
-    write_adapter(tmp_path / "adapter", policy.trainable(), policy.adapter_config)
+    write_adapter(tmp_path / "adapter", *policy.loadable(policy.trainable()))
     loaded = mlx_lm.load(str(base), adapter_path=str(tmp_path / "adapter"))[0]
     untrained = mlx_lm.load(str(base))[0]
     assert mx.array_equal(loaded(TOKENS_1_T), policy.model(TOKENS_1_T)).item()
     assert not mx.allclose(loaded(TOKENS_1_T), untrained(TOKENS_1_T)).item()
+
+
+RANKS = {"ranks": ("down_proj=3", "q_proj=16")}
+
+
+@pytest.mark.parametrize(
+    ("config", "bits", "section"),
+    [
+        (DENSE, 0, RANKS),
+        (DENSE, 4, RANKS),
+        (MIXTURE, 0, RANKS),
+        (DENSE, 0, {"kind": "dora", **RANKS}),
+        (DENSE, 0, {"train_embeddings": True}),
+        (UNTIED, 0, {"train_embeddings": True, "train_head": True, **RANKS}),
+        (UNTIED, 0, {"kind": "dora", "train_head": True, "num_layers": 1}),
+        (MIXTURE, 0, {"train_embeddings": True}),
+    ],
+    ids=[
+        "ranks",
+        "ranks, quantised base",
+        "ranks, mixture of experts",
+        "ranks, dora",
+        "tied embeddings",
+        "embeddings, head and ranks",
+        "dora and head",
+        "embeddings, mixture of experts",
+    ],
+)
+def test_what_mlx_lm_has_no_form_for_it_loads_as_an_equal_function(
+    tmp_path: Path, config: Any, bits: int, section: Any
+) -> None:
+    """Padded with zeros, or fused into full weights: other sums of the same terms, so equal up to rounding."""
+    base = save(tmp_path / "base", config, bits=bits)
+    policy = trained(base, **section)
+    write_adapter(tmp_path / "adapter", *policy.loadable(policy.trainable()))
+    loaded = mlx_lm.load(str(base), adapter_path=str(tmp_path / "adapter"))[0]
+    untrained = mlx_lm.load(str(base))[0]
+    assert mx.allclose(loaded(TOKENS_1_T), policy.model(TOKENS_1_T), rtol=1e-5, atol=2e-5).item()
+    assert not mx.allclose(loaded(TOKENS_1_T), untrained(TOKENS_1_T), atol=1e-2).item()
+
+
+@pytest.mark.parametrize("section", [{"kind": "dora", **RANKS}, {"train_embeddings": True, "train_head": True}])
+def test_a_checkpoint_of_anything_comes_back_bit_for_bit(tmp_path: Path, section: Any) -> None:
+    """In the policy's own form: ranks as they are, the adapter apart from the weights beside it."""
+    base = save(tmp_path / "base", UNTIED)
+    policy = trained(base, **section)
+    write_adapter(tmp_path / "adapter", policy.trainable(), policy.adapter_config)
+    found = named_arrays(read_adapter(tmp_path / "adapter", policy.trainable(), policy.adapter_config))
+    written = named_arrays(policy.trainable())
+    assert found.keys() == written.keys()
+    assert all(mx.array_equal(found[name], array).item() for name, array in written.items())
+    other = trained(base)
+    with pytest.raises(CheckpointError, match=r"(ranks is \{'mlp|trained_weights is \('lm_head\.weight'|kind)"):
+        read_adapter(tmp_path / "adapter", other.trainable(), other.adapter_config)
+
+
+def test_mlx_lm_refuses_rather_than_forgets_weights_beside_an_adapter(tmp_path: Path) -> None:
+    """A checkpoint with trained embeddings is never loaded without them."""
+    base = save(tmp_path / "base")
+    policy = trained(base, train_embeddings=True)
+    write_adapter(tmp_path / "adapter", policy.trainable(), policy.adapter_config)
+    with pytest.raises(ValueError, match=r"embed_tokens\.weight: not an adapter parameter"):
+        mlx_lm.load(str(base), adapter_path=str(tmp_path / "adapter"))
 
 
 def test_the_configuration_is_mlx_lms(tmp_path: Path) -> None:

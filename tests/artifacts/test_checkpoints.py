@@ -24,6 +24,8 @@ from protocols.adapter import AdapterConfig, LoRAParameters
 from protocols.checkpoint import RunState
 from protocols.errors import CheckpointError, RunDirectoryError
 from protocols.ledger import LedgerState
+from protocols.replay import KeptGroup
+from tests.compute.learning import scored_group
 
 ADAPTER = AdapterConfig(
     fine_tune_type="lora",
@@ -95,6 +97,33 @@ def test_a_checkpoint_comes_back_exactly(tmp_path: Path) -> None:
     assert layer["lora_b"].dtype == mx.bfloat16
     assert found.optimizer["step"].item() == 50
     assert found.optimizer["step"].dtype == mx.uint64
+
+
+def test_the_replay_buffer_comes_back_exactly(tmp_path: Path) -> None:
+    """Every number and byte of its groups; a run without a buffer has no such file."""
+    first, second = (
+        KeptGroup(
+            scored=msgspec.structs.replace(
+                scored_group([[1, 2], [3]], [0.1 + 0.2, -1e-300], logprob=-1 / 3, version=7, group_id=group_id),
+                parts={"exact": (None, 1.0)},
+                token_advantages=((0.1, 1e308), (5e-324,)),
+            ),
+            advantage=2 / 3,
+            version=group_id,
+        )
+        for group_id in (4, 11)
+    )
+    supported = msgspec.structs.replace(first.scored.group.completions[0], supports=(b"\x00\xff\x00\x00", b""))
+    group = msgspec.structs.replace(first.scored.group, completions=(supported, first.scored.group.completions[1]))
+    first = msgspec.structs.replace(first, scored=msgspec.structs.replace(first.scored, group=group))
+    path = write_checkpoint(tmp_path, msgspec.structs.replace(snapshot(1), replay=(first, second)), keep_last=3)
+    found = read_checkpoint(path, expected=parameters(), adapter_config=ADAPTER)
+    assert found.replay == (first, second)
+    corrupt(path / "replay.msgpack")
+    with pytest.raises(CheckpointError, match=r"replay\.msgpack is not what was written"):
+        read_checkpoint(path, expected=parameters(), adapter_config=ADAPTER)
+    plain = write_checkpoint(tmp_path, snapshot(2), keep_last=3)
+    assert read_checkpoint(plain, expected=parameters(), adapter_config=ADAPTER).replay == ()
 
 
 def test_the_newest_is_found_and_the_oldest_are_removed(tmp_path: Path) -> None:

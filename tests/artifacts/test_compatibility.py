@@ -30,6 +30,8 @@ def profile(**changes: Any) -> Profile:
         {"monitor": {"display": "none"}, "gateway": {"port": 1}, "checkpoint": {"interval": 1}},
         {"eval": {"enabled": False}, "generator": {"max_rows": 3}, "mailboxes": {"prompts": 1}},
         {"learner": {"micro_batch_tokens": 64, "max_bad_steps": 1}, "policy": {"grad_checkpoint": True}},
+        {"learner": {"max_staleness": 8}},
+        {"learner": {"layout": "packed", "compile": True}, "alarms": {"on_collapse": "stop", "window": 9}},
     ],
 )
 def test_how_a_run_is_run_may_change(changes: dict[str, Any]) -> None:
@@ -45,6 +47,7 @@ def test_how_a_run_is_run_may_change(changes: dict[str, Any]) -> None:
         ({"policy": {"rank": 16, "scale": 2.0}}, "policy.rank: 8 -> 16; policy.scale: None -> 2.0"),
         ({"sampling": {"group_size": 4}}, "sampling.group_size: 8 -> 4"),
         ({"learner": {"batch_size": 2}}, "learner.batch_size: 16 -> 2"),
+        ({"replay": {"capacity": 8}}, "replay.capacity: 0 -> 8"),
         ({"data": {"train": "other"}}, "data.train: d -> other"),
         ({"rewards": [{"name": "exact"}, {"name": "jaccard"}]}, "rewards.1.name: format -> jaccard"),
         ({"rewards": [{"name": "exact"}]}, "rewards.1.name: format -> None"),

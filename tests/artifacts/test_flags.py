@@ -12,16 +12,20 @@ from actors.artifacts.profile_file import load_profile
 from actors.artifacts.profile_schema import REQUIRED, Key, settable
 from protocols.errors import ProfileError
 
+OF_A_FORM = {"policy.ranks": "mlp.up_proj=4", "learner.objective": "gspo"}
+
 
 def example(key: Key) -> str:
     """Some text that the key's flag takes."""
+    if key.path in OF_A_FORM:
+        return OF_A_FORM[key.path]
     if key.item == "tables":
         return "[]"
     if key.item == "list":
         return "[[1, 2.0]]"
     if key.allowed.startswith("one of "):
         return key.allowed.removeprefix("one of ").split(", ")[-1]
-    if key.allowed == "a number >= 1":
+    if key.allowed in ("a number >= 1", "a number >= 1.0", "a number > 1"):
         return "1.5"
     by_kind = {"bool": "false", "int": "3", "float": "0.5", "text": "some text"}
     return by_kind[(key.item or "text") if key.kind == "list" else key.kind]
@@ -76,6 +80,14 @@ def test_a_whole_command_line_of_an_earlier_trainer_is_understood() -> None:
     assert profile.checkpoint.adapter_path == "./adapters"
 
 
+def test_an_average_that_keeps_all_of_itself_is_none() -> None:
+    """`--ref-ema` chooses the moving average that it speaks of; 1.0 is how it was switched off."""
+    average = load_profile("local-m3", parse_arguments(["--kl-beta", "0.1", "--ref-ema", "0.99"]).overrides).learner
+    assert (average.reference, average.ref_ema) == ("average", 0.99)
+    base = load_profile("local-m3", parse_arguments(["--kl-beta", "0.1", "--ref-ema", "1.0"]).overrides).learner
+    assert base.reference == "base"
+
+
 def test_the_top_flags_are_read() -> None:
     """What a run does, beside what a profile says."""
     line = "--profile qwen3-m3 --steps 3 --seed 7 --run-dir r --resume --model a/b --dataset f.jsonl --async false"
@@ -128,6 +140,9 @@ def test_the_same_value_may_be_given_twice() -> None:
         ("--resum", "unknown flag --resum; did you mean --resume?"),
         ("--rewards.weight 2", "unknown flag --rewards.weight; did you mean --rewards?"),
         ("--qqqqqqqq", "unknown flag --qqqqqqqq; see --help"),
+        ("--reward_content_type jaccard", "unknown flag --reward_content_type: rewards and their weights are listed: "
+         """--rewards '[{name = "format", weight = 0.2}, ...]'"""),
+        ("--ref-ema 1.5", "--ref-ema must be a number > 0 and < 1, not 1.5"),
         ("--config x.toml", "unknown flag --config: a configuration file is given with --profile"),
         ("train.jsonl", "unexpected argument 'train.jsonl': every setting is a flag, see --help"),
         ("--steps", "--steps needs a value"),

@@ -84,6 +84,11 @@ def test_naming_a_scale_or_a_dataset_takes_back_what_lower_layers_said_of_its_tw
     assert profile.policy.effective_scale == 32.0 / profile.policy.rank
     assert profile.data.heldout == ""
     assert load_profile("local-m3", {"policy.scale": None}).policy.effective_scale == 10.0
+    written(here, MINIMAL + '[policy]\nalpha = 8.0\nscaling = "rank_stabilized"\n[learner]\nentropy_target = 0.3\n')
+    policy = load_profile("./x.toml", {"policy.scale": 2.0}).policy
+    assert (policy.effective_scale, policy.scaling) == (2.0, "standard")
+    learner = load_profile("./x.toml", {"learner.entropy_decay": 0.9, "learner.entropy_weight": 0.1}).learner
+    assert (learner.entropy_decay, learner.entropy_target) == (0.9, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -98,6 +103,10 @@ def test_naming_a_scale_or_a_dataset_takes_back_what_lower_layers_said_of_its_tw
         {"weights.probe_tokens": 0},
         {"steps": 1},
         {"learner.learning_rate": 1e-9},
+        {"learner.anchor": "proximal", "learner.correction": "truncate"},
+        {"learner.optimizer": "sgd"},
+        {"learner.advantage": "leave_one_out"},
+        {"alarms.on_collapse": "off"},
     ],
     ids=str,
 )
@@ -197,8 +206,8 @@ def test_a_mistake_on_the_command_line_is_called_that(here: Path) -> None:
     """Not the file, which is innocent."""
     with pytest.raises(ProfileError, match=r"^command line: learner.batch_size must be an integer >= 1, not 0$"):
         load_profile("local-m3", {"learner.batch_size": 0})
-    with pytest.raises(ProfileError, match=r"^command line: sampling.top_k must be 0 in training, not 5"):
-        load_profile("local-m3", {"sampling.top_k": 5})
+    with pytest.raises(ProfileError, match=r"^command line: sampling.repetition_penalty must be 1 in training"):
+        load_profile("local-m3", {"sampling.repetition_penalty": 1.5})
 
 
 def test_extends_in_a_circle_is_refused(here: Path) -> None:

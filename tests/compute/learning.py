@@ -109,10 +109,12 @@ def tiny_policy(*, tied: bool = True, **section: Any) -> Policy:
     return Policy(model, cast(Any, None), settings, config=config, seed=0, keep_reference=True)
 
 
-def learner(policy: LearnablePolicy, *, steps: int = 10, **keys: Any) -> PolicyLearner:
+def learner(
+    policy: LearnablePolicy, *, steps: int = 10, good_window: int = 0, watched: bool = False, **keys: Any
+) -> PolicyLearner:
     """A learner with a rate of 1e-2 that stays, and all else by default."""
     settings = convert({"learning_rate": 1e-2, "schedule": "constant", **keys}, LearnerSection)
-    return PolicyLearner(policy, settings, SamplingSection(), steps=steps)
+    return PolicyLearner(policy, settings, SamplingSection(), steps=steps, good_window=good_window, watched=watched)
 
 
 def scored_group(

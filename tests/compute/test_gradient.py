@@ -8,38 +8,57 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from msgspec import convert
 
-from actors.compute.advantages import group_relative
-from actors.compute.batch import build_batch
-from actors.compute.gradient import Gradient, LearnablePolicy, micro_gradient
+from actors.compute.gradient import Gradient, Known, LearnablePolicy, Moment, Rules, micro_gradient
+from actors.compute.head_scores import SampledLaw
 from actors.compute.logprobs import TeacherForcing
+from actors.compute.objectives.controllers import initial_strengths
+from actors.compute.objectives.loss import TokenSums
+from actors.compute.objectives.table import objective
+from actors.compute.objectives.tokens import PolicyLoss, Tokens
+from actors.compute.prepared_batch import prepare
+from actors.compute.reference_policy import ReferencePolicy
+from actors.compute.sequences import MicroBatch
 from actors.compute.trees import flat, nested
 from protocols.profile import LearnerSection
 from protocols.score import ScoredGroup
-from tests.compute.learning import BigramPolicy, random_groups, same_bits, scored_group, tiny_policy
+from tests.compute.learning import BigramPolicy, finish, random_groups, same_bits, scored_group, tiny_policy
 
 
 def gradients(
     policy: LearnablePolicy, groups: list[ScoredGroup], *, budget: int = 10_000, **keys: Any
 ) -> list[Gradient]:
     """Gradients of every micro-batch of a batch, at the served parameters."""
-    settings = LearnerSection(**keys)
-    advantages = [group_relative(g.rewards, epsilon=1e-4).tolist() for g in groups]
-    batch = build_batch(groups, advantages, budget=budget)
-    forcing = TeacherForcing(policy.model, policy.vocab_size)
+    plain = {"aggregation": "token_mean", "clip_high": 0.28, "layout": "padded", "micro_batch_tokens": budget}
+    settings = convert(plain | keys, LearnerSection)
+    rules = Rules(settings, objective("grpo"), SampledLaw(0.8), initial_strengths(settings))
+    forcing = TeacherForcing(policy.model, policy.vocab_size, layout=settings.layout)
     return [
-        micro_gradient(
-            policy,
-            forcing,
-            policy.trainable(),
-            micro,
-            settings=settings,
-            temperature=0.8,
-            learner_version=0,
-            total_tokens=batch.tokens,
-        )
-        for micro in batch.micro_batches
+        micro_gradient(policy, forcing, policy.trainable(), micro, known, rules=rules, moment=Moment(0, 0.0))
+        for micro, known in prepared(policy, groups, rules)
     ]
+
+
+def prepared(policy: LearnablePolicy, groups: list[ScoredGroup], rules: Rules) -> list[tuple[MicroBatch, Known]]:
+    """The micro-batches of a batch, with what is known of each before its gradient."""
+    job = prepare(
+        groups,
+        policy=policy,
+        forcing=TeacherForcing(policy.model, policy.vocab_size, layout=rules.settings.layout),
+        parameters=policy.trainable(),
+        reference=ReferencePolicy(policy, rules.settings),
+        rules=rules,
+        max_tokens=100,
+        seed=(0,),
+    )
+    batch = finish(job)
+    return list(zip(batch.mini_batches[0].micro_batches, batch.known[0], strict=True))
+
+
+def sums(gradient: Gradient) -> TokenSums:
+    """Its sums by name."""
+    return TokenSums(*np.array(gradient.sums, dtype=np.float64))
 
 
 def vector(gradient: Gradient) -> np.ndarray:
@@ -90,8 +109,7 @@ def test_the_whole_gradient_equals_finite_differences_of_a_float64_oracle() -> N
             step[index] = 1e-6
             slopes[index] = (loss({**weights, name: value + step}) - loss({**weights, name: value - step})) / 2e-6
         np.testing.assert_allclose(np.array(gradient.arrays[name]), slopes, atol=2e-5)
-    tokens = sum(len(c.tokens) for g in groups for c in g.group.completions)
-    assert float(np.array(gradient.sums)[0]) / tokens == pytest.approx(loss(weights), abs=1e-6)
+    assert sums(gradient).loss == pytest.approx(loss(weights), abs=1e-6)
 
 
 @pytest.mark.parametrize("budget", [1, 24, 64])
@@ -159,6 +177,23 @@ def test_the_model_is_left_as_it_was() -> None:
     assert np.array(policy.model(tokens)).tobytes() == logits.tobytes()
 
 
+def test_whoever_holds_the_parameters_never_sees_a_tracer() -> None:
+    """A checkpoint is written from the same tree while the next gradient is traced."""
+    policy = tiny_policy()
+    parameters, seen = policy.trainable(), []
+    held = flat(parameters)
+    settings = LearnerSection(layout="padded")
+
+    def looking(logp_N: mx.array, tokens: Tokens, settings: LearnerSection) -> PolicyLoss:
+        seen.append(all(flat(parameters)[name] is array for name, array in held.items()))
+        return objective("grpo")(logp_N, tokens, settings)
+
+    rules = Rules(settings, looking, SampledLaw(1.0), initial_strengths(settings))
+    micro, known = prepared(policy, random_groups(32), rules)[0]
+    micro_gradient(policy, TeacherForcing(policy.model, 32), parameters, micro, known, rules=rules, moment=Moment(0, 0))
+    assert seen == [True]
+
+
 def test_dropout_draws_during_the_gradient_only() -> None:
     """Two gradients of the same batch differ with dropout and are equal without."""
     for dropout, equal in ((0.0, True), (0.5, False)):
@@ -172,9 +207,9 @@ def test_the_penalty_is_towards_the_policy_without_its_adapter() -> None:
     policy = tiny_policy()
     still = [scored_group([[3, 4, 5], [6, 7]], [1.0, 1.0])]
     (gradient,) = gradients(policy, still, kl_beta=1.0)
-    assert abs(float(np.array(gradient.sums)[1])) < 1e-6
+    assert abs(sums(gradient).kl) < 1e-6
     moved = {name: value + 0.1 for name, value in flat(policy.trainable()).items()}
     policy.publish(nested(moved), version=1, step=1, fingerprint="moved")
     (gradient,) = gradients(policy, still, kl_beta=1.0)
-    assert float(np.array(gradient.sums)[1]) > 1e-3
+    assert sums(gradient).kl > 1e-3
     assert max(np.abs(np.array(g)).max() for g in gradient.arrays.values()) > 1e-3

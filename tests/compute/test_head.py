@@ -13,12 +13,13 @@ import pytest
 from mlx.utils import tree_map
 
 from actors.compute.head import split_model
-from actors.compute.logprobs import TeacherForcing
+from actors.compute.head_scores import HeadScores, SampledLaw, TokenScores
 from actors.compute.trees import flat
 from tests.compute.learning import Bigram
 from tests.models import ARCHITECTURES, tiny
 
 VOCAB = 40
+LAW = SampledLaw(0.7)
 DENSE: dict[str, Any] = {
     "hidden_size": 32,
     "num_hidden_layers": 2,
@@ -90,23 +91,49 @@ def test_the_head_at_chosen_positions_gives_the_models_own_logits(name: str) -> 
     assert split.blocks(tokens_B_S).shape == (2, 6, 32)
 
 
+def score(model: nn.Module, tokens_B_S: mx.array, position_N: mx.array, target_N: mx.array) -> TokenScores:
+    """Scores of tokens after flat positions, through the halves."""
+    split = split_model(model, VOCAB)
+    assert split is not None
+    hidden_N_D = split.blocks(tokens_B_S).reshape(tokens_B_S.size, -1)[position_N]
+    return HeadScores(split, VOCAB)(hidden_N_D, target_N, None, law=LAW)
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_padding_never_changes_scores(name: str) -> None:
     """Right padding comes after every scored token, so causal models of every kind do not see it."""
-    forcing = TeacherForcing(build(name), VOCAB)
+    model = build(name)
     tokens, target_N = [3, 1, 4, 1, 5], mx.array([1, 4, 1, 5, 9])
-    alone = forcing(mx.array([tokens]), mx.arange(5), target_N, temperature=0.7)
-    padded = forcing(mx.array([tokens + [0] * 11, [7] * 16]), mx.arange(5), target_N, temperature=0.7)
+    alone = score(model, mx.array([tokens]), mx.arange(5), target_N)
+    padded = score(model, mx.array([tokens + [0] * 11, [7] * 16]), mx.arange(5), target_N)
     np.testing.assert_allclose(np.array(alone.logp_N), np.array(padded.logp_N), atol=2e-5)
     np.testing.assert_allclose(np.array(alone.entropy_N), np.array(padded.entropy_N), atol=2e-5)
+
+
+@pytest.mark.parametrize(("name", "weights"), [("llama tied", ["model.embed_tokens"]), ("llama untied", ["lm_head"])])
+def test_the_weights_of_a_head_are_its_own_or_borrowed_ones(name: str, weights: list[str]) -> None:
+    """Tied embeddings belong to the blocks and count; an untied head's embeddings, and all layers, do not."""
+    split = split_model(build(name), VOCAB)
+    assert split is not None
+    assert list(split.head_weights()) == [f"{weight}.weight" for weight in weights]
+
+
+def test_a_head_computes_with_other_weights_only_inside() -> None:
+    """Twice the weights give twice the logits; after that the model has its own."""
+    split = split_model(Bigram(vocab_size=7), 7)
+    assert split is not None
+    hidden_N_D = mx.ones((2, 3))
+    doubled = {name: 2 * array for name, array in split.head_weights().items()}
+    before = split.head(hidden_N_D).tolist()
+    with split.using(doubled):
+        assert split.head(hidden_N_D).tolist() == (2 * mx.array(before)).tolist()
+    assert split.head(hidden_N_D).tolist() == before
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_every_architecture_is_split_and_has_finite_gradients_that_padding_does_not_change(architecture: str) -> None:
     """In training mode, with respect to every weight: the gradient of padded rows is that of the bare ones."""
-    model = tiny(architecture)
-    assert split_model(model, 64) is not None
-    forcing = TeacherForcing(model, 64)
+    model = tiny(architecture, vocab_size=VOCAB)
     model.train()
 
     def gradient(width: int) -> dict[str, mx.array]:
@@ -114,7 +141,7 @@ def test_every_architecture_is_split_and_has_finite_gradients_that_padding_does_
             model.update(traced)
             tokens_B_S = mx.array([[3, 1, 4, 1, 5] + [0] * (width - 5), [2, 7, 1] + [0] * (width - 3)])
             position_N = mx.array([0, 1, 2, 3, 4, width, width + 1, width + 2])
-            scores = forcing(tokens_B_S, position_N, mx.array([1, 4, 1, 5, 9, 7, 1, 8]), temperature=0.7)
+            scores = score(model, tokens_B_S, position_N, mx.array([1, 4, 1, 5, 9, 7, 1, 8]))
             return mx.mean(scores.logp_N) + 0.1 * mx.mean(scores.entropy_N)
 
         parameters = model.trainable_parameters()
@@ -158,15 +185,9 @@ class MixesPositions(Bigram):
         return logits_B_S_V + mx.cumsum(logits_B_S_V, axis=1)
 
 
-def test_a_head_that_mixes_positions_falls_back_to_the_whole_model() -> None:
-    """The proof on four tokens fails, and the scores are those of the full call all the same."""
-    model = MixesPositions(vocab_size=7)
-    assert split_model(model, 7) is None
-    tokens_1_S = mx.array([[1, 2, 3, 4]])
-    scores = TeacherForcing(model, 7)(tokens_1_S, mx.array([1, 3]), mx.array([3, 5]), temperature=1.0)
-    logits_S_V = model(tokens_1_S)[0]
-    logp_S_V = logits_S_V - mx.logsumexp(logits_S_V, axis=-1, keepdims=True)
-    np.testing.assert_allclose(np.array(scores.logp_N), [logp_S_V[1, 3].item(), logp_S_V[3, 5].item()], rtol=1e-5)
+def test_a_head_that_mixes_positions_is_not_split() -> None:
+    """The proof on four tokens fails."""
+    assert split_model(MixesPositions(vocab_size=7), 7) is None
 
 
 def test_the_model_is_whole_again_after_an_error_in_its_head() -> None:

@@ -12,7 +12,7 @@ import pytest
 from msgspec import json
 from msgspec.structs import replace
 
-from actors.compute import update as update_module
+from actors.compute import optimization
 from actors.compute.gradient import Gradient, micro_gradient
 from actors.compute.policy import Policy
 from actors.compute.trees import flat
@@ -101,7 +101,7 @@ def test_a_gradient_that_is_not_finite_leaves_weights_and_moments_bit_equal(
     job = learners[0].update(random_groups(32, seed=1))
     next(job)
     with monkeypatch.context() as patch:
-        patch.setattr(update_module, "micro_gradient", partial(poisoned_gradient, bad))
+        patch.setattr(optimization, "micro_gradient", partial(poisoned_gradient, bad))
         next(job)
     skipped = finish(job)
     assert not any((skipped.applied, skipped.finite, skipped.metrics.applied))
@@ -131,6 +131,25 @@ def test_nonsense_from_a_sampler_never_reaches_the_weights() -> None:
     assert math.isnan(skipped.metrics.loss)
     assert same_bits(one.parameters, before)
     assert same_bits(one.state(), state)
+
+
+def test_nor_does_a_penalty_that_is_not_finite() -> None:
+    """Taken from a reward it would make no advantage of any use: the update is skipped in the same way."""
+    one = learner(tiny_policy(), kl_beta=0.1, kl_in="reward")
+    before = one.parameters
+    skipped = finish(one.update([*random_groups(32), scored_group([[3, 4], [5, 6]], [1.0, 0.0], logprob=math.nan)]))
+    assert not any((skipped.applied, skipped.finite))
+    assert same_bits(one.parameters, before)
+
+
+def test_steps_without_a_gradient_are_not_counted() -> None:
+    """Of two mini-batches one teaches nothing; two epochs take two steps, and an update that is skipped takes none."""
+    keys: dict[str, Any] = {"mini_batches": 2, "update_epochs": 2}
+    groups = [scored_group([[3, 4], [5, 6]], rewards, group_id=i) for i, rewards in enumerate([(1.0, 0.0), (0.1, 0.1)])]
+    metrics = finish(learner(tiny_policy(), **keys).update(groups)).metrics
+    assert (metrics.optimizer_steps, metrics.applied) == (2, True)
+    metrics = finish(learner(tiny_policy(), **keys).update(groups[1:])).metrics
+    assert (metrics.optimizer_steps, metrics.applied) == (0, False)
 
 
 def test_equal_rewards_teach_nothing() -> None:

@@ -124,7 +124,7 @@ def test_plain_lines_are_few_and_aligned() -> None:
     display = PlainDisplay(Console(file=screen, width=80), facts(steps=42), clock=lambda: seconds)
     display.start()
     head = len(screen.getvalue().splitlines())
-    assert head == 4
+    assert head == 5
     for number, seconds in ((38, 0.0), (39, 1.0), (40, 2.0), (41, 2.5), (42, 2.6)):
         display.show(view(number, seconds))
     display.close()
@@ -174,7 +174,7 @@ def test_the_final_table_says_what_was_learnt_and_where_it_lies(encoding: str) -
     for expected in (
         "asked 800 = trained 612 + discarded 188 + carried over 0",
         "no_signal 180, stale 8",
-        "training 1:40 (decoding 0:08, updates 0:40), evaluation 0:12, total 2:05",
+        "training 1:40 (by turns: decoding 0:08, updates from start to end 0:40), evaluation 0:12, total 2:05",
         "988 tokens/s over the whole run; alone 2000, while learning 1100 (55 %)",
         "9, median 0.5 ms, longest 2 ms",
         "mlx_lm.chat --model '/models/my base' --adapter-path runs/local-m3/adapters\n",

@@ -57,7 +57,7 @@ def complaint(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Complaint:
         (["--learner.learning-rte", "1e-3"], ["--learner.learning-rte", "--learner.learning-rate"]),
         (["--steps", "0"], ["--steps", ">= 1"]),
         (["--learner.clip-low", "1.5"], ["--learner.clip-low"]),
-        (["--sampling.top-k", "5"], ["sampling.top_k"]),
+        (["--sampling.top-k", "300"], ["sampling.top_k"]),
         (["--model", "/no/such/model"], ["/no/such/model", "does not exist"]),
         (["--dataset", "/no/such/file.jsonl"], ["/no/such/file.jsonl", "does not exist"]),
         (["--data.heldout", "/no/such/file.jsonl"], ["/no/such/file.jsonl", "does not exist"]),

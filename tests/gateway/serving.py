@@ -16,6 +16,7 @@ from actors.gateway.server import Gateway
 from actors.gateway.services import GatewayServices, HealthReport, TrainingNumbers
 from actors.sampler import Sampler
 from protocols.profile import GatewaySection
+from protocols.prompt_logprobs import PromptLogprobs
 from protocols.sampling import Sampling
 from protocols.weights import WeightsReady
 from tests.fakes import CharacterTokenizer, FakeEngine
@@ -31,10 +32,20 @@ class Served:
         self.weights = WeightsReady(version=3, step=4, fingerprint="f3")
         self.health = HealthReport(status="ok", children={"learner": "running"}, progress_seconds=0.5)
         self.numbers = TrainingNumbers()
+        self.scored: list[tuple[tuple[int, ...], int]] = []
         self.url = ""
         self.server = anyio.CancelScope()
         self.http: httpx.AsyncClient
         self.openai: AsyncOpenAI
+
+    async def prompt_logprobs(self, tokens: tuple[int, ...], top: int) -> PromptLogprobs:
+        """Token t has -t / 8; the alternatives are t and those after it, each half as probable as the one before."""
+        self.scored.append((tokens, top))
+        return PromptLogprobs(
+            version=self.weights.version,
+            logprobs=tuple(-token / 8 for token in tokens[1:]),
+            top_logprobs=tuple(tuple((token + k, -token / 8 - k) for k in range(top)) for token in tokens[1:]),
+        )
 
     def stop(self) -> None:
         """Ask the server to end."""
@@ -52,6 +63,7 @@ def services(served: Served, **settings: Any) -> GatewayServices:
         tokenizer=served.engine.tokenizer,
         settings=structs.replace(GatewaySection(port=0), **settings),
         sampling=Sampling(max_tokens=16),
+        prompt_logprobs=served.prompt_logprobs,
         weights=lambda: served.weights,
         health=lambda: served.health,
         numbers=lambda: served.numbers,

@@ -11,6 +11,8 @@ ROUTES = [
     ("GET", "/v1/models"),
     ("POST", "/v1/completions"),
     ("POST", "/v1/chat/completions"),
+    ("POST", "/generate"),
+    ("POST", "/v1/generate/"),
     ("GET", "/nowhere"),
     ("GET", "/health/"),
 ]

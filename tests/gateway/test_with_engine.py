@@ -15,6 +15,7 @@ from actors.gateway.server import Gateway
 from actors.gateway.services import GatewayServices, HealthReport, TrainingNumbers
 from actors.sampler import Sampler
 from protocols.profile import GatewaySection, GeneratorSection
+from protocols.prompt_logprobs import PromptLogprobs
 from protocols.sampling import Sampling
 from protocols.weights import WeightsReady
 from tests.models import FixedSource, byte_tokenizer, tiny_source
@@ -42,6 +43,11 @@ class Stack:
         return stats.running_rows + stats.waiting_rows
 
 
+async def not_asked(_: tuple[int, ...], __: int) -> PromptLogprobs:
+    """No route of /v1 asks for them."""
+    raise NotImplementedError
+
+
 @asynccontextmanager
 async def serving() -> AsyncIterator[tuple[Stack, AsyncOpenAI]]:
     """Serve a tiny model."""
@@ -51,6 +57,7 @@ async def serving() -> AsyncIterator[tuple[Stack, AsyncOpenAI]]:
         tokenizer=stack.source.tokenizer,
         settings=GatewaySection(port=0),
         sampling=Sampling(max_tokens=32),
+        prompt_logprobs=not_asked,
         weights=lambda: WeightsReady(version=0, step=0, fingerprint="base"),
         health=lambda: HealthReport(status="ok"),
         numbers=TrainingNumbers,

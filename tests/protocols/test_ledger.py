@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import islice
 
 import pytest
 
@@ -39,6 +40,16 @@ def test_books_resumed_at_any_point_ask_exactly_what_had_not_ended() -> None:
             ledger.train(group_id)
         resumed = Ledger(ledger.state())
         assert sorted(resumed.unended(60)) == sorted(order[cut:])
+        assert resumed.ended == cut
+
+
+def test_without_a_bound_what_can_be_asked_has_no_end() -> None:
+    """Nobody knows beforehand how many groups a batch takes that is refilled."""
+    ledger = Ledger()
+    ledger.train(1)
+    ledger.discard(3, "no_signal")
+    assert list(islice(ledger.unended(), 5)) == [0, 2, 4, 5, 6]
+    assert ledger.ended == 2
 
 
 def test_the_line_balances_only_if_what_is_held_was_counted() -> None:

@@ -22,9 +22,9 @@ CHOICE = problem("B", prompt="Which is larger? A) 1 B) 2", kind="comparison")
 
 
 @contextmanager
-def runner(*sections: RewardSection, concurrency: int = 8) -> Iterator[RewardRunner]:
+def runner(*sections: RewardSection, concurrency: int = 8, keep_equal: bool = False) -> Iterator[RewardRunner]:
     """Make a runner that leaves no threads behind."""
-    made = RewardRunner(sections, concurrency=concurrency)
+    made = RewardRunner(sections, concurrency=concurrency, keep_equal=keep_equal)
     try:
         yield made
     finally:
@@ -160,6 +160,16 @@ async def test_equal_rewards_are_no_signal(texts: tuple[str, ...]) -> None:
     assert outcome.detail == f"all {len(texts)} rewards are {len(texts[0])}"
     assert outcome.rewards == (float(len(texts[0])),) * len(texts)
     assert len(outcome.completions) == len(texts)
+
+
+async def test_equal_rewards_are_kept_where_they_still_compare() -> None:
+    """With the rest of the batch, for instance; what fails is discarded as ever."""
+    with runner(mine("length"), keep_equal=True) as rewards:
+        outcome = await rewards.score(group("a", "b"))
+    assert isinstance(outcome, ScoredGroup)
+    assert outcome.rewards == (1.0, 1.0)
+    with runner(mine("raises"), keep_equal=True) as rewards:
+        assert isinstance(await rewards.score(group("a", "b")), Discarded)
 
 
 @pytest.mark.parametrize("name", ["hangs", "hangs_async", "spins", "blocks_its_loop"])

@@ -8,7 +8,7 @@ import pytest
 from anyio import create_task_group, fail_after, to_thread, wait_all_tasks_blocked
 
 from actors.runtime.ends import EndOfMail, MailboxClosed
-from actors.runtime.latest import Latest
+from actors.runtime.latest import Latest, wait_until
 
 
 def test_an_empty_cell_has_no_value() -> None:
@@ -103,6 +103,57 @@ async def test_the_close_wakes_those_who_wait() -> None:
             await wait_all_tasks_blocked()
             cell.close()
     assert ended == ["told", "told"]
+
+
+async def test_a_condition_on_several_cells_is_looked_at_with_every_value() -> None:
+    """Whichever of them it comes from; it holds at once if it does already."""
+    left: Latest[int] = Latest("left")
+    right: Latest[int] = Latest("right")
+    left.put(1)
+    right.put(1)
+    await wait_until(lambda: left.value + right.value == 2, left, right)
+    seen: list[tuple[int, int]] = []
+
+    async def wait(total: int) -> None:
+        await wait_until(lambda: left.value + right.value >= total, left, right)
+        seen.append((left.value, right.value))
+
+    with fail_after(5):
+        async with create_task_group() as group:
+            for total in (4, 6, 8):
+                group.start_soon(wait, total)
+            await wait_all_tasks_blocked()
+            left.put(3)
+            await wait_all_tasks_blocked()
+            assert seen == [(3, 1)]
+            right.put(3)
+            right.close()
+            await wait_all_tasks_blocked()
+            assert seen == [(3, 1), (3, 3)]
+            left.put(5)
+    assert seen[-1] == (5, 3)
+
+
+async def test_it_is_given_up_when_no_cell_can_change_any_more() -> None:
+    """One of them that is still open is a hope."""
+    left: Latest[int] = Latest("left")
+    right: Latest[int] = Latest("right")
+    ended: list[str] = []
+
+    async def wait() -> None:
+        with pytest.raises(EndOfMail):
+            await wait_until(lambda: False, left, right)
+        ended.append("told")
+
+    with fail_after(5):
+        async with create_task_group() as group:
+            group.start_soon(wait)
+            await wait_all_tasks_blocked()
+            left.close()
+            await wait_all_tasks_blocked()
+            assert ended == []
+            right.close()
+    assert ended == ["told"]
 
 
 async def test_another_thread_may_read_the_cell_and_not_write_it() -> None:

@@ -2,13 +2,11 @@
 
 The host runs one step behind: a step is launched before the tokens of the step before it are read, its input being
 those tokens where they are, on the device. A row whose end shows only in its tokens therefore costs one wasted draw,
-which is never reported; an end by length is foreseen and costs none. On the CPU, where plain steps are drawn by the
-host, tokens are known at once and nothing is wasted.
+which is never reported; an end by length is foreseen and costs none. On the CPU, where most steps are drawn by
+the host, tokens are known at once and nothing is wasted.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
@@ -22,37 +20,11 @@ from actors.compute.engine.plan import SamplingPlan, plan_sampling
 from actors.compute.engine.rows import Job, Row
 from actors.compute.engine.sampling import Drawn, draw
 from actors.compute.engine.serving import serving
+from actors.compute.engine.step import Reading, Step
 from actors.compute.engine.uniform import uniforms
 
 PATIENCE = 1.0
 """Wasted steps' worth of dead slots after which copying the cache without them pays."""
-
-
-@dataclass(eq=False, slots=True)
-class Step:
-    """A step in flight, for N rows. version: of the weights that computed it; known: its tokens need no waiting for.
-
-    at_N: their places in the arrays; slot_N: where they are now, -1 if gone; serial_N: which rows they were.
-    """
-
-    drawn: Drawn
-    at_N: NDArray[np.int64]
-    slot_N: NDArray[np.int64]
-    serial_N: NDArray[np.int64]
-    version: int
-    known: bool
-
-
-@dataclass(eq=False, slots=True)
-class Reading:
-    """Tokens read from a finished step, for N rows that still live. top_*: (N, n) where some row asked for them."""
-
-    slot_N: NDArray[np.int64]
-    token_N: NDArray[np.int32]
-    logp_N: NDArray[np.float32]
-    version: int
-    top_token_N: NDArray[np.uint32] | None = None
-    top_logp_N: NDArray[np.float32] | None = None
 
 
 class Batch:
@@ -218,7 +190,9 @@ class Batch:
         """Return the plan of the present rows; built anew when rows have joined or moved."""
         if self._plan is None:
             rows = self.ledger.rows
-            self._plan = plan_sampling([r.asked.request.sampling if r else None for r in rows], self.vocabulary)
+            recorded = [slot for slot, row in enumerate(rows) if row is not None and row.asked.request.record_support]
+            settings = [row.asked.request.sampling if row is not None else None for row in rows]
+            self._plan = plan_sampling(settings, self.vocabulary, recorded=recorded)
             self._seen = self._seen_tokens() if self._plan.penalty_B is not None else None
         return self._plan
 
@@ -233,19 +207,7 @@ class Batch:
 
     def read(self, step: Step) -> Reading | None:
         """Wait for a step and return its tokens, but for those of rows that have left since; None if all have."""
-        drawn = step.drawn
-        token_B, logp_B = np.array(drawn.token_B), np.array(drawn.logp_B)
-        stays_N = (step.slot_N >= 0) & (self.ledger.serial[step.slot_N] == step.serial_N)
-        if not stays_N.any():
-            return None
-        at_N = step.at_N[stays_N]
-        reading = Reading(step.slot_N[stays_N], token_B[at_N], logp_B[at_N], step.version)
-        if drawn.top_token_B_N is not None and drawn.top_logp_B_N is not None:
-            reading.top_token_N, reading.top_logp_N = (
-                np.array(drawn.top_token_B_N)[at_N],
-                np.array(drawn.top_logp_B_N)[at_N],
-            )
-        return reading
+        return step.read(self.ledger.serial)
 
 
 def _runs(slots: list[int]) -> list[slice]:

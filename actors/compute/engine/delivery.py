@@ -77,4 +77,5 @@ class Delivery:
             finish_reason=reason,
             stop_reason=stop_reason,
             top_logprobs=tuple(row.top_logprobs),
+            supports=tuple(row.supports),
         )

@@ -12,7 +12,7 @@ import numpy as np
 import structlog
 
 from actors.compute.engine.admission import Admission
-from actors.compute.engine.batch import Batch, Reading
+from actors.compute.engine.batch import Batch
 from actors.compute.engine.delivery import Delivery
 from actors.compute.engine.layout import CacheLayout
 from actors.compute.engine.prefill import Prefill
@@ -20,6 +20,7 @@ from actors.compute.engine.probe import probe_batching
 from actors.compute.engine.reading import Reader
 from actors.compute.engine.rows import Asked, Job, Listener, Row
 from actors.compute.engine.stats import EngineStats
+from actors.compute.engine.step import Reading
 from actors.compute.engine.text import TextTracker
 from actors.compute.engine.validation import validate
 from actors.compute.tokenizer import ChatTokenizer

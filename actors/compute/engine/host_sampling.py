@@ -1,4 +1,4 @@
-"""The plain draw in NumPy, for the CPU backend: there MLX's exponential takes some ten times as long as NumPy's.
+"""The draw in NumPy, for the CPU backend: there MLX's exponentials and sorts take ten to a hundred times as long.
 
 Same algorithm and same uniforms as `sampling.draw`, its twin in the tests. Waiting for the logits costs nothing on
 the CPU, where a launch returns when most of its work is done.
@@ -10,21 +10,22 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
+from actors.compute.engine.host_filters import filter_on_host, supported_on_host
 from actors.compute.engine.plan import SamplingPlan
-from actors.compute.engine.sampling import BLOCK, ONE_STAGE, Drawn
+from actors.compute.engine.sampling import BLOCK, ONE_STAGE, Drawn, Supports
 
 
 def can_draw_on_host(plan: SamplingPlan) -> bool:
-    """Say whether the plan is within what `draw_on_host` knows: temperature and greedy rows, on the CPU backend."""
-    beyond = plan.filters is not None or plan.penalty_B is not None or plan.bias is not None or plan.top_logprobs
-    return not beyond and mx.default_device() == mx.Device(mx.cpu)
+    """Say whether the plan is within what `draw_on_host` knows, and the backend is the CPU.
+
+    It knows all but repetition penalties, whose table of seen tokens is the device's, and alternatives.
+    """
+    return plan.penalty_B is None and not plan.top_logprobs and mx.default_device() == mx.Device(mx.cpu)
 
 
 def draw_on_host(logits_B_V: mx.array, uniform_B_2: NDArray[np.float32] | None, plan: SamplingPlan) -> Drawn:
     """Draw a token per row and report its log-probability, as `sampling.draw` does."""
-    x_B_V = np.array(logits_B_V.astype(mx.float32))
-    if plan.inverse_temperature_B is not None:
-        x_B_V *= np.array(plan.inverse_temperature_B)[:, None]
+    x_B_V = _adjusted(logits_B_V, plan)
     x_B_V -= x_B_V.max(axis=-1, keepdims=True)
     weight_B_V = np.exp(x_B_V)
     if uniform_B_2 is None:
@@ -34,7 +35,25 @@ def draw_on_host(logits_B_V: mx.array, uniform_B_2: NDArray[np.float32] | None, 
         if plan.greedy_B is not None:
             token_B = np.where(np.array(plan.greedy_B), x_B_V.argmax(axis=-1), token_B)
     logp_B = x_B_V[np.arange(len(token_B)), token_B] - np.log(total_B)
-    return Drawn(mx.array(token_B.astype(np.int32)), mx.array(logp_B.astype(np.float32)), None, None)
+    drawn = Drawn(mx.array(token_B.astype(np.int32)), mx.array(logp_B.astype(np.float32)))
+    if plan.recording is None:
+        return drawn
+    x_R_V = x_B_V[np.array(plan.recording.row_R)]
+    token_R_K = mx.array(supported_on_host(x_R_V, plan.recording.width))
+    return drawn._replace(supports=Supports(plan.recording.row_R, token_R_K))
+
+
+def _adjusted(logits_B_V: mx.array, plan: SamplingPlan) -> NDArray[np.float32]:
+    """Logits after bias, temperature and filters."""
+    x_B_V = np.array(logits_B_V.astype(mx.float32))
+    if plan.bias is not None:
+        at_B_1 = np.arange(len(x_B_V))[:, None]
+        np.add.at(x_B_V, (at_B_1, np.array(plan.bias.token_B_K)), np.array(plan.bias.value_B_K))
+    if plan.inverse_temperature_B is not None:
+        x_B_V *= np.array(plan.inverse_temperature_B)[:, None]
+    if plan.filters is not None:
+        filter_on_host(x_B_V, plan.filters)
+    return x_B_V
 
 
 def _choose(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -29,11 +29,18 @@ class Bias(NamedTuple):
     value_B_K: mx.array
 
 
+class Recording(NamedTuple):
+    """Which rows report what could have been drawn, and how many tokens that is at most."""
+
+    row_R: mx.array
+    width: int
+
+
 class SamplingPlan(Struct, frozen=True, kw_only=True):
     """Settings of B rows; an array that is None is used by no row.
 
     all_greedy: nothing is drawn at random. greedy_B: which rows take the argmax, where only some do.
-    top_logprobs: the most alternatives that any row asks for.
+    top_logprobs: the most alternatives that any row asks for. recording: whose supports are reported, if any row's.
     """
 
     all_greedy: bool
@@ -43,10 +50,16 @@ class SamplingPlan(Struct, frozen=True, kw_only=True):
     penalty_B: mx.array | None = None
     bias: Bias | None = None
     top_logprobs: int = 0
+    recording: Recording | None = None
 
 
-def plan_sampling(settings: Sequence[Sampling | None], vocabulary: int) -> SamplingPlan:
-    """Collect the settings of each row into arrays; None stands for a slot without a row."""
+def plan_sampling(
+    settings: Sequence[Sampling | None], vocabulary: int, *, recorded: Collection[int] = ()
+) -> SamplingPlan:
+    """Collect the settings of each row into arrays; None stands for a slot without a row.
+
+    recorded: rows that are to report what could have been drawn; those that can draw any token have nothing to say.
+    """
     used = [s if s is not None else NEUTRAL for s in settings]
     greedy = np.array([s.temperature == 0.0 for s in used])
     live_greedy = [s.temperature == 0.0 for s in settings if s is not None]
@@ -58,7 +71,14 @@ def plan_sampling(settings: Sequence[Sampling | None], vocabulary: int) -> Sampl
         penalty_B=_unless([s.repetition_penalty for s in used], 1.0),
         bias=_bias(used),
         top_logprobs=max(s.top_logprobs for s in used),
+        recording=_recording([row for row in sorted(recorded) if truncates(used[row], vocabulary)], used, vocabulary),
     )
+
+
+def truncates(sampling: Sampling, vocabulary: int) -> bool:
+    """Say whether filters may leave tokens out. Not of a greedy row: it reports the whole, untempered distribution."""
+    filtered = sampling.top_p < 1.0 or sampling.min_p > 0.0 or 0 < sampling.top_k < vocabulary
+    return filtered and sampling.temperature != 0.0
 
 
 def _unless(values: Sequence[float], neutral: float) -> mx.array | None:
@@ -67,15 +87,22 @@ def _unless(values: Sequence[float], neutral: float) -> mx.array | None:
 
 def _filters(used: Sequence[Sampling], vocabulary: int) -> Filters | None:
     """Settings of the filters, where some row that draws at random has one; a greedy row keeps every token."""
-    free = [NEUTRAL if s.temperature == 0.0 else s for s in used]
-    top_k = [s.top_k if 0 < s.top_k < vocabulary else vocabulary for s in free]
-    if all(s.top_p == 1.0 and s.min_p == 0.0 for s in free) and min(top_k) == vocabulary:
+    free = [s if truncates(s, vocabulary) else NEUTRAL for s in used]
+    if all(s is NEUTRAL for s in free):
         return None
+    top_k = [s.top_k if 0 < s.top_k < vocabulary else vocabulary for s in free]
     # 1 must keep tokens that a rounded prefix sum already puts at 1.
     top_p = np.array([s.top_p if s.top_p < 1.0 else np.inf for s in free], dtype=np.float32)
     min_p = np.array([s.min_p for s in free], dtype=np.float32)
     k = np.array(top_k, dtype=np.int32)
     return Filters(mx.array(top_p), mx.array(k), mx.array(min_p))
+
+
+def _recording(rows: Sequence[int], used: Sequence[Sampling], vocabulary: int) -> Recording | None:
+    if not rows:
+        return None
+    width = max(used[row].top_k for row in rows)
+    return Recording(mx.array(np.array(rows, dtype=np.int32)), min(width, vocabulary))
 
 
 def _bias(used: Sequence[Sampling]) -> Bias | None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from actors.compute.engine.batch import Batch, Reading
+from actors.compute.engine.batch import Batch
 from actors.compute.engine.delivery import Delivery
 from actors.compute.engine.rows import Row
+from actors.compute.engine.step import Reading
 from protocols.sampling import FinishReason, TokenDrawn
 
 Ending = tuple[FinishReason, str | int | None]
@@ -27,6 +28,8 @@ class Reader:
             self._fail(reading, np.flatnonzero(~finite_N).tolist())
         end_N = ledger.is_end(reading.slot_N, reading.token_N)
         ended_N = ledger.record(reading.slot_N, reading.token_N, reading.logp_N, reading.version)
+        for n, support in reading.supports.items():
+            self._row(reading, n).supports.append(support)
         endings: dict[int, Ending] = {}
         for n in np.flatnonzero(ended_N).tolist():
             endings[n] = ("stop", int(reading.token_N[n])) if end_N[n] else ("length", None)
@@ -38,10 +41,14 @@ class Reader:
             self._delivery.done(self._batch.leave(int(reading.slot_N[n])), *ending)
         return len(reading.slot_N)
 
-    def _look(self, reading: Reading, n: int, *, ends: bool) -> Ending | None:
-        """Decode, stream and check for stops the newest token of a row that asked for any of it."""
+    def _row(self, reading: Reading, n: int) -> Row:
         row = self._batch.ledger.rows[int(reading.slot_N[n])]
         assert row is not None
+        return row
+
+    def _look(self, reading: Reading, n: int, *, ends: bool) -> Ending | None:
+        """Decode, stream and check for stops the newest token of a row that asked for any of it."""
+        row = self._row(reading, n)
         request, token = row.asked.request, int(reading.token_N[n])
         stops = token in request.sampling.stop_token_ids
         try:
@@ -67,9 +74,7 @@ class Reader:
 
     def _fail(self, reading: Reading, bad: list[int]) -> None:
         for n in bad:
-            row = self._batch.ledger.rows[int(reading.slot_N[n])]
-            if row is not None:
-                self._delivery.fail(row.asked, "the model's logits are not finite")
+            self._delivery.fail(self._row(reading, n).asked, "the model's logits are not finite")
 
 
 def _alternatives(reading: Reading, n: int, count: int) -> tuple[tuple[int, float], ...]:

@@ -30,7 +30,10 @@ class Asked:
 
 @dataclass(eq=False, slots=True)
 class Row:
-    """One completion. `tokens`, `logprobs` and `versions` are filled when it leaves the batch."""
+    """One completion. `tokens`, `logprobs` and `versions` are filled when it leaves the batch.
+
+    top_logprobs, supports: of each token drawn so far, where the request asks for them.
+    """
 
     asked: Asked
     index: int
@@ -40,6 +43,7 @@ class Row:
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     top_logprobs: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
+    supports: list[bytes] = field(default_factory=list)
 
     @property
     def attentive(self) -> bool:

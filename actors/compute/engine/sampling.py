@@ -1,8 +1,8 @@
 """From logits to tokens, and to the log-probability of each token under the distribution it was drawn from.
 
 All functions take a batch of logits (B, V) in float32 and stay on the device. What a batch does not use costs nothing:
-a plan without filters never sorts, one without penalties keeps no table of seen tokens, and whatever the plan, the
-only exponential over the vocabulary is the one that sampling needs.
+a plan without filters never sorts, one without penalties keeps no table of seen tokens, and the only exponential over
+the vocabulary is the one that sampling needs. Supports are collected for the rows that record them and no others.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from actors.compute.engine.plan import Filters, SamplingPlan
+from actors.compute.engine.filters import support, supported_tokens
+from actors.compute.engine.plan import SamplingPlan
 
 BLOCK = 128
 """Tokens per block of the two-stage draw."""
@@ -20,13 +21,24 @@ ONE_STAGE = 512
 """Vocabularies up to this size are drawn from in one stage."""
 
 
+class Supports(NamedTuple):
+    """Tokens that could have been drawn in the rows `row_R`, ascending, filled up with `filters.PADDING`; uint32."""
+
+    row_R: mx.array
+    token_R_K: mx.array
+
+
 class Drawn(NamedTuple):
-    """One token per row. `top_*` are (B, n), best first, where some row asked for alternatives."""
+    """One token per row. `top_*` are (B, n), best first, where some row asked for alternatives.
+
+    supports: where some row asked for them.
+    """
 
     token_B: mx.array
     logp_B: mx.array
-    top_token_B_N: mx.array | None
-    top_logp_B_N: mx.array | None
+    top_token_B_N: mx.array | None = None
+    top_logp_B_N: mx.array | None = None
+    supports: Supports | None = None
 
 
 def draw(logits_B_V: mx.array, uniform_B_2: mx.array | None, plan: SamplingPlan, seen_B_V: mx.array | None) -> Drawn:
@@ -51,9 +63,13 @@ def draw(logits_B_V: mx.array, uniform_B_2: mx.array | None, plan: SamplingPlan,
     token_B = token_B.astype(mx.int32)
     scale_B = peak_B_1[:, 0] + mx.log(total_B)
     logp_B = mx.take_along_axis(x_B_V, token_B[:, None], axis=-1)[:, 0] - scale_B
-    if not plan.top_logprobs:
-        return Drawn(token_B, logp_B, None, None)
-    return Drawn(token_B, logp_B, *alternatives(x_B_V - scale_B[:, None], plan.top_logprobs))
+    drawn = Drawn(token_B, logp_B)
+    if plan.top_logprobs:
+        drawn = Drawn(token_B, logp_B, *alternatives(x_B_V - scale_B[:, None], plan.top_logprobs))
+    if plan.recording is None:
+        return drawn
+    token_R_K = supported_tokens(x_B_V[plan.recording.row_R], plan.recording.width)
+    return drawn._replace(supports=Supports(plan.recording.row_R, token_R_K))
 
 
 def adjust(x_B_V: mx.array, plan: SamplingPlan, seen_B_V: mx.array | None) -> mx.array:
@@ -96,26 +112,6 @@ def invert(weight_B_N: mx.array, uniform_B_1: mx.array) -> tuple[mx.array, mx.ar
     hit_B_N = (prefix_B_N > uniform_B_1 * total_B_1) & (weight_B_N > 0)
     index_B = mx.where(mx.any(hit_B_N, axis=-1), mx.argmax(hit_B_N, axis=-1), mx.argmax(weight_B_N, axis=-1))
     return index_B, total_B_1[:, 0]
-
-
-def support(x_B_V: mx.array, filters: Filters) -> mx.array:
-    """Say which tokens survive top-p, top-k and min-p: of each row the n likeliest, ties by lower token id.
-
-    Each filter keeps a prefix of the tokens in order of probability, so all three together keep the shortest:
-    top-p the fewest whose probabilities reach p, top-k the first k, min-p those of at least min_p x the largest.
-    """
-    sorted_B_V = -mx.sort(-x_B_V, axis=-1)
-    count_B_1 = filters.top_k_B[:, None]
-    prob_B_V = mx.softmax(sorted_B_V, axis=-1)
-    before_B_V = mx.cumsum(prob_B_V, axis=-1) - prob_B_V
-    count_B_1 = mx.minimum(count_B_1, mx.sum(before_B_V < filters.top_p_B[:, None], axis=-1, keepdims=True))
-    floor_B_1 = filters.min_p_B[:, None] * prob_B_V[:, :1]
-    count_B_1 = mx.maximum(mx.minimum(count_B_1, mx.sum(prob_B_V >= floor_B_1, axis=-1, keepdims=True)), 1)
-    last_B_1 = mx.take_along_axis(sorted_B_V, count_B_1 - 1, axis=-1)
-    above_B_V = x_B_V > last_B_1
-    tie_B_V = x_B_V == last_B_1
-    spare_B_1 = count_B_1 - mx.sum(above_B_V, axis=-1, keepdims=True)
-    return above_B_V | (tie_B_V & (mx.cumsum(tie_B_V.astype(mx.int32), axis=-1) <= spare_B_1))
 
 
 def alternatives(logp_B_V: mx.array, count: int) -> tuple[mx.array, mx.array]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 
+from actors.compute.engine.plan import truncates
 from protocols.errors import RequestError
-from protocols.sampling import SampleRequest, Sampling
+from protocols.sampling import MAX_SUPPORT, SampleRequest, Sampling
 
 MOST_STOPS = 16
 LONGEST_STOP = 256
@@ -19,7 +20,8 @@ def validate(request: SampleRequest, *, vocabulary: int, context: int, cache_tok
     """Check a request; return how many tokens each completion may have: `max_tokens`, clamped to the context.
 
     Raises RequestError for an empty prompt, tokens outside the vocabulary, a prompt that fills the context, a
-    completion that the cache cannot hold, seeds outside [0, 2**64), and settings that are out of range.
+    completion that the cache cannot hold, seeds outside [0, 2**64), settings that are out of range, and supports to
+    be recorded of which top-k does not bound the size.
     """
     _check_tokens(request.prompt, vocabulary, "prompt")
     if not request.prompt:
@@ -29,6 +31,7 @@ def validate(request: SampleRequest, *, vocabulary: int, context: int, cache_tok
         raise RequestError(message, param="prompt")
     _check_seeds(request.seeds)
     _check_sampling(request.sampling, vocabulary)
+    _check_support(request, vocabulary)
     limit = min(request.sampling.max_tokens, context - len(request.prompt))
     if len(request.prompt) + limit > cache_tokens:
         message = (
@@ -69,6 +72,13 @@ def _check_sampling(s: Sampling, vocabulary: int) -> None:
     if len(s.stop_token_ids) > MOST_STOP_TOKENS:
         raise RequestError(f"more than {MOST_STOP_TOKENS} stop tokens", param="stop_token_ids")
     _check_tokens(s.stop_token_ids, vocabulary, "stop_token_ids")
+
+
+def _check_support(request: SampleRequest, vocabulary: int) -> None:
+    top_k = request.sampling.top_k
+    if request.record_support and truncates(request.sampling, vocabulary) and not 1 <= top_k <= MAX_SUPPORT:
+        message = f"top_k is {top_k}; recorded supports need a top_k of at most {MAX_SUPPORT}, and at least 1"
+        raise RequestError(message, param="top_k")
 
 
 def _check_range(value: float, low: float, high: float, param: str, *, above: bool = False) -> None:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from actors.compute.engine.plan import plan_sampling
-from actors.compute.engine.sampling import choose, draw, invert, support
+from actors.compute.engine.sampling import choose, draw, invert
 from actors.compute.engine.uniform import uniforms
 from protocols.sampling import Sampling
 from tests.compute.engine.asking import processed
@@ -63,15 +63,6 @@ def test_a_target_that_rounding_puts_beyond_the_last_prefix_takes_the_heaviest()
     assert index.item() == 2
 
 
-def test_top_k_keeps_exactly_k_among_ties() -> None:
-    """Of equal logits the lower token ids are kept."""
-    plan = plan_sampling([Sampling(top_k=3), Sampling(top_p=0.5)], 8)
-    assert plan.filters is not None
-    kept = np.array(support(mx.zeros((2, 8)), plan.filters))
-    np.testing.assert_array_equal(kept[0], np.arange(8) < 3)
-    np.testing.assert_array_equal(kept[1], np.arange(8) < 4)
-
-
 def test_top_p_keeps_the_likeliest_token_however_small_p_is() -> None:
     """The support is never empty."""
     token_B, logp_B = draws(np.array([0.1, 0.2, 0.3]), Sampling(top_p=1e-6), 50)
@@ -93,6 +84,23 @@ def test_a_plan_without_settings_has_no_arrays() -> None:
     unused = (plan.greedy_B, plan.inverse_temperature_B, plan.filters, plan.penalty_B, plan.bias)
     assert all(setting is None for setting in unused)
     assert plan.top_logprobs == 0
+    assert plan.recording is None
+
+
+def test_only_rows_that_filter_and_are_asked_to_record_do() -> None:
+    """Supports are as wide as the largest top-k among them; a greedy row and one that keeps every token have none."""
+    settings = [
+        Sampling(top_k=9),
+        Sampling(top_k=5, top_p=0.9),
+        Sampling(),
+        Sampling(temperature=0.0, top_k=8),
+        Sampling(top_k=6),
+        Sampling(top_k=500),
+        None,
+    ]
+    recording = plan_sampling(settings, 400, recorded=[5, 4, 3, 2, 1]).recording
+    assert recording is not None
+    assert (np.array(recording.row_R).tolist(), recording.width) == ([1, 4], 6)
 
 
 def test_alternatives_come_best_first() -> None:

@@ -14,11 +14,14 @@ from tests.models import tiny_source
 SMALL = tiny_source(vocab_size=300)
 
 
-def refused(prompt: tuple[Any, ...] = (1, 2), seeds: tuple[Any, ...] = (0,), **settings: Any) -> RequestError:
+def refused(
+    prompt: tuple[Any, ...] = (1, 2), seeds: tuple[Any, ...] = (0,), record_support: bool = False, **settings: Any
+) -> RequestError:
     """Submit what must be refused; afterwards a good request is still answered."""
     engine = make_engine(SMALL, max_cache_tokens=600)
+    request = SampleRequest(prompt=prompt, sampling=Sampling(**settings), seeds=seeds, record_support=record_support)
     with pytest.raises(RequestError) as caught:
-        engine.submit(SampleRequest(prompt=prompt, sampling=Sampling(**settings), seeds=seeds), lambda _: None)
+        engine.submit(request, lambda _: None)
     assert not engine.has_work
     return caught.value
 
@@ -65,6 +68,25 @@ def refused(prompt: tuple[Any, ...] = (1, 2), seeds: tuple[Any, ...] = (0,), **s
 def test_what_cannot_be_sampled_is_refused_by_the_name_of_its_field(settings: dict[str, Any], param: str) -> None:
     """Hostile values never reach the device."""
     assert refused(**settings).param == param
+
+
+@pytest.mark.parametrize("settings", [{"top_p": 0.9}, {"min_p": 0.1}, {"top_k": 257}], ids=str)
+def test_supports_that_nothing_bounds_are_not_recorded(settings: dict[str, Any]) -> None:
+    """A filter that may keep more than 256 tokens is refused where supports are recorded, naming the most."""
+    error = refused(record_support=True, **settings)
+    assert error.param == "top_k"
+    assert "at most 256" in str(error)
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"top_k": 256, "top_p": 0.5}, {"top_k": 10**9}, {"temperature": 0.0, "top_p": 0.5}], ids=str
+)
+def test_recording_is_accepted_where_supports_are_bounded_or_whole(settings: dict[str, Any]) -> None:
+    """Without a filter that leaves tokens out there is nothing to bound."""
+    engine = make_engine(SMALL)
+    answer = ask(engine, (1, 2), Sampling(max_tokens=2, ignore_eos=True, **settings), record_support=True)
+    run(engine)
+    assert len(answer.completions[0].supports) == (2 if settings.get("top_k") == 256 else 0)
 
 
 def test_a_prompt_that_fills_the_context_is_refused_with_both_numbers() -> None:

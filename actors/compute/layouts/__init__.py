@@ -1,0 +1,1 @@
+"""How sequences lie in a micro-batch, and how hidden states are computed for each way."""

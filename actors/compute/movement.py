@@ -1,0 +1,74 @@
+"""How far an update moved the policy: the earliest sign of one that destroys it."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from typing import NamedTuple
+
+import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
+
+from actors.compute.gradient import LearnablePolicy, known_scores
+from actors.compute.head_scores import SampledLaw
+from actors.compute.layouts.micro_batches import build_micro_batches
+from actors.compute.layouts.scored_only import scored_only
+from actors.compute.logprobs import TeacherForcing
+from actors.compute.objectives.kl import MAX_LOG_RATIO
+from actors.compute.sequences import TrainingSequence
+from actors.compute.training_batch import MiniBatch
+from actors.compute.trees import Parameters
+from protocols.score import ScoredGroup
+
+COMPLETIONS = 16
+"""So many completions of a mini-batch are looked at: a few hundred tokens say enough of a change that matters."""
+
+
+class _Looked(NamedTuple):
+    sequence: TrainingSequence
+    before_T: NDArray[np.float64]
+
+
+def moved_by(
+    groups: Sequence[ScoredGroup],
+    mini: MiniBatch,
+    before: Sequence[mx.array],
+    *,
+    policy: LearnablePolicy,
+    forcing: TeacherForcing,
+    after: Parameters,
+    law: SampledLaw,
+    budget: int,
+) -> Generator[None, None, float]:
+    """Estimate KL(before || after) in nats per token, by k3 on the tokens of a few completions of a mini-batch.
+
+    before: log-probabilities of the tokens of its micro-batches, as the first gradient found them (with dropout, if
+    there is any); after: parameters. The completions lie evenly in the mini-batch; their tokens are taken as drawn by
+    the policy before. budget: positions of a forward pass, as of a gradient's. Yields after each. Not finite where
+    either policy's log-probabilities are not.
+    """
+    looked = _looked_at(groups, mini, before)
+    total, tokens = 0.0, 0
+    for micro in build_micro_batches([one.sequence for one in looked], layout=forcing.layout, budget=budget):
+        with policy.using(after):
+            after_N = np.array(known_scores(forcing, micro, law), dtype=np.float64)
+        yield
+        before_N = np.concatenate([looked[member].before_T for member in micro.members])
+        d_N = np.clip(after_N[: len(before_N)] - before_N, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+        total += float(np.sum(np.expm1(d_N) - d_N))
+        tokens += len(before_N)
+    return total / tokens
+
+
+def _looked_at(groups: Sequence[ScoredGroup], mini: MiniBatch, before: Sequence[mx.array]) -> list[_Looked]:
+    everyone = [(m, b) for m, micro in enumerate(mini.micro_batches) for b in range(micro.sequences)]
+    looked = []
+    for m, b in everyone[:: -(-len(everyone) // COMPLETIONS)]:
+        micro = mini.micro_batches[m]
+        group, i = mini.places[micro.members[b]]
+        completion = groups[group].group.completions[i]
+        sequence = scored_only(groups[group].group.prompt.tokens, completion.tokens)
+        own_N = (micro.table.sequence_N == b) & (micro.table.weight_N > 0)
+        before_T = np.array(before[m], dtype=np.float64)[own_N]
+        looked.append(_Looked(sequence._replace(supports=completion.supports), before_T))
+    return looked

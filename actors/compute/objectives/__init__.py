@@ -1,0 +1,1 @@
+"""Policy objectives, corrections and penalties: one function per equation, chosen from tables."""

@@ -1,0 +1,1 @@
+"""Optimizers as functions: one rule per module, chosen from a table."""

@@ -1,0 +1,35 @@
+"""AdamW, arXiv:1711.05101, algorithm 2, with bias correction; the decay is `table.advance`'s."""
+
+from __future__ import annotations
+
+import math
+
+import mlx.core as mx
+
+from actors.compute.optimizers.rule import Arrays
+from protocols.profile import LearnerSection
+
+
+def slots(parameter: mx.array) -> Arrays:
+    """Moving averages of the gradient (`first`) and of its square (`second`); zero."""
+    return {name: mx.zeros(parameter.shape, dtype=mx.float32) for name in ("first", "second")}
+
+
+def rule(
+    theta: mx.array, gradient: mx.array, slots: Arrays, t: mx.array, rate: mx.array, settings: LearnerSection
+) -> tuple[mx.array, Arrays]:
+    """Adam (arXiv:1412.6980, algorithm 1).
+
+    m <- beta1 m + (1 - beta1) g          m^ = m / (1 - beta1^t)
+    v <- beta2 v + (1 - beta2) g^2        v^ = v / (1 - beta2^t)
+    theta <- theta - rate m^ / (sqrt v^ + epsilon)
+    """
+    first = settings.beta1 * slots["first"] + (1.0 - settings.beta1) * gradient
+    second = settings.beta2 * slots["second"] + (1.0 - settings.beta2) * mx.square(gradient)
+    root = mx.sqrt(second) * mx.rsqrt(seen(settings.beta2, t)) + settings.epsilon
+    return theta - (rate / seen(settings.beta1, t)) * (first / root), {"first": first, "second": second}
+
+
+def seen(beta: float, t: mx.array) -> mx.array:
+    """Weight that a moving average started from zero has given to what it saw in `t` steps: 1 - beta^t."""
+    return -mx.expm1(t * (math.log(beta) if beta else -math.inf))  # 1 - beta^t cancels in float32

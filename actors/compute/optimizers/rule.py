@@ -1,0 +1,33 @@
+"""What every optimizer rule is: a module with two functions, one for its state and one for its step."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import mlx.core as mx
+
+from protocols.profile import LearnerSection
+
+Arrays = dict[str, mx.array]
+
+
+class Rule(Protocol):
+    """How one parameter learns from its gradient. Pure functions of float32 arrays; nothing that is given changes."""
+
+    def slots(self, parameter: mx.array) -> Arrays:
+        """State of one parameter before its first step: by name, float32, lazy."""
+
+    def rule(
+        self,
+        theta: mx.array,
+        gradient: mx.array,
+        slots: Arrays,
+        t: mx.array,
+        rate: mx.array,
+        settings: LearnerSection,
+    ) -> tuple[mx.array, Arrays]:
+        """Parameter and slots after step `t` (1 for the first) at learning rate `rate`.
+
+        theta: the parameter, already decayed. t, rate: float32 scalars, as arrays, so that a compiled step has them as
+        inputs and not as constants.
+        """

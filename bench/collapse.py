@@ -1,0 +1,120 @@
+"""Do the alarms notice in time a learning rate that destroys the policy, and does going back save it: measured.
+
+    python -m bench collapse [--seeds 0] [--rates 2e-3 3e-3 5e-3]
+
+Every weight of the embedded policy is trained, at rates that are too high for it. Each is run twice: once while the
+alarms only warn, measured after every update, and once while they go back to the last good policy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+from bench.fingerprint import ROOT, Fingerprint, describe_fingerprint, fingerprint
+from bench.runs import Metrics, accuracies, run_pipeline, updates
+
+NAME = "collapse"
+RESULTS = ROOT / "bench" / "results" / "collapse.jsonl"
+PROBLEMS = "128"
+"""Held-out problems that are measured after every update."""
+
+
+class Collapse(Struct, frozen=True, kw_only=True):
+    """One learning rate. tripped: the first update at which the alarm did, or would have, reacted.
+
+    at_alarm: held-out accuracy measured first at or after it; best, lowest: of all measurements before it, and after.
+    saved: final accuracy on all problems of the run that went back; rollbacks: how often it did.
+    """
+
+    rate: float
+    seed: int
+    before: float
+    tripped: int | None
+    sign: str
+    best: float
+    at_alarm: float
+    lowest: float
+    final: float
+    saved: float
+    rollbacks: int
+    commands: list[str]
+    fingerprint: Fingerprint
+
+
+def measure(rate: float, seed: int) -> Collapse:
+    """Run once with a warning, and once with the way back."""
+    common = ["--profile", "local-m3", "--policy.kind", "full", "--learner.learning-rate", str(rate)]
+    common += ["--seed", str(seed)]
+    watched = ["--steps", "30", "--async", "false", "--eval.interval", "1", "--eval.interim-problems", PROBLEMS]
+    warned = run_pipeline([*common, *watched])
+    rescue = [*common, "--alarms.on-collapse", "rollback", "--eval.interval", "0"]
+    saved = run_pipeline(rescue)
+    tripped, sign = first_trip(warned, saved)
+    curve = [(step, accuracy) for step, _, accuracy in accuracies(warned)]
+    end = tripped if tripped is not None else curve[-1][0]
+    after = [accuracy for step, accuracy in curve if step >= end]
+    return Collapse(
+        rate=rate,
+        seed=seed,
+        before=curve[0][1],
+        tripped=tripped,
+        sign=sign,
+        best=max(accuracy for step, accuracy in curve if step <= end),
+        at_alarm=after[0],
+        lowest=min(after),
+        final=curve[-1][1],
+        saved=accuracies(saved)[-1][2],
+        rollbacks=sum(line["rolled_back"] for line in updates(saved)),
+        commands=["python pipeline.py " + " ".join(flags) for flags in ([*common, *watched], rescue)],
+        fingerprint=fingerprint(),
+    )
+
+
+def first_trip(warned: Metrics, saved: Metrics) -> tuple[int | None, str]:
+    """The first update at which signs had lasted long enough, by the run that reacted; its sign, in words."""
+    reacted = [line for line in updates(saved) if line["rolled_back"]]
+    if not reacted:
+        return None, ""
+    return reacted[0]["step"], reacted[0]["alarms"][0]
+
+
+def read(path: Path = RESULTS) -> list[Collapse]:
+    """All results; none where there is no file."""
+    if not path.exists():
+        return []
+    return [msgspec.json.decode(line, type=Collapse) for line in path.read_bytes().splitlines()]
+
+
+def table(results: Sequence[Collapse]) -> str:
+    """The results in Markdown."""
+    head = ["learning rate", "seed", "alarm after update", "accuracy then (best before)", "lowest, if only warned"]
+    head += ["at the end, if only warned", "at the end, with rollback (rollbacks)"]
+    rows = ["| " + " | ".join(head) + " |", "|" + "---:|" * len(head)]
+    for one in results:
+        cells = [f"{one.rate:g}", str(one.seed), str(one.tripped or "none"), f"{one.at_alarm:.2f} ({one.best:.2f})"]
+        cells += [f"{one.lowest:.2f}", f"{one.final:.2f}", f"{one.saved:.3f} ({one.rollbacks})"]
+        rows.append("| " + " | ".join(cells) + " |")
+    said = (
+        f"All weights trained; {results[0].before:.2f} before. Warned runs: 30 synchronous updates, {PROBLEMS} "
+        "held-out problems after each; the others: 60 asynchronous updates, all held-out problems."
+    )
+    machine = describe_fingerprint(results[0].fingerprint)
+    return "\n".join([*rows, "", f"{said} {machine}. `python -m bench collapse`"])
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measure every rate with every seed."""
+    parser = argparse.ArgumentParser(prog="python -m bench collapse", description=__doc__)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--rates", type=float, nargs="+", default=[2e-3, 3e-3, 5e-3])
+    chosen = parser.parse_args(argv)
+    results = [measure(rate, seed) for rate in chosen.rates for seed in chosen.seeds]
+    RESULTS.write_bytes(b"".join(msgspec.json.encode(one) + b"\n" for one in results))
+    sys.stdout.write(table(results) + "\n")
+    return 0

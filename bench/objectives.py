@@ -1,0 +1,114 @@
+"""What each objective, with its recommended settings, makes of the default task.
+
+    python -m bench objectives [--seeds 0 1 2] [--objectives grpo dapo ...]
+
+Every run is `python pipeline.py --profile local-m3 --learner.objective NAME --seed S`. New runs replace those of the
+same objective and seed in bench/results/objectives.jsonl; `python -m bench figures` writes the table of the page
+docs/numerics.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+from bench.fingerprint import ROOT, Fingerprint, describe_fingerprint, fingerprint
+from bench.runs import Metrics, accuracies, run_pipeline, updates
+from protocols.recipes import OBJECTIVES
+
+NAME = "objectives"
+RESULTS = ROOT / "bench" / "results" / "objectives.jsonl"
+
+
+class Outcome(Struct, frozen=True, kw_only=True):
+    """One run. updates: policy updates applied; groups: trained on; seconds: of training."""
+
+    objective: str
+    seed: int
+    before: float
+    after: float
+    updates: int
+    groups: int
+    discarded: int
+    seconds: float
+    command: str
+    fingerprint: Fingerprint
+
+
+def measure(objective: str, seed: int) -> Outcome:
+    """One run of the default profile with another objective."""
+    arguments = ["--profile", "local-m3", "--learner.objective", objective, "--seed", str(seed), "--eval.interval", "0"]
+    return summarise(objective, seed, run_pipeline(arguments), "python pipeline.py " + " ".join(arguments))
+
+
+def summarise(objective: str, seed: int, metrics: Metrics, command: str) -> Outcome:
+    """What a run's metrics say."""
+    steps, measured = updates(metrics), accuracies(metrics)
+    first, last = steps[0], steps[-1]
+    return Outcome(
+        objective=objective,
+        seed=seed,
+        before=measured[0][2],
+        after=measured[-1][2],
+        updates=last["policy_version"],
+        groups=sum(line["groups_trained"] for line in steps),
+        discarded=sum(line["groups_discarded"] for line in steps),
+        seconds=last["seconds"] - (first["seconds"] - first["train_seconds"] - first["wait_seconds"]),
+        command=command,
+        fingerprint=fingerprint(),
+    )
+
+
+def read(path: Path = RESULTS) -> list[Outcome]:
+    """All runs of the results file; none where it does not exist."""
+    if not path.exists():
+        return []
+    return [msgspec.json.decode(line, type=Outcome) for line in path.read_bytes().splitlines()]
+
+
+def table(outcomes: Sequence[Outcome]) -> str:
+    """The results in Markdown: a row per objective."""
+    seeds = sorted({outcome.seed for outcome in outcomes})
+    head = ["objective", *(f"seed {seed}" for seed in seeds), "updates", "groups trained", "discarded", "seconds"]
+    rows = ["| " + " | ".join(head) + " |", "|---|" + "---:|" * (len(head) - 1)]
+    for name in OBJECTIVES:
+        runs = sorted((o for o in outcomes if o.objective == name), key=lambda outcome: outcome.seed)
+        if not runs:
+            continue
+        accuracy = {run.seed: f"{run.after:.3f}" for run in runs}
+        middle = [
+            f"{statistics.median(numbers):,.0f}"
+            for numbers in (
+                [run.updates for run in runs],
+                [run.groups for run in runs],
+                [run.discarded for run in runs],
+                [run.seconds for run in runs],
+            )
+        ]
+        rows.append("| " + " | ".join([f"`{name}`", *(accuracy.get(seed, "") for seed in seeds), *middle]) + " |")
+    first = outcomes[0]
+    said = f"Held-out accuracy after training, {first.before:.3f} before; other columns are medians over the seeds."
+    return "\n".join([*rows, "", f"{said} {describe_fingerprint(first.fingerprint)}. `python -m bench objectives`"])
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run every objective with every seed."""
+    parser = argparse.ArgumentParser(prog="python -m bench objectives", description=__doc__)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--objectives", nargs="+", choices=list(OBJECTIVES), default=list(OBJECTIVES))
+    chosen = parser.parse_args(argv)
+    for seed in chosen.seeds:
+        for objective in chosen.objectives:
+            outcome = measure(objective, seed)
+            kept = [o for o in read() if (o.objective, o.seed) != (objective, seed)]
+            RESULTS.write_bytes(b"".join(msgspec.json.encode(o) + b"\n" for o in [*kept, outcome]))
+            sys.stdout.write(f"{objective:20} seed {seed}: {outcome.before:.3f} -> {outcome.after:.3f} ")
+            sys.stdout.write(f"in {outcome.seconds:.1f} s, {outcome.updates} updates, {outcome.groups} groups\n")
+            sys.stdout.flush()
+    return 0

@@ -1,0 +1,57 @@
+"""A line of metrics.jsonl: the numbers of a batch, by the names that readers know."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+
+from actors.artifacts.metrics_record import Moment, step_metrics
+from protocols.gauges import RunGauges
+from protocols.step import StepReport, TrainedGroup, UpdateMetrics
+from tests.compute.learning import scored_group
+
+UPDATE = UpdateMetrics(
+    loss=-0.01, kl=0.002, entropy=0.7, clip_fraction=0.01, mismatch_kl=1e-6, ratio_mean=1.0, grad_norm=0.3,
+    learning_rate=1e-5, tokens=6, applied=True, ess=0.9, rejected_fraction=0.05, kl_beta=0.02, entropy_weight=1e-3,
+    optimizer_steps=4,
+)  # fmt: skip
+EMPTY = StepReport(
+    step=3, version=2, fingerprint="f", trained=(), discarded=(), staleness=(), update=None, train_seconds=0.0,
+    wait_seconds=0.0,
+)  # fmt: skip
+
+
+def line(**changes: Any) -> dict[str, Any]:
+    """What a report becomes in the file."""
+    moment = Moment(seconds=1.0, gauges=RunGauges())
+    record = step_metrics(msgspec.structs.replace(EMPTY, **changes), now=moment, before=moment)
+    return dict(json.loads(msgspec.json.encode(record)))
+
+
+def test_the_histogram_counts_trained_groups_by_their_age() -> None:
+    """In ascending order; an empty one where nothing was learnt."""
+    group = TrainedGroup(scored=scored_group([[1], [2]], [0.0, 1.0]), advantages=(-1.0, 1.0))
+    found = line(trained=(group,) * 5, staleness=(2, 0, 0, 11, 2), update=UPDATE)
+    assert list(found["staleness_histogram"].items()) == [("0", 2), ("2", 2), ("11", 1)]
+    assert (found["staleness_mean"], found["staleness_max"]) == (3.0, 11)
+    assert line()["staleness_histogram"] == {}
+
+
+@pytest.mark.parametrize("key", ["ess", "rejected_fraction", "kl_beta", "entropy_weight", "optimizer_steps"])
+def test_the_numbers_of_an_update_are_there_or_null(key: str) -> None:
+    """A batch that taught nothing has the same keys."""
+    assert line(update=UPDATE)[key] == getattr(UPDATE, key)
+    assert line()[key] is None
+
+
+def test_it_says_how_the_batch_came_about() -> None:
+    """What was refilled and replayed, what raised an alarm, and whether that took the policy back."""
+    found = line(refilled=5, replayed=2, alarms=("entropy fell",), rolled_back=True)
+    assert (found["groups_refilled"], found["groups_replayed"]) == (5, 2)
+    assert (found["alarms"], found["rolled_back"]) == (["entropy fell"], True)
+    plain = line()
+    assert (plain["groups_refilled"], plain["groups_replayed"], plain["alarms"]) == (0, 0, [])
+    assert plain["rolled_back"] is False

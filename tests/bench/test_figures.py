@@ -1,0 +1,70 @@
+"""What `python -m bench figures` writes, and what it says where nothing was measured yet."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from bench import collapse, figures, head, objectives
+from bench.collapse import Collapse
+from bench.figures import measured
+from bench.fingerprint import fingerprint
+from bench.head import HeadCost
+from bench.learning import Learnt
+from bench.objectives import Outcome
+
+HERE = fingerprint()
+COLLAPSE = Collapse(
+    rate=2e-3, seed=0, before=0.5, tripped=None, sign="", best=0.6, at_alarm=0.6, lowest=0.1, final=0.1, saved=0.9,
+    rollbacks=2, commands=[], fingerprint=HERE,
+)  # fmt: skip
+HEAD = HeadCost(
+    vocabulary=151_936, tokens=512, width=256, plain_seconds=2.0, seconds=2.0, time_ratios=[1.0, 1.1],
+    plain_bytes=10**10, bytes=10**9, command="", fingerprint=HERE,
+)  # fmt: skip
+OUTCOME = Outcome(
+    objective="dapo", seed=1, before=0.5, after=0.96, updates=60, groups=900, discarded=60, seconds=25.0, command="",
+    fingerprint=HERE,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "text", [collapse.table([COLLAPSE]), head.table([HEAD]), objectives.table([OUTCOME])], ids=["c", "h", "o"]
+)
+def test_every_row_of_a_table_has_a_cell_for_every_heading(text: str) -> None:
+    """Otherwise Markdown shows no table."""
+    heading, rule, *rows = [line for line in text.splitlines() if line.startswith("|")]
+    assert set(rule) == set("|-:")
+    assert rows
+    assert {len(line.split("|")) for line in (rule, *rows)} == {len(heading.split("|"))}
+
+
+def test_what_was_not_measured_yet_is_left_and_named_on_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And what was measured is written all the same."""
+    page = tmp_path / "docs" / "numerics.md"
+    page.parent.mkdir()
+    page.write_text(
+        "".join(f"<!-- {q.NAME}:begin -->\nold\n<!-- {q.NAME}:end -->\n" for q in (objectives, head, collapse))
+    )
+    monkeypatch.setattr(figures, "ROOT", tmp_path)
+    monkeypatch.setattr(figures, "RESULTS", tmp_path / "learning.jsonl")
+    for question, results in ((objectives, [OUTCOME]), (head, []), (collapse, [])):
+        monkeypatch.setattr(question, "read", lambda results=results: results)
+    assert figures.main([]) == 1
+    assert capsys.readouterr().err == (
+        "bench: no results yet, left as it was: learning, head, collapse (python -m bench NAME)\n"
+    )
+    assert "0.960" in page.read_text()
+    assert page.read_text().count("\nold\n") == 2
+
+
+def test_a_mode_that_was_not_measured_has_no_column() -> None:
+    """`python -m bench learning --modes async` is enough for a table."""
+    run = Learnt(
+        mode="async", seed=0, steps=60, before=0.5, after=0.96, seconds=25.0, curve=[], swap_median=1e-4,
+        swap_longest=2e-4, decode_rate_idle=10.0, decode_rate_learning=5.0, tokens=100, command="", fingerprint=HERE,
+    )  # fmt: skip
+    assert measured([run]).splitlines()[0] == "| | asynchronous |"

@@ -1,0 +1,14 @@
+"""An objective as a user would write it."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from actors.compute.objectives.tokens import PolicyLoss, Tokens
+from protocols.profile import LearnerSection
+
+
+def importance_weighted(logp_N: mx.array, tokens: Tokens, settings: LearnerSection) -> PolicyLoss:
+    """Plain importance sampling, without any clipping."""
+    ratio_N = mx.exp(logp_N - tokens.anchor_N)
+    return PolicyLoss(-ratio_N * tokens.advantage_N, mx.zeros_like(ratio_N))

@@ -1,0 +1,131 @@
+"""Whole runs with what the default one leaves off: other objectives, samplings, optimizers, and states to resume."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from tests.e2e.running import BATCH, Run, lines, metrics, run
+
+EVERYTHING = """
+extends = "local-m3"
+async = false
+steps = 8
+
+[policy]
+kind = "dora"
+
+[learner]
+objective = "dapo"
+anchor = "proximal"
+correction = "mask"
+update_epochs = 2
+mini_batches = 2
+optimizer = "muon"
+kl_beta = 0.02
+kl_target = 0.01
+reference = "average"
+ref_ema = 0.9
+entropy_target = 0.5
+overlong_buffer = 40
+
+[replay]
+capacity = 6
+groups = 2
+sampling = "weighted"
+
+[alarms]
+on_collapse = "rollback"
+window = 2
+
+[checkpoint]
+interval = 1
+
+[[actors]]
+name = "telling"
+factory = "tests.e2e.stages:Telling"
+mode = "tap"
+at = "reports"
+"""
+"""Every state that learning carries from update to update: controllers, reference, replay buffer, good policies."""
+
+TRUNCATED = """
+extends = "local-m3"
+
+[sampling]
+temperature = 0.8
+top_k = 20
+top_p = 0.9
+min_p = 0.02
+
+[learner]
+objective = "tests.e2e.own_objective:importance_weighted"
+layout = "packed"
+"""
+
+
+RUINOUS = ("--policy.kind", "full", "--learner.learning-rate", "5e-2", "--learner.warmup-steps", "0")
+
+
+def test_every_state_of_learning_survives_a_kill(tmp_path: Path) -> None:
+    """With refills, replay, controllers, a moving reference and good policies the resumed adapter is the same bytes."""
+    profile = tmp_path / "everything.toml"
+    profile.write_text(EVERYTHING)
+    flags = ("--profile", str(profile))
+    whole = run(tmp_path / "whole", *flags)
+    assert whole.status == 0, whole
+    with Run(tmp_path / "run", *flags) as running:
+        for _ in range(4):
+            running.wait_for("told of a step")
+        assert running.kill(after_seconds=0.3)
+    ended = run(tmp_path / "run", *flags, "--resume")
+    assert ended.status == 0, ended
+    assert ended.books == whole.books
+    assert ended.books.carried_over == 0
+    adapters = [tmp_path / name / "adapters" / "adapters.safetensors" for name in ("run", "whole")]
+    assert adapters[0].read_bytes() == adapters[1].read_bytes()
+
+
+def test_a_refilled_batch_is_full(tmp_path: Path) -> None:
+    """Groups without signal are replaced: every update learns from as many groups as a batch has."""
+    ended = run(tmp_path / "run", "--steps", "4", "--learner.objective", "dapo")
+    assert ended.status == 0, ended
+    assert ended.books.trained == 4 * BATCH
+    assert ended.books.carried_over == 0
+    assert all(line["groups_trained"] == BATCH for line in metrics(tmp_path / "run"))
+
+
+def test_a_truncated_distribution_is_learnt_from_as_it_was_drawn(tmp_path: Path) -> None:
+    """With top-k, top-p and min-p, sampler and learner agree on the tokens that the newest weights drew."""
+    profile = tmp_path / "truncated.toml"
+    profile.write_text(TRUNCATED)
+    ended = run(tmp_path / "run", "--profile", str(profile), "--steps", "3")
+    assert ended.status == 0, ended
+    recorded = metrics(tmp_path / "run")
+    assert recorded[0]["mismatch_kl"] < 1e-5
+    assert 0.99 < recorded[0]["ess"] <= 1.0 + 1e-6
+    assert all(math.isfinite(line["loss"]) for line in recorded)
+
+
+def test_a_policy_that_is_destroyed_goes_back_to_the_last_good_one(tmp_path: Path) -> None:
+    """A rate that ruins everything trips the alarm; what is served at the end answers about as well as before."""
+    flags = ("--alarms.on-collapse", "rollback", "--alarms.window", "2", "--alarms.rollback-rate", "0.001")
+    ended = run(tmp_path / "run", *RUINOUS, *flags, "--steps", "12", "--async", "false")
+    assert ended.status == 0, ended
+    recorded = metrics(tmp_path / "run")
+    assert any(line["alarms"] for line in recorded)
+    measured = [line["eval_accuracy"] for line in lines(tmp_path / "run" / "metrics.jsonl") if "eval_accuracy" in line]
+    assert measured[-1] > measured[0] / 2
+    versions = [line["policy_version"] for line in recorded]
+    assert versions == sorted(versions)
+
+
+def test_a_run_can_stop_at_the_first_collapse(tmp_path: Path) -> None:
+    """One line says what was seen, and the run ends with status 1; the last batch is on record."""
+    flags = ("--alarms.on-collapse", "stop", "--alarms.window", "2")
+    ended = run(tmp_path / "run", *RUINOUS, *flags, "--steps", "12")
+    assert ended.status == 1, ended
+    assert "alarms.on_collapse" in ended.err
+    recorded = metrics(tmp_path / "run")
+    assert [bool(line["alarms"]) for line in recorded][-1:] == [True]
+    assert f"at step {recorded[-1]['step']}:" in ended.err

@@ -1,0 +1,214 @@
+"""The loss of a batch in plain Python loops and float64, written from the papers and from nothing else.
+
+Stop-gradients are taken literally: a function of `logp` and `frozen`, two copies of the same numbers, of which only the
+first is varied by finite differences.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from msgspec import Struct
+
+from protocols.profile import LearnerSection
+
+Rows = list[list[float]]
+
+
+class Example(Struct, frozen=True, kw_only=True):
+    """One completion. group: its number; per token: the recorded numbers; learnt: which tokens count."""
+
+    group: int
+    behaviour: list[float]
+    proximal: list[float]
+    reference: list[float]
+    advantage: list[float]
+    entropy: list[float]
+    learnt: list[bool]
+
+    def indices(self) -> list[int]:
+        """Tokens that count."""
+        return [t for t, yes in enumerate(self.learnt) if yes]
+
+
+def clip(value: float, low: float, high: float) -> float:
+    """Value, moved into [low, high]."""
+    return max(low, min(high, value))
+
+
+def sign_of(example: Example) -> float:
+    """Mean advantage of the tokens that count."""
+    return float(np.mean([example.advantage[t] for t in example.indices()]))
+
+
+Token = Callable[[Example, int, list[float], list[float], list[float], LearnerSection], float]
+"""loss of token t: (example, t, logp, frozen, anchor, settings)."""
+
+
+def clipped(
+    e: Example, t: int, logp: list[float], frozen: list[float], anchor: list[float], s: LearnerSection
+) -> float:
+    """The clipped surrogate: -min(r A, clip(r) A), and at most c |A| for negative advantages."""
+    r, A = math.exp(logp[t] - anchor[t]), e.advantage[t]
+    gain = min(r * A, clip(r, 1 - s.clip_low, 1 + s.clip_high) * A)
+    if s.dual_clip and A < 0:
+        gain = max(gain, s.dual_clip * A)
+    return -gain
+
+
+def _sequence(log_s: float, A: float, s: LearnerSection) -> float:
+    ratio = math.exp(log_s)
+    return -min(ratio * A, clip(ratio, 1 - s.clip_low, 1 + s.clip_high) * A)
+
+
+def gspo(e: Example, t: int, logp: list[float], frozen: list[float], anchor: list[float], s: LearnerSection) -> float:
+    """The ratio of the whole sequence, its geometric mean per token."""
+    return _sequence(float(np.mean([logp[u] - anchor[u] for u in e.indices()])), e.advantage[t], s)
+
+
+def gspo_token(
+    e: Example, t: int, logp: list[float], frozen: list[float], anchor: list[float], s: LearnerSection
+) -> float:
+    """The same value; the gradient of each token's own log-probability."""
+    mean = float(np.mean([frozen[u] - anchor[u] for u in e.indices()]))
+    return _sequence(min(mean + logp[t] - frozen[t], 10.0), e.advantage[t], s)
+
+
+def rloo(e: Example, t: int, logp: list[float], frozen: list[float], anchor: list[float], s: LearnerSection) -> float:
+    """The probability ratio of the whole completion."""
+    return _sequence(sum(logp[u] - anchor[u] for u in e.indices()), e.advantage[t], s)
+
+
+def cispo(e: Example, t: int, logp: list[float], frozen: list[float], anchor: list[float], s: LearnerSection) -> float:
+    """A clipped weight without gradient, times the log-probability."""
+    return -clip(math.exp(frozen[t] - anchor[t]), 1 - s.clip_low, 1 + s.clip_high) * e.advantage[t] * logp[t]
+
+
+def reinforce(
+    e: Example, t: int, logp: list[float], frozen: list[float], anchor: list[float], s: LearnerSection
+) -> float:
+    """The log-probability itself."""
+    return -e.advantage[t] * logp[t]
+
+
+def dppo_tv(
+    e: Example, t: int, logp: list[float], frozen: list[float], anchor: list[float], s: LearnerSection
+) -> float:
+    """Left out where the probability has already moved too far, in the direction of the advantage."""
+    moved, A = math.exp(frozen[t]) - math.exp(e.behaviour[t]), e.advantage[t]
+    too_far = (A > 0 and moved > s.clip_high) or (A < 0 and moved < -s.clip_low)
+    log_ratio = logp[t] - e.behaviour[t]
+    return (0.0 if too_far else -A * math.exp(log_ratio)) + s.quadratic_kl * log_ratio**2
+
+
+def sapo(e: Example, t: int, logp: list[float], frozen: list[float], anchor: list[float], s: LearnerSection) -> float:
+    """A sigmoid gate instead of a clip."""
+    A = e.advantage[t]
+    tau = s.sapo_positive if A > 0 else s.sapo_negative
+    r = math.exp(logp[t] - anchor[t])
+    return -A * 4 / tau / (1 + math.exp(-tau * (r - 1)))
+
+
+TOKEN_LOSSES: dict[str, Token] = {
+    **dict.fromkeys(("grpo", "dr_grpo", "bnpo", "dapo", "reinforce_plus_plus", "ppo_decoupled"), clipped),
+    "gspo": gspo,
+    "gspo_token": gspo_token,
+    "rloo": rloo,
+    "cispo": cispo,
+    "reinforce": reinforce,
+    "dppo_tv": dppo_tv,
+    "sapo": sapo,
+}
+
+
+def weights(e: Example, anchor: list[float], s: LearnerSection) -> list[float]:
+    """What the mismatch of proximal policy and sampler makes of each token."""
+    logs = [a - b for a, b in zip(anchor, e.behaviour, strict=True)]
+    total, mean = sum(logs[t] for t in e.indices()), float(np.mean([logs[t] for t in e.indices()]))
+    low, high = s.correction_low, s.correction_high
+    each = [math.exp(x) for x in logs]
+    whole, geometric = math.exp(total), math.exp(mean)
+    return {
+        "none": [1.0] * len(logs),
+        "truncate": [clip(w, low, high) for w in each],
+        "mask": [w if low <= w <= high else 0.0 for w in each],
+        "truncate_sequence": [clip(whole, low, high)] * len(logs),
+        "reject_sequence": [float(low <= whole <= high)] * len(logs),
+        "reject_geometric": [float(low <= geometric <= high)] * len(logs),
+    }[s.correction]
+
+
+def kept(e: Example, frozen: list[float], s: LearnerSection) -> bool:
+    """Whether a sequence counts at all: no outlier in it, and not off-policy with a negative advantage."""
+    ratios = [math.exp(frozen[t] - e.behaviour[t]) for t in e.indices()]
+    if s.outlier_low and min(ratios) < s.outlier_low:
+        return False
+    if s.outlier_high and max(ratios) > s.outlier_high:
+        return False
+    drift = float(np.mean([e.behaviour[t] - frozen[t] for t in e.indices()]))
+    return not (s.off_policy_mask and sign_of(e) < 0 and drift > s.off_policy_mask)
+
+
+def kl(e: Example, t: int, logp: list[float], sampler: list[float], s: LearnerSection) -> float:
+    """Estimate of the divergence from the reference, by one token."""
+    d = e.reference[t] - logp[t]
+    value = {"k1": -d, "k2": d * d / 2, "k3": math.exp(d) - 1 - d, "abs": abs(d)}[s.kl_estimator]
+    return value * math.exp(logp[t] - sampler[t]) if s.kl_unbiased else value
+
+
+def share(e: Example, batch: Sequence[Example], s: LearnerSection, max_tokens: int) -> float:
+    """How much a token of this example counts in the loss of the batch."""
+    own = len(e.indices())
+    groups = {x.group for x in batch}
+    in_group = sum(len(x.indices()) for x in batch if x.group == e.group)
+    return {
+        "token_mean": 1 / sum(len(x.indices()) for x in batch),
+        "sequence_mean": 1 / (own * len(batch)),
+        "token_sum": 1 / (max_tokens * len(batch)),
+        "group_mean": 1 / (in_group * len(groups)),
+    }[s.aggregation]
+
+
+def loss(
+    batch: Sequence[Example],
+    logp: Rows,
+    frozen: Rows,
+    entropy: Rows,
+    *,
+    settings: LearnerSection,
+    max_tokens: int,
+    several_steps: bool,
+) -> float:
+    """The whole loss. several_steps: the proximal policy is not the current one any more, but the recorded one."""
+    total = 0.0
+    for e, row, still, entropies in zip(batch, logp, frozen, entropy, strict=True):
+        proximal = e.proximal if several_steps else still
+        anchor = e.behaviour if settings.anchor == "sampler" else proximal
+        w = weights(e, anchor, settings) if settings.anchor == "proximal" else [1.0] * len(row)
+        token_loss = TOKEN_LOSSES[settings.objective]
+        for t in e.indices():
+            value = 0.0
+            if kept(e, still, settings):
+                value += w[t] * token_loss(e, t, row, still, anchor, settings)
+            if settings.kl_beta and settings.kl_in == "loss":
+                value += settings.kl_beta * kl(e, t, row, e.behaviour, settings)
+            value -= settings.entropy_weight * entropies[t]
+            total += share(e, batch, settings, max_tokens) * value
+    return total
+
+
+def slopes(value: Callable[[Rows], float], at: Rows, *, step: float = 1e-6) -> Rows:
+    """Central differences of a function of rows of numbers."""
+    result: Rows = []
+    for i, row in enumerate(at):
+        result.append([])
+        for t in range(len(row)):
+            sides = []
+            for sign in (1.0, -1.0):
+                moved = [list(r) for r in at]
+                moved[i][t] += sign * step
+                sides.append(value(moved))
+            result[-1].append((sides[0] - sides[1]) / (2 * step))
+    return result
