@@ -3,7 +3,8 @@
     python -m bench collapse [--seeds 0] [--rates 2e-3 3e-3 5e-3]
 
 Every weight of the embedded policy is trained, at rates that are too high for it. Each is run twice: once while the
-alarms only warn, measured after every update, and once while they go back to the last good policy.
+alarms only warn, measured after every update, which says when they tripped and what was lost by then; and once while
+they go back to the last good policy.
 """
 
 from __future__ import annotations
@@ -17,16 +18,19 @@ import msgspec
 from msgspec import Struct
 
 from bench.fingerprint import ROOT, Fingerprint, describe_fingerprint, fingerprint
-from bench.runs import Metrics, accuracies, run_pipeline, updates
+from bench.runs import Record, accuracies, run_pipeline, updates
 
 NAME = "collapse"
 RESULTS = ROOT / "bench" / "results" / "collapse.jsonl"
 PROBLEMS = "128"
 """Held-out problems that are measured after every update."""
 
+WARNING = "the policy seems to collapse"
+"""What a run's log says when its alarms trip."""
+
 
 class Collapse(Struct, frozen=True, kw_only=True):
-    """One learning rate. tripped: the first update at which the alarm did, or would have, reacted.
+    """One learning rate. tripped: the first update at which the alarm did.
 
     at_alarm: held-out accuracy measured first at or after it; best, lowest: of all measurements before it, and after.
     saved: final accuracy on all problems of the run that went back; rollbacks: how often it did.
@@ -51,12 +55,12 @@ def measure(rate: float, seed: int) -> Collapse:
     """Run once with a warning, and once with the way back."""
     common = ["--profile", "local-m3", "--policy.kind", "full", "--learner.learning-rate", str(rate)]
     common += ["--seed", str(seed)]
-    watched = ["--steps", "30", "--async", "false", "--eval.interval", "1", "--eval.interim-problems", PROBLEMS]
+    watched = ["--steps", "30", "--eval.interval", "1", "--eval.interim-problems", PROBLEMS]
     warned = run_pipeline([*common, *watched])
     rescue = [*common, "--alarms.on-collapse", "rollback", "--eval.interval", "0"]
     saved = run_pipeline(rescue)
-    tripped, sign = first_trip(warned, saved)
-    curve = [(step, accuracy) for step, _, accuracy in accuracies(warned)]
+    tripped, sign = first_trip(warned)
+    curve = [(step, accuracy) for step, _, accuracy in accuracies(warned.metrics)]
     end = tripped if tripped is not None else curve[-1][0]
     after = [accuracy for step, accuracy in curve if step >= end]
     return Collapse(
@@ -69,19 +73,19 @@ def measure(rate: float, seed: int) -> Collapse:
         at_alarm=after[0],
         lowest=min(after),
         final=curve[-1][1],
-        saved=accuracies(saved)[-1][2],
-        rollbacks=sum(line["rolled_back"] for line in updates(saved)),
+        saved=accuracies(saved.metrics)[-1][2],
+        rollbacks=sum(line["rolled_back"] for line in updates(saved.metrics)),
         commands=["python pipeline.py " + " ".join(flags) for flags in ([*common, *watched], rescue)],
         fingerprint=fingerprint(),
     )
 
 
-def first_trip(warned: Metrics, saved: Metrics) -> tuple[int | None, str]:
-    """The first update at which signs had lasted long enough, by the run that reacted; its sign, in words."""
-    reacted = [line for line in updates(saved) if line["rolled_back"]]
-    if not reacted:
-        return None, ""
-    return reacted[0]["step"], reacted[0]["alarms"][0]
+def first_trip(run: Record) -> tuple[int | None, str]:
+    """The first update at which signs had lasted long enough, and they, in words; None where none did."""
+    for line in run.log:
+        if line["event"] == WARNING:
+            return line["step"], line["signs"]
+    return None, ""
 
 
 def read(path: Path = RESULTS) -> list[Collapse]:
@@ -101,8 +105,8 @@ def table(results: Sequence[Collapse]) -> str:
         cells += [f"{one.lowest:.2f}", f"{one.final:.2f}", f"{one.saved:.3f} ({one.rollbacks})"]
         rows.append("| " + " | ".join(cells) + " |")
     said = (
-        f"All weights trained; {results[0].before:.2f} before. Warned runs: 30 synchronous updates, {PROBLEMS} "
-        "held-out problems after each; the others: 60 asynchronous updates, all held-out problems."
+        f"All weights trained; {results[0].before:.2f} before. Warned runs: 30 updates, {PROBLEMS} held-out "
+        "problems after each; the others: 60 updates, all held-out problems."
     )
     machine = describe_fingerprint(results[0].fingerprint)
     return "\n".join([*rows, "", f"{said} {machine}. `python -m bench collapse`"])

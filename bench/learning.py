@@ -46,7 +46,7 @@ def measure(mode: str, seed: int, interval: int) -> Learnt:
     """One run of the default profile."""
     arguments = ["--profile", "local-m3", "--seed", str(seed), "--eval.interval", str(interval)]
     arguments += ["--async", "true" if mode == "async" else "false"]
-    return summarise(mode, seed, run_pipeline(arguments), "python pipeline.py " + " ".join(arguments))
+    return summarise(mode, seed, run_pipeline(arguments).metrics, "python pipeline.py " + " ".join(arguments))
 
 
 def summarise(mode: str, seed: int, metrics: Metrics, command: str) -> Learnt:

@@ -44,7 +44,7 @@ class Outcome(Struct, frozen=True, kw_only=True):
 def measure(objective: str, seed: int) -> Outcome:
     """One run of the default profile with another objective."""
     arguments = ["--profile", "local-m3", "--learner.objective", objective, "--seed", str(seed), "--eval.interval", "0"]
-    return summarise(objective, seed, run_pipeline(arguments), "python pipeline.py " + " ".join(arguments))
+    return summarise(objective, seed, run_pipeline(arguments).metrics, "python pipeline.py " + " ".join(arguments))
 
 
 def summarise(objective: str, seed: int, metrics: Metrics, command: str) -> Outcome:

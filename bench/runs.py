@@ -7,7 +7,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -16,8 +16,15 @@ from bench.fingerprint import ROOT
 Metrics = list[dict[str, Any]]
 
 
-def run_pipeline(arguments: Sequence[str]) -> Metrics:
-    """Run `python pipeline.py` with `arguments` in a directory of its own; the lines of its metrics.jsonl.
+class Record(NamedTuple):
+    """The lines of a run's metrics.jsonl, and of its log.jsonl."""
+
+    metrics: Metrics
+    log: list[dict[str, Any]]
+
+
+def run_pipeline(arguments: Sequence[str]) -> Record:
+    """Run `python pipeline.py` with `arguments` in a directory of its own; what it wrote there.
 
     Raises subprocess.CalledProcessError if it ends with another status than 0.
     """
@@ -25,7 +32,11 @@ def run_pipeline(arguments: Sequence[str]) -> Metrics:
         run = Path(directory, "run")
         command = [sys.executable, "pipeline.py", "--run-dir", str(run), "--gateway.port", "0", *arguments]
         subprocess.run(command, cwd=ROOT, check=True, stdout=sys.stderr)
-        return [msgspec.json.decode(line) for line in (run / "metrics.jsonl").read_bytes().splitlines()]
+        return Record(_lines(run / "metrics.jsonl"), _lines(run / "log.jsonl"))
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    return [msgspec.json.decode(line) for line in path.read_bytes().splitlines()]
 
 
 def accuracies(metrics: Metrics) -> list[tuple[int, float, float]]:

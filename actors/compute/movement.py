@@ -20,8 +20,8 @@ from actors.compute.training_batch import MiniBatch
 from actors.compute.trees import Parameters
 from protocols.score import ScoredGroup
 
-COMPLETIONS = 16
-"""So many completions of a mini-batch are looked at: a few hundred tokens say enough of a change that matters."""
+COMPLETIONS = 32
+"""So many completions of a mini-batch are looked at; with half as many a destructive update can look harmless."""
 
 
 class _Looked(NamedTuple):
@@ -43,7 +43,7 @@ def moved_by(
     """Estimate KL(before || after) in nats per token, by k3 on the tokens of a few completions of a mini-batch.
 
     before: log-probabilities of the tokens of its micro-batches, as the first gradient found them (with dropout, if
-    there is any); after: parameters. The completions lie evenly in the mini-batch; their tokens are taken as drawn by
+    there is any); after: parameters. The completions come evenly from its groups; their tokens are taken as drawn by
     the policy before. budget: positions of a forward pass, as of a gradient's. Yields after each. Not finite where
     either policy's log-probabilities are not.
     """
@@ -61,11 +61,14 @@ def moved_by(
 
 
 def _looked_at(groups: Sequence[ScoredGroup], mini: MiniBatch, before: Sequence[mx.array]) -> list[_Looked]:
-    everyone = [(m, b) for m, micro in enumerate(mini.micro_batches) for b in range(micro.sequences)]
+    everyone = sorted(
+        (mini.places[member], m, b)
+        for m, micro in enumerate(mini.micro_batches)
+        for b, member in enumerate(micro.members)
+    )
     looked = []
-    for m, b in everyone[:: -(-len(everyone) // COMPLETIONS)]:
+    for (group, i), m, b in everyone[:: -(-len(everyone) // COMPLETIONS)]:
         micro = mini.micro_batches[m]
-        group, i = mini.places[micro.members[b]]
         completion = groups[group].group.completions[i]
         sequence = scored_only(groups[group].group.prompt.tokens, completion.tokens)
         own_N = (micro.table.sequence_N == b) & (micro.table.weight_N > 0)
