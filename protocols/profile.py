@@ -6,6 +6,7 @@ from typing import Annotated
 
 from msgspec import Meta, Struct, field
 
+from protocols.profile_atropos import AtroposSection, EnvironmentSection
 from protocols.profile_bounds import Positive
 from protocols.profile_learner import AlarmsSection, LearnerSection, ReplaySection
 from protocols.profile_learning import (
@@ -29,8 +30,10 @@ from protocols.profile_running import (
 __all__ = [
     "ActorSection",
     "AlarmsSection",
+    "AtroposSection",
     "CheckpointSection",
     "DataSection",
+    "EnvironmentSection",
     "EvalSection",
     "GatewaySection",
     "GeneratorSection",
@@ -72,6 +75,8 @@ class Profile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     checkpoint: CheckpointSection = CheckpointSection()
     eval: EvalSection = EvalSection()
     gateway: GatewaySection = GatewaySection()
+    atropos: AtroposSection = AtroposSection()
+    environments: tuple[EnvironmentSection, ...] = ()
     generator: GeneratorSection = GeneratorSection()
     mailboxes: MailboxesSection = MailboxesSection()
     monitor: MonitorSection = MonitorSection()

@@ -19,9 +19,11 @@ class Prompt(Struct, frozen=True, kw_only=True, tag=True):
     group_id: serial number, from 0.
     tokens: the rendered chat prompt, as the policy's tokenizer encodes it; never empty.
     seed: every random choice inside the group derives from it.
+    source: the environment that the group comes from; empty where the run itself asked it.
     """
 
     group_id: int
     problem: Problem
     tokens: tuple[int, ...]
     seed: int
+    source: str = ""

@@ -22,7 +22,17 @@ class RolloutGroup(Struct, frozen=True, kw_only=True, tag=True):
         return min(version for completion in self.completions for version in completion.versions)
 
 
-DiscardReason = Literal["no_signal", "stale", "reward_error", "generation_error", "invalid", "not_finite"]
+DiscardReason = Literal[
+    "no_signal",
+    "stale",
+    "reward_error",
+    "generation_error",
+    "invalid",
+    "not_finite",
+    "duplicate",
+    "surplus",
+    "lost",
+]
 
 
 class Discarded(Struct, frozen=True, kw_only=True, tag=True):
@@ -30,8 +40,10 @@ class Discarded(Struct, frozen=True, kw_only=True, tag=True):
 
     no_signal: nothing to learn, as where all rewards are equal; stale: older than `learner.max_staleness`, or than the
     policy that was gone back to; reward_error: a reward raised, hung or returned no number; generation_error: the
-    engine failed it; invalid: refused on inspection; not_finite: its update was not finite and was skipped. rewards,
-    parts: as of a `ScoredGroup`, where it was scored.
+    engine failed it; invalid: refused on inspection; not_finite: its update was not finite and was skipped; duplicate:
+    an environment sent it before; surplus: it came after the last batch of the run; lost: an environment sent it to an
+    earlier life of the run, which ended before it was learnt from. rewards, parts: as of a `ScoredGroup`, where it was
+    scored.
     """
 
     prompt: Prompt

@@ -65,7 +65,11 @@ class Completion(Struct, frozen=True, kw_only=True):
 
     tokens: completion only, the end token included when one was drawn.
     logprobs: natural log, under the distribution each token was really drawn from; as long as `tokens`.
-    versions: the weights that drew each token; as long as `tokens`, never decreasing.
+    versions: the weights that drew each token; as long as `tokens`, never decreasing unless an environment put turns
+        together that were drawn out of order.
+    drawn: whether the policy drew the token; empty: all of them. What an environment put in between (the answer of a
+        tool, the next question) is read and never learnt from: its log-probability is 0 and its version is that of the
+        token before.
     text: the decoded completion, without end token, special tokens or the stop string.
     stop_reason: the stop string or token that ended it, if one did.
     top_logprobs: per token, up to `Sampling.top_logprobs` (token, log-probability) pairs, best first.
@@ -81,11 +85,19 @@ class Completion(Struct, frozen=True, kw_only=True):
     stop_reason: str | int | None = None
     top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
     supports: tuple[bytes, ...] = ()
+    drawn: tuple[bool, ...] = ()
+
+    @property
+    def length(self) -> int:
+        """How many of its tokens the policy drew."""
+        return sum(self.drawn) if self.drawn else len(self.tokens)
 
     def __post_init__(self) -> None:
         """Refuse completions whose parallel fields differ in length."""
         if not len(self.tokens) == len(self.logprobs) == len(self.versions):
             raise ValueError("tokens, logprobs and versions of a completion must have equal length")
+        if self.drawn and len(self.drawn) != len(self.tokens):
+            raise ValueError("drawn must say of every token of a completion whether the policy drew it")
         if self.supports and len(self.supports) != len(self.tokens):
             raise ValueError(f"{len(self.supports)} supports for {len(self.tokens)} tokens of a completion")
 
