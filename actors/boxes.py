@@ -86,6 +86,7 @@ def learner(parts: Parts, session: Session) -> Callable[..., Learner]:
         ),
         steps=profile.steps,
         rounds=not profile.asynchronous,
+        unasked=profile.atropos.enabled,
     )
 
 

@@ -16,17 +16,19 @@ class FormingBatch:
 
     DAPO (arXiv:2503.14476, section 3.2) samples on until a batch has `size` groups that teach something; here at most
     `limit` groups are asked for it, and beyond that it is taken as it stands. limit = size never asks again: a batch
-    is then `size` groups, however they end.
+    is then `size` groups, however they end; limit = infinity waits for as many as it takes, as for environments, which
+    send what they like.
 
     fresh, discarded: what came in, in the order of arrival. refilled: groups asked in place of others.
     """
 
-    def __init__(self, *, size: int, limit: int, rounds: bool) -> None:
+    def __init__(self, *, size: int, limit: float, rounds: bool) -> None:
         """rounds: ask again only when every group asked has ended, and not for each loss at once."""
         self._size, self._limit, self._rounds = size, max(size, limit), rounds
         self.fresh: list[ScoredGroup] = []
         self.discarded: list[Discarded] = []
         self.refilled = 0
+        self._taken_out = 0
 
     def add(self, outcome: GroupOutcome) -> None:
         """Take in a group that has ended, or that the update will end."""
@@ -41,9 +43,15 @@ class FormingBatch:
         if self._rounds and running:
             return 0
         missing = self._size - len(self.fresh) - running
-        more = max(0, min(missing, self._limit - self.asked))
+        more = int(max(0, min(missing, self._limit - self.asked)))
         self.refilled += more
         return more
+
+    def take_out_discarded(self) -> tuple[Discarded, ...]:
+        """The discarded groups so far, which it then forgets; they still count as having ended."""
+        taken, self.discarded = tuple(self.discarded), []
+        self._taken_out += len(taken)
+        return taken
 
     @property
     def asked(self) -> int:
@@ -53,7 +61,7 @@ class FormingBatch:
     @property
     def ended(self) -> int:
         """Groups that came in."""
-        return len(self.fresh) + len(self.discarded)
+        return len(self.fresh) + len(self.discarded) + self._taken_out
 
     @property
     def complete(self) -> bool:
@@ -82,7 +90,7 @@ def _faults(
     scored: ScoredGroup, version: int, settings: LearnerSection, oldest: int
 ) -> Iterator[tuple[DiscardReason, str]]:
     completions = scored.group.completions
-    if not any(completion.tokens for completion in completions):
+    if not any(completion.length for completion in completions):
         yield "invalid", "no completion has a token"
         return
     if not all(map(isfinite, scored.rewards)):
@@ -92,7 +100,7 @@ def _faults(
             yield "invalid", 'it brings no token advantages, which learner.advantage = "environment" learns from'
         if not all(map(isfinite, chain.from_iterable(scored.token_advantages))):
             yield "invalid", "a token advantage is not finite"
-    if settings.mask_truncated and all(c.finish_reason == "length" or not c.tokens for c in completions):
+    if settings.mask_truncated and all(c.finish_reason == "length" or not c.length for c in completions):
         yield "no_signal", "every completion was cut off, and learner.mask_truncated learns from none of those"
     drawn = scored.group.oldest_version
     if drawn < oldest:

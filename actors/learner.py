@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Generator, Sequence
 from contextlib import suppress
+from math import inf
 
 import structlog
 from msgspec import Struct
@@ -25,9 +26,12 @@ from protocols.ledger import Ledger
 from protocols.profile import LearnerSection
 from protocols.rollout import Discarded
 from protocols.score import GroupOutcome, ScoredGroup
-from protocols.step import PolicyUpdated, StepReport, TrainedGroup
+from protocols.step import GroupsEnded, PolicyUpdated, StepReport, TrainedGroup
 
 log = structlog.get_logger(actor="learner")
+
+DISCARDED_KEPT = 256
+"""So many discarded groups of one batch are kept until it is complete."""
 
 
 class Progress(Struct, kw_only=True):
@@ -45,8 +49,9 @@ class Learner:
     A batch is `batch_size` groups, however each of them ended: what teaches nothing or comes too late is counted and
     left out, and the update is made from the rest. With `dynamic_sampling` others are asked in its place, so that the
     update has `batch_size` groups: at once, or, for runs that can be repeated, when all that were asked have ended.
-    The last batch of a run may be smaller. Inside a batch, groups are ordered by their number, so that an update does
-    not depend on which of them was answered first.
+    What environments send is never asked, so there a batch is always `batch_size` groups that can be learnt from, and
+    what still comes after the last batch is discarded. The last batch of a run may be smaller. Inside a batch, groups
+    are ordered by their number, so that an update does not depend on which of them was answered first.
     """
 
     name = "learner"
@@ -56,7 +61,7 @@ class Learner:
         *,
         inbox: Inbox[GroupOutcome],
         updates: Sequence[Outbox[PolicyUpdated]],
-        reports: Outbox[StepReport],
+        reports: Outbox[StepReport | GroupsEnded],
         executor: ComputeExecutor,
         policy_learner: PolicyLearner,
         settings: LearnerSection,
@@ -68,18 +73,20 @@ class Learner:
         watch: CollapseWatch,
         steps: int,
         rounds: bool,
+        unasked: bool,
     ) -> None:
         """updates: one arrow each to whoever needs the new weights; reports: to whoever only needs the numbers.
 
         refills: tells how many groups so far have to be replaced; closed after the last of `steps` batches.
         recorded: how far the monitor has come with the histories.
         rounds: refill a batch when everything asked for it has ended.
+        unasked: the groups come from environments.
         """
         self._inbox, self._updates, self._reports = inbox, updates, reports
         self._executor, self._policy_learner = executor, policy_learner
         self._settings, self._ledger, self._progress = settings, ledger, progress
         self._refills, self._recorded = refills, recorded
-        self._replay, self._steps, self._rounds = replay, steps, rounds
+        self._replay, self._steps, self._rounds, self._unasked = replay, steps, rounds, unasked
         self._watch, self._rolled_back_at = watch, 0
         self.last_report: StepReport | None = None
         self.began = self.last_update = time.monotonic()
@@ -99,25 +106,46 @@ class Learner:
     async def _learn(self) -> None:
         batch, began = self._next_batch(), time.monotonic()
         async for outcome in self._inbox:
-            version = self._policy_learner.version
-            batch.add(sort_out(outcome, version=version, settings=self._settings, oldest=self._rolled_back_at))
+            batch.add(self._sort_out(outcome))
             if more := batch.refill():
                 self._refills.put(self._refills.value + more)
-            if batch.complete:
+            if batch.complete and not self._over:
                 await self._consume(batch, wait_seconds=time.monotonic() - began)
                 batch, began = self._next_batch(), time.monotonic()
-        if batch.ended:
+            elif len(batch.discarded) >= DISCARDED_KEPT:
+                await self._end_early(batch)
+        if self._over:
+            await self._end_early(batch)
+        elif batch.ended:
             await self._consume(batch, wait_seconds=time.monotonic() - began)
+
+    @property
+    def _over(self) -> bool:
+        """Whether nothing more is learnt, though environments may still send."""
+        return self._unasked and self._progress.step >= self._steps
+
+    def _sort_out(self, outcome: GroupOutcome) -> GroupOutcome:
+        if self._over and isinstance(outcome, ScoredGroup):
+            return discard(outcome, "surplus", "the run had learnt from all its batches")
+        version = self._policy_learner.version
+        return sort_out(outcome, version=version, settings=self._settings, oldest=self._rolled_back_at)
 
     def _next_batch(self) -> FormingBatch:
         """An empty batch; after the last one nothing is asked any more."""
-        size = limit = self._settings.batch_size
-        if self._settings.dynamic_sampling:
+        size, limit = self._settings.batch_size, float(self._settings.batch_size)
+        if self._settings.dynamic_sampling or self._unasked:
             if self._progress.step < self._steps:
-                limit = int(self._settings.dynamic_limit * size)
+                limit = inf if self._unasked else int(self._settings.dynamic_limit * size)
             else:
                 self._refills.close()
         return FormingBatch(size=size, limit=limit, rounds=self._rounds)
+
+    async def _end_early(self, batch: FormingBatch) -> None:
+        """Enter what was discarded so far into the books: whoever sends nothing else must not fill the memory."""
+        if discarded := batch.take_out_discarded():
+            self._book([], list(discarded))
+            with suppress(MailboxClosed):
+                await self._reports.send(GroupsEnded(step=self._progress.step + 1, discarded=discarded))
 
     async def _consume(self, batch: FormingBatch, *, wait_seconds: float) -> None:
         began = time.monotonic()
@@ -193,9 +221,10 @@ class Learner:
 
     def _book(self, trained: list[TrainedGroup], discarded: list[Discarded]) -> None:
         for group in trained:
-            self._ledger.train(group.scored.group.prompt.group_id)
+            prompt = group.scored.group.prompt
+            self._ledger.train(prompt.group_id, source=prompt.source)
         for drop in discarded:
-            self._ledger.discard(drop.prompt.group_id, drop.reason)
+            self._ledger.discard(drop.prompt.group_id, drop.reason, source=drop.prompt.source)
 
     def _count(self, update: Update | None, seconds: float) -> None:
         self._progress.step += 1

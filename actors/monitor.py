@@ -19,7 +19,7 @@ from actors.runtime.ends import Inbox
 from actors.runtime.latest import Latest
 from protocols.evaluation import EvalReport
 from protocols.gauges import Gauges
-from protocols.step import StepReport
+from protocols.step import GroupsEnded, StepReport
 
 log = structlog.get_logger(actor="monitor")
 
@@ -47,7 +47,7 @@ class Monitor:
     def __init__(
         self,
         *,
-        inbox: Inbox[StepReport | EvalReport],
+        inbox: Inbox[StepReport | GroupsEnded | EvalReport],
         gauges: Gauges,
         display: Display,
         metrics: LineWriter,
@@ -67,6 +67,7 @@ class Monitor:
         self._early: dict[int, EvalReport] = {}
         self._failing: Counter[str] = Counter()
         self._trained, self._discarded = 0, Counter[str]()
+        self._ended_early = Counter[tuple[str, str]]()
         self._rewards: deque[float] = deque(maxlen=REWARDS_KEPT)
         self._first_evaluation: EvalReport | None = None
         self._evaluations: deque[EvalReport] = deque(maxlen=EVALUATIONS_KEPT)
@@ -95,10 +96,12 @@ class Monitor:
                     if writer is not None:
                         writer.close()
 
-    async def _observe(self, report: StepReport | EvalReport) -> None:
+    async def _observe(self, report: StepReport | GroupsEnded | EvalReport) -> None:
         match report:
             case StepReport():
                 await self._write_step(report)
+            case GroupsEnded():
+                await self._write_ended(report)
             case EvalReport():
                 if self._first_evaluation is None:
                     self._first_evaluation = report
@@ -112,7 +115,8 @@ class Monitor:
 
     async def _write_step(self, report: StepReport) -> None:
         now = Moment(seconds=self._seconds_before + self._clock() - self._began, gauges=self._gauges())
-        metrics = step_metrics(report, now=now, before=self._last)
+        metrics = step_metrics(report, now=now, before=self._last, ended_early=self._ended_early)
+        self._ended_early.clear()
         self._last, self._step = now, report.step
         self._remember(report, metrics)
         if self._rollouts is not None:
@@ -121,6 +125,12 @@ class Monitor:
         self.recorded.put(report.step)
         for step in [step for step in self._early if step <= report.step]:
             await self._write_evaluation(self._early.pop(step))
+
+    async def _write_ended(self, report: GroupsEnded) -> None:
+        self._discarded.update(group.reason for group in report.discarded)
+        if self._rollouts is not None:
+            await self._keep(self._rollouts, rollout_records(report))
+        self._ended_early.update((group.prompt.source, group.reason) for group in report.discarded)
 
     async def _write_evaluation(self, report: EvalReport) -> None:
         fields = evaluation_fields(report)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import socket
 import time
 from collections.abc import Callable, Iterable
@@ -12,6 +11,7 @@ import structlog
 from rich.console import Console
 
 from actors.assembly import Parts
+from actors.books import Books
 from actors.compute.machine import describe_machine
 from actors.compute.memory.buffers import peak_memory
 from actors.compute.prompt_logprobs import prompt_logprobs
@@ -29,16 +29,13 @@ from actors.sampler import Sampler
 from protocols.checkpoint import RunState
 from protocols.evaluation import EvalReport
 from protocols.gauges import MailboxGauge, RunGauges
-from protocols.ledger import Balance
+from protocols.ledger import Ledger
 from protocols.prompt_logprobs import PromptLogprobs
 from protocols.step import PolicyUpdated, StepReport
 from protocols.summary import RunSummary
 from protocols.weights import SwapTimes, WeightsReady
 
 log = structlog.get_logger(actor="session")
-
-ON_THE_WAY = re.compile(r"(prompts|rollouts|scored)(\.(\d+|tapped))?")
-"""Mailboxes that groups lie in on their way to the learner; a tap's are no such, for it is given copies."""
 
 
 class Session:
@@ -47,6 +44,7 @@ class Session:
     weights: which version serves. refills: how many groups are asked in place of others. recorded: the step that the
     histories have reached. sampler: everyone's way to the decode engine. services: what custom actors may use. display:
     what shows the run. seconds_before: how old it was when this life of it began.
+    source: the box at which groups begin. books: where each group is.
     children: states of the supervised actors, by name. api_requests: how many the HTTP API has let in.
     """
 
@@ -73,8 +71,9 @@ class Session:
         self.children: Callable[[], dict[str, ChildStatus]] = dict
         self.api_requests: Callable[[], int] = int
         self._stalled = False
-        self._groups = profile.steps * profile.learner.batch_size
+        self.books = Books(parts.ledger, parts.state, groups=profile.steps * profile.learner.batch_size)
         self._actors: dict[str, Any] = {}
+        self.source: Any = None
         self._mailboxes: list[Mailbox[Any]] = []
         facts = RunFacts(
             profile=parts.directory.path.name,
@@ -95,14 +94,16 @@ class Session:
     def observe(self, actors: dict[str, Any]) -> None:
         """Look at the boxes by name: a replaced box is looked at only as far as it has what the default has."""
         self._actors = actors
+        self.source = actors.get("prompter") or actors["atropos_fetcher"]
+        self.books.look_at(self.source, self._mailboxes)
         if getattr(actors["monitor"], "recorded", None) is not self.recorded:
             self.recorded.close()
 
     def drain(self) -> None:
         """Let the run end with what has been asked."""
-        drain = getattr(self._actors["prompter"], "drain", None)
+        drain = getattr(self.source, "drain", None)
         if drain is None:
-            log.warning("the prompter cannot be drained: once more stops the run at once")
+            log.warning(f"the {self.source.name} cannot be drained: once more stops the run at once")
         else:
             drain()
             log.warning("no new prompts: the run ends with what it has asked; once more stops it at once")
@@ -120,15 +121,6 @@ class Session:
     def report_failure(self, name: str, error: Exception) -> None:
         """A failure that does not end the run."""
         log.warning("actor failed; the run goes on without it", actor=name, error=f"{type(error).__name__}: {error}")
-
-    def asked(self) -> int:
-        """Groups asked so far, over all lives of the run; for a prompter that does not say, those it has sent on."""
-        asked: int | None = getattr(self._actors["prompter"], "asked_until", None)
-        if asked is not None:
-            return asked
-        state = self.parts.state
-        ended_before = state.ledger.trained + sum(state.ledger.discarded.values()) if state else 0
-        return ended_before + sum(box.stats().sent for box in self._mailboxes if box.name == "prompts")
 
     def gauges(self) -> RunGauges:
         """The run at this moment."""
@@ -158,7 +150,7 @@ class Session:
             version=update.report.version,
             fingerprint=update.report.fingerprint,
             ledger=update.ledger,
-            asked=self.asked(),
+            asked=self.books.asked(),
             random_state=update.random_state,
             bad_steps=update.bad_steps,
             train_seconds=update.train_seconds,
@@ -167,21 +159,9 @@ class Session:
             inputs=self.parts.inputs,
             alarms=update.alarms,
             rollbacks=update.rollbacks,
+            received=self.books.received(),
+            under_way=self.books.under_way(Ledger(update.ledger)),
         )
-
-    def balance(self, *, complete: bool) -> Balance:
-        """The books.
-
-        complete: every actor has ended by itself. What is left then lies in mailboxes, to be counted, or was asked by
-        an earlier life of the run and is not part of this one, which has fewer steps.
-        Of a run that was cut short the rest is carried over: exactly those groups that a resumed run asks again.
-        """
-        asked = self.asked()
-        waiting = sum(box.depth for box in self._mailboxes if ON_THE_WAY.fullmatch(box.name))
-        unended = self.parts.ledger.unended(asked)
-        reached = getattr(self._actors["prompter"], "reached", self._groups)
-        held = waiting + sum(group_id >= reached for group_id in unended) if complete else sum(1 for _ in unended)
-        return self.parts.ledger.balance(asked=asked, held=held)
 
     def health(self) -> HealthReport:
         """How the run is, for /health."""
@@ -253,7 +233,7 @@ class Session:
             version=self.parts.policy_learner.version,
             before=first or self._before,
             after=next((report for report in measured if report.final), self._after),
-            balance=self.balance(complete=complete),
+            balance=self.books.balance(complete=complete),
             gauges=self.gauges(),
             training_seconds=self._training_seconds(),
             update_seconds=self.parts.progress.train_seconds,

@@ -16,6 +16,7 @@ class RunState(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     bad_steps: updates in a row that were not finite. train_seconds: inside updates, over all lives of the run.
     sampled_tokens, trained_tokens: completion tokens over all lives of the run.
     alarms: what they remember; rollbacks: how often the policy was sent back.
+    received: groups so far from each environment; under_way: of those that had not ended, by number, the environment.
     inputs: fingerprints of what the run reads (`model`, `tokenizer`, `dataset`): a resumed run must read the same.
     """
 
@@ -32,3 +33,5 @@ class RunState(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     inputs: dict[str, str]
     alarms: AlarmState = AlarmState()
     rollbacks: int = 0
+    received: dict[str, int] = {}
+    under_way: dict[int, str] = {}

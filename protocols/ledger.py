@@ -2,23 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import count
 
 from msgspec import Struct
+from msgspec.structs import replace
+
+
+class SourceBooks(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How the groups of one environment ended; discarded by reason."""
+
+    trained: int = 0
+    discarded: dict[str, int] = {}
+
+    @property
+    def ended(self) -> int:
+        """Groups that have ended."""
+        return self.trained + sum(self.discarded.values())
 
 
 class LedgerState(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The books at one moment, as a checkpoint keeps them.
 
     Groups below `all_ended_below` have all ended; `ended_above` lists those beyond it that have, ascending.
-    trained and discarded count groups; discarded by reason.
+    trained and discarded count groups; discarded by reason. sources: the same for each environment that groups came
+    from; groups that the run asked itself are not in it.
     """
 
     all_ended_below: int = 0
     ended_above: tuple[int, ...] = ()
     trained: int = 0
     discarded: dict[str, int] = {}
+    sources: dict[str, SourceBooks] = {}
 
 
 class Ledger:
@@ -30,16 +45,23 @@ class Ledger:
         self._above = set(state.ended_above)
         self._trained = state.trained
         self._discarded = dict(state.discarded)
+        self._sources = dict(state.sources)
 
-    def train(self, group_id: int) -> None:
+    def train(self, group_id: int, *, source: str = "") -> None:
         """Record that a group was learnt from. Raises ValueError if it has ended before."""
         self._end(group_id)
         self._trained += 1
+        if source:
+            books = self._sources.get(source, SourceBooks())
+            self._sources[source] = replace(books, trained=books.trained + 1)
 
-    def discard(self, group_id: int, reason: str) -> None:
+    def discard(self, group_id: int, reason: str, *, source: str = "") -> None:
         """Record that a group will never be learnt from. Raises ValueError if it has ended before."""
         self._end(group_id)
-        self._discarded[reason] = self._discarded.get(reason, 0) + 1
+        self._discarded = _one_more(self._discarded, reason)
+        if source:
+            books = self._sources.get(source, SourceBooks())
+            self._sources[source] = replace(books, discarded=_one_more(books.discarded, reason))
 
     @property
     def ended(self) -> int:
@@ -58,16 +80,26 @@ class Ledger:
             ended_above=tuple(sorted(self._above)),
             trained=self._trained,
             discarded=dict(self._discarded),
+            sources=dict(self._sources),
         )
 
-    def balance(self, asked: int, held: int) -> Balance:
-        """Close the books. asked: groups asked so far; held: groups counted, one by one, where they wait."""
+    def balance(
+        self, asked: int, held: int, *, received: Mapping[str, int] = {}, waiting: Mapping[str, int] = {}
+    ) -> Balance:
+        """Close the books. asked: groups asked so far; held: groups counted, one by one, where they wait.
+
+        received, waiting: the same for each environment that groups came from.
+        """
         return Balance(
             asked=asked,
             trained=self._trained,
             discarded=sum(self._discarded.values()),
             by_reason=dict(self._discarded),
             carried_over=held,
+            sources={
+                source: _source_balance(self._sources.get(source), received.get(source, 0), waiting.get(source, 0))
+                for source in sorted({*received, *self._sources})
+            },
         )
 
     def _end(self, group_id: int) -> None:
@@ -80,22 +112,43 @@ class Ledger:
 
 
 class Balance(Struct, frozen=True, kw_only=True):
-    """The conservation line: asked = trained + discarded + carried over."""
+    """The conservation line: asked = trained + discarded + carried over. sources: the same of each environment."""
 
     asked: int
     trained: int
     discarded: int
     by_reason: dict[str, int]
     carried_over: int
+    sources: dict[str, Balance] = {}
 
     @property
     def holds(self) -> bool:
-        """Whether nothing was lost and nothing counted twice."""
-        return self.asked == self.trained + self.discarded + self.carried_over
+        """Whether nothing was lost and nothing counted twice, of any environment."""
+        own = self.asked == self.trained + self.discarded + self.carried_over
+        return own and all(source.holds for source in self.sources.values())
 
     def __str__(self) -> str:
+        return self.in_words("asked")
+
+    def in_words(self, asked: str) -> str:
+        """The line; `asked` says how the groups came to be."""
         sign = "=" if self.holds else "≠"
         return (
-            f"asked {self.asked} {sign} trained {self.trained} + discarded {self.discarded} "
+            f"{asked} {self.asked} {sign} trained {self.trained} + discarded {self.discarded} "
             f"+ carried over {self.carried_over}"
         )
+
+
+def _one_more(counts: dict[str, int], key: str) -> dict[str, int]:
+    return {**counts, key: counts.get(key, 0) + 1}
+
+
+def _source_balance(books: SourceBooks | None, received: int, waiting: int) -> Balance:
+    books = books or SourceBooks()
+    return Balance(
+        asked=received,
+        trained=books.trained,
+        discarded=sum(books.discarded.values()),
+        by_reason=books.discarded,
+        carried_over=waiting,
+    )

@@ -78,6 +78,16 @@ class StepReport(Struct, frozen=True, kw_only=True, tag=True):
     rolled_back: bool = False
 
 
+class GroupsEnded(Struct, frozen=True, kw_only=True, tag=True):
+    """Learner -> monitor: groups that ended between two batches, for they count towards none.
+
+    step: the number of the batch that was forming. Its `StepReport` does not list them again.
+    """
+
+    step: int
+    discarded: tuple[Discarded, ...]
+
+
 class PolicyUpdated(Struct, frozen=True, kw_only=True, tag=True):
     """Learner -> broadcaster, checkpointer, evaluator, each on an arrow of its own: the whole learner after one batch.
 

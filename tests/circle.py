@@ -26,7 +26,7 @@ from protocols.prompt import Prompt
 from protocols.rollout import Discarded, RolloutGroup
 from protocols.sampling import SampleRequest, Sampling
 from protocols.score import GroupOutcome, ScoredGroup
-from protocols.step import PolicyUpdated, StepReport, UpdateMetrics
+from protocols.step import GroupsEnded, PolicyUpdated, StepReport, UpdateMetrics
 from protocols.weights import WeightsReady
 from tests.boxes import everything, prompt
 from tests.fakes import FakeEngine
@@ -113,7 +113,7 @@ class Circle:
         self._rollouts = Mailbox[RolloutGroup | Discarded]("rollouts", capacity=1)
         self._scored = Mailbox[GroupOutcome]("scored", capacity=1)
         self._updates = Mailbox[PolicyUpdated]("updates", capacity=1)
-        self._reports = Mailbox[StepReport]("reports", capacity=1)
+        self._reports = Mailbox[StepReport | GroupsEnded]("reports", capacity=1)
         self._make(executor, asked_until)
 
     def _make(self, executor: ComputeExecutor, asked_until: int) -> None:
@@ -158,6 +158,7 @@ class Circle:
             watch=CollapseWatch(AlarmsSection(on_collapse="off"), state=AlarmState(), rollbacks=0),
             steps=rules.steps,
             rounds=rules.ahead == 0,
+            unasked=False,
         )
 
     def _serve(self, version: int, step: int) -> None:

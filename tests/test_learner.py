@@ -3,29 +3,18 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
-from msgspec import convert
 
-from actors.alarms.watch import CollapseWatch
 from actors.compute.executor import ComputeExecutor
-from actors.learner import Learner, Progress
-from actors.replay import ReplayBuffer
+from actors.learner import Progress
 from actors.runtime.ends import EndOfMail, MailboxClosed
-from actors.runtime.latest import Latest
-from actors.runtime.mailbox import Mailbox
-from protocols.alarms import AlarmState
 from protocols.errors import DivergenceError, ExecutorStoppedError
-from protocols.ledger import Ledger
-from protocols.profile import AlarmsSection, LearnerSection, ReplaySection
-from protocols.rollout import Discarded
-from protocols.score import GroupOutcome
-from protocols.step import PolicyUpdated, StepReport
-from tests.boxes import cancelled_midway, compute_thread, everything, filled, prompt
-from tests.compute import learning
-from tests.compute.learning import BigramPolicy, scored_group
+from protocols.profile import ReplaySection
+from tests.boxes import cancelled_midway, compute_thread, everything
+from tests.compute.learning import scored_group
+from tests.learner_scene import Scene, lost, taught
 
 NAN = float("nan")
 
@@ -35,70 +24,6 @@ def executor() -> Iterator[ComputeExecutor]:
     """A compute thread."""
     with compute_thread() as running:
         yield running
-
-
-def taught(group_id: int, *, version: int = 0, logprob: float = -1.5) -> GroupOutcome:
-    """A group from which something can be learnt; of a probability that is not a number, nothing can."""
-    return scored_group([[1, 2], [3, 4, group_id % 4]], [0.0, 1.0], group_id=group_id, version=version, logprob=logprob)
-
-
-def lost(group_id: int) -> Discarded:
-    """A group that ended before."""
-    return Discarded(prompt=prompt(group_id), reason="reward_error", detail="raised")
-
-
-class Scene:
-    """A learner of a policy of a few numbers, with a reader on each of its arrows."""
-
-    def __init__(
-        self,
-        executor: ComputeExecutor,
-        outcomes: Sequence[GroupOutcome],
-        *,
-        progress: Progress | None = None,
-        replay: ReplaySection | None = None,
-        alarms: AlarmsSection | None = None,
-        remembered: AlarmState | None = None,
-        **keys: Any,
-    ) -> None:
-        alarms = alarms or AlarmsSection(on_collapse="off")
-        keys = {"batch_size": 2, "learning_rate": 1e-2, "schedule": "constant", **keys}
-        self.policy = BigramPolicy()
-        self.learnt = executor.submit(
-            lambda: learning.learner(self.policy, good_window=1, watched=True, **keys)
-        ).result()
-        self.ledger, self.progress = Ledger(), progress or Progress()
-        self.replay = ReplayBuffer(replay or ReplaySection(), seed=0)
-        self.refills = Latest[int]("refills")
-        self.refills.put(0)
-        self.recorded = Latest[int]("recorded")
-        self.recorded.put(1000)
-        self.scored = filled("scored", outcomes)
-        self.updates = [Mailbox[PolicyUpdated](f"updates.{name}", capacity=20) for name in ("one", "other")]
-        self.reports = Mailbox[StepReport]("reports", capacity=20)
-        self.told = [box.reader() for box in self.updates]
-        self.reported = self.reports.reader()
-        self.box = Learner(
-            inbox=self.scored.reader(),
-            updates=[box.writer() for box in self.updates],
-            reports=self.reports.writer(),
-            executor=executor,
-            policy_learner=self.learnt,
-            settings=convert(keys, LearnerSection),
-            ledger=self.ledger,
-            progress=self.progress,
-            refills=self.refills,
-            recorded=self.recorded,
-            replay=self.replay,
-            watch=CollapseWatch(alarms, state=remembered or AlarmState(), rollbacks=0),
-            steps=100,
-            rounds=False,
-        )
-
-    async def run(self) -> list[StepReport]:
-        """Run it to its end; its reports."""
-        await self.box.run()
-        return await everything(self.reported)
 
 
 async def test_a_batch_becomes_an_update_that_everyone_is_told(executor: ComputeExecutor) -> None:

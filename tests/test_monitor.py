@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import errno
-import json
 from pathlib import Path
 from typing import Any
 
 import anyio
 import pytest
 import structlog
-from anyio import create_task_group, fail_after
+from anyio import create_task_group
 
 from actors.artifacts.line_writer import LineWriter
-from actors.display.view import Display, NoDisplay, RunView
+from actors.display.view import NoDisplay, RunView
 from actors.monitor import Monitor
 from actors.runtime.ends import EndOfMail
 from actors.runtime.latest import Latest
 from actors.runtime.mailbox import Mailbox
 from protocols.evaluation import EvalReport
 from protocols.gauges import RunGauges
-from protocols.step import StepReport
+from protocols.step import GroupsEnded, StepReport
 from tests.display.examples import GAUGES, UPDATE, discarded, evaluation, step, trained
+from tests.monitor_scene import Remembering, lines, observe
 
 METRICS_KEYS = {
     "step", "policy_version", "reward_mean", "reward_std", "loss",
@@ -30,66 +30,6 @@ METRICS_KEYS = {
     "completion_tokens", "tokens_per_second", "decode_seconds", "train_seconds", "wait_seconds",
     "swap_seconds", "peak_memory_bytes", "seconds", "decode_rate_idle", "decode_rate_learning",
 }  # fmt: skip
-
-
-class Clock:
-    """Seconds that pass only when somebody looks: half a second each time."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        self.now += 0.5
-        return self.now
-
-
-class Remembering(NoDisplay):
-    """A display that keeps what it was shown."""
-
-    def __init__(self) -> None:
-        self.views: list[RunView] = []
-
-    def show(self, view: RunView) -> None:
-        self.views.append(view)
-
-
-def strict(text: bytes) -> Any:
-    """Parse JSON as others do: NaN and Infinity are none."""
-
-    def refuse(word: str) -> None:
-        raise AssertionError(f"{word} is not JSON")
-
-    return json.loads(text, parse_constant=refuse)
-
-
-def lines(path: Path) -> list[dict[str, Any]]:
-    """Every line of a file."""
-    return [strict(line) for line in path.read_bytes().splitlines()]
-
-
-async def observe(
-    directory: Path, *reports: StepReport | EvalReport, display: Display | None = None, **options: Any
-) -> None:
-    """Run a monitor over some reports, sent through a mailbox smaller than they are many."""
-    mailbox = Mailbox[StepReport | EvalReport]("reports", capacity=1)
-    writer = mailbox.writer()
-    rollouts = LineWriter(directory / "rollouts.jsonl")
-    monitor = Monitor(
-        inbox=mailbox.reader(),
-        gauges=options.pop("gauges", lambda: GAUGES),
-        display=display or NoDisplay(),
-        metrics=LineWriter(directory / "metrics.jsonl"),
-        rollouts=rollouts,
-        recorded=options.pop("recorded", None) or Latest[int]("recorded"),
-        clock=Clock(),
-        **options,
-    )
-    with fail_after(10):
-        async with create_task_group() as group:
-            group.start_soon(monitor.run)
-            async with writer:
-                for report in reports:
-                    await writer.send(report)
 
 
 async def test_every_batch_is_a_line_and_measurements_are_on_the_first_and_the_last(tmp_path: Path) -> None:
@@ -294,3 +234,13 @@ async def test_the_view_tells_the_whole_story_in_bounded_space(tmp_path: Path) -
     assert last.sample.reward == 1.0
     assert last.seconds_left(1200) == pytest.approx(last.seconds)
     assert display.views[0].seconds_left(600) is None
+
+
+async def test_groups_that_ended_between_two_batches_are_written_and_counted_once(tmp_path: Path) -> None:
+    """Each has its line among the rollouts; the line of the batch that was forming counts them, the next does not."""
+    early = GroupsEnded(step=1, discarded=(discarded(50), discarded(51)))
+    await observe(tmp_path, early, step(1), step(2))
+    first, second = lines(tmp_path / "metrics.jsonl")
+    assert first["groups_discarded"] == second["groups_discarded"] + 2
+    rollouts = [line["group_id"] for line in lines(tmp_path / "rollouts.jsonl") if line["step"] == 1]
+    assert rollouts[:2] == [50, 51]

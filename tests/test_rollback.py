@@ -15,7 +15,7 @@ from protocols.errors import CollapseError, DivergenceError
 from protocols.profile import AlarmsSection, ReplaySection
 from tests.boxes import compute_thread, everything
 from tests.compute import learning
-from tests.test_learner import Scene, lost, taught
+from tests.learner_scene import Scene, lost, taught
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import io
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import pytest
 import structlog
@@ -40,7 +40,8 @@ async def parts(tmp_path: Path) -> AsyncIterator[Parts]:
 class Anyone:
     """An actor that has nothing of what a box has."""
 
-    name = "anyone"
+    def __init__(self, name: str) -> None:
+        self.name = name
 
     async def run(self) -> None:
         """Return."""
@@ -49,7 +50,7 @@ class Anyone:
 def session_of(parts: Parts, **actors: Any) -> Session:
     """A session with these actors at their boxes."""
     session = Session(parts, Console(file=io.StringIO()), blas="none", listener=None)
-    session.observe({"prompter": Anyone(), "monitor": Anyone(), **actors})
+    session.observe({"prompter": Anyone("prompter"), "monitor": Anyone("monitor"), **actors})
     return session
 
 
@@ -79,9 +80,9 @@ async def test_the_books_of_a_whole_run_count_what_is_left_where_it_lies(parts: 
     for group_id in range(13):
         parts.ledger.train(group_id)
     parts.ledger.discard(13, "stale")
-    assert str(session.balance(complete=True)) == "asked 20 = trained 13 + discarded 1 + carried over 6"
+    assert str(session.books.balance(complete=True)) == "asked 20 = trained 13 + discarded 1 + carried over 6"
     parts.ledger.discard(14, "stale")
-    assert not session.balance(complete=True).holds, "one too many: nothing is made to fit"
+    assert not session.books.balance(complete=True).holds, "one too many: nothing is made to fit"
 
 
 async def test_of_a_run_cut_short_the_rest_is_carried_over(parts: Parts) -> None:
@@ -90,8 +91,8 @@ async def test_of_a_run_cut_short_the_rest_is_carried_over(parts: Parts) -> None
     session = session_of(parts, prompter=asking)
     await asking.run()
     parts.ledger.train(3)
-    assert session.balance(complete=False).carried_over == len(list(parts.ledger.unended(20))) == 19
-    assert session.balance(complete=False).holds
+    assert session.books.balance(complete=False).carried_over == len(list(parts.ledger.unended(20))) == 19
+    assert session.books.balance(complete=False).holds
 
 
 @pytest.mark.parametrize(("asked", "drained"), [(20, True), (9, True), (20, False), (26, False)])
@@ -109,7 +110,7 @@ async def test_the_books_of_a_resumed_run_balance_however_much_was_asked_before(
     sent = [group_id for group_id in again if group_id < asking.asked_until]
     for group_id in sent:
         parts.ledger.train(group_id)
-    balance = session.balance(complete=True)
+    balance = session.books.balance(complete=True)
     assert balance.holds, str(balance)
     assert balance.asked == (20 if asked == 20 else 10 if drained else asked)
     assert balance.carried_over == max(0, asked - 20)
@@ -119,10 +120,10 @@ async def test_a_prompter_that_does_not_say_is_counted_by_what_it_sent(parts: Pa
     """Over all lives of the run."""
     session = session_of(parts)
     session.measure([filled("prompts", [prompt(0), prompt(1)])])
-    assert session.asked() == 2
+    assert session.books.asked() == 2
     session = session_of(resumed(parts, asked=9))
     session.measure([filled("prompts", [prompt(3), prompt(4)])])
-    assert session.asked() == 4 + 2
+    assert session.books.asked() == 4 + 2
 
 
 async def test_a_drain_is_the_prompters_to_do(parts: Parts) -> None:
@@ -141,7 +142,7 @@ async def test_nobody_waits_for_the_histories_of_another_monitor(parts: Parts) -
     assert session_of(parts).recorded._closed
     session = Session(parts, Console(file=io.StringIO()), blas="none", listener=None)
     monitor = boxes.monitor(parts, session)(inbox=filled("reports", []).reader())
-    session.observe({"monitor": monitor, "prompter": Anyone()})
+    session.observe({"monitor": monitor, "prompter": Anyone("prompter")})
     assert not session.recorded._closed
     await monitor.run()
 
@@ -196,10 +197,31 @@ async def test_the_summary_compares_the_base_policy_with_the_last(parts: Parts) 
             final=final,
         )  # fmt: skip
 
-    evaluator = Anyone()
+    evaluator = Anyone("evaluator")
     vars(evaluator)["measured"] = [report(0), report(5), report(10, final=True)]
     summary = session_of(parts, prompter=prompter(parts), evaluator=evaluator).summary(complete=True)
     assert (summary.before, summary.after) == (report(0), report(10, final=True))
     assert summary.evaluation_seconds == 6.0
     bare = session_of(parts, prompter=prompter(parts)).summary(complete=True)
     assert (bare.before, bare.after, bare.balance.holds) == (None, None, True)
+
+
+class Fetching(Anyone):
+    """A fetcher that has received four groups, of which number 1 has ended."""
+
+    asked_until, reached = 4, 4
+    received: ClassVar = {"a": 3, "b": 1}
+    under_way: ClassVar = {0: "a", 1: "a", 2: "b", 3: "a"}
+
+
+async def test_groups_from_environments_are_remembered_by_their_environment(parts: Parts) -> None:
+    """A checkpoint holds those that had not ended; cut short, the books carry them over, each to its own."""
+    session = Session(parts, Console(file=io.StringIO()), blas="none", listener=None)
+    session.observe({"atropos_fetcher": Fetching("atropos_fetcher"), "monitor": Anyone("monitor")})
+    parts.ledger.train(1, source="a")
+    assert session.books.received() == {"a": 3, "b": 1}
+    assert session.books.under_way(parts.ledger) == {0: "a", 2: "b", 3: "a"}
+    balance = session.books.balance(complete=False)
+    assert balance.holds
+    assert {name: own.carried_over for name, own in balance.sources.items()} == {"a": 2, "b": 1}
+    assert not session.books.balance(complete=True).holds, "nothing lies anywhere, and three have not ended"

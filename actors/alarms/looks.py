@@ -57,7 +57,7 @@ def _group(completions: Sequence[Completion], rewards: Sequence[float], parts: P
     yield GroupLook(
         reward=fmean(rewards),
         lowest=min(rewards),
-        length=fmean(len(completion.tokens) for completion in completions),
+        length=fmean(completion.length for completion in completions),
         truncated=fmean(completion.finish_reason == "length" for completion in completions),
         empty_form=_mean([form == 1.0 and not content for form, content in judged]),
         content=_mean([content for _, content in judged]),

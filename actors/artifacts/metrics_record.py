@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from math import isfinite
 from pathlib import Path
 from statistics import fmean, pstdev
@@ -11,6 +12,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
+from actors.artifacts.environment_metrics import EnvironmentMetrics, environment_metrics
 from protocols.evaluation import EvalReport
 from protocols.gauges import RunGauges
 from protocols.sampling import Completion
@@ -24,7 +26,7 @@ class StepMetrics(Struct, frozen=True, kw_only=True):
     groups_trained, groups_discarded, discarded: groups that ended with this batch, the latter by reason.
     groups_refilled: of them, those that were asked in place of others (`learner.dynamic_sampling`).
     groups_replayed: groups of earlier batches that the update learnt from again. alarms: signs of collapse.
-    rolled_back: whether the policy is an earlier one again.
+    rolled_back: whether the policy is an earlier one again. environments: what came from each.
     completion_tokens: of those groups, summed; completion_tokens_mean: per completion; truncated: share of completions
     that ran out of tokens. staleness: versions between the oldest token of a trained group and the update;
     staleness_histogram: trained groups by their staleness.
@@ -75,6 +77,7 @@ class StepMetrics(Struct, frozen=True, kw_only=True):
     decode_rate_idle: float | None
     decode_rate_learning: float | None
     peak_memory_bytes: int
+    environments: dict[str, EnvironmentMetrics] = {}
 
 
 class Moment(Struct, frozen=True, kw_only=True):
@@ -84,13 +87,21 @@ class Moment(Struct, frozen=True, kw_only=True):
     gauges: RunGauges
 
 
-def step_metrics(report: StepReport, *, now: Moment, before: Moment) -> StepMetrics:
-    """Put a report and the change of the gauges since the line before into one line."""
-    rewards = [reward for group in report.trained for reward in group.scored.rewards]
-    rewards += [reward for group in report.discarded for reward in group.rewards]
-    rewards = [reward for reward in rewards if isfinite(reward)]
+def step_metrics(
+    report: StepReport, *, now: Moment, before: Moment, ended_early: Mapping[tuple[str, str], int] = {}
+) -> StepMetrics:
+    """Put a report and the change of the gauges since the line before into one line.
+
+    ended_early: groups that were discarded while its batch was forming, by environment and reason; only counted.
+    """
+    discarded = Counter(ended_early)
+    discarded.update((group.prompt.source, group.reason) for group in report.discarded)
+    reasons = Counter[str]()
+    for (_, reason), count in discarded.items():
+        reasons[reason] += count
+    rewards = _rewards(report)
     completions = _completions(report)
-    lengths = [len(completion.tokens) for completion in completions]
+    lengths = [completion.length for completion in completions]
     passed = now.seconds - before.seconds
     sampled = now.gauges.tokens_sampled - before.gauges.tokens_sampled
     update = msgspec.structs.asdict(report.update) if report.update else {}
@@ -104,8 +115,8 @@ def step_metrics(report: StepReport, *, now: Moment, before: Moment) -> StepMetr
         reward_std=pstdev(rewards) if rewards else None,
         **update,
         groups_trained=len(report.trained),
-        groups_discarded=len(report.discarded),
-        discarded=dict(Counter(group.reason for group in report.discarded)),
+        groups_discarded=discarded.total(),
+        discarded=dict(reasons),
         groups_refilled=report.refilled,
         groups_replayed=report.replayed,
         alarms=report.alarms,
@@ -124,6 +135,7 @@ def step_metrics(report: StepReport, *, now: Moment, before: Moment) -> StepMetr
         decode_rate_idle=now.gauges.decode_rate_idle,
         decode_rate_learning=now.gauges.decode_rate_learning,
         peak_memory_bytes=now.gauges.peak_memory_bytes,
+        environments=environment_metrics([group.scored for group in report.trained], discarded),
     )
 
 
@@ -137,6 +149,12 @@ def evaluation_fields(report: EvalReport) -> dict[str, Any]:
         "eval_seconds": report.seconds,
         "eval_final": report.final,
     }
+
+
+def _rewards(report: StepReport) -> list[float]:
+    rewards = [reward for group in report.trained for reward in group.scored.rewards]
+    rewards += [reward for group in report.discarded for reward in group.rewards]
+    return [reward for reward in rewards if isfinite(reward)]
 
 
 def _completions(report: StepReport) -> list[Completion]:

@@ -10,7 +10,7 @@ from msgspec import Struct
 from protocols.prompt import Prompt
 from protocols.rollout import Discarded
 from protocols.sampling import Completion, FinishReason
-from protocols.step import StepReport, TrainedGroup
+from protocols.step import GroupsEnded, StepReport, TrainedGroup
 
 
 class CompletionRecord(Struct, frozen=True, kw_only=True):
@@ -30,7 +30,10 @@ class CompletionRecord(Struct, frozen=True, kw_only=True):
 
 
 class RolloutRecord(Struct, frozen=True, kw_only=True):
-    """One group. step: the batch with which it ended. reason, detail: why it was discarded."""
+    """One group. step: the batch with which it ended. reason, detail: why it was discarded.
+
+    environment: where it came from; empty where the run asked it.
+    """
 
     group_id: int
     step: int
@@ -40,12 +43,13 @@ class RolloutRecord(Struct, frozen=True, kw_only=True):
     prompt: str
     answer: str
     type: str
+    environment: str
     completions: tuple[CompletionRecord, ...]
 
 
-def rollout_records(report: StepReport) -> Iterator[RolloutRecord]:
-    """Every group that ended with a batch, the trained ones first."""
-    for group in report.trained:
+def rollout_records(report: StepReport | GroupsEnded) -> Iterator[RolloutRecord]:
+    """Every group that ended with a batch, or while it formed, the trained ones first."""
+    for group in report.trained if isinstance(report, StepReport) else ():
         yield _record(group.scored.group.prompt, report.step, "trained", None, None, _trained(group))
     for lost in report.discarded:
         yield _record(lost.prompt, report.step, "discarded", lost.reason, lost.detail, _discarded(lost))
@@ -68,6 +72,7 @@ def _record(
         prompt=prompt.problem.prompt,
         answer=prompt.problem.answer,
         type=prompt.problem.type,
+        environment=prompt.source,
         completions=completions,
     )
 
@@ -109,5 +114,5 @@ def _completion(
         first_version=completion.versions[0] if completion.versions else None,
         last_version=completion.versions[-1] if completion.versions else None,
         finish_reason=completion.finish_reason,
-        tokens=len(completion.tokens),
+        tokens=completion.length,
     )

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from actors.artifacts.visible_text import visible
 from actors.display.wording import duration, memory, milliseconds, number, percent, size
+from protocols.ledger import Balance
 from protocols.summary import RunSummary
 
 LABEL = 13
@@ -51,8 +52,10 @@ def summary_lines(summary: RunSummary) -> Iterator[tuple[str, str]]:
     """The lines below the table: label and text."""
     yield "groups", str(summary.balance)
     if summary.balance.by_reason:
-        reasons = sorted(summary.balance.by_reason.items())
-        yield "discarded", ", ".join(f"{reason} {count}" for reason, count in reasons)
+        yield "discarded", _reasons(summary.balance)
+    for environment, balance in summary.balance.sources.items():
+        discarded = f" ({_reasons(balance)})" if balance.by_reason else ""
+        yield "environment", f"{environment}: {balance.in_words('received')}{discarded}"
     gauges = summary.gauges
     yield (
         "time",
@@ -76,6 +79,10 @@ def summary_lines(summary: RunSummary) -> Iterator[tuple[str, str]]:
     yield "adapter", summary.adapter
     model, adapter = shlex.quote(summary.base_model), shlex.quote(summary.adapter)
     yield "load it", f"mlx_lm.chat --model {model} --adapter-path {adapter}"
+
+
+def _reasons(balance: Balance) -> str:
+    return ", ".join(f"{reason} {count}" for reason, count in sorted(balance.by_reason.items()))
 
 
 def _share(part: float | None, whole: float | None) -> str:

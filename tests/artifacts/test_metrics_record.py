@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from actors.artifacts.metrics_record import Moment, step_metrics
 from protocols.gauges import RunGauges
@@ -24,10 +26,11 @@ EMPTY = StepReport(
 )  # fmt: skip
 
 
-def line(**changes: Any) -> dict[str, Any]:
+def line(ended_early: Mapping[tuple[str, str], int] = {}, **changes: Any) -> dict[str, Any]:
     """What a report becomes in the file."""
     moment = Moment(seconds=1.0, gauges=RunGauges())
-    record = step_metrics(msgspec.structs.replace(EMPTY, **changes), now=moment, before=moment)
+    report = msgspec.structs.replace(EMPTY, **changes)
+    record = step_metrics(report, now=moment, before=moment, ended_early=ended_early)
     return dict(json.loads(msgspec.json.encode(record)))
 
 
@@ -55,3 +58,28 @@ def test_it_says_how_the_batch_came_about() -> None:
     plain = line()
     assert (plain["groups_refilled"], plain["groups_replayed"], plain["alarms"]) == (0, 0, [])
     assert plain["rolled_back"] is False
+
+
+def sent_by(name: str, rewards: list[float], error: float | None) -> TrainedGroup:
+    """A trained group from that environment, with completions of one and of two drawn tokens."""
+    scored = scored_group([[1, 5], [2, 3]], rewards)
+    first = replace(scored.group.completions[0], drawn=(True, False))
+    prompt = replace(scored.group.prompt, source=name)
+    group = replace(scored.group, prompt=prompt, completions=(first, scored.group.completions[1]))
+    return TrainedGroup(scored=replace(scored, group=group, logprob_error=error), advantages=(-1.0, 1.0))
+
+
+def test_it_says_what_each_environment_brought() -> None:
+    """Also what ended while the batch was forming; lengths count what the policy drew, nothing else."""
+    trained = (sent_by("a", [0.0, 1.0], 1e-7), sent_by("a", [1.0, 1.0], 2e-7), sent_by("b", [0.5, 0.5], None))
+    found = line({("a", "invalid"): 7, ("c", "stale"): 1}, trained=trained, staleness=(0, 0, 0), update=UPDATE)
+    assert (found["groups_discarded"], found["discarded"]) == (8, {"invalid": 7, "stale": 1})
+    assert list(found["environments"]) == ["a", "b", "c"]
+    assert found["environments"]["a"] == {
+        "groups_trained": 2, "groups_discarded": 7, "discarded": {"invalid": 7}, "reward_mean": 0.75,
+        "completion_tokens_mean": 1.5, "logprob_error_max": 2e-7,
+    }  # fmt: skip
+    assert found["environments"]["b"]["logprob_error_max"] is None
+    assert found["environments"]["c"]["reward_mean"] is None
+    assert found["completion_tokens"] == 9
+    assert line()["environments"] == {}

@@ -60,3 +60,35 @@ def test_the_line_balances_only_if_what_is_held_was_counted() -> None:
     assert ledger.balance(asked=4, held=2).holds
     assert str(ledger.balance(asked=4, held=2)) == "asked 4 = trained 1 + discarded 1 + carried over 2"
     assert not ledger.balance(asked=4, held=1).holds
+
+
+def test_every_environment_has_books_of_its_own() -> None:
+    """By name, over lives of the run; groups that the run asked itself are in nobody's."""
+    ledger = Ledger()
+    ledger.train(0, source="a")
+    ledger.discard(1, "stale", source="a")
+    ledger.discard(2, "stale", source="b")
+    ledger.train(3)
+    resumed = Ledger(ledger.state())
+    resumed.discard(4, "lost", source="a")
+    balance = resumed.balance(asked=5, held=0, received={"a": 3, "b": 1, "c": 0})
+    assert [(name, str(own)) for name, own in balance.sources.items()] == [
+        ("a", "asked 3 = trained 1 + discarded 2 + carried over 0"),
+        ("b", "asked 1 = trained 0 + discarded 1 + carried over 0"),
+        ("c", "asked 0 = trained 0 + discarded 0 + carried over 0"),
+    ]
+    assert balance.sources["a"].by_reason == {"stale": 1, "lost": 1}
+    assert balance.holds
+
+
+def test_a_group_that_an_environment_lost_shows_in_the_books_of_the_run() -> None:
+    """Though the sums over all environments agree."""
+    ledger = Ledger()
+    ledger.train(0, source="a")
+    ledger.train(1, source="a")
+    balance = ledger.balance(asked=2, held=0, received={"a": 1, "b": 1})
+    assert not balance.holds
+    assert (
+        balance.sources["a"].in_words("received")
+        == "received 1 \N{NOT EQUAL TO} trained 2 + discarded 0 + carried over 0"
+    )
