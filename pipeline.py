@@ -2,10 +2,11 @@
 
     Prompt            RolloutGroup         ScoredGroup             PolicyUpdated
     prompter ──▶ generator ──▶ scorer ──▶ learner ──┬──▶ broadcaster
-                    ▲                               ├──▶ checkpointer ──▶ disk
-                    │                               └──▶ evaluator ──▶ monitor
+                    ▲               ▲               ├──▶ checkpointer ──▶ disk
+                    │        atropos_fetcher        └──▶ evaluator ──▶ monitor
                     └────────── WeightsReady (newest wins)
 
+The fetcher stands in the place of the three boxes before the learner where groups come from environments.
 `python pipeline.py --profile local-m3`; `--help` lists every setting.
 """
 
@@ -31,6 +32,7 @@ from actors.artifacts.journal import journal
 from actors.artifacts.profile_file import load_profile, resolved_toml
 from actors.artifacts.run_directory import RunDirectory, open_run
 from actors.assembly import Parts, assemble
+from actors.atropos.processes import AtroposServer, Environment
 from actors.compute.executor import ComputeExecutor
 from actors.compute.machine import physical_memory
 from actors.compute.memory.estimate import estimate_memory
@@ -40,6 +42,7 @@ from actors.display.final_table import print_summary
 from actors.display.memory_table import print_estimate
 from actors.gateway.server import Gateway, listen
 from actors.runtime.child import Child, permanent
+from actors.runtime.ends import Outbox
 from actors.runtime.guard import Guard
 from actors.runtime.mailbox import Mailbox
 from actors.runtime.signals import handle_signals
@@ -48,6 +51,7 @@ from actors.runtime.watchdog import Watchdog
 from actors.session import Session
 from protocols.errors import ClothoError
 from protocols.profile import Profile
+from protocols.score import GroupOutcome
 from protocols.step import PolicyUpdated
 
 log = structlog.get_logger(actor="pipeline")
@@ -57,15 +61,14 @@ def wire(parts: Parts, session: Session) -> list[Child]:
     """The topology: every arrow, then every box with the ends it holds. Readers start before their writers."""
     profile, size = parts.profile, parts.profile.mailboxes
     custom = CustomActors(profile.actors, session.services)
-    prompts, rollouts = custom.arrow("prompts", size.prompts), custom.arrow("rollouts", size.rollouts)
     scored, reports = custom.arrow("scored", size.scored), custom.arrow("reports", size.reports)
     audience = ["broadcaster", "checkpointer", *(["evaluator"] if profile.eval.enabled else [])]
     updates = {name: Mailbox[PolicyUpdated](f"updates.{name}", capacity=1) for name in audience}
-    session.measure([box for arrow in (prompts, rollouts, scored, reports) for box in arrow.mailboxes])
+    session.measure([box for arrow in (scored, reports) for box in arrow.mailboxes])
     session.measure(updates.values())
 
     flow = [custom.box("monitor", boxes.monitor(parts, session), inbox=reports.reader())]
-    flow += [child for arrow in (reports, scored, rollouts, prompts) for child in arrow.children]
+    flow += [child for arrow in (reports, scored) for child in arrow.children]
     if profile.eval.enabled:
         measured = updates["evaluator"].reader()
         flow.append(custom.box("evaluator", boxes.evaluator(parts), inbox=measured, outbox=reports.writer()))
@@ -75,13 +78,27 @@ def wire(parts: Parts, session: Session) -> list[Child]:
     learnt = [mailbox.writer() for mailbox in updates.values()]
     judged, told = scored.reader(), reports.writer()
     flow.append(custom.box("learner", boxes.learner(parts, session), inbox=judged, updates=learnt, reports=told))
-    flow.append(custom.box("scorer", boxes.scorer(parts), inbox=rollouts.reader(), outbox=scored.writer()))
-    flow.append(
-        custom.box("generator", boxes.generator(parts, session), inbox=prompts.reader(), outbox=rollouts.writer())
-    )
-    flow.append(custom.box("prompter", boxes.prompter(parts, session), outbox=prompts.writer()))
+    if profile.atropos.enabled:
+        flow.append(custom.box("atropos_fetcher", boxes.atropos_fetcher(parts, session), outbox=scored.writer()))
+    else:
+        flow += wire_own_prompts(parts, session, custom, scored.writer())
     session.observe(custom.boxes)
     return [*custom.free_standing(), *flow]
+
+
+def wire_own_prompts(parts: Parts, session: Session, custom: CustomActors, scored: Outbox[GroupOutcome]) -> list[Child]:
+    """The boxes before the learner, where the run asks its own dataset."""
+    size = parts.profile.mailboxes
+    prompts, rollouts = custom.arrow("prompts", size.prompts), custom.arrow("rollouts", size.rollouts)
+    session.measure([box for arrow in (prompts, rollouts) for box in arrow.mailboxes])
+    answered, asked = rollouts.writer(), prompts.reader()
+    return [
+        *rollouts.children,
+        *prompts.children,
+        custom.box("scorer", boxes.scorer(parts), inbox=rollouts.reader(), outbox=scored),
+        custom.box("generator", boxes.generator(parts, session), inbox=asked, outbox=answered),
+        custom.box("prompter", boxes.prompter(parts, session), outbox=prompts.writer()),
+    ]
 
 
 def services(parts: Parts, session: Session, listener: socket.socket | None) -> list[Child]:
@@ -102,6 +119,19 @@ def services(parts: Parts, session: Session, listener: socket.socket | None) -> 
     return [permanent(gateway, max_restarts=3), *watched]
 
 
+def atropos(parts: Parts, session: Session) -> tuple[list[Child], list[Child]]:
+    """The processes of Atropos: its API server, which starts before the flow, and the environments, after it."""
+    profile, logs = parts.profile, parts.directory.path / "atropos"
+    servers: list[Child] = []
+    if profile.atropos.python and not profile.atropos.url:
+        server = AtroposServer(profile, directory=logs)
+        session.atropos_url = server.url
+        servers.append(permanent(server))
+    addresses = {"server_url": session.atropos_url, "gateway_url": session.address}
+    environments = [Environment(section, profile, directory=logs, **addresses) for section in profile.environments]
+    return servers, [permanent(environment) for environment in environments]
+
+
 async def train(profile: Profile, directory: RunDirectory, console: Console) -> int:
     """Run a profile to its end; the exit status: 0, or 128 and the signal's number of a run that was stopped at once.
 
@@ -118,8 +148,9 @@ async def train(profile: Profile, directory: RunDirectory, console: Console) -> 
         for warning in parts.warnings:
             log.warning(warning)
         session = Session(parts, console, blas=BLAS, listener=listener)
+        servers, environments = atropos(parts, session)
         supervisor = Supervisor(
-            [*services(parts, session, listener), *wire(parts, session)],
+            [*services(parts, session, listener), *servers, *wire(parts, session), *environments],
             on_failure=session.report_failure,
             on_drain=session.drain,
         )

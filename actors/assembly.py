@@ -19,6 +19,7 @@ from actors.artifacts.json_lines import truncate_after
 from actors.artifacts.metrics_record import RunHistory, read_history
 from actors.artifacts.profile_file import load_profile, write_profile
 from actors.artifacts.run_directory import RunDirectory
+from actors.atropos.interpreter import require_environments
 from actors.compute.engine import DecodeEngine
 from actors.compute.engine.validation import validate
 from actors.compute.executor import ComputeExecutor
@@ -83,8 +84,7 @@ async def assemble(profile: Profile, directory: RunDirectory, executor: ComputeE
     Raises the errors of `protocols.errors`, one line each, before anything has been trained; and before anything in the
     run directory has been changed, unless it is the directory itself that is wrong.
     """
-    for section in profile.actors:
-        load_factory(section)
+    await run_sync(lambda: _require_what_is_elsewhere(profile))
     rewards = _rewards(profile)
     policy, policy_learner, engine, estimate = await finish(executor.submit(lambda: _prepare_compute(profile)))
     broken = executor.attach(engine)
@@ -127,6 +127,13 @@ async def assemble(profile: Profile, directory: RunDirectory, executor: ComputeE
         estimated_memory=estimate.total,
         warnings=found.warnings,
     )
+
+
+def _require_what_is_elsewhere(profile: Profile) -> None:
+    """Actors of the user's own, and the interpreter and scripts of environments."""
+    for section in profile.actors:
+        load_factory(section)
+    require_environments(profile)
 
 
 def _prepare_compute(profile: Profile) -> tuple[Policy, PolicyLearner, DecodeEngine, MemoryEstimate]:

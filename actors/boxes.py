@@ -9,6 +9,14 @@ from pathlib import Path
 from actors.alarms.watch import CollapseWatch
 from actors.artifacts.line_writer import LineWriter
 from actors.assembly import Parts
+from actors.atropos.api import AtroposApi
+from actors.atropos.client import Registration
+from actors.atropos.mock import MockAtropos
+from actors.atropos.reader import GroupReader
+from actors.atropos.reader import Policy as PolicyBounds
+from actors.atropos.shapes import Bounds
+from actors.atropos.source import GroupSource
+from actors.atropos_fetcher import AtroposFetcher
 from actors.broadcaster import Broadcaster
 from actors.checkpointer import Checkpointer
 from actors.evaluator import Evaluator, Pinned
@@ -59,6 +67,65 @@ def _bound(parts: Parts) -> int | None:
     """Groups that count towards a batch, where others may be asked in place of those that do not; else None."""
     profile = parts.profile
     return profile.steps * profile.learner.batch_size if profile.learner.dynamic_sampling else None
+
+
+def atropos_fetcher(parts: Parts, session: Session) -> Callable[..., AtroposFetcher]:
+    """Takes what environments send, in the place of those three."""
+    profile, state = parts.profile, parts.state
+    policy, learner = parts.policy, profile.learner
+    reader = GroupReader(
+        memory=session.drawn,
+        policy=PolicyBounds(
+            bounds=Bounds(vocab_size=policy.vocab_size, context_length=policy.context_length),
+            decode=policy.tokenizer.decode,
+        ),
+        recompute=session.recompute_logprobs,
+        sampling=profile.sampling,
+        learner=learner,
+        settings=profile.atropos,
+    )
+    return partial(
+        AtroposFetcher,
+        source=_group_source(parts, session),
+        reader=reader,
+        weights=session.weights,
+        refills=session.refills,
+        first_group=state.asked if state else 0,
+        received=state.received if state else {},
+        lost=state.under_way if state else {},
+        ended=parts.ledger.ended,
+        groups=profile.steps * learner.batch_size,
+        batch_size=learner.batch_size,
+        batches_ahead=profile.generator.batches_ahead,
+        settings=profile.atropos,
+    )
+
+
+def _group_source(parts: Parts, session: Session) -> GroupSource:
+    profile, sampling = parts.profile, parts.profile.sampling
+    if profile.atropos.mock:
+        return MockAtropos(
+            session.address,
+            api_key=profile.gateway.api_key,
+            make=parts.questions.prompt,
+            first=parts.state.asked if parts.state else 0,
+            rewards=parts.rewards,
+            sampling=sampling,
+            batch_size=profile.learner.batch_size,
+            max_choices=profile.gateway.max_choices,
+        )
+    return AtroposApi(
+        session.atropos_url,
+        registration=Registration(
+            batch_size=profile.learner.batch_size * sampling.group_size,
+            max_token_len=parts.policy.context_length + 1,  # the server's bound is exclusive
+            checkpoint_dir=str(parts.directory.path / "atropos"),
+            save_checkpoint_interval=max(1, profile.checkpoint.interval),
+            num_steps=profile.steps,
+        ),
+        reset=profile.atropos.reset,
+        poll_seconds=profile.atropos.poll_seconds,
+    )
 
 
 def scorer(parts: Parts) -> Callable[..., Scorer]:

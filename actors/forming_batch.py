@@ -100,6 +100,8 @@ def _faults(
             yield "invalid", 'it brings no token advantages, which learner.advantage = "environment" learns from'
         if not all(map(isfinite, chain.from_iterable(scored.token_advantages))):
             yield "invalid", "a token advantage is not finite"
+    if settings.reference == "environment" and settings.kl_beta > 0 and not scored.reference_logprobs:
+        yield "invalid", 'it brings no log-probabilities of a reference, which learner.reference = "environment" needs'
     if settings.mask_truncated and all(c.finish_reason == "length" or not c.length for c in completions):
         yield "no_signal", "every completion was cut off, and learner.mask_truncated learns from none of those"
     drawn = scored.group.oldest_version

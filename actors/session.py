@@ -12,6 +12,7 @@ from rich.console import Console
 
 from actors.assembly import Parts
 from actors.books import Books
+from actors.compute.draws import SampledLaw
 from actors.compute.machine import describe_machine
 from actors.compute.memory.buffers import peak_memory
 from actors.compute.prompt_logprobs import prompt_logprobs
@@ -19,8 +20,9 @@ from actors.custom import Services
 from actors.display.choice import make_display
 from actors.display.view import RunFacts
 from actors.display.wording import shown_path
+from actors.drawn import DrawnLog
 from actors.gateway.server import base_url
-from actors.gateway.services import EngineNumbers, GatewayServices, HealthReport, TrainingNumbers
+from actors.gateway.services import EngineNumbers, GatewayServices, HealthReport, Nobody, TrainingNumbers
 from actors.runtime.child import ChildStatus
 from actors.runtime.futures import finish
 from actors.runtime.latest import Latest
@@ -30,6 +32,7 @@ from protocols.checkpoint import RunState
 from protocols.evaluation import EvalReport
 from protocols.gauges import MailboxGauge, RunGauges
 from protocols.ledger import Ledger
+from protocols.profile import Profile
 from protocols.prompt_logprobs import PromptLogprobs
 from protocols.step import PolicyUpdated, StepReport
 from protocols.summary import RunSummary
@@ -43,7 +46,9 @@ class Session:
 
     weights: which version serves. refills: how many groups are asked in place of others. recorded: the step that the
     histories have reached. sampler: everyone's way to the decode engine. services: what custom actors may use. display:
-    what shows the run. seconds_before: how old it was when this life of it began.
+    what shows the run. address, atropos_url: where the HTTP API and the API server of Atropos answer; empty where there
+    is none. drawn: what the engine drew for clients of the HTTP API. seconds_before: how old the run was when this life
+    of it began.
     source: the box at which groups begin. books: where each group is.
     children: states of the supervised actors, by name. api_requests: how many the HTTP API has let in.
     """
@@ -61,6 +66,9 @@ class Session:
         self.weights = Latest[WeightsReady]("weights")
         self.weights.put(WeightsReady(version=policy.version, step=policy.step, fingerprint=policy.fingerprint))
         self.sampler = Sampler(parts.executor.submit, parts.engine)
+        self.address = base_url(listener) if listener else ""
+        self.atropos_url = profile.atropos.url
+        self.drawn = DrawnLog(capacity_tokens=_tokens_under_way(profile), logit_bias=profile.sampling.logit_bias)
         self.services = Services(
             profile=profile,
             directory=parts.directory.path,
@@ -80,7 +88,7 @@ class Session:
             model=shown_path(profile.model.path),
             machine=describe_machine(blas=blas),
             policy=policy.description,
-            address=base_url(listener) if listener else None,
+            address=self.address or None,
             run_dir=shown_path(parts.directory.path),
             steps=profile.steps,
             estimated_memory=parts.estimated_memory,
@@ -206,6 +214,13 @@ class Session:
         steps = prompt_logprobs(self.parts.policy, tokens, top=top, chunk=chunk)
         return await finish(self.parts.executor.submit_steps(steps))
 
+    async def recompute_logprobs(self, tokens: tuple[int, ...], temperature: float) -> PromptLogprobs:
+        """The same under the run's own law, at a temperature, for tokens whose log-probabilities nobody remembers."""
+        profile = self.parts.profile
+        law = SampledLaw(temperature, profile.sampling.logit_bias)
+        steps = prompt_logprobs(self.parts.policy, tokens, top=0, chunk=profile.generator.prefill_chunk, law=law)
+        return await finish(self.parts.executor.submit_steps(steps))
+
     def gateway_services(self) -> GatewayServices:
         """What the HTTP API may see and use."""
         policy, profile = self.parts.policy, self.parts.profile
@@ -220,6 +235,8 @@ class Session:
             numbers=self.numbers,
             context_length=policy.context_length,
             vocab_size=policy.vocab_size,
+            drawn=self.drawn if profile.atropos.enabled else Nobody(),
+            record_supports=profile.atropos.enabled,
         )
 
     def summary(self, *, complete: bool) -> RunSummary:
@@ -257,3 +274,9 @@ class Session:
 
     def _last_report(self) -> StepReport | None:
         return getattr(self._actors.get("learner"), "last_report", None)
+
+
+def _tokens_under_way(profile: Profile) -> int:
+    """More than all completions that environments may hold before the learner has them, with room for other clients."""
+    batch = profile.learner.batch_size * profile.sampling.group_size
+    return max(2**20, 2 * (profile.generator.batches_ahead + 3) * batch * (profile.sampling.max_tokens + 32))

@@ -10,14 +10,22 @@ import statistics
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
-from bench import collapse, head, objectives
+from bench import collapse, environments, head, objectives
 from bench.fingerprint import ROOT, describe_fingerprint
 from bench.learning import RESULTS, Learnt
 
 IMAGES = ROOT / "docs" / "images"
+PAGES: tuple[tuple[Any, str], ...] = (
+    (objectives, "numerics.md"),
+    (head, "numerics.md"),
+    (collapse, "numerics.md"),
+    (environments, "atropos.md"),
+)
+"""Questions whose table stands between marks of their name on a page of the documentation."""
 STYLES = {"async": ("#1f6feb", "-", "asynchronous"), "sync": ("#d1740f", "--", "synchronous (--async false)")}
 
 
@@ -110,9 +118,9 @@ def main(argv: Sequence[str]) -> int:
         write_between(ROOT / "README.md", "measured", measured(runs))
     else:
         missing.append("learning")
-    for question in (objectives, head, collapse):
+    for question, page in PAGES:
         if results := question.read():
-            write_between(ROOT / "docs" / "numerics.md", question.NAME, question.table(results))
+            write_between(ROOT / "docs" / page, question.NAME, question.table(results))
         else:
             missing.append(question.NAME)
     if missing:

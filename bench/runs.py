@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
+import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,10 +18,11 @@ Metrics = list[dict[str, Any]]
 
 
 class Record(NamedTuple):
-    """The lines of a run's metrics.jsonl, and of its log.jsonl."""
+    """The lines of a run's metrics.jsonl, and of its log.jsonl; its resolved profile."""
 
     metrics: Metrics
     log: list[dict[str, Any]]
+    profile: dict[str, Any]
 
 
 def run_pipeline(arguments: Sequence[str]) -> Record:
@@ -32,7 +34,8 @@ def run_pipeline(arguments: Sequence[str]) -> Record:
         run = Path(directory, "run")
         command = [sys.executable, "pipeline.py", "--run-dir", str(run), "--gateway.port", "0", *arguments]
         subprocess.run(command, cwd=ROOT, check=True, stdout=sys.stderr)
-        return Record(_lines(run / "metrics.jsonl"), _lines(run / "log.jsonl"))
+        profile = tomllib.loads((run / "profile.toml").read_text(encoding="utf-8"))
+        return Record(_lines(run / "metrics.jsonl"), _lines(run / "log.jsonl"), profile)
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:

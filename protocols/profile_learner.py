@@ -22,7 +22,7 @@ class ObjectiveKeys(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         dppo_tv, sapo; or `module:function`. A name brings its recipe along: its paper's settings of the keys below.
     advantage: what rewards say of a completion: `group` (centred and scaled by its group), `mean` (centred),
         `leave_one_out`, `batch` (whitened over the batch), `batch_centred` (centred by its group, scaled by the batch),
-        `environment` (per token, as the group brings them).
+        `environment` (per token, as every group brings them). Groups that bring them are judged so in any case.
     advantage_deviation: by which standard deviations are taken.
     advantage_epsilon: added to the deviation.
     aggregation: how token losses become one: `token_mean` over the whole batch, `sequence_mean` of token means,
@@ -91,13 +91,15 @@ class PenaltyKeys(CorrectionKeys, frozen=True, kw_only=True, forbid_unknown_fiel
     kl_unbiased: weigh the estimate by the ratio, so that its gradient is that of the divergence.
     kl_target: adapt kl_beta so that the divergence per token stays near so many nats; 0 = fixed.
     kl_horizon: updates over which it adapts.
-    reference: the `base` (adapter off), a `snapshot` of the policy, or a moving `average` of it.
+    reference: the `base` (adapter off), a `snapshot` of the policy, a moving `average` of it, or the reference of the
+        `environment`, whose log-probabilities the groups bring.
     reference_interval: updates after which the snapshot is taken anew; 0 = never.
     ref_ema: share of itself that the moving average keeps with every update.
     entropy_weight: bonus per nat of entropy.
     entropy_decay: factor of entropy_weight with every update.
     entropy_target: entropy_weight rises by entropy_step while the entropy is below so many nats, else falls; 0 = off.
     entropy_step: see entropy_target.
+    distillation_weight: of the cross-entropy of a teacher's alternatives, per token, where a group brings a teacher.
     """
 
     kl_beta: NonNegativeFloat = 0.0
@@ -106,13 +108,14 @@ class PenaltyKeys(CorrectionKeys, frozen=True, kw_only=True, forbid_unknown_fiel
     kl_unbiased: bool = False
     kl_target: NonNegativeFloat = 0.0
     kl_horizon: Positive = 100
-    reference: Literal["base", "snapshot", "average"] = "base"
+    reference: Literal["base", "snapshot", "average", "environment"] = "base"
     reference_interval: NonNegative = 0
     ref_ema: Annotated[float, Meta(gt=0.0, lt=1.0)] = 0.99
     entropy_weight: NonNegativeFloat = 0.0
     entropy_decay: Annotated[float, Meta(gt=0.0, le=1.0)] = 1.0
     entropy_target: NonNegativeFloat = 0.0
     entropy_step: PositiveFloat = 1e-4
+    distillation_weight: NonNegativeFloat = 0.0
 
 
 class OptimizerKeys(PenaltyKeys, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -64,7 +64,7 @@ class GatewaySection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     port: 0 = any free one.
     api_key: required of every client if set; required to bind beyond the loopback.
     model_name: what /v1/models calls the policy.
-    max_concurrent: requests beyond are answered 503.
+    max_concurrent: requests answered at once; those beyond wait in line.
     max_choices: the most completions of one request, prompts times `n`.
     max_body_bytes, body_seconds: limit on a request's body.
     """

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import inf
+
 from msgspec import Struct
 
 from protocols.rollout import Discarded, RolloutGroup
@@ -28,7 +30,7 @@ class ScoredGroup(Struct, frozen=True, kw_only=True, tag=True):
     token_advantages: per token; they take the place of what the rewards say (`learner.advantage`).
     reference_logprobs: per token, under the environment's reference policy (`learner.reference = "environment"`).
     temperatures: at which its tokens were drawn, above 0; empty: `sampling.temperature`.
-    muted: it teaches nothing, though its reward counts among those of the group.
+    muted: its advantage is 0, though its reward counts among those of the group.
     teacher: alternatives to its tokens (`learner.distillation_weight`).
     logprob_error: the largest difference, in nats, between the log-probabilities that the environment passed on and
     those that the engine drew with; None where the engine does not remember.
@@ -53,6 +55,8 @@ class ScoredGroup(Struct, frozen=True, kw_only=True, tag=True):
             given = getattr(self, name)
             if given and len(given) != len(completions):
                 raise ValueError(f"{name} must have one entry for each completion")
+        if not all(0 < temperature < inf for temperature in self.temperatures):
+            raise ValueError("temperatures must be above 0 and finite")
         for name in ("token_advantages", "reference_logprobs"):
             _refuse_other_lengths(name, getattr(self, name), completions)
         _refuse_other_lengths("teacher", tuple(one.tokens for one in self.teacher), completions)

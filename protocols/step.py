@@ -30,7 +30,8 @@ class UpdateMetrics(Struct, frozen=True, kw_only=True):
     rejected_fraction: share of tokens that a correction or a mask left out. kl_beta, entropy_weight: as they stood in
     this update. optimizer_steps: how many it took, those without a gradient not counted. tokens: learnt from, each
     counted once, replayed ones included. step_kl: k3 of the policy before the update against that after it, on some of
-    its tokens; None where not measured.
+    its tokens; None where not measured. distillation: cross-entropy of a teacher's alternatives under the policy, per
+    token with a teacher; 0 without one.
     """
 
     loss: float
@@ -49,6 +50,7 @@ class UpdateMetrics(Struct, frozen=True, kw_only=True):
     entropy_weight: float
     optimizer_steps: int
     step_kl: float | None = None
+    distillation: float = 0.0
 
 
 class StepReport(Struct, frozen=True, kw_only=True, tag=True):

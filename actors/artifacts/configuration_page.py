@@ -34,10 +34,11 @@ A run is described by a profile, a TOML file: `python pipeline.py --profile loca
   below: they rank below what the layer that chooses says itself, above all lower layers, and fall back to defaults
   where they have no effect. `--learner.objective gspo` overrides a `clip_low` in the profile. Only the choice that
   holds brings anything. `--dry-run` shows what came of it.
-* **Paths.** `model.path`, `data.train` and `data.heldout` in a profile are relative to the profile's own directory if
-  they start with `./` or `../`, or exist there; other data files are relative to the working directory, and any other
-  model is a repository of the Hugging Face hub. Given by flag, they are relative to the working directory. `run_dir`
-  and `checkpoint.adapter_path` are always relative to the working directory.
+* **Paths.** `model.path`, `data.train`, `data.heldout` and the scripts of `[[environments]]` in a profile are relative
+  to the profile's own directory if they start with `./` or `../`, or exist there; other data files and scripts are
+  relative to the working directory, and any other model is a repository of the Hugging Face hub. Given by flag, they
+  are relative to the working directory. `run_dir`, `checkpoint.adapter_path` and `atropos.python` are always relative
+  to the working directory.
 * **Flags.** `--flag value` or `--flag=value`; `-` and `_` are the same; booleans may stand alone. Lists are repeated
   (`--sampling.stop a --sampling.stop b`) or written as TOML or JSON (`--sampling.stop '["a", "b"]'`), arrays of tables
   always so: `--rewards '[{name = "format", weight = 0.2}]'`. The same setting given twice with different values is an

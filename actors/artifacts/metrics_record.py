@@ -56,6 +56,7 @@ class StepMetrics(Struct, frozen=True, kw_only=True):
     entropy_weight: float | None = None
     optimizer_steps: int | None = None
     step_kl: float | None = None
+    distillation: float | None = None
     groups_trained: int
     groups_discarded: int
     discarded: dict[str, int]

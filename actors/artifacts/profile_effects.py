@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from actors.artifacts.profile_dependence import Complaint, Dependence
+from actors.artifacts.profile_effects_atropos import ATROPOS_DEPENDENCES
 from actors.artifacts.profile_effects_learner import LEARNER_DEPENDENCES
 from actors.artifacts.profile_effects_objective import OBJECTIVE_DEPENDENCES
 from actors.artifacts.profile_effects_run import RUN_DEPENDENCES
@@ -12,7 +13,12 @@ from actors.artifacts.profile_layers import Merged
 from actors.artifacts.profile_schema import settable
 from protocols.profile import Profile
 
-DEPENDENCES: tuple[Dependence, ...] = (*RUN_DEPENDENCES, *OBJECTIVE_DEPENDENCES, *LEARNER_DEPENDENCES)
+DEPENDENCES: tuple[Dependence, ...] = (
+    *ATROPOS_DEPENDENCES,
+    *RUN_DEPENDENCES,
+    *OBJECTIVE_DEPENDENCES,
+    *LEARNER_DEPENDENCES,
+)
 """In the order in which keys give up: what decides about another stands before it."""
 
 

@@ -39,6 +39,19 @@ LEARNER_DEPENDENCES = (
         because="learner.kl_beta = 0 means no penalty to estimate",
     ),
     Dependence(
+        keys=learner("reference"),
+        switches=("atropos.enabled",),
+        works=lambda p: p.learner.reference != "environment" or p.atropos.enabled,
+        because='atropos.enabled = false: only environments bring "environment"',
+        fault="has nothing to be computed from",
+    ),
+    Dependence(
+        keys=learner("distillation_weight"),
+        switches=("atropos.enabled",),
+        works=lambda p: p.atropos.enabled,
+        because="atropos.enabled = false: only environments bring a teacher",
+    ),
+    Dependence(
         keys=learner("kl_unbiased"),
         switches=learner("kl_in"),
         works=lambda p: p.learner.kl_in == "loss",

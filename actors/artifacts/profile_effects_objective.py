@@ -87,9 +87,10 @@ OBJECTIVE_DEPENDENCES = (
     ),
     Dependence(
         keys=learner("advantage"),
-        switches=("actors",),
-        works=lambda p: p.learner.advantage != "environment" or own_stage(p),
-        because='"environment" needs an actor of your own on the flow that brings token advantages (docs/actors.md)',
+        switches=("atropos.enabled", "actors"),
+        works=lambda p: p.learner.advantage != "environment" or p.atropos.enabled or own_stage(p),
+        because='"environment" needs groups that bring token advantages: of environments (atropos.enabled = true), or '
+        "of an actor of your own on the flow (docs/actors.md)",
         fault="has nothing to learn from",
     ),
     Dependence(

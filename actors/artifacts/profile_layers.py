@@ -20,7 +20,8 @@ PROFILES = Path(__file__).resolve().parents[2] / "profiles"
 COMMAND_LINE = "command line"
 
 INPUT_PATHS = ("model.path", "data.train", "data.heldout")
-OUTPUT_PATHS = ("run_dir", "checkpoint.adapter_path")
+CALLERS_PATHS = ("run_dir", "checkpoint.adapter_path", "atropos.python")
+"""Relative to the working directory, wherever they are written down."""
 
 DISPLACES = {
     "policy.scale": ("policy.alpha",),
@@ -178,17 +179,26 @@ def flatten(table: dict[str, Any], label: str) -> dict[str, Any]:
 def located(values: dict[str, Any], directory: Path) -> dict[str, Any]:
     """The same with absolute input paths.
 
-    A path that starts with `./` or `../`, or that exists there, is relative to `directory`; other data files are
-    relative to the working directory, and another model is the name of a repository.
+    A path that starts with `./` or `../`, or that exists there, is relative to `directory`; other data files and
+    scripts are relative to the working directory, and another model is the name of a repository.
     """
     found = dict(values)
     for key in INPUT_PATHS:
         if isinstance(written := found.get(key), str) and written:
             found[key] = _located(written, directory, repository=key == "model.path")
-    for key in OUTPUT_PATHS:
+    for key in CALLERS_PATHS:
         if isinstance(written := found.get(key), str) and written.startswith("~"):
             found[key] = str(Path(written).expanduser())
+    if isinstance(tables := found.get("environments"), list | tuple):
+        found["environments"] = [_with_script(table, directory) for table in tables]
     return found
+
+
+def _with_script(table: dict[str, Any], directory: Path) -> dict[str, Any]:
+    script = table.get("script")
+    if not isinstance(script, str) or not script:
+        return table
+    return {**table, "script": _located(script, directory, repository=False)}
 
 
 def shown_path(path: Path) -> str:

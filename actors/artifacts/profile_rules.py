@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from actors.artifacts.nearest import nearest
 from actors.artifacts.profile_dependence import Complaint
 from actors.artifacts.profile_effects import without_effect
+from actors.artifacts.profile_rules_atropos import ATROPOS_RULES
 from actors.artifacts.profile_rules_learner import (
     bounds_around_one,
     enough_for_mini_batches,
@@ -20,8 +21,11 @@ from protocols.errors import ProfileError
 from protocols.profile import ActorSection, Profile
 
 BOXES = ("prompter", "generator", "scorer", "learner", "broadcaster", "checkpointer", "evaluator", "monitor")
-SERVICES = ("gateway", "watchdog", "decode engine")
+SERVICES = ("gateway", "watchdog", "decode engine", "atropos server")
 ARROWS = ("prompts", "rollouts", "scored", "reports")
+FETCHER = "atropos_fetcher"
+FETCHED = (*BOXES[:3], *ARROWS[:2])
+"""Boxes and arrows in whose place the fetcher stands where groups come from environments."""
 
 Rule = Callable[[Profile], Iterable[Complaint]]
 
@@ -136,17 +140,18 @@ def own_actors(profile: Profile) -> Iterator[Complaint]:
     for box, count in Counter(actor.at for actor in profile.actors if actor.mode == "replace").items():
         if count > 1:
             yield "actors", f"actors: {count} replace {box}"
+    names = {*SERVICES, *(f"environment {environment.name}" for environment in profile.environments)}
     for actor in profile.actors:
-        yield from _place(actor)
+        yield from _place(actor, environments=profile.atropos.enabled)
         if actor.stands_on_the_flow and actor.restart not in (None, "transient"):
             yield (
                 "actors",
                 f"actors: {actor.name!r} stands on the flow, where everything waits for it: restart must be "
                 f"'transient', not {actor.restart!r}",
             )
-        if actor.name in BOXES and not (actor.mode == "replace" and actor.at == actor.name):
+        if actor.name in (*BOXES, FETCHER) and not (actor.mode == "replace" and actor.at == actor.name):
             yield "actors", f"actors: {actor.name!r} is the name of a box; choose another"
-        if actor.name in SERVICES:
+        if actor.name in names:
             yield "actors", f"actors: {actor.name!r} is the name of a service; choose another"
         if actor.mode == "replace" and actor.at == "evaluator" and not profile.eval.enabled:
             yield "actors", f"actors: {actor.name!r} replaces the evaluator, but eval.enabled = false"
@@ -157,19 +162,30 @@ def own_actors(profile: Profile) -> Iterator[Complaint]:
             )
 
 
-def _place(actor: ActorSection) -> Iterator[Complaint]:
+def _place(actor: ActorSection, *, environments: bool) -> Iterator[Complaint]:
     if actor.mode == "add":
         if actor.at:
             yield "actors", f"actors: {actor.name!r} is added beside the others and needs no `at`, not {actor.at!r}"
         return
     there = BOXES if actor.mode == "replace" else ARROWS
+    if environments:
+        fetcher = (FETCHER,) if actor.mode == "replace" else ()
+        there = (*fetcher, *(place for place in there if place not in FETCHED))
     if actor.at not in there:
-        guess = nearest(actor.at, there)
         yield (
             "actors",
             f"actors: {actor.name!r} ({actor.mode}) must be at one of {', '.join(there)}, not {actor.at!r}"
-            + (f"; did you mean {guess}?" if guess else ""),
+            + _why(actor.at, there, environments=environments),
         )
+
+
+def _why(at: str, there: tuple[str, ...], *, environments: bool) -> str:
+    if environments and at in FETCHED:
+        return f"; with atropos.enabled = true groups come complete, from the {FETCHER}"
+    if not environments and at == FETCHER:
+        return "; it is there with atropos.enabled = true"
+    guess = nearest(at, there)
+    return f"; did you mean {guess}?" if guess else ""
 
 
 def _loopback(host: str) -> bool:
@@ -194,5 +210,6 @@ RULES: tuple[Rule, ...] = (
     guarded_address,
     placeholders,
     own_actors,
+    *ATROPOS_RULES,
     without_effect,
 )

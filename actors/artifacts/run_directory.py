@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from contextlib import suppress
 from pathlib import Path
@@ -14,7 +15,10 @@ from actors.artifacts.run_lock import LOCK, RunLock
 from protocols.errors import RunDirectoryError
 
 FILES = frozenset({"profile.toml", "metrics.jsonl", "rollouts.jsonl", "log.jsonl"})
-DIRECTORIES = frozenset({"checkpoints", "adapters"})
+PROCESSES = "atropos"
+DIRECTORIES = frozenset({"checkpoints", "adapters", PROCESSES})
+OF_PROCESSES = re.compile(r"[A-Za-z0-9_-]+\.(log|log\.1|json)|env_checkpoints")
+"""What processes leave in their directory: output, settings, and, made by atroposlib, checkpoints of environments."""
 IGNORED = frozenset({LOCK, ".DS_Store"})
 
 
@@ -60,6 +64,11 @@ class RunDirectory:
     def adapters(self) -> Path:
         """The final adapter, as mlx-lm loads it."""
         return self.path / "adapters"
+
+    @property
+    def atropos(self) -> Path:
+        """What the processes of environments print and keep."""
+        return self.path / PROCESSES
 
     def begin(self) -> None:
         """From here on the directory is written to: delete an earlier run if asked; undo what a kill left half done.
@@ -175,7 +184,11 @@ def _foreign(path: Path) -> list[Path]:
 
 
 def _belongs(inner: Path) -> bool:
-    """Whether an entry of `checkpoints` or `adapters` is a run's."""
-    if is_leftover(inner) or inner.name in IGNORED or inner.name in (TENSORS, CONFIG):
+    """Whether an entry of one of the directories is a run's."""
+    if is_leftover(inner) or inner.name in IGNORED:
+        return True
+    if inner.parent.name == PROCESSES:
+        return OF_PROCESSES.fullmatch(inner.name) is not None
+    if inner.name in (TENSORS, CONFIG):
         return True
     return NAME.fullmatch(inner.name) is not None and inner.is_dir() and not inner.is_symlink()

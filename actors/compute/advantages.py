@@ -14,6 +14,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from actors.compute.sequences import drawn_T
 from protocols.score import ScoredGroup
 
 Array = NDArray[np.float64]
@@ -90,7 +91,7 @@ def advantages(kind: str, rewards: Sequence[ArrayLike], *, deviation: Deviation,
 def environment_advantages(groups: Sequence[ScoredGroup]) -> list[list[Array]]:
     """Advantage of every token as the environment gave it: per group and completion, (T,) float64.
 
-    Raises ValueError naming the group that brings none, or a number that is not finite.
+    Raises ValueError naming the group that brings none, or one that is not finite for a token that the policy drew.
     """
     return [_of_tokens(scored) for scored in groups]
 
@@ -100,7 +101,7 @@ def _of_tokens(scored: ScoredGroup) -> list[Array]:
     if len(scored.token_advantages) != len(scored.rewards):
         raise ValueError(f"{name} brings no token advantages, which learner.advantage = 'environment' learns from")
     rows = [np.asarray(row_T, dtype=np.float64) for row_T in scored.token_advantages]
-    if not all(np.isfinite(row_T).all() for row_T in rows):
+    if not all(np.isfinite(row_T[drawn_T(c)]).all() for c, row_T in zip(scored.group.completions, rows, strict=True)):
         raise ValueError(f"{name} brings token advantages that are not finite")
     return rows
 

@@ -8,12 +8,13 @@ from typing import NamedTuple, Protocol
 import mlx.core as mx
 import mlx.nn as nn
 
-from actors.compute.head_scores import SampledLaw, TokenScores
+from actors.compute.draws import SampledLaw
 from actors.compute.logprobs import TeacherForcing
 from actors.compute.objectives.loss import LossInputs, Strengths, TokenSums, policy_loss
 from actors.compute.objectives.proximal import interpolated_proximal
 from actors.compute.objectives.tokens import Objective
 from actors.compute.sequences import MicroBatch
+from actors.compute.token_scores import TokenScores
 from actors.compute.trees import Parameters, flat, nested
 from protocols.profile import LearnerSection
 
@@ -103,11 +104,11 @@ def micro_gradient(
 
     def loss(traced: Parameters) -> tuple[mx.array, TokenSums, mx.array]:
         with policy.using(traced):
-            logp_N, entropy_N = forcing(micro, law=rules.law)
+            scores: TokenScores = forcing(micro, law=rules.law)
         seen = inputs
         if between:
             proximal_N = interpolated_proximal(
-                mx.stop_gradient(logp_N),
+                mx.stop_gradient(scores.logp_N),
                 inputs.behaviour_N,
                 version_N,
                 version_proximal=moment.version,
@@ -115,9 +116,15 @@ def micro_gradient(
             )
             seen = inputs._replace(proximal_N=proximal_N)
         value, sums = policy_loss(
-            logp_N, entropy_N, seen, settings=rules.settings, strengths=rules.strengths, objective=rules.objective
+            scores.logp_N,
+            scores.entropy_N,
+            seen,
+            cross_entropy_N=scores.cross_entropy_N,
+            settings=rules.settings,
+            strengths=rules.strengths,
+            objective=rules.objective,
         )
-        return value, sums, mx.stop_gradient(logp_N)
+        return value, sums, mx.stop_gradient(scores.logp_N)
 
     # While it traces, MLX puts its tracers into the very containers it is given; others read the learner's.
     own = nested(flat(parameters))
@@ -130,7 +137,8 @@ def micro_gradient(
 
 def known_scores(forcing: TeacherForcing, micro: MicroBatch, law: SampledLaw) -> mx.array:
     """Log-probabilities of a micro-batch's tokens under the weights that the model has now, evaluated: (N,) float32."""
-    scores: TokenScores = forcing(micro, law=law)
+    unaided = micro._replace(table=micro.table._replace(teacher=None))
+    scores: TokenScores = forcing(unaided, law=law)
     mx.eval(scores.logp_N)
     return scores.logp_N
 

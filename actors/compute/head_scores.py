@@ -1,4 +1,4 @@
-"""Log-probabilities and entropies of drawn tokens from hidden states, never holding the vocabulary for all of them."""
+"""Scores of drawn tokens from hidden states, never holding the vocabulary for all of them: see `token_scores`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import mlx.core as mx
 from actors.compute.head import SplitModel
 from actors.compute.token_scores import Draws, SampledLaw, TokenScores, Totals, scoring, token_scores
 
-__all__ = ["LOGITS_BUDGET", "HeadScores", "SampledLaw", "TokenScores", "token_scores"]
+__all__ = ["LOGITS_BUDGET", "Draws", "HeadScores", "SampledLaw", "TokenScores", "token_scores"]
 
 LOGITS_BUDGET = 2**22
 """Logits (rows x vocabulary) that the head computes at once; beyond, it runs in pieces, one after the other."""
@@ -29,19 +29,16 @@ class HeadScores:
         self._split = split
         self._rows = max(1, budget // vocab_size)
 
-    def __call__(
-        self, hidden_N_D: mx.array, target_N: mx.array, support_N_K: mx.array | None, *, law: SampledLaw
-    ) -> TokenScores:
-        """Score `target_N` after `hidden_N_D`: see `token_scores`.
+    def __call__(self, hidden_N_D: mx.array, draws: Draws) -> TokenScores:
+        """Score the targets of `draws` after `hidden_N_D`: see `token_scores`.
 
         Hidden states have gradients, and so have the trainable weights of the head that the model holds in the call.
         """
-        draws = Draws(target_N, support_N_K, law)
         if hidden_N_D.shape[0] <= self._rows:
             totals = scoring(draws)(self._split.head(hidden_N_D))
         else:
             totals = self._in_pieces(hidden_N_D, draws)
-        return TokenScores(totals[0], totals[1])
+        return Totals(*totals).scores(draws)
 
     def _in_pieces(self, hidden_N_D: mx.array, draws: Draws) -> Totals:
         @mx.custom_function
@@ -62,8 +59,7 @@ class HeadScores:
         for rows in self._stretches(hidden_N_D):
             hidden_n_D = _after(pieces[-1] if pieces else (), hidden_N_D[rows])
             pieces.append(Totals(*scoring(draws.at(rows))(self._split.head(hidden_n_D))))
-        logp, entropy, logsumexp = (list(parts) for parts in zip(*pieces, strict=True))
-        return Totals(mx.concatenate(logp), mx.concatenate(entropy), mx.concatenate(logsumexp))
+        return Totals(*(mx.concatenate(list(parts)) for parts in zip(*pieces, strict=True)))
 
     def _backward(
         self, hidden_N_D: mx.array, weights: Weights, draws: Draws, cotangents: Totals, totals: Totals

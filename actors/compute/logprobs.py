@@ -6,16 +6,19 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 
+from actors.compute.draws import Draws, SampledLaw, Teacher
 from actors.compute.head import split_model
-from actors.compute.head_scores import HeadScores, SampledLaw, TokenScores, token_scores
+from actors.compute.head_scores import HeadScores
 from actors.compute.layouts.hidden_states import hidden_states
 from actors.compute.layouts.layer_keys import AttentionLayers
 from actors.compute.layouts.micro_batches import build_micro_batches
 from actors.compute.layouts.padded import PaddedInputs
 from actors.compute.layouts.proof import prove_layout
 from actors.compute.layouts.scored_only import scored_only
-from actors.compute.sequences import MicroBatch
+from actors.compute.sequences import MicroBatch, TokenTable
+from actors.compute.token_scores import TokenScores, score
 from protocols.errors import ModelError
 
 
@@ -53,15 +56,15 @@ class TeacherForcing:
             self.layout = "padded"
 
     def __call__(self, micro: MicroBatch, *, law: SampledLaw) -> TokenScores:
-        """Score every token of the table under `law`: (N,) each, in the order of the table."""
-        table = micro.table
-        position_N, target_N = mx.array(table.position_N), mx.array(table.target_N)
-        support_N_K = None if table.support_N_K is None else mx.array(table.support_N_K)
+        """Score every token of the table under `law`, at its own temperature where the table has one.
+
+        (N,) each, in the order of the table.
+        """
+        position_N, draws = mx.array(micro.table.position_N), draws_of(micro.table, law)
         if self._split is None or self._head is None:
-            logits_N_V = self._whole(micro)[position_N]
-            return token_scores(logits_N_V, target_N, law=law, support_N_K=support_N_K)
+            return score(self._whole(micro)[position_N], draws)
         hidden_N_D = hidden_states(self._split, self._layers, micro.inputs)[position_N]
-        return self._head(hidden_N_D, target_N, support_N_K, law=law)
+        return self._head(hidden_N_D, draws)
 
     def _whole(self, micro: MicroBatch) -> mx.array:
         """Logits at all positions, (B * S, V)."""
@@ -73,5 +76,20 @@ class TeacherForcing:
     def sequence(self, prompt: Sequence[int], tokens: Sequence[int], *, law: SampledLaw) -> TokenScores:
         """Score the tokens after one prompt, at least one each, in the layout in use ("auto": shared): (T,)."""
         (micro,) = build_micro_batches([scored_only(prompt, tokens)], layout=self._proven, budget=1)
-        logp_N, entropy_N = self(micro, law=law)
-        return TokenScores(logp_N[: len(tokens)], entropy_N[: len(tokens)])
+        scores = self(micro, law=law)
+        return TokenScores(scores.logp_N[: len(tokens)], scores.entropy_N[: len(tokens)])
+
+
+def draws_of(table: TokenTable, law: SampledLaw) -> Draws:
+    """The tokens of a table as draws from `law`; where all were drawn at its temperature, that is one number."""
+    temperature_N = None
+    if table.temperature_N is not None:
+        own_N = np.where(table.temperature_N > 0, table.temperature_N, np.float32(law.temperature))
+        temperature_N = None if (own_N == np.float32(law.temperature)).all() else mx.array(own_N)
+    return Draws(
+        target_N=mx.array(table.target_N),
+        support_N_K=None if table.support_N_K is None else mx.array(table.support_N_K),
+        law=law,
+        temperature_N=temperature_N,
+        teacher=None if table.teacher is None else Teacher(*map(mx.array, table.teacher)),
+    )

@@ -9,14 +9,15 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
+from actors.compute.draws import SampledLaw
 from actors.compute.gradient import LearnablePolicy, known_scores
-from actors.compute.head_scores import SampledLaw
 from actors.compute.layouts.micro_batches import build_micro_batches
 from actors.compute.layouts.scored_only import scored_only
 from actors.compute.logprobs import TeacherForcing
 from actors.compute.objectives.kl import MAX_LOG_RATIO
-from actors.compute.sequences import TrainingSequence
+from actors.compute.sequences import TrainingSequence, drawn_T
 from actors.compute.training_batch import MiniBatch
+from actors.compute.training_sequence import temperature_of
 from actors.compute.trees import Parameters
 from protocols.score import ScoredGroup
 
@@ -43,8 +44,8 @@ def moved_by(
     """Estimate KL(before || after) in nats per token, by k3 on the tokens of a few completions of a mini-batch.
 
     before: log-probabilities of the tokens of its micro-batches, as the first gradient found them (with dropout, if
-    there is any); after: parameters. The completions come evenly from its groups; their tokens are taken as drawn by
-    the policy before. budget: positions of a forward pass, as of a gradient's. Yields after each. Not finite where
+    there is any); after: parameters. The completions come evenly from its groups; their drawn tokens are taken as drawn
+    by the policy before. budget: positions of a forward pass, as of a gradient's. Yields after each. Not finite where
     either policy's log-probabilities are not.
     """
     looked = _looked_at(groups, mini, before)
@@ -70,8 +71,12 @@ def _looked_at(groups: Sequence[ScoredGroup], mini: MiniBatch, before: Sequence[
     for (group, i), m, b in everyone[:: -(-len(everyone) // COMPLETIONS)]:
         micro = mini.micro_batches[m]
         completion = groups[group].group.completions[i]
-        sequence = scored_only(groups[group].group.prompt.tokens, completion.tokens)
+        sequence = scored_only(groups[group].group.prompt.tokens, completion.tokens)._replace(
+            supports=completion.supports,
+            drawn_T=drawn_T(completion),
+            temperature=temperature_of(groups[group], i),
+        )
         own_N = (micro.table.sequence_N == b) & (micro.table.weight_N > 0)
         before_T = np.array(before[m], dtype=np.float64)[own_N]
-        looked.append(_Looked(sequence._replace(supports=completion.supports), before_T))
+        looked.append(_Looked(sequence, before_T))
     return looked

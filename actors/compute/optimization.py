@@ -65,7 +65,8 @@ def optimize(
         assert total is not None
         norm = float(np.array(global_norm(total.arrays)))
         mini = batch.mini_batches[index]
-        if not tally.add(total.sums, tokens=mini.tokens, fresh=_fresh(mini, moment), norm=norm):
+        taught = sum(micro.table.taught for micro in mini.micro_batches)
+        if not tally.add(total.sums, tokens=mini.tokens, fresh=_fresh(mini, moment), taught=taught, norm=norm):
             return None
         if norm > 0.0:
             moved = _step(moved, total, stepper, rate=rate, scale=clip_scale(norm, rules.settings.max_grad_norm))

@@ -15,6 +15,7 @@ from actors.compute.logprobs import TeacherForcing
 from actors.compute.objectives.kl import ESTIMATORS
 from actors.compute.reference_policy import ReferencePolicy
 from actors.compute.training_batch import MiniBatch, TokenAdvantages, judge, mini_batches
+from actors.compute.training_sequence import given_reference
 from actors.compute.trees import Parameters
 from protocols.profile import LearnerSection
 from protocols.score import ScoredGroup
@@ -53,7 +54,8 @@ def prepare(
     """Build the batches of an update from `parameters`; yields between forward passes, served weights in the model.
 
     A KL penalty in the reward is the sum over a completion of the estimate for its tokens, with the sampler's
-    log-probabilities as those of the policy, taken before advantages are.
+    log-probabilities as those of the policy, taken before advantages are. Reference log-probabilities that the groups
+    bring are taken as they are.
     """
     settings = rules.settings
 
@@ -67,9 +69,11 @@ def prepare(
             seed=seed,
         )
 
-    in_reward = reference.needed and settings.kl_in == "reward"
     minis = deal(judge(groups, (), settings))
-    references = (yield from _scored(minis, forcing, rules, reference.computing)) if reference.needed else None
+    references = _brought(minis) if given_reference(settings) else None
+    if reference.needed:
+        references = yield from _scored(minis, forcing, rules, reference.computing)
+    in_reward = references is not None and settings.kl_in == "reward"
     penalties = _penalties(groups, minis, references, rules) if in_reward and references else ()
     token_advantages = judge(groups, penalties, settings)
     if in_reward:
@@ -104,6 +108,11 @@ def _scored(
                 scores[-1].append(known_scores(forcing, micro, rules.law))
             yield
     return scores
+
+
+def _brought(minis: Sequence[MiniBatch]) -> Scores:
+    tables = [[micro.table for micro in mini.micro_batches] for mini in minis]
+    return [[mx.array(table.reference_N) for table in part if table.reference_N is not None] for part in tables]
 
 
 def _penalties(

@@ -10,23 +10,26 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 from numpy.typing import NDArray
 
+from actors.compute.draws import Draws, SampledLaw
 from actors.compute.engine.serving import serving
 from actors.compute.gradient import LearnablePolicy
 from actors.compute.head_scores import LOGITS_BUDGET
-from actors.compute.token_scores import Draws, SampledLaw, scoring
+from actors.compute.token_scores import scoring
 from protocols.errors import GenerationError
 from protocols.prompt_logprobs import PromptLogprobs
 
+UNTEMPERED = SampledLaw(temperature=1.0)
 Alternatives = tuple[tuple[int, float], ...]
 
 
 def prompt_logprobs(
-    policy: LearnablePolicy, tokens: Sequence[int], *, top: int, chunk: int
+    policy: LearnablePolicy, tokens: Sequence[int], *, top: int, chunk: int, law: SampledLaw = UNTEMPERED
 ) -> Generator[None, None, PromptLogprobs]:
     """Score every token but the first, with the `top` most probable ones in its place.
 
     The weights are those that serve at the first turn, pinned while others are published. A turn reads at most `chunk`
     tokens, and fewer where their logits would exceed `LOGITS_BUDGET`: that bounds the pause it makes, and its memory.
+    law: the one that all of them are scored under.
     Raises GenerationError where the model's logits are not finite.
     """
     parameters, version = policy.trainable(), policy.version
@@ -40,24 +43,26 @@ def prompt_logprobs(
         with policy.using(parameters), serving(policy.model):
             logits_N_V = policy.model(token_1_N, cache=cache)[0]
             mx.eval(logits_N_V, [layer.state for layer in cache])
-        logp_N, best = _scores(logits_N_V, target_N, min(top, logits_N_V.shape[-1]))
+        logp_N, best = _scores(logits_N_V, target_N, min(top, logits_N_V.shape[-1]), law)
         logprobs += logp_N.tolist()
         alternatives += best
         yield
     return PromptLogprobs(version=version, logprobs=tuple(logprobs), top_logprobs=tuple(alternatives))
 
 
-def _scores(logits_N_V: mx.array, target_N: mx.array, top: int) -> tuple[NDArray[np.float32], list[Alternatives]]:
-    law = SampledLaw(temperature=1.0)
-    totals = scoring(Draws(target_N, None, law))(logits_N_V)
+def _scores(
+    logits_N_V: mx.array, target_N: mx.array, top: int, law: SampledLaw
+) -> tuple[NDArray[np.float32], list[Alternatives]]:
+    draws = Draws(target_N, None, law)
+    totals = scoring(draws)(logits_N_V)
     logp_N = np.array(totals.logp_N)
     if not np.isfinite(logp_N).all():
         raise GenerationError("the model's logits are not finite")
     if not top:
         return logp_N, [()] * len(logp_N)
-    best_N_K = mx.argpartition(-logits_N_V, kth=top - 1, axis=-1)[:, :top]
-    best_logit_N_K = mx.take_along_axis(logits_N_V, best_N_K, axis=-1).astype(mx.float32)
-    best_logp_N_K = np.array(best_logit_N_K - totals.logsumexp_N[:, None])
+    z_N_V = draws.scaled(logits_N_V, None)
+    best_N_K = mx.argpartition(-z_N_V, kth=top - 1, axis=-1)[:, :top]
+    best_logp_N_K = np.array(mx.take_along_axis(z_N_V, best_N_K, axis=-1) - totals.logsumexp_N[:, None])
     token_N_K = np.array(best_N_K)
     order_N_K = np.argsort(-best_logp_N_K, axis=-1, kind="stable")
     return logp_N, [

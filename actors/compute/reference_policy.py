@@ -1,4 +1,4 @@
-"""The policy that the KL penalty pulls towards: the base, a snapshot of the learner, or its moving average."""
+"""The policy that the KL penalty pulls towards: the base, a snapshot of the learner, its average, or another's."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import mlx.core as mx
 
 from actors.compute.gradient import LearnablePolicy
 from actors.compute.objectives.reference import averaged
+from actors.compute.training_sequence import given_reference
 from actors.compute.trees import Parameters, flat, nested
 from protocols.profile import LearnerSection
 
@@ -20,12 +21,15 @@ class ReferencePolicy:
 
     base: adapters off, nothing is kept. snapshot: the learner's first parameters, taken anew every
     `reference_interval` updates; arrays are shared with the learner. average: keeps `ref_ema` of itself with every
-    update, in float32, for in 16 bits small steps would be lost.
+    update, in float32, for in 16 bits small steps would be lost. environment: nothing is kept or computed, for the
+    groups bring its log-probabilities.
+
+    needed: whether log-probabilities under it are computed here.
     """
 
     def __init__(self, policy: LearnablePolicy, settings: LearnerSection) -> None:
         self._policy, self._settings = policy, settings
-        self.needed = settings.kl_beta > 0
+        self.needed = settings.kl_beta > 0 and not given_reference(settings)
         self._types = {name: array.dtype for name, array in flat(policy.trainable()).items()}
         self._arrays: Arrays = {}
         if self.needed and settings.reference != "base":

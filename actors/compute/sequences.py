@@ -7,9 +7,26 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from protocols.sampling import Completion
+
+
+def drawn_T(completion: Completion) -> NDArray[np.bool_]:
+    """Which of its tokens the policy drew: (T,)."""
+    return np.asarray(completion.drawn or (True,) * len(completion.tokens), dtype=bool)
+
+
+class TeacherRows(NamedTuple):
+    """A teacher's alternatives, row by row: tokens, int32, -1 where there are fewer than K; and their shares, float32.
+
+    A row of shares adds up to 1, or to 0 where the teacher said nothing; the share of a -1 is 0.
+    """
+
+    token_T_K: NDArray[np.int32]
+    share_T_K: NDArray[np.float32]
+
 
 class TrainingSequence(NamedTuple):
-    """One completion, ready for a micro-batch; T counts its tokens, at least one. Arrays are (T,).
+    """One completion, ready for a micro-batch; T counts its tokens, at least one of them drawn. Arrays are (T,).
 
     group: which group of the batch it belongs to; completions of a group have the same prompt.
     behaviour_T: log-probability under the sampler. version_T: of the weights that drew the token.
@@ -17,6 +34,10 @@ class TrainingSequence(NamedTuple):
     update, by the aggregation: the loss is the sum of coefficient times token loss over all sequences.
     supports: per token, the tokens that could have been drawn, as little-endian uint32 numbers in ascending order;
     empty where the whole vocabulary could.
+    drawn_T: whether the policy drew the token; None: all of them. Others are read, and whatever else is said of them
+    counts for nothing.
+    temperature: at which the tokens were drawn; 0: the run's. reference_T: log-probabilities under the reference, where
+    the group brings them. teacher: what one would have said at each token.
     """
 
     group: int
@@ -28,6 +49,10 @@ class TrainingSequence(NamedTuple):
     weight_T: NDArray[np.float32]
     coefficient_T: NDArray[np.float32]
     supports: tuple[bytes, ...] = ()
+    drawn_T: NDArray[np.bool_] | None = None
+    temperature: float = 0.0
+    reference_T: NDArray[np.float32] | None = None
+    teacher: TeacherRows | None = None
 
     @property
     def inputs(self) -> int:
@@ -36,12 +61,16 @@ class TrainingSequence(NamedTuple):
 
 
 class TokenTable(NamedTuple):
-    """The completion tokens of a micro-batch in one flat row of length N, padded to a multiple of `TOKEN_BUCKET`.
+    """The completion tokens of a micro-batch that the policy drew, in one flat row of length N.
+
+    N is padded to a multiple of `TOKEN_BUCKET`. What the policy did not draw is in the inputs alone.
 
     position_N: index, in the flattened hidden states of the layout, of the state that predicts the token.
     target_N: the token. sequence_N: its completion, counted within the micro-batch. The rest: see `TrainingSequence`.
     support_N_K: tokens that could have been drawn, padded with -1 at the end of a
     row; None where the whole vocabulary could. Padding in N repeats the first token with weight and coefficient 0.
+    temperature_N: 0 where it is the run's; None where it is everywhere. reference_N: None where the groups bring none.
+    teacher: its rows, (N, K); None where there is none. Padding has no teacher.
     """
 
     position_N: NDArray[np.int32]
@@ -53,6 +82,16 @@ class TokenTable(NamedTuple):
     weight_N: NDArray[np.float32]
     coefficient_N: NDArray[np.float32]
     support_N_K: NDArray[np.int32] | None
+    temperature_N: NDArray[np.float32] | None = None
+    reference_N: NDArray[np.float32] | None = None
+    teacher: TeacherRows | None = None
+
+    @property
+    def taught(self) -> int:
+        """Learnt tokens at which a teacher said something."""
+        if self.teacher is None:
+            return 0
+        return int(np.count_nonzero((self.teacher.share_T_K > 0).any(axis=-1) & (self.weight_N > 0)))
 
 
 class MicroBatch(NamedTuple):

@@ -1,4 +1,4 @@
-"""Log-probability and entropy of drawn tokens from logits, with the backward pass in closed form.
+"""Log-probability, entropy and distillation loss of drawn tokens from logits, with the backward pass in closed form.
 
 Tokens are drawn from softmax((logits + bias) / temperature) over a support. With z its scaled logits,
 L = log sum exp z and p = exp(z - L), in float32 and natural logs:
@@ -6,7 +6,13 @@ L = log sum exp z and p = exp(z - L), in float32 and natural logs:
     log p_y = z_y - L         d log p_y / d z_i = [i = y] - p_i
     H = L - sum p z           d H       / d z_i = -p_i (log p_i + H)
 
-So a backward pass needs three numbers per token beside the logits, and one exponential per logit.
+A teacher's alternatives k, of shares q_k that add up to s = 1 (or to 0, where it said nothing), are held against the
+same law over the whole vocabulary, whatever the support: what a teacher says may be what could not be drawn.
+
+    C = s L - sum_k q_k z_k   d C       / d z_i = s p_i - q_i
+
+So a backward pass needs three numbers per token beside the logits, and one exponential per logit (two where a support
+and a teacher come together).
 """
 
 from __future__ import annotations
@@ -16,54 +22,44 @@ from typing import NamedTuple, cast
 
 import mlx.core as mx
 
+from actors.compute.draws import Draws, SampledLaw, Teacher
 from actors.compute.exponential import exp
 
-LOWEST_LOGIT = -1e9
-"""Logits below it (minus infinity, for words that a model never says) count as this: the entropy stays finite."""
+__all__ = ["Draws", "SampledLaw", "Teacher", "TokenScores", "Totals", "score", "scoring", "token_scores"]
 
 STRETCH = 512
 """So many numbers are added up one after the other, and then the sums of such stretches."""
 
 
-class SampledLaw(NamedTuple):
-    """The distribution tokens were drawn from: softmax((logits + bias) / temperature) over the support.
-
-    temperature: above 0. logit_bias: pairs of a token and what is added to its logit; no token twice.
-    """
-
-    temperature: float
-    logit_bias: tuple[tuple[int, float], ...] = ()
-
-
 class TokenScores(NamedTuple):
-    """Per completion token, float32 nats: log-probability of the token, entropy of the distribution it came from."""
+    """Per completion token, float32 nats: log-probability of the token, entropy of the distribution it came from.
+
+    cross_entropy_N: of the teacher's alternatives under the policy, 0 where the teacher said nothing; None without one.
+    """
 
     logp_N: mx.array
     entropy_N: mx.array
+    cross_entropy_N: mx.array | None = None
 
 
 class Totals(NamedTuple):
-    """What a forward pass leaves to the backward pass: (N,) float32. Also, in this order, their cotangents."""
+    """What a forward pass leaves to the backward pass: (N,) float32. Also, in this order, their cotangents.
+
+    Without a teacher its cross-entropy is 0.
+    """
 
     logp_N: mx.array
     entropy_N: mx.array
     logsumexp_N: mx.array
+    cross_entropy_N: mx.array
 
     def at(self, rows: slice) -> Totals:
         """Those of some of the tokens."""
-        return Totals(self.logp_N[rows], self.entropy_N[rows], self.logsumexp_N[rows])
+        return Totals(*(array[rows] for array in self))
 
-
-class Draws(NamedTuple):
-    """Tokens that were drawn, and from what; see `token_scores`."""
-
-    target_N: mx.array
-    support_N_K: mx.array | None
-    law: SampledLaw
-
-    def at(self, rows: slice) -> Draws:
-        """Some of them."""
-        return Draws(self.target_N[rows], None if self.support_N_K is None else self.support_N_K[rows], self.law)
+    def scores(self, draws: Draws) -> TokenScores:
+        """What others see of them."""
+        return TokenScores(self.logp_N, self.entropy_N, None if draws.teacher is None else self.cross_entropy_N)
 
 
 def token_scores(
@@ -74,8 +70,12 @@ def token_scores(
     logits_N_V: of any floating type. support_N_K: tokens (int32) that could be drawn, each once, the target among
     them; -1 is padding; None is the whole vocabulary. The entropy is in [0, log V], or [0, log K], up to rounding.
     """
-    logp_N, entropy_N, _ = scoring(Draws(target_N, support_N_K, law))(logits_N_V)
-    return TokenScores(logp_N, entropy_N)
+    return score(logits_N_V, Draws(target_N, support_N_K, law))
+
+
+def score(logits_N_V: mx.array, draws: Draws) -> TokenScores:
+    """Score draws of any kind: see `token_scores`."""
+    return Totals(*scoring(draws)(logits_N_V)).scores(draws)
 
 
 def scoring(draws: Draws, known: Totals | None = None) -> Callable[[mx.array], Totals]:
@@ -96,50 +96,63 @@ def scoring(draws: Draws, known: Totals | None = None) -> Callable[[mx.array], T
 
 
 def _totals(logits_N_V: mx.array, draws: Draws) -> Totals:
-    z_N_M = _scaled_logits(logits_N_V, draws)
+    z_N_M = draws.scaled(logits_N_V, draws.support_N_K)
     largest_N_1 = mx.max(z_N_M, axis=-1, keepdims=True)
     z_N_M = z_N_M - largest_N_1
     e_N_M = exp(z_N_M)
     sum_N = _row_sums(e_N_M)
-    logsumexp_N = mx.log(sum_N)
-    logp_N = mx.take_along_axis(z_N_M, _target_column(draws), axis=-1)[:, 0] - logsumexp_N
-    entropy_N = logsumexp_N - _row_sums(e_N_M * z_N_M) / sum_N
-    return Totals(logp_N, entropy_N, logsumexp_N + largest_N_1[:, 0])
+    relative_N = mx.log(sum_N)
+    logp_N = mx.take_along_axis(z_N_M, draws.target_column, axis=-1)[:, 0] - relative_N
+    entropy_N = relative_N - _row_sums(e_N_M * z_N_M) / sum_N
+    logsumexp_N = relative_N + largest_N_1[:, 0]
+    return Totals(logp_N, entropy_N, logsumexp_N, _cross_entropy(logits_N_V, draws, logsumexp_N))
+
+
+def _cross_entropy(logits_N_V: mx.array, draws: Draws, logsumexp_N: mx.array) -> mx.array:
+    """C; logsumexp_N: over the support."""
+    teacher = draws.teacher
+    if teacher is None:
+        return mx.zeros_like(logsumexp_N)
+    whole_N = logsumexp_N if draws.support_N_K is None else _logsumexp(draws.scaled(logits_N_V, None))
+    return mx.sum(teacher.share_N_K * (whole_N[:, None] - draws.scaled(logits_N_V, teacher.token_N_K)), axis=-1)
 
 
 def _logits_gradient(logits_N_V: mx.array, draws: Draws, cotangents: Totals, totals: Totals) -> mx.array:
     """The closed form, as p (slope log p + offset); at the target it is replaced as a whole."""
-    g_logp_N, g_entropy_N = (cotangent_N / draws.law.temperature for cotangent_N in cotangents[:2])
+    g_logp_N, g_entropy_N, g_cross_N = (
+        cotangent_N * draws.inverse_temperature
+        for cotangent_N in (cotangents.logp_N, cotangents.entropy_N, cotangents.cross_entropy_N)
+    )
     slope_N, offset_N = -g_entropy_N, -(g_logp_N + g_entropy_N * totals.entropy_N)
-    logp_N_M = _scaled_logits(logits_N_V, draws) - totals.logsumexp_N[:, None]
+    if draws.teacher is not None:
+        g_cross_N = g_cross_N * draws.teacher.present_N
+        if draws.support_N_K is None:
+            offset_N = offset_N + g_cross_N
+    logp_N_M = draws.scaled(logits_N_V, draws.support_N_K) - totals.logsumexp_N[:, None]
     gradient_N_M = exp(logp_N_M) * (slope_N[:, None] * logp_N_M + offset_N[:, None])
     target_N = g_logp_N + exp(totals.logp_N) * (slope_N * totals.logp_N + offset_N)
-    gradient_N_M = mx.put_along_axis(gradient_N_M, _target_column(draws), target_N[:, None], axis=-1)
+    gradient_N_M = mx.put_along_axis(gradient_N_M, draws.target_column, target_N[:, None], axis=-1)
+    rows_N_1 = mx.arange(logits_N_V.shape[0])[:, None]
     if draws.support_N_K is not None:
-        rows_N_1 = mx.arange(logits_N_V.shape[0])[:, None]
-        gradient_N_M = mx.zeros(logits_N_V.shape).at[rows_N_1, mx.maximum(draws.support_N_K, 0)].add(gradient_N_M)
+        outside_N_V = _beyond_the_support(logits_N_V, draws, g_cross_N)
+        gradient_N_M = outside_N_V.at[rows_N_1, mx.maximum(draws.support_N_K, 0)].add(gradient_N_M)
+    if draws.teacher is not None:
+        pulled_N_K = g_cross_N[:, None] * draws.teacher.share_N_K
+        gradient_N_M = gradient_N_M.at[rows_N_1, mx.maximum(draws.teacher.token_N_K, 0)].subtract(pulled_N_K)
     return gradient_N_M.astype(logits_N_V.dtype)
 
 
-def _scaled_logits(logits_N_V: mx.array, draws: Draws) -> mx.array:
-    """z, over the whole vocabulary or over the support; padding has the lowest logit."""
-    law, support_N_K = draws.law, draws.support_N_K
-    token_N_K = None if support_N_K is None else mx.maximum(support_N_K, 0)
-    chosen_N_M = logits_N_V if token_N_K is None else mx.take_along_axis(logits_N_V, token_N_K, axis=-1)
-    z_N_M = chosen_N_M.astype(mx.float32)
-    if law.logit_bias:
-        tokens, addends = zip(*law.logit_bias, strict=True)
-        bias_V = mx.zeros(logits_N_V.shape[-1]).at[mx.array(tokens)].add(mx.array(addends, dtype=mx.float32))
-        z_N_M = z_N_M + (bias_V if token_N_K is None else bias_V[token_N_K])
-    z_N_M = mx.maximum(z_N_M * (1.0 / law.temperature), LOWEST_LOGIT)
-    return z_N_M if support_N_K is None else mx.where(support_N_K < 0, LOWEST_LOGIT, z_N_M)
+def _beyond_the_support(logits_N_V: mx.array, draws: Draws, g_cross_N: mx.array) -> mx.array:
+    """What tokens outside the support feel too, (N, V): the cross-entropy's s p, nothing without a teacher."""
+    if draws.teacher is None:
+        return mx.zeros(logits_N_V.shape)
+    z_N_V = draws.scaled(logits_N_V, None)
+    return exp(z_N_V - _logsumexp(z_N_V)[:, None]) * g_cross_N[:, None]
 
 
-def _target_column(draws: Draws) -> mx.array:
-    """Where the targets stand among the scaled logits: (N, 1)."""
-    if draws.support_N_K is None:
-        return draws.target_N[:, None]
-    return mx.argmax(draws.support_N_K == draws.target_N[:, None], axis=-1, keepdims=True)
+def _logsumexp(z_N_V: mx.array) -> mx.array:
+    largest_N_1 = mx.max(z_N_V, axis=-1, keepdims=True)
+    return mx.log(_row_sums(exp(z_N_V - largest_N_1))) + largest_N_1[:, 0]
 
 
 def _row_sums(x_N_M: mx.array) -> mx.array:

@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from actors.compute.advantages import advantages, environment_advantages
 from actors.compute.layouts.micro_batches import build_micro_batches
 from actors.compute.objectives.aggregation import coefficients
-from actors.compute.sequences import MicroBatch, TrainingSequence
+from actors.compute.sequences import MicroBatch, drawn_T
+from actors.compute.training_sequence import training_sequence
 from protocols.profile import LearnerSection
 from protocols.sampling import Completion
 from protocols.score import ScoredGroup
@@ -34,13 +35,30 @@ class MiniBatch(NamedTuple):
 def judge(
     groups: Sequence[ScoredGroup], penalties: Sequence[NDArray[np.float64]], settings: LearnerSection
 ) -> TokenAdvantages:
-    """Advantage of every token: of its completion, unless the environment gave them token by token.
+    """Advantage of every token: of its completion, or token by token where the group's environment gave them so.
+
+    Groups that bring advantages of their own have no part in those of the others, whose rewards may be looked at over
+    the whole batch. It is 0 for tokens that the policy did not draw, and for muted completions, whose rewards do count
+    among those of their group.
 
     penalties: taken from the reward of each completion first; empty for none. Where one of them is not finite no
-    advantage is, so that the update will be skipped.
+    advantage of a reward is, so that the update will be skipped.
     """
-    if settings.advantage == "environment":
-        return environment_advantages(groups)
+    own = [settings.advantage == "environment" or bool(group.token_advantages) for group in groups]
+    judged = [g for g, given in enumerate(own) if not given]
+    of_rewards = iter(
+        _by_rewards([groups[g] for g in judged], [penalties[g] for g in judged] if penalties else (), settings)
+    )
+    found = [
+        environment_advantages([group])[0] if given else next(of_rewards)
+        for group, given in zip(groups, own, strict=True)
+    ]
+    return [_where_taught(group, rows) for group, rows in zip(groups, found, strict=True)]
+
+
+def _by_rewards(
+    groups: Sequence[ScoredGroup], penalties: Sequence[NDArray[np.float64]], settings: LearnerSection
+) -> TokenAdvantages:
     if not all(np.isfinite(penalty_G).all() for penalty_G in penalties):
         return [[np.full(len(c.tokens), np.nan) for c in group.group.completions] for group in groups]
     rewards = [np.asarray(group.rewards, dtype=np.float64) for group in groups]
@@ -52,6 +70,15 @@ def judge(
     return [
         [np.full(len(c.tokens), value) for c, value in zip(group.group.completions, values_G, strict=True)]
         for group, values_G in zip(groups, of_completions, strict=True)
+    ]
+
+
+def _where_taught(group: ScoredGroup, rows: Sequence[NDArray[np.float64]]) -> list[NDArray[np.float64]]:
+    """The advantages of what may learn from them, and exact zeros."""
+    muted = group.muted or (False,) * len(rows)
+    return [
+        np.zeros_like(row_T) if silent else np.where(drawn_T(completion), row_T, 0.0)
+        for completion, row_T, silent in zip(group.group.completions, rows, muted, strict=True)
     ]
 
 
@@ -67,10 +94,11 @@ def mini_batches(
     """Deal the groups to at most `mini_batches` parts, and cut each part into micro-batches.
 
     Which groups lie together is a function of `seed`. Completions that nothing is learnt from are left out. Raises
-    ValueError if there is no completion token at all.
+    ValueError if the policy drew no token at all, and for groups that bring no reference log-probabilities where they
+    are learnt from, or temperatures that are none.
     """
-    if not any(c.tokens for g in groups for c in g.group.completions):
-        raise ValueError("an update needs at least one completion token")
+    if not any(c.length for g in groups for c in g.group.completions):
+        raise ValueError("an update needs at least one completion token that the policy drew")
     order = list(range(len(groups)))
     parts = min(settings.mini_batches, len(groups))
     if parts > 1:
@@ -95,7 +123,7 @@ def _mini_batch(
         for i, (length, share) in enumerate(zip(lengths_G, shares_G, strict=True)):
             if length:
                 places.append((g, i))
-                sequences.append(_sequence(g, groups[g], i, token_advantages[g][i], float(share)))
+                sequences.append(training_sequence(g, groups[g], i, token_advantages[g][i], float(share), settings))
     micro = build_micro_batches(sequences, layout=layout, budget=settings.micro_batch_tokens) if sequences else ()
     return MiniBatch(micro, sum(map(sum, lengths)), tuple(places))
 
@@ -103,22 +131,4 @@ def _mini_batch(
 def _learnt(completion: Completion, settings: LearnerSection) -> int:
     """How many tokens of a completion are learnt from."""
     cut_off = settings.mask_truncated and completion.finish_reason == "length"
-    return 0 if cut_off else len(completion.tokens)
-
-
-def _sequence(
-    number: int, group: ScoredGroup, i: int, advantage_T: NDArray[np.float64], share: float
-) -> TrainingSequence:
-    completion = group.group.completions[i]
-    T = len(completion.tokens)
-    return TrainingSequence(
-        group=number,
-        prompt=group.group.prompt.tokens,
-        tokens=completion.tokens,
-        behaviour_T=np.asarray(completion.logprobs, dtype=np.float32),
-        version_T=np.asarray(completion.versions, dtype=np.int32),
-        advantage_T=advantage_T.astype(np.float32),
-        weight_T=np.ones(T, dtype=np.float32),
-        coefficient_T=np.full(T, share, dtype=np.float32),
-        supports=completion.supports,
-    )
+    return 0 if cut_off else completion.length

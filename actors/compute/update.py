@@ -8,10 +8,10 @@ import mlx.core as mx
 from msgspec import Struct
 from msgspec.structs import replace
 
+from actors.compute.draws import SampledLaw
 from actors.compute.fingerprint import fingerprint
 from actors.compute.good_policy import GoodPolicy, Snapshot, part
 from actors.compute.gradient import LearnablePolicy, Rules
-from actors.compute.head_scores import SampledLaw
 from actors.compute.health import AdapterWatch
 from actors.compute.learnable_sampling import require_learnable
 from actors.compute.learner_state import Arrays, LearnerState, state_arrays, state_from_arrays
@@ -37,9 +37,9 @@ class Update(Struct, frozen=True, kw_only=True):
     """What one update made; nothing serves it before it is published.
 
     parameters, version, fingerprint: the newest weights; those before where nothing was applied.
-    advantages: per group, of each completion (the mean over its tokens). applied: whether a step was taken. finite:
-    False where it was not because loss or gradient were not finite; not applied but finite means that the gradient was
-    exactly zero.
+    advantages: per group, of each completion (the mean over the tokens that the policy drew). applied: whether a step
+    was taken. finite: False where it was not because loss or gradient were not finite; not applied but finite means
+    that the gradient was exactly zero.
     """
 
     parameters: Parameters
@@ -102,7 +102,7 @@ class PolicyLearner:
 
         step: batches consumed before this one, which places the update in the schedule; by default the updates applied.
         replayed: groups to learn from beside them. A generator that is closed early changes nothing. Raises ValueError
-        if there is no completion token.
+        if the policy drew no token.
         """
         step = self._state.updates if step is None else step
         rules = Rules(self._settings, self._objective, self._law, self._state.strengths)
@@ -140,7 +140,7 @@ class PolicyLearner:
             version=self.version,
             fingerprint=self.fingerprint,
             metrics=metrics,
-            advantages=_of_completions(batch.advantages[: len(groups)]),
+            advantages=_of_completions(groups, batch.advantages),
             applied=metrics.applied,
             finite=moved is not None,
         )
@@ -218,5 +218,9 @@ class PolicyLearner:
                 self._good.restore(good, kind=self._settings.optimizer)
 
 
-def _of_completions(advantages: TokenAdvantages) -> tuple[tuple[float, ...], ...]:
-    return tuple(tuple(float(a_T.mean()) if len(a_T) else 0.0 for a_T in group) for group in advantages)
+def _of_completions(groups: Sequence[ScoredGroup], advantages: TokenAdvantages) -> tuple[tuple[float, ...], ...]:
+    """Of the groups alone, which come before the replayed ones; tokens that were not drawn have 0."""
+    return tuple(
+        tuple(float(a_T.sum()) / max(1, c.length) for c, a_T in zip(group.group.completions, rows, strict=True))
+        for group, rows in zip(groups, advantages, strict=False)
+    )

@@ -16,17 +16,19 @@ class Tally:
 
     def __init__(self) -> None:
         self._sums = np.zeros(len(TokenSums._fields))
-        self._tokens = self._gradients = self._fresh = 0
+        self._tokens = self._gradients = self._fresh = self._taught = 0
         self._norm = 0.0
 
-    def add(self, sums: mx.array, *, tokens: int, fresh: int, norm: float) -> bool:
+    def add(self, sums: mx.array, *, tokens: int, fresh: int, taught: int, norm: float) -> bool:
         """Count one optimizer step's gradient; whether loss and gradient are finite.
 
-        sums: in `TokenSums` order. fresh: tokens among `tokens` whose mismatch was measured.
+        sums: in `TokenSums` order. fresh: tokens among `tokens` whose mismatch was measured; taught: those
+        with a teacher.
         """
         added = np.array(sums, dtype=np.float64)
         self._sums += added
         self._tokens, self._fresh, self._gradients = self._tokens + tokens, self._fresh + fresh, self._gradients + 1
+        self._taught += taught
         self._norm = norm
         return math.isfinite(norm) and math.isfinite(added[TokenSums._fields.index("loss")])
 
@@ -51,4 +53,5 @@ class Tally:
             kl_beta=strengths.kl_beta,
             entropy_weight=strengths.entropy_weight,
             optimizer_steps=steps,
+            distillation=sums["distilled"] / self._taught if self._taught else 0.0,
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hmac
 import ipaddress
+import re
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
@@ -13,6 +14,8 @@ from actors.gateway.errors import ApiError
 
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
 OPEN_ROUTES = frozenset({"/health"})
+BEARER = "Bearer "
+LABEL = re.compile(r"[A-Za-z0-9_-]{1,32}")
 
 
 def is_loopback(host: str) -> bool:
@@ -51,20 +54,37 @@ class LocalPagesOnly:
 
 
 class ApiKey:
-    """Asks for `Authorization: Bearer <key>` on every route but /health, those that do not exist included."""
+    """Asks for `Authorization: Bearer <key>` or `Bearer <key>:<label>` on every route but /health, unknown ones too."""
 
     def __init__(self, app: ASGIApp, *, key: str) -> None:
-        self._app = app
-        self._expected = f"Bearer {key}".encode()
+        self._app, self._key = app, key
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on, or answer 401; compares in constant time."""
-        if scope["type"] != "lifespan" and scope["path"] not in OPEN_ROUTES:
-            given = Headers(scope=scope).get("authorization", "").encode("latin-1")
-            if not hmac.compare_digest(given, self._expected):
-                refusal = ApiError(
-                    401, "a valid API key is required", code="invalid_api_key", headers={"www-authenticate": "Bearer"}
-                )
-                await refusal.response()(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
+        """Pass the request on, or answer 401."""
+        is_open = scope["type"] == "lifespan" or scope["path"] in OPEN_ROUTES
+        if is_open or has_key(Headers(scope=scope).get("authorization", ""), self._key):
+            await self._app(scope, receive, send)
+        else:
+            headers = {"www-authenticate": "Bearer"}
+            refusal = ApiError(401, "a valid API key is required", code="invalid_api_key", headers=headers)
+            await refusal.response()(scope, receive, send)
+
+
+def has_key(authorization: str, key: str) -> bool:
+    """Tell whether the header has the key, with a label behind it or without; compares in constant time."""
+    expected = (BEARER + key).encode()
+    whole = hmac.compare_digest(authorization.encode("latin-1"), expected)
+    before_label = hmac.compare_digest(authorization.rpartition(":")[0].encode("latin-1"), expected)
+    return whole | before_label
+
+
+def asker(authorization: str, *, key: str) -> str:
+    """Return the label that the client gave itself, behind its key or what stands there where no key is asked for.
+
+    Empty where there is none, or none of at most 32 letters, digits, `-` and `_`.
+    """
+    unlabelled = key and authorization.encode("latin-1") == (BEARER + key).encode()
+    if unlabelled or not authorization.startswith(BEARER):
+        return ""
+    _, found, label = authorization.rpartition(":")
+    return label if found and LABEL.fullmatch(label) else ""

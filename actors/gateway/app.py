@@ -18,7 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from actors.gateway.access import ApiKey, LocalPagesOnly, is_loopback
+from actors.gateway.access import ApiKey, LocalPagesOnly, asker, is_loopback
 from actors.gateway.body import UnreadBodies, read_body
 from actors.gateway.choices import ChatStyle, CompletionStyle, Style
 from actors.gateway.disconnect import until_disconnect
@@ -26,6 +26,7 @@ from actors.gateway.errors import HANDLERS, invalid
 from actors.gateway.generate import generate_ask
 from actors.gateway.metrics import RequestMetrics
 from actors.gateway.native import NativeAsk, Outcome
+from actors.gateway.remembering import Remembering
 from actors.gateway.responses import Answer, ModelCard, ModelList
 from actors.gateway.services import GatewayServices
 from actors.gateway.streaming import EventStream, event_stream
@@ -127,17 +128,17 @@ class _Routes:
         native = await self._read(reader, request)
         began, weights = time.monotonic(), self._services.weights()
         self._metrics.asked(native.ask)
-        outcome = await until_disconnect(request.receive, self._outcome(native, weights))
+        outcome = await until_disconnect(request.receive, self._outcome(request, native, weights))
         reply = native.answer(outcome)
         self._metrics.finished(outcome.completions, time.monotonic() - began)
         return _json(reply, weights.version)
 
-    async def _outcome(self, native: NativeAsk, weights: WeightsReady) -> Outcome:
+    async def _outcome(self, request: Request, native: NativeAsk, weights: WeightsReady) -> Outcome:
         """Complete the prompt and score it, if asked for: second, so that what the engine refuses costs nothing.
 
         One prompt is scored at a time: each holds a cache of its own.
         """
-        results = await self._services.sampler.complete_all(native.ask.requests)
+        results = await self._sampler(request).complete_all(native.ask.requests)
         prompt = None
         if native.prompt_logprobs is not None:
             async with self._scoring:
@@ -146,7 +147,7 @@ class _Routes:
 
     async def _generate(self, request: Request, reader: Reader[Ask], style: Style) -> Response:
         ask = await self._read(reader, request)
-        began, weights = time.monotonic(), self._services.weights()
+        began, weights, sampler = time.monotonic(), self._services.weights(), self._sampler(request)
         self._metrics.asked(ask)
         answer = Answer(style, ask, self._services, weights)
 
@@ -154,15 +155,20 @@ class _Routes:
             self._metrics.finished(completions, time.monotonic() - began)
 
         if not ask.stream:
-            results = await until_disconnect(request.receive, self._services.sampler.complete_all(ask.requests))
+            results = await until_disconnect(request.receive, sampler.complete_all(ask.requests))
             reply = answer.whole(results)
             finished([completion for group in results for completion in group])
             return _json(reply, weights.version)
         # The first event is awaited before the answer begins, so that what the engine refuses is still a 400.
-        events = self._services.sampler.stream_all(ask.requests)
+        events = sampler.stream_all(ask.requests)
         first = await until_disconnect(request.receive, anext(events))
         self._metrics.first_token(time.monotonic() - began)
         return EventStream(event_stream(answer, first, events, finished), {VERSION_HEADER: str(weights.version)})
+
+    def _sampler(self, request: Request) -> Remembering:
+        """Return the sampler of this request's client."""
+        label = asker(request.headers.get("authorization", ""), key=self._services.settings.api_key)
+        return Remembering(self._services.sampler, self._services.drawn, label)
 
     async def _read(self, reader: Reader[T], request: Request) -> T:
         """Validate and tokenise in a worker thread; an endless chat template costs only its request."""

@@ -6,6 +6,8 @@ before the whole body has come (401, 413, 503 ...) would hang the connection's t
 
 from __future__ import annotations
 
+from collections import deque
+
 import anyio
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
@@ -15,6 +17,7 @@ from actors.gateway.errors import ApiError
 
 LINGER_SECONDS = 2.0
 SEND_SECONDS = 60.0
+AHEAD_BYTES = 65_536
 
 
 async def read_body(scope: Scope, receive: Receive, *, max_bytes: int, seconds: float) -> bytes:
@@ -41,6 +44,28 @@ async def read_body(scope: Scope, receive: Receive, *, max_bytes: int, seconds: 
             if not message.get("more_body", False):
                 return b"".join(chunks)
     raise ApiError(408, f"the body did not arrive within {seconds:g} seconds", code="body_timeout")
+
+
+class ReadAhead:
+    """What comes of a body while its request waits; `receive` hands it on first."""
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self._held: deque[Message] = deque()
+        self._size = 0
+
+    async def peek(self) -> Message:
+        """Return the next message and hold it; wait for ever once `AHEAD_BYTES` of the body are held."""
+        if self._size >= AHEAD_BYTES:
+            await anyio.sleep_forever()
+        message = await self._receive()
+        self._held.append(message)
+        self._size += len(message.get("body", b""))
+        return message
+
+    async def receive(self) -> Message:
+        """Return the next message."""
+        return self._held.popleft() if self._held else await self._receive()
 
 
 class UnreadBodies:

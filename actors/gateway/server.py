@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import resource
 import socket
+from contextlib import suppress
 
 import anyio
 from anyio.abc import TaskStatus
@@ -18,13 +20,16 @@ from protocols.errors import GatewayError
 from protocols.profile import GatewaySection
 
 GRACE_SECONDS = 10.0
-BACKLOG = 128
+BACKLOG = 1024
+OPEN_FILES = 8192
 
 
 def listen(settings: GatewaySection) -> socket.socket:
     """Bind the address of the profile and listen on it.
 
-    Raises GatewayError, one line, where it cannot be bound, or where it reaches beyond this machine without an API key.
+    The process may then have `OPEN_FILES` files open, as far as the system lets it: every connection is one, and some
+    systems begin with 256. Raises GatewayError, one line, where it cannot be bound, or where it reaches beyond this
+    machine without an API key.
     """
     host, port = settings.host, settings.port
     if not settings.api_key and not is_loopback(host):
@@ -32,12 +37,23 @@ def listen(settings: GatewaySection) -> socket.socket:
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, _, _, _, address = min(found, key=lambda one: one[0] != socket.AF_INET)
-        return socket.create_server(address[:2], family=family, backlog=BACKLOG)
+        listener = socket.create_server(address[:2], family=family, backlog=BACKLOG)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             advice = "stop what listens there, or choose another with --gateway.port (0: any free one)"
             raise GatewayError(f"port {port} on {host} is already in use: {advice}") from error
         raise GatewayError(f"cannot listen on {host} port {port}: {error}") from error
+    allow_open_files(OPEN_FILES)
+    return listener
+
+
+def allow_open_files(wanted: int) -> None:
+    """Raise this process' limit of open files to so many, or as near as it may be."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        with suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 class Gateway:
@@ -59,6 +75,10 @@ class Gateway:
         """listener: a socket from `listen`, for those who want to know early whether the port is free."""
         self._services, self._listener, self._grace_seconds = services, listener, grace_seconds
         self.requests = 0
+        self.traffic = self._new_traffic()
+
+    def _new_traffic(self) -> Traffic:
+        return Traffic(self._services.settings.max_concurrent, on_admitted=self._count)
 
     def _count(self) -> None:
         self.requests += 1
@@ -66,7 +86,7 @@ class Gateway:
     async def run(self, *, task_status: TaskStatus[str] = anyio.TASK_STATUS_IGNORED) -> None:
         """Serve until cancelled; run again, it binds anew. Raises GatewayError if the address cannot be bound."""
         listener, self._listener = self._listener or listen(self._services.settings), None
-        traffic = Traffic(self._services.settings.max_concurrent, on_admitted=self._count)
+        self.traffic = traffic = self._new_traffic()
         address, ready, stop = base_url(listener), anyio.Event(), anyio.Event()
 
         async def until_stopped() -> None:

@@ -50,6 +50,21 @@ class Completer(Protocol):
         ...
 
 
+class Memory(Protocol):
+    """What the gateway needs of `DrawnLog`."""
+
+    def remember(self, request: SampleRequest, completion: Completion, /, *, asker: str) -> None:
+        """Take note of a completion that ended well, and of who asked for it."""
+        ...
+
+
+class Nobody:
+    """Remembers nothing."""
+
+    def remember(self, request: SampleRequest, completion: Completion, /, *, asker: str) -> None:
+        """Take no note."""
+
+
 class HealthReport(Struct, frozen=True, kw_only=True):
     """How the program is. Only `ok` is answered with 200.
 
@@ -94,7 +109,8 @@ class GatewayServices(Struct, frozen=True, kw_only=True):
 
     sampling: what a request gets where it does not say. weights: the ones that serve now.
     prompt_logprobs: scores a prompt's own tokens, with so many alternatives each; cancelling gives it up.
-    context_length: prompt and completion together, in tokens.
+    context_length: prompt and completion together, in tokens. drawn: remembers what was drawn for clients.
+    record_supports: what top-p, top-k and min-p leave is recorded with it, where top-k bounds it.
     """
 
     sampler: Completer
@@ -107,3 +123,5 @@ class GatewayServices(Struct, frozen=True, kw_only=True):
     numbers: Callable[[], TrainingNumbers]
     context_length: int
     vocab_size: int
+    drawn: Memory = Nobody()
+    record_supports: bool = False

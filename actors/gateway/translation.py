@@ -16,7 +16,7 @@ from msgspec import Struct, structs
 from actors.gateway.errors import ApiError, invalid
 from actors.gateway.requests import ChatRequest, CompletionRequest, GenerationFields, Message, decode, refused
 from actors.gateway.services import GatewayServices
-from protocols.sampling import SampleRequest, Sampling
+from protocols.sampling import MAX_SUPPORT, SampleRequest, Sampling
 from protocols.seeds import completion_seeds
 
 Prompt = tuple[int, ...]
@@ -146,6 +146,7 @@ def build_ask(
                 sampling=_bounded(sampling, prompt, param, None if fit_context else max_tokens, services),
                 seeds=completion_seeds(own_seed, n),
                 reuse_prefix=True,
+                record_support=services.record_supports and 1 <= sampling.top_k <= MAX_SUPPORT,
             )
             for prompt, own_seed in zip(prompts, seeded, strict=True)
         ),
@@ -163,7 +164,7 @@ def _sampling(asked: GenerationFields, top_logprobs: int | None, services: Gatew
     same = ("temperature", "top_p", "min_p", "repetition_penalty", "ignore_eos")
     fields |= {name: getattr(asked, name) for name in same if getattr(asked, name) is not None}
     if asked.top_k is not None:
-        fields["top_k"] = min(asked.top_k, services.vocab_size)
+        fields["top_k"] = asked.top_k if asked.top_k < services.vocab_size else 0
     if asked.stop is not None:
         fields["stop"] = tuple(text for text in ([asked.stop] if isinstance(asked.stop, str) else asked.stop) if text)
     if asked.stop_token_ids is not None:

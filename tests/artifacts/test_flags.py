@@ -12,7 +12,7 @@ from actors.artifacts.profile_file import load_profile
 from actors.artifacts.profile_schema import REQUIRED, Key, settable
 from protocols.errors import ProfileError
 
-OF_A_FORM = {"policy.ranks": "mlp.up_proj=4", "learner.objective": "gspo"}
+OF_A_FORM = {"policy.ranks": "mlp.up_proj=4", "learner.objective": "gspo", "atropos.url": "http://a:1"}
 
 
 def example(key: Key) -> str:

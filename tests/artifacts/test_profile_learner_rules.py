@@ -13,6 +13,7 @@ from protocols.errors import ProfileError
 from protocols.recipes import OBJECTIVES, SHAPES, USES
 from tests.artifacts.test_profile_rules import TAP, profile
 
+ATROPOS = {"enabled": True, "mock": True}
 ENVIRONMENT = {"name": "environment", "factory": "a:B", "mode": "replace", "at": "scorer"}
 DECOUPLED = {"anchor": "proximal", "update_epochs": 2}
 
@@ -43,6 +44,11 @@ DECOUPLED = {"anchor": "proximal", "update_epochs": 2}
         ({"advantage": "mean", "advantage_deviation": "sample"}, "learner.advantage_deviation has no effect"),
         ({"advantage": "leave_one_out", "advantage_epsilon": 1e-6}, "learner.advantage_epsilon has no effect"),
         ({"advantage": "environment"}, "learner.advantage has nothing to learn from: "),
+        ({"reference": "environment"}, "learner.reference has no effect: learner.kl_beta = 0"),
+        ({"kl_beta": 0.1, "reference": "environment"}, "learner.reference has nothing to be computed from: "
+         "atropos.enabled = false"),
+        ({"distillation_weight": 0.1}, "learner.distillation_weight has no effect: atropos.enabled = false: only "
+         "environments bring a teacher"),
         ({"overlong_penalty": 0.5}, "learner.overlong_penalty has no effect"),
         ({"overlong_buffer": 256}, "learner.overlong_buffer is too large: it must be less than sampling.max_tokens"),
         ({"dynamic_limit": 2.0}, "learner.dynamic_limit has no effect"),
@@ -133,6 +139,8 @@ def test_an_objective_takes_the_settings_that_it_reads_and_no_others(objective: 
         {"learner": {"entropy_weight": 0.2, "entropy_decay": 0.9}},
         {"learner": {"optimizer": "muon", "momentum": 0.8, "beta1": 0.8, "epsilon": 1e-6}},
         {"actors": [ENVIRONMENT], "learner": {"advantage": "environment", "outlier_low": 0.5}},
+        {"atropos": ATROPOS, "learner": {"advantage": "environment"}},
+        {"atropos": ATROPOS, "learner": {"kl_beta": 0.1, "reference": "environment", "distillation_weight": 0.1}},
         {"learner": {"outlier_low": 0.5, "outlier_high": 2.0, "off_policy_mask": 0.1}},
         {"learner": {"overlong_buffer": 255, "overlong_penalty": 0.5, "mask_truncated": True}},
         {"learner": {"mini_batches": 20}, "replay": {"capacity": 8, "groups": 4}},

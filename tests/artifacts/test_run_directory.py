@@ -24,6 +24,9 @@ def finished_run(path: Path) -> Path:
     (checkpoint / "state.json").write_text("{}")
     (path / "adapters").mkdir()
     (path / "adapters" / "adapters.safetensors").write_text("")
+    (path / "atropos" / "env_checkpoints" / "arithmetic_0").mkdir(parents=True)
+    for name in ("api-server.log", "arithmetic.log", "arithmetic.log.1", "arithmetic.json"):
+        (path / "atropos" / name).write_text("")
     return path
 
 
@@ -107,7 +110,7 @@ def test_a_directory_of_other_files_is_never_touched(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "stranger", ["notes.txt", "checkpoints/mine", "adapters/merged.gguf", "checkpoints/step-1.txt"]
+    "stranger", ["notes.txt", "checkpoints/mine", "adapters/merged.gguf", "checkpoints/step-1.txt", "atropos/mine.py"]
 )
 def test_cleaning_refuses_before_deleting_anything(tmp_path: Path, stranger: str) -> None:
     """One foreign file in a run directory, at any level a run uses, and all of it stays."""

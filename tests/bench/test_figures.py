@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from bench import collapse, figures, head, objectives
+from bench import collapse, environments, figures, head, objectives
 from bench.collapse import Collapse
+from bench.environments import Trained, permutation_test
 from bench.figures import measured
 from bench.fingerprint import fingerprint
 from bench.head import HeadCost
@@ -27,11 +28,18 @@ OUTCOME = Outcome(
     objective="dapo", seed=1, before=0.5, after=0.96, updates=60, groups=900, discarded=60, seconds=25.0, command="",
     fingerprint=HERE,
 )  # fmt: skip
+TRAINED = Trained(
+    profile="atropos-two", seed=0, updates=6, before=None, after=None, seconds=30.0, rewards=[0.1, 0.2, 0.3] * 2,
+    p_value=0.5, groups={"a": 10, "b": 30}, weights={"a": 1.0, "b": 3.0}, logprob_error=1e-7, command="",
+    fingerprint=HERE,
+)  # fmt: skip
+TABLES = {
+    "collapse": collapse.table([COLLAPSE]), "head": head.table([HEAD]), "objectives": objectives.table([OUTCOME]),
+    "environments": environments.table([TRAINED]),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "text", [collapse.table([COLLAPSE]), head.table([HEAD]), objectives.table([OUTCOME])], ids=["c", "h", "o"]
-)
+@pytest.mark.parametrize("text", TABLES.values(), ids=TABLES.keys())
 def test_every_row_of_a_table_has_a_cell_for_every_heading(text: str) -> None:
     """Otherwise Markdown shows no table."""
     heading, rule, *rows = [line for line in text.splitlines() if line.startswith("|")]
@@ -46,19 +54,17 @@ def test_what_was_not_measured_yet_is_left_and_named_on_one_line(
     """And what was measured is written all the same."""
     page = tmp_path / "docs" / "numerics.md"
     page.parent.mkdir()
-    page.write_text(
-        "".join(f"<!-- {q.NAME}:begin -->\nold\n<!-- {q.NAME}:end -->\n" for q in (objectives, head, collapse))
-    )
+    page.write_text("".join(f"<!-- {name}:begin -->\nold\n<!-- {name}:end -->\n" for name in TABLES))
     monkeypatch.setattr(figures, "ROOT", tmp_path)
     monkeypatch.setattr(figures, "RESULTS", tmp_path / "learning.jsonl")
-    for question, results in ((objectives, [OUTCOME]), (head, []), (collapse, [])):
+    for question, results in ((objectives, [OUTCOME]), (head, []), (collapse, []), (environments, [])):
         monkeypatch.setattr(question, "read", lambda results=results: results)
     assert figures.main([]) == 1
     assert capsys.readouterr().err == (
-        "bench: no results yet, left as it was: learning, head, collapse (python -m bench NAME)\n"
+        "bench: no results yet, left as it was: learning, head, collapse, environments (python -m bench NAME)\n"
     )
     assert "0.960" in page.read_text()
-    assert page.read_text().count("\nold\n") == 2
+    assert page.read_text().count("\nold\n") == 3
 
 
 def test_a_mode_that_was_not_measured_has_no_column() -> None:
@@ -68,3 +74,10 @@ def test_a_mode_that_was_not_measured_has_no_column() -> None:
         swap_longest=2e-4, decode_rate_idle=10.0, decode_rate_learning=5.0, tokens=100, command="", fingerprint=HERE,
     )  # fmt: skip
     assert measured([run]).splitlines()[0] == "| | asynchronous |"
+
+
+def test_a_difference_as_large_as_the_largest_possible_is_significant() -> None:
+    """Of ten values against ten, all larger: one division in 184,756; and none where nothing differs."""
+    assert permutation_test([0.0] * 10, [1.0] * 10) < 1e-3
+    assert permutation_test([0.5] * 10, [0.5] * 10) == 1.0
+    assert permutation_test([1.0] * 10, [0.0] * 10) == 1.0

@@ -13,8 +13,15 @@ from mlx.utils import tree_map
 from mlx_lm.models import qwen3
 from msgspec import convert
 
-from actors.compute.gradient import LearnablePolicy
+from actors.compute.draws import SampledLaw
+from actors.compute.gradient import LearnablePolicy, Moment, Rules, micro_gradient
+from actors.compute.logprobs import TeacherForcing
+from actors.compute.objectives.controllers import initial_strengths
+from actors.compute.objectives.loss import TokenSums
+from actors.compute.objectives.table import objective
 from actors.compute.policy import Policy
+from actors.compute.prepared_batch import prepare
+from actors.compute.reference_policy import ReferencePolicy
 from actors.compute.trees import Parameters, flat
 from actors.compute.update import PolicyLearner
 from protocols.profile import LearnerSection, PolicySection, SamplingSection
@@ -166,6 +173,37 @@ def random_groups(vocab_size: int, *, groups: int = 3, size: int = 4, seed: int 
         )
         for index in range(groups)
     ]
+
+
+def whole_gradient(
+    policy: LearnablePolicy,
+    groups: Sequence[ScoredGroup],
+    settings: LearnerSection,
+    *,
+    law: SampledLaw,
+    max_tokens: int = 100,
+) -> tuple[float, dict[str, np.ndarray]]:
+    """Loss and gradient of a batch at the served parameters, all micro-batches added up in float64."""
+    rules = Rules(settings, objective(settings.objective), law, initial_strengths(settings))
+    forcing = TeacherForcing(policy.model, policy.vocab_size, layout=settings.layout)
+    job = prepare(
+        groups,
+        policy=policy,
+        forcing=forcing,
+        parameters=policy.trainable(),
+        reference=ReferencePolicy(policy, settings),
+        rules=rules,
+        max_tokens=max_tokens,
+        seed=(0,),
+    )
+    batch = finish(job)
+    total, arrays = 0.0, {name: np.zeros(array.shape) for name, array in flat(policy.trainable()).items()}
+    for micro, known in zip(batch.mini_batches[0].micro_batches, batch.known[0], strict=True):
+        part = micro_gradient(policy, forcing, policy.trainable(), micro, known, rules=rules, moment=Moment(0, 0.0))
+        total += float(np.array(part.sums)[TokenSums._fields.index("loss")])
+        for name, array in part.arrays.items():
+            arrays[name] += np.array(array, dtype=np.float64)
+    return total, arrays
 
 
 def finish(job: Generator[None, None, Result]) -> Result:

@@ -13,7 +13,7 @@ import pytest
 from mlx.utils import tree_map
 
 from actors.compute.head import split_model
-from actors.compute.head_scores import HeadScores, SampledLaw, TokenScores
+from actors.compute.head_scores import Draws, HeadScores, SampledLaw, TokenScores
 from actors.compute.trees import flat
 from tests.compute.learning import Bigram
 from tests.models import ARCHITECTURES, tiny
@@ -96,7 +96,7 @@ def score(model: nn.Module, tokens_B_S: mx.array, position_N: mx.array, target_N
     split = split_model(model, VOCAB)
     assert split is not None
     hidden_N_D = split.blocks(tokens_B_S).reshape(tokens_B_S.size, -1)[position_N]
-    return HeadScores(split, VOCAB)(hidden_N_D, target_N, None, law=LAW)
+    return HeadScores(split, VOCAB)(hidden_N_D, Draws(target_N, None, LAW))
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -10,8 +10,9 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
+from actors.compute.draws import Draws, SampledLaw, Teacher
 from actors.compute.head import SplitModel, split_model
-from actors.compute.head_scores import HeadScores, SampledLaw, TokenScores
+from actors.compute.head_scores import HeadScores, TokenScores
 from actors.compute.trees import Parameters, flat
 from tests.compute.learning import Bigram
 from tests.models import tiny
@@ -65,7 +66,7 @@ def gradient(model: nn.Module, scores: Callable[[], TokenScores]) -> tuple[float
 
     def loss(traced: Parameters) -> mx.array:
         model.update(traced)
-        logp_N, entropy_N = scores()
+        logp_N, entropy_N, _ = scores()
         model.update(parameters)
         return mx.sum(logp_N * mx.sin(mx.arange(11))) + 0.4 * mx.sum(entropy_N * mx.cos(mx.arange(11)))
 
@@ -93,8 +94,39 @@ def test_pieces_give_the_scores_and_gradients_of_the_whole(head: str, rows: int,
     model = tiny(architecture, vocab_size=VOCAB, **settings)
     model.train()
     split, head_scores = pieces_of(model, rows)
-    value, arrays = gradient(model, lambda: head_scores(states(split), TARGETS, support, law=LAW))
+    value, arrays = gradient(model, lambda: head_scores(states(split), Draws(TARGETS, support, LAW)))
     expected, expected_arrays = gradient(model, lambda: plain(whole(model), support))
+    assert value == pytest.approx(expected, rel=1e-5)
+    assert_equal(arrays, expected_arrays)
+
+
+TEACHER = Teacher(
+    mx.concatenate([TARGETS[:, None] + mx.array([[3, 0]]), mx.full((11, 1), -1, mx.int32)], axis=-1),
+    mx.array([[0.25, 0.75, 0.0]] * 10 + [[0.0, 0.0, 0.0]]),
+)
+TEMPERATURES = 0.6 + 0.1 * mx.arange(11)
+
+
+@pytest.mark.parametrize("support", [None, SUPPORT], ids=["whole vocabulary", "support"])
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("head", ["tied", "untied"])
+def test_pieces_keep_each_tokens_temperature_and_teacher(head: str, rows: int, support: mx.array | None) -> None:
+    """The same scores and gradients as in one piece, of all three scores."""
+    architecture, settings = HEADS[head]
+    model = tiny(architecture, vocab_size=VOCAB, **settings)
+    model.train()
+    draws = Draws(TARGETS, support, LAW, TEMPERATURES, TEACHER)
+    found = []
+    for count in (100, rows):
+        split, head_scores = pieces_of(model, count)
+
+        def scores(split: SplitModel = split, head_scores: HeadScores = head_scores) -> TokenScores:
+            logp_N, entropy_N, cross_entropy_N = head_scores(states(split), draws)
+            assert cross_entropy_N is not None
+            return TokenScores(logp_N, entropy_N + cross_entropy_N * mx.cos(3 * mx.arange(11)))
+
+        found.append(gradient(model, scores))
+    (expected, expected_arrays), (value, arrays) = found
     assert value == pytest.approx(expected, rel=1e-5)
     assert_equal(arrays, expected_arrays)
 
@@ -113,7 +145,7 @@ def test_a_quantised_head_passes_gradients_through() -> None:
     model = quantised_head()
     split, head_scores = pieces_of(model, 3)
     assert split.head_weights() == {}
-    _, arrays = gradient(model, lambda: head_scores(states(split), TARGETS, None, law=LAW))
+    _, arrays = gradient(model, lambda: head_scores(states(split), Draws(TARGETS, None, LAW)))
     _, expected = gradient(model, lambda: plain(whole(model), None))
     assert_equal(arrays, expected)
 
@@ -125,7 +157,7 @@ def test_weights_in_bfloat16_have_gradients_summed_in_float32() -> None:
 
     def in_pieces_of(rows: int) -> dict[str, mx.array]:
         split, head_scores = pieces_of(model, rows)
-        return gradient(model, lambda: head_scores(states(split), TARGETS, None, law=LAW))[1]
+        return gradient(model, lambda: head_scores(states(split), Draws(TARGETS, None, LAW)))[1]
 
     one_piece = in_pieces_of(100)
     for name, array in in_pieces_of(1).items():
@@ -144,7 +176,7 @@ def test_the_model_holds_what_it_held(rows: int) -> None:
 
     def loss(traced: Parameters) -> mx.array:
         model.update(traced)
-        scores = head_scores(split.blocks(TOKENS)[0], TARGETS[:8], None, law=LAW)
+        scores = head_scores(split.blocks(TOKENS)[0], Draws(TARGETS[:8], None, LAW))
         held = flat(model.parameters())
         assert all(held[name] is array for name, array in flat(traced).items())
         model.update(parameters)
@@ -161,13 +193,14 @@ def test_a_head_trained_under_other_weights_uses_them() -> None:
     hidden_N_D = states(split)
     doubled = {name: 2 * array for name, array in split.head_weights().items()}
     with split.using(doubled):
-        inside = head_scores(hidden_N_D, TARGETS, None, law=LAW)
-    outside = head_scores(2 * hidden_N_D, TARGETS, None, law=LAW)
+        inside = head_scores(hidden_N_D, Draws(TARGETS, None, LAW))
+    outside = head_scores(2 * hidden_N_D, Draws(TARGETS, None, LAW))
     np.testing.assert_allclose(np.array(inside.logp_N), np.array(outside.logp_N), rtol=1e-5)
 
 
+@pytest.mark.parametrize("taught", [False, True])
 @pytest.mark.parametrize("differentiated", [True, False])
-def test_memory_does_not_grow_with_the_number_of_tokens(differentiated: bool) -> None:
+def test_memory_does_not_grow_with_the_number_of_tokens(differentiated: bool, taught: bool) -> None:
     """Four times as many tokens take a few pieces more at most, where one pass over all logits takes 96 pieces more.
 
     How many pieces overlap is a matter of time: operations are begun while others still run.
@@ -183,7 +216,9 @@ def test_memory_does_not_grow_with_the_number_of_tokens(differentiated: bool) ->
         mx.eval(hidden_N_D, target_N)
 
         def loss(hidden_N_D: mx.array) -> mx.array:
-            return sum((mx.sum(score_N) for score_N in head_scores(hidden_N_D, target_N, None, law=LAW)), mx.array(0.0))
+            teacher = Teacher(target_N[:, None], mx.ones((length, 1))) if taught else None
+            scores = head_scores(hidden_N_D, Draws(target_N, None, LAW, teacher=teacher))
+            return sum((mx.sum(score_N) for score_N in scores if score_N is not None), mx.array(0.0))
 
         mx.synchronize()
         mx.reset_peak_memory()

@@ -12,7 +12,7 @@ from actors.compute.trees import flat
 from actors.compute.update import PolicyLearner, Update
 from protocols.errors import ProfileError
 from protocols.profile import LearnerSection, SamplingSection
-from protocols.score import ScoredGroup
+from protocols.score import ScoredGroup, TeacherTokens
 from tests.compute.learning import BigramPolicy, finish, learner, random_groups, same_bits, tiny_policy
 
 UNSCALED = {"max_grad_norm": 0.0, "epsilon": 1e-2}
@@ -55,6 +55,7 @@ EFFECTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "entropy_decay": (0.1, {"entropy_weight": 0.5}),
     "entropy_target": (9.0, {}),
     "entropy_step": (0.5, {"entropy_target": 9.0}),
+    "distillation_weight": (0.5, {}),
     "optimizer": ("sgd", {}),
     "learning_rate": (2e-2, {}),
     "schedule": ("linear", {}),
@@ -97,11 +98,25 @@ def some_cut_off(groups: list[ScoredGroup]) -> list[ScoredGroup]:
     ]
 
 
+def with_a_teacher(groups: list[ScoredGroup]) -> list[ScoredGroup]:
+    """The same groups; a teacher would have said 1 or 3 everywhere."""
+    return [
+        replace(
+            g,
+            teacher=tuple(
+                TeacherTokens(tokens=((1, 3),) * len(c.tokens), logprobs=((-0.5, -1.5),) * len(c.tokens))
+                for c in g.group.completions
+            ),
+        )
+        for g in groups
+    ]
+
+
 def two_updates(**keys: Any) -> Update:
     """The second of two updates of a bigram policy whose ratios leave the clip range on both sides."""
     one = learner(BigramPolicy(), steps=3, **keys)
-    finish(one.update(some_cut_off(random_groups(5))))
-    return finish(one.update(some_cut_off(random_groups(5, seed=1))))
+    finish(one.update(with_a_teacher(some_cut_off(random_groups(5)))))
+    return finish(one.update(with_a_teacher(some_cut_off(random_groups(5, seed=1)))))
 
 
 @pytest.mark.parametrize("key", EFFECTS)

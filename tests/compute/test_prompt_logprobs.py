@@ -45,6 +45,17 @@ def test_the_alternatives_are_the_most_probable_tokens_best_first() -> None:
                 assert dict(place)[token] == pytest.approx(logp_V[token], abs=1e-4)
 
 
+def test_a_temperature_is_that_of_the_law() -> None:
+    """As teacher forcing has it; the alternatives too, which are as many and as probable as the vocabulary has."""
+    policy = tiny_policy()
+    found = finish(prompt_logprobs(policy, TOKENS, top=VOCAB, chunk=5, law=SampledLaw(0.6)))
+    forced = TeacherForcing(policy.model, VOCAB).sequence(TOKENS[:1], TOKENS[1:], law=SampledLaw(0.6))
+    assert found.logprobs == pytest.approx(np.array(forced.logp_N).tolist(), abs=2e-4)
+    for place, token, logprob in zip(found.top_logprobs, TOKENS[1:], found.logprobs, strict=True):
+        assert dict(place)[token] == pytest.approx(logprob, abs=1e-4)
+        assert sum(math.exp(value) for _, value in place) == pytest.approx(1.0, abs=1e-4)
+
+
 def test_weights_that_are_published_meanwhile_change_nothing() -> None:
     """All of a prompt is scored by one version, which the result names; what serves afterwards is the new one."""
     policy = tiny_policy()

@@ -9,7 +9,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from actors.compute.token_scores import SampledLaw, token_scores
+from actors.compute.draws import Draws, SampledLaw, Teacher
+from actors.compute.token_scores import score, token_scores
 
 PLAIN = SampledLaw(1.0)
 LAWS = [PLAIN, SampledLaw(0.6), SampledLaw(1.7, ((3, 2.0), (0, -1.5)))]
@@ -95,7 +96,7 @@ def test_a_support_is_the_vocabulary_with_everything_else_masked() -> None:
     law = SampledLaw(0.8)
 
     def loss(logits_N_V: mx.array, support_N_K: mx.array | None) -> mx.array:
-        logp_N, entropy_N = token_scores(logits_N_V, target_N, law=law, support_N_K=support_N_K)
+        logp_N, entropy_N, _ = token_scores(logits_N_V, target_N, law=law, support_N_K=support_N_K)
         return mx.sum(logp_N * mx.array([1.0, -2.0]) + 0.5 * entropy_N)
 
     masked_N_V = mx.where(mx.array(outside_N_V), -math.inf, logits_N_V)
@@ -118,7 +119,7 @@ def test_words_that_are_never_said_leave_entropy_and_gradient_finite() -> None:
     z_N_V = mx.array([[0.0, -math.inf, 0.0]])
     scores = token_scores(z_N_V, mx.array([0]), law=PLAIN)
     assert scores.entropy_N.item() == pytest.approx(math.log(2.0))
-    gradient = mx.grad(lambda z: sum(s.sum() for s in token_scores(z, mx.array([0]), law=PLAIN)))(z_N_V)
+    gradient = mx.grad(lambda z: sum(s.sum() for s in token_scores(z, mx.array([0]), law=PLAIN)[:2]))(z_N_V)
     np.testing.assert_allclose(np.array(gradient), [[0.5, 0.0, -0.5]], atol=1e-6)
 
 
@@ -141,3 +142,79 @@ def test_narrow_logits_are_scored_in_float32_and_get_gradients_of_their_own_type
     assert scores.logp_N.tolist() == wide.logp_N.tolist()
     gradient = mx.grad(lambda z: mx.sum(token_scores(z, target_N, law=PLAIN).logp_N))(logits_N_V)
     assert gradient.dtype == dtype
+
+
+ALTERNATIVES = [[2, 5, -1], [0, 1, 3], [-1, -1, -1]]
+SHARES = [[0.75, 0.25, 0.0], [0.2, 0.5, 0.3], [0.0, 0.0, 0.0]]
+
+
+def cross_entropy(logits_V: np.ndarray, n: int, law: SampledLaw) -> float:
+    """Of the n-th row of the teacher's alternatives, in float64, from the definition, over the whole vocabulary."""
+    rows = zip(ALTERNATIVES[n], SHARES[n], strict=True)
+    return sum((-share * oracle(logits_V, token, law)[0] for token, share in rows if token >= 0), 0.0)
+
+
+def test_cross_entropy_by_hand() -> None:
+    """Logits ln 1, ln 2, ln 1: p = 1/4, 1/2, 1/4; alternatives 1 and 0 with 3/4 and 1/4: (3/4 + 2/4) ln 2."""
+    teacher = Teacher(mx.array([[1, 0]]), mx.array([[0.75, 0.25]]))
+    logits_1_V = mx.log(mx.array([[1.0, 2.0, 1.0]]))
+
+    def total(z: mx.array) -> mx.array:
+        found = score(z, Draws(mx.array([1]), None, PLAIN, teacher=teacher)).cross_entropy_N
+        assert found is not None
+        return found[0]
+
+    value, gradient = mx.value_and_grad(total)(logits_1_V)
+    assert value.item() == pytest.approx(1.25 * math.log(2.0))
+    np.testing.assert_allclose(np.array(gradient), [[0.25 - 0.25, 0.5 - 0.75, 0.25]], atol=1e-6)
+
+
+@pytest.mark.parametrize("temperatures", [None, [0.5, 2.0, 1.1]])
+@pytest.mark.parametrize("support", [None, [1, 3, 4]])
+@pytest.mark.parametrize("law", LAWS)
+def test_each_token_has_its_own_temperature_and_its_teacher(
+    law: SampledLaw, support: list[int] | None, temperatures: list[float] | None
+) -> None:
+    """Float64 from the definition, differentiated by finite differences; the third token has no teacher."""
+    logits_N_V, target_N = np.random.default_rng(4).normal(size=(3, 6)) * 2, [3, 1, 4]
+    draws = Draws(
+        mx.array(target_N),
+        None if support is None else mx.array([[4, 1, 3, -1]] * 3),
+        law,
+        None if temperatures is None else mx.array(temperatures),
+        Teacher(mx.array(ALTERNATIVES), mx.array(SHARES)),
+    )
+    weights = [[0.7, -1.3, 0.2], [-0.4, 0.9, 1.1], [0.6, 1.7, -2.0]]
+
+    def weighted(logits_N_V: mx.array) -> mx.array:
+        pairs = zip(score(logits_N_V, draws), weights, strict=True)
+        return sum((mx.sum(score_N * mx.array(w)) for score_N, w in pairs if score_N is not None), mx.array(0.0))
+
+    narrow_N_V = mx.array(logits_N_V, dtype=mx.float32)
+    scores, gradient_N_V = score(narrow_N_V, draws), np.array(mx.grad(weighted)(narrow_N_V))
+    for n, target in enumerate(target_N):
+        own = law if temperatures is None else law._replace(temperature=temperatures[n])
+
+        def values(x_V: np.ndarray, n: int = n, target: int = target, own: SampledLaw = own) -> list[float]:
+            return [*oracle(x_V, target, own, support), cross_entropy(x_V, n, own)]
+
+        def total(x_V: np.ndarray, n: int = n, values: Callable[[np.ndarray], list[float]] = values) -> float:
+            return sum(w[n] * value for w, value in zip(weights, values(x_V), strict=True))
+
+        found = [x[n].item() for x in scores if x is not None]
+        assert found == pytest.approx(values(logits_N_V[n]), rel=1e-5, abs=1e-6)
+        np.testing.assert_allclose(gradient_N_V[n], difference(total, logits_N_V[n]), rtol=1e-5, atol=5e-7)
+
+
+def test_a_temperature_for_each_token_that_is_the_laws_gives_the_laws_scores() -> None:
+    """One number or many."""
+    logits_N_V, target_N = mx.random.normal((4, 9), key=mx.random.key(5)), mx.array([1, 2, 3, 4])
+    one = score(logits_N_V, Draws(target_N, None, SampledLaw(0.7)))
+    many = score(logits_N_V, Draws(target_N, None, SampledLaw(9.0), mx.full(4, 0.7)))
+    np.testing.assert_allclose(np.array(many.logp_N), np.array(one.logp_N), rtol=1e-6)
+    np.testing.assert_allclose(np.array(many.entropy_N), np.array(one.entropy_N), rtol=1e-6)
+
+
+def test_without_a_teacher_there_is_no_cross_entropy() -> None:
+    """Nothing that could be mistaken for a perfect one."""
+    assert token_scores(mx.zeros((1, 2)), mx.array([1]), law=PLAIN).cross_entropy_N is None

@@ -54,11 +54,13 @@ class Ended(Struct, frozen=True, kw_only=True):
 class Run:
     """`python pipeline.py` in a process of its own, its output redirected; killed at the end of the `with` block."""
 
-    def __init__(self, run_dir: Path, *flags: str, environment: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, run_dir: Path, *flags: str, environment: dict[str, str] | None = None, small: tuple[str, ...] = SMALL
+    ) -> None:
         self.run_dir = run_dir
         self._err = tempfile.TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115, closed by __exit__
         self.process = subprocess.Popen(
-            [sys.executable, "pipeline.py", "--run-dir", str(run_dir), *SMALL, *flags],
+            [sys.executable, "pipeline.py", "--run-dir", str(run_dir), *small, *flags],
             cwd=REPOSITORY,
             env=os.environ | {"PYTHONIOENCODING": "utf-8"} | (environment or {}),
             stdout=subprocess.PIPE,

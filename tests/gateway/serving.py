@@ -34,6 +34,7 @@ class Served:
         self.numbers = TrainingNumbers()
         self.scored: list[tuple[tuple[int, ...], int]] = []
         self.url = ""
+        self.gateway: Gateway
         self.server = anyio.CancelScope()
         self.http: httpx.AsyncClient
         self.openai: AsyncOpenAI
@@ -78,11 +79,11 @@ async def serving(*, grace_seconds: float = 1.0, **settings: Any) -> AsyncIterat
     engine = FakeEngine()
     engine.version = 3
     served = Served(engine, Sampler(engine.submit_call, engine))
-    gateway = Gateway(services(served, **settings), grace_seconds=grace_seconds)
+    served.gateway = Gateway(services(served, **settings), grace_seconds=grace_seconds)
 
     async def run(*, task_status: TaskStatus[str]) -> None:
         with served.server:
-            await gateway.run(task_status=task_status)
+            await served.gateway.run(task_status=task_status)
 
     try:
         async with anyio.create_task_group() as tasks:

@@ -16,7 +16,11 @@ ROUTES = [
     ("GET", "/nowhere"),
     ("GET", "/health/"),
 ]
-KEYS = [None, "", "Bearer", "Bearer wrong", "secret", "Basic secret", "Bearer secret2", "Bearer " + "x" * 8000]
+KEYS = [
+    None, "", "Bearer", "Bearer wrong", "secret", "Basic secret", "Bearer secret2", "Bearer " + "x" * 8000,
+    "Bearer wrong:secret", "Bearer :secret", "Bearer secret2:label", "Bearer secret:a:b", "secret:label",
+    "Bearer s\xe9",
+]  # fmt: skip
 
 
 async def test_without_the_key_every_route_but_health_is_closed() -> None:
@@ -24,7 +28,7 @@ async def test_without_the_key_every_route_but_health_is_closed() -> None:
     async with serving(api_key="secret") as served:
         for method, path in ROUTES:
             for key in KEYS:
-                headers = {} if key is None else {"authorization": key}
+                headers = {} if key is None else {b"authorization": key.encode("latin-1")}
                 answer = await served.http.request(method, path, headers=headers)
                 assert answer.status_code == 401, (path, key)
                 assert answer.json()["error"]["code"] == "invalid_api_key"
@@ -33,10 +37,11 @@ async def test_without_the_key_every_route_but_health_is_closed() -> None:
 
 
 async def test_with_the_key_the_routes_answer() -> None:
-    """Bearer authentication, as OpenAI's client sends it."""
+    """Bearer authentication, as OpenAI's client sends it; a label may stand behind the key, whatever it is."""
     async with serving(api_key="secret") as served:
-        client = served.openai.with_options(api_key="secret")
-        assert (await client.completions.create(model="policy", prompt="x", max_tokens=1)).choices
+        for key in ("secret", "secret:environment", "secret:", "secret:not a label"):
+            client = served.openai.with_options(api_key=key)
+            assert (await client.completions.create(model="policy", prompt="x", max_tokens=1)).choices
 
 
 @pytest.mark.parametrize("host", ["evil.com", "evil.com:8000", "localhost.evil.com", "", "127.0.0.1.evil.com", "[::1"])

@@ -8,6 +8,7 @@ import anyio
 import pytest
 from msgspec import structs
 
+from actors.gateway import traffic
 from protocols.prompt_logprobs import PromptLogprobs
 from tests.gateway.serving import services, serving
 
@@ -32,8 +33,9 @@ async def test_a_client_that_leaves_frees_the_rows(shape: str) -> None:
         assert len(served.engine.aborted) == (2 if shape == "trl" else 1)
 
 
-async def test_beyond_the_cap_requests_are_told_to_come_back() -> None:
-    """503 with Retry-After while as many as allowed are in flight, whatever their shape; health is still answered."""
+async def test_beyond_the_line_requests_are_told_to_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """503 with Retry-After while as many as allowed are in flight and in line, whatever their shape."""
+    monkeypatch.setattr(traffic, "LONGEST_LINE", 0)
     async with serving(max_concurrent=1) as served:
         served.engine.allow(0)
         route, body = ENDLESS["vllm"]

@@ -182,7 +182,7 @@ async def test_every_sampling_field_reaches_the_engine() -> None:
         )
         sampling = served.engine.asked[0].sampling
         assert (sampling.temperature, sampling.top_p, sampling.min_p) == (0.5, 0.9, 0.1)
-        assert (sampling.top_k, sampling.repetition_penalty) == (CharacterTokenizer.vocab_size, 1.2)
+        assert (sampling.top_k, sampling.repetition_penalty) == (0, 1.2)
         assert (sampling.logit_bias, sampling.stop) == (((7, -3.0),), ("zz",))
         assert (sampling.stop_token_ids, sampling.ignore_eos, sampling.max_tokens) == ((END,), True, 4)
 

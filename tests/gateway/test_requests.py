@@ -184,7 +184,7 @@ async def test_values_that_ask_for_nothing_are_accepted() -> None:
         "user": "u", "metadata": {"a": "b"}, "store": False, "tools": [], "tool_choice": "none", "top_p": None,
         "response_format": {"type": "text"}, "presence_penalty": 0, "frequency_penalty": 0.0, "stop": None,
         "seed": None, "logit_bias": None, "stream": False, "stream_options": None, "top_k": 0,
-        "parallel_tool_calls": True,
+        "parallel_tool_calls": True, "reasoning": {"enabled": True, "effort": "high"},
     }  # fmt: skip
     async with serving() as served:
         assert (await served.post(CHAT, messages=HELLO, **nothing)).status_code == 200

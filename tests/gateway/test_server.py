@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+import resource
 
 import anyio
 import httpx
 import pytest
 
 from actors.gateway.access import is_loopback
-from actors.gateway.server import Gateway, base_url, listen
+from actors.gateway.server import Gateway, allow_open_files, base_url, listen
 from actors.sampler import Sampler
 from protocols.errors import GatewayError
 from protocols.profile import GatewaySection
@@ -98,3 +99,16 @@ async def test_a_gateway_that_is_restarted_answers_again() -> None:
             tasks.cancel_scope.cancel()
         assert url == f"http://127.0.0.1:{port}"
     engine.close()
+
+
+def test_a_low_limit_of_open_files_is_raised() -> None:
+    """Some systems begin with 256, fewer than the connections of one environment; no more is taken than may be."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, before[1]))
+        allow_open_files(300)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (300, before[1])
+        allow_open_files(280)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (300, before[1])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)

@@ -9,7 +9,7 @@ import httpx
 import pytest
 from structlog.testing import capture_logs
 
-from actors.gateway import choices
+from actors.gateway import choices, traffic
 from protocols.errors import RequestError
 from tests.gateway.serving import Served, serving
 
@@ -20,6 +20,13 @@ async def begin_stream(served: Served, **more: object) -> httpx.Response:
     """Open a stream and wait for its head."""
     request = served.http.build_request("POST", "/v1/completions", json=LONG | {"stream": True} | more)
     return await served.http.send(request, stream=True)
+
+
+async def in_line(served: Served, count: int) -> None:
+    """Until so many requests wait for a place."""
+    with anyio.fail_after(10):
+        while served.gateway.traffic.waiting != count:
+            await anyio.lowlevel.checkpoint()
 
 
 async def test_a_client_that_leaves_its_stream_frees_the_rows() -> None:
@@ -46,8 +53,76 @@ async def test_a_client_that_leaves_while_it_waits_frees_the_rows() -> None:
         assert served.engine.aborted == [1, 2]
 
 
-async def test_beyond_the_cap_requests_are_told_to_come_back() -> None:
-    """503 with Retry-After; health is still answered; a free place is taken again."""
+async def test_beyond_the_cap_requests_wait_for_their_turn() -> None:
+    """First come, first served, each as soon as one ends; health is still answered."""
+    async with serving(max_concurrent=1) as served:
+        served.engine.allow(2)
+        answer = await begin_stream(served)
+        finished: list[str] = []
+
+        async def ask(prompt: str) -> None:
+            reply = await served.post("/v1/completions", prompt=prompt, max_tokens=1)
+            assert reply.status_code == 200
+            finished.append(prompt)
+
+        async with anyio.create_task_group() as tasks:
+            for number, prompt in enumerate("abc"):
+                tasks.start_soon(ask, prompt)
+                await in_line(served, number + 1)
+            assert (await served.http.get("/health")).status_code == 200
+            assert (len(served.engine.asked), served.gateway.requests) == (1, 1)
+            served.engine.allow(10**6)
+            await answer.aread()
+        assert finished == ["a", "b", "c"]
+        encode = served.engine.tokenizer.encode
+        assert [asked.prompt for asked in served.engine.asked] == [encode(prompt) for prompt in ("x", *"abc")]
+
+
+async def test_a_client_that_leaves_the_line_is_not_served() -> None:
+    """Nothing of it reaches the engine, and those behind it move up."""
+    async with serving(max_concurrent=1) as served:
+        served.engine.allow(2)
+        answer = await begin_stream(served)
+        behind: list[httpx.Response] = []
+
+        async def stay() -> None:
+            behind.append(await served.post("/v1/completions", prompt="b", max_tokens=1))
+
+        async with anyio.create_task_group() as stays:
+            async with anyio.create_task_group() as leaves:
+                leaves.start_soon(lambda: served.post("/v1/completions", prompt="a"))
+                await in_line(served, 1)
+                stays.start_soon(stay)
+                await in_line(served, 2)
+                leaves.cancel_scope.cancel()
+            await in_line(served, 1)
+            served.engine.allow(10**6)
+            await answer.aread()
+        assert behind[0].status_code == 200
+        assert len(served.engine.asked) == 2
+
+
+async def test_a_body_that_is_larger_than_what_is_read_ahead_arrives_whole() -> None:
+    """What came while the request waited is handed on first."""
+    async with serving(max_concurrent=1) as served:
+        served.engine.allow(2)
+        answer = await begin_stream(served)
+        replies: list[httpx.Response] = []
+
+        async def ask() -> None:
+            replies.append(await served.post("/v1/completions", prompt="b", max_tokens=1, user="u" * 1_000_000))
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(ask)
+            await in_line(served, 1)
+            served.engine.allow(10**6)
+            await answer.aread()
+        assert replies[0].status_code == 200
+
+
+async def test_beyond_the_line_requests_are_told_to_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """503 with Retry-After; a free place is taken again."""
+    monkeypatch.setattr(traffic, "LONGEST_LINE", 0)
     async with serving(max_concurrent=1) as served:
         served.engine.allow(2)
         answer = await begin_stream(served)
@@ -59,6 +134,27 @@ async def test_beyond_the_cap_requests_are_told_to_come_back() -> None:
         served.engine.allow(10**6)
         await answer.aread()
         assert (await served.post("/v1/completions", prompt="x")).status_code == 200
+
+
+async def test_a_stopping_server_sends_the_line_away_at_once() -> None:
+    """503 while those inside still have their time."""
+    async with serving(grace_seconds=10, max_concurrent=1) as served:
+        served.engine.allow(3)
+        answer = await begin_stream(served)
+        replies: list[httpx.Response] = []
+
+        async def ask() -> None:
+            replies.append(await served.post("/v1/completions", prompt="b"))
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(ask)
+            await in_line(served, 1)
+            served.stop()
+        assert replies[0].status_code == 503
+        assert replies[0].json()["error"]["code"] == "shutting_down"
+        assert served.engine.running == 1
+        served.engine.allow(10**6)
+        assert (await answer.aread()).endswith(b"data: [DONE]\n\n")
 
 
 async def test_a_full_line_in_the_engine_is_a_503_too() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import product
 
 from actors.compute.layouts.families import place_shared
 from actors.compute.layouts.packed import place_packed
@@ -34,8 +35,9 @@ def build_micro_batches(sequences: Sequence[TrainingSequence], *, layout: str, b
     """Cut sequences into micro-batches of at most `budget` positions that the blocks compute, padding included.
 
     A sequence longer than the budget gets a micro-batch of its own. layout: a key of `LAYOUTS`. Sequences with
-    recorded supports do not come together with others. Prompts and completions hold at least one token. Equal input
-    gives equal output, and which micro-batches there are depends on tokens and supports alone.
+    recorded supports, or with a teacher, do not come together with others. Prompts hold at least one token, completions
+    at least one that was drawn. Equal input gives equal output, and which micro-batches there are depends on tokens,
+    supports and teachers alone.
     """
     return tuple(
         MicroBatch(
@@ -49,7 +51,11 @@ def build_micro_batches(sequences: Sequence[TrainingSequence], *, layout: str, b
 
 def _placements(sequences: Sequence[TrainingSequence], layout: str, budget: int) -> Iterator[Placement]:
     order = sorted(range(len(sequences)), key=lambda index: -sequences[index].inputs)
-    for recorded in (False, True):
-        part = [index for index in order if bool(sequences[index].supports) == recorded]
+    for kind in product((False, True), repeat=2):
+        part = [index for index in order if _kind(sequences[index]) == kind]
         if part:
             yield from LAYOUTS[layout](sequences, part, budget)
+
+
+def _kind(sequence: TrainingSequence) -> tuple[bool, bool]:
+    return sequence.teacher is not None, bool(sequence.supports)

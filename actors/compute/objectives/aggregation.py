@@ -57,8 +57,8 @@ AGGREGATIONS: Mapping[str, Callable[[Lengths, int], Coefficients]] = MappingProx
 def coefficients(kind: str, lengths: Sequence[Sequence[int]], *, max_tokens: int) -> Coefficients:
     """Coefficient of each learnt token, per group and completion: (G,) float64 each.
 
-    lengths: learnt tokens of every completion of every group. max_tokens: the most that a completion can have.
-    Where nothing is learnt at all, all are 0.
+    lengths: learnt tokens of every completion of every group, which the policy drew. max_tokens: the most that a
+    completion can have. Where nothing is learnt at all, all are 0.
     """
     return AGGREGATIONS[kind]([np.asarray(lengths_G, dtype=np.float64) for lengths_G in lengths], max_tokens)
 

@@ -1,7 +1,7 @@
-"""The loss of a micro-batch: objective, correction, KL penalty and entropy bonus, token by token, and their sum.
+"""The loss of a micro-batch: objective, correction, penalties, bonus and distillation, token by token, and their sum.
 
-N counts the completion tokens of the micro-batch, padding included. Departure from the papers: KL penalty and entropy
-bonus are not weighted by the correction.
+N counts the drawn tokens of the micro-batch, padding included. Departure from the papers: KL penalty, entropy bonus and
+distillation are not weighted by the correction.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class TokenSums(NamedTuple):
     loss: the micro-batch's share in the loss of the update, so with coefficients; the others without, to be divided by
     a count of tokens. kl: to the reference, as estimated. clipped: tokens cut by the objective. ratio, ratio_squared:
     of learner / sampler, whatever the objective's own is against. rejected: tokens that correction or masks weigh 0.
-    mismatch: k3 of sampler against learner on the fresh tokens.
+    mismatch: k3 of sampler against learner on the fresh tokens. distilled: cross-entropy of a teacher's alternatives.
     """
 
     loss: mx.array
@@ -60,6 +60,7 @@ class TokenSums(NamedTuple):
     ratio_squared: mx.array
     rejected: mx.array
     mismatch: mx.array
+    distilled: mx.array
 
 
 def policy_loss(
@@ -70,11 +71,15 @@ def policy_loss(
     settings: LearnerSection,
     strengths: Strengths,
     objective: Objective,
+    cross_entropy_N: mx.array | None = None,
 ) -> tuple[mx.array, TokenSums]:
     """Loss of one micro-batch, to be minimised; the losses of all micro-batches of an update add up to its loss.
 
-    L = sum_t c_t m_t (w_t L_t + kl_beta KL_t - entropy_weight H_t): coefficient c, mask m (weight_N), correction w,
-    objective L_t; the penalty is here only with `kl_in = "loss"`. logp_N, entropy_N: (N,) float32 nats, with gradient.
+    L = sum_t c_t m_t (w_t L_t + kl_beta KL_t - entropy_weight H_t + distillation_weight C_t): coefficient c, mask m
+    (weight_N), correction w, objective L_t; the penalty is here only with `kl_in = "loss"`. logp_N, entropy_N, and C,
+    the cross-entropy of a teacher's alternatives (None: no teacher): (N,) float32 nats, with gradient. C is the forward
+    KL(teacher || policy) over those alternatives up to what is constant: Hinton et al. (arXiv:1503.02531), on tokens
+    that the policy drew: GKD (arXiv:2306.13649).
     Raises ValueError for a correction of a ratio that is against the sampler already.
     """
     if settings.anchor == "sampler" and settings.correction != "none":
@@ -88,6 +93,8 @@ def policy_loss(
         loss_N = loss_N + strengths.kl_beta * kl_N
     if strengths.entropy_weight > 0:
         loss_N = loss_N - strengths.entropy_weight * entropy_N
+    if cross_entropy_N is not None:
+        loss_N = loss_N + settings.distillation_weight * cross_entropy_N
     loss = mx.sum(inputs.coefficient_N * inputs.weight_N * loss_N)
     ratio_N = mx.exp(bounded_log_ratio(logp_N, inputs.behaviour_N))
     counted = (
@@ -98,6 +105,7 @@ def policy_loss(
         mx.square(ratio_N),
         correction_N == 0,
         inputs.fresh_N * k3(inputs.behaviour_N, logp_N),
+        mx.zeros_like(logp_N) if cross_entropy_N is None else cross_entropy_N,
     )
     sums = TokenSums(loss, *(mx.sum(inputs.weight_N * value_N) for value_N in counted))
     return loss, TokenSums(*(mx.stop_gradient(value) for value in sums))

@@ -1,7 +1,8 @@
 """What an objective sees of a micro-batch, and what it returns: the contract of every function in the table.
 
-N counts the completion tokens of the micro-batch, padding included; B its completions. A function of your own has the
-same form, `objective(logp_N, tokens, settings) -> PolicyLoss`, and is named `module:function` in `learner.objective`.
+N counts the tokens of the micro-batch that the policy drew, padding included; B its completions. A function of your
+own has the same form, `objective(logp_N, tokens, settings) -> PolicyLoss`, and is named `module:function` in
+`learner.objective`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from protocols.profile import LearnerSection
 
 
 class Tokens(NamedTuple):
-    """The completion tokens of a micro-batch; every array is (N,), float32 unless said otherwise, without gradient.
+    """The drawn tokens of a micro-batch; every array is (N,), float32 unless said otherwise, without gradient.
 
     anchor_N: log-probability under the policy that the ratio is against (`learner.anchor`), natural log.
     behaviour_N: under the sampler, as recorded when the token was drawn.

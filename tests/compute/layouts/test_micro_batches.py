@@ -60,6 +60,30 @@ def test_every_token_is_placed_once_right_after_what_comes_before_it(layout: str
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("budget", [1, 100, 10_000])
+def test_only_drawn_tokens_are_in_the_table_after_all_that_comes_before_them(layout: str, budget: int) -> None:
+    """What the policy did not draw is part of the context, and has no row of its own."""
+    rng, plain = np.random.default_rng(2), random_sequences(SHAPES)
+    drawn = [rng.random(len(s.tokens)) < 0.5 for s in plain]
+    for drawn_T in drawn:
+        drawn_T[rng.integers(len(drawn_T))] = True
+    sequences = [s._replace(drawn_T=drawn_T) for s, drawn_T in zip(plain, drawn, strict=True)]
+    for micro in build_micro_batches(sequences, layout=layout, budget=budget):
+        table = micro.table
+        real = sum(int(drawn[member].sum()) for member in micro.members)
+        assert len(table.target_N) == -(-real // 64) * 64
+        rows = iter(range(real))
+        for b, member in enumerate(micro.members):
+            s = sequences[member]
+            for t in np.flatnonzero(drawn[member]).tolist():
+                n = next(rows)
+                assert (table.sequence_N[n], table.target_N[n]) == (b, s.tokens[t])
+                assert context(micro.inputs, int(table.position_N[n])) == s.prompt + s.tokens[:t]
+                assert (table.advantage_N[n], table.coefficient_N[n]) == (s.advantage_T[t], s.coefficient_T[t])
+        assert not table.weight_N[real:].any()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("budget", [1, 60, 100, 300])
 def test_a_micro_batch_is_within_its_budget_or_no_larger_than_a_sequence_alone(layout: str, budget: int) -> None:
     """Padding counts, and so do both passes over shared prefixes."""
@@ -117,6 +141,15 @@ def test_a_support_without_tokens_is_refused() -> None:
     (sequence,) = random_sequences(((2, (2,)),))
     with pytest.raises(ValueError, match="the token that was drawn"):
         build_micro_batches([with_supports(sequence, [3], [])], layout="padded", budget=100)
+
+
+def test_supports_of_tokens_that_were_not_drawn_may_be_empty() -> None:
+    """Nobody looks at them."""
+    (sequence,) = random_sequences(((2, (3,)),))
+    sequence = with_supports(sequence, [3, 4], [], [5])._replace(drawn_T=np.array([True, False, True]))
+    (micro,) = build_micro_batches([sequence], layout="padded", budget=100)
+    assert micro.table.support_N_K is not None
+    assert micro.table.support_N_K[:2, :2].tolist() == [[3, 4], [5, -1]]
 
 
 def test_auto_shares_prompts_where_that_saves_an_eighth() -> None:

@@ -146,6 +146,7 @@ def test_a_reference_is_counted_only_where_one_is_kept(tmp_path: Path) -> None:
     assert reference(ADAPTER, kl_beta=0.1, reference="snapshot") == adapter > 0
     assert reference(ADAPTER, kl_beta=0.1, reference="average") == adapter
     assert reference(FULL) == reference(ADAPTER, kl_beta=0.1) == 0
+    assert reference(FULL, kl_beta=0.1, reference="environment") == 0
 
 
 def test_the_optimizers_state_is_what_it_will_be(tmp_path: Path) -> None:

@@ -185,6 +185,7 @@ def test_sums_are_over_learnt_tokens() -> None:
         "ratio_squared": 5.25,
         "rejected": 0.0,
         "mismatch": 1.0 - math.log(2),
+        "distilled": 0.0,
     }
     measured = {name: value.item() for name, value in sums._asdict().items()}
     assert measured == pytest.approx(expected, rel=1e-5)

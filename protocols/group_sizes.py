@@ -1,0 +1,61 @@
+"""Which groups an Atropos API server can put together to batches.
+
+Its batches hold an exact number of sequences, groups are never divided, and smaller groups are handed out only where
+groups of one size fill up to the largest (atroposlib 0.4, `api/utils.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from protocols.profile import EnvironmentSection, Profile
+
+
+def batch_sequences(profile: Profile) -> int:
+    """What the server is told of a batch: sequences, as many as `learner.batch_size` groups of the usual size have."""
+    return profile.learner.batch_size * profile.sampling.group_size
+
+
+def group_size(environment: EnvironmentSection, profile: Profile) -> int:
+    """Completions per prompt of an environment."""
+    return environment.group_size or profile.sampling.group_size
+
+
+def unfillable(batch: int, sizes: Mapping[str, int]) -> str | None:
+    """Say on one line why a batch of so many sequences can never be filled, and what to change; None if it can.
+
+    sizes: of groups, by environment.
+    """
+    if not sizes:
+        return None
+    name, largest = max(sizes.items(), key=lambda item: item[1])
+    if largest > batch:
+        return (
+            f"groups of {largest} ({name}) are larger than a batch of {batch} sequences (learner.batch_size x "
+            "sampling.group_size): lower the group_size, or raise learner.batch_size"
+        )
+    if batch % largest:
+        return (
+            f"groups of {largest} ({name}) never fill a batch of {batch} sequences (learner.batch_size x "
+            f"sampling.group_size), which the server fills exactly: choose a group_size that divides {batch}"
+        )
+    for other, size in sizes.items():
+        if largest % size:
+            return (
+                f"groups of {size} ({other}) never fill up to those of {largest} ({name}), as the server wants it: "
+                f"choose a group_size that divides {largest}"
+            )
+    return None
+
+
+def batches_queued(batch: int, sizes: Mapping[str, int]) -> int:
+    """After how many batches on the server environments should pause: `max_batches_offpolicy`.
+
+    Two, so that nobody idles while the last groups of a batch are made; more where groups of several sizes may lie
+    there that fill nothing yet, lest everybody pauses and nothing is ever filled.
+    """
+    largest = max(sizes.values(), default=0)
+    if all(size == largest for size in sizes.values()):
+        return 2
+    unpacked = sum(largest - size for size in set(sizes.values())) + len(sizes) * largest
+    return 2 + -(-unpacked // batch)

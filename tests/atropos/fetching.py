@@ -1,0 +1,137 @@
+"""A fetcher between a source and a reader that do as the test says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import anyio
+import msgspec
+from msgspec import Raw
+
+from actors.atropos_fetcher import AtroposFetcher
+from actors.runtime.latest import Latest
+from actors.runtime.mailbox import Mailbox
+from protocols.profile import AtroposSection
+from protocols.prompt import Problem, Prompt
+from protocols.rollout import Discarded, RolloutGroup
+from protocols.sampling import Completion
+from protocols.score import GroupOutcome, ScoredGroup
+from protocols.weights import WeightsReady
+from tests.boxes import everything
+
+Batch = Sequence[str] | None
+
+
+class Source:
+    """Hands out batches of names, one each time it is asked; then it waits. closed, opened: how often it was."""
+
+    def __init__(self, batches: Sequence[Batch], *, refusal: Exception | None = None, reachable: bool = True) -> None:
+        self.batches, self.refusal, self.reachable = list(batches), refusal, reachable
+        self.steps: list[int] = []
+        self.opened: list[int] = []
+        self.closed = 0
+
+    async def open(self, *, step: int) -> None:
+        """Be ready, refuse, or wait for ever."""
+        if self.refusal:
+            raise self.refusal
+        if not self.reachable:
+            await anyio.sleep_forever()
+        self.opened.append(step)
+
+    async def batch(self, *, step: int) -> list[Raw] | None:
+        """The next batch."""
+        if not self.batches:
+            await anyio.sleep_forever()
+        self.steps.append(step)
+        batch = self.batches.pop(0)
+        return None if batch is None else [Raw(msgspec.json.encode(name)) for name in batch]
+
+    async def waiting_for(self) -> str:
+        """Say why."""
+        return "Godot"
+
+    async def close(self) -> None:
+        """Count."""
+        self.closed += 1
+
+
+class Reader:
+    """Reads names; those with an exclamation mark are refused."""
+
+    def __init__(self) -> None:
+        self.versions: list[int] = []
+
+    async def read(self, raw: Raw, *, group_id: int, version: int) -> GroupOutcome:
+        """Make a group from the environment of that name."""
+        self.versions.append(version)
+        name = msgspec.json.decode(raw, type=str)
+        problem = Problem(prompt="", answer="", type=name)
+        prompt = Prompt(group_id=group_id, problem=problem, tokens=(1,), seed=0, source=name.strip("!"))
+        if "!" in name:
+            return Discarded(prompt=prompt, reason="invalid", detail="no")
+        completion = Completion(tokens=(2,), logprobs=(-1.0,), versions=(version,), text="", finish_reason="stop")
+        rollout = RolloutGroup(prompt=prompt, completions=(completion,))
+        return ScoredGroup(group=rollout, rewards=(1.0,), parts={})
+
+
+class Scene:
+    """A fetcher of these batches, on cells of its own; two groups make a batch of the run."""
+
+    def __init__(
+        self,
+        batches: Sequence[Batch] = (),
+        *,
+        source: Any = None,
+        ahead: int = 100,
+        groups: int = 1000,
+        capacity: int = 100,
+        reader: Any = None,
+        **more: Any,
+    ) -> None:
+        self.weights, self.refills = Latest[WeightsReady]("weights"), Latest[int]("refills")
+        self.serve(0)
+        self.refills.put(0)
+        self.scored = Mailbox[GroupOutcome]("scored", capacity=capacity)
+        self.outcomes = self.scored.reader()
+        self.source = source or Source(batches)
+        self.reader = reader or Reader()
+        defaults: dict[str, Any] = {"first_group": 0, "received": {}, "lost": {}, "ended": 0}
+        defaults["settings"] = AtroposSection(poll_seconds=0.05)
+        self.box = AtroposFetcher(
+            outbox=self.scored.writer(),
+            source=self.source,
+            reader=self.reader,
+            weights=self.weights,
+            refills=self.refills,
+            groups=groups,
+            batch_size=2,
+            batches_ahead=ahead,
+            **defaults | more,
+        )
+
+    def serve(self, step: int) -> None:
+        """Put the weights of a step in service."""
+        self.weights.put(WeightsReady(version=10 + step, step=step, fingerprint=""))
+
+
+def numbers(outcomes: Sequence[GroupOutcome]) -> list[int]:
+    """The numbers of groups, in order."""
+    return [(one.prompt if isinstance(one, Discarded) else one.group.prompt).group_id for one in outcomes]
+
+
+async def fetched(scene: Scene, *, steps: Callable[[], object]) -> list[GroupOutcome]:
+    """Run until nothing moves, do something, and receive to the end."""
+    received: list[GroupOutcome] = []
+
+    async def read() -> None:
+        received.extend(await everything(scene.outcomes))
+
+    with anyio.fail_after(30):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(scene.box.run)
+            tasks.start_soon(read)
+            await anyio.wait_all_tasks_blocked()
+            steps()
+    return received

@@ -1,0 +1,240 @@
+"""The trainer's side of the API server where things go wrong: each outage is told once, waited out, and mended."""
+
+from __future__ import annotations
+
+import gzip
+from collections.abc import Callable
+from typing import Any
+
+import anyio
+import httpx
+import msgspec
+import pytest
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from structlog.testing import capture_logs
+
+from actors.atropos import client
+from actors.atropos.api import NOTHINGS, AtroposApi
+from actors.atropos.client import Registration
+from protocols.errors import ProfileError
+from tests.atropos.fake_api import FakeApi, endless, truncated
+from tests.atropos.groups import group
+from tests.atropos.until import until
+
+URL = "http://user:secret@atropos.example:8000/prefix"
+SHOWN = "http://atropos.example:8000/prefix"
+
+
+def trainer(fake: FakeApi, *, url: str = "http://atropos.example:8000", reset: bool = True) -> AtroposApi:
+    """A trainer whose batches are two groups of two."""
+    registration = Registration(
+        batch_size=4, max_token_len=64, checkpoint_dir="/kept", save_checkpoint_interval=5, num_steps=9
+    )
+    return AtroposApi(url, registration=registration, reset=reset, poll_seconds=0.05, transport=fake)
+
+
+async def sent(fake: FakeApi, count: int) -> None:
+    """Let environments send so many groups."""
+    async with httpx.AsyncClient(transport=fake, base_url="http://atropos.example:8000") as http:
+        for number in range(count):
+            await http.post("/scored_data", json=group((40,), (41,)) | {"scores": [number, 0.5], "env_id": None})
+
+
+async def test_all_eight_fields_are_registered() -> None:
+    """Null is refused by the server: without wandb its names are empty."""
+    fake = FakeApi()
+    await trainer(fake).open(step=6)
+    assert fake.registered == [
+        {
+            "wandb_group": "",
+            "wandb_project": "",
+            "batch_size": 4,
+            "max_token_len": 64,
+            "checkpoint_dir": "/kept",
+            "save_checkpoint_interval": 5,
+            "starting_step": 6,
+            "num_steps": 9,
+        }
+    ]
+
+
+def refuse(fake: FakeApi) -> None:
+    """Nobody listens."""
+    fake.away = httpx.ConnectError("refused")
+
+
+def hang(fake: FakeApi) -> None:
+    """Nobody answers in time."""
+    fake.away = httpx.ReadTimeout("")
+
+
+def answer(response: Callable[[], Response]) -> Callable[[FakeApi], None]:
+    """Something else is answered three times."""
+
+    def instead(fake: FakeApi) -> None:
+        fake.instead["/batch"] = [response() for _ in range(3)]
+
+    return instead
+
+
+WHOLE = msgspec.json.encode({"batch": [group((40,), (41,))] * 50})
+
+
+@pytest.mark.parametrize(
+    "trouble",
+    [
+        refuse,
+        hang,
+        answer(lambda: PlainTextResponse("oops", status_code=500)),
+        answer(lambda: PlainTextResponse("busy", status_code=503)),
+        answer(lambda: PlainTextResponse("what?", status_code=404)),
+        answer(lambda: Response(status_code=307, headers={"location": "http://elsewhere.example"})),
+        answer(lambda: PlainTextResponse("<html>")),
+        answer(lambda: JSONResponse({"batch": 5})),
+        answer(lambda: JSONResponse({})),
+        answer(lambda: Response(b'{"batch": ' + b"[" * 100_000)),
+        answer(lambda: truncated(WHOLE, "identity")),
+        answer(lambda: truncated(gzip.compress(WHOLE), "gzip")),
+        answer(lambda: Response(WHOLE, headers={"content-encoding": "gzip"})),
+        answer(lambda: Response(WHOLE, headers={"content-encoding": "br"})),
+        answer(lambda: JSONResponse({"status": "error", "message": "Trainer not registered.", "batch": []})),
+    ],
+)
+async def test_an_outage_is_told_once_and_waited_out(trouble: Callable[[FakeApi], None]) -> None:
+    """Then the trainer registers again, at the step that it has reached by then, and goes on."""
+    fake = FakeApi()
+    api = trainer(fake)
+    await api.open(step=0)
+    await sent(fake, 2)
+    trouble(fake)
+    batches: list[Any] = []
+
+    async def fetch() -> None:
+        batches.append(await api.batch(step=5))
+
+    with capture_logs() as logs:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(fetch)
+            await until(lambda: len(fake.asked) >= 9 or bool(batches))
+            fake.away = None
+    assert [len(batch) for batch in batches] == [2]
+    assert [entry["log_level"] for entry in logs] == ["warning", "info"]
+    assert logs[0]["url"] == logs[1]["url"] == "http://atropos.example:8000"
+    assert fake.registered[-1]["starting_step"] == 5
+
+
+async def test_a_server_that_is_not_there_yet() -> None:
+    """It may be started after the trainer."""
+    fake = FakeApi()
+    refuse(fake)
+    api = trainer(fake)
+    with capture_logs() as logs:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(lambda: api.open(step=0))
+            await until(lambda: len(fake.asked) >= 3)
+            assert fake.registered == []
+            fake.away = None
+    assert len(fake.registered) == 1
+    assert [entry["log_level"] for entry in logs] == ["warning", "info"]
+
+
+@pytest.mark.parametrize("away", ["open", "batch"])
+async def test_waiting_can_be_given_up(away: str) -> None:
+    """A run that is stopped does not wait for a server."""
+    fake = FakeApi()
+    api = trainer(fake)
+    if away == "batch":
+        await api.open(step=0)
+    refuse(fake)
+    with anyio.move_on_after(0.2) as scope:
+        await (api.open(step=0) if away == "open" else api.batch(step=0))
+    assert scope.cancelled_caught
+    await api.close()
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        lambda: PlainTextResponse("not found", status_code=404),
+        lambda: PlainTextResponse("forbidden", status_code=403),
+        lambda: Response(status_code=302, headers={"location": "/login"}),
+        lambda: PlainTextResponse("<html>welcome</html>"),
+        lambda: JSONResponse({"status": "ok"}),
+    ],
+)
+async def test_an_address_where_something_else_answers(response: Callable[[], Response]) -> None:
+    """The user is told at once; credentials in the address are not."""
+    fake = FakeApi()
+    fake.instead["/prefix/info"] = [response()]
+    with pytest.raises(ProfileError) as caught:
+        await trainer(fake, url=URL).open(step=0)
+    assert f"atropos.url {SHOWN} is not an Atropos API server (" in str(caught.value)
+    assert "run-api" in str(caught.value)
+    assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("url", ["http://host:99999", "http://host:port", "http://@", "http://xn--a", "http://h:-1"])
+def test_what_is_no_address(url: str) -> None:
+    """It is told before anything is asked."""
+    with pytest.raises(ProfileError, match=r"atropos\.url is no address"):
+        trainer(FakeApi(), url=url)
+
+
+async def test_a_server_that_had_a_trainer_is_cleared_once() -> None:
+    """Environments of that trainer end with it, so it is said; a fresh server is not cleared."""
+    fake = FakeApi()
+    with capture_logs() as logs:
+        await trainer(fake).open(step=0)
+        assert "GET /reset_data" not in fake.asked
+        await trainer(fake).open(step=0)
+    assert fake.asked.count("GET /reset_data") == 1
+    assert len(logs) == 1
+    assert "must be started again" in logs[0]["event"]
+
+
+async def test_a_network_that_stumbles_does_not_clear_the_server() -> None:
+    """What environments have sent is still there."""
+    fake = FakeApi()
+    api = trainer(fake)
+    await api.open(step=0)
+    await sent(fake, 2)
+    fake.instead["/batch"] = [PlainTextResponse("busy", status_code=503)]
+    assert len(await api.batch(step=0) or []) == 2
+    assert "GET /reset_data" not in fake.asked
+
+
+async def test_a_batch_too_large_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is told as an error; the next one comes."""
+    monkeypatch.setattr(client, "LARGEST_BODY", 10_000)
+    fake = FakeApi()
+    api = trainer(fake)
+    await api.open(step=0)
+    await sent(fake, 2)
+    fake.instead["/batch"] = [
+        endless(b" " * 1000, 11),
+        Response(gzip.compress(b" " * 10_001), headers={"content-encoding": "gzip"}),
+    ]
+    with capture_logs() as logs:
+        assert await api.batch(step=0) is None
+        assert await api.batch(step=0) is None
+    assert [entry["log_level"] for entry in logs] == ["error"] * 2
+    assert len(await api.batch(step=0) or []) == 2
+
+
+async def test_nothing_for_long_is_looked_into() -> None:
+    """Now and then it is checked that the server still knows the trainer: not with every look."""
+    fake = FakeApi()
+    api = trainer(fake)
+    await api.open(step=0)
+    before = fake.asked.count("GET /info")
+    for _ in range(3 * NOTHINGS):
+        assert await api.batch(step=0) is None
+    assert fake.asked.count("GET /info") - before == 3
+
+
+async def test_asking_why_never_fails() -> None:
+    """Nor does it wait for a server that is away."""
+    fake = FakeApi()
+    api = trainer(fake)
+    refuse(fake)
+    assert await api.waiting_for() == "the server cannot say why: GET /status: refused"

@@ -1,0 +1,40 @@
+"""How a sequence was drawn: spans, and the versions of tokens between them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from actors.atropos.behaviour import Behaviour, runs, versions
+
+
+@pytest.mark.parametrize(
+    ("trained", "expected"),
+    [
+        ([0, 0, 0], []),
+        ([1, 1, 1], [(0, 3)]),
+        ([0, 1, 1, 0, 1], [(1, 3), (4, 5)]),
+        ([1, 0, 0, 1], [(0, 1), (3, 4)]),
+    ],
+)
+def test_spans_are_the_longest_stretches(trained: list[int], expected: list[tuple[int, int]]) -> None:
+    """Each one turn of the policy, where the environment speaks in between."""
+    assert runs(np.array(trained, dtype=bool)) == expected
+
+
+@pytest.mark.parametrize(
+    ("trained", "expected"),
+    [
+        ([0, 0, 0, 0], [9, 9, 9, 9]),
+        ([0, 1, 0, 1], [4, 4, 4, 6]),
+        ([1, 0, 0, 0], [3, 3, 3, 3]),
+        ([0, 0, 1, 0], [5, 5, 5, 5]),
+    ],
+)
+def test_versions_of_tokens_that_were_not_drawn(trained: list[int], expected: list[int]) -> None:
+    """That of the drawn token before; of the first for those before it; of the reading where none was drawn."""
+    version_T = np.array([3, 4, 5, 6] if any(trained) else [9] * 4, dtype=np.int32)
+    sequence = Behaviour(
+        logprob_T=np.zeros(4, dtype=np.float32), version_T=version_T, unknown=[], supports={}, temperature=1.0
+    )
+    assert versions(sequence, np.array(trained, dtype=bool)).tolist() == expected

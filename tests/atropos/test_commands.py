@@ -1,0 +1,184 @@
+"""Command lines of environments: what they say, what they keep to themselves, and that atroposlib understands them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from actors.artifacts.profile_file import load_profile
+from actors.atropos.commands import Command, environment_command, reachable, server_command
+from tests.atropos.counterpart import python_with_atropos
+
+SHOWS_SETTINGS = '''
+"""An environment that shows how it is set, and ends."""
+import json
+from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig
+
+class Config(BaseEnvConfig):
+    names: list[str] = []
+    bias: float = 0.0
+
+class Shows(BaseEnv):
+    name = "shows"
+    env_config_cls = Config
+    @classmethod
+    def config_init(cls):
+        return Config(), [APIServerConfig()]
+    async def setup(self):
+        server = self.server.servers[0]
+        shown = {"env": self.config.model_dump(mode="json"), "openai": server.config.model_dump(mode="json")}
+        print("SHOWN", type(server).__name__, json.dumps(shown), flush=True)
+        raise SystemExit(0)
+    async def get_next_item(self): ...
+    async def evaluate(self): ...
+
+if __name__ == "__main__":
+    Shows.cli()
+'''
+
+
+def command(python: str = "python3", /, **overrides: Any) -> Command:
+    """Of the first of the environments of a profile."""
+    settings = {"atropos.python": python, **overrides}
+    profile = load_profile("atropos-local", settings)
+    section = profile.environments[0]
+    return environment_command(section, profile, server_url="http://127.0.0.1:1", gateway_url="http://0.0.0.0:8000")
+
+
+def flag(command: Command, name: str) -> str | None:
+    """The value that a flag is given once."""
+    found = [text.partition("=")[2] for text in command.argv if text.startswith(f"--{name}=")]
+    assert len(found) <= 1
+    return found[0] if found else None
+
+
+def mine(**keys: Any) -> list[dict[str, Any]]:
+    """One environment, beside another."""
+    return [{"name": "mine", "script": "mine.py", **keys}, {"name": "other", "script": "other.py"}]
+
+
+def test_a_command_says_what_the_run_has_decided() -> None:
+    """Sizes, addresses, names; the label by which the gateway knows who asks."""
+    made = command(
+        environments=mine(weight=3.0, group_size=4, min_batch_allocation=0.25), **{"sampling.max_tokens": 64}
+    )
+    said = {
+        "slurm": "false",
+        "env.group_size": "4",
+        "env.batch_size": "128",
+        "env.inference_weight": "3.0",
+        "env.min_batch_allocation": "0.25",
+        "env.rollout_server_url": "http://127.0.0.1:1",
+        "env.max_token_length": "64",
+        "env.use_wandb": "false",
+        "env.wandb_name": "mine",
+        "env.steps_per_eval": "0",
+        "openai.base_url": "http://127.0.0.1:8000/v1",
+        "openai.server_type": "vllm",
+        "openai.model_name": "policy",
+        "openai.api_key": "clotho:mine",
+    }
+    assert {name: flag(made, name) for name in said} == said
+    assert flag(made, "env.tokenizer_name") == flag(made, "openai.tokenizer_name")
+    assert Path(flag(made, "env.tokenizer_name") or "").is_dir()
+    assert made.argv[2:4] == (str(Path.cwd() / "mine.py"), "serve")
+    assert flag(command(environments=mine()), "env.min_batch_allocation") is None
+
+
+def test_options_have_the_last_word() -> None:
+    """A key is a flag of `--env`; one with a dot is the whole name."""
+    made = command(environments=mine(options={"max_token_length": 9, "use_wandb": True, "openai.timeout": 5}))
+    assert (flag(made, "env.max_token_length"), flag(made, "env.use_wandb"), flag(made, "openai.timeout")) == (
+        "9",
+        "true",
+        "5",
+    )
+
+
+def test_what_no_flag_can_say_is_a_file() -> None:
+    """atroposlib reads one value after a flag."""
+    made = command(environments=mine(options={"names": ["a", "b"], "deep": {"x": 1}}))
+    assert made.settings == {"env": {"names": ["a", "b"], "deep": {"x": 1}}}
+    assert flag(made, "env.names") is None
+    assert command(environments=mine()).settings == {}
+
+
+def test_an_api_key_is_on_no_command_line() -> None:
+    """`ps` shows those to everybody; nor among the variables."""
+    made = command(environments=mine(), **{"gateway.api_key": "s3cret"})
+    assert made.settings == {"openai": {"api_key": "s3cret:mine"}}
+    assert "s3cret" not in json.dumps([made.argv, made.variables])
+    assert made.secret == "s3cret"
+    own = command(environments=mine(options={"openai.api_key": "theirs"}))
+    assert own.settings == {"openai": {"api_key": "theirs"}}
+    assert own.secret == "theirs"
+
+
+def test_variables_are_inherited_and_the_users_own_win(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for what cannot work otherwise: output as it comes, and this machine without a proxy."""
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("MINE", "kept")
+    monkeypatch.setenv("no_proxy", "a.b")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    made = command().variables
+    assert (made["WANDB_MODE"], made["MINE"], made["OMP_NUM_THREADS"]) == ("offline", "kept", "1")
+    assert (made["PYTHONUNBUFFERED"], made["no_proxy"]) == ("1", "a.b,127.0.0.1,localhost")
+    assert made["HF_HUB_OFFLINE"] == made["TRANSFORMERS_OFFLINE"] == "1"
+    assert "HF_HUB_OFFLINE" not in command(**{"model.path": "some/repository"}).variables
+
+
+def test_environments_are_told_how_the_run_samples() -> None:
+    """As JSON in CLOTHO_SAMPLING."""
+    made = command(**{"sampling.temperature": 0.7, "sampling.top_k": 5, "sampling.max_tokens": 32})
+    assert json.loads(made.variables["CLOTHO_SAMPLING"]) == {
+        "temperature": 0.7, "top_p": 1.0, "top_k": 5, "min_p": 0.0, "max_tokens": 32,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("bound", "reached"),
+    [
+        ("http://0.0.0.0:8000", "http://127.0.0.1:8000"),
+        ("http://[::]:8000", "http://[::1]:8000"),
+        ("http://10.0.0.1:8000", "http://10.0.0.1:8000"),
+    ],
+)
+def test_a_wildcard_is_reached_on_the_loopback(bound: str, reached: str) -> None:
+    """Nobody can connect to every address at once."""
+    assert reachable(bound) == reached
+
+
+def test_the_server_is_for_this_machine_alone() -> None:
+    """atroposlib's default is every address, without a key."""
+    assert server_command("python3", port=5).argv[1:] == (
+        "-m", "atroposlib.cli.run_api", "--host", "127.0.0.1", "--port", "5",
+    )  # fmt: skip
+
+
+def test_atroposlib_understands_the_command(tmp_path: Path) -> None:
+    """Every flag and every setting arrives in a real environment, as the type that it expects."""
+    script, settings = tmp_path / "shows.py", tmp_path / "settings.json"
+    script.write_text(SHOWS_SETTINGS, encoding="utf-8")
+    options = {"names": ["a", "b"], "bias": -3.5, "openai.timeout": 77}
+    section = {"name": "mine", "script": str(script), "min_batch_allocation": 0.5, "group_size": 4, "options": options}
+    made = command(python_with_atropos(), environments=[section], **{"gateway.api_key": "s3cret"})
+    settings.write_text(json.dumps(made.settings), encoding="utf-8")
+    asked = subprocess.run(
+        [*made.argv, f"--config={settings}"], env=made.variables, capture_output=True, text=True, check=False
+    )
+    shown = [line for line in asked.stdout.splitlines() if line.startswith("SHOWN")]
+    assert shown, asked.stdout + asked.stderr
+    _, kind, text = shown[0].split(" ", 2)
+    found = json.loads(text)
+    assert kind == "VLLMServer"
+    assert (
+        found["openai"] | {"api_key": "s3cret:mine", "base_url": "http://127.0.0.1:8000/v1", "timeout": 77}
+        == (found["openai"])
+    )
+    expected = {"group_size": 4, "min_batch_allocation": 0.5, "names": ["a", "b"], "bias": -3.5, "use_wandb": False}
+    assert found["env"] | expected == found["env"]

@@ -1,0 +1,171 @@
+"""The stand-in: groups like an environment's, made over the HTTP API that environments use."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+from structlog.testing import capture_logs
+
+from actors.atropos.mock import MockAtropos
+from protocols.profile import SamplingSection
+from protocols.prompt import Prompt
+from protocols.rollout import Discarded, RolloutGroup
+from protocols.score import GroupOutcome, ScoredGroup
+from tests.atropos.fake_api import FIELDS
+from tests.atropos.groups import Scene
+from tests.boxes import prompt
+from tests.gateway.serving import Served, serving
+
+SAMPLING = SamplingSection(group_size=3, max_tokens=6, ignore_eos=True, temperature=0.5)
+
+
+class Lengths:
+    """The reward of a completion is its place in the group; it remembers what it judged."""
+
+    def __init__(self) -> None:
+        self.judged: list[RolloutGroup] = []
+
+    async def score(self, group: RolloutGroup) -> GroupOutcome:
+        """Reward a group, but for the prompt that begins with 13."""
+        self.judged.append(group)
+        if group.prompt.tokens[0] == 13:
+            return Discarded(prompt=group.prompt, reason="reward_error", detail="no luck")
+        return ScoredGroup(group=group, rewards=tuple(float(i) for i in range(len(group.completions))), parts={})
+
+
+def make(number: int) -> Prompt:
+    """The prompt of a number."""
+    return prompt(number, (number, 7, 9))
+
+
+@asynccontextmanager
+async def standing_in(
+    *, first: int = 0, max_choices: int = 64, **gateway: Any
+) -> AsyncIterator[tuple[MockAtropos, Lengths, Served]]:
+    """A stand-in in front of a real server with a fake engine."""
+    rewards = Lengths()
+    async with serving(**gateway) as served:
+        mock = MockAtropos(
+            served.url,
+            api_key=gateway.get("api_key", ""),
+            make=make,
+            first=first,
+            rewards=rewards,
+            sampling=SAMPLING,
+            batch_size=2,
+            max_choices=max_choices,
+        )
+        yield mock, rewards, served
+        await mock.close()
+
+
+async def test_a_batch_has_everything_that_a_server_would_send() -> None:
+    """Labels for masks, 1.0 where nothing was drawn, and the engine's own log-probabilities where it was."""
+    async with standing_in(first=20) as (mock, rewards, served):
+        await mock.open(step=0)
+        batch = await mock.batch(step=0)
+        assert batch
+        for raw, begins in zip(batch, (20, 21), strict=True):
+            group = msgspec.json.decode(raw)
+            assert set(group) == set(FIELDS)
+            assert group["scores"] == [0.0, 1.0, 2.0]
+            judged = next(one for one in rewards.judged if one.prompt.tokens[0] == begins)
+            for i, completion in enumerate(judged.completions):
+                assert group["tokens"][i] == [begins, 7, 9, *completion.tokens]
+                assert group["masks"][i] == [-100] * 3 + list(completion.tokens)
+                assert group["inference_logprobs"][i] == [1.0] * 3 + list(completion.logprobs)
+                assert len(completion.text) == 6
+        requests = served.engine.asked
+        assert [len(request.seeds) for request in requests] == [3, 3]
+        assert {request.sampling.temperature for request in requests} == {0.5}
+        assert requests[0].sampling.ignore_eos
+
+
+async def test_the_reader_takes_what_it_makes() -> None:
+    """As from any environment."""
+    async with standing_in() as (mock, _, __):
+        scored = await Scene().scored((await mock.batch(step=0) or [])[0])
+        assert (scored.group.prompt.tokens, scored.rewards) == ((0, 7, 9), (0.0, 1.0, 2.0))
+
+
+async def test_every_batch_asks_the_next_prompts() -> None:
+    """And none is asked before the batch is."""
+    async with standing_in() as (mock, rewards, served):
+        assert served.engine.asked == []
+        await mock.batch(step=0)
+        await mock.batch(step=1)
+        assert sorted(group.prompt.tokens[0] for group in rewards.judged) == [0, 1, 2, 3]
+
+
+async def test_groups_larger_than_a_request_may_be() -> None:
+    """They are asked in several, each with seeds of its own."""
+    async with standing_in(max_choices=2) as (mock, _, served):
+        batch = await mock.batch(step=0) or []
+        assert [len(msgspec.json.decode(raw)["tokens"]) for raw in batch] == [3, 3]
+        assert sorted(len(request.seeds) for request in served.engine.asked) == [1, 1, 2, 2]
+        assert len({seed for request in served.engine.asked for seed in request.seeds}) == 6
+
+
+async def test_an_api_that_wants_a_key_gets_it() -> None:
+    """With the label by which the environment is known."""
+    seen: list[str] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        seen.append(request.headers["authorization"])
+        return httpx.Response(503)
+
+    mock = MockAtropos(
+        "http://policy.example",
+        api_key="secret",
+        make=make,
+        first=0,
+        rewards=Lengths(),
+        sampling=SAMPLING,
+        batch_size=2,
+        max_choices=64,
+        transport=httpx.MockTransport(answer),
+    )
+    with capture_logs() as logs:
+        assert await mock.batch(step=0) is None
+    assert seen == ["Bearer secret:mock"] * 2
+    assert len(logs) == 2
+    await mock.close()
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        httpx.Response(503, text="overloaded"),
+        httpx.Response(200, text="<html>"),
+        httpx.Response(200, json={"text": ["a"], "token_ids": [[1]], "logprobs": None, "finish_reasons": ["stop"]}),
+    ],
+)
+async def test_what_fails_on_the_way_is_told_and_left_out(answer: httpx.Response) -> None:
+    """The rest of the batch is there, and the next batch is asked as ever."""
+    async with standing_in() as (mock, _, __):
+        network = mock._http._transport
+        answers = [answer]
+
+        class Stumbling(httpx.AsyncBaseTransport):
+            async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+                return answers.pop() if answers else await network.handle_async_request(request)
+
+        mock._http._transport = Stumbling()
+        with capture_logs() as logs:
+            assert len(await mock.batch(step=0) or []) == 1
+        assert [entry["log_level"] for entry in logs] == ["warning"]
+        assert len(await mock.batch(step=0) or []) == 2
+        mock._http._transport = network
+
+
+async def test_what_cannot_be_rewarded_is_left_out() -> None:
+    """Other groups of the batch are there."""
+    async with standing_in(first=13) as (mock, _, __):
+        with capture_logs() as logs:
+            assert len(await mock.batch(step=0) or []) == 1
+        assert logs[0]["error"] == "no luck"

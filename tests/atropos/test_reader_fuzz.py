@@ -1,0 +1,138 @@
+"""Whatever an environment sends, the reader answers, remembers no more than its bounds, and reads on."""
+
+from __future__ import annotations
+
+import copy
+from random import Random
+from typing import Any
+
+import msgspec
+import pytest
+from msgspec import Raw
+
+from actors.atropos.recent import MOST_NAMES, REMEMBERED
+from protocols.profile import AtroposSection
+from protocols.rollout import Discarded
+from protocols.score import ScoredGroup
+from tests.atropos.groups import PROMPT, Scene, conversations
+
+ODD: list[Any] = [
+    None,
+    True,
+    False,
+    0,
+    1,
+    -1,
+    -100,
+    96,
+    97,
+    2**31,
+    -(2**63),
+    10**25,
+    0.5,
+    1.0,
+    1e-3,
+    1e300,
+    "",
+    "x",
+    "\x1b[2J",
+    [],
+    [[]],
+    {},
+]
+LITERALS = [b"NaN", b"Infinity", b"-Infinity", b"1e999", b"9" * 400, b'"\xff"', b"[" * 2000 + b"]" * 2000, b"", b"}"]
+
+
+def whole() -> dict[str, Any]:
+    """A group that has every field."""
+    fields = conversations((PROMPT, (40, 41), (50,), (42,)), (PROMPT, (43, 44)), (PROMPT, (45,)))
+    lengths = [len(tokens) for tokens in fields["tokens"]]
+    return fields | {
+        "advantages": [[0.5] * length for length in lengths],
+        "ref_logprobs": [[-0.5] * length for length in lengths],
+        "messages": [[{"role": "user", "content": "?"}]] * 3,
+        "generation_params": {"temperature": 1.0},
+        "overrides": [{"set_advantage_to_zero": True}, {"temperature": 0.5}, {}],
+        "group_overrides": {"group_size": 3, "temperature": 0.7},
+        "images": None,
+        "distill_token_ids": [[[1, 2]] * length for length in lengths],
+        "distill_logprobs": [[[-1.0, -2.0]] * length for length in lengths],
+    }
+
+
+def mutate(value: Any, random: Random) -> Any:
+    """Change one thing somewhere inside a value: replace, drop, repeat, or go deeper."""
+    if isinstance(value, dict) and value and random.random() < 0.95:
+        key = random.choice(list(value))
+        return (
+            {k: v for k, v in value.items() if k != key}
+            if random.random() < 0.1
+            else value | {key: mutate(value[key], random)}
+        )
+    if isinstance(value, list) and value and random.random() < 0.85:
+        at = random.randrange(len(value))
+        kind = random.random()
+        if kind < 0.1:
+            return value[:at] + value[at + 1 :]
+        if kind < 0.2:
+            return value[:at] + [value[at]] * random.choice([2, 3, 70]) + value[at + 1 :]
+        return [*value[:at], mutate(value[at], random), *value[at + 1 :]]
+    return copy.copy(random.choice(ODD))
+
+
+def mutated(random: Random) -> Raw:
+    """A whole group with a few such changes, in its JSON too."""
+    fields: Any = whole() | {"scores": [random.random() for _ in range(3)]}
+    for _ in range(random.choice([0, 1, 1, 1, 2, 5])):
+        fields = mutate(fields, random)
+    content = msgspec.json.encode(fields)
+    kind = random.random()
+    at = random.randrange(len(content)) if content else 0
+    if kind < 0.05:
+        content = content[:at]
+    elif kind < 0.1:
+        content = content[:at] + random.randbytes(random.choice([1, 4])) + content[at + 1 :]
+    elif kind < 0.2:
+        content = content.replace(b"0.5", random.choice(LITERALS), 1)
+    return Raw(content)
+
+
+@pytest.mark.parametrize("seed", range(8))
+async def test_no_group_whatever_it_holds_upsets_the_reader(seed: int) -> None:
+    """Each becomes a message with a reason, and a good one after them is read as if nothing had been."""
+    random = Random(seed)
+    reference: dict[str, Any] = random.choice([{}, {"reference": "environment", "kl_beta": 0.1}])
+    scene = Scene(
+        settings=AtroposSection(missing_logprobs=random.choice(["refuse", "recompute"])),
+        advantage=random.choice(["group", "environment", "batch"]),
+        distillation_weight=random.choice([0.0, 1.0]),
+        **reference,
+    )
+    scene.drew(PROMPT, (40, 41), asker="arithmetic")
+    ends = {"scored": 0, "discarded": 0}
+    for number in range(1000):
+        outcome = await scene.outcome(mutated(random), group_id=number)
+        if isinstance(outcome, ScoredGroup):
+            ends["scored"] += 1
+        else:
+            ends["discarded"] += 1
+            assert 0 < len(outcome.detail) < 200
+            assert outcome.detail.isprintable()
+            assert (outcome.prompt.group_id, len(outcome.prompt.source) <= 32) == (number, True)
+    assert min(ends.values()) > 100
+    good = await scene.outcome(whole() | {"scores": [3.0, 1.0, 2.0]})
+    assert isinstance(good, ScoredGroup)
+    assert good.rewards == (3.0, 1.0, 2.0)
+
+
+async def test_memory_has_bounds() -> None:
+    """Fingerprints and names: the oldest of the former are forgotten, and no more of the latter are given out."""
+    scene, names = Scene(advantage="batch"), set()
+    for number in range(REMEMBERED + 100):
+        fields = conversations((PROMPT, (40 + number % 50,)), scores=[float(number)], env_id=number % 200)
+        outcome = await scene.outcome(fields)
+        assert not isinstance(outcome, Discarded)
+        names.add(outcome.group.prompt.source)
+    assert len(scene.reader._recent) == REMEMBERED
+    assert len(names) == MOST_NAMES + 1
+    assert "other" in names

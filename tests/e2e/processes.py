@@ -1,0 +1,58 @@
+"""The processes that a run has started, as the system lists them."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+
+LEASH = "leash.py"
+PATIENCE_SECONDS = 60.0
+"""Longer than this no test waits; nothing is judged by it."""
+
+
+def descendants(pid: int) -> dict[int, str]:
+    """Every process below this one, with its command line; the leashes that hold them are left out."""
+    listed = subprocess.run(
+        ["ps", "-A", "-ww", "-o", "pid=,ppid=,command="], capture_output=True, text=True, check=True
+    )
+    children: dict[int, list[tuple[int, str]]] = {}
+    for line in listed.stdout.splitlines():
+        own, parent, command = line.split(None, 2)
+        children.setdefault(int(parent), []).append((int(own), command))
+    found: dict[int, str] = {}
+    left = [pid]
+    while left:
+        for child, command in children.get(left.pop(), []):
+            found[child] = command
+            left.append(child)
+    return {child: command for child, command in found.items() if LEASH not in command}
+
+
+def find(pid: int, part: str) -> int:
+    """The one process below `pid` whose command line has this part."""
+    (found,) = [child for child, command in descendants(pid).items() if part in command]
+    return found
+
+
+def kill(pid: int) -> None:
+    """SIGKILL."""
+    os.kill(pid, signal.SIGKILL)
+
+
+def gone(pids: list[int]) -> bool:
+    """Wait until all of them have ended; False if one does not."""
+    return all(_gone(pid) for pid in pids)
+
+
+def _gone(pid: int) -> bool:
+    try:
+        watched = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        ready, _, _ = select.select([watched], [], [], PATIENCE_SECONDS)
+        return bool(ready)
+    finally:
+        os.close(watched)

@@ -1,0 +1,87 @@
+"""Real environments, by way of the real API server: they train the policy, and any of the processes may be killed."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.atropos.counterpart import python_with_atropos
+from tests.e2e.processes import descendants, find, gone, kill
+from tests.e2e.running import BATCH, Ended, Run, lines, run
+
+TELLING = """
+extends = "atropos-local"
+
+[[actors]]
+name = "telling"
+factory = "tests.e2e.stages:Telling"
+mode = "tap"
+at = "reports"
+"""
+
+OF_ENVIRONMENT = re.compile(r"arithmetic: received (\d+) = trained (\d+) \+ discarded (\d+) \+ carried over (\d+)")
+
+
+@pytest.fixture
+def atropos() -> tuple[str, str]:
+    """The flag that names the interpreter."""
+    return "--atropos.python", python_with_atropos()
+
+
+def books_of_environment(ended: Ended) -> tuple[int, int, int, int]:
+    """Received, trained, discarded, carried over: the line of the one environment, which balances."""
+    (line,) = OF_ENVIRONMENT.findall(ended.out)
+    received, trained, discarded, carried_over = map(int, line)
+    assert received == trained + discarded + carried_over
+    return received, trained, discarded, carried_over
+
+
+def test_an_environment_trains_the_policy(tmp_path: Path, atropos: tuple[str, str]) -> None:
+    """A short run of the profile that ships: accuracy rises, log-probabilities come back as drawn, nobody is left."""
+    flags = ("--profile", "atropos-local", *atropos, "--steps", "10")
+    small = ("--gateway.port", "0", "--eval.problems", "128")
+    with Run(tmp_path / "run", *flags, small=small) as running:
+        running.wait_for("step  1/10")
+        started = descendants(running.process.pid)
+        assert {part for part in ("run_api", "arithmetic.py") for command in started.values() if part in command} == {
+            "run_api",
+            "arithmetic.py",
+        }
+        ended = running.finish()
+    assert ended.status == 0, ended
+    assert gone(list(started))
+    received, trained, _, carried_over = books_of_environment(ended)
+    assert (received, trained, carried_over) == (ended.books.asked, 10 * 16, 0)
+    recorded = lines(tmp_path / "run" / "metrics.jsonl")
+    before, after = [line["eval_accuracy"] for line in recorded if line.get("eval_problems") == 128]
+    assert after > before + 0.1
+    errors = [line["environments"]["arithmetic"]["logprob_error_max"] for line in recorded if "environments" in line]
+    assert max(errors) < 1e-5
+    assert {group["environment"] for group in lines(tmp_path / "run" / "rollouts.jsonl")} == {"arithmetic"}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="waits for the end of processes that are not its children")
+def test_any_process_may_be_killed_and_no_group_is_learnt_from_twice(tmp_path: Path, atropos: tuple[str, str]) -> None:
+    """The server, then the environment: each is started again, and learning goes on. Then the trainer: it resumes."""
+    profile, run_dir = tmp_path / "telling.toml", tmp_path / "run"
+    profile.write_text(TELLING)
+    lives = ("--profile", str(profile), *atropos, "--steps", "9", "--checkpoint.interval", "1")
+    with Run(run_dir, *lives, "--resume") as running:
+        for victim in ("run_api", "arithmetic.py"):
+            running.wait_for("told of a step")
+            kill(find(running.process.pid, victim))
+            assert "started again" in running.wait_for("was ended by SIGKILL")
+            running.wait_for("told of a step")
+        below = list(descendants(running.process.pid))
+        assert running.kill(after_seconds=0.0)
+    assert gone(below), "whoever the trainer had started ends with it"
+    ended = run(run_dir, *lives, "--resume")
+    assert ended.status == 0, ended
+    groups = lines(run_dir / "rollouts.jsonl")
+    trained = [group["group_id"] for group in groups if group["outcome"] == "trained"]
+    assert len(trained) == 9 * BATCH
+    assert len({group["group_id"] for group in groups}) == len(groups) == ended.books.asked
+    books_of_environment(ended)

@@ -1,0 +1,134 @@
+"""Whatever is posted to the API server, the run learns from what can be learnt from, and grows no larger."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import anyio
+import httpx
+import msgspec
+import pytest
+
+from actors.compute.tokenizer import ChatTokenizer
+from tests.atropos.servers import JSON, Counterpart, counterpart
+from tests.e2e.running import BATCH, REPOSITORY, Run, lines
+
+GROUP = 4
+STEPS = 3
+PAGE = resource.getpagesize()
+GROWTH = 32 * 2**20
+"""Bytes that a run may grow by under the flood: less than the groups themselves would take."""
+POSTED_AT_ONCE = 200
+
+TELLING = """
+extends = "local-m3"
+[[actors]]
+name = "telling"
+factory = "tests.e2e.stages:Telling"
+mode = "tap"
+at = "reports"
+"""
+
+
+def valid(number: int) -> dict[str, Any]:
+    """A group that can be learnt from: no engine drew it, but it says how probable its tokens were."""
+    tokenizer = ChatTokenizer.from_directory(REPOSITORY / "profiles" / "embedded")
+    prompt = list(tokenizer.render_chat([{"role": "user", "content": f"What is {number} + 1?"}]))
+    answers = [list(tokenizer.encode(f"{number + i}")) for i in range(GROUP)]
+    return {
+        "tokens": [[*prompt, *answer] for answer in answers],
+        "masks": [[*[-100] * len(prompt), *answer] for answer in answers],
+        "scores": [float(i) for i in range(GROUP)],
+        "inference_logprobs": [[*[1.0] * len(prompt), *[-0.5] * len(answer)] for answer in answers],
+    }
+
+
+def spoilt(group: dict[str, Any], random: Random) -> dict[str, Any]:
+    """The same with something in one of its sequences that no group may have; still of four sequences."""
+    tokens, masks, scores, logprobs = (
+        list(group[name]) for name in ("tokens", "masks", "scores", "inference_logprobs")
+    )
+    i = random.randrange(GROUP)
+    match random.randrange(9):
+        case 0:
+            tokens[i] = [*tokens[i][:-1], random.choice([-1, 10**6, 2**40])]
+        case 1:
+            masks[i] = masks[i][:-1]
+        case 2:
+            masks[i] = [0] * (len(masks[i]) - 1) + [1]
+        case 3:
+            logprobs[i] = [1.0] * len(logprobs[i])
+        case 4:
+            logprobs[i] = [*logprobs[i][:-1], random.uniform(0.1, 50.0)]
+        case 5:
+            scores = scores[:-1]
+        case 6:
+            tokens[i] = tokens[i] * 400
+        case 7:
+            tokens[i] = []
+        case _:
+            return group | {"images": ["data:image/png;base64,"], "scores": [random.random() for _ in range(GROUP)]}
+    return {"tokens": tokens, "masks": masks, "scores": scores, "inference_logprobs": logprobs}
+
+
+def malformed(count: int) -> Iterator[dict[str, Any]]:
+    """So many, the same ones every time."""
+    random = Random(0)
+    for number in range(count):
+        yield spoilt(valid(number % 50), random)
+
+
+def resident(pid: int) -> int:
+    """Bytes of memory that a process holds."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * PAGE
+
+
+async def post(server: Counterpart, groups: list[dict[str, Any]]) -> None:
+    """Send them in a few requests."""
+    for start in range(0, len(groups), POSTED_AT_ONCE):
+        content = msgspec.json.encode(groups[start : start + POSTED_AT_ONCE])
+        (await server.http.post("/scored_data_list", content=content, headers=JSON)).raise_for_status()
+
+
+async def registered(http: httpx.AsyncClient) -> None:
+    """Wait for the trainer."""
+    while (await http.get("/info")).json()["batch_size"] == -1:
+        await anyio.lowlevel.checkpoint()
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads how much memory another process holds")
+@pytest.mark.parametrize("count", [600, pytest.param(5000, marks=pytest.mark.slow)])
+async def test_a_flood_of_malformed_groups_harms_nothing(tmp_path: Path, count: int) -> None:
+    """Each is discarded with its reason, and counted; learning goes on before, in between and after."""
+    profile, run_dir = tmp_path / "telling.toml", tmp_path / "run"
+    profile.write_text(TELLING)
+    async with counterpart("real", tmp_path) as server:
+        flags = ("--steps", str(STEPS), "--atropos.enabled", "true", "--atropos.patience-seconds", "0.5")
+        with Run(run_dir, "--profile", str(profile), *flags, "--atropos.url", server.url) as running:
+
+            async def until(said: str) -> None:
+                await anyio.to_thread.run_sync(running.wait_for, said)
+
+            with anyio.fail_after(120):
+                await registered(server.http)
+            flood, held = list(malformed(count)), 0
+            for step, part in enumerate((flood[:BATCH], flood[BATCH : count // 10], flood[count // 10 :])):
+                await post(server, part)
+                await until("no group has come")  # the server hands out last first: nothing is left behind
+                if step == 1:
+                    held = resident(running.process.pid)
+                await post(server, [valid(100 * step + number) for number in range(BATCH)])
+                await until("told of a step")
+            assert resident(running.process.pid) < held + GROWTH
+            ended = await anyio.to_thread.run_sync(running.finish)
+    assert ended.status == 0, ended
+    assert (ended.books.trained, ended.books.discarded) == (STEPS * BATCH, count)
+    groups = lines(run_dir / "rollouts.jsonl")
+    lost = [group for group in groups if group["outcome"] == "discarded"]
+    assert {group["reason"] for group in lost} <= {"invalid", "duplicate"}
+    assert all(group["detail"] for group in lost)
+    assert len({group["detail"] for group in lost}) > 8

@@ -1,0 +1,8 @@
+"""Where the environments and the embedded policy are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+ENVIRONMENTS = Path(__file__).parents[2] / "profiles" / "environments"
+EMBEDDED = ENVIRONMENTS.parent / "embedded"
