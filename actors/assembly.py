@@ -84,7 +84,7 @@ async def assemble(profile: Profile, directory: RunDirectory, executor: ComputeE
     Raises the errors of `protocols.errors`, one line each, before anything has been trained; and before anything in the
     run directory has been changed, unless it is the directory itself that is wrong.
     """
-    await run_sync(lambda: _require_what_is_elsewhere(profile))
+    _require_what_is_elsewhere(profile)
     rewards = _rewards(profile)
     policy, policy_learner, engine, estimate = await finish(executor.submit(lambda: _prepare_compute(profile)))
     broken = executor.attach(engine)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Sequence
+from itertools import count
 from threading import Lock
 
 import numpy as np
@@ -19,6 +20,9 @@ from protocols.sampling import MAX_SUPPORT, Completion, FinishReason, SampleRequ
 
 TOKEN_BYTES, SUPPORT_BYTES, COMPLETION_BYTES = 8, 40, 256
 """What a token takes; a support, and a completion, beside what is in it."""
+
+MOST_EQUAL = 16
+"""So many draws of the same tokens after the same tokens are told apart."""
 
 
 class Drawn(Struct, frozen=True, kw_only=True, eq=False):
@@ -39,6 +43,7 @@ class Drawn(Struct, frozen=True, kw_only=True, eq=False):
 
 
 class _Kept(Struct, frozen=True, gc=False):
+    key: bytes
     logprobs: bytes
     versions: bytes
     temperature: float
@@ -52,6 +57,23 @@ class _Kept(Struct, frozen=True, gc=False):
         """In tokens."""
         supports = sum(map(len, self.supports)) + SUPPORT_BYTES * len(self.supports)
         return len(self.versions) // 4 + (supports + COMPLETION_BYTES) // TOKEN_BYTES
+
+    @property
+    def draw(self) -> tuple[object, ...]:
+        """What equal draws have in common beside the tokens; its log-probabilities follow from it."""
+        return self.versions, self.temperature, self.supports, self.unlearnable, self.asker
+
+    def drawn(self) -> Drawn:
+        """As those who find it see it."""
+        return Drawn(
+            logprobs=np.frombuffer(self.logprobs, dtype=np.float32),
+            versions=np.frombuffer(self.versions, dtype=np.int32),
+            temperature=self.temperature,
+            supports=self.supports,
+            finish_reason=self.finish_reason,
+            asker=self.asker,
+            unlearnable=self.unlearnable,
+        )
 
 
 class DrawnLog:
@@ -67,7 +89,9 @@ class DrawnLog:
         logit_bias: the run's own, which the learner evaluates.
         """
         self._capacity, self._bias = capacity_tokens, sorted(logit_bias)
-        self._kept: dict[bytes, _Kept] = {}
+        self._kept: dict[int, _Kept] = {}  # by serial number, the oldest first
+        self._equal: dict[bytes, list[int]] = {}
+        self._serial = count()
         self._cost = 0
         self._lock = Lock()
         self._prompt: tuple[int, ...] = ()
@@ -75,30 +99,39 @@ class DrawnLog:
 
     def remember(self, request: SampleRequest, completion: Completion, *, asker: str) -> None:
         """Remember a finished completion of a request; one that was aborted, or is larger than the log, is not."""
-        kept = _Kept(
-            array("f", completion.logprobs).tobytes(),
-            array("i", completion.versions).tobytes(),
-            request.sampling.temperature,
-            completion.supports,
-            completion.finish_reason,
-            asker,
-            unlearnable(request.sampling, recorded=bool(completion.supports), logit_bias=self._bias),
-        )
-        if completion.finish_reason == "abort" or kept.cost > self._capacity:
+        if completion.finish_reason == "abort":
             return
         with self._lock:
-            key = self._key(request.prompt, completion.tokens)
-            before = self._kept.get(key)
-            if before and kept.unlearnable and not before.unlearnable:
+            kept = _Kept(
+                self._key(request.prompt, completion.tokens),
+                array("f", completion.logprobs).tobytes(),
+                array("i", completion.versions).tobytes(),
+                request.sampling.temperature,
+                completion.supports,
+                completion.finish_reason,
+                asker,
+                unlearnable(request.sampling, recorded=bool(completion.supports), logit_bias=self._bias),
+            )
+            if kept.cost > self._capacity:
                 return
-            self._forget(key)
-            self._kept[key] = kept
+            equal = self._equal.setdefault(kept.key, [])
+            equal.append(next(self._serial))
+            self._kept[equal[-1]] = kept
             self._cost += kept.cost
+            same = [number for number in equal[:-1] if self._kept[number].draw == kept.draw]
+            for number in same or equal[:-MOST_EQUAL]:
+                self._forget(number)
             while self._cost > self._capacity:
                 self._forget(next(iter(self._kept)))
 
-    def find(self, tokens: Sequence[int], start: int, end: int) -> Drawn | None:
-        """Return `tokens[start:end]` as drawn after `tokens[:start]`: all of one completion, nothing more or less."""
+    def find(
+        self, tokens: Sequence[int], start: int, end: int, *, logprobs: NDArray[np.float64] | None = None
+    ) -> Drawn | None:
+        """Return `tokens[start:end]` as drawn after `tokens[:start]`: all of one completion, nothing more or less.
+
+        Of several equal ones it is that whose log-probabilities are nearest to `logprobs`, or the latest; one that the
+        learner cannot evaluate only if there is no other.
+        """
         if not 0 <= start < end <= len(tokens):
             return None
         try:
@@ -106,18 +139,11 @@ class DrawnLog:
         except (OverflowError, TypeError):
             return None  # no token of ours
         with self._lock:
-            kept = self._kept.get(key)
-        if kept is None:
-            return None
-        return Drawn(
-            logprobs=np.frombuffer(kept.logprobs, dtype=np.float32),
-            versions=np.frombuffer(kept.versions, dtype=np.int32),
-            temperature=kept.temperature,
-            supports=kept.supports,
-            finish_reason=kept.finish_reason,
-            asker=kept.asker,
-            unlearnable=kept.unlearnable,
-        )
+            found = [self._kept[number].drawn() for number in reversed(self._equal.get(key, ()))]
+        found = [drawn for drawn in found if not drawn.unlearnable] or found
+        if len(found) > 1 and logprobs is not None:
+            return min(found, key=lambda drawn: float(np.abs(drawn.logprobs - logprobs).max()))
+        return found[0] if found else None
 
     def _key(self, prompt: tuple[int, ...], tokens: tuple[int, ...]) -> bytes:
         """The completions of one request come one after the other: their prompt is hashed once."""
@@ -125,10 +151,13 @@ class DrawnLog:
             self._prompt, self._begun = prompt, _begun(prompt)
         return _ended(self._begun, tokens)
 
-    def _forget(self, key: bytes) -> None:
-        kept = self._kept.pop(key, None)
-        if kept is not None:
-            self._cost -= kept.cost
+    def _forget(self, number: int) -> None:
+        kept = self._kept.pop(number)
+        self._cost -= kept.cost
+        equal = self._equal[kept.key]
+        equal.remove(number)
+        if not equal:
+            del self._equal[kept.key]
 
 
 def unlearnable(sampling: Sampling, *, recorded: bool, logit_bias: Sequence[tuple[int, float]] = ()) -> str:

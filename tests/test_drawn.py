@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from actors.drawn import DrawnLog
+from actors.drawn import MOST_EQUAL, DrawnLog
 from protocols.sampling import Completion, SampleRequest, Sampling
 
 PROMPT = (5, 9, 33)
@@ -21,13 +21,12 @@ def request(prompt: tuple[int, ...] = PROMPT, **sampling: Any) -> SampleRequest:
 
 def completion(*tokens: int, **fields: Any) -> Completion:
     """Token t has log-probability -t / 8 and was drawn by version t // 10."""
-    return Completion(
-        tokens=tokens,
-        logprobs=tuple(-token / 8 for token in tokens),
-        versions=tuple(token // 10 for token in tokens),
-        text="",
-        **({"finish_reason": "stop"} | fields),
-    )
+    usual = {
+        "logprobs": tuple(-token / 8 for token in tokens),
+        "versions": tuple(token // 10 for token in tokens),
+        "finish_reason": "stop",
+    }
+    return Completion(tokens=tokens, text="", **(usual | fields))
 
 
 def test_a_completion_is_found_by_its_tokens_and_those_before() -> None:
@@ -80,15 +79,31 @@ def test_turns_of_a_conversation_are_found_each_after_what_came_before_it() -> N
     assert log.find(whole, 3, 6) is None
 
 
-def test_of_equal_completions_the_latest_is_remembered_and_counted_once() -> None:
+def test_an_equal_draw_is_remembered_and_counted_once() -> None:
     """Two of one group may say the same; it is no older for it."""
     log = DrawnLog(capacity_tokens=2 * (32 + 2))
     log.remember(request(), completion(3, 1), asker="one")
     log.remember(request(), completion(4, 1), asker="one")
-    log.remember(request(), completion(3, 1), asker="two")
-    log.remember(request(), completion(5, 1), asker="three")
+    log.remember(request(), completion(3, 1, finish_reason="length"), asker="one")
+    log.remember(request(), completion(5, 1), asker="one")
     found = [log.find([*PROMPT, token, 1], 3, 5) for token in (3, 4, 5)]
-    assert [one.asker if one else None for one in found] == ["two", None, "three"]
+    assert [one.finish_reason if one else None for one in found] == ["length", None, "stop"]
+
+
+def test_the_same_tokens_drawn_by_several_weights_are_told_apart_by_their_log_probabilities() -> None:
+    """As games of a group that go the same way across a swap; without log-probabilities it is the latest."""
+    log = DrawnLog()
+    for version in range(20):
+        drawn = completion(3, 1, logprobs=(-0.1 * version, -1.0), versions=(version, version))
+        log.remember(request(), drawn, asker="")
+    tokens = [*PROMPT, 3, 1]
+    latest, near = log.find(tokens, 3, 5), log.find(tokens, 3, 5, logprobs=np.array([-0.71, -1.0]))
+    assert latest
+    assert near
+    assert (latest.versions.tolist(), near.versions.tolist()) == ([19, 19], [7, 7])
+    oldest = log.find(tokens, 3, 5, logprobs=np.array([0.0, -1.0]))
+    assert oldest
+    assert oldest.versions.tolist() == [20 - MOST_EQUAL] * 2, "so many, and no more"
 
 
 def test_what_cannot_be_learnt_from_takes_no_place_of_what_can() -> None:

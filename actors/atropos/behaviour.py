@@ -23,8 +23,10 @@ Span = tuple[int, int]
 class Memory(Protocol):
     """What the engine remembers; `actors.drawn.DrawnLog` does."""
 
-    def find(self, tokens: Sequence[int], start: int, end: int) -> Drawn | None:
-        """Return how tokens[start:end] were drawn after tokens[:start], if that is remembered."""
+    def find(
+        self, tokens: Sequence[int], start: int, end: int, *, logprobs: NDArray[np.float64] | None = None
+    ) -> Drawn | None:
+        """Return how tokens[start:end] were drawn after tokens[:start]; logprobs: which of several draws is meant."""
 
 
 class Behaviour(Struct, kw_only=True):
@@ -53,9 +55,12 @@ def behaviour(
     cannot evaluate what it was drawn from.
     """
     spans = runs(checked.trained[index])
-    found = [memory.find(tokens, start, end) for start, end in spans]
-    unremembered = [span for span, drawn in zip(spans, found, strict=True) if drawn is None]
     given_T = checked.behaviour[index] if checked.behaviour else None
+    found = [
+        memory.find(tokens, start, end, logprobs=None if given_T is None else given_T[start:end])
+        for start, end in spans
+    ]
+    unremembered = [span for span, drawn in zip(spans, found, strict=True) if drawn is None]
     sequence = Behaviour(
         logprob_T=np.zeros(len(tokens), dtype=np.float32) if given_T is None else given_T.astype(np.float32),
         version_T=np.full(len(tokens), version, dtype=np.int32),

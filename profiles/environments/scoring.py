@@ -16,7 +16,7 @@ LONGEST = 400
 THINK, THINK_END, ANSWER, ANSWER_END = "<think>", "</think>", "<answer>", "</answer>"
 FORM = re.compile(r"\s*<think>(?P<thought>.*)</think>\s*<answer>(?P<answer>.*)</answer>\s*", re.DOTALL)
 WORDS = r"(?:\s*[^\W\d_]+(?:[\s/*.-]+[^\W\d_]+){0,3})?"
-NUMBER = re.compile(rf"[-+\s]*?(?P<signs>[-+\s]*)(?P<digits>(?:\d{{1,3}}(?:,\d{{3}})+|\d+)(?:\.\d*)?|\.\d+){WORDS}")
+NUMBER = re.compile(rf"(?P<signs>[-+\s]*)(?P<digits>(?:\d{{1,3}}(?:,\d{{3}})+|\d+)(?:\.\d*)?|\.\d+){WORDS}")
 LETTER = re.compile(r"[(\[]?(?P<letter>[A-Za-z])(?:[)\].:]+(?:\s+(?P<text>\S.*))?)?", re.DOTALL)
 OPTION = re.compile(r"(?:^|(?<=[\s(,;]))\(?([A-Z])[).:]\s*")
 

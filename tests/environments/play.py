@@ -8,17 +8,18 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from importlib import import_module
 from typing import Any
 
 SCRIPTS, MODEL = sys.argv[1:3]
 sys.path.insert(0, SCRIPTS)
 END = 2
 
-from arithmetic import ArithmeticEnv  # noqa: E402
-from guessing import Story  # noqa: E402
-from guessing_game import GuessingEnv  # noqa: E402
-from question_answer import QuestionAnswerEnv  # noqa: E402
-from rollouts import Question  # noqa: E402
+ArithmeticEnv: Any = import_module("arithmetic").ArithmeticEnv
+GuessingEnv: Any = import_module("guessing_game").GuessingEnv
+QuestionAnswerEnv: Any = import_module("question_answer").QuestionAnswerEnv
+Question: Any = import_module("rollouts").Question
+Story: Any = import_module("guessing").Story
 
 
 class Told:
@@ -72,9 +73,14 @@ async def main() -> dict[str, Any]:
         | {"second": await group(GuessingEnv, story, [wrong, right], group_size=1)},
         "lost game": await group(GuessingEnv, story, [wrong, none], group_size=2),
         "question": await group(
-            QuestionAnswerEnv, Question(text="2+3?", answer="Two and three.\n#### 5"), [right, "It is 5"], form_score=0.5
+            QuestionAnswerEnv,
+            Question(text="2+3?", answer="Two and three.\n#### 5"),
+            [right, "It is 5"],
+            form_score=0.5,
         ),
-        "untagged": await group(QuestionAnswerEnv, Question(text="2+3?", answer="5"), ["It is 5", "4"], tags_needed=False),
+        "untagged": await group(
+            QuestionAnswerEnv, Question(text="2+3?", answer="5"), ["It is 5", "4"], tags_needed=False
+        ),
     }
 
 

@@ -14,7 +14,9 @@ STORY = guessing.Story(name="Ann", things="coins", secret=5, largest=7)
 @pytest.mark.parametrize(("turn", "reward"), [(0, 1.0), (1, 0.8), (2, 0.6)])
 def test_the_right_guess_earns_less_with_every_turn_and_ends_the_game(turn: int, reward: float) -> None:
     """A fifth less each time."""
-    assert guessing.judge(STORY, turn, 5) == (pytest.approx(reward), "")
+    earned, hint = guessing.judge(STORY, turn, 5)
+    assert earned == pytest.approx(reward)
+    assert hint == ""
 
 
 def test_a_wrong_guess_earns_more_the_closer_it_is() -> None:
@@ -30,7 +32,9 @@ def test_no_guess_earns_nothing_and_ends_the_game() -> None:
     assert guessing.judge(STORY, 1, None) == (0.0, "")
 
 
-@pytest.mark.parametrize(("guess", "hint"), [(3, "Ann has more. How many coins now?"), (6, "Ann has less. How many coins now?")])
+@pytest.mark.parametrize(
+    ("guess", "hint"), [(3, "Ann has more. How many coins now?"), (6, "Ann has less. How many coins now?")]
+)
 def test_a_hint_says_on_which_side_of_the_guess_the_secret_lies(guess: int, hint: str) -> None:
     """In the words of the story."""
     assert guessing.judge(STORY, 0, guess)[1] == hint

@@ -40,7 +40,9 @@ def test_a_run_says_how_its_policy_is_sampled(monkeypatch: pytest.MonkeyPatch) -
     """By an environment variable; what it does not say is left out of the request, but for temperature and length."""
     monkeypatch.delenv(rollouts.SAMPLING_VARIABLE, raising=False)
     assert rollouts.sampling(40) == {"temperature": 1.0, "max_tokens": 40}
-    monkeypatch.setenv(rollouts.SAMPLING_VARIABLE, '{"temperature": 0.7, "top_p": 0.9, "max_tokens": 12, "min_p": null}')
+    monkeypatch.setenv(
+        rollouts.SAMPLING_VARIABLE, '{"temperature": 0.7, "top_p": 0.9, "max_tokens": 12, "min_p": null}'
+    )
     assert rollouts.sampling(40) == {"temperature": 0.7, "top_p": 0.9, "max_tokens": 12}
 
 

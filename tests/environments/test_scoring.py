@@ -15,7 +15,22 @@ from tests.environments.scripts import EMBEDDED
 LINES = [json.loads(line) for line in (EMBEDDED / "heldout.jsonl").read_text(encoding="utf-8").splitlines()]
 PROBLEMS = [Problem(prompt=line["prompt"], answer=line["answer"], type=line["type"]) for line in LINES]
 
-PIECES = (*"0123456789", *"ABCD", "+", "-", "*", "=", ",", ".", " ", ")", "<think>", "</think>", "<answer>", "</answer>")
+PIECES = (
+    *"0123456789",
+    *"ABCD",
+    "+",
+    "-",
+    "*",
+    "=",
+    ",",
+    ".",
+    " ",
+    ")",
+    "<think>",
+    "</think>",
+    "<answer>",
+    "</answer>",
+)
 """What the embedded policy writes, piece by piece."""
 
 
@@ -30,11 +45,12 @@ def texts(problem: Problem, rng: Random) -> list[str]:
     """Write completions of one problem: right, wrong, and broken in the ways in which a policy breaks them."""
     value = problem.answer
     noise = "".join(rng.choices(PIECES, k=rng.randint(0, 6)))
+    word = rng.choice(problem.prompt.split())
     written = [
-        value, f" {value}. ", f"0{value}", f"{value}.0", f"={value}", f"4+5={value}", f"{value} coins", f"-{value}", f"+{value}",
-        f"--{value}", f"{value}B", f"B{value}", f"{value})", f"${value}", f"{value},", f"{value}+0", f"1,{value}",
-        f"{value} {value}", "", noise, noise + value, value + noise, rng.choice("ABCDabcd"), rng.choice(problem.prompt.split()),
-        f"{value.lower()}) {rng.choice(problem.prompt.split())}",
+        value, f" {value}. ", f"0{value}", f"{value}.0", f"={value}", f"4+5={value}", f"{value} coins", f"-{value}",
+        f"+{value}", f"--{value}", f"{value}B", f"B{value}", f"{value})", f"${value}", f"{value},", f"{value}+0",
+        f"1,{value}", f"{value} {value}", "", noise, noise + value, value + noise, rng.choice("ABCDabcd"), word,
+        f"{value.lower()}) {word}",
     ]  # fmt: skip
     framed = [f"<think>{noise}</think><answer>{one}</answer>" for one in written]
     return [*framed, *written, *(text.replace(rng.choice(PIECES), "", 1) for text in framed), noise * 3]
@@ -56,8 +72,13 @@ def test_random_texts_are_judged_alike() -> None:
     for _ in range(20_000):
         problem = rng.choice(PROBLEMS)
         answer = "".join(rng.choices(PIECES, k=rng.randint(1, 4)))
-        text = rng.choice([f"<think>1</think><answer>{answer}</answer>", "".join(rng.choices(PIECES, k=rng.randint(1, 12)))])
-        assert scoring.is_correct(problem.prompt, problem.answer, text) == builtin_verdict(problem, text), (problem, text)
+        text = rng.choice(
+            [f"<think>1</think><answer>{answer}</answer>", "".join(rng.choices(PIECES, k=rng.randint(1, 12)))]
+        )
+        assert scoring.is_correct(problem.prompt, problem.answer, text) == builtin_verdict(problem, text), (
+            problem,
+            text,
+        )
         assert scoring.well_formed(text) == (format.reward(problem, text) == 1.0), text
 
 

@@ -107,7 +107,9 @@ def test_a_worked_solution_is_judged_by_what_follows_its_mark(played: dict[str, 
 def test_the_command_line_says_what_can_be_set(name: str) -> None:
     """Beside what every environment of Atropos has."""
     command = [python_with_atropos(), str(ENVIRONMENTS / f"{name}.py"), "serve", "--help"]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **OFFLINE}, timeout=300, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, **OFFLINE}, timeout=300, check=False
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     own = "--env.turns" if name == "guessing_game" else "--env.data_path"
     assert own in done.stdout
