@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from math import isfinite
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -19,7 +17,7 @@ def training_sequence(
     """Completion `i` of a group, the `number`-th of the update; share: the coefficient of its tokens.
 
     Reference and teacher are left out where the settings do not learn from them. Raises ValueError where the reference
-    is missing, and for a temperature that is none.
+    is missing.
     """
     completion = group.group.completions[i]
     weight_T = drawn_T(completion).astype(np.float32)
@@ -47,13 +45,8 @@ def given_reference(settings: LearnerSection) -> bool:
 
 
 def temperature_of(group: ScoredGroup, i: int) -> float:
-    """At which completion `i` was drawn; 0: the run's. Raises ValueError for one that is not above 0 and finite."""
-    if not group.temperatures:
-        return 0.0
-    temperature = group.temperatures[i]
-    if not (isfinite(temperature) and temperature > 0.0):
-        raise ValueError(f"{_name(group)} was drawn at a temperature of {temperature:g}, which nothing is learnt at")
-    return temperature
+    """At which completion `i` was drawn; 0: the run's."""
+    return group.temperatures[i] if group.temperatures else 0.0
 
 
 def _reference_T(group: ScoredGroup, i: int) -> NDArray[np.float32]:

@@ -91,13 +91,6 @@ def test_weight_and_coefficient_of_what_was_not_drawn_are_zero() -> None:
     assert (made.weight_T.tolist(), made.coefficient_T.tolist()) == ([1.0, 0.0, 1.0], [0.5, 0.0, 0.5])
 
 
-@pytest.mark.parametrize("temperature", [0.0, -1.0, math.nan, math.inf])
-def test_a_temperature_that_is_none_is_refused_by_the_groups_name(temperature: float) -> None:
-    """Nothing can be learnt about a law that the learner cannot evaluate."""
-    with pytest.raises(ValueError, match="group 17 was drawn at a temperature"):
-        sequence(replace(scored_group([[3]], [1.0], group_id=17), temperatures=(temperature,)))
-
-
 def test_a_group_without_a_reference_is_refused_where_it_is_learnt_from() -> None:
     """By name; without a penalty nobody misses it."""
     group = scored_group([[3]], [1.0], group_id=17)

@@ -1,0 +1,64 @@
+"""What belongs to a group fits its completions, or there is no such group."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from protocols.prompt import Problem, Prompt
+from protocols.rollout import RolloutGroup
+from protocols.sampling import Completion
+from protocols.score import ScoredGroup, TeacherTokens
+
+ONE = TeacherTokens(tokens=((1,), (2,)), logprobs=((-1.0,), (-2.0,)))
+SHORT = TeacherTokens(tokens=((1,),), logprobs=((-1.0,), (-2.0,)))
+
+
+def completion() -> Completion:
+    """Of two tokens."""
+    return Completion(tokens=(4, 5), logprobs=(-1.0, -2.0), versions=(0, 0), text="", finish_reason="stop")
+
+
+def scored(**fields: Any) -> ScoredGroup:
+    """A group of two completions."""
+    prompt = Prompt(group_id=0, problem=Problem(prompt="", answer="", type=""), tokens=(3,), seed=0)
+    group = RolloutGroup(prompt=prompt, completions=(completion(), completion()))
+    return ScoredGroup(group=group, parts={}, **({"rewards": (0.0, 1.0)} | fields))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"rewards": (1.0,)},
+        {"temperatures": (1.0,)},
+        {"muted": (True, False, True)},
+        {"teacher": (ONE,)},
+        {"teacher": (ONE, SHORT)},
+        {"token_advantages": ((1.0, 2.0), (1.0,))},
+        {"reference_logprobs": ((-1.0, -2.0),)},
+        *({"temperatures": (1.0, temperature)} for temperature in (0.0, -1.0, math.nan, math.inf)),
+    ],
+)
+def test_what_does_not_fit_is_refused(fields: dict[str, Any]) -> None:
+    """One entry for each completion, one number for each token; a temperature that tokens can be drawn at."""
+    with pytest.raises(ValueError, match=r"for 2 completions|one entry|one number|above 0"):
+        scored(**fields)
+
+
+def test_what_fits_is_taken() -> None:
+    """All of it at once; and nothing of it is needed."""
+    rows = ((1.0, 2.0), (3.0, 4.0))
+    scored(
+        temperatures=(0.5, 2.0), muted=(True, False), teacher=(ONE, ONE), token_advantages=rows, reference_logprobs=rows
+    )
+    assert scored().temperatures == ()
+
+
+@pytest.mark.parametrize("drawn", [(True,), (True, False, True)])
+def test_a_completion_says_of_every_token_whether_it_was_drawn(drawn: tuple[bool, ...]) -> None:
+    """Or of none: then all were."""
+    with pytest.raises(ValueError, match="drawn"):
+        Completion(tokens=(4, 5), logprobs=(-1.0, 0.0), versions=(0, 0), text="", finish_reason="stop", drawn=drawn)
+    assert completion().length == 2
