@@ -21,6 +21,9 @@ from protocols.sampling import MAX_SUPPORT, Completion, FinishReason, SampleRequ
 TOKEN_BYTES, SUPPORT_BYTES, COMPLETION_BYTES = 8, 40, 256
 """What a token takes; a support, and a completion, beside what is in it."""
 
+DECIMALS = 3
+"""Of log-probabilities, beyond which equal draws differ by what else was in their batches."""
+
 MOST_EQUAL = 16
 """So many draws of the same tokens after the same tokens are told apart."""
 
@@ -60,8 +63,13 @@ class _Kept(Struct, frozen=True, gc=False):
 
     @property
     def draw(self) -> tuple[object, ...]:
-        """What equal draws have in common beside the tokens; its log-probabilities follow from it."""
-        return self.versions, self.temperature, self.supports, self.unlearnable, self.asker
+        """What equal draws have in common beside the tokens.
+
+        Log-probabilities are among it, up to rounding: of two draws by the same weights, one may have been begun, and its
+        prompt computed, by the weights before (`weights.kv_policy = "keep"`).
+        """
+        rounded = np.frombuffer(self.logprobs, dtype=np.float32).round(DECIMALS).tobytes()
+        return rounded, self.versions, self.temperature, self.supports, self.unlearnable, self.asker
 
     def drawn(self) -> Drawn:
         """As those who find it see it."""

@@ -106,6 +106,15 @@ def test_the_same_tokens_drawn_by_several_weights_are_told_apart_by_their_log_pr
     assert oldest.versions.tolist() == [20 - MOST_EQUAL] * 2, "so many, and no more"
 
 
+def test_the_same_weights_may_draw_the_same_tokens_with_other_log_probabilities() -> None:
+    """One of them was begun before a swap, and has its prompt from the weights before."""
+    log = DrawnLog()
+    for logprob in (-0.3897, -0.3766, -0.376599):
+        log.remember(request(), completion(3, logprobs=(logprob,), versions=(5,)), asker="")
+    found = [log.find([*PROMPT, 3], 3, 4, logprobs=np.array([near])) for near in (-0.39, -0.37)]
+    assert [round(float(one.logprobs[0]), 6) if one else None for one in found] == [-0.3897, -0.376599]
+
+
 def test_what_cannot_be_learnt_from_takes_no_place_of_what_can() -> None:
     """An environment that tests itself greedily may draw what was drawn for training; the other way round it may."""
     log = DrawnLog()
