@@ -21,6 +21,21 @@ def group_size(environment: EnvironmentSection, profile: Profile) -> int:
     return environment.group_size or profile.sampling.group_size
 
 
+def reserved(environment: EnvironmentSection, profile: Profile) -> float | None:
+    """Share of every batch that the server keeps for an environment: its `min_batch_allocation`, or that of its weight.
+
+    Weights divide what is not reserved otherwise; None where they cannot, for there is one environment, others may come
+    from elsewhere, or nothing is left.
+    """
+    if environment.min_batch_allocation is not None:
+        return environment.min_batch_allocation
+    others = [other for other in profile.environments if other.min_batch_allocation is None]
+    left = 1.0 - sum(other.min_batch_allocation or 0.0 for other in profile.environments)
+    if len(profile.environments) == 1 or profile.atropos.url or left <= 0.0:
+        return None
+    return left * environment.weight / sum(other.weight for other in others)
+
+
 def unfillable(batch: int, sizes: Mapping[str, int]) -> str | None:
     """Say on one line why a batch of so many sequences can never be filled, and what to change; None if it can.
 

@@ -42,9 +42,9 @@ class EnvironmentSection(Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     name: in logs, metrics and the books.
     script: Python file whose `serve` command runs it; paths as for `data.train`.
-    weight: share of the groups, beside the weights of the other environments.
+    weight: share of the groups in every batch, beside the weights of the other environments.
     group_size: completions per prompt; unless set, `sampling.group_size`.
-    min_batch_allocation: at least this share of every batch; unless set, none is reserved.
+    min_batch_allocation: at least this share of every batch; unless set, that of its weight.
     options: further flags of the script, `--env.KEY VALUE` each; a key with a dot is the whole name of the flag.
     """
 

@@ -11,7 +11,7 @@ from typing import Any
 from msgspec import Struct
 
 from actors.atropos.interpreter import find_interpreter
-from protocols.group_sizes import batch_sequences, batches_queued, group_size
+from protocols.group_sizes import batch_sequences, batches_queued, group_size, reserved
 from protocols.profile import EnvironmentSection, Profile
 
 REGISTERED_AS = Path(__file__).with_name("registered_as.py")
@@ -104,8 +104,8 @@ def _flags(section: EnvironmentSection, profile: Profile, server_url: str, gatew
         "openai.tokenizer_name": model,
         "openai.api_key": f"{profile.gateway.api_key or 'clotho'}:{section.name}",
     }
-    if section.min_batch_allocation is not None:
-        flags["env.min_batch_allocation"] = section.min_batch_allocation
+    if (share := reserved(section, profile)) is not None:
+        flags["env.min_batch_allocation"] = share
     return flags
 
 

@@ -86,7 +86,8 @@ def test_a_command_says_what_the_run_has_decided() -> None:
     assert flag(made, "env.tokenizer_name") == flag(made, "openai.tokenizer_name")
     assert Path(flag(made, "env.tokenizer_name") or "").is_dir()
     assert made.argv[2:4] == (str(Path.cwd() / "mine.py"), "serve")
-    assert flag(command(environments=mine()), "env.min_batch_allocation") is None
+    assert flag(command(), "env.min_batch_allocation") is None, "it is the only one"
+    assert flag(command(environments=mine(weight=3.0)), "env.min_batch_allocation") == "0.75"
 
 
 def test_options_have_the_last_word() -> None:

@@ -8,11 +8,15 @@ import random
 import subprocess
 
 import pytest
+from msgspec import convert
+from msgspec.structs import replace
 
-from protocols.group_sizes import batches_queued, unfillable
+from protocols.group_sizes import batches_queued, reserved, unfillable
+from protocols.profile import Profile
 from tests.atropos.counterpart import python_with_atropos
 
 BATCH = 24
+REST = {"model": {"path": "m"}, "data": {"train": "d"}, "rewards": [{"name": "exact"}]}
 
 PACK = """
 import json, sys
@@ -86,3 +90,26 @@ def test_unpacked_groups_do_not_make_everybody_pause() -> None:
     """Beyond two batches there is room for what of each size may lie there without filling anything."""
     sizes = {"a": 8, "b": 4, "c": 2}
     assert (batches_queued(8, sizes) - 2) * 8 >= (8 - 4) + (8 - 2)
+
+
+@pytest.mark.parametrize(
+    ("environments", "shares"),
+    [
+        ([{}], [None]),
+        ([{}, {}], [0.5, 0.5]),
+        ([{"weight": 3.0}, {}], [0.75, 0.25]),
+        ([{"weight": 3.0}, {}, {"min_batch_allocation": 0.2}], [0.6, 0.2, 0.2]),
+        ([{"weight": 3.0, "min_batch_allocation": 0.1}, {}], [0.1, 0.9]),
+        ([{"min_batch_allocation": 1.0}, {}], [1.0, None]),
+    ],
+)
+def test_weights_divide_what_is_not_reserved_otherwise(
+    environments: list[dict[str, float]], shares: list[float | None]
+) -> None:
+    """Of a batch; where there is but one environment, or others that nobody here knows, nothing is reserved."""
+    named = [{"name": f"e{i}", "script": "e.py", **keys} for i, keys in enumerate(environments)]
+    profile = convert({**REST, "atropos": {"enabled": True, "python": "p"}, "environments": named}, Profile)
+    assert [reserved(one, profile) for one in profile.environments] == pytest.approx(shares)
+    joined = replace(profile, atropos=replace(profile.atropos, url="http://127.0.0.1:1"))
+    given = [one.min_batch_allocation for one in profile.environments]
+    assert [reserved(one, joined) for one in joined.environments] == given
