@@ -204,6 +204,8 @@ class Session:
             swap_seconds=swaps.last if swaps.count else None,
             groups_trained=books.trained,
             discarded=books.discarded,
+            environments_trained={name: own.trained for name, own in books.sources.items()},
+            environments_discarded={name: own.ended - own.trained for name, own in books.sources.items()},
             depths={box.name: box.depth for box in self._mailboxes},
             capacities={box.name: box.capacity for box in self._mailboxes},
         )

@@ -104,6 +104,12 @@ class _Snapshot(Collector):
                 yield _gauge(name, help_text, value)
         yield _counter("clotho_groups_trained", "Groups trained on.", {"": numbers.groups_trained})
         yield _counter("clotho_groups_discarded", "Groups not trained on.", numbers.discarded, by="reason")
+        for name, help_text, ended in (
+            ("clotho_environment_groups_trained", "Groups of an environment trained on.", numbers.environments_trained),
+            ("clotho_environment_groups_discarded", "Its groups not trained on.", numbers.environments_discarded),
+        ):
+            if ended:
+                yield _counter(name, help_text, ended, by="environment")
         yield _per_mailbox("clotho_mailbox_depth", "Messages waiting.", numbers.depths)
         yield _per_mailbox("clotho_mailbox_capacity", "Messages that fit.", numbers.capacities)
 

@@ -90,7 +90,8 @@ class EngineNumbers(Struct, frozen=True, kw_only=True):
 class TrainingNumbers(Struct, frozen=True, kw_only=True):
     """The training run now, for /metrics. None: no update has happened yet.
 
-    depths, capacities: of each mailbox, in messages. discarded: reason -> groups. swap_seconds: of the last swap.
+    depths, capacities: of each mailbox, in messages. discarded: reason -> groups. environments_trained,
+    environments_discarded: environment -> groups. swap_seconds: of the last swap.
     """
 
     engine: EngineNumbers = EngineNumbers()
@@ -100,6 +101,8 @@ class TrainingNumbers(Struct, frozen=True, kw_only=True):
     swap_seconds: float | None = None
     groups_trained: int = 0
     discarded: dict[str, int] = {}
+    environments_trained: dict[str, int] = {}
+    environments_discarded: dict[str, int] = {}
     depths: dict[str, int] = {}
     capacities: dict[str, int] = {}
 

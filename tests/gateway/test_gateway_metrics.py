@@ -56,6 +56,8 @@ async def test_the_state_of_the_run_is_the_state_at_the_moment() -> None:
             swap_seconds=0.0005,
             groups_trained=11,
             discarded={"no_signal": 3, "stale": 1},
+            environments_trained={"game": 7},
+            environments_discarded={"game": 2},
             depths={"prompts": 4},
             capacities={"prompts": 16},
         )
@@ -70,6 +72,8 @@ async def test_the_state_of_the_run_is_the_state_at_the_moment() -> None:
         assert (seen["clotho_staleness_mean", ()], seen["clotho_staleness_max", ()]) == (1.5, 2)
         assert seen["clotho_groups_trained_total", ()] == 11
         assert seen["clotho_groups_discarded_total", (("reason", "no_signal"),)] == 3
+        assert seen["clotho_environment_groups_trained_total", (("environment", "game"),)] == 7
+        assert seen["clotho_environment_groups_discarded_total", (("environment", "game"),)] == 2
         assert seen["clotho_mailbox_depth", (("mailbox", "prompts"),)] == 4
         assert seen["clotho_mailbox_capacity", (("mailbox", "prompts"),)] == 16
 
