@@ -122,14 +122,20 @@ def services(parts: Parts, session: Session, listener: socket.socket | None) -> 
 def atropos(parts: Parts, session: Session) -> tuple[list[Child], list[Child]]:
     """The processes of Atropos: its API server, which starts before the flow, and the environments, after it."""
     profile, logs = parts.profile, parts.directory.path / "atropos"
-    servers: list[Child] = []
-    if profile.atropos.python and not profile.atropos.url:
-        server = AtroposServer(profile, directory=logs)
-        session.atropos_url = server.url
-        servers.append(permanent(server))
-    addresses = {"server_url": session.atropos_url, "gateway_url": session.address}
-    environments = [Environment(section, profile, directory=logs, **addresses) for section in profile.environments]
-    return servers, [permanent(environment) for environment in environments]
+    server = AtroposServer(profile, directory=logs) if profile.atropos.python and not profile.atropos.url else None
+    session.atropos_url = server.url if server else profile.atropos.url
+    environments = [
+        Environment(
+            section,
+            profile,
+            server_url=session.atropos_url,
+            server_lives=lambda: server.lives if server else 0,
+            gateway_url=session.address,
+            directory=logs,
+        )
+        for section in profile.environments
+    ]
+    return [permanent(server)] if server else [], [permanent(environment) for environment in environments]
 
 
 async def train(profile: Profile, directory: RunDirectory, console: Console) -> int:

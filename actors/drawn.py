@@ -187,6 +187,12 @@ def unlearnable(sampling: Sampling, *, recorded: bool, logit_bias: Sequence[tupl
     return ""
 
 
+def token_cost(sampling: Sampling) -> int:
+    """What a token takes in the log at most, in tokens: itself, and what could have been drawn in its place."""
+    recorded = 1 <= sampling.top_k <= MAX_SUPPORT
+    return 1 + (-(-(SUPPORT_BYTES + 4 * sampling.top_k) // TOKEN_BYTES) if recorded else 0)
+
+
 def cuts(sampling: Sampling) -> bool:
     """Tell whether tokens are drawn from a part of the vocabulary."""
     return sampling.top_k > 0 or sampling.top_p < 1.0 or sampling.min_p > 0.0

@@ -20,7 +20,7 @@ from actors.custom import Services
 from actors.display.choice import make_display
 from actors.display.view import RunFacts
 from actors.display.wording import shown_path
-from actors.drawn import DrawnLog
+from actors.drawn import DrawnLog, token_cost
 from actors.gateway.server import base_url
 from actors.gateway.services import EngineNumbers, GatewayServices, HealthReport, Nobody, TrainingNumbers
 from actors.runtime.child import ChildStatus
@@ -281,4 +281,5 @@ class Session:
 def _tokens_under_way(profile: Profile) -> int:
     """More than all completions that environments may hold before the learner has them, with room for other clients."""
     batch = profile.learner.batch_size * profile.sampling.group_size
-    return max(2**20, 2 * (profile.generator.batches_ahead + 3) * batch * (profile.sampling.max_tokens + 32))
+    longest = profile.sampling.max_tokens * token_cost(profile.sampling) + 32
+    return max(2**20, 2 * (profile.generator.batches_ahead + 3) * batch * longest)

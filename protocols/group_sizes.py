@@ -7,8 +7,11 @@ groups of one size fill up to the largest (atroposlib 0.4, `api/utils.py`).
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import nextafter
 
 from protocols.profile import EnvironmentSection, Profile
+
+ROUNDING = 1e-9
 
 
 def batch_sequences(profile: Profile) -> int:
@@ -24,16 +27,25 @@ def group_size(environment: EnvironmentSection, profile: Profile) -> int:
 def reserved(environment: EnvironmentSection, profile: Profile) -> float | None:
     """Share of every batch that the server keeps for an environment: its `min_batch_allocation`, or that of its weight.
 
-    Weights divide what is not reserved otherwise; None where they cannot, for there is one environment, others may come
-    from elsewhere, or nothing is left.
+    It is of whole groups: the server fills a share up to the next group, and would leave nothing for the last
+    environment. Weights divide what is not reserved otherwise; None where they cannot, for there is one environment,
+    others may come from elsewhere, or nothing is left.
     """
     if environment.min_batch_allocation is not None:
-        return environment.min_batch_allocation
+        return _whole_groups(environment.min_batch_allocation, environment, profile)
     others = [other for other in profile.environments if other.min_batch_allocation is None]
     left = 1.0 - sum(other.min_batch_allocation or 0.0 for other in profile.environments)
     if len(profile.environments) == 1 or profile.atropos.url or left <= 0.0:
         return None
-    return left * environment.weight / sum(other.weight for other in others)
+    return _whole_groups(left * environment.weight / sum(other.weight for other in others), environment, profile)
+
+
+def _whole_groups(share: float, environment: EnvironmentSection, profile: Profile) -> float:
+    """The largest share of whole groups that is no larger; the server rounds its product with the batch down."""
+    batch, size = batch_sequences(profile), group_size(environment, profile)
+    sequences = int(share * batch / size + ROUNDING) * size
+    whole = sequences / batch
+    return whole if int(batch * whole) == sequences else nextafter(whole, 1.0)
 
 
 def unfillable(batch: int, sizes: Mapping[str, int]) -> str | None:

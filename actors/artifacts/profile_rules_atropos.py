@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from actors.artifacts.profile_dependence import Complaint
-from protocols.group_sizes import batch_sequences, group_size, unfillable
+from protocols.group_sizes import batch_sequences, group_size, reserved, unfillable
 from protocols.profile import Profile
 
 KEYS_OF_OPTIONS = {
@@ -65,9 +65,15 @@ def distinct_environments(profile: Profile) -> Iterator[Complaint]:
 def shares_of_a_batch(profile: Profile) -> Iterator[Complaint]:
     """Shares reserved in a batch fit into it, and weights are weighed against others."""
     environments = profile.environments
-    reserved = sum(environment.min_batch_allocation or 0.0 for environment in environments)
-    if reserved > 1.0 + ROUNDING:
-        yield "environments", f"environments: min_batch_allocation comes to {reserved:g} in all; it must be at most 1"
+    total = sum(environment.min_batch_allocation or 0.0 for environment in environments)
+    if total > 1.0 + ROUNDING:
+        yield "environments", f"environments: min_batch_allocation comes to {total:g} in all; it must be at most 1"
+    batch, shares = batch_sequences(profile), {one.name: reserved(one, profile) for one in environments}
+    for name, share in shares.items():
+        if share is not None and int(batch * share) == 0:
+            yield "environments", f"environments: the share of {name!r} is less than one group of a batch: raise it"
+        if share is None and sum(other or 0.0 for other in shares.values()) >= 1.0 - ROUNDING:
+            yield "environments", f"environments: min_batch_allocation of the others leaves nothing for {name!r}"
     if len(environments) == 1 and environments[0].weight != 1.0 and not profile.atropos.url:
         name = environments[0].name
         yield "environments", f"environments: weight has no effect: {name!r} is the only one"

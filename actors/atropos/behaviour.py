@@ -32,12 +32,14 @@ class Memory(Protocol):
 class Behaviour(Struct, kw_only=True):
     """How one sequence was drawn, as far as it is known; arrays have one entry per token, 0 where none was drawn.
 
-    unknown: spans that neither the engine nor the environment has log-probabilities of. supports: by token.
+    unremembered: spans that the engine does not remember; unknown: those of them that the environment has no
+    log-probabilities of either. supports: by token.
     temperature: of all spans. difference: between the engine's log-probabilities and the environment's, at most.
     """
 
     logprob_T: NDArray[np.float32]
     version_T: NDArray[np.int32]
+    unremembered: list[Span]
     unknown: list[Span]
     supports: dict[int, bytes]
     temperature: float
@@ -64,6 +66,7 @@ def behaviour(
     sequence = Behaviour(
         logprob_T=np.zeros(len(tokens), dtype=np.float32) if given_T is None else given_T.astype(np.float32),
         version_T=np.full(len(tokens), version, dtype=np.int32),
+        unremembered=unremembered,
         unknown=unremembered if given_T is None else [],
         supports={},
         temperature=_temperature(index, found, checked.temperatures[index], default=temperature),

@@ -82,8 +82,9 @@ class Output:
         assert self._descriptor is not None, "opened before it is written to"
         if self._size and self._size + len(line) > FILE_BYTES:
             os.replace(self.path, f"{self.path}.1")
-            os.close(self._descriptor)
-            self._open()
+            before = self._descriptor
+            self._open()  # where it fails, the old file goes on
+            os.close(before)
         self._size += os.write(self._descriptor, line)
 
     def _open(self) -> None:

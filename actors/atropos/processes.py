@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import socket
+from collections.abc import Callable
 from pathlib import Path
 
 import anyio
@@ -56,14 +57,26 @@ class Environment(KeptProcess):
     """
 
     def __init__(
-        self, section: EnvironmentSection, profile: Profile, *, server_url: str, gateway_url: str, directory: Path
+        self,
+        section: EnvironmentSection,
+        profile: Profile,
+        *,
+        server_url: str,
+        server_lives: Callable[[], int],
+        gateway_url: str,
+        directory: Path,
     ) -> None:
-        """server_url: of the API server; gateway_url: where the policy answers; directory: as for the server."""
+        """server_url: of the API server; server_lives: how often it was started, if that is known.
+
+        gateway_url: where the policy answers; directory: as for the server.
+        """
         command = environment_command(section, profile, server_url=server_url, gateway_url=gateway_url)
         output = Output(directory / f"{section.name}.log", secret=command.secret)
         super().__init__(f"environment {section.name}", command, output)
         self._server_url = server_url.rstrip("/")
+        self._server_lives = server_lives
         self._registered_as: int | None = None
+        self._registered_in = 0
 
     async def prepare(self) -> None:
         """Wait for the server; nobody waits for an environment."""
@@ -75,6 +88,7 @@ class Environment(KeptProcess):
         """Learn its number from what it prints."""
         if match := REGISTERED.match(line):
             self._registered_as, self.worked = int(match[1]), True
+            self._registered_in = self._server_lives()
 
     def innocent(self, life: Life) -> bool:
         """Whether its server had gone."""
@@ -83,7 +97,7 @@ class Environment(KeptProcess):
     async def bury(self, life: Life | None) -> None:
         """Take it off the server's books; a server that has gone may have given its number to somebody else."""
         number, self._registered_as = self._registered_as, None
-        if number is None or (life is not None and self.innocent(life)):
+        if number is None or self._server_lives() != self._registered_in:
             return
         async with httpx.AsyncClient(trust_env=False, timeout=FAREWELL_SECONDS) as client:
             try:

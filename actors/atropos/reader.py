@@ -9,13 +9,14 @@ import numpy as np
 from anyio.to_thread import run_sync
 from msgspec import Raw, Struct
 
-from actors.atropos.behaviour import Behaviour, Memory, behaviour
+from actors.atropos.behaviour import Behaviour, Memory, behaviour, runs
 from actors.atropos.messages import Reading, nothing_but_a_number, outcome
 from actors.atropos.recent import EnvironmentNames, RecentGroups
 from actors.atropos.refusal import Refused
-from actors.atropos.shapes import Bounds, check
+from actors.atropos.shapes import Bounds, CheckedGroup, check
 from actors.atropos.teacher import teacher_tokens
-from actors.atropos.wire import decode_group, sender
+from actors.atropos.wire import WireGroup, decode_group, sender
+from actors.drawn import cuts
 from protocols.errors import GenerationError
 from protocols.profile import AtroposSection, LearnerSection
 from protocols.prompt_logprobs import PromptLogprobs
@@ -79,8 +80,7 @@ class GroupReader:
     def _check(self, raw: Raw, version: int) -> Reading:
         group = decode_group(raw)
         checked = check(group, self._policy.bounds)
-        if self._recent.saw(group):
-            raise _Repeated
+        self._learn_name(group, checked)
         learner = self._learner
         if learner.advantage == "environment" and not checked.advantages:
             raise Refused('advantages: none, and learner.advantage = "environment" learns from them')
@@ -92,10 +92,26 @@ class GroupReader:
             for i, tokens in enumerate(group.tokens)
         ]
         self._refuse_unknown(sequences)
+        drawn = not any(sequence.unknown for sequence in sequences)  # a text that is shown again is no draw sent twice
+        if drawn and self._recent.saw(group):
+            raise _Repeated
         return Reading(group=group, checked=checked, sequences=sequences, teacher=teacher)
+
+    def _learn_name(self, group: WireGroup, checked: CheckedGroup) -> None:
+        """Who asked the engine is the sender, also of a group that is refused in what follows."""
+        for tokens, trained_T in zip(group.tokens, checked.trained, strict=True):
+            for start, end in runs(trained_T)[:1]:
+                if (drawn := self._memory.find(tokens, start, end)) and drawn.asker:
+                    self._names.name(group.env_id, drawn.asker)
+                    return
 
     def _refuse_unknown(self, sequences: Sequence[Behaviour]) -> None:
         for i, sequence in enumerate(sequences):
+            if sequence.unremembered and cuts(self._sampling):
+                start, end = sequence.unremembered[0]
+                raise Refused(
+                    f"tokens[{i}][{start}:{end}]: the engine does not remember what top_p, top_k and min_p left of it"
+                )
             if sequence.unknown and self._settings.missing_logprobs == "refuse":
                 start, end = sequence.unknown[0]
                 raise Refused(

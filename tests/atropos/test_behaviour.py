@@ -35,6 +35,11 @@ def test_versions_of_tokens_that_were_not_drawn(trained: list[int], expected: li
     """That of the drawn token before; of the first for those before it; of the reading where none was drawn."""
     version_T = np.array([3, 4, 5, 6] if any(trained) else [9] * 4, dtype=np.int32)
     sequence = Behaviour(
-        logprob_T=np.zeros(4, dtype=np.float32), version_T=version_T, unknown=[], supports={}, temperature=1.0
+        logprob_T=np.zeros(4, dtype=np.float32),
+        version_T=version_T,
+        unremembered=[],
+        unknown=[],
+        supports={},
+        temperature=1.0,
     )
     assert versions(sequence, np.array(trained, dtype=bool)).tolist() == expected

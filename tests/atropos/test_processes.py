@@ -81,7 +81,12 @@ class Scene:
         profile = load_profile("atropos-local", overrides)
         self.server = AtroposServer(profile, directory=directory)
         self.environment = Observed(
-            profile.environments[0], profile, server_url=self.server.url, gateway_url=GATEWAY, directory=directory
+            profile.environments[0],
+            profile,
+            server_url=self.server.url,
+            server_lives=lambda: self.server.lives,
+            gateway_url=GATEWAY,
+            directory=directory,
         )
         self.client = httpx.AsyncClient(base_url=self.server.url, trust_env=False)
 

@@ -11,6 +11,7 @@ from protocols.errors import GenerationError
 from protocols.profile import AtroposSection
 from protocols.prompt_logprobs import PromptLogprobs
 from protocols.rollout import Discarded
+from protocols.sampling import Sampling
 from tests.atropos.groups import PROMPT, SAMPLING, VERSION, Scene, conversations, group, logprob
 
 RECOMPUTE = AtroposSection(missing_logprobs="recompute")
@@ -188,6 +189,12 @@ async def test_supports_that_were_recorded_of_some_spans_only_are_refused() -> N
     scene.drew(PROMPT, (40,), support=(40, 41), top_k=2)
     fields = conversations((PROMPT, (40,), (50,), (42,)), (PROMPT, (43,)))
     assert "tokens[0]: only of some" in await scene.refused(fields)
+
+
+async def test_what_nobody_remembers_is_refused_where_the_run_cuts_what_can_be_drawn() -> None:
+    """The learner would evaluate it over the whole vocabulary; so it is not only late, but wrong."""
+    scene = Scene(sampling=Sampling(max_tokens=8, top_k=20))
+    assert "does not remember what top_p" in await scene.refused(group((40, 41), (42,)))
 
 
 async def test_what_the_learner_cannot_evaluate_is_refused() -> None:

@@ -6,6 +6,7 @@ import os
 import select
 import signal
 import subprocess
+import sys
 
 LEASH = "leash.py"
 PATIENCE_SECONDS = 60.0
@@ -47,6 +48,15 @@ def gone(pids: list[int]) -> bool:
 
 
 def _gone(pid: int) -> bool:
+    if sys.platform == "darwin":
+        queue = select.kqueue()
+        ends = select.kevent(pid, select.KQ_FILTER_PROC, select.KQ_EV_ADD | select.KQ_EV_ONESHOT, select.KQ_NOTE_EXIT)
+        try:
+            return bool(queue.control([ends], 1, PATIENCE_SECONDS))
+        except ProcessLookupError:
+            return True
+        finally:
+            queue.close()
     try:
         watched = os.pidfd_open(pid)
     except ProcessLookupError:

@@ -8,6 +8,7 @@ import zlib
 from typing import Any
 
 from protocols.prompt import Problem
+from protocols.rollout import Discarded
 from protocols.step import StepReport
 
 ENDINGS = ("raises", "nan", "hangs", "works", "works", "works")
@@ -60,3 +61,18 @@ class Telling:
                 if isinstance(report, StepReport):
                     sys.stdout.write("told of a step\n")
                     sys.stdout.flush()
+
+
+class TellingGroups:
+    """A tap on the scored groups that prints a line for each."""
+
+    def __init__(self, *, name: str, services: Any, inbox: Any) -> None:
+        self.name, self._inbox = name, inbox
+
+    async def run(self) -> None:
+        """Tell until the groups end."""
+        async with self._inbox:
+            async for one in self._inbox:
+                prompt = one.prompt if isinstance(one, Discarded) else one.group.prompt
+                sys.stdout.write(f"told of group {prompt.group_id}\n")
+                sys.stdout.flush()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -63,7 +62,6 @@ def test_an_environment_trains_the_policy(tmp_path: Path, atropos: tuple[str, st
     assert {group["environment"] for group in lines(tmp_path / "run" / "rollouts.jsonl")} == {"arithmetic"}
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="waits for the end of processes that are not its children")
 def test_any_process_may_be_killed_and_no_group_is_learnt_from_twice(tmp_path: Path, atropos: tuple[str, str]) -> None:
     """The server, then the environment: each is started again, and learning goes on. Then the trainer: it resumes."""
     profile, run_dir = tmp_path / "telling.toml", tmp_path / "run"

@@ -31,6 +31,12 @@ name = "telling"
 factory = "tests.e2e.stages:Telling"
 mode = "tap"
 at = "reports"
+
+[[actors]]
+name = "telling_groups"
+factory = "tests.e2e.stages:TellingGroups"
+mode = "tap"
+at = "scored"
 """
 
 
@@ -107,7 +113,7 @@ async def test_a_flood_of_malformed_groups_harms_nothing(tmp_path: Path, count: 
     profile, run_dir = tmp_path / "telling.toml", tmp_path / "run"
     profile.write_text(TELLING)
     async with counterpart("real", tmp_path) as server:
-        flags = ("--steps", str(STEPS), "--atropos.enabled", "true", "--atropos.patience-seconds", "0.5")
+        flags = ("--steps", str(STEPS), "--atropos.enabled", "true")
         with Run(run_dir, "--profile", str(profile), *flags, "--atropos.url", server.url) as running:
 
             async def until(said: str) -> None:
@@ -115,10 +121,11 @@ async def test_a_flood_of_malformed_groups_harms_nothing(tmp_path: Path, count: 
 
             with anyio.fail_after(120):
                 await registered(server.http)
-            flood, held = list(malformed(count)), 0
+            flood, held, sent = list(malformed(count)), 0, 0
             for step, part in enumerate((flood[:BATCH], flood[BATCH : count // 10], flood[count // 10 :])):
                 await post(server, part)
-                await until("no group has come")  # the server hands out last first: nothing is left behind
+                sent += len(part) + BATCH
+                await until(f"told of group {sent - BATCH - 1}\n")  # the server hands out last first: nothing is left
                 if step == 1:
                     held = resident(running.process.pid)
                 await post(server, [valid(100 * step + number) for number in range(BATCH)])

@@ -98,8 +98,8 @@ def test_unpacked_groups_do_not_make_everybody_pause() -> None:
         ([{}], [None]),
         ([{}, {}], [0.5, 0.5]),
         ([{"weight": 3.0}, {}], [0.75, 0.25]),
-        ([{"weight": 3.0}, {}, {"min_batch_allocation": 0.2}], [0.6, 0.2, 0.2]),
-        ([{"weight": 3.0, "min_batch_allocation": 0.1}, {}], [0.1, 0.9]),
+        ([{"weight": 3.0}, {}, {"min_batch_allocation": 0.2}], [9 / 16, 3 / 16, 3 / 16]),
+        ([{"weight": 3.0, "min_batch_allocation": 0.1}, {}], [1 / 16, 14 / 16]),
         ([{"min_batch_allocation": 1.0}, {}], [1.0, None]),
     ],
 )
@@ -111,5 +111,6 @@ def test_weights_divide_what_is_not_reserved_otherwise(
     profile = convert({**REST, "atropos": {"enabled": True, "python": "p"}, "environments": named}, Profile)
     assert [reserved(one, profile) for one in profile.environments] == pytest.approx(shares)
     joined = replace(profile, atropos=replace(profile.atropos, url="http://127.0.0.1:1"))
-    given = [one.min_batch_allocation for one in profile.environments]
-    assert [reserved(one, joined) for one in joined.environments] == given
+    own = zip(profile.environments, shares, strict=True)
+    given = [share if one.min_batch_allocation else None for one, share in own]
+    assert [reserved(one, joined) for one in joined.environments] == pytest.approx(given)
