@@ -2,8 +2,8 @@
 
     Prompt            RolloutGroup         ScoredGroup             PolicyUpdated
     prompter ──▶ generator ──▶ scorer ──▶ learner ──┬──▶ broadcaster
-                    ▲               ▲               ├──▶ checkpointer ──▶ disk
-                    │        atropos_fetcher        └──▶ evaluator ──▶ monitor
+                    ▲                    ▲          ├──▶ checkpointer ──▶ disk
+                    │   atropos_fetcher ─┘          └──▶ evaluator ──▶ monitor
                     └────────── WeightsReady (newest wins)
 
 The fetcher stands in the place of the three boxes before the learner where groups come from environments.

@@ -19,6 +19,7 @@ from actors.artifacts.json_lines import truncate_after
 from actors.artifacts.metrics_record import RunHistory, read_history
 from actors.artifacts.profile_file import load_profile, write_profile
 from actors.artifacts.run_directory import RunDirectory
+from actors.atropos.client import require_address
 from actors.atropos.interpreter import require_environments
 from actors.compute.engine import DecodeEngine
 from actors.compute.engine.validation import validate
@@ -134,6 +135,8 @@ def _require_what_is_elsewhere(profile: Profile) -> None:
     for section in profile.actors:
         load_factory(section)
     require_environments(profile)
+    if profile.atropos.url:
+        require_address(profile.atropos.url)
 
 
 def _prepare_compute(profile: Profile) -> tuple[Policy, PolicyLearner, DecodeEngine, MemoryEstimate]:

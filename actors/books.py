@@ -48,7 +48,14 @@ class Books:
     def under_way(self, ledger: Ledger) -> dict[int, str]:
         """Groups from environments that have not ended by these books, with where each came from."""
         sources: dict[int, str] = getattr(self._source, "under_way", {})
-        return {number: sources.get(number, "") for number in ledger.unended(self.asked())} if sources else {}
+        if not sources:
+            return {}
+        unended = list(ledger.unended(self.asked()))
+        forgotten = Counter(self.received())
+        forgotten.subtract({name: books.ended for name, books in ledger.state().sources.items()})
+        forgotten.subtract(sources[number] for number in unended if number in sources)
+        names = forgotten.elements()
+        return {number: sources[number] if number in sources else next(names, "") for number in unended}
 
     def balance(self, *, complete: bool) -> Balance:
         """Close the books.
@@ -64,4 +71,6 @@ class Books:
         reached = getattr(self._source, "reached", self._groups)
         held = waiting + sum(group_id >= reached for group_id in unended) if complete else sum(1 for _ in unended)
         carried = Counter(() if complete else self.under_way(self._ledger).values())
-        return self._ledger.balance(asked=asked, held=held, received=self.received(), waiting=carried)
+        ended = {name: books.ended for name, books in self._ledger.state().sources.items()}
+        received = ended | self.received()
+        return self._ledger.balance(asked=asked, held=held, received=received, waiting=carried)

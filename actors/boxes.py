@@ -76,7 +76,7 @@ def atropos_fetcher(parts: Parts, session: Session) -> Callable[..., AtroposFetc
     reader = GroupReader(
         memory=session.drawn,
         policy=PolicyBounds(
-            bounds=Bounds(vocab_size=policy.vocab_size, context_length=policy.context_length),
+            bounds=Bounds(vocab_size=policy.vocab_size, context_length=_longest(parts)),
             decode=policy.tokenizer.decode,
         ),
         recompute=session.recompute_logprobs,
@@ -118,14 +118,19 @@ def _group_source(parts: Parts, session: Session) -> GroupSource:
         session.atropos_url,
         registration=Registration(
             batch_size=profile.learner.batch_size * sampling.group_size,
-            max_token_len=parts.policy.context_length + 1,  # the server's bound is exclusive
-            checkpoint_dir=str(parts.directory.path / "atropos"),
+            max_token_len=_longest(parts) + 1,  # the server's bound is exclusive
+            checkpoint_dir=str((parts.directory.path / "atropos").absolute()),
             save_checkpoint_interval=max(1, profile.checkpoint.interval),
             num_steps=profile.steps,
         ),
         reset=profile.atropos.reset,
         poll_seconds=profile.atropos.poll_seconds,
     )
+
+
+def _longest(parts: Parts) -> int:
+    """Tokens of the longest sequence that environments may send."""
+    return min(parts.policy.context_length, parts.profile.atropos.max_tokens)
 
 
 def scorer(parts: Parts) -> Callable[..., Scorer]:

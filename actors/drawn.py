@@ -21,6 +21,9 @@ from protocols.sampling import MAX_SUPPORT, Completion, FinishReason, SampleRequ
 TOKEN_BYTES, SUPPORT_BYTES, COMPLETION_BYTES = 8, 40, 256
 """What a token takes; a support, and a completion, beside what is in it."""
 
+COLDEST = 1e-3
+"""The lowest temperature that anything can be learnt at: below, hardly more than one token is ever drawn."""
+
 DECIMALS = 3
 """Of log-probabilities, beyond which equal draws differ by what else was in their batches."""
 
@@ -173,11 +176,11 @@ def unlearnable(sampling: Sampling, *, recorded: bool, logit_bias: Sequence[tupl
 
     recorded: what could have been drawn is known. logit_bias: the run's own, sorted.
     """
-    if sampling.temperature == 0.0:
-        return "drawn greedily, at temperature 0"
+    if sampling.temperature < COLDEST:
+        return f"drawn at temperature {sampling.temperature:g}, as good as greedily"
     if sampling.repetition_penalty != 1.0:
         return f"drawn with repetition_penalty {sampling.repetition_penalty:g}"
-    if sorted(sampling.logit_bias) != logit_bias:
+    if sorted(sampling.logit_bias) != sorted(logit_bias):
         return "drawn with another logit_bias than the run's"
     if cuts(sampling) and not recorded:
         return (

@@ -116,8 +116,10 @@ class Learner:
                 await self._end_early(batch)
         if self._over:
             await self._end_early(batch)
-        elif batch.ended:
+        elif batch.fresh or (batch.ended and not self._unasked):
             await self._consume(batch, wait_seconds=time.monotonic() - began)
+        else:
+            await self._end_early(batch)
 
     @property
     def _over(self) -> bool:

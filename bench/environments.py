@@ -1,6 +1,6 @@
 """Do real Atropos environments train the policy: one turn, several turns, and two of different weight at once.
 
-    python -m bench environments [--python .atropos/bin/python] [--seeds 0 1 2]
+    python -m bench environments [--python .atropos/bin/python] [--seeds 0 1]
 
 Each run is `python pipeline.py --profile PROFILE --seed S` with the API server and the environments of atroposlib, from
 an interpreter that has it (docs/atropos.md).
@@ -28,10 +28,10 @@ SHUFFLES = 20_000
 
 
 class Trained(Struct, frozen=True, kw_only=True):
-    """One run. before, after: held-out accuracy, where it is measured; seconds: from the first line to the last.
+    """One run. before, after: held-out accuracy, where it is measured; seconds: age of the run at its last line.
 
     rewards: mean of each update's groups; p_value: of the hypothesis that the last third of them is no better than the
-    first. groups: of each environment, those that came; logprob_error: the largest, in nats.
+    first. groups: of each environment, those that ended with a batch; logprob_error: the largest, in nats.
     """
 
     profile: str
@@ -74,7 +74,7 @@ def measure(profile: str, seed: int, python: str) -> Trained:
 
 
 def groups(steps: Metrics) -> dict[str, int]:
-    """Groups that came from each environment, however they ended."""
+    """Groups of each environment that ended with a batch, trained on or not."""
     total: dict[str, int] = {}
     for line in steps:
         for name, numbers in line["environments"].items():
@@ -126,14 +126,17 @@ def table(results: Sequence[Trained]) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run every profile with every seed."""
+    """Run every profile with every seed; other results of the file stay."""
     parser = argparse.ArgumentParser(prog="python -m bench environments", description=__doc__)
     parser.add_argument("--python", default=".atropos/bin/python")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
     parser.add_argument("--profiles", nargs="+", choices=PROFILES, default=list(PROFILES))
     chosen = parser.parse_args(argv)
     python = str(Path(chosen.python).absolute())
     results = [measure(profile, seed, python) for profile in chosen.profiles for seed in chosen.seeds]
+    again = {(one.profile, one.seed) for one in results}
+    results += [one for one in read() if (one.profile, one.seed) not in again]
+    results.sort(key=lambda one: (PROFILES.index(one.profile), one.seed))
     RESULTS.write_bytes(b"".join(msgspec.json.encode(one) + b"\n" for one in results))
     sys.stdout.write(table(results) + "\n")
     return 0

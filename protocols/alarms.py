@@ -10,8 +10,10 @@ class GroupLook(Struct, frozen=True, kw_only=True):
 
     lowest: the lowest reward of a completion. truncated: share cut off at `sampling.max_tokens`. empty_form: share with
     full marks for form and none for content; content: share with any; both None where form or content is not rewarded.
+    source: the environment that it comes from.
     """
 
+    source: str = ""
     reward: float
     lowest: float
     length: float
@@ -23,11 +25,14 @@ class GroupLook(Struct, frozen=True, kw_only=True):
 class BatchLook(Struct, frozen=True, kw_only=True):
     """How a batch looks: groups together, and the update that was made from it; None where there is nothing to see.
 
-    reward_error: standard error of `reward`. entropy, kl, step_kl: nats per token; ess: share of the tokens.
+    reward_error: standard error of `reward`. rewards, shares: mean reward of the groups of each environment, and how
+    much of the batch they are. entropy, kl, step_kl: nats per token; ess: share of the tokens.
     """
 
     reward: float | None = None
     reward_error: float | None = None
+    rewards: dict[str, float] = {}
+    shares: dict[str, float] = {}
     length: float | None = None
     truncated: float | None = None
     empty_form: float | None = None
@@ -42,10 +47,10 @@ class Normal(Struct, frozen=True, kw_only=True):
     """What is normal; None while too few healthy updates have been seen.
 
     length: the median of the latest healthy updates. The others: the healthiest that this median has been, the highest
-    of reward, content and entropy_most, the lowest of entropy_least, truncated and empty_form.
+    of rewards (by environment), content and entropy_most, the lowest of entropy_least, truncated and empty_form.
     """
 
-    reward: float | None = None
+    rewards: dict[str, float] = {}
     entropy_most: float | None = None
     entropy_least: float | None = None
     length: float | None = None

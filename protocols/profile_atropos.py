@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
-from protocols.profile_bounds import Positive, PositiveFloat
+from protocols.profile_bounds import PositiveFloat
 
 
 class AtroposSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -23,6 +23,8 @@ class AtroposSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     reset: clear what a server that runs already holds from another trainer; false = go on with it, if it fits.
     missing_logprobs: of tokens that neither the group nor the engine's memory has one for: `recompute` it with the
         weights that serve, or `refuse` the group.
+    max_tokens: of a sequence, all its turns together, or less where the model's context is shorter; the memory of an
+        update is reckoned for it, and longer ones are refused.
     poll_seconds: the longest pause between two looks at the server.
     patience_seconds: so long without a group is reported, with whom the server waits for.
     """
@@ -33,6 +35,7 @@ class AtroposSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     mock: bool = False
     reset: bool = True
     missing_logprobs: Literal["recompute", "refuse"] = "refuse"
+    max_tokens: Annotated[int, Meta(ge=2)] = 2048
     poll_seconds: Annotated[float, Meta(ge=0.05, le=60.0)] = 1.0
     patience_seconds: PositiveFloat = 60.0
 
@@ -42,15 +45,15 @@ class EnvironmentSection(Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     name: in logs, metrics and the books.
     script: Python file whose `serve` command runs it; paths as for `data.train`.
-    weight: share of the groups in every batch, beside the weights of the other environments.
+    weight: share of every batch, as far as its groups suffice, beside the weights of the other environments.
     group_size: completions per prompt; unless set, `sampling.group_size`.
-    min_batch_allocation: at least this share of every batch; unless set, that of its weight.
+    min_batch_allocation: this share of every batch, as far as its groups suffice; unless set, that of its weight.
     options: further flags of the script, `--env.KEY VALUE` each; a key with a dot is the whole name of the flag.
     """
 
     name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,32}$", description="letters, digits, - and _, at most 32")]
     script: Annotated[str, Meta(min_length=1)]
     weight: PositiveFloat = 1.0
-    group_size: Positive | None = None
+    group_size: Annotated[int, Meta(ge=2, le=4096)] | None = None
     min_batch_allocation: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
     options: dict[str, Any] = {}

@@ -55,8 +55,8 @@ class ScoredGroup(Struct, frozen=True, kw_only=True, tag=True):
             given = getattr(self, name)
             if given and len(given) != len(completions):
                 raise ValueError(f"{name} must have one entry for each completion")
-        if not all(0 < temperature < inf for temperature in self.temperatures):
-            raise ValueError("temperatures must be above 0 and finite")
+        if not all(1e-30 <= temperature < inf for temperature in self.temperatures):
+            raise ValueError("temperatures must be finite and above 0, as float32 has it")
         for name in ("token_advantages", "reference_logprobs"):
             _refuse_other_lengths(name, getattr(self, name), completions)
         _refuse_other_lengths("teacher", tuple(one.tokens for one in self.teacher), completions)

@@ -79,3 +79,13 @@ async def test_the_books_are_kept_for_each_environment_too(executor: ComputeExec
     }
     assert scene.ledger.balance(asked=4, held=0, received={"a": 2, "b": 2}).holds
     assert not scene.ledger.balance(asked=4, held=0, received={"a": 3, "b": 1}).holds
+
+
+async def test_a_run_that_is_drained_takes_no_step_for_groups_that_taught_nothing(executor: ComputeExecutor) -> None:
+    """They are entered; with one that did, the rest is a last, smaller batch."""
+    nothing = Scene(executor, [lost(0), lost(1)], unasked=True)
+    assert await nothing.run() == []
+    assert (nothing.progress.step, nothing.ledger.state().discarded) == (0, {"reward_error": 2})
+    something = Scene(executor, [lost(0), taught(1)], unasked=True)
+    (report,) = await something.run()
+    assert (report.step, len(report.trained), len(report.discarded)) == (1, 1, 1)

@@ -225,3 +225,22 @@ async def test_groups_from_environments_are_remembered_by_their_environment(part
     assert balance.holds
     assert {name: own.carried_over for name, own in balance.sources.items()} == {"a": 2, "b": 1}
     assert not session.books.balance(complete=True).holds, "nothing lies anywhere, and three have not ended"
+
+
+async def test_numbers_that_the_fetcher_has_forgotten_are_of_whom_the_books_miss_a_group(parts: Parts) -> None:
+    """It remembers so many of the latest; an older one may wait in a batch that takes long to form."""
+    fetching = Fetching("atropos_fetcher")
+    fetching.under_way = {2: "b", 3: "a"}  # type: ignore[misc]
+    session = Session(parts, Console(file=io.StringIO()), blas="none", listener=None)
+    session.observe({"atropos_fetcher": fetching, "monitor": Anyone("monitor")})
+    parts.ledger.train(1, source="a")
+    assert session.books.under_way(parts.ledger) == {0: "a", 2: "b", 3: "a"}
+    assert session.books.balance(complete=False).holds
+
+
+async def test_a_fetcher_that_does_not_say_what_it_received_is_taken_at_what_ended(parts: Parts) -> None:
+    """A user's own in its place."""
+    session = Session(parts, Console(file=io.StringIO()), blas="none", listener=None)
+    session.observe({"atropos_fetcher": Anyone("atropos_fetcher"), "monitor": Anyone("monitor")})
+    parts.ledger.train(0, source="a")
+    assert session.books.balance(complete=True).sources["a"].holds

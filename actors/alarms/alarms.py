@@ -78,8 +78,16 @@ class Alarms:
             values = [value for look in healthy if (value := getattr(look, name)) is not None]
             return median(values) if len(values) == self._settings.window else None
 
+        def usual_reward(source: str) -> float | None:
+            values = [look.rewards[source] for look in healthy if source in look.rewards]
+            return median(values) if len(values) == self._settings.window else None
+
+        rewards = {
+            source: _most(before.rewards.get(source), usual_reward(source))
+            for source in {*before.rewards, *(source for look in healthy for source in look.rewards)}
+        }
         return Normal(
-            reward=_most(before.reward, usual("reward")),
+            rewards={source: best for source, best in rewards.items() if best is not None},
             entropy_most=_most(before.entropy_most, usual("entropy")),
             entropy_least=_least(before.entropy_least, usual("entropy")),
             length=usual("length") or before.length,
@@ -113,10 +121,14 @@ def _kl(look: BatchLook, state: AlarmState, settings: AlarmsSection) -> Iterator
 
 
 def _reward(look: BatchLook, state: AlarmState, settings: AlarmsSection) -> Iterator[str]:
-    """Lost of what the best times had above the worst completion of the run, and more than chance explains."""
-    best, lowest = state.normal.reward, state.lowest
-    if best is None or lowest is None or look.reward is None or look.reward_error is None:
+    """Lost of what the best times had above the worst completion of the run, and more than chance explains.
+
+    The best of several environments are weighed as the batch is: another mixture is no loss.
+    """
+    bests, lowest = state.normal.rewards, state.lowest
+    if lowest is None or look.reward is None or look.reward_error is None or not look.shares.keys() <= bests.keys():
         return
+    best = sum(share * bests[source] for source, share in look.shares.items())
     lost = best - look.reward
     if lost > settings.reward_drop * (best - lowest) and lost > CERTAIN * look.reward_error:
         yield f"the mean reward fell from {best:.3g} to {look.reward:.3g}"

@@ -26,19 +26,24 @@ def group_looks(report: StepReport) -> Iterator[GroupLook]:
     """
     for trained in report.trained:
         scored = trained.scored
-        yield from _group(scored.group.completions, scored.rewards, scored.parts)
+        yield from _group(scored.group.prompt.source, scored.group.completions, scored.rewards, scored.parts)
     for lost in report.discarded:
         if lost.reason != "stale":
-            yield from _group(lost.completions, lost.rewards, lost.parts)
+            yield from _group(lost.prompt.source, lost.completions, lost.rewards, lost.parts)
 
 
 def batch_look(groups: Sequence[GroupLook], report: StepReport) -> BatchLook:
     """Groups together, each counted the same, and the numbers of the update if one was made."""
     reward = [group.reward for group in groups]
+    by_source: dict[str, list[float]] = {}
+    for group in groups:
+        by_source.setdefault(group.source, []).append(group.reward)
     update = report.update if report.update and report.update.applied else None
     return BatchLook(
         reward=_mean(reward),
         reward_error=stdev(reward) / len(reward) ** 0.5 if len(reward) > 1 else None,
+        rewards={source: fmean(values) for source, values in by_source.items()},
+        shares={source: len(values) / len(groups) for source, values in by_source.items()},
         length=_mean([group.length for group in groups]),
         truncated=_mean([group.truncated for group in groups]),
         empty_form=_mean([group.empty_form for group in groups]),
@@ -50,11 +55,14 @@ def batch_look(groups: Sequence[GroupLook], report: StepReport) -> BatchLook:
     )
 
 
-def _group(completions: Sequence[Completion], rewards: Sequence[float], parts: Parts) -> Iterator[GroupLook]:
+def _group(
+    source: str, completions: Sequence[Completion], rewards: Sequence[float], parts: Parts
+) -> Iterator[GroupLook]:
     if not rewards or not all(map(isfinite, rewards)):
         return
     judged = list(_content(parts, len(rewards)))
     yield GroupLook(
+        source=source,
         reward=fmean(rewards),
         lowest=min(rewards),
         length=fmean(completion.length for completion in completions),

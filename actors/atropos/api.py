@@ -60,7 +60,8 @@ class AtroposApi:
             except NotAtropos as error:
                 raise ProfileError(
                     f"atropos.url {self._client.shown} is not an Atropos API server ({error}): "
-                    "start one with `run-api`, and give its address"
+                    "start one with `run-api`, and give its address (both it and the policy's own API listen on port "
+                    "8000 unless told otherwise)"
                 ) from error
             else:
                 return self._is_back()

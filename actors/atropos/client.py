@@ -51,7 +51,7 @@ class ApiClient:
 
     def __init__(self, url: str, transport: httpx.AsyncBaseTransport | None = None) -> None:
         """transport: in place of the network."""
-        base = _address(url)
+        base = require_address(url)
         self.shown = str(base.copy_with(username=None, password=None, query=None)).rstrip("/")
         self._http = httpx.AsyncClient(
             base_url=base,
@@ -122,7 +122,8 @@ class ApiClient:
                 raise ServerAway(f"the answer to {method} {path} cannot be read: {error}") from error
 
 
-def _address(url: str) -> httpx.URL:
+def require_address(url: str) -> httpx.URL:
+    """Read an address; raises ProfileError where it is none."""
     try:
         address = httpx.URL(url)
         known = address.host and 1 <= (address.port or 80) <= 65535

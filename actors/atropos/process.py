@@ -80,7 +80,7 @@ class KeptProcess:
                 failures = deaths = 0
             failures, deaths = failures + life.failed, deaths + 1
             if life.failed and self.lives == 1 and not life.worked and not self.innocent(life):
-                raise ProfileError(self._sentence(life))
+                raise ProfileError(f"{self._sentence(life)}; with --clean the run begins anew")
             if failures >= MOST_FAILURES or deaths >= MOST_DEATHS:
                 raise ActorError(f"{self._sentence(life)}, the {deaths}th time in a row")
             pause = min(FIRST_PAUSE * 2 ** (deaths - 1), LONGEST_PAUSE)

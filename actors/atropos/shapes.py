@@ -19,7 +19,8 @@ LARGEST = 1e9
 """Of scores and advantages: beyond, float32 has no room for the squares that statistics take."""
 LOWEST, HIGHEST = -9999.0, 1e-3
 """Of log-probabilities: below, nothing is ever drawn; above 0 only by rounding."""
-HOTTEST = 100.0
+COLDEST, HOTTEST = 1e-3, 100.0
+"""Temperatures that the learner can evaluate: at lower ones a choice is greedy in float32, and its gradient none."""
 LONGEST_IMAGES = 1024
 
 Rows = list[NDArray[np.float64]]
@@ -183,8 +184,8 @@ def _temperatures(group: WireGroup, overrides: list[Override | None]) -> list[fl
 
 def _temperature(field: str, parameters: Parameters | None) -> float | None:
     temperature = parameters.temperature if parameters else None
-    if temperature is not None and not 0.0 < temperature <= HOTTEST:
-        raise Refused(f"{field}.temperature: {temperature:g}; above 0 and at most {HOTTEST:g} are possible")
+    if temperature is not None and not COLDEST <= temperature <= HOTTEST:
+        raise Refused(f"{field}.temperature: {temperature:g}; {COLDEST:g} to {HOTTEST:g} are possible")
     return temperature
 
 

@@ -39,7 +39,7 @@ class GuessingEnv(BaseEnv):
     @classmethod
     def config_init(cls) -> tuple[GuessingConfig, list[APIServerConfig]]:
         """Return what flags start from: the policy that ships with Clotho, served on this machine."""
-        config = GuessingConfig(**rollouts.SETTINGS, max_token_length=96)
+        config = GuessingConfig(**rollouts.SETTINGS, max_token_length=96, wandb_name=cls.name)
         return config, [APIServerConfig(**rollouts.SERVER)]
 
     async def setup(self) -> None:

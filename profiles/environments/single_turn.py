@@ -31,7 +31,7 @@ class SingleTurnEnv(BaseEnv):
     @classmethod
     def config_init(cls) -> tuple[SingleTurnConfig, list[APIServerConfig]]:
         """Return what flags start from: the policy that ships with Clotho, served on this machine."""
-        config = cls.env_config_cls(**rollouts.SETTINGS, max_token_length=cls.max_token_length)
+        config = cls.env_config_cls(**rollouts.SETTINGS, max_token_length=cls.max_token_length, wandb_name=cls.name)
         return config, [APIServerConfig(**rollouts.SERVER)]
 
     async def setup(self) -> None:

@@ -44,7 +44,7 @@ from tests.atropos.groups import PROMPT, Scene, group, raw, sequence
             "ref_logprobs[0][3]: 1.0 marks a masked token, and masks[0][3] trains it",
         ),
         ({"overrides": [{}]}, "overrides: 1 for 2 sequences"),
-        ({"overrides": [{"temperature": 0}, {}]}, "overrides[0].temperature: 0; above 0 and at most 100 are possible"),
+        ({"overrides": [{"temperature": 0}, {}]}, "overrides[0].temperature: 0; 0.001 to 100 are possible"),
         (
             {"overrides": [{"set_advantage_to_zero": 1}, {}]},
             "overrides[0].set_advantage_to_zero: Expected `bool | null`, got `int`",

@@ -38,7 +38,7 @@ def scored(**fields: Any) -> ScoredGroup:
         {"teacher": (ONE, SHORT)},
         {"token_advantages": ((1.0, 2.0), (1.0,))},
         {"reference_logprobs": ((-1.0, -2.0),)},
-        *({"temperatures": (1.0, temperature)} for temperature in (0.0, -1.0, math.nan, math.inf)),
+        *({"temperatures": (1.0, temperature)} for temperature in (0.0, 1e-39, -1.0, math.nan, math.inf)),
     ],
 )
 def test_what_does_not_fit_is_refused(fields: dict[str, Any]) -> None:

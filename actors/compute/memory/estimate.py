@@ -50,7 +50,8 @@ def estimate_memory(model: ModelSection, profile: Profile, *, prompt_tokens: int
     No weight is read: shapes and types come from the configuration and from the headers of the files. A model of the
     hub that is not in its local cache is built from a configuration that ships with the project, where there is one.
     Every completion is taken to reach `sampling.max_tokens` and every cache to be full, so a run whose completions end
-    early stays below. prompt_tokens: of the longest prompt.
+    early stays below. prompt_tokens: of the longest prompt; of what environments send, `atropos.max_tokens` bounds the
+    whole.
 
     Within some 15 % of what arrays take, for transformers; `actors.compute.memory.activations` says where it is
     rougher. Not counted: freed buffers that MLX keeps for reuse (at most `monitor.cache_limit_mb`), and what the
@@ -63,8 +64,7 @@ def estimate_memory(model: ModelSection, profile: Profile, *, prompt_tokens: int
     layout = CacheLayout(base)
     weights = sum(array.nbytes for array in flat(base.parameters()).values())
     learning = learning_bytes(base, profile)
-    length = min(prompt_tokens + profile.sampling.max_tokens, context_length(config))
-    completion = min(profile.sampling.max_tokens, length - 1)
+    length, completion = _longest(profile, prompt_tokens, context_length(config))
     micro = largest_micro_batch(profile, prompt=length - completion, completion=completion)
     vocabulary = describe_model(base, config).vocab_size
     rows = max(1, min(profile.generator.max_rows, profile.generator.max_cache_tokens // length))
@@ -182,3 +182,12 @@ def _itemsize(model: nn.Module, config: dict[str, Any]) -> int:
     """Bytes of a number of the computing type."""
     dtype = DTYPES.get(describe_model(model, config).dtype, mx.float32)
     return dtype.size
+
+
+def _longest(profile: Profile, prompt_tokens: int, context: int) -> tuple[int, int]:
+    """Tokens of the longest sequence that is learnt from, and how many of them may have been drawn."""
+    if profile.atropos.enabled:
+        length = min(profile.atropos.max_tokens, context)
+        return length, length - 1
+    length = min(prompt_tokens + profile.sampling.max_tokens, context)
+    return length, min(profile.sampling.max_tokens, length - 1)
