@@ -77,7 +77,7 @@ async def test_what_cannot_work_is_said_at_once(text: str, tmp_path: Path) -> No
     if "nowhere" in text:
         assert "it ended with exit status 1 after" in str(error)
         assert ", before it was ready: ModuleNotFoundError: No module named 'nowhere'" in str(error)
-    assert str(error).endswith(f"(all it printed: {tmp_path}/things/thing.log)")
+    assert str(error).endswith(f"(all it printed: {tmp_path}/things/thing.log); with --clean the run begins anew")
 
 
 async def test_what_worked_is_started_again_and_given_up_in_the_end(tmp_path: Path) -> None:

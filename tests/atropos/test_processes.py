@@ -172,7 +172,7 @@ async def test_a_script_that_cannot_work_ends_the_run(tmp_path: Path, script: Pa
                     await scene.environment.run()
                 group.cancel_scope.cancel()
     assert "\n" not in str(caught.value)
-    assert str(caught.value).endswith(f"{tmp_path}/atropos/mine.log)")
+    assert f"{tmp_path}/atropos/mine.log); with --clean" in str(caught.value)
 
 
 async def test_an_environment_waits_for_its_server(tmp_path: Path, script: Path) -> None:
