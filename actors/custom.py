@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
-import os
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +14,7 @@ from actors.runtime.arrow import Arrow, Insert, Tap
 from actors.runtime.child import Child, Restart, temporary, transient
 from actors.runtime.ends import Closable
 from actors.runtime.latest import Latest
+from actors.user_code import import_user_module
 from protocols.errors import ProfileError
 from protocols.profile import ActorSection, Profile
 from protocols.weights import WeightsReady
@@ -154,10 +152,8 @@ def load_factory(section: ActorSection) -> Factory:
             "without it) or 'transient' (its failure is the run's), not 'permanent'"
         )
     module_name, _, attribute = section.factory.partition(":")
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
     try:
-        factory = getattr(importlib.import_module(module_name), attribute)
+        factory = getattr(import_user_module(module_name), attribute)
     except (Exception, SystemExit) as error:
         raise ProfileError(
             f"actors: {section.name!r}: {section.factory} cannot be imported: {type(error).__name__}: {error}"

@@ -1,7 +1,8 @@
 """Who may import whom, and how long anything may be: the layout of the project, as rules that fail when broken.
 
     protocols                    the standard library and msgspec
-    compute, rewards, artifacts  protocols, and themselves
+    user_code                    nothing: imports what a profile names
+    compute, rewards, artifacts  protocols, and themselves; compute and rewards also user_code
     runtime                      protocols, and itself
     display                      protocols, and artifacts (numbers in words)
     gateway                      protocols, runtime, and itself
@@ -43,8 +44,9 @@ LOWER = {
 MAY_IMPORT = {
     "protocols": set[str](),
     "runtime": {"protocols"},
-    "compute": {"protocols"},
-    "rewards": {"protocols"},
+    "user_code": set[str](),
+    "compute": {"protocols", "user_code"},
+    "rewards": {"protocols", "user_code"},
     "artifacts": {"protocols"},
     "display": {"protocols", "artifacts"},
     "gateway": {"protocols", "runtime"},
@@ -52,7 +54,7 @@ MAY_IMPORT = {
     "atropos": {"protocols", "runtime", "drawn"},
     "drawn": {"protocols"},
     "books": {"protocols", "runtime"},
-    "custom": {"protocols", "runtime"},
+    "custom": {"protocols", "runtime", "user_code"},
     "questions": {"protocols", "compute", "artifacts"},
     "replay": {"protocols"},
     "forming_batch": {"protocols"},

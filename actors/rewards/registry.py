@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
-import os
-import sys
 from collections.abc import Awaitable, Callable
 from difflib import get_close_matches
 from types import ModuleType
 
 from actors.rewards import choice_correctness, exact, format, jaccard, math_eval  # noqa: A004
+from actors.user_code import import_user_module
 from protocols.errors import ProfileError
 from protocols.prompt import Problem
 
@@ -57,12 +55,8 @@ def _nearest(name: str, names: list[str] | dict[str, RewardFunction]) -> str:
 
 
 def _module(name: str, module_name: str) -> ModuleType:
-    here = os.getcwd()
-    if here not in sys.path and "" not in sys.path:
-        sys.path.append(here)
-    importlib.invalidate_caches()
     try:
-        return importlib.import_module(module_name)
+        return import_user_module(module_name)
     except (Exception, SystemExit) as error:
         raise ProfileError(
             f"rewards.name {name!r}: module {module_name!r} cannot be imported: {type(error).__name__}: {error}"

@@ -65,11 +65,6 @@ class RewardRunner:
         self._parts = [self._load(section) for section in sections]
         self._built_in: dict[tuple[tuple[str, float], ...], Caller] = {}
 
-    @property
-    def can_judge(self) -> bool:
-        """Whether any reward is marked `correct`, without which no completion ever is."""
-        return any(part.section.correct for part in self._parts)
-
     async def score(self, group: RolloutGroup) -> GroupOutcome:
         """Reward every completion of a group: the sum of weight times value over the parts that apply, and `overlong`.
 

@@ -246,7 +246,6 @@ async def test_correct_is_what_every_applicable_judge_calls_correct() -> None:
         RewardSection(name="choice_correctness", correct=True),
     )
     with runner(*sections) as rewards:
-        assert rewards.can_judge
         assert await rewards.is_correct(problem("42"), "<answer>42</answer>")
         assert not await rewards.is_correct(problem("42"), answered("41"))
         assert await rewards.is_correct(CHOICE, answered("B"))
@@ -262,9 +261,8 @@ async def test_partial_credit_is_not_correct() -> None:
 
 
 async def test_nothing_is_correct_without_a_judge() -> None:
-    """`can_judge` tells so beforehand."""
+    """A reward that is not marked `correct` is none, whatever it says."""
     with runner(RewardSection(name="exact")) as rewards:
-        assert not rewards.can_judge
         assert not await rewards.is_correct(problem("42"), answered("42"))
 
 

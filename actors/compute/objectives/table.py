@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
-import os
-import sys
 from collections.abc import Mapping
 from difflib import get_close_matches
 from types import MappingProxyType
@@ -19,6 +16,7 @@ from actors.compute.objectives.soft import sapo
 from actors.compute.objectives.tokens import Objective, PolicyLoss, Tokens
 from actors.compute.objectives.trust_region import dppo_tv
 from actors.compute.objectives.weighted import cispo, reinforce
+from actors.user_code import import_user_module
 from protocols.errors import ProfileError
 from protocols.profile import LearnerSection
 
@@ -55,11 +53,8 @@ def objective(name: str) -> Objective:
         near = get_close_matches(name, OBJECTIVES, n=1, cutoff=0.5)
         meant = f", did you mean {near[0]!r}?" if near else ""
         raise ProfileError(f"learner.objective {name!r} is unknown{meant}; {_allowed()}")
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
-    importlib.invalidate_caches()
     try:
-        function = getattr(importlib.import_module(module_name), attribute)
+        function = getattr(import_user_module(module_name), attribute)
     except (Exception, SystemExit) as error:
         raise ProfileError(
             f"learner.objective {name!r} cannot be imported: {type(error).__name__}: {error}; {_allowed()}"
