@@ -1,0 +1,172 @@
+"""The outside of a contender's process, and contenders by turns."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, Literal
+
+from msgspec import Struct
+
+from bench.fingerprint import ROOT, fingerprint
+from bench.measurement import Measurement
+
+VARIABLE = "CLOTHO_BENCH_CONTENDERS"
+DEFAULT = ROOT / ".contenders" / "bin" / "python"
+INSTALL = "python3.11 -m venv .contenders && .contenders/bin/python -m pip install -r bench/contenders/requirements.txt"
+
+
+class Contender(Struct, frozen=True, kw_only=True):
+    """name: in tables. module: run with `-m`. foreign: it lives in the contenders' environment, not in ours.
+
+    environment: variables that it alone gets.
+    """
+
+    name: str
+    module: str
+    foreign: bool = False
+    environment: Mapping[str, str] = {}
+
+
+class Metric(Struct, frozen=True, kw_only=True):
+    """A name that contenders answer with."""
+
+    name: str
+    unit: str
+    better: Literal["higher", "lower"]
+
+
+class MissingContendersError(Exception):
+    """The contenders' environment does not exist; the message says how to make it."""
+
+
+class Answers:
+    """A contender that runs."""
+
+    def __init__(self, process: subprocess.Popen[str], contender: Contender) -> None:
+        self._process = process
+        self.contender = contender
+        hello = self._read()
+        self.semantics: str = hello["semantics"]
+        self.versions: dict[str, str] = hello["versions"]
+
+    def measure(self, case: Mapping[str, str | int | float]) -> dict[str, float]:
+        """Run a case once. Raises RuntimeError with what the contender raised."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(dict(case)) + "\n")
+        self._process.stdin.flush()
+        answer = self._read()
+        if "error" in answer:
+            raise RuntimeError(f"{self.contender.name}: {answer['error']}")
+        metrics: dict[str, float] = answer["metrics"]
+        return metrics
+
+    def _read(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"{self.contender.name} ended without an answer; what it said stands above")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+
+def contenders_python() -> str:
+    """The interpreter of the contenders' environment. Raises MissingContendersError."""
+    path = os.environ.get(VARIABLE, str(DEFAULT))
+    if not os.access(path, os.X_OK):
+        raise MissingContendersError(f"no contenders at {path}: {INSTALL} (or set {VARIABLE})")
+    return path
+
+
+@contextmanager
+def running(contender: Contender) -> Iterator[Answers]:
+    """Start a contender; it ends with the block."""
+    python = contenders_python() if contender.foreign else sys.executable
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TOKENIZERS_PARALLELISM": "false", **contender.environment}
+    process = subprocess.Popen(
+        [python, "-m", contender.module],
+        cwd=ROOT,
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield Answers(process, contender)
+    finally:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.close()
+        try:
+            process.wait(timeout=30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        process.stdout.close()
+
+
+def by_turns(
+    question: str,
+    contenders: Sequence[Contender],
+    cases: Sequence[Mapping[str, str | int | float]],
+    metrics: Sequence[Metric],
+    *,
+    repeats: int,
+    command: str,
+    warm_up: int = 1,
+) -> list[Measurement]:
+    """Measure every contender in every case: warm up, then one run of each by turns, `repeats` times.
+
+    A contender that cannot do a case (it raises) is left out of it, with a line on standard error.
+    """
+    found: list[Measurement] = []
+    with ExitStack() as stack:
+        running_now = [stack.enter_context(running(contender)) for contender in contenders]
+        for case in cases:
+            able = [answers for answers in running_now if _warmed(answers, case, warm_up)]
+            runs = [[answers.measure(case) for answers in able] for _ in range(repeats)]
+            for position, answers in enumerate(able):
+                mine = [run[position] for run in runs]
+                found += _measurements(question, answers, case, metrics, mine, command)
+    return found
+
+
+def _warmed(answers: Answers, case: Mapping[str, str | int | float], times: int) -> bool:
+    try:
+        for _ in range(times):
+            answers.measure(case)
+    except RuntimeError as error:
+        sys.stderr.write(f"bench: left out: {error} ({dict(case)})\n")
+        return False
+    return True
+
+
+def _measurements(
+    question: str,
+    answers: Answers,
+    case: Mapping[str, str | int | float],
+    metrics: Sequence[Metric],
+    runs: Sequence[dict[str, float]],
+    command: str,
+) -> list[Measurement]:
+    return [
+        Measurement(
+            question=question,
+            case=dict(case),
+            contender=answers.contender.name,
+            metric=metric.name,
+            unit=metric.unit,
+            better=metric.better,
+            values=[run[metric.name] for run in runs],
+            semantics=answers.semantics,
+            versions=answers.versions,
+            command=command,
+            fingerprint=fingerprint(),
+        )
+        for metric in metrics
+        if metric.name in runs[0]
+    ]
