@@ -3,16 +3,18 @@
 The host runs one step behind: a step is launched before the tokens of the step before it are read, its input being
 those tokens where they are, on the device. A row whose end shows only in its tokens therefore costs one wasted draw,
 which is never reported; an end by length is foreseen and costs none. On the CPU, where most steps are drawn by
-the host, tokens are known at once and nothing is wasted.
+the host, tokens are known at once and nothing is wasted: there the host builds the next step while one is computed.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from actors.compute.engine.batch_cache import BatchCache
+from actors.compute.engine.batch_cache import BatchCache, Incoming
 from actors.compute.engine.host_sampling import can_draw_on_host, draw_on_host
 from actors.compute.engine.layout import CacheLayout
 from actors.compute.engine.ledger import Ledger
@@ -21,6 +23,7 @@ from actors.compute.engine.rows import Job, Row
 from actors.compute.engine.sampling import Drawn, draw
 from actors.compute.engine.serving import serving
 from actors.compute.engine.step import Reading, Step
+from actors.compute.engine.step_ahead import StepAhead
 from actors.compute.engine.uniform import uniforms
 
 PATIENCE = 1.0
@@ -39,6 +42,7 @@ class Batch:
         self._cache: BatchCache | None = None
         self._input: mx.array | None = None
         self._fresh: dict[int, int] = {}  # slot -> first input of a row that just joined
+        self._ahead: StepAhead | None = None
         self._plan: SamplingPlan | None = None
         self._seen: mx.array | None = None
         self._waste = 0.0
@@ -49,26 +53,30 @@ class Batch:
         return len(self.ledger.rows)
 
     @property
-    def cache_columns(self) -> int:
-        """Columns of the longest key-value buffer."""
-        return self._cache.columns if self._cache is not None else 0
+    def cache_tokens(self) -> int:
+        """Tokens that the largest key-value buffers have room for."""
+        return self._cache.tokens if self._cache is not None else 0
 
     def join(self, jobs: list[Job]) -> None:
         """Put the admitted rows of computed jobs into slots, free ones first."""
+        self.forget_ahead()
         wanted = sum(job.admitted for job in jobs)
         if self._cache is None or not self.ledger.running:
             self._restart(wanted)
         assert self._cache is not None
-        incoming = max(len(job.tokens) - 1 for job in jobs)
+        shared = [self._cache.worth_sharing(job.admitted, len(job.tokens) - 1) for job in jobs]
+        incoming = _incoming(jobs, shared)
         if not self._cache.has_room(incoming):
             self._squeeze()  # longer columns are for slots in use: the bound on the cache counts no others
         self._grow(wanted - (self.slots - self.ledger.running))
         free = [slot for slot, row in enumerate(self.ledger.rows) if row is None]
-        self._cache.make_room(self.ledger.longest, incoming)
-        for job in jobs:
+        self._cache.make_room(self.ledger.positions, self.ledger.live, incoming)
+        for job, shares in zip(jobs, shared, strict=True):
             slots, free = free[: job.admitted], free[job.admitted :]
-            for run in _runs(slots):
-                self._cache.write(run, job.state)
+            if shares and job.state is not None:
+                self._cache.share(slots, job.state, len(job.tokens) - 1)
+            else:
+                self._cache.write(slots, job.state)
             for slot, row in zip(slots, job.rows, strict=False):
                 self.ledger.enter(slot, row, len(job.tokens) - 1)
                 self._fresh[slot] = job.tokens[-1]
@@ -80,6 +88,7 @@ class Batch:
         self.ledger = Ledger(self._end_tokens, self.vocabulary)
         self.ledger.grow(rows)
         self._cache, self._input, self._fresh, self._seen = BatchCache(self.layout, rows), None, {}, None
+        self._ahead = None
         self._waste = 0.0
 
     def _grow(self, rows: int) -> None:
@@ -99,6 +108,7 @@ class Batch:
 
     def clear(self, slot: int) -> None:
         """Zero the cache of a slot whose row was not finite."""
+        self.forget_ahead()
         if self._cache is not None:
             self._cache.clear(slot)
 
@@ -122,9 +132,10 @@ class Batch:
         running, slots = self.ledger.running, self.slots
         if self._cache is None or not running or running == slots:
             return
+        self.forget_ahead()
         keep = np.flatnonzero(self.ledger.live)
-        self._cache.take(keep.tolist(), self.ledger.longest)
         self.ledger.take(keep.tolist())
+        self._cache.take(keep.tolist(), self.ledger.positions)
         moved = np.full(slots, -1, dtype=np.int64)
         moved[keep] = np.arange(running)
         self._fresh = {int(moved[slot]): token for slot, token in self._fresh.items()}
@@ -141,33 +152,65 @@ class Batch:
         due = ledger.live & (ledger.launched < ledger.limit)
         if self._cache is None or not due.any():
             return None
-        plan = self._settings()
-        input_B = self._inputs()
-        self._cache.begin(ledger.positions, due)
-        with serving(self.layout.model):
-            logits_B_V = self.layout.model(input_B[:, None], cache=self._cache.nested)[:, -1]
-        self._cache.end()
+        plan, slot = self._settings(), np.flatnonzero(due)
         on_host = can_draw_on_host(plan)
-        drawn = self._draw_here(logits_B_V, plan) if on_host else self._draw_there(logits_B_V, input_B, plan)
-        self._input = drawn.token_B
-        slot = np.flatnonzero(due)
+        input_B, logits_B_V = self._pass(due)
+        uniform_B_2 = self._uniforms(plan)
         ledger.launched[slot] += 1
         ledger.positions[slot] += 1
+        if on_host:
+            drawn = self._draw_here(logits_B_V, uniform_B_2, plan)
+        else:
+            drawn = self._draw_there(logits_B_V, input_B, uniform_B_2, plan)
+        self._input = drawn.token_B
         return Step(drawn=drawn, at_N=slot, slot_N=slot, serial_N=ledger.serial[slot], version=version, known=on_host)
 
-    def _draw_here(self, logits_B_V: mx.array, plan: SamplingPlan) -> Drawn:
+    def _pass(self, due_B: NDArray[np.bool_]) -> tuple[mx.array, mx.array]:
+        """Return the tokens that a step reads and its logits: built ahead, or now."""
+        if self._ahead is not None and self._input is not None:
+            ahead, self._ahead = self._ahead, None
+            return ahead.given(self._input)
+        input_B = self._inputs()
+        return input_B, self._logits(input_B, due_B)
+
+    def _logits(self, input_B: mx.array, due_B: NDArray[np.bool_]) -> mx.array:
+        assert self._cache is not None
+        self._cache.begin(self.ledger.positions, due_B)
+        with serving(self.layout.model):
+            logits_B_V: mx.array = self.layout.model(input_B[:, None], cache=self._cache.nested)[:, -1]
+        self._cache.end()
+        return logits_B_V
+
+    def _build_ahead(self) -> None:
+        """Build the step after the one in progress; rows that end meanwhile are computed in vain."""
+        assert self._cache is not None
+        due = self.ledger.live & (self.ledger.launched < self.ledger.limit)
+        if due.any():
+            undo = self._cache.undo()
+            self._ahead = StepAhead(self.slots, lambda input_B: self._logits(input_B, due), undo)
+
+    def forget_ahead(self) -> None:
+        """Take back what was built ahead: rows are about to move, or weights have changed."""
+        if self._ahead is not None:
+            self._ahead.take_back()
+            self._ahead = None
+
+    def _draw_here(self, logits_B_V: mx.array, uniform_B_2: NDArray[np.float32] | None, plan: SamplingPlan) -> Drawn:
+        """Draw on the host, and build the next step while this one is computed."""
         assert self._cache is not None
         mx.async_eval(logits_B_V, self._cache.arrays)
-        return draw_on_host(logits_B_V, self._uniforms(plan), plan)
+        self._build_ahead()
+        return draw_on_host(logits_B_V, uniform_B_2, plan)
 
-    def _draw_there(self, logits_B_V: mx.array, input_B: mx.array, plan: SamplingPlan) -> Drawn:
+    def _draw_there(
+        self, logits_B_V: mx.array, input_B: mx.array, uniform_B_2: NDArray[np.float32] | None, plan: SamplingPlan
+    ) -> Drawn:
         """Draw on the device, and set everything that the step writes to be computed."""
         assert self._cache is not None
         written = self._cache.arrays
         if self._seen is not None:
             self._seen[mx.arange(self.slots), input_B] = True
             written.append(self._seen)
-        uniform_B_2 = self._uniforms(plan)
         drawn = draw(logits_B_V, None if uniform_B_2 is None else mx.array(uniform_B_2), plan, self._seen)
         mx.async_eval([a for a in drawn if a is not None], written)
         return drawn
@@ -210,12 +253,7 @@ class Batch:
         return step.read(self.ledger.serial)
 
 
-def _runs(slots: list[int]) -> list[slice]:
-    """Split increasing slots into runs of neighbours."""
-    runs: list[slice] = []
-    for slot in slots:
-        if runs and runs[-1].stop == slot:
-            runs[-1] = slice(runs[-1].start, slot + 1)
-        else:
-            runs.append(slice(slot, slot + 1))
-    return runs
+def _incoming(jobs: Sequence[Job], shared: Sequence[bool]) -> Incoming:
+    tokens = [len(job.tokens) - 1 for job in jobs]
+    alone = [count for count, shares in zip(tokens, shared, strict=True) if not shares]
+    return Incoming(max(tokens), max(alone, default=0))

@@ -221,6 +221,7 @@ class DecodeEngine:
         `admission_paused`; prompts computed for rows that have not begun are void.
         """
         self._prefill.forget_prefixes()
+        self._batch.forget_ahead()
         if kv_policy == "keep":
             return
         interrupted = self._interrupt() if kv_policy == "recompute" else []
@@ -243,7 +244,7 @@ class DecodeEngine:
         return EngineStats(
             running_rows=self.running,
             waiting_rows=self._admission.rows,
-            cache_tokens=self._batch.slots * self._batch.cache_columns,
+            cache_tokens=self._batch.cache_tokens,
             prefix_cache_tokens=self._prefill.prefixes.tokens,
             tokens_drawn=self._drawn,
             prefill_tokens=self._prefill.computed_tokens,

@@ -41,6 +41,8 @@ PromptState = tuple[tuple[mx.array, ...], ...]
 class CacheLayout:
     """The caches of one model, read off a forward pass of one token that is never evaluated.
 
+    mask_axes, shares_prompts: settled by `probe_batching`. attends: whether caches of running rows compute attention
+    themselves, as on the CPU backend; shares_prompts: whether they may hold a prompt once for several rows.
     Raises ModelError for a kind of cache that rows cannot share a batch with.
     """
 
@@ -49,6 +51,8 @@ class CacheLayout:
         cache = self.fresh()
         model(mx.zeros((1, 1), dtype=mx.int32), cache=cache)
         self.mask_axes = 4
+        self.attends = mx.default_device() == mx.Device(mx.cpu)
+        self.shares_prompts = False
         self.leaves = tuple(_leaf(c) for c in flatten(cache))
         self._nested = tuple(len(c.caches) if isinstance(c, CacheList) else 0 for c in cache)
 

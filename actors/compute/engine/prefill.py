@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 import structlog
 
-from actors.compute.engine.layout import CacheLayout
+from actors.compute.engine.layout import CacheLayout, PromptState
 from actors.compute.engine.prefix_cache import PrefixCache
 from actors.compute.engine.rows import Asked, Job
 from actors.compute.engine.serving import serving
@@ -18,25 +18,26 @@ from protocols.profile import GeneratorSection
 log = structlog.get_logger(__name__)
 
 SIMILAR = 32
-"""Prompts are padded to a common length if they differ by no more tokens than this, or a quarter."""
+"""Prompts are padded to a common length if they differ by no more tokens than this, or a quarter.
+
+Of prefixes that were found, no more tokens than this are given up so that prompts can start together.
+"""
 
 
 class PrefillBatch:
     """Prompts being computed together: all but the last token of each.
 
-    jobs: several of similar (padded) or equal length, or one that goes on from a prefix found in the cache.
+    jobs: of similar (padded) or equal length. They go on from as many tokens as all of them have computed already.
     """
 
     def __init__(self, layout: CacheLayout, jobs: Sequence[Job], *, version: int) -> None:
         self.jobs = list(jobs)
         self.version = version
         self.pure = True  # no weights were swapped meanwhile
-        done = jobs[0].state_tokens
         self._layout = layout
-        self._done = done
+        self._done = min(job.state_tokens for job in jobs)
         self._length = max(len(job.tokens) - 1 for job in jobs)
-        state = jobs[0].state
-        self._cache = layout.restore(state, done) if state is not None else layout.fresh()
+        self._cache = layout.restore(_common_start(layout, jobs), self._done) if self._done else layout.fresh()
         token_B_T = np.zeros((len(jobs), self._length), dtype=np.int32)
         for b, job in enumerate(jobs):
             token_B_T[b, : len(job.tokens) - 1] = job.tokens[:-1]
@@ -69,26 +70,35 @@ class PrefillBatch:
         mx.eval([job.state for job in self.jobs])
 
 
+def _common_start(layout: CacheLayout, jobs: Sequence[Job]) -> PromptState:
+    """What is computed of every job, side by side in one state."""
+    done = min(job.state_tokens for job in jobs)
+    states = [
+        job.state if job.state_tokens == done or job.state is None else layout.trimmed(job.state, done) for job in jobs
+    ]
+    by_leaf = zip(*(state for state in states if state is not None), strict=True)
+    return tuple(tuple(mx.concatenate(list(rows)) for rows in zip(*leaf, strict=True)) for leaf in by_leaf)
+
+
 def select(waiting: deque[Job], layout: CacheLayout, budget: int) -> list[Job]:
     """Take from `waiting` the first job and all that can be computed with it, within `budget` padded tokens."""
-    first = waiting.popleft()
-    if first.state is not None:
-        return [first]
-    limit = layout.right_padding_limit
-    chosen, length = [first], len(first.tokens)
+    chosen = [waiting.popleft()]
     for job in list(waiting):
-        longest, shortest = max(length, len(job.tokens)), min(len(j.tokens) for j in (*chosen, job))
-        padded = longest != shortest
-        if job.state is not None or longest * (len(chosen) + 1) > budget:
-            continue
-        if padded and limit is not None and longest - 1 > limit:
-            continue
-        if longest - shortest > max(SIMILAR, longest // 4):
-            continue
-        chosen.append(job)
-        waiting.remove(job)
-        length = longest
+        if _fit([*chosen, job], layout.right_padding_limit, budget):
+            chosen.append(job)
+            waiting.remove(job)
     return chosen
+
+
+def _fit(jobs: Sequence[Job], limit: int | None, budget: int) -> bool:
+    """Say whether these can be computed together. limit: the longest prompt that may be padded; None: any may."""
+    lengths, starts = [len(job.tokens) for job in jobs], [job.state_tokens for job in jobs]
+    longest, shortest, start = max(lengths), min(lengths), min(starts)
+    if (longest - start) * len(jobs) > budget or longest - shortest > max(SIMILAR, longest // 4):
+        return False
+    if max(starts) - start > (SIMILAR if limit is None else 0):
+        return False
+    return longest == shortest or limit is None or longest - 1 <= limit
 
 
 class Prefill:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right, insort
 from collections import OrderedDict
+from collections.abc import Iterator
 
 import mlx.core as mx
 from msgspec import Struct
@@ -10,6 +12,9 @@ from msgspec import Struct
 from actors.compute.engine.layout import CacheLayout, PromptState
 
 MOST_ENTRIES = 256
+
+Key = tuple[int, tuple[int, ...]]
+"""Version and tokens of a computed prompt."""
 
 
 class PrefixHit(Struct, frozen=True, kw_only=True):
@@ -26,24 +31,36 @@ class PrefixCache:
         self.tokens = 0
         self._layout = layout
         self._capacity = capacity
-        self._entries: OrderedDict[tuple[int, tuple[int, ...]], PromptState] = OrderedDict()
+        self._entries: OrderedDict[Key, PromptState] = OrderedDict()
+        self._sorted: list[Key] = []
 
     def find(self, version: int, tokens: tuple[int, ...]) -> PrefixHit | None:
         """Return the state that covers most of `tokens`: an entry that begins it, or the common start of one."""
-        best: PrefixHit | None = None
-        key: tuple[int, tuple[int, ...]] | None = None
-        for (entry_version, entry), state in self._entries.items():
-            if entry_version != version:
-                continue
+        found = [(common_prefix(key[1], tokens), key) for key in self._candidates(version, tokens)]
+        common, key = max(found, default=(0, (version, ())))
+        if not common:
+            return None
+        state = self._entries[key] if common == len(key[1]) else self._layout.trimmed(self._entries[key], common)
+        assert state is not None
+        self._entries.move_to_end(key)
+        return PrefixHit(state=state, tokens=common)
+
+    def _candidates(self, version: int, tokens: tuple[int, ...]) -> Iterator[Key]:
+        """The entries that may cover most of `tokens`: in the order of their tokens, those next to it.
+
+        Where states cannot be cut, it is the entry before that begins `tokens`; what lies between shares less.
+        """
+        if self._layout.right_padding_limit is None:
+            at = bisect_left(self._sorted, (version, tokens))
+            yield from (key for key in self._sorted[max(0, at - 1) : at + 1] if key[0] == version)
+            return
+        while (at := bisect_right(self._sorted, (version, tokens))) and self._sorted[at - 1][0] == version:
+            entry = self._sorted[at - 1][1]
             common = common_prefix(entry, tokens)
-            if common <= (best.tokens if best else 0):
-                continue
-            usable = state if common == len(entry) else self._layout.trimmed(state, common)
-            if usable is not None:
-                best, key = PrefixHit(state=usable, tokens=common), (entry_version, entry)
-        if key is not None:
-            self._entries.move_to_end(key)
-        return best
+            if common == len(entry):
+                yield version, entry
+                return
+            tokens = tokens[:common]
 
     def keep(self, version: int, tokens: tuple[int, ...], state: PromptState) -> None:
         """Remember the state after `tokens`, in memory of its own."""
@@ -53,14 +70,17 @@ class PrefixCache:
         copied = tuple(tuple(mx.contiguous(array) for array in arrays) for arrays in state)
         mx.eval(copied)
         self._entries[key] = copied
+        insort(self._sorted, key)
         self.tokens += len(tokens)
         while self.tokens > self._capacity or len(self._entries) > MOST_ENTRIES:
-            (_, oldest), _ = self._entries.popitem(last=False)
-            self.tokens -= len(oldest)
+            oldest, _ = self._entries.popitem(last=False)
+            self._sorted.remove(oldest)
+            self.tokens -= len(oldest[1])
 
     def clear(self) -> None:
         """Forget everything."""
         self._entries.clear()
+        self._sorted.clear()
         self.tokens = 0
 
 

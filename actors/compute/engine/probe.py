@@ -5,7 +5,9 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 
-from actors.compute.engine.batch_cache import BatchCache
+from actors.compute.attention import let_caches_attend
+from actors.compute.engine.attending_cache import AttendingCache
+from actors.compute.engine.batch_cache import BatchCache, Incoming
 from actors.compute.engine.layout import AttentionLeaf, CacheLayout
 from protocols.errors import ModelError
 
@@ -14,26 +16,37 @@ MASK_AXES = (4, 5)
 
 
 def probe_batching(layout: CacheLayout) -> None:
-    """Build, without evaluating it, a step of rows of different lengths; settle the shape of the model's masks.
+    """Build, without evaluating it, a step of rows of different lengths; settle what the layout leaves open.
 
-    Raises ModelError if the model cannot take it.
+    That is the shape of the model's masks, and whether rows may share prompts: where every layer that sees all tokens
+    leaves attention to its cache. Raises ModelError if the model cannot take it.
     """
+    let_caches_attend()
     heads = max((leaf.key_shape[0] for leaf in layout.leaves if isinstance(leaf, AttentionLeaf)), default=1)
     reason: Exception | None = None
     for layout.mask_axes in MASK_AXES:
         try:
-            shape = _step_shape(layout, rows=heads + 1)  # as many rows as heads would hide a mask on the wrong axis
+            shape, cache = _step(layout, rows=heads + 1)  # as many rows as heads would hide a mask on the wrong axis
         except ValueError as error:
             reason = error
             continue
         if shape[:2] == (heads + 1, 1):
+            layout.shares_prompts = _may_share(cache)
             return
     raise ModelError(f"this model cannot decode several sequences at once: {reason}")
 
 
-def _step_shape(layout: CacheLayout, rows: int) -> tuple[int, ...]:
+def _step(layout: CacheLayout, rows: int) -> tuple[tuple[int, ...], BatchCache]:
     cache = BatchCache(layout, rows)
-    cache.make_room(2, 2)
-    cache.begin(np.arange(rows, dtype=np.int32) % 3, np.ones(rows, dtype=np.bool_))
+    positions_B, live_B = np.arange(rows, dtype=np.int32) % 3, np.ones(rows, dtype=np.bool_)
+    cache.make_room(positions_B, live_B, Incoming(2, 2))
+    cache.begin(positions_B, live_B)
     logits: mx.array = layout.model(mx.zeros((rows, 1), dtype=mx.int32), cache=cache.nested)
-    return tuple(logits.shape)
+    return tuple(logits.shape), cache
+
+
+def _may_share(cache: BatchCache) -> bool:
+    full = cache.tracks.get(None)
+    if full is None or full.narrowed:
+        return False
+    return all(isinstance(layer, AttendingCache) and layer.attended for layer in full.caches)

@@ -10,9 +10,11 @@ from tests.compute.engine.asking import alone, ask, make_engine, prompt_of, run,
 from tests.models import ARCHITECTURES, tiny_source
 
 
-@pytest.fixture(params=["drawn by the host", "drawn on the device"], autouse=True)
-def drawn_both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every test here runs with steps read at once, and with steps read one behind, as on a GPU."""
+@pytest.fixture(params=["drawn by the host", "drawn by the host, prompts shared", "drawn on the device"], autouse=True)
+def drawn_every_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test here runs with steps read at once, every prompt held once or once per row; and as on a GPU."""
+    shared = request.param == "drawn by the host, prompts shared"
+    monkeypatch.setattr("actors.compute.engine.batch_cache.WORTH_SHARING", 1 if shared else 10**9)
     if request.param == "drawn on the device":
         monkeypatch.setattr("actors.compute.engine.batch.can_draw_on_host", lambda plan: False)
 
