@@ -1,4 +1,4 @@
-"""Draw the figures of the documentation from the results, and write the numbers into README.md.
+"""Draw the figures of the documentation from the results, and write the numbers into README.md and its pages.
 
 python -m bench figures
 """
@@ -9,6 +9,7 @@ import argparse
 import statistics
 import sys
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,21 @@ PAGES: tuple[tuple[Any, str], ...] = (
     (environments, "atropos.md"),
 )
 """Questions whose table stands between marks of their name on a page of the documentation."""
+
+BENCHMARKS = "benchmarks.md"
+MEASURED = (
+    "decode",
+    "first_token",
+    "update",
+    "http",
+    "swap",
+    "overlap",
+    "actors_overhead",
+    "startup",
+    "wall_clock",
+    "scaling",
+)
+"""Questions that stand on the page of the benchmarks, in its order."""
 STYLES = {"async": ("#1f6feb", "-", "asynchronous"), "sync": ("#d1740f", "--", "synchronous (--async false)")}
 
 
@@ -109,6 +125,15 @@ def write_between(path: Path, name: str, text: str) -> None:
     path.write_text(f"{before}{begin}\n{text}\n{end}{after}", encoding="utf-8")
 
 
+def illustrated(question: Any, results: Sequence[Any]) -> str:
+    """The table of a question, below its chart where it draws one."""
+    table: str = question.table(results)
+    if not hasattr(question, "draw"):
+        return table
+    question.draw(results, IMAGES / f"{question.NAME}.svg")
+    return f"![{question.NAME}](images/{question.NAME}.svg)\n\n{table}"
+
+
 def main(argv: Sequence[str]) -> int:
     """Draw and write again whatever has results; 1 where something has none yet, and one line that says what."""
     argparse.ArgumentParser(prog="python -m bench figures", description=__doc__).parse_args(argv)
@@ -118,9 +143,10 @@ def main(argv: Sequence[str]) -> int:
         write_between(ROOT / "README.md", "measured", measured(runs))
     else:
         missing.append("learning")
-    for question, page in PAGES:
+    measured_ones = [(import_module(f"bench.{name}"), BENCHMARKS) for name in MEASURED]
+    for question, page in (*PAGES, *measured_ones):
         if results := question.read():
-            write_between(ROOT / "docs" / page, question.NAME, question.table(results))
+            write_between(ROOT / "docs" / page, question.NAME, illustrated(question, results))
         else:
             missing.append(question.NAME)
     if missing:

@@ -2,34 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, cast
 
-import mlx.core as mx
-from mlx_lm.models import qwen3
-
 from actors.compute.policy import Policy
+from actors.compute.tokenizer import ChatTokenizer
+from bench.contenders.shapes import Shape, configuration, random_model
 from protocols.profile import PolicySection
+
+
+class SilentTokenizer:
+    """Ends nothing and says nothing: random tokens have no text."""
+
+    eos_ids = frozenset[int]()
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """No text, so that none is paid for."""
+        return ""
+
+    def token_text(self, token: int) -> str:
+        """No text."""
+        return ""
+
+
+def policy_of(model: Any, config: dict[str, Any], *, section: PolicySection | None = None, seed: int = 0) -> Policy:
+    """A policy over a model of `bench.contenders.shapes`; without a section its bare weights, no adapter."""
+    section = section or PolicySection(kind="full")
+    tokenizer = cast(ChatTokenizer, SilentTokenizer())
+    return Policy(model, tokenizer, section, config=config, seed=seed, keep_reference=False)
 
 
 def random_policy(
     *, layers: int, width: int, heads: int, key_heads: int, feed_forward: int, vocabulary: int, seed: int = 0
 ) -> Policy:
     """A policy with an adapter over every linear layer of its blocks, embeddings tied, in float32."""
-    config = {
-        "model_type": "qwen3",
-        "hidden_size": width,
-        "num_hidden_layers": layers,
-        "intermediate_size": feed_forward,
-        "num_attention_heads": heads,
-        "num_key_value_heads": key_heads,
-        "head_dim": width // heads,
-        "rms_norm_eps": 1e-6,
-        "vocab_size": vocabulary,
-        "max_position_embeddings": 4096,
-        "rope_theta": 1e6,
-        "tie_word_embeddings": True,
-    }
-    mx.random.seed(seed)
-    model = qwen3.Model(qwen3.ModelArgs.from_dict(config))  # type: ignore[no-untyped-call]
-    mx.eval(model.parameters())  # type: ignore[no-untyped-call]
-    return Policy(model, cast(Any, None), PolicySection(), config=config, seed=seed, keep_reference=False)
+    shape = Shape(layers, width, heads, key_heads, feed_forward, vocabulary)
+    return policy_of(random_model(shape, seed=seed), configuration(shape), section=PolicySection(), seed=seed)

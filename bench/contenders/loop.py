@@ -20,7 +20,7 @@ Once = Callable[[], Metrics]
 
 
 def serve(prepare: Callable[[Case], Once], *, semantics: str, packages: Sequence[str]) -> None:
-    """Answer cases until standard input ends; what a case raises is its answer.
+    """Answer cases until standard input ends; what a case raises is its answer, and so is a metric that is no number.
 
     prepare: makes ready what is not to be measured. Only the latest case is kept. semantics: what this contender's
     numbers mean, one sentence. packages: whose versions matter.
@@ -41,7 +41,7 @@ def serve(prepare: Callable[[Case], Once], *, semantics: str, packages: Sequence
 
 
 def _say(answers: Any, answer: dict[str, Any]) -> None:
-    answers.write(json.dumps(answer) + "\n")
+    answers.write(json.dumps(answer, allow_nan=False) + "\n")
     answers.flush()
 
 

@@ -7,12 +7,12 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, Literal
 
 from msgspec import Struct
 
-from bench.fingerprint import ROOT, fingerprint
+from bench.fingerprint import ROOT, Fingerprint, fingerprint
 from bench.measurement import Measurement
 
 VARIABLE = "CLOTHO_BENCH_CONTENDERS"
@@ -55,10 +55,11 @@ class Answers:
         self.versions: dict[str, str] = hello["versions"]
 
     def measure(self, case: Mapping[str, str | int | float]) -> dict[str, float]:
-        """Run a case once. Raises RuntimeError with what the contender raised."""
+        """Run a case once. Raises RuntimeError with what the contender raised, or because it has ended."""
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(dict(case)) + "\n")
-        self._process.stdin.flush()
+        with suppress(BrokenPipeError):  # that it has ended is what reading says next
+            self._process.stdin.write(json.dumps(dict(case)) + "\n")
+            self._process.stdin.flush()
         answer = self._read()
         if "error" in answer:
             raise RuntimeError(f"{self.contender.name}: {answer['error']}")
@@ -100,7 +101,8 @@ def running(contender: Contender) -> Iterator[Answers]:
     finally:
         assert process.stdin is not None
         assert process.stdout is not None
-        process.stdin.close()
+        with suppress(BrokenPipeError):
+            process.stdin.close()
         try:
             process.wait(timeout=30)
         except subprocess.TimeoutExpired:
@@ -121,28 +123,35 @@ def by_turns(
 ) -> list[Measurement]:
     """Measure every contender in every case: warm up, then one run of each by turns, `repeats` times.
 
-    A contender that cannot do a case (it raises) is left out of it, with a line on standard error.
+    A contender that cannot do a case (it raises, or dies) is left out of it, with a line on standard error.
     """
     found: list[Measurement] = []
+    here = fingerprint()
     with ExitStack() as stack:
         running_now = [stack.enter_context(running(contender)) for contender in contenders]
         for case in cases:
-            able = [answers for answers in running_now if _warmed(answers, case, warm_up)]
-            runs = [[answers.measure(case) for answers in able] for _ in range(repeats)]
-            for position, answers in enumerate(able):
-                mine = [run[position] for run in runs]
-                found += _measurements(question, answers, case, metrics, mine, command)
+            for answers, runs in _by_turns(running_now, case, warm_up + repeats):
+                found += _measurements(question, answers, case, metrics, runs[warm_up:], command, here)
     return found
 
 
-def _warmed(answers: Answers, case: Mapping[str, str | int | float], times: int) -> bool:
+def _by_turns(
+    contenders: Sequence[Answers], case: Mapping[str, str | int | float], times: int
+) -> list[tuple[Answers, list[dict[str, float]]]]:
+    """What each answered in every turn, but for those that could not."""
+    answered: list[tuple[Answers, list[dict[str, float]]]] = [(answers, []) for answers in contenders]
+    for _ in range(times):
+        tried = [(answers, runs, _try(answers, case)) for answers, runs in answered]
+        answered = [(answers, [*runs, metrics]) for answers, runs, metrics in tried if metrics is not None]
+    return answered
+
+
+def _try(answers: Answers, case: Mapping[str, str | int | float]) -> dict[str, float] | None:
     try:
-        for _ in range(times):
-            answers.measure(case)
+        return answers.measure(case)
     except RuntimeError as error:
         sys.stderr.write(f"bench: left out: {error} ({dict(case)})\n")
-        return False
-    return True
+        return None
 
 
 def _measurements(
@@ -152,6 +161,7 @@ def _measurements(
     metrics: Sequence[Metric],
     runs: Sequence[dict[str, float]],
     command: str,
+    here: Fingerprint,
 ) -> list[Measurement]:
     return [
         Measurement(
@@ -165,7 +175,7 @@ def _measurements(
             semantics=answers.semantics,
             versions=answers.versions,
             command=command,
-            fingerprint=fingerprint(),
+            fingerprint=here,
         )
         for metric in metrics
         if metric.name in runs[0]

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import sys
+from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from bench import collapse, environments, figures, head, objectives
+from bench.__main__ import QUESTIONS
 from bench.collapse import Collapse
 from bench.environments import Trained, permutation_test
 from bench.figures import measured
-from bench.fingerprint import fingerprint
+from bench.fingerprint import ROOT, fingerprint
 from bench.head import HeadCost
 from bench.learning import Learnt
 from bench.objectives import Outcome
+from bench.tables import report, side_by_side
+from tests.bench.measured import measurement
 
 HERE = fingerprint()
 COLLAPSE = Collapse(
@@ -54,6 +60,7 @@ def test_what_was_not_measured_yet_is_left_and_named_on_one_line(
     """And what was measured is written all the same."""
     page = tmp_path / "docs" / "numerics.md"
     page.parent.mkdir()
+    monkeypatch.setattr(figures, "MEASURED", ())
     page.write_text("".join(f"<!-- {name}:begin -->\nold\n<!-- {name}:end -->\n" for name in TABLES))
     monkeypatch.setattr(figures, "ROOT", tmp_path)
     monkeypatch.setattr(figures, "RESULTS", tmp_path / "learning.jsonl")
@@ -65,6 +72,40 @@ def test_what_was_not_measured_yet_is_left_and_named_on_one_line(
     )
     assert "0.960" in page.read_text()
     assert page.read_text().count("\nold\n") == 3
+
+
+def test_a_measured_question_has_its_table_on_the_page_of_benchmarks_and_its_chart_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A question that draws nothing has a table only."""
+    (tmp_path / "docs").mkdir()
+    page = tmp_path / "docs" / "benchmarks.md"
+    page.write_text("".join(f"<!-- {name}:begin --><!-- {name}:end -->\n" for name in ("drawn", "told")))
+    results = [measurement([1.0])]
+    asked = {"read": lambda: results, "table": report}
+    drawn = SimpleNamespace(NAME="drawn", draw=lambda results, target: target.write_text("chart"), **asked)
+    monkeypatch.setitem(sys.modules, "bench.drawn", drawn)
+    monkeypatch.setitem(sys.modules, "bench.told", SimpleNamespace(NAME="told", **asked))
+    monkeypatch.setattr(figures, "PAGES", ())
+    monkeypatch.setattr(figures, "MEASURED", ("drawn", "told"))
+    monkeypatch.setattr(figures, "ROOT", tmp_path)
+    monkeypatch.setattr(figures, "IMAGES", tmp_path)
+    monkeypatch.setattr(figures, "RESULTS", tmp_path / "learning.jsonl")
+    assert figures.main([]) == 1
+    assert page.read_text().count(side_by_side(results, "rate")) == 2
+    assert [path.name for path in tmp_path.glob("*.svg")] == ["drawn.svg"]
+    assert page.read_text().count("](images/") == page.read_text().count("](images/drawn.svg)") == 1
+
+
+def test_every_measured_question_is_listed_and_has_its_place_on_the_page() -> None:
+    """Between marks of its name."""
+    page = (ROOT / "docs" / figures.BENCHMARKS).read_text(encoding="utf-8")
+    for name in figures.MEASURED:
+        question = import_module(f"bench.{name}")
+        assert name == question.NAME
+        assert name in QUESTIONS
+        assert f"<!-- {name}:begin -->" in page
+        assert f"<!-- {name}:end -->" in page
 
 
 def test_a_mode_that_was_not_measured_has_no_column() -> None:

@@ -1,0 +1,84 @@
+"""The same messages with the standard library alone: bare queues, bare tasks, a pool of one thread."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from bench.contenders.loop import Case, Once, serve
+
+SEMANTICS = (
+    "Bare `asyncio.Queue`s between bare tasks, which cannot be closed (a last message says that there are no more), "
+    "supervised by nobody, and `loop.run_in_executor` on a pool of one thread; nothing is measured on the way."
+)
+
+Queue = asyncio.Queue[int | None]
+
+
+async def send(queue: Queue, messages: int) -> None:
+    """Send numbers, then the end."""
+    for number in range(messages):
+        await queue.put(number)
+    await queue.put(None)
+
+
+async def pass_on(before: Queue, after: Queue) -> None:
+    """Pass on all of them, and the end."""
+    while (message := await before.get()) is not None:
+        await after.put(message)
+    await after.put(None)
+
+
+async def drain(queue: Queue, messages: int) -> None:
+    """Receive all of them."""
+    received = 0
+    while await queue.get() is not None:
+        received += 1
+    if received != messages:
+        raise RuntimeError(f"{received} came, not {messages}")
+
+
+async def through_a_queue(messages: int, capacity: int) -> None:
+    """Two tasks."""
+    queue: Queue = asyncio.Queue(capacity)
+    await asyncio.gather(send(queue, messages), drain(queue, messages))
+
+
+async def through_a_task(messages: int, capacity: int) -> None:
+    """Three tasks."""
+    before: Queue = asyncio.Queue(capacity)
+    after: Queue = asyncio.Queue(capacity)
+    await asyncio.gather(drain(after, messages), pass_on(before, after), send(before, messages))
+
+
+async def through_a_thread(messages: int, capacity: int) -> None:
+    """Calls one after the other, each awaited before the next."""
+    loop = asyncio.get_running_loop()
+    with ThreadPoolExecutor(1) as pool:
+        for number in range(messages):
+            await loop.run_in_executor(pool, abs, number)
+
+
+PATHS: dict[str, Callable[[int, int], Awaitable[None]]] = {
+    "mailbox": through_a_queue,
+    "actor": through_a_task,
+    "compute thread": through_a_thread,
+}
+
+
+def prepare(case: Case) -> Once:
+    """A path by its name."""
+    path = PATHS[case["path"]]
+
+    async def timed() -> float:
+        began = time.perf_counter()
+        await path(case["messages"], case["capacity"])
+        return time.perf_counter() - began
+
+    return lambda: {"message_seconds": asyncio.run(timed()) / case["messages"]}
+
+
+if __name__ == "__main__":
+    serve(prepare, semantics=SEMANTICS, packages=[])

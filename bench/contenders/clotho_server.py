@@ -1,0 +1,68 @@
+"""Our HTTP API in front of our engine, without a learner beside it, until the process is told to end.
+
+    python -m bench.contenders.clotho_server --model DIRECTORY --port PORT
+
+Made of the parts a run is made of: the compute thread, the policy as it is loaded, engine, sampler and gateway.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+import anyio
+
+from actors.compute.engine import DecodeEngine
+from actors.compute.executor import ComputeExecutor
+from actors.compute.policy import Policy, load_policy
+from actors.gateway.server import Gateway
+from actors.gateway.services import GatewayServices, HealthReport, TrainingNumbers
+from actors.sampler import Sampler
+from protocols.profile import GatewaySection, GeneratorSection, ModelSection, PolicySection
+from protocols.prompt_logprobs import PromptLogprobs
+from protocols.sampling import Sampling
+from protocols.weights import WeightsReady
+
+
+def assemble(model: str) -> tuple[Policy, DecodeEngine]:
+    """The policy with all its weights trainable, so that no adapter adds to the arithmetic, and an engine for it."""
+    policy = load_policy(ModelSection(path=model), PolicySection(kind="full"), seed=0, keep_reference=False)
+    return policy, DecodeEngine(policy, GeneratorSection())
+
+
+def services(policy: Policy, engine: DecodeEngine, executor: ComputeExecutor, port: int) -> GatewayServices:
+    """What a run would hand to its gateway."""
+    return GatewayServices(
+        sampler=Sampler(executor.submit, engine),
+        tokenizer=policy.tokenizer,
+        settings=GatewaySection(port=port),
+        sampling=Sampling(max_tokens=64),
+        prompt_logprobs=_refuse,
+        weights=lambda: WeightsReady(version=0, step=0, fingerprint=policy.fingerprint),
+        health=lambda: HealthReport(status="ok"),
+        numbers=TrainingNumbers,
+        context_length=policy.context_length,
+        vocab_size=policy.vocab_size,
+    )
+
+
+async def _refuse(_: tuple[int, ...], __: int) -> PromptLogprobs:
+    raise NotImplementedError("no client of this server asks for them")
+
+
+def main(argv: Sequence[str]) -> None:
+    """Serve until killed."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--port", type=int, required=True)
+    chosen = parser.parse_args(argv)
+    executor = ComputeExecutor(decode_share=0.5)
+    executor.start()
+    policy, engine = executor.submit(lambda: assemble(chosen.model)).result()
+    executor.attach(engine)
+    anyio.run(Gateway(services(policy, engine, executor, chosen.port)).run)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,63 @@
+"""Our swap of weights, between two ticks of an engine that is full of rows."""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+import mlx.core as mx
+from mlx.utils import tree_map
+
+from actors.compute.engine import DecodeEngine
+from actors.compute.parameter_places import Parameters
+from actors.compute.policy import Policy
+from bench.contenders.loop import Case, Once, serve
+from bench.contenders.shapes import named_model, random_prompts
+from bench.shapes import policy_of
+from protocols.profile import GeneratorSection, PolicySection
+from protocols.sampling import SampleRequest, Sampling
+
+SEMANTICS = (
+    "All that the broadcaster has done in the compute thread for one update (the served parameters become the new "
+    "arrays, which the learner has computed already; the engine empties its cache of prompts and keeps the running "
+    "rows), between ticks; median and longest of the swaps of a repeat."
+)
+SWAPS, ROWS = 50, 8
+KINDS = {"lora": PolicySection(), "full": PolicySection(kind="full")}
+
+
+def prepare(case: Case) -> Once:
+    """An engine with rows that do not end, and two sets of weights that take turns."""
+    model, config = named_model(case["model"])
+    policy = policy_of(model, config, section=KINDS[case["weights"]])
+    engine = DecodeEngine(policy, GeneratorSection())
+    request = SampleRequest(
+        prompt=tuple(random_prompts(1, 16, policy.vocab_size)[0]),
+        sampling=Sampling(max_tokens=policy.context_length - 16, ignore_eos=True),
+        seeds=tuple(range(ROWS)),
+    )
+    versions = [policy.trainable(), tree_map(lambda array: array + 0.0, policy.trainable())]
+    mx.eval(versions)
+
+    def swaps() -> dict[str, float]:
+        rows = engine.submit(request, lambda _: None)
+        engine.tick()
+        seconds = [_swap(policy, engine, versions[turn % 2], turn) for turn in range(SWAPS)]
+        engine.abort(rows)
+        engine.tick()
+        return {"swap_seconds": statistics.median(seconds), "longest_swap_seconds": max(seconds)}
+
+    return swaps
+
+
+def _swap(policy: Policy, engine: DecodeEngine, parameters: Parameters, version: int) -> float:
+    began = time.perf_counter()
+    policy.publish(parameters, version=version, step=version, fingerprint=str(version))
+    engine.weights_changed("keep")
+    seconds = time.perf_counter() - began
+    engine.tick()
+    return seconds
+
+
+if __name__ == "__main__":
+    serve(prepare, semantics=SEMANTICS, packages=["mlx", "mlx-lm"])

@@ -1,0 +1,113 @@
+"""Clients of an OpenAI-compatible server, all in one process: how fast it is, and how soon it begins to answer.
+
+They speak HTTP/1.0 over a connection per request, which every server understands alike, and stand on the standard
+library alone: clients share the processor with the server, so what they cost is taken from it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import statistics
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, NamedTuple
+
+HOST = "127.0.0.1"
+ROUTE = "/v1/chat/completions"
+PATIENCE = 120.0
+"""Seconds that one answer may take."""
+
+Body = dict[str, Any]
+
+
+class Load(NamedTuple):
+    """What is asked of a server.
+
+    clients: at once, each with one request after the other. tokens: of every answer. seconds: no request begins later.
+    Each client finishes what it began, so every one has at least one answer, and the time lasts until the last of all.
+    """
+
+    clients: int
+    tokens: int
+    seconds: float
+
+
+class Rate(NamedTuple):
+    """Completion tokens of all answers over the time they took together, and the mean length of an answer."""
+
+    tokens_per_second: float
+    answer_tokens: float
+
+
+def throughput(port: int, load: Load) -> Rate:
+    """Ask for whole answers. Raises OSError, ValueError or TimeoutError if the server does not give them."""
+    began = time.perf_counter()
+    lengths = asyncio.run(_all_clients(port, load, _answered_tokens))
+    return Rate(sum(lengths) / (time.perf_counter() - began), statistics.fmean(lengths))
+
+
+def first_token_seconds(port: int, load: Load) -> float:
+    """Median over all streamed answers: from asking for a connection to the first text. Raises as `throughput` does."""
+    return statistics.median(asyncio.run(_all_clients(port, load, _first_text)))
+
+
+async def _all_clients(port: int, load: Load, ask: Callable[[int, Body], Awaitable[float]]) -> list[float]:
+    until = time.perf_counter() + load.seconds
+
+    async def one_after_the_other(client: int) -> list[float]:
+        found = [await ask(port, _body(client, 0, load.tokens))]
+        while time.perf_counter() < until:
+            found.append(await ask(port, _body(client, len(found), load.tokens)))
+        return found
+
+    each = await asyncio.gather(*(one_after_the_other(client) for client in range(load.clients)))
+    return [value for values in each for value in values]
+
+
+def _body(client: int, turn: int, tokens: int) -> Body:
+    """A question that nobody else asks, so that the answer's prompt is in no cache as a whole."""
+    question = f"What is {client + 10} + {turn + 10}?"
+    return {"messages": [{"role": "user", "content": question}], "max_tokens": tokens, "temperature": 1.0}
+
+
+async def _answered_tokens(port: int, body: Body) -> float:
+    answer = b"".join([line async for line in _lines(port, body)])
+    return float(json.loads(answer)["usage"]["completion_tokens"])
+
+
+async def _first_text(port: int, body: Body) -> float:
+    """Seconds until the first text; the rest of the stream is read as well."""
+    began, first = time.perf_counter(), None
+    async for line in _lines(port, {**body, "stream": True}):
+        if first is None and line.startswith(b"data: {"):
+            delta = json.loads(line.removeprefix(b"data: "))["choices"][0]["delta"]
+            first = time.perf_counter() - began if delta.get("content") else None
+    if first is None:
+        raise ValueError("an answer without text")
+    return first
+
+
+async def _lines(port: int, body: Body) -> AsyncIterator[bytes]:
+    """Lines of the answer's body, as they come."""
+    async with asyncio.timeout(PATIENCE):
+        reader, writer = await asyncio.open_connection(HOST, port)
+        try:
+            writer.write(_request(json.dumps(body).encode()))
+            head = await reader.readuntil(b"\r\n\r\n")
+            if head.split(b" ", 2)[1] != b"200":
+                raise ValueError(f"{head.splitlines()[0].decode()}: {(await reader.read()).decode()}")
+            async for line in reader:
+                yield line
+        finally:
+            writer.close()
+
+
+def _request(body: bytes) -> bytes:
+    head = [
+        f"POST {ROUTE} HTTP/1.0",
+        f"Host: {HOST}",
+        "Content-Type: application/json",
+        f"Content-Length: {len(body)}",
+    ]
+    return "\r\n".join([*head, "", ""]).encode() + body

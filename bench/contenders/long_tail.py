@@ -1,0 +1,88 @@
+"""Plug-ins that make a run's completions long-tailed in length, and its rewards slow.
+
+How long a policy's answers are is its own affair; here it is a law, so that both ways to train do the same work: the
+length of each completion is lognormal and a function of its seed alone, end tokens do not end it, and its reward is
+drawn from its text, so that every group teaches something.
+"""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import Any
+
+import numpy as np
+from msgspec.structs import replace
+
+from actors.custom import Services
+from actors.generator import Generator
+from actors.runtime.ends import Inbox, Outbox
+from actors.sampler import GenerationError, Sampler
+from protocols.errors import RequestError
+from protocols.prompt import Problem, Prompt
+from protocols.rollout import Discarded, RolloutGroup
+from protocols.sampling import Completion, SampleRequest
+
+SECONDS = 0.05
+
+
+def reward(problem: Problem, completion: str) -> float:
+    """Give 0.0 or 1.0 after 50 ms: what a judge across the network, or a short test suite, takes."""
+    time.sleep(SECONDS)
+    return float(zlib.crc32((problem.prompt + completion).encode()) % 2)
+
+
+def length(seed: int, *, median: float, sigma: float, longest: int) -> int:
+    """Tokens of the completion with that seed."""
+    drawn = np.random.default_rng(seed).lognormal(np.log(median), sigma)
+    return int(np.clip(round(drawn), 1, longest))
+
+
+class LongTailedSampler:
+    """Asks for each completion of a group by itself, with a length of its own."""
+
+    def __init__(self, sampler: Sampler, *, median: float, sigma: float) -> None:
+        self._sampler, self._median, self._sigma = sampler, median, sigma
+
+    async def groups(
+        self, requests: Sequence[SampleRequest]
+    ) -> AsyncGenerator[tuple[int, list[Completion] | GenerationError | RequestError], None]:
+        """As `Sampler.groups`; raises the first failure."""
+        places = [(group, index) for group, request in enumerate(requests) for index in range(len(request.seeds))]
+        singles = [self._single(requests[group], requests[group].seeds[index]) for group, index in places]
+        done: dict[int, dict[int, Completion]] = defaultdict(dict)
+        async with aclosing(self._sampler.groups(singles)) as outcomes:
+            async for position, outcome in outcomes:
+                group, index = places[position]
+                if isinstance(outcome, Exception):
+                    raise outcome
+                done[group][index] = outcome[0]
+                if len(done[group]) == len(requests[group].seeds):
+                    yield group, [done[group][index] for index in sorted(done[group])]
+
+    def _single(self, request: SampleRequest, seed: int) -> SampleRequest:
+        longest = request.sampling.max_tokens
+        own = length(seed, median=self._median, sigma=self._sigma, longest=longest)
+        return replace(request, seeds=(seed,), sampling=replace(request.sampling, max_tokens=own))
+
+
+class LongTailed(Generator):
+    """The generator, with a sampler of long-tailed lengths."""
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        services: Services,
+        inbox: Inbox[Prompt | Discarded],
+        outbox: Outbox[RolloutGroup | Discarded],
+        median: float,
+        sigma: float,
+    ) -> None:
+        keywords: dict[str, Any] = dict(getattr(services.default, "keywords"))  # noqa: B009, a partial, typed as a callable
+        sampler = LongTailedSampler(keywords.pop("sampler"), median=median, sigma=sigma)
+        super().__init__(inbox=inbox, outbox=outbox, sampler=sampler, **keywords)  # type: ignore[arg-type]  # `groups` is all it needs
+        self.name = name

@@ -1,0 +1,110 @@
+"""mlx-lm-lora's policy update: what `step` of its `train_grpo` does with completions, their rewards once known.
+
+`step` is a function inside the trainer's own; its lines are repeated here, and everything that they call is the
+library's: gradient by micro-batches of its loss, the check that loss and gradient are finite, the optimizer.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optim
+from mlx.utils import tree_flatten
+from mlx_lm.tuner.utils import linear_to_lora_layers
+from mlx_lm_lora.trainer.grpo_trainer import (
+    _grpo_value_and_grad,
+    calculate_rewards_and_advantages,
+    grad_checkpoint,
+    grpo_loss,
+)
+
+from bench.contenders.loop import Case, Once, serve
+from bench.contenders.rollouts import RANK, RATE, SCALE, Rollouts, measured, rollouts
+from bench.contenders.shapes import named_model
+
+CHECKPOINTED = "MLX_LM_LORA_CHECKPOINTED"
+"""Set in the environment of the contender that recomputes the activations of each block."""
+ROWS = 4
+"""Completions per micro-batch: its trainer takes as many as there are prompts."""
+SEMANTICS = (
+    f"An update of its GRPO trainer, from rewards to evaluated weights: {ROWS} completions at a time, its ratio "
+    "identically 1 (a rollout is used once, before the policy moves), no clipping of the gradient, no entropy, Adam."
+)
+
+
+def adapted(case: Case) -> Any:
+    """The model, with a fresh adapter in training."""
+    model, _ = named_model(case["model"], vocabulary=case["vocabulary"])
+    model.freeze()
+    linear_to_lora_layers(model, len(model.layers), {"rank": RANK, "scale": SCALE, "dropout": 0.0})
+    model.train()
+    if os.environ.get(CHECKPOINTED):
+        _checkpoint_once(model.layers[0])
+    mx.eval(model.parameters())
+    return model
+
+
+def _checkpoint_once(layer: Any) -> None:
+    """The library replaces a method of the layer's class, which outlives the model."""
+    if not hasattr(type(layer), "checkpointed"):
+        grad_checkpoint(layer)
+        type(layer).checkpointed = True
+
+
+def judged(drawn: Rollouts) -> tuple[mx.array, dict[str, mx.array]]:
+    """Advantages and metrics, as its trainer takes them from rewards."""
+    prompt_of = drawn.prompt_of
+
+    def reward(**_: Any) -> list[float]:
+        return drawn.rewards
+
+    advantages, found = calculate_rewards_and_advantages(
+        [reward], [""] * len(prompt_of), [""] * len(prompt_of), [""] * len(prompt_of), [], prompt_of,
+        list(range(len(drawn.prompts))),
+    )  # fmt: skip
+    return advantages, found
+
+
+def prepare(case: Case) -> Once:
+    """A model and its optimizer, and a batch that it learns from again and again."""
+    model, drawn = adapted(case), rollouts(case)
+    optimizer = optim.Adam(learning_rate=RATE)
+    completions = [mx.array(tokens, dtype=mx.int32) for tokens in drawn.completions]
+    gradient_of = nn.value_and_grad(model, grpo_loss)
+    mx.eval(completions)
+
+    def update() -> None:
+        advantages, reward_metrics = judged(drawn)
+        (loss, tokens, found), gradient = _grpo_value_and_grad(
+            gradient_of,
+            model,
+            ROWS,
+            batch=(drawn.prompts, None, None, None, None),
+            completions=completions,
+            completion_texts=[""] * len(completions),
+            batch_indices=drawn.prompt_of,
+            advantages=advantages,
+            reward_metrics=reward_metrics,
+            beta=0.0,
+            epsilon=0.2,
+            epsilon_high=0.2,
+            ref_model=None,
+            grpo_loss_type="grpo",
+            importance_sampling_level="token",
+            max_tokens=case["completion_tokens"],
+        )
+        arrays: Any = tree_flatten(gradient)
+        finite = mx.isfinite(loss) & mx.all(mx.stack([mx.all(mx.isfinite(array)) for _, array in arrays]))
+        if not finite.item():
+            raise FloatingPointError("loss or gradient is not finite")
+        optimizer.update(model, gradient)
+        mx.eval(model.state, optimizer.state, loss, tokens, found)
+
+    return lambda: measured(update, drawn.tokens)
+
+
+if __name__ == "__main__":
+    serve(prepare, semantics=SEMANTICS, packages=["mlx", "mlx-lm", "mlx-lm-lora"])

@@ -1,0 +1,69 @@
+"""What the contenders of `update` share: the rollouts, and what those on MLX are measured by."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import mlx.core as mx
+
+from bench.contenders.loop import Case, Metrics
+from bench.contenders.shapes import random_prompts
+
+RATE = 1e-5
+"""Learning rate of all contenders."""
+RANK, SCALE = 8, 10.0
+"""Of the adapter, which sits on every linear layer of every block; the scale is absolute."""
+
+
+class Rollouts(NamedTuple):
+    """Random completions, those of a prompt next to each other; every second one of a group is rewarded."""
+
+    prompts: list[list[int]]
+    completions: list[list[int]]
+    rewards: list[float]
+
+    @property
+    def group(self) -> int:
+        """Completions of each prompt."""
+        return len(self.completions) // len(self.prompts)
+
+    @property
+    def prompt_of(self) -> list[int]:
+        """Which prompt each completion belongs to."""
+        return [number for number in range(len(self.prompts)) for _ in range(self.group)]
+
+    @property
+    def tokens(self) -> int:
+        """Completion tokens, all of which are learnt from."""
+        return sum(map(len, self.completions))
+
+
+def rollouts(case: Case) -> Rollouts:
+    """Those of a case; equal cases have equal ones."""
+    count, group, vocabulary = case["prompts"], case["group"], case["vocabulary"]
+    groups = [random_prompts(group, case["completion_tokens"], vocabulary, seed=1 + number) for number in range(count)]
+    return Rollouts(
+        prompts=random_prompts(count, case["prompt_tokens"], vocabulary),
+        completions=[tokens for completions in groups for tokens in completions],
+        rewards=[float(index % 2) for _ in range(count) for index in range(group)],
+    )
+
+
+def measured(update: Callable[[], None], tokens: int) -> Metrics:
+    """Run an update on MLX that leaves nothing to be evaluated.
+
+    peak_bytes: beyond what was held before, which is weights, optimizer state and rollouts.
+    """
+    held = mx.get_active_memory()
+    mx.reset_peak_memory()
+    began = time.perf_counter()
+    update()
+    seconds = time.perf_counter() - began
+    return metrics(seconds, tokens, mx.get_peak_memory() - held)
+
+
+def metrics(seconds: float, tokens: int, peak_bytes: int) -> Metrics:
+    """The answer of every contender."""
+    return {"tokens_per_second": tokens / seconds, "seconds": seconds, "peak_bytes": peak_bytes}

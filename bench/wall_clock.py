@@ -1,0 +1,149 @@
+"""How long until the policy is good, synchronous and asynchronous: ours beside mlx-lm-lora and TRL.
+
+    python -m bench wall_clock [--repeats 3] [--quick] [--out bench/results/wall_clock.jsonl]
+
+All train the policy of profile local-m3 by GRPO: the same adapter, problems, rewards and limit of tokens. What is
+counted are seconds of training: no loading, and no evaluation, which happens with the clock stopped, or after the run.
+A repeat is a seed, the same for all.
+
+until 0.9: seconds until greedy accuracy on all 512 held-out problems, measured after every update, reaches 0.9. The
+settings are the best that `bench.search` found for mlx-lm-lora. We take the same (batch, group, objective, constant
+rate), and so does TRL; as Adam in MLX does not correct its bias by default, their rate makes the same first step.
+`clotho, as shipped` is the profile with its own settings, which warm up over five updates; it ends after twelve. Both
+rivals are also run with two threads for their matrix products; one is what we have, and better where it is crowded.
+equal work: 20 updates of 16 groups of 8 at rate 1e-3, in seconds, whatever becomes of the policy.
+long tail: completions whose lengths are lognormal, with the median and the mean of the policy's own, each judged for
+50 ms by a reward that sleeps; 20 updates of 16 groups of 8, asynchronous and synchronous.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from bench import tables
+from bench.contenders.clotho_train import FLAGS
+from bench.contenders.process import Contender, Metric, by_turns
+from bench.measurement import Measurement, ratios, results_path, write
+from bench.measurement import read as read_measurements
+
+NAME = "wall_clock"
+COMMAND = "python -m bench wall_clock"
+PROGRAM = "bench.contenders.clotho_train"
+TUNED = (
+    "--learner.batch-size 4 --sampling.group-size 4 --learner.learning-rate 0.006 "
+    "--learner.warmup-steps 0 --learner.schedule constant --steps 8"
+)
+METRICS = (
+    Metric(name="seconds", unit="s", better="lower"),
+    Metric(name="updates", unit="updates", better="lower"),
+    Metric(name="accuracy", unit="share", better="higher"),
+)
+UNTIL: dict[str, str | int | float] = {"task": "until 0.9", "profile": "arithmetic", "target": 0.9}
+EQUAL: dict[str, str | int | float] = {
+    "task": "equal work",
+    "profile": "arithmetic",
+    "updates": 20,
+    "batch_size": 16,
+    "group_size": 8,
+    "learning_rate": 1e-3,
+    "loss": "bnpo",
+    "stop": "",
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": 0,
+}
+LONG: dict[str, str | int | float] = {"task": "long tail", "profile": "long-tail", "updates": 20}
+
+MLX_LM_LORA = Contender(name="mlx-lm-lora", module="bench.contenders.mlx_lm_lora_train", foreign=True)
+MLX_LM_LORA_2 = replace(MLX_LM_LORA, name="mlx-lm-lora, 2 threads", environment={"MKL_NUM_THREADS": "2"})
+OFFLINE = {"HF_HUB_OFFLINE": "1"}
+TRL = Contender(name="trl", module="bench.contenders.trl_train", foreign=True, environment=OFFLINE)
+TRL_2 = replace(TRL, name="trl, 2 threads", environment=OFFLINE | {"TRL_BENCH_THREADS": "2"})
+
+
+def ours(name: str, flags: str) -> Contender:
+    """Our program with more of the command line."""
+    return Contender(name=name, module=PROGRAM, environment={FLAGS: flags})
+
+
+UNTIL_CONTENDERS = (
+    ours("clotho", TUNED),
+    ours("clotho, synchronous", f"{TUNED} --async false"),
+    ours("clotho, as shipped", "--steps 12"),
+    MLX_LM_LORA,
+    MLX_LM_LORA_2,
+    TRL,
+    TRL_2,
+)
+BOTH_WAYS = (ours("clotho", ""), ours("clotho, synchronous", "--async false"))
+
+
+def measure(*, repeats: int, quick: bool) -> list[Measurement]:
+    """All three; quick: two updates of the last two alone, ours only."""
+    if quick:
+        few = {"updates": 2}
+        return [*_run(BOTH_WAYS, EQUAL | few, repeats), *_run(BOTH_WAYS, LONG | few, repeats)]
+    return [
+        *_run(UNTIL_CONTENDERS, UNTIL, repeats),
+        *_run((*BOTH_WAYS, MLX_LM_LORA, TRL), EQUAL, repeats),
+        *_run(BOTH_WAYS, LONG, repeats),
+    ]
+
+
+def _run(contenders: Sequence[Contender], case: Mapping[str, str | int | float], repeats: int) -> list[Measurement]:
+    """By turns, without a run to warm up: what a first update costs is part of the time."""
+    return by_turns(NAME, contenders, [case], METRICS, repeats=repeats, command=COMMAND, warm_up=0)
+
+
+def read(path: Path | None = None) -> Sequence[Measurement]:
+    """The results; none where there is no file."""
+    return read_measurements(path or results_path(NAME))
+
+
+def table(results: Sequence[Measurement]) -> str:
+    """A table per task, a contender per row, and what seconds mean for each."""
+    parts = [_of_task(results, task) for task in tables.unique(str(one.case["task"]) for one in results)]
+    return "\n\n".join([*parts, tables.closing(results)])
+
+
+def _of_task(results: Sequence[Measurement], task: str) -> str:
+    """Medians, lowest and highest; ours to theirs seed by seed."""
+    mine = {(one.contender, one.metric): one for one in results if one.case["task"] == task}
+    shown = [metric for metric in METRICS if any(name == metric.name for _, name in mine)]
+    rows = []
+    for contender in tables.unique(contender for contender, _ in mine):
+        found = [mine.get((contender, metric.name)) for metric in shown]
+        cells = ["" if one is None else tables.spread(one.values, one.unit) for one in found]
+        rows.append([contender, *cells, _ratio(mine, contender)])
+    heading = [task, *(metric.name for metric in shown), "seconds, clotho / it"]
+    return tables.markdown(heading, rows)
+
+
+def _ratio(mine: Mapping[tuple[str, str], Measurement], contender: str) -> str:
+    ours, theirs = mine.get((tables.OURS, "seconds")), mine[contender, "seconds"]
+    return "" if ours is None or contender == tables.OURS else tables.spread(ratios(ours, theirs), "")
+
+
+def draw(results: Sequence[Measurement], target: Path) -> None:
+    """Bars of seconds, task by task."""
+    from bench.charts import draw_bars
+
+    draw_bars(results, "seconds", target, key="task", title="seconds of training")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measure; replace the file of results."""
+    parser = argparse.ArgumentParser(prog=COMMAND, description=__doc__)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--out", type=Path, default=results_path(NAME))
+    chosen = parser.parse_args(argv)
+    results = measure(repeats=1 if chosen.quick else chosen.repeats, quick=chosen.quick)
+    write(chosen.out, results)
+    sys.stdout.write(table(results) + "\n")
+    return 0

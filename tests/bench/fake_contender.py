@@ -1,0 +1,47 @@
+"""A contender that counts how often it was asked, and does as its case says.
+
+case: then: what to do; from_run: from which run on; who: the only contender that is meant.
+
+Run with `-m`, as every contender.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from bench.contenders.loop import Case, Metrics, Once, serve
+
+NAME = os.environ.get("FAKE", "")
+
+
+def prepare(case: Case) -> Once:
+    """Count from the beginning."""
+    asked = 0
+
+    def once() -> Metrics:
+        nonlocal asked
+        asked += 1
+        if asked >= case.get("from_run", 1) and case.get("who", NAME) == NAME:
+            misbehave(case.get("then", ""))
+        return {"runs": asked, "cost": float("nan") if case.get("then") == "nan" else 10.0 * asked}
+
+    return once
+
+
+def misbehave(how: str) -> None:
+    """In one of the ways in which a library does."""
+    match how:
+        case "raise":
+            raise ValueError("no such shape")
+        case "die":
+            os._exit(3)
+        case "print":
+            sys.stdout.write("a library is chatty\n")
+            os.write(1, b"and so is its native half\n")
+
+
+if __name__ == "__main__":
+    if NAME == "dies at once":
+        sys.exit(4)
+    serve(prepare, semantics=f"Counts as {NAME}.", packages=["msgspec", "no-such-package"])

@@ -1,0 +1,208 @@
+"""`decode`, `first_token` and `scaling`: what their contenders do alike, and what is made of their answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx.utils import tree_flatten
+
+from bench import decode, first_token, scaling
+from bench.contenders import (
+    clotho_decode,
+    clotho_first_token,
+    clotho_learn,
+    decoding,
+    mlx_lm_decode,
+    mlx_lm_first_token,
+)
+from bench.contenders.loop import Case, Once
+from bench.contenders.process import Contender, Metric
+from bench.contenders.shapes import Shape, named_model, products, random_model, random_prompts
+from bench.measurement import Measurement, read
+from bench.tables import unique
+from tests.bench.measured import measurement
+
+TINY = Shape(layers=2, width=64, heads=2, key_heads=1, feed_forward=128, vocabulary=100)
+SMALL: Case = {"model": "embedded", "prompts": 2, "group": 3, "prompt_tokens": 5, "new_tokens": 4}
+
+
+@pytest.fixture(autouse=True)
+def peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine of a million operations per second, which need not be measured."""
+    monkeypatch.setattr(decoding, "matrix_peak", lambda: 1e6)
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Sequence[Contender], Sequence[Case], int]]:
+    """What is to be measured by turns, which is made up instead."""
+    calls: list[tuple[Sequence[Contender], Sequence[Case], int]] = []
+
+    def made_up(
+        question: str,
+        contenders: Sequence[Contender],
+        cases: Sequence[Case],
+        metrics: Sequence[Metric],
+        *,
+        repeats: int,
+        command: str,
+        warm_up: int = 1,
+    ) -> list[Measurement]:
+        calls.append((contenders, cases, repeats))
+        return [
+            measurement([1.0] * repeats, contender=who.name, metric=metric.name, unit=metric.unit, **case)
+            for case in cases
+            for who in contenders
+            for metric in metrics
+        ]
+
+    for question in (decode, first_token, scaling):
+        monkeypatch.setattr(question, "by_turns", made_up)
+    return calls
+
+
+def arrays(model: Any) -> list[mx.array]:
+    """All weights."""
+    named: Any = tree_flatten(model.parameters())
+    return [weight for _, weight in named]
+
+
+def test_equal_seeds_are_equal_weights() -> None:
+    """So all contenders compute with the same, wherever they are installed."""
+    one, same, other = (arrays(random_model(TINY, seed=seed)) for seed in (0, 0, 1))
+    assert all(mx.array_equal(a, b) for a, b in zip(one, same, strict=True))
+    assert not all(mx.array_equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_prompts_are_the_same_for_all_and_differ_from_each_other() -> None:
+    """A prompt that is computed once serves its own group alone."""
+    prompts = random_prompts(4, 16, 100)
+    assert prompts == random_prompts(4, 16, 100)
+    assert len({tuple(prompt) for prompt in prompts}) == 4
+    ready = decoding.work(SMALL)
+    assert ready.repeated == [ready.prompts[0]] * 3 + [ready.prompts[1]] * 3
+
+
+def test_the_weights_that_a_token_meets_are_those_of_the_matrices() -> None:
+    """Norms are none, and tied embeddings count once, as the head."""
+    queries_and_output, keys_and_values, feed_forward = 2 * 64 * 64, 2 * 64 * 32, 3 * 64 * 128
+    assert products(random_model(TINY)) == (2 * (queries_and_output + keys_and_values + feed_forward), 100 * 64)
+
+
+def test_the_shipped_policy_has_one_vocabulary() -> None:
+    """The random shapes have any."""
+    assert named_model("embedded", vocabulary=384)[1]["vocab_size"] == 384
+    with pytest.raises(ValueError, match="a vocabulary of 384, not 500"):
+        named_model("embedded", vocabulary=500)
+
+
+@pytest.mark.parametrize("prepare", [clotho_decode.prepare, mlx_lm_decode.prepare])
+def test_contenders_draw_what_the_case_asks_for_each_time(prepare: Callable[[Case], Once]) -> None:
+    """And say the same in three ways."""
+    once = prepare(SMALL)
+    for metrics in (once(), once()):
+        assert metrics["tokens_per_second"] * metrics["microseconds_per_token"] == pytest.approx(1e6)
+        assert metrics["peak_fraction"] > 0
+
+
+def test_work_that_was_not_done_has_no_speed() -> None:
+    """A contender that draws fewer tokens is no faster for it."""
+    once = decoding.timed(decoding.work(SMALL), lambda: 23, prefilled=8)
+    with pytest.raises(RuntimeError, match="23 tokens were drawn instead of 24"):
+        once()
+
+
+def test_the_share_of_the_peak_counts_two_operations_per_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens of prompts do not meet the head."""
+    ready = decoding.work(SMALL)
+    clock = iter([0.0, 2.0])
+    monkeypatch.setattr("time.perf_counter", lambda: next(clock))
+    weights = products(ready.model)
+    operations = 2 * (weights.blocks * (8 + 24) + weights.head * 24)
+    assert decoding.timed(ready, lambda: 24, prefilled=8)()["peak_fraction"] == pytest.approx(operations / 2 / 1e6)
+
+
+@pytest.mark.parametrize("prepare", [clotho_first_token.prepare, mlx_lm_first_token.prepare])
+def test_the_first_token_is_waited_for_again_and_again(prepare: Callable[[Case], Once]) -> None:
+    """What was begun beyond it is given up, and disturbs nobody."""
+    once = prepare({"model": "embedded", "prompt_tokens": 5})
+    assert all(once()["seconds"] > 0 for _ in range(2))
+
+
+def test_every_update_learns() -> None:
+    """From the same batch, of which half is rewarded."""
+    case = {**SMALL, "vocabulary": 384, "completion_tokens": 4}
+    metrics = clotho_learn.prepare(case)()
+    assert metrics["microseconds_per_token"] == pytest.approx(metrics["seconds"] / 24 * 1e6)
+
+
+def test_the_first_case_stands_first_and_every_peer_beside_us(
+    asked: list[tuple[Sequence[Contender], Sequence[Case], int]],
+) -> None:
+    """Each thing varied has a table that begins from the first case."""
+    page = decode.table(decode.measure(5))
+    titles = [line for line in page.splitlines() if line.startswith("**")]
+    assert [title.startswith("**tokens per second") for title in titles] == [True, False, True, False, *[True] * 3]
+    assert "clotho / mlx-lm-lora, as its trainer calls it" in page.splitlines()[2]
+    sweeps = [decode.sweep(decode.measure(1), belongs) for belongs in decode.VARIED]
+    assert [[one.case for one in found].count(decode.case("6m")) for found in sweeps] == [6, 6, 6]
+    assert [len({str(one.case) for one in found}) for found in sweeps] == [5, 4, 3]
+
+
+def test_cases_that_take_long_are_repeated_less(
+    asked: list[tuple[Sequence[Contender], Sequence[Case], int]],
+) -> None:
+    """And how mlx-lm-lora's trainer calls it, the slowest of all, is measured in one case."""
+    decode.measure(5)
+    assert [repeats for _, _, repeats in asked] == [5, 3, 2, 2]
+    assert [len(cases) for contenders, cases, _ in asked if decode.AS_CALLED in contenders] == [1]
+
+
+def test_two_threads_are_a_matter_of_the_environment_and_said_in_the_case(
+    asked: list[tuple[Sequence[Contender], Sequence[Case], int]],
+) -> None:
+    """Names stay, so that ours stands beside theirs."""
+    found = decode.with_threads([decode.case("6m")], 1)
+    assert [one.environment["MKL_NUM_THREADS"] for one in asked[0][0]] == ["2", "2"]
+    assert unique(one.contender for one in found) == ["clotho", "mlx-lm"]
+    assert all(one.case["blas_threads"] == 2 for one in found)
+
+
+@pytest.mark.parametrize("question", [decode, first_token, scaling])
+def test_a_quick_look_writes_results_of_the_same_form(
+    question: Any,
+    asked: list[tuple[Sequence[Contender], Sequence[Case], int]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Where it is told to, and says them."""
+    path = tmp_path / "results.jsonl"
+    assert question.main(["--quick", "--out", str(path)]) == 0
+    assert capsys.readouterr().out == question.table(read(path)) + "\n"
+    assert {repeats for _, _, repeats in asked} == {1}
+
+
+def test_a_case_in_several_tables_is_measured_once(
+    asked: list[tuple[Sequence[Contender], Sequence[Case], int]],
+) -> None:
+    """Decoding in one process, learning in another."""
+    results = scaling.measure(scaling.all_cases(), 1)
+    measured = [case for _, cases, _ in asked for case in cases]
+    assert len(measured) == len(scaling.all_cases()) == len({str(case) for case in measured})
+    assert scaling.table(results).count("**") == 2 * len(scaling.SWEEPS)
+
+
+@pytest.mark.parametrize("question", [decode, first_token, scaling])
+def test_results_can_be_drawn(
+    question: Any,
+    asked: list[tuple[Sequence[Contender], Sequence[Case], int]],
+    tmp_path: Path,
+) -> None:
+    """For the page of the benchmarks."""
+    pytest.importorskip("matplotlib")
+    question.main(["--repeats", "1", "--out", str(tmp_path / "results.jsonl")])
+    question.draw(question.read(tmp_path / "results.jsonl"), tmp_path / "image.svg")
+    assert (tmp_path / "image.svg").read_text().startswith("<?xml")

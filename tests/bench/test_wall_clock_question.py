@@ -1,0 +1,243 @@
+"""`wall_clock` and `search`: what their contenders share, and what is made of their answers."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from actors.artifacts.profile_file import load_profile
+from actors.rewards import choice_correctness, format, math_eval  # noqa: A004
+from bench import search, wall_clock
+from bench.contenders import arithmetic_task as task
+from bench.contenders import clotho_train, long_tail
+from bench.contenders.clotho_train import PROFILES
+from bench.contenders.measured_afterwards import MEASURED
+from bench.measurement import Measurement
+from bench.runs import Record
+from protocols.prompt import Problem
+from protocols.sampling import Completion, SampleRequest, Sampling
+from tests.bench.measured import measurement
+
+ANSWERS = ("67", " 67 ", "+67", "067", "6 7", "-67", "B", "b", "(B)", "B)", "B.", "C", "A or B", "", "the cat")
+FORMS = (
+    "<think>so</think><answer>{}</answer>",
+    "<think>so</think>\n<answer>{}</answer>\n",
+    "<answer>{}</answer>",
+    "<think></think><answer>{}</answer>",
+    "<think>so</think><answer>{}",
+    "<think>so<answer>{}</answer>",
+    "<answer>{}</answer><think>so</think>",
+    "<think>so</think><answer>1</answer><answer>{}</answer>",
+    "<think>so</think> and <answer>{}</answer>",
+    "{}",
+)
+
+
+@pytest.mark.parametrize("wanted", ["67", "-67", "B"])
+def test_other_trainers_are_rewarded_by_the_same_rules_as_ours(wanted: str) -> None:
+    """The rules are written twice, for the contenders have not what ours need; every text has the same verdicts."""
+    problem = Problem(prompt="Which? A) 67 B) 98 C) 48" if wanted == "B" else "What?", answer=wanted, type="")
+    for text in (form.format(answer) for form in FORMS for answer in ANSWERS):
+        assert task.has_form(text) == format.reward(problem, text), text
+        ours = [judge.reward(problem, text) for judge in (math_eval, choice_correctness)]
+        assert [task.is_right(text, wanted)] == [verdict for verdict in ours if verdict is not None], text
+
+
+def test_every_answer_of_the_task_is_a_whole_number_or_a_letter() -> None:
+    """So those two rules are all that it needs."""
+    asked = [*task.questions("train.jsonl"), *task.questions("heldout.jsonl")]
+    assert all(task.NUMBER.fullmatch(one.answer) or one.answer in "ABCD" for one in asked)
+    assert task.accuracy([f"<answer>{one.answer}</answer>" for one in asked], asked) == 1.0
+
+
+def test_the_task_of_the_others_is_that_of_the_profile() -> None:
+    """Adapter, limit of tokens and weights of the rewards are the profile's."""
+    profile = load_profile("local-m3", {})
+    assert (profile.policy.rank, profile.policy.effective_scale) == (task.RANK, task.SCALE)
+    assert profile.sampling.max_tokens == task.MAX_TOKENS
+    assert [reward.weight for reward in profile.rewards] == [task.FORM_WEIGHT, task.ANSWER_WEIGHT, task.ANSWER_WEIGHT]
+
+
+def test_a_course_ends_where_the_target_is_reached() -> None:
+    """The trainer goes on until then, and what measuring takes is not counted."""
+    accuracies = iter([0.5, 0.8, 0.91])
+    course = task.Course(evaluate=lambda: next(accuracies), target=0.9, updates=10, limit=1e9)
+    course.begin()
+    course.updated()
+    course.updated()
+    with pytest.raises(task.Over):
+        course.updated()
+    assert course.metrics()["updates"] == 3
+    assert course.metrics()["accuracy"] == 0.91
+
+
+def test_the_clock_of_a_course_stands_while_accuracy_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every update takes one second, and every measurement a hundred."""
+    now = [0.0]
+
+    def evaluate() -> float:
+        now[0] += 100
+        return 0.0
+
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    course = task.Course(evaluate=evaluate, target=0.9, updates=3, limit=1e9)
+    course.begin()
+    for _ in range(2):
+        now[0] += 1
+        course.updated()
+    now[0] += 1
+    with pytest.raises(task.Over):
+        course.updated()
+    assert course.seconds == 3
+
+
+def test_without_a_target_accuracy_is_measured_once_at_the_end() -> None:
+    """Equal work is a number of updates."""
+    course = task.Course(evaluate=lambda: 0.7, target=None, updates=2, limit=1e9)
+    course.begin()
+    course.updated()
+    assert course.accuracy == 0.0
+    with pytest.raises(task.Over):
+        course.updated()
+    assert course.accuracy == 0.7
+
+
+def recorded(accuracies: Mapping[int, float]) -> Record:
+    """A run of three updates, one second each, of which the first began two seconds after the run."""
+    metrics = [{"step": step, "seconds": 2.0 + step, "train_seconds": 0.75, "wait_seconds": 0.25} for step in (1, 2, 3)]
+    log = [{"event": MEASURED, "step": step, "accuracy": accuracy} for step, accuracy in accuracies.items()]
+    return Record(metrics, [{"event": "checkpoint", "step": 3}, *log], {})
+
+
+def test_our_seconds_end_with_the_first_update_that_reaches_the_target() -> None:
+    """They begin with the first prompt."""
+    found = clotho_train.summarise(recorded({1: 0.6, 2: 0.92, 3: 0.95}), 0.9)
+    assert found == {"seconds": 2.0, "updates": 2.0, "accuracy": 0.92}
+
+
+def test_our_seconds_are_those_of_all_updates_where_none_reaches_it() -> None:
+    """Its accuracy then says so; and without a target, it is the last one's."""
+    assert clotho_train.summarise(recorded({1: 0.6, 3: 0.7}), 0.9) == {"seconds": 3.0, "updates": 3.0, "accuracy": 0.7}
+    assert clotho_train.summarise(recorded({}), None) == {"seconds": 3.0, "updates": 3.0}
+
+
+@pytest.mark.parametrize("case", [wall_clock.UNTIL, wall_clock.EQUAL, wall_clock.LONG], ids=lambda case: case["task"])
+def test_every_case_is_a_profile_that_loads_with_its_flags(case: dict[str, Any]) -> None:
+    """Asynchronous, as it is without a flag."""
+    words = clotho_train.arguments(case, 0, [])
+    assert words[:2] == ["--profile", str(PROFILES / f"{case['profile']}.toml")]
+    profile = load_profile(words[1], {})
+    assert profile.asynchronous
+    assert {section.name for section in profile.actors} == {
+        "measured afterwards" if case["profile"] == "arithmetic" else "long tail"
+    }
+
+
+def test_long_tailed_lengths_have_the_median_and_the_mean_of_the_policys_own() -> None:
+    """And a tail: one in a hundred is eleven times the median."""
+    options = load_profile(str(PROFILES / "long-tail.toml"), {}).actors[0].options
+    lengths = [long_tail.length(seed, longest=512, **options) for seed in range(4000)]
+    assert np.median(lengths) == pytest.approx(8, abs=0.5)
+    assert np.mean(lengths) == pytest.approx(13.7, abs=1)
+    assert np.percentile(lengths, 99) > 75
+
+
+class Immediate:
+    """Completes each request at once, the last one first."""
+
+    async def groups(self, requests: Sequence[SampleRequest]) -> AsyncGenerator[tuple[int, list[Completion]], None]:
+        for position in reversed(range(len(requests))):
+            yield position, [_completion(requests[position].sampling.max_tokens) for _ in requests[position].seeds]
+
+
+def _completion(tokens: int) -> Completion:
+    return Completion(
+        tokens=(7,) * tokens, logprobs=(0.0,) * tokens, versions=(0,) * tokens, text="", finish_reason="length"
+    )
+
+
+def test_a_group_with_a_long_tail_is_put_together_again() -> None:
+    """Its completions stand in the order of their seeds, each with the length that its seed has."""
+
+    async def ask() -> dict[int, list[Completion]]:
+        sampler = long_tail.LongTailedSampler(Immediate(), median=8.0, sigma=1.04)  # type: ignore[arg-type]  # a fake
+        return {position: found async for position, found in sampler.groups(requests) if isinstance(found, list)}
+
+    requests = [
+        SampleRequest(prompt=(1,), sampling=Sampling(max_tokens=512), seeds=seeds) for seeds in ((5, 6, 7), (8, 9))
+    ]
+    found = asyncio.run(ask())
+    for position, request in enumerate(requests):
+        wanted = [long_tail.length(seed, median=8.0, sigma=1.04, longest=512) for seed in request.seeds]
+        assert [len(one.tokens) for one in found[position]] == wanted
+
+
+def measured(contender: str, seconds: list[float], task: str) -> list[Measurement]:
+    """Seconds of one contender."""
+    return [measurement(seconds, contender=contender, metric="seconds", unit="s", better="lower", task=task)]
+
+
+def test_the_table_has_a_row_per_contender_and_ours_to_theirs() -> None:
+    """Seed by seed."""
+    results = [*measured("clotho", [1.0, 2.0], "until 0.9"), *measured("trl", [4.0, 4.0], "until 0.9")]
+    lines = wall_clock.table(results).splitlines()
+    assert lines[0] == "| until 0.9 | seconds | seconds, clotho / it |"
+    assert lines[3] == "| trl | 4 s (4 to 4) | 0.375 (0.250 to 0.500) |"
+
+
+def test_the_chart_is_drawn_from_the_results(tmp_path: Path) -> None:
+    """A group of bars per task."""
+    results = [*measured("clotho", [1.0], "until 0.9"), *measured("clotho", [2.0], "long tail")]
+    wall_clock.draw(results, tmp_path / "wall_clock.svg")
+    assert "long tail" in (tmp_path / "wall_clock.svg").read_text(encoding="utf-8")
+
+
+def test_quick_asks_nobody_but_us(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """So it runs without the contenders' environment."""
+    asked: list[str] = []
+
+    def made_up(question: str, contenders: Sequence[Any], cases: Sequence[Any], *rest: Any, **how: Any) -> Any:
+        asked.extend(f"{who.name} {who.foreign}" for who in contenders)
+        return measured("clotho", [1.0], cases[0]["task"])
+
+    monkeypatch.setattr(wall_clock, "by_turns", made_up)
+    assert wall_clock.main(["--quick", "--out", str(tmp_path / "out.jsonl")]) == 0
+    assert set(asked) == {"clotho False", "clotho, synchronous False"}
+    assert len(wall_clock.read(tmp_path / "out.jsonl")) == 2
+
+
+class Scripted:
+    """A contender whose cost is how far its rate is from 2e-3, and that fails at 1e-4."""
+
+    semantics, versions = "Made up.", dict[str, str]()
+
+    def __init__(self) -> None:
+        self.asked: list[Mapping[str, Any]] = []
+
+    def measure(self, case: Mapping[str, Any]) -> dict[str, float]:
+        self.asked.append(case)
+        rate = case["learning_rate"]
+        return {"processor_seconds": 1 + abs(rate - 2e-3), "accuracy": 0.5 if rate == 1e-4 else 0.95}
+
+
+def test_the_search_keeps_the_best_of_each_setting() -> None:
+    """Whatever it started from, and each settings only once."""
+    answers = Scripted()
+    found = search.Search(answers, 2, "command").descend(search.OURS)  # type: ignore[arg-type]  # scripted
+    assert found["learning_rate"] == 2e-3
+    assert len({str(case) for case in answers.asked}) * 2 - 1 == len(answers.asked)
+
+
+def test_settings_that_fail_for_a_seed_come_behind_all_others() -> None:
+    """And their other seeds are not tried."""
+    answers = Scripted()
+    looked = search.Search(answers, 3, "command")  # type: ignore[arg-type]  # scripted
+    assert looked.cost(search.OURS | {"learning_rate": 1e-4}) > search.LIMIT
+    assert len(answers.asked) == 1
+    assert [one.case["learning_rate"] for one in looked.measurements()] == [1e-4, 1e-4]
