@@ -169,7 +169,7 @@ class LearnerSection(OptimizerKeys, frozen=True, kw_only=True, forbid_unknown_fi
     batch_size: Positive = 16
     update_epochs: Positive = 1
     mini_batches: Positive = 1
-    micro_batch_tokens: Positive = 8192
+    micro_batch_tokens: Positive = 1024
     layout: Literal["auto", "padded", "packed", "shared"] = "auto"
     max_staleness: NonNegative = 4
     max_bad_steps: Positive = 5

@@ -10,13 +10,14 @@ import ctypes
 import ctypes.util
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 
-def _candidates() -> list[str]:
-    mkl = sorted(str(path) for path in Path(sys.prefix, "lib").glob("libmkl_rt.so*"))
-    openblas = ctypes.util.find_library("openblas")
-    return [*mkl, *([openblas] if openblas else [])]
+def _candidates() -> Iterator[str]:
+    yield from sorted(str(path) for path in Path(sys.prefix, "lib").glob("libmkl_rt.so*"))
+    if openblas := ctypes.util.find_library("openblas"):  # asks other programs, which takes a while
+        yield openblas
 
 
 def load_blas() -> str:

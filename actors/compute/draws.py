@@ -73,7 +73,11 @@ class Draws(NamedTuple):
             bias_V = mx.zeros(logits_N_V.shape[-1]).at[mx.array(tokens)].add(mx.array(addends, dtype=mx.float32))
             z_N_M = z_N_M + (bias_V if token_N_K is None else bias_V[token_N_K])
         inverse = self.inverse_temperature
-        z_N_M = mx.maximum(z_N_M * (inverse[:, None] if isinstance(inverse, mx.array) else inverse), LOWEST_LOGIT)
+        if isinstance(inverse, mx.array):
+            z_N_M = z_N_M * inverse[:, None]
+        elif inverse != 1.0:
+            z_N_M = z_N_M * inverse
+        z_N_M = mx.maximum(z_N_M, LOWEST_LOGIT)
         return z_N_M if among_N_K is None else mx.where(among_N_K < 0, LOWEST_LOGIT, z_N_M)
 
     @property

@@ -100,11 +100,12 @@ def micro_gradient(
     """
     inputs = _inputs(micro, known, moment)
     version_N = mx.array(micro.table.version_N)
+    logp_only = rules.strengths.entropy_weight == 0.0 and micro.table.teacher is None
     between = rules.settings.proximal == "interpolate" and moment.progress > 0
 
     def loss(traced: Parameters) -> tuple[mx.array, TokenSums, mx.array]:
         with policy.using(traced):
-            scores: TokenScores = forcing(micro, law=rules.law)
+            scores: TokenScores = forcing(micro, law=rules.law, logp_only=logp_only)
         seen = inputs
         if between:
             proximal_N = interpolated_proximal(

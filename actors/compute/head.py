@@ -90,7 +90,7 @@ class SplitModel:
         with _replaced(self._owner, self._name, known):
             logits_1_N_V: mx.array = self._owner(tokens_1_N)
         self._borrowed |= known.borrowed
-        return logits_1_N_V[0]
+        return mx.squeeze(logits_1_N_V, 0)  # an index would copy the logits, and scatter their gradient
 
     def head_weights(self) -> dict[str, mx.array]:
         """Trainable weights that `head` computes with, by name: beside the blocks, or borrowed from them."""

@@ -8,37 +8,73 @@ from typing import cast
 import mlx.core as mx
 
 from actors.compute.head import SplitModel
-from actors.compute.token_scores import Draws, SampledLaw, TokenScores, Totals, scoring, token_scores
+from actors.compute.token_scores import Draws, SampledLaw, TokenScores, Totals, scoring, slopes, token_scores
 
-__all__ = ["LOGITS_BUDGET", "Draws", "HeadScores", "SampledLaw", "TokenScores", "token_scores"]
+__all__ = ["Draws", "HeadScores", "SampledLaw", "TokenScores", "rows_at_once", "token_scores"]
 
-LOGITS_BUDGET = 2**22
+LOGITS_AT_ONCE = 2**20
 """Logits (rows x vocabulary) that the head computes at once; beyond, it runs in pieces, one after the other."""
+
+FEWEST_ROWS = 32
+"""Rows of a piece however large the vocabulary: a product reads all weights of the head for each piece."""
 
 Weights = dict[str, mx.array]
 
 
+def rows_at_once(vocab_size: int) -> int:
+    """Rows of logits that are computed at once."""
+    return max(FEWEST_ROWS, LOGITS_AT_ONCE // vocab_size)
+
+
 class HeadScores:
-    """Scores hidden states through a model's own head, in pieces of at most `budget` logits.
+    """Scores hidden states through a model's own head, in pieces of `rows` rows, by default `rows_at_once`.
 
     A piece begins when the one before has ended, in the forward pass and in the backward pass, which computes the
-    logits once more. Either holds a constant number of arrays of `budget` numbers, however many tokens there are.
+    logits once more. Either holds a constant number of arrays as large as a piece, however many tokens there are.
     """
 
-    def __init__(self, split: SplitModel, vocab_size: int, *, budget: int = LOGITS_BUDGET) -> None:
+    def __init__(self, split: SplitModel, vocab_size: int, *, rows: int | None = None) -> None:
         self._split = split
-        self._rows = max(1, budget // vocab_size)
+        self._rows = rows or rows_at_once(vocab_size)
 
-    def __call__(self, hidden_N_D: mx.array, draws: Draws) -> TokenScores:
+    def __call__(self, hidden_N_D: mx.array, draws: Draws, *, logp_only: bool = False) -> TokenScores:
         """Score the targets of `draws` after `hidden_N_D`: see `token_scores`.
 
         Hidden states have gradients, and so have the trainable weights of the head that the model holds in the call.
+        logp_only: the gradient that follows is one of log-probabilities alone, which may then be prepared here.
         """
+        if logp_only and draws.support_N_K is None and draws.teacher is None and not self._split.head_weights():
+            return self._prepared(hidden_N_D, draws)
         if hidden_N_D.shape[0] <= self._rows:
             totals = scoring(draws)(self._split.head(hidden_N_D))
         else:
             totals = self._in_pieces(hidden_N_D, draws)
         return Totals(*totals).scores(draws)
+
+    def _prepared(self, hidden_N_D: mx.array, draws: Draws) -> TokenScores:
+        """Take each row's gradient while its logits are there; the cotangent of a row is but one factor.
+
+        That spares the backward pass its second look at the vocabulary: a product and an exponential in three.
+        """
+
+        @mx.custom_function
+        def prepared(hidden_N_D: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+            pieces: list[tuple[mx.array, mx.array, mx.array]] = []
+            for rows in self._stretches(hidden_N_D):
+                hidden_n_D = _after(pieces[-1] if pieces else (), hidden_N_D[rows])
+                totals, slope_n_V = slopes(self._split.head(hidden_n_D), draws.at(rows))
+                _, (along_n_D,) = mx.vjp(self._split.head, [hidden_n_D], [slope_n_V])
+                pieces.append((totals.logp_N, totals.entropy_N, along_n_D))
+            logp_N, entropy_N, along_N_D = (mx.concatenate(list(parts)) for parts in zip(*pieces, strict=True))
+            return logp_N, entropy_N, along_N_D
+
+        @prepared.vjp
+        def backward(hidden_N_D: mx.array, cotangents: Sequence[mx.array], found: Sequence[mx.array]) -> mx.array:
+            g_logp_N = cotangents[0] * draws.inverse_temperature
+            return (g_logp_N[:, None] * found[2]).astype(hidden_N_D.dtype)
+
+        logp_N, entropy_N, _ = cast(tuple[mx.array, ...], prepared(hidden_N_D))
+        return TokenScores(logp_N, mx.stop_gradient(entropy_N))
 
     def _in_pieces(self, hidden_N_D: mx.array, draws: Draws) -> Totals:
         @mx.custom_function

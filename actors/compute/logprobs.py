@@ -55,16 +55,16 @@ class TeacherForcing:
                 raise
             self.layout = "padded"
 
-    def __call__(self, micro: MicroBatch, *, law: SampledLaw) -> TokenScores:
+    def __call__(self, micro: MicroBatch, *, law: SampledLaw, logp_only: bool = False) -> TokenScores:
         """Score every token of the table under `law`, at its own temperature where the table has one.
 
-        (N,) each, in the order of the table.
+        (N,) each, in the order of the table. logp_only: a gradient of log-probabilities follows, and no other.
         """
         position_N, draws = mx.array(micro.table.position_N), draws_of(micro.table, law)
         if self._split is None or self._head is None:
             return score(self._whole(micro)[position_N], draws)
         hidden_N_D = hidden_states(self._split, self._layers, micro.inputs)[position_N]
-        return self._head(hidden_N_D, draws)
+        return self._head(hidden_N_D, draws, logp_only=logp_only)
 
     def _whole(self, micro: MicroBatch) -> mx.array:
         """Logits at all positions, (B * S, V)."""

@@ -16,6 +16,7 @@ import mlx.nn as nn
 from msgspec.structs import replace
 
 from actors.compute.adapters import AdaptedModule, fused_weights, install_adapter, open_all_weights
+from actors.compute.cpu.layers import suit
 from actors.compute.describe_model import context_length, describe_model
 from actors.compute.fingerprint import fingerprint
 from actors.compute.gradient_checkpoint import checkpointed_blocks
@@ -83,6 +84,7 @@ class Policy:
             mx.random.seed(seed)
         else:
             adapter_config, adapted = install_adapter(model, section, seed=seed)
+        suit(model)
         self.model = model
         self.directory = directory
         self.tokenizer = tokenizer

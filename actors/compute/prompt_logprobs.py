@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from actors.compute.draws import Draws, SampledLaw
 from actors.compute.engine.serving import serving
 from actors.compute.gradient import LearnablePolicy
-from actors.compute.head_scores import LOGITS_BUDGET
+from actors.compute.head_scores import rows_at_once
 from actors.compute.token_scores import scoring
 from protocols.errors import GenerationError
 from protocols.prompt_logprobs import PromptLogprobs
@@ -28,12 +28,12 @@ def prompt_logprobs(
     """Score every token but the first, with the `top` most probable ones in its place.
 
     The weights are those that serve at the first turn, pinned while others are published. A turn reads at most `chunk`
-    tokens, and fewer where their logits would exceed `LOGITS_BUDGET`: that bounds the pause it makes, and its memory.
+    tokens, and fewer where their logits would exceed `rows_at_once`: that bounds the pause it makes, and its memory.
     law: the one that all of them are scored under.
     Raises GenerationError where the model's logits are not finite.
     """
     parameters, version = policy.trainable(), policy.version
-    rows = max(1, min(chunk, LOGITS_BUDGET // policy.vocab_size))
+    rows = min(chunk, rows_at_once(policy.vocab_size))
     cache: list[Any] = make_prompt_cache(policy.model)
     logprobs: list[float] = []
     alternatives: list[Alternatives] = []

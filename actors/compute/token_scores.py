@@ -27,8 +27,8 @@ from actors.compute.exponential import exp
 
 __all__ = ["Draws", "SampledLaw", "Teacher", "TokenScores", "Totals", "score", "scoring", "token_scores"]
 
-STRETCH = 512
-"""So many numbers are added up one after the other, and then the sums of such stretches."""
+LANES = 512
+"""Rows are cut into stretches of so many numbers, which are reduced lane by lane, and then the lanes."""
 
 
 class TokenScores(NamedTuple):
@@ -86,7 +86,7 @@ def scoring(draws: Draws, known: Totals | None = None) -> Callable[[mx.array], T
 
     @mx.custom_function
     def totals(logits_N_V: mx.array) -> Totals:
-        return _totals(logits_N_V, draws)
+        return _totals(logits_N_V, draws)[0]
 
     @totals.vjp
     def backward(logits_N_V: mx.array, cotangents: Sequence[mx.array], found: Sequence[mx.array]) -> mx.array:
@@ -95,9 +95,21 @@ def scoring(draws: Draws, known: Totals | None = None) -> Callable[[mx.array], T
     return cast(Callable[[mx.array], Totals], totals)
 
 
-def _totals(logits_N_V: mx.array, draws: Draws) -> Totals:
+def slopes(logits_N_V: mx.array, draws: Draws) -> tuple[Totals, mx.array]:
+    """Totals, and T d log p_y / d logits, (N, V) in the type of the logits, for the exponentials of the former.
+
+    Draws from the whole vocabulary only, without a teacher.
+    """
+    totals, e_N_V, sum_N = _totals(logits_N_V, draws)
+    at_target_N = 1.0 - exp(totals.logp_N)
+    slope_N_V = mx.put_along_axis(e_N_V * (-1.0 / sum_N)[:, None], draws.target_column, at_target_N[:, None], axis=-1)
+    return totals, slope_N_V.astype(logits_N_V.dtype)
+
+
+def _totals(logits_N_V: mx.array, draws: Draws) -> tuple[Totals, mx.array, mx.array]:
+    """Totals; exponentials of the scaled logits, (N, M), each row's largest being 1; and their sums."""
     z_N_M = draws.scaled(logits_N_V, draws.support_N_K)
-    largest_N_1 = mx.max(z_N_M, axis=-1, keepdims=True)
+    largest_N_1 = _row_max(z_N_M)
     z_N_M = z_N_M - largest_N_1
     e_N_M = exp(z_N_M)
     sum_N = _row_sums(e_N_M)
@@ -105,7 +117,8 @@ def _totals(logits_N_V: mx.array, draws: Draws) -> Totals:
     logp_N = mx.take_along_axis(z_N_M, draws.target_column, axis=-1)[:, 0] - relative_N
     entropy_N = relative_N - _row_sums(e_N_M * z_N_M) / sum_N
     logsumexp_N = relative_N + largest_N_1[:, 0]
-    return Totals(logp_N, entropy_N, logsumexp_N, _cross_entropy(logits_N_V, draws, logsumexp_N))
+    totals = Totals(logp_N, entropy_N, logsumexp_N, _cross_entropy(logits_N_V, draws, logsumexp_N))
+    return totals, e_N_M, sum_N
 
 
 def _cross_entropy(logits_N_V: mx.array, draws: Draws, logsumexp_N: mx.array) -> mx.array:
@@ -151,14 +164,26 @@ def _beyond_the_support(logits_N_V: mx.array, draws: Draws, g_cross_N: mx.array)
 
 
 def _logsumexp(z_N_V: mx.array) -> mx.array:
-    largest_N_1 = mx.max(z_N_V, axis=-1, keepdims=True)
+    largest_N_1 = _row_max(z_N_V)
     return mx.log(_row_sums(exp(z_N_V - largest_N_1))) + largest_N_1[:, 0]
 
 
+def _row_max(x_N_M: mx.array) -> mx.array:
+    """Largest number of each row, (N, 1)."""
+    whole = x_N_M.shape[-1] // LANES * LANES
+    if whole:
+        lanes_N_L = mx.max(mx.unflatten(x_N_M[:, :whole], -1, (-1, LANES)), axis=-2)
+        x_N_M = mx.concatenate([lanes_N_L, x_N_M[:, whole:]], axis=-1)
+    return mx.max(x_N_M, axis=-1, keepdims=True)
+
+
 def _row_sums(x_N_M: mx.array) -> mx.array:
-    """Sum over the last axis in two stages: one after the other, as the CPU backend adds, a vocabulary is 1e-4 off."""
-    whole = x_N_M.shape[-1] // STRETCH * STRETCH
+    """Sum over the last axis in two stages: one after the other, as the CPU backend adds, a vocabulary is 1e-4 off.
+
+    Across the lanes, the CPU backend reduces several numbers at once.
+    """
+    whole = x_N_M.shape[-1] // LANES * LANES
     rest_N = mx.sum(x_N_M[:, whole:], axis=-1)
     if not whole:
         return rest_N
-    return rest_N + mx.sum(mx.sum(mx.unflatten(x_N_M[:, :whole], -1, (-1, STRETCH)), axis=-1), axis=-1)
+    return rest_N + mx.sum(mx.sum(mx.unflatten(x_N_M[:, :whole], -1, (-1, LANES)), axis=-2), axis=-1)

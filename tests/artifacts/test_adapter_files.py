@@ -57,13 +57,13 @@ def trained(base: Path, **section: Any) -> Policy:
     ],
 )
 def test_mlx_lm_loads_what_was_written(tmp_path: Path, config: Any, bits: int, section: Any) -> None:
-    """`mlx_lm.load(base, adapter_path=...)` computes the policy's logits, bit for bit."""
+    """`mlx_lm.load(base, adapter_path=...)` computes the policy's logits, but for the rounding of its CPU layers."""
     base = save(tmp_path / "base", config, bits=bits)
     policy = trained(base, **section)
     write_adapter(tmp_path / "adapter", *policy.loadable(policy.trainable()))
     loaded = mlx_lm.load(str(base), adapter_path=str(tmp_path / "adapter"))[0]
     untrained = mlx_lm.load(str(base))[0]
-    assert mx.array_equal(loaded(TOKENS_1_T), policy.model(TOKENS_1_T)).item()
+    assert mx.allclose(loaded(TOKENS_1_T), policy.model(TOKENS_1_T), rtol=1e-5, atol=1e-5).item()
     assert not mx.allclose(loaded(TOKENS_1_T), untrained(TOKENS_1_T)).item()
 
 

@@ -87,9 +87,9 @@ def test_log_probabilities_that_are_known_before_a_gradient_ask_no_teacher() -> 
     asked = []
 
     class Watching(TeacherForcing):
-        def __call__(self, micro: MicroBatch, *, law: SampledLaw) -> TokenScores:
+        def __call__(self, micro: MicroBatch, *, law: SampledLaw, logp_only: bool = False) -> TokenScores:
             asked.append(micro.table.teacher is not None)
-            return super().__call__(micro, law=law)
+            return super().__call__(micro, law=law, logp_only=logp_only)
 
     group = taught(scored_group([[3, 4], [2]], [1.0, 0.0]), (1, 4), (-0.5, -2.0))
     settings = LearnerSection(distillation_weight=0.1)

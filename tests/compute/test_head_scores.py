@@ -35,7 +35,7 @@ def pieces_of(model: nn.Module, rows: int, vocab_size: int = VOCAB) -> tuple[Spl
     """The halves of a model, the head in pieces of so many rows."""
     split = split_model(model, vocab_size)
     assert split is not None
-    return split, HeadScores(split, vocab_size, budget=rows * vocab_size)
+    return split, HeadScores(split, vocab_size, rows=rows)
 
 
 def states(split: SplitModel) -> mx.array:
@@ -100,11 +100,34 @@ def test_pieces_give_the_scores_and_gradients_of_the_whole(head: str, rows: int,
     assert_equal(arrays, expected_arrays)
 
 
+@pytest.mark.parametrize("rows", [1, 4, 100])
+@pytest.mark.parametrize("head", HEADS)
+def test_gradients_taken_while_the_logits_are_there_are_those_of_the_whole(head: str, rows: int) -> None:
+    """Of log-probabilities alone, where the weights of the head are frozen; each token at its own temperature."""
+    architecture, settings = HEADS[head]
+    model = tiny(architecture, vocab_size=VOCAB, **settings)
+    split, head_scores = pieces_of(model, rows)
+    model.freeze()
+    draws = Draws(TARGETS, None, LAW, TEMPERATURES)
+    hidden_N_D = states(split)
+    found = {}
+    for logp_only in (True, False):
+
+        def loss(hidden_N_D: mx.array, logp_only: bool = logp_only) -> mx.array:
+            scores = head_scores(hidden_N_D, draws, logp_only=logp_only)
+            return mx.sum(scores.logp_N * mx.sin(mx.arange(11)))
+
+        entropy_N = head_scores(hidden_N_D, draws, logp_only=logp_only).entropy_N
+        value, along_N_D = mx.value_and_grad(loss)(hidden_N_D)
+        found[logp_only] = {"loss": value, "gradient": along_N_D, "entropy": entropy_N}
+    assert_equal(found[True], found[False])
+
+
+TEMPERATURES = 0.6 + 0.1 * mx.arange(11)
 TEACHER = Teacher(
     mx.concatenate([TARGETS[:, None] + mx.array([[3, 0]]), mx.full((11, 1), -1, mx.int32)], axis=-1),
     mx.array([[0.25, 0.75, 0.0]] * 10 + [[0.0, 0.0, 0.0]]),
 )
-TEMPERATURES = 0.6 + 0.1 * mx.arange(11)
 
 
 @pytest.mark.parametrize("support", [None, SUPPORT], ids=["whole vocabulary", "support"])
@@ -198,9 +221,11 @@ def test_a_head_trained_under_other_weights_uses_them() -> None:
     np.testing.assert_allclose(np.array(inside.logp_N), np.array(outside.logp_N), rtol=1e-5)
 
 
-@pytest.mark.parametrize("taught", [False, True])
-@pytest.mark.parametrize("differentiated", [True, False])
-def test_memory_does_not_grow_with_the_number_of_tokens(differentiated: bool, taught: bool) -> None:
+@pytest.mark.parametrize(
+    ("differentiated", "taught", "logp_only"),
+    [(True, False, False), (True, True, False), (False, False, False), (False, True, False), (True, False, True)],
+)
+def test_memory_does_not_grow_with_the_number_of_tokens(differentiated: bool, taught: bool, logp_only: bool) -> None:
     """Four times as many tokens take a few pieces more at most, where one pass over all logits takes 96 pieces more.
 
     How many pieces overlap is a matter of time: operations are begun while others still run.
@@ -217,7 +242,8 @@ def test_memory_does_not_grow_with_the_number_of_tokens(differentiated: bool, ta
 
         def loss(hidden_N_D: mx.array) -> mx.array:
             teacher = Teacher(target_N[:, None], mx.ones((length, 1))) if taught else None
-            scores = head_scores(hidden_N_D, Draws(target_N, None, LAW, teacher=teacher))
+            draws = Draws(target_N, None, LAW, teacher=teacher)
+            scores = head_scores(hidden_N_D, draws, logp_only=logp_only)
             return sum((mx.sum(score_N) for score_N in scores if score_N is not None), mx.array(0.0))
 
         mx.synchronize()

@@ -10,6 +10,7 @@ import numpy as np
 from actors.compute.layouts.lengths import bucket
 from actors.compute.layouts.placement import Placement
 from actors.compute.layouts.shared_prefix import SharedInputs
+from actors.compute.layouts.stretches import stretches
 from actors.compute.sequences import TrainingSequence
 
 KEYS_PER_TOKEN = 8
@@ -105,6 +106,7 @@ def _placed(sequences: Sequence[TrainingSequence], families: Sequence[Family]) -
         length_F=np.zeros(len(families), dtype=np.int32),
         tokens_B_C=np.zeros((rows, C), dtype=np.int32),
         prompt_B=np.repeat(np.arange(len(families), dtype=np.int32), [family.rows for family in families]),
+        length_B=np.zeros(rows, dtype=np.int32),
     )
     positions = []
     row = 0
@@ -115,8 +117,10 @@ def _placed(sequences: Sequence[TrainingSequence], families: Sequence[Family]) -
         for member in family.members:
             read = sequences[member].tokens[:-1]
             inputs.tokens_B_C[row : row + 1, : len(read)] = read
+            inputs.length_B[row : row + 1] = len(read)
             first = len(families) * P + row * C
             own = np.arange(first, first + len(read), dtype=np.int32)
             positions.append(np.concatenate([[f * P + len(prompt) - 1], own], dtype=np.int32))
             row += bool(read)
-    return Placement(members, inputs, positions, _tokens(families))
+    computed = inputs.tokens_F_P.size + sum(stretch.positions for stretch in stretches(inputs.length_B))
+    return Placement(members, inputs, positions, computed)

@@ -19,7 +19,7 @@ def hidden_states(split: SplitModel, layers: AttentionLayers | None, inputs: Nam
     layers: see `prove_layout`; packed and shared inputs need them. Raises ValueError where they are missing.
     """
     if isinstance(inputs, PaddedInputs):
-        return padded_states(split, inputs)
+        return padded_states(split, layers, inputs)
     if layers is not None and isinstance(inputs, PackedInputs):
         return packed_states(split, layers, inputs)
     if layers is not None and isinstance(inputs, SharedInputs):

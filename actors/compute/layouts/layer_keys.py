@@ -12,6 +12,9 @@ from typing import NamedTuple, Self
 import mlx.core as mx
 from mlx_lm.models.cache import create_attention_mask
 
+from actors.compute.cpu.attention import attend
+from actors.compute.cpu.layers import on_cpu
+
 KeysAndValues = tuple[mx.array, ...]
 
 
@@ -40,6 +43,12 @@ class LayerKeys:
         """Return which keys each of so many queries attends to: (..., queries, keys) booleans, or "causal"."""
         mask: mx.array | str | None = create_attention_mask(tokens, 0, return_array, window_size)
         return mask
+
+    def attend(
+        self, queries: mx.array, keys: mx.array, values: mx.array, *, scale: float, mask: mx.array | str | None
+    ) -> mx.array | None:
+        """Attention over the keys given, or None to have it computed as usual: see `actors.compute.attention`."""
+        return attend(queries, keys, values, scale=scale, mask=mask) if on_cpu() else None
 
     def holding(self, held: KeysAndValues) -> Self:
         """Return a copy that holds these keys and values."""

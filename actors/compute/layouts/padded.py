@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actors.compute.head import SplitModel
+from actors.compute.layouts.layer_keys import AttentionLayers, LayerKeys
 from actors.compute.layouts.lengths import bucket
 from actors.compute.layouts.placement import Placement
 from actors.compute.sequences import TrainingSequence
@@ -41,7 +42,11 @@ def _placed(sequences: Sequence[TrainingSequence], members: tuple[int, ...], S: 
     return Placement(members, PaddedInputs(tokens_B_S), positions, tokens_B_S.size)
 
 
-def padded_states(split: SplitModel, inputs: PaddedInputs) -> mx.array:
-    """Hidden states of all positions, (B * S, D). Causal models do not see the padding: it comes after every token."""
-    hidden_B_S_D = split.blocks(mx.array(inputs.tokens_B_S))
+def padded_states(split: SplitModel, layers: AttentionLayers | None, inputs: PaddedInputs) -> mx.array:
+    """Hidden states of all positions, (B * S, D). Causal models do not see the padding: it comes after every token.
+
+    layers: where they are known, `LayerKeys` stand in for caches, as in the other layouts.
+    """
+    keys = None if layers is None else [LayerKeys() for _ in range(layers.caches)]
+    hidden_B_S_D = split.blocks(mx.array(inputs.tokens_B_S), keys)
     return hidden_B_S_D.reshape(-1, hidden_B_S_D.shape[-1])

@@ -10,6 +10,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
+from actors.compute.attention import let_caches_attend
 from actors.compute.head import SplitModel
 from actors.compute.layouts.hidden_states import hidden_states
 from actors.compute.layouts.layer_keys import AttentionLayers
@@ -42,6 +43,7 @@ def prove_layout(model: nn.Module, split: SplitModel | None, vocab_size: int, *,
     Raises ModelError where they are not: for layers with a state other than keys and values, absolute positions (in
     packed rows), or blocks that cannot be told from the head.
     """
+    let_caches_attend()
     reasons = []
     for mask_axes in MASK_AXES:
         try:
@@ -70,7 +72,7 @@ def _difference(split: SplitModel | None, layers: AttentionLayers, vocab_size: i
     if split is None:
         raise ValueError("its blocks cannot be told from its head")
     sequences = _sequences(vocab_size)
-    expected_N_V = _logits(split, layers, sequences, "padded")
+    expected_N_V = _logits(split, None, sequences, "padded")
     size = _size(expected_N_V - mx.mean(expected_N_V, axis=-1, keepdims=True))
     rounding = 1e-4 if expected_N_V.dtype == mx.float32 else COARSE
     for offset, tolerance in ((0, rounding), (FAR, COARSE)) if layout == "packed" else ((0, rounding),):
@@ -86,14 +88,19 @@ def _size(logits_N_V: mx.array) -> float:
 
 
 def _logits(
-    split: SplitModel, layers: AttentionLayers, sequences: Sequence[TrainingSequence], layout: str, *, offset: int = 0
+    split: SplitModel,
+    layers: AttentionLayers | None,
+    sequences: Sequence[TrainingSequence],
+    layout: str,
+    *,
+    offset: int = 0,
 ) -> mx.array:
     """Logits before every completion token, in the order of the sequences: (N, V). offset: where packed rows begin."""
     (micro,) = build_micro_batches(sequences, layout=layout, budget=MORE_THAN_ENOUGH)
     real = sum(len(sequence.tokens) for sequence in sequences)
     member_N = np.asarray(micro.members)[micro.table.sequence_N[:real]]
     position_N = micro.table.position_N[:real][np.argsort(member_N, kind="stable")]
-    if isinstance(micro.inputs, PackedInputs):
+    if layers is not None and isinstance(micro.inputs, PackedInputs):
         hidden_P_D = packed_states(split, layers, micro.inputs, offset)
     else:
         hidden_P_D = hidden_states(split, layers, micro.inputs)

@@ -8,6 +8,7 @@ completions of length C).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 
 from actors.compute.head import SplitModel
 from actors.compute.layouts.layer_keys import AttentionLayers, KeysAndValues, LayerKeys, visible
+from actors.compute.layouts.stretches import Stretch, stretches
 
 
 class SharedInputs(NamedTuple):
@@ -23,12 +25,22 @@ class SharedInputs(NamedTuple):
 
     tokens_F_P, length_F: prompts, each once. tokens_B_C: completions of two tokens or more; those of one token read
     nothing beyond their prompt, and may be all there are (B = 0). prompt_B: the row of their prompt, ascending.
+    length_B: tokens that they read.
     """
 
     tokens_F_P: NDArray[np.int32]
     length_F: NDArray[np.int32]
     tokens_B_C: NDArray[np.int32]
     prompt_B: NDArray[np.int32]
+    length_B: NDArray[np.int32]
+
+    def along(self, stretch: Stretch) -> SharedInputs:
+        """Some of the completions, and no more columns than they need."""
+        return self._replace(
+            tokens_B_C=self.tokens_B_C[stretch.rows, : stretch.columns],
+            prompt_B=self.prompt_B[stretch.rows],
+            length_B=self.length_B[stretch.rows],
+        )
 
 
 class CompletionKeys(LayerKeys):
@@ -64,9 +76,25 @@ def shared_states(split: SplitModel, layers: AttentionLayers, inputs: SharedInpu
     D = hidden_F_P_D.shape[-1]
     if not inputs.tokens_B_C.size:
         return hidden_F_P_D.reshape(-1, D)
-    completions = [CompletionKeys(keys, inputs, layers) for keys in prompts]
-    hidden_B_C_D = split.blocks(mx.array(inputs.tokens_B_C), completions)
+    hidden_B_C_D = _completion_states(split, layers, prompts, inputs)
     return mx.concatenate([hidden_F_P_D.reshape(-1, D), hidden_B_C_D.reshape(-1, D)])
+
+
+def _completion_states(
+    split: SplitModel, layers: AttentionLayers, prompts: Sequence[LayerKeys], inputs: SharedInputs
+) -> mx.array:
+    """Hidden states of completions, (B, C, D), stretch by stretch; 0 beyond the columns of a stretch."""
+    cut = stretches(inputs.length_B)
+    C = inputs.tokens_B_C.shape[1]
+    parts = []
+    for stretch in cut:
+        own = inputs.along(stretch)
+        hidden = split.blocks(mx.array(own.tokens_B_C), [CompletionKeys(keys, own, layers) for keys in prompts])
+        parts.append(mx.pad(hidden, [(0, 0), (0, C - stretch.columns), (0, 0)]))
+    if len(parts) == 1:
+        return parts[0]
+    place_B = np.argsort(np.concatenate([stretch.rows for stretch in cut]))
+    return mx.concatenate(parts)[mx.array(place_B.astype(np.int32))]
 
 
 def _spread(array_F: mx.array, prompt_B: NDArray[np.int32]) -> mx.array:

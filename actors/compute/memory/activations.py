@@ -4,9 +4,10 @@ Per padded token a block keeps, until its own backward pass: the input of every 
 where layers share it), the output of every linear layer, and once more those outputs that do not return to the
 residual stream, because what follows them (activation function and gate, norm, rotation) keeps its result as well;
 and a row of attention probabilities per head. For a gated MLP of width I in a stream of width D with queries Q and
-keys and values K each, that is 4 D + 5 I + 3 Q + 4 K + heads x sequence numbers. An adapter is float32: beside a
-narrower base each of its layers keeps a float32 copy of its input. DoRA keeps the outputs of its layers once more, and
-works on whole weights.
+keys and values K each, that is 4 D + 5 I + 3 Q + 4 K + heads x sequence numbers; and 4 D + 4 I + 3 Q + 3 K + heads x
+sequence in float32 on the CPU backend, whose gradients are in closed form (`actors.compute.cpu`). An adapter is
+float32: beside a narrower base each of its layers keeps a float32 copy of its input. DoRA keeps the outputs of its
+layers once more, and works on whole weights.
 
 Measured on transformers on the CPU. It is rougher, either way, where much of a block is no linear layer (state
 spaces, convolutions), for mixtures of experts, whose sorted copies of tokens are not counted, and on a GPU whose
@@ -22,12 +23,16 @@ import mlx.nn as nn
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from actors.compute.adapter_targets import LINEAR
+from actors.compute.cpu.layers import on_cpu
 from actors.compute.describe_model import setting
-from actors.compute.head_scores import LOGITS_BUDGET
+from actors.compute.head_scores import rows_at_once
 from actors.compute.memory.micro_batch import MicroBatchShape
 
 TO_RESIDUAL = ("o_proj", "out_proj", "down_proj", "c_proj", "dense", "dense_4h_to_h", "wo", "w2", "fc2")
 """Last names of linear layers whose output is added to the residual stream."""
+
+KEPT_ONCE = ("v_proj", "up_proj")
+"""Last names of linear layers whose output the CPU backend keeps once: what is made of it is not kept, or counted."""
 
 EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "top_k_experts", "moe_topk")
 ATTENTION_HEADS = ("num_attention_heads", "n_heads", "n_head", "num_heads")
@@ -38,10 +43,10 @@ BACKWARD = 1.5
 RECOMPUTED = 3.0
 """The same where blocks keep only their input: what is recomputed is held too, and part of the next block's."""
 
-ONE_PIECE = 6
+ONE_PIECE = 5
 """Arrays as large as the logits, in float32, at the fullest moment of a head that runs in one piece."""
 
-PIECES = 13
+PIECES = 10
 """The same, of arrays as large as one piece's, where it runs in many: MLX allocates that far ahead of its work."""
 
 DORA_COPIES = 3
@@ -71,7 +76,8 @@ def kept_per_token(block: nn.Module, *, full: bool, itemsize: int, experts: int)
         copies = experts if isinstance(module, (SwitchLinear, QuantizedSwitchLinear)) else 1
         width_in, width_out = _widths(module)
         returns = last in TO_RESIDUAL
-        kept += copies * width_out * itemsize * (1 if returns else 2)
+        once = returns or (last in KEPT_ONCE and itemsize == FLOAT32 and on_cpu())
+        kept += copies * width_out * itemsize * (1 if once else 2)
         if adapted and itemsize < FLOAT32:
             kept += copies * width_in * FLOAT32
         elif adapted or full:
@@ -122,7 +128,7 @@ def activation_bytes(
 
 def logits_bytes(micro: MicroBatchShape, vocabulary: int) -> int:
     """Most bytes of logits, and of what is made of them, at once: of a whole micro-batch, or of pieces of it."""
-    rows = max(1, LOGITS_BUDGET // vocabulary)
+    rows = rows_at_once(vocabulary)
     copies = ONE_PIECE if micro.scored <= rows else min(PIECES, ONE_PIECE * -(-micro.scored // rows))
     return copies * min(micro.scored, rows) * vocabulary * FLOAT32
 
