@@ -1,4 +1,4 @@
-"""Clotho's command line, and the whole topology on one screen.
+"""A run of Clotho: the whole topology on one screen.
 
     Prompt            RolloutGroup         ScoredGroup             PolicyUpdated
     prompter ──▶ generator ──▶ scorer ──▶ learner ──┬──▶ broadcaster
@@ -12,34 +12,28 @@ The fetcher stands in the place of the three boxes before the learner where grou
 
 from __future__ import annotations
 
-import gc
-import signal
-import socket
 import sys
-import traceback
-from collections.abc import Sequence
-from contextlib import ExitStack
-from pathlib import Path
 
-import anyio
+from actors.command_line import main
+
+if __name__ == "__main__":  # before the imports below, which take a second: the command line imports them when it must
+    sys.exit(main())
+
+import gc
+import socket
+from contextlib import ExitStack
+
 import structlog
 from rich.console import Console
 
 from actors import BLAS, boxes
-from actors.artifacts.flags import parse_arguments
-from actors.artifacts.help_text import help_text
 from actors.artifacts.journal import journal
-from actors.artifacts.profile_file import load_profile, resolved_toml
-from actors.artifacts.run_directory import RunDirectory, open_run
+from actors.artifacts.run_directory import RunDirectory
 from actors.assembly import Parts, assemble
 from actors.atropos.processes import AtroposServer, Environment
 from actors.compute.executor import ComputeExecutor
-from actors.compute.machine import physical_memory
-from actors.compute.memory.estimate import estimate_memory
-from actors.compute.memory.report import describe
 from actors.custom import CustomActors
 from actors.display.final_table import print_summary
-from actors.display.memory_table import print_estimate
 from actors.gateway.server import Gateway, listen
 from actors.runtime.child import Child, permanent
 from actors.runtime.ends import Outbox
@@ -49,7 +43,6 @@ from actors.runtime.signals import handle_signals
 from actors.runtime.supervisor import Ending, Supervisor
 from actors.runtime.watchdog import Watchdog
 from actors.session import Session
-from protocols.errors import ClothoError
 from protocols.profile import Profile
 from protocols.score import GroupOutcome
 from protocols.step import PolicyUpdated
@@ -167,48 +160,3 @@ async def train(profile: Profile, directory: RunDirectory, console: Console) -> 
             ending = await supervisor.run()
         print_summary(console, session.summary(complete=ending is not Ending.STOPPED))
         return signals.exit_status
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """The program: 0 for a run that ended well, 1 for one that failed, 2 for what its user can mend."""
-    console = Console()
-    try:
-        arguments = parse_arguments(sys.argv[1:] if argv is None else argv)
-        if arguments.help:
-            console.print(help_text(), markup=False, highlight=False, soft_wrap=True)
-            return 0
-        profile = load_profile(arguments.profile, arguments.overrides)
-        if arguments.dry_run:
-            return dry_run(profile, console)
-        directory = open_run(Path(profile.run_dir), resume=arguments.resume, clean=arguments.clean)
-        try:
-            return anyio.run(train, profile, directory, console)
-        finally:
-            directory.close()
-    except ClothoError as error:
-        return complain(error)
-    except KeyboardInterrupt:  # before the run listened to signals, or after it was stopped
-        return 128 + signal.SIGINT
-
-
-def complain(error: ClothoError) -> int:
-    """One line on stderr for what went wrong, and the traceback where the fault is ours; the exit status."""
-    cause = error.__cause__
-    if error.exit_status != 2 and cause is not None and not isinstance(cause, ClothoError):
-        traceback.print_exception(cause)
-    sys.stderr.write(f"clotho: {error}\n")
-    for note in getattr(error, "__notes__", ()):
-        sys.stderr.write(f"  {note}\n")
-    return error.exit_status
-
-
-def dry_run(profile: Profile, console: Console) -> int:
-    """Show the resolved profile, and what memory its run would take; touch nothing."""
-    console.print(resolved_toml(profile, mask_secrets=True), markup=False, highlight=False, soft_wrap=True)
-    estimate = estimate_memory(profile.model, profile)
-    print_estimate(console, estimate, describe(estimate), physical_memory())
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-import pipeline
 from actors.artifacts.run_directory import open_run
+from actors.command_line import main
 from tests.e2e.conftest import Finished
 from tests.e2e.running import REPOSITORY, SMALL
 
@@ -39,7 +39,7 @@ def complaint(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Complaint:
 
     def complain(*flags: str, port: int = 0) -> str:
         before = contents(tmp_path)
-        status = pipeline.main(["--run-dir", str(tmp_path / "run"), "--gateway.port", str(port), *flags])
+        status = main(["--run-dir", str(tmp_path / "run"), "--gateway.port", str(port), *flags])
         out, err = capfd.readouterr()
         assert (status, out) == (2, ""), err
         assert err.startswith("clotho: ")
@@ -180,7 +180,7 @@ def test_a_dry_run_prints_the_resolved_profile_and_writes_nothing(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Flags included; exit status 0."""
-    status = pipeline.main(["--dry-run", "--run-dir", str(tmp_path / "run"), "--steps", "7", "--lora-rank", "3"])
+    status = main(["--dry-run", "--run-dir", str(tmp_path / "run"), "--steps", "7", "--lora-rank", "3"])
     out, err = capfd.readouterr()
     assert (status, err) == (0, "")
     settings, _, estimate = out.partition("\nmemory, estimated")
