@@ -30,11 +30,11 @@ SEMANTICS = (
 )
 BEST: Case = {
     "learning_rate": 2e-3,
-    "batch_size": 4,
-    "group_size": 4,
+    "batch_size": 8,
+    "group_size": 2,
     "beta": 0.0,
     "loss": "grpo",
-    "epsilon": 1e-4,
+    "epsilon": 0.2,
     "optimizer": "adam",
     "stop": "</answer>",
     "temperature": 0.8,

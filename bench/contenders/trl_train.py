@@ -28,8 +28,8 @@ SEMANTICS = (
 )
 SETTINGS: Case = {
     "learning_rate": 6e-3,
-    "batch_size": 4,
-    "group_size": 4,
+    "batch_size": 8,
+    "group_size": 2,
     "loss": "grpo",
     "target": None,
     "updates": 1000,
