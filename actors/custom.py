@@ -61,7 +61,8 @@ class CustomActors:
         """The box of that name with its ends, as a child: the user's if the profile replaces it, else the default."""
         child = self._replacement(name, default, ends)
         if child is None:
-            child = temporary(default(**ends)) if name == "monitor" else transient(default(**ends))
+            box = default(**ends)
+            child = temporary(box, ends_with_input=True) if name == "monitor" else transient(box)
         self.boxes[name] = child.actor
         return child
 
@@ -111,6 +112,7 @@ class CustomActors:
             restart=restart,
             max_restarts=MAX_RESTARTS if restart is Restart.PERMANENT else 0,
             keeps=tuple(_flat(ends.values())),
+            ends_with_input=restart is Restart.TEMPORARY and "inbox" in ends,
         )
 
 

@@ -75,13 +75,38 @@ class _Flight:
         self._post((position, event))
 
 
+class _Inbox:
+    """What has come for the asker of one call; lives on the loop."""
+
+    def __init__(self) -> None:
+        self._items: list[_Item] = []
+        self._filled = asyncio.Event()
+
+    def put(self, item: _Item) -> None:
+        """Add an item."""
+        self._items.append(item)
+        self._filled.set()
+
+    async def take(self) -> list[tuple[int, Progress | Refusal]]:
+        """Return all that is there, at least one item; raises what stands for all requests."""
+        await self._filled.wait()
+        self._filled.clear()
+        items, self._items = self._items, []
+        batch = []
+        for item in items:
+            if isinstance(item, BaseException):
+                raise item
+            batch.append((item[0], _outcome(item[1])))
+        return batch
+
+
 class Sampler:
     """Completions for everyone on the event loop: rollouts, evaluation, HTTP.
 
     The requests of one call reach the engine in one turn of the compute thread, in order, so that its batches do not
     depend on timing. Events come back in batches: those of one decode tick, whatever requests they belong to, share
-    one `call_soon_threadsafe`. A consumer that is slow holds at most `max_tokens + 1` events per completion it asked
-    for. One sampler serves one event loop.
+    one `call_soon_threadsafe`, and an asker that was busy meanwhile gets those of several ticks at once. One that is
+    slow holds at most `max_tokens + 1` events per completion it asked for. One sampler serves one event loop.
 
     All methods raise ExecutorStoppedError when the compute thread has ended, and, where they do not say otherwise,
     RequestError for what the engine refuses and GenerationError for what it cannot finish.
@@ -91,7 +116,7 @@ class Sampler:
         self._submit, self._engine = submit, engine
         self._loop: asyncio.AbstractEventLoop | None = None
         self._lock = Lock()
-        self._arrived: deque[tuple[asyncio.Queue[_Item], _Item]] = deque()
+        self._arrived: deque[tuple[_Inbox, _Item]] = deque()
         self._hop_scheduled = False
         self._running = 0
 
@@ -122,56 +147,63 @@ class Sampler:
         A request that is refused or fails yields its error instead, once; the others go on.
         """
         done: list[dict[int, Completion]] = [{} for _ in requests]
-        async with aclosing(self._events([structs.replace(request, stream=False) for request in requests])) as events:
-            async for position, event in events:
-                if isinstance(event, CompletionDone):
-                    found = done[position]
-                    found[event.index] = event.completion
-                    if len(found) == len(requests[position].seeds):
-                        yield position, [found[index] for index in sorted(found)]
-                elif isinstance(event, Exception):
-                    yield position, event
+        async with aclosing(self._events([structs.replace(request, stream=False) for request in requests])) as batches:
+            async for batch in batches:
+                for position, event in batch:
+                    if isinstance(event, CompletionDone):
+                        found = done[position]
+                        found[event.index] = event.completion
+                        if len(found) == len(requests[position].seeds):
+                            yield position, [found[index] for index in sorted(found)]
+                    elif isinstance(event, Exception):
+                        yield position, event
 
     async def stream(self, request: SampleRequest) -> AsyncGenerator[Progress, None]:
         """Yield every token as it is drawn, then each completion; closing the iterator aborts the rest."""
-        async with aclosing(self.stream_all([request])) as events:
-            async for _, event in events:
-                yield event
+        async with aclosing(self.stream_all([request])) as batches:
+            async for batch in batches:
+                for _, event in batch:
+                    yield event
 
-    async def stream_all(self, requests: Sequence[SampleRequest]) -> AsyncGenerator[tuple[int, Progress], None]:
-        """Run `stream` for several requests at once; each event comes with the position of its request."""
-        async with aclosing(self._events([structs.replace(request, stream=True) for request in requests])) as events:
-            async for position, event in events:
-                if isinstance(event, Exception):
-                    raise event
-                yield position, event
+    async def stream_all(self, requests: Sequence[SampleRequest]) -> AsyncGenerator[list[tuple[int, Progress]], None]:
+        """Run `stream` for several requests at once; yield, with the position of its request, all that has come."""
+        async with aclosing(self._events([structs.replace(request, stream=True) for request in requests])) as batches:
+            async for batch in batches:
+                good: list[tuple[int, Progress]] = []
+                for position, event in batch:
+                    if isinstance(event, Exception):
+                        if good:
+                            yield good
+                        raise event
+                    good.append((position, event))
+                yield good
 
-    async def _events(self, requests: Sequence[SampleRequest]) -> AsyncGenerator[tuple[int, Progress | Refusal], None]:
+    async def _events(
+        self, requests: Sequence[SampleRequest]
+    ) -> AsyncGenerator[list[tuple[int, Progress | Refusal]], None]:
         """Yield all that becomes of the requests until each has ended; the last event of a failed one is its error."""
         self._loop = asyncio.get_running_loop()
-        inbox: asyncio.Queue[_Item] = asyncio.Queue()
+        inbox = _Inbox()
         unfinished = {position: len(request.seeds) for position, request in enumerate(requests)}
         flight = _Flight(self._engine, requests, partial(self._post, inbox))
         self._submit(flight.start).add_done_callback(partial(self._started, inbox))
         self._running += len(requests)
         try:
             while unfinished:
-                item = await inbox.get()
-                if isinstance(item, BaseException):
-                    raise item
-                position, event = item[0], _outcome(item[1])
-                if not isinstance(event, TokenDrawn):
-                    unfinished[position] -= 1
-                    if isinstance(event, Exception) or not unfinished[position]:
-                        del unfinished[position]
-                        self._running -= 1
-                yield position, event
+                batch = await inbox.take()
+                for position, event in batch:
+                    if not isinstance(event, TokenDrawn):
+                        unfinished[position] -= 1
+                        if isinstance(event, Exception) or not unfinished[position]:
+                            del unfinished[position]
+                            self._running -= 1
+                yield batch
         finally:
             self._running -= len(unfinished)
             if unfinished:
                 self._withdraw(flight, tuple(unfinished))
 
-    def _started(self, inbox: asyncio.Queue[_Item], future: Future[None]) -> None:
+    def _started(self, inbox: _Inbox, future: Future[None]) -> None:
         """Report requests that could not be handed over; called in whichever thread settled the future."""
         if future.cancelled():
             self._post(inbox, ExecutorStoppedError("the compute thread ended before the request began"))
@@ -184,7 +216,7 @@ class Sampler:
         with suppress(ExecutorStoppedError):
             self._submit(partial(flight.abort, positions))
 
-    def _post(self, inbox: asyncio.Queue[_Item], item: _Item) -> None:
+    def _post(self, inbox: _Inbox, item: _Item) -> None:
         """Take an item from the compute thread; the first since the last hop schedules the next hop."""
         with self._lock:
             self._arrived.append((inbox, item))
@@ -200,7 +232,7 @@ class Sampler:
             arrived, self._arrived = self._arrived, deque()
             self._hop_scheduled = False
         for inbox, item in arrived:
-            inbox.put_nowait(item)
+            inbox.put(item)
 
 
 def _outcome(event: SampleEvent | RequestError) -> Progress | Refusal:

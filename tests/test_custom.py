@@ -156,6 +156,16 @@ def test_only_the_monitor_may_fail_by_itself() -> None:
     assert made.box("evaluator", default).restart is Restart.TRANSIENT
 
 
+def test_who_may_fail_by_itself_and_has_an_inbox_reads_it_to_the_end() -> None:
+    """The monitor and taps get what was sent before the run ended; a free-standing actor is cancelled."""
+    made = custom(stanza("tap", at="scored", name="tap"), stanza("tap", at="scored", name="own", restart="transient"))
+    _, tap, own = made.arrow("scored", 3).children
+    [free] = custom(stanza("add", name="free")).free_standing()
+    monitor = custom().box("monitor", partial(Made, name="monitor", services=SERVICES), inbox="in")
+    replaced = custom(stanza("replace", at="monitor")).box("monitor", Made, inbox="in")
+    assert [child.ends_with_input for child in (tap, own, free, monitor, replaced)] == [True, False, False, True, True]
+
+
 @pytest.mark.parametrize("restart", ["permanent", "transient", "temporary"])
 def test_the_restart_policy_is_the_stanzas(restart: str) -> None:
     """A permanent actor is given three restarts a minute."""

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import errno
+import threading
 from pathlib import Path
 from typing import Any
 
 import anyio
 import pytest
 import structlog
-from anyio import create_task_group
+from anyio import create_task_group, fail_after, wait_all_tasks_blocked
 
 from actors.artifacts.line_writer import LineWriter
 from actors.display.view import NoDisplay, RunView
 from actors.monitor import Monitor
-from actors.runtime.ends import EndOfMail
+from actors.runtime.child import temporary, transient
+from actors.runtime.ends import EndOfMail, Outbox
 from actors.runtime.latest import Latest
 from actors.runtime.mailbox import Mailbox
 from protocols.evaluation import EvalReport
@@ -22,6 +24,7 @@ from protocols.gauges import RunGauges
 from protocols.step import GroupsEnded, StepReport
 from tests.display.examples import GAUGES, UPDATE, discarded, evaluation, step, trained
 from tests.monitor_scene import Remembering, lines, observe
+from tests.runtime.scene import Scene
 
 METRICS_KEYS = {
     "step", "policy_version", "reward_mean", "reward_std", "loss",
@@ -191,6 +194,57 @@ async def test_a_step_is_on_record_once_its_lines_are_written(tmp_path: Path) ->
     assert recorded.value == 2
     with pytest.raises(EndOfMail):
         await recorded.wait_until(lambda step: step >= 3)
+
+
+class MeasuringLast:
+    """Reports a step and the final measurement, and has ended."""
+
+    name = "evaluator"
+
+    def __init__(self, outbox: Outbox[StepReport | EvalReport]) -> None:
+        self._outbox = outbox
+
+    async def run(self) -> None:
+        async with self._outbox:
+            await self._outbox.send(step(1))
+            await self._outbox.send(evaluation(1, 0.96, final=True))
+
+
+class Held(LineWriter):
+    """A disk on which nothing is written until it may be."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.may_write = threading.Event()
+
+    def append(self, record: Any) -> None:
+        self.may_write.wait()
+        super().append(record)
+
+
+async def test_the_last_measurement_is_written_however_late_it_comes(tmp_path: Path) -> None:
+    """Everybody else has ended while an earlier line is still being written: the run waits for the monitor."""
+    mailbox = Mailbox[StepReport | EvalReport]("reports", capacity=4)
+    metrics = Held(tmp_path / "metrics.jsonl")
+    monitor = Monitor(
+        inbox=mailbox.reader(),
+        gauges=lambda: GAUGES,
+        display=NoDisplay(),
+        metrics=metrics,
+        rollouts=None,
+        recorded=Latest[int]("recorded"),
+    )
+    scene = Scene(temporary(monitor, ends_with_input=True), transient(MeasuringLast(mailbox.writer())))
+    with fail_after(5):
+        async with create_task_group() as group:
+            group.start_soon(scene.run)
+            try:
+                await wait_all_tasks_blocked()
+                assert scene.states() == {"monitor": "running", "evaluator": "done"}
+            finally:
+                metrics.may_write.set()
+    assert [(line["step"], line["eval_accuracy"]) for line in lines(tmp_path / "metrics.jsonl")] == [(1, 0.96)]
+    assert scene.failures == []
 
 
 async def test_a_cancelled_monitor_leaves_whole_lines(tmp_path: Path) -> None:

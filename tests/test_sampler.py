@@ -240,6 +240,25 @@ async def test_a_compute_thread_that_ends_leaves_nobody_waiting(sampler: Sampler
     assert sampler.running == 0
 
 
+async def test_an_asker_that_was_busy_gets_the_events_of_several_ticks_at_once(
+    sampler: Sampler, engine: FakeEngine
+) -> None:
+    """In the order in which they came; it need not be woken for each of them."""
+    engine.allow(1)
+    async with aclosing(sampler.stream_all([request(seeds=(1, 2), max_tokens=5)])) as batches:
+        first = await anext(batches)
+        engine.allow(10)
+        await engine.until(lambda: engine.running == 0)
+        rest = await anext(batches)
+        assert [batch async for batch in batches] == []
+    told = [event for _, event in (*first, *rest)]
+    whole = await sampler.complete(request(seeds=(1, 2), max_tokens=5))
+    for index, completion in enumerate(whole):
+        tokens = [event.token for event in told if isinstance(event, TokenDrawn) and event.index == index]
+        assert tuple(tokens) == completion.tokens
+    assert sum(isinstance(event, CompletionDone) for event in told) == 2
+
+
 async def test_one_hop_serves_a_whole_tick(engine: FakeEngine) -> None:
     """However many requests are decoded, the loop is woken at most once while it has not drained."""
     sampler = Sampler(engine.submit_call, engine)

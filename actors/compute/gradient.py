@@ -99,7 +99,6 @@ def micro_gradient(
     model. Tokens count as fresh while the learner's weights are those that the update began with.
     """
     inputs = _inputs(micro, known, moment)
-    version_N = mx.array(micro.table.version_N)
     logp_only = rules.strengths.entropy_weight == 0.0 and micro.table.teacher is None
     between = rules.settings.proximal == "interpolate" and moment.progress > 0
 
@@ -111,7 +110,7 @@ def micro_gradient(
             proximal_N = interpolated_proximal(
                 mx.stop_gradient(scores.logp_N),
                 inputs.behaviour_N,
-                version_N,
+                mx.array(micro.table.version_N),
                 version_proximal=moment.version,
                 version_current=moment.version + moment.progress,
             )

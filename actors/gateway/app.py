@@ -159,11 +159,11 @@ class _Routes:
             reply = answer.whole(results)
             finished([completion for group in results for completion in group])
             return _json(reply, weights.version)
-        # The first event is awaited before the answer begins, so that what the engine refuses is still a 400.
-        events = sampler.stream_all(ask.requests)
-        first = await until_disconnect(request.receive, anext(events))
+        # The first events are awaited before the answer begins, so that what the engine refuses is still a 400.
+        batches = sampler.stream_all(ask.requests)
+        first = await until_disconnect(request.receive, anext(batches))
         self._metrics.first_token(time.monotonic() - began)
-        return EventStream(event_stream(answer, first, events, finished), {VERSION_HEADER: str(weights.version)})
+        return EventStream(event_stream(answer, first, batches, finished), {VERSION_HEADER: str(weights.version)})
 
     def _sampler(self, request: Request) -> Remembering:
         """Return the sampler of this request's client."""

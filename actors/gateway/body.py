@@ -6,6 +6,7 @@ before the whole body has come (401, 413, 503 ...) would hang the connection's t
 
 from __future__ import annotations
 
+import math
 from collections import deque
 
 import anyio
@@ -99,19 +100,18 @@ class _Exchange:
         return message
 
     async def send(self, message: Message) -> None:
-        with anyio.move_on_after(SEND_SECONDS) as patience:
-            if message["type"] != "http.response.body" or message.get("more_body", False) or await self._is_read():
-                await self._send(message)
-            else:
-                await self._finish_unread(message)
-        if patience.cancelled_caught:
-            self._scope.cancel()
-            await anyio.lowlevel.checkpoint()
+        self._scope.deadline = anyio.current_time() + SEND_SECONDS
+        if message["type"] != "http.response.body" or message.get("more_body", False) or await self._is_read():
+            await self._send(message)
+        else:
+            await self._finish_unread(message)
+        self._scope.deadline = math.inf
 
     async def _is_read(self) -> bool:
         """Tell whether the whole body has been taken, after taking what has already come."""
-        with anyio.move_on_after(0):
-            await self._take_body()
+        if not self._body_ended:
+            with anyio.move_on_after(0):
+                await self._take_body()
         return self._body_ended
 
     async def _finish_unread(self, last: Message) -> None:

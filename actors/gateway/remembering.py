@@ -25,10 +25,11 @@ class Remembering:
 
     async def stream_all(
         self, requests: Sequence[SampleRequest]
-    ) -> AsyncGenerator[tuple[int, TokenDrawn | CompletionDone], None]:
-        """Yield progress with the position of its request; closing aborts what has not ended."""
-        async with aclosing(self._sampler.stream_all(requests)) as events:
-            async for position, event in events:
-                if isinstance(event, CompletionDone):
-                    self._drawn.remember(requests[position], event.completion, asker=self._asker)
-                yield position, event
+    ) -> AsyncGenerator[list[tuple[int, TokenDrawn | CompletionDone]], None]:
+        """Yield all progress there is, with the position of its request; closing aborts what has not ended."""
+        async with aclosing(self._sampler.stream_all(requests)) as batches:
+            async for batch in batches:
+                for position, event in batch:
+                    if isinstance(event, CompletionDone):
+                        self._drawn.remember(requests[position], event.completion, asker=self._asker)
+                yield batch

@@ -45,8 +45,8 @@ class Completer(Protocol):
 
     def stream_all(
         self, requests: Sequence[SampleRequest], /
-    ) -> AsyncGenerator[tuple[int, TokenDrawn | CompletionDone], None]:
-        """Yield progress with the position of its request; closing aborts them."""
+    ) -> AsyncGenerator[list[tuple[int, TokenDrawn | CompletionDone]], None]:
+        """Yield all progress there is, with the position of its request; closing aborts them."""
         ...
 
 

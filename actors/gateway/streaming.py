@@ -1,4 +1,8 @@
-"""Server-sent events: every token as it is drawn. A stream ends with `data: [DONE]`, after an error as well."""
+"""Server-sent events: every token as it is drawn. A stream ends with `data: [DONE]`, after an error as well.
+
+What has been drawn by the time that the server comes to write is written at once: each write costs more than what
+stands in it, and a loop with many streams would otherwise fall behind the engine.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +17,9 @@ from starlette.types import Send
 from actors.gateway.choices import Piece, finish_reason
 from actors.gateway.errors import as_api_error
 from actors.gateway.responses import Answer
-from actors.gateway.services import Tokens
 from protocols.sampling import Completion, CompletionDone, TokenDrawn
 
-Progress = tuple[int, TokenDrawn | CompletionDone]
+Batch = list[tuple[int, TokenDrawn | CompletionDone]]
 DONE = b"data: [DONE]\n\n"
 
 
@@ -39,31 +42,35 @@ class EventStream(StreamingResponse):
 
 
 async def event_stream(
-    answer: Answer, first: Progress, rest: AsyncGenerator[Progress, None], finished: Callable[[list[Completion]], None]
+    answer: Answer, first: Batch, rest: AsyncGenerator[Batch, None], finished: Callable[[list[Completion]], None]
 ) -> AsyncGenerator[bytes, None]:
     """Yield the chunks of a streamed answer. `finished` is told the completions if all of them ended well."""
-    tail = _Tail(answer.tokenizer, answer.ask.n)
+    tail = _Tail(answer)
+    chunks: list[bytes] = []
     opening = True
     async with aclosing(rest):
         try:
-            async for progress in _from(first, rest):
-                piece = tail.piece(*progress)
-                if not _worth_sending(piece, answer, opening=opening):
-                    continue
-                yield server_sent(answer.chunk(piece, opening=opening))
-                opening = False
+            async for batch in _from(first, rest):
+                for position, event in batch:
+                    piece = tail.piece(position, event)
+                    if _worth_sending(piece, answer, opening=opening):
+                        chunks.append(server_sent(answer.chunk(piece, opening=opening)))
+                        opening = False
+                if chunks:
+                    yield b"".join(chunks)
+                    chunks.clear()
             finished(tail.done)
             if answer.ask.include_usage:
-                yield server_sent(answer.usage_chunk(sum(len(one.tokens) for one in tail.done)))
+                chunks.append(server_sent(answer.usage_chunk(sum(len(one.tokens) for one in tail.done))))
         except Exception as error:
-            yield server_sent(as_api_error(error).body)
-    yield DONE
+            chunks.append(server_sent(as_api_error(error).body))
+    yield b"".join([*chunks, DONE])
 
 
-async def _from(first: Progress, rest: AsyncGenerator[Progress, None]) -> AsyncGenerator[Progress, None]:
+async def _from(first: Batch, rest: AsyncGenerator[Batch, None]) -> AsyncGenerator[Batch, None]:
     yield first
-    async for progress in rest:
-        yield progress
+    async for batch in rest:
+        yield batch
 
 
 def _worth_sending(piece: Piece, answer: Answer, *, opening: bool) -> bool:
@@ -75,9 +82,10 @@ def _worth_sending(piece: Piece, answer: Answer, *, opening: bool) -> bool:
 class _Tail:
     """What has been sent of each choice so far."""
 
-    def __init__(self, tokenizer: Tokens, n: int) -> None:
+    def __init__(self, answer: Answer) -> None:
         self.done: list[Completion] = []
-        self._tokenizer, self._n = tokenizer, n
+        self._tokenizer, self._n = answer.tokenizer, answer.ask.n
+        self._counts_characters = answer.ask.top_logprobs is not None
         self._sent: dict[int, int] = {}
         self._offset: dict[int, int] = {}
 
@@ -87,7 +95,8 @@ class _Tail:
         offset, first = self._offset.get(index, 0), index not in self._sent
         piece = self._drawn(event, index) if isinstance(event, TokenDrawn) else self._ended(event, index)
         self._sent[index] = self._sent.get(index, 0) + len(piece.tokens)
-        self._offset[index] = offset + sum(len(self._tokenizer.token_text(token)) for token in piece.tokens)
+        if self._counts_characters:
+            self._offset[index] = offset + sum(len(self._tokenizer.token_text(token)) for token in piece.tokens)
         return msgspec.structs.replace(piece, offset=offset, first=first)
 
     def _drawn(self, event: TokenDrawn, index: int) -> Piece:

@@ -33,6 +33,8 @@ class Child(Struct, frozen=True, kw_only=True, eq=False):
     make: makes the instance for each restart; without it, `run` of the same instance is called again.
     keeps: further ends of the child's mailboxes, held open while it is restarted (a failed actor closes its own, and
     for its neighbours that would be the end) and closed when it has ended for good.
+    ends_with_input: a temporary child that returns when its inbox has ended. When the run has, it is given time to read
+    what was sent before; any other is cancelled.
     """
 
     actor: Runnable
@@ -41,6 +43,7 @@ class Child(Struct, frozen=True, kw_only=True, eq=False):
     within_seconds: float = 60.0
     make: Callable[[], Runnable] | None = None
     keeps: tuple[Closable, ...] = ()
+    ends_with_input: bool = False
 
     def __post_init__(self) -> None:
         """Refuse a policy that contradicts itself."""
@@ -50,6 +53,8 @@ class Child(Struct, frozen=True, kw_only=True, eq=False):
             raise ValueError(f"child {self.name!r} is temporary, so it is never restarted: max_restarts must be 0")
         if self.make is not None and not self.max_restarts:
             raise ValueError(f"child {self.name!r} is never restarted: `make` would have no effect")
+        if self.ends_with_input and self.restart is not Restart.TEMPORARY:
+            raise ValueError(f"child {self.name!r} is {self.restart}: `ends_with_input` is for temporary ones")
 
     @property
     def name(self) -> str:
@@ -95,9 +100,9 @@ def transient(
     )
 
 
-def temporary(actor: Runnable) -> Child:
+def temporary(actor: Runnable, *, ends_with_input: bool = False) -> Child:
     """Make a child the run can do without: the terminal, a tracker."""
-    return Child(actor=actor, restart=Restart.TEMPORARY)
+    return Child(actor=actor, restart=Restart.TEMPORARY, ends_with_input=ends_with_input)
 
 
 class ChildState(StrEnum):

@@ -57,6 +57,16 @@ class Nursed:
             self._asked = time.monotonic()
             self._scope.cancel()
 
+    async def let_finish(self, grace_seconds: float) -> None:
+        """If it ends with its input, wait until it does. That it did not, within the grace, is reported."""
+        if not self.child.ends_with_input or self._scope is None:
+            return
+        with anyio.move_on_after(grace_seconds):
+            await self.over.wait()
+        if not self.over.is_set() and self._asked is None:
+            late = f"it had not read what was sent to it {grace_seconds:g} s after the others had ended"
+            self._report(self.child.name, TimeoutError(late))
+
     async def end(self, grace_seconds: float) -> None:
         """Ask it to end and wait. Past the grace its shields are broken too, once, and that is reported.
 

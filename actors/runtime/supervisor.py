@@ -29,7 +29,8 @@ class Supervisor:
     on_failure: hears (name, error) of every failure that does not end the run: of a temporary child, of a child about
     to be restarted, and of those that fail while the run is ending.
     on_drain: makes the source of the flow end; what is in flight then finishes by itself.
-    grace_seconds: how long each child that is stopped may take for a clean-up it shields from cancellation.
+    grace_seconds: how long each child that is stopped may take for a clean-up it shields from cancellation, and how
+    long one that ends with its input may read on before it is stopped.
     """
 
     def __init__(
@@ -59,7 +60,9 @@ class Supervisor:
         """Run once, to the end. Each child is started when those before it are ready.
 
         Whatever ends the run, children that still live are stopped in reverse order, one after the other (all at once
-        after `stop`, or when this task is cancelled). Without a transient child the run lasts until `stop`.
+        after `stop`, or when this task is cancelled). If every transient child has returned, all that they wrote to has
+        ended, and whoever ends with its input is granted the grace to read what was sent, before it is stopped.
+        Without a transient child the run lasts until `stop`.
         Raises ActorError, naming the child and chained to its error, if one failed beyond its restart intensity; the
         exit status is the error's own if it has one.
         """
@@ -110,6 +113,8 @@ class Supervisor:
 
     async def _stop_in_reverse(self) -> None:
         for nursed in reversed(self._nursed):
+            if self._ending in (Ending.FINISHED, Ending.DRAINED):
+                await nursed.let_finish(self._grace)
             await nursed.end(self._grace)
 
     def _child_ended(self, nursed: Nursed) -> None:

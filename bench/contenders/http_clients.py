@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import statistics
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -24,13 +25,12 @@ Body = dict[str, Any]
 class Load(NamedTuple):
     """What is asked of a server.
 
-    clients: at once, each with one request after the other. tokens: of every answer. seconds: no request begins later.
-    Each client finishes what it began, so every one has at least one answer, and the time lasts until the last of all.
+    clients: at once, each with so many requests (answers), one after the other. tokens: of every answer.
     """
 
     clients: int
     tokens: int
-    seconds: float
+    answers: int
 
 
 class Rate(NamedTuple):
@@ -48,18 +48,19 @@ def throughput(port: int, load: Load) -> Rate:
 
 
 def first_token_seconds(port: int, load: Load) -> float:
-    """Median over all streamed answers: from asking for a connection to the first text. Raises as `throughput` does."""
-    return statistics.median(asyncio.run(_all_clients(port, load, _first_text)))
+    """Median over all streamed answers: from asking for a connection to the first text. Raises as `throughput` does.
+
+    Answers without text, which random weights may give, do not count; ValueError if all are such.
+    """
+    found = [seconds for seconds in asyncio.run(_all_clients(port, load, _first_text)) if not math.isnan(seconds)]
+    if not found:
+        raise ValueError("no answer has any text")
+    return statistics.median(found)
 
 
 async def _all_clients(port: int, load: Load, ask: Callable[[int, Body], Awaitable[float]]) -> list[float]:
-    until = time.perf_counter() + load.seconds
-
     async def one_after_the_other(client: int) -> list[float]:
-        found = [await ask(port, _body(client, 0, load.tokens))]
-        while time.perf_counter() < until:
-            found.append(await ask(port, _body(client, len(found), load.tokens)))
-        return found
+        return [await ask(port, _body(client, turn, load.tokens)) for turn in range(load.answers)]
 
     each = await asyncio.gather(*(one_after_the_other(client) for client in range(load.clients)))
     return [value for values in each for value in values]
@@ -77,14 +78,12 @@ async def _answered_tokens(port: int, body: Body) -> float:
 
 
 async def _first_text(port: int, body: Body) -> float:
-    """Seconds until the first text; the rest of the stream is read as well."""
-    began, first = time.perf_counter(), None
+    """Seconds until the first text, NaN where there is none; the rest of the stream is read as well."""
+    began, first = time.perf_counter(), math.nan
     async for line in _lines(port, {**body, "stream": True}):
-        if first is None and line.startswith(b"data: {"):
+        if math.isnan(first) and line.startswith(b"data: {"):
             delta = json.loads(line.removeprefix(b"data: "))["choices"][0]["delta"]
-            first = time.perf_counter() - began if delta.get("content") else None
-    if first is None:
-        raise ValueError("an answer without text")
+            first = time.perf_counter() - began if delta.get("content") else math.nan
     return first
 
 

@@ -31,7 +31,7 @@ def serve_loads(module: str, options: Sequence[str], *, semantics: str, packages
                 started.clear()
                 started[case["model"]] = running.enter_context(_server(module, options, case["model"]))
             port = started[case["model"]]
-            load = Load(case["clients"], case["tokens"], case["seconds"])
+            load = Load(case["clients"], case["tokens"], case["answers"])
             return lambda: measure(port, load)
 
         serve(prepare, semantics=semantics, packages=packages)
@@ -54,7 +54,7 @@ def _server(module: str, options: Sequence[str], model: str) -> Iterator[int]:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         try:
             _wait_until_it_listens(process, port)
-            throughput(port, Load(clients=1, tokens=1, seconds=0.0))
+            throughput(port, Load(clients=1, tokens=1, answers=1))
             yield port
         finally:
             process.terminate()

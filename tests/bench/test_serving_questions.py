@@ -23,7 +23,7 @@ from bench.contenders.shapes import EMBEDDED
 from bench.measurement import write
 from bench.runs import Record
 
-ONE_REQUEST = Load(clients=3, tokens=8, seconds=0.0)
+ONE_REQUEST = Load(clients=3, tokens=8, answers=1)
 
 
 class FakeServer(BaseHTTPRequestHandler):

@@ -33,6 +33,7 @@ def test_no_restart_is_forgiven_unless_it_was_granted() -> None:
     [
         (lambda: Child(actor=_Idle(), restart=Restart.TEMPORARY, max_restarts=1), "never restarted"),
         (lambda: transient(_Idle(), make=_Idle), "would have no effect"),
+        (lambda: Child(actor=_Idle(), restart=Restart.TRANSIENT, ends_with_input=True), "is for temporary ones"),
         (lambda: permanent(_Idle(), max_restarts=-1), "N >= 0"),
         (lambda: permanent(_Idle(), within_seconds=0), "S > 0"),
     ],

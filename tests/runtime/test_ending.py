@@ -7,7 +7,7 @@ import pytest
 from anyio import CancelScope, create_task_group, fail_after, sleep_forever, wait_all_tasks_blocked
 
 from actors.runtime.child import permanent, temporary, transient
-from actors.runtime.ends import MailboxClosed
+from actors.runtime.ends import Inbox, MailboxClosed, Outbox
 from actors.runtime.mailbox import Mailbox
 from actors.runtime.supervisor import Supervisor
 from protocols.errors import ActorError
@@ -40,6 +40,87 @@ class _Clumsy(Script):
             await sleep_forever()
         finally:
             raise OSError("disk full")
+
+
+class _Speaking(Script):
+    """Sends three messages and returns."""
+
+    def __init__(self, name: str, outbox: Outbox[str]) -> None:
+        super().__init__(name, [])
+        self._outbox = outbox
+
+    async def run(self) -> None:
+        async with self._outbox:
+            for word in ("first", "second", "last"):
+                await self._outbox.send(word)
+
+
+class _Writing(Script):
+    """Reads to the end of its input, and writes each message down when it may."""
+
+    def __init__(self, name: str, inbox: Inbox[str]) -> None:
+        super().__init__(name, [])
+        self.may_write = anyio.Event()
+        self._inbox = inbox
+
+    async def run(self) -> None:
+        async with self._inbox:
+            async for word in self._inbox:
+                await self.may_write.wait()
+                self.diary.append(word)
+
+
+def _spoken_and_written() -> tuple[_Speaking, _Writing]:
+    mailbox: Mailbox[str] = Mailbox("words", capacity=3)
+    return _Speaking("speaking", mailbox.writer()), _Writing("writing", mailbox.reader())
+
+
+async def test_what_was_sent_before_the_flow_ended_is_read_before_the_run_ends() -> None:
+    """Who writes slowly loses nothing, and those after it are stopped only then."""
+    speaking, writing = _spoken_and_written()
+    scene = Scene(permanent(Script("disk", [])), temporary(writing, ends_with_input=True), transient(speaking))
+    with fail_after(5):
+        async with create_task_group() as group:
+            group.start_soon(scene.run)
+            await wait_all_tasks_blocked()
+            assert scene.states() == {"disk": "running", "writing": "running", "speaking": "done"}
+            assert writing.diary == []
+            writing.may_write.set()
+    assert writing.diary == ["first", "second", "last"]
+    assert (scene.ending, scene.failures) == ("finished", [])
+    assert scene.states() == {"disk": "stopped", "writing": "done", "speaking": "done"}
+
+
+async def test_who_does_not_come_to_the_end_of_its_input_is_cut_off_and_reported() -> None:
+    """A run always ends, and what may be missing is said."""
+    speaking, writing = _spoken_and_written()
+    scene = Scene(temporary(writing, ends_with_input=True), transient(speaking), grace_seconds=0.02)
+    with fail_after(5):
+        await scene.run()
+    assert (scene.ending, scene.states()) == ("finished", {"writing": "stopped", "speaking": "done"})
+    assert scene.reported() == ["writing: it had not read what was sent to it 0.02 s after the others had ended"]
+
+
+async def test_a_stop_ends_also_the_reading() -> None:
+    """At once means at once; how the run ended was settled before."""
+    speaking, writing = _spoken_and_written()
+    scene = Scene(temporary(writing, ends_with_input=True), transient(speaking), grace_seconds=60)
+    with fail_after(5):
+        async with create_task_group() as group:
+            group.start_soon(scene.run)
+            await wait_all_tasks_blocked()
+            scene.supervisor.stop()
+    assert (scene.ending, scene.failures, writing.diary) == ("finished", [], [])
+
+
+async def test_nobody_waits_for_a_temporary_child_that_reads_nothing() -> None:
+    """It may go on forever, and is cancelled when the others have returned."""
+    box = Script("box", [])
+    box.returns()
+    scene = Scene(temporary(Script("free", [])), transient(box), grace_seconds=60)
+    with fail_after(5):
+        await scene.run()
+    assert scene.states() == {"free": "stopped", "box": "done"}
 
 
 async def test_a_stopped_child_may_finish_its_clean_up_before_the_one_before_it_is_stopped() -> None:
