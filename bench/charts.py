@@ -75,6 +75,7 @@ def draw_bars(results: Sequence[Measurement], metric: str, target: Path, *, key:
 
     def arrange(axes: Any) -> None:
         axes.set_xticks(range(len(groups)), groups)
+        axes.set_xlim(-0.55, len(groups) - 0.45)
         axes.set(xlabel=key.replace("_", " "))
 
     _draw(chosen, target, title, plot, arrange)
@@ -127,7 +128,8 @@ def _draw(
     axes.set(ylabel=metric if first.unit in metric else f"{metric}, {first.unit}")
     axes.yaxis.set_major_formatter("{x:,.10g}")
     axes.set_title(f"{title or first.question}: {first.better} is better", loc="left", fontsize=10)
-    axes.set_title(describe_fingerprint(first.fingerprint), loc="right", fontsize=7, color=GREY)
+    machine = axes.get_xlabel(), describe_fingerprint(first.fingerprint)
+    axes.set_xlabel("\n".join(part for part in machine if part), fontsize=9, color=GREY)
     axes.grid(axis="y", alpha=0.25)
     axes.legend(fontsize=9)
     target.parent.mkdir(parents=True, exist_ok=True)

@@ -18,6 +18,8 @@ import msgspec
 from bench import collapse, environments, head, objectives
 from bench.fingerprint import ROOT, describe_fingerprint
 from bench.learning import RESULTS, Learnt
+from bench.summary import NAME as SUMMARY
+from bench.summary import summary
 
 IMAGES = ROOT / "docs" / "images"
 PAGES: tuple[tuple[Any, str], ...] = (
@@ -143,6 +145,8 @@ def main(argv: Sequence[str]) -> int:
         write_between(ROOT / "README.md", "measured", measured(runs))
     else:
         missing.append("learning")
+    if beside_others := summary(RESULTS.parent):
+        write_between(ROOT / "README.md", SUMMARY, beside_others)
     measured_ones = [(import_module(f"bench.{name}"), BENCHMARKS) for name in MEASURED]
     for question, page in (*PAGES, *measured_ones):
         if results := question.read():

@@ -17,7 +17,9 @@ from bench.figures import measured
 from bench.fingerprint import ROOT, fingerprint
 from bench.head import HeadCost
 from bench.learning import Learnt
+from bench.measurement import write
 from bench.objectives import Outcome
+from bench.summary import summary
 from bench.tables import report, side_by_side
 from tests.bench.measured import measurement
 
@@ -106,6 +108,21 @@ def test_every_measured_question_is_listed_and_has_its_place_on_the_page() -> No
         assert name in QUESTIONS
         assert f"<!-- {name}:begin -->" in page
         assert f"<!-- {name}:end -->" in page
+
+
+def test_the_front_page_says_the_middle_ratio_to_each_peer(tmp_path: Path) -> None:
+    """Of the pairs of the first case that fits; what was not measured has no row."""
+    assert summary(tmp_path) == ""
+    found = [
+        measurement(
+            values, contender=who, metric="tokens_per_second", prompts=4, group=8, prompt_tokens=128, model="6m"
+        )
+        for who, values in (("mlx-lm", [1.0, 2.0, 3.0]), ("clotho", [2.0, 6.0, 9.0]))
+    ]
+    write(tmp_path / "decode.jsonl", found)
+    rows = [line for line in summary(tmp_path).splitlines() if line.startswith("| rollouts")]
+    assert len(rows) == 1
+    assert "| mlx-lm | 3.00 (2.00 to 3.00) |" in rows[0]
 
 
 def test_a_mode_that_was_not_measured_has_no_column() -> None:
