@@ -193,6 +193,7 @@ def test_the_table_has_a_row_per_contender_and_ours_to_theirs() -> None:
 
 def test_the_chart_is_drawn_from_the_results(tmp_path: Path) -> None:
     """A group of bars per task."""
+    pytest.importorskip("matplotlib")
     results = [*measured("clotho", [1.0], "until 0.9"), *measured("clotho", [2.0], "long tail")]
     wall_clock.draw(results, tmp_path / "wall_clock.svg")
     assert "long tail" in (tmp_path / "wall_clock.svg").read_text(encoding="utf-8")
