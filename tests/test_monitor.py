@@ -222,11 +222,9 @@ class Held(LineWriter):
         super().append(record)
 
 
-async def test_the_last_measurement_is_written_however_late_it_comes(tmp_path: Path) -> None:
-    """Everybody else has ended while an earlier line is still being written: the run waits for the monitor."""
-    mailbox = Mailbox[StepReport | EvalReport]("reports", capacity=4)
-    metrics = Held(tmp_path / "metrics.jsonl")
-    monitor = Monitor(
+def writing_only(mailbox: Mailbox[StepReport | EvalReport], metrics: LineWriter) -> Monitor:
+    """A monitor of this mailbox that shows nothing."""
+    return Monitor(
         inbox=mailbox.reader(),
         gauges=lambda: GAUGES,
         display=NoDisplay(),
@@ -234,6 +232,13 @@ async def test_the_last_measurement_is_written_however_late_it_comes(tmp_path: P
         rollouts=None,
         recorded=Latest[int]("recorded"),
     )
+
+
+async def test_the_last_measurement_is_written_however_late_it_comes(tmp_path: Path) -> None:
+    """Everybody else has ended while an earlier line is still being written: the run waits for the monitor."""
+    mailbox = Mailbox[StepReport | EvalReport]("reports", capacity=4)
+    metrics = Held(tmp_path / "metrics.jsonl")
+    monitor = writing_only(mailbox, metrics)
     scene = Scene(temporary(monitor, ends_with_input=True), transient(MeasuringLast(mailbox.writer())))
     with fail_after(5):
         async with create_task_group() as group:
@@ -251,14 +256,7 @@ async def test_a_cancelled_monitor_leaves_whole_lines(tmp_path: Path) -> None:
     """The second Ctrl-C stops at once."""
     mailbox = Mailbox[StepReport | EvalReport]("reports", capacity=4)
     metrics = LineWriter(tmp_path / "metrics.jsonl")
-    monitor = Monitor(
-        inbox=mailbox.reader(),
-        gauges=lambda: GAUGES,
-        display=NoDisplay(),
-        metrics=metrics,
-        rollouts=None,
-        recorded=Latest[int]("recorded"),
-    )
+    monitor = writing_only(mailbox, metrics)
     writer = mailbox.writer()
     async with create_task_group() as group:
         group.start_soon(monitor.run)
