@@ -71,7 +71,7 @@ def measure(repeats: int) -> list[Measurement]:
     return [
         *_by_turns([*peers, AS_CALLED], [case("6m")], repeats),
         *_by_turns(peers, [case("25m")], three),
-        *with_threads([case("6m"), case("25m")], two),
+        *with_threads([case("6m"), case("25m")], three),
         *_by_turns(peers, SWEEPS, two),
     ]
 
@@ -82,10 +82,9 @@ def measure_quickly() -> list[Measurement]:
 
 
 def with_threads(cases: Sequence[Case], repeats: int) -> list[Measurement]:
-    """Ours and mlx-lm's with a BLAS of two threads, which the case of the result says."""
+    """All with a BLAS of two threads, which the case of the result says."""
     environment = {"MKL_NUM_THREADS": str(THREADS)}
-    pair = [replace(one, environment=environment) for one in (OURS, MLX_LM)]
-    found = _by_turns(pair, cases, repeats)
+    found = _by_turns([replace(one, environment=environment) for one in (OURS, MLX_LM, MLX_LM_LORA)], cases, repeats)
     return [replace(one, case={**one.case, "blas_threads": THREADS}) for one in found]
 
 

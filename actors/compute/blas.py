@@ -13,6 +13,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+SLOW = "reference (slow: install the package mkl, or OpenBLAS)"
+"""The name of the BLAS that the CPU wheel of MLX bundles."""
+
 
 def _candidates() -> Iterator[str]:
     yield from sorted(str(path) for path in Path(sys.prefix, "lib").glob("libmkl_rt.so*"))
@@ -43,4 +46,4 @@ def load_blas() -> str:
         except OSError:
             continue
         return Path(path).name.split(".so")[0].removeprefix("lib")
-    return "reference (slow: install the package mkl, or OpenBLAS)"
+    return SLOW

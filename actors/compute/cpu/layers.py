@@ -22,8 +22,9 @@ def on_cpu() -> bool:
 def suit(model: nn.Module) -> None:
     """Let a model and its adapter compute as this package does: gates, norms, rotations, low-rank layers. Not on a GPU.
 
-    Its modules stay the same objects. Gates are functions that mlx-lm's models import by name: they change in all of
-    its modules loaded so far, for serving and training alike.
+    Frozen weights are laid out by inputs, one layer after the other: their values and shapes stay. Modules stay the
+    same objects. Gates are functions that mlx-lm's models import by name: they change in all of its modules loaded so
+    far, for serving and training alike.
     """
     if not on_cpu():
         return
@@ -37,3 +38,14 @@ def suit(model: nn.Module) -> None:
             module.__class__ = Rotation
         elif low_rank.takes(module):
             module.__class__ = LowRankLinear
+        elif type(module) is nn.Linear and not module.trainable_parameters():
+            module.weight = by_inputs(module.weight)
+            mx.eval(module.weight)
+
+
+def by_inputs(weight: mx.array) -> mx.array:
+    """The same matrix, (outputs, inputs), with the weights of an input side by side.
+
+    A product with few rows spends as much time on bringing weights into this order as on multiplying.
+    """
+    return mx.contiguous(weight.T).T

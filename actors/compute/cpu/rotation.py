@@ -51,6 +51,11 @@ def takes(layer: nn.Module) -> bool:
     return type(layer) is nn.RoPE and not layer.traditional
 
 
+def frequencies(dims: int, base: float) -> mx.array:
+    """Angles per token of the pairs of numbers in a head of `dims`."""
+    return mx.exp(-mx.arange(dims // 2, dtype=mx.float32) * (math.log(base) / (dims // 2)))
+
+
 def _same(one: int | mx.array, other: int | mx.array) -> bool:
     return one is other or (isinstance(one, int) and isinstance(other, int) and one == other)
 
@@ -58,9 +63,8 @@ def _same(one: int | mx.array, other: int | mx.array) -> bool:
 def _angles(of: tuple[int, float, float, int], offset: int | mx.array) -> tuple[mx.array, mx.array]:
     """Angles are position * scale * base^(-2 i / size), RoFormer, arXiv:2104.09864, section 3.2.2."""
     dims, base, scale, tokens = of
-    frequency = mx.exp(-mx.arange(dims // 2, dtype=mx.float32) * (math.log(base) / (dims // 2)))
     first = offset if isinstance(offset, mx.array) else mx.array(offset)
     position_B_T = (first.reshape(-1, 1) + mx.arange(tokens)).astype(mx.float32) * scale
-    angle = position_B_T[:, None, :, None] * frequency
+    angle = position_B_T[:, None, :, None] * frequencies(dims, base)
     cosine, sine = mx.cos(angle), mx.sin(angle)
     return mx.concatenate([cosine, cosine], axis=-1), mx.concatenate([-sine, sine], axis=-1)

@@ -3,27 +3,24 @@
 The host runs one step behind: a step is launched before the tokens of the step before it are read, its input being
 those tokens where they are, on the device. A row whose end shows only in its tokens therefore costs one wasted draw,
 which is never reported; an end by length is foreseen and costs none. On the CPU, where most steps are drawn by
-the host, tokens are known at once and nothing is wasted: there the host builds the next step while one is computed.
+the host, tokens are known at once and nothing is wasted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 
 import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from actors.compute.engine.batch_cache import BatchCache, Incoming
 from actors.compute.engine.host_sampling import can_draw_on_host, draw_on_host
-from actors.compute.engine.layout import CacheLayout
 from actors.compute.engine.ledger import Ledger
 from actors.compute.engine.plan import SamplingPlan, plan_sampling
+from actors.compute.engine.row_caches import Arrival, Numbers, RowCaches
 from actors.compute.engine.rows import Job, Row
 from actors.compute.engine.sampling import Drawn, draw
-from actors.compute.engine.serving import serving
 from actors.compute.engine.step import Reading, Step
-from actors.compute.engine.step_ahead import StepAhead
 from actors.compute.engine.uniform import uniforms
 
 PATIENCE = 1.0
@@ -33,16 +30,16 @@ PATIENCE = 1.0
 class Batch:
     """Rows that are being decoded together."""
 
-    def __init__(self, layout: CacheLayout, end_tokens: frozenset[int], vocabulary: int) -> None:
-        self.layout = layout
+    def __init__(self, make_caches: Callable[[int], RowCaches], end_tokens: frozenset[int], vocabulary: int) -> None:
+        """make_caches: for so many rows."""
         self.vocabulary = vocabulary
         self.ledger = Ledger(end_tokens, vocabulary)
         self.inflight: Step | None = None
+        self._make_caches = make_caches
         self._end_tokens = end_tokens
-        self._cache: BatchCache | None = None
+        self._cache: RowCaches | None = None
         self._input: mx.array | None = None
         self._fresh: dict[int, int] = {}  # slot -> first input of a row that just joined
-        self._ahead: StepAhead | None = None
         self._plan: SamplingPlan | None = None
         self._seen: mx.array | None = None
         self._waste = 0.0
@@ -59,24 +56,19 @@ class Batch:
 
     def join(self, jobs: list[Job]) -> None:
         """Put the admitted rows of computed jobs into slots, free ones first."""
-        self.forget_ahead()
         wanted = sum(job.admitted for job in jobs)
         if self._cache is None or not self.ledger.running:
             self._restart(wanted)
         assert self._cache is not None
-        shared = [self._cache.worth_sharing(job.admitted, len(job.tokens) - 1) for job in jobs]
-        incoming = _incoming(jobs, shared)
-        if not self._cache.has_room(incoming):
+        arrivals = [Arrival(rows=job.admitted, tokens=len(job.tokens) - 1, state=job.state) for job in jobs]
+        if not self._cache.has_room(arrivals):
             self._squeeze()  # longer columns are for slots in use: the bound on the cache counts no others
         self._grow(wanted - (self.slots - self.ledger.running))
         free = [slot for slot, row in enumerate(self.ledger.rows) if row is None]
-        self._cache.make_room(self.ledger.positions, self.ledger.live, incoming)
-        for job, shares in zip(jobs, shared, strict=True):
+        self._cache.make_room(self.ledger.positions, self.ledger.live, arrivals)
+        for job, arrival in zip(jobs, arrivals, strict=True):
             slots, free = free[: job.admitted], free[job.admitted :]
-            if shares and job.state is not None:
-                self._cache.share(slots, job.state, len(job.tokens) - 1)
-            else:
-                self._cache.write(slots, job.state)
+            self._cache.enter(slots, arrival)
             for slot, row in zip(slots, job.rows, strict=False):
                 self.ledger.enter(slot, row, len(job.tokens) - 1)
                 self._fresh[slot] = job.tokens[-1]
@@ -87,8 +79,7 @@ class Batch:
         self.inflight = None
         self.ledger = Ledger(self._end_tokens, self.vocabulary)
         self.ledger.grow(rows)
-        self._cache, self._input, self._fresh, self._seen = BatchCache(self.layout, rows), None, {}, None
-        self._ahead = None
+        self._cache, self._input, self._fresh, self._seen = self._make_caches(rows), None, {}, None
         self._waste = 0.0
 
     def _grow(self, rows: int) -> None:
@@ -108,7 +99,6 @@ class Batch:
 
     def clear(self, slot: int) -> None:
         """Zero the cache of a slot whose row was not finite."""
-        self.forget_ahead()
         if self._cache is not None:
             self._cache.clear(slot)
 
@@ -132,7 +122,6 @@ class Batch:
         running, slots = self.ledger.running, self.slots
         if self._cache is None or not running or running == slots:
             return
-        self.forget_ahead()
         keep = np.flatnonzero(self.ledger.live)
         self.ledger.take(keep.tolist())
         self._cache.take(keep.tolist(), self.ledger.positions)
@@ -154,7 +143,8 @@ class Batch:
             return None
         plan, slot = self._settings(), np.flatnonzero(due)
         on_host = can_draw_on_host(plan)
-        input_B, logits_B_V = self._pass(due)
+        input_B = self._inputs()
+        logits_B_V = self._cache.logits(input_B, ledger.positions, due)
         uniform_B_2 = self._uniforms(plan)
         ledger.launched[slot] += 1
         ledger.positions[slot] += 1
@@ -165,53 +155,24 @@ class Batch:
         self._input = drawn.token_B
         return Step(drawn=drawn, at_N=slot, slot_N=slot, serial_N=ledger.serial[slot], version=version, known=on_host)
 
-    def _pass(self, due_B: NDArray[np.bool_]) -> tuple[mx.array, mx.array]:
-        """Return the tokens that a step reads and its logits: built ahead, or now."""
-        if self._ahead is not None and self._input is not None:
-            ahead, self._ahead = self._ahead, None
-            return ahead.given(self._input)
-        input_B = self._inputs()
-        return input_B, self._logits(input_B, due_B)
-
-    def _logits(self, input_B: mx.array, due_B: NDArray[np.bool_]) -> mx.array:
+    def _draw_here(self, logits_B_V: Numbers, uniform_B_2: NDArray[np.float32] | None, plan: SamplingPlan) -> Drawn:
+        """Draw on the host, which waits for the logits."""
         assert self._cache is not None
-        self._cache.begin(self.ledger.positions, due_B)
-        with serving(self.layout.model):
-            logits_B_V: mx.array = self.layout.model(input_B[:, None], cache=self._cache.nested)[:, -1]
-        self._cache.end()
-        return logits_B_V
-
-    def _build_ahead(self) -> None:
-        """Build the step after the one in progress; rows that end meanwhile are computed in vain."""
-        assert self._cache is not None
-        due = self.ledger.live & (self.ledger.launched < self.ledger.limit)
-        if due.any():
-            undo = self._cache.undo()
-            self._ahead = StepAhead(self.slots, lambda input_B: self._logits(input_B, due), undo)
-
-    def forget_ahead(self) -> None:
-        """Take back what was built ahead: rows are about to move, or weights have changed."""
-        if self._ahead is not None:
-            self._ahead.take_back()
-            self._ahead = None
-
-    def _draw_here(self, logits_B_V: mx.array, uniform_B_2: NDArray[np.float32] | None, plan: SamplingPlan) -> Drawn:
-        """Draw on the host, and build the next step while this one is computed."""
-        assert self._cache is not None
-        mx.async_eval(logits_B_V, self._cache.arrays)
-        self._build_ahead()
+        if isinstance(logits_B_V, mx.array):
+            mx.async_eval(logits_B_V, self._cache.arrays)
+            logits_B_V = np.array(logits_B_V.astype(mx.float32))
         return draw_on_host(logits_B_V, uniform_B_2, plan)
 
     def _draw_there(
-        self, logits_B_V: mx.array, input_B: mx.array, uniform_B_2: NDArray[np.float32] | None, plan: SamplingPlan
+        self, logits_B_V: Numbers, input_B: mx.array, uniform_B_2: NDArray[np.float32] | None, plan: SamplingPlan
     ) -> Drawn:
         """Draw on the device, and set everything that the step writes to be computed."""
         assert self._cache is not None
-        written = self._cache.arrays
+        written = list(self._cache.arrays)
         if self._seen is not None:
             self._seen[mx.arange(self.slots), input_B] = True
             written.append(self._seen)
-        drawn = draw(logits_B_V, None if uniform_B_2 is None else mx.array(uniform_B_2), plan, self._seen)
+        drawn = draw(mx.array(logits_B_V), None if uniform_B_2 is None else mx.array(uniform_B_2), plan, self._seen)
         mx.async_eval([a for a in drawn if a is not None], written)
         return drawn
 
@@ -251,9 +212,3 @@ class Batch:
     def read(self, step: Step) -> Reading | None:
         """Wait for a step and return its tokens, but for those of rows that have left since; None if all have."""
         return step.read(self.ledger.serial)
-
-
-def _incoming(jobs: Sequence[Job], shared: Sequence[bool]) -> Incoming:
-    tokens = [len(job.tokens) - 1 for job in jobs]
-    alone = [count for count, shares in zip(tokens, shared, strict=True) if not shares]
-    return Incoming(max(tokens), max(alone, default=0))

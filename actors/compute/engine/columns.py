@@ -4,20 +4,14 @@ Attention does not care about the order of keys once positions are rotated into 
 anywhere. Here they stand right-aligned: every row writes its next key into the same column, one slice for the whole
 batch, and the tokens of a row that has n of them are the n columns before it. A row joins by copying its prompt's
 keys to the left of the current column; nothing is ever realigned. When the columns run out, the visible ones move to
-the front of a new buffer, once in many steps. A sliding window is the same with fewer visible columns. Where rows
-share their prompt (`SharedPrompts`), its keys stand in no column at all.
+the front of a new buffer, once in many steps. A sliding window is the same with fewer visible columns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
-
-from actors.compute.engine.partial_attention import unseen
-from actors.compute.engine.shared_prompts import SharedPrompts
 
 
 def spare_columns(visible: int) -> int:
@@ -30,38 +24,26 @@ class ColumnTrack:
 
     window: how many tokens a layer sees at most, the newest included; None = all.
     column: where the next token is written. capacity: columns of the buffers.
-    shared: which tokens are not in columns, because rows share them; None where every token is.
-    narrowed: whether a model has ever asked for a mask with a window; only where none does may rows share.
     """
 
-    def __init__(self, window: int | None, mask_axes: int = 4, shared: SharedPrompts | None = None) -> None:
+    def __init__(self, window: int | None, mask_axes: int = 4) -> None:
         self.window = window
-        self.shared = shared
         self._mask_axes = mask_axes
         self.capacity = 0
         self.column = 0
         self.caches: list[ColumnCache] = []
         self.first = 0
         self.offset_B = mx.array([0])
-        self._held_B: NDArray[np.int32] = np.zeros(1, dtype=np.int32)
+        self._positions_B: NDArray[np.int32] = np.zeros(1, dtype=np.int32)
         self._uniform = True
         self._masks: dict[int | None, mx.array | None] = {}
-        self._hidden: tuple[mx.array, mx.array] | None = None
-        self.narrowed = False
 
     def visible(self, tokens: int) -> int:
-        """Return how many of a row's `tokens` in columns a layer sees."""
+        """Return how many of a row's `tokens` a layer sees."""
         return tokens if self.window is None else min(tokens, self.window)
 
-    def longest(self, positions_B: NDArray[np.int32], live_B: NDArray[np.bool_]) -> int:
-        """Return the most tokens that a row has in columns."""
-        return int(self._in_columns(positions_B).max(initial=0, where=live_B))
-
-    def _in_columns(self, positions_B: NDArray[np.int32]) -> NDArray[np.int32]:
-        return positions_B if self.shared is None else positions_B - self.shared.tokens_B
-
     def place(self, longest: int, column: int) -> None:
-        """Move the visible columns of rows with up to `longest` tokens in them so that they end before `column`."""
+        """Move the visible columns of rows with up to `longest` tokens so that they end before `column`."""
         kept = min(self.visible(longest), self.column)
         capacity = column + spare_columns(column)
         for cache in self.caches:
@@ -71,14 +53,13 @@ class ColumnTrack:
 
     def begin(self, positions_B: NDArray[np.int32], live_B: NDArray[np.bool_], offset_B: mx.array) -> None:
         """Prepare one step in which every row adds one token after the `positions_B` it already has."""
-        held_B = self._in_columns(positions_B)
-        longest = int(held_B[live_B].max())
+        longest = int(positions_B[live_B].max())
         if self.column >= self.capacity:
             self.place(longest, self.visible(longest))
         self.first = self.column + 1 - self.visible(longest + 1)
         self.offset_B = offset_B
-        self._held_B = held_B
-        self._uniform = bool((held_B[live_B] >= self.visible(longest + 1) - 1).all())
+        self._positions_B = positions_B
+        self._uniform = bool((positions_B[live_B] >= self.visible(longest + 1) - 1).all())
         self._masks = {}
 
     def mask(self, window: int | None, *, as_array: bool) -> mx.array | None:
@@ -88,39 +69,21 @@ class ColumnTrack:
         mask to scores in groups of heads, it has one axis more.
         """
         extent = self.column + 1 - self.first
-        self.narrowed = self.narrowed or window is not None
         narrow = window is not None and window < extent
         if self._uniform and not narrow and not as_array:
             return None
         key = window if narrow else None
         if key not in self._masks:
             age_C = mx.arange(extent - 1, -1, -1)
-            mask_B_C = age_C[None] <= mx.array(self._held_B)[:, None]
+            mask_B_C = age_C[None] <= mx.array(self._positions_B)[:, None]
             if key is not None:
                 mask_B_C = mask_B_C & (age_C[None] < key)
             self._masks[key] = mask_B_C.reshape(mask_B_C.shape[0], *[1] * (self._mask_axes - 2), extent)
         return self._masks[key]
 
-    def hidden(self, mask: mx.array | None) -> mx.array | None:
-        """Return `unseen` of a mask, made once for all layers of a step."""
-        if mask is None:
-            return None
-        if self._hidden is None or self._hidden[0] is not mask:
-            self._hidden = mask, unseen(mask)
-        return self._hidden[1]
-
     def end(self) -> None:
         """Finish the step: the column is written."""
         self.column += 1
-
-    def undo(self) -> Callable[[], None]:
-        """Return what takes back the steps begun from here on."""
-        column, capacity = self.column, self.capacity
-
-        def take_back() -> None:
-            self.column, self.capacity = column, capacity
-
-        return take_back
 
 
 def _placed(x: mx.array, start: int, stop: int, column: int, capacity: int) -> mx.array:
@@ -180,15 +143,6 @@ class ColumnCache:
         """Zero a slot: what is not finite would reach later rows through the masked part of a product."""
         self.keys[slot] = 0.0
         self.values[slot] = 0.0
-
-    def undo(self) -> Callable[[], None]:
-        """Return what takes back columns written from here on."""
-        keys, values = self.keys[...], self.values[...]
-
-        def take_back() -> None:
-            self.keys, self.values = keys, values
-
-        return take_back
 
     @property
     def arrays(self) -> list[mx.array]:

@@ -1,10 +1,13 @@
 """The decode engine: continuous batching over mlx-lm's models.
 
+On the CPU backend plain transformers take their steps on the host (`actors.compute.engine.host`).
+
 It knows nothing of threads, queues or HTTP: one thread makes it, submits to it and calls `tick()` while `has_work`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal, Protocol
 
 import mlx.nn as nn
@@ -13,11 +16,15 @@ import structlog
 
 from actors.compute.engine.admission import Admission
 from actors.compute.engine.batch import Batch
+from actors.compute.engine.batch_cache import BatchCache
 from actors.compute.engine.delivery import Delivery
+from actors.compute.engine.host.cache import HostCache
+from actors.compute.engine.host.fits import host_decoder
 from actors.compute.engine.layout import CacheLayout
 from actors.compute.engine.prefill import Prefill
 from actors.compute.engine.probe import probe_batching
 from actors.compute.engine.reading import Reader
+from actors.compute.engine.row_caches import RowCaches
 from actors.compute.engine.rows import Asked, Job, Listener, Row
 from actors.compute.engine.stats import EngineStats
 from actors.compute.engine.step import Reading
@@ -78,7 +85,7 @@ class DecodeEngine:
         self._settings = settings
         layout = CacheLayout(source.model)
         probe_batching(layout)
-        self._batch = Batch(layout, source.tokenizer.eos_ids, source.vocab_size)
+        self._batch = Batch(_maker_of_caches(layout), source.tokenizer.eos_ids, source.vocab_size)
         self._admission = Admission(settings.max_rows, settings.max_cache_tokens)
         self._prefill = Prefill(layout, settings)
         self._delivery = Delivery(source.tokenizer)
@@ -221,7 +228,6 @@ class DecodeEngine:
         `admission_paused`; prompts computed for rows that have not begun are void.
         """
         self._prefill.forget_prefixes()
-        self._batch.forget_ahead()
         if kv_policy == "keep":
             return
         interrupted = self._interrupt() if kv_policy == "recompute" else []
@@ -255,3 +261,8 @@ class DecodeEngine:
             failed=self._delivery.failed,
             listener_errors=self._delivery.listener_errors,
         )
+
+
+def _maker_of_caches(layout: CacheLayout) -> Callable[[int], RowCaches]:
+    decoder = host_decoder(layout)
+    return (lambda rows: BatchCache(layout, rows)) if decoder is None else (lambda rows: HostCache(decoder, rows))

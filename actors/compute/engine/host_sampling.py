@@ -23,9 +23,9 @@ def can_draw_on_host(plan: SamplingPlan) -> bool:
     return plan.penalty_B is None and not plan.top_logprobs and mx.default_device() == mx.Device(mx.cpu)
 
 
-def draw_on_host(logits_B_V: mx.array, uniform_B_2: NDArray[np.float32] | None, plan: SamplingPlan) -> Drawn:
-    """Draw a token per row and report its log-probability, as `sampling.draw` does."""
-    x_B_V = _adjusted(logits_B_V, plan)
+def draw_on_host(x_B_V: NDArray[np.float32], uniform_B_2: NDArray[np.float32] | None, plan: SamplingPlan) -> Drawn:
+    """Draw a token per row and report its log-probability, as `sampling.draw` does; uses up the logits."""
+    _adjust(x_B_V, plan)
     x_B_V -= x_B_V.max(axis=-1, keepdims=True)
     weight_B_V = np.exp(x_B_V)
     if uniform_B_2 is None:
@@ -43,9 +43,8 @@ def draw_on_host(logits_B_V: mx.array, uniform_B_2: NDArray[np.float32] | None, 
     return drawn._replace(supports=Supports(plan.recording.row_R, token_R_K))
 
 
-def _adjusted(logits_B_V: mx.array, plan: SamplingPlan) -> NDArray[np.float32]:
-    """Logits after bias, temperature and filters."""
-    x_B_V = np.array(logits_B_V.astype(mx.float32))
+def _adjust(x_B_V: NDArray[np.float32], plan: SamplingPlan) -> None:
+    """Turn logits into those after bias, temperature and filters."""
     if plan.bias is not None:
         at_B_1 = np.arange(len(x_B_V))[:, None]
         np.add.at(x_B_V, (at_B_1, np.array(plan.bias.token_B_K)), np.array(plan.bias.value_B_K))
@@ -53,7 +52,6 @@ def _adjusted(logits_B_V: mx.array, plan: SamplingPlan) -> NDArray[np.float32]:
         x_B_V *= np.array(plan.inverse_temperature_B)[:, None]
     if plan.filters is not None:
         filter_on_host(x_B_V, plan.filters)
-    return x_B_V
 
 
 def _choose(

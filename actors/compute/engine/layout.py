@@ -41,9 +41,7 @@ PromptState = tuple[tuple[mx.array, ...], ...]
 class CacheLayout:
     """The caches of one model, read off a forward pass of one token that is never evaluated.
 
-    mask_axes, shares_prompts: settled by `probe_batching`. attends: whether caches of running rows compute attention
-    themselves, as on the CPU backend; shares_prompts: whether they may hold a prompt once for several rows.
-    Raises ModelError for a kind of cache that rows cannot share a batch with.
+    mask_axes: settled by `probe_batching`. Raises ModelError for a kind of cache that rows cannot share a batch with.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -51,8 +49,6 @@ class CacheLayout:
         cache = self.fresh()
         model(mx.zeros((1, 1), dtype=mx.int32), cache=cache)
         self.mask_axes = 4
-        self.attends = mx.default_device() == mx.Device(mx.cpu)
-        self.shares_prompts = False
         self.leaves = tuple(_leaf(c) for c in flatten(cache))
         self._nested = tuple(len(c.caches) if isinstance(c, CacheList) else 0 for c in cache)
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 
-from actors.compute.attention import let_caches_attend
-from actors.compute.engine.attending_cache import AttendingCache
-from actors.compute.engine.batch_cache import BatchCache, Incoming
+from actors.compute.engine.batch_cache import BatchCache
 from actors.compute.engine.layout import AttentionLeaf, CacheLayout
+from actors.compute.engine.row_caches import Arrival
 from protocols.errors import ModelError
 
 MASK_AXES = (4, 5)
@@ -16,37 +15,27 @@ MASK_AXES = (4, 5)
 
 
 def probe_batching(layout: CacheLayout) -> None:
-    """Build, without evaluating it, a step of rows of different lengths; settle what the layout leaves open.
+    """Build, without evaluating it, a step of rows of different lengths; settle the shape of the model's masks.
 
-    That is the shape of the model's masks, and whether rows may share prompts: where every layer that sees all tokens
-    leaves attention to its cache. Raises ModelError if the model cannot take it.
+    Raises ModelError if the model cannot take it.
     """
-    let_caches_attend()
     heads = max((leaf.key_shape[0] for leaf in layout.leaves if isinstance(leaf, AttentionLeaf)), default=1)
     reason: Exception | None = None
     for layout.mask_axes in MASK_AXES:
         try:
-            shape, cache = _step(layout, rows=heads + 1)  # as many rows as heads would hide a mask on the wrong axis
+            shape = _step_shape(layout, rows=heads + 1)  # as many rows as heads would hide a mask on the wrong axis
         except ValueError as error:
             reason = error
             continue
         if shape[:2] == (heads + 1, 1):
-            layout.shares_prompts = _may_share(cache)
             return
     raise ModelError(f"this model cannot decode several sequences at once: {reason}")
 
 
-def _step(layout: CacheLayout, rows: int) -> tuple[tuple[int, ...], BatchCache]:
+def _step_shape(layout: CacheLayout, rows: int) -> tuple[int, ...]:
     cache = BatchCache(layout, rows)
     positions_B, live_B = np.arange(rows, dtype=np.int32) % 3, np.ones(rows, dtype=np.bool_)
-    cache.make_room(positions_B, live_B, Incoming(2, 2))
+    cache.make_room(positions_B, live_B, [Arrival(rows=1, tokens=2, state=None)])
     cache.begin(positions_B, live_B)
     logits: mx.array = layout.model(mx.zeros((rows, 1), dtype=mx.int32), cache=cache.nested)
-    return tuple(logits.shape), cache
-
-
-def _may_share(cache: BatchCache) -> bool:
-    full = cache.tracks.get(None)
-    if full is None or full.narrowed:
-        return False
-    return all(isinstance(layer, AttendingCache) and layer.attended for layer in full.caches)
+    return tuple(logits.shape)

@@ -10,7 +10,7 @@ from mlx_lm.models import qwen3
 from mlx_lm.tuner.lora import LoRALinear
 
 from actors.compute.cpu.gates import swiglu
-from actors.compute.cpu.layers import suit
+from actors.compute.cpu.layers import on_cpu, suit
 from actors.compute.cpu.low_rank import LowRankLinear
 from actors.compute.cpu.norms import Norm
 
@@ -77,6 +77,29 @@ def test_gates_of_loaded_models_change_for_all_of_them() -> None:
     """Serving and training call one function, which is mlx-lm's by name."""
     suit(Two())
     assert vars(qwen3)["swiglu"] is swiglu
+
+
+@pytest.mark.skipif(not on_cpu(), reason="on a GPU weights stay as they are")
+def test_frozen_linear_weights_are_laid_out_by_inputs() -> None:
+    """Those under an adapter too: the weights of an input lie side by side, and their values are the same."""
+    model = nn.Sequential(nn.Linear(6, 4), Two().low_rank)
+    frozen: list[nn.Linear] = [model.layers[0], model.layers[1].linear]
+    for layer in frozen:
+        layer.freeze()
+    before = [np.array(layer.weight) for layer in frozen]
+    suit(model)
+    for layer, weight in zip(frozen, before, strict=True):
+        assert np.array(layer.weight, copy=False).strides == (4, 4 * layer.weight.shape[0])
+        np.testing.assert_array_equal(np.array(layer.weight), weight)
+
+
+def test_linear_weights_that_are_trained_are_left_alone() -> None:
+    """They are replaced at every update."""
+    layer = nn.Linear(6, 4)
+    weight = layer.weight
+    suit(layer)
+    assert layer.weight is weight
+    assert np.array(weight, copy=False).strides == (4 * 6, 4)
 
 
 def test_on_a_gpu_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
+from actors.compute.engine.host.decoder import HostDecoder
 from protocols.sampling import CompletionDone, SampleEvent, SampleRequest, Sampling
 from tests.compute.engine.asking import FREE, GREEDY, Answer, alone, ask, make_engine, prompt_of, run, tick_until
 from tests.models import tiny_source
@@ -93,6 +94,7 @@ def test_a_decode_step_that_raises_fails_the_running_requests_and_the_engine_goe
 
     with monkeypatch.context() as broken:
         broken.setattr(type(source.model), "__call__", refuse)
+        broken.setattr(HostDecoder, "logits", refuse)
         engine.tick()
     assert len(lost.failures) == 1
     assert "device lost" in lost.failures[0]

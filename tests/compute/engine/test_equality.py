@@ -14,7 +14,7 @@ from tests.models import ARCHITECTURES, tiny_source
 def drawn_every_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every test here runs with steps read at once, every prompt held once or once per row; and as on a GPU."""
     shared = request.param == "drawn by the host, prompts shared"
-    monkeypatch.setattr("actors.compute.engine.batch_cache.WORTH_SHARING", 1 if shared else 10**9)
+    monkeypatch.setattr("actors.compute.engine.host.cache.WORTH_SHARING", 1 if shared else 10**9)
     if request.param == "drawn on the device":
         monkeypatch.setattr("actors.compute.engine.batch.can_draw_on_host", lambda plan: False)
 

@@ -1,4 +1,4 @@
-"""Rows with the same prompt hold it once, and draw what they would draw with a copy each."""
+"""Rows with the same prompt hold it once on the host, and draw what they would draw with a copy each."""
 
 from __future__ import annotations
 
@@ -6,57 +6,42 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from actors.compute.engine.batch_cache import BatchCache, Incoming
-from actors.compute.engine.layout import CacheLayout
-from actors.compute.engine.partial_attention import attend_to, united, unseen
-from actors.compute.engine.probe import probe_batching
-from actors.compute.engine.shared_prompts import SharedPrompts
+from actors.compute.engine.host.cache import NONE, WORTH_SHARING
+from actors.compute.engine.row_caches import Arrival
 from protocols.sampling import Sampling
 from tests.compute.engine.asking import ask, make_engine, prompt_of, run, tick_until, twin_logprobs
-from tests.models import tiny_source
+from tests.compute.engine.host.plain_models import PLAIN, Rows, arrival_of, needs_cpu, plain_source
 
 LONG = Sampling(max_tokens=40, ignore_eos=True)
 
 
-def test_attention_over_two_sets_of_keys_unites_to_attention_over_both() -> None:
-    """Softmax over all keys is the weighted mean of softmaxes over some, also where one set hides keys."""
-    queries, keys, values = (mx.random.normal((2, 3, n, 8), key=mx.random.key(n)) for n in (4, 11, 11))
-    seen = mx.arange(11) != 2
-    one = attend_to(queries, keys[:, :, :5], values[:, :, :5], unseen(seen[:5]))
-    other = attend_to(queries, keys[:, :, 5:], values[:, :, 5:], None)
-    whole = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=1.0, mask=seen)
-    np.testing.assert_allclose(np.array(united(one, other)), np.array(whole), atol=1e-6)
-
-
+@needs_cpu
 def test_a_group_holds_its_prompt_once() -> None:
     """Buffers of eight rows over a prompt of 200 tokens hold far fewer tokens than eight copies would."""
     engine = make_engine()
     ask(engine, prompt_of(200), LONG, range(8))
     tick_until(engine, lambda: engine.running == 8)
-    assert 200 < engine.stats().cache_tokens < 8 * 200
+    assert 199 < engine.stats().cache_tokens < 8 * 199
 
 
+@needs_cpu
 def test_rows_alone_with_their_prompt_hold_it_in_columns() -> None:
-    """Sharing with nobody spares nothing, so nothing is shared."""
-    cache = BatchCache(_probed("qwen3"), 1)
-    assert not cache.worth_sharing(1, 10_000)
-    assert cache.worth_sharing(2, 10_000)
+    """Sharing with nobody spares nothing, and sharing little spares less than it costs."""
+    rows = Rows(plain_source("qwen3").model, 6)
+    rows.enter([0], prompt_of(200))
+    rows.enter([1, 2], prompt_of(WORTH_SHARING))
+    assert rows.cache.prompt_B.tolist() == [NONE] * 6
+    assert rows.cache.tokens == 6 * rows.cache.capacity >= 6 * 200
+    rows.enter([3, 4, 5], prompt_of(1 + WORTH_SHARING // 2))
+    assert (rows.cache.prompt_B == NONE).tolist() == [True] * 3 + [False] * 3
+    assert rows.cache.tokens == 6 * rows.cache.capacity + WORTH_SHARING // 2
+    rows.check_step()
 
 
-@pytest.mark.parametrize(
-    ("architecture", "shares"), [("qwen3", True), ("llama", True), ("gemma2", False), ("gemma3_text", True)]
-)
-def test_prompts_are_shared_where_full_layers_leave_attention_to_their_cache(architecture: str, shares: bool) -> None:
-    """A model that computes attention itself, such as gemma2, keeps a copy per row; windows never share."""
-    layout = _probed(architecture)
-    assert layout.shares_prompts is shares
-    tracks = BatchCache(layout, 2).tracks
-    assert all(track.shared is None for window, track in tracks.items() if window is not None)
-
-
-def test_groups_come_and_go_and_every_row_draws_what_its_own_forward_pass_gives() -> None:
+@pytest.mark.parametrize("architecture", PLAIN)
+def test_groups_come_and_go_and_every_row_draws_what_its_own_forward_pass_gives(architecture: str) -> None:
     """Groups of different sizes and prompts join while others leave rows, gaps and prompts behind."""
-    source = tiny_source()
+    source = plain_source(architecture)
     engine = make_engine(source, max_rows=24)
     asked = []
     for i, (length, rows) in enumerate([(150, 6), (40, 5), (90, 1), (150, 7), (33, 9), (201, 3), (64, 8)]):
@@ -66,47 +51,86 @@ def test_groups_come_and_go_and_every_row_draws_what_its_own_forward_pass_gives(
         for _ in range(4):
             engine.tick()
     run(engine)
+    assert sum(len(answer.completions) for _, _, answer in asked) == 39
     for prompt, sampling, answer in asked:
         for completion in answer.completions:
             twin = twin_logprobs(source.model, prompt, completion, sampling)
             np.testing.assert_allclose(completion.logprobs, twin, atol=1e-4)
 
 
-def test_a_prompt_that_no_row_has_any_more_gives_its_place_to_the_next() -> None:
-    """Prompts do not pile up while groups replace each other in the same slots."""
-    shared = SharedPrompts(4)
-    assert shared.enter([0, 1], 7) == 0
-    assert shared.enter([2, 3], 9) == 1
-    assert shared.enter([0, 1], 5) == 0
-    assert shared.length_F.tolist() == [5, 9]
-    assert shared.tokens_B.tolist() == [5, 5, 9, 9]
+@needs_cpu
+def test_a_prompt_that_no_row_has_any_more_is_forgotten() -> None:
+    """Prompts do not pile up while groups replace each other in the same slots, nor when their rows leave."""
+    rows = Rows(plain_source("qwen3").model, 4)
+
+    def shared() -> int:
+        return rows.cache.tokens - rows.cache.rows * rows.cache.capacity
+
+    rows.enter([0, 1], prompt_of(151))
+    assert shared() == 150
+    rows.enter([2, 3], prompt_of(171, 1))
+    assert shared() == 150 + 170
+    rows.enter([0, 1], prompt_of(131, 2))
+    assert shared() == 130 + 170
+    rows.enter([2], prompt_of(5, 3))
+    assert shared() == 130 + 170
+    rows.check_step()
+    rows.take([0, 1, 2])
+    assert shared() == 130
+    rows.check_step()
 
 
-def test_rows_that_are_kept_take_only_their_prompts_along() -> None:
-    """Compaction numbers the prompts anew and says which they were."""
-    shared = SharedPrompts(6)
-    for slots, tokens in (([0, 1], 7), ([2, 3], 9), ([4], 11)):
-        shared.enter(slots, tokens)
-    assert shared.take([2, 4, 5]).tolist() == [1, 2]
-    assert shared.prompt_B.tolist() == [0, 1, -1]
-    assert shared.length_F.tolist() == [9, 11]
+@needs_cpu
+def test_rows_that_are_kept_keep_their_prompts() -> None:
+    """Whichever slots they move to, in whatever order, and also where neighbours of one prompt are torn apart."""
+    rows = Rows(plain_source("qwen3").model, 8)
+    rows.enter([0, 1, 2], prompt_of(151))
+    rows.enter([3, 4], prompt_of(181, 1))
+    rows.enter([5], prompt_of(40, 2))
+    rows.enter([6, 7], prompt_of(141, 3))
+    rows.check_step()
+    rows.take([7, 0, 5, 2, 4])
+    first, second, *_ = rows.cache.prompt_B.tolist()
+    assert rows.cache.prompt_B.tolist()[2:4] == [NONE, second]
+    assert first != second
+    rows.check_step()
+    rows.cache.grow(2)
+    rows.tokens += [(0,), (0,)]
+    rows.live_B = np.append(rows.live_B, [False, False])
+    rows.enter([5, 6], prompt_of(161, 4))
+    rows.check_step()
+    rows.check_step()
 
 
-def test_what_a_prompt_leaves_behind_does_not_reach_a_shorter_one_in_its_place() -> None:
-    """Keys that are not finite would come through the hidden part of a product: they are overwritten."""
-    layout = _probed("qwen3")
-    cache = BatchCache(layout, 2)
-    cache.make_room(np.zeros(2, np.int32), np.zeros(2, np.bool_), Incoming(9, 0))
-    for tokens, value in ((9, mx.nan), (4, 1.0)):
-        state = tuple(
-            (mx.full((1, *leaf.key_shape[:1], tokens, leaf.key_shape[1]), value),) * 2  # type: ignore[union-attr]
-            for leaf in layout.leaves
-        )
-        cache.share([0, 1], state, tokens)
-    assert all(bool(mx.isfinite(array).all()) for array in cache.arrays)
+@needs_cpu
+def test_what_is_not_finite_in_a_cleared_slot_does_not_reach_the_next_row() -> None:
+    """It would come through the hidden part of a product: zero times what is not a number is none either."""
+    rows = Rows(plain_source("qwen3").model, 2)
+    rows.enter([0], prompt_of(10))
+    rows.put([1], prompt_of(10, 1), poisoned(rows, 10))
+    rows.check_step(but=[1])
+    rows.cache.clear(1)
+    rows.enter([1], prompt_of(4, 2))
+    rows.check_step()
 
 
-def _probed(architecture: str) -> CacheLayout:
-    layout = CacheLayout(tiny_source(architecture).model)
-    probe_batching(layout)
-    return layout
+@needs_cpu
+def test_a_prompt_that_is_not_finite_stays_with_its_rows() -> None:
+    """Other groups of the same step do not see it, nor do rows that follow in its cleared slots."""
+    rows = Rows(plain_source("qwen3").model, 5)
+    rows.enter([0, 1], prompt_of(141))
+    rows.put([2, 3], prompt_of(151, 1), poisoned(rows, 151, 2))
+    rows.enter([4], prompt_of(10, 2))
+    rows.check_step(but=[2, 3])
+    for slot in (2, 3):
+        rows.cache.clear(slot)
+    rows.enter([2], prompt_of(7, 3))
+    rows.enter([3], prompt_of(1, 4))
+    rows.check_step()
+
+
+def poisoned(rows: Rows, length: int, wanted: int = 1) -> Arrival:
+    """A prompt whose computation overflowed."""
+    arrival = arrival_of(rows.layout, prompt_of(length), wanted)
+    assert arrival.state
+    return arrival._replace(state=tuple(tuple(array * mx.nan for array in arrays) for arrays in arrival.state))
