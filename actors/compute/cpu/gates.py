@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import cast
 
 import mlx.core as mx
@@ -18,22 +17,26 @@ def swiglu(gate: mx.array, up: mx.array) -> mx.array:
     if gate.dtype != mx.float32 or up.dtype != mx.float32:
         usual: mx.array = original(gate, up)
         return usual
-    return cast(Sequence[mx.array], _gated(gate, up))[0]
+    return cast(mx.array, _gated(gate, up))
 
 
 @mx.custom_function
-def _gated(gate: mx.array, up: mx.array) -> tuple[mx.array, mx.array]:
-    """The product, and the logistic function of the gate."""
-    share = mx.reciprocal(1.0 + exp(-gate))
-    return gate * share * up, share
+def _gated(gate: mx.array, up: mx.array) -> mx.array:
+    return gate * _share(gate) * up
 
 
 @_gated.vjp
-def _gradient(
-    primals: tuple[mx.array, mx.array], cotangents: Sequence[mx.array], found: Sequence[mx.array]
-) -> tuple[mx.array, mx.array]:
-    """With s the logistic function and y = gate s: d y / d gate = s + y (1 - s)."""
+def _gradient(primals: tuple[mx.array, mx.array], cotangent: mx.array, found: mx.array) -> tuple[mx.array, mx.array]:
+    """With s the logistic function and y = gate s: d y / d gate = s + y (1 - s).
+
+    s is computed anew: keeping it from the forward pass takes as much memory as the gate, and spares little time.
+    """
     gate, up = primals
-    cotangent, share = cotangents[0], found[1]
+    share = _share(gate)
     silu = gate * share
     return cotangent * up * (share + silu * (1.0 - share)), cotangent * silu
+
+
+def _share(gate: mx.array) -> mx.array:
+    """The logistic function."""
+    return mx.reciprocal(1.0 + exp(-gate))

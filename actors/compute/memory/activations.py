@@ -4,7 +4,7 @@ Per padded token a block keeps, until its own backward pass: the input of every 
 where layers share it), the output of every linear layer, and once more those outputs that do not return to the
 residual stream, because what follows them (activation function and gate, norm, rotation) keeps its result as well;
 and a row of attention probabilities per head. For a gated MLP of width I in a stream of width D with queries Q and
-keys and values K each, that is 4 D + 5 I + 3 Q + 4 K + heads x sequence numbers; and 4 D + 4 I + 3 Q + 3 K + heads x
+keys and values K each, that is 4 D + 5 I + 3 Q + 4 K + heads x sequence numbers; and 4 D + 3 I + 3 Q + 3 K + heads x
 sequence in float32 on the CPU backend, whose gradients are in closed form (`actors.compute.cpu`). An adapter is
 float32: beside a narrower base each of its layers keeps a float32 copy of its input. DoRA keeps the outputs of its
 layers once more, and works on whole weights.
@@ -31,7 +31,7 @@ from actors.compute.memory.micro_batch import MicroBatchShape
 TO_RESIDUAL = ("o_proj", "out_proj", "down_proj", "c_proj", "dense", "dense_4h_to_h", "wo", "w2", "fc2")
 """Last names of linear layers whose output is added to the residual stream."""
 
-KEPT_ONCE = ("v_proj", "up_proj")
+KEPT_ONCE = ("v_proj", "gate_proj", "up_proj")
 """Last names of linear layers whose output the CPU backend keeps once: what is made of it is not kept, or counted."""
 
 EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "top_k_experts", "moe_topk")
