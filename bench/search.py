@@ -1,11 +1,14 @@
-"""The best settings of mlx-lm-lora's GRPO for the task of profile local-m3, by coordinate search.
+"""The best settings for the task of profile local-m3, mlx-lm-lora's GRPO's and ours, by coordinate search.
 
-    python -m bench search [--seeds 3] [--out bench/results/search.jsonl]
+    python -m bench search [--of clotho] [--seeds 3] [--out bench/results/search.jsonl]
 
-From two starts, the settings of local-m3 and the library's own defaults, one setting after the other is varied and the
-best value kept. Ranked by seconds of processor time of training until greedy accuracy on all held-out problems reaches
-0.9, the mean over seeds: unlike seconds on the wall, they mean the same on a machine that is shared. A run that
-has not reached it after 10 such seconds is given up, and its settings come behind all that have.
+One setting after the other is varied and the best value kept. mlx-lm-lora's start from the settings of local-m3, and
+again from the library's own defaults; they are ranked by seconds of processor time of training until greedy accuracy on
+all held-out problems reaches 0.9, the mean over seeds: unlike seconds on the wall, they mean the same on a machine that
+is shared. Ours start from a constant rate that one update can do with, and are ranked by seconds on the wall, on a
+machine that does nothing else: what is asynchronous takes processor time for what comes after. A run that has not
+reached the target in 10 such seconds, or in four updates of ours, is given up, and its settings come behind all that
+have.
 """
 
 from __future__ import annotations
@@ -16,17 +19,28 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from msgspec import Struct
+
 from bench.contenders.process import Answers, Contender, running
 from bench.fingerprint import fingerprint
-from bench.measurement import Measurement, results_path, write
+from bench.measurement import Measurement, read, results_path, write
 
 NAME = "search"
 TARGET, LIMIT = 0.9, 10.0
-CONTENDER = Contender(name="mlx-lm-lora", module="bench.contenders.mlx_lm_lora_train", foreign=True)
 
 Settings = dict[str, str | int | float]
 
-OURS: Settings = {
+
+class Subject(Struct, frozen=True, kw_only=True):
+    """Whose settings are searched. cost: the metric that ranks them. choices: what is varied, in this order."""
+
+    contender: Contender
+    cost: str
+    starts: tuple[Settings, ...]
+    choices: tuple[tuple[Settings, ...], ...]
+
+
+OF_THE_PROFILE: Settings = {
     "learning_rate": 1e-3,
     "batch_size": 16,
     "group_size": 8,
@@ -39,7 +53,7 @@ OURS: Settings = {
     "top_k": 0,
     "optimizer": "adam",
 }
-THEIRS: Settings = {
+OF_THE_LIBRARY: Settings = {
     "learning_rate": 1e-5,
     "batch_size": 4,
     "group_size": 4,
@@ -52,7 +66,7 @@ THEIRS: Settings = {
     "top_k": 20,
     "optimizer": "adam",
 }
-CHOICES: tuple[tuple[Settings, ...], ...] = (
+THEIR_CHOICES: tuple[tuple[Settings, ...], ...] = (
     tuple({"learning_rate": rate} for rate in (1e-4, 3e-4, 1e-3, 2e-3, 4e-3)),
     tuple({"batch_size": size} for size in (4, 8, 16, 32)),
     tuple({"group_size": size} for size in (4, 8, 16)),
@@ -66,28 +80,61 @@ CHOICES: tuple[tuple[Settings, ...], ...] = (
     ({"temperature": 1.0, "top_p": 1.0, "top_k": 0}, {"temperature": 0.8, "top_p": 0.95, "top_k": 20}),
     ({"optimizer": "adam"}, {"optimizer": "adamw"}),
 )
-"""What is varied, in this order.
+"""The learning rate is varied once more after the sizes, which it depends on, and then how 32 and 16 completions are
+divided into groups: the library decodes as many at once as it has prompts in a batch."""
 
-The learning rate is varied once more after the sizes, which it depends on, and then how 32 and 16 completions are
-divided into groups: the library decodes as many at once as it has prompts in a batch.
-"""
+BOLD: Settings = {
+    "profile": "arithmetic",
+    "updates": 4,
+    "schedule": "constant",
+    "warmup_steps": 0,
+    "learning_rate": 6e-3,
+    "batch_size": 4,
+    "group_size": 4,
+    "asynchronous": "false",
+}
+RATES = tuple[Settings, ...]({"learning_rate": rate} for rate in (3e-3, 4e-3, 6e-3, 8e-3, 1e-2))
+OUR_CHOICES: tuple[tuple[Settings, ...], ...] = (
+    RATES,
+    tuple(
+        {"batch_size": batch, "group_size": group} for batch, group in ((2, 4), (2, 8), (4, 4), (4, 8), (8, 2), (8, 4))
+    ),
+    RATES,
+    tuple({"temperature": temperature} for temperature in (0.8, 1.0, 1.2)),
+    ({"asynchronous": "false"}, {"asynchronous": "true"}),
+)
+
+SUBJECTS = {
+    "mlx-lm-lora": Subject(
+        contender=Contender(name="mlx-lm-lora", module="bench.contenders.mlx_lm_lora_train", foreign=True),
+        cost="processor_seconds",
+        starts=(OF_THE_PROFILE, OF_THE_LIBRARY),
+        choices=THEIR_CHOICES,
+    ),
+    "clotho": Subject(
+        contender=Contender(name="clotho", module="bench.contenders.clotho_train"),
+        cost="seconds",
+        starts=(BOLD,),
+        choices=OUR_CHOICES,
+    ),
+}
 
 
 class Search:
     """Tries settings, each once."""
 
-    def __init__(self, answers: Answers, seeds: int, command: str) -> None:
-        self._answers, self._seeds, self._command = answers, seeds, command
+    def __init__(self, answers: Answers, subject: Subject, seeds: int, command: str) -> None:
+        self._answers, self._subject, self._seeds, self._command = answers, subject, seeds, command
         self.tried: list[tuple[Settings, list[dict[str, float]]]] = []
 
     def cost(self, settings: Settings) -> float:
-        """Processor seconds to the target, the mean over the seeds; a run that fails costs the limit."""
+        """Seconds to the target, the mean over the seeds; a run that fails costs the limit."""
         runs = next((runs for earlier, runs in self.tried if earlier == settings), None)
         if runs is None:
             runs = self._runs(settings)
             self.tried.append((settings, runs))
-            sys.stderr.write(f"search: {cost_of(runs):8.2f} {settings} {runs}\n")
-        return cost_of(runs)
+            sys.stderr.write(f"search: {cost_of(runs, self._subject.cost):8.3f} {settings} {runs}\n")
+        return cost_of(runs, self._subject.cost)
 
     def _runs(self, settings: Settings) -> list[dict[str, float]]:
         case = settings | {"target": TARGET, "limit": LIMIT}
@@ -99,13 +146,13 @@ class Search:
                     break
         except RuntimeError as error:
             sys.stderr.write(f"search: {settings}: {error}\n")
-            runs.append({"processor_seconds": LIMIT, "accuracy": 0.0, "updates": 0})
+            runs.append({self._subject.cost: LIMIT, "accuracy": 0.0, "updates": 0})
         return runs
 
     def descend(self, settings: Settings) -> Settings:
         """Vary one setting after the other."""
         self.cost(settings)
-        for choices in CHOICES:
+        for choices in self._subject.choices:
             settings = min((settings | choice for choice in choices), key=self.cost)
         return settings
 
@@ -115,38 +162,42 @@ class Search:
             Measurement(
                 question=NAME,
                 case=settings,
-                contender=CONTENDER.name,
+                contender=self._subject.contender.name,
                 metric=metric,
                 unit=unit,
-                better="lower" if metric == "processor_seconds" else "higher",
+                better="higher" if metric == "accuracy" else "lower",
                 values=[run[metric] for run in runs],
                 semantics=self._answers.semantics,
                 versions=self._answers.versions,
                 command=self._command,
                 fingerprint=fingerprint(),
             )
-            for settings, runs in sorted(self.tried, key=lambda one: cost_of(one[1]))
-            for metric, unit in (("processor_seconds", "s"), ("accuracy", "share"))
+            for settings, runs in sorted(self.tried, key=lambda one: cost_of(one[1], self._subject.cost))
+            for metric, unit in ((self._subject.cost, "s"), ("accuracy", "share"))
         ]
 
 
-def cost_of(runs: Sequence[dict[str, float]]) -> float:
+def cost_of(runs: Sequence[dict[str, float]], metric: str) -> float:
     """The mean over the seeds, where all of them reached the target; what was given up comes behind all others."""
     given_up = runs[-1]["accuracy"] < TARGET
-    return LIMIT + runs[-1]["processor_seconds"] if given_up else statistics.mean(r["processor_seconds"] for r in runs)
+    return LIMIT + runs[-1][metric] if given_up else statistics.mean(run[metric] for run in runs)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Search from both starts; replace the file of results by what was tried."""
+    """Search from every start; replace what the file of results has of this contender."""
     parser = argparse.ArgumentParser(prog="python -m bench search", description=__doc__)
+    parser.add_argument("--of", choices=list(SUBJECTS), default="mlx-lm-lora")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--out", type=Path, default=results_path(NAME))
     chosen = parser.parse_args(argv)
-    with running(CONTENDER) as answers:
-        search = Search(answers, chosen.seeds, "python -m bench search")
-        for start in (OURS, THEIRS):
+    subject = SUBJECTS[chosen.of]
+    others = [one for one in read(chosen.out) if one.contender != chosen.of] if chosen.out.exists() else []
+    command = "python -m bench search" + ("" if chosen.of == "mlx-lm-lora" else f" --of {chosen.of}")
+    with running(subject.contender) as answers:
+        search = Search(answers, subject, chosen.seeds, command)
+        for start in subject.starts:
             search.descend(start)
-            write(chosen.out, search.measurements())
+            write(chosen.out, [*others, *search.measurements()])
     best = search.measurements()[0]
-    sys.stdout.write(f"{best.case}: {best.median:.1f} s of processor time\n")
+    sys.stdout.write(f"{best.case}: {best.median:.3f} {best.unit}, {best.metric}\n")
     return 0

@@ -7,11 +7,11 @@ counted are seconds of training: no loading, and no evaluation, which happens wi
 A repeat is a seed, the same for all.
 
 until 0.9: seconds until greedy accuracy on all 512 held-out problems, measured after every update, reaches 0.9.
-mlx-lm-lora has the best settings that `bench.search` found, and TRL the same; as Adam in MLX does not correct its bias
-by default, TRL's rate is three times as high, which makes the same first step. We have that rate too, with 4 groups of
-4, for with 8 of 2 two seeds of three went wrong. At such rates one update of 16 completions is enough: this says what a
-first update takes, and little about training. `clotho, as shipped` is the profile with its own settings, which warm up
-over five updates; it ends after twelve. Both rivals are also run with two threads for their matrix products.
+mlx-lm-lora and we have the best settings that `bench.search` found of each, TRL those of mlx-lm-lora; as Adam in MLX
+does not correct its bias by default, TRL's rate is three times as high, which makes the same first step. Ours are
+synchronous; `clotho, asynchronous` has the same otherwise. At such rates one update of 16 completions is enough: this
+says what a first update takes, and little about training. `clotho, as shipped` is the profile with its own settings,
+which warm up over five updates; it ends after twelve. All but that are also run with two threads for matrix products.
 equal work: 20 updates of 16 groups of 8 at rate 1e-3, in seconds, whatever becomes of the policy. Lengths follow the
 policy, so completions are equal in number, and only about equal in tokens.
 long tail: completions whose lengths are lognormal, with the median and the mean of the policy's own, each judged for
@@ -37,9 +37,10 @@ NAME = "wall_clock"
 COMMAND = "python -m bench wall_clock"
 PROGRAM = "bench.contenders.clotho_train"
 TUNED = (
-    "--learner.batch-size 4 --sampling.group-size 4 --learner.learning-rate 0.006 "
+    "--learner.batch-size 4 --sampling.group-size 4 --learner.learning-rate 0.01 "
     "--learner.warmup-steps 0 --learner.schedule constant --steps 8"
 )
+SYNCHRONOUS = "--async false"
 METRICS = (
     Metric(name="seconds", unit="s", better="lower"),
     Metric(name="updates", unit="updates", better="lower"),
@@ -68,21 +69,22 @@ TRL = Contender(name="trl", module="bench.contenders.trl_train", foreign=True, e
 TRL_2 = replace(TRL, name="trl, 2 threads", environment=OFFLINE | {"TRL_BENCH_THREADS": "2"})
 
 
-def ours(name: str, flags: str) -> Contender:
-    """Our program with more of the command line."""
-    return Contender(name=name, module=PROGRAM, environment={FLAGS: flags})
+def ours(name: str, flags: str, **environment: str) -> Contender:
+    """Our program with more of the command line, and of the environment."""
+    return Contender(name=name, module=PROGRAM, environment={FLAGS: flags, **environment})
 
 
 UNTIL_CONTENDERS = (
-    ours("clotho", TUNED),
-    ours("clotho, synchronous", f"{TUNED} --async false"),
+    ours("clotho", f"{TUNED} {SYNCHRONOUS}"),
+    ours("clotho, 2 threads", f"{TUNED} {SYNCHRONOUS}", MKL_NUM_THREADS="2"),
+    ours("clotho, asynchronous", TUNED),
     ours("clotho, as shipped", "--steps 12"),
     MLX_LM_LORA,
     MLX_LM_LORA_2,
     TRL,
     TRL_2,
 )
-BOTH_WAYS = (ours("clotho", ""), ours("clotho, synchronous", "--async false"))
+BOTH_WAYS = (ours("clotho", ""), ours("clotho, synchronous", SYNCHRONOUS))
 
 
 def measure(*, repeats: int, quick: bool) -> list[Measurement]:

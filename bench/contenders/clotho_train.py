@@ -23,6 +23,10 @@ OPTIONS = {
     "batch_size": "--learner.batch-size",
     "group_size": "--sampling.group-size",
     "learning_rate": "--learner.learning-rate",
+    "warmup_steps": "--learner.warmup-steps",
+    "schedule": "--learner.schedule",
+    "temperature": "--sampling.temperature",
+    "asynchronous": "--async",
 }
 """Flags of those keys that a case may have."""
 

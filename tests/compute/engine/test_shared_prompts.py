@@ -6,13 +6,22 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from actors.compute.engine.host.cache import NONE, WORTH_SHARING
+from actors.compute.engine.host.cache import NONE
 from actors.compute.engine.row_caches import Arrival
 from protocols.sampling import Sampling
 from tests.compute.engine.asking import ask, make_engine, prompt_of, run, tick_until, twin_logprobs
 from tests.compute.engine.host.plain_models import PLAIN, Rows, arrival_of, needs_cpu, plain_source
 
 LONG = Sampling(max_tokens=40, ignore_eos=True)
+
+SPARED = 128
+"""Copies of prompt tokens that are worth sharing here, whatever was measured."""
+
+
+@pytest.fixture(autouse=True)
+def worth_sharing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many tokens as these tests count on."""
+    monkeypatch.setattr("actors.compute.engine.host.cache.WORTH_SHARING", SPARED)
 
 
 @needs_cpu
@@ -29,12 +38,12 @@ def test_rows_alone_with_their_prompt_hold_it_in_columns() -> None:
     """Sharing with nobody spares nothing, and sharing little spares less than it costs."""
     rows = Rows(plain_source("qwen3").model, 6)
     rows.enter([0], prompt_of(200))
-    rows.enter([1, 2], prompt_of(WORTH_SHARING))
+    rows.enter([1, 2], prompt_of(SPARED))
     assert rows.cache.prompt_B.tolist() == [NONE] * 6
     assert rows.cache.tokens == 6 * rows.cache.capacity >= 6 * 200
-    rows.enter([3, 4, 5], prompt_of(1 + WORTH_SHARING // 2))
+    rows.enter([3, 4, 5], prompt_of(1 + SPARED // 2))
     assert (rows.cache.prompt_B == NONE).tolist() == [True] * 3 + [False] * 3
-    assert rows.cache.tokens == 6 * rows.cache.capacity + WORTH_SHARING // 2
+    assert rows.cache.tokens == 6 * rows.cache.capacity + SPARED // 2
     rows.check_step()
 
 

@@ -20,8 +20,8 @@ from actors.compute.engine.host.layers import seen
 from actors.compute.engine.host.products import Floats
 from actors.compute.engine.row_caches import Arrival
 
-WORTH_SHARING = 128
-"""Copies of prompt tokens that sharing must spare: below, more products a layer cost more than they save."""
+WORTH_SHARING = 256
+"""Copies of prompt tokens that sharing must spare: below, it was no faster, for it takes more products."""
 
 NONE = -1
 
