@@ -10,6 +10,7 @@ import structlog
 
 from actors.compute.engine import DecodeEngine
 from actors.compute.executor import ComputeExecutor
+from actors.compute.logprobs import TeacherForcing
 from actors.compute.parity import ParityReport, probe
 from actors.compute.policy import Policy
 from actors.runtime.ends import Inbox
@@ -55,6 +56,7 @@ class Broadcaster:
         self._settings, self._temperature = settings, temperature
         self._sample = _split(probe_prompt, settings.probe_tokens)
         self._swap_seconds: deque[float] = deque(maxlen=REMEMBERED_SWAPS)
+        self._forcing: TeacherForcing | None = None
         self.largest_drift = 0.0
 
     async def run(self) -> None:
@@ -102,9 +104,7 @@ class Broadcaster:
         prompt, completion = self._sample
         if not completion or not self._settings.probe_tokens:
             return
-        parity: ParityReport = await finish(
-            self._executor.submit(lambda: probe(self._policy, prompt, completion, temperature=self._temperature))
-        )
+        parity: ParityReport = await finish(self._executor.submit(lambda: self._compare(prompt, completion)))
         self.largest_drift = max(self.largest_drift, parity.max_difference)
         if not parity.max_difference <= self._settings.probe_stop:  # also where it is not a number
             raise ParityError(
@@ -114,6 +114,18 @@ class Broadcaster:
             )
         if parity.max_difference > self._settings.probe_warn:
             log.warning("parity drift", nats=parity.max_difference, version=self._policy.version)
+
+    def _compare(self, prompt: tuple[int, ...], completion: tuple[int, ...]) -> ParityReport:
+        """In the compute thread, which also makes what scores as the learner does."""
+        self._forcing = self._forcing or TeacherForcing(self._policy.model, self._policy.vocab_size)
+        return probe(
+            self._policy,
+            self._engine,
+            prompt,
+            completion,
+            temperature=self._temperature,
+            forcing=self._forcing,
+        )
 
 
 def _split(tokens: tuple[int, ...], count: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

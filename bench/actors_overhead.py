@@ -12,12 +12,12 @@ than 50 microseconds is the aim.
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from bench import measurement
+from bench.answering import Question, answer
 from bench.charts import draw_bars
 from bench.contenders.process import Contender, Metric, by_turns
 from bench.measurement import Measurement, results_path
@@ -60,15 +60,19 @@ def draw(results: Sequence[Measurement], target: Path) -> None:
     draw_bars(short, "message_seconds", target, key="path", title="one message, capacity 1")
 
 
-def main(argv: Sequence[str]) -> int:
-    """Measure; replace the file of results."""
-    parser = argparse.ArgumentParser(prog=COMMAND, description=__doc__)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--quick", action="store_true", help="fewer messages, two repeats")
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    chosen = parser.parse_args(argv)
-    messages, repeats = (5_000, 2) if chosen.quick else (50_000, chosen.repeats)
-    results = by_turns(NAME, CONTENDERS, cases(messages), METRICS, repeats=repeats, command=COMMAND)
-    measurement.write(chosen.out, results)
-    sys.stdout.write(table(results) + "\n")
-    return 0
+def measure_all(repeats: int, quick: bool) -> list[Measurement]:
+    """Every way of sending; quick: fewer messages, two repeats."""
+    messages, repeats = (5_000, 2) if quick else (50_000, repeats)
+    return by_turns(NAME, CONTENDERS, cases(messages), METRICS, repeats=repeats, command=COMMAND)
+
+
+QUESTION = Question(
+    command=COMMAND,
+    about=__doc__,
+    repeats=5,
+    quick="fewer messages, two repeats",
+    results=RESULTS,
+    measure=measure_all,
+    table=table,
+)
+main = partial(answer, QUESTION)

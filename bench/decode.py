@@ -17,14 +17,14 @@ process. All have one thread for BLAS on two cores, as our run does by default; 
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from msgspec.structs import replace
 
 from bench import measurement
+from bench.answering import Question, answer
 from bench.charts import draw_lines
 from bench.contenders import decoding
 from bench.contenders.process import Contender, Metric, by_turns
@@ -140,15 +140,13 @@ def draw(results: Sequence[Measurement], target: Path) -> None:
     draw_lines(batches, RATE.name, "prompts", target, title=title, logarithmic=True)
 
 
-def main(argv: Sequence[str]) -> int:
-    """Measure; replace the results."""
-    parser = argparse.ArgumentParser(prog=COMMAND, description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--quick", action="store_true", help="the smallest case, once")
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    chosen = parser.parse_args(argv)
-    results = measure_quickly() if chosen.quick else measure(chosen.repeats)
-    measurement.write(chosen.out, results)
-    sys.stdout.write(table(results) + "\n")
-    return 0
+QUESTION = Question(
+    command=COMMAND,
+    about=__doc__,
+    repeats=5,
+    quick="the smallest case, once",
+    results=RESULTS,
+    measure=lambda repeats, quick: measure_quickly() if quick else measure(repeats),
+    table=table,
+)
+main = partial(answer, QUESTION)

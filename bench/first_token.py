@@ -9,12 +9,12 @@ remembered of a prompt from one run to the next.
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from bench import measurement
+from bench.answering import Question, answer
 from bench.charts import draw_lines
 from bench.contenders.process import Contender, Metric, by_turns
 from bench.measurement import Measurement, results_path
@@ -57,15 +57,13 @@ def draw(results: Sequence[Measurement], target: Path) -> None:
     draw_lines(chosen, SECONDS.name, "prompt_tokens", target, title=title, logarithmic=True)
 
 
-def main(argv: Sequence[str]) -> int:
-    """Measure; replace the results."""
-    parser = argparse.ArgumentParser(prog=COMMAND, description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--quick", action="store_true", help="the smallest model and two lengths, once")
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    chosen = parser.parse_args(argv)
-    results = measure(MODELS[:1], LENGTHS[:2], 1) if chosen.quick else measure(MODELS, LENGTHS, chosen.repeats)
-    measurement.write(chosen.out, results)
-    sys.stdout.write(table(results) + "\n")
-    return 0
+QUESTION = Question(
+    command=COMMAND,
+    about=__doc__,
+    repeats=7,
+    quick="the smallest model and two lengths, once",
+    results=RESULTS,
+    measure=lambda repeats, quick: measure(MODELS[:1], LENGTHS[:2], 1) if quick else measure(MODELS, LENGTHS, repeats),
+    table=table,
+)
+main = partial(answer, QUESTION)

@@ -12,12 +12,12 @@ width 256 with the same tokenizer.
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from bench import measurement
+from bench.answering import Question, answer
 from bench.charts import draw_lines
 from bench.contenders.process import Contender, Metric, by_turns
 from bench.measurement import Measurement, results_path
@@ -67,14 +67,13 @@ def draw(results: Sequence[Measurement], target: Path) -> None:
     draw_lines(mine, "tokens_per_second", "clients", target, title="over HTTP, the shipped policy")
 
 
-def main(argv: Sequence[str]) -> int:
-    """Measure; replace the file of results."""
-    parser = argparse.ArgumentParser(prog=COMMAND, description=__doc__)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--quick", action="store_true", help="4 clients of the shipped policy, once")
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    chosen = parser.parse_args(argv)
-    results = measure(MODELS[:1], (4,), repeats=1) if chosen.quick else measure(MODELS, CLIENTS, chosen.repeats)
-    measurement.write(chosen.out, results)
-    sys.stdout.write(table(results) + "\n")
-    return 0
+QUESTION = Question(
+    command=COMMAND,
+    about=__doc__,
+    repeats=3,
+    quick="4 clients of the shipped policy, once",
+    results=RESULTS,
+    measure=lambda repeats, quick: measure(MODELS[:1], (4,), 1) if quick else measure(MODELS, CLIENTS, repeats),
+    table=table,
+)
+main = partial(answer, QUESTION)

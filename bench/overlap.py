@@ -12,12 +12,12 @@ often waits, and fewer rows are running. 0.7 is what the profile says, 0.5 the d
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 from bench import measurement
+from bench.answering import Question, answer
 from bench.charts import draw_bars
 from bench.contenders.process import Contender, Metric, by_turns
 from bench.fingerprint import fingerprint
@@ -97,18 +97,20 @@ def draw(results: Sequence[Measurement], target: Path) -> None:
     draw_bars(results, "kept", target, title="decoding beside the learner, as a share of decoding alone")
 
 
-def main(argv: Sequence[str]) -> int:
-    """Measure; replace the file of results."""
-    parser = argparse.ArgumentParser(prog=COMMAND, description=__doc__)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--quick", action="store_true", help="the shipped policy and one share alone, and no runs")
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    chosen = parser.parse_args(argv)
-    if chosen.quick:
-        results = measure(MODELS[:1], SHARES[:1], repeats=1)
-    else:
-        results = measure(MODELS, SHARES, chosen.repeats)
-        results += [one for share in SHARES for one in measure_runs(share, SEEDS)]
-    measurement.write(chosen.out, results)
-    sys.stdout.write(table(results) + "\n")
-    return 0
+def measure_all(repeats: int, quick: bool) -> list[Measurement]:
+    """In process and in runs; quick: the shipped policy and one share alone, and no runs."""
+    if quick:
+        return measure(MODELS[:1], SHARES[:1], repeats=1)
+    return [*measure(MODELS, SHARES, repeats), *(one for share in SHARES for one in measure_runs(share, SEEDS))]
+
+
+QUESTION = Question(
+    command=COMMAND,
+    about=__doc__,
+    repeats=3,
+    quick="the shipped policy and one share alone, and no runs",
+    results=RESULTS,
+    measure=measure_all,
+    table=table,
+)
+main = partial(answer, QUESTION)

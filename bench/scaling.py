@@ -10,12 +10,12 @@ peak is that of `python -m bench decode`.
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from bench import measurement
+from bench.answering import Question, answer
 from bench.charts import draw_lines
 from bench.contenders.process import Contender, Metric, by_turns
 from bench.measurement import Measurement, results_path
@@ -130,15 +130,13 @@ def draw(results: Sequence[Measurement], target: Path) -> None:
     draw_lines(chosen, RATE.name, "prompts", target, title="decoding 6m, prompts of 8 completions", logarithmic=True)
 
 
-def main(argv: Sequence[str]) -> int:
-    """Measure; replace the results."""
-    parser = argparse.ArgumentParser(prog=COMMAND, description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--quick", action="store_true", help="the smallest model alone, once")
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    chosen = parser.parse_args(argv)
-    results = measure(QUICK, 1) if chosen.quick else measure(all_cases(), chosen.repeats)
-    measurement.write(chosen.out, results)
-    sys.stdout.write(table(results) + "\n")
-    return 0
+QUESTION = Question(
+    command=COMMAND,
+    about=__doc__,
+    repeats=3,
+    quick="the smallest model alone, once",
+    results=RESULTS,
+    measure=lambda repeats, quick: measure(QUICK, 1) if quick else measure(all_cases(), repeats),
+    table=table,
+)
+main = partial(answer, QUESTION)

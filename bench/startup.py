@@ -12,18 +12,19 @@ runs are compared by `python -m bench wall_clock`.
 
 from __future__ import annotations
 
-import argparse
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
 from bench import measurement
+from bench.answering import Question, answer
 from bench.charts import draw_bars
 from bench.contenders.process import Contender, Metric, by_turns
 from bench.fingerprint import ROOT, fingerprint
@@ -119,15 +120,18 @@ def draw(results: Sequence[Measurement], target: Path) -> None:
     draw_bars(results, "seconds", target, key="until", title="from the command to the first answer")
 
 
-def main(argv: Sequence[str]) -> int:
-    """Measure; replace the file of results."""
-    parser = argparse.ArgumentParser(prog=COMMAND, description=__doc__)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--quick", action="store_true", help="our commands alone, once each, and no runs")
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    chosen = parser.parse_args(argv)
-    repeats = chosen.repeats
-    results = measure(1, CONTENDERS[:1]) if chosen.quick else [*measure(repeats), *measure_runs(repeats)]
-    measurement.write(chosen.out, results)
-    sys.stdout.write(table(results) + "\n")
-    return 0
+def measure_all(repeats: int, quick: bool) -> list[Measurement]:
+    """Commands and runs; quick: our commands alone, once each."""
+    return measure(1, CONTENDERS[:1]) if quick else [*measure(repeats), *measure_runs(repeats)]
+
+
+QUESTION = Question(
+    command=COMMAND,
+    about=__doc__,
+    repeats=3,
+    quick="our commands alone, once each, and no runs",
+    results=RESULTS,
+    measure=measure_all,
+    table=table,
+)
+main = partial(answer, QUESTION)

@@ -11,13 +11,13 @@ pointers, and nothing else. Less than a millisecond is the aim.
 
 from __future__ import annotations
 
-import argparse
 import statistics
-import sys
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 from bench import measurement
+from bench.answering import Question, answer
 from bench.charts import draw_bars
 from bench.contenders.process import Contender, Metric, by_turns
 from bench.fingerprint import fingerprint
@@ -91,17 +91,18 @@ def draw(results: Sequence[Measurement], target: Path) -> None:
     draw_bars(results, "swap_seconds", target, title="one weight swap, median")
 
 
-def main(argv: Sequence[str]) -> int:
-    """Measure; replace the file of results."""
-    parser = argparse.ArgumentParser(prog=COMMAND, description=__doc__)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--quick", action="store_true", help="the smallest model alone, and no runs")
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    chosen = parser.parse_args(argv)
-    if chosen.quick:
-        results = measure(MODELS[:1], repeats=2)
-    else:
-        results = [*measure(MODELS, chosen.repeats), *measure_runs(RUNS, STEPS)]
-    measurement.write(chosen.out, results)
-    sys.stdout.write(table(results) + "\n")
-    return 0
+def measure_all(repeats: int, quick: bool) -> list[Measurement]:
+    """In process and in runs; quick: the smallest model alone, and no runs."""
+    return measure(MODELS[:1], repeats=2) if quick else [*measure(MODELS, repeats), *measure_runs(RUNS, STEPS)]
+
+
+QUESTION = Question(
+    command=COMMAND,
+    about=__doc__,
+    repeats=5,
+    quick="the smallest model alone, and no runs",
+    results=RESULTS,
+    measure=measure_all,
+    table=table,
+)
+main = partial(answer, QUESTION)

@@ -24,12 +24,12 @@ two. It is measured at a vocabulary of 4,096 alone, for time's sake.
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from bench import measurement
+from bench.answering import Question, answer
 from bench.charts import draw_lines
 from bench.contenders.process import Contender, Metric, by_turns
 from bench.measurement import Measurement, results_path
@@ -117,15 +117,13 @@ def draw(results: Sequence[Measurement], target: Path) -> None:
     draw_lines(chosen, "peak_bytes", "vocabulary", target, title=title, logarithmic=True)
 
 
-def main(argv: Sequence[str]) -> int:
-    """Measure; replace the results."""
-    parser = argparse.ArgumentParser(prog=COMMAND, description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--quick", action="store_true", help="the smallest case, once")
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    chosen = parser.parse_args(argv)
-    results = measure_quickly() if chosen.quick else measure(chosen.repeats)
-    measurement.write(chosen.out, results)
-    sys.stdout.write(table(results) + "\n")
-    return 0
+QUESTION = Question(
+    command=COMMAND,
+    about=__doc__,
+    repeats=5,
+    quick="the smallest case, once",
+    results=RESULTS,
+    measure=lambda repeats, quick: measure_quickly() if quick else measure(repeats),
+    table=table,
+)
+main = partial(answer, QUESTION)

@@ -4,7 +4,7 @@
 
 All train the policy of profile local-m3 by GRPO: the same adapter, problems, rewards and limit of tokens. What is
 counted are seconds of training: no loading, and no evaluation, which happens with the clock stopped, or after the run.
-A repeat is a seed, the same for all.
+A repeat is a seed, the same for all, and every run is a process of its own.
 
 until 0.9: seconds until greedy accuracy on all 512 held-out problems, measured after every update, reaches 0.9.
 mlx-lm-lora and we have the best settings that `bench.search` found of each, TRL those of mlx-lm-lora; as Adam in MLX
@@ -20,17 +20,17 @@ long tail: completions whose lengths are lognormal, with the median and the mean
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from msgspec.structs import replace
 
 from bench import tables
+from bench.answering import Question, answer
 from bench.contenders.clotho_train import FLAGS
 from bench.contenders.process import Contender, Metric, by_turns
-from bench.measurement import Measurement, ratios, results_path, write
+from bench.measurement import Measurement, ratios, results_path
 from bench.measurement import read as read_measurements
 
 NAME = "wall_clock"
@@ -100,8 +100,15 @@ def measure(*, repeats: int, quick: bool) -> list[Measurement]:
 
 
 def _run(contenders: Sequence[Contender], case: Mapping[str, str | int | float], repeats: int) -> list[Measurement]:
-    """By turns, without a run to warm up: what a first update costs is part of the time."""
-    return by_turns(NAME, contenders, [case], METRICS, repeats=repeats, command=COMMAND, warm_up=0)
+    """By turns, every run in a process of its own, as users start them: a first update's cost is part of the time."""
+    found: dict[tuple[str, str], Measurement] = {}
+    for seed in range(repeats):
+        seeded = {**case, "seed": seed}
+        for one in by_turns(NAME, contenders, [seeded], METRICS, repeats=1, command=COMMAND, warm_up=0):
+            key = one.contender, one.metric
+            earlier = found[key].values if key in found else []
+            found[key] = replace(one, case=dict(case), values=[*earlier, *one.values])
+    return list(found.values())
 
 
 def read(path: Path | None = None) -> Sequence[Measurement]:
@@ -140,14 +147,13 @@ def draw(results: Sequence[Measurement], target: Path) -> None:
     draw_bars(results, "seconds", target, key="task", title="seconds of training")
 
 
-def main(argv: Sequence[str]) -> int:
-    """Measure; replace the file of results."""
-    parser = argparse.ArgumentParser(prog=COMMAND, description=__doc__)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--out", type=Path, default=results_path(NAME))
-    chosen = parser.parse_args(argv)
-    results = measure(repeats=1 if chosen.quick else chosen.repeats, quick=chosen.quick)
-    write(chosen.out, results)
-    sys.stdout.write(table(results) + "\n")
-    return 0
+QUESTION = Question(
+    command=COMMAND,
+    about=__doc__,
+    repeats=3,
+    quick="two updates of the last two tasks, ours alone",
+    results=results_path(NAME),
+    measure=lambda repeats, quick: measure(repeats=1 if quick else repeats, quick=quick),
+    table=table,
+)
+main = partial(answer, QUESTION)

@@ -165,7 +165,7 @@ async def test_drift_is_reported_and_beyond_the_bound_ends_the_run(
     scene = Scene(executor, tmp_path, probe_warn=0.01, probe_stop=0.1)
     differences, probed = iter([0.001, 0.05, 0.2]), []
 
-    def probe(policy: Any, prompt: Any, completion: Any, **_: Any) -> ParityReport:
+    def probe(policy: Any, engine: Any, prompt: Any, completion: Any, **_: Any) -> ParityReport:
         probed.append((prompt, completion))
         difference = next(differences)
         return ParityReport(tokens=4, max_difference=difference, mean_difference=difference)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
-from mlx_lm.models.cache import make_prompt_cache
 from msgspec import Struct
 
 from actors.compute.gradient import LearnablePolicy
@@ -26,15 +25,23 @@ class ParityReport(Struct, frozen=True, kw_only=True):
     mean_difference: float
 
 
+class Decoder(Protocol):
+    """What the probe needs of `actors.compute.engine.DecodeEngine`."""
+
+    def forced_logits(self, prompt: Sequence[int], tokens: Sequence[int], *, rows: int) -> Iterator[mx.array]:
+        """Compute the logits before each of `tokens`, (rows, V), as rows would that drew them."""
+
+
 def probe(
     policy: LearnablePolicy,
+    decoder: Decoder,
     prompt_tokens: Sequence[int],
     completion_tokens: Sequence[int],
     temperature: float,
     *,
     forcing: TeacherForcing | None = None,
 ) -> ParityReport:
-    """Compare cached decoding, one token at a time, with teacher forcing, on the weights that the model computes with.
+    """Compare decoding, one token at a time, with teacher forcing, on the weights that the model computes with.
 
     temperature: 0 (greedy) is compared untempered. forcing: reuse one; by default the model is split anew.
     Both sequences must hold at least one token, else ValueError.
@@ -42,10 +49,10 @@ def probe(
     if not prompt_tokens or not completion_tokens:
         raise ValueError("parity needs at least one token of prompt and of completion")
     law = SampledLaw(temperature=temperature or 1.0)
-    cached_R_T = _decoded(policy.model, prompt_tokens, completion_tokens, law)
+    decoded_R_T = _decoded(decoder, prompt_tokens, completion_tokens, law)
     forcing = forcing or TeacherForcing(policy.model, policy.vocab_size)
     forced = forcing.sequence(prompt_tokens, completion_tokens, law=law)
-    difference_R_T = np.abs(np.array(cached_R_T, dtype=np.float64) - np.array(forced.logp_N, dtype=np.float64))
+    difference_R_T = np.abs(np.array(decoded_R_T, dtype=np.float64) - np.array(forced.logp_N, dtype=np.float64))
     return ParityReport(
         tokens=len(completion_tokens),
         max_difference=float(difference_R_T.max()),
@@ -53,14 +60,11 @@ def probe(
     )
 
 
-def _decoded(model: nn.Module, prompt: Sequence[int], completion: Sequence[int], law: SampledLaw) -> mx.array:
-    """Log-probabilities as decoding sees them: prompt at once, then given tokens one by one. (ROWS, T) float32."""
-    cache = make_prompt_cache(model)
-    inputs_R_S = mx.array([list(prompt)] * ROWS)
-    logp_T = []
-    for token in completion:
-        target_R = mx.full((ROWS,), token, dtype=mx.int32)
-        logp_T.append(token_scores(model(inputs_R_S, cache=cache)[:, -1], target_R, law=law).logp_N)
-        mx.eval(logp_T[-1])
-        inputs_R_S = target_R[:, None]
+def _decoded(decoder: Decoder, prompt: Sequence[int], completion: Sequence[int], law: SampledLaw) -> mx.array:
+    """Log-probabilities as decoding sees them, (ROWS, T) float32."""
+    logits_T = decoder.forced_logits(prompt, completion, rows=ROWS)
+    logp_T = [
+        token_scores(logits_R_V, mx.full((ROWS,), token, dtype=mx.int32), law=law).logp_N
+        for token, logits_R_V in zip(completion, logits_T, strict=True)
+    ]
     return mx.stack(logp_T, axis=1)

@@ -52,8 +52,8 @@ def summarise(record: Record, target: float | None) -> Metrics:
 
 
 def prepare(case: Case) -> Once:
-    """Runs of the case; each has the next seed, from 0."""
-    seeds = iter(range(MANY))
+    """Runs of the case; each has the next seed, from that of the case, or 0."""
+    seeds = iter(range(case.get("seed", 0), MANY))
     more = os.environ.get(FLAGS, "").split()
     return lambda: summarise(run_pipeline(arguments(case, next(seeds), more)), case.get("target"))
 

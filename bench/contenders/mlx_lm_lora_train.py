@@ -158,8 +158,8 @@ def train(case: Case, seed: int) -> Metrics:
 
 
 def prepare(case: Case) -> Once:
-    """Runs of equal settings; each has the next seed, from 0."""
-    seeds = iter(range(MANY))
+    """Runs of equal settings; each has the next seed, from that of the case, or 0."""
+    seeds = iter(range(case.get("seed", 0), MANY))
     settings = BEST | case
     return lambda: train(settings, next(seeds))
 

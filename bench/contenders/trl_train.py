@@ -141,10 +141,10 @@ def train(case: Case, seed: int) -> Metrics:
 
 
 def prepare(case: Case) -> Once:
-    """Runs of equal settings; each has the next seed, from 0."""
+    """Runs of equal settings; each has the next seed, from that of the case, or 0."""
     torch.set_num_threads(int(os.environ.get(THREADS, "1")))
     logging.disable(logging.WARNING)
-    seeds = iter(range(MANY))
+    seeds = iter(range(case.get("seed", 0), MANY))
     settings = SETTINGS | case
     return lambda: train(settings, next(seeds))
 

@@ -216,6 +216,21 @@ def test_quick_asks_nobody_but_us(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     assert len(wall_clock.read(tmp_path / "out.jsonl")) == 2
 
 
+def test_every_run_is_a_process_of_its_own_with_the_next_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And stands as one value of the case, whose seeds it does not say."""
+    asked: list[int] = []
+
+    def made_up(question: str, contenders: Any, cases: Sequence[Any], *rest: Any, repeats: int, **how: Any) -> Any:
+        asked.append(cases[0]["seed"])
+        return measured("clotho", [float(asked[-1])] * repeats, cases[0]["task"])
+
+    monkeypatch.setattr(wall_clock, "by_turns", made_up)
+    found = [one for one in wall_clock.measure(repeats=3, quick=False) if one.case["task"] == "long tail"]
+    assert [one.values for one in found] == [[0.0, 1.0, 2.0]]
+    assert asked == [0, 1, 2] * 3
+    assert "seed" not in found[0].case
+
+
 class Scripted:
     """A contender whose cost is how far its rate is from 2e-3, and that fails at 1e-4."""
 

@@ -7,9 +7,10 @@ It knows nothing of threads, queues or HTTP: one thread makes it, submits to it 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Literal, Protocol
 
+import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import structlog
@@ -18,6 +19,7 @@ from actors.compute.engine.admission import Admission
 from actors.compute.engine.batch import Batch
 from actors.compute.engine.batch_cache import BatchCache
 from actors.compute.engine.delivery import Delivery
+from actors.compute.engine.forced import forced_logits
 from actors.compute.engine.host.cache import HostCache
 from actors.compute.engine.host.fits import host_decoder
 from actors.compute.engine.layout import CacheLayout
@@ -83,9 +85,10 @@ class DecodeEngine:
         self.admission_paused = False
         self._source = source
         self._settings = settings
-        layout = CacheLayout(source.model)
+        self._layout = layout = CacheLayout(source.model)
         probe_batching(layout)
-        self._batch = Batch(_maker_of_caches(layout), source.tokenizer.eos_ids, source.vocab_size)
+        self._make_caches = _maker_of_caches(layout)
+        self._batch = Batch(self._make_caches, source.tokenizer.eos_ids, source.vocab_size)
         self._admission = Admission(settings.max_rows, settings.max_cache_tokens)
         self._prefill = Prefill(layout, settings)
         self._delivery = Delivery(source.tokenizer)
@@ -219,6 +222,10 @@ class DecodeEngine:
         for slot in np.flatnonzero(self._batch.ledger.live):
             self._delivery.fail(self._batch.leave(int(slot)).asked, reason)
         self._batch.drop()
+
+    def forced_logits(self, prompt: Sequence[int], tokens: Sequence[int], *, rows: int) -> Iterator[mx.array]:
+        """Compute the logits before each of `tokens`, (rows, V), as rows would that drew them; disturbs no other."""
+        return forced_logits(self._layout, self._make_caches, prompt, tokens, rows=rows)
 
     def weights_changed(self, kv_policy: Literal["keep", "recompute", "drain"]) -> None:
         """Take note that the weights were just swapped; the prefix cache is emptied.
