@@ -1,12 +1,10 @@
-"""`wall_clock` and `search`: what their contenders share, and what is made of their answers."""
+"""`wall_clock`: what its contenders share, and what is made of their answers."""
 
 from __future__ import annotations
 
-import ast
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +13,11 @@ import pytest
 
 from actors.artifacts.profile_file import load_profile
 from actors.rewards import choice_correctness, format, math_eval  # noqa: A004
-from bench import search, wall_clock
+from bench import wall_clock
 from bench.contenders import arithmetic_task as task
 from bench.contenders import clotho_train, long_tail
 from bench.contenders.clotho_train import PROFILES
 from bench.contenders.measured_afterwards import MEASURED
-from bench.contenders.process import Contender
 from bench.measurement import Measurement
 from bench.runs import Record
 from protocols.prompt import Problem
@@ -229,78 +226,3 @@ def test_every_run_is_a_process_of_its_own_with_the_next_seed(monkeypatch: pytes
     assert [one.values for one in found] == [[0.0, 1.0, 2.0]]
     assert asked == [0, 1, 2] * 3
     assert "seed" not in found[0].case
-
-
-class Scripted:
-    """A contender whose cost is how far its rate is from 2e-3, and that fails at 1e-4."""
-
-    semantics, versions = "Made up.", dict[str, str]()
-
-    def __init__(self) -> None:
-        self.asked: list[Mapping[str, Any]] = []
-
-    def measure(self, case: Mapping[str, Any]) -> dict[str, float]:
-        self.asked.append(case)
-        rate = case["learning_rate"]
-        cost = 1 + abs(rate - 2e-3)
-        return {"processor_seconds": cost, "seconds": cost, "accuracy": 0.5 if rate == 1e-4 else 0.95}
-
-
-def test_the_search_keeps_the_best_of_each_setting() -> None:
-    """Whatever it started from, and each settings only once."""
-    answers = Scripted()
-    subject = search.SUBJECTS["mlx-lm-lora"]
-    looked = search.Search(answers, subject, 2, "command")  # type: ignore[arg-type]  # scripted
-    found = looked.descend(subject.starts[0])
-    assert found["learning_rate"] == 2e-3
-    assert len({str(case) for case in answers.asked}) * 2 - 1 == len(answers.asked)
-
-
-def test_settings_that_fail_for_a_seed_come_behind_all_others() -> None:
-    """And their other seeds are not tried."""
-    answers = Scripted()
-    subject = search.SUBJECTS["mlx-lm-lora"]
-    looked = search.Search(answers, subject, 3, "command")  # type: ignore[arg-type]  # scripted
-    assert looked.cost(subject.starts[0] | {"learning_rate": 1e-4}) > search.LIMIT
-    assert len(answers.asked) == 1
-    assert [one.case["learning_rate"] for one in looked.measurements()] == [1e-4, 1e-4]
-
-
-@contextmanager
-def scripted(contender: Contender) -> Iterator[Scripted]:
-    """Instead of a process."""
-    yield Scripted()
-
-
-def test_a_search_replaces_what_was_tried_of_its_own_contender_alone(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """The results of both stand in one file, each with the command that made them."""
-    path = tmp_path / "search.jsonl"
-    monkeypatch.setattr(search, "running", scripted)
-    for name in ("mlx-lm-lora", "clotho", "clotho"):
-        assert search.main(["--of", name, "--seeds", "1", "--out", str(path)]) == 0
-    found = [(one.contender, one.metric, one.command) for one in wall_clock.read(path)]
-    assert found.count(("clotho", "seconds", "python -m bench search --of clotho")) == len(
-        {str(one.case) for one in wall_clock.read(path) if one.contender == "clotho"}
-    )
-    assert ("mlx-lm-lora", "processor_seconds", "python -m bench search") in found
-
-
-@pytest.mark.parametrize("subject", search.SUBJECTS.values(), ids=list(search.SUBJECTS))
-def test_every_choice_is_of_settings_that_the_contender_takes(subject: search.Subject) -> None:
-    """A word that nobody reads would be searched in vain."""
-    taken = {*clotho_train.OPTIONS, "profile"} if subject.contender.name == "clotho" else {*mlx_lm_lora_settings()}
-    assert {key for settings in (*subject.starts, *sum(subject.choices, ())) for key in settings} <= taken
-
-
-def mlx_lm_lora_settings() -> set[str]:
-    """What `mlx_lm_lora_train`, which can only be imported beside the library, has in `BEST`."""
-    program = Path(search.__file__).with_name("contenders") / "mlx_lm_lora_train.py"
-    tree = ast.parse(program.read_text(encoding="utf-8"))
-    assigned = {
-        one.target.id: one.value
-        for one in tree.body
-        if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name)
-    }
-    return set(ast.literal_eval(assigned["BEST"]))  # type: ignore[arg-type]  # an expression, as it is there
