@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from actors.compute.engine.host.cache import NONE
+from actors.compute.engine.host.cache import NONE, HostCache
 from actors.compute.engine.row_caches import Arrival
 from protocols.sampling import Sampling
 from tests.compute.engine.asking import ask, make_engine, prompt_of, run, tick_until, twin_logprobs
@@ -31,6 +31,18 @@ def test_a_group_holds_its_prompt_once() -> None:
     ask(engine, prompt_of(200), LONG, range(8))
     tick_until(engine, lambda: engine.running == 8)
     assert 199 < engine.stats().cache_tokens < 8 * 199
+
+
+@needs_cpu
+def test_a_shared_prompt_holds_on_to_nothing_else() -> None:
+    """Not to the cache it was computed in, which has room for more tokens and prompts."""
+    engine = make_engine()
+    ask(engine, prompt_of(150), LONG, range(8))
+    tick_until(engine, lambda: engine.running == 8)
+    cache = engine._batch._cache
+    assert isinstance(cache, HostCache)
+    (layers,) = cache._prompts.values()
+    assert all(array.flags.c_contiguous for pair in layers for array in pair)
 
 
 @needs_cpu

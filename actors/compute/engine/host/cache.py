@@ -70,7 +70,7 @@ class HostCache:
         layers = [(seen(keys)[0], seen(values)[0]) for keys, values in arrival.state]
         if _shares(arrival):
             place = 1 + max(self._prompts, default=NONE)
-            self._prompts[place] = layers
+            self._prompts[place] = [(_copied(keys), _copied(values)) for keys, values in layers]
             self.prompt_B[list(slots)] = place
             return
         before = slice(self.column - arrival.tokens, self.column)
@@ -192,11 +192,23 @@ def _longest(arrivals: Sequence[Arrival]) -> int:
 
 
 def _zeros(decoder: HostDecoder, rows: int, columns: int) -> Floats:
-    """A buffer of keys or values, (K, rows, columns, D). MLX allocates it, so that it counts as MLX's memory."""
+    """A buffer of keys or values, (K, rows, columns, D)."""
     heads, size = decoder.key_shape
-    buffer = mx.zeros((heads, rows, columns, size))
+    return _allocated((heads, rows, columns, size))
+
+
+def _allocated(shape: tuple[int, ...]) -> Floats:
+    """Zeros that MLX allocates, so that they count as MLX's memory."""
+    buffer = mx.zeros(shape)
     mx.eval(buffer)
     return seen(buffer)
+
+
+def _copied(x: Floats) -> Floats:
+    """What stands in a computed cache holds on to all of it: room for more tokens, and the prompts beside."""
+    copy = _allocated(x.shape)
+    copy[:] = x
+    return copy
 
 
 def _runs(member_B: NDArray[np.bool_]) -> list[slice]:
