@@ -61,11 +61,12 @@ class Straightforward:
     def __init__(self, policy: Policy) -> None:
         self._model = policy.model
 
-    def __call__(self, micro: MicroBatch, *, law: SampledLaw) -> TokenScores:
-        """Score the tokens of a padded micro-batch."""
+    def __call__(self, micro: MicroBatch, *, law: SampledLaw, logp_only: bool = False) -> TokenScores:
+        """Score the tokens of a padded micro-batch. logp_only: nothing is learnt from the entropy."""
         logits_B_S_V = self._model(mx.array(micro.inputs[0])).astype(mx.float32) / law.temperature
         logp_B_S_V = logits_B_S_V - mx.logsumexp(logits_B_S_V, axis=-1, keepdims=True)
         entropy_P = -mx.sum(mx.exp(logp_B_S_V) * logp_B_S_V, axis=-1).reshape(-1)
+        entropy_P = mx.stop_gradient(entropy_P) if logp_only else entropy_P
         logp_P_V = logp_B_S_V.reshape(-1, logp_B_S_V.shape[-1])
         position_N, target_N = mx.array(micro.table.position_N), mx.array(micro.table.target_N)
         return TokenScores(logp_P_V[position_N, target_N], entropy_P[position_N])
@@ -89,12 +90,18 @@ def group(vocabulary: int, tokens: int) -> ScoredGroup:
     return ScoredGroup(group=RolloutGroup(prompt=prompt, completions=completions), rewards=rewards, parts={})
 
 
-def update(policy: Policy, scored: ScoredGroup, *, plain: bool) -> tuple[float, int]:
-    """Seconds and peak bytes of one update."""
+def learner_of(policy: Policy, *, plain: bool) -> PolicyLearner:
+    """A learner that has the head in pieces, or the straightforward one."""
     settings = LearnerSection(layout="padded", micro_batch_tokens=2**20)
     learner = PolicyLearner(policy, settings, SamplingSection(max_tokens=4096), steps=10)
     if plain:
         vars(learner)["_forcing"] = Straightforward(policy)
+    return learner
+
+
+def update(policy: Policy, scored: ScoredGroup, *, plain: bool) -> tuple[float, int]:
+    """Seconds and peak bytes of one update."""
+    learner = learner_of(policy, plain=plain)
     mx.clear_cache()
     mx.reset_peak_memory()
     began = time.perf_counter()

@@ -27,6 +27,7 @@ class Line(NamedTuple):
 
 SIX, TWENTY_FIVE = GROUPS | {"model": "6m"}, GROUPS | {"model": "25m"}
 LARGE = SIX | {"vocabulary": 32_768}
+EQUAL: dict[str, str | int] = {"task": "equal work"}
 SPEED = "tokens_per_second"
 LINES = (
     Line("rollouts of groups, 6 M parameters, tokens/s", "decode", SPEED, SIX, "mlx-lm"),
@@ -36,6 +37,8 @@ LINES = (
     Line("", "decode", SPEED, TWENTY_FIVE, "mlx-lm-lora"),
     Line("an update, 6 M, vocabulary 32,768, tokens/s", "update", SPEED, LARGE, "mlx-lm-lora"),
     Line("its peak memory", "update", "peak_bytes", LARGE, "mlx-lm-lora"),
+    Line("twenty updates of 16 x 8, rollouts included, seconds", "wall_clock", "seconds", EQUAL, "mlx-lm-lora"),
+    Line("", "wall_clock", "seconds", EQUAL, "trl"),
     Line("over HTTP, 64 clients, tokens/s", "http", SPEED, {"model": "embedded", "clients": 64}, "mlx_lm.server"),
 )
 

@@ -1,0 +1,32 @@
+"""`head`: both ways make the same update of the same rollouts."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from bench import head
+from bench.shapes import random_policy
+
+
+def test_both_ways_can_be_measured() -> None:
+    """A vocabulary of 64 takes no time, and still one pass each way to warm up."""
+    cost = head.measure(vocabulary=64, tokens=4, width=32, repeats=1)
+    assert cost.seconds > 0.0
+    assert cost.plain_bytes > 0
+    assert len(cost.time_ratios) == 1
+
+
+def test_the_straightforward_way_gives_the_same_scores() -> None:
+    """Else the comparison would be of different updates."""
+    policy = random_policy(layers=1, width=32, heads=4, key_heads=2, feed_forward=48, vocabulary=64)
+    losses = []
+    for plain in (True, False):
+        learner = head.learner_of(policy, plain=plain)
+        steps = learner.update([head.group(64, 4)])
+        while True:
+            try:
+                next(steps)
+            except StopIteration as done:
+                losses.append((done.value.metrics.loss, done.value.metrics.entropy, done.value.metrics.grad_norm))
+                break
+    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-3, atol=1e-5)
