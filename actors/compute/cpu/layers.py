@@ -46,6 +46,6 @@ def suit(model: nn.Module) -> None:
 def by_inputs(weight: mx.array) -> mx.array:
     """The same matrix, (outputs, inputs), with the weights of an input side by side.
 
-    A product with few rows spends as much time on bringing weights into this order as on multiplying.
+    Else every product would bring them into this order first, which costs where rows are few.
     """
     return mx.contiguous(weight.T).T

@@ -21,7 +21,7 @@ from actors.compute.engine.host.products import Floats
 from actors.compute.engine.row_caches import Arrival
 
 WORTH_SHARING = 256
-"""Copies of prompt tokens that sharing must spare: below, it was no faster, for it takes more products."""
+"""Copies of prompt tokens that sharing must spare, for it takes more products."""
 
 NONE = -1
 
