@@ -32,6 +32,7 @@ from actors.compute.memory.report import too_large
 from actors.compute.model_loading import find_model
 from actors.compute.policy import Policy, load_policy
 from actors.compute.random_state import restore_random_state
+from actors.compute.rehearsal import rehearse
 from actors.compute.update import PolicyLearner
 from actors.custom import load_factory
 from actors.learner import Progress
@@ -88,12 +89,11 @@ async def assemble(profile: Profile, directory: RunDirectory, executor: ComputeE
     _require_what_is_elsewhere(profile)
     rewards = _rewards(profile)
     policy, policy_learner, engine, estimate = await finish(executor.submit(lambda: _prepare_compute(profile)))
+    rehearsal = executor.submit(lambda: rehearse(policy_learner, profile, context=policy.context_length))
     broken = executor.attach(engine)
-    questions, held_out = await run_sync(lambda: load_questions(profile, policy.tokenizer, rewards.is_correct))
-    longest = max(questions.longest_prompt, held_out.longest_prompt)
-    _refuse_long_prompts(longest, policy.context_length, profile)
-    _refuse_other_sampling(longest, policy, profile)
+    questions, held_out = await run_sync(lambda: _questions(profile, policy, rewards))
     inputs = await run_sync(lambda: _inputs(profile))
+    await finish(rehearsal)
     if directory.resumed and directory.profile.exists():
         refuse_if_incompatible(load_profile(str(directory.profile)), profile)
     directory.begin()
@@ -167,6 +167,15 @@ def _rewards(profile: Profile) -> RewardRunner:
         )
     within_group = learner.advantage not in ("batch", "environment")
     return RewardRunner(profile.rewards, overlong=overlong, keep_equal=not within_group)
+
+
+def _questions(profile: Profile, policy: Policy, rewards: RewardRunner) -> tuple[Questions, HeldOut]:
+    """All problems, none of which is too long."""
+    questions, held_out = load_questions(profile, policy.tokenizer, rewards.is_correct)
+    longest = max(questions.longest_prompt, held_out.longest_prompt)
+    _refuse_long_prompts(longest, policy.context_length, profile)
+    _refuse_other_sampling(longest, policy, profile)
+    return questions, held_out
 
 
 def _refuse_long_prompts(longest: int, context: int, profile: Profile) -> None:

@@ -6,7 +6,9 @@ import statistics
 from collections import deque
 from collections.abc import Generator
 
+import anyio
 import structlog
+from anyio.abc import TaskStatus
 
 from actors.compute.engine import DecodeEngine
 from actors.compute.executor import ComputeExecutor
@@ -59,10 +61,11 @@ class Broadcaster:
         self._forcing: TeacherForcing | None = None
         self.largest_drift = 0.0
 
-    async def run(self) -> None:
-        """Probe once as it stands, then swap for every update that changed the policy."""
+    async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
+        """Probe once as it stands, which makes it ready; then swap for every update that changed the policy."""
         async with self._inbox:
             await self._probe()
+            task_status.started()
             async for update in self._inbox:
                 await self._broadcast(update)
 

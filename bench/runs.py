@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
+import time
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,11 +19,15 @@ Metrics = list[dict[str, Any]]
 
 
 class Record(NamedTuple):
-    """The lines of a run's metrics.jsonl, and of its log.jsonl; its resolved profile."""
+    """The lines of a run's metrics.jsonl, and of its log.jsonl; its resolved profile.
+
+    launched: when its process was started, seconds since 1970.
+    """
 
     metrics: Metrics
     log: list[dict[str, Any]]
     profile: dict[str, Any]
+    launched: float
 
 
 def run_pipeline(arguments: Sequence[str]) -> Record:
@@ -33,9 +38,10 @@ def run_pipeline(arguments: Sequence[str]) -> Record:
     with tempfile.TemporaryDirectory() as directory:
         run = Path(directory, "run")
         command = [sys.executable, "pipeline.py", "--run-dir", str(run), "--gateway.port", "0", *arguments]
+        launched = time.time()
         subprocess.run(command, cwd=ROOT, check=True, stdout=sys.stderr)
         profile = tomllib.loads((run / "profile.toml").read_text(encoding="utf-8"))
-        return Record(_lines(run / "metrics.jsonl"), _lines(run / "log.jsonl"), profile)
+        return Record(_lines(run / "metrics.jsonl"), _lines(run / "log.jsonl"), profile, launched)
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:

@@ -9,6 +9,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 import structlog
+from anyio.abc import TaskStatus
 from mlx.utils import tree_map
 from msgspec import structs
 
@@ -177,6 +178,19 @@ async def test_drift_is_reported_and_beyond_the_bound_ends_the_run(
     assert [(line["event"], line["nats"], line["version"]) for line in logs] == [("parity drift", 0.05, 1)]
     assert probed == [(PROMPT[:2], PROMPT[2:]), (PROMPT[:3], (7, 8, 9, 10)), (PROMPT[:3], (7, 8, 9, 10))]
     assert box.largest_drift == 0.2
+
+
+async def test_it_is_ready_when_sampler_and_learner_agree(executor: ComputeExecutor, tmp_path: Path) -> None:
+    """Those that start after it, and with them the first prompt, wait for that; not for any update."""
+    box, seen = Scene(executor, tmp_path).box(), []
+
+    class Handshake(TaskStatus[None]):
+        def started(self, value: None = None) -> None:
+            seen.append(box.largest_drift)
+
+    await box.run(task_status=Handshake())
+    assert len(seen) == 1
+    assert 0 < seen[0] < 1e-3
 
 
 async def test_no_probe_where_none_is_wanted(executor: ComputeExecutor, tmp_path: Path) -> None:

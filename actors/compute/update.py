@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
+from typing import NamedTuple
 
 import mlx.core as mx
 from msgspec import Struct
@@ -23,6 +24,7 @@ from actors.compute.optimization import Moved, optimize
 from actors.compute.optimizers.compiled_step import make_stepper
 from actors.compute.optimizers.table import initial_state
 from actors.compute.prepared_batch import PreparedBatch, prepare
+from actors.compute.random_state import random_state, restore_random_state
 from actors.compute.reference_policy import ReferencePolicy
 from actors.compute.schedule import learning_rate
 from actors.compute.training_batch import TokenAdvantages
@@ -49,6 +51,14 @@ class Update(Struct, frozen=True, kw_only=True):
     advantages: tuple[tuple[float, ...], ...]
     applied: bool
     finite: bool
+
+
+class _Computed(NamedTuple):
+    """What an update is made of; `moved` is None where loss or gradient were not finite."""
+
+    batch: PreparedBatch
+    moved: Moved | None
+    metrics: UpdateMetrics
 
 
 class PolicyLearner:
@@ -105,9 +115,33 @@ class PolicyLearner:
         if the policy drew no token.
         """
         step = self._state.updates if step is None else step
+        batch, moved, metrics = yield from self._compute([*groups, *replayed], step)
+        if moved is not None and metrics.applied:
+            self._adopt(moved, metrics)
+        return Update(
+            parameters=self.parameters,
+            version=self.version,
+            fingerprint=self.fingerprint,
+            metrics=metrics,
+            advantages=_of_completions(groups, batch.advantages),
+            applied=metrics.applied,
+            finite=moved is not None,
+        )
+
+    def rehearse(self, groups: Sequence[ScoredGroup]) -> None:
+        """Compute the first update from such groups, and keep nothing of it, nor of the random numbers it draws."""
+        before = random_state()
+        try:
+            for _ in self._compute(groups, 0):
+                pass
+        finally:
+            restore_random_state(before)
+
+    def _compute(self, groups: Sequence[ScoredGroup], step: int) -> Generator[None, None, _Computed]:
+        """All of an update but making its outcome the learner's own."""
         rules = Rules(self._settings, self._objective, self._law, self._state.strengths)
         batch = yield from prepare(
-            [*groups, *replayed],
+            groups,
             policy=self._policy,
             forcing=self._forcing,
             parameters=self.parameters,
@@ -131,19 +165,9 @@ class PolicyLearner:
         )
         steps = moved.steps if moved is not None else 0
         metrics = tally.metrics(tokens=batch.tokens, rate=rate, strengths=rules.strengths, steps=steps)
-        if moved is not None and metrics.applied:
-            if self._watched:
-                metrics = replace(metrics, step_kl=(yield from self._step_kl([*groups, *replayed], batch, moved)))
-            self._adopt(moved, metrics)
-        return Update(
-            parameters=self.parameters,
-            version=self.version,
-            fingerprint=self.fingerprint,
-            metrics=metrics,
-            advantages=_of_completions(groups, batch.advantages),
-            applied=metrics.applied,
-            finite=moved is not None,
-        )
+        if moved is not None and metrics.applied and self._watched:
+            metrics = replace(metrics, step_kl=(yield from self._step_kl(groups, batch, moved)))
+        return _Computed(batch, moved, metrics)
 
     def _step_kl(
         self, groups: Sequence[ScoredGroup], batch: PreparedBatch, moved: Moved

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from actors.rewards.answer import ANSWER, ANSWER_END, THINK, THINK_END, answer_text
+from bench.contenders.loop import busy_seconds
 
 POLICY = Path(__file__).resolve().parents[2] / "profiles" / "embedded"
 MAX_TOKENS, RANK, SCALE = 96, 16, 2.0
@@ -72,7 +73,8 @@ class Course:
     """How far a trainer goes, and its own seconds on the way; measuring accuracy does not count.
 
     evaluate: held-out accuracy now. target: where to stop, looked for after every update; None: accuracy is measured
-    once, at the end. updates: at most. limit: of processor seconds of training.
+    once, at the end. updates: at most. limit: of processor seconds of training. loading: seconds from the start of the
+    process to the beginning of training.
     """
 
     evaluate: Callable[[], float]
@@ -83,10 +85,13 @@ class Course:
     accuracy: float = 0.0
     seconds: float = 0.0
     processor_seconds: float = 0.0
+    loading: float | None = None
     _resumed: tuple[float, float] = (0.0, 0.0)
 
     def begin(self) -> None:
-        """Say that training begins."""
+        """Say that training begins, or goes on."""
+        if self.loading is None:
+            self.loading = busy_seconds()
         self._resumed = time.perf_counter(), time.process_time()
 
     def updated(self) -> None:
@@ -102,9 +107,10 @@ class Course:
         self.begin()
 
     def metrics(self) -> dict[str, float]:
-        """Both clocks, the accuracy at the end, which is below the target where that was not reached, and updates."""
+        """All clocks, the accuracy at the end, which is below the target where that was not reached, and updates."""
         return {
             "seconds": self.seconds,
+            "from_command": (self.loading or 0.0) + self.seconds,
             "processor_seconds": self.processor_seconds,
             "accuracy": self.accuracy,
             "updates": float(self.done),

@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -17,6 +18,18 @@ Case = dict[str, Any]
 Metrics = dict[str, float]
 Once = Callable[[], Metrics]
 """Measures a prepared case once; metrics by name."""
+
+
+LAUNCHED = "CLOTHO_BENCH_LAUNCHED"
+"""Variable with the time at which the process was started, seconds since 1970."""
+
+_launched = float(os.environ.get(LAUNCHED, time.time()))
+_waited = 0.0
+
+
+def busy_seconds() -> float:
+    """How long this process has lived, from its start, but for the time that it waited for cases."""
+    return time.time() - _launched - _waited
 
 
 def serve(prepare: Callable[[Case], Once], *, semantics: str, packages: Sequence[str]) -> None:
@@ -29,7 +42,7 @@ def serve(prepare: Callable[[Case], Once], *, semantics: str, packages: Sequence
     os.dup2(2, 1)
     _say(answers, {"semantics": semantics, "versions": _versions(packages)})
     prepared: tuple[Case, Once] | None = None
-    for line in sys.stdin:
+    for line in _lines():
         case = json.loads(line)
         try:
             if prepared is None or prepared[0] != case:
@@ -38,6 +51,17 @@ def serve(prepare: Callable[[Case], Once], *, semantics: str, packages: Sequence
             _say(answers, {"metrics": prepared[1]()})
         except Exception as error:
             _say(answers, {"error": f"{type(error).__name__}: {error}"})
+
+
+def _lines() -> Iterator[str]:
+    global _waited
+    while True:
+        began = time.time()
+        line = sys.stdin.readline()
+        _waited += time.time() - began
+        if not line:
+            return
+        yield line
 
 
 def _say(answers: Any, answer: dict[str, Any]) -> None:

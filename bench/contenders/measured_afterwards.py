@@ -17,6 +17,9 @@ from protocols.step import PolicyUpdated
 MEASURED = "measured afterwards"
 """The event of a line in log.jsonl for each version: its step and its accuracy."""
 
+MADE = "policy updated"
+"""The event of a line that is written as soon as a version is there: its step."""
+
 log = structlog.get_logger(actor="evaluator")
 
 
@@ -43,10 +46,11 @@ class MeasuredAfterwards(Evaluator):
         """Ready at once."""
         async with self._inbox, self._outbox:
             task_status.started()
-            pinned = [
-                Pinned(step=one.report.step, version=one.report.version, parameters=one.parameters)
-                async for one in self._inbox
-            ]
+            pinned = []
+            async for update in self._inbox:
+                report = update.report
+                log.info(MADE, step=report.step)
+                pinned.append(Pinned(step=report.step, version=report.version, parameters=update.parameters))
             reached = False
             for one in pinned:
                 if not reached or one is pinned[-1]:

@@ -26,7 +26,8 @@ from bench.contenders.loop import Case, Metrics, Once, serve
 
 SEMANTICS = (
     "Seconds of training, without loading and without evaluations, until greedy accuracy on all held-out problems "
-    "reaches the target; one process that samples and learns by turns."
+    "reaches the target; one process that samples and learns by turns. From the command: from the start of the "
+    "process, imports and loading included."
 )
 BEST: Case = {
     "learning_rate": 2e-3,

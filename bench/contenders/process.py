@@ -6,12 +6,14 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, Literal
 
 from msgspec import Struct
 
+from bench.contenders.loop import LAUNCHED
 from bench.fingerprint import ROOT, Fingerprint, fingerprint
 from bench.measurement import Measurement
 
@@ -87,7 +89,8 @@ def contenders_python() -> str:
 def running(contender: Contender) -> Iterator[Answers]:
     """Start a contender; it ends with the block."""
     python = contenders_python() if contender.foreign else sys.executable
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TOKENIZERS_PARALLELISM": "false", **contender.environment}
+    given = {"PYTHONPATH": str(ROOT), "TOKENIZERS_PARALLELISM": "false", LAUNCHED: str(time.time())}
+    environment = {**os.environ, **given, **contender.environment}
     process = subprocess.Popen(
         [python, "-m", contender.module],
         cwd=ROOT,

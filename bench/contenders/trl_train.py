@@ -24,7 +24,8 @@ from bench.contenders.loop import Case, Metrics, Once, serve
 
 SEMANTICS = (
     "Seconds of training, without loading and without evaluations, until the update in question; PyTorch on the CPU, "
-    "one process that samples (transformers, without vLLM) and learns by turns."
+    "one process that samples (transformers, without vLLM) and learns by turns. From the command: from the "
+    "start of the process, imports and loading included."
 )
 SETTINGS: Case = {
     "learning_rate": 6e-3,

@@ -67,7 +67,7 @@ def fake_server(limit: int = 1_000) -> Iterator[tuple[int, list[dict[str, Any]]]
 
 def record(*lines: dict[str, Any]) -> Record:
     """A run of which only its metrics matter."""
-    return Record([{"train_seconds": 1.0, **line} for line in lines], [], {})
+    return Record([{"train_seconds": 1.0, **line} for line in lines], [], {}, launched=0.0)
 
 
 def test_every_client_has_an_answer_and_no_two_ask_the_same() -> None:

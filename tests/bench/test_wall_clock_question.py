@@ -17,7 +17,7 @@ from bench import wall_clock
 from bench.contenders import arithmetic_task as task
 from bench.contenders import clotho_train, long_tail
 from bench.contenders.clotho_train import PROFILES
-from bench.contenders.measured_afterwards import MEASURED
+from bench.contenders.measured_afterwards import MADE, MEASURED
 from bench.measurement import Measurement
 from bench.runs import Record
 from protocols.prompt import Problem
@@ -86,6 +86,7 @@ def test_the_clock_of_a_course_stands_while_accuracy_is_measured(monkeypatch: py
         return 0.0
 
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(task, "busy_seconds", lambda: 20.0 + now[0])
     course = task.Course(evaluate=evaluate, target=0.9, updates=3, limit=1e9)
     course.begin()
     for _ in range(2):
@@ -95,6 +96,7 @@ def test_the_clock_of_a_course_stands_while_accuracy_is_measured(monkeypatch: py
     with pytest.raises(task.Over):
         course.updated()
     assert course.seconds == 3
+    assert course.metrics()["from_command"] == 23
 
 
 def test_without_a_target_accuracy_is_measured_once_at_the_end() -> None:
@@ -112,18 +114,20 @@ def recorded(accuracies: Mapping[int, float]) -> Record:
     """A run of three updates, one second each, of which the first began two seconds after the run."""
     metrics = [{"step": step, "seconds": 2.0 + step, "train_seconds": 0.75, "wait_seconds": 0.25} for step in (1, 2, 3)]
     log = [{"event": MEASURED, "step": step, "accuracy": accuracy} for step, accuracy in accuracies.items()]
-    return Record(metrics, [{"event": "checkpoint", "step": 3}, *log], {})
+    log += [{"event": MADE, "step": step, "time": f"1970-01-01T00:01:4{step}.500000Z"} for step in accuracies]
+    return Record(metrics, [{"event": "checkpoint", "step": 3}, *log], {}, launched=98.0)
 
 
 def test_our_seconds_end_with_the_first_update_that_reaches_the_target() -> None:
-    """They begin with the first prompt."""
+    """They begin with the first prompt, or with the process."""
     found = clotho_train.summarise(recorded({1: 0.6, 2: 0.92, 3: 0.95}), 0.9)
-    assert found == {"seconds": 2.0, "updates": 2.0, "accuracy": 0.92}
+    assert found == {"seconds": 2.0, "from_command": 4.5, "updates": 2.0, "accuracy": 0.92}
 
 
 def test_our_seconds_are_those_of_all_updates_where_none_reaches_it() -> None:
     """Its accuracy then says so; and without a target, it is the last one's."""
-    assert clotho_train.summarise(recorded({1: 0.6, 3: 0.7}), 0.9) == {"seconds": 3.0, "updates": 3.0, "accuracy": 0.7}
+    found = clotho_train.summarise(recorded({1: 0.6, 3: 0.7}), 0.9)
+    assert found == {"seconds": 3.0, "from_command": 5.5, "updates": 3.0, "accuracy": 0.7}
     assert clotho_train.summarise(recorded({}), None) == {"seconds": 3.0, "updates": 3.0}
 
 

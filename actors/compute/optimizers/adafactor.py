@@ -35,8 +35,13 @@ def slots(parameter: mx.array) -> Arrays:
     }
 
 
+def constants(t: int, settings: LearnerSection) -> dict[str, float]:
+    """The share of what is new in both averages, 1 - beta."""
+    return {"new": t**-DECAY}
+
+
 def rule(
-    theta: mx.array, gradient: mx.array, slots: Arrays, t: mx.array, rate: mx.array, settings: LearnerSection
+    theta: mx.array, gradient: mx.array, slots: Arrays, constants: Arrays, rate: mx.array, settings: LearnerSection
 ) -> tuple[mx.array, Arrays]:
     """Divide the gradient by the root of its second moment, which for a matrix is of rank one; clip; step.
 
@@ -45,11 +50,12 @@ def rule(
     U = g / sqrt V;  theta <- theta - rate U / max(1, RMS(U) / d)
     No momentum. Means in place of the paper's sums, which cancels in V.
     """
-    beta = 1.0 - t**-DECAY
+    fresh = constants["new"]
+    kept = 1.0 - fresh
     squared = mx.square(gradient) + EPSILON
 
     def averaged(name: str, new: mx.array) -> mx.array:
-        return beta * slots[name] + (1.0 - beta) * new
+        return kept * slots[name] + fresh * new
 
     if "second" in slots:
         second = averaged("second", squared)

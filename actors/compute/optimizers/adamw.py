@@ -15,8 +15,13 @@ def slots(parameter: mx.array) -> Arrays:
     return {name: mx.zeros(parameter.shape, dtype=mx.float32) for name in ("first", "second")}
 
 
+def constants(t: int, settings: LearnerSection) -> dict[str, float]:
+    """The bias corrections of both averages."""
+    return {"mean": 1.0 / seen(settings.beta1, t), "deviation": 1.0 / math.sqrt(seen(settings.beta2, t))}
+
+
 def rule(
-    theta: mx.array, gradient: mx.array, slots: Arrays, t: mx.array, rate: mx.array, settings: LearnerSection
+    theta: mx.array, gradient: mx.array, slots: Arrays, constants: Arrays, rate: mx.array, settings: LearnerSection
 ) -> tuple[mx.array, Arrays]:
     """Adam (arXiv:1412.6980, algorithm 1).
 
@@ -26,10 +31,10 @@ def rule(
     """
     first = settings.beta1 * slots["first"] + (1.0 - settings.beta1) * gradient
     second = settings.beta2 * slots["second"] + (1.0 - settings.beta2) * mx.square(gradient)
-    root = mx.sqrt(second) * mx.rsqrt(seen(settings.beta2, t)) + settings.epsilon
-    return theta - (rate / seen(settings.beta1, t)) * (first / root), {"first": first, "second": second}
+    root = mx.sqrt(second) * constants["deviation"] + settings.epsilon
+    return theta - (rate * constants["mean"]) * (first / root), {"first": first, "second": second}
 
 
-def seen(beta: float, t: mx.array) -> mx.array:
+def seen(beta: float, t: int) -> float:
     """Weight that a moving average started from zero has given to what it saw in `t` steps: 1 - beta^t."""
-    return -mx.expm1(t * (math.log(beta) if beta else -math.inf))  # 1 - beta^t cancels in float32
+    return -math.expm1(t * math.log(beta)) if beta else 1.0

@@ -13,8 +13,8 @@ from actors.compute.optimizers.table import Advance, OptimizerState, advance, st
 from protocols.errors import CompilationError, ProfileError
 from protocols.profile import LearnerSection
 
-CHECKED = 3
-"""Compiled steps that are also taken uncompiled: the first, the first with a state, the first with another rate."""
+CHECKED = 4
+"""Compiled steps that are also taken uncompiled: a rehearsed one, the first, the first with a state, and one more."""
 
 TOLERANCE = 1e-4
 """Relative difference between the two at which one of them is wrong."""
@@ -38,7 +38,7 @@ def make_stepper(settings: LearnerSection) -> Stepper:
 
 
 class CompiledStep:
-    """An optimizer's step as one compiled function of parameters, gradients, state, t, rate and scale.
+    """An optimizer's step as one compiled function of parameters, gradients, state and scalars.
 
     Its first `CHECKED` steps are evaluated, and taken uncompiled beside; CompilationError where the two differ.
     """
@@ -54,7 +54,15 @@ class CompiledStep:
         self, parameters: Arrays, gradients: Arrays, state: OptimizerState, *, learning_rate: float, scale: float
     ) -> tuple[Arrays, OptimizerState]:
         """Return new parameters and the new state. Raises CompilationError."""
-        updated, after = step_by(self._advance, parameters, gradients, state, learning_rate=learning_rate, scale=scale)
+        updated, after = step_by(
+            self._advance,
+            parameters,
+            gradients,
+            state,
+            learning_rate=learning_rate,
+            scale=scale,
+            settings=self._settings,
+        )
         if self._unchecked:
             compiled = _named(updated, after)
             _evaluate(compiled)

@@ -13,8 +13,13 @@ def slots(parameter: mx.array) -> Arrays:
     return {"average": mx.zeros(parameter.shape, dtype=mx.float32)}
 
 
+def constants(t: int, settings: LearnerSection) -> dict[str, float]:
+    """None: every step is like the first."""
+    return {}
+
+
 def rule(
-    theta: mx.array, gradient: mx.array, slots: Arrays, t: mx.array, rate: mx.array, settings: LearnerSection
+    theta: mx.array, gradient: mx.array, slots: Arrays, constants: Arrays, rate: mx.array, settings: LearnerSection
 ) -> tuple[mx.array, Arrays]:
     """Every element moves by the rate, or not at all where its gradients have all been zero.
 

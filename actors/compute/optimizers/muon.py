@@ -12,6 +12,7 @@ import re
 
 import mlx.core as mx
 
+from actors.compute.optimizers import adamw
 from actors.compute.optimizers.rule import Arrays
 from protocols.profile import LearnerSection
 
@@ -44,8 +45,13 @@ def slots(parameter: mx.array) -> Arrays:
     return {"momentum": mx.zeros(parameter.shape, dtype=mx.float32)}
 
 
+def constants(t: int, settings: LearnerSection) -> dict[str, float]:
+    """Those of AdamW, for what it takes."""
+    return adamw.constants(t, settings)
+
+
 def rule(
-    theta: mx.array, gradient: mx.array, slots: Arrays, t: mx.array, rate: mx.array, settings: LearnerSection
+    theta: mx.array, gradient: mx.array, slots: Arrays, constants: Arrays, rate: mx.array, settings: LearnerSection
 ) -> tuple[mx.array, Arrays]:
     """M <- momentum M + G;  theta <- theta - rate 0.2 sqrt(max(rows, columns)) orthogonalized(G + momentum M)."""
     momentum = settings.momentum * slots["momentum"] + gradient

@@ -1,4 +1,4 @@
-"""What every optimizer rule is: a module with two functions, one for its state and one for its step."""
+"""What every optimizer rule is: a module with three functions, for its state, for a step, and for one parameter."""
 
 from __future__ import annotations
 
@@ -17,17 +17,20 @@ class Rule(Protocol):
     def slots(self, parameter: mx.array) -> Arrays:
         """State of one parameter before its first step: by name, float32, lazy."""
 
+    def constants(self, t: int, settings: LearnerSection) -> dict[str, float]:
+        """Numbers of step `t` (1 for the first) that all parameters share, by name."""
+
     def rule(
         self,
         theta: mx.array,
         gradient: mx.array,
         slots: Arrays,
-        t: mx.array,
+        constants: Arrays,
         rate: mx.array,
         settings: LearnerSection,
     ) -> tuple[mx.array, Arrays]:
-        """Parameter and slots after step `t` (1 for the first) at learning rate `rate`.
+        """Parameter and slots after a step at learning rate `rate`.
 
-        theta: the parameter, already decayed. t, rate: float32 scalars, as arrays, so that a compiled step has them as
-        inputs and not as constants.
+        theta: the parameter, already decayed. constants, rate: float32 scalars, as arrays, so that a compiled step has
+        them as inputs and not as its own.
         """

@@ -13,8 +13,13 @@ def slots(parameter: mx.array) -> Arrays:
     return {"velocity": mx.zeros(parameter.shape, dtype=mx.float32)}
 
 
+def constants(t: int, settings: LearnerSection) -> dict[str, float]:
+    """None: every step is like the first."""
+    return {}
+
+
 def rule(
-    theta: mx.array, gradient: mx.array, slots: Arrays, t: mx.array, rate: mx.array, settings: LearnerSection
+    theta: mx.array, gradient: mx.array, slots: Arrays, constants: Arrays, rate: mx.array, settings: LearnerSection
 ) -> tuple[mx.array, Arrays]:
     """v <- momentum v + g;  theta <- theta - rate v.  The sum that PyTorch takes, not an average."""
     velocity = settings.momentum * slots["velocity"] + gradient

@@ -21,7 +21,7 @@ from actors.compute.optimizers.rule import Arrays, Rule
 from protocols.profile import LearnerSection
 
 Slots = dict[str, Arrays]
-Advance = Callable[[Arrays, Arrays, Slots, Arrays, mx.array, mx.array, mx.array], tuple[Arrays, Slots, Arrays]]
+Advance = Callable[[Arrays, Arrays, Slots, Arrays, Arrays, mx.array, mx.array], tuple[Arrays, Slots, Arrays]]
 
 OPTIMIZERS: Mapping[str, Rule] = MappingProxyType(
     {"adamw": adamw, "adafactor": adafactor, "lion": lion, "muon": muon, "sgd": sgd}
@@ -70,7 +70,13 @@ def step(
     Every parameter needs a gradient. Returns new parameters, in their own types, and the new state; lazy.
     """
     return step_by(
-        partial(advance, settings=settings), parameters, gradients, state, learning_rate=learning_rate, scale=scale
+        partial(advance, settings=settings),
+        parameters,
+        gradients,
+        state,
+        learning_rate=learning_rate,
+        scale=scale,
+        settings=settings,
     )
 
 
@@ -82,11 +88,14 @@ def step_by(
     *,
     learning_rate: float,
     scale: float,
+    settings: LearnerSection,
 ) -> tuple[Arrays, OptimizerState]:
     """`step` by a given form of `advance`, compiled or not."""
     t = state.step + 1
-    scalars = (mx.array(float(t)), mx.array(learning_rate), mx.array(scale))
-    updated, slots, master = advance(parameters, gradients, state.slots, state.master, *scalars)
+    numbers = OPTIMIZERS[settings.optimizer].constants(t, settings)
+    constants = {name: mx.array(number) for name, number in numbers.items()}
+    rate, factor = mx.array(learning_rate), mx.array(scale)
+    updated, slots, master = advance(parameters, gradients, state.slots, state.master, constants, rate, factor)
     return updated, OptimizerState(t, slots, master)
 
 
@@ -95,28 +104,30 @@ def advance(
     gradients: Arrays,
     slots: Slots,
     master: Arrays,
-    t: mx.array,
+    constants: Arrays,
     rate: mx.array,
     scale: mx.array,
     *,
     settings: LearnerSection,
 ) -> tuple[Arrays, Slots, Arrays]:
-    """New parameters, slots and masters: a function of arrays alone, the scalars t, rate and scale included.
+    """New parameters, slots and masters: a function of arrays alone, scalars included.
 
+    constants: of the step, as the rules name them.
     For every optimizer: g is `scale` times the gradient; the adapter's `lora_b` learns at `lora_plus` times the rate
     (LoRA+, arXiv:2402.12354); theta <- (1 - rate weight_decay) theta before the rule, at the parameter's own rate
     (decoupled decay, arXiv:1711.05101, with the rate in it as PyTorch has it).
     """
     updated, new_slots, new_master = {}, {slot: dict[str, mx.array]() for slot in slots}, {}
-    rates = {False: rate, True: rate * settings.lora_plus}
+    rates = [rate, rate * settings.lora_plus]
+    kept = [1.0 - own_rate * settings.weight_decay for own_rate in rates]
     for name, parameter in parameters.items():
-        own_rate = rates[name.endswith("lora_b")]
+        plus = name.endswith("lora_b")
         theta = master.get(name, parameter)
         if settings.weight_decay:
-            theta = (1.0 - own_rate * settings.weight_decay) * theta
+            theta = kept[plus] * theta
         own = {slot: arrays[name] for slot, arrays in slots.items() if name in arrays}
         g = gradients[name].astype(mx.float32) * scale
-        theta, own = rule_of(settings.optimizer, name, parameter).rule(theta, g, own, t, own_rate, settings)
+        theta, own = rule_of(settings.optimizer, name, parameter).rule(theta, g, own, constants, rates[plus], settings)
         for slot, array in own.items():
             new_slots[slot][name] = array
         if name in master:

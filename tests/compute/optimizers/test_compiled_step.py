@@ -88,8 +88,8 @@ def nearly(function: Callable[..., Any]) -> Callable[..., Any]:
     """A compiler whose steps are a thousandth too long."""
 
     def call(*arrays: Any) -> Any:
-        t, learning_rate, scale = arrays[4:]
-        return function(*arrays[:4], t, 1.001 * learning_rate, scale)
+        constants, learning_rate, scale = arrays[4:]
+        return function(*arrays[:4], constants, 1.001 * learning_rate, scale)
 
     return call
 
