@@ -45,10 +45,11 @@ def run(profile: Profile, arguments: Arguments, console: Console) -> int:
 
     directory = open_run(Path(profile.run_dir), resume=arguments.resume, clean=arguments.clean)
     try:
-        gc.disable()  # nothing of what is loaded is garbage, and looking for it takes time
+        gc.disable()  # nothing of what is loaded is garbage, then or later, and looking for it takes time
         try:
             from pipeline import train
         finally:
+            gc.freeze()
             gc.enable()
         return anyio.run(train, profile, directory, console)
     finally:

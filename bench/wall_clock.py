@@ -31,7 +31,7 @@ from msgspec.structs import replace
 
 from bench import tables
 from bench.answering import Question, answer
-from bench.contenders.clotho_train import FLAGS
+from bench.contenders.clotho_train import FLAGS, UNWATCHED
 from bench.contenders.process import Contender, Metric, by_turns
 from bench.measurement import Measurement, ratios, results_path
 from bench.measurement import read as read_measurements
@@ -41,7 +41,7 @@ COMMAND = "python -m bench wall_clock"
 PROGRAM = "bench.contenders.clotho_train"
 TUNED = (
     "--learner.batch-size 4 --sampling.group-size 4 --learner.learning-rate 0.01 "
-    "--learner.warmup-steps 0 --learner.schedule constant --alarms.on-collapse off --steps 8"
+    f"--learner.warmup-steps 0 --learner.schedule constant {UNWATCHED} --steps 8"
 )
 SYNCHRONOUS = "--async false"
 METRICS = (
