@@ -12,7 +12,7 @@ until 0.9: seconds until greedy accuracy on all 512 held-out problems, measured 
 mlx-lm-lora and we have the best settings that `bench.search` found of each, TRL those of mlx-lm-lora; as Adam in MLX
 does not correct its bias by default, TRL's rate is three times as high, which makes the same first step. Ours are
 synchronous and do not watch for collapse, as the others do not; `clotho, asynchronous` has the same otherwise. At such
-rates one update of 16 completions is enough: this says what a first update takes, and little about training.
+rates one update of 12 or 16 completions is enough: this says what a first update takes, and little about training.
 `clotho, as shipped` is the profile with its own settings, which warm up over five updates; it ends after twelve. All
 but that are also run with two threads for matrix products.
 equal work: 20 updates of 16 groups of 8 at rate 1e-3, in seconds, whatever becomes of the policy. Lengths follow the
@@ -40,7 +40,7 @@ NAME = "wall_clock"
 COMMAND = "python -m bench wall_clock"
 PROGRAM = "bench.contenders.clotho_train"
 TUNED = (
-    "--learner.batch-size 4 --sampling.group-size 4 --learner.learning-rate 0.01 "
+    "--learner.batch-size 4 --sampling.group-size 4 --learner.learning-rate 0.006 "
     f"--learner.warmup-steps 0 --learner.schedule constant {UNWATCHED} --steps 8"
 )
 SYNCHRONOUS = "--async false"

@@ -31,16 +31,16 @@ SEMANTICS = (
 )
 BEST: Case = {
     "learning_rate": 2e-3,
-    "batch_size": 8,
+    "batch_size": 6,
     "group_size": 2,
     "beta": 0.0,
-    "loss": "grpo",
-    "epsilon": 0.2,
+    "loss": "bnpo",
+    "epsilon": 1e-4,
     "optimizer": "adam",
-    "stop": "</answer>",
-    "temperature": 0.8,
-    "top_p": 0.95,
-    "top_k": 20,
+    "stop": "",
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": 0,
     "updates": 1000,
     "limit": 600.0,
 }

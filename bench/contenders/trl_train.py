@@ -29,9 +29,9 @@ SEMANTICS = (
 )
 SETTINGS: Case = {
     "learning_rate": 6e-3,
-    "batch_size": 8,
+    "batch_size": 6,
     "group_size": 2,
-    "loss": "grpo",
+    "loss": "bnpo",
     "target": None,
     "updates": 1000,
     "limit": 600.0,
