@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import sys
 
-from actors.command_line import main
+from clotho.run.cli import main
 
 if __name__ == "__main__":  # before the imports below, which take a second: the command line imports them when it must
     sys.exit(main())
@@ -26,24 +26,25 @@ from contextlib import ExitStack
 import structlog
 from rich.console import Console
 
-from actors import BLAS, boxes
-from actors.artifacts.journal import journal
-from actors.artifacts.run_directory import RunDirectory
-from actors.assembly import Parts, assemble
-from actors.atropos.processes import AtroposServer, Environment
-from actors.compute.executor import ComputeExecutor
-from actors.custom import CustomActors
-from actors.display.final_table import print_summary
-from actors.gateway.server import Gateway, listen
-from actors.runtime.child import Child, permanent
-from actors.runtime.ends import Outbox
-from actors.runtime.guard import Guard
-from actors.runtime.mailbox import Mailbox
-from actors.runtime.signals import handle_signals
-from actors.runtime.supervisor import Ending, Supervisor
-from actors.runtime.watchdog import Watchdog
-from actors.session import Session
-from protocols.profile import Profile
+from clotho import BLAS
+from clotho.atropos.processes import AtroposServer, Environment
+from clotho.config.schema import Profile
+from clotho.monitoring.event_log import journal
+from clotho.monitoring.summary import print_summary
+from clotho.run import build_actors as boxes
+from clotho.run.context import Session
+from clotho.run.startup import Parts, assemble
+from clotho.runtime.child import Child, permanent
+from clotho.runtime.compute_thread import ComputeExecutor
+from clotho.runtime.ends import Outbox
+from clotho.runtime.guard import Guard
+from clotho.runtime.plugins import CustomActors
+from clotho.runtime.queues import Mailbox
+from clotho.runtime.signals import handle_signals
+from clotho.runtime.supervisor import Ending, Supervisor
+from clotho.runtime.watchdog import Watchdog
+from clotho.serving.server import Gateway, listen
+from clotho.storage.run_directory import RunDirectory
 from protocols.score import GroupOutcome
 from protocols.step import PolicyUpdated
 

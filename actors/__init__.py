@@ -1,8 +1,1 @@
-"""The boxes: one module per actor, in flow order.
-
-Importing anything of it loads an optimised BLAS first, which must happen before the process's first `import mlx.core`.
-"""
-
-from actors.compute.blas import load_blas
-
-BLAS = load_blas()
+"""The nine actors, one module each, in flow order."""

@@ -12,12 +12,12 @@ from anyio.abc import TaskStatus
 from anyio.lowlevel import checkpoint
 from msgspec import Raw
 
-from actors.atropos.messages import nothing_but_a_number
-from actors.atropos.pauses import Pauses
-from actors.atropos.source import GroupSource, Reader
-from actors.runtime.ends import EndOfMail, Outbox
-from actors.runtime.latest import Latest, wait_until
-from protocols.profile import AtroposSection
+from clotho.atropos.messages import nothing_but_a_number
+from clotho.atropos.pauses import Pauses
+from clotho.atropos.source import GroupSource, Reader
+from clotho.config.schema import AtroposSection
+from clotho.runtime.ends import EndOfMail, Outbox
+from clotho.runtime.latest import Latest, wait_until
 from protocols.rollout import Discarded
 from protocols.score import GroupOutcome
 from protocols.weights import WeightsReady

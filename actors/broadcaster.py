@@ -10,16 +10,16 @@ import anyio
 import structlog
 from anyio.abc import TaskStatus
 
-from actors.compute.engine import DecodeEngine
-from actors.compute.executor import ComputeExecutor
-from actors.compute.logprobs import TeacherForcing
-from actors.compute.parity import ParityReport, probe
-from actors.compute.policy import Policy
-from actors.runtime.ends import Inbox
-from actors.runtime.futures import finish
-from actors.runtime.latest import Latest
+from clotho.config.schema import WeightsSection
+from clotho.inference import DecodeEngine
+from clotho.models.policy import Policy
+from clotho.runtime.compute_thread import ComputeExecutor
+from clotho.runtime.ends import Inbox
+from clotho.runtime.futures import finish
+from clotho.runtime.latest import Latest
+from clotho.scoring.parity import ParityReport, probe
+from clotho.scoring.teacher_forcing import TeacherForcing
 from protocols.errors import ParityError
-from protocols.profile import WeightsSection
 from protocols.step import PolicyUpdated
 from protocols.weights import SwapTimes, WeightsReady
 

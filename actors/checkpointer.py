@@ -10,14 +10,14 @@ from typing import Any
 import structlog
 from anyio.to_thread import run_sync
 
-from actors.artifacts.adapter_files import write_adapter
-from actors.artifacts.checkpoints import Snapshot, write_checkpoint
-from actors.histories import reached
-from actors.runtime.ends import Inbox
-from actors.runtime.latest import Latest
+from clotho.config.schema import CheckpointSection
+from clotho.runtime.ends import Inbox
+from clotho.runtime.latest import Latest
+from clotho.runtime.log_barrier import reached
+from clotho.storage.adapters import write_adapter
+from clotho.storage.checkpoints import Snapshot, write_checkpoint
 from protocols.adapter import AdapterConfig
 from protocols.checkpoint import RunState
-from protocols.profile import CheckpointSection
 from protocols.step import PolicyUpdated
 
 log = structlog.get_logger(actor="checkpointer")

@@ -12,14 +12,14 @@ from anyio.abc import TaskStatus
 from msgspec import Struct
 from msgspec.structs import replace
 
-from actors.compute.evaluation import greedy_completions
-from actors.compute.executor import ComputeExecutor
-from actors.compute.policy import Policy
-from actors.runtime.ends import Inbox, MailboxClosed, Outbox
-from actors.runtime.futures import finish
-from actors.runtime.mailbox import Mailbox
+from clotho.config.schema import EvalSection, GeneratorSection
+from clotho.inference.greedy import greedy_completions
+from clotho.models.policy import Policy
+from clotho.runtime.compute_thread import ComputeExecutor
+from clotho.runtime.ends import Inbox, MailboxClosed, Outbox
+from clotho.runtime.futures import finish
+from clotho.runtime.queues import Mailbox
 from protocols.evaluation import EvalReport, HeldOut
-from protocols.profile import EvalSection, GeneratorSection
 from protocols.sampling import Completion, Sampling
 from protocols.step import PolicyUpdated
 

@@ -6,9 +6,9 @@ from contextlib import aclosing, suppress
 
 import anyio
 
-from actors.runtime.ends import EndOfMail, Inbox, Outbox
-from actors.runtime.latest import Latest, wait_until
-from actors.sampler import GenerationError, Sampler
+from clotho.inference.client import GenerationError, Sampler
+from clotho.runtime.ends import EndOfMail, Inbox, Outbox
+from clotho.runtime.latest import Latest, wait_until
 from protocols.errors import RequestError
 from protocols.prompt import Prompt
 from protocols.rollout import Discarded, RolloutGroup

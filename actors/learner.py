@@ -11,19 +11,19 @@ import structlog
 from msgspec import Struct
 from msgspec.structs import replace
 
-from actors.alarms.watch import CollapseWatch, Judgement
-from actors.compute.executor import ComputeExecutor
-from actors.compute.random_state import random_state
-from actors.compute.update import PolicyLearner, Update
-from actors.forming_batch import FormingBatch, discard, sort_out
-from actors.histories import reached
-from actors.replay import ReplayBuffer
-from actors.runtime.ends import Inbox, MailboxClosed, Outbox
-from actors.runtime.futures import finish
-from actors.runtime.latest import Latest
+from clotho.config.schema import LearnerSection
+from clotho.models.random_state import random_state
+from clotho.monitoring.collapse_response import CollapseWatch, Judgement
+from clotho.runtime.compute_thread import ComputeExecutor
+from clotho.runtime.ends import Inbox, MailboxClosed, Outbox
+from clotho.runtime.futures import finish
+from clotho.runtime.latest import Latest
+from clotho.runtime.log_barrier import reached
+from clotho.training.batch_collector import FormingBatch, discard, sort_out
+from clotho.training.replay import ReplayBuffer
+from clotho.training.update import PolicyLearner, Update
 from protocols.errors import ClothoError, DivergenceError
 from protocols.ledger import Ledger
-from protocols.profile import LearnerSection
 from protocols.rollout import Discarded
 from protocols.score import GroupOutcome, ScoredGroup
 from protocols.step import GroupsEnded, PolicyUpdated, StepReport, TrainedGroup

@@ -10,13 +10,13 @@ from typing import Any
 import structlog
 from anyio import to_thread
 
-from actors.artifacts.line_writer import LineWriter
-from actors.artifacts.metrics_record import Moment, StepMetrics, evaluation_fields, step_metrics
-from actors.artifacts.rollout_record import rollout_records
-from actors.display.sample import Sample, sample
-from actors.display.view import Display, NoDisplay, RunView
-from actors.runtime.ends import Inbox
-from actors.runtime.latest import Latest
+from clotho.monitoring.display import Display, NoDisplay, RunView
+from clotho.monitoring.metrics import Moment, StepMetrics, evaluation_fields, step_metrics
+from clotho.monitoring.rollout_log import rollout_records
+from clotho.monitoring.sample import Sample, sample
+from clotho.runtime.ends import Inbox
+from clotho.runtime.latest import Latest
+from clotho.storage.jsonl_writer import LineWriter
 from protocols.evaluation import EvalReport
 from protocols.gauges import Gauges
 from protocols.step import GroupsEnded, StepReport

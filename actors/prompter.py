@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable
 
 from anyio import CancelScope
 
-from actors.runtime.ends import EndOfMail, Outbox
-from actors.runtime.latest import Latest
+from clotho.runtime.ends import EndOfMail, Outbox
+from clotho.runtime.latest import Latest
 from protocols.prompt import Prompt
 
 

@@ -7,13 +7,13 @@ from typing import Protocol
 import anyio
 from anyio.streams.memory import MemoryObjectReceiveStream
 
-from actors.runtime.ends import Inbox, Outbox
+from clotho.runtime.ends import Inbox, Outbox
 from protocols.rollout import Discarded, RolloutGroup
 from protocols.score import GroupOutcome
 
 
 class Rewards(Protocol):
-    """Turns a group into its outcome; `actors.rewards.runner.RewardRunner` does."""
+    """Turns a group into its outcome; `clotho.rewards.runner.RewardRunner` does."""
 
     async def score(self, group: RolloutGroup) -> GroupOutcome:
         """Judge every completion; raise only what should end the run."""

@@ -1,3 +1,3 @@
 """Measurements: one question per module, each a program that writes what it found to `bench/results/`."""
 
-import actors  # noqa: F401, loads a fast BLAS, which must happen before MLX is imported
+import clotho  # noqa: F401, loads a fast BLAS, which must happen before MLX is imported

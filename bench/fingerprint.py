@@ -8,8 +8,8 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from actors import BLAS
-from actors.compute.machine import describe_machine
+from clotho import BLAS
+from clotho.models.machine import describe_machine
 from protocols.description import MachineDescription
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -21,13 +21,13 @@ import msgspec
 import numpy as np
 from msgspec import Struct
 
-from actors.compute.head_scores import SampledLaw, TokenScores
-from actors.compute.policy import Policy
-from actors.compute.sequences import MicroBatch
-from actors.compute.update import PolicyLearner
 from bench.fingerprint import ROOT, Fingerprint, describe_fingerprint, fingerprint
 from bench.shapes import random_policy
-from protocols.profile import LearnerSection, SamplingSection
+from clotho.config.schema import LearnerSection, SamplingSection
+from clotho.models.policy import Policy
+from clotho.scoring.head_scores import SampledLaw, TokenScores
+from clotho.scoring.sequences import MicroBatch
+from clotho.training.update import PolicyLearner
 from protocols.prompt import Problem, Prompt
 from protocols.rollout import RolloutGroup
 from protocols.sampling import Completion

@@ -20,7 +20,7 @@ from msgspec import Struct
 
 from bench.fingerprint import ROOT, Fingerprint, describe_fingerprint, fingerprint
 from bench.runs import Metrics, accuracies, run_pipeline, updates
-from protocols.recipes import OBJECTIVES
+from clotho.config.presets import OBJECTIVES
 
 NAME = "objectives"
 RESULTS = ROOT / "bench" / "results" / "objectives.jsonl"

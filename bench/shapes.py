@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, cast
 
-from actors.compute.policy import Policy
-from actors.compute.tokenizer import ChatTokenizer
 from bench.contenders.shapes import Shape, configuration, random_model
-from protocols.profile import PolicySection
+from clotho.config.schema import PolicySection
+from clotho.models.policy import Policy
+from clotho.models.tokenizer import ChatTokenizer
 
 
 class SilentTokenizer:

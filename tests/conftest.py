@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-import actors  # an optimised BLAS, before any test imports MLX
+import clotho  # an optimised BLAS, before any test imports MLX
 
-assert actors.BLAS
+assert clotho.BLAS
 
 
 @pytest.fixture

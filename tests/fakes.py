@@ -1,6 +1,6 @@
 """A decode engine without a model: tokens are a stated function of (prompt, sampling, seed, position).
 
-`tests/test_sampler.py` holds it to the same contract as the real engine.
+`tests/inference/test_sampler.py` holds it to the same contract as the real engine.
 """
 
 from __future__ import annotations

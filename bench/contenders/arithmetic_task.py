@@ -1,7 +1,7 @@
 """The task of profile local-m3 for trainers that are not ours: its problems, its rewards, its measure, and its clock.
 
 Only the standard library and what any environment of a contender has is imported here. The rules are those of
-`actors.rewards` for problems whose answers are whole numbers or letters, which all of this task's are.
+`clotho.rewards` for problems whose answers are whole numbers or letters, which all of this task's are.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from actors.rewards.answer import ANSWER, ANSWER_END, THINK, THINK_END, answer_text
 from bench.contenders.loop import busy_seconds
+from clotho.rewards.answer import ANSWER, ANSWER_END, THINK, THINK_END, answer_text
 
 POLICY = Path(__file__).resolve().parents[2] / "profiles" / "embedded"
 MAX_TOKENS, RANK, SCALE = 96, 16, 2.0

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from actors.compute.engine import DecodeEngine
 from bench.contenders.decoding import timed, work
 from bench.contenders.loop import Case, Once, serve
 from bench.shapes import policy_of
-from protocols.profile import GeneratorSection
+from clotho.config.schema import GeneratorSection
+from clotho.inference import DecodeEngine
 from protocols.sampling import CompletionDone, SampleEvent, SampleRequest, Sampling
 
 SEMANTICS = (

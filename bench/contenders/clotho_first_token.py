@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 
-from actors.compute.engine import DecodeEngine
 from bench.contenders.loop import Case, Metrics, Once, serve
 from bench.contenders.shapes import named_model, random_prompts
 from bench.shapes import policy_of
-from protocols.profile import GeneratorSection
+from clotho.config.schema import GeneratorSection
+from clotho.inference import DecodeEngine
 from protocols.sampling import SampleEvent, SampleRequest, Sampling, TokenDrawn
 
 SEMANTICS = (

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 import time
 
-from actors.compute.update import PolicyLearner, Update
 from bench.contenders.loop import Case, Metrics, Once, serve
 from bench.contenders.shapes import named_model, random_prompts
 from bench.shapes import policy_of
-from protocols.profile import LearnerSection, PolicySection, SamplingSection
+from clotho.config.schema import LearnerSection, PolicySection, SamplingSection
+from clotho.training.update import PolicyLearner, Update
 from protocols.prompt import Problem, Prompt
 from protocols.rollout import RolloutGroup
 from protocols.sampling import Completion

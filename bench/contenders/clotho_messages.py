@@ -7,14 +7,14 @@ import time
 from collections.abc import Awaitable, Callable
 from functools import partial
 
-from actors.compute.executor import ComputeExecutor
-from actors.runtime.actor import Actor
-from actors.runtime.child import transient
-from actors.runtime.ends import Inbox, Outbox
-from actors.runtime.futures import finish
-from actors.runtime.mailbox import Mailbox
-from actors.runtime.supervisor import Supervisor
 from bench.contenders.loop import Case, Once, serve
+from clotho.runtime.actor import Actor
+from clotho.runtime.child import transient
+from clotho.runtime.compute_thread import ComputeExecutor
+from clotho.runtime.ends import Inbox, Outbox
+from clotho.runtime.futures import finish
+from clotho.runtime.queues import Mailbox
+from clotho.runtime.supervisor import Supervisor
 
 SEMANTICS = (
     "Bounded mailboxes with waiting times measured and both ends closed in order; actors as children of the "

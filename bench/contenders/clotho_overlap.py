@@ -9,13 +9,13 @@ from collections.abc import Generator
 
 import numpy as np
 
-from actors.compute.engine import DecodeEngine
-from actors.compute.executor import ComputeExecutor
-from actors.compute.update import PolicyLearner
 from bench.contenders.loop import Case, Once, serve
 from bench.contenders.shapes import named_model, random_prompts
 from bench.shapes import policy_of
-from protocols.profile import GeneratorSection, LearnerSection, PolicySection, SamplingSection
+from clotho.config.schema import GeneratorSection, LearnerSection, PolicySection, SamplingSection
+from clotho.inference import DecodeEngine
+from clotho.runtime.compute_thread import ComputeExecutor
+from clotho.training.update import PolicyLearner
 from protocols.prompt import Problem, Prompt
 from protocols.rollout import RolloutGroup
 from protocols.sampling import Completion, CompletionDone, SampleEvent, SampleRequest, Sampling

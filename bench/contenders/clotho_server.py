@@ -13,13 +13,13 @@ from collections.abc import Sequence
 
 import anyio
 
-from actors.compute.engine import DecodeEngine
-from actors.compute.executor import ComputeExecutor
-from actors.compute.policy import Policy, load_policy
-from actors.gateway.server import Gateway
-from actors.gateway.services import GatewayServices, HealthReport, TrainingNumbers
-from actors.sampler import Sampler
-from protocols.profile import GatewaySection, GeneratorSection, ModelSection, PolicySection
+from clotho.config.schema import GatewaySection, GeneratorSection, ModelSection, PolicySection
+from clotho.inference import DecodeEngine
+from clotho.inference.client import Sampler
+from clotho.models.policy import Policy, load_policy
+from clotho.runtime.compute_thread import ComputeExecutor
+from clotho.serving.server import Gateway
+from clotho.serving.services import GatewayServices, HealthReport, TrainingNumbers
 from protocols.prompt_logprobs import PromptLogprobs
 from protocols.sampling import Sampling
 from protocols.weights import WeightsReady

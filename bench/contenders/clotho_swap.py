@@ -8,13 +8,13 @@ import time
 import mlx.core as mx
 from mlx.utils import tree_map
 
-from actors.compute.engine import DecodeEngine
-from actors.compute.parameter_places import Parameters
-from actors.compute.policy import Policy
 from bench.contenders.loop import Case, Once, serve
 from bench.contenders.shapes import named_model, random_prompts
 from bench.shapes import policy_of
-from protocols.profile import GeneratorSection, PolicySection
+from clotho.config.schema import GeneratorSection, PolicySection
+from clotho.inference import DecodeEngine
+from clotho.models.parameter_slots import Parameters
+from clotho.models.policy import Policy
 from protocols.sampling import SampleRequest, Sampling
 
 SEMANTICS = (

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from actors.compute.update import PolicyLearner
 from bench.contenders.clotho_learn import finished, groups
 from bench.contenders.loop import Case, Once, serve
 from bench.contenders.rollouts import RANK, RATE, SCALE, measured, rollouts
 from bench.contenders.shapes import named_model
 from bench.shapes import policy_of
-from protocols.profile import LearnerSection, PolicySection, SamplingSection
+from clotho.config.schema import LearnerSection, PolicySection, SamplingSection
+from clotho.training.update import PolicyLearner
 
 SEMANTICS = (
     "An update with the profile's default settings, from scored groups to evaluated weights and their fingerprint: "

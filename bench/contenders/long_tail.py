@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 from msgspec.structs import replace
 
-from actors.custom import Services
 from actors.generator import Generator
-from actors.runtime.ends import Inbox, Outbox
-from actors.sampler import GenerationError, Sampler
+from clotho.inference.client import GenerationError, Sampler
+from clotho.runtime.ends import Inbox, Outbox
+from clotho.runtime.plugins import Services
 from protocols.errors import RequestError
 from protocols.prompt import Problem, Prompt
 from protocols.rollout import Discarded, RolloutGroup

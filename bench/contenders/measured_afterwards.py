@@ -8,9 +8,9 @@ import anyio
 import structlog
 from anyio.abc import TaskStatus
 
-from actors.custom import Services
 from actors.evaluator import Evaluator, Pinned
-from actors.runtime.ends import Inbox, Outbox
+from clotho.runtime.ends import Inbox, Outbox
+from clotho.runtime.plugins import Services
 from protocols.evaluation import EvalReport
 from protocols.step import PolicyUpdated
 

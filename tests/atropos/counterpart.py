@@ -7,7 +7,7 @@ from functools import cache
 
 import pytest
 
-from actors.atropos.interpreter import require_atroposlib
+from clotho.atropos.interpreter import require_atroposlib
 
 VARIABLE = "CLOTHO_ATROPOS_PYTHON"
 

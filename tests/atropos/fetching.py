@@ -10,15 +10,15 @@ import msgspec
 from msgspec import Raw
 
 from actors.atropos_fetcher import AtroposFetcher
-from actors.runtime.latest import Latest
-from actors.runtime.mailbox import Mailbox
-from protocols.profile import AtroposSection
+from clotho.config.schema import AtroposSection
+from clotho.runtime.latest import Latest
+from clotho.runtime.queues import Mailbox
 from protocols.prompt import Problem, Prompt
 from protocols.rollout import Discarded, RolloutGroup
 from protocols.sampling import Completion
 from protocols.score import GroupOutcome, ScoredGroup
 from protocols.weights import WeightsReady
-from tests.boxes import everything
+from tests.actors.boxes import everything
 
 Batch = Sequence[str] | None
 

@@ -9,10 +9,10 @@ from typing import Any
 import msgspec
 from msgspec import Raw
 
-from actors.atropos.reader import GroupReader, Policy
-from actors.atropos.shapes import Bounds
-from actors.drawn import DrawnLog
-from protocols.profile import AtroposSection, LearnerSection
+from clotho.atropos.reader import GroupReader, Policy
+from clotho.atropos.validation import Bounds
+from clotho.config.schema import AtroposSection, LearnerSection
+from clotho.inference.sample_log import DrawnLog
 from protocols.prompt_logprobs import PromptLogprobs
 from protocols.rollout import Discarded
 from protocols.sampling import Completion, SampleRequest, Sampling

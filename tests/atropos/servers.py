@@ -12,8 +12,8 @@ from typing import Any
 import httpx
 import msgspec
 
-from actors.atropos.api import AtroposApi
-from actors.atropos.client import Registration
+from clotho.atropos.api import AtroposApi
+from clotho.atropos.client import Registration
 from tests.atropos.counterpart import python_with_atropos
 from tests.atropos.fake_api import FakeApi
 from tests.atropos.until import until

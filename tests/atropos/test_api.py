@@ -13,9 +13,9 @@ import pytest
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from structlog.testing import capture_logs
 
-from actors.atropos import client
-from actors.atropos.api import NOTHINGS, AtroposApi
-from actors.atropos.client import Registration
+from clotho.atropos import client
+from clotho.atropos.api import NOTHINGS, AtroposApi
+from clotho.atropos.client import Registration
 from protocols.errors import ProfileError
 from tests.atropos.fake_api import FakeApi, endless, truncated
 from tests.atropos.groups import group

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from actors.atropos.behaviour import Behaviour, runs, versions
+from clotho.atropos.behaviour_logprobs import Behaviour, runs, versions
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from actors.artifacts.profile_file import load_profile
-from actors.atropos.commands import Command, environment_command, reachable, server_command
+from clotho.atropos.commands import Command, environment_command, reachable, server_command
+from clotho.config.load import load_profile
 from tests.atropos.counterpart import python_with_atropos
 
 SHOWS_SETTINGS = '''

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from actors.artifacts.profile_file import load_profile
-from actors.atropos.interpreter import find_interpreter, require_atroposlib, require_environments
+from clotho.atropos.interpreter import find_interpreter, require_atroposlib, require_environments
+from clotho.config.load import load_profile
 from protocols.errors import ProfileError
 from tests.atropos.counterpart import python_with_atropos
 

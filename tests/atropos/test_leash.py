@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from actors.atropos import leash
+from clotho.atropos import parent_watchdog as leash
 
 PYTHON = sys.executable
 LEASH = [PYTHON, "-I", "-S", leash.__file__, "--"]

@@ -11,15 +11,15 @@ import msgspec
 import pytest
 from structlog.testing import capture_logs
 
-from actors.atropos.mock import MockAtropos
-from protocols.profile import SamplingSection
+from clotho.atropos.mock import MockAtropos
+from clotho.config.schema import SamplingSection
 from protocols.prompt import Prompt
 from protocols.rollout import Discarded, RolloutGroup
 from protocols.score import GroupOutcome, ScoredGroup
+from tests.actors.boxes import prompt
 from tests.atropos.fake_api import FIELDS
 from tests.atropos.groups import Scene
-from tests.boxes import prompt
-from tests.gateway.serving import Served, serving
+from tests.serving.serving import Served, serving
 
 SAMPLING = SamplingSection(group_size=3, max_tokens=6, ignore_eos=True, temperature=0.5)
 

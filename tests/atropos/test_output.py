@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from actors.atropos import output as module
-from actors.atropos.output import Output
+from clotho.atropos import output as module
+from clotho.atropos.output import Output
 
 MISSING = "ModuleNotFoundError: No module named 'nowhere'"
 TRACEBACK = b"""[transformers] something

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from actors.atropos.pauses import Pauses
+from clotho.atropos.pauses import Pauses
 
 
 def test_pauses_grow_to_the_longest_and_begin_anew() -> None:

@@ -14,10 +14,10 @@ from typing import Any
 import anyio
 import pytest
 
-from actors.atropos import process as module
-from actors.atropos.commands import Command
-from actors.atropos.output import Output
-from actors.atropos.process import KeptProcess, Life
+from clotho.atropos import process as module
+from clotho.atropos.commands import Command
+from clotho.atropos.output import Output
+from clotho.atropos.process import KeptProcess, Life
 from protocols.errors import ActorError, ProfileError
 
 PATIENCE_SECONDS = 120.0
@@ -147,9 +147,9 @@ RUN = """
 import os, sys
 from pathlib import Path
 import anyio
-from actors.atropos.commands import Command
-from actors.atropos.output import Output
-from actors.atropos.process import KeptProcess
+from clotho.atropos.commands import Command
+from clotho.atropos.output import Output
+from clotho.atropos.process import KeptProcess
 command = Command(argv=(sys.executable, "-c", sys.argv[1]), variables=dict(os.environ))
 anyio.run(KeptProcess("thing", command, Output(Path(sys.argv[2]) / "thing.log")).run)
 """

@@ -13,9 +13,9 @@ import anyio
 import httpx
 import pytest
 
-from actors.artifacts.profile_file import load_profile
-from actors.atropos import process as module
-from actors.atropos.processes import AtroposServer, Environment
+from clotho.atropos import process as module
+from clotho.atropos.processes import AtroposServer, Environment
+from clotho.config.load import load_profile
 from protocols.errors import ProfileError
 from tests.atropos.counterpart import python_with_atropos
 

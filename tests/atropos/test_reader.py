@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from msgspec import Raw
 
+from clotho.config.schema import AtroposSection
 from protocols.errors import GenerationError
-from protocols.profile import AtroposSection
 from protocols.prompt_logprobs import PromptLogprobs
 from protocols.rollout import Discarded
 from protocols.sampling import Sampling

@@ -10,8 +10,8 @@ import msgspec
 import pytest
 from msgspec import Raw
 
-from actors.atropos.recent import MOST_NAMES, REMEMBERED
-from protocols.profile import AtroposSection
+from clotho.atropos.recent import MOST_NAMES, REMEMBERED
+from clotho.config.schema import AtroposSection
 from protocols.rollout import Discarded
 from protocols.score import ScoredGroup
 from tests.atropos.groups import PROMPT, Scene, conversations

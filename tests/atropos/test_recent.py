@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from actors.atropos.recent import MOST_NAMES, EnvironmentNames, RecentGroups
-from actors.atropos.wire import WireGroup, decode_group
+from clotho.atropos.recent import MOST_NAMES, EnvironmentNames, RecentGroups
+from clotho.atropos.wire import WireGroup, decode_group
 from tests.atropos.groups import group, raw
 
 

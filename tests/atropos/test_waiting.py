@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from actors.atropos.waiting import in_words
-from actors.atropos.wire import EnvironmentStatus, Status
+from clotho.atropos.waiting import in_words
+from clotho.atropos.wire import EnvironmentStatus, Status
 
 
 def environment(own: int = 0, largest: int = 1, unallocated: float = 1.0) -> EnvironmentStatus:

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from actors.compute.tokenizer import ChatTokenizer
 from bench import actors_overhead, http, overlap, startup, swap
 from bench.contenders import asyncio_messages, clotho_messages, clotho_swap, commands, http_loads
 from bench.contenders.http_clients import Load, first_token_seconds, throughput
@@ -22,6 +21,7 @@ from bench.contenders.http_model import write_model
 from bench.contenders.shapes import EMBEDDED
 from bench.measurement import write
 from bench.runs import Record
+from clotho.models.tokenizer import ChatTokenizer
 
 ONE_REQUEST = Load(clients=3, tokens=8, answers=1)
 

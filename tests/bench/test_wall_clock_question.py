@@ -11,8 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from actors.artifacts.profile_file import load_profile
-from actors.rewards import choice_correctness, format, math_eval  # noqa: A004
 from bench import wall_clock
 from bench.contenders import arithmetic_task as task
 from bench.contenders import clotho_train, long_tail
@@ -20,6 +18,8 @@ from bench.contenders.clotho_train import PROFILES
 from bench.contenders.measured_afterwards import MADE, MEASURED
 from bench.measurement import Measurement
 from bench.runs import Record
+from clotho.config.load import load_profile
+from clotho.rewards import choice_correctness, format, math_eval  # noqa: A004
 from protocols.prompt import Problem
 from protocols.sampling import Completion, SampleRequest, Sampling
 from tests.bench.measured import measurement

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from actors.compute.objectives.tokens import PolicyLoss, Tokens
-from protocols.profile import LearnerSection
+from clotho.config.schema import LearnerSection
+from clotho.training.objectives.contract import PolicyLoss, Tokens
 
 
 def importance_weighted(logp_N: mx.array, tokens: Tokens, settings: LearnerSection) -> PolicyLoss:

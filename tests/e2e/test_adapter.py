@@ -13,10 +13,10 @@ MEASURE = """
 import json, sys
 from pathlib import Path
 import anyio
-import actors  # an optimised BLAS, before MLX
+import clotho  # an optimised BLAS, before MLX
 import mlx_lm
-from actors.artifacts.profile_file import load_profile
-from actors.rewards.runner import RewardRunner
+from clotho.config.load import load_profile
+from clotho.rewards.runner import RewardRunner
 from protocols.prompt import Problem
 
 run_dir = Path(sys.argv[1])

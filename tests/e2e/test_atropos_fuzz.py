@@ -13,7 +13,7 @@ import httpx
 import msgspec
 import pytest
 
-from actors.compute.tokenizer import ChatTokenizer
+from clotho.models.tokenizer import ChatTokenizer
 from tests.atropos.servers import JSON, Counterpart, counterpart
 from tests.e2e.running import BATCH, REPOSITORY, Run, lines
 

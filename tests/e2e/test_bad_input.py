@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from actors.artifacts.run_directory import open_run
-from actors.command_line import main
+from clotho.run.cli import main
+from clotho.storage.run_directory import open_run
 from tests.e2e.conftest import Finished
 from tests.e2e.running import REPOSITORY, SMALL
 

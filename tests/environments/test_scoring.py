@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from actors.rewards import choice_correctness, format, math_eval  # noqa: A004
+from clotho.rewards import choice_correctness, format, math_eval  # noqa: A004
 from profiles.environments import scoring
 from protocols.prompt import Problem
 from tests.environments.scripts import EMBEDDED

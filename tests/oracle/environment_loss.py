@@ -11,7 +11,7 @@ from itertools import pairwise
 import numpy as np
 from msgspec import Struct
 
-from protocols.profile import LearnerSection
+from clotho.config.schema import LearnerSection
 from protocols.sampling import Completion
 from protocols.score import ScoredGroup
 from tests.oracle.advantages import advantages

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from msgspec import Struct
 
-from protocols.profile import LearnerSection
+from clotho.config.schema import LearnerSection
 
 Rows = list[list[float]]
 

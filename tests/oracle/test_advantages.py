@@ -7,7 +7,7 @@ from typing import Literal
 import numpy as np
 import pytest
 
-from actors.compute.advantages import advantages
+from clotho.training.advantages import advantages
 from tests.oracle.advantages import advantages as slow
 
 

@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 from msgspec import convert
 
-from actors.compute.draws import SampledLaw
-from actors.compute.objectives.table import OBJECTIVES
-from actors.compute.trees import flat
-from protocols.profile import LearnerSection
-from protocols.recipes import recommended
+from clotho.config.presets import recommended
+from clotho.config.schema import LearnerSection
+from clotho.models.parameters import flat
+from clotho.scoring.draws import SampledLaw
+from clotho.training.objectives.registry import OBJECTIVES
 from protocols.score import ScoredGroup
-from tests.compute.environment_groups import environment_groups
-from tests.compute.learning import BigramPolicy, whole_gradient
 from tests.oracle.environment_loss import Run, environment_loss
+from tests.training.environment_groups import environment_groups
+from tests.training.learning import BigramPolicy, whole_gradient
 
 BIAS = ((3, 0.4), (0, -0.2))
 BESIDE: dict[str, Any] = {"kl_beta": 0.1, "entropy_weight": 0.05, "distillation_weight": 0.3}

@@ -8,12 +8,12 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from actors.compute.objectives.aggregation import coefficients
-from actors.compute.objectives.controllers import initial_strengths
-from actors.compute.objectives.loss import LossInputs, policy_loss
-from actors.compute.objectives.table import OBJECTIVES, objective
-from protocols.profile import LearnerSection
-from protocols.recipes import recommended
+from clotho.config.presets import recommended
+from clotho.config.schema import LearnerSection
+from clotho.training.objectives.aggregation import coefficients
+from clotho.training.objectives.controllers import initial_strengths
+from clotho.training.objectives.loss import LossInputs, policy_loss
+from clotho.training.objectives.registry import OBJECTIVES, objective
 from tests.oracle.policy_loss import TOKEN_LOSSES, Example, Rows, loss, slopes
 
 MAX_TOKENS = 9

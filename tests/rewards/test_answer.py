@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from actors.rewards.answer import answer_text
+from clotho.rewards.answer import answer_text
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ from time import perf_counter
 
 import pytest
 
-from actors.rewards.arithmetic import evaluate
-from actors.rewards.tokens import EvaluationError
+from clotho.rewards.arithmetic import evaluate
+from clotho.rewards.tokens import EvaluationError
 
 
 @pytest.mark.parametrize(

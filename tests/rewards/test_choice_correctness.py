@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from actors.rewards.choice_correctness import options, reward
+from clotho.rewards.choice_correctness import options, reward
 from tests.rewards.groups import answered, problem
 
 QUESTION = "Which is the largest? A) 12 B) 74 C) 33"

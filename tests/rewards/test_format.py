@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from actors.rewards.format import reward
+from clotho.rewards.format import reward
 from tests.rewards.groups import problem
 
 

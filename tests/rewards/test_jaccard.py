@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from actors.rewards.jaccard import reward
+from clotho.rewards.jaccard import reward
 from tests.rewards.groups import answered, problem
 
 

@@ -5,7 +5,7 @@ from time import perf_counter
 
 import pytest
 
-from actors.rewards.math_eval import reward
+from clotho.rewards.math_eval import reward
 from tests.rewards.groups import answered, problem
 
 

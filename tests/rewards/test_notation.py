@@ -5,7 +5,7 @@ from time import perf_counter
 
 import pytest
 
-from actors.rewards.notation import LONGEST, plain
+from clotho.rewards.notation import LONGEST, plain
 
 
 @pytest.mark.parametrize(

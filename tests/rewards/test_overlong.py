@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from actors.rewards.overlong import Overlong
-from actors.rewards.runner import RewardRunner
+from clotho.config.schema import RewardSection
+from clotho.rewards.overlong import Overlong
+from clotho.rewards.runner import RewardRunner
 from protocols.errors import ProfileError
-from protocols.profile import RewardSection
 from protocols.rollout import Discarded, RolloutGroup
 from protocols.sampling import Completion, FinishReason
 from protocols.score import GroupOutcome, ScoredGroup

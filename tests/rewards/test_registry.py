@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from actors.rewards.registry import BUILT_IN, is_async, load_reward
+from clotho.rewards.registry import BUILT_IN, is_async, load_reward
 from protocols.errors import ProfileError
 from tests.rewards import sample_rewards
 from tests.rewards.groups import answered, problem

@@ -8,10 +8,10 @@ from contextlib import contextmanager
 import anyio
 import pytest
 
-from actors.rewards import calling
-from actors.rewards.runner import RewardRunner
+from clotho.config.schema import RewardSection
+from clotho.rewards import calling
+from clotho.rewards.runner import RewardRunner
 from protocols.errors import ProfileError
-from protocols.profile import RewardSection
 from protocols.rollout import Discarded
 from protocols.score import ScoredGroup
 from tests.rewards import sample_rewards

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from actors.rewards.workers import WorkerThreads
+from clotho.rewards.workers import WorkerThreads
 
 
 def test_a_thread_that_has_finished_is_used_again() -> None:
@@ -69,8 +69,8 @@ def test_abandoning_at_the_moment_of_the_result_harms_no_other_call() -> None:
 
 HANGING = """
 import anyio
-from actors.rewards.runner import RewardRunner
-from protocols.profile import RewardSection
+from clotho.rewards.runner import RewardRunner
+from clotho.config.schema import RewardSection
 from tests.rewards.groups import group
 
 async def main():

@@ -8,8 +8,8 @@ import anyio
 from anyio import TASK_STATUS_IGNORED
 from anyio.abc import TaskStatus
 
-from actors.runtime.child import Child
-from actors.runtime.supervisor import Supervisor
+from clotho.runtime.child import Child
+from clotho.runtime.supervisor import Supervisor
 
 
 class Script:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from anyio import create_task_group, fail_after
 
-from actors.runtime.actor import Actor
-from actors.runtime.ends import EndOfMail, MailboxClosed, Outbox
-from actors.runtime.mailbox import Mailbox
+from clotho.runtime.actor import Actor
+from clotho.runtime.ends import EndOfMail, MailboxClosed, Outbox
+from clotho.runtime.queues import Mailbox
 
 
 class _Half(Actor[int, float]):

@@ -7,12 +7,12 @@ from collections.abc import Callable
 import anyio
 import pytest
 
-from actors.runtime.actor import Actor
-from actors.runtime.arrow import Arrow, Tee
-from actors.runtime.child import Child, Restart, temporary, transient
-from actors.runtime.ends import EndOfMail, Inbox, MailboxClosed, Outbox
-from actors.runtime.mailbox import Mailbox
-from tests.boxes import cancelled_midway, everything, filled
+from clotho.runtime.actor import Actor
+from clotho.runtime.child import Child, Restart, temporary, transient
+from clotho.runtime.edges import Arrow, Tee
+from clotho.runtime.ends import EndOfMail, Inbox, MailboxClosed, Outbox
+from clotho.runtime.queues import Mailbox
+from tests.actors.boxes import cancelled_midway, everything, filled
 
 
 class Adding(Actor[str, str]):

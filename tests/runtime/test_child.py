@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from actors.runtime.child import Child, Restart, RestartBudget, permanent, temporary, transient
+from clotho.runtime.child import Child, Restart, RestartBudget, permanent, temporary, transient
 
 
 class _Idle:

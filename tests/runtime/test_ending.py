@@ -6,10 +6,10 @@ import anyio
 import pytest
 from anyio import CancelScope, create_task_group, fail_after, sleep_forever, wait_all_tasks_blocked
 
-from actors.runtime.child import permanent, temporary, transient
-from actors.runtime.ends import Inbox, MailboxClosed, Outbox
-from actors.runtime.mailbox import Mailbox
-from actors.runtime.supervisor import Supervisor
+from clotho.runtime.child import permanent, temporary, transient
+from clotho.runtime.ends import Inbox, MailboxClosed, Outbox
+from clotho.runtime.queues import Mailbox
+from clotho.runtime.supervisor import Supervisor
 from protocols.errors import ActorError
 from tests.runtime.scene import Scene, Script
 

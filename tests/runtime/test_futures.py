@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import pytest
 from anyio import create_task_group, fail_after, wait_all_tasks_blocked
 
-from actors.runtime.futures import WorkCancelled, finish
+from clotho.runtime.futures import WorkCancelled, finish
 
 
 async def test_finish_returns_or_raises_what_the_work_did() -> None:

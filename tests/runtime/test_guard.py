@@ -7,8 +7,8 @@ from concurrent.futures import Future
 import anyio
 import pytest
 
-from actors.runtime.guard import Guard
-from tests.boxes import cancelled_midway
+from clotho.runtime.guard import Guard
+from tests.actors.boxes import cancelled_midway
 
 
 async def test_what_breaks_is_the_guards_failure() -> None:

@@ -7,8 +7,8 @@ from contextlib import suppress
 import pytest
 from anyio import create_task_group, fail_after, to_thread, wait_all_tasks_blocked
 
-from actors.runtime.ends import EndOfMail, MailboxClosed
-from actors.runtime.latest import Latest, wait_until
+from clotho.runtime.ends import EndOfMail, MailboxClosed
+from clotho.runtime.latest import Latest, wait_until
 
 
 def test_an_empty_cell_has_no_value() -> None:

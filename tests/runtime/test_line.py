@@ -9,8 +9,8 @@ import pytest
 from anyio import CancelScope, create_task_group, fail_after, wait_all_tasks_blocked
 from anyio.lowlevel import checkpoint
 
-from actors.runtime.ends import EndOfMail, Inbox, Outbox
-from actors.runtime.mailbox import Mailbox
+from clotho.runtime.ends import EndOfMail, Inbox, Outbox
+from clotho.runtime.queues import Mailbox
 
 
 async def test_a_message_given_to_a_reader_cancelled_at_that_moment_goes_to_the_next() -> None:

@@ -8,8 +8,8 @@ import anyio
 import pytest
 from anyio import create_task_group, fail_after, to_thread, wait_all_tasks_blocked
 
-from actors.runtime.ends import EndOfMail, Inbox, MailboxClosed, Outbox
-from actors.runtime.mailbox import Mailbox
+from clotho.runtime.ends import EndOfMail, Inbox, MailboxClosed, Outbox
+from clotho.runtime.queues import Mailbox
 
 
 async def _send_all(outbox: Outbox[int], items: range) -> None:

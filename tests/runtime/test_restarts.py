@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from anyio import create_task_group, fail_after, wait_all_tasks_blocked
 
-from actors.runtime.actor import Actor
-from actors.runtime.child import permanent, transient
-from actors.runtime.mailbox import Mailbox
+from clotho.runtime.actor import Actor
+from clotho.runtime.child import permanent, transient
+from clotho.runtime.queues import Mailbox
 from tests.runtime.scene import Ready, Scene, Script
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from anyio import create_task_group, fail_after, to_thread, wait_all_tasks_blocked
 
-from actors.runtime.child import transient
-from actors.runtime.signals import SIGNALS, SignalWatch, handle_signals
+from clotho.runtime.child import transient
+from clotho.runtime.signals import SIGNALS, SignalWatch, handle_signals
 from tests.runtime.scene import Scene, Script
 
 
@@ -82,9 +82,9 @@ async def test_the_handlers_from_before_are_put_back() -> None:
 PROGRAM = """
 import sys
 import anyio
-from actors.runtime.signals import handle_signals
+from clotho.runtime.signals import handle_signals
 from tests.runtime.scene import Scene, Script
-from actors.runtime.child import transient
+from clotho.runtime.child import transient
 
 class Box(Script):
     async def run(self):

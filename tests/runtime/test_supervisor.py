@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from anyio import create_task_group, fail_after, wait_all_tasks_blocked
 
-from actors.runtime.child import permanent, temporary, transient
+from clotho.runtime.child import permanent, temporary, transient
 from protocols.errors import ActorError, GatewayError
 from tests.runtime.scene import Ready, Scene, Script
 

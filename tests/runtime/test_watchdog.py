@@ -9,7 +9,7 @@ import anyio
 import pytest
 from anyio import create_task_group, fail_after
 
-from actors.runtime.watchdog import Watchdog
+from clotho.runtime.watchdog import Watchdog
 
 
 class _Scene:

@@ -1,1 +1,0 @@
-"""Files on disk: datasets in; adapters, checkpoints, run directories out."""

@@ -1,1 +1,0 @@
-"""What every actor stands on. Knows nothing of reinforcement learning."""

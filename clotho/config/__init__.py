@@ -1,0 +1,1 @@
+"""Profiles: schema, layers, rules, flags and the generated reference page."""

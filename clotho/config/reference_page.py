@@ -1,0 +1,130 @@
+"""docs/configuration.md, made from the structs: `python -m clotho.config.reference_page` writes it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from clotho.config.dependencies import DEPENDENCES
+from clotho.config.flag_aliases import ALIASES, CONSTANTS, ELSEWHERE
+from clotho.config.help_text import default_in_words
+from clotho.config.keys import Section, sections
+from clotho.config.presets import CORRECTIONS, OBJECTIVES
+from clotho.config.profile_decode import shown
+from clotho.config.rules import RULES
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
+
+INTRODUCTION = """\
+# Configuration
+
+A run is described by a profile, a TOML file: `python pipeline.py --profile local-m3` takes `profiles/local-m3.toml`,
+`--profile path/to/mine.toml` any other. Every key is also a flag, and flags win: `--learner.learning-rate 2e-5`.
+`--dry-run` shows the resolved profile, `--help` this page in short.
+
+* **Layers.** `extends = "local-m3"` at the top of a profile puts it on top of another: key by key, lists replaced as
+  a whole. Flags are the topmost layer. A layer that sets `policy.scale` takes back `policy.alpha` of the layers below,
+  and the other way round, so do `learner.entropy_target` and `learner.entropy_decay`; a layer that sets `data.train`
+  takes back `data.heldout`. `none` takes back a key that may be left out: `--policy.scale none`.
+* **Nothing is ignored.** A key that does not exist, is out of range, or has no effect in this combination is an error
+  that names the file, the key, what is allowed and the nearest valid key. Where a *higher* layer takes a key's effect
+  away, the key falls back to its default instead, and with it what depends on it: `--async false` works on top of any
+  profile.
+* **Recipes.** Choosing `learner.objective` or `learner.correction` brings the settings of its paper along, listed
+  below: they rank below what the layer that chooses says itself, above all lower layers, and fall back to defaults
+  where they have no effect. `--learner.objective gspo` overrides a `clip_low` in the profile. Only the choice that
+  holds brings anything. `--dry-run` shows what came of it.
+* **Paths.** `model.path`, `data.train`, `data.heldout` and the scripts of `[[environments]]` in a profile are relative
+  to the profile's own directory if they start with `./` or `../`, or exist there; other data files and scripts are
+  relative to the working directory, and any other model is a repository of the Hugging Face hub. Given by flag, they
+  are relative to the working directory. `run_dir`, `checkpoint.adapter_path` and `atropos.python` are always relative
+  to the working directory.
+* **Flags.** `--flag value` or `--flag=value`; `-` and `_` are the same; booleans may stand alone. Lists are repeated
+  (`--sampling.stop a --sampling.stop b`) or written as TOML or JSON (`--sampling.stop '["a", "b"]'`), arrays of tables
+  always so: `--rewards '[{name = "format", weight = 0.2}]'`. The same setting given twice with different values is an
+  error.
+* **Records.** `RUN_DIR/profile.toml` is the resolved profile: loading it gives the same run. It is readable by its
+  owner only if it holds an API key.
+"""
+
+
+def configuration_page() -> str:
+    """The page, as Markdown."""
+    parts = [
+        INTRODUCTION,
+        *(_section(section) for section in sections()),
+        _recipes(),
+        _between(),
+        _effects(),
+        _aliases(),
+    ]
+    return "\n".join(parts)
+
+
+def _section(section: Section) -> str:
+    heading = f"[[{section.name}]]" if section.repeated else f"[{section.name}]"
+    title = f"`{heading}` {section.title}" if section.name else "Top of the file"
+    rows = [
+        f"| `{key.name}` | {_cell(key.allowed)} | `{_cell(default_in_words(key))}` | {_cell(key.help)} |"
+        for key in section.keys
+    ]
+    return "\n".join([f"## {title}", "", "| key | allowed | default | meaning |", "|---|---|---|---|", *rows, ""])
+
+
+def _recipes() -> str:
+    choices = {
+        f"{path} = {shown(name)}": recipe
+        for path, table in (("objective", OBJECTIVES), ("correction", CORRECTIONS))
+        for name, recipe in table.items()
+    }
+    rows = [
+        f"| `{choice}` | {', '.join(f'`{name} = {shown(value)}`' for name, value in recipe.items())} |"
+        for choice, recipe in choices.items()
+    ]
+    return "\n".join(["## Recipes", "", "| choice in `[learner]` | brings along |", "|---|---|", *rows, ""])
+
+
+def _between() -> str:
+    rows = [f"* {' '.join((rule.__doc__ or '').split())}" for rule in RULES]
+    return "\n".join(["## Between settings", "", *rows, ""])
+
+
+def _effects() -> str:
+    rows = [f"| {_paths(rule.keys)} | {_paths(rule.switches)} | {_cell(rule.because)} |" for rule in DEPENDENCES]
+    return "\n".join(
+        ["## Keys that need another", "", "| keys | decided by | refused because |", "|---|---|---|", *rows, ""]
+    )
+
+
+def _aliases() -> str:
+    rows = [f"| `--{alias.name}` | {_paths(alias.keys)} | {_cell(alias.note)} |" for alias in ALIASES]
+    rows += [
+        f"| `--{constant.name}` | `{next(iter(constant.when_true))}` | {constant.note} |" for constant in CONSTANTS
+    ]
+    elsewhere = [f"* `--{name}`: {text}." for name, text in ELSEWHERE.items()]
+    return "\n".join(
+        [
+            "## Short flags, and the names of earlier trainers",
+            "",
+            "| flag | sets | note |",
+            "|---|---|---|",
+            *rows,
+            "",
+            "Not taken over, because they would mean something else here:",
+            "",
+            *elsewhere,
+            "",
+        ]
+    )
+
+
+def _paths(paths: Sequence[str]) -> str:
+    return ", ".join(f"`{path}`" for path in paths)
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    PAGE.write_text(configuration_page(), encoding="utf-8")

@@ -1,0 +1,65 @@
+"""Whether a run may be resumed under another profile: what would make its state mean something else is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from clotho.config.schema import Profile
+from protocols.errors import CheckpointError
+
+MAY_DIFFER = (
+    "steps",
+    "async",
+    "run_dir",
+    "weights",
+    "checkpoint",
+    "eval",
+    "gateway",
+    "generator",
+    "mailboxes",
+    "monitor",
+    "actors",
+    "alarms",
+    "atropos.missing_logprobs",
+    "atropos.patience_seconds",
+    "atropos.poll_seconds",
+    "atropos.python",
+    "atropos.reset",
+    "atropos.url",
+    "policy.grad_checkpoint",
+    "learner.compile",
+    "learner.layout",
+    "learner.max_bad_steps",
+    "learner.max_staleness",
+    "learner.micro_batch_tokens",
+)
+"""Keys and sections that a resumed run may change: how long it lasts, and how it runs, not what it learns."""
+
+
+def refuse_if_incompatible(old: Profile, new: Profile) -> None:
+    """Raise `CheckpointError` with every differing key that matters, as `key: old -> new`."""
+    before, after = _keys(msgspec.to_builtins(old)), _keys(msgspec.to_builtins(new))
+    differing = [
+        f"{key}: {before.get(key)} -> {after.get(key)}"
+        for key in sorted(before | after)
+        if before.get(key) != after.get(key) and not _may_differ(key)
+    ]
+    if differing:
+        raise CheckpointError(
+            f"cannot resume under another profile ({'; '.join(differing)}): restore these keys, or use --clean"
+        )
+
+
+def _may_differ(key: str) -> bool:
+    return any(key == allowed or key.startswith(f"{allowed}.") for allowed in MAY_DIFFER)
+
+
+def _keys(node: Any, prefix: str = "") -> dict[str, Any]:
+    """Flatten nested tables to dotted keys; lists stay whole but for the rewards, which are told apart by number."""
+    if isinstance(node, dict):
+        return {key: value for name, child in node.items() for key, value in _keys(child, f"{prefix}{name}.").items()}
+    if isinstance(node, list | tuple) and any(isinstance(child, dict) for child in node):
+        return _keys({str(index): child for index, child in enumerate(node)}, prefix)
+    return {prefix.removesuffix("."): node}

@@ -1,0 +1,8 @@
+"""The decode engine: continuous batching on mlx-lm's models and caches."""
+
+from __future__ import annotations
+
+from clotho.inference.engine import DecodeEngine, Source
+from clotho.inference.stats import EngineStats
+
+__all__ = ["DecodeEngine", "EngineStats", "Source"]

@@ -1,0 +1,193 @@
+"""How much memory a run will hold, worked out before any weight is read."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import mlx.core as mx
+import mlx.nn as nn
+from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
+
+from clotho.config.schema import ModelSection, Profile
+from clotho.inference.cache_layout import AttentionLeaf, CacheLayout, StateLeaf
+from clotho.inference.kv_cache import spare_columns
+from clotho.inference.prefix_cache import MOST_ENTRIES
+from clotho.memory.activations import (
+    FLOAT32,
+    activation_bytes,
+    attention_heads,
+    dora_bytes,
+    experts_per_token,
+    kept_per_token,
+    logits_bytes,
+)
+from clotho.memory.learning import learning_bytes
+from clotho.memory.micro_batch import MicroBatchShape, largest_micro_batch
+from clotho.models.describe import HIDDEN_KEYS, context_length, describe_model, setting
+from clotho.models.loading import DTYPES, OFFLINE_PROFILE, find_model, open_base
+from clotho.models.model_shapes import open_shape, shipped_shape
+from clotho.models.parameters import flat
+from protocols.errors import ModelError
+from protocols.memory import MemoryEstimate
+
+PROMPT_TOKENS = 256
+"""Length of a prompt where the caller knows none."""
+
+DECODE_COPIES = 2
+"""Arrays as large as a step's logits, in float32, that one draw works with."""
+
+PENALTY_COPIES = 4
+"""The same, besides, where tokens that were said already are penalised."""
+
+
+def estimate_memory(model: ModelSection, profile: Profile, *, prompt_tokens: int = PROMPT_TOKENS) -> MemoryEstimate:
+    """Estimate the bytes of arrays that a run of `profile` on `model` holds at its fullest moment.
+
+    No weight is read: shapes and types come from the configuration and from the headers of the files. A model of the
+    hub that is not in its local cache is built from a configuration that ships with the project, where there is one.
+    Every completion is taken to reach `sampling.max_tokens` and every cache to be full, so a run whose completions end
+    early stays below. prompt_tokens: of the longest prompt; of what environments send, `atropos.max_tokens` bounds the
+    whole.
+
+    Within some 15 % of what arrays take, for transformers; `clotho.memory.activations` says where it is
+    rougher. Not counted: freed buffers that MLX keeps for reuse (at most `monitor.cache_limit_mb`), and what the
+    process takes besides arrays.
+
+    Call it before `load_policy`: like that it seeds the calling thread's random state. Raises `ModelError` where the
+    model cannot be found, read or trained as asked: nothing is downloaded.
+    """
+    base, config, shipped = _open(model)
+    layout = CacheLayout(base)
+    weights = sum(array.nbytes for array in flat(base.parameters()).values())
+    learning = learning_bytes(base, profile)
+    length, completion = _longest(profile, prompt_tokens, context_length(config))
+    micro = largest_micro_batch(profile, prompt=length - completion, completion=completion)
+    vocabulary = describe_model(base, config).vocab_size
+    rows = max(1, min(profile.generator.max_rows, profile.generator.max_cache_tokens // length))
+    logits = logits_bytes(micro, vocabulary)
+    return MemoryEstimate(
+        base=weights - learning.in_full,
+        trained=learning.trained,
+        optimizer=learning.optimizer,
+        reference=learning.reference,
+        rollback=learning.rollback,
+        midway=learning.midway,
+        caches=_caches(layout, rows, length),
+        prefixes=_prefixes(layout, profile.generator.prefix_cache_tokens, min(prompt_tokens, length)),
+        gradients=learning.gradient * (2 if micro.several else 1),
+        activations=_activations(base, config, layout, micro, profile, logits=logits),
+        logits=logits,
+        update=learning.update,
+        decode=_draw_copies(profile) * rows * vocabulary * FLOAT32,
+        shipped_shape=shipped,
+    )
+
+
+def _open(model: ModelSection) -> tuple[nn.Module, dict[str, Any], bool]:
+    """The model without values, its configuration, and whether that is one which ships with the project."""
+    local = _local_directory(model.path)
+    if local is not None:
+        return *open_base(local, model), False
+    shape = shipped_shape(model.path)
+    if shape is None:
+        raise ModelError(
+            f"model {model.path} is no directory and not in the local cache of the hub: an estimate downloads nothing, "
+            f"so fetch it first (hf download {model.path}); the profile {OFFLINE_PROFILE} needs no hub"
+        )
+    return *open_shape(shape, model), True
+
+
+def _local_directory(path: str) -> Path | None:
+    """Directory of the model, without the network; None where it is not here. Raises `ModelError`."""
+    if Path(path).expanduser().exists() or path.startswith(("/", ".", "~")) or path.count("/") > 1:
+        return find_model(path)
+    try:
+        found = huggingface_hub.snapshot_download(path, allow_patterns=DEFAULT_ALLOW_PATTERNS, local_files_only=True)
+    except HFValidationError as error:
+        raise ModelError(f"model {path} is neither a directory nor the name of a hub repository") from error
+    except LocalEntryNotFoundError:
+        return None
+    return Path(found)
+
+
+def _draw_copies(profile: Profile) -> int:
+    return DECODE_COPIES + (PENALTY_COPIES if profile.sampling.repetition_penalty != 1.0 else 0)
+
+
+def _caches(layout: CacheLayout, rows: int, tokens: int) -> int:
+    """Bytes of the running rows' caches, with the columns that are allocated ahead."""
+    total = 0
+    for leaf in layout.leaves:
+        if isinstance(leaf, AttentionLeaf):
+            visible = tokens if leaf.window is None else min(tokens, leaf.window)
+            total += rows * (visible + spare_columns(visible)) * _token_bytes(leaf)
+        else:
+            total += rows * _state_bytes(leaf)
+    return total
+
+
+def _prefixes(layout: CacheLayout, tokens: int, prompt: int) -> int:
+    """Bytes of a full prefix cache whose entries are prompts of `prompt` tokens."""
+    entries = min(MOST_ENTRIES, -(-tokens // max(1, prompt)))
+    total = 0
+    for leaf in layout.leaves:
+        if isinstance(leaf, AttentionLeaf):
+            total += min(tokens, entries * (leaf.window or tokens)) * _token_bytes(leaf)
+        else:
+            total += entries * _state_bytes(leaf)
+    return total
+
+
+def _token_bytes(leaf: AttentionLeaf) -> int:
+    (key_heads, key_size), (value_heads, value_size) = leaf.key_shape, leaf.value_shape
+    return (key_heads * key_size + value_heads * value_size) * leaf.dtype.size
+
+
+def _state_bytes(leaf: StateLeaf) -> int:
+    return sum(math.prod(shape) * dtype.size for shape, dtype in zip(leaf.shapes, leaf.dtypes, strict=True))
+
+
+def _activations(
+    model: nn.Module,
+    config: dict[str, Any],
+    layout: CacheLayout,
+    micro: MicroBatchShape,
+    profile: Profile,
+    *,
+    logits: int,
+) -> int:
+    """Bytes that the blocks hold in a backward pass, which ends at the first block with anything to train."""
+    itemsize = _itemsize(model, config)
+    blocks = list(model.layers)
+    first = next((i for i, block in enumerate(blocks) if flat(block.trainable_parameters())), 0)
+    full, experts = profile.policy.kind == "full", experts_per_token(config)
+    attention_blocks = min(len(blocks), sum(isinstance(leaf, AttentionLeaf) for leaf in layout.leaves))
+    scores = attention_heads(config) * itemsize * attention_blocks // len(blocks)
+    in_blocks = activation_bytes(
+        [kept_per_token(block, full=full, itemsize=itemsize, experts=experts) for block in blocks[first:]],
+        micro,
+        residual=(setting(config, HIDDEN_KEYS) or 0) * itemsize,
+        scores=scores,
+        logits=logits,
+        checkpointed=profile.policy.grad_checkpoint,
+    )
+    return in_blocks + dora_bytes(blocks)
+
+
+def _itemsize(model: nn.Module, config: dict[str, Any]) -> int:
+    """Bytes of a number of the computing type."""
+    dtype = DTYPES.get(describe_model(model, config).dtype, mx.float32)
+    return dtype.size
+
+
+def _longest(profile: Profile, prompt_tokens: int, context: int) -> tuple[int, int]:
+    """Tokens of the longest sequence that is learnt from, and how many of them may have been drawn."""
+    if profile.atropos.enabled:
+        length = min(profile.atropos.max_tokens, context)
+        return length, length - 1
+    length = min(prompt_tokens + profile.sampling.max_tokens, context)
+    return length, min(profile.sampling.max_tokens, length - 1)

@@ -1,0 +1,93 @@
+"""The largest micro-batch of an update, laid out by the very code that will lay out the real ones."""
+
+from __future__ import annotations
+
+import numpy as np
+from msgspec import Struct
+
+from clotho.config.schema import Profile
+from clotho.scoring.layouts.micro_batches import build_micro_batches
+from clotho.scoring.layouts.packed import PackedInputs
+from clotho.scoring.layouts.padded import PaddedInputs
+from clotho.scoring.layouts.shared_prefix import SharedInputs
+from clotho.scoring.sequences import MicroBatch, TrainingSequence
+
+
+class BlockPass(Struct, frozen=True, kw_only=True):
+    """One pass over the blocks: `rows` of `queries` positions, each row attending to `keys` positions."""
+
+    rows: int
+    queries: int
+    keys: int
+
+
+class MicroBatchShape(Struct, frozen=True, kw_only=True):
+    """What goes through the blocks, and how many positions go through the head.
+
+    several: whether an optimizer step has more than one such micro-batch.
+    """
+
+    passes: tuple[BlockPass, ...]
+    scored: int
+    several: bool
+
+    @property
+    def positions(self) -> int:
+        """All that the blocks compute, padding included."""
+        return sum(one.rows * one.queries for one in self.passes)
+
+    @property
+    def pairs(self) -> int:
+        """Of query and key, for each of which a head computes a score."""
+        return sum(one.rows * one.queries * one.keys for one in self.passes)
+
+
+def most_groups(profile: Profile) -> int:
+    """How many groups an update learns from at most, those from the replay buffer included."""
+    return profile.learner.batch_size + (profile.replay.groups if profile.replay.capacity else 0)
+
+
+def largest_micro_batch(profile: Profile, *, prompt: int, completion: int) -> MicroBatchShape:
+    """Lay out completions of the longest length, groups as the profile has them, and return the largest part.
+
+    Only as many groups are laid out as fill two micro-batches.
+    """
+    learner, size = profile.learner, profile.sampling.group_size
+    most = most_groups(profile)
+    groups = -(-most // min(learner.mini_batches, most))
+    enough = 1 + 2 * learner.micro_batch_tokens // (size * completion)
+    sequences = [_sequence(group, prompt, completion) for group in range(min(groups, enough)) for _ in range(size)]
+    micro_batches = build_micro_batches(sequences, layout=learner.layout, budget=learner.micro_batch_tokens)
+    largest = max(micro_batches, key=lambda micro: len(micro.table.position_N))
+    return MicroBatchShape(
+        passes=_passes(largest), scored=len(largest.table.position_N), several=len(micro_batches) > 1
+    )
+
+
+def _sequence(group: int, prompt: int, completion: int) -> TrainingSequence:
+    zeros_T = np.zeros(completion, dtype=np.float32)
+    return TrainingSequence(
+        group=group,
+        prompt=(group,) * prompt,
+        tokens=(0,) * completion,
+        behaviour_T=zeros_T,
+        version_T=zeros_T.astype(np.int32),
+        advantage_T=zeros_T,
+        weight_T=zeros_T,
+        coefficient_T=zeros_T,
+    )
+
+
+def _passes(micro: MicroBatch) -> tuple[BlockPass, ...]:
+    match micro.inputs:
+        case PaddedInputs(tokens_B_S=tokens_R_S) | PackedInputs(tokens_R_S=tokens_R_S):
+            rows, length = tokens_R_S.shape
+            return (BlockPass(rows=rows, queries=length, keys=length),)
+        case SharedInputs(tokens_F_P=tokens_F_P, tokens_B_C=tokens_B_C):
+            (prompts, prompt), (rows, length) = tokens_F_P.shape, tokens_B_C.shape
+            return (
+                BlockPass(rows=prompts, queries=prompt, keys=prompt),
+                BlockPass(rows=rows, queries=length, keys=prompt + length),
+            )
+        case other:
+            raise TypeError(f"no shape is known of {type(other).__name__}")

@@ -1,0 +1,1 @@
+"""Models: loading, policy, adapters, output head, tokenizer."""

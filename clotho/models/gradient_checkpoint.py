@@ -1,0 +1,60 @@
+"""Gradient checkpointing of one model's blocks, for as long as asked: memory traded for a second forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import _BaseCache
+
+from clotho.models.layer_keys import KeysAndValues, LayerKeys
+
+
+@contextmanager
+def checkpointed_blocks(blocks: list[nn.Module]) -> Iterator[None]:
+    """Inside, each block keeps only its input and recomputes its activations in the backward pass (arXiv:1604.06174).
+
+    Gradients are those of the plain blocks. Keys and values that a block hands to another one, or to a later pass over
+    the blocks (`LayerKeys`), are inputs and outputs of what is recomputed, so that gradients flow through them as well;
+    a block that is given a cache of mlx-lm's own, which has no such outputs, keeps all its activations.
+    mlx-lm's `grad_checkpoint` patches the class for good, and with it every other model of the process and decoding;
+    here the blocks change class and change back, also after an error.
+    """
+    plain = [type(block) for block in blocks]
+    classes = {cls: _checkpointed_class(cls) for cls in set(plain)}
+    try:
+        for block, cls in zip(blocks, plain, strict=True):
+            block.__class__ = classes[cls]
+        yield
+    finally:
+        for block, cls in zip(blocks, plain, strict=True):
+            block.__class__ = cls
+
+
+def _checkpointed_class(cls: type[Any]) -> type[Any]:
+    forward = cls.__call__
+
+    def call(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        given = (*args, *kwargs.values())
+        if any(isinstance(arg, _BaseCache) for arg in given):
+            return forward(block, *args, **kwargs)
+        keys = next((arg for arg in given if isinstance(arg, LayerKeys)), LayerKeys())
+
+        def inner(parameters: Any, held: KeysAndValues, *args: Any, **kwargs: Any) -> tuple[Any, KeysAndValues]:
+            block.update(parameters)
+            own = keys.holding(held)  # so that recomputed keys are neither seen by others nor kept alive
+
+            def mine(arg: Any) -> Any:
+                return own if arg is keys else arg
+
+            output = forward(block, *map(mine, args), **{name: mine(arg) for name, arg in kwargs.items()})
+            # As new nodes: where a block also returns its keys, the same array twice would lose a gradient.
+            return output, tuple(mx.contiguous(array) for array in own.held)
+
+        output, keys.held = mx.checkpoint(inner)(block.trainable_parameters(), keys.held, *args, **kwargs)
+        return output
+
+    return type(cls.__name__, (cls,), {"__call__": call})

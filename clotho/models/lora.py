@@ -1,0 +1,141 @@
+"""Make a base model trainable: install low-rank layers through mlx-lm, or open every weight."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.tuner.utils import linear_to_lora_layers
+from msgspec import Struct
+
+from clotho.config.schema import PolicySection
+from clotho.models.adapter_targets import linear_modules, module_ranks, refuse_without_dora
+from clotho.models.parameters import flat
+from clotho.models.token_weights import token_weights
+from protocols.adapter import AdapterConfig, LoRAParameters
+from protocols.errors import ModelError
+
+
+class AdaptedModule(Struct, frozen=True, kw_only=True):
+    """One place of the model where an adapter sits: `parent[key]`, by name `name`, is `adapted`, and was `base`."""
+
+    name: str
+    parent: Any
+    key: Any
+    base: nn.Module
+    adapted: nn.Module
+
+
+def is_quantized(model: nn.Module) -> bool:
+    """Whether any layer holds packed weights."""
+    return any("scales" in module for _, module in model.named_modules())
+
+
+def install_adapter(
+    model: nn.Module, section: PolicySection, *, seed: int
+) -> tuple[AdapterConfig, tuple[AdaptedModule, ...]]:
+    """Freeze the base, put low-rank layers over its linear ones, and open embeddings and head where asked.
+
+    lora: y = W x + scale (x A) B with B = 0 at first (LoRA, arXiv:2106.09685). dora: the same, and then every output
+    scaled to a trained magnitude, m / |W + scale (A B)^T| per row, the norm without gradient (DoRA, arXiv:2402.09353,
+    section 4.3). Both with mlx-lm's layers and absolute scale; over packed weights it is QLoRA, arXiv:2305.14314.
+
+    Equal seeds give equal initial adapters; the calling thread's random state is seeded on the way. Raises `ModelError`
+    where a target module does not exist, mlx-lm has no such layer for it, or nothing would be trained.
+    """
+    blocks = model.layers
+    if section.num_layers == 0 or section.num_layers > len(blocks):
+        raise ModelError(f"policy.num_layers = {section.num_layers}: the model has {len(blocks)} blocks (-1 = all)")
+    trained = blocks[-max(section.num_layers, 0) :]
+    ranks = module_ranks(trained, section)
+    if not ranks:
+        raise ModelError("no block that is trained has a linear layer for an adapter")
+    if section.kind == "dora":
+        refuse_without_dora({name: module for name, module in linear_modules(trained).items() if name in ranks})
+    beside = _weights_beside(model, section)
+    before = dict(model.named_modules())
+    model.freeze()
+    mx.random.seed(seed)
+    _install(model, section, ranks)
+    for module in beside.values():
+        module.unfreeze(recurse=False)
+    model.eval()
+    return _configuration(section, ranks, beside), _replaced_modules(model, before)
+
+
+def open_all_weights(model: nn.Module) -> AdapterConfig:
+    """Make every floating parameter trainable. Raises `ModelError` on a quantised base: packed weights do not learn."""
+    if is_quantized(model):
+        raise ModelError("the base is quantised, so adapters only: use policy.kind = lora, or model.dequantize = true")
+
+    def freeze_integers(_: str, module: nn.Module) -> None:
+        arrays = {key: value for key, value in module.items() if isinstance(value, mx.array)}
+        module.freeze(
+            recurse=False, keys=[key for key, value in arrays.items() if not mx.issubdtype(value.dtype, mx.floating)]
+        )
+
+    model.apply_to_modules(freeze_integers)
+    model.eval()
+    return AdapterConfig(fine_tune_type="full", num_layers=-1)
+
+
+def fused_weights(adapted: Iterable[AdaptedModule]) -> dict[str, mx.array]:
+    """Weights of plain layers that compute what the adapted ones do, by name and in the type of their bases; lazy."""
+    return {f"{one.name}.weight": one.adapted.fuse().weight.astype(one.base.weight.dtype) for one in adapted}
+
+
+def locate(model: nn.Module, path: str) -> tuple[Any, Any]:
+    """The dictionary or list that holds what `path` names, and its key there."""
+    *outer, last = path.split(".")
+    node: Any = model
+    for part in outer:
+        node = node[int(part)] if isinstance(node, list) else node[part]
+    return node, int(last) if isinstance(node, list) else last
+
+
+def _weights_beside(model: nn.Module, section: PolicySection) -> dict[str, nn.Module]:
+    """Modules whose own weights are trained in full beside the adapter, by name."""
+    if not (section.train_embeddings or section.train_head):
+        return {}
+    if is_quantized(model):
+        key = "policy.train_embeddings" if section.train_embeddings else "policy.train_head"
+        raise ModelError(f"{key}: the base is quantised, and beside packed weights only adapters are trained")
+    return token_weights(model, embeddings=section.train_embeddings, head=section.train_head)
+
+
+def _install(model: nn.Module, section: PolicySection, ranks: dict[str, int]) -> None:
+    """Put mlx-lm's layers over the modules that `ranks` names, those of one rank after those of another."""
+    for rank in sorted(set(ranks.values())):
+        keys = {name for name, own in ranks.items() if own == rank}
+        config = {"rank": rank, "scale": section.effective_scale, "dropout": section.dropout, "keys": keys}
+        try:
+            linear_to_lora_layers(model, section.num_layers, config, use_dora=section.kind == "dora")
+        except ValueError as error:
+            raise ModelError(f"this architecture cannot take an adapter: {error}") from error
+
+
+def _configuration(section: PolicySection, ranks: dict[str, int], beside: dict[str, nn.Module]) -> AdapterConfig:
+    largest = max(ranks.values())
+    weights = [f"{name}.{weight}" for name, module in beside.items() for weight in flat(module.trainable_parameters())]
+    assert section.kind != "full"
+    return AdapterConfig(
+        fine_tune_type=section.kind,
+        num_layers=section.num_layers,
+        lora_parameters=LoRAParameters(
+            rank=largest, scale=section.effective_scale, dropout=section.dropout, keys=tuple(ranks)
+        ),
+        ranks={name: rank for name, rank in ranks.items() if rank < largest},
+        trained_weights=tuple(sorted(weights)),
+    )
+
+
+def _replaced_modules(model: nn.Module, before: dict[str, nn.Module]) -> tuple[AdaptedModule, ...]:
+    found = []
+    for name, module in model.named_modules():
+        base = before.get(name)
+        if base is not None and base is not module:
+            parent, key = locate(model, name)
+            found.append(AdaptedModule(name=name, parent=parent, key=key, base=base, adapted=module))
+    return tuple(found)

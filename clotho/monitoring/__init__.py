@@ -1,0 +1,1 @@
+"""Monitoring: metrics, logs, displays, collapse detection."""

@@ -1,0 +1,172 @@
+"""Alarms: whether the policy collapses or cheats, judged once per batch by simple signs that have to last.
+
+A sign is a number of the batch beyond a fixed bound (how far the update moved the policy, effective sample size, KL),
+or one far from what is normal for the run. Normal is the median of the latest `window` healthy updates, and of it the
+healthiest value so far: a slow decline stays measured against the best times. Only length is compared with the latest
+median, for answers may grow for good. What looks bad never becomes normal.
+
+How far an update moved the policy (`UpdateMetrics.step_kl`) is the earliest sign: rewards and ratios speak of weights
+that are already some updates old when they are seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from statistics import median
+
+from clotho.config.schema import AlarmsSection
+from clotho.monitoring.looks import batch_look, group_looks
+from protocols.alarms import AlarmState, BatchLook, Normal, Verdict
+from protocols.step import StepReport
+
+ENOUGH_GROUPS = 16
+"""Smaller batches are judged together with the groups before them, up to so many."""
+
+CERTAIN = 3.0
+"""A reward has fallen where the difference is more than so many standard errors."""
+
+ENTROPY_NOISE = 0.2
+"""Rises of the entropy by less nats per token are nothing, however low it was."""
+
+BEYOND_DOUBT = 5.0
+"""An update that moved the policy by so many times its bound needs no second one to trip the alarm."""
+
+CONTENT_KEPT = 0.8
+"""Form without content is a sign only where content fell below this share of its best: learning form first is none."""
+
+
+class Alarms:
+    """Remembers what is normal, and says of every batch whether it looks bad and for how long it has."""
+
+    def __init__(self, settings: AlarmsSection, state: AlarmState | None = None) -> None:
+        """state: as another's `state()` gave it; the verdicts that follow are the same as its own would be."""
+        self._settings = settings
+        self._state = state or AlarmState()
+
+    def state(self) -> AlarmState:
+        """Return all that is remembered, for a checkpoint."""
+        return self._state
+
+    def restart(self) -> None:
+        """Forget everything, as after going back to an earlier policy."""
+        self._state = AlarmState()
+
+    def observe(self, report: StepReport) -> Verdict:
+        """Judge a batch. One without scored groups and without an update leaves everything as it was."""
+        before = self._state
+        new = tuple(group_looks(report))
+        groups = (*before.groups, *new)[-max(ENOUGH_GROUPS, len(new)) :]
+        look = batch_look(groups if new else (), report)
+        if look == BatchLook():
+            return Verdict(signs=(), tripped=False)
+        signs = tuple(self._signs(look))
+        bad = before.bad + 1 if signs else 0
+        if look.step_kl is not None and look.step_kl > BEYOND_DOUBT * self._settings.step_kl_high:
+            bad = max(bad, self._settings.patience)
+        healthy = before.healthy if signs else (*before.healthy, look)[-self._settings.window :]
+        self._state = AlarmState(
+            bad=bad,
+            lowest=_least(before.lowest, *(group.lowest for group in new)),
+            groups=groups[-ENOUGH_GROUPS:],
+            healthy=healthy,
+            normal=before.normal if signs else self._normal(before.normal, healthy),
+        )
+        return Verdict(signs=signs, tripped=bad >= self._settings.patience)
+
+    def _normal(self, before: Normal, healthy: tuple[BatchLook, ...]) -> Normal:
+        def usual(name: str) -> float | None:
+            values = [value for look in healthy if (value := getattr(look, name)) is not None]
+            return median(values) if len(values) == self._settings.window else None
+
+        def usual_reward(source: str) -> float | None:
+            values = [look.rewards[source] for look in healthy if source in look.rewards]
+            return median(values) if len(values) == self._settings.window else None
+
+        rewards = {
+            source: _most(before.rewards.get(source), usual_reward(source))
+            for source in {*before.rewards, *(source for look in healthy for source in look.rewards)}
+        }
+        return Normal(
+            rewards={source: best for source, best in rewards.items() if best is not None},
+            entropy_most=_most(before.entropy_most, usual("entropy")),
+            entropy_least=_least(before.entropy_least, usual("entropy")),
+            length=usual("length") or before.length,
+            truncated=_least(before.truncated, usual("truncated")),
+            empty_form=_least(before.empty_form, usual("empty_form")),
+            content=_most(before.content, usual("content")),
+        )
+
+    def _signs(self, look: BatchLook) -> Iterator[str]:
+        for sign in (_step, _ess, _kl, _reward, _entropy, _length, _truncated, _empty_form):
+            yield from sign(look, self._state, self._settings)
+
+
+Sign = Callable[[BatchLook, AlarmState, AlarmsSection], Iterator[str]]
+"""One idea of what looks bad: nothing, or words that say it."""
+
+
+def _step(look: BatchLook, state: AlarmState, settings: AlarmsSection) -> Iterator[str]:
+    if look.step_kl is not None and look.step_kl > settings.step_kl_high:
+        yield f"the update moved the policy by {look.step_kl:.2g} nats per token"
+
+
+def _ess(look: BatchLook, state: AlarmState, settings: AlarmsSection) -> Iterator[str]:
+    if look.ess is not None and look.ess < settings.ess_low:
+        yield f"the effective sample size is {look.ess:.1%} of the tokens"
+
+
+def _kl(look: BatchLook, state: AlarmState, settings: AlarmsSection) -> Iterator[str]:
+    if look.kl is not None and look.kl > settings.kl_high:
+        yield f"the policy is {look.kl:.2g} nats per token from its reference"
+
+
+def _reward(look: BatchLook, state: AlarmState, settings: AlarmsSection) -> Iterator[str]:
+    """Lost of what the best times had above the worst completion of the run, and more than chance explains.
+
+    The best of several environments are weighed as the batch is: another mixture is no loss.
+    """
+    bests, lowest = state.normal.rewards, state.lowest
+    if lowest is None or look.reward is None or look.reward_error is None or not look.shares.keys() <= bests.keys():
+        return
+    best = sum(share * bests[source] for source, share in look.shares.items())
+    lost = best - look.reward
+    if lost > settings.reward_drop * (best - lowest) and lost > CERTAIN * look.reward_error:
+        yield f"the mean reward fell from {best:.3g} to {look.reward:.3g}"
+
+
+def _entropy(look: BatchLook, state: AlarmState, settings: AlarmsSection) -> Iterator[str]:
+    least, most = state.normal.entropy_least, state.normal.entropy_most
+    if look.entropy is None or least is None or most is None:
+        return
+    if look.entropy > max(settings.entropy_high * least, least + ENTROPY_NOISE):
+        yield f"the entropy rose from {least:.2g} to {look.entropy:.2g} nats"
+    elif look.entropy < settings.entropy_low * most:
+        yield f"the entropy fell from {most:.2g} to {look.entropy:.2g} nats"
+
+
+def _length(look: BatchLook, state: AlarmState, settings: AlarmsSection) -> Iterator[str]:
+    usual = state.normal.length
+    if look.length is not None and usual is not None and look.length > settings.length_high * usual:
+        yield f"completions grew from {usual:.0f} to {look.length:.0f} tokens"
+
+
+def _truncated(look: BatchLook, state: AlarmState, settings: AlarmsSection) -> Iterator[str]:
+    usual = state.normal.truncated
+    if look.truncated is not None and usual is not None and look.truncated > usual + settings.truncated_high:
+        yield f"{look.truncated:.0%} of completions are cut off, {usual:.0%} in good times"
+
+
+def _empty_form(look: BatchLook, state: AlarmState, settings: AlarmsSection) -> Iterator[str]:
+    usual, content = state.normal.empty_form, state.normal.content
+    if look.empty_form is None or look.content is None or usual is None or content is None:
+        return
+    if look.empty_form > usual + settings.empty_format_high and look.content <= CONTENT_KEPT * content:
+        yield f"{look.empty_form:.0%} of completions have form without content, {usual:.0%} in good times"
+
+
+def _least(*values: float | None) -> float | None:
+    return min((value for value in values if value is not None), default=None)
+
+
+def _most(*values: float | None) -> float | None:
+    return max((value for value in values if value is not None), default=None)

@@ -1,0 +1,17 @@
+"""The reward for giving the reference answer word for word."""
+
+from __future__ import annotations
+
+from clotho.rewards.answer import answer_text
+from protocols.prompt import Problem
+
+
+def normalized(text: str) -> str:
+    """Return the text in lower case with single spaces between words."""
+    return " ".join(text.casefold().split())
+
+
+def reward(problem: Problem, completion: str) -> float:
+    """Return 1.0 where the answer equals the reference but for case and white space, otherwise 0.0."""
+    answer = answer_text(completion)
+    return float(answer is not None and normalized(answer) == normalized(problem.answer))

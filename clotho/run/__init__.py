@@ -1,0 +1,1 @@
+"""A run: command line, start-up and run context."""

@@ -1,0 +1,285 @@
+"""What the actors of one run share, and what can be seen of it from outside: gauges, health, the books."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import structlog
+from rich.console import Console
+
+from clotho.config.schema import Profile
+from clotho.inference.client import Sampler
+from clotho.inference.sample_log import DrawnLog, token_cost
+from clotho.models.buffers import peak_memory
+from clotho.models.machine import describe_machine
+from clotho.monitoring.display import RunFacts
+from clotho.monitoring.make_display import make_display
+from clotho.monitoring.wording import shown_path
+from clotho.run.books import Books
+from clotho.run.startup import Parts
+from clotho.runtime.child import ChildStatus
+from clotho.runtime.futures import finish
+from clotho.runtime.latest import Latest
+from clotho.runtime.plugins import Services
+from clotho.runtime.queues import Mailbox
+from clotho.scoring.draws import SampledLaw
+from clotho.scoring.prompt_logprobs import prompt_logprobs
+from clotho.serving.server import base_url
+from clotho.serving.services import EngineNumbers, GatewayServices, HealthReport, Nobody, TrainingNumbers
+from protocols.checkpoint import RunState
+from protocols.evaluation import EvalReport
+from protocols.gauges import MailboxGauge, RunGauges
+from protocols.ledger import Ledger
+from protocols.prompt_logprobs import PromptLogprobs
+from protocols.step import PolicyUpdated, StepReport
+from protocols.summary import RunSummary
+from protocols.weights import SwapTimes, WeightsReady
+
+log = structlog.get_logger(actor="session")
+
+
+class Session:
+    """The shared state of one run, for its wiring and for whoever looks.
+
+    weights: which version serves. refills: how many groups are asked in place of others. recorded: the step that the
+    histories have reached. sampler: everyone's way to the decode engine. services: what custom actors may use. display:
+    what shows the run. address, atropos_url: where the HTTP API and the API server of Atropos answer; empty where there
+    is none. drawn: what the engine drew for clients of the HTTP API. seconds_before: how old the run was when this life
+    of it began.
+    source: the box at which groups begin. books: where each group is.
+    children: states of the supervised actors, by name. api_requests: how many the HTTP API has let in.
+    """
+
+    def __init__(self, parts: Parts, console: Console, *, blas: str, listener: socket.socket | None) -> None:
+        """blas: its name; listener: where the HTTP API will answer, None if it will not."""
+        policy, profile = parts.policy, parts.profile
+        self.parts = parts
+        self._before, self._after = parts.history.before, parts.history.after
+        self.seconds_before = parts.history.seconds
+        self._began = time.monotonic()
+        self.recorded = Latest[int]("recorded")
+        self.refills = Latest[int]("refills")
+        self.refills.put(parts.ledger.ended - parts.progress.step * profile.learner.batch_size)
+        self.weights = Latest[WeightsReady]("weights")
+        self.weights.put(WeightsReady(version=policy.version, step=policy.step, fingerprint=policy.fingerprint))
+        self.sampler = Sampler(parts.executor.submit, parts.engine)
+        self.address = base_url(listener) if listener else ""
+        self.atropos_url = profile.atropos.url
+        self.drawn = DrawnLog(capacity_tokens=_tokens_under_way(profile), logit_bias=profile.sampling.logit_bias)
+        self.services = Services(
+            profile=profile,
+            directory=parts.directory.path,
+            sampler=self.sampler,
+            tokenizer=policy.tokenizer,
+            weights=self.weights,
+        )
+        self.children: Callable[[], dict[str, ChildStatus]] = dict
+        self.api_requests: Callable[[], int] = int
+        self._stalled = False
+        self.books = Books(parts.ledger, parts.state, groups=profile.steps * profile.learner.batch_size)
+        self._actors: dict[str, Any] = {}
+        self.source: Any = None
+        self._mailboxes: list[Mailbox[Any]] = []
+        facts = RunFacts(
+            profile=parts.directory.path.name,
+            model=shown_path(profile.model.path),
+            machine=describe_machine(blas=blas),
+            policy=policy.description,
+            address=self.address or None,
+            run_dir=shown_path(parts.directory.path),
+            steps=profile.steps,
+            estimated_memory=parts.estimated_memory,
+        )
+        self.display = make_display(profile.monitor.display, console, facts, self.gauges)
+
+    def measure(self, mailboxes: Iterable[Mailbox[Any]]) -> None:
+        """Count these mailboxes in the gauges and in the books."""
+        self._mailboxes += mailboxes
+
+    def observe(self, actors: dict[str, Any]) -> None:
+        """Look at the boxes by name: a replaced box is looked at only as far as it has what the default has."""
+        self._actors = actors
+        self.source = actors.get("prompter") or actors["atropos_fetcher"]
+        self.books.look_at(self.source, self._mailboxes)
+        if getattr(actors["monitor"], "recorded", None) is not self.recorded:
+            self.recorded.close()
+
+    def drain(self) -> None:
+        """Let the run end with what has been asked."""
+        drain = getattr(self.source, "drain", None)
+        if drain is None:
+            log.warning(f"the {self.source.name} cannot be drained: once more stops the run at once")
+        else:
+            drain()
+            log.warning("no new prompts: the run ends with what it has asked; once more stops it at once")
+
+    def stall(self, seconds: float) -> None:
+        """The watchdog's word: the compute thread has not moved for so long."""
+        self._stalled = True
+        log.error("the compute thread does not move", seconds=round(seconds, 1))
+
+    def recover(self) -> None:
+        """The watchdog's word: it moves again."""
+        self._stalled = False
+        log.warning("the compute thread moves again")
+
+    def report_failure(self, name: str, error: Exception) -> None:
+        """A failure that does not end the run."""
+        log.warning("actor failed; the run goes on without it", actor=name, error=f"{type(error).__name__}: {error}")
+
+    def gauges(self) -> RunGauges:
+        """The run at this moment."""
+        rates, swaps = self.parts.executor.rates(), self._swaps()
+        return RunGauges(
+            mailboxes=tuple(
+                MailboxGauge(name=box.name, depth=box.depth, capacity=box.capacity) for box in self._mailboxes
+            ),
+            tokens_sampled=self.parts.engine.stats().tokens_drawn,
+            decode_seconds=rates.seconds,
+            decode_rate_idle=rates.idle or None,
+            decode_rate_learning=rates.learning or None,
+            rows_running=self.parts.engine.running,
+            api_requests=self.api_requests(),
+            swaps=swaps.count,
+            swap_seconds_last=swaps.last if swaps.count else None,
+            swap_seconds_median=swaps.median if swaps.count else None,
+            swap_seconds_max=swaps.longest if swaps.count else None,
+            peak_memory_bytes=peak_memory(),
+        )
+
+    def run_state(self, update: PolicyUpdated) -> RunState:
+        """What a checkpoint keeps beside the tensors."""
+        before = self.parts.state
+        return RunState(
+            step=update.report.step,
+            version=update.report.version,
+            fingerprint=update.report.fingerprint,
+            ledger=update.ledger,
+            asked=self.books.asked(),
+            random_state=update.random_state,
+            bad_steps=update.bad_steps,
+            train_seconds=update.train_seconds,
+            sampled_tokens=self.parts.engine.stats().tokens_drawn + (before.sampled_tokens if before else 0),
+            trained_tokens=update.trained_tokens,
+            inputs=self.parts.inputs,
+            alarms=update.alarms,
+            rollbacks=update.rollbacks,
+            received=self.books.received(),
+            under_way=self.books.under_way(Ledger(update.ledger)),
+        )
+
+    def health(self) -> HealthReport:
+        """How the run is, for /health."""
+        children = {name: status.state.value for name, status in self.children().items()}
+        failed = sorted(name for name, state in children.items() if state == "failed")
+        busy = max(0.0, time.monotonic() - self.parts.executor.busy_since)
+        if self._stalled:
+            detail = f"the compute thread has not moved for {busy:.0f} seconds"
+            return HealthReport(status="stalled", detail=detail, children=children, progress_seconds=busy)
+        if failed:
+            detail = f"failed: {', '.join(failed)}; the API and the training go on without"
+            return HealthReport(status="ok", detail=detail, children=children, progress_seconds=busy)
+        return HealthReport(status="ok", children=children, progress_seconds=busy)
+
+    def numbers(self) -> TrainingNumbers:
+        """The run in numbers, for /metrics."""
+        stats, report, swaps = self.parts.engine.stats(), self._last_report(), self._swaps()
+        books = self.parts.ledger.state()
+        rewards = [reward for group in report.trained for reward in group.scored.rewards] if report else []
+        staleness = report.staleness if report else ()
+        return TrainingNumbers(
+            engine=EngineNumbers(
+                rows_running=stats.running_rows,
+                rows_waiting=stats.waiting_rows,
+                cache_usage=stats.cache_tokens / self.parts.profile.generator.max_cache_tokens,
+                prefix_queries=stats.prefix_hits + stats.prefix_misses,
+                prefix_hits=stats.prefix_hits,
+            ),
+            reward_mean=sum(rewards) / len(rewards) if rewards else None,
+            staleness_mean=sum(staleness) / len(staleness) if staleness else None,
+            staleness_max=max(staleness, default=None),
+            swap_seconds=swaps.last if swaps.count else None,
+            groups_trained=books.trained,
+            discarded=books.discarded,
+            environments_trained={name: own.trained for name, own in books.sources.items()},
+            environments_discarded={name: own.ended - own.trained for name, own in books.sources.items()},
+            depths={box.name: box.depth for box in self._mailboxes},
+            capacities={box.name: box.capacity for box in self._mailboxes},
+        )
+
+    async def prompt_logprobs(self, tokens: tuple[int, ...], top: int) -> PromptLogprobs:
+        """Score a prompt under the weights that serve, between the turns of everything else in the compute thread."""
+        chunk = self.parts.profile.generator.prefill_chunk
+        steps = prompt_logprobs(self.parts.policy, tokens, top=top, chunk=chunk)
+        return await finish(self.parts.executor.submit_steps(steps))
+
+    async def recompute_logprobs(self, tokens: tuple[int, ...], temperature: float) -> PromptLogprobs:
+        """The same under the run's own law, at a temperature, for tokens whose log-probabilities nobody remembers."""
+        profile = self.parts.profile
+        law = SampledLaw(temperature, profile.sampling.logit_bias)
+        steps = prompt_logprobs(self.parts.policy, tokens, top=0, chunk=profile.generator.prefill_chunk, law=law)
+        return await finish(self.parts.executor.submit_steps(steps))
+
+    def gateway_services(self) -> GatewayServices:
+        """What the HTTP API may see and use."""
+        policy, profile = self.parts.policy, self.parts.profile
+        return GatewayServices(
+            sampler=self.sampler,
+            tokenizer=policy.tokenizer,
+            settings=profile.gateway,
+            sampling=profile.sampling,
+            prompt_logprobs=self.prompt_logprobs,
+            weights=lambda: self.weights.value,
+            health=self.health,
+            numbers=self.numbers,
+            context_length=policy.context_length,
+            vocab_size=policy.vocab_size,
+            drawn=self.drawn if profile.atropos.enabled else Nobody(),
+            record_supports=profile.atropos.enabled,
+        )
+
+    def summary(self, *, complete: bool) -> RunSummary:
+        """What came of the run. complete: as for `balance`."""
+        measured: list[EvalReport] = getattr(self._actors.get("evaluator"), "measured", [])
+        first = next((report for report in measured if report.step == 0 and not report.final), None)
+        total = time.monotonic() - self._began
+        evaluating = sum(report.seconds for report in measured)
+        return RunSummary(
+            steps=self.parts.progress.step,
+            version=self.parts.policy_learner.version,
+            before=first or self._before,
+            after=next((report for report in measured if report.final), self._after),
+            balance=self.books.balance(complete=complete),
+            gauges=self.gauges(),
+            training_seconds=self._training_seconds(),
+            update_seconds=self.parts.progress.train_seconds,
+            evaluation_seconds=evaluating,
+            total_seconds=total,
+            base_model=shown_path(self.parts.profile.model.path),
+            adapter=shown_path(self.parts.directory.adapters),
+        )
+
+    def _training_seconds(self) -> float:
+        """From the first prompt of this life to its last update."""
+        learner = self._actors.get("learner")
+        began: float = getattr(learner, "began", self._began)
+        last: float = getattr(learner, "last_update", began)
+        return max(0.0, last - began)
+
+    def _swaps(self) -> SwapTimes:
+        swaps = getattr(self._actors.get("broadcaster"), "swaps", SwapTimes)
+        times: SwapTimes = swaps()
+        return times
+
+    def _last_report(self) -> StepReport | None:
+        return getattr(self._actors.get("learner"), "last_report", None)
+
+
+def _tokens_under_way(profile: Profile) -> int:
+    """More than all completions that environments may hold before the learner has them, with room for other clients."""
+    batch = profile.learner.batch_size * profile.sampling.group_size
+    longest = profile.sampling.max_tokens * token_cost(profile.sampling) + 32
+    return max(2**20, 2 * (profile.generator.batches_ahead + 3) * batch * longest)

@@ -1,0 +1,1 @@
+"""The runtime: queues, latest-value cell, supervisor, signals, compute thread, plug-ins."""

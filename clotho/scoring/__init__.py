@@ -1,0 +1,1 @@
+"""Scoring: teacher-forced log-probabilities, parity, batch layouts."""

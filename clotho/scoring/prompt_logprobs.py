@@ -1,0 +1,71 @@
+"""Log-probabilities of a prompt's own tokens under the served policy, a chunk of it per turn of the compute thread."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.models.cache import make_prompt_cache
+from numpy.typing import NDArray
+
+from clotho.inference.serving import serving
+from clotho.scoring.draws import Draws, SampledLaw
+from clotho.scoring.head_scores import rows_at_once
+from clotho.scoring.token_scores import scoring
+from clotho.training.gradient import LearnablePolicy
+from protocols.errors import GenerationError
+from protocols.prompt_logprobs import PromptLogprobs
+
+UNTEMPERED = SampledLaw(temperature=1.0)
+Alternatives = tuple[tuple[int, float], ...]
+
+
+def prompt_logprobs(
+    policy: LearnablePolicy, tokens: Sequence[int], *, top: int, chunk: int, law: SampledLaw = UNTEMPERED
+) -> Generator[None, None, PromptLogprobs]:
+    """Score every token but the first, with the `top` most probable ones in its place.
+
+    The weights are those that serve at the first turn, pinned while others are published. A turn reads at most `chunk`
+    tokens, and fewer where their logits would exceed `rows_at_once`: that bounds the pause it makes, and its memory.
+    law: the one that all of them are scored under.
+    Raises GenerationError where the model's logits are not finite.
+    """
+    parameters, version = policy.trainable(), policy.version
+    rows = min(chunk, rows_at_once(policy.vocab_size))
+    cache: list[Any] = make_prompt_cache(policy.model)
+    logprobs: list[float] = []
+    alternatives: list[Alternatives] = []
+    for start in range(0, len(tokens) - 1, rows):
+        target_N = mx.array(list(tokens[start + 1 : start + 1 + rows]))
+        token_1_N = mx.array([list(tokens[start : start + target_N.size])])
+        with policy.using(parameters), serving(policy.model):
+            logits_N_V = policy.model(token_1_N, cache=cache)[0]
+            mx.eval(logits_N_V, [layer.state for layer in cache])
+        logp_N, best = _scores(logits_N_V, target_N, min(top, logits_N_V.shape[-1]), law)
+        logprobs += logp_N.tolist()
+        alternatives += best
+        yield
+    return PromptLogprobs(version=version, logprobs=tuple(logprobs), top_logprobs=tuple(alternatives))
+
+
+def _scores(
+    logits_N_V: mx.array, target_N: mx.array, top: int, law: SampledLaw
+) -> tuple[NDArray[np.float32], list[Alternatives]]:
+    draws = Draws(target_N, None, law)
+    totals = scoring(draws)(logits_N_V)
+    logp_N = np.array(totals.logp_N)
+    if not np.isfinite(logp_N).all():
+        raise GenerationError("the model's logits are not finite")
+    if not top:
+        return logp_N, [()] * len(logp_N)
+    z_N_V = draws.scaled(logits_N_V, None)
+    best_N_K = mx.argpartition(-z_N_V, kth=top - 1, axis=-1)[:, :top]
+    best_logp_N_K = np.array(mx.take_along_axis(z_N_V, best_N_K, axis=-1) - totals.logsumexp_N[:, None])
+    token_N_K = np.array(best_N_K)
+    order_N_K = np.argsort(-best_logp_N_K, axis=-1, kind="stable")
+    return logp_N, [
+        tuple((int(token_K[k]), float(logp_K[k])) for k in order_K)
+        for token_K, logp_K, order_K in zip(token_N_K, best_logp_N_K, order_N_K, strict=True)
+    ]

@@ -1,0 +1,1 @@
+"""Storage: run directory, checkpoints, adapters, datasets, atomic files."""

@@ -1,0 +1,1 @@
+"""Training: update, advantages, objectives, optimizers, replay, rollback."""

@@ -1,0 +1,178 @@
+"""Loss and gradient of one micro-batch, evaluated, with the served weights back in the model afterwards."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import NamedTuple, Protocol
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from clotho.config.schema import LearnerSection
+from clotho.models.parameters import Parameters, flat, nested
+from clotho.scoring.draws import SampledLaw
+from clotho.scoring.sequences import MicroBatch
+from clotho.scoring.teacher_forcing import TeacherForcing
+from clotho.scoring.token_scores import TokenScores
+from clotho.training.objectives.contract import Objective
+from clotho.training.objectives.loss import LossInputs, Strengths, TokenSums, policy_loss
+from clotho.training.objectives.proximal import interpolated_proximal
+
+
+class LearnablePolicy(Protocol):
+    """What the learner needs of `clotho.models.policy.Policy`."""
+
+    model: nn.Module
+    version: int
+    fingerprint: str
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of logits."""
+
+    def trainable(self) -> Parameters:
+        """Tree of the served parameters."""
+
+    def using(self, parameters: Parameters) -> AbstractContextManager[None]:
+        """Compute with these parameters inside; nests."""
+
+    def reference(self) -> AbstractContextManager[None]:
+        """Compute as the reference policy inside."""
+
+    def training_mode(self) -> AbstractContextManager[None]:
+        """Make the model ready for gradients inside."""
+
+
+class Rules(NamedTuple):
+    """What decides about a gradient and stays the same over one update.
+
+    law: the distribution that tokens were drawn from. strengths: of KL penalty and entropy bonus, as they stand.
+    """
+
+    settings: LearnerSection
+    objective: Objective
+    law: SampledLaw
+    strengths: Strengths
+
+
+class Known(NamedTuple):
+    """Log-probabilities of a micro-batch's tokens that were computed before, (N,) float32; None where not needed."""
+
+    reference_N: mx.array | None
+    proximal_N: mx.array | None
+
+
+class Moment(NamedTuple):
+    """Where in an update a gradient is taken.
+
+    version: of the weights that the update began with. progress: optimizer steps taken since, as a share of them all.
+    """
+
+    version: int
+    progress: float
+
+
+class Gradient(NamedTuple):
+    """Gradient of a micro-batch's loss by parameter name, and sums over its tokens in `TokenSums` order; evaluated.
+
+    logp_N: of its tokens, under the weights that it was taken at.
+    """
+
+    arrays: dict[str, mx.array]
+    sums: mx.array
+    logp_N: mx.array
+
+
+def micro_gradient(
+    policy: LearnablePolicy,
+    forcing: TeacherForcing,
+    parameters: Parameters,
+    micro: MicroBatch,
+    known: Known,
+    *,
+    rules: Rules,
+    moment: Moment,
+) -> Gradient:
+    """Differentiate the loss of one micro-batch with respect to `parameters`; those of an update add up to its own.
+
+    Gradients are float32. Only trainable parameters are differentiated; no tracer and no changed mode stays in the
+    model. Tokens count as fresh while the learner's weights are those that the update began with.
+    """
+    inputs = _inputs(micro, known, moment)
+    logp_only = rules.strengths.entropy_weight == 0.0 and micro.table.teacher is None
+    between = rules.settings.proximal == "interpolate" and moment.progress > 0
+
+    def loss(traced: Parameters) -> tuple[mx.array, TokenSums, mx.array]:
+        with policy.using(traced):
+            scores: TokenScores = forcing(micro, law=rules.law, logp_only=logp_only)
+        seen = inputs
+        if between:
+            proximal_N = interpolated_proximal(
+                mx.stop_gradient(scores.logp_N),
+                inputs.behaviour_N,
+                mx.array(micro.table.version_N),
+                version_proximal=moment.version,
+                version_current=moment.version + moment.progress,
+            )
+            seen = inputs._replace(proximal_N=proximal_N)
+        value, sums = policy_loss(
+            scores.logp_N,
+            scores.entropy_N,
+            seen,
+            cross_entropy_N=scores.cross_entropy_N,
+            settings=rules.settings,
+            strengths=rules.strengths,
+            objective=rules.objective,
+        )
+        return value, sums, mx.stop_gradient(scores.logp_N)
+
+    # While it traces, MLX puts its tracers into the very containers it is given; others read the learner's.
+    own = nested(flat(parameters))
+    with policy.using(parameters), policy.training_mode():
+        (_, sums, logp_N), tree = mx.value_and_grad(loss)(own)
+        gradient = Gradient({n: g.astype(mx.float32) for n, g in flat(tree).items()}, mx.stack(list(sums)), logp_N)
+        _evaluate(gradient)
+    return gradient
+
+
+def known_scores(forcing: TeacherForcing, micro: MicroBatch, law: SampledLaw) -> mx.array:
+    """Log-probabilities of a micro-batch's tokens under the weights that the model has now, evaluated: (N,) float32."""
+    unaided = micro._replace(table=micro.table._replace(teacher=None))
+    scores: TokenScores = forcing(unaided, law=law)
+    mx.eval(scores.logp_N)
+    return scores.logp_N
+
+
+def add(total: Gradient | None, part: Gradient) -> Gradient:
+    """Sum of two gradients, evaluated, with the first's `logp_N`; `part` itself where it is the first."""
+    if total is None:
+        return part
+    arrays = {name: array + part.arrays[name] for name, array in total.arrays.items()}
+    added = total._replace(arrays=arrays, sums=total.sums + part.sums)
+    mx.eval(added)
+    return added
+
+
+def _inputs(micro: MicroBatch, known: Known, moment: Moment) -> LossInputs:
+    table = micro.table
+    fresh_N = (table.version_N == moment.version) & (moment.progress == 0)
+    return LossInputs(
+        behaviour_N=mx.array(table.behaviour_N),
+        proximal_N=known.proximal_N,
+        reference_N=known.reference_N,
+        advantage_N=mx.array(table.advantage_N),
+        weight_N=mx.array(table.weight_N),
+        coefficient_N=mx.array(table.coefficient_N),
+        fresh_N=mx.array(fresh_N.astype("float32")),
+        sequence_N=mx.array(table.sequence_N),
+        sequences=micro.sequences,
+    )
+
+
+def _evaluate(gradient: Gradient) -> None:
+    """Evaluate block after block: in the names' own order (0, 1, 10, 11, 2 ...) recomputed activations stay alive."""
+
+    def place(name: str) -> list[tuple[int, str]]:
+        return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
+
+    mx.eval([gradient.arrays[name] for name in sorted(gradient.arrays, key=place)], gradient.sums, gradient.logp_N)

@@ -1,0 +1,52 @@
+"""Weights of KL penalty and entropy bonus that follow what they are to control; plain Python, once per update."""
+
+from __future__ import annotations
+
+import math
+
+from clotho.config.schema import LearnerSection
+from clotho.training.objectives.loss import Strengths
+
+LARGEST_ERROR = 0.2
+"""Beyond this relative distance from the target, the KL coefficient does not move faster."""
+
+
+def initial_strengths(settings: LearnerSection) -> Strengths:
+    """Weights of the first update: those of the profile."""
+    return Strengths(settings.kl_beta, settings.entropy_weight)
+
+
+def next_strengths(strengths: Strengths, *, kl: float, entropy: float, settings: LearnerSection) -> Strengths:
+    """Weights of the next update, after one that measured `kl` and `entropy`, nats per token.
+
+    What is fixed in the profile stays bit for bit; so does what was measured as not finite.
+    """
+    return Strengths(
+        next_kl_beta(strengths.kl_beta, kl, settings), next_entropy_weight(strengths.entropy_weight, entropy, settings)
+    )
+
+
+def next_kl_beta(beta: float, kl: float, settings: LearnerSection) -> float:
+    """Move the KL coefficient in proportion to the error: Ziegler et al. (arXiv:1909.08593).
+
+    beta <- beta (1 + e / kl_horizon), e = clip(kl / kl_target - 1, -0.2, 0.2). The paper: horizon 10.
+    """
+    if settings.kl_target == 0 or not math.isfinite(kl):
+        return beta
+    error = min(max(kl / settings.kl_target - 1.0, -LARGEST_ERROR), LARGEST_ERROR)
+    return beta * (1.0 + error / settings.kl_horizon)
+
+
+def next_entropy_weight(weight: float, entropy: float, settings: LearnerSection) -> float:
+    """Move the entropy bonus by `entropy_step` towards its target, or let it decay where there is none.
+
+    With `entropy_target`: up while the entropy is below it, else down, never below 0; adaptive entropy control,
+    Skywork-OR1 (arXiv:2505.22312). Departure: the bonus stays on while it is being lowered; the paper switches it off
+    above the target. Without: weight <- weight entropy_decay.
+    """
+    if settings.entropy_target == 0:
+        return weight * settings.entropy_decay
+    if not math.isfinite(entropy):
+        return weight
+    step = settings.entropy_step if entropy < settings.entropy_target else -settings.entropy_step
+    return max(0.0, weight + step)

@@ -1,0 +1,119 @@
+"""What the disagreement of sampler and learner weighs: w = proximal / sampler, per token or per completion.
+
+Importance weights make the tokens of one policy speak for another; truncated, masked or rejected they do so with
+bounded variance. They carry no gradient, and never multiply a ratio that is against the sampler already
+(`learner.anchor = "sampler"`), which would count the same disagreement twice. The denominators of the aggregation are
+those before any rejection: what is left is not inflated. Tokens of weight 0 are in no sum and no mean.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+import mlx.core as mx
+
+from clotho.config.schema import LearnerSection
+from clotho.training.objectives.contract import Tokens
+
+Correction = Callable[[mx.array, Tokens, float, float], mx.array]
+
+
+def none(log_ratio_N: mx.array, tokens: Tokens, low: float, high: float) -> mx.array:
+    """Weigh every token 1."""
+    return mx.ones_like(log_ratio_N)
+
+
+def truncate(log_ratio_N: mx.array, tokens: Tokens, low: float, high: float) -> mx.array:
+    """Truncated importance sampling, clip(w_t, low, high): IMPALA (arXiv:1802.01561), section 4.1.
+
+    Applied to the mismatch of sampler and learner in fengyao.notion.site/off-policy-rl (TIS, low 0, high 2).
+    """
+    return mx.clip(mx.exp(log_ratio_N), low, high)
+
+
+def mask(log_ratio_N: mx.array, tokens: Tokens, low: float, high: float) -> mx.array:
+    """Weigh w_t where low <= w_t <= high, else 0: IcePop, Ring-1T (arXiv:2510.18855), with 0.5 and 5."""
+    ratio_N = mx.exp(log_ratio_N)
+    return mx.where((ratio_N >= low) & (ratio_N <= high), ratio_N, 0.0)
+
+
+def truncate_sequence(log_ratio_N: mx.array, tokens: Tokens, low: float, high: float) -> mx.array:
+    """Give every token the truncated ratio of its completion, clip(prod_t w_t, low, high).
+
+    Unbiased for the reward of the whole completion while it is not truncated; richardli.xyz/rl-collapse (Seq-TIS).
+    """
+    return tokens.spread_N(mx.clip(mx.exp(tokens.sum_B(log_ratio_N)), low, high))
+
+
+def reject_sequence(log_ratio_N: mx.array, tokens: Tokens, low: float, high: float) -> mx.array:
+    """Keep, unweighted, completions of low <= prod_t w_t <= high; all others weigh 0.
+
+    The rejection of masked importance sampling, richardli.xyz/rl-collapse (Seq-MIS). Departure: what is kept weighs 1,
+    not its product.
+    """
+    return tokens.spread_N(_inside(mx.exp(tokens.sum_B(log_ratio_N)), low, high))
+
+
+def reject_geometric(log_ratio_N: mx.array, tokens: Tokens, low: float, high: float) -> mx.array:
+    """Keep, unweighted, completions of low <= exp(mean_t log w_t) <= high; all others weigh 0.
+
+    The geometric mean does not grow with length; richardli.xyz/rl-collapse (Geo-RS), with 0.99 and 1.01 (SkyRL).
+    """
+    return tokens.spread_N(_inside(mx.exp(tokens.mean_B(log_ratio_N)), low, high))
+
+
+CORRECTIONS: Mapping[str, Correction] = MappingProxyType(
+    {
+        "none": none,
+        "truncate": truncate,
+        "mask": mask,
+        "truncate_sequence": truncate_sequence,
+        "reject_sequence": reject_sequence,
+        "reject_geometric": reject_geometric,
+    }
+)
+"""`learner.correction` -> correction(log w, tokens, low, high), (N,) -> (N,)."""
+
+
+def without_outliers(log_ratio_N: mx.array, tokens: Tokens, low: float, high: float) -> mx.array:
+    """0 for all tokens of a completion in which any token's learner / sampler is outside [low, high], else 1: (N,).
+
+    A bound of 0 is none. One token of a broken sampler makes the rest of its completion suspect.
+    """
+    bottom = math.log(low) if low > 0 else -math.inf
+    top = math.log(high) if high > 0 else math.inf
+    outside_N = (log_ratio_N < bottom) | (log_ratio_N > top)
+    return tokens.spread_N((tokens.sum_B(outside_N.astype(mx.float32)) == 0).astype(mx.float32))
+
+
+def off_policy_mask(learner_N: mx.array, tokens: Tokens, delta: float) -> mx.array:
+    """0 for completions of negative advantage with mean_t(log mu - log pi) > delta, else 1: (N,).
+
+    Off-policy sequence masking, DeepSeek-V3.2 (arXiv:2512.02556): what the policy would hardly say any more is not
+    worth learning to avoid. pi is the policy as it stands, mu the sampler. The advantage is the mean over the tokens.
+    """
+    gone_B = tokens.mean_B(tokens.behaviour_N - learner_N) > delta
+    dropped_B = (tokens.mean_B(tokens.advantage_N) < 0) & gone_B
+    return tokens.spread_N((~dropped_B).astype(mx.float32))
+
+
+def correction_weights(learner_N: mx.array, proximal_N: mx.array, tokens: Tokens, settings: LearnerSection) -> mx.array:
+    """Product of the chosen correction and of the masks that are on: (N,), without gradient.
+
+    learner_N: log-probabilities under the policy as it stands; proximal_N: at the start of the batch.
+    """
+    log_ratio_N = mx.stop_gradient(proximal_N) - tokens.behaviour_N
+    correct = CORRECTIONS[settings.correction]
+    weight_N = correct(log_ratio_N, tokens, settings.correction_low, settings.correction_high)
+    if settings.outlier_low > 0 or settings.outlier_high > 0:
+        moved_N = learner_N - tokens.behaviour_N
+        weight_N = weight_N * without_outliers(moved_N, tokens, settings.outlier_low, settings.outlier_high)
+    if settings.off_policy_mask > 0:
+        weight_N = weight_N * off_policy_mask(learner_N, tokens, settings.off_policy_mask)
+    return weight_N
+
+
+def _inside(value_B: mx.array, low: float, high: float) -> mx.array:
+    return ((value_B >= low) & (value_B <= high)).astype(mx.float32)

@@ -1,0 +1,133 @@
+"""The loss of a micro-batch: objective, correction, penalties, bonus and distillation, token by token, and their sum.
+
+N counts the drawn tokens of the micro-batch, padding included. Departure from the papers: KL penalty, entropy bonus and
+distillation are not weighted by the correction.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import mlx.core as mx
+
+from clotho.config.schema import LearnerSection
+from clotho.training.objectives.contract import Objective, Tokens
+from clotho.training.objectives.importance_correction import correction_weights
+from clotho.training.objectives.kl import ESTIMATORS, bounded_log_ratio, k3, ratio_weighted
+
+
+class LossInputs(NamedTuple):
+    """What the loss needs per completion token, all (N,) float32 unless said otherwise, and free of gradients.
+
+    behaviour_N: log-probability under the sampler. proximal_N: under the learner at the start of the batch; None while
+    that is the policy itself. reference_N: under the reference policy, or None without penalty.
+    weight_N: 1 for learnt tokens, else 0. coefficient_N: the token's share in the loss of the whole update.
+    fresh_N: 1 where the learner's own weights drew the token. sequence_N: int32, its completion, of `sequences`.
+    """
+
+    behaviour_N: mx.array
+    proximal_N: mx.array | None
+    reference_N: mx.array | None
+    advantage_N: mx.array
+    weight_N: mx.array
+    coefficient_N: mx.array
+    fresh_N: mx.array
+    sequence_N: mx.array
+    sequences: int
+
+
+class Strengths(NamedTuple):
+    """Weights of KL penalty and entropy bonus as they stand; see `controllers`."""
+
+    kl_beta: float
+    entropy_weight: float
+
+
+class TokenSums(NamedTuple):
+    """Sums over the learnt tokens of a micro-batch, each a float32 scalar without gradient.
+
+    loss: the micro-batch's share in the loss of the update, so with coefficients; the others without, to be divided by
+    a count of tokens. kl: to the reference, as estimated. clipped: tokens cut by the objective. ratio, ratio_squared:
+    of learner / sampler, whatever the objective's own is against. rejected: tokens that correction or masks weigh 0.
+    mismatch: k3 of sampler against learner on the fresh tokens. distilled: cross-entropy of a teacher's alternatives.
+    """
+
+    loss: mx.array
+    kl: mx.array
+    entropy: mx.array
+    clipped: mx.array
+    ratio: mx.array
+    ratio_squared: mx.array
+    rejected: mx.array
+    mismatch: mx.array
+    distilled: mx.array
+
+
+def policy_loss(
+    logp_N: mx.array,
+    entropy_N: mx.array,
+    inputs: LossInputs,
+    *,
+    settings: LearnerSection,
+    strengths: Strengths,
+    objective: Objective,
+    cross_entropy_N: mx.array | None = None,
+) -> tuple[mx.array, TokenSums]:
+    """Loss of one micro-batch, to be minimised; the losses of all micro-batches of an update add up to its loss.
+
+    L = sum_t c_t m_t (w_t L_t + kl_beta KL_t - entropy_weight H_t + distillation_weight C_t): coefficient c, mask m
+    (weight_N), correction w, objective L_t; the penalty is here only with `kl_in = "loss"`. logp_N, entropy_N, and C,
+    the cross-entropy of a teacher's alternatives (None: no teacher): (N,) float32 nats, with gradient. C is the forward
+    KL(teacher || policy) over those alternatives up to what is constant: Hinton et al. (arXiv:1503.02531), on tokens
+    that the policy drew: GKD (arXiv:2306.13649).
+    Raises ValueError for a correction of a ratio that is against the sampler already.
+    """
+    if settings.anchor == "sampler" and settings.correction != "none":
+        raise ValueError(f"correction {settings.correction!r} needs anchor = 'proximal': it would count twice")
+    tokens = _tokens(logp_N, inputs, settings)
+    taught = objective(logp_N, tokens, settings)
+    correction_N = correction_weights(logp_N, tokens.anchor_N, tokens, settings)
+    loss_N = correction_N * taught.loss_N
+    kl_N = _penalty(logp_N, inputs, settings)
+    if strengths.kl_beta > 0 and settings.kl_in == "loss":
+        loss_N = loss_N + strengths.kl_beta * kl_N
+    if strengths.entropy_weight > 0:
+        loss_N = loss_N - strengths.entropy_weight * entropy_N
+    if cross_entropy_N is not None:
+        loss_N = loss_N + settings.distillation_weight * cross_entropy_N
+    loss = mx.sum(inputs.coefficient_N * inputs.weight_N * loss_N)
+    ratio_N = mx.exp(bounded_log_ratio(logp_N, inputs.behaviour_N))
+    counted = (
+        kl_N,
+        entropy_N,
+        taught.clipped_N,
+        ratio_N,
+        mx.square(ratio_N),
+        correction_N == 0,
+        inputs.fresh_N * k3(inputs.behaviour_N, logp_N),
+        mx.zeros_like(logp_N) if cross_entropy_N is None else cross_entropy_N,
+    )
+    sums = TokenSums(loss, *(mx.sum(inputs.weight_N * value_N) for value_N in counted))
+    return loss, TokenSums(*(mx.stop_gradient(value) for value in sums))
+
+
+def _tokens(logp_N: mx.array, inputs: LossInputs, settings: LearnerSection) -> Tokens:
+    anchor_N = inputs.behaviour_N
+    if settings.anchor == "proximal":
+        anchor_N = mx.stop_gradient(logp_N) if inputs.proximal_N is None else inputs.proximal_N
+    return Tokens(
+        anchor_N=anchor_N,
+        behaviour_N=inputs.behaviour_N,
+        advantage_N=inputs.advantage_N,
+        weight_N=inputs.weight_N,
+        sequence_N=inputs.sequence_N,
+        sequences=inputs.sequences,
+    )
+
+
+def _penalty(logp_N: mx.array, inputs: LossInputs, settings: LearnerSection) -> mx.array:
+    """Estimate of KL(policy || reference), (N,) nats; 0 without a reference."""
+    if inputs.reference_N is None:
+        return mx.zeros_like(logp_N)
+    kl_N = ESTIMATORS[settings.kl_estimator](logp_N, inputs.reference_N)
+    return ratio_weighted(kl_N, logp_N, inputs.behaviour_N) if settings.kl_unbiased else kl_N

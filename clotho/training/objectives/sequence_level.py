@@ -1,0 +1,55 @@
+"""Objectives whose ratio is that of the whole completion. The departures listed in `clipped` hold here too.
+
+All of them belong with `aggregation = "sequence_mean"`: every token then carries its share of one loss per completion.
+"""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from clotho.config.schema import LearnerSection
+from clotho.training.objectives.contract import PolicyLoss, Tokens
+from clotho.training.objectives.kl import MAX_LOG_RATIO
+from clotho.training.objectives.token_level import clipped
+
+MAX_TOKEN_LOG_RATIO = 10.0
+"""`gspo_token` holds its log-ratio to at most so many nats, as verl does."""
+
+
+def gspo(logp_N: mx.array, tokens: Tokens, settings: LearnerSection) -> PolicyLoss:
+    """Group Sequence Policy Optimization (arXiv:2507.18071): the unit of reward is the unit of the ratio.
+
+    s_i = exp(1/|y_i| sum_t log pi(t) / anchor(t)), L_t = -min(s_i A_t, clip(s_i) A_t): the sequence's geometric mean
+    ratio, clipped as in PPO but within 3e-4 and 4e-4 (section 5.1). Tokens of weight 0 are not in the mean.
+    Departure: with advantages that differ from token to token, each token has its own min with the common ratio.
+    """
+    log_ratio_B = tokens.mean_B(logp_N - tokens.anchor_N)
+    return clipped(_ratio(log_ratio_B, tokens), tokens.advantage_N, settings)
+
+
+def gspo_token(logp_N: mx.array, tokens: Tokens, settings: LearnerSection) -> PolicyLoss:
+    """Token form of GSPO (arXiv:2507.18071), GSPO-token, for advantages that differ from token to token.
+
+    s_t = sg(s_i) pi(t) / sg(pi(t)), in value the ratio of the sequence, with the gradient of the token alone.
+    For constant advantages and `sequence_mean` its loss and gradient are those of `gspo`. Departure, from verl: the
+    log-ratio is at most 10 nats.
+    """
+    log_ratio_B = mx.stop_gradient(tokens.mean_B(logp_N - tokens.anchor_N))
+    log_ratio_N = tokens.spread_N(log_ratio_B) + logp_N - mx.stop_gradient(logp_N)
+    return clipped(mx.exp(mx.clip(log_ratio_N, -MAX_LOG_RATIO, MAX_TOKEN_LOG_RATIO)), tokens.advantage_N, settings)
+
+
+def rloo(logp_N: mx.array, tokens: Tokens, settings: LearnerSection) -> PolicyLoss:
+    """REINFORCE Leave-One-Out (arXiv:2402.14740), where the whole completion is one action.
+
+    r_i = exp(sum_t log pi(t) / anchor(t)), L_t = -min(r_i A_t, clip(r_i) A_t). At r = 1, for constant advantages, the
+    gradient of a completion's loss is that of -A_i log pi(y_i): REINFORCE. The recipe brings the advantage: the reward
+    less the mean of the others'. Departures: the ratio and its clip, by which TRL allows off-policy samples (the paper
+    is on-policy); the paper's KL penalty in the reward is there with `kl_beta` and `kl_in` only.
+    """
+    log_ratio_B = tokens.sum_B(logp_N - tokens.anchor_N)
+    return clipped(_ratio(log_ratio_B, tokens), tokens.advantage_N, settings)
+
+
+def _ratio(log_ratio_B: mx.array, tokens: Tokens) -> mx.array:
+    return tokens.spread_N(mx.exp(mx.clip(log_ratio_B, -MAX_LOG_RATIO, MAX_LOG_RATIO)))

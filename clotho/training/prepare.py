@@ -1,0 +1,130 @@
+"""What is worked out once per update, before its first gradient: reference, proximal policy, advantages, batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager
+from typing import NamedTuple
+
+import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
+
+from clotho.config.schema import LearnerSection
+from clotho.models.parameters import Parameters
+from clotho.scoring.teacher_forcing import TeacherForcing
+from clotho.training.batch import MiniBatch, TokenAdvantages, judge, mini_batches
+from clotho.training.gradient import Known, LearnablePolicy, Rules, known_scores
+from clotho.training.objectives.kl import ESTIMATORS
+from clotho.training.reference_policy import ReferencePolicy
+from clotho.training.training_sequence import given_reference
+from protocols.score import ScoredGroup
+
+Computing = Callable[[], AbstractContextManager[None]]
+"""Opens a context in which the model computes as some policy."""
+
+Scores = list[list[mx.array]]
+"""Per mini-batch and micro-batch: log-probabilities of its tokens, (N,)."""
+
+
+class PreparedBatch(NamedTuple):
+    """The mini-batches of an update, what is known of the tokens of each micro-batch, and all advantages."""
+
+    mini_batches: tuple[MiniBatch, ...]
+    known: tuple[tuple[Known, ...], ...]
+    advantages: TokenAdvantages
+
+    @property
+    def tokens(self) -> int:
+        """Learnt tokens, each counted once."""
+        return sum(mini.tokens for mini in self.mini_batches)
+
+
+def prepare(
+    groups: Sequence[ScoredGroup],
+    *,
+    policy: LearnablePolicy,
+    forcing: TeacherForcing,
+    parameters: Parameters,
+    reference: ReferencePolicy,
+    rules: Rules,
+    max_tokens: int,
+    seed: Sequence[int],
+) -> Generator[None, None, PreparedBatch]:
+    """Build the batches of an update from `parameters`; yields between forward passes, served weights in the model.
+
+    A KL penalty in the reward is the sum over a completion of the estimate for its tokens, with the sampler's
+    log-probabilities as those of the policy, taken before advantages are. Reference log-probabilities that the groups
+    bring are taken as they are.
+    """
+    settings = rules.settings
+
+    def deal(token_advantages: TokenAdvantages) -> tuple[MiniBatch, ...]:
+        return mini_batches(
+            groups,
+            token_advantages,
+            settings=settings,
+            max_tokens=max_tokens,
+            layout=forcing.layout,
+            seed=seed,
+        )
+
+    minis = deal(judge(groups, (), settings))
+    references = _brought(minis) if given_reference(settings) else None
+    if reference.needed:
+        references = yield from _scored(minis, forcing, rules, reference.computing)
+    in_reward = references is not None and settings.kl_in == "reward"
+    penalties = _penalties(groups, minis, references, rules) if in_reward and references else ()
+    token_advantages = judge(groups, penalties, settings)
+    if in_reward:
+        minis = deal(token_advantages)
+    proximals = None
+    if _proximal_needed(settings, len(minis)):
+        proximals = yield from _scored(minis, forcing, rules, lambda: policy.using(parameters))
+    known = tuple(
+        tuple(
+            Known(references[m][k] if references else None, proximals[m][k] if proximals else None)
+            for k in range(len(mini.micro_batches))
+        )
+        for m, mini in enumerate(minis)
+    )
+    return PreparedBatch(minis, known, token_advantages)
+
+
+def _proximal_needed(settings: LearnerSection, minis: int) -> bool:
+    """Whether a gradient will be taken at weights other than those that the update begins with."""
+    several = settings.update_epochs * minis > 1
+    return several and settings.anchor == "proximal" and settings.proximal == "recompute"
+
+
+def _scored(
+    minis: Sequence[MiniBatch], forcing: TeacherForcing, rules: Rules, computing: Computing
+) -> Generator[None, None, Scores]:
+    scores: Scores = []
+    for mini in minis:
+        scores.append([])
+        for micro in mini.micro_batches:
+            with computing():
+                scores[-1].append(known_scores(forcing, micro, rules.law))
+            yield
+    return scores
+
+
+def _brought(minis: Sequence[MiniBatch]) -> Scores:
+    tables = [[micro.table for micro in mini.micro_batches] for mini in minis]
+    return [[mx.array(table.reference_N) for table in part if table.reference_N is not None] for part in tables]
+
+
+def _penalties(
+    groups: Sequence[ScoredGroup], minis: Sequence[MiniBatch], references: Scores, rules: Rules
+) -> list[NDArray[np.float64]]:
+    estimate = ESTIMATORS[rules.settings.kl_estimator]
+    penalties = [np.zeros(len(group.rewards)) for group in groups]
+    for mini, scores in zip(minis, references, strict=True):
+        for micro, reference_N in zip(mini.micro_batches, scores, strict=True):
+            kl_N = np.array(estimate(mx.array(micro.table.behaviour_N), reference_N), dtype=np.float64)
+            kl_B = np.bincount(micro.table.sequence_N, kl_N * micro.table.weight_N, minlength=micro.sequences)
+            for member, kl in zip(micro.members, kl_B, strict=True):
+                group, completion = mini.places[member]
+                penalties[group][completion] = rules.strengths.kl_beta * kl
+    return penalties

@@ -1,0 +1,72 @@
+"""The policy that the KL penalty pulls towards: the base, a snapshot of the learner, its average, or another's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import mlx.core as mx
+
+from clotho.config.schema import LearnerSection
+from clotho.models.parameters import Parameters, flat, nested
+from clotho.training.gradient import LearnablePolicy
+from clotho.training.reference import averaged
+from clotho.training.training_sequence import given_reference
+
+Arrays = dict[str, mx.array]
+
+
+class ReferencePolicy:
+    """Computes as the reference inside `with reference.computing():`, and follows the learner as the profile says.
+
+    base: adapters off, nothing is kept. snapshot: the learner's first parameters, taken anew every
+    `reference_interval` updates; arrays are shared with the learner. average: keeps `ref_ema` of itself with every
+    update, in float32, for in 16 bits small steps would be lost. environment: nothing is kept or computed, for the
+    groups bring its log-probabilities.
+
+    needed: whether log-probabilities under it are computed here.
+    """
+
+    def __init__(self, policy: LearnablePolicy, settings: LearnerSection) -> None:
+        self._policy, self._settings = policy, settings
+        self.needed = settings.kl_beta > 0 and not given_reference(settings)
+        self._types = {name: array.dtype for name, array in flat(policy.trainable()).items()}
+        self._arrays: Arrays = {}
+        if self.needed and settings.reference != "base":
+            self._arrays = {name: self._kept(array) for name, array in flat(policy.trainable()).items()}
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Compute as the reference policy inside."""
+        with self._policy.using(self._parameters()) if self._arrays else self._policy.reference():
+            yield
+
+    def follow(self, parameters: Parameters, *, updates: int) -> None:
+        """Follow the learner after an update, the `updates`-th, has made `parameters`."""
+        interval = self._settings.reference_interval
+        if not self._arrays:
+            return
+        if self._settings.reference == "average":
+            self._arrays = averaged(self._arrays, flat(parameters), self._settings.ref_ema)
+            mx.eval(self._arrays)
+        elif interval and updates % interval == 0:
+            self._arrays = flat(parameters)
+
+    def arrays(self) -> Arrays:
+        """The reference's own arrays, by parameter name, for a checkpoint; empty for the base."""
+        return self._arrays
+
+    def restore(self, arrays: Mapping[str, mx.array]) -> None:
+        """Take back what `arrays` named. Raises ValueError where names or shapes differ from the parameters'."""
+        wrong = sorted(self._arrays.keys() ^ arrays.keys()) or sorted(
+            name for name, array in self._arrays.items() if array.shape != arrays[name].shape
+        )
+        if wrong:
+            raise ValueError(f"the reference policy does not fit the trainable parameters: {', '.join(wrong[:3])}")
+        self._arrays = dict(arrays)
+
+    def _kept(self, array: mx.array) -> mx.array:
+        return array.astype(mx.float32) if self._settings.reference == "average" else array
+
+    def _parameters(self) -> Parameters:
+        return nested({name: array.astype(self._types[name]) for name, array in self._arrays.items()})

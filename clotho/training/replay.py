@@ -1,0 +1,104 @@
+"""The replay buffer: groups that were learnt from, to learn from again."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from statistics import fmean
+
+import numpy as np
+from numpy.typing import NDArray
+
+from clotho.config.schema import ReplaySection
+from protocols.replay import KeptGroup
+from protocols.score import ScoredGroup
+from protocols.step import TrainedGroup
+
+Numbers = NDArray[np.float64]
+
+STREAM = int.from_bytes(b"replay")
+"""Keeps these random numbers apart from others of the same seed and step."""
+
+
+class ReplayBuffer:
+    """Keeps the newest `capacity` groups, none of them older than `max_age` versions.
+
+    What is drawn stays. Draws are a function of (seed, step, contents), not of the draws before, so that a resumed run
+    draws the same. The age of a group is the learner's version less that of the weights its first update made.
+
+    Priority of a group: the mean size of its advantages, or its recency 1 / (1 + age).
+    """
+
+    def __init__(self, settings: ReplaySection, *, seed: int, kept: Iterable[KeptGroup] = ()) -> None:
+        """kept: what `groups` said in an earlier life of the run; beyond the capacity the oldest go."""
+        self._settings, self._seed = settings, seed
+        self._kept = deque(kept, maxlen=settings.capacity)
+
+    def __len__(self) -> int:
+        """Groups kept, those included that are too old for the next draw."""
+        return len(self._kept)
+
+    def groups(self) -> tuple[KeptGroup, ...]:
+        """All of it, the oldest first, as a checkpoint keeps it."""
+        return tuple(self._kept)
+
+    def add(self, groups: Sequence[TrainedGroup], *, version: int) -> None:
+        """Keep groups that were just learnt from; version: of the weights that came of it."""
+        self._forget(version)
+        for group in groups:
+            advantage = fmean(abs(value) for value in group.advantages)
+            self._kept.append(KeptGroup(scored=group.scored, advantage=advantage, version=version))
+
+    def clear(self) -> None:
+        """Forget everything, as after going back to an earlier policy."""
+        self._kept.clear()
+
+    def draw(self, *, version: int, step: int) -> tuple[ScoredGroup, ...]:
+        """Return `settings.groups` different groups, fewer if there are fewer, the oldest first.
+
+        version: the learner's; step: batches consumed so far.
+        """
+        self._forget(version)
+        if not self._kept:
+            return ()
+        keys, random = KEYS[self._settings.sampling], np.random.default_rng((STREAM, self._seed, step))
+        key_n = keys(self._priorities(version), self._settings.exponent, random)
+        newest_first_n = np.arange(len(key_n))[::-1]
+        drawn = np.lexsort((newest_first_n, -key_n))[: self._settings.groups]
+        return tuple(self._kept[index].scored for index in sorted(drawn.tolist()))
+
+    def _priorities(self, version: int) -> Numbers:
+        if self._settings.priority == "recency":
+            return np.array([1.0 / (1 + version - kept.version) for kept in self._kept])
+        return np.array([kept.advantage for kept in self._kept])
+
+    def _forget(self, version: int) -> None:
+        while self._kept and version - self._kept[0].version > self._settings.max_age:
+            self._kept.popleft()
+
+
+def uniform_keys(priority_n: Numbers, _: float, random: np.random.Generator) -> Numbers:
+    """A key for each group, such that those of the largest keys are any groups with equal probability."""
+    return random.random(len(priority_n))
+
+
+def priority_keys(priority_n: Numbers, _: float, __: np.random.Generator) -> Numbers:
+    """The priorities themselves."""
+    return priority_n
+
+
+def weighted_keys(priority_n: Numbers, exponent: float, random: np.random.Generator) -> Numbers:
+    """Keys whose largest are drawn one after another without replacement, in proportion to priority ** exponent.
+
+    The Gumbel-top-k trick (Kool, van Hoof, Welling, arXiv:1903.06059): log weight plus Gumbel noise. A priority of
+    zero is one so small that the group comes last.
+    """
+    log_weight_n = exponent * np.log(np.maximum(priority_n, np.finfo(np.float64).tiny))
+    return log_weight_n + random.gumbel(size=len(priority_n))
+
+
+KEYS: dict[str, Callable[[Numbers, float, np.random.Generator], Numbers]] = {
+    "uniform": uniform_keys,
+    "priority": priority_keys,
+    "weighted": weighted_keys,
+}

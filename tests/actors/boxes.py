@@ -1,0 +1,91 @@
+"""What the tests of the boxes share: prompts, a compute thread, a small policy, and ways to run a box."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import anyio
+
+from clotho.config.schema import GeneratorSection, ModelSection, PolicySection
+from clotho.inference import DecodeEngine
+from clotho.models.policy import Policy, load_policy
+from clotho.runtime.compute_thread import ComputeExecutor
+from clotho.runtime.ends import Inbox
+from clotho.runtime.queues import Mailbox
+from protocols.prompt import Problem, Prompt
+from tests.saved_models import save
+
+T = TypeVar("T")
+
+
+def prompt(group_id: int, tokens: tuple[int, ...] = (5, 9, 33)) -> Prompt:
+    """The prompt of a group."""
+    problem = Problem(prompt=f"question {group_id}", answer="42", type="arithmetic")
+    return Prompt(group_id=group_id, problem=problem, tokens=tokens, seed=1000 + group_id)
+
+
+def filled(name: str, messages: Iterable[T], *, ended: bool = True) -> Mailbox[T]:
+    """A mailbox that holds these messages, and gets no more if it has ended."""
+    held = list(messages)
+    mailbox = Mailbox[T](name, capacity=max(1, len(held)))
+    writer = mailbox.writer()
+    for message in held:
+        writer.send_nowait(message)
+    if ended:
+        writer.close()
+    return mailbox
+
+
+async def everything(inbox: Inbox[T]) -> list[T]:
+    """Receive to the end."""
+    return [message async for message in inbox]
+
+
+async def run_and_receive(run: Callable[[], Awaitable[None]], inbox: Inbox[T]) -> list[T]:
+    """Run a box to its end beside its reader."""
+    received: list[T] = []
+
+    async def read() -> None:
+        received.extend(await everything(inbox))
+
+    with anyio.fail_after(30):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(read)
+            await run()
+    return received
+
+
+async def cancelled_midway(run: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """Run until nothing moves any more, then cancel."""
+    with anyio.fail_after(30):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(run)
+            await anyio.wait_all_tasks_blocked()
+            tasks.cancel_scope.cancel()
+
+
+@contextmanager
+def compute_thread() -> Iterator[ComputeExecutor]:
+    """A compute thread that ends with the test."""
+    executor = ComputeExecutor(decode_share=0.5)
+    executor.start()
+    try:
+        yield executor
+    finally:
+        executor.stop()
+
+
+def served_policy(executor: ComputeExecutor, directory: Path) -> tuple[Policy, DecodeEngine]:
+    """A tiny policy with an adapter, and the engine that decodes it, both in the compute thread."""
+
+    def make() -> tuple[Policy, DecodeEngine]:
+        model = ModelSection(path=str(save(directory / "base")))
+        policy = load_policy(model, PolicySection(rank=2, scale=2.0), seed=0, keep_reference=False)
+        return policy, DecodeEngine(policy, GeneratorSection(max_rows=16))
+
+    policy, engine = executor.submit(make).result()
+    executor.attach(engine)
+    return policy, engine

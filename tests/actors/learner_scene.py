@@ -1,0 +1,93 @@
+"""A learner between mailboxes, with a policy of a few numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from msgspec import convert
+
+from actors.learner import Learner, Progress
+from clotho.config.schema import AlarmsSection, LearnerSection, ReplaySection
+from clotho.monitoring.collapse_response import CollapseWatch
+from clotho.runtime.compute_thread import ComputeExecutor
+from clotho.runtime.latest import Latest
+from clotho.runtime.queues import Mailbox
+from clotho.training.replay import ReplayBuffer
+from protocols.alarms import AlarmState
+from protocols.ledger import Ledger
+from protocols.rollout import Discarded
+from protocols.score import GroupOutcome
+from protocols.step import GroupsEnded, PolicyUpdated, StepReport
+from tests.actors.boxes import everything, filled, prompt
+from tests.training import learning
+from tests.training.learning import BigramPolicy, scored_group
+
+
+def taught(group_id: int, *, version: int = 0, logprob: float = -1.5) -> GroupOutcome:
+    """A group from which something can be learnt; of a probability that is not a number, nothing can."""
+    return scored_group([[1, 2], [3, 4, group_id % 4]], [0.0, 1.0], group_id=group_id, version=version, logprob=logprob)
+
+
+def lost(group_id: int) -> Discarded:
+    """A group that ended before."""
+    return Discarded(prompt=prompt(group_id), reason="reward_error", detail="raised")
+
+
+class Scene:
+    """A learner of a policy of a few numbers, with a reader on each of its arrows."""
+
+    def __init__(
+        self,
+        executor: ComputeExecutor,
+        outcomes: Sequence[GroupOutcome],
+        *,
+        progress: Progress | None = None,
+        replay: ReplaySection | None = None,
+        alarms: AlarmsSection | None = None,
+        remembered: AlarmState | None = None,
+        steps: int = 100,
+        unasked: bool = False,
+        **keys: Any,
+    ) -> None:
+        alarms = alarms or AlarmsSection(on_collapse="off")
+        keys = {"batch_size": 2, "learning_rate": 1e-2, "schedule": "constant", **keys}
+        self.policy = BigramPolicy()
+        self.learnt = executor.submit(
+            lambda: learning.learner(self.policy, good_window=1, watched=True, **keys)
+        ).result()
+        self.ledger, self.progress = Ledger(), progress or Progress()
+        self.replay = ReplayBuffer(replay or ReplaySection(), seed=0)
+        self.refills = Latest[int]("refills")
+        self.refills.put(0)
+        self.recorded = Latest[int]("recorded")
+        self.recorded.put(1000)
+        self.scored = filled("scored", outcomes)
+        self.updates = [Mailbox[PolicyUpdated](f"updates.{name}", capacity=20) for name in ("one", "other")]
+        self.reports = Mailbox[StepReport | GroupsEnded]("reports", capacity=20)
+        self.told = [box.reader() for box in self.updates]
+        self.reported = self.reports.reader()
+        self.box = Learner(
+            inbox=self.scored.reader(),
+            updates=[box.writer() for box in self.updates],
+            reports=self.reports.writer(),
+            executor=executor,
+            policy_learner=self.learnt,
+            settings=convert(keys, LearnerSection),
+            ledger=self.ledger,
+            progress=self.progress,
+            refills=self.refills,
+            recorded=self.recorded,
+            replay=self.replay,
+            watch=CollapseWatch(alarms, state=remembered or AlarmState(), rollbacks=0),
+            steps=steps,
+            rounds=False,
+            unasked=unasked,
+        )
+
+    async def run(self) -> list[StepReport]:
+        """Run it to its end; its reports, one a batch."""
+        await self.box.run()
+        told = await everything(self.reported)
+        self.ended_early = [report for report in told if isinstance(report, GroupsEnded)]
+        return [report for report in told if isinstance(report, StepReport)]

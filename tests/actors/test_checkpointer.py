@@ -1,0 +1,138 @@
+"""The checkpointer: whatever is due is on disk when it says so, and the last state always is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import anyio
+import mlx.core as mx
+import pytest
+import structlog
+
+from actors.checkpointer import Checkpointer
+from clotho.config.schema import CheckpointSection
+from clotho.runtime import log_barrier as histories
+from clotho.runtime.ends import MailboxClosed
+from clotho.runtime.latest import Latest
+from clotho.runtime.queues import Mailbox
+from clotho.storage.adapters import read_adapter
+from clotho.storage.checkpoints import read_checkpoint
+from protocols.adapter import AdapterConfig
+from protocols.errors import RunDirectoryError
+from protocols.ledger import LedgerState
+from protocols.replay import KeptGroup
+from protocols.step import PolicyUpdated, StepReport
+from tests.actors.boxes import filled
+from tests.storage.test_checkpoints import ADAPTER, names, state
+from tests.training.learning import same_bits, scored_group
+
+
+def parameters(value: float = 0.0) -> dict[str, Any]:
+    """A small tree."""
+    tree = {"layers": [{}, {"lora_a": mx.full((3, 2), value), "lora_b": mx.full((2, 3), value)}]}
+    mx.eval(tree)
+    return tree
+
+
+def replay(step: int) -> tuple[KeptGroup, ...]:
+    """A buffer of one group, learnt from in this step."""
+    return (KeptGroup(scored=scored_group([[1]], [1.0], group_id=step), advantage=0.5, version=step),)
+
+
+def update(step: int) -> PolicyUpdated:
+    """The learner's word after a batch; every parameter is `step`."""
+    report = StepReport(
+        step=step, version=step, fingerprint="f", trained=(), discarded=(), staleness=(), update=None,
+        train_seconds=0.0, wait_seconds=0.0,
+    )  # fmt: skip
+    return PolicyUpdated(
+        report=report, parameters=parameters(float(step)), optimizer=parameters(-float(step)), random_state=(1, 2),
+        ledger=LedgerState(), bad_steps=0, train_seconds=0.0, trained_tokens=0, replay=replay(step),
+    )  # fmt: skip
+
+
+def box(directory: Path, updates: Mailbox[PolicyUpdated], *, recorded: int = 1000, **settings: Any) -> Checkpointer:
+    """A checkpointer whose histories have come to this step."""
+    cell = Latest[int]("recorded")
+    cell.put(recorded)
+    return Checkpointer(
+        inbox=updates.reader(),
+        directory=directory / "checkpoints",
+        adapter_directories=[directory / "adapters", directory / "elsewhere"],
+        adapter_config=ADAPTER,
+        settings=CheckpointSection(**settings),
+        state=lambda update: state(update.report.step),
+        recorded=cell,
+        parameters=parameters(0.0),
+        loadable=as_they_are,
+    )
+
+
+async def as_they_are(parameters: Any) -> tuple[Any, AdapterConfig]:
+    """An adapter that mlx-lm can load without further ado."""
+    return parameters, ADAPTER
+
+
+@pytest.mark.parametrize(
+    ("interval", "steps", "kept"),
+    [(2, 5, [2, 4, 5]), (2, 4, [2, 4]), (0, 3, [3]), (10, 3, [3]), (1, 6, [4, 5, 6]), (1, 0, [])],
+)
+async def test_what_is_due_and_what_came_last_is_written(
+    tmp_path: Path, interval: int, steps: int, kept: list[int]
+) -> None:
+    """Every `interval` steps and at the end, once each; the newest three stay. The final adapter is the last one's."""
+    updates = filled("updates", [update(step) for step in range(1, steps + 1)])
+    await box(tmp_path, updates, interval=interval).run()
+    found = names(tmp_path / "checkpoints") if kept else []
+    assert found == [f"step-{step:06d}" for step in kept]
+    for step in kept:
+        path = tmp_path / "checkpoints" / f"step-{step:06d}"
+        checkpoint = read_checkpoint(path, expected=parameters(), adapter_config=ADAPTER)
+        assert checkpoint.state == state(step)
+        assert same_bits(checkpoint.parameters, parameters(float(step)))
+        assert same_bits(checkpoint.optimizer, parameters(-float(step)))
+        assert checkpoint.replay == replay(step)
+    for directory in ("adapters", "elsewhere"):
+        adapter = read_adapter(tmp_path / directory, parameters(), ADAPTER)
+        assert same_bits(adapter, parameters(float(steps))), "of a run without updates: as it was found"
+
+
+async def test_a_checkpoint_waits_for_the_histories(tmp_path: Path) -> None:
+    """A run killed right after it must find every group of its step on record."""
+    updates = filled("updates", [update(2)])
+    checkpointer = box(tmp_path, updates, recorded=1, interval=1)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(checkpointer.run)
+        await anyio.wait_all_tasks_blocked()
+        assert not (tmp_path / "checkpoints").exists()
+        checkpointer._recorded.put(2)
+    assert names(tmp_path / "checkpoints") == ["step-000002"]
+
+
+async def test_it_does_not_wait_for_a_monitor_that_has_ended(tmp_path: Path) -> None:
+    """Its failure never stops training, nor keeping."""
+    checkpointer = box(tmp_path, filled("updates", [update(2)]), recorded=1)
+    checkpointer._recorded.close()
+    await checkpointer.run()
+    assert names(tmp_path / "checkpoints") == ["step-000002"]
+
+
+async def test_nor_for_ever_for_one_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a while it says so, and writes."""
+    monkeypatch.setattr(histories, "PATIENCE_SECONDS", 0.01)
+    with structlog.testing.capture_logs() as logs:
+        await box(tmp_path, filled("updates", [update(2)]), recorded=1).run()
+    assert [line["log_level"] for line in logs] == ["warning", "info"]
+    assert names(tmp_path / "checkpoints") == ["step-000002"]
+
+
+async def test_a_disk_that_refuses_ends_the_run(tmp_path: Path) -> None:
+    """With the error of the disk, and the arrow closed, so that nobody trains on what is not kept."""
+    (tmp_path / "checkpoints").write_text("a file stands in the way")
+    updates = filled("updates", [update(1)], ended=False)
+    with pytest.raises(RunDirectoryError, match="cannot be written"):
+        await box(tmp_path, updates, interval=1).run()
+    with pytest.raises(MailboxClosed):
+        updates.reader()
+    assert not (tmp_path / "adapters").exists()

@@ -1,0 +1,139 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+from random import Random
+
+import anyio
+import pytest
+
+from actors.scorer import Scorer
+from clotho.config.schema import RewardSection
+from clotho.rewards.runner import RewardRunner
+from clotho.runtime.queues import Mailbox
+from protocols.rollout import Discarded, RolloutGroup
+from protocols.score import GroupOutcome, ScoredGroup
+from tests.rewards.groups import group, problem
+
+Message = RolloutGroup | Discarded
+
+
+class GatedRewards:
+    """Scores a group when its gate is opened."""
+
+    def __init__(self, count: int) -> None:
+        self.gates = [anyio.Event() for _ in range(count)]
+        self.begun: list[int] = []
+
+    async def score(self, group: RolloutGroup) -> GroupOutcome:
+        """Wait for the gate."""
+        self.begun.append(group.prompt.group_id)
+        await self.gates[group.prompt.group_id].wait()
+        return ScoredGroup(group=group, rewards=(0.0, 1.0), parts={})
+
+
+class BrokenRewards:
+    """Has a defect of its own."""
+
+    async def score(self, group: RolloutGroup) -> GroupOutcome:
+        """Fail."""
+        raise RuntimeError("a defect")
+
+
+def number(outcome: GroupOutcome) -> int:
+    """Give the group's serial number."""
+    return (outcome.prompt if isinstance(outcome, Discarded) else outcome.group.prompt).group_id
+
+
+async def outcomes_of(messages: Sequence[Message], rewards: RewardRunner, *, concurrency: int) -> list[GroupOutcome]:
+    """Send the messages through a scorer between two small mailboxes."""
+    groups, scored = Mailbox[Message]("rollouts", capacity=2), Mailbox[GroupOutcome]("scored", capacity=2)
+    scorer = Scorer(groups.reader(), scored.writer(), rewards, concurrency=concurrency)
+    outcomes = []
+    reader = scored.reader()
+
+    async def send() -> None:
+        async with groups.writer() as writer:
+            for message in messages:
+                await writer.send(message)
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(send)
+        tasks.start_soon(scorer.run)
+        async for outcome in reader:
+            outcomes.append(outcome)  # noqa: PERF401
+    return outcomes
+
+
+@pytest.mark.parametrize("concurrency", [1, 3, 8])
+async def test_every_message_has_exactly_one_outcome_whatever_the_rewards_do(concurrency: int) -> None:
+    """Some raise, hang, call exit, give NaN, text or nothing; some groups were discarded before. All in order."""
+    rng, messages = Random(concurrency), []
+    for i in range(200):
+        asked = problem("42", prompt=f"{concurrency}.{i}")
+        made = group("a", "b" * rng.randint(1, 2), of=asked, group_id=i)
+        lost = Discarded(prompt=made.prompt, reason="generation_error", detail="lost")
+        messages.append(made if rng.random() < 0.9 else lost)
+    section = RewardSection(name="tests.rewards.sample_rewards:moody", timeout_seconds=0.1)
+    rewards = RewardRunner((section,), concurrency=concurrency)
+    outcomes = await outcomes_of(messages, rewards, concurrency=concurrency)
+    rewards.close()
+    assert [number(outcome) for outcome in outcomes] == list(range(200))
+    assert {outcome.reason for outcome in outcomes if isinstance(outcome, Discarded)} == {
+        "no_signal", "reward_error", "generation_error"
+    }  # fmt: skip
+    assert any(isinstance(outcome, ScoredGroup) for outcome in outcomes)
+    for message, outcome in zip(messages, outcomes, strict=True):
+        assert outcome is message or isinstance(message, RolloutGroup), "what was discarded before passes untouched"
+
+
+async def test_groups_are_scored_side_by_side_and_leave_in_order() -> None:
+    """As many at once as allowed, and a slow first one holds the others back, not their scoring."""
+    groups, scored = Mailbox[Message]("rollouts", capacity=8), Mailbox[GroupOutcome]("scored", capacity=8)
+    rewards, reader = GatedRewards(6), scored.reader()
+    writer, scorer = groups.writer(), Scorer(groups.reader(), scored.writer(), rewards, concurrency=3)
+    for i in range(6):
+        await writer.send(group("a", "b", group_id=i))
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(scorer.run)
+        await anyio.wait_all_tasks_blocked()
+        assert rewards.begun == [0, 1, 2]
+        rewards.gates[1].set()
+        rewards.gates[2].set()
+        await anyio.wait_all_tasks_blocked()
+        assert (scored.depth, rewards.begun) == (0, [0, 1, 2])
+        rewards.gates[0].set()
+        assert [number(await reader.receive()) for _ in range(3)] == [0, 1, 2]
+        await anyio.wait_all_tasks_blocked()
+        assert rewards.begun == [0, 1, 2, 3, 4, 5]
+        for gate in rewards.gates:
+            gate.set()
+        writer.close()
+        assert [number(outcome) async for outcome in reader] == [3, 4, 5]
+
+
+async def test_a_full_outbox_stops_the_reading() -> None:
+    """That wait is the back-pressure: at most one message per place is taken beyond those sent on."""
+    groups, scored = Mailbox[Message]("rollouts", capacity=20), Mailbox[GroupOutcome]("scored", capacity=1)
+    rewards, reader = GatedRewards(20), scored.reader()
+    for gate in rewards.gates:
+        gate.set()
+    writer, scorer = groups.writer(), Scorer(groups.reader(), scored.writer(), rewards, concurrency=2)
+    for i in range(20):
+        await writer.send(group("a", "b", group_id=i))
+    writer.close()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(scorer.run)
+        await anyio.wait_all_tasks_blocked()
+        assert len(rewards.begun) == 3, "one in the outbox, two under way or done"
+        assert [number(outcome) async for outcome in reader] == list(range(20))
+
+
+async def test_a_defect_ends_the_actor_and_closes_its_ends() -> None:
+    """Only what a reward does is forgiven here; the rest is the supervisor's to judge."""
+    groups, scored = Mailbox[Message]("rollouts", capacity=2), Mailbox[GroupOutcome]("scored", capacity=2)
+    writer, reader = groups.writer(), scored.reader()
+    await writer.send(group("a", "b"))
+    with pytest.raises(ExceptionGroup) as caught:
+        await Scorer(groups.reader(), scored.writer(), BrokenRewards()).run()
+    assert caught.group_contains(RuntimeError, match="a defect")
+    assert [outcome async for outcome in reader] == []

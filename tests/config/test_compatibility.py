@@ -1,0 +1,60 @@
+"""What a resumed run may change, and what not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from clotho.config.resume_compatibility import refuse_if_incompatible
+from clotho.config.schema import Profile
+from protocols.errors import CheckpointError
+
+BASE: dict[str, Any] = {
+    "model": {"path": "m"},
+    "data": {"train": "d"},
+    "rewards": [{"name": "exact"}, {"name": "format"}],
+}
+
+
+def profile(**changes: Any) -> Profile:
+    """A profile with these keys."""
+    return msgspec.convert(BASE | changes, Profile)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"steps": 500, "run_dir": "elsewhere", "async": False},
+        {"monitor": {"display": "none"}, "gateway": {"port": 1}, "checkpoint": {"interval": 1}},
+        {"eval": {"enabled": False}, "generator": {"max_rows": 3}, "mailboxes": {"prompts": 1}},
+        {"learner": {"micro_batch_tokens": 64, "max_bad_steps": 1}, "policy": {"grad_checkpoint": True}},
+        {"learner": {"max_staleness": 8}},
+        {"learner": {"layout": "packed", "compile": True}, "alarms": {"on_collapse": "stop", "window": 9}},
+    ],
+)
+def test_how_a_run_is_run_may_change(changes: dict[str, Any]) -> None:
+    """Its length, its display, its limits."""
+    refuse_if_incompatible(profile(), profile(**changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"seed": 3}, "seed: 0 -> 3"),
+        ({"model": {"path": "other"}}, "model.path: m -> other"),
+        ({"policy": {"rank": 16, "scale": 2.0}}, "policy.rank: 8 -> 16; policy.scale: None -> 2.0"),
+        ({"sampling": {"group_size": 4}}, "sampling.group_size: 8 -> 4"),
+        ({"learner": {"batch_size": 2}}, "learner.batch_size: 16 -> 2"),
+        ({"replay": {"capacity": 8}}, "replay.capacity: 0 -> 8"),
+        ({"data": {"train": "other"}}, "data.train: d -> other"),
+        ({"rewards": [{"name": "exact"}, {"name": "jaccard"}]}, "rewards.1.name: format -> jaccard"),
+        ({"rewards": [{"name": "exact"}]}, "rewards.1.name: format -> None"),
+    ],
+)
+def test_what_is_learnt_may_not_change(changes: dict[str, Any], words: str) -> None:
+    """Every differing key is listed with both values."""
+    with pytest.raises(CheckpointError) as caught:
+        refuse_if_incompatible(profile(), profile(**changes))
+    assert words in str(caught.value)

@@ -1,0 +1,247 @@
+"""Loading profiles: layers, paths, errors on one line, and the way back to TOML."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clotho.config.layers import PROFILES
+from clotho.config.load import load_profile, resolved_toml, write_profile
+from protocols.errors import ProfileError
+
+SHIPPED = sorted(PROFILES.glob("*.toml"))
+
+MINIMAL = """
+[model]
+path = "base"
+[data]
+train = "train.jsonl"
+[[rewards]]
+name = "exact"
+correct = true
+"""
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory of its own."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def written(directory: Path, text: str, name: str = "x.toml") -> str:
+    """A profile file, as it is given on the command line."""
+    (directory / name).write_text(text, encoding="utf-8")
+    return f"./{name}"
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_every_shipped_profile_is_valid_and_returns_from_toml_unchanged(path: Path, here: Path) -> None:
+    """Documentation rots; a profile that does not load is a bug. The resolved form loads back to an equal profile."""
+    profile = load_profile(path.stem)
+    again = load_profile(written(here, resolved_toml(profile)))
+    assert again == profile
+    assert profile.run_dir == f"runs/{path.stem}"
+
+
+def test_a_profile_works_from_any_directory(here: Path) -> None:
+    """Paths that start with ./ belong to the profile's file, not to whoever calls."""
+    profile = load_profile("local-m3")
+    assert profile.model.path == str(PROFILES / "embedded")
+    assert profile.data.train == str(PROFILES / "embedded" / "train.jsonl")
+
+
+def test_paths_are_the_files_or_the_callers(here: Path) -> None:
+    """`./x` and what exists beside the file belong to the file; other data to the caller; other models to the hub."""
+    (here / "profiles").mkdir()
+    (here / "profiles" / "beside.jsonl").touch()
+    text = MINIMAL.replace("train.jsonl", "beside.jsonl").replace("[[rewards]]", 'heldout = "far.jsonl"\n[[rewards]]')
+    profile = load_profile(written(here / "profiles", text, "p.toml").replace("./", "profiles/"))
+    assert profile.model.path == "base"
+    assert profile.data.train == str(here / "profiles" / "beside.jsonl")
+    assert profile.data.heldout == str(here / "far.jsonl")
+    by_flag = load_profile("local-m3", {"model.path": "./mine", "data.train": "my.jsonl"})
+    assert by_flag.model.path == str(here / "mine")
+    assert by_flag.data.train == str(here / "my.jsonl")
+
+
+def test_a_higher_layer_wins_key_by_key_and_replaces_lists(here: Path) -> None:
+    """`extends` is a deep merge; a list is one value."""
+    written(here, "steps = 5\n[learner]\nbatch_size = 3\nclip_low = 0.1\n" + MINIMAL, "base.toml")
+    child = 'extends = "base"\n[learner]\nbatch_size = 4\n[[rewards]]\nname = "format"\ncorrect = true\n'
+    profile = load_profile(written(here, child), {"learner.clip_low": 0.3})
+    assert (profile.steps, profile.learner.batch_size, profile.learner.clip_low) == (5, 4, 0.3)
+    assert [reward.name for reward in profile.rewards] == ["format"]
+
+
+def test_naming_a_scale_or_a_dataset_takes_back_what_lower_layers_said_of_its_twin(here: Path) -> None:
+    """alpha over scale, and a training file over a held-out file that does not belong to it."""
+    profile = load_profile("local-m3", {"policy.alpha": 32.0, "data.train": "my.jsonl"})
+    assert profile.policy.scale is None
+    assert profile.policy.effective_scale == 32.0 / profile.policy.rank
+    assert profile.data.heldout == ""
+    assert load_profile("local-m3", {"policy.scale": None}).policy.effective_scale == 10.0
+    written(here, MINIMAL + '[policy]\nalpha = 8.0\nscaling = "rank_stabilized"\n[learner]\nentropy_target = 0.3\n')
+    policy = load_profile("./x.toml", {"policy.scale": 2.0}).policy
+    assert (policy.effective_scale, policy.scaling) == (2.0, "standard")
+    learner = load_profile("./x.toml", {"learner.entropy_decay": 0.9, "learner.entropy_weight": 0.1}).learner
+    assert (learner.entropy_decay, learner.entropy_target) == (0.9, 0.0)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"async": False},
+        {"policy.kind": "full"},
+        {"learner.schedule": "constant"},
+        {"eval.enabled": False},
+        {"gateway.enabled": False},
+        {"checkpoint.interval": 0},
+        {"weights.probe_tokens": 0},
+        {"steps": 1},
+        {"learner.learning_rate": 1e-9},
+        {"learner.anchor": "proximal", "learner.correction": "truncate"},
+        {"learner.optimizer": "sgd"},
+        {"learner.advantage": "leave_one_out"},
+        {"alarms.on_collapse": "off"},
+        {"atropos.enabled": False},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_every_switch_works_on_top_of_every_shipped_profile(path: Path, overrides: dict[str, Any], here: Path) -> None:
+    """What a higher layer deprives of its effect falls back to its default, and still returns from TOML unchanged.
+
+    Not so what would have groups come from elsewhere: environments are never given up without a word.
+    """
+    if overrides in ({"async": False}, {"gateway.enabled": False}) and load_profile(path.stem).atropos.enabled:
+        with pytest.raises(ProfileError, match=f"^command line: {next(iter(overrides))} = false"):
+            load_profile(path.stem, overrides)
+        return
+    profile = load_profile(path.stem, overrides)
+    assert load_profile(written(here, resolved_toml(profile))) == profile
+
+
+def test_settings_that_lose_their_effect_fall_back_to_defaults(here: Path) -> None:
+    """So that two profiles of equal effect are equal."""
+    text = "[generator]\nbatches_ahead = 4\n" + MINIMAL
+    assert load_profile(written(here, text)).generator.batches_ahead == 4
+    assert load_profile(written(here, text), {"async": False}).generator.batches_ahead == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[learner]\nlearnin_rate = 1\n", "unknown key learner.learnin_rate; did you mean learner.learning_rate?"),
+        ("[learner]\ntemperature = 1.0\n", "unknown key learner.temperature; did you mean sampling.temperature?"),
+        ("[policy]\nlora_rank = 4\n", "unknown key policy.lora_rank; did you mean policy.rank?"),
+        ("lr = 4\n", "unknown key or section lr; did you mean learner.learning_rate?"),
+        ("[samplng]\n", "unknown key or section samplng; did you mean sampling?"),
+        ("[eval]\nzzzz = 1\n", "unknown key eval.zzzz; there are: eval.enabled, eval.interim_problems, "
+         "eval.interval, eval.problems"),
+        ("learner = 3\n", "learner must be a section: [learner], then one key per line"),
+        ("steps = 0\n", "steps must be an integer >= 1, not 0"),
+        ('steps = "ten"\n', 'steps must be an integer >= 1, not "ten"'),
+        ("steps = true\n", "steps must be an integer >= 1, not true"),
+        ("[learner]\nlearning_rate = -1\n", "learner.learning_rate must be a number > 0, not -1"),
+        ("[learner]\nlearning_rate = inf\n", "learner.learning_rate must be finite, not Infinity"),
+        ("[learner]\nlearning_rate = nan\n", "learner.learning_rate must be finite, not NaN"),
+        ('[weights]\nkv_policy = "kep"\n', 'weights.kv_policy must be one of keep, recompute, drain, not "kep"'),
+        ('[policy]\nscale = "a"\n', 'policy.scale must be a number > 0 or none, not "a"'),
+        ("[sampling]\ngroup_size = 1\n", "sampling.group_size must be an integer >= 2 and <= 4096, not 1"),
+        ("[sampling]\nstop = [1]\n", "sampling.stop[0] must be text, not 1"),
+        ('[sampling]\nlogit_bias = [[1, "a"]]\n', 'sampling.logit_bias[0] must be [an integer, a number], '
+         'not [1, "a"]'),
+        ('[[rewards]]\nname = "format"\nwieght = 2\n', "unknown key rewards.wieght; did you mean rewards.weight?"),
+        ('[[rewards]]\nname = "format"\ntimeout_seconds = 0\n', "rewards[1].timeout_seconds must be a number > 0, "
+         "not 0"),
+        ("[[rewards]]\nweight = 1\n", "rewards[1].name is missing"),
+        ("extends = 3\n", "extends must be a profile's name or path, not 3"),
+        ('extends = "x.toml"\n', "extends itself: x.toml -> x.toml"),
+        ('extends = "nowhere.toml"\n', "nowhere.toml: there is no such file"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_named_on_one_line(text: str, message: str, here: Path) -> None:
+    """File, key, what is allowed, what was found, and the nearest valid key."""
+    head = text if not text.startswith("[") else ""
+    tail = text if text.startswith("[") else ""
+    with pytest.raises(ProfileError) as caught:
+        load_profile(written(here, head + MINIMAL + tail))
+    assert str(caught.value).removeprefix("x.toml: ") == message
+    assert caught.value.exit_status == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[model]\npath = \n", "is not valid TOML: Invalid value (at line 2, column 8)"),
+        ("", "model.path is missing: a directory, or a repository of the Hugging Face hub."),
+        ('[model]\npath = "x"\n', "data.train is missing: file of the problems that are trained on."),
+        ('[model]\npath = "x"\n[data]\ntrain = "y"\n', "[[rewards]] is missing: One reward "
+         "function; a completion's reward is the weighted sum of those that apply."),
+        ('rewards = 3\n', "rewards must be a list of tables: [[rewards]], then one key per line"),
+    ],
+)  # fmt: skip
+def test_an_unusable_file_is_named_on_one_line(text: str, message: str, here: Path) -> None:
+    """Syntax errors come with their line; what is missing is explained."""
+    with pytest.raises(ProfileError) as caught:
+        load_profile(written(here, text))
+    assert str(caught.value).removeprefix("x.toml: ") == message
+
+
+def test_unreadable_files_are_the_persons_mistake(here: Path) -> None:
+    """Neither a directory nor bytes that are no text end in a traceback."""
+    (here / "d.toml").mkdir()
+    (here / "b.toml").write_bytes(b"steps = 1 # \xff\n")
+    (here / "bom.toml").write_text("\ufeffsteps = 3\n" + MINIMAL, encoding="utf-8")
+    with pytest.raises(ProfileError, match=r"d.toml: cannot be read: Is a directory"):
+        load_profile("d.toml")
+    with pytest.raises(ProfileError, match=r"b.toml: is not UTF-8 text \(byte 12\)"):
+        load_profile("b.toml")
+    assert load_profile("bom.toml").steps == 3
+
+
+def test_an_unknown_profile_lists_those_there_are(here: Path) -> None:
+    """With the nearest."""
+    with pytest.raises(ProfileError, match=r"no profile 'local-m4': there are .*local-m3, .*; did you mean local-m3\?"):
+        load_profile("local-m4")
+
+
+def test_a_mistake_on_the_command_line_is_called_that(here: Path) -> None:
+    """Not the file, which is innocent."""
+    with pytest.raises(ProfileError, match=r"^command line: learner.batch_size must be an integer >= 1, not 0$"):
+        load_profile("local-m3", {"learner.batch_size": 0})
+    with pytest.raises(ProfileError, match=r"^command line: sampling.repetition_penalty must be 1 in training"):
+        load_profile("local-m3", {"sampling.repetition_penalty": 1.5})
+
+
+def test_extends_in_a_circle_is_refused(here: Path) -> None:
+    """Layers end."""
+    written(here, 'extends = "b"', "a.toml")
+    written(here, 'extends = "a"', "b.toml")
+    with pytest.raises(ProfileError, match=r"a.toml: extends itself: a.toml -> b.toml -> a.toml"):
+        load_profile("a.toml")
+
+
+def test_an_api_key_is_kept_from_other_eyes(here: Path) -> None:
+    """The record is readable by its owner only; what is printed hides the key."""
+    profile = load_profile("local-m3", {"gateway.api_key": "s3cret"})
+    write_profile(profile, here / "profile.toml")
+    assert stat.S_IMODE((here / "profile.toml").stat().st_mode) == 0o600
+    assert load_profile("./profile.toml") == profile
+    assert "s3cret" not in resolved_toml(profile, mask_secrets=True)
+    assert [path.name for path in here.iterdir()] == ["profile.toml"]
+
+
+def test_options_of_own_actors_return_from_toml(here: Path) -> None:
+    """Anything that TOML can say may be handed to a factory."""
+    text = MINIMAL + (
+        '[[actors]]\nname = "tap"\nfactory = "a.b:C"\nmode = "tap"\nat = "scored"\n'
+        '[actors.options]\nn = 3\ndeep = {list = [1, 2.5, "x"], on = true}\n'
+    )
+    profile = load_profile(written(here, text))
+    assert profile.actors[0].options["deep"]["list"] == [1, 2.5, "x"]
+    assert load_profile(written(here, resolved_toml(profile))) == profile

@@ -1,0 +1,59 @@
+"""The schema read from the structs, and the page made from it."""
+
+from __future__ import annotations
+
+from clotho.config.help_text import help_text
+from clotho.config.keys import REQUIRED, keys, sections, settable
+from clotho.config.reference_page import PAGE, configuration_page
+from clotho.config.schema import Profile
+
+
+def test_every_key_has_help_and_says_what_is_allowed() -> None:
+    """One line per key in the section's docstring; a key without one cannot be understood from --help."""
+    assert [key.path for key in keys().values() if not key.help] == []
+    assert [key.path for key in keys().values() if key.allowed == "a value"] == []
+
+
+def test_the_schema_covers_every_field_of_every_section() -> None:
+    """Flags and manual are made from it: a field that is missing here could not be set or found."""
+    assert {section.name for section in sections()} >= {"", "model", "policy", "sampling", "rewards", "actors"}
+    top = set(Profile.__struct_encode_fields__)
+    assert top == {key.path.partition(".")[0] for key in keys().values()}
+
+
+def test_types_defaults_and_bounds_are_read_from_the_annotations() -> None:
+    """The words of an error message are the struct's own bounds."""
+    assert keys()["learner.learning_rate"].allowed == "a number > 0"
+    assert keys()["policy.scale"].allowed == "a number > 0 or none"
+    assert keys()["seed"].allowed == "an integer >= 0 and < 4294967296"
+    assert keys()["weights.kv_policy"].allowed == "one of keep, recompute, drain"
+    assert keys()["sampling.logit_bias"].allowed == "a list, each [an integer, a number]"
+    assert keys()["policy.ranks"].allowed == "a list, each text of the form name=rank"
+    assert keys()["learner.objective"].allowed == "text of the form name or module:function"
+    assert keys()["model.path"].default is REQUIRED
+    assert keys()["sampling.top_p"].help.startswith("nucleus")
+
+
+def test_a_section_made_of_several_structs_has_all_their_keys_and_helps_in_order() -> None:
+    """[learner] says what is maximised, corrected, penalised and stepped, each in a struct of its own."""
+    names = [key.name for section in sections() if section.name == "learner" for key in section.keys]
+    order = [names.index(name) for name in ("objective", "anchor", "kl_beta", "optimizer", "batch_size")]
+    assert order == sorted(order)
+    assert keys()["learner.clip_high"].help == keys()["learner.clip_low"].help
+    assert keys()["learner.clip_low"].help.endswith("for dppo_tv of the difference of probabilities.")
+
+
+def test_help_names_every_key_and_stays_narrow() -> None:
+    """--help shows the full schema."""
+    text = help_text(width=80)
+    flags = [f"--{path.replace('_', '-')}" for path, key in settable().items() if key.item != "tables"]
+    assert [flag for flag in flags if f"  {flag}  " not in text] == []
+    inner = [key.name for section in sections() if section.repeated for key in section.keys]
+    assert [name for name in inner if f"    {name}  " not in text] == []
+    assert "required" in text
+    assert all(len(line) <= 120 for line in text.splitlines())
+
+
+def test_the_configuration_page_is_the_generated_one() -> None:
+    """docs/configuration.md never drifts: `python -m clotho.config.reference_page` writes it."""
+    assert PAGE.read_text(encoding="utf-8") == configuration_page()

@@ -1,0 +1,38 @@
+"""Every key of the replay section changes what is learnt from again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from msgspec import convert
+
+from clotho.config.schema import ReplaySection
+from clotho.training.replay import ReplayBuffer
+from tests.training.test_replay import ids, learnt
+
+BESIDE: dict[str, dict[str, Any]] = {
+    "capacity": {"groups": 100},
+    "groups": {},
+    "sampling": {},
+    "priority": {"sampling": "priority"},
+    "exponent": {"sampling": "weighted"},
+    "max_age": {"groups": 100},
+}
+OTHER: dict[str, Any] = {
+    "capacity": 10, "groups": 5, "sampling": "priority", "priority": "recency", "exponent": 9.0, "max_age": 3,
+}  # fmt: skip
+
+
+def drawn(**settings: Any) -> list[list[int]]:
+    """What some updates learn from again, of thirty groups of which the older have the larger advantages."""
+    buffer = ReplayBuffer(convert({"capacity": 100, **settings}, ReplaySection), seed=0)
+    for index in range(30):
+        buffer.add([learnt(index, 1.0 + (30 - index) / 10)], version=index + 1)
+    return [ids(buffer.draw(version=30, step=step)) for step in range(8)]
+
+
+@pytest.mark.parametrize("key", ReplaySection.__struct_fields__)
+def test_every_key_of_replay_changes_what_is_drawn(key: str) -> None:
+    """No option without effect; a key that is new must be added to the tables above."""
+    assert drawn(**BESIDE[key]) != drawn(**BESIDE[key], **{key: OTHER[key]})

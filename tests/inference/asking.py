@@ -1,0 +1,152 @@
+"""Helpers: ask the engine, collect what it answers; and the slow, obvious twin that it must equal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from numpy.typing import NDArray
+
+from clotho.config.schema import GeneratorSection
+from clotho.inference import DecodeEngine
+from protocols.sampling import (
+    Completion,
+    CompletionDone,
+    SampleEvent,
+    SampleFailed,
+    SampleRequest,
+    Sampling,
+    TokenDrawn,
+)
+from tests.small_models import FixedSource, tiny_source
+
+GREEDY = Sampling(temperature=0.0, max_tokens=12, ignore_eos=True)
+FREE = Sampling(max_tokens=12, ignore_eos=True)
+
+
+@dataclass
+class Answer:
+    """Everything that one request was told, in order."""
+
+    events: list[SampleEvent] = field(default_factory=list)
+
+    @property
+    def completions(self) -> list[Completion]:
+        """Finished completions by index."""
+        done = [e for e in self.events if isinstance(e, CompletionDone)]
+        return [e.completion for e in sorted(done, key=lambda e: e.index)]
+
+    @property
+    def failures(self) -> list[str]:
+        """Reasons of failure."""
+        return [e.reason for e in self.events if isinstance(e, SampleFailed)]
+
+    def streamed(self, index: int = 0) -> list[TokenDrawn]:
+        """Return the tokens streamed of one completion."""
+        return [e for e in self.events if isinstance(e, TokenDrawn) and e.index == index]
+
+    def text(self, index: int = 0) -> str:
+        """Return the streamed text of one completion, tail included."""
+        tails = [e.tail for e in self.events if isinstance(e, CompletionDone) and e.index == index]
+        return "".join([e.text for e in self.streamed(index)] + tails)
+
+
+def make_engine(source: FixedSource | None = None, **settings: Any) -> DecodeEngine:
+    """Make an engine over `source`, or a tiny Qwen3."""
+    return DecodeEngine(source or tiny_source(), GeneratorSection(**settings))
+
+
+def ask(
+    engine: DecodeEngine, prompt: Sequence[int], sampling: Sampling = FREE, seeds: Sequence[int] = (7,), **options: bool
+) -> Answer:
+    """Submit a request; its answer fills as the engine ticks."""
+    answer = Answer()
+    request = SampleRequest(prompt=tuple(prompt), sampling=sampling, seeds=tuple(seeds), **options)
+    engine.submit(request, answer.events.append)
+    return answer
+
+
+def run(engine: DecodeEngine, *, most: int = 2000) -> int:
+    """Tick until nothing is left to do; return the tokens drawn."""
+    drawn = 0
+    for _ in range(most):
+        if not engine.has_work:
+            return drawn
+        drawn += engine.tick()
+    raise AssertionError(f"the engine still has work after {most} ticks: {engine.stats()}")
+
+
+def alone(source: FixedSource, prompt: Sequence[int], sampling: Sampling, seed: int = 7) -> Completion:
+    """Complete one prompt in an engine of its own."""
+    engine = make_engine(source)
+    answer = ask(engine, prompt, sampling, (seed,))
+    run(engine)
+    return answer.completions[0]
+
+
+def full_logits(model: nn.Module, tokens: Sequence[int]) -> NDArray[np.float64]:
+    """Logits (T, V) of every position, without any cache."""
+    return np.array(model(mx.array([list(tokens)]))[0].astype(mx.float32)).astype(np.float64)
+
+
+def log_softmax(x_V: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Natural-log probabilities."""
+    shifted = x_V - x_V.max()
+    result: NDArray[np.float64] = shifted - np.log(np.exp(shifted).sum())
+    return result
+
+
+def processed(logits_V: NDArray[np.float64], seen: Sequence[int], s: Sampling) -> NDArray[np.float64]:
+    """Log-probabilities after every setting, written as the protocol's documentation reads."""
+    x = logits_V.copy()
+    for token, value in s.logit_bias:
+        x[token] += value
+    for token in set(seen):
+        x[token] = x[token] / s.repetition_penalty if x[token] > 0 else x[token] * s.repetition_penalty
+    if s.temperature == 0.0:
+        return log_softmax(x)
+    x /= s.temperature
+    order = np.argsort(-x, kind="stable")
+    prob = np.exp(log_softmax(x))[order]
+    keep = np.cumsum(prob) - prob < s.top_p if s.top_p < 1 else np.ones(len(x), dtype=bool)
+    if s.top_k:
+        keep &= np.arange(len(x)) < s.top_k
+    keep &= prob >= s.min_p * prob[0]
+    x[order[~keep]] = -np.inf
+    return log_softmax(x)
+
+
+def twin_logprobs(
+    model: nn.Module, prompt: Sequence[int], completion: Completion, sampling: Sampling
+) -> NDArray[np.float64]:
+    """Log-probability of each token of a completion, from one full forward pass."""
+    tokens = [*prompt, *completion.tokens]
+    logits_T_V = full_logits(model, tokens)
+    start = len(prompt)
+    return np.array([processed(logits_T_V[t - 1], tokens[:t], sampling)[tokens[t]] for t in range(start, len(tokens))])
+
+
+def twin_greedy(model: nn.Module, prompt: Sequence[int], sampling: Sampling) -> list[int]:
+    """Greedy completion by one full forward pass per token."""
+    tokens = list(prompt)
+    for _ in range(sampling.max_tokens):
+        tokens.append(int(processed(full_logits(model, tokens)[-1], tokens, sampling).argmax()))
+    return tokens[len(prompt) :]
+
+
+def prompt_of(length: int, salt: int = 0) -> tuple[int, ...]:
+    """Return a prompt of bytes that differs by `salt`."""
+    return tuple((31 * salt + 7 * i + i * i) % 256 for i in range(length))
+
+
+def tick_until(engine: DecodeEngine, condition: Callable[[], bool], *, most: int = 500) -> None:
+    """Tick until `condition` holds."""
+    for _ in range(most):
+        if condition():
+            return
+        engine.tick()
+    raise AssertionError("the condition never held")

@@ -1,0 +1,140 @@
+"""What the engine refuses, each with the field's name, and then goes on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from protocols.errors import RequestError
+from protocols.sampling import SampleRequest, Sampling
+from tests.inference.asking import FREE, ask, make_engine, run
+from tests.small_models import tiny_source
+
+SMALL = tiny_source(vocab_size=300)
+
+
+def refused(
+    prompt: tuple[Any, ...] = (1, 2), seeds: tuple[Any, ...] = (0,), record_support: bool = False, **settings: Any
+) -> RequestError:
+    """Submit what must be refused; afterwards a good request is still answered."""
+    engine = make_engine(SMALL, max_cache_tokens=600)
+    request = SampleRequest(prompt=prompt, sampling=Sampling(**settings), seeds=seeds, record_support=record_support)
+    with pytest.raises(RequestError) as caught:
+        engine.submit(request, lambda _: None)
+    assert not engine.has_work
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("settings", "param"),
+    [
+        ({"prompt": ()}, "prompt"),
+        ({"prompt": (-1,)}, "prompt"),
+        ({"prompt": (300,)}, "prompt"),
+        ({"prompt": (1.0,)}, "prompt"),
+        ({"prompt": (True,)}, "prompt"),
+        ({"prompt": (1,) * 512}, "prompt"),
+        ({"seeds": ()}, "n"),
+        ({"seeds": (0,) * 5000}, "n"),
+        ({"seeds": (-1,)}, "seed"),
+        ({"seeds": (2**64,)}, "seed"),
+        ({"seeds": (0.5,)}, "seed"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"temperature": float("inf")}, "temperature"),
+        ({"temperature": -1.0}, "temperature"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"top_p": 0.0}, "top_p"),
+        ({"top_p": 1.5}, "top_p"),
+        ({"top_k": -1}, "top_k"),
+        ({"min_p": 2.0}, "min_p"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 1.5}, "max_tokens"),
+        ({"top_logprobs": 21}, "top_logprobs"),
+        ({"logit_bias": ((300, 1.0),)}, "logit_bias"),
+        ({"logit_bias": ((99_999_999, 5.0),)}, "logit_bias"),
+        ({"logit_bias": ((1, float("nan")),)}, "logit_bias"),
+        ({"logit_bias": ((1, float("-inf")),)}, "logit_bias"),
+        ({"logit_bias": tuple((i % 300, 0.0) for i in range(2000))}, "logit_bias"),
+        ({"stop": ("",)}, "stop"),
+        ({"stop": ("x" * 257,)}, "stop"),
+        ({"stop": ("x",) * 17}, "stop"),
+        ({"stop": (5,)}, "stop"),
+        ({"stop_token_ids": (300,)}, "stop_token_ids"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_sampled_is_refused_by_the_name_of_its_field(settings: dict[str, Any], param: str) -> None:
+    """Hostile values never reach the device."""
+    assert refused(**settings).param == param
+
+
+@pytest.mark.parametrize("settings", [{"top_p": 0.9}, {"min_p": 0.1}, {"top_k": 257}], ids=str)
+def test_supports_that_nothing_bounds_are_not_recorded(settings: dict[str, Any]) -> None:
+    """A filter that may keep more than 256 tokens is refused where supports are recorded, naming the most."""
+    error = refused(record_support=True, **settings)
+    assert error.param == "top_k"
+    assert "at most 256" in str(error)
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"top_k": 256, "top_p": 0.5}, {"top_k": 10**9}, {"temperature": 0.0, "top_p": 0.5}], ids=str
+)
+def test_recording_is_accepted_where_supports_are_bounded_or_whole(settings: dict[str, Any]) -> None:
+    """Without a filter that leaves tokens out there is nothing to bound."""
+    engine = make_engine(SMALL)
+    answer = ask(engine, (1, 2), Sampling(max_tokens=2, ignore_eos=True, **settings), record_support=True)
+    run(engine)
+    assert len(answer.completions[0].supports) == (2 if settings.get("top_k") == 256 else 0)
+
+
+def test_a_prompt_that_fills_the_context_is_refused_with_both_numbers() -> None:
+    """Before anything is computed."""
+    assert all(number in str(refused(prompt=(1,) * 600)) for number in ("600", "512"))
+
+
+def test_a_completion_that_the_cache_cannot_hold_is_refused() -> None:
+    """Whatever else would leave."""
+    engine = make_engine(SMALL, max_cache_tokens=40)
+    with pytest.raises(RequestError) as caught:
+        ask(engine, (1,) * 30, Sampling(max_tokens=11))
+    assert caught.value.param == "max_tokens"
+    answer = ask(engine, (1,) * 30, Sampling(max_tokens=10, ignore_eos=True))
+    run(engine)
+    assert len(answer.completions[0].tokens) == 10
+
+
+def test_max_tokens_beyond_the_context_are_cut_to_what_fits() -> None:
+    """The completion then ends by length."""
+    engine = make_engine(SMALL)
+    answer = ask(engine, (1,) * 505, Sampling(max_tokens=10**12, ignore_eos=True))
+    run(engine)
+    completion = answer.completions[0]
+    assert (len(completion.tokens), completion.finish_reason) == (7, "length")
+
+
+def test_a_line_that_is_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The waiting line is bounded, in rows and in requests."""
+    monkeypatch.setattr("clotho.inference.scheduler.MOST_WAITING_ROWS", 4)
+    engine = make_engine(SMALL)
+    answer = ask(engine, (1, 2), FREE, (1, 2, 3))
+    with pytest.raises(RequestError) as caught:
+        ask(engine, (1, 2), FREE, (4, 5))
+    assert caught.value.param == "queue"
+    run(engine)
+    assert len(answer.completions) == 3
+
+
+def test_extreme_but_valid_settings_are_answered() -> None:
+    """Filters wider than the vocabulary, the largest seed, the largest penalties, a bias that overrules all."""
+    engine = make_engine(SMALL)
+    wild = Sampling(
+        temperature=100.0, top_k=10**9, repetition_penalty=10.0, logit_bias=((7, 1e4),), max_tokens=3, top_logprobs=20
+    )
+    answer = ask(engine, (1, 2), wild, (2**64 - 1,))
+    cold = ask(engine, (1, 2), Sampling(temperature=1e-6, max_tokens=3, ignore_eos=True))
+    run(engine)
+    assert not answer.failures
+    assert not cold.failures
+    assert len(answer.completions[0].top_logprobs[0]) == 20

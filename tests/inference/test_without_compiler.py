@@ -1,0 +1,25 @@
+"""Machines without a C++ compiler, which `mx.compile` uses on the CPU at run time, also in mlx-lm's models."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+SCRIPT = """
+from clotho.cpu.load_blas import load_blas
+load_blas()
+from tests.inference.asking import GREEDY, ask, make_engine, prompt_of, run
+engine = make_engine()
+answer = ask(engine, prompt_of(5), GREEDY)
+run(engine)
+assert not answer.failures, answer.failures
+assert len(answer.completions[0].tokens) == 12
+"""
+
+
+def test_the_engine_decodes_without_a_cpp_compiler(tmp_path: Path) -> None:
+    """With nothing on the PATH and no kernels kept from earlier runs."""
+    environment = {"PATH": "/nonexistent", "TMPDIR": str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

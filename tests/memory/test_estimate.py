@@ -1,0 +1,239 @@
+"""The memory estimate against what MLX really held."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import msgspec
+import pytest
+
+from clotho.config.schema import (
+    AlarmsSection,
+    DataSection,
+    GeneratorSection,
+    LearnerSection,
+    ModelSection,
+    PolicySection,
+    Profile,
+    ReplaySection,
+    RewardSection,
+    SamplingSection,
+)
+from clotho.inference import DecodeEngine
+from clotho.memory.estimate import estimate_memory
+from clotho.models.policy import Policy, load_policy
+from clotho.training.update import PolicyLearner
+from protocols.errors import ModelError
+from protocols.sampling import SampleRequest, Sampling
+from tests.saved_models import CONFIG, save
+from tests.training.learning import finish, scored_group
+
+PROMPT, COMPLETION, GROUPS, SIZE = 16, 49, 2, 8
+TOLERANCE = 0.15
+MODEL = CONFIG | {"num_hidden_layers": 4, "hidden_size": 128, "intermediate_size": 320}
+ADAPTER, FULL = PolicySection(rank=8), PolicySection(kind="full")
+
+
+def profile_of(directory: Path, policy: PolicySection, **learner: Any) -> Profile:
+    """One update of two groups of eight, in two micro-batches; nothing but those rows is decoded."""
+    return Profile(
+        model=ModelSection(path=str(directory), dtype="float32"),
+        data=DataSection(train="train.jsonl"),
+        rewards=(RewardSection(name="exact"),),
+        policy=policy,
+        sampling=SamplingSection(max_tokens=COMPLETION, group_size=SIZE),
+        learner=LearnerSection(**{"batch_size": GROUPS, "micro_batch_tokens": 512, "layout": "padded", **learner}),
+        generator=GeneratorSection(max_rows=GROUPS * SIZE, prefix_cache_tokens=0),
+    )
+
+
+def saved(tmp_path: Path, **config: Any) -> Path:
+    """A Qwen3 whose blocks outweigh the noise of small buffers."""
+    return save(tmp_path, MODEL | config)
+
+
+def decode_all_but_the_end(policy: Policy, profile: Profile) -> DecodeEngine:
+    """Fill the engine's caches: all rows of the batch, stopped shortly before their last tokens."""
+    engine = DecodeEngine(policy, profile.generator)
+    sampling = Sampling(max_tokens=COMPLETION, ignore_eos=True)
+    for group in range(GROUPS):
+        prompt = (3 + group,) * PROMPT
+        engine.submit(SampleRequest(prompt=prompt, sampling=sampling, seeds=tuple(range(SIZE))), lambda _: None)
+    for _ in range(COMPLETION - 4):
+        engine.tick()
+    assert engine.running == GROUPS * SIZE
+    return engine
+
+
+def peak_of_a_run(profile: Profile) -> int:
+    """Most bytes held while a policy is loaded, decodes, and is updated twice with the caches still there."""
+    gc.collect()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    policy = load_policy(profile.model, profile.policy, seed=0, keep_reference=profile.learner.kl_beta > 0)
+    engine = decode_all_but_the_end(policy, profile)
+    learner = PolicyLearner(policy, profile.learner, profile.sampling, steps=2)
+    rewards = [float(i % 2) for i in range(SIZE)]
+    groups = [scored_group([[5] * COMPLETION] * SIZE, rewards, prompt=[4] * PROMPT) for _ in range(GROUPS)]
+    for step in range(2):
+        update = finish(learner.update(groups))
+        policy.publish(update.parameters, version=update.version, step=step, fingerprint=update.fingerprint)
+    peak: int = mx.get_peak_memory() - before
+    assert engine.running == GROUPS * SIZE
+    return peak
+
+
+RUNS: dict[str, tuple[PolicySection, dict[str, Any], dict[str, Any]]] = {
+    "adapter": (ADAPTER, {}, {}),
+    "adapter, blocks checkpointed": (PolicySection(rank=8, grad_checkpoint=True), {}, {}),
+    "adapter on two of four blocks": (PolicySection(rank=8, num_layers=2), {}, {}),
+    "adapter, prompts shared": (ADAPTER, {"layout": "shared"}, {}),
+    "adapter, rows packed": (ADAPTER, {"layout": "packed"}, {}),
+    "adapter, head in pieces": (ADAPTER, {}, {"vocab_size": 20_000}),
+    "dora": (PolicySection(rank=8, kind="dora"), {}, {}),
+    "embeddings beside the adapter": (PolicySection(rank=8, train_embeddings=True), {}, {"vocab_size": 4096}),
+    "all weights": (FULL, {}, {}),
+    "all weights, two steps an update": (FULL, {"mini_batches": 2, "optimizer": "lion"}, {}),
+    "all weights, averaged reference": (FULL, {"kl_beta": 0.1, "reference": "average", "optimizer": "adafactor"}, {}),
+}
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_the_estimate_is_close_to_what_a_run_really_holds(tmp_path: Path, run: str) -> None:
+    """Total within 15 %, either way, of MLX's own peak over loading, decoding and two updates."""
+    policy, learner, config = RUNS[run]
+    profile = profile_of(saved(tmp_path, **config), policy, **learner)
+    estimate = estimate_memory(profile.model, profile, prompt_tokens=PROMPT)
+    measured = peak_of_a_run(profile)
+    assert estimate.total == pytest.approx(measured, rel=TOLERANCE)
+
+
+def test_nothing_is_read_to_make_an_estimate(tmp_path: Path) -> None:
+    """Weights stay in their files: the arrays held during the estimate are a small part of those described."""
+    profile = profile_of(saved(tmp_path), FULL)
+    gc.collect()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    estimate = estimate_memory(profile.model, profile)
+    assert mx.get_peak_memory() - before < estimate.trained / 20
+
+
+@pytest.mark.parametrize("dequantize", [False, True])
+def test_weights_count_as_they_will_be_after_loading(tmp_path: Path, dequantize: bool) -> None:
+    """Base and trained weights, after dequantising and casting, are exactly the bytes that the loaded policy holds."""
+    profile = profile_of(save(tmp_path, bits=4, dtype=mx.bfloat16), PolicySection(rank=4))
+    section = ModelSection(path=str(tmp_path), dtype="float16", dequantize=dequantize)
+    estimate = estimate_memory(section, profile)
+    policy = load_policy(section, profile.policy, seed=0, keep_reference=False)
+    assert estimate.base + estimate.trained == policy.description.bytes
+
+
+def test_a_reference_is_counted_only_where_one_is_kept(tmp_path: Path) -> None:
+    """The base's is there anyway beside an adapter; the learner's first or averaged weights are kept for a penalty."""
+    directory = saved(tmp_path)
+
+    def reference(policy: PolicySection, **learner: Any) -> int:
+        profile = profile_of(directory, policy, **learner)
+        return estimate_memory(profile.model, profile).reference
+
+    full, adapter = (
+        estimate_memory(p.model, p).trained for p in (profile_of(directory, FULL), profile_of(directory, ADAPTER))
+    )
+    assert reference(FULL, kl_beta=0.1) == full > adapter
+    assert reference(ADAPTER, kl_beta=0.1, reference="snapshot") == adapter > 0
+    assert reference(ADAPTER, kl_beta=0.1, reference="average") == adapter
+    assert reference(FULL) == reference(ADAPTER, kl_beta=0.1) == 0
+    assert reference(FULL, kl_beta=0.1, reference="environment") == 0
+
+
+def test_the_optimizers_state_is_what_it_will_be(tmp_path: Path) -> None:
+    """AdamW keeps two numbers for each weight, lion and sgd one, adafactor rows and columns."""
+    directory = saved(tmp_path)
+
+    def state(optimizer: str) -> float:
+        profile = profile_of(directory, FULL, optimizer=optimizer)
+        estimate = estimate_memory(profile.model, profile)
+        return estimate.optimizer / estimate.trained
+
+    assert [round(state(kind), 3) for kind in ("adamw", "lion", "sgd")] == [2.0, 1.0, 1.0]
+    assert 0.0 < state("adafactor") < 0.05
+    assert 1.0 < state("muon") < 1.1
+
+
+@pytest.mark.parametrize("reference", [{"reference": "average"}, {"reference": "snapshot", "reference_interval": 5}])
+def test_going_back_keeps_two_older_versions(tmp_path: Path, reference: dict[str, Any]) -> None:
+    """Weights, optimizer state and a reference that moves, each twice; nothing where a collapse only stops the run."""
+    profile = profile_of(saved(tmp_path), FULL, kl_beta=0.1, **reference)
+    stopping = estimate_memory(profile.model, profile)
+    rolling = msgspec.structs.replace(profile, alarms=AlarmsSection(on_collapse="rollback"))
+    kept = stopping.trained + stopping.optimizer + stopping.reference
+    assert stopping.rollback == 0
+    assert estimate_memory(profile.model, rolling).rollback == 2 * kept
+
+
+def test_groups_from_the_replay_buffer_make_mini_batches(tmp_path: Path) -> None:
+    """Of one new group, two mini-batches are one; with an old one beside it, weights are held midway as well."""
+    profile = profile_of(saved(tmp_path), ADAPTER, batch_size=1, mini_batches=2)
+    replaying = msgspec.structs.replace(profile, replay=ReplaySection(capacity=4, groups=1))
+    usual, larger = (estimate_memory(each.model, each) for each in (profile, replaying))
+    assert (usual.midway, larger.midway) == (0, usual.trained + usual.optimizer)
+
+
+def test_settings_move_the_parts_they_are_named_for(tmp_path: Path) -> None:
+    """Fewer rows shrink caches, checkpointing and smaller micro-batches activations, fewer blocks the adapter."""
+    directory = saved(tmp_path)
+    profile = profile_of(directory, PolicySection(rank=8))
+    usual = estimate_memory(profile.model, profile)
+
+    def changed(**sections: msgspec.Struct) -> Profile:
+        return msgspec.structs.replace(profile, **sections)
+
+    fewer = estimate_memory(profile.model, changed(generator=GeneratorSection(max_rows=4, prefix_cache_tokens=100)))
+    assert fewer.caches * 4 == usual.caches
+    assert fewer.prefixes > usual.prefixes == 0
+    checkpointed = estimate_memory(profile.model, changed(policy=PolicySection(rank=8, grad_checkpoint=True)))
+    assert checkpointed.activations < usual.activations
+    smaller = estimate_memory(
+        profile.model, changed(learner=LearnerSection(batch_size=GROUPS, micro_batch_tokens=330, layout="padded"))
+    )
+    assert smaller.activations < usual.activations
+    assert smaller.logits < usual.logits
+    last = estimate_memory(profile.model, changed(policy=PolicySection(rank=8, num_layers=1)))
+    assert last.trained * 4 == usual.trained
+    assert last.activations < usual.activations
+
+
+def test_a_model_of_the_hub_that_is_not_here_is_refused_without_the_network(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One line that says how to fetch it; a dry run never downloads."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    profile = profile_of(tmp_path, ADAPTER)
+    with pytest.raises(ModelError, match="hf download organisation/name") as caught:
+        estimate_memory(ModelSection(path="organisation/name"), profile)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_model_whose_shape_ships_needs_neither_the_hub_nor_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Qwen3-14B in 4 bits: its weights would be 8.3 GB, its estimate holds nothing."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    section = ModelSection(path="mlx-community/Qwen3-14B-4bit", dtype="bfloat16")
+    gc.collect()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    estimate = estimate_memory(section, profile_of(tmp_path, ADAPTER))
+    assert mx.get_peak_memory() - before < 2**20
+    assert estimate.shipped_shape
+    assert estimate.base == 8_307_783_680
+
+
+def test_a_directory_that_does_not_exist_is_refused(tmp_path: Path) -> None:
+    """The same one line as at the start of a run."""
+    profile = profile_of(tmp_path, ADAPTER)
+    with pytest.raises(ModelError, match="does not exist"):
+        estimate_memory(ModelSection(path=str(tmp_path / "missing")), profile)

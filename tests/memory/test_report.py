@@ -1,0 +1,65 @@
+"""The estimate's lines, and the refusal."""
+
+from __future__ import annotations
+
+import msgspec
+
+from clotho.config.schema import Profile
+from clotho.memory.report import PARTS, describe, too_large
+from protocols.memory import MemoryEstimate
+
+ESTIMATE = MemoryEstimate(
+    base=4 * 2**30,
+    trained=10,
+    optimizer=30,
+    reference=0,
+    rollback=15,
+    midway=5,
+    caches=2**30,
+    prefixes=40,
+    gradients=20,
+    activations=3 * 2**30,
+    logits=5 * 2**30,
+    update=9 * 2**30 // 2,
+    decode=7 * 2**30,
+)
+
+
+def test_the_total_takes_the_largest_of_what_takes_turns() -> None:
+    """Backward pass, optimizer step and decoding step never happen at once."""
+    assert ESTIMATE.total == 13 * 2**30 + 120
+    assert msgspec.structs.replace(ESTIMATE, decode=9 * 2**30).total == 14 * 2**30 + 100
+
+
+def test_every_part_has_a_line_with_something_to_change() -> None:
+    """Empty parts are left out; none of the fields is forgotten."""
+    lines = describe(ESTIMATE)
+    sizes = msgspec.structs.asdict(ESTIMATE)
+    assert not sizes.pop("shipped_shape")
+    assert [line.bytes for line in lines] == [value for value in sizes.values() if value]
+    assert [name for name, _, _ in PARTS] == list(sizes)
+    assert all(line.change for line in lines)
+
+
+def test_the_settings_that_are_named_exist() -> None:
+    """Each `section.key` of a suggestion is a key of the profile."""
+    sections = {field.encode_name: field.type for field in msgspec.structs.fields(Profile)}
+    for _, _, change in PARTS:
+        keys = [word.strip("(,;)").split(".") for word in change.split() if "." in word]
+        assert keys
+        for section, key in keys:
+            assert key in sections[section].__struct_fields__
+
+
+def test_a_run_that_fits_is_not_refused() -> None:
+    """Exactly the machine's memory is enough."""
+    assert too_large(ESTIMATE, ESTIMATE.total) is None
+
+
+def test_a_run_that_does_not_fit_is_refused_in_one_line_that_names_the_largest_counted_part() -> None:
+    """The decoding step is larger but takes its turn while the backward pass does not: the logits are to blame."""
+    refusal = too_large(ESTIMATE, 8 * 2**30)
+    assert refusal is not None
+    message = str(refusal)
+    assert all(words in message for words in ("13.0 GiB", "has 8.0", "logits", "learner.micro_batch_tokens"))
+    assert "\n" not in message

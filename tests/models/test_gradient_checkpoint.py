@@ -1,0 +1,104 @@
+"""Recomputed blocks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx_lm.models.cache import ConcatenateKVCache
+
+from clotho.models.gradient_checkpoint import checkpointed_blocks
+from clotho.models.layer_keys import LayerKeys
+from clotho.models.parameters import flat
+
+
+class Block(nn.Module):
+    """Leaves keys and values in its cache, and returns them as well, as blocks do whose keys others share."""
+
+    calls = 0
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.inner = nn.Linear(4, 4, bias=False)
+
+    def __call__(self, x: mx.array, mask: Any, cache: Any = None) -> Any:
+        Block.calls += 1
+        keys, values = cache.update_and_fetch(mx.tanh(self.inner(x)), mx.sin(self.inner(x)))
+        return x + keys * mask, (keys, values)
+
+
+class Blocks(nn.Module):
+    """Two blocks; the result depends on what they return and on what they leave in the cache."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.layers: list[nn.Module] = [Block(), Block()]
+
+    def __call__(self, x: mx.array, caches: list[Any]) -> mx.array:
+        total = mx.zeros(())
+        for layer, cache in zip(self.layers, caches, strict=True):
+            x, (keys, values) = layer(x, mx.array(0.5), cache=cache)
+            left = cache.keys_and_values()
+            total = total + mx.sum(keys * left[1]) + mx.sum(values * left[0] * left[0])
+        return total + mx.sum(x * x)
+
+
+def gradient(model: Blocks, caches: list[Any]) -> dict[str, np.ndarray]:
+    """Of the result, by weight, of two passes with the same caches."""
+    x = mx.arange(12, dtype=mx.float32).reshape(1, 1, 3, 4) / 10
+
+    def twice(parameters: Any) -> mx.array:
+        model.update(parameters)
+        return model(x, caches) + model(x + 1.0, [keys.holding(keys.held) for keys in caches])
+
+    def once(parameters: Any) -> mx.array:
+        model.update(parameters)
+        return model(x, caches)
+
+    function = twice if isinstance(caches[0], LayerKeys) else once
+    parameters = model.trainable_parameters()  # type: ignore[no-untyped-call]
+    arrays = {name: np.array(array) for name, array in flat(mx.grad(function)(parameters)).items()}
+    model.update(parameters)
+    return arrays
+
+
+@pytest.mark.parametrize("kind", [LayerKeys, ConcatenateKVCache])
+def test_gradients_flow_through_keys_that_a_block_leaves_and_returns(kind: Any) -> None:
+    """Into a cache of ours or of mlx-lm's, and of the same array on both ways: as without recomputation."""
+    model = Blocks()
+    plain = gradient(model, [kind(), kind()])
+    with checkpointed_blocks(model.layers):
+        saving = gradient(model, [kind(), kind()])
+    for name, array in plain.items():
+        np.testing.assert_allclose(saving[name], array, rtol=1e-5)
+        assert np.abs(array).max() > 0.1
+
+
+def test_blocks_are_computed_again_in_the_backward_pass_and_leave_no_recomputed_keys() -> None:
+    """Two blocks run twice; their caches hold what the forward pass put there."""
+    model = Blocks()
+    caches = [LayerKeys(), LayerKeys()]
+    held: list[mx.array] = []
+
+    def loss(parameters: Any) -> mx.array:
+        model.update(parameters)
+        result = model(mx.ones((1, 1, 3, 4)), caches)
+        held.extend(array for keys in caches for array in keys.held)
+        return result
+
+    before = Block.calls
+    with checkpointed_blocks(model.layers):
+        mx.eval(mx.grad(loss)(model.trainable_parameters()))  # type: ignore[no-untyped-call]
+    assert Block.calls - before == 4
+    assert all(array is kept for array, kept in zip([a for keys in caches for a in keys.held], held, strict=True))
+
+
+def test_blocks_are_themselves_again_after_an_error() -> None:
+    """Their class is another one inside only."""
+    model = Blocks()
+    with pytest.raises(ValueError, match="matmul"), checkpointed_blocks(model.layers):
+        model(mx.ones((1, 1, 3, 5)), [LayerKeys(), LayerKeys()])
+    assert type(model.layers[0]) is Block

@@ -1,0 +1,142 @@
+"""From a profile to a policy: types, quantisation, and every mistake in one line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import mlx.core as mx
+import pytest
+from huggingface_hub.errors import LocalEntryNotFoundError
+
+from clotho.config.schema import ModelSection, PolicySection
+from clotho.models.loading import find_model
+from clotho.models.policy import load_policy
+from protocols.errors import ModelError
+from tests.saved_models import CONFIG, TOKENS_1_T, build, save
+
+
+def load(path: Path | str, *, kind: Any = "lora", **model: Any) -> Any:
+    """The policy of a model directory; `model` holds keys of [model]."""
+    section = ModelSection(path=str(path), **model)
+    return load_policy(section, PolicySection(kind=kind), seed=0, keep_reference=False)
+
+
+def rewrite_config(directory: Path, **changes: object) -> None:
+    """Change keys of a saved model's config.json."""
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def refusal(path: Path | str, **model: Any) -> str:
+    """The one line that says why this model is refused."""
+    with pytest.raises(ModelError) as caught:
+        load(path, **model)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_a_saved_model_becomes_a_policy(tmp_path: Path) -> None:
+    """Same weights, same logits; the tokenizer comes along."""
+    policy = load(save(tmp_path / "base"))
+    assert mx.array_equal(policy.model(TOKENS_1_T), build()(TOKENS_1_T)).item()
+    assert policy.tokenizer.encode("07") == (3, 10)
+    assert policy.directory == tmp_path / "base"
+    assert policy.adapter_config.model == str(tmp_path / "base")
+
+
+def test_the_cpu_computes_in_float32_unless_told_otherwise(tmp_path: Path) -> None:
+    """Only float32 profits from an optimised BLAS; an explicit type is obeyed."""
+    directory = save(tmp_path / "base", dtype=mx.bfloat16)
+    assert load(directory).description.dtype == "float32"
+    assert load(directory, dtype="float16").description.dtype == "float16"
+    assert load(directory).model(TOKENS_1_T).dtype == mx.float32
+
+
+def test_a_quantised_base_stays_so_unless_dequantised(tmp_path: Path) -> None:
+    """Dequantised, it computes the same function with plain weights, and may be trained in full."""
+    directory = save(tmp_path / "base", bits=4)
+    packed, expanded = load(directory), load(directory, dequantize=True)
+    assert (packed.description.quantization_bits, expanded.description.quantization_bits) == (4, None)
+    assert packed.description.parameters == expanded.description.parameters
+    assert mx.allclose(packed.model(TOKENS_1_T), expanded.model(TOKENS_1_T), atol=1e-4).item()
+    with pytest.raises(ModelError, match=r"policy\.kind = lora"):
+        load(directory, kind="full")
+    assert load(directory, dequantize=True, kind="full").description.trainable_parameters > 0
+
+
+def test_missing_models_are_named(tmp_path: Path) -> None:
+    """A path that looks like one is never looked up on the hub."""
+    assert "does not exist" in refusal(tmp_path / "nowhere")
+    assert "does not exist" in refusal("./nowhere")
+    (tmp_path / "empty").mkdir()
+    assert "has no config.json" in refusal(tmp_path / "empty")
+    (tmp_path / "file").write_text("")
+    assert "is a file" in refusal(tmp_path / "file")
+
+
+def test_an_unreachable_hub_names_the_profile_that_needs_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the client raises becomes one line with a way out."""
+
+    def fail(*args: object, **kwargs: object) -> str:
+        raise LocalEntryNotFoundError("no connection\nand more lines")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    message = refusal("mlx-community/Qwen3-0.6B-4bit")
+    assert "hub could not be reached" in message
+    assert "local-m3" in message
+
+
+def test_a_name_that_no_repository_can_have_is_refused() -> None:
+    """Before anything is asked of the network."""
+    assert "neither a directory nor the name of a hub repository" in refusal("what is this?")
+
+
+def test_a_hub_model_is_used_from_where_it_was_downloaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The repository's name is handed to the hub's client as it is."""
+    asked: list[str] = []
+
+    def download(repository: str, **options: object) -> str:
+        asked.append(repository)
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert find_model("organisation/name") == tmp_path
+    assert asked == ["organisation/name"]
+
+
+@pytest.mark.parametrize("change", [{"model_file": "x.py"}, {"auto_map": {"AutoModel": "x.Model"}}])
+def test_code_from_a_model_is_refused(tmp_path: Path, change: dict[str, object]) -> None:
+    """A model's own Python runs only where the operator said so."""
+    directory = save(tmp_path / "base")
+    rewrite_config(directory, **change)
+    (directory / "x.py").write_text("raise SystemExit('this must never run')")
+    assert "trust_remote_code" in refusal(directory)
+
+
+def test_trusted_code_is_not_refused(tmp_path: Path) -> None:
+    """The option has its effect."""
+    directory = save(tmp_path / "base")
+    rewrite_config(directory, auto_map={"AutoModel": "x.Model"})
+    assert load(directory, trust_remote_code=True).vocab_size == 64
+
+
+def test_what_mlx_lm_cannot_load_becomes_one_line(tmp_path: Path) -> None:
+    """An unknown architecture, a broken configuration, missing or damaged weights."""
+    directory = save(tmp_path / "base")
+    rewrite_config(directory, model_type="abacus")
+    assert "Model type abacus not supported" in refusal(directory)
+    rewrite_config(directory, model_type="qwen3", num_hidden_layers=3)
+    assert "cannot be loaded" in refusal(directory)
+    rewrite_config(directory, **CONFIG)
+    weights = directory / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:5000])
+    assert str(directory) in refusal(directory)
+    weights.unlink()
+    assert "No safetensors found" in refusal(directory)
+    (directory / "config.json").write_text("{")
+    assert "config.json cannot be read" in refusal(directory)
+    (directory / "config.json").write_text("[]")
+    assert "names no model_type" in refusal(directory)

@@ -1,0 +1,123 @@
+"""The tokenizer: text survives, conversations are rendered, refusals name `messages`."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+from pathlib import Path
+
+import pytest
+
+from clotho.models.tokenizer import ChatTokenizer
+from protocols.errors import ModelError, RequestError
+from tests.small_models import byte_tokenizer
+
+TEMPLATE = (
+    "{% for m in messages %}{% if m['role'] not in ['user', 'assistant'] %}{{ raise_exception('unknown role') }}"
+    "{% endif %}{{ m['role'] + ':' + m['content'] + '<|end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
+)
+
+
+def test_any_text_survives_encode_and_decode() -> None:
+    """Bytes are tokens; nothing is normalised or cleaned up."""
+    tokenizer = byte_tokenizer()
+    text = "Hello , world !\n\tübergrößer 世界 🎉"
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert tokenizer.encode("AB") == (65, 66)
+
+
+def test_special_tokens_have_a_name_but_leave_no_text() -> None:
+    """`decode` skips them, `token_text` shows them; the end token is among `eos_ids`."""
+    tokenizer = byte_tokenizer()
+    assert tokenizer.decode((65, 256, 66)) == "AB"
+    assert (tokenizer.token_text(256), tokenizer.token_text(65)) == ("<|end|>", "A")
+    assert (tokenizer.eos_ids, tokenizer.vocab_size) == (frozenset({256}), 257)
+
+
+def test_a_conversation_is_rendered_with_its_special_tokens() -> None:
+    """With and without the beginning of an answer."""
+    tokenizer = byte_tokenizer(chat_template=TEMPLATE)
+    messages = [{"role": "user", "content": "hi"}]
+    tokens = tokenizer.render_chat(messages)
+    assert tokens == (*b"user:hi", 256, *b"assistant:")
+    assert tokenizer.render_chat(messages, add_generation_prompt=False) == (*b"user:hi", 256)
+
+
+@pytest.mark.parametrize(
+    ("template", "messages"),
+    [
+        (None, [{"role": "user", "content": "hi"}]),
+        (TEMPLATE, []),
+        (TEMPLATE, [{"role": "wizard", "content": "hi"}]),
+        (TEMPLATE, [{"role": "user"}]),
+        (TEMPLATE, [{"role": "user", "content": 5}]),
+        ("{% for %}", [{"role": "user", "content": "hi"}]),
+    ],
+    ids=["no template", "no messages", "unknown role", "no content", "content not text", "broken template"],
+)
+def test_a_conversation_that_cannot_be_rendered_is_refused(template: str | None, messages: list[object]) -> None:
+    """A RequestError that names `messages`, whatever the template raises."""
+    tokenizer = byte_tokenizer(chat_template=template)
+    with pytest.raises(RequestError) as caught:
+        tokenizer.render_chat(messages)  # type: ignore[arg-type]
+    assert caught.value.param == "messages"
+
+
+def saved(tmp_path: Path) -> Path:
+    """Save the byte tokenizer in Hugging Face form."""
+    byte_tokenizer(chat_template=TEMPLATE)._wrapper.save_pretrained(str(tmp_path))
+    return tmp_path
+
+
+def test_a_tokenizer_is_loaded_from_a_models_directory(tmp_path: Path) -> None:
+    """Offline; template and end token included."""
+    tokenizer = ChatTokenizer.from_directory(saved(tmp_path))
+    assert tokenizer.encode("AB") == (65, 66)
+    assert tokenizer.eos_ids == {256}
+    assert tokenizer.has_chat_template
+
+
+def test_a_directory_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+    """A missing directory, an empty one, a damaged file."""
+    for directory in (tmp_path / "missing", tmp_path):
+        with pytest.raises(ModelError, match="tokenizer"):
+            ChatTokenizer.from_directory(directory)
+    (tmp_path / "tokenizer.json").write_text("{not json")
+    with pytest.raises(ModelError, match="cannot be loaded"):
+        ChatTokenizer.from_directory(tmp_path)
+
+
+def test_a_tokenizers_own_code_does_not_run_unless_trusted(tmp_path: Path) -> None:
+    """An `auto_map` in its configuration is not followed."""
+    directory = saved(tmp_path)
+    config = json.loads((directory / "tokenizer_config.json").read_text())
+    config["auto_map"] = {"AutoTokenizer": ["own_code.Own", "own_code.Own"]}
+    config["tokenizer_class"] = "Own"
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    (directory / "own_code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\nclass Own: pass\n")
+    with contextlib.suppress(ModelError):
+        ChatTokenizer.from_directory(directory)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_threads_may_share_a_tokenizer() -> None:
+    """Encoding, rendering and decoding at once give what they give alone."""
+    tokenizer = byte_tokenizer(chat_template=TEMPLATE)
+    wrong: list[str] = []
+
+    def work(name: str) -> None:
+        text = name * 50
+        for _ in range(100):
+            if tokenizer.decode(tokenizer.encode(text)) != text:
+                wrong.append(name)
+            if not tokenizer.render_chat([{"role": "user", "content": name}]):
+                wrong.append(name)
+
+    threads = [threading.Thread(target=work, args=(name,)) for name in "abcd"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong

@@ -1,0 +1,117 @@
+"""Reports of a learner as alarms read them, made from a few numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from protocols.prompt import Problem, Prompt
+from protocols.rollout import Discarded, RolloutGroup
+from protocols.sampling import Completion
+from protocols.score import ScoredGroup
+from protocols.step import StepReport, TrainedGroup, UpdateMetrics
+from tests.monitoring.recorded import Line
+
+GROUPS, SIZE = 16, 4
+GOOD = Line(1.0, 0.05, 0.99, 0.002, 20.0, 0.0, 0.0, None)
+"""A batch that nothing is wrong with."""
+
+
+def completion(tokens: int = 3, *, cut_off: bool = False) -> Completion:
+    """One completion of so many tokens."""
+    return Completion(
+        tokens=(0,) * tokens,
+        logprobs=(0.0,) * tokens,
+        versions=(0,) * tokens,
+        text="",
+        finish_reason="length" if cut_off else "stop",
+    )
+
+
+def prompt(number: int = 0) -> Prompt:
+    """A prompt of that number."""
+    return Prompt(group_id=number, problem=Problem(prompt="", answer="", type="x"), tokens=(0,), seed=0)
+
+
+def scored(
+    rewards: Sequence[float],
+    parts: Mapping[str, tuple[float | None, ...]] | None = None,
+    completions: Sequence[Completion] | None = None,
+) -> ScoredGroup:
+    """A scored group."""
+    group = RolloutGroup(prompt=prompt(), completions=tuple(completions or [completion() for _ in rewards]))
+    return ScoredGroup(group=group, rewards=tuple(rewards), parts=dict(parts or {}))
+
+
+def discarded(group: ScoredGroup) -> Discarded:
+    """The same group, not learnt from."""
+    return Discarded(
+        prompt=group.group.prompt,
+        reason="no_signal",
+        detail="",
+        completions=group.group.completions,
+        rewards=group.rewards,
+        parts=group.parts,
+    )
+
+
+def metrics(line: Line, *, kl: float = 0.0, kl_beta: float = 0.0, applied: bool = True) -> UpdateMetrics:
+    """The numbers of an update."""
+    return UpdateMetrics(
+        loss=0.0,
+        kl=kl,
+        entropy=line.entropy,
+        clip_fraction=0.0,
+        mismatch_kl=0.0,
+        ratio_mean=1.0,
+        grad_norm=1.0,
+        learning_rate=1e-3,
+        tokens=100,
+        applied=applied,
+        ess=line.ess,
+        rejected_fraction=0.0,
+        kl_beta=kl_beta,
+        entropy_weight=0.0,
+        optimizer_steps=1,
+        step_kl=line.step_kl,
+    )
+
+
+def report(
+    trained: Sequence[ScoredGroup] = (),
+    discarded: Sequence[Discarded] = (),
+    update: UpdateMetrics | None = None,
+) -> StepReport:
+    """A report of a batch."""
+    return StepReport(
+        step=1,
+        version=1,
+        fingerprint="f",
+        trained=tuple(TrainedGroup(scored=group, advantages=(0.0,) * len(group.rewards)) for group in trained),
+        discarded=tuple(discarded),
+        staleness=(0,) * len(trained),
+        update=update,
+        train_seconds=0.0,
+        wait_seconds=0.0,
+    )
+
+
+def batch(line: Line, *, groups: int = GROUPS, spread: float = 0.3) -> StepReport:
+    """A batch that looks like the line: half of its groups better by `spread` and half worse, half of them learnt from.
+
+    One completion in the run is worth 0, the worst there is.
+    """
+    made = []
+    count = groups * SIZE
+    for number in range(groups):
+        places = range(number * SIZE, (number + 1) * SIZE)
+        form_only = [place < round(line.empty_form * count) for place in places]
+        cut_off = [count - place <= round(line.truncated * count) for place in places]
+        mean = line.reward + (spread if number % 2 else -spread)
+        made.append(
+            scored(
+                (0.0, *[mean * SIZE / (SIZE - 1)] * (SIZE - 1)),
+                {"format": (1.0,) * SIZE, "exact": tuple(0.0 if empty else 1.0 for empty in form_only)},
+                [completion(round(line.length), cut_off=cut) for cut in cut_off],
+            )
+        )
+    return report(made[: groups // 2], [discarded(group) for group in made[groups // 2 :]], metrics(line))

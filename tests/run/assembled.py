@@ -1,0 +1,56 @@
+"""A run assembled of real parts: a tiny model on disk, a few problems, a run directory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from msgspec import convert, to_builtins
+
+from clotho.config.schema import Profile
+from clotho.run.startup import Parts, assemble
+from clotho.storage.run_directory import open_run
+from tests.actors.boxes import compute_thread
+from tests.saved_models import save
+
+
+def tiny_profile(directory: Path, **sections: Any) -> Profile:
+    """A profile of ten steps of two groups each; `sections` are merged into its tables."""
+    base, problems = directory / "base", directory / "train.jsonl"
+    if not base.exists():
+        save(base)
+        lines = [json.dumps({"prompt": f"{i}?", "answer": str(i), "type": "echo"}) for i in range(20)]
+        problems.write_text("\n".join(lines))
+    tables: dict[str, Any] = {
+        "steps": 10,
+        "run_dir": str(directory / "run"),
+        "model": {"path": str(base)},
+        "data": {"train": str(problems)},
+        "rewards": [{"name": "exact", "correct": True}],
+        "policy": {"rank": 2, "scale": 2.0},
+        "sampling": {"group_size": 2, "max_tokens": 4},
+        "learner": {"batch_size": 2},
+        "gateway": {"enabled": False},
+        "monitor": {"display": "none"},
+    }
+    for name, value in sections.items():
+        tables[name] = {**tables.get(name, {}), **value} if isinstance(value, dict) else value
+    return convert(to_builtins(tables), Profile)
+
+
+@asynccontextmanager
+async def assembled(profile: Profile, *, resume: bool = False) -> AsyncIterator[Parts]:
+    """The parts of a run in its directory, which is given back at the end."""
+    directory = open_run(Path(profile.run_dir), resume=resume, clean=False)
+    try:
+        with compute_thread() as executor:
+            parts = await assemble(profile, directory, executor)
+            try:
+                yield parts
+            finally:
+                parts.rewards.close()
+    finally:
+        directory.close()

@@ -1,0 +1,220 @@
+"""A run in a circle, prompter to learner and back, with a fake engine and a learner that only counts."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import AsyncGenerator, Callable, Generator, Sequence
+from typing import Any, cast
+
+import anyio
+from msgspec import Struct
+
+from actors.generator import Generator as GeneratorBox
+from actors.learner import Learner, Progress
+from actors.prompter import Prompter
+from clotho.config.schema import AlarmsSection, LearnerSection, ReplaySection
+from clotho.inference.client import Sampler
+from clotho.monitoring.collapse_response import CollapseWatch
+from clotho.runtime.compute_thread import ComputeExecutor
+from clotho.runtime.latest import Latest
+from clotho.runtime.queues import Mailbox
+from clotho.training.replay import ReplayBuffer
+from clotho.training.update import Update
+from protocols.alarms import AlarmState
+from protocols.ledger import Ledger
+from protocols.prompt import Prompt
+from protocols.rollout import Discarded, RolloutGroup
+from protocols.sampling import SampleRequest, Sampling
+from protocols.score import GroupOutcome, ScoredGroup
+from protocols.step import GroupsEnded, PolicyUpdated, StepReport, UpdateMetrics
+from protocols.weights import WeightsReady
+from tests.actors.boxes import everything, prompt
+from tests.fakes import FakeEngine
+
+METRICS = UpdateMetrics(
+    loss=0.0, kl=0.0, entropy=1.0, clip_fraction=0.0, mismatch_kl=0.0, ratio_mean=1.0, grad_norm=1.0,
+    learning_rate=1.0, tokens=1, applied=True, ess=1.0, rejected_fraction=0.0, kl_beta=0.0, entropy_weight=0.0,
+    optimizer_steps=1,
+)  # fmt: skip
+
+
+class Counting:
+    """A policy learner that learns nothing but the number of its updates."""
+
+    fingerprint, parameters = "f", None
+
+    def __init__(self, version: int) -> None:
+        self.version = version
+
+    def update(self, groups: Sequence[ScoredGroup], *, step: int, replayed: Any) -> Generator[None, None, Update]:
+        """One version more."""
+        yield
+        self.version += 1
+        advantages = tuple((1.0,) * len(group.rewards) for group in groups)
+        return Update(
+            parameters={}, version=self.version, fingerprint="f", metrics=METRICS, advantages=advantages,
+            applied=True, finite=True,
+        )  # fmt: skip
+
+    def observe_health(self, *, healthy: bool) -> None:
+        """Keep nothing to go back to."""
+
+    def state(self) -> dict[str, Any]:
+        """Nothing."""
+        return {}
+
+
+class Rules(Struct, frozen=True, kw_only=True):
+    """How a run goes. lost: whether nothing can be learnt from a group; refused: whether it is not even asked."""
+
+    lost: Callable[[int], bool]
+    refused: Callable[[int], bool] = lambda group_id: False
+    steps: int = 5
+    batch_size: int = 3
+    ahead: int = 0
+    limit: float = 4.0
+    dynamic: bool = True
+
+
+class Recording(Sampler):
+    """Remembers which groups reached the engine together."""
+
+    def __init__(self, engine: FakeEngine) -> None:
+        super().__init__(engine.submit_call, engine)
+        self.together: list[list[int]] = []
+
+    def groups(self, requests: Sequence[SampleRequest]) -> AsyncGenerator[tuple[int, Any], None]:
+        self.together.append([request.prompt[0] for request in requests])
+        return super().groups(requests)
+
+
+class Circle:
+    """A run, or what is left of one after a checkpoint, over mailboxes with room for one message each.
+
+    told: every update; its reports tell how the groups ended.
+    """
+
+    def __init__(
+        self, executor: ComputeExecutor, rules: Rules, *, after: PolicyUpdated | None = None, asked_until: int = 0
+    ) -> None:
+        """asked_until: as the checkpoint says, which has the rest from `after`."""
+        self.rules, self.engine = rules, FakeEngine()
+        self.ledger, self.progress = Ledger(), Progress()
+        if after is not None:
+            self.ledger, self.progress = Ledger(after.ledger), Progress(step=after.report.step)
+        self.learnt = Counting(after.report.version if after else 0)
+        self.weights, self.refills = Latest[WeightsReady]("weights"), Latest[int]("refills")
+        self.refills.put(self.ledger.ended - self.progress.step * rules.batch_size)
+        self._serve(self.learnt.version, self.progress.step)
+        self.sampler = Recording(self.engine)
+        self.told: list[PolicyUpdated] = []
+        self._questions = Mailbox[Prompt]("questions", capacity=1)
+        self._prompts = Mailbox[Prompt | Discarded]("prompts", capacity=1)
+        self._rollouts = Mailbox[RolloutGroup | Discarded]("rollouts", capacity=1)
+        self._scored = Mailbox[GroupOutcome]("scored", capacity=1)
+        self._updates = Mailbox[PolicyUpdated]("updates", capacity=1)
+        self._reports = Mailbox[StepReport | GroupsEnded]("reports", capacity=1)
+        self._make(executor, asked_until)
+
+    def _make(self, executor: ComputeExecutor, asked_until: int) -> None:
+        rules, groups = self.rules, self.rules.steps * self.rules.batch_size
+        law: dict[str, Any] = {
+            "batch_size": rules.batch_size,
+            "refills": self.refills,
+            "ended": self.ledger.ended,
+            "groups": groups if rules.dynamic else None,
+        }
+        self.prompter = Prompter(
+            outbox=self._questions.writer(),
+            make=lambda group_id: prompt(group_id, (group_id, 7)),
+            group_ids=self.ledger.unended(None if rules.dynamic else groups),
+            asked_until=asked_until,
+            **law,
+        )
+        self.generator = GeneratorBox(
+            inbox=self._prompts.reader(),
+            outbox=self._rollouts.writer(),
+            weights=self.weights,
+            sampler=self.sampler,
+            sampling=Sampling(max_tokens=4),
+            group_size=2,
+            batches_ahead=rules.ahead,
+            **law,
+        )
+        self.learner = Learner(
+            inbox=self._scored.reader(),
+            updates=[self._updates.writer()],
+            reports=self._reports.writer(),
+            executor=executor,
+            policy_learner=cast(Any, self.learnt),
+            settings=LearnerSection(
+                batch_size=rules.batch_size, dynamic_sampling=rules.dynamic, dynamic_limit=rules.limit, max_staleness=1
+            ),
+            ledger=self.ledger,
+            progress=self.progress,
+            refills=self.refills,
+            recorded=Latest[int]("recorded"),
+            replay=ReplayBuffer(ReplaySection(), seed=0),
+            watch=CollapseWatch(AlarmsSection(on_collapse="off"), state=AlarmState(), rollbacks=0),
+            steps=rules.steps,
+            rounds=rules.ahead == 0,
+            unasked=False,
+        )
+
+    def _serve(self, version: int, step: int) -> None:
+        self.engine.version = version
+        self.weights.put(WeightsReady(version=version, step=step, fingerprint="f"))
+
+    async def _refuse(self) -> None:
+        """A stage of the user's own, before the generator."""
+        async with self._questions.reader() as inbox, self._prompts.writer() as outbox:
+            async for question in inbox:
+                refused = self.rules.refused(question.group_id)
+                await outbox.send(Discarded(prompt=question, reason="invalid", detail="no") if refused else question)
+
+    async def _score(self) -> None:
+        """Zero and one for everybody but those who are lost."""
+        async with self._rollouts.reader() as inbox, self._scored.writer() as outbox:
+            async for group in inbox:
+                outcome: GroupOutcome
+                if isinstance(group, Discarded):
+                    outcome = group
+                elif self.rules.lost(group.prompt.group_id):
+                    outcome = Discarded(prompt=group.prompt, reason="no_signal", detail="equal")
+                else:
+                    outcome = ScoredGroup(group=group, rewards=(0.0, 1.0), parts={})
+                await outbox.send(outcome)
+
+    async def _broadcast(self, watch: Callable[[PolicyUpdated], None]) -> None:
+        async for update in self._updates.reader():
+            self.told.append(update)
+            watch(update)
+            self._serve(update.report.version, update.report.step)
+
+    async def run(self, watch: Callable[[PolicyUpdated], None] = lambda update: None) -> list[StepReport]:
+        """Run to the end; the reports. watch: called with every update before it serves."""
+        try:
+            with anyio.fail_after(20):
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(everything, self._reports.reader())
+                    tasks.start_soon(self._broadcast, watch)
+                    for job in (self.learner.run, self._score, self.generator.run, self._refuse, self.prompter.run):
+                        tasks.start_soon(job)
+        finally:
+            self.engine.close()
+        return [update.report for update in self.told]
+
+    def ended(self) -> list[int]:
+        """Every group that ended in a report, ascending."""
+        return sorted(group_id for update in self.told for group_id in everyone(update.report))
+
+
+def everyone(report: StepReport) -> list[int]:
+    """The groups that a batch was."""
+    lost = [drop.prompt.group_id for drop in report.discarded]
+    return [group.scored.group.prompt.group_id for group in report.trained] + lost
+
+
+def losing(share: float, seed: int = 0) -> Callable[[int], bool]:
+    """Lose this share of all groups, always the same ones."""
+    return lambda group_id: random.Random(f"{seed}/{group_id}").random() < share

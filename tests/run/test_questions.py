@@ -1,0 +1,102 @@
+"""The questions of a run: a pure function of dataset and seed, and none that is held out."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from msgspec import convert
+
+from clotho.config.schema import Profile
+from clotho.models.tokenizer import ChatTokenizer
+from clotho.run.questions import Questions, load_questions
+from protocols.errors import DatasetError, ModelError
+from protocols.evaluation import HeldOut
+from protocols.prompt import Problem
+from protocols.seeds import group_seed
+from tests.fakes import CharacterTokenizer
+from tests.small_models import byte_tokenizer
+
+
+async def is_correct(problem: Problem, text: str) -> bool:
+    """Never asked here."""
+    raise AssertionError
+
+
+def load(
+    directory: Path, *, count: int = 20, seed: int = 0, tokenizer: ChatTokenizer | None = None, **data: Any
+) -> tuple[Questions, HeldOut]:
+    """The questions of a file with so many problems."""
+    path = directory / "train.jsonl"
+    lines = [json.dumps({"prompt": f"1 + {i}?", "answer": str(1 + i), "type": "sum"}) for i in range(count)]
+    path.write_text("\n".join(lines))
+    profile = convert(
+        {
+            "model": {"path": "base"},
+            "data": {"train": str(path), **data},
+            "rewards": [{"name": "exact", "correct": True}],
+            "seed": seed,
+        },
+        Profile,
+    )
+    return load_questions(profile, tokenizer or cast(ChatTokenizer, CharacterTokenizer()), is_correct)
+
+
+def test_a_prompt_depends_on_seed_and_number_alone(tmp_path: Path) -> None:
+    """A resumed run asks the very same; another seed asks in another order and draws otherwise."""
+    first, _ = load(tmp_path)
+    again, _ = load(tmp_path)
+    other, _ = load(tmp_path, seed=1)
+    numbers = [40, 3, 17, 3]
+    assert [first.prompt(n) for n in numbers] == [again.prompt(n) for n in reversed(numbers)][::-1]
+    assert [first.prompt(n).problem for n in range(18)] != [other.prompt(n).problem for n in range(18)]
+    prompt = first.prompt(40)
+    assert (prompt.group_id, prompt.seed) == (40, group_seed(0, 40))
+    assert prompt.seed != other.prompt(40).seed
+
+
+def test_every_problem_is_asked_once_per_epoch(tmp_path: Path) -> None:
+    """And the held-out ones never."""
+    questions, held_out = load(tmp_path, heldout_fraction=0.1)
+    epochs = [[questions.prompt(18 * epoch + i).problem.prompt for i in range(18)] for epoch in range(2)]
+    assert [set(Counter(epoch).values()) for epoch in epochs] == [{1}, {1}]
+    assert set(epochs[0]) == set(epochs[1])
+    assert epochs[0] != epochs[1]
+    assert {problem.prompt for problem in held_out.problems}.isdisjoint(epochs[0])
+    assert len(held_out.problems) == 2
+
+
+def test_problems_are_rendered_as_conversations(tmp_path: Path) -> None:
+    """With the system prompt, if there is one; held-out problems in the same way, index by index."""
+    tokenizer = CharacterTokenizer()
+    questions, held_out = load(tmp_path, shuffle=False, system="Be brief.")
+    prompt = questions.prompt(0)
+    assert tokenizer.decode(prompt.tokens) == f"system: Be brief.\nuser: {prompt.problem.prompt}\nassistant: "
+    for problem, tokens in zip(held_out.problems, held_out.prompts, strict=True):
+        assert tokenizer.decode(tokens) == f"system: Be brief.\nuser: {problem.prompt}\nassistant: "
+    plain, plain_held_out = load(tmp_path, shuffle=False)
+    assert tokenizer.decode(plain.prompt(0).tokens) == f"user: {prompt.problem.prompt}\nassistant: "
+    assert plain.longest_prompt == max(len(plain.prompt(n).tokens) for n in range(18))
+    assert plain_held_out.longest_prompt == max(map(len, plain_held_out.prompts))
+
+
+def test_a_file_of_held_out_problems_leaves_the_others_whole(tmp_path: Path) -> None:
+    """All of the training file is trained on, and all of the other is held out."""
+    path = tmp_path / "heldout.jsonl"
+    path.write_text('{"prompt": "2 + 2?", "answer": 4}')
+    questions, held_out = load(tmp_path, heldout=str(path))
+    assert len({questions.prompt(n).problem.prompt for n in range(20)}) == 20
+    assert [problem.answer for problem in held_out.problems] == ["4"]
+
+
+def test_what_is_wrong_with_the_files_is_said(tmp_path: Path) -> None:
+    """File and line of a problem; a model that cannot hold a conversation is the model's fault."""
+    (tmp_path / "bad.jsonl").write_text('{"prompt": "a", "answer": "b"}\n{"prompt": "c"}')
+    with pytest.raises(DatasetError, match=r"bad\.jsonl:2: no key 'answer'"):
+        load(tmp_path, heldout=str(tmp_path / "bad.jsonl"))
+    tokenizer: ChatTokenizer = byte_tokenizer()
+    with pytest.raises(ModelError, match="chat template"):
+        load(tmp_path, tokenizer=tokenizer)

@@ -1,0 +1,81 @@
+"""Every layout computes what the plain way does."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+import pytest
+
+from clotho.models.head import split_model
+from clotho.models.policy import Policy
+from clotho.scoring.layouts.forward import hidden_states
+from clotho.scoring.layouts.micro_batches import build_micro_batches
+from clotho.scoring.layouts.proof import prove_layout
+from clotho.scoring.teacher_forcing import TeacherForcing
+from tests.scoring.layouts.plain_way import (
+    LAW,
+    VOCAB,
+    Outcome,
+    Shapes,
+    largest_error,
+    policy_of,
+    random_sequences,
+    the_plain_way,
+    the_way_of,
+)
+
+RAGGED: Shapes = ((5, (9, 3, 1, 6)), (12, (4, 20)), (1, (2,)), (3, (1, 1)))
+EVEN: Shapes = ((11, (5, 5)), (4, (9, 3)))
+
+
+@cache
+def plain(architecture: str, kind: str, shapes: Shapes) -> Outcome:
+    """What all layouts are compared with, once."""
+    return the_plain_way(policy_of(architecture, kind=kind), random_sequences(shapes))
+
+
+@cache
+def policy(architecture: str, kind: str, grad_checkpoint: bool) -> Policy:
+    """One policy for all layouts."""
+    return policy_of(architecture, kind=kind, grad_checkpoint=grad_checkpoint)
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed", "shared"])
+@pytest.mark.parametrize("grad_checkpoint", [False, True])
+@pytest.mark.parametrize("kind", ["lora", "full"])
+@pytest.mark.parametrize("architecture", ["qwen3", "llama", "gemma2", "gemma3_text", "qwen3_moe"])
+def test_log_probabilities_loss_and_gradients_are_those_of_the_plain_way(
+    architecture: str, kind: str, grad_checkpoint: bool, layout: str
+) -> None:
+    """Within 1e-5 relative, for every parameter; beyond the sliding window of 8 tokens, where there is one."""
+    found = the_way_of(layout, policy(architecture, kind, grad_checkpoint), random_sequences(RAGGED), budget=150)
+    assert largest_error(plain(architecture, kind, RAGGED), found) < 1e-5
+
+
+@pytest.mark.parametrize("shapes", [EVEN, ((6, (1, 1, 1)),), ((1, (7,)),), ((30, (2, 2)), (2, (25, 1)))])
+@pytest.mark.parametrize("budget", [1, 10_000])
+@pytest.mark.parametrize("layout", ["packed", "shared", "auto"])
+def test_any_shape_of_a_batch_gives_the_same(layout: str, budget: int, shapes: Shapes) -> None:
+    """Groups of equal size, of one-token completions, of one completion, of very different lengths; cut up or whole."""
+    found = the_way_of(layout, policy("qwen3", "lora", True), random_sequences(shapes), budget=budget)
+    assert largest_error(plain("qwen3", "lora", shapes), found) < 1e-5
+
+
+def test_inputs_of_a_layout_that_was_not_proven_are_refused() -> None:
+    """What was never compared is not computed with."""
+    forcing = TeacherForcing(policy("qwen3", "lora", False).model, VOCAB)
+    (micro,) = build_micro_batches(random_sequences(EVEN), layout="packed", budget=100)
+    with pytest.raises(ValueError, match="PackedInputs"):
+        forcing(micro, law=LAW)
+
+
+def test_a_prompt_goes_through_the_blocks_once() -> None:
+    """States are as many as tokens of prompts and completions, in buckets: 2 * 16 and 4 * 8."""
+    model = policy("qwen3", "lora", False).model
+    split = split_model(model, VOCAB)
+    assert split is not None
+    layers = prove_layout(model, split, VOCAB, layout="shared")
+    (micro,) = build_micro_batches(random_sequences(EVEN), layout="shared", budget=100)
+    assert hidden_states(split, layers, micro.inputs).shape[0] == 2 * 16 + 4 * 8
+    assert np.unique(micro.table.position_N[:22]).size == 22 - 2

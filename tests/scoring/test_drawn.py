@@ -1,0 +1,232 @@
+"""What the policy did not draw is read, and never learnt from."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from msgspec import convert
+from msgspec.structs import replace
+
+from clotho.config.presets import recommended
+from clotho.config.schema import LearnerSection
+from clotho.models.parameters import flat
+from clotho.models.policy import Policy
+from clotho.scoring.draws import SampledLaw
+from clotho.training.objectives.registry import OBJECTIVES
+from clotho.training.update import Update
+from protocols.sampling import Completion
+from protocols.score import ScoredGroup
+from tests.training.environment_groups import environment_groups, with_completions
+from tests.training.learning import (
+    BigramPolicy,
+    completion,
+    finish,
+    learner,
+    random_groups,
+    same_bits,
+    scored_group,
+    tiny_policy,
+    whole_gradient,
+)
+
+EVERYTHING: dict[str, Any] = {
+    "kl_beta": 0.1,
+    "reference": "environment",
+    "entropy_weight": 0.05,
+    "distillation_weight": 0.3,
+}
+
+
+def otherwise(group: ScoredGroup) -> ScoredGroup:
+    """The same group with nonsense said of all tokens that were not drawn."""
+
+    def row(completion: Completion, values: Sequence[Any], nonsense: Any) -> tuple[Any, ...]:
+        return tuple(v if yes else nonsense for v, yes in zip(values, completion.drawn, strict=True))
+
+    before = group.group.completions
+    completions = [
+        replace(
+            c,
+            logprobs=row(c, c.logprobs, math.nan),
+            versions=row(c, c.versions, 7),
+            supports=row(c, c.supports, np.array([1], "<u4").tobytes()) if c.supports else (),
+        )
+        for c in before
+    ]
+    rows: dict[str, Any] = {
+        name: tuple(row(c, one, math.nan) for c, one in zip(before, getattr(group, name), strict=True))
+        for name in ("token_advantages", "reference_logprobs")
+        if getattr(group, name)
+    }
+    teacher = tuple(
+        replace(one, tokens=row(c, one.tokens, ()), logprobs=row(c, one.logprobs, ()))
+        for c, one in zip(before, group.teacher, strict=False)
+    )
+    return with_completions(group, completions, **rows, teacher=teacher)
+
+
+@pytest.mark.parametrize("objective", list(OBJECTIVES))
+def test_what_is_said_of_tokens_that_were_not_drawn_changes_nothing(objective: str) -> None:
+    """Log-probabilities, versions, advantages, reference, teacher, support: bit for bit the same update."""
+    updates = []
+    for groups in (environment_groups(32), [otherwise(group) for group in environment_groups(32)]):
+        one = learner(tiny_policy(), watched=True, **recommended(objective, **EVERYTHING))
+        updates.append(finish(one.update(groups)))
+    assert updates[0].applied
+    assert updates[0].metrics == updates[1].metrics
+    assert updates[0].advantages == updates[1].advantages
+    assert same_bits(updates[0].parameters, updates[1].parameters)
+
+
+def two_turns(**fields: Any) -> ScoredGroup:
+    """Two completions of two turns each: the policy drew 3 4 and 5 of the first, 6 and 7 8 of the second."""
+    first = replace(completion([3, 4, 20, 21, 5], [-1.5, -1.0, 0.0, 0.0, -2.0]), drawn=(True, True, False, False, True))
+    second = replace(
+        completion([6, 22, 7, 8, 23], [-1.2, 0.0, -0.7, -3.0, 0.0]), drawn=(True, False, True, True, False)
+    )
+    return with_completions(scored_group([[3], [6]], [1.0, 0.0]), [first, second], **fields)
+
+
+def naive_loss(policy: Policy, weights: dict[str, mx.array], group: ScoredGroup) -> mx.array:
+    """The mean over the drawn tokens of -min(r A, clip(r) A), of whole logits, for MLX to differentiate."""
+    policy.model.load_weights(list(weights.items()), strict=False)
+    losses = []
+    for i, c in enumerate(group.group.completions):
+        tokens = (*group.group.prompt.tokens, *c.tokens)
+        logits_S_V = policy.model(mx.array([tokens[:-1]]))[0]
+        logp_S_V = logits_S_V - mx.logsumexp(logits_S_V, axis=-1, keepdims=True)
+        for t in np.flatnonzero(c.drawn).tolist():
+            logp = logp_S_V[len(group.group.prompt.tokens) + t - 1, c.tokens[t]]
+            r, A = mx.exp(logp - c.logprobs[t]), (0.5 if i == 0 else -0.5) / (0.5 + 1e-4)
+            losses.append(-mx.minimum(r * A, mx.clip(r, 0.8, 1.2) * A))
+    return mx.mean(mx.stack(losses))
+
+
+def nearly_on_policy(policy: Policy, group: ScoredGroup) -> ScoredGroup:
+    """The same group, drawn by a sampler that says a tenth of a nat more, or less, than the policy."""
+    completions = []
+    for i, c in enumerate(group.group.completions):
+        logprobs = np.zeros(len(c.tokens))
+        own = drawn_by(policy, policy.trainable(), group, i)
+        logprobs[np.flatnonzero(c.drawn)] = own + 0.1 * np.cos(np.arange(len(own)))
+        completions.append(replace(c, logprobs=tuple(logprobs.tolist())))
+    return with_completions(group, completions)
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed", "shared"])
+def test_two_turns_of_a_transformer_learn_what_a_naive_evaluation_says(layout: Any) -> None:
+    """Rewards 1 0: advantages +-1; MLX's own derivative of the plain formula over whole logits, to 1e-5 of its size."""
+    policy = tiny_policy()
+    group = nearly_on_policy(policy, two_turns())
+    settings = LearnerSection(aggregation="token_mean", layout=layout)
+    value, arrays = whole_gradient(policy, [group], settings, law=SampledLaw(1.0))
+    weights = flat(policy.trainable())
+    expected, slopes = mx.value_and_grad(lambda weights: naive_loss(policy, weights, group))(weights)
+    assert value == pytest.approx(expected.item(), abs=1e-5)
+    size = max(np.abs(np.array(slope)).max() for slope in slopes.values())
+    assert size > 0.01
+    for name, slope in slopes.items():
+        np.testing.assert_allclose(arrays[name], np.array(slope), atol=1e-5 * size)
+
+
+def test_only_drawn_tokens_are_counted() -> None:
+    """Six of ten; means over them are as if there were no others."""
+    update = finish(learner(tiny_policy()).update([two_turns()]))
+    assert update.metrics.tokens == 6
+    assert update.advantages[0] == pytest.approx((1.0, -1.0), abs=1e-3)
+
+
+def test_what_was_not_drawn_is_read() -> None:
+    """Another answer of the tool in between changes what comes after it."""
+    other = two_turns()
+    first, second = other.group.completions
+    other = with_completions(other, [replace(first, tokens=(3, 4, 20, 9, 5)), second])
+    one, two = (finish(learner(tiny_policy()).update([group])) for group in (two_turns(), other))
+    assert one.metrics.loss != pytest.approx(two.metrics.loss, abs=1e-4)
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "token_sum", "group_mean"])
+def test_a_completion_without_a_drawn_token_is_left_out(aggregation: str) -> None:
+    """As if it were empty: its reward counts in the group's mean, and nothing else of it does."""
+    silent = replace(completion([5, 6], [0.0, 0.0]), drawn=(False, False))
+    updates = []
+    for third in (silent, completion([], [])):
+        group = scored_group([[3, 4], [7], []], [1.0, 0.0, 0.5])
+        group = with_completions(group, [*group.group.completions[:2], third])
+        updates.append(finish(learner(tiny_policy(), aggregation=aggregation).update([group])))
+    assert updates[0].metrics == updates[1].metrics
+    assert same_bits(updates[0].parameters, updates[1].parameters)
+    assert updates[0].advantages == ((updates[1].advantages[0][0], updates[1].advantages[0][1], 0.0),)
+
+
+def test_an_update_without_a_drawn_token_is_refused() -> None:
+    """There is nothing to learn from."""
+    silent = replace(completion([5, 6], [0.0, 0.0]), drawn=(False, False))
+    group = with_completions(scored_group([[5]], [1.0]), [silent])
+    with pytest.raises(ValueError, match="at least one completion token"):
+        finish(learner(tiny_policy()).update([group]))
+
+
+def test_fresh_tokens_are_drawn_ones() -> None:
+    """A sampler that is the learner: no mismatch, whatever the version of what it did not draw."""
+    policy = tiny_policy()
+    tokens = (1, 2, 3, 4, 20, 21, 5)
+    logits_S_V = policy.model(mx.array([tokens[:-1]]))[0]
+    logp_S_V = np.array(logits_S_V - mx.logsumexp(logits_S_V, axis=-1, keepdims=True))
+    drawn = (True, True, False, False, True)
+    logprobs = [float(logp_S_V[t + 1, tokens[t + 2]]) if yes else 0.0 for t, yes in enumerate(drawn)]
+    one = replace(completion(tokens[2:], logprobs), drawn=drawn)
+    group = with_completions(scored_group([[3], [4]], [1.0, 0.0]), [one, one])
+    metrics = finish(learner(policy).update([group])).metrics
+    assert metrics.mismatch_kl == pytest.approx(0.0, abs=1e-6)
+    assert (metrics.ratio_mean, metrics.ess) == pytest.approx((1.0, 1.0), abs=1e-5)
+
+
+def drawn_by(policy: Policy, parameters: Any, group: ScoredGroup, i: int) -> np.ndarray:
+    """Log-probability of the drawn tokens of a completion, at its temperature, the plain way."""
+    prompt, c = group.group.prompt.tokens, group.group.completions[i]
+    with policy.using(parameters):
+        logits = policy.model(mx.array([[*prompt, *c.tokens]]))[0, len(prompt) - 1 : -1]
+        logits = logits / (group.temperatures[i] if group.temperatures else 1.0)
+        logp = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+        logp_T = np.array(mx.take_along_axis(logp, mx.array(c.tokens)[:, None], axis=-1)[:, 0], dtype=np.float64)
+    return logp_T[np.flatnonzero(c.drawn)]
+
+
+@pytest.mark.parametrize("temperatures", [(), (0.7, 1.3)])
+@pytest.mark.parametrize("budget", [1, 8192])
+def test_how_far_an_update_moved_the_policy_is_measured_on_drawn_tokens(
+    budget: int, temperatures: tuple[float, ...]
+) -> None:
+    """Before and after are those of the same tokens, at the temperature that drew them."""
+    policy, group = tiny_policy(), two_turns(temperatures=temperatures)
+    update: Update = finish(learner(policy, watched=True, micro_batch_tokens=budget, learning_rate=0.1).update([group]))
+    ratio_N = np.concatenate(
+        [drawn_by(policy, update.parameters, group, i) - drawn_by(policy, policy.trainable(), group, i) for i in (0, 1)]
+    )
+    assert update.metrics.step_kl == pytest.approx(np.mean(np.exp(ratio_N) - 1.0 - ratio_N), rel=1e-3)
+
+
+def test_all_tokens_drawn_is_the_same_as_nothing_said() -> None:
+    """Bit for bit."""
+    groups = random_groups(5)
+    said = [
+        with_completions(g, [replace(c, drawn=(True,) * len(c.tokens)) for c in g.group.completions]) for g in groups
+    ]
+    one, two = (finish(learner(BigramPolicy()).update(given)) for given in (groups, said))
+    assert same_bits(one.parameters, two.parameters)
+
+
+def test_cut_off_completions_are_told_by_how_they_ended() -> None:
+    """`mask_truncated` looks at the reason, whatever was drawn last."""
+    group = two_turns()
+    first, second = group.group.completions
+    cut = with_completions(group, [replace(first, finish_reason="length"), second])
+    settings = convert({"mask_truncated": True}, LearnerSection)
+    assert finish(learner(tiny_policy(), mask_truncated=True).update([cut])).metrics.tokens == 3
+    assert whole_gradient(tiny_policy(), [cut], settings, law=SampledLaw(1.0))[0] > 0.1

@@ -1,0 +1,96 @@
+"""Log-probabilities of a prompt's own tokens."""
+
+from __future__ import annotations
+
+import math
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from clotho.models.parameters import flat, nested
+from clotho.scoring.head_scores import SampledLaw
+from clotho.scoring.prompt_logprobs import prompt_logprobs
+from clotho.scoring.teacher_forcing import TeacherForcing
+from protocols.errors import GenerationError
+from protocols.prompt_logprobs import PromptLogprobs
+from tests.small_models import tiny
+from tests.training.learning import VOCAB, BigramPolicy, finish, tiny_policy
+
+TOKENS = (3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9)
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "gemma3_text", "mamba2", "falcon_h1"])
+@pytest.mark.parametrize("chunk", [1, 5, 100])
+def test_they_are_those_of_teacher_forcing_however_the_prompt_is_cut(architecture: str, chunk: int) -> None:
+    """Attention, sliding windows, recurrence; a token at a time, or all at once."""
+    policy = BigramPolicy(tiny(architecture), vocab_size=64)
+    found = finish(prompt_logprobs(policy, TOKENS, top=0, chunk=chunk))
+    forced = TeacherForcing(policy.model, 64).sequence(TOKENS[:1], TOKENS[1:], law=SampledLaw(1.0))
+    assert found.logprobs == pytest.approx(np.array(forced.logp_N).tolist(), abs=2e-4)
+
+
+def test_the_alternatives_are_the_most_probable_tokens_best_first() -> None:
+    """Against the whole vocabulary in float64, sorted; asking for more than there is gives all."""
+    policy = tiny_policy()
+    for top in (0, 1, 5, VOCAB + 10):
+        found = finish(prompt_logprobs(policy, TOKENS, top=top, chunk=4))
+        logits_S_V = np.array(policy.model(mx.array([TOKENS])), dtype=np.float64)[0]
+        logp_S_V = logits_S_V - np.log(np.exp(logits_S_V).sum(-1, keepdims=True))
+        assert len(found.top_logprobs) == len(TOKENS) - 1
+        for place, logp_V, token in zip(found.top_logprobs, logp_S_V, TOKENS[1:], strict=False):
+            assert [logprob for _, logprob in place] == pytest.approx(sorted(logp_V)[::-1][: min(top, VOCAB)], abs=1e-4)
+            assert all(logprob == pytest.approx(logp_V[other], abs=1e-4) for other, logprob in place)
+            if top > VOCAB:
+                assert dict(place)[token] == pytest.approx(logp_V[token], abs=1e-4)
+
+
+def test_a_temperature_is_that_of_the_law() -> None:
+    """As teacher forcing has it; the alternatives too, which are as many and as probable as the vocabulary has."""
+    policy = tiny_policy()
+    found = finish(prompt_logprobs(policy, TOKENS, top=VOCAB, chunk=5, law=SampledLaw(0.6)))
+    forced = TeacherForcing(policy.model, VOCAB).sequence(TOKENS[:1], TOKENS[1:], law=SampledLaw(0.6))
+    assert found.logprobs == pytest.approx(np.array(forced.logp_N).tolist(), abs=2e-4)
+    for place, token, logprob in zip(found.top_logprobs, TOKENS[1:], found.logprobs, strict=True):
+        assert dict(place)[token] == pytest.approx(logprob, abs=1e-4)
+        assert sum(math.exp(value) for _, value in place) == pytest.approx(1.0, abs=1e-4)
+
+
+def test_weights_that_are_published_meanwhile_change_nothing() -> None:
+    """All of a prompt is scored by one version, which the result names; what serves afterwards is the new one."""
+    policy = tiny_policy()
+    whole = finish(prompt_logprobs(policy, TOKENS, top=0, chunk=4))
+    steps = prompt_logprobs(policy, TOKENS, top=0, chunk=4)
+    next(steps)
+    moved = nested({name: value + 0.2 for name, value in flat(policy.trainable()).items()})
+    policy.publish(moved, version=1, step=1, fingerprint="moved")
+    assert finish(steps) == whole
+    later = finish(prompt_logprobs(policy, TOKENS, top=0, chunk=4))
+    assert (whole.version, later.version) == (0, 1)
+    assert later.logprobs != pytest.approx(whole.logprobs, abs=1e-2)
+
+
+def test_a_prompt_of_one_token_has_nothing_to_score() -> None:
+    """There is nothing before the first token."""
+    found = finish(prompt_logprobs(tiny_policy(), (3,), top=2, chunk=4))
+    assert (found.logprobs, found.top_logprobs) == ((), ())
+
+
+def test_a_turn_reads_no_more_tokens_than_its_chunk() -> None:
+    """Twelve tokens are read in turns of five: three of them, then the result."""
+    assert len(list(prompt_logprobs(tiny_policy(), TOKENS, top=0, chunk=5))) == 3
+
+
+def test_logits_that_are_not_numbers_are_an_error() -> None:
+    """JSON has no word for them."""
+    policy = tiny_policy()
+    broken = nested({name: value * math.nan for name, value in flat(policy.trainable()).items()})
+    policy.publish(broken, version=1, step=1, fingerprint="broken")
+    with pytest.raises(GenerationError, match="not finite"):
+        finish(prompt_logprobs(policy, TOKENS, top=2, chunk=4))
+
+
+def test_parallel_fields_have_equal_length() -> None:
+    """A place for every log-probability."""
+    with pytest.raises(ValueError, match="0 top_logprobs for 1 logprobs"):
+        PromptLogprobs(version=0, logprobs=(-1.0,), top_logprobs=())

@@ -1,0 +1,70 @@
+"""The embedded policy served as a run serves it, with everything that is remembered on view."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import anyio
+from msgspec import structs
+from rich.console import Console
+
+from clotho.inference.sample_log import DrawnLog
+from clotho.run.context import Session
+from clotho.run.startup import Parts
+from clotho.serving.server import Gateway
+from clotho.serving.services import HealthReport
+from protocols.sampling import Completion, SampleRequest
+from tests.run.assembled import assembled, tiny_profile
+
+EMBEDDED = Path(__file__).parents[2] / "profiles" / "embedded"
+
+
+class Notes:
+    """What the run remembers, and all of it in order."""
+
+    def __init__(self) -> None:
+        self.log = DrawnLog()
+        self.taken: list[tuple[SampleRequest, Completion, str]] = []
+        self.health: list[HealthReport] = []
+        self.heard = anyio.Event()
+
+    def remember(self, request: SampleRequest, completion: Completion, /, *, asker: str) -> None:
+        """Remember and note."""
+        self.log.remember(request, completion, asker=asker)
+        self.taken.append((request, completion, asker))
+        self.heard.set()
+
+    def of(self, asker: str, *, health: bool = False) -> list[tuple[SampleRequest, Completion]]:
+        """What was drawn for a client: of itself, or to see how the server is, which takes one token."""
+        return [
+            (request, completion)
+            for request, completion, label in self.taken
+            if label == asker and (request.sampling.max_tokens == 1) == health
+        ]
+
+
+@asynccontextmanager
+async def serving(directory: Path) -> AsyncIterator[tuple[str, Parts, Session, Notes]]:
+    """Serve the embedded policy as a run would."""
+    profile = tiny_profile(
+        directory,
+        model={"path": str(EMBEDDED)},
+        data={"train": str(EMBEDDED / "train.jsonl")},
+        gateway={"enabled": True, "port": 0},
+    )
+    notes = Notes()
+    async with assembled(profile) as parts:
+        session = Session(parts, Console(file=io.StringIO()), blas="none", listener=None)
+
+        def health() -> HealthReport:
+            notes.health.append(session.health())
+            return notes.health[-1]
+
+        services = structs.replace(session.gateway_services(), drawn=notes, record_supports=True, health=health)
+        async with anyio.create_task_group() as tasks:
+            url = await tasks.start(Gateway(services, grace_seconds=1.0).run)
+            yield url, parts, session, notes
+            tasks.cancel_scope.cancel()

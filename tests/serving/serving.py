@@ -1,0 +1,98 @@
+"""A gateway that really listens, in front of a fake engine."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import anyio
+import httpx
+from anyio.abc import TaskStatus
+from msgspec import structs
+from openai import AsyncOpenAI
+
+from clotho.config.schema import GatewaySection
+from clotho.inference.client import Sampler
+from clotho.serving.server import Gateway
+from clotho.serving.services import GatewayServices, HealthReport, TrainingNumbers
+from protocols.prompt_logprobs import PromptLogprobs
+from protocols.sampling import Sampling
+from protocols.weights import WeightsReady
+from tests.fakes import CharacterTokenizer, FakeEngine
+
+CONTEXT = 512
+
+
+class Served:
+    """Everything that a test wants to touch. `weights`, `health` and `numbers` may be replaced while it runs."""
+
+    def __init__(self, engine: FakeEngine, sampler: Sampler) -> None:
+        self.engine, self.sampler = engine, sampler
+        self.weights = WeightsReady(version=3, step=4, fingerprint="f3")
+        self.health = HealthReport(status="ok", children={"learner": "running"}, progress_seconds=0.5)
+        self.numbers = TrainingNumbers()
+        self.scored: list[tuple[tuple[int, ...], int]] = []
+        self.url = ""
+        self.gateway: Gateway
+        self.server = anyio.CancelScope()
+        self.http: httpx.AsyncClient
+        self.openai: AsyncOpenAI
+
+    async def prompt_logprobs(self, tokens: tuple[int, ...], top: int) -> PromptLogprobs:
+        """Token t has -t / 8; the alternatives are t and those after it, each half as probable as the one before."""
+        self.scored.append((tokens, top))
+        return PromptLogprobs(
+            version=self.weights.version,
+            logprobs=tuple(-token / 8 for token in tokens[1:]),
+            top_logprobs=tuple(tuple((token + k, -token / 8 - k) for k in range(top)) for token in tokens[1:]),
+        )
+
+    def stop(self) -> None:
+        """Ask the server to end."""
+        self.server.cancel()
+
+    async def post(self, route: str, **fields: Any) -> httpx.Response:
+        """Ask with a JSON body."""
+        return await self.http.post(route, json=fields)
+
+
+def services(served: Served, **settings: Any) -> GatewayServices:
+    """What the program would hand to the gateway; keyword arguments are keys of [gateway]."""
+    return GatewayServices(
+        sampler=served.sampler,
+        tokenizer=served.engine.tokenizer,
+        settings=structs.replace(GatewaySection(port=0), **settings),
+        sampling=Sampling(max_tokens=16),
+        prompt_logprobs=served.prompt_logprobs,
+        weights=lambda: served.weights,
+        health=lambda: served.health,
+        numbers=lambda: served.numbers,
+        context_length=CONTEXT,
+        vocab_size=CharacterTokenizer.vocab_size,
+    )
+
+
+@asynccontextmanager
+async def serving(*, grace_seconds: float = 1.0, **settings: Any) -> AsyncIterator[Served]:
+    """Serve on a free port until the block ends; keyword arguments are keys of [gateway]."""
+    engine = FakeEngine()
+    engine.version = 3
+    served = Served(engine, Sampler(engine.submit_call, engine))
+    served.gateway = Gateway(services(served, **settings), grace_seconds=grace_seconds)
+
+    async def run(*, task_status: TaskStatus[str]) -> None:
+        with served.server:
+            await served.gateway.run(task_status=task_status)
+
+    try:
+        async with anyio.create_task_group() as tasks:
+            served.url = await tasks.start(run)
+            async with (
+                httpx.AsyncClient(base_url=served.url, timeout=20) as served.http,
+                AsyncOpenAI(base_url=f"{served.url}/v1", api_key="any", max_retries=0, timeout=20) as served.openai,
+            ):
+                yield served
+            served.stop()
+    finally:
+        engine.close()

@@ -1,0 +1,73 @@
+"""Who may ask."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.serving.serving import serving
+
+ROUTES = [
+    ("GET", "/metrics"),
+    ("GET", "/v1/models"),
+    ("POST", "/v1/completions"),
+    ("POST", "/v1/chat/completions"),
+    ("POST", "/generate"),
+    ("POST", "/v1/generate/"),
+    ("GET", "/nowhere"),
+    ("GET", "/health/"),
+]
+KEYS = [
+    None, "", "Bearer", "Bearer wrong", "secret", "Basic secret", "Bearer secret2", "Bearer " + "x" * 8000,
+    "Bearer wrong:secret", "Bearer :secret", "Bearer secret2:label", "Bearer secret:a:b", "secret:label",
+    "Bearer s\xe9",
+]  # fmt: skip
+
+
+async def test_without_the_key_every_route_but_health_is_closed() -> None:
+    """Missing, empty, wrong, over-long: 401, also for routes that do not exist."""
+    async with serving(api_key="secret") as served:
+        for method, path in ROUTES:
+            for key in KEYS:
+                headers = {} if key is None else {b"authorization": key.encode("latin-1")}
+                answer = await served.http.request(method, path, headers=headers)
+                assert answer.status_code == 401, (path, key)
+                assert answer.json()["error"]["code"] == "invalid_api_key"
+        assert (await served.http.get("/health")).status_code == 200
+        assert served.engine.asked == []
+
+
+async def test_with_the_key_the_routes_answer() -> None:
+    """Bearer authentication, as OpenAI's client sends it; a label may stand behind the key, whatever it is."""
+    async with serving(api_key="secret") as served:
+        for key in ("secret", "secret:environment", "secret:", "secret:not a label"):
+            client = served.openai.with_options(api_key=key)
+            assert (await client.completions.create(model="policy", prompt="x", max_tokens=1)).choices
+
+
+@pytest.mark.parametrize("host", ["evil.com", "evil.com:8000", "localhost.evil.com", "", "127.0.0.1.evil.com", "[::1"])
+async def test_a_foreign_host_is_refused(host: str) -> None:
+    """A name that an attacker's DNS points here is not ours."""
+    async with serving() as served:
+        answer = await served.http.get("/v1/models", headers={"host": host})
+        assert answer.status_code == 400
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost:1", "[::1]:8000", "LOCALHOST"])
+async def test_the_names_of_this_machine_are_served(host: str) -> None:
+    """Whatever the port, whatever the case."""
+    async with serving() as served:
+        assert (await served.http.get("/v1/models", headers={"host": host})).status_code == 200
+
+
+async def test_pages_of_other_sites_may_not_ask() -> None:
+    """A browser names the page's origin; no answer carries CORS permission."""
+    async with serving() as served:
+        for origin in ("http://evil.com", "https://localhost.evil.com", "null", "http://[x"):
+            answer = await served.http.post(
+                "/v1/completions", content=b'{"prompt":"x"}', headers={"origin": origin, "content-type": "text/plain"}
+            )
+            assert answer.status_code == 400
+        answer = await served.http.get("/v1/models", headers={"origin": "http://localhost:3000"})
+        assert answer.status_code == 200
+        assert not [name for name in answer.headers if name.startswith("access-control")]
+        assert served.engine.asked == []

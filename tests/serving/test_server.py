@@ -1,0 +1,114 @@
+"""Binding, and what the server shows of itself."""
+
+from __future__ import annotations
+
+import logging
+import resource
+
+import anyio
+import httpx
+import pytest
+
+from clotho.config.schema import GatewaySection
+from clotho.inference.client import Sampler
+from clotho.serving.auth import is_loopback
+from clotho.serving.server import Gateway, allow_open_files, base_url, listen
+from protocols.errors import GatewayError
+from tests.fakes import FakeEngine
+from tests.serving.serving import Served, services, serving
+
+
+def test_a_port_in_use_is_one_line_that_names_it() -> None:
+    """Found before anything is served; exit status 2."""
+    with listen(GatewaySection(port=0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(GatewayError, match=f"port {port} on 127.0.0.1 is already in use") as caught:
+            listen(GatewaySection(port=port))
+    assert "\n" not in str(caught.value)
+    assert caught.value.exit_status == 2
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.5", "example.com", ""])
+def test_other_machines_are_let_in_only_with_a_key(host: str) -> None:
+    """Refused before the address is even looked up."""
+    with pytest.raises(GatewayError, match=r"gateway\.api_key"):
+        listen(GatewaySection(host=host, port=0))
+
+
+def test_with_a_key_any_address_of_this_machine_may_be_bound() -> None:
+    """0.0.0.0 with a key listens."""
+    with listen(GatewaySection(host="0.0.0.0", port=0, api_key="secret")) as bound:
+        assert bound.getsockname()[0] == "0.0.0.0"
+
+
+@pytest.mark.parametrize("host", ["no-such-host.invalid", "203.0.113.7"])
+def test_an_address_that_is_not_ours_is_an_error_of_one_line(host: str) -> None:
+    """Unknown names and addresses of other machines."""
+    with pytest.raises(GatewayError, match="cannot listen on") as caught:
+        listen(GatewaySection(host=host, port=0, api_key="secret"))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("host", "loopback"),
+    [("127.0.0.1", True), ("127.9.9.9", True), ("::1", True), ("localhost", True), ("0.0.0.0", False), ("", False)],
+)
+def test_loopback_is_what_only_this_machine_reaches(host: str, loopback: bool) -> None:
+    """127.0.0.0/8, ::1 and localhost."""
+    assert is_loopback(host) is loopback
+
+
+def test_addresses_of_both_families_become_urls() -> None:
+    """IPv6 addresses stand in brackets."""
+    with listen(GatewaySection(host="localhost", port=0)) as bound:
+        assert base_url(bound) == f"http://127.0.0.1:{bound.getsockname()[1]}"
+
+
+async def test_the_server_says_nothing_of_itself(
+    capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """No banner on the terminal, no server header, no access log."""
+    caplog.set_level(logging.DEBUG, logger="hypercorn")
+    async with serving() as served:
+        answer = await served.http.get("/health")
+        assert "server" not in answer.headers
+    captured = capfd.readouterr()
+    assert captured.out == captured.err == ""
+    assert not [record for record in caplog.records if record.name.startswith("hypercorn")]
+
+
+async def test_the_port_is_free_again_when_the_server_has_stopped() -> None:
+    """A run may follow a run."""
+    async with serving() as served:
+        port = int(served.url.rsplit(":", 1)[1])
+    listen(GatewaySection(port=port)).close()
+
+
+async def test_a_gateway_that_is_restarted_answers_again() -> None:
+    """Also one that was first given its socket: a supervisor may run it twice."""
+    engine = FakeEngine()
+    served = Served(engine, Sampler(engine.submit_call, engine))
+    listener = listen(GatewaySection(port=0))
+    port = listener.getsockname()[1]
+    gateway = Gateway(services(served, port=port), listener=listener)
+    for _ in range(2):
+        async with anyio.create_task_group() as tasks:
+            url = await tasks.start(gateway.run)
+            async with httpx.AsyncClient(base_url=url) as client:
+                assert (await client.post("/v1/completions", json={"prompt": "x"})).status_code == 200
+            tasks.cancel_scope.cancel()
+        assert url == f"http://127.0.0.1:{port}"
+    engine.close()
+
+
+def test_a_low_limit_of_open_files_is_raised() -> None:
+    """Some systems begin with 256, fewer than the connections of one environment; no more is taken than may be."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, before[1]))
+        allow_open_files(300)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (300, before[1])
+        allow_open_files(280)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (300, before[1])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)

@@ -1,0 +1,62 @@
+"""Server-sent events: what has been drawn is written at once, and says the same however it is written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator
+
+import msgspec
+import pytest
+
+from clotho.serving.openai_choices import CompletionStyle
+from clotho.serving.openai_responses import Answer
+from clotho.serving.sample_requests import completion_ask
+from clotho.serving.streaming import DONE, Batch, event_stream
+from protocols.sampling import CompletionDone
+from tests.serving.serving import Served, services, serving
+
+
+async def drawn(served: Served, **fields: object) -> tuple[Answer, Batch]:
+    """An answer to a streamed request of 5 tokens, and all that the engine has to say to it."""
+    body = msgspec.json.encode({"prompt": "p", "seed": 3, "max_tokens": 5, "stream": True, **fields})
+    ask = completion_ask(body, services(served))
+    events = [event async for batch in served.sampler.stream_all(ask.requests) for event in batch]
+    return Answer(CompletionStyle(), ask, services(served), served.weights), events
+
+
+async def writes(answer: Answer, batches: list[Batch]) -> list[bytes]:
+    """What is written when the events come in these batches."""
+
+    async def rest() -> AsyncGenerator[Batch, None]:
+        for batch in batches[1:]:
+            yield batch
+
+    return [written async for written in event_stream(answer, batches[0], rest(), lambda _: None)]
+
+
+@pytest.mark.parametrize("fields", [{}, {"logprobs": 2}, {"n": 2, "stream_options": {"include_usage": True}}])
+async def test_events_that_come_together_are_written_at_once_and_say_the_same(fields: dict[str, object]) -> None:
+    """One write for the batch and one for the end; the bytes are those of events that come one by one."""
+    async with serving() as served:
+        answer, events = await drawn(served, **fields)
+        together = await writes(answer, [events])
+        one_by_one = await writes(answer, [[event] for event in events])
+        assert len(together) == 2
+        assert len(one_by_one) > len(together)
+        assert b"".join(together) == b"".join(one_by_one)
+
+
+async def test_what_was_drawn_before_a_failure_is_still_written() -> None:
+    """The error follows the tokens that came together with it, and then the end."""
+    async with serving() as served:
+        answer, events = await drawn(served)
+        position, last = events[-1]
+        assert isinstance(last, CompletionDone)
+        aborted = msgspec.structs.replace(last.completion, finish_reason="abort")
+        ending = msgspec.structs.replace(last, completion=aborted)
+        written = b"".join(await writes(answer, [[*events[:3], (position, ending)]]))
+        chunks = written.removesuffix(DONE).decode().strip().split("\n\n")
+        bodies = [json.loads(chunk.removeprefix("data: ")) for chunk in chunks]
+        assert written.endswith(DONE)
+        assert [len(body["choices"]) for body in bodies[:3]] == [1, 1, 1]
+        assert "aborted" in bodies[3]["error"]["message"]

@@ -1,0 +1,140 @@
+"""The gateway in front of the real engine: a tiny model, the real compute thread, the real sampler."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import anyio
+import pytest
+from openai import AsyncOpenAI
+
+from clotho.config.schema import GatewaySection, GeneratorSection
+from clotho.inference import DecodeEngine
+from clotho.inference.client import Sampler
+from clotho.runtime.compute_thread import ComputeExecutor
+from clotho.serving.server import Gateway
+from clotho.serving.services import GatewayServices, HealthReport, TrainingNumbers
+from protocols.prompt_logprobs import PromptLogprobs
+from protocols.sampling import Sampling
+from protocols.weights import WeightsReady
+from tests.small_models import FixedSource, byte_tokenizer, tiny_source
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+class Stack:
+    """The engine with its thread; every look at it is taken there."""
+
+    def __init__(self) -> None:
+        self.executor = ComputeExecutor(decode_share=0.5)
+        self.executor.start()
+        self.source: FixedSource = self.executor.submit(lambda: tiny_source("qwen3")).result()
+        self.source.tokenizer = byte_tokenizer(chat_template=TEMPLATE)
+        self.engine = self.executor.submit(lambda: DecodeEngine(self.source, GeneratorSection())).result()
+        self.executor.attach(self.engine)
+
+    async def rows(self) -> int:
+        """Completions that are in the engine."""
+        stats = await anyio.to_thread.run_sync(self.executor.submit(self.engine.stats).result)
+        return stats.running_rows + stats.waiting_rows
+
+
+async def not_asked(_: tuple[int, ...], __: int) -> PromptLogprobs:
+    """No route of /v1 asks for them."""
+    raise NotImplementedError
+
+
+@asynccontextmanager
+async def serving() -> AsyncIterator[tuple[Stack, AsyncOpenAI]]:
+    """Serve a tiny model."""
+    stack = Stack()
+    services = GatewayServices(
+        sampler=Sampler(stack.executor.submit, stack.engine),
+        tokenizer=stack.source.tokenizer,
+        settings=GatewaySection(port=0),
+        sampling=Sampling(max_tokens=32),
+        prompt_logprobs=not_asked,
+        weights=lambda: WeightsReady(version=0, step=0, fingerprint="base"),
+        health=lambda: HealthReport(status="ok"),
+        numbers=TrainingNumbers,
+        context_length=stack.source.context_length,
+        vocab_size=stack.source.vocab_size,
+    )
+    try:
+        async with anyio.create_task_group() as tasks:
+            url = await tasks.start(Gateway(services, grace_seconds=1.0).run)
+            async with AsyncOpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0, timeout=30) as client:
+                yield stack, client
+            tasks.cancel_scope.cancel()
+    finally:
+        stack.executor.stop()
+
+
+async def test_streams_and_answers_of_a_model_agree() -> None:
+    """Text, tokens and log-probabilities, greedy and sampled, many choices; half characters and all."""
+    async with serving() as (_, client):
+        for temperature in (0.0, 1.0):
+            fields = {
+                "model": "policy", "messages": [{"role": "user", "content": "héllo"}], "n": 3, "seed": 7,
+                "max_tokens": 24, "temperature": temperature, "logprobs": True, "top_logprobs": 2,
+                "extra_body": {"return_token_ids": True},
+            }  # fmt: skip
+            whole = await client.chat.completions.create(**fields)  # type: ignore[call-overload]
+            texts: dict[int, str] = dict.fromkeys(range(3), "")
+            tokens: dict[int, list[int]] = {index: [] for index in range(3)}
+            logprobs: dict[int, list[float]] = {index: [] for index in range(3)}
+            async for chunk in await client.chat.completions.create(**fields, stream=True):  # type: ignore[call-overload]
+                choice = chunk.choices[0]
+                texts[choice.index] += choice.delta.content or ""
+                tokens[choice.index] += choice.model_extra["token_ids"]
+                logprobs[choice.index] += [entry.logprob for entry in choice.logprobs.content]
+            for choice in whole.choices:
+                assert texts[choice.index] == choice.message.content
+                assert tokens[choice.index] == choice.model_extra["token_ids"]
+                assert len(choice.logprobs.content) == len(tokens[choice.index])
+                told = [entry.logprob for entry in choice.logprobs.content]
+                assert told == pytest.approx(logprobs[choice.index], abs=1e-4)
+                assert all(value <= 0 for value in told)
+
+
+async def test_a_prompt_asked_alone_and_in_a_list_gets_the_same_answer() -> None:
+    """Neighbours do not matter, given a seed."""
+    async with serving() as (_, client):
+        prompts = ["one", "two and more", "three"]
+        together = await client.completions.create(model="policy", prompt=prompts, n=2, seed=3, max_tokens=12)
+        for number, prompt in enumerate(prompts):
+            alone = await client.completions.create(model="policy", prompt=prompt, n=2, seed=3, max_tokens=12)
+            for choice in alone.choices:
+                assert choice.text == together.choices[number * 2 + choice.index].text
+
+
+async def test_clients_that_leave_free_the_rows_of_the_model() -> None:
+    """Mid-stream and mid-wait, the engine is empty soon after."""
+    async with serving() as (stack, client):
+        endless = {"model": "policy", "prompt": "x", "max_tokens": 500, "n": 4, "extra_body": {"ignore_eos": True}}
+        stream = await client.completions.create(**endless, stream=True)  # type: ignore[call-overload]
+        async for _ in stream:
+            break
+        assert await stack.rows() == 4
+        await stream.close()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(lambda: client.completions.create(**endless))  # type: ignore[call-overload]
+            await entered(stack)
+            tasks.cancel_scope.cancel()
+        with anyio.fail_after(10):
+            while await stack.rows():
+                pass
+        answer = await client.completions.create(model="policy", prompt="x", max_tokens=2)
+        assert answer.usage is not None
+        assert answer.usage.completion_tokens >= 1
+
+
+async def entered(stack: Stack) -> None:
+    """Until the engine has rows."""
+    with anyio.fail_after(10):
+        while not await stack.rows():
+            pass

@@ -1,0 +1,156 @@
+"""The native routes in front of a whole run's engine: what they tell is what the learner would compute."""
+
+from __future__ import annotations
+
+import io
+import threading
+from collections.abc import AsyncIterator, Generator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+import httpx
+import numpy as np
+import pytest
+from rich.console import Console
+
+from clotho.inference.client import Sampler
+from clotho.models.parameters import flat, nested
+from clotho.run.context import Session
+from clotho.run.startup import Parts
+from clotho.runtime.futures import finish
+from clotho.scoring.head_scores import SampledLaw
+from clotho.scoring.teacher_forcing import TeacherForcing
+from clotho.serving.server import Gateway
+from tests.run.assembled import assembled, tiny_profile
+
+PROMPT = [5, 9, 33, 1, 1, 17]
+
+
+@asynccontextmanager
+async def serving(directory: Path) -> AsyncIterator[tuple[Parts, httpx.AsyncClient, Sampler]]:
+    """Serve a tiny policy whose adapter has moved, as a run would."""
+    profile = tiny_profile(directory, gateway={"enabled": True, "port": 0})
+    async with assembled(profile) as parts:
+
+        def move() -> None:
+            moved = {name: value + 0.05 for name, value in flat(parts.policy.trainable()).items()}
+            parts.policy.publish(nested(moved), version=7, step=7, fingerprint="moved")
+
+        await finish(parts.executor.submit(move))
+        session = Session(parts, Console(file=io.StringIO()), blas="none", listener=None)
+        async with anyio.create_task_group() as tasks:
+            url = await tasks.start(Gateway(session.gateway_services(), grace_seconds=1.0).run)
+            async with httpx.AsyncClient(base_url=url, timeout=20) as client:
+                yield parts, client, session.sampler
+            tasks.cancel_scope.cancel()
+
+
+async def forced(parts: Parts, prompt: list[int], tokens: list[int], temperature: float) -> list[float]:
+    """Log-probabilities of the tokens as the learner computes them."""
+
+    def score() -> list[float]:
+        forcing = TeacherForcing(parts.policy.model, parts.policy.vocab_size)
+        scores = forcing.sequence(prompt, tokens, law=SampledLaw(temperature))
+        return [float(value) for value in np.array(scores.logp_N)]
+
+    return await finish(parts.executor.submit(score))
+
+
+async def ask(client: httpx.AsyncClient, route: str, **body: Any) -> Any:
+    """The answer to a good request."""
+    answer = await client.post(route, json=body)
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["x-clotho-weights-version"] == "7"
+    return answer.json()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+async def test_log_probabilities_are_those_of_the_learner(tmp_path: Path, temperature: float) -> None:
+    """All three shapes, sixteen completions of one request, the tempered distribution: teacher forcing, to 2e-4."""
+    keys = {"n": 16, "temperature": temperature}
+    async with serving(tmp_path) as (parts, client, _):
+        vllm = await ask(
+            client, "/generate", prompt={"prompt_token_ids": PROMPT}, logprobs=0, max_tokens=12, **keys
+        )  # fmt: skip
+        sglang = await ask(
+            client, "/generate", input_ids=PROMPT, return_logprob=True, sampling_params=keys | {"max_new_tokens": 12}
+        )
+        trl = await ask(client, "/v1/generate/", prompts=[PROMPT], max_tokens=12, **keys)
+        rows = [
+            *([next(iter(position[0].items())) for position in row] for row in vllm["logprobs"]),
+            *([(entry[1], entry[0]) for entry in one["meta_info"]["output_token_logprobs"]] for one in sglang),
+            *(list(zip(*row, strict=True)) for row in zip(trl["completion_ids"], trl["logprobs"], strict=True)),
+        ]
+        assert len(rows) == 48
+        for row in rows:
+            expected = await forced(parts, PROMPT, [int(token) for token, _ in row], temperature)
+            assert [logprob for _, logprob in row] == pytest.approx(expected, abs=2e-4)
+
+
+async def test_the_prompt_is_scored_as_the_learner_would(tmp_path: Path) -> None:
+    """Untempered, whatever the temperature of the completion; the best alternatives are at least as probable."""
+    async with serving(tmp_path) as (parts, client, _):
+        answer = await ask(
+            client, "/generate", prompt={"prompt_token_ids": PROMPT}, prompt_logprobs=3, temperature=0.0, max_tokens=1
+        )
+        first, *others = answer["prompt_logprobs"]
+        assert first is None
+        told = [next(iter(entry.items())) for entry in others]
+        assert [int(token) for token, _ in told] == PROMPT[1:]
+        expected = await forced(parts, PROMPT[:1], PROMPT[1:], 1.0)
+        assert [logprob for _, logprob in told] == pytest.approx(expected, abs=2e-4)
+        for entry, (token, logprob) in zip(others, told, strict=True):
+            best = [value for other, value in entry.items() if other != token]
+            assert len(entry) in (3, 4)
+            assert best == sorted(best, reverse=True)
+            assert max(best) >= logprob or len(entry) == 3
+        assert answer["prompt_weights_version"] == 7
+
+
+async def test_health_answers_while_the_compute_thread_is_busy(tmp_path: Path) -> None:
+    """An update or a swap holds the thread; /health does not wait for it, and says how long it has been at it."""
+    busy, done = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        busy.set()
+        assert done.wait(20)
+
+    async with serving(tmp_path) as (parts, client, _):
+        held = parts.executor.submit(hold)
+        try:
+            assert await anyio.to_thread.run_sync(busy.wait, 10)
+            with anyio.fail_after(5):
+                answers = [await client.get("/health") for _ in range(20)]
+            assert not held.done()
+        finally:
+            done.set()
+        assert {answer.status_code for answer in answers} == {200}
+        assert 0.0 < answers[0].json()["progress_seconds"] <= answers[-1].json()["progress_seconds"]
+        held.result()
+
+
+async def test_a_client_that_leaves_frees_the_rows_of_the_run(tmp_path: Path) -> None:
+    """Sixteen rows, gone soon after their client is, and the next request is answered."""
+    async with serving(tmp_path) as (parts, client, sampler):
+        endless = {"prompt": {"prompt_token_ids": PROMPT}, "n": 16, "max_tokens": 100, "ignore_eos": True}
+        running, left = threading.Event(), threading.Event()
+
+        def hold() -> Generator[None, None, None]:
+            while parts.engine.running < 16:
+                yield
+            running.set()
+            assert left.wait(20)
+
+        parts.executor.submit_steps(hold())
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(lambda: client.post("/generate", json=endless))
+            assert await anyio.to_thread.run_sync(running.wait, 10)
+            tasks.cancel_scope.cancel()
+        with anyio.fail_after(10):
+            while sampler.running:
+                await anyio.lowlevel.checkpoint()
+        left.set()
+        assert (await ask(client, "/generate", prompt={"prompt_token_ids": PROMPT}, max_tokens=2))["finish_reasons"]
+        assert parts.engine.stats().finished["abort"] == 16

@@ -1,0 +1,144 @@
+"""Small random-weight models of mlx-lm's architectures, a byte tokenizer, and what the engine samples from."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten, tree_unflatten
+from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
+from tokenizers import models as tokenizer_models
+from transformers import PreTrainedTokenizerFast
+
+from clotho.models.tokenizer import ChatTokenizer
+
+ATTENTION: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+}
+
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "qwen3": {},
+    "llama": {},
+    "gemma2": {"query_pre_attn_scalar": 8.0},
+    "gemma3_text": {
+        "num_hidden_layers": 3,
+        "sliding_window": 8,
+        "sliding_window_pattern": 2,
+        "query_pre_attn_scalar": 8,
+    },
+    "qwen3_moe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "moe_intermediate_size": 16,
+        "norm_topk_prob": True,
+    },
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "mamba2": {
+        "num_heads": 4,
+        "head_dim": 8,
+        "state_size": 8,
+        "conv_kernel": 4,
+        "n_groups": 1,
+        "expand": 1,
+        "use_bias": False,
+        "use_conv_bias": True,
+        "residual_in_fp32": False,
+        "layer_norm_epsilon": 1e-5,
+        "chunk_size": 16,
+        "time_step_limit": (0.0, 100.0),
+        "time_step_rank": "auto",
+    },
+    "lfm2": {
+        "norm_eps": 1e-5,
+        "conv_bias": False,
+        "conv_L_cache": 3,
+        "block_dim": 32,
+        "block_ff_dim": 48,
+        "block_multiple_of": 8,
+        "block_ffn_dim_multiplier": 1.0,
+        "block_auto_adjust_ff_dim": False,
+        "full_attn_idxs": [1],
+    },
+    "falcon_h1": {
+        "mamba_d_conv": 4,
+        "mamba_d_ssm": 32,
+        "mamba_d_state": 8,
+        "mamba_d_head": 8,
+        "mamba_n_heads": 4,
+        "mamba_n_groups": 1,
+        "mamba_chunk_size": 16,
+    },
+}
+
+
+def tiny(architecture: str, *, vocab_size: int = 64, seed: int = 0, **overrides: Any) -> nn.Module:
+    """Build one of `ARCHITECTURES` with evaluated random weights, wide enough that its choices differ."""
+    module = importlib.import_module(f"mlx_lm.models.{architecture}")
+    settings = {**ATTENTION, **ARCHITECTURES[architecture], "vocab_size": vocab_size, **overrides}
+    mx.random.seed(seed)
+    model: nn.Module = module.Model(module.ModelArgs.from_dict({"model_type": architecture, **settings}))
+    leaves: Any = tree_flatten(model.parameters())
+    model.update(tree_unflatten([(name, _spread(name, array)) for name, array in leaves]))
+    mx.eval(model.parameters())
+    model.eval()
+    return model
+
+
+def _spread(name: str, array: mx.array) -> mx.array:
+    """Matrices at twice their usual scale: logits of a fresh model are too flat to tell good from bad."""
+    return array * 2.0 if array.ndim == 2 and "weight" in name else array
+
+
+def byte_tokenizer(*, chat_template: str | None = None) -> ChatTokenizer:
+    """Tokenize every byte as itself: ids 0 to 255 are bytes, 256 is `<|end|>`, which ends a completion."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    order = {_byte_of(character): character for character in alphabet}
+    tokenizer = Tokenizer(tokenizer_models.BPE(vocab={order[b]: b for b in range(256)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken("<|end|>", special=True, normalized=False)])
+    wrap: Any = PreTrainedTokenizerFast
+    fast = wrap(tokenizer_object=tokenizer, eos_token="<|end|>", chat_template=chat_template)
+    return ChatTokenizer(fast)
+
+
+def _byte_of(character: str) -> int:
+    return {c: b for b, c in _byte_characters().items()}[character]
+
+
+def _byte_characters() -> dict[int, str]:
+    """Map bytes to the characters of byte-level BPE: printable ones stand for themselves, the rest follow 255."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [b for b in range(256) if b not in printable]
+    return {**{b: chr(b) for b in printable}, **{b: chr(256 + i) for i, b in enumerate(others)}}
+
+
+@dataclass
+class FixedSource:
+    """What the engine samples from, with a version that a test may set."""
+
+    model: nn.Module
+    tokenizer: ChatTokenizer
+    vocab_size: int
+    context_length: int = 512
+    version: int = 0
+
+
+def tiny_source(architecture: str = "qwen3", *, vocab_size: int = 257, seed: int = 0, **overrides: Any) -> FixedSource:
+    """Build a tiny model with the byte tokenizer; token 256 ends a completion."""
+    model = tiny(architecture, vocab_size=vocab_size, seed=seed, **overrides)
+    return FixedSource(model=model, tokenizer=byte_tokenizer(), vocab_size=vocab_size)

@@ -1,0 +1,230 @@
+"""What the learner's tests share: a policy of a few numbers, a tiny transformer, made-up groups."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar, cast
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx.utils import tree_map
+from mlx_lm.models import qwen3
+from msgspec import convert
+
+from clotho.config.schema import LearnerSection, PolicySection, SamplingSection
+from clotho.models.parameters import Parameters, flat
+from clotho.models.policy import Policy
+from clotho.scoring.draws import SampledLaw
+from clotho.scoring.teacher_forcing import TeacherForcing
+from clotho.training.gradient import LearnablePolicy, Moment, Rules, micro_gradient
+from clotho.training.objectives.controllers import initial_strengths
+from clotho.training.objectives.loss import TokenSums
+from clotho.training.objectives.registry import objective
+from clotho.training.prepare import prepare
+from clotho.training.reference_policy import ReferencePolicy
+from clotho.training.update import PolicyLearner
+from protocols.prompt import Problem, Prompt
+from protocols.rollout import RolloutGroup
+from protocols.sampling import Completion
+from protocols.score import ScoredGroup
+
+Result = TypeVar("Result")
+VOCAB = 32
+
+
+class Bigram(nn.Module):
+    """A language model that sees one token back: logits = embed(token) W^T."""
+
+    def __init__(self, *, vocab_size: int = 5, width: int = 3, seed: int = 0) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        key_embed, key_head = mx.random.split(mx.random.key(seed))
+        self.model = nn.Embedding(vocab_size, width)
+        self.lm_head = nn.Linear(width, vocab_size, bias=False)
+        self.model.weight = mx.random.normal((vocab_size, width), key=key_embed)
+        self.lm_head.weight = mx.random.normal((vocab_size, width), key=key_head)
+
+    def __call__(self, tokens_B_S: mx.array, cache: Any = None) -> mx.array:
+        return self.lm_head(self.model(tokens_B_S))
+
+
+class BigramPolicy:
+    """All weights of a `Bigram` trained; the same shape as `clotho.models.policy.Policy`."""
+
+    def __init__(self, model: nn.Module | None = None, vocab_size: int = 5) -> None:
+        self.model = model or Bigram(vocab_size=vocab_size)
+        self.vocab_size = vocab_size
+        self.version = 0
+        self.fingerprint = "initial"
+        self._served = self.model.trainable_parameters()
+        self._frozen = tree_map(lambda array: array + 0.3 * mx.sin(7 * array), self._served)
+        mx.eval(self._served, self._frozen)
+
+    def trainable(self) -> Parameters:
+        return cast(Parameters, tree_map(lambda array: array, self._served))
+
+    def publish(self, parameters: Parameters, *, version: int, step: int, fingerprint: str) -> float:
+        self._served, self.version, self.fingerprint = parameters, version, fingerprint
+        self.model.update(parameters)
+        return 0.0
+
+    @contextmanager
+    def using(self, parameters: Parameters) -> Iterator[None]:
+        outer = self.model.trainable_parameters()
+        self.model.update(parameters)
+        try:
+            yield
+        finally:
+            self.model.update(outer)
+
+    @contextmanager
+    def reference(self) -> Iterator[None]:
+        with self.using(self._frozen):
+            yield
+
+    @contextmanager
+    def training_mode(self) -> Iterator[None]:
+        self.model.train()
+        try:
+            yield
+        finally:
+            self.model.eval()
+
+
+def tiny_policy(*, tied: bool = True, **section: Any) -> Policy:
+    """A Qwen3 of two layers with random weights and an adapter (rank 4, scale 2 by default) over every linear layer."""
+    config = {
+        "model_type": "qwen3",
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "intermediate_size": 48,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "rms_norm_eps": 1e-6,
+        "vocab_size": VOCAB,
+        "max_position_embeddings": 128,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": tied,
+    }
+    mx.random.seed(7)
+    model = qwen3.Model(qwen3.ModelArgs.from_dict(config))  # type: ignore[no-untyped-call]
+    weights = model.parameters()  # type: ignore[no-untyped-call]
+    model.update(tree_map(lambda array: array * 3.0 if array.ndim == 2 else array, weights))
+    settings = PolicySection(**{"rank": 4, "scale": 2.0, **section})
+    return Policy(model, cast(Any, None), settings, config=config, seed=0, keep_reference=True)
+
+
+def learner(
+    policy: LearnablePolicy, *, steps: int = 10, good_window: int = 0, watched: bool = False, **keys: Any
+) -> PolicyLearner:
+    """A learner with a rate of 1e-2 that stays, and all else by default."""
+    settings = convert({"learning_rate": 1e-2, "schedule": "constant", **keys}, LearnerSection)
+    return PolicyLearner(policy, settings, SamplingSection(), steps=steps, good_window=good_window, watched=watched)
+
+
+def scored_group(
+    completions: Sequence[Sequence[int]],
+    rewards: Sequence[float],
+    *,
+    prompt: Sequence[int] = (1, 2),
+    logprob: float = -1.5,
+    version: int = 0,
+    group_id: int = 0,
+) -> ScoredGroup:
+    """A group with these completion tokens; every token was drawn with the same log-probability and version."""
+    problem = Problem(prompt="?", answer="!", type="problem")
+    return ScoredGroup(
+        group=RolloutGroup(
+            prompt=Prompt(group_id=group_id, problem=problem, tokens=tuple(prompt), seed=0),
+            completions=tuple(completion(tokens, [logprob] * len(tokens), version) for tokens in completions),
+        ),
+        rewards=tuple(rewards),
+        parts={},
+    )
+
+
+def completion(tokens: Sequence[int], logprobs: Sequence[float], version: int = 0) -> Completion:
+    """A completion as a sampler would have recorded it."""
+    return Completion(
+        tokens=tuple(tokens),
+        logprobs=tuple(logprobs),
+        versions=(version,) * len(tokens),
+        text="",
+        finish_reason="stop",
+    )
+
+
+def random_groups(vocab_size: int, *, groups: int = 3, size: int = 4, seed: int = 0) -> list[ScoredGroup]:
+    """Groups of random tokens, of lengths 1 to 12, with random rewards."""
+    rng = np.random.default_rng(seed)
+
+    def tokens(longest: int) -> list[int]:
+        return [int(token) for token in rng.integers(0, vocab_size, rng.integers(1, longest))]
+
+    return [
+        scored_group(
+            [tokens(12) for _ in range(size)],
+            [float(value) for value in rng.normal(size=size)],
+            prompt=tokens(6),
+            logprob=-1.2 * float(np.log(vocab_size)),
+            group_id=index,
+        )
+        for index in range(groups)
+    ]
+
+
+def whole_gradient(
+    policy: LearnablePolicy,
+    groups: Sequence[ScoredGroup],
+    settings: LearnerSection,
+    *,
+    law: SampledLaw,
+    max_tokens: int = 100,
+) -> tuple[float, dict[str, np.ndarray]]:
+    """Loss and gradient of a batch at the served parameters, all micro-batches added up in float64."""
+    rules = Rules(settings, objective(settings.objective), law, initial_strengths(settings))
+    forcing = TeacherForcing(policy.model, policy.vocab_size, layout=settings.layout)
+    job = prepare(
+        groups,
+        policy=policy,
+        forcing=forcing,
+        parameters=policy.trainable(),
+        reference=ReferencePolicy(policy, settings),
+        rules=rules,
+        max_tokens=max_tokens,
+        seed=(0,),
+    )
+    batch = finish(job)
+    total, arrays = 0.0, {name: np.zeros(array.shape) for name, array in flat(policy.trainable()).items()}
+    for micro, known in zip(batch.mini_batches[0].micro_batches, batch.known[0], strict=True):
+        part = micro_gradient(policy, forcing, policy.trainable(), micro, known, rules=rules, moment=Moment(0, 0.0))
+        total += float(np.array(part.sums)[TokenSums._fields.index("loss")])
+        for name, array in part.arrays.items():
+            arrays[name] += np.array(array, dtype=np.float64)
+    return total, arrays
+
+
+def finish(job: Generator[None, None, Result]) -> Result:
+    """Run a cooperative job to its end and return its result."""
+    while True:
+        try:
+            next(job)
+        except StopIteration as stop:
+            return cast(Result, stop.value)
+
+
+def same_bits(first: Parameters, second: Parameters) -> bool:
+    """Whether two trees hold the same arrays, bit for bit."""
+    one, other = flat(first), flat(second)
+    return one.keys() == other.keys() and all(
+        np.array(one[name]).tobytes() == np.array(other[name]).tobytes() for name in one
+    )
+
+
+def largest_difference(first: Parameters, second: Parameters) -> float:
+    """Largest absolute difference of any element of two trees of equal shape."""
+    one, other = flat(first), flat(second)
+    assert one.keys() == other.keys()
+    return max(float(np.abs(np.array(one[name]) - np.array(other[name])).max()) for name in one)

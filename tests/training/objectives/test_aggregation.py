@@ -1,0 +1,65 @@
+"""Coefficients of tokens in the loss of the update."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from clotho.training.objectives.aggregation import AGGREGATIONS, coefficients
+
+LENGTHS = [[3, 1, 0], [4], [0, 0]]
+"""Eight learnt tokens; three completions with any, of two groups; the third group has none."""
+
+
+def flat(kind: str, lengths: list[list[int]], max_tokens: int = 10) -> list[float]:
+    """Coefficients of all completions in a row."""
+    return [float(value) for share_G in coefficients(kind, lengths, max_tokens=max_tokens) for value in share_G]
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("token_mean", [1 / 8, 1 / 8, 0, 1 / 8, 0, 0]),
+        ("sequence_mean", [1 / 9, 1 / 3, 0, 1 / 12, 0, 0]),
+        ("token_sum", [1 / 30, 1 / 30, 0, 1 / 30, 0, 0]),
+        ("group_mean", [1 / 8, 1 / 8, 0, 1 / 8, 0, 0]),
+    ],
+)
+def test_coefficients_by_hand(kind: str, expected: list[float]) -> None:
+    """T = 8, S = 3, max_tokens = 10, T_g = 4 and 4, P = 2; what has no learnt token is in no denominator.
+
+    token_mean 1/T; sequence_mean 1/(T_i S); token_sum 1/(10 S); group_mean 1/(T_g P).
+    """
+    assert flat(kind, LENGTHS) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["token_mean", "sequence_mean", "group_mean"])
+def test_means_of_one_are_one(kind: str) -> None:
+    """If every token's loss is 1, so is the loss."""
+    rng = np.random.default_rng(3)
+    lengths = [rng.integers(0, 9, size).tolist() for size in (3, 5, 1, 4)]
+    shares = coefficients(kind, lengths, max_tokens=9)
+    assert sum(float(np.dot(s, n)) for s, n in zip(shares, lengths, strict=True)) == pytest.approx(1.0, rel=1e-12)
+
+
+def test_token_sum_of_completions_of_full_length_is_their_mean() -> None:
+    """With all T_i = max_tokens, Dr. GRPO's constant is 1/T: the three agree."""
+    lengths = [[5, 5], [5]]
+    assert flat("token_sum", lengths, 5) == pytest.approx(flat("token_mean", lengths, 5), rel=1e-12)
+    assert flat("token_sum", lengths, 5) == pytest.approx(flat("sequence_mean", lengths, 5), rel=1e-12)
+
+
+@pytest.mark.parametrize("kind", list(AGGREGATIONS))
+def test_groups_and_completions_may_come_in_any_order(kind: str) -> None:
+    """The coefficient of a completion depends on the others, not on its place."""
+    first = coefficients(kind, [[2, 7, 1], [4, 3]], max_tokens=9)
+    second = coefficients(kind, [[3, 4], [1, 2, 7]], max_tokens=9)
+    np.testing.assert_allclose(first[0], second[1][[1, 2, 0]], rtol=1e-12)
+    np.testing.assert_allclose(first[1], second[0][[1, 0]], rtol=1e-12)
+
+
+@pytest.mark.parametrize("kind", list(AGGREGATIONS))
+def test_where_nothing_is_learnt_all_coefficients_are_zero(kind: str) -> None:
+    """No division by nothing; also for no group at all."""
+    assert flat(kind, [[0, 0], [0]]) == [0.0, 0.0, 0.0]
+    assert flat(kind, []) == []

@@ -1,0 +1,87 @@
+"""The whole loss, for every objective: padding, order, and any split into micro-batches leave no trace."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from msgspec import convert
+from numpy.typing import NDArray
+
+from clotho.config import presets as recipes
+from clotho.config.schema import LearnerSection
+from clotho.training.objectives.aggregation import coefficients
+from clotho.training.objectives.loss import LossInputs, Strengths, TokenSums, policy_loss
+from clotho.training.objectives.registry import OBJECTIVES
+from tests.training.objectives.cases import row
+
+LENGTHS = [[3, 5], [1, 4, 2], [6, 3]]
+COMPLETIONS = [length for lengths_G in LENGTHS for length in lengths_G]
+SPLITS = [[[0, 1, 2, 3, 4, 5, 6]], [[0, 1], [2, 3, 4], [5, 6]], [[6, 0], [3, 1, 5, 2], [4]]]
+
+
+class Batch:
+    """Tokens of seven completions of three groups, dealt to micro-batches at will."""
+
+    def __init__(self, name: str) -> None:
+        rng = np.random.default_rng(5)
+        N = sum(COMPLETIONS)
+        keys = {"entropy_weight": 0.01, "kl_beta": 0.1, "outlier_high": 1.6, "off_policy_mask": 0.1}
+        self.settings = convert(recipes.recommended(name, **keys), LearnerSection)
+        self.objective = OBJECTIVES[name]
+        self.sequence_N = np.repeat(np.arange(7), COMPLETIONS)
+        self.logp_N = -np.abs(rng.normal(size=N)) - 0.3
+        self.behaviour_N = self.logp_N + 0.3 * rng.normal(size=N)
+        self.proximal_N = self.logp_N + 0.1 * rng.normal(size=N)
+        self.reference_N = self.logp_N + 0.3 * rng.normal(size=N)
+        self.entropy_N = rng.uniform(0.5, 2.0, N)
+        self.advantage_N = rng.normal(size=7)[self.sequence_N]
+        shares = np.concatenate(coefficients(self.settings.aggregation, LENGTHS, max_tokens=8))
+        self.coefficient_N = shares[self.sequence_N]
+
+    def learn(self, completions: Sequence[int], padding: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Sums, and the gradient of every token of the batch, of one micro-batch of these completions."""
+        at_M = np.concatenate([np.flatnonzero(self.sequence_N == i) for i in completions])
+        at_N = np.concatenate([at_M, np.full(padding, at_M[0])])
+        live_N = np.arange(len(at_N)) < len(at_M)
+        place = {completion: place for place, completion in enumerate(completions)}
+        inputs = LossInputs(
+            behaviour_N=row(self.behaviour_N[at_N]),
+            proximal_N=row(self.proximal_N[at_N]) if self.settings.anchor == "proximal" else None,
+            reference_N=row(self.reference_N[at_N]),
+            advantage_N=row(self.advantage_N[at_N]),
+            weight_N=row(live_N),
+            coefficient_N=row(self.coefficient_N[at_N] * live_N),
+            fresh_N=row(at_N % 2),
+            sequence_N=mx.array([place[i] for i in self.sequence_N[at_N]]),
+            sequences=len(completions),
+        )
+        strengths = Strengths(self.settings.kl_beta, self.settings.entropy_weight)
+        (_, sums), gradient_N = mx.value_and_grad(
+            lambda logp_N: policy_loss(
+                logp_N,
+                row(self.entropy_N[at_N]),
+                inputs,
+                settings=self.settings,
+                strengths=strengths,
+                objective=self.objective,
+            )
+        )(row(self.logp_N[at_N]))
+        whole_N = np.zeros(len(self.logp_N))
+        np.add.at(whole_N, at_N, np.array(gradient_N, dtype=np.float64))
+        return np.array([float(value) for value in sums]), whole_N
+
+
+@pytest.mark.parametrize("name", list(OBJECTIVES))
+def test_any_split_and_padding_gives_the_same_sums_and_gradients(name: str) -> None:
+    """One micro-batch, one per group, and completions dealt at random with their order changed."""
+    batch = Batch(name)
+    whole, whole_N = batch.learn(range(7), padding=0)
+    for padding, split in enumerate(SPLITS, start=1):
+        parts = [batch.learn(completions, padding) for completions in split]
+        np.testing.assert_allclose(np.sum([sums for sums, _ in parts], axis=0), whole, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(np.sum([part_N for _, part_N in parts], axis=0), whole_N, rtol=1e-5, atol=1e-7)
+    rejected = whole[TokenSums._fields.index("rejected")]
+    assert 0 < rejected < len(batch.logp_N)

@@ -1,0 +1,198 @@
+"""The loss of a micro-batch: what is anchored, weighed, added, summed and counted."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from clotho.config.schema import LearnerSection
+from clotho.training.objectives.loss import LossInputs, Strengths, TokenSums, policy_loss
+from clotho.training.objectives.registry import OBJECTIVES
+from tests.training.objectives.cases import row
+
+ENTROPY_N = row([0.5, 0.25, 0.25])
+BEHAVIOUR_N = row([-2.0, -2.0, -2.0])
+
+
+def inputs(advantage_N: list[float], **fields: Any) -> LossInputs:
+    """Tokens of one completion, sampler at -2, all learnt, fresh and with coefficient 1, unless said otherwise."""
+    N = len(advantage_N)
+    made = LossInputs(
+        behaviour_N=row([-2.0] * N),
+        proximal_N=None,
+        reference_N=None,
+        advantage_N=row(advantage_N),
+        weight_N=mx.ones(N),
+        coefficient_N=mx.ones(N),
+        fresh_N=mx.ones(N),
+        sequence_N=mx.zeros(N, dtype=mx.int32),
+        sequences=1,
+    )
+    return made._replace(**fields)
+
+
+def differentiate(
+    logp_N: mx.array, seen: LossInputs, entropy_N: mx.array | None = None, **keys: Any
+) -> tuple[float, np.ndarray, np.ndarray, TokenSums]:
+    """Loss, gradients by log-probability and by entropy, sums."""
+    settings = LearnerSection(**keys)
+    strengths = Strengths(settings.kl_beta, settings.entropy_weight)
+    entropy_N = mx.zeros_like(logp_N) if entropy_N is None else entropy_N
+
+    def loss(logp_N: mx.array, entropy_N: mx.array) -> Any:
+        return policy_loss(
+            logp_N,
+            entropy_N,
+            seen,
+            settings=settings,
+            strengths=strengths,
+            objective=OBJECTIVES[settings.objective],
+        )
+
+    (value, sums), (by_logp_N, by_entropy_N) = mx.value_and_grad(loss, argnums=(0, 1))(logp_N, entropy_N)
+    return value.item(), np.array(by_logp_N), np.array(by_entropy_N), sums
+
+
+def ratio(values: list[float]) -> mx.array:
+    """Log-probabilities with these ratios to the sampler."""
+    return row(-2.0 + np.log(values))
+
+
+def test_against_the_sampler_the_ratio_is_clipped() -> None:
+    """Ratios 1, 2, 1/2, A = 1, range [0.8, 1.2]: -(1 + 1.2 + 0.5) = -2.7; gradient -1, 0, -1/2."""
+    value, gradient_N, _, sums = differentiate(ratio([1.0, 2.0, 0.5]), inputs([1.0] * 3))
+    assert value == pytest.approx(-2.7, rel=1e-6)
+    np.testing.assert_allclose(gradient_N, [-1.0, 0.0, -0.5], rtol=1e-6)
+    assert sums.clipped.item() == 1.0
+
+
+def test_against_the_policy_itself_nothing_is_clipped_and_the_correction_weighs() -> None:
+    """anchor = proximal without one known: u = 1; w = 3 and 1/2, truncated at 2: loss -(2 + 0.5), gradient -w A."""
+    value, gradient_N, _, sums = differentiate(
+        ratio([3.0, 0.5]), inputs([1.0, 1.0]), anchor="proximal", correction="truncate", correction_high=2.0
+    )
+    assert value == pytest.approx(-2.5, rel=1e-6)
+    np.testing.assert_allclose(gradient_N, [-2.0, -0.5], rtol=1e-5)
+    assert sums.clipped.item() == 0.0
+
+
+def test_against_the_proximal_policy_both_ratios_act() -> None:
+    """Decoupled PPO. Proximal 1.5 times the sampler, policy 1.65 and 3 times: u = 1.1 and 2, w = 1.5 for both.
+
+    A = 1, range [0.8, 1.2]: -1.5 (1.1 + 1.2) = -3.45; gradient -1.65 and 0.
+    """
+    value, gradient_N, _, sums = differentiate(
+        ratio([1.65, 3.0]),
+        inputs([1.0, 1.0], proximal_N=ratio([1.5, 1.5])),
+        objective="ppo_decoupled",
+        anchor="proximal",
+        correction="truncate",
+    )
+    assert value == pytest.approx(-3.45, rel=1e-5)
+    np.testing.assert_allclose(gradient_N, [-1.65, 0.0], rtol=1e-5)
+    assert sums.ratio.item() == pytest.approx(4.65, rel=1e-5)
+    assert sums.ratio_squared.item() == pytest.approx(1.65**2 + 9.0, rel=1e-5)
+
+
+def test_rejected_tokens_teach_nothing_and_are_counted() -> None:
+    """IcePop within [0.5, 2]: w = 3 becomes 0; the penalty and the bonus stay whole, and so does the denominator.
+
+    Coefficients 1/2. Loss: the second token's -1/2, k1 penalties 0.1 (ln 3 + 0) / 2, bonus -0.2 * 1.5 / 2.
+    """
+    value, gradient_N, entropy_gradient_N, sums = differentiate(
+        ratio([3.0, 1.0]),
+        inputs([1.0, 1.0], coefficient_N=row([0.5, 0.5]), reference_N=row([-2.0, -2.0])),
+        row([1.0, 0.5]),
+        anchor="proximal",
+        correction="mask",
+        correction_low=0.5,
+        kl_beta=0.1,
+        kl_estimator="k1",
+        entropy_weight=0.2,
+    )
+    assert value == pytest.approx(-0.5 + 0.05 * math.log(3) - 0.15, rel=1e-5)
+    np.testing.assert_allclose(gradient_N, [0.05, -0.45], rtol=1e-5)
+    np.testing.assert_allclose(entropy_gradient_N, [-0.1, -0.1], rtol=1e-6)
+    assert sums.rejected.item() == 1.0
+
+
+@pytest.mark.parametrize("anchor", ["sampler", "proximal"])
+def test_masks_of_completions_act_whatever_the_anchor(anchor: str) -> None:
+    """One token of ratio 9, above 4, and the completion is out; the other one learns as before: gradient -1."""
+    seen = inputs([1.0] * 3, sequence_N=mx.array([0, 0, 1]), sequences=2)
+    _, gradient_N, _, sums = differentiate(ratio([9.0, 1.0, 1.0]), seen, anchor=anchor, outlier_high=4.0)
+    np.testing.assert_allclose(gradient_N, [0.0, 0.0, -1.0], rtol=1e-6)
+    assert sums.rejected.item() == 2.0
+
+
+def test_the_penalty_is_in_the_loss_unless_it_is_in_the_reward() -> None:
+    """k3 with d = ln 2: 1 - ln 2, gradient 1 - e^d = -1, times beta 0.1. In the reward: measured, no part of the loss.
+
+    Unbiased with ratio 1: the same value, gradient (1 - ln 2) - 1 = -ln 2.
+    """
+    logp_N, seen = ratio([1.0]), inputs([0.0], reference_N=ratio([2.0]))
+    value, gradient_N, _, sums = differentiate(logp_N, seen, kl_beta=0.1)
+    assert value == pytest.approx(0.1 * (1 - math.log(2)), rel=1e-5)
+    assert gradient_N[0] == pytest.approx(-0.1, rel=1e-5)
+    assert sums.kl.item() == pytest.approx(1 - math.log(2), rel=1e-5)
+    value, gradient_N, _, sums = differentiate(logp_N, seen, kl_beta=0.1, kl_in="reward")
+    assert (value, gradient_N[0]) == (0.0, 0.0)
+    assert sums.kl.item() == pytest.approx(1 - math.log(2), rel=1e-5)
+    value, gradient_N, _, _ = differentiate(logp_N, seen, kl_beta=0.1, kl_unbiased=True)
+    assert value == pytest.approx(0.1 * (1 - math.log(2)), rel=1e-5)
+    assert gradient_N[0] == pytest.approx(-0.1 * math.log(2), rel=1e-5)
+
+
+def test_the_strengths_of_the_moment_count_not_those_of_the_profile() -> None:
+    """kl_beta 0.1 in the profile, 0.3 by now: gradient of k1 is 0.3; entropy weight 0.2 by now: -0.2."""
+    seen = inputs([0.0], reference_N=row([-1.0]))
+    settings = LearnerSection(kl_beta=0.1, kl_estimator="k1")
+
+    def loss(logp_N: mx.array, entropy_N: mx.array) -> Any:
+        strengths = Strengths(0.3, 0.2)
+        return policy_loss(
+            logp_N, entropy_N, seen, settings=settings, strengths=strengths, objective=OBJECTIVES["grpo"]
+        )[0]
+
+    by_logp_N, by_entropy_N = mx.grad(loss, argnums=(0, 1))(row([-2.0]), row([1.0]))
+    assert by_logp_N.item() == pytest.approx(0.3)
+    assert by_entropy_N.item() == pytest.approx(-0.2)
+
+
+def test_sums_are_over_learnt_tokens() -> None:
+    """Ratios 1, 2, 1/2, and a fourth that is not learnt; loss with coefficients 1/4, all else without.
+
+    ratio 3.5, squares 1 + 4 + 1/4; mismatch of the two fresh: k3 with d = ln r: 0 and 2 - 1 - ln 2.
+    """
+    seen = inputs(
+        [1.0] * 4,
+        weight_N=row([1, 1, 1, 0]),
+        fresh_N=row([1, 1, 0, 1]),
+        coefficient_N=row([0.25] * 4),
+        reference_N=row([-1.0] * 4),
+    )
+    value, _, _, sums = differentiate(ratio([1.0, 2.0, 0.5, 7.0]), seen, row([0.5, 0.25, 0.25, 9.0]))
+    expected = {
+        "loss": -2.7 / 4,
+        "kl": sum(math.exp(d) - 1 - d for d in (1.0, 1.0 - math.log(2), 1.0 + math.log(2))),
+        "entropy": 1.0,
+        "clipped": 1.0,
+        "ratio": 3.5,
+        "ratio_squared": 5.25,
+        "rejected": 0.0,
+        "mismatch": 1.0 - math.log(2),
+        "distilled": 0.0,
+    }
+    measured = {name: value.item() for name, value in sums._asdict().items()}
+    assert measured == pytest.approx(expected, rel=1e-5)
+    assert value == sums.loss.item()
+
+
+def test_a_correction_never_multiplies_a_ratio_against_the_sampler() -> None:
+    """It would count the same disagreement twice."""
+    with pytest.raises(ValueError, match="twice"):
+        differentiate(ratio([1.0]), inputs([1.0]), correction="truncate")

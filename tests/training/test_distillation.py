@@ -1,0 +1,103 @@
+"""Learning from a teacher: what is reported, what it moves, and what it costs nobody else."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from msgspec.structs import replace
+
+from clotho.config.schema import LearnerSection
+from clotho.scoring.draws import SampledLaw
+from clotho.scoring.sequences import MicroBatch
+from clotho.scoring.teacher_forcing import TeacherForcing
+from clotho.scoring.token_scores import TokenScores
+from clotho.training.batch import judge, mini_batches
+from clotho.training.gradient import known_scores
+from protocols.score import ScoredGroup, TeacherTokens
+from tests.training.environment_groups import environment_groups
+from tests.training.learning import BigramPolicy, finish, learner, same_bits, scored_group, tiny_policy
+
+
+def taught(group: ScoredGroup, tokens: tuple[int, ...], logprobs: tuple[float, ...]) -> ScoredGroup:
+    """The same group; a teacher says the same at each of its tokens."""
+    rows = [len(one.tokens) for one in group.group.completions]
+    return replace(group, teacher=tuple(TeacherTokens(tokens=(tokens,) * n, logprobs=(logprobs,) * n) for n in rows))
+
+
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_the_metric_is_a_mean_over_tokens_with_a_teacher(epochs: int) -> None:
+    """Three tokens of one group have one; shares 3/4 and 1/4 of tokens 1 and 4, by hand from the model's own logits."""
+    policy = BigramPolicy()
+    logits_V_V = np.array(policy.model(mx.arange(5)[None])[0], dtype=np.float64)
+    logp_V_V = logits_V_V - np.log(np.exp(logits_V_V).sum(axis=-1, keepdims=True))
+    groups = [
+        taught(scored_group([[3, 4], [2]], [1.0, 0.0]), (1, 4), (math.log(0.6), math.log(0.2))),
+        scored_group([[1, 1, 1], [2]], [1.0, 0.0], group_id=1),
+    ]
+    one = learner(policy, distillation_weight=0.1, learning_rate=1e-9, update_epochs=epochs)
+    expected = np.mean([-(0.75 * logp_V_V[before, 1] + 0.25 * logp_V_V[before, 4]) for before in (2, 3, 2)])
+    assert finish(one.update(groups)).metrics.distillation == pytest.approx(expected, rel=1e-5)
+
+
+def test_without_a_teacher_nothing_is_reported() -> None:
+    """Nor where the profile learns from none, whatever the groups bring: then it changes no bit."""
+    plain = scored_group([[3, 4], [2]], [1.0, 0.0])
+    told = taught(plain, (1, 4), (-0.5, -2.0))
+    assert finish(learner(BigramPolicy(), distillation_weight=0.1).update([plain])).metrics.distillation == 0.0
+    one, two = (finish(learner(BigramPolicy()).update([group])) for group in (plain, told))
+    assert two.metrics.distillation == 0.0
+    assert same_bits(one.parameters, two.parameters)
+
+
+def test_the_policy_comes_to_say_what_its_teacher_says() -> None:
+    """Rewards are equal and teach nothing: after forty updates the law is the teacher's, 0.7 and 0.2 as 7/9 and 2/9."""
+    policy = tiny_policy()
+    group = taught(scored_group([[3], [4]], [0.0, 0.0]), (9, 17), (math.log(0.7), math.log(0.2)))
+    one = learner(policy, distillation_weight=1.0, learning_rate=5e-2, schedule="linear", steps=40)
+    reported = []
+    for _ in range(40):
+        update = finish(one.update([group]))
+        reported.append(update.metrics.distillation)
+    with policy.using(update.parameters):
+        p_V = np.array(mx.softmax(policy.model(mx.array([[1, 2]]))[0, -1]))
+    assert p_V[[9, 17]] == pytest.approx([7 / 9, 2 / 9], abs=0.02)
+    entropy = -(7 * math.log(7 / 9) + 2 * math.log(2 / 9)) / 9
+    assert reported[0] > reported[-1] == pytest.approx(entropy, abs=0.02)
+
+
+@pytest.mark.parametrize("budget", [1, 8192])
+def test_micro_batches_add_up_to_the_same_metric(budget: int) -> None:
+    """Teachers of two and of three alternatives, and none, in any split."""
+    keys: dict[str, Any] = {"distillation_weight": 0.3, "epsilon": 1e-3}
+    metrics = [
+        finish(learner(tiny_policy(), micro_batch_tokens=tokens, **keys).update(environment_groups(32))).metrics
+        for tokens in (200, budget)
+    ]
+    assert metrics[0].distillation > 0.0
+    assert metrics[1].distillation == pytest.approx(metrics[0].distillation, rel=1e-5)
+    assert metrics[1].grad_norm == pytest.approx(metrics[0].grad_norm, rel=1e-4)
+
+
+def test_log_probabilities_that_are_known_before_a_gradient_ask_no_teacher() -> None:
+    """Reference, proximal policy and movement have nothing to learn from it."""
+    asked = []
+
+    class Watching(TeacherForcing):
+        def __call__(self, micro: MicroBatch, *, law: SampledLaw, logp_only: bool = False) -> TokenScores:
+            asked.append(micro.table.teacher is not None)
+            return super().__call__(micro, law=law, logp_only=logp_only)
+
+    group = taught(scored_group([[3, 4], [2]], [1.0, 0.0]), (1, 4), (-0.5, -2.0))
+    settings = LearnerSection(distillation_weight=0.1)
+    (mini,) = mini_batches(
+        [group], judge([group], (), settings), settings=settings, max_tokens=9, layout="padded", seed=(0,)
+    )
+    (micro,) = mini.micro_batches
+    forcing = Watching(BigramPolicy().model, 5)
+    assert forcing(micro, law=SampledLaw(1.0)).cross_entropy_N is not None
+    known_scores(forcing, micro, SampledLaw(1.0))
+    assert asked == [True, False]

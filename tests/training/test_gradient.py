@@ -1,0 +1,215 @@
+"""The gradient of a micro-batch."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from msgspec import convert
+
+from clotho.config.schema import LearnerSection
+from clotho.models.parameters import flat, nested
+from clotho.scoring.head_scores import SampledLaw
+from clotho.scoring.sequences import MicroBatch
+from clotho.scoring.teacher_forcing import TeacherForcing
+from clotho.training.gradient import Gradient, Known, LearnablePolicy, Moment, Rules, micro_gradient
+from clotho.training.objectives.contract import PolicyLoss, Tokens
+from clotho.training.objectives.controllers import initial_strengths
+from clotho.training.objectives.loss import TokenSums
+from clotho.training.objectives.registry import objective
+from clotho.training.prepare import prepare
+from clotho.training.reference_policy import ReferencePolicy
+from protocols.score import ScoredGroup
+from tests.training.learning import BigramPolicy, finish, random_groups, same_bits, scored_group, tiny_policy
+
+
+def gradients(
+    policy: LearnablePolicy, groups: list[ScoredGroup], *, budget: int = 10_000, **keys: Any
+) -> list[Gradient]:
+    """Gradients of every micro-batch of a batch, at the served parameters."""
+    plain = {"aggregation": "token_mean", "clip_high": 0.28, "layout": "padded", "micro_batch_tokens": budget}
+    settings = convert(plain | keys, LearnerSection)
+    rules = Rules(settings, objective("grpo"), SampledLaw(0.8), initial_strengths(settings))
+    forcing = TeacherForcing(policy.model, policy.vocab_size, layout=settings.layout)
+    return [
+        micro_gradient(policy, forcing, policy.trainable(), micro, known, rules=rules, moment=Moment(0, 0.0))
+        for micro, known in prepared(policy, groups, rules)
+    ]
+
+
+def prepared(policy: LearnablePolicy, groups: list[ScoredGroup], rules: Rules) -> list[tuple[MicroBatch, Known]]:
+    """The micro-batches of a batch, with what is known of each before its gradient."""
+    job = prepare(
+        groups,
+        policy=policy,
+        forcing=TeacherForcing(policy.model, policy.vocab_size, layout=rules.settings.layout),
+        parameters=policy.trainable(),
+        reference=ReferencePolicy(policy, rules.settings),
+        rules=rules,
+        max_tokens=100,
+        seed=(0,),
+    )
+    batch = finish(job)
+    return list(zip(batch.mini_batches[0].micro_batches, batch.known[0], strict=True))
+
+
+def sums(gradient: Gradient) -> TokenSums:
+    """Its sums by name."""
+    return TokenSums(*np.array(gradient.sums, dtype=np.float64))
+
+
+def vector(gradient: Gradient) -> np.ndarray:
+    """All of it as one vector, in float64."""
+    return np.concatenate([np.array(array, dtype=np.float64).ravel() for array in gradient.arrays.values()])
+
+
+def oracle(embed: np.ndarray, head: np.ndarray, groups: list[ScoredGroup], reference: np.ndarray) -> float:
+    """The loss of a bigram model in float64 loops: clip [0.8, 1.28], k3 with 0.1, entropy bonus 0.05, T = 0.8."""
+    total, count = 0.0, 0
+    log_reference = [log_softmax(reference_V) for reference_V in reference]
+    for g in groups:
+        A_G = (np.array(g.rewards) - np.mean(g.rewards)) / (np.std(g.rewards) + 1e-4)
+        for c, A in zip(g.group.completions, A_G, strict=True):
+            tokens = (*g.group.prompt.tokens, *c.tokens)
+            for (before, token), b in zip(list(pairwise(tokens))[-len(c.tokens) :], c.logprobs, strict=True):
+                logp_V = log_softmax(embed[before] @ head.T / 0.8)
+                rho = np.exp(logp_V[token] - b)
+                J = min(rho * A, np.clip(rho, 0.8, 1.28) * A)
+                d = log_reference[before][token] - logp_V[token]
+                total += -J + 0.1 * (np.exp(d) - 1 - d) + 0.05 * (np.exp(logp_V) @ logp_V)
+                count += 1
+    return total / count
+
+
+def log_softmax(z_V: np.ndarray) -> np.ndarray:
+    """In float64."""
+    logp_V: np.ndarray = z_V - np.log(np.exp(z_V).sum())
+    return logp_V
+
+
+def test_the_whole_gradient_equals_finite_differences_of_a_float64_oracle() -> None:
+    """Every weight of a bigram model, through packing, temperature, clipping, penalty and bonus."""
+    policy = BigramPolicy()
+    groups = random_groups(5)
+    with policy.reference():
+        reference_V_V = np.array(policy.model(mx.arange(5)[None])[0], dtype=np.float64) / 0.8
+    (gradient,) = gradients(policy, groups, kl_beta=0.1, entropy_weight=0.05)
+    weights = {name: np.array(value, dtype=np.float64) for name, value in flat(policy.trainable()).items()}
+
+    def loss(changed: dict[str, np.ndarray]) -> float:
+        return oracle(changed["model.weight"], changed["lm_head.weight"], groups, reference_V_V)
+
+    for name, value in weights.items():
+        slopes = np.zeros_like(value)
+        for index in np.ndindex(*value.shape):
+            step = np.zeros_like(value)
+            step[index] = 1e-6
+            slopes[index] = (loss({**weights, name: value + step}) - loss({**weights, name: value - step})) / 2e-6
+        np.testing.assert_allclose(np.array(gradient.arrays[name]), slopes, atol=2e-5)
+    assert sums(gradient).loss == pytest.approx(loss(weights), abs=1e-6)
+
+
+@pytest.mark.parametrize("budget", [1, 24, 64])
+def test_any_split_into_micro_batches_gives_the_same_gradient(budget: int) -> None:
+    """The denominator is the whole update's, so parts add up to the whole, and so do the metrics.
+
+    To 2e-5 of the gradient's norm: float32 itself is off by up to 5e-6 here, whole or split (in float64 both agree to
+    4e-16), while a mean of means, or one token more in the denominator, is off by more than 1e-2.
+    """
+    policy = tiny_policy()
+    groups = random_groups(32)
+    (whole,) = gradients(policy, groups, kl_beta=0.1, entropy_weight=0.05)
+    parts = gradients(policy, groups, budget=budget, kl_beta=0.1, entropy_weight=0.05)
+    assert len(parts) > 1
+    expected = vector(whole)
+    assert np.linalg.norm(sum(vector(part) for part in parts) - expected) < 2e-5 * np.linalg.norm(expected)
+    np.testing.assert_allclose(sum(np.array(part.sums) for part in parts), np.array(whole.sums), rtol=1e-4, atol=1e-4)
+
+
+def test_the_order_of_groups_and_completions_does_not_matter() -> None:
+    """A permutation of the batch gives the same gradient."""
+    policy = tiny_policy()
+    groups = random_groups(32)
+    shuffled = [
+        ScoredGroup(
+            group=type(g.group)(prompt=g.group.prompt, completions=g.group.completions[::-1]),
+            rewards=g.rewards[::-1],
+            parts={},
+        )
+        for g in reversed(groups)
+    ]
+    (one,), (other,) = gradients(policy, groups), gradients(policy, shuffled)
+    assert np.linalg.norm(vector(other) - vector(one)) < 2e-5 * np.linalg.norm(vector(one))
+
+
+def test_longer_padding_never_changes_the_gradient() -> None:
+    """A neighbour without advantage, ten times as long, adds nothing but its share of the denominator."""
+    policy = tiny_policy()
+    group = scored_group([[3, 4, 5], [6, 7]], [1.0, 0.0])
+    neighbour = scored_group([[8] * 60] * 2, [1.0, 1.0], group_id=1)
+    (alone,), (beside,) = gradients(policy, [group]), gradients(policy, [group, neighbour])
+    assert np.linalg.norm(vector(beside) * 125 / 5 - vector(alone)) < 2e-5 * np.linalg.norm(vector(alone))
+
+
+@pytest.mark.parametrize("grad_checkpoint", [False, True])
+def test_only_the_adapter_is_differentiated(grad_checkpoint: bool) -> None:
+    """No frozen weight has a gradient; every adapter weight does, and recomputing blocks does not change it."""
+    plain, policy = tiny_policy(), tiny_policy(grad_checkpoint=grad_checkpoint)
+    (gradient,) = gradients(policy, random_groups(32))
+    assert gradient.arrays.keys() == flat(policy.trainable()).keys()
+    assert all(".lora_" in name for name in gradient.arrays)
+    assert all(np.abs(np.array(g)).max() > 0 for name, g in gradient.arrays.items() if name.endswith("lora_b"))
+    (expected,) = gradients(plain, random_groups(32))
+    assert np.linalg.norm(vector(gradient) - vector(expected)) < 2e-5 * np.linalg.norm(vector(expected))
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    """Served weights, evaluation mode, no tracer, no stand-in: decoding goes on as if nothing had happened."""
+    policy = tiny_policy(dropout=0.3, grad_checkpoint=True)
+    tokens = mx.array([[1, 2, 3, 4]])
+    logits, served = np.array(policy.model(tokens)), policy.trainable()
+    gradients(policy, random_groups(32), budget=24, kl_beta=0.1)
+    assert not any(module.training for _, module in policy.model.named_modules())
+    assert same_bits(served, policy.model.trainable_parameters())
+    assert np.array(policy.model(tokens)).tobytes() == logits.tobytes()
+
+
+def test_whoever_holds_the_parameters_never_sees_a_tracer() -> None:
+    """A checkpoint is written from the same tree while the next gradient is traced."""
+    policy = tiny_policy()
+    parameters, seen = policy.trainable(), []
+    held = flat(parameters)
+    settings = LearnerSection(layout="padded")
+
+    def looking(logp_N: mx.array, tokens: Tokens, settings: LearnerSection) -> PolicyLoss:
+        seen.append(all(flat(parameters)[name] is array for name, array in held.items()))
+        return objective("grpo")(logp_N, tokens, settings)
+
+    rules = Rules(settings, looking, SampledLaw(1.0), initial_strengths(settings))
+    micro, known = prepared(policy, random_groups(32), rules)[0]
+    micro_gradient(policy, TeacherForcing(policy.model, 32), parameters, micro, known, rules=rules, moment=Moment(0, 0))
+    assert seen == [True]
+
+
+def test_dropout_draws_during_the_gradient_only() -> None:
+    """Two gradients of the same batch differ with dropout and are equal without."""
+    for dropout, equal in ((0.0, True), (0.5, False)):
+        policy = tiny_policy(dropout=dropout)
+        (one,), (other,) = gradients(policy, random_groups(32)), gradients(policy, random_groups(32))
+        assert same_bits(one.arrays, other.arrays) is equal
+
+
+def test_the_penalty_is_towards_the_policy_without_its_adapter() -> None:
+    """At the start the adapter adds nothing, so KL and its k3 gradient are zero; a moved adapter has both."""
+    policy = tiny_policy()
+    still = [scored_group([[3, 4, 5], [6, 7]], [1.0, 1.0])]
+    (gradient,) = gradients(policy, still, kl_beta=1.0)
+    assert abs(sums(gradient).kl) < 1e-6
+    moved = {name: value + 0.1 for name, value in flat(policy.trainable()).items()}
+    policy.publish(nested(moved), version=1, step=1, fingerprint="moved")
+    (gradient,) = gradients(policy, still, kl_beta=1.0)
+    assert sums(gradient).kl > 1e-3
+    assert max(np.abs(np.array(g)).max() for g in gradient.arrays.values()) > 1e-3

@@ -1,0 +1,137 @@
+"""The rehearsal: an update before the first prompt, which leaves nothing behind but what it found out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from msgspec import convert
+
+from clotho.config.schema import Profile
+from clotho.models.parameters import flat
+from clotho.models.policy import Policy
+from clotho.models.random_state import random_state
+from clotho.training.update import PolicyLearner
+from clotho.training.warmup_step import Size, rehearse, size_of
+from protocols.errors import ModelError, ProfileError
+from tests.training.learning import VOCAB, finish, random_groups, same_bits, tiny_policy
+
+CONTEXT = 128
+TEACHER = {"distillation_weight": 0.5}
+REFERENCE = {"kl_beta": 0.1, "reference": "environment"}
+
+
+def a_profile(*, sampling: dict[str, Any] | None = None, batch_size: int = 2, **learner: Any) -> Profile:
+    """Two groups of two completions of at most eight tokens."""
+    tables = {
+        "model": {"path": "models/tiny"},
+        "data": {"train": "problems.jsonl"},
+        "rewards": [{"name": "exact", "correct": True}],
+        "sampling": {"group_size": 2, "max_tokens": 8, **(sampling or {})},
+        "learner": {"batch_size": batch_size, **learner},
+    }
+    return convert(tables, Profile)
+
+
+def a_learner(profile: Profile, policy: Policy) -> PolicyLearner:
+    """The learner of a profile."""
+    return PolicyLearner(policy, profile.learner, profile.sampling, steps=10, watched=True)
+
+
+def test_the_first_update_is_the_same_with_and_without_a_rehearsal() -> None:
+    """Parameters, optimizer and random numbers are as before, also where dropout draws some."""
+    profile, groups = a_profile(), random_groups(VOCAB)
+    learners = [a_learner(profile, tiny_policy(dropout=0.5)) for _ in range(2)]
+    mx.random.seed(3)
+    before = random_state()
+    served, state = learners[0].parameters, learners[0].state()
+    rehearse(learners[0], profile, context=CONTEXT)
+    assert random_state() == before
+    assert learners[0].parameters is served
+    assert learners[0].version == 0
+    assert same_bits(learners[0].state(), state)
+    updates = []
+    for learner in learners:
+        mx.random.seed(3)
+        updates.append(finish(learner.update(groups)))
+    assert updates[0].fingerprint == updates[1].fingerprint
+    assert same_bits(flat(updates[0].parameters), flat(updates[1].parameters))
+
+
+@pytest.mark.parametrize(
+    ("settings", "size"),
+    [
+        ({"micro_batch_tokens": 1024}, Size(completions=4, tokens=8)),
+        ({"micro_batch_tokens": 32}, Size(completions=2, tokens=8)),
+        ({"micro_batch_tokens": 10}, Size(completions=1, tokens=5)),
+        ({"micro_batch_tokens": 1}, Size(completions=1, tokens=1)),
+        ({"micro_batch_tokens": 1024, "batch_size": 100}, Size(completions=64, tokens=8)),
+        ({"sampling": {"max_tokens": 4000}, "micro_batch_tokens": 10_000}, Size(completions=4, tokens=64)),
+    ],
+)
+def test_it_is_as_large_as_one_micro_batch_at_most(settings: dict[str, Any], size: Size) -> None:
+    """And no larger than an update, with completions no longer than they can get."""
+    assert size_of(a_profile(**settings), context=CONTEXT) == size
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"advantage": "environment"},
+        {"advantage": "batch"},
+        REFERENCE,
+        REFERENCE | {"kl_in": "reward"},
+        {"kl_beta": 0.1, "reference": "base"},
+        {"kl_beta": 0.1, "reference": "average"},
+        TEACHER,
+        {"entropy_weight": 0.1},
+        {"sampling": {"top_k": 3}},
+        {"sampling": {"top_k": 3}} | TEACHER | REFERENCE,
+        {"mini_batches": 2, "update_epochs": 2},
+        {"update_epochs": 2, "anchor": "proximal", "proximal": "interpolate", "correction": "truncate"},
+        {"mask_truncated": True, "optimizer": "muon"},
+        {"layout": "packed"},
+        {"layout": "padded", "objective": "gspo"},
+        {"batch_size": 3, "micro_batch_tokens": 48},
+    ],
+)
+def test_whatever_the_settings_ask_of_a_group_is_there(settings: dict[str, Any]) -> None:
+    """Log-probabilities of a reference, advantages of an environment, a teacher, and what could have been drawn."""
+    profile = a_profile(**settings)
+    rehearse(a_learner(profile, tiny_policy()), profile, context=CONTEXT)
+
+
+class Factored(nn.Module):
+    """A block that MLX computes, and has no gradient of."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.inner = inner
+
+    def __call__(self, x: mx.array) -> mx.array:
+        y: mx.array = self.inner(x)
+        return y + mx.linalg.qr(y, stream=mx.cpu)[0][..., :1]
+
+
+def test_a_model_that_has_no_gradient_is_refused_in_one_line() -> None:
+    """With what MLX says of it."""
+    policy, profile = tiny_policy(), a_profile()
+    learner = a_learner(profile, policy)
+    policy.model.layers[1].mlp = Factored(policy.model.layers[1].mlp)
+    with pytest.raises(
+        ModelError, match=r"^model models/tiny cannot be trained by objective grpo: .*[Nn]ot implemented"
+    ):
+        rehearse(learner, profile, context=CONTEXT)
+
+
+def test_an_objective_that_fails_is_refused_in_one_line() -> None:
+    """Whatever it raises; what it returns is looked at as in any update."""
+    failing, averaged = (
+        a_profile(objective=f"tests.training.broken_objectives:{name}") for name in ("failing", "averaged")
+    )
+    with pytest.raises(ModelError, match=r"tests.training.broken_objectives:failing: KeyError: 'temperature'$"):
+        rehearse(a_learner(failing, tiny_policy()), failing, context=CONTEXT)
+    with pytest.raises(ProfileError, match="must return a PolicyLoss"):
+        rehearse(a_learner(averaged, tiny_policy()), averaged, context=CONTEXT)

@@ -1,0 +1,288 @@
+"""Policy updates: all or nothing, in turns, and learning."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from msgspec import json
+from msgspec.structs import replace
+
+from clotho.models.parameters import flat
+from clotho.models.policy import Policy
+from clotho.training import optimizer_steps as optimization
+from clotho.training.gradient import Gradient, micro_gradient
+from protocols.score import ScoredGroup
+from tests.training.learning import (
+    BigramPolicy,
+    completion,
+    finish,
+    learner,
+    random_groups,
+    same_bits,
+    scored_group,
+    tiny_policy,
+)
+
+
+def test_an_update_makes_new_parameters_and_leaves_the_served_ones() -> None:
+    """Nothing serves the new weights before somebody publishes them; their fingerprint and version are new."""
+    policy = tiny_policy()
+    served = policy.trainable()
+    update = finish(learner(policy).update(random_groups(32)))
+    assert update.applied
+    assert update.finite
+    assert update.version == 1
+    assert update.fingerprint != policy.fingerprint
+    assert not same_bits(update.parameters, served)
+    assert same_bits(policy.trainable(), served)
+    assert policy.version == 0
+
+
+def test_the_next_update_starts_from_the_newest_parameters_served_or_not() -> None:
+    """Whether or not the first update was published, the second one ends at the same weights."""
+    results = []
+    for publish in (False, True):
+        policy = tiny_policy()
+        one = learner(policy)
+        first = finish(one.update(random_groups(32)))
+        if publish:
+            policy.publish(first.parameters, version=1, step=1, fingerprint=first.fingerprint)
+        results.append(finish(one.update(random_groups(32, seed=1))))
+    assert same_bits(results[0].parameters, results[1].parameters)
+    assert results[0].version == results[1].version == 2
+
+
+def test_served_weights_are_back_at_every_yield() -> None:
+    """Decode ticks run in between; also when new weights are published in the middle of an update."""
+    policy = tiny_policy(dropout=0.2)
+    one = learner(policy, micro_batch_tokens=24)
+    first = finish(one.update(random_groups(32)))
+    tokens = mx.array([[1, 2, 3, 4]])
+    logits = np.array(policy.model(tokens))
+    turns = 0
+    job = one.update(random_groups(32, seed=1))
+    for turn, _ in enumerate(job):
+        turns += 1
+        assert not policy.model.training
+        assert np.array(policy.model(tokens)).tobytes() == logits.tobytes()
+        if turn == 1:
+            policy.publish(first.parameters, version=1, step=1, fingerprint=first.fingerprint)
+            logits = np.array(policy.model(tokens))
+    assert turns > 3
+
+
+@pytest.mark.parametrize("budget", [1, 32, 100_000])
+def test_the_split_into_micro_batches_does_not_change_the_update(budget: int) -> None:
+    """Gradient accumulation is exact, for the parameters and for the metrics."""
+    updates = [
+        finish(learner(tiny_policy(), micro_batch_tokens=tokens, epsilon=1e-3).update(random_groups(32)))
+        for tokens in (8192, budget)
+    ]
+    for name, value in flat(updates[0].parameters).items():
+        np.testing.assert_allclose(np.array(flat(updates[1].parameters)[name]), np.array(value), atol=1e-5)
+    assert updates[1].metrics.loss == pytest.approx(updates[0].metrics.loss, abs=1e-6)
+    assert updates[1].metrics.grad_norm == pytest.approx(updates[0].metrics.grad_norm, rel=2e-5)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_gradient_that_is_not_finite_leaves_weights_and_moments_bit_equal(
+    bad: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One bad number in one of many micro-batches: skipped as a whole; what follows is as if it had not been."""
+    learners = [learner(tiny_policy(), micro_batch_tokens=24) for _ in range(2)]
+    for one in learners:
+        finish(one.update(random_groups(32)))
+    before, state = learners[0].parameters, learners[0].state()
+    job = learners[0].update(random_groups(32, seed=1))
+    next(job)
+    with monkeypatch.context() as patch:
+        patch.setattr(optimization, "micro_gradient", partial(poisoned_gradient, bad))
+        next(job)
+    skipped = finish(job)
+    assert not any((skipped.applied, skipped.finite, skipped.metrics.applied))
+    assert (skipped.version, skipped.fingerprint) == (learners[1].version, learners[1].fingerprint)
+    assert same_bits(skipped.parameters, before)
+    assert same_bits(learners[0].state(), state)
+    updates = [finish(one.update(random_groups(32, seed=2))) for one in learners]
+    assert same_bits(updates[0].parameters, updates[1].parameters)
+    assert same_bits(learners[0].state(), learners[1].state())
+
+
+def poisoned_gradient(bad: float, *args: Any, **kwargs: Any) -> Gradient:
+    """Put one bad number into the gradient of the last array."""
+    gradient = micro_gradient(*args, **kwargs)
+    name = max(gradient.arrays)
+    array = np.array(gradient.arrays[name])
+    array.flat[-1] = bad
+    return gradient._replace(arrays=gradient.arrays | {name: mx.array(array)})
+
+
+def test_nonsense_from_a_sampler_never_reaches_the_weights() -> None:
+    """A recorded log-probability that is not a number makes the loss one too: skipped, and said so."""
+    one = learner(tiny_policy())
+    before, state = one.parameters, one.state()
+    skipped = finish(one.update([scored_group([[3, 4], [5, 6]], [1.0, 0.0], logprob=math.nan)]))
+    assert not any((skipped.applied, skipped.finite))
+    assert math.isnan(skipped.metrics.loss)
+    assert same_bits(one.parameters, before)
+    assert same_bits(one.state(), state)
+
+
+def test_nor_does_a_penalty_that_is_not_finite() -> None:
+    """Taken from a reward it would make no advantage of any use: the update is skipped in the same way."""
+    one = learner(tiny_policy(), kl_beta=0.1, kl_in="reward")
+    before = one.parameters
+    skipped = finish(one.update([*random_groups(32), scored_group([[3, 4], [5, 6]], [1.0, 0.0], logprob=math.nan)]))
+    assert not any((skipped.applied, skipped.finite))
+    assert same_bits(one.parameters, before)
+
+
+def test_steps_without_a_gradient_are_not_counted() -> None:
+    """Of two mini-batches one teaches nothing; two epochs take two steps, and an update that is skipped takes none."""
+    keys: dict[str, Any] = {"mini_batches": 2, "update_epochs": 2}
+    groups = [scored_group([[3, 4], [5, 6]], rewards, group_id=i) for i, rewards in enumerate([(1.0, 0.0), (0.1, 0.1)])]
+    metrics = finish(learner(tiny_policy(), **keys).update(groups)).metrics
+    assert (metrics.optimizer_steps, metrics.applied) == (2, True)
+    metrics = finish(learner(tiny_policy(), **keys).update(groups[1:])).metrics
+    assert (metrics.optimizer_steps, metrics.applied) == (0, False)
+
+
+def test_equal_rewards_teach_nothing() -> None:
+    """A gradient of exactly zero is not a step: Adam would turn old momentum into one."""
+    one = learner(tiny_policy())
+    finish(one.update(random_groups(32)))
+    before, state = one.parameters, one.state()
+    update = finish(one.update([scored_group([[3, 4], [5, 6]], [0.1, 0.1])]))
+    assert not update.applied
+    assert update.finite
+    assert update.version == 1
+    assert update.metrics.grad_norm == 0.0
+    assert same_bits(update.parameters, before)
+    assert same_bits(one.state(), state)
+
+
+def test_an_abandoned_update_changes_nothing() -> None:
+    """Closed between micro-batches, the job leaves no trace."""
+    policy = tiny_policy()
+    one = learner(policy, micro_batch_tokens=24)
+    before, state = one.parameters, one.state()
+    job = one.update(random_groups(32))
+    next(job)
+    job.close()
+    assert same_bits(one.parameters, before)
+    assert same_bits(one.state(), state)
+
+
+@pytest.mark.parametrize("kind", ["lora", "full"])
+def test_a_restored_learner_continues_bit_for_bit(kind: str) -> None:
+    """Weights and optimizer state of a checkpoint are all there is: update 3 is the same in another process."""
+    keys: dict[str, Any] = {"schedule": "cosine", "warmup_steps": 1, "micro_batch_tokens": 24}
+    policy = tiny_policy(kind=kind)
+    one = learner(policy, **keys)
+    for seed in range(2):
+        saved = finish(one.update(random_groups(32, seed=seed)))
+    state = {name: mx.array(np.array(value)) for name, value in one.state().items()}
+    resumed_policy = tiny_policy(kind=kind)
+    resumed = learner(resumed_policy, **keys)
+    resumed_policy.publish(saved.parameters, version=2, step=2, fingerprint=saved.fingerprint)
+    resumed.restore(state)
+    updates = [finish(x.update(random_groups(32, seed=5))) for x in (one, resumed)]
+    assert same_bits(updates[0].parameters, updates[1].parameters)
+    assert updates[0].metrics == updates[1].metrics
+    assert (updates[0].version, updates[0].fingerprint) == (updates[1].version, updates[1].fingerprint)
+    assert same_bits(one.state(), resumed.state())
+
+
+def test_a_state_that_does_not_fit_is_refused_and_changes_nothing() -> None:
+    """A checkpoint of another rank names the array that differs."""
+    one = learner(tiny_policy())
+    before = one.state()
+    with pytest.raises(ValueError, match="lora_a"):
+        one.restore(learner(tiny_policy(rank=8)).state())
+    assert same_bits(one.state(), before)
+
+
+def test_lora_b_moves_off_zero() -> None:
+    """The first factor to learn is the one that starts at zero; all of them move within three updates."""
+    policy = tiny_policy()
+    one = learner(policy)
+    assert all(np.abs(np.array(v)).max() == 0.0 for n, v in flat(one.parameters).items() if n.endswith("lora_b"))
+    for seed in range(3):
+        finish(one.update(random_groups(32, seed=seed)))
+    start = flat(policy.trainable())
+    for name, value in flat(one.parameters).items():
+        assert np.abs(np.array(value - start[name])).max() > 1e-4, name
+
+
+def test_metrics_of_a_fresh_sampler() -> None:
+    """A sampler that is the learner: ratio 1, no mismatch, nothing clipped, and the mean advantage is zero."""
+    policy = tiny_policy()
+    groups = on_policy(policy, random_groups(32))
+    metrics = finish(learner(policy).update(groups)).metrics
+    assert metrics.ratio_mean == pytest.approx(1.0, abs=1e-5)
+    assert metrics.mismatch_kl == pytest.approx(0.0, abs=1e-6)
+    assert metrics.clip_fraction == 0.0
+    assert metrics.tokens == sum(len(c.tokens) for g in groups for c in g.group.completions)
+    assert 0.0 < metrics.entropy < math.log(32)
+    assert metrics.learning_rate == 1e-2
+    assert json.decode(json.encode(metrics), type=type(metrics)) == metrics
+
+
+def test_mismatch_counts_only_tokens_of_the_learners_own_version() -> None:
+    """A stale sampler is expected to differ; one with the learner's weights is not."""
+    values = {}
+    for version in (0, 3):
+        groups = [scored_group([[3, 4], [5, 6]], [1.0, 0.0], version=version)]
+        values[version] = finish(learner(tiny_policy()).update(groups)).metrics.mismatch_kl
+    assert values[0] > 0.01
+    assert values[3] == 0.0
+
+
+def on_policy(policy: Policy, groups: list[ScoredGroup]) -> list[ScoredGroup]:
+    """The same groups, with the log-probabilities that the policy itself gives their tokens."""
+    result = []
+    for g in groups:
+        completions = []
+        for c in g.group.completions:
+            tokens = (*g.group.prompt.tokens, *c.tokens)
+            logits_S_V = policy.model(mx.array([tokens]))[0, :-1]
+            logp_S_V = np.array(logits_S_V - mx.logsumexp(logits_S_V, axis=-1, keepdims=True))
+            rows = range(len(tokens) - 1 - len(c.tokens), len(tokens) - 1)
+            completions.append(completion(c.tokens, [float(logp_S_V[t, tokens[t + 1]]) for t in rows]))
+        result.append(replace(g, group=replace(g.group, completions=tuple(completions))))
+    return result
+
+
+def test_the_step_places_an_update_in_the_schedule() -> None:
+    """Batches that taught nothing count too where the caller says so: the last step has the smallest rate."""
+    one = learner(BigramPolicy(), steps=5, schedule="linear", min_learning_rate=1e-3)
+    assert finish(one.update(random_groups(5), step=4)).metrics.learning_rate == pytest.approx(1e-3)
+    assert finish(one.update(random_groups(5))).metrics.learning_rate == pytest.approx(1e-2 - 9e-3 / 4)
+
+
+def test_the_policy_learns_to_say_what_is_rewarded() -> None:
+    """Reward 1 for one token of 32, said one time in twenty at first: most of the mass after 30 updates."""
+    policy = tiny_policy()
+    one = learner(policy, learning_rate=1e-2, steps=30)
+    rng = np.random.default_rng(0)
+
+    def probabilities() -> np.ndarray:
+        p_V = np.array(mx.softmax(policy.model(mx.array([[1, 2]]))[0, -1]), dtype=np.float64)
+        return np.asarray(p_V / p_V.sum())
+
+    target = int(np.abs(probabilities() - 0.05).argmin())
+    before = probabilities()[target]
+    for step in range(30):
+        p_V = probabilities()
+        drawn = [int(token) for token in rng.choice(32, size=32, p=p_V)]
+        group = scored_group([[token] for token in drawn], [float(token == target) for token in drawn])
+        completions = tuple(completion([token], [math.log(p_V[token])], policy.version) for token in drawn)
+        update = finish(one.update([replace(group, group=replace(group.group, completions=completions))]))
+        policy.publish(update.parameters, version=update.version, step=step, fingerprint=update.fingerprint)
+    assert before < 0.1
+    assert probabilities()[target] > 0.8
