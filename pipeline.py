@@ -32,18 +32,16 @@ from clotho.config.schema import Profile
 from clotho.monitoring.event_log import journal
 from clotho.monitoring.summary import print_summary
 from clotho.run import build_actors as boxes
-from clotho.run.context import Session
-from clotho.run.startup import Parts, assemble
+from clotho.run.context import RunContext
+from clotho.run.startup import Components, assemble
 from clotho.runtime.child import Child, permanent
 from clotho.runtime.compute_thread import ComputeExecutor
-from clotho.runtime.ends import Outbox
-from clotho.runtime.guard import Guard
 from clotho.runtime.plugins import CustomActors
-from clotho.runtime.queues import Mailbox
+from clotho.runtime.queues import Mailbox, Outbox
 from clotho.runtime.signals import handle_signals
 from clotho.runtime.supervisor import Ending, Supervisor
-from clotho.runtime.watchdog import Watchdog
-from clotho.serving.server import Gateway, listen
+from clotho.runtime.watchdog import Guard, Watchdog
+from clotho.serving.server import ApiServer, listen
 from clotho.storage.run_directory import RunDirectory
 from protocols.score import GroupOutcome
 from protocols.step import PolicyUpdated
@@ -51,7 +49,7 @@ from protocols.step import PolicyUpdated
 log = structlog.get_logger(actor="pipeline")
 
 
-def wire(parts: Parts, session: Session) -> list[Child]:
+def wire(parts: Components, session: RunContext) -> list[Child]:
     """The topology: every arrow, then every box with the ends it holds. Readers start before their writers."""
     profile, size = parts.profile, parts.profile.mailboxes
     custom = CustomActors(profile.actors, session.services)
@@ -69,9 +67,9 @@ def wire(parts: Parts, session: Session) -> list[Child]:
     kept, served = updates["checkpointer"].reader(), updates["broadcaster"].reader()
     flow.append(custom.box("checkpointer", boxes.checkpointer(parts, session), inbox=kept))
     flow.append(custom.box("broadcaster", boxes.broadcaster(parts, session), inbox=served))
-    learnt = [mailbox.writer() for mailbox in updates.values()]
+    learned = [mailbox.writer() for mailbox in updates.values()]
     judged, told = scored.reader(), reports.writer()
-    flow.append(custom.box("learner", boxes.learner(parts, session), inbox=judged, updates=learnt, reports=told))
+    flow.append(custom.box("learner", boxes.learner(parts, session), inbox=judged, updates=learned, reports=told))
     if profile.atropos.enabled:
         flow.append(custom.box("atropos_fetcher", boxes.atropos_fetcher(parts, session), outbox=scored.writer()))
     else:
@@ -80,7 +78,9 @@ def wire(parts: Parts, session: Session) -> list[Child]:
     return [*custom.free_standing(), *flow]
 
 
-def wire_own_prompts(parts: Parts, session: Session, custom: CustomActors, scored: Outbox[GroupOutcome]) -> list[Child]:
+def wire_own_prompts(
+    parts: Components, session: RunContext, custom: CustomActors, scored: Outbox[GroupOutcome]
+) -> list[Child]:
     """The boxes before the learner, where the run asks its own dataset."""
     size = parts.profile.mailboxes
     prompts, rollouts = custom.arrow("prompts", size.prompts), custom.arrow("rollouts", size.rollouts)
@@ -95,7 +95,7 @@ def wire_own_prompts(parts: Parts, session: Session, custom: CustomActors, score
     ]
 
 
-def services(parts: Parts, session: Session, listener: socket.socket | None) -> list[Child]:
+def services(parts: Components, session: RunContext, listener: socket.socket | None) -> list[Child]:
     """What serves as long as the run goes on: the HTTP API, and who watches the compute thread."""
     watchdog = Watchdog(
         "watchdog",
@@ -108,12 +108,12 @@ def services(parts: Parts, session: Session, listener: socket.socket | None) -> 
     watched = [permanent(watchdog), permanent(guard)]
     if listener is None:
         return watched
-    gateway = Gateway(session.gateway_services(), listener=listener)
+    gateway = ApiServer(session.gateway_services(), listener=listener)
     session.api_requests = lambda: gateway.requests
     return [permanent(gateway, max_restarts=3), *watched]
 
 
-def atropos(parts: Parts, session: Session) -> tuple[list[Child], list[Child]]:
+def atropos(parts: Components, session: RunContext) -> tuple[list[Child], list[Child]]:
     """The processes of Atropos: its API server, which starts before the flow, and the environments, after it."""
     profile, logs = parts.profile, parts.directory.path / "atropos"
     server = AtroposServer(profile, directory=logs) if profile.atropos.python and not profile.atropos.url else None
@@ -147,7 +147,7 @@ async def train(profile: Profile, directory: RunDirectory, console: Console) -> 
         ends.enter_context(journal(directory.log, console))
         for warning in parts.warnings:
             log.warning(warning)
-        session = Session(parts, console, blas=BLAS, listener=listener)
+        session = RunContext(parts, console, blas=BLAS, listener=listener)
         servers, environments = atropos(parts, session)
         supervisor = Supervisor(
             [*services(parts, session, listener), *servers, *wire(parts, session), *environments],

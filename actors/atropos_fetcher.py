@@ -12,12 +12,11 @@ from anyio.abc import TaskStatus
 from anyio.lowlevel import checkpoint
 from msgspec import Raw
 
-from clotho.atropos.messages import nothing_but_a_number
-from clotho.atropos.pauses import Pauses
-from clotho.atropos.source import GroupSource, Reader
+from clotho.atropos.reader import nothing_but_a_number
+from clotho.atropos.source import GroupSource, Pauses, Reader
 from clotho.config.schema import AtroposSection
-from clotho.runtime.ends import EndOfMail, Outbox
 from clotho.runtime.latest import Latest, wait_until
+from clotho.runtime.queues import EndOfStream, Outbox
 from protocols.rollout import Discarded
 from protocols.score import GroupOutcome
 from protocols.weights import WeightsReady
@@ -31,13 +30,13 @@ log = structlog.get_logger(actor="atropos_fetcher")
 class AtroposFetcher:
     """The first box. Takes batches of groups from a source, numbers and reads them; ends when no more are needed.
 
-    The law of lag is the generator's: with `asked` groups before it, a batch is taken when
+    The distribution of lag is the generator's: with `asked` groups before it, a batch is taken when
 
         asked < (step + batches_ahead + 1) * batch_size + refills    and    asked < groups + refills
 
     and never more than one batch of the source beyond. The run ends it by closing `refills`: what it has taken by then
     it still sends, for no group that has a number may vanish. Groups that an earlier life of the run had taken and not
-    learnt from are gone, for environments do not send them again: they are told of first, as `lost`.
+    learned from are gone, for environments do not send them again: they are told of first, as `lost`.
 
     asked_until: the next number; all below have been given. received: groups so far from each environment, over all
     lives of the run. under_way: from where each of the latest `REMEMBERED` numbers came.
@@ -95,7 +94,7 @@ class AtroposFetcher:
             tasks.cancel_scope.cancel()
 
     def drain(self) -> None:
-        """Take no further batch. What has been taken is still sent and learnt from."""
+        """Take no further batch. What has been taken is still sent and learned from."""
         self._wanted = False
         if self._patience is not None:
             self._patience.cancel()
@@ -104,13 +103,13 @@ class AtroposFetcher:
         while self._lost:
             number, source = next(iter(self._lost.items()))
             prompt = nothing_but_a_number(number, source)
-            detail = "an earlier life of the run had received it, and ended before it was learnt from"
+            detail = "an earlier life of the run had received it, and ended before it was learned from"
             self._asked += 1
             del self._lost[number]
             await self._outbox.send(Discarded(prompt=prompt, reason="lost", detail=detail))
 
     async def _until_closed(self) -> None:
-        with suppress(EndOfMail):
+        with suppress(EndOfStream):
             await self._refills.wait_until(lambda _: False)
         self.drain()
 
@@ -126,7 +125,7 @@ class AtroposFetcher:
         """The next batch, as soon as it is due and there; empty if it never will be."""
         try:
             await wait_until(self._is_due, self._weights, self._refills)
-        except EndOfMail:
+        except EndOfStream:
             return []
         pauses, since = Pauses(longest=self._settings.poll_seconds), anyio.current_time()
         while True:

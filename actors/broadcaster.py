@@ -1,4 +1,4 @@
-"""Broadcaster: makes the newest weights the ones that serve, and proves that they are the ones that were learnt."""
+"""Broadcaster: makes the newest weights the ones that serve, and proves that they are the ones that were learned."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from anyio.abc import TaskStatus
 from clotho.config.schema import WeightsSection
 from clotho.inference import DecodeEngine
 from clotho.models.policy import Policy
-from clotho.runtime.compute_thread import ComputeExecutor
-from clotho.runtime.ends import Inbox
-from clotho.runtime.futures import finish
+from clotho.runtime.compute_thread import ComputeExecutor, finish
 from clotho.runtime.latest import Latest
+from clotho.runtime.queues import Inbox
 from clotho.scoring.parity import ParityReport, probe
 from clotho.scoring.teacher_forcing import TeacherForcing
 from protocols.errors import ParityError
@@ -132,6 +131,6 @@ class Broadcaster:
 
 
 def _split(tokens: tuple[int, ...], count: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """A prompt and its last `count` tokens, as if they had been drawn; the prompt keeps at least one."""
+    """A prompt and its last `count` tokens, as if they had been sampled; the prompt keeps at least one."""
     cut = max(1, len(tokens) - count)
     return tokens[:cut], tokens[cut:]

@@ -11,9 +11,9 @@ import structlog
 from anyio.to_thread import run_sync
 
 from clotho.config.schema import CheckpointSection
-from clotho.runtime.ends import Inbox
 from clotho.runtime.latest import Latest
 from clotho.runtime.log_barrier import reached
+from clotho.runtime.queues import Inbox
 from clotho.storage.adapters import write_adapter
 from clotho.storage.checkpoints import Snapshot, write_checkpoint
 from protocols.adapter import AdapterConfig

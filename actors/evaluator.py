@@ -15,10 +15,8 @@ from msgspec.structs import replace
 from clotho.config.schema import EvalSection, GeneratorSection
 from clotho.inference.greedy import greedy_completions
 from clotho.models.policy import Policy
-from clotho.runtime.compute_thread import ComputeExecutor
-from clotho.runtime.ends import Inbox, MailboxClosed, Outbox
-from clotho.runtime.futures import finish
-from clotho.runtime.queues import Mailbox
+from clotho.runtime.compute_thread import ComputeExecutor, finish
+from clotho.runtime.queues import Inbox, Mailbox, MailboxClosed, Outbox
 from protocols.evaluation import EvalReport, HeldOut
 from protocols.sampling import Completion, Sampling
 from protocols.step import PolicyUpdated

@@ -6,14 +6,13 @@ from contextlib import aclosing, suppress
 
 import anyio
 
-from clotho.inference.client import GenerationError, Sampler
-from clotho.runtime.ends import EndOfMail, Inbox, Outbox
 from clotho.runtime.latest import Latest, wait_until
+from clotho.runtime.queues import EndOfStream, Inbox, Outbox
+from clotho.runtime.sampling_client import GenerationError, Sampler
 from protocols.errors import RequestError
-from protocols.prompt import Prompt
+from protocols.prompt import Prompt, completion_seeds
 from protocols.rollout import Discarded, RolloutGroup
 from protocols.sampling import Completion, SampleRequest, Sampling
-from protocols.seeds import completion_seeds
 from protocols.weights import WeightsReady
 
 
@@ -26,7 +25,7 @@ class Generator:
 
     step: of the weights that serve; refills: groups so far that are replaced by others. This is AReaL's capacity rule
     (arXiv:2505.24298, section 5.1), accepted + running <= (eta + step + 1) * batch_size, where accepted groups are
-    those that count towards a batch. batches_ahead = 0 is strictly on-policy. A slow group may be overtaken and learnt
+    those that count towards a batch. batches_ahead = 0 is strictly on-policy. A slow group may be overtaken and learned
     from later: `learner.max_staleness` bounds its age.
 
     Prompts that may start at the same time are submitted together, at most `batch_size` in one call to the compute
@@ -80,7 +79,7 @@ class Generator:
         if self._groups is not None:
             together = min(together, self._groups + self._refills.value - self._asked)
         prompts = await self._take(first)
-        with suppress(EndOfMail):
+        with suppress(EndOfStream):
             for _ in range(together - 1):
                 prompts += await self._take(await self._inbox.receive())
         return prompts
@@ -98,7 +97,7 @@ class Generator:
                 prompt=prompt.tokens,
                 sampling=self._sampling,
                 seeds=completion_seeds(prompt.seed, self._group_size),
-                record_support=True,  # the learner evaluates the law that was drawn from
+                record_support=True,  # the learner evaluates the distribution that was sampled from
             )
             for prompt in batch
         ]

@@ -12,13 +12,12 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from clotho.config.schema import LearnerSection
-from clotho.models.random_state import random_state
+from clotho.models.machine import random_state
 from clotho.monitoring.collapse_response import CollapseWatch, Judgement
-from clotho.runtime.compute_thread import ComputeExecutor
-from clotho.runtime.ends import Inbox, MailboxClosed, Outbox
-from clotho.runtime.futures import finish
+from clotho.runtime.compute_thread import ComputeExecutor, finish
 from clotho.runtime.latest import Latest
 from clotho.runtime.log_barrier import reached
+from clotho.runtime.queues import Inbox, MailboxClosed, Outbox
 from clotho.training.batch_collector import FormingBatch, discard, sort_out
 from clotho.training.replay import ReplayBuffer
 from clotho.training.update import PolicyLearner, Update
@@ -49,7 +48,7 @@ class Learner:
     A batch is `batch_size` groups, however each of them ended: what teaches nothing or comes too late is counted and
     left out, and the update is made from the rest. With `dynamic_sampling` others are asked in its place, so that the
     update has `batch_size` groups: at once, or, for runs that can be repeated, when all that were asked have ended.
-    What environments send is never asked, so there a batch is always `batch_size` groups that can be learnt from, and
+    What environments send is never asked, so there a batch is always `batch_size` groups that can be learned from, and
     what still comes after the last batch is discarded. The last batch of a run may be smaller. Inside a batch, groups
     are ordered by their number, so that an update does not depend on which of them was answered first.
     """
@@ -123,12 +122,12 @@ class Learner:
 
     @property
     def _over(self) -> bool:
-        """Whether nothing more is learnt, though environments may still send."""
+        """Whether nothing more is learned, though environments may still send."""
         return self._unasked and self._progress.step >= self._steps
 
     def _sort_out(self, outcome: GroupOutcome) -> GroupOutcome:
         if self._over and isinstance(outcome, ScoredGroup):
-            return discard(outcome, "surplus", "the run had learnt from all its batches")
+            return discard(outcome, "surplus", "the run had learned from all its batches")
         version = self._policy_learner.version
         return sort_out(outcome, version=version, settings=self._settings, oldest=self._rolled_back_at)
 
@@ -175,7 +174,7 @@ class Learner:
             refilled=batch.refilled,
             replayed=len(replayed),
         )
-        judgement = self._watch.judge(report)
+        judgement = self._watch.compute_advantages(report)
         report = replace(report, alarms=judgement.signs)
         if judgement.reaction == "rollback":
             report = await self._roll_back(report)
@@ -199,7 +198,7 @@ class Learner:
         return None
 
     async def _roll_back(self, report: StepReport) -> StepReport:
-        """Go back to the last good policy; what a bad one drew is neither learnt from nor replayed."""
+        """Go back to the last good policy; what a bad one drew is neither learned from nor replayed."""
         await finish(self._executor.submit(lambda: self._policy_learner.roll_back(rate=self._watch.rollback_rate)))
         self._replay.clear()
         self._progress.bad_steps = 0

@@ -10,16 +10,15 @@ from typing import Any
 import structlog
 from anyio import to_thread
 
-from clotho.monitoring.display import Display, NoDisplay, RunView
+from clotho.monitoring.display import Display, NoDisplay, RunView, Sample, sample
 from clotho.monitoring.metrics import Moment, StepMetrics, evaluation_fields, step_metrics
 from clotho.monitoring.rollout_log import rollout_records
-from clotho.monitoring.sample import Sample, sample
-from clotho.runtime.ends import Inbox
 from clotho.runtime.latest import Latest
+from clotho.runtime.queues import Inbox
 from clotho.storage.jsonl_writer import LineWriter
 from protocols.evaluation import EvalReport
-from protocols.gauges import Gauges
 from protocols.step import GroupsEnded, StepReport
+from protocols.summary import Gauges
 
 log = structlog.get_logger(actor="monitor")
 

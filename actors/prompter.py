@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable
 
 from anyio import CancelScope
 
-from clotho.runtime.ends import EndOfMail, Outbox
 from clotho.runtime.latest import Latest
+from clotho.runtime.queues import EndOfStream, Outbox
 from protocols.prompt import Prompt
 
 
@@ -64,7 +64,7 @@ class Prompter:
                 await self._outbox.send(prompt)
 
     def drain(self) -> None:
-        """Ask nothing new after this batch. What has been asked is still answered, scored and learnt from.
+        """Ask nothing new after this batch. What has been asked is still answered, scored and learned from.
 
         What an earlier life of the run had asked and not ended is asked again first, as far as it is wanted.
         """
@@ -82,7 +82,7 @@ class Prompter:
                 self._patience.cancel()
             try:
                 await self._refills.wait_until(lambda refills: asked < groups + refills)
-            except EndOfMail:
+            except EndOfStream:
                 return False
             return True
         return False

@@ -7,7 +7,7 @@ from typing import Protocol
 import anyio
 from anyio.streams.memory import MemoryObjectReceiveStream
 
-from clotho.runtime.ends import Inbox, Outbox
+from clotho.runtime.queues import Inbox, Outbox
 from protocols.rollout import Discarded, RolloutGroup
 from protocols.score import GroupOutcome
 

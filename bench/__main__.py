@@ -23,7 +23,7 @@ QUESTIONS = {
     "actors_overhead": "What does one message cost: mailbox and actor?",
     "startup": "How long from the command to the first answer?",
     "wall_clock": "How long to 0.9 held-out accuracy, synchronous and asynchronous, beside mlx-lm-lora and TRL?",
-    "search": "With which settings is the default task learnt soonest, by mlx-lm-lora's GRPO or by us?",
+    "search": "With which settings is the default task learned soonest, by mlx-lm-lora's GRPO or by us?",
     "scaling": "What happens as model and batch grow?",
     "quick": "Has anything slipped by an order of magnitude? Ours only, in seconds; status 1 if so.",
     "compare": "Is anything worse in one set of results than in another? Also: --compare BEFORE AFTER.",

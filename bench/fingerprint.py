@@ -10,7 +10,7 @@ from msgspec import Struct
 
 from clotho import BLAS
 from clotho.models.machine import describe_machine
-from protocols.description import MachineDescription
+from protocols.summary import MachineDescription
 
 ROOT = Path(__file__).resolve().parent.parent
 

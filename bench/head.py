@@ -25,7 +25,7 @@ from bench.fingerprint import ROOT, Fingerprint, describe_fingerprint, fingerpri
 from bench.shapes import random_policy
 from clotho.config.schema import LearnerSection, SamplingSection
 from clotho.models.policy import Policy
-from clotho.scoring.head_scores import SampledLaw, TokenScores
+from clotho.scoring.head_scores import SamplingDistribution, TokenScores
 from clotho.scoring.sequences import MicroBatch
 from clotho.training.update import PolicyLearner
 from protocols.prompt import Problem, Prompt
@@ -61,9 +61,11 @@ class Straightforward:
     def __init__(self, policy: Policy) -> None:
         self._model = policy.model
 
-    def __call__(self, micro: MicroBatch, *, law: SampledLaw, logp_only: bool = False) -> TokenScores:
-        """Score the tokens of a padded micro-batch. logp_only: nothing is learnt from the entropy."""
-        logits_B_S_V = self._model(mx.array(micro.inputs[0])).astype(mx.float32) / law.temperature
+    def __call__(
+        self, micro: MicroBatch, *, distribution: SamplingDistribution, logp_only: bool = False
+    ) -> TokenScores:
+        """Score the tokens of a padded micro-batch. logp_only: nothing is learned from the entropy."""
+        logits_B_S_V = self._model(mx.array(micro.inputs[0])).astype(mx.float32) / distribution.temperature
         logp_B_S_V = logits_B_S_V - mx.logsumexp(logits_B_S_V, axis=-1, keepdims=True)
         entropy_P = -mx.sum(mx.exp(logp_B_S_V) * logp_B_S_V, axis=-1).reshape(-1)
         entropy_P = mx.stop_gradient(entropy_P) if logp_only else entropy_P

@@ -81,9 +81,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--interval", type=int, default=10)
     parser.add_argument("--out", type=Path, default=RESULTS)
     chosen = parser.parse_args(argv)
-    learnt = [measure(mode, seed, chosen.interval) for seed in chosen.seeds for mode in chosen.modes]
-    chosen.out.write_bytes(b"".join(msgspec.json.encode(run) + b"\n" for run in learnt))
-    for run in learnt:
+    learned = [measure(mode, seed, chosen.interval) for seed in chosen.seeds for mode in chosen.modes]
+    chosen.out.write_bytes(b"".join(msgspec.json.encode(run) + b"\n" for run in learned))
+    for run in learned:
         sys.stdout.write(f"{describe(run)}\n")
     return 0
 

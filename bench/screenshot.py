@@ -1,4 +1,4 @@
-"""Capture what a user sees while the default run trains: a real run in a real (pseudo) terminal, drawn as SVG.
+"""Capture what a user sees while the default run trains: a real run in a real (pseudo) terminal, sampled as SVG.
 
     python -m bench screenshot [--columns 112] [--rows 30] [-- ARGUMENTS OF THE PIPELINE]
 

@@ -63,7 +63,7 @@ class AlarmState(Struct, frozen=True, kw_only=True):
     """All that alarms remember; the default is that of a beginning.
 
     bad: updates in a row that look bad. lowest: the lowest reward of any completion so far. groups: the latest, for
-    batches that are too small to judge alone. healthy: the latest healthy updates.
+    batches that are too small to compute_advantages alone. healthy: the latest healthy updates.
     """
 
     bad: int = 0

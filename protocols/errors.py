@@ -79,7 +79,7 @@ class CompilationError(ClothoError, RuntimeError):
 
 
 class AdapterError(ClothoError, RuntimeError):
-    """An adapter stays at its start although it is trained: nothing that is learnt reaches what is served."""
+    """An adapter stays at its start although it is trained: nothing that is learned reaches what is served."""
 
 
 class ActorError(ClothoError, RuntimeError):

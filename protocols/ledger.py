@@ -48,7 +48,7 @@ class Ledger:
         self._sources = dict(state.sources)
 
     def train(self, group_id: int, *, source: str = "") -> None:
-        """Record that a group was learnt from. Raises ValueError if it has ended before."""
+        """Record that a group was learned from. Raises ValueError if it has ended before."""
         self._end(group_id)
         self._trained += 1
         if source:
@@ -56,7 +56,7 @@ class Ledger:
             self._sources[source] = replace(books, trained=books.trained + 1)
 
     def discard(self, group_id: int, reason: str, *, source: str = "") -> None:
-        """Record that a group will never be learnt from. Raises ValueError if it has ended before."""
+        """Record that a group will never be learned from. Raises ValueError if it has ended before."""
         self._end(group_id)
         self._discarded = _one_more(self._discarded, reason)
         if source:

@@ -42,7 +42,7 @@ class Discarded(Struct, frozen=True, kw_only=True, tag=True):
     policy that was gone back to; reward_error: a reward raised, hung or returned no number; generation_error: the
     engine failed it; invalid: refused on inspection; not_finite: its update was not finite and was skipped; duplicate:
     an environment sent it before; surplus: it came after the last batch of the run; lost: an environment sent it to an
-    earlier life of the run, which ended before it was learnt from. rewards, parts: as of a `ScoredGroup`, where it was
+    earlier life of the run, which ended before it was learned from. rewards, parts: as of a `ScoredGroup`, where it was
     scored.
     """
 

@@ -29,7 +29,7 @@ class ScoredGroup(Struct, frozen=True, kw_only=True, tag=True):
     What only an environment gives, and is empty elsewhere, has one entry per completion:
     token_advantages: per token; they take the place of what the rewards say (`learner.advantage`).
     reference_logprobs: per token, under the environment's reference policy (`learner.reference = "environment"`).
-    temperatures: at which its tokens were drawn, above 0; empty: `sampling.temperature`.
+    temperatures: at which its tokens were sampled, above 0; empty: `sampling.temperature`.
     muted: its advantage is 0, though its reward counts among those of the group.
     teacher: alternatives to its tokens (`learner.distillation_weight`).
     logprob_error: the largest difference, in nats, between the log-probabilities that the environment passed on and

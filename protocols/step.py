@@ -1,4 +1,7 @@
-"""Learner -> broadcaster, checkpointer, monitor: what one consumed batch did to the policy."""
+"""Learner -> broadcaster, checkpointer, monitor: what one consumed batch did to the policy.
+
+A group in the replay buffer, as a checkpoint keeps it.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,20 @@ from msgspec import Struct
 
 from protocols.alarms import AlarmState
 from protocols.ledger import LedgerState
-from protocols.replay import KeptGroup
 from protocols.rollout import Discarded
 from protocols.score import ScoredGroup
+
+
+class KeptGroup(Struct, frozen=True, kw_only=True):
+    """A group that was learned from, and may be again.
+
+    advantage: mean size of the advantages of its completions, when it was learned from first.
+    version: of the weights that this first update made; its age counts from there.
+    """
+
+    scored: ScoredGroup
+    advantage: float
+    version: int
 
 
 class TrainedGroup(Struct, frozen=True, kw_only=True):
@@ -28,7 +42,7 @@ class UpdateMetrics(Struct, frozen=True, kw_only=True):
     grad_norm: before clipping, of the last optimizer step; applied: False where the gradient was not finite, or exactly
     zero, and no step was taken. ess: effective sample size of the ratios learner / sampler, as a share of the tokens;
     rejected_fraction: share of tokens that a correction or a mask left out. kl_beta, entropy_weight: as they stood in
-    this update. optimizer_steps: how many it took, those without a gradient not counted. tokens: learnt from, each
+    this update. optimizer_steps: how many it took, those without a gradient not counted. tokens: learned from, each
     counted once, replayed ones included. step_kl: k3 of the policy before the update against that after it, on some of
     its tokens; None where not measured. distillation: cross-entropy of a teacher's alternatives under the policy, per
     token with a teacher; 0 without one.
@@ -61,7 +75,7 @@ class StepReport(Struct, frozen=True, kw_only=True, tag=True):
     staleness: per trained group, the learner's version less the group's oldest.
     train_seconds: wall-clock time inside the update; wait_seconds: waiting for groups before it.
     refilled: groups of this batch in whose place another one was asked.
-    replayed: groups from the replay buffer that the update learnt from again. alarms: signs of collapse that this batch
+    replayed: groups from the replay buffer that the update learned from again. alarms: signs of collapse that this batch
     showed, in words. rolled_back: the weights of this version are those of an earlier one.
     """
 
@@ -95,7 +109,7 @@ class PolicyUpdated(Struct, frozen=True, kw_only=True, tag=True):
 
     parameters, optimizer: trees of evaluated arrays, shared with the learner and never written to: a snapshot costs
     nothing. random_state: of the compute thread. ledger: the books after this batch. bad_steps: updates in a row that
-    were not finite. train_seconds, trained_tokens: spent in updates, and learnt from, over all lives of the run.
+    were not finite. train_seconds, trained_tokens: spent in updates, and learned from, over all lives of the run.
     replay: groups in the replay buffer, the oldest first. alarms: what they remember. rollbacks: over all lives.
     """
 

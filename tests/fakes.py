@@ -202,7 +202,7 @@ def draw(request: SampleRequest, seed: int, position: int) -> tuple[int, float]:
 
 
 def alternatives(token: int, logprob: float, count: int) -> tuple[tuple[int, float], ...]:
-    """The drawn token, then others that are less probable."""
+    """The sampled token, then others that are less probable."""
     return tuple(((token + step) % 95, logprob - step) for step in range(count))
 
 

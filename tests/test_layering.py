@@ -1,24 +1,19 @@
-"""Who may import whom, and how long anything may be: the layout of the project, as rules that fail when broken.
+"""Which package may import which, and how long a module and a function may be.
 
-    protocols                    the standard library and msgspec
-    user_code                    nothing: imports what a profile names
-    compute, rewards, artifacts  protocols, and themselves; compute and rewards also user_code
-    runtime                      protocols, and itself
-    display                      protocols, and artifacts (numbers in words)
-    gateway                      protocols, runtime, and itself
-    atropos                      protocols, runtime, drawn
-    drawn                        protocols: what the engine drew for whom
-    books                        protocols, runtime: where every group is
-    sampler                      protocols: the asynchronous face of the engine, for everyone who samples
-    replay, forming_batch,       the learner's own, plain Python: protocols
-    alarms
-    custom, questions            shared by the wiring; the boxes do not know them
-    the boxes                    all of the above but gateway, custom, questions; never one another
-    assembly, session, boxes,    belong to `pipeline.py`: they, and it alone, may import everything
-    command_line
+    protocols    the standard library and msgspec
+    config       protocols; schema of profiles, flags
+    runtime      protocols, config; knows nothing about RL
+    storage      protocols, config
+    cpu, models, inference, scoring, training, memory
+                 protocols, config, storage, and each other as `MAY_IMPORT` says; never asyncio, anyio or HTTP
+    rewards      protocols, config
+    atropos      protocols, config, runtime, inference.sample_log
+    serving      protocols, config, runtime; no mathematics
+    monitoring   protocols, config, storage
+    actors       everything below; never one another, `serving` or `run`
+    run          everything but pipeline.py's topology
 
-MLX lives under compute and artifacts; asyncio and anyio never do. `profiles`, `bench` and `tests` are no part of the
-running program, and may import what they measure or make.
+MLX lives in the mathematics and in storage. `profiles`, `bench` and `tests` are no part of the running program.
 """
 
 from __future__ import annotations
@@ -31,43 +26,39 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PROGRAM = ("actors", "protocols", "pipeline.py")
+PROGRAM = ("actors", "clotho", "protocols", "pipeline.py")
 PROJECT = (*PROGRAM, "bench", "profiles", "tests")
-BOXES = {
+ACTORS = {
     "prompter", "generator", "atropos_fetcher", "scorer", "learner",
     "broadcaster", "checkpointer", "evaluator", "monitor",
 }  # fmt: skip
-LOWER = {
-    "protocols", "runtime", "compute", "rewards", "artifacts", "display", "sampler",
-    "replay", "forming_batch", "histories", "alarms", "atropos",
-}  # fmt: skip
+MATHEMATICS = ("cpu", "models", "inference", "scoring", "training", "memory")
+EVENT_LOOPS = {"asyncio", "anyio", "starlette", "hypercorn", "httpx"}
 
 MAY_IMPORT = {
     "protocols": set[str](),
-    "runtime": {"protocols"},
-    "user_code": set[str](),
-    "compute": {"protocols", "user_code"},
-    "rewards": {"protocols", "user_code"},
-    "artifacts": {"protocols"},
-    "display": {"protocols", "artifacts"},
-    "gateway": {"protocols", "runtime"},
-    "sampler": {"protocols"},
-    "atropos": {"protocols", "runtime", "drawn"},
-    "drawn": {"protocols"},
-    "books": {"protocols", "runtime"},
-    "custom": {"protocols", "runtime", "user_code"},
-    "questions": {"protocols", "compute", "artifacts"},
-    "replay": {"protocols"},
-    "forming_batch": {"protocols"},
-    "histories": {"runtime"},
-    "alarms": {"protocols"},
-    "__init__": {"compute"},
-    **dict.fromkeys(BOXES, LOWER),
-}
-"""Parts of the program; each may import itself besides. Those that belong to the wiring are not listed."""
+    "config": {"protocols", "atropos", "storage"},
+    "runtime": {"protocols", "config"},
+    "storage": {"protocols", "config"},
+    "cpu": {"protocols", "inference"},
+    "models": {"protocols", "config", "cpu"},
+    "inference": {"protocols", "config", "cpu", "models"},
+    "scoring": {"protocols", "config", "cpu", "models", "inference", "training"},
+    "training": {"protocols", "config", "cpu", "models", "inference", "scoring", "runtime"},
+    "memory": {"protocols", "config", "cpu", "models", "inference", "scoring", "training"},
+    "rewards": {"protocols", "config", "runtime"},
+    "atropos": {"protocols", "config", "runtime", "inference"},
+    "serving": {"protocols", "config", "runtime"},
+    "monitoring": {"protocols", "config", "storage"},
+    "actors": {
+        "protocols", "config", "runtime", "storage", "models", "inference", "scoring", "training", "memory",
+        "rewards", "atropos", "monitoring",
+    },
+}  # fmt: skip
+"""Packages, each with those that it may import besides itself. `run` and `pipeline` may import everything."""
 
-WIRING = {"assembly", "session", "boxes", "command_line", "pipeline"}
-LONGEST_MODULE, LONGEST_FUNCTION = 300, 50
+WIRING = {"run", "pipeline", "clotho"}
+LONGEST_MODULE, LONGEST_FUNCTION = 500, 80
 
 
 def files(*places: str) -> list[Path]:
@@ -91,14 +82,11 @@ def imports(path: Path) -> Iterator[tuple[str, int]]:
 
 
 def part_of(module: str) -> str | None:
-    """The part of the program that a module belongs to: `clotho.inference` to `compute`. None: not ours."""
+    """The package that a module belongs to: `clotho.inference.engine` to `inference`. None: not ours."""
     first, *rest = module.split(".")
-    if first in ("protocols", "pipeline"):
-        return first
-    if first != "actors":
-        return None
-    known = rest and ((ROOT / "actors" / rest[0]).is_dir() or (ROOT / "actors" / f"{rest[0]}.py").exists())
-    return rest[0] if known else "__init__"
+    if first == "clotho":
+        return rest[0] if rest and (ROOT / "clotho" / rest[0]).is_dir() else "clotho"
+    return first if first in ("protocols", "actors", "pipeline") else None
 
 
 def own_name(path: Path) -> str:
@@ -106,15 +94,18 @@ def own_name(path: Path) -> str:
     return ".".join(path.relative_to(ROOT).with_suffix("").parts)
 
 
-def test_every_part_of_the_program_has_its_rule() -> None:
-    """A module that is added must be given its place."""
-    parts = {part_of(own_name(path)) for path in files(*PROGRAM)}
-    assert parts - MAY_IMPORT.keys() - WIRING == set()
-    assert parts >= BOXES
+def test_every_package_has_its_rule() -> None:
+    """A package that is added must be given its place."""
+    assert {part_of(own_name(path)) for path in files(*PROGRAM)} - MAY_IMPORT.keys() == WIRING
 
 
-def test_parts_import_what_lies_below_them_and_never_one_another() -> None:
-    """Boxes meet in mailboxes; only the wiring knows them all."""
+def test_the_nine_actors_and_nothing_else_are_in_actors() -> None:
+    """What actors are built from is in `clotho/`."""
+    assert {path.stem for path in (ROOT / "actors").rglob("*.py")} == ACTORS | {"__init__"}
+
+
+def test_packages_import_only_what_their_rule_allows() -> None:
+    """Only the wiring may import everything."""
     wrong = []
     for path in files(*PROGRAM):
         part = part_of(own_name(path))
@@ -123,8 +114,19 @@ def test_parts_import_what_lies_below_them_and_never_one_another() -> None:
         assert part
         for module, line in imports(path):
             target = part_of(module)
-            if target not in (None, part, "__init__", *MAY_IMPORT[part]):
+            if target not in (None, part, "clotho", *MAY_IMPORT[part]):
                 wrong.append(f"{path.relative_to(ROOT)}:{line}: {part} imports {module}")
+    assert wrong == []
+
+
+def test_actors_never_import_one_another() -> None:
+    """Actors meet in queues."""
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line}: {module}"
+        for path in files("actors")
+        for module, line in imports(path)
+        if part_of(module) == "actors"
+    ]
     assert wrong == []
 
 
@@ -135,7 +137,11 @@ def outside(path: Path) -> Iterator[tuple[str, int]]:
 
 @pytest.mark.parametrize(
     ("place", "allowed"),
-    [("protocols", {"msgspec"}), ("actors/runtime", {"msgspec", "anyio"}), ("clotho/inference/client.py", {"msgspec"})],
+    [
+        ("protocols", {"msgspec"}),
+        ("actors/runtime", {"msgspec", "anyio"}),
+        ("clotho/runtime/sampling_client.py", {"msgspec"}),
+    ],
 )
 def test_the_foundations_stand_on_little(place: str, allowed: set[str]) -> None:
     """Beside the standard library."""
@@ -149,12 +155,12 @@ def test_the_foundations_stand_on_little(place: str, allowed: set[str]) -> None:
 
 
 def test_mathematics_knows_nothing_of_event_loops() -> None:
-    """Everything under compute is synchronous."""
+    """Mathematics is synchronous."""
     wrong = [
         f"{path.relative_to(ROOT)}:{line}: {name}"
-        for path in files("actors/compute")
+        for path in files(*(f"clotho/{package}" for package in MATHEMATICS))
         for name, line in outside(path)
-        if name in ("asyncio", "anyio", "starlette", "hypercorn")
+        if name in EVENT_LOOPS
     ]
     assert wrong == []
 
@@ -164,7 +170,7 @@ def test_mlx_is_used_by_mathematics_and_files_only() -> None:
     wrong = [
         f"{path.relative_to(ROOT)}:{line}: {name}"
         for path in files(*PROGRAM)
-        if part_of(own_name(path)) not in ("compute", "artifacts")
+        if part_of(own_name(path)) not in (*MATHEMATICS, "storage")
         for name, line in outside(path)
         if name in ("mlx", "mlx_lm")
     ]

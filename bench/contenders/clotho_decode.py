@@ -12,7 +12,7 @@ from protocols.sampling import CompletionDone, SampleEvent, SampleRequest, Sampl
 SEMANTICS = (
     "The decode engine with the profile's default settings, one request per prompt with a seed per completion, which "
     "computes each prompt once; from the first submission to the last completion, which brings tokens, the "
-    "log-probability of each under the distribution it was drawn from, and no text."
+    "log-probability of each under the distribution it was sampled from, and no text."
 )
 
 

@@ -1,4 +1,4 @@
-"""Our decode engine with one request of one completion: seconds until its first token is drawn."""
+"""Our decode engine with one request of one completion: seconds until its first token is sampled."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def prepare(case: Case) -> Once:
             engine.tick()
         seconds = time.perf_counter() - began
         if not events or not isinstance(events[0], TokenDrawn):
-            raise RuntimeError(f"no token was drawn: {events}")
+            raise RuntimeError(f"no token was sampled: {events}")
         engine.abort(request_id)
         while engine.has_work:
             engine.tick()

@@ -38,7 +38,7 @@ def prepare(case: Case) -> Once:
         update = finished(learner, batch)
         seconds = time.perf_counter() - began
         if not update.applied:
-            raise RuntimeError("nothing was learnt")
+            raise RuntimeError("nothing was learned")
         return {"seconds": seconds, "microseconds_per_token": seconds / tokens * 1e6}
 
     return once

@@ -10,10 +10,8 @@ from functools import partial
 from bench.contenders.loop import Case, Once, serve
 from clotho.runtime.actor import Actor
 from clotho.runtime.child import transient
-from clotho.runtime.compute_thread import ComputeExecutor
-from clotho.runtime.ends import Inbox, Outbox
-from clotho.runtime.futures import finish
-from clotho.runtime.queues import Mailbox
+from clotho.runtime.compute_thread import ComputeExecutor, finish
+from clotho.runtime.queues import Inbox, Mailbox, Outbox
 from clotho.runtime.supervisor import Supervisor
 
 SEMANTICS = (

@@ -22,7 +22,7 @@ from protocols.sampling import Completion, CompletionDone, SampleEvent, SampleRe
 from protocols.score import ScoredGroup
 
 SEMANTICS = (
-    "Engine and learner take turns in the compute thread by `decode_share`: tokens drawn per second of wall time, with "
+    "Engine and learner take turns in the compute thread by `decode_share`: tokens sampled per second of wall time, with "
     "nothing else to do, and while one update follows the other."
 )
 SECONDS = 3.0
@@ -53,7 +53,7 @@ class Workplace:
         self._groups = [_group(number, policy.vocab_size) for number in range(UPDATE_GROUPS)]
 
     def _ask(self, number: int) -> None:
-        """Have a group of completions drawn, and another one when it is complete."""
+        """Have a group of completions sampled, and another one when it is complete."""
         left = itertools.count(GROUP - 1, -1)
 
         def heard(event: SampleEvent) -> None:
@@ -85,7 +85,7 @@ class Workplace:
         return (self._drawn() - before) / (time.perf_counter() - began)
 
     def _drawn(self) -> int:
-        return self.executor.submit(lambda: self.engine.stats().tokens_drawn).result()
+        return self.executor.submit(lambda: self.engine.stats().tokens_sampled).result()
 
 
 def prepare(case: Case) -> Once:

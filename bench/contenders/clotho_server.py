@@ -15,13 +15,12 @@ import anyio
 
 from clotho.config.schema import GatewaySection, GeneratorSection, ModelSection, PolicySection
 from clotho.inference import DecodeEngine
-from clotho.inference.client import Sampler
 from clotho.models.policy import Policy, load_policy
 from clotho.runtime.compute_thread import ComputeExecutor
-from clotho.serving.server import Gateway
+from clotho.runtime.sampling_client import Sampler
+from clotho.serving.server import ApiServer
 from clotho.serving.services import GatewayServices, HealthReport, TrainingNumbers
-from protocols.prompt_logprobs import PromptLogprobs
-from protocols.sampling import Sampling
+from protocols.sampling import PromptLogprobs, Sampling
 from protocols.weights import WeightsReady
 
 
@@ -61,7 +60,7 @@ def main(argv: Sequence[str]) -> None:
     executor.start()
     policy, engine = executor.submit(lambda: assemble(chosen.model)).result()
     executor.attach(engine)
-    anyio.run(Gateway(services(policy, engine, executor, chosen.port)).run)
+    anyio.run(ApiServer(services(policy, engine, executor, chosen.port)).run)
 
 
 if __name__ == "__main__":

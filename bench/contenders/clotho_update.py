@@ -12,7 +12,7 @@ from clotho.training.update import PolicyLearner
 
 SEMANTICS = (
     "An update with the profile's default settings, from scored groups to evaluated weights and their fingerprint: "
-    "advantages, micro-batches, the clipped ratio to the log-probabilities that the completions were drawn with, the "
+    "advantages, micro-batches, the clipped ratio to the log-probabilities that the completions were sampled with, the "
     "exact entropy and the other metrics of an update, clipping of the gradient, AdamW."
 )
 
@@ -27,7 +27,7 @@ def prepare(case: Case) -> Once:
 
     def update() -> None:
         if not finished(learner, batch).applied:
-            raise RuntimeError("nothing was learnt")
+            raise RuntimeError("nothing was learned")
 
     return lambda: measured(update, tokens)
 

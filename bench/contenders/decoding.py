@@ -53,7 +53,7 @@ def timed(work: Work, generate: Callable[[], int], *, prefilled: int) -> Once:
     """Run `generate`, which returns how many tokens it drew. prefilled: tokens of prompts that it computes.
 
     The last token of a prompt is not among them: it is computed to draw the first one. Raises RuntimeError if not all
-    tokens were drawn.
+    tokens were sampled.
     """
     weights = products(work.model)
     wanted = work.rows * work.new_tokens
@@ -62,14 +62,14 @@ def timed(work: Work, generate: Callable[[], int], *, prefilled: int) -> Once:
 
     def once() -> Metrics:
         began = time.perf_counter()
-        drawn = generate()
+        sampled = generate()
         seconds = time.perf_counter() - began
-        if drawn != wanted:
-            raise RuntimeError(f"{drawn} tokens were drawn instead of {wanted}")
+        if sampled != wanted:
+            raise RuntimeError(f"{sampled} tokens were sampled instead of {wanted}")
         _rest()
         return {
-            "tokens_per_second": drawn / seconds,
-            "microseconds_per_token": seconds / drawn * 1e6,
+            "tokens_per_second": sampled / seconds,
+            "microseconds_per_token": seconds / sampled * 1e6,
             "peak_fraction": operations / seconds / peak,
         }
 

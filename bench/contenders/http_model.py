@@ -11,7 +11,7 @@ from mlx_lm.utils import save_config, save_model
 from bench.contenders.shapes import DIRECTORY, EMBEDDED, named_model
 
 NEVER_DRAWN = "<|endoftext|>"
-"""Padding while the policy learnt: it does not draw it."""
+"""Padding while the policy learned: it does not draw it."""
 VOCABULARY = 384
 """Of the tokenizer that ships with the project."""
 
@@ -19,7 +19,7 @@ VOCABULARY = 384
 def write_model(name: str, target: Path) -> Path:
     """Write a model of `bench.contenders.shapes` with the tokenizer that ships with the project.
 
-    Answers end with a token that is never drawn, so that all are as long as asked; only random weights draw it at
+    Answers end with a token that is never sampled, so that all are as long as asked; only random weights draw it at
     times. Marks of thinking are ordinary text under other names, for some servers take them out of the answer.
     """
     shutil.copytree(DIRECTORY, target)

@@ -1,8 +1,8 @@
 """Plug-ins that make a run's completions long-tailed in length, and its rewards slow.
 
-How long a policy's answers are is its own affair; here it is a law, so that both ways to train do the same work: the
+How long a policy's answers are is its own affair; here it is a distribution, so that both ways to train do the same work: the
 length of each completion is lognormal and a function of its seed alone, end tokens do not end it, and its reward is
-drawn from its text, so that every group teaches something.
+sampled from its text, so that every group teaches something.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import numpy as np
 from msgspec.structs import replace
 
 from actors.generator import Generator
-from clotho.inference.client import GenerationError, Sampler
-from clotho.runtime.ends import Inbox, Outbox
 from clotho.runtime.plugins import Services
+from clotho.runtime.queues import Inbox, Outbox
+from clotho.runtime.sampling_client import GenerationError, Sampler
 from protocols.errors import RequestError
 from protocols.prompt import Problem, Prompt
 from protocols.rollout import Discarded, RolloutGroup
@@ -30,15 +30,15 @@ SECONDS = 0.05
 
 
 def reward(problem: Problem, completion: str) -> float:
-    """Give 0.0 or 1.0 after 50 ms: what a judge across the network, or a short test suite, takes."""
+    """Give 0.0 or 1.0 after 50 ms: what a compute_advantages across the network, or a short test suite, takes."""
     time.sleep(SECONDS)
     return float(zlib.crc32((problem.prompt + completion).encode()) % 2)
 
 
 def length(seed: int, *, median: float, sigma: float, longest: int) -> int:
     """Tokens of the completion with that seed."""
-    drawn = np.random.default_rng(seed).lognormal(np.log(median), sigma)
-    return int(np.clip(round(drawn), 1, longest))
+    sampled = np.random.default_rng(seed).lognormal(np.log(median), sigma)
+    return int(np.clip(round(sampled), 1, longest))
 
 
 class LongTailedSampler:

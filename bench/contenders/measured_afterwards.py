@@ -1,4 +1,4 @@
-"""An evaluator that waits until the run has learnt, so that measuring every version of the policy costs it nothing."""
+"""An evaluator that waits until the run has learned, so that measuring every version of the policy costs it nothing."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import structlog
 from anyio.abc import TaskStatus
 
 from actors.evaluator import Evaluator, Pinned
-from clotho.runtime.ends import Inbox, Outbox
 from clotho.runtime.plugins import Services
+from clotho.runtime.queues import Inbox, Outbox
 from protocols.evaluation import EvalReport
 from protocols.step import PolicyUpdated
 

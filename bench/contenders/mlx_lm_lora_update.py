@@ -54,38 +54,38 @@ def _checkpoint_once(layer: Any) -> None:
         type(layer).checkpointed = True
 
 
-def judged(drawn: Rollouts) -> tuple[mx.array, dict[str, mx.array]]:
+def judged(sampled: Rollouts) -> tuple[mx.array, dict[str, mx.array]]:
     """Advantages and metrics, as its trainer takes them from rewards."""
-    prompt_of = drawn.prompt_of
+    prompt_of = sampled.prompt_of
 
     def reward(**_: Any) -> list[float]:
-        return drawn.rewards
+        return sampled.rewards
 
     advantages, found = calculate_rewards_and_advantages(
         [reward], [""] * len(prompt_of), [""] * len(prompt_of), [""] * len(prompt_of), [], prompt_of,
-        list(range(len(drawn.prompts))),
+        list(range(len(sampled.prompts))),
     )  # fmt: skip
     return advantages, found
 
 
 def prepare(case: Case) -> Once:
     """A model and its optimizer, and a batch that it learns from again and again."""
-    model, drawn = adapted(case), rollouts(case)
+    model, sampled = adapted(case), rollouts(case)
     optimizer = optim.Adam(learning_rate=RATE)
-    completions = [mx.array(tokens, dtype=mx.int32) for tokens in drawn.completions]
+    completions = [mx.array(tokens, dtype=mx.int32) for tokens in sampled.completions]
     gradient_of = nn.value_and_grad(model, grpo_loss)
     mx.eval(completions)
 
     def update() -> None:
-        advantages, reward_metrics = judged(drawn)
+        advantages, reward_metrics = judged(sampled)
         (loss, tokens, found), gradient = _grpo_value_and_grad(
             gradient_of,
             model,
             ROWS,
-            batch=(drawn.prompts, None, None, None, None),
+            batch=(sampled.prompts, None, None, None, None),
             completions=completions,
             completion_texts=[""] * len(completions),
-            batch_indices=drawn.prompt_of,
+            batch_indices=sampled.prompt_of,
             advantages=advantages,
             reward_metrics=reward_metrics,
             beta=0.0,
@@ -103,7 +103,7 @@ def prepare(case: Case) -> Once:
         optimizer.update(model, gradient)
         mx.eval(model.state, optimizer.state, loss, tokens, found)
 
-    return lambda: measured(update, drawn.tokens)
+    return lambda: measured(update, sampled.tokens)
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ class Rollouts(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Completion tokens, all of which are learnt from."""
+        """Completion tokens, all of which are learned from."""
         return sum(map(len, self.completions))
 
 

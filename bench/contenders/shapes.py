@@ -82,7 +82,7 @@ def named_model(name: str, *, vocabulary: int = 0, seed: int = 0) -> tuple[Any, 
 
 
 def random_prompts(count: int, length: int, vocabulary: int, *, seed: int = 0) -> list[list[int]]:
-    """Prompts of tokens drawn evenly from the vocabulary."""
+    """Prompts of tokens sampled evenly from the vocabulary."""
     tokens: list[list[int]] = np.random.default_rng(seed).integers(0, vocabulary, (count, length)).tolist()
     return tokens
 

@@ -84,15 +84,15 @@ def model_of(case: Case) -> Any:
     return Qwen3ForCausalLM(Qwen3Config(**configuration(shape))).to(torch.float32)
 
 
-def configured(drawn: Rollouts, directory: str) -> GRPOConfig:
+def configured(sampled: Rollouts, directory: str) -> GRPOConfig:
     """One optimizer step on all rollouts; the trainer reports and saves nothing."""
     return GRPOConfig(
         output_dir=directory,
         max_steps=1,
         per_device_train_batch_size=ROWS,
-        gradient_accumulation_steps=len(drawn.completions) // ROWS,
-        num_generations=drawn.group,
-        max_completion_length=len(drawn.completions[0]),
+        gradient_accumulation_steps=len(sampled.completions) // ROWS,
+        num_generations=sampled.group,
+        max_completion_length=len(sampled.completions[0]),
         learning_rate=RATE,
         lr_scheduler_type="constant",
         loss_type="grpo",
@@ -107,24 +107,24 @@ def configured(drawn: Rollouts, directory: str) -> GRPOConfig:
     )
 
 
-def trainer_of(case: Case, drawn: Rollouts, directory: str) -> TimedTrainer:
+def trainer_of(case: Case, sampled: Rollouts, directory: str) -> TimedTrainer:
     """A trainer that is handed the rollouts of the case, whatever it asks."""
 
     def bring(prompts: list[Any], trainer: Any) -> dict[str, Any]:
         return {
-            "prompt_ids": [drawn.prompts[number] for number in drawn.prompt_of],
-            "completion_ids": drawn.completions,
+            "prompt_ids": [sampled.prompts[number] for number in sampled.prompt_of],
+            "completion_ids": sampled.completions,
             "logprobs": None,
         }
 
     def reward(completions: list[Any], **others: Any) -> list[float]:
-        return drawn.rewards
+        return sampled.rewards
 
     return TimedTrainer(
         model=model_of(case),
-        args=configured(drawn, directory),
+        args=configured(sampled, directory),
         reward_funcs=[reward],
-        train_dataset=Dataset.from_dict({"prompt": [str(number) for number in range(len(drawn.prompts))]}),
+        train_dataset=Dataset.from_dict({"prompt": [str(number) for number in range(len(sampled.prompts))]}),
         processing_class=AutoTokenizer.from_pretrained(DIRECTORY),
         peft_config=LoraConfig(r=RANK, lora_alpha=SCALE * RANK, target_modules="all-linear"),
         rollout_func=bring,
@@ -135,8 +135,8 @@ def prepare(case: Case, directory: str) -> Once:
     """A trainer that trains for one step, again and again."""
     torch.set_num_threads(int(os.environ.get(THREADS, "1")))
     logging.disable(logging.WARNING)
-    drawn, memory, ended = rollouts(case), ResidentMemory(), Ended()
-    trainer = trainer_of(case, drawn, directory)
+    sampled, memory, ended = rollouts(case), ResidentMemory(), Ended()
+    trainer = trainer_of(case, sampled, directory)
     trainer.add_callback(ended)
 
     def once() -> Metrics:
@@ -149,7 +149,7 @@ def prepare(case: Case, directory: str) -> Once:
 
         trainer.ready = ready
         trainer.train()
-        return metrics(ended.seconds - began, drawn.tokens, memory.peak())
+        return metrics(ended.seconds - began, sampled.tokens, memory.peak())
 
     return once
 

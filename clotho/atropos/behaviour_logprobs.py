@@ -1,4 +1,4 @@
-"""How each sequence of a group was drawn: from the engine's memory, else from what the environment passed on."""
+"""How each sequence of a group was sampled: from the engine's memory, else from what the environment passed on."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from clotho.atropos.refusal import Refused
 from clotho.atropos.validation import LOWEST, CheckedGroup, first
+from clotho.atropos.wire import Refused
 from clotho.inference.sample_log import Drawn
 from protocols.sampling import FinishReason
 
@@ -21,16 +21,16 @@ Span = tuple[int, int]
 
 
 class Memory(Protocol):
-    """What the engine remembers; `clotho.inference.sample_log.DrawnLog` does."""
+    """What the engine remembers; `clotho.inference.sample_log.SampleLog` does."""
 
     def find(
         self, tokens: Sequence[int], start: int, end: int, *, logprobs: NDArray[np.float64] | None = None
     ) -> Drawn | None:
-        """Return how tokens[start:end] were drawn after tokens[:start]; logprobs: which of several draws is meant."""
+        """Return how tokens[start:end] were sampled after tokens[:start]; logprobs: which of several draws is meant."""
 
 
 class Behaviour(Struct, kw_only=True):
-    """How one sequence was drawn, as far as it is known; arrays have one entry per token, 0 where none was drawn.
+    """How one sequence was sampled, as far as it is known; arrays have one entry per token, 0 where none was sampled.
 
     unremembered: spans that the engine does not remember; unknown: those of them that the environment has no
     log-probabilities of either. supports: by token.
@@ -44,7 +44,7 @@ class Behaviour(Struct, kw_only=True):
     supports: dict[int, bytes]
     temperature: float
     finish_reason: FinishReason | None = None
-    asker: str = ""
+    client_label: str = ""
     difference: float | None = None
 
 
@@ -54,7 +54,7 @@ def behaviour(
     """Look up every span of a sequence; version: of weights that drew what is not remembered.
 
     temperature: where neither engine nor environment says. Raises Refused where the two disagree, or the learner
-    cannot evaluate what it was drawn from.
+    cannot evaluate what it was sampled from.
     """
     spans = runs(checked.trained[index])
     given_T = checked.behaviour[index] if checked.behaviour else None
@@ -62,7 +62,7 @@ def behaviour(
         memory.find(tokens, start, end, logprobs=None if given_T is None else given_T[start:end])
         for start, end in spans
     ]
-    unremembered = [span for span, drawn in zip(spans, found, strict=True) if drawn is None]
+    unremembered = [span for span, sampled in zip(spans, found, strict=True) if sampled is None]
     sequence = Behaviour(
         logprob_T=np.zeros(len(tokens), dtype=np.float32) if given_T is None else given_T.astype(np.float32),
         version_T=np.full(len(tokens), version, dtype=np.int32),
@@ -71,18 +71,18 @@ def behaviour(
         supports={},
         temperature=_temperature(index, found, checked.temperatures[index], default=temperature),
         finish_reason=found[-1].finish_reason if found and found[-1] else None,
-        asker=next((drawn.asker for drawn in found if drawn and drawn.asker), ""),
+        client_label=next((sampled.client_label for sampled in found if sampled and sampled.client_label), ""),
     )
-    for (start, end), drawn in zip(spans, found, strict=True):
-        if drawn is None:
+    for (start, end), sampled in zip(spans, found, strict=True):
+        if sampled is None:
             continue
-        if drawn.unlearnable:
-            raise Refused(f"tokens[{index}][{start}:{end}]: {drawn.unlearnable}")
+        if sampled.unlearnable:
+            raise Refused(f"tokens[{index}][{start}:{end}]: {sampled.unlearnable}")
         if given_T is not None:
-            _compare(index, start, given_T[start:end], drawn, sequence)
-        sequence.logprob_T[start:end] = drawn.logprobs
-        sequence.version_T[start:end] = drawn.versions
-        sequence.supports.update(enumerate(drawn.supports, start=start))
+            _compare(index, start, given_T[start:end], sampled, sequence)
+        sequence.logprob_T[start:end] = sampled.logprobs
+        sequence.version_T[start:end] = sampled.versions
+        sequence.supports.update(enumerate(sampled.supports, start=start))
     if sequence.supports and len(sequence.supports) != sum(end - start for start, end in spans):
         raise Refused(f"tokens[{index}]: only of some was recorded what top_p, top_k and min_p left")
     return sequence
@@ -95,30 +95,30 @@ def runs(trained_T: NDArray[np.bool_]) -> list[Span]:
 
 
 def versions(sequence: Behaviour, trained_T: NDArray[np.bool_]) -> NDArray[np.int32]:
-    """Give each token that was not drawn the version of the one before it; those before the first, of the first."""
-    drawn = np.flatnonzero(trained_T)
-    if not drawn.size:
+    """Give each token that was not sampled the version of the one before it; those before the first, of the first."""
+    sampled = np.flatnonzero(trained_T)
+    if not sampled.size:
         return sequence.version_T
-    last_T = np.maximum.accumulate(np.where(trained_T, np.arange(trained_T.size), drawn[0]))
+    last_T = np.maximum.accumulate(np.where(trained_T, np.arange(trained_T.size), sampled[0]))
     return sequence.version_T[last_T]
 
 
 def _temperature(index: int, found: list[Drawn | None], stated: float | None, *, default: float) -> float:
-    """The engine knows best; what it does not remember was drawn as the environment says."""
-    known = {drawn.temperature for drawn in found if drawn is not None}
+    """The engine knows best; what it does not remember was sampled as the environment says."""
+    known = {sampled.temperature for sampled in found if sampled is not None}
     if None in found and stated is not None:
         known.add(stated)
     if len(known) > 1:
         listed = ", ".join(f"{one:g}" for one in sorted(known))
-        raise Refused(f"tokens[{index}]: drawn at different temperatures ({listed})")
+        raise Refused(f"tokens[{index}]: sampled at different temperatures ({listed})")
     return known.pop() if known else default if stated is None else stated
 
 
-def _compare(index: int, start: int, given_T: NDArray[np.float64], drawn: Drawn, sequence: Behaviour) -> None:
-    difference_T = np.abs(given_T - np.clip(drawn.logprobs.astype(np.float64), LOWEST, 0.0))
+def _compare(index: int, start: int, given_T: NDArray[np.float64], sampled: Drawn, sequence: Behaviour) -> None:
+    difference_T = np.abs(given_T - np.clip(sampled.logprobs.astype(np.float64), LOWEST, 0.0))
     if (t := first(~(difference_T <= DIFFERENCE))) is not None:
         raise Refused(
-            f"inference_logprobs[{index}][{start + t}]: {given_T[t]:.4g} are not those that were drawn with "
-            f"({float(drawn.logprobs[t]):.4g})"
+            f"inference_logprobs[{index}][{start + t}]: {given_T[t]:.4g} are not those that were sampled with "
+            f"({float(sampled.logprobs[t]):.4g})"
         )
     sequence.difference = max(sequence.difference or 0.0, float(difference_T.max()))

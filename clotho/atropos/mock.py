@@ -23,7 +23,7 @@ LABEL = "mock"
 TIMEOUT = httpx.Timeout(connect=5.0, read=1200.0, write=30.0, pool=None)
 AT_ONCE = 32
 UNTRAINED = 1.0
-"""In place of a log-probability where nothing was drawn."""
+"""In place of a log-probability where nothing was sampled."""
 
 log = structlog.get_logger(actor="atropos_fetcher")
 

@@ -1,4 +1,4 @@
-"""Keeps a command on a leash: `PYTHON leash.py -- COMMAND...` ends it, and all it started, when our parent has gone.
+"""Keeps a command on a leash: `PYTHON parent_watchdog.py -- COMMAND...` ends it, and all it started, when our parent has gone.
 
 It stands alone: the standard library of Python 3.9, on Linux and macOS. The parent holds the other end of standard
 input and need not write to it: that end closes when the parent dies, be it by SIGKILL.
@@ -22,7 +22,7 @@ USAGE, CANNOT_EXECUTE, NOT_FOUND = 2, 126, 127
 def main(arguments: list[str]) -> int:
     """Run the command to its end; its exit status, or, as shells have it, 128 + the signal that ended it."""
     if len(arguments) < 2 or arguments[0] != "--":
-        sys.stderr.write("usage: leash.py -- COMMAND...\n")
+        sys.stderr.write("usage: parent_watchdog.py -- COMMAND...\n")
         return USAGE
     woken = _wake_on_signals()
     try:

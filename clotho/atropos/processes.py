@@ -11,9 +11,8 @@ import anyio
 import httpx
 
 from clotho.atropos.commands import environment_command, server_command
-from clotho.atropos.output import Output
-from clotho.atropos.pauses import Pauses
-from clotho.atropos.process import KeptProcess, Life
+from clotho.atropos.process import KeptProcess, Life, Output
+from clotho.atropos.source import Pauses
 from clotho.config.schema import EnvironmentSection, Profile
 from protocols.errors import ActorError
 

@@ -1,4 +1,7 @@
-"""Where groups from environments come from, as the fetcher sees it: shapes, not classes."""
+"""Where groups from environments come from, as the fetcher sees it: shapes, not classes.
+
+How long to wait between two looks at something that cannot call back.
+"""
 
 from __future__ import annotations
 
@@ -33,3 +36,23 @@ class Reader(Protocol):
 
     async def read(self, raw: Raw, *, group_id: int, version: int) -> GroupOutcome:
         """Read one group; version: of the weights that serve. Never raises for what is in `raw`."""
+
+
+FIRST, FACTOR = 0.05, 1.5
+
+
+class Pauses:
+    """Seconds that grow from `FIRST` by `FACTOR` up to the longest, until something came and they begin anew."""
+
+    def __init__(self, *, longest: float) -> None:
+        self._longest = longest
+        self._next = min(FIRST, longest)
+
+    def next(self) -> float:
+        """Return the length of the next pause."""
+        pause, self._next = self._next, min(self._next * FACTOR, self._longest)
+        return pause
+
+    def reset(self) -> None:
+        """Begin anew."""
+        self._next = min(FIRST, self._longest)

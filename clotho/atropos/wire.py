@@ -1,6 +1,8 @@
 """What an Atropos API server sends, as it stands in JSON: strict in types, lenient about fields nobody knows.
 
 Every group of a batch is decoded by itself, so that a malformed one harms no other.
+
+Why a group is refused, on one short line that may be shown anywhere.
 """
 
 from __future__ import annotations
@@ -10,7 +12,18 @@ from typing import Annotated, TypeVar
 import msgspec
 from msgspec import Meta, Raw, Struct
 
-from clotho.atropos.refusal import Refused, shown
+LONGEST = 80
+
+
+class Refused(Exception):
+    """A group that is not learned from; the message names field and index."""
+
+
+def shown(text: str) -> str:
+    """At most `LONGEST` characters of foreign text, each of them visible."""
+    cut = text if len(text) <= LONGEST else text[: LONGEST - 1] + "…"
+    return "".join(character if character.isprintable() else "·" for character in cut)
+
 
 Integer = Annotated[int, Meta(ge=-(2**31), lt=2**31)]
 T = TypeVar("T")
@@ -18,13 +31,13 @@ ABSENT = Raw(b"null")
 
 
 class Parameters(Struct, frozen=True, kw_only=True):
-    """How a group was drawn, or is to be treated (`generation_params`, `group_overrides`)."""
+    """How a group was sampled, or is to be treated (`generation_params`, `group_overrides`)."""
 
     temperature: float | None = None
 
 
 class Override(Parameters, frozen=True, kw_only=True):
-    """The same of one sequence. set_advantage_to_zero: nothing is learnt from it."""
+    """The same of one sequence. set_advantage_to_zero: nothing is learned from it."""
 
     set_advantage_to_zero: bool | None = None
 

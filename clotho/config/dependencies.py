@@ -6,11 +6,10 @@ from collections.abc import Iterator
 
 from clotho.config.dependencies_atropos import ATROPOS_DEPENDENCES
 from clotho.config.dependencies_run import RUN_DEPENDENCES
-from clotho.config.dependencies_training import OBJECTIVE_DEPENDENCES
+from clotho.config.dependencies_training import LEARNER_DEPENDENCES, OBJECTIVE_DEPENDENCES
 from clotho.config.dependency import Complaint, Dependence
 from clotho.config.keys import settable
 from clotho.config.layers import Merged
-from clotho.config.profile_effects_learner import LEARNER_DEPENDENCES
 from clotho.config.schema import Profile
 
 DEPENDENCES: tuple[Dependence, ...] = (

@@ -39,7 +39,7 @@ ATROPOS_DEPENDENCES = (
         keys=learner("dynamic_sampling", "dynamic_limit"),
         switches=("atropos.enabled",),
         works=lambda p: not p.atropos.enabled,
-        because="with atropos.enabled nobody here asks: a batch waits for groups that can be learnt from anyway",
+        because="with atropos.enabled nobody here asks: a batch waits for groups that can be learned from anyway",
     ),
     Dependence(
         keys=learner("overlong_buffer", "overlong_penalty"),

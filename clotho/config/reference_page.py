@@ -7,10 +7,10 @@ from pathlib import Path
 
 from clotho.config.dependencies import DEPENDENCES
 from clotho.config.flag_aliases import ALIASES, CONSTANTS, ELSEWHERE
-from clotho.config.help_text import default_in_words
+from clotho.config.flags import default_in_words
 from clotho.config.keys import Section, sections
+from clotho.config.load import shown
 from clotho.config.presets import CORRECTIONS, OBJECTIVES
-from clotho.config.profile_decode import shown
 from clotho.config.rules import RULES
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"

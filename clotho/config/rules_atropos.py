@@ -1,4 +1,4 @@
-"""Rules between settings of environments."""
+"""LossSettings between settings of environments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sections of a profile that say what is learnt from what: model, policy, sampling, data, rewards.
+"""Sections of a profile that say what is learned from what: model, policy, sampling, data, rewards.
 
 A section's docstring has one line per key (`key: text`, or `key, key: text`); `--help` and `docs/configuration.md`
 are generated from them.
@@ -70,7 +70,7 @@ class PolicySection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class SamplingSection(Sampling, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """[sampling] How rollouts are drawn; the keys of `protocols.sampling.Sampling`, and one more.
+    """[sampling] How rollouts are sampled; the keys of `protocols.sampling.Sampling`, and one more.
 
     group_size: completions per prompt.
     """

@@ -83,7 +83,7 @@ class GatewaySection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 class GeneratorSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """[generator] The decode engine and how far it runs ahead of the learner.
 
-    batches_ahead: batches that may be in flight beyond the one being learnt; `async = false` makes it 0.
+    batches_ahead: batches that may be in flight beyond the one being learned; `async = false` makes it 0.
     max_rows: sequences decoded at once.
     max_cache_tokens: bound of all their key-value caches, in tokens.
     prefix_cache_tokens: bound of the cache of computed prompts.

@@ -36,7 +36,7 @@ class ObjectiveKeys(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         0 = none.
     overlong_penalty: that penalty at its largest.
     mask_truncated: learn nothing from completions that reached `sampling.max_tokens`.
-    dynamic_sampling: replace groups that cannot be learnt from, so that every batch has `batch_size` that can.
+    dynamic_sampling: replace groups that cannot be learned from, so that every batch has `batch_size` that can.
     dynamic_limit: at most so many times `batch_size` groups are asked for one batch.
     """
 
@@ -162,7 +162,7 @@ class LearnerSection(OptimizerKeys, frozen=True, kw_only=True, forbid_unknown_fi
     layout: how sequences lie in a micro-batch: `padded` rows; `packed`, several to a row, kept apart by the attention
         mask; `shared`, the prompt of a group computed once; `auto`: whichever of `padded` and `shared` is cheaper for
         the batch, where the model's attention allows.
-    max_staleness: groups drawn by weights older than this many versions are discarded.
+    max_staleness: groups sampled by weights older than this many versions are discarded.
     max_bad_steps: so many updates in a row that are not finite end the run.
     """
 
@@ -176,7 +176,7 @@ class LearnerSection(OptimizerKeys, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class ReplaySection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """[replay] A buffer of groups that were learnt from, to learn from again.
+    """[replay] A buffer of groups that were learned from, to learn from again.
 
     capacity: groups kept; 0 = no buffer.
     groups: of them, added to each update.

@@ -15,10 +15,9 @@ from numpy.typing import NDArray
 
 from clotho.cpu.blas import Floats
 from clotho.cpu.decode_attention import UNSEEN, Sharers, StepAttention
-from clotho.cpu.decoder import HostDecoder, Layers
-from clotho.cpu.layers_host import seen
+from clotho.cpu.decoder import HostDecoder, Layers, seen
+from clotho.inference.cache_layout import Arrival
 from clotho.inference.kv_cache import spare_columns
-from clotho.inference.row_caches import Arrival
 
 WORTH_SHARING = 256
 """Copies of prompt tokens that sharing must spare, for it takes more products."""

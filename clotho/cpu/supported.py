@@ -11,14 +11,11 @@ import structlog
 from mlx_lm.models import llama, qwen2, qwen3
 from mlx_lm.tuner.lora import LoRALinear
 
+from clotho.cpu.attention import Rotation
 from clotho.cpu.decoder import HostDecoder
 from clotho.cpu.kv_cache import HostCache
-from clotho.cpu.layers import on_cpu
-from clotho.cpu.low_rank import LowRankLinear
-from clotho.cpu.norms import Norm
-from clotho.cpu.rotation import Rotation
-from clotho.inference.cache_layout import AttentionLeaf, CacheLayout
-from clotho.inference.row_caches import Arrival
+from clotho.cpu.layers import LowRankLinear, Norm, on_cpu
+from clotho.inference.cache_layout import Arrival, AttentionLeaf, CacheLayout
 
 log = structlog.get_logger(__name__)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from clotho.inference.engine import DecodeEngine, Source
-from clotho.inference.stats import EngineStats
+from clotho.inference.engine import DecodeEngine, EngineStats, Source
 
 __all__ = ["DecodeEngine", "EngineStats", "Source"]

@@ -2,26 +2,84 @@
 
 The host runs one step behind: a step is launched before the tokens of the step before it are read, its input being
 those tokens where they are, on the device. A row whose end shows only in its tokens therefore costs one wasted draw,
-which is never reported; an end by length is foreseen and costs none. On the CPU, where most steps are drawn by
+which is never reported; an end by length is foreseen and costs none. On the CPU, where most steps are sampled by
 the host, tokens are known at once and nothing is wasted.
+
+A step in flight, and what is read from it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
 from clotho.cpu.sampling import can_draw_on_host, draw_on_host
-from clotho.inference.row_caches import Arrival, Numbers, RowCaches
-from clotho.inference.rows import Job, Row
-from clotho.inference.sampling import Drawn, draw
+from clotho.inference.cache_layout import Arrival, Numbers, RowCaches
+from clotho.inference.sampling import PADDING, Drawn, Supports, draw, uniforms
 from clotho.inference.sampling_params import SamplingPlan, plan_sampling
+from clotho.inference.scheduler import Job, Row
 from clotho.inference.slots import Ledger
-from clotho.inference.step import Reading, Step
-from clotho.inference.uniform import uniforms
+
+
+@dataclass(eq=False, slots=True)
+class Reading:
+    """Tokens read from a finished step, for N rows that still live. top_*: (N, n) where some row asked for them.
+
+    supports: tokens that could have been sampled, as `Completion.supports` has them, by index in N of the rows that
+    record them.
+    """
+
+    slot_N: NDArray[np.int64]
+    token_N: NDArray[np.int32]
+    logp_N: NDArray[np.float32]
+    version: int
+    supports: dict[int, bytes]
+    top_token_N: NDArray[np.uint32] | None = None
+    top_logp_N: NDArray[np.float32] | None = None
+
+
+@dataclass(eq=False, slots=True)
+class Step:
+    """A step in flight, for N rows. version: of the weights that computed it; known: its tokens need no waiting for.
+
+    at_N: their places in the arrays; slot_N: where they are now, -1 if gone; serial_N: which rows they were.
+    """
+
+    sampled: Drawn
+    at_N: NDArray[np.int64]
+    slot_N: NDArray[np.int64]
+    serial_N: NDArray[np.int64]
+    version: int
+    known: bool
+
+    def read(self, serial_B: NDArray[np.int64]) -> Reading | None:
+        """Wait for the step; return the tokens of rows that are still in their slots, None if no row is."""
+        sampled = self.sampled
+        token_B, logp_B = np.array(sampled.token_B), np.array(sampled.logp_B)
+        stays_N = (self.slot_N >= 0) & (serial_B[self.slot_N] == self.serial_N)
+        if not stays_N.any():
+            return None
+        at_N = self.at_N[stays_N]
+        supports = _supports(sampled.supports, at_N) if sampled.supports is not None else {}
+        reading = Reading(self.slot_N[stays_N], token_B[at_N], logp_B[at_N], self.version, supports)
+        if sampled.top_token_B_N is not None and sampled.top_logp_B_N is not None:
+            reading.top_token_N = np.array(sampled.top_token_B_N)[at_N]
+            reading.top_logp_N = np.array(sampled.top_logp_B_N)[at_N]
+        return reading
+
+
+def _supports(supports: Supports, at_N: NDArray[np.int64]) -> dict[int, bytes]:
+    """Cut each row's tokens before the padding; rows that are not at any of the places `at_N` have left."""
+    token_R_K = np.array(supports.token_R_K).astype("<u4", copy=False)
+    count_R = np.count_nonzero(token_R_K != PADDING, axis=-1).tolist()
+    index = {place: n for n, place in enumerate(at_N.tolist())}
+    recorded = enumerate(np.array(supports.row_R).tolist())
+    return {index[place]: token_R_K[r, : count_R[r]].tobytes() for r, place in recorded if place in index}
+
 
 PATIENCE = 1.0
 """Wasted steps' worth of dead slots after which copying the cache without them pays."""
@@ -92,7 +150,7 @@ class Batch:
             self._input = mx.concatenate([self._input, mx.zeros((rows,), self._input.dtype)])
 
     def leave(self, slot: int) -> Row:
-        """Free a slot; the row takes along what it has drawn."""
+        """Free a slot; the row takes along what it has sampled."""
         row = self.ledger.leave(slot)
         self._fresh.pop(slot, None)
         return row
@@ -149,11 +207,13 @@ class Batch:
         ledger.launched[slot] += 1
         ledger.positions[slot] += 1
         if on_host:
-            drawn = self._draw_here(logits_B_V, uniform_B_2, plan)
+            sampled = self._draw_here(logits_B_V, uniform_B_2, plan)
         else:
-            drawn = self._draw_there(logits_B_V, input_B, uniform_B_2, plan)
-        self._input = drawn.token_B
-        return Step(drawn=drawn, at_N=slot, slot_N=slot, serial_N=ledger.serial[slot], version=version, known=on_host)
+            sampled = self._draw_there(logits_B_V, input_B, uniform_B_2, plan)
+        self._input = sampled.token_B
+        return Step(
+            sampled=sampled, at_N=slot, slot_N=slot, serial_N=ledger.serial[slot], version=version, known=on_host
+        )
 
     def _draw_here(self, logits_B_V: Numbers, uniform_B_2: NDArray[np.float32] | None, plan: SamplingPlan) -> Drawn:
         """Draw on the host, which waits for the logits."""
@@ -172,9 +232,9 @@ class Batch:
         if self._seen is not None:
             self._seen[mx.arange(self.slots), input_B] = True
             written.append(self._seen)
-        drawn = draw(mx.array(logits_B_V), None if uniform_B_2 is None else mx.array(uniform_B_2), plan, self._seen)
-        mx.async_eval([a for a in drawn if a is not None], written)
-        return drawn
+        sampled = draw(mx.array(logits_B_V), None if uniform_B_2 is None else mx.array(uniform_B_2), plan, self._seen)
+        mx.async_eval([a for a in sampled if a is not None], written)
+        return sampled
 
     def _uniforms(self, plan: SamplingPlan) -> NDArray[np.float32] | None:
         return None if plan.all_greedy else uniforms(self.ledger.seed, self.ledger.launched)

@@ -2,17 +2,24 @@
 
 mlx-lm's single-sequence caches compute prompts; `BatchCache` holds the running rows. Both are lists that mirror the
 model's layers; here they are flattened: a `CacheList` (hybrid layers) contributes its members in order.
+
+What the batch asks of the caches of its rows, wherever they are computed.
+
+The model as it serves: without dropout, also while the learner has it in training mode between two turns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache, make_prompt_cache
 from msgspec import Struct
+from numpy.typing import NDArray
 
 from protocols.errors import ModelError
 
@@ -149,3 +156,75 @@ def _extracted(cache: Any, row: int, tokens: int) -> tuple[mx.array, ...]:
         kept = min(tokens, cache.max_size)
         return keys[row : row + 1, :, -kept:], values[row : row + 1, :, -kept:]
     return keys[row : row + 1, :, :tokens], values[row : row + 1, :, :tokens]
+
+
+Numbers = mx.array | NDArray[np.float32]
+"""Logits, on the device or on the host."""
+
+
+class Arrival(NamedTuple):
+    """A computed prompt of `tokens` tokens for so many rows to come. state: None before the first token."""
+
+    rows: int
+    tokens: int
+    state: PromptState | None
+
+
+class RowCaches(Protocol):
+    """Caches of numbered slots, and the step that reads and writes all of them."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that the largest buffers have room for, prompts that rows share included."""
+        ...
+
+    @property
+    def arrays(self) -> Sequence[mx.array]:
+        """What MLX has to compute with each step."""
+        ...
+
+    def has_room(self, arrivals: Sequence[Arrival]) -> bool:
+        """Say whether prompts fit before the current column as it is."""
+        ...
+
+    def make_room(self, positions_B: NDArray[np.int32], live_B: NDArray[np.bool_], arrivals: Sequence[Arrival]) -> None:
+        """See to it that prompts fit before the current column, beside live rows of `positions_B` tokens."""
+        ...
+
+    def enter(self, slots: Sequence[int], arrival: Arrival) -> None:
+        """Put a computed prompt into slots, for which there is room."""
+        ...
+
+    def take(self, slots: Sequence[int], positions_N: NDArray[np.int32]) -> None:
+        """Keep only these slots, in this order, with `positions_N` tokens; give back columns that none needs."""
+        ...
+
+    def grow(self, rows: int) -> None:
+        """Append empty slots."""
+        ...
+
+    def clear(self, slot: int) -> None:
+        """Zero one slot: what is not finite must not reach later rows."""
+        ...
+
+    def logits(
+        self, token_B: mx.array | NDArray[np.int32], positions_B: NDArray[np.int32], due_B: NDArray[np.bool_]
+    ) -> Numbers:
+        """Compute a step in which every row adds one token after the `positions_B` it has; (B, V), the caller's.
+
+        Rows that are not due are computed in vain.
+        """
+        ...
+
+
+@contextmanager
+def serving(model: nn.Module) -> Iterator[None]:
+    """Evaluate inside, and put the model back into training mode after if it was."""
+    training = model.training
+    if training:
+        model.eval()
+    try:
+        yield
+    finally:
+        if training:
+            model.train()

@@ -3,6 +3,8 @@
 On the CPU backend plain transformers take their steps on the host (`clotho.inference.host`).
 
 It knows nothing of threads, queues or HTTP: one thread makes it, submits to it and calls `tick()` while `has_work`.
+
+What the engine has done and is doing.
 """
 
 from __future__ import annotations
@@ -14,27 +16,47 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import structlog
+from msgspec import Struct
 
 from clotho.config.schema import GeneratorSection
 from clotho.cpu.kv_cache import HostCache
 from clotho.cpu.supported import host_decoder
-from clotho.inference.batch import Batch
-from clotho.inference.batch_cache import BatchCache
-from clotho.inference.cache_layout import CacheLayout
-from clotho.inference.delivery import Delivery
-from clotho.inference.forced import forced_logits
-from clotho.inference.outputs import Reader
+from clotho.inference.batch import Batch, Reading
+from clotho.inference.cache_layout import CacheLayout, RowCaches
+from clotho.inference.kv_cache import BatchCache
+from clotho.inference.outputs import Delivery, Reader
 from clotho.inference.prefill import Prefill
-from clotho.inference.probe import probe_batching
-from clotho.inference.row_caches import RowCaches
-from clotho.inference.rows import Asked, Job, Listener, Row
-from clotho.inference.scheduler import Admission
-from clotho.inference.stats import EngineStats
-from clotho.inference.step import Reading
+from clotho.inference.probe import forced_logits, probe_batching
+from clotho.inference.sampling_params import validate
+from clotho.inference.scheduler import Admission, Asked, Job, Listener, Row
 from clotho.inference.stop_strings import TextTracker
-from clotho.inference.validation import validate
 from clotho.models.tokenizer import ChatTokenizer
 from protocols.sampling import SampleRequest
+
+
+class EngineStats(Struct, frozen=True, kw_only=True):
+    """Gauges of now, and counts since the engine was made.
+
+    running_rows, waiting_rows: completions being decoded, and those that are not yet.
+    cache_tokens: tokens for which the running rows' caches have memory; prefix_cache_tokens: kept prompts.
+    tokens_sampled: reported, so without wasted draws. prefill_tokens: prompt tokens computed, padding not counted.
+    ticks: turns with a decode step. finished: completions by finish reason. failed: requests that failed.
+    listener_errors: requests given up because their listener raised.
+    """
+
+    running_rows: int
+    waiting_rows: int
+    cache_tokens: int
+    prefix_cache_tokens: int
+    tokens_sampled: int
+    prefill_tokens: int
+    prefix_hits: int
+    prefix_misses: int
+    ticks: int
+    finished: dict[str, int]
+    failed: int
+    listener_errors: int
+
 
 log = structlog.get_logger(__name__)
 
@@ -69,7 +91,7 @@ class Source(Protocol):
 
 
 class DecodeEngine:
-    """Completions for many askers at once, one token for every running row per tick.
+    """Completions for many client_labels at once, one token for every running row per tick.
 
     A completion is a function of (weights, prompt, sampling, seed): neighbours do not change it, up to the rounding
     of products whose shape the batch decides. The same submissions in the same order make the same batches.
@@ -195,28 +217,28 @@ class DecodeEngine:
 
     def _decode(self) -> int:
         batch = self._batch
-        drawn = 0
+        sampled = 0
         try:
             batch.compact()
             previous, step = batch.inflight, batch.launch(self._source.version)
             batch.inflight = step
             self._ticks += step is not None
             if previous is not None:
-                drawn = self._read(batch.read(previous))
+                sampled = self._read(batch.read(previous))
             if step is not None and step.known:
                 batch.inflight = None
-                drawn += self._read(batch.read(step))
+                sampled += self._read(batch.read(step))
         except Exception as error:
             log.exception("a decode step failed")
             self._fail_running(f"a decode step failed: {error}")
         if batch.slots and batch.inflight is None and not self.running:
             batch.drop()
-        return drawn
+        return sampled
 
     def _read(self, reading: Reading | None) -> int:
-        drawn = self._reader.report(reading) if reading is not None else 0
-        self._drawn += drawn
-        return drawn
+        sampled = self._reader.report(reading) if reading is not None else 0
+        self._drawn += sampled
+        return sampled
 
     def _fail_running(self, reason: str) -> None:
         for slot in np.flatnonzero(self._batch.ledger.live):
@@ -243,7 +265,7 @@ class DecodeEngine:
         self._admission.waiting.extendleft(reversed(interrupted))
 
     def _interrupt(self) -> list[Job]:
-        """Take every running row out of the batch, with what it has drawn."""
+        """Take every running row out of the batch, with what it has sampled."""
         batch = self._batch
         if batch.inflight is not None:
             step, batch.inflight = batch.inflight, None
@@ -259,7 +281,7 @@ class DecodeEngine:
             waiting_rows=self._admission.rows,
             cache_tokens=self._batch.cache_tokens,
             prefix_cache_tokens=self._prefill.prefixes.tokens,
-            tokens_drawn=self._drawn,
+            tokens_sampled=self._drawn,
             prefill_tokens=self._prefill.computed_tokens,
             prefix_hits=self._prefill.hits,
             prefix_misses=self._prefill.misses,

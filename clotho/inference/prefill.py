@@ -10,10 +10,9 @@ import numpy as np
 import structlog
 
 from clotho.config.schema import GeneratorSection
-from clotho.inference.cache_layout import CacheLayout, PromptState
+from clotho.inference.cache_layout import CacheLayout, PromptState, serving
 from clotho.inference.prefix_cache import PrefixCache
-from clotho.inference.rows import Asked, Job
-from clotho.inference.serving import serving
+from clotho.inference.scheduler import Asked, Job
 
 log = structlog.get_logger(__name__)
 

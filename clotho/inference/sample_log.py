@@ -1,7 +1,7 @@
 """What the engine drew for clients of the HTTP API: remembered so that the learner gets the truth, not what comes back.
 
 An environment sends tokens and rewards; whether it sends log-probabilities too, and rightly, is up to it. The engine
-knows them, and which weights drew each token under which law.
+knows them, and which weights drew each token under which distribution.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TOKEN_BYTES, SUPPORT_BYTES, COMPLETION_BYTES = 8, 40, 256
 """What a token takes; a support, and a completion, beside what is in it."""
 
 COLDEST = 1e-3
-"""The lowest temperature that anything can be learnt at: below, hardly more than one token is ever drawn."""
+"""The lowest temperature that anything can be learned at: below, hardly more than one token is ever sampled."""
 
 DECIMALS = 3
 """Of log-probabilities, beyond which equal draws differ by what else was in their batches."""
@@ -32,11 +32,11 @@ MOST_EQUAL = 16
 
 
 class Drawn(Struct, frozen=True, kw_only=True, eq=False):
-    """One completion as it was drawn.
+    """One completion as it was sampled.
 
-    logprobs: natural logs under the law that each token was really drawn from. versions: the weights that drew it.
-    supports: as in `Completion`. asker: label of the client that asked for it, empty if it gave none.
-    unlearnable: why the learner cannot evaluate that law; empty if it can.
+    logprobs: natural logs under the distribution that each token was really sampled from. versions: the weights that drew it.
+    supports: as in `Completion`. client_label: label of the client that asked for it, empty if it gave none.
+    unlearnable: why the learner cannot evaluate that distribution; empty if it can.
     """
 
     logprobs: NDArray[np.float32]
@@ -44,7 +44,7 @@ class Drawn(Struct, frozen=True, kw_only=True, eq=False):
     temperature: float
     supports: tuple[bytes, ...]
     finish_reason: FinishReason
-    asker: str
+    client_label: str
     unlearnable: str
 
 
@@ -55,7 +55,7 @@ class _Kept(Struct, frozen=True, gc=False):
     temperature: float
     supports: tuple[bytes, ...]
     finish_reason: FinishReason
-    asker: str
+    client_label: str
     unlearnable: str
 
     @property
@@ -72,9 +72,9 @@ class _Kept(Struct, frozen=True, gc=False):
         its prompt computed, by the weights before (`weights.kv_policy = "keep"`).
         """
         rounded = np.frombuffer(self.logprobs, dtype=np.float32).round(DECIMALS).tobytes()
-        return rounded, self.versions, self.temperature, self.supports, self.unlearnable, self.asker
+        return rounded, self.versions, self.temperature, self.supports, self.unlearnable, self.client_label
 
-    def drawn(self) -> Drawn:
+    def sampled(self) -> Drawn:
         """As those who find it see it."""
         return Drawn(
             logprobs=np.frombuffer(self.logprobs, dtype=np.float32),
@@ -82,16 +82,16 @@ class _Kept(Struct, frozen=True, gc=False):
             temperature=self.temperature,
             supports=self.supports,
             finish_reason=self.finish_reason,
-            asker=self.asker,
+            client_label=self.client_label,
             unlearnable=self.unlearnable,
         )
 
 
-class DrawnLog:
+class SampleLog:
     """The latest completions, found again by their tokens and those before; all methods may be called in any thread.
 
-    Of equal completions of equal prompts the latest is remembered, though never one that cannot be learnt from in place
-    of one that can: a test at temperature 0 may repeat what was drawn for training. The oldest are forgotten first.
+    Of equal completions of equal prompts the latest is remembered, though never one that cannot be learned from in place
+    of one that can: a test at temperature 0 may repeat what was sampled for training. The oldest are forgotten first.
     """
 
     def __init__(self, *, capacity_tokens: int = 2**20, logit_bias: Sequence[tuple[int, float]] = ()) -> None:
@@ -108,7 +108,7 @@ class DrawnLog:
         self._prompt: tuple[int, ...] = ()
         self._begun = _begun(())
 
-    def remember(self, request: SampleRequest, completion: Completion, *, asker: str) -> None:
+    def remember(self, request: SampleRequest, completion: Completion, *, client_label: str) -> None:
         """Remember a finished completion of a request; one that was aborted, or is larger than the log, is not."""
         if completion.finish_reason == "abort":
             return
@@ -120,7 +120,7 @@ class DrawnLog:
                 request.sampling.temperature,
                 completion.supports,
                 completion.finish_reason,
-                asker,
+                client_label,
                 unlearnable(request.sampling, recorded=bool(completion.supports), logit_bias=self._bias),
             )
             if kept.cost > self._capacity:
@@ -138,7 +138,7 @@ class DrawnLog:
     def find(
         self, tokens: Sequence[int], start: int, end: int, *, logprobs: NDArray[np.float64] | None = None
     ) -> Drawn | None:
-        """Return `tokens[start:end]` as drawn after `tokens[:start]`: all of one completion, nothing more or less.
+        """Return `tokens[start:end]` as sampled after `tokens[:start]`: all of one completion, nothing more or less.
 
         Of several equal ones it is that whose log-probabilities are nearest to `logprobs`, or the latest; one that the
         learner cannot evaluate only if there is no other.
@@ -150,10 +150,10 @@ class DrawnLog:
         except (OverflowError, TypeError):
             return None  # no token of ours
         with self._lock:
-            found = [self._kept[number].drawn() for number in reversed(self._equal.get(key, ()))]
-        found = [drawn for drawn in found if not drawn.unlearnable] or found
+            found = [self._kept[number].sampled() for number in reversed(self._equal.get(key, ()))]
+        found = [sampled for sampled in found if not sampled.unlearnable] or found
         if len(found) > 1 and logprobs is not None:
-            return min(found, key=lambda drawn: float(np.abs(drawn.logprobs - logprobs).max()))
+            return min(found, key=lambda sampled: float(np.abs(sampled.logprobs - logprobs).max()))
         return found[0] if found else None
 
     def _key(self, prompt: tuple[int, ...], tokens: tuple[int, ...]) -> bytes:
@@ -172,32 +172,32 @@ class DrawnLog:
 
 
 def unlearnable(sampling: Sampling, *, recorded: bool, logit_bias: Sequence[tuple[int, float]] = ()) -> str:
-    """Return why the learner cannot evaluate the law that tokens were drawn from, or nothing if it can.
+    """Return why the learner cannot evaluate the distribution that tokens were sampled from, or nothing if it can.
 
-    recorded: what could have been drawn is known. logit_bias: the run's own, sorted.
+    recorded: what could have been sampled is known. logit_bias: the run's own, sorted.
     """
     if sampling.temperature < COLDEST:
-        return f"drawn at temperature {sampling.temperature:g}, as good as greedily"
+        return f"sampled at temperature {sampling.temperature:g}, as good as greedily"
     if sampling.repetition_penalty != 1.0:
-        return f"drawn with repetition_penalty {sampling.repetition_penalty:g}"
+        return f"sampled with repetition_penalty {sampling.repetition_penalty:g}"
     if sorted(sampling.logit_bias) != sorted(logit_bias):
-        return "drawn with another logit_bias than the run's"
+        return "sampled with another logit_bias than the run's"
     if cuts(sampling) and not recorded:
         return (
-            f"drawn with top_p {sampling.top_p:g}, top_k {sampling.top_k}, min_p {sampling.min_p:g}: what these leave "
+            f"sampled with top_p {sampling.top_p:g}, top_k {sampling.top_k}, min_p {sampling.min_p:g}: what these leave "
             f"is recorded for a top_k of 1 to {MAX_SUPPORT}"
         )
     return ""
 
 
 def token_cost(sampling: Sampling) -> int:
-    """What a token takes in the log at most, in tokens: itself, and what could have been drawn in its place."""
+    """What a token takes in the log at most, in tokens: itself, and what could have been sampled in its place."""
     recorded = 1 <= sampling.top_k <= MAX_SUPPORT
     return 1 + (-(-(SUPPORT_BYTES + 4 * sampling.top_k) // TOKEN_BYTES) if recorded else 0)
 
 
 def cuts(sampling: Sampling) -> bool:
-    """Tell whether tokens are drawn from a part of the vocabulary."""
+    """Tell whether tokens are sampled from a part of the vocabulary."""
     return sampling.top_k > 0 or sampling.top_p < 1.0 or sampling.min_p > 0.0
 
 

@@ -1,7 +1,11 @@
-"""What a batch needs of the sampler: the rows' settings as arrays, and only those that some row uses."""
+"""What a batch needs of the sampler: the rows' settings as arrays, and only those that some row uses.
+
+What the engine accepts. A refusal names the field; nothing unchecked reaches the device.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
@@ -9,7 +13,8 @@ import mlx.core as mx
 import numpy as np
 from msgspec import Struct
 
-from protocols.sampling import Sampling
+from protocols.errors import RequestError
+from protocols.sampling import MAX_SUPPORT, SampleRequest, Sampling
 
 NEUTRAL = Sampling()
 
@@ -30,7 +35,7 @@ class Bias(NamedTuple):
 
 
 class Recording(NamedTuple):
-    """Which rows report what could have been drawn, and how many tokens that is at most."""
+    """Which rows report what could have been sampled, and how many tokens that is at most."""
 
     row_R: mx.array
     width: int
@@ -39,7 +44,7 @@ class Recording(NamedTuple):
 class SamplingPlan(Struct, frozen=True, kw_only=True):
     """Settings of B rows; an array that is None is used by no row.
 
-    all_greedy: nothing is drawn at random. greedy_B: which rows take the argmax, where only some do.
+    all_greedy: nothing is sampled at random. greedy_B: which rows take the argmax, where only some do.
     top_logprobs: the most alternatives that any row asks for. recording: whose supports are reported, if any row's.
     """
 
@@ -58,7 +63,7 @@ def plan_sampling(
 ) -> SamplingPlan:
     """Collect the settings of each row into arrays; None stands for a slot without a row.
 
-    recorded: rows that are to report what could have been drawn; those that can draw any token have nothing to say.
+    recorded: rows that are to report what could have been sampled; those that can draw any token have nothing to say.
     """
     used = [s if s is not None else NEUTRAL for s in settings]
     greedy = np.array([s.temperature == 0.0 for s in used])
@@ -115,3 +120,106 @@ def _bias(used: Sequence[Sampling]) -> Bias | None:
         for k, (token, value) in enumerate(sampling.logit_bias):
             token_B_K[row, k], value_B_K[row, k] = token, value
     return Bias(mx.array(token_B_K), mx.array(value_B_K))
+
+
+MOST_STOPS = 16
+LONGEST_STOP = 256
+MOST_STOP_TOKENS = 256
+MOST_BIASES = 1024
+MOST_COMPLETIONS = 4096
+MOST_ALTERNATIVES = 20
+
+
+def validate(request: SampleRequest, *, vocabulary: int, context: int, cache_tokens: int) -> int:
+    """Check a request; return how many tokens each completion may have: `max_tokens`, clamped to the context.
+
+    Raises RequestError for an empty prompt, tokens outside the vocabulary, a prompt that fills the context, a
+    completion that the cache cannot hold, seeds outside [0, 2**64), settings that are out of range, and supports to
+    be recorded of which top-k does not bound the size.
+    """
+    _check_tokens(request.prompt, vocabulary, "prompt")
+    if not request.prompt:
+        raise RequestError("the prompt is empty; give at least one token", param="prompt")
+    if len(request.prompt) >= context:
+        message = f"the prompt has {len(request.prompt)} tokens, which leaves no room in the context of {context}"
+        raise RequestError(message, param="prompt")
+    _check_seeds(request.seeds)
+    _check_sampling(request.sampling, vocabulary)
+    _check_support(request, vocabulary)
+    limit = min(request.sampling.max_tokens, context - len(request.prompt))
+    if len(request.prompt) + limit > cache_tokens:
+        message = (
+            f"prompt and completion may come to {len(request.prompt) + limit} tokens; the cache holds {cache_tokens}"
+        )
+        raise RequestError(message, param="max_tokens")
+    return limit
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _check_tokens(tokens: tuple[int, ...], vocabulary: int, param: str) -> None:
+    for token in tokens:
+        if not _is_int(token) or not 0 <= token < vocabulary:
+            raise RequestError(f"token {token!r} is not an id in [0, {vocabulary})", param=param)
+
+
+def _check_seeds(seeds: tuple[int, ...]) -> None:
+    if not 1 <= len(seeds) <= MOST_COMPLETIONS:
+        raise RequestError(f"{len(seeds)} completions asked for; 1 to {MOST_COMPLETIONS} are possible", param="n")
+    for seed in seeds:
+        if not _is_int(seed) or not 0 <= seed < 2**64:
+            raise RequestError(f"seed {seed!r} is not an integer in [0, 2**64)", param="seed")
+
+
+def _check_sampling(s: Sampling, vocabulary: int) -> None:
+    _check_range(s.temperature, 0.0, 100.0, "temperature")
+    _check_range(s.top_p, 0.0, 1.0, "top_p", above=True)
+    _check_range(s.min_p, 0.0, 1.0, "min_p")
+    _check_range(s.repetition_penalty, 0.0, 10.0, "repetition_penalty", above=True)
+    _check_count(s.top_k, 0, None, "top_k")
+    _check_count(s.max_tokens, 1, None, "max_tokens")
+    _check_count(s.top_logprobs, 0, MOST_ALTERNATIVES, "top_logprobs")
+    _check_bias(s.logit_bias, vocabulary)
+    _check_stops(s.stop)
+    if len(s.stop_token_ids) > MOST_STOP_TOKENS:
+        raise RequestError(f"more than {MOST_STOP_TOKENS} stop tokens", param="stop_token_ids")
+    _check_tokens(s.stop_token_ids, vocabulary, "stop_token_ids")
+
+
+def _check_support(request: SampleRequest, vocabulary: int) -> None:
+    top_k = request.sampling.top_k
+    if request.record_support and truncates(request.sampling, vocabulary) and not 1 <= top_k <= MAX_SUPPORT:
+        message = f"top_k is {top_k}; recorded supports need a top_k of at most {MAX_SUPPORT}, and at least 1"
+        raise RequestError(message, param="top_k")
+
+
+def _check_range(value: float, low: float, high: float, param: str, *, above: bool = False) -> None:
+    number = _is_int(value) or isinstance(value, float)
+    if not number or not math.isfinite(value) or not low <= value <= high or (above and value == low):
+        bracket = "(" if above else "["
+        raise RequestError(f"{param} is {value!r}; allowed is {bracket}{low:g}, {high:g}]", param=param)
+
+
+def _check_count(value: int, low: int, high: int | None, param: str) -> None:
+    if not _is_int(value) or value < low or (high is not None and value > high):
+        allowed = f"at least {low}" if high is None else f"{low} to {high}"
+        raise RequestError(f"{param} is {value!r}; allowed is an integer, {allowed}", param=param)
+
+
+def _check_bias(bias: tuple[tuple[int, float], ...], vocabulary: int) -> None:
+    if len(bias) > MOST_BIASES:
+        raise RequestError(f"more than {MOST_BIASES} biased tokens", param="logit_bias")
+    _check_tokens(tuple(token for token, _ in bias), vocabulary, "logit_bias")
+    for token, value in bias:
+        if not (_is_int(value) or isinstance(value, float)) or not abs(value) <= 1e4:
+            raise RequestError(f"the bias of token {token} is {value!r}; allowed is [-1e4, 1e4]", param="logit_bias")
+
+
+def _check_stops(stops: tuple[str, ...]) -> None:
+    if len(stops) > MOST_STOPS:
+        raise RequestError(f"{len(stops)} stop strings; at most {MOST_STOPS} are possible", param="stop")
+    for stop in stops:
+        if not isinstance(stop, str) or not 1 <= len(stop) <= LONGEST_STOP:
+            raise RequestError(f"a stop string has 1 to {LONGEST_STOP} characters", param="stop")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from clotho.inference.rows import Row
+from clotho.inference.scheduler import Row
 
 FIRST_COLUMNS = 64
 
@@ -15,7 +15,7 @@ FIRST_COLUMNS = 64
 class Ledger:
     """Slots of the running batch. A slot without a row has serial 0.
 
-    positions: tokens in the row's cache once every step launched so far is done. launched, drawn: tokens asked of the
+    positions: tokens in the row's cache once every step launched so far is done. launched, sampled: tokens asked of the
     device, and tokens read. limit: tokens the row may have. heeds_end: the model's end tokens end it.
     attentive: the host looks at every token of the row.
     reserved: the most tokens the row and its prompt can come to.
@@ -29,7 +29,7 @@ class Ledger:
         self.seed = np.zeros(0, dtype=np.uint64)
         self.positions = np.zeros(0, dtype=np.int32)
         self.launched = np.zeros(0, dtype=np.int64)
-        self.drawn = np.zeros(0, dtype=np.int64)
+        self.sampled = np.zeros(0, dtype=np.int64)
         self.limit = np.zeros(0, dtype=np.int64)
         self.heeds_end = np.zeros(0, dtype=np.bool_)
         self.attentive = np.zeros(0, dtype=np.bool_)
@@ -72,7 +72,7 @@ class Ledger:
         self.rows = [self.rows[slot] for slot in slots]
 
     def _by_slot(self) -> tuple[str, ...]:
-        names = ("serial", "seed", "positions", "launched", "drawn", "limit", "heeds_end", "attentive", "reserved")
+        names = ("serial", "seed", "positions", "launched", "sampled", "limit", "heeds_end", "attentive", "reserved")
         return (*names, "_token", "_logprob", "_version")
 
     def enter(self, slot: int, row: Row, tokens: int) -> None:
@@ -81,7 +81,7 @@ class Ledger:
         self.rows[slot] = row
         self.serial[slot], self.seed[slot] = row.serial, request.seeds[row.index]
         self.positions[slot], self.reserved[slot] = tokens, row.asked.reserved
-        self.launched[slot] = self.drawn[slot] = before
+        self.launched[slot] = self.sampled[slot] = before
         self.limit[slot], self.heeds_end[slot] = row.asked.limit, not request.sampling.ignore_eos
         self.attentive[slot] = row.attentive
         self._reserve_columns(before)
@@ -89,28 +89,28 @@ class Ledger:
         self._version[slot, :before] = row.versions
 
     def leave(self, slot: int) -> Row:
-        """Free a slot; the row takes along what it has drawn."""
-        row, drawn = self.rows[slot], int(self.drawn[slot])
+        """Free a slot; the row takes along what it has sampled."""
+        row, sampled = self.rows[slot], int(self.sampled[slot])
         if row is None:
             raise ValueError(f"slot {slot} holds no row")
-        row.tokens = self._token[slot, :drawn].tolist()
-        row.logprobs = self._logprob[slot, :drawn].tolist()
-        row.versions = self._version[slot, :drawn].tolist()
+        row.tokens = self._token[slot, :sampled].tolist()
+        row.logprobs = self._logprob[slot, :sampled].tolist()
+        row.versions = self._version[slot, :sampled].tolist()
         self.rows[slot], self.serial[slot], self.positions[slot] = None, 0, 0
         return row
 
     def tokens_of(self, slot: int) -> list[int]:
-        """Return what the row in `slot` has drawn so far."""
-        return [int(t) for t in self._token[slot, : self.drawn[slot]]]
+        """Return what the row in `slot` has sampled so far."""
+        return [int(t) for t in self._token[slot, : self.sampled[slot]]]
 
     def record(
         self, slots: NDArray[np.int64], token_N: NDArray[np.int32], logp_N: NDArray[np.float32], version: int
     ) -> NDArray[np.bool_]:
-        """Write one drawn token per slot; say which rows end with it, by the model's end tokens or by length."""
-        at_N = self.drawn[slots]
+        """Write one sampled token per slot; say which rows end with it, by the model's end tokens or by length."""
+        at_N = self.sampled[slots]
         self._reserve_columns(int(at_N.max()) + 1)
         self._token[slots, at_N], self._logprob[slots, at_N], self._version[slots, at_N] = token_N, logp_N, version
-        self.drawn[slots] = at_N + 1
+        self.sampled[slots] = at_N + 1
         ended_N: NDArray[np.bool_] = self.is_end(slots, token_N) | (at_N + 1 >= self.limit[slots])
         return ended_N
 

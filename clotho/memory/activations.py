@@ -24,8 +24,8 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from clotho.cpu.layers import on_cpu
 from clotho.memory.micro_batch import MicroBatchShape
-from clotho.models.adapter_targets import LINEAR
 from clotho.models.describe import setting
+from clotho.models.lora import LINEAR
 from clotho.scoring.head_scores import rows_at_once
 
 TO_RESIDUAL = ("o_proj", "out_proj", "down_proj", "c_proj", "dense", "dense_4h_to_h", "wo", "w2", "fc2")

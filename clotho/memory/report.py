@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from protocols.errors import ProfileError
-from protocols.memory import MemoryEstimate, MemoryPart
+from protocols.summary import MemoryEstimate, MemoryPart
 
 GIB = 2**30
 

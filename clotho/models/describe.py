@@ -9,8 +9,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from clotho.models.parameters import flat
-from protocols.description import PolicyDescription
 from protocols.errors import ModelError
+from protocols.summary import PolicyDescription
 
 CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length", "n_ctx")
 HIDDEN_KEYS = ("hidden_size", "d_model", "n_embd", "dim", "model_dim")

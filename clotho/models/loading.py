@@ -1,4 +1,7 @@
-"""Read a base model from a directory or the Hugging Face hub. Whatever is wrong becomes one line: a `ModelError`."""
+"""Read a base model from a directory or the Hugging Face hub. Whatever is wrong becomes one line: a `ModelError`.
+
+Models whose configuration ships with the project: their shape is known where their weights are not at hand.
+"""
 
 from __future__ import annotations
 
@@ -137,3 +140,27 @@ def _cast(model: nn.Module, dtype: mx.Dtype) -> None:
 def _one_line(error: Exception) -> str:
     lines = " ".join(str(error).split())
     return lines[:300] or type(error).__name__
+
+
+SHAPES = Path(__file__).parents[2] / "profiles" / "shapes"
+"""`OWNER--NAME/config.json` for a repository OWNER/NAME of the hub, as the repository itself has it."""
+
+
+def shipped_shape(repository: str) -> Path | None:
+    """Directory with the configuration of a repository of the hub, if it ships with the project."""
+    directory = SHAPES / repository.replace("/", "--")
+    return directory if (directory / "config.json").is_file() else None
+
+
+def open_shape(directory: Path, section: ModelSection) -> tuple[nn.Module, dict[str, Any]]:
+    """Build the model of a configuration, converted as `section` asks; return it with the configuration.
+
+    As `model_loading.open_base` builds one from files: all shapes and types are final. Its weights would be random, and
+    are never to be evaluated: until then they take no memory, whatever the size of the model.
+    """
+    model, config = load_model(directory, lazy=True, strict=False)
+    model.set_dtype(DTYPES[config["torch_dtype"]])
+    if packing := config.get("quantization"):
+        nn.quantize(model, group_size=packing["group_size"], bits=packing["bits"])
+    convert(model, section)
+    return model, config

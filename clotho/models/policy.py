@@ -16,18 +16,17 @@ import mlx.nn as nn
 from msgspec.structs import replace
 
 from clotho.config.schema import ModelSection, PolicySection
-from clotho.cpu.layers import suit
+from clotho.cpu.layers import install_cpu_layers
 from clotho.models.describe import context_length, describe_model
-from clotho.models.fingerprint import fingerprint
 from clotho.models.gradient_checkpoint import checkpointed_blocks
 from clotho.models.loading import load_base
 from clotho.models.lora import AdaptedModule, fused_weights, install_adapter, open_all_weights
 from clotho.models.parameter_slots import ParameterPlaces, Parameters
-from clotho.models.parameters import flat, nested
+from clotho.models.parameters import fingerprint, flat, nested
 from clotho.models.tokenizer import ChatTokenizer
 from protocols.adapter import AdapterConfig
-from protocols.description import PolicyDescription
 from protocols.errors import ModelError
+from protocols.summary import PolicyDescription
 
 __all__ = ["Parameters", "Policy", "load_policy"]
 
@@ -84,7 +83,7 @@ class Policy:
             mx.random.seed(seed)
         else:
             adapter_config, adapted = install_adapter(model, section, seed=seed)
-        suit(model)
+        install_cpu_layers(model)
         self.model = model
         self.directory = directory
         self.tokenizer = tokenizer

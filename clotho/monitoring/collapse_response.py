@@ -42,7 +42,7 @@ class CollapseWatch:
         """What the alarms remember, for a checkpoint."""
         return self._alarms.state()
 
-    def judge(self, report: StepReport) -> Judgement:
+    def compute_advantages(self, report: StepReport) -> Judgement:
         """Look at a batch. With `rollback` everything that was normal is forgotten: learning starts anew."""
         if self._settings.on_collapse == "off":
             return Judgement(signs=(), reaction="none")

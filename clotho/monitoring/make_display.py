@@ -9,7 +9,7 @@ from rich.console import Console
 from clotho.monitoring.display import Display, NoDisplay, RunFacts
 from clotho.monitoring.live_display import LiveDisplay
 from clotho.monitoring.plain_display import PlainDisplay
-from protocols.gauges import Gauges
+from protocols.summary import Gauges
 
 Kind = Literal["auto", "live", "plain", "none"]
 

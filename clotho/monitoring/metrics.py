@@ -1,9 +1,12 @@
-"""A line of metrics.jsonl: what one consumed batch did, in numbers."""
+"""A line of metrics.jsonl: what one consumed batch did, in numbers.
+
+What one consumed batch held of each environment, in numbers.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
 from math import isfinite
 from pathlib import Path
 from statistics import fmean, pstdev
@@ -12,11 +15,57 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from clotho.monitoring.environment_metrics import EnvironmentMetrics, environment_metrics
 from protocols.evaluation import EvalReport
-from protocols.gauges import RunGauges
 from protocols.sampling import Completion
+from protocols.score import ScoredGroup
 from protocols.step import StepReport
+from protocols.summary import RunGauges
+
+
+class EnvironmentMetrics(Struct, frozen=True, kw_only=True):
+    """The groups of one environment that ended with a batch.
+
+    discarded: by reason. reward_mean: over the completions of the trained ones, whose completion_tokens_mean counts the
+    tokens that the policy drew. logprob_error_max: the largest difference, in nats, between the log-probabilities that
+    came back through the environment and those that the engine drew with; None where none could be compared.
+    """
+
+    groups_trained: int
+    groups_discarded: int
+    discarded: dict[str, int]
+    reward_mean: float | None
+    completion_tokens_mean: float | None
+    logprob_error_max: float | None
+
+
+def environment_metrics(
+    trained: Iterable[ScoredGroup], discarded: Mapping[tuple[str, str], int]
+) -> dict[str, EnvironmentMetrics]:
+    """By the environment's name; groups that the run asked itself are left out.
+
+    discarded: how many, by environment and reason.
+    """
+    learned: defaultdict[str, list[ScoredGroup]] = defaultdict(list)
+    lost: defaultdict[str, dict[str, int]] = defaultdict(dict)
+    for group in trained:
+        learned[group.group.prompt.source].append(group)
+    for (source, reason), count in discarded.items():
+        lost[source][reason] = count
+    return {name: _metrics(learned[name], lost[name]) for name in sorted({*learned, *lost}) if name}
+
+
+def _metrics(trained: list[ScoredGroup], discarded: dict[str, int]) -> EnvironmentMetrics:
+    rewards = [reward for group in trained for reward in group.rewards]
+    lengths = [completion.length for group in trained for completion in group.group.completions]
+    errors = [group.logprob_error for group in trained if group.logprob_error is not None]
+    return EnvironmentMetrics(
+        groups_trained=len(trained),
+        groups_discarded=sum(discarded.values()),
+        discarded=discarded,
+        reward_mean=fmean(rewards) if rewards else None,
+        completion_tokens_mean=fmean(lengths) if lengths else None,
+        logprob_error_max=max(errors, default=None),
+    )
 
 
 class StepMetrics(Struct, frozen=True, kw_only=True):
@@ -25,7 +74,7 @@ class StepMetrics(Struct, frozen=True, kw_only=True):
     reward_mean, reward_std: over every completion with a finite reward, whether its group was trained or discarded.
     groups_trained, groups_discarded, discarded: groups that ended with this batch, the latter by reason.
     groups_refilled: of them, those that were asked in place of others (`learner.dynamic_sampling`).
-    groups_replayed: groups of earlier batches that the update learnt from again. alarms: signs of collapse.
+    groups_replayed: groups of earlier batches that the update learned from again. alarms: signs of collapse.
     rolled_back: whether the policy is an earlier one again. environments: what came from each.
     completion_tokens: of those groups, summed; completion_tokens_mean: per completion; truncated: share of completions
     that ran out of tokens. staleness: versions between the oldest token of a trained group and the update;

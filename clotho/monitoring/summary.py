@@ -1,18 +1,20 @@
-"""The end of a run on the screen: what was learnt, where every group went, how long it took, where the adapter lies."""
+"""The end of a run on the screen: what was learned, where every group went, how long it took, where the adapter lies.
+
+What memory a run would take, as a table.
+"""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from clotho.monitoring.terminal_text import visible
-from clotho.monitoring.wording import duration, memory, milliseconds, number, percent, size
+from clotho.monitoring.terminal_text import duration, memory, milliseconds, number, percent, size, visible
 from protocols.ledger import Balance
-from protocols.summary import RunSummary
+from protocols.summary import MemoryEstimate, MemoryPart, RunSummary
 
 LABEL = 13
 
@@ -87,3 +89,22 @@ def _reasons(balance: Balance) -> str:
 
 def _share(part: float | None, whole: float | None) -> str:
     return f" ({part / whole * 100:.0f} %)" if part is not None and whole else ""
+
+
+def print_estimate(console: Console, estimate: MemoryEstimate, parts: Sequence[MemoryPart], machine_bytes: int) -> None:
+    """Write the parts, largest first, and what they come to; machine_bytes: of memory that there is."""
+    table = Table(title=Text("memory, estimated"), title_justify="left", safe_box=True)
+    table.add_column(Text("part"))
+    table.add_column(Text("at most"), justify="right")
+    table.add_column(Text("smaller with"), overflow="fold")
+    for part in sorted(parts, key=lambda part: -part.bytes):
+        table.add_row(Text(part.component), Text(memory(part.bytes)), Text(part.change, style="dim"))
+    console.print(table)
+    console.print(Text(f"total        {memory(estimate.total)} of {memory(machine_bytes)}"), soft_wrap=True)
+    turns = "the backward pass, the optimizer's step and decoding take turns, so the parts may add up to more"
+    console.print(Text(turns), style="dim", soft_wrap=True)
+    if estimate.shipped_shape:
+        shape = (
+            "the model is not on this machine: its shape is taken from the configuration that ships with the project"
+        )
+        console.print(Text(shape), style="dim", soft_wrap=True)

@@ -12,8 +12,7 @@ import anyio
 from msgspec import Struct
 
 from clotho.rewards.registry import RewardFunction
-from clotho.rewards.worker_loop import WorkerLoop
-from clotho.rewards.workers import Call, Interrupted, WorkerThreads
+from clotho.rewards.workers import Call, Interrupted, WorkerLoop, WorkerThreads
 from protocols.errors import ClothoError
 from protocols.prompt import Problem
 

@@ -6,9 +6,8 @@ from fractions import Fraction
 from functools import lru_cache
 
 from clotho.rewards.answer import answer_text
-from clotho.rewards.arithmetic import Quantity, evaluate
+from clotho.rewards.arithmetic import EvaluationError, Quantity, evaluate
 from clotho.rewards.notation import plain
-from clotho.rewards.tokens import EvaluationError
 from protocols.prompt import Problem
 
 TOLERANCE = Fraction(1, 1_000_000)

@@ -14,8 +14,7 @@ from clotho.config.schema import RewardSection
 from clotho.rewards.calling import Caller, Reward, RewardError, Values
 from clotho.rewards.overlong import OVERLONG, Overlong
 from clotho.rewards.registry import BUILT_IN, is_async, load_reward
-from clotho.rewards.worker_loop import WorkerLoop
-from clotho.rewards.workers import WorkerThreads
+from clotho.rewards.workers import WorkerLoop, WorkerThreads
 from protocols.errors import ProfileError
 from protocols.prompt import Problem
 from protocols.rollout import Discarded, RolloutGroup

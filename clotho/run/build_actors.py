@@ -23,15 +23,15 @@ from clotho.atropos.reader import Policy as PolicyBounds
 from clotho.atropos.source import GroupSource
 from clotho.atropos.validation import Bounds
 from clotho.monitoring.collapse_response import CollapseWatch
-from clotho.run.context import Session
-from clotho.run.startup import Parts
-from clotho.runtime.futures import finish
+from clotho.run.context import RunContext
+from clotho.run.startup import Components
+from clotho.runtime.compute_thread import finish
 from clotho.storage.jsonl_writer import LineWriter
 from clotho.training.replay import ReplayBuffer
 from protocols.alarms import AlarmState
 
 
-def prompter(parts: Parts, session: Session) -> Callable[..., Prompter]:
+def prompter(parts: Components, session: RunContext) -> Callable[..., Prompter]:
     """Asks every group of the run that has not ended yet, and others in place of those that taught nothing."""
     profile, bound = parts.profile, _bound(parts)
     return partial(
@@ -46,7 +46,7 @@ def prompter(parts: Parts, session: Session) -> Callable[..., Prompter]:
     )
 
 
-def generator(parts: Parts, session: Session) -> Callable[..., Generator]:
+def generator(parts: Components, session: RunContext) -> Callable[..., Generator]:
     """Has the policy answer, as far ahead of the learner as the profile allows."""
     profile = parts.profile
     return partial(
@@ -63,18 +63,18 @@ def generator(parts: Parts, session: Session) -> Callable[..., Generator]:
     )
 
 
-def _bound(parts: Parts) -> int | None:
+def _bound(parts: Components) -> int | None:
     """Groups that count towards a batch, where others may be asked in place of those that do not; else None."""
     profile = parts.profile
     return profile.steps * profile.learner.batch_size if profile.learner.dynamic_sampling else None
 
 
-def atropos_fetcher(parts: Parts, session: Session) -> Callable[..., AtroposFetcher]:
+def atropos_fetcher(parts: Components, session: RunContext) -> Callable[..., AtroposFetcher]:
     """Takes what environments send, in the place of those three."""
     profile, state = parts.profile, parts.state
     policy, learner = parts.policy, profile.learner
     reader = GroupReader(
-        memory=session.drawn,
+        memory=session.sampled,
         policy=PolicyBounds(
             bounds=Bounds(vocab_size=policy.vocab_size, context_length=_longest(parts)),
             decode=policy.tokenizer.decode,
@@ -101,7 +101,7 @@ def atropos_fetcher(parts: Parts, session: Session) -> Callable[..., AtroposFetc
     )
 
 
-def _group_source(parts: Parts, session: Session) -> GroupSource:
+def _group_source(parts: Components, session: RunContext) -> GroupSource:
     profile, sampling = parts.profile, parts.profile.sampling
     if profile.atropos.mock:
         return MockAtropos(
@@ -128,17 +128,17 @@ def _group_source(parts: Parts, session: Session) -> GroupSource:
     )
 
 
-def _longest(parts: Parts) -> int:
+def _longest(parts: Components) -> int:
     """Tokens of the longest sequence that environments may send."""
     return min(parts.policy.context_length, parts.profile.atropos.max_tokens)
 
 
-def scorer(parts: Parts) -> Callable[..., Scorer]:
+def scorer(parts: Components) -> Callable[..., Scorer]:
     """Rewards completions."""
     return partial(Scorer, rewards=parts.rewards)
 
 
-def learner(parts: Parts, session: Session) -> Callable[..., Learner]:
+def learner(parts: Components, session: RunContext) -> Callable[..., Learner]:
     """Computes the next policy."""
     profile, state = parts.profile, parts.state
     return partial(
@@ -162,7 +162,7 @@ def learner(parts: Parts, session: Session) -> Callable[..., Learner]:
     )
 
 
-def broadcaster(parts: Parts, session: Session) -> Callable[..., Broadcaster]:
+def broadcaster(parts: Components, session: RunContext) -> Callable[..., Broadcaster]:
     """Puts it in service."""
     return partial(
         Broadcaster,
@@ -176,7 +176,7 @@ def broadcaster(parts: Parts, session: Session) -> Callable[..., Broadcaster]:
     )
 
 
-def checkpointer(parts: Parts, session: Session) -> Callable[..., Checkpointer]:
+def checkpointer(parts: Components, session: RunContext) -> Callable[..., Checkpointer]:
     """Keeps it."""
     settings, directory = parts.profile.checkpoint, parts.directory
     elsewhere = [Path(settings.adapter_path).expanduser()] if settings.adapter_path else []
@@ -193,11 +193,11 @@ def checkpointer(parts: Parts, session: Session) -> Callable[..., Checkpointer]:
     )
 
 
-def evaluator(parts: Parts) -> Callable[..., Evaluator]:
+def evaluator(parts: Components) -> Callable[..., Evaluator]:
     """Measures it on problems that it never learns from."""
-    profile, learnt = parts.profile, parts.policy_learner
+    profile, learned = parts.profile, parts.policy_learner
     measured = parts.history.after is not None and parts.history.after.step == parts.progress.step
-    start = Pinned(step=parts.progress.step, version=learnt.version, parameters=learnt.parameters, final=measured)
+    start = Pinned(step=parts.progress.step, version=learned.version, parameters=learned.parameters, final=measured)
     unmeasured = None if parts.base is None else Pinned(step=0, version=0, parameters=parts.base)
     return partial(
         Evaluator,
@@ -213,7 +213,7 @@ def evaluator(parts: Parts) -> Callable[..., Evaluator]:
     )
 
 
-def monitor(parts: Parts, session: Session) -> Callable[..., Monitor]:
+def monitor(parts: Components, session: RunContext) -> Callable[..., Monitor]:
     """Writes and shows how the run stands."""
     settings, directory = parts.profile.monitor, parts.directory
     return partial(

@@ -16,8 +16,7 @@ from pathlib import Path
 import anyio
 from rich.console import Console
 
-from clotho.config.flags import Arguments, parse_arguments
-from clotho.config.help_text import help_text
+from clotho.config.flags import Arguments, help_text, parse_arguments
 from clotho.config.load import load_profile, resolved_toml
 from clotho.config.schema import Profile
 from protocols.errors import ClothoError
@@ -62,7 +61,7 @@ def dry_run(profile: Profile, console: Console) -> int:
     from clotho.memory.estimate import estimate_memory
     from clotho.memory.report import describe
     from clotho.models.machine import physical_memory
-    from clotho.monitoring.memory_table import print_estimate
+    from clotho.monitoring.summary import print_estimate
 
     estimate = estimate_memory(profile.model, profile)
     print_estimate(console, estimate, describe(estimate), physical_memory())

@@ -1,59 +1,126 @@
-"""What the actors of one run share, and what can be seen of it from outside: gauges, health, the books."""
+"""What the actors of one run share, and what can be seen of it from outside: gauges, health, the books.
+
+The books of a run: how many groups there were, and where each of them is.
+"""
 
 from __future__ import annotations
 
+import re
 import socket
 import time
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import structlog
 from rich.console import Console
 
 from clotho.config.schema import Profile
-from clotho.inference.client import Sampler
-from clotho.inference.sample_log import DrawnLog, token_cost
-from clotho.models.buffers import peak_memory
-from clotho.models.machine import describe_machine
+from clotho.inference.sample_log import SampleLog, token_cost
+from clotho.models.machine import describe_machine, peak_memory
 from clotho.monitoring.display import RunFacts
 from clotho.monitoring.make_display import make_display
-from clotho.monitoring.wording import shown_path
-from clotho.run.books import Books
-from clotho.run.startup import Parts
+from clotho.monitoring.terminal_text import shown_path
+from clotho.run.startup import Components
 from clotho.runtime.child import ChildStatus
-from clotho.runtime.futures import finish
+from clotho.runtime.compute_thread import finish
 from clotho.runtime.latest import Latest
 from clotho.runtime.plugins import Services
 from clotho.runtime.queues import Mailbox
-from clotho.scoring.draws import SampledLaw
+from clotho.runtime.sampling_client import Sampler
 from clotho.scoring.prompt_logprobs import prompt_logprobs
+from clotho.scoring.token_scores import SamplingDistribution
 from clotho.serving.server import base_url
-from clotho.serving.services import EngineNumbers, GatewayServices, HealthReport, Nobody, TrainingNumbers
+from clotho.serving.services import EngineNumbers, GatewayServices, HealthReport, NullSampleLog, TrainingNumbers
 from protocols.checkpoint import RunState
 from protocols.evaluation import EvalReport
-from protocols.gauges import MailboxGauge, RunGauges
-from protocols.ledger import Ledger
-from protocols.prompt_logprobs import PromptLogprobs
+from protocols.ledger import Balance, Ledger
+from protocols.sampling import PromptLogprobs
 from protocols.step import PolicyUpdated, StepReport
-from protocols.summary import RunSummary
+from protocols.summary import MailboxGauge, RunGauges, RunSummary
 from protocols.weights import SwapTimes, WeightsReady
+
+ON_THE_WAY = re.compile(r"(prompts|rollouts|scored)(\.(\d+|tapped))?")
+"""Mailboxes that groups lie in on their way to the learner; a tap's are no such, for it is given copies."""
+
+
+class GroupAccounting:
+    """What the box at which groups begin says of them, the learner's ledger, and the mailboxes between the two.
+
+    That box is the prompter, or the fetcher of what environments send; a user's own in its place may say less, and is
+    taken at as much as it says.
+    """
+
+    def __init__(self, ledger: Ledger, state: RunState | None, *, groups: int) -> None:
+        """state: what the run resumes from; groups: of the whole run."""
+        self._ledger, self._state, self._groups = ledger, state, groups
+        self._source: Any = None
+        self._mailboxes: Sequence[Mailbox[Any]] = ()
+
+    def look_at(self, source: Any, mailboxes: Sequence[Mailbox[Any]]) -> None:
+        """source: the box at which groups begin."""
+        self._source, self._mailboxes = source, mailboxes
+
+    def asked(self) -> int:
+        """Groups asked so far, over all lives of the run; of a box that does not say, those it has sent on."""
+        asked: int | None = getattr(self._source, "asked_until", None)
+        if asked is not None:
+            return asked
+        state = self._state
+        ended_before = state.ledger.trained + sum(state.ledger.discarded.values()) if state else 0
+        return ended_before + sum(box.stats().sent for box in self._mailboxes if box.name == "prompts")
+
+    def received(self) -> dict[str, int]:
+        """Groups so far from each environment."""
+        return dict(getattr(self._source, "received", {}))
+
+    def under_way(self, ledger: Ledger) -> dict[int, str]:
+        """Groups from environments that have not ended by these books, with where each came from."""
+        sources: dict[int, str] = getattr(self._source, "under_way", {})
+        if not sources:
+            return {}
+        unended = list(ledger.unended(self.asked()))
+        forgotten = Counter(self.received())
+        forgotten.subtract({name: books.ended for name, books in ledger.state().sources.items()})
+        forgotten.subtract(sources[number] for number in unended if number in sources)
+        names = forgotten.elements()
+        return {number: sources[number] if number in sources else next(names, "") for number in unended}
+
+    def balance(self, *, complete: bool) -> Balance:
+        """Close the books.
+
+        complete: every actor has ended by itself. What is left then lies in mailboxes, to be counted, or was asked by
+        an earlier life of the run and is not part of this one, which has fewer steps.
+        Of a run that was cut short the rest is carried over: exactly those groups that a resumed run asks again, or,
+        where they came from environments, counts as lost.
+        """
+        asked = self.asked()
+        waiting = sum(box.depth for box in self._mailboxes if ON_THE_WAY.fullmatch(box.name))
+        unended = self._ledger.unended(asked)
+        reached = getattr(self._source, "reached", self._groups)
+        held = waiting + sum(group_id >= reached for group_id in unended) if complete else sum(1 for _ in unended)
+        carried = Counter(() if complete else self.under_way(self._ledger).values())
+        ended = {name: books.ended for name, books in self._ledger.state().sources.items()}
+        received = ended | self.received()
+        return self._ledger.balance(asked=asked, held=held, received=received, waiting=carried)
+
 
 log = structlog.get_logger(actor="session")
 
 
-class Session:
+class RunContext:
     """The shared state of one run, for its wiring and for whoever looks.
 
     weights: which version serves. refills: how many groups are asked in place of others. recorded: the step that the
     histories have reached. sampler: everyone's way to the decode engine. services: what custom actors may use. display:
     what shows the run. address, atropos_url: where the HTTP API and the API server of Atropos answer; empty where there
-    is none. drawn: what the engine drew for clients of the HTTP API. seconds_before: how old the run was when this life
+    is none. sampled: what the engine drew for clients of the HTTP API. seconds_before: how old the run was when this life
     of it began.
     source: the box at which groups begin. books: where each group is.
     children: states of the supervised actors, by name. api_requests: how many the HTTP API has let in.
     """
 
-    def __init__(self, parts: Parts, console: Console, *, blas: str, listener: socket.socket | None) -> None:
+    def __init__(self, parts: Components, console: Console, *, blas: str, listener: socket.socket | None) -> None:
         """blas: its name; listener: where the HTTP API will answer, None if it will not."""
         policy, profile = parts.policy, parts.profile
         self.parts = parts
@@ -68,7 +135,7 @@ class Session:
         self.sampler = Sampler(parts.executor.submit, parts.engine)
         self.address = base_url(listener) if listener else ""
         self.atropos_url = profile.atropos.url
-        self.drawn = DrawnLog(capacity_tokens=_tokens_under_way(profile), logit_bias=profile.sampling.logit_bias)
+        self.sampled = SampleLog(capacity_tokens=_tokens_under_way(profile), logit_bias=profile.sampling.logit_bias)
         self.services = Services(
             profile=profile,
             directory=parts.directory.path,
@@ -79,7 +146,7 @@ class Session:
         self.children: Callable[[], dict[str, ChildStatus]] = dict
         self.api_requests: Callable[[], int] = int
         self._stalled = False
-        self.books = Books(parts.ledger, parts.state, groups=profile.steps * profile.learner.batch_size)
+        self.books = GroupAccounting(parts.ledger, parts.state, groups=profile.steps * profile.learner.batch_size)
         self._actors: dict[str, Any] = {}
         self.source: Any = None
         self._mailboxes: list[Mailbox[Any]] = []
@@ -137,7 +204,7 @@ class Session:
             mailboxes=tuple(
                 MailboxGauge(name=box.name, depth=box.depth, capacity=box.capacity) for box in self._mailboxes
             ),
-            tokens_sampled=self.parts.engine.stats().tokens_drawn,
+            tokens_sampled=self.parts.engine.stats().tokens_sampled,
             decode_seconds=rates.seconds,
             decode_rate_idle=rates.idle or None,
             decode_rate_learning=rates.learning or None,
@@ -162,7 +229,7 @@ class Session:
             random_state=update.random_state,
             bad_steps=update.bad_steps,
             train_seconds=update.train_seconds,
-            sampled_tokens=self.parts.engine.stats().tokens_drawn + (before.sampled_tokens if before else 0),
+            sampled_tokens=self.parts.engine.stats().tokens_sampled + (before.sampled_tokens if before else 0),
             trained_tokens=update.trained_tokens,
             inputs=self.parts.inputs,
             alarms=update.alarms,
@@ -217,10 +284,12 @@ class Session:
         return await finish(self.parts.executor.submit_steps(steps))
 
     async def recompute_logprobs(self, tokens: tuple[int, ...], temperature: float) -> PromptLogprobs:
-        """The same under the run's own law, at a temperature, for tokens whose log-probabilities nobody remembers."""
+        """The same under the run's own distribution, at a temperature, for tokens whose log-probabilities nobody remembers."""
         profile = self.parts.profile
-        law = SampledLaw(temperature, profile.sampling.logit_bias)
-        steps = prompt_logprobs(self.parts.policy, tokens, top=0, chunk=profile.generator.prefill_chunk, law=law)
+        distribution = SamplingDistribution(temperature, profile.sampling.logit_bias)
+        steps = prompt_logprobs(
+            self.parts.policy, tokens, top=0, chunk=profile.generator.prefill_chunk, distribution=distribution
+        )
         return await finish(self.parts.executor.submit_steps(steps))
 
     def gateway_services(self) -> GatewayServices:
@@ -237,7 +306,7 @@ class Session:
             numbers=self.numbers,
             context_length=policy.context_length,
             vocab_size=policy.vocab_size,
-            drawn=self.drawn if profile.atropos.enabled else Nobody(),
+            sampled=self.sampled if profile.atropos.enabled else NullSampleLog(),
             record_supports=profile.atropos.enabled,
         )
 

@@ -1,10 +1,13 @@
 """What a run is made of before the first actor starts: data, policy, engine, and the state it resumes from.
 
 Like `pipeline.py`, which is its only user, it may import every part of the system.
+
+The problems of a run, as prompts: which group asks which, and which are held out.
 """
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -14,43 +17,113 @@ from msgspec import Struct
 
 from actors.learner import Progress
 from clotho.atropos.client import require_address
-from clotho.atropos.interpreter import require_environments
+from clotho.atropos.commands import require_environments
 from clotho.config.load import load_profile, write_profile
 from clotho.config.resume_compatibility import refuse_if_incompatible
-from clotho.config.schema import Profile
+from clotho.config.schema import DataSection, Profile
 from clotho.inference import DecodeEngine
-from clotho.inference.validation import validate
+from clotho.inference.sampling_params import validate
 from clotho.memory.estimate import estimate_memory
 from clotho.memory.report import too_large
-from clotho.models.buffers import limit_buffer_cache
 from clotho.models.loading import find_model
-from clotho.models.machine import physical_memory
+from clotho.models.machine import limit_buffer_cache, physical_memory, restore_random_state
 from clotho.models.policy import Policy, load_policy
-from clotho.models.random_state import restore_random_state
+from clotho.models.tokenizer import ChatTokenizer
 from clotho.monitoring.metrics import RunHistory, read_history
 from clotho.rewards.overlong import Overlong
 from clotho.rewards.runner import RewardRunner
-from clotho.run.questions import Questions, load_questions
-from clotho.runtime.compute_thread import ComputeExecutor
-from clotho.runtime.futures import finish
+from clotho.runtime.compute_thread import ComputeExecutor, finish
 from clotho.runtime.plugins import load_factory
+from clotho.storage.atomic_files import truncate_after
 from clotho.storage.checkpoints import Found, latest, read_checkpoint, read_state, refuse_other_inputs
+from clotho.storage.datasets import Columns, HeldOutSplit, ProblemOrder, load_problems, split_heldout
 from clotho.storage.fingerprints import dataset_fingerprint, model_fingerprint, tokenizer_fingerprint
-from clotho.storage.json_lines import truncate_after
 from clotho.storage.run_directory import RunDirectory
 from clotho.training.update import PolicyLearner
 from clotho.training.warmup_step import rehearse
 from protocols.checkpoint import RunState
-from protocols.errors import CheckpointError, ProfileError, RequestError
+from protocols.errors import CheckpointError, ModelError, ProfileError, RequestError
 from protocols.evaluation import HeldOut
-from protocols.learnable_sampling import restricts_support
 from protocols.ledger import Ledger
-from protocols.memory import MemoryEstimate
-from protocols.replay import KeptGroup
-from protocols.sampling import SampleRequest
+from protocols.prompt import Problem, Prompt, group_seed
+from protocols.sampling import SampleRequest, restricts_support
+from protocols.step import KeptGroup
+from protocols.summary import MemoryEstimate
+
+SHOWN = 10
+"""Kinds of problems that a complaint lists."""
 
 
-class Parts(Struct, frozen=True, kw_only=True):
+class Questions:
+    """Makes the prompt of every group: a pure function of (dataset, seed, group_id)."""
+
+    def __init__(
+        self, problems: Sequence[Problem], prompts: Sequence[tuple[int, ...]], *, seed: int, shuffle: bool
+    ) -> None:
+        """prompts: the rendered problems, index by index."""
+        self._problems, self._prompts, self._seed = problems, prompts, seed
+        self._order = ProblemOrder(len(problems), seed=seed, shuffle=shuffle)
+
+    @property
+    def longest_prompt(self) -> int:
+        """Tokens of the longest prompt."""
+        return max(map(len, self._prompts))
+
+    def prompt(self, group_id: int) -> Prompt:
+        """The prompt that group `group_id` asks."""
+        index = self._order.index(group_id)
+        return Prompt(
+            group_id=group_id,
+            problem=self._problems[index],
+            tokens=self._prompts[index],
+            seed=group_seed(self._seed, group_id),
+        )
+
+
+def load_questions(
+    profile: Profile, tokenizer: ChatTokenizer, is_correct: Callable[[Problem, str], Awaitable[bool]]
+) -> tuple[Questions, HeldOut]:
+    """Read, split and render a profile's problems.
+
+    Raises DatasetError, ModelError if they cannot be rendered, ProfileError for a reward that is for none of them.
+    """
+    split = _split(profile.data, profile.seed)
+    _refuse_idle_rewards(profile, {problem.type for problem in (*split.train, *split.heldout)})
+    train, held_out = (_render(problems, profile.data.system, tokenizer) for problems in (split.train, split.heldout))
+    return (
+        Questions(split.train, train, seed=profile.seed, shuffle=profile.data.shuffle),
+        HeldOut(problems=split.heldout, prompts=held_out, is_correct=is_correct),
+    )
+
+
+def _refuse_idle_rewards(profile: Profile, kinds: set[str]) -> None:
+    for reward in profile.rewards:
+        if reward.types and kinds.isdisjoint(reward.types):
+            raise ProfileError(
+                f"rewards: {reward.name} is for problems of type {', '.join(reward.types)}, and {profile.data.train} "
+                f"has none; there are: {', '.join(sorted(kinds)[:SHOWN])}"
+            )
+
+
+def _split(data: DataSection, seed: int) -> HeldOutSplit:
+    columns = Columns(
+        prompt=data.prompt_key, answer=data.answer_key, type=data.type_key, default_type=data.default_type
+    )
+    problems = load_problems(data.train, columns=columns)
+    if not data.heldout:
+        return split_heldout(problems, data.heldout_fraction, seed)
+    return HeldOutSplit(train=tuple(problems), heldout=tuple(load_problems(data.heldout, columns=columns)))
+
+
+def _render(problems: Sequence[Problem], system: str, tokenizer: ChatTokenizer) -> list[tuple[int, ...]]:
+    opening = [{"role": "system", "content": system}] if system else []
+    try:
+        return [tokenizer.render_chat([*opening, {"role": "user", "content": problem.prompt}]) for problem in problems]
+    except RequestError as error:
+        raise ModelError(f"the model's chat template cannot render the problems: {error}") from error
+
+
+class Components(Struct, frozen=True, kw_only=True):
     """Everything the actors are wired to.
 
     engine_broken: has an error if a decode tick raises. state: what the run resumes from, if it does, and history: what
@@ -80,7 +153,7 @@ class Parts(Struct, frozen=True, kw_only=True):
     warnings: tuple[str, ...]
 
 
-async def assemble(profile: Profile, directory: RunDirectory, executor: ComputeExecutor) -> Parts:
+async def assemble(profile: Profile, directory: RunDirectory, executor: ComputeExecutor) -> Components:
     """Load and check everything a run needs, in the order in which mistakes are cheapest to find; then take it over.
 
     Raises the errors of `protocols.errors`, one line each, before anything has been trained; and before anything in the
@@ -107,7 +180,7 @@ async def assemble(profile: Profile, directory: RunDirectory, executor: ComputeE
         truncate_after(lines, state.step if state else -1)
     write_profile(profile, directory.profile)
     history = read_history(directory.metrics)
-    return Parts(
+    return Components(
         profile=profile,
         directory=directory,
         executor=executor,

@@ -10,10 +10,14 @@ Three kinds of work take turns:
 Policy: where steps and ticks both have work, the one whose elapsed time is smaller in proportion to its share goes
 next (stride scheduling by wall-clock time; ticks own `decode_share`). A side that was idle starts level with the other:
 idleness earns no credit. No turn is interrupted, so the longest micro-batch is the longest pause of the API.
+
+The bridge from a thread's future to the event loop.
 """
 
 from __future__ import annotations
 
+import asyncio
+import concurrent.futures
 import math
 import queue
 import threading
@@ -26,7 +30,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 from msgspec import Struct
 
-from protocols.errors import ExecutorStoppedError
+from protocols.errors import ClothoError, ExecutorStoppedError
 
 T = TypeVar("T")
 
@@ -39,7 +43,7 @@ class Ticker(Protocol):
         """Whether a tick would do anything."""
 
     def tick(self) -> int:
-        """Advance by one token per row; return the number of tokens drawn."""
+        """Advance by one token per row; return the number of tokens sampled."""
 
 
 class DecodeRates(Struct, frozen=True, kw_only=True):
@@ -290,3 +294,25 @@ def _settle(future: Future[T], call: Callable[[], T]) -> None:
         future.set_result(call())
     except BaseException as error:
         future.set_exception(error)
+
+
+class WorkCancelled(ClothoError, RuntimeError):
+    """Work in another thread was cancelled by that thread, not by the one who waits for it."""
+
+
+async def finish(future: concurrent.futures.Future[T]) -> T:
+    """Wait, without blocking the loop, for a future that another thread resolves.
+
+    When the waiting task is cancelled, so is the future: work that has not begun never will; of work that runs, only
+    the result is given up. Returns or raises what the work did; WorkCancelled if somebody else cancelled it, since a
+    CancelledError would look like the cancellation of the task that waits.
+    """
+    outcome = asyncio.wrap_future(future)
+    try:
+        await asyncio.wait([outcome])
+    except asyncio.CancelledError:
+        outcome.cancel()  # asyncio hands it on to the thread's future
+        raise
+    if outcome.cancelled():
+        raise WorkCancelled("the work was cancelled in its own thread before it had a result")
+    return outcome.result()

@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 from clotho.runtime.child import Child, transient
-from clotho.runtime.ends import Inbox, MailboxClosed, Outbox
-from clotho.runtime.queues import Mailbox
+from clotho.runtime.queues import Inbox, Mailbox, MailboxClosed, Outbox
 
 T = TypeVar("T")
 

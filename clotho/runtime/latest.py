@@ -8,8 +8,7 @@ from typing import Any, Generic, TypeVar
 
 import anyio
 
-from clotho.runtime.ends import EndOfMail, MailboxClosed
-from clotho.runtime.loop_thread import LoopThread
+from clotho.runtime.queues import EndOfStream, LoopThread, MailboxClosed
 
 T = TypeVar("T")
 
@@ -54,7 +53,7 @@ class Latest(Generic[T]):
     async def wait_until(self, predicate: Callable[[T], bool]) -> T:
         """Return the newest value as soon as it satisfies the predicate; at once if it does already.
 
-        Raises EndOfMail if the cell is closed on a value that does not; what the predicate raises comes out here.
+        Raises EndOfStream if the cell is closed on a value that does not; what the predicate raises comes out here.
         """
         self._thread.check()
         while not (self._values and predicate(self.value)):
@@ -64,7 +63,7 @@ class Latest(Generic[T]):
     async def changed(self, after: int) -> T:
         """Return the newest value once more than `after` were put; `revision` says how many, for the next call.
 
-        Raises EndOfMail if the cell is closed before.
+        Raises EndOfStream if the cell is closed before.
         """
         self._thread.check()
         while self.revision <= after:
@@ -73,7 +72,7 @@ class Latest(Generic[T]):
 
     async def _more(self) -> None:
         if self._closed:
-            raise EndOfMail
+            raise EndOfStream
         await self._news.wait()
 
     def _tell(self) -> None:
@@ -84,7 +83,7 @@ class Latest(Generic[T]):
 async def wait_until(condition: Callable[[], bool], *cells: Latest[Any]) -> None:
     """Return as soon as a condition on several cells holds; at once if it does already.
 
-    It is looked at again whenever one of them gets a value. Raises EndOfMail if all are closed and it does not hold;
+    It is looked at again whenever one of them gets a value. Raises EndOfStream if all are closed and it does not hold;
     what the condition raises comes out here.
     """
     for cell in cells:
@@ -92,7 +91,7 @@ async def wait_until(condition: Callable[[], bool], *cells: Latest[Any]) -> None
     while not condition():
         news = [cell._news for cell in cells if not cell._closed]
         if not news:
-            raise EndOfMail
+            raise EndOfStream
         await _first_of(news)
 
 

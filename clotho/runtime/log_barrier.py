@@ -6,8 +6,8 @@ from contextlib import suppress
 
 from anyio import move_on_after
 
-from clotho.runtime.ends import EndOfMail
 from clotho.runtime.latest import Latest
+from clotho.runtime.queues import EndOfStream
 
 PATIENCE_SECONDS = 10.0
 
@@ -17,6 +17,6 @@ async def reached(recorded: Latest[int], step: int) -> bool:
 
     A monitor that has ended writes no more and is not waited for.
     """
-    with suppress(EndOfMail), move_on_after(PATIENCE_SECONDS) as patience:
+    with suppress(EndOfStream), move_on_after(PATIENCE_SECONDS) as patience:
         await recorded.wait_until(lambda last: last >= step)
     return not patience.cancelled_caught

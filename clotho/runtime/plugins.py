@@ -13,8 +13,8 @@ from clotho.config.schema import ActorSection, Profile
 from clotho.runtime.actor import Runnable
 from clotho.runtime.child import Child, Restart, temporary, transient
 from clotho.runtime.edges import Arrow, Insert, Tap
-from clotho.runtime.ends import Closable
 from clotho.runtime.latest import Latest
+from clotho.runtime.queues import Closable
 from clotho.runtime.user_code import import_user_module
 from protocols.errors import ProfileError
 from protocols.weights import WeightsReady
@@ -26,7 +26,7 @@ MAX_RESTARTS = 3
 class Services(Struct, frozen=True, kw_only=True):
     """What an actor of the user's own may use beside its mailboxes.
 
-    sampler: the policy's own completions (`clotho.inference.client.Sampler`); weights: which version serves;
+    sampler: the policy's own completions (`clotho.runtime.sampling_client.Sampler`); weights: which version serves;
     tokenizer: of the policy (`clotho.models.tokenizer.ChatTokenizer`); directory: of the run.
     default: for a replacement, the box it replaces as a `functools.partial`: called with the ends, it makes that box;
     its `keywords` are what the box is made with besides. None for everybody else.

@@ -1,4 +1,4 @@
-"""Scores of drawn tokens from hidden states, never holding the vocabulary for all of them: see `token_scores`."""
+"""Scores of sampled tokens from hidden states, never holding the vocabulary for all of them: see `token_scores`."""
 
 from __future__ import annotations
 
@@ -8,9 +8,17 @@ from typing import cast
 import mlx.core as mx
 
 from clotho.models.head import SplitModel
-from clotho.scoring.token_scores import Draws, SampledLaw, TokenScores, Totals, scoring, slopes, token_scores
+from clotho.scoring.token_scores import (
+    SampledTokens,
+    SamplingDistribution,
+    TokenScores,
+    Totals,
+    scoring,
+    slopes,
+    token_scores,
+)
 
-__all__ = ["Draws", "HeadScores", "SampledLaw", "TokenScores", "rows_at_once", "token_scores"]
+__all__ = ["HeadScores", "SampledTokens", "SamplingDistribution", "TokenScores", "rows_at_once", "token_scores"]
 
 LOGITS_AT_ONCE = 2**20
 """Logits (rows x vocabulary) that the head computes at once; beyond, it runs in pieces, one after the other."""
@@ -37,7 +45,7 @@ class HeadScores:
         self._split = split
         self._rows = rows or rows_at_once(vocab_size)
 
-    def __call__(self, hidden_N_D: mx.array, draws: Draws, *, logp_only: bool = False) -> TokenScores:
+    def __call__(self, hidden_N_D: mx.array, draws: SampledTokens, *, logp_only: bool = False) -> TokenScores:
         """Score the targets of `draws` after `hidden_N_D`: see `token_scores`.
 
         Hidden states have gradients, and so have the trainable weights of the head that the model holds in the call.
@@ -51,7 +59,7 @@ class HeadScores:
             totals = self._in_pieces(hidden_N_D, draws)
         return Totals(*totals).scores(draws)
 
-    def _prepared(self, hidden_N_D: mx.array, draws: Draws) -> TokenScores:
+    def _prepared(self, hidden_N_D: mx.array, draws: SampledTokens) -> TokenScores:
         """Take each row's gradient while its logits are there; the cotangent of a row is but one factor.
 
         That spares the backward pass its second look at the vocabulary: a product and an exponential in three.
@@ -76,7 +84,7 @@ class HeadScores:
         logp_N, entropy_N, _ = cast(tuple[mx.array, ...], prepared(hidden_N_D))
         return TokenScores(logp_N, mx.stop_gradient(entropy_N))
 
-    def _in_pieces(self, hidden_N_D: mx.array, draws: Draws) -> Totals:
+    def _in_pieces(self, hidden_N_D: mx.array, draws: SampledTokens) -> Totals:
         @mx.custom_function
         def totals(hidden_N_D: mx.array, weights: Weights) -> Totals:
             with self._split.using(weights):
@@ -90,7 +98,7 @@ class HeadScores:
 
         return cast(Totals, totals(hidden_N_D, self._split.head_weights()))
 
-    def _forward(self, hidden_N_D: mx.array, draws: Draws) -> Totals:
+    def _forward(self, hidden_N_D: mx.array, draws: SampledTokens) -> Totals:
         pieces: list[Totals] = []
         for rows in self._stretches(hidden_N_D):
             hidden_n_D = _after(pieces[-1] if pieces else (), hidden_N_D[rows])
@@ -98,7 +106,7 @@ class HeadScores:
         return Totals(*(mx.concatenate(list(parts)) for parts in zip(*pieces, strict=True)))
 
     def _backward(
-        self, hidden_N_D: mx.array, weights: Weights, draws: Draws, cotangents: Totals, totals: Totals
+        self, hidden_N_D: mx.array, weights: Weights, draws: SampledTokens, cotangents: Totals, totals: Totals
     ) -> tuple[mx.array, Weights]:
         """Gradients of hidden states and of weights; the latter add up in float32, piece by piece."""
         pieces: list[mx.array] = []

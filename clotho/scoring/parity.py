@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 from msgspec import Struct
 
-from clotho.scoring.head_scores import SampledLaw, token_scores
+from clotho.scoring.head_scores import SamplingDistribution, token_scores
 from clotho.scoring.teacher_forcing import TeacherForcing
 from clotho.training.gradient import LearnablePolicy
 
@@ -48,10 +48,10 @@ def probe(
     """
     if not prompt_tokens or not completion_tokens:
         raise ValueError("parity needs at least one token of prompt and of completion")
-    law = SampledLaw(temperature=temperature or 1.0)
-    decoded_R_T = _decoded(decoder, prompt_tokens, completion_tokens, law)
+    distribution = SamplingDistribution(temperature=temperature or 1.0)
+    decoded_R_T = _decoded(decoder, prompt_tokens, completion_tokens, distribution)
     forcing = forcing or TeacherForcing(policy.model, policy.vocab_size)
-    forced = forcing.sequence(prompt_tokens, completion_tokens, law=law)
+    forced = forcing.sequence(prompt_tokens, completion_tokens, distribution=distribution)
     difference_R_T = np.abs(np.array(decoded_R_T, dtype=np.float64) - np.array(forced.logp_N, dtype=np.float64))
     return ParityReport(
         tokens=len(completion_tokens),
@@ -60,11 +60,13 @@ def probe(
     )
 
 
-def _decoded(decoder: Decoder, prompt: Sequence[int], completion: Sequence[int], law: SampledLaw) -> mx.array:
+def _decoded(
+    decoder: Decoder, prompt: Sequence[int], completion: Sequence[int], distribution: SamplingDistribution
+) -> mx.array:
     """Log-probabilities as decoding sees them, (ROWS, T) float32."""
     logits_T = decoder.forced_logits(prompt, completion, rows=ROWS)
     logp_T = [
-        token_scores(logits_R_V, mx.full((ROWS,), token, dtype=mx.int32), law=law).logp_N
+        token_scores(logits_R_V, mx.full((ROWS,), token, dtype=mx.int32), distribution=distribution).logp_N
         for token, logits_R_V in zip(completion, logits_T, strict=True)
     ]
     return mx.stack(logp_T, axis=1)

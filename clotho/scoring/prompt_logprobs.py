@@ -10,26 +10,30 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 from numpy.typing import NDArray
 
-from clotho.inference.serving import serving
-from clotho.scoring.draws import Draws, SampledLaw
+from clotho.inference.cache_layout import serving
 from clotho.scoring.head_scores import rows_at_once
-from clotho.scoring.token_scores import scoring
+from clotho.scoring.token_scores import SampledTokens, SamplingDistribution, scoring
 from clotho.training.gradient import LearnablePolicy
 from protocols.errors import GenerationError
-from protocols.prompt_logprobs import PromptLogprobs
+from protocols.sampling import PromptLogprobs
 
-UNTEMPERED = SampledLaw(temperature=1.0)
+UNTEMPERED = SamplingDistribution(temperature=1.0)
 Alternatives = tuple[tuple[int, float], ...]
 
 
 def prompt_logprobs(
-    policy: LearnablePolicy, tokens: Sequence[int], *, top: int, chunk: int, law: SampledLaw = UNTEMPERED
+    policy: LearnablePolicy,
+    tokens: Sequence[int],
+    *,
+    top: int,
+    chunk: int,
+    distribution: SamplingDistribution = UNTEMPERED,
 ) -> Generator[None, None, PromptLogprobs]:
     """Score every token but the first, with the `top` most probable ones in its place.
 
     The weights are those that serve at the first turn, pinned while others are published. A turn reads at most `chunk`
     tokens, and fewer where their logits would exceed `rows_at_once`: that bounds the pause it makes, and its memory.
-    law: the one that all of them are scored under.
+    distribution: the one that all of them are scored under.
     Raises GenerationError where the model's logits are not finite.
     """
     parameters, version = policy.trainable(), policy.version
@@ -43,7 +47,7 @@ def prompt_logprobs(
         with policy.using(parameters), serving(policy.model):
             logits_N_V = policy.model(token_1_N, cache=cache)[0]
             mx.eval(logits_N_V, [layer.state for layer in cache])
-        logp_N, best = _scores(logits_N_V, target_N, min(top, logits_N_V.shape[-1]), law)
+        logp_N, best = _scores(logits_N_V, target_N, min(top, logits_N_V.shape[-1]), distribution)
         logprobs += logp_N.tolist()
         alternatives += best
         yield
@@ -51,9 +55,9 @@ def prompt_logprobs(
 
 
 def _scores(
-    logits_N_V: mx.array, target_N: mx.array, top: int, law: SampledLaw
+    logits_N_V: mx.array, target_N: mx.array, top: int, distribution: SamplingDistribution
 ) -> tuple[NDArray[np.float32], list[Alternatives]]:
-    draws = Draws(target_N, None, law)
+    draws = SampledTokens(target_N, None, distribution)
     totals = scoring(draws)(logits_N_V)
     logp_N = np.array(totals.logp_N)
     if not np.isfinite(logp_N).all():

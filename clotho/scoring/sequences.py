@@ -1,7 +1,11 @@
-"""What the learner knows of one completion: its tokens, how they were drawn, and what each of them weighs."""
+"""What the learner knows of one completion: its tokens, how they were sampled, and what each of them weighs.
+
+A sequence whose log-probabilities are asked for, and that nothing is learned from.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -12,7 +16,7 @@ from protocols.sampling import Completion
 
 def drawn_T(completion: Completion) -> NDArray[np.bool_]:
     """Which of its tokens the policy drew: (T,)."""
-    return np.asarray(completion.drawn or (True,) * len(completion.tokens), dtype=bool)
+    return np.asarray(completion.sampled or (True,) * len(completion.tokens), dtype=bool)
 
 
 class TeacherRows(NamedTuple):
@@ -26,17 +30,17 @@ class TeacherRows(NamedTuple):
 
 
 class TrainingSequence(NamedTuple):
-    """One completion, ready for a micro-batch; T counts its tokens, at least one of them drawn. Arrays are (T,).
+    """One completion, ready for a micro-batch; T counts its tokens, at least one of them sampled. Arrays are (T,).
 
     group: which group of the batch it belongs to; completions of a group have the same prompt.
     behaviour_T: log-probability under the sampler. version_T: of the weights that drew the token.
-    weight_T: 1 for tokens that are learnt from, else 0. coefficient_T: the token's share in the loss of the whole
+    weight_T: 1 for tokens that are learned from, else 0. coefficient_T: the token's share in the loss of the whole
     update, by the aggregation: the loss is the sum of coefficient times token loss over all sequences.
-    supports: per token, the tokens that could have been drawn, as little-endian uint32 numbers in ascending order;
+    supports: per token, the tokens that could have been sampled, as little-endian uint32 numbers in ascending order;
     empty where the whole vocabulary could.
     drawn_T: whether the policy drew the token; None: all of them. Others are read, and whatever else is said of them
     counts for nothing.
-    temperature: at which the tokens were drawn; 0: the run's. reference_T: log-probabilities under the reference, where
+    temperature: at which the tokens were sampled; 0: the run's. reference_T: log-probabilities under the reference, where
     the group brings them. teacher: what one would have said at each token.
     """
 
@@ -67,7 +71,7 @@ class TokenTable(NamedTuple):
 
     position_N: index, in the flattened hidden states of the layout, of the state that predicts the token.
     target_N: the token. sequence_N: its completion, counted within the micro-batch. The rest: see `TrainingSequence`.
-    support_N_K: tokens that could have been drawn, padded with -1 at the end of a
+    support_N_K: tokens that could have been sampled, padded with -1 at the end of a
     row; None where the whole vocabulary could. Padding in N repeats the first token with weight and coefficient 0.
     temperature_N: 0 where it is the run's; None where it is everywhere. reference_N: None where the groups bring none.
     teacher: its rows, (N, K); None where there is none. Padding has no teacher.
@@ -76,11 +80,11 @@ class TokenTable(NamedTuple):
     position_N: NDArray[np.int32]
     target_N: NDArray[np.int32]
     sequence_N: NDArray[np.int32]
-    behaviour_N: NDArray[np.float32]
+    rollout_logp_N: NDArray[np.float32]
     version_N: NDArray[np.int32]
     advantage_N: NDArray[np.float32]
     weight_N: NDArray[np.float32]
-    coefficient_N: NDArray[np.float32]
+    loss_weight_N: NDArray[np.float32]
     support_N_K: NDArray[np.int32] | None
     temperature_N: NDArray[np.float32] | None = None
     reference_N: NDArray[np.float32] | None = None
@@ -109,3 +113,18 @@ class MicroBatch(NamedTuple):
     def sequences(self) -> int:
         """How many there are (B)."""
         return len(self.members)
+
+
+def scored_only(prompt: Sequence[int], tokens: Sequence[int]) -> TrainingSequence:
+    """Make a sequence of tokens without a record of how they were sampled: weights and all else are 0."""
+    zeros_T = np.zeros(len(tokens), dtype=np.float32)
+    return TrainingSequence(
+        group=0,
+        prompt=tuple(prompt),
+        tokens=tuple(tokens),
+        behaviour_T=zeros_T,
+        version_T=zeros_T.astype(np.int32),
+        advantage_T=zeros_T,
+        weight_T=zeros_T,
+        coefficient_T=zeros_T,
+    )

@@ -1,4 +1,4 @@
-"""Teacher-forced log-probabilities and entropies: what the policy thinks of tokens that were already drawn."""
+"""Teacher-forced log-probabilities and entropies: what the policy thinks of tokens that were already sampled."""
 
 from __future__ import annotations
 
@@ -10,15 +10,12 @@ import numpy as np
 
 from clotho.models.head import split_model
 from clotho.models.layer_keys import AttentionLayers
-from clotho.scoring.draws import Draws, SampledLaw, Teacher
 from clotho.scoring.head_scores import HeadScores
-from clotho.scoring.layouts.forward import hidden_states
+from clotho.scoring.layouts.forward import hidden_states, prove_layout
 from clotho.scoring.layouts.micro_batches import build_micro_batches
 from clotho.scoring.layouts.padded import PaddedInputs
-from clotho.scoring.layouts.proof import prove_layout
-from clotho.scoring.scored_only import scored_only
-from clotho.scoring.sequences import MicroBatch, TokenTable
-from clotho.scoring.token_scores import TokenScores, score
+from clotho.scoring.sequences import MicroBatch, TokenTable, scored_only
+from clotho.scoring.token_scores import SampledTokens, SamplingDistribution, Teacher, TokenScores, score
 from protocols.errors import ModelError
 
 
@@ -55,12 +52,14 @@ class TeacherForcing:
                 raise
             self.layout = "padded"
 
-    def __call__(self, micro: MicroBatch, *, law: SampledLaw, logp_only: bool = False) -> TokenScores:
-        """Score every token of the table under `law`, at its own temperature where the table has one.
+    def __call__(
+        self, micro: MicroBatch, *, distribution: SamplingDistribution, logp_only: bool = False
+    ) -> TokenScores:
+        """Score every token of the table under `distribution`, at its own temperature where the table has one.
 
         (N,) each, in the order of the table. logp_only: a gradient of log-probabilities follows, and no other.
         """
-        position_N, draws = mx.array(micro.table.position_N), draws_of(micro.table, law)
+        position_N, draws = mx.array(micro.table.position_N), sampled_tokens_of(micro.table, distribution)
         if self._split is None or self._head is None:
             return score(self._whole(micro)[position_N], draws)
         hidden_N_D = hidden_states(self._split, self._layers, micro.inputs)[position_N]
@@ -73,23 +72,25 @@ class TeacherForcing:
         logits_B_S_V: mx.array = self._model(mx.array(micro.inputs.tokens_B_S))
         return logits_B_S_V.reshape(-1, logits_B_S_V.shape[-1])
 
-    def sequence(self, prompt: Sequence[int], tokens: Sequence[int], *, law: SampledLaw) -> TokenScores:
+    def sequence(
+        self, prompt: Sequence[int], tokens: Sequence[int], *, distribution: SamplingDistribution
+    ) -> TokenScores:
         """Score the tokens after one prompt, at least one each, in the layout in use ("auto": shared): (T,)."""
         (micro,) = build_micro_batches([scored_only(prompt, tokens)], layout=self._proven, budget=1)
-        scores = self(micro, law=law)
+        scores = self(micro, distribution=distribution)
         return TokenScores(scores.logp_N[: len(tokens)], scores.entropy_N[: len(tokens)])
 
 
-def draws_of(table: TokenTable, law: SampledLaw) -> Draws:
-    """The tokens of a table as draws from `law`; where all were drawn at its temperature, that is one number."""
+def sampled_tokens_of(table: TokenTable, distribution: SamplingDistribution) -> SampledTokens:
+    """The tokens of a table as draws from `distribution`; where all were sampled at its temperature, that is one number."""
     temperature_N = None
     if table.temperature_N is not None:
-        own_N = np.where(table.temperature_N > 0, table.temperature_N, np.float32(law.temperature))
-        temperature_N = None if (own_N == np.float32(law.temperature)).all() else mx.array(own_N)
-    return Draws(
+        own_N = np.where(table.temperature_N > 0, table.temperature_N, np.float32(distribution.temperature))
+        temperature_N = None if (own_N == np.float32(distribution.temperature)).all() else mx.array(own_N)
+    return SampledTokens(
         target_N=mx.array(table.target_N),
         support_N_K=None if table.support_N_K is None else mx.array(table.support_N_K),
-        law=law,
+        distribution=distribution,
         temperature_N=temperature_N,
         teacher=None if table.teacher is None else Teacher(*map(mx.array, table.teacher)),
     )

@@ -1,18 +1,20 @@
-"""Log-probability, entropy and distillation loss of drawn tokens from logits, with the backward pass in closed form.
+"""Log-probability, entropy and distillation loss of sampled tokens from logits, with the backward pass in closed form.
 
-Tokens are drawn from softmax((logits + bias) / temperature) over a support. With z its scaled logits,
+Tokens are sampled from softmax((logits + bias) / temperature) over a support. With z its scaled logits,
 L = log sum exp z and p = exp(z - L), in float32 and natural logs:
 
     log p_y = z_y - L         d log p_y / d z_i = [i = y] - p_i
     H = L - sum p z           d H       / d z_i = -p_i (log p_i + H)
 
 A teacher's alternatives k, of shares q_k that add up to s = 1 (or to 0, where it said nothing), are held against the
-same law over the whole vocabulary, whatever the support: what a teacher says may be what could not be drawn.
+same distribution over the whole vocabulary, whatever the support: what a teacher says may be what could not be sampled.
 
     C = s L - sum_k q_k z_k   d C       / d z_i = s p_i - q_i
 
 So a backward pass needs three numbers per token beside the logits, and one exponential per logit (two where a support
 and a teacher come together).
+
+Tokens that were sampled, the distribution they were sampled from, and what a teacher would have said in their place.
 """
 
 from __future__ import annotations
@@ -23,9 +25,99 @@ from typing import NamedTuple, cast
 import mlx.core as mx
 
 from clotho.cpu.exponential import exp
-from clotho.scoring.draws import Draws, SampledLaw, Teacher
 
-__all__ = ["Draws", "SampledLaw", "Teacher", "TokenScores", "Totals", "score", "scoring", "token_scores"]
+LOWEST_LOGIT = -1e9
+"""Logits below it (minus infinity, for words that a model never says) count as this: the entropy stays finite."""
+
+
+class SamplingDistribution(NamedTuple):
+    """The distribution tokens were sampled from: softmax((logits + bias) / temperature) over the support.
+
+    temperature: above 0. logit_bias: pairs of a token and what is added to its logit; no token twice.
+    """
+
+    temperature: float
+    logit_bias: tuple[tuple[int, float], ...] = ()
+
+
+class Teacher(NamedTuple):
+    """Alternatives of a teacher to each token: token_N_K, int32, -1 where there are fewer; share_N_K, float32.
+
+    A row of shares adds up to 1, or to 0 where the teacher said nothing; the share of a -1 is 0.
+    """
+
+    token_N_K: mx.array
+    share_N_K: mx.array
+
+    @property
+    def present_N(self) -> mx.array:
+        """1 where the teacher said something, else 0."""
+        return mx.any(self.share_N_K > 0, axis=-1).astype(mx.float32)
+
+
+class SampledTokens(NamedTuple):
+    """Tokens that were sampled, and from what; see `token_scores`.
+
+    support_N_K: None where the whole vocabulary could be sampled. temperature_N: above 0, float32; None where every token
+    has the distribution's. teacher: None where there is none.
+    """
+
+    target_N: mx.array
+    support_N_K: mx.array | None
+    distribution: SamplingDistribution
+    temperature_N: mx.array | None = None
+    teacher: Teacher | None = None
+
+    def at(self, rows: slice) -> SampledTokens:
+        """Some of them."""
+        return SampledTokens(
+            self.target_N[rows],
+            None if self.support_N_K is None else self.support_N_K[rows],
+            self.distribution,
+            None if self.temperature_N is None else self.temperature_N[rows],
+            None if self.teacher is None else Teacher(*(array[rows] for array in self.teacher)),
+        )
+
+    @property
+    def inverse_temperature(self) -> float | mx.array:
+        """1 / T of each token: one number, or (N,)."""
+        return 1.0 / (self.distribution.temperature if self.temperature_N is None else self.temperature_N)
+
+    def scaled(self, logits_N_V: mx.array, among_N_K: mx.array | None) -> mx.array:
+        """Scaled logits (logits + bias) / T, float32, of the whole vocabulary or of some tokens; -1 has the lowest."""
+        token_N_K = None if among_N_K is None else mx.maximum(among_N_K, 0)
+        chosen_N_M = logits_N_V if token_N_K is None else mx.take_along_axis(logits_N_V, token_N_K, axis=-1)
+        z_N_M = chosen_N_M.astype(mx.float32)
+        if self.distribution.logit_bias:
+            tokens, addends = zip(*self.distribution.logit_bias, strict=True)
+            bias_V = mx.zeros(logits_N_V.shape[-1]).at[mx.array(tokens)].add(mx.array(addends, dtype=mx.float32))
+            z_N_M = z_N_M + (bias_V if token_N_K is None else bias_V[token_N_K])
+        inverse = self.inverse_temperature
+        if isinstance(inverse, mx.array):
+            z_N_M = z_N_M * inverse[:, None]
+        elif inverse != 1.0:
+            z_N_M = z_N_M * inverse
+        z_N_M = mx.maximum(z_N_M, LOWEST_LOGIT)
+        return z_N_M if among_N_K is None else mx.where(among_N_K < 0, LOWEST_LOGIT, z_N_M)
+
+    @property
+    def target_column(self) -> mx.array:
+        """Where the targets stand among the scaled logits of the support: (N, 1)."""
+        if self.support_N_K is None:
+            return self.target_N[:, None]
+        return mx.argmax(self.support_N_K == self.target_N[:, None], axis=-1, keepdims=True)
+
+
+__all__ = [
+    "SampledTokens",
+    "SamplingDistribution",
+    "Teacher",
+    "TokenScores",
+    "Totals",
+    "score",
+    "scoring",
+    "token_scores",
+]
 
 LANES = 512
 """Rows are cut into stretches of so many numbers, which are reduced lane by lane, and then the lanes."""
@@ -57,28 +149,28 @@ class Totals(NamedTuple):
         """Those of some of the tokens."""
         return Totals(*(array[rows] for array in self))
 
-    def scores(self, draws: Draws) -> TokenScores:
+    def scores(self, draws: SampledTokens) -> TokenScores:
         """What others see of them."""
         return TokenScores(self.logp_N, self.entropy_N, None if draws.teacher is None else self.cross_entropy_N)
 
 
 def token_scores(
-    logits_N_V: mx.array, target_N: mx.array, *, law: SampledLaw, support_N_K: mx.array | None = None
+    logits_N_V: mx.array, target_N: mx.array, *, distribution: SamplingDistribution, support_N_K: mx.array | None = None
 ) -> TokenScores:
-    """Log-probability of the targets, and exact entropy, under `law`; differentiable in the logits.
+    """Log-probability of the targets, and exact entropy, under `distribution`; differentiable in the logits.
 
-    logits_N_V: of any floating type. support_N_K: tokens (int32) that could be drawn, each once, the target among
+    logits_N_V: of any floating type. support_N_K: tokens (int32) that could be sampled, each once, the target among
     them; -1 is padding; None is the whole vocabulary. The entropy is in [0, log V], or [0, log K], up to rounding.
     """
-    return score(logits_N_V, Draws(target_N, support_N_K, law))
+    return score(logits_N_V, SampledTokens(target_N, support_N_K, distribution))
 
 
-def score(logits_N_V: mx.array, draws: Draws) -> TokenScores:
+def score(logits_N_V: mx.array, draws: SampledTokens) -> TokenScores:
     """Score draws of any kind: see `token_scores`."""
     return Totals(*scoring(draws)(logits_N_V)).scores(draws)
 
 
-def scoring(draws: Draws, known: Totals | None = None) -> Callable[[mx.array], Totals]:
+def scoring(draws: SampledTokens, known: Totals | None = None) -> Callable[[mx.array], Totals]:
     """Function from logits (N, V) to totals; the log-sum-exp has no gradient.
 
     known: its result, where an earlier pass has found it: a backward pass is then spared the forward pass.
@@ -95,10 +187,10 @@ def scoring(draws: Draws, known: Totals | None = None) -> Callable[[mx.array], T
     return cast(Callable[[mx.array], Totals], totals)
 
 
-def slopes(logits_N_V: mx.array, draws: Draws) -> tuple[Totals, mx.array]:
+def slopes(logits_N_V: mx.array, draws: SampledTokens) -> tuple[Totals, mx.array]:
     """Totals, and T d log p_y / d logits, (N, V) in the type of the logits, for the exponentials of the former.
 
-    Draws from the whole vocabulary only, without a teacher.
+    SampledTokens from the whole vocabulary only, without a teacher.
     """
     totals, e_N_V, sum_N = _totals(logits_N_V, draws)
     at_target_N = 1.0 - exp(totals.logp_N)
@@ -106,7 +198,7 @@ def slopes(logits_N_V: mx.array, draws: Draws) -> tuple[Totals, mx.array]:
     return totals, slope_N_V.astype(logits_N_V.dtype)
 
 
-def _totals(logits_N_V: mx.array, draws: Draws) -> tuple[Totals, mx.array, mx.array]:
+def _totals(logits_N_V: mx.array, draws: SampledTokens) -> tuple[Totals, mx.array, mx.array]:
     """Totals; exponentials of the scaled logits, (N, M), each row's largest being 1; and their sums."""
     z_N_M = draws.scaled(logits_N_V, draws.support_N_K)
     largest_N_1 = _row_max(z_N_M)
@@ -121,7 +213,7 @@ def _totals(logits_N_V: mx.array, draws: Draws) -> tuple[Totals, mx.array, mx.ar
     return totals, e_N_M, sum_N
 
 
-def _cross_entropy(logits_N_V: mx.array, draws: Draws, logsumexp_N: mx.array) -> mx.array:
+def _cross_entropy(logits_N_V: mx.array, draws: SampledTokens, logsumexp_N: mx.array) -> mx.array:
     """C; logsumexp_N: over the support."""
     teacher = draws.teacher
     if teacher is None:
@@ -130,7 +222,7 @@ def _cross_entropy(logits_N_V: mx.array, draws: Draws, logsumexp_N: mx.array) ->
     return mx.sum(teacher.share_N_K * (whole_N[:, None] - draws.scaled(logits_N_V, teacher.token_N_K)), axis=-1)
 
 
-def _logits_gradient(logits_N_V: mx.array, draws: Draws, cotangents: Totals, totals: Totals) -> mx.array:
+def _logits_gradient(logits_N_V: mx.array, draws: SampledTokens, cotangents: Totals, totals: Totals) -> mx.array:
     """The closed form, as p (slope log p + offset); at the target it is replaced as a whole."""
     g_logp_N, g_entropy_N, g_cross_N = (
         cotangent_N * draws.inverse_temperature
@@ -155,7 +247,7 @@ def _logits_gradient(logits_N_V: mx.array, draws: Draws, cotangents: Totals, tot
     return gradient_N_M.astype(logits_N_V.dtype)
 
 
-def _beyond_the_support(logits_N_V: mx.array, draws: Draws, g_cross_N: mx.array) -> mx.array:
+def _beyond_the_support(logits_N_V: mx.array, draws: SampledTokens, g_cross_N: mx.array) -> mx.array:
     """What tokens outside the support feel too, (N, V): the cross-entropy's s p, nothing without a teacher."""
     if draws.teacher is None:
         return mx.zeros(logits_N_V.shape)

@@ -18,20 +18,17 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from clotho.serving.auth import ApiKey, LocalPagesOnly, asker, is_loopback
-from clotho.serving.body import UnreadBodies, read_body
-from clotho.serving.disconnect import until_disconnect
+from clotho.serving.auth import ApiKey, LocalPagesOnly, client_label, is_loopback
 from clotho.serving.errors import HANDLERS, invalid
-from clotho.serving.generate import generate_ask
-from clotho.serving.limits import Admission, Traffic
+from clotho.serving.limits import Admission, Traffic, UnreadBodies, read_body, until_disconnect
 from clotho.serving.metrics import RequestMetrics
 from clotho.serving.native import NativeAsk, Outcome
 from clotho.serving.openai_choices import ChatStyle, CompletionStyle, Style
 from clotho.serving.openai_responses import Answer, ModelCard, ModelList
-from clotho.serving.remembering import Remembering
+from clotho.serving.routes_sglang import generate_ask
 from clotho.serving.routes_trl import trl_ask
 from clotho.serving.sample_requests import Ask, chat_ask, completion_ask
-from clotho.serving.services import GatewayServices
+from clotho.serving.services import GatewayServices, Remembering
 from clotho.serving.streaming import EventStream, event_stream
 from protocols.sampling import Completion
 from protocols.weights import WeightsReady
@@ -167,8 +164,8 @@ class _Routes:
 
     def _sampler(self, request: Request) -> Remembering:
         """Return the sampler of this request's client."""
-        label = asker(request.headers.get("authorization", ""), key=self._services.settings.api_key)
-        return Remembering(self._services.sampler, self._services.drawn, label)
+        label = client_label(request.headers.get("authorization", ""), key=self._services.settings.api_key)
+        return Remembering(self._services.sampler, self._services.sampled, label)
 
     async def _read(self, reader: Reader[T], request: Request) -> T:
         """Validate and tokenise in a worker thread; an endless chat template costs only its request."""

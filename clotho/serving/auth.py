@@ -78,7 +78,7 @@ def has_key(authorization: str, key: str) -> bool:
     return whole | before_label
 
 
-def asker(authorization: str, *, key: str) -> str:
+def client_label(authorization: str, *, key: str) -> str:
     """Return the label that the client gave itself, behind its key or what stands there where no key is asked for.
 
     Empty where there is none, or none of at most 32 letters, digits, `-` and `_`.

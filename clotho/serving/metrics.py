@@ -25,7 +25,7 @@ class RequestMetrics:
         self._registry.register(_Snapshot(services))
         self._model = services.settings.model_name
         self._prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens asked over HTTP.")
-        self._tokens = self._counter("vllm:generation_tokens", "Tokens drawn for HTTP clients.")
+        self._tokens = self._counter("vllm:generation_tokens", "Tokens sampled for HTTP clients.")
         self._finished = self._counter("vllm:request_success", "Completions that ended well.", "finished_reason")
         self._latency = self._histogram("vllm:e2e_request_latency_seconds", "Request to last token.", SECONDS)
         self._first = self._histogram("vllm:time_to_first_token_seconds", "Streams only: to first token.", SECONDS)

@@ -16,14 +16,13 @@ from clotho.serving.openai_choices import WeightsVersions, weights_versions
 from clotho.serving.openai_requests import IGNORED, UNSUPPORTED, GenerationFields, refused, without_unsupported
 from clotho.serving.sample_requests import Ask
 from clotho.serving.services import GatewayServices
-from protocols.prompt_logprobs import PromptLogprobs
-from protocols.sampling import Completion
+from protocols.sampling import Completion, PromptLogprobs
 from protocols.weights import WeightsReady
 
 F = TypeVar("F", bound=Struct)
 MOST_NAMES, LONGEST_NAME = 16, 64
 
-# Field -> the values that ask for nothing; any other would change what is drawn, or how the answer comes.
+# Field -> the values that ask for nothing; any other would change what is sampled, or how the answer comes.
 ALTERING: dict[str, tuple[object, ...]] = {
     **{name: UNSUPPORTED[name] for name in (
         "presence_penalty", "frequency_penalty", "best_of", "echo", "suffix", "min_tokens", "response_format",

@@ -25,7 +25,7 @@ StopStrings = Annotated[list[Annotated[str, Meta(max_length=256)]], Meta(max_len
 
 IGNORED = frozenset({
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls",
-    "reasoning",  # how much a provider's model is to think: this one thinks as it has learnt to, in its text
+    "reasoning",  # how much a provider's model is to think: this one thinks as it has learned to, in its text
 })  # fmt: skip
 
 # Field -> the values that ask for nothing.

@@ -1,4 +1,7 @@
-"""POST /generate as SGLang clients know it: one prompt, one object per completion."""
+"""POST /generate as SGLang clients know it: one prompt, one object per completion.
+
+POST /generate: one path for two shapes, told apart by the names of their fields.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,10 @@ from typing import Any
 from msgspec import UNSET, Struct, UnsetType, structs
 
 from clotho.serving.errors import invalid
-from clotho.serving.logprobs import LOWEST, Alternatives
 from clotho.serving.native import NativeAsk, NativeFields, Outcome, Served, decode_known, served
-from clotho.serving.openai_choices import finish_reason
-from clotho.serving.openai_requests import Limit, Seed, TokenId, TopLogprobs
+from clotho.serving.openai_choices import LOWEST, Alternatives, finish_reason
+from clotho.serving.openai_requests import Limit, Seed, TokenId, TopLogprobs, json_object
+from clotho.serving.routes_vllm import vllm_ask
 from clotho.serving.sample_requests import build_ask, check_model, encoded
 from clotho.serving.services import GatewayServices, Tokens
 from protocols.sampling import Completion
@@ -124,3 +127,20 @@ def _logprobs(completion: Completion, top: int | None, texts: Tokens | None) -> 
 
 def _entries(pairs: Sequence[tuple[int, float]] | Alternatives, texts: Tokens | None) -> list[TokenEntry]:
     return [(max(logprob, LOWEST), token, texts.token_text(token) if texts else None) for token, logprob in pairs]
+
+
+SGLANG = frozenset({"input_ids", "text", "sampling_params"})
+
+
+def generate_ask(body: bytes, services: GatewayServices) -> NativeAsk:
+    """Read the body as vLLM's (`prompt`) or SGLang's (`input_ids` or `text`, `sampling_params`); raises ApiError."""
+    fields = json_object(body)
+    given = {name for name, value in fields.items() if value is not None}
+    ours = sorted(given & SGLANG)
+    if ours and "prompt" in given:
+        raise invalid("prompt", f"is a field of vLLM, {ours[0]} one of SGLang: give one or the other")
+    if ours:
+        return sglang_ask(fields, services)
+    if "prompt" not in given:
+        raise invalid("prompt", "is missing: give prompt (vLLM), or input_ids or text (SGLang)")
+    return vllm_ask(fields, services)

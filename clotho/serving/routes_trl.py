@@ -6,9 +6,8 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from clotho.serving.logprobs import LOWEST
 from clotho.serving.native import NativeAsk, NativeFields, Outcome, Served, decode_known, served
-from clotho.serving.openai_choices import finish_reason
+from clotho.serving.openai_choices import LOWEST, finish_reason
 from clotho.serving.openai_requests import TokenId, json_object
 from clotho.serving.sample_requests import build_ask, check_model, encoded
 from clotho.serving.services import GatewayServices

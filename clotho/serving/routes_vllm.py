@@ -7,9 +7,8 @@ from typing import Any
 
 from msgspec import UNSET, Struct, UnsetType
 
-from clotho.serving.logprobs import LOWEST, Alternatives
 from clotho.serving.native import NativeAsk, NativeFields, Outcome, Served, decode_known, served
-from clotho.serving.openai_choices import finish_reason
+from clotho.serving.openai_choices import LOWEST, Alternatives, finish_reason
 from clotho.serving.openai_requests import TokenId, TopLogprobs
 from clotho.serving.sample_requests import build_ask, check_model, encoded
 from clotho.serving.services import GatewayServices

@@ -16,8 +16,8 @@ from msgspec import Struct, structs
 from clotho.serving.errors import ApiError, invalid
 from clotho.serving.openai_requests import ChatRequest, CompletionRequest, GenerationFields, Message, decode, refused
 from clotho.serving.services import GatewayServices
+from protocols.prompt import completion_seeds
 from protocols.sampling import MAX_SUPPORT, SampleRequest, Sampling
-from protocols.seeds import completion_seeds
 
 Prompt = tuple[int, ...]
 

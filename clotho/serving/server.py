@@ -56,7 +56,7 @@ def allow_open_files(wanted: int) -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
-class Gateway:
+class ApiServer:
     """The HTTP API as an actor: `await task_group.start(gateway.run)` returns the base URL once it answers.
 
     When cancelled it takes no new requests, gives those in flight `grace_seconds` to finish, ends the rest with an

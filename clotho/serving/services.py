@@ -1,15 +1,18 @@
-"""Everything the routes need from the rest of the program, handed in by `pipeline.py`."""
+"""Everything the routes need from the rest of the program, handed in by `pipeline.py`.
+
+What was sampled for a client is remembered before the client can know of it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing
 from typing import Any, Literal, Protocol
 
 from msgspec import Struct
 
 from clotho.config.schema import GatewaySection
-from protocols.prompt_logprobs import PromptLogprobs
-from protocols.sampling import Completion, CompletionDone, SampleRequest, Sampling, TokenDrawn
+from protocols.sampling import Completion, CompletionDone, PromptLogprobs, SampleRequest, Sampling, TokenDrawn
 from protocols.weights import WeightsReady
 
 
@@ -51,17 +54,17 @@ class Completer(Protocol):
 
 
 class Memory(Protocol):
-    """What the gateway needs of `DrawnLog`."""
+    """What the gateway needs of `SampleLog`."""
 
-    def remember(self, request: SampleRequest, completion: Completion, /, *, asker: str) -> None:
+    def remember(self, request: SampleRequest, completion: Completion, /, *, client_label: str) -> None:
         """Take note of a completion that ended well, and of who asked for it."""
         ...
 
 
-class Nobody:
+class NullSampleLog:
     """Remembers nothing."""
 
-    def remember(self, request: SampleRequest, completion: Completion, /, *, asker: str) -> None:
+    def remember(self, request: SampleRequest, completion: Completion, /, *, client_label: str) -> None:
         """Take no note."""
 
 
@@ -112,7 +115,7 @@ class GatewayServices(Struct, frozen=True, kw_only=True):
 
     sampling: what a request gets where it does not say. weights: the ones that serve now.
     prompt_logprobs: scores a prompt's own tokens, with so many alternatives each; cancelling gives it up.
-    context_length: prompt and completion together, in tokens. drawn: remembers what was drawn for clients.
+    context_length: prompt and completion together, in tokens. sampled: remembers what was sampled for clients.
     record_supports: what top-p, top-k and min-p leave is recorded with it, where top-k bounds it.
     """
 
@@ -126,5 +129,31 @@ class GatewayServices(Struct, frozen=True, kw_only=True):
     numbers: Callable[[], TrainingNumbers]
     context_length: int
     vocab_size: int
-    drawn: Memory = Nobody()
+    sampled: Memory = NullSampleLog()
     record_supports: bool = False
+
+
+class Remembering:
+    """A sampler for one client, whose completions are remembered under its label as soon as it is to get them."""
+
+    def __init__(self, sampler: Completer, sampled: Memory, client_label: str) -> None:
+        self._sampler, self._drawn, self._client_label = sampler, sampled, client_label
+
+    async def complete_all(self, requests: Sequence[SampleRequest]) -> list[list[Completion]]:
+        """Finish every request; cancelling aborts them, and nothing is remembered."""
+        results = await self._sampler.complete_all(requests)
+        for request, completions in zip(requests, results, strict=True):
+            for completion in completions:
+                self._drawn.remember(request, completion, client_label=self._client_label)
+        return results
+
+    async def stream_all(
+        self, requests: Sequence[SampleRequest]
+    ) -> AsyncGenerator[list[tuple[int, TokenDrawn | CompletionDone]], None]:
+        """Yield all progress there is, with the position of its request; closing aborts what has not ended."""
+        async with aclosing(self._sampler.stream_all(requests)) as batches:
+            async for batch in batches:
+                for position, event in batch:
+                    if isinstance(event, CompletionDone):
+                        self._drawn.remember(requests[position], event.completion, client_label=self._client_label)
+                yield batch

@@ -1,6 +1,6 @@
-"""Server-sent events: every token as it is drawn. A stream ends with `data: [DONE]`, after an error as well.
+"""Server-sent events: every token as it is sampled. A stream ends with `data: [DONE]`, after an error as well.
 
-What has been drawn by the time that the server comes to write is written at once: each write costs more than what
+What has been sampled by the time that the server comes to write is written at once: each write costs more than what
 stands in it, and a loop with many streams would otherwise fall behind the engine.
 """
 

@@ -1,4 +1,7 @@
-"""Checkpoints: the whole run in one directory each, complete or absent, proven by a manifest."""
+"""Checkpoints: the whole run in one directory each, complete or absent, proven by a manifest.
+
+MANIFEST.json: the last file of a checkpoint to be written, and the proof that all the others are whole.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +16,51 @@ import msgspec
 from msgspec import Struct
 
 from clotho.storage.adapters import fill_adapter, read_adapter
-from clotho.storage.atomic_files import new_directory, write_file
-from clotho.storage.manifest import damage, write_manifest
+from clotho.storage.atomic_files import FileDigest, digest_file, new_directory, write_file
 from clotho.storage.tensors import named_arrays, read_tensors, tensor_chunks
 from protocols.adapter import AdapterConfig
 from protocols.checkpoint import RunState
 from protocols.errors import CheckpointError, RunDirectoryError
-from protocols.replay import KeptGroup
+from protocols.step import KeptGroup
+
+MANIFEST = "MANIFEST.json"
+
+
+class Manifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Every other file of the directory, with size and hash. format: of the checkpoint, raised when it changes."""
+
+    format: int
+    files: tuple[FileDigest, ...]
+
+
+FORMAT = 1
+
+
+def write_manifest(directory: Path, files: list[FileDigest]) -> None:
+    """Seal a directory that is still unfinished."""
+    manifest = Manifest(format=FORMAT, files=tuple(files))
+    write_file(directory / MANIFEST, [msgspec.json.format(msgspec.json.encode(manifest), indent=2) + b"\n"])
+
+
+def damage(directory: Path, *, sizes_only: bool = False) -> str | None:
+    """What is wrong with a sealed directory, in a few words; None if every byte is as it was written.
+
+    sizes_only: compare sizes but do not read the files.
+    """
+    try:
+        manifest = msgspec.json.decode((directory / MANIFEST).read_bytes(), type=Manifest)
+        if manifest.format != FORMAT:
+            return f"{MANIFEST} has format {manifest.format}; this program reads {FORMAT}"
+        for file in manifest.files:
+            path = directory / file.name
+            if path.stat().st_size != file.size or (not sizes_only and digest_file(path) != file):
+                return f"{file.name} is not what was written"
+    except FileNotFoundError as error:
+        return f"{Path(error.filename).name} is missing"
+    except (OSError, msgspec.MsgspecError) as error:
+        return f"{MANIFEST} or a file cannot be read: {error}"
+    return None
+
 
 OPTIMIZER = "optimizer.safetensors"
 REPLAY = "replay.msgpack"

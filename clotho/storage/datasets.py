@@ -1,20 +1,24 @@
-"""Problems from a file: JSON lines, or one JSON list. What cannot be used is refused with file and line."""
+"""Problems from a file: JSON lines, or one JSON list. What cannot be used is refused with file and line.
+
+Which problem a group asks: a pure function of the run's seed and the group's number.
+"""
 
 from __future__ import annotations
 
 import difflib
 import math
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 from msgspec import Struct
 
 from protocols.errors import DatasetError
-from protocols.prompt import Problem
-from protocols.seeds import derive
+from protocols.prompt import Problem, derive
 
 
 class Columns(Struct, frozen=True, kw_only=True):
@@ -124,3 +128,24 @@ def _text(answer: Any, key: str, where: str) -> str:
 def _kind(value: Any) -> str:
     names = {dict: "an object", list: "a list", str: "text", type(None): "null", bool: "a truth value"}
     return names.get(type(value), "a number")
+
+
+class ProblemOrder:
+    """Every problem once per epoch; the order of an epoch depends on (seed, epoch) alone."""
+
+    def __init__(self, problems: int, *, seed: int, shuffle: bool) -> None:
+        """problems: how many there are, at least one. shuffle: otherwise every epoch follows the file."""
+        if problems < 1:
+            raise ValueError("there must be at least one problem")
+        self._problems = problems
+        self._seed = seed
+        self._shuffle = shuffle
+        self._order = lru_cache(maxsize=2)(self._permutation)
+
+    def index(self, group_id: int) -> int:
+        """Position, in the dataset, of the problem that group `group_id` (from 0) asks."""
+        epoch, position = divmod(group_id, self._problems)
+        return int(self._order(epoch)[position]) if self._shuffle else position
+
+    def _permutation(self, epoch: int) -> npt.NDArray[np.int64]:
+        return np.random.default_rng(derive(self._seed, "epoch", epoch)).permutation(self._problems)

@@ -56,7 +56,7 @@ class AdapterWatch:
         if not self._any_moved and self._updates >= self._patience:
             raise AdapterError(
                 f"after {self._updates} updates from unequal rewards B of every adapter is still exactly zero: nothing "
-                "is learnt. Please report this with the model's name"
+                "is learned. Please report this with the model's name"
             )
         dead = [name.removesuffix(".lora_b") for name, given in self._given.items() if given >= self._patience]
         if dead:

@@ -12,7 +12,7 @@ from protocols.score import GroupOutcome, ScoredGroup
 
 
 class FormingBatch:
-    """Counts how the groups of one batch ended, and asks for others in place of those that cannot be learnt from.
+    """Counts how the groups of one batch ended, and asks for others in place of those that cannot be learned from.
 
     DAPO (arXiv:2503.14476, section 3.2) samples on until a batch has `size` groups that teach something; here at most
     `limit` groups are asked for it, and beyond that it is taken as it stands. limit = size never asks again: a batch
@@ -65,7 +65,7 @@ class FormingBatch:
 
     @property
     def complete(self) -> bool:
-        """Whether it is to be learnt from as it stands; to be looked at after `refill`."""
+        """Whether it is to be learned from as it stands; to be looked at after `refill`."""
         return self.ended >= self.asked
 
     @property
@@ -77,7 +77,7 @@ class FormingBatch:
 def sort_out(outcome: GroupOutcome, *, version: int, settings: LearnerSection, oldest: int = 0) -> GroupOutcome:
     """Discard what a learner at this version cannot, or must not, learn from, as it is or for its age.
 
-    oldest: version before which nothing may have been drawn, for the policy then was given up.
+    oldest: version before which nothing may have been sampled, for the policy then was given up.
     """
     if isinstance(outcome, Discarded):
         return outcome
@@ -104,11 +104,11 @@ def _faults(
         yield "invalid", 'it brings no log-probabilities of a reference, which learner.reference = "environment" needs'
     if settings.mask_truncated and all(c.finish_reason == "length" or not c.length for c in completions):
         yield "no_signal", "every completion was cut off, and learner.mask_truncated learns from none of those"
-    drawn = scored.group.oldest_version
-    if drawn < oldest:
-        yield "stale", "drawn before the policy went back to an earlier one"
-    if version - drawn > settings.max_staleness:
-        yield "stale", f"{version - drawn} versions old, learner.max_staleness is {settings.max_staleness}"
+    sampled = scored.group.oldest_version
+    if sampled < oldest:
+        yield "stale", "sampled before the policy went back to an earlier one"
+    if version - sampled > settings.max_staleness:
+        yield "stale", f"{version - sampled} versions old, learner.max_staleness is {settings.max_staleness}"
 
 
 def discard(scored: ScoredGroup, reason: DiscardReason, detail: str) -> Discarded:

@@ -10,13 +10,12 @@ import mlx.nn as nn
 
 from clotho.config.schema import LearnerSection
 from clotho.models.parameters import Parameters, flat, nested
-from clotho.scoring.draws import SampledLaw
 from clotho.scoring.sequences import MicroBatch
 from clotho.scoring.teacher_forcing import TeacherForcing
-from clotho.scoring.token_scores import TokenScores
+from clotho.scoring.token_scores import SamplingDistribution, TokenScores
 from clotho.training.objectives.contract import Objective
-from clotho.training.objectives.loss import LossInputs, Strengths, TokenSums, policy_loss
-from clotho.training.objectives.proximal import interpolated_proximal
+from clotho.training.objectives.importance_correction import interpolated_proximal
+from clotho.training.objectives.loss import LossCoefficients, LossInputs, TokenSums, policy_loss
 
 
 class LearnablePolicy(Protocol):
@@ -43,19 +42,19 @@ class LearnablePolicy(Protocol):
         """Make the model ready for gradients inside."""
 
 
-class Rules(NamedTuple):
+class LossSettings(NamedTuple):
     """What decides about a gradient and stays the same over one update.
 
-    law: the distribution that tokens were drawn from. strengths: of KL penalty and entropy bonus, as they stand.
+    distribution: the distribution that tokens were sampled from. loss_coefficients: of KL penalty and entropy bonus, as they stand.
     """
 
     settings: LearnerSection
     objective: Objective
-    law: SampledLaw
-    strengths: Strengths
+    distribution: SamplingDistribution
+    loss_coefficients: LossCoefficients
 
 
-class Known(NamedTuple):
+class ReferenceLogprobs(NamedTuple):
     """Log-probabilities of a micro-batch's tokens that were computed before, (N,) float32; None where not needed."""
 
     reference_N: mx.array | None
@@ -88,9 +87,9 @@ def micro_gradient(
     forcing: TeacherForcing,
     parameters: Parameters,
     micro: MicroBatch,
-    known: Known,
+    known: ReferenceLogprobs,
     *,
-    rules: Rules,
+    rules: LossSettings,
     moment: Moment,
 ) -> Gradient:
     """Differentiate the loss of one micro-batch with respect to `parameters`; those of an update add up to its own.
@@ -99,17 +98,17 @@ def micro_gradient(
     model. Tokens count as fresh while the learner's weights are those that the update began with.
     """
     inputs = _inputs(micro, known, moment)
-    logp_only = rules.strengths.entropy_weight == 0.0 and micro.table.teacher is None
+    logp_only = rules.loss_coefficients.entropy_weight == 0.0 and micro.table.teacher is None
     between = rules.settings.proximal == "interpolate" and moment.progress > 0
 
     def loss(traced: Parameters) -> tuple[mx.array, TokenSums, mx.array]:
         with policy.using(traced):
-            scores: TokenScores = forcing(micro, law=rules.law, logp_only=logp_only)
+            scores: TokenScores = forcing(micro, distribution=rules.distribution, logp_only=logp_only)
         seen = inputs
         if between:
             proximal_N = interpolated_proximal(
                 mx.stop_gradient(scores.logp_N),
-                inputs.behaviour_N,
+                inputs.rollout_logp_N,
                 mx.array(micro.table.version_N),
                 version_proximal=moment.version,
                 version_current=moment.version + moment.progress,
@@ -121,7 +120,7 @@ def micro_gradient(
             seen,
             cross_entropy_N=scores.cross_entropy_N,
             settings=rules.settings,
-            strengths=rules.strengths,
+            loss_coefficients=rules.loss_coefficients,
             objective=rules.objective,
         )
         return value, sums, mx.stop_gradient(scores.logp_N)
@@ -135,10 +134,10 @@ def micro_gradient(
     return gradient
 
 
-def known_scores(forcing: TeacherForcing, micro: MicroBatch, law: SampledLaw) -> mx.array:
+def reference_scores(forcing: TeacherForcing, micro: MicroBatch, distribution: SamplingDistribution) -> mx.array:
     """Log-probabilities of a micro-batch's tokens under the weights that the model has now, evaluated: (N,) float32."""
     unaided = micro._replace(table=micro.table._replace(teacher=None))
-    scores: TokenScores = forcing(unaided, law=law)
+    scores: TokenScores = forcing(unaided, distribution=distribution)
     mx.eval(scores.logp_N)
     return scores.logp_N
 
@@ -153,17 +152,17 @@ def add(total: Gradient | None, part: Gradient) -> Gradient:
     return added
 
 
-def _inputs(micro: MicroBatch, known: Known, moment: Moment) -> LossInputs:
+def _inputs(micro: MicroBatch, known: ReferenceLogprobs, moment: Moment) -> LossInputs:
     table = micro.table
-    fresh_N = (table.version_N == moment.version) & (moment.progress == 0)
+    on_policy_mask_N = (table.version_N == moment.version) & (moment.progress == 0)
     return LossInputs(
-        behaviour_N=mx.array(table.behaviour_N),
+        rollout_logp_N=mx.array(table.rollout_logp_N),
         proximal_N=known.proximal_N,
         reference_N=known.reference_N,
         advantage_N=mx.array(table.advantage_N),
         weight_N=mx.array(table.weight_N),
-        coefficient_N=mx.array(table.coefficient_N),
-        fresh_N=mx.array(fresh_N.astype("float32")),
+        loss_weight_N=mx.array(table.loss_weight_N),
+        on_policy_mask_N=mx.array(on_policy_mask_N.astype("float32")),
         sequence_N=mx.array(table.sequence_N),
         sequences=micro.sequences,
     )

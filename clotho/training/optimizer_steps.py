@@ -1,7 +1,11 @@
-"""The optimizer steps of one update: gradient after gradient over its mini-batches and epochs."""
+"""The optimizer steps of one update: gradient after gradient over its mini-batches and epochs.
+
+The numbers of one update, summed over its gradients.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Generator
 from typing import NamedTuple
 
@@ -11,15 +15,62 @@ import numpy as np
 from clotho.models.parameters import Parameters, flat, nested
 from clotho.scoring.teacher_forcing import TeacherForcing
 from clotho.training.batch import MiniBatch
-from clotho.training.gradient import Gradient, LearnablePolicy, Moment, Rules, add, micro_gradient
+from clotho.training.gradient import Gradient, LearnablePolicy, LossSettings, Moment, add, micro_gradient
+from clotho.training.objectives.loss import LossCoefficients, TokenSums
 from clotho.training.optimizers.clipping import clip_scale, global_norm
 from clotho.training.optimizers.compiled import Stepper
 from clotho.training.optimizers.state import OptimizerState
 from clotho.training.prepare import PreparedBatch
-from clotho.training.update_metrics import Tally
+from protocols.step import UpdateMetrics
 
 
-class Moved(NamedTuple):
+class Tally:
+    """Adds up what the optimizer steps of one update report; `metrics` divides by the tokens they saw."""
+
+    def __init__(self) -> None:
+        self._sums = np.zeros(len(TokenSums._fields))
+        self._tokens = self._gradients = self._fresh = self._taught = 0
+        self._norm = 0.0
+
+    def add(self, sums: mx.array, *, tokens: int, fresh: int, taught: int, norm: float) -> bool:
+        """Count one optimizer step's gradient; whether loss and gradient are finite.
+
+        sums: in `TokenSums` order. fresh: tokens among `tokens` whose mismatch was measured; taught: those
+        with a teacher.
+        """
+        added = np.array(sums, dtype=np.float64)
+        self._sums += added
+        self._tokens, self._fresh, self._gradients = self._tokens + tokens, self._fresh + fresh, self._gradients + 1
+        self._taught += taught
+        self._norm = norm
+        return math.isfinite(norm) and math.isfinite(added[TokenSums._fields.index("loss")])
+
+    def metrics(self, *, tokens: int, rate: float, loss_coefficients: LossCoefficients, steps: int) -> UpdateMetrics:
+        """All numbers of the update; tokens: learned ones, each counted once; steps: taken, none that stands if 0."""
+        sums = dict(zip(TokenSums._fields, self._sums.tolist(), strict=True))
+        seen = max(1, self._tokens)
+        square = seen * sums["ratio_squared"]
+        return UpdateMetrics(
+            loss=sums["loss"] / max(1, self._gradients),
+            kl=sums["kl"] / seen,
+            entropy=sums["entropy"] / seen,
+            clip_fraction=sums["clipped"] / seen,
+            mismatch_kl=sums["mismatch"] / self._fresh if self._fresh else 0.0,
+            ratio_mean=sums["ratio"] / seen,
+            grad_norm=self._norm,
+            learning_rate=rate,
+            tokens=tokens,
+            applied=steps > 0,
+            ess=sums["ratio"] ** 2 / square if square > 0 else 1.0,
+            rejected_fraction=sums["rejected"] / seen,
+            kl_beta=loss_coefficients.kl_beta,
+            entropy_weight=loss_coefficients.entropy_weight,
+            optimizer_steps=steps,
+            distillation=sums["distilled"] / self._taught if self._taught else 0.0,
+        )
+
+
+class OptimizerProgress(NamedTuple):
     """Where optimizer steps have led.
 
     steps: those that had a gradient other than zero. gradients: of the last of them, by parameter name; none at first.
@@ -35,16 +86,16 @@ class Moved(NamedTuple):
 
 def optimize(
     batch: PreparedBatch,
-    start: Moved,
+    start: OptimizerProgress,
     *,
     policy: LearnablePolicy,
     forcing: TeacherForcing,
     stepper: Stepper,
-    rules: Rules,
+    rules: LossSettings,
     version: int,
     rate: float,
     tally: Tally,
-) -> Generator[None, None, Moved | None]:
+) -> Generator[None, None, OptimizerProgress | None]:
     """Take a step for every mini-batch of every epoch; None where loss or gradient of one was not finite.
 
     version: of the weights that the update begins with. tally: adds up what the steps report. A gradient of exactly
@@ -73,12 +124,14 @@ def optimize(
     return moved
 
 
-def _step(moved: Moved, total: Gradient, stepper: Stepper, *, rate: float, scale: float) -> Moved:
+def _step(
+    moved: OptimizerProgress, total: Gradient, stepper: Stepper, *, rate: float, scale: float
+) -> OptimizerProgress:
     parameters, optimizer = stepper(
         flat(moved.parameters), total.arrays, moved.optimizer, learning_rate=rate, scale=scale
     )
     mx.eval(parameters, optimizer.slots, optimizer.master)
-    return Moved(nested(parameters), optimizer, moved.steps + 1, total.arrays, moved.start)
+    return OptimizerProgress(nested(parameters), optimizer, moved.steps + 1, total.arrays, moved.start)
 
 
 def _fresh(mini: MiniBatch, moment: Moment) -> int:

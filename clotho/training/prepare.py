@@ -13,11 +13,10 @@ from numpy.typing import NDArray
 from clotho.config.schema import LearnerSection
 from clotho.models.parameters import Parameters
 from clotho.scoring.teacher_forcing import TeacherForcing
-from clotho.training.batch import MiniBatch, TokenAdvantages, judge, mini_batches
-from clotho.training.gradient import Known, LearnablePolicy, Rules, known_scores
+from clotho.training.batch import MiniBatch, TokenAdvantages, compute_advantages, given_reference, mini_batches
+from clotho.training.gradient import LearnablePolicy, LossSettings, ReferenceLogprobs, reference_scores
 from clotho.training.objectives.kl import ESTIMATORS
 from clotho.training.reference_policy import ReferencePolicy
-from clotho.training.training_sequence import given_reference
 from protocols.score import ScoredGroup
 
 Computing = Callable[[], AbstractContextManager[None]]
@@ -31,7 +30,7 @@ class PreparedBatch(NamedTuple):
     """The mini-batches of an update, what is known of the tokens of each micro-batch, and all advantages."""
 
     mini_batches: tuple[MiniBatch, ...]
-    known: tuple[tuple[Known, ...], ...]
+    known: tuple[tuple[ReferenceLogprobs, ...], ...]
     advantages: TokenAdvantages
 
     @property
@@ -47,7 +46,7 @@ def prepare(
     forcing: TeacherForcing,
     parameters: Parameters,
     reference: ReferencePolicy,
-    rules: Rules,
+    rules: LossSettings,
     max_tokens: int,
     seed: Sequence[int],
 ) -> Generator[None, None, PreparedBatch]:
@@ -69,13 +68,13 @@ def prepare(
             seed=seed,
         )
 
-    minis = deal(judge(groups, (), settings))
+    minis = deal(compute_advantages(groups, (), settings))
     references = _brought(minis) if given_reference(settings) else None
     if reference.needed:
         references = yield from _scored(minis, forcing, rules, reference.computing)
     in_reward = references is not None and settings.kl_in == "reward"
     penalties = _penalties(groups, minis, references, rules) if in_reward and references else ()
-    token_advantages = judge(groups, penalties, settings)
+    token_advantages = compute_advantages(groups, penalties, settings)
     if in_reward:
         minis = deal(token_advantages)
     proximals = None
@@ -83,7 +82,7 @@ def prepare(
         proximals = yield from _scored(minis, forcing, rules, lambda: policy.using(parameters))
     known = tuple(
         tuple(
-            Known(references[m][k] if references else None, proximals[m][k] if proximals else None)
+            ReferenceLogprobs(references[m][k] if references else None, proximals[m][k] if proximals else None)
             for k in range(len(mini.micro_batches))
         )
         for m, mini in enumerate(minis)
@@ -98,14 +97,14 @@ def _proximal_needed(settings: LearnerSection, minis: int) -> bool:
 
 
 def _scored(
-    minis: Sequence[MiniBatch], forcing: TeacherForcing, rules: Rules, computing: Computing
+    minis: Sequence[MiniBatch], forcing: TeacherForcing, rules: LossSettings, computing: Computing
 ) -> Generator[None, None, Scores]:
     scores: Scores = []
     for mini in minis:
         scores.append([])
         for micro in mini.micro_batches:
             with computing():
-                scores[-1].append(known_scores(forcing, micro, rules.law))
+                scores[-1].append(reference_scores(forcing, micro, rules.distribution))
             yield
     return scores
 
@@ -116,15 +115,15 @@ def _brought(minis: Sequence[MiniBatch]) -> Scores:
 
 
 def _penalties(
-    groups: Sequence[ScoredGroup], minis: Sequence[MiniBatch], references: Scores, rules: Rules
+    groups: Sequence[ScoredGroup], minis: Sequence[MiniBatch], references: Scores, rules: LossSettings
 ) -> list[NDArray[np.float64]]:
     estimate = ESTIMATORS[rules.settings.kl_estimator]
     penalties = [np.zeros(len(group.rewards)) for group in groups]
     for mini, scores in zip(minis, references, strict=True):
         for micro, reference_N in zip(mini.micro_batches, scores, strict=True):
-            kl_N = np.array(estimate(mx.array(micro.table.behaviour_N), reference_N), dtype=np.float64)
+            kl_N = np.array(estimate(mx.array(micro.table.rollout_logp_N), reference_N), dtype=np.float64)
             kl_B = np.bincount(micro.table.sequence_N, kl_N * micro.table.weight_N, minlength=micro.sequences)
             for member, kl in zip(micro.members, kl_B, strict=True):
                 group, completion = mini.places[member]
-                penalties[group][completion] = rules.strengths.kl_beta * kl
+                penalties[group][completion] = rules.loss_coefficients.kl_beta * kl
     return penalties

@@ -1,4 +1,4 @@
-"""The replay buffer: groups that were learnt from, to learn from again."""
+"""The replay buffer: groups that were learned from, to learn from again."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from clotho.config.schema import ReplaySection
-from protocols.replay import KeptGroup
 from protocols.score import ScoredGroup
-from protocols.step import TrainedGroup
+from protocols.step import KeptGroup, TrainedGroup
 
 Numbers = NDArray[np.float64]
 
@@ -23,7 +22,7 @@ STREAM = int.from_bytes(b"replay")
 class ReplayBuffer:
     """Keeps the newest `capacity` groups, none of them older than `max_age` versions.
 
-    What is drawn stays. Draws are a function of (seed, step, contents), not of the draws before, so that a resumed run
+    What is sampled stays. SampledTokens are a function of (seed, step, contents), not of the draws before, so that a resumed run
     draws the same. The age of a group is the learner's version less that of the weights its first update made.
 
     Priority of a group: the mean size of its advantages, or its recency 1 / (1 + age).
@@ -43,7 +42,7 @@ class ReplayBuffer:
         return tuple(self._kept)
 
     def add(self, groups: Sequence[TrainedGroup], *, version: int) -> None:
-        """Keep groups that were just learnt from; version: of the weights that came of it."""
+        """Keep groups that were just learned from; version: of the weights that came of it."""
         self._forget(version)
         for group in groups:
             advantage = fmean(abs(value) for value in group.advantages)
@@ -64,8 +63,8 @@ class ReplayBuffer:
         keys, random = KEYS[self._settings.sampling], np.random.default_rng((STREAM, self._seed, step))
         key_n = keys(self._priorities(version), self._settings.exponent, random)
         newest_first_n = np.arange(len(key_n))[::-1]
-        drawn = np.lexsort((newest_first_n, -key_n))[: self._settings.groups]
-        return tuple(self._kept[index].scored for index in sorted(drawn.tolist()))
+        sampled = np.lexsort((newest_first_n, -key_n))[: self._settings.groups]
+        return tuple(self._kept[index].scored for index in sorted(sampled.tolist()))
 
     def _priorities(self, version: int) -> Numbers:
         if self._settings.priority == "recency":
@@ -88,7 +87,7 @@ def priority_keys(priority_n: Numbers, _: float, __: np.random.Generator) -> Num
 
 
 def weighted_keys(priority_n: Numbers, exponent: float, random: np.random.Generator) -> Numbers:
-    """Keys whose largest are drawn one after another without replacement, in proportion to priority ** exponent.
+    """Keys whose largest are sampled one after another without replacement, in proportion to priority ** exponent.
 
     The Gumbel-top-k trick (Kool, van Hoof, Welling, arXiv:1903.06059): log weight plus Gumbel noise. A priority of
     zero is one so small that the group comes last.

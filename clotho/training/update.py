@@ -10,27 +10,24 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from clotho.config.schema import LearnerSection, SamplingSection
-from clotho.models.fingerprint import fingerprint
-from clotho.models.parameters import Parameters, flat
-from clotho.models.random_state import random_state, restore_random_state
-from clotho.scoring.draws import SampledLaw
+from clotho.models.machine import random_state, restore_random_state
+from clotho.models.parameters import Parameters, fingerprint, flat
 from clotho.scoring.teacher_forcing import TeacherForcing
+from clotho.scoring.token_scores import SamplingDistribution
 from clotho.training.adapter_check import AdapterWatch
 from clotho.training.batch import TokenAdvantages
-from clotho.training.gradient import LearnablePolicy, Rules
-from clotho.training.learner_state import Arrays, LearnerState, state_arrays, state_from_arrays
-from clotho.training.objectives.controllers import initial_strengths, next_strengths
+from clotho.training.gradient import LearnablePolicy, LossSettings
+from clotho.training.objectives.controllers import initial_loss_coefficients, next_loss_coefficients
 from clotho.training.objectives.registry import objective
-from clotho.training.optimizer_steps import Moved, optimize
+from clotho.training.optimizer_steps import OptimizerProgress, Tally, optimize
 from clotho.training.optimizers.compiled import make_stepper
 from clotho.training.optimizers.state import initial_state
 from clotho.training.prepare import PreparedBatch, prepare
 from clotho.training.reference_policy import ReferencePolicy
-from clotho.training.rollback import GoodPolicy, Snapshot, part
+from clotho.training.rollback import Arrays, GoodPolicy, LearnerState, Snapshot, part, state_arrays, state_from_arrays
 from clotho.training.schedule import learning_rate
-from clotho.training.update_kl import moved_by
-from clotho.training.update_metrics import Tally
-from protocols.learnable_sampling import require_learnable
+from clotho.training.update_kl import update_kl
+from protocols.sampling import require_learnable
 from protocols.score import ScoredGroup
 from protocols.step import UpdateMetrics
 
@@ -57,7 +54,7 @@ class _Computed(NamedTuple):
     """What an update is made of; `moved` is None where loss or gradient were not finite."""
 
     batch: PreparedBatch
-    moved: Moved | None
+    moved: OptimizerProgress | None
     metrics: UpdateMetrics
 
 
@@ -88,7 +85,7 @@ class PolicyLearner:
         require_learnable(sampling)
         self._policy, self._settings, self._steps, self._seed = policy, learner, steps, seed
         self._max_tokens, self._watched = sampling.max_tokens, watched
-        self._law = SampledLaw(sampling.temperature, sampling.logit_bias)
+        self._law = SamplingDistribution(sampling.temperature, sampling.logit_bias)
         self._objective = objective(learner.objective)
         self._forcing = TeacherForcing(policy.model, policy.vocab_size, layout=learner.layout)
         self._reference = ReferencePolicy(policy, learner)
@@ -96,7 +93,8 @@ class PolicyLearner:
         self._stepper = make_stepper(learner)
         self._adopt_served()
         self._state = LearnerState(
-            optimizer=initial_state(learner.optimizer, flat(self.parameters)), strengths=initial_strengths(learner)
+            optimizer=initial_state(learner.optimizer, flat(self.parameters)),
+            loss_coefficients=initial_loss_coefficients(learner),
         )
         self._good = GoodPolicy(self._snapshot(), window=good_window) if good_window else None
 
@@ -139,7 +137,7 @@ class PolicyLearner:
 
     def _compute(self, groups: Sequence[ScoredGroup], step: int) -> Generator[None, None, _Computed]:
         """All of an update but making its outcome the learner's own."""
-        rules = Rules(self._settings, self._objective, self._law, self._state.strengths)
+        rules = LossSettings(self._settings, self._objective, self._law, self._state.loss_coefficients)
         batch = yield from prepare(
             groups,
             policy=self._policy,
@@ -154,7 +152,7 @@ class PolicyLearner:
         tally = Tally()
         moved = yield from optimize(
             batch,
-            Moved(self.parameters, self._state.optimizer, 0, {}, ()),
+            OptimizerProgress(self.parameters, self._state.optimizer, 0, {}, ()),
             policy=self._policy,
             forcing=self._forcing,
             stepper=self._stepper,
@@ -164,34 +162,36 @@ class PolicyLearner:
             tally=tally,
         )
         steps = moved.steps if moved is not None else 0
-        metrics = tally.metrics(tokens=batch.tokens, rate=rate, strengths=rules.strengths, steps=steps)
+        metrics = tally.metrics(tokens=batch.tokens, rate=rate, loss_coefficients=rules.loss_coefficients, steps=steps)
         if moved is not None and metrics.applied and self._watched:
             metrics = replace(metrics, step_kl=(yield from self._step_kl(groups, batch, moved)))
         return _Computed(batch, moved, metrics)
 
     def _step_kl(
-        self, groups: Sequence[ScoredGroup], batch: PreparedBatch, moved: Moved
+        self, groups: Sequence[ScoredGroup], batch: PreparedBatch, moved: OptimizerProgress
     ) -> Generator[None, None, float]:
-        nats: float = yield from moved_by(
+        nats: float = yield from update_kl(
             groups,
             batch.mini_batches[0],
             moved.start,
             policy=self._policy,
             forcing=self._forcing,
             after=moved.parameters,
-            law=self._law,
+            distribution=self._law,
             budget=self._settings.micro_batch_tokens,
         )
         return nats
 
-    def _adopt(self, moved: Moved, metrics: UpdateMetrics) -> None:
+    def _adopt(self, moved: OptimizerProgress, metrics: UpdateMetrics) -> None:
         """Make the result of an update the learner's own."""
         before = self._state
         self._adapter_watch.observe(flat(moved.parameters), moved.gradients)
-        strengths = next_strengths(before.strengths, kl=metrics.kl, entropy=metrics.entropy, settings=self._settings)
+        loss_coefficients = next_loss_coefficients(
+            before.loss_coefficients, kl=metrics.kl, entropy=metrics.entropy, settings=self._settings
+        )
         updates = before.updates + 1
         self._reference.follow(moved.parameters, updates=updates)
-        self._state = LearnerState(moved.optimizer, strengths, before.rate_factor, updates)
+        self._state = LearnerState(moved.optimizer, loss_coefficients, before.rate_factor, updates)
         self._become(moved.parameters)
 
     def _become(self, parameters: Parameters) -> None:
@@ -243,7 +243,7 @@ class PolicyLearner:
 
 
 def _of_completions(groups: Sequence[ScoredGroup], advantages: TokenAdvantages) -> tuple[tuple[float, ...], ...]:
-    """Of the groups alone, which come before the replayed ones; tokens that were not drawn have 0."""
+    """Of the groups alone, which come before the replayed ones; tokens that were not sampled have 0."""
     return tuple(
         tuple(float(a_T.sum()) / max(1, c.length) for c, a_T in zip(group.group.completions, rows, strict=True))
         for group, rows in zip(groups, advantages, strict=False)

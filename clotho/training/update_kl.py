@@ -10,15 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from clotho.models.parameters import Parameters
-from clotho.scoring.draws import SampledLaw
 from clotho.scoring.layouts.micro_batches import build_micro_batches
-from clotho.scoring.scored_only import scored_only
-from clotho.scoring.sequences import TrainingSequence, drawn_T
+from clotho.scoring.sequences import TrainingSequence, drawn_T, scored_only
 from clotho.scoring.teacher_forcing import TeacherForcing
-from clotho.training.batch import MiniBatch
-from clotho.training.gradient import LearnablePolicy, known_scores
+from clotho.scoring.token_scores import SamplingDistribution
+from clotho.training.batch import MiniBatch, temperature_of
+from clotho.training.gradient import LearnablePolicy, reference_scores
 from clotho.training.objectives.kl import MAX_LOG_RATIO
-from clotho.training.training_sequence import temperature_of
 from protocols.score import ScoredGroup
 
 COMPLETIONS = 32
@@ -30,7 +28,7 @@ class _Looked(NamedTuple):
     before_T: NDArray[np.float64]
 
 
-def moved_by(
+def update_kl(
     groups: Sequence[ScoredGroup],
     mini: MiniBatch,
     before: Sequence[mx.array],
@@ -38,13 +36,13 @@ def moved_by(
     policy: LearnablePolicy,
     forcing: TeacherForcing,
     after: Parameters,
-    law: SampledLaw,
+    distribution: SamplingDistribution,
     budget: int,
 ) -> Generator[None, None, float]:
     """Estimate KL(before || after) in nats per token, by k3 on the tokens of a few completions of a mini-batch.
 
     before: log-probabilities of the tokens of its micro-batches, as the first gradient found them (with dropout, if
-    there is any); after: parameters. The completions come evenly from its groups; their drawn tokens are taken as drawn
+    there is any); after: parameters. The completions come evenly from its groups; their sampled tokens are taken as sampled
     by the policy before. budget: positions of a forward pass, as of a gradient's. Yields after each. Not finite where
     either policy's log-probabilities are not.
     """
@@ -52,7 +50,7 @@ def moved_by(
     total, tokens = 0.0, 0
     for micro in build_micro_batches([one.sequence for one in looked], layout=forcing.layout, budget=budget):
         with policy.using(after):
-            after_N = np.array(known_scores(forcing, micro, law), dtype=np.float64)
+            after_N = np.array(reference_scores(forcing, micro, distribution), dtype=np.float64)
         yield
         before_N = np.concatenate([looked[member].before_T for member in micro.members])
         d_N = np.clip(after_N[: len(before_N)] - before_N, -MAX_LOG_RATIO, MAX_LOG_RATIO)

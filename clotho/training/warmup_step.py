@@ -1,4 +1,4 @@
-"""An update before the first prompt, of which nothing is kept: what cannot be learnt fails before anything is asked."""
+"""An update before the first prompt, of which nothing is kept: what cannot be learned fails before anything is asked."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from msgspec import Struct
 from clotho.config.schema import Profile
 from clotho.training.update import PolicyLearner
 from protocols.errors import ClothoError, ModelError
-from protocols.learnable_sampling import restricts_support
 from protocols.prompt import Problem, Prompt
 from protocols.rollout import RolloutGroup
-from protocols.sampling import Completion
+from protocols.sampling import Completion, restricts_support
 from protocols.score import ScoredGroup, TeacherTokens
 
 

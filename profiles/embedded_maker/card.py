@@ -20,7 +20,7 @@ school arithmetic in `<think>...</think><answer>...</answer>`, and the problems 
 a first run needs no network. It knows nothing else.
 
 * `train.jsonl`, `heldout.jsonl`: {{"prompt", "answer", "type"}}; five kinds, three levels of difficulty each, evenly
-  drawn; no prompt occurs twice in the two files together. In `comparison` the answer is the letter of an option,
+  sampled; no prompt occurs twice in the two files together. In `comparison` the answer is the letter of an option,
   elsewhere a number.
 * `tokenizer.json`: byte-level BPE of {vocabulary} ids, single digits, lossless on any UTF-8; the four tags are single
   ordinary tokens. Chat template in Qwen's style; `<|im_end|>` ends an answer.

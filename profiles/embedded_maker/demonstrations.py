@@ -56,6 +56,6 @@ def careless(problem: Problem, rng: Random) -> str:
 
 
 def demonstrate(problem: Problem, rng: Random, *, tutored: bool = False) -> str:
-    """Demonstrate `problem` once, drawn from the mixture, or by the careful demonstrator alone if `tutored`."""
+    """Demonstrate `problem` once, sampled from the mixture, or by the careful demonstrator alone if `tutored`."""
     share = 1.0 if tutored else CAREFUL_SHARE[problem.kind][problem.level - 1]
     return careful(problem) if rng.random() < share else careless(problem, rng)

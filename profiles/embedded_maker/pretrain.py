@@ -71,12 +71,12 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Batch:
-    """Demonstrations, right-padded: `tokens_B_T` int32 and `mask_B_T` float32, 1 where the token is learnt."""
+    """Demonstrations, right-padded: `tokens_B_T` int32 and `mask_B_T` float32, 1 where the token is learned."""
 
     tokens_B_T: mx.array
     mask_B_T: mx.array
     learnt_from: int
-    """The first column with a learnt token."""
+    """The first column with a learned token."""
 
 
 def make_model(vocabulary: int, seed: int) -> Model:
@@ -118,7 +118,7 @@ def batches(tokenizer: Tokenizer, schedule: Schedule, seed: int, exclude: Collec
 
 
 def demonstration_loss(model: Model, parts: list[Batch]) -> mx.array:
-    """Average the negative log-likelihood over all learnt tokens of an update, in nats."""
+    """Average the negative log-likelihood over all learned tokens of an update, in nats."""
     total, count = mx.array(0.0), mx.array(0.0)
     for part in parts:
         hidden_B_T_D = model.model(part.tokens_B_T[:, :-1])[:, part.learnt_from - 1 :]

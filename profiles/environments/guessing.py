@@ -45,7 +45,7 @@ def tell(rng: random.Random, largest: int) -> Story:
     return Story(name=rng.choice(NAMES), things=rng.choice(THINGS), secret=rng.randint(1, largest), largest=largest)
 
 
-def judge(story: Story, turn: int, guess: int | None) -> tuple[float, str]:
+def compute_advantages(story: Story, turn: int, guess: int | None) -> tuple[float, str]:
     """Return what a game has earned after the guess of a turn (counted from 0), and the hint for the next one.
 
     The right guess earns 1, less 0.2 for every turn before it; a wrong one less than 0.3, the closer the more; none at

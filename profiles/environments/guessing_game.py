@@ -70,7 +70,7 @@ class GuessingEnv(BaseEnv):
                 answer = await managed.chat_completion(messages=messages, n=1, **settings)
                 (node,) = managed.get_state()["nodes"]
                 text = answer.choices[0].message.content or ""
-                reward, hint = guessing.judge(story, turn, scoring.whole_number(text))
+                reward, hint = guessing.compute_advantages(story, turn, scoring.whole_number(text))
                 if not hint:
                     break
                 rollouts.close_turn(node, self.tokenizer.eos_token_id, self.tokenizer.eos_token)

@@ -42,7 +42,7 @@ class Question:
 
 
 class Node(Protocol):
-    """One sequence of a managed server: labels are -100 and log-probabilities 1.0 at tokens that were not drawn."""
+    """One sequence of a managed server: labels are -100 and log-probabilities 1.0 at tokens that were not sampled."""
 
     tokens: list[int]
     masked_tokens: list[int]

@@ -1,4 +1,4 @@
-"""Environments that ask one question and judge one answer: all but the judgement."""
+"""Environments that ask one question and compute_advantages one answer: all but the judgement."""
 
 from __future__ import annotations
 

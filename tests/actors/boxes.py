@@ -13,8 +13,7 @@ from clotho.config.schema import GeneratorSection, ModelSection, PolicySection
 from clotho.inference import DecodeEngine
 from clotho.models.policy import Policy, load_policy
 from clotho.runtime.compute_thread import ComputeExecutor
-from clotho.runtime.ends import Inbox
-from clotho.runtime.queues import Mailbox
+from clotho.runtime.queues import Inbox, Mailbox
 from protocols.prompt import Problem, Prompt
 from tests.saved_models import save
 

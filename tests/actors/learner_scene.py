@@ -25,7 +25,7 @@ from tests.training.learning import BigramPolicy, scored_group
 
 
 def taught(group_id: int, *, version: int = 0, logprob: float = -1.5) -> GroupOutcome:
-    """A group from which something can be learnt; of a probability that is not a number, nothing can."""
+    """A group from which something can be learned; of a probability that is not a number, nothing can."""
     return scored_group([[1, 2], [3, 4, group_id % 4]], [0.0, 1.0], group_id=group_id, version=version, logprob=logprob)
 
 
@@ -53,7 +53,7 @@ class Scene:
         alarms = alarms or AlarmsSection(on_collapse="off")
         keys = {"batch_size": 2, "learning_rate": 1e-2, "schedule": "constant", **keys}
         self.policy = BigramPolicy()
-        self.learnt = executor.submit(
+        self.learned = executor.submit(
             lambda: learning.learner(self.policy, good_window=1, watched=True, **keys)
         ).result()
         self.ledger, self.progress = Ledger(), progress or Progress()
@@ -72,7 +72,7 @@ class Scene:
             updates=[box.writer() for box in self.updates],
             reports=self.reports.writer(),
             executor=executor,
-            policy_learner=self.learnt,
+            policy_learner=self.learned,
             settings=convert(keys, LearnerSection),
             ledger=self.ledger,
             progress=self.progress,

@@ -1,4 +1,4 @@
-"""The fetcher: groups in the order they come, each with a number, no further ahead than the law of lag allows."""
+"""The fetcher: groups in the order they come, each with a number, no further ahead than the distribution of lag allows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from actors.atropos_fetcher import REMEMBERED
 from clotho.atropos.api import AtroposApi
 from clotho.atropos.client import Registration
 from clotho.config.schema import AtroposSection
-from clotho.runtime.ends import EndOfMail, MailboxClosed
+from clotho.runtime.queues import EndOfStream, MailboxClosed
 from protocols.errors import ProfileError
 from protocols.rollout import Discarded
 from protocols.score import ScoredGroup
@@ -167,7 +167,7 @@ async def test_what_the_user_must_mend_ends_it() -> None:
     with pytest.raises(ExceptionGroup) as caught:
         await scene.box.run()
     assert caught.group_contains(ProfileError, match="not a server")
-    with pytest.raises(EndOfMail):
+    with pytest.raises(EndOfStream):
         await scene.outcomes.receive()
     assert scene.source.closed == 1
 
@@ -176,13 +176,13 @@ async def test_cancelled_it_closes_what_it_holds() -> None:
     """As every box does."""
     scene = Scene()
     await cancelled_midway(scene.box.run)
-    with pytest.raises(EndOfMail):
+    with pytest.raises(EndOfStream):
         await scene.outcomes.receive()
     assert scene.source.closed == 1
 
 
 async def test_without_a_reader_it_fails() -> None:
-    """Nobody goes on fetching for nobody; what could not be sent has its number."""
+    """NullSampleLog goes on fetching for nobody; what could not be sent has its number."""
     scene = Scene([["a", "b"]])
     scene.outcomes.close()
     with pytest.raises(ExceptionGroup) as caught:

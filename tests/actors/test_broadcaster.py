@@ -16,11 +16,11 @@ from msgspec import structs
 from actors import broadcaster as module
 from actors.broadcaster import Broadcaster
 from clotho.config.schema import WeightsSection
-from clotho.inference.client import Sampler
 from clotho.models.parameters import flat
 from clotho.runtime.compute_thread import ComputeExecutor
-from clotho.runtime.ends import MailboxClosed
 from clotho.runtime.latest import Latest
+from clotho.runtime.queues import MailboxClosed
+from clotho.runtime.sampling_client import Sampler
 from clotho.scoring.parity import ParityReport
 from protocols.errors import ParityError
 from protocols.ledger import LedgerState
@@ -131,14 +131,14 @@ async def test_what_becomes_of_sequences_under_way(
     request = SampleRequest(
         prompt=PROMPT, sampling=Sampling(max_tokens=100, ignore_eos=True), seeds=(1, 2), stream=True
     )
-    drawn: list[int] = []
+    sampled: list[int] = []
     async for event in sampler.stream(request):
-        if not drawn:
+        if not sampled:
             await box.run()
-        drawn += [event.version] if hasattr(event, "version") else []
-    assert set(drawn) == versions
-    assert drawn == sorted(drawn)
-    assert len(drawn) == 200
+        sampled += [event.version] if hasattr(event, "version") else []
+    assert set(sampled) == versions
+    assert sampled == sorted(sampled)
+    assert len(sampled) == 200
     [late] = await sampler.complete(SampleRequest(prompt=PROMPT, sampling=Sampling(max_tokens=3), seeds=(1,)))
     assert set(late.versions) == {1}, "afterwards rows are let in again"
 

@@ -13,16 +13,14 @@ import structlog
 from actors.checkpointer import Checkpointer
 from clotho.config.schema import CheckpointSection
 from clotho.runtime import log_barrier as histories
-from clotho.runtime.ends import MailboxClosed
 from clotho.runtime.latest import Latest
-from clotho.runtime.queues import Mailbox
+from clotho.runtime.queues import Mailbox, MailboxClosed
 from clotho.storage.adapters import read_adapter
 from clotho.storage.checkpoints import read_checkpoint
 from protocols.adapter import AdapterConfig
 from protocols.errors import RunDirectoryError
 from protocols.ledger import LedgerState
-from protocols.replay import KeptGroup
-from protocols.step import PolicyUpdated, StepReport
+from protocols.step import KeptGroup, PolicyUpdated, StepReport
 from tests.actors.boxes import filled
 from tests.storage.test_checkpoints import ADAPTER, names, state
 from tests.training.learning import same_bits, scored_group
@@ -36,7 +34,7 @@ def parameters(value: float = 0.0) -> dict[str, Any]:
 
 
 def replay(step: int) -> tuple[KeptGroup, ...]:
-    """A buffer of one group, learnt from in this step."""
+    """A buffer of one group, learned from in this step."""
     return (KeptGroup(scored=scored_group([[1]], [1.0], group_id=step), advantage=0.5, version=step),)
 
 

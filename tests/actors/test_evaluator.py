@@ -15,8 +15,7 @@ from actors.evaluator import Evaluator, Pinned
 from clotho.config.schema import EvalSection, GeneratorSection
 from clotho.inference.greedy import greedy_completions
 from clotho.runtime.compute_thread import ComputeExecutor
-from clotho.runtime.ends import EndOfMail, MailboxClosed
-from clotho.runtime.queues import Mailbox
+from clotho.runtime.queues import EndOfStream, Mailbox, MailboxClosed
 from protocols.evaluation import EvalReport, HeldOut
 from protocols.ledger import LedgerState
 from protocols.prompt import Problem
@@ -195,7 +194,7 @@ async def test_however_it_ends_it_closes_its_ends(executor: ComputeExecutor, tmp
     else:
         scene.may_judge = anyio.Event()
         await cancelled_midway(box.run)
-    with pytest.raises(EndOfMail):
+    with pytest.raises(EndOfStream):
         await scene.told.receive()
     with pytest.raises(MailboxClosed):
         updates.reader()

@@ -1,4 +1,4 @@
-"""The generator: one group for each prompt, a batch at a time, and never further ahead than the law of lag allows."""
+"""The generator: one group for each prompt, a batch at a time, and never further ahead than the distribution of lag allows."""
 
 from __future__ import annotations
 
@@ -9,15 +9,13 @@ import anyio
 import pytest
 
 from actors.generator import Generator
-from clotho.inference.client import Engine, Sampler, Submit
-from clotho.runtime.ends import EndOfMail, Inbox, MailboxClosed, Outbox
 from clotho.runtime.latest import Latest
-from clotho.runtime.queues import Mailbox
+from clotho.runtime.queues import EndOfStream, Inbox, Mailbox, MailboxClosed, Outbox
+from clotho.runtime.sampling_client import Engine, Sampler, Submit
 from protocols.errors import ExecutorStoppedError, RequestError
-from protocols.prompt import Prompt
+from protocols.prompt import Prompt, completion_seeds
 from protocols.rollout import Discarded, RolloutGroup
 from protocols.sampling import SampleEvent, SampleRequest, Sampling
-from protocols.seeds import completion_seeds
 from protocols.weights import WeightsReady
 from tests.actors.boxes import everything, filled, prompt, run_and_receive
 from tests.fakes import FakeEngine, draw
@@ -242,7 +240,7 @@ async def test_cancelled_it_frees_the_rows_it_asked_for(engine: FakeEngine) -> N
         await engine.until(lambda: engine.running == 12)
         tasks.cancel_scope.cancel()
     await engine.until(lambda: sorted(engine.aborted) == [1, 2, 3, 4])
-    with pytest.raises(EndOfMail):
+    with pytest.raises(EndOfStream):
         await scene.outcomes.receive()
 
 
@@ -291,5 +289,5 @@ async def test_a_compute_thread_that_has_ended_is_a_failure(engine: FakeEngine) 
     with pytest.raises(ExceptionGroup) as caught:
         await scene.box.run()
     assert caught.group_contains(ExecutorStoppedError)
-    with pytest.raises(EndOfMail):
+    with pytest.raises(EndOfStream):
         await scene.outcomes.receive()

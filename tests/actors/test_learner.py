@@ -10,7 +10,7 @@ import pytest
 from actors.learner import Progress
 from clotho.config.schema import ReplaySection
 from clotho.runtime.compute_thread import ComputeExecutor
-from clotho.runtime.ends import EndOfMail, MailboxClosed
+from clotho.runtime.queues import EndOfStream, MailboxClosed
 from protocols.errors import DivergenceError, ExecutorStoppedError
 from tests.actors.boxes import cancelled_midway, compute_thread, everything
 from tests.actors.learner_scene import Scene, lost, taught
@@ -36,7 +36,7 @@ async def test_a_batch_becomes_an_update_that_everyone_is_told(executor: Compute
         updates = await everything(reader)
         assert [update.report for update in updates] == reports
         assert [update.ledger.trained for update in updates] == [2, 4]
-        assert updates[-1].parameters is scene.learnt.parameters
+        assert updates[-1].parameters is scene.learned.parameters
     assert len({report.fingerprint for report in reports}) == 2
     assert scene.policy.version == 0
     assert scene.ledger.balance(asked=4, held=0).holds
@@ -70,7 +70,7 @@ async def test_groups_older_than_the_bound_are_discarded(executor: ComputeExecut
     assert [report.staleness for report in reports] == [(0,), (1,), (), ()]
     assert [drop.reason for report in reports for drop in report.discarded] == ["stale", "stale"]
     assert reports[-1].discarded[0].detail == "2 versions old, learner.max_staleness is 1"
-    assert reports[-1].discarded[0].completions, "what was drawn is kept for the record"
+    assert reports[-1].discarded[0].completions, "what was sampled is kept for the record"
     assert scene.ledger.balance(asked=4, held=0).holds
 
 
@@ -85,7 +85,7 @@ async def test_a_group_without_a_token_is_invalid(executor: ComputeExecutor) -> 
 async def test_an_update_that_is_not_finite_changes_nothing(executor: ComputeExecutor) -> None:
     """Its groups are discarded, weights and moments stand, and the next good batch learns."""
     scene = Scene(executor, [taught(0, logprob=NAN), taught(1, logprob=NAN), taught(2), taught(3)])
-    before = scene.learnt.fingerprint
+    before = scene.learned.fingerprint
     bad, good = await scene.run()
     assert (bad.version, bad.fingerprint, bad.trained) == (0, before, ())
     assert {drop.reason for drop in bad.discarded} == {"not_finite"}
@@ -148,14 +148,14 @@ async def test_however_it_ends_it_closes_every_end(executor: ComputeExecutor) ->
     with pytest.raises(ValueError, match="twice"):
         await scene.box.run()
     for reader in (*scene.told, scene.reported):
-        with pytest.raises(EndOfMail):
+        with pytest.raises(EndOfStream):
             await reader.receive()
     with pytest.raises(MailboxClosed):
         scene.refills.put(1)
 
 
 async def test_replayed_groups_are_learnt_from_beside_the_batch_and_end_only_once(executor: ComputeExecutor) -> None:
-    """From the second update on: what was just learnt from is kept after its update. The books have it once."""
+    """From the second update on: what was just learned from is kept after its update. The books have it once."""
     outcomes = [taught(group_id) for group_id in range(6)]
     scene = Scene(executor, outcomes, replay=ReplaySection(capacity=3, groups=2))
     reports = await scene.run()
@@ -187,15 +187,15 @@ async def test_cancelled_inside_an_update_it_books_nothing(executor: ComputeExec
     await cancelled_midway(scene.box.run)
     gate.set()
     executor.submit(lambda: None).result()
-    assert (scene.learnt.version, scene.progress.step) == (0, 0)
+    assert (scene.learned.version, scene.progress.step) == (0, 0)
     assert list(scene.ledger.unended(2)) == [0, 1]
     for reader in (*scene.told, scene.reported):
-        with pytest.raises(EndOfMail):
+        with pytest.raises(EndOfStream):
             await reader.receive()
 
 
 async def test_a_compute_thread_that_has_ended_is_a_failure(executor: ComputeExecutor) -> None:
-    """Nothing is booked that was not learnt."""
+    """Nothing is booked that was not learned."""
     scene = Scene(executor, [taught(0), taught(1)])
     executor.stop()
     with pytest.raises(ExecutorStoppedError):

@@ -15,13 +15,12 @@ from anyio import create_task_group, fail_after, wait_all_tasks_blocked
 from actors.monitor import Monitor
 from clotho.monitoring.display import NoDisplay, RunView
 from clotho.runtime.child import temporary, transient
-from clotho.runtime.ends import EndOfMail, Outbox
 from clotho.runtime.latest import Latest
-from clotho.runtime.queues import Mailbox
+from clotho.runtime.queues import EndOfStream, Mailbox, Outbox
 from clotho.storage.jsonl_writer import LineWriter
 from protocols.evaluation import EvalReport
-from protocols.gauges import RunGauges
 from protocols.step import GroupsEnded, StepReport
+from protocols.summary import RunGauges
 from tests.actors.monitor_scene import Remembering, lines, observe
 from tests.monitoring.examples import GAUGES, UPDATE, discarded, evaluation, step, trained
 from tests.runtime.scene import Scene
@@ -192,7 +191,7 @@ async def test_a_step_is_on_record_once_its_lines_are_written(tmp_path: Path) ->
     recorded = Latest[int]("recorded")
     await observe(tmp_path, step(1), step(2), evaluation(2, 0.5), recorded=recorded)
     assert recorded.value == 2
-    with pytest.raises(EndOfMail):
+    with pytest.raises(EndOfStream):
         await recorded.wait_until(lambda step: step >= 3)
 
 

@@ -9,9 +9,8 @@ import anyio
 import pytest
 
 from actors.prompter import Prompter
-from clotho.runtime.ends import EndOfMail
 from clotho.runtime.latest import Latest
-from clotho.runtime.queues import Mailbox
+from clotho.runtime.queues import EndOfStream, Mailbox
 from protocols.prompt import Prompt
 from tests.actors.boxes import cancelled_midway, everything, prompt, run_and_receive
 
@@ -175,5 +174,5 @@ async def test_however_it_ends_it_closes_its_arrow(end: str) -> None:
     else:
         await cancelled_midway(box.run)
     assert (await reader.receive()).group_id == 0
-    with pytest.raises(EndOfMail):
+    with pytest.raises(EndOfStream):
         await reader.receive()

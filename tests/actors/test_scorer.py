@@ -129,7 +129,7 @@ async def test_a_full_outbox_stops_the_reading() -> None:
 
 
 async def test_a_defect_ends_the_actor_and_closes_its_ends() -> None:
-    """Only what a reward does is forgiven here; the rest is the supervisor's to judge."""
+    """Only what a reward does is forgiven here; the rest is the supervisor's to compute_advantages."""
     groups, scored = Mailbox[Message]("rollouts", capacity=2), Mailbox[GroupOutcome]("scored", capacity=2)
     writer, reader = groups.writer(), scored.reader()
     await writer.send(group("a", "b"))

@@ -7,7 +7,7 @@ from functools import cache
 
 import pytest
 
-from clotho.atropos.interpreter import require_atroposlib
+from clotho.atropos.commands import require_atroposlib
 
 VARIABLE = "CLOTHO_ATROPOS_PYTHON"
 

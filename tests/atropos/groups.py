@@ -12,10 +12,9 @@ from msgspec import Raw
 from clotho.atropos.reader import GroupReader, Policy
 from clotho.atropos.validation import Bounds
 from clotho.config.schema import AtroposSection, LearnerSection
-from clotho.inference.sample_log import DrawnLog
-from protocols.prompt_logprobs import PromptLogprobs
+from clotho.inference.sample_log import SampleLog
 from protocols.rollout import Discarded
-from protocols.sampling import Completion, SampleRequest, Sampling
+from protocols.sampling import Completion, PromptLogprobs, SampleRequest, Sampling
 from protocols.score import GroupOutcome, ScoredGroup
 from tests.fakes import CharacterTokenizer
 
@@ -27,7 +26,7 @@ Turn = tuple[int, ...]
 
 
 def logprob(token: int) -> float:
-    """What every test gives a token that was drawn."""
+    """What every test gives a token that was sampled."""
     return -token / 8
 
 
@@ -35,10 +34,10 @@ def sequence(*turns: Turn) -> tuple[list[int], list[int], list[float]]:
     """Tokens, masks and log-probabilities of a conversation: what is said to the policy and what it says, in turn."""
     tokens, masks, logprobs = list[int](), list[int](), list[float]()
     for place, turn in enumerate(turns):
-        drawn = place % 2 == 1
+        sampled = place % 2 == 1
         tokens += turn
-        masks += turn if drawn else [-100] * len(turn)
-        logprobs += [logprob(token) if drawn else 1.0 for token in turn]
+        masks += turn if sampled else [-100] * len(turn)
+        logprobs += [logprob(token) if sampled else 1.0 for token in turn]
     return tokens, masks, logprobs
 
 
@@ -71,7 +70,7 @@ class Scene:
     def __init__(
         self, *, sampling: Sampling = SAMPLING, settings: AtroposSection | None = None, **learner: Any
     ) -> None:
-        self.memory = DrawnLog()
+        self.memory = SampleLog()
         self.recomputed: list[tuple[tuple[int, ...], float]] = []
         self.reader = GroupReader(
             memory=self.memory,
@@ -83,7 +82,14 @@ class Scene:
         )
 
     def drew(
-        self, before: Turn, tokens: Turn, *, asker: str = "", version: int = 4, support: Turn = (), **sampling: Any
+        self,
+        before: Turn,
+        tokens: Turn,
+        *,
+        client_label: str = "",
+        version: int = 4,
+        support: Turn = (),
+        **sampling: Any,
     ) -> None:
         """Let the engine remember a completion."""
         supports = (b"".join(token.to_bytes(4, "little") for token in support),) * len(tokens) if support else ()
@@ -97,7 +103,7 @@ class Scene:
                 finish_reason="length",
                 supports=supports,
             ),
-            asker=asker,
+            client_label=client_label,
         )
 
     async def outcome(self, fields: Any, *, group_id: int = 11) -> GroupOutcome:
@@ -106,7 +112,7 @@ class Scene:
         return await self.reader.read(given, group_id=group_id, version=VERSION)
 
     async def scored(self, fields: Any) -> ScoredGroup:
-        """Read a group that can be learnt from."""
+        """Read a group that can be learned from."""
         outcome = await self.outcome(fields)
         assert isinstance(outcome, ScoredGroup), outcome
         return outcome

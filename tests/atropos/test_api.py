@@ -59,12 +59,12 @@ async def test_all_eight_fields_are_registered() -> None:
 
 
 def refuse(fake: FakeApi) -> None:
-    """Nobody listens."""
+    """NullSampleLog listens."""
     fake.away = httpx.ConnectError("refused")
 
 
 def hang(fake: FakeApi) -> None:
-    """Nobody answers in time."""
+    """NullSampleLog answers in time."""
     fake.away = httpx.ReadTimeout("")
 
 

@@ -92,7 +92,7 @@ async def test_another_trainer_was_there(server: Counterpart) -> None:
 
 
 async def test_going_on_with_what_fits(server: Counterpart) -> None:
-    """Without reset, what environments sent for the trainer before is learnt from."""
+    """Without reset, what environments sent for the trainer before is learned from."""
     before = server.api()
     await before.open(step=0)
     await server.post(numbered(1), numbered(2))
@@ -182,7 +182,7 @@ async def test_a_malformed_group_harms_no_other(server: Counterpart) -> None:
 
 
 async def test_it_says_for_whom_the_server_waits(server: Counterpart) -> None:
-    """Nobody, nothing, too little."""
+    """NullSampleLog, nothing, too little."""
     api = server.api()
     await api.open(step=0)
     assert await api.batch(step=0) is None

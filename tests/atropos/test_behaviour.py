@@ -1,4 +1,4 @@
-"""How a sequence was drawn: spans, and the versions of tokens between them."""
+"""How a sequence was sampled: spans, and the versions of tokens between them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_spans_are_the_longest_stretches(trained: list[int], expected: list[tupl
     ],
 )
 def test_versions_of_tokens_that_were_not_drawn(trained: list[int], expected: list[int]) -> None:
-    """That of the drawn token before; of the first for those before it; of the reading where none was drawn."""
+    """That of the sampled token before; of the first for those before it; of the reading where none was sampled."""
     version_T = np.array([3, 4, 5, 6] if any(trained) else [9] * 4, dtype=np.int32)
     sequence = Behaviour(
         logprob_T=np.zeros(4, dtype=np.float32),

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 import httpx
 import pytest
 
-from clotho.atropos.bodies import BodyBroken, BodyTooLarge, read_bounded
+from clotho.atropos.client import BodyBroken, BodyTooLarge, read_bounded
 
 MEGABYTE = 2**20
 

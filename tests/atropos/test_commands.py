@@ -150,7 +150,7 @@ def test_environments_are_told_how_the_run_samples() -> None:
     ],
 )
 def test_a_wildcard_is_reached_on_the_loopback(bound: str, reached: str) -> None:
-    """Nobody can connect to every address at once."""
+    """NullSampleLog can connect to every address at once."""
     assert reachable(bound) == reached
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from clotho.atropos.interpreter import find_interpreter, require_atroposlib, require_environments
+from clotho.atropos.commands import find_interpreter, require_atroposlib, require_environments
 from clotho.config.load import load_profile
 from protocols.errors import ProfileError
 from tests.atropos.counterpart import python_with_atropos

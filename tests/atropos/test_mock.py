@@ -65,7 +65,7 @@ async def standing_in(
 
 
 async def test_a_batch_has_everything_that_a_server_would_send() -> None:
-    """Labels for masks, 1.0 where nothing was drawn, and the engine's own log-probabilities where it was."""
+    """Labels for masks, 1.0 where nothing was sampled, and the engine's own log-probabilities where it was."""
     async with standing_in(first=20) as (mock, rewards, served):
         await mock.open(step=0)
         batch = await mock.batch(step=0)

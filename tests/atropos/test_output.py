@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from clotho.atropos import output as module
-from clotho.atropos.output import Output
+from clotho.atropos import process as module
+from clotho.atropos.process import Output
 
 MISSING = "ModuleNotFoundError: No module named 'nowhere'"
 TRACEBACK = b"""[transformers] something

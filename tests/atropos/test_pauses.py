@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from clotho.atropos.pauses import Pauses
+from clotho.atropos.source import Pauses
 
 
 def test_pauses_grow_to_the_longest_and_begin_anew() -> None:

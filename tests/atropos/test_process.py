@@ -16,8 +16,7 @@ import pytest
 
 from clotho.atropos import process as module
 from clotho.atropos.commands import Command
-from clotho.atropos.output import Output
-from clotho.atropos.process import KeptProcess, Life
+from clotho.atropos.process import KeptProcess, Life, Output
 from protocols.errors import ActorError, ProfileError
 
 PATIENCE_SECONDS = 120.0
@@ -148,7 +147,7 @@ import os, sys
 from pathlib import Path
 import anyio
 from clotho.atropos.commands import Command
-from clotho.atropos.output import Output
+from clotho.atropos.process import Output
 from clotho.atropos.process import KeptProcess
 command = Command(argv=(sys.executable, "-c", sys.argv[1]), variables=dict(os.environ))
 anyio.run(KeptProcess("thing", command, Output(Path(sys.argv[2]) / "thing.log")).run)

@@ -9,9 +9,8 @@ from msgspec import Raw
 
 from clotho.config.schema import AtroposSection
 from protocols.errors import GenerationError
-from protocols.prompt_logprobs import PromptLogprobs
 from protocols.rollout import Discarded
-from protocols.sampling import Sampling
+from protocols.sampling import PromptLogprobs, Sampling
 from tests.atropos.groups import PROMPT, SAMPLING, VERSION, Scene, conversations, group, logprob
 
 RECOMPUTE = AtroposSection(missing_logprobs="recompute")
@@ -24,7 +23,7 @@ async def test_a_group_becomes_a_prompt_and_its_completions() -> None:
     assert (prompt.group_id, prompt.tokens, prompt.source) == (11, PROMPT, "environment 3")
     assert (one.tokens, other.tokens) == ((40, 41), (40, 42, 43))
     assert one.logprobs == (logprob(40), logprob(41))
-    assert (one.versions, one.drawn, one.finish_reason) == ((VERSION, VERSION), (), "stop")
+    assert (one.versions, one.sampled, one.finish_reason) == ((VERSION, VERSION), (), "stop")
     assert (prompt.problem.prompt, one.text) == ("%)A", "HI")
     assert (scored.rewards, scored.parts) == ((0.0, 1.0), {})
     assert (scored.temperatures, scored.muted, scored.teacher, scored.logprob_error) == ((), (), (), None)
@@ -39,21 +38,21 @@ async def test_turns_between_which_the_environment_speaks() -> None:
     talk = conversations((PROMPT, (40, 41), (50,), (42,), (51,)), (PROMPT, (60,)))
     one, other = (await scene.scored(talk)).group.completions
     assert one.tokens == (40, 41, 50, 42, 51)
-    assert one.drawn == (True, True, False, True, False)
+    assert one.sampled == (True, True, False, True, False)
     assert one.logprobs == (logprob(40), logprob(41), 0.0, logprob(42), 0.0)
     assert one.versions == (4, 4, 4, 6, 6)
-    assert (one.length, other.length, other.drawn) == (3, 1, ())
+    assert (one.length, other.length, other.sampled) == (3, 1, ())
 
 
 async def test_prompts_that_differ_share_what_they_have_in_common() -> None:
-    """The rest of each is read, not drawn; before the first drawn token stands its version."""
+    """The rest of each is read, not sampled; before the first sampled token stands its version."""
     scene = Scene()
     scene.drew((5, 9, 33), (40,), version=2)
     scored = await scene.scored(conversations(((5, 9, 33), (40,)), ((5, 9, 34, 35), (41,))))
     one, other = scored.group.completions
     assert scored.group.prompt.tokens == (5, 9)
-    assert (one.tokens, one.drawn, one.versions) == ((33, 40), (False, True), (2, 2))
-    assert (other.tokens, other.drawn, other.versions) == ((34, 35, 41), (False, False, True), (VERSION,) * 3)
+    assert (one.tokens, one.sampled, one.versions) == ((33, 40), (False, True), (2, 2))
+    assert (other.tokens, other.sampled, other.versions) == ((34, 35, 41), (False, False, True), (VERSION,) * 3)
     differing = conversations(((5, 9), (40,)), ((6, 9), (41,)))
     assert await scene.refused(differing) == "tokens: the sequences do not begin with the same token"
 
@@ -71,7 +70,7 @@ async def test_a_sequence_that_trains_nothing_may_stand_beside_others() -> None:
     fields = group((40, 41), (42,))
     fields["masks"][1] = [-100] * 4
     one, other = (await Scene().scored(fields)).group.completions
-    assert (one.length, other.length, other.drawn, other.versions) == (2, 0, (False,), (VERSION,))
+    assert (one.length, other.length, other.sampled, other.versions) == (2, 0, (False,), (VERSION,))
     fields["masks"][0] = [-100] * 5
     assert await Scene().refused(fields) == "masks: no token is trained"
 
@@ -141,13 +140,13 @@ async def test_temperatures_of_what_the_engine_does_not_remember(fields: dict[st
 
 
 async def test_the_engine_knows_the_temperature_best() -> None:
-    """What it remembers is the truth; two truths in one sequence cannot be learnt from."""
+    """What it remembers is the truth; two truths in one sequence cannot be learned from."""
     scene = Scene()
     scene.drew(PROMPT, (40,), temperature=0.5)
     hot = group((40,), (41,), generation_params={"temperature": 2.0})
     assert (await scene.scored(hot)).temperatures == (0.5, 2.0)
     mixed = conversations((PROMPT, (40,), (50,), (42,)), (PROMPT, (41,)), generation_params={"temperature": 2.0})
-    assert await scene.refused(mixed) == "tokens[0]: drawn at different temperatures (0.5, 2)"
+    assert await scene.refused(mixed) == "tokens[0]: sampled at different temperatures (0.5, 2)"
 
 
 async def test_overrides_mute_sequences() -> None:
@@ -160,7 +159,7 @@ async def test_overrides_mute_sequences() -> None:
 async def test_what_the_engine_remembers_is_the_truth() -> None:
     """Log-probabilities, versions, supports, how it ended and who asked; the difference to what came is measured."""
     scene = Scene()
-    scene.drew(PROMPT, (40, 41), asker="arithmetic", version=4, support=(40, 41), temperature=1.0, top_k=2)
+    scene.drew(PROMPT, (40, 41), client_label="arithmetic", version=4, support=(40, 41), temperature=1.0, top_k=2)
     fields = group((40, 41), (42,))
     fields["inference_logprobs"][0][3] += 0.004
     scored = await scene.scored(fields)
@@ -170,7 +169,9 @@ async def test_what_the_engine_remembers_is_the_truth() -> None:
     assert scored.group.prompt.source == "arithmetic"
     assert scored.logprob_error == pytest.approx(0.004)
     fields["inference_logprobs"][0][4] -= 0.5
-    assert "inference_logprobs[0][4]: -5.625 are not those that were drawn with (-5.125)" in await scene.refused(fields)
+    assert "inference_logprobs[0][4]: -5.625 are not those that were sampled with (-5.125)" in await scene.refused(
+        fields
+    )
 
 
 async def test_supports_stand_beside_tokens_that_have_none() -> None:
@@ -184,7 +185,7 @@ async def test_supports_stand_beside_tokens_that_have_none() -> None:
 
 
 async def test_supports_that_were_recorded_of_some_spans_only_are_refused() -> None:
-    """The learner evaluates a completion over what could have been drawn, or over the whole vocabulary: not both."""
+    """The learner evaluates a completion over what could have been sampled, or over the whole vocabulary: not both."""
     scene = Scene()
     scene.drew(PROMPT, (40,), support=(40, 41), top_k=2)
     fields = conversations((PROMPT, (40,), (50,), (42,)), (PROMPT, (43,)))
@@ -198,10 +199,10 @@ async def test_what_nobody_remembers_is_refused_where_the_run_cuts_what_can_be_d
 
 
 async def test_what_the_learner_cannot_evaluate_is_refused() -> None:
-    """It was drawn from a law that is not the run's."""
+    """It was sampled from a distribution that is not the run's."""
     scene = Scene()
     scene.drew(PROMPT, (40,), repetition_penalty=1.5)
-    assert await scene.refused(group((40,), (41,))) == "tokens[0][3:4]: drawn with repetition_penalty 1.5"
+    assert await scene.refused(group((40,), (41,))) == "tokens[0][3:4]: sampled with repetition_penalty 1.5"
 
 
 async def test_nobody_knows_the_log_probabilities() -> None:
@@ -242,7 +243,7 @@ async def test_how_a_sequence_ended_that_the_engine_does_not_remember() -> None:
 async def test_environments_keep_their_names() -> None:
     """The label with which one asks the engine is remembered by its number, for what is refused too."""
     scene = Scene()
-    scene.drew(PROMPT, (40,), asker="arithmetic")
+    scene.drew(PROMPT, (40,), client_label="arithmetic")
     assert (await scene.scored(group((40,), (41,)))).group.prompt.source == "arithmetic"
     for fields in (group((42,), (43,)), group((42,), scores=[]), group((44,), tokens="none")):
         outcome = await scene.outcome(fields)

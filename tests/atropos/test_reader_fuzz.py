@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from msgspec import Raw
 
-from clotho.atropos.recent import MOST_NAMES, REMEMBERED
+from clotho.atropos.reader import MOST_NAMES, REMEMBERED
 from clotho.config.schema import AtroposSection
 from protocols.rollout import Discarded
 from protocols.score import ScoredGroup
@@ -108,7 +108,7 @@ async def test_no_group_whatever_it_holds_upsets_the_reader(seed: int) -> None:
         distillation_weight=random.choice([0.0, 1.0]),
         **reference,
     )
-    scene.drew(PROMPT, (40, 41), asker="arithmetic")
+    scene.drew(PROMPT, (40, 41), client_label="arithmetic")
     ends = {"scored": 0, "discarded": 0}
     for number in range(1000):
         outcome = await scene.outcome(mutated(random), group_id=number)

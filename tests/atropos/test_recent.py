@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from clotho.atropos.recent import MOST_NAMES, EnvironmentNames, RecentGroups
+from clotho.atropos.reader import MOST_NAMES, EnvironmentNames, RecentGroups
 from clotho.atropos.wire import WireGroup, decode_group
 from tests.atropos.groups import group, raw
 

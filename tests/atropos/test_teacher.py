@@ -58,7 +58,7 @@ async def test_equal_rewards_still_teach_what_the_teacher_says() -> None:
     ],
 )
 async def test_a_teacher_that_makes_no_sense(ids: Any, logprobs: Any, detail: str) -> None:
-    """The group is refused where the teacher would have been learnt from."""
+    """The group is refused where the teacher would have been learned from."""
     assert await Scene(**USES).refused(taught(ids, logprobs)) == detail
 
 

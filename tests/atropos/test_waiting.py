@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from clotho.atropos.waiting import in_words
+from clotho.atropos.api import in_words
 from clotho.atropos.wire import EnvironmentStatus, Status
 
 

@@ -111,7 +111,7 @@ def test_contenders_draw_what_the_case_asks_for_each_time(prepare: Callable[[Cas
 def test_work_that_was_not_done_has_no_speed() -> None:
     """A contender that draws fewer tokens is no faster for it."""
     once = decoding.timed(decoding.work(SMALL), lambda: 23, prefilled=8)
-    with pytest.raises(RuntimeError, match="23 tokens were drawn instead of 24"):
+    with pytest.raises(RuntimeError, match="23 tokens were sampled instead of 24"):
         once()
 
 

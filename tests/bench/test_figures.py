@@ -82,21 +82,21 @@ def test_a_measured_question_has_its_table_on_the_page_of_benchmarks_and_its_cha
     """A question that draws nothing has a table only."""
     (tmp_path / "docs").mkdir()
     page = tmp_path / "docs" / "benchmarks.md"
-    page.write_text("".join(f"<!-- {name}:begin --><!-- {name}:end -->\n" for name in ("drawn", "told")))
+    page.write_text("".join(f"<!-- {name}:begin --><!-- {name}:end -->\n" for name in ("sampled", "told")))
     results = [measurement([1.0])]
     asked = {"read": lambda: results, "table": report}
-    drawn = SimpleNamespace(NAME="drawn", draw=lambda results, target: target.write_text("chart"), **asked)
-    monkeypatch.setitem(sys.modules, "bench.drawn", drawn)
+    sampled = SimpleNamespace(NAME="sampled", draw=lambda results, target: target.write_text("chart"), **asked)
+    monkeypatch.setitem(sys.modules, "bench.sampled", sampled)
     monkeypatch.setitem(sys.modules, "bench.told", SimpleNamespace(NAME="told", **asked))
     monkeypatch.setattr(figures, "PAGES", ())
-    monkeypatch.setattr(figures, "MEASURED", ("drawn", "told"))
+    monkeypatch.setattr(figures, "MEASURED", ("sampled", "told"))
     monkeypatch.setattr(figures, "ROOT", tmp_path)
     monkeypatch.setattr(figures, "IMAGES", tmp_path)
     monkeypatch.setattr(figures, "RESULTS", tmp_path / "learning.jsonl")
     assert figures.main([]) == 1
     assert page.read_text().count(side_by_side(results, "rate")) == 2
-    assert [path.name for path in tmp_path.glob("*.svg")] == ["drawn.svg"]
-    assert page.read_text().count("](images/") == page.read_text().count("](images/drawn.svg)") == 1
+    assert [path.name for path in tmp_path.glob("*.svg")] == ["sampled.svg"]
+    assert page.read_text().count("](images/") == page.read_text().count("](images/sampled.svg)") == 1
 
 
 def test_every_measured_question_is_listed_and_has_its_place_on_the_page() -> None:

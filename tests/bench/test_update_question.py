@@ -51,11 +51,11 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Sequence[Contender], Se
 
 def test_we_learn_from_the_rollouts_that_the_others_learn_from() -> None:
     """The same tokens in the same order, and the same rewards."""
-    drawn, ours = rollouts(SMALL), groups(SMALL)
-    assert [list(one.group.prompt.tokens) for one in ours] == drawn.prompts
-    assert [list(c.tokens) for one in ours for c in one.group.completions] == drawn.completions
-    assert [reward for one in ours for reward in one.rewards] == drawn.rewards
-    assert (drawn.group, drawn.prompt_of, drawn.tokens) == (4, [0] * 4 + [1] * 4, 24)
+    sampled, ours = rollouts(SMALL), groups(SMALL)
+    assert [list(one.group.prompt.tokens) for one in ours] == sampled.prompts
+    assert [list(c.tokens) for one in ours for c in one.group.completions] == sampled.completions
+    assert [reward for one in ours for reward in one.rewards] == sampled.rewards
+    assert (sampled.group, sampled.prompt_of, sampled.tokens) == (4, [0] * 4 + [1] * 4, 24)
 
 
 def test_an_update_is_measured_each_time_anew() -> None:

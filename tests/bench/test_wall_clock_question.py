@@ -45,7 +45,7 @@ def test_other_trainers_are_rewarded_by_the_same_rules_as_ours(wanted: str) -> N
     problem = Problem(prompt="Which? A) 67 B) 98 C) 48" if wanted == "B" else "What?", answer=wanted, type="")
     for text in (form.format(answer) for form in FORMS for answer in ANSWERS):
         assert task.has_form(text) == format.reward(problem, text), text
-        ours = [judge.reward(problem, text) for judge in (math_eval, choice_correctness)]
+        ours = [compute_advantages.reward(problem, text) for compute_advantages in (math_eval, choice_correctness)]
         assert [task.is_right(text, wanted)] == [verdict for verdict in ours if verdict is not None], text
 
 

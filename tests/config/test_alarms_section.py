@@ -39,7 +39,7 @@ IN_THE_LEARNER = {"rollback_rate"}
 def judged(bad: StepReport, **settings: Any) -> list[Judgement]:
     """Judgements of good times and of four bad batches that follow."""
     watch = CollapseWatch(AlarmsSection(**settings), state=AlarmState(), rollbacks=0)
-    return [watch.judge(one) for one in (*TIMES, *[bad] * 4)]
+    return [watch.compute_advantages(one) for one in (*TIMES, *[bad] * 4)]
 
 
 @pytest.mark.parametrize("key", EFFECTS)

@@ -1,4 +1,4 @@
-"""Rules between settings of environments: each refusal says why and what to do; what is allowed stays allowed."""
+"""LossSettings between settings of environments: each refusal says why and what to do; what is allowed stays allowed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules of `[learner]`: no key in vain, no contradiction, and nothing refused that makes sense."""
+"""LossSettings of `[learner]`: no key in vain, no contradiction, and nothing refused that makes sense."""
 
 from __future__ import annotations
 

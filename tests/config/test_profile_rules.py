@@ -1,4 +1,4 @@
-"""Rules between settings: each refusal says why and what to do; what is allowed stays allowed."""
+"""LossSettings between settings: each refusal says why and what to do; what is allowed stays allowed."""
 
 from __future__ import annotations
 

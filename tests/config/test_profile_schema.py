@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from clotho.config.help_text import help_text
+from clotho.config.flags import help_text
 from clotho.config.keys import REQUIRED, keys, sections, settable
 from clotho.config.reference_page import PAGE, configuration_page
 from clotho.config.schema import Profile

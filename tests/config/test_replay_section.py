@@ -1,4 +1,4 @@
-"""Every key of the replay section changes what is learnt from again."""
+"""Every key of the replay section changes what is learned from again."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from msgspec import convert
 
 from clotho.config.schema import ReplaySection
 from clotho.training.replay import ReplayBuffer
-from tests.training.test_replay import ids, learnt
+from tests.training.test_replay import ids, learned
 
 BESIDE: dict[str, dict[str, Any]] = {
     "capacity": {"groups": 100},
@@ -24,15 +24,15 @@ OTHER: dict[str, Any] = {
 }  # fmt: skip
 
 
-def drawn(**settings: Any) -> list[list[int]]:
+def sampled(**settings: Any) -> list[list[int]]:
     """What some updates learn from again, of thirty groups of which the older have the larger advantages."""
     buffer = ReplayBuffer(convert({"capacity": 100, **settings}, ReplaySection), seed=0)
     for index in range(30):
-        buffer.add([learnt(index, 1.0 + (30 - index) / 10)], version=index + 1)
+        buffer.add([learned(index, 1.0 + (30 - index) / 10)], version=index + 1)
     return [ids(buffer.draw(version=30, step=step)) for step in range(8)]
 
 
 @pytest.mark.parametrize("key", ReplaySection.__struct_fields__)
 def test_every_key_of_replay_changes_what_is_drawn(key: str) -> None:
     """No option without effect; a key that is new must be added to the tables above."""
-    assert drawn(**BESIDE[key]) != drawn(**BESIDE[key], **{key: OTHER[key]})
+    assert sampled(**BESIDE[key]) != sampled(**BESIDE[key], **{key: OTHER[key]})

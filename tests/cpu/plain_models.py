@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 from clotho.cpu.decoder import HostDecoder
 from clotho.cpu.kv_cache import HostCache
 from clotho.cpu.layers import on_cpu
-from clotho.inference.cache_layout import CacheLayout
-from clotho.inference.row_caches import Arrival
+from clotho.inference.cache_layout import Arrival, CacheLayout
 from tests.inference.asking import full_logits
 from tests.small_models import ARCHITECTURES, FixedSource, tiny_source
 

@@ -11,9 +11,9 @@ import pytest
 from mlx.utils import tree_map
 from mlx_lm.models.cache import make_prompt_cache
 
+from clotho.cpu.attention import frequencies
 from clotho.cpu.decoder import rotate
-from clotho.cpu.layers import suit
-from clotho.cpu.rotation import frequencies
+from clotho.cpu.layers import install_cpu_layers
 from protocols.sampling import Sampling
 from tests.cpu.plain_models import PLAIN, Rows, adapt, needs_cpu, plain_source
 from tests.inference.asking import ask, log_softmax, make_engine, prompt_of, tick_until
@@ -67,7 +67,7 @@ def test_layers_that_the_cpu_backend_put_in_are_decoded_as_well(architecture: st
     model = plain_source(architecture).model
     model.freeze()
     adapt(model)
-    suit(model)
+    install_cpu_layers(model)
     rows = Rows(model, 2)
     rows.enter([0], prompt_of(20))
     rows.enter([1], prompt_of(7, 1))
@@ -118,9 +118,9 @@ def test_new_weights_serve_from_the_very_next_token(architecture: str, tied: boo
     source = plain_source(architecture, tie_word_embeddings=tied)
     adapt(source.model)
     engine = make_engine(source)
-    prompt, drawn = prompt_of(8), 5
-    answer = ask(engine, prompt, Sampling(temperature=0.0, max_tokens=drawn + 1, ignore_eos=True), stream=True)
-    tick_until(engine, lambda: engine.stats().tokens_drawn == drawn)
+    prompt, sampled = prompt_of(8), 5
+    answer = ask(engine, prompt, Sampling(temperature=0.0, max_tokens=sampled + 1, ignore_eos=True), stream=True)
+    tick_until(engine, lambda: engine.stats().tokens_sampled == sampled)
     *before, last = (*prompt, *(event.token for event in answer.streamed()))
     cache = make_prompt_cache(source.model)
     mx.eval(source.model(mx.array([before]), cache=cache), [layer.state for layer in cache])
@@ -130,6 +130,6 @@ def test_new_weights_serve_from_the_very_next_token(architecture: str, tied: boo
     tick_until(engine, lambda: bool(answer.completions))
     twin = log_softmax(np.array(source.model(mx.array([[last]]), cache=cache)[0, -1]).astype(np.float64))
     completion = answer.completions[0]
-    assert completion.versions == (0,) * drawn + (1,)
+    assert completion.versions == (0,) * sampled + (1,)
     assert completion.tokens[-1] == int(twin.argmax())
     np.testing.assert_allclose(completion.logprobs[-1], twin.max(), atol=1e-4)

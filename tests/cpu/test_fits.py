@@ -14,7 +14,7 @@ from structlog.testing import capture_logs
 
 from clotho.cpu.blas import Floats
 from clotho.cpu.decoder import HostDecoder, Layers
-from clotho.cpu.layers import on_cpu, suit
+from clotho.cpu.layers import install_cpu_layers, on_cpu
 from clotho.cpu.supported import fits, host_decoder
 from clotho.inference.cache_layout import CacheLayout
 from tests.cpu.plain_models import PLAIN, adapt, needs_cpu, plain_source
@@ -48,7 +48,7 @@ def test_plain_transformers_in_float32_are_taken(architecture: str) -> None:
     assert taken(model)
     adapt(model)
     assert taken(model)
-    suit(model)
+    install_cpu_layers(model)
     assert taken(model)
 
 

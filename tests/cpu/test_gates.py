@@ -5,7 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 
-from clotho.cpu.gates import original, swiglu
+from clotho.cpu.layers import original, swiglu
 
 
 def test_values_and_gradients_are_mlx_lms() -> None:

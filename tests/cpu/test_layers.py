@@ -9,10 +9,7 @@ import pytest
 from mlx_lm.models import qwen3
 from mlx_lm.tuner.lora import LoRALinear
 
-from clotho.cpu.gates import swiglu
-from clotho.cpu.layers import on_cpu, suit
-from clotho.cpu.low_rank import LowRankLinear
-from clotho.cpu.norms import Norm
+from clotho.cpu.layers import LowRankLinear, Norm, install_cpu_layers, on_cpu, swiglu
 
 
 class Two(nn.Module):
@@ -49,7 +46,7 @@ def results(model: Two, x: mx.array) -> list[mx.array]:
 def test_norms_and_low_rank_layers_keep_values_and_gradients(training: bool, bias: bool) -> None:
     """Those of mlx and mlx-lm up to rounding, whether the model trains or serves."""
     plain, suited = Two(bias=bias), Two(bias=bias)
-    suit(suited)
+    install_cpu_layers(suited)
     assert (type(suited.norm), type(suited.low_rank)) == (Norm, LowRankLinear)
     x = mx.random.normal((2, 3, 6), key=mx.random.key(3))
     plain.train(training)
@@ -61,7 +58,7 @@ def test_norms_and_low_rank_layers_keep_values_and_gradients(training: bool, bia
 def test_a_layer_with_dropout_stays_as_it_is() -> None:
     """Its masks are mlx-lm's affair."""
     model = Two(dropout=0.5)
-    suit(model)
+    install_cpu_layers(model)
     assert type(model.low_rank) is LoRALinear
 
 
@@ -69,13 +66,13 @@ def test_a_layer_in_a_narrow_type_stays_as_it_is() -> None:
     """What is written here is for float32, in which the CPU backend computes."""
     model = Two()
     model.low_rank.linear.set_dtype(mx.bfloat16)
-    suit(model)
+    install_cpu_layers(model)
     assert type(model.low_rank) is LoRALinear
 
 
 def test_gates_of_loaded_models_change_for_all_of_them() -> None:
     """Serving and training call one function, which is mlx-lm's by name."""
-    suit(Two())
+    install_cpu_layers(Two())
     assert vars(qwen3)["swiglu"] is swiglu
 
 
@@ -87,7 +84,7 @@ def test_frozen_linear_weights_are_laid_out_by_inputs() -> None:
     for layer in frozen:
         layer.freeze()
     before = [np.array(layer.weight) for layer in frozen]
-    suit(model)
+    install_cpu_layers(model)
     for layer, weight in zip(frozen, before, strict=True):
         assert np.array(layer.weight, copy=False).strides == (4, 4 * layer.weight.shape[0])
         np.testing.assert_array_equal(np.array(layer.weight), weight)
@@ -97,7 +94,7 @@ def test_linear_weights_that_are_trained_are_left_alone() -> None:
     """They are replaced at every update."""
     layer = nn.Linear(6, 4)
     weight = layer.weight
-    suit(layer)
+    install_cpu_layers(layer)
     assert layer.weight is weight
     assert np.array(weight, copy=False).strides == (4 * 6, 4)
 
@@ -106,5 +103,5 @@ def test_on_a_gpu_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its kernels are fast already."""
     monkeypatch.setattr("clotho.cpu.layers.on_cpu", lambda: False)
     model = Two()
-    suit(model)
+    install_cpu_layers(model)
     assert (type(model.norm), type(model.low_rank)) == (nn.RMSNorm, LoRALinear)

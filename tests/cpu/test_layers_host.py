@@ -11,8 +11,8 @@ import pytest
 from mlx_lm.tuner.lora import LoRALinear
 
 from clotho.cpu.blas import Floats, matrix
+from clotho.cpu.decoder import Norm, Projection, Vector, Weights, gate
 from clotho.cpu.layers import by_inputs
-from clotho.cpu.layers_host import Norm, Projection, Vector, Weights, gate
 from tests.cpu.plain_models import needs_cpu
 
 pytestmark = needs_cpu

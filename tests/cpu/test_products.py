@@ -19,8 +19,8 @@ def computed_both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.Monke
 def numbers(rows: int, columns: int, *, by_columns: bool = False, seed: int = 0) -> Floats:
     """Random ones, with contiguous rows or columns."""
     shape = (columns, rows) if by_columns else (rows, columns)
-    drawn = np.random.default_rng(seed).normal(size=shape).astype(np.float32)
-    return drawn.T if by_columns else drawn
+    sampled = np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+    return sampled.T if by_columns else sampled
 
 
 @pytest.mark.parametrize("shape", [(5, 7, 3), (1, 7, 3), (5, 1, 3), (5, 7, 1), (1, 1, 1)])

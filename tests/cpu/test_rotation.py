@@ -9,7 +9,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
-from clotho.cpu.rotation import Rotation, takes
+from clotho.cpu.attention import Rotation, is_replaceable_rope
 
 
 def _pair(dims: int = 8) -> tuple[Any, Any]:
@@ -50,8 +50,8 @@ def test_sines_follow_the_positions() -> None:
 
 def test_other_kinds_are_left_to_mlx() -> None:
     """Rotations of neighbours are not taken; parts of heads and half precision go mlx's way."""
-    assert not takes(nn.RoPE(8, traditional=True))
-    assert takes(nn.RoPE(8))
+    assert not is_replaceable_rope(nn.RoPE(8, traditional=True))
+    assert is_replaceable_rope(nn.RoPE(8))
     plain, ours = _pair()
     for x in (mx.ones((1, 1, 2, 12)), mx.ones((1, 1, 2, 8), dtype=mx.float16)):
         np.testing.assert_array_equal(np.array(ours(x, offset=3)), np.array(plain(x, offset=3)))

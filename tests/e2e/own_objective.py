@@ -10,5 +10,5 @@ from clotho.training.objectives.contract import PolicyLoss, Tokens
 
 def importance_weighted(logp_N: mx.array, tokens: Tokens, settings: LearnerSection) -> PolicyLoss:
     """Plain importance sampling, without any clipping."""
-    ratio_N = mx.exp(logp_N - tokens.anchor_N)
+    ratio_N = mx.exp(logp_N - tokens.old_logp_N)
     return PolicyLoss(-ratio_N * tokens.advantage_N, mx.zeros_like(ratio_N))

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 
-LEASH = "leash.py"
+LEASH = "parent_watchdog.py"
 PATIENCE_SECONDS = 60.0
 """Longer than this no test waits; nothing is judged by it."""
 

@@ -25,7 +25,7 @@ PATIENCE_SECONDS = 240.0
 BOOKS = re.compile(r"asked (\d+) = trained (\d+) \+ discarded (\d+) \+ carried over (\d+)")
 
 
-class Books(Struct, frozen=True, kw_only=True):
+class GroupAccounting(Struct, frozen=True, kw_only=True):
     """The conservation line of a run, which balanced."""
 
     asked: int
@@ -42,13 +42,13 @@ class Ended(Struct, frozen=True, kw_only=True):
     err: str
 
     @property
-    def books(self) -> Books:
+    def books(self) -> GroupAccounting:
         """The conservation line."""
         found = BOOKS.findall(self.out)
         assert len(found) == 1, f"one line that balances is expected:\n{self.out}\n{self.err}"
         asked, trained, discarded, carried_over = map(int, found[0])
         assert asked == trained + discarded + carried_over
-        return Books(asked=asked, trained=trained, discarded=discarded, carried_over=carried_over)
+        return GroupAccounting(asked=asked, trained=trained, discarded=discarded, carried_over=carried_over)
 
 
 class Run:
@@ -133,7 +133,7 @@ def metrics(run_dir: Path) -> list[dict[str, Any]]:
     return [line for line in lines(run_dir / "metrics.jsonl") if "reward_mean" in line]
 
 
-def assert_recorded(run_dir: Path, books: Books, *, steps: int) -> None:
+def assert_recorded(run_dir: Path, books: GroupAccounting, *, steps: int) -> None:
     """The files tell the same as the books: each step once, each group once, and as many of each ending."""
     recorded = metrics(run_dir)
     assert [line["step"] for line in recorded] == list(range(1, steps + 1))

@@ -1,4 +1,4 @@
-"""Whatever is posted to the API server, the run learns from what can be learnt from, and grows no larger."""
+"""Whatever is posted to the API server, the run learns from what can be learned from, and grows no larger."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ at = "scored"
 
 
 def valid(number: int) -> dict[str, Any]:
-    """A group that can be learnt from: no engine drew it, but it says how probable its tokens were."""
+    """A group that can be learned from: no engine drew it, but it says how probable its tokens were."""
     tokenizer = ChatTokenizer.from_directory(REPOSITORY / "profiles" / "embedded")
     prompt = list(tokenizer.render_chat([{"role": "user", "content": f"What is {number} + 1?"}]))
     answers = [list(tokenizer.encode(f"{number + i}")) for i in range(GROUP)]

@@ -73,15 +73,15 @@ def test_a_run_leaves_its_profile_log_checkpoints_and_adapter(finished: Finished
 
 
 def test_without_asynchrony_every_token_is_drawn_by_the_newest_weights(synchronous: Finished) -> None:
-    """`--async false`: staleness is 0 in every update, and the groups of step s are drawn after update s - 1."""
+    """`--async false`: staleness is 0 in every update, and the groups of step s are sampled after update s - 1."""
     recorded = metrics(synchronous.run_dir)
     assert all(line["staleness_max"] in (0, None) for line in recorded)
     assert any(line["staleness_max"] == 0 for line in recorded)
     versions = {0: 0} | {line["step"]: line["policy_version"] for line in recorded}
     for group in lines(synchronous.run_dir / "rollouts.jsonl"):
         for completion in group["completions"]:
-            drawn_by = {completion["first_version"], completion["last_version"]}
-            assert drawn_by == {versions[group["step"] - 1]}
+            sampled_by = {completion["first_version"], completion["last_version"]}
+            assert sampled_by == {versions[group["step"] - 1]}
 
 
 def test_by_default_groups_are_drawn_ahead_within_the_bound(finished: Finished) -> None:

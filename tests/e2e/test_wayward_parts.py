@@ -1,4 +1,4 @@
-"""Parts of the user's own that misbehave: a reward costs its groups, a stage costs the run, and both are named."""
+"""Components of the user's own that misbehave: a reward costs its groups, a stage costs the run, and both are named."""
 
 from __future__ import annotations
 

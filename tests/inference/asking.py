@@ -71,12 +71,12 @@ def ask(
 
 
 def run(engine: DecodeEngine, *, most: int = 2000) -> int:
-    """Tick until nothing is left to do; return the tokens drawn."""
-    drawn = 0
+    """Tick until nothing is left to do; return the tokens sampled."""
+    sampled = 0
     for _ in range(most):
         if not engine.has_work:
-            return drawn
-        drawn += engine.tick()
+            return sampled
+        sampled += engine.tick()
     raise AssertionError(f"the engine still has work after {most} ticks: {engine.stats()}")
 
 

@@ -14,7 +14,7 @@ from tests.inference.asking import ask, make_engine, prompt_of, tick_until
 from tests.small_models import tiny_source
 
 
-@pytest.mark.parametrize("here", [True, False], ids=["drawn by the host", "drawn on the device"])
+@pytest.mark.parametrize("here", [True, False], ids=["sampled by the host", "sampled on the device"])
 @pytest.mark.parametrize("architecture", ["gemma2", "qwen3"])
 def test_columns_are_written_in_place(architecture: str, here: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """No buffer is copied from one step to the next, neither MLX's nor the host's."""

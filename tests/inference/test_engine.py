@@ -1,4 +1,4 @@
-"""The engine's promises to its askers: events, endings, isolation, bounds."""
+"""The engine's promises to its client_labels: events, endings, isolation, bounds."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from tests.inference.asking import FREE, GREEDY, Answer, alone, ask, make_engine
 from tests.small_models import tiny_source
 
 
-@pytest.fixture(params=["drawn by the host", "drawn on the device"], autouse=True)
+@pytest.fixture(params=["sampled by the host", "sampled on the device"], autouse=True)
 def drawn_both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every test here runs with steps read at once, and with steps read one behind, as on a GPU."""
-    if request.param == "drawn on the device":
+    if request.param == "sampled on the device":
         monkeypatch.setattr("clotho.inference.batch.can_draw_on_host", lambda plan: False)
 
 
@@ -90,7 +90,7 @@ def forced(text: str) -> Sampling:
 
 
 def test_a_stop_string_ends_a_completion_with_the_token_that_completed_it() -> None:
-    """Tokens after the match do not exist, though one more had been drawn; the text ends before it."""
+    """Tokens after the match do not exist, though one more had been sampled; the text ends before it."""
     engine = make_engine()
     answer = ask(engine, prompt_of(4), replace(forced("a"), stop=("aaa",)), seeds=(1, 2))
     run(engine)
@@ -98,7 +98,7 @@ def test_a_stop_string_ends_a_completion_with_the_token_that_completed_it() -> N
         assert completion.tokens == (97, 97, 97)
         assert len(completion.logprobs) == len(completion.versions) == 3
         assert (completion.text, completion.finish_reason, completion.stop_reason) == ("", "stop", "aaa")
-    assert engine.stats().tokens_drawn == 6
+    assert engine.stats().tokens_sampled == 6
 
 
 def test_streamed_tokens_and_tail_make_up_the_completion() -> None:
@@ -108,11 +108,11 @@ def test_streamed_tokens_and_tail_make_up_the_completion() -> None:
     answer = ask(engine, prompt_of(5), sampling, seeds=(3, 4), stream=True)
     run(engine)
     for index, completion in enumerate(answer.completions):
-        drawn = answer.streamed(index)
-        assert tuple(e.token for e in drawn) == completion.tokens
-        assert tuple(e.logprob for e in drawn) == completion.logprobs
-        assert tuple(e.version for e in drawn) == completion.versions
-        assert tuple(e.top_logprobs for e in drawn) == completion.top_logprobs
+        sampled = answer.streamed(index)
+        assert tuple(e.token for e in sampled) == completion.tokens
+        assert tuple(e.logprob for e in sampled) == completion.logprobs
+        assert tuple(e.version for e in sampled) == completion.versions
+        assert tuple(e.top_logprobs for e in sampled) == completion.top_logprobs
         assert all(len(top) == 2 for top in completion.top_logprobs)
         assert answer.text(index) == completion.text
     assert isinstance(answer.events[-1], CompletionDone)
@@ -177,7 +177,7 @@ def test_abort_frees_rows_and_reports_what_was_drawn() -> None:
     first = engine.submit(request, running.events.append)
     second = engine.submit(request, waiting.events.append)
     other = ask(engine, (1, 2), GREEDY)
-    tick_until(engine, lambda: engine.stats().tokens_drawn >= 8)
+    tick_until(engine, lambda: engine.stats().tokens_sampled >= 8)
     for request_id in (first, second, 99):
         engine.abort(request_id)
     engine.tick()

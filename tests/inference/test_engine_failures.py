@@ -13,10 +13,10 @@ from tests.inference.asking import FREE, GREEDY, Answer, alone, ask, make_engine
 from tests.small_models import tiny_source
 
 
-@pytest.fixture(params=["drawn by the host", "drawn on the device"], autouse=True)
+@pytest.fixture(params=["sampled by the host", "sampled on the device"], autouse=True)
 def drawn_both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every test here runs with steps read at once, and with steps read one behind, as on a GPU."""
-    if request.param == "drawn on the device":
+    if request.param == "sampled on the device":
         monkeypatch.setattr("clotho.inference.batch.can_draw_on_host", lambda plan: False)
 
 
@@ -83,11 +83,11 @@ def test_a_prompt_that_cannot_be_computed_fails_alone(monkeypatch: pytest.Monkey
 def test_a_decode_step_that_raises_fails_the_running_requests_and_the_engine_goes_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Every asker is told, the caches are dropped, the next request starts afresh."""
+    """Every client_label is told, the caches are dropped, the next request starts afresh."""
     source = tiny_source()
     engine = make_engine(source)
     lost = ask(engine, prompt_of(5), seeds=(1, 2))
-    tick_until(engine, lambda: engine.stats().tokens_drawn >= 4)
+    tick_until(engine, lambda: engine.stats().tokens_sampled >= 4)
 
     def refuse(*args: Any, **options: Any) -> mx.array:
         raise RuntimeError("device lost")

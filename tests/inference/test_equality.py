@@ -10,12 +10,14 @@ from tests.inference.asking import alone, ask, make_engine, prompt_of, run, twin
 from tests.small_models import ARCHITECTURES, tiny_source
 
 
-@pytest.fixture(params=["drawn by the host", "drawn by the host, prompts shared", "drawn on the device"], autouse=True)
+@pytest.fixture(
+    params=["sampled by the host", "sampled by the host, prompts shared", "sampled on the device"], autouse=True
+)
 def drawn_every_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every test here runs with steps read at once, every prompt held once or once per row; and as on a GPU."""
-    shared = request.param == "drawn by the host, prompts shared"
+    shared = request.param == "sampled by the host, prompts shared"
     monkeypatch.setattr("clotho.cpu.kv_cache.WORTH_SHARING", 1 if shared else 10**9)
-    if request.param == "drawn on the device":
+    if request.param == "sampled on the device":
         monkeypatch.setattr("clotho.inference.batch.can_draw_on_host", lambda plan: False)
 
 
@@ -45,7 +47,7 @@ def test_greedy_rows_of_different_lengths_equal_one_full_forward_pass_per_token(
 
 @pytest.mark.parametrize("architecture", list(ARCHITECTURES))
 def test_sampled_rows_do_not_depend_on_their_neighbours(architecture: str) -> None:
-    """Each completion equals the one drawn alone with the same seed, and its log-probabilities equal the twin's."""
+    """Each completion equals the one sampled alone with the same seed, and its log-probabilities equal the twin's."""
     source = tiny_source(architecture)
     engine = make_engine(source, max_rows=5)
     asked = []

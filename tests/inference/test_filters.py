@@ -8,8 +8,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from clotho.cpu.host_filters import filter_on_host, supported_on_host
-from clotho.inference.filters import PADDING, support, supported_tokens
+from clotho.cpu.sampling import filter_on_host, supported_on_host
+from clotho.inference.sampling import PADDING, support, supported_tokens
 from clotho.inference.sampling_params import plan_sampling
 from protocols.sampling import Sampling
 from tests.inference.asking import processed
@@ -66,7 +66,7 @@ def test_what_survives_is_what_the_documentation_says(kept: Kept, settings: tupl
 
 @pytest.mark.parametrize("kept", [kept_on_host, kept_on_device])
 def test_impossible_tokens_do_not_fill_up_a_support(kept: Kept) -> None:
-    """A token of logit minus infinity cannot be drawn, though it is among the likeliest k."""
+    """A token of logit minus infinity cannot be sampled, though it is among the likeliest k."""
     x_B_V = np.full((1, 20), -np.inf, dtype=np.float32)
     x_B_V[0, [3, 11]] = 1.0, 0.5
     assert np.flatnonzero(kept(x_B_V, [Sampling(top_k=5)])[0]).tolist() == [3, 11]

@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 
 from clotho.cpu.sampling import can_draw_on_host, draw_on_host
-from clotho.inference.sampling import draw
+from clotho.inference.sampling import draw, uniforms
 from clotho.inference.sampling_params import plan_sampling
-from clotho.inference.uniform import uniforms
 from protocols.sampling import Sampling
 
 MIXES = {

@@ -6,9 +6,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from clotho.inference.sampling import choose, draw, invert
+from clotho.inference.sampling import choose, draw, invert, uniforms
 from clotho.inference.sampling_params import plan_sampling
-from clotho.inference.uniform import uniforms
 from protocols.sampling import Sampling
 from tests.inference.asking import processed
 
@@ -18,8 +17,8 @@ def draws(logits_V: np.ndarray, sampling: Sampling, count: int) -> tuple[np.ndar
     rows = mx.array(np.broadcast_to(logits_V.astype(np.float32), (count, len(logits_V))))
     plan = plan_sampling([sampling] * count, len(logits_V))
     uniform = mx.array(uniforms(np.arange(count, dtype=np.uint64), np.zeros(count, dtype=np.int64)))
-    drawn = draw(rows, uniform, plan, None)
-    return np.array(drawn.token_B), np.array(drawn.logp_B)
+    sampled = draw(rows, uniform, plan, None)
+    return np.array(sampled.token_B), np.array(sampled.logp_B)
 
 
 @pytest.mark.parametrize("vocabulary", [11, 700, 1280])
@@ -58,7 +57,7 @@ def test_a_masked_token_is_never_drawn_whatever_the_uniform() -> None:
 
 
 def test_a_target_that_rounding_puts_beyond_the_last_prefix_takes_the_heaviest() -> None:
-    """With a uniform of exactly 1, which is never drawn, the heaviest index is returned instead of the first."""
+    """With a uniform of exactly 1, which is never sampled, the heaviest index is returned instead of the first."""
     index, _ = invert(mx.array([[0.0, 1.0, 3.0, 0.0]]), mx.array([[1.0]]))
     assert index.item() == 2
 
@@ -107,9 +106,9 @@ def test_alternatives_come_best_first() -> None:
     """As many as asked for, with log-probabilities of the processed distribution."""
     logits = np.array([0.0, 3.0, 1.0, 2.0])
     plan = plan_sampling([Sampling(temperature=2.0, top_logprobs=3)], 4)
-    drawn = draw(mx.array(logits[None].astype(np.float32)), mx.array([[0.5, 0.5]]), plan, None)
-    assert drawn.top_token_B_N is not None
-    assert drawn.top_logp_B_N is not None
-    assert np.array(drawn.top_token_B_N).tolist() == [[1, 3, 2]]
+    sampled = draw(mx.array(logits[None].astype(np.float32)), mx.array([[0.5, 0.5]]), plan, None)
+    assert sampled.top_token_B_N is not None
+    assert sampled.top_logp_B_N is not None
+    assert np.array(sampled.top_token_B_N).tolist() == [[1, 3, 2]]
     expected = processed(logits, (), Sampling(temperature=2.0))
-    np.testing.assert_allclose(np.array(drawn.top_logp_B_N)[0], expected[[1, 3, 2]], atol=1e-5)
+    np.testing.assert_allclose(np.array(sampled.top_logp_B_N)[0], expected[[1, 3, 2]], atol=1e-5)

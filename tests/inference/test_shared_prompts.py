@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from clotho.cpu.kv_cache import NONE, HostCache
-from clotho.inference.row_caches import Arrival
+from clotho.inference.cache_layout import Arrival
 from protocols.sampling import Sampling
 from tests.cpu.plain_models import PLAIN, Rows, arrival_of, needs_cpu, plain_source
 from tests.inference.asking import ask, make_engine, prompt_of, run, tick_until, twin_logprobs

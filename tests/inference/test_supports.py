@@ -1,4 +1,4 @@
-"""Recorded supports: which tokens could have been drawn, and that each log-probability is over exactly those."""
+"""Recorded supports: which tokens could have been sampled, and that each log-probability is over exactly those."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from tests.inference.asking import (
 from tests.small_models import FixedSource, tiny_source
 
 
-@pytest.fixture(params=["drawn by the host", "drawn on the device"], autouse=True)
+@pytest.fixture(params=["sampled by the host", "sampled on the device"], autouse=True)
 def drawn_both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every test here runs with steps read at once, and with steps read one behind, as on a GPU."""
-    if request.param == "drawn on the device":
+    if request.param == "sampled on the device":
         monkeypatch.setattr("clotho.inference.batch.can_draw_on_host", lambda plan: False)
 
 
@@ -107,7 +107,7 @@ def answered(source: FixedSource, sampling: Sampling) -> Answer:
 
 @pytest.mark.parametrize("stop", ["string", "token"])
 def test_a_completion_that_stops_has_as_many_supports_as_tokens(stop: str) -> None:
-    """Whatever had been drawn beyond its end leaves no trace."""
+    """Whatever had been sampled beyond its end leaves no trace."""
     source = tiny_source()
     text = alone(source, prompt_of(6), LETTERS).text
     stops = (
@@ -137,7 +137,7 @@ def test_supports_go_with_a_row_that_is_interrupted() -> None:
     source = tiny_source()
     engine = make_engine(source)
     answers = [ask(engine, prompt_of(4 + i), NUCLEUS, (i, i + 9), record_support=True) for i in range(2)]
-    tick_until(engine, lambda: engine.stats().tokens_drawn >= 16)
+    tick_until(engine, lambda: engine.stats().tokens_sampled >= 16)
     old = source.model.parameters()
     new = tree_map(lambda a: a * 1.3, old)
     source.model.update(new)
@@ -161,7 +161,7 @@ def test_an_aborted_completion_keeps_the_supports_of_what_it_drew() -> None:
     answer = Answer()
     request = SampleRequest(prompt=prompt_of(6), sampling=NUCLEUS, seeds=(1, 2, 3), record_support=True)
     request_id = engine.submit(request, answer.events.append)
-    tick_until(engine, lambda: engine.stats().tokens_drawn >= 8)
+    tick_until(engine, lambda: engine.stats().tokens_sampled >= 8)
     engine.abort(request_id)
     engine.tick()
     assert [len(c.supports) for c in answer.completions] == [4, 4, 0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from clotho.inference.uniform import uniforms
+from clotho.inference.sampling import uniforms
 
 
 def grid(seeds: int, positions: int) -> np.ndarray:
@@ -14,7 +14,7 @@ def grid(seeds: int, positions: int) -> np.ndarray:
 
 
 def test_a_uniform_depends_on_seed_and_position_alone() -> None:
-    """The order and number of rows drawn together do not matter."""
+    """The order and number of rows sampled together do not matter."""
     together = grid(5, 7)
     one = uniforms(np.array([3], dtype=np.uint64), np.array([4], dtype=np.int64))
     np.testing.assert_array_equal(together[3, 4], one[0])

@@ -12,10 +12,10 @@ from tests.inference.asking import ask, full_logits, log_softmax, make_engine, p
 from tests.small_models import FixedSource, tiny_source
 
 
-@pytest.fixture(params=["drawn by the host", "drawn on the device"], autouse=True)
+@pytest.fixture(params=["sampled by the host", "sampled on the device"], autouse=True)
 def drawn_both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every test here runs with steps read at once, and with steps read one behind, as on a GPU."""
-    if request.param == "drawn on the device":
+    if request.param == "sampled on the device":
         monkeypatch.setattr("clotho.inference.batch.can_draw_on_host", lambda plan: False)
 
 
@@ -29,8 +29,8 @@ def swap(source: FixedSource) -> None:
 
 
 def draw_until(engine: DecodeEngine, tokens: int) -> None:
-    """Tick until so many tokens have been drawn."""
-    tick_until(engine, lambda: engine.stats().tokens_drawn >= tokens)
+    """Tick until so many tokens have been sampled."""
+    tick_until(engine, lambda: engine.stats().tokens_sampled >= tokens)
 
 
 @pytest.mark.parametrize("architecture", ["qwen3", "gemma3_text", "lfm2"])
@@ -44,8 +44,8 @@ def test_a_tokens_version_is_that_of_the_weights_that_computed_its_logits(archit
     prompts = [prompt_of(5), prompt_of(19, 1), prompt_of(12, 2)]
     answers = [ask(engine, prompt, LONG, (i, i + 10)) for i, prompt in enumerate(prompts)]
     weights = [source.model.parameters()]
-    for drawn in (24, 66):
-        draw_until(engine, drawn)
+    for sampled in (24, 66):
+        draw_until(engine, sampled)
         swap(source)
         engine.weights_changed("recompute")
         weights.append(source.model.parameters())

@@ -6,7 +6,7 @@ import msgspec
 
 from clotho.config.schema import Profile
 from clotho.memory.report import PARTS, describe, too_large
-from protocols.memory import MemoryEstimate
+from protocols.summary import MemoryEstimate
 
 ESTIMATE = MemoryEstimate(
     base=4 * 2**30,

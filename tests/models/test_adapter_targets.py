@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from clotho.config.schema import PolicySection
-from clotho.models.adapter_targets import linear_modules, module_ranks
+from clotho.models.lora import linear_modules, module_ranks
 from protocols.errors import ModelError
 from tests.saved_models import CONFIG, MIXTURE, build
 

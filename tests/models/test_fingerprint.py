@@ -9,8 +9,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from clotho.models import fingerprint as module
-from clotho.models.fingerprint import AT_ONCE, BLOCK, fingerprint
+from clotho.models import parameters as module
+from clotho.models.parameters import AT_ONCE, BLOCK, fingerprint
 
 LARGE = 2 * BLOCK * (AT_ONCE + 1) + 5
 """Float32 numbers of more than one round of blocks, and a rest."""
@@ -18,7 +18,7 @@ LARGE = 2 * BLOCK * (AT_ONCE + 1) + 5
 ELSEWHERE = """
 import clotho
 import mlx.core as mx
-from clotho.models.fingerprint import fingerprint
+from clotho.models.parameters import fingerprint
 print(fingerprint({"w": mx.arange(200_000).astype(mx.float32)}))
 """
 

@@ -14,12 +14,12 @@ from mlx.utils import tree_map
 
 from clotho.models.head import split_model
 from clotho.models.parameters import flat
-from clotho.scoring.head_scores import Draws, HeadScores, SampledLaw, TokenScores
+from clotho.scoring.head_scores import HeadScores, SampledTokens, SamplingDistribution, TokenScores
 from tests.small_models import ARCHITECTURES, tiny
 from tests.training.learning import Bigram
 
 VOCAB = 40
-LAW = SampledLaw(0.7)
+LAW = SamplingDistribution(0.7)
 DENSE: dict[str, Any] = {
     "hidden_size": 32,
     "num_hidden_layers": 2,
@@ -96,7 +96,7 @@ def score(model: nn.Module, tokens_B_S: mx.array, position_N: mx.array, target_N
     split = split_model(model, VOCAB)
     assert split is not None
     hidden_N_D = split.blocks(tokens_B_S).reshape(tokens_B_S.size, -1)[position_N]
-    return HeadScores(split, VOCAB)(hidden_N_D, Draws(target_N, None, LAW))
+    return HeadScores(split, VOCAB)(hidden_N_D, SampledTokens(target_N, None, LAW))
 
 
 @pytest.mark.parametrize("name", MODELS)

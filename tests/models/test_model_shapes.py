@@ -9,8 +9,7 @@ import mlx.nn as nn
 import pytest
 
 from clotho.config.schema import ModelSection
-from clotho.models.loading import open_base
-from clotho.models.model_shapes import SHAPES, open_shape, shipped_shape
+from clotho.models.loading import SHAPES, open_base, open_shape, shipped_shape
 from clotho.models.parameters import flat
 from tests.saved_models import UNTIED, save
 

@@ -11,8 +11,7 @@ import pytest
 from mlx.utils import tree_map
 
 from clotho.config.schema import PolicySection
-from clotho.models.fingerprint import fingerprint
-from clotho.models.parameters import flat, nested
+from clotho.models.parameters import fingerprint, flat, nested
 from clotho.models.policy import Parameters, Policy
 from clotho.models.tokenizer import ChatTokenizer
 from tests.saved_models import CONFIG, MIXTURE, TOKENS_1_T, UNTIED, build

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from clotho.models.random_state import random_state, restore_random_state
+from clotho.models.machine import random_state, restore_random_state
 
 
 def test_a_restored_state_draws_the_same_numbers() -> None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from clotho.monitoring.display import RunFacts
-from protocols.description import MachineDescription, PolicyDescription
 from protocols.evaluation import EvalReport
-from protocols.gauges import MailboxGauge, RunGauges
 from protocols.prompt import Problem, Prompt
 from protocols.rollout import Discarded, DiscardReason, RolloutGroup
 from protocols.sampling import Completion, FinishReason
 from protocols.score import ScoredGroup
 from protocols.step import StepReport, TrainedGroup, UpdateMetrics
+from protocols.summary import MachineDescription, MailboxGauge, PolicyDescription, RunGauges
 
 HOSTILE = (
     "[bold red]x[/] [/nope] \x1b[2J\x1b]0;title\x07 \r\n \u202eesrever\u202c 漢字 👩\u200d🚀 \ud800 ﷽" + "w" * 3000
@@ -53,7 +52,7 @@ def facts(steps: int = 100) -> RunFacts:
 
 
 def completion(text: str = "<answer>4</answer>", tokens: int = 3, finish: FinishReason = "stop") -> Completion:
-    """A completion drawn by versions 1 to 2."""
+    """A completion sampled by versions 1 to 2."""
     versions = (1,) * (tokens - 1) + (2,)
     return Completion(
         tokens=tuple(range(tokens)), logprobs=(-0.5,) * tokens, versions=versions, text=text, finish_reason=finish

@@ -43,7 +43,7 @@ def scored(
 
 
 def discarded(group: ScoredGroup) -> Discarded:
-    """The same group, not learnt from."""
+    """The same group, not learned from."""
     return Discarded(
         prompt=group.group.prompt,
         reason="no_signal",
@@ -96,7 +96,7 @@ def report(
 
 
 def batch(line: Line, *, groups: int = GROUPS, spread: float = 0.3) -> StepReport:
-    """A batch that looks like the line: half of its groups better by `spread` and half worse, half of them learnt from.
+    """A batch that looks like the line: half of its groups better by `spread` and half worse, half of them learned from.
 
     One completion in the run is worth 0, the worst there is.
     """

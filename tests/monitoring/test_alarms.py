@@ -165,7 +165,7 @@ def test_a_slow_decline_is_measured_against_the_best_times() -> None:
 
 
 def test_answers_that_grow_steadily_are_no_sign() -> None:
-    """Ten times as long after many updates is how reasoning is learnt; at once it is not."""
+    """Ten times as long after many updates is how reasoning is learned; at once it is not."""
     alarms = after_good_times()
     for update in range(60):
         assert signs(alarms, GOOD._replace(length=20.0 * 1.04**update)) == ""

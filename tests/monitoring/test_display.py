@@ -1,4 +1,4 @@
-"""What is drawn, at any width, whatever the policy writes."""
+"""What is sampled, at any width, whatever the policy writes."""
 
 from __future__ import annotations
 
@@ -7,19 +7,15 @@ import io
 import pytest
 from rich.console import Console
 
-from clotho.monitoring.chart import curve
-from clotho.monitoring.display import NoDisplay, RunView
-from clotho.monitoring.live_display import LiveDisplay
+from clotho.monitoring.display import NoDisplay, RunView, Sample
+from clotho.monitoring.live_display import LiveDisplay, Screen, curve
 from clotho.monitoring.make_display import make_display
 from clotho.monitoring.metrics import Moment, step_metrics
 from clotho.monitoring.plain_display import PlainDisplay
-from clotho.monitoring.sample import Sample
-from clotho.monitoring.screen import Screen
 from clotho.monitoring.summary import print_summary
-from clotho.monitoring.wording import duration, memory, size
-from protocols.gauges import RunGauges
+from clotho.monitoring.terminal_text import duration, memory, size
 from protocols.ledger import Balance
-from protocols.summary import RunSummary
+from protocols.summary import RunGauges, RunSummary
 from tests.monitoring.examples import GAUGES, HOSTILE, discarded, evaluation, facts, step
 
 BALANCE = Balance(asked=800, trained=612, discarded=188, by_reason={"stale": 8, "no_signal": 180}, carried_over=0)

@@ -6,7 +6,7 @@ import math
 
 import msgspec
 
-from clotho.monitoring.looks import batch_look, group_looks
+from clotho.monitoring.collapse_detection import batch_look, group_looks
 from protocols.alarms import BatchLook
 from tests.monitoring.reports import GOOD, completion, discarded, metrics, report, scored
 
@@ -40,7 +40,7 @@ def test_length_and_truncation_are_those_of_the_completions() -> None:
 
 
 def test_form_without_content_is_full_marks_for_form_and_none_for_all_else() -> None:
-    """Parts that do not apply, the penalty for length, and half marks for form are none of it."""
+    """Components that do not apply, the penalty for length, and half marks for form are none of it."""
     parts = {
         "format": (1.0, 1.0, 0.5, 1.0),
         "exact": (0.0, 0.5, 0.0, None),

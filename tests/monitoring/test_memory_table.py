@@ -8,8 +8,8 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from clotho.monitoring.memory_table import print_estimate
-from protocols.memory import MemoryEstimate, MemoryPart
+from clotho.monitoring.summary import print_estimate
+from protocols.summary import MemoryEstimate, MemoryPart
 
 SMALL = msgspec.convert(
     {name: 2**20 for name in MemoryEstimate.__struct_fields__ if name != "shipped_shape"}, MemoryEstimate

@@ -11,8 +11,8 @@ import pytest
 from msgspec.structs import replace
 
 from clotho.monitoring.metrics import Moment, step_metrics
-from protocols.gauges import RunGauges
 from protocols.step import StepReport, TrainedGroup, UpdateMetrics
+from protocols.summary import RunGauges
 from tests.training.learning import scored_group
 
 UPDATE = UpdateMetrics(
@@ -35,7 +35,7 @@ def line(ended_early: Mapping[tuple[str, str], int] = {}, **changes: Any) -> dic
 
 
 def test_the_histogram_counts_trained_groups_by_their_age() -> None:
-    """In ascending order; an empty one where nothing was learnt."""
+    """In ascending order; an empty one where nothing was learned."""
     group = TrainedGroup(scored=scored_group([[1], [2]], [0.0, 1.0]), advantages=(-1.0, 1.0))
     found = line(trained=(group,) * 5, staleness=(2, 0, 0, 11, 2), update=UPDATE)
     assert list(found["staleness_histogram"].items()) == [("0", 2), ("2", 2), ("11", 1)]
@@ -61,9 +61,9 @@ def test_it_says_how_the_batch_came_about() -> None:
 
 
 def sent_by(name: str, rewards: list[float], error: float | None) -> TrainedGroup:
-    """A trained group from that environment, with completions of one and of two drawn tokens."""
+    """A trained group from that environment, with completions of one and of two sampled tokens."""
     scored = scored_group([[1, 5], [2, 3]], rewards)
-    first = replace(scored.group.completions[0], drawn=(True, False))
+    first = replace(scored.group.completions[0], sampled=(True, False))
     prompt = replace(scored.group.prompt, source=name)
     group = replace(scored.group, prompt=prompt, completions=(first, scored.group.completions[1]))
     return TrainedGroup(scored=replace(scored, group=group, logprob_error=error), advantages=(-1.0, 1.0))

@@ -22,7 +22,7 @@ Weights = Mapping[str, np.ndarray]
 
 
 class Run(Struct, frozen=True, kw_only=True):
-    """What the profile says. temperature, bias: of the law where a group has none of its own."""
+    """What the profile says. temperature, bias: of the distribution where a group has none of its own."""
 
     settings: LearnerSection
     temperature: float
@@ -31,32 +31,32 @@ class Run(Struct, frozen=True, kw_only=True):
 
 
 class Scores(Struct, frozen=True, kw_only=True):
-    """Of the drawn tokens of the completions that have any."""
+    """Of the sampled tokens of the completions that have any."""
 
     logp: Rows
     entropy: Rows
     cross_entropy: Rows
 
 
-def drawn(completion: Completion) -> list[int]:
+def sampled(completion: Completion) -> list[int]:
     """Places of the tokens that the policy drew."""
-    return [t for t in range(len(completion.tokens)) if not completion.drawn or completion.drawn[t]]
+    return [t for t in range(len(completion.tokens)) if not completion.sampled or completion.sampled[t]]
 
 
 def places(groups: Sequence[ScoredGroup]) -> list[tuple[int, int]]:
     """Group and number of the completions that count."""
-    return [(g, i) for g, one in enumerate(groups) for i, c in enumerate(one.group.completions) if drawn(c)]
+    return [(g, i) for g, one in enumerate(groups) for i, c in enumerate(one.group.completions) if sampled(c)]
 
 
 def scores(weights: Weights, groups: Sequence[ScoredGroup], run: Run) -> Scores:
-    """Log-probability and entropy of what was drawn, and what of a teacher's alternatives is missed."""
+    """Log-probability and entropy of what was sampled, and what of a teacher's alternatives is missed."""
     found = Scores(logp=[], entropy=[], cross_entropy=[])
     for g, i in places(groups):
         group, completion = groups[g], groups[g].group.completions[i]
         temperature = group.temperatures[i] if group.temperatures else run.temperature
         contexts = list(pairwise((*group.group.prompt.tokens, *completion.tokens)))[-len(completion.tokens) :]
         rows: list[list[float]] = [[], [], []]
-        for t in drawn(completion):
+        for t in sampled(completion):
             before, token = contexts[t]
             z_V = weights["lm_head.weight"] @ weights["model.weight"][before]
             for biased, addend in run.bias:
@@ -82,10 +82,10 @@ def missed(group: ScoredGroup, i: int, t: int, logp_V: np.ndarray) -> float:
 
 
 def examples(groups: Sequence[ScoredGroup], still: Scores, run: Run) -> list[Example]:
-    """The completions that count, their drawn tokens alone."""
+    """The completions that count, their sampled tokens alone."""
     found = []
     for (g, i), entropy in zip(places(groups), still.entropy, strict=True):
-        completion, at = groups[g].group.completions[i], drawn(groups[g].group.completions[i])
+        completion, at = groups[g].group.completions[i], sampled(groups[g].group.completions[i])
         references = groups[g].reference_logprobs
         found.append(
             Example(
@@ -95,7 +95,7 @@ def examples(groups: Sequence[ScoredGroup], still: Scores, run: Run) -> list[Exa
                 reference=[references[i][t] for t in at] if references else [0.0] * len(at),
                 advantage=[0.0] * len(at),
                 entropy=entropy,
-                learnt=[True] * len(at),
+                learned=[True] * len(at),
             )
         )
     return judged(groups, found, run)
@@ -107,7 +107,7 @@ def judged(groups: Sequence[ScoredGroup], found: list[Example], run: Run) -> lis
     rewards = [list(group.rewards) for group in groups]
     for (g, i), e in zip(places(groups), found, strict=True):
         if settings.kl_beta and settings.kl_in == "reward":
-            penalty = sum(kl(e, t, e.behaviour, e.behaviour, settings) for t in range(len(e.learnt)))
+            penalty = sum(kl(e, t, e.behaviour, e.behaviour, settings) for t in range(len(e.learned)))
             rewards[g][i] -= settings.kl_beta * penalty
     others = [g for g, group in enumerate(groups) if not group.token_advantages]
     of_rewards = advantages(
@@ -118,7 +118,7 @@ def judged(groups: Sequence[ScoredGroup], found: list[Example], run: Run) -> lis
     )
     result = []
     for (g, i), e in zip(places(groups), found, strict=True):
-        at = drawn(groups[g].group.completions[i])
+        at = sampled(groups[g].group.completions[i])
         if groups[g].muted and groups[g].muted[i]:
             advantage = [0.0] * len(at)
         elif groups[g].token_advantages:
@@ -133,7 +133,7 @@ def judged(groups: Sequence[ScoredGroup], found: list[Example], run: Run) -> lis
                 reference=e.reference,
                 advantage=advantage,
                 entropy=e.entropy,
-                learnt=e.learnt,
+                learned=e.learned,
             )
         )
     return result

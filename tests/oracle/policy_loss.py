@@ -18,7 +18,7 @@ Rows = list[list[float]]
 
 
 class Example(Struct, frozen=True, kw_only=True):
-    """One completion. group: its number; per token: the recorded numbers; learnt: which tokens count."""
+    """One completion. group: its number; per token: the recorded numbers; learned: which tokens count."""
 
     group: int
     behaviour: list[float]
@@ -26,11 +26,11 @@ class Example(Struct, frozen=True, kw_only=True):
     reference: list[float]
     advantage: list[float]
     entropy: list[float]
-    learnt: list[bool]
+    learned: list[bool]
 
     def indices(self) -> list[int]:
         """Tokens that count."""
-        return [t for t, yes in enumerate(self.learnt) if yes]
+        return [t for t, yes in enumerate(self.learned) if yes]
 
 
 def clip(value: float, low: float, high: float) -> float:

@@ -11,7 +11,7 @@ from msgspec import convert
 from clotho.config.presets import recommended
 from clotho.config.schema import LearnerSection
 from clotho.models.parameters import flat
-from clotho.scoring.draws import SampledLaw
+from clotho.scoring.token_scores import SamplingDistribution
 from clotho.training.objectives.registry import OBJECTIVES
 from protocols.score import ScoredGroup
 from tests.oracle.environment_loss import Run, environment_loss
@@ -47,7 +47,7 @@ def settings_of(case: str, **keys: Any) -> LearnerSection:
 def assert_like_the_loops(groups: list[ScoredGroup], settings: LearnerSection) -> None:
     """Loss and gradient by every weight of a bigram model, to 1e-5."""
     policy = BigramPolicy()
-    value, arrays = whole_gradient(policy, groups, settings, law=SampledLaw(0.8, BIAS), max_tokens=9)
+    value, arrays = whole_gradient(policy, groups, settings, distribution=SamplingDistribution(0.8, BIAS), max_tokens=9)
     weights = {name: np.array(array, dtype=np.float64) for name, array in flat(policy.trainable()).items()}
     run = Run(settings=settings, temperature=0.8, bias=BIAS, max_tokens=9)
     assert value == pytest.approx(environment_loss(weights, weights, groups, run), abs=1e-5)

@@ -11,7 +11,7 @@ import pytest
 from clotho.config.presets import recommended
 from clotho.config.schema import LearnerSection
 from clotho.training.objectives.aggregation import coefficients
-from clotho.training.objectives.controllers import initial_strengths
+from clotho.training.objectives.controllers import initial_loss_coefficients
 from clotho.training.objectives.loss import LossInputs, policy_loss
 from clotho.training.objectives.registry import OBJECTIVES, objective
 from tests.oracle.policy_loss import TOKEN_LOSSES, Example, Rows, loss, slopes
@@ -59,8 +59,8 @@ def batch(seed: int) -> tuple[list[Example], Rows]:
     for group in (0, 0, 0, 1, 1, 2, 2):
         T = int(rng.integers(1, 9))
         logp = rng.uniform(-3.0, -0.1, T)
-        learnt = rng.random(T) < 0.8
-        learnt[0] = True
+        learned = rng.random(T) < 0.8
+        learned[0] = True
         examples.append(
             Example(
                 group=group,
@@ -69,7 +69,7 @@ def batch(seed: int) -> tuple[list[Example], Rows]:
                 reference=(logp + rng.normal(0, 0.5, T)).tolist(),
                 advantage=[float(rng.normal())] * T,
                 entropy=rng.uniform(0.1, 2.0, T).tolist(),
-                learnt=learnt.tolist(),
+                learned=learned.tolist(),
             )
         )
         rows.append(logp.tolist())
@@ -90,14 +90,14 @@ def inputs(examples: list[Example], settings: LearnerSection, *, several_steps: 
         return mx.array([v for one in values for v in one] + [0.0, 0.0], dtype=mx.float32)
 
     return LossInputs(
-        behaviour_N=tokens([e.behaviour for e in examples]),
+        rollout_logp_N=tokens([e.behaviour for e in examples]),
         proximal_N=tokens([e.proximal for e in examples]) if several_steps else None,
         reference_N=tokens([e.reference for e in examples]),
         advantage_N=tokens([e.advantage for e in examples]),
-        weight_N=masked([[float(yes) for yes in e.learnt] for e in examples]),
-        coefficient_N=masked([[float(share)] * len(e.learnt) for e, share in zip(examples, shares, strict=True)]),
-        fresh_N=masked([[1.0] * len(e.learnt) for e in examples]),
-        sequence_N=mx.array([i for i, e in enumerate(examples) for _ in e.learnt] + [0, 0], dtype=mx.int32),
+        weight_N=masked([[float(yes) for yes in e.learned] for e in examples]),
+        loss_weight_N=masked([[float(share)] * len(e.learned) for e, share in zip(examples, shares, strict=True)]),
+        on_policy_mask_N=masked([[1.0] * len(e.learned) for e in examples]),
+        sequence_N=mx.array([i for i, e in enumerate(examples) for _ in e.learned] + [0, 0], dtype=mx.int32),
         sequences=len(examples),
     )
 
@@ -124,7 +124,7 @@ def test_loss_and_gradient_equal_the_loops(case: str, several_steps: bool) -> No
             entropy_N,
             inputs(examples, settings, several_steps=several_steps),
             settings=settings,
-            strengths=initial_strengths(settings),
+            loss_coefficients=initial_loss_coefficients(settings),
             objective=objective(name),
         )
         return value

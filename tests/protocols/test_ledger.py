@@ -44,7 +44,7 @@ def test_books_resumed_at_any_point_ask_exactly_what_had_not_ended() -> None:
 
 
 def test_without_a_bound_what_can_be_asked_has_no_end() -> None:
-    """Nobody knows beforehand how many groups a batch takes that is refilled."""
+    """NullSampleLog knows beforehand how many groups a batch takes that is refilled."""
     ledger = Ledger()
     ledger.train(1)
     ledger.discard(3, "no_signal")

@@ -42,7 +42,7 @@ def scored(**fields: Any) -> ScoredGroup:
     ],
 )
 def test_what_does_not_fit_is_refused(fields: dict[str, Any]) -> None:
-    """One entry for each completion, one number for each token; a temperature that tokens can be drawn at."""
+    """One entry for each completion, one number for each token; a temperature that tokens can be sampled at."""
     with pytest.raises(ValueError, match=r"for 2 completions|one entry|one number|above 0"):
         scored(**fields)
 
@@ -56,9 +56,9 @@ def test_what_fits_is_taken() -> None:
     assert scored().temperatures == ()
 
 
-@pytest.mark.parametrize("drawn", [(True,), (True, False, True)])
-def test_a_completion_says_of_every_token_whether_it_was_drawn(drawn: tuple[bool, ...]) -> None:
+@pytest.mark.parametrize("sampled", [(True,), (True, False, True)])
+def test_a_completion_says_of_every_token_whether_it_was_drawn(sampled: tuple[bool, ...]) -> None:
     """Or of none: then all were."""
-    with pytest.raises(ValueError, match="drawn"):
-        Completion(tokens=(4, 5), logprobs=(-1.0, 0.0), versions=(0, 0), text="", finish_reason="stop", drawn=drawn)
+    with pytest.raises(ValueError, match="sampled"):
+        Completion(tokens=(4, 5), logprobs=(-1.0, 0.0), versions=(0, 0), text="", finish_reason="stop", sampled=sampled)
     assert completion().length == 2

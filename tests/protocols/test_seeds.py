@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from protocols.seeds import completion_seeds, derive, group_seed
+from protocols.prompt import completion_seeds, derive, group_seed
 
 
 def test_equal_paths_give_equal_seeds_and_different_paths_do_not() -> None:
-    """A resumed run draws what the uninterrupted one would have drawn."""
+    """A resumed run draws what the uninterrupted one would have sampled."""
     assert derive(1, "a", 2) == derive(1, "a", 2)
     assert len({derive(s, w, i) for s in range(3) for w in "ab" for i in range(50)}) == 300
 

@@ -73,7 +73,7 @@ class Judge:
         return float(len(completion))
 
 
-judge = Judge()
+compute_advantages = Judge()
 
 
 def raises(problem: Problem, completion: str) -> float:

@@ -6,8 +6,7 @@ from time import perf_counter
 
 import pytest
 
-from clotho.rewards.arithmetic import evaluate
-from clotho.rewards.tokens import EvaluationError
+from clotho.rewards.arithmetic import EvaluationError, evaluate
 
 
 @pytest.mark.parametrize(

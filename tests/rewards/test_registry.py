@@ -25,7 +25,7 @@ def test_a_function_of_the_user_is_found_by_module_and_name() -> None:
     """Synchronous, asynchronous, or an object with a call of its own."""
     assert load_reward(f"{HERE}:length") is sample_rewards.length
     assert not is_async(load_reward(f"{HERE}:length"))
-    assert all(is_async(load_reward(f"{HERE}:{name}")) for name in ("async_length", "judge"))
+    assert all(is_async(load_reward(f"{HERE}:{name}")) for name in ("async_length", "compute_advantages"))
 
 
 def test_modules_in_the_current_directory_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

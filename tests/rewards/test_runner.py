@@ -77,7 +77,7 @@ async def test_one_function_may_stand_for_different_types_with_different_weights
     assert (one.rewards, three.rewards) == ((1.0, 0.0), (3.0, 0.0))
 
 
-@pytest.mark.parametrize("name", ["length", "async_length", "judge", "boolean", "fraction"])
+@pytest.mark.parametrize("name", ["length", "async_length", "compute_advantages", "boolean", "fraction"])
 async def test_functions_of_the_user_may_be_synchronous_or_not(name: str) -> None:
     """And give any real number, True and False included."""
     with runner(mine(name)) as rewards:
@@ -250,7 +250,7 @@ async def test_correct_is_what_every_applicable_judge_calls_correct() -> None:
         assert not await rewards.is_correct(problem("42"), answered("41"))
         assert await rewards.is_correct(CHOICE, answered("B"))
         assert not await rewards.is_correct(CHOICE, answered("A"))
-        assert not await rewards.is_correct(problem("Paris"), answered("Paris")), "no judge applies"
+        assert not await rewards.is_correct(problem("Paris"), answered("Paris")), "no compute_advantages applies"
 
 
 async def test_partial_credit_is_not_correct() -> None:

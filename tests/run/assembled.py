@@ -11,7 +11,7 @@ from typing import Any
 from msgspec import convert, to_builtins
 
 from clotho.config.schema import Profile
-from clotho.run.startup import Parts, assemble
+from clotho.run.startup import Components, assemble
 from clotho.storage.run_directory import open_run
 from tests.actors.boxes import compute_thread
 from tests.saved_models import save
@@ -42,7 +42,7 @@ def tiny_profile(directory: Path, **sections: Any) -> Profile:
 
 
 @asynccontextmanager
-async def assembled(profile: Profile, *, resume: bool = False) -> AsyncIterator[Parts]:
+async def assembled(profile: Profile, *, resume: bool = False) -> AsyncIterator[Components]:
     """The parts of a run in its directory, which is given back at the end."""
     directory = open_run(Path(profile.run_dir), resume=resume, clean=False)
     try:

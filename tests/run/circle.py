@@ -13,11 +13,11 @@ from actors.generator import Generator as GeneratorBox
 from actors.learner import Learner, Progress
 from actors.prompter import Prompter
 from clotho.config.schema import AlarmsSection, LearnerSection, ReplaySection
-from clotho.inference.client import Sampler
 from clotho.monitoring.collapse_response import CollapseWatch
 from clotho.runtime.compute_thread import ComputeExecutor
 from clotho.runtime.latest import Latest
 from clotho.runtime.queues import Mailbox
+from clotho.runtime.sampling_client import Sampler
 from clotho.training.replay import ReplayBuffer
 from clotho.training.update import Update
 from protocols.alarms import AlarmState
@@ -64,8 +64,8 @@ class Counting:
         return {}
 
 
-class Rules(Struct, frozen=True, kw_only=True):
-    """How a run goes. lost: whether nothing can be learnt from a group; refused: whether it is not even asked."""
+class LossSettings(Struct, frozen=True, kw_only=True):
+    """How a run goes. lost: whether nothing can be learned from a group; refused: whether it is not even asked."""
 
     lost: Callable[[int], bool]
     refused: Callable[[int], bool] = lambda group_id: False
@@ -95,17 +95,22 @@ class Circle:
     """
 
     def __init__(
-        self, executor: ComputeExecutor, rules: Rules, *, after: PolicyUpdated | None = None, asked_until: int = 0
+        self,
+        executor: ComputeExecutor,
+        rules: LossSettings,
+        *,
+        after: PolicyUpdated | None = None,
+        asked_until: int = 0,
     ) -> None:
         """asked_until: as the checkpoint says, which has the rest from `after`."""
         self.rules, self.engine = rules, FakeEngine()
         self.ledger, self.progress = Ledger(), Progress()
         if after is not None:
             self.ledger, self.progress = Ledger(after.ledger), Progress(step=after.report.step)
-        self.learnt = Counting(after.report.version if after else 0)
+        self.learned = Counting(after.report.version if after else 0)
         self.weights, self.refills = Latest[WeightsReady]("weights"), Latest[int]("refills")
         self.refills.put(self.ledger.ended - self.progress.step * rules.batch_size)
-        self._serve(self.learnt.version, self.progress.step)
+        self._serve(self.learned.version, self.progress.step)
         self.sampler = Recording(self.engine)
         self.told: list[PolicyUpdated] = []
         self._questions = Mailbox[Prompt]("questions", capacity=1)
@@ -118,7 +123,7 @@ class Circle:
 
     def _make(self, executor: ComputeExecutor, asked_until: int) -> None:
         rules, groups = self.rules, self.rules.steps * self.rules.batch_size
-        law: dict[str, Any] = {
+        distribution: dict[str, Any] = {
             "batch_size": rules.batch_size,
             "refills": self.refills,
             "ended": self.ledger.ended,
@@ -129,7 +134,7 @@ class Circle:
             make=lambda group_id: prompt(group_id, (group_id, 7)),
             group_ids=self.ledger.unended(None if rules.dynamic else groups),
             asked_until=asked_until,
-            **law,
+            **distribution,
         )
         self.generator = GeneratorBox(
             inbox=self._prompts.reader(),
@@ -139,14 +144,14 @@ class Circle:
             sampling=Sampling(max_tokens=4),
             group_size=2,
             batches_ahead=rules.ahead,
-            **law,
+            **distribution,
         )
         self.learner = Learner(
             inbox=self._scored.reader(),
             updates=[self._updates.writer()],
             reports=self._reports.writer(),
             executor=executor,
-            policy_learner=cast(Any, self.learnt),
+            policy_learner=cast(Any, self.learned),
             settings=LearnerSection(
                 batch_size=rules.batch_size, dynamic_sampling=rules.dynamic, dynamic_limit=rules.limit, max_staleness=1
             ),

@@ -12,8 +12,8 @@ from mlx.utils import tree_map
 
 from clotho.config.load import load_profile
 from clotho.config.schema import Profile
-from clotho.models.random_state import random_state
-from clotho.run.startup import Parts
+from clotho.models.machine import random_state
+from clotho.run.startup import Components
 from clotho.storage.checkpoints import Snapshot, write_checkpoint
 from protocols.checkpoint import RunState
 from protocols.errors import CheckpointError, ClothoError, DatasetError, ModelError, ProfileError
@@ -92,7 +92,7 @@ async def test_a_resumed_run_stands_where_the_checkpoint_does(tmp_path: Path) ->
         assert parts.base is None
 
 
-def spread(parts: Parts) -> float:
+def spread(parts: Components) -> float:
     """The smallest of the adapter's second halves, which are 0 in a new adapter."""
     return float(min(module["lora_b"].min().item() for module in lora(parts.policy.trainable())))
 
@@ -154,10 +154,10 @@ async def test_a_learner_of_another_kind_is_refused_where_no_profile_tells(tmp_p
 
 async def test_mistakes_are_found_before_the_run_directory_is_touched(tmp_path: Path) -> None:
     """Each in its one line; the directory that was made for the run is gone again."""
-    stanza = {"name": "mine", "factory": "nowhere:Nobody", "mode": "add"}
+    stanza = {"name": "mine", "factory": "nowhere:NullSampleLog", "mode": "add"}
     (tmp_path / "long.jsonl").write_text('{"prompt": "%s", "answer": "1"}\n' % ("7" * 200) * 2)
     wrong: list[tuple[dict[str, Any], type[ClothoError], str]] = [
-        ({"actors": [stanza]}, ProfileError, "'mine': nowhere:Nobody cannot be imported"),
+        ({"actors": [stanza]}, ProfileError, "'mine': nowhere:NullSampleLog cannot be imported"),
         ({"rewards": [{"name": "nowhere:reward", "correct": True}]}, ProfileError, "nowhere"),
         ({"model": {"path": str(tmp_path / "none")}}, ModelError, "none"),
         ({"data": {"train": str(tmp_path / "none.jsonl")}}, DatasetError, "none.jsonl does not exist"),

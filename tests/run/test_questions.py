@@ -12,11 +12,10 @@ from msgspec import convert
 
 from clotho.config.schema import Profile
 from clotho.models.tokenizer import ChatTokenizer
-from clotho.run.questions import Questions, load_questions
+from clotho.run.startup import Questions, load_questions
 from protocols.errors import DatasetError, ModelError
 from protocols.evaluation import HeldOut
-from protocols.prompt import Problem
-from protocols.seeds import group_seed
+from protocols.prompt import Problem, group_seed
 from tests.fakes import CharacterTokenizer
 from tests.small_models import byte_tokenizer
 

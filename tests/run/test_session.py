@@ -15,8 +15,8 @@ from rich.console import Console
 
 from actors.prompter import Prompter
 from clotho.run import build_actors as boxes
-from clotho.run.context import Session
-from clotho.run.startup import Parts
+from clotho.run.context import RunContext
+from clotho.run.startup import Components
 from clotho.runtime.child import ChildState, ChildStatus, Restart
 from clotho.runtime.latest import Latest
 from clotho.runtime.queues import Mailbox
@@ -31,7 +31,7 @@ BOOKS = LedgerState(all_ended_below=3, ended_above=(6,), trained=2, discarded={"
 
 
 @pytest.fixture
-async def parts(tmp_path: Path) -> AsyncIterator[Parts]:
+async def parts(tmp_path: Path) -> AsyncIterator[Components]:
     """The parts of a run of ten steps of two groups."""
     async with assembled(tiny_profile(tmp_path)) as made:
         yield made
@@ -47,14 +47,14 @@ class Anyone:
         """Return."""
 
 
-def session_of(parts: Parts, **actors: Any) -> Session:
+def session_of(parts: Components, **actors: Any) -> RunContext:
     """A session with these actors at their boxes."""
-    session = Session(parts, Console(file=io.StringIO()), blas="none", listener=None)
+    session = RunContext(parts, Console(file=io.StringIO()), blas="none", listener=None)
     session.observe({"prompter": Anyone("prompter"), "monitor": Anyone("monitor"), **actors})
     return session
 
 
-def resumed(parts: Parts, *, asked: int) -> Parts:
+def resumed(parts: Components, *, asked: int) -> Components:
     """The same parts, of a run that had asked so many groups when it was killed."""
     state = RunState(
         step=2, version=2, fingerprint="", ledger=BOOKS, asked=asked, random_state=(), bad_steps=0, train_seconds=0.0,
@@ -63,14 +63,14 @@ def resumed(parts: Parts, *, asked: int) -> Parts:
     return structs.replace(parts, state=state, ledger=Ledger(BOOKS))
 
 
-def prompter(parts: Parts) -> Prompter:
+def prompter(parts: Components) -> Prompter:
     """The run's prompter."""
     session = SimpleNamespace(refills=Latest[int]("refills"))
     session.refills.put(0)
     return boxes.prompter(parts, cast(Any, session))(outbox=Mailbox[Any]("prompts", capacity=100).writer())
 
 
-async def test_the_books_of_a_whole_run_count_what_is_left_where_it_lies(parts: Parts) -> None:
+async def test_the_books_of_a_whole_run_count_what_is_left_where_it_lies(parts: Components) -> None:
     """Groups on their way to the learner, on inserted stretches too; the copies that a tap is given are no groups."""
     asking = prompter(parts)
     session = session_of(parts, prompter=asking)
@@ -85,7 +85,7 @@ async def test_the_books_of_a_whole_run_count_what_is_left_where_it_lies(parts: 
     assert not session.books.balance(complete=True).holds, "one too many: nothing is made to fit"
 
 
-async def test_of_a_run_cut_short_the_rest_is_carried_over(parts: Parts) -> None:
+async def test_of_a_run_cut_short_the_rest_is_carried_over(parts: Components) -> None:
     """Exactly what a resumed run asks again."""
     asking = prompter(parts)
     session = session_of(parts, prompter=asking)
@@ -97,7 +97,7 @@ async def test_of_a_run_cut_short_the_rest_is_carried_over(parts: Parts) -> None
 
 @pytest.mark.parametrize(("asked", "drained"), [(20, True), (9, True), (20, False), (26, False)])
 async def test_the_books_of_a_resumed_run_balance_however_much_was_asked_before(
-    parts: Parts, asked: int, drained: bool
+    parts: Components, asked: int, drained: bool
 ) -> None:
     """Drained at once, or with fewer steps than the life before it had: what is not asked again is carried over."""
     parts = resumed(parts, asked=asked)
@@ -116,7 +116,7 @@ async def test_the_books_of_a_resumed_run_balance_however_much_was_asked_before(
     assert balance.carried_over == max(0, asked - 20)
 
 
-async def test_a_prompter_that_does_not_say_is_counted_by_what_it_sent(parts: Parts) -> None:
+async def test_a_prompter_that_does_not_say_is_counted_by_what_it_sent(parts: Components) -> None:
     """Over all lives of the run."""
     session = session_of(parts)
     session.measure([filled("prompts", [prompt(0), prompt(1)])])
@@ -126,7 +126,7 @@ async def test_a_prompter_that_does_not_say_is_counted_by_what_it_sent(parts: Pa
     assert session.books.asked() == 4 + 2
 
 
-async def test_a_drain_is_the_prompters_to_do(parts: Parts) -> None:
+async def test_a_drain_is_the_prompters_to_do(parts: Components) -> None:
     """One that cannot be drained is no reason to fail: the user is told what helps."""
     asking = prompter(parts)
     session_of(parts, prompter=asking).drain()
@@ -137,17 +137,17 @@ async def test_a_drain_is_the_prompters_to_do(parts: Parts) -> None:
     assert [line["event"] for line in logs] == ["the prompter cannot be drained: once more stops the run at once"]
 
 
-async def test_nobody_waits_for_the_histories_of_another_monitor(parts: Parts) -> None:
+async def test_nobody_waits_for_the_histories_of_another_monitor(parts: Components) -> None:
     """A replaced monitor does not say how far it has come, unless it holds the session's cell."""
     assert session_of(parts).recorded._closed
-    session = Session(parts, Console(file=io.StringIO()), blas="none", listener=None)
+    session = RunContext(parts, Console(file=io.StringIO()), blas="none", listener=None)
     monitor = boxes.monitor(parts, session)(inbox=filled("reports", []).reader())
     session.observe({"monitor": monitor, "prompter": Anyone("prompter")})
     assert not session.recorded._closed
     await monitor.run()
 
 
-async def test_health_names_what_failed_and_what_hangs(parts: Parts) -> None:
+async def test_health_names_what_failed_and_what_hangs(parts: Components) -> None:
     """A failed bystander is no outage; a compute thread that does not move is."""
     session = session_of(parts)
     assert (session.health().status, session.health().detail) == ("ok", "")
@@ -164,12 +164,12 @@ async def test_health_names_what_failed_and_what_hangs(parts: Parts) -> None:
     assert session.health().status == "ok"
 
 
-async def test_the_api_samples_as_the_profile_does_where_a_request_does_not_say(parts: Parts) -> None:
+async def test_the_api_samples_as_the_profile_does_where_a_request_does_not_say(parts: Components) -> None:
     """So that an answer over HTTP is a rollout's unless something else is asked for."""
     assert session_of(parts).gateway_services().sampling == parts.profile.sampling
 
 
-async def test_a_checkpoint_counts_over_all_lives_of_the_run(parts: Parts) -> None:
+async def test_a_checkpoint_counts_over_all_lives_of_the_run(parts: Components) -> None:
     """Tokens of earlier lives included; what the learner says is kept as it is."""
     parts = resumed(parts, asked=9)
     asking = prompter(parts)
@@ -188,7 +188,7 @@ async def test_a_checkpoint_counts_over_all_lives_of_the_run(parts: Parts) -> No
     )  # fmt: skip
 
 
-async def test_the_summary_compares_the_base_policy_with_the_last(parts: Parts) -> None:
+async def test_the_summary_compares_the_base_policy_with_the_last(parts: Components) -> None:
     """Measurements in between are neither; an evaluator that keeps none leaves the table without."""
 
     def report(step: int, *, final: bool = False) -> EvalReport:
@@ -214,9 +214,9 @@ class Fetching(Anyone):
     under_way: ClassVar = {0: "a", 1: "a", 2: "b", 3: "a"}
 
 
-async def test_groups_from_environments_are_remembered_by_their_environment(parts: Parts) -> None:
+async def test_groups_from_environments_are_remembered_by_their_environment(parts: Components) -> None:
     """A checkpoint holds those that had not ended; cut short, the books carry them over, each to its own."""
-    session = Session(parts, Console(file=io.StringIO()), blas="none", listener=None)
+    session = RunContext(parts, Console(file=io.StringIO()), blas="none", listener=None)
     session.observe({"atropos_fetcher": Fetching("atropos_fetcher"), "monitor": Anyone("monitor")})
     parts.ledger.train(1, source="a")
     assert session.books.received() == {"a": 3, "b": 1}
@@ -227,20 +227,20 @@ async def test_groups_from_environments_are_remembered_by_their_environment(part
     assert not session.books.balance(complete=True).holds, "nothing lies anywhere, and three have not ended"
 
 
-async def test_numbers_that_the_fetcher_has_forgotten_are_of_whom_the_books_miss_a_group(parts: Parts) -> None:
+async def test_numbers_that_the_fetcher_has_forgotten_are_of_whom_the_books_miss_a_group(parts: Components) -> None:
     """It remembers so many of the latest; an older one may wait in a batch that takes long to form."""
     fetching = Fetching("atropos_fetcher")
     fetching.under_way = {2: "b", 3: "a"}  # type: ignore[misc]
-    session = Session(parts, Console(file=io.StringIO()), blas="none", listener=None)
+    session = RunContext(parts, Console(file=io.StringIO()), blas="none", listener=None)
     session.observe({"atropos_fetcher": fetching, "monitor": Anyone("monitor")})
     parts.ledger.train(1, source="a")
     assert session.books.under_way(parts.ledger) == {0: "a", 2: "b", 3: "a"}
     assert session.books.balance(complete=False).holds
 
 
-async def test_a_fetcher_that_does_not_say_what_it_received_is_taken_at_what_ended(parts: Parts) -> None:
+async def test_a_fetcher_that_does_not_say_what_it_received_is_taken_at_what_ended(parts: Components) -> None:
     """A user's own in its place."""
-    session = Session(parts, Console(file=io.StringIO()), blas="none", listener=None)
+    session = RunContext(parts, Console(file=io.StringIO()), blas="none", listener=None)
     session.observe({"atropos_fetcher": Anyone("atropos_fetcher"), "monitor": Anyone("monitor")})
     parts.ledger.train(0, source="a")
     assert session.books.balance(complete=True).sources["a"].holds

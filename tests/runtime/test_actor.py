@@ -6,8 +6,7 @@ import pytest
 from anyio import create_task_group, fail_after
 
 from clotho.runtime.actor import Actor
-from clotho.runtime.ends import EndOfMail, MailboxClosed, Outbox
-from clotho.runtime.queues import Mailbox
+from clotho.runtime.queues import EndOfStream, Mailbox, MailboxClosed, Outbox
 
 
 class _Half(Actor[int, float]):
@@ -38,7 +37,7 @@ async def _feed(outbox: Outbox[int], numbers: list[int]) -> None:
 
 
 async def test_a_failing_actor_closes_both_its_ends() -> None:
-    """Nobody up or down the flow is left waiting for it."""
+    """NullSampleLog up or down the flow is left waiting for it."""
     numbers: Mailbox[int] = Mailbox("numbers", capacity=2)
     halves: Mailbox[float] = Mailbox("halves", capacity=1)
     source, result = numbers.writer(), halves.reader()
@@ -46,7 +45,7 @@ async def test_a_failing_actor_closes_both_its_ends() -> None:
     await source.send(-1)
     with pytest.raises(ValueError, match="cannot halve -1"):
         await actor.run()
-    with pytest.raises(EndOfMail):
+    with pytest.raises(EndOfStream):
         await result.receive()
     with pytest.raises(MailboxClosed):
         await source.send(1)

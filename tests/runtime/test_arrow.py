@@ -10,8 +10,7 @@ import pytest
 from clotho.runtime.actor import Actor
 from clotho.runtime.child import Child, Restart, temporary, transient
 from clotho.runtime.edges import Arrow, Tee
-from clotho.runtime.ends import EndOfMail, Inbox, MailboxClosed, Outbox
-from clotho.runtime.queues import Mailbox
+from clotho.runtime.queues import EndOfStream, Inbox, Mailbox, MailboxClosed, Outbox
 from tests.actors.boxes import cancelled_midway, everything, filled
 
 
@@ -126,7 +125,7 @@ async def test_however_a_tee_ends_it_closes_all_its_ends(end: str) -> None:
         await cancelled_midway(tee.run)
         assert await everything(reader) == ["1"]
     assert (await everything(tapped))[0] == "1"
-    with pytest.raises(EndOfMail):
+    with pytest.raises(EndOfStream):
         await tapped.receive()
     with pytest.raises(MailboxClosed):
         inbox.reader()

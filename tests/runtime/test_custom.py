@@ -16,10 +16,9 @@ from msgspec import convert
 from actors.prompter import Prompter
 from clotho.config.schema import ActorSection
 from clotho.runtime.child import Child, Restart
-from clotho.runtime.ends import Inbox
 from clotho.runtime.latest import Latest
 from clotho.runtime.plugins import CustomActors, Services, load_factory
-from clotho.runtime.queues import Mailbox
+from clotho.runtime.queues import Inbox, Mailbox
 from clotho.runtime.supervisor import Supervisor
 from protocols.errors import ProfileError
 from protocols.weights import WeightsReady
@@ -184,7 +183,7 @@ def test_the_restart_policy_is_the_stanzas(restart: str) -> None:
         ("Immediate", "made 'Immediate', which is no actor"),
         ("prompt", "cannot be made with the arguments"),
         ("SERVICES", "SERVICES is a Services, not a class"),
-        ("Nobody", "Nobody cannot be imported: AttributeError"),
+        ("NullSampleLog", "NullSampleLog cannot be imported: AttributeError"),
     ],
 )
 def test_what_is_no_actor_is_refused_in_one_line(factory: str, complaint: str) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from msgspec import Struct
 
-from tests.e2e.running import Books, assert_recorded, lines, run
+from tests.e2e.running import GroupAccounting, assert_recorded, lines, run
 
 PAGE = Path(__file__).parents[2] / "docs" / "actors.md"
 EXAMPLE = re.compile(r"```python\n# (\w+)\.py\n(.*?)```\s+```toml\n(.*?)```", re.DOTALL)
@@ -22,7 +22,7 @@ class Ran(Struct, frozen=True, kw_only=True):
     """A short run with all four examples. stanzas: by mode."""
 
     directory: Path
-    books: Books
+    books: GroupAccounting
     groups: list[dict[str, Any]]
     stanzas: dict[str, dict[str, Any]]
 
@@ -64,7 +64,7 @@ def test_the_books_balance_with_all_of_them(ran: Ran) -> None:
 
 
 def test_the_replaced_scorer_gives_the_rewards(ran: Ran) -> None:
-    """They are those of the example, and the group was learnt from under its advantages."""
+    """They are those of the example, and the group was learned from under its advantages."""
     scale = ran.stanzas["replace"]["options"]["scale"]
     trained = [group for group in ran.groups if group["outcome"] == "trained"]
     assert trained

@@ -7,8 +7,7 @@ import pytest
 from anyio import CancelScope, create_task_group, fail_after, sleep_forever, wait_all_tasks_blocked
 
 from clotho.runtime.child import permanent, temporary, transient
-from clotho.runtime.ends import Inbox, MailboxClosed, Outbox
-from clotho.runtime.queues import Mailbox
+from clotho.runtime.queues import Inbox, Mailbox, MailboxClosed, Outbox
 from clotho.runtime.supervisor import Supervisor
 from protocols.errors import ActorError
 from tests.runtime.scene import Scene, Script

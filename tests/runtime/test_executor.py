@@ -135,10 +135,10 @@ def test_decoding_alone_is_counted_apart_from_decoding_beside_a_job() -> None:
 
     class Last(Spinner):
         def tick(self) -> int:
-            drawn = super().tick()
+            sampled = super().tick()
             if not self.has_work:
                 done.set()
-            return drawn
+            return sampled
 
     executor.start()
     executor.attach(Last(100, clock))

@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import pytest
 from anyio import create_task_group, fail_after, wait_all_tasks_blocked
 
-from clotho.runtime.futures import WorkCancelled, finish
+from clotho.runtime.compute_thread import WorkCancelled, finish
 
 
 async def test_finish_returns_or_raises_what_the_work_did() -> None:
@@ -20,7 +20,7 @@ async def test_finish_returns_or_raises_what_the_work_did() -> None:
 
 
 async def test_cancelling_the_waiter_cancels_work_that_has_not_begun() -> None:
-    """Nobody wants the result any more, so the thread is told."""
+    """NullSampleLog wants the result any more, so the thread is told."""
     future: Future[int] = Future()
     with fail_after(5):
         async with create_task_group() as group:

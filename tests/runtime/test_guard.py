@@ -7,7 +7,7 @@ from concurrent.futures import Future
 import anyio
 import pytest
 
-from clotho.runtime.guard import Guard
+from clotho.runtime.watchdog import Guard
 from tests.actors.boxes import cancelled_midway
 
 

@@ -7,8 +7,8 @@ from contextlib import suppress
 import pytest
 from anyio import create_task_group, fail_after, to_thread, wait_all_tasks_blocked
 
-from clotho.runtime.ends import EndOfMail, MailboxClosed
 from clotho.runtime.latest import Latest, wait_until
+from clotho.runtime.queues import EndOfStream, MailboxClosed
 
 
 def test_an_empty_cell_has_no_value() -> None:
@@ -54,7 +54,7 @@ async def test_changed_follows_the_revisions_without_missing_the_last() -> None:
     seen: list[str] = []
 
     async def follow() -> None:
-        with suppress(EndOfMail):
+        with suppress(EndOfStream):
             while True:
                 seen.append(await cell.changed(after=cell.revision if seen else 0))
 
@@ -79,7 +79,7 @@ async def test_a_closed_cell_keeps_its_value_and_takes_no_other() -> None:
     cell.close()
     assert cell.value == 3
     assert await cell.wait_until(lambda version: version == 3) == 3
-    with pytest.raises(EndOfMail):
+    with pytest.raises(EndOfStream):
         await cell.wait_until(lambda version: version > 3)
     with pytest.raises(MailboxClosed):
         cell.put(4)
@@ -93,7 +93,7 @@ async def test_the_close_wakes_those_who_wait() -> None:
     async def wait() -> None:
         try:
             await cell.wait_until(lambda version: version > 3)
-        except EndOfMail:
+        except EndOfStream:
             ended.append("told")
 
     with fail_after(5):
@@ -141,7 +141,7 @@ async def test_it_is_given_up_when_no_cell_can_change_any_more() -> None:
     ended: list[str] = []
 
     async def wait() -> None:
-        with pytest.raises(EndOfMail):
+        with pytest.raises(EndOfStream):
             await wait_until(lambda: False, left, right)
         ended.append("told")
 

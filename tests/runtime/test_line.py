@@ -9,8 +9,7 @@ import pytest
 from anyio import CancelScope, create_task_group, fail_after, wait_all_tasks_blocked
 from anyio.lowlevel import checkpoint
 
-from clotho.runtime.ends import EndOfMail, Inbox, Outbox
-from clotho.runtime.queues import Mailbox
+from clotho.runtime.queues import EndOfStream, Inbox, Mailbox, Outbox
 
 
 async def test_a_message_given_to_a_reader_cancelled_at_that_moment_goes_to_the_next() -> None:
@@ -56,7 +55,7 @@ async def test_the_last_message_reaches_the_other_reader_even_after_the_end(alre
     first.cancel()
     with fail_after(5):
         assert await second == 1
-        with pytest.raises(EndOfMail):
+        with pytest.raises(EndOfStream):
             await other.receive()
 
 
@@ -72,7 +71,7 @@ async def test_a_message_given_to_a_reader_closed_at_that_moment_goes_to_the_nex
     closing.close()
     with fail_after(5):
         assert await second == 1
-        with pytest.raises(EndOfMail):
+        with pytest.raises(EndOfStream):
             await first
 
 
@@ -122,7 +121,7 @@ class _Hostile:
                 self.scopes.add(scope)
                 try:
                     self.received.append(await inbox.receive())
-                except EndOfMail:
+                except EndOfStream:
                     return
                 finally:
                     self.scopes.discard(scope)

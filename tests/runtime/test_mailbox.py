@@ -8,8 +8,7 @@ import anyio
 import pytest
 from anyio import create_task_group, fail_after, to_thread, wait_all_tasks_blocked
 
-from clotho.runtime.ends import EndOfMail, Inbox, MailboxClosed, Outbox
-from clotho.runtime.queues import Mailbox
+from clotho.runtime.queues import EndOfStream, Inbox, Mailbox, MailboxClosed, Outbox
 
 
 async def _send_all(outbox: Outbox[int], items: range) -> None:
@@ -97,9 +96,9 @@ async def test_a_mailbox_ends_only_when_every_writer_has_closed() -> None:
     await second.send(2)
     second.close()
     assert [item async for item in reader] == [1, 2]
-    with pytest.raises(EndOfMail):
+    with pytest.raises(EndOfStream):
         await reader.receive()
-    with pytest.raises(EndOfMail):
+    with pytest.raises(EndOfStream):
         reader.receive_nowait()
     with pytest.raises(MailboxClosed, match="open every writer before"):
         mailbox.writer()

@@ -64,7 +64,7 @@ async def test_a_failure_before_the_handshake_ends_the_run_without_starting_the_
 
 
 async def test_a_failure_while_another_child_is_starting_ends_the_run() -> None:
-    """Nobody waits for a handshake in a run that is over."""
+    """NullSampleLog waits for a handshake in a run that is over."""
     diary: list[str] = []
     box, gateway = Script("box", diary), Ready("gateway", diary)
     scene = Scene(transient(box), permanent(gateway), transient(Script("last", diary)))

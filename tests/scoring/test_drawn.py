@@ -1,4 +1,4 @@
-"""What the policy did not draw is read, and never learnt from."""
+"""What the policy did not draw is read, and never learned from."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from clotho.config.presets import recommended
 from clotho.config.schema import LearnerSection
 from clotho.models.parameters import flat
 from clotho.models.policy import Policy
-from clotho.scoring.draws import SampledLaw
+from clotho.scoring.token_scores import SamplingDistribution
 from clotho.training.objectives.registry import OBJECTIVES
 from clotho.training.update import Update
 from protocols.sampling import Completion
@@ -43,10 +43,10 @@ EVERYTHING: dict[str, Any] = {
 
 
 def otherwise(group: ScoredGroup) -> ScoredGroup:
-    """The same group with nonsense said of all tokens that were not drawn."""
+    """The same group with nonsense said of all tokens that were not sampled."""
 
     def row(completion: Completion, values: Sequence[Any], nonsense: Any) -> tuple[Any, ...]:
-        return tuple(v if yes else nonsense for v, yes in zip(values, completion.drawn, strict=True))
+        return tuple(v if yes else nonsense for v, yes in zip(values, completion.sampled, strict=True))
 
     before = group.group.completions
     completions = [
@@ -85,22 +85,24 @@ def test_what_is_said_of_tokens_that_were_not_drawn_changes_nothing(objective: s
 
 def two_turns(**fields: Any) -> ScoredGroup:
     """Two completions of two turns each: the policy drew 3 4 and 5 of the first, 6 and 7 8 of the second."""
-    first = replace(completion([3, 4, 20, 21, 5], [-1.5, -1.0, 0.0, 0.0, -2.0]), drawn=(True, True, False, False, True))
+    first = replace(
+        completion([3, 4, 20, 21, 5], [-1.5, -1.0, 0.0, 0.0, -2.0]), sampled=(True, True, False, False, True)
+    )
     second = replace(
-        completion([6, 22, 7, 8, 23], [-1.2, 0.0, -0.7, -3.0, 0.0]), drawn=(True, False, True, True, False)
+        completion([6, 22, 7, 8, 23], [-1.2, 0.0, -0.7, -3.0, 0.0]), sampled=(True, False, True, True, False)
     )
     return with_completions(scored_group([[3], [6]], [1.0, 0.0]), [first, second], **fields)
 
 
 def naive_loss(policy: Policy, weights: dict[str, mx.array], group: ScoredGroup) -> mx.array:
-    """The mean over the drawn tokens of -min(r A, clip(r) A), of whole logits, for MLX to differentiate."""
+    """The mean over the sampled tokens of -min(r A, clip(r) A), of whole logits, for MLX to differentiate."""
     policy.model.load_weights(list(weights.items()), strict=False)
     losses = []
     for i, c in enumerate(group.group.completions):
         tokens = (*group.group.prompt.tokens, *c.tokens)
         logits_S_V = policy.model(mx.array([tokens[:-1]]))[0]
         logp_S_V = logits_S_V - mx.logsumexp(logits_S_V, axis=-1, keepdims=True)
-        for t in np.flatnonzero(c.drawn).tolist():
+        for t in np.flatnonzero(c.sampled).tolist():
             logp = logp_S_V[len(group.group.prompt.tokens) + t - 1, c.tokens[t]]
             r, A = mx.exp(logp - c.logprobs[t]), (0.5 if i == 0 else -0.5) / (0.5 + 1e-4)
             losses.append(-mx.minimum(r * A, mx.clip(r, 0.8, 1.2) * A))
@@ -108,12 +110,12 @@ def naive_loss(policy: Policy, weights: dict[str, mx.array], group: ScoredGroup)
 
 
 def nearly_on_policy(policy: Policy, group: ScoredGroup) -> ScoredGroup:
-    """The same group, drawn by a sampler that says a tenth of a nat more, or less, than the policy."""
+    """The same group, sampled by a sampler that says a tenth of a nat more, or less, than the policy."""
     completions = []
     for i, c in enumerate(group.group.completions):
         logprobs = np.zeros(len(c.tokens))
-        own = drawn_by(policy, policy.trainable(), group, i)
-        logprobs[np.flatnonzero(c.drawn)] = own + 0.1 * np.cos(np.arange(len(own)))
+        own = sampled_by(policy, policy.trainable(), group, i)
+        logprobs[np.flatnonzero(c.sampled)] = own + 0.1 * np.cos(np.arange(len(own)))
         completions.append(replace(c, logprobs=tuple(logprobs.tolist())))
     return with_completions(group, completions)
 
@@ -124,7 +126,7 @@ def test_two_turns_of_a_transformer_learn_what_a_naive_evaluation_says(layout: A
     policy = tiny_policy()
     group = nearly_on_policy(policy, two_turns())
     settings = LearnerSection(aggregation="token_mean", layout=layout)
-    value, arrays = whole_gradient(policy, [group], settings, law=SampledLaw(1.0))
+    value, arrays = whole_gradient(policy, [group], settings, distribution=SamplingDistribution(1.0))
     weights = flat(policy.trainable())
     expected, slopes = mx.value_and_grad(lambda weights: naive_loss(policy, weights, group))(weights)
     assert value == pytest.approx(expected.item(), abs=1e-5)
@@ -153,7 +155,7 @@ def test_what_was_not_drawn_is_read() -> None:
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "token_sum", "group_mean"])
 def test_a_completion_without_a_drawn_token_is_left_out(aggregation: str) -> None:
     """As if it were empty: its reward counts in the group's mean, and nothing else of it does."""
-    silent = replace(completion([5, 6], [0.0, 0.0]), drawn=(False, False))
+    silent = replace(completion([5, 6], [0.0, 0.0]), sampled=(False, False))
     updates = []
     for third in (silent, completion([], [])):
         group = scored_group([[3, 4], [7], []], [1.0, 0.0, 0.5])
@@ -166,7 +168,7 @@ def test_a_completion_without_a_drawn_token_is_left_out(aggregation: str) -> Non
 
 def test_an_update_without_a_drawn_token_is_refused() -> None:
     """There is nothing to learn from."""
-    silent = replace(completion([5, 6], [0.0, 0.0]), drawn=(False, False))
+    silent = replace(completion([5, 6], [0.0, 0.0]), sampled=(False, False))
     group = with_completions(scored_group([[5]], [1.0]), [silent])
     with pytest.raises(ValueError, match="at least one completion token"):
         finish(learner(tiny_policy()).update([group]))
@@ -178,24 +180,24 @@ def test_fresh_tokens_are_drawn_ones() -> None:
     tokens = (1, 2, 3, 4, 20, 21, 5)
     logits_S_V = policy.model(mx.array([tokens[:-1]]))[0]
     logp_S_V = np.array(logits_S_V - mx.logsumexp(logits_S_V, axis=-1, keepdims=True))
-    drawn = (True, True, False, False, True)
-    logprobs = [float(logp_S_V[t + 1, tokens[t + 2]]) if yes else 0.0 for t, yes in enumerate(drawn)]
-    one = replace(completion(tokens[2:], logprobs), drawn=drawn)
+    sampled = (True, True, False, False, True)
+    logprobs = [float(logp_S_V[t + 1, tokens[t + 2]]) if yes else 0.0 for t, yes in enumerate(sampled)]
+    one = replace(completion(tokens[2:], logprobs), sampled=sampled)
     group = with_completions(scored_group([[3], [4]], [1.0, 0.0]), [one, one])
     metrics = finish(learner(policy).update([group])).metrics
     assert metrics.mismatch_kl == pytest.approx(0.0, abs=1e-6)
     assert (metrics.ratio_mean, metrics.ess) == pytest.approx((1.0, 1.0), abs=1e-5)
 
 
-def drawn_by(policy: Policy, parameters: Any, group: ScoredGroup, i: int) -> np.ndarray:
-    """Log-probability of the drawn tokens of a completion, at its temperature, the plain way."""
+def sampled_by(policy: Policy, parameters: Any, group: ScoredGroup, i: int) -> np.ndarray:
+    """Log-probability of the sampled tokens of a completion, at its temperature, the plain way."""
     prompt, c = group.group.prompt.tokens, group.group.completions[i]
     with policy.using(parameters):
         logits = policy.model(mx.array([[*prompt, *c.tokens]]))[0, len(prompt) - 1 : -1]
         logits = logits / (group.temperatures[i] if group.temperatures else 1.0)
         logp = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
         logp_T = np.array(mx.take_along_axis(logp, mx.array(c.tokens)[:, None], axis=-1)[:, 0], dtype=np.float64)
-    return logp_T[np.flatnonzero(c.drawn)]
+    return logp_T[np.flatnonzero(c.sampled)]
 
 
 @pytest.mark.parametrize("temperatures", [(), (0.7, 1.3)])
@@ -207,7 +209,10 @@ def test_how_far_an_update_moved_the_policy_is_measured_on_drawn_tokens(
     policy, group = tiny_policy(), two_turns(temperatures=temperatures)
     update: Update = finish(learner(policy, watched=True, micro_batch_tokens=budget, learning_rate=0.1).update([group]))
     ratio_N = np.concatenate(
-        [drawn_by(policy, update.parameters, group, i) - drawn_by(policy, policy.trainable(), group, i) for i in (0, 1)]
+        [
+            sampled_by(policy, update.parameters, group, i) - sampled_by(policy, policy.trainable(), group, i)
+            for i in (0, 1)
+        ]
     )
     assert update.metrics.step_kl == pytest.approx(np.mean(np.exp(ratio_N) - 1.0 - ratio_N), rel=1e-3)
 
@@ -216,17 +221,17 @@ def test_all_tokens_drawn_is_the_same_as_nothing_said() -> None:
     """Bit for bit."""
     groups = random_groups(5)
     said = [
-        with_completions(g, [replace(c, drawn=(True,) * len(c.tokens)) for c in g.group.completions]) for g in groups
+        with_completions(g, [replace(c, sampled=(True,) * len(c.tokens)) for c in g.group.completions]) for g in groups
     ]
     one, two = (finish(learner(BigramPolicy()).update(given)) for given in (groups, said))
     assert same_bits(one.parameters, two.parameters)
 
 
 def test_cut_off_completions_are_told_by_how_they_ended() -> None:
-    """`mask_truncated` looks at the reason, whatever was drawn last."""
+    """`mask_truncated` looks at the reason, whatever was sampled last."""
     group = two_turns()
     first, second = group.group.completions
     cut = with_completions(group, [replace(first, finish_reason="length"), second])
     settings = convert({"mask_truncated": True}, LearnerSection)
     assert finish(learner(tiny_policy(), mask_truncated=True).update([cut])).metrics.tokens == 3
-    assert whole_gradient(tiny_policy(), [cut], settings, law=SampledLaw(1.0))[0] > 0.1
+    assert whole_gradient(tiny_policy(), [cut], settings, distribution=SamplingDistribution(1.0))[0] > 0.1

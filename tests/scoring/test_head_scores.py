@@ -12,13 +12,13 @@ import pytest
 
 from clotho.models.head import SplitModel, split_model
 from clotho.models.parameters import Parameters, flat
-from clotho.scoring.draws import Draws, SampledLaw, Teacher
 from clotho.scoring.head_scores import HeadScores, TokenScores
+from clotho.scoring.token_scores import SampledTokens, SamplingDistribution, Teacher
 from tests.small_models import tiny
 from tests.training.learning import Bigram
 
 VOCAB = 64
-LAW = SampledLaw(0.7, ((5, 1.5), (60, -0.5)))
+LAW = SamplingDistribution(0.7, ((5, 1.5), (60, -0.5)))
 TOKENS = mx.array([[3, 1, 4, 1, 5, 9, 2, 6], [2, 7, 1, 8, 2, 8, 1, 8]])
 POSITIONS = mx.array([0, 1, 2, 3, 4, 5, 6, 8, 9, 10, 11])
 TARGETS = mx.array([1, 4, 1, 5, 9, 2, 6, 7, 1, 8, 2])
@@ -94,7 +94,7 @@ def test_pieces_give_the_scores_and_gradients_of_the_whole(head: str, rows: int,
     model = tiny(architecture, vocab_size=VOCAB, **settings)
     model.train()
     split, head_scores = pieces_of(model, rows)
-    value, arrays = gradient(model, lambda: head_scores(states(split), Draws(TARGETS, support, LAW)))
+    value, arrays = gradient(model, lambda: head_scores(states(split), SampledTokens(TARGETS, support, LAW)))
     expected, expected_arrays = gradient(model, lambda: plain(whole(model), support))
     assert value == pytest.approx(expected, rel=1e-5)
     assert_equal(arrays, expected_arrays)
@@ -108,7 +108,7 @@ def test_gradients_taken_while_the_logits_are_there_are_those_of_the_whole(head:
     model = tiny(architecture, vocab_size=VOCAB, **settings)
     split, head_scores = pieces_of(model, rows)
     model.freeze()
-    draws = Draws(TARGETS, None, LAW, TEMPERATURES)
+    draws = SampledTokens(TARGETS, None, LAW, TEMPERATURES)
     hidden_N_D = states(split)
     found = {}
     for logp_only in (True, False):
@@ -138,7 +138,7 @@ def test_pieces_keep_each_tokens_temperature_and_teacher(head: str, rows: int, s
     architecture, settings = HEADS[head]
     model = tiny(architecture, vocab_size=VOCAB, **settings)
     model.train()
-    draws = Draws(TARGETS, support, LAW, TEMPERATURES, TEACHER)
+    draws = SampledTokens(TARGETS, support, LAW, TEMPERATURES, TEACHER)
     found = []
     for count in (100, rows):
         split, head_scores = pieces_of(model, count)
@@ -168,7 +168,7 @@ def test_a_quantised_head_passes_gradients_through() -> None:
     model = quantised_head()
     split, head_scores = pieces_of(model, 3)
     assert split.head_weights() == {}
-    _, arrays = gradient(model, lambda: head_scores(states(split), Draws(TARGETS, None, LAW)))
+    _, arrays = gradient(model, lambda: head_scores(states(split), SampledTokens(TARGETS, None, LAW)))
     _, expected = gradient(model, lambda: plain(whole(model), None))
     assert_equal(arrays, expected)
 
@@ -180,7 +180,7 @@ def test_weights_in_bfloat16_have_gradients_summed_in_float32() -> None:
 
     def in_pieces_of(rows: int) -> dict[str, mx.array]:
         split, head_scores = pieces_of(model, rows)
-        return gradient(model, lambda: head_scores(states(split), Draws(TARGETS, None, LAW)))[1]
+        return gradient(model, lambda: head_scores(states(split), SampledTokens(TARGETS, None, LAW)))[1]
 
     one_piece = in_pieces_of(100)
     for name, array in in_pieces_of(1).items():
@@ -199,7 +199,7 @@ def test_the_model_holds_what_it_held(rows: int) -> None:
 
     def loss(traced: Parameters) -> mx.array:
         model.update(traced)
-        scores = head_scores(split.blocks(TOKENS)[0], Draws(TARGETS[:8], None, LAW))
+        scores = head_scores(split.blocks(TOKENS)[0], SampledTokens(TARGETS[:8], None, LAW))
         held = flat(model.parameters())
         assert all(held[name] is array for name, array in flat(traced).items())
         model.update(parameters)
@@ -216,8 +216,8 @@ def test_a_head_trained_under_other_weights_uses_them() -> None:
     hidden_N_D = states(split)
     doubled = {name: 2 * array for name, array in split.head_weights().items()}
     with split.using(doubled):
-        inside = head_scores(hidden_N_D, Draws(TARGETS, None, LAW))
-    outside = head_scores(2 * hidden_N_D, Draws(TARGETS, None, LAW))
+        inside = head_scores(hidden_N_D, SampledTokens(TARGETS, None, LAW))
+    outside = head_scores(2 * hidden_N_D, SampledTokens(TARGETS, None, LAW))
     np.testing.assert_allclose(np.array(inside.logp_N), np.array(outside.logp_N), rtol=1e-5)
 
 
@@ -242,7 +242,7 @@ def test_memory_does_not_grow_with_the_number_of_tokens(differentiated: bool, ta
 
         def loss(hidden_N_D: mx.array) -> mx.array:
             teacher = Teacher(target_N[:, None], mx.ones((length, 1))) if taught else None
-            draws = Draws(target_N, None, LAW, teacher=teacher)
+            draws = SampledTokens(target_N, None, LAW, teacher=teacher)
             scores = head_scores(hidden_N_D, draws, logp_only=logp_only)
             return sum((mx.sum(score_N) for score_N in scores if score_N is not None), mx.array(0.0))
 

@@ -7,9 +7,9 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
-from clotho.scoring.head_scores import SampledLaw
+from clotho.scoring.head_scores import SamplingDistribution
 from clotho.scoring.layouts.micro_batches import build_micro_batches
-from clotho.scoring.scored_only import scored_only
+from clotho.scoring.sequences import scored_only
 from clotho.scoring.teacher_forcing import TeacherForcing
 from protocols.errors import ModelError
 from tests.small_models import tiny
@@ -18,26 +18,28 @@ from tests.training.learning import VOCAB, Bigram, tiny_policy
 PROMPT, TOKENS = (3, 1, 4), (1, 5, 9, 2, 6)
 
 
-def slow_scores(logits_V: np.ndarray, target: int, law: SampledLaw) -> tuple[float, float]:
+def slow_scores(logits_V: np.ndarray, target: int, distribution: SamplingDistribution) -> tuple[float, float]:
     """Log-probability and entropy of one token, in float64, from the definition."""
     z_V = logits_V.astype(np.float64)
-    for token, addend in law.logit_bias:
+    for token, addend in distribution.logit_bias:
         z_V[token] += addend
-    p_V = np.exp(z_V / law.temperature)
+    p_V = np.exp(z_V / distribution.temperature)
     p_V /= p_V.sum()
     return float(np.log(p_V[target])), float(-(p_V * np.log(p_V)).sum())
 
 
-@pytest.mark.parametrize("law", [SampledLaw(1.0), SampledLaw(0.6, ((2, 1.5), (9, -2.0)))])
+@pytest.mark.parametrize("distribution", [SamplingDistribution(1.0), SamplingDistribution(0.6, ((2, 1.5), (9, -2.0)))])
 @pytest.mark.parametrize("layout", ["padded", "packed", "shared", "auto"])
-def test_scores_equal_those_of_the_whole_model_one_token_at_a_time(layout: str, law: SampledLaw) -> None:
+def test_scores_equal_those_of_the_whole_model_one_token_at_a_time(
+    layout: str, distribution: SamplingDistribution
+) -> None:
     """The slow twin: full logits of each context alone, softmax in float64."""
     model = tiny_policy().model
-    scores = TeacherForcing(model, VOCAB, layout=layout).sequence(PROMPT, TOKENS, law=law)
+    scores = TeacherForcing(model, VOCAB, layout=layout).sequence(PROMPT, TOKENS, distribution=distribution)
     assert scores.logp_N.shape == scores.entropy_N.shape == (len(TOKENS),)
     for t, token in enumerate(TOKENS):
         logits_V = np.array(model(mx.array([PROMPT + TOKENS[:t]]))[0, -1])
-        logp, entropy = slow_scores(logits_V, token, law)
+        logp, entropy = slow_scores(logits_V, token, distribution)
         assert scores.logp_N[t].item() == pytest.approx(logp, abs=2e-5)
         assert scores.entropy_N[t].item() == pytest.approx(entropy, abs=2e-5)
 
@@ -52,12 +54,12 @@ class MixesPositions(Bigram):
 
 @pytest.mark.parametrize("whole", [False, True])
 def test_the_support_of_a_token_limits_its_distribution(whole: bool) -> None:
-    """Of two tokens that could be drawn, the probabilities are those of their logits alone; split or not."""
+    """Of two tokens that could be sampled, the probabilities are those of their logits alone; split or not."""
     model: nn.Module = MixesPositions(vocab_size=VOCAB) if whole else tiny_policy().model
     support = np.array([1, 7], dtype="<u4").tobytes()
     sequence = scored_only(PROMPT, TOKENS[:1])._replace(supports=(support,))
     (micro,) = build_micro_batches([sequence], layout="padded", budget=1)
-    scores = TeacherForcing(model, VOCAB)(micro, law=SampledLaw(1.0))
+    scores = TeacherForcing(model, VOCAB)(micro, distribution=SamplingDistribution(1.0))
     logits_V = np.array(model(mx.array([PROMPT]))[0, -1])
     assert scores.logp_N[0].item() == pytest.approx(-np.log1p(np.exp(logits_V[7] - logits_V[1])), abs=2e-5)
 
@@ -80,10 +82,12 @@ def test_a_model_that_cannot_be_split_runs_whole_on_padded_rows() -> None:
     model = MixesPositions(vocab_size=VOCAB)
     forcing = TeacherForcing(model, VOCAB, layout="auto")
     assert forcing.layout == "padded"
-    scores = forcing.sequence(PROMPT, TOKENS, law=SampledLaw(0.5))
+    scores = forcing.sequence(PROMPT, TOKENS, distribution=SamplingDistribution(0.5))
     logits_S_V = np.array(model(mx.array([PROMPT + TOKENS[:-1]]))[0])[len(PROMPT) - 1 :]
-    expected = [slow_scores(row_V, token, SampledLaw(0.5))[0] for row_V, token in zip(logits_S_V, TOKENS, strict=True)]
+    expected = [
+        slow_scores(row_V, token, SamplingDistribution(0.5))[0] for row_V, token in zip(logits_S_V, TOKENS, strict=True)
+    ]
     np.testing.assert_allclose(np.array(scores.logp_N), expected, rtol=1e-5)
     (micro,) = build_micro_batches([scored_only(PROMPT, TOKENS)], layout="shared", budget=1)
     with pytest.raises(ValueError, match="runs whole"):
-        forcing(micro, law=SampledLaw(1.0))
+        forcing(micro, distribution=SamplingDistribution(1.0))

@@ -80,11 +80,11 @@ def test_what_is_probed_is_what_serves(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_running_rows_do_not_notice_a_probe() -> None:
-    """They draw what they would have drawn without it."""
+    """They draw what they would have sampled without it."""
     source = tiny_source()
     engine = make_engine(source)
     answer = ask(engine, prompt_of(6), FREE, (3,))
-    tick_until(engine, lambda: engine.stats().tokens_drawn == 2)
+    tick_until(engine, lambda: engine.stats().tokens_sampled == 2)
     probe(BigramPolicy(source.model, vocab_size=source.vocab_size), engine, (1, 2, 3), (4, 5), 1.0)
     run(engine)
     assert answer.completions[0].tokens == alone(source, prompt_of(6), FREE, 3).tokens

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from clotho.models.parameters import flat, nested
-from clotho.scoring.head_scores import SampledLaw
+from clotho.scoring.head_scores import SamplingDistribution
 from clotho.scoring.prompt_logprobs import prompt_logprobs
 from clotho.scoring.teacher_forcing import TeacherForcing
 from protocols.errors import GenerationError
-from protocols.prompt_logprobs import PromptLogprobs
+from protocols.sampling import PromptLogprobs
 from tests.small_models import tiny
 from tests.training.learning import VOCAB, BigramPolicy, finish, tiny_policy
 
@@ -26,7 +26,7 @@ def test_they_are_those_of_teacher_forcing_however_the_prompt_is_cut(architectur
     """Attention, sliding windows, recurrence; a token at a time, or all at once."""
     policy = BigramPolicy(tiny(architecture), vocab_size=64)
     found = finish(prompt_logprobs(policy, TOKENS, top=0, chunk=chunk))
-    forced = TeacherForcing(policy.model, 64).sequence(TOKENS[:1], TOKENS[1:], law=SampledLaw(1.0))
+    forced = TeacherForcing(policy.model, 64).sequence(TOKENS[:1], TOKENS[1:], distribution=SamplingDistribution(1.0))
     assert found.logprobs == pytest.approx(np.array(forced.logp_N).tolist(), abs=2e-4)
 
 
@@ -48,8 +48,10 @@ def test_the_alternatives_are_the_most_probable_tokens_best_first() -> None:
 def test_a_temperature_is_that_of_the_law() -> None:
     """As teacher forcing has it; the alternatives too, which are as many and as probable as the vocabulary has."""
     policy = tiny_policy()
-    found = finish(prompt_logprobs(policy, TOKENS, top=VOCAB, chunk=5, law=SampledLaw(0.6)))
-    forced = TeacherForcing(policy.model, VOCAB).sequence(TOKENS[:1], TOKENS[1:], law=SampledLaw(0.6))
+    found = finish(prompt_logprobs(policy, TOKENS, top=VOCAB, chunk=5, distribution=SamplingDistribution(0.6)))
+    forced = TeacherForcing(policy.model, VOCAB).sequence(
+        TOKENS[:1], TOKENS[1:], distribution=SamplingDistribution(0.6)
+    )
     assert found.logprobs == pytest.approx(np.array(forced.logp_N).tolist(), abs=2e-4)
     for place, token, logprob in zip(found.top_logprobs, TOKENS[1:], found.logprobs, strict=True):
         assert dict(place)[token] == pytest.approx(logprob, abs=1e-4)

@@ -114,7 +114,7 @@ class Clients:
         return {"healthy": server.server_healthy}
 
     async def endless(self, kind: str) -> dict[str, Any]:
-        """A group that is still being drawn when this process ends."""
+        """A group that is still being sampled when this process ends."""
         return await self.managed(kind, f"{kind}-endless", n=GROUP, max_tokens=900, ignore_eos=True)
 
 

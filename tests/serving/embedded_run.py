@@ -11,10 +11,10 @@ import anyio
 from msgspec import structs
 from rich.console import Console
 
-from clotho.inference.sample_log import DrawnLog
-from clotho.run.context import Session
-from clotho.run.startup import Parts
-from clotho.serving.server import Gateway
+from clotho.inference.sample_log import SampleLog
+from clotho.run.context import RunContext
+from clotho.run.startup import Components
+from clotho.serving.server import ApiServer
 from clotho.serving.services import HealthReport
 from protocols.sampling import Completion, SampleRequest
 from tests.run.assembled import assembled, tiny_profile
@@ -26,28 +26,28 @@ class Notes:
     """What the run remembers, and all of it in order."""
 
     def __init__(self) -> None:
-        self.log = DrawnLog()
+        self.log = SampleLog()
         self.taken: list[tuple[SampleRequest, Completion, str]] = []
         self.health: list[HealthReport] = []
         self.heard = anyio.Event()
 
-    def remember(self, request: SampleRequest, completion: Completion, /, *, asker: str) -> None:
+    def remember(self, request: SampleRequest, completion: Completion, /, *, client_label: str) -> None:
         """Remember and note."""
-        self.log.remember(request, completion, asker=asker)
-        self.taken.append((request, completion, asker))
+        self.log.remember(request, completion, client_label=client_label)
+        self.taken.append((request, completion, client_label))
         self.heard.set()
 
-    def of(self, asker: str, *, health: bool = False) -> list[tuple[SampleRequest, Completion]]:
-        """What was drawn for a client: of itself, or to see how the server is, which takes one token."""
+    def of(self, client_label: str, *, health: bool = False) -> list[tuple[SampleRequest, Completion]]:
+        """What was sampled for a client: of itself, or to see how the server is, which takes one token."""
         return [
             (request, completion)
             for request, completion, label in self.taken
-            if label == asker and (request.sampling.max_tokens == 1) == health
+            if label == client_label and (request.sampling.max_tokens == 1) == health
         ]
 
 
 @asynccontextmanager
-async def serving(directory: Path) -> AsyncIterator[tuple[str, Parts, Session, Notes]]:
+async def serving(directory: Path) -> AsyncIterator[tuple[str, Components, RunContext, Notes]]:
     """Serve the embedded policy as a run would."""
     profile = tiny_profile(
         directory,
@@ -57,14 +57,14 @@ async def serving(directory: Path) -> AsyncIterator[tuple[str, Parts, Session, N
     )
     notes = Notes()
     async with assembled(profile) as parts:
-        session = Session(parts, Console(file=io.StringIO()), blas="none", listener=None)
+        session = RunContext(parts, Console(file=io.StringIO()), blas="none", listener=None)
 
         def health() -> HealthReport:
             notes.health.append(session.health())
             return notes.health[-1]
 
-        services = structs.replace(session.gateway_services(), drawn=notes, record_supports=True, health=health)
+        services = structs.replace(session.gateway_services(), sampled=notes, record_supports=True, health=health)
         async with anyio.create_task_group() as tasks:
-            url = await tasks.start(Gateway(services, grace_seconds=1.0).run)
+            url = await tasks.start(ApiServer(services, grace_seconds=1.0).run)
             yield url, parts, session, notes
             tasks.cancel_scope.cancel()

@@ -13,11 +13,10 @@ from msgspec import structs
 from openai import AsyncOpenAI
 
 from clotho.config.schema import GatewaySection
-from clotho.inference.client import Sampler
-from clotho.serving.server import Gateway
+from clotho.runtime.sampling_client import Sampler
+from clotho.serving.server import ApiServer
 from clotho.serving.services import GatewayServices, HealthReport, TrainingNumbers
-from protocols.prompt_logprobs import PromptLogprobs
-from protocols.sampling import Sampling
+from protocols.sampling import PromptLogprobs, Sampling
 from protocols.weights import WeightsReady
 from tests.fakes import CharacterTokenizer, FakeEngine
 
@@ -34,7 +33,7 @@ class Served:
         self.numbers = TrainingNumbers()
         self.scored: list[tuple[tuple[int, ...], int]] = []
         self.url = ""
-        self.gateway: Gateway
+        self.gateway: ApiServer
         self.server = anyio.CancelScope()
         self.http: httpx.AsyncClient
         self.openai: AsyncOpenAI
@@ -79,7 +78,7 @@ async def serving(*, grace_seconds: float = 1.0, **settings: Any) -> AsyncIterat
     engine = FakeEngine()
     engine.version = 3
     served = Served(engine, Sampler(engine.submit_call, engine))
-    served.gateway = Gateway(services(served, **settings), grace_seconds=grace_seconds)
+    served.gateway = ApiServer(services(served, **settings), grace_seconds=grace_seconds)
 
     async def run(*, task_status: TaskStatus[str]) -> None:
         with served.server:

@@ -1,4 +1,4 @@
-"""Atropos' own clients, of every type, against a whole run's engine: what they get is what was drawn."""
+"""Atropos' own clients, of every type, against a whole run's engine: what they get is what was sampled."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from msgspec import Struct
 
 from clotho.inference.sample_log import Drawn
 from clotho.models.parameters import flat, nested
-from clotho.runtime.futures import finish
+from clotho.runtime.compute_thread import finish
 from tests.atropos.counterpart import python_with_atropos
 from tests.serving.embedded_run import EMBEDDED, Notes, serving
 
@@ -31,7 +31,7 @@ END = 2
 
 
 class Seen(Struct, frozen=True, kw_only=True):
-    """What the clients were told, and what was really drawn; versions: how often new weights came meanwhile."""
+    """What the clients were told, and what was really sampled; versions: how often new weights came meanwhile."""
 
     told: dict[str, Any]
     notes: Notes
@@ -94,10 +94,10 @@ def spans(node: dict[str, Any]) -> list[tuple[int, int]]:
     return list(zip(edges[::2], edges[1::2], strict=True))
 
 
-def drawn(seen: Seen, tokens: list[int], logprobs: list[float], start: int, end: int) -> Drawn:
-    """What the engine remembers of a span; the client's log-probabilities must be those that it was drawn with.
+def sampled(seen: Seen, tokens: list[int], logprobs: list[float], start: int, end: int) -> Drawn:
+    """What the engine remembers of a span; the client's log-probabilities must be those that it was sampled with.
 
-    Where the same was drawn twice, and other weights came in between, the later one is remembered.
+    Where the same was sampled twice, and other weights came in between, the later one is remembered.
     """
     found = seen.notes.log.find(tokens, start, end)
     assert found
@@ -115,12 +115,12 @@ def drawn(seen: Seen, tokens: list[int], logprobs: list[float], start: int, end:
 def drawn_node(seen: Seen, node: dict[str, Any], start: int, end: int) -> Drawn:
     """The same of a managed server's node, whose mask repeats the tokens."""
     assert node["masked_tokens"][start:end] == node["tokens"][start:end]
-    return drawn(seen, node["tokens"], node["logprobs"], start, end)
+    return sampled(seen, node["tokens"], node["logprobs"], start, end)
 
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
 def test_a_group_is_one_request_and_comes_back_as_it_was_drawn(seen: Seen, kind: str) -> None:
-    """Sixteen nodes: tokens, masks, log-probabilities, reasons, the end token where one was drawn, and who asked."""
+    """Sixteen nodes: tokens, masks, log-probabilities, reasons, the end token where one was sampled, and who asked."""
     told = seen.told[f"{kind}-group"]
     assert len({id(request) for request, _ in seen.notes.of(f"{kind}-group")}) == 1
     assert len(told["nodes"]) == 16
@@ -129,7 +129,7 @@ def test_a_group_is_one_request_and_comes_back_as_it_was_drawn(seen: Seen, kind:
         assert end == len(node["tokens"]) == len(node["logprobs"])
         assert node["logprobs"][:start] == [1.0] * start
         found = drawn_node(seen, node, start, end)
-        assert (found.asker, found.temperature, found.unlearnable) == (f"{kind}-group", 0.8, "")
+        assert (found.client_label, found.temperature, found.unlearnable) == (f"{kind}-group", 0.8, "")
         assert len(found.supports) == end - start
         assert found.finish_reason == reason
         assert (reason == "stop") == (node["tokens"][-1] == END)
@@ -154,8 +154,8 @@ def test_both_turns_of_a_conversation_are_found(seen: Seen, kind: str) -> None:
     (start, end), second = spans(node)
     assert node["tokens"][end - 1 : end + 1] == [END, END]
     assert node["masked_tokens"][end] == -100
-    assert drawn_node(seen, node, start, end).asker == f"{kind}-turns"
-    assert drawn_node(seen, node, *second).asker == f"{kind}-turns"
+    assert drawn_node(seen, node, start, end).client_label == f"{kind}-turns"
+    assert drawn_node(seen, node, *second).client_label == f"{kind}-turns"
 
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
@@ -165,7 +165,7 @@ def test_tokens_and_log_probabilities_come_without_a_managed_server_too(seen: Se
     assert len(told["tokens"]) == 16
     for tokens, logprobs in zip(told["tokens"], told["logprobs"], strict=True):
         prompt, length = told["prompt"], len(told["prompt"])
-        assert drawn(seen, prompt + tokens, [1.0] * length + logprobs, length, length + len(tokens))
+        assert sampled(seen, prompt + tokens, [1.0] * length + logprobs, length, length + len(tokens))
 
 
 def test_a_prompt_is_scored_with_its_best_alternatives(seen: Seen) -> None:
@@ -209,12 +209,12 @@ def test_the_clients_find_the_server_well(seen: Seen, kind: str) -> None:
 
 
 def test_the_server_is_well_while_the_weights_change(seen: Seen) -> None:
-    """Every look at /health was answered with 200, and what was drawn tells of more than one version."""
+    """Every look at /health was answered with 200, and what was sampled tells of more than one version."""
     assert seen.notes.health
     assert {report.status for report in seen.notes.health} == {"ok"}
-    drawn_by = {version for _, completion, _ in seen.notes.taken for version in completion.versions}
-    assert len(drawn_by) > 1
-    assert max(drawn_by) <= seen.versions
+    sampled_by = {version for _, completion, _ in seen.notes.taken for version in completion.versions}
+    assert len(sampled_by) > 1
+    assert max(sampled_by) <= seen.versions
 
 
 async def test_an_environment_that_is_killed_frees_its_rows(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import anyio
 import pytest
 from anyio.abc import SocketStream
 
-from clotho.serving import body as body_module
+from clotho.serving import limits as body_module
 from tests.serving.serving import Served, serving
 
 SMALL = 100_000

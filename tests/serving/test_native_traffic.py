@@ -9,7 +9,7 @@ import pytest
 from msgspec import structs
 
 from clotho.serving import limits as traffic
-from protocols.prompt_logprobs import PromptLogprobs
+from protocols.sampling import PromptLogprobs
 from tests.serving.serving import services, serving
 
 ENDLESS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -119,7 +119,7 @@ async def test_a_stream_carries_log_probabilities_and_tokens() -> None:
 
 
 async def test_completions_report_log_probabilities_as_parallel_lists() -> None:
-    """One entry per token; the drawn token is among its alternatives; offsets follow the token texts."""
+    """One entry per token; the sampled token is among its alternatives; offsets follow the token texts."""
     async with serving() as served:
         create = served.openai.completions.create
         for asked in (0, 2):

@@ -1,4 +1,4 @@
-"""What is drawn for a client is remembered, under the label it gave, on every route."""
+"""What is sampled for a client is remembered, under the label it gave, on every route."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from clotho.inference.sample_log import DrawnLog
+from clotho.inference.sample_log import SampleLog
 from protocols.sampling import Completion, SampleRequest
 from tests.fakes import CharacterTokenizer
 from tests.serving.serving import Served, services, serving
@@ -33,12 +33,12 @@ class Notes:
 
     def __init__(self) -> None:
         self.taken: list[tuple[SampleRequest, Completion, str]] = []
-        self.log = DrawnLog()
+        self.log = SampleLog()
 
-    def remember(self, request: SampleRequest, completion: Completion, /, *, asker: str) -> None:
+    def remember(self, request: SampleRequest, completion: Completion, /, *, client_label: str) -> None:
         """Note it, and keep it as a run would."""
-        self.taken.append((request, completion, asker))
-        self.log.remember(request, completion, asker=asker)
+        self.taken.append((request, completion, client_label))
+        self.log.remember(request, completion, client_label=client_label)
 
 
 @asynccontextmanager
@@ -47,7 +47,7 @@ async def remembering(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> Async
     notes = Notes()
 
     def with_notes(served: Served, **keys: Any) -> Any:
-        return structs.replace(services(served, **keys), drawn=notes, record_supports=True)
+        return structs.replace(services(served, **keys), sampled=notes, record_supports=True)
 
     monkeypatch.setattr("tests.serving.serving.services", with_notes)
     async with serving(**settings) as served:
@@ -56,21 +56,21 @@ async def remembering(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> Async
 
 @pytest.mark.parametrize("name", ROUTES)
 async def test_every_route_remembers_each_completion_once(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """With the request that it belongs to; what the log then finds is what was drawn."""
+    """With the request that it belongs to; what the log then finds is what was sampled."""
     route, body = ROUTES[name]
     async with remembering(monkeypatch) as (served, notes):
         answer = await served.http.post(route, json=body, headers=BEARER)
         assert answer.status_code == 200
         prompts = len(served.engine.asked)
         assert len(notes.taken) == 2 * prompts
-        assert {asker for _, _, asker in notes.taken} == {"guessing"}
+        assert {client_label for _, _, client_label in notes.taken} == {"guessing"}
         assert len({(request.prompt, completion.tokens) for request, completion, _ in notes.taken}) == 2 * prompts
         for request, completion, _ in notes.taken:
             tokens = [*request.prompt, *completion.tokens]
             found = notes.log.find(tokens, len(request.prompt), len(tokens))
             assert found
             assert found.logprobs.tolist() == pytest.approx(completion.logprobs)
-            assert found.asker == "guessing"
+            assert found.client_label == "guessing"
 
 
 async def test_it_is_remembered_before_the_client_can_know_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,7 +97,7 @@ async def test_what_a_client_did_not_get_is_not_remembered(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(
-    ("sent", "asker"),
+    ("sent", "client_label"),
     [
         (None, ""),
         ("Bearer x", ""),
@@ -112,26 +112,26 @@ async def test_what_a_client_did_not_get_is_not_remembered(monkeypatch: pytest.M
     ],
 )
 async def test_the_label_stands_behind_the_last_colon(
-    monkeypatch: pytest.MonkeyPatch, sent: str | None, asker: str
+    monkeypatch: pytest.MonkeyPatch, sent: str | None, client_label: str
 ) -> None:
     """At most 32 letters, digits, dashes and underscores; anything else is nobody. No key is asked for here."""
     async with remembering(monkeypatch) as (served, notes):
         headers = {} if sent is None else {"authorization": sent}
         assert (await served.http.post("/generate", json={"prompt": "x"}, headers=headers)).status_code == 200
-        assert [taken[2] for taken in notes.taken] == [asker]
+        assert [taken[2] for taken in notes.taken] == [client_label]
 
 
 @pytest.mark.parametrize(
-    ("key", "label", "asker"), [("secret", ":one", "one"), ("a:b", "", ""), ("a:b", ":one", "one")]
+    ("key", "label", "client_label"), [("secret", ":one", "one"), ("a:b", "", ""), ("a:b", ":one", "one")]
 )
 async def test_with_a_key_the_label_stands_behind_it(
-    monkeypatch: pytest.MonkeyPatch, key: str, label: str, asker: str
+    monkeypatch: pytest.MonkeyPatch, key: str, label: str, client_label: str
 ) -> None:
     """A key that has a colon itself is no label."""
     async with remembering(monkeypatch, api_key=key) as (served, notes):
         headers = {"authorization": f"Bearer {key}{label}"}
         assert (await served.http.post("/generate", json={"prompt": "x"}, headers=headers)).status_code == 200
-        assert [taken[2] for taken in notes.taken] == [asker]
+        assert [taken[2] for taken in notes.taken] == [client_label]
 
 
 @pytest.mark.parametrize(

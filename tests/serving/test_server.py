@@ -10,9 +10,9 @@ import httpx
 import pytest
 
 from clotho.config.schema import GatewaySection
-from clotho.inference.client import Sampler
+from clotho.runtime.sampling_client import Sampler
 from clotho.serving.auth import is_loopback
-from clotho.serving.server import Gateway, allow_open_files, base_url, listen
+from clotho.serving.server import ApiServer, allow_open_files, base_url, listen
 from protocols.errors import GatewayError
 from tests.fakes import FakeEngine
 from tests.serving.serving import Served, services, serving
@@ -90,7 +90,7 @@ async def test_a_gateway_that_is_restarted_answers_again() -> None:
     served = Served(engine, Sampler(engine.submit_call, engine))
     listener = listen(GatewaySection(port=0))
     port = listener.getsockname()[1]
-    gateway = Gateway(services(served, port=port), listener=listener)
+    gateway = ApiServer(services(served, port=port), listener=listener)
     for _ in range(2):
         async with anyio.create_task_group() as tasks:
             url = await tasks.start(gateway.run)

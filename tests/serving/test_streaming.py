@@ -1,4 +1,4 @@
-"""Server-sent events: what has been drawn is written at once, and says the same however it is written."""
+"""Server-sent events: what has been sampled is written at once, and says the same however it is written."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from protocols.sampling import CompletionDone
 from tests.serving.serving import Served, services, serving
 
 
-async def drawn(served: Served, **fields: object) -> tuple[Answer, Batch]:
+async def sampled(served: Served, **fields: object) -> tuple[Answer, Batch]:
     """An answer to a streamed request of 5 tokens, and all that the engine has to say to it."""
     body = msgspec.json.encode({"prompt": "p", "seed": 3, "max_tokens": 5, "stream": True, **fields})
     ask = completion_ask(body, services(served))
@@ -38,7 +38,7 @@ async def writes(answer: Answer, batches: list[Batch]) -> list[bytes]:
 async def test_events_that_come_together_are_written_at_once_and_say_the_same(fields: dict[str, object]) -> None:
     """One write for the batch and one for the end; the bytes are those of events that come one by one."""
     async with serving() as served:
-        answer, events = await drawn(served, **fields)
+        answer, events = await sampled(served, **fields)
         together = await writes(answer, [events])
         one_by_one = await writes(answer, [[event] for event in events])
         assert len(together) == 2
@@ -49,7 +49,7 @@ async def test_events_that_come_together_are_written_at_once_and_say_the_same(fi
 async def test_what_was_drawn_before_a_failure_is_still_written() -> None:
     """The error follows the tokens that came together with it, and then the end."""
     async with serving() as served:
-        answer, events = await drawn(served)
+        answer, events = await sampled(served)
         position, last = events[-1]
         assert isinstance(last, CompletionDone)
         aborted = msgspec.structs.replace(last.completion, finish_reason="abort")

@@ -15,7 +15,7 @@ IDS = [5, 9, 33, END, END, 60]
 
 
 def read(answer: dict[str, Any]) -> list[tuple[list[int], list[float], str]]:
-    """Tokens, log-probabilities and reason of each completion: the first key of a position is the drawn token."""
+    """Tokens, log-probabilities and reason of each completion: the first key of a position is the sampled token."""
     assert len(answer["logprobs"]) == len(answer["finish_reasons"])
     found = []
     for positions, reason in zip(answer["logprobs"], answer["finish_reasons"], strict=True):
@@ -39,12 +39,12 @@ async def test_a_group_of_sixteen_comes_in_one_answer() -> None:
         answer = await ask(served, n=16, temperature=1.0, stop=["\nUser:"], seed=5)
         assert len(served.engine.asked) == 1
         assert len(served.engine.asked[0].seeds) == 16
-        drawn = read(answer)
-        assert [tokens for tokens, _, _ in drawn] == answer["token_ids"]
-        assert {reason for _, _, reason in drawn} <= {"stop", "length"}
-        assert len({tuple(tokens) for tokens, _, _ in drawn}) > 1
+        sampled = read(answer)
+        assert [tokens for tokens, _, _ in sampled] == answer["token_ids"]
+        assert {reason for _, _, reason in sampled} <= {"stop", "length"}
+        assert len({tuple(tokens) for tokens, _, _ in sampled}) > 1
         assert len(answer["text"]) == len(answer["stop_reasons"]) == 16
-        for tokens, logprobs, reason in drawn:
+        for tokens, logprobs, reason in sampled:
             assert len(tokens) == len(logprobs)
             assert (reason == "length") == (tokens[-1] != END)
 

@@ -11,12 +11,11 @@ from openai import AsyncOpenAI
 
 from clotho.config.schema import GatewaySection, GeneratorSection
 from clotho.inference import DecodeEngine
-from clotho.inference.client import Sampler
 from clotho.runtime.compute_thread import ComputeExecutor
-from clotho.serving.server import Gateway
+from clotho.runtime.sampling_client import Sampler
+from clotho.serving.server import ApiServer
 from clotho.serving.services import GatewayServices, HealthReport, TrainingNumbers
-from protocols.prompt_logprobs import PromptLogprobs
-from protocols.sampling import Sampling
+from protocols.sampling import PromptLogprobs, Sampling
 from protocols.weights import WeightsReady
 from tests.small_models import FixedSource, byte_tokenizer, tiny_source
 
@@ -66,7 +65,7 @@ async def serving() -> AsyncIterator[tuple[Stack, AsyncOpenAI]]:
     )
     try:
         async with anyio.create_task_group() as tasks:
-            url = await tasks.start(Gateway(services, grace_seconds=1.0).run)
+            url = await tasks.start(ApiServer(services, grace_seconds=1.0).run)
             async with AsyncOpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0, timeout=30) as client:
                 yield stack, client
             tasks.cancel_scope.cancel()

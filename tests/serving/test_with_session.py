@@ -15,21 +15,21 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from clotho.inference.client import Sampler
 from clotho.models.parameters import flat, nested
-from clotho.run.context import Session
-from clotho.run.startup import Parts
-from clotho.runtime.futures import finish
-from clotho.scoring.head_scores import SampledLaw
+from clotho.run.context import RunContext
+from clotho.run.startup import Components
+from clotho.runtime.compute_thread import finish
+from clotho.runtime.sampling_client import Sampler
+from clotho.scoring.head_scores import SamplingDistribution
 from clotho.scoring.teacher_forcing import TeacherForcing
-from clotho.serving.server import Gateway
+from clotho.serving.server import ApiServer
 from tests.run.assembled import assembled, tiny_profile
 
 PROMPT = [5, 9, 33, 1, 1, 17]
 
 
 @asynccontextmanager
-async def serving(directory: Path) -> AsyncIterator[tuple[Parts, httpx.AsyncClient, Sampler]]:
+async def serving(directory: Path) -> AsyncIterator[tuple[Components, httpx.AsyncClient, Sampler]]:
     """Serve a tiny policy whose adapter has moved, as a run would."""
     profile = tiny_profile(directory, gateway={"enabled": True, "port": 0})
     async with assembled(profile) as parts:
@@ -39,20 +39,20 @@ async def serving(directory: Path) -> AsyncIterator[tuple[Parts, httpx.AsyncClie
             parts.policy.publish(nested(moved), version=7, step=7, fingerprint="moved")
 
         await finish(parts.executor.submit(move))
-        session = Session(parts, Console(file=io.StringIO()), blas="none", listener=None)
+        session = RunContext(parts, Console(file=io.StringIO()), blas="none", listener=None)
         async with anyio.create_task_group() as tasks:
-            url = await tasks.start(Gateway(session.gateway_services(), grace_seconds=1.0).run)
+            url = await tasks.start(ApiServer(session.gateway_services(), grace_seconds=1.0).run)
             async with httpx.AsyncClient(base_url=url, timeout=20) as client:
                 yield parts, client, session.sampler
             tasks.cancel_scope.cancel()
 
 
-async def forced(parts: Parts, prompt: list[int], tokens: list[int], temperature: float) -> list[float]:
+async def forced(parts: Components, prompt: list[int], tokens: list[int], temperature: float) -> list[float]:
     """Log-probabilities of the tokens as the learner computes them."""
 
     def score() -> list[float]:
         forcing = TeacherForcing(parts.policy.model, parts.policy.vocab_size)
-        scores = forcing.sequence(prompt, tokens, law=SampledLaw(temperature))
+        scores = forcing.sequence(prompt, tokens, distribution=SamplingDistribution(temperature))
         return [float(value) for value in np.array(scores.logp_N)]
 
     return await finish(parts.executor.submit(score))

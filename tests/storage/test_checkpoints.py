@@ -24,7 +24,7 @@ from protocols.adapter import AdapterConfig, LoRAParameters
 from protocols.checkpoint import RunState
 from protocols.errors import CheckpointError, RunDirectoryError
 from protocols.ledger import LedgerState
-from protocols.replay import KeptGroup
+from protocols.step import KeptGroup
 from tests.training.learning import scored_group
 
 ADAPTER = AdapterConfig(
@@ -186,7 +186,7 @@ def test_a_full_disk_leaves_the_earlier_checkpoint(tmp_path: Path, monkeypatch: 
                 raise OSError(28, "No space left on device")
             return write_file(path, chunks)
 
-        for module in ("adapters", "checkpoints", "manifest"):
+        for module in ("adapters", "checkpoints"):
             monkeypatch.setattr(f"clotho.storage.{module}.write_file", fill_up)
         with pytest.raises(RunDirectoryError, match=r"No space left on device; earlier checkpoints are untouched"):
             write_checkpoint(tmp_path, snapshot(20), keep_last=1)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from clotho.storage.json_lines import truncate_after
+from clotho.storage.atomic_files import truncate_after
 from protocols.errors import RunDirectoryError
 
 

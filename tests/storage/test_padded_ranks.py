@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from clotho.storage.padded_ranks import padded, unpadded
+from clotho.storage.adapters import padded, unpadded
 from protocols.adapter import AdapterConfig, LoRAParameters
 from protocols.errors import CheckpointError
 

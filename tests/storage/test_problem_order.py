@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from clotho.storage.problem_order import ProblemOrder
+from clotho.storage.datasets import ProblemOrder
 
 
 def test_every_epoch_asks_every_problem_once_in_an_order_of_its_own() -> None:

@@ -1,4 +1,4 @@
-"""Objectives with which nothing can be learnt."""
+"""Objectives with which nothing can be learned."""
 
 from __future__ import annotations
 

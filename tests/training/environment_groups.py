@@ -23,12 +23,12 @@ def masked(group: ScoredGroup, rng: np.random.Generator) -> ScoredGroup:
     completions = []
     for i, one in enumerate(group.group.completions):
         T = len(one.tokens)
-        drawn = rng.random(T) < 0.6
-        drawn[rng.integers(T)] = True
+        sampled = rng.random(T) < 0.6
+        sampled[rng.integers(T)] = True
         if 0 < i == len(group.group.completions) - 1:
-            drawn[:] = False
-        logprobs = np.where(drawn, np.array(one.logprobs) + rng.normal(0, 0.2, T), 0.0)
-        completions.append(replace(one, drawn=tuple(drawn.tolist()), logprobs=tuple(logprobs.tolist())))
+            sampled[:] = False
+        logprobs = np.where(sampled, np.array(one.logprobs) + rng.normal(0, 0.2, T), 0.0)
+        completions.append(replace(one, sampled=tuple(sampled.tolist()), logprobs=tuple(logprobs.tolist())))
     return with_completions(group, completions)
 
 
@@ -45,11 +45,11 @@ def random_teacher(
 
 
 def random_supports(completion: Completion, vocab_size: int, rng: np.random.Generator) -> Completion:
-    """What could have been drawn at each drawn token: itself and some others; nothing is recorded of other tokens."""
-    drawn = completion.drawn or (True,) * len(completion.tokens)
+    """What could have been sampled at each sampled token: itself and some others; nothing is recorded of other tokens."""
+    sampled = completion.sampled or (True,) * len(completion.tokens)
     supports = [
         np.union1d(rng.permutation(vocab_size)[:3], [token]).astype("<u4").tobytes() if yes else b""
-        for token, yes in zip(completion.tokens, drawn, strict=True)
+        for token, yes in zip(completion.tokens, sampled, strict=True)
     ]
     return replace(completion, supports=tuple(supports))
 

@@ -16,10 +16,10 @@ from msgspec import convert
 from clotho.config.schema import LearnerSection, PolicySection, SamplingSection
 from clotho.models.parameters import Parameters, flat
 from clotho.models.policy import Policy
-from clotho.scoring.draws import SampledLaw
 from clotho.scoring.teacher_forcing import TeacherForcing
-from clotho.training.gradient import LearnablePolicy, Moment, Rules, micro_gradient
-from clotho.training.objectives.controllers import initial_strengths
+from clotho.scoring.token_scores import SamplingDistribution
+from clotho.training.gradient import LearnablePolicy, LossSettings, Moment, micro_gradient
+from clotho.training.objectives.controllers import initial_loss_coefficients
 from clotho.training.objectives.loss import TokenSums
 from clotho.training.objectives.registry import objective
 from clotho.training.prepare import prepare
@@ -133,7 +133,7 @@ def scored_group(
     version: int = 0,
     group_id: int = 0,
 ) -> ScoredGroup:
-    """A group with these completion tokens; every token was drawn with the same log-probability and version."""
+    """A group with these completion tokens; every token was sampled with the same log-probability and version."""
     problem = Problem(prompt="?", answer="!", type="problem")
     return ScoredGroup(
         group=RolloutGroup(
@@ -180,11 +180,11 @@ def whole_gradient(
     groups: Sequence[ScoredGroup],
     settings: LearnerSection,
     *,
-    law: SampledLaw,
+    distribution: SamplingDistribution,
     max_tokens: int = 100,
 ) -> tuple[float, dict[str, np.ndarray]]:
     """Loss and gradient of a batch at the served parameters, all micro-batches added up in float64."""
-    rules = Rules(settings, objective(settings.objective), law, initial_strengths(settings))
+    rules = LossSettings(settings, objective(settings.objective), distribution, initial_loss_coefficients(settings))
     forcing = TeacherForcing(policy.model, policy.vocab_size, layout=settings.layout)
     job = prepare(
         groups,

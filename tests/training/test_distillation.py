@@ -11,12 +11,11 @@ import pytest
 from msgspec.structs import replace
 
 from clotho.config.schema import LearnerSection
-from clotho.scoring.draws import SampledLaw
 from clotho.scoring.sequences import MicroBatch
 from clotho.scoring.teacher_forcing import TeacherForcing
-from clotho.scoring.token_scores import TokenScores
-from clotho.training.batch import judge, mini_batches
-from clotho.training.gradient import known_scores
+from clotho.scoring.token_scores import SamplingDistribution, TokenScores
+from clotho.training.batch import compute_advantages, mini_batches
+from clotho.training.gradient import reference_scores
 from protocols.score import ScoredGroup, TeacherTokens
 from tests.training.environment_groups import environment_groups
 from tests.training.learning import BigramPolicy, finish, learner, same_bits, scored_group, tiny_policy
@@ -54,7 +53,7 @@ def test_without_a_teacher_nothing_is_reported() -> None:
 
 
 def test_the_policy_comes_to_say_what_its_teacher_says() -> None:
-    """Rewards are equal and teach nothing: after forty updates the law is the teacher's, 0.7 and 0.2 as 7/9 and 2/9."""
+    """Rewards are equal and teach nothing: after forty updates the distribution is the teacher's, 0.7 and 0.2 as 7/9 and 2/9."""
     policy = tiny_policy()
     group = taught(scored_group([[3], [4]], [0.0, 0.0]), (9, 17), (math.log(0.7), math.log(0.2)))
     one = learner(policy, distillation_weight=1.0, learning_rate=5e-2, schedule="linear", steps=40)
@@ -87,17 +86,19 @@ def test_log_probabilities_that_are_known_before_a_gradient_ask_no_teacher() -> 
     asked = []
 
     class Watching(TeacherForcing):
-        def __call__(self, micro: MicroBatch, *, law: SampledLaw, logp_only: bool = False) -> TokenScores:
+        def __call__(
+            self, micro: MicroBatch, *, distribution: SamplingDistribution, logp_only: bool = False
+        ) -> TokenScores:
             asked.append(micro.table.teacher is not None)
-            return super().__call__(micro, law=law, logp_only=logp_only)
+            return super().__call__(micro, distribution=distribution, logp_only=logp_only)
 
     group = taught(scored_group([[3, 4], [2]], [1.0, 0.0]), (1, 4), (-0.5, -2.0))
     settings = LearnerSection(distillation_weight=0.1)
     (mini,) = mini_batches(
-        [group], judge([group], (), settings), settings=settings, max_tokens=9, layout="padded", seed=(0,)
+        [group], compute_advantages([group], (), settings), settings=settings, max_tokens=9, layout="padded", seed=(0,)
     )
     (micro,) = mini.micro_batches
     forcing = Watching(BigramPolicy().model, 5)
-    assert forcing(micro, law=SampledLaw(1.0)).cross_entropy_N is not None
-    known_scores(forcing, micro, SampledLaw(1.0))
+    assert forcing(micro, distribution=SamplingDistribution(1.0)).cross_entropy_N is not None
+    reference_scores(forcing, micro, SamplingDistribution(1.0))
     assert asked == [True, False]

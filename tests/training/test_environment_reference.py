@@ -1,4 +1,4 @@
-"""The reference that groups bring: learnt from as it is, and nothing is kept or computed for it."""
+"""The reference that groups bring: learned from as it is, and nothing is kept or computed for it."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def test_without_room_for_more_a_batch_is_so_many_groups_however_they_end() -> N
 
 
 def test_every_loss_is_replaced_at_once() -> None:
-    """Until as many as the batch wants can be learnt from."""
+    """Until as many as the batch wants can be learned from."""
     batch, asked = form("-++-+", limit=12)
     assert asked == [1, 0, 0, 1, 0]
     assert (batch.complete, batch.limited, batch.refilled, batch.asked) == (True, False, 2, 5)
@@ -95,7 +95,7 @@ def test_what_is_too_old_is_sorted_out_with_the_reason() -> None:
     assert why(old, version=5, max_staleness=2) is None
     assert why(old, version=6, max_staleness=2) == ("stale", "3 versions old, learner.max_staleness is 2")
     assert why(old, version=4, oldest=3) is None
-    assert why(old, version=4, oldest=4) == ("stale", "drawn before the policy went back to an earlier one")
+    assert why(old, version=4, oldest=4) == ("stale", "sampled before the policy went back to an earlier one")
 
 
 def test_what_is_no_training_data_is_invalid() -> None:
@@ -111,7 +111,7 @@ def test_what_is_no_training_data_is_invalid() -> None:
 
 
 def test_a_group_of_nothing_but_masked_completions_has_no_signal() -> None:
-    """It would be booked as learnt from, replayed, and never replaced, though no token of it teaches anything."""
+    """It would be booked as learned from, replayed, and never replaced, though no token of it teaches anything."""
     completions = GOOD.group.completions
     cut_off = tuple(replace(completion, finish_reason="length") for completion in completions)
     masked = replace(GOOD, group=replace(GOOD.group, completions=cut_off))

@@ -12,12 +12,12 @@ from msgspec import convert
 
 from clotho.config.schema import LearnerSection
 from clotho.models.parameters import flat, nested
-from clotho.scoring.head_scores import SampledLaw
+from clotho.scoring.head_scores import SamplingDistribution
 from clotho.scoring.sequences import MicroBatch
 from clotho.scoring.teacher_forcing import TeacherForcing
-from clotho.training.gradient import Gradient, Known, LearnablePolicy, Moment, Rules, micro_gradient
+from clotho.training.gradient import Gradient, LearnablePolicy, LossSettings, Moment, ReferenceLogprobs, micro_gradient
 from clotho.training.objectives.contract import PolicyLoss, Tokens
-from clotho.training.objectives.controllers import initial_strengths
+from clotho.training.objectives.controllers import initial_loss_coefficients
 from clotho.training.objectives.loss import TokenSums
 from clotho.training.objectives.registry import objective
 from clotho.training.prepare import prepare
@@ -32,7 +32,7 @@ def gradients(
     """Gradients of every micro-batch of a batch, at the served parameters."""
     plain = {"aggregation": "token_mean", "clip_high": 0.28, "layout": "padded", "micro_batch_tokens": budget}
     settings = convert(plain | keys, LearnerSection)
-    rules = Rules(settings, objective("grpo"), SampledLaw(0.8), initial_strengths(settings))
+    rules = LossSettings(settings, objective("grpo"), SamplingDistribution(0.8), initial_loss_coefficients(settings))
     forcing = TeacherForcing(policy.model, policy.vocab_size, layout=settings.layout)
     return [
         micro_gradient(policy, forcing, policy.trainable(), micro, known, rules=rules, moment=Moment(0, 0.0))
@@ -40,7 +40,9 @@ def gradients(
     ]
 
 
-def prepared(policy: LearnablePolicy, groups: list[ScoredGroup], rules: Rules) -> list[tuple[MicroBatch, Known]]:
+def prepared(
+    policy: LearnablePolicy, groups: list[ScoredGroup], rules: LossSettings
+) -> list[tuple[MicroBatch, ReferenceLogprobs]]:
     """The micro-batches of a batch, with what is known of each before its gradient."""
     job = prepare(
         groups,
@@ -188,7 +190,7 @@ def test_whoever_holds_the_parameters_never_sees_a_tracer() -> None:
         seen.append(all(flat(parameters)[name] is array for name, array in held.items()))
         return objective("grpo")(logp_N, tokens, settings)
 
-    rules = Rules(settings, looking, SampledLaw(1.0), initial_strengths(settings))
+    rules = LossSettings(settings, looking, SamplingDistribution(1.0), initial_loss_coefficients(settings))
     micro, known = prepared(policy, random_groups(32), rules)[0]
     micro_gradient(policy, TeacherForcing(policy.model, 32), parameters, micro, known, rules=rules, moment=Moment(0, 0))
     assert seen == [True]

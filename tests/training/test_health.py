@@ -43,7 +43,7 @@ def test_an_adapter_of_which_nothing_moves_is_dead_after_three_updates() -> None
 
 
 def test_an_adapter_without_any_gradient_is_dead_too() -> None:
-    """Rewards were unequal and something else learnt, such as embeddings: the adapter is cut off."""
+    """Rewards were unequal and something else learned, such as embeddings: the adapter is cut off."""
     watch = AdapterWatch()
     observe(watch, 2, given=())
     with pytest.raises(AdapterError, match="every adapter"):

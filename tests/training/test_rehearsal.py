@@ -10,9 +10,9 @@ import pytest
 from msgspec import convert
 
 from clotho.config.schema import Profile
+from clotho.models.machine import random_state
 from clotho.models.parameters import flat
 from clotho.models.policy import Policy
-from clotho.models.random_state import random_state
 from clotho.training.update import PolicyLearner
 from clotho.training.warmup_step import Size, rehearse, size_of
 from protocols.errors import ModelError, ProfileError
@@ -98,7 +98,7 @@ def test_it_is_as_large_as_one_micro_batch_at_most(settings: dict[str, Any], siz
     ],
 )
 def test_whatever_the_settings_ask_of_a_group_is_there(settings: dict[str, Any]) -> None:
-    """Log-probabilities of a reference, advantages of an environment, a teacher, and what could have been drawn."""
+    """Log-probabilities of a reference, advantages of an environment, a teacher, and what could have been sampled."""
     profile = a_profile(**settings)
     rehearse(a_learner(profile, tiny_policy()), profile, context=CONTEXT)
 

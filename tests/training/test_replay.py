@@ -1,4 +1,4 @@
-"""The replay buffer: bounded, never too old, fair by its stated law, and the same again after a resume."""
+"""The replay buffer: bounded, never too old, fair by its stated distribution, and the same again after a resume."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from protocols.step import TrainedGroup
 from tests.training.learning import scored_group
 
 
-def learnt(group_id: int, advantage: float = 1.0) -> TrainedGroup:
+def learned(group_id: int, advantage: float = 1.0) -> TrainedGroup:
     """A group whose advantages have this mean size."""
     scored = scored_group([[1], [2]], [0.0, 1.0], group_id=group_id)
     return TrainedGroup(scored=scored, advantages=(-2.0 * advantage, 0.0))
@@ -31,7 +31,7 @@ def buffer(advantages: Sequence[float], *, seed: int = 0, **settings: Any) -> Re
     """A buffer that took one group of each size of advantage, the first at version 1, the next at version 2 ..."""
     made = ReplayBuffer(section(**settings), seed=seed)
     for index, advantage in enumerate(advantages):
-        made.add([learnt(index, advantage)], version=index + 1)
+        made.add([learned(index, advantage)], version=index + 1)
     return made
 
 
@@ -55,7 +55,7 @@ def test_what_is_too_old_leaves_and_is_never_handed_out() -> None:
     assert ids(kept.draw(version=4, step=0)) == [0, 1, 2, 3]
     assert ids(kept.draw(version=6, step=0)) == [2, 3]
     assert len(kept) == 2
-    kept.add([learnt(9)], version=8)
+    kept.add([learned(9)], version=8)
     assert [one.scored.group.prompt.group_id for one in kept.groups()] == [9]
 
 
@@ -63,9 +63,9 @@ def test_a_draw_is_of_different_groups_and_takes_nothing_out() -> None:
     """Fewer where there are fewer, the oldest first."""
     kept = buffer([1.0] * 10, groups=4, sampling="weighted")
     for step in range(20):
-        drawn = ids(kept.draw(version=10, step=step))
-        assert len(set(drawn)) == 4
-        assert drawn == sorted(drawn)
+        sampled = ids(kept.draw(version=10, step=step))
+        assert len(set(sampled)) == 4
+        assert sampled == sorted(sampled)
     assert len(kept) == 10
     assert ids(buffer([1.0] * 2, groups=4).draw(version=2, step=0)) == [0, 1]
 
@@ -85,10 +85,10 @@ def test_a_draw_depends_on_seed_and_step_and_not_on_the_draws_before(sampling: s
     for step in range(9):
         first.draw(version=30, step=step)
     second = ReplayBuffer(section(groups=5, sampling=sampling), seed=0, kept=first.groups())
-    drawn = ids(first.draw(version=30, step=9))
-    assert ids(second.draw(version=30, step=9)) == drawn
-    assert ids(first.draw(version=30, step=10)) != drawn
-    assert ids(buffer([1.0] * 30, groups=5, sampling=sampling, seed=1).draw(version=30, step=9)) != drawn
+    sampled = ids(first.draw(version=30, step=9))
+    assert ids(second.draw(version=30, step=9)) == sampled
+    assert ids(first.draw(version=30, step=10)) != sampled
+    assert ids(buffer([1.0] * 30, groups=5, sampling=sampling, seed=1).draw(version=30, step=9)) != sampled
 
 
 def test_a_smaller_buffer_resumed_from_a_larger_one_keeps_the_newest() -> None:
@@ -131,6 +131,6 @@ def test_groups_without_any_priority_come_last_but_come() -> None:
     """An environment's advantages may be all zero; the draw stays as large."""
     kept = buffer([0.0, 0.0, 1e-9, 1e9], groups=3, sampling="weighted", exponent=3.0)
     for step in range(20):
-        drawn = ids(kept.draw(version=4, step=step))
-        assert len(drawn) == 3
-        assert {2, 3} <= set(drawn)
+        sampled = ids(kept.draw(version=4, step=step))
+        assert len(sampled) == 3
+        assert {2, 3} <= set(sampled)

@@ -30,7 +30,7 @@ TOUCHY: dict[str, Any] = {"step_kl_high": 1e-9, "patience": 1}
 
 
 async def test_after_a_rollback_the_good_weights_are_a_new_version(executor: ComputeExecutor) -> None:
-    """Nobody is served an old version number; what the bad policy drew is discarded, and the books go on."""
+    """NullSampleLog is served an old version number; what the bad policy drew is discarded, and the books go on."""
     outcomes = [taught(0), taught(1), taught(2, version=1), taught(3, version=2)]
     alarms = AlarmsSection(on_collapse="rollback", **TOUCHY)
     scene = Scene(executor, outcomes, alarms=alarms, replay=ReplaySection(capacity=4))
@@ -51,7 +51,7 @@ async def test_after_a_rollback_the_good_weights_are_a_new_version(executor: Com
 async def test_a_collapse_that_must_not_be_ends_the_run(
     executor: ComputeExecutor, keys: dict[str, Any], batches: int
 ) -> None:
-    """At once, or after the last rollback that is allowed; what was learnt is told before, for the last checkpoint."""
+    """At once, or after the last rollback that is allowed; what was learned is told before, for the last checkpoint."""
     alarms = AlarmsSection(**TOUCHY, max_rollbacks=1, **keys)
     scene = Scene(executor, [taught(group_id, version=group_id) for group_id in range(6)], alarms=alarms)
     with pytest.raises(CollapseError, match="moved the policy"):
@@ -90,11 +90,11 @@ async def test_a_run_that_must_end_waits_until_its_last_batch_is_on_record(
 
 
 async def test_a_batch_without_an_update_proves_no_policy_good(executor: ComputeExecutor) -> None:
-    """Nothing was learnt and nothing was seen: what is gone back to has to earn it."""
+    """Nothing was learned and nothing was seen: what is gone back to has to earn it."""
     outcomes = [taught(0), taught(1), lost(2), lost(3), lost(4), lost(5)]
     scene = Scene(executor, outcomes, alarms=AlarmsSection(on_collapse="rollback"))
     assert [report.version for report in await scene.run()] == [1, 1, 1]
-    assert executor.submit(lambda: scene.learnt.state()["rollback.healthy"].item()).result() == 1
+    assert executor.submit(lambda: scene.learned.state()["rollback.healthy"].item()).result() == 1
 
 
 async def test_after_a_rollback_bad_updates_are_counted_anew(executor: ComputeExecutor) -> None:

@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from clotho.scoring.head_scores import SampledLaw, token_scores
+from clotho.scoring.head_scores import SamplingDistribution, token_scores
 from clotho.scoring.layouts.micro_batches import build_micro_batches
 from clotho.scoring.sequences import MicroBatch, TrainingSequence
 from clotho.scoring.teacher_forcing import TeacherForcing
@@ -29,12 +29,12 @@ FILTERS = {
 }
 
 
-def law_of(sampling: Sampling) -> SampledLaw:
+def law_of(sampling: Sampling) -> SamplingDistribution:
     """Return what the learner knows of the sampler's settings; the filters reach it as supports."""
-    return SampledLaw(temperature=sampling.temperature, logit_bias=sampling.logit_bias)
+    return SamplingDistribution(temperature=sampling.temperature, logit_bias=sampling.logit_bias)
 
 
-def drawn(source: FixedSource, sampling: Sampling) -> list[tuple[int, tuple[int, ...], Completion]]:
+def sampled(source: FixedSource, sampling: Sampling) -> list[tuple[int, tuple[int, ...], Completion]]:
     """Two groups of three completions with their supports: (group, prompt, completion)."""
     engine = make_engine(source)
     prompts = [prompt_of(4), prompt_of(13, 1)]
@@ -62,14 +62,14 @@ def training_sequence(group: int, prompt: tuple[int, ...], completion: Completio
 
 
 def learner_differences(
-    source: FixedSource, micro_batches: Sequence[MicroBatch], layout: str, law: SampledLaw
+    source: FixedSource, micro_batches: Sequence[MicroBatch], layout: str, distribution: SamplingDistribution
 ) -> np.ndarray:
     """Learner's minus sampler's log-probability of every token, padding left out."""
     scorer = TeacherForcing(source.model, source.vocab_size, layout=layout)
     found = []
     for micro in micro_batches:
         real_N = micro.table.weight_N > 0
-        found.append((np.array(scorer(micro, law=law).logp_N) - micro.table.behaviour_N)[real_N])
+        found.append((np.array(scorer(micro, distribution=distribution).logp_N) - micro.table.rollout_logp_N)[real_N])
     return np.concatenate(found)
 
 
@@ -78,7 +78,7 @@ def learner_differences(
 def test_the_learner_scores_replayed_supports_as_the_sampler_drew_from_them(sampling: Sampling, layout: str) -> None:
     """In every layout, whether or not rows of different lengths and of different supports share a micro-batch."""
     source = tiny_source()
-    sequences = [training_sequence(*one, replay=True) for one in drawn(source, sampling)]
+    sequences = [training_sequence(*one, replay=True) for one in sampled(source, sampling)]
     for budget in (30, 10_000):
         micro_batches = build_micro_batches(sequences, layout=layout, budget=budget)
         difference_N = learner_differences(source, micro_batches, layout, law_of(sampling))
@@ -115,7 +115,7 @@ def test_scoring_over_the_whole_vocabulary_is_off_by_the_log_of_the_kept_mass(sa
     Filters renormalise: mu(t) = p(t) / S over a support of mass S, so log p(t) - log mu(t) = log S at every token.
     """
     source = tiny_source()
-    completions = drawn(source, sampling)
+    completions = sampled(source, sampling)
     sequences = [training_sequence(*one, replay=False) for one in completions]
     micro_batches = [build_micro_batches([sequence], layout="padded", budget=10_000)[0] for sequence in sequences]
     bias_N = learner_differences(source, micro_batches, "padded", law_of(sampling))
@@ -129,14 +129,14 @@ def test_other_architectures_replay_their_supports_too(architecture: str) -> Non
     """Logits as the model itself gives them, scored token by token over padded rows of support."""
     source = tiny_source(architecture)
     sampling = FILTERS["all, and a bias"]
-    for _, prompt, completion in drawn(source, sampling):
+    for _, prompt, completion in sampled(source, sampling):
         tokens = [*prompt, *completion.tokens]
         logits_N_V = source.model(mx.array([tokens[:-1]]))[0, len(prompt) - 1 :]
         support_N_K = np.full((len(completion.tokens), 40), -1, dtype=np.int32)
         for n, support in enumerate(completion.supports):
             support_N_K[n, : len(support) // 4] = np.frombuffer(support, dtype="<u4")
         target_N = mx.array(np.array(completion.tokens, dtype=np.int32))
-        scores = token_scores(logits_N_V, target_N, law=law_of(sampling), support_N_K=mx.array(support_N_K))
+        scores = token_scores(logits_N_V, target_N, distribution=law_of(sampling), support_N_K=mx.array(support_N_K))
         np.testing.assert_allclose(np.array(scores.logp_N), completion.logprobs, atol=TOLERANCE)
         entropy_N = np.array(scores.entropy_N)
         sizes_N = np.count_nonzero(support_N_K >= 0, axis=-1)

@@ -1,4 +1,4 @@
-"""Each completion is learnt from at the temperature that it was drawn at."""
+"""Each completion is learned from at the temperature that it was sampled at."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from msgspec.structs import replace
 
 from clotho.config.schema import LearnerSection, SamplingSection
 from clotho.models.parameters import flat
-from clotho.scoring.draws import SampledLaw
 from clotho.scoring.layouts.micro_batches import build_micro_batches
-from clotho.scoring.scored_only import scored_only
-from clotho.scoring.teacher_forcing import TeacherForcing, draws_of
+from clotho.scoring.sequences import scored_only
+from clotho.scoring.teacher_forcing import TeacherForcing, sampled_tokens_of
+from clotho.scoring.token_scores import SamplingDistribution
 from clotho.training.update import PolicyLearner, Update
 from protocols.score import ScoredGroup
 from tests.training.learning import VOCAB, finish, random_groups, tiny_policy
@@ -59,11 +59,13 @@ def test_completions_of_different_temperatures_share_a_micro_batch(layout: str) 
     sequences = [scored_only(prompt, tokens)._replace(temperature=t) for t, tokens in completions.items()]
     forcing = TeacherForcing(model, VOCAB, layout=layout)
     (micro,) = build_micro_batches(sequences, layout=layout, budget=1000)
-    scores = forcing(micro, law=SampledLaw(0.8))
+    scores = forcing(micro, distribution=SamplingDistribution(0.8))
     for b, member in enumerate(micro.members):
         sequence = sequences[member]
         mine_N = np.flatnonzero(micro.table.sequence_N == b)[: len(sequence.tokens)]
-        alone = forcing.sequence(prompt, sequence.tokens, law=SampledLaw(sequence.temperature or 0.8))
+        alone = forcing.sequence(
+            prompt, sequence.tokens, distribution=SamplingDistribution(sequence.temperature or 0.8)
+        )
         np.testing.assert_allclose(np.array(scores.logp_N)[mine_N], np.array(alone.logp_N), atol=2e-5)
         np.testing.assert_allclose(np.array(scores.entropy_N)[mine_N], np.array(alone.entropy_N), atol=2e-5)
 
@@ -75,4 +77,4 @@ def test_where_all_have_the_runs_temperature_it_is_one_number(
     """No array is made of it, whether or not the groups say so."""
     sequences = [scored_only((3,), (1, 2))._replace(temperature=t) for t in temperatures]
     (micro,) = build_micro_batches(sequences, layout="padded", budget=1000)
-    assert (draws_of(micro.table, SampledLaw(0.7)).temperature_N is None) is one_number
+    assert (sampled_tokens_of(micro.table, SamplingDistribution(0.7)).temperature_N is None) is one_number

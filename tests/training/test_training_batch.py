@@ -1,4 +1,4 @@
-"""From groups to what is learnt from them: whose advantages, and what belongs to each completion."""
+"""From groups to what is learned from them: whose advantages, and what belongs to each completion."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from msgspec.structs import replace
 
 from clotho.config.schema import LearnerSection
 from clotho.scoring.sequences import TrainingSequence
-from clotho.training.batch import judge, mini_batches
-from clotho.training.training_sequence import training_sequence
+from clotho.training.batch import compute_advantages, mini_batches, training_sequence
 from protocols.score import ScoredGroup, TeacherTokens
 from tests.training.environment_groups import with_completions
 from tests.training.learning import completion, scored_group
@@ -22,7 +21,10 @@ from tests.training.learning import completion, scored_group
 def judged(groups: list[ScoredGroup], *penalties: list[float], **keys: Any) -> list[list[list[float]]]:
     """Advantages of all tokens, by default the reward less its group's mean."""
     settings = convert({"advantage": "mean"} | keys, LearnerSection)
-    return [[row.tolist() for row in rows] for rows in judge(groups, [np.array(one) for one in penalties], settings)]
+    return [
+        [row.tolist() for row in rows]
+        for rows in compute_advantages(groups, [np.array(one) for one in penalties], settings)
+    ]
 
 
 def test_a_muted_completion_has_no_advantage_though_its_reward_counts() -> None:
@@ -71,7 +73,7 @@ def test_penalties_are_those_of_the_groups_that_are_judged_by_rewards() -> None:
 
 def test_tokens_that_were_not_drawn_have_no_advantage() -> None:
     """Of rewards or of their own; what is given for them need not even be a number."""
-    one = replace(completion([3, 4, 5], [-1.0, 0.0, -1.0]), drawn=(True, False, True))
+    one = replace(completion([3, 4, 5], [-1.0, 0.0, -1.0]), sampled=(True, False, True))
     group = with_completions(scored_group([[3], [4]], [1.0, 0.0]), [one, completion([6], [-1.0])])
     assert judged([group]) == [[[0.5, 0.0, 0.5], [-0.5]]]
     own = replace(group, token_advantages=((1.0, math.nan, 2.0), (3.0,)))
@@ -86,7 +88,7 @@ def sequence(group: ScoredGroup, i: int = 0, **keys: Any) -> TrainingSequence:
 
 def test_weight_and_coefficient_of_what_was_not_drawn_are_zero() -> None:
     """The others have their share."""
-    one = replace(completion([3, 4, 5], [-1.0, 0.0, -1.0]), drawn=(True, False, True))
+    one = replace(completion([3, 4, 5], [-1.0, 0.0, -1.0]), sampled=(True, False, True))
     made = sequence(with_completions(scored_group([[3]], [1.0]), [one]))
     assert (made.weight_T.tolist(), made.coefficient_T.tolist()) == ([1.0, 0.0, 1.0], [0.5, 0.0, 0.5])
 
@@ -101,13 +103,13 @@ def test_a_group_without_a_reference_is_refused_where_it_is_learnt_from() -> Non
 
 
 def test_what_a_teacher_says_becomes_shares_of_its_alternatives() -> None:
-    """Probabilities 1/2 and 1/4: shares 2/3 and 1/3; minus infinity has none; of a token not drawn nothing is taken."""
+    """Probabilities 1/2 and 1/4: shares 2/3 and 1/3; minus infinity has none; of a token not sampled nothing is taken."""
     half, quarter, never = math.log(0.5), math.log(0.25), -math.inf
     teacher = TeacherTokens(
         tokens=((8, 9), (8, 9), (7, 6), (5, 4)),
         logprobs=((half, quarter), (half, quarter), (never, quarter), (never, never)),
     )
-    one = replace(completion([3, 4, 5, 6], [-1.0] * 4), drawn=(True, False, True, True))
+    one = replace(completion([3, 4, 5, 6], [-1.0] * 4), sampled=(True, False, True, True))
     group = with_completions(scored_group([[3]], [1.0]), [one], teacher=(teacher,))
     rows = sequence(group, distillation_weight=0.1).teacher
     assert rows is not None
@@ -125,7 +127,7 @@ def test_groups_with_teachers_of_different_sizes_come_together_and_apart_from_ot
         groups[g] = replace(groups[g], teacher=tuple(teacher))
     settings = LearnerSection(distillation_weight=0.1, layout="padded")
     (mini,) = mini_batches(
-        groups, judge(groups, (), settings), settings=settings, max_tokens=9, layout="padded", seed=(0,)
+        groups, compute_advantages(groups, (), settings), settings=settings, max_tokens=9, layout="padded", seed=(0,)
     )
     without, taught = mini.micro_batches
     assert {mini.places[member][0] for member in without.members} == {2}

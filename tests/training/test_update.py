@@ -279,9 +279,9 @@ def test_the_policy_learns_to_say_what_is_rewarded() -> None:
     before = probabilities()[target]
     for step in range(30):
         p_V = probabilities()
-        drawn = [int(token) for token in rng.choice(32, size=32, p=p_V)]
-        group = scored_group([[token] for token in drawn], [float(token == target) for token in drawn])
-        completions = tuple(completion([token], [math.log(p_V[token])], policy.version) for token in drawn)
+        sampled = [int(token) for token in rng.choice(32, size=32, p=p_V)]
+        group = scored_group([[token] for token in sampled], [float(token == target) for token in sampled])
+        completions = tuple(completion([token], [math.log(p_V[token])], policy.version) for token in sampled)
         update = finish(one.update([replace(group, group=replace(group.group, completions=completions))]))
         policy.publish(update.parameters, version=update.version, step=step, fingerprint=update.fingerprint)
     assert before < 0.1

@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 
 from clotho.models.head import SplitModel
 from clotho.models.layer_keys import AttentionLayers, LayerKeys, visible
-from clotho.scoring.layouts.lengths import bucket
-from clotho.scoring.layouts.packing import Placement
+from clotho.scoring.layouts.packing import Placement, bucket
 from clotho.scoring.sequences import TrainingSequence
 
 

@@ -7,10 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from clotho.scoring.layouts.lengths import bucket
-from clotho.scoring.layouts.packing import Placement
-from clotho.scoring.layouts.shared_prefix import SharedInputs
-from clotho.scoring.layouts.stretches import stretches
+from clotho.scoring.layouts.packing import Placement, bucket
+from clotho.scoring.layouts.shared_prefix import SharedInputs, stretches
 from clotho.scoring.sequences import TrainingSequence
 
 KEYS_PER_TOKEN = 8

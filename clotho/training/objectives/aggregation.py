@@ -1,8 +1,8 @@
 """How the losses of tokens become one: the coefficient of every token in the loss of the whole update.
 
-The loss is the sum over learnt tokens of coefficient times token loss, and the coefficients are worked out once for
+The loss is the sum over learned tokens of coefficient times token loss, and the coefficients are worked out once for
 the whole update: any split into micro-batches gives the same loss and the same gradient. The same rule holds
-everywhere for completions that nothing is learnt from (empty, or masked as truncated): their coefficient is 0 and no
+everywhere for completions that nothing is learned from (empty, or masked as truncated): their coefficient is 0 and no
 denominator counts them, nor a group of nothing but such completions. Completions that a correction rejects count.
 """
 
@@ -19,7 +19,7 @@ Coefficients = list[NDArray[np.float64]]
 
 
 def token_mean(lengths: Lengths, max_tokens: int) -> Coefficients:
-    """1 / T, T the learnt tokens of the batch: DAPO (arXiv:2503.14476), section 3.3. Long completions weigh more."""
+    """1 / T, T the learned tokens of the batch: DAPO (arXiv:2503.14476), section 3.3. Long completions weigh more."""
     share = _share(sum(float(length_G.sum()) for length_G in lengths))
     return [_where_learnt(length_G, share) for length_G in lengths]
 
@@ -55,10 +55,10 @@ AGGREGATIONS: Mapping[str, Callable[[Lengths, int], Coefficients]] = MappingProx
 
 
 def coefficients(kind: str, lengths: Sequence[Sequence[int]], *, max_tokens: int) -> Coefficients:
-    """Coefficient of each learnt token, per group and completion: (G,) float64 each.
+    """Coefficient of each learned token, per group and completion: (G,) float64 each.
 
-    lengths: learnt tokens of every completion of every group, which the policy drew. max_tokens: the most that a
-    completion can have. Where nothing is learnt at all, all are 0.
+    lengths: learned tokens of every completion of every group, which the policy drew. max_tokens: the most that a
+    completion can have. Where nothing is learned at all, all are 0.
     """
     return AGGREGATIONS[kind]([np.asarray(lengths_G, dtype=np.float64) for lengths_G in lengths], max_tokens)
 

@@ -16,28 +16,28 @@ from clotho.config.schema import LearnerSection
 
 
 class Tokens(NamedTuple):
-    """The drawn tokens of a micro-batch; every array is (N,), float32 unless said otherwise, without gradient.
+    """The sampled tokens of a micro-batch; every array is (N,), float32 unless said otherwise, without gradient.
 
-    anchor_N: log-probability under the policy that the ratio is against (`learner.anchor`), natural log.
-    behaviour_N: under the sampler, as recorded when the token was drawn.
+    old_logp_N: log-probability under the policy that the ratio is against (`learner.anchor`), natural log.
+    rollout_logp_N: under the sampler, as recorded when the token was sampled.
     advantage_N: of the token; the same for all tokens of a completion, unless the environment gave them token by token.
-    weight_N: 1 for tokens that are learnt from, 0 for others and for padding.
+    weight_N: 1 for tokens that are learned from, 0 for others and for padding.
     sequence_N: int32, which of the `sequences` completions of this micro-batch the token belongs to (padding: 0).
     """
 
-    anchor_N: mx.array
-    behaviour_N: mx.array
+    old_logp_N: mx.array
+    rollout_logp_N: mx.array
     advantage_N: mx.array
     weight_N: mx.array
     sequence_N: mx.array
     sequences: int
 
     def sum_B(self, value_N: mx.array) -> mx.array:
-        """Sum of a value over the learnt tokens of each completion: (B,)."""
+        """Sum of a value over the learned tokens of each completion: (B,)."""
         return mx.zeros((self.sequences,), dtype=value_N.dtype).at[self.sequence_N].add(self.weight_N * value_N)
 
     def mean_B(self, value_N: mx.array) -> mx.array:
-        """Mean of a value over the learnt tokens of each completion: (B,); 0 where it has none."""
+        """Mean of a value over the learned tokens of each completion: (B,); 0 where it has none."""
         return self.sum_B(value_N) / mx.maximum(self.sum_B(mx.ones_like(self.weight_N)), 1.0)
 
     def spread_N(self, value_B: mx.array) -> mx.array:

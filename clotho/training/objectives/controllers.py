@@ -5,24 +5,27 @@ from __future__ import annotations
 import math
 
 from clotho.config.schema import LearnerSection
-from clotho.training.objectives.loss import Strengths
+from clotho.training.objectives.loss import LossCoefficients
 
 LARGEST_ERROR = 0.2
 """Beyond this relative distance from the target, the KL coefficient does not move faster."""
 
 
-def initial_strengths(settings: LearnerSection) -> Strengths:
+def initial_loss_coefficients(settings: LearnerSection) -> LossCoefficients:
     """Weights of the first update: those of the profile."""
-    return Strengths(settings.kl_beta, settings.entropy_weight)
+    return LossCoefficients(settings.kl_beta, settings.entropy_weight)
 
 
-def next_strengths(strengths: Strengths, *, kl: float, entropy: float, settings: LearnerSection) -> Strengths:
+def next_loss_coefficients(
+    loss_coefficients: LossCoefficients, *, kl: float, entropy: float, settings: LearnerSection
+) -> LossCoefficients:
     """Weights of the next update, after one that measured `kl` and `entropy`, nats per token.
 
     What is fixed in the profile stays bit for bit; so does what was measured as not finite.
     """
-    return Strengths(
-        next_kl_beta(strengths.kl_beta, kl, settings), next_entropy_weight(strengths.entropy_weight, entropy, settings)
+    return LossCoefficients(
+        next_kl_beta(loss_coefficients.kl_beta, kl, settings),
+        next_entropy_weight(loss_coefficients.entropy_weight, entropy, settings),
     )
 
 

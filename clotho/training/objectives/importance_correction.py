@@ -4,6 +4,8 @@ Importance weights make the tokens of one policy speak for another; truncated, m
 bounded variance. They carry no gradient, and never multiply a ratio that is against the sampler already
 (`learner.anchor = "sampler"`), which would count the same disagreement twice. The denominators of the aggregation are
 those before any rejection: what is left is not inflated. Tokens of weight 0 are in no sum and no mean.
+
+The proximal policy without a pass of its own: between sampler and learner, by versions.
 """
 
 from __future__ import annotations
@@ -94,7 +96,7 @@ def off_policy_mask(learner_N: mx.array, tokens: Tokens, delta: float) -> mx.arr
     Off-policy sequence masking, DeepSeek-V3.2 (arXiv:2512.02556): what the policy would hardly say any more is not
     worth learning to avoid. pi is the policy as it stands, mu the sampler. The advantage is the mean over the tokens.
     """
-    gone_B = tokens.mean_B(tokens.behaviour_N - learner_N) > delta
+    gone_B = tokens.mean_B(tokens.rollout_logp_N - learner_N) > delta
     dropped_B = (tokens.mean_B(tokens.advantage_N) < 0) & gone_B
     return tokens.spread_N((~dropped_B).astype(mx.float32))
 
@@ -104,11 +106,11 @@ def correction_weights(learner_N: mx.array, proximal_N: mx.array, tokens: Tokens
 
     learner_N: log-probabilities under the policy as it stands; proximal_N: at the start of the batch.
     """
-    log_ratio_N = mx.stop_gradient(proximal_N) - tokens.behaviour_N
+    log_ratio_N = mx.stop_gradient(proximal_N) - tokens.rollout_logp_N
     correct = CORRECTIONS[settings.correction]
     weight_N = correct(log_ratio_N, tokens, settings.correction_low, settings.correction_high)
     if settings.outlier_low > 0 or settings.outlier_high > 0:
-        moved_N = learner_N - tokens.behaviour_N
+        moved_N = learner_N - tokens.rollout_logp_N
         weight_N = weight_N * without_outliers(moved_N, tokens, settings.outlier_low, settings.outlier_high)
     if settings.off_policy_mask > 0:
         weight_N = weight_N * off_policy_mask(learner_N, tokens, settings.off_policy_mask)
@@ -117,3 +119,24 @@ def correction_weights(learner_N: mx.array, proximal_N: mx.array, tokens: Tokens
 
 def _inside(value_B: mx.array, low: float, high: float) -> mx.array:
     return ((value_B >= low) & (value_B <= high)).astype(mx.float32)
+
+
+def interpolated_proximal(
+    logp_current_N: mx.array,
+    rollout_logp_N: mx.array,
+    version_behaviour_N: mx.array,
+    version_proximal: float,
+    version_current: float,
+) -> mx.array:
+    """Approximate log-probabilities of the learner at the start of the batch: (N,), without gradient.
+
+    log pi_prox = log mu + alpha (log pi - log mu), alpha = (v_prox - v_mu) / (v_pi - v_mu), with the version v_mu that
+    drew the token: AReaL's log-linear approximation (its documentation, algorithms/prox_approx). Versions may be
+    fractional: within an update of K optimizer steps the k-th gradient is at v_prox + k / K. Where v_pi = v_mu alpha
+    is 1, the current policy itself: no ratio, no clipping. At v_pi = v_prox, the first step of an update, alpha is 1
+    and the result exact. alpha is held to [0, 1].
+    """
+    behind_N = version_proximal - version_behaviour_N.astype(mx.float32)
+    age_N = behind_N + (version_current - version_proximal)
+    alpha_N = mx.where(age_N == 0, 1.0, mx.clip(behind_N / mx.where(age_N == 0, 1.0, age_N), 0.0, 1.0))
+    return rollout_logp_N + alpha_N * (mx.stop_gradient(logp_current_N) - rollout_logp_N)

@@ -1,6 +1,6 @@
-"""Per-token estimators of KL(policy || reference), from tokens that were drawn.
+"""Per-token estimators of KL(policy || reference), from tokens that were sampled.
 
-With d = log pi_ref(x) - log pi(x), x drawn from pi (J. Schulman, "Approximating KL divergence", 2020):
+With d = log pi_ref(x) - log pi(x), x sampled from pi (J. Schulman, "Approximating KL divergence", 2020):
 k1 and k3 are unbiased, k2 and abs are not; all but k1 are never negative and all are 0 at d = 0. As penalties their
 gradients differ in kind: that of k1 has expectation zero under the policy's own samples, that of k2 is the gradient of
 KL(policy || reference), that of k3 the gradient of KL(reference || policy). `ratio_weighted` repairs k1 and k3.
@@ -54,11 +54,11 @@ ESTIMATORS: Mapping[str, Estimator] = MappingProxyType({"k1": k1, "k2": k2, "k3"
 """`learner.kl_estimator` -> estimator(log pi, log pi_ref)."""
 
 
-def ratio_weighted(estimate_N: mx.array, logp_N: mx.array, behaviour_N: mx.array) -> mx.array:
+def ratio_weighted(estimate_N: mx.array, logp_N: mx.array, rollout_logp_N: mx.array) -> mx.array:
     """Estimate under the policy itself from the sampler's tokens, gradient included: pi / mu times the estimate.
 
     DeepSeek-V3.2 (arXiv:2512.02556), the unbiased KL estimate, with k3. The gradient flows through the ratio too, which
     makes value and gradient of k1 and k3 unbiased for KL(policy || reference), whatever drew the tokens; those of k2
     and abs become unbiased for their own expectations. At pi = mu the value is the plain estimate. All (N,), nats.
     """
-    return mx.exp(bounded_log_ratio(logp_N, behaviour_N)) * estimate_N
+    return mx.exp(bounded_log_ratio(logp_N, rollout_logp_N)) * estimate_N

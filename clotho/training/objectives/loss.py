@@ -1,6 +1,6 @@
 """The loss of a micro-batch: objective, correction, penalties, bonus and distillation, token by token, and their sum.
 
-N counts the drawn tokens of the micro-batch, padding included. Departure from the papers: KL penalty, entropy bonus and
+N counts the sampled tokens of the micro-batch, padding included. Departure from the papers: KL penalty, entropy bonus and
 distillation are not weighted by the correction.
 """
 
@@ -19,24 +19,24 @@ from clotho.training.objectives.kl import ESTIMATORS, bounded_log_ratio, k3, rat
 class LossInputs(NamedTuple):
     """What the loss needs per completion token, all (N,) float32 unless said otherwise, and free of gradients.
 
-    behaviour_N: log-probability under the sampler. proximal_N: under the learner at the start of the batch; None while
+    rollout_logp_N: log-probability under the sampler. proximal_N: under the learner at the start of the batch; None while
     that is the policy itself. reference_N: under the reference policy, or None without penalty.
-    weight_N: 1 for learnt tokens, else 0. coefficient_N: the token's share in the loss of the whole update.
-    fresh_N: 1 where the learner's own weights drew the token. sequence_N: int32, its completion, of `sequences`.
+    weight_N: 1 for learned tokens, else 0. loss_weight_N: the token's share in the loss of the whole update.
+    on_policy_mask_N: 1 where the learner's own weights drew the token. sequence_N: int32, its completion, of `sequences`.
     """
 
-    behaviour_N: mx.array
+    rollout_logp_N: mx.array
     proximal_N: mx.array | None
     reference_N: mx.array | None
     advantage_N: mx.array
     weight_N: mx.array
-    coefficient_N: mx.array
-    fresh_N: mx.array
+    loss_weight_N: mx.array
+    on_policy_mask_N: mx.array
     sequence_N: mx.array
     sequences: int
 
 
-class Strengths(NamedTuple):
+class LossCoefficients(NamedTuple):
     """Weights of KL penalty and entropy bonus as they stand; see `controllers`."""
 
     kl_beta: float
@@ -44,7 +44,7 @@ class Strengths(NamedTuple):
 
 
 class TokenSums(NamedTuple):
-    """Sums over the learnt tokens of a micro-batch, each a float32 scalar without gradient.
+    """Sums over the learned tokens of a micro-batch, each a float32 scalar without gradient.
 
     loss: the micro-batch's share in the loss of the update, so with coefficients; the others without, to be divided by
     a count of tokens. kl: to the reference, as estimated. clipped: tokens cut by the objective. ratio, ratio_squared:
@@ -69,7 +69,7 @@ def policy_loss(
     inputs: LossInputs,
     *,
     settings: LearnerSection,
-    strengths: Strengths,
+    loss_coefficients: LossCoefficients,
     objective: Objective,
     cross_entropy_N: mx.array | None = None,
 ) -> tuple[mx.array, TokenSums]:
@@ -86,17 +86,17 @@ def policy_loss(
         raise ValueError(f"correction {settings.correction!r} needs anchor = 'proximal': it would count twice")
     tokens = _tokens(logp_N, inputs, settings)
     taught = objective(logp_N, tokens, settings)
-    correction_N = correction_weights(logp_N, tokens.anchor_N, tokens, settings)
+    correction_N = correction_weights(logp_N, tokens.old_logp_N, tokens, settings)
     loss_N = correction_N * taught.loss_N
     kl_N = _penalty(logp_N, inputs, settings)
-    if strengths.kl_beta > 0 and settings.kl_in == "loss":
-        loss_N = loss_N + strengths.kl_beta * kl_N
-    if strengths.entropy_weight > 0:
-        loss_N = loss_N - strengths.entropy_weight * entropy_N
+    if loss_coefficients.kl_beta > 0 and settings.kl_in == "loss":
+        loss_N = loss_N + loss_coefficients.kl_beta * kl_N
+    if loss_coefficients.entropy_weight > 0:
+        loss_N = loss_N - loss_coefficients.entropy_weight * entropy_N
     if cross_entropy_N is not None:
         loss_N = loss_N + settings.distillation_weight * cross_entropy_N
-    loss = mx.sum(inputs.coefficient_N * inputs.weight_N * loss_N)
-    ratio_N = mx.exp(bounded_log_ratio(logp_N, inputs.behaviour_N))
+    loss = mx.sum(inputs.loss_weight_N * inputs.weight_N * loss_N)
+    ratio_N = mx.exp(bounded_log_ratio(logp_N, inputs.rollout_logp_N))
     counted = (
         kl_N,
         entropy_N,
@@ -104,7 +104,7 @@ def policy_loss(
         ratio_N,
         mx.square(ratio_N),
         correction_N == 0,
-        inputs.fresh_N * k3(inputs.behaviour_N, logp_N),
+        inputs.on_policy_mask_N * k3(inputs.rollout_logp_N, logp_N),
         mx.zeros_like(logp_N) if cross_entropy_N is None else cross_entropy_N,
     )
     sums = TokenSums(loss, *(mx.sum(inputs.weight_N * value_N) for value_N in counted))
@@ -112,12 +112,12 @@ def policy_loss(
 
 
 def _tokens(logp_N: mx.array, inputs: LossInputs, settings: LearnerSection) -> Tokens:
-    anchor_N = inputs.behaviour_N
+    old_logp_N = inputs.rollout_logp_N
     if settings.anchor == "proximal":
-        anchor_N = mx.stop_gradient(logp_N) if inputs.proximal_N is None else inputs.proximal_N
+        old_logp_N = mx.stop_gradient(logp_N) if inputs.proximal_N is None else inputs.proximal_N
     return Tokens(
-        anchor_N=anchor_N,
-        behaviour_N=inputs.behaviour_N,
+        old_logp_N=old_logp_N,
+        rollout_logp_N=inputs.rollout_logp_N,
         advantage_N=inputs.advantage_N,
         weight_N=inputs.weight_N,
         sequence_N=inputs.sequence_N,
@@ -130,4 +130,4 @@ def _penalty(logp_N: mx.array, inputs: LossInputs, settings: LearnerSection) -> 
     if inputs.reference_N is None:
         return mx.zeros_like(logp_N)
     kl_N = ESTIMATORS[settings.kl_estimator](logp_N, inputs.reference_N)
-    return ratio_weighted(kl_N, logp_N, inputs.behaviour_N) if settings.kl_unbiased else kl_N
+    return ratio_weighted(kl_N, logp_N, inputs.rollout_logp_N) if settings.kl_unbiased else kl_N

@@ -14,10 +14,18 @@ from clotho.config.schema import LearnerSection
 from clotho.runtime.user_code import import_user_module
 from clotho.training.objectives.contract import Objective, PolicyLoss, Tokens
 from clotho.training.objectives.sequence_level import gspo, gspo_token, rloo
-from clotho.training.objectives.soft import sapo
-from clotho.training.objectives.token_level import bnpo, dapo, dr_grpo, grpo, ppo_decoupled, reinforce_plus_plus
-from clotho.training.objectives.trust_region import dppo_tv
-from clotho.training.objectives.weighted import cispo, reinforce
+from clotho.training.objectives.token_level import (
+    bnpo,
+    cispo,
+    dapo,
+    dppo_tv,
+    dr_grpo,
+    grpo,
+    ppo_decoupled,
+    reinforce,
+    reinforce_plus_plus,
+    sapo,
+)
 from protocols.errors import ProfileError
 
 OBJECTIVES: Mapping[str, Objective] = MappingProxyType(

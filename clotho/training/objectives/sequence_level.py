@@ -23,7 +23,7 @@ def gspo(logp_N: mx.array, tokens: Tokens, settings: LearnerSection) -> PolicyLo
     ratio, clipped as in PPO but within 3e-4 and 4e-4 (section 5.1). Tokens of weight 0 are not in the mean.
     Departure: with advantages that differ from token to token, each token has its own min with the common ratio.
     """
-    log_ratio_B = tokens.mean_B(logp_N - tokens.anchor_N)
+    log_ratio_B = tokens.mean_B(logp_N - tokens.old_logp_N)
     return clipped(_ratio(log_ratio_B, tokens), tokens.advantage_N, settings)
 
 
@@ -34,7 +34,7 @@ def gspo_token(logp_N: mx.array, tokens: Tokens, settings: LearnerSection) -> Po
     For constant advantages and `sequence_mean` its loss and gradient are those of `gspo`. Departure, from verl: the
     log-ratio is at most 10 nats.
     """
-    log_ratio_B = mx.stop_gradient(tokens.mean_B(logp_N - tokens.anchor_N))
+    log_ratio_B = mx.stop_gradient(tokens.mean_B(logp_N - tokens.old_logp_N))
     log_ratio_N = tokens.spread_N(log_ratio_B) + logp_N - mx.stop_gradient(logp_N)
     return clipped(mx.exp(mx.clip(log_ratio_N, -MAX_LOG_RATIO, MAX_TOKEN_LOG_RATIO)), tokens.advantage_N, settings)
 
@@ -47,7 +47,7 @@ def rloo(logp_N: mx.array, tokens: Tokens, settings: LearnerSection) -> PolicyLo
     less the mean of the others'. Departures: the ratio and its clip, by which TRL allows off-policy samples (the paper
     is on-policy); the paper's KL penalty in the reward is there with `kl_beta` and `kl_in` only.
     """
-    log_ratio_B = tokens.sum_B(logp_N - tokens.anchor_N)
+    log_ratio_B = tokens.sum_B(logp_N - tokens.old_logp_N)
     return clipped(_ratio(log_ratio_B, tokens), tokens.advantage_N, settings)
 
 

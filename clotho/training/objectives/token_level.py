@@ -6,6 +6,14 @@ Departures from the papers, of all objectives in this package:
 2. Log-ratios are clamped to plus or minus 20 nats; beyond that their gradient is zero.
 3. An objective is the loss of tokens; what the papers write around it is in `advantages`, `aggregation` and `kl`, and
    a name brings its paper's choice of them along (`clotho.config.presets`).
+
+Objectives that weigh log pi: the policy gradient itself, every token teaching something.
+
+The departures listed in `clipped` hold here too. The value of these losses means little: only their gradient does.
+
+Objectives whose trust region has no edge.
+
+Objectives that stop where the policy has moved too far, by a divergence rather than by the ratio.
 """
 
 from __future__ import annotations
@@ -40,7 +48,7 @@ def clipped_surrogate(logp_N: mx.array, tokens: Tokens, settings: LearnerSection
 
     At r = 1 the gradient of the loss is that of -A log pi (REINFORCE).
     """
-    return clipped(mx.exp(bounded_log_ratio(logp_N, tokens.anchor_N)), tokens.advantage_N, settings)
+    return clipped(mx.exp(bounded_log_ratio(logp_N, tokens.old_logp_N)), tokens.advantage_N, settings)
 
 
 def grpo(logp_N: mx.array, tokens: Tokens, settings: LearnerSection) -> PolicyLoss:
@@ -101,3 +109,58 @@ def ppo_decoupled(logp_N: mx.array, tokens: Tokens, settings: LearnerSection) ->
     advantages of the group rather than whitened over the batch; no critic.
     """
     return clipped_surrogate(logp_N, tokens, settings)
+
+
+def reinforce(logp_N: mx.array, tokens: Tokens, settings: LearnerSection) -> PolicyLoss:
+    """The policy gradient, L_t = -A_t log pi(t): Williams, "Simple statistical gradient-following algorithms" (1992).
+
+    There is no ratio. Samples of another policy are what a correction is for: the recipe brings `anchor = "proximal"`
+    and the truncated weight (TIS). Nothing is ever clipped.
+    """
+    return PolicyLoss(-tokens.advantage_N * logp_N, mx.zeros_like(logp_N))
+
+
+def cispo(logp_N: mx.array, tokens: Tokens, settings: LearnerSection) -> PolicyLoss:
+    """Clipped IS-weight Policy Optimization, MiniMax-M1 (arXiv:2506.13585): bound the weight, not the gain.
+
+    L_t = -sg(clip(r_t, 1 - clip_low, 1 + clip_high)) A_t log pi(t). Rare tokens that the update moves far keep their
+    gradient, with a bounded weight. The recipe: no lower bound (clip_low = 1), weights of at most 5 (TRL's advice after
+    ScaleRL, arXiv:2510.13786; MiniMax names no number), the mean over all tokens. clipped_N is where the weight is
+    cut; these tokens teach all the same.
+    """
+    ratio_N = mx.exp(bounded_log_ratio(mx.stop_gradient(logp_N), tokens.old_logp_N))
+    weight_N = mx.clip(ratio_N, 1.0 - settings.clip_low, 1.0 + settings.clip_high)
+    return PolicyLoss(-weight_N * tokens.advantage_N * logp_N, weight_N != ratio_N)
+
+
+def sapo(logp_N: mx.array, tokens: Tokens, settings: LearnerSection) -> PolicyLoss:
+    """Soft Adaptive Policy Optimization (arXiv:2511.20347): a sigmoid in the place of the clip.
+
+    L_t = -(4 / tau) sigmoid(tau (r_t - 1)) A_t, tau = sapo_positive where A > 0, else sapo_negative. The gradient is
+    that of -A r, times 4 p (1 - p) with p = sigmoid(tau (r - 1)): exactly 1 at r = 1, fading on both sides, and faster
+    with a larger tau; the paper takes 1.05 for negative advantages, 1 for positive ones. The value at r = 1 is -2 A /
+    tau. Nothing is clipped. Departure: log-ratios are clamped to plus or minus 20 nats.
+    """
+    ratio_N = mx.exp(bounded_log_ratio(logp_N, tokens.old_logp_N))
+    tau_N = mx.where(tokens.advantage_N > 0, settings.sapo_positive, settings.sapo_negative)
+    gate_N = 4.0 / tau_N * mx.sigmoid(tau_N * (ratio_N - 1.0))
+    return PolicyLoss(-gate_N * tokens.advantage_N, mx.zeros_like(logp_N))
+
+
+def dppo_tv(logp_N: mx.array, tokens: Tokens, settings: LearnerSection) -> PolicyLoss:
+    """Divergence PPO (arXiv:2602.04879) with the binary total variation: the trust region is in probabilities.
+
+    L_t = -k_t A_t r_t + quadratic_kl (log r_t)^2, r_t = pi(t) / mu(t), mu the sampler. k_t = 0 where the token has
+    moved far already, and would be pushed further: A > 0 and pi - mu > clip_high, or A < 0 and pi - mu < -clip_low;
+    else 1. |pi - mu| is the total variation between the two policies, told apart by this one token only; a ratio would
+    overrate rare tokens and underrate likely ones. With clips of 1, never reached, it is plain importance sampling.
+    The squared log-ratio, which masked tokens feel too, and the numbers (0.2, 0.2, 1e-3) are prime-rl's.
+    Always against the sampler, hence `anchor = "sampler"`. Departure: log-ratios are clamped to plus or minus 20 nats.
+    """
+    log_ratio_N = bounded_log_ratio(logp_N, tokens.rollout_logp_N)
+    moved_N = mx.stop_gradient(mx.exp(logp_N) - mx.exp(tokens.rollout_logp_N))
+    rose_N = (tokens.advantage_N > 0) & (moved_N > settings.clip_high)
+    fell_N = (tokens.advantage_N < 0) & (moved_N < -settings.clip_low)
+    masked_N = rose_N | fell_N
+    gain_N = mx.where(masked_N, 0.0, tokens.advantage_N * mx.exp(log_ratio_N))
+    return PolicyLoss(settings.quadratic_kl * mx.square(log_ratio_N) - gain_N, masked_N)

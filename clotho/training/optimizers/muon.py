@@ -13,7 +13,7 @@ import re
 import mlx.core as mx
 
 from clotho.config.schema import LearnerSection
-from clotho.training.optimizers import rules as adamw
+from clotho.training.optimizers import adamw
 from clotho.training.optimizers.rule import Arrays
 
 ITERATIONS = 5

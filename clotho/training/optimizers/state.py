@@ -17,8 +17,7 @@ import mlx.core as mx
 import numpy as np
 
 from clotho.config.schema import LearnerSection
-from clotho.training.optimizers import adafactor, lion, muon, sgd
-from clotho.training.optimizers import rules as adamw
+from clotho.training.optimizers import adafactor, adamw, lion, muon, sgd
 from clotho.training.optimizers.rule import Arrays, Rule
 
 Slots = dict[str, Arrays]

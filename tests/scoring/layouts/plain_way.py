@@ -11,14 +11,14 @@ import numpy as np
 from clotho.config.schema import PolicySection
 from clotho.models.parameters import Parameters, flat, nested
 from clotho.models.policy import Policy
-from clotho.scoring.head_scores import SampledLaw, TokenScores, token_scores
+from clotho.scoring.head_scores import SamplingDistribution, TokenScores, token_scores
 from clotho.scoring.layouts.micro_batches import build_micro_batches
 from clotho.scoring.sequences import TrainingSequence
 from clotho.scoring.teacher_forcing import TeacherForcing
 from tests.small_models import tiny
 
 VOCAB = 64
-LAW = SampledLaw(temperature=0.8)
+LAW = SamplingDistribution(temperature=0.8)
 Shapes = Sequence[tuple[int, Sequence[int]]]
 """Groups: length of the prompt, and lengths of its completions."""
 
@@ -76,7 +76,7 @@ def the_plain_way(policy: Policy, sequences: Sequence[TrainingSequence]) -> Outc
 
     def scores(sequence: TrainingSequence) -> TokenScores:
         logits_S_V = policy.model(mx.array([(sequence.prompt + sequence.tokens)[:-1]]))[0]
-        return token_scores(logits_S_V[len(sequence.prompt) - 1 :], mx.array(list(sequence.tokens)), law=LAW)
+        return token_scores(logits_S_V[len(sequence.prompt) - 1 :], mx.array(list(sequence.tokens)), distribution=LAW)
 
     def loss(traced: Parameters) -> tuple[mx.array, list[mx.array]]:
         with policy.using(traced):
@@ -103,8 +103,8 @@ def the_way_of(layout: str, policy: Policy, sequences: Sequence[TrainingSequence
 
         def loss(traced: Parameters, micro: Any = micro) -> tuple[mx.array, mx.array]:
             with policy.using(traced):
-                found = forcing(micro, law=LAW)
-            return _loss(found, mx.array(micro.table.coefficient_N * micro.table.weight_N)), found.logp_N
+                found = forcing(micro, distribution=LAW)
+            return _loss(found, mx.array(micro.table.loss_weight_N * micro.table.weight_N)), found.logp_N
 
         with policy.using(policy.trainable()), policy.training_mode():
             (value, logp_N), tree = mx.value_and_grad(loss)(policy.trainable())
@@ -117,8 +117,8 @@ def the_way_of(layout: str, policy: Policy, sequences: Sequence[TrainingSequence
     return Outcome(logp, total, gradient)
 
 
-def _loss(scores: TokenScores, coefficient_N: mx.array) -> mx.array:
-    return mx.sum(coefficient_N * (0.1 * scores.entropy_N - scores.logp_N))
+def _loss(scores: TokenScores, loss_weight_N: mx.array) -> mx.array:
+    return mx.sum(loss_weight_N * (0.1 * scores.entropy_N - scores.logp_N))
 
 
 def largest_error(expected: Outcome, found: Outcome) -> float:

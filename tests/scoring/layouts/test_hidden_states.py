@@ -9,9 +9,8 @@ import pytest
 
 from clotho.models.head import split_model
 from clotho.models.policy import Policy
-from clotho.scoring.layouts.forward import hidden_states
+from clotho.scoring.layouts.forward import hidden_states, prove_layout
 from clotho.scoring.layouts.micro_batches import build_micro_batches
-from clotho.scoring.layouts.proof import prove_layout
 from clotho.scoring.teacher_forcing import TeacherForcing
 from tests.scoring.layouts.plain_way import (
     LAW,
@@ -67,7 +66,7 @@ def test_inputs_of_a_layout_that_was_not_proven_are_refused() -> None:
     forcing = TeacherForcing(policy("qwen3", "lora", False).model, VOCAB)
     (micro,) = build_micro_batches(random_sequences(EVEN), layout="packed", budget=100)
     with pytest.raises(ValueError, match="PackedInputs"):
-        forcing(micro, law=LAW)
+        forcing(micro, distribution=LAW)
 
 
 def test_a_prompt_goes_through_the_blocks_once() -> None:

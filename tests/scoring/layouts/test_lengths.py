@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from clotho.scoring.layouts.lengths import bucket
+from clotho.scoring.layouts.packing import bucket
 
 
 def test_lengths_are_bucketed_with_little_waste() -> None:

@@ -64,22 +64,22 @@ def test_every_token_is_placed_once_right_after_what_comes_before_it(layout: str
 def test_only_drawn_tokens_are_in_the_table_after_all_that_comes_before_them(layout: str, budget: int) -> None:
     """What the policy did not draw is part of the context, and has no row of its own."""
     rng, plain = np.random.default_rng(2), random_sequences(SHAPES)
-    drawn = [rng.random(len(s.tokens)) < 0.5 for s in plain]
-    for drawn_T in drawn:
+    sampled = [rng.random(len(s.tokens)) < 0.5 for s in plain]
+    for drawn_T in sampled:
         drawn_T[rng.integers(len(drawn_T))] = True
-    sequences = [s._replace(drawn_T=drawn_T) for s, drawn_T in zip(plain, drawn, strict=True)]
+    sequences = [s._replace(drawn_T=drawn_T) for s, drawn_T in zip(plain, sampled, strict=True)]
     for micro in build_micro_batches(sequences, layout=layout, budget=budget):
         table = micro.table
-        real = sum(int(drawn[member].sum()) for member in micro.members)
+        real = sum(int(sampled[member].sum()) for member in micro.members)
         assert len(table.target_N) == -(-real // 64) * 64
         rows = iter(range(real))
         for b, member in enumerate(micro.members):
             s = sequences[member]
-            for t in np.flatnonzero(drawn[member]).tolist():
+            for t in np.flatnonzero(sampled[member]).tolist():
                 n = next(rows)
                 assert (table.sequence_N[n], table.target_N[n]) == (b, s.tokens[t])
                 assert context(micro.inputs, int(table.position_N[n])) == s.prompt + s.tokens[:t]
-                assert (table.advantage_N[n], table.coefficient_N[n]) == (s.advantage_T[t], s.coefficient_T[t])
+                assert (table.advantage_N[n], table.loss_weight_N[n]) == (s.advantage_T[t], s.coefficient_T[t])
         assert not table.weight_N[real:].any()
 
 
@@ -100,8 +100,8 @@ def test_padding_of_the_table_weighs_nothing_and_repeats_its_first_token(layout:
     table = micro.table
     assert len(table.weight_N) == 64
     assert not table.weight_N[3:].any()
-    assert not table.coefficient_N[3:].any()
-    for row_N in (table.position_N, table.target_N, table.sequence_N, table.behaviour_N, table.version_N):
+    assert not table.loss_weight_N[3:].any()
+    for row_N in (table.position_N, table.target_N, table.sequence_N, table.rollout_logp_N, table.version_N):
         assert set(row_N[3:].tolist()) == {row_N[0].item()}
 
 
@@ -117,7 +117,7 @@ def test_equal_input_gives_equal_bytes(layout: str) -> None:
 
 
 def with_supports(sequence: TrainingSequence, *supports: list[int]) -> TrainingSequence:
-    """The same, with what could have been drawn."""
+    """The same, with what could have been sampled."""
     return sequence._replace(supports=tuple(np.asarray(s, dtype="<u4").tobytes() for s in supports))
 
 
@@ -139,12 +139,12 @@ def test_supports_become_rows_that_end_in_padding(layout: str) -> None:
 def test_a_support_without_tokens_is_refused() -> None:
     """It would give its token the probability of nothing."""
     (sequence,) = random_sequences(((2, (2,)),))
-    with pytest.raises(ValueError, match="the token that was drawn"):
+    with pytest.raises(ValueError, match="the token that was sampled"):
         build_micro_batches([with_supports(sequence, [3], [])], layout="padded", budget=100)
 
 
 def test_supports_of_tokens_that_were_not_drawn_may_be_empty() -> None:
-    """Nobody looks at them."""
+    """NullSampleLog looks at them."""
     (sequence,) = random_sequences(((2, (3,)),))
     sequence = with_supports(sequence, [3, 4], [], [5])._replace(drawn_T=np.array([True, False, True]))
     (micro,) = build_micro_batches([sequence], layout="padded", budget=100)

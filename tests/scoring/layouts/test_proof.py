@@ -10,7 +10,7 @@ from mlx_lm.models import gpt2
 
 from clotho.models.head import split_model
 from clotho.models.layer_keys import AttentionLayers
-from clotho.scoring.layouts.proof import prove_layout
+from clotho.scoring.layouts.forward import prove_layout
 from tests.small_models import ARCHITECTURES, tiny
 
 STATEFUL = {"mamba2", "lfm2", "falcon_h1"}
@@ -46,7 +46,7 @@ def test_layers_with_a_state_that_is_not_attention_are_refused(architecture: str
 
 
 def gpt() -> nn.Module:
-    """A model with a learnt embedding for every position."""
+    """A model with a learned embedding for every position."""
     sizes = {"n_ctx": 64, "n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 64, "layer_norm_epsilon": 1e-5}
     arguments = gpt2.ModelArgs.from_dict({"model_type": "gpt2", "vocab_size": 64, **sizes})  # type: ignore[no-untyped-call]
     model: nn.Module = gpt2.Model(arguments)

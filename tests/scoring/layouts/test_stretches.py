@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from clotho.scoring.layouts.stretches import PASS, stretches
+from clotho.scoring.layouts.shared_prefix import PASS, stretches
 from tests.scoring.layouts.plain_way import largest_error, policy_of, random_sequences, the_plain_way, the_way_of
 
 
@@ -43,7 +43,7 @@ def test_every_row_has_its_place() -> None:
 def test_stretches_change_no_result(monkeypatch: pytest.MonkeyPatch, grad_checkpoint: bool) -> None:
     """Log-probabilities, loss and gradients are those of the plain way, also of prompts in several stretches."""
     shapes = ((5, (30, 3, 1, 18)), (12, (4, 26)), (3, (1, 1)))
-    monkeypatch.setattr("clotho.scoring.layouts.stretches.PASS", 1)
+    monkeypatch.setattr("clotho.scoring.layouts.shared_prefix.PASS", 1)
     policy = policy_of("qwen3", grad_checkpoint=grad_checkpoint)
     found = the_way_of("shared", policy, random_sequences(shapes), budget=1000)
     assert largest_error(the_plain_way(policy_of("qwen3"), random_sequences(shapes)), found) < 1e-5

@@ -17,7 +17,7 @@ ANCHOR = -2.0
 
 
 class Taught(NamedTuple):
-    """Per token: loss, gradient of the sum of the losses of learnt tokens, and whether it was clipped."""
+    """Per token: loss, gradient of the sum of the losses of learned tokens, and whether it was clipped."""
 
     loss_N: NDArray[np.float64]
     gradient_N: NDArray[np.float64]
@@ -32,18 +32,18 @@ def row(values: ArrayLike) -> mx.array:
 def tokens(
     advantage_N: Sequence[float],
     *,
-    anchor_N: ArrayLike | None = None,
-    behaviour_N: ArrayLike | None = None,
+    old_logp_N: ArrayLike | None = None,
+    rollout_logp_N: ArrayLike | None = None,
     weight_N: ArrayLike | None = None,
     sequence_N: Sequence[int] | None = None,
 ) -> Tokens:
-    """Tokens of one completion, all learnt, with log-probability ANCHOR under anchor and sampler, unless said."""
+    """Tokens of one completion, all learned, with log-probability ANCHOR under anchor and sampler, unless said."""
     N = len(advantage_N)
-    anchor_N = [ANCHOR] * N if anchor_N is None else anchor_N
+    old_logp_N = [ANCHOR] * N if old_logp_N is None else old_logp_N
     sequence_N = [0] * N if sequence_N is None else sequence_N
     return Tokens(
-        anchor_N=row(anchor_N),
-        behaviour_N=row(anchor_N if behaviour_N is None else behaviour_N),
+        old_logp_N=row(old_logp_N),
+        rollout_logp_N=row(old_logp_N if rollout_logp_N is None else rollout_logp_N),
         advantage_N=row(advantage_N),
         weight_N=row([1.0] * N if weight_N is None else weight_N),
         sequence_N=mx.array(list(sequence_N), dtype=mx.int32),
@@ -55,8 +55,8 @@ def taken(tokens: Tokens, index_N: ArrayLike, new_B: ArrayLike) -> Tokens:
     """The tokens at these places, in this order, with completion i called new_B[i]."""
     at_N = mx.array(np.asarray(index_N))
     return Tokens(
-        anchor_N=tokens.anchor_N[at_N],
-        behaviour_N=tokens.behaviour_N[at_N],
+        old_logp_N=tokens.old_logp_N[at_N],
+        rollout_logp_N=tokens.rollout_logp_N[at_N],
         advantage_N=tokens.advantage_N[at_N],
         weight_N=tokens.weight_N[at_N],
         sequence_N=mx.array(np.asarray(new_B))[tokens.sequence_N[at_N]],
@@ -74,10 +74,10 @@ def teach(
     logp_N: mx.array,
     tokens: Tokens,
     settings: LearnerSection,
-    coefficient_N: ArrayLike | None = None,
+    loss_weight_N: ArrayLike | None = None,
 ) -> Taught:
     """Loss of every token, and the gradient of their sum, each times its coefficient (1 unless said)."""
-    share_N = tokens.weight_N if coefficient_N is None else tokens.weight_N * row(coefficient_N)
+    share_N = tokens.weight_N if loss_weight_N is None else tokens.weight_N * row(loss_weight_N)
     result = objective(logp_N, tokens, settings)
     gradient_N = mx.grad(lambda logp_N: mx.sum(share_N * objective(logp_N, tokens, settings).loss_N))(logp_N)
     return Taught(
@@ -88,19 +88,19 @@ def teach(
 
 
 def random_tokens(N: int, *, seed: int = 0, sequences: int = 3) -> tuple[mx.array, Tokens]:
-    """Log-probabilities and tokens with ratios around 1, constant advantages by completion, the last two not learnt."""
+    """Log-probabilities and tokens with ratios around 1, constant advantages by completion, the last two not learned."""
     rng = np.random.default_rng(seed)
     logp_N = -np.abs(rng.normal(size=N)) - 0.3
     sequence_N = [int(i) for i in np.sort(rng.integers(0, sequences, N))]
     sequence_N[-1] = sequences - 1
-    anchor_N = logp_N + 0.3 * rng.normal(size=N)
+    old_logp_N = logp_N + 0.3 * rng.normal(size=N)
     advantage_B = rng.normal(size=sequences)
     weight_N = (np.arange(N) < N - 2).astype(np.float64)
-    behaviour_N = anchor_N + 0.1 * rng.normal(size=N)
+    rollout_logp_N = old_logp_N + 0.1 * rng.normal(size=N)
     made = tokens(
         advantage_B[sequence_N].tolist(),
-        anchor_N=anchor_N,
-        behaviour_N=behaviour_N,
+        old_logp_N=old_logp_N,
+        rollout_logp_N=rollout_logp_N,
         weight_N=weight_N,
         sequence_N=sequence_N,
     )

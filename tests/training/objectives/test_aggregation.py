@@ -8,7 +8,7 @@ import pytest
 from clotho.training.objectives.aggregation import AGGREGATIONS, coefficients
 
 LENGTHS = [[3, 1, 0], [4], [0, 0]]
-"""Eight learnt tokens; three completions with any, of two groups; the third group has none."""
+"""Eight learned tokens; three completions with any, of two groups; the third group has none."""
 
 
 def flat(kind: str, lengths: list[list[int]], max_tokens: int = 10) -> list[float]:
@@ -26,7 +26,7 @@ def flat(kind: str, lengths: list[list[int]], max_tokens: int = 10) -> list[floa
     ],
 )
 def test_coefficients_by_hand(kind: str, expected: list[float]) -> None:
-    """T = 8, S = 3, max_tokens = 10, T_g = 4 and 4, P = 2; what has no learnt token is in no denominator.
+    """T = 8, S = 3, max_tokens = 10, T_g = 4 and 4, P = 2; what has no learned token is in no denominator.
 
     token_mean 1/T; sequence_mean 1/(T_i S); token_sum 1/(10 S); group_mean 1/(T_g P).
     """

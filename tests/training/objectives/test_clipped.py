@@ -82,7 +82,7 @@ def test_the_objectives_that_share_the_formula_agree_token_by_token(objective: O
 
 def test_a_token_that_the_policy_finds_impossible_stays_finite() -> None:
     """A log-ratio of 500 nats is clamped to 20: the loss is e^20 at most, and the gradient there is 0."""
-    seen = tokens([-1.0, 1.0], anchor_N=[-500.0, 0.0])
+    seen = tokens([-1.0, 1.0], old_logp_N=[-500.0, 0.0])
     taught = teach(clipped_surrogate, row([0.0, -500.0]), seen, SETTINGS)
     np.testing.assert_allclose(taught.loss_N, [np.exp(20.0), -np.exp(-20.0)], rtol=1e-5)
     assert taught.gradient_N.tolist() == [0.0, 0.0]

@@ -19,7 +19,7 @@ from clotho.training.objectives.importance_correction import (
 from tests.training.objectives.cases import random_tokens, row, tokens
 
 RATIOS = [3.0, 0.5, 1.1, 0.2, 9.0]
-"""proximal / sampler: three tokens of completion 0, two of completion 1; the last is not learnt."""
+"""proximal / sampler: three tokens of completion 0, two of completion 1; the last is not learned."""
 SEEN = tokens([1.0] * 5, weight_N=[1, 1, 1, 1, 0], sequence_N=[0, 0, 0, 1, 1])
 
 
@@ -41,7 +41,7 @@ SEEN = tokens([1.0] * 5, weight_N=[1, 1, 1, 1, 0], sequence_N=[0, 0, 0, 1, 1])
 def test_corrections_by_hand(name: str, low: float, high: float, weights: list[float]) -> None:
     """Completion 0: product 3 * 0.5 * 1.1 = 1.65, geometric mean 1.65^(1/3) = 1.182. Completion 1: 0.2 for both.
 
-    The 9 is not learnt, hence in no product. truncate: clip to [low, high]. mask: 0 outside. By completion: all tokens
+    The 9 is not learned, hence in no product. truncate: clip to [low, high]. mask: 0 outside. By completion: all tokens
     get the truncated product, or 1 or 0.
     """
     weight_N = np.array(CORRECTIONS[name](row(np.log(RATIOS)), SEEN, low, high))
@@ -74,11 +74,11 @@ def test_one_outlier_drops_its_completion(low: float, high: float, weights: list
 def test_the_off_policy_mask_drops_bad_completions_that_the_policy_has_left() -> None:
     """delta = 0.5. log mu - log pi: 1 and 0.2, mean 0.6, A < 0: dropped. The same with A > 0: kept.
 
-    1 and -0.2, mean 0.4, A < 0: kept. The last token of the first, not learnt, is not in the mean.
+    1 and -0.2, mean 0.4, A < 0: kept. The last token of the first, not learned, is not in the mean.
     """
     seen = tokens(
         [-1.0, -1.0, -1.0, 1.0, 1.0, -1.0, -1.0],
-        behaviour_N=[-1.0] * 7,
+        rollout_logp_N=[-1.0] * 7,
         weight_N=[1, 1, 0, 1, 1, 1, 1],
         sequence_N=[0, 0, 0, 1, 1, 2, 2],
     )
@@ -88,11 +88,11 @@ def test_the_off_policy_mask_drops_bad_completions_that_the_policy_has_left() ->
 
 def test_a_correction_and_the_masks_that_are_on_multiply() -> None:
     """truncate gives 2, 0.5, 1.1 and 0.2; the learner, at ratio 5 on token 3, makes completion 1 an outlier above 4."""
-    behaviour_N = np.full(5, -2.0)
-    seen = SEEN._replace(behaviour_N=row(behaviour_N))
+    rollout_logp_N = np.full(5, -2.0)
+    seen = SEEN._replace(rollout_logp_N=row(rollout_logp_N))
     settings = LearnerSection(anchor="proximal", correction="truncate", correction_high=2.0, outlier_high=4.0)
-    learner_N = row(behaviour_N + np.log([3.0, 0.5, 1.1, 5.0, 1.0]))
-    weight_N = np.array(correction_weights(learner_N, row(behaviour_N + np.log(RATIOS)), seen, settings))
+    learner_N = row(rollout_logp_N + np.log([3.0, 0.5, 1.1, 5.0, 1.0]))
+    weight_N = np.array(correction_weights(learner_N, row(rollout_logp_N + np.log(RATIOS)), seen, settings))
     np.testing.assert_allclose(weight_N, [2.0, 0.5, 1.1, 0.0, 0.0], rtol=1e-5)
 
 

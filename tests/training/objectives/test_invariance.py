@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from clotho.config import presets as recipes
 from clotho.config.schema import LearnerSection
 from clotho.training.objectives.aggregation import coefficients
-from clotho.training.objectives.loss import LossInputs, Strengths, TokenSums, policy_loss
+from clotho.training.objectives.loss import LossCoefficients, LossInputs, TokenSums, policy_loss
 from clotho.training.objectives.registry import OBJECTIVES
 from tests.training.objectives.cases import row
 
@@ -33,13 +33,13 @@ class Batch:
         self.objective = OBJECTIVES[name]
         self.sequence_N = np.repeat(np.arange(7), COMPLETIONS)
         self.logp_N = -np.abs(rng.normal(size=N)) - 0.3
-        self.behaviour_N = self.logp_N + 0.3 * rng.normal(size=N)
+        self.rollout_logp_N = self.logp_N + 0.3 * rng.normal(size=N)
         self.proximal_N = self.logp_N + 0.1 * rng.normal(size=N)
         self.reference_N = self.logp_N + 0.3 * rng.normal(size=N)
         self.entropy_N = rng.uniform(0.5, 2.0, N)
         self.advantage_N = rng.normal(size=7)[self.sequence_N]
         shares = np.concatenate(coefficients(self.settings.aggregation, LENGTHS, max_tokens=8))
-        self.coefficient_N = shares[self.sequence_N]
+        self.loss_weight_N = shares[self.sequence_N]
 
     def learn(self, completions: Sequence[int], padding: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Sums, and the gradient of every token of the batch, of one micro-batch of these completions."""
@@ -48,24 +48,24 @@ class Batch:
         live_N = np.arange(len(at_N)) < len(at_M)
         place = {completion: place for place, completion in enumerate(completions)}
         inputs = LossInputs(
-            behaviour_N=row(self.behaviour_N[at_N]),
+            rollout_logp_N=row(self.rollout_logp_N[at_N]),
             proximal_N=row(self.proximal_N[at_N]) if self.settings.anchor == "proximal" else None,
             reference_N=row(self.reference_N[at_N]),
             advantage_N=row(self.advantage_N[at_N]),
             weight_N=row(live_N),
-            coefficient_N=row(self.coefficient_N[at_N] * live_N),
-            fresh_N=row(at_N % 2),
+            loss_weight_N=row(self.loss_weight_N[at_N] * live_N),
+            on_policy_mask_N=row(at_N % 2),
             sequence_N=mx.array([place[i] for i in self.sequence_N[at_N]]),
             sequences=len(completions),
         )
-        strengths = Strengths(self.settings.kl_beta, self.settings.entropy_weight)
+        loss_coefficients = LossCoefficients(self.settings.kl_beta, self.settings.entropy_weight)
         (_, sums), gradient_N = mx.value_and_grad(
             lambda logp_N: policy_loss(
                 logp_N,
                 row(self.entropy_N[at_N]),
                 inputs,
                 settings=self.settings,
-                strengths=strengths,
+                loss_coefficients=loss_coefficients,
                 objective=self.objective,
             )
         )(row(self.logp_N[at_N]))

@@ -71,7 +71,7 @@ def softmax_gradient(name: str) -> np.ndarray:
 
 
 def test_the_gradient_of_k1_vanishes_in_expectation() -> None:
-    """Sum of P grad log P is zero: as a penalty on drawn tokens, k1 does nothing but add noise."""
+    """Sum of P grad log P is zero: as a penalty on sampled tokens, k1 does nothing but add noise."""
     np.testing.assert_allclose(softmax_gradient("k1"), np.zeros(3), atol=1e-6)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from clotho.config.schema import LearnerSection
-from clotho.training.objectives.loss import LossInputs, Strengths, TokenSums, policy_loss
+from clotho.training.objectives.loss import LossCoefficients, LossInputs, TokenSums, policy_loss
 from clotho.training.objectives.registry import OBJECTIVES
 from tests.training.objectives.cases import row
 
@@ -19,16 +19,16 @@ BEHAVIOUR_N = row([-2.0, -2.0, -2.0])
 
 
 def inputs(advantage_N: list[float], **fields: Any) -> LossInputs:
-    """Tokens of one completion, sampler at -2, all learnt, fresh and with coefficient 1, unless said otherwise."""
+    """Tokens of one completion, sampler at -2, all learned, fresh and with coefficient 1, unless said otherwise."""
     N = len(advantage_N)
     made = LossInputs(
-        behaviour_N=row([-2.0] * N),
+        rollout_logp_N=row([-2.0] * N),
         proximal_N=None,
         reference_N=None,
         advantage_N=row(advantage_N),
         weight_N=mx.ones(N),
-        coefficient_N=mx.ones(N),
-        fresh_N=mx.ones(N),
+        loss_weight_N=mx.ones(N),
+        on_policy_mask_N=mx.ones(N),
         sequence_N=mx.zeros(N, dtype=mx.int32),
         sequences=1,
     )
@@ -40,7 +40,7 @@ def differentiate(
 ) -> tuple[float, np.ndarray, np.ndarray, TokenSums]:
     """Loss, gradients by log-probability and by entropy, sums."""
     settings = LearnerSection(**keys)
-    strengths = Strengths(settings.kl_beta, settings.entropy_weight)
+    loss_coefficients = LossCoefficients(settings.kl_beta, settings.entropy_weight)
     entropy_N = mx.zeros_like(logp_N) if entropy_N is None else entropy_N
 
     def loss(logp_N: mx.array, entropy_N: mx.array) -> Any:
@@ -49,7 +49,7 @@ def differentiate(
             entropy_N,
             seen,
             settings=settings,
-            strengths=strengths,
+            loss_coefficients=loss_coefficients,
             objective=OBJECTIVES[settings.objective],
         )
 
@@ -105,7 +105,7 @@ def test_rejected_tokens_teach_nothing_and_are_counted() -> None:
     """
     value, gradient_N, entropy_gradient_N, sums = differentiate(
         ratio([3.0, 1.0]),
-        inputs([1.0, 1.0], coefficient_N=row([0.5, 0.5]), reference_N=row([-2.0, -2.0])),
+        inputs([1.0, 1.0], loss_weight_N=row([0.5, 0.5]), reference_N=row([-2.0, -2.0])),
         row([1.0, 0.5]),
         anchor="proximal",
         correction="mask",
@@ -153,9 +153,14 @@ def test_the_strengths_of_the_moment_count_not_those_of_the_profile() -> None:
     settings = LearnerSection(kl_beta=0.1, kl_estimator="k1")
 
     def loss(logp_N: mx.array, entropy_N: mx.array) -> Any:
-        strengths = Strengths(0.3, 0.2)
+        loss_coefficients = LossCoefficients(0.3, 0.2)
         return policy_loss(
-            logp_N, entropy_N, seen, settings=settings, strengths=strengths, objective=OBJECTIVES["grpo"]
+            logp_N,
+            entropy_N,
+            seen,
+            settings=settings,
+            loss_coefficients=loss_coefficients,
+            objective=OBJECTIVES["grpo"],
         )[0]
 
     by_logp_N, by_entropy_N = mx.grad(loss, argnums=(0, 1))(row([-2.0]), row([1.0]))
@@ -164,15 +169,15 @@ def test_the_strengths_of_the_moment_count_not_those_of_the_profile() -> None:
 
 
 def test_sums_are_over_learnt_tokens() -> None:
-    """Ratios 1, 2, 1/2, and a fourth that is not learnt; loss with coefficients 1/4, all else without.
+    """Ratios 1, 2, 1/2, and a fourth that is not learned; loss with coefficients 1/4, all else without.
 
     ratio 3.5, squares 1 + 4 + 1/4; mismatch of the two fresh: k3 with d = ln r: 0 and 2 - 1 - ln 2.
     """
     seen = inputs(
         [1.0] * 4,
         weight_N=row([1, 1, 1, 0]),
-        fresh_N=row([1, 1, 0, 1]),
-        coefficient_N=row([0.25] * 4),
+        on_policy_mask_N=row([1, 1, 0, 1]),
+        loss_weight_N=row([0.25] * 4),
         reference_N=row([-1.0] * 4),
     )
     value, _, _, sums = differentiate(ratio([1.0, 2.0, 0.5, 7.0]), seen, row([0.5, 0.25, 0.25, 9.0]))

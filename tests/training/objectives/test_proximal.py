@@ -5,7 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 
-from clotho.training.objectives.proximal import interpolated_proximal
+from clotho.training.objectives.importance_correction import interpolated_proximal
 from tests.training.objectives.cases import row
 
 BEHAVIOUR = row([-1.0, -1.0, -1.0])
@@ -13,7 +13,7 @@ CURRENT = row([-3.0, -3.0, -3.0])
 
 
 def proximal(versions: list[int], *, start: float, now: float) -> list[float]:
-    """Interpolated log-probabilities of three tokens drawn by these versions."""
+    """Interpolated log-probabilities of three tokens sampled by these versions."""
     made: list[float] = np.array(
         interpolated_proximal(CURRENT, BEHAVIOUR, mx.array(versions), version_proximal=start, version_current=now)
     ).tolist()
@@ -21,7 +21,7 @@ def proximal(versions: list[int], *, start: float, now: float) -> list[float]:
 
 
 def test_interpolation_by_hand() -> None:
-    """From -1 to -3. Start 6, now 6.5: drawn by 6, alpha 0: -1; by 5, 1 / 1.5: -1 - 4/3; by 4, 2 / 2.5: -2.6."""
+    """From -1 to -3. Start 6, now 6.5: sampled by 6, alpha 0: -1; by 5, 1 / 1.5: -1 - 4/3; by 4, 2 / 2.5: -2.6."""
     np.testing.assert_allclose(proximal([6, 5, 4], start=6, now=6.5), [-1.0, -1 - 4 / 3, -2.6], rtol=1e-6)
 
 
@@ -31,7 +31,7 @@ def test_at_the_first_step_of_an_update_the_result_is_exact() -> None:
 
 
 def test_late_versions_keep_their_fractions() -> None:
-    """At version 2^24 - 8, drawn 1, 2 and 4 versions before, half a step on: alpha 1/1.5, 2/2.5, 4/4.5."""
+    """At version 2^24 - 8, sampled 1, 2 and 4 versions before, half a step on: alpha 1/1.5, 2/2.5, 4/4.5."""
     v = 2**24 - 8
     expected = [-1 - 2 * a for a in (1 / 1.5, 2 / 2.5, 4 / 4.5)]
     np.testing.assert_allclose(proximal([v - 1, v - 2, v - 4], start=v, now=v + 0.5), expected, rtol=1e-6)

@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from clotho.training.reference import averaged
+from clotho.training.reference_policy import averaged
 
 
 def test_the_average_keeps_its_share_of_itself() -> None:

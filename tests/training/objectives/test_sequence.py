@@ -48,7 +48,7 @@ def test_gspo_token_has_the_value_of_the_sequence_and_the_gradient_of_the_token(
 
 def test_gspo_token_holds_its_log_ratio_to_ten_nats() -> None:
     """A mean log-ratio of 15 and A = -1: the loss is e^10, without a gradient."""
-    taught = teach(gspo_token, row([-1.0]), tokens([-1.0], anchor_N=[-16.0]), WIDE)
+    taught = teach(gspo_token, row([-1.0]), tokens([-1.0], old_logp_N=[-16.0]), WIDE)
     np.testing.assert_allclose(taught.loss_N, [math.exp(10.0)], rtol=1e-5)
     assert taught.gradient_N.tolist() == [0.0]
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from clotho.config.schema import LearnerSection
-from clotho.training.objectives.soft import sapo
+from clotho.training.objectives.token_level import sapo
 from tests.training.objectives.cases import at_ratio, teach, tokens
 
 SETTINGS = LearnerSection(sapo_positive=1.0, sapo_negative=2.0)

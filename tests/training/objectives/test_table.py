@@ -29,7 +29,7 @@ def settings(name: str, **keys: Any) -> LearnerSection:
 def test_on_its_own_samples_every_objective_is_the_policy_gradient(name: str) -> None:
     """Where policy, anchor and sampler agree nothing is clipped and dL/dlogp_t = -A_t (rloo: times the tokens)."""
     logp_N, seen = random_tokens(30)
-    seen = seen._replace(anchor_N=logp_N, behaviour_N=logp_N)
+    seen = seen._replace(old_logp_N=logp_N, rollout_logp_N=logp_N)
     taught = teach(OBJECTIVES[name], logp_N, seen, settings(name))
     expected_N = -np.array(seen.advantage_N * seen.weight_N)
     if name == "rloo":
@@ -75,7 +75,7 @@ def test_padding_never_changes_loss_or_gradient(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_impossible_tokens_stay_finite(name: str) -> None:
     """Log-ratios of plus and minus 500 nats, for advantages of both signs."""
-    seen = tokens([1.0, -1.0, 1.0, -1.0], anchor_N=[-500.0, -500.0, -0.1, -0.1], sequence_N=[0, 1, 2, 3])
+    seen = tokens([1.0, -1.0, 1.0, -1.0], old_logp_N=[-500.0, -500.0, -0.1, -0.1], sequence_N=[0, 1, 2, 3])
     taught = teach(OBJECTIVES[name], row([-0.1, -0.1, -500.0, -500.0]), seen, settings(name))
     assert np.isfinite(taught.loss_N).all()
     assert np.isfinite(taught.gradient_N).all()

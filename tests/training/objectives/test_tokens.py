@@ -1,4 +1,4 @@
-"""Sums and means over the learnt tokens of completions."""
+"""Sums and means over the learned tokens of completions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ VALUE_N = row([1.0, 2.0, 50.0, 4.0, 70.0])
 
 
 def test_sums_and_means_count_learnt_tokens_only() -> None:
-    """Completion 0: 1 + 2, the 50 is not learnt; completion 1 learns nothing: 0; completion 2: 4. Means 1.5, 0, 4."""
+    """Completion 0: 1 + 2, the 50 is not learned; completion 1 learns nothing: 0; completion 2: 4. Means 1.5, 0, 4."""
     assert np.array(TOKENS.sum_B(VALUE_N)).tolist() == [3.0, 0.0, 4.0]
     assert np.array(TOKENS.mean_B(VALUE_N)).tolist() == [1.5, 0.0, 4.0]
 

@@ -6,13 +6,13 @@ import numpy as np
 
 from clotho.config.schema import LearnerSection
 from clotho.training.objectives.importance_correction import truncate
-from clotho.training.objectives.weighted import cispo, reinforce
+from clotho.training.objectives.token_level import cispo, reinforce
 from tests.training.objectives.cases import ANCHOR, at_ratio, random_tokens, row, teach, tokens
 
 
 def test_reinforce_by_hand() -> None:
     """log pi = -1 and -3, A = 2 and -0.5: losses 2 and -1.5, gradients -A, and the anchor plays no part."""
-    taught = teach(reinforce, row([-1.0, -3.0]), tokens([2.0, -0.5], anchor_N=[-9.0, -0.1]), LearnerSection())
+    taught = teach(reinforce, row([-1.0, -3.0]), tokens([2.0, -0.5], old_logp_N=[-9.0, -0.1]), LearnerSection())
     np.testing.assert_allclose(taught.loss_N, [2.0, -1.5])
     np.testing.assert_allclose(taught.gradient_N, [-2.0, 0.5])
     assert not taught.clipped_N.any()
@@ -36,7 +36,7 @@ def test_cispo_without_a_lower_bound_is_reinforce_with_truncated_importance() ->
     """clip_low = 1: the weight is min(r, 1 + clip_high), which is what TIS gives against the same anchor."""
     logp_N, seen = random_tokens(40)
     taught = teach(cispo, logp_N, seen, LearnerSection(clip_low=1.0, clip_high=0.2))
-    weight_N = np.array(truncate(logp_N - seen.anchor_N, seen, 0.0, 1.2))
+    weight_N = np.array(truncate(logp_N - seen.old_logp_N, seen, 0.0, 1.2))
     plain = teach(reinforce, logp_N, seen, LearnerSection())
     assert (weight_N == np.float32(1.2)).any()
     np.testing.assert_allclose(taught.gradient_N, weight_N * plain.gradient_N, rtol=1e-5)

@@ -8,7 +8,7 @@ import mlx.optimizers as optim
 import numpy as np
 import pytest
 
-from clotho.training.optimizers.rules import seen
+from clotho.training.optimizers.adamw import seen
 from tests.training.optimizers.walks import assert_close, one_step, oracle, settings, walk, walk_of
 
 ADAMW = settings("adamw", beta1=0.8, beta2=0.95, epsilon=1e-6, weight_decay=0.1)

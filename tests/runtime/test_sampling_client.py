@@ -12,8 +12,8 @@ from msgspec import structs
 
 from clotho.config.schema import GeneratorSection
 from clotho.inference import DecodeEngine
-from clotho.inference.client import GenerationError, Sampler
 from clotho.runtime.compute_thread import ComputeExecutor
+from clotho.runtime.sampling_client import GenerationError, Sampler
 from protocols.errors import ExecutorStoppedError, RequestError
 from protocols.sampling import CompletionDone, SampleRequest, Sampling, TokenDrawn
 from tests.fakes import FakeEngine
@@ -73,16 +73,16 @@ async def test_a_stream_adds_up_to_its_completions(either: Sampler) -> None:
     stop = whole[0].text[4:6]
     for stops in ((), (stop,)):
         asked = request(seeds=(1, 2), stop=stops)
-        texts, drawn, done = {0: "", 1: ""}, {0: [], 1: []}, {}  # type: ignore[var-annotated]
+        texts, sampled, done = {0: "", 1: ""}, {0: [], 1: []}, {}  # type: ignore[var-annotated]
         async for event in either.stream(asked):
             if isinstance(event, TokenDrawn):
-                drawn[event.index].append((event.token, event.logprob, event.version))
+                sampled[event.index].append((event.token, event.logprob, event.version))
                 texts[event.index] += event.text
             else:
                 texts[event.index] += event.tail
                 done[event.index] = event.completion
         for index, completion in done.items():
-            assert drawn[index] == list(zip(completion.tokens, completion.logprobs, completion.versions, strict=True))
+            assert sampled[index] == list(zip(completion.tokens, completion.logprobs, completion.versions, strict=True))
             assert texts[index] == completion.text
         assert [done[index].text for index in (0, 1)] == [
             one.text.split(stop)[0] if stops else one.text for one in whole

@@ -47,7 +47,7 @@ class Engine(Protocol):
 class _Flight:
     """The requests of one call on their way through the compute thread, where `start` and `abort` run.
 
-    withdrawn: set by the asker who leaves, from the loop; a flight that has not started then never does.
+    withdrawn: set by the client_label who leaves, from the loop; a flight that has not started then never does.
     """
 
     def __init__(self, engine: Engine, requests: Sequence[SampleRequest], post: Callable[[_Item], None]) -> None:
@@ -56,7 +56,7 @@ class _Flight:
         self.withdrawn = False
 
     def start(self) -> None:
-        """Hand all requests to the engine in one turn, unless their asker has already left."""
+        """Hand all requests to the engine in one turn, unless their client_label has already left."""
         if self.withdrawn:
             return
         for position, request in enumerate(self._requests):
@@ -76,7 +76,7 @@ class _Flight:
 
 
 class _Inbox:
-    """What has come for the asker of one call; lives on the loop."""
+    """What has come for the client_label of one call; lives on the loop."""
 
     def __init__(self) -> None:
         self._items: list[_Item] = []
@@ -105,7 +105,7 @@ class Sampler:
 
     The requests of one call reach the engine in one turn of the compute thread, in order, so that its batches do not
     depend on timing. Events come back in batches: those of one decode tick, whatever requests they belong to, share
-    one `call_soon_threadsafe`, and an asker that was busy meanwhile gets those of several ticks at once. One that is
+    one `call_soon_threadsafe`, and a caller that was busy meanwhile gets those of several ticks at once. One that is
     slow holds at most `max_tokens + 1` events per completion it asked for. One sampler serves one event loop.
 
     All methods raise ExecutorStoppedError when the compute thread has ended, and, where they do not say otherwise,
@@ -159,7 +159,7 @@ class Sampler:
                         yield position, event
 
     async def stream(self, request: SampleRequest) -> AsyncGenerator[Progress, None]:
-        """Yield every token as it is drawn, then each completion; closing the iterator aborts the rest."""
+        """Yield every token as it is sampled, then each completion; closing the iterator aborts the rest."""
         async with aclosing(self.stream_all([request])) as batches:
             async for batch in batches:
                 for _, event in batch:
