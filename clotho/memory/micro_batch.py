@@ -70,11 +70,11 @@ def _sequence(group: int, prompt: int, completion: int) -> TrainingSequence:
         group=group,
         prompt=(group,) * prompt,
         tokens=(0,) * completion,
-        behaviour_T=zeros_T,
+        rollout_logp_T=zeros_T,
         version_T=zeros_T.astype(np.int32),
         advantage_T=zeros_T,
         weight_T=zeros_T,
-        coefficient_T=zeros_T,
+        loss_weight_T=zeros_T,
     )
 
 

@@ -33,8 +33,8 @@ class TrainingSequence(NamedTuple):
     """One completion, ready for a micro-batch; T counts its tokens, at least one of them sampled. Arrays are (T,).
 
     group: which group of the batch it belongs to; completions of a group have the same prompt.
-    behaviour_T: log-probability under the sampler. version_T: of the weights that drew the token.
-    weight_T: 1 for tokens that are learned from, else 0. coefficient_T: the token's share in the loss of the whole
+    rollout_logp_T: log-probability under the sampler. version_T: of the weights that drew the token.
+    weight_T: 1 for tokens that are learned from, else 0. loss_weight_T: the token's share in the loss of the whole
     update, by the aggregation: the loss is the sum of coefficient times token loss over all sequences.
     supports: per token, the tokens that could have been sampled, as little-endian uint32 numbers in ascending order;
     empty where the whole vocabulary could.
@@ -47,11 +47,11 @@ class TrainingSequence(NamedTuple):
     group: int
     prompt: tuple[int, ...]
     tokens: tuple[int, ...]
-    behaviour_T: NDArray[np.float32]
+    rollout_logp_T: NDArray[np.float32]
     version_T: NDArray[np.int32]
     advantage_T: NDArray[np.float32]
     weight_T: NDArray[np.float32]
-    coefficient_T: NDArray[np.float32]
+    loss_weight_T: NDArray[np.float32]
     supports: tuple[bytes, ...] = ()
     drawn_T: NDArray[np.bool_] | None = None
     temperature: float = 0.0
@@ -122,9 +122,9 @@ def scored_only(prompt: Sequence[int], tokens: Sequence[int]) -> TrainingSequenc
         group=0,
         prompt=tuple(prompt),
         tokens=tuple(tokens),
-        behaviour_T=zeros_T,
+        rollout_logp_T=zeros_T,
         version_T=zeros_T.astype(np.int32),
         advantage_T=zeros_T,
         weight_T=zeros_T,
-        coefficient_T=zeros_T,
+        loss_weight_T=zeros_T,
     )

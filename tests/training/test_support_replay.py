@@ -52,11 +52,11 @@ def training_sequence(group: int, prompt: tuple[int, ...], completion: Completio
         group=group,
         prompt=prompt,
         tokens=completion.tokens,
-        behaviour_T=np.array(completion.logprobs, dtype=np.float32),
+        rollout_logp_T=np.array(completion.logprobs, dtype=np.float32),
         version_T=np.array(completion.versions, dtype=np.int32),
         advantage_T=np.ones(count, dtype=np.float32),
         weight_T=np.ones(count, dtype=np.float32),
-        coefficient_T=np.ones(count, dtype=np.float32),
+        loss_weight_T=np.ones(count, dtype=np.float32),
         supports=completion.supports if replay else (),
     )
 

@@ -90,7 +90,7 @@ def test_weight_and_coefficient_of_what_was_not_drawn_are_zero() -> None:
     """The others have their share."""
     one = replace(completion([3, 4, 5], [-1.0, 0.0, -1.0]), sampled=(True, False, True))
     made = sequence(with_completions(scored_group([[3]], [1.0]), [one]))
-    assert (made.weight_T.tolist(), made.coefficient_T.tolist()) == ([1.0, 0.0, 1.0], [0.5, 0.0, 0.5])
+    assert (made.weight_T.tolist(), made.loss_weight_T.tolist()) == ([1.0, 0.0, 1.0], [0.5, 0.0, 0.5])
 
 
 def test_a_group_without_a_reference_is_refused_where_it_is_learnt_from() -> None:

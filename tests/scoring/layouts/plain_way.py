@@ -34,17 +34,17 @@ def random_sequences(shapes: Shapes, *, seed: int = 0) -> list[TrainingSequence]
     for group, (prompt_length, lengths) in enumerate(shapes):
         prompt = tokens(prompt_length)
         for length in lengths:
-            behaviour_T, advantage_T, coefficient_T = rng.uniform(0.5, 1.0, (3, length)).astype(np.float32)
+            rollout_logp_T, advantage_T, loss_weight_T = rng.uniform(0.5, 1.0, (3, length)).astype(np.float32)
             sequences.append(
                 TrainingSequence(
                     group=group,
                     prompt=prompt,
                     tokens=tokens(length),
-                    behaviour_T=-behaviour_T,
+                    rollout_logp_T=-rollout_logp_T,
                     version_T=rng.integers(0, 9, length, dtype=np.int32),
                     advantage_T=advantage_T,
                     weight_T=(rng.random(length) < 0.9).astype(np.float32),
-                    coefficient_T=coefficient_T,
+                    loss_weight_T=loss_weight_T,
                 )
             )
     return sequences
@@ -81,7 +81,7 @@ def the_plain_way(policy: Policy, sequences: Sequence[TrainingSequence]) -> Outc
     def loss(traced: Parameters) -> tuple[mx.array, list[mx.array]]:
         with policy.using(traced):
             found = [scores(sequence) for sequence in sequences]
-        losses = [_loss(f, mx.array(s.coefficient_T * s.weight_T)) for f, s in zip(found, sequences, strict=True)]
+        losses = [_loss(f, mx.array(s.loss_weight_T * s.weight_T)) for f, s in zip(found, sequences, strict=True)]
         return mx.sum(mx.stack(losses)), [f.logp_N for f in found]
 
     policy.model.train()

@@ -55,7 +55,7 @@ def test_every_token_is_placed_once_right_after_what_comes_before_it(layout: str
             seen = [context(micro.inputs, int(position)) for position in table.position_N[mine_N]]
             assert seen == [s.prompt + s.tokens[:t] for t in range(len(s.tokens))]
             assert tuple(table.target_N[mine_N].tolist()) == s.tokens
-            for name in ("behaviour", "version", "advantage", "weight", "coefficient"):
+            for name in ("rollout_logp", "version", "advantage", "weight", "loss_weight"):
                 assert getattr(table, f"{name}_N")[mine_N].tolist() == getattr(s, f"{name}_T").tolist()
 
 
@@ -79,7 +79,7 @@ def test_only_drawn_tokens_are_in_the_table_after_all_that_comes_before_them(lay
                 n = next(rows)
                 assert (table.sequence_N[n], table.target_N[n]) == (b, s.tokens[t])
                 assert context(micro.inputs, int(table.position_N[n])) == s.prompt + s.tokens[:t]
-                assert (table.advantage_N[n], table.loss_weight_N[n]) == (s.advantage_T[t], s.coefficient_T[t])
+                assert (table.advantage_N[n], table.loss_weight_N[n]) == (s.advantage_T[t], s.loss_weight_T[t])
         assert not table.weight_N[real:].any()
 
 
