@@ -37,7 +37,7 @@ EVENT_LOOPS = {"asyncio", "anyio", "starlette", "hypercorn", "httpx"}
 
 MAY_IMPORT = {
     "protocols": set[str](),
-    "config": {"protocols", "atropos", "storage"},
+    "config": {"protocols", "storage"},
     "runtime": {"protocols", "config"},
     "storage": {"protocols", "config"},
     "cpu": {"protocols", "inference"},

@@ -5,7 +5,6 @@ Bodies of HTTP answers, within a bound, however small they were packed.
 
 from __future__ import annotations
 
-import ipaddress
 import zlib
 from typing import Any, TypeVar
 
@@ -15,6 +14,7 @@ from anyio.to_thread import run_sync
 from msgspec import Struct
 
 from clotho.atropos.wire import Delivery, EnvironmentStatus, Info, Status
+from clotho.config.addresses import is_loopback
 from protocols.errors import ProfileError
 
 GZIP = 31  # window bits: gzip's own framing
@@ -102,7 +102,7 @@ class ApiClient:
             limits=httpx.Limits(max_connections=4, keepalive_expiry=KEEP_ALIVE),
             headers={"accept-encoding": "gzip"},
             follow_redirects=False,
-            trust_env=not _is_loopback(base.host),
+            trust_env=not is_loopback(base.host),
         )
 
     async def info(self) -> Info:
@@ -185,10 +185,3 @@ def _decoded(content: bytes, question: str, kind: type[T]) -> T:
 
 def _said(method: str, path: str, error: httpx.HTTPError) -> str:
     return f"{method} {path}: {str(error) or type(error).__name__}"
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -15,7 +15,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from clotho.atropos.group_sizes import batch_sequences, batches_queued, group_size, reserved
+from clotho.config.group_sizes import batch_sequences, group_size, max_queued_batches, reserved_share
 from clotho.config.schema import EnvironmentSection, Profile
 from protocols.errors import ProfileError
 
@@ -140,7 +140,7 @@ def _flags(section: EnvironmentSection, profile: Profile, server_url: str, gatew
         "slurm": False,
         "env.group_size": group_size(section, profile),
         "env.batch_size": batch,
-        "env.max_batches_offpolicy": batches_queued(batch, sizes),
+        "env.max_batches_offpolicy": max_queued_batches(batch, sizes),
         "env.rollout_server_url": server_url.rstrip("/"),
         "env.tokenizer_name": model,
         "env.total_steps": ENDLESS_STEPS,
@@ -155,7 +155,7 @@ def _flags(section: EnvironmentSection, profile: Profile, server_url: str, gatew
         "openai.tokenizer_name": model,
         "openai.api_key": f"{profile.gateway.api_key or 'clotho'}:{section.name}",
     }
-    if (share := reserved(section, profile)) is not None:
+    if (share := reserved_share(section, profile)) is not None:
         flags["env.min_batch_allocation"] = share
     return flags
 

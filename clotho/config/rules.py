@@ -5,11 +5,11 @@ LossSettings between settings of what is sampled and learned.
 
 from __future__ import annotations
 
-import ipaddress
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 
+from clotho.config.addresses import is_loopback
 from clotho.config.dependencies import without_effect
 from clotho.config.dependency import Complaint
 from clotho.config.nearest import nearest
@@ -183,7 +183,7 @@ def rewards(profile: Profile) -> Iterator[Complaint]:
 def guarded_address(profile: Profile) -> Iterator[Complaint]:
     """Beyond the own machine, nobody is served without a key."""
     gateway = profile.gateway
-    if gateway.enabled and not gateway.api_key and not _loopback(gateway.host):
+    if gateway.enabled and not gateway.api_key and not is_loopback(gateway.host):
         yield (
             "gateway.host",
             f"gateway.host = {gateway.host!r} is reachable from other machines: set gateway.api_key, or bind 127.0.0.1",
@@ -253,13 +253,6 @@ def _why(at: str, there: tuple[str, ...], *, environments: bool) -> str:
         return "; it is there with atropos.enabled = true"
     guess = nearest(at, there)
     return f"; did you mean {guess}?" if guess else ""
-
-
-def _loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 RULES: tuple[Rule, ...] = (

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from clotho.atropos.group_sizes import batch_sequences, group_size, reserved, unfillable
 from clotho.config.dependency import Complaint
+from clotho.config.group_sizes import batch_sequences, group_size, reserved_share, unfillable
 from clotho.config.schema import Profile
 
 KEYS_OF_OPTIONS = {
@@ -68,7 +68,7 @@ def shares_of_a_batch(profile: Profile) -> Iterator[Complaint]:
     total = sum(environment.min_batch_allocation or 0.0 for environment in environments)
     if total > 1.0 + ROUNDING:
         yield "environments", f"environments: min_batch_allocation comes to {total:g} in all; it must be at most 1"
-    batch, shares = batch_sequences(profile), {one.name: reserved(one, profile) for one in environments}
+    batch, shares = batch_sequences(profile), {one.name: reserved_share(one, profile) for one in environments}
     for name, share in shares.items():
         if share is not None and int(batch * share) == 0:
             yield "environments", f"environments: the share of {name!r} is less than one group of a batch: raise it"

@@ -18,7 +18,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from clotho.serving.auth import ApiKey, LocalPagesOnly, client_label, is_loopback
+from clotho.config.addresses import is_loopback
+from clotho.serving.auth import ApiKey, LocalPagesOnly, client_label
 from clotho.serving.errors import HANDLERS, invalid
 from clotho.serving.limits import Admission, Traffic, UnreadBodies, read_body, until_disconnect
 from clotho.serving.metrics import RequestMetrics

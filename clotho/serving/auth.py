@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hmac
-import ipaddress
 import re
 from urllib.parse import urlsplit
 
@@ -16,14 +15,6 @@ LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
 OPEN_ROUTES = frozenset({"/health"})
 BEARER = "Bearer "
 LABEL = re.compile(r"[A-Za-z0-9_-]{1,32}")
-
-
-def is_loopback(host: str) -> bool:
-    """Tell whether a host to bind is reachable from this machine only."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host.lower() == "localhost"
 
 
 class LocalPagesOnly:

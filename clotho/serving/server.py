@@ -12,9 +12,9 @@ from anyio.abc import TaskStatus
 from hypercorn.asyncio import serve
 from hypercorn.config import Config
 
+from clotho.config.addresses import is_loopback
 from clotho.config.schema import GatewaySection
 from clotho.serving.app import build_app
-from clotho.serving.auth import is_loopback
 from clotho.serving.limits import Traffic
 from clotho.serving.services import GatewayServices
 from protocols.errors import GatewayError

@@ -69,7 +69,7 @@ REPLACE = TAP | {"mode": "replace"}
         ),
         (
             {"atropos": BOTH, "environments": [MINE, YOURS | {"group_size": 3}]},
-            "groups of 3 (yours) never fill up to those of 8 (mine)",
+            "groups of 3 (yours) cannot be packed to the largest group size 8 (mine)",
         ),
         ({"atropos": BOTH, "environments": [MINE | {"group_size": 256}]}, "groups of 256 (mine) are larger"),
         ({"atropos": MOCK, "actors": [REPLACE | {"at": "prompter"}]}, "not 'prompter'; with atropos.enabled = true"),

@@ -11,7 +11,6 @@ import pytest
 
 from clotho.config.schema import GatewaySection
 from clotho.runtime.sampling_client import Sampler
-from clotho.serving.auth import is_loopback
 from clotho.serving.server import ApiServer, allow_open_files, base_url, listen
 from protocols.errors import GatewayError
 from tests.fakes import FakeEngine
@@ -47,15 +46,6 @@ def test_an_address_that_is_not_ours_is_an_error_of_one_line(host: str) -> None:
     with pytest.raises(GatewayError, match="cannot listen on") as caught:
         listen(GatewaySection(host=host, port=0, api_key="secret"))
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("host", "loopback"),
-    [("127.0.0.1", True), ("127.9.9.9", True), ("::1", True), ("localhost", True), ("0.0.0.0", False), ("", False)],
-)
-def test_loopback_is_what_only_this_machine_reaches(host: str, loopback: bool) -> None:
-    """127.0.0.0/8, ::1 and localhost."""
-    assert is_loopback(host) is loopback
 
 
 def test_addresses_of_both_families_become_urls() -> None:

@@ -1,7 +1,7 @@
-"""Which groups an Atropos API server can put together to batches.
+"""Batch arithmetic of an Atropos API server: which group sizes fill a batch, and which share is reserved.
 
-Its batches hold an exact number of sequences, groups are never divided, and smaller groups are handed out only where
-groups of one size fill up to the largest (atroposlib 0.4, `api/utils.py`).
+A batch of the server holds an exact number of sequences. The server never divides a group. It hands out smaller groups
+only when groups of one size fill up to the largest group size (atroposlib 0.4, `api/utils.py`).
 """
 
 from __future__ import annotations
@@ -15,21 +15,24 @@ ROUNDING = 1e-9
 
 
 def batch_sequences(profile: Profile) -> int:
-    """What the server is told of a batch: sequences, as many as `learner.batch_size` groups of the usual size have."""
+    """Return the batch size that is registered with the server: learner.batch_size x sampling.group_size sequences."""
     return profile.learner.batch_size * profile.sampling.group_size
 
 
 def group_size(environment: EnvironmentSection, profile: Profile) -> int:
-    """Completions per prompt of an environment."""
+    """Return the number of completions per prompt of an environment."""
     return environment.group_size or profile.sampling.group_size
 
 
-def reserved(environment: EnvironmentSection, profile: Profile) -> float | None:
-    """Share of every batch that the server keeps for an environment: its `min_batch_allocation`, or that of its weight.
+def reserved_share(environment: EnvironmentSection, profile: Profile) -> float | None:
+    """Return the share of every batch that the server reserves for an environment.
 
-    It is of whole groups: the server fills a share up to the next group, and would leave nothing for the last
-    environment. Weights divide what is not reserved otherwise; None where they cannot, for there is one environment,
-    others may come from elsewhere, or nothing is left.
+    The share is `min_batch_allocation` if it is set. Otherwise the environments without `min_batch_allocation` divide
+    the rest of the batch in proportion to their weights. The share is rounded down to whole groups, because the server
+    fills a share up to the next group, which would leave no room for the last environment.
+
+    Returns None if no share can be reserved: there is only one environment, groups from other environments are possible
+    (`atropos.url`), or nothing of the batch is left.
     """
     if environment.min_batch_allocation is not None:
         return _whole_groups(environment.min_batch_allocation, environment, profile)
@@ -41,7 +44,7 @@ def reserved(environment: EnvironmentSection, profile: Profile) -> float | None:
 
 
 def _whole_groups(share: float, environment: EnvironmentSection, profile: Profile) -> float:
-    """The largest share of whole groups that is no larger; the server rounds its product with the batch down."""
+    """Return the largest share of whole groups that is at most `share`; the server truncates batch x share."""
     batch, size = batch_sequences(profile), group_size(environment, profile)
     sequences = int(share * batch / size + ROUNDING) * size
     whole = sequences / batch
@@ -49,9 +52,9 @@ def _whole_groups(share: float, environment: EnvironmentSection, profile: Profil
 
 
 def unfillable(batch: int, sizes: Mapping[str, int]) -> str | None:
-    """Say on one line why a batch of so many sequences can never be filled, and what to change; None if it can.
+    """Return one line that says why a batch of `batch` sequences can never be filled, or None if it can.
 
-    sizes: of groups, by environment.
+    sizes: environment -> group size.
     """
     if not sizes:
         return None
@@ -63,23 +66,24 @@ def unfillable(batch: int, sizes: Mapping[str, int]) -> str | None:
         )
     if batch % largest:
         return (
-            f"groups of {largest} ({name}) never fill a batch of {batch} sequences (learner.batch_size x "
-            f"sampling.group_size), which the server fills exactly: choose a group_size that divides {batch}"
+            f"groups of {largest} ({name}) cannot fill a batch of exactly {batch} sequences (learner.batch_size x "
+            f"sampling.group_size): choose a group_size that divides {batch}"
         )
     for other, size in sizes.items():
         if largest % size:
             return (
-                f"groups of {size} ({other}) never fill up to those of {largest} ({name}), as the server wants it: "
+                f"groups of {size} ({other}) cannot be packed to the largest group size {largest} ({name}): "
                 f"choose a group_size that divides {largest}"
             )
     return None
 
 
-def batches_queued(batch: int, sizes: Mapping[str, int]) -> int:
-    """After how many batches on the server environments should pause: `max_batches_offpolicy`.
+def max_queued_batches(batch: int, sizes: Mapping[str, int]) -> int:
+    """Return `max_batches_offpolicy`: the number of queued batches at which an environment pauses.
 
-    Two, so that nobody idles while the last groups of a batch are made; more where groups of several sizes may lie
-    there that fill nothing yet, lest everybody pauses and nothing is ever filled.
+    The value is 2 for groups of one size, so that no environment idles while the last groups of a batch are sampled.
+    With several sizes the queue may hold groups that cannot be packed yet. The value is then larger: otherwise every
+    environment could pause before a batch can be filled.
     """
     largest = max(sizes.values(), default=0)
     if all(size == largest for size in sizes.values()):

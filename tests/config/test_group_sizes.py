@@ -11,7 +11,7 @@ import pytest
 from msgspec import convert
 from msgspec.structs import replace
 
-from clotho.atropos.group_sizes import batches_queued, reserved, unfillable
+from clotho.config.group_sizes import max_queued_batches, reserved_share, unfillable
 from clotho.config.schema import Profile
 from tests.atropos.counterpart import python_with_atropos
 
@@ -45,9 +45,9 @@ def unpacked(queues: list[list[int]]) -> list[int]:
     ("batch", "sizes", "says"),
     [
         (16, {"a": 32}, "groups of 32 (a) are larger than a batch of 16 sequences"),
-        (100, {"a": 8}, "groups of 8 (a) never fill a batch of 100 sequences"),
-        (24, {"a": 8, "b": 3}, "groups of 3 (b) never fill up to those of 8 (a)"),
-        (12, {"a": 4, "b": 8}, "groups of 8 (b) never fill a batch of 12 sequences"),
+        (100, {"a": 8}, "groups of 8 (a) cannot fill a batch of exactly 100 sequences"),
+        (24, {"a": 8, "b": 3}, "groups of 3 (b) cannot be packed to the largest group size 8 (a)"),
+        (12, {"a": 4, "b": 8}, "groups of 8 (b) cannot fill a batch of exactly 12 sequences"),
     ],
 )
 def test_sizes_that_never_fill_a_batch_are_named(batch: int, sizes: dict[str, int], says: str) -> None:
@@ -82,14 +82,14 @@ def test_the_server_keeps_what_the_rule_refuses() -> None:
 
 def test_environments_pause_after_two_batches_of_one_size() -> None:
     """So that the last groups of a batch are made at full width."""
-    assert batches_queued(128, {"a": 8, "b": 8}) == 2
-    assert batches_queued(128, {}) == 2
+    assert max_queued_batches(128, {"a": 8, "b": 8}) == 2
+    assert max_queued_batches(128, {}) == 2
 
 
 def test_unpacked_groups_do_not_make_everybody_pause() -> None:
     """Beyond two batches there is room for what of each size may lie there without filling anything."""
     sizes = {"a": 8, "b": 4, "c": 2}
-    assert (batches_queued(8, sizes) - 2) * 8 >= (8 - 4) + (8 - 2)
+    assert (max_queued_batches(8, sizes) - 2) * 8 >= (8 - 4) + (8 - 2)
 
 
 @pytest.mark.parametrize(
@@ -109,8 +109,8 @@ def test_weights_divide_what_is_not_reserved_otherwise(
     """Of a batch; where there is but one environment, or others that nobody here knows, nothing is reserved."""
     named = [{"name": f"e{i}", "script": "e.py", **keys} for i, keys in enumerate(environments)]
     profile = convert({**REST, "atropos": {"enabled": True, "python": "p"}, "environments": named}, Profile)
-    assert [reserved(one, profile) for one in profile.environments] == pytest.approx(shares)
+    assert [reserved_share(one, profile) for one in profile.environments] == pytest.approx(shares)
     joined = replace(profile, atropos=replace(profile.atropos, url="http://127.0.0.1:1"))
     own = zip(profile.environments, shares, strict=True)
     given = [share if one.min_batch_allocation else None for one, share in own]
-    assert [reserved(one, joined) for one in joined.environments] == pytest.approx(given)
+    assert [reserved_share(one, joined) for one in joined.environments] == pytest.approx(given)
