@@ -123,13 +123,17 @@ class Evaluator:
         )
         by_type: dict[str, list[bool]] = defaultdict(list)
         for problem, completion in zip(problems, completions, strict=True):
-            by_type[problem.type].append(await self._held_out.is_correct(problem, completion.text))
-        right = sum(sum(answers) for answers in by_type.values())
+            correct = await self._held_out.is_correct(problem, completion.text)
+            if correct is not None:
+                by_type[problem.type].append(correct)
+        graded = sum(map(len, by_type.values()))
+        correct_answers = sum(map(sum, by_type.values()))
         return EvalReport(
             step=pinned.step,
             version=pinned.version,
-            problems=len(problems),
-            accuracy=right / len(problems),
+            problems=graded,
+            ungraded=len(problems) - graded,
+            accuracy=correct_answers / graded if graded else 0.0,
             by_type={kind: sum(answers) / len(answers) for kind, answers in sorted(by_type.items())},
             completion_tokens=sum(len(completion.tokens) for completion in completions),
             seconds=time.monotonic() - began,

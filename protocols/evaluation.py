@@ -1,4 +1,4 @@
-"""The held-out problems, and what the evaluator tells the monitor about them."""
+"""Held-out problems, and the evaluation report from the evaluator to the monitor."""
 
 from __future__ import annotations
 
@@ -10,31 +10,34 @@ from protocols.prompt import Problem
 
 
 class HeldOut(Struct, frozen=True, kw_only=True):
-    """Questions -> evaluator. Problems with their rendered prompts, index by index, and what counts as a right answer.
+    """Held-out problems with their rendered prompts, index by index.
 
-    is_correct: (problem, completion's text) -> whether it is answered.
+    is_correct: (problem, completion text) -> whether the completion is correct; None if no reward with
+    `correct = true` applies to the problem.
     """
 
     problems: Sequence[Problem]
     prompts: Sequence[tuple[int, ...]]
-    is_correct: Callable[[Problem, str], Awaitable[bool]]
+    is_correct: Callable[[Problem, str], Awaitable[bool | None]]
 
     @property
     def longest_prompt(self) -> int:
-        """Tokens of the longest prompt; 0 where nothing is held out."""
+        """Length of the longest prompt in tokens; 0 if there are no held-out problems."""
         return max(map(len, self.prompts), default=0)
 
 
 class EvalReport(Struct, frozen=True, kw_only=True, tag=True):
-    """Evaluator -> monitor. Greedy accuracy of one pinned version of the weights on held-out problems.
+    """Evaluator -> monitor. Greedy accuracy of one policy version on held-out problems.
 
-    accuracy: share of problems answered correctly; by_type: the same per kind of problem.
-    final: measured after the last update.
+    problems: number of problems that a reward with `correct = true` applies to. ungraded: number of problems that no
+    such reward applies to; they do not count towards the accuracy. accuracy: share of correct answers among
+    `problems`; 0 if there are none. by_type: accuracy for each type of problem. final: evaluated after the last update.
     """
 
     step: int
     version: int
     problems: int
+    ungraded: int = 0
     accuracy: float
     by_type: dict[str, float]
     completion_tokens: int

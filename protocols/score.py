@@ -10,6 +10,10 @@ from protocols.rollout import Discarded, RolloutGroup
 from protocols.sampling import Completion
 
 
+ZERO_VARIANCE_THRESHOLD = 1e-6
+"""A group is a zero-variance group if its rewards differ by at most this value. Such a group has no advantages."""
+
+
 class TeacherTokens(Struct, frozen=True, kw_only=True):
     """What a teacher would say at each token of one completion: the same number K of alternatives everywhere.
 

@@ -27,10 +27,7 @@ from protocols.errors import GenerationError
 from protocols.prompt import Problem, Prompt
 from protocols.rollout import Discarded, DiscardReason, RolloutGroup
 from protocols.sampling import Completion, FinishReason, PromptLogprobs, Sampling
-from protocols.score import GroupOutcome, ScoredGroup, TeacherTokens
-
-SIGNAL = 1e-6
-"""Rewards of a group that differ by no more teach nothing, unless they are compared beyond it."""
+from protocols.score import ZERO_VARIANCE_THRESHOLD, GroupOutcome, ScoredGroup, TeacherTokens
 
 BEYOND_THE_GROUP = ("batch", "environment")
 """Values of `learner.advantage` by which equal rewards may teach something."""
@@ -74,7 +71,7 @@ def outcome(
     )
     rewards = checked.rewards
     teaches = checked.advantages or reading.teacher or learner.advantage in BEYOND_THE_GROUP
-    if not teaches and max(rewards) - min(rewards) <= SIGNAL:
+    if not teaches and max(rewards) - min(rewards) <= ZERO_VARIANCE_THRESHOLD:
         detail = f"all {len(rewards)} rewards are {rewards[0]:g}"
         return Discarded(prompt=prompt, reason="no_signal", detail=detail, completions=completions, rewards=rewards)
     temperatures = tuple(sequence.temperature for sequence in sequences)

@@ -1,18 +1,84 @@
-"""A safe evaluator of written arithmetic: exact rational numbers, every cost bounded, nothing handed to Python.
+# ruff: noqa: RUF001
+"""Parsing and evaluation of arithmetic as people write it: Unicode, LaTeX, units, percents.
 
-The numbers and signs of written arithmetic.
+`plain_expression` converts a text to plain ASCII notation. `evaluate` computes it with exact rational numbers, without
+Python's `eval`, and with a limit on every cost.
 """
 
 from __future__ import annotations
 
 import re
+import unicodedata
 from fractions import Fraction
 from math import gcd
 
 from msgspec import Struct
 
+MAX_CHARACTERS = 1000
+"""Longer texts are not parsed."""
+
+MAX_NESTED_FRACTIONS = 16
+"""Levels of nested LaTeX fractions and powers that are expanded."""
+
+SUPERSCRIPT = re.compile("[⁰¹²³⁴-⁹⁻]+")
+VULGAR_FRACTION = re.compile("[¼-¾⅐-⅞]")
+LATEX_FRACTION = re.compile(r"\\frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}")
+LATEX_TEXT = re.compile(r"\\(?:text|mathrm|mbox|mathbf|textbf)\s*\{([^{}]*)\}")
+LATEX_POWER = re.compile(r"\^\s*\{([^{}]*)\}")
+LATEX_BOXED = re.compile(r"\\boxed\s*\{([^{}]*)\}")
+PHRASE = re.compile(r"[^\W\d_][^\d=:]{0,80}?(?:\bis\b|\bare\b|:)\s*")
+
+ASCII_SIGNS = str.maketrans(
+    {"−": "-", "–": "-", "×": "*", "·": "*", "⋅": "*", "∙": "*", "÷": "/", "⁄": "/", "∕": "/", "≈": "=", "^": "**"}
+    | dict.fromkeys("$€£¥", " ")
+)  # fmt: skip
+
+LATEX_COMMANDS = {
+    r"\dfrac": r"\frac", r"\tfrac": r"\frac", r"\left": "", r"\right": "", r"\times": "*", r"\cdot": "*", r"\div": "/",
+    r"\approx": "=", r"^\circ": "°", r"^{\circ}": "°", r"\%": "%", r"\$": "", r"\(": "", r"\)": "", r"\[": "",
+    r"\]": "",     "{,}": ",", r"\,": "", r"\!": "", r"\;": " ", r"\:": " ", r"\ ": " ",
+}  # fmt: skip
+
+
+def plain_expression(text: str) -> str | None:
+    r"""Return the last expression of a text in plain ASCII notation; None if the text is too long.
+
+    `The answer is $\boxed{\frac{1}{2}}$.` gives `((1)/(2))`, `15 + 27 = 42` gives `42`, `3 × 10²` gives `3 * 10**(2)`,
+    `1½` gives `1 1/2`, and `... #### 72` (the format of GSM8K) gives `72`. Nothing is evaluated.
+    """
+    if len(text) > MAX_CHARACTERS:
+        return None
+    text = _latex(_unicode(text))
+    text = text.rpartition("####")[2].translate(ASCII_SIGNS).rpartition("=")[2].strip()
+    phrase = PHRASE.match(text)
+    text = text[phrase.end() :] if phrase else text
+    text = text.lstrip(" \t\r\n*`").rstrip(" \t\r\n*`.,;!")
+    return text if len(text) <= MAX_CHARACTERS else None
+
+
+def _unicode(text: str) -> str:
+    text = SUPERSCRIPT.sub(lambda match: f"**({match[0]})", text)
+    text = VULGAR_FRACTION.sub(lambda match: f" {match[0]}", text)
+    return unicodedata.normalize("NFKC", text)
+
+
+def _latex(text: str) -> str:
+    if "\\" not in text and "{" not in text:
+        return text
+    for command, replacement in LATEX_COMMANDS.items():
+        text = text.replace(command, replacement)
+    text = LATEX_TEXT.sub(r" \1", text)
+    for _ in range(MAX_NESTED_FRACTIONS):
+        text, powers = LATEX_POWER.subn(r"**(\1)", text)
+        text, fractions = LATEX_FRACTION.subn(r"((\1)/(\2))", text)
+        if not powers and not fractions:
+            break
+    boxes = LATEX_BOXED.findall(text)
+    return str(boxes[-1]) if boxes else text
+
+
 MAX_DIGITS = 100
-"""Characters of one written number."""
+"""Maximum number of characters of one number."""
 
 TOKEN = re.compile(
     r"""\s*(?:
@@ -21,7 +87,7 @@ TOKEN = re.compile(
         (?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]*)?|\.[0-9]+)
         (?:[eE][-+]?[0-9]{1,3}(?![0-9]))?
       )
-    | (?P<sign>\*\*|//|[-+*/%()])
+    | (?P<operator>\*\*|//|[-+*/%()])
     )""",
     re.VERBOSE,
 )
@@ -30,11 +96,11 @@ UNITS = re.compile(rf"{UNIT}(?:[ /*.-]+{UNIT}){{0,3}}")
 
 
 class EvaluationError(ValueError):
-    """The text is no arithmetic, has no value, or would cost too much."""
+    """The text is not arithmetic, has no value, or exceeds a limit."""
 
 
 def tokenize(expression: str) -> list[str]:
-    """Return the numbers and signs of an expression; up to four words after them are a unit and left out."""
+    """Split an expression into numbers and operators. Up to four trailing words are a unit and are dropped."""
     tokens, position = [], 0
     while match := TOKEN.match(expression, position):
         token = match[0].strip()
@@ -49,20 +115,20 @@ def tokenize(expression: str) -> list[str]:
 
 
 MAX_DEPTH = 32
-"""Parentheses and exponents inside one another."""
+"""Maximum nesting depth of parentheses and exponents."""
 
 MAX_BITS = 4096
-"""Size of any numerator or denominator on the way."""
+"""Maximum size of any intermediate numerator or denominator."""
 
 Operation = tuple[str, Fraction, Fraction]
 
 
 class Quantity(Struct, frozen=True, kw_only=True):
-    """What an expression comes to, and how it was written.
+    """Value of an expression, and its notation.
 
-    percent: it ends in a percent sign, which `value` counts as hundredths. decimal: some number in it has a
-    decimal point or exponent. ratio: numerator and denominator where it is one fraction of whole numbers in lowest
-    terms. finished: a number, mixed number or such a fraction; nothing is left to compute.
+    percent: the expression ends in a percent sign; `value` is then in hundredths. decimal: at least one number has a
+    decimal point or an exponent. ratio: numerator and denominator if the expression is a single fraction of whole
+    numbers in lowest terms. finished: the expression is a number, a mixed number or such a fraction.
     """
 
     value: Fraction
@@ -73,11 +139,11 @@ class Quantity(Struct, frozen=True, kw_only=True):
 
 
 def evaluate(expression: str) -> Quantity:
-    """Evaluate + - * / // % ** with parentheses over decimals, mixed numbers, thousands separators and percents.
+    """Evaluate an expression of decimals, mixed numbers, thousands separators, percents, parentheses, + - * / // % **.
 
-    Words after the expression are taken for its unit and ignored: `42 apples`, `3 m/s`. A percent sign before a number
-    or parenthesis is the remainder, elsewhere hundredths. Powers bind tighter than the sign before them and to the
-    right, and their exponents are whole. Raises EvaluationError.
+    Trailing words are a unit and are ignored: `42 apples`, `3 m/s`. A percent sign before a number or a parenthesis is
+    the modulo operator, otherwise it means hundredths. `**` is right-associative, binds tighter than a sign before it,
+    and takes whole exponents. Raises EvaluationError.
     """
     parser = _Parser(tokenize(expression))
     try:
@@ -99,10 +165,12 @@ def evaluate(expression: str) -> Quantity:
 def _ratio(operations: list[Operation]) -> tuple[int, int] | None:
     if len(operations) != 1 or operations[0][0] != "/":
         return None
-    _, over, under = operations[0]
-    if over.denominator != 1 or under.denominator != 1 or under < 2 or gcd(int(over), int(under)) != 1:
+    _, numerator, denominator = operations[0]
+    if numerator.denominator != 1 or denominator.denominator != 1 or denominator < 2:
         return None
-    return int(over), int(under)
+    if gcd(int(numerator), int(denominator)) != 1:
+        return None
+    return int(numerator), int(denominator)
 
 
 def _bounded(value: Fraction) -> Fraction:
@@ -114,35 +182,35 @@ def _bounded(value: Fraction) -> Fraction:
 def _power(base: Fraction, exponent: Fraction) -> Fraction:
     bits = max(base.numerator.bit_length(), base.denominator.bit_length())
     if exponent.denominator != 1 or abs(exponent) * bits > MAX_BITS:
-        raise EvaluationError("an exponent is not whole or too large")
+        raise EvaluationError("an exponent is not whole, or is too large")
     return Fraction(base ** int(exponent))
 
 
 class _Parser:
-    """Recursive descent: sum > product > signed > power > atom."""
+    """Recursive-descent parser: sum, product, signed, power, atom."""
 
     def __init__(self, tokens: list[str]) -> None:
         self._tokens = tokens
-        self._at = 0
+        self._position = 0
         self.operations: list[Operation] = []
         self.decimal = False
         self.percent_last = False
 
     @property
     def next(self) -> str | None:
-        return self._tokens[self._at] if self._at < len(self._tokens) else None
+        return self._tokens[self._position] if self._position < len(self._tokens) else None
 
     def _take(self) -> str:
         token = self.next
         if token is None:
             raise EvaluationError("the expression is incomplete")
-        self._at += 1
+        self._position += 1
         self.percent_last = False
         return token
 
-    def _apply(self, sign: str, left: Fraction, right: Fraction) -> Fraction:
-        self.operations.append((sign, left, right))
-        match sign:
+    def _apply(self, operator: str, left: Fraction, right: Fraction) -> Fraction:
+        self.operations.append((operator, left, right))
+        match operator:
             case "+":
                 return _bounded(left + right)
             case "-":
@@ -174,7 +242,7 @@ class _Parser:
         negative = False
         while self.next in ("+", "-"):
             negative ^= self._take() == "-"
-        value = self._atom(depth)
+        value = self._positionom(depth)
         if self.next == "**":
             if depth >= MAX_DEPTH:
                 raise EvaluationError("too deeply nested")
@@ -196,11 +264,11 @@ class _Parser:
         return value / 100 if self._percent() else value
 
     def _number(self, token: str) -> Fraction:
-        self.decimal = self.decimal or any(mark in token for mark in ".eE")
+        self.decimal = self.decimal or any(character in token for character in ".eE")
         return sum((Fraction(part) for part in token.replace(",", "").split()), Fraction(0))
 
     def _percent(self) -> bool:
-        following = self._tokens[self._at + 1] if self._at + 1 < len(self._tokens) else ")"
+        following = self._tokens[self._position + 1] if self._position + 1 < len(self._tokens) else ")"
         if self.next != "%" or following == "(" or following[0].isdigit() or following[0] == ".":
             return False
         self._take()

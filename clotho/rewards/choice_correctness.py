@@ -1,4 +1,4 @@
-"""The reward for choosing the right option of a multiple-choice question."""
+"""Reward `choice_correctness`: the answer chooses the correct option of a multiple-choice question."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from clotho.rewards.answer import answer_text
 from clotho.rewards.exact import normalized
 from protocols.prompt import Problem
 
-LONGEST = 2000
-"""Characters of an answer that are looked at; longer ones choose nothing."""
+MAX_CHARACTERS = 2000
+"""Longer answers choose no option."""
 
-MARKER = re.compile(r"(?:^|(?<=[\s(,;]))\(?([A-Z])[).:]\s*", re.MULTILINE)
-LETTER = re.compile(
+OPTION_MARKER = re.compile(r"(?:^|(?<=[\s(,;]))\(?([A-Z])[).:]\s*", re.MULTILINE)
+CHOSEN_LETTER = re.compile(
     r"(?:(?:the\s+)?(?:correct\s+)?(?:option|choice|answer)(?:\s+is)?[\s:]*)?"
     r"[(\[]?(?P<letter>[a-z])(?:[)\].:]+(?:\s+(?P<text>\S.*))?)?",
     re.IGNORECASE | re.DOTALL,
@@ -20,40 +20,42 @@ LETTER = re.compile(
 
 
 def options(prompt: str) -> dict[str, str]:
-    """Return the options of a prompt by letter: `A) 12 B) 74` gives {"A": "12", "B": "74"}; also `(A)`, `A.`, `A:`."""
-    marks = list(MARKER.finditer(prompt))
-    starts = [mark.start() for mark in marks]
+    """Return the options of a prompt by letter: `A) 12 B) 74` gives {"A": "12", "B": "74"}. Also `(A)`, `A.`, `A:`."""
+    markers = list(OPTION_MARKER.finditer(prompt))
+    starts = [marker.start() for marker in markers]
     return {
-        mark[1]: _bare(prompt[mark.end() : end]) for mark, end in zip(marks, [*starts[1:], len(prompt)], strict=False)
+        marker[1]: _stripped(prompt[marker.end() : end])
+        for marker, end in zip(markers, [*starts[1:], len(prompt)], strict=False)
     }
 
 
 def choice(text: str, offered: dict[str, str]) -> str | None:
-    """Return the letter that a text chooses, as `B`, `(b)`, `B.`, `option B`, `B) 74` or by an option's own text.
+    """Return the letter that a text chooses: `B`, `(b)`, `B.`, `option B`, `B) 74`, or the text of the option.
 
-    None where it chooses nothing or several options: `A or B`, or the letter of one beside the text of another.
+    Returns None if the text chooses no option or several, for example `A or B`, or one letter with another option's
+    text.
     """
-    if len(text) > LONGEST:
+    if len(text) > MAX_CHARACTERS:
         return None
-    by_text = {letter for letter, option in offered.items() if option and option == _bare(text)}
+    by_text = {letter for letter, option in offered.items() if option and option == _stripped(text)}
     if by_text:
         return min(by_text) if len(by_text) == 1 else None
-    match = LETTER.fullmatch(text.strip().strip("*`$"))
+    match = CHOSEN_LETTER.fullmatch(text.strip().strip("*`$"))
     if match is None:
         return None
-    letter, beside = match["letter"].upper(), _bare(match["text"] or "")
-    contradicted = any(beside == option for other, option in offered.items() if other != letter and option)
-    return None if contradicted and beside != offered.get(letter) else letter
+    letter, option_text = match["letter"].upper(), _stripped(match["text"] or "")
+    contradicted = any(option_text == option for other, option in offered.items() if other != letter and option)
+    return None if contradicted and option_text != offered.get(letter) else letter
 
 
 def reward(problem: Problem, completion: str) -> float | None:
-    """Return 1.0 for the reference's option, otherwise 0.0; None where the reference is not the letter of an option."""
-    wanted = choice(problem.answer, {})
-    if wanted is None:
+    """Return 1.0 if the answer chooses the reference option, otherwise 0.0; None if the reference is not a letter."""
+    reference = choice(problem.answer, {})
+    if reference is None:
         return None
     answer = answer_text(completion)
-    return float(answer is not None and choice(answer, options(problem.prompt)) == wanted)
+    return float(answer is not None and choice(answer, options(problem.prompt)) == reference)
 
 
-def _bare(text: str) -> str:
+def _stripped(text: str) -> str:
     return normalized(text).strip(" .,;:()[]*`$")

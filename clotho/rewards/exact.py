@@ -1,4 +1,4 @@
-"""The reward for giving the reference answer word for word."""
+"""Reward `exact`: the answer equals the reference answer as text."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from protocols.prompt import Problem
 
 
 def normalized(text: str) -> str:
-    """Return the text in lower case with single spaces between words."""
+    """Return the text in lower case, with single spaces between words."""
     return " ".join(text.casefold().split())
 
 
 def reward(problem: Problem, completion: str) -> float:
-    """Return 1.0 where the answer equals the reference but for case and white space, otherwise 0.0."""
+    """Return 1.0 if answer and reference are equal up to case and white space, otherwise 0.0."""
     answer = answer_text(completion)
     return float(answer is not None and normalized(answer) == normalized(problem.answer))

@@ -1,4 +1,4 @@
-"""The reward for sharing words with the reference answer."""
+"""Reward `jaccard`: overlap between the words of the answer and the words of the reference answer."""
 
 from __future__ import annotations
 
@@ -8,21 +8,22 @@ from clotho.rewards.answer import answer_text
 from protocols.prompt import Problem
 
 WORD = re.compile(r"(?:(?<!\w)-(?=\d))?\w+(?:[.,'\u2019-]\w+)*")
-"""A word or number: marks inside it are its own (`don't`, `3.5`), marks around it are not, a minus sign is."""
+"""A word or number, including inner marks (`don't`, `3.5`) and a leading minus sign, without surrounding marks."""
 
 
 def words(text: str) -> frozenset[str]:
-    """Return the distinct words of a text, in lower case and without punctuation around them."""
+    """Return the distinct words of a text, in lower case and without surrounding punctuation."""
     return frozenset(WORD.findall(text.casefold()))
 
 
 def reward(problem: Problem, completion: str) -> float:
-    """Return |A ∩ B| / |A ∪ B| for the word sets of answer and reference (Jaccard, 1912): in [0, 1].
+    """Return the Jaccard index |A ∩ B| / |A ∪ B| of the word sets A of the answer and B of the reference, in [0, 1].
 
-    Two empty sets are equal: 1.0. A completion without an answer has 0.0.
+    Two empty sets have index 1.0. A completion without an answer has reward 0.0. Source: Jaccard, 1912.
     """
     answer = answer_text(completion)
     if answer is None:
         return 0.0
-    given, wanted = words(answer), words(problem.answer)
-    return len(given & wanted) / len(given | wanted) if given or wanted else 1.0
+    answer_words, reference_words = words(answer), words(problem.answer)
+    union = answer_words | reference_words
+    return len(answer_words & reference_words) / len(union) if union else 1.0

@@ -1,4 +1,4 @@
-"""The reward for an answer of the right numeric value."""
+"""Reward `math_eval`: the answer has the numeric value of the reference answer."""
 
 from __future__ import annotations
 
@@ -6,38 +6,37 @@ from fractions import Fraction
 from functools import lru_cache
 
 from clotho.rewards.answer import answer_text
-from clotho.rewards.arithmetic import EvaluationError, Quantity, evaluate
-from clotho.rewards.notation import plain
+from clotho.rewards.arithmetic import EvaluationError, Quantity, evaluate, plain_expression
 from protocols.prompt import Problem
 
 TOLERANCE = Fraction(1, 1_000_000)
-"""Relative difference forgiven where one side is written as a decimal."""
+"""Relative tolerance if either side is written as a decimal."""
 
 
 def reward(problem: Problem, completion: str) -> float | None:
-    """Return 1.0 where the answer has the value of the reference, otherwise 0.0; None where the reference is no number.
+    """Return 1.0 if answer and reference have the same value, otherwise 0.0; None if the reference is not a number.
 
-    Both are read by `notation.plain` and evaluated by `arithmetic.evaluate`, exactly; where one of them is a decimal,
-    and not both are whole, a relative difference of 1e-6 is forgiven. `50%` equals 0.5 and, as a bare percentage, 50.
-    Where the reference is a finished number the answer must be one too: `15 + 27`, left to be computed, or a fraction
-    copied from the question, would otherwise be rewarded like its result. A completion without an answer has 0.0.
+    Both texts are normalized by `plain_expression` and evaluated exactly by `evaluate`. If either side is a decimal and
+    the two are not both whole numbers, a relative difference of 1e-6 counts as equal. `50%` equals 0.5, and also 50 if
+    the other side has no percent sign. If the reference is a finished number, the answer must be one too: an expression
+    such as `15 + 27`, or a fraction copied from the prompt, has reward 0.0. So does a completion without an answer.
     """
-    wanted = quantity(problem.answer)
-    if wanted is None:
+    reference = parse_quantity(problem.answer)
+    if reference is None:
         return None
     answer = answer_text(completion)
-    given = quantity(answer) if answer is not None else None
-    if given is None or (wanted.finished and not given.finished):
+    quantity = parse_quantity(answer) if answer is not None else None
+    if quantity is None or (reference.finished and not quantity.finished):
         return 0.0
-    if given.ratio and not wanted.ratio and _asked(given.ratio, problem.prompt):
+    if quantity.ratio and not reference.ratio and _is_in_prompt(quantity.ratio, problem.prompt):
         return 0.0
-    return float(same(given, wanted))
+    return float(equal(quantity, reference))
 
 
 @lru_cache(maxsize=2048)
-def quantity(text: str) -> Quantity | None:
-    """Return what a text comes to; None where it is no arithmetic or exceeds a bound of the evaluator."""
-    expression = plain(text)
+def parse_quantity(text: str) -> Quantity | None:
+    """Return the value of a text; None if the text is not arithmetic or exceeds a limit of the evaluator."""
+    expression = plain_expression(text)
     if not expression:
         return None
     try:
@@ -46,22 +45,23 @@ def quantity(text: str) -> Quantity | None:
         return None
 
 
-def same(given: Quantity, wanted: Quantity) -> bool:
-    """Say whether two quantities are equal; a percent sign on one side alone may also be a unit."""
-    if _close(given.value, wanted.value, decimal=given.decimal or wanted.decimal):
+def equal(answer: Quantity, reference: Quantity) -> bool:
+    """Return whether two quantities are equal. A percent sign on only one side may also be a unit."""
+    decimal = answer.decimal or reference.decimal
+    if _close(answer.value, reference.value, decimal=decimal):
         return True
-    if given.percent == wanted.percent:
+    if answer.percent == reference.percent:
         return False
-    bare = [side.value * 100 if side.percent else side.value for side in (given, wanted)]
-    return _close(bare[0], bare[1], decimal=given.decimal or wanted.decimal)
+    without_percent = [side.value * 100 if side.percent else side.value for side in (answer, reference)]
+    return _close(without_percent[0], without_percent[1], decimal=decimal)
 
 
-def _close(given: Fraction, wanted: Fraction, *, decimal: bool) -> bool:
-    if not decimal or given.denominator == wanted.denominator == 1:
-        return given == wanted
-    return abs(given - wanted) <= TOLERANCE * max(abs(given), abs(wanted))
+def _close(answer: Fraction, reference: Fraction, *, decimal: bool) -> bool:
+    if not decimal or answer.denominator == reference.denominator == 1:
+        return answer == reference
+    return abs(answer - reference) <= TOLERANCE * max(abs(answer), abs(reference))
 
 
-def _asked(ratio: tuple[int, int], prompt: str) -> bool:
-    squeezed = "".join(prompt.replace("÷", "/").split())
-    return f"{ratio[0]}/{ratio[1]}" in squeezed
+def _is_in_prompt(ratio: tuple[int, int], prompt: str) -> bool:
+    without_spaces = "".join(prompt.replace("÷", "/").split())
+    return f"{ratio[0]}/{ratio[1]}" in without_spaces

@@ -1,4 +1,4 @@
-"""A growing penalty for completions that come near the limit of their length."""
+"""Length penalty `overlong` for completions near the token limit."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from protocols.errors import ProfileError
 from protocols.sampling import Completion
 
 OVERLONG = "overlong"
-"""Name of the penalty among the parts of a reward."""
+"""Name of the penalty among the reward components."""
 
 
 class Overlong(Struct, frozen=True, kw_only=True):
-    """Soft overlong punishment (DAPO, arXiv:2503.14476, equation 13).
+    """Soft overlong punishment (DAPO, arXiv:2503.14476, equation 13), multiplied by `penalty`.
 
-    With n completion tokens of at most L = `max_tokens`, and c = `buffer`: 0 for n <= L - c; (L - c - n) / c between;
-    -1 at the limit, and for every completion that was cut off. Times `penalty`.
+    For n completion tokens, limit L = `max_tokens` and buffer c = `buffer`: 0 if n <= L - c; (L - c - n) / c if
+    L - c < n < L; -1 if n = L. A completion with finish reason `length` has -1.
     """
 
     max_tokens: int
@@ -23,16 +23,16 @@ class Overlong(Struct, frozen=True, kw_only=True):
     penalty: float = 1.0
 
     def __post_init__(self) -> None:
-        """Refuse, with ProfileError, a buffer that is empty or does not fit below the limit."""
+        """Check that the buffer is between 1 and `max_tokens`. Raises ProfileError."""
         if not 1 <= self.buffer <= self.max_tokens:
             raise ProfileError(
-                f"learner.overlong_buffer = {self.buffer}: a penalty needs a buffer of 1 to sampling.max_tokens = "
-                f"{self.max_tokens} tokens"
+                f"learner.overlong_buffer = {self.buffer} is out of range: use 1 to sampling.max_tokens = "
+                f"{self.max_tokens}"
             )
 
     def __call__(self, completion: Completion) -> float:
-        """What is added to the completion's reward: between -penalty and 0."""
+        """Return the value that is added to the reward of the completion, in [-penalty, 0]."""
         if completion.finish_reason == "length":
             return -self.penalty
-        beyond = len(completion.tokens) - (self.max_tokens - self.buffer)
-        return -self.penalty * min(1.0, beyond / self.buffer) if beyond > 0 else 0.0
+        excess = len(completion.tokens) - (self.max_tokens - self.buffer)
+        return -self.penalty * min(1.0, excess / self.buffer) if excess > 0 else 0.0

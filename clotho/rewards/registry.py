@@ -1,84 +1,107 @@
-"""Reward functions by name: the built-in ones, and `module:function` from the Python path."""
+"""Registry of reward functions: the built-in names, and import of functions from the user's code."""
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
+import sys
 from collections.abc import Awaitable, Callable
 from difflib import get_close_matches
+from pathlib import Path
 from types import ModuleType
 
-from clotho.rewards import choice_correctness, exact, format, jaccard, math_eval  # noqa: A004
+from clotho.rewards import choice_correctness, exact, jaccard, math_eval, tag_format
 from clotho.runtime.user_code import import_user_module
 from protocols.errors import ProfileError
 from protocols.prompt import Problem
 
 RewardFunction = Callable[[Problem, str], float | Awaitable[float | None] | None]
+"""Signature of a reward function; `clotho.rewards` documents it."""
 
 BUILT_IN: dict[str, RewardFunction] = {
-    "format": format.reward,
+    "format": tag_format.reward,
     "math_eval": math_eval.reward,
     "jaccard": jaccard.reward,
     "choice_correctness": choice_correctness.reward,
     "exact": exact.reward,
 }
-"""The functions that come with Clotho; all synchronous, fast, and bounded for any text."""
+"""Built-in reward functions: synchronous, and with a bounded cost for every text."""
+
+ALLOWED = f"use {', '.join(BUILT_IN)}, module:function, or path/to/file.py:function"
 
 
 def load_reward(name: str) -> RewardFunction:
-    """Return the function that a profile names; see the package for the contract it must keep.
+    """Return the reward function with a name from the profile.
 
-    Raises ProfileError where there is none of that name, its module cannot be imported, or it cannot be called with a
-    problem and a completion.
+    `name` is a key of `BUILT_IN`, `module:function`, or `path/to/file.py:function`. Raises ProfileError if the name is
+    unknown, the module cannot be imported, or the function does not accept (problem, completion).
     """
     if name in BUILT_IN:
         return BUILT_IN[name]
-    module_name, colon, attribute = name.partition(":")
+    module_name, colon, attribute = name.rpartition(":")
     if not colon:
-        raise ProfileError(f"rewards.name {name!r} is unknown{_nearest(name, BUILT_IN)}; {_allowed()}")
+        raise ProfileError(f"rewards.name {name!r} is unknown{_did_you_mean(name, list(BUILT_IN))}; {ALLOWED}")
     if not module_name or not attribute.isidentifier():
-        raise ProfileError(f"rewards.name {name!r} is malformed; {_allowed()}")
+        raise ProfileError(f"rewards.name {name!r} is malformed; {ALLOWED}")
     return _function(name, _module(name, module_name), attribute)
 
 
 def is_async(function: RewardFunction) -> bool:
-    """Say whether calling the function gives something to be awaited."""
+    """Return whether a call of the function returns an awaitable."""
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
 
 
-def _allowed() -> str:
-    return f"allowed are {', '.join(BUILT_IN)}, or module:function"
-
-
-def _nearest(name: str, names: list[str] | dict[str, RewardFunction]) -> str:
-    near = get_close_matches(name, list(names), n=1, cutoff=0.5)
-    return f", did you mean {near[0]!r}?" if near else ""
+def _did_you_mean(name: str, names: list[str]) -> str:
+    matches = get_close_matches(name, names, n=1, cutoff=0.5)
+    return f"; did you mean {matches[0]!r}?" if matches else ""
 
 
 def _module(name: str, module_name: str) -> ModuleType:
     try:
-        return import_user_module(module_name)
+        return _import_file(Path(module_name)) if module_name.endswith(".py") else import_user_module(module_name)
     except (Exception, SystemExit) as error:
         raise ProfileError(
-            f"rewards.name {name!r}: module {module_name!r} cannot be imported: {type(error).__name__}: {error}"
+            f"rewards.name {name!r}: cannot import {module_name!r}: {type(error).__name__}: {error}"
         ) from error
+
+
+def _import_file(path: Path) -> ModuleType:
+    """Import a Python file; a second import of the same file returns the same module."""
+    path = path.expanduser().resolve()
+    module_name = f"reward_file:{path}"
+    if module_name in sys.modules:
+        return sys.modules[module_name]
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[module_name]
+        raise
+    return module
 
 
 def _function(name: str, module: ModuleType, attribute: str) -> RewardFunction:
     if not hasattr(module, attribute):
         functions = [key for key, value in vars(module).items() if callable(value)]
-        near = _nearest(attribute, functions)
-        raise ProfileError(f"rewards.name {name!r}: module {module.__name__!r} has no {attribute!r}{near}")
+        raise ProfileError(
+            f"rewards.name {name!r}: module {module.__name__!r} has no {attribute!r}"
+            f"{_did_you_mean(attribute, functions)}"
+        )
     function = getattr(module, attribute)
     if not callable(function):
-        raise ProfileError(f"rewards.name {name!r} is a {type(function).__name__}, not a function")
+        raise ProfileError(f"rewards.name {name!r} is not a function but a value of type {type(function).__name__}")
     try:
         signature = inspect.signature(function)
-    except ValueError:
+    except ValueError:  # a callable without an inspectable signature, such as some C functions
         signature = None
     try:
         if signature is not None:
             signature.bind(Problem(prompt="", answer="", type=""), "")
     except TypeError as error:
-        raise ProfileError(f"rewards.name {name!r} cannot be called with (problem, completion): {error}") from None
+        raise ProfileError(f"rewards.name {name!r} does not accept (problem, completion): {error}") from None
     loaded: RewardFunction = function
     return loaded

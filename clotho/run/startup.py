@@ -239,7 +239,7 @@ def _rewards(profile: Profile) -> RewardRunner:
             max_tokens=profile.sampling.max_tokens, buffer=learner.overlong_buffer, penalty=learner.overlong_penalty
         )
     within_group = learner.advantage not in ("batch", "environment")
-    return RewardRunner(profile.rewards, overlong=overlong, keep_equal=not within_group)
+    return RewardRunner(profile.rewards, overlong=overlong, keep_zero_variance=not within_group)
 
 
 def _questions(profile: Profile, policy: Policy, rewards: RewardRunner) -> tuple[Questions, HeldOut]:

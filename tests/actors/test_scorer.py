@@ -73,7 +73,7 @@ async def test_every_message_has_exactly_one_outcome_whatever_the_rewards_do(con
         made = group("a", "b" * rng.randint(1, 2), of=asked, group_id=i)
         lost = Discarded(prompt=made.prompt, reason="generation_error", detail="lost")
         messages.append(made if rng.random() < 0.9 else lost)
-    section = RewardSection(name="tests.rewards.sample_rewards:moody", timeout_seconds=0.1)
+    section = RewardSection(name="tests.rewards.sample_rewards:unreliable", timeout_seconds=0.1)
     rewards = RewardRunner((section,), concurrency=concurrency)
     outcomes = await outcomes_of(messages, rewards, concurrency=concurrency)
     rewards.close()

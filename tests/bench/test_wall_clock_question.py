@@ -19,7 +19,7 @@ from bench.contenders.measured_afterwards import MADE, MEASURED
 from bench.measurement import Measurement
 from bench.runs import Record
 from clotho.config.load import load_profile
-from clotho.rewards import choice_correctness, format, math_eval  # noqa: A004
+from clotho.rewards import choice_correctness, math_eval, tag_format
 from protocols.prompt import Problem
 from protocols.sampling import Completion, SampleRequest, Sampling
 from tests.bench.measured import measurement
@@ -44,7 +44,7 @@ def test_other_trainers_are_rewarded_by_the_same_rules_as_ours(wanted: str) -> N
     """The rules are written twice, for the contenders have not what ours need; every text has the same verdicts."""
     problem = Problem(prompt="Which? A) 67 B) 98 C) 48" if wanted == "B" else "What?", answer=wanted, type="")
     for text in (form.format(answer) for form in FORMS for answer in ANSWERS):
-        assert task.has_form(text) == format.reward(problem, text), text
+        assert task.has_form(text) == tag_format.reward(problem, text), text
         ours = [compute_advantages.reward(problem, text) for compute_advantages in (math_eval, choice_correctness)]
         assert [task.is_right(text, wanted)] == [verdict for verdict in ours if verdict is not None], text
 

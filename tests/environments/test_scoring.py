@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from clotho.rewards import choice_correctness, format, math_eval  # noqa: A004
+from clotho.rewards import choice_correctness, math_eval, tag_format
 from profiles.environments import scoring
 from protocols.prompt import Problem
 from tests.environments.scripts import EMBEDDED
@@ -63,7 +63,7 @@ def test_an_environment_and_the_built_in_rewards_judge_alike(problem: Problem) -
     for text in texts(problem, rng):
         found = scoring.is_correct(problem.prompt, problem.answer, text)
         assert found == builtin_verdict(problem, text), text
-        assert scoring.well_formed(text) == (format.reward(problem, text) == 1.0), text
+        assert scoring.well_formed(text) == (tag_format.reward(problem, text) == 1.0), text
 
 
 def test_random_texts_are_judged_alike() -> None:
@@ -79,7 +79,7 @@ def test_random_texts_are_judged_alike() -> None:
             problem,
             text,
         )
-        assert scoring.well_formed(text) == (format.reward(problem, text) == 1.0), text
+        assert scoring.well_formed(text) == (tag_format.reward(problem, text) == 1.0), text
 
 
 @pytest.mark.parametrize("text", ["So the answer is\n#### 1,234", "#### 1234", "1234", "a #### 5\n#### $1,234"])

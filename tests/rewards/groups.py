@@ -1,4 +1,4 @@
-"""Groups of completions for the tests of rewards."""
+"""Problems and groups of completions for the reward tests."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from protocols.sampling import Completion
 
 
 def problem(answer: str = "42", *, prompt: str = "What is 15 + 27?", kind: str = "arithmetic") -> Problem:
-    """Make a problem."""
+    """Return a problem."""
     return Problem(prompt=prompt, answer=answer, type=kind)
 
 
 def answered(answer: str) -> str:
-    """Make a completion in the right form with this answer."""
+    """Return a completion in the think/answer format with this answer."""
     return f"<think>hm</think><answer>{answer}</answer>"
 
 
 def group(*texts: str, of: Problem | None = None, group_id: int = 0) -> RolloutGroup:
-    """Make a group whose completions have these texts."""
+    """Return a group whose completions have these texts."""
     completions = tuple(
         Completion(tokens=(1,), logprobs=(-0.5,), versions=(0,), text=text, finish_reason="stop") for text in texts
     )

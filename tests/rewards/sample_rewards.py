@@ -1,4 +1,4 @@
-"""Reward functions of a user, good and bad, named in tests as `tests.rewards.sample_rewards:NAME`."""
+"""User reward functions, valid and invalid, with the names `tests.rewards.sample_rewards:NAME`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 from protocols.prompt import Problem
 
 FOREVER = threading.Event()
-"""Never set: waiting for it is a hang outside of Python's reach."""
+"""Never set. A wait for this event hangs inside a C call."""
 
 ENTERED: SimpleQueue[str] = SimpleQueue()
 LEAVE = threading.Event()
@@ -24,25 +24,25 @@ not_a_function = 3
 
 
 def enters(problem: Problem, completion: str) -> float:
-    """Say that it was called, and wait for leave to end."""
+    """Report the call, and wait for `LEAVE`."""
     ENTERED.put(completion)
     LEAVE.wait(10)
     return 0.0
 
 
 def length(problem: Problem, completion: str) -> float:
-    """Give the number of characters."""
+    """Return the number of characters."""
     return float(len(completion))
 
 
 async def async_length(problem: Problem, completion: str) -> float:
-    """Give the number of characters, after other tasks had a turn."""
+    """Return the number of characters after a switch to other tasks."""
     await asyncio.sleep(0)
     return float(len(completion))
 
 
 async def same_loop(problem: Problem, completion: str) -> float:
-    """Give a number that is equal for calls in one event loop, and the length."""
+    """Return the identity of the event loop plus the length."""
     return float(id(asyncio.get_running_loop()) + len(completion))
 
 
@@ -56,12 +56,12 @@ def long_only(problem: Problem, completion: str) -> float | None:
 
 
 def boolean(problem: Problem, completion: str) -> bool:
-    """Give True for long completions."""
+    """Return True for more than one character."""
     return len(completion) > 1
 
 
 def fraction(problem: Problem, completion: str) -> Fraction:
-    """Give a number that is no float."""
+    """Return a number that is not a float."""
     return Fraction(len(completion), 2)
 
 
@@ -69,11 +69,11 @@ class Judge:
     """A callable object with state."""
 
     async def __call__(self, problem: Problem, completion: str) -> float:
-        """Give the number of characters."""
+        """Return the number of characters."""
         return float(len(completion))
 
 
-compute_advantages = Judge()
+judge = Judge()
 
 
 def raises(problem: Problem, completion: str) -> float:
@@ -87,7 +87,7 @@ async def raises_async(problem: Problem, completion: str) -> float:
 
 
 def unprintable(problem: Problem, completion: str) -> float:
-    """Fail with an error that cannot even be shown."""
+    """Raise an exception whose `str()` fails."""
 
     class UnprintableError(Exception):
         def __str__(self) -> str:
@@ -107,18 +107,18 @@ async def leaves_async(problem: Problem, completion: str) -> float:
 
 
 async def cancels_itself(problem: Problem, completion: str) -> float:
-    """Raise what asyncio uses to cancel."""
+    """Raise the cancellation exception of asyncio."""
     raise asyncio.CancelledError
 
 
 def hangs(problem: Problem, completion: str) -> float:
-    """Never return, out of reach of interruption."""
+    """Hang in a C call."""
     FOREVER.wait()
     return 0.0
 
 
 def spins(problem: Problem, completion: str) -> float:
-    """Never return, in pure Python."""
+    """Loop forever in Python."""
     while True:
         pass
 
@@ -130,28 +130,28 @@ async def hangs_async(problem: Problem, completion: str) -> float:
 
 
 async def blocks_its_loop(problem: Problem, completion: str) -> float:
-    """Never return, nor let its event loop turn."""
+    """Block the event loop forever."""
     FOREVER.wait()
     return 0.0
 
 
 def gives_nan(problem: Problem, completion: str) -> float:
-    """Give no number."""
+    """Return NaN."""
     return math.nan
 
 
 def gives_infinity(problem: Problem, completion: str) -> float:
-    """Give no finite number."""
+    """Return minus infinity."""
     return -math.inf
 
 
 def gives_huge(problem: Problem, completion: str) -> int:
-    """Give a number too large for a float."""
+    """Return an integer beyond the range of floats."""
     return 10**400
 
 
 class BrokenNumber(Fraction):
-    """A number without a value."""
+    """A number whose conversion to float fails."""
 
     def __float__(self) -> float:
         """Fail."""
@@ -159,32 +159,32 @@ class BrokenNumber(Fraction):
 
 
 def gives_broken_number(problem: Problem, completion: str) -> Fraction:
-    """Give a number of the user's own making."""
+    """Return a user-defined number."""
     return BrokenNumber(1, 2)
 
 
 def gives_text(problem: Problem, completion: str) -> str:
-    """Give text that looks like a number."""
+    """Return a string."""
     return "1.0"
 
 
 def gives_list(problem: Problem, completion: str) -> list[float]:
-    """Give a list."""
+    """Return a list."""
     return [1.0]
 
 
 def gives_coroutine(problem: Problem, completion: str) -> Any:
-    """Forget to await."""
+    """Return a coroutine without awaiting it."""
     return async_length(problem, completion)
 
 
 def one_argument(completion: str) -> float:
-    """Break the contract."""
+    """Accept one argument only."""
     return 0.0
 
 
-def moody(problem: Problem, completion: str) -> Any:
-    """Fail in a way that the problem's text determines, or give the length."""
-    fates: list[Callable[[Problem, str], Any]] = [raises, gives_nan, gives_text, none, hangs, leaves]
-    mood = hashlib.sha256(problem.prompt.encode()).digest()[0]
-    return fates[mood](problem, completion) if mood < len(fates) else length(problem, completion)
+def unreliable(problem: Problem, completion: str) -> Any:
+    """Fail in a way that depends on the prompt, or return the length."""
+    behaviors: list[Callable[[Problem, str], Any]] = [raises, gives_nan, gives_text, none, hangs, leaves]
+    index = hashlib.sha256(problem.prompt.encode()).digest()[0]
+    return behaviors[index](problem, completion) if index < len(behaviors) else length(problem, completion)

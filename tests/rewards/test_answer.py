@@ -24,12 +24,12 @@ from clotho.rewards.answer import answer_text
         ("a</think><answer>42</answer>", "42"),
     ],
 )
-def test_the_answer_is_the_last_closed_one_outside_of_thoughts(completion: str, answer: str | None) -> None:
-    """An answer that is cut off, or stands in a thought still open, is none."""
+def test_answer_text_returns_the_last_complete_answer_outside_think(completion: str, answer: str | None) -> None:
+    """A truncated answer, or an answer inside an open `<think>`, does not count."""
     assert answer_text(completion) == answer
 
 
-def test_ten_thousand_tags_are_read_in_linear_time() -> None:
-    """The text is foreign: no repetition of tags may cost more than reading it."""
+def test_many_tags_terminate() -> None:
+    """The cost is linear in the length of the text."""
     assert answer_text("<think><answer>" * 100_000) is None
     assert answer_text("<answer>" * 100_000 + "1</answer>") == "1"

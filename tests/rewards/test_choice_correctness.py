@@ -13,8 +13,8 @@ QUESTION = "Which is the largest? A) 12 B) 74 C) 33"
     ["B", "b", "(b)", "[B]", "B)", "B.", "B:", "B) 74", "(B) 74.", "**B**", "option B", "Answer: B", "The answer is B",
      "the correct option is (B)", "74", " 74. ", "B) because it is"],
 )  # fmt: skip
-def test_the_right_option_may_be_named_in_many_ways(answer: str) -> None:
-    """By its letter, with marks or its text beside it, or by its text alone."""
+def test_the_correct_option_is_accepted_in_common_notations(answer: str) -> None:
+    """A letter, a letter with punctuation or the option's text, or the text alone."""
     assert reward(problem("B", prompt=QUESTION), answered(answer)) == 1.0
 
 
@@ -23,20 +23,20 @@ def test_the_right_option_may_be_named_in_many_ways(answer: str) -> None:
     ["A", "C) 33", "12", "", "D", "A or B", "A B", "AB", "not A, B", "A, B, C", "B) 12", "A) 74", "12 74", "B" * 5000,
      "74 is larger than 12"],
 )  # fmt: skip
-def test_other_options_and_hedged_answers_are_wrong(answer: str) -> None:
-    """Naming several options, or one option's letter beside another's text, chooses nothing."""
+def test_other_options_and_ambiguous_answers_are_wrong(answer: str) -> None:
+    """Several options, or one letter with another option's text, choose no option."""
     assert reward(problem("B", prompt=QUESTION), answered(answer)) == 0.0
 
 
 @pytest.mark.parametrize("reference", ["42", "", "Paris", "A or B", "AB"])
-def test_a_reference_that_is_no_letter_is_not_applicable(reference: str) -> None:
-    """The function then says nothing."""
+def test_the_reward_does_not_apply_if_the_reference_is_not_a_letter(reference: str) -> None:
+    """The function returns None."""
     assert reward(problem(reference, prompt=QUESTION), answered("B")) is None
 
 
 @pytest.mark.parametrize("reference", ["B", "b", "(b)", "B) 74", "option B"])
-def test_references_name_the_option_in_the_same_ways(reference: str) -> None:
-    """Datasets write them differently."""
+def test_the_reference_accepts_the_same_notations(reference: str) -> None:
+    """Datasets use different notations."""
     assert reward(problem(reference, prompt=QUESTION), answered("B")) == 1.0
 
 
@@ -51,23 +51,23 @@ def test_references_name_the_option_in_the_same_ways(reference: str) -> None:
     ],
 )
 def test_options_are_read_from_the_prompt(prompt: str, expected: dict[str, str]) -> None:
-    """With parentheses, dots or colons after the letter, in one line or several."""
+    """Parentheses, dots or colons follow the letter, on one line or several."""
     assert options(prompt) == expected
 
 
-def test_an_options_text_that_begins_with_a_letter_is_not_that_letter() -> None:
+def test_an_option_text_that_starts_with_a_letter_is_not_that_letter() -> None:
     """`a dog` is the text of option C, not option A."""
-    asked = problem("C", prompt="What barks? A) a cat B) a cow C) a dog")
-    assert reward(asked, answered("A dog")) == 1.0
+    question = problem("C", prompt="What barks? A) a cat B) a cow C) a dog")
+    assert reward(question, answered("A dog")) == 1.0
 
 
-def test_a_text_that_two_options_share_chooses_neither() -> None:
-    """The letter is then the only way."""
-    asked = problem("A", prompt="Which? A) 5 B) 5 C) 6")
-    assert reward(asked, answered("5")) == 0.0
-    assert reward(asked, answered("A) 5")) == 1.0
+def test_a_text_that_two_options_share_chooses_no_option() -> None:
+    """Only the letter is unambiguous."""
+    question = problem("A", prompt="Which? A) 5 B) 5 C) 6")
+    assert reward(question, answered("5")) == 0.0
+    assert reward(question, answered("A) 5")) == 1.0
 
 
-def test_a_completion_without_answer_is_wrong() -> None:
-    """The letter in the thought does not count."""
+def test_a_completion_without_an_answer_is_wrong() -> None:
+    """A letter outside `<answer>` does not count."""
     assert reward(problem("B", prompt=QUESTION), "<think>B</think>B") == 0.0

@@ -18,6 +18,6 @@ from tests.rewards.groups import answered, problem
         ("", "no answer", 0.0),
     ],
 )
-def test_only_case_and_white_space_are_forgiven(reference: str, completion: str, value: float) -> None:
-    """Everything else must agree to the letter, and stand in an answer."""
+def test_exact_ignores_only_case_and_white_space(reference: str, completion: str, value: float) -> None:
+    """All other characters must match, and the text must be inside `<answer>`."""
     assert reward(problem(reference), completion) == value

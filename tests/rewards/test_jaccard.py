@@ -23,11 +23,11 @@ from tests.rewards.groups import answered, problem
         ("word", "", 0.0),
     ],
 )
-def test_the_value_is_shared_words_over_all_words(reference: str, answer: str, value: float) -> None:
-    """Words are counted once, whatever their case and the punctuation around them."""
+def test_the_reward_is_intersection_over_union(reference: str, answer: str, value: float) -> None:
+    """Words are distinct, in lower case and without surrounding punctuation."""
     assert reward(problem(reference), answered(answer)) == pytest.approx(value)
 
 
-def test_a_completion_without_answer_shares_nothing() -> None:
-    """Not even with an empty reference."""
+def test_a_completion_without_an_answer_has_reward_zero() -> None:
+    """Even if the reference is empty."""
     assert reward(problem(""), "") == 0.0

@@ -1,8 +1,6 @@
 # ruff: noqa: RUF001
 from __future__ import annotations
 
-from time import perf_counter
-
 import pytest
 
 from clotho.rewards.math_eval import reward
@@ -23,8 +21,8 @@ from tests.rewards.groups import answered, problem
         ("42", "42 = 42"),
     ],
 )  # fmt: skip
-def test_answers_of_the_same_value_are_right(reference: str, answer: str) -> None:
-    """However the two are written."""
+def test_answers_of_equal_value_are_correct(reference: str, answer: str) -> None:
+    """The notation does not matter."""
     assert reward(problem(reference), answered(answer)) == 1.0
 
 
@@ -40,39 +38,37 @@ def test_answers_of_the_same_value_are_right(reference: str, answer: str) -> Non
     ],
 )  # fmt: skip
 def test_other_answers_are_wrong(reference: str, answer: str) -> None:
-    """Other values, hedged values, what has no value, and what would be too costly to evaluate."""
+    """Other values, several values, texts without a value, and expressions beyond the limits."""
     expected = 1.0 if answer.startswith("<answer>") else 0.0
     assert reward(problem(reference), answered(answer)) == expected
 
 
 @pytest.mark.parametrize("answer", ["15 + 27", "27+15", "15 + 27 + 0", "42 + 0", "(15 + 27)", "42 = 15 + 27", "84/2"])
-def test_arithmetic_left_to_be_done_is_no_answer(answer: str) -> None:
-    """Otherwise copying the question would be rewarded like solving it."""
+def test_an_unevaluated_expression_is_wrong(answer: str) -> None:
+    """Otherwise, a copy of the question would have the same reward as its result."""
     assert reward(problem("42", prompt="What is 15 + 27?"), answered(answer)) == 0.0
 
 
-def test_a_fraction_copied_from_the_question_is_no_answer() -> None:
-    """Where the reference is a decimal; a fraction that was asked for is."""
+def test_a_fraction_copied_from_the_prompt_is_wrong_if_the_reference_is_a_decimal() -> None:
+    """A fraction is correct if the reference is a fraction."""
     assert reward(problem("3.5", prompt="What is 7 ÷ 2?"), answered("7/2")) == 0.0
     assert reward(problem("3.5", prompt="What is 14 / 4?"), answered("7/2")) == 1.0
     assert reward(problem("3/4", prompt="Which is larger, 3/4 or 1/2?"), answered("3/4")) == 1.0
 
 
 @pytest.mark.parametrize("reference", ["B", "B) 74", "Paris", "", "9**9**9", "1/0", "9" * 10_000, "1 or 2"])
-def test_a_reference_that_is_no_number_is_not_applicable(reference: str) -> None:
-    """The function then says nothing."""
+def test_the_reward_does_not_apply_if_the_reference_is_not_a_number(reference: str) -> None:
+    """The function returns None."""
     assert reward(problem(reference), answered("42")) is None
 
 
 @pytest.mark.parametrize("completion", ["42", "<answer>42", "", "<think><answer>42</answer>"])
-def test_a_number_outside_of_an_answer_is_none(completion: str) -> None:
-    """Truncated completions and open thoughts have no answer."""
+def test_a_number_outside_an_answer_is_wrong(completion: str) -> None:
+    """A truncated completion or an open `<think>` has no answer."""
     assert reward(problem("42"), completion) == 0.0
 
 
-def test_thousands_of_answers_are_judged_in_a_second() -> None:
-    """Rewards share two cores with the training."""
-    asked = [problem(str(i)) for i in range(2000)]
-    start = perf_counter()
-    assert sum(reward(one, answered(f"{i} + 1 = {i}")) or 0.0 for i, one in enumerate(asked)) == 2000
-    assert perf_counter() - start < 1.0
+def test_every_problem_of_a_large_dataset_is_scored() -> None:
+    """More problems than the parse cache holds."""
+    problems = [problem(str(i)) for i in range(3000)]
+    assert sum(reward(one, answered(f"{i} + 1 = {i}")) or 0.0 for i, one in enumerate(problems)) == 3000

@@ -1,3 +1,5 @@
+"""Registry of reward functions: built-in names and imports from user code."""
+
 from __future__ import annotations
 
 import sys
@@ -13,27 +15,45 @@ from tests.rewards.groups import answered, problem
 HERE = "tests.rewards.sample_rewards"
 
 
-def test_every_built_in_reward_is_found_by_name() -> None:
-    """And judges the same right answer as 1."""
+def test_every_built_in_reward_is_loaded_by_name() -> None:
+    """Each of them gives a correct answer the reward 1."""
     assert set(BUILT_IN) == {"format", "math_eval", "jaccard", "choice_correctness", "exact"}
     for name in BUILT_IN:
         answer = "B" if name == "choice_correctness" else "42"
         assert load_reward(name)(problem(answer), answered(answer)) == 1.0
 
 
-def test_a_function_of_the_user_is_found_by_module_and_name() -> None:
-    """Synchronous, asynchronous, or an object with a call of its own."""
+def test_a_user_function_is_loaded_by_module_and_name() -> None:
+    """Synchronous, asynchronous, or an object with `__call__`."""
     assert load_reward(f"{HERE}:length") is sample_rewards.length
     assert not is_async(load_reward(f"{HERE}:length"))
-    assert all(is_async(load_reward(f"{HERE}:{name}")) for name in ("async_length", "compute_advantages"))
+    assert all(is_async(load_reward(f"{HERE}:{name}")) for name in ("async_length", "judge"))
 
 
-def test_modules_in_the_current_directory_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever directory the program itself lies in."""
+def test_a_module_in_the_current_directory_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The directory of the program does not matter."""
     (tmp_path / "rewards_of_mine.py").write_text("def one(problem, completion):\n    return 1.0\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     assert load_reward("rewards_of_mine:one")(problem(), "") == 1.0
+
+
+def test_a_file_path_names_a_reward_module(tmp_path: Path) -> None:
+    """Two functions of one file come from one import."""
+    file = tmp_path / "my rewards.py"
+    file.write_text("STATE = []\n\ndef one(problem, completion):\n    STATE.append(1)\n    return 1.0\n\n\ndef count(problem, completion):\n    return len(STATE)\n")
+    assert load_reward(f"{file}:one")(problem(), "") == 1.0
+    assert load_reward(f"{file}:count")(problem(), "") == 1
+
+
+@pytest.mark.parametrize("content", [None, "def one(problem, completion:\n", "raise RuntimeError\n"])
+def test_a_file_that_cannot_be_imported_is_refused(tmp_path: Path, content: str | None) -> None:
+    """Missing, malformed, or raising at import."""
+    file = tmp_path / "broken.py"
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(ProfileError, match=r"cannot import"):
+        load_reward(f"{file}:one")
 
 
 @pytest.mark.parametrize(
@@ -41,21 +61,21 @@ def test_modules_in_the_current_directory_are_found(tmp_path: Path, monkeypatch:
     [
         ("math_evla", "did you mean 'math_eval'"),
         ("Format", "did you mean 'format'"),
-        ("zzz", "allowed are format, math_eval, jaccard, choice_correctness, exact, or module:function"),
-        ("", "allowed are"),
+        ("zzz", "use format, math_eval, jaccard, choice_correctness, exact, module:function, or path/to/file.py:function"),
+        ("", "use format"),
         (":length", "malformed"),
         (f"{HERE}:", "malformed"),
         (f"{HERE}:a.b", "malformed"),
         (f"{HERE}:lenght", "did you mean 'length'"),
-        (f"{HERE}:not_a_function", "is a int, not a function"),
-        (f"{HERE}:one_argument", "cannot be called with"),
-        ("no_such_module_anywhere:f", "cannot be imported: ModuleNotFoundError"),
-        ("tests.rewards.broken_rewards:f", "cannot be imported: RuntimeError: broken at import"),
-        (".relative:f", "cannot be imported: TypeError"),
+        (f"{HERE}:not_a_function", "not a function but a value of type int"),
+        (f"{HERE}:one_argument", "does not accept (problem, completion)"),
+        ("no_such_module_anywhere:f", "ModuleNotFoundError"),
+        ("tests.rewards.broken_rewards:f", "RuntimeError: broken at import"),
+        (".relative:f", "TypeError"),
     ],
 )
-def test_a_name_that_cannot_be_loaded_is_refused_with_the_reason(name: str, message: str) -> None:
-    """The error names the profile's key, what failed, and the nearest valid name."""
+def test_a_name_that_cannot_be_loaded_raises_profile_error(name: str, message: str) -> None:
+    """The message starts with the key, and contains the reason and the nearest valid name."""
     with pytest.raises(ProfileError, match=r"^rewards\.name") as caught:
         load_reward(name)
     assert message in str(caught.value)

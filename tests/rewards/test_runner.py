@@ -1,3 +1,5 @@
+"""Scoring of groups and held-out problems with the rewards of a profile."""
+
 from __future__ import annotations
 
 import math
@@ -9,7 +11,7 @@ import anyio
 import pytest
 
 from clotho.config.schema import RewardSection
-from clotho.rewards import calling
+from clotho.rewards import calls
 from clotho.rewards.runner import RewardRunner
 from protocols.errors import ProfileError
 from protocols.rollout import Discarded
@@ -22,22 +24,22 @@ CHOICE = problem("B", prompt="Which is larger? A) 1 B) 2", kind="comparison")
 
 
 @contextmanager
-def runner(*sections: RewardSection, concurrency: int = 8, keep_equal: bool = False) -> Iterator[RewardRunner]:
-    """Make a runner that leaves no threads behind."""
-    made = RewardRunner(sections, concurrency=concurrency, keep_equal=keep_equal)
+def runner(*sections: RewardSection, concurrency: int = 8, keep_zero_variance: bool = False) -> Iterator[RewardRunner]:
+    """Yield a runner and close it."""
+    made = RewardRunner(sections, concurrency=concurrency, keep_zero_variance=keep_zero_variance)
     try:
         yield made
     finally:
         made.close()
 
 
-def mine(name: str, *, timeout_seconds: float = 10.0, weight: float = 1.0) -> RewardSection:
-    """Make the section of a sample reward."""
+def sample(name: str, *, timeout_seconds: float = 10.0, weight: float = 1.0) -> RewardSection:
+    """Return the section of a sample reward."""
     return RewardSection(name=HERE + name, timeout_seconds=timeout_seconds, weight=weight)
 
 
-async def test_a_reward_is_the_weighted_sum_of_its_parts() -> None:
-    """The parts are kept beside it, by name, one value for each completion."""
+async def test_a_reward_is_the_weighted_sum_of_its_components() -> None:
+    """The group keeps every component by name, one value per completion."""
     with runner(RewardSection(name="format", weight=0.5), RewardSection(name="math_eval", weight=2.0)) as rewards:
         scored = await rewards.score(group(answered("42"), answered("41"), "<answer>42</answer>", ""))
     assert isinstance(scored, ScoredGroup)
@@ -45,14 +47,14 @@ async def test_a_reward_is_the_weighted_sum_of_its_parts() -> None:
     assert scored.parts == {"format": (1.0, 1.0, 0.0, 0.0), "math_eval": (1.0, 0.0, 1.0, 0.0)}
 
 
-async def test_parts_that_do_not_apply_are_left_out_of_the_sum() -> None:
-    """By the section's types, or because the function says None; they are None in `parts`."""
+async def test_components_that_do_not_apply_are_skipped() -> None:
+    """A type that is not listed, or a function that returns None. The value in `parts` is None."""
     sections = (
         RewardSection(name="format"),
         RewardSection(name="math_eval", types=("arithmetic",)),
         RewardSection(name="choice_correctness", types=("comparison",)),
     )
-    with runner(*sections, mine("long_only")) as rewards:
+    with runner(*sections, sample("long_only")) as rewards:
         numeric = await rewards.score(group(answered("42"), "b"))
         choice = await rewards.score(group(answered("B"), answered("A"), of=CHOICE))
     assert isinstance(numeric, ScoredGroup)
@@ -67,8 +69,8 @@ async def test_parts_that_do_not_apply_are_left_out_of_the_sum() -> None:
     assert choice.rewards[0] - choice.rewards[1] == 1.0
 
 
-async def test_one_function_may_stand_for_different_types_with_different_weights() -> None:
-    """Each group is then rewarded by the section of its type."""
+async def test_a_function_may_have_different_weights_for_different_types() -> None:
+    """The section with the type of the problem applies."""
     light = RewardSection(name="exact", types=("arithmetic",), weight=1.0)
     heavy = RewardSection(name="exact", types=("comparison",), weight=3.0)
     with runner(light, heavy) as rewards:
@@ -77,10 +79,10 @@ async def test_one_function_may_stand_for_different_types_with_different_weights
     assert (one.rewards, three.rewards) == ((1.0, 0.0), (3.0, 0.0))
 
 
-@pytest.mark.parametrize("name", ["length", "async_length", "compute_advantages", "boolean", "fraction"])
-async def test_functions_of_the_user_may_be_synchronous_or_not(name: str) -> None:
-    """And give any real number, True and False included."""
-    with runner(mine(name)) as rewards:
+@pytest.mark.parametrize("name", ["length", "async_length", "judge", "boolean", "fraction"])
+async def test_user_functions_may_be_synchronous_or_asynchronous(name: str) -> None:
+    """They return any real number, including booleans."""
+    with runner(sample(name)) as rewards:
         scored = await rewards.score(group("a", "abc"))
     expected = {"boolean": (0.0, 1.0), "fraction": (0.5, 1.5)}.get(name, (1.0, 3.0))
     assert isinstance(scored, ScoredGroup)
@@ -88,9 +90,9 @@ async def test_functions_of_the_user_may_be_synchronous_or_not(name: str) -> Non
     assert all(type(value) is float for value in scored.rewards)
 
 
-async def test_asynchronous_functions_keep_one_event_loop() -> None:
-    """A client that they hold open stays usable, and it is not the loop of the pipeline."""
-    with runner(mine("same_loop")) as rewards:
+async def test_asynchronous_functions_run_in_one_event_loop() -> None:
+    """A client that a function keeps open stays usable."""
+    with runner(sample("same_loop")) as rewards:
         first = await rewards.score(group("a", "abc"))
         second = await rewards.score(group("a", "abc"))
     assert first.rewards == second.rewards
@@ -101,7 +103,7 @@ async def test_asynchronous_functions_keep_one_event_loop() -> None:
     [
         ("raises", "raised ValueError: no opinion"),
         ("raises_async", "raised ValueError: no opinion"),
-        ("unprintable", "raised UnprintableError: (its message cannot be shown)"),
+        ("unprintable", "raised UnprintableError: (str() of the exception failed)"),
         ("leaves", "raised SystemExit: 3"),
         ("leaves_async", "raised SystemExit: 3"),
         ("cancels_itself", "raised CancelledError"),
@@ -114,9 +116,9 @@ async def test_asynchronous_functions_keep_one_event_loop() -> None:
         ("gives_coroutine", "returned coroutine, not a number or None"),
     ],
 )
-async def test_a_reward_that_fails_discards_its_group_and_nothing_else(name: str, detail: str) -> None:
-    """The detail says which function and why; the next group is judged as if nothing had been."""
-    with runner(mine(name)) as rewards:
+async def test_a_failing_reward_discards_only_its_group(name: str, detail: str) -> None:
+    """The detail names the function and the reason; the next group is scored as usual."""
+    with runner(sample(name)) as rewards:
         for _ in range(2):
             outcome = await rewards.score(group("a", "b", group_id=5))
             assert isinstance(outcome, Discarded)
@@ -125,16 +127,16 @@ async def test_a_reward_that_fails_discards_its_group_and_nothing_else(name: str
 
 
 @pytest.mark.parametrize("name", ["none", "long_only"])
-async def test_a_completion_to_which_nothing_applies_discards_its_group(name: str) -> None:
-    """No reward could stand for it."""
-    with runner(mine(name)) as rewards:
+async def test_a_completion_to_which_no_reward_applies_discards_its_group(name: str) -> None:
+    """The completion has no reward."""
+    with runner(sample(name)) as rewards:
         outcome = await rewards.score(group("aa", "b"))
     assert isinstance(outcome, Discarded)
     assert outcome.reason == "reward_error"
     assert "no reward applies to completion" in outcome.detail
 
 
-async def test_a_problem_of_a_type_without_rewards_is_discarded() -> None:
+async def test_a_problem_whose_type_has_no_rewards_is_discarded() -> None:
     """The detail names the type."""
     with runner(RewardSection(name="exact", types=("arithmetic",))) as rewards:
         outcome = await rewards.score(group("a", "b", of=CHOICE))
@@ -143,17 +145,17 @@ async def test_a_problem_of_a_type_without_rewards_is_discarded() -> None:
 
 
 async def test_a_sum_beyond_the_range_of_floats_is_an_error() -> None:
-    """Finite parts may have an infinite sum."""
-    with runner(mine("length", weight=1.5e308)) as rewards:
+    """Finite components may have an infinite sum."""
+    with runner(sample("length", weight=1.5e308)) as rewards:
         outcome = await rewards.score(group("aa", "b"))
     assert isinstance(outcome, Discarded)
     assert outcome.detail == "the weighted sum of completion 0 is inf"
 
 
 @pytest.mark.parametrize("texts", [("a",), ("a", "b"), ("abc", "xyz", "uvw")])
-async def test_equal_rewards_are_no_signal(texts: tuple[str, ...]) -> None:
-    """A group of one included; the rewards are kept for the record."""
-    with runner(mine("length")) as rewards:
+async def test_a_zero_variance_group_is_discarded(texts: tuple[str, ...]) -> None:
+    """Also a group of one. The rewards are kept for the rollout log."""
+    with runner(sample("length")) as rewards:
         outcome = await rewards.score(group(*texts))
     assert isinstance(outcome, Discarded)
     assert outcome.reason == "no_signal"
@@ -162,20 +164,20 @@ async def test_equal_rewards_are_no_signal(texts: tuple[str, ...]) -> None:
     assert len(outcome.completions) == len(texts)
 
 
-async def test_equal_rewards_are_kept_where_they_still_compare() -> None:
-    """With the rest of the batch, for instance; what fails is discarded as ever."""
-    with runner(mine("length"), keep_equal=True) as rewards:
+async def test_zero_variance_groups_are_kept_on_request() -> None:
+    """Failures still discard the group."""
+    with runner(sample("length"), keep_zero_variance=True) as rewards:
         outcome = await rewards.score(group("a", "b"))
     assert isinstance(outcome, ScoredGroup)
     assert outcome.rewards == (1.0, 1.0)
-    with runner(mine("raises"), keep_equal=True) as rewards:
+    with runner(sample("raises"), keep_zero_variance=True) as rewards:
         assert isinstance(await rewards.score(group("a", "b")), Discarded)
 
 
 @pytest.mark.parametrize("name", ["hangs", "hangs_async", "spins", "blocks_its_loop"])
-async def test_a_reward_that_hangs_is_given_up_at_its_time_limit(name: str) -> None:
-    """The event loop stays free, and the group is discarded."""
-    with runner(mine(name, timeout_seconds=0.05)) as rewards, anyio.fail_after(10):
+async def test_a_hanging_reward_is_abandoned_at_its_time_limit(name: str) -> None:
+    """The event loop stays responsive, and the group is discarded."""
+    with runner(sample(name, timeout_seconds=0.05)) as rewards, anyio.fail_after(10):
         outcome = await rewards.score(group("a", "b"))
     assert isinstance(outcome, Discarded)
     assert outcome.detail == f"reward {HERE}{name} took longer than 0.05 s"
@@ -183,35 +185,35 @@ async def test_a_reward_that_hangs_is_given_up_at_its_time_limit(name: str) -> N
 
 @pytest.mark.parametrize("name", ["hangs", "blocks_its_loop"])
 async def test_hanging_calls_are_bounded(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After so many that cannot be stopped, the function is not called again, and no thread is added."""
-    monkeypatch.setattr(calling, "MAX_HANGING", 3)
-    with runner(mine(name, timeout_seconds=0.01)) as rewards:
+    """At the limit the function is not called again, and no thread starts."""
+    monkeypatch.setattr(calls, "MAX_HANGING_CALLS", 3)
+    with runner(sample(name, timeout_seconds=0.01)) as rewards:
         for _ in range(3):
             await rewards.score(group("a", "b"))
         threads = threading.active_count()
         for _ in range(5):
             outcome = await rewards.score(group("a", "b"))
             assert isinstance(outcome, Discarded)
-            assert outcome.detail == f"reward {HERE}{name} was not called: 3 earlier calls of it still hang"
+            assert outcome.detail == f"reward {HERE}{name} was not called: 3 earlier calls still hang"
         assert threading.active_count() == threads
 
 
 @pytest.mark.parametrize("name", ["hangs_async", "spins"])
-async def test_hanging_calls_that_can_be_stopped_leave_nothing_behind(
+async def test_interruptible_hanging_calls_do_not_count_towards_the_limit(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So they never count towards the bound."""
-    monkeypatch.setattr(calling, "MAX_HANGING", 2)
-    with runner(mine(name, timeout_seconds=0.05)) as rewards:
+    """Their threads end."""
+    monkeypatch.setattr(calls, "MAX_HANGING_CALLS", 2)
+    with runner(sample(name, timeout_seconds=0.05)) as rewards:
         for _ in range(4):
             outcome = await rewards.score(group("a", "b"))
             assert isinstance(outcome, Discarded)
             assert "took longer" in outcome.detail
 
 
-async def test_no_more_calls_than_allowed_are_under_way_at_once() -> None:
-    """Others wait until one has ended."""
-    with runner(mine("enters"), concurrency=2) as rewards:
+async def test_concurrency_is_limited() -> None:
+    """Further calls wait."""
+    with runner(sample("enters"), concurrency=2) as rewards:
         async with anyio.create_task_group() as tasks:
             for _ in range(4):
                 tasks.start_soon(rewards.score, group("a"))
@@ -221,25 +223,17 @@ async def test_no_more_calls_than_allowed_are_under_way_at_once() -> None:
     assert sample_rewards.ENTERED.qsize() == 4
 
 
-async def test_waiting_for_a_turn_does_not_count_against_the_time_limit() -> None:
-    """Three calls, one at a time, have all of their time each."""
-    ends = []
-    with runner(mine("hangs_async", timeout_seconds=0.05), concurrency=1) as rewards:
-
-        async def one() -> None:
-            await rewards.score(group("a", "b"))
-            ends.append(anyio.current_time())
-
-        start = anyio.current_time()
-        async with anyio.create_task_group() as tasks:
-            for _ in range(3):
-                tasks.start_soon(one)
-    assert all(end - start >= 0.05 * (i + 1) for i, end in enumerate(ends))
-    assert len(ends) == 3
+async def test_types_without_a_correct_reward_are_listed() -> None:
+    """By the `types` of the sections; a section without types applies to all."""
+    limited = RewardSection(name="math_eval", correct=True, types=("arithmetic",))
+    with runner(RewardSection(name="format"), limited) as rewards:
+        assert rewards.types_without_correct(["comparison", "arithmetic", "comparison"]) == ("comparison",)
+    with runner(RewardSection(name="exact", correct=True)) as rewards:
+        assert rewards.types_without_correct(["comparison"]) == ()
 
 
-async def test_correct_is_what_every_applicable_judge_calls_correct() -> None:
-    """Rewards not marked `correct` have no say, and weights no part in it."""
+async def test_a_completion_is_correct_if_every_applicable_correct_reward_is_one() -> None:
+    """Rewards without `correct` and the weights do not matter."""
     sections = (
         RewardSection(name="format"),
         RewardSection(name="math_eval", correct=True, weight=0.1),
@@ -250,7 +244,7 @@ async def test_correct_is_what_every_applicable_judge_calls_correct() -> None:
         assert not await rewards.is_correct(problem("42"), answered("41"))
         assert await rewards.is_correct(CHOICE, answered("B"))
         assert not await rewards.is_correct(CHOICE, answered("A"))
-        assert not await rewards.is_correct(problem("Paris"), answered("Paris")), "no compute_advantages applies"
+        assert await rewards.is_correct(problem("Paris"), answered("Paris")) is None
 
 
 async def test_partial_credit_is_not_correct() -> None:
@@ -260,18 +254,18 @@ async def test_partial_credit_is_not_correct() -> None:
         assert await rewards.is_correct(problem("a b"), answered("b a"))
 
 
-async def test_nothing_is_correct_without_a_judge() -> None:
-    """A reward that is not marked `correct` is none, whatever it says."""
+async def test_correctness_is_undefined_without_a_correct_reward() -> None:
+    """The result is None, not False."""
     with runner(RewardSection(name="exact")) as rewards:
-        assert not await rewards.is_correct(problem("42"), answered("42"))
+        assert await rewards.is_correct(problem("42"), answered("42")) is None
 
 
 @pytest.mark.parametrize("name", ["raises", "gives_nan", "hangs_async"])
-async def test_a_judge_that_fails_calls_nothing_correct(name: str) -> None:
-    """Evaluation goes on."""
+async def test_a_failing_correct_reward_counts_as_incorrect(name: str) -> None:
+    """Evaluation continues."""
     section = RewardSection(name=HERE + name, correct=True, timeout_seconds=0.05)
     with runner(section) as rewards:
-        assert not await rewards.is_correct(problem(), answered("42"))
+        assert await rewards.is_correct(problem(), answered("42")) is False
 
 
 @pytest.mark.parametrize(
@@ -280,11 +274,11 @@ async def test_a_judge_that_fails_calls_nothing_correct(name: str) -> None:
         ([RewardSection(name="math")], "did you mean 'math_eval'"),
         ([RewardSection(name="exact", weight=math.inf)], "must be finite"),
         ([RewardSection(name="exact", weight=math.nan)], "must be finite"),
-        ([RewardSection(name="exact"), RewardSection(name="exact", types=("a",))], "stands twice"),
-        ([RewardSection(name="exact", types=("a", "b")), RewardSection(name="exact", types=("b",))], "stands twice"),
+        ([RewardSection(name="exact"), RewardSection(name="exact", types=("a",))], "is listed twice"),
+        ([RewardSection(name="exact", types=("a", "b")), RewardSection(name="exact", types=("b",))], "is listed twice"),
     ],
 )
-def test_sections_that_cannot_be_meant_are_refused(sections: list[RewardSection], message: str) -> None:
-    """At the start of the run, not at the first group."""
+def test_invalid_sections_are_refused(sections: list[RewardSection], message: str) -> None:
+    """At the start of the run, before the first group."""
     with pytest.raises(ProfileError, match=message):
         RewardRunner(tuple(sections))

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from clotho.rewards.format import reward
+from clotho.rewards.tag_format import reward
 from tests.rewards.groups import problem
 
 
@@ -14,8 +14,8 @@ from tests.rewards.groups import problem
         "<think>a\nb < c</think><answer>1\n2</answer>",
     ],
 )
-def test_one_thought_and_one_answer_have_the_form(completion: str) -> None:
-    """White space around them is free."""
+def test_one_think_and_one_answer_element_have_reward_one(completion: str) -> None:
+    """White space around the elements is ignored."""
     assert reward(problem(), completion) == 1.0
 
 
@@ -42,6 +42,6 @@ def test_one_thought_and_one_answer_have_the_form(completion: str) -> None:
         "<Think>a</Think><answer>1</answer>",
     ],
 )
-def test_anything_else_has_not_the_form(completion: str) -> None:
-    """Missing, repeated, empty, nested or misplaced parts, and text outside of them, earn nothing."""
+def test_other_forms_have_reward_zero(completion: str) -> None:
+    """Missing, repeated, empty, nested or misplaced elements, and text outside the elements."""
     assert reward(problem(), completion) == 0.0

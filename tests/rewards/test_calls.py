@@ -1,3 +1,5 @@
+"""Worker threads and process exit with hanging reward functions."""
+
 from __future__ import annotations
 
 import subprocess
@@ -6,25 +8,25 @@ import threading
 
 import pytest
 
-from clotho.rewards.workers import WorkerThreads
+from clotho.rewards.calls import WorkerThreads
 
 
-def test_a_thread_that_has_finished_is_used_again() -> None:
-    """One after another needs one thread."""
+def test_an_idle_thread_is_reused() -> None:
+    """Sequential calls use one thread."""
     threads = WorkerThreads()
     used = set()
     for _ in range(50):
         call = threads.start(threading.current_thread)
         used.add(call.future.result(timeout=10))
-        while call.alive:  # from its result to its readiness are a few instructions
+        while call.alive:  # the thread becomes idle shortly after its result is set
             pass
     threads.close()
     assert len(used) == 1
     used.pop().join(timeout=10)
 
 
-def test_errors_come_back_to_the_caller_and_spare_the_thread() -> None:
-    """SystemExit among them."""
+def test_an_exception_reaches_the_caller_and_the_thread_survives() -> None:
+    """Also SystemExit and KeyboardInterrupt."""
     threads = WorkerThreads()
     for error in (ValueError, SystemExit, KeyboardInterrupt):
 
@@ -36,8 +38,8 @@ def test_errors_come_back_to_the_caller_and_spare_the_thread() -> None:
     threads.close()
 
 
-def test_an_abandoned_loop_in_python_ends() -> None:
-    """Its thread would otherwise take time from the training for ever."""
+def test_an_abandoned_python_loop_is_interrupted() -> None:
+    """The thread would otherwise use the CPU forever."""
     threads = WorkerThreads()
     entered = threading.Event()
 
@@ -57,8 +59,8 @@ def test_an_abandoned_loop_in_python_ends() -> None:
     threads.close()
 
 
-def test_abandoning_at_the_moment_of_the_result_harms_no_other_call() -> None:
-    """Whichever comes first, later calls have their own results."""
+def test_abandoning_a_call_as_it_finishes_does_not_affect_later_calls() -> None:
+    """Later calls return their own results."""
     threads = WorkerThreads()
     for i in range(300):
         call = threads.start(lambda: sum(range(50)))
@@ -84,7 +86,7 @@ raise SystemExit(7)
 """
 
 
-def test_a_process_ends_although_rewards_hang() -> None:
-    """Hanging calls are in daemon threads that no exit handler joins."""
+def test_the_process_exits_while_reward_functions_hang() -> None:
+    """Hanging calls run in daemon threads."""
     done = subprocess.run([sys.executable, "-c", HANGING], timeout=30, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (7, "")
