@@ -9,7 +9,6 @@ from msgspec import Struct
 from protocols.rollout import Discarded, RolloutGroup
 from protocols.sampling import Completion
 
-
 ZERO_VARIANCE_THRESHOLD = 1e-6
 """A group is a zero-variance group if its rewards differ by at most this value. Such a group has no advantages."""
 

@@ -7,7 +7,7 @@ A reward function scores one completion of one problem:
 or the same signature as `async def`, or an object with such a `__call__`.
 
 Arguments:
-    problem: `problem.prompt`, `problem.answer` (the reference answer) and `problem.type`, all strings, from the dataset.
+    problem: `problem.prompt`, `problem.answer` (the reference answer) and `problem.type`: strings from the dataset.
     completion: the decoded completion, without the prompt and without a matched stop string.
 
 Return value:

@@ -242,7 +242,7 @@ class _Parser:
         negative = False
         while self.next in ("+", "-"):
             negative ^= self._take() == "-"
-        value = self._positionom(depth)
+        value = self._atom(depth)
         if self.next == "**":
             if depth >= MAX_DEPTH:
                 raise EvaluationError("too deeply nested")

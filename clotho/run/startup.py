@@ -81,7 +81,7 @@ class Questions:
 
 
 def load_questions(
-    profile: Profile, tokenizer: ChatTokenizer, is_correct: Callable[[Problem, str], Awaitable[bool]]
+    profile: Profile, tokenizer: ChatTokenizer, is_correct: Callable[[Problem, str], Awaitable[bool | None]]
 ) -> tuple[Questions, HeldOut]:
     """Read, split and render a profile's problems.
 
@@ -165,6 +165,7 @@ async def assemble(profile: Profile, directory: RunDirectory, executor: ComputeE
     rehearsal = executor.submit(lambda: rehearse(policy_learner, profile, context=policy.context_length))
     broken = executor.attach(engine)
     questions, held_out = await run_sync(lambda: _questions(profile, policy, rewards))
+    ungraded = _require_correct_rewards(profile, held_out, rewards)
     inputs = await run_sync(lambda: _inputs(profile))
     await finish(rehearsal)
     if directory.resumed and directory.profile.exists():
@@ -199,7 +200,7 @@ async def assemble(profile: Profile, directory: RunDirectory, executor: ComputeE
         base=base if state and not history.before else None,
         replay=replay,
         estimated_memory=estimate.total,
-        warnings=found.warnings,
+        warnings=(*ungraded, *found.warnings),
     )
 
 
@@ -285,6 +286,26 @@ def _inputs(profile: Profile) -> dict[str, str]:
         "tokenizer": tokenizer_fingerprint(model),
         "dataset": dataset_fingerprint(*files),
     }
+
+
+def _require_correct_rewards(profile: Profile, held_out: HeldOut, rewards: RewardRunner) -> tuple[str, ...]:
+    """Return a warning for each type of held-out problem that no reward with `correct = true` is listed for.
+
+    Raises ProfileError if no held-out problem has such a reward.
+    """
+    if not profile.eval.enabled:
+        return ()
+    types = {problem.type for problem in held_out.problems}
+    missing = rewards.types_without_correct(types)
+    if missing and len(missing) == len(types):
+        raise ProfileError(
+            f"rewards: no reward with correct = true applies to the held-out problems, which have the types "
+            f"{', '.join(missing[:SHOWN])}: add such a reward, or set eval.enabled = false"
+        )
+    return tuple(
+        f"no reward with correct = true applies to held-out problems of type {kind}: they count as ungraded"
+        for kind in missing[:SHOWN]
+    )
 
 
 async def _resume(

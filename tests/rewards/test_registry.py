@@ -14,6 +14,17 @@ from tests.rewards.groups import answered, problem
 
 HERE = "tests.rewards.sample_rewards"
 
+FILE = """
+CALLS = []
+
+def one(problem, completion):
+    CALLS.append(completion)
+    return 1.0
+
+def count(problem, completion):
+    return len(CALLS)
+"""
+
 
 def test_every_built_in_reward_is_loaded_by_name() -> None:
     """Each of them gives a correct answer the reward 1."""
@@ -41,7 +52,7 @@ def test_a_module_in_the_current_directory_is_found(tmp_path: Path, monkeypatch:
 def test_a_file_path_names_a_reward_module(tmp_path: Path) -> None:
     """Two functions of one file come from one import."""
     file = tmp_path / "my rewards.py"
-    file.write_text("STATE = []\n\ndef one(problem, completion):\n    STATE.append(1)\n    return 1.0\n\n\ndef count(problem, completion):\n    return len(STATE)\n")
+    file.write_text(FILE)
     assert load_reward(f"{file}:one")(problem(), "") == 1.0
     assert load_reward(f"{file}:count")(problem(), "") == 1
 
@@ -61,7 +72,10 @@ def test_a_file_that_cannot_be_imported_is_refused(tmp_path: Path, content: str 
     [
         ("math_evla", "did you mean 'math_eval'"),
         ("Format", "did you mean 'format'"),
-        ("zzz", "use format, math_eval, jaccard, choice_correctness, exact, module:function, or path/to/file.py:function"),
+        (
+            "zzz",
+            "use format, math_eval, jaccard, choice_correctness, exact, module:function, or path/to/file.py:function",
+        ),
         ("", "use format"),
         (":length", "malformed"),
         (f"{HERE}:", "malformed"),
