@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Struct
 
 from clotho.config.flag_aliases import ALIASES, CONSTANTS, ELSEWHERE
-from clotho.config.keys import REQUIRED, Key, Kind, Section, sections, settable
+from clotho.config.keys import REQUIRED, Key, Kind, Section, flag_key, sections, settable
 from clotho.config.load import finite, shown
 from clotho.config.nearest import nearest_flag
 from protocols.errors import ProfileError
@@ -103,10 +103,9 @@ def _read_flag(rest: list[str], given: Given) -> None:
     elif name in aliases:
         for path, text in aliases[name].settings(_text(flag, value, rest)).items():
             given.put(path, _converted(settable()[path], text, flag), flag)
-    elif name in settable():
-        key = settable()[name]
+    elif key := flag_key(name):
         setting = _boolean(flag, value, rest) if key.kind == "bool" else _converted(key, _text(flag, value, rest), flag)
-        given.put(name, setting, flag, adds=key.kind == "list")
+        given.put(key.path, setting, flag, adds=key.kind == "list")
     else:
         raise ProfileError(_unknown(flag, name))
 
@@ -174,12 +173,18 @@ def _check(key: Key, value: Any, flag: str) -> None:
     """Refuse a value out of range here, where the flag's name is still known; tables are left to the profile."""
     if value is None or key.item == "tables":
         return
-    try:
-        msgspec.convert(value, key.type)
-    except msgspec.ValidationError:
-        raise ProfileError(f"{flag} must be {key.allowed}, not {shown(value)}") from None
+    if not any(_converts(value, variant.annotation) for variant in key.variants):
+        raise ProfileError(f"{flag} must be {key.allowed}, not {shown(value)}")
     if not finite(value):
         raise ProfileError(f"{flag} must be {key.allowed}, and finite, not {shown(value)}")
+
+
+def _converts(value: Any, annotation: Any) -> bool:
+    try:
+        msgspec.convert(value, annotation)
+    except msgspec.ValidationError:
+        return False
+    return True
 
 
 def _unknown(flag: str, name: str) -> str:
@@ -223,7 +228,7 @@ def _section(section: Section, width: int) -> str:
     if section.repeated:
         lines.append(f"  --{section.name} '[{{{section.keys[0].name} = ...}}, ...]'   tables, as TOML or JSON, of:")
     for key in section.keys:
-        flag = f"  {key.name}" if section.repeated else _flag(key.path)
+        flag = f"  {key.name}" if section.repeated else key.flag
         lines.append(_entry(flag, key.allowed, default_in_words(key), key.help, width))
     return "\n".join(lines)
 

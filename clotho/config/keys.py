@@ -1,112 +1,178 @@
-"""The keys of a profile, read from its structs: what flags, error messages, `--help` and the manual are made of."""
+"""The keys of a profile, read from its structs: flags, error messages, `--help` and the manual are generated from them.
+
+A struct is a table. A union of structs with the tag field `type` is a table whose keys depend on its type. The path of
+that choice is `TABLE.type`; the flag `--TABLE` is short for `--TABLE.type`.
+"""
 
 from __future__ import annotations
 
 import inspect
 import re
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
+from msgspec.structs import FieldInfo
 
 from clotho.config.schema import Profile
 
 Kind = Literal["bool", "int", "float", "text", "list", "tables"]
 
 REQUIRED = msgspec.NODEFAULT
-"""The default of a key that must be given."""
+"""The default of a key that has none."""
 
+TYPE = "type"
+"""The tag field of every union."""
 
 UNIONS = (types.UnionType, Union)
+
+
+class Variant(Struct, frozen=True, kw_only=True):
+    """A key under one combination of types. types: by path of a choice, the type that has the key."""
+
+    types: dict[str, str]
+    annotation: Any
+    allowed: str
+    default: Any
+    help: str
 
 
 class Key(Struct, frozen=True, kw_only=True):
     """One setting.
 
-    path: `learner.learning_rate`; `steps` at the top; `rewards.weight` inside an array of tables.
-    kind: how a flag's text is read; item: the same for the items of a list.
-    allowed: what may stand there, in words. optional: may be left without any value.
-    help: from the section's docstring.
+    path: `learner.batch_size`; `steps` at the top; `rewards.weight` in an array of tables; `learner.optimizer.type` for
+        the type of a union.
+    kind: how the text of a flag is read; item: the same for the items of a list.
+    optional: whether `none` is allowed.
+    variants: one for each combination of types that has the key; exactly one, without types, if every profile has it.
     """
 
     path: str
-    type: Any
     kind: Kind
     item: Kind | None
-    allowed: str
     optional: bool
-    default: Any
-    help: str
+    variants: tuple[Variant, ...]
 
     @property
     def name(self) -> str:
         """The last component of the path."""
         return self.path.rpartition(".")[2]
 
+    @property
+    def flag(self) -> str:
+        """The flag that sets the key."""
+        return "--" + self.path.removesuffix(f".{TYPE}").replace("_", "-")
+
+    @property
+    def allowed(self) -> str:
+        """The allowed values, in words."""
+        return " or ".join(dict.fromkeys(variant.allowed for variant in self.variants))
+
+    @property
+    def help(self) -> str:
+        """The description; all descriptions if they differ between types."""
+        return " ".join(dict.fromkeys(variant.help for variant in self.variants))
+
+    @property
+    def default(self) -> Any:
+        """The default of the first type that has the key."""
+        return self.variants[0].default
+
+    @property
+    def required(self) -> bool:
+        """Whether every profile must set the key."""
+        return self.default is REQUIRED and not self.variants[0].types
+
 
 class Section(Struct, frozen=True, kw_only=True):
-    """A table of the profile: `name` is empty at the top; `repeated` where it is an array of tables."""
+    """A table of the profile: `name` is its path, empty at the top; `repeated` if it is an array of tables.
+
+    types: the types of a union, with a sentence about each.
+    """
 
     name: str
     title: str
     repeated: bool
     keys: tuple[Key, ...]
+    types: dict[str, str]
 
 
 @cache
 def sections() -> tuple[Section, ...]:
-    """Every section, the top of the file first, then in the order of the struct."""
-    top: list[Key] = []
-    tables: list[Section] = []
-    for field in msgspec.structs.fields(Profile):
-        struct, repeated = _struct_of(field.type)
-        if struct is None:
-            top.append(_key("", field, key_help(Profile)))
-            continue
-        prefix = f"{field.encode_name}."
-        keys = tuple(_key(prefix, inner, key_help(struct)) for inner in msgspec.structs.fields(struct))
-        tables.append(Section(name=field.encode_name, title=_title(struct), repeated=repeated, keys=keys))
-    return (Section(name="", title=_title(Profile), repeated=False, keys=tuple(top)), *tables)
+    """Every table, the top of the file first, then in the order of the structs; nested tables after their parents."""
+    walk = _Walk()
+    walk.struct(Profile, "", {}, None)
+    return tuple(
+        Section(
+            name=name,
+            title=table.title,
+            repeated=table.repeated,
+            types=table.types,
+            keys=tuple(_key(path, tuple(variants)) for path, variants in table.variants.items()),
+        )
+        for name, table in walk.tables.items()
+    )
 
 
 @cache
 def keys() -> dict[str, Key]:
-    """Every key by its path, those inside arrays of tables included."""
+    """Every key by its path, the keys inside arrays of tables included."""
     return {key.path: key for section in sections() for key in section.keys}
 
 
 @cache
 def settable() -> dict[str, Key]:
-    """What one flag sets, by path: every key outside arrays of tables, and each array of tables as a whole."""
-    found: dict[str, Key] = {}
-    for section in sections():
-        if section.repeated:
-            found[section.name] = _tables_key(section)
-        else:
-            found.update({key.path: key for key in section.keys})
-    return found
+    """The keys that one flag sets, by path: every key outside arrays of tables, and each array of tables as a whole."""
+    arrays = {section.name for section in sections() if section.repeated}
+    found = {path: key for path, key in keys().items() if path.partition(".")[0] not in arrays}
+    fields = {field.encode_name: field for field in msgspec.structs.fields(Profile)}
+    return found | {name: _array_key(fields[name]) for name in arrays}
 
 
-def key_help(struct: type[Struct]) -> dict[str, str]:
-    """The `key: text` and `key, key: text` lines of a struct's docstring and of its bases', by key."""
-    found: dict[str, str] = {}
-    for parent in reversed(struct.__mro__):
-        if not (isinstance(parent, type) and issubclass(parent, Struct)):
-            continue
-        lines = inspect.cleandoc(parent.__doc__ or "").splitlines()
-        entry: list[str] = []
-        for line in lines:
-            if match := re.match(r"([a-z]\w*(?:, [a-z]\w*)*): (.*)", line):
-                entry = match[1].split(", ")
-                found.update(dict.fromkeys(entry, match[2]))
-            elif line.startswith("    ") and entry:
-                found.update({name: f"{found[name]} {line.strip()}" for name in entry})
-            else:
-                entry = []
-    return found
+@cache
+def choices() -> dict[str, tuple[str, ...]]:
+    """The types of every union, by the path of the choice: `learner.optimizer.type`."""
+    return {f"{section.name}.{TYPE}": tuple(section.types) for section in sections() if section.types}
+
+
+def flag_key(name: str) -> Key | None:
+    """The key that a flag sets, by the flag's name without dashes in front: a path, or the path of a union."""
+    return settable().get(name) or settable().get(f"{name}.{TYPE}")
+
+
+def types_of(key: Key, choice: str) -> tuple[str, ...]:
+    """The types of the union at `choice` that have the key; empty if all of them have it."""
+    found = dict.fromkeys(variant.types[choice] for variant in key.variants if choice in variant.types)
+    return () if found.keys() == set(choices()[choice]) else tuple(found)
+
+
+def chosen_types(values: Mapping[str, Any]) -> dict[str, str]:
+    """The type of every union that a profile with these settings (by path) has."""
+    chosen: dict[str, str] = {}
+    for path in choices():
+        available = [variant for variant in keys()[path].variants if variant.types.items() <= chosen.items()]
+        if available:
+            chosen[path] = values.get(path, available[0].default)
+    return chosen
+
+
+def why_unavailable(path: str, values: Mapping[str, Any]) -> str | None:
+    """Why a profile with these settings (by path) does not have the known key `path`; None if it has the key."""
+    key, chosen = keys()[path], chosen_types(values)
+    if any(variant.types.items() <= chosen.items() for variant in key.variants):
+        return None
+    needed = {choice: types_of(key, choice) for choice in choices() if choice in key.variants[0].types}
+    choice = next(choice for choice, allowed in needed.items() if allowed and chosen.get(choice) not in allowed)
+    union = choice.removesuffix(f".{TYPE}")
+    return f"{path} is not a setting of {union} {chosen.get(choice)!r}; it belongs to {', '.join(needed[choice])}"
+
+
+def names(paths: Iterable[str]) -> str:
+    """Paths as a message lists them."""
+    return ", ".join(sorted(paths))
 
 
 def in_words(annotation: Any) -> str:
@@ -126,13 +192,13 @@ def in_words(annotation: Any) -> str:
     if (isinstance(base, type) and issubclass(base, Struct)) or get_origin(base) is dict:
         return "a table"
     if base is str:
-        form = f" of the form {meta.description}" if meta.description else ", not empty" if meta.min_length else ""
-        return f"text{form}"
+        form = meta.title or (meta.description if meta.pattern else "")
+        return f"text of the form {form}" if form else "text, not empty" if meta.min_length else "text"
     word = {bool: "true or false", int: "an integer", float: "a number"}.get(base, "a value")
     return word + (f" {' and '.join(bounds)}" if bounds else "")
 
 
-def _list_in_words(base: Any, meta: msgspec.Meta) -> str:
+def _list_in_words(base: Any, meta: Meta) -> str:
     arguments = get_args(base)
     if arguments[-1] is not Ellipsis:
         return f"[{', '.join(in_words(part) for part in arguments)}]"
@@ -140,72 +206,135 @@ def _list_in_words(base: Any, meta: msgspec.Meta) -> str:
     return f"a list, each {in_words(arguments[0])}{least}"
 
 
-def _without_meta(annotation: Any) -> tuple[Any, msgspec.Meta]:
-    if get_origin(annotation) is Annotated:
-        base, *metas = get_args(annotation)
-        return base, next((meta for meta in metas if isinstance(meta, msgspec.Meta)), msgspec.Meta())
-    return annotation, msgspec.Meta()
+class _Table(Struct, kw_only=True):
+    """A section while the walk collects its keys: the variants of each key, by path."""
+
+    title: str
+    repeated: bool
+    types: dict[str, str] = {}
+    variants: dict[str, list[Variant]] = {}
 
 
-def _struct_of(annotation: Any) -> tuple[type[Struct] | None, bool]:
-    """The section's struct and whether there may be several; (None, False) where it is a plain key."""
-    base, _ = _without_meta(annotation)
-    if isinstance(base, type) and issubclass(base, Struct):
-        return base, False
-    if get_origin(base) is tuple and isinstance(item := get_args(base)[0], type) and issubclass(item, Struct):
-        return item, True
-    return None, False
+class _Walk:
+    """Visits every field of every struct below the profile, under every combination of types."""
+
+    def __init__(self) -> None:
+        self.tables: dict[str, _Table] = {}
+
+    def struct(
+        self, struct: type[Struct], name: str, types: dict[str, str], default: Any, *, repeated: bool = False
+    ) -> None:
+        """Add the keys of the table `name`. default: an instance whose values are the defaults, or None."""
+        table = self.tables.setdefault(name, _Table(title=_first_sentence(struct), repeated=repeated))
+        prefix = f"{name}." if name else ""
+        nested: list[tuple[FieldInfo, tuple[type[Struct], ...], Any]] = []
+        for field in msgspec.structs.fields(struct):
+            value = getattr(default, field.name) if type(default) is struct else _default(field)
+            if members := _structs(field.type) or _array_items(field.type):
+                nested.append((field, members, value))
+                continue
+            text = key_help(struct).get(field.encode_name) or _without_meta(field.type)[1].description or ""
+            self._add(table, prefix + field.encode_name, types, field.type, value, text)
+        for field, members, value in nested:
+            self._nested(field, members, prefix + field.encode_name, types, value)
+
+    def _nested(
+        self, field: FieldInfo, members: tuple[type[Struct], ...], path: str, types: dict[str, str], default: Any
+    ) -> None:
+        if members[0].__struct_config__.tag is None:
+            self.struct(members[0], path, types, default, repeated=bool(_array_items(field.type)))
+            return
+        text = _without_meta(field.type)[1].description or ""
+        tags = {str(member.__struct_config__.tag): member for member in members}
+        table = self.tables.setdefault(path, _Table(title=text, repeated=False))
+        table.types |= {tag: _first_sentence(member) for tag, member in tags.items()}
+        default_tag = REQUIRED if default is REQUIRED else type(default).__struct_config__.tag
+        choice = f"{path}.{TYPE}"
+        self._add(table, choice, types, Literal[tuple(tags)], default_tag, text)
+        for tag, member in tags.items():
+            self.struct(member, path, {**types, choice: tag}, default)
+
+    @staticmethod
+    def _add(table: _Table, path: str, types: dict[str, str], annotation: Any, default: Any, text: str) -> None:
+        variant = Variant(types=types, annotation=annotation, allowed=in_words(annotation), default=default, help=text)
+        table.variants.setdefault(path, []).append(variant)
 
 
-def _key(prefix: str, field: msgspec.structs.FieldInfo, helps: dict[str, str]) -> Key:
-    base, _ = _without_meta(field.type)
-    parts = get_args(base) if get_origin(base) in UNIONS else (base,)
-    optional = types.NoneType in parts
+def _key(path: str, variants: tuple[Variant, ...]) -> Key:
+    parts = _parts(variants[0].annotation)
     kind, item = _kind(next(part for part in parts if part is not types.NoneType))
-    default = field.default_factory() if field.default_factory is not msgspec.NODEFAULT else field.default
-    return Key(
-        path=prefix + field.encode_name,
-        type=field.type,
-        kind=kind,
-        item=item,
-        allowed=in_words(field.type),
-        optional=optional,
-        default=default,
-        help=helps.get(field.encode_name, ""),
-    )
+    return Key(path=path, kind=kind, item=item, optional=types.NoneType in parts, variants=variants)
+
+
+def _array_key(field: FieldInfo) -> Key:
+    title = _first_sentence(_array_items(field.type)[0])
+    default = _default(field)
+    variant = Variant(types={}, annotation=field.type, allowed=in_words(field.type), default=default, help=title)
+    return Key(path=field.encode_name, kind="list", item="tables", optional=False, variants=(variant,))
 
 
 def _kind(annotation: Any) -> tuple[Kind, Kind | None]:
     base, _ = _without_meta(annotation)
     if get_origin(base) is tuple:
-        item = _kind(get_args(base)[0])[0]
-        return "list", item
+        return "list", _kind(get_args(base)[0])[0]
     if get_origin(base) is dict or (isinstance(base, type) and issubclass(base, Struct)):
         return "tables", None
     scalar: dict[Any, Kind] = {bool: "bool", int: "int", float: "float"}
     return scalar.get(base, "text"), None
 
 
-def _tables_key(section: Section) -> Key:
-    field = next(f for f in msgspec.structs.fields(Profile) if f.encode_name == section.name)
-    default = () if field.default is not msgspec.NODEFAULT else REQUIRED
-    return Key(
-        path=section.name,
-        type=field.type,
-        kind="list",
-        item="tables",
-        allowed=in_words(field.type),
-        optional=False,
-        default=default,
-        help=section.title,
-    )
+def _default(field: FieldInfo) -> Any:
+    return field.default_factory() if field.default_factory is not msgspec.NODEFAULT else field.default
 
 
-def _title(struct: type[Struct]) -> str:
-    first = inspect.cleandoc(struct.__doc__ or "").splitlines()[0]
-    return re.sub(r"^\[+\w+\]+ ", "", first)
+def _parts(annotation: Any) -> tuple[Any, ...]:
+    """The members of a union; the type itself if it is none."""
+    base, _ = _without_meta(annotation)
+    return get_args(base) if get_origin(base) in UNIONS else (base,)
 
 
-def names(paths: Iterable[str]) -> str:
-    """Paths as a message lists them."""
-    return ", ".join(sorted(paths))
+def _structs(annotation: Any) -> tuple[type[Struct], ...]:
+    """The struct or structs of a nested table; empty for a plain key."""
+    parts = [_without_meta(part)[0] for part in _parts(annotation)]
+    return tuple(parts) if all(isinstance(part, type) and issubclass(part, Struct) for part in parts) else ()
+
+
+def _array_items(annotation: Any) -> tuple[type[Struct], ...]:
+    """The struct of an array of tables; empty for anything else."""
+    base, _ = _without_meta(annotation)
+    return _structs(get_args(base)[0]) if get_origin(base) is tuple else ()
+
+
+def _without_meta(annotation: Any) -> tuple[Any, Meta]:
+    """A type without its annotations, and all of them as one."""
+    if get_origin(annotation) is not Annotated:
+        return annotation, Meta()
+    base, *metas = get_args(annotation)
+    fields = ("gt", "ge", "lt", "le", "pattern", "min_length", "max_length", "title", "description")
+    given = {name: value for meta in metas for name in fields if (value := getattr(meta, name)) is not None}
+    return base, Meta(**given)
+
+
+def _first_sentence(struct: type[Struct]) -> str:
+    first = inspect.cleandoc(struct.__doc__ or "").partition("\n\n")[0]
+    return re.sub(r"^\[+[\w.]+\]+ ", "", " ".join(first.split()))
+
+
+@cache
+def key_help(struct: type[Struct]) -> dict[str, str]:
+    """The `key: text` and `key, key: text` lines of a struct's docstring and of its bases', by key."""
+    found: dict[str, str] = {}
+    for parent in reversed(struct.__mro__):
+        if not (isinstance(parent, type) and issubclass(parent, Struct)):
+            continue
+        lines = inspect.cleandoc(parent.__doc__ or "").splitlines()
+        entry: list[str] = []
+        for line in lines:
+            if match := re.match(r"([a-z]\w*(?:, [a-z]\w*)*): (.*)", line):
+                entry = match[1].split(", ")
+                found.update(dict.fromkeys(entry, match[2]))
+            elif line.startswith("    ") and entry:
+                found.update({name: f"{found[name]} {line.strip()}" for name in entry})
+            else:
+                entry = []
+    return found

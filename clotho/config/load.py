@@ -17,7 +17,7 @@ import msgspec
 import tomli_w
 
 from clotho.config.dependencies import resting
-from clotho.config.keys import REQUIRED, keys, settable
+from clotho.config.keys import keys, settable
 from clotho.config.layers import Layer, Merged, file_layers, merge, override_layer, profile_path
 from clotho.config.preset_layers import with_recipes
 from clotho.config.rules import validate
@@ -29,7 +29,7 @@ from protocols.errors import ProfileError
 def decode(merged: Merged) -> Profile:
     """Build the profile. Raises ProfileError for what is missing, of another type, or out of range."""
     for path, key in settable().items():
-        if key.default is REQUIRED and path not in merged.values:
+        if key.required and path not in merged.values:
             what = f"[[{path}]]" if key.item == "tables" else path
             raise ProfileError(f"{merged.label(path)}: {what} is missing: {key.help}")
     for path, value in merged.values.items():
