@@ -51,7 +51,7 @@ log = structlog.get_logger(actor="pipeline")
 
 def wire(parts: Components, session: RunContext) -> list[Child]:
     """The topology: every arrow, then every box with the ends it holds. Readers start before their writers."""
-    profile, size = parts.profile, parts.profile.mailboxes
+    profile, size = parts.profile, parts.profile.queues
     custom = CustomActors(profile.actors, session.services)
     scored, reports = custom.arrow("scored", size.scored), custom.arrow("reports", size.reports)
     audience = ["broadcaster", "checkpointer", *(["evaluator"] if profile.eval.enabled else [])]
@@ -82,7 +82,7 @@ def wire_own_prompts(
     parts: Components, session: RunContext, custom: CustomActors, scored: Outbox[GroupOutcome]
 ) -> list[Child]:
     """The boxes before the learner, where the run asks its own dataset."""
-    size = parts.profile.mailboxes
+    size = parts.profile.queues
     prompts, rollouts = custom.arrow("prompts", size.prompts), custom.arrow("rollouts", size.rollouts)
     session.measure([box for arrow in (prompts, rollouts) for box in arrow.mailboxes])
     answered, asked = rollouts.writer(), prompts.reader()
@@ -138,8 +138,8 @@ async def train(profile: Profile, directory: RunDirectory, console: Console) -> 
     Raises ClothoError for whatever is wrong with the profile or the run.
     """
     with ExitStack() as ends:
-        listener = ends.enter_context(listen(profile.gateway)) if profile.gateway.enabled else None
-        executor = ComputeExecutor(decode_share=profile.generator.decode_share)
+        listener = ends.enter_context(listen(profile.server)) if profile.server.enabled else None
+        executor = ComputeExecutor(decode_share=profile.engine.decode_share)
         executor.start()
         ends.callback(executor.stop)
         parts = await assemble(profile, directory, executor)

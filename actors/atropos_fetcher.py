@@ -32,7 +32,7 @@ class AtroposFetcher:
 
     The distribution of lag is the generator's: with `asked` groups before it, a batch is taken when
 
-        asked < (step + batches_ahead + 1) * batch_size + refills    and    asked < groups + refills
+        asked < (step + max_batches_ahead + 1) * batch_size + refills    and    asked < groups + refills
 
     and never more than one batch of the source beyond. The run ends it by closing `refills`: what it has taken by then
     it still sends, for no group that has a number may vanish. Groups that an earlier life of the run had taken and not
@@ -58,7 +58,7 @@ class AtroposFetcher:
         ended: int,
         groups: int,
         batch_size: int,
-        batches_ahead: int,
+        max_batches_ahead: int,
         settings: AtroposSection,
     ) -> None:
         """lost: number -> environment. ended: groups that had ended when this life of the run began.
@@ -68,7 +68,7 @@ class AtroposFetcher:
         self._outbox, self._source, self._reader = outbox, source, reader
         self._weights, self._refills = weights, refills
         self._lost, self._asked, self._groups = dict(lost), ended, groups
-        self._batch_size, self._batches_ahead = batch_size, batches_ahead
+        self._batch_size, self._batches_ahead = batch_size, max_batches_ahead
         self._settings = settings
         self._wanted = True
         self._patience: anyio.CancelScope | None = None

@@ -10,7 +10,7 @@ import anyio
 import structlog
 from anyio.abc import TaskStatus
 
-from clotho.config.schema import WeightsSection
+from clotho.config.schema import KvPolicy, ParitySection
 from clotho.inference import DecodeEngine
 from clotho.models.policy import Policy
 from clotho.runtime.compute_thread import ComputeExecutor, finish
@@ -32,7 +32,7 @@ class Broadcaster:
 
     Nothing is copied or serialised: the served parameters become pointers to the arrays that the learner computed.
     After every swap a few tokens are scored both ways, as the engine decodes and as the learner learns: a small
-    difference is rounding, a larger one is logged, one beyond `probe_stop` nats raises ParityError.
+    difference is rounding, a larger one is logged, one beyond `stop_nats` nats raises ParityError.
 
     largest_drift: the largest difference seen so far, in nats.
     """
@@ -47,15 +47,16 @@ class Broadcaster:
         executor: ComputeExecutor,
         policy: Policy,
         engine: DecodeEngine,
-        settings: WeightsSection,
+        settings: ParitySection,
+        kv_policy: KvPolicy,
         temperature: float,
         probe_prompt: tuple[int, ...],
     ) -> None:
         """probe_prompt: what is scored both ways until the first group has been trained on."""
         self._inbox, self._weights = inbox, weights
         self._executor, self._policy, self._engine = executor, policy, engine
-        self._settings, self._temperature = settings, temperature
-        self._sample = _split(probe_prompt, settings.probe_tokens)
+        self._settings, self._kv_policy, self._temperature = settings, kv_policy, temperature
+        self._sample = _split(probe_prompt, settings.tokens)
         self._swap_seconds: deque[float] = deque(maxlen=REMEMBERED_SWAPS)
         self._forcing: TeacherForcing | None = None
         self.largest_drift = 0.0
@@ -74,7 +75,7 @@ class Broadcaster:
             self._swap_seconds.append(await finish(self._executor.submit_steps(self._swap(update))))
             if report.trained:
                 group = report.trained[0].scored.group
-                self._sample = (group.prompt.tokens, group.completions[0].tokens[: self._settings.probe_tokens])
+                self._sample = (group.prompt.tokens, group.completions[0].tokens[: self._settings.tokens])
         self._weights.put(WeightsReady(version=report.version, step=report.step, fingerprint=report.fingerprint))
         if report.trained:
             await self._probe()
@@ -87,7 +88,7 @@ class Broadcaster:
         )
 
     def _swap(self, update: PolicyUpdated) -> Generator[None, None, float]:
-        if self._settings.kv_policy == "drain":
+        if self._kv_policy == "drain":
             self._engine.admission_paused = True
             try:
                 while self._engine.running:
@@ -99,22 +100,22 @@ class Broadcaster:
         seconds = self._policy.publish(
             update.parameters, version=report.version, step=report.step, fingerprint=report.fingerprint
         )
-        self._engine.weights_changed(self._settings.kv_policy)
+        self._engine.weights_changed(self._kv_policy)
         return seconds
 
     async def _probe(self) -> None:
         prompt, completion = self._sample
-        if not completion or not self._settings.probe_tokens:
+        if not completion or not self._settings.tokens:
             return
         parity: ParityReport = await finish(self._executor.submit(lambda: self._compare(prompt, completion)))
         self.largest_drift = max(self.largest_drift, parity.max_difference)
-        if not parity.max_difference <= self._settings.probe_stop:  # also where it is not a number
+        if not parity.max_difference <= self._settings.stop_nats:  # also where it is not a number
             raise ParityError(
                 f"sampler and learner differ by {parity.max_difference:.3g} nats on the same tokens at version "
-                f"{self._policy.version} (weights.probe_stop = {self._settings.probe_stop:g}): "
+                f"{self._policy.version} (parity.stop_nats = {self._settings.stop_nats:g}): "
                 "what is served is not what is trained"
             )
-        if parity.max_difference > self._settings.probe_warn:
+        if parity.max_difference > self._settings.warn_nats:
             log.warning("parity drift", nats=parity.max_difference, version=self._policy.version)
 
     def _compare(self, prompt: tuple[int, ...], completion: tuple[int, ...]) -> ParityReport:

@@ -12,7 +12,7 @@ from anyio.abc import TaskStatus
 from msgspec import Struct
 from msgspec.structs import replace
 
-from clotho.config.schema import EvalSection, GeneratorSection
+from clotho.config.schema import EngineSection, EvalSection
 from clotho.inference.greedy import greedy_completions
 from clotho.models.policy import Policy
 from clotho.runtime.compute_thread import ComputeExecutor, finish
@@ -52,7 +52,7 @@ class Evaluator:
         held_out: HeldOut,
         sampling: Sampling,
         settings: EvalSection,
-        generator: GeneratorSection,
+        generator: EngineSection,
         base: Pinned | None,
         start: Pinned,
         steps: int,
@@ -107,7 +107,7 @@ class Evaluator:
     async def _measure(self, pinned: Pinned) -> EvalReport:
         began = time.monotonic()
         everything = pinned.final or pinned.step == 0
-        count = self._settings.problems if everything else self._settings.interim_problems or self._settings.problems
+        count = self._settings.problems if everything else self._settings.problems_between or self._settings.problems
         problems = self._held_out.problems[: count or None]
         completions: list[Completion] = await finish(
             self._executor.submit_steps(

@@ -21,11 +21,11 @@ class Generator:
 
     Law of lag: with `asked` groups before it, the next one may start when
 
-        asked < (step + batches_ahead + 1) * batch_size + refills
+        asked < (step + max_batches_ahead + 1) * batch_size + refills
 
     step: of the weights that serve; refills: groups so far that are replaced by others. This is AReaL's capacity rule
     (arXiv:2505.24298, section 5.1), accepted + running <= (eta + step + 1) * batch_size, where accepted groups are
-    those that count towards a batch. batches_ahead = 0 is strictly on-policy. A slow group may be overtaken and learned
+    those that count towards a batch. max_batches_ahead = 0 is strictly on-policy. A slow group may be overtaken and learned
     from later: `learner.max_staleness` bounds its age.
 
     Prompts that may start at the same time are submitted together, at most `batch_size` in one call to the compute
@@ -46,7 +46,7 @@ class Generator:
         sampling: Sampling,
         group_size: int,
         batch_size: int,
-        batches_ahead: int,
+        max_batches_ahead: int,
         ended: int = 0,
         groups: int | None = None,
     ) -> None:
@@ -57,7 +57,7 @@ class Generator:
         self._inbox, self._outbox = inbox, outbox
         self._weights, self._refills, self._sampler = weights, refills, sampler
         self._sampling, self._group_size = sampling, group_size
-        self._batch_size, self._batches_ahead = batch_size, batches_ahead
+        self._batch_size, self._batches_ahead = batch_size, max_batches_ahead
         self._asked, self._groups = ended, groups
 
     async def run(self) -> None:

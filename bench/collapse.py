@@ -55,9 +55,9 @@ def measure(rate: float, seed: int) -> Collapse:
     """Run once with a warning, and once with the way back."""
     common = ["--profile", "local-m3", "--policy.kind", "full", "--learner.learning-rate", str(rate)]
     common += ["--seed", str(seed)]
-    watched = ["--steps", "30", "--eval.interval", "1", "--eval.interim-problems", PROBLEMS]
+    watched = ["--steps", "30", "--eval.interval", "1", "--eval.problems-between", PROBLEMS]
     warned = run_pipeline([*common, *watched])
-    rescue = [*common, "--alarms.on-collapse", "rollback", "--eval.interval", "0"]
+    rescue = [*common, "--collapse-detection.on-collapse", "rollback", "--eval.interval", "0"]
     saved = run_pipeline(rescue)
     tripped, sign = first_trip(warned)
     curve = [(step, accuracy) for step, _, accuracy in accuracies(warned.metrics)]

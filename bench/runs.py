@@ -37,7 +37,7 @@ def run_pipeline(arguments: Sequence[str]) -> Record:
     """
     with tempfile.TemporaryDirectory() as directory:
         run = Path(directory, "run")
-        command = [sys.executable, "pipeline.py", "--run-dir", str(run), "--gateway.port", "0", *arguments]
+        command = [sys.executable, "pipeline.py", "--run-dir", str(run), "--server.port", "0", *arguments]
         launched = time.time()
         subprocess.run(command, cwd=ROOT, check=True, stdout=sys.stderr)
         profile = tomllib.loads((run / "profile.toml").read_text(encoding="utf-8"))

@@ -71,7 +71,7 @@ class DivergenceError(ClothoError, RuntimeError):
 
 
 class CollapseError(ClothoError, RuntimeError):
-    """The policy collapses, or cheats its rewards, and the profile says to stop (`alarms.on_collapse`)."""
+    """The policy collapses, or cheats its rewards, and the profile says to stop (`collapse_detection.on_collapse`)."""
 
 
 class CompilationError(ClothoError, RuntimeError):

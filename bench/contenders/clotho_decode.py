@@ -5,7 +5,7 @@ from __future__ import annotations
 from bench.contenders.decoding import timed, work
 from bench.contenders.loop import Case, Once, serve
 from bench.shapes import policy_of
-from clotho.config.schema import GeneratorSection
+from clotho.config.schema import EngineSection
 from clotho.inference import DecodeEngine
 from protocols.sampling import CompletionDone, SampleEvent, SampleRequest, Sampling
 
@@ -19,7 +19,7 @@ SEMANTICS = (
 def prepare(case: Case) -> Once:
     """An engine over the bare model: no adapter adds to its arithmetic, and no prompt is remembered between runs."""
     ready = work(case)
-    engine = DecodeEngine(policy_of(ready.model, ready.config), GeneratorSection())
+    engine = DecodeEngine(policy_of(ready.model, ready.config), EngineSection())
     sampling = Sampling(max_tokens=ready.new_tokens, ignore_eos=True)
 
     def generate() -> int:

@@ -7,7 +7,7 @@ import time
 from bench.contenders.loop import Case, Metrics, Once, serve
 from bench.contenders.shapes import named_model, random_prompts
 from bench.shapes import policy_of
-from clotho.config.schema import GeneratorSection
+from clotho.config.schema import EngineSection
 from clotho.inference import DecodeEngine
 from protocols.sampling import SampleEvent, SampleRequest, Sampling, TokenDrawn
 
@@ -20,7 +20,7 @@ SEMANTICS = (
 def prepare(case: Case) -> Once:
     """An idle engine that remembers no prompt."""
     model, config = named_model(case["model"])
-    engine = DecodeEngine(policy_of(model, config), GeneratorSection())
+    engine = DecodeEngine(policy_of(model, config), EngineSection())
     (prompt,) = random_prompts(1, case["prompt_tokens"], config["vocab_size"])
     sampling = Sampling(max_tokens=16, ignore_eos=True)
     request = SampleRequest(prompt=tuple(prompt), sampling=sampling, seeds=(0,), stream=True)

@@ -12,7 +12,7 @@ import numpy as np
 from bench.contenders.loop import Case, Once, serve
 from bench.contenders.shapes import named_model, random_prompts
 from bench.shapes import policy_of
-from clotho.config.schema import GeneratorSection, LearnerSection, PolicySection, SamplingSection
+from clotho.config.schema import EngineSection, LearnerSection, PolicySection, SamplingSection
 from clotho.inference import DecodeEngine
 from clotho.runtime.compute_thread import ComputeExecutor
 from clotho.training.update import PolicyLearner
@@ -46,7 +46,7 @@ class Workplace:
     def _load(self, name: str) -> None:
         model, config = named_model(name)
         policy = policy_of(model, config, section=PolicySection(rank=16))
-        self.engine = DecodeEngine(policy, GeneratorSection())
+        self.engine = DecodeEngine(policy, EngineSection())
         settings = LearnerSection(micro_batch_tokens=4096)
         self._learner = PolicyLearner(policy, settings, SamplingSection(max_tokens=TOKENS), steps=1_000_000)
         self._prompt = tuple(random_prompts(1, PROMPT, policy.vocab_size)[0])

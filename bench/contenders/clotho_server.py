@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import anyio
 
-from clotho.config.schema import GatewaySection, GeneratorSection, ModelSection, PolicySection
+from clotho.config.schema import EngineSection, ModelSection, PolicySection, ServerSection
 from clotho.inference import DecodeEngine
 from clotho.models.policy import Policy, load_policy
 from clotho.runtime.compute_thread import ComputeExecutor
@@ -27,7 +27,7 @@ from protocols.weights import WeightsReady
 def assemble(model: str) -> tuple[Policy, DecodeEngine]:
     """The policy with all its weights trainable, so that no adapter adds to the arithmetic, and an engine for it."""
     policy = load_policy(ModelSection(path=model), PolicySection(kind="full"), seed=0, keep_reference=False)
-    return policy, DecodeEngine(policy, GeneratorSection())
+    return policy, DecodeEngine(policy, EngineSection())
 
 
 def services(policy: Policy, engine: DecodeEngine, executor: ComputeExecutor, port: int) -> GatewayServices:
@@ -35,7 +35,7 @@ def services(policy: Policy, engine: DecodeEngine, executor: ComputeExecutor, po
     return GatewayServices(
         sampler=Sampler(executor.submit, engine),
         tokenizer=policy.tokenizer,
-        settings=GatewaySection(port=port),
+        settings=ServerSection(port=port),
         sampling=Sampling(max_tokens=64),
         prompt_logprobs=_refuse,
         weights=lambda: WeightsReady(version=0, step=0, fingerprint=policy.fingerprint),

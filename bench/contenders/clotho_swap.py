@@ -11,7 +11,7 @@ from mlx.utils import tree_map
 from bench.contenders.loop import Case, Once, serve
 from bench.contenders.shapes import named_model, random_prompts
 from bench.shapes import policy_of
-from clotho.config.schema import GeneratorSection, PolicySection
+from clotho.config.schema import EngineSection, PolicySection
 from clotho.inference import DecodeEngine
 from clotho.models.parameter_slots import Parameters
 from clotho.models.policy import Policy
@@ -30,7 +30,7 @@ def prepare(case: Case) -> Once:
     """An engine with rows that do not end, and two sets of weights that take turns."""
     model, config = named_model(case["model"])
     policy = policy_of(model, config, section=KINDS[case["weights"]])
-    engine = DecodeEngine(policy, GeneratorSection())
+    engine = DecodeEngine(policy, EngineSection())
     request = SampleRequest(
         prompt=tuple(random_prompts(1, 16, policy.vocab_size)[0]),
         sampling=Sampling(max_tokens=policy.context_length - 16, ignore_eos=True),

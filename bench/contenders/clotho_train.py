@@ -14,7 +14,7 @@ from bench.runs import Record, run_pipeline, updates
 FLAGS = "CLOTHO_BENCH_FLAGS"
 """Variable with more of the command line, of this contender in all cases."""
 
-UNWATCHED = "--alarms.on-collapse off"
+UNWATCHED = "--collapse-detection.on-collapse off"
 """Without looking at how far each update moves the policy, which others do not do either."""
 
 PROFILES = ROOT / "bench" / "wall_clock_profiles"

@@ -107,7 +107,7 @@ def environment_command(section: EnvironmentSection, profile: Profile, *, server
     """
     flags: dict[str, Any] = _flags(section, profile, server_url, reachable(gateway_url))
     flags |= {name if "." in name else f"env.{name}": value for name, value in section.options.items()}
-    key = profile.gateway.api_key
+    key = profile.server.api_key
     secret = flags["openai.api_key"] if key or "openai.api_key" in section.options else ""
     apart = [name for name, value in flags.items() if isinstance(value, list | dict) or (secret and value == secret)]
     settings: dict[str, dict[str, Any]] = {}
@@ -151,9 +151,9 @@ def _flags(section: EnvironmentSection, profile: Profile, server_url: str, gatew
         "env.inference_weight": section.weight,
         "openai.base_url": f"{gateway_url}/v1",
         "openai.server_type": "vllm",
-        "openai.model_name": profile.gateway.model_name,
+        "openai.model_name": profile.server.model_name,
         "openai.tokenizer_name": model,
-        "openai.api_key": f"{profile.gateway.api_key or 'clotho'}:{section.name}",
+        "openai.api_key": f"{profile.server.api_key or 'clotho'}:{section.name}",
     }
     if (share := reserved_share(section, profile)) is not None:
         flags["env.min_batch_allocation"] = share

@@ -30,10 +30,10 @@ ATROPOS_DEPENDENCES = (
         because="atropos.python runs them, and names no interpreter",
     ),
     Dependence(
-        keys=("mailboxes.prompts", "mailboxes.rollouts"),
+        keys=("queues.prompts", "queues.rollouts"),
         switches=("atropos.enabled",),
         works=lambda p: not p.atropos.enabled,
-        because="with atropos.enabled the groups come complete, by way of mailboxes.scored",
+        because="with atropos.enabled the groups come complete, by way of queues.scored",
     ),
     Dependence(
         keys=learner("dynamic_sampling", "dynamic_limit"),
@@ -48,7 +48,7 @@ ATROPOS_DEPENDENCES = (
         because="with atropos.enabled rewards come with the groups",
     ),
     Dependence(
-        keys=("alarms.empty_format_high",),
+        keys=("collapse_detection.empty_format_high",),
         switches=("atropos.enabled", "actors"),
         works=lambda p: not p.atropos.enabled or own_stage(p),
         because="environments send one score, without a part for the format",

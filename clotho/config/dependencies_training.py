@@ -23,8 +23,8 @@ def reads(objective: str, name: str) -> bool:
 
 def _ratio_moves(profile: Profile) -> bool:
     settings = profile.learner
-    several = settings.update_epochs * settings.mini_batches > 1
-    return settings.anchor == "sampler" or several or settings.objective not in USES
+    several = settings.update_epochs * settings.num_minibatches > 1
+    return settings.ratio_reference == "sampler" or several or settings.objective not in USES
 
 
 def _read(profile: Profile, *, name: str) -> bool:
@@ -63,9 +63,9 @@ OBJECTIVE_DEPENDENCES = (
     *_requirements(),
     Dependence(
         keys=learner("correction"),
-        switches=learner("anchor"),
-        works=lambda p: p.learner.correction == "none" or p.learner.anchor == "proximal",
-        because='learner.anchor = "sampler" has the ratio against the sampler already; set learner.anchor = "proximal"',
+        switches=learner("ratio_reference"),
+        works=lambda p: p.learner.correction == "none" or p.learner.ratio_reference == "batch_start",
+        because='learner.ratio_reference = "sampler" has the ratio against the sampler already; set learner.ratio_reference = "batch_start"',
         fault="would count the disagreement with the sampler twice",
     ),
     Dependence(
@@ -77,16 +77,18 @@ OBJECTIVE_DEPENDENCES = (
     *_readers(),
     Dependence(
         keys=learner(*AT_THE_RATIO),
-        switches=learner("anchor", "update_epochs", "mini_batches", "objective"),
+        switches=learner("ratio_reference", "update_epochs", "num_minibatches", "objective"),
         works=_ratio_moves,
-        because='with learner.anchor = "proximal" and a single optimizer step per batch the ratio is always 1; '
-        "see learner.update_epochs and learner.mini_batches",
+        because='with learner.ratio_reference = "batch_start" and a single optimizer step per batch the ratio is always 1; '
+        "see learner.update_epochs and learner.num_minibatches",
     ),
     Dependence(
         keys=learner("proximal"),
-        switches=learner("anchor", "update_epochs", "mini_batches"),
-        works=lambda p: p.learner.anchor == "proximal" and p.learner.update_epochs * p.learner.mini_batches > 1,
-        because='only learner.anchor = "proximal" with several optimizer steps per batch has a policy to compute',
+        switches=learner("ratio_reference", "update_epochs", "num_minibatches"),
+        works=lambda p: (
+            p.learner.ratio_reference == "batch_start" and p.learner.update_epochs * p.learner.num_minibatches > 1
+        ),
+        because='only learner.ratio_reference = "batch_start" with several optimizer steps per batch has a policy to compute',
     ),
     Dependence(
         keys=learner("advantage"),

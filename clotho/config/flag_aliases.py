@@ -69,7 +69,7 @@ ALIASES = (
     _alias("lora-alpha", "policy.alpha"),
     _alias("lora-dropout", "policy.dropout"),
     _alias("lora-layers", "policy.num_layers"),
-    _alias("num-batches-ahead", "generator.batches_ahead"),
+    _alias("num-batches-ahead", "rollouts.max_batches_ahead"),
     _alias("kl-beta", "learner.kl_beta"),
     _alias("beta", "learner.kl_beta"),
     _alias("kl-estimator", "learner.kl_estimator", note="mse is k2", settings=_kl_estimator),
@@ -87,8 +87,8 @@ ALIASES = (
     _alias("adapter-path", "checkpoint.adapter_path"),
     _alias("checkpoint-interval", "checkpoint.interval"),
     _alias("output-dir", "run_dir"),
-    _alias("host", "gateway.host"),
-    _alias("port", "gateway.port"),
+    _alias("host", "server.host"),
+    _alias("port", "server.port"),
 )
 
 CONSTANTS = (
@@ -105,7 +105,7 @@ ELSEWHERE: Mapping[str, str] = {
     "gradient-accumulation-steps": "use --learner.micro-batch-tokens; any split gives the same gradient",
     "adapter-format": "adapters are always safetensors, as mlx-lm writes them",
     "checkpoint-dir": "checkpoints are in RUN_DIR/checkpoints; use --run-dir",
-    "server-url": "the server is part of the run; use --gateway.port",
+    "server-url": "the server is part of the run; use --server.port",
     "lora-target-modules": "use --policy.target-modules with block-relative names such as self_attn.q_proj",
     "lora-path": "the base model is given with --model; a run is continued with --resume",
     "save-path": "everything a run writes is in RUN_DIR; use --run-dir",

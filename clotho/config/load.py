@@ -108,15 +108,15 @@ def load_profile(name_or_path: str, overrides: Mapping[str, Any] | None = None) 
 def resolved_toml(profile: Profile, *, mask_secrets: bool = False) -> str:
     """The whole profile as TOML; loading it gives an equal profile. mask_secrets: hide the API key."""
     tree = _without_none(msgspec.to_builtins(profile))
-    if mask_secrets and profile.gateway.api_key:
-        tree["gateway"]["api_key"] = MASK
+    if mask_secrets and profile.server.api_key:
+        tree["server"]["api_key"] = MASK
     return tomli_w.dumps(tree)
 
 
 def write_profile(profile: Profile, path: Path) -> None:
     """Write the resolved profile, whole or not at all; readable by its owner only where it holds an API key."""
     scratch = path.with_name(f".{path.name}{UNFINISHED}{os.getpid()}")
-    mode = 0o600 if profile.gateway.api_key else 0o644
+    mode = 0o600 if profile.server.api_key else 0o644
     descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
     try:
         with open(descriptor, "w", encoding="utf-8") as file:

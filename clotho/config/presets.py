@@ -14,54 +14,54 @@ Recipe = Mapping[str, Any]
 
 OBJECTIVES: Mapping[str, Recipe] = MappingProxyType(
     {
-        "grpo": {"advantage": "group", "aggregation": "sequence_mean", "clip_low": 0.2, "clip_high": 0.2},
-        "dr_grpo": {"advantage": "mean", "aggregation": "token_sum", "clip_low": 0.2, "clip_high": 0.2},
-        "bnpo": {"advantage": "group", "aggregation": "token_mean", "clip_low": 0.2, "clip_high": 0.2},
+        "grpo": {"advantage": "group", "loss_aggregation": "sequence_mean", "clip_low": 0.2, "clip_high": 0.2},
+        "dr_grpo": {"advantage": "mean", "loss_aggregation": "token_sum", "clip_low": 0.2, "clip_high": 0.2},
+        "bnpo": {"advantage": "group", "loss_aggregation": "token_mean", "clip_low": 0.2, "clip_high": 0.2},
         "dapo": {
             "advantage": "group",
-            "aggregation": "token_mean",
+            "loss_aggregation": "token_mean",
             "clip_low": 0.2,
             "clip_high": 0.28,
             "dynamic_sampling": True,
         },
-        "gspo": {"advantage": "group", "aggregation": "sequence_mean", "clip_low": 3e-4, "clip_high": 4e-4},
-        "gspo_token": {"advantage": "group", "aggregation": "sequence_mean", "clip_low": 3e-4, "clip_high": 4e-4},
-        "cispo": {"advantage": "group", "aggregation": "token_mean", "clip_low": 1.0, "clip_high": 4.0},
-        "rloo": {"advantage": "leave_one_out", "aggregation": "sequence_mean", "clip_low": 0.2, "clip_high": 0.2},
+        "gspo": {"advantage": "group", "loss_aggregation": "sequence_mean", "clip_low": 3e-4, "clip_high": 4e-4},
+        "gspo_token": {"advantage": "group", "loss_aggregation": "sequence_mean", "clip_low": 3e-4, "clip_high": 4e-4},
+        "cispo": {"advantage": "group", "loss_aggregation": "token_mean", "clip_low": 1.0, "clip_high": 4.0},
+        "rloo": {"advantage": "leave_one_out", "loss_aggregation": "sequence_mean", "clip_low": 0.2, "clip_high": 0.2},
         "reinforce": {
             "advantage": "mean",
-            "aggregation": "token_mean",
-            "anchor": "proximal",
+            "loss_aggregation": "token_mean",
+            "ratio_reference": "batch_start",
             "correction": "truncate",
         },
         "reinforce_plus_plus": {
             "advantage": "batch_centred",
-            "aggregation": "token_mean",
+            "loss_aggregation": "token_mean",
             "clip_low": 0.2,
             "clip_high": 0.2,
         },
         "ppo_decoupled": {
             "advantage": "group",
-            "aggregation": "token_mean",
+            "loss_aggregation": "token_mean",
             "clip_low": 0.2,
             "clip_high": 0.2,
-            "anchor": "proximal",
+            "ratio_reference": "batch_start",
             "correction": "mask",
             "correction_low": 0.0,
             "correction_high": 5.0,
         },
         "dppo_tv": {
             "advantage": "mean",
-            "aggregation": "token_mean",
+            "loss_aggregation": "token_mean",
             "clip_low": 0.2,
             "clip_high": 0.2,
             "quadratic_kl": 1e-3,
         },
         "sapo": {
             "advantage": "group",
-            "aggregation": "sequence_mean",
-            "sapo_positive": 1.0,
-            "sapo_negative": 1.05,
+            "loss_aggregation": "sequence_mean",
+            "sapo_tau_pos": 1.0,
+            "sapo_tau_neg": 1.05,
         },
     }
 )
@@ -80,7 +80,7 @@ CORRECTIONS: Mapping[str, Recipe] = MappingProxyType(
 """By kind of correction: settings of `[learner]`."""
 
 CLIPPED = frozenset({"clip_low", "clip_high", "dual_clip"})
-SHAPES = CLIPPED | {"quadratic_kl", "sapo_positive", "sapo_negative"}
+SHAPES = CLIPPED | {"quadratic_kl", "sapo_tau_pos", "sapo_tau_neg"}
 """Settings of `[learner]` that only some objectives read; a `module:function` may read them all."""
 
 USES: Mapping[str, frozenset[str]] = MappingProxyType(
@@ -97,12 +97,14 @@ USES: Mapping[str, frozenset[str]] = MappingProxyType(
         "reinforce_plus_plus": CLIPPED,
         "ppo_decoupled": CLIPPED,
         "dppo_tv": frozenset({"clip_low", "clip_high", "quadratic_kl"}),
-        "sapo": frozenset({"sapo_positive", "sapo_negative"}),
+        "sapo": frozenset({"sapo_tau_pos", "sapo_tau_neg"}),
     }
 )
 """By name of the objective: those of `SHAPES` that it reads."""
 
-REQUIRES: Mapping[str, Mapping[str, Any]] = MappingProxyType({"dppo_tv": MappingProxyType({"anchor": "sampler"})})
+REQUIRES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {"dppo_tv": MappingProxyType({"ratio_reference": "sampler"})}
+)
 """By name of the objective: settings of `[learner]` without which it is not itself.
 
 dppo_tv measures how far the policy is from the sampler, whatever the anchor: a correction would count that twice.

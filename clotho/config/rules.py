@@ -80,10 +80,10 @@ def enough_for_mini_batches(profile: Profile) -> Iterator[Complaint]:
     """Every mini-batch has a group to learn from."""
     settings, replay = profile.learner, profile.replay
     groups = settings.batch_size + (replay.groups if replay.capacity else 0)
-    if settings.mini_batches > groups:
+    if settings.num_minibatches > groups:
         yield (
-            "learner.mini_batches",
-            f"learner.mini_batches = {settings.mini_batches} must be at most the groups of an update, {groups}",
+            "learner.num_minibatches",
+            f"learner.num_minibatches = {settings.num_minibatches} must be at most the groups of an update, {groups}",
         )
 
 
@@ -133,21 +133,21 @@ def sensible_stops(profile: Profile) -> Iterator[Complaint]:
         yield "sampling.stop", "sampling.stop holds an empty string, which would end every completion at once"
     if any(token < 0 for token in sampling.stop_token_ids):
         yield "sampling.stop_token_ids", "sampling.stop_token_ids must be token numbers >= 0"
-    if sampling.max_tokens >= profile.generator.max_cache_tokens:
-        limit = profile.generator.max_cache_tokens
+    if sampling.max_tokens >= profile.engine.kv_cache_tokens:
+        limit = profile.engine.kv_cache_tokens
         yield (
             "sampling.max_tokens",
-            f"sampling.max_tokens = {sampling.max_tokens} must be less than generator.max_cache_tokens = {limit}",
+            f"sampling.max_tokens = {sampling.max_tokens} must be less than engine.kv_cache_tokens = {limit}",
         )
 
 
 def probe_bounds(profile: Profile) -> Iterator[Complaint]:
     """A difference is reported before it stops the run."""
-    weights = profile.weights
-    if weights.probe_warn > weights.probe_stop:
+    parity = profile.parity
+    if parity.warn_nats > parity.stop_nats:
         yield (
-            "weights.probe_warn",
-            f"weights.probe_warn = {weights.probe_warn:g} must be at most weights.probe_stop = {weights.probe_stop:g}",
+            "parity.warn_nats",
+            f"parity.warn_nats = {parity.warn_nats:g} must be at most parity.stop_nats = {parity.stop_nats:g}",
         )
 
 
@@ -182,11 +182,11 @@ def rewards(profile: Profile) -> Iterator[Complaint]:
 
 def guarded_address(profile: Profile) -> Iterator[Complaint]:
     """Beyond the own machine, nobody is served without a key."""
-    gateway = profile.gateway
-    if gateway.enabled and not gateway.api_key and not is_loopback(gateway.host):
+    server = profile.server
+    if server.enabled and not server.api_key and not is_loopback(server.host):
         yield (
-            "gateway.host",
-            f"gateway.host = {gateway.host!r} is reachable from other machines: set gateway.api_key, or bind 127.0.0.1",
+            "server.host",
+            f"server.host = {server.host!r} is reachable from other machines: set server.api_key, or bind 127.0.0.1",
         )
 
 

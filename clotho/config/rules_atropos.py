@@ -40,10 +40,10 @@ def environments_ask_the_gateway(profile: Profile) -> Iterator[Complaint]:
     """Environments ask the policy over HTTP, and run by themselves."""
     if not profile.atropos.enabled:
         return
-    if not profile.gateway.enabled:
+    if not profile.server.enabled:
         yield (
-            "gateway.enabled",
-            "gateway.enabled = false leaves environments nobody to ask: atropos.enabled = true needs it",
+            "server.enabled",
+            "server.enabled = false leaves environments nobody to ask: atropos.enabled = true needs it",
         )
     if not profile.asynchronous:
         yield (

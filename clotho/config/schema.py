@@ -18,35 +18,39 @@ from clotho.config.sections_data import (
 from clotho.config.sections_run import (
     ActorSection,
     CheckpointSection,
+    EngineSection,
     EvalSection,
-    GatewaySection,
-    GeneratorSection,
-    MailboxesSection,
+    KvPolicy,
     MonitorSection,
-    WeightsSection,
+    ParitySection,
+    QueuesSection,
+    RolloutsSection,
+    ServerSection,
 )
-from clotho.config.sections_training import AlarmsSection, LearnerSection, ReplaySection
+from clotho.config.sections_training import CollapseDetectionSection, LearnerSection, ReplaySection
 
 __all__ = [
     "ActorSection",
-    "AlarmsSection",
     "AtroposSection",
     "CheckpointSection",
+    "CollapseDetectionSection",
     "DataSection",
+    "EngineSection",
     "EnvironmentSection",
     "EvalSection",
-    "GatewaySection",
-    "GeneratorSection",
+    "KvPolicy",
     "LearnerSection",
-    "MailboxesSection",
     "ModelSection",
     "MonitorSection",
+    "ParitySection",
     "PolicySection",
     "Profile",
+    "QueuesSection",
     "ReplaySection",
     "RewardSection",
+    "RolloutsSection",
     "SamplingSection",
-    "WeightsSection",
+    "ServerSection",
 ]
 
 
@@ -70,14 +74,15 @@ class Profile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     sampling: SamplingSection = SamplingSection()
     learner: LearnerSection = LearnerSection()
     replay: ReplaySection = ReplaySection()
-    alarms: AlarmsSection = AlarmsSection()
-    weights: WeightsSection = WeightsSection()
+    collapse_detection: CollapseDetectionSection = CollapseDetectionSection()
+    parity: ParitySection = ParitySection()
     checkpoint: CheckpointSection = CheckpointSection()
     eval: EvalSection = EvalSection()
-    gateway: GatewaySection = GatewaySection()
+    server: ServerSection = ServerSection()
     atropos: AtroposSection = AtroposSection()
     environments: tuple[EnvironmentSection, ...] = ()
-    generator: GeneratorSection = GeneratorSection()
-    mailboxes: MailboxesSection = MailboxesSection()
+    engine: EngineSection = EngineSection()
+    rollouts: RolloutsSection = RolloutsSection()
+    queues: QueuesSection = QueuesSection()
     monitor: MonitorSection = MonitorSection()
     actors: tuple[ActorSection, ...] = ()

@@ -12,20 +12,20 @@ from msgspec import Meta, Struct
 
 from clotho.config.bounds import NonNegative, Positive, PositiveFloat
 
+KvPolicy = Literal["keep", "recompute", "drain"]
 
-class WeightsSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """[weights] How new weights take over.
 
-    kv_policy: what becomes of the caches of running sequences: `keep`, `recompute`, or `drain` (finish them first).
-    probe_tokens: tokens compared between sampler and learner at the start and after every swap; 0 = never.
-    probe_warn: a difference in nats that is reported.
-    probe_stop: a difference in nats that ends the run.
+class ParitySection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """[parity] Comparison of the sampler's log-probabilities with the learner's.
+
+    tokens: tokens compared between sampler and learner at the start and after every swap; 0 = never.
+    warn_nats: a difference in nats that is reported.
+    stop_nats: a difference in nats that ends the run.
     """
 
-    kv_policy: Literal["keep", "recompute", "drain"] = "keep"
-    probe_tokens: NonNegative = 4
-    probe_warn: PositiveFloat = 0.05
-    probe_stop: PositiveFloat = 0.5
+    tokens: NonNegative = 4
+    warn_nats: PositiveFloat = 0.05
+    stop_nats: PositiveFloat = 0.5
 
 
 class CheckpointSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -47,17 +47,17 @@ class EvalSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     enabled: measure at all.
     interval: steps between measurements; 0 = only before and after.
     problems: how many; 0 = all.
-    interim_problems: how many in between; 0 = as many as `problems`.
+    problems_between: how many in between; 0 = as many as `problems`.
     """
 
     enabled: bool = True
     interval: NonNegative = 0
     problems: NonNegative = 0
-    interim_problems: NonNegative = 0
+    problems_between: NonNegative = 0
 
 
-class GatewaySection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """[gateway] The OpenAI-compatible HTTP server.
+class ServerSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """[server] The OpenAI-compatible HTTP server.
 
     enabled: serve at all.
     host: address to bind.
@@ -80,27 +80,36 @@ class GatewaySection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     body_seconds: PositiveFloat = 30.0
 
 
-class GeneratorSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """[generator] The decode engine and how far it runs ahead of the learner.
+class EngineSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """[engine] The decode engine.
 
-    batches_ahead: batches that may be in flight beyond the one being learned; `async = false` makes it 0.
-    max_rows: sequences decoded at once.
-    max_cache_tokens: bound of all their key-value caches, in tokens.
+    max_num_seqs: sequences decoded at once.
+    kv_cache_tokens: bound of all their key-value caches, in tokens.
     prefix_cache_tokens: bound of the cache of computed prompts.
     prefill_chunk: prompt tokens per tick.
     decode_share: part of the compute thread's time given to decoding while the learner has work.
+    kv_policy: what becomes of the caches of running sequences: `keep`, `recompute`, or `drain` (finish them first).
     """
 
-    batches_ahead: Positive = 2
-    max_rows: Positive = 256
-    max_cache_tokens: Positive = 262_144
+    max_num_seqs: Positive = 256
+    kv_cache_tokens: Positive = 262_144
     prefix_cache_tokens: NonNegative = 16_384
     prefill_chunk: Positive = 2048
     decode_share: Annotated[float, Meta(ge=0.05, le=0.95)] = 0.5
+    kv_policy: KvPolicy = "keep"
 
 
-class MailboxesSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """[mailboxes] Capacities of the arrows, in messages.
+class RolloutsSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """[rollouts] How far rollouts run ahead of the learner.
+
+    max_batches_ahead: batches that may be in flight beyond the one being learned; `async = false` makes it 0.
+    """
+
+    max_batches_ahead: Positive = 2
+
+
+class QueuesSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """[queues] Capacities of the arrows, in messages.
 
     prompts, rollouts, scored, reports: messages that wait before the producer does.
     """

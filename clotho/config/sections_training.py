@@ -25,13 +25,13 @@ class ObjectiveKeys(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         `environment` (per token, as every group brings them). Groups that bring them are judged so in any case.
     advantage_deviation: by which standard deviations are taken.
     advantage_epsilon: added to the deviation.
-    aggregation: how token losses become one: `token_mean` over the whole batch, `sequence_mean` of token means,
+    loss_aggregation: how token losses become one: `token_mean` over the whole batch, `sequence_mean` of token means,
         `token_sum` over `sampling.max_tokens` a sequence, `group_mean` of the token means of groups.
     clip_low, clip_high: beyond [1 - clip_low, 1 + clip_high] the ratio gains nothing more; for dppo_tv of the
         difference of probabilities.
     dual_clip: where the advantage is negative, the loss of a token is at most so many times its size; 0 = off.
     quadratic_kl: dppo_tv's weight of the squared log-ratio.
-    sapo_positive, sapo_negative: sapo's temperatures for positive and other advantages.
+    sapo_tau_pos, sapo_tau_neg: sapo's temperatures for positive and other advantages.
     overlong_buffer: over so many last tokens before `sampling.max_tokens` a growing penalty is taken from the reward;
         0 = none.
     overlong_penalty: that penalty at its largest.
@@ -44,13 +44,13 @@ class ObjectiveKeys(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     advantage: Literal["group", "mean", "leave_one_out", "batch", "batch_centred", "environment"] = "group"
     advantage_deviation: Literal["population", "sample"] = "population"
     advantage_epsilon: PositiveFloat = 1e-4
-    aggregation: Literal["token_mean", "sequence_mean", "token_sum", "group_mean"] = "sequence_mean"
+    loss_aggregation: Literal["token_mean", "sequence_mean", "token_sum", "group_mean"] = "sequence_mean"
     clip_low: Annotated[float, Meta(gt=0.0, le=1.0)] = 0.2
     clip_high: PositiveFloat = 0.2
     dual_clip: Annotated[float, Meta(ge=0.0)] = 0.0
     quadratic_kl: NonNegativeFloat = 1e-3
-    sapo_positive: PositiveFloat = 1.0
-    sapo_negative: PositiveFloat = 1.05
+    sapo_tau_pos: PositiveFloat = 1.0
+    sapo_tau_neg: PositiveFloat = 1.05
     overlong_buffer: NonNegative = 0
     overlong_penalty: PositiveFloat = 1.0
     mask_truncated: bool = False
@@ -61,18 +61,18 @@ class ObjectiveKeys(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 class CorrectionKeys(ObjectiveKeys, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What the ratio is against, and what is done where sampler and learner disagree.
 
-    anchor: the ratio is against the `sampler`'s log-probabilities, or against the `proximal` policy: the learner at the
+    ratio_reference: the ratio is against the `sampler`'s log-probabilities, or against `batch_start`: the learner at the
         start of the batch.
     proximal: `recompute` its log-probabilities, or `interpolate` them between sampler and learner by versions (saves a
         pass where a batch takes several optimizer steps).
     correction: of proximal / sampler, by token: `truncate` (TIS), `mask` (IcePop); by sequence: `truncate_sequence`,
-        `reject_sequence`, `reject_geometric`. Needs anchor = proximal: otherwise it would count twice.
+        `reject_sequence`, `reject_geometric`. Needs ratio_reference = batch_start: otherwise it would count twice.
     correction_low, correction_high: bounds of that ratio; choosing a correction brings its own along.
     outlier_low, outlier_high: sequences with any token's learner / sampler beyond are left out; 0 = no such bound.
     off_policy_mask: sequences of negative advantage whose mean log(sampler / learner) is larger are left out; 0 = off.
     """
 
-    anchor: Literal["sampler", "proximal"] = "sampler"
+    ratio_reference: Literal["sampler", "batch_start"] = "sampler"
     proximal: Literal["recompute", "interpolate"] = "recompute"
     correction: Literal["none", "truncate", "mask", "truncate_sequence", "reject_sequence", "reject_geometric"] = "none"
     correction_low: NonNegativeFloat = 0.0
@@ -157,7 +157,7 @@ class LearnerSection(OptimizerKeys, frozen=True, kw_only=True, forbid_unknown_fi
 
     batch_size: prompts per update.
     update_epochs: passes over each batch.
-    mini_batches: optimizer steps per pass.
+    num_minibatches: optimizer steps per pass.
     micro_batch_tokens: padded tokens per gradient pass; any split, same gradient.
     layout: how sequences lie in a micro-batch: `padded` rows; `packed`, several to a row, kept apart by the attention
         mask; `shared`, the prompt of a group computed once; `auto`: whichever of `padded` and `shared` is cheaper for
@@ -168,7 +168,7 @@ class LearnerSection(OptimizerKeys, frozen=True, kw_only=True, forbid_unknown_fi
 
     batch_size: Positive = 16
     update_epochs: Positive = 1
-    mini_batches: Positive = 1
+    num_minibatches: Positive = 1
     micro_batch_tokens: Positive = 1024
     layout: Literal["auto", "padded", "packed", "shared"] = "auto"
     max_staleness: NonNegative = 4
@@ -195,8 +195,8 @@ class ReplaySection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     max_age: Positive = 16
 
 
-class AlarmsSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """[alarms] Signs that the policy collapses or cheats, and what follows.
+class CollapseDetectionSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """[collapse_detection] Signs that the policy collapses or cheats, and what follows.
 
     on_collapse: `warn`, `stop` the run, go back to the last good policy (`rollback`), or look at nothing (`off`).
     patience: updates in a row that must look bad; one is enough that moved the policy by five times step_kl_high.

@@ -18,7 +18,7 @@ import numpy as np
 import structlog
 from msgspec import Struct
 
-from clotho.config.schema import GeneratorSection
+from clotho.config.schema import EngineSection
 from clotho.cpu.kv_cache import HostCache
 from clotho.cpu.supported import host_decoder
 from clotho.inference.batch import Batch, Reading
@@ -98,7 +98,7 @@ class DecodeEngine:
     admission_paused: while set, no waiting row enters the batch; those inside finish.
     """
 
-    def __init__(self, source: Source, settings: GeneratorSection) -> None:
+    def __init__(self, source: Source, settings: EngineSection) -> None:
         """Read the model's cache layout, and put the model into evaluation mode.
 
         To be called in the thread that owns MLX. Raises ModelError if its rows cannot share a batch.
@@ -111,7 +111,7 @@ class DecodeEngine:
         probe_batching(layout)
         self._make_caches = _maker_of_caches(layout)
         self._batch = Batch(self._make_caches, source.tokenizer.eos_ids, source.vocab_size)
-        self._admission = Admission(settings.max_rows, settings.max_cache_tokens)
+        self._admission = Admission(settings.max_num_seqs, settings.kv_cache_tokens)
         self._prefill = Prefill(layout, settings)
         self._delivery = Delivery(source.tokenizer)
         self._reader = Reader(self._batch, self._delivery)
@@ -125,7 +125,7 @@ class DecodeEngine:
         Raises RequestError, naming the field, for what cannot be sampled, or when too many rows wait.
         """
         source = self._source
-        cache_tokens = self._settings.max_cache_tokens
+        cache_tokens = self._settings.kv_cache_tokens
         limit = validate(
             request, vocabulary=source.vocab_size, context=source.context_length, cache_tokens=cache_tokens
         )

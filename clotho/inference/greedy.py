@@ -8,7 +8,7 @@ from functools import partial
 import mlx.nn as nn
 from msgspec.structs import replace
 
-from clotho.config.schema import GeneratorSection
+from clotho.config.schema import EngineSection
 from clotho.inference import DecodeEngine
 from clotho.models.policy import Parameters, Policy
 from clotho.models.tokenizer import ChatTokenizer
@@ -33,7 +33,7 @@ def greedy_completions(
     version: int,
     prompts: Sequence[tuple[int, ...]],
     sampling: Sampling,
-    settings: GeneratorSection,
+    settings: EngineSection,
 ) -> Generator[None, None, list[Completion]]:
     """Answer every prompt greedily with `parameters`, whatever is served meanwhile; one decode tick per turn.
 
@@ -55,7 +55,7 @@ def greedy_completions(
 
     asked = 0
     while asked < len(prompts) or engine.has_work:
-        ahead = min(len(prompts), len(answers) + 2 * settings.max_rows)  # a full batch, and as many in line
+        ahead = min(len(prompts), len(answers) + 2 * settings.max_num_seqs)  # a full batch, and as many in line
         while asked < ahead:
             engine.submit(SampleRequest(prompt=prompts[asked], sampling=greedy, seeds=(0,)), partial(receive, asked))
             asked += 1

@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 import structlog
 
-from clotho.config.schema import GeneratorSection
+from clotho.config.schema import EngineSection
 from clotho.inference.cache_layout import CacheLayout, PromptState, serving
 from clotho.inference.prefix_cache import PrefixCache
 from clotho.inference.scheduler import Asked, Job
@@ -103,7 +103,7 @@ def _fit(jobs: Sequence[Job], limit: int | None, budget: int) -> bool:
 class Prefill:
     """Jobs on their way into the batch: those to be computed, the batch of them in progress, and the prefix cache."""
 
-    def __init__(self, layout: CacheLayout, settings: GeneratorSection) -> None:
+    def __init__(self, layout: CacheLayout, settings: EngineSection) -> None:
         self.prefixes = PrefixCache(layout, settings.prefix_cache_tokens)
         self.computed_tokens = self.hits = self.misses = 0
         self._layout = layout

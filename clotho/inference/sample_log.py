@@ -69,7 +69,7 @@ class _Kept(Struct, frozen=True, gc=False):
         """What equal draws have in common beside the tokens.
 
         Log-probabilities are among it, up to rounding: of two draws by the same weights one may have been begun, and
-        its prompt computed, by the weights before (`weights.kv_policy = "keep"`).
+        its prompt computed, by the weights before (`engine.kv_policy = "keep"`).
         """
         rounded = np.frombuffer(self.logprobs, dtype=np.float32).round(DECIMALS).tobytes()
         return rounded, self.versions, self.temperature, self.supports, self.unlearnable, self.client_label

@@ -82,18 +82,18 @@ MOST_WAITING_REQUESTS = 4096
 class Admission:
     """The waiting jobs in order, and those on their way into the batch.
 
-    Rows enter only while rows x longest reserved length <= max_cache_tokens, since every row's cache is as long as
+    Rows enter only while rows x longest reserved length <= kv_cache_tokens, since every row's cache is as long as
     the longest; a length is reserved in full (prompt and most completion tokens) on entry, so a row that has begun
     always has memory to finish. The head of the line is never overtaken. Once the batch is full, rows are let in by
-    waves, as soon as an eighth of max_rows is free, because each entry costs a pass over the prompts.
+    waves, as soon as an eighth of max_num_seqs is free, because each entry costs a pass over the prompts.
     """
 
-    def __init__(self, max_rows: int, max_cache_tokens: int) -> None:
+    def __init__(self, max_num_seqs: int, kv_cache_tokens: int) -> None:
         self.waiting: deque[Job] = deque()
         self.entering: list[Job] = []
-        self._max_rows = max_rows
-        self._max_cache_tokens = max_cache_tokens
-        self._wave = max(1, max_rows // 8)
+        self._max_num_seqs = max_num_seqs
+        self._kv_cache_tokens = kv_cache_tokens
+        self._wave = max(1, max_num_seqs // 8)
 
     @property
     def rows(self) -> int:
@@ -118,7 +118,7 @@ class Admission:
         while self.waiting:
             job = self.waiting[0]
             length = max(longest, job.asked.reserved)
-            room = min(self._max_rows, self._max_cache_tokens // length) - running
+            room = min(self._max_num_seqs, self._kv_cache_tokens // length) - running
             if room < min(len(job.rows), self._wave) and (running or room < 1):
                 break
             job.admitted = min(len(job.rows), room)

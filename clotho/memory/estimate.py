@@ -75,14 +75,16 @@ def learning_bytes(base: nn.Module, profile: Profile) -> LearningBytes:
     taken_anew = snapshot if learner.reference_interval else 0
     initial = in_full if learner.kl_beta > 0 and learner.reference == "base" else 0
     largest = FLOAT32 * max((array.size for array in arrays.values()), default=0)
-    several = learner.update_epochs * min(learner.mini_batches, most_groups(profile)) > 1
+    several = learner.update_epochs * min(learner.num_minibatches, most_groups(profile)) > 1
     return LearningBytes(
         trained=trained,
         in_full=in_full,
         gradient=float32,
         optimizer=optimizer,
         reference=average + snapshot + initial,
-        rollback=2 * (trained + optimizer + average + taken_anew) if profile.alarms.on_collapse == "rollback" else 0,
+        rollback=2 * (trained + optimizer + average + taken_anew)
+        if profile.collapse_detection.on_collapse == "rollback"
+        else 0,
         midway=trained + optimizer if several else 0,
         update=float32 + trained + optimizer + average + largest,
     )
@@ -121,7 +123,7 @@ def estimate_memory(model: ModelSection, profile: Profile, *, prompt_tokens: int
     length, completion = _longest(profile, prompt_tokens, context_length(config))
     micro = largest_micro_batch(profile, prompt=length - completion, completion=completion)
     vocabulary = describe_model(base, config).vocab_size
-    rows = max(1, min(profile.generator.max_rows, profile.generator.max_cache_tokens // length))
+    rows = max(1, min(profile.engine.max_num_seqs, profile.engine.kv_cache_tokens // length))
     logits = logits_bytes(micro, vocabulary)
     return MemoryEstimate(
         base=weights - learning.in_full,
@@ -131,7 +133,7 @@ def estimate_memory(model: ModelSection, profile: Profile, *, prompt_tokens: int
         rollback=learning.rollback,
         midway=learning.midway,
         caches=_caches(layout, rows, length),
-        prefixes=_prefixes(layout, profile.generator.prefix_cache_tokens, min(prompt_tokens, length)),
+        prefixes=_prefixes(layout, profile.engine.prefix_cache_tokens, min(prompt_tokens, length)),
         gradients=learning.gradient * (2 if micro.several else 1),
         activations=_activations(base, config, layout, micro, profile, logits=logits),
         logits=logits,

@@ -54,7 +54,7 @@ def largest_micro_batch(profile: Profile, *, prompt: int, completion: int) -> Mi
     """
     learner, size = profile.learner, profile.sampling.group_size
     most = most_groups(profile)
-    groups = -(-most // min(learner.mini_batches, most))
+    groups = -(-most // min(learner.num_minibatches, most))
     enough = 1 + 2 * learner.micro_batch_tokens // (size * completion)
     sequences = [_sequence(group, prompt, completion) for group in range(min(groups, enough)) for _ in range(size)]
     micro_batches = build_micro_batches(sequences, layout=learner.layout, budget=learner.micro_batch_tokens)

@@ -13,15 +13,15 @@ PARTS = (
     ("trained", "trained weights", ADAPTER),
     ("optimizer", "optimizer state", f"{ADAPTER}; learner.optimizer = adafactor, lion or sgd"),
     ("reference", "reference weights", "learner.kl_beta = 0, learner.reference = base, or policy.kind = lora"),
-    ("rollback", "weights to go back to", f"alarms.on_collapse = stop; {ADAPTER}"),
-    ("midway", "weights midway in an update", f"learner.mini_batches = 1 with learner.update_epochs = 1; {ADAPTER}"),
-    ("caches", "key-value caches", "generator.max_cache_tokens, generator.max_rows, sampling.max_tokens"),
-    ("prefixes", "prefix cache", "generator.prefix_cache_tokens"),
+    ("rollback", "weights to go back to", f"collapse_detection.on_collapse = stop; {ADAPTER}"),
+    ("midway", "weights midway in an update", f"learner.num_minibatches = 1 with learner.update_epochs = 1; {ADAPTER}"),
+    ("caches", "key-value caches", "engine.kv_cache_tokens, engine.max_num_seqs, sampling.max_tokens"),
+    ("prefixes", "prefix cache", "engine.prefix_cache_tokens"),
     ("gradients", "gradients", ADAPTER),
     ("activations", "activations", "learner.micro_batch_tokens, or policy.grad_checkpoint = true"),
     ("logits", "logits", "learner.micro_batch_tokens, sampling.max_tokens"),
     ("update", "optimizer step", f"{ADAPTER}; learner.optimizer = adafactor, lion or sgd"),
-    ("decode", "decoding step", "generator.max_rows"),
+    ("decode", "decoding step", "engine.max_num_seqs"),
 )
 """Field of `MemoryEstimate`, its name on the screen, and what makes it smaller."""
 

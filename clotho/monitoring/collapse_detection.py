@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import inf, isfinite
 from statistics import fmean, median, stdev
 
-from clotho.config.schema import AlarmsSection
+from clotho.config.schema import CollapseDetectionSection
 from protocols.alarms import AlarmState, BatchLook, GroupLook, Normal, Verdict
 from protocols.sampling import Completion
 from protocols.step import StepReport
@@ -127,7 +127,7 @@ CONTENT_KEPT = 0.8
 class Alarms:
     """Remembers what is normal, and says of every batch whether it looks bad and for how long it has."""
 
-    def __init__(self, settings: AlarmsSection, state: AlarmState | None = None) -> None:
+    def __init__(self, settings: CollapseDetectionSection, state: AlarmState | None = None) -> None:
         """state: as another's `state()` gave it; the verdicts that follow are the same as its own would be."""
         self._settings = settings
         self._state = state or AlarmState()
@@ -190,26 +190,26 @@ class Alarms:
             yield from sign(look, self._state, self._settings)
 
 
-Sign = Callable[[BatchLook, AlarmState, AlarmsSection], Iterator[str]]
+Sign = Callable[[BatchLook, AlarmState, CollapseDetectionSection], Iterator[str]]
 """One idea of what looks bad: nothing, or words that say it."""
 
 
-def _step(look: BatchLook, state: AlarmState, settings: AlarmsSection) -> Iterator[str]:
+def _step(look: BatchLook, state: AlarmState, settings: CollapseDetectionSection) -> Iterator[str]:
     if look.step_kl is not None and look.step_kl > settings.step_kl_high:
         yield f"the update moved the policy by {look.step_kl:.2g} nats per token"
 
 
-def _ess(look: BatchLook, state: AlarmState, settings: AlarmsSection) -> Iterator[str]:
+def _ess(look: BatchLook, state: AlarmState, settings: CollapseDetectionSection) -> Iterator[str]:
     if look.ess is not None and look.ess < settings.ess_low:
         yield f"the effective sample size is {look.ess:.1%} of the tokens"
 
 
-def _kl(look: BatchLook, state: AlarmState, settings: AlarmsSection) -> Iterator[str]:
+def _kl(look: BatchLook, state: AlarmState, settings: CollapseDetectionSection) -> Iterator[str]:
     if look.kl is not None and look.kl > settings.kl_high:
         yield f"the policy is {look.kl:.2g} nats per token from its reference"
 
 
-def _reward(look: BatchLook, state: AlarmState, settings: AlarmsSection) -> Iterator[str]:
+def _reward(look: BatchLook, state: AlarmState, settings: CollapseDetectionSection) -> Iterator[str]:
     """Lost of what the best times had above the worst completion of the run, and more than chance explains.
 
     The best of several environments are weighed as the batch is: another mixture is no loss.
@@ -223,7 +223,7 @@ def _reward(look: BatchLook, state: AlarmState, settings: AlarmsSection) -> Iter
         yield f"the mean reward fell from {best:.3g} to {look.reward:.3g}"
 
 
-def _entropy(look: BatchLook, state: AlarmState, settings: AlarmsSection) -> Iterator[str]:
+def _entropy(look: BatchLook, state: AlarmState, settings: CollapseDetectionSection) -> Iterator[str]:
     least, most = state.normal.entropy_least, state.normal.entropy_most
     if look.entropy is None or least is None or most is None:
         return
@@ -233,19 +233,19 @@ def _entropy(look: BatchLook, state: AlarmState, settings: AlarmsSection) -> Ite
         yield f"the entropy fell from {most:.2g} to {look.entropy:.2g} nats"
 
 
-def _length(look: BatchLook, state: AlarmState, settings: AlarmsSection) -> Iterator[str]:
+def _length(look: BatchLook, state: AlarmState, settings: CollapseDetectionSection) -> Iterator[str]:
     usual = state.normal.length
     if look.length is not None and usual is not None and look.length > settings.length_high * usual:
         yield f"completions grew from {usual:.0f} to {look.length:.0f} tokens"
 
 
-def _truncated(look: BatchLook, state: AlarmState, settings: AlarmsSection) -> Iterator[str]:
+def _truncated(look: BatchLook, state: AlarmState, settings: CollapseDetectionSection) -> Iterator[str]:
     usual = state.normal.truncated
     if look.truncated is not None and usual is not None and look.truncated > usual + settings.truncated_high:
         yield f"{look.truncated:.0%} of completions are cut off, {usual:.0%} in good times"
 
 
-def _empty_form(look: BatchLook, state: AlarmState, settings: AlarmsSection) -> Iterator[str]:
+def _empty_form(look: BatchLook, state: AlarmState, settings: CollapseDetectionSection) -> Iterator[str]:
     usual, content = state.normal.empty_form, state.normal.content
     if look.empty_form is None or look.content is None or usual is None or content is None:
         return

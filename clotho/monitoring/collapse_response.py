@@ -7,7 +7,7 @@ from typing import Literal
 import structlog
 from msgspec import Struct
 
-from clotho.config.schema import AlarmsSection
+from clotho.config.schema import CollapseDetectionSection
 from clotho.monitoring.collapse_detection import Alarms
 from protocols.alarms import AlarmState
 from protocols.errors import CollapseError
@@ -26,7 +26,7 @@ class Judgement(Struct, frozen=True, kw_only=True):
 class CollapseWatch:
     """Judges every batch and says what to do, as the profile wants it; counts how often it sent the policy back."""
 
-    def __init__(self, settings: AlarmsSection, *, state: AlarmState, rollbacks: int) -> None:
+    def __init__(self, settings: CollapseDetectionSection, *, state: AlarmState, rollbacks: int) -> None:
         """state, rollbacks: of an earlier life of the run, or of a beginning."""
         self._settings = settings
         self._alarms = Alarms(settings, state)
@@ -64,8 +64,8 @@ class CollapseWatch:
 
     def error(self, report: StepReport) -> CollapseError:
         """What ends the run: what was seen, and what to do."""
-        after = f" after {self.rollbacks} rollbacks (alarms.max_rollbacks)" if self.rollbacks else ""
+        after = f" after {self.rollbacks} rollbacks (collapse_detection.max_rollbacks)" if self.rollbacks else ""
         return CollapseError(
             f"the policy collapses at step {report.step}{after}: {'; '.join(report.alarms)}. An earlier checkpoint may "
-            "be better; lower learner.learning_rate, or see alarms.on_collapse"
+            "be better; lower learner.learning_rate, or see collapse_detection.on_collapse"
         )

@@ -56,7 +56,7 @@ def generator(parts: Components, session: RunContext) -> Callable[..., Generator
         sampling=profile.sampling,
         group_size=profile.sampling.group_size,
         batch_size=profile.learner.batch_size,
-        batches_ahead=profile.generator.batches_ahead if profile.asynchronous else 0,
+        max_batches_ahead=profile.rollouts.max_batches_ahead if profile.asynchronous else 0,
         refills=session.refills,
         ended=parts.ledger.ended,
         groups=_bound(parts),
@@ -96,7 +96,7 @@ def atropos_fetcher(parts: Components, session: RunContext) -> Callable[..., Atr
         ended=parts.ledger.ended,
         groups=profile.steps * learner.batch_size,
         batch_size=learner.batch_size,
-        batches_ahead=profile.generator.batches_ahead,
+        max_batches_ahead=profile.rollouts.max_batches_ahead,
         settings=profile.atropos,
     )
 
@@ -106,13 +106,13 @@ def _group_source(parts: Components, session: RunContext) -> GroupSource:
     if profile.atropos.mock:
         return MockAtropos(
             session.address,
-            api_key=profile.gateway.api_key,
+            api_key=profile.server.api_key,
             make=parts.questions.prompt,
             first=parts.state.asked if parts.state else 0,
             rewards=parts.rewards,
             sampling=sampling,
             batch_size=profile.learner.batch_size,
-            max_choices=profile.gateway.max_choices,
+            max_choices=profile.server.max_choices,
         )
     return AtroposApi(
         session.atropos_url,
@@ -152,7 +152,7 @@ def learner(parts: Components, session: RunContext) -> Callable[..., Learner]:
         recorded=session.recorded,
         replay=ReplayBuffer(profile.replay, seed=profile.seed, kept=parts.replay),
         watch=CollapseWatch(
-            profile.alarms,
+            profile.collapse_detection,
             state=state.alarms if state else AlarmState(),
             rollbacks=state.rollbacks if state else 0,
         ),
@@ -170,7 +170,8 @@ def broadcaster(parts: Components, session: RunContext) -> Callable[..., Broadca
         executor=parts.executor,
         policy=parts.policy,
         engine=parts.engine,
-        settings=parts.profile.weights,
+        settings=parts.profile.parity,
+        kv_policy=parts.profile.engine.kv_policy,
         temperature=parts.profile.sampling.temperature,
         probe_prompt=parts.questions.prompt(0).tokens,
     )
@@ -206,7 +207,7 @@ def evaluator(parts: Components) -> Callable[..., Evaluator]:
         held_out=parts.held_out,
         sampling=profile.sampling,
         settings=profile.eval,
-        generator=profile.generator,
+        generator=profile.engine,
         base=start if start.step == 0 else unmeasured,
         start=start,
         steps=profile.steps,

@@ -261,7 +261,7 @@ class RunContext:
             engine=EngineNumbers(
                 rows_running=stats.running_rows,
                 rows_waiting=stats.waiting_rows,
-                cache_usage=stats.cache_tokens / self.parts.profile.generator.max_cache_tokens,
+                cache_usage=stats.cache_tokens / self.parts.profile.engine.kv_cache_tokens,
                 prefix_queries=stats.prefix_hits + stats.prefix_misses,
                 prefix_hits=stats.prefix_hits,
             ),
@@ -279,7 +279,7 @@ class RunContext:
 
     async def prompt_logprobs(self, tokens: tuple[int, ...], top: int) -> PromptLogprobs:
         """Score a prompt under the weights that serve, between the turns of everything else in the compute thread."""
-        chunk = self.parts.profile.generator.prefill_chunk
+        chunk = self.parts.profile.engine.prefill_chunk
         steps = prompt_logprobs(self.parts.policy, tokens, top=top, chunk=chunk)
         return await finish(self.parts.executor.submit_steps(steps))
 
@@ -288,7 +288,7 @@ class RunContext:
         profile = self.parts.profile
         distribution = SamplingDistribution(temperature, profile.sampling.logit_bias)
         steps = prompt_logprobs(
-            self.parts.policy, tokens, top=0, chunk=profile.generator.prefill_chunk, distribution=distribution
+            self.parts.policy, tokens, top=0, chunk=profile.engine.prefill_chunk, distribution=distribution
         )
         return await finish(self.parts.executor.submit_steps(steps))
 
@@ -298,7 +298,7 @@ class RunContext:
         return GatewayServices(
             sampler=self.sampler,
             tokenizer=policy.tokenizer,
-            settings=profile.gateway,
+            settings=profile.server,
             sampling=profile.sampling,
             prompt_logprobs=self.prompt_logprobs,
             weights=lambda: self.weights.value,
@@ -351,4 +351,4 @@ def _tokens_under_way(profile: Profile) -> int:
     """More than all completions that environments may hold before the learner has them, with room for other clients."""
     batch = profile.learner.batch_size * profile.sampling.group_size
     longest = profile.sampling.max_tokens * token_cost(profile.sampling) + 32
-    return max(2**20, 2 * (profile.generator.batches_ahead + 3) * batch * longest)
+    return max(2**20, 2 * (profile.rollouts.max_batches_ahead + 3) * batch * longest)

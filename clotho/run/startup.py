@@ -227,10 +227,10 @@ def _prepare_compute(profile: Profile) -> tuple[Policy, PolicyLearner, DecodeEng
         profile.sampling,
         steps=profile.steps,
         seed=profile.seed,
-        good_window=profile.alarms.window if profile.alarms.on_collapse == "rollback" else 0,
-        watched=profile.alarms.on_collapse != "off",
+        good_window=profile.collapse_detection.window if profile.collapse_detection.on_collapse == "rollback" else 0,
+        watched=profile.collapse_detection.on_collapse != "off",
     )
-    return policy, learner, DecodeEngine(policy, profile.generator), estimate
+    return policy, learner, DecodeEngine(policy, profile.engine), estimate
 
 
 def _rewards(profile: Profile) -> RewardRunner:
@@ -262,7 +262,7 @@ def _refuse_long_prompts(longest: int, context: int, profile: Profile) -> None:
 
 def _refuse_other_sampling(longest: int, policy: Policy, profile: Profile) -> None:
     """What the engine would refuse of every group: its own check, on a prompt as long as the longest."""
-    limit = profile.generator.max_cache_tokens
+    limit = profile.engine.kv_cache_tokens
     request = SampleRequest(
         prompt=(0,) * longest,
         sampling=profile.sampling,
@@ -274,7 +274,7 @@ def _refuse_other_sampling(longest: int, policy: Policy, profile: Profile) -> No
     except RequestError as error:
         raise ProfileError(
             f"sampling.{error.param}: {error} (the longest prompt has {longest} tokens, and "
-            f"generator.max_cache_tokens is {limit})"
+            f"engine.kv_cache_tokens is {limit})"
         ) from error
 
 

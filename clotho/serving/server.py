@@ -13,7 +13,7 @@ from hypercorn.asyncio import serve
 from hypercorn.config import Config
 
 from clotho.config.addresses import is_loopback
-from clotho.config.schema import GatewaySection
+from clotho.config.schema import ServerSection
 from clotho.serving.app import build_app
 from clotho.serving.limits import Traffic
 from clotho.serving.services import GatewayServices
@@ -24,7 +24,7 @@ BACKLOG = 1024
 OPEN_FILES = 8192
 
 
-def listen(settings: GatewaySection) -> socket.socket:
+def listen(settings: ServerSection) -> socket.socket:
     """Bind the address of the profile and listen on it.
 
     The process may then have `OPEN_FILES` files open, as far as the system lets it: every connection is one, and some
@@ -33,14 +33,14 @@ def listen(settings: GatewaySection) -> socket.socket:
     """
     host, port = settings.host, settings.port
     if not settings.api_key and not is_loopback(host):
-        raise GatewayError(f"gateway.host {host!r} is open to other machines: set gateway.api_key, or bind 127.0.0.1")
+        raise GatewayError(f"server.host {host!r} is open to other machines: set server.api_key, or bind 127.0.0.1")
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, _, _, _, address = min(found, key=lambda one: one[0] != socket.AF_INET)
         listener = socket.create_server(address[:2], family=family, backlog=BACKLOG)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            advice = "stop what listens there, or choose another with --gateway.port (0: any free one)"
+            advice = "stop what listens there, or choose another with --server.port (0: any free one)"
             raise GatewayError(f"port {port} on {host} is already in use: {advice}") from error
         raise GatewayError(f"cannot listen on {host} port {port}: {error}") from error
     allow_open_files(OPEN_FILES)

@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol
 
 from msgspec import Struct
 
-from clotho.config.schema import GatewaySection
+from clotho.config.schema import ServerSection
 from protocols.sampling import Completion, CompletionDone, PromptLogprobs, SampleRequest, Sampling, TokenDrawn
 from protocols.weights import WeightsReady
 
@@ -121,7 +121,7 @@ class GatewayServices(Struct, frozen=True, kw_only=True):
 
     sampler: Completer
     tokenizer: Tokens
-    settings: GatewaySection
+    settings: ServerSection
     sampling: Sampling
     prompt_logprobs: Callable[[tuple[int, ...], int], Awaitable[PromptLogprobs]]
     weights: Callable[[], WeightsReady]

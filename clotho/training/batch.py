@@ -168,7 +168,7 @@ def mini_batches(
     if not any(c.length for g in groups for c in g.group.completions):
         raise ValueError("an update needs at least one completion token that the policy drew")
     order = list(range(len(groups)))
-    parts = min(settings.mini_batches, len(groups))
+    parts = min(settings.num_minibatches, len(groups))
     if parts > 1:
         order = [int(index) for index in np.random.default_rng(list(seed)).permutation(len(groups))]
     dealt = [sorted(order[start::parts]) for start in range(parts)]
@@ -185,7 +185,7 @@ def _mini_batch(
     layout: str,
 ) -> MiniBatch:
     lengths = [[_learnt(c, settings) for c in groups[g].group.completions] for g in part]
-    shares = coefficients(settings.aggregation, lengths, max_tokens=max_tokens)
+    shares = coefficients(settings.loss_aggregation, lengths, max_tokens=max_tokens)
     places, sequences = [], []
     for g, lengths_G, shares_G in zip(part, lengths, shares, strict=True):
         for i, (length, share) in enumerate(zip(lengths_G, shares_G, strict=True)):

@@ -93,7 +93,7 @@ def prepare(
 def _proximal_needed(settings: LearnerSection, minis: int) -> bool:
     """Whether a gradient will be taken at weights other than those that the update begins with."""
     several = settings.update_epochs * minis > 1
-    return several and settings.anchor == "proximal" and settings.proximal == "recompute"
+    return several and settings.ratio_reference == "batch_start" and settings.proximal == "recompute"
 
 
 def _scored(

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import anyio
 
-from clotho.config.schema import GeneratorSection, ModelSection, PolicySection
+from clotho.config.schema import EngineSection, ModelSection, PolicySection
 from clotho.inference import DecodeEngine
 from clotho.models.policy import Policy, load_policy
 from clotho.runtime.compute_thread import ComputeExecutor
@@ -83,7 +83,7 @@ def served_policy(executor: ComputeExecutor, directory: Path) -> tuple[Policy, D
     def make() -> tuple[Policy, DecodeEngine]:
         model = ModelSection(path=str(save(directory / "base")))
         policy = load_policy(model, PolicySection(rank=2, scale=2.0), seed=0, keep_reference=False)
-        return policy, DecodeEngine(policy, GeneratorSection(max_rows=16))
+        return policy, DecodeEngine(policy, EngineSection(max_num_seqs=16))
 
     policy, engine = executor.submit(make).result()
     executor.attach(engine)

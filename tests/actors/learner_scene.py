@@ -8,7 +8,7 @@ from typing import Any
 from msgspec import convert
 
 from actors.learner import Learner, Progress
-from clotho.config.schema import AlarmsSection, LearnerSection, ReplaySection
+from clotho.config.schema import CollapseDetectionSection, LearnerSection, ReplaySection
 from clotho.monitoring.collapse_response import CollapseWatch
 from clotho.runtime.compute_thread import ComputeExecutor
 from clotho.runtime.latest import Latest
@@ -44,13 +44,13 @@ class Scene:
         *,
         progress: Progress | None = None,
         replay: ReplaySection | None = None,
-        alarms: AlarmsSection | None = None,
+        alarms: CollapseDetectionSection | None = None,
         remembered: AlarmState | None = None,
         steps: int = 100,
         unasked: bool = False,
         **keys: Any,
     ) -> None:
-        alarms = alarms or AlarmsSection(on_collapse="off")
+        alarms = alarms or CollapseDetectionSection(on_collapse="off")
         keys = {"batch_size": 2, "learning_rate": 1e-2, "schedule": "constant", **keys}
         self.policy = BigramPolicy()
         self.learned = executor.submit(

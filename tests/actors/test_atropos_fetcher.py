@@ -51,7 +51,7 @@ async def test_what_an_earlier_life_had_received_is_told_first() -> None:
 
 @pytest.mark.parametrize(("ahead", "allowed"), [(0, 2), (1, 4), (2, 6)])
 async def test_the_law_of_lag(ahead: int, allowed: int) -> None:
-    """No batch is taken before the weights of step s - batches_ahead serve."""
+    """No batch is taken before the weights of step s - max_batches_ahead serve."""
     scene = Scene([["a"]] * 20, ahead=ahead)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(scene.box.run)

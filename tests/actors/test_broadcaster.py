@@ -15,7 +15,7 @@ from msgspec import structs
 
 from actors import broadcaster as module
 from actors.broadcaster import Broadcaster
-from clotho.config.schema import WeightsSection
+from clotho.config.schema import KvPolicy, ParitySection
 from clotho.models.parameters import flat
 from clotho.runtime.compute_thread import ComputeExecutor
 from clotho.runtime.latest import Latest
@@ -43,11 +43,13 @@ def executor() -> Iterator[ComputeExecutor]:
 class Scene:
     """A broadcaster of a tiny policy that an engine decodes."""
 
-    def __init__(self, executor: ComputeExecutor, directory: Path, **settings: Any) -> None:
+    def __init__(
+        self, executor: ComputeExecutor, directory: Path, *, kv_policy: KvPolicy = "keep", **settings: Any
+    ) -> None:
         self.executor = executor
         self.policy, self.engine = served_policy(executor, directory)
         self.weights = Latest[WeightsReady]("weights")
-        self.settings = WeightsSection(**settings)
+        self.settings, self.kv_policy = ParitySection(**settings), kv_policy
 
     def update(self, *, step: int, version: int, shift: float = 0.0, taught: bool = True) -> PolicyUpdated:
         """The learner's word after a batch: the weights of before, every number moved by `shift`."""
@@ -90,6 +92,7 @@ class Scene:
             policy=self.policy,
             engine=self.engine,
             settings=self.settings,
+            kv_policy=self.kv_policy,
             temperature=1.0,
             probe_prompt=PROMPT,
         )
@@ -122,10 +125,10 @@ async def test_a_batch_that_taught_nothing_is_announced_too(executor: ComputeExe
 
 @pytest.mark.parametrize(("policy", "versions"), [("keep", {0, 1}), ("recompute", {0, 1}), ("drain", {0})])
 async def test_what_becomes_of_sequences_under_way(
-    executor: ComputeExecutor, tmp_path: Path, policy: str, versions: set[int]
+    executor: ComputeExecutor, tmp_path: Path, policy: KvPolicy, versions: set[int]
 ) -> None:
     """Each token names the weights that drew it; under `drain`, none that has begun ever sees other weights."""
-    scene = Scene(executor, tmp_path, kv_policy=policy, probe_tokens=0)
+    scene = Scene(executor, tmp_path, kv_policy=policy, tokens=0)
     box = scene.box(scene.update(step=1, version=1, shift=0.3))
     sampler = Sampler(executor.submit, scene.engine)
     request = SampleRequest(
@@ -162,8 +165,8 @@ async def test_weights_whose_probabilities_are_not_numbers_end_the_run(
 async def test_drift_is_reported_and_beyond_the_bound_ends_the_run(
     executor: ComputeExecutor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`probe_warn` and `probe_stop`, in nats, at the start and after each swap, on the tokens last trained on."""
-    scene = Scene(executor, tmp_path, probe_warn=0.01, probe_stop=0.1)
+    """`warn_nats` and `stop_nats`, in nats, at the start and after each swap, on the tokens last trained on."""
+    scene = Scene(executor, tmp_path, warn_nats=0.01, stop_nats=0.1)
     differences, probed = iter([0.001, 0.05, 0.2]), []
 
     def probe(policy: Any, engine: Any, prompt: Any, completion: Any, **_: Any) -> ParityReport:
@@ -194,8 +197,8 @@ async def test_it_is_ready_when_sampler_and_learner_agree(executor: ComputeExecu
 
 
 async def test_no_probe_where_none_is_wanted(executor: ComputeExecutor, tmp_path: Path) -> None:
-    """`probe_tokens = 0` compares nothing, not even what would end the run."""
-    scene = Scene(executor, tmp_path, probe_tokens=0)
+    """`tokens = 0` compares nothing, not even what would end the run."""
+    scene = Scene(executor, tmp_path, tokens=0)
     box = scene.box(scene.update(step=1, version=1, shift=float("nan")))
     await box.run()
     assert (scene.policy.version, box.largest_drift) == (1, 0.0)

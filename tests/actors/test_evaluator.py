@@ -12,7 +12,7 @@ import pytest
 from mlx.utils import tree_map
 
 from actors.evaluator import Evaluator, Pinned
-from clotho.config.schema import EvalSection, GeneratorSection
+from clotho.config.schema import EngineSection, EvalSection
 from clotho.inference.greedy import greedy_completions
 from clotho.runtime.compute_thread import ComputeExecutor
 from clotho.runtime.queues import EndOfStream, Mailbox, MailboxClosed
@@ -24,7 +24,7 @@ from protocols.step import PolicyUpdated, StepReport
 from tests.actors.boxes import cancelled_midway, compute_thread, everything, filled, served_policy
 
 SAMPLING = Sampling(max_tokens=4, ignore_eos=True)
-GENERATOR = GeneratorSection(max_rows=4)
+GENERATOR = EngineSection(max_num_seqs=4)
 PROMPTS = [(5, 9), (33, 2, 17), (60,), (7, 8, 9), (10, 11), (12,)]
 KINDS = ["sum", "sum", "sum", "word", "word", "word"]
 
@@ -130,11 +130,11 @@ async def test_before_and_after_are_measured_on_their_own_weights(executor: Comp
 
 
 async def test_in_between_fewer_problems_may_do(executor: ComputeExecutor, tmp_path: Path) -> None:
-    """`interim_problems` every `interval` steps; `problems` before and after; the first ones of the file."""
+    """`problems_between` every `interval` steps; `problems` before and after; the first ones of the file."""
     scene = Scene(executor, tmp_path)
     updates = Mailbox[PolicyUpdated]("updates", capacity=1)
     writer = updates.writer()
-    box = scene.box(updates, interval=2, problems=3, interim_problems=1)
+    box = scene.box(updates, interval=2, problems=3, problems_between=1)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(box.run)
         assert (await scene.told.receive()).problems == 3

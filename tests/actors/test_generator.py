@@ -78,7 +78,7 @@ class Scene:
             sampling=SAMPLING,
             group_size=3,
             batch_size=batch_size,
-            batches_ahead=ahead,
+            max_batches_ahead=ahead,
             ended=before,
             groups=groups,
         )
@@ -118,7 +118,7 @@ async def test_every_prompt_becomes_one_group_drawn_from_its_own_seeds(engine: F
 
 @pytest.mark.parametrize(("ahead", "batches"), [(0, 1), (1, 2), (2, 3)])
 async def test_the_law_of_lag(engine: FakeEngine, ahead: int, batches: int) -> None:
-    """The prompts of update s are begun once the weights of step s - batches_ahead serve, and no sooner."""
+    """The prompts of update s are begun once the weights of step s - max_batches_ahead serve, and no sooner."""
     scene = Scene(engine, prompts(*range(20)), ahead=ahead)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(scene.box.run)

@@ -107,7 +107,7 @@ class Scene:
             refills=self.refills,
             groups=groups,
             batch_size=2,
-            batches_ahead=ahead,
+            max_batches_ahead=ahead,
             **defaults | more,
         )
 

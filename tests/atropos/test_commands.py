@@ -110,7 +110,7 @@ def test_what_no_flag_can_say_is_a_file() -> None:
 
 def test_an_api_key_is_on_no_command_line() -> None:
     """`ps` shows those to everybody; nor among the variables."""
-    made = command(environments=mine(), **{"gateway.api_key": "s3cret"})
+    made = command(environments=mine(), **{"server.api_key": "s3cret"})
     assert made.settings == {"openai": {"api_key": "s3cret:mine"}}
     assert "s3cret" not in json.dumps([made.argv, made.variables])
     assert made.secret == "s3cret"
@@ -167,7 +167,7 @@ def test_atroposlib_understands_the_command(tmp_path: Path) -> None:
     script.write_text(SHOWS_SETTINGS, encoding="utf-8")
     options = {"names": ["a", "b"], "bias": -3.5, "openai.timeout": 77}
     section = {"name": "mine", "script": str(script), "min_batch_allocation": 0.5, "group_size": 4, "options": options}
-    made = command(python_with_atropos(), environments=[section], **{"gateway.api_key": "s3cret"})
+    made = command(python_with_atropos(), environments=[section], **{"server.api_key": "s3cret"})
     settings.write_text(json.dumps(made.settings), encoding="utf-8")
     asked = subprocess.run(
         [*made.argv, f"--config={settings}"], env=made.variables, capture_output=True, text=True, check=False

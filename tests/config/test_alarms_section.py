@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from clotho.config.schema import AlarmsSection
+from clotho.config.schema import CollapseDetectionSection
 from clotho.monitoring.collapse_response import CollapseWatch, Judgement
 from protocols.alarms import AlarmState
 from protocols.step import StepReport
@@ -38,7 +38,7 @@ IN_THE_LEARNER = {"rollback_rate"}
 
 def judged(bad: StepReport, **settings: Any) -> list[Judgement]:
     """Judgements of good times and of four bad batches that follow."""
-    watch = CollapseWatch(AlarmsSection(**settings), state=AlarmState(), rollbacks=0)
+    watch = CollapseWatch(CollapseDetectionSection(**settings), state=AlarmState(), rollbacks=0)
     return [watch.compute_advantages(one) for one in (*TIMES, *[bad] * 4)]
 
 
@@ -51,4 +51,4 @@ def test_every_key_of_the_alarms_changes_a_judgement(key: str) -> None:
 
 def test_no_key_of_the_alarms_was_forgotten() -> None:
     """What is not in the table is a number that the learner is told."""
-    assert set(AlarmsSection.__struct_fields__) == EFFECTS.keys() | IN_THE_LEARNER
+    assert set(CollapseDetectionSection.__struct_fields__) == EFFECTS.keys() | IN_THE_LEARNER

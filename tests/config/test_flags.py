@@ -136,7 +136,7 @@ def test_the_same_value_may_be_given_twice() -> None:
     [
         ("--learner.learnin-rate 1", "unknown flag --learner.learnin-rate; did you mean --learner.learning-rate?"),
         ("--group_sze=1", "unknown flag --group_sze; did you mean --group-size?"),
-        ("--interim-problems 3", "unknown flag --interim-problems; did you mean --eval.interim-problems?"),
+        ("--problems-between 3", "unknown flag --problems-between; did you mean --eval.problems-between?"),
         ("--resum", "unknown flag --resum; did you mean --resume?"),
         ("--rewards.weight 2", "unknown flag --rewards.weight; did you mean --rewards?"),
         ("--qqqqqqqq", "unknown flag --qqqqqqqq; see --help"),

@@ -18,25 +18,25 @@ from tests.training.learning import BigramPolicy, finish, learner, random_groups
 UNSCALED = {"max_grad_norm": 0.0, "epsilon": 1e-2}
 """Clipping and Adam hide the size of a gradient; these let it be seen."""
 
-CORRECTED = {"anchor": "proximal", "correction": "truncate"}
-TWO_STEPS = {"anchor": "proximal", "mini_batches": 2}
+CORRECTED = {"ratio_reference": "batch_start", "correction": "truncate"}
+TWO_STEPS = {"ratio_reference": "batch_start", "num_minibatches": 2}
 
 EFFECTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "objective": ("cispo", {}),
     "advantage": ("mean", {}),
     "advantage_deviation": ("sample", UNSCALED),
     "advantage_epsilon": (1.0, UNSCALED),
-    "aggregation": ("token_mean", {}),
+    "loss_aggregation": ("token_mean", {}),
     "clip_low": (0.01, {}),
     "clip_high": (0.01, {}),
     "dual_clip": (1.05, {}),
     "quadratic_kl": (1.0, {"objective": "dppo_tv"}),
-    "sapo_positive": (3.0, {"objective": "sapo"}),
-    "sapo_negative": (3.0, {"objective": "sapo"}),
+    "sapo_tau_pos": (3.0, {"objective": "sapo"}),
+    "sapo_tau_neg": (3.0, {"objective": "sapo"}),
     "mask_truncated": (True, {}),
-    "anchor": ("proximal", {}),
+    "ratio_reference": ("batch_start", {}),
     "proximal": ("interpolate", TWO_STEPS),
-    "correction": ("truncate", {"anchor": "proximal"}),
+    "correction": ("truncate", {"ratio_reference": "batch_start"}),
     "correction_low": (1.5, CORRECTED),
     "correction_high": (1.01, CORRECTED),
     "outlier_low": (0.9, {}),
@@ -68,7 +68,7 @@ EFFECTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "weight_decay": (0.5, {}),
     "max_grad_norm": (1e-3, {"epsilon": 1e-2}),
     "update_epochs": (2, {}),
-    "mini_batches": (2, {}),
+    "num_minibatches": (2, {}),
 }
 SAME_BY_LAW = {"micro_batch_tokens", "layout", "compile"}
 """They decide how an update is computed, never what it is: their tests compare results."""

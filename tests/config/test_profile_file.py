@@ -98,15 +98,15 @@ def test_naming_a_scale_or_a_dataset_takes_back_what_lower_layers_said_of_its_tw
         {"policy.kind": "full"},
         {"learner.schedule": "constant"},
         {"eval.enabled": False},
-        {"gateway.enabled": False},
+        {"server.enabled": False},
         {"checkpoint.interval": 0},
-        {"weights.probe_tokens": 0},
+        {"parity.tokens": 0},
         {"steps": 1},
         {"learner.learning_rate": 1e-9},
-        {"learner.anchor": "proximal", "learner.correction": "truncate"},
+        {"learner.ratio_reference": "batch_start", "learner.correction": "truncate"},
         {"learner.optimizer": "sgd"},
         {"learner.advantage": "leave_one_out"},
-        {"alarms.on_collapse": "off"},
+        {"collapse_detection.on_collapse": "off"},
         {"atropos.enabled": False},
     ],
     ids=str,
@@ -117,7 +117,7 @@ def test_every_switch_works_on_top_of_every_shipped_profile(path: Path, override
 
     Not so what would have groups come from elsewhere: environments are never given up without a word.
     """
-    if overrides in ({"async": False}, {"gateway.enabled": False}) and load_profile(path.stem).atropos.enabled:
+    if overrides in ({"async": False}, {"server.enabled": False}) and load_profile(path.stem).atropos.enabled:
         with pytest.raises(ProfileError, match=f"^command line: {next(iter(overrides))} = false"):
             load_profile(path.stem, overrides)
         return
@@ -127,9 +127,9 @@ def test_every_switch_works_on_top_of_every_shipped_profile(path: Path, override
 
 def test_settings_that_lose_their_effect_fall_back_to_defaults(here: Path) -> None:
     """So that two profiles of equal effect are equal."""
-    text = "[generator]\nbatches_ahead = 4\n" + MINIMAL
-    assert load_profile(written(here, text)).generator.batches_ahead == 4
-    assert load_profile(written(here, text), {"async": False}).generator.batches_ahead == 2
+    text = "[rollouts]\nmax_batches_ahead = 4\n" + MINIMAL
+    assert load_profile(written(here, text)).rollouts.max_batches_ahead == 4
+    assert load_profile(written(here, text), {"async": False}).rollouts.max_batches_ahead == 2
 
 
 @pytest.mark.parametrize(
@@ -140,8 +140,8 @@ def test_settings_that_lose_their_effect_fall_back_to_defaults(here: Path) -> No
         ("[policy]\nlora_rank = 4\n", "unknown key policy.lora_rank; did you mean policy.rank?"),
         ("lr = 4\n", "unknown key or section lr; did you mean learner.learning_rate?"),
         ("[samplng]\n", "unknown key or section samplng; did you mean sampling?"),
-        ("[eval]\nzzzz = 1\n", "unknown key eval.zzzz; there are: eval.enabled, eval.interim_problems, "
-         "eval.interval, eval.problems"),
+        ("[eval]\nzzzz = 1\n", "unknown key eval.zzzz; there are: eval.enabled, eval.interval, "
+         "eval.problems, eval.problems_between"),
         ("learner = 3\n", "learner must be a section: [learner], then one key per line"),
         ("steps = 0\n", "steps must be an integer >= 1, not 0"),
         ('steps = "ten"\n', 'steps must be an integer >= 1, not "ten"'),
@@ -149,7 +149,7 @@ def test_settings_that_lose_their_effect_fall_back_to_defaults(here: Path) -> No
         ("[learner]\nlearning_rate = -1\n", "learner.learning_rate must be a number > 0, not -1"),
         ("[learner]\nlearning_rate = inf\n", "learner.learning_rate must be finite, not Infinity"),
         ("[learner]\nlearning_rate = nan\n", "learner.learning_rate must be finite, not NaN"),
-        ('[weights]\nkv_policy = "kep"\n', 'weights.kv_policy must be one of keep, recompute, drain, not "kep"'),
+        ('[engine]\nkv_policy = "kep"\n', 'engine.kv_policy must be one of keep, recompute, drain, not "kep"'),
         ('[policy]\nscale = "a"\n', 'policy.scale must be a number > 0 or none, not "a"'),
         ("[sampling]\ngroup_size = 1\n", "sampling.group_size must be an integer >= 2 and <= 4096, not 1"),
         ("[sampling]\nstop = [1]\n", "sampling.stop[0] must be text, not 1"),
@@ -228,7 +228,7 @@ def test_extends_in_a_circle_is_refused(here: Path) -> None:
 
 def test_an_api_key_is_kept_from_other_eyes(here: Path) -> None:
     """The record is readable by its owner only; what is printed hides the key."""
-    profile = load_profile("local-m3", {"gateway.api_key": "s3cret"})
+    profile = load_profile("local-m3", {"server.api_key": "s3cret"})
     write_profile(profile, here / "profile.toml")
     assert stat.S_IMODE((here / "profile.toml").stat().st_mode) == 0o600
     assert load_profile("./profile.toml") == profile

@@ -15,7 +15,7 @@ from tests.config.test_profile_rules import TAP, profile
 
 ATROPOS = {"enabled": True, "mock": True}
 ENVIRONMENT = {"name": "environment", "factory": "a:B", "mode": "replace", "at": "scorer"}
-DECOUPLED = {"anchor": "proximal", "update_epochs": 2}
+DECOUPLED = {"ratio_reference": "batch_start", "update_epochs": 2}
 
 
 @pytest.mark.parametrize(
@@ -23,10 +23,10 @@ DECOUPLED = {"anchor": "proximal", "update_epochs": 2}
     [
         ({"objective": "gpro"}, "learner.objective must be one of grpo, dr_grpo, "),
         ({"objective": "grppo"}, "or module:function, not 'grppo'; did you mean grpo?"),
-        ({"objective": "dppo_tv", "anchor": "proximal"}, 'learner.anchor contradicts learner.objective: dppo_tv needs '
+        ({"objective": "dppo_tv", "ratio_reference": "batch_start"}, 'learner.ratio_reference contradicts learner.objective: dppo_tv needs '
          '"sampler"'),
         ({"correction": "truncate"}, "learner.correction would count the disagreement with the sampler twice: learner."
-         'anchor = "sampler" has the ratio against the sampler already; set learner.anchor = "proximal"'),
+         'ratio_reference = "sampler" has the ratio against the sampler already; set learner.ratio_reference = "batch_start"'),
         ({"correction_high": 3.0}, 'learner.correction_high has no effect: learner.correction = "none" has no bounds'),
         ({"correction_low": 0.5}, "learner.correction_low has no effect"),
         ({**DECOUPLED, "correction": "mask", "correction_low": 2.0, "correction_high": 5.0},
@@ -34,12 +34,12 @@ DECOUPLED = {"anchor": "proximal", "update_epochs": 2}
         ({**DECOUPLED, "correction": "mask", "correction_high": 0.5}, "must have 1 between them"),
         ({"outlier_high": 0.5}, "learner.outlier_high must be 0 (off) or more than 1, not 0.5"),
         ({"dual_clip": 1.0}, "learner.dual_clip must be 0 (off) or more than 1, not 1"),
-        ({"anchor": "proximal", "clip_low": 0.1}, "learner.clip_low has no effect: with learner.anchor = "
-         '"proximal" and a single optimizer step per batch the ratio is always 1'),
-        ({"anchor": "proximal", "dual_clip": 3.0}, "learner.dual_clip has no effect"),
-        ({"anchor": "proximal", "objective": "sapo", "sapo_positive": 2.0}, "learner.sapo_positive has no effect"),
+        ({"ratio_reference": "batch_start", "clip_low": 0.1}, "learner.clip_low has no effect: with learner.ratio_reference = "
+         '"batch_start" and a single optimizer step per batch the ratio is always 1'),
+        ({"ratio_reference": "batch_start", "dual_clip": 3.0}, "learner.dual_clip has no effect"),
+        ({"ratio_reference": "batch_start", "objective": "sapo", "sapo_tau_pos": 2.0}, "learner.sapo_tau_pos has no effect"),
         ({"proximal": "interpolate"}, "learner.proximal has no effect"),
-        ({"anchor": "proximal", "proximal": "interpolate"}, "learner.proximal has no effect"),
+        ({"ratio_reference": "batch_start", "proximal": "interpolate"}, "learner.proximal has no effect"),
         ({"update_epochs": 2, "proximal": "interpolate"}, "learner.proximal has no effect"),
         ({"advantage": "mean", "advantage_deviation": "sample"}, "learner.advantage_deviation has no effect"),
         ({"advantage": "leave_one_out", "advantage_epsilon": 1e-6}, "learner.advantage_epsilon has no effect"),
@@ -56,7 +56,7 @@ DECOUPLED = {"anchor": "proximal", "update_epochs": 2}
             {"dynamic_sampling": True, "dynamic_limit": 1.1, "batch_size": 4},
             "learner.dynamic_limit is too small: so many times learner.batch_size",
         ),
-        ({"mini_batches": 17}, "learner.mini_batches = 17 must be at most the groups of an update, 16"),
+        ({"num_minibatches": 17}, "learner.num_minibatches = 17 must be at most the groups of an update, 16"),
         ({"kl_estimator": "k1"}, "learner.kl_estimator has no effect: learner.kl_beta = 0"),
         ({"kl_in": "reward"}, "learner.kl_in has no effect"),
         ({"kl_unbiased": True}, "learner.kl_unbiased has no effect"),
@@ -130,11 +130,14 @@ def test_an_objective_takes_the_settings_that_it_reads_and_no_others(objective: 
     [
         {"sampling": {"top_k": 256, "top_p": 0.9, "min_p": 0.1, "logit_bias": [[1, 2.0]]}},
         {"learner": {**DECOUPLED, "correction": "mask", "correction_low": 0.5, "clip_low": 0.1, "dual_clip": 3.0}},
-        {"learner": {"anchor": "proximal", "mini_batches": 2, "proximal": "interpolate"}},
-        {"learner": {"anchor": "proximal", "objective": "my.module:objective", "clip_low": 0.1}},
+        {"learner": {"ratio_reference": "batch_start", "num_minibatches": 2, "proximal": "interpolate"}},
+        {"learner": {"ratio_reference": "batch_start", "objective": "my.module:objective", "clip_low": 0.1}},
         {"learner": {"kl_beta": 0.1, "kl_estimator": "k1", "kl_target": 0.1, "kl_horizon": 5, "kl_unbiased": True}},
         {"learner": {"kl_beta": 0.1, "reference": "average", "ref_ema": 0.9}},
-        {"learner": {"kl_beta": 0.1, "reference": "snapshot", "reference_interval": 9}, "alarms": {"kl_high": 1.0}},
+        {
+            "learner": {"kl_beta": 0.1, "reference": "snapshot", "reference_interval": 9},
+            "collapse_detection": {"kl_high": 1.0},
+        },
         {"learner": {"entropy_target": 0.2, "entropy_step": 0.1}},
         {"learner": {"entropy_weight": 0.2, "entropy_decay": 0.9}},
         {"learner": {"optimizer": "muon", "momentum": 0.8, "beta1": 0.8, "epsilon": 1e-6}},
@@ -143,10 +146,10 @@ def test_an_objective_takes_the_settings_that_it_reads_and_no_others(objective: 
         {"atropos": ATROPOS, "learner": {"kl_beta": 0.1, "reference": "environment", "distillation_weight": 0.1}},
         {"learner": {"outlier_low": 0.5, "outlier_high": 2.0, "off_policy_mask": 0.1}},
         {"learner": {"overlong_buffer": 255, "overlong_penalty": 0.5, "mask_truncated": True}},
-        {"learner": {"mini_batches": 20}, "replay": {"capacity": 8, "groups": 4}},
+        {"learner": {"num_minibatches": 20}, "replay": {"capacity": 8, "groups": 4}},
         {"learner": {"schedule": "constant", "warmup_steps": 3}},
         {"replay": {"capacity": 8, "sampling": "weighted", "priority": "recency", "exponent": 2.0}},
-        {"alarms": {"on_collapse": "rollback", "rollback_rate": 0.5, "max_rollbacks": 1}},
+        {"collapse_detection": {"on_collapse": "rollback", "rollback_rate": 0.5, "max_rollbacks": 1}},
     ],
     ids=str,
 )

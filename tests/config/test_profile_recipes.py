@@ -15,7 +15,7 @@ from clotho.config.schema import LearnerSection
 from protocols.errors import ProfileError
 from tests.config.test_profile_file import MINIMAL, written
 
-PROXIMAL = '[learner]\nanchor = "proximal"\n'
+PROXIMAL = '[learner]\nratio_reference = "batch_start"\n'
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def test_choosing_an_objective_brings_its_recipe(objective: str, here: Path) -> 
     """Whatever of it has an effect; the rest falls back to defaults without a word."""
     section, default = learner(here, objective=objective), LearnerSection()
     for name, value in OBJECTIVES[objective].items():
-        at_ratio_one = section.anchor == "proximal" and name in USES[objective]
+        at_ratio_one = section.ratio_reference == "batch_start" and name in USES[objective]
         assert getattr(section, name) == (getattr(default, name) if at_ratio_one else value), name
 
 
@@ -63,7 +63,7 @@ def test_a_recipe_ranks_right_below_the_layer_that_chooses(here: Path) -> None:
     section = learner(here, text, objective="gspo", clip_high=0.3)
     assert (section.clip_low, section.clip_high) == (3e-4, 0.3)
     same = learner(here, text + 'objective = "gspo"\n')
-    assert (same.clip_low, same.clip_high, same.aggregation) == (0.1, 0.1, "sequence_mean")
+    assert (same.clip_low, same.clip_high, same.loss_aggregation) == (0.1, 0.1, "sequence_mean")
     assert learner(here, '[learner]\nobjective = "gspo"\n', clip_low=0.3).clip_low == 0.3
 
 
@@ -90,7 +90,7 @@ def test_an_objective_has_the_last_word_on_the_correction_that_it_implies(here: 
 def test_the_bounds_of_an_implied_correction_come_along(here: Path) -> None:
     """A recipe's correction brings that correction's recipe."""
     section = learner(here, objective="reinforce")
-    assert (section.anchor, section.correction, section.correction_high) == ("proximal", "truncate", 2.0)
+    assert (section.ratio_reference, section.correction, section.correction_high) == ("batch_start", "truncate", 2.0)
 
 
 def test_what_a_recipe_gives_in_vain_is_given_up_without_a_word(here: Path) -> None:
@@ -106,10 +106,10 @@ def test_what_depends_on_a_setting_that_falls_back_falls_back_with_it(here: Path
     """One flag may take the effect of a whole chain: objective, anchor, correction, bounds."""
     text = PROXIMAL + 'correction = "mask"\ncorrection_high = 4.0\nupdate_epochs = 2\nproximal = "interpolate"\n'
     section = learner(here, text, objective="dppo_tv")
-    assert (section.anchor, section.correction, section.proximal) == ("sampler", "none", "recompute")
+    assert (section.ratio_reference, section.correction, section.proximal) == ("sampler", "none", "recompute")
     assert section.correction_high == LearnerSection().correction_high
     evaluated = load_profile("local-m3", {"steps": 6}).eval
-    assert (evaluated.interval, evaluated.interim_problems) == (0, 0)
+    assert (evaluated.interval, evaluated.problems_between) == (0, 0)
     with pytest.raises(ProfileError, match=r"^command line: eval.interval is too large"):
         load_profile("local-m3", {"steps": 6, "eval.interval": 6})
     with pytest.raises(ProfileError, match=r"^x.toml: eval.interval is too large"):

@@ -26,7 +26,7 @@ def test_types_defaults_and_bounds_are_read_from_the_annotations() -> None:
     assert keys()["learner.learning_rate"].allowed == "a number > 0"
     assert keys()["policy.scale"].allowed == "a number > 0 or none"
     assert keys()["seed"].allowed == "an integer >= 0 and < 4294967296"
-    assert keys()["weights.kv_policy"].allowed == "one of keep, recompute, drain"
+    assert keys()["engine.kv_policy"].allowed == "one of keep, recompute, drain"
     assert keys()["sampling.logit_bias"].allowed == "a list, each [an integer, a number]"
     assert keys()["policy.ranks"].allowed == "a list, each text of the form name=rank"
     assert keys()["learner.objective"].allowed == "text of the form name or module:function"
@@ -37,7 +37,7 @@ def test_types_defaults_and_bounds_are_read_from_the_annotations() -> None:
 def test_a_section_made_of_several_structs_has_all_their_keys_and_helps_in_order() -> None:
     """[learner] says what is maximised, corrected, penalised and stepped, each in a struct of its own."""
     names = [key.name for section in sections() if section.name == "learner" for key in section.keys]
-    order = [names.index(name) for name in ("objective", "anchor", "kl_beta", "optimizer", "batch_size")]
+    order = [names.index(name) for name in ("objective", "ratio_reference", "kl_beta", "optimizer", "batch_size")]
     assert order == sorted(order)
     assert keys()["learner.clip_high"].help == keys()["learner.clip_low"].help
     assert keys()["learner.clip_low"].help.endswith("for dppo_tv of the difference of probabilities.")

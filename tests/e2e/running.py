@@ -18,7 +18,7 @@ from msgspec import Struct
 
 REPOSITORY = Path(__file__).parents[2]
 BATCH = 4
-SMALL = ("--gateway.port", "0", "--batch-size", str(BATCH), "--group-size", "4", "--eval.problems", "32")
+SMALL = ("--server.port", "0", "--batch-size", str(BATCH), "--group-size", "4", "--eval.problems", "32")
 PATIENCE_SECONDS = 240.0
 """A run that takes longer is killed, so that no test waits for ever; nothing is judged by it."""
 

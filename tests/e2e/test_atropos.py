@@ -41,7 +41,7 @@ def books_of_environment(ended: Ended) -> tuple[int, int, int, int]:
 def test_an_environment_trains_the_policy(tmp_path: Path, atropos: tuple[str, str]) -> None:
     """A short run of the profile that ships: accuracy rises, log-probabilities come back as sampled, nobody is left."""
     flags = ("--profile", "atropos-local", *atropos, "--steps", "10")
-    small = ("--gateway.port", "0", "--eval.problems", "128")
+    small = ("--server.port", "0", "--eval.problems", "128")
     with Run(tmp_path / "run", *flags, small=small) as running:
         running.wait_for("step  1/10")
         started = descendants(running.process.pid)

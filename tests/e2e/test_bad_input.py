@@ -39,7 +39,7 @@ def complaint(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Complaint:
 
     def complain(*flags: str, port: int = 0) -> str:
         before = contents(tmp_path)
-        status = main(["--run-dir", str(tmp_path / "run"), "--gateway.port", str(port), *flags])
+        status = main(["--run-dir", str(tmp_path / "run"), "--server.port", str(port), *flags])
         out, err = capfd.readouterr()
         assert (status, out) == (2, ""), err
         assert err.startswith("clotho: ")

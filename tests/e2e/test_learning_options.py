@@ -17,10 +17,10 @@ kind = "dora"
 
 [learner]
 objective = "dapo"
-anchor = "proximal"
+ratio_reference = "batch_start"
 correction = "mask"
 update_epochs = 2
-mini_batches = 2
+num_minibatches = 2
 optimizer = "muon"
 kl_beta = 0.02
 kl_target = 0.01
@@ -34,7 +34,7 @@ capacity = 6
 groups = 2
 sampling = "weighted"
 
-[alarms]
+[collapse_detection]
 on_collapse = "rollback"
 window = 2
 
@@ -109,7 +109,14 @@ def test_a_truncated_distribution_is_learnt_from_as_it_was_drawn(tmp_path: Path)
 
 def test_a_policy_that_is_destroyed_goes_back_to_the_last_good_one(tmp_path: Path) -> None:
     """A rate that ruins everything trips the alarm; what is served at the end answers about as well as before."""
-    flags = ("--alarms.on-collapse", "rollback", "--alarms.window", "2", "--alarms.rollback-rate", "0.001")
+    flags = (
+        "--collapse-detection.on-collapse",
+        "rollback",
+        "--collapse-detection.window",
+        "2",
+        "--collapse-detection.rollback-rate",
+        "0.001",
+    )
     ended = run(tmp_path / "run", *RUINOUS, *flags, "--steps", "12", "--async", "false")
     assert ended.status == 0, ended
     recorded = metrics(tmp_path / "run")
@@ -122,10 +129,10 @@ def test_a_policy_that_is_destroyed_goes_back_to_the_last_good_one(tmp_path: Pat
 
 def test_a_run_can_stop_at_the_first_collapse(tmp_path: Path) -> None:
     """One line says what was seen, and the run ends with status 1; the last batch is on record."""
-    flags = ("--alarms.on-collapse", "stop", "--alarms.window", "2")
+    flags = ("--collapse-detection.on-collapse", "stop", "--collapse-detection.window", "2")
     ended = run(tmp_path / "run", *RUINOUS, *flags, "--steps", "12")
     assert ended.status == 1, ended
-    assert "alarms.on_collapse" in ended.err
+    assert "collapse_detection.on_collapse" in ended.err
     recorded = metrics(tmp_path / "run")
     assert [bool(line["alarms"]) for line in recorded][-1:] == [True]
     assert f"at step {recorded[-1]['step']}:" in ended.err

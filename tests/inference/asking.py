@@ -11,7 +11,7 @@ import mlx.nn as nn
 import numpy as np
 from numpy.typing import NDArray
 
-from clotho.config.schema import GeneratorSection
+from clotho.config.schema import EngineSection
 from clotho.inference import DecodeEngine
 from protocols.sampling import (
     Completion,
@@ -57,7 +57,7 @@ class Answer:
 
 def make_engine(source: FixedSource | None = None, **settings: Any) -> DecodeEngine:
     """Make an engine over `source`, or a tiny Qwen3."""
-    return DecodeEngine(source or tiny_source(), GeneratorSection(**settings))
+    return DecodeEngine(source or tiny_source(), EngineSection(**settings))
 
 
 def ask(

@@ -129,7 +129,7 @@ def test_a_row_that_ends_at_its_last_token_wastes_no_draw() -> None:
 def test_groups_larger_than_the_batch_are_split_over_time() -> None:
     """Twenty completions on three rows: never more than three run, the prompt is computed once, none differs."""
     source = tiny_source()
-    engine = make_engine(source, max_rows=3)
+    engine = make_engine(source, max_num_seqs=3)
     answer = ask(engine, prompt_of(9), seeds=range(20))
     most = 0
     while engine.has_work:
@@ -142,8 +142,8 @@ def test_groups_larger_than_the_batch_are_split_over_time() -> None:
 
 
 def test_rows_are_admitted_only_while_their_cache_fits() -> None:
-    """Rows x longest reserved length stays within max_cache_tokens."""
-    engine = make_engine(max_cache_tokens=100)
+    """Rows x longest reserved length stays within kv_cache_tokens."""
+    engine = make_engine(kv_cache_tokens=100)
     ask(engine, prompt_of(10), Sampling(max_tokens=10, ignore_eos=True), seeds=range(9))
     ask(engine, prompt_of(30), Sampling(max_tokens=20, ignore_eos=True), seeds=range(2))
     loads = []
@@ -157,7 +157,7 @@ def test_rows_are_admitted_only_while_their_cache_fits() -> None:
 
 def test_waiting_is_first_come_first_served() -> None:
     """A small request does not overtake a large one."""
-    engine = make_engine(max_rows=4)
+    engine = make_engine(max_num_seqs=4)
     order: list[str] = []
 
     def listen(name: str) -> Any:
@@ -171,7 +171,7 @@ def test_waiting_is_first_come_first_served() -> None:
 
 def test_abort_frees_rows_and_reports_what_was_drawn() -> None:
     """Running, waiting and unknown requests alike; every completion ends exactly once."""
-    engine = make_engine(max_rows=2)
+    engine = make_engine(max_num_seqs=2)
     running, waiting = Answer(), Answer()
     request = SampleRequest(prompt=(1, 2, 3), sampling=Sampling(max_tokens=50, ignore_eos=True), seeds=(1, 2, 3))
     first = engine.submit(request, running.events.append)
@@ -257,7 +257,7 @@ def test_dead_slots_are_given_up_once_they_cost_more_than_a_copy() -> None:
 def test_a_long_prompt_does_not_lengthen_the_cache_of_dead_slots() -> None:
     """Memory stays within the bound although eight slots have just died when a long row joins the other 23."""
     source = tiny_source()
-    engine = make_engine(source, max_rows=31)
+    engine = make_engine(source, max_num_seqs=31)
     ask(engine, prompt_of(5), Sampling(max_tokens=3, ignore_eos=True), seeds=range(8))
     others = ask(engine, prompt_of(6), Sampling(max_tokens=40, ignore_eos=True), seeds=range(23))
     tick_until(engine, lambda: engine.running == 31)

@@ -108,7 +108,7 @@ def test_logits_that_are_not_finite_fail_the_request_and_leave_no_trace() -> Non
     source = tiny_source()
     embedding = source.model.model.embed_tokens
     embedding.weight = mx.where(mx.arange(257)[:, None] == 200, float("nan"), embedding.weight)
-    engine = make_engine(source, max_rows=2)
+    engine = make_engine(source, max_num_seqs=2)
     never = ((200, -1e4),)
     long = Sampling(max_tokens=40, ignore_eos=True, logit_bias=never)
     neighbour = ask(engine, (9,) * 30, long)

@@ -49,7 +49,7 @@ def test_greedy_rows_of_different_lengths_equal_one_full_forward_pass_per_token(
 def test_sampled_rows_do_not_depend_on_their_neighbours(architecture: str) -> None:
     """Each completion equals the one sampled alone with the same seed, and its log-probabilities equal the twin's."""
     source = tiny_source(architecture)
-    engine = make_engine(source, max_rows=5)
+    engine = make_engine(source, max_num_seqs=5)
     asked = []
     for i, length in enumerate(LENGTHS):
         sampling = Sampling(temperature=0.7 + 0.2 * i, max_tokens=6 + 4 * i, ignore_eos=True)
@@ -112,7 +112,7 @@ def test_equal_submissions_make_equal_batches() -> None:
     """The same requests in the same order give the same tokens, log-probabilities and number of ticks."""
     outcomes = []
     for _ in range(2):
-        engine = make_engine(max_rows=6)
+        engine = make_engine(max_num_seqs=6)
         answers = [ask(engine, prompt_of(4 + i, i), seeds=(i, i + 50)) for i in range(7)]
         run(engine)
         outcomes.append(([a.completions for a in answers], engine.stats()))

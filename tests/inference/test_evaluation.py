@@ -10,7 +10,7 @@ import mlx.core as mx
 import pytest
 from mlx.utils import tree_map
 
-from clotho.config.schema import GeneratorSection, ModelSection, PolicySection
+from clotho.config.schema import EngineSection, ModelSection, PolicySection
 from clotho.inference import DecodeEngine
 from clotho.inference import greedy as evaluation
 from clotho.inference.greedy import greedy_completions
@@ -40,7 +40,7 @@ def moved(policy: Policy, shift: float) -> Any:
 
 def answers(policy: Policy, parameters: Any, prompts: Any = PROMPTS, **keys: Any) -> Any:
     """The job."""
-    settings = {"sampling": SAMPLING, "settings": GeneratorSection(max_rows=4), "version": 3, **keys}
+    settings = {"sampling": SAMPLING, "settings": EngineSection(max_num_seqs=4), "version": 3, **keys}
     return greedy_completions(policy, parameters, prompts=prompts, **settings)
 
 

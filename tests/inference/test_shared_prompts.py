@@ -63,7 +63,7 @@ def test_rows_alone_with_their_prompt_hold_it_in_columns() -> None:
 def test_groups_come_and_go_and_every_row_draws_what_its_own_forward_pass_gives(architecture: str) -> None:
     """Groups of different sizes and prompts join while others leave rows, gaps and prompts behind."""
     source = plain_source(architecture)
-    engine = make_engine(source, max_rows=24)
+    engine = make_engine(source, max_num_seqs=24)
     asked = []
     for i, (length, rows) in enumerate([(150, 6), (40, 5), (90, 1), (150, 7), (33, 9), (201, 3), (64, 8)]):
         sampling = Sampling(max_tokens=5 + 9 * (i % 3), ignore_eos=i % 2 == 0)

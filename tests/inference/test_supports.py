@@ -71,7 +71,7 @@ def check(
 def test_rows_that_record_and_rows_that_do_not_share_a_batch() -> None:
     """Filters of every kind side by side, joining at different times: the same tokens as without recording."""
     source = tiny_source()
-    engine = make_engine(source, max_rows=6)
+    engine = make_engine(source, max_num_seqs=6)
     recorded, silent = [], []
     for i, sampling in enumerate(SETTINGS):
         recorded.append(ask(engine, prompt_of(5 + i, i), sampling, (i, i + 50), record_support=True, stream=i % 2 > 0))
@@ -157,7 +157,7 @@ def test_supports_go_with_a_row_that_is_interrupted() -> None:
 def test_an_aborted_completion_keeps_the_supports_of_what_it_drew() -> None:
     """A row that never began has none."""
     source = tiny_source()
-    engine = make_engine(source, max_rows=2)
+    engine = make_engine(source, max_num_seqs=2)
     answer = Answer()
     request = SampleRequest(prompt=prompt_of(6), sampling=NUCLEUS, seeds=(1, 2, 3), record_support=True)
     request_id = engine.submit(request, answer.events.append)

@@ -18,7 +18,7 @@ def refused(
     prompt: tuple[Any, ...] = (1, 2), seeds: tuple[Any, ...] = (0,), record_support: bool = False, **settings: Any
 ) -> RequestError:
     """Submit what must be refused; afterwards a good request is still answered."""
-    engine = make_engine(SMALL, max_cache_tokens=600)
+    engine = make_engine(SMALL, kv_cache_tokens=600)
     request = SampleRequest(prompt=prompt, sampling=Sampling(**settings), seeds=seeds, record_support=record_support)
     with pytest.raises(RequestError) as caught:
         engine.submit(request, lambda _: None)
@@ -96,7 +96,7 @@ def test_a_prompt_that_fills_the_context_is_refused_with_both_numbers() -> None:
 
 def test_a_completion_that_the_cache_cannot_hold_is_refused() -> None:
     """Whatever else would leave."""
-    engine = make_engine(SMALL, max_cache_tokens=40)
+    engine = make_engine(SMALL, kv_cache_tokens=40)
     with pytest.raises(RequestError) as caught:
         ask(engine, (1,) * 30, Sampling(max_tokens=11))
     assert caught.value.param == "max_tokens"

@@ -84,7 +84,7 @@ def test_keep_goes_on_with_the_caches_of_the_old_weights() -> None:
 def test_paused_admission_lets_running_rows_finish_first() -> None:
     """Drain: rows that wait start under the new weights, with prompts computed under them."""
     source = tiny_source()
-    engine = make_engine(source, max_rows=2)
+    engine = make_engine(source, max_num_seqs=2)
     old = ask(engine, prompt_of(8), LONG, (1, 2))
     tick_until(engine, lambda: engine.running == 2)
     new = ask(engine, prompt_of(8), LONG, (1, 2))
@@ -123,7 +123,7 @@ def test_prompts_in_the_middle_of_their_computation_start_again_on_recompute() -
 def test_the_rest_of_a_split_group_gets_its_prompt_anew_on_recompute() -> None:
     """The retained prompt of rows that wait for room belongs to the old weights."""
     source = tiny_source()
-    engine = make_engine(source, max_rows=2)
+    engine = make_engine(source, max_num_seqs=2)
     answer = ask(engine, prompt_of(8), LONG, range(4))
     draw_until(engine, 10)
     swap(source)

@@ -11,9 +11,9 @@ import msgspec
 import pytest
 
 from clotho.config.schema import (
-    AlarmsSection,
+    CollapseDetectionSection,
     DataSection,
-    GeneratorSection,
+    EngineSection,
     LearnerSection,
     ModelSection,
     PolicySection,
@@ -46,7 +46,7 @@ def profile_of(directory: Path, policy: PolicySection, **learner: Any) -> Profil
         policy=policy,
         sampling=SamplingSection(max_tokens=COMPLETION, group_size=SIZE),
         learner=LearnerSection(**{"batch_size": GROUPS, "micro_batch_tokens": 512, "layout": "padded", **learner}),
-        generator=GeneratorSection(max_rows=GROUPS * SIZE, prefix_cache_tokens=0),
+        engine=EngineSection(max_num_seqs=GROUPS * SIZE, prefix_cache_tokens=0),
     )
 
 
@@ -57,7 +57,7 @@ def saved(tmp_path: Path, **config: Any) -> Path:
 
 def decode_all_but_the_end(policy: Policy, profile: Profile) -> DecodeEngine:
     """Fill the engine's caches: all rows of the batch, stopped shortly before their last tokens."""
-    engine = DecodeEngine(policy, profile.generator)
+    engine = DecodeEngine(policy, profile.engine)
     sampling = Sampling(max_tokens=COMPLETION, ignore_eos=True)
     for group in range(GROUPS):
         prompt = (3 + group,) * PROMPT
@@ -96,7 +96,7 @@ RUNS: dict[str, tuple[PolicySection, dict[str, Any], dict[str, Any]]] = {
     "dora": (PolicySection(rank=8, kind="dora"), {}, {}),
     "embeddings beside the adapter": (PolicySection(rank=8, train_embeddings=True), {}, {"vocab_size": 4096}),
     "all weights": (FULL, {}, {}),
-    "all weights, two steps an update": (FULL, {"mini_batches": 2, "optimizer": "lion"}, {}),
+    "all weights, two steps an update": (FULL, {"num_minibatches": 2, "optimizer": "lion"}, {}),
     "all weights, averaged reference": (FULL, {"kl_beta": 0.1, "reference": "average", "optimizer": "adafactor"}, {}),
 }
 
@@ -168,7 +168,7 @@ def test_going_back_keeps_two_older_versions(tmp_path: Path, reference: dict[str
     """Weights, optimizer state and a reference that moves, each twice; nothing where a collapse only stops the run."""
     profile = profile_of(saved(tmp_path), FULL, kl_beta=0.1, **reference)
     stopping = estimate_memory(profile.model, profile)
-    rolling = msgspec.structs.replace(profile, alarms=AlarmsSection(on_collapse="rollback"))
+    rolling = msgspec.structs.replace(profile, collapse_detection=CollapseDetectionSection(on_collapse="rollback"))
     kept = stopping.trained + stopping.optimizer + stopping.reference
     assert stopping.rollback == 0
     assert estimate_memory(profile.model, rolling).rollback == 2 * kept
@@ -176,7 +176,7 @@ def test_going_back_keeps_two_older_versions(tmp_path: Path, reference: dict[str
 
 def test_groups_from_the_replay_buffer_make_mini_batches(tmp_path: Path) -> None:
     """Of one new group, two mini-batches are one; with an old one beside it, weights are held midway as well."""
-    profile = profile_of(saved(tmp_path), ADAPTER, batch_size=1, mini_batches=2)
+    profile = profile_of(saved(tmp_path), ADAPTER, batch_size=1, num_minibatches=2)
     replaying = msgspec.structs.replace(profile, replay=ReplaySection(capacity=4, groups=1))
     usual, larger = (estimate_memory(each.model, each) for each in (profile, replaying))
     assert (usual.midway, larger.midway) == (0, usual.trained + usual.optimizer)
@@ -191,7 +191,7 @@ def test_settings_move_the_parts_they_are_named_for(tmp_path: Path) -> None:
     def changed(**sections: msgspec.Struct) -> Profile:
         return msgspec.structs.replace(profile, **sections)
 
-    fewer = estimate_memory(profile.model, changed(generator=GeneratorSection(max_rows=4, prefix_cache_tokens=100)))
+    fewer = estimate_memory(profile.model, changed(engine=EngineSection(max_num_seqs=4, prefix_cache_tokens=100)))
     assert fewer.caches * 4 == usual.caches
     assert fewer.prefixes > usual.prefixes == 0
     checkpointed = estimate_memory(profile.model, changed(policy=PolicySection(rank=8, grad_checkpoint=True)))

@@ -51,7 +51,7 @@ def test_a_shared_prompt_counts_once_and_is_attended_to_by_every_completion() ->
 def test_mini_batches_are_cut_apart_before_micro_batches_are() -> None:
     """Four groups of two in one step are 512 tokens; in four steps, each has 128."""
     assert shape(size=2).positions == 512
-    quarter = shape(size=2, mini_batches=4)
+    quarter = shape(size=2, num_minibatches=4)
     assert quarter.positions == 128
     assert not quarter.several
 

@@ -8,19 +8,19 @@ from typing import Any
 import msgspec
 import pytest
 
-from clotho.config.schema import AlarmsSection
+from clotho.config.schema import CollapseDetectionSection
 from clotho.monitoring.collapse_detection import Alarms
 from protocols.alarms import AlarmState
 from protocols.step import StepReport
 from tests.monitoring.recorded import DESTROYED, HEALTHY, Line
 from tests.monitoring.reports import GOOD, batch, metrics, report
 
-DEFAULTS = AlarmsSection()
+DEFAULTS = CollapseDetectionSection()
 
 
 def after_good_times(updates: int = DEFAULTS.window, good: Line = GOOD, **settings: Any) -> Alarms:
     """Alarms that know what is normal."""
-    alarms = Alarms(AlarmsSection(**settings))
+    alarms = Alarms(CollapseDetectionSection(**settings))
     for _ in range(updates):
         assert alarms.observe(batch(good)).healthy
     return alarms
@@ -31,7 +31,7 @@ def signs(alarms: Alarms, line: Line) -> str:
     return "; ".join(alarms.observe(batch(line)).signs)
 
 
-def first_trip(lines: tuple[Line, ...], settings: AlarmsSection = DEFAULTS) -> int | None:
+def first_trip(lines: tuple[Line, ...], settings: CollapseDetectionSection = DEFAULTS) -> int | None:
     """The update at which a recorded run would have tripped the alarm, from 1."""
     alarms = Alarms(settings)
     tripped = (number for number, line in enumerate(lines, 1) if alarms.observe(batch(line)).tripped)
@@ -123,7 +123,7 @@ def test_every_bound_is_the_profiles(settings: dict[str, Any], line: Line) -> No
 
 def test_the_divergence_from_the_reference_has_a_bound_of_its_own() -> None:
     """Where a penalty has it computed."""
-    alarms = Alarms(AlarmsSection(kl_high=1.5))
+    alarms = Alarms(CollapseDetectionSection(kl_high=1.5))
     near, far = (report(update=metrics(GOOD, kl=kl, kl_beta=0.1)) for kl in (1.4, 1.6))
     assert alarms.observe(near).healthy
     assert alarms.observe(far).signs == ("the policy is 1.6 nats per token from its reference",)
@@ -139,8 +139,8 @@ def test_different_signs_in_a_row_are_one_collapse() -> None:
 def test_patience_says_how_long_it_must_last() -> None:
     """1 trips at once."""
     bad = batch(GOOD._replace(ess=0.1))
-    assert Alarms(AlarmsSection(patience=1)).observe(bad).tripped
-    alarms = Alarms(AlarmsSection(patience=3))
+    assert Alarms(CollapseDetectionSection(patience=1)).observe(bad).tripped
+    alarms = Alarms(CollapseDetectionSection(patience=3))
     assert [alarms.observe(bad).tripped for _ in range(4)] == [False, False, True, True]
 
 
@@ -209,7 +209,7 @@ def _with_form(line: Line, *, form: float, content: float) -> StepReport:
 
 def test_small_noisy_batches_are_judged_together() -> None:
     """One group of failures is chance; many are not."""
-    alarms = Alarms(AlarmsSection(patience=1))
+    alarms = Alarms(CollapseDetectionSection(patience=1))
     good, bad = batch(GOOD, groups=1, spread=0.0), batch(GOOD._replace(reward=0.05), groups=1, spread=0.0)
     for _ in range(20):
         alarms.observe(good)

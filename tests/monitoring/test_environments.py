@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from clotho.config.schema import AlarmsSection
+from clotho.config.schema import CollapseDetectionSection
 from clotho.monitoring.collapse_detection import Alarms
 from protocols.score import ScoredGroup
 from tests.monitoring.reports import GOOD, metrics, report, scored
@@ -27,7 +27,7 @@ def observe(alarms: Alarms, *, easy: int, hard: int, right: int = EASY) -> str:
 
 def test_another_mixture_of_environments_is_no_loss_of_reward() -> None:
     """One of them pauses, and the mean falls to that of the other; nothing has become worse."""
-    alarms = Alarms(AlarmsSection())
+    alarms = Alarms(CollapseDetectionSection())
     for _ in range(20):
         assert observe(alarms, easy=12, hard=4) == ""
     for _ in range(5):
@@ -36,7 +36,7 @@ def test_another_mixture_of_environments_is_no_loss_of_reward() -> None:
 
 def test_a_loss_in_one_of_them_is_seen() -> None:
     """Where its share of the batch is what it was."""
-    alarms = Alarms(AlarmsSection())
+    alarms = Alarms(CollapseDetectionSection())
     for _ in range(20):
         assert observe(alarms, easy=12, hard=4) == ""
     assert "reward fell" in observe(alarms, easy=12, hard=4, right=0)
@@ -44,8 +44,8 @@ def test_a_loss_in_one_of_them_is_seen() -> None:
 
 def test_an_environment_that_is_new_is_compared_with_nothing() -> None:
     """Until its own good times are known."""
-    alarms = Alarms(AlarmsSection())
+    alarms = Alarms(CollapseDetectionSection())
     for _ in range(20):
         assert observe(alarms, easy=16, hard=0) == ""
-    for _ in range(AlarmsSection().window):
+    for _ in range(CollapseDetectionSection().window):
         assert observe(alarms, easy=8, hard=8) == ""

@@ -106,7 +106,7 @@ def dppo_tv(
 def sapo(e: Example, t: int, logp: list[float], frozen: list[float], anchor: list[float], s: LearnerSection) -> float:
     """A sigmoid gate instead of a clip."""
     A = e.advantage[t]
-    tau = s.sapo_positive if A > 0 else s.sapo_negative
+    tau = s.sapo_tau_pos if A > 0 else s.sapo_tau_neg
     r = math.exp(logp[t] - anchor[t])
     return -A * 4 / tau / (1 + math.exp(-tau * (r - 1)))
 
@@ -168,7 +168,7 @@ def share(e: Example, batch: Sequence[Example], s: LearnerSection, max_tokens: i
         "sequence_mean": 1 / (own * len(batch)),
         "token_sum": 1 / (max_tokens * len(batch)),
         "group_mean": 1 / (in_group * len(groups)),
-    }[s.aggregation]
+    }[s.loss_aggregation]
 
 
 def loss(
@@ -185,8 +185,8 @@ def loss(
     total = 0.0
     for e, row, still, entropies in zip(batch, logp, frozen, entropy, strict=True):
         proximal = e.proximal if several_steps else still
-        anchor = e.behaviour if settings.anchor == "sampler" else proximal
-        w = weights(e, anchor, settings) if settings.anchor == "proximal" else [1.0] * len(row)
+        anchor = e.behaviour if settings.ratio_reference == "sampler" else proximal
+        w = weights(e, anchor, settings) if settings.ratio_reference == "batch_start" else [1.0] * len(row)
         token_loss = TOKEN_LOSSES[settings.objective]
         for t in e.indices():
             value = 0.0

@@ -24,11 +24,16 @@ CASES: dict[str, dict[str, Any]] = {
     **{f"{name}, its recipe": {"objective": name} for name in OBJECTIVES},
     **{f"advantage {kind}": {"advantage": kind} for kind in ("mean", "leave_one_out", "batch", "batch_centred")},
     **{
-        f"aggregation {kind}": {"aggregation": kind}
+        f"aggregation {kind}": {"loss_aggregation": kind}
         for kind in ("token_mean", "sequence_mean", "token_sum", "group_mean")
     },
     **{
-        f"correction {kind}": {"anchor": "proximal", "correction": kind, "correction_low": 0.5, "correction_high": 1.5}
+        f"correction {kind}": {
+            "ratio_reference": "batch_start",
+            "correction": kind,
+            "correction_low": 0.5,
+            "correction_high": 1.5,
+        }
         for kind in ("truncate", "mask", "truncate_sequence", "reject_sequence", "reject_geometric")
     },
     "outliers": {"outlier_low": 0.3, "outlier_high": 3.0},

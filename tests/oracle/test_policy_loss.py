@@ -26,11 +26,11 @@ CASES: dict[str, dict[str, Any]] = {
         for name in ("gspo", "gspo_token", "rloo", "dppo_tv")
     },
     **{
-        f"aggregation {kind}": {"objective": "grpo", "aggregation": kind}
+        f"aggregation {kind}": {"objective": "grpo", "loss_aggregation": kind}
         for kind in ("token_mean", "sequence_mean", "token_sum", "group_mean")
     },
     **{
-        f"correction {kind}": {"objective": "grpo", "anchor": "proximal", "correction": kind, **bounds}
+        f"correction {kind}": {"objective": "grpo", "ratio_reference": "batch_start", "correction": kind, **bounds}
         for kind, bounds in (
             ("none", {}),
             ("truncate", {"correction_low": 0.7, "correction_high": 1.3}),
@@ -48,7 +48,7 @@ CASES: dict[str, dict[str, Any]] = {
     "dual clip": {"objective": "grpo", "dual_clip": 1.2},
     "outliers": {"objective": "grpo", "outlier_low": 0.5, "outlier_high": 1.9},
     "off-policy mask": {"objective": "grpo", "off_policy_mask": 0.02},
-    "sapo, other temperatures": {"objective": "sapo", "sapo_positive": 2.0, "sapo_negative": 0.5},
+    "sapo, other temperatures": {"objective": "sapo", "sapo_tau_pos": 2.0, "sapo_tau_neg": 0.5},
 }
 
 
@@ -80,7 +80,7 @@ def inputs(examples: list[Example], settings: LearnerSection, *, several_steps: 
     """The same batch in the learner's form, with two tokens of padding at the end."""
     groups = sorted({e.group for e in examples})
     lengths = [[len(e.indices()) for e in examples if e.group == g] for g in groups]
-    shares = np.concatenate(coefficients(settings.aggregation, lengths, max_tokens=MAX_TOKENS))
+    shares = np.concatenate(coefficients(settings.loss_aggregation, lengths, max_tokens=MAX_TOKENS))
 
     def tokens(values: list[list[float]]) -> mx.array:
         row = [v for one in values for v in one]

@@ -33,7 +33,7 @@ def tiny_profile(directory: Path, **sections: Any) -> Profile:
         "policy": {"rank": 2, "scale": 2.0},
         "sampling": {"group_size": 2, "max_tokens": 4},
         "learner": {"batch_size": 2},
-        "gateway": {"enabled": False},
+        "server": {"enabled": False},
         "monitor": {"display": "none"},
     }
     for name, value in sections.items():

@@ -12,7 +12,7 @@ from msgspec import Struct
 from actors.generator import Generator as GeneratorBox
 from actors.learner import Learner, Progress
 from actors.prompter import Prompter
-from clotho.config.schema import AlarmsSection, LearnerSection, ReplaySection
+from clotho.config.schema import CollapseDetectionSection, LearnerSection, ReplaySection
 from clotho.monitoring.collapse_response import CollapseWatch
 from clotho.runtime.compute_thread import ComputeExecutor
 from clotho.runtime.latest import Latest
@@ -143,7 +143,7 @@ class Circle:
             sampler=self.sampler,
             sampling=Sampling(max_tokens=4),
             group_size=2,
-            batches_ahead=rules.ahead,
+            max_batches_ahead=rules.ahead,
             **distribution,
         )
         self.learner = Learner(
@@ -160,7 +160,7 @@ class Circle:
             refills=self.refills,
             recorded=Latest[int]("recorded"),
             replay=ReplayBuffer(ReplaySection(), seed=0),
-            watch=CollapseWatch(AlarmsSection(on_collapse="off"), state=AlarmState(), rollbacks=0),
+            watch=CollapseWatch(CollapseDetectionSection(on_collapse="off"), state=AlarmState(), rollbacks=0),
             steps=rules.steps,
             rounds=rules.ahead == 0,
             unasked=False,

@@ -168,7 +168,7 @@ async def test_mistakes_are_found_before_the_run_directory_is_touched(tmp_path: 
         ),
         ({"rewards": [{"name": "exact", "types": ["ecko"], "correct": True}]}, ProfileError, "there are: echo"),
         ({"sampling": {"stop_token_ids": [10**6]}}, ProfileError, "sampling.stop_token_ids: token 1000000"),
-        ({"generator": {"max_cache_tokens": 5}}, ProfileError, "generator.max_cache_tokens is 5"),
+        ({"engine": {"kv_cache_tokens": 5}}, ProfileError, "engine.kv_cache_tokens is 5"),
         ({"learner": {"objective": "tests.training.broken_objectives:failing"}}, ModelError, "KeyError: 'temperature'"),
     ]
     for sections, kind, message in wrong:

@@ -49,6 +49,6 @@ def test_garbage_is_collected_again_once_everything_is_loaded(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Collection rests during the imports alone, however the run goes on."""
-    assert main(["--model", "/no/such/model", "--run-dir", str(tmp_path / "run"), "--gateway.port", "0"]) == 2
+    assert main(["--model", "/no/such/model", "--run-dir", str(tmp_path / "run"), "--server.port", "0"]) == 2
     assert "/no/such/model" in capsys.readouterr().err
     assert gc.isenabled()

@@ -10,7 +10,7 @@ import anyio
 import pytest
 from msgspec import structs
 
-from clotho.config.schema import GeneratorSection
+from clotho.config.schema import EngineSection
 from clotho.inference import DecodeEngine
 from clotho.runtime.compute_thread import ComputeExecutor
 from clotho.runtime.sampling_client import GenerationError, Sampler
@@ -53,7 +53,7 @@ def either(request: pytest.FixtureRequest) -> Iterator[Sampler]:
         return
     executor = ComputeExecutor(decode_share=0.5)
     executor.start()
-    real = executor.submit(lambda: DecodeEngine(tiny_source("qwen3"), GeneratorSection())).result()
+    real = executor.submit(lambda: DecodeEngine(tiny_source("qwen3"), EngineSection())).result()
     executor.attach(real)
     yield Sampler(executor.submit, real)
     executor.stop()

@@ -51,13 +51,13 @@ async def test_a_failure_before_the_handshake_ends_the_run_without_starting_the_
 
     class PortTaken(Ready):
         async def run(self, *, task_status: object = None) -> None:
-            raise GatewayError("port 8000 is in use: choose another with --gateway.port")
+            raise GatewayError("port 8000 is in use: choose another with --server.port")
 
     scene = Scene(permanent(PortTaken("gateway", diary)), transient(Script("box", diary)))
     with fail_after(5):
         await scene.run()
     assert isinstance(scene.error, ActorError)
-    assert str(scene.error) == "actor 'gateway' failed: port 8000 is in use: choose another with --gateway.port"
+    assert str(scene.error) == "actor 'gateway' failed: port 8000 is in use: choose another with --server.port"
     assert scene.error.exit_status == 2
     assert diary == []
     assert scene.states() == {"gateway": "failed", "box": "waiting"}

@@ -125,7 +125,7 @@ def test_two_turns_of_a_transformer_learn_what_a_naive_evaluation_says(layout: A
     """Rewards 1 0: advantages +-1; MLX's own derivative of the plain formula over whole logits, to 1e-5 of its size."""
     policy = tiny_policy()
     group = nearly_on_policy(policy, two_turns())
-    settings = LearnerSection(aggregation="token_mean", layout=layout)
+    settings = LearnerSection(loss_aggregation="token_mean", layout=layout)
     value, arrays = whole_gradient(policy, [group], settings, distribution=SamplingDistribution(1.0))
     weights = flat(policy.trainable())
     expected, slopes = mx.value_and_grad(lambda weights: naive_loss(policy, weights, group))(weights)
@@ -152,15 +152,15 @@ def test_what_was_not_drawn_is_read() -> None:
     assert one.metrics.loss != pytest.approx(two.metrics.loss, abs=1e-4)
 
 
-@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "token_sum", "group_mean"])
-def test_a_completion_without_a_drawn_token_is_left_out(aggregation: str) -> None:
+@pytest.mark.parametrize("loss_aggregation", ["token_mean", "sequence_mean", "token_sum", "group_mean"])
+def test_a_completion_without_a_drawn_token_is_left_out(loss_aggregation: str) -> None:
     """As if it were empty: its reward counts in the group's mean, and nothing else of it does."""
     silent = replace(completion([5, 6], [0.0, 0.0]), sampled=(False, False))
     updates = []
     for third in (silent, completion([], [])):
         group = scored_group([[3, 4], [7], []], [1.0, 0.0, 0.5])
         group = with_completions(group, [*group.group.completions[:2], third])
-        updates.append(finish(learner(tiny_policy(), aggregation=aggregation).update([group])))
+        updates.append(finish(learner(tiny_policy(), loss_aggregation=loss_aggregation).update([group])))
     assert updates[0].metrics == updates[1].metrics
     assert same_bits(updates[0].parameters, updates[1].parameters)
     assert updates[0].advantages == ((updates[1].advantages[0][0], updates[1].advantages[0][1], 0.0),)

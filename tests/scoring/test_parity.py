@@ -10,7 +10,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
-from clotho.config.schema import GeneratorSection
+from clotho.config.schema import EngineSection
 from clotho.cpu.decoder import HostDecoder
 from clotho.cpu.layers import on_cpu
 from clotho.inference import DecodeEngine
@@ -25,7 +25,7 @@ from tests.training.learning import Bigram, BigramPolicy, tiny_policy
 def engine_of(policy: Policy) -> DecodeEngine:
     """What would serve it, if it had a tokenizer."""
     policy.tokenizer = tiny_source().tokenizer
-    return DecodeEngine(policy, GeneratorSection())
+    return DecodeEngine(policy, EngineSection())
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5, 0.0])
@@ -44,7 +44,7 @@ def test_they_agree_on_every_kind_of_architecture(architecture: str) -> None:
     """Dense, sliding windows, experts, recurrent and hybrid; beyond the window of eight tokens where there is one."""
     source = tiny_source(architecture)
     policy = BigramPolicy(source.model, vocab_size=source.vocab_size)
-    engine = DecodeEngine(source, GeneratorSection())
+    engine = DecodeEngine(source, EngineSection())
     report = probe(policy, engine, range(1, 13), (4, 5, 6, 7, 8, 9), 0.8)
     assert report.max_difference < 2e-4
 

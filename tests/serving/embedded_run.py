@@ -53,7 +53,7 @@ async def serving(directory: Path) -> AsyncIterator[tuple[str, Components, RunCo
         directory,
         model={"path": str(EMBEDDED)},
         data={"train": str(EMBEDDED / "train.jsonl")},
-        gateway={"enabled": True, "port": 0},
+        server={"enabled": True, "port": 0},
     )
     notes = Notes()
     async with assembled(profile) as parts:

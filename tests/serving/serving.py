@@ -12,7 +12,7 @@ from anyio.abc import TaskStatus
 from msgspec import structs
 from openai import AsyncOpenAI
 
-from clotho.config.schema import GatewaySection
+from clotho.config.schema import ServerSection
 from clotho.runtime.sampling_client import Sampler
 from clotho.serving.server import ApiServer
 from clotho.serving.services import GatewayServices, HealthReport, TrainingNumbers
@@ -57,11 +57,11 @@ class Served:
 
 
 def services(served: Served, **settings: Any) -> GatewayServices:
-    """What the program would hand to the gateway; keyword arguments are keys of [gateway]."""
+    """What the program would hand to the gateway; keyword arguments are keys of [server]."""
     return GatewayServices(
         sampler=served.sampler,
         tokenizer=served.engine.tokenizer,
-        settings=structs.replace(GatewaySection(port=0), **settings),
+        settings=structs.replace(ServerSection(port=0), **settings),
         sampling=Sampling(max_tokens=16),
         prompt_logprobs=served.prompt_logprobs,
         weights=lambda: served.weights,
@@ -74,7 +74,7 @@ def services(served: Served, **settings: Any) -> GatewayServices:
 
 @asynccontextmanager
 async def serving(*, grace_seconds: float = 1.0, **settings: Any) -> AsyncIterator[Served]:
-    """Serve on a free port until the block ends; keyword arguments are keys of [gateway]."""
+    """Serve on a free port until the block ends; keyword arguments are keys of [server]."""
     engine = FakeEngine()
     engine.version = 3
     served = Served(engine, Sampler(engine.submit_call, engine))

@@ -9,7 +9,7 @@ import anyio
 import httpx
 import pytest
 
-from clotho.config.schema import GatewaySection
+from clotho.config.schema import ServerSection
 from clotho.runtime.sampling_client import Sampler
 from clotho.serving.server import ApiServer, allow_open_files, base_url, listen
 from protocols.errors import GatewayError
@@ -19,10 +19,10 @@ from tests.serving.serving import Served, services, serving
 
 def test_a_port_in_use_is_one_line_that_names_it() -> None:
     """Found before anything is served; exit status 2."""
-    with listen(GatewaySection(port=0)) as taken:
+    with listen(ServerSection(port=0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(GatewayError, match=f"port {port} on 127.0.0.1 is already in use") as caught:
-            listen(GatewaySection(port=port))
+            listen(ServerSection(port=port))
     assert "\n" not in str(caught.value)
     assert caught.value.exit_status == 2
 
@@ -31,12 +31,12 @@ def test_a_port_in_use_is_one_line_that_names_it() -> None:
 def test_other_machines_are_let_in_only_with_a_key(host: str) -> None:
     """Refused before the address is even looked up."""
     with pytest.raises(GatewayError, match=r"gateway\.api_key"):
-        listen(GatewaySection(host=host, port=0))
+        listen(ServerSection(host=host, port=0))
 
 
 def test_with_a_key_any_address_of_this_machine_may_be_bound() -> None:
     """0.0.0.0 with a key listens."""
-    with listen(GatewaySection(host="0.0.0.0", port=0, api_key="secret")) as bound:
+    with listen(ServerSection(host="0.0.0.0", port=0, api_key="secret")) as bound:
         assert bound.getsockname()[0] == "0.0.0.0"
 
 
@@ -44,13 +44,13 @@ def test_with_a_key_any_address_of_this_machine_may_be_bound() -> None:
 def test_an_address_that_is_not_ours_is_an_error_of_one_line(host: str) -> None:
     """Unknown names and addresses of other machines."""
     with pytest.raises(GatewayError, match="cannot listen on") as caught:
-        listen(GatewaySection(host=host, port=0, api_key="secret"))
+        listen(ServerSection(host=host, port=0, api_key="secret"))
     assert "\n" not in str(caught.value)
 
 
 def test_addresses_of_both_families_become_urls() -> None:
     """IPv6 addresses stand in brackets."""
-    with listen(GatewaySection(host="localhost", port=0)) as bound:
+    with listen(ServerSection(host="localhost", port=0)) as bound:
         assert base_url(bound) == f"http://127.0.0.1:{bound.getsockname()[1]}"
 
 
@@ -71,14 +71,14 @@ async def test_the_port_is_free_again_when_the_server_has_stopped() -> None:
     """A run may follow a run."""
     async with serving() as served:
         port = int(served.url.rsplit(":", 1)[1])
-    listen(GatewaySection(port=port)).close()
+    listen(ServerSection(port=port)).close()
 
 
 async def test_a_gateway_that_is_restarted_answers_again() -> None:
     """Also one that was first given its socket: a supervisor may run it twice."""
     engine = FakeEngine()
     served = Served(engine, Sampler(engine.submit_call, engine))
-    listener = listen(GatewaySection(port=0))
+    listener = listen(ServerSection(port=0))
     port = listener.getsockname()[1]
     gateway = ApiServer(services(served, port=port), listener=listener)
     for _ in range(2):

@@ -9,7 +9,7 @@ import anyio
 import pytest
 from openai import AsyncOpenAI
 
-from clotho.config.schema import GatewaySection, GeneratorSection
+from clotho.config.schema import EngineSection, ServerSection
 from clotho.inference import DecodeEngine
 from clotho.runtime.compute_thread import ComputeExecutor
 from clotho.runtime.sampling_client import Sampler
@@ -33,7 +33,7 @@ class Stack:
         self.executor.start()
         self.source: FixedSource = self.executor.submit(lambda: tiny_source("qwen3")).result()
         self.source.tokenizer = byte_tokenizer(chat_template=TEMPLATE)
-        self.engine = self.executor.submit(lambda: DecodeEngine(self.source, GeneratorSection())).result()
+        self.engine = self.executor.submit(lambda: DecodeEngine(self.source, EngineSection())).result()
         self.executor.attach(self.engine)
 
     async def rows(self) -> int:
@@ -54,7 +54,7 @@ async def serving() -> AsyncIterator[tuple[Stack, AsyncOpenAI]]:
     services = GatewayServices(
         sampler=Sampler(stack.executor.submit, stack.engine),
         tokenizer=stack.source.tokenizer,
-        settings=GatewaySection(port=0),
+        settings=ServerSection(port=0),
         sampling=Sampling(max_tokens=32),
         prompt_logprobs=not_asked,
         weights=lambda: WeightsReady(version=0, step=0, fingerprint="base"),

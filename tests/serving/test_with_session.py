@@ -31,7 +31,7 @@ PROMPT = [5, 9, 33, 1, 1, 17]
 @asynccontextmanager
 async def serving(directory: Path) -> AsyncIterator[tuple[Components, httpx.AsyncClient, Sampler]]:
     """Serve a tiny policy whose adapter has moved, as a run would."""
-    profile = tiny_profile(directory, gateway={"enabled": True, "port": 0})
+    profile = tiny_profile(directory, server={"enabled": True, "port": 0})
     async with assembled(profile) as parts:
 
         def move() -> None:

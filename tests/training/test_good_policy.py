@@ -14,7 +14,7 @@ from clotho.training.rollback import GoodPolicy, LearnerState, Snapshot
 from tests.training.learning import finish, learner, random_groups, same_bits, tiny_policy
 
 CARRIED: dict[str, Any] = {
-    "mini_batches": 2,
+    "num_minibatches": 2,
     "kl_beta": 0.1,
     "kl_target": 1e-3,
     "entropy_target": 9.0,

@@ -30,7 +30,7 @@ def gradients(
     policy: LearnablePolicy, groups: list[ScoredGroup], *, budget: int = 10_000, **keys: Any
 ) -> list[Gradient]:
     """Gradients of every micro-batch of a batch, at the served parameters."""
-    plain = {"aggregation": "token_mean", "clip_high": 0.28, "layout": "padded", "micro_batch_tokens": budget}
+    plain = {"loss_aggregation": "token_mean", "clip_high": 0.28, "layout": "padded", "micro_batch_tokens": budget}
     settings = convert(plain | keys, LearnerSection)
     rules = LossSettings(settings, objective("grpo"), SamplingDistribution(0.8), initial_loss_coefficients(settings))
     forcing = TeacherForcing(policy.model, policy.vocab_size, layout=settings.layout)

@@ -9,7 +9,7 @@ from typing import Any
 import anyio
 import pytest
 
-from clotho.config.schema import AlarmsSection, ReplaySection
+from clotho.config.schema import CollapseDetectionSection, ReplaySection
 from clotho.runtime.compute_thread import ComputeExecutor
 from protocols.alarms import AlarmState, Normal
 from protocols.errors import CollapseError, DivergenceError
@@ -32,7 +32,7 @@ TOUCHY: dict[str, Any] = {"step_kl_high": 1e-9, "patience": 1}
 async def test_after_a_rollback_the_good_weights_are_a_new_version(executor: ComputeExecutor) -> None:
     """NullSampleLog is served an old version number; what the bad policy drew is discarded, and the books go on."""
     outcomes = [taught(0), taught(1), taught(2, version=1), taught(3, version=2)]
-    alarms = AlarmsSection(on_collapse="rollback", **TOUCHY)
+    alarms = CollapseDetectionSection(on_collapse="rollback", **TOUCHY)
     scene = Scene(executor, outcomes, alarms=alarms, replay=ReplaySection(capacity=4))
     initial = scene.policy.trainable()
     first, second = await scene.run()
@@ -52,7 +52,7 @@ async def test_a_collapse_that_must_not_be_ends_the_run(
     executor: ComputeExecutor, keys: dict[str, Any], batches: int
 ) -> None:
     """At once, or after the last rollback that is allowed; what was learned is told before, for the last checkpoint."""
-    alarms = AlarmsSection(**TOUCHY, max_rollbacks=1, **keys)
+    alarms = CollapseDetectionSection(**TOUCHY, max_rollbacks=1, **keys)
     scene = Scene(executor, [taught(group_id, version=group_id) for group_id in range(6)], alarms=alarms)
     with pytest.raises(CollapseError, match="moved the policy"):
         await scene.box.run()
@@ -62,7 +62,7 @@ async def test_a_collapse_that_must_not_be_ends_the_run(
 @pytest.mark.parametrize(
     ("keys", "error"),
     [
-        ({"alarms": AlarmsSection(on_collapse="stop", **TOUCHY)}, CollapseError),
+        ({"alarms": CollapseDetectionSection(on_collapse="stop", **TOUCHY)}, CollapseError),
         ({"outcome": taught(0, logprob=math.nan), "max_bad_steps": 1}, DivergenceError),
     ],
 )
@@ -92,7 +92,7 @@ async def test_a_run_that_must_end_waits_until_its_last_batch_is_on_record(
 async def test_a_batch_without_an_update_proves_no_policy_good(executor: ComputeExecutor) -> None:
     """Nothing was learned and nothing was seen: what is gone back to has to earn it."""
     outcomes = [taught(0), taught(1), lost(2), lost(3), lost(4), lost(5)]
-    scene = Scene(executor, outcomes, alarms=AlarmsSection(on_collapse="rollback"))
+    scene = Scene(executor, outcomes, collapse_detection=CollapseDetectionSection(on_collapse="rollback"))
     assert [report.version for report in await scene.run()] == [1, 1, 1]
     assert executor.submit(lambda: scene.learned.state()["rollback.healthy"].item()).result() == 1
 
@@ -100,7 +100,7 @@ async def test_a_batch_without_an_update_proves_no_policy_good(executor: Compute
 async def test_after_a_rollback_bad_updates_are_counted_anew(executor: ComputeExecutor) -> None:
     """What was not finite came of the policy that was given up: it must not end the run that has just been saved."""
     remembered = AlarmState(normal=Normal(length=0.1))
-    alarms = AlarmsSection(on_collapse="rollback", patience=1)
+    alarms = CollapseDetectionSection(on_collapse="rollback", patience=1)
     outcomes = [taught(0, logprob=math.nan), taught(1, version=1)]
     scene = Scene(executor, outcomes, alarms=alarms, remembered=remembered, batch_size=1, max_bad_steps=1)
     first, second = await scene.run()
@@ -111,7 +111,7 @@ async def test_after_a_rollback_bad_updates_are_counted_anew(executor: ComputeEx
 async def test_a_warning_changes_nothing(executor: ComputeExecutor) -> None:
     """The report has the signs; weights and versions are those of a run without alarms."""
     outcomes = [taught(group_id) for group_id in range(4)]
-    warned = await Scene(executor, outcomes, alarms=AlarmsSection(on_collapse="warn", **TOUCHY)).run()
+    warned = await Scene(executor, outcomes, alarms=CollapseDetectionSection(on_collapse="warn", **TOUCHY)).run()
     silent = await Scene(executor, outcomes).run()
     assert all(report.alarms for report in warned)
     assert not any(report.alarms for report in silent)

@@ -22,8 +22,8 @@ from tests.training.learning import VOCAB, finish, random_groups, tiny_policy
 EVERYWHERE: dict[str, dict[str, Any]] = {
     "reference in the loss": {"kl_beta": 0.3, "reference": "snapshot"},
     "reference in the reward": {"kl_beta": 0.3, "reference": "snapshot", "kl_in": "reward"},
-    "proximal policy": {"anchor": "proximal", "mini_batches": 2, "correction": "truncate"},
-    "interpolated proximal policy": {"anchor": "proximal", "mini_batches": 2, "proximal": "interpolate"},
+    "proximal policy": {"ratio_reference": "batch_start", "num_minibatches": 2, "correction": "truncate"},
+    "interpolated proximal policy": {"ratio_reference": "batch_start", "num_minibatches": 2, "proximal": "interpolate"},
     "entropy": {"entropy_weight": 0.3},
 }
 

@@ -144,7 +144,7 @@ def test_nor_does_a_penalty_that_is_not_finite() -> None:
 
 def test_steps_without_a_gradient_are_not_counted() -> None:
     """Of two mini-batches one teaches nothing; two epochs take two steps, and an update that is skipped takes none."""
-    keys: dict[str, Any] = {"mini_batches": 2, "update_epochs": 2}
+    keys: dict[str, Any] = {"num_minibatches": 2, "update_epochs": 2}
     groups = [scored_group([[3, 4], [5, 6]], rewards, group_id=i) for i, rewards in enumerate([(1.0, 0.0), (0.1, 0.1)])]
     metrics = finish(learner(tiny_policy(), **keys).update(groups)).metrics
     assert (metrics.optimizer_steps, metrics.applied) == (2, True)

@@ -18,7 +18,7 @@ from clotho.config.schema import LearnerSection
 class Tokens(NamedTuple):
     """The sampled tokens of a micro-batch; every array is (N,), float32 unless said otherwise, without gradient.
 
-    old_logp_N: log-probability under the policy that the ratio is against (`learner.anchor`), natural log.
+    old_logp_N: log-probability under the policy that the ratio is against (`learner.ratio_reference`), natural log.
     rollout_logp_N: under the sampler, as recorded when the token was sampled.
     advantage_N: of the token; the same for all tokens of a completion, unless the environment gave them token by token.
     weight_N: 1 for tokens that are learned from, 0 for others and for padding.

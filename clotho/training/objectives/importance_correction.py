@@ -2,7 +2,7 @@
 
 Importance weights make the tokens of one policy speak for another; truncated, masked or rejected they do so with
 bounded variance. They carry no gradient, and never multiply a ratio that is against the sampler already
-(`learner.anchor = "sampler"`), which would count the same disagreement twice. The denominators of the aggregation are
+(`learner.ratio_reference = "sampler"`), which would count the same disagreement twice. The denominators of the aggregation are
 those before any rejection: what is left is not inflated. Tokens of weight 0 are in no sum and no mean.
 
 The proximal policy without a pass of its own: between sampler and learner, by versions.

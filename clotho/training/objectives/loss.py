@@ -82,8 +82,10 @@ def policy_loss(
     that the policy drew: GKD (arXiv:2306.13649).
     Raises ValueError for a correction of a ratio that is against the sampler already.
     """
-    if settings.anchor == "sampler" and settings.correction != "none":
-        raise ValueError(f"correction {settings.correction!r} needs anchor = 'proximal': it would count twice")
+    if settings.ratio_reference == "sampler" and settings.correction != "none":
+        raise ValueError(
+            f"correction {settings.correction!r} needs ratio_reference = 'batch_start': it would count twice"
+        )
     tokens = _tokens(logp_N, inputs, settings)
     taught = objective(logp_N, tokens, settings)
     correction_N = correction_weights(logp_N, tokens.old_logp_N, tokens, settings)
@@ -113,7 +115,7 @@ def policy_loss(
 
 def _tokens(logp_N: mx.array, inputs: LossInputs, settings: LearnerSection) -> Tokens:
     old_logp_N = inputs.rollout_logp_N
-    if settings.anchor == "proximal":
+    if settings.ratio_reference == "batch_start":
         old_logp_N = mx.stop_gradient(logp_N) if inputs.proximal_N is None else inputs.proximal_N
     return Tokens(
         old_logp_N=old_logp_N,

@@ -1,6 +1,6 @@
 """Objectives whose ratio is that of the whole completion. The departures listed in `clipped` hold here too.
 
-All of them belong with `aggregation = "sequence_mean"`: every token then carries its share of one loss per completion.
+All of them belong with `loss_aggregation = "sequence_mean"`: every token then carries its share of one loss per completion.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The clipped surrogate of PPO, and the objectives that share it: they differ in advantage, aggregation and anchor.
 
 Departures from the papers, of all objectives in this package:
-1. The ratio is against the sampler, which may be some versions old (asynchrony), or, with `anchor = "proximal"`,
+1. The ratio is against the sampler, which may be some versions old (asynchrony), or, with `ratio_reference = "batch_start"`,
    against the learner at the start of the batch (`ppo_decoupled`).
 2. Log-ratios are clamped to plus or minus 20 nats; beyond that their gradient is zero.
 3. An objective is the loss of tokens; what the papers write around it is in `advantages`, `aggregation` and `kl`, and
@@ -104,7 +104,7 @@ def ppo_decoupled(logp_N: mx.array, tokens: Tokens, settings: LearnerSection) ->
     """Decoupled PPO: the clip is around a recent policy, and the sampler's age is corrected for by a weight.
 
     L_t = -w_t min(u_t A_t, clip(u_t) A_t), u = pi / pi_prox, w = pi_prox / mu: AReaL (arXiv:2505.24298) after
-    Hilton et al. (arXiv:2110.00641). The recipe: `anchor = "proximal"`, and w (see `corrections`) as AReaL's code
+    Hilton et al. (arXiv:2110.00641). The recipe: `ratio_reference = "batch_start"`, and w (see `corrections`) as AReaL's code
     bounds it: tokens of w > 5 are left out. With one optimizer step a batch u = 1 and nothing is clipped. Departures:
     advantages of the group rather than whitened over the batch; no critic.
     """
@@ -114,7 +114,7 @@ def ppo_decoupled(logp_N: mx.array, tokens: Tokens, settings: LearnerSection) ->
 def reinforce(logp_N: mx.array, tokens: Tokens, settings: LearnerSection) -> PolicyLoss:
     """The policy gradient, L_t = -A_t log pi(t): Williams, "Simple statistical gradient-following algorithms" (1992).
 
-    There is no ratio. Samples of another policy are what a correction is for: the recipe brings `anchor = "proximal"`
+    There is no ratio. Samples of another policy are what a correction is for: the recipe brings `ratio_reference = "batch_start"`
     and the truncated weight (TIS). Nothing is ever clipped.
     """
     return PolicyLoss(-tokens.advantage_N * logp_N, mx.zeros_like(logp_N))
@@ -136,13 +136,13 @@ def cispo(logp_N: mx.array, tokens: Tokens, settings: LearnerSection) -> PolicyL
 def sapo(logp_N: mx.array, tokens: Tokens, settings: LearnerSection) -> PolicyLoss:
     """Soft Adaptive Policy Optimization (arXiv:2511.20347): a sigmoid in the place of the clip.
 
-    L_t = -(4 / tau) sigmoid(tau (r_t - 1)) A_t, tau = sapo_positive where A > 0, else sapo_negative. The gradient is
+    L_t = -(4 / tau) sigmoid(tau (r_t - 1)) A_t, tau = sapo_tau_pos where A > 0, else sapo_tau_neg. The gradient is
     that of -A r, times 4 p (1 - p) with p = sigmoid(tau (r - 1)): exactly 1 at r = 1, fading on both sides, and faster
     with a larger tau; the paper takes 1.05 for negative advantages, 1 for positive ones. The value at r = 1 is -2 A /
     tau. Nothing is clipped. Departure: log-ratios are clamped to plus or minus 20 nats.
     """
     ratio_N = mx.exp(bounded_log_ratio(logp_N, tokens.old_logp_N))
-    tau_N = mx.where(tokens.advantage_N > 0, settings.sapo_positive, settings.sapo_negative)
+    tau_N = mx.where(tokens.advantage_N > 0, settings.sapo_tau_pos, settings.sapo_tau_neg)
     gate_N = 4.0 / tau_N * mx.sigmoid(tau_N * (ratio_N - 1.0))
     return PolicyLoss(-gate_N * tokens.advantage_N, mx.zeros_like(logp_N))
 
@@ -155,7 +155,7 @@ def dppo_tv(logp_N: mx.array, tokens: Tokens, settings: LearnerSection) -> Polic
     else 1. |pi - mu| is the total variation between the two policies, told apart by this one token only; a ratio would
     overrate rare tokens and underrate likely ones. With clips of 1, never reached, it is plain importance sampling.
     The squared log-ratio, which masked tokens feel too, and the numbers (0.2, 0.2, 1e-3) are prime-rl's.
-    Always against the sampler, hence `anchor = "sampler"`. Departure: log-ratios are clamped to plus or minus 20 nats.
+    Always against the sampler, hence `ratio_reference = "sampler"`. Departure: log-ratios are clamped to plus or minus 20 nats.
     """
     log_ratio_N = bounded_log_ratio(logp_N, tokens.rollout_logp_N)
     moved_N = mx.stop_gradient(mx.exp(logp_N) - mx.exp(tokens.rollout_logp_N))

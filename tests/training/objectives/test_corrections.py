@@ -90,7 +90,9 @@ def test_a_correction_and_the_masks_that_are_on_multiply() -> None:
     """truncate gives 2, 0.5, 1.1 and 0.2; the learner, at ratio 5 on token 3, makes completion 1 an outlier above 4."""
     rollout_logp_N = np.full(5, -2.0)
     seen = SEEN._replace(rollout_logp_N=row(rollout_logp_N))
-    settings = LearnerSection(anchor="proximal", correction="truncate", correction_high=2.0, outlier_high=4.0)
+    settings = LearnerSection(
+        ratio_reference="batch_start", correction="truncate", correction_high=2.0, outlier_high=4.0
+    )
     learner_N = row(rollout_logp_N + np.log([3.0, 0.5, 1.1, 5.0, 1.0]))
     weight_N = np.array(correction_weights(learner_N, row(rollout_logp_N + np.log(RATIOS)), seen, settings))
     np.testing.assert_allclose(weight_N, [2.0, 0.5, 1.1, 0.0, 0.0], rtol=1e-5)
@@ -104,7 +106,7 @@ def test_a_correction_and_the_masks_that_are_on_multiply() -> None:
 def test_weights_carry_no_gradient(keys: dict[str, Any]) -> None:
     """Neither through the learner nor through the proximal policy, should that be the learner itself."""
     logp_N, seen = random_tokens(20)
-    settings = LearnerSection(anchor="proximal", **keys)
+    settings = LearnerSection(ratio_reference="batch_start", **keys)
     gradient_N = mx.grad(lambda logp_N: mx.sum(correction_weights(logp_N, logp_N, seen, settings)))(logp_N)
     assert np.array(gradient_N).tolist() == [0.0] * 20
 

@@ -38,7 +38,7 @@ class Batch:
         self.reference_N = self.logp_N + 0.3 * rng.normal(size=N)
         self.entropy_N = rng.uniform(0.5, 2.0, N)
         self.advantage_N = rng.normal(size=7)[self.sequence_N]
-        shares = np.concatenate(coefficients(self.settings.aggregation, LENGTHS, max_tokens=8))
+        shares = np.concatenate(coefficients(self.settings.loss_aggregation, LENGTHS, max_tokens=8))
         self.loss_weight_N = shares[self.sequence_N]
 
     def learn(self, completions: Sequence[int], padding: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
@@ -49,7 +49,7 @@ class Batch:
         place = {completion: place for place, completion in enumerate(completions)}
         inputs = LossInputs(
             rollout_logp_N=row(self.rollout_logp_N[at_N]),
-            proximal_N=row(self.proximal_N[at_N]) if self.settings.anchor == "proximal" else None,
+            proximal_N=row(self.proximal_N[at_N]) if self.settings.ratio_reference == "batch_start" else None,
             reference_N=row(self.reference_N[at_N]),
             advantage_N=row(self.advantage_N[at_N]),
             weight_N=row(live_N),

@@ -73,7 +73,7 @@ def test_against_the_sampler_the_ratio_is_clipped() -> None:
 def test_against_the_policy_itself_nothing_is_clipped_and_the_correction_weighs() -> None:
     """anchor = proximal without one known: u = 1; w = 3 and 1/2, truncated at 2: loss -(2 + 0.5), gradient -w A."""
     value, gradient_N, _, sums = differentiate(
-        ratio([3.0, 0.5]), inputs([1.0, 1.0]), anchor="proximal", correction="truncate", correction_high=2.0
+        ratio([3.0, 0.5]), inputs([1.0, 1.0]), ratio_reference="batch_start", correction="truncate", correction_high=2.0
     )
     assert value == pytest.approx(-2.5, rel=1e-6)
     np.testing.assert_allclose(gradient_N, [-2.0, -0.5], rtol=1e-5)
@@ -89,7 +89,7 @@ def test_against_the_proximal_policy_both_ratios_act() -> None:
         ratio([1.65, 3.0]),
         inputs([1.0, 1.0], proximal_N=ratio([1.5, 1.5])),
         objective="ppo_decoupled",
-        anchor="proximal",
+        ratio_reference="batch_start",
         correction="truncate",
     )
     assert value == pytest.approx(-3.45, rel=1e-5)
@@ -107,7 +107,7 @@ def test_rejected_tokens_teach_nothing_and_are_counted() -> None:
         ratio([3.0, 1.0]),
         inputs([1.0, 1.0], loss_weight_N=row([0.5, 0.5]), reference_N=row([-2.0, -2.0])),
         row([1.0, 0.5]),
-        anchor="proximal",
+        ratio_reference="batch_start",
         correction="mask",
         correction_low=0.5,
         kl_beta=0.1,
@@ -120,11 +120,13 @@ def test_rejected_tokens_teach_nothing_and_are_counted() -> None:
     assert sums.rejected.item() == 1.0
 
 
-@pytest.mark.parametrize("anchor", ["sampler", "proximal"])
-def test_masks_of_completions_act_whatever_the_anchor(anchor: str) -> None:
+@pytest.mark.parametrize("ratio_reference", ["sampler", "batch_start"])
+def test_masks_of_completions_act_whatever_the_anchor(ratio_reference: str) -> None:
     """One token of ratio 9, above 4, and the completion is out; the other one learns as before: gradient -1."""
     seen = inputs([1.0] * 3, sequence_N=mx.array([0, 0, 1]), sequences=2)
-    _, gradient_N, _, sums = differentiate(ratio([9.0, 1.0, 1.0]), seen, anchor=anchor, outlier_high=4.0)
+    _, gradient_N, _, sums = differentiate(
+        ratio([9.0, 1.0, 1.0]), seen, ratio_reference=ratio_reference, outlier_high=4.0
+    )
     np.testing.assert_allclose(gradient_N, [0.0, 0.0, -1.0], rtol=1e-6)
     assert sums.rejected.item() == 2.0
 

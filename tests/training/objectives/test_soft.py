@@ -11,7 +11,7 @@ from clotho.config.schema import LearnerSection
 from clotho.training.objectives.token_level import sapo
 from tests.training.objectives.cases import at_ratio, teach, tokens
 
-SETTINGS = LearnerSection(sapo_positive=1.0, sapo_negative=2.0)
+SETTINGS = LearnerSection(sapo_tau_pos=1.0, sapo_tau_neg=2.0)
 
 
 def test_sapo_by_hand() -> None:

@@ -111,7 +111,7 @@ def test_recipes_and_tables_speak_of_the_same_objectives_and_of_keys_that_exist(
     for name in NAMES:
         section = settings(name)
         assert all(getattr(section, key) == value for key, value in recipes.REQUIRES.get(name, {}).items())
-        assert section.correction == "none" or section.anchor == "proximal"
+        assert section.correction == "none" or section.ratio_reference == "batch_start"
 
 
 @pytest.mark.parametrize(
