@@ -95,7 +95,7 @@ def test_the_bounds_of_an_implied_correction_come_along(here: Path) -> None:
 
 def test_what_a_recipe_gives_in_vain_is_given_up_without_a_word(here: Path) -> None:
     """What a person gives in vain is an error, and names who gave it."""
-    assert learner(here, '[learner]\nobjective = "reinforce"\nanchor = "sampler"\n').correction == "none"
+    assert learner(here, '[learner]\nobjective = "reinforce"\nratio_reference = "sampler"\n').correction == "none"
     with pytest.raises(ProfileError, match=r"^x.toml: learner.clip_low has no effect: it belongs to grpo, "):
         learner(here, '[learner]\nobjective = "reinforce"\nclip_low = 0.1\n')
     with pytest.raises(ProfileError, match=r"^command line: learner.correction would count"):
@@ -113,7 +113,7 @@ def test_what_depends_on_a_setting_that_falls_back_falls_back_with_it(here: Path
     with pytest.raises(ProfileError, match=r"^command line: eval.interval is too large"):
         load_profile("local-m3", {"steps": 6, "eval.interval": 6})
     with pytest.raises(ProfileError, match=r"^x.toml: eval.interval is too large"):
-        load_profile(written(here, "steps = 6\n" + MINIMAL + "[eval]\ninterval = 6\ninterim_problems = 3\n"))
+        load_profile(written(here, "steps = 6\n" + MINIMAL + "[eval]\ninterval = 6\nproblems_between = 3\n"))
 
 
 @pytest.mark.parametrize("objective", [*sorted(OBJECTIVES), "my.module:objective"])
