@@ -1,62 +1,271 @@
-"""What to sample and what came of it: the contract of the decode engine with everything that asks it for tokens.
+"""Messages between the decode engine and its clients, and the table of sampling parameters.
 
-What a policy thinks of a prompt: the contract of the compute thread with who asks for log-probabilities of text.
-
-Which sampling can be learned from: the learner must be able to evaluate the very distribution that was sampled.
+The annotations of `Sampling` are the table: type, range, default, neutral value and what the learner makes of each
+parameter. `PARAMETERS` is the same table as rows. The engine's validation, the fields of the HTTP API, the rules for
+the profile's [sampling] section, the variables of environments, the sample log and the memory estimate read it.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 from msgspec import Meta, Struct
 
 from protocols.errors import ProfileError
 
 MAX_SUPPORT = 256
-"""The most tokens per draw whose numbers are recorded for the learner."""
+"""Maximum number of tokens per position whose identifiers are recorded for the learner."""
 
-Probability = Annotated[float, Meta(ge=0.0, le=1.0)]
+MIN_LEARNABLE_TEMPERATURE = 1e-3
+"""Lowest temperature that the learner trains on. Below it, sampling is greedy for all practical purposes."""
+
+MAX_TEMPERATURE = 100.0
+MAX_TOP_LOGPROBS = 20
 
 FinishReason = Literal["stop", "length", "abort"]
 
+Affects = Literal["distribution", "length", "report"]
+"""What a parameter changes: the sampling distribution, where a completion ends, or what is reported."""
+
+Learner = Literal["evaluates", "replays support", "cannot evaluate", "not concerned"]
+"""What the learner does with a parameter: it applies the parameter to its own logits (`evaluates`), restricts its
+softmax to the recorded support (`replays support`), has no implementation (`cannot evaluate`), or does not depend on
+the parameter (`not concerned`)."""
+
+
+def _row(
+    description: str,
+    *,
+    neutral: object,
+    affects: Affects = "distribution",
+    learner: Learner = "not concerned",
+    logits_copies: int = 0,
+    **constraints: Any,
+) -> Meta:
+    """Return the annotation of one parameter; `constraints` are those of `msgspec.Meta`."""
+    row = {"neutral": neutral, "affects": affects, "learner": learner, "logits_copies": logits_copies}
+    return Meta(description=description, extra=row, **constraints)
+
+
+StopString = Annotated[str, Meta(min_length=1, max_length=256)]
+TokenId = Annotated[int, Meta(ge=0)]
+LogitBias = Annotated[float, Meta(ge=-100.0, le=100.0)]
+TopLogprobs = Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)]
+
 
 class Sampling(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How one sequence is sampled. The defaults draw from the model's own distribution.
+    """How one sequence is sampled. The defaults sample from the model's own distribution.
 
-    temperature: 0 means greedy; its log-probabilities are then those of the untempered distribution.
-    top_p, top_k, min_p: nucleus, count (0 = all) and relative floor; applied in that order after the temperature.
-    repetition_penalty: as CTRL (arXiv:1909.05858): divides positive, multiplies negative logits of tokens seen in
-        prompt or completion. 1 = off.
-    logit_bias: (token, bias) pairs added to the raw logits.
-    max_tokens: completion tokens, the stop token included.
-    stop: strings that end the completion (removed from its text).
-    stop_token_ids: tokens that do (kept in `tokens`), besides the model's own end tokens.
-    ignore_eos: the model's own end tokens do not end the completion.
-    top_logprobs: how many alternatives to report per token.
+    Order of application: logit bias, repetition penalty, temperature, then top-p, top-k and min-p. With temperature 0
+    decoding is greedy, and the log-probabilities are those of the distribution at temperature 1.
+    The repetition penalty is that of CTRL (arXiv:1909.05858).
     """
 
-    temperature: Annotated[float, Meta(ge=0.0, le=100.0)] = 1.0
-    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] = 1.0
-    top_k: Annotated[int, Meta(ge=0)] = 0
-    min_p: Probability = 0.0
-    repetition_penalty: Annotated[float, Meta(gt=0.0, le=10.0)] = 1.0
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    max_tokens: Annotated[int, Meta(ge=1)] = 256
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    top_logprobs: Annotated[int, Meta(ge=0, le=20)] = 0
+    temperature: Annotated[
+        float,
+        _row(
+            "Divides the logits before sampling; 0 decodes greedily.",
+            neutral=1.0,
+            learner="evaluates",
+            ge=0.0,
+            le=MAX_TEMPERATURE,
+        ),
+    ] = 1.0
+    top_p: Annotated[
+        float,
+        _row(
+            "Nucleus sampling: keep the smallest set of tokens whose probabilities add up to this value; 1 keeps all.",
+            neutral=1.0,
+            learner="replays support",
+            gt=0.0,
+            le=1.0,
+        ),
+    ] = 1.0
+    top_k: Annotated[
+        int,
+        _row("Keep the k most probable tokens; 0 keeps all.", neutral=0, learner="replays support", ge=0),
+    ] = 0
+    min_p: Annotated[
+        float,
+        _row(
+            "Keep tokens whose probability is at least this fraction of the highest probability; 0 keeps all.",
+            neutral=0.0,
+            learner="replays support",
+            ge=0.0,
+            le=1.0,
+        ),
+    ] = 0.0
+    repetition_penalty: Annotated[
+        float,
+        _row(
+            "Divides positive and multiplies negative logits of tokens that occurred before; 1 is off.",
+            neutral=1.0,
+            learner="cannot evaluate",
+            logits_copies=4,
+            gt=0.0,
+            le=10.0,
+        ),
+    ] = 1.0
+    logit_bias: Annotated[
+        tuple[tuple[TokenId, LogitBias], ...],
+        _row(
+            "Pairs of a token identifier and a value that is added to its logit.",
+            neutral=(),
+            learner="evaluates",
+            max_length=1024,
+        ),
+    ] = ()
+    max_tokens: Annotated[
+        int,
+        _row(
+            "Maximum number of tokens of a completion, its stop token included.", neutral=None, affects="length", ge=1
+        ),
+    ] = 256
+    stop: Annotated[
+        tuple[StopString, ...],
+        _row(
+            "Strings that end a completion; they are removed from its text.",
+            neutral=(),
+            affects="length",
+            max_length=16,
+        ),
+    ] = ()
+    stop_token_ids: Annotated[
+        tuple[TokenId, ...],
+        _row(
+            "Tokens that end a completion besides the model's end tokens; they are kept in its tokens.",
+            neutral=(),
+            affects="length",
+            max_length=128,
+        ),
+    ] = ()
+    ignore_eos: Annotated[
+        bool,
+        _row("Continue a completion after the model's end tokens.", neutral=False, affects="length"),
+    ] = False
+    top_logprobs: Annotated[
+        int,
+        _row(
+            "Number of most probable tokens to report at each position.",
+            neutral=0,
+            affects="report",
+            ge=0,
+            le=MAX_TOP_LOGPROBS,
+        ),
+    ] = 0
+
+
+class SamplingParameter(Struct, frozen=True, kw_only=True):
+    """One row of the table.
+
+    annotation: type with its range, for msgspec. neutral: value without effect; None if there is none. allowed: range
+    in words. logits_copies: float32 arrays of the shape of the logits that a decode step holds in addition while the
+    parameter is in use.
+    """
+
+    name: str
+    annotation: Any
+    default: object
+    neutral: object
+    affects: Affects
+    learner: Learner
+    allowed: str
+    logits_copies: int
+
+    @property
+    def is_scalar(self) -> bool:
+        """Whether the value is one number or boolean."""
+        return get_args(self.annotation)[0] in (int, float, bool)
+
+
+def _parameter(name: str, annotation: Any) -> SamplingParameter:
+    base, meta = get_args(annotation)
+    default = Sampling.__struct_defaults__[Sampling.__struct_fields__.index(name)]
+    return SamplingParameter(
+        name=name, annotation=annotation, default=default, allowed=_allowed(base, meta), **meta.extra
+    )
+
+
+def _allowed(base: Any, meta: Meta) -> str:
+    if get_origin(base) is tuple:
+        return f"at most {meta.max_length} entries"
+    number = {float: "a number", int: "an integer", bool: "true or false"}[base]
+    low = f" above {meta.gt:g}" if meta.gt is not None else f" of at least {meta.ge:g}" if meta.ge is not None else ""
+    return f"{number}{low}" + (f" and at most {meta.le:g}" if meta.le is not None else "")
+
+
+PARAMETERS: dict[str, SamplingParameter] = {
+    name: _parameter(name, annotation)
+    for name, annotation in get_type_hints(Sampling, include_extras=True).items()
+    if name in Sampling.__struct_fields__
+}
+
+
+class Unlearnable(NamedTuple):
+    """The parameter that the learner cannot evaluate, and the reason."""
+
+    parameter: str
+    reason: str
+
+
+def in_use(sampling: Sampling, **row: str) -> list[str]:
+    """Return the names of parameters that differ from their neutral value and match `row` (field of a row = value)."""
+    return [
+        name
+        for name, parameter in PARAMETERS.items()
+        if getattr(sampling, name) != parameter.neutral and all(getattr(parameter, f) == v for f, v in row.items())
+    ]
+
+
+def restricts_support(sampling: Sampling) -> bool:
+    """Whether tokens are sampled from a subset of the vocabulary, which has to be recorded for the learner."""
+    return bool(in_use(sampling, learner="replays support"))
+
+
+def can_record_support(sampling: Sampling) -> bool:
+    """Whether top-k limits the support to a size that is recorded."""
+    return 1 <= sampling.top_k <= MAX_SUPPORT
+
+
+def unlearnable(sampling: Sampling) -> Unlearnable | None:
+    """Return why the learner cannot evaluate this sampling distribution; None if it can.
+
+    This is the only definition of the rule. The profile, the learner, the sample log and the readers of environments'
+    groups use it.
+    """
+    if not sampling.temperature >= MIN_LEARNABLE_TEMPERATURE:
+        return Unlearnable(
+            "temperature",
+            f"temperature = {sampling.temperature:g} is greedy decoding: the learner needs a temperature of at least "
+            f"{MIN_LEARNABLE_TEMPERATURE:g}",
+        )
+    for name in in_use(sampling, learner="cannot evaluate"):
+        value, neutral = getattr(sampling, name), PARAMETERS[name].neutral
+        return Unlearnable(name, f"{name} = {value:g}: the learner cannot evaluate it; set it to {neutral:g}")
+    if restricts_support(sampling) and not can_record_support(sampling):
+        name = in_use(sampling, learner="replays support")[0] if sampling.top_k == 0 else "top_k"
+        return Unlearnable(
+            name,
+            f"{name} = {getattr(sampling, name):g}: set top_k to 1 to {MAX_SUPPORT}, because the learner needs the set "
+            f"of tokens that could be sampled, and the engine records at most {MAX_SUPPORT} tokens per position",
+        )
+    return None
+
+
+def require_learnable(sampling: Sampling) -> None:
+    """Raise ProfileError if the learner cannot evaluate this sampling distribution."""
+    if (found := unlearnable(sampling)) is not None:
+        raise ProfileError(f"sampling.{found.reason}")
 
 
 class SampleRequest(Struct, frozen=True, kw_only=True):
-    """Anyone -> decode engine: `len(seeds)` completions of one prompt, which is computed once and shared.
+    """Client -> decode engine: `len(seeds)` completions of one prompt, whose prefill is computed once and shared.
 
-    seeds: one 64-bit seed per completion; completion i is a function of (weights, prompt, sampling, seeds[i]) alone.
-    stream: report every token as it is sampled, not only the finished completions.
-    reuse_prefix: look the prompt up in the prefix cache, and leave it there.
-    record_support: report with each completion which tokens could have been sampled (`Completion.supports`), where top-p,
-        top-k or min-p leave some out; needs 1 <= top_k <= MAX_SUPPORT.
+    seeds: one 64-bit seed per completion. Completion i is a function of (weights, prompt, sampling, seeds[i]).
+    stream: report every token when it is sampled, in addition to the finished completions.
+    reuse_prefix: read the prompt's KV cache from the prefix cache and store it there.
+    record_support: report which tokens could have been sampled at each position (`Completion.supports`) if top-p, top-k
+        or min-p exclude any; requires 1 <= top_k <= MAX_SUPPORT.
     """
 
     prompt: tuple[int, ...]
@@ -70,18 +279,18 @@ class SampleRequest(Struct, frozen=True, kw_only=True):
 class Completion(Struct, frozen=True, kw_only=True):
     """One finished completion.
 
-    tokens: completion only, the end token included when one was sampled.
-    logprobs: natural log, under the distribution each token was really sampled from; as long as `tokens`.
-    versions: the weights that drew each token; as long as `tokens`, never decreasing unless an environment put turns
-        together that were sampled out of order.
-    sampled: whether the policy drew the token; empty: all of them. What an environment put in between (the answer of a
-        tool, the next question) is read and never learned from: its log-probability is 0 and its version is that of the
-        token before.
-    text: the decoded completion, without end token, special tokens or the stop string.
-    stop_reason: the stop string or token that ended it, if one did.
-    top_logprobs: per token, up to `Sampling.top_logprobs` (token, log-probability) pairs, best first.
-    supports: per token, the tokens that could have been sampled, as little-endian uint32 numbers in ascending order;
-        empty where it was not asked for, or where the whole vocabulary could.
+    tokens: without the prompt; includes the end token if one was sampled.
+    logprobs: natural logarithm of each token's probability under the distribution it was sampled from, one per token.
+    versions: policy version that sampled each token, one per token. Never decreases, unless an environment joins turns
+        that were sampled out of order.
+    sampled: whether the policy sampled each token; empty if it sampled all. Tokens that an environment inserted (the
+        answer of a tool, the next question) are context and are not trained on: their log-probability is 0, their
+        version is that of the token before.
+    text: the decoded completion, without end token, special tokens and stop string.
+    stop_reason: the stop string or stop token that ended the completion, if any.
+    top_logprobs: per token, up to `Sampling.top_logprobs` pairs (token, log-probability), most probable first.
+    supports: per token, the tokens that could have been sampled, as little-endian uint32 in ascending order; empty if
+        they were not requested or the support is the whole vocabulary.
     """
 
     tokens: tuple[int, ...]
@@ -96,23 +305,24 @@ class Completion(Struct, frozen=True, kw_only=True):
 
     @property
     def length(self) -> int:
-        """How many of its tokens the policy drew."""
+        """Number of tokens that the policy sampled."""
         return sum(self.sampled) if self.sampled else len(self.tokens)
 
     def __post_init__(self) -> None:
-        """Refuse completions whose parallel fields differ in length."""
+        """Raise ValueError if fields with one entry per token differ in length."""
         if not len(self.tokens) == len(self.logprobs) == len(self.versions):
             raise ValueError("tokens, logprobs and versions of a completion must have equal length")
         if self.sampled and len(self.sampled) != len(self.tokens):
-            raise ValueError("sampled must say of every token of a completion whether the policy drew it")
+            raise ValueError(f"a completion of {len(self.tokens)} tokens has {len(self.sampled)} entries in `sampled`")
         if self.supports and len(self.supports) != len(self.tokens):
-            raise ValueError(f"{len(self.supports)} supports for {len(self.tokens)} tokens of a completion")
+            raise ValueError(f"a completion of {len(self.tokens)} tokens has {len(self.supports)} supports")
 
 
-class TokenDrawn(Struct, frozen=True, kw_only=True, tag=True):
-    """Decode engine -> client_label, only where `SampleRequest.stream`: the next token of completion `index`.
+class TokenSampled(Struct, frozen=True, kw_only=True, tag=True):
+    """Decode engine -> client, only if `SampleRequest.stream`: the next token of completion `index`.
 
-    text: what became certain with this token; held back while it may turn into a stop string or half a character.
+    text: text that is final with this token. Text that may become part of a stop string or of a multi-byte character is
+        held back until the next event.
     """
 
     index: int
@@ -124,7 +334,7 @@ class TokenDrawn(Struct, frozen=True, kw_only=True, tag=True):
 
 
 class CompletionDone(Struct, frozen=True, kw_only=True, tag=True):
-    """Decode engine -> client_label: completion `index` has ended. `tail` is text not yet sent as `TokenDrawn.text`."""
+    """Decode engine -> client: completion `index` is finished. tail: text that no `TokenSampled.text` contained."""
 
     index: int
     completion: Completion
@@ -132,20 +342,20 @@ class CompletionDone(Struct, frozen=True, kw_only=True, tag=True):
 
 
 class SampleFailed(Struct, frozen=True, kw_only=True, tag=True):
-    """Decode engine -> client_label: nothing further will come of this request, and why."""
+    """Decode engine -> client: the request failed and has no further events."""
 
     reason: str
 
 
-SampleEvent = TokenDrawn | CompletionDone | SampleFailed
+SampleEvent = TokenSampled | CompletionDone | SampleFailed
 
 
 class PromptLogprobs(Struct, frozen=True, kw_only=True):
-    """Natural logs, under the policy's own distribution (temperature 1, nothing cut off), of given tokens.
+    """Log-probabilities of given tokens under the policy at temperature 1, without filters.
 
-    version: the weights that all of it was computed with.
-    logprobs: of every token but the first, given those before it.
-    top_logprobs: in the same places, the most probable (token, log-probability) pairs, best first.
+    version: policy version that computed them.
+    logprobs: natural logarithms, one for each token except the first.
+    top_logprobs: at the same positions, the most probable (token, log-probability) pairs, best first.
     """
 
     version: int
@@ -153,30 +363,6 @@ class PromptLogprobs(Struct, frozen=True, kw_only=True):
     top_logprobs: tuple[tuple[tuple[int, float], ...], ...]
 
     def __post_init__(self) -> None:
-        """Refuse parallel fields that differ in length."""
+        """Raise ValueError if the fields differ in length."""
         if len(self.logprobs) != len(self.top_logprobs):
-            raise ValueError(f"{len(self.top_logprobs)} top_logprobs for {len(self.logprobs)} logprobs of a prompt")
-
-
-def restricts_support(sampling: Sampling) -> bool:
-    """Whether tokens are sampled from a part of the vocabulary, which then has to be recorded."""
-    return sampling.top_k > 0 or sampling.top_p < 1.0 or sampling.min_p > 0.0
-
-
-def require_learnable(sampling: Sampling) -> None:
-    """Raise ProfileError for sampling whose log-probabilities the learner would evaluate under another distribution.
-
-    Temperature and bias it computes itself; what top-p, top-k and min-p left is replayed, up to `MAX_SUPPORT` tokens.
-    """
-    if sampling.temperature == 0.0:
-        raise ProfileError("sampling.temperature = 0 is greedy: groups would be equal and nothing could be learned")
-    if sampling.repetition_penalty != 1.0:
-        raise ProfileError(
-            f"sampling.repetition_penalty = {sampling.repetition_penalty:g}: the learner does not evaluate it; "
-            "leave it at 1"
-        )
-    if restricts_support(sampling) and not 1 <= sampling.top_k <= MAX_SUPPORT:
-        raise ProfileError(
-            f"sampling.top_k = {sampling.top_k}: what top_p, top_k and min_p leave is recorded for the learner, at "
-            f"most {MAX_SUPPORT} tokens: set sampling.top_k to 1 to {MAX_SUPPORT}"
-        )
+            raise ValueError(f"{len(self.logprobs)} logprobs of a prompt have {len(self.top_logprobs)} top_logprobs")

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import anyio
 
 from protocols.errors import ExecutorStoppedError, RequestError
-from protocols.sampling import Completion, CompletionDone, SampleEvent, SampleFailed, SampleRequest, TokenDrawn
+from protocols.sampling import Completion, CompletionDone, SampleEvent, SampleFailed, SampleRequest, TokenSampled
 
 T = TypeVar("T")
 END = 96
@@ -155,7 +155,7 @@ class FakeEngine:
             top = alternatives(token, logprob, row.request.sampling.top_logprobs)
             new = text[row.sent : certain]
             row.sent = max(row.sent, certain)
-            event = TokenDrawn(
+            event = TokenSampled(
                 index=row.index, token=token, logprob=logprob, version=self.version, text=new, top_logprobs=top
             )
             listener(event)

@@ -9,7 +9,7 @@ from bench.contenders.shapes import named_model, random_prompts
 from bench.shapes import policy_of
 from clotho.config.schema import EngineSection
 from clotho.inference import DecodeEngine
-from protocols.sampling import SampleEvent, SampleRequest, Sampling, TokenDrawn
+from protocols.sampling import SampleEvent, SampleRequest, Sampling, TokenSampled
 
 SEMANTICS = (
     "From submitting a streamed request to an idle decode engine until its first token has been reported, with its "
@@ -32,7 +32,7 @@ def prepare(case: Case) -> Once:
         while engine.has_work and not events:
             engine.tick()
         seconds = time.perf_counter() - began
-        if not events or not isinstance(events[0], TokenDrawn):
+        if not events or not isinstance(events[0], TokenSampled):
             raise RuntimeError(f"no token was sampled: {events}")
         engine.abort(request_id)
         while engine.has_work:

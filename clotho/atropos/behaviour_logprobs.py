@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from clotho.atropos.validation import LOWEST, CheckedGroup, first
 from clotho.atropos.wire import Refused
-from clotho.inference.sample_log import Drawn
+from clotho.inference.sample_log import SampledCompletion
 from protocols.sampling import FinishReason
 
 DIFFERENCE = 0.01
@@ -25,7 +25,7 @@ class Memory(Protocol):
 
     def find(
         self, tokens: Sequence[int], start: int, end: int, *, logprobs: NDArray[np.float64] | None = None
-    ) -> Drawn | None:
+    ) -> SampledCompletion | None:
         """Return how tokens[start:end] were sampled after tokens[:start]; logprobs: which of several draws is meant."""
 
 
@@ -103,7 +103,7 @@ def versions(sequence: Behaviour, trained_T: NDArray[np.bool_]) -> NDArray[np.in
     return sequence.version_T[last_T]
 
 
-def _temperature(index: int, found: list[Drawn | None], stated: float | None, *, default: float) -> float:
+def _temperature(index: int, found: list[SampledCompletion | None], stated: float | None, *, default: float) -> float:
     """The engine knows best; what it does not remember was sampled as the environment says."""
     known = {sampled.temperature for sampled in found if sampled is not None}
     if None in found and stated is not None:
@@ -114,7 +114,9 @@ def _temperature(index: int, found: list[Drawn | None], stated: float | None, *,
     return known.pop() if known else default if stated is None else stated
 
 
-def _compare(index: int, start: int, given_T: NDArray[np.float64], sampled: Drawn, sequence: Behaviour) -> None:
+def _compare(
+    index: int, start: int, given_T: NDArray[np.float64], sampled: SampledCompletion, sequence: Behaviour
+) -> None:
     difference_T = np.abs(given_T - np.clip(sampled.logprobs.astype(np.float64), LOWEST, 0.0))
     if (t := first(~(difference_T <= DIFFERENCE))) is not None:
         raise Refused(

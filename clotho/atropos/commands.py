@@ -18,6 +18,7 @@ from msgspec import Struct
 from clotho.config.group_sizes import batch_sequences, group_size, max_queued_batches, reserved_share
 from clotho.config.schema import EnvironmentSection, Profile
 from protocols.errors import ProfileError
+from protocols.sampling import PARAMETERS
 
 PATIENCE_SECONDS = 60.0
 HAS_ATROPOSLIB = "import importlib.util, sys; sys.exit(0 if importlib.util.find_spec('atroposlib') else 3)"
@@ -68,7 +69,11 @@ def _make(python: str) -> str:
 REGISTERED_AS = Path(__file__).with_name("run_environment.py")
 ENDLESS_STEPS = 10**9
 """An environment ends with the run, not after steps of its own."""
-SAMPLED = ("temperature", "top_p", "top_k", "min_p", "max_tokens")
+FORWARDED = (
+    *(name for name, one in PARAMETERS.items() if one.is_scalar and one.learner in ("evaluates", "replays support")),
+    "max_tokens",
+)
+"""Sampling parameters that environments are told."""
 LOCAL_ADDRESSES = ("127.0.0.1", "localhost")
 
 QUIET = {
@@ -115,7 +120,7 @@ def environment_command(section: EnvironmentSection, profile: Profile, *, server
         space, _, field = name.partition(".")
         settings.setdefault(space, {})[field] = flags.pop(name)
     offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"} if Path(_model(profile)).is_dir() else {}
-    sampling = json.dumps({name: getattr(profile.sampling, name) for name in SAMPLED})
+    sampling = json.dumps({name: getattr(profile.sampling, name) for name in FORWARDED})
     python = find_interpreter(profile.atropos.python)
     return Command(
         argv=(

@@ -16,7 +16,7 @@ from clotho.atropos.validation import MASKED
 from clotho.config.schema import SamplingSection
 from protocols.prompt import Prompt
 from protocols.rollout import RolloutGroup
-from protocols.sampling import Completion, FinishReason
+from protocols.sampling import PARAMETERS, Completion, FinishReason
 from protocols.score import GroupOutcome
 
 LABEL = "mock"
@@ -125,16 +125,8 @@ class MockAtropos:
             "n": completions,
             "seed": (prompt.seed + begin) % 2**63,
             "logprobs": 0,
-            "max_tokens": sampling.max_tokens,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k,
-            "min_p": sampling.min_p,
-            "repetition_penalty": sampling.repetition_penalty,
+            **{name: getattr(sampling, name) for name, one in PARAMETERS.items() if one.affects != "report"},
             "logit_bias": dict(sampling.logit_bias),
-            "stop": sampling.stop,
-            "stop_token_ids": sampling.stop_token_ids,
-            "ignore_eos": sampling.ignore_eos,
         }
         headers = {"content-type": "application/json"}
         response = await self._http.post("/generate", content=msgspec.json.encode(fields), headers=headers)

@@ -22,11 +22,10 @@ from clotho.atropos.behaviour_logprobs import Behaviour, Memory, behaviour, runs
 from clotho.atropos.validation import Bounds, CheckedGroup, check, teacher_tokens
 from clotho.atropos.wire import Refused, WireGroup, decode_group, sender
 from clotho.config.schema import AtroposSection, LearnerSection
-from clotho.inference.sample_log import cuts
 from protocols.errors import GenerationError
 from protocols.prompt import Problem, Prompt
 from protocols.rollout import Discarded, DiscardReason, RolloutGroup
-from protocols.sampling import Completion, FinishReason, PromptLogprobs, Sampling
+from protocols.sampling import Completion, FinishReason, PromptLogprobs, Sampling, restricts_support
 from protocols.score import ZERO_VARIANCE_THRESHOLD, GroupOutcome, ScoredGroup, TeacherTokens
 
 BEYOND_THE_GROUP = ("batch", "environment")
@@ -276,7 +275,7 @@ class GroupReader:
 
     def _refuse_unknown(self, sequences: Sequence[Behaviour]) -> None:
         for i, sequence in enumerate(sequences):
-            if sequence.unremembered and cuts(self._sampling):
+            if sequence.unremembered and restricts_support(self._sampling):
                 start, end = sequence.unremembered[0]
                 raise Refused(
                     f"tokens[{i}][{start}:{end}]: the engine does not remember what top_p, top_k and min_p left of it"

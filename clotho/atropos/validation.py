@@ -14,6 +14,7 @@ from msgspec import Raw, Struct
 from numpy.typing import NDArray
 
 from clotho.atropos.wire import Integer, Override, Parameters, Refused, WireGroup, decode
+from protocols.sampling import MAX_TEMPERATURE, MIN_LEARNABLE_TEMPERATURE
 from protocols.score import TeacherTokens
 
 MASKED = -100
@@ -22,7 +23,6 @@ LARGEST = 1e9
 """Of scores and advantages: beyond, float32 has no room for the squares that statistics take."""
 LOWEST, HIGHEST = -9999.0, 1e-3
 """Of log-probabilities: below, nothing is ever sampled; above 0 only by rounding."""
-COLDEST, HOTTEST = 1e-3, 100.0
 """Temperatures that the learner can evaluate: at lower ones a choice is greedy in float32, and its gradient none."""
 LONGEST_IMAGES = 1024
 
@@ -187,8 +187,10 @@ def _temperatures(group: WireGroup, overrides: list[Override | None]) -> list[fl
 
 def _temperature(field: str, parameters: Parameters | None) -> float | None:
     temperature = parameters.temperature if parameters else None
-    if temperature is not None and not COLDEST <= temperature <= HOTTEST:
-        raise Refused(f"{field}.temperature: {temperature:g}; {COLDEST:g} to {HOTTEST:g} are possible")
+    if temperature is not None and not MIN_LEARNABLE_TEMPERATURE <= temperature <= MAX_TEMPERATURE:
+        raise Refused(
+            f"{field}.temperature: {temperature:g}; {MIN_LEARNABLE_TEMPERATURE:g} to {MAX_TEMPERATURE:g} are possible"
+        )
     return temperature
 
 

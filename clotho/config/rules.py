@@ -17,7 +17,7 @@ from clotho.config.presets import OBJECTIVES
 from clotho.config.rules_atropos import ATROPOS_RULES
 from clotho.config.schema import ActorSection, Profile
 from protocols.errors import ProfileError
-from protocols.sampling import MAX_SUPPORT
+from protocols.sampling import PARAMETERS, in_use, unlearnable
 
 
 def known_objective(profile: Profile) -> Iterator[Complaint]:
@@ -33,32 +33,12 @@ def known_objective(profile: Profile) -> Iterator[Complaint]:
 
 
 def learnable_distribution(profile: Profile) -> Iterator[Complaint]:
-    """The learner evaluates the distribution that was sampled from: its temperature, its bias, its recorded support."""
-    sampling = profile.sampling
-    why = "rollouts are learned from under the distribution they were sampled from"
-    if sampling.temperature == 0:
-        yield "sampling.temperature", f"sampling.temperature must be > 0, not 0: {why}, and greedy groups teach nothing"
-    if sampling.repetition_penalty != 1.0:
-        yield (
-            "sampling.repetition_penalty",
-            f"sampling.repetition_penalty must be 1 in training, not {sampling.repetition_penalty:g}: {why}, and the "
-            "learner does not evaluate it",
-        )
-    if sampling.top_k > MAX_SUPPORT:
-        yield (
-            "sampling.top_k",
-            f"sampling.top_k must be at most {MAX_SUPPORT} in training, or 0 for all tokens, not {sampling.top_k}: "
-            f"{why}, which are recorded token by token",
-        )
-    for name, neutral in (("top_p", 1.0), ("min_p", 0.0)):
-        if (value := getattr(sampling, name)) != neutral and sampling.top_k == 0:
-            yield (
-                f"sampling.{name}",
-                f"sampling.{name} = {value:g} needs sampling.top_k of 1 to {MAX_SUPPORT} in training: {why}, and the "
-                "tokens that may be sampled are recorded",
-            )
-    if sampling.top_logprobs:
-        yield "sampling.top_logprobs", "sampling.top_logprobs must be 0 in training: only API requests report them"
+    """The learner can evaluate the sampling distribution, and nothing is reported that training does not read."""
+    if (found := unlearnable(profile.sampling)) is not None:
+        yield f"sampling.{found.parameter}", f"sampling.{found.reason}"
+    for name in in_use(profile.sampling, affects="report"):
+        neutral = PARAMETERS[name].neutral
+        yield f"sampling.{name}", f"sampling.{name} must be {neutral} in training: only API requests report it"
 
 
 def bounds_around_one(profile: Profile) -> Iterator[Complaint]:
@@ -126,13 +106,9 @@ def repeatable_dropout(profile: Profile) -> Iterator[Complaint]:
         )
 
 
-def sensible_stops(profile: Profile) -> Iterator[Complaint]:
-    """Stops can occur, and completions fit the caches."""
+def completions_fit_kv_cache(profile: Profile) -> Iterator[Complaint]:
+    """A completion of maximum length fits the KV cache."""
     sampling = profile.sampling
-    if "" in sampling.stop:
-        yield "sampling.stop", "sampling.stop holds an empty string, which would end every completion at once"
-    if any(token < 0 for token in sampling.stop_token_ids):
-        yield "sampling.stop_token_ids", "sampling.stop_token_ids must be token numbers >= 0"
     if sampling.max_tokens >= profile.engine.kv_cache_tokens:
         limit = profile.engine.kv_cache_tokens
         yield (
@@ -263,7 +239,7 @@ RULES: tuple[Rule, ...] = (
     learnable_distribution,
     bounds_around_one,
     enough_for_mini_batches,
-    sensible_stops,
+    completions_fit_kv_cache,
     probe_bounds,
     columns,
     rewards,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from functools import partial
+from typing import Any
 
 import mlx.nn as nn
 from msgspec.structs import replace
@@ -12,7 +13,19 @@ from clotho.config.schema import EngineSection
 from clotho.inference import DecodeEngine
 from clotho.models.policy import Parameters, Policy
 from clotho.models.tokenizer import ChatTokenizer
-from protocols.sampling import Completion, CompletionDone, SampleEvent, SampleFailed, SampleRequest, Sampling
+from protocols.sampling import (
+    PARAMETERS,
+    Completion,
+    CompletionDone,
+    SampleEvent,
+    SampleFailed,
+    SampleRequest,
+    Sampling,
+)
+
+NO_FILTERS: dict[str, Any] = {
+    name: parameter.neutral for name, parameter in PARAMETERS.items() if parameter.learner == "replays support"
+}
 
 
 class PinnedWeights:
@@ -42,7 +55,7 @@ def greedy_completions(
     engine gave one up.
     """
     engine = DecodeEngine(PinnedWeights(policy, version), settings)
-    greedy = replace(sampling, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
+    greedy = replace(sampling, **NO_FILTERS, temperature=0.0)
     answers: dict[int, Completion] = {}
     failures: list[str] = []
 

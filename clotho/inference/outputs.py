@@ -13,7 +13,7 @@ import structlog
 from clotho.inference.batch import Batch, Reading
 from clotho.inference.scheduler import Asked, Row
 from clotho.models.tokenizer import ChatTokenizer
-from protocols.sampling import Completion, CompletionDone, FinishReason, SampleEvent, SampleFailed, TokenDrawn
+from protocols.sampling import Completion, CompletionDone, FinishReason, SampleEvent, SampleFailed, TokenSampled
 
 log = structlog.get_logger(__name__)
 
@@ -143,7 +143,7 @@ class Reader:
 
     def _stream(self, row: Row, reading: Reading, n: int, text: str, top: tuple[tuple[int, float], ...]) -> None:
         token, logprob = int(reading.token_N[n]), float(reading.logp_N[n])
-        event = TokenDrawn(
+        event = TokenSampled(
             index=row.index, token=token, logprob=logprob, version=reading.version, text=text, top_logprobs=top
         )
         self._delivery.send(row.asked, event)

@@ -16,13 +16,19 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from protocols.sampling import MAX_SUPPORT, Completion, FinishReason, SampleRequest, Sampling
+from protocols.sampling import (
+    Completion,
+    FinishReason,
+    SampleRequest,
+    Sampling,
+    can_record_support,
+    in_use,
+    restricts_support,
+    unlearnable,
+)
 
 TOKEN_BYTES, SUPPORT_BYTES, COMPLETION_BYTES = 8, 40, 256
 """What a token takes; a support, and a completion, beside what is in it."""
-
-COLDEST = 1e-3
-"""The lowest temperature that anything can be learned at: below, hardly more than one token is ever sampled."""
 
 DECIMALS = 3
 """Of log-probabilities, beyond which equal draws differ by what else was in their batches."""
@@ -31,10 +37,11 @@ MOST_EQUAL = 16
 """So many draws of the same tokens after the same tokens are told apart."""
 
 
-class Drawn(Struct, frozen=True, kw_only=True, eq=False):
+class SampledCompletion(Struct, frozen=True, kw_only=True, eq=False):
     """One completion as it was sampled.
 
-    logprobs: natural logs under the distribution that each token was really sampled from. versions: the weights that drew it.
+    logprobs: natural logarithms under the distribution that each token was sampled from. versions: the policy version
+        that sampled each token.
     supports: as in `Completion`. client_label: label of the client that asked for it, empty if it gave none.
     unlearnable: why the learner cannot evaluate that distribution; empty if it can.
     """
@@ -74,9 +81,9 @@ class _Kept(Struct, frozen=True, gc=False):
         rounded = np.frombuffer(self.logprobs, dtype=np.float32).round(DECIMALS).tobytes()
         return rounded, self.versions, self.temperature, self.supports, self.unlearnable, self.client_label
 
-    def sampled(self) -> Drawn:
+    def sampled(self) -> SampledCompletion:
         """As those who find it see it."""
-        return Drawn(
+        return SampledCompletion(
             logprobs=np.frombuffer(self.logprobs, dtype=np.float32),
             versions=np.frombuffer(self.versions, dtype=np.int32),
             temperature=self.temperature,
@@ -121,7 +128,7 @@ class SampleLog:
                 completion.supports,
                 completion.finish_reason,
                 client_label,
-                unlearnable(request.sampling, recorded=bool(completion.supports), logit_bias=self._bias),
+                unlearnable_reason(request.sampling, support_recorded=bool(completion.supports), logit_bias=self._bias),
             )
             if kept.cost > self._capacity:
                 return
@@ -137,7 +144,7 @@ class SampleLog:
 
     def find(
         self, tokens: Sequence[int], start: int, end: int, *, logprobs: NDArray[np.float64] | None = None
-    ) -> Drawn | None:
+    ) -> SampledCompletion | None:
         """Return `tokens[start:end]` as sampled after `tokens[:start]`: all of one completion, nothing more or less.
 
         Of several equal ones it is that whose log-probabilities are nearest to `logprobs`, or the latest; one that the
@@ -171,34 +178,26 @@ class SampleLog:
             del self._equal[kept.key]
 
 
-def unlearnable(sampling: Sampling, *, recorded: bool, logit_bias: Sequence[tuple[int, float]] = ()) -> str:
-    """Return why the learner cannot evaluate the distribution that tokens were sampled from, or nothing if it can.
+def unlearnable_reason(
+    sampling: Sampling, *, support_recorded: bool, logit_bias: Sequence[tuple[int, float]] = ()
+) -> str:
+    """Return why the learner cannot evaluate the distribution that a completion was sampled from; empty if it can.
 
-    recorded: what could have been sampled is known. logit_bias: the run's own, sorted.
+    support_recorded: the completion carries its supports. logit_bias: that of the run, sorted.
     """
-    if sampling.temperature < COLDEST:
-        return f"sampled at temperature {sampling.temperature:g}, as good as greedily"
-    if sampling.repetition_penalty != 1.0:
-        return f"sampled with repetition_penalty {sampling.repetition_penalty:g}"
+    if (found := unlearnable(sampling)) is not None:
+        return found.reason
     if sorted(sampling.logit_bias) != sorted(logit_bias):
-        return "sampled with another logit_bias than the run's"
-    if cuts(sampling) and not recorded:
-        return (
-            f"sampled with top_p {sampling.top_p:g}, top_k {sampling.top_k}, min_p {sampling.min_p:g}: what these leave "
-            f"is recorded for a top_k of 1 to {MAX_SUPPORT}"
-        )
+        return "logit_bias differs from that of the run"
+    if restricts_support(sampling) and not support_recorded:
+        return f"{', '.join(in_use(sampling, learner='replays support'))}: the supports were not recorded"
     return ""
 
 
 def token_cost(sampling: Sampling) -> int:
-    """What a token takes in the log at most, in tokens: itself, and what could have been sampled in its place."""
-    recorded = 1 <= sampling.top_k <= MAX_SUPPORT
-    return 1 + (-(-(SUPPORT_BYTES + 4 * sampling.top_k) // TOKEN_BYTES) if recorded else 0)
-
-
-def cuts(sampling: Sampling) -> bool:
-    """Tell whether tokens are sampled from a part of the vocabulary."""
-    return sampling.top_k > 0 or sampling.top_p < 1.0 or sampling.min_p > 0.0
+    """Return the maximum size of one token in the log, in tokens of 8 bytes: the token and its recorded support."""
+    support = SUPPORT_BYTES + 4 * sampling.top_k if can_record_support(sampling) else 0
+    return 1 + -(-support // TOKEN_BYTES)
 
 
 def _begun(prompt: Sequence[int]) -> hashlib.blake2b:

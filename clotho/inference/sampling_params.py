@@ -5,16 +5,17 @@ What the engine accepts. A refusal names the field; nothing unchecked reaches th
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Sequence
+import reprlib
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 import mlx.core as mx
+import msgspec
 import numpy as np
 from msgspec import Struct
 
 from protocols.errors import RequestError
-from protocols.sampling import MAX_SUPPORT, SampleRequest, Sampling
+from protocols.sampling import MAX_SUPPORT, PARAMETERS, SampleRequest, Sampling, can_record_support
 
 NEUTRAL = Sampling()
 
@@ -122,26 +123,22 @@ def _bias(used: Sequence[Sampling]) -> Bias | None:
     return Bias(mx.array(token_B_K), mx.array(value_B_K))
 
 
-MOST_STOPS = 16
-LONGEST_STOP = 256
-MOST_STOP_TOKENS = 256
-MOST_BIASES = 1024
-MOST_COMPLETIONS = 4096
-MOST_ALTERNATIVES = 20
+MAX_COMPLETIONS = 4096
+"""Maximum number of completions of one request."""
 
 
 def validate(request: SampleRequest, *, vocabulary: int, context: int, cache_tokens: int) -> int:
-    """Check a request; return how many tokens each completion may have: `max_tokens`, clamped to the context.
+    """Check a request and return the maximum length of its completions: `max_tokens`, limited by the context length.
 
-    Raises RequestError for an empty prompt, tokens outside the vocabulary, a prompt that fills the context, a
-    completion that the cache cannot hold, seeds outside [0, 2**64), settings that are out of range, and supports to
-    be recorded of which top-k does not bound the size.
+    Raises RequestError, which names the field, for an empty prompt, tokens outside the vocabulary, a prompt that fills
+    the context, a completion that the KV cache cannot hold, seeds outside [0, 2**64), sampling parameters out of range,
+    and a request to record supports without a `top_k` that limits their size.
     """
     _check_tokens(request.prompt, vocabulary, "prompt")
     if not request.prompt:
         raise RequestError("the prompt is empty; give at least one token", param="prompt")
     if len(request.prompt) >= context:
-        message = f"the prompt has {len(request.prompt)} tokens, which leaves no room in the context of {context}"
+        message = f"the prompt has {len(request.prompt)} tokens, but the context length is {context}"
         raise RequestError(message, param="prompt")
     _check_seeds(request.seeds)
     _check_sampling(request.sampling, vocabulary)
@@ -149,7 +146,7 @@ def validate(request: SampleRequest, *, vocabulary: int, context: int, cache_tok
     limit = min(request.sampling.max_tokens, context - len(request.prompt))
     if len(request.prompt) + limit > cache_tokens:
         message = (
-            f"prompt and completion may come to {len(request.prompt) + limit} tokens; the cache holds {cache_tokens}"
+            f"prompt and completion need up to {len(request.prompt) + limit} tokens; the KV cache holds {cache_tokens}"
         )
         raise RequestError(message, param="max_tokens")
     return limit
@@ -159,67 +156,34 @@ def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _check_tokens(tokens: tuple[int, ...], vocabulary: int, param: str) -> None:
+def _check_tokens(tokens: Iterable[int], vocabulary: int, param: str) -> None:
     for token in tokens:
         if not _is_int(token) or not 0 <= token < vocabulary:
-            raise RequestError(f"token {token!r} is not an id in [0, {vocabulary})", param=param)
+            raise RequestError(f"token {token!r} is not an identifier in [0, {vocabulary})", param=param)
 
 
 def _check_seeds(seeds: tuple[int, ...]) -> None:
-    if not 1 <= len(seeds) <= MOST_COMPLETIONS:
-        raise RequestError(f"{len(seeds)} completions asked for; 1 to {MOST_COMPLETIONS} are possible", param="n")
+    if not 1 <= len(seeds) <= MAX_COMPLETIONS:
+        raise RequestError(f"{len(seeds)} completions requested; 1 to {MAX_COMPLETIONS} are possible", param="n")
     for seed in seeds:
         if not _is_int(seed) or not 0 <= seed < 2**64:
             raise RequestError(f"seed {seed!r} is not an integer in [0, 2**64)", param="seed")
 
 
-def _check_sampling(s: Sampling, vocabulary: int) -> None:
-    _check_range(s.temperature, 0.0, 100.0, "temperature")
-    _check_range(s.top_p, 0.0, 1.0, "top_p", above=True)
-    _check_range(s.min_p, 0.0, 1.0, "min_p")
-    _check_range(s.repetition_penalty, 0.0, 10.0, "repetition_penalty", above=True)
-    _check_count(s.top_k, 0, None, "top_k")
-    _check_count(s.max_tokens, 1, None, "max_tokens")
-    _check_count(s.top_logprobs, 0, MOST_ALTERNATIVES, "top_logprobs")
-    _check_bias(s.logit_bias, vocabulary)
-    _check_stops(s.stop)
-    if len(s.stop_token_ids) > MOST_STOP_TOKENS:
-        raise RequestError(f"more than {MOST_STOP_TOKENS} stop tokens", param="stop_token_ids")
-    _check_tokens(s.stop_token_ids, vocabulary, "stop_token_ids")
+def _check_sampling(sampling: Sampling, vocabulary: int) -> None:
+    for name, parameter in PARAMETERS.items():
+        value = getattr(sampling, name)
+        try:
+            msgspec.convert(value, parameter.annotation)
+        except msgspec.ValidationError as error:
+            shown = reprlib.repr(value)
+            raise RequestError(f"{name} is {shown}; allowed is {parameter.allowed} ({error})", param=name) from error
+    _check_tokens((token for token, _ in sampling.logit_bias), vocabulary, "logit_bias")
+    _check_tokens(sampling.stop_token_ids, vocabulary, "stop_token_ids")
 
 
 def _check_support(request: SampleRequest, vocabulary: int) -> None:
-    top_k = request.sampling.top_k
-    if request.record_support and truncates(request.sampling, vocabulary) and not 1 <= top_k <= MAX_SUPPORT:
-        message = f"top_k is {top_k}; recorded supports need a top_k of at most {MAX_SUPPORT}, and at least 1"
+    sampling = request.sampling
+    if request.record_support and truncates(sampling, vocabulary) and not can_record_support(sampling):
+        message = f"top_k is {sampling.top_k}; recorded supports need a top_k of 1 to {MAX_SUPPORT}"
         raise RequestError(message, param="top_k")
-
-
-def _check_range(value: float, low: float, high: float, param: str, *, above: bool = False) -> None:
-    number = _is_int(value) or isinstance(value, float)
-    if not number or not math.isfinite(value) or not low <= value <= high or (above and value == low):
-        bracket = "(" if above else "["
-        raise RequestError(f"{param} is {value!r}; allowed is {bracket}{low:g}, {high:g}]", param=param)
-
-
-def _check_count(value: int, low: int, high: int | None, param: str) -> None:
-    if not _is_int(value) or value < low or (high is not None and value > high):
-        allowed = f"at least {low}" if high is None else f"{low} to {high}"
-        raise RequestError(f"{param} is {value!r}; allowed is an integer, {allowed}", param=param)
-
-
-def _check_bias(bias: tuple[tuple[int, float], ...], vocabulary: int) -> None:
-    if len(bias) > MOST_BIASES:
-        raise RequestError(f"more than {MOST_BIASES} biased tokens", param="logit_bias")
-    _check_tokens(tuple(token for token, _ in bias), vocabulary, "logit_bias")
-    for token, value in bias:
-        if not (_is_int(value) or isinstance(value, float)) or not abs(value) <= 1e4:
-            raise RequestError(f"the bias of token {token} is {value!r}; allowed is [-1e4, 1e4]", param="logit_bias")
-
-
-def _check_stops(stops: tuple[str, ...]) -> None:
-    if len(stops) > MOST_STOPS:
-        raise RequestError(f"{len(stops)} stop strings; at most {MOST_STOPS} are possible", param="stop")
-    for stop in stops:
-        if not isinstance(stop, str) or not 1 <= len(stop) <= LONGEST_STOP:
-            raise RequestError(f"a stop string has 1 to {LONGEST_STOP} characters", param="stop")

@@ -35,6 +35,7 @@ from clotho.models.lora import install_adapter, open_all_weights
 from clotho.models.parameters import flat
 from clotho.training.optimizers.state import state_bytes
 from protocols.errors import ModelError
+from protocols.sampling import PARAMETERS, in_use
 from protocols.summary import MemoryEstimate
 
 
@@ -95,9 +96,6 @@ PROMPT_TOKENS = 256
 
 DECODE_COPIES = 2
 """Arrays as large as a step's logits, in float32, that one draw works with."""
-
-PENALTY_COPIES = 4
-"""The same, besides, where tokens that were said already are penalised."""
 
 
 def estimate_memory(model: ModelSection, profile: Profile, *, prompt_tokens: int = PROMPT_TOKENS) -> MemoryEstimate:
@@ -171,7 +169,7 @@ def _local_directory(path: str) -> Path | None:
 
 
 def _draw_copies(profile: Profile) -> int:
-    return DECODE_COPIES + (PENALTY_COPIES if profile.sampling.repetition_penalty != 1.0 else 0)
+    return DECODE_COPIES + sum(PARAMETERS[name].logits_copies for name in in_use(profile.sampling))
 
 
 def _caches(layout: CacheLayout, rows: int, tokens: int) -> int:

@@ -14,12 +14,12 @@ from typing import Protocol, TypeVar
 from msgspec import structs
 
 from protocols.errors import ExecutorStoppedError, GenerationError, RequestError
-from protocols.sampling import Completion, CompletionDone, SampleEvent, SampleFailed, SampleRequest, TokenDrawn
+from protocols.sampling import Completion, CompletionDone, SampleEvent, SampleFailed, SampleRequest, TokenSampled
 
 __all__ = ["Engine", "GenerationError", "Progress", "RequestError", "Sampler", "Submit"]
 
 T = TypeVar("T")
-Progress = TokenDrawn | CompletionDone
+Progress = TokenSampled | CompletionDone
 Refusal = RequestError | GenerationError
 _Item = tuple[int, SampleEvent] | tuple[int, RequestError] | BaseException
 
@@ -192,7 +192,7 @@ class Sampler:
             while unfinished:
                 batch = await inbox.take()
                 for position, event in batch:
-                    if not isinstance(event, TokenDrawn):
+                    if not isinstance(event, TokenSampled):
                         unfinished[position] -= 1
                         if isinstance(event, Exception) or not unfinished[position]:
                             del unfinished[position]

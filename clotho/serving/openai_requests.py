@@ -9,19 +9,16 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Optional, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
 
 from clotho.serving.errors import ApiError, invalid
+from protocols.sampling import PARAMETERS, LogitBias, TokenId, TopLogprobs
 
 Seed = Annotated[int, Meta(ge=0, le=2**63 - 1)]
-TokenId = Annotated[int, Meta(ge=0)]
 Limit = Annotated[int, Meta(ge=1)]
-Bias = Annotated[float, Meta(ge=-100.0, le=100.0)]
-TopLogprobs = Annotated[int, Meta(ge=0, le=20)]
-StopStrings = Annotated[list[Annotated[str, Meta(max_length=256)]], Meta(max_length=16)]
 
 IGNORED = frozenset({
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls",
@@ -46,11 +43,30 @@ class StreamOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     include_usage: bool = False
 
 
-class GenerationFields(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What both kinds of request share; null, or absence, means the gateway's default.
+SCALAR_PARAMETERS = tuple(
+    name
+    for name, parameter in PARAMETERS.items()
+    if parameter.is_scalar and parameter.affects != "report" and name != "max_tokens"
+)
+"""Sampling parameters that requests state as one field of the same name, type and range."""
 
-    Ranges of the sampling fields are those of `protocols.sampling.Sampling`.
-    """
+if TYPE_CHECKING:
+
+    class SamplingFields(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+        """The fields of `SCALAR_PARAMETERS`; null means the server's default."""
+
+else:
+    SamplingFields = msgspec.defstruct(
+        "SamplingFields",
+        [(name, Optional[PARAMETERS[name].annotation], None) for name in SCALAR_PARAMETERS],  # noqa: UP045
+        frozen=True,
+        kw_only=True,
+        forbid_unknown_fields=True,
+    )
+
+
+class GenerationFields(SamplingFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Fields that both kinds of request share; null means the server's default."""
 
     model: str | None = None
     n: Annotated[int, Meta(ge=1)] | None = None
@@ -58,15 +74,9 @@ class GenerationFields(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: Limit | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: Annotated[dict[TokenId, Bias], Meta(max_length=1024)] | None = None
-    stop: str | StopStrings | None = None
-    stop_token_ids: Annotated[list[TokenId], Meta(max_length=128)] | None = None
-    ignore_eos: bool | None = None
+    logit_bias: dict[TokenId, LogitBias] | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[TokenId] | None = None
     return_token_ids: bool | None = None
 
 

@@ -14,11 +14,11 @@ from msgspec import UNSET, Struct, UnsetType, structs
 from clotho.serving.errors import invalid
 from clotho.serving.native import NativeAsk, NativeFields, Outcome, Served, decode_known, served
 from clotho.serving.openai_choices import LOWEST, Alternatives, finish_reason
-from clotho.serving.openai_requests import Limit, Seed, TokenId, TopLogprobs, json_object
+from clotho.serving.openai_requests import Limit, Seed, json_object
 from clotho.serving.routes_vllm import vllm_ask
 from clotho.serving.sample_requests import build_ask, check_model, encoded
 from clotho.serving.services import GatewayServices, Tokens
-from protocols.sampling import Completion
+from protocols.sampling import Completion, TokenId, TopLogprobs
 
 TokenEntry = tuple[float, int, str | None]
 """Log-probability, token, and its text where that was asked for."""

@@ -8,9 +8,10 @@ from msgspec import Meta
 
 from clotho.serving.native import NativeAsk, NativeFields, Outcome, Served, decode_known, served
 from clotho.serving.openai_choices import LOWEST, finish_reason
-from clotho.serving.openai_requests import TokenId, json_object
+from clotho.serving.openai_requests import json_object
 from clotho.serving.sample_requests import build_ask, check_model, encoded
 from clotho.serving.services import GatewayServices
+from protocols.sampling import TokenId
 
 
 class TrlRequest(NativeFields, frozen=True, kw_only=True):

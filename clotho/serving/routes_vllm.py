@@ -9,10 +9,9 @@ from msgspec import UNSET, Struct, UnsetType
 
 from clotho.serving.native import NativeAsk, NativeFields, Outcome, Served, decode_known, served
 from clotho.serving.openai_choices import LOWEST, Alternatives, finish_reason
-from clotho.serving.openai_requests import TokenId, TopLogprobs
 from clotho.serving.sample_requests import build_ask, check_model, encoded
 from clotho.serving.services import GatewayServices
-from protocols.sampling import Completion
+from protocols.sampling import Completion, TokenId, TopLogprobs
 
 Position = dict[int, float]
 """Token -> log-probability: first the token that stands there, then the most probable others, best first."""

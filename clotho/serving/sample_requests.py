@@ -14,10 +14,18 @@ import msgspec
 from msgspec import Struct, structs
 
 from clotho.serving.errors import ApiError, invalid
-from clotho.serving.openai_requests import ChatRequest, CompletionRequest, GenerationFields, Message, decode, refused
+from clotho.serving.openai_requests import (
+    SCALAR_PARAMETERS,
+    ChatRequest,
+    CompletionRequest,
+    GenerationFields,
+    Message,
+    decode,
+    refused,
+)
 from clotho.serving.services import GatewayServices
 from protocols.prompt import completion_seeds
-from protocols.sampling import MAX_SUPPORT, SampleRequest, Sampling
+from protocols.sampling import SampleRequest, Sampling, can_record_support
 
 Prompt = tuple[int, ...]
 
@@ -146,7 +154,7 @@ def build_ask(
                 sampling=_bounded(sampling, prompt, param, None if fit_context else max_tokens, services),
                 seeds=completion_seeds(own_seed, n),
                 reuse_prefix=True,
-                record_support=services.record_supports and 1 <= sampling.top_k <= MAX_SUPPORT,
+                record_support=services.record_supports and can_record_support(sampling),
             )
             for prompt, own_seed in zip(prompts, seeded, strict=True)
         ),
@@ -161,10 +169,9 @@ def build_ask(
 def _sampling(asked: GenerationFields, top_logprobs: int | None, services: GatewayServices) -> Sampling:
     """Lay the request's fields over the defaults; `Sampling` itself states the ranges."""
     fields = {name: getattr(services.sampling, name) for name in Sampling.__struct_fields__}
-    same = ("temperature", "top_p", "min_p", "repetition_penalty", "ignore_eos")
-    fields |= {name: getattr(asked, name) for name in same if getattr(asked, name) is not None}
-    if asked.top_k is not None:
-        fields["top_k"] = asked.top_k if asked.top_k < services.vocab_size else 0
+    fields |= {name: value for name in SCALAR_PARAMETERS if (value := getattr(asked, name)) is not None}
+    if fields["top_k"] >= services.vocab_size:
+        fields["top_k"] = 0
     if asked.stop is not None:
         fields["stop"] = tuple(text for text in ([asked.stop] if isinstance(asked.stop, str) else asked.stop) if text)
     if asked.stop_token_ids is not None:

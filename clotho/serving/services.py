@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol
 from msgspec import Struct
 
 from clotho.config.schema import ServerSection
-from protocols.sampling import Completion, CompletionDone, PromptLogprobs, SampleRequest, Sampling, TokenDrawn
+from protocols.sampling import Completion, CompletionDone, PromptLogprobs, SampleRequest, Sampling, TokenSampled
 from protocols.weights import WeightsReady
 
 
@@ -48,7 +48,7 @@ class Completer(Protocol):
 
     def stream_all(
         self, requests: Sequence[SampleRequest], /
-    ) -> AsyncGenerator[list[tuple[int, TokenDrawn | CompletionDone]], None]:
+    ) -> AsyncGenerator[list[tuple[int, TokenSampled | CompletionDone]], None]:
         """Yield all progress there is, with the position of its request; closing aborts them."""
         ...
 
@@ -149,7 +149,7 @@ class Remembering:
 
     async def stream_all(
         self, requests: Sequence[SampleRequest]
-    ) -> AsyncGenerator[list[tuple[int, TokenDrawn | CompletionDone]], None]:
+    ) -> AsyncGenerator[list[tuple[int, TokenSampled | CompletionDone]], None]:
         """Yield all progress there is, with the position of its request; closing aborts what has not ended."""
         async with aclosing(self._sampler.stream_all(requests)) as batches:
             async for batch in batches:

@@ -17,9 +17,9 @@ from starlette.types import Send
 from clotho.serving.errors import as_api_error
 from clotho.serving.openai_choices import Piece, finish_reason
 from clotho.serving.openai_responses import Answer
-from protocols.sampling import Completion, CompletionDone, TokenDrawn
+from protocols.sampling import Completion, CompletionDone, TokenSampled
 
-Batch = list[tuple[int, TokenDrawn | CompletionDone]]
+Batch = list[tuple[int, TokenSampled | CompletionDone]]
 DONE = b"data: [DONE]\n\n"
 
 
@@ -89,17 +89,17 @@ class _Tail:
         self._sent: dict[int, int] = {}
         self._offset: dict[int, int] = {}
 
-    def piece(self, position: int, event: TokenDrawn | CompletionDone) -> Piece:
+    def piece(self, position: int, event: TokenSampled | CompletionDone) -> Piece:
         """Return what is new with this event."""
         index = position * self._n + event.index
         offset, first = self._offset.get(index, 0), index not in self._sent
-        piece = self._drawn(event, index) if isinstance(event, TokenDrawn) else self._ended(event, index)
+        piece = self._drawn(event, index) if isinstance(event, TokenSampled) else self._ended(event, index)
         self._sent[index] = self._sent.get(index, 0) + len(piece.tokens)
         if self._counts_characters:
             self._offset[index] = offset + sum(len(self._tokenizer.token_text(token)) for token in piece.tokens)
         return msgspec.structs.replace(piece, offset=offset, first=first)
 
-    def _drawn(self, event: TokenDrawn, index: int) -> Piece:
+    def _drawn(self, event: TokenSampled, index: int) -> Piece:
         return Piece(
             index=index,
             text=event.text,

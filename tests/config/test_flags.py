@@ -163,7 +163,7 @@ def test_the_same_value_may_be_given_twice() -> None:
          "0.2 and 0.3"),
         ("--disable-async --async true", "--disable-async and --async contradict each other: false and true"),
         ("--profile a --profile b", '--profile is given twice: "a" and "b"'),
-        ("--sampling.stop-token-ids [1,", '--sampling.stop-token-ids must be a list, each an integer, written as TOML '
+        ("--sampling.stop-token-ids [1,", '--sampling.stop-token-ids must be a list, each an integer >= 0, written as TOML '
          'or JSON, not "[1,"'),
         ("--actors [null]", '--actors must be a list, each a table, written as TOML or JSON, not "[null]"'),
         ("--rewards format", '--rewards must be a list, each a table, at least 1, written as TOML or '

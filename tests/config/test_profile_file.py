@@ -152,8 +152,8 @@ def test_settings_that_lose_their_effect_fall_back_to_defaults(here: Path) -> No
         ('[engine]\nkv_policy = "kep"\n', 'engine.kv_policy must be one of keep, recompute, drain, not "kep"'),
         ('[policy]\nscale = "a"\n', 'policy.scale must be a number > 0 or none, not "a"'),
         ("[sampling]\ngroup_size = 1\n", "sampling.group_size must be an integer >= 2 and <= 4096, not 1"),
-        ("[sampling]\nstop = [1]\n", "sampling.stop[0] must be text, not 1"),
-        ('[sampling]\nlogit_bias = [[1, "a"]]\n', 'sampling.logit_bias[0] must be [an integer, a number], '
+        ("[sampling]\nstop = [1]\n", "sampling.stop[0] must be text, not empty, not 1"),
+        ('[sampling]\nlogit_bias = [[1, "a"]]\n', 'sampling.logit_bias[0] must be [an integer >= 0, a number >= -100 and <= 100], '
          'not [1, "a"]'),
         ('[[rewards]]\nname = "format"\nwieght = 2\n', "unknown key rewards.wieght; did you mean rewards.weight?"),
         ('[[rewards]]\nname = "format"\ntimeout_seconds = 0\n', "rewards[1].timeout_seconds must be a number > 0, "
@@ -214,7 +214,7 @@ def test_a_mistake_on_the_command_line_is_called_that(here: Path) -> None:
     """Not the file, which is innocent."""
     with pytest.raises(ProfileError, match=r"^command line: learner.batch_size must be an integer >= 1, not 0$"):
         load_profile("local-m3", {"learner.batch_size": 0})
-    with pytest.raises(ProfileError, match=r"^command line: sampling.repetition_penalty must be 1 in training"):
+    with pytest.raises(ProfileError, match=r"^command line: sampling.repetition_penalty = 1.5"):
         load_profile("local-m3", {"sampling.repetition_penalty": 1.5})
 
 

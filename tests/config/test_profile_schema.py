@@ -27,11 +27,11 @@ def test_types_defaults_and_bounds_are_read_from_the_annotations() -> None:
     assert keys()["policy.scale"].allowed == "a number > 0 or none"
     assert keys()["seed"].allowed == "an integer >= 0 and < 4294967296"
     assert keys()["engine.kv_policy"].allowed == "one of keep, recompute, drain"
-    assert keys()["sampling.logit_bias"].allowed == "a list, each [an integer, a number]"
+    assert keys()["sampling.logit_bias"].allowed == "a list, each [an integer >= 0, a number >= -100 and <= 100]"
     assert keys()["policy.ranks"].allowed == "a list, each text of the form name=rank"
     assert keys()["learner.objective"].allowed == "text of the form name or module:function"
     assert keys()["model.path"].default is REQUIRED
-    assert keys()["sampling.top_p"].help.startswith("nucleus")
+    assert keys()["sampling.top_p"].help.startswith("Nucleus")
 
 
 def test_a_section_made_of_several_structs_has_all_their_keys_and_helps_in_order() -> None:

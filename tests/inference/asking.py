@@ -20,7 +20,7 @@ from protocols.sampling import (
     SampleFailed,
     SampleRequest,
     Sampling,
-    TokenDrawn,
+    TokenSampled,
 )
 from tests.small_models import FixedSource, tiny_source
 
@@ -45,9 +45,9 @@ class Answer:
         """Reasons of failure."""
         return [e.reason for e in self.events if isinstance(e, SampleFailed)]
 
-    def streamed(self, index: int = 0) -> list[TokenDrawn]:
+    def streamed(self, index: int = 0) -> list[TokenSampled]:
         """Return the tokens streamed of one completion."""
-        return [e for e in self.events if isinstance(e, TokenDrawn) and e.index == index]
+        return [e for e in self.events if isinstance(e, TokenSampled) and e.index == index]
 
     def text(self, index: int = 0) -> str:
         """Return the streamed text of one completion, tail included."""

@@ -152,13 +152,13 @@ def test_supports_come_back_and_count() -> None:
 @pytest.mark.parametrize(
     ("sampling", "reason"),
     [
-        ({"temperature": 0.0}, "temperature 0"),
-        ({"repetition_penalty": 1.1}, "repetition_penalty 1.1"),
+        ({"temperature": 0.0}, "temperature = 0"),
+        ({"repetition_penalty": 1.1}, "repetition_penalty = 1.1"),
         ({"logit_bias": ((3, 1.0),)}, "logit_bias"),
         ({}, "logit_bias"),
-        ({"logit_bias": ((7, -3.0), (5, 2.0)), "top_p": 0.9}, "top_p 0.9"),
-        ({"logit_bias": ((7, -3.0), (5, 2.0)), "top_k": 400}, "top_k 400"),
-        ({"logit_bias": ((7, -3.0), (5, 2.0)), "min_p": 0.05}, "top_k of 1 to 256"),
+        ({"logit_bias": ((7, -3.0), (5, 2.0)), "top_p": 0.9}, "top_p = 0.9"),
+        ({"logit_bias": ((7, -3.0), (5, 2.0)), "top_k": 400}, "top_k = 400"),
+        ({"logit_bias": ((7, -3.0), (5, 2.0)), "min_p": 0.05}, "top_k to 1 to 256"),
         ({"logit_bias": ((7, -3.0), (5, 2.0)), "temperature": 1.5}, ""),
     ],
 )

@@ -86,7 +86,7 @@ def test_a_completion_ends_with_a_requested_stop_token() -> None:
 
 def forced(text: str) -> Sampling:
     """Return settings under which a model can say nothing but the letters of `text`, all alike."""
-    return Sampling(logit_bias=tuple((b, 1e4) for b in set(text.encode())), max_tokens=8, ignore_eos=True)
+    return Sampling(logit_bias=tuple((b, 100.0) for b in set(text.encode())), max_tokens=8, ignore_eos=True)
 
 
 def test_a_stop_string_ends_a_completion_with_the_token_that_completed_it() -> None:

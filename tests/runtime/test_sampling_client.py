@@ -15,7 +15,7 @@ from clotho.inference import DecodeEngine
 from clotho.runtime.compute_thread import ComputeExecutor
 from clotho.runtime.sampling_client import GenerationError, Sampler
 from protocols.errors import ExecutorStoppedError, RequestError
-from protocols.sampling import CompletionDone, SampleRequest, Sampling, TokenDrawn
+from protocols.sampling import CompletionDone, SampleRequest, Sampling, TokenSampled
 from tests.fakes import FakeEngine
 from tests.small_models import tiny_source
 
@@ -75,7 +75,7 @@ async def test_a_stream_adds_up_to_its_completions(either: Sampler) -> None:
         asked = request(seeds=(1, 2), stop=stops)
         texts, sampled, done = {0: "", 1: ""}, {0: [], 1: []}, {}  # type: ignore[var-annotated]
         async for event in either.stream(asked):
-            if isinstance(event, TokenDrawn):
+            if isinstance(event, TokenSampled):
                 sampled[event.index].append((event.token, event.logprob, event.version))
                 texts[event.index] += event.text
             else:
@@ -163,7 +163,7 @@ async def test_closing_a_stream_frees_the_row(sampler: Sampler, engine: FakeEngi
     engine.allow(5)
     async with aclosing(sampler.stream(request(max_tokens=1000))) as events:
         async for event in events:
-            assert isinstance(event, TokenDrawn)
+            assert isinstance(event, TokenSampled)
             break
     await engine.until(lambda: engine.running == 0)
     assert engine.aborted == [1]
@@ -254,7 +254,7 @@ async def test_an_asker_that_was_busy_gets_the_events_of_several_ticks_at_once(
     told = [event for _, event in (*first, *rest)]
     whole = await sampler.complete(request(seeds=(1, 2), max_tokens=5))
     for index, completion in enumerate(whole):
-        tokens = [event.token for event in told if isinstance(event, TokenDrawn) and event.index == index]
+        tokens = [event.token for event in told if isinstance(event, TokenSampled) and event.index == index]
         assert tuple(tokens) == completion.tokens
     assert sum(isinstance(event, CompletionDone) for event in told) == 2
 

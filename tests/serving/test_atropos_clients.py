@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from msgspec import Struct
 
-from clotho.inference.sample_log import Drawn
+from clotho.inference.sample_log import SampledCompletion
 from clotho.models.parameters import flat, nested
 from clotho.runtime.compute_thread import finish
 from tests.atropos.counterpart import python_with_atropos
@@ -94,7 +94,7 @@ def spans(node: dict[str, Any]) -> list[tuple[int, int]]:
     return list(zip(edges[::2], edges[1::2], strict=True))
 
 
-def sampled(seen: Seen, tokens: list[int], logprobs: list[float], start: int, end: int) -> Drawn:
+def sampled(seen: Seen, tokens: list[int], logprobs: list[float], start: int, end: int) -> SampledCompletion:
     """What the engine remembers of a span; the client's log-probabilities must be those that it was sampled with.
 
     Where the same was sampled twice, and other weights came in between, the later one is remembered.
@@ -112,7 +112,7 @@ def sampled(seen: Seen, tokens: list[int], logprobs: list[float], start: int, en
     return found
 
 
-def drawn_node(seen: Seen, node: dict[str, Any], start: int, end: int) -> Drawn:
+def drawn_node(seen: Seen, node: dict[str, Any], start: int, end: int) -> SampledCompletion:
     """The same of a managed server's node, whose mask repeats the tokens."""
     assert node["masked_tokens"][start:end] == node["tokens"][start:end]
     return sampled(seen, node["tokens"], node["logprobs"], start, end)
