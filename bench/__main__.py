@@ -1,4 +1,4 @@
-"""`python -m bench QUESTION [options]`; without a question, the list of them."""
+"""Run one benchmark: `python -m bench NAME [options]`. Without a name, list all benchmarks."""
 
 from __future__ import annotations
 
@@ -7,42 +7,41 @@ from importlib import import_module
 
 from bench.contenders.process import MissingContendersError
 
-QUESTIONS = {
-    "learning": "Does the default run learn, how fast, and for every seed? Synchronous against asynchronous.",
-    "objectives": "What does each objective, with its recommended settings, make of the default task?",
-    "head": "What does the head cost where the vocabulary is large: in pieces, or straightforward?",
-    "collapse": "Do the alarms notice a destructive learning rate in time, and does going back save the run?",
-    "environments": "Do real Atropos environments train the policy: one turn, several, and two of different weight?",
-    "decode": "How fast are rollouts: tokens/s against batch, group and prompt length, beside mlx-lm and mlx-lm-lora?",
-    "first_token": "How long until the first token of a rollout, against the length of its prompt?",
-    "update": "What does one policy update cost: tokens/s and peak memory against length and vocabulary, "
-    "beside mlx-lm-lora and TRL?",
-    "http": "How many tokens/s over HTTP, and how soon the first, under 1 to 64 clients, beside mlx_lm.server?",
-    "swap": "How long does a weight swap hold up decoding?",
-    "overlap": "How fast does decoding go on while the learner works?",
-    "actors_overhead": "What does one message cost: mailbox and actor?",
-    "startup": "How long from the command to the first answer?",
-    "wall_clock": "How long to 0.9 held-out accuracy, synchronous and asynchronous, beside mlx-lm-lora and TRL?",
-    "search": "With which settings is the default task learned soonest, by mlx-lm-lora's GRPO or by us?",
-    "scaling": "What happens as model and batch grow?",
-    "quick": "Has anything slipped by an order of magnitude? Ours only, in seconds; status 1 if so.",
-    "compare": "Is anything worse in one set of results than in another? Also: --compare BEFORE AFTER.",
-    "figures": "Draw the figures of the documentation, and write its numbers, from the results.",
-    "screenshot": "Capture what a user sees while the default run trains.",
+BENCHMARKS = {
+    "learning": "Accuracy and training time of the default run, synchronous and asynchronous, for several seeds.",
+    "objectives": "Held-out accuracy of every objective with its default settings.",
+    "head": "Memory and time of the output head at large vocabularies, chunked and straightforward.",
+    "collapse": "Whether collapse detection recognizes a destructive learning rate, and rollback saves the run.",
+    "environments": "Training with Atropos environments: single-turn, multi-turn, two of different weight.",
+    "decode": "Rollout throughput by batch, group size and prompt length, beside mlx-lm and mlx-lm-lora.",
+    "first_token": "Time to the first token by prompt length, beside mlx-lm.",
+    "update": "Time and peak memory of one policy update, beside mlx-lm-lora and TRL.",
+    "http": "HTTP throughput and time to first token with 1 to 64 clients, beside mlx_lm.server.",
+    "swap": "How long a weight swap delays decoding.",
+    "overlap": "Decode rate during updates.",
+    "actors_overhead": "Cost of one message through a queue, an actor and the compute thread, beside asyncio.",
+    "startup": "Time from the command to the first result, beside mlx-lm-lora and TRL.",
+    "wall_clock": "Time to 0.9 held-out accuracy, synchronous and asynchronous, beside mlx-lm-lora and TRL.",
+    "search": "Best settings for the default task, for mlx-lm-lora's GRPO and for Clotho.",
+    "scaling": "Decoding and updates by model and batch size.",
+    "quick": "Regression check in 30 seconds, Clotho only; exit status 1 if a part is ten times slower.",
+    "compare": "Compare two sets of results; also --compare BEFORE AFTER.",
+    "figures": "Write the charts and tables of the documentation from the results.",
+    "screenshot": "Capture the terminal display of the default run.",
 }
 
 OPTIONAL = ("matplotlib", "pyte")
-"""What only the drawings need."""
+"""Packages that only the charts and screenshots need."""
 
 
 def main() -> int:
-    """Run one question's program; 2 if there is no such question, or if something is not installed."""
-    asked = sys.argv[1] if len(sys.argv) > 1 else "--help"
-    chosen = "compare" if asked == "--compare" else asked
-    if chosen not in QUESTIONS:
-        for name, question in QUESTIONS.items():
-            sys.stdout.write(f"{name:17}{question}\n")
-        return 0 if asked in ("-h", "--help") else 2
+    """Run the named benchmark. Returns 2 for an unknown name or a missing package."""
+    argument = sys.argv[1] if len(sys.argv) > 1 else "--help"
+    chosen = "compare" if argument == "--compare" else argument
+    if chosen not in BENCHMARKS:
+        for name, description in BENCHMARKS.items():
+            sys.stdout.write(f"{name:17}{description}\n")
+        return 0 if argument in ("-h", "--help") else 2
     try:
         status: int = import_module(f"bench.{chosen}").main(sys.argv[2:])
     except ModuleNotFoundError as missing:

@@ -1,13 +1,13 @@
-"""What does one message cost: through a mailbox, through an actor, and to the compute thread and back.
+"""Measures the cost of one message: through a queue, through an actor, and to the compute thread and back.
 
     python -m bench actors_overhead [--repeats 5] [--out bench/results/actors_overhead.jsonl]
 
-A message is a number, so that nothing but its way is measured. `mailbox`: one task sends, another receives, and each
-waits for the other where the capacity says so; 1 makes them wait for every message, 16 is what the profile gives most
-arrows. `actor`: source, actor and drain, two mailboxes, under the supervisor; its start and its end count. `compute
-thread`: a call is handed to the thread that owns MLX, here without other work, and its result is awaited on the event
-loop. The same is done with the standard library alone, in a process of its own, by turns. Seconds are per message; less
-than 50 microseconds is the aim.
+A message is a number, so only the transport is measured. `mailbox`: one task sends and one receives; with capacity 1
+they wait for each other at every message; 16 is the default capacity of most queues. `actor`: a source, an actor and a
+drain, two queues, under the supervisor, start and stop included. `compute thread`: a call is submitted to the idle
+compute thread and its result is awaited on the event loop. The peer does the same with the standard library, in a
+separate process; contenders alternate. Seconds are per message; the target is less than 50 microseconds. The decode
+engine is not involved.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from functools import partial
 from pathlib import Path
 
 from bench import measurement
-from bench.answering import Question, answer
+from bench.benchmark import Benchmark, run_benchmark
 from bench.charts import draw_bars
-from bench.contenders.process import Contender, Metric, by_turns
+from bench.contenders.process import Contender, Metric, measure_interleaved
 from bench.measurement import Measurement, results_path
 from bench.tables import report
 
@@ -35,7 +35,7 @@ Case = dict[str, str | int | float]
 
 
 def cases(messages: int) -> list[Case]:
-    """Calls to a thread cost more than messages on the loop: a fifth as many are enough."""
+    """All cases; calls to the compute thread are slower, so there are a fifth as many."""
     found: list[Case] = [
         {"path": path, "capacity": capacity, "messages": messages}
         for path in ("mailbox", "actor")
@@ -45,34 +45,34 @@ def cases(messages: int) -> list[Case]:
 
 
 def read(path: Path = RESULTS) -> Sequence[Measurement]:
-    """All results; none where there is no file."""
+    """Read all results; an empty list if the file does not exist."""
     return measurement.read(path)
 
 
 def table(results: Sequence[Measurement]) -> str:
-    """The results in Markdown."""
+    """Format the results as Markdown."""
     return report(results)
 
 
 def draw(results: Sequence[Measurement], target: Path) -> None:
-    """A pair of bars for every path."""
+    """Two bars per path."""
     short = [one for one in results if one.case["capacity"] != 16]
     draw_bars(short, "message_seconds", target, key="path", title="one message, capacity 1")
 
 
 def measure_all(repeats: int, quick: bool) -> list[Measurement]:
-    """Every way of sending; quick: fewer messages, two repeats."""
+    """Measure every path; quick: fewer messages and two repeats."""
     messages, repeats = (5_000, 2) if quick else (50_000, repeats)
-    return by_turns(NAME, CONTENDERS, cases(messages), METRICS, repeats=repeats, command=COMMAND)
+    return measure_interleaved(NAME, CONTENDERS, cases(messages), METRICS, repeats=repeats, command=COMMAND)
 
 
-QUESTION = Question(
+BENCHMARK = Benchmark(
     command=COMMAND,
     about=__doc__,
     repeats=5,
-    quick="fewer messages, two repeats",
+    quick="measure fewer messages, two repeats",
     results=RESULTS,
     measure=measure_all,
     table=table,
 )
-main = partial(answer, QUESTION)
+main = partial(run_benchmark, BENCHMARK)

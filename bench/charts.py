@@ -1,4 +1,4 @@
-"""Charts of measurements: medians and spread of every contender, each in its colour, on every chart."""
+"""Draw measurements as charts: medians and spread, with one fixed color per contender."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COLOURS = {
     "trl": "#8250df",
 }
 OTHERS = ("#bf3989", "#57606a", "#1b7c83", "#9a6700")
-"""Colours of contenders that have none of their own, in order of their names."""
+"""Colors of contenders without a fixed color, assigned in alphabetical order."""
 
 GREY = "#57606a"
 
@@ -28,9 +28,9 @@ GREY = "#57606a"
 def draw_lines(
     results: Sequence[Measurement], metric: str, key: str, target: Path, *, title: str = "", logarithmic: bool = False
 ) -> None:
-    """A line per contender against a number of the case; lowest to highest is shaded.
+    """One line per contender against one number of the case; the range from lowest to highest is shaded.
 
-    Raises ValueError if two measurements of a contender share that number: choose the rest of the case first.
+    Raises ValueError if two measurements of one contender share that number.
     """
     chosen = _scaled(one for one in results if one.metric == metric)
     _refuse_repeats(chosen, key)
@@ -54,7 +54,7 @@ def draw_lines(
 
 
 def draw_bars(results: Sequence[Measurement], metric: str, target: Path, *, key: str = "", title: str = "") -> None:
-    """A bar per contender in every case, which is called by its `key` if one is named; whiskers lowest to highest."""
+    """One bar per contender and case; whiskers show lowest and highest. `key`: the case value that labels the bars."""
     chosen = _scaled(one for one in results if one.metric == metric)
     if key:
         _refuse_repeats(chosen, key)
@@ -82,13 +82,13 @@ def draw_bars(results: Sequence[Measurement], metric: str, target: Path, *, key:
 
 
 def colours(names: Sequence[str]) -> dict[str, str]:
-    """A colour for each contender, the same on every chart for those that are well known."""
+    """A color for each contender; well-known contenders have the same color on every chart."""
     strangers = sorted(name for name in names if name not in COLOURS)
     return {name: COLOURS.get(name) or OTHERS[strangers.index(name) % len(OTHERS)] for name in names}
 
 
 def _scaled(results: Iterable[Measurement]) -> list[Measurement]:
-    """In the unit that reads well for the largest of them."""
+    """Convert the values to the unit that suits the largest of them."""
     found = list(results)
     scale, suffix = scale_of(max((one.median for one in found), default=0.0), found[0].unit if found else "")
     return [replace(one, values=[value / scale for value in one.values], unit=suffix or one.unit) for one in found]
@@ -101,7 +101,7 @@ def _group(one: Measurement, key: str) -> str:
 def _refuse_repeats(chosen: Sequence[Measurement], key: str) -> None:
     places = [(one.contender, one.case[key]) for one in chosen]
     if len(set(places)) < len(places):
-        raise ValueError(f"the cases differ in more than {key}: choose the others before drawing")
+        raise ValueError(f"several cases have the same {key}; select the other settings before drawing")
 
 
 def _draw(
@@ -111,7 +111,7 @@ def _draw(
     plot: Callable[[Any, str, str], None],
     arrange: Callable[[Any], None],
 ) -> None:
-    """One figure: `plot` adds a contender in its colour, `arrange` sets the horizontal axis."""
+    """Draw one figure: `plot` adds a contender in its color, `arrange` sets up the horizontal axis."""
     import matplotlib as mpl
     from matplotlib import pyplot as plt
 

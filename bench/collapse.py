@@ -1,10 +1,12 @@
-"""Do the alarms notice in time a learning rate that destroys the policy, and does going back save it: measured.
+"""On Linux, Clotho's decode step is NumPy and BLAS (clotho/cpu); nothing here was measured on Metal.
+
+Measures whether collapse detection recognizes a destructive learning rate in time, and whether rollback saves the run.
 
     python -m bench collapse [--seeds 0] [--rates 2e-3 3e-3 5e-3]
 
-Every weight of the embedded policy is trained, at rates that are too high for it. Each is run twice: once while the
-alarms only warn, measured after every update, which says when they tripped and what was lost by then; and once while
-they go back to the last good policy.
+All weights of the embedded policy are trained, at learning rates that are too high. Each rate is run twice: once with a
+warning only and an evaluation after every update, which shows when the detection triggered and what was lost by then;
+and once with rollback to the last healthy policy.
 """
 
 from __future__ import annotations
@@ -23,17 +25,17 @@ from bench.runs import Record, accuracies, run_pipeline, updates
 NAME = "collapse"
 RESULTS = ROOT / "bench" / "results" / "collapse.jsonl"
 PROBLEMS = "128"
-"""Held-out problems that are measured after every update."""
+"""Held-out problems in the evaluation after every update."""
 
 WARNING = "the policy seems to collapse"
-"""What a run's log says when its alarms trip."""
+"""The log event of a triggered detection."""
 
 
-class Collapse(Struct, frozen=True, kw_only=True):
-    """One learning rate. tripped: the first update at which the alarm did.
+class CollapseRun(Struct, frozen=True, kw_only=True):
+    """One learning rate. tripped: the first update at which the detection triggered.
 
-    at_alarm: held-out accuracy measured first at or after it; best, lowest: of all measurements before it, and after.
-    saved: final accuracy on all problems of the run that went back; rollbacks: how often it did.
+    at_alarm: first held-out accuracy measured at or after that update. best, lowest: of all evaluations before it, and
+    after it. saved: final accuracy on all problems of the run with rollback. rollbacks: how often that run rolled back.
     """
 
     rate: float
@@ -51,8 +53,8 @@ class Collapse(Struct, frozen=True, kw_only=True):
     fingerprint: Fingerprint
 
 
-def measure(rate: float, seed: int) -> Collapse:
-    """Run once with a warning, and once with the way back."""
+def measure(rate: float, seed: int) -> CollapseRun:
+    """Run once with a warning only and once with rollback."""
     common = ["--profile", "local-m3", "--policy.kind", "full", "--learner.learning-rate", str(rate)]
     common += ["--seed", str(seed)]
     watched = ["--steps", "30", "--eval.interval", "1", "--eval.problems-between", PROBLEMS]
@@ -63,7 +65,7 @@ def measure(rate: float, seed: int) -> Collapse:
     curve = [(step, accuracy) for step, _, accuracy in accuracies(warned.metrics)]
     end = tripped if tripped is not None else curve[-1][0]
     after = [accuracy for step, accuracy in curve if step >= end]
-    return Collapse(
+    return CollapseRun(
         rate=rate,
         seed=seed,
         before=curve[0][1],
@@ -81,39 +83,39 @@ def measure(rate: float, seed: int) -> Collapse:
 
 
 def first_trip(run: Record) -> tuple[int | None, str]:
-    """The first update at which signs had lasted long enough, and they, in words; None where none did."""
+    """The first update at which the detection triggered, with its message; None if it never did."""
     for line in run.log:
         if line["event"] == WARNING:
             return line["step"], line["signs"]
     return None, ""
 
 
-def read(path: Path = RESULTS) -> list[Collapse]:
-    """All results; none where there is no file."""
+def read(path: Path = RESULTS) -> list[CollapseRun]:
+    """Read all results; an empty list if the file does not exist."""
     if not path.exists():
         return []
-    return [msgspec.json.decode(line, type=Collapse) for line in path.read_bytes().splitlines()]
+    return [msgspec.json.decode(line, type=CollapseRun) for line in path.read_bytes().splitlines()]
 
 
-def table(results: Sequence[Collapse]) -> str:
-    """The results in Markdown."""
-    head = ["learning rate", "seed", "alarm after update", "accuracy then (best before)", "lowest, if only warned"]
-    head += ["at the end, if only warned", "at the end, with rollback (rollbacks)"]
+def table(results: Sequence[CollapseRun]) -> str:
+    """Format the results as Markdown."""
+    head = ["learning rate", "seed", "detected after update", "accuracy then (best before)", "lowest, warning only"]
+    head += ["final, warning only", "final, with rollback (rollbacks)"]
     rows = ["| " + " | ".join(head) + " |", "|" + "---:|" * len(head)]
     for one in results:
         cells = [f"{one.rate:g}", str(one.seed), str(one.tripped or "none"), f"{one.at_alarm:.2f} ({one.best:.2f})"]
         cells += [f"{one.lowest:.2f}", f"{one.final:.2f}", f"{one.saved:.3f} ({one.rollbacks})"]
         rows.append("| " + " | ".join(cells) + " |")
-    said = (
-        f"All weights trained; {results[0].before:.2f} before. Warned runs: 30 updates, {PROBLEMS} held-out "
-        "problems after each; the others: 60 updates, all held-out problems."
+    note = (
+        f"All weights trained; accuracy {results[0].before:.2f} before. Runs with a warning only: 30 updates, "
+        f"{PROBLEMS} held-out problems after each. Runs with rollback: 60 updates, all held-out problems."
     )
     machine = describe_fingerprint(results[0].fingerprint)
-    return "\n".join([*rows, "", f"{said} {machine}. `python -m bench collapse`"])
+    return "\n".join([*rows, "", f"{note} {machine}. `python -m bench collapse`"])
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measure every rate with every seed."""
+    """Measure every learning rate with every seed."""
     parser = argparse.ArgumentParser(prog="python -m bench collapse", description=__doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--rates", type=float, nargs="+", default=[2e-3, 3e-3, 5e-3])

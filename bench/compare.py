@@ -1,11 +1,11 @@
-"""What changed between two sets of results, and whether anything became slower or larger.
+"""Compare two sets of results and report what became slower or larger.
 
     python -m bench --compare BEFORE AFTER [--tolerance 0.1]
 
-Each is a file of results or a directory of them. Measurements are paired by question, case, contender and metric. A
-regression is a median that is worse by more than the tolerance, and by more than the spread: the distance from lowest
-to highest value, of the two sides the larger. An improvement is the same the other way round. The status is 1 if there
-is any regression, 2 if there is nothing to compare, and else 0.
+Each set is a results file or a directory of results files. Measurements are paired by benchmark, case, contender and
+metric. A regression is a median that is worse by more than the tolerance and by more than the spread. The spread is the
+distance from the lowest to the highest value, of the wider side. An improvement is the same in the other direction. The
+exit status is 1 if there is a regression, 2 if there is nothing to compare, and 0 otherwise.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ Key = tuple[str, frozenset[tuple[str, str | int | float]], str, str]
 
 
 class Change(Struct, frozen=True):
-    """The same thing measured twice."""
+    """One measurement made twice."""
 
     before: Measurement
     after: Measurement
 
     @property
     def relative(self) -> float:
-        """By how much the median grew, as a share of what it was."""
+        """Relative growth of the median."""
         grown = self.after.median - self.before.median
         if not self.before.median:
             return math.copysign(math.inf, grown) if grown else 0.0
@@ -41,17 +41,17 @@ class Change(Struct, frozen=True):
 
     @property
     def worse(self) -> float:
-        """By how much the median became worse, in its unit; negative where it became better."""
+        """How much worse the median became, in its unit; negative if it improved."""
         grown = self.after.median - self.before.median
         return grown if self.before.better == "lower" else -grown
 
     @property
     def spread(self) -> float:
-        """From lowest to highest value, of the two sides the larger."""
+        """Distance from the lowest to the highest value, of the wider side."""
         return max(max(side.values) - min(side.values) for side in (self.before, self.after))
 
     def verdict(self, tolerance: float) -> str:
-        """Whether it is a regression or an improvement; nothing if it is neither."""
+        """Return `regression`, `improvement` or an empty string."""
         if abs(self.relative) <= tolerance or abs(self.worse) <= self.spread:
             return ""
         return "regression" if self.worse > 0 else "improvement"
@@ -62,22 +62,22 @@ class BadInputError(Exception):
 
 
 def load(path: Path) -> dict[Key, Measurement]:
-    """The measurements of a file, or of all files of a directory that have any. Raises BadInputError."""
+    """Read the measurements of a file, or of all matching files of a directory. Raises BadInputError."""
     if path.is_dir():
         return {key: one for file in sorted(path.glob("*.jsonl")) for key, one in _of_directory(file)}
     if not path.exists():
-        raise BadInputError(f"there is no {path}")
+        raise BadInputError(f"{path} does not exist")
     try:
         return _by_key(read(path))
     except (msgspec.MsgspecError, OSError) as error:
-        raise BadInputError(f"{path} does not have measurements: {error}") from error
+        raise BadInputError(f"{path} is not a file of measurements: {error}") from error
 
 
 def _of_directory(file: Path) -> Iterator[tuple[Key, Measurement]]:
     try:
         yield from load(file).items()
     except BadInputError as error:
-        sys.stderr.write(f"bench: left out: {error}\n")
+        sys.stderr.write(f"bench: skipped: {error}\n")
 
 
 def _by_key(measurements: Sequence[Measurement]) -> dict[Key, Measurement]:
@@ -85,19 +85,21 @@ def _by_key(measurements: Sequence[Measurement]) -> dict[Key, Measurement]:
 
 
 def pairs(before: Mapping[Key, Measurement], after: Mapping[Key, Measurement]) -> list[Change]:
-    """What both have. Raises BadInputError if that is nothing, or if they do not agree on what is better."""
+    """Pair the measurements that both sides have. Raises BadInputError if there are none or if units differ."""
     found = [Change(before[key], after[key]) for key in before if key in after]
     if not found:
-        raise BadInputError("the two have no measurement in common")
+        raise BadInputError("the two sets have no measurement in common")
     for change in found:
         sides = (change.before, change.after)
         if len({(one.unit, one.better) for one in sides}) > 1:
-            raise BadInputError(f"{change.before.question}: {change.before.metric} has changed its meaning")
+            raise BadInputError(
+                f"{change.before.question}: {change.before.metric} has another unit or direction on the other side"
+            )
     return found
 
 
 def table(changes: Sequence[Change], tolerance: float) -> str:
-    """A row per pair: both medians with lowest and highest, the change of the median, and the verdict."""
+    """One row per pair: both medians with their range, the change of the median, and the verdict."""
     heading = ["question", "case", "contender", "metric", "before", "after", "change", ""]
     rows = []
     for change in changes:
@@ -128,12 +130,12 @@ def _surroundings(one: Measurement) -> dict[str, str]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Compare; 1 if anything became worse, 2 if there is nothing to compare."""
+    """Compare. Returns 1 if a metric regressed and 2 if there is nothing to compare."""
     parser = argparse.ArgumentParser(prog="python -m bench --compare", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("before", type=Path)
     parser.add_argument("after", type=Path)
-    parser.add_argument("--tolerance", type=float, default=0.1, help="share of the median that is not yet a change")
+    parser.add_argument("--tolerance", type=float, default=0.1, help="Relative change of the median that is ignored.")
     chosen = parser.parse_args(argv)
     try:
         before, after = load(chosen.before), load(chosen.after)
@@ -142,10 +144,10 @@ def main(argv: Sequence[str]) -> int:
         sys.stderr.write(f"bench: {error}\n")
         return 2
     if differing := differences(changes):
-        sys.stderr.write(f"bench: the two were not measured alike: {'; '.join(differing)}\n")
+        sys.stderr.write(f"bench: the measurement conditions differ: {'; '.join(differing)}\n")
     if alone := len(before) + len(after) - 2 * len(changes):
-        sys.stderr.write(f"bench: {alone} measurements are in one of the two only\n")
+        sys.stderr.write(f"bench: {alone} measurements are in only one of the two sets\n")
     regressions = sum(change.verdict(chosen.tolerance) == "regression" for change in changes)
-    allowed = f"worse by more than {chosen.tolerance:.0%} and than the spread"
+    allowed = f"are worse by more than {chosen.tolerance:.0%} and by more than the spread"
     sys.stdout.write(f"{table(changes, chosen.tolerance)}\n\n{regressions} of {len(changes)} {allowed}\n")
     return 1 if regressions else 0

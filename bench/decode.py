@@ -1,18 +1,20 @@
-"""How fast are rollouts: completions of random tokens, without an end, beside mlx-lm and mlx-lm-lora.
+"""On Linux, Clotho's decode step is NumPy and BLAS (clotho/cpu); nothing here was measured on Metal.
+
+Measures rollout throughput beside mlx-lm and mlx-lm-lora, with completions of random tokens that never end early.
 
     python -m bench decode [--repeats 5] [--out bench/results/decode.jsonl]
 
-The first case is what an update of GRPO asks for: 4 prompts of 128 tokens, 8 completions of 64 tokens each, at
-temperature 1, all 32 rows at once. From it one thing at a time is varied: the number of prompts, how 32 rows are
-divided into groups, and the length of the prompts. Models are random Qwen3 shapes in float32 with tied embeddings, the
-same weights and prompts for all: 6m has 6 layers of width 256 and a vocabulary of 4,096, 25m has 8 layers of width 512
-and 8,192. Contenders are processes of their own that run by turns and load the same BLAS.
+The first case is a typical GRPO batch: 4 prompts of 128 tokens, 8 completions of 64 tokens each, temperature 1, all 32
+sequences at once. The other cases vary one setting: the number of prompts, the group size for 32 sequences, and the
+prompt length. Models are random Qwen3 shapes in float32 with tied embeddings, with the same weights and prompts for all
+contenders: 6m has 6 layers of width 256 and a vocabulary of 4,096; 25m has 8 layers of width 512 and a vocabulary of
+8,192. Each contender is a separate process; contenders alternate and load the same BLAS.
 
-mlx-lm-lora generates through mlx-lm's `BatchGenerator`, on which it forks one computed prompt per group, so it stands
-for what mlx-lm can do where its caller knows of groups. How its trainer calls it is measured once, in the first case.
-The share of the peak is the operations that a contender's matrix products need (two per weight for each token that it
-computes; attention, and what is computed in vain, do not count) per second, over those of one large product in the same
-process. All have one thread for BLAS on two cores, as our run does by default; the first case is repeated with two.
+mlx-lm-lora generates with mlx-lm's `BatchGenerator` and prefills each group's prompt once, so it shows what mlx-lm can
+do when the caller knows the groups. The batch size that its trainer uses is measured in the first case. The fraction of
+peak is the matrix operations per second that a contender needs (two per weight and computed token; attention and
+discarded work do not count), divided by those of one large matrix product in the same process. Contenders use one BLAS
+thread on two cores, the default of a Clotho run; the first case is repeated with two threads.
 """
 
 from __future__ import annotations
@@ -24,10 +26,10 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from bench import measurement
-from bench.answering import Question, answer
+from bench.benchmark import Benchmark, run_benchmark
 from bench.charts import draw_lines
 from bench.contenders import decoding
-from bench.contenders.process import Contender, Metric, by_turns
+from bench.contenders.process import Contender, Metric, measure_interleaved
 from bench.measurement import Measurement, results_path
 from bench.tables import closing, side_by_side
 
@@ -47,13 +49,15 @@ AS_CALLED = Contender(
 )
 RATE = Metric(name="tokens_per_second", unit="tokens/s", better="higher")
 PEAK = Metric(name="peak_fraction", unit="peak_fraction", better="higher")
-COUNTED = "The share of the peak counts all that a contender computes, a prompt as often as it computes it."
+PEAK_NOTE = (
+    "The fraction of peak counts all matrix operations of a contender, including prompts that it prefills repeatedly."
+)
 THREADS = 2
 ROWS = 32
 
 
 def case(model: str, *, prompts: int = 4, group: int = 8, prompt_tokens: int = 128) -> Case:
-    """By default the first case."""
+    """One case; the defaults are the first case."""
     return {"model": model, "prompts": prompts, "group": group, "prompt_tokens": prompt_tokens, "new_tokens": 64}
 
 
@@ -65,48 +69,48 @@ SWEEPS: tuple[Case, ...] = (
 
 
 def measure(repeats: int) -> list[Measurement]:
-    """All cases; only the very first is repeated as often as asked, the larger model three times, the rest twice."""
+    """Measure all cases. The first case has all repeats, the larger model three, the others two."""
     three, two = min(3, repeats), min(2, repeats)
     peers = [OURS, MLX_LM, MLX_LM_LORA]
     return [
-        *_by_turns([*peers, AS_CALLED], [case("6m")], repeats),
-        *_by_turns(peers, [case("25m")], three),
+        *_interleaved([*peers, AS_CALLED], [case("6m")], repeats),
+        *_interleaved(peers, [case("25m")], three),
         *with_threads([case("6m"), case("25m")], three),
-        *_by_turns(peers, SWEEPS, two),
+        *_interleaved(peers, SWEEPS, two),
     ]
 
 
 def measure_quickly() -> list[Measurement]:
-    """The first case with the policy that is shipped, once."""
-    return _by_turns([OURS, MLX_LM, MLX_LM_LORA], [case("embedded")], 1)
+    """Measure the first case once with the embedded policy."""
+    return _interleaved([OURS, MLX_LM, MLX_LM_LORA], [case("embedded")], 1)
 
 
 def with_threads(cases: Sequence[Case], repeats: int) -> list[Measurement]:
-    """All with a BLAS of two threads, which the case of the result says."""
+    """Measure with two BLAS threads; the case of each result says so."""
     environment = {"MKL_NUM_THREADS": str(THREADS)}
-    found = _by_turns([replace(one, environment=environment) for one in (OURS, MLX_LM, MLX_LM_LORA)], cases, repeats)
+    found = _interleaved([replace(one, environment=environment) for one in (OURS, MLX_LM, MLX_LM_LORA)], cases, repeats)
     return [replace(one, case={**one.case, "blas_threads": THREADS}) for one in found]
 
 
-def _by_turns(contenders: Sequence[Contender], cases: Sequence[Case], repeats: int) -> list[Measurement]:
-    return by_turns(NAME, contenders, cases, [RATE, PEAK], repeats=repeats, command=COMMAND)
+def _interleaved(contenders: Sequence[Contender], cases: Sequence[Case], repeats: int) -> list[Measurement]:
+    return measure_interleaved(NAME, contenders, cases, [RATE, PEAK], repeats=repeats, command=COMMAND)
 
 
 def is_first(case: Case) -> bool:
-    """Whether only the model, or the threads of BLAS, differ from the first case."""
+    """Whether a case differs from the first case only in the model or the number of BLAS threads."""
     return (case["prompts"], case["group"], case["prompt_tokens"]) == (4, 8, 128)
 
 
-VARIED: tuple[Callable[[Case], bool], ...] = (
+SWEEP_FILTERS: tuple[Callable[[Case], bool], ...] = (
     lambda case: (case["group"], case["prompt_tokens"]) == (8, 128),
     lambda case: (int(case["prompts"]) * int(case["group"]), case["prompt_tokens"]) == (ROWS, 128),
     lambda case: (case["prompts"], case["group"]) == (4, 8),
 )
-"""What belongs to each of the things varied: batch, group, length of the prompts."""
+"""Which cases belong to each sweep: batch size, group size, prompt length."""
 
 
 def sweep(results: Sequence[Measurement], belongs: Callable[[Case], bool]) -> list[Measurement]:
-    """Cases of the small model in which one thing is varied, in its order, for contenders that did all of them."""
+    """The cases of a sweep of the small model, in order, for contenders that completed all of them."""
     found = [one for one in results if one.case["model"] == "6m" and belongs(one.case) and _plain(one)]
     return sorted(found, key=lambda one: [int(one.case[key]) for key in ("group", "prompts", "prompt_tokens")])
 
@@ -116,37 +120,40 @@ def _plain(one: Measurement) -> bool:
 
 
 def read(path: Path = RESULTS) -> Sequence[Measurement]:
-    """All results; none where there is no file."""
+    """Read all results; an empty list if the file does not exist."""
     return measurement.read(path)
 
 
 def table(results: Sequence[Measurement]) -> str:
-    """The first case before all, its share of the peak, and what is varied."""
+    """The first case, its fraction of peak, and the sweeps."""
     first = [one for one in results if is_first(one.case)]
     alone = [one for one in first if "blas_threads" not in one.case]
     threaded = [one for one in first if "blas_threads" in one.case]
     parts = [side_by_side(alone, RATE.name), side_by_side(alone, PEAK.name)]
     if threaded:
         parts += [side_by_side(threaded, RATE.name), side_by_side(threaded, PEAK.name)]
-    sweeps = [sweep(results, belongs) for belongs in VARIED]
+    sweeps = [sweep(results, belongs) for belongs in SWEEP_FILTERS]
     parts += [side_by_side(found, RATE.name) for found in sweeps if len({str(one.case) for one in found}) > 1]
-    return "\n\n".join([*parts, COUNTED, closing(results)])
+    return "\n\n".join([*parts, PEAK_NOTE, closing(results)])
 
 
 def draw(results: Sequence[Measurement], target: Path) -> None:
-    """Tokens per second against the number of prompts. Raises ValueError where that was not varied."""
-    batches = sweep(results, VARIED[0])
+    """Draw tokens per second against the number of prompts.
+
+    Raises ValueError if the number of prompts does not vary.
+    """
+    batches = sweep(results, SWEEP_FILTERS[0])
     title = "rollouts of 6m, 8 completions of 64 tokens per prompt of 128"
     draw_lines(batches, RATE.name, "prompts", target, title=title, logarithmic=True)
 
 
-QUESTION = Question(
+BENCHMARK = Benchmark(
     command=COMMAND,
     about=__doc__,
     repeats=5,
-    quick="the smallest case, once",
+    quick="measure the smallest case once",
     results=RESULTS,
     measure=lambda repeats, quick: measure_quickly() if quick else measure(repeats),
     table=table,
 )
-main = partial(answer, QUESTION)
+main = partial(run_benchmark, BENCHMARK)

@@ -1,9 +1,11 @@
-"""Do real Atropos environments train the policy: one turn, several turns, and two of different weight at once.
+"""On Linux, Clotho's decode step is NumPy and BLAS (clotho/cpu); nothing here was measured on Metal.
+
+Measures training with Atropos environments: single-turn, multi-turn, and two environments of different weight.
 
     python -m bench environments [--python .atropos/bin/python] [--seeds 0 1]
 
-Each run is `python pipeline.py --profile PROFILE --seed S` with the API server and the environments of atroposlib, from
-an interpreter that has it (docs/atropos.md).
+Each run is `python pipeline.py --profile PROFILE --seed S` with the API server and the environments of atroposlib, in
+an interpreter that has atroposlib installed (docs/atropos.md).
 """
 
 from __future__ import annotations
@@ -27,11 +29,12 @@ PROFILES = ("atropos-local", "atropos-guessing", "atropos-two")
 SHUFFLES = 20_000
 
 
-class Trained(Struct, frozen=True, kw_only=True):
-    """One run. before, after: held-out accuracy, where it is measured; seconds: age of the run at its last line.
+class EnvironmentRun(Struct, frozen=True, kw_only=True):
+    """One run with environments.
 
-    rewards: mean of each update's groups; p_value: of the hypothesis that the last third of them is no better than the
-    first. groups: of each environment, those that ended with a batch; logprob_error: the largest, in nats.
+    before, after: held-out accuracy, if measured. seconds: from the start of the run to its last metrics line. rewards:
+    mean reward of each update. p_value: of the hypothesis that the last third of them is no better than the first.
+    groups: per environment, trained on or discarded with a batch. logprob_error: the largest difference, in nats.
     """
 
     profile: str
@@ -49,14 +52,14 @@ class Trained(Struct, frozen=True, kw_only=True):
     fingerprint: Fingerprint
 
 
-def measure(profile: str, seed: int, python: str) -> Trained:
-    """One run of a profile."""
+def measure(profile: str, seed: int, python: str) -> EnvironmentRun:
+    """Run one profile."""
     arguments = ["--profile", profile, "--seed", str(seed)]
     record = run_pipeline([*arguments, "--atropos.python", python])
     steps, measured = updates(record.metrics), [accuracy for _, _, accuracy in accuracies(record.metrics)]
     rewards = [line["reward_mean"] for line in steps if line["reward_mean"] is not None]
     third = len(rewards) // 3
-    return Trained(
+    return EnvironmentRun(
         profile=profile,
         seed=seed,
         updates=steps[-1]["step"],
@@ -74,7 +77,7 @@ def measure(profile: str, seed: int, python: str) -> Trained:
 
 
 def groups(steps: Metrics) -> dict[str, int]:
-    """Groups of each environment that ended with a batch, trained on or not."""
+    """Groups of each environment that were trained on or discarded with a batch."""
     total: dict[str, int] = {}
     for line in steps:
         for name, numbers in line["environments"].items():
@@ -88,9 +91,9 @@ def _errors(steps: Metrics) -> list[float]:
 
 
 def permutation_test(early: Sequence[float], late: Sequence[float], *, seed: int = 0) -> float:
-    """One-sided: how often a random division of all values has a difference of means as large as that of late - early.
+    """One-sided permutation test: the fraction of random splits whose difference of means is at least late - early.
 
-    Fisher's exact idea by Monte Carlo; the division found counts as one of the draws, so the result is never 0.
+    Fisher's exact test by Monte Carlo. The observed split counts as one of the samples, so the result is never 0.
     """
     values, size = np.array([*early, *late]), len(late)
     found = np.mean(late) - np.mean(early)
@@ -99,16 +102,24 @@ def permutation_test(early: Sequence[float], late: Sequence[float], *, seed: int
     return float((1 + np.sum(differences >= found - 1e-12)) / (1 + SHUFFLES))
 
 
-def read(path: Path = RESULTS) -> list[Trained]:
-    """All results; none where there is no file."""
+def read(path: Path = RESULTS) -> list[EnvironmentRun]:
+    """Read all results; an empty list if the file does not exist."""
     if not path.exists():
         return []
-    return [msgspec.json.decode(line, type=Trained) for line in path.read_bytes().splitlines()]
+    return [msgspec.json.decode(line, type=EnvironmentRun) for line in path.read_bytes().splitlines()]
 
 
-def table(results: Sequence[Trained]) -> str:
-    """The results in Markdown."""
-    head = ["profile", "seed", "held-out accuracy", "reward, first third of the updates", "last third", "p", "groups"]
+def table(results: Sequence[EnvironmentRun]) -> str:
+    """Format the results as Markdown."""
+    head = [
+        "profile",
+        "seed",
+        "held-out accuracy",
+        "mean reward, first third of the updates",
+        "last third",
+        "p",
+        "groups",
+    ]
     rows = ["| " + " | ".join([*head, "seconds"]) + " |", "|---|" + "---:|" * len(head)]
     for one in results:
         third = len(one.rewards) // 3
@@ -117,16 +128,16 @@ def table(results: Sequence[Trained]) -> str:
         came = ", ".join(f"{name} {count}" for name, count in one.groups.items())
         cells = [one.profile, str(one.seed), accuracy, *means, f"{one.p_value:.1g}", came, f"{one.seconds:.0f}"]
         rows.append("| " + " | ".join(cells) + " |")
-    said = (
-        f"{results[0].updates} updates each. p: one-sided permutation test, that the last third is no better than the "
-        f"first. Log-probabilities came back through the environments with a difference of at most "
-        f"{max(one.logprob_error for one in results):.1g} nats."
+    note = (
+        f"{results[0].updates} updates each. p: one-sided permutation test of the hypothesis that the last third is no "
+        f"better than the first. The log-probabilities that environments returned differ by at most "
+        f"{max(one.logprob_error for one in results):.1g} nats from the sampled ones."
     )
-    return "\n".join([*rows, "", f"{said} {describe_fingerprint(results[0].fingerprint)}. `python -m bench {NAME}`"])
+    return "\n".join([*rows, "", f"{note} {describe_fingerprint(results[0].fingerprint)}. `python -m bench {NAME}`"])
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run every profile with every seed; other results of the file stay."""
+    """Run every profile with every seed; other results of the file are kept."""
     parser = argparse.ArgumentParser(prog="python -m bench environments", description=__doc__)
     parser.add_argument("--python", default=".atropos/bin/python")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])

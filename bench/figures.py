@@ -1,4 +1,4 @@
-"""Draw the figures of the documentation from the results, and write the numbers into README.md and its pages.
+"""Draw the charts of the documentation and write the generated tables into README.md and docs/.
 
 python -m bench figures
 """
@@ -17,7 +17,7 @@ import msgspec
 
 from bench import collapse, environments, head, objectives
 from bench.fingerprint import ROOT, describe_fingerprint
-from bench.learning import RESULTS, Learnt
+from bench.learning import RESULTS, LearningRun
 from bench.summary import NAME as SUMMARY
 from bench.summary import summary
 
@@ -28,10 +28,10 @@ PAGES: tuple[tuple[Any, str], ...] = (
     (collapse, "numerics.md"),
     (environments, "atropos.md"),
 )
-"""Questions whose table stands between marks of their name on a page of the documentation."""
+"""Benchmarks whose table stands between markers of their name on a page of the documentation."""
 
-BENCHMARKS = "benchmarks.md"
-MEASURED = (
+BENCHMARKS_PAGE = "benchmarks.md"
+PAGE_ORDER = (
     "decode",
     "first_token",
     "update",
@@ -43,19 +43,19 @@ MEASURED = (
     "wall_clock",
     "scaling",
 )
-"""Questions that stand on the page of the benchmarks, in its order."""
+"""Benchmarks on docs/benchmarks.md, in the order of the page."""
 STYLES = {"async": ("#1f6feb", "-", "asynchronous"), "sync": ("#d1740f", "--", "synchronous (--async false)")}
 
 
-def read_learnt(path: Path) -> list[Learnt]:
-    """The runs of a results file; none where it does not exist."""
+def read_runs(path: Path) -> list[LearningRun]:
+    """Read the runs of a results file; an empty list if the file does not exist."""
     if not path.exists():
         return []
-    return [msgspec.json.decode(line, type=Learnt) for line in path.read_bytes().splitlines()]
+    return [msgspec.json.decode(line, type=LearningRun) for line in path.read_bytes().splitlines()]
 
 
-def draw_learning(runs: Sequence[Learnt], target: Path) -> None:
-    """Held-out accuracy against seconds of training, a line per run."""
+def draw_learning(runs: Sequence[LearningRun], target: Path) -> None:
+    """Draw held-out accuracy against seconds of training, one line per run."""
     import matplotlib as mpl
     from matplotlib import pyplot as plt
 
@@ -79,8 +79,8 @@ def draw_learning(runs: Sequence[Learnt], target: Path) -> None:
     plt.close(figure)
 
 
-def measured(runs: Sequence[Learnt]) -> str:
-    """The results as a table in Markdown: medians over the seeds, and the extremes where they matter."""
+def measured(runs: Sequence[LearningRun]) -> str:
+    """Format the runs as a Markdown table: medians over the seeds, and ranges for accuracy and time."""
     modes = [mode for mode in STYLES if any(run.mode == mode for run in runs)]
     rows = ["| | " + " | ".join(STYLES[mode][2] for mode in modes) + " |", "|---|" + "---|" * len(modes)]
     by_mode = [[run for run in runs if run.mode == mode] for mode in modes]
@@ -96,28 +96,28 @@ def _range(values: Sequence[float], form: str) -> str:
     return f"{min(values):{form}} to {max(values):{form}}"
 
 
-def _rates(runs: Sequence[Learnt]) -> str:
-    """Decoding alone, and beside the learner, which a synchronous run never does."""
+def _rates(runs: Sequence[LearningRun]) -> str:
+    """Decode rate alone and during updates; a synchronous run samples no rollouts during updates."""
     alone = statistics.median(run.decode_rate_idle or 0 for run in runs)
     beside = statistics.median(run.decode_rate_learning or 0 for run in runs)
     if not beside:
-        return f"{alone:,.0f} tokens/s; never"
+        return f"{alone:,.0f} tokens/s; no rollouts"
     return f"{alone:,.0f} tokens/s; {beside:,.0f} ({beside / alone:.0%})"
 
 
-ROWS: tuple[tuple[str, Callable[[Sequence[Learnt]], str]], ...] = (
+ROWS: tuple[tuple[str, Callable[[Sequence[LearningRun]], str]], ...] = (
     ("held-out accuracy before", lambda runs: f"{runs[0].before:.3f}"),
     ("held-out accuracy after, lowest to highest", lambda runs: _range([run.after for run in runs], ".3f")),
     ("seconds of training", lambda runs: _range([run.seconds for run in runs], ".1f")),
     ("updates; completion tokens", lambda r: f"{r[0].steps}; {statistics.median(run.tokens for run in r):,.0f}"),
     ("weight swap, median", lambda runs: f"{statistics.median(run.swap_median for run in runs) * 1e3:.3f} ms"),
-    ("weight swap, longest of all", lambda runs: f"{max(run.swap_longest for run in runs) * 1e3:.3f} ms"),
-    ("decoding alone; while the learner works", _rates),
+    ("weight swap, longest", lambda runs: f"{max(run.swap_longest for run in runs) * 1e3:.3f} ms"),
+    ("decode rate without updates; during updates", _rates),
 )
 
 
 def write_between(path: Path, name: str, text: str) -> None:
-    """Replace what stands between the two markers `name` of a page. Raises ValueError if it has none."""
+    """Replace the text between the two markers `name` of a page. Raises ValueError if a marker is missing."""
     begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
     page = path.read_text(encoding="utf-8")
     before, found, rest = page.partition(begin)
@@ -128,7 +128,7 @@ def write_between(path: Path, name: str, text: str) -> None:
 
 
 def illustrated(question: Any, results: Sequence[Any]) -> str:
-    """The table of a question, below its chart where it draws one."""
+    """The table of a benchmark, below its chart if it draws one."""
     table: str = question.table(results)
     if not hasattr(question, "draw"):
         return table
@@ -137,22 +137,22 @@ def illustrated(question: Any, results: Sequence[Any]) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Draw and write again whatever has results; 1 where something has none yet, and one line that says what."""
+    """Regenerate every chart and table that has results. Returns 1 and names the others if some have none."""
     argparse.ArgumentParser(prog="python -m bench figures", description=__doc__).parse_args(argv)
     missing = []
-    if runs := read_learnt(RESULTS):
+    if runs := read_runs(RESULTS):
         draw_learning(runs, IMAGES / "learning.svg")
         write_between(ROOT / "README.md", "measured", measured(runs))
     else:
         missing.append("learning")
     if beside_others := summary(RESULTS.parent):
         write_between(ROOT / "README.md", SUMMARY, beside_others)
-    measured_ones = [(import_module(f"bench.{name}"), BENCHMARKS) for name in MEASURED]
-    for question, page in (*PAGES, *measured_ones):
+    benchmarks = [(import_module(f"bench.{name}"), BENCHMARKS_PAGE) for name in PAGE_ORDER]
+    for question, page in (*PAGES, *benchmarks):
         if results := question.read():
             write_between(ROOT / "docs" / page, question.NAME, illustrated(question, results))
         else:
             missing.append(question.NAME)
     if missing:
-        sys.stderr.write(f"bench: no results yet, left as it was: {', '.join(missing)} (python -m bench NAME)\n")
+        sys.stderr.write(f"bench: no results, unchanged: {', '.join(missing)} (run python -m bench NAME)\n")
     return 1 if missing else 0

@@ -1,4 +1,4 @@
-"""Where a number was measured: machine, versions, commit."""
+"""Where a number was measured: machine, package versions and commit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 class Fingerprint(Struct, frozen=True, kw_only=True):
-    """Beside every result. commit: with `+` where the program differed from it."""
+    """Stored with every result. commit: ends in `+` if the working tree had changes."""
 
     machine: MachineDescription
     mlx_lm: str
@@ -24,7 +24,7 @@ class Fingerprint(Struct, frozen=True, kw_only=True):
 
 
 def fingerprint() -> Fingerprint:
-    """Of this machine and checkout, now."""
+    """The fingerprint of this machine and checkout."""
     return Fingerprint(machine=describe_machine(blas=BLAS), mlx_lm=version("mlx-lm"), commit=_commit())
 
 
@@ -41,6 +41,6 @@ def _commit() -> str:
 
 
 def describe_fingerprint(measured_on: Fingerprint) -> str:
-    """The machine and the library of a measurement, in words."""
+    """Describe machine and MLX version of a measurement."""
     machine = measured_on.machine
     return f"{machine.processor}, {machine.cores} cores, MLX {machine.mlx_version} on {machine.backend}"

@@ -1,10 +1,12 @@
-"""How long until the first token of a rollout, against the length of its prompt, beside mlx-lm.
+"""On Linux, Clotho's decode step is NumPy and BLAS (clotho/cpu); nothing here was measured on Metal.
+
+Measures the time to the first token against the prompt length, beside mlx-lm.
 
     python -m bench first_token [--repeats 7] [--out bench/results/first_token.jsonl]
 
-One prompt of random tokens and one completion, by an engine that has nothing else to do; two random Qwen3 shapes in
-float32, the same weights and prompts for both contenders, which are processes of their own and run by turns. Nothing is
-remembered of a prompt from one run to the next.
+One prompt of random tokens and one completion, on an idle engine. The models are two random Qwen3 shapes in float32;
+weights and prompts are the same for both contenders. Each contender is a separate process, and they alternate. No
+prefix cache is reused between runs. Prompts are prefilled by mlx-lm's model.
 """
 
 from __future__ import annotations
@@ -14,9 +16,9 @@ from functools import partial
 from pathlib import Path
 
 from bench import measurement
-from bench.answering import Question, answer
+from bench.benchmark import Benchmark, run_benchmark
 from bench.charts import draw_lines
-from bench.contenders.process import Contender, Metric, by_turns
+from bench.contenders.process import Contender, Metric, measure_interleaved
 from bench.measurement import Measurement, results_path
 from bench.tables import report
 
@@ -34,36 +36,36 @@ MODELS, LENGTHS = ("6m", "25m"), (16, 128, 512, 1024)
 
 
 def measure(models: Sequence[str], lengths: Sequence[int], repeats: int) -> list[Measurement]:
-    """Every model with every length of the prompt; the first two runs of a case are left out."""
+    """Measure every model with every prompt length; two warmup runs per case."""
     cases: list[Case] = [{"model": model, "prompt_tokens": length} for model in models for length in lengths]
-    return by_turns(NAME, CONTENDERS, cases, [SECONDS], repeats=repeats, command=COMMAND, warm_up=2)
+    return measure_interleaved(NAME, CONTENDERS, cases, [SECONDS], repeats=repeats, command=COMMAND, warm_up=2)
 
 
 def read(path: Path = RESULTS) -> Sequence[Measurement]:
-    """All results; none where there is no file."""
+    """Read all results; an empty list if the file does not exist."""
     return measurement.read(path)
 
 
 def table(results: Sequence[Measurement]) -> str:
-    """A row per model and length."""
+    """One row per model and prompt length."""
     return report(results)
 
 
 def draw(results: Sequence[Measurement], target: Path) -> None:
-    """Seconds against the length of the prompt, for the largest model."""
+    """Draw seconds against prompt length for the largest model."""
     model = results[-1].case["model"]
     chosen = [one for one in results if one.case["model"] == model]
     title = f"first token of {model}, one prompt"
     draw_lines(chosen, SECONDS.name, "prompt_tokens", target, title=title, logarithmic=True)
 
 
-QUESTION = Question(
+BENCHMARK = Benchmark(
     command=COMMAND,
     about=__doc__,
     repeats=7,
-    quick="the smallest model and two lengths, once",
+    quick="measure the smallest model with two prompt lengths once",
     results=RESULTS,
     measure=lambda repeats, quick: measure(MODELS[:1], LENGTHS[:2], 1) if quick else measure(MODELS, LENGTHS, repeats),
     table=table,
 )
-main = partial(answer, QUESTION)
+main = partial(run_benchmark, BENCHMARK)

@@ -1,10 +1,11 @@
-"""What the head costs where the vocabulary is large: our way, in pieces, beside the straightforward one.
+"""Measures the output head at large vocabularies, chunked and straightforward. Measured on Linux and the CPU only.
 
     python -m bench head [--vocabulary 151936] [--tokens 512] [--repeats 5]
 
-One policy update (gradient and optimizer) of 4 completions, on a random Qwen3 shape of two layers with an adapter. The
-straightforward way computes the logits of all positions, their log-softmax and entropy, and lets MLX differentiate;
-everything else is the same. Both run by turns; peaks by `mx.get_peak_memory`, times are medians of the pairs.
+One policy update (gradient and optimizer step) of 4 completions on a random Qwen3 shape of two layers with an adapter.
+The straightforward way computes the logits of all positions, their log-softmax and their entropy, and uses MLX's
+automatic differentiation. Everything else is equal. Both alternate; peak memory is `mx.get_peak_memory`, times are
+medians over the pairs.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ SEQUENCES = 4
 
 
 class HeadCost(Struct, frozen=True, kw_only=True):
-    """One vocabulary. seconds and bytes: of an update; ratios: ours to the straightforward one's, pair by pair."""
+    """One vocabulary. seconds, bytes: of one update. time_ratios: chunked / straightforward, pair by pair."""
 
     vocabulary: int
     tokens: int
@@ -54,7 +55,7 @@ class HeadCost(Struct, frozen=True, kw_only=True):
 
 
 class Straightforward:
-    """Teacher forcing with the logits of all positions at once."""
+    """Teacher-forced log-probabilities from the logits of all positions at once."""
 
     layout = "padded"
 
@@ -64,7 +65,7 @@ class Straightforward:
     def __call__(
         self, micro: MicroBatch, *, distribution: SamplingDistribution, logp_only: bool = False
     ) -> TokenScores:
-        """Score the tokens of a padded micro-batch. logp_only: nothing is learned from the entropy."""
+        """Score the tokens of a padded micro-batch. logp_only: the entropy has no gradient."""
         logits_B_S_V = self._model(mx.array(micro.inputs[0])).astype(mx.float32) / distribution.temperature
         logp_B_S_V = logits_B_S_V - mx.logsumexp(logits_B_S_V, axis=-1, keepdims=True)
         entropy_P = -mx.sum(mx.exp(logp_B_S_V) * logp_B_S_V, axis=-1).reshape(-1)
@@ -92,8 +93,8 @@ def group(vocabulary: int, tokens: int) -> ScoredGroup:
     return ScoredGroup(group=RolloutGroup(prompt=prompt, completions=completions), rewards=rewards, parts={})
 
 
-def learner_of(policy: Policy, *, plain: bool) -> PolicyLearner:
-    """A learner that has the head in pieces, or the straightforward one."""
+def make_learner(policy: Policy, *, plain: bool) -> PolicyLearner:
+    """A learner with the chunked head, or with the straightforward head."""
     settings = LearnerSection(layout="padded", micro_batch_tokens=2**20)
     learner = PolicyLearner(policy, settings, SamplingSection(max_tokens=4096), steps=10)
     if plain:
@@ -103,7 +104,7 @@ def learner_of(policy: Policy, *, plain: bool) -> PolicyLearner:
 
 def update(policy: Policy, scored: ScoredGroup, *, plain: bool) -> tuple[float, int]:
     """Seconds and peak bytes of one update."""
-    learner = learner_of(policy, plain=plain)
+    learner = make_learner(policy, plain=plain)
     mx.clear_cache()
     mx.reset_peak_memory()
     began = time.perf_counter()
@@ -113,7 +114,7 @@ def update(policy: Policy, scored: ScoredGroup, *, plain: bool) -> tuple[float, 
 
 
 def measure(vocabulary: int, tokens: int, width: int, repeats: int) -> HeadCost:
-    """Both ways by turns, after one of each to warm up."""
+    """Measure both alternately, after one warmup of each."""
     policy = random_policy(layers=2, width=width, heads=4, key_heads=2, feed_forward=3 * width, vocabulary=vocabulary)
     scored = group(vocabulary, tokens)
     pairs = [(update(policy, scored, plain=True), update(policy, scored, plain=False)) for _ in range(repeats + 1)][1:]
@@ -132,21 +133,21 @@ def measure(vocabulary: int, tokens: int, width: int, repeats: int) -> HeadCost:
 
 
 def read(path: Path = RESULTS) -> list[HeadCost]:
-    """All results; none where there is no file."""
+    """Read all results; an empty list if the file does not exist."""
     if not path.exists():
         return []
     return [msgspec.json.decode(line, type=HeadCost) for line in path.read_bytes().splitlines()]
 
 
 def table(results: Sequence[HeadCost]) -> str:
-    """The results in Markdown."""
+    """Format the results as Markdown."""
     head = [
         "vocabulary",
         "tokens",
         "width",
         "peak, straightforward",
-        "peak, in pieces",
-        "time, in pieces / straightforward",
+        "peak, chunked",
+        "time, chunked / straightforward",
     ]
     rows = ["| " + " | ".join(head) + " |", "|---:" * len(head) + "|"]
     for one in results:
@@ -157,12 +158,12 @@ def table(results: Sequence[HeadCost]) -> str:
             f"| {statistics.median(one.time_ratios):.2f} ({spread}) |"
         )
     machine = describe_fingerprint(results[0].fingerprint)
-    said = "One policy update, a random Qwen3 shape of two layers in float32, adapter of rank 8."
-    return "\n".join([*rows, "", f"{said} {machine}. `python -m bench head`"])
+    note = "One policy update of a random Qwen3 shape with two layers in float32 and an adapter of rank 8."
+    return "\n".join([*rows, "", f"{note} {machine}. `python -m bench head`"])
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measure; replace bench/results/head.jsonl."""
+    """Measure and replace bench/results/head.jsonl."""
     parser = argparse.ArgumentParser(prog="python -m bench head", description=__doc__)
     parser.add_argument("--vocabulary", type=int, nargs="+", default=[32_768, 151_936])
     parser.add_argument("--tokens", type=int, default=512)

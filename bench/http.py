@@ -1,12 +1,14 @@
-"""How many tokens per second over HTTP, and how soon the first, under 1 to 64 clients.
+"""On Linux, Clotho's decode step is NumPy and BLAS (clotho/cpu); nothing here was measured on Metal.
+
+Measures throughput and time to first token of the HTTP API with 1 to 64 clients, beside mlx_lm.server.
 
     python -m bench http [--repeats 3] [--out bench/results/http.jsonl]
 
-Each client sends chat completions one after the other, at temperature 1, no two questions alike; all answers have 64
-tokens. Four answers each, whole ones first, which give the tokens per second of all clients together until the last
-answer is there; then the same with streams, which give the median time to the first text. Both
-servers run on the loopback, in a process of their own, load the same files and the same BLAS, and take turns; the
-clients are one small process. Models: the policy that ships with the project, and a random Qwen3 shape of 6 layers of
+Each client sends chat completion requests one after the other, at temperature 1, with different questions; every
+response has 64 tokens. First, each client receives four complete responses; the throughput is the tokens of all clients
+per second until the last response. Then each client receives four streamed responses; the result is the median time to
+the first text. Both servers listen on loopback, run in separate processes, load the same files and the same BLAS, and
+alternate. All clients share one small process. Models: the embedded policy, and a random Qwen3 shape of 6 layers of
 width 256 with the same tokenizer.
 """
 
@@ -17,9 +19,9 @@ from functools import partial
 from pathlib import Path
 
 from bench import measurement
-from bench.answering import Question, answer
+from bench.benchmark import Benchmark, run_benchmark
 from bench.charts import draw_lines
-from bench.contenders.process import Contender, Metric, by_turns
+from bench.contenders.process import Contender, Metric, measure_interleaved
 from bench.measurement import Measurement, results_path
 from bench.tables import report
 
@@ -42,38 +44,38 @@ Case = dict[str, str | int | float]
 def measure(
     models: Sequence[str], clients: Sequence[int], repeats: int, contenders: Sequence[Contender] = CONTENDERS
 ) -> list[Measurement]:
-    """Every number of clients with every model."""
+    """Measure every number of clients with every model."""
     cases: list[Case] = [
         {"model": model, "clients": count, "tokens": TOKENS, "answers": ANSWERS}
         for model in models
         for count in clients
     ]
-    return by_turns(NAME, contenders, cases, METRICS, repeats=repeats, command=COMMAND)
+    return measure_interleaved(NAME, contenders, cases, METRICS, repeats=repeats, command=COMMAND)
 
 
 def read(path: Path = RESULTS) -> Sequence[Measurement]:
-    """All results; none where there is no file."""
+    """Read all results; an empty list if the file does not exist."""
     return measurement.read(path)
 
 
 def table(results: Sequence[Measurement]) -> str:
-    """The results in Markdown."""
+    """Format the results as Markdown."""
     return report(results)
 
 
 def draw(results: Sequence[Measurement], target: Path) -> None:
-    """Tokens per second of the shipped policy against the number of clients."""
+    """Draw tokens per second of the embedded policy against the number of clients."""
     mine = [one for one in results if one.case["model"] == MODELS[0]]
-    draw_lines(mine, "tokens_per_second", "clients", target, title="over HTTP, the shipped policy")
+    draw_lines(mine, "tokens_per_second", "clients", target, title="HTTP API, embedded policy")
 
 
-QUESTION = Question(
+BENCHMARK = Benchmark(
     command=COMMAND,
     about=__doc__,
     repeats=3,
-    quick="4 clients of the shipped policy, once",
+    quick="measure 4 clients of the embedded policy once",
     results=RESULTS,
     measure=lambda repeats, quick: measure(MODELS[:1], (4,), 1) if quick else measure(MODELS, CLIENTS, repeats),
     table=table,
 )
-main = partial(answer, QUESTION)
+main = partial(run_benchmark, BENCHMARK)

@@ -1,9 +1,11 @@
-"""Does the default run learn, how fast, and for every seed? Synchronous against asynchronous.
+"""On Linux, Clotho's decode step is NumPy and BLAS (clotho/cpu); nothing here was measured on Metal.
+
+Measures accuracy and training time of the default run for several seeds, synchronous and asynchronous.
 
     python -m bench learning [--seeds 0 1 2 3 4] [--modes async sync] [--interval 10]
 
-Every run is `python pipeline.py --profile local-m3 --seed S`. Its training time runs from the first prompt to the last
-update and includes the evaluations in between, but not those before and after.
+Every run is `python pipeline.py --profile local-m3 --seed S`. Training time runs from the first prompt to the last
+update. It includes evaluations between updates, but not those before and after training.
 """
 
 from __future__ import annotations
@@ -23,8 +25,8 @@ from bench.runs import Metrics, accuracies, run_pipeline, updates
 RESULTS = ROOT / "bench" / "results" / "learning.jsonl"
 
 
-class Learnt(Struct, frozen=True, kw_only=True):
-    """One run. curve: (step, seconds of training, held-out accuracy); seconds: of training; rates: tokens/s."""
+class LearningRun(Struct, frozen=True, kw_only=True):
+    """One run. curve: (step, seconds of training, held-out accuracy). seconds: of training. Rates are in tokens/s."""
 
     mode: str
     seed: int
@@ -42,20 +44,20 @@ class Learnt(Struct, frozen=True, kw_only=True):
     fingerprint: Fingerprint
 
 
-def measure(mode: str, seed: int, interval: int) -> Learnt:
-    """One run of the default profile."""
+def measure(mode: str, seed: int, interval: int) -> LearningRun:
+    """Run the default profile once."""
     arguments = ["--profile", "local-m3", "--seed", str(seed), "--eval.interval", str(interval)]
     arguments += ["--async", "true" if mode == "async" else "false"]
     return summarise(mode, seed, run_pipeline(arguments).metrics, "python pipeline.py " + " ".join(arguments))
 
 
-def summarise(mode: str, seed: int, metrics: Metrics, command: str) -> Learnt:
-    """What a run's metrics say."""
+def summarise(mode: str, seed: int, metrics: Metrics, command: str) -> LearningRun:
+    """Read the result from a run's metrics."""
     steps, measured = updates(metrics), accuracies(metrics)
     first = steps[0]
     began = first["seconds"] - first["train_seconds"] - first["wait_seconds"]
     swaps = [line["swap_seconds"] for line in steps if line["swap_seconds"] is not None]
-    return Learnt(
+    return LearningRun(
         mode=mode,
         seed=seed,
         steps=steps[-1]["step"],
@@ -74,7 +76,7 @@ def summarise(mode: str, seed: int, metrics: Metrics, command: str) -> Learnt:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run every mode with every seed; replace bench/results/learning.jsonl by what they did."""
+    """Run every mode with every seed and replace bench/results/learning.jsonl."""
     parser = argparse.ArgumentParser(prog="python -m bench learning", description=__doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--modes", nargs="+", choices=["async", "sync"], default=["async", "sync"])
@@ -88,8 +90,8 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def describe(run: Learnt) -> str:
-    """One line."""
+def describe(run: LearningRun) -> str:
+    """One line about a run."""
     return (
         f"{run.mode:5} seed {run.seed}: {run.before:.3f} -> {run.after:.3f} in {run.seconds:.1f} s "
         f"({run.steps} updates, {run.tokens} tokens), swap {run.swap_median * 1e3:.3f} ms median, "

@@ -1,4 +1,4 @@
-"""A measured number: whose, of what, in which case, and where; and the files of them."""
+"""One measured number with its contender, case, machine and command; reading and writing of results files."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ RESULTS = ROOT / "bench" / "results"
 class Measurement(Struct, frozen=True, kw_only=True):
     """One metric of one contender in one case.
 
-    case: what was varied, by name, such as {"model": "6m", "group": 8}. values: one per repeat, warm-up left out, in
-    order: where contenders were run by turns, values of equal index were measured one after the other, so ratios are
-    taken pair by pair. unit: of the values. better: which direction is an improvement. semantics: what the contender's
-    number means. versions: of what the contender runs on. command: makes the file again.
+    question: name of the benchmark. case: the settings that vary, such as {"model": "6m", "group": 8}. values: one per
+    repeat, in order, without warmup. Contenders alternate, so values of equal index were measured one after the other,
+    and ratios are taken pair by pair. unit: of the values. better: the direction of an improvement. semantics: what the
+    number means. versions: of the packages that the contender runs on. command: reproduces the results file.
     """
 
     question: str
@@ -38,12 +38,12 @@ class Measurement(Struct, frozen=True, kw_only=True):
 
     @property
     def median(self) -> float:
-        """The middle of the values."""
+        """Median of the values."""
         return statistics.median(self.values)
 
 
 def ratios(ours: Measurement, theirs: Measurement) -> list[float]:
-    """Ours to theirs, pair by pair. Raises ValueError where they are not of one metric, case and number of repeats."""
+    """Ratios of our values to theirs, pair by pair. Raises ValueError if metric, case or number of repeats differ."""
     same = (ours.question, ours.metric, ours.case) == (theirs.question, theirs.metric, theirs.case)
     if not same or len(ours.values) != len(theirs.values):
         raise ValueError(f"{ours.contender} and {theirs.contender} were not measured in pairs: {ours.metric}")
@@ -51,18 +51,18 @@ def ratios(ours: Measurement, theirs: Measurement) -> list[float]:
 
 
 def results_path(question: str) -> Path:
-    """Where a question's results are kept."""
+    """Path of the results file of a benchmark."""
     return RESULTS / f"{question}.jsonl"
 
 
 def write(path: Path, measurements: Iterable[Measurement]) -> None:
-    """Replace a file of results."""
+    """Replace a results file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(b"".join(msgspec.json.encode(one) + b"\n" for one in measurements))
 
 
 def read(path: Path) -> Sequence[Measurement]:
-    """All results of a file; none where there is no file. Raises msgspec.MsgspecError for lines of another form."""
+    """Read all results of a file; an empty list if it does not exist. Raises msgspec.MsgspecError for other formats."""
     if not path.exists():
         return []
     return [msgspec.json.decode(line, type=Measurement) for line in path.read_bytes().splitlines()]

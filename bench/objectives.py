@@ -1,9 +1,11 @@
-"""What each objective, with its recommended settings, makes of the default task.
+"""On Linux, Clotho's decode step is NumPy and BLAS (clotho/cpu); nothing here was measured on Metal.
+
+Measures the held-out accuracy that each objective, with its default settings, reaches on the default task.
 
     python -m bench objectives [--seeds 0 1 2] [--objectives grpo dapo ...]
 
 Every run is `python pipeline.py --profile local-m3 --learner.objective NAME --seed S`. New runs replace those of the
-same objective and seed in bench/results/objectives.jsonl; `python -m bench figures` writes the table of the page
+same objective and seed in bench/results/objectives.jsonl. `python -m bench figures` writes the table into
 docs/numerics.md.
 """
 
@@ -26,8 +28,8 @@ NAME = "objectives"
 RESULTS = ROOT / "bench" / "results" / "objectives.jsonl"
 
 
-class Outcome(Struct, frozen=True, kw_only=True):
-    """One run. updates: policy updates applied; groups: trained on; seconds: of training."""
+class ObjectiveRun(Struct, frozen=True, kw_only=True):
+    """One run. updates: policy updates applied. groups: trained on. seconds: of training."""
 
     objective: str
     seed: int
@@ -41,17 +43,17 @@ class Outcome(Struct, frozen=True, kw_only=True):
     fingerprint: Fingerprint
 
 
-def measure(objective: str, seed: int) -> Outcome:
-    """One run of the default profile with another objective."""
+def measure(objective: str, seed: int) -> ObjectiveRun:
+    """Run the default profile once with another objective."""
     arguments = ["--profile", "local-m3", "--learner.objective", objective, "--seed", str(seed), "--eval.interval", "0"]
     return summarise(objective, seed, run_pipeline(arguments).metrics, "python pipeline.py " + " ".join(arguments))
 
 
-def summarise(objective: str, seed: int, metrics: Metrics, command: str) -> Outcome:
-    """What a run's metrics say."""
+def summarise(objective: str, seed: int, metrics: Metrics, command: str) -> ObjectiveRun:
+    """Read the result from a run's metrics."""
     steps, measured = updates(metrics), accuracies(metrics)
     first, last = steps[0], steps[-1]
-    return Outcome(
+    return ObjectiveRun(
         objective=objective,
         seed=seed,
         before=measured[0][2],
@@ -65,15 +67,15 @@ def summarise(objective: str, seed: int, metrics: Metrics, command: str) -> Outc
     )
 
 
-def read(path: Path = RESULTS) -> list[Outcome]:
-    """All runs of the results file; none where it does not exist."""
+def read(path: Path = RESULTS) -> list[ObjectiveRun]:
+    """Read all runs; an empty list if the file does not exist."""
     if not path.exists():
         return []
-    return [msgspec.json.decode(line, type=Outcome) for line in path.read_bytes().splitlines()]
+    return [msgspec.json.decode(line, type=ObjectiveRun) for line in path.read_bytes().splitlines()]
 
 
-def table(outcomes: Sequence[Outcome]) -> str:
-    """The results in Markdown: a row per objective."""
+def table(outcomes: Sequence[ObjectiveRun]) -> str:
+    """Format the results as Markdown, one row per objective."""
     seeds = sorted({outcome.seed for outcome in outcomes})
     head = ["objective", *(f"seed {seed}" for seed in seeds), "updates", "groups trained", "discarded", "seconds"]
     rows = ["| " + " | ".join(head) + " |", "|---|" + "---:|" * (len(head) - 1)]
@@ -93,8 +95,10 @@ def table(outcomes: Sequence[Outcome]) -> str:
         ]
         rows.append("| " + " | ".join([f"`{name}`", *(accuracy.get(seed, "") for seed in seeds), *middle]) + " |")
     first = outcomes[0]
-    said = f"Held-out accuracy after training, {first.before:.3f} before; other columns are medians over the seeds."
-    return "\n".join([*rows, "", f"{said} {describe_fingerprint(first.fingerprint)}. `python -m bench objectives`"])
+    note = (
+        f"Held-out accuracy after training ({first.before:.3f} before); the other columns are medians over the seeds."
+    )
+    return "\n".join([*rows, "", f"{note} {describe_fingerprint(first.fingerprint)}. `python -m bench objectives`"])
 
 
 def main(argv: Sequence[str]) -> int:

@@ -1,13 +1,15 @@
-"""How fast does decoding go on while the learner works.
+"""On Linux, Clotho's decode step is NumPy and BLAS (clotho/cpu); nothing here was measured on Metal.
+
+Measures the decode rate while the learner computes an update.
 
     python -m bench overlap [--repeats 3] [--out bench/results/overlap.jsonl]
 
-Decoding and learning take turns in one thread, which gives decoding `decode_share` of its time while both have work.
-`kept` is tokens per second beside the learner over tokens per second alone; the aim is at least half. In a process of
-its own, 128 rows are always decoding (completions of 96 tokens, 8 to a prompt), three seconds without and at least
-three with updates of 128 completions of 96 tokens that never cease: the worst case. In runs of the default profile, one
-per seed, `decode_rate_idle` and `decode_rate_learning` are read off the last line of their metrics: there the learner
-often waits, and fewer rows are running. 0.7 is what the profile says, 0.5 the default of the key.
+Decoding and training alternate in one thread; decoding receives the fraction `decode_share` of its time while both have
+work. `kept` is the decode rate during updates divided by the decode rate alone; the target is at least one half. The
+worst case is measured in a separate process: 128 sequences always decode (completions of 96 tokens, 8 per prompt),
+three seconds without and at least three seconds with updates of 128 completions of 96 tokens that follow each other
+without a pause. In runs of the default profile, one per seed, the two rates come from the last line of the metrics;
+there the learner often waits and fewer sequences run. `decode_share` is 0.7 in the profile and 0.5 by default.
 """
 
 from __future__ import annotations
@@ -17,9 +19,10 @@ from functools import partial
 from pathlib import Path
 
 from bench import measurement
-from bench.answering import Question, answer
+from bench.benchmark import Benchmark, run_benchmark
 from bench.charts import draw_bars
-from bench.contenders.process import Contender, Metric, by_turns
+from bench.contenders.process import Contender, Metric, measure_interleaved
+from bench.contenders.semantics import SEMANTICS
 from bench.fingerprint import fingerprint
 from bench.measurement import Measurement, results_path
 from bench.runs import Record, run_pipeline, updates
@@ -36,30 +39,29 @@ METRICS = (
 )
 MODELS, SHARES, ROWS = ("embedded", "6m"), (0.7, 0.5), 128
 SEEDS, STEPS = 3, 24
-SAID = "As a run measures it itself, over its seconds of decoding with and without an update in progress."
 Rates = dict[str, float]
 Case = dict[str, str | int | float]
 
 
 def measure(models: Sequence[str], shares: Sequence[float], repeats: int) -> list[Measurement]:
-    """In a process of its own."""
+    """Measure in a separate process."""
     cases: list[Case] = [{"model": model, "decode_share": share, "rows": ROWS} for model in models for share in shares]
-    return by_turns(NAME, [OURS], cases, METRICS, repeats=repeats, command=COMMAND)
+    return measure_interleaved(NAME, [OURS], cases, METRICS, repeats=repeats, command=COMMAND)
 
 
 def measure_runs(share: float, seeds: int) -> list[Measurement]:
-    """In runs of the default profile, one per seed."""
+    """Measure runs of the default profile, one per seed."""
     arguments = ["--profile", "local-m3", "--eval.enabled", "false", "--steps", str(STEPS)]
     arguments += ["--engine.decode-share", str(share)]
     return list(of_runs(share, [rates(run_pipeline([*arguments, "--seed", str(seed)])) for seed in range(seeds)]))
 
 
 def rates(run: Record) -> Rates:
-    """What a run says of its decoding at its end. Raises ValueError if it never decoded alone, or beside an update."""
+    """Decode rates at the end of a run. Raises ValueError if the run never decoded alone or never during an update."""
     last = updates(run.metrics)[-1]
     idle, learning = last["decode_rate_idle"], last["decode_rate_learning"]
     if not idle or not learning:
-        raise ValueError(f"the run has no rate to compare: {idle} tokens/s alone, {learning} beside the learner")
+        raise ValueError(f"a decode rate is missing: {idle} tokens/s alone, {learning} during updates")
     return {"idle": idle, "learning": learning, "kept": learning / idle}
 
 
@@ -75,7 +77,7 @@ def of_runs(share: float, found: Sequence[Rates]) -> Iterator[Measurement]:
             unit=metric.unit,
             better=metric.better,
             values=[one[metric.name] for one in found],
-            semantics=SAID,
+            semantics=SEMANTICS["runs_overlap"],
             versions={"mlx": here.machine.mlx_version},
             command=COMMAND,
             fingerprint=here,
@@ -83,34 +85,34 @@ def of_runs(share: float, found: Sequence[Rates]) -> Iterator[Measurement]:
 
 
 def read(path: Path = RESULTS) -> Sequence[Measurement]:
-    """All results; none where there is no file."""
+    """Read all results; an empty list if the file does not exist."""
     return measurement.read(path)
 
 
 def table(results: Sequence[Measurement]) -> str:
-    """The results in Markdown."""
+    """Format the results as Markdown."""
     return report(results)
 
 
 def draw(results: Sequence[Measurement], target: Path) -> None:
-    """A bar per case: what is kept of the rate."""
-    draw_bars(results, "kept", target, title="decoding beside the learner, as a share of decoding alone")
+    """One bar per case: the fraction of the decode rate that is kept."""
+    draw_bars(results, "kept", target, title="decode rate during updates, as a fraction of the rate alone")
 
 
 def measure_all(repeats: int, quick: bool) -> list[Measurement]:
-    """In process and in runs; quick: the shipped policy and one share alone, and no runs."""
+    """Measure in a process and in runs; quick: the embedded policy, one share, no runs."""
     if quick:
         return measure(MODELS[:1], SHARES[:1], repeats=1)
     return [*measure(MODELS, SHARES, repeats), *(one for share in SHARES for one in measure_runs(share, SEEDS))]
 
 
-QUESTION = Question(
+BENCHMARK = Benchmark(
     command=COMMAND,
     about=__doc__,
     repeats=3,
-    quick="the shipped policy and one share alone, and no runs",
+    quick="measure the embedded policy with one share, no runs",
     results=RESULTS,
     measure=measure_all,
     table=table,
 )
-main = partial(answer, QUESTION)
+main = partial(run_benchmark, BENCHMARK)

@@ -1,11 +1,12 @@
-"""Has anything slipped by an order of magnitude: ours only, the smallest cases, in half a minute at most.
+"""On Linux, Clotho's decode step is NumPy and BLAS (clotho/cpu); nothing here was measured on Metal.
+
+Checks in about 30 seconds that no part became slower by an order of magnitude. Only Clotho is measured.
 
     python -m bench quick
 
-Each number is the better of two runs (of one, for start-up), and is held against a limit: about ten times worse than
-what a slow machine of two cores gives with other work beside. So status 1 means a slip and never a busy machine; to see
-less than that there is `python -m bench --compare`. Everything but start-up is measured in this process, by the
-programs that measure us elsewhere.
+Each number is the better of two runs (one run for startup) and is compared with a limit. A limit is about ten times
+worse than a slow two-core machine under load, so exit status 1 means a regression and not a busy machine. Use `python
+-m bench --compare` for smaller changes. Everything except startup runs in this process.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ from msgspec import Struct
 
 from bench import scaling
 from bench.contenders import clotho_decode, clotho_learn, clotho_messages, clotho_swap
-from bench.contenders.loop import Case, Metrics, Once
+from bench.contenders.worker import Case, MeasureOnce, Metrics
 from bench.fingerprint import ROOT
 from bench.tables import markdown, spread
 
 
 class Limit(Struct, frozen=True, kw_only=True):
-    """What a metric of a case must not be worse than. at_least: it must not be lower; else, not higher."""
+    """The worst accepted value of a metric. at_least: the value must not be lower; otherwise it must not be higher."""
 
     title: str
-    prepare: Callable[[Case], Once]
+    prepare: Callable[[Case], MeasureOnce]
     case: Case
     metric: str
     unit: str
@@ -44,12 +45,12 @@ class Limit(Struct, frozen=True, kw_only=True):
         return max(values) if self.at_least else min(values)
 
     def keeps(self, value: float) -> bool:
-        """Whether a value is no worse."""
+        """Whether a value respects the limit."""
         return value >= self.worst if self.at_least else value <= self.worst
 
 
-def prepare_start(case: Case) -> Once:
-    """The program from its command to its exit, when it only says what it would do."""
+def prepare_start(case: Case) -> MeasureOnce:
+    """Prepare `--dry-run`: the program from start to exit."""
 
     def once() -> Metrics:
         began = time.perf_counter()
@@ -71,7 +72,7 @@ LIMITS = (
         at_least=True,
     ),
     Limit(
-        title="one update of 8 completions of 128 tokens",
+        title="one update of 8 x 128 completion tokens",
         prepare=clotho_learn.prepare,
         case=scaling.learning("embedded"),
         metric="seconds",
@@ -95,7 +96,7 @@ LIMITS = (
         worst=2e-4,
     ),
     Limit(
-        title="start-up",
+        title="startup",
         prepare=prepare_start,
         case={"profile": "local-m3"},
         metric="seconds",
@@ -107,7 +108,7 @@ LIMITS = (
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measure; 1 where a limit is not kept."""
+    """Measure. Returns 1 if a limit is exceeded."""
     parser = argparse.ArgumentParser(prog="python -m bench quick", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.parse_args(argv)
@@ -117,6 +118,6 @@ def main(argv: Sequence[str]) -> int:
         kept = limit.keeps(value)
         slipped = slipped or not kept
         worst = f"at {'least' if limit.at_least else 'most'} {spread([limit.worst], limit.unit)}"
-        rows.append([limit.title, spread([value], limit.unit), worst, "" if kept else "slipped"])
+        rows.append([limit.title, spread([value], limit.unit), worst, "" if kept else "exceeded"])
     sys.stdout.write(markdown(["", "measured", "limit", ""], rows) + "\n")
     return int(slipped)

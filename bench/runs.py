@@ -1,4 +1,4 @@
-"""Runs of the pipeline, driven as a user would, and what they wrote."""
+"""Start training runs as a user does, and read the files that they write."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ Metrics = list[dict[str, Any]]
 
 
 class Record(NamedTuple):
-    """The lines of a run's metrics.jsonl, and of its log.jsonl; its resolved profile.
+    """The lines of a run's metrics.jsonl and log.jsonl, and its resolved profile.
 
-    launched: when its process was started, seconds since 1970.
+    launched: when the process was started, in seconds since 1970.
     """
 
     metrics: Metrics
@@ -31,9 +31,9 @@ class Record(NamedTuple):
 
 
 def run_pipeline(arguments: Sequence[str]) -> Record:
-    """Run `python pipeline.py` with `arguments` in a directory of its own; what it wrote there.
+    """Run `python pipeline.py` with `arguments` in a temporary run directory and read what it wrote.
 
-    Raises subprocess.CalledProcessError if it ends with another status than 0.
+    Raises subprocess.CalledProcessError if the exit status is not 0.
     """
     with tempfile.TemporaryDirectory() as directory:
         run = Path(directory, "run")
@@ -49,9 +49,9 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 
 
 def accuracies(metrics: Metrics) -> list[tuple[int, float, float]]:
-    """(step, seconds, held-out accuracy) of every measurement, in order of the steps.
+    """(step, seconds, held-out accuracy) of every evaluation, ordered by step.
 
-    seconds: from the beginning of the run to the update that made the measured weights, however long measuring took.
+    seconds: from the start of the run to the update that produced the evaluated weights, without the evaluation itself.
     """
     made = {line["step"]: line["seconds"] for line in updates(metrics)}
     found = [line for line in metrics if "eval_accuracy" in line]
@@ -59,5 +59,5 @@ def accuracies(metrics: Metrics) -> list[tuple[int, float, float]]:
 
 
 def updates(metrics: Metrics) -> Metrics:
-    """The lines of consumed batches, without those that are measurements only."""
+    """The lines of consumed batches, without lines that are evaluations only."""
     return [line for line in metrics if "train_seconds" in line]

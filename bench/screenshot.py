@@ -1,8 +1,8 @@
-"""Capture what a user sees while the default run trains: a real run in a real (pseudo) terminal, sampled as SVG.
+"""Capture the terminal display of a real run in a pseudo-terminal, as SVG.
 
     python -m bench screenshot [--columns 112] [--rows 30] [-- ARGUMENTS OF THE PIPELINE]
 
-Two pictures go to docs/images/: the live display shortly after half of the steps, and the end of the run.
+Writes two pictures to docs/images/: the live display after half of the steps, and the end of the run.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ HALF = re.compile(r"step (\d+)/(\d+)")
 
 
 def run_in_terminal(command: Sequence[str], columns: int, rows: int) -> Iterator[bytes]:
-    """What a command writes to a terminal of this size, as it comes."""
+    """Yield the output of a command that runs in a terminal of this size."""
     ours, theirs = pty.openpty()
     ioctl(theirs, TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
     environment = os.environ | {"TERM": "xterm-256color", "COLORTERM": "truecolor", "LANG": "C.UTF-8"}
@@ -51,7 +51,7 @@ def run_in_terminal(command: Sequence[str], columns: int, rows: int) -> Iterator
 
 
 def frame(screen: pyte.Screen) -> list[Text]:
-    """The terminal's lines with their colours."""
+    """The lines of the terminal with their colors."""
     lines = []
     for row in range(screen.lines):
         text = Text()

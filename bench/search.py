@@ -1,14 +1,16 @@
-"""The best settings for the task of profile local-m3, mlx-lm-lora's GRPO's and ours, by coordinate search.
+"""On Linux, Clotho's decode step is NumPy and BLAS (clotho/cpu); nothing here was measured on Metal.
+
+Finds the best settings for the task of profile local-m3, for mlx-lm-lora's GRPO and for Clotho, by coordinate search.
 
     python -m bench search [--of clotho] [--seeds 3] [--out bench/results/search.jsonl]
 
-One setting after the other is varied and the best value kept. mlx-lm-lora's start from the settings of local-m3, and
-again from the library's own defaults; they are ranked by seconds of processor time of training until greedy accuracy on
-all held-out problems reaches 0.9, the mean over seeds: unlike seconds on the wall, they mean the same on a machine that
-is shared. Ours start from a constant rate that one update can do with, do not watch for collapse, as the others do not,
-and are ranked by seconds on the wall, on a machine that does nothing else: what is asynchronous takes processor time
-for what comes after. A run that has not reached the target in 10 such seconds, or in four updates of ours, is given up,
-and its settings come behind all that have.
+One setting after the other is varied, and the best value is kept. The search for mlx-lm-lora starts twice: from the
+settings of local-m3 and from the library's defaults. Its settings are ranked by processor seconds of training until the
+greedy accuracy on all held-out problems reaches 0.9, averaged over seeds; processor seconds are comparable on a shared
+machine. The search for Clotho starts from a constant learning rate that suits one update, without collapse detection,
+which the others do not have. Its settings are ranked by wall-clock seconds on an idle machine, because asynchronous
+work for later updates also uses processor time. A run that does not reach the target in 10 processor seconds, or in
+four updates of Clotho, is stopped, and its settings rank behind all others.
 """
 
 from __future__ import annotations
@@ -21,8 +23,8 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from bench.contenders.clotho_train import FLAGS, UNWATCHED
-from bench.contenders.process import Answers, Contender, running
+from bench.contenders.clotho_train import FLAGS, NO_COLLAPSE_DETECTION
+from bench.contenders.process import Contender, ContenderProcess, running
 from bench.fingerprint import fingerprint
 from bench.measurement import Measurement, read, results_path, write
 
@@ -33,7 +35,7 @@ Settings = dict[str, str | int | float]
 
 
 class Subject(Struct, frozen=True, kw_only=True):
-    """Whose settings are searched. cost: the metric that ranks them. choices: what is varied, in this order."""
+    """What is searched. cost: the metric that ranks settings. choices: the settings to vary, in this order."""
 
     contender: Contender
     cost: str
@@ -82,8 +84,9 @@ THEIR_CHOICES: tuple[tuple[Settings, ...], ...] = (
     ({"temperature": 1.0, "top_p": 1.0, "top_k": 0}, {"temperature": 0.8, "top_p": 0.95, "top_k": 20}),
     ({"optimizer": "adam"}, {"optimizer": "adamw"}),
 )
-"""The learning rate is varied once more after the sizes, which it depends on, and then how 32, 16 and 12 completions
-are divided into groups: the library decodes as many at once as it has prompts in a batch."""
+"""The learning rate is varied again after the sizes, because it depends on them. Then 32, 16 and 12 completions are
+divided into groups: the library decodes as many completions at once as it has prompts in a batch.
+"""
 
 BOLD: Settings = {
     "profile": "arithmetic",
@@ -115,7 +118,9 @@ SUBJECTS = {
         choices=THEIR_CHOICES,
     ),
     "clotho": Subject(
-        contender=Contender(name="clotho", module="bench.contenders.clotho_train", environment={FLAGS: UNWATCHED}),
+        contender=Contender(
+            name="clotho", module="bench.contenders.clotho_train", environment={FLAGS: NO_COLLAPSE_DETECTION}
+        ),
         cost="seconds",
         starts=(BOLD,),
         choices=OUR_CHOICES,
@@ -126,12 +131,12 @@ SUBJECTS = {
 class Search:
     """Tries settings, each once."""
 
-    def __init__(self, answers: Answers, subject: Subject, seeds: int, command: str) -> None:
+    def __init__(self, answers: ContenderProcess, subject: Subject, seeds: int, command: str) -> None:
         self._answers, self._subject, self._seeds, self._command = answers, subject, seeds, command
         self.tried: list[tuple[Settings, list[dict[str, float]]]] = []
 
     def cost(self, settings: Settings) -> float:
-        """Seconds to the target, the mean over the seeds; a run that fails costs the limit."""
+        """Mean seconds to the target over the seeds; a run that fails costs the limit."""
         runs = next((runs for earlier, runs in self.tried if earlier == settings), None)
         if runs is None:
             runs = self._runs(settings)
@@ -153,14 +158,14 @@ class Search:
         return runs
 
     def descend(self, settings: Settings) -> Settings:
-        """Vary one setting after the other."""
+        """Vary one setting after the other and return the best settings."""
         self.cost(settings)
         for choices in self._subject.choices:
             settings = min((settings | choice for choice in choices), key=self.cost)
         return settings
 
     def measurements(self) -> list[Measurement]:
-        """What was tried, best first."""
+        """All tried settings, best first."""
         return [
             Measurement(
                 question=NAME,
@@ -181,13 +186,13 @@ class Search:
 
 
 def cost_of(runs: Sequence[dict[str, float]], metric: str) -> float:
-    """The mean over the seeds, where all of them reached the target; what was given up comes behind all others."""
+    """Mean over the seeds if all runs reached the target; stopped runs rank behind all others."""
     given_up = runs[-1]["accuracy"] < TARGET
     return LIMIT + runs[-1][metric] if given_up else statistics.mean(run[metric] for run in runs)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Search from every start; replace what the file of results has of this contender."""
+    """Search from every start and replace the results of this contender in the results file."""
     parser = argparse.ArgumentParser(prog="python -m bench search", description=__doc__)
     parser.add_argument("--of", choices=list(SUBJECTS), default="mlx-lm-lora")
     parser.add_argument("--seeds", type=int, default=3)

@@ -1,4 +1,4 @@
-"""Policies of random weights in the shape of Qwen3: what matters for speed and memory, without a download."""
+"""Policies with random weights in Qwen3 shapes: enough to measure speed and memory without a download."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from clotho.models.tokenizer import ChatTokenizer
 
 
 class SilentTokenizer:
-    """Ends nothing and says nothing: random tokens have no text."""
+    """A tokenizer without end tokens and without text, for random tokens."""
 
     eos_ids = frozenset[int]()
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """No text, so that none is paid for."""
+        """Return no text, so that detokenization costs nothing."""
         return ""
 
     def token_text(self, token: int) -> str:
-        """No text."""
+        """Return no text."""
         return ""
 
 
-def policy_of(model: Any, config: dict[str, Any], *, section: PolicySection | None = None, seed: int = 0) -> Policy:
-    """A policy over a model of `bench.contenders.shapes`; without a section its bare weights, no adapter."""
+def make_policy(model: Any, config: dict[str, Any], *, section: PolicySection | None = None, seed: int = 0) -> Policy:
+    """Build a policy from a model of `bench.contenders.shapes`; without a section it has no adapter."""
     section = section or PolicySection(kind="full")
     tokenizer = cast(ChatTokenizer, SilentTokenizer())
     return Policy(model, tokenizer, section, config=config, seed=seed, keep_reference=False)
@@ -35,6 +35,6 @@ def policy_of(model: Any, config: dict[str, Any], *, section: PolicySection | No
 def random_policy(
     *, layers: int, width: int, heads: int, key_heads: int, feed_forward: int, vocabulary: int, seed: int = 0
 ) -> Policy:
-    """A policy with an adapter over every linear layer of its blocks, embeddings tied, in float32."""
+    """Build a float32 policy with tied embeddings and an adapter on every linear layer of its blocks."""
     shape = Shape(layers, width, heads, key_heads, feed_forward, vocabulary)
-    return policy_of(random_model(shape, seed=seed), configuration(shape), section=PolicySection(), seed=seed)
+    return make_policy(random_model(shape, seed=seed), configuration(shape), section=PolicySection(), seed=seed)

@@ -1,13 +1,14 @@
-"""How long from the command to the first answer.
+"""On Linux, Clotho's decode step is NumPy and BLAS (clotho/cpu); nothing here was measured on Metal.
+
+Measures the time from the command to the first result.
 
     python -m bench startup [--repeats 3] [--out bench/results/startup.jsonl]
 
-Wall time and processor time of whole commands, each a process of its own, from its start to its end; the files are in
-the page cache. `help` is the list of all options, `imported` what has to be imported before anything can be trained,
-and `dry run` the resolved profile with its estimate of memory; a peer stands where it has the like. `sampled` and
-`updated` are runs of the default profile that end after one update: from the start of the process until the learner has
-all rollouts of it, and until it has been made. Peers have other work to do before either, so none is beside them; whole
-runs are compared by `python -m bench wall_clock`.
+Wall time and processor time of whole commands, each in its own process, with files in the page cache. `help`: print the
+help. `imported`: import everything that training needs. `dry run`: resolve the profile and estimate memory. A peer is
+listed where it has an equivalent command. `sampled` and `updated` are runs of the default profile that end after one
+update: the time from process start until the learner has all rollouts, and until the update is done. Peers do other
+work before that, so they are not listed; `python -m bench wall_clock` compares whole runs.
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ from typing import NamedTuple
 import msgspec
 
 from bench import measurement
-from bench.answering import Question, answer
+from bench.benchmark import Benchmark, run_benchmark
 from bench.charts import draw_bars
-from bench.contenders.process import Contender, Metric, by_turns
+from bench.contenders.process import Contender, Metric, measure_interleaved
+from bench.contenders.semantics import SEMANTICS
 from bench.fingerprint import ROOT, fingerprint
 from bench.measurement import Measurement, results_path
 from bench.tables import report
@@ -44,31 +46,27 @@ METRICS = (
     Metric(name="cpu_seconds", unit="seconds", better="lower"),
 )
 CASES = ("help", "dry run", "imported")
-SAID = (
-    "`sampled`, `updated`: a run of local-m3 of one update of 16 groups, without evaluation; when its learner had all "
-    "rollouts, and when it had written the line of the update."
-)
 
 
 def measure(repeats: int, contenders: Sequence[Contender] = CONTENDERS) -> list[Measurement]:
-    """Commands that end by themselves."""
+    """Measure commands that end by themselves."""
     cases = [{"until": until} for until in CASES]
-    return by_turns(NAME, contenders, cases, METRICS, repeats=repeats, command=COMMAND)
+    return measure_interleaved(NAME, contenders, cases, METRICS, repeats=repeats, command=COMMAND)
 
 
 def measure_runs(repeats: int) -> list[Measurement]:
-    """The first rollouts and the first update of runs."""
+    """Measure the first rollouts and the first update of runs."""
     return list(of_runs([first_update() for _ in range(repeats)]))
 
 
-class Firsts(NamedTuple):
-    """Seconds since the process was started: all rollouts of an update were there, and the update was made."""
+class FirstUpdate(NamedTuple):
+    """Seconds from process start until all rollouts of the update were complete, and until the update was done."""
 
     sampled: float
     updated: float
 
 
-def first_update() -> Firsts:
+def first_update() -> FirstUpdate:
     """Run the default profile for one update. Raises subprocess.CalledProcessError if it fails."""
     with tempfile.TemporaryDirectory() as directory:
         run = Path(directory, "run")
@@ -76,20 +74,20 @@ def first_update() -> Firsts:
         began = time.time()
         command = [sys.executable, "pipeline.py", "--profile", "local-m3", *options]
         subprocess.run(command, cwd=ROOT, check=True, stdout=sys.stderr)
-        return firsts(run / "metrics.jsonl", began)
+        return read_first_update(run / "metrics.jsonl", began)
 
 
-def firsts(metrics: Path, began: float) -> Firsts:
-    """What the metrics of a run of one update say, which are written once, when it has been made."""
+def read_first_update(metrics: Path, began: float) -> FirstUpdate:
+    """Read the metrics of a run of one update; the line is written when the update is done."""
     (line,) = metrics.read_bytes().splitlines()
     updated = metrics.stat().st_mtime - began
-    return Firsts(updated - msgspec.json.decode(line)["train_seconds"], updated)
+    return FirstUpdate(updated - msgspec.json.decode(line)["train_seconds"], updated)
 
 
-def of_runs(found: Sequence[Firsts]) -> Iterator[Measurement]:
+def of_runs(found: Sequence[FirstUpdate]) -> Iterator[Measurement]:
     """One value per run."""
     here = fingerprint()
-    for until in Firsts._fields:
+    for until in FirstUpdate._fields:
         yield Measurement(
             question=NAME,
             case={"until": until},
@@ -98,7 +96,7 @@ def of_runs(found: Sequence[Firsts]) -> Iterator[Measurement]:
             unit="seconds",
             better="lower",
             values=[getattr(one, until) for one in found],
-            semantics=SAID,
+            semantics=SEMANTICS["runs_startup"],
             versions={"mlx": here.machine.mlx_version},
             command=COMMAND,
             fingerprint=here,
@@ -106,32 +104,32 @@ def of_runs(found: Sequence[Firsts]) -> Iterator[Measurement]:
 
 
 def read(path: Path = RESULTS) -> Sequence[Measurement]:
-    """All results; none where there is no file."""
+    """Read all results; an empty list if the file does not exist."""
     return measurement.read(path)
 
 
 def table(results: Sequence[Measurement]) -> str:
-    """The results in Markdown."""
+    """Format the results as Markdown."""
     return report(results)
 
 
 def draw(results: Sequence[Measurement], target: Path) -> None:
-    """Wall time to each point, whoever has it."""
-    draw_bars(results, "seconds", target, key="until", title="from the command to the first answer")
+    """Wall time to each point, for every contender that has it."""
+    draw_bars(results, "seconds", target, key="until", title="from the command to the first result")
 
 
 def measure_all(repeats: int, quick: bool) -> list[Measurement]:
-    """Commands and runs; quick: our commands alone, once each."""
+    """Measure commands and runs; quick: Clotho's commands once."""
     return measure(1, CONTENDERS[:1]) if quick else [*measure(repeats), *measure_runs(repeats)]
 
 
-QUESTION = Question(
+BENCHMARK = Benchmark(
     command=COMMAND,
     about=__doc__,
     repeats=3,
-    quick="our commands alone, once each, and no runs",
+    quick="measure Clotho's commands once, no runs",
     results=RESULTS,
     measure=measure_all,
     table=table,
 )
-main = partial(answer, QUESTION)
+main = partial(run_benchmark, BENCHMARK)

@@ -1,12 +1,12 @@
-"""How long does a weight swap hold up decoding.
+"""Measures how long a weight swap delays decoding. Measured on Linux and the CPU only, not on Metal.
 
     python -m bench swap [--repeats 5] [--out bench/results/swap.jsonl]
 
-A swap is what the compute thread does, between two ticks of decoding, to make an update the policy that serves. It is
-measured in a process of its own, fifty times per repeat, for the policy that ships with the project and for random
-Qwen3 shapes (`python -m bench decode` says which), with an adapter of rank 8 and with all weights trained; and read off
-runs of the default profile, with seeds 0, 1 ..., where `swap_seconds` of their metrics is the moment of changing the
-pointers, and nothing else. Less than a millisecond is the aim.
+A weight swap is what the compute thread does between two decode steps to serve a new policy version. It is measured in
+two ways. First, in a separate process, fifty swaps per repeat, for the embedded policy and for random Qwen3 shapes (see
+`python -m bench decode`), with an adapter of rank 8 and with all weights trained. Second, in runs of the default
+profile with seeds 0, 1, ...: the metric of the run covers the exchange of the arrays and nothing else. The target is
+less than one millisecond.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from functools import partial
 from pathlib import Path
 
 from bench import measurement
-from bench.answering import Question, answer
+from bench.benchmark import Benchmark, run_benchmark
 from bench.charts import draw_bars
-from bench.contenders.process import Contender, Metric, by_turns
+from bench.contenders.process import Contender, Metric, measure_interleaved
+from bench.contenders.semantics import SEMANTICS
 from bench.fingerprint import fingerprint
 from bench.measurement import Measurement, results_path
 from bench.runs import Record, run_pipeline, updates
@@ -36,29 +37,28 @@ METRICS = (
 IN_A_RUN: dict[str, str | int | float] = {"model": "embedded, a run of local-m3", "weights": "lora"}
 MODELS = ("embedded", "6m", "25m")
 STEPS, RUNS = 8, 2
-SAID = "As the run measures it itself: changing the pointers, median and longest of all updates of a run."
 
 
 def measure(models: Sequence[str], repeats: int) -> list[Measurement]:
-    """In a process of its own."""
+    """Measure swaps in a separate process."""
     cases = [{"model": model, "weights": weights} for model in models for weights in ("lora", "full")]
-    return by_turns(NAME, [OURS], cases, METRICS, repeats=repeats, command=COMMAND)
+    return measure_interleaved(NAME, [OURS], cases, METRICS, repeats=repeats, command=COMMAND)
 
 
 def measure_runs(count: int, steps: int) -> list[Measurement]:
-    """In runs of the default profile, one per seed."""
+    """Measure swaps in runs of the default profile, one per seed."""
     arguments = ["--profile", "local-m3", "--eval.enabled", "false", "--steps", str(steps)]
     swaps = [swap_seconds(run_pipeline([*arguments, "--seed", str(seed)])) for seed in range(count)]
     return list(of_runs(swaps))
 
 
 def swap_seconds(run: Record) -> list[float]:
-    """Of every update that was followed by a swap before its line was written."""
+    """Duration of every swap that finished before its metrics line was written."""
     return [line["swap_seconds"] for line in updates(run.metrics) if line["swap_seconds"] is not None]
 
 
 def of_runs(swaps: Sequence[Sequence[float]]) -> Iterator[Measurement]:
-    """Medians and longest of the swaps of some runs."""
+    """Median and longest swap of each run."""
     versions, here = {"mlx": fingerprint().machine.mlx_version}, fingerprint()
     for metric, values in zip(METRICS, ([statistics.median(s) for s in swaps], [max(s) for s in swaps]), strict=True):
         yield Measurement(
@@ -69,7 +69,7 @@ def of_runs(swaps: Sequence[Sequence[float]]) -> Iterator[Measurement]:
             unit=metric.unit,
             better=metric.better,
             values=values,
-            semantics=SAID,
+            semantics=SEMANTICS["runs_swap"],
             versions=versions,
             command=COMMAND,
             fingerprint=here,
@@ -77,32 +77,32 @@ def of_runs(swaps: Sequence[Sequence[float]]) -> Iterator[Measurement]:
 
 
 def read(path: Path = RESULTS) -> Sequence[Measurement]:
-    """All results; none where there is no file."""
+    """Read all results; an empty list if the file does not exist."""
     return measurement.read(path)
 
 
 def table(results: Sequence[Measurement]) -> str:
-    """The results in Markdown."""
+    """Format the results as Markdown."""
     return report(results)
 
 
 def draw(results: Sequence[Measurement], target: Path) -> None:
-    """A bar per model and kind of training."""
+    """One bar per model and training method."""
     draw_bars(results, "swap_seconds", target, title="one weight swap, median")
 
 
 def measure_all(repeats: int, quick: bool) -> list[Measurement]:
-    """In process and in runs; quick: the smallest model alone, and no runs."""
+    """Measure in a process and in runs; quick: the smallest model only, and no runs."""
     return measure(MODELS[:1], repeats=2) if quick else [*measure(MODELS, repeats), *measure_runs(RUNS, STEPS)]
 
 
-QUESTION = Question(
+BENCHMARK = Benchmark(
     command=COMMAND,
     about=__doc__,
     repeats=5,
-    quick="the smallest model alone, and no runs",
+    quick="measure the smallest model, no runs",
     results=RESULTS,
     measure=measure_all,
     table=table,
 )
-main = partial(answer, QUESTION)
+main = partial(run_benchmark, BENCHMARK)

@@ -1,6 +1,6 @@
-"""Measurements in Markdown: a row per case, contenders side by side, ours to theirs, and what all of it means.
+"""Format measurements as Markdown: one row per case, contenders side by side, and Clotho's ratio to each.
 
-A question's table is mostly `report(results)`; `side_by_side` and `closing` are its parts, for those that say more.
+Most benchmarks call `report(results)`. `side_by_side` and `closing` are its parts, for benchmarks that add tables.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Sequence
 
+from bench.contenders.semantics import meaning
 from bench.fingerprint import describe_fingerprint
 from bench.measurement import Measurement, ratios
 
@@ -17,25 +18,25 @@ SCALES: dict[str, tuple[tuple[float, str], ...]] = {
     "s": ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")),
     "bytes": ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B")),
 }
-"""Units that are written with each number, larger first; every other unit stands in the title."""
+"""Units that are written next to each number, largest first; all other units stand in the title."""
 
 Case = tuple[tuple[str, str | int | float], ...]
 
 
-def report(results: Sequence[Measurement], metrics: Sequence[str] = (), *, said: str = "") -> str:
-    """A table per metric (of all, unless some are named), `said`, and where and how it was measured."""
+def report(results: Sequence[Measurement], metrics: Sequence[str] = (), *, note: str = "") -> str:
+    """One table per metric (all metrics if none are named), then `note`, then the measurement conditions."""
     tables = [side_by_side(results, metric) for metric in metrics or unique(one.metric for one in results)]
-    return "\n\n".join([*tables, *([said] if said else []), closing(results)])
+    return "\n\n".join([*tables, *([note] if note else []), closing(results)])
 
 
 def side_by_side(results: Sequence[Measurement], metric: str, *, title: str = "") -> str:
-    """A row per case: median of every contender (lowest to highest), then ours to each peer, pair by pair.
+    """One row per case: median (lowest to highest) of each contender, then Clotho's ratio to each peer, pair by pair.
 
-    What is the same in every row stands in the title. Raises ValueError if nobody measured the metric.
+    Values that are equal in all rows stand in the title. Raises ValueError if no result has the metric.
     """
     found = [one for one in results if one.metric == metric]
     if not found:
-        raise ValueError(f"nobody measured {metric}")
+        raise ValueError(f"no result has the metric {metric}")
     by_case = _by_case(found)
     contenders = contenders_of(found)
     peers = [name for name in contenders if name != OURS] if OURS in contenders else []
@@ -51,19 +52,19 @@ def side_by_side(results: Sequence[Measurement], metric: str, *, title: str = ""
 
 
 def markdown(heading: Sequence[str], rows: Sequence[Sequence[str]], *, text_columns: int = 1) -> str:
-    """A table of Markdown; columns after the first `text_columns` are set to the right."""
+    """A Markdown table; columns after the first `text_columns` are right-aligned."""
     rule = "|" + "---|" * text_columns + "---:|" * (len(heading) - text_columns)
     return "\n".join(["| " + " | ".join(heading) + " |", rule, *("| " + " | ".join(row) + " |" for row in rows)])
 
 
 def closing(results: Sequence[Measurement]) -> str:
-    """A bullet per contender with what its numbers mean, then machine, BLAS, commit and command."""
+    """One bullet per contender that explains its numbers, then machine, BLAS, commit and command."""
     bullets = []
     for name in contenders_of(results):
         mine = [one for one in results if one.contender == name]
         versions = {package: number for one in mine for package, number in one.versions.items()}
         listed = ", ".join(f"{package} {number}" for package, number in versions.items())
-        meanings = " ".join(unique(one.semantics for one in mine))
+        meanings = meaning(mine[0].question, name) or " ".join(unique(one.semantics for one in mine))
         bullets.append(f"* `{name}`: {meanings}" + (f" ({listed})" if listed else ""))
     machines = unique(f"{describe_fingerprint(f)}, {f.machine.blas}" for f in (one.fingerprint for one in results))
     commits = unique(one.fingerprint.commit for one in results)
@@ -72,7 +73,7 @@ def closing(results: Sequence[Measurement]) -> str:
 
 
 def spread(values: Sequence[float], unit: str) -> str:
-    """Their median, and between brackets the lowest and the highest where there are several."""
+    """Format the median, followed by the lowest and highest value in parentheses if there are several values."""
     scale, suffix = scale_of(statistics.median(values), unit)
     median = f"{number(statistics.median(values) / scale)}{suffix and ' ' + suffix}"
     if len(values) == 1:
@@ -81,25 +82,25 @@ def spread(values: Sequence[float], unit: str) -> str:
 
 
 def scale_of(value: float, unit: str) -> tuple[float, str]:
-    """What to divide by so that a value reads well, and the name of that; 1 and none for units that are not scaled."""
+    """The divisor and the unit that suit a value; (1, "") for units that are not scaled."""
     scales = SCALES.get(unit, ((1.0, ""),))
     return next((scale for scale in scales if abs(value) >= scale[0]), scales[-1])
 
 
 def number(value: float) -> str:
-    """Three digits that count, and commas between thousands; whole numbers as they are."""
+    """Format a number with three significant digits and thousands separators; whole numbers are exact."""
     if abs(value) >= 100 or value == int(value):
         return f"{value:,.0f}"
     return f"{value:#.3g}".rstrip(".")
 
 
 def contenders_of(results: Sequence[Measurement]) -> list[str]:
-    """Who was measured: we first, the others as they came."""
+    """Names of the contenders in the results, Clotho first, the others in order of appearance."""
     return sorted(unique(one.contender for one in results), key=lambda name: name != OURS)
 
 
 def unique(values: Iterable[str]) -> list[str]:
-    """Each value once, in order."""
+    """Each value once, in order of appearance."""
     return list(dict.fromkeys(values))
 
 
@@ -111,7 +112,7 @@ def _by_case(results: Sequence[Measurement]) -> dict[Case, dict[str, Measurement
 
 
 def _keys(cases: Sequence[Case]) -> tuple[Case, list[str]]:
-    """What all cases share, and the names of what differs; a single case differs in everything."""
+    """The settings that all cases share, and the names of those that differ. For a single case, all settings differ."""
     names = unique(name for case in cases for name, _ in case)
     shared = [(name, value) for name, value in cases[0] if all((name, value) in case for case in cases)]
     if len(cases) == 1 or len(shared) == len(names):

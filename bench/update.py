@@ -1,25 +1,28 @@
-"""What one policy update costs, in time and in memory, beside mlx-lm-lora's GRPO and TRL's.
+"""On Linux, Clotho computes norms, gates, attention and LoRA layers in closed form (clotho/cpu), not on Metal.
+
+Measures time and peak memory of one policy update, beside the GRPO trainers of mlx-lm-lora and TRL. Nothing here was
+measured on Metal.
 
     python -m bench update [--repeats 5] [--out bench/results/update.jsonl]
 
-All learn from the same rollouts: random tokens, 2,048 of them in completions, every second completion rewarded. The
-first case has 4 prompts of 128 tokens with 8 completions of 64 tokens each; then vocabulary and model vary, and the
-length of the completions, of which there are fewer where they are longer. The models are Qwen3 shapes with random
-weights in float32 and tied embeddings: 6m has 6 layers of width 256, 25m has 8 of width 512. All train an adapter of
-rank 8 on every linear layer of the blocks at a learning rate of 1e-5, with no KL penalty, by GRPO's loss. An update is
-the gradient and one optimizer step, with everything evaluated at its end; rollouts and rewards are there before it.
+All contenders train on the same rollouts: random tokens, 2,048 completion tokens per update, every second completion
+rewarded. The first case has 4 prompts of 128 tokens with 8 completions of 64 tokens each. The other cases vary the
+vocabulary, the model, and the completion length; longer completions are fewer. The models are Qwen3 shapes with random
+float32 weights and tied embeddings: 6m has 6 layers of width 256, 25m has 8 layers of width 512. All contenders train
+an adapter of rank 8 on every linear layer of the blocks, at learning rate 1e-5, with the GRPO loss and without a KL
+penalty. An update is the gradient and one optimizer step, fully evaluated. Rollouts and rewards exist before the clock
+starts.
 
-What they do is not quite the same. Ours clips the ratio to the policy that the rollouts came from and reports the
-entropy and how far that policy is. mlx-lm-lora and TRL take that policy to be the one that learns, with a ratio of 1,
-as they do whenever rollouts are used once; TRL reports the entropy, mlx-lm-lora does not. mlx-lm-lora runs as many
-completions at once as its trainer would for four prompts. All of them at once, its other choice, took 3.5 to 7 times
-the memory; at a vocabulary of 4,096 that made no difference to the time, and at larger ones it took longer. The
-`checkpointed` contender recomputes activations, its own way to save memory (`grad_checkpoint`).
+The contenders do not do exactly the same work. Clotho clips the importance ratio to the rollout policy, and reports the
+entropy and the mismatch KL. mlx-lm-lora and TRL use a ratio of 1, as they do when rollouts are used once. TRL reports
+the entropy; mlx-lm-lora does not. mlx-lm-lora processes as many completions at once as its trainer does for four
+prompts. Processing all completions at once, its other setting, took 3.5 to 7 times the memory; at a vocabulary of 4,096
+it took the same time, at larger vocabularies longer. The `checkpointed` contender recomputes activations
+(`grad_checkpoint`), the memory-saving setting of mlx-lm-lora.
 
-peak_bytes is the most that was held at once beyond what was held before: of arrays (`mx.get_peak_memory`) where MLX
-computes, of the resident set where PyTorch does.
-Contenders are processes of their own that run by turns, with one thread for matrix products each; PyTorch also has
-two. It is measured at a vocabulary of 4,096 alone, for time's sake.
+peak_bytes is the peak memory during the update minus the memory before it: MLX arrays (`mx.get_peak_memory`) for MLX,
+the resident set for PyTorch. Each contender is a separate process with one thread for matrix products, and contenders
+alternate. TRL is also measured with two threads, and only at a vocabulary of 4,096 because it is slow.
 """
 
 from __future__ import annotations
@@ -29,9 +32,9 @@ from functools import partial
 from pathlib import Path
 
 from bench import measurement
-from bench.answering import Question, answer
+from bench.benchmark import Benchmark, run_benchmark
 from bench.charts import draw_lines
-from bench.contenders.process import Contender, Metric, by_turns
+from bench.contenders.process import Contender, Metric, measure_interleaved
 from bench.measurement import Measurement, results_path
 from bench.tables import report
 
@@ -60,7 +63,7 @@ METRICS = (
 
 
 def case(model: str, vocabulary: int, *, prompts: int = 4, group: int = 8, completion_tokens: int = 64) -> Case:
-    """By default as many prompts and tokens as in the first case."""
+    """One case; by default with the prompts and tokens of the first case."""
     return {
         "model": model,
         "vocabulary": vocabulary,
@@ -82,48 +85,48 @@ LARGER: tuple[Case, ...] = (
 
 
 def measure(repeats: int) -> list[Measurement]:
-    """All cases; repeats are fewer beside the first, and where an update takes long."""
+    """Measure all cases; fewer repeats for all cases but the first."""
     three, two = min(3, repeats), min(2, repeats)
     return [
-        *_by_turns([OURS, MLX_LM_LORA, TRL, TWO_THREADS], [case("6m", 4096)], three),
-        *_by_turns([OURS, MLX_LM_LORA, CHECKPOINTED], [FIRST], repeats),
-        *_by_turns([OURS, MLX_LM_LORA], LARGER, two),
+        *_interleaved([OURS, MLX_LM_LORA, TRL, TWO_THREADS], [case("6m", 4096)], three),
+        *_interleaved([OURS, MLX_LM_LORA, CHECKPOINTED], [FIRST], repeats),
+        *_interleaved([OURS, MLX_LM_LORA], LARGER, two),
     ]
 
 
 def measure_quickly() -> list[Measurement]:
-    """The policy that is shipped, once, beside MLX alone."""
-    return _by_turns([OURS, MLX_LM_LORA], [case("embedded", 384, prompts=1, completion_tokens=16)], 1)
+    """Measure the embedded policy once, beside mlx-lm-lora."""
+    return _interleaved([OURS, MLX_LM_LORA], [case("embedded", 384, prompts=1, completion_tokens=16)], 1)
 
 
-def _by_turns(contenders: Sequence[Contender], cases: Sequence[Case], repeats: int) -> list[Measurement]:
-    return by_turns(NAME, contenders, cases, METRICS, repeats=repeats, command=COMMAND)
+def _interleaved(contenders: Sequence[Contender], cases: Sequence[Case], repeats: int) -> list[Measurement]:
+    return measure_interleaved(NAME, contenders, cases, METRICS, repeats=repeats, command=COMMAND)
 
 
 def read(path: Path = RESULTS) -> Sequence[Measurement]:
-    """All results; none where there is no file."""
+    """Read all results; an empty list if the file does not exist."""
     return measurement.read(path)
 
 
 def table(results: Sequence[Measurement]) -> str:
-    """Speed and memory, a row per case."""
+    """Speed and memory, one row per case."""
     return report(results, ["tokens_per_second", "peak_bytes"])
 
 
 def draw(results: Sequence[Measurement], target: Path) -> None:
-    """Memory against the vocabulary, in the cases that differ in nothing else from the first."""
+    """Draw memory against vocabulary, for the cases that equal the first case otherwise."""
     chosen = [one for one in results if {**one.case, "vocabulary": FIRST["vocabulary"]} == FIRST]
     title = "memory of an update of 6m, 32 completions of 64 tokens"
     draw_lines(chosen, "peak_bytes", "vocabulary", target, title=title, logarithmic=True)
 
 
-QUESTION = Question(
+BENCHMARK = Benchmark(
     command=COMMAND,
     about=__doc__,
     repeats=5,
-    quick="the smallest case, once",
+    quick="measure the smallest case once",
     results=RESULTS,
     measure=lambda repeats, quick: measure_quickly() if quick else measure(repeats),
     table=table,
 )
-main = partial(answer, QUESTION)
+main = partial(run_benchmark, BENCHMARK)

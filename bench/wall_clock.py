@@ -1,25 +1,28 @@
-"""How long until the policy is good, synchronous and asynchronous: ours beside mlx-lm-lora and TRL.
+"""On Linux, Clotho's decode step is NumPy and BLAS (clotho/cpu); nothing here was measured on Metal.
+
+Measures the time to a target accuracy, synchronous and asynchronous, beside mlx-lm-lora and TRL.
 
     python -m bench wall_clock [--repeats 5] [--quick] [--out bench/results/wall_clock.jsonl]
 
-All train the policy of profile local-m3 by GRPO: the same adapter, problems, rewards and limit of tokens. What is
-counted are seconds of training: no loading, and no evaluation, which happens with the clock stopped, or after the run.
-`from_command` is the same from the start of the process: what imports, loading and, of ours, a rehearsed update and a
-probe of parity take before the first prompt is in it.
-A repeat is a seed, the same for all, and every run is a process of its own.
+All contenders train the policy of profile local-m3 with GRPO: the same adapter, problems, rewards and token limit.
+`seconds` is training time: loading is not counted, and evaluation happens with the clock stopped or after the run.
+`from_command` also counts the time before the first prompt: imports, loading and, for Clotho, the warmup step and the
+first parity check. One repeat is one seed, the same for all contenders. Every run is a separate process.
 
-until 0.9: seconds until greedy accuracy on all 512 held-out problems, measured after every update, reaches 0.9.
-mlx-lm-lora and we have the best settings that `bench.search` found of each, TRL those of mlx-lm-lora, but for 16
-completions; as Adam in MLX does not correct its bias by default, TRL's rate is three times as high, which makes the
-same first step. A run of theirs is given up after five seconds of the processor, and its accuracy says so. Ours are
-synchronous and do not watch for collapse, as the others do not; `clotho, asynchronous` has the same otherwise. At such
-rates one update of 12 or 16 completions is enough: this says what a first update takes, and little about training.
-`clotho, as shipped` is the profile with its own settings, which warm up over five updates; it ends after twelve. All
-but that are also run with two threads for matrix products.
-equal work: 20 updates of 16 groups of 8 at rate 1e-3, in seconds, whatever becomes of the policy. Lengths follow the
-policy, so completions are equal in number, and only about equal in tokens.
-long tail: completions whose lengths are lognormal, with the median and the mean of the policy's own, each judged for
-50 ms by a reward that sleeps; 20 updates of 16 groups of 8, asynchronous and synchronous.
+until 0.9: seconds until the greedy accuracy on all 512 held-out problems, measured after every update, reaches 0.9.
+mlx-lm-lora and Clotho use the best settings that `bench.search` found for each; TRL uses those of mlx-lm-lora with 16
+completions. MLX's Adam does not correct its bias by default, so TRL's learning rate is three times as high, which gives
+the same first step. A run of the peers is stopped after five processor seconds; its accuracy shows that. Clotho runs
+synchronously and without collapse detection, which the others do not have; `clotho, asynchronous` is the same with
+asynchronous rollouts. With these settings one update of 12 or 16 completions is enough, so this measures the first
+update and says little about training. `clotho, as shipped` is the unchanged profile, which warms up over five updates;
+it ends after twelve updates. All others are also measured with two threads for matrix products.
+
+equal work: seconds for 20 updates of 16 groups of 8 completions at learning rate 1e-3, whatever the accuracy. The
+number of completions is equal; the number of tokens depends on the policy and is only similar.
+
+long tail: completion lengths are lognormal, with the median and mean of the policy's own lengths, and a reward sleeps
+50 ms per completion; 20 updates of 16 groups of 8 completions, asynchronous and synchronous.
 """
 
 from __future__ import annotations
@@ -31,9 +34,9 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from bench import tables
-from bench.answering import Question, answer
-from bench.contenders.clotho_train import FLAGS, UNWATCHED
-from bench.contenders.process import Contender, Metric, by_turns
+from bench.benchmark import Benchmark, run_benchmark
+from bench.contenders.clotho_train import FLAGS, NO_COLLAPSE_DETECTION
+from bench.contenders.process import Contender, Metric, measure_interleaved
 from bench.measurement import Measurement, ratios, results_path
 from bench.measurement import read as read_measurements
 
@@ -42,7 +45,7 @@ COMMAND = "python -m bench wall_clock"
 PROGRAM = "bench.contenders.clotho_train"
 TUNED = (
     "--learner.batch-size 4 --sampling.group-size 4 --learner.learning-rate 0.006 "
-    f"--learner.warmup-steps 0 --learner.schedule constant {UNWATCHED} --steps 8"
+    f"--learner.warmup-steps 0 --learner.schedule constant {NO_COLLAPSE_DETECTION} --steps 8"
 )
 SYNCHRONOUS = "--async false"
 METRICS = (
@@ -76,7 +79,7 @@ TRL_2 = replace(TRL, name="trl, 2 threads", environment=OFFLINE | {"TRL_BENCH_TH
 
 
 def ours(name: str, flags: str, **environment: str) -> Contender:
-    """Our program with more of the command line, and of the environment."""
+    """A Clotho contender with additional flags and environment variables."""
     return Contender(name=name, module=PROGRAM, environment={FLAGS: flags, **environment})
 
 
@@ -94,7 +97,7 @@ BOTH_WAYS = (ours("clotho", ""), ours("clotho, synchronous", SYNCHRONOUS))
 
 
 def measure(*, repeats: int, quick: bool) -> list[Measurement]:
-    """All three; quick: two updates of the last two alone, ours only."""
+    """Measure all three tasks; quick: two updates of the last two tasks, Clotho only."""
     if quick:
         few = {"updates": 2}
         return [*_run(BOTH_WAYS, EQUAL | few, repeats), *_run(BOTH_WAYS, LONG | few, repeats)]
@@ -106,11 +109,11 @@ def measure(*, repeats: int, quick: bool) -> list[Measurement]:
 
 
 def _run(contenders: Sequence[Contender], case: Mapping[str, str | int | float], repeats: int) -> list[Measurement]:
-    """By turns, every run in a process of its own, as users start them: a first update's cost is part of the time."""
+    """Run the contenders alternately, every run in its own process, so that the cost of a first update is included."""
     found: dict[tuple[str, str], Measurement] = {}
     for seed in range(repeats):
         seeded = {**case, "seed": seed}
-        for one in by_turns(NAME, contenders, [seeded], METRICS, repeats=1, command=COMMAND, warm_up=0):
+        for one in measure_interleaved(NAME, contenders, [seeded], METRICS, repeats=1, command=COMMAND, warm_up=0):
             key = one.contender, one.metric
             earlier = found[key].values if key in found else []
             found[key] = replace(one, case=dict(case), values=[*earlier, *one.values])
@@ -118,18 +121,18 @@ def _run(contenders: Sequence[Contender], case: Mapping[str, str | int | float],
 
 
 def read(path: Path | None = None) -> Sequence[Measurement]:
-    """The results; none where there is no file."""
+    """Read the results; an empty list if the file does not exist."""
     return read_measurements(path or results_path(NAME))
 
 
 def table(results: Sequence[Measurement]) -> str:
-    """A table per task, a contender per row, and what seconds mean for each."""
+    """One table per task, one row per contender, and what the seconds of each contender mean."""
     parts = [_of_task(results, task) for task in tables.unique(str(one.case["task"]) for one in results)]
     return "\n\n".join([*parts, tables.closing(results)])
 
 
 def _of_task(results: Sequence[Measurement], task: str) -> str:
-    """Medians, lowest and highest; ours to theirs seed by seed."""
+    """Medians and ranges of one task, and Clotho's ratio seed by seed."""
     mine = {(one.contender, one.metric): one for one in results if one.case["task"] == task}
     shown = [metric for metric in METRICS if any(name == metric.name for _, name in mine)]
     clocks = [metric for metric in shown if metric in CLOCKS]
@@ -138,7 +141,7 @@ def _of_task(results: Sequence[Measurement], task: str) -> str:
         found = [mine.get((contender, metric.name)) for metric in shown]
         cells = ["" if one is None else tables.spread(one.values, one.unit) for one in found]
         rows.append([contender, *cells, *(_ratio(mine, contender, clock.name) for clock in clocks)])
-    compared = (f"{clock.name}, clotho / it" for clock in clocks)
+    compared = (f"{clock.name}, clotho / this" for clock in clocks)
     return tables.markdown([task, *(metric.name for metric in shown), *compared], rows)
 
 
@@ -150,19 +153,19 @@ def _ratio(mine: Mapping[tuple[str, str], Measurement], contender: str, clock: s
 
 
 def draw(results: Sequence[Measurement], target: Path) -> None:
-    """Bars of seconds, task by task."""
+    """Bars of seconds, grouped by task."""
     from bench.charts import draw_bars
 
     draw_bars(results, "seconds", target, key="task", title="seconds of training")
 
 
-QUESTION = Question(
+BENCHMARK = Benchmark(
     command=COMMAND,
     about=__doc__,
     repeats=5,
-    quick="two updates of the last two tasks, ours alone",
+    quick="measure two updates of the last two tasks, Clotho only",
     results=results_path(NAME),
     measure=lambda repeats, quick: measure(repeats=1 if quick else repeats, quick=quick),
     table=table,
 )
-main = partial(answer, QUESTION)
+main = partial(run_benchmark, BENCHMARK)

@@ -1,6 +1,6 @@
-"""Who is measured: one program per contender and kind of work, each driven as a process of its own.
+"""The contenders: one program per contender and kind of work, each run as a separate process.
 
-A contender runs in the environment it is installed in: ours in this one, the others in that of
-`bench/contenders/requirements.txt`. All load the same BLAS in the same way, for `import bench` does that first. Nothing
-here but `process` may import what only one of the two environments has.
+A contender runs in the environment where it is installed: Clotho in this one, the others in the environment of
+`bench/contenders/requirements.txt`. All of them load the same BLAS in the same way, because `import bench` does that
+first. Only `process` imports packages that one of the two environments lacks.
 """

@@ -1,4 +1,4 @@
-"""The same messages with the standard library alone: bare queues, bare tasks, a pool of one thread."""
+"""The message benchmark with the standard library: plain queues, plain tasks, a pool of one thread."""
 
 from __future__ import annotations
 
@@ -7,54 +7,50 @@ import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from bench.contenders.loop import Case, Once, serve
-
-SEMANTICS = (
-    "Bare `asyncio.Queue`s between bare tasks, which cannot be closed (a last message says that there are no more), "
-    "supervised by nobody, and `loop.run_in_executor` on a pool of one thread; nothing is measured on the way."
-)
+from bench.contenders.semantics import SEMANTICS
+from bench.contenders.worker import Case, MeasureOnce, serve
 
 Queue = asyncio.Queue[int | None]
 
 
 async def send(queue: Queue, messages: int) -> None:
-    """Send numbers, then the end."""
+    """Send numbers, then the sentinel."""
     for number in range(messages):
         await queue.put(number)
     await queue.put(None)
 
 
-async def pass_on(before: Queue, after: Queue) -> None:
-    """Pass on all of them, and the end."""
+async def relay(before: Queue, after: Queue) -> None:
+    """Forward all messages and the sentinel."""
     while (message := await before.get()) is not None:
         await after.put(message)
     await after.put(None)
 
 
 async def drain(queue: Queue, messages: int) -> None:
-    """Receive all of them."""
+    """Receive all messages. Raises RuntimeError if the count differs."""
     received = 0
     while await queue.get() is not None:
         received += 1
     if received != messages:
-        raise RuntimeError(f"{received} came, not {messages}")
+        raise RuntimeError(f"received {received} messages instead of {messages}")
 
 
 async def through_a_queue(messages: int, capacity: int) -> None:
-    """Two tasks."""
+    """Two tasks and one queue."""
     queue: Queue = asyncio.Queue(capacity)
     await asyncio.gather(send(queue, messages), drain(queue, messages))
 
 
 async def through_a_task(messages: int, capacity: int) -> None:
-    """Three tasks."""
+    """Three tasks and two queues."""
     before: Queue = asyncio.Queue(capacity)
     after: Queue = asyncio.Queue(capacity)
-    await asyncio.gather(drain(after, messages), pass_on(before, after), send(before, messages))
+    await asyncio.gather(drain(after, messages), relay(before, after), send(before, messages))
 
 
 async def through_a_thread(messages: int, capacity: int) -> None:
-    """Calls one after the other, each awaited before the next."""
+    """Calls in sequence, each awaited before the next."""
     loop = asyncio.get_running_loop()
     with ThreadPoolExecutor(1) as pool:
         for number in range(messages):
@@ -68,8 +64,8 @@ PATHS: dict[str, Callable[[int, int], Awaitable[None]]] = {
 }
 
 
-def prepare(case: Case) -> Once:
-    """A path by its name."""
+def prepare(case: Case) -> MeasureOnce:
+    """Select the path of the case."""
     path = PATHS[case["path"]]
 
     async def timed() -> float:
@@ -81,4 +77,4 @@ def prepare(case: Case) -> Once:
 
 
 if __name__ == "__main__":
-    serve(prepare, semantics=SEMANTICS, packages=[])
+    serve(prepare, semantics=SEMANTICS["asyncio_messages"], packages=[])

@@ -1,25 +1,20 @@
-"""Our decode engine on groups of completions: in this process, tick by tick, as the compute thread drives it."""
+"""Clotho's decode engine on groups of completions, one decode step at a time, as the compute thread runs it."""
 
 from __future__ import annotations
 
 from bench.contenders.decoding import timed, work
-from bench.contenders.loop import Case, Once, serve
-from bench.shapes import policy_of
+from bench.contenders.semantics import SEMANTICS
+from bench.contenders.worker import Case, MeasureOnce, serve
+from bench.shapes import make_policy
 from clotho.config.schema import EngineSection
 from clotho.inference import DecodeEngine
 from protocols.sampling import CompletionDone, SampleEvent, SampleRequest, Sampling
 
-SEMANTICS = (
-    "The decode engine with the profile's default settings, one request per prompt with a seed per completion, which "
-    "computes each prompt once; from the first submission to the last completion, which brings tokens, the "
-    "log-probability of each under the distribution it was sampled from, and no text."
-)
 
-
-def prepare(case: Case) -> Once:
-    """An engine over the bare model: no adapter adds to its arithmetic, and no prompt is remembered between runs."""
+def prepare(case: Case) -> MeasureOnce:
+    """An engine on the bare model, without an adapter; no prefix cache is reused between runs."""
     ready = work(case)
-    engine = DecodeEngine(policy_of(ready.model, ready.config), EngineSection())
+    engine = DecodeEngine(make_policy(ready.model, ready.config), EngineSection())
     sampling = Sampling(max_tokens=ready.new_tokens, ignore_eos=True)
 
     def generate() -> int:
@@ -35,4 +30,4 @@ def prepare(case: Case) -> Once:
 
 
 if __name__ == "__main__":
-    serve(prepare, semantics=SEMANTICS, packages=["mlx", "mlx-lm"])
+    serve(prepare, semantics=SEMANTICS["clotho_decode"], packages=["mlx", "mlx-lm"])

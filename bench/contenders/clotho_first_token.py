@@ -1,26 +1,22 @@
-"""Our decode engine with one request of one completion: seconds until its first token is sampled."""
+"""Clotho's decode engine with one request of one completion: seconds until its first token."""
 
 from __future__ import annotations
 
 import time
 
-from bench.contenders.loop import Case, Metrics, Once, serve
+from bench.contenders.semantics import SEMANTICS
 from bench.contenders.shapes import named_model, random_prompts
-from bench.shapes import policy_of
+from bench.contenders.worker import Case, MeasureOnce, Metrics, serve
+from bench.shapes import make_policy
 from clotho.config.schema import EngineSection
 from clotho.inference import DecodeEngine
 from protocols.sampling import SampleEvent, SampleRequest, Sampling, TokenSampled
 
-SEMANTICS = (
-    "From submitting a streamed request to an idle decode engine until its first token has been reported, with its "
-    "log-probability; the request asks for more tokens, and is given up then."
-)
 
-
-def prepare(case: Case) -> Once:
-    """An idle engine that remembers no prompt."""
+def prepare(case: Case) -> MeasureOnce:
+    """An idle engine with an empty prefix cache."""
     model, config = named_model(case["model"])
-    engine = DecodeEngine(policy_of(model, config), EngineSection())
+    engine = DecodeEngine(make_policy(model, config), EngineSection())
     (prompt,) = random_prompts(1, case["prompt_tokens"], config["vocab_size"])
     sampling = Sampling(max_tokens=16, ignore_eos=True)
     request = SampleRequest(prompt=tuple(prompt), sampling=sampling, seeds=(0,), stream=True)
@@ -43,4 +39,4 @@ def prepare(case: Case) -> Once:
 
 
 if __name__ == "__main__":
-    serve(prepare, semantics=SEMANTICS, packages=["mlx", "mlx-lm"])
+    serve(prepare, semantics=SEMANTICS["clotho_first_token"], packages=["mlx", "mlx-lm"])

@@ -1,13 +1,14 @@
-"""Our policy update over groups of random completions, in this process, as the compute thread takes its passes."""
+"""Clotho's policy update on groups of random completions, one step at a time, as the compute thread runs it."""
 
 from __future__ import annotations
 
 import math
 import time
 
-from bench.contenders.loop import Case, Metrics, Once, serve
+from bench.contenders.semantics import SEMANTICS
 from bench.contenders.shapes import named_model, random_prompts
-from bench.shapes import policy_of
+from bench.contenders.worker import Case, MeasureOnce, Metrics, serve
+from bench.shapes import make_policy
 from clotho.config.schema import LearnerSection, PolicySection, SamplingSection
 from clotho.training.update import PolicyLearner, Update
 from protocols.prompt import Problem, Prompt
@@ -15,17 +16,12 @@ from protocols.rollout import RolloutGroup
 from protocols.sampling import Completion
 from protocols.score import ScoredGroup
 
-SEMANTICS = (
-    "One policy update with the profile's default settings: gradient and optimizer step for an adapter over every "
-    "linear layer of the blocks, per token of the completions; that of the prompts is not counted apart."
-)
 
-
-def prepare(case: Case) -> Once:
-    """A learner, and a batch that it learns from again and again."""
+def prepare(case: Case) -> MeasureOnce:
+    """A learner and one batch that every run trains on."""
     model, config = named_model(case["model"], vocabulary=case["vocabulary"])
     learner = PolicyLearner(
-        policy_of(model, config, section=PolicySection()),
+        make_policy(model, config, section=PolicySection()),
         LearnerSection(),
         SamplingSection(max_tokens=case["completion_tokens"]),
         steps=1000,
@@ -38,21 +34,21 @@ def prepare(case: Case) -> Once:
         update = finished(learner, batch)
         seconds = time.perf_counter() - began
         if not update.applied:
-            raise RuntimeError("nothing was learned")
+            raise RuntimeError("the update was not applied")
         return {"seconds": seconds, "microseconds_per_token": seconds / tokens * 1e6}
 
     return once
 
 
 def groups(case: Case) -> list[ScoredGroup]:
-    """As many groups as prompts, every second completion rewarded."""
+    """One group per prompt, every second completion rewarded."""
     size, length, vocabulary = case["group"], case["completion_tokens"], case["vocabulary"]
     prompts = random_prompts(case["prompts"], case["prompt_tokens"], vocabulary)
     return [_group(number, prompt, size, length, vocabulary) for number, prompt in enumerate(prompts)]
 
 
 def finished(learner: PolicyLearner, batch: list[ScoredGroup]) -> Update:
-    """The update, taken to its end without a pause."""
+    """Run an update to its end without a pause."""
     passes = learner.update(batch)
     while True:
         try:
@@ -80,4 +76,4 @@ def _group(number: int, prompt: list[int], size: int, length: int, vocabulary: i
 
 
 if __name__ == "__main__":
-    serve(prepare, semantics=SEMANTICS, packages=["mlx", "mlx-lm"])
+    serve(prepare, semantics=SEMANTICS["clotho_scaling"], packages=["mlx", "mlx-lm"])

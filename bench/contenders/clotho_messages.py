@@ -1,4 +1,4 @@
-"""Our messages: through a mailbox, through actors under their supervisor, and through the compute thread and back."""
+"""Clotho's messages: through a queue, through supervised actors, and through the compute thread and back."""
 
 from __future__ import annotations
 
@@ -7,17 +7,13 @@ import time
 from collections.abc import Awaitable, Callable
 from functools import partial
 
-from bench.contenders.loop import Case, Once, serve
+from bench.contenders.semantics import SEMANTICS
+from bench.contenders.worker import Case, MeasureOnce, serve
 from clotho.runtime.actor import Actor
 from clotho.runtime.child import transient
 from clotho.runtime.compute_thread import ComputeExecutor, finish
 from clotho.runtime.queues import Inbox, Mailbox, Outbox
 from clotho.runtime.supervisor import Supervisor
-
-SEMANTICS = (
-    "Bounded mailboxes with waiting times measured and both ends closed in order; actors as children of the "
-    "supervisor, started one by one; calls through the compute thread's queue of calls."
-)
 
 
 class Source:
@@ -29,14 +25,14 @@ class Source:
         self._outbox, self._messages = outbox, messages
 
     async def run(self) -> None:
-        """Send all of them."""
+        """Send all numbers."""
         async with self._outbox:
             for number in range(self._messages):
                 await self._outbox.send(number)
 
 
-class Passing(Actor[int, int]):
-    """Passes on what comes."""
+class Relay(Actor[int, int]):
+    """Forwards every message."""
 
     async def handle(self, message: int) -> int:
         """The same."""
@@ -44,7 +40,7 @@ class Passing(Actor[int, int]):
 
 
 class Drain:
-    """Receives until the end."""
+    """Receives until the queue is closed."""
 
     name = "drain"
 
@@ -53,14 +49,14 @@ class Drain:
         self.received = 0
 
     async def run(self) -> None:
-        """Receive all of them."""
+        """Receive all messages."""
         async with self._inbox:
             async for _ in self._inbox:
                 self.received += 1
 
 
 async def through_a_mailbox(messages: int, capacity: int) -> None:
-    """Two tasks, nobody above them."""
+    """Two tasks and one queue, without supervision."""
     box: Mailbox[int] = Mailbox("box", capacity=capacity)
     source, drain = Source(box.writer(), messages), Drain(box.reader())
     await asyncio.gather(source.run(), drain.run())
@@ -68,18 +64,18 @@ async def through_a_mailbox(messages: int, capacity: int) -> None:
 
 
 async def through_an_actor(messages: int, capacity: int) -> None:
-    """Source, actor and drain as the pipeline has them: supervised, readers first, until the last has returned."""
+    """Source, actor and drain as in the pipeline: supervised, readers started first, until the last one returns."""
     before: Mailbox[int] = Mailbox("before", capacity=capacity)
     after: Mailbox[int] = Mailbox("after", capacity=capacity)
     drain = Drain(after.reader())
-    passing = Passing("passing", before.reader(), after.writer())
-    children = [transient(drain), transient(passing), transient(Source(before.writer(), messages))]
+    relay = Relay("relay", before.reader(), after.writer())
+    children = [transient(drain), transient(relay), transient(Source(before.writer(), messages))]
     await Supervisor(children, on_failure=_raise, on_drain=lambda: None).run()
     _check(drain.received, messages)
 
 
 def through_the_compute_thread(executor: ComputeExecutor) -> Callable[[int, int], Awaitable[None]]:
-    """Calls one after the other, each awaited on the event loop before the next."""
+    """Calls in sequence, each awaited on the event loop before the next."""
 
     async def calls(messages: int, capacity: int) -> None:
         for number in range(messages):
@@ -88,8 +84,8 @@ def through_the_compute_thread(executor: ComputeExecutor) -> Callable[[int, int]
     return calls
 
 
-def prepare(case: Case) -> Once:
-    """A path by its name."""
+def prepare(case: Case) -> MeasureOnce:
+    """Select the path of the case."""
     executor = ComputeExecutor(decode_share=0.5)
     paths: dict[str, Callable[[int, int], Awaitable[None]]] = {
         "mailbox": through_a_mailbox,
@@ -110,7 +106,7 @@ def prepare(case: Case) -> Once:
 
 def _check(found: int, wanted: int) -> None:
     if found != wanted:
-        raise RuntimeError(f"{found} came, not {wanted}")
+        raise RuntimeError(f"received {found} messages instead of {wanted}")
 
 
 def _raise(_: str, error: Exception) -> None:
@@ -118,4 +114,4 @@ def _raise(_: str, error: Exception) -> None:
 
 
 if __name__ == "__main__":
-    serve(prepare, semantics=SEMANTICS, packages=["anyio"])
+    serve(prepare, semantics=SEMANTICS["clotho_messages"], packages=["anyio"])

@@ -1,4 +1,4 @@
-"""Our engine in our compute thread, kept full of rows, without and with a learner that never rests."""
+"""Clotho's decode engine with a constant number of sequences, with and without a learner that always has work."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from collections.abc import Generator
 
 import numpy as np
 
-from bench.contenders.loop import Case, Once, serve
+from bench.contenders.semantics import SEMANTICS
 from bench.contenders.shapes import named_model, random_prompts
-from bench.shapes import policy_of
+from bench.contenders.worker import Case, MeasureOnce, serve
+from bench.shapes import make_policy
 from clotho.config.schema import EngineSection, LearnerSection, PolicySection, SamplingSection
 from clotho.inference import DecodeEngine
 from clotho.runtime.compute_thread import ComputeExecutor
@@ -21,19 +22,15 @@ from protocols.rollout import RolloutGroup
 from protocols.sampling import Completion, CompletionDone, SampleEvent, SampleRequest, Sampling
 from protocols.score import ScoredGroup
 
-SEMANTICS = (
-    "Engine and learner take turns in the compute thread by `decode_share`: tokens sampled per second of wall time, with "
-    "nothing else to do, and while one update follows the other."
-)
 SECONDS = 3.0
-"""That decoding alone is watched, and after which no further update begins."""
+"""Duration of the measurement without updates, and the time after which no further update starts."""
 PROMPT, TOKENS, GROUP = 16, 96, 8
 UPDATE_GROUPS = 16
 UNENDING = Sampling(max_tokens=TOKENS, ignore_eos=True)
 
 
-class Workplace:
-    """The compute thread, with the policy, the engine and the learner that live in it."""
+class ComputeThreadLoad:
+    """The compute thread with its policy, decode engine and learner."""
 
     def __init__(self, case: Case) -> None:
         self.executor = ComputeExecutor(decode_share=case["decode_share"])
@@ -45,7 +42,7 @@ class Workplace:
 
     def _load(self, name: str) -> None:
         model, config = named_model(name)
-        policy = policy_of(model, config, section=PolicySection(rank=16))
+        policy = make_policy(model, config, section=PolicySection(rank=16))
         self.engine = DecodeEngine(policy, EngineSection())
         settings = LearnerSection(micro_batch_tokens=4096)
         self._learner = PolicyLearner(policy, settings, SamplingSection(max_tokens=TOKENS), steps=1_000_000)
@@ -64,47 +61,47 @@ class Workplace:
         self.executor.submit(lambda: self.engine.submit(request, heard))
 
     def idle(self) -> float:
-        """Tokens per second while nobody learns."""
-        began, before = time.perf_counter(), self._drawn()
+        """Tokens per second without updates."""
+        began, before = time.perf_counter(), self._sampled()
         time.sleep(SECONDS)
-        return (self._drawn() - before) / (time.perf_counter() - began)
+        return (self._sampled() - before) / (time.perf_counter() - began)
 
     def learning(self) -> float:
-        """Tokens per second from the beginning of one update to the end of another, with no pause between them."""
+        """Tokens per second from the start of one update to the end of another, without pauses between updates."""
         over = threading.Event()
 
         def updates() -> Generator[None, None, None]:
             while not over.is_set():
                 yield from self._learner.update(self._groups)
 
-        began, before = time.perf_counter(), self._drawn()
+        began, before = time.perf_counter(), self._sampled()
         work = self.executor.submit_steps(updates(), learning=True)
         time.sleep(SECONDS)
         over.set()
         work.result()
-        return (self._drawn() - before) / (time.perf_counter() - began)
+        return (self._sampled() - before) / (time.perf_counter() - began)
 
-    def _drawn(self) -> int:
+    def _sampled(self) -> int:
         return self.executor.submit(lambda: self.engine.stats().tokens_sampled).result()
 
 
-def prepare(case: Case) -> Once:
-    """A compute thread of this case alone: the one before has stopped."""
+def prepare(case: Case) -> MeasureOnce:
+    """Start a compute thread for this case after stopping the previous one."""
     close()
-    _open.append(workplace := Workplace(case))
+    _open.append(load := ComputeThreadLoad(case))
 
     def both() -> dict[str, float]:
-        idle, learning = workplace.idle(), workplace.learning()
+        idle, learning = load.idle(), load.learning()
         return {"idle": idle, "learning": learning, "kept": learning / idle}
 
     return both
 
 
-_open: list[Workplace] = []
+_open: list[ComputeThreadLoad] = []
 
 
 def close() -> None:
-    """Stop the compute thread, if there is one: a process must not end while it works."""
+    """Stop the compute thread if one is running; a process must not exit while it works."""
     while _open:
         _open.pop().executor.stop()
 
@@ -129,5 +126,5 @@ def _group(number: int, vocabulary: int) -> ScoredGroup:
 
 
 if __name__ == "__main__":
-    serve(prepare, semantics=SEMANTICS, packages=["mlx", "mlx-lm"])
+    serve(prepare, semantics=SEMANTICS["clotho_overlap"], packages=["mlx", "mlx-lm"])
     close()

@@ -1,8 +1,8 @@
-"""Our HTTP API in front of our engine, without a learner beside it, until the process is told to end.
+"""Clotho's HTTP API and decode engine without training, until the process is terminated.
 
     python -m bench.contenders.clotho_server --model DIRECTORY --port PORT
 
-Made of the parts a run is made of: the compute thread, the policy as it is loaded, engine, sampler and gateway.
+Built from the parts of a run: compute thread, policy, engine, sampler and HTTP server.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from protocols.weights import WeightsReady
 
 
 def assemble(model: str) -> tuple[Policy, DecodeEngine]:
-    """The policy with all its weights trainable, so that no adapter adds to the arithmetic, and an engine for it."""
+    """The policy with all weights trainable, so that no adapter is computed, and an engine for it."""
     policy = load_policy(ModelSection(path=model), PolicySection(kind="full"), seed=0, keep_reference=False)
     return policy, DecodeEngine(policy, EngineSection())
 
 
 def services(policy: Policy, engine: DecodeEngine, executor: ComputeExecutor, port: int) -> GatewayServices:
-    """What a run would hand to its gateway."""
+    """The services that a run passes to its HTTP server."""
     return GatewayServices(
         sampler=Sampler(executor.submit, engine),
         tokenizer=policy.tokenizer,
@@ -51,7 +51,7 @@ async def _refuse(_: tuple[int, ...], __: int) -> PromptLogprobs:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Serve until killed."""
+    """Serve until terminated."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", required=True)
     parser.add_argument("--port", type=int, required=True)

@@ -1,4 +1,4 @@
-"""Our swap of weights, between two ticks of an engine that is full of rows."""
+"""Clotho's weight swap between two decode steps of an engine with running sequences."""
 
 from __future__ import annotations
 
@@ -8,28 +8,24 @@ import time
 import mlx.core as mx
 from mlx.utils import tree_map
 
-from bench.contenders.loop import Case, Once, serve
+from bench.contenders.semantics import SEMANTICS
 from bench.contenders.shapes import named_model, random_prompts
-from bench.shapes import policy_of
+from bench.contenders.worker import Case, MeasureOnce, serve
+from bench.shapes import make_policy
 from clotho.config.schema import EngineSection, PolicySection
 from clotho.inference import DecodeEngine
 from clotho.models.parameter_slots import Parameters
 from clotho.models.policy import Policy
 from protocols.sampling import SampleRequest, Sampling
 
-SEMANTICS = (
-    "All that the broadcaster has done in the compute thread for one update (the served parameters become the new "
-    "arrays, which the learner has computed already; the engine empties its cache of prompts and keeps the running "
-    "rows), between ticks; median and longest of the swaps of a repeat."
-)
 SWAPS, ROWS = 50, 8
 KINDS = {"lora": PolicySection(), "full": PolicySection(kind="full")}
 
 
-def prepare(case: Case) -> Once:
-    """An engine with rows that do not end, and two sets of weights that take turns."""
+def prepare(case: Case) -> MeasureOnce:
+    """An engine with sequences that do not end, and two sets of weights that alternate."""
     model, config = named_model(case["model"])
-    policy = policy_of(model, config, section=KINDS[case["weights"]])
+    policy = make_policy(model, config, section=KINDS[case["weights"]])
     engine = DecodeEngine(policy, EngineSection())
     request = SampleRequest(
         prompt=tuple(random_prompts(1, 16, policy.vocab_size)[0]),
@@ -60,4 +56,4 @@ def _swap(policy: Policy, engine: DecodeEngine, parameters: Parameters, version:
 
 
 if __name__ == "__main__":
-    serve(prepare, semantics=SEMANTICS, packages=["mlx", "mlx-lm"])
+    serve(prepare, semantics=SEMANTICS["clotho_swap"], packages=["mlx", "mlx-lm"])

@@ -1,4 +1,4 @@
-"""Commands as users give them, each in a process of its own from its first instruction to its last."""
+"""Commands as users run them, each timed from process start to exit."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from bench.contenders.loop import Case, Once, serve
+from bench.contenders.worker import Case, MeasureOnce, serve
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def serve_commands(commands: Mapping[str, Sequence[str]], *, semantics: str, packages: Sequence[str]) -> None:
-    """Answer cases that name one of the commands, which are arguments of this interpreter, under `until`."""
+    """Answer cases that name one of the commands under `until`; commands are arguments of this interpreter."""
 
-    def prepare(case: Case) -> Once:
+    def prepare(case: Case) -> MeasureOnce:
         arguments = commands[case["until"]]
         return lambda: run(arguments)
 
@@ -25,7 +25,7 @@ def serve_commands(commands: Mapping[str, Sequence[str]], *, semantics: str, pac
 
 
 def run(arguments: Sequence[str]) -> dict[str, float]:
-    """Seconds of wall time, and of the processor's. Raises RuntimeError if the command fails."""
+    """Wall seconds and processor seconds. Raises RuntimeError if the command fails."""
     began = time.perf_counter()
     process = subprocess.Popen([sys.executable, *arguments], cwd=ROOT, stdout=subprocess.DEVNULL)
     _, status, used = os.wait4(process.pid, 0)

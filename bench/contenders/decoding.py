@@ -1,4 +1,4 @@
-"""What the contenders of `decode` share: the case made ready, the clock, and the share of the machine's peak."""
+"""Shared by the contenders of `decode`: preparation of the case, the clock, and the fraction of peak performance."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from bench.contenders.loop import Case, Metrics, Once
 from bench.contenders.shapes import named_model, products, random_prompts
+from bench.contenders.worker import Case, MeasureOnce, Metrics
 
 AS_CALLED = "MLX_LM_LORA_AS_CALLED"
-"""Set in the environment of the contender that calls mlx-lm-lora's generation as its trainer does."""
+"""Environment variable that selects the batch size of mlx-lm-lora's trainer."""
 SIDE = 2048
-"""Of the matrices whose product is taken for the peak."""
+"""Side length of the matrices whose product measures the peak."""
 REST = 0.3
-"""Seconds after which the threads of a BLAS that has nothing to do have gone to sleep; MKL's look out for 0.2."""
+"""Seconds until the threads of an idle BLAS sleep; MKL's threads spin for 0.2 seconds."""
 
 
 class Work(NamedTuple):
-    """A case made ready: `group` completions of `new_tokens` tokens for each prompt."""
+    """A prepared case: `group` completions of `new_tokens` tokens for each prompt."""
 
     model: Any
     config: dict[str, Any]
@@ -32,28 +32,28 @@ class Work(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Completions."""
+        """Number of completions."""
         return len(self.prompts) * self.group
 
     @property
     def repeated(self) -> list[list[int]]:
-        """A prompt for each completion, groups together."""
+        """One prompt per completion, groups together."""
         return [prompt for prompt in self.prompts for _ in range(self.group)]
 
 
 def work(case: Case) -> Work:
-    """Model and prompts of a case. vocabulary: of the model, where it is not the shape's own."""
+    """Model and prompts of a case. vocabulary: overrides the vocabulary of the shape."""
     model, config = named_model(case["model"], vocabulary=case.get("vocabulary", 0))
     model.eval()
     prompts = random_prompts(case["prompts"], case["prompt_tokens"], config["vocab_size"])
     return Work(model, config, prompts, case["group"], case["new_tokens"])
 
 
-def timed(work: Work, generate: Callable[[], int], *, prefilled: int) -> Once:
-    """Run `generate`, which returns how many tokens it drew. prefilled: tokens of prompts that it computes.
+def timed(work: Work, generate: Callable[[], int], *, prefilled: int) -> MeasureOnce:
+    """Time `generate`, which returns the number of sampled tokens. prefilled: prompt tokens that it prefills.
 
-    The last token of a prompt is not among them: it is computed to draw the first one. Raises RuntimeError if not all
-    tokens were sampled.
+    The last token of a prompt is not counted as prefilled, because decoding the first token computes it. Raises
+    RuntimeError if the number of tokens differs.
     """
     weights = products(work.model)
     wanted = work.rows * work.new_tokens
@@ -78,7 +78,7 @@ def timed(work: Work, generate: Callable[[], int], *, prefilled: int) -> Once:
 
 @cache
 def matrix_peak() -> float:
-    """Operations per second of a large float32 product in this process, the best of five."""
+    """Operations per second of a large float32 matrix product in this process, the best of five."""
     a = mx.random.normal((SIDE, SIDE))
     mx.eval(a)
     seconds = []
@@ -90,6 +90,6 @@ def matrix_peak() -> float:
 
 
 def _rest() -> None:
-    """Leave the cores to who comes next: where BLAS has threads of its own, they look out for work for a while."""
+    """Wait until the BLAS threads of this process stop spinning, so that the next contender has the cores."""
     if int(os.environ.get("MKL_NUM_THREADS", "1")) > 1:
         time.sleep(REST)

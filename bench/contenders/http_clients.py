@@ -1,7 +1,7 @@
-"""Clients of an OpenAI-compatible server, all in one process: how fast it is, and how soon it begins to answer.
+"""Clients of an OpenAI-compatible server in one process: throughput and time to first token.
 
-They speak HTTP/1.0 over a connection per request, which every server understands alike, and stand on the standard
-library alone: clients share the processor with the server, so what they cost is taken from it.
+They use HTTP/1.0 with one connection per request, which every server supports, and only the standard library, because
+they share the processor with the server.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from typing import Any, NamedTuple
 HOST = "127.0.0.1"
 ROUTE = "/v1/chat/completions"
 PATIENCE = 120.0
-"""Seconds that one answer may take."""
+"""Time limit of one response, in seconds."""
 
 Body = dict[str, Any]
 
 
 class Load(NamedTuple):
-    """What is asked of a server.
+    """The requests to send.
 
-    clients: at once, each with so many requests (answers), one after the other. tokens: of every answer.
+    clients: number of concurrent clients, each with `answers` requests in sequence. tokens: of every response.
     """
 
     clients: int
@@ -34,27 +34,27 @@ class Load(NamedTuple):
 
 
 class Rate(NamedTuple):
-    """Completion tokens of all answers over the time they took together, and the mean length of an answer."""
+    """Completion tokens of all responses per second of total time, and the mean length of a response."""
 
     tokens_per_second: float
     answer_tokens: float
 
 
 def throughput(port: int, load: Load) -> Rate:
-    """Ask for whole answers. Raises OSError, ValueError or TimeoutError if the server does not give them."""
+    """Request complete responses. Raises OSError, ValueError or TimeoutError if the server does not deliver them."""
     began = time.perf_counter()
     lengths = asyncio.run(_all_clients(port, load, _answered_tokens))
     return Rate(sum(lengths) / (time.perf_counter() - began), statistics.fmean(lengths))
 
 
 def first_token_seconds(port: int, load: Load) -> float:
-    """Median over all streamed answers: from asking for a connection to the first text. Raises as `throughput` does.
+    """Median time from opening a connection to the first text of a streamed response. Raises as `throughput` does.
 
-    Answers without text, which random weights may give, do not count; ValueError if all are such.
+    Responses without text, which random weights can produce, do not count. Raises ValueError if all are empty.
     """
     found = [seconds for seconds in asyncio.run(_all_clients(port, load, _first_text)) if not math.isnan(seconds)]
     if not found:
-        raise ValueError("no answer has any text")
+        raise ValueError("no response has text")
     return statistics.median(found)
 
 
@@ -67,7 +67,7 @@ async def _all_clients(port: int, load: Load, ask: Callable[[int, Body], Awaitab
 
 
 def _body(client: int, turn: int, tokens: int) -> Body:
-    """A question that nobody else asks, so that the answer's prompt is in no cache as a whole."""
+    """A question that no other client sends, so that no prompt is completely in a cache."""
     question = f"What is {client + 10} + {turn + 10}?"
     return {"messages": [{"role": "user", "content": question}], "max_tokens": tokens, "temperature": 1.0}
 
@@ -78,7 +78,7 @@ async def _answered_tokens(port: int, body: Body) -> float:
 
 
 async def _first_text(port: int, body: Body) -> float:
-    """Seconds until the first text, NaN where there is none; the rest of the stream is read as well."""
+    """Seconds until the first text, NaN without text; the rest of the stream is read as well."""
     began, first = time.perf_counter(), math.nan
     async for line in _lines(port, {**body, "stream": True}):
         if math.isnan(first) and line.startswith(b"data: {"):
@@ -88,7 +88,7 @@ async def _first_text(port: int, body: Body) -> float:
 
 
 async def _lines(port: int, body: Body) -> AsyncIterator[bytes]:
-    """Lines of the answer's body, as they come."""
+    """Lines of the response body as they arrive."""
     async with asyncio.timeout(PATIENCE):
         reader, writer = await asyncio.open_connection(HOST, port)
         try:

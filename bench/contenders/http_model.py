@@ -1,4 +1,4 @@
-"""A model on disk for servers: what they load is the same, and it never ends an answer early on purpose."""
+"""Write a model directory for the servers: every server loads the same files, and no response ends early."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from mlx_lm.utils import save_config, save_model
 
 from bench.contenders.shapes import DIRECTORY, EMBEDDED, named_model
 
-NEVER_DRAWN = "<|endoftext|>"
-"""Padding while the policy learned: it does not draw it."""
+NEVER_SAMPLED = "<|endoftext|>"
+"""A padding token that the policy does not sample."""
 VOCABULARY = 384
-"""Of the tokenizer that ships with the project."""
+"""Vocabulary size of the embedded tokenizer."""
 
 
 def write_model(name: str, target: Path) -> Path:
-    """Write a model of `bench.contenders.shapes` with the tokenizer that ships with the project.
+    """Write a model of `bench.contenders.shapes` with the embedded tokenizer.
 
-    Answers end with a token that is never sampled, so that all are as long as asked; only random weights draw it at
-    times. Marks of thinking are ordinary text under other names, for some servers take them out of the answer.
+    The end token is one that is never sampled, so that all responses have the requested length; only random weights
+    sample it occasionally. Thinking tags are renamed to ordinary text, because some servers remove them from responses.
     """
     shutil.copytree(DIRECTORY, target)
     if name != EMBEDDED:
@@ -30,7 +30,7 @@ def write_model(name: str, target: Path) -> Path:
     for file in ("config.json", "generation_config.json"):
         _change(target / file, eos_token_id=0)
     for file in ("tokenizer_config.json", "special_tokens_map.json"):
-        _change(target / file, eos_token=NEVER_DRAWN)
+        _change(target / file, eos_token=NEVER_SAMPLED)
     tokenizer = target / "tokenizer.json"
     text = tokenizer.read_text(encoding="utf-8").replace("<think>", "<work>").replace("</think>", "</work>")
     tokenizer.write_text(text, encoding="utf-8")

@@ -1,8 +1,7 @@
-"""Plug-ins that make a run's completions long-tailed in length, and its rewards slow.
+"""Plug-ins that give completions long-tailed lengths and make rewards slow.
 
-How long a policy's answers are is its own affair; here it is a distribution, so that both ways to train do the same work: the
-length of each completion is lognormal and a function of its seed alone, end tokens do not end it, and its reward is
-sampled from its text, so that every group teaches something.
+Both training modes must do the same work, so the length of a completion does not depend on the policy: it is lognormal
+and a function of the seed. End tokens are ignored. The reward is derived from the text, so that groups differ.
 """
 
 from __future__ import annotations
@@ -30,19 +29,19 @@ SECONDS = 0.05
 
 
 def reward(problem: Problem, completion: str) -> float:
-    """Give 0.0 or 1.0 after 50 ms: what a compute_advantages across the network, or a short test suite, takes."""
+    """Return 0.0 or 1.0 after 50 ms, the time of a remote judge or a short test suite."""
     time.sleep(SECONDS)
     return float(zlib.crc32((problem.prompt + completion).encode()) % 2)
 
 
 def length(seed: int, *, median: float, sigma: float, longest: int) -> int:
-    """Tokens of the completion with that seed."""
+    """Number of tokens of the completion with that seed."""
     sampled = np.random.default_rng(seed).lognormal(np.log(median), sigma)
     return int(np.clip(round(sampled), 1, longest))
 
 
 class LongTailedSampler:
-    """Asks for each completion of a group by itself, with a length of its own."""
+    """Submits each completion of a group as a separate request with its own length."""
 
     def __init__(self, sampler: Sampler, *, median: float, sigma: float) -> None:
         self._sampler, self._median, self._sigma = sampler, median, sigma
@@ -50,7 +49,7 @@ class LongTailedSampler:
     async def groups(
         self, requests: Sequence[SampleRequest]
     ) -> AsyncGenerator[tuple[int, list[Completion] | GenerationError | RequestError], None]:
-        """As `Sampler.groups`; raises the first failure."""
+        """Same interface as `Sampler.groups`; raises the first failure."""
         places = [(group, index) for group, request in enumerate(requests) for index in range(len(request.seeds))]
         singles = [self._single(requests[group], requests[group].seeds[index]) for group, index in places]
         done: dict[int, dict[int, Completion]] = defaultdict(dict)
@@ -70,7 +69,7 @@ class LongTailedSampler:
 
 
 class LongTailed(Generator):
-    """The generator, with a sampler of long-tailed lengths."""
+    """The generator with a sampler of long-tailed lengths."""
 
     def __init__(
         self,

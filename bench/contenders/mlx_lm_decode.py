@@ -1,4 +1,4 @@
-"""mlx-lm's `BatchGenerator` on groups of completions, all rows decoded together."""
+"""mlx-lm's `BatchGenerator` on groups of completions, all sequences decoded together."""
 
 from __future__ import annotations
 
@@ -8,17 +8,12 @@ from mlx_lm.generate import BatchGenerator
 from mlx_lm.sample_utils import make_sampler
 
 from bench.contenders.decoding import timed, work
-from bench.contenders.loop import Case, Once, serve
-
-SEMANTICS = (
-    "BatchGenerator with completion_batch_size and prefill_batch_size as large as the number of rows, which is its "
-    "fastest; every row computes its own copy of the prompt, for it knows no groups; from making the generator to the "
-    "last token, the log-probability of each token read in place from the row of the vocabulary that it returns."
-)
+from bench.contenders.semantics import SEMANTICS
+from bench.contenders.worker import Case, MeasureOnce, serve
 
 
-def prepare(case: Case) -> Once:
-    """A new generator each time, as `batch_generate` makes one."""
+def prepare(case: Case) -> MeasureOnce:
+    """A new generator per run, as in `batch_generate`."""
     ready = work(case)
     prompts = ready.repeated
     sampler = make_sampler(1.0)
@@ -42,4 +37,4 @@ def prepare(case: Case) -> Once:
 
 
 if __name__ == "__main__":
-    serve(prepare, semantics=SEMANTICS, packages=["mlx", "mlx-lm"])
+    serve(prepare, semantics=SEMANTICS["mlx_lm_decode"], packages=["mlx", "mlx-lm"])

@@ -11,39 +11,35 @@ from mlx_lm.generate import generation_stream, stream_generate
 from mlx_lm.sample_utils import make_sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from bench.contenders.loop import Case, Metrics, Once, serve
+from bench.contenders.semantics import SEMANTICS
 from bench.contenders.shapes import named_model, random_prompts
-
-SEMANTICS = (
-    "From calling stream_generate until it yields the first token, before anybody reads its log-probability; more "
-    "tokens are asked for, and the generator is closed then."
-)
+from bench.contenders.worker import Case, MeasureOnce, Metrics, serve
 
 
 class SilentTokenizer:
-    """What mlx-lm's wrapper asks of a tokenizer; ends nothing and says nothing."""
+    """The tokenizer interface of mlx-lm's wrapper, without end tokens and without text."""
 
     eos_token_id = None
     chat_template = None
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """No tokens."""
+        """Return no tokens."""
         return []
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """No text, so that none is paid for."""
+        """Return no text, so that detokenization costs nothing."""
         return ""
 
     def apply_chat_template(self) -> None:
-        """Looked at, and never called."""
+        """Only looked up, never called."""
 
     def get_vocab(self) -> dict[str, int]:
-        """No token has a name."""
+        """Return an empty vocabulary."""
         return {}
 
 
-def prepare(case: Case) -> Once:
-    """The model in evaluation mode; each run has a cache of its own."""
+def prepare(case: Case) -> MeasureOnce:
+    """The model in evaluation mode; each run has its own cache."""
     model, config = named_model(case["model"])
     model.eval()
     (prompt,) = random_prompts(1, case["prompt_tokens"], config["vocab_size"])
@@ -63,4 +59,4 @@ def prepare(case: Case) -> Once:
 
 
 if __name__ == "__main__":
-    serve(prepare, semantics=SEMANTICS, packages=["mlx", "mlx-lm"])
+    serve(prepare, semantics=SEMANTICS["mlx_lm_first_token"], packages=["mlx", "mlx-lm"])

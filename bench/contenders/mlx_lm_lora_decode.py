@@ -1,8 +1,8 @@
 """mlx-lm-lora's `generate_grpo` on groups of completions.
 
-Its `batch_size` is both the prompts that are taken at a time and the rows that decode together. Its trainer passes the
-prompts of an update, so that of their completions only so many decode at once; with as many as there are completions
-it is faster, and that is what is measured unless the environment says `AS_CALLED`.
+Its `batch_size` is both the number of prompts per call and the number of sequences that decode together. Its trainer
+passes the number of prompts of an update, so only that many completions decode together. With the number of completions
+it is faster; that is measured unless the environment variable `AS_CALLED` is set.
 """
 
 from __future__ import annotations
@@ -13,27 +13,21 @@ from collections.abc import Sequence
 from mlx_lm_lora.trainer.grpo_trainer import generate_grpo
 
 from bench.contenders.decoding import AS_CALLED, timed, work
-from bench.contenders.loop import Case, Once, serve
-
-SHARED = "the prompt of a group is computed once; no log-probabilities are returned, and no text is made."
-SEMANTICS = f"generate_grpo with batch_size as large as the number of rows, which is its fastest; {SHARED}"
-SEMANTICS_AS_CALLED = (
-    f"generate_grpo with batch_size the number of prompts, as its trainer calls it: so many rows decode together; "
-    f"{SHARED}"
-)
+from bench.contenders.semantics import SEMANTICS
+from bench.contenders.worker import Case, MeasureOnce, serve
 
 
 class SilentTokenizer:
-    """Ends nothing and says nothing."""
+    """A tokenizer without end tokens and without text."""
 
     eos_token_ids = frozenset[int]()
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """No text, so that none is paid for."""
+        """Return no text, so that detokenization costs nothing."""
         return ""
 
 
-def prepare(case: Case) -> Once:
+def prepare(case: Case) -> MeasureOnce:
     """The same model and prompts for every run."""
     ready = work(case)
     batch_size = len(ready.prompts) if AS_CALLED in os.environ else ready.rows
@@ -58,5 +52,5 @@ def prepare(case: Case) -> Once:
 
 
 if __name__ == "__main__":
-    semantics = SEMANTICS_AS_CALLED if AS_CALLED in os.environ else SEMANTICS
-    serve(prepare, semantics=semantics, packages=["mlx", "mlx-lm", "mlx-lm-lora"])
+    variant = ", as its trainer calls it" if AS_CALLED in os.environ else ""
+    serve(prepare, semantics=SEMANTICS[f"mlx_lm_lora_decode{variant}"], packages=["mlx", "mlx-lm", "mlx-lm-lora"])

@@ -1,9 +1,9 @@
-"""mlx-lm-lora's GRPO on the task of profile local-m3: its own `train_grpo`, its own generation, its own batches.
+"""mlx-lm-lora's GRPO on the task of profile local-m3, with its own `train_grpo`, generation and batches.
 
-The model, the adapter (rank, scale, layers), the prompts, the rewards, the limit of tokens and the verdicts are those
-of the profile. Its other settings come with the case; those left out are the best that `bench.search` found. Nothing of
-the library is changed: the trainer takes the function that makes batches as an argument, and between two of them,
-where the weights of the last update stand, held-out accuracy is measured with the clock stopped.
+Model, adapter (rank, scale, layers), prompts, rewards, token limit and correctness rules are those of the profile. The
+case sets the other hyperparameters; the defaults are the best that `bench.search` found. The library is not modified:
+its trainer takes the batch iterator as an argument. Between two batches the weights of the last update are in place,
+and the held-out accuracy is measured with the clock stopped.
 """
 
 from __future__ import annotations
@@ -22,13 +22,9 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 from mlx_lm_lora.trainer.grpo_trainer import GRPOTrainingArgs, generate_grpo, iterate_grpo_batches, train_grpo
 
 from bench.contenders import arithmetic_task as task
-from bench.contenders.loop import Case, Metrics, Once, serve
+from bench.contenders.semantics import SEMANTICS
+from bench.contenders.worker import Case, MeasureOnce, Metrics, serve
 
-SEMANTICS = (
-    "Seconds of training, without loading and without evaluations, until greedy accuracy on all held-out problems "
-    "reaches the target; one process that samples and learns by turns. From the command: from the start of the "
-    "process, imports and loading included."
-)
 BEST: Case = {
     "learning_rate": 2e-3,
     "batch_size": 6,
@@ -46,21 +42,21 @@ BEST: Case = {
 }
 OPTIMIZERS: dict[str, Callable[..., optim.Optimizer]] = {"adam": optim.Adam, "adamw": optim.AdamW}
 MANY = 10**6
-ROWS_OF_A_LOOK = 256
+EVALUATION_BATCH = 256
 
 
 def form_reward(prompts: list[str], completions: list[str], answer: list[str], types: list[str]) -> list[float]:
-    """The form, as mlx-lm-lora calls rewards."""
-    return [task.has_form(text) for text in completions]
+    """The format reward with mlx-lm-lora's signature."""
+    return [task.has_format(text) for text in completions]
 
 
 def answer_reward(prompts: list[str], completions: list[str], answer: list[str], types: list[str]) -> list[float]:
-    """The right answer, as mlx-lm-lora calls rewards."""
-    return [task.is_right(text, wanted) for text, wanted in zip(completions, answer, strict=True)]
+    """The correctness reward with mlx-lm-lora's signature."""
+    return [task.is_correct(text, wanted) for text, wanted in zip(completions, answer, strict=True)]
 
 
 def adapted() -> tuple[Any, Any]:
-    """The policy with a fresh adapter over every linear layer of its blocks, and its tokenizer."""
+    """The policy with a new adapter on every linear layer of its blocks, and its tokenizer."""
     model, tokenizer = load(str(task.POLICY))[:2]
     model.freeze()
     linear_to_lora_layers(model, len(model.layers), {"rank": task.RANK, "scale": task.SCALE, "dropout": 0.0})
@@ -68,22 +64,22 @@ def adapted() -> tuple[Any, Any]:
     return model, tokenizer
 
 
-def rendered(tokenizer: Any, question: task.Question) -> list[int]:
-    """The prompt's tokens."""
+def rendered(tokenizer: Any, question: task.Problem) -> list[int]:
+    """The tokens of the prompt."""
     message = [{"role": "user", "content": question.prompt}]
     text = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
     return list(tokenizer.encode(text, add_special_tokens=False))
 
 
-def greedy_accuracy(model: Any, tokenizer: Any, asked: list[task.Question], prompts: list[list[int]]) -> float:
-    """Held-out accuracy of the model as it is."""
+def greedy_accuracy(model: Any, tokenizer: Any, asked: list[task.Problem], prompts: list[list[int]]) -> float:
+    """Held-out accuracy of the model."""
     _, texts, _ = generate_grpo(
         model=model,
         tokenizer=tokenizer,
         prompt_tokens=prompts,
         max_tokens=task.MAX_TOKENS,
         group_size=1,
-        batch_size=ROWS_OF_A_LOOK,
+        batch_size=EVALUATION_BATCH,
         end_token="",
         temperature=0.0,
         top_p=1.0,
@@ -93,11 +89,11 @@ def greedy_accuracy(model: Any, tokenizer: Any, asked: list[task.Question], prom
     return task.accuracy(texts, asked)
 
 
-def course_of(case: Case, model: Any, tokenizer: Any) -> task.Course:
-    """How far this run is to go, and where it is looked at."""
-    asked = task.questions("heldout.jsonl")
+def training_clock(case: Case, model: Any, tokenizer: Any) -> task.TrainingClock:
+    """The clock of this run, with its limits and its evaluation."""
+    asked = task.read_problems("heldout.jsonl")
     prompts = [rendered(tokenizer, question) for question in asked]
-    return task.Course(
+    return task.TrainingClock(
         evaluate=lambda: greedy_accuracy(model, tokenizer, asked, prompts),
         target=case.get("target"),
         updates=case["updates"],
@@ -106,7 +102,7 @@ def course_of(case: Case, model: Any, tokenizer: Any) -> task.Course:
 
 
 def arguments(case: Case, directory: str) -> GRPOTrainingArgs:
-    """The trainer's own settings; it reports and saves as seldom as it can."""
+    """The trainer's arguments; reports and checkpoints are as rare as possible."""
     return GRPOTrainingArgs(
         batch_size=case["batch_size"],
         group_size=case["group_size"],
@@ -120,7 +116,7 @@ def arguments(case: Case, directory: str) -> GRPOTrainingArgs:
         top_p=case["top_p"],
         top_k=case["top_k"],
         max_completion_length=task.MAX_TOKENS,
-        reward_weights=[task.FORM_WEIGHT, task.ANSWER_WEIGHT],
+        reward_weights=[task.FORMAT_WEIGHT, task.ANSWER_WEIGHT],
         adapter_file=str(Path(directory, "adapters.safetensors")),
     )
 
@@ -131,19 +127,19 @@ def train(case: Case, seed: int) -> Metrics:
     mx.random.seed(seed)
     model, tokenizer = adapted()
     reference = load(str(task.POLICY))[0] if case["beta"] else None
-    course = course_of(case, model, tokenizer)
-    asked = task.questions("train.jsonl")
+    clock = training_clock(case, model, tokenizer)
+    asked = task.read_problems("train.jsonl")
     dataset: list[tuple[list[int], list[int], str, str, str]] = [
         (rendered(tokenizer, one), [], one.prompt, one.answer, "") for one in asked
     ]
 
     def batches(**how: Any) -> Iterator[Any]:
-        course.begin()
+        clock.begin()
         for batch in iterate_grpo_batches(**how):
             yield batch
-            course.updated()
+            clock.updated()
 
-    with tempfile.TemporaryDirectory() as directory, suppress(task.Over):
+    with tempfile.TemporaryDirectory() as directory, suppress(task.TrainingEnded):
         train_grpo(
             model=model,
             ref_model=reference,
@@ -155,15 +151,15 @@ def train(case: Case, seed: int) -> Metrics:
             iterate_batches=batches,
             end_answer_token=case["stop"],
         )
-    return course.metrics()
+    return clock.metrics()
 
 
-def prepare(case: Case) -> Once:
-    """Runs of equal settings; each has the next seed, from that of the case, or 0."""
+def prepare(case: Case) -> MeasureOnce:
+    """Runs of equal settings, each with the next seed, starting at the seed of the case or 0."""
     seeds = iter(range(case.get("seed", 0), MANY))
     settings = BEST | case
     return lambda: train(settings, next(seeds))
 
 
 if __name__ == "__main__":
-    serve(prepare, semantics=SEMANTICS, packages=["mlx", "mlx-lm", "mlx-lm-lora"])
+    serve(prepare, semantics=SEMANTICS["mlx_lm_lora_train"], packages=["mlx", "mlx-lm", "mlx-lm-lora"])

@@ -1,7 +1,7 @@
-"""mlx-lm-lora's policy update: what `step` of its `train_grpo` does with completions, their rewards once known.
+"""mlx-lm-lora's policy update: the work of `step` in its `train_grpo` after rewards are known.
 
-`step` is a function inside the trainer's own; its lines are repeated here, and everything that they call is the
-library's: gradient by micro-batches of its loss, the check that loss and gradient are finite, the optimizer.
+`step` is nested inside the trainer's function, so its lines are repeated here. All functions that it calls are the
+library's: gradients by micro-batch, the check for finite values, the optimizer.
 """
 
 from __future__ import annotations
@@ -21,22 +21,19 @@ from mlx_lm_lora.trainer.grpo_trainer import (
     grpo_loss,
 )
 
-from bench.contenders.loop import Case, Once, serve
 from bench.contenders.rollouts import RANK, RATE, SCALE, Rollouts, measured, rollouts
+from bench.contenders.semantics import SEMANTICS
 from bench.contenders.shapes import named_model
+from bench.contenders.worker import Case, MeasureOnce, serve
 
 CHECKPOINTED = "MLX_LM_LORA_CHECKPOINTED"
-"""Set in the environment of the contender that recomputes the activations of each block."""
+"""Environment variable that selects gradient checkpointing of each block."""
 ROWS = 4
-"""Completions per micro-batch: its trainer takes as many as there are prompts."""
-SEMANTICS = (
-    f"An update of its GRPO trainer, from rewards to evaluated weights: {ROWS} completions at a time, its ratio "
-    "identically 1 (a rollout is used once, before the policy moves), no clipping of the gradient, no entropy, Adam."
-)
+"""Completions per micro-batch; its trainer uses the number of prompts."""
 
 
 def adapted(case: Case) -> Any:
-    """The model, with a fresh adapter in training."""
+    """The model with a new trainable adapter."""
     model, _ = named_model(case["model"], vocabulary=case["vocabulary"])
     model.freeze()
     linear_to_lora_layers(model, len(model.layers), {"rank": RANK, "scale": SCALE, "dropout": 0.0})
@@ -48,14 +45,14 @@ def adapted(case: Case) -> Any:
 
 
 def _checkpoint_once(layer: Any) -> None:
-    """The library replaces a method of the layer's class, which outlives the model."""
+    """Enable checkpointing once: the library replaces a method of the layer's class, which outlives the model."""
     if not hasattr(type(layer), "checkpointed"):
         grad_checkpoint(layer)
         type(layer).checkpointed = True
 
 
-def judged(sampled: Rollouts) -> tuple[mx.array, dict[str, mx.array]]:
-    """Advantages and metrics, as its trainer takes them from rewards."""
+def advantages_of(sampled: Rollouts) -> tuple[mx.array, dict[str, mx.array]]:
+    """Advantages and metrics, computed by its trainer's function from the rewards."""
     prompt_of = sampled.prompt_of
 
     def reward(**_: Any) -> list[float]:
@@ -68,8 +65,8 @@ def judged(sampled: Rollouts) -> tuple[mx.array, dict[str, mx.array]]:
     return advantages, found
 
 
-def prepare(case: Case) -> Once:
-    """A model and its optimizer, and a batch that it learns from again and again."""
+def prepare(case: Case) -> MeasureOnce:
+    """A model, its optimizer, and one batch that every run trains on."""
     model, sampled = adapted(case), rollouts(case)
     optimizer = optim.Adam(learning_rate=RATE)
     completions = [mx.array(tokens, dtype=mx.int32) for tokens in sampled.completions]
@@ -77,7 +74,7 @@ def prepare(case: Case) -> Once:
     mx.eval(completions)
 
     def update() -> None:
-        advantages, reward_metrics = judged(sampled)
+        advantages, reward_metrics = advantages_of(sampled)
         (loss, tokens, found), gradient = _grpo_value_and_grad(
             gradient_of,
             model,
@@ -107,4 +104,4 @@ def prepare(case: Case) -> Once:
 
 
 if __name__ == "__main__":
-    serve(prepare, semantics=SEMANTICS, packages=["mlx", "mlx-lm", "mlx-lm-lora"])
+    serve(prepare, semantics=SEMANTICS["mlx_lm_lora_update"], packages=["mlx", "mlx-lm", "mlx-lm-lora"])

@@ -1,8 +1,8 @@
-"""mlx-lm's own server; what is given on the command line is the server's.
+"""mlx-lm's HTTP server; the command line is the server's.
 
     .contenders/bin/python -m bench.contenders.mlx_lm_server --model DIRECTORY --port PORT
 
-Left to itself it lets five connections wait, and resets those of more clients than that who come at once.
+By default its listen backlog is five connections, and it resets the connections of further simultaneous clients.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The outside of a contender's process, and contenders by turns."""
+"""Start contenders as processes and measure them alternately."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
-from bench.contenders.loop import LAUNCHED
+from bench.contenders.worker import LAUNCHED
 from bench.fingerprint import ROOT, Fingerprint, fingerprint
 from bench.measurement import Measurement
 
@@ -23,9 +23,9 @@ INSTALL = "python3.11 -m venv .contenders && .contenders/bin/python -m pip insta
 
 
 class Contender(Struct, frozen=True, kw_only=True):
-    """name: in tables. module: run with `-m`. foreign: it lives in the contenders' environment, not in ours.
+    """name: in tables. module: run with `-m`. foreign: runs in the contenders' environment instead of this one.
 
-    environment: variables that it alone gets.
+    environment: variables for this contender only.
     """
 
     name: str
@@ -35,7 +35,7 @@ class Contender(Struct, frozen=True, kw_only=True):
 
 
 class Metric(Struct, frozen=True, kw_only=True):
-    """A name that contenders answer with."""
+    """A metric that contenders report."""
 
     name: str
     unit: str
@@ -43,11 +43,11 @@ class Metric(Struct, frozen=True, kw_only=True):
 
 
 class MissingContendersError(Exception):
-    """The contenders' environment does not exist; the message says how to make it."""
+    """The contenders' environment does not exist; the message says how to create it."""
 
 
-class Answers:
-    """A contender that runs."""
+class ContenderProcess:
+    """A running contender."""
 
     def __init__(self, process: subprocess.Popen[str], contender: Contender) -> None:
         self._process = process
@@ -57,7 +57,7 @@ class Answers:
         self.versions: dict[str, str] = hello["versions"]
 
     def measure(self, case: Mapping[str, str | int | float]) -> dict[str, float]:
-        """Run a case once. Raises RuntimeError with what the contender raised, or because it has ended."""
+        """Run a case once. Raises RuntimeError with the contender's error, or if its process has ended."""
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):  # that it has ended is what reading says next
             self._process.stdin.write(json.dumps(dict(case)) + "\n")
@@ -72,7 +72,7 @@ class Answers:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise RuntimeError(f"{self.contender.name} ended without an answer; what it said stands above")
+            raise RuntimeError(f"{self.contender.name} exited without a result; see its output above")
         answer: dict[str, Any] = json.loads(line)
         return answer
 
@@ -81,12 +81,12 @@ def contenders_python() -> str:
     """The interpreter of the contenders' environment. Raises MissingContendersError."""
     path = os.environ.get(VARIABLE, str(DEFAULT))
     if not os.access(path, os.X_OK):
-        raise MissingContendersError(f"no contenders at {path}: {INSTALL} (or set {VARIABLE})")
+        raise MissingContendersError(f"the contenders are not installed at {path}; run {INSTALL}, or set {VARIABLE}")
     return path
 
 
 @contextmanager
-def running(contender: Contender) -> Iterator[Answers]:
+def running(contender: Contender) -> Iterator[ContenderProcess]:
     """Start a contender; it ends with the block."""
     python = contenders_python() if contender.foreign else sys.executable
     given = {"PYTHONPATH": str(ROOT), "TOKENIZERS_PARALLELISM": "false", LAUNCHED: str(time.time())}
@@ -100,7 +100,7 @@ def running(contender: Contender) -> Iterator[Answers]:
         text=True,
     )
     try:
-        yield Answers(process, contender)
+        yield ContenderProcess(process, contender)
     finally:
         assert process.stdin is not None
         assert process.stdout is not None
@@ -114,7 +114,7 @@ def running(contender: Contender) -> Iterator[Answers]:
         process.stdout.close()
 
 
-def by_turns(
+def measure_interleaved(
     question: str,
     contenders: Sequence[Contender],
     cases: Sequence[Mapping[str, str | int | float]],
@@ -124,42 +124,42 @@ def by_turns(
     command: str,
     warm_up: int = 1,
 ) -> list[Measurement]:
-    """Measure every contender in every case: warm up, then one run of each by turns, `repeats` times.
+    """Measure every contender in every case: warmup runs, then one run of each alternately, `repeats` times.
 
-    A contender that cannot do a case (it raises, or dies) is left out of it, with a line on standard error.
+    A contender that fails in a case is left out of that case, with a line on standard error.
     """
     found: list[Measurement] = []
     here = fingerprint()
     with ExitStack() as stack:
         running_now = [stack.enter_context(running(contender)) for contender in contenders]
         for case in cases:
-            for answers, runs in _by_turns(running_now, case, warm_up + repeats):
+            for answers, runs in _interleaved(running_now, case, warm_up + repeats):
                 found += _measurements(question, answers, case, metrics, runs[warm_up:], command, here)
     return found
 
 
-def _by_turns(
-    contenders: Sequence[Answers], case: Mapping[str, str | int | float], times: int
-) -> list[tuple[Answers, list[dict[str, float]]]]:
-    """What each answered in every turn, but for those that could not."""
-    answered: list[tuple[Answers, list[dict[str, float]]]] = [(answers, []) for answers in contenders]
+def _interleaved(
+    contenders: Sequence[ContenderProcess], case: Mapping[str, str | int | float], times: int
+) -> list[tuple[ContenderProcess, list[dict[str, float]]]]:
+    """The metrics of every run, without contenders that failed."""
+    answered: list[tuple[ContenderProcess, list[dict[str, float]]]] = [(answers, []) for answers in contenders]
     for _ in range(times):
         tried = [(answers, runs, _try(answers, case)) for answers, runs in answered]
         answered = [(answers, [*runs, metrics]) for answers, runs, metrics in tried if metrics is not None]
     return answered
 
 
-def _try(answers: Answers, case: Mapping[str, str | int | float]) -> dict[str, float] | None:
+def _try(answers: ContenderProcess, case: Mapping[str, str | int | float]) -> dict[str, float] | None:
     try:
         return answers.measure(case)
     except RuntimeError as error:
-        sys.stderr.write(f"bench: left out: {error} ({dict(case)})\n")
+        sys.stderr.write(f"bench: skipped: {error} ({dict(case)})\n")
         return None
 
 
 def _measurements(
     question: str,
-    answers: Answers,
+    answers: ContenderProcess,
     case: Mapping[str, str | int | float],
     metrics: Sequence[Metric],
     runs: Sequence[dict[str, float]],

@@ -1,4 +1,4 @@
-"""What the contenders of `update` share: the rollouts, and what those on MLX are measured by."""
+"""Shared by the contenders of `update`: the rollouts, and the measurement on MLX."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from bench.contenders.loop import Case, Metrics
 from bench.contenders.shapes import random_prompts
+from bench.contenders.worker import Case, Metrics
 
 RATE = 1e-5
 """Learning rate of all contenders."""
@@ -18,7 +18,7 @@ RANK, SCALE = 8, 10.0
 
 
 class Rollouts(NamedTuple):
-    """Random completions, those of a prompt next to each other; every second one of a group is rewarded."""
+    """Random completions, grouped by prompt; every second completion of a group is rewarded."""
 
     prompts: list[list[int]]
     completions: list[list[int]]
@@ -26,22 +26,22 @@ class Rollouts(NamedTuple):
 
     @property
     def group(self) -> int:
-        """Completions of each prompt."""
+        """Completions per prompt."""
         return len(self.completions) // len(self.prompts)
 
     @property
     def prompt_of(self) -> list[int]:
-        """Which prompt each completion belongs to."""
+        """The index of the prompt of each completion."""
         return [number for number in range(len(self.prompts)) for _ in range(self.group)]
 
     @property
     def tokens(self) -> int:
-        """Completion tokens, all of which are learned from."""
+        """Number of completion tokens, all of which are trained on."""
         return sum(map(len, self.completions))
 
 
 def rollouts(case: Case) -> Rollouts:
-    """Those of a case; equal cases have equal ones."""
+    """The rollouts of a case; equal cases have equal rollouts."""
     count, group, vocabulary = case["prompts"], case["group"], case["vocabulary"]
     groups = [random_prompts(group, case["completion_tokens"], vocabulary, seed=1 + number) for number in range(count)]
     return Rollouts(
@@ -52,9 +52,9 @@ def rollouts(case: Case) -> Rollouts:
 
 
 def measured(update: Callable[[], None], tokens: int) -> Metrics:
-    """Run an update on MLX that leaves nothing to be evaluated.
+    """Measure one update on MLX that evaluates all its results.
 
-    peak_bytes: beyond what was held before, which is weights, optimizer state and rollouts.
+    peak_bytes: peak memory minus the memory before (weights, optimizer state, rollouts).
     """
     held = mx.get_active_memory()
     mx.reset_peak_memory()
@@ -65,5 +65,5 @@ def measured(update: Callable[[], None], tokens: int) -> Metrics:
 
 
 def metrics(seconds: float, tokens: int, peak_bytes: int) -> Metrics:
-    """The answer of every contender."""
+    """The metrics that every contender reports."""
     return {"tokens_per_second": tokens / seconds, "seconds": seconds, "peak_bytes": peak_bytes}

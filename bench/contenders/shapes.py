@@ -1,6 +1,6 @@
-"""Shapes of Qwen3 with random weights, for every contender that runs MLX: equal seeds, equal weights and prompts.
+"""Qwen3 shapes with random weights for every contender on MLX: equal seeds give equal weights and prompts.
 
-What matters for speed and memory is the shape; nothing needs a download. Works in both environments.
+Only the shape matters for speed and memory, and nothing is downloaded. Works in both environments.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ DIRECTORY = Path(__file__).resolve().parents[2] / "profiles" / "embedded"
 
 
 class Shape(NamedTuple):
-    """What the sizes of all weights follow from; embeddings are tied."""
+    """The sizes that determine all weights; embeddings are tied."""
 
     layers: int
     width: int
@@ -30,18 +30,18 @@ class Shape(NamedTuple):
 
 
 SHAPES = {"6m": Shape(6, 256, 4, 2, 768, 4096), "25m": Shape(8, 512, 8, 4, 1536, 8192)}
-"""By name; beside them there is `EMBEDDED`, the policy that is shipped, whose weights are not random."""
+"""Shapes by name; `EMBEDDED`, the policy of the project, is the only one with trained weights."""
 
 
 class Products(NamedTuple):
-    """Weights that one token is multiplied with: in the blocks, and in the head that scores the vocabulary."""
+    """Number of weights that one token is multiplied with, in the blocks and in the output head."""
 
     blocks: int
     head: int
 
 
 def configuration(shape: Shape) -> dict[str, Any]:
-    """What mlx-lm makes the model of."""
+    """The model configuration for mlx-lm."""
     return {
         "model_type": "qwen3",
         "hidden_size": shape.width,
@@ -67,9 +67,9 @@ def random_model(shape: Shape, *, seed: int = 0) -> Any:
 
 
 def named_model(name: str, *, vocabulary: int = 0, seed: int = 0) -> tuple[Any, dict[str, Any]]:
-    """Model and configuration. vocabulary: instead of the shape's own, unless 0.
+    """Model and configuration. vocabulary: overrides that of the shape unless 0.
 
-    Raises KeyError for other names, and ValueError for a vocabulary that the shipped policy does not have.
+    Raises KeyError for unknown names and ValueError if the embedded policy is requested with another vocabulary.
     """
     if name == EMBEDDED:
         model, config = load_model(DIRECTORY)
@@ -82,13 +82,13 @@ def named_model(name: str, *, vocabulary: int = 0, seed: int = 0) -> tuple[Any, 
 
 
 def random_prompts(count: int, length: int, vocabulary: int, *, seed: int = 0) -> list[list[int]]:
-    """Prompts of tokens sampled evenly from the vocabulary."""
+    """Prompts of uniformly sampled tokens."""
     tokens: list[list[int]] = np.random.default_rng(seed).integers(0, vocabulary, (count, length)).tolist()
     return tokens
 
 
 def products(model: Any) -> Products:
-    """Count the matrices of a model whose head is its embeddings."""
+    """Count the matrix weights of a model with tied embeddings."""
     parameters: Any = tree_flatten(model.parameters())
     sizes = {name: weight.size for name, weight in parameters if weight.ndim == 2}
     head = sizes.pop("model.embed_tokens.weight")

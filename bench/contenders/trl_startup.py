@@ -1,14 +1,11 @@
-"""How a program that trains with TRL starts."""
+"""Startup of a program that trains with TRL."""
 
 from __future__ import annotations
 
 from bench.contenders.commands import serve_commands
+from bench.contenders.semantics import SEMANTICS
 
-SEMANTICS = (
-    "`imported`: `from trl import GRPOConfig, GRPOTrainer`, with which a user's own program begins; PyTorch is most of "
-    "it. TRL's own script for GRPO imports the same before it can say what it can do, so `help` is left out."
-)
 COMMANDS = {"imported": ["-c", "from trl import GRPOConfig, GRPOTrainer"]}
 
 if __name__ == "__main__":
-    serve_commands(COMMANDS, semantics=SEMANTICS, packages=["torch", "transformers", "trl"])
+    serve_commands(COMMANDS, semantics=SEMANTICS["trl_startup"], packages=["torch", "transformers", "trl"])

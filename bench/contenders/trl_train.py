@@ -1,10 +1,10 @@
 """TRL's GRPOTrainer on the task of profile local-m3: PyTorch on the CPU, adapter by peft, generation by transformers.
 
-The model, the adapter (rank, scale, layers), the prompts, the rewards, the limit of tokens and the verdicts are those
-of the profile. Its other settings come with the case; those left out are the ones that `bench.search` found best for
-mlx-lm-lora, whose loss is the same, but for eight groups, as with six a seed destroyed the policy here, and at a rate
-that makes the same first step: MLX's Adam does not correct its bias by default, so that its first steps are sqrt(10)
-times as large as those of PyTorch's AdamW at the same rate.
+Model, adapter (rank, scale, layers), prompts, rewards, token limit and correctness rules are those of the profile. The
+case sets the other hyperparameters. The defaults are the best that `bench.search` found for mlx-lm-lora, which has the
+same loss, with two differences. There are eight groups, because with six groups one seed destroyed the policy. And the
+learning rate is three times as high, which gives the same first step: MLX's Adam does not correct its bias by default,
+so its first steps are sqrt(10) times as large as those of PyTorch's AdamW.
 """
 
 from __future__ import annotations
@@ -21,13 +21,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback, s
 from trl import GRPOConfig, GRPOTrainer
 
 from bench.contenders import arithmetic_task as task
-from bench.contenders.loop import Case, Metrics, Once, serve
+from bench.contenders.semantics import SEMANTICS
+from bench.contenders.worker import Case, MeasureOnce, Metrics, serve
 
-SEMANTICS = (
-    "Seconds of training, without loading and without evaluations, until the update in question; PyTorch on the CPU, "
-    "one process that samples (transformers, without vLLM) and learns by turns. From the command: from the "
-    "start of the process, imports and loading included."
-)
 SETTINGS: Case = {
     "learning_rate": 6e-3,
     "batch_size": 8,
@@ -39,28 +35,28 @@ SETTINGS: Case = {
 }
 MANY = 10**6
 THREADS = "TRL_BENCH_THREADS"
-"""Variable with the number of PyTorch's threads; one where it is not set."""
+"""Environment variable with the number of PyTorch threads; the default is one."""
 
 
 def form_reward(completions: list[str], **others: Any) -> list[float]:
-    """The form, as TRL calls rewards."""
-    return [task.has_form(text) for text in completions]
+    """The format reward with TRL's signature."""
+    return [task.has_format(text) for text in completions]
 
 
 def answer_reward(completions: list[str], answer: list[str], **others: Any) -> list[float]:
-    """The right answer, as TRL calls rewards."""
-    return [task.is_right(text, wanted) for text, wanted in zip(completions, answer, strict=True)]
+    """The correctness reward with TRL's signature."""
+    return [task.is_correct(text, wanted) for text, wanted in zip(completions, answer, strict=True)]
 
 
-def rendered(tokenizer: Any, question: task.Question) -> str:
-    """The prompt's text."""
+def rendered(tokenizer: Any, question: task.Problem) -> str:
+    """The text of the prompt."""
     message = [{"role": "user", "content": question.prompt}]
     return str(tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True))
 
 
 def greedy_accuracy(model: Any, tokenizer: Any) -> float:
-    """Held-out accuracy of the model as it is."""
-    asked = task.questions("heldout.jsonl")
+    """Held-out accuracy of the model."""
+    asked = task.read_problems("heldout.jsonl")
     prompts = [rendered(tokenizer, question) for question in asked]
     inputs = tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left", add_special_tokens=False)
     was_training = model.training
@@ -72,26 +68,26 @@ def greedy_accuracy(model: Any, tokenizer: Any) -> float:
     return task.accuracy(texts, asked)
 
 
-class Clocked(TrainerCallback):
-    """Tells the course of every step, and ends the training where it says so."""
+class ClockCallback(TrainerCallback):
+    """Reports every step to the clock, and ends training when the clock says so."""
 
-    def __init__(self, course: task.Course) -> None:
-        self._course = course
+    def __init__(self, clock: task.TrainingClock) -> None:
+        self._clock = clock
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        """The clock runs."""
-        self._course.begin()
+        """Start the clock."""
+        self._clock.begin()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        """An update is done."""
+        """Record an update."""
         try:
-            self._course.updated()
-        except task.Over:
+            self._clock.updated()
+        except task.TrainingEnded:
             control.should_training_stop = True
 
 
 def configuration(case: Case, directory: str, seed: int) -> GRPOConfig:
-    """The trainer's own settings; it reports and saves nothing."""
+    """The trainer's configuration; it reports and saves nothing."""
     return GRPOConfig(
         output_dir=directory,
         seed=seed,
@@ -104,7 +100,7 @@ def configuration(case: Case, directory: str, seed: int) -> GRPOConfig:
         beta=0.0,
         temperature=1.0,
         max_completion_length=task.MAX_TOKENS,
-        reward_weights=[task.FORM_WEIGHT, task.ANSWER_WEIGHT],
+        reward_weights=[task.FORMAT_WEIGHT, task.ANSWER_WEIGHT],
         use_cpu=True,
         bf16=False,
         gradient_checkpointing=False,
@@ -120,7 +116,7 @@ def train(case: Case, seed: int) -> Metrics:
     set_seed(seed)
     tokenizer = AutoTokenizer.from_pretrained(task.POLICY)
     model = AutoModelForCausalLM.from_pretrained(task.POLICY, dtype=torch.float32)
-    asked = task.questions("train.jsonl")
+    asked = task.read_problems("train.jsonl")
     columns = {"prompt": [rendered(tokenizer, one) for one in asked], "answer": [one.answer for one in asked]}
     with tempfile.TemporaryDirectory() as directory:
         trainer = GRPOTrainer(
@@ -131,19 +127,19 @@ def train(case: Case, seed: int) -> Metrics:
             processing_class=tokenizer,
             peft_config=LoraConfig(r=task.RANK, lora_alpha=task.SCALE * task.RANK, target_modules="all-linear"),
         )
-        course = task.Course(
+        clock = task.TrainingClock(
             evaluate=lambda: greedy_accuracy(trainer.model, tokenizer),
             target=case["target"],
             updates=case["updates"],
             limit=case["limit"],
         )
-        trainer.add_callback(Clocked(course))
+        trainer.add_callback(ClockCallback(clock))
         trainer.train()
-    return course.metrics()
+    return clock.metrics()
 
 
-def prepare(case: Case) -> Once:
-    """Runs of equal settings; each has the next seed, from that of the case, or 0."""
+def prepare(case: Case) -> MeasureOnce:
+    """Runs of equal settings, each with the next seed, starting at the seed of the case or 0."""
     torch.set_num_threads(int(os.environ.get(THREADS, "1")))
     logging.disable(logging.WARNING)
     seeds = iter(range(case.get("seed", 0), MANY))
@@ -152,4 +148,4 @@ def prepare(case: Case) -> Once:
 
 
 if __name__ == "__main__":
-    serve(prepare, semantics=SEMANTICS, packages=["torch", "transformers", "trl", "peft"])
+    serve(prepare, semantics=SEMANTICS["trl_train"], packages=["torch", "transformers", "trl", "peft"])

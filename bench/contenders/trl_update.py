@@ -1,8 +1,7 @@
-"""TRL's policy update: one step of its GRPOTrainer, PyTorch on the CPU, whose rollouts come from us.
+"""TRL's policy update: one step of its GRPOTrainer on given rollouts, PyTorch on the CPU.
 
-The trainer runs as it is: `rollout_func`, its own way to bring completions from elsewhere, returns those of the case,
-and a reward function says what they earned. The clock runs from when the trainer has them scored until its optimizer
-has stepped.
+The trainer is not modified. `rollout_func`, its interface for external completions, returns those of the case, and a
+reward function returns their rewards. The clock runs from scored rollouts to the end of the optimizer step.
 """
 
 from __future__ import annotations
@@ -22,31 +21,29 @@ from peft import LoraConfig
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM, TrainerCallback, set_seed
 from trl import GRPOConfig, GRPOTrainer
 
-from bench.contenders.loop import Case, Metrics, Once, serve
 from bench.contenders.rollouts import RANK, RATE, SCALE, Rollouts, metrics, rollouts
+from bench.contenders.semantics import SEMANTICS
 from bench.contenders.shapes import DIRECTORY, SHAPES, configuration
+from bench.contenders.worker import Case, MeasureOnce, Metrics, serve
 
 THREADS = "TRL_THREADS"
-"""How many PyTorch may use; one where it is not set, as BLAS has in the other contenders."""
+"""Environment variable with the number of PyTorch threads; the default is one, as for the BLAS of the other
+contenders.
+"""
 ROWS = 8
-"""Completions per gradient pass, the trainer's default; passes accumulate to one optimizer step."""
-SEMANTICS = (
-    f"A step of its GRPOTrainer, from scored rollouts to new weights: {ROWS} completions at a time, its ratio 1, "
-    "entropy and other metrics, clipping of the gradient, AdamW. Its memory is that of the process's resident set "
-    "beyond what it was before the step; what the allocator had kept from earlier steps does not count."
-)
+"""Completions per backward pass, the trainer's default; passes accumulate to one optimizer step."""
 
 
 class ResidentMemory:
-    """The peak of a process's resident set, by Linux's own count, which can be reset."""
+    """The peak of the process's resident set, from Linux's counter, which can be reset."""
 
     def reset(self) -> None:
-        """Count from here."""
+        """Reset the peak."""
         Path("/proc/self/clear_refs").write_text("5")
         self._before = self._read("VmRSS")
 
     def peak(self) -> int:
-        """Bytes at most, beyond those at the reset."""
+        """Peak bytes since the reset, minus the bytes at the reset."""
         return self._read("VmHWM") - self._before
 
     def _read(self, name: str) -> int:
@@ -55,7 +52,7 @@ class ResidentMemory:
 
 
 class TimedTrainer(GRPOTrainer):  # type: ignore[misc]  # the library has no types in our environment
-    """Says when rollouts are ready."""
+    """Calls `ready` when rollouts are prepared."""
 
     ready: Callable[[], None] | None = None
 
@@ -67,18 +64,18 @@ class TimedTrainer(GRPOTrainer):  # type: ignore[misc]  # the library has no typ
         return inputs
 
 
-class Ended(TrainerCallback):
-    """Remembers when the optimizer had stepped."""
+class StepTimer(TrainerCallback):
+    """Records when the optimizer step ended."""
 
     seconds = 0.0
 
     def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        """The update is done."""
+        """Record the time."""
         self.seconds = time.perf_counter()
 
 
-def model_of(case: Case) -> Any:
-    """The same shape as the others', with random weights of its own."""
+def make_model(case: Case) -> Any:
+    """The same shape as for the other contenders, with its own random weights."""
     shape = SHAPES[case["model"]]._replace(vocabulary=case["vocabulary"])
     set_seed(0)
     return Qwen3ForCausalLM(Qwen3Config(**configuration(shape))).to(torch.float32)
@@ -107,8 +104,8 @@ def configured(sampled: Rollouts, directory: str) -> GRPOConfig:
     )
 
 
-def trainer_of(case: Case, sampled: Rollouts, directory: str) -> TimedTrainer:
-    """A trainer that is handed the rollouts of the case, whatever it asks."""
+def make_trainer(case: Case, sampled: Rollouts, directory: str) -> TimedTrainer:
+    """A trainer that receives the rollouts of the case."""
 
     def bring(prompts: list[Any], trainer: Any) -> dict[str, Any]:
         return {
@@ -121,7 +118,7 @@ def trainer_of(case: Case, sampled: Rollouts, directory: str) -> TimedTrainer:
         return sampled.rewards
 
     return TimedTrainer(
-        model=model_of(case),
+        model=make_model(case),
         args=configured(sampled, directory),
         reward_funcs=[reward],
         train_dataset=Dataset.from_dict({"prompt": [str(number) for number in range(len(sampled.prompts))]}),
@@ -131,12 +128,12 @@ def trainer_of(case: Case, sampled: Rollouts, directory: str) -> TimedTrainer:
     )
 
 
-def prepare(case: Case, directory: str) -> Once:
-    """A trainer that trains for one step, again and again."""
+def prepare(case: Case, directory: str) -> MeasureOnce:
+    """A trainer that trains for one step per run."""
     torch.set_num_threads(int(os.environ.get(THREADS, "1")))
     logging.disable(logging.WARNING)
-    sampled, memory, ended = rollouts(case), ResidentMemory(), Ended()
-    trainer = trainer_of(case, sampled, directory)
+    sampled, memory, ended = rollouts(case), ResidentMemory(), StepTimer()
+    trainer = make_trainer(case, sampled, directory)
     trainer.add_callback(ended)
 
     def once() -> Metrics:
@@ -156,4 +153,8 @@ def prepare(case: Case, directory: str) -> Once:
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as here:
-        serve(partial(prepare, directory=here), semantics=SEMANTICS, packages=["torch", "transformers", "trl", "peft"])
+        serve(
+            partial(prepare, directory=here),
+            semantics=SEMANTICS["trl_update"],
+            packages=["torch", "transformers", "trl", "peft"],
+        )

@@ -1,6 +1,6 @@
-"""A contender that counts how often it was asked, and does as its case says.
+"""A contender that counts its runs and misbehaves as the case says.
 
-case: then: what to do; from_run: from which run on; who: the only contender that is meant.
+case: then: how to misbehave; from_run: from which run on; who: the only contender that misbehaves.
 
 Run with `-m`, as every contender.
 """
@@ -10,13 +10,13 @@ from __future__ import annotations
 import os
 import sys
 
-from bench.contenders.loop import Case, Metrics, Once, serve
+from bench.contenders.worker import Case, MeasureOnce, Metrics, serve
 
 NAME = os.environ.get("FAKE", "")
 
 
-def prepare(case: Case) -> Once:
-    """Count from the beginning."""
+def prepare(case: Case) -> MeasureOnce:
+    """Count from the start."""
     asked = 0
 
     def once() -> Metrics:
@@ -30,7 +30,7 @@ def prepare(case: Case) -> Once:
 
 
 def misbehave(how: str) -> None:
-    """In one of the ways in which a library does."""
+    """Fail or print in one of the ways of libraries."""
     match how:
         case "raise":
             raise ValueError("no such shape")

@@ -1,4 +1,4 @@
-"""`python -m bench --compare BEFORE AFTER`: what is a regression, and what is no comparison."""
+"""`python -m bench --compare BEFORE AFTER`: regressions and inputs that cannot be compared."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import pytest
 from bench.__main__ import main as bench
 from bench.compare import Change, main
 from bench.measurement import Measurement, write
-from tests.bench.measured import measurement
+from tests.bench.made_measurements import measurement
 
 
 def compare(path: Path, before: list[Measurement], after: list[Measurement], *flags: str) -> int:
-    """The status of comparing two files."""
+    """Exit status of comparing two files."""
     write(path / "before.jsonl", before)
     write(path / "after.jsonl", after)
     return main([str(path / "before.jsonl"), str(path / "after.jsonl"), *flags])
@@ -33,22 +33,20 @@ def compare(path: Path, before: list[Measurement], after: list[Measurement], *fl
         ([0.0], [-1.0], "regression"),
     ],
 )
-def test_a_change_is_larger_than_the_tolerance_and_than_the_spread(
-    before: list[float], after: list[float], verdict: str
-) -> None:
-    """Between medians, against the larger distance from lowest to highest."""
+def test_a_change_exceeds_the_tolerance_and_the_spread(before: list[float], after: list[float], verdict: str) -> None:
+    """Medians are compared; the wider spread counts."""
     assert Change(measurement(before), measurement(after)).verdict(0.1) == verdict
 
 
-def test_what_is_better_when_lower_becomes_worse_by_growing() -> None:
-    """Seconds and bytes."""
+def test_a_lower_is_better_metric_regresses_when_it_grows() -> None:
+    """For example seconds and bytes."""
     slow, fast = (measurement([value], unit="seconds", better="lower") for value in (2.0, 1.0))
     assert Change(fast, slow).verdict(0.1) == "regression"
     assert Change(slow, fast).verdict(0.1) == "improvement"
 
 
-def test_a_regression_is_shown_and_is_the_status(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What else was measured before and after stands beside it."""
+def test_a_regression_sets_the_exit_status(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The table lists all pairs."""
     before = [measurement([100.0], batch=8), measurement([100.0], batch=16)]
     after = [measurement([70.0], batch=8), measurement([100.0], batch=16)]
     assert compare(tmp_path, before, after) == 1
@@ -59,46 +57,46 @@ def test_a_regression_is_shown_and_is_the_status(tmp_path: Path, capsys: pytest.
         "| decode | batch 8 | clotho | rate | 100 | 70 | -30.0% | regression |",
         "| decode | batch 16 | clotho | rate | 100 | 100 | +0.0% |  |",
         "",
-        "1 of 2 worse by more than 10% and than the spread",
+        "1 of 2 are worse by more than 10% and by more than the spread",
     ]
     assert shown.err == ""
     assert compare(tmp_path, before, after, "--tolerance", "0.5") == 0
     assert compare(tmp_path, after, before) == 0
 
 
-def test_another_machine_or_version_is_said_on_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The comparison is made all the same; and what only one side has is counted."""
+def test_different_versions_are_reported_on_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The comparison continues, and unpaired measurements are counted."""
     before = [measurement([1.0], versions={"mlx": "0.31"}), measurement([1.0], batch=8)]
     assert compare(tmp_path, before, [measurement([1.0], versions={"mlx": "0.32"})]) == 0
     assert capsys.readouterr().err == (
-        "bench: the two were not measured alike: mlx of clotho 0.31 before, 0.32 after\n"
-        "bench: 1 measurements are in one of the two only\n"
+        "bench: the measurement conditions differ: mlx of clotho 0.31 before, 0.32 after\n"
+        "bench: 1 measurements are in only one of the two sets\n"
     )
 
 
-def test_of_directories_files_of_another_form_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each with a note; the others are compared."""
+def test_files_of_another_format_in_a_directory_are_skipped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each skipped file is reported; the others are compared."""
     for side in ("before", "after"):
         write(tmp_path / side / "decode.jsonl", [measurement([1.0])])
         (tmp_path / side / "head.jsonl").write_text('{"vocabulary": 151936}\n')
     assert main([str(tmp_path / "before"), str(tmp_path / "after")]) == 0
-    assert capsys.readouterr().err.count("head.jsonl does not have measurements") == 2
+    assert capsys.readouterr().err.count("head.jsonl is not a file of measurements") == 2
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "expected"),
     [
-        (None, "there is no "),
-        ("{}\n", "does not have measurements"),
-        ("", "the two have no measurement in common"),
-        ("other case", "the two have no measurement in common"),
-        ("other meaning", "decode: rate has changed its meaning"),
+        (None, "does not exist"),
+        ("{}\n", "is not a file of measurements"),
+        ("", "the two sets have no measurement in common"),
+        ("other case", "the two sets have no measurement in common"),
+        ("other meaning", "decode: rate has another unit"),
     ],
 )
-def test_what_cannot_be_compared_is_said_on_one_line(
-    content: str | None, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_bad_input_is_one_line_with_status_2(
+    content: str | None, expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With a status of its own."""
+    """Missing files, other formats, and nothing in common."""
     before, after = tmp_path / "before.jsonl", tmp_path / "after.jsonl"
     write(before, [measurement([1.0])])
     others = {"other case": measurement([1.0], batch=8), "other meaning": measurement([1.0], unit="seconds")}
@@ -108,16 +106,16 @@ def test_what_cannot_be_compared_is_said_on_one_line(
         after.write_text(content)
     assert main([str(before), str(after)]) == 2
     error = capsys.readouterr().err
-    assert said in error
+    assert expected in error
     assert error.count("\n") == 1
 
 
-def test_comparing_is_asked_for_with_a_flag(
+def test_compare_works_as_flag_and_as_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Or as a question of its own."""
+    """`--compare` and `compare` do the same."""
     write(tmp_path / "decode.jsonl", [measurement([1.0])])
     for asked in ("--compare", "compare"):
         monkeypatch.setattr(sys, "argv", ["bench", asked, str(tmp_path), str(tmp_path)])
         assert bench() == 0
-        assert "0 of 1 worse" in capsys.readouterr().out
+        assert "0 of 1 are worse" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""`python -m bench`: what may be asked, and what is said where it cannot be answered."""
+"""`python -m bench`: its list, and its errors on one line."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from bench.__main__ import QUESTIONS, main
+from bench.__main__ import BENCHMARKS, main
 from bench.contenders.process import MissingContendersError
 
 
-def test_a_library_that_only_the_drawings_need_is_asked_for_on_one_line(
+def test_a_missing_optional_package_is_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """And how to get it."""
+    """The line has the command that installs it."""
     monkeypatch.setitem(sys.modules, "pyte", None)
     monkeypatch.delitem(sys.modules, "bench.screenshot", raising=False)
     monkeypatch.setattr(sys, "argv", ["bench", "screenshot"])
@@ -22,10 +22,8 @@ def test_a_library_that_only_the_drawings_need_is_asked_for_on_one_line(
     assert capsys.readouterr().err == "bench: pyte is not installed: pip install -e '.[bench]'\n"
 
 
-def test_contenders_that_are_not_installed_are_asked_for_on_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """And how to install them; no question needs to catch that itself."""
+def test_missing_contenders_are_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Benchmarks do not handle the error themselves."""
 
     def ask(_: list[str]) -> int:
         raise MissingContendersError("no contenders at .contenders/bin/python")
@@ -37,10 +35,10 @@ def test_contenders_that_are_not_installed_are_asked_for_on_one_line(
 
 
 @pytest.mark.parametrize(("arguments", "status"), [([], 0), (["--help"], 0), (["nonsense"], 2)])
-def test_without_a_question_the_list_of_them_is_shown(
+def test_all_benchmarks_are_listed_without_a_name(
     arguments: list[str], status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A question that there is not is a mistake."""
+    """An unknown name has exit status 2."""
     monkeypatch.setattr(sys, "argv", ["bench", *arguments])
     assert main() == status
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == list(QUESTIONS)
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == list(BENCHMARKS)

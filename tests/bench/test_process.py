@@ -1,4 +1,4 @@
-"""Contenders as processes: what they answer, what is said when they fail, and their turns."""
+"""Contenders as processes: results, failures and alternation."""
 
 from __future__ import annotations
 
@@ -8,7 +8,14 @@ from collections.abc import Iterator
 import pytest
 
 from bench.contenders import process
-from bench.contenders.process import Answers, Contender, Metric, MissingContendersError, by_turns, running
+from bench.contenders.process import (
+    Contender,
+    ContenderProcess,
+    Metric,
+    MissingContendersError,
+    measure_interleaved,
+    running,
+)
 from bench.measurement import Measurement
 
 MODULE = "tests.bench.fake_contender"
@@ -16,68 +23,70 @@ METRICS = (Metric(name="runs", unit="runs", better="higher"), Metric(name="absen
 
 
 def contender(name: str) -> Contender:
-    """One of the fakes."""
+    """One of the fake contenders."""
     return Contender(name=name, module=MODULE, environment={"FAKE": name})
 
 
 @pytest.fixture(scope="module")
-def fake() -> Iterator[Answers]:
-    """One that runs for all tests that leave it alive."""
+def fake() -> Iterator[ContenderProcess]:
+    """One process for all tests that do not end it."""
     with running(contender("one")) as answers:
         yield answers
 
 
 def measured(*cases: dict[str, str | int | float], repeats: int = 2, warm_up: int = 1) -> list[Measurement]:
-    """Two fakes by turns."""
+    """Measure two fake contenders alternately."""
     both = [contender("one"), contender("other")]
-    return by_turns("decode", both, cases, METRICS, repeats=repeats, command="python -m bench decode", warm_up=warm_up)
+    return measure_interleaved(
+        "decode", both, cases, METRICS, repeats=repeats, command="python -m bench decode", warm_up=warm_up
+    )
 
 
-def test_a_contender_says_first_what_its_numbers_mean_and_what_it_runs_on(fake: Answers) -> None:
-    """Packages that it lacks are not listed."""
+def test_a_contender_reports_its_semantics_and_versions(fake: ContenderProcess) -> None:
+    """Packages that are not installed are not listed."""
     assert fake.semantics == "Counts as one."
     assert set(fake.versions) == {"python", "msgspec"}
 
 
-def test_a_case_is_prepared_once_and_again_after_another(fake: Answers) -> None:
-    """Only the latest is kept, so that two never share the memory."""
+def test_a_case_is_prepared_again_after_another_case(fake: ContenderProcess) -> None:
+    """Only the latest case is kept in memory."""
     first, second = {"size": 1}, {"size": 2}
     counts = [fake.measure(case)["runs"] for case in (first, first, second, first)]
     assert counts == [1, 2, 1, 1]
 
 
-def test_what_a_library_prints_does_not_mix_with_the_answers(fake: Answers) -> None:
-    """Neither from Python, nor past it."""
+def test_output_of_libraries_does_not_mix_with_results(fake: ContenderProcess) -> None:
+    """From Python and from native code."""
     assert fake.measure({"then": "print"}) == {"runs": 1, "cost": 10.0}
     assert fake.measure({"then": "print"}) == {"runs": 2, "cost": 20.0}
 
 
 @pytest.mark.parametrize(
-    ("how", "said"), [("raise", "one: ValueError: no such shape"), ("nan", "one: ValueError: Out of range float")]
+    ("how", "expected"), [("raise", "one: ValueError: no such shape"), ("nan", "one: ValueError: Out of range float")]
 )
-def test_what_a_case_raises_is_its_answer_and_the_next_case_works(how: str, said: str, fake: Answers) -> None:
-    """A metric that is no number is no metric."""
-    with pytest.raises(RuntimeError, match=said):
+def test_an_error_of_a_case_does_not_affect_the_next_case(how: str, expected: str, fake: ContenderProcess) -> None:
+    """NaN metrics are errors too."""
+    with pytest.raises(RuntimeError, match=expected):
         fake.measure({"then": how})
     assert fake.measure({"size": 3})["runs"] == 1
 
 
-def test_a_contender_that_dies_says_so_every_time_it_is_asked() -> None:
-    """What it said itself stands on standard error; and the block that ran it ends in peace."""
+def test_a_dead_contender_fails_every_measurement() -> None:
+    """The block that started it ends normally."""
     with running(contender("one")) as answers:
         for _ in range(3):
-            with pytest.raises(RuntimeError, match="one ended without an answer"):
+            with pytest.raises(RuntimeError, match="one exited without a result"):
                 answers.measure({"then": "die"})
 
 
 def test_a_contender_that_does_not_start_is_an_error() -> None:
-    """It is not taken for one that cannot do a case."""
-    with pytest.raises(RuntimeError, match="dies at once ended"), running(contender("dies at once")):
+    """It is not treated as unable to do one case."""
+    with pytest.raises(RuntimeError, match="dies at once exited"), running(contender("dies at once")):
         pass
 
 
-def test_warm_up_is_left_out_and_values_of_equal_index_belong_together() -> None:
-    """Everything that tells a number apart stands beside it; metrics that nobody answers with are none."""
+def test_warmup_runs_are_not_reported() -> None:
+    """Each measurement has its benchmark, unit, direction and command; unreported metrics are omitted."""
     found = measured({"size": 1})
     assert [(one.contender, one.metric, one.values) for one in found] == [
         ("one", "runs", [2.0, 3.0]),
@@ -91,34 +100,36 @@ def test_warm_up_is_left_out_and_values_of_equal_index_belong_together() -> None
 
 
 @pytest.mark.parametrize("from_run", [1, 3])
-def test_who_cannot_do_a_case_is_left_out_of_it_alone(from_run: int, capfd: pytest.CaptureFixture[str]) -> None:
-    """Whether warming up shows it, or a later run."""
+def test_a_contender_that_fails_a_case_is_skipped_for_that_case(
+    from_run: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Whether it fails in warmup or later."""
     found = measured({"then": "raise", "who": "one", "from_run": from_run}, {"size": 1})
     assert [(one.contender, "then" in one.case) for one in found] == [
         ("other", True),
         ("one", False),
         ("other", False),
     ]
-    assert capfd.readouterr().err.startswith("bench: left out: one: ValueError: no such shape ({'then': ")
+    assert capfd.readouterr().err.startswith("bench: skipped: one: ValueError: no such shape ({'then': ")
 
 
-def test_the_dead_do_not_keep_the_others_from_their_numbers(capfd: pytest.CaptureFixture[str]) -> None:
-    """Who died in one case is left out of all that follow."""
+def test_a_dead_contender_does_not_stop_the_others(capfd: pytest.CaptureFixture[str]) -> None:
+    """It is skipped in all later cases."""
     found = measured({"then": "die", "who": "one", "from_run": 2}, {"size": 1})
     assert [one.contender for one in found] == ["other", "other"]
-    assert capfd.readouterr().err.count("bench: left out: one ended without an answer") == 2
+    assert capfd.readouterr().err.count("bench: skipped: one exited without a result") == 2
 
 
-def test_contenders_that_are_not_installed_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the command that installs them, and the variable that names another place."""
+def test_missing_contenders_raise_with_the_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And with the variable that names another interpreter."""
     monkeypatch.setenv(process.VARIABLE, "/no/such/python")
     foreign = Contender(name="peer", module=MODULE, foreign=True)
-    with pytest.raises(MissingContendersError, match="no contenders at /no/such/python: python3"):
-        by_turns("decode", [foreign], [{}], METRICS, repeats=1, command="")
+    with pytest.raises(MissingContendersError, match="not installed at /no/such/python; run python3"):
+        measure_interleaved("decode", [foreign], [{}], METRICS, repeats=1, command="")
 
 
-def test_a_foreign_contender_runs_in_the_environment_of_the_contenders(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whose interpreter the variable names."""
+def test_a_foreign_contender_uses_the_contenders_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The variable names the interpreter."""
     monkeypatch.setenv(process.VARIABLE, sys.executable)
     with running(Contender(name="peer", module=MODULE, foreign=True)) as answers:
         assert answers.measure({})["runs"] == 1

@@ -1,4 +1,4 @@
-"""`search`: one setting after the other, each only once, of whoever is searched."""
+"""`search`: coordinate search over settings, each tried once."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from bench.contenders.process import Contender
 from bench.measurement import read
 
 
-class Scripted:
-    """A contender whose cost is how far its rate is from 2e-3, and that fails at 1e-4."""
+class ScriptedContender:
+    """A contender whose cost is the distance of its learning rate from 2e-3; it fails at 1e-4."""
 
     semantics, versions = "Made up.", dict[str, str]()
 
@@ -31,38 +31,36 @@ class Scripted:
         return {"processor_seconds": cost, "seconds": cost, "accuracy": 0.5 if rate == 1e-4 else 0.95}
 
 
-def test_the_search_keeps_the_best_of_each_setting() -> None:
-    """Whatever it started from, and each settings only once."""
-    answers = Scripted()
+def test_the_search_keeps_the_best_value_of_each_setting() -> None:
+    """From any start, trying each combination once."""
+    answers = ScriptedContender()
     subject = search.SUBJECTS["mlx-lm-lora"]
-    looked = search.Search(answers, subject, 2, "command")  # type: ignore[arg-type]  # scripted
+    looked = search.Search(answers, subject, 2, "command")  # type: ignore[arg-type]  # scripted_contender
     found = looked.descend(subject.starts[0])
     assert found["learning_rate"] == 2e-3
     assert len({str(case) for case in answers.asked}) * 2 - 1 == len(answers.asked)
 
 
-def test_settings_that_fail_for_a_seed_come_behind_all_others() -> None:
-    """And their other seeds are not tried."""
-    answers = Scripted()
+def test_settings_that_fail_rank_last() -> None:
+    """Their other seeds are not tried."""
+    answers = ScriptedContender()
     subject = search.SUBJECTS["mlx-lm-lora"]
-    looked = search.Search(answers, subject, 3, "command")  # type: ignore[arg-type]  # scripted
+    looked = search.Search(answers, subject, 3, "command")  # type: ignore[arg-type]  # scripted_contender
     assert looked.cost(subject.starts[0] | {"learning_rate": 1e-4}) > search.LIMIT
     assert len(answers.asked) == 1
     assert [one.case["learning_rate"] for one in looked.measurements()] == [1e-4, 1e-4]
 
 
 @contextmanager
-def scripted(contender: Contender) -> Iterator[Scripted]:
-    """Instead of a process."""
-    yield Scripted()
+def scripted_contender(contender: Contender) -> Iterator[ScriptedContender]:
+    """Replaces the process."""
+    yield ScriptedContender()
 
 
-def test_a_search_replaces_what_was_tried_of_its_own_contender_alone(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """The results of both stand in one file, each with the command that made them."""
+def test_a_search_replaces_only_the_results_of_its_contender(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Both contenders share one results file."""
     path = tmp_path / "search.jsonl"
-    monkeypatch.setattr(search, "running", scripted)
+    monkeypatch.setattr(search, "running", scripted_contender)
     for name in ("mlx-lm-lora", "clotho", "clotho"):
         assert search.main(["--of", name, "--seeds", "1", "--out", str(path)]) == 0
     found = [(one.contender, one.metric, one.command) for one in read(path)]
@@ -73,14 +71,14 @@ def test_a_search_replaces_what_was_tried_of_its_own_contender_alone(
 
 
 @pytest.mark.parametrize("subject", search.SUBJECTS.values(), ids=list(search.SUBJECTS))
-def test_every_choice_is_of_settings_that_the_contender_takes(subject: search.Subject) -> None:
-    """A word that nobody reads would be searched in vain."""
+def test_every_choice_is_a_setting_of_the_contender(subject: search.Subject) -> None:
+    """A setting that no program reads would be searched without effect."""
     taken = {*clotho_train.OPTIONS, "profile"} if subject.contender.name == "clotho" else {*mlx_lm_lora_settings()}
     assert {key for settings in (*subject.starts, *sum(subject.choices, ())) for key in settings} <= taken
 
 
 def mlx_lm_lora_settings() -> set[str]:
-    """What `mlx_lm_lora_train`, which can only be imported beside the library, has in `BEST`."""
+    """The keys of `BEST` in `mlx_lm_lora_train`, which needs the library to be imported."""
     program = Path(search.__file__).with_name("contenders") / "mlx_lm_lora_train.py"
     tree = ast.parse(program.read_text(encoding="utf-8"))
     assigned = {

@@ -1,12 +1,13 @@
-"""How measurements are written in Markdown."""
+"""Markdown tables of measurements."""
 
 from __future__ import annotations
 
 import pytest
 
+from bench.contenders.semantics import meaning
 from bench.fingerprint import describe_fingerprint
 from bench.tables import number, report, side_by_side, spread
-from tests.bench.measured import HERE, measurement
+from tests.bench.made_measurements import HERE, measurement
 
 OURS = measurement([2000.0, 2200.0, 2100.0], batch=8, model="6m")
 PEER = measurement([1000.0, 1000.0, 1000.0], batch=8, model="6m", contender="mlx-lm")
@@ -14,16 +15,16 @@ LARGER = measurement([3000.0], batch=16, model="6m")
 
 
 @pytest.mark.parametrize(
-    ("value", "said"),
+    ("value", "expected"),
     [(0.0, "0"), (8.0, "8"), (0.12345, "0.123"), (1.5, "1.50"), (99.96, "100"), (123.4, "123"), (12345.6, "12,346")],
 )
-def test_a_number_has_three_digits_that_count(value: float, said: str) -> None:
-    """More are never more than noise."""
-    assert number(value) == said
+def test_numbers_have_three_significant_digits(value: float, expected: str) -> None:
+    """Further digits are noise."""
+    assert number(value) == expected
 
 
 @pytest.mark.parametrize(
-    ("values", "unit", "said"),
+    ("values", "unit", "expected"),
     [
         ([11704.3], "tokens/s", "11,704"),
         ([0.00123, 0.0012, 0.0013], "seconds", "1.23 ms (1.20 to 1.30)"),
@@ -35,13 +36,13 @@ def test_a_number_has_three_digits_that_count(value: float, said: str) -> None:
         ([0.0, 0.0], "bytes", "0 B (0 to 0)"),
     ],
 )
-def test_lowest_and_highest_are_written_in_the_unit_of_the_median(values: list[float], unit: str, said: str) -> None:
-    """A single value has no spread."""
-    assert spread(values, unit) == said
+def test_the_range_uses_the_unit_of_the_median(values: list[float], unit: str, expected: str) -> None:
+    """A single value has no range."""
+    assert spread(values, unit) == expected
 
 
-def test_contenders_stand_side_by_side_and_ratios_are_those_of_pairs() -> None:
-    """We come first; a cell stays empty where nobody measured; what all rows share stands in the title."""
+def test_ratios_are_medians_over_pairs() -> None:
+    """Clotho is the first column; missing cells are empty; settings shared by all rows are in the title."""
     assert side_by_side([PEER, OURS, LARGER], "rate").splitlines() == [
         "**rate in tokens/s (higher is better); model 6m**",
         "",
@@ -52,15 +53,15 @@ def test_contenders_stand_side_by_side_and_ratios_are_those_of_pairs() -> None:
     ]
 
 
-def test_what_was_not_measured_in_pairs_has_no_ratio() -> None:
-    """Nor has what is nothing."""
+def test_unpaired_results_have_no_ratio() -> None:
+    """Zero values have no ratio either."""
     lone = measurement([1000.0], batch=8, model="6m", contender="mlx-lm")
     nothing = measurement([0.0, 1.0, 1.0], batch=8, model="6m", contender="trl")
     assert side_by_side([OURS, lone, nothing], "rate").splitlines()[-1].endswith("| no pairs | no pairs |")
 
 
-def test_a_table_can_be_without_us_and_its_only_case_stands_in_the_row() -> None:
-    """Then there is nothing to divide by."""
+def test_a_table_without_clotho_has_no_ratios() -> None:
+    """The settings of a single case are in its row."""
     assert side_by_side([PEER], "rate", title="Peers").splitlines() == [
         "**Peers**",
         "",
@@ -70,29 +71,29 @@ def test_a_table_can_be_without_us_and_its_only_case_stands_in_the_row() -> None
     ]
 
 
-def test_a_metric_whose_name_says_its_unit_has_no_other() -> None:
-    """Nor has one whose unit stands with every number."""
+def test_a_unit_in_the_metric_name_is_not_repeated() -> None:
+    """Nor is a unit that stands next to each number."""
     rate = measurement([1.0], metric="tokens_per_second", batch=8)
     seconds = measurement([1.0], metric="latency", unit="seconds", better="lower", batch=8)
     assert side_by_side([rate], "tokens_per_second").startswith("**tokens per second (higher is better)**")
     assert side_by_side([seconds], "latency").startswith("**latency (lower is better)**")
 
 
-def test_a_metric_that_nobody_measured_is_a_mistake() -> None:
-    """A misspelt one would leave its table out."""
-    with pytest.raises(ValueError, match="nobody measured speed"):
+def test_an_unknown_metric_is_an_error() -> None:
+    """A misspelled name must not remove its table silently."""
+    with pytest.raises(ValueError, match="speed"):
         side_by_side([OURS], "speed")
 
 
-def test_a_report_has_every_metric_and_says_how_it_was_measured() -> None:
-    """What each contender's numbers mean and run on; then machine, BLAS, commit and command."""
+def test_a_report_has_every_metric_and_its_conditions() -> None:
+    """Semantics and versions of each contender, then machine, BLAS, commit and command."""
     memory = measurement([1e9], metric="peak_memory", unit="bytes", better="lower", batch=8, model="6m")
-    told = report([OURS, PEER, memory], said="Random weights.")
+    told = report([OURS, PEER, memory], note="Random weights.")
     assert told.index("**rate in tokens/s") < told.index("**peak memory (lower is better)") < told.index("Random")
     *_, ours, peer, _, last = told.splitlines()
     assert (ours, peer) == (
-        "* `clotho`: What clotho does. (mlx 0.32.4)",
-        "* `mlx-lm`: What mlx-lm does. (mlx 0.32.4)",
+        f"* `clotho`: {meaning('decode', 'clotho')} (mlx 0.32.4)",
+        f"* `mlx-lm`: {meaning('decode', 'mlx-lm')} (mlx 0.32.4)",
     )
     where = f"{describe_fingerprint(HERE)}, {HERE.machine.blas}; commit {HERE.commit}."
     assert last == f"{where} `python -m bench decode`"

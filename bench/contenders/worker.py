@@ -1,7 +1,7 @@
-"""The inside of a contender's process: cases come as lines of JSON on standard input, metrics leave on standard output.
+"""The process of a contender: cases arrive as JSON lines on standard input, metrics leave on standard output.
 
-Every line that comes is a case; it is prepared when it is first seen, and measured once each time. Whatever libraries
-print goes to standard error.
+Every input line is a case. A case is prepared when it first arrives and measured once per line. Output of libraries
+goes to standard error.
 """
 
 from __future__ import annotations
@@ -16,32 +16,32 @@ from typing import Any
 
 Case = dict[str, Any]
 Metrics = dict[str, float]
-Once = Callable[[], Metrics]
-"""Measures a prepared case once; metrics by name."""
+MeasureOnce = Callable[[], Metrics]
+"""Measures a prepared case once and returns metrics by name."""
 
 
 LAUNCHED = "CLOTHO_BENCH_LAUNCHED"
-"""Variable with the time at which the process was started, seconds since 1970."""
+"""Environment variable with the start time of the process, in seconds since 1970."""
 
 _launched = float(os.environ.get(LAUNCHED, time.time()))
 _waited = 0.0
 
 
 def busy_seconds() -> float:
-    """How long this process has lived, from its start, but for the time that it waited for cases."""
+    """Seconds since the process started, without the time spent waiting for cases."""
     return time.time() - _launched - _waited
 
 
-def serve(prepare: Callable[[Case], Once], *, semantics: str, packages: Sequence[str]) -> None:
-    """Answer cases until standard input ends; what a case raises is its answer, and so is a metric that is no number.
+def serve(prepare: Callable[[Case], MeasureOnce], *, semantics: str, packages: Sequence[str]) -> None:
+    """Answer cases until standard input ends. Exceptions and non-finite metrics are reported as errors of the case.
 
-    prepare: makes ready what is not to be measured. Only the latest case is kept. semantics: what this contender's
-    numbers mean, one sentence. packages: whose versions matter.
+    prepare: does the work that is not measured; only the latest case is kept. semantics: what the numbers mean, in one
+    sentence. packages: whose versions are reported.
     """
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     _say(answers, {"semantics": semantics, "versions": _versions(packages)})
-    prepared: tuple[Case, Once] | None = None
+    prepared: tuple[Case, MeasureOnce] | None = None
     for line in _lines():
         case = json.loads(line)
         try:

@@ -1,4 +1,4 @@
-"""`decode`, `first_token` and `scaling`: what their contenders do alike, and what is made of their answers."""
+"""`decode`, `first_token` and `scaling`: equal work for all contenders, and tables of their results."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from bench.contenders import (
     mlx_lm_decode,
     mlx_lm_first_token,
 )
-from bench.contenders.loop import Case, Once
 from bench.contenders.process import Contender, Metric
 from bench.contenders.shapes import Shape, named_model, products, random_model, random_prompts
+from bench.contenders.worker import Case, MeasureOnce
 from bench.measurement import Measurement, read
 from bench.tables import unique
-from tests.bench.measured import measurement
+from tests.bench.made_measurements import measurement
 
 TINY = Shape(layers=2, width=64, heads=2, key_heads=1, feed_forward=128, vocabulary=100)
 SMALL: Case = {"model": "embedded", "prompts": 2, "group": 3, "prompt_tokens": 5, "new_tokens": 4}
@@ -32,13 +32,13 @@ SMALL: Case = {"model": "embedded", "prompts": 2, "group": 3, "prompt_tokens": 5
 
 @pytest.fixture(autouse=True)
 def peak(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine of a million operations per second, which need not be measured."""
+    """A fixed peak of a million operations per second."""
     monkeypatch.setattr(decoding, "matrix_peak", lambda: 1e6)
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Sequence[Contender], Sequence[Case], int]]:
-    """What is to be measured by turns, which is made up instead."""
+def measured_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Sequence[Contender], Sequence[Case], int]]:
+    """Replaces the measurement and records its arguments."""
     calls: list[tuple[Sequence[Contender], Sequence[Case], int]] = []
 
     def made_up(
@@ -60,7 +60,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Sequence[Contender], Se
         ]
 
     for question in (decode, first_token, scaling):
-        monkeypatch.setattr(question, "by_turns", made_up)
+        monkeypatch.setattr(question, "measure_interleaved", made_up)
     return calls
 
 
@@ -70,15 +70,15 @@ def arrays(model: Any) -> list[mx.array]:
     return [weight for _, weight in named]
 
 
-def test_equal_seeds_are_equal_weights() -> None:
-    """So all contenders compute with the same, wherever they are installed."""
+def test_equal_seeds_give_equal_weights() -> None:
+    """All contenders compute with the same weights in both environments."""
     one, same, other = (arrays(random_model(TINY, seed=seed)) for seed in (0, 0, 1))
     assert all(mx.array_equal(a, b) for a, b in zip(one, same, strict=True))
     assert not all(mx.array_equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-def test_prompts_are_the_same_for_all_and_differ_from_each_other() -> None:
-    """A prompt that is computed once serves its own group alone."""
+def test_prompts_are_reproducible_and_distinct() -> None:
+    """A prefilled prompt can only serve its own group."""
     prompts = random_prompts(4, 16, 100)
     assert prompts == random_prompts(4, 16, 100)
     assert len({tuple(prompt) for prompt in prompts}) == 4
@@ -86,37 +86,37 @@ def test_prompts_are_the_same_for_all_and_differ_from_each_other() -> None:
     assert ready.repeated == [ready.prompts[0]] * 3 + [ready.prompts[1]] * 3
 
 
-def test_the_weights_that_a_token_meets_are_those_of_the_matrices() -> None:
-    """Norms are none, and tied embeddings count once, as the head."""
+def test_products_count_the_matrix_weights() -> None:
+    """Norms do not count, and tied embeddings count once, as the head."""
     queries_and_output, keys_and_values, feed_forward = 2 * 64 * 64, 2 * 64 * 32, 3 * 64 * 128
     assert products(random_model(TINY)) == (2 * (queries_and_output + keys_and_values + feed_forward), 100 * 64)
 
 
-def test_the_shipped_policy_has_one_vocabulary() -> None:
-    """The random shapes have any."""
+def test_the_embedded_policy_has_a_fixed_vocabulary() -> None:
+    """Random shapes have any vocabulary."""
     assert named_model("embedded", vocabulary=384)[1]["vocab_size"] == 384
     with pytest.raises(ValueError, match="a vocabulary of 384, not 500"):
         named_model("embedded", vocabulary=500)
 
 
 @pytest.mark.parametrize("prepare", [clotho_decode.prepare, mlx_lm_decode.prepare])
-def test_contenders_draw_what_the_case_asks_for_each_time(prepare: Callable[[Case], Once]) -> None:
-    """And say the same in three ways."""
+def test_every_run_samples_the_tokens_of_the_case(prepare: Callable[[Case], MeasureOnce]) -> None:
+    """The three metrics agree."""
     once = prepare(SMALL)
     for metrics in (once(), once()):
         assert metrics["tokens_per_second"] * metrics["microseconds_per_token"] == pytest.approx(1e6)
         assert metrics["peak_fraction"] > 0
 
 
-def test_work_that_was_not_done_has_no_speed() -> None:
-    """A contender that draws fewer tokens is no faster for it."""
+def test_missing_tokens_are_an_error() -> None:
+    """A contender that samples fewer tokens reports no speed."""
     once = decoding.timed(decoding.work(SMALL), lambda: 23, prefilled=8)
     with pytest.raises(RuntimeError, match="23 tokens were sampled instead of 24"):
         once()
 
 
-def test_the_share_of_the_peak_counts_two_operations_per_weight(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tokens of prompts do not meet the head."""
+def test_the_fraction_of_peak_counts_two_operations_per_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompt tokens do not pass the output head."""
     ready = decoding.work(SMALL)
     clock = iter([0.0, 2.0])
     monkeypatch.setattr("time.perf_counter", lambda: next(clock))
@@ -126,71 +126,71 @@ def test_the_share_of_the_peak_counts_two_operations_per_weight(monkeypatch: pyt
 
 
 @pytest.mark.parametrize("prepare", [clotho_first_token.prepare, mlx_lm_first_token.prepare])
-def test_the_first_token_is_waited_for_again_and_again(prepare: Callable[[Case], Once]) -> None:
-    """What was begun beyond it is given up, and disturbs nobody."""
+def test_the_first_token_can_be_measured_repeatedly(prepare: Callable[[Case], MeasureOnce]) -> None:
+    """The rest of the request is aborted after each run."""
     once = prepare({"model": "embedded", "prompt_tokens": 5})
     assert all(once()["seconds"] > 0 for _ in range(2))
 
 
-def test_every_update_learns() -> None:
-    """From the same batch, of which half is rewarded."""
+def test_every_update_is_applied() -> None:
+    """All updates use the same batch, half of it rewarded."""
     case = {**SMALL, "vocabulary": 384, "completion_tokens": 4}
     metrics = clotho_learn.prepare(case)()
     assert metrics["microseconds_per_token"] == pytest.approx(metrics["seconds"] / 24 * 1e6)
 
 
-def test_the_first_case_stands_first_and_every_peer_beside_us(
-    asked: list[tuple[Sequence[Contender], Sequence[Case], int]],
+def test_the_first_case_has_every_peer(
+    measured_calls: list[tuple[Sequence[Contender], Sequence[Case], int]],
 ) -> None:
-    """Each thing varied has a table that begins from the first case."""
+    """Each sweep has a table that includes the first case."""
     page = decode.table(decode.measure(5))
     titles = [line for line in page.splitlines() if line.startswith("**")]
     assert [title.startswith("**tokens per second") for title in titles] == [True, False, True, False, *[True] * 3]
     assert "clotho / mlx-lm-lora, as its trainer calls it" in page.splitlines()[2]
-    sweeps = [decode.sweep(decode.measure(1), belongs) for belongs in decode.VARIED]
+    sweeps = [decode.sweep(decode.measure(1), belongs) for belongs in decode.SWEEP_FILTERS]
     assert [[one.case for one in found].count(decode.case("6m")) for found in sweeps] == [6, 6, 6]
     assert [len({str(one.case) for one in found}) for found in sweeps] == [5, 4, 3]
 
 
-def test_cases_that_take_long_are_repeated_less(
-    asked: list[tuple[Sequence[Contender], Sequence[Case], int]],
+def test_slow_cases_have_fewer_repeats(
+    measured_calls: list[tuple[Sequence[Contender], Sequence[Case], int]],
 ) -> None:
-    """And how mlx-lm-lora's trainer calls it, the slowest of all, is measured in one case."""
+    """The setting of mlx-lm-lora's trainer, the slowest, is measured in one case."""
     decode.measure(5)
-    assert [repeats for _, _, repeats in asked] == [5, 3, 3, 2]
-    assert [len(cases) for contenders, cases, _ in asked if decode.AS_CALLED in contenders] == [1]
+    assert [repeats for _, _, repeats in measured_calls] == [5, 3, 3, 2]
+    assert [len(cases) for contenders, cases, _ in measured_calls if decode.AS_CALLED in contenders] == [1]
 
 
-def test_two_threads_are_a_matter_of_the_environment_and_said_in_the_case(
-    asked: list[tuple[Sequence[Contender], Sequence[Case], int]],
+def test_two_threads_are_set_in_the_environment_and_recorded_in_the_case(
+    measured_calls: list[tuple[Sequence[Contender], Sequence[Case], int]],
 ) -> None:
-    """Names stay, so that ours stands beside theirs."""
+    """Contender names stay the same, so that ratios exist."""
     found = decode.with_threads([decode.case("6m")], 1)
-    assert [one.environment["MKL_NUM_THREADS"] for one in asked[0][0]] == ["2"] * 3
+    assert [one.environment["MKL_NUM_THREADS"] for one in measured_calls[0][0]] == ["2"] * 3
     assert unique(one.contender for one in found) == ["clotho", "mlx-lm", "mlx-lm-lora"]
     assert all(one.case["blas_threads"] == 2 for one in found)
 
 
 @pytest.mark.parametrize("question", [decode, first_token, scaling])
-def test_a_quick_look_writes_results_of_the_same_form(
+def test_quick_mode_writes_results_of_the_same_format(
     question: Any,
-    asked: list[tuple[Sequence[Contender], Sequence[Case], int]],
+    measured_calls: list[tuple[Sequence[Contender], Sequence[Case], int]],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Where it is told to, and says them."""
+    """It prints the table of these results."""
     path = tmp_path / "results.jsonl"
     assert question.main(["--quick", "--out", str(path)]) == 0
     assert capsys.readouterr().out == question.table(read(path)) + "\n"
-    assert {repeats for _, _, repeats in asked} == {1}
+    assert {repeats for _, _, repeats in measured_calls} == {1}
 
 
-def test_a_case_in_several_tables_is_measured_once(
-    asked: list[tuple[Sequence[Contender], Sequence[Case], int]],
+def test_a_case_in_several_sweeps_is_measured_once(
+    measured_calls: list[tuple[Sequence[Contender], Sequence[Case], int]],
 ) -> None:
-    """Decoding in one process, learning in another."""
+    """Decoding and updates are measured in separate processes."""
     results = scaling.measure(scaling.all_cases(), 1)
-    measured = [case for _, cases, _ in asked for case in cases]
+    measured = [case for _, cases, _ in measured_calls for case in cases]
     assert len(measured) == len(scaling.all_cases()) == len({str(case) for case in measured})
     assert scaling.table(results).count("**") == 2 * len(scaling.SWEEPS)
 
@@ -198,10 +198,10 @@ def test_a_case_in_several_tables_is_measured_once(
 @pytest.mark.parametrize("question", [decode, first_token, scaling])
 def test_results_can_be_drawn(
     question: Any,
-    asked: list[tuple[Sequence[Contender], Sequence[Case], int]],
+    measured_calls: list[tuple[Sequence[Contender], Sequence[Case], int]],
     tmp_path: Path,
 ) -> None:
-    """For the page of the benchmarks."""
+    """For docs/benchmarks.md."""
     pytest.importorskip("matplotlib")
     question.main(["--repeats", "1", "--out", str(tmp_path / "results.jsonl")])
     question.draw(question.read(tmp_path / "results.jsonl"), tmp_path / "image.svg")

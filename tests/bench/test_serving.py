@@ -1,4 +1,4 @@
-"""What is measured of serving and of the runtime: the small parts of its programs, and what a run's files say."""
+"""Benchmarks of serving and of the runtime: their programs, and results read from run files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from bench import actors_overhead, http, overlap, startup, swap
-from bench.contenders import asyncio_messages, clotho_messages, clotho_swap, commands, http_loads
+from bench.contenders import asyncio_messages, clotho_messages, clotho_swap, commands, http_server_load
 from bench.contenders.http_clients import Load, first_token_seconds, throughput
 from bench.contenders.http_model import write_model
 from bench.contenders.shapes import EMBEDDED
@@ -27,13 +27,13 @@ ONE_REQUEST = Load(clients=3, tokens=8, answers=1)
 
 
 class FakeServer(BaseHTTPRequestHandler):
-    """Answers in the shape of OpenAI's chats, with as many tokens as asked for, or as many as `limit` lets it."""
+    """Responds in OpenAI's chat format with the requested number of tokens, at most `limit`."""
 
     limit = 1_000
     asked: list[dict[str, Any]]
 
     def do_POST(self) -> None:
-        """Answer whole, or as a stream whose first event has no text."""
+        """Send a complete response, or a stream whose first event has no text."""
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.asked.append(body)
         self.send_response(200)
@@ -47,12 +47,12 @@ class FakeServer(BaseHTTPRequestHandler):
             self.wfile.write(json.dumps({"usage": usage}, indent=1).encode())
 
     def log_request(self, code: object = "-", size: object = "-") -> None:
-        """Say nothing."""
+        """Log nothing."""
 
 
 @contextmanager
 def fake_server(limit: int = 1_000) -> Iterator[tuple[int, list[dict[str, Any]]]]:
-    """Its port, and what it has been asked."""
+    """Its port and the requests that it received."""
     asked: list[dict[str, Any]] = []
     handler = type("Handler", (FakeServer,), {"asked": asked, "limit": limit})
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
@@ -66,12 +66,12 @@ def fake_server(limit: int = 1_000) -> Iterator[tuple[int, list[dict[str, Any]]]
 
 
 def record(*lines: dict[str, Any]) -> Record:
-    """A run of which only its metrics matter."""
+    """A run with the given metrics."""
     return Record([{"train_seconds": 1.0, **line} for line in lines], [], {}, launched=0.0)
 
 
-def test_every_client_has_an_answer_and_no_two_ask_the_same() -> None:
-    """Also where the time is over at once; tokens are those that the server counts."""
+def test_every_client_gets_a_response_to_a_different_request() -> None:
+    """Tokens are counted by the server."""
     with fake_server() as (port, asked):
         rate = throughput(port, ONE_REQUEST)
     assert rate.answer_tokens == 8
@@ -81,20 +81,20 @@ def test_every_client_has_an_answer_and_no_two_ask_the_same() -> None:
 
 
 def test_the_first_token_is_the_first_event_with_text() -> None:
-    """It lies within the time of the whole answer, and streams are asked for as such."""
+    """Requests are streamed."""
     with fake_server() as (port, asked):
         assert first_token_seconds(port, ONE_REQUEST) > 0
     assert all(body["stream"] for body in asked)
 
 
-def test_answers_that_are_too_short_are_no_measurement() -> None:
-    """They would flatter whoever gives them."""
-    with fake_server(limit=2) as (port, _), pytest.raises(ValueError, match=r"answers of 2\.0 tokens"):
-        http_loads.measure(port, ONE_REQUEST)
+def test_short_responses_are_an_error() -> None:
+    """Their throughput would not be comparable."""
+    with fake_server(limit=2) as (port, _), pytest.raises(ValueError, match=r"responses of 2\.0 tokens"):
+        http_server_load.measure(port, ONE_REQUEST)
 
 
-def test_the_model_of_both_servers_does_not_end_by_itself(tmp_path: Path) -> None:
-    """Its end token is one that the policy never draws; the shipped files are not touched."""
+def test_the_served_model_never_samples_its_end_token(tmp_path: Path) -> None:
+    """The embedded files are not modified."""
     tokenizer = ChatTokenizer.from_directory(write_model(EMBEDDED, tmp_path / "model"))
     assert tokenizer.eos_ids == {0}
     assert "<|im_start|>assistant" in "".join(
@@ -103,15 +103,15 @@ def test_the_model_of_both_servers_does_not_end_by_itself(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("path", ["mailbox", "actor", "compute thread"])
-def test_both_kinds_of_messages_arrive(path: str) -> None:
-    """Every message, whatever carries it."""
+def test_all_messages_arrive(path: str) -> None:
+    """On every path of both contenders."""
     case = {"path": path, "capacity": 2, "messages": 20}
     for contender in (clotho_messages, asyncio_messages):
         assert contender.prepare(case)()["message_seconds"] > 0
 
 
-def test_calls_to_the_compute_thread_need_fewer_messages() -> None:
-    """Every path is a case, and every bounded one has both capacities."""
+def test_calls_to_the_compute_thread_use_fewer_messages() -> None:
+    """Queues are measured with both capacities."""
     found = [(case["path"], case["capacity"], case["messages"]) for case in actors_overhead.cases(100)]
     assert found == [
         ("mailbox", 1, 100),
@@ -122,8 +122,8 @@ def test_calls_to_the_compute_thread_need_fewer_messages() -> None:
     ]
 
 
-def test_a_swap_is_measured_between_ticks_of_rows_that_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each repeat begins with an engine that has none."""
+def test_swaps_are_measured_while_sequences_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each repeat starts with an idle engine."""
     monkeypatch.setattr(clotho_swap, "SWAPS", 3)
     once = clotho_swap.prepare({"model": EMBEDDED, "weights": "lora"})
     for _ in range(2):
@@ -131,8 +131,8 @@ def test_a_swap_is_measured_between_ticks_of_rows_that_go_on(monkeypatch: pytest
         assert 0 < metrics["swap_seconds"] <= metrics["longest_swap_seconds"]
 
 
-def test_a_command_is_timed_from_start_to_end_with_its_own_processor_time() -> None:
-    """What fails is no measurement."""
+def test_a_command_reports_wall_and_processor_time() -> None:
+    """A failing command is an error."""
     metrics = commands.run(["-c", "sum(range(10_000))"])
     assert metrics["cpu_seconds"] > 0
     assert metrics["seconds"] > 0
@@ -140,55 +140,55 @@ def test_a_command_is_timed_from_start_to_end_with_its_own_processor_time() -> N
         commands.run(["-c", "raise SystemExit(3)"])
 
 
-def test_the_first_update_ends_with_its_line_and_the_sampling_when_learning_began(tmp_path: Path) -> None:
-    """The file's own time says when it was written."""
+def test_the_first_update_ends_when_its_line_is_written(tmp_path: Path) -> None:
+    """The modification time of the file is the end; sampling ends when training begins."""
     metrics = tmp_path / "metrics.jsonl"
     metrics.write_text('{"train_seconds": 0.5}\n')
     os.utime(metrics, (1_007.0, 1_007.0))
-    assert startup.firsts(metrics, began=1_000.0) == startup.Firsts(sampled=6.5, updated=7.0)
+    assert startup.read_first_update(metrics, began=1_000.0) == startup.FirstUpdate(sampled=6.5, updated=7.0)
 
 
-def test_swaps_of_runs_are_told_by_their_median_and_their_longest() -> None:
-    """One value per run; updates that no swap has followed yet do not count."""
+def test_runs_report_median_and_longest_swap() -> None:
+    """One value per run; updates without a swap do not count."""
     swaps = swap.swap_seconds(record({"swap_seconds": None}, {"swap_seconds": 1.0}, {"swap_seconds": 3.0}))
     assert swaps == [1.0, 3.0]
     median, longest = swap.of_runs([swaps, [2.0]])
     assert (median.values, longest.values) == ([2.0, 2.0], [3.0, 2.0])
 
 
-def test_what_is_kept_of_the_rate_is_read_off_the_last_update() -> None:
-    """A run that never decoded beside an update has no such rate."""
+def test_decode_rates_come_from_the_last_update() -> None:
+    """A run that never decoded during an update is an error."""
     last = {"decode_rate_idle": 4_000.0, "decode_rate_learning": 3_000.0}
     found = overlap.rates(record({"decode_rate_idle": None, "decode_rate_learning": None}, last))
     assert found == {"idle": 4_000.0, "learning": 3_000.0, "kept": 0.75}
-    with pytest.raises(ValueError, match="no rate to compare"):
+    with pytest.raises(ValueError, match="a decode rate is missing"):
         overlap.rates(record({"decode_rate_idle": 4_000.0, "decode_rate_learning": None}))
 
 
-def test_results_of_runs_are_kept_and_make_a_table(tmp_path: Path) -> None:
-    """As all measurements are."""
+def test_results_of_runs_are_written_and_formatted(tmp_path: Path) -> None:
+    """In the same format as all measurements."""
     results = [*overlap.of_runs(0.7, [{"idle": 4.0, "learning": 3.0, "kept": 0.75}])]
     write(tmp_path / "overlap.jsonl", results)
     assert overlap.read(tmp_path / "overlap.jsonl") == results
     assert "| embedded, a run of local-m3 | 0.7 |" in overlap.table(results)
-    (sampled, updated) = startup.of_runs([startup.Firsts(6.5, 7.0)])
+    (sampled, updated) = startup.of_runs([startup.FirstUpdate(6.5, 7.0)])
     assert (sampled.values, updated.values) == ([6.5], [7.0])
 
 
-def test_every_question_says_how_it_is_asked() -> None:
-    """Its program's name is its own."""
+def test_every_description_has_its_command() -> None:
+    """The command has the name of the module."""
     for question in (actors_overhead, http, overlap, startup, swap):
         assert f"python -m bench {question.NAME}" == question.COMMAND
         assert question.COMMAND in (question.__doc__ or "")
 
 
-def test_a_message_that_is_lost_is_an_error() -> None:
-    """The time of what did not happen is not reported."""
+def test_a_lost_message_is_an_error() -> None:
+    """No time is reported then."""
 
     async def short() -> None:
         queue: asyncio_messages.Queue = asyncio.Queue()
         await asyncio_messages.send(queue, 2)
         await asyncio_messages.drain(queue, 3)
 
-    with pytest.raises(RuntimeError, match="2 came, not 3"):
+    with pytest.raises(RuntimeError, match="received 2 messages instead of 3"):
         asyncio.run(short())

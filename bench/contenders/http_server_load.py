@@ -1,4 +1,4 @@
-"""A server as a contender: it runs in a process of its own, and the clients in this one."""
+"""An HTTP server as a contender: the server is a separate process, the clients run in this one."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from pathlib import Path
 
 from bench.contenders.http_clients import HOST, Load, first_token_seconds, throughput
 from bench.contenders.http_model import write_model
-from bench.contenders.loop import Case, Once, serve
+from bench.contenders.worker import Case, MeasureOnce, serve
 
 START_SECONDS = 120.0
 FULL = 0.75
-"""Of the tokens asked for; shorter answers would not be comparable."""
+"""Minimum fraction of the requested tokens; shorter responses are not comparable."""
 
 
-def serve_loads(module: str, options: Sequence[str], *, semantics: str, packages: Sequence[str]) -> None:
-    """Answer cases of clients; the server is `module`, run by this interpreter, and starts anew with another model."""
+def serve_http_load(module: str, options: Sequence[str], *, semantics: str, packages: Sequence[str]) -> None:
+    """Answer cases of clients; `module` serves the model of the case and restarts for another model."""
     with ExitStack() as running:
         started: dict[str, int] = {}
 
-        def prepare(case: Case) -> Once:
+        def prepare(case: Case) -> MeasureOnce:
             if case["model"] not in started:
                 running.close()
                 started.clear()
@@ -38,16 +38,16 @@ def serve_loads(module: str, options: Sequence[str], *, semantics: str, packages
 
 
 def measure(port: int, load: Load) -> dict[str, float]:
-    """First whole answers, then streamed ones. Raises ValueError if answers are shorter than asked for."""
+    """Measure complete responses, then streamed ones. Raises ValueError if responses are shorter than requested."""
     rate = throughput(port, load)
     if rate.answer_tokens < FULL * load.tokens:
-        raise ValueError(f"answers of {rate.answer_tokens:.1f} tokens, where {load.tokens} were asked for")
+        raise ValueError(f"responses of {rate.answer_tokens:.1f} tokens instead of {load.tokens}")
     return {"tokens_per_second": rate.tokens_per_second, "first_token_seconds": first_token_seconds(port, load)}
 
 
 @contextmanager
 def _server(module: str, options: Sequence[str], model: str) -> Iterator[int]:
-    """Run a server on a free port of the loopback until the block ends."""
+    """Run a server on a free loopback port until the block ends."""
     with tempfile.TemporaryDirectory() as directory:
         path, port = write_model(model, Path(directory, "model")), _free_port()
         command = [sys.executable, "-m", module, "--model", str(path), "--port", str(port), *options]
@@ -62,14 +62,14 @@ def _server(module: str, options: Sequence[str], model: str) -> Iterator[int]:
 
 
 def _wait_until_it_listens(process: subprocess.Popen[bytes], port: int) -> None:
-    """Raises RuntimeError if the server ends instead, or takes too long."""
+    """Raises RuntimeError if the server exits or does not listen in time."""
     until = time.monotonic() + START_SECONDS
     while time.monotonic() < until and process.poll() is None:
         with closing(socket.socket()) as probe:
             if probe.connect_ex((HOST, port)) == 0:
                 return
         time.sleep(0.05)
-    raise RuntimeError(f"the server does not answer; its exit status is {process.poll()}")
+    raise RuntimeError(f"the server does not listen; exit status {process.poll()}")
 
 
 def _free_port() -> int:

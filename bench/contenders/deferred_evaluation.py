@@ -1,4 +1,4 @@
-"""An evaluator that waits until the run has learned, so that measuring every version of the policy costs it nothing."""
+"""An evaluator that evaluates every policy version after training, so that evaluation does not slow training."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from clotho.runtime.queues import Inbox, Outbox
 from protocols.evaluation import EvalReport
 from protocols.step import PolicyUpdated
 
-MEASURED = "measured afterwards"
-"""The event of a line in log.jsonl for each version: its step and its accuracy."""
+EVALUATED = "version_evaluated"
+"""Log event of one evaluated version: its step and accuracy."""
 
-MADE = "policy updated"
-"""The event of a line that is written as soon as a version is there: its step."""
+UPDATED = "version_published"
+"""Log event of a new version, logged immediately: its step."""
 
 log = structlog.get_logger(actor="evaluator")
 
 
-class MeasuredAfterwards(Evaluator):
-    """Pins every version; after the last update measures them in order, until one reaches `target`, and the last."""
+class DeferredEvaluator(Evaluator):
+    """Keeps every version; after training, evaluates them in order until one reaches `target`, and the last one."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class MeasuredAfterwards(Evaluator):
         outbox: Outbox[EvalReport],
         target: float = 1.0,
     ) -> None:
-        """target: an accuracy; 1.0 measures all of them, unless one is perfect."""
+        """target: an accuracy; 1.0 evaluates all versions unless one is perfect."""
         assert services.default is not None
         keywords: dict[str, Any] = getattr(services.default, "keywords")  # noqa: B009, a partial, typed as a callable
         super().__init__(inbox=inbox, outbox=outbox, **keywords)
@@ -43,13 +43,13 @@ class MeasuredAfterwards(Evaluator):
         self._target = target
 
     async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
-        """Ready at once."""
+        """Signal readiness immediately, because the initial policy is not evaluated."""
         async with self._inbox, self._outbox:
             task_status.started()
             pinned = []
             async for update in self._inbox:
                 report = update.report
-                log.info(MADE, step=report.step)
+                log.info(UPDATED, step=report.step)
                 pinned.append(Pinned(step=report.step, version=report.version, parameters=update.parameters))
             reached = False
             for one in pinned:
@@ -57,8 +57,8 @@ class MeasuredAfterwards(Evaluator):
                     reached = await self._look(one) or reached
 
     async def _look(self, pinned: Pinned) -> bool:
-        """Measure and log; whether it reaches the target."""
+        """Evaluate and log one version. Returns whether it reaches the target."""
         report = await self._measure(pinned)
         self.measured.append(report)
-        log.info(MEASURED, step=report.step, accuracy=report.accuracy)
+        log.info(EVALUATED, step=report.step, accuracy=report.accuracy)
         return report.accuracy >= self._target

@@ -1,4 +1,4 @@
-"""Measurements that tests make up."""
+"""Artificial measurements for tests."""
 
 from __future__ import annotations
 

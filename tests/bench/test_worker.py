@@ -7,11 +7,11 @@ import time
 
 import pytest
 
-from bench.contenders import loop
+from bench.contenders import worker
 
 
-def test_a_process_is_busy_from_its_start_but_for_what_it_waits_for_cases(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Started at 100 s, ready at 103, given a case after ten seconds each time, and two seconds over each."""
+def test_waiting_for_cases_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start at 100 s, ready at 103 s; each case arrives after ten seconds and takes two."""
     now = [103.0]
 
     class Slow:
@@ -21,12 +21,12 @@ def test_a_process_is_busy_from_its_start_but_for_what_it_waits_for_cases(monkey
             now[0] += 10
             return next(self.cases)
 
-    monkeypatch.setattr(loop, "_launched", 100.0)
-    monkeypatch.setattr(loop, "_waited", 0.0)
+    monkeypatch.setattr(worker, "_launched", 100.0)
+    monkeypatch.setattr(worker, "_waited", 0.0)
     monkeypatch.setattr(time, "time", lambda: now[0])
     monkeypatch.setattr(sys, "stdin", Slow())
     found = []
-    for _ in loop._lines():
+    for _ in worker._lines():
         now[0] += 2
-        found.append(loop.busy_seconds())
+        found.append(worker.busy_seconds())
     assert found == [5.0, 7.0]

@@ -1,4 +1,4 @@
-"""`update`: that all contenders are given the same to learn, and what is made of their answers."""
+"""`update`: equal rollouts for all contenders, and tables of their results."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import pytest
 from bench import update
 from bench.contenders import clotho_update
 from bench.contenders.clotho_learn import groups
-from bench.contenders.loop import Case
 from bench.contenders.process import Contender, Metric
 from bench.contenders.rollouts import measured, rollouts
+from bench.contenders.worker import Case
 from bench.measurement import Measurement, read
-from tests.bench.measured import measurement
+from tests.bench.made_measurements import measurement
 
 SMALL: Case = {
     "model": "embedded", "vocabulary": 384, "prompts": 2, "group": 4, "prompt_tokens": 5, "completion_tokens": 3,
@@ -24,8 +24,8 @@ SMALL: Case = {
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Sequence[Contender], Sequence[Case], int]]:
-    """What is to be measured by turns, which is made up instead."""
+def measured_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Sequence[Contender], Sequence[Case], int]]:
+    """Replaces the measurement and records its arguments."""
     calls: list[tuple[Sequence[Contender], Sequence[Case], int]] = []
 
     def made_up(
@@ -45,11 +45,11 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Sequence[Contender], Se
             for metric in metrics
         ]
 
-    monkeypatch.setattr(update, "by_turns", made_up)
+    monkeypatch.setattr(update, "measure_interleaved", made_up)
     return calls
 
 
-def test_we_learn_from_the_rollouts_that_the_others_learn_from() -> None:
+def test_all_contenders_train_on_the_same_rollouts() -> None:
     """The same tokens in the same order, and the same rewards."""
     sampled, ours = rollouts(SMALL), groups(SMALL)
     assert [list(one.group.prompt.tokens) for one in ours] == sampled.prompts
@@ -58,16 +58,16 @@ def test_we_learn_from_the_rollouts_that_the_others_learn_from() -> None:
     assert (sampled.group, sampled.prompt_of, sampled.tokens) == (4, [0] * 4 + [1] * 4, 24)
 
 
-def test_an_update_is_measured_each_time_anew() -> None:
-    """Every run learns, and says the same in two ways."""
+def test_an_update_can_be_measured_repeatedly() -> None:
+    """Every update is applied, and rate and time agree."""
     once = clotho_update.prepare(SMALL)
     for found in (once(), once()):
         assert found["tokens_per_second"] * found["seconds"] == pytest.approx(24)
         assert found["peak_bytes"] > 0
 
 
-def test_memory_that_was_held_before_an_update_is_not_its_own() -> None:
-    """Nor what an earlier one needed."""
+def test_peak_memory_excludes_earlier_allocations() -> None:
+    """Both arrays that exist and peaks of earlier updates."""
     held = mx.zeros(10**6)
     mx.eval(held)
 
@@ -79,39 +79,39 @@ def test_memory_that_was_held_before_an_update_is_not_its_own() -> None:
     assert np.array(held).sum() == 0
 
 
-def test_every_case_trains_as_many_tokens_and_is_measured_once(
-    asked: list[tuple[Sequence[Contender], Sequence[Case], int]],
+def test_every_case_has_the_same_number_of_tokens(
+    measured_calls: list[tuple[Sequence[Contender], Sequence[Case], int]],
 ) -> None:
-    """Longer completions are fewer, so that the work of the head stays the same."""
+    """Longer completions are fewer. Each case is measured once."""
     update.measure(5)
-    cases = [case for _, cases, _ in asked for case in cases]
+    cases = [case for _, cases, _ in measured_calls for case in cases]
     assert len(cases) == len({str(case) for case in cases})
     assert {case["prompts"] * case["group"] * case["completion_tokens"] for case in cases} == {2048}
-    assert [repeats for _, _, repeats in asked] == [3, 5, 2]
-    assert all(contenders[0] is update.OURS for contenders, _, _ in asked)
+    assert [repeats for _, _, repeats in measured_calls] == [3, 5, 2]
+    assert all(contenders[0] is update.OURS for contenders, _, _ in measured_calls)
 
 
-def test_a_quick_look_writes_results_of_the_same_form(
-    asked: list[tuple[Sequence[Contender], Sequence[Case], int]],
+def test_quick_mode_writes_results_of_the_same_format(
+    measured_calls: list[tuple[Sequence[Contender], Sequence[Case], int]],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Where it is told to, and says them: a table of speed, and one of memory."""
+    """It prints a table of speed and a table of memory."""
     path = tmp_path / "results.jsonl"
     assert update.main(["--quick", "--out", str(path)]) == 0
-    said = capsys.readouterr().out
-    assert said == update.table(read(path)) + "\n"
-    assert [line.split(" (")[0] for line in said.splitlines() if line.startswith("**")] == [
+    expected = capsys.readouterr().out
+    assert expected == update.table(read(path)) + "\n"
+    assert [line.split(" (")[0] for line in expected.splitlines() if line.startswith("**")] == [
         "**tokens per second",
         "**peak bytes",
     ]
-    assert {repeats for _, _, repeats in asked} == {1}
+    assert {repeats for _, _, repeats in measured_calls} == {1}
 
 
 def test_memory_can_be_drawn_against_the_vocabulary(
-    asked: list[tuple[Sequence[Contender], Sequence[Case], int]], tmp_path: Path
+    measured_calls: list[tuple[Sequence[Contender], Sequence[Case], int]], tmp_path: Path
 ) -> None:
-    """In the cases of one model and one length."""
+    """For the cases of one model and one length."""
     pytest.importorskip("matplotlib")
     update.draw(update.measure(1), tmp_path / "image.svg")
     assert (tmp_path / "image.svg").read_text().startswith("<?xml")

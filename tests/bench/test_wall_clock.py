@@ -1,4 +1,4 @@
-"""`wall_clock`: what its contenders share, and what is made of their answers."""
+"""`wall_clock`: the shared task, the clocks, and tables of the results."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from bench import wall_clock
 from bench.contenders import arithmetic_task as task
 from bench.contenders import clotho_train, long_tail
 from bench.contenders.clotho_train import PROFILES
-from bench.contenders.measured_afterwards import MADE, MEASURED
+from bench.contenders.deferred_evaluation import EVALUATED, UPDATED
 from bench.measurement import Measurement
 from bench.runs import Record
 from clotho.config.load import load_profile
 from clotho.rewards import choice_correctness, math_eval, tag_format
 from protocols.prompt import Problem
 from protocols.sampling import Completion, SampleRequest, Sampling
-from tests.bench.measured import measurement
+from tests.bench.made_measurements import measurement
 
 ANSWERS = ("67", " 67 ", "+67", "067", "6 7", "-67", "B", "b", "(B)", "B)", "B.", "C", "A or B", "", "the cat")
 FORMS = (
@@ -40,45 +40,45 @@ FORMS = (
 
 
 @pytest.mark.parametrize("wanted", ["67", "-67", "B"])
-def test_other_trainers_are_rewarded_by_the_same_rules_as_ours(wanted: str) -> None:
-    """The rules are written twice, for the contenders have not what ours need; every text has the same verdicts."""
+def test_other_trainers_use_the_same_reward_rules(wanted: str) -> None:
+    """The rules are duplicated because the contenders lack the dependencies of ours."""
     problem = Problem(prompt="Which? A) 67 B) 98 C) 48" if wanted == "B" else "What?", answer=wanted, type="")
     for text in (form.format(answer) for form in FORMS for answer in ANSWERS):
-        assert task.has_form(text) == tag_format.reward(problem, text), text
+        assert task.has_format(text) == tag_format.reward(problem, text), text
         ours = [compute_advantages.reward(problem, text) for compute_advantages in (math_eval, choice_correctness)]
-        assert [task.is_right(text, wanted)] == [verdict for verdict in ours if verdict is not None], text
+        assert [task.is_correct(text, wanted)] == [verdict for verdict in ours if verdict is not None], text
 
 
 def test_every_answer_of_the_task_is_a_whole_number_or_a_letter() -> None:
-    """So those two rules are all that it needs."""
-    asked = [*task.questions("train.jsonl"), *task.questions("heldout.jsonl")]
+    """These two rules cover the whole task."""
+    asked = [*task.read_problems("train.jsonl"), *task.read_problems("heldout.jsonl")]
     assert all(task.NUMBER.fullmatch(one.answer) or one.answer in "ABCD" for one in asked)
     assert task.accuracy([f"<answer>{one.answer}</answer>" for one in asked], asked) == 1.0
 
 
-def test_the_task_of_the_others_is_that_of_the_profile() -> None:
-    """Adapter, limit of tokens and weights of the rewards are the profile's."""
+def test_the_task_of_other_trainers_equals_the_profile() -> None:
+    """Adapter, token limit and reward weights."""
     profile = load_profile("local-m3", {})
     assert (profile.policy.rank, profile.policy.effective_scale) == (task.RANK, task.SCALE)
     assert profile.sampling.max_tokens == task.MAX_TOKENS
-    assert [reward.weight for reward in profile.rewards] == [task.FORM_WEIGHT, task.ANSWER_WEIGHT, task.ANSWER_WEIGHT]
+    assert [reward.weight for reward in profile.rewards] == [task.FORMAT_WEIGHT, task.ANSWER_WEIGHT, task.ANSWER_WEIGHT]
 
 
-def test_a_course_ends_where_the_target_is_reached() -> None:
-    """The trainer goes on until then, and what measuring takes is not counted."""
+def test_training_ends_at_the_target_accuracy() -> None:
+    """Accuracy is measured after every update."""
     accuracies = iter([0.5, 0.8, 0.91])
-    course = task.Course(evaluate=lambda: next(accuracies), target=0.9, updates=10, limit=1e9)
-    course.begin()
-    course.updated()
-    course.updated()
-    with pytest.raises(task.Over):
-        course.updated()
-    assert course.metrics()["updates"] == 3
-    assert course.metrics()["accuracy"] == 0.91
+    clock = task.TrainingClock(evaluate=lambda: next(accuracies), target=0.9, updates=10, limit=1e9)
+    clock.begin()
+    clock.updated()
+    clock.updated()
+    with pytest.raises(task.TrainingEnded):
+        clock.updated()
+    assert clock.metrics()["updates"] == 3
+    assert clock.metrics()["accuracy"] == 0.91
 
 
-def test_the_clock_of_a_course_stands_while_accuracy_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every update takes one second, and every measurement a hundred."""
+def test_evaluation_time_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every update takes one second, every evaluation a hundred."""
     now = [0.0]
 
     def evaluate() -> float:
@@ -87,53 +87,53 @@ def test_the_clock_of_a_course_stands_while_accuracy_is_measured(monkeypatch: py
 
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(task, "busy_seconds", lambda: 20.0 + now[0])
-    course = task.Course(evaluate=evaluate, target=0.9, updates=3, limit=1e9)
-    course.begin()
+    clock = task.TrainingClock(evaluate=evaluate, target=0.9, updates=3, limit=1e9)
+    clock.begin()
     for _ in range(2):
         now[0] += 1
-        course.updated()
+        clock.updated()
     now[0] += 1
-    with pytest.raises(task.Over):
-        course.updated()
-    assert course.seconds == 3
-    assert course.metrics()["from_command"] == 23
+    with pytest.raises(task.TrainingEnded):
+        clock.updated()
+    assert clock.seconds == 3
+    assert clock.metrics()["from_command"] == 23
 
 
-def test_without_a_target_accuracy_is_measured_once_at_the_end() -> None:
-    """Equal work is a number of updates."""
-    course = task.Course(evaluate=lambda: 0.7, target=None, updates=2, limit=1e9)
-    course.begin()
-    course.updated()
-    assert course.accuracy == 0.0
-    with pytest.raises(task.Over):
-        course.updated()
-    assert course.accuracy == 0.7
+def test_without_a_target_accuracy_is_measured_once() -> None:
+    """After the last update."""
+    clock = task.TrainingClock(evaluate=lambda: 0.7, target=None, updates=2, limit=1e9)
+    clock.begin()
+    clock.updated()
+    assert clock.accuracy == 0.0
+    with pytest.raises(task.TrainingEnded):
+        clock.updated()
+    assert clock.accuracy == 0.7
 
 
 def recorded(accuracies: Mapping[int, float]) -> Record:
-    """A run of three updates, one second each, of which the first began two seconds after the run."""
+    """A run of three updates of one second each; the first starts two seconds after the run."""
     metrics = [{"step": step, "seconds": 2.0 + step, "train_seconds": 0.75, "wait_seconds": 0.25} for step in (1, 2, 3)]
-    log = [{"event": MEASURED, "step": step, "accuracy": accuracy} for step, accuracy in accuracies.items()]
-    log += [{"event": MADE, "step": step, "time": f"1970-01-01T00:01:4{step}.500000Z"} for step in accuracies]
+    log = [{"event": EVALUATED, "step": step, "accuracy": accuracy} for step, accuracy in accuracies.items()]
+    log += [{"event": UPDATED, "step": step, "time": f"1970-01-01T00:01:4{step}.500000Z"} for step in accuracies]
     return Record(metrics, [{"event": "checkpoint", "step": 3}, *log], {}, launched=98.0)
 
 
-def test_our_seconds_end_with_the_first_update_that_reaches_the_target() -> None:
-    """They begin with the first prompt, or with the process."""
+def test_seconds_end_at_the_first_update_that_reaches_the_target() -> None:
+    """They start at the first prompt, or at process start."""
     found = clotho_train.summarise(recorded({1: 0.6, 2: 0.92, 3: 0.95}), 0.9)
     assert found == {"seconds": 2.0, "from_command": 4.5, "updates": 2.0, "accuracy": 0.92}
 
 
-def test_our_seconds_are_those_of_all_updates_where_none_reaches_it() -> None:
-    """Its accuracy then says so; and without a target, it is the last one's."""
+def test_seconds_cover_all_updates_if_none_reaches_the_target() -> None:
+    """The accuracy is that of the last update."""
     found = clotho_train.summarise(recorded({1: 0.6, 3: 0.7}), 0.9)
     assert found == {"seconds": 3.0, "from_command": 5.5, "updates": 3.0, "accuracy": 0.7}
     assert clotho_train.summarise(recorded({}), None) == {"seconds": 3.0, "updates": 3.0}
 
 
 @pytest.mark.parametrize("case", [wall_clock.UNTIL, wall_clock.EQUAL, wall_clock.LONG], ids=lambda case: case["task"])
-def test_every_case_is_a_profile_that_loads_with_its_flags(case: dict[str, Any]) -> None:
-    """Asynchronous, as it is without a flag."""
+def test_every_case_has_a_valid_profile_and_flags(case: dict[str, Any]) -> None:
+    """Runs are asynchronous by default."""
     words = clotho_train.arguments(case, 0, [])
     assert words[:2] == ["--profile", str(PROFILES / f"{case['profile']}.toml")]
     profile = load_profile(words[1], {})
@@ -143,8 +143,8 @@ def test_every_case_is_a_profile_that_loads_with_its_flags(case: dict[str, Any])
     }
 
 
-def test_long_tailed_lengths_have_the_median_and_the_mean_of_the_policys_own() -> None:
-    """And a tail: one in a hundred is eleven times the median."""
+def test_long_tailed_lengths_have_the_median_and_mean_of_the_policy() -> None:
+    """The 99th percentile is eleven times the median."""
     options = load_profile(str(PROFILES / "long-tail.toml"), {}).actors[0].options
     lengths = [long_tail.length(seed, longest=512, **options) for seed in range(4000)]
     assert np.median(lengths) == pytest.approx(8, abs=0.5)
@@ -152,8 +152,8 @@ def test_long_tailed_lengths_have_the_median_and_the_mean_of_the_policys_own() -
     assert np.percentile(lengths, 99) > 75
 
 
-class Immediate:
-    """Completes each request at once, the last one first."""
+class ImmediateSampler:
+    """Completes every request at once, in reverse order."""
 
     async def groups(self, requests: Sequence[SampleRequest]) -> AsyncGenerator[tuple[int, list[Completion]], None]:
         for position in reversed(range(len(requests))):
@@ -166,11 +166,11 @@ def _completion(tokens: int) -> Completion:
     )
 
 
-def test_a_group_with_a_long_tail_is_put_together_again() -> None:
-    """Its completions stand in the order of their seeds, each with the length that its seed has."""
+def test_a_long_tailed_group_is_reassembled() -> None:
+    """Completions are in the order of their seeds, with the lengths of their seeds."""
 
     async def ask() -> dict[int, list[Completion]]:
-        sampler = long_tail.LongTailedSampler(Immediate(), median=8.0, sigma=1.04)  # type: ignore[arg-type]  # a fake
+        sampler = long_tail.LongTailedSampler(ImmediateSampler(), median=8.0, sigma=1.04)  # type: ignore[arg-type]  # a fake
         return {position: found async for position, found in sampler.groups(requests) if isinstance(found, list)}
 
     requests = [
@@ -187,45 +187,45 @@ def measured(contender: str, seconds: list[float], task: str) -> list[Measuremen
     return [measurement(seconds, contender=contender, metric="seconds", unit="s", better="lower", task=task)]
 
 
-def test_the_table_has_a_row_per_contender_and_ours_to_theirs() -> None:
-    """Seed by seed."""
+def test_the_table_has_a_row_per_contender_and_ratios() -> None:
+    """Ratios are taken seed by seed."""
     results = [*measured("clotho", [1.0, 2.0], "until 0.9"), *measured("trl", [4.0, 4.0], "until 0.9")]
     lines = wall_clock.table(results).splitlines()
-    assert lines[0] == "| until 0.9 | seconds | seconds, clotho / it |"
+    assert lines[0] == "| until 0.9 | seconds | seconds, clotho / this |"
     assert lines[3] == "| trl | 4 s (4 to 4) | 0.375 (0.250 to 0.500) |"
 
 
 def test_the_chart_is_drawn_from_the_results(tmp_path: Path) -> None:
-    """A group of bars per task."""
+    """One group of bars per task."""
     pytest.importorskip("matplotlib")
     results = [*measured("clotho", [1.0], "until 0.9"), *measured("clotho", [2.0], "long tail")]
     wall_clock.draw(results, tmp_path / "wall_clock.svg")
     assert "long tail" in (tmp_path / "wall_clock.svg").read_text(encoding="utf-8")
 
 
-def test_quick_asks_nobody_but_us(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """So it runs without the contenders' environment."""
+def test_quick_mode_measures_only_clotho(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The contenders need not be installed."""
     asked: list[str] = []
 
     def made_up(question: str, contenders: Sequence[Any], cases: Sequence[Any], *rest: Any, **how: Any) -> Any:
         asked.extend(f"{who.name} {who.foreign}" for who in contenders)
         return measured("clotho", [1.0], cases[0]["task"])
 
-    monkeypatch.setattr(wall_clock, "by_turns", made_up)
+    monkeypatch.setattr(wall_clock, "measure_interleaved", made_up)
     assert wall_clock.main(["--quick", "--out", str(tmp_path / "out.jsonl")]) == 0
     assert set(asked) == {"clotho False", "clotho, synchronous False"}
     assert len(wall_clock.read(tmp_path / "out.jsonl")) == 2
 
 
-def test_every_run_is_a_process_of_its_own_with_the_next_seed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And stands as one value of the case, whose seeds it does not say."""
+def test_every_run_has_its_own_process_and_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The seed is not part of the case."""
     asked: list[int] = []
 
     def made_up(question: str, contenders: Any, cases: Sequence[Any], *rest: Any, repeats: int, **how: Any) -> Any:
         asked.append(cases[0]["seed"])
         return measured("clotho", [float(asked[-1])] * repeats, cases[0]["task"])
 
-    monkeypatch.setattr(wall_clock, "by_turns", made_up)
+    monkeypatch.setattr(wall_clock, "measure_interleaved", made_up)
     found = [one for one in wall_clock.measure(repeats=3, quick=False) if one.case["task"] == "long tail"]
     assert [one.values for one in found] == [[0.0, 1.0, 2.0]]
     assert asked == [0, 1, 2] * 3

@@ -1,0 +1,148 @@
+"""What the number of each contender means, in one sentence per program.
+
+A program reports its sentence with its results. The generated tables print the sentence of this table, so that it can
+be reworded without a new measurement.
+"""
+
+from __future__ import annotations
+
+SEMANTICS = {
+    "clotho_decode": (
+        "Decode engine with the profile's default settings: one request per prompt, one seed per completion; each "
+        "prompt is prefilled once. The clock runs from the first request to the last completion. A completion has "
+        "tokens and their log-probabilities under the sampling distribution; no text is produced."
+    ),
+    "mlx_lm_decode": (
+        "BatchGenerator with completion_batch_size and prefill_batch_size equal to the number of sequences, its "
+        "fastest setting. Each sequence prefills its own copy of the prompt, because BatchGenerator has no groups. "
+        "The clock runs from the creation of the generator to the last token. Completions are tokens; no text is "
+        "produced. The log-probability of each token is read from the returned row of the vocabulary."
+    ),
+    "mlx_lm_lora_decode": (
+        "generate_grpo with batch_size equal to the number of sequences, its fastest setting. The prompt of a group "
+        "is prefilled once. No log-probabilities are returned and no text is produced."
+    ),
+    "mlx_lm_lora_decode, as its trainer calls it": (
+        "generate_grpo with batch_size equal to the number of prompts, as its trainer calls it: this many sequences "
+        "decode together. The prompt of a group is prefilled once. No log-probabilities are returned and no text is "
+        "produced."
+    ),
+    "clotho_first_token": (
+        "From the submission of a streamed request to an idle decode engine until its first token is reported with "
+        "its log-probability. The request asks for more tokens and is aborted then."
+    ),
+    "mlx_lm_first_token": (
+        "From the call of stream_generate until it yields the first token, without reading its log-probability. "
+        "More tokens are requested, and the generator is closed then."
+    ),
+    "clotho_update": (
+        "An update with the profile's default settings, from scored groups to evaluated weights and their "
+        "fingerprint: advantages, micro-batches, the clipped importance ratio against the rollout policy, the exact "
+        "entropy and the other metrics of an update, gradient clipping, AdamW."
+    ),
+    "mlx_lm_lora_update": (
+        "An update of its GRPO trainer, from rewards to evaluated weights: 4 completions at a time, an importance "
+        "ratio of exactly 1 (a rollout is used once, before the policy changes), no gradient clipping, no entropy, "
+        "Adam."
+    ),
+    "trl_update": (
+        "A step of its GRPOTrainer, from scored rollouts to new weights: 8 completions at a time, an importance "
+        "ratio of 1, entropy and other metrics, gradient clipping, AdamW. Memory is the growth of the resident set "
+        "during the step; memory that the allocator kept from earlier steps does not count."
+    ),
+    "clotho_http": (
+        "The HTTP server and the decode engine of a run with default settings, all weights without an adapter, and "
+        "no training. The log-probability and policy version of every token are recorded by the engine."
+    ),
+    "mlx_lm_http": (
+        "`python -m mlx_lm server --decode-concurrency 64 --prompt-concurrency 64`, so that all clients fit into "
+        "one batch. Its listen backlog is increased, because it resets connections of 16 simultaneous clients "
+        "otherwise."
+    ),
+    "clotho_swap": (
+        "Everything that the broadcaster runs in the compute thread for one update: the served parameters become "
+        "the new arrays, which the learner has already computed, the prefix cache is emptied, and the running "
+        "sequences continue. Median and longest swap of a repeat."
+    ),
+    "runs_swap": ("As the run measures it: the exchange of the arrays, median and longest of all updates of a run."),
+    "clotho_overlap": (
+        "Engine and learner alternate in the compute thread by `decode_share`. Sampled tokens per second of wall "
+        "time, without other work, and during updates that follow each other without a pause."
+    ),
+    "runs_overlap": ("As a run measures it, over its seconds of decoding with and without an update in progress."),
+    "clotho_messages": (
+        "Bounded queues that measure waiting times and close in order; actors supervised and started one by one; "
+        "calls through the compute thread's call queue."
+    ),
+    "asyncio_messages": (
+        "Plain `asyncio.Queue`s between plain tasks, ended by a sentinel message, without supervision and without "
+        "measurement, and `loop.run_in_executor` with one thread."
+    ),
+    "clotho_startup": (
+        "`help`: `python pipeline.py --help`. `dry run`: `--dry-run` of local-m3, which resolves the profile and "
+        "estimates memory without loading the model. `imported`: everything that a run imports, HTTP server and "
+        "Atropos client included."
+    ),
+    "runs_startup": (
+        "`sampled`, `updated`: a run of local-m3 with one update of 16 groups, without evaluation; the time until "
+        "the learner has all rollouts, and until the line of the update is written."
+    ),
+    "mlx_lm_lora_startup": (
+        "`help`: `python -m mlx_lm_lora.train --help`. `imported`: that module, which contains its GRPO trainer."
+    ),
+    "trl_startup": (
+        "`imported`: `from trl import GRPOConfig, GRPOTrainer`, the first line of a training script; most of it is "
+        "PyTorch. TRL's own GRPO script imports the same before it prints its help, so `help` is not listed."
+    ),
+    "clotho_train": (
+        "Seconds from the first prompt to the update in question, of `python pipeline.py`. Every version is kept "
+        "and evaluated after the run, so evaluation is not counted. `from_command`: from the start of the process."
+    ),
+    "mlx_lm_lora_train": (
+        "Seconds of training, without loading and evaluation, until the greedy accuracy on all held-out problems "
+        "reaches the target. One process samples and trains alternately. `from_command`: from the start of the "
+        "process, imports and loading included."
+    ),
+    "trl_train": (
+        "Seconds of training, without loading and evaluation, until the update in question. PyTorch on the CPU, one "
+        "process samples (transformers, without vLLM) and trains alternately. `from_command`: from the start of the "
+        "process, imports and loading included."
+    ),
+    "clotho_scaling": (
+        "One policy update with the profile's default settings: gradient and optimizer step for an adapter on every "
+        "linear layer of the blocks, per completion token; prompt tokens are not counted."
+    ),
+}
+"""Sentence by program (module name in bench/contenders), or by kind of run."""
+
+PROGRAMS: dict[tuple[str, str], tuple[str, ...]] = {
+    ("decode", "clotho"): ("clotho_decode",),
+    ("decode", "mlx-lm"): ("mlx_lm_decode",),
+    ("decode", "mlx-lm-lora"): ("mlx_lm_lora_decode",),
+    ("decode", "mlx-lm-lora, as its trainer calls it"): ("mlx_lm_lora_decode, as its trainer calls it",),
+    ("first_token", "clotho"): ("clotho_first_token",),
+    ("first_token", "mlx-lm"): ("mlx_lm_first_token",),
+    ("update", "clotho"): ("clotho_update",),
+    ("update", "mlx-lm-lora"): ("mlx_lm_lora_update",),
+    ("update", "trl"): ("trl_update",),
+    ("http", "clotho"): ("clotho_http",),
+    ("http", "mlx_lm.server"): ("mlx_lm_http",),
+    ("swap", "clotho"): ("clotho_swap", "runs_swap"),
+    ("overlap", "clotho"): ("clotho_overlap", "runs_overlap"),
+    ("actors_overhead", "clotho"): ("clotho_messages",),
+    ("actors_overhead", "asyncio"): ("asyncio_messages",),
+    ("startup", "clotho"): ("clotho_startup", "runs_startup"),
+    ("startup", "mlx-lm-lora"): ("mlx_lm_lora_startup",),
+    ("startup", "TRL"): ("trl_startup",),
+    ("wall_clock", "clotho"): ("clotho_train",),
+    ("wall_clock", "mlx-lm-lora"): ("mlx_lm_lora_train",),
+    ("wall_clock", "trl"): ("trl_train",),
+    ("scaling", "clotho"): ("clotho_decode", "clotho_scaling"),
+}
+"""The programs behind each contender of a benchmark; a variant such as "trl, 2 threads" has those of "trl"."""
+
+
+def meaning(benchmark: str, contender: str) -> str | None:
+    """What the numbers of a contender mean in a benchmark; None for contenders that the table does not list."""
+    programs = PROGRAMS.get((benchmark, contender)) or PROGRAMS.get((benchmark, contender.partition(",")[0]))
+    return None if programs is None else " ".join(SEMANTICS[program] for program in programs)
