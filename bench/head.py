@@ -1,4 +1,6 @@
-"""Measures the output head at large vocabularies, chunked and straightforward. Measured on Linux and the CPU only.
+"""On Linux, norms, gates, attention and LoRA are Clotho's CPU code (clotho/cpu); nothing here was measured on Metal.
+
+Measures the output head at large vocabularies, chunked and straightforward.
 
     python -m bench head [--vocabulary 151936] [--tokens 512] [--repeats 5]
 

@@ -1,7 +1,6 @@
-"""On Linux, Clotho computes norms, gates, attention and LoRA layers in closed form (clotho/cpu), not on Metal.
+"""On Linux, norms, gates, attention and LoRA are Clotho's CPU code (clotho/cpu); nothing here was measured on Metal.
 
-Measures time and peak memory of one policy update, beside the GRPO trainers of mlx-lm-lora and TRL. Nothing here was
-measured on Metal.
+Measures time and peak memory of one policy update, beside the GRPO trainers of mlx-lm-lora and TRL.
 
     python -m bench update [--repeats 5] [--out bench/results/update.jsonl]
 
