@@ -37,13 +37,14 @@ from clotho.run.startup import Components, assemble
 from clotho.runtime.child import Child, permanent
 from clotho.runtime.compute_thread import ComputeExecutor
 from clotho.runtime.plugins import CustomActors
-from clotho.runtime.queues import Mailbox, Outbox
+from clotho.runtime.queues import Queue
 from clotho.runtime.signals import handle_signals
 from clotho.runtime.supervisor import Ending, Supervisor
 from clotho.runtime.watchdog import Guard, Watchdog
 from clotho.serving.server import ApiServer, listen
 from clotho.storage.run_directory import RunDirectory
-from protocols.score import GroupOutcome
+from protocols.queues import Outbox
+from protocols.rollout import GroupOutcome
 from protocols.step import PolicyUpdated
 
 log = structlog.get_logger(actor="pipeline")
@@ -55,7 +56,7 @@ def wire(parts: Components, session: RunContext) -> list[Child]:
     custom = CustomActors(profile.actors, session.services)
     scored, reports = custom.arrow("scored", size.scored), custom.arrow("reports", size.reports)
     audience = ["broadcaster", "checkpointer", *(["evaluator"] if profile.eval.enabled else [])]
-    updates = {name: Mailbox[PolicyUpdated](f"updates.{name}", capacity=1) for name in audience}
+    updates = {name: Queue[PolicyUpdated](f"updates.{name}", capacity=1) for name in audience}
     session.measure([box for arrow in (scored, reports) for box in arrow.mailboxes])
     session.measure(updates.values())
 

@@ -16,10 +16,9 @@ from clotho.atropos.reader import nothing_but_a_number
 from clotho.atropos.source import GroupSource, Pauses, Reader
 from clotho.config.schema import AtroposSection
 from clotho.runtime.latest import Latest, wait_until
-from clotho.runtime.queues import EndOfStream, Outbox
-from protocols.rollout import Discarded
-from protocols.score import GroupOutcome
-from protocols.weights import WeightsReady
+from protocols.queues import EndOfStream, Outbox
+from protocols.rollout import Discarded, GroupOutcome
+from protocols.step import WeightsReady
 
 T = TypeVar("T")
 REMEMBERED = 8192
@@ -38,7 +37,7 @@ class AtroposFetcher:
     it still sends, for no group that has a number may vanish. Groups that an earlier life of the run had taken and not
     learned from are gone, for environments do not send them again: they are told of first, as `lost`.
 
-    asked_until: the next number; all below have been given. received: groups so far from each environment, over all
+    prompted_until: the next number; all below have been given. received: groups so far from each environment, over all
     lives of the run. under_way: from where each of the latest `REMEMBERED` numbers came.
     """
 
@@ -72,14 +71,14 @@ class AtroposFetcher:
         self._settings = settings
         self._wanted = True
         self._patience: anyio.CancelScope | None = None
-        self.asked_until = first_group
+        self.prompted_until = first_group
         self.received = dict(received)
         self.under_way = dict(lost)
 
     @property
     def reached(self) -> int:
         """All groups below have ended, or were sent in this life of the run."""
-        return self.asked_until
+        return self.prompted_until
 
     async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         """Fetch until no more is needed. Ready when the source is: environments that start then find a trainer."""
@@ -142,11 +141,11 @@ class AtroposFetcher:
         return self._asked - self._refills.value < min(ahead * self._batch_size, self._groups)
 
     async def _emit(self, raw: Raw) -> None:
-        number = self.asked_until
+        number = self.prompted_until
         outcome = await self._reader.read(raw, group_id=number, version=self._weights.value.version)
         source = (outcome.prompt if isinstance(outcome, Discarded) else outcome.group.prompt).source
         self._asked += 1
-        self.asked_until += 1
+        self.prompted_until += 1
         self.received[source] = self.received.get(source, 0) + 1
         self.under_way[number] = source
         if len(self.under_way) > REMEMBERED:

@@ -15,12 +15,11 @@ from clotho.inference import DecodeEngine
 from clotho.models.policy import Policy
 from clotho.runtime.compute_thread import ComputeExecutor, finish
 from clotho.runtime.latest import Latest
-from clotho.runtime.queues import Inbox
 from clotho.scoring.parity import ParityReport, probe
 from clotho.scoring.teacher_forcing import TeacherForcing
 from protocols.errors import ParityError
-from protocols.step import PolicyUpdated
-from protocols.weights import SwapTimes, WeightsReady
+from protocols.queues import Inbox
+from protocols.step import PolicyUpdated, SwapTimes, WeightsReady
 
 log = structlog.get_logger(actor="broadcaster")
 

@@ -13,11 +13,10 @@ from anyio.to_thread import run_sync
 from clotho.config.schema import CheckpointSection
 from clotho.runtime.latest import Latest
 from clotho.runtime.log_barrier import reached
-from clotho.runtime.queues import Inbox
 from clotho.storage.adapters import write_adapter
 from clotho.storage.checkpoints import Snapshot, write_checkpoint
-from protocols.adapter import AdapterConfig
-from protocols.checkpoint import RunState
+from protocols.checkpoint import AdapterConfig, RunState
+from protocols.queues import Inbox
 from protocols.step import PolicyUpdated
 
 log = structlog.get_logger(actor="checkpointer")

@@ -16,8 +16,9 @@ from clotho.config.schema import EngineSection, EvalSection
 from clotho.inference.greedy import greedy_completions
 from clotho.models.policy import Policy
 from clotho.runtime.compute_thread import ComputeExecutor, finish
-from clotho.runtime.queues import Inbox, Mailbox, MailboxClosed, Outbox
+from clotho.runtime.queues import Queue
 from protocols.evaluation import EvalReport, HeldOut
+from protocols.queues import Inbox, Outbox, QueueClosed
 from protocols.sampling import Completion, Sampling
 from protocols.step import PolicyUpdated
 
@@ -72,7 +73,7 @@ class Evaluator:
 
         Ready once the base policy is measured: training starts when the compute thread is free for it.
         """
-        due = Mailbox[Pinned]("evaluations", capacity=1)
+        due = Queue[Pinned]("evaluations", capacity=1)
         async with self._inbox, self._outbox, anyio.create_task_group() as tasks:
             tasks.start_soon(self._collect, due.writer())
             if self._base is not None:
@@ -85,7 +86,7 @@ class Evaluator:
     async def _report(self, pinned: Pinned) -> None:
         report = await self._measure(pinned)
         self.measured.append(report)
-        with suppress(MailboxClosed):  # nobody who reads the numbers is left; they are still counted
+        with suppress(QueueClosed):  # nobody who reads the numbers is left; they are still counted
             await self._outbox.send(report)
 
     async def _collect(self, due: Outbox[Pinned]) -> None:

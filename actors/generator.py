@@ -7,13 +7,13 @@ from contextlib import aclosing, suppress
 import anyio
 
 from clotho.runtime.latest import Latest, wait_until
-from clotho.runtime.queues import EndOfStream, Inbox, Outbox
 from clotho.runtime.sampling_client import GenerationError, Sampler
 from protocols.errors import RequestError
 from protocols.prompt import Prompt, completion_seeds
+from protocols.queues import EndOfStream, Inbox, Outbox
 from protocols.rollout import Discarded, RolloutGroup
 from protocols.sampling import Completion, SampleRequest, Sampling
-from protocols.weights import WeightsReady
+from protocols.step import WeightsReady
 
 
 class Generator:

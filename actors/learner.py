@@ -17,14 +17,13 @@ from clotho.monitoring.collapse_response import CollapseWatch, Judgement
 from clotho.runtime.compute_thread import ComputeExecutor, finish
 from clotho.runtime.latest import Latest
 from clotho.runtime.log_barrier import reached
-from clotho.runtime.queues import Inbox, MailboxClosed, Outbox
 from clotho.training.batch_collector import FormingBatch, discard, sort_out
+from clotho.training.ledger import Ledger
 from clotho.training.replay import ReplayBuffer
 from clotho.training.update import PolicyLearner, Update
 from protocols.errors import ClothoError, DivergenceError
-from protocols.ledger import Ledger
-from protocols.rollout import Discarded
-from protocols.score import GroupOutcome, ScoredGroup
+from protocols.queues import Inbox, Outbox, QueueClosed
+from protocols.rollout import Discarded, GroupOutcome, ScoredGroup
 from protocols.step import GroupsEnded, PolicyUpdated, StepReport, TrainedGroup
 
 log = structlog.get_logger(actor="learner")
@@ -145,7 +144,7 @@ class Learner:
         """Enter what was discarded so far into the books: whoever sends nothing else must not fill the memory."""
         if discarded := batch.take_out_discarded():
             self._book([], list(discarded))
-            with suppress(MailboxClosed):
+            with suppress(QueueClosed):
                 await self._reports.send(GroupsEnded(step=self._progress.step + 1, discarded=discarded))
 
     async def _consume(self, batch: FormingBatch, *, wait_seconds: float) -> None:
@@ -171,11 +170,11 @@ class Learner:
             update=update.metrics if update else None,
             train_seconds=time.monotonic() - began,
             wait_seconds=wait_seconds,
-            refilled=batch.refilled,
+            replaced=batch.refilled,
             replayed=len(replayed),
         )
         judgement = self._watch.compute_advantages(report)
-        report = replace(report, alarms=judgement.signs)
+        report = replace(report, collapse_warnings=judgement.signs)
         if judgement.reaction == "rollback":
             report = await self._roll_back(report)
         elif update is not None and update.applied:
@@ -245,12 +244,12 @@ class Learner:
             train_seconds=self._progress.train_seconds,
             trained_tokens=self._progress.trained_tokens,
             replay=self._replay.groups(),
-            alarms=self._watch.state(),
+            collapse=self._watch.state(),
             rollbacks=self._watch.rollbacks,
         )
         for outbox in self._updates:
             await outbox.send(update)
-        with suppress(MailboxClosed):  # nobody who reads the numbers is left; learning goes on
+        with suppress(QueueClosed):  # nobody who reads the numbers is left; learning goes on
             await self._reports.send(report)
 
 
@@ -265,6 +264,6 @@ def _ends(groups: list[ScoredGroup], update: Update | None) -> tuple[list[Traine
     if not update.finite:
         return [], [discard(group, "not_finite", "loss or gradient was not finite") for group in groups]
     if not update.applied:
-        return [], [discard(group, "no_signal", "the gradient of the batch was exactly zero") for group in groups]
+        return [], [discard(group, "zero_variance", "the gradient of the batch was exactly zero") for group in groups]
     pairs = zip(groups, update.advantages, strict=True)
     return [TrainedGroup(scored=group, advantages=advantages) for group, advantages in pairs], []

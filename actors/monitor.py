@@ -14,9 +14,9 @@ from clotho.monitoring.display import Display, NoDisplay, RunView, Sample, sampl
 from clotho.monitoring.metrics import Moment, StepMetrics, evaluation_fields, step_metrics
 from clotho.monitoring.rollout_log import rollout_records
 from clotho.runtime.latest import Latest
-from clotho.runtime.queues import Inbox
 from clotho.storage.jsonl_writer import LineWriter
 from protocols.evaluation import EvalReport
+from protocols.queues import Inbox
 from protocols.step import GroupsEnded, StepReport
 from protocols.summary import Gauges
 

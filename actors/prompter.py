@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable
 from anyio import CancelScope
 
 from clotho.runtime.latest import Latest
-from clotho.runtime.queues import EndOfStream, Outbox
 from protocols.prompt import Prompt
+from protocols.queues import EndOfStream, Outbox
 
 
 class Prompter:
@@ -22,7 +22,7 @@ class Prompter:
     batch_size: a run that is drained still asks the rest of a batch, so that its last update is like any other.
     refills: groups so far that are replaced by others. ended: groups that had ended when this life of the run began.
     groups: how many count towards a batch over all lives of the run; None: ask all of `group_ids`.
-    asked_until: all groups below have been asked, in this life of the run or in an earlier one.
+    prompted_until: all groups below have been asked, in this life of the run or in an earlier one.
     reached: all groups below have ended, or were asked in this life of the run.
     """
 
@@ -38,7 +38,7 @@ class Prompter:
         refills: Latest[int],
         ended: int = 0,
         groups: int | None = None,
-        asked_until: int = 0,
+        prompted_until: int = 0,
     ) -> None:
         self._outbox = outbox
         self._make = make
@@ -47,8 +47,8 @@ class Prompter:
         self._refills, self._ended, self._groups = refills, ended, groups
         self._draining = False
         self._patience: CancelScope | None = None
-        self._asked_before = asked_until
-        self.asked_until = asked_until
+        self._asked_before = prompted_until
+        self.prompted_until = prompted_until
         self.reached = 0
 
     async def run(self) -> None:
@@ -60,7 +60,7 @@ class Prompter:
                     return
                 prompt = self._make(group_id)
                 self.reached = group_id + 1
-                self.asked_until = max(self.asked_until, group_id + 1)
+                self.prompted_until = max(self.prompted_until, group_id + 1)
                 await self._outbox.send(prompt)
 
     def drain(self) -> None:

@@ -7,9 +7,8 @@ from typing import Protocol
 import anyio
 from anyio.streams.memory import MemoryObjectReceiveStream
 
-from clotho.runtime.queues import Inbox, Outbox
-from protocols.rollout import Discarded, RolloutGroup
-from protocols.score import GroupOutcome
+from protocols.queues import Inbox, Outbox
+from protocols.rollout import Discarded, GroupOutcome, RolloutGroup
 
 
 class Rewards(Protocol):

@@ -32,9 +32,8 @@ from clotho.scoring.head_scores import SamplingDistribution, TokenScores
 from clotho.scoring.sequences import MicroBatch
 from clotho.training.update import PolicyLearner
 from protocols.prompt import Problem, Prompt
-from protocols.rollout import RolloutGroup
+from protocols.rollout import RolloutGroup, ScoredGroup
 from protocols.sampling import Completion
-from protocols.score import ScoredGroup
 
 NAME = "head"
 RESULTS = ROOT / "bench" / "results" / "head.jsonl"

@@ -1,1 +1,1 @@
-"""The arrows: messages, contracts and configuration. msgspec and the standard library only."""
+"""Messages between actors, and the interfaces that they implement. Only msgspec and the standard library."""

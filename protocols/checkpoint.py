@@ -1,37 +1,76 @@
-"""What a checkpoint says about the run beside its tensors."""
+"""The JSON parts of a checkpoint: the state of the run and the adapter's configuration."""
 
 from __future__ import annotations
 
-from msgspec import Struct
+from typing import Literal
 
-from protocols.alarms import AlarmState
-from protocols.ledger import LedgerState
+from msgspec import Struct, field
+
+from protocols.accounting import LedgerState
+from protocols.collapse import CollapseState
 
 
 class RunState(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The run after `step` consumed batches; with the tensors, all that a resumed run needs.
+    """Checkpointer -> checkpoint. The run after `step` batches; with the tensors, all that a resumed run needs.
 
-    version, fingerprint: of the weights. ledger: how every group so far ended; the others are asked again.
-    asked: groups asked so far. random_state: of the compute thread, as 32-bit integers.
-    bad_steps: updates in a row that were not finite. train_seconds: inside updates, over all lives of the run.
-    sampled_tokens, trained_tokens: completion tokens over all lives of the run.
-    alarms: what they remember; rollbacks: how often the policy was sent back.
-    received: groups so far from each environment; under_way: of those that had not ended, by number, the environment.
-    inputs: fingerprints of what the run reads (`model`, `tokenizer`, `dataset`): a resumed run must read the same.
+    version, fingerprint: of the weights.
+    ledger: how each group ended. A resumed run prompts the other groups again.
+    prompted: number of groups prompted since the run began.
+    random_state: of the compute thread, as 32-bit integers.
+    bad_steps: consecutive updates that were not finite.
+    train_seconds, sampled_tokens, trained_tokens: totals since the run began.
+    inputs: fingerprints of `model`, `tokenizer` and `dataset`. A resumed run must have the same.
+    rollbacks: number of rollbacks since the run began.
+    received: number of groups received from each environment.
+    in_flight: environment of each received group that has not ended, by group id.
     """
 
     step: int
     version: int
     fingerprint: str
     ledger: LedgerState
-    asked: int
+    prompted: int
     random_state: tuple[int, ...]
     bad_steps: int
     train_seconds: float
     sampled_tokens: int
     trained_tokens: int
     inputs: dict[str, str]
-    alarms: AlarmState = AlarmState()
+    collapse: CollapseState = CollapseState()
     rollbacks: int = 0
     received: dict[str, int] = {}
-    under_way: dict[int, str] = {}
+    in_flight: dict[int, str] = {}
+
+
+class LoRAParameters(Struct, frozen=True, kw_only=True):
+    """The `lora_parameters` of mlx-lm: y = W x + scale * (x A) B.
+
+    rank: the largest rank of any module, and the rank of every module in files.
+    scale: the absolute factor, not alpha / rank.
+    keys: names of the adapted modules, relative to their block.
+    """
+
+    rank: int
+    scale: float
+    dropout: float
+    keys: tuple[str, ...]
+
+
+class AdapterConfig(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """`adapter_config.json`, as `mlx_lm.load(base, adapter_path=...)` reads it. A resumed run compares it.
+
+    num_layers: number of adapted blocks, counted from the last; -1 for all.
+    lora_parameters: None for full-weight training.
+
+    mlx-lm ignores the remaining fields.
+    ranks: rank of each module in `keys` whose rank is below `lora_parameters.rank`.
+    trained_weights: names of weights that are trained in full beside the adapter.
+    model: the base model.
+    """
+
+    fine_tune_type: Literal["lora", "dora", "full"]
+    num_layers: int
+    lora_parameters: LoRAParameters | None = None
+    ranks: dict[str, int] = field(default_factory=dict)
+    trained_weights: tuple[str, ...] = ()
+    model: str = ""

@@ -1,20 +1,20 @@
-"""Everything that Clotho raises on purpose.
+"""All errors that Clotho raises deliberately.
 
-A message says what is wrong, where, and what to do. `exit_status` is what the command line ends with:
-2 for a mistake of the person at the keyboard (one line, no traceback), 1 for a run that failed.
+A message states what is wrong, where, and what to do. `exit_status` is the command's exit status: 2 for a mistake that
+the user can correct (one line, no traceback), 1 for a run that failed.
 """
 
 from __future__ import annotations
 
 
 class ClothoError(Exception):
-    """Root of the tree."""
+    """Base class."""
 
     exit_status: int = 1
 
 
 class ProfileError(ClothoError, ValueError):
-    """The profile, or a flag, cannot be used as written. Names the file, the key and what is allowed."""
+    """The profile or a flag is invalid. Names the file, the key and the allowed values."""
 
     exit_status = 2
 
@@ -26,65 +26,65 @@ class DatasetError(ClothoError, ValueError):
 
 
 class ModelError(ClothoError, ValueError):
-    """A model cannot be found, read or trained as asked."""
+    """A model cannot be found, read or trained with these settings."""
 
     exit_status = 2
 
 
 class RunDirectoryError(ClothoError, OSError):
-    """A run directory holds another run, is in use, or cannot be written."""
+    """A run directory contains another run, is in use, or cannot be written."""
 
     exit_status = 2
 
 
 class CheckpointError(ClothoError, ValueError):
-    """A checkpoint is damaged, or belongs to another configuration."""
+    """A checkpoint is damaged, or was written with another configuration."""
 
     exit_status = 2
 
 
-class GatewayError(ClothoError, OSError):
-    """The HTTP server cannot start: the port is taken, the host is not permitted."""
+class ServerError(ClothoError, OSError):
+    """The HTTP server cannot start: the port is in use, or the host is not permitted."""
 
     exit_status = 2
 
 
 class RequestError(ClothoError, ValueError):
-    """A sampling request that the engine refuses. `param` names the offending field."""
+    """The engine refuses a sampling request. `param` names the invalid field."""
 
     def __init__(self, message: str, *, param: str) -> None:
-        """Keep the field's name beside the message."""
+        """param: name of the invalid field."""
         super().__init__(message)
         self.param = param
 
 
 class GenerationError(ClothoError, RuntimeError):
-    """The engine accepted a sampling request and could not finish it; nothing is wrong with the request."""
+    """The engine accepted a valid sampling request and could not finish it."""
 
 
 class ParityError(ClothoError, RuntimeError):
-    """Sampler and learner disagree about the probability of the same tokens: what is served is not what is trained."""
+    """Sampler and learner compute different log-probabilities for the same tokens."""
 
 
 class DivergenceError(ClothoError, RuntimeError):
-    """Too many updates in a row were not finite; the last good checkpoint stands."""
+    """Too many consecutive updates were not finite. The last good checkpoint is kept."""
 
 
 class CollapseError(ClothoError, RuntimeError):
-    """The policy collapses, or cheats its rewards, and the profile says to stop (`collapse_detection.on_collapse`)."""
+    """The policy collapses or exploits its rewards, and the profile says to stop (`collapse_detection.on_collapse`)."""
 
 
 class CompilationError(ClothoError, RuntimeError):
-    """A compiled computation differs from the uncompiled one: it cannot be trusted to train."""
+    """A compiled computation differs from the uncompiled one."""
 
 
 class AdapterError(ClothoError, RuntimeError):
-    """An adapter stays at its start although it is trained: nothing that is learned reaches what is served."""
+    """The adapter keeps its initial value although it is trained."""
 
 
 class ActorError(ClothoError, RuntimeError):
-    """An actor failed beyond what its supervisor forgives. Names the actor; the cause is chained."""
+    """An actor failed and is not restarted. Names the actor; its error is chained."""
 
 
 class ExecutorStoppedError(ClothoError, RuntimeError):
-    """Work was handed to a compute thread that has ended."""
+    """Work was submitted to a compute thread that has stopped."""

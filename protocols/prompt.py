@@ -1,7 +1,4 @@
-"""Prompter -> generator: one question to be answered by a group of completions.
-
-Where every random choice of a run comes from: counters hashed with the run's seed; nothing need be stored.
-"""
+"""Prompter -> generator: one prompt to be answered by a group of completions, and the seeds of the run."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ from msgspec import Struct
 
 
 class Problem(Struct, frozen=True, kw_only=True):
-    """One line of a dataset. `type` names the kind of problem and selects the rewards that apply to it."""
+    """One line of a dataset. type: selects the reward functions that apply."""
 
     prompt: str
     answer: str
@@ -19,12 +16,12 @@ class Problem(Struct, frozen=True, kw_only=True):
 
 
 class Prompt(Struct, frozen=True, kw_only=True, tag=True):
-    """Prompter -> generator. Group `group_id` of the run; a pure function of (profile, seed, group_id).
+    """Prompter -> generator. The prompt of group `group_id`: a pure function of (profile, seed, group_id).
 
-    group_id: serial number, from 0.
-    tokens: the rendered chat prompt, as the policy's tokenizer encodes it; never empty.
-    seed: every random choice inside the group derives from it.
-    source: the environment that the group comes from; empty where the run itself asked it.
+    group_id: serial number of the group, from 0.
+    tokens: the rendered chat prompt; never empty.
+    seed: seed for all random choices of the group.
+    source: name of the environment that sent the group; empty for the run's own dataset.
     """
 
     group_id: int
@@ -35,16 +32,13 @@ class Prompt(Struct, frozen=True, kw_only=True, tag=True):
 
 
 def derive(seed: int, *path: int | str) -> int:
-    """A 64-bit seed that is a pure function of `seed` and `path`; different paths give unrelated seeds.
-
-    The first 8 bytes of BLAKE2b over the decimal forms, joined by slashes.
-    """
+    """A 64-bit seed derived from `seed` and `path`: the first 8 bytes of BLAKE2b over `seed/path[0]/path[1]/...`."""
     text = "/".join(str(part) for part in (seed, *path))
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 def group_seed(run_seed: int, group_id: int) -> int:
-    """The seed of one group of a run."""
+    """The seed of one group."""
     return derive(run_seed, "group", group_id)
 
 

@@ -1,13 +1,17 @@
-"""Generator -> scorer: the completions of one prompt; and what becomes of a group that is never trained on."""
+"""Groups on their way from the generator to the learner: completions, rewards, or the reason for a discard."""
 
 from __future__ import annotations
 
+from math import inf
 from typing import Literal
 
 from msgspec import Struct
 
 from protocols.prompt import Prompt
 from protocols.sampling import Completion
+
+ZERO_VARIANCE_THRESHOLD = 1e-6
+"""A group is a zero-variance group if its rewards differ by at most this value. Such a group has no advantages."""
 
 
 class RolloutGroup(Struct, frozen=True, kw_only=True, tag=True):
@@ -18,12 +22,12 @@ class RolloutGroup(Struct, frozen=True, kw_only=True, tag=True):
 
     @property
     def oldest_version(self) -> int:
-        """The oldest weights that drew any token of the group."""
+        """The oldest policy version that sampled a token of the group."""
         return min(version for completion in self.completions for version in completion.versions)
 
 
 DiscardReason = Literal[
-    "no_signal",
+    "zero_variance",
     "stale",
     "reward_error",
     "generation_error",
@@ -36,14 +40,20 @@ DiscardReason = Literal[
 
 
 class Discarded(Struct, frozen=True, kw_only=True, tag=True):
-    """Any actor -> learner, on the arrow the group would have taken. The group ends here, counted, never trained on.
+    """Any actor -> learner, on the queue that the group would have taken. The group is counted and never trained on.
 
-    no_signal: nothing to learn, as where all rewards are equal; stale: older than `learner.max_staleness`, or than the
-    policy that was gone back to; reward_error: a reward raised, hung or returned no number; generation_error: the
-    engine failed it; invalid: refused on inspection; not_finite: its update was not finite and was skipped; duplicate:
-    an environment sent it before; surplus: it came after the last batch of the run; lost: an environment sent it to an
-    earlier life of the run, which ended before it was learned from. rewards, parts: as of a `ScoredGroup`, where it was
-    scored.
+    Reasons:
+      zero_variance: all rewards are equal, all completions are masked, or the gradient is exactly zero.
+      stale: older than `learner.max_staleness`, or sampled before a rollback.
+      reward_error: a reward function raised, timed out or returned a value that is not a finite number.
+      generation_error: the engine could not finish the group.
+      invalid: the group failed validation.
+      not_finite: the update of the group was not finite and was skipped.
+      duplicate: an environment has sent the group before.
+      surplus: the group arrived after the last batch of the run.
+      lost: an environment sent the group before a restart, and it had not been trained on.
+
+    rewards, parts: as in `ScoredGroup`, if the group was scored.
     """
 
     prompt: Prompt
@@ -52,3 +62,70 @@ class Discarded(Struct, frozen=True, kw_only=True, tag=True):
     completions: tuple[Completion, ...] = ()
     rewards: tuple[float, ...] = ()
     parts: dict[str, tuple[float | None, ...]] = {}
+
+
+class TeacherTokens(Struct, frozen=True, kw_only=True):
+    """Top-K tokens of a teacher model at each token of one completion. K is the same everywhere.
+
+    tokens, logprobs: shape (T, K); natural log under the teacher. Rows of tokens that the policy did not sample are
+    ignored.
+    """
+
+    tokens: tuple[tuple[int, ...], ...]
+    logprobs: tuple[tuple[float, ...], ...]
+
+
+class ScoredGroup(Struct, frozen=True, kw_only=True, tag=True):
+    """Scorer or atropos_fetcher -> learner. `rewards[i]` is the weighted sum of rewards of completion i; finite.
+
+    parts: value of each reward function per completion; None where it does not apply.
+
+    Only environments set the following fields. Each is empty, or has one entry per completion:
+    token_advantages: advantage per token; used in place of advantages from rewards.
+    reference_logprobs: log-probability per token under the environment's reference policy.
+    temperatures: sampling temperature, above 0. Empty: `sampling.temperature`.
+    zero_advantage: the completion's advantage is 0; its reward still counts in the group's statistics.
+    teacher: the teacher's alternatives, for distillation.
+    logprob_error: largest difference in nats between the log-probabilities in the message and those of the sample log;
+    None if the sample log has none of them.
+    """
+
+    group: RolloutGroup
+    rewards: tuple[float, ...]
+    parts: dict[str, tuple[float | None, ...]]
+    token_advantages: tuple[tuple[float, ...], ...] = ()
+    reference_logprobs: tuple[tuple[float, ...], ...] = ()
+    temperatures: tuple[float, ...] = ()
+    zero_advantage: tuple[bool, ...] = ()
+    teacher: tuple[TeacherTokens, ...] = ()
+    logprob_error: float | None = None
+
+    def __post_init__(self) -> None:
+        """Raise ValueError if a field does not match the completions one to one."""
+        completions = self.group.completions
+        if len(self.rewards) != len(completions):
+            raise ValueError(f"{len(self.rewards)} rewards for {len(completions)} completions")
+        for name, entries in (
+            ("temperatures", self.temperatures),
+            ("zero_advantage", self.zero_advantage),
+            ("teacher", self.teacher),
+        ):
+            if entries and len(entries) != len(completions):
+                raise ValueError(f"{name} must have one entry per completion")
+        if not all(1e-30 <= temperature < inf for temperature in self.temperatures):
+            raise ValueError("temperatures must be finite, and above 0 in float32")
+        _require_token_lengths("token_advantages", self.token_advantages, completions)
+        _require_token_lengths("reference_logprobs", self.reference_logprobs, completions)
+        _require_token_lengths("teacher", tuple(one.tokens for one in self.teacher), completions)
+        _require_token_lengths("teacher", tuple(one.logprobs for one in self.teacher), completions)
+
+
+def _require_token_lengths(
+    name: str, rows: tuple[tuple[object, ...], ...], completions: tuple[Completion, ...]
+) -> None:
+    if rows and [len(row) for row in rows] != [len(completion.tokens) for completion in completions]:
+        raise ValueError(f"{name} must have one entry per token of each completion")
+
+
+GroupOutcome = ScoredGroup | Discarded
+"""What the learner receives for each group."""

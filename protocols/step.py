@@ -1,7 +1,4 @@
-"""Learner -> broadcaster, checkpointer, monitor: what one consumed batch did to the policy.
-
-A group in the replay buffer, as a checkpoint keeps it.
-"""
+"""What one batch did to the policy: learner -> broadcaster, checkpointer, evaluator and monitor."""
 
 from __future__ import annotations
 
@@ -9,17 +6,16 @@ from typing import Any
 
 from msgspec import Struct
 
-from protocols.alarms import AlarmState
-from protocols.ledger import LedgerState
-from protocols.rollout import Discarded
-from protocols.score import ScoredGroup
+from protocols.accounting import LedgerState
+from protocols.collapse import CollapseState
+from protocols.rollout import Discarded, ScoredGroup
 
 
-class KeptGroup(Struct, frozen=True, kw_only=True):
-    """A group that was learned from, and may be again.
+class ReplayGroup(Struct, frozen=True, kw_only=True):
+    """A group in the replay buffer, as a checkpoint keeps it.
 
-    advantage: mean size of the advantages of its completions, when it was learned from first.
-    version: of the weights that this first update made; its age counts from there.
+    advantage: mean absolute advantage of its completions when it was first trained on.
+    version: policy version of that update; the staleness of the group counts from it.
     """
 
     scored: ScoredGroup
@@ -28,24 +24,29 @@ class KeptGroup(Struct, frozen=True, kw_only=True):
 
 
 class TrainedGroup(Struct, frozen=True, kw_only=True):
-    """A group that entered the update, with the advantage of each completion."""
+    """A group that was trained on. advantages: one per completion."""
 
     scored: ScoredGroup
     advantages: tuple[float, ...]
 
 
 class UpdateMetrics(Struct, frozen=True, kw_only=True):
-    """Numbers of one policy update, natural logs, averaged over completion tokens unless said otherwise.
+    """Metrics of one policy update, in nats where they are logarithms, averaged over completion tokens by default.
 
-    kl: to the reference policy, by the chosen estimator; mismatch_kl: k3 of sampler against learner on the tokens that
-    the learner's own weights drew (0 where there are none); clip_fraction: share of tokens whose ratio was clipped;
-    grad_norm: before clipping, of the last optimizer step; applied: False where the gradient was not finite, or exactly
-    zero, and no step was taken. ess: effective sample size of the ratios learner / sampler, as a share of the tokens;
-    rejected_fraction: share of tokens that a correction or a mask left out. kl_beta, entropy_weight: as they stood in
-    this update. optimizer_steps: how many it took, those without a gradient not counted. tokens: learned from, each
-    counted once, replayed ones included. step_kl: k3 of the policy before the update against that after it, on some of
-    its tokens; None where not measured. distillation: cross-entropy of a teacher's alternatives under the policy, per
-    token with a teacher; 0 without one.
+    kl: to the reference policy, by the configured estimator.
+    mismatch_kl: k3 estimate between sampler and learner, on tokens that the current policy version sampled; 0 without
+        such tokens.
+    clip_fraction: fraction of tokens whose importance ratio was clipped.
+    grad_norm: norm of the last optimizer step's gradient, before clipping.
+    applied: False if the gradient was not finite or exactly zero; no step was taken then.
+    ess: effective sample size of the importance weights learner / sampler, as a fraction of the tokens.
+    rejected_fraction: fraction of tokens that an importance correction or a mask excluded.
+    kl_beta, entropy_weight: coefficients of this update.
+    optimizer_steps: steps taken; those with a zero gradient are not counted.
+    tokens: number of tokens trained on, replayed tokens included.
+    step_kl: k3 estimate between the policy before and after the update, on a sample of its tokens; None if not
+        measured.
+    distillation: cross-entropy with the teacher's alternatives, per token that has a teacher; 0 without a teacher.
     """
 
     loss: float
@@ -68,15 +69,18 @@ class UpdateMetrics(Struct, frozen=True, kw_only=True):
 
 
 class StepReport(Struct, frozen=True, kw_only=True, tag=True):
-    """Learner -> monitor; inside `PolicyUpdated`, to everyone else. Sent once per consumed batch.
+    """Learner -> monitor, and inside `PolicyUpdated`. One per consumed batch.
 
-    step: batches consumed, from 1; version, fingerprint: of the weights after this batch (unchanged if nothing taught).
-    trained, discarded: together every group that ended since the last report.
-    staleness: per trained group, the learner's version less the group's oldest.
-    train_seconds: wall-clock time inside the update; wait_seconds: waiting for groups before it.
-    refilled: groups of this batch in whose place another one was asked.
-    replayed: groups from the replay buffer that the update learned from again. alarms: signs of collapse that this batch
-    showed, in words. rolled_back: the weights of this version are those of an earlier one.
+    step: number of batches consumed, this one included.
+    version, fingerprint: of the weights after the batch.
+    trained, discarded: every group that ended since the last report.
+    staleness: per trained group, the learner's version minus the group's oldest version.
+    update: None if the batch had no group to train on.
+    train_seconds: wall-clock time of the update. wait_seconds: time spent waiting for groups before it.
+    replaced: number of groups that were replaced by another group (`learner.dynamic_sampling`).
+    replayed: number of groups from the replay buffer.
+    collapse_warnings: symptoms of collapse that the batch shows, as text.
+    rolled_back: the weights are those of an earlier version.
     """
 
     step: int
@@ -88,16 +92,16 @@ class StepReport(Struct, frozen=True, kw_only=True, tag=True):
     update: UpdateMetrics | None
     train_seconds: float
     wait_seconds: float
-    refilled: int = 0
+    replaced: int = 0
     replayed: int = 0
-    alarms: tuple[str, ...] = ()
+    collapse_warnings: tuple[str, ...] = ()
     rolled_back: bool = False
 
 
 class GroupsEnded(Struct, frozen=True, kw_only=True, tag=True):
-    """Learner -> monitor: groups that ended between two batches, for they count towards none.
+    """Learner -> monitor. Groups discarded between two batches.
 
-    step: the number of the batch that was forming. Its `StepReport` does not list them again.
+    step: number of the batch that is being collected. Its `StepReport` does not list these groups again.
     """
 
     step: int
@@ -105,12 +109,15 @@ class GroupsEnded(Struct, frozen=True, kw_only=True, tag=True):
 
 
 class PolicyUpdated(Struct, frozen=True, kw_only=True, tag=True):
-    """Learner -> broadcaster, checkpointer, evaluator, each on an arrow of its own: the whole learner after one batch.
+    """Learner -> broadcaster, checkpointer, evaluator, each through its own queue. The learner's state after a batch.
 
-    parameters, optimizer: trees of evaluated arrays, shared with the learner and never written to: a snapshot costs
-    nothing. random_state: of the compute thread. ledger: the books after this batch. bad_steps: updates in a row that
-    were not finite. train_seconds, trained_tokens: spent in updates, and learned from, over all lives of the run.
-    replay: groups in the replay buffer, the oldest first. alarms: what they remember. rollbacks: over all lives.
+    parameters, optimizer: trees of evaluated arrays, shared with the learner. Arrays are immutable, so that no copy is
+        needed.
+    random_state: state of the compute thread's random number generator.
+    bad_steps: consecutive updates that were not finite.
+    train_seconds, trained_tokens: totals since the run began.
+    replay: groups in the replay buffer, oldest first.
+    rollbacks: number of rollbacks since the run began.
     """
 
     report: StepReport
@@ -121,6 +128,28 @@ class PolicyUpdated(Struct, frozen=True, kw_only=True, tag=True):
     bad_steps: int
     train_seconds: float
     trained_tokens: int
-    replay: tuple[KeptGroup, ...] = ()
-    alarms: AlarmState = AlarmState()
+    replay: tuple[ReplayGroup, ...] = ()
+    collapse: CollapseState = CollapseState()
     rollbacks: int = 0
+
+
+class WeightsReady(Struct, frozen=True, kw_only=True, tag=True):
+    """Broadcaster -> generator, atropos_fetcher and server. The weights that are being served.
+
+    version: policy version, the number of updates since the run began; 0 is the base policy.
+    step: number of batches consumed. A batch without an update increments `step`, but not `version`.
+    fingerprint: hash of the trainable weights.
+    """
+
+    version: int
+    step: int
+    fingerprint: str
+
+
+class SwapTimes(Struct, frozen=True, kw_only=True):
+    """Broadcaster -> run metrics. Durations of weight swaps in seconds; 0 before the first swap."""
+
+    count: int = 0
+    last: float = 0.0
+    median: float = 0.0
+    longest: float = 0.0

@@ -13,11 +13,11 @@ from collections.abc import Callable
 
 from msgspec import Struct
 
+from protocols.accounting import Balance
 from protocols.evaluation import EvalReport
-from protocols.ledger import Balance
 
 
-class MailboxGauge(Struct, frozen=True, kw_only=True):
+class QueueGauge(Struct, frozen=True, kw_only=True):
     """How full an arrow is, in messages."""
 
     name: str
@@ -34,7 +34,7 @@ class RunGauges(Struct, frozen=True, kw_only=True):
     and longest took so many seconds. peak_memory_bytes: of arrays held at once.
     """
 
-    mailboxes: tuple[MailboxGauge, ...] = ()
+    mailboxes: tuple[QueueGauge, ...] = ()
     tokens_sampled: int = 0
     decode_seconds: float = 0.0
     decode_rate_idle: float | None = None

@@ -12,9 +12,8 @@ from bench.shapes import make_policy
 from clotho.config.schema import LearnerSection, PolicySection, SamplingSection
 from clotho.training.update import PolicyLearner, Update
 from protocols.prompt import Problem, Prompt
-from protocols.rollout import RolloutGroup
+from protocols.rollout import RolloutGroup, ScoredGroup
 from protocols.sampling import Completion
-from protocols.score import ScoredGroup
 
 
 def prepare(case: Case) -> MeasureOnce:

@@ -12,8 +12,9 @@ from bench.contenders.worker import Case, MeasureOnce, serve
 from clotho.runtime.actor import Actor
 from clotho.runtime.child import transient
 from clotho.runtime.compute_thread import ComputeExecutor, finish
-from clotho.runtime.queues import Inbox, Mailbox, Outbox
+from clotho.runtime.queues import Queue
 from clotho.runtime.supervisor import Supervisor
+from protocols.queues import Inbox, Outbox
 
 
 class Source:
@@ -57,7 +58,7 @@ class Drain:
 
 async def through_a_mailbox(messages: int, capacity: int) -> None:
     """Two tasks and one queue, without supervision."""
-    box: Mailbox[int] = Mailbox("box", capacity=capacity)
+    box: Queue[int] = Queue("box", capacity=capacity)
     source, drain = Source(box.writer(), messages), Drain(box.reader())
     await asyncio.gather(source.run(), drain.run())
     _check(drain.received, messages)
@@ -65,8 +66,8 @@ async def through_a_mailbox(messages: int, capacity: int) -> None:
 
 async def through_an_actor(messages: int, capacity: int) -> None:
     """Source, actor and drain as in the pipeline: supervised, readers started first, until the last one returns."""
-    before: Mailbox[int] = Mailbox("before", capacity=capacity)
-    after: Mailbox[int] = Mailbox("after", capacity=capacity)
+    before: Queue[int] = Queue("before", capacity=capacity)
+    after: Queue[int] = Queue("after", capacity=capacity)
     drain = Drain(after.reader())
     relay = Relay("relay", before.reader(), after.writer())
     children = [transient(drain), transient(relay), transient(Source(before.writer(), messages))]

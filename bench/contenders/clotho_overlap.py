@@ -18,9 +18,8 @@ from clotho.inference import DecodeEngine
 from clotho.runtime.compute_thread import ComputeExecutor
 from clotho.training.update import PolicyLearner
 from protocols.prompt import Problem, Prompt
-from protocols.rollout import RolloutGroup
+from protocols.rollout import RolloutGroup, ScoredGroup
 from protocols.sampling import Completion, CompletionDone, SampleEvent, SampleRequest, Sampling
-from protocols.score import ScoredGroup
 
 SECONDS = 3.0
 """Duration of the measurement without updates, and the time after which no further update starts."""

@@ -21,7 +21,7 @@ from clotho.runtime.sampling_client import Sampler
 from clotho.serving.server import ApiServer
 from clotho.serving.services import GatewayServices, HealthReport, TrainingNumbers
 from protocols.sampling import PromptLogprobs, Sampling
-from protocols.weights import WeightsReady
+from protocols.step import WeightsReady
 
 
 def assemble(model: str) -> tuple[Policy, DecodeEngine]:

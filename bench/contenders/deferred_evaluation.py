@@ -10,8 +10,8 @@ from anyio.abc import TaskStatus
 
 from actors.evaluator import Evaluator, Pinned
 from clotho.runtime.plugins import Services
-from clotho.runtime.queues import Inbox, Outbox
 from protocols.evaluation import EvalReport
+from protocols.queues import Inbox, Outbox
 from protocols.step import PolicyUpdated
 
 EVALUATED = "version_evaluated"

@@ -18,10 +18,10 @@ from msgspec.structs import replace
 
 from actors.generator import Generator
 from clotho.runtime.plugins import Services
-from clotho.runtime.queues import Inbox, Outbox
 from clotho.runtime.sampling_client import GenerationError, Sampler
 from protocols.errors import RequestError
 from protocols.prompt import Problem, Prompt
+from protocols.queues import Inbox, Outbox
 from protocols.rollout import Discarded, RolloutGroup
 from protocols.sampling import Completion, SampleRequest
 

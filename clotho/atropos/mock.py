@@ -15,9 +15,8 @@ from msgspec import Raw, Struct
 from clotho.atropos.validation import MASKED
 from clotho.config.schema import SamplingSection
 from protocols.prompt import Prompt
-from protocols.rollout import RolloutGroup
+from protocols.rollout import GroupOutcome, RolloutGroup
 from protocols.sampling import PARAMETERS, Completion, FinishReason
-from protocols.score import GroupOutcome
 
 LABEL = "mock"
 TIMEOUT = httpx.Timeout(connect=5.0, read=1200.0, write=30.0, pool=None)

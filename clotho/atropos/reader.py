@@ -24,9 +24,16 @@ from clotho.atropos.wire import Refused, WireGroup, decode_group, sender
 from clotho.config.schema import AtroposSection, LearnerSection
 from protocols.errors import GenerationError
 from protocols.prompt import Problem, Prompt
-from protocols.rollout import Discarded, DiscardReason, RolloutGroup
+from protocols.rollout import (
+    ZERO_VARIANCE_THRESHOLD,
+    Discarded,
+    DiscardReason,
+    GroupOutcome,
+    RolloutGroup,
+    ScoredGroup,
+    TeacherTokens,
+)
 from protocols.sampling import Completion, FinishReason, PromptLogprobs, Sampling, restricts_support
-from protocols.score import ZERO_VARIANCE_THRESHOLD, GroupOutcome, ScoredGroup, TeacherTokens
 
 BEYOND_THE_GROUP = ("batch", "environment")
 """Values of `learner.advantage` by which equal rewards may teach something."""
@@ -72,7 +79,7 @@ def outcome(
     teaches = checked.advantages or reading.teacher or learner.advantage in BEYOND_THE_GROUP
     if not teaches and max(rewards) - min(rewards) <= ZERO_VARIANCE_THRESHOLD:
         detail = f"all {len(rewards)} rewards are {rewards[0]:g}"
-        return Discarded(prompt=prompt, reason="no_signal", detail=detail, completions=completions, rewards=rewards)
+        return Discarded(prompt=prompt, reason="zero_variance", detail=detail, completions=completions, rewards=rewards)
     temperatures = tuple(sequence.temperature for sequence in sequences)
     differences = [sequence.difference for sequence in sequences if sequence.difference is not None]
     wants_reference = learner.reference == "environment" and learner.kl_beta > 0
@@ -83,7 +90,7 @@ def outcome(
         token_advantages=_rest(checked.advantages, checked.common),
         reference_logprobs=_rest(checked.reference, checked.common) if wants_reference else (),
         temperatures=temperatures if set(temperatures) != {sampling.temperature} else (),
-        muted=checked.muted if any(checked.muted) else (),
+        zero_advantage=checked.zero_advantage if any(checked.zero_advantage) else (),
         teacher=reading.teacher,
         logprob_error=max(differences, default=None),
     )

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from msgspec import Raw
 
-from protocols.score import GroupOutcome
+from protocols.rollout import GroupOutcome
 
 
 class GroupSource(Protocol):

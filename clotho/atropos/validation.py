@@ -14,8 +14,8 @@ from msgspec import Raw, Struct
 from numpy.typing import NDArray
 
 from clotho.atropos.wire import Integer, Override, Parameters, Refused, WireGroup, decode
+from protocols.rollout import TeacherTokens
 from protocols.sampling import MAX_TEMPERATURE, MIN_LEARNABLE_TEMPERATURE
-from protocols.score import TeacherTokens
 
 MASKED = -100
 MOST_SEQUENCES = 1024
@@ -52,7 +52,7 @@ class CheckedGroup(NamedTuple):
     reference: Rows
     behaviour: Rows
     temperatures: list[float | None]
-    muted: tuple[bool, ...]
+    zero_advantage: tuple[bool, ...]
 
 
 def check(group: WireGroup, bounds: Bounds) -> CheckedGroup:
@@ -70,7 +70,7 @@ def check(group: WireGroup, bounds: Bounds) -> CheckedGroup:
         reference=_logprobs("ref_logprobs", group.ref_logprobs, trained),
         behaviour=_logprobs("inference_logprobs", group.inference_logprobs, trained),
         temperatures=_temperatures(group, overrides),
-        muted=tuple(bool(one and one.set_advantage_to_zero) for one in overrides),
+        zero_advantage=tuple(bool(one and one.set_advantage_to_zero) for one in overrides),
     )
 
 

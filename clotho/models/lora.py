@@ -18,7 +18,7 @@ from msgspec import Struct
 from clotho.config.schema import PolicySection
 from clotho.models.parameters import flat
 from clotho.models.token_weights import token_weights
-from protocols.adapter import AdapterConfig, LoRAParameters
+from protocols.checkpoint import AdapterConfig, LoRAParameters
 from protocols.errors import ModelError
 
 LINEAR = (nn.Linear, nn.QuantizedLinear, SwitchLinear, QuantizedSwitchLinear)

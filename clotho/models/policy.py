@@ -24,7 +24,7 @@ from clotho.models.lora import AdaptedModule, fused_weights, install_adapter, op
 from clotho.models.parameter_slots import ParameterPlaces, Parameters
 from clotho.models.parameters import fingerprint, flat, nested
 from clotho.models.tokenizer import ChatTokenizer
-from protocols.adapter import AdapterConfig
+from protocols.checkpoint import AdapterConfig
 from protocols.errors import ModelError
 from protocols.summary import PolicyDescription
 

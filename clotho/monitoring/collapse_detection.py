@@ -1,7 +1,7 @@
 """Alarms: whether the policy collapses or cheats, judged once per batch by simple signs that have to last.
 
 A sign is a number of the batch beyond a fixed bound (how far the update moved the policy, effective sample size, KL),
-or one far from what is normal for the run. Normal is the median of the latest `window` healthy updates, and of it the
+or one far from what is normal for the run. HealthyRange is the median of the latest `window` healthy updates, and of it the
 healthiest value so far: a slow decline stays measured against the best times. Only length is compared with the latest
 median, for answers may grow for good. What looks bad never becomes normal.
 
@@ -18,7 +18,7 @@ from math import inf, isfinite
 from statistics import fmean, median, stdev
 
 from clotho.config.schema import CollapseDetectionSection
-from protocols.alarms import AlarmState, BatchLook, GroupLook, Normal, Verdict
+from protocols.collapse import BatchStatistics, CollapseState, CollapseVerdict, GroupStatistics, HealthyRange
 from protocols.sampling import Completion
 from protocols.step import StepReport
 
@@ -31,7 +31,7 @@ NO_CONTENT = (FORM, "overlong")
 Components = Mapping[str, Sequence[float | None]]
 
 
-def group_looks(report: StepReport) -> Iterator[GroupLook]:
+def group_looks(report: StepReport) -> Iterator[GroupStatistics]:
     """Every group of the batch that was scored, whether it was trained on or discarded, the trained ones first.
 
     Stale ones are left out: an older policy drew them, perhaps one that was given up.
@@ -44,14 +44,14 @@ def group_looks(report: StepReport) -> Iterator[GroupLook]:
             yield from _group(lost.prompt.source, lost.completions, lost.rewards, lost.parts)
 
 
-def batch_look(groups: Sequence[GroupLook], report: StepReport) -> BatchLook:
+def batch_look(groups: Sequence[GroupStatistics], report: StepReport) -> BatchStatistics:
     """Groups together, each counted the same, and the numbers of the update if one was made."""
     reward = [group.reward for group in groups]
     by_source: dict[str, list[float]] = {}
     for group in groups:
         by_source.setdefault(group.source, []).append(group.reward)
     update = report.update if report.update and report.update.applied else None
-    return BatchLook(
+    return BatchStatistics(
         reward=_mean(reward),
         reward_error=stdev(reward) / len(reward) ** 0.5 if len(reward) > 1 else None,
         rewards={source: fmean(values) for source, values in by_source.items()},
@@ -69,11 +69,11 @@ def batch_look(groups: Sequence[GroupLook], report: StepReport) -> BatchLook:
 
 def _group(
     source: str, completions: Sequence[Completion], rewards: Sequence[float], parts: Components
-) -> Iterator[GroupLook]:
+) -> Iterator[GroupStatistics]:
     if not rewards or not all(map(isfinite, rewards)):
         return
     judged = list(_content(parts, len(rewards)))
-    yield GroupLook(
+    yield GroupStatistics(
         source=source,
         reward=fmean(rewards),
         lowest=min(rewards),
@@ -127,42 +127,42 @@ CONTENT_KEPT = 0.8
 class Alarms:
     """Remembers what is normal, and says of every batch whether it looks bad and for how long it has."""
 
-    def __init__(self, settings: CollapseDetectionSection, state: AlarmState | None = None) -> None:
+    def __init__(self, settings: CollapseDetectionSection, state: CollapseState | None = None) -> None:
         """state: as another's `state()` gave it; the verdicts that follow are the same as its own would be."""
         self._settings = settings
-        self._state = state or AlarmState()
+        self._state = state or CollapseState()
 
-    def state(self) -> AlarmState:
+    def state(self) -> CollapseState:
         """Return all that is remembered, for a checkpoint."""
         return self._state
 
     def restart(self) -> None:
         """Forget everything, as after going back to an earlier policy."""
-        self._state = AlarmState()
+        self._state = CollapseState()
 
-    def observe(self, report: StepReport) -> Verdict:
+    def observe(self, report: StepReport) -> CollapseVerdict:
         """Judge a batch. One without scored groups and without an update leaves everything as it was."""
         before = self._state
         new = tuple(group_looks(report))
         groups = (*before.groups, *new)[-max(ENOUGH_GROUPS, len(new)) :]
         look = batch_look(groups if new else (), report)
-        if look == BatchLook():
-            return Verdict(signs=(), tripped=False)
+        if look == BatchStatistics():
+            return CollapseVerdict(signs=(), tripped=False)
         signs = tuple(self._signs(look))
         bad = before.bad + 1 if signs else 0
         if look.step_kl is not None and look.step_kl > BEYOND_DOUBT * self._settings.step_kl_high:
             bad = max(bad, self._settings.patience)
         healthy = before.healthy if signs else (*before.healthy, look)[-self._settings.window :]
-        self._state = AlarmState(
+        self._state = CollapseState(
             bad=bad,
             lowest=_least(before.lowest, *(group.lowest for group in new)),
             groups=groups[-ENOUGH_GROUPS:],
             healthy=healthy,
             normal=before.normal if signs else self._normal(before.normal, healthy),
         )
-        return Verdict(signs=signs, tripped=bad >= self._settings.patience)
+        return CollapseVerdict(signs=signs, tripped=bad >= self._settings.patience)
 
-    def _normal(self, before: Normal, healthy: tuple[BatchLook, ...]) -> Normal:
+    def _normal(self, before: HealthyRange, healthy: tuple[BatchStatistics, ...]) -> HealthyRange:
         def usual(name: str) -> float | None:
             values = [value for look in healthy if (value := getattr(look, name)) is not None]
             return median(values) if len(values) == self._settings.window else None
@@ -175,7 +175,7 @@ class Alarms:
             source: _most(before.rewards.get(source), usual_reward(source))
             for source in {*before.rewards, *(source for look in healthy for source in look.rewards)}
         }
-        return Normal(
+        return HealthyRange(
             rewards={source: best for source, best in rewards.items() if best is not None},
             entropy_most=_most(before.entropy_most, usual("entropy")),
             entropy_least=_least(before.entropy_least, usual("entropy")),
@@ -185,31 +185,31 @@ class Alarms:
             content=_most(before.content, usual("content")),
         )
 
-    def _signs(self, look: BatchLook) -> Iterator[str]:
+    def _signs(self, look: BatchStatistics) -> Iterator[str]:
         for sign in (_step, _ess, _kl, _reward, _entropy, _length, _truncated, _empty_form):
             yield from sign(look, self._state, self._settings)
 
 
-Sign = Callable[[BatchLook, AlarmState, CollapseDetectionSection], Iterator[str]]
+Sign = Callable[[BatchStatistics, CollapseState, CollapseDetectionSection], Iterator[str]]
 """One idea of what looks bad: nothing, or words that say it."""
 
 
-def _step(look: BatchLook, state: AlarmState, settings: CollapseDetectionSection) -> Iterator[str]:
+def _step(look: BatchStatistics, state: CollapseState, settings: CollapseDetectionSection) -> Iterator[str]:
     if look.step_kl is not None and look.step_kl > settings.step_kl_high:
         yield f"the update moved the policy by {look.step_kl:.2g} nats per token"
 
 
-def _ess(look: BatchLook, state: AlarmState, settings: CollapseDetectionSection) -> Iterator[str]:
+def _ess(look: BatchStatistics, state: CollapseState, settings: CollapseDetectionSection) -> Iterator[str]:
     if look.ess is not None and look.ess < settings.ess_low:
         yield f"the effective sample size is {look.ess:.1%} of the tokens"
 
 
-def _kl(look: BatchLook, state: AlarmState, settings: CollapseDetectionSection) -> Iterator[str]:
+def _kl(look: BatchStatistics, state: CollapseState, settings: CollapseDetectionSection) -> Iterator[str]:
     if look.kl is not None and look.kl > settings.kl_high:
         yield f"the policy is {look.kl:.2g} nats per token from its reference"
 
 
-def _reward(look: BatchLook, state: AlarmState, settings: CollapseDetectionSection) -> Iterator[str]:
+def _reward(look: BatchStatistics, state: CollapseState, settings: CollapseDetectionSection) -> Iterator[str]:
     """Lost of what the best times had above the worst completion of the run, and more than chance explains.
 
     The best of several environments are weighed as the batch is: another mixture is no loss.
@@ -223,7 +223,7 @@ def _reward(look: BatchLook, state: AlarmState, settings: CollapseDetectionSecti
         yield f"the mean reward fell from {best:.3g} to {look.reward:.3g}"
 
 
-def _entropy(look: BatchLook, state: AlarmState, settings: CollapseDetectionSection) -> Iterator[str]:
+def _entropy(look: BatchStatistics, state: CollapseState, settings: CollapseDetectionSection) -> Iterator[str]:
     least, most = state.normal.entropy_least, state.normal.entropy_most
     if look.entropy is None or least is None or most is None:
         return
@@ -233,19 +233,19 @@ def _entropy(look: BatchLook, state: AlarmState, settings: CollapseDetectionSect
         yield f"the entropy fell from {most:.2g} to {look.entropy:.2g} nats"
 
 
-def _length(look: BatchLook, state: AlarmState, settings: CollapseDetectionSection) -> Iterator[str]:
+def _length(look: BatchStatistics, state: CollapseState, settings: CollapseDetectionSection) -> Iterator[str]:
     usual = state.normal.length
     if look.length is not None and usual is not None and look.length > settings.length_high * usual:
         yield f"completions grew from {usual:.0f} to {look.length:.0f} tokens"
 
 
-def _truncated(look: BatchLook, state: AlarmState, settings: CollapseDetectionSection) -> Iterator[str]:
+def _truncated(look: BatchStatistics, state: CollapseState, settings: CollapseDetectionSection) -> Iterator[str]:
     usual = state.normal.truncated
     if look.truncated is not None and usual is not None and look.truncated > usual + settings.truncated_high:
         yield f"{look.truncated:.0%} of completions are cut off, {usual:.0%} in good times"
 
 
-def _empty_form(look: BatchLook, state: AlarmState, settings: CollapseDetectionSection) -> Iterator[str]:
+def _empty_form(look: BatchStatistics, state: CollapseState, settings: CollapseDetectionSection) -> Iterator[str]:
     usual, content = state.normal.empty_form, state.normal.content
     if look.empty_form is None or look.content is None or usual is None or content is None:
         return

@@ -9,7 +9,7 @@ from msgspec import Struct
 
 from clotho.config.schema import CollapseDetectionSection
 from clotho.monitoring.collapse_detection import Alarms
-from protocols.alarms import AlarmState
+from protocols.collapse import CollapseState
 from protocols.errors import CollapseError
 from protocols.step import StepReport
 
@@ -26,7 +26,7 @@ class Judgement(Struct, frozen=True, kw_only=True):
 class CollapseWatch:
     """Judges every batch and says what to do, as the profile wants it; counts how often it sent the policy back."""
 
-    def __init__(self, settings: CollapseDetectionSection, *, state: AlarmState, rollbacks: int) -> None:
+    def __init__(self, settings: CollapseDetectionSection, *, state: CollapseState, rollbacks: int) -> None:
         """state, rollbacks: of an earlier life of the run, or of a beginning."""
         self._settings = settings
         self._alarms = Alarms(settings, state)
@@ -38,7 +38,7 @@ class CollapseWatch:
         """Factor of the learning rate with every rollback."""
         return self._settings.rollback_rate
 
-    def state(self) -> AlarmState:
+    def state(self) -> CollapseState:
         """What the alarms remember, for a checkpoint."""
         return self._alarms.state()
 
@@ -66,6 +66,6 @@ class CollapseWatch:
         """What ends the run: what was seen, and what to do."""
         after = f" after {self.rollbacks} rollbacks (collapse_detection.max_rollbacks)" if self.rollbacks else ""
         return CollapseError(
-            f"the policy collapses at step {report.step}{after}: {'; '.join(report.alarms)}. An earlier checkpoint may "
+            f"the policy collapses at step {report.step}{after}: {'; '.join(report.collapse_warnings)}. An earlier checkpoint may "
             "be better; lower learner.learning_rate, or see collapse_detection.on_collapse"
         )

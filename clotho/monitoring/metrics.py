@@ -16,8 +16,8 @@ import msgspec
 from msgspec import Struct
 
 from protocols.evaluation import EvalReport
+from protocols.rollout import ScoredGroup
 from protocols.sampling import Completion
-from protocols.score import ScoredGroup
 from protocols.step import StepReport
 from protocols.summary import RunGauges
 
@@ -167,9 +167,9 @@ def step_metrics(
         groups_trained=len(report.trained),
         groups_discarded=discarded.total(),
         discarded=dict(reasons),
-        groups_refilled=report.refilled,
+        groups_refilled=report.replaced,
         groups_replayed=report.replayed,
-        alarms=report.alarms,
+        alarms=report.collapse_warnings,
         rolled_back=report.rolled_back,
         staleness_mean=_mean(report.staleness),
         staleness_max=max(report.staleness, default=None),

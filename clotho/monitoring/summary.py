@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from clotho.monitoring.terminal_text import duration, memory, milliseconds, number, percent, size, visible
-from protocols.ledger import Balance
+from protocols.accounting import Balance
 from protocols.summary import MemoryEstimate, MemoryPart, RunSummary
 
 LABEL = 13

@@ -16,8 +16,7 @@ from clotho.rewards.overlong import OVERLONG, Overlong
 from clotho.rewards.registry import BUILT_IN, is_async, load_reward
 from protocols.errors import ProfileError
 from protocols.prompt import Problem
-from protocols.rollout import Discarded, RolloutGroup
-from protocols.score import ZERO_VARIANCE_THRESHOLD, GroupOutcome, ScoredGroup
+from protocols.rollout import ZERO_VARIANCE_THRESHOLD, Discarded, GroupOutcome, RolloutGroup, ScoredGroup
 
 log = structlog.get_logger(__name__)
 
@@ -69,7 +68,7 @@ class RewardRunner:
         """Score a group: the weighted sum of all functions that apply, plus the length penalty.
 
         The group is discarded with the reason `reward_error` if a function fails or no function applies to a
-        completion, and with the reason `no_signal` if all rewards are equal (within `ZERO_VARIANCE_THRESHOLD`) and
+        completion, and with the reason `zero_variance` if all rewards are equal (within `ZERO_VARIANCE_THRESHOLD`) and
         `keep_zero_variance` is not set. A group of one completion always has equal rewards.
         """
         texts = [completion.text for completion in group.completions]
@@ -87,7 +86,7 @@ class RewardRunner:
             detail = f"all {len(rewards)} rewards are {rewards[0]:g}"
             return Discarded(
                 prompt=group.prompt,
-                reason="no_signal",
+                reason="zero_variance",
                 detail=detail,
                 completions=group.completions,
                 rewards=rewards,

@@ -28,7 +28,7 @@ from clotho.run.startup import Components
 from clotho.runtime.compute_thread import finish
 from clotho.storage.jsonl_writer import LineWriter
 from clotho.training.replay import ReplayBuffer
-from protocols.alarms import AlarmState
+from protocols.collapse import CollapseState
 
 
 def prompter(parts: Components, session: RunContext) -> Callable[..., Prompter]:
@@ -39,7 +39,7 @@ def prompter(parts: Components, session: RunContext) -> Callable[..., Prompter]:
         make=parts.questions.prompt,
         group_ids=parts.ledger.unended(None if bound else profile.steps * profile.learner.batch_size),
         batch_size=profile.learner.batch_size,
-        asked_until=parts.state.asked if parts.state else 0,
+        prompted_until=parts.state.prompted if parts.state else 0,
         refills=session.refills,
         ended=parts.ledger.ended,
         groups=bound,
@@ -90,9 +90,9 @@ def atropos_fetcher(parts: Components, session: RunContext) -> Callable[..., Atr
         reader=reader,
         weights=session.weights,
         refills=session.refills,
-        first_group=state.asked if state else 0,
+        first_group=state.prompted if state else 0,
         received=state.received if state else {},
-        lost=state.under_way if state else {},
+        lost=state.in_flight if state else {},
         ended=parts.ledger.ended,
         groups=profile.steps * learner.batch_size,
         batch_size=learner.batch_size,
@@ -108,7 +108,7 @@ def _group_source(parts: Components, session: RunContext) -> GroupSource:
             session.address,
             api_key=profile.server.api_key,
             make=parts.questions.prompt,
-            first=parts.state.asked if parts.state else 0,
+            first=parts.state.prompted if parts.state else 0,
             rewards=parts.rewards,
             sampling=sampling,
             batch_size=profile.learner.batch_size,
@@ -153,7 +153,7 @@ def learner(parts: Components, session: RunContext) -> Callable[..., Learner]:
         replay=ReplayBuffer(profile.replay, seed=profile.seed, kept=parts.replay),
         watch=CollapseWatch(
             profile.collapse_detection,
-            state=state.alarms if state else AlarmState(),
+            state=state.collapse if state else CollapseState(),
             rollbacks=state.rollbacks if state else 0,
         ),
         steps=profile.steps,

@@ -26,19 +26,19 @@ from clotho.runtime.child import ChildStatus
 from clotho.runtime.compute_thread import finish
 from clotho.runtime.latest import Latest
 from clotho.runtime.plugins import Services
-from clotho.runtime.queues import Mailbox
+from clotho.runtime.queues import Queue
 from clotho.runtime.sampling_client import Sampler
 from clotho.scoring.prompt_logprobs import prompt_logprobs
 from clotho.scoring.token_scores import SamplingDistribution
 from clotho.serving.server import base_url
 from clotho.serving.services import EngineNumbers, GatewayServices, HealthReport, NullSampleLog, TrainingNumbers
+from clotho.training.ledger import Ledger
+from protocols.accounting import Balance
 from protocols.checkpoint import RunState
 from protocols.evaluation import EvalReport
-from protocols.ledger import Balance, Ledger
 from protocols.sampling import PromptLogprobs
-from protocols.step import PolicyUpdated, StepReport
-from protocols.summary import MailboxGauge, RunGauges, RunSummary
-from protocols.weights import SwapTimes, WeightsReady
+from protocols.step import PolicyUpdated, StepReport, SwapTimes, WeightsReady
+from protocols.summary import QueueGauge, RunGauges, RunSummary
 
 ON_THE_WAY = re.compile(r"(prompts|rollouts|scored)(\.(\d+|tapped))?")
 """Mailboxes that groups lie in on their way to the learner; a tap's are no such, for it is given copies."""
@@ -55,15 +55,15 @@ class GroupAccounting:
         """state: what the run resumes from; groups: of the whole run."""
         self._ledger, self._state, self._groups = ledger, state, groups
         self._source: Any = None
-        self._mailboxes: Sequence[Mailbox[Any]] = ()
+        self._mailboxes: Sequence[Queue[Any]] = ()
 
-    def look_at(self, source: Any, mailboxes: Sequence[Mailbox[Any]]) -> None:
+    def look_at(self, source: Any, mailboxes: Sequence[Queue[Any]]) -> None:
         """source: the box at which groups begin."""
         self._source, self._mailboxes = source, mailboxes
 
     def asked(self) -> int:
         """Groups asked so far, over all lives of the run; of a box that does not say, those it has sent on."""
-        asked: int | None = getattr(self._source, "asked_until", None)
+        asked: int | None = getattr(self._source, "prompted_until", None)
         if asked is not None:
             return asked
         state = self._state
@@ -102,7 +102,7 @@ class GroupAccounting:
         carried = Counter(() if complete else self.under_way(self._ledger).values())
         ended = {name: books.ended for name, books in self._ledger.state().sources.items()}
         received = ended | self.received()
-        return self._ledger.balance(asked=asked, held=held, received=received, waiting=carried)
+        return self._ledger.balance(prompted=asked, carried_over=held, received=received, waiting=carried)
 
 
 log = structlog.get_logger(actor="session")
@@ -149,7 +149,7 @@ class RunContext:
         self.books = GroupAccounting(parts.ledger, parts.state, groups=profile.steps * profile.learner.batch_size)
         self._actors: dict[str, Any] = {}
         self.source: Any = None
-        self._mailboxes: list[Mailbox[Any]] = []
+        self._mailboxes: list[Queue[Any]] = []
         facts = RunFacts(
             profile=parts.directory.path.name,
             model=shown_path(profile.model.path),
@@ -162,7 +162,7 @@ class RunContext:
         )
         self.display = make_display(profile.monitor.display, console, facts, self.gauges)
 
-    def measure(self, mailboxes: Iterable[Mailbox[Any]]) -> None:
+    def measure(self, mailboxes: Iterable[Queue[Any]]) -> None:
         """Count these mailboxes in the gauges and in the books."""
         self._mailboxes += mailboxes
 
@@ -202,7 +202,7 @@ class RunContext:
         rates, swaps = self.parts.executor.rates(), self._swaps()
         return RunGauges(
             mailboxes=tuple(
-                MailboxGauge(name=box.name, depth=box.depth, capacity=box.capacity) for box in self._mailboxes
+                QueueGauge(name=box.name, depth=box.depth, capacity=box.capacity) for box in self._mailboxes
             ),
             tokens_sampled=self.parts.engine.stats().tokens_sampled,
             decode_seconds=rates.seconds,
@@ -225,17 +225,17 @@ class RunContext:
             version=update.report.version,
             fingerprint=update.report.fingerprint,
             ledger=update.ledger,
-            asked=self.books.asked(),
+            prompted=self.books.asked(),
             random_state=update.random_state,
             bad_steps=update.bad_steps,
             train_seconds=update.train_seconds,
             sampled_tokens=self.parts.engine.stats().tokens_sampled + (before.sampled_tokens if before else 0),
             trained_tokens=update.trained_tokens,
             inputs=self.parts.inputs,
-            alarms=update.alarms,
+            collapse=update.collapse,
             rollbacks=update.rollbacks,
             received=self.books.received(),
-            under_way=self.books.under_way(Ledger(update.ledger)),
+            in_flight=self.books.under_way(Ledger(update.ledger)),
         )
 
     def health(self) -> HealthReport:

@@ -39,22 +39,22 @@ from clotho.storage.checkpoints import Found, latest, read_checkpoint, read_stat
 from clotho.storage.datasets import Columns, HeldOutSplit, ProblemOrder, load_problems, split_heldout
 from clotho.storage.fingerprints import dataset_fingerprint, model_fingerprint, tokenizer_fingerprint
 from clotho.storage.run_directory import RunDirectory
+from clotho.training.ledger import Ledger
 from clotho.training.update import PolicyLearner
 from clotho.training.warmup_step import rehearse
 from protocols.checkpoint import RunState
 from protocols.errors import CheckpointError, ModelError, ProfileError, RequestError
 from protocols.evaluation import HeldOut
-from protocols.ledger import Ledger
 from protocols.prompt import Problem, Prompt, group_seed
 from protocols.sampling import SampleRequest, restricts_support
-from protocols.step import KeptGroup
+from protocols.step import ReplayGroup
 from protocols.summary import MemoryEstimate
 
 SHOWN = 10
 """Kinds of problems that a complaint lists."""
 
 
-class Questions:
+class PromptBuilder:
     """Makes the prompt of every group: a pure function of (dataset, seed, group_id)."""
 
     def __init__(
@@ -80,9 +80,9 @@ class Questions:
         )
 
 
-def load_questions(
+def load_prompts(
     profile: Profile, tokenizer: ChatTokenizer, is_correct: Callable[[Problem, str], Awaitable[bool | None]]
-) -> tuple[Questions, HeldOut]:
+) -> tuple[PromptBuilder, HeldOut]:
     """Read, split and render a profile's problems.
 
     Raises DatasetError, ModelError if they cannot be rendered, ProfileError for a reward that is for none of them.
@@ -91,7 +91,7 @@ def load_questions(
     _refuse_idle_rewards(profile, {problem.type for problem in (*split.train, *split.heldout)})
     train, held_out = (_render(problems, profile.data.system, tokenizer) for problems in (split.train, split.heldout))
     return (
-        Questions(split.train, train, seed=profile.seed, shuffle=profile.data.shuffle),
+        PromptBuilder(split.train, train, seed=profile.seed, shuffle=profile.data.shuffle),
         HeldOut(problems=split.heldout, prompts=held_out, is_correct=is_correct),
     )
 
@@ -139,7 +139,7 @@ class Components(Struct, frozen=True, kw_only=True):
     engine: DecodeEngine
     engine_broken: Future[None]
     policy_learner: PolicyLearner
-    questions: Questions
+    questions: PromptBuilder
     held_out: HeldOut
     rewards: RewardRunner
     ledger: Ledger
@@ -148,7 +148,7 @@ class Components(Struct, frozen=True, kw_only=True):
     state: RunState | None
     history: RunHistory
     base: Any | None
-    replay: tuple[KeptGroup, ...]
+    replay: tuple[ReplayGroup, ...]
     estimated_memory: int
     warnings: tuple[str, ...]
 
@@ -174,7 +174,7 @@ async def assemble(profile: Profile, directory: RunDirectory, executor: ComputeE
     base = policy.trainable()
     found = latest(directory.checkpoints) if directory.resumed else Found(path=None, warnings=())
     state: RunState | None = None
-    replay: tuple[KeptGroup, ...] = ()
+    replay: tuple[ReplayGroup, ...] = ()
     if found.path is not None:
         state, replay = await _resume(found.path, executor, policy, policy_learner, inputs)
     for lines in (directory.metrics, directory.rollouts):
@@ -243,9 +243,9 @@ def _rewards(profile: Profile) -> RewardRunner:
     return RewardRunner(profile.rewards, overlong=overlong, keep_zero_variance=not within_group)
 
 
-def _questions(profile: Profile, policy: Policy, rewards: RewardRunner) -> tuple[Questions, HeldOut]:
+def _questions(profile: Profile, policy: Policy, rewards: RewardRunner) -> tuple[PromptBuilder, HeldOut]:
     """All problems, none of which is too long."""
-    questions, held_out = load_questions(profile, policy.tokenizer, rewards.is_correct)
+    questions, held_out = load_prompts(profile, policy.tokenizer, rewards.is_correct)
     longest = max(questions.longest_prompt, held_out.longest_prompt)
     _refuse_long_prompts(longest, policy.context_length, profile)
     _refuse_other_sampling(longest, policy, profile)
@@ -310,7 +310,7 @@ def _require_correct_rewards(profile: Profile, held_out: HeldOut, rewards: Rewar
 
 async def _resume(
     path: Path, executor: ComputeExecutor, policy: Policy, learner: PolicyLearner, inputs: dict[str, str]
-) -> tuple[RunState, tuple[KeptGroup, ...]]:
+) -> tuple[RunState, tuple[ReplayGroup, ...]]:
     """Bring policy, learner and random numbers to where a checkpoint stands."""
     state = read_state(path)
     refuse_other_inputs(state, inputs)
@@ -328,7 +328,7 @@ def _progress(state: RunState | None) -> Progress:
     )
 
 
-def _restore(path: Path, policy: Policy, learner: PolicyLearner) -> tuple[KeptGroup, ...]:
+def _restore(path: Path, policy: Policy, learner: PolicyLearner) -> tuple[ReplayGroup, ...]:
     checkpoint = read_checkpoint(path, expected=policy.trainable(), adapter_config=policy.adapter_config)
     state = checkpoint.state
     policy.publish(checkpoint.parameters, version=state.version, step=state.step, fingerprint=state.fingerprint)

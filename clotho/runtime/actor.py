@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Generic, Protocol, TypeVar
 
-from clotho.runtime.queues import Inbox, Outbox
+from protocols.queues import Inbox, Outbox
 
 In = TypeVar("In")
 Out = TypeVar("Out")

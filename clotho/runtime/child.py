@@ -9,7 +9,7 @@ from enum import StrEnum
 from msgspec import Struct
 
 from clotho.runtime.actor import Runnable
-from clotho.runtime.queues import Closable
+from protocols.queues import Closable
 
 
 class Restart(StrEnum):

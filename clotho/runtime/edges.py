@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 from clotho.runtime.child import Child, transient
-from clotho.runtime.queues import Inbox, Mailbox, MailboxClosed, Outbox
+from clotho.runtime.queues import Queue
+from protocols.queues import Inbox, Outbox, QueueClosed
 
 T = TypeVar("T")
 
@@ -26,7 +27,7 @@ class Arrow(Generic[T]):
     def __init__(self, name: str, *, capacity: int, inserts: Sequence[Insert] = (), taps: Sequence[Tap] = ()) -> None:
         """Build the arrow; `children` are the actors on it, to be supervised; `mailboxes` its stretches."""
         self.children: list[Child] = []
-        self.mailboxes: list[Mailbox[Any]] = [Mailbox(name, capacity=capacity)]
+        self.mailboxes: list[Queue[Any]] = [Queue(name, capacity=capacity)]
         self._last = self.mailboxes[0]
         for number, insert in enumerate(inserts, 1):
             before, self._last = self._last, self._stretch(f"{name}.{number}", capacity)
@@ -46,8 +47,8 @@ class Arrow(Generic[T]):
         """The end for the consumer."""
         return self._last.reader()
 
-    def _stretch(self, name: str, capacity: int) -> Mailbox[Any]:
-        self.mailboxes.append(Mailbox(name, capacity=capacity))
+    def _stretch(self, name: str, capacity: int) -> Queue[Any]:
+        self.mailboxes.append(Queue(name, capacity=capacity))
         return self.mailboxes[-1]
 
 
@@ -77,5 +78,5 @@ class Tee(Generic[T]):
         for copies in tuple(self._copies):
             try:
                 await copies.send(item)
-            except MailboxClosed:
+            except QueueClosed:
                 self._copies.remove(copies)

@@ -8,7 +8,8 @@ from typing import Any, Generic, TypeVar
 
 import anyio
 
-from clotho.runtime.queues import EndOfStream, LoopThread, MailboxClosed
+from clotho.runtime.queues import LoopThread
+from protocols.queues import EndOfStream, QueueClosed
 
 T = TypeVar("T")
 
@@ -36,10 +37,10 @@ class Latest(Generic[T]):
         return self._values[0]
 
     def put(self, value: T) -> None:
-        """Replace the value and wake every reader. Raises MailboxClosed after the close."""
+        """Replace the value and wake every reader. Raises QueueClosed after the close."""
         self._thread.check()
         if self._closed:
-            raise MailboxClosed(f"cell {self.name!r} was closed")
+            raise QueueClosed(f"cell {self.name!r} was closed")
         self._values = (value,)
         self.revision += 1
         self._tell()

@@ -7,7 +7,7 @@ from contextlib import suppress
 from anyio import move_on_after
 
 from clotho.runtime.latest import Latest
-from clotho.runtime.queues import EndOfStream
+from protocols.queues import EndOfStream
 
 PATIENCE_SECONDS = 10.0
 

@@ -14,10 +14,10 @@ from clotho.runtime.actor import Runnable
 from clotho.runtime.child import Child, Restart, temporary, transient
 from clotho.runtime.edges import Arrow, Insert, Tap
 from clotho.runtime.latest import Latest
-from clotho.runtime.queues import Closable
 from clotho.runtime.user_code import import_user_module
 from protocols.errors import ProfileError
-from protocols.weights import WeightsReady
+from protocols.queues import Closable
+from protocols.step import WeightsReady
 
 MAX_RESTARTS = 3
 """Of a permanent actor, within a minute; one more failure is the run's."""

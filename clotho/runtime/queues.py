@@ -19,12 +19,12 @@ import threading
 import time
 from collections import deque
 from types import TracebackType
-from typing import Generic, Protocol, Self, TypeVar
+from typing import Generic, Self, TypeVar
 
 import anyio
 from msgspec import Struct
 
-from protocols.errors import ClothoError
+from protocols.queues import EndOfStream, Inbox, Outbox, QueueClosed
 
 
 class _Waiter:
@@ -118,68 +118,6 @@ class LoopThread:
             )
 
 
-T_co = TypeVar("T_co", covariant=True)
-T_contra = TypeVar("T_contra", contravariant=True)
-
-
-class MailboxClosed(ClothoError, RuntimeError):
-    """A message was offered to an end, or a mailbox, that takes no more: nobody would ever read it."""
-
-
-class EndOfStream(Exception):
-    """Everything was received and nothing more will come. `async for` turns it into the end of the loop."""
-
-
-class Closable(Protocol):
-    """Something to be closed, once or more often; the second time does nothing."""
-
-    def close(self) -> None:
-        """Give it up."""
-
-
-class _End(Closable, Protocol):
-    """What both ends share: leaving the `async with` block closes them."""
-
-    async def __aenter__(self) -> Self: ...
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
-
-
-class Outbox(_End, Protocol[T_contra]):
-    """Where an actor puts its messages."""
-
-    async def send(self, item: T_contra) -> None:
-        """Put `item` into the mailbox, waiting for room: that wait is the back-pressure.
-
-        If this raises, cancellation included, the item was not sent.
-        Raises MailboxClosed if this end was closed or every reader has gone.
-        """
-
-    def send_nowait(self, item: T_contra) -> None:
-        """Put `item` into the mailbox at once; anyio.WouldBlock if there is no room, MailboxClosed as in `send`."""
-
-
-class Inbox(_End, Protocol[T_co]):
-    """Where an actor finds its messages. Several inboxes of one mailbox share the messages, one reader each."""
-
-    async def receive(self) -> T_co:
-        """Take the oldest message, waiting for one. If this raises, cancellation included, none was taken.
-
-        Raises EndOfStream if this end was closed, or every writer has closed and all was received.
-        """
-
-    def receive_nowait(self) -> T_co:
-        """Take the oldest message at once; anyio.WouldBlock if there is none yet, EndOfStream as in `receive`."""
-
-    def __aiter__(self) -> Self:
-        """Iterate until the end of mail."""
-
-    async def __anext__(self) -> T_co:
-        """Receive, with StopAsyncIteration in place of EndOfStream."""
-
-
 T = TypeVar("T")
 
 
@@ -192,7 +130,7 @@ class End:
 class ClosableQueue(Generic[T]):
     """A bounded queue of one event loop, which knows how many ends are open on either side.
 
-    No writer left: readers get what is stored, then EndOfStream. No reader left: writers get MailboxClosed at once, and
+    No writer left: readers get what is stored, then EndOfStream. No reader left: writers get QueueClosed at once, and
     what is stored stays. A send or receive that raises, cancellation included, has moved no item.
     """
 
@@ -212,25 +150,25 @@ class ClosableQueue(Generic[T]):
         return self._items.qsize()
 
     def open_writer(self) -> None:
-        """Count one more writer. Raises MailboxClosed if every one before it has closed."""
+        """Count one more writer. Raises QueueClosed if every one before it has closed."""
         if self.ended:
-            raise MailboxClosed(f"mailbox {self.name!r} has ended: open every writer before the last one closes")
+            raise QueueClosed(f"mailbox {self.name!r} has ended: open every writer before the last one closes")
         self._open_writers += 1
 
     def open_reader(self) -> None:
-        """Count one more reader. Raises MailboxClosed if every one before it has closed."""
+        """Count one more reader. Raises QueueClosed if every one before it has closed."""
         if self.deserted:
-            raise MailboxClosed(f"mailbox {self.name!r} is deserted: open every reader before the last one closes")
+            raise QueueClosed(f"mailbox {self.name!r} is deserted: open every reader before the last one closes")
         self._open_readers += 1
 
     async def send(self, item: T, end: End) -> None:
         """Wait for room in line; see Outbox."""
         self._check_writer(end)
         if not self._has_room() and not await self.senders.wait(end):
-            raise MailboxClosed(self._why_not(end))
+            raise QueueClosed(self._why_not(end))
         if end.closed or self.deserted:  # between being admitted and coming to run
             self.senders.admit()
-            raise MailboxClosed(self._why_not(end))
+            raise QueueClosed(self._why_not(end))
         self._put(item)
 
     def send_nowait(self, item: T, end: End) -> None:
@@ -307,7 +245,7 @@ class ClosableQueue(Generic[T]):
     def _check_writer(self, end: End) -> None:
         self.thread.check()
         if end.closed or self.deserted:
-            raise MailboxClosed(self._why_not(end))
+            raise QueueClosed(self._why_not(end))
 
     def _check_reader(self, end: End) -> None:
         self.thread.check()
@@ -319,8 +257,8 @@ class ClosableQueue(Generic[T]):
         return f"mailbox {self.name!r} takes no more messages: {reason}"
 
 
-class MailboxStats(Struct, frozen=True, kw_only=True):
-    """Mailbox -> metrics. Counts since the beginning; `sent = received + depth` at every moment.
+class QueueStats(Struct, frozen=True, kw_only=True):
+    """Queue -> metrics. Counts since the beginning; `sent = received + depth` at every moment.
 
     send_wait_seconds: summed over the writers, time spent waiting for room: the consumer is the slower one.
     receive_wait_seconds: summed over the readers, time spent waiting for a message: the producer is the slower one.
@@ -335,12 +273,12 @@ class MailboxStats(Struct, frozen=True, kw_only=True):
     receive_wait_seconds: float
 
 
-class Mailbox(Generic[T]):
+class Queue(Generic[T]):
     """A bounded, typed arrow between actors of one event loop. Full means that the producer waits.
 
     Each producer opens a `writer` and each consumer a `reader`, and closes it when done. When every writer ever opened
     has closed, readers receive what is left and then reach the end. When every reader ever opened has closed, writers
-    get MailboxClosed, so that no producer waits for a dead consumer; what was not received stays in `depth`.
+    get QueueClosed, so that no producer waits for a dead consumer; what was not received stays in `depth`.
     Messages are received in the order sent, and those who wait are served in the order they came.
     """
 
@@ -357,11 +295,11 @@ class Mailbox(Generic[T]):
         """Messages sent and not yet received. For measurement, never for control flow."""
         return self._queue.depth
 
-    def stats(self) -> MailboxStats:
+    def stats(self) -> QueueStats:
         """Measure the mailbox as it is now; waits still in progress count."""
         queue = self._queue
         queue.thread.check()
-        return MailboxStats(
+        return QueueStats(
             name=self.name,
             capacity=self.capacity,
             depth=queue.depth,
@@ -372,12 +310,12 @@ class Mailbox(Generic[T]):
         )
 
     def writer(self) -> Outbox[T]:
-        """Open an end for one producer. Raises MailboxClosed if every writer before it has closed."""
+        """Open an end for one producer. Raises QueueClosed if every writer before it has closed."""
         self._queue.open_writer()
         return _Writer(self._queue)
 
     def reader(self) -> Inbox[T]:
-        """Open an end for one consumer. Raises MailboxClosed if every reader before it has closed."""
+        """Open an end for one consumer. Raises QueueClosed if every reader before it has closed."""
         self._queue.open_reader()
         return _Reader(self._queue)
 

@@ -18,8 +18,8 @@ from anyio.abc import TaskGroup, TaskStatus
 
 from clotho.runtime.actor import Runnable
 from clotho.runtime.child import Child, ChildState, ChildStatus, Restart, RestartBudget
-from clotho.runtime.queues import MailboxClosed
 from protocols.errors import ActorError, ClothoError
+from protocols.queues import QueueClosed
 
 
 def culprit(error: Exception) -> Exception:
@@ -165,7 +165,7 @@ class Nursed:
         """Settle how the last life ended."""
         if error is None and (self.child.restart is not Restart.PERMANENT or not self._goes_on()):
             self._state = ChildState.DONE
-        elif isinstance(error, MailboxClosed) and not self._goes_on():
+        elif isinstance(error, QueueClosed) and not self._goes_on():
             self._state = ChildState.STOPPED  # its reader was stopped before it, as the order demands
         elif error is not None and self.child.restart is Restart.TEMPORARY:
             self._state, self._error = ChildState.FAILED, in_words(error)

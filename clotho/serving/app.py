@@ -32,7 +32,7 @@ from clotho.serving.sample_requests import Ask, chat_ask, completion_ask
 from clotho.serving.services import GatewayServices, Remembering
 from clotho.serving.streaming import EventStream, event_stream
 from protocols.sampling import Completion
-from protocols.weights import WeightsReady
+from protocols.step import WeightsReady
 
 T = TypeVar("T")
 VERSION_HEADER = "x-clotho-weights-version"

@@ -17,7 +17,7 @@ from clotho.serving.openai_requests import IGNORED, UNSUPPORTED, GenerationField
 from clotho.serving.sample_requests import Ask
 from clotho.serving.services import GatewayServices
 from protocols.sampling import Completion, PromptLogprobs
-from protocols.weights import WeightsReady
+from protocols.step import WeightsReady
 
 F = TypeVar("F", bound=Struct)
 MOST_NAMES, LONGEST_NAME = 16, 64

@@ -13,7 +13,7 @@ from clotho.serving.openai_choices import Choice, Piece, Style, TokenIds, whole_
 from clotho.serving.sample_requests import Ask
 from clotho.serving.services import GatewayServices, Tokens
 from protocols.sampling import Completion
-from protocols.weights import WeightsReady
+from protocols.step import WeightsReady
 
 
 class Usage(Struct, frozen=True, kw_only=True):

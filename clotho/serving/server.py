@@ -17,7 +17,7 @@ from clotho.config.schema import ServerSection
 from clotho.serving.app import build_app
 from clotho.serving.limits import Traffic
 from clotho.serving.services import GatewayServices
-from protocols.errors import GatewayError
+from protocols.errors import ServerError
 
 GRACE_SECONDS = 10.0
 BACKLOG = 1024
@@ -28,12 +28,12 @@ def listen(settings: ServerSection) -> socket.socket:
     """Bind the address of the profile and listen on it.
 
     The process may then have `OPEN_FILES` files open, as far as the system lets it: every connection is one, and some
-    systems begin with 256. Raises GatewayError, one line, where it cannot be bound, or where it reaches beyond this
+    systems begin with 256. Raises ServerError, one line, where it cannot be bound, or where it reaches beyond this
     machine without an API key.
     """
     host, port = settings.host, settings.port
     if not settings.api_key and not is_loopback(host):
-        raise GatewayError(f"server.host {host!r} is open to other machines: set server.api_key, or bind 127.0.0.1")
+        raise ServerError(f"server.host {host!r} is open to other machines: set server.api_key, or bind 127.0.0.1")
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, _, _, _, address = min(found, key=lambda one: one[0] != socket.AF_INET)
@@ -41,8 +41,8 @@ def listen(settings: ServerSection) -> socket.socket:
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             advice = "stop what listens there, or choose another with --server.port (0: any free one)"
-            raise GatewayError(f"port {port} on {host} is already in use: {advice}") from error
-        raise GatewayError(f"cannot listen on {host} port {port}: {error}") from error
+            raise ServerError(f"port {port} on {host} is already in use: {advice}") from error
+        raise ServerError(f"cannot listen on {host} port {port}: {error}") from error
     allow_open_files(OPEN_FILES)
     return listener
 
@@ -84,7 +84,7 @@ class ApiServer:
         self.requests += 1
 
     async def run(self, *, task_status: TaskStatus[str] = anyio.TASK_STATUS_IGNORED) -> None:
-        """Serve until cancelled; run again, it binds anew. Raises GatewayError if the address cannot be bound."""
+        """Serve until cancelled; run again, it binds anew. Raises ServerError if the address cannot be bound."""
         listener, self._listener = self._listener or listen(self._services.settings), None
         self.traffic = traffic = self._new_traffic()
         address, ready, stop = base_url(listener), anyio.Event(), anyio.Event()

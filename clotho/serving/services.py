@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from clotho.config.schema import ServerSection
 from protocols.sampling import Completion, CompletionDone, PromptLogprobs, SampleRequest, Sampling, TokenSampled
-from protocols.weights import WeightsReady
+from protocols.step import WeightsReady
 
 
 class Tokens(Protocol):

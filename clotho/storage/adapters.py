@@ -21,7 +21,7 @@ from mlx.utils import tree_map_with_path
 
 from clotho.storage.atomic_files import FileDigest, new_directory, replace_file, sync_directory, write_file
 from clotho.storage.tensors import named_arrays, read_tensors, tensor_chunks
-from protocols.adapter import AdapterConfig
+from protocols.checkpoint import AdapterConfig
 from protocols.errors import CheckpointError, RunDirectoryError
 
 

@@ -18,10 +18,9 @@ from msgspec import Struct
 from clotho.storage.adapters import fill_adapter, read_adapter
 from clotho.storage.atomic_files import FileDigest, digest_file, new_directory, write_file
 from clotho.storage.tensors import named_arrays, read_tensors, tensor_chunks
-from protocols.adapter import AdapterConfig
-from protocols.checkpoint import RunState
+from protocols.checkpoint import AdapterConfig, RunState
 from protocols.errors import CheckpointError, RunDirectoryError
-from protocols.step import KeptGroup
+from protocols.step import ReplayGroup
 
 MANIFEST = "MANIFEST.json"
 
@@ -78,7 +77,7 @@ class Snapshot(Struct, frozen=True, kw_only=True):
     optimizer: Any
     state: RunState
     adapter_config: AdapterConfig
-    replay: tuple[KeptGroup, ...] = ()
+    replay: tuple[ReplayGroup, ...] = ()
 
 
 class Checkpoint(Struct, frozen=True, kw_only=True):
@@ -87,7 +86,7 @@ class Checkpoint(Struct, frozen=True, kw_only=True):
     state: RunState
     parameters: Any
     optimizer: dict[str, mx.array]
-    replay: tuple[KeptGroup, ...]
+    replay: tuple[ReplayGroup, ...]
 
 
 class Found(Struct, frozen=True, kw_only=True):
@@ -156,11 +155,11 @@ def read_checkpoint(path: Path, *, expected: Any, adapter_config: AdapterConfig)
     )
 
 
-def _read_replay(path: Path) -> tuple[KeptGroup, ...]:
+def _read_replay(path: Path) -> tuple[ReplayGroup, ...]:
     if not path.exists():
         return ()
     try:
-        return msgspec.msgpack.decode(path.read_bytes(), type=tuple[KeptGroup, ...])
+        return msgspec.msgpack.decode(path.read_bytes(), type=tuple[ReplayGroup, ...])
     except (OSError, msgspec.MsgspecError) as error:
         raise CheckpointError(f"{path} cannot be used: {error}") from error
 

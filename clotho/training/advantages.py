@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from clotho.scoring.sequences import drawn_T
-from protocols.score import ScoredGroup
+from protocols.rollout import ScoredGroup
 
 Array = NDArray[np.float64]
 Deviation = Literal["population", "sample"]

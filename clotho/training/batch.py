@@ -16,8 +16,8 @@ from clotho.scoring.layouts.micro_batches import build_micro_batches
 from clotho.scoring.sequences import MicroBatch, TeacherRows, TrainingSequence, drawn_T
 from clotho.training.advantages import advantages, environment_advantages
 from clotho.training.objectives.aggregation import coefficients
+from protocols.rollout import ScoredGroup, TeacherTokens
 from protocols.sampling import Completion
-from protocols.score import ScoredGroup, TeacherTokens
 
 
 def training_sequence(
@@ -106,7 +106,7 @@ def compute_advantages(
     """Advantage of every token: of its completion, or token by token where the group's environment gave them so.
 
     Groups that bring advantages of their own have no part in those of the others, whose rewards may be looked at over
-    the whole batch. It is 0 for tokens that the policy did not draw, and for muted completions, whose rewards do count
+    the whole batch. It is 0 for tokens that the policy did not draw, and for zero_advantage completions, whose rewards do count
     among those of their group.
 
     penalties: taken from the reward of each completion first; empty for none. Where one of them is not finite no
@@ -143,10 +143,10 @@ def _by_rewards(
 
 def _where_taught(group: ScoredGroup, rows: Sequence[NDArray[np.float64]]) -> list[NDArray[np.float64]]:
     """The advantages of what may learn from them, and exact zeros."""
-    muted = group.muted or (False,) * len(rows)
+    zero_advantage = group.zero_advantage or (False,) * len(rows)
     return [
         np.zeros_like(row_T) if silent else np.where(drawn_T(completion), row_T, 0.0)
-        for completion, row_T, silent in zip(group.group.completions, rows, muted, strict=True)
+        for completion, row_T, silent in zip(group.group.completions, rows, zero_advantage, strict=True)
     ]
 
 

@@ -7,8 +7,7 @@ from itertools import chain
 from math import isfinite
 
 from clotho.config.schema import LearnerSection
-from protocols.rollout import Discarded, DiscardReason
-from protocols.score import GroupOutcome, ScoredGroup
+from protocols.rollout import Discarded, DiscardReason, GroupOutcome, ScoredGroup
 
 
 class FormingBatch:
@@ -103,7 +102,7 @@ def _faults(
     if settings.reference == "environment" and settings.kl_beta > 0 and not scored.reference_logprobs:
         yield "invalid", 'it brings no log-probabilities of a reference, which learner.reference = "environment" needs'
     if settings.mask_truncated and all(c.finish_reason == "length" or not c.length for c in completions):
-        yield "no_signal", "every completion was cut off, and learner.mask_truncated learns from none of those"
+        yield "zero_variance", "every completion was cut off, and learner.mask_truncated learns from none of those"
     sampled = scored.group.oldest_version
     if sampled < oldest:
         yield "stale", "sampled before the policy went back to an earlier one"

@@ -17,7 +17,7 @@ from clotho.training.batch import MiniBatch, TokenAdvantages, compute_advantages
 from clotho.training.gradient import LearnablePolicy, LossSettings, ReferenceLogprobs, reference_scores
 from clotho.training.objectives.kl import ESTIMATORS
 from clotho.training.reference_policy import ReferencePolicy
-from protocols.score import ScoredGroup
+from protocols.rollout import ScoredGroup
 
 Computing = Callable[[], AbstractContextManager[None]]
 """Opens a context in which the model computes as some policy."""

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from clotho.config.schema import ReplaySection
-from protocols.score import ScoredGroup
-from protocols.step import KeptGroup, TrainedGroup
+from protocols.rollout import ScoredGroup
+from protocols.step import ReplayGroup, TrainedGroup
 
 Numbers = NDArray[np.float64]
 
@@ -28,7 +28,7 @@ class ReplayBuffer:
     Priority of a group: the mean size of its advantages, or its recency 1 / (1 + age).
     """
 
-    def __init__(self, settings: ReplaySection, *, seed: int, kept: Iterable[KeptGroup] = ()) -> None:
+    def __init__(self, settings: ReplaySection, *, seed: int, kept: Iterable[ReplayGroup] = ()) -> None:
         """kept: what `groups` said in an earlier life of the run; beyond the capacity the oldest go."""
         self._settings, self._seed = settings, seed
         self._kept = deque(kept, maxlen=settings.capacity)
@@ -37,7 +37,7 @@ class ReplayBuffer:
         """Groups kept, those included that are too old for the next draw."""
         return len(self._kept)
 
-    def groups(self) -> tuple[KeptGroup, ...]:
+    def groups(self) -> tuple[ReplayGroup, ...]:
         """All of it, the oldest first, as a checkpoint keeps it."""
         return tuple(self._kept)
 
@@ -46,7 +46,7 @@ class ReplayBuffer:
         self._forget(version)
         for group in groups:
             advantage = fmean(abs(value) for value in group.advantages)
-            self._kept.append(KeptGroup(scored=group.scored, advantage=advantage, version=version))
+            self._kept.append(ReplayGroup(scored=group.scored, advantage=advantage, version=version))
 
     def clear(self) -> None:
         """Forget everything, as after going back to an earlier policy."""

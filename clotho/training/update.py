@@ -27,8 +27,8 @@ from clotho.training.reference_policy import ReferencePolicy
 from clotho.training.rollback import Arrays, GoodPolicy, LearnerState, Snapshot, part, state_arrays, state_from_arrays
 from clotho.training.schedule import learning_rate
 from clotho.training.update_kl import update_kl
+from protocols.rollout import ScoredGroup
 from protocols.sampling import require_learnable
-from protocols.score import ScoredGroup
 from protocols.step import UpdateMetrics
 
 

@@ -17,7 +17,7 @@ from clotho.scoring.token_scores import SamplingDistribution
 from clotho.training.batch import MiniBatch, temperature_of
 from clotho.training.gradient import LearnablePolicy, reference_scores
 from clotho.training.objectives.kl import MAX_LOG_RATIO
-from protocols.score import ScoredGroup
+from protocols.rollout import ScoredGroup
 
 COMPLETIONS = 32
 """So many completions of a mini-batch are looked at; with half as many a destructive update can look harmless."""

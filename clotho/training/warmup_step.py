@@ -11,9 +11,8 @@ from clotho.config.schema import Profile
 from clotho.training.update import PolicyLearner
 from protocols.errors import ClothoError, ModelError
 from protocols.prompt import Problem, Prompt
-from protocols.rollout import RolloutGroup
+from protocols.rollout import RolloutGroup, ScoredGroup, TeacherTokens
 from protocols.sampling import Completion, restricts_support
-from protocols.score import ScoredGroup, TeacherTokens
 
 
 class Size(Struct, frozen=True, kw_only=True):

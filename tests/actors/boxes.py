@@ -13,8 +13,9 @@ from clotho.config.schema import EngineSection, ModelSection, PolicySection
 from clotho.inference import DecodeEngine
 from clotho.models.policy import Policy, load_policy
 from clotho.runtime.compute_thread import ComputeExecutor
-from clotho.runtime.queues import Inbox, Mailbox
+from clotho.runtime.queues import Queue
 from protocols.prompt import Problem, Prompt
+from protocols.queues import Inbox
 from tests.saved_models import save
 
 T = TypeVar("T")
@@ -26,10 +27,10 @@ def prompt(group_id: int, tokens: tuple[int, ...] = (5, 9, 33)) -> Prompt:
     return Prompt(group_id=group_id, problem=problem, tokens=tokens, seed=1000 + group_id)
 
 
-def filled(name: str, messages: Iterable[T], *, ended: bool = True) -> Mailbox[T]:
+def filled(name: str, messages: Iterable[T], *, ended: bool = True) -> Queue[T]:
     """A mailbox that holds these messages, and gets no more if it has ended."""
     held = list(messages)
-    mailbox = Mailbox[T](name, capacity=max(1, len(held)))
+    mailbox = Queue[T](name, capacity=max(1, len(held)))
     writer = mailbox.writer()
     for message in held:
         writer.send_nowait(message)

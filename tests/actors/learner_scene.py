@@ -12,12 +12,11 @@ from clotho.config.schema import CollapseDetectionSection, LearnerSection, Repla
 from clotho.monitoring.collapse_response import CollapseWatch
 from clotho.runtime.compute_thread import ComputeExecutor
 from clotho.runtime.latest import Latest
-from clotho.runtime.queues import Mailbox
+from clotho.runtime.queues import Queue
+from clotho.training.ledger import Ledger
 from clotho.training.replay import ReplayBuffer
-from protocols.alarms import AlarmState
-from protocols.ledger import Ledger
-from protocols.rollout import Discarded
-from protocols.score import GroupOutcome
+from protocols.collapse import CollapseState
+from protocols.rollout import Discarded, GroupOutcome
 from protocols.step import GroupsEnded, PolicyUpdated, StepReport
 from tests.actors.boxes import everything, filled, prompt
 from tests.training import learning
@@ -45,7 +44,7 @@ class Scene:
         progress: Progress | None = None,
         replay: ReplaySection | None = None,
         alarms: CollapseDetectionSection | None = None,
-        remembered: AlarmState | None = None,
+        remembered: CollapseState | None = None,
         steps: int = 100,
         unasked: bool = False,
         **keys: Any,
@@ -63,8 +62,8 @@ class Scene:
         self.recorded = Latest[int]("recorded")
         self.recorded.put(1000)
         self.scored = filled("scored", outcomes)
-        self.updates = [Mailbox[PolicyUpdated](f"updates.{name}", capacity=20) for name in ("one", "other")]
-        self.reports = Mailbox[StepReport | GroupsEnded]("reports", capacity=20)
+        self.updates = [Queue[PolicyUpdated](f"updates.{name}", capacity=20) for name in ("one", "other")]
+        self.reports = Queue[StepReport | GroupsEnded]("reports", capacity=20)
         self.told = [box.reader() for box in self.updates]
         self.reported = self.reports.reader()
         self.box = Learner(
@@ -79,7 +78,7 @@ class Scene:
             refills=self.refills,
             recorded=self.recorded,
             replay=self.replay,
-            watch=CollapseWatch(alarms, state=remembered or AlarmState(), rollbacks=0),
+            watch=CollapseWatch(alarms, state=remembered or CollapseState(), rollbacks=0),
             steps=steps,
             rounds=False,
             unasked=unasked,

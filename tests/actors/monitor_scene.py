@@ -11,7 +11,7 @@ from anyio import create_task_group, fail_after
 from actors.monitor import Monitor
 from clotho.monitoring.display import Display, NoDisplay, RunView
 from clotho.runtime.latest import Latest
-from clotho.runtime.queues import Mailbox
+from clotho.runtime.queues import Queue
 from clotho.storage.jsonl_writer import LineWriter
 from protocols.evaluation import EvalReport
 from protocols.step import GroupsEnded, StepReport
@@ -57,7 +57,7 @@ async def observe(
     directory: Path, *reports: StepReport | GroupsEnded | EvalReport, display: Display | None = None, **options: Any
 ) -> None:
     """Run a monitor over some reports, sent through a mailbox smaller than they are many."""
-    mailbox = Mailbox[StepReport | GroupsEnded | EvalReport]("reports", capacity=1)
+    mailbox = Queue[StepReport | GroupsEnded | EvalReport]("reports", capacity=1)
     writer = mailbox.writer()
     rollouts = LineWriter(directory / "rollouts.jsonl")
     monitor = Monitor(

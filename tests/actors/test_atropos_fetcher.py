@@ -12,10 +12,9 @@ from actors.atropos_fetcher import REMEMBERED
 from clotho.atropos.api import AtroposApi
 from clotho.atropos.client import Registration
 from clotho.config.schema import AtroposSection
-from clotho.runtime.queues import EndOfStream, MailboxClosed
 from protocols.errors import ProfileError
-from protocols.rollout import Discarded
-from protocols.score import ScoredGroup
+from protocols.queues import EndOfStream, QueueClosed
+from protocols.rollout import Discarded, ScoredGroup
 from tests.actors.boxes import cancelled_midway, everything, run_and_receive
 from tests.atropos.fake_api import FakeApi
 from tests.atropos.fetching import Scene, Source, fetched, numbers
@@ -29,7 +28,7 @@ async def test_every_group_gets_the_next_number_and_is_counted() -> None:
     outcomes = await fetched(scene, steps=scene.refills.close)
     assert numbers(outcomes) == [7, 8, 9]
     assert [isinstance(one, Discarded) for one in outcomes] == [False, True, False]
-    assert (scene.box.asked_until, scene.box.reached) == (10, 10)
+    assert (scene.box.prompted_until, scene.box.reached) == (10, 10)
     assert scene.box.received == {"a": 7, "b": 1, "c": 1}
     assert scene.box.under_way == {7: "a", 8: "b", 9: "a"}
     assert scene.reader.versions == [10, 10, 10]
@@ -187,8 +186,8 @@ async def test_without_a_reader_it_fails() -> None:
     scene.outcomes.close()
     with pytest.raises(ExceptionGroup) as caught:
         await scene.box.run()
-    assert caught.group_contains(MailboxClosed)
-    assert (scene.box.asked_until, scene.box.under_way) == (1, {0: "a"})
+    assert caught.group_contains(QueueClosed)
+    assert (scene.box.prompted_until, scene.box.under_way) == (1, {0: "a"})
 
 
 async def test_it_remembers_where_the_latest_numbers_came_from() -> None:

@@ -19,14 +19,13 @@ from clotho.config.schema import KvPolicy, ParitySection
 from clotho.models.parameters import flat
 from clotho.runtime.compute_thread import ComputeExecutor
 from clotho.runtime.latest import Latest
-from clotho.runtime.queues import MailboxClosed
 from clotho.runtime.sampling_client import Sampler
 from clotho.scoring.parity import ParityReport
+from protocols.accounting import LedgerState
 from protocols.errors import ParityError
-from protocols.ledger import LedgerState
+from protocols.queues import QueueClosed
 from protocols.sampling import SampleRequest, Sampling
-from protocols.step import PolicyUpdated, StepReport, TrainedGroup
-from protocols.weights import WeightsReady
+from protocols.step import PolicyUpdated, StepReport, TrainedGroup, WeightsReady
 from tests.actors.boxes import compute_thread, filled, served_policy
 from tests.training.learning import scored_group
 
@@ -158,7 +157,7 @@ async def test_weights_whose_probabilities_are_not_numbers_end_the_run(
     box = scene.box(broken)
     with pytest.raises(ParityError, match="differ by nan nats"):
         await box.run()
-    with pytest.raises(MailboxClosed):
+    with pytest.raises(QueueClosed):
         scene.updates.reader()
 
 

@@ -14,13 +14,14 @@ from actors.checkpointer import Checkpointer
 from clotho.config.schema import CheckpointSection
 from clotho.runtime import log_barrier as histories
 from clotho.runtime.latest import Latest
-from clotho.runtime.queues import Mailbox, MailboxClosed
+from clotho.runtime.queues import Queue
 from clotho.storage.adapters import read_adapter
 from clotho.storage.checkpoints import read_checkpoint
-from protocols.adapter import AdapterConfig
+from protocols.accounting import LedgerState
+from protocols.checkpoint import AdapterConfig
 from protocols.errors import RunDirectoryError
-from protocols.ledger import LedgerState
-from protocols.step import KeptGroup, PolicyUpdated, StepReport
+from protocols.queues import QueueClosed
+from protocols.step import PolicyUpdated, ReplayGroup, StepReport
 from tests.actors.boxes import filled
 from tests.storage.test_checkpoints import ADAPTER, names, state
 from tests.training.learning import same_bits, scored_group
@@ -33,9 +34,9 @@ def parameters(value: float = 0.0) -> dict[str, Any]:
     return tree
 
 
-def replay(step: int) -> tuple[KeptGroup, ...]:
+def replay(step: int) -> tuple[ReplayGroup, ...]:
     """A buffer of one group, learned from in this step."""
-    return (KeptGroup(scored=scored_group([[1]], [1.0], group_id=step), advantage=0.5, version=step),)
+    return (ReplayGroup(scored=scored_group([[1]], [1.0], group_id=step), advantage=0.5, version=step),)
 
 
 def update(step: int) -> PolicyUpdated:
@@ -50,7 +51,7 @@ def update(step: int) -> PolicyUpdated:
     )  # fmt: skip
 
 
-def box(directory: Path, updates: Mailbox[PolicyUpdated], *, recorded: int = 1000, **settings: Any) -> Checkpointer:
+def box(directory: Path, updates: Queue[PolicyUpdated], *, recorded: int = 1000, **settings: Any) -> Checkpointer:
     """A checkpointer whose histories have come to this step."""
     cell = Latest[int]("recorded")
     cell.put(recorded)
@@ -131,6 +132,6 @@ async def test_a_disk_that_refuses_ends_the_run(tmp_path: Path) -> None:
     updates = filled("updates", [update(1)], ended=False)
     with pytest.raises(RunDirectoryError, match="cannot be written"):
         await box(tmp_path, updates, interval=1).run()
-    with pytest.raises(MailboxClosed):
+    with pytest.raises(QueueClosed):
         updates.reader()
     assert not (tmp_path / "adapters").exists()

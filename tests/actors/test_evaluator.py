@@ -15,10 +15,11 @@ from actors.evaluator import Evaluator, Pinned
 from clotho.config.schema import EngineSection, EvalSection
 from clotho.inference.greedy import greedy_completions
 from clotho.runtime.compute_thread import ComputeExecutor
-from clotho.runtime.queues import EndOfStream, Mailbox, MailboxClosed
+from clotho.runtime.queues import Queue
+from protocols.accounting import LedgerState
 from protocols.evaluation import EvalReport, HeldOut
-from protocols.ledger import LedgerState
 from protocols.prompt import Problem
+from protocols.queues import EndOfStream, QueueClosed
 from protocols.sampling import Sampling
 from protocols.step import PolicyUpdated, StepReport
 from tests.actors.boxes import cancelled_midway, compute_thread, everything, filled, served_policy
@@ -45,7 +46,7 @@ class Scene:
         self.judged: list[tuple[str, str]] = []
         self.judging, self.may_judge = anyio.Event(), anyio.Event()
         self.may_judge.set()
-        self.reports = Mailbox[EvalReport]("reports", capacity=20)
+        self.reports = Queue[EvalReport]("reports", capacity=20)
         self.told = self.reports.reader()
 
     async def is_correct(self, problem: Problem, text: str) -> bool:
@@ -76,7 +77,7 @@ class Scene:
             bad_steps=0, train_seconds=0.0, trained_tokens=0,
         )  # fmt: skip
 
-    def box(self, updates: Mailbox[PolicyUpdated], *, base: bool = True, start: int = 0, **settings: Any) -> Evaluator:
+    def box(self, updates: Queue[PolicyUpdated], *, base: bool = True, start: int = 0, **settings: Any) -> Evaluator:
         """An evaluator of a run of ten steps, which begins or goes on at `start`."""
         pinned = Pinned(step=0, version=0, parameters=self.policy.trainable())
         return Evaluator(
@@ -132,7 +133,7 @@ async def test_before_and_after_are_measured_on_their_own_weights(executor: Comp
 async def test_in_between_fewer_problems_may_do(executor: ComputeExecutor, tmp_path: Path) -> None:
     """`problems_between` every `interval` steps; `problems` before and after; the first ones of the file."""
     scene = Scene(executor, tmp_path)
-    updates = Mailbox[PolicyUpdated]("updates", capacity=1)
+    updates = Queue[PolicyUpdated]("updates", capacity=1)
     writer = updates.writer()
     box = scene.box(updates, interval=2, problems=3, problems_between=1)
     async with anyio.create_task_group() as tasks:
@@ -149,7 +150,7 @@ async def test_the_learner_never_waits_for_a_measurement(executor: ComputeExecut
     """While one is running one more may wait; what becomes due beyond that is left out, except the last."""
     scene = Scene(executor, tmp_path)
     scene.may_judge = anyio.Event()
-    updates = Mailbox[PolicyUpdated]("updates", capacity=1)
+    updates = Queue[PolicyUpdated]("updates", capacity=1)
     writer, box = updates.writer(), scene.box(updates, interval=1)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(box.run)
@@ -196,5 +197,5 @@ async def test_however_it_ends_it_closes_its_ends(executor: ComputeExecutor, tmp
         await cancelled_midway(box.run)
     with pytest.raises(EndOfStream):
         await scene.told.receive()
-    with pytest.raises(MailboxClosed):
+    with pytest.raises(QueueClosed):
         updates.reader()

@@ -10,13 +10,14 @@ import pytest
 
 from actors.generator import Generator
 from clotho.runtime.latest import Latest
-from clotho.runtime.queues import EndOfStream, Inbox, Mailbox, MailboxClosed, Outbox
+from clotho.runtime.queues import Queue
 from clotho.runtime.sampling_client import Engine, Sampler, Submit
 from protocols.errors import ExecutorStoppedError, RequestError
 from protocols.prompt import Prompt, completion_seeds
+from protocols.queues import EndOfStream, Inbox, Outbox, QueueClosed
 from protocols.rollout import Discarded, RolloutGroup
 from protocols.sampling import SampleEvent, SampleRequest, Sampling
-from protocols.weights import WeightsReady
+from protocols.step import WeightsReady
 from tests.actors.boxes import everything, filled, prompt, run_and_receive
 from tests.fakes import FakeEngine, draw
 
@@ -66,7 +67,7 @@ class Scene:
         self.refills.put(refills)
         self.prompts = filled("prompts", messages, ended=ended)
         self.sampler = RecordingSampler(engine.submit_call, engine)
-        self.rollouts = Mailbox[Outcome]("rollouts", capacity=capacity)
+        self.rollouts = Queue[Outcome]("rollouts", capacity=capacity)
         self.outcomes: Inbox[Outcome] = self.rollouts.reader()
         outbox: Outbox[Outcome] = self.rollouts.writer()
         self.box = Generator(
@@ -279,7 +280,7 @@ async def run_until_deserted(box: Generator) -> None:
     """Run it, and expect that it ends so, if it ends by itself."""
     with pytest.raises(ExceptionGroup) as caught:
         await box.run()
-    assert caught.group_contains(MailboxClosed)
+    assert caught.group_contains(QueueClosed)
 
 
 async def test_a_compute_thread_that_has_ended_is_a_failure(engine: FakeEngine) -> None:

@@ -10,8 +10,8 @@ import pytest
 from actors.learner import Progress
 from clotho.config.schema import ReplaySection
 from clotho.runtime.compute_thread import ComputeExecutor
-from clotho.runtime.queues import EndOfStream, MailboxClosed
 from protocols.errors import DivergenceError, ExecutorStoppedError
+from protocols.queues import EndOfStream, QueueClosed
 from tests.actors.boxes import cancelled_midway, compute_thread, everything
 from tests.actors.learner_scene import Scene, lost, taught
 from tests.training.learning import scored_group
@@ -39,7 +39,7 @@ async def test_a_batch_becomes_an_update_that_everyone_is_told(executor: Compute
         assert updates[-1].parameters is scene.learned.parameters
     assert len({report.fingerprint for report in reports}) == 2
     assert scene.policy.version == 0
-    assert scene.ledger.balance(asked=4, held=0).holds
+    assert scene.ledger.balance(prompted=4, carried_over=0).holds
     assert scene.progress.step == 2
     assert scene.progress.trained_tokens == sum(report.update.tokens for report in reports if report.update)
 
@@ -71,7 +71,7 @@ async def test_groups_older_than_the_bound_are_discarded(executor: ComputeExecut
     assert [drop.reason for report in reports for drop in report.discarded] == ["stale", "stale"]
     assert reports[-1].discarded[0].detail == "2 versions old, learner.max_staleness is 1"
     assert reports[-1].discarded[0].completions, "what was sampled is kept for the record"
-    assert scene.ledger.balance(asked=4, held=0).holds
+    assert scene.ledger.balance(prompted=4, carried_over=0).holds
 
 
 async def test_a_group_without_a_token_is_invalid(executor: ComputeExecutor) -> None:
@@ -94,7 +94,7 @@ async def test_an_update_that_is_not_finite_changes_nothing(executor: ComputeExe
     assert (good.version, scene.progress.bad_steps) == (1, 0)
     alone = await Scene(executor, [taught(2), taught(3)]).run()
     assert good.fingerprint == alone[0].fingerprint, "as if the bad batch had never been"
-    assert scene.ledger.balance(asked=4, held=0).holds
+    assert scene.ledger.balance(prompted=4, carried_over=0).holds
 
 
 async def test_too_many_bad_updates_in_a_row_end_the_run(executor: ComputeExecutor) -> None:
@@ -126,7 +126,7 @@ async def test_what_is_left_at_the_end_is_one_smaller_batch(executor: ComputeExe
 
 async def test_a_group_that_comes_twice_ends_the_run(executor: ComputeExecutor) -> None:
     """The books would be wrong from there on."""
-    with pytest.raises(ValueError, match="group 0 has ended twice"):
+    with pytest.raises(ValueError, match="group 0 has already ended"):
         await Scene(executor, [taught(0), taught(0)]).box.run()
 
 
@@ -138,19 +138,19 @@ async def test_nobody_left_to_read_the_numbers_is_no_reason_to_stop(executor: Co
     assert scene.progress.step == 1
     scene = Scene(executor, [taught(0), taught(1)])
     scene.told[1].close()
-    with pytest.raises(MailboxClosed, match=r"updates\.other"):
+    with pytest.raises(QueueClosed, match=r"updates\.other"):
         await scene.box.run()
 
 
 async def test_however_it_ends_it_closes_every_end(executor: ComputeExecutor) -> None:
-    """Readers get the end, its writer gets MailboxClosed."""
+    """Readers get the end, its writer gets QueueClosed."""
     scene = Scene(executor, [taught(0)] * 2)
-    with pytest.raises(ValueError, match="twice"):
+    with pytest.raises(ValueError, match="already ended"):
         await scene.box.run()
     for reader in (*scene.told, scene.reported):
         with pytest.raises(EndOfStream):
             await reader.receive()
-    with pytest.raises(MailboxClosed):
+    with pytest.raises(QueueClosed):
         scene.refills.put(1)
 
 
@@ -163,7 +163,7 @@ async def test_replayed_groups_are_learnt_from_beside_the_batch_and_end_only_onc
     tokens = [report.update.tokens for report in reports if report.update]
     assert tokens == [10, 20, 20]
     assert [len(report.trained) for report in reports] == [2, 2, 2]
-    assert scene.ledger.balance(asked=6, held=0).holds
+    assert scene.ledger.balance(prompted=6, carried_over=0).holds
     *_, last = await everything(scene.told[0])
     assert [(kept.scored.group.prompt.group_id, kept.version) for kept in last.replay] == [(3, 2), (4, 3), (5, 3)]
     plain = await Scene(executor, outcomes).run()

@@ -9,9 +9,8 @@ from msgspec.structs import replace
 
 from actors.learner import DISCARDED_KEPT, Progress
 from clotho.runtime.compute_thread import ComputeExecutor
-from protocols.ledger import SourceBooks
-from protocols.rollout import Discarded
-from protocols.score import GroupOutcome, ScoredGroup
+from protocols.accounting import SourceCounts
+from protocols.rollout import Discarded, GroupOutcome, ScoredGroup
 from tests.actors.boxes import compute_thread
 from tests.actors.learner_scene import Scene, lost, taught
 
@@ -35,9 +34,9 @@ async def test_a_batch_waits_for_as_many_groups_as_can_be_learnt_from(executor: 
     """However many others come in between; each of those lets one more be fetched."""
     scene = Scene(executor, [lost(0), taught(1), lost(2), lost(3), lost(4), taught(5)], unasked=True)
     (report,) = await scene.run()
-    assert (report.step, len(report.trained), len(report.discarded), report.refilled) == (1, 2, 4, 4)
+    assert (report.step, len(report.trained), len(report.discarded), report.replaced) == (1, 2, 4, 4)
     assert scene.refills.value == 4
-    assert scene.ledger.balance(asked=6, held=0).holds
+    assert scene.ledger.balance(prompted=6, carried_over=0).holds
 
 
 async def test_what_comes_after_the_last_batch_is_surplus(executor: ComputeExecutor) -> None:
@@ -47,7 +46,7 @@ async def test_what_comes_after_the_last_batch_is_surplus(executor: ComputeExecu
     assert [report.step for report in reports] == [1, 2]
     assert scene.ledger.state().discarded == {"surplus": 1}
     assert [(early.step, len(early.discarded)) for early in scene.ended_early] == [(3, 1)]
-    assert scene.ledger.balance(asked=5, held=0).holds
+    assert scene.ledger.balance(prompted=5, carried_over=0).holds
 
 
 async def test_a_run_that_had_all_its_batches_learns_nothing_more(executor: ComputeExecutor) -> None:
@@ -65,7 +64,7 @@ async def test_whoever_sends_nothing_else_cannot_fill_the_memory(executor: Compu
     assert [len(early.discarded) for early in scene.ended_early] == [DISCARDED_KEPT, DISCARDED_KEPT]
     assert (len(report.trained), len(report.discarded)) == (2, 3)
     assert {early.step for early in scene.ended_early} == {report.step}
-    assert scene.ledger.balance(asked=count + 2, held=0).holds
+    assert scene.ledger.balance(prompted=count + 2, carried_over=0).holds
 
 
 async def test_the_books_are_kept_for_each_environment_too(executor: ComputeExecutor) -> None:
@@ -74,11 +73,11 @@ async def test_the_books_are_kept_for_each_environment_too(executor: ComputeExec
     scene = Scene(executor, outcomes, unasked=True, steps=1)
     await scene.run()
     assert scene.ledger.state().sources == {
-        "a": SourceBooks(trained=1, discarded={"surplus": 1}),
-        "b": SourceBooks(trained=1, discarded={"reward_error": 1}),
+        "a": SourceCounts(trained=1, discarded={"surplus": 1}),
+        "b": SourceCounts(trained=1, discarded={"reward_error": 1}),
     }
-    assert scene.ledger.balance(asked=4, held=0, received={"a": 2, "b": 2}).holds
-    assert not scene.ledger.balance(asked=4, held=0, received={"a": 3, "b": 1}).holds
+    assert scene.ledger.balance(prompted=4, carried_over=0, received={"a": 2, "b": 2}).holds
+    assert not scene.ledger.balance(prompted=4, carried_over=0, received={"a": 3, "b": 1}).holds
 
 
 async def test_a_run_that_is_drained_takes_no_step_for_groups_that_taught_nothing(executor: ComputeExecutor) -> None:

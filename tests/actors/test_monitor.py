@@ -16,9 +16,10 @@ from actors.monitor import Monitor
 from clotho.monitoring.display import NoDisplay, RunView
 from clotho.runtime.child import temporary, transient
 from clotho.runtime.latest import Latest
-from clotho.runtime.queues import EndOfStream, Mailbox, Outbox
+from clotho.runtime.queues import Queue
 from clotho.storage.jsonl_writer import LineWriter
 from protocols.evaluation import EvalReport
+from protocols.queues import EndOfStream, Outbox
 from protocols.step import GroupsEnded, StepReport
 from protocols.summary import RunGauges
 from tests.actors.monitor_scene import Remembering, lines, observe
@@ -81,7 +82,7 @@ async def test_the_numbers_of_a_line_are_those_of_the_batch(tmp_path: Path) -> N
     assert first["reward_mean"] == pytest.approx(0.5)
     assert first["reward_std"] == pytest.approx((0.5) ** 0.5 / 2)
     assert (first["groups_trained"], first["groups_discarded"]) == (1, 2)
-    assert first["discarded"] == {"no_signal": 1, "stale": 1}
+    assert first["discarded"] == {"zero_variance": 1, "stale": 1}
     assert (first["completion_tokens"], first["truncated"]) == (12, 0.5)
     assert (first["staleness_mean"], first["staleness_max"]) == (1.0, 1)
     assert (first["decode_seconds"], first["swap_seconds"], first["peak_memory_bytes"]) == (0.25, 0.001, 5)
@@ -122,7 +123,7 @@ async def test_every_group_is_in_the_rollouts_trained_or_not(tmp_path: Path) -> 
         "text": 'a "\n\ufffd', "reward": 0.0, "parts": {"format": 0.0, "jaccard": None}, "advantage": -1.0,
         "first_version": 1, "last_version": 2, "finish_reason": "stop", "tokens": 3,
     }  # fmt: skip
-    assert (second["reason"], second["detail"]) == ("no_signal", "why")
+    assert (second["reason"], second["detail"]) == ("zero_variance", "why")
     assert [c["reward"] for c in second["completions"]] == [0.5, 0.5]
     assert third["completions"] == []
 
@@ -221,7 +222,7 @@ class Held(LineWriter):
         super().append(record)
 
 
-def writing_only(mailbox: Mailbox[StepReport | EvalReport], metrics: LineWriter) -> Monitor:
+def writing_only(mailbox: Queue[StepReport | EvalReport], metrics: LineWriter) -> Monitor:
     """A monitor of this mailbox that shows nothing."""
     return Monitor(
         inbox=mailbox.reader(),
@@ -235,7 +236,7 @@ def writing_only(mailbox: Mailbox[StepReport | EvalReport], metrics: LineWriter)
 
 async def test_the_last_measurement_is_written_however_late_it_comes(tmp_path: Path) -> None:
     """Everybody else has ended while an earlier line is still being written: the run waits for the monitor."""
-    mailbox = Mailbox[StepReport | EvalReport]("reports", capacity=4)
+    mailbox = Queue[StepReport | EvalReport]("reports", capacity=4)
     metrics = Held(tmp_path / "metrics.jsonl")
     monitor = writing_only(mailbox, metrics)
     scene = Scene(temporary(monitor, ends_with_input=True), transient(MeasuringLast(mailbox.writer())))
@@ -253,7 +254,7 @@ async def test_the_last_measurement_is_written_however_late_it_comes(tmp_path: P
 
 async def test_a_cancelled_monitor_leaves_whole_lines(tmp_path: Path) -> None:
     """The second Ctrl-C stops at once."""
-    mailbox = Mailbox[StepReport | EvalReport]("reports", capacity=4)
+    mailbox = Queue[StepReport | EvalReport]("reports", capacity=4)
     metrics = LineWriter(tmp_path / "metrics.jsonl")
     monitor = writing_only(mailbox, metrics)
     writer = mailbox.writer()

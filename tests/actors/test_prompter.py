@@ -10,8 +10,9 @@ import pytest
 
 from actors.prompter import Prompter
 from clotho.runtime.latest import Latest
-from clotho.runtime.queues import EndOfStream, Mailbox
+from clotho.runtime.queues import Queue
 from protocols.prompt import Prompt
+from protocols.queues import EndOfStream
 from tests.actors.boxes import cancelled_midway, everything, prompt, run_and_receive
 
 
@@ -23,14 +24,14 @@ def refilled(refills: int = 0) -> Latest[int]:
 
 
 def prompter(
-    prompts: Mailbox[Prompt],
+    prompts: Queue[Prompt],
     group_ids: Iterable[int],
     *,
     batch_size: int = 4,
     refills: Latest[int] | None = None,
     ended: int = 0,
     groups: int | None = None,
-    asked_until: int = 0,
+    prompted_until: int = 0,
 ) -> Prompter:
     """A prompter of these groups."""
     return Prompter(
@@ -41,111 +42,111 @@ def prompter(
         refills=refills or refilled(),
         ended=ended,
         groups=groups,
-        asked_until=asked_until,
+        prompted_until=prompted_until,
     )
 
 
-async def asked(box: Prompter, prompts: Mailbox[Prompt]) -> list[int]:
+async def asked(box: Prompter, prompts: Queue[Prompt]) -> list[int]:
     """Run it; the groups it asked."""
     return [one.group_id for one in await run_and_receive(box.run, prompts.reader())]
 
 
 async def test_every_group_is_asked_once_and_in_order() -> None:
-    """Then the arrow ends, and `asked_until` lies behind the last."""
-    prompts = Mailbox[Prompt]("prompts", capacity=2)
+    """Then the arrow ends, and `prompted_until` lies behind the last."""
+    prompts = Queue[Prompt]("prompts", capacity=2)
     box = prompter(prompts, range(10))
     assert await asked(box, prompts) == list(range(10))
-    assert (box.asked_until, box.reached) == (10, 10)
+    assert (box.prompted_until, box.reached) == (10, 10)
 
 
 async def test_a_full_mailbox_makes_it_wait() -> None:
     """It makes no prompt ahead of the one that waits for room."""
-    prompts = Mailbox[Prompt]("prompts", capacity=2)
+    prompts = Queue[Prompt]("prompts", capacity=2)
     reader, box = prompts.reader(), prompter(prompts, range(100))
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(box.run)
         await anyio.wait_all_tasks_blocked()
-        assert (prompts.depth, box.asked_until) == (2, 3)
+        assert (prompts.depth, box.prompted_until) == (2, 3)
         assert [one.group_id for one in await everything(reader)] == list(range(100))
 
 
 async def test_drained_it_still_asks_the_rest_of_the_batch() -> None:
     """So that the last update is as large as any other."""
-    prompts = Mailbox[Prompt]("prompts", capacity=1)
+    prompts = Queue[Prompt]("prompts", capacity=1)
     reader, box = prompts.reader(), prompter(prompts, range(100))
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(box.run)
         assert [(await reader.receive()).group_id for _ in range(5)] == list(range(5))
         box.drain()
         assert [one.group_id for one in await everything(reader)] == [5, 6, 7]
-    assert box.asked_until == 8
+    assert box.prompted_until == 8
 
 
 async def test_drained_before_it_began_it_asks_nothing() -> None:
     """And ends its arrow all the same."""
-    prompts = Mailbox[Prompt]("prompts", capacity=1)
+    prompts = Queue[Prompt]("prompts", capacity=1)
     box = prompter(prompts, range(100))
     box.drain()
     assert await asked(box, prompts) == []
-    assert box.asked_until == 0
+    assert box.prompted_until == 0
 
 
 async def test_drained_after_a_resume_it_first_asks_again_what_had_not_ended() -> None:
-    """Groups below `asked_until` were asked in an earlier life: they end in this one, whole batches as ever."""
-    prompts = Mailbox[Prompt]("prompts", capacity=1)
-    box = prompter(prompts, [2, 3, 5, 6, 7, 8, 9], batch_size=2, asked_until=6)
+    """Groups below `prompted_until` were asked in an earlier life: they end in this one, whole batches as ever."""
+    prompts = Queue[Prompt]("prompts", capacity=1)
+    box = prompter(prompts, [2, 3, 5, 6, 7, 8, 9], batch_size=2, prompted_until=6)
     box.drain()
     assert await asked(box, prompts) == [2, 3, 5, 6]
-    assert box.asked_until == 7
+    assert box.prompted_until == 7
 
 
 async def test_groups_asked_in_an_earlier_life_stay_asked() -> None:
     """A resumed run that asks the groups left over does not count back."""
-    prompts = Mailbox[Prompt]("prompts", capacity=1)
-    box = prompter(prompts, [3, 5], asked_until=9)
+    prompts = Queue[Prompt]("prompts", capacity=1)
+    box = prompter(prompts, [3, 5], prompted_until=9)
     assert await asked(box, prompts) == [3, 5]
-    assert (box.asked_until, box.reached) == (9, 6)
+    assert (box.prompted_until, box.reached) == (9, 6)
 
 
 async def test_with_a_bound_it_asks_one_more_for_each_refill_until_no_more_can_come() -> None:
     """It waits for refills, not for the end of the groups; the learner's close is its end."""
-    prompts, refills = Mailbox[Prompt]("prompts", capacity=100), refilled()
+    prompts, refills = Queue[Prompt]("prompts", capacity=100), refilled()
     box = prompter(prompts, count(), refills=refills, groups=8)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(box.run)
         for total in (0, 1, 4):
             refills.put(total)
             await anyio.wait_all_tasks_blocked()
-            assert (prompts.depth, box.asked_until, box.reached) == (8 + total, 8 + total, 8 + total)
+            assert (prompts.depth, box.prompted_until, box.reached) == (8 + total, 8 + total, 8 + total)
         refills.close()
     assert [one.group_id for one in await everything(prompts.reader())] == list(range(12))
 
 
 async def test_a_resumed_run_asks_what_is_left_of_the_bound() -> None:
     """9 of 12 groups had ended, 1 of them replaced: 4 are left, the first that have not ended."""
-    prompts, refills = Mailbox[Prompt]("prompts", capacity=100), refilled(1)
+    prompts, refills = Queue[Prompt]("prompts", capacity=100), refilled(1)
     refills.close()
     box = prompter(prompts, (g for g in count() if g not in {0, 1, 2, 4, 5, 6, 7, 9, 10}), refills=refills,
-                   ended=9, groups=12, asked_until=14)  # fmt: skip
+                   ended=9, groups=12, prompted_until=14)  # fmt: skip
     assert await asked(box, prompts) == [3, 8, 11, 12]
-    assert (box.asked_until, box.reached) == (14, 13)
+    assert (box.prompted_until, box.reached) == (14, 13)
 
 
 async def test_drained_while_it_waits_for_refills_it_ends() -> None:
     """What is in flight then is the last of the run."""
-    prompts = Mailbox[Prompt]("prompts", capacity=100)
+    prompts = Queue[Prompt]("prompts", capacity=100)
     box = prompter(prompts, count(), groups=8)
     with anyio.fail_after(5):
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(box.run)
             await anyio.wait_all_tasks_blocked()
             box.drain()
-    assert (prompts.depth, box.asked_until) == (8, 8)
+    assert (prompts.depth, box.prompted_until) == (8, 8)
 
 
 async def test_drained_it_still_asks_the_refills_of_the_batch_that_are_due() -> None:
     """Whole batches count without what was replaced: 4 groups and 2 more in place of lost ones."""
-    prompts, refills = Mailbox[Prompt]("prompts", capacity=1), refilled()
+    prompts, refills = Queue[Prompt]("prompts", capacity=1), refilled()
     reader, box = prompts.reader(), prompter(prompts, count(), refills=refills, groups=40)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(box.run)
@@ -165,7 +166,7 @@ async def test_however_it_ends_it_closes_its_arrow(end: str) -> None:
             raise LookupError("no such problem")
         return prompt(group_id)
 
-    prompts = Mailbox[Prompt]("prompts", capacity=1)
+    prompts = Queue[Prompt]("prompts", capacity=1)
     reader = prompts.reader()
     box = Prompter(outbox=prompts.writer(), make=broken, group_ids=range(5), batch_size=4, refills=refilled())
     if end == "failed":

@@ -9,9 +9,8 @@ import pytest
 from actors.scorer import Scorer
 from clotho.config.schema import RewardSection
 from clotho.rewards.runner import RewardRunner
-from clotho.runtime.queues import Mailbox
-from protocols.rollout import Discarded, RolloutGroup
-from protocols.score import GroupOutcome, ScoredGroup
+from clotho.runtime.queues import Queue
+from protocols.rollout import Discarded, GroupOutcome, RolloutGroup, ScoredGroup
 from tests.rewards.groups import group, problem
 
 Message = RolloutGroup | Discarded
@@ -46,7 +45,7 @@ def number(outcome: GroupOutcome) -> int:
 
 async def outcomes_of(messages: Sequence[Message], rewards: RewardRunner, *, concurrency: int) -> list[GroupOutcome]:
     """Send the messages through a scorer between two small mailboxes."""
-    groups, scored = Mailbox[Message]("rollouts", capacity=2), Mailbox[GroupOutcome]("scored", capacity=2)
+    groups, scored = Queue[Message]("rollouts", capacity=2), Queue[GroupOutcome]("scored", capacity=2)
     scorer = Scorer(groups.reader(), scored.writer(), rewards, concurrency=concurrency)
     outcomes = []
     reader = scored.reader()
@@ -79,7 +78,7 @@ async def test_every_message_has_exactly_one_outcome_whatever_the_rewards_do(con
     rewards.close()
     assert [number(outcome) for outcome in outcomes] == list(range(200))
     assert {outcome.reason for outcome in outcomes if isinstance(outcome, Discarded)} == {
-        "no_signal", "reward_error", "generation_error"
+        "zero_variance", "reward_error", "generation_error"
     }  # fmt: skip
     assert any(isinstance(outcome, ScoredGroup) for outcome in outcomes)
     for message, outcome in zip(messages, outcomes, strict=True):
@@ -88,7 +87,7 @@ async def test_every_message_has_exactly_one_outcome_whatever_the_rewards_do(con
 
 async def test_groups_are_scored_side_by_side_and_leave_in_order() -> None:
     """As many at once as allowed, and a slow first one holds the others back, not their scoring."""
-    groups, scored = Mailbox[Message]("rollouts", capacity=8), Mailbox[GroupOutcome]("scored", capacity=8)
+    groups, scored = Queue[Message]("rollouts", capacity=8), Queue[GroupOutcome]("scored", capacity=8)
     rewards, reader = GatedRewards(6), scored.reader()
     writer, scorer = groups.writer(), Scorer(groups.reader(), scored.writer(), rewards, concurrency=3)
     for i in range(6):
@@ -113,7 +112,7 @@ async def test_groups_are_scored_side_by_side_and_leave_in_order() -> None:
 
 async def test_a_full_outbox_stops_the_reading() -> None:
     """That wait is the back-pressure: at most one message per place is taken beyond those sent on."""
-    groups, scored = Mailbox[Message]("rollouts", capacity=20), Mailbox[GroupOutcome]("scored", capacity=1)
+    groups, scored = Queue[Message]("rollouts", capacity=20), Queue[GroupOutcome]("scored", capacity=1)
     rewards, reader = GatedRewards(20), scored.reader()
     for gate in rewards.gates:
         gate.set()
@@ -130,7 +129,7 @@ async def test_a_full_outbox_stops_the_reading() -> None:
 
 async def test_a_defect_ends_the_actor_and_closes_its_ends() -> None:
     """Only what a reward does is forgiven here; the rest is the supervisor's to compute_advantages."""
-    groups, scored = Mailbox[Message]("rollouts", capacity=2), Mailbox[GroupOutcome]("scored", capacity=2)
+    groups, scored = Queue[Message]("rollouts", capacity=2), Queue[GroupOutcome]("scored", capacity=2)
     writer, reader = groups.writer(), scored.reader()
     await writer.send(group("a", "b"))
     with pytest.raises(ExceptionGroup) as caught:

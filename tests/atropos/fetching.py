@@ -12,12 +12,11 @@ from msgspec import Raw
 from actors.atropos_fetcher import AtroposFetcher
 from clotho.config.schema import AtroposSection
 from clotho.runtime.latest import Latest
-from clotho.runtime.queues import Mailbox
+from clotho.runtime.queues import Queue
 from protocols.prompt import Problem, Prompt
-from protocols.rollout import Discarded, RolloutGroup
+from protocols.rollout import Discarded, GroupOutcome, RolloutGroup, ScoredGroup
 from protocols.sampling import Completion
-from protocols.score import GroupOutcome, ScoredGroup
-from protocols.weights import WeightsReady
+from protocols.step import WeightsReady
 from tests.actors.boxes import everything
 
 Batch = Sequence[str] | None
@@ -93,7 +92,7 @@ class Scene:
         self.weights, self.refills = Latest[WeightsReady]("weights"), Latest[int]("refills")
         self.serve(0)
         self.refills.put(0)
-        self.scored = Mailbox[GroupOutcome]("scored", capacity=capacity)
+        self.scored = Queue[GroupOutcome]("scored", capacity=capacity)
         self.outcomes = self.scored.reader()
         self.source = source or Source(batches)
         self.reader = reader or Reader()

@@ -13,9 +13,8 @@ from clotho.atropos.reader import GroupReader, Policy
 from clotho.atropos.validation import Bounds
 from clotho.config.schema import AtroposSection, LearnerSection
 from clotho.inference.sample_log import SampleLog
-from protocols.rollout import Discarded
+from protocols.rollout import Discarded, GroupOutcome, ScoredGroup
 from protocols.sampling import Completion, PromptLogprobs, SampleRequest, Sampling
-from protocols.score import GroupOutcome, ScoredGroup
 from tests.fakes import CharacterTokenizer
 
 PROMPT = (5, 9, 33)

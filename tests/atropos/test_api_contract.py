@@ -12,8 +12,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from protocols.errors import ProfileError
-from protocols.rollout import Discarded
-from protocols.score import ScoredGroup
+from protocols.rollout import Discarded, ScoredGroup
 from tests.atropos.fake_api import FIELDS
 from tests.atropos.groups import Scene, group
 from tests.atropos.servers import JSON, Counterpart, counterpart

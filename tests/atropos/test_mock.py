@@ -14,8 +14,7 @@ from structlog.testing import capture_logs
 from clotho.atropos.mock import MockAtropos
 from clotho.config.schema import SamplingSection
 from protocols.prompt import Prompt
-from protocols.rollout import Discarded, RolloutGroup
-from protocols.score import GroupOutcome, ScoredGroup
+from protocols.rollout import Discarded, GroupOutcome, RolloutGroup, ScoredGroup
 from tests.actors.boxes import prompt
 from tests.atropos.fake_api import FIELDS
 from tests.atropos.groups import Scene

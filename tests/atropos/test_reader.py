@@ -26,7 +26,7 @@ async def test_a_group_becomes_a_prompt_and_its_completions() -> None:
     assert (one.versions, one.sampled, one.finish_reason) == ((VERSION, VERSION), (), "stop")
     assert (prompt.problem.prompt, one.text) == ("%)A", "HI")
     assert (scored.rewards, scored.parts) == ((0.0, 1.0), {})
-    assert (scored.temperatures, scored.muted, scored.teacher, scored.logprob_error) == ((), (), (), None)
+    assert (scored.temperatures, scored.zero_advantage, scored.teacher, scored.logprob_error) == ((), (), (), None)
 
 
 async def test_turns_between_which_the_environment_speaks() -> None:
@@ -77,7 +77,7 @@ async def test_a_sequence_that_trains_nothing_may_stand_beside_others() -> None:
 
 async def test_a_group_of_one_is_learnt_from_where_it_can_be() -> None:
     """Compared with itself it teaches nothing; over a batch, or by advantages of its tokens, it does."""
-    assert await Scene().refused(group((40,)), "no_signal") == "all 1 rewards are 0"
+    assert await Scene().refused(group((40,)), "zero_variance") == "all 1 rewards are 0"
     assert (await Scene(advantage="batch").scored(group((40,)))).rewards == (0.0,)
     assert (await Scene().scored(group((40,), advantages=[[0, 0, 0, 0.5]]))).token_advantages == ((0.5,),)
 
@@ -86,7 +86,7 @@ async def test_equal_rewards_are_on_record_with_everything_that_is_known() -> No
     """The group is discarded as one that the run itself had scored would be."""
     outcome = await Scene().outcome(group((40,), (41,), scores=[0.5, 0.5]))
     assert isinstance(outcome, Discarded)
-    assert (outcome.reason, outcome.rewards, len(outcome.completions)) == ("no_signal", (0.5, 0.5), 2)
+    assert (outcome.reason, outcome.rewards, len(outcome.completions)) == ("zero_variance", (0.5, 0.5), 2)
     assert (outcome.prompt.tokens, outcome.prompt.source) == (PROMPT, "environment 3")
 
 
@@ -152,8 +152,8 @@ async def test_the_engine_knows_the_temperature_best() -> None:
 async def test_overrides_mute_sequences() -> None:
     """Their rewards stay."""
     scored = await Scene().scored(group((40,), (41,), overrides=[{"set_advantage_to_zero": True}, {}]))
-    assert (scored.muted, scored.rewards) == ((True, False), (0.0, 1.0))
-    assert (await Scene().scored(group((40,), (41,), overrides=[]))).muted == ()
+    assert (scored.zero_advantage, scored.rewards) == ((True, False), (0.0, 1.0))
+    assert (await Scene().scored(group((40,), (41,), overrides=[]))).zero_advantage == ()
 
 
 async def test_what_the_engine_remembers_is_the_truth() -> None:

@@ -12,8 +12,7 @@ from msgspec import Raw
 
 from clotho.atropos.reader import MOST_NAMES, REMEMBERED
 from clotho.config.schema import AtroposSection
-from protocols.rollout import Discarded
-from protocols.score import ScoredGroup
+from protocols.rollout import Discarded, ScoredGroup
 from tests.atropos.groups import PROMPT, Scene, conversations
 
 ODD: list[Any] = [

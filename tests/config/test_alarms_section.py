@@ -8,7 +8,7 @@ import pytest
 
 from clotho.config.schema import CollapseDetectionSection
 from clotho.monitoring.collapse_response import CollapseWatch, Judgement
-from protocols.alarms import AlarmState
+from protocols.collapse import CollapseState
 from protocols.step import StepReport
 from tests.monitoring.reports import GOOD, batch, metrics, report
 
@@ -38,7 +38,7 @@ IN_THE_LEARNER = {"rollback_rate"}
 
 def judged(bad: StepReport, **settings: Any) -> list[Judgement]:
     """Judgements of good times and of four bad batches that follow."""
-    watch = CollapseWatch(CollapseDetectionSection(**settings), state=AlarmState(), rollbacks=0)
+    watch = CollapseWatch(CollapseDetectionSection(**settings), state=CollapseState(), rollbacks=0)
     return [watch.compute_advantages(one) for one in (*TIMES, *[bad] * 4)]
 
 

@@ -12,7 +12,7 @@ from clotho.config.schema import LearnerSection, SamplingSection
 from clotho.models.parameters import flat
 from clotho.training.update import PolicyLearner, Update
 from protocols.errors import ProfileError
-from protocols.score import ScoredGroup, TeacherTokens
+from protocols.rollout import ScoredGroup, TeacherTokens
 from tests.training.learning import BigramPolicy, finish, learner, random_groups, same_bits, tiny_policy
 
 UNSCALED = {"max_grad_norm": 0.0, "epsilon": 1e-2}

@@ -22,13 +22,13 @@ SMALL = ("--server.port", "0", "--batch-size", str(BATCH), "--group-size", "4", 
 PATIENCE_SECONDS = 240.0
 """A run that takes longer is killed, so that no test waits for ever; nothing is judged by it."""
 
-BOOKS = re.compile(r"asked (\d+) = trained (\d+) \+ discarded (\d+) \+ carried over (\d+)")
+BOOKS = re.compile(r"prompted (\d+) = trained (\d+) \+ discarded (\d+) \+ carried over (\d+)")
 
 
 class GroupAccounting(Struct, frozen=True, kw_only=True):
     """The conservation line of a run, which balanced."""
 
-    asked: int
+    prompted: int
     trained: int
     discarded: int
     carried_over: int
@@ -46,9 +46,9 @@ class Ended(Struct, frozen=True, kw_only=True):
         """The conservation line."""
         found = BOOKS.findall(self.out)
         assert len(found) == 1, f"one line that balances is expected:\n{self.out}\n{self.err}"
-        asked, trained, discarded, carried_over = map(int, found[0])
-        assert asked == trained + discarded + carried_over
-        return GroupAccounting(asked=asked, trained=trained, discarded=discarded, carried_over=carried_over)
+        prompted, trained, discarded, carried_over = map(int, found[0])
+        assert prompted == trained + discarded + carried_over
+        return GroupAccounting(prompted=prompted, trained=trained, discarded=discarded, carried_over=carried_over)
 
 
 class Run:

@@ -53,7 +53,7 @@ def test_an_environment_trains_the_policy(tmp_path: Path, atropos: tuple[str, st
     assert ended.status == 0, ended
     assert gone(list(started))
     received, trained, _, carried_over = books_of_environment(ended)
-    assert (received, trained, carried_over) == (ended.books.asked, 10 * 16, 0)
+    assert (received, trained, carried_over) == (ended.books.prompted, 10 * 16, 0)
     recorded = lines(tmp_path / "run" / "metrics.jsonl")
     before, after = [line["eval_accuracy"] for line in recorded if line.get("eval_problems") == 128]
     assert after > before + 0.1
@@ -81,5 +81,5 @@ def test_any_process_may_be_killed_and_no_group_is_learnt_from_twice(tmp_path: P
     groups = lines(run_dir / "rollouts.jsonl")
     trained = [group["group_id"] for group in groups if group["outcome"] == "trained"]
     assert len(trained) == 9 * BATCH
-    assert len({group["group_id"] for group in groups}) == len(groups) == ended.books.asked
+    assert len({group["group_id"] for group in groups}) == len(groups) == ended.books.prompted
     books_of_environment(ended)

@@ -46,7 +46,7 @@ def check(run_dir: Path, ended: Ended, *, steps: int) -> None:
     """It ended normally, and the books balance across all of its lives."""
     assert ended.status == 0, ended
     books = ended.books
-    assert (books.asked, books.carried_over) == (steps * BATCH, 0)
+    assert (books.prompted, books.carried_over) == (steps * BATCH, 0)
     assert_recorded(run_dir, books, steps=steps)
     assert sorted(group["group_id"] for group in lines(run_dir / "rollouts.jsonl")) == list(range(steps * BATCH))
     measured = [line["step"] for line in lines(run_dir / "metrics.jsonl") if "eval_accuracy" in line]

@@ -35,7 +35,7 @@ def test_a_run_says_what_runs_where_and_what_came_of_it(finished: Finished) -> N
 def test_every_group_that_was_asked_ends_once_and_is_on_record(finished: Finished) -> None:
     """The conservation line, metrics.jsonl and rollouts.jsonl tell the same."""
     books = finished.ended.books
-    assert (books.asked, books.carried_over) == (finished.steps * BATCH, 0)
+    assert (books.prompted, books.carried_over) == (finished.steps * BATCH, 0)
     assert_recorded(finished.run_dir, books, steps=finished.steps)
 
 

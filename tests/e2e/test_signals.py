@@ -35,7 +35,7 @@ def test_the_api_answers_from_the_newest_weights_until_ctrl_c_drains_the_run(tmp
     books = ended.books
     assert books.carried_over == 0
     steps = len(metrics(tmp_path / "run"))
-    assert books.asked == steps * BATCH
+    assert books.prompted == steps * BATCH
     assert_recorded(tmp_path / "run", books, steps=steps)
     assert (tmp_path / "run" / "adapters" / "adapters.safetensors").exists()
     assert checkpointed(tmp_path / "run") == steps
@@ -43,7 +43,7 @@ def test_the_api_answers_from_the_newest_weights_until_ctrl_c_drains_the_run(tmp
 
     resumed = run(tmp_path / "run", *SETTINGS, "--steps", str(steps + 2), "--resume")
     assert resumed.status == 0, resumed
-    assert resumed.books.asked == (steps + 2) * BATCH
+    assert resumed.books.prompted == (steps + 2) * BATCH
     assert_recorded(tmp_path / "run", resumed.books, steps=steps + 2)
 
 
@@ -74,8 +74,8 @@ def test_the_second_signal_stops_at_once_and_the_run_can_go_on(tmp_path: Path, n
     assert ended.status == 128 + number, ended
     assert ended.err == ""
     assert ended.books.carried_over > 0
-    steps = -(-ended.books.asked // BATCH)
+    steps = -(-ended.books.prompted // BATCH)
     resumed = run(tmp_path / "run", *SETTINGS, "--steps", str(steps), "--resume")
     assert resumed.status == 0, resumed
-    assert resumed.books.asked == steps * BATCH
+    assert resumed.books.prompted == steps * BATCH
     assert_recorded(tmp_path / "run", resumed.books, steps=steps)

@@ -45,13 +45,13 @@ def test_a_reward_that_raises_hangs_or_returns_nan_costs_only_its_groups(tmp_pat
     ended = run(tmp_path / "run", "--profile", str(tmp_path / "wayward.toml"), "--steps", str(steps))
     assert ended.status == 0, ended
     books = ended.books
-    assert (books.asked, books.carried_over) == (steps * BATCH, 0)
+    assert (books.prompted, books.carried_over) == (steps * BATCH, 0)
     assert_recorded(tmp_path / "run", books, steps=steps)
     groups = lines(tmp_path / "run" / "rollouts.jsonl")
     for group in groups:
         kind = ending(group["prompt"])
         if kind == "works":
-            assert group["reason"] in (None, "no_signal")
+            assert group["reason"] in (None, "zero_variance")
         else:
             assert group["reason"] == "reward_error"
             assert DETAILS[kind] in group["detail"]

@@ -5,18 +5,17 @@ from __future__ import annotations
 from clotho.monitoring.display import RunFacts
 from protocols.evaluation import EvalReport
 from protocols.prompt import Problem, Prompt
-from protocols.rollout import Discarded, DiscardReason, RolloutGroup
+from protocols.rollout import Discarded, DiscardReason, RolloutGroup, ScoredGroup
 from protocols.sampling import Completion, FinishReason
-from protocols.score import ScoredGroup
 from protocols.step import StepReport, TrainedGroup, UpdateMetrics
-from protocols.summary import MachineDescription, MailboxGauge, PolicyDescription, RunGauges
+from protocols.summary import MachineDescription, PolicyDescription, QueueGauge, RunGauges
 
 HOSTILE = (
     "[bold red]x[/] [/nope] \x1b[2J\x1b]0;title\x07 \r\n \u202eesrever\u202c 漢字 👩\u200d🚀 \ud800 ﷽" + "w" * 3000
 )
 
 GAUGES = RunGauges(
-    mailboxes=(MailboxGauge(name="rollouts", depth=3, capacity=16), MailboxGauge(name="scored", depth=0, capacity=16)),
+    mailboxes=(QueueGauge(name="rollouts", depth=3, capacity=16), QueueGauge(name="scored", depth=0, capacity=16)),
     tokens_sampled=123_456,
     decode_seconds=7.5,
     decode_rate_idle=2000.0,
@@ -73,7 +72,7 @@ def trained(group_id: int = 0, rewards: tuple[float, ...] = (1.0, 0.0), text: st
     return TrainedGroup(scored=ScoredGroup(group=group, rewards=rewards, parts=parts), advantages=(1.0, -1.0))
 
 
-def discarded(group_id: int = 1, reason: DiscardReason = "no_signal", *, sampled: bool = True) -> Discarded:
+def discarded(group_id: int = 1, reason: DiscardReason = "zero_variance", *, sampled: bool = True) -> Discarded:
     """A group that taught nothing, or that was never sampled."""
     completions = (completion(finish="length"), completion(finish="length")) if sampled else ()
     rewards = (0.5, 0.5) if sampled else ()

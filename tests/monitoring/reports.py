@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from protocols.prompt import Problem, Prompt
-from protocols.rollout import Discarded, RolloutGroup
+from protocols.rollout import Discarded, RolloutGroup, ScoredGroup
 from protocols.sampling import Completion
-from protocols.score import ScoredGroup
 from protocols.step import StepReport, TrainedGroup, UpdateMetrics
 from tests.monitoring.recorded import Line
 
@@ -46,7 +45,7 @@ def discarded(group: ScoredGroup) -> Discarded:
     """The same group, not learned from."""
     return Discarded(
         prompt=group.group.prompt,
-        reason="no_signal",
+        reason="zero_variance",
         detail="",
         completions=group.group.completions,
         rewards=group.rewards,

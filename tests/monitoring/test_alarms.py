@@ -10,7 +10,7 @@ import pytest
 
 from clotho.config.schema import CollapseDetectionSection
 from clotho.monitoring.collapse_detection import Alarms
-from protocols.alarms import AlarmState
+from protocols.collapse import CollapseState
 from protocols.step import StepReport
 from tests.monitoring.recorded import DESTROYED, HEALTHY, Line
 from tests.monitoring.reports import GOOD, batch, metrics, report
@@ -243,7 +243,7 @@ def test_a_checkpoint_in_between_changes_no_verdict(cut: int) -> None:
     expected = [whole.observe(batch(line)) for line in DESTROYED]
     alarms = Alarms(DEFAULTS)
     verdicts = [alarms.observe(batch(line)) for line in DESTROYED[:cut]]
-    state = msgspec.json.decode(msgspec.json.encode(alarms.state()), type=AlarmState)
+    state = msgspec.json.decode(msgspec.json.encode(alarms.state()), type=CollapseState)
     assert state == alarms.state()
     resumed = Alarms(DEFAULTS, state)
     verdicts += [resumed.observe(batch(line)) for line in DESTROYED[cut:]]
@@ -255,7 +255,7 @@ def test_after_going_back_alarms_start_anew() -> None:
     alarms = after_good_times()
     alarms.observe(batch(GOOD._replace(ess=0.1)))
     alarms.restart()
-    assert alarms.state() == AlarmState()
+    assert alarms.state() == CollapseState()
     assert signs(alarms, GOOD._replace(reward=0.1)) == ""
 
 

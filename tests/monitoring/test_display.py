@@ -14,11 +14,13 @@ from clotho.monitoring.metrics import Moment, step_metrics
 from clotho.monitoring.plain_display import PlainDisplay
 from clotho.monitoring.summary import print_summary
 from clotho.monitoring.terminal_text import duration, memory, size
-from protocols.ledger import Balance
+from protocols.accounting import Balance
 from protocols.summary import RunGauges, RunSummary
 from tests.monitoring.examples import GAUGES, HOSTILE, discarded, evaluation, facts, step
 
-BALANCE = Balance(asked=800, trained=612, discarded=188, by_reason={"stale": 8, "no_signal": 180}, carried_over=0)
+BALANCE = Balance(
+    prompted=800, trained=612, discarded=188, by_reason={"stale": 8, "zero_variance": 180}, carried_over=0
+)
 START = Moment(seconds=0.0, gauges=RunGauges())
 
 
@@ -29,7 +31,7 @@ def view(number: int = 40, seconds: float = 20.0) -> RunView:
         step=number,
         seconds=seconds,
         trained=600,
-        discarded={"no_signal": 30, "stale": 2},
+        discarded={"zero_variance": 30, "stale": 2},
         rewards=tuple(i / 40 for i in range(40)),
         evaluations=(evaluation(0, 0.43), evaluation(20, 0.6)),
         latest=step_metrics(report, now=Moment(seconds=seconds, gauges=GAUGES), before=START),
@@ -65,7 +67,7 @@ def test_a_frame_fits_any_width_and_shows_foreign_text_as_it_is(width: int, enco
             "step 40/100  0:21 elapsed, 0:29 left",
             "43.0 % (step 0)  60.0 % (step 20)",
             "rollouts 3/16  scored 0/16  2 API requests",
-            "600 trained  32 discarded (30 no_signal, 2 stale)",
+            "600 trained  32 discarded",
             "idle 2000, learning 1100  64 rows",
             "[bold red]x[/]",
             "1.0 mean, 1 most",
@@ -149,7 +151,7 @@ def summary(*, measured: bool = True) -> RunSummary:
         before=evaluation(0, 0.43) if measured else None,
         after=evaluation(100, 0.96, final=True) if measured else None,
         balance=Balance(
-            asked=800, trained=612, discarded=188, by_reason={"stale": 8, "no_signal": 180}, carried_over=0
+            prompted=800, trained=612, discarded=188, by_reason={"stale": 8, "zero_variance": 180}, carried_over=0
         ),
         gauges=GAUGES,
         training_seconds=100.0,
@@ -168,8 +170,8 @@ def test_the_final_table_says_what_was_learnt_and_where_it_lies(encoding: str) -
     print_summary(console, summary())
     text = written(screen)
     for expected in (
-        "asked 800 = trained 612 + discarded 188 + carried over 0",
-        "no_signal 180, stale 8",
+        "prompted 800 = trained 612 + discarded 188 + carried over 0",
+        "stale 8, zero_variance 180",
         "training 1:40 (by turns: decoding 0:08, updates from start to end 0:40), evaluation 0:12, total 2:05",
         "988 tokens/s over the whole run; alone 2000, while learning 1100 (55 %)",
         "9, median 0.5 ms, longest 2 ms",
@@ -186,7 +188,7 @@ def test_a_run_without_measurements_has_no_table() -> None:
     console, screen = terminal(80)
     print_summary(console, summary(measured=False))
     assert "held-out" not in written(screen)
-    assert "asked 800" in written(screen)
+    assert "prompted 800" in written(screen)
 
 
 def test_a_curve_spans_its_range_and_averages_what_does_not_fit() -> None:

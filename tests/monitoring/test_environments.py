@@ -6,7 +6,7 @@ from msgspec.structs import replace
 
 from clotho.config.schema import CollapseDetectionSection
 from clotho.monitoring.collapse_detection import Alarms
-from protocols.score import ScoredGroup
+from protocols.rollout import ScoredGroup
 from tests.monitoring.reports import GOOD, metrics, report, scored
 
 EASY, HARD = 7, 3

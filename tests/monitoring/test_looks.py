@@ -7,7 +7,7 @@ import math
 import msgspec
 
 from clotho.monitoring.collapse_detection import batch_look, group_looks
-from protocols.alarms import BatchLook
+from protocols.collapse import BatchStatistics
 from tests.monitoring.reports import GOOD, completion, discarded, metrics, report, scored
 
 
@@ -30,7 +30,7 @@ def test_groups_without_rewards_are_not_looked_at() -> None:
     failed = msgspec.structs.replace(discarded(scored([1.0])), rewards=(), parts={})
     looks = list(group_looks(report([scored([math.nan, 1.0])], [failed])))
     assert looks == []
-    assert batch_look(looks, report()) == BatchLook()
+    assert batch_look(looks, report()) == BatchStatistics()
 
 
 def test_length_and_truncation_are_those_of_the_completions() -> None:
@@ -62,7 +62,7 @@ def test_without_a_reward_for_form_or_for_content_there_is_nothing_to_compare() 
 def test_an_update_that_was_skipped_says_nothing() -> None:
     """Its numbers may be anything."""
     skipped = report(update=metrics(GOOD, applied=False))
-    assert batch_look((), skipped) == BatchLook()
+    assert batch_look((), skipped) == BatchStatistics()
     nan = report(update=metrics(GOOD._replace(entropy=math.nan)))
     assert batch_look((), nan).entropy is None
     assert batch_look((), nan).ess == GOOD.ess

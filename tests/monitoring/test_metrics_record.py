@@ -52,7 +52,7 @@ def test_the_numbers_of_an_update_are_there_or_null(key: str) -> None:
 
 def test_it_says_how_the_batch_came_about() -> None:
     """What was refilled and replayed, what raised an alarm, and whether that took the policy back."""
-    found = line(refilled=5, replayed=2, alarms=("entropy fell",), rolled_back=True)
+    found = line(replaced=5, replayed=2, collapse_warnings=("entropy fell",), rolled_back=True)
     assert (found["groups_refilled"], found["groups_replayed"]) == (5, 2)
     assert (found["alarms"], found["rolled_back"]) == (["entropy fell"], True)
     plain = line()

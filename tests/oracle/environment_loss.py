@@ -12,8 +12,8 @@ import numpy as np
 from msgspec import Struct
 
 from clotho.config.schema import LearnerSection
+from protocols.rollout import ScoredGroup
 from protocols.sampling import Completion
-from protocols.score import ScoredGroup
 from tests.oracle.advantages import advantages
 from tests.oracle.policy_loss import Example, Rows, kl, loss, share
 
@@ -119,7 +119,7 @@ def judged(groups: Sequence[ScoredGroup], found: list[Example], run: Run) -> lis
     result = []
     for (g, i), e in zip(places(groups), found, strict=True):
         at = sampled(groups[g].group.completions[i])
-        if groups[g].muted and groups[g].muted[i]:
+        if groups[g].zero_advantage and groups[g].zero_advantage[i]:
             advantage = [0.0] * len(at)
         elif groups[g].token_advantages:
             advantage = [groups[g].token_advantages[i][t] for t in at]

@@ -13,7 +13,7 @@ from clotho.config.schema import LearnerSection
 from clotho.models.parameters import flat
 from clotho.scoring.token_scores import SamplingDistribution
 from clotho.training.objectives.registry import OBJECTIVES
-from protocols.score import ScoredGroup
+from protocols.rollout import ScoredGroup
 from tests.oracle.environment_loss import Run, environment_loss
 from tests.training.environment_groups import environment_groups
 from tests.training.learning import BigramPolicy, whole_gradient
@@ -71,7 +71,7 @@ def assert_like_the_loops(groups: list[ScoredGroup], settings: LearnerSection) -
 
 @pytest.mark.parametrize("case", CASES)
 def test_several_turns_learn_what_the_loops_say(case: str) -> None:
-    """Masks, muted completions, temperatures, supports, teachers, references: all at once, for every objective."""
+    """Masks, zero_advantage completions, temperatures, supports, teachers, references: all at once, for every objective."""
     assert_like_the_loops(environment_groups(5, seed=1), settings_of(case))
 
 

@@ -9,9 +9,8 @@ from clotho.config.schema import RewardSection
 from clotho.rewards.overlong import Overlong
 from clotho.rewards.runner import RewardRunner
 from protocols.errors import ProfileError
-from protocols.rollout import Discarded, RolloutGroup
+from protocols.rollout import Discarded, GroupOutcome, RolloutGroup, ScoredGroup
 from protocols.sampling import Completion, FinishReason
-from protocols.score import GroupOutcome, ScoredGroup
 from tests.rewards.groups import group
 
 LENGTH = RewardSection(name="tests.rewards.sample_rewards:length")
@@ -91,7 +90,7 @@ async def test_the_penalty_may_make_rewards_equal() -> None:
     """The penalty is added before the variance is checked."""
     outcome = await scored(group_of_lengths(8, 4, texts=("ab", "a")), LENGTH, Overlong(max_tokens=8, buffer=4))
     assert isinstance(outcome, Discarded)
-    assert outcome.reason == "no_signal"
+    assert outcome.reason == "zero_variance"
     assert outcome.rewards == (1.0, 1.0)
 
 

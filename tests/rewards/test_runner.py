@@ -14,8 +14,7 @@ from clotho.config.schema import RewardSection
 from clotho.rewards import calls
 from clotho.rewards.runner import RewardRunner
 from protocols.errors import ProfileError
-from protocols.rollout import Discarded
-from protocols.score import ScoredGroup
+from protocols.rollout import Discarded, ScoredGroup
 from tests.rewards import sample_rewards
 from tests.rewards.groups import answered, group, problem
 
@@ -158,7 +157,7 @@ async def test_a_zero_variance_group_is_discarded(texts: tuple[str, ...]) -> Non
     with runner(sample("length")) as rewards:
         outcome = await rewards.score(group(*texts))
     assert isinstance(outcome, Discarded)
-    assert outcome.reason == "no_signal"
+    assert outcome.reason == "zero_variance"
     assert outcome.detail == f"all {len(texts)} rewards are {len(texts[0])}"
     assert outcome.rewards == (float(len(texts[0])),) * len(texts)
     assert len(outcome.completions) == len(texts)

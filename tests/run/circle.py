@@ -16,18 +16,16 @@ from clotho.config.schema import CollapseDetectionSection, LearnerSection, Repla
 from clotho.monitoring.collapse_response import CollapseWatch
 from clotho.runtime.compute_thread import ComputeExecutor
 from clotho.runtime.latest import Latest
-from clotho.runtime.queues import Mailbox
+from clotho.runtime.queues import Queue
 from clotho.runtime.sampling_client import Sampler
+from clotho.training.ledger import Ledger
 from clotho.training.replay import ReplayBuffer
 from clotho.training.update import Update
-from protocols.alarms import AlarmState
-from protocols.ledger import Ledger
+from protocols.collapse import CollapseState
 from protocols.prompt import Prompt
-from protocols.rollout import Discarded, RolloutGroup
+from protocols.rollout import Discarded, GroupOutcome, RolloutGroup, ScoredGroup
 from protocols.sampling import SampleRequest, Sampling
-from protocols.score import GroupOutcome, ScoredGroup
-from protocols.step import GroupsEnded, PolicyUpdated, StepReport, UpdateMetrics
-from protocols.weights import WeightsReady
+from protocols.step import GroupsEnded, PolicyUpdated, StepReport, UpdateMetrics, WeightsReady
 from tests.actors.boxes import everything, prompt
 from tests.fakes import FakeEngine
 
@@ -100,9 +98,9 @@ class Circle:
         rules: LossSettings,
         *,
         after: PolicyUpdated | None = None,
-        asked_until: int = 0,
+        prompted_until: int = 0,
     ) -> None:
-        """asked_until: as the checkpoint says, which has the rest from `after`."""
+        """prompted_until: as the checkpoint says, which has the rest from `after`."""
         self.rules, self.engine = rules, FakeEngine()
         self.ledger, self.progress = Ledger(), Progress()
         if after is not None:
@@ -113,15 +111,15 @@ class Circle:
         self._serve(self.learned.version, self.progress.step)
         self.sampler = Recording(self.engine)
         self.told: list[PolicyUpdated] = []
-        self._questions = Mailbox[Prompt]("questions", capacity=1)
-        self._prompts = Mailbox[Prompt | Discarded]("prompts", capacity=1)
-        self._rollouts = Mailbox[RolloutGroup | Discarded]("rollouts", capacity=1)
-        self._scored = Mailbox[GroupOutcome]("scored", capacity=1)
-        self._updates = Mailbox[PolicyUpdated]("updates", capacity=1)
-        self._reports = Mailbox[StepReport | GroupsEnded]("reports", capacity=1)
-        self._make(executor, asked_until)
+        self._questions = Queue[Prompt]("questions", capacity=1)
+        self._prompts = Queue[Prompt | Discarded]("prompts", capacity=1)
+        self._rollouts = Queue[RolloutGroup | Discarded]("rollouts", capacity=1)
+        self._scored = Queue[GroupOutcome]("scored", capacity=1)
+        self._updates = Queue[PolicyUpdated]("updates", capacity=1)
+        self._reports = Queue[StepReport | GroupsEnded]("reports", capacity=1)
+        self._make(executor, prompted_until)
 
-    def _make(self, executor: ComputeExecutor, asked_until: int) -> None:
+    def _make(self, executor: ComputeExecutor, prompted_until: int) -> None:
         rules, groups = self.rules, self.rules.steps * self.rules.batch_size
         distribution: dict[str, Any] = {
             "batch_size": rules.batch_size,
@@ -133,7 +131,7 @@ class Circle:
             outbox=self._questions.writer(),
             make=lambda group_id: prompt(group_id, (group_id, 7)),
             group_ids=self.ledger.unended(None if rules.dynamic else groups),
-            asked_until=asked_until,
+            prompted_until=prompted_until,
             **distribution,
         )
         self.generator = GeneratorBox(
@@ -160,7 +158,7 @@ class Circle:
             refills=self.refills,
             recorded=Latest[int]("recorded"),
             replay=ReplayBuffer(ReplaySection(), seed=0),
-            watch=CollapseWatch(CollapseDetectionSection(on_collapse="off"), state=AlarmState(), rollbacks=0),
+            watch=CollapseWatch(CollapseDetectionSection(on_collapse="off"), state=CollapseState(), rollbacks=0),
             steps=rules.steps,
             rounds=rules.ahead == 0,
             unasked=False,
@@ -185,7 +183,7 @@ class Circle:
                 if isinstance(group, Discarded):
                     outcome = group
                 elif self.rules.lost(group.prompt.group_id):
-                    outcome = Discarded(prompt=group.prompt, reason="no_signal", detail="equal")
+                    outcome = Discarded(prompt=group.prompt, reason="zero_variance", detail="equal")
                 else:
                     outcome = ScoredGroup(group=group, rewards=(0.0, 1.0), parts={})
                 await outbox.send(outcome)

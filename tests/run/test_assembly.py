@@ -15,9 +15,9 @@ from clotho.config.schema import Profile
 from clotho.models.machine import random_state
 from clotho.run.startup import Components
 from clotho.storage.checkpoints import Snapshot, write_checkpoint
+from protocols.accounting import LedgerState
 from protocols.checkpoint import RunState
 from protocols.errors import CheckpointError, ClothoError, DatasetError, ModelError, ProfileError
-from protocols.ledger import LedgerState
 from tests.run.assembled import assembled, tiny_profile
 from tests.training.learning import same_bits
 
@@ -33,7 +33,7 @@ async def keep(profile: Profile, *, step: int = 3, measured: bool = True) -> Run
             optimizer = {name: array + 1 for name, array in parts.policy_learner.state().items()}
             mx.random.seed(99)
             state = RunState(
-                step=step, version=step - 1, fingerprint="kept", ledger=LEDGER, asked=11, random_state=random_state(),
+                step=step, version=step - 1, fingerprint="kept", ledger=LEDGER, prompted=11, random_state=random_state(),
                 bad_steps=1, train_seconds=2.5, sampled_tokens=100, trained_tokens=50, inputs=parts.inputs,
             )  # fmt: skip
             config = parts.policy.adapter_config

@@ -12,7 +12,7 @@ from msgspec import convert
 
 from clotho.config.schema import Profile
 from clotho.models.tokenizer import ChatTokenizer
-from clotho.run.startup import Questions, load_questions
+from clotho.run.startup import PromptBuilder, load_prompts
 from protocols.errors import DatasetError, ModelError
 from protocols.evaluation import HeldOut
 from protocols.prompt import Problem, group_seed
@@ -27,7 +27,7 @@ async def is_correct(problem: Problem, text: str) -> bool:
 
 def load(
     directory: Path, *, count: int = 20, seed: int = 0, tokenizer: ChatTokenizer | None = None, **data: Any
-) -> tuple[Questions, HeldOut]:
+) -> tuple[PromptBuilder, HeldOut]:
     """The questions of a file with so many problems."""
     path = directory / "train.jsonl"
     lines = [json.dumps({"prompt": f"1 + {i}?", "answer": str(1 + i), "type": "sum"}) for i in range(count)]
@@ -41,7 +41,7 @@ def load(
         },
         Profile,
     )
-    return load_questions(profile, tokenizer or cast(ChatTokenizer, CharacterTokenizer()), is_correct)
+    return load_prompts(profile, tokenizer or cast(ChatTokenizer, CharacterTokenizer()), is_correct)
 
 
 def test_a_prompt_depends_on_seed_and_number_alone(tmp_path: Path) -> None:

@@ -19,15 +19,16 @@ from clotho.run.context import RunContext
 from clotho.run.startup import Components
 from clotho.runtime.child import ChildState, ChildStatus, Restart
 from clotho.runtime.latest import Latest
-from clotho.runtime.queues import Mailbox
+from clotho.runtime.queues import Queue
+from clotho.training.ledger import Ledger
+from protocols.accounting import LedgerState
 from protocols.checkpoint import RunState
 from protocols.evaluation import EvalReport
-from protocols.ledger import Ledger, LedgerState
 from protocols.step import PolicyUpdated, StepReport
 from tests.actors.boxes import filled, prompt
 from tests.run.assembled import assembled, tiny_profile
 
-BOOKS = LedgerState(all_ended_below=3, ended_above=(6,), trained=2, discarded={"stale": 1, "no_signal": 1})
+BOOKS = LedgerState(all_ended_below=3, ended_above=(6,), trained=2, discarded={"stale": 1, "zero_variance": 1})
 
 
 @pytest.fixture
@@ -57,7 +58,7 @@ def session_of(parts: Components, **actors: Any) -> RunContext:
 def resumed(parts: Components, *, asked: int) -> Components:
     """The same parts, of a run that had asked so many groups when it was killed."""
     state = RunState(
-        step=2, version=2, fingerprint="", ledger=BOOKS, asked=asked, random_state=(), bad_steps=0, train_seconds=0.0,
+        step=2, version=2, fingerprint="", ledger=BOOKS, prompted=asked, random_state=(), bad_steps=0, train_seconds=0.0,
         sampled_tokens=100, trained_tokens=50, inputs={},
     )  # fmt: skip
     return structs.replace(parts, state=state, ledger=Ledger(BOOKS))
@@ -67,7 +68,7 @@ def prompter(parts: Components) -> Prompter:
     """The run's prompter."""
     session = SimpleNamespace(refills=Latest[int]("refills"))
     session.refills.put(0)
-    return boxes.prompter(parts, cast(Any, session))(outbox=Mailbox[Any]("prompts", capacity=100).writer())
+    return boxes.prompter(parts, cast(Any, session))(outbox=Queue[Any]("prompts", capacity=100).writer())
 
 
 async def test_the_books_of_a_whole_run_count_what_is_left_where_it_lies(parts: Components) -> None:
@@ -80,7 +81,7 @@ async def test_the_books_of_a_whole_run_count_what_is_left_where_it_lies(parts: 
     for group_id in range(13):
         parts.ledger.train(group_id)
     parts.ledger.discard(13, "stale")
-    assert str(session.books.balance(complete=True)) == "asked 20 = trained 13 + discarded 1 + carried over 6"
+    assert str(session.books.balance(complete=True)) == "prompted 20 = trained 13 + discarded 1 + carried over 6"
     parts.ledger.discard(14, "stale")
     assert not session.books.balance(complete=True).holds, "one too many: nothing is made to fit"
 
@@ -107,12 +108,12 @@ async def test_the_books_of_a_resumed_run_balance_however_much_was_asked_before(
         asking.drain()
     again = list(parts.ledger.unended(20))
     await asking.run()
-    sent = [group_id for group_id in again if group_id < asking.asked_until]
+    sent = [group_id for group_id in again if group_id < asking.prompted_until]
     for group_id in sent:
         parts.ledger.train(group_id)
     balance = session.books.balance(complete=True)
     assert balance.holds, str(balance)
-    assert balance.asked == (20 if asked == 20 else 10 if drained else asked)
+    assert balance.prompted == (20 if asked == 20 else 10 if drained else asked)
     assert balance.carried_over == max(0, asked - 20)
 
 
@@ -131,7 +132,7 @@ async def test_a_drain_is_the_prompters_to_do(parts: Components) -> None:
     asking = prompter(parts)
     session_of(parts, prompter=asking).drain()
     await asking.run()
-    assert asking.asked_until == 0
+    assert asking.prompted_until == 0
     with structlog.testing.capture_logs() as logs:
         session_of(parts).drain()
     assert [line["event"] for line in logs] == ["the prompter cannot be drained: once more stops the run at once"]
@@ -183,7 +184,7 @@ async def test_a_checkpoint_counts_over_all_lives_of_the_run(parts: Components) 
         trained_tokens=60,
     )  # fmt: skip
     assert session.run_state(update) == RunState(
-        step=3, version=2, fingerprint="f", ledger=BOOKS, asked=9, random_state=(1, 2), bad_steps=1, train_seconds=7.0,
+        step=3, version=2, fingerprint="f", ledger=BOOKS, prompted=9, random_state=(1, 2), bad_steps=1, train_seconds=7.0,
         sampled_tokens=100, trained_tokens=60, inputs=parts.inputs,
     )  # fmt: skip
 
@@ -209,7 +210,7 @@ async def test_the_summary_compares_the_base_policy_with_the_last(parts: Compone
 class Fetching(Anyone):
     """A fetcher that has received four groups, of which number 1 has ended."""
 
-    asked_until, reached = 4, 4
+    prompted_until, reached = 4, 4
     received: ClassVar = {"a": 3, "b": 1}
     under_way: ClassVar = {0: "a", 1: "a", 2: "b", 3: "a"}
 

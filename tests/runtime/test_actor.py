@@ -6,7 +6,8 @@ import pytest
 from anyio import create_task_group, fail_after
 
 from clotho.runtime.actor import Actor
-from clotho.runtime.queues import EndOfStream, Mailbox, MailboxClosed, Outbox
+from clotho.runtime.queues import Queue
+from protocols.queues import EndOfStream, Outbox, QueueClosed
 
 
 class _Half(Actor[int, float]):
@@ -18,8 +19,8 @@ class _Half(Actor[int, float]):
 
 async def test_the_end_of_input_travels_down_the_flow() -> None:
     """Closing the first arrow lets each box finish what it has and close the next."""
-    numbers: Mailbox[int] = Mailbox("numbers", capacity=1)
-    halves: Mailbox[float] = Mailbox("halves", capacity=1)
+    numbers: Queue[int] = Queue("numbers", capacity=1)
+    halves: Queue[float] = Queue("halves", capacity=1)
     source, result = numbers.writer(), halves.reader()
     with fail_after(5):
         async with create_task_group() as group:
@@ -38,8 +39,8 @@ async def _feed(outbox: Outbox[int], numbers: list[int]) -> None:
 
 async def test_a_failing_actor_closes_both_its_ends() -> None:
     """NullSampleLog up or down the flow is left waiting for it."""
-    numbers: Mailbox[int] = Mailbox("numbers", capacity=2)
-    halves: Mailbox[float] = Mailbox("halves", capacity=1)
+    numbers: Queue[int] = Queue("numbers", capacity=2)
+    halves: Queue[float] = Queue("halves", capacity=1)
     source, result = numbers.writer(), halves.reader()
     actor = _Half("half", numbers.reader(), halves.writer())
     await source.send(-1)
@@ -47,5 +48,5 @@ async def test_a_failing_actor_closes_both_its_ends() -> None:
         await actor.run()
     with pytest.raises(EndOfStream):
         await result.receive()
-    with pytest.raises(MailboxClosed):
+    with pytest.raises(QueueClosed):
         await source.send(1)

@@ -10,7 +10,8 @@ import pytest
 from clotho.runtime.actor import Actor
 from clotho.runtime.child import Child, Restart, temporary, transient
 from clotho.runtime.edges import Arrow, Tee
-from clotho.runtime.queues import EndOfStream, Inbox, Mailbox, MailboxClosed, Outbox
+from clotho.runtime.queues import Queue
+from protocols.queues import EndOfStream, Inbox, Outbox, QueueClosed
 from tests.actors.boxes import cancelled_midway, everything, filled
 
 
@@ -99,7 +100,7 @@ async def test_a_tap_that_has_ended_is_left_out() -> None:
 async def test_a_slow_tap_makes_the_arrow_wait() -> None:
     """Nothing on the way is unbounded, copies neither."""
     inbox = filled("in", ["1", "2", "3", "4", "5"])
-    outbox, copy = Mailbox[str]("out", capacity=10), Mailbox[str]("copy", capacity=2)
+    outbox, copy = Queue[str]("out", capacity=10), Queue[str]("copy", capacity=2)
     slow, reader = copy.reader(), outbox.reader()
     tee = Tee("tee", inbox.reader(), outbox.writer(), [copy.writer()])
     async with anyio.create_task_group() as tasks:
@@ -112,14 +113,14 @@ async def test_a_slow_tap_makes_the_arrow_wait() -> None:
 
 @pytest.mark.parametrize("end", ["cancelled", "deserted"])
 async def test_however_a_tee_ends_it_closes_all_its_ends(end: str) -> None:
-    """Taps and the next box reach their end, whoever sends gets MailboxClosed."""
+    """Taps and the next box reach their end, whoever sends gets QueueClosed."""
     inbox = filled("in", ["1", "2"], ended=False)
-    outbox, copy = Mailbox[str]("out", capacity=1), Mailbox[str]("copy", capacity=9)
+    outbox, copy = Queue[str]("out", capacity=1), Queue[str]("copy", capacity=9)
     tapped, reader = copy.reader(), outbox.reader()
     tee = Tee("tee", inbox.reader(), outbox.writer(), [copy.writer()])
     if end == "deserted":
         reader.close()
-        with pytest.raises(MailboxClosed):
+        with pytest.raises(QueueClosed):
             await tee.run()
     else:
         await cancelled_midway(tee.run)
@@ -127,5 +128,5 @@ async def test_however_a_tee_ends_it_closes_all_its_ends(end: str) -> None:
     assert (await everything(tapped))[0] == "1"
     with pytest.raises(EndOfStream):
         await tapped.receive()
-    with pytest.raises(MailboxClosed):
+    with pytest.raises(QueueClosed):
         inbox.reader()

@@ -18,10 +18,11 @@ from clotho.config.schema import ActorSection
 from clotho.runtime.child import Child, Restart
 from clotho.runtime.latest import Latest
 from clotho.runtime.plugins import CustomActors, Services, load_factory
-from clotho.runtime.queues import Inbox, Mailbox
+from clotho.runtime.queues import Queue
 from clotho.runtime.supervisor import Supervisor
 from protocols.errors import ProfileError
-from protocols.weights import WeightsReady
+from protocols.queues import Inbox
+from protocols.step import WeightsReady
 from tests.actors.boxes import everything, filled, prompt
 
 
@@ -112,7 +113,7 @@ def test_each_gets_the_ends_of_its_place_and_its_options() -> None:
     stage, tee, tap = made.arrow("scored", 3).children
     assert tee.name == "scored tee"
     [free] = made.free_standing()
-    updates = [Mailbox[int]("one", capacity=1).writer(), Mailbox[int]("other", capacity=1).writer()]
+    updates = [Queue[int]("one", capacity=1).writer(), Queue[int]("other", capacity=1).writer()]
     box = made.box("learner", Made, inbox="in", updates=updates, reports="out")
     assert sorted(the_made(stage).parts) == ["inbox", "outbox", "scale"]
     assert sorted(the_made(tap).parts) == ["inbox"]
@@ -136,7 +137,7 @@ def test_the_boxes_are_known_by_their_place_whatever_stands_there() -> None:
 
 async def test_a_replacement_can_be_made_of_the_box_it_replaces() -> None:
     """`services.default` is that box but for its ends; nobody else is given one."""
-    outbox = Mailbox[Any]("prompts", capacity=9)
+    outbox = Queue[Any]("prompts", capacity=9)
     made = custom(stanza("replace", "Reversed", at="prompter", name="backwards"), stanza("add", name="free"))
     refills = Latest[int]("refills")
     refills.put(0)
@@ -215,9 +216,7 @@ def test_a_tap_cannot_outlive_its_arrow() -> None:
         custom(stanza("tap", at="scored", restart="permanent"))
 
 
-async def supervised(
-    children: Sequence[Child], source: Mailbox[int], reader: Inbox[int]
-) -> tuple[list[int], list[str]]:
+async def supervised(children: Sequence[Child], source: Queue[int], reader: Inbox[int]) -> tuple[list[int], list[str]]:
     """Run children under a supervisor beside the reader of what they pass on; what came, and who failed."""
     failures: list[str] = []
     received: list[int] = []

@@ -59,7 +59,7 @@ def test_the_page_has_an_example_of_every_mode_in_about_twenty_lines(ran: Ran) -
 
 def test_the_books_balance_with_all_of_them(ran: Ran) -> None:
     """Each group ends once, those that the stage keeps back included."""
-    assert (ran.books.asked, ran.books.carried_over) == (STEPS * BATCH, 0)
+    assert (ran.books.prompted, ran.books.carried_over) == (STEPS * BATCH, 0)
     assert_recorded(ran.directory / "run", ran.books, steps=STEPS)
 
 

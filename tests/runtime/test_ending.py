@@ -7,9 +7,10 @@ import pytest
 from anyio import CancelScope, create_task_group, fail_after, sleep_forever, wait_all_tasks_blocked
 
 from clotho.runtime.child import permanent, temporary, transient
-from clotho.runtime.queues import Inbox, Mailbox, MailboxClosed, Outbox
+from clotho.runtime.queues import Queue
 from clotho.runtime.supervisor import Supervisor
 from protocols.errors import ActorError
+from protocols.queues import Inbox, Outbox, QueueClosed
 from tests.runtime.scene import Scene, Script
 
 
@@ -70,7 +71,7 @@ class _Writing(Script):
 
 
 def _spoken_and_written() -> tuple[_Speaking, _Writing]:
-    mailbox: Mailbox[str] = Mailbox("words", capacity=3)
+    mailbox: Queue[str] = Queue("words", capacity=3)
     return _Speaking("speaking", mailbox.writer()), _Writing("writing", mailbox.reader())
 
 
@@ -171,7 +172,7 @@ async def test_a_failure_while_the_run_is_ending_is_noted_on_the_first_one() -> 
 
 async def test_a_producer_whose_reader_was_stopped_first_has_not_failed() -> None:
     """In reverse order consumers go first; that their producers notice is no news."""
-    mailbox: Mailbox[int] = Mailbox("numbers", capacity=1)
+    mailbox: Queue[int] = Queue("numbers", capacity=1)
     inbox, outbox = mailbox.reader(), mailbox.writer()
 
     class Producer(Script):
@@ -196,7 +197,7 @@ async def test_a_producer_whose_reader_was_stopped_first_has_not_failed() -> Non
             box.fails()
     assert scene.states() == {"producer": "stopped", "consumer": "stopped", "box": "failed"}
     assert scene.failures == []
-    with pytest.raises(MailboxClosed):
+    with pytest.raises(QueueClosed):
         mailbox.reader()
 
 

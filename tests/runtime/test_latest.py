@@ -8,7 +8,7 @@ import pytest
 from anyio import create_task_group, fail_after, to_thread, wait_all_tasks_blocked
 
 from clotho.runtime.latest import Latest, wait_until
-from clotho.runtime.queues import EndOfStream, MailboxClosed
+from protocols.queues import EndOfStream, QueueClosed
 
 
 def test_an_empty_cell_has_no_value() -> None:
@@ -81,7 +81,7 @@ async def test_a_closed_cell_keeps_its_value_and_takes_no_other() -> None:
     assert await cell.wait_until(lambda version: version == 3) == 3
     with pytest.raises(EndOfStream):
         await cell.wait_until(lambda version: version > 3)
-    with pytest.raises(MailboxClosed):
+    with pytest.raises(QueueClosed):
         cell.put(4)
 
 

@@ -9,12 +9,13 @@ import pytest
 from anyio import CancelScope, create_task_group, fail_after, wait_all_tasks_blocked
 from anyio.lowlevel import checkpoint
 
-from clotho.runtime.queues import EndOfStream, Inbox, Mailbox, Outbox
+from clotho.runtime.queues import Queue
+from protocols.queues import EndOfStream, Inbox, Outbox
 
 
 async def test_a_message_given_to_a_reader_cancelled_at_that_moment_goes_to_the_next() -> None:
     """Admitted, then cancelled before it ran: the place passes on."""
-    mailbox: Mailbox[int] = Mailbox("rollouts", capacity=1)
+    mailbox: Queue[int] = Queue("rollouts", capacity=1)
     writer, cancelled, other = mailbox.writer(), mailbox.reader(), mailbox.reader()
     first = asyncio.ensure_future(cancelled.receive())
     await wait_all_tasks_blocked()
@@ -29,7 +30,7 @@ async def test_a_message_given_to_a_reader_cancelled_at_that_moment_goes_to_the_
 
 async def test_a_message_survives_the_cancellation_of_its_only_reader() -> None:
     """It stays in the mailbox for the next receive."""
-    mailbox: Mailbox[int] = Mailbox("rollouts", capacity=1)
+    mailbox: Queue[int] = Queue("rollouts", capacity=1)
     writer, reader = mailbox.writer(), mailbox.reader()
     task = asyncio.ensure_future(reader.receive())
     await wait_all_tasks_blocked()
@@ -43,7 +44,7 @@ async def test_a_message_survives_the_cancellation_of_its_only_reader() -> None:
 @pytest.mark.parametrize("already_waiting", [True, False])
 async def test_the_last_message_reaches_the_other_reader_even_after_the_end(already_waiting: bool) -> None:
     """A reader must not be told the end while a message may still fall to it."""
-    mailbox: Mailbox[int] = Mailbox("rollouts", capacity=1)
+    mailbox: Queue[int] = Queue("rollouts", capacity=1)
     writer, cancelled, other = mailbox.writer(), mailbox.reader(), mailbox.reader()
     first = asyncio.ensure_future(cancelled.receive())
     await wait_all_tasks_blocked()
@@ -61,7 +62,7 @@ async def test_the_last_message_reaches_the_other_reader_even_after_the_end(alre
 
 async def test_a_message_given_to_a_reader_closed_at_that_moment_goes_to_the_next() -> None:
     """Closing is like cancelling: what was not received yet stays for the others."""
-    mailbox: Mailbox[int] = Mailbox("rollouts", capacity=1)
+    mailbox: Queue[int] = Queue("rollouts", capacity=1)
     writer, closing, other = mailbox.writer(), mailbox.reader(), mailbox.reader()
     first = asyncio.ensure_future(closing.receive())
     await wait_all_tasks_blocked()
@@ -77,7 +78,7 @@ async def test_a_message_given_to_a_reader_closed_at_that_moment_goes_to_the_nex
 
 async def test_a_cancelled_send_has_sent_nothing_and_frees_its_place() -> None:
     """Whether it waited or had just been admitted, the next in line gets the room."""
-    mailbox: Mailbox[int] = Mailbox("rollouts", capacity=1)
+    mailbox: Queue[int] = Queue("rollouts", capacity=1)
     writer, reader = mailbox.writer(), mailbox.reader()
     await writer.send(0)
     sends = []
@@ -98,7 +99,7 @@ class _Hostile:
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
-        self.mailbox: Mailbox[int] = Mailbox("hostile", capacity=self.random.randint(1, 3))
+        self.mailbox: Queue[int] = Queue("hostile", capacity=self.random.randint(1, 3))
         self.sent: list[int] = []
         self.received: list[int] = []
         self.scopes: set[CancelScope] = set()

@@ -8,7 +8,8 @@ import anyio
 import pytest
 from anyio import create_task_group, fail_after, to_thread, wait_all_tasks_blocked
 
-from clotho.runtime.queues import EndOfStream, Inbox, Mailbox, MailboxClosed, Outbox
+from clotho.runtime.queues import Queue
+from protocols.queues import EndOfStream, Inbox, Outbox, QueueClosed
 
 
 async def _send_all(outbox: Outbox[int], items: range) -> None:
@@ -23,7 +24,7 @@ async def _receive_all(inbox: Inbox[int], into: list[int]) -> None:
 
 async def test_a_full_mailbox_makes_its_writer_wait() -> None:
     """Back-pressure: with a reader that does not read, at most `capacity` messages are ever stored."""
-    mailbox: Mailbox[int] = Mailbox("rollouts", capacity=2)
+    mailbox: Queue[int] = Queue("rollouts", capacity=2)
     reader = mailbox.reader()
     with fail_after(5):
         async with create_task_group() as group:
@@ -39,12 +40,12 @@ async def test_a_full_mailbox_makes_its_writer_wait() -> None:
 def test_a_mailbox_without_room_is_refused() -> None:
     """asyncio takes a size of 0 for unbounded; nothing here is."""
     with pytest.raises(ValueError, match="capacity of at least 1"):
-        Mailbox("rollouts", capacity=0)
+        Queue("rollouts", capacity=0)
 
 
 async def test_messages_are_received_in_the_order_sent() -> None:
     """First in, first out, across any number of waits on either side."""
-    mailbox: Mailbox[int] = Mailbox("rollouts", capacity=3)
+    mailbox: Queue[int] = Queue("rollouts", capacity=3)
     reader, received = mailbox.reader(), list[int]()
     with fail_after(5):
         async with create_task_group() as group:
@@ -55,7 +56,7 @@ async def test_messages_are_received_in_the_order_sent() -> None:
 
 async def test_waiting_writers_are_served_first_come_first_served() -> None:
     """A newcomer never overtakes those who wait, even when it comes just as room falls free."""
-    mailbox: Mailbox[str] = Mailbox("rollouts", capacity=1)
+    mailbox: Queue[str] = Queue("rollouts", capacity=1)
     reader, writer = mailbox.reader(), mailbox.writer()
     with fail_after(5):
         async with create_task_group() as group:
@@ -73,7 +74,7 @@ async def test_waiting_writers_are_served_first_come_first_served() -> None:
 
 async def test_a_waiting_reader_is_not_overtaken_by_one_that_does_not_wait() -> None:
     """The message belongs to the reader that was there first."""
-    mailbox: Mailbox[int] = Mailbox("rollouts", capacity=1)
+    mailbox: Queue[int] = Queue("rollouts", capacity=1)
     reader, writer, received = mailbox.reader(), mailbox.writer(), list[int]()
     with fail_after(5):
         async with create_task_group() as group:
@@ -88,7 +89,7 @@ async def test_a_waiting_reader_is_not_overtaken_by_one_that_does_not_wait() -> 
 
 async def test_a_mailbox_ends_only_when_every_writer_has_closed() -> None:
     """Several producers share an arrow, and the last to finish ends it."""
-    mailbox: Mailbox[int] = Mailbox("rollouts", capacity=4)
+    mailbox: Queue[int] = Queue("rollouts", capacity=4)
     reader, first, second = mailbox.reader(), mailbox.writer(), mailbox.writer()
     await first.send(1)
     first.close()
@@ -100,13 +101,13 @@ async def test_a_mailbox_ends_only_when_every_writer_has_closed() -> None:
         await reader.receive()
     with pytest.raises(EndOfStream):
         reader.receive_nowait()
-    with pytest.raises(MailboxClosed, match="open every writer before"):
+    with pytest.raises(QueueClosed, match="open every writer before"):
         mailbox.writer()
 
 
 async def test_several_writers_and_readers_share_without_loss_or_duplicate() -> None:
     """Each message goes to exactly one reader, and each writer's messages keep their order."""
-    mailbox: Mailbox[int] = Mailbox("rollouts", capacity=3)
+    mailbox: Queue[int] = Queue("rollouts", capacity=3)
     ends = [(mailbox.reader(), list[int]()) for _ in range(3)]
     writers = [mailbox.writer() for _ in range(4)]
     with fail_after(5):
@@ -123,7 +124,7 @@ async def test_several_writers_and_readers_share_without_loss_or_duplicate() -> 
 
 async def test_closing_the_last_writer_wakes_every_waiting_reader() -> None:
     """End of input reaches those who wait for it, without polling."""
-    mailbox: Mailbox[int] = Mailbox("rollouts", capacity=1)
+    mailbox: Queue[int] = Queue("rollouts", capacity=1)
     writer, readers = mailbox.writer(), [mailbox.reader() for _ in range(3)]
     with fail_after(5):
         async with create_task_group() as group:
@@ -135,14 +136,14 @@ async def test_closing_the_last_writer_wakes_every_waiting_reader() -> None:
 
 async def test_closing_the_last_reader_fails_every_waiting_writer() -> None:
     """No producer waits for a dead consumer, and what nobody received is still counted."""
-    mailbox: Mailbox[int] = Mailbox("rollouts", capacity=1)
+    mailbox: Queue[int] = Queue("rollouts", capacity=1)
     first, second, writer = mailbox.reader(), mailbox.reader(), mailbox.writer()
     failures: list[str] = []
 
     async def send(item: int) -> None:
         try:
             await writer.send(item)
-        except MailboxClosed as error:
+        except QueueClosed as error:
             failures.append(str(error))
 
     with fail_after(5):
@@ -156,9 +157,9 @@ async def test_closing_the_last_reader_fails_every_waiting_writer() -> None:
             assert failures == []
             second.close()
     assert failures == ["mailbox 'rollouts' takes no more messages: every reader has closed"] * 2
-    with pytest.raises(MailboxClosed):
+    with pytest.raises(QueueClosed):
         await writer.send(3)
-    with pytest.raises(MailboxClosed):
+    with pytest.raises(QueueClosed):
         mailbox.reader()
     stats = mailbox.stats()
     assert (stats.sent, stats.received, stats.depth) == (1, 0, 1)
@@ -166,7 +167,7 @@ async def test_closing_the_last_reader_fails_every_waiting_writer() -> None:
 
 async def test_a_closed_end_is_closed_while_its_siblings_go_on() -> None:
     """Sending after one's own close is refused; a reader's own close ends its wait, not the others'."""
-    mailbox: Mailbox[int] = Mailbox("rollouts", capacity=1)
+    mailbox: Queue[int] = Queue("rollouts", capacity=1)
     closing, other, writer, received = mailbox.reader(), mailbox.reader(), mailbox.writer(), list[int]()
     with fail_after(5):
         async with create_task_group() as group:
@@ -177,18 +178,18 @@ async def test_a_closed_end_is_closed_while_its_siblings_go_on() -> None:
             closing.close()
             await writer.send(7)
             writer.close()
-            with pytest.raises(MailboxClosed, match="this writer was closed"):
+            with pytest.raises(QueueClosed, match="this writer was closed"):
                 await writer.send(8)
     assert received == [7]
 
 
 async def test_a_writer_closed_while_it_waits_gives_its_place_to_the_next() -> None:
     """Even if it had been admitted and had not come to run yet, the room is not lost and nothing is sent late."""
-    mailbox: Mailbox[int] = Mailbox("rollouts", capacity=1)
+    mailbox: Queue[int] = Queue("rollouts", capacity=1)
     reader, closing, other = mailbox.reader(), mailbox.writer(), mailbox.writer()
 
     async def send_in_vain() -> None:
-        with pytest.raises(MailboxClosed):
+        with pytest.raises(QueueClosed):
             await closing.send(1)
 
     with fail_after(5):
@@ -205,7 +206,7 @@ async def test_a_writer_closed_while_it_waits_gives_its_place_to_the_next() -> N
 
 async def test_statistics_say_who_waited_for_whom() -> None:
     """Time in line is counted on the side that waits, also while the wait goes on."""
-    mailbox: Mailbox[int] = Mailbox("rollouts", capacity=1)
+    mailbox: Queue[int] = Queue("rollouts", capacity=1)
     reader, writer = mailbox.reader(), mailbox.writer()
     with fail_after(5):
         await writer.send(0)
@@ -223,7 +224,7 @@ async def test_statistics_say_who_waited_for_whom() -> None:
 
 async def test_another_thread_is_refused_with_a_sentence() -> None:
     """A wake-up from another thread would be lost; the error says how to hand the call over."""
-    mailbox: Mailbox[int] = Mailbox("rollouts", capacity=1)
+    mailbox: Queue[int] = Queue("rollouts", capacity=1)
     reader, writer = mailbox.reader(), mailbox.writer()
     await writer.send(1)
     for call in (writer.close, reader.close, reader.receive_nowait, mailbox.stats):

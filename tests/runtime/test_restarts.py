@@ -6,7 +6,7 @@ from anyio import create_task_group, fail_after, wait_all_tasks_blocked
 
 from clotho.runtime.actor import Actor
 from clotho.runtime.child import permanent, transient
-from clotho.runtime.queues import Mailbox
+from clotho.runtime.queues import Queue
 from tests.runtime.scene import Ready, Scene, Script
 
 
@@ -113,8 +113,8 @@ class _Square(Actor[int, int]):
 
 async def test_kept_ends_carry_the_mailboxes_over_a_restart() -> None:
     """A failed actor closes its ends; the spare ones keep its neighbours going, and close with its last life."""
-    numbers: Mailbox[int] = Mailbox("numbers", capacity=4)
-    squares: Mailbox[int] = Mailbox("squares", capacity=4)
+    numbers: Queue[int] = Queue("numbers", capacity=4)
+    squares: Queue[int] = Queue("squares", capacity=4)
     source, result = numbers.writer(), squares.reader()
 
     def make() -> _Square:

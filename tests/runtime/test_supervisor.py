@@ -8,7 +8,7 @@ import pytest
 from anyio import create_task_group, fail_after, wait_all_tasks_blocked
 
 from clotho.runtime.child import permanent, temporary, transient
-from protocols.errors import ActorError, GatewayError
+from protocols.errors import ActorError, ServerError
 from tests.runtime.scene import Ready, Scene, Script
 
 
@@ -51,7 +51,7 @@ async def test_a_failure_before_the_handshake_ends_the_run_without_starting_the_
 
     class PortTaken(Ready):
         async def run(self, *, task_status: object = None) -> None:
-            raise GatewayError("port 8000 is in use: choose another with --server.port")
+            raise ServerError("port 8000 is in use: choose another with --server.port")
 
     scene = Scene(permanent(PortTaken("gateway", diary)), transient(Script("box", diary)))
     with fail_after(5):

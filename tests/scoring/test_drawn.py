@@ -19,8 +19,8 @@ from clotho.models.policy import Policy
 from clotho.scoring.token_scores import SamplingDistribution
 from clotho.training.objectives.registry import OBJECTIVES
 from clotho.training.update import Update
+from protocols.rollout import ScoredGroup
 from protocols.sampling import Completion
-from protocols.score import ScoredGroup
 from tests.training.environment_groups import environment_groups, with_completions
 from tests.training.learning import (
     BigramPolicy,

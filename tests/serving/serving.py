@@ -17,7 +17,7 @@ from clotho.runtime.sampling_client import Sampler
 from clotho.serving.server import ApiServer
 from clotho.serving.services import GatewayServices, HealthReport, TrainingNumbers
 from protocols.sampling import PromptLogprobs, Sampling
-from protocols.weights import WeightsReady
+from protocols.step import WeightsReady
 from tests.fakes import CharacterTokenizer, FakeEngine
 
 CONTEXT = 512

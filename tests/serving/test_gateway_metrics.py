@@ -5,7 +5,7 @@ from __future__ import annotations
 from prometheus_client.parser import text_string_to_metric_families
 
 from clotho.serving.services import EngineNumbers, HealthReport, TrainingNumbers
-from protocols.weights import WeightsReady
+from protocols.step import WeightsReady
 from tests.serving.serving import Served, serving
 
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
@@ -55,7 +55,7 @@ async def test_the_state_of_the_run_is_the_state_at_the_moment() -> None:
             staleness_max=2,
             swap_seconds=0.0005,
             groups_trained=11,
-            discarded={"no_signal": 3, "stale": 1},
+            discarded={"zero_variance": 3, "stale": 1},
             environments_trained={"game": 7},
             environments_discarded={"game": 2},
             depths={"prompts": 4},
@@ -71,7 +71,7 @@ async def test_the_state_of_the_run_is_the_state_at_the_moment() -> None:
         assert (seen["clotho_reward_mean", ()], seen["clotho_swap_seconds", ()]) == (0.5, 0.0005)
         assert (seen["clotho_staleness_mean", ()], seen["clotho_staleness_max", ()]) == (1.5, 2)
         assert seen["clotho_groups_trained_total", ()] == 11
-        assert seen["clotho_groups_discarded_total", (("reason", "no_signal"),)] == 3
+        assert seen["clotho_groups_discarded_total", (("reason", "zero_variance"),)] == 3
         assert seen["clotho_environment_groups_trained_total", (("environment", "game"),)] == 7
         assert seen["clotho_environment_groups_discarded_total", (("environment", "game"),)] == 2
         assert seen["clotho_mailbox_depth", (("mailbox", "prompts"),)] == 4

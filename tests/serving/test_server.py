@@ -12,7 +12,7 @@ import pytest
 from clotho.config.schema import ServerSection
 from clotho.runtime.sampling_client import Sampler
 from clotho.serving.server import ApiServer, allow_open_files, base_url, listen
-from protocols.errors import GatewayError
+from protocols.errors import ServerError
 from tests.fakes import FakeEngine
 from tests.serving.serving import Served, services, serving
 
@@ -21,7 +21,7 @@ def test_a_port_in_use_is_one_line_that_names_it() -> None:
     """Found before anything is served; exit status 2."""
     with listen(ServerSection(port=0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(GatewayError, match=f"port {port} on 127.0.0.1 is already in use") as caught:
+        with pytest.raises(ServerError, match=f"port {port} on 127.0.0.1 is already in use") as caught:
             listen(ServerSection(port=port))
     assert "\n" not in str(caught.value)
     assert caught.value.exit_status == 2
@@ -30,7 +30,7 @@ def test_a_port_in_use_is_one_line_that_names_it() -> None:
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.5", "example.com", ""])
 def test_other_machines_are_let_in_only_with_a_key(host: str) -> None:
     """Refused before the address is even looked up."""
-    with pytest.raises(GatewayError, match=r"gateway\.api_key"):
+    with pytest.raises(ServerError, match=r"server\.api_key"):
         listen(ServerSection(host=host, port=0))
 
 
@@ -43,7 +43,7 @@ def test_with_a_key_any_address_of_this_machine_may_be_bound() -> None:
 @pytest.mark.parametrize("host", ["no-such-host.invalid", "203.0.113.7"])
 def test_an_address_that_is_not_ours_is_an_error_of_one_line(host: str) -> None:
     """Unknown names and addresses of other machines."""
-    with pytest.raises(GatewayError, match="cannot listen on") as caught:
+    with pytest.raises(ServerError, match="cannot listen on") as caught:
         listen(ServerSection(host=host, port=0, api_key="secret"))
     assert "\n" not in str(caught.value)
 

@@ -20,11 +20,10 @@ from clotho.storage.checkpoints import (
     refuse_other_inputs,
     write_checkpoint,
 )
-from protocols.adapter import AdapterConfig, LoRAParameters
-from protocols.checkpoint import RunState
+from protocols.accounting import LedgerState
+from protocols.checkpoint import AdapterConfig, LoRAParameters, RunState
 from protocols.errors import CheckpointError, RunDirectoryError
-from protocols.ledger import LedgerState
-from protocols.step import KeptGroup
+from protocols.step import ReplayGroup
 from tests.training.learning import scored_group
 
 ADAPTER = AdapterConfig(
@@ -41,7 +40,7 @@ def state(step: int, **changes: Any) -> RunState:
         version=step,
         fingerprint="f",
         ledger=LedgerState(all_ended_below=7, ended_above=(9, 12), trained=6, discarded={"stale": 3}),
-        asked=20,
+        prompted=20,
         random_state=(0, 2**32 - 1),
         bad_steps=1,
         train_seconds=0.1 + 0.2,
@@ -102,7 +101,7 @@ def test_a_checkpoint_comes_back_exactly(tmp_path: Path) -> None:
 def test_the_replay_buffer_comes_back_exactly(tmp_path: Path) -> None:
     """Every number and byte of its groups; a run without a buffer has no such file."""
     first, second = (
-        KeptGroup(
+        ReplayGroup(
             scored=msgspec.structs.replace(
                 scored_group([[1, 2], [3]], [0.1 + 0.2, -1e-300], logprob=-1 / 3, version=7, group_id=group_id),
                 parts={"exact": (None, 1.0)},

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from clotho.storage.adapters import padded, unpadded
-from protocols.adapter import AdapterConfig, LoRAParameters
+from protocols.checkpoint import AdapterConfig, LoRAParameters
 from protocols.errors import CheckpointError
 
 CONFIG = AdapterConfig(

@@ -1,4 +1,4 @@
-"""Groups as environments send them: several turns, temperatures, teachers, references, muted completions."""
+"""Groups as environments send them: several turns, temperatures, teachers, references, zero_advantage completions."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from msgspec.structs import replace
 
+from protocols.rollout import ScoredGroup, TeacherTokens
 from protocols.sampling import Completion
-from protocols.score import ScoredGroup, TeacherTokens
 from tests.training.learning import random_groups
 
 
@@ -57,7 +57,7 @@ def random_supports(completion: Completion, vocab_size: int, rng: np.random.Gene
 def environment_groups(vocab_size: int, *, groups: int = 4, seed: int = 0) -> list[ScoredGroup]:
     """Groups of four with all that an environment may say.
 
-    All have masks and references. By turns: temperatures and a muted completion; teachers of three alternatives, and
+    All have masks and references. By turns: temperatures and a zero_advantage completion; teachers of three alternatives, and
     of two, beside supports; advantages of their own for the second.
     """
     rng = np.random.default_rng(seed)
@@ -70,7 +70,7 @@ def environment_groups(vocab_size: int, *, groups: int = 4, seed: int = 0) -> li
         }
         if g % 2 == 0:
             fields["temperatures"] = tuple(rng.uniform(0.6, 1.4, len(completions)).tolist())
-            fields["muted"] = (True, *[False] * (len(completions) - 1))
+            fields["zero_advantage"] = (True, *[False] * (len(completions) - 1))
         if g == 1:
             fields["token_advantages"] = tuple(tuple(rng.normal(size=len(c.tokens)).tolist()) for c in completions)
         if g % 4 in (1, 2, 3):

@@ -26,9 +26,8 @@ from clotho.training.prepare import prepare
 from clotho.training.reference_policy import ReferencePolicy
 from clotho.training.update import PolicyLearner
 from protocols.prompt import Problem, Prompt
-from protocols.rollout import RolloutGroup
+from protocols.rollout import RolloutGroup, ScoredGroup
 from protocols.sampling import Completion
-from protocols.score import ScoredGroup
 
 Result = TypeVar("Result")
 VOCAB = 32

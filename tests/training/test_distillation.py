@@ -16,7 +16,7 @@ from clotho.scoring.teacher_forcing import TeacherForcing
 from clotho.scoring.token_scores import SamplingDistribution, TokenScores
 from clotho.training.batch import compute_advantages, mini_batches
 from clotho.training.gradient import reference_scores
-from protocols.score import ScoredGroup, TeacherTokens
+from protocols.rollout import ScoredGroup, TeacherTokens
 from tests.training.environment_groups import environment_groups
 from tests.training.learning import BigramPolicy, finish, learner, same_bits, scored_group, tiny_policy
 

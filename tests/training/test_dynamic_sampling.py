@@ -33,15 +33,15 @@ async def test_batches_are_full_or_at_their_limit_and_every_group_ends_once(
     )  # fmt: skip
     circle = Circle(executor, rules)
     reports = await circle.run()
-    asked, size = circle.prompter.asked_until, rules.batch_size
+    asked, size = circle.prompter.prompted_until, rules.batch_size
     assert len(reports) == rules.steps
     assert circle.ended() == list(range(asked))
     assert asked - circle.refills.value == rules.steps * size
-    assert sum(report.refilled for report in reports) == circle.refills.value
+    assert sum(report.replaced for report in reports) == circle.refills.value
     for report in reports:
-        assert len(everyone(report)) == size + report.refilled <= 4 * size
+        assert len(everyone(report)) == size + report.replaced <= 4 * size
         assert len(report.trained) == size or len(everyone(report)) == 4 * size
-    assert circle.ledger.balance(asked=asked, held=0).holds
+    assert circle.ledger.balance(prompted=asked, carried_over=0).holds
 
 
 async def test_groups_that_come_too_late_are_replaced_too(executor: ComputeExecutor) -> None:
@@ -60,7 +60,7 @@ async def test_without_dynamic_sampling_nothing_is_replaced(executor: ComputeExe
     reports = await circle.run()
     assert [len(everyone(report)) for report in reports] == [3] * 4
     assert circle.ended() == list(range(12))
-    assert {report.refilled for report in reports} == {0}
+    assert {report.replaced for report in reports} == {0}
 
 
 async def test_synchronous_refills_come_in_rounds(executor: ComputeExecutor) -> None:
@@ -89,7 +89,7 @@ async def test_a_synchronous_run_resumed_from_any_batch_repeats_the_rest(executo
     whole = Circle(executor, rules)
     reports = await whole.run()
     for after in whole.told:
-        resumed = Circle(executor, rules, after=after, asked_until=after.ledger.all_ended_below + 2)
+        resumed = Circle(executor, rules, after=after, prompted_until=after.ledger.all_ended_below + 2)
         again = await resumed.run()
         assert [everyone(report) for report in again] == [everyone(r) for r in reports[after.report.step :]]
         assert resumed.sampler.together == whole.sampler.together[-len(resumed.sampler.together) :] or not again
@@ -102,14 +102,14 @@ async def test_an_asynchronous_run_resumed_from_any_batch_ends_in_balance(execut
     rules = LossSettings(lost=losing(0.5, seed), ahead=2)
     whole = Circle(executor, rules)
     asked: dict[int, int] = {}
-    await whole.run(lambda update: asked.update({update.report.step: whole.prompter.asked_until}))
+    await whole.run(lambda update: asked.update({update.report.step: whole.prompter.prompted_until}))
     for after in whole.told:
-        resumed = Circle(executor, rules, after=after, asked_until=asked[after.report.step])
+        resumed = Circle(executor, rules, after=after, prompted_until=asked[after.report.step])
         again = await resumed.run()
         assert len(again) == rules.steps - after.report.step
-        until, reached = resumed.prompter.asked_until, resumed.prompter.reached
+        until, reached = resumed.prompter.prompted_until, resumed.prompter.reached
         carried = sum(group_id >= reached for group_id in resumed.ledger.unended(until))
-        assert resumed.ledger.balance(asked=until, held=carried).holds
+        assert resumed.ledger.balance(prompted=until, carried_over=carried).holds
         assert resumed.ledger.ended - resumed.refills.value == rules.steps * rules.batch_size
 
 
@@ -122,8 +122,8 @@ async def test_drained_while_it_refills_a_run_ends_with_what_it_asked(
     circle = Circle(executor, LossSettings(lost=losing(0.5), refused=losing(0.2, 99), ahead=ahead))
     reports = await circle.run(lambda update: circle.prompter.drain() if update.report.step == step else None)
     assert step <= len(reports) <= 5
-    assert circle.ended() == list(range(circle.prompter.asked_until))
-    assert circle.ledger.balance(asked=circle.prompter.asked_until, held=0).holds
+    assert circle.ended() == list(range(circle.prompter.prompted_until))
+    assert circle.ledger.balance(prompted=circle.prompter.prompted_until, carried_over=0).holds
     for report in reports[:-1]:
         assert len(report.trained) == 3 or len(everyone(report)) == 12
 
@@ -133,7 +133,7 @@ async def test_a_run_that_had_taken_all_its_steps_asks_nothing(executor: Compute
     whole = Circle(executor, LossSettings(lost=losing(0.3)))
     await whole.run()
     again = Circle(
-        executor, LossSettings(lost=losing(0.3)), after=whole.told[-1], asked_until=whole.prompter.asked_until
+        executor, LossSettings(lost=losing(0.3)), after=whole.told[-1], prompted_until=whole.prompter.prompted_until
     )
     assert await again.run() == []
-    assert again.ledger.balance(asked=again.prompter.asked_until, held=0).holds
+    assert again.ledger.balance(prompted=again.prompter.prompted_until, carried_over=0).holds

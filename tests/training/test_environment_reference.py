@@ -11,7 +11,7 @@ import pytest
 
 from clotho.config.schema import LearnerSection
 from clotho.training.reference_policy import ReferencePolicy
-from protocols.score import ScoredGroup
+from protocols.rollout import ScoredGroup
 from tests.training.environment_groups import with_completions
 from tests.training.learning import BigramPolicy, finish, learner, random_groups, same_bits, tiny_policy
 

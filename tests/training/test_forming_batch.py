@@ -11,13 +11,12 @@ from msgspec.structs import replace
 
 from clotho.config.schema import LearnerSection
 from clotho.training.batch_collector import FormingBatch, sort_out
-from protocols.rollout import Discarded
-from protocols.score import GroupOutcome, ScoredGroup
+from protocols.rollout import Discarded, GroupOutcome, ScoredGroup
 from tests.actors.boxes import prompt
 from tests.training.learning import scored_group
 
 GOOD = scored_group([[1], [2]], [0.0, 1.0])
-LOST = Discarded(prompt=prompt(0), reason="no_signal", detail="all rewards are equal")
+LOST = Discarded(prompt=prompt(0), reason="zero_variance", detail="all rewards are equal")
 
 
 def form(outcomes: str, *, limit: int, rounds: bool = False, size: int = 3) -> tuple[FormingBatch, list[int]]:
@@ -110,7 +109,7 @@ def test_what_is_no_training_data_is_invalid() -> None:
     assert (why(GOOD, advantage="environment") or ("",))[0] == "invalid"
 
 
-def test_a_group_of_nothing_but_masked_completions_has_no_signal() -> None:
+def test_a_group_of_nothing_but_masked_completions_has_zero_variance() -> None:
     """It would be booked as learned from, replayed, and never replaced, though no token of it teaches anything."""
     completions = GOOD.group.completions
     cut_off = tuple(replace(completion, finish_reason="length") for completion in completions)
@@ -118,4 +117,4 @@ def test_a_group_of_nothing_but_masked_completions_has_no_signal() -> None:
     partly = replace(GOOD, group=replace(GOOD.group, completions=(cut_off[0], completions[1])))
     assert why(masked) is None
     assert why(partly, mask_truncated=True) is None
-    assert (why(masked, mask_truncated=True) or ("",))[0] == "no_signal"
+    assert (why(masked, mask_truncated=True) or ("",))[0] == "zero_variance"

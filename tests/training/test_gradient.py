@@ -22,7 +22,7 @@ from clotho.training.objectives.loss import TokenSums
 from clotho.training.objectives.registry import objective
 from clotho.training.prepare import prepare
 from clotho.training.reference_policy import ReferencePolicy
-from protocols.score import ScoredGroup
+from protocols.rollout import ScoredGroup
 from tests.training.learning import BigramPolicy, finish, random_groups, same_bits, scored_group, tiny_policy
 
 

@@ -9,7 +9,7 @@ import pytest
 from clotho.models.parameters import Parameters
 from clotho.models.policy import Policy
 from clotho.training.update_kl import COMPLETIONS
-from protocols.score import ScoredGroup
+from protocols.rollout import ScoredGroup
 from tests.training.learning import finish, learner, random_groups, tiny_policy
 
 

@@ -11,7 +11,7 @@ from msgspec import convert
 
 from clotho.config.schema import ReplaySection
 from clotho.training.replay import ReplayBuffer
-from protocols.score import ScoredGroup
+from protocols.rollout import ScoredGroup
 from protocols.step import TrainedGroup
 from tests.training.learning import scored_group
 

@@ -11,7 +11,7 @@ import pytest
 
 from clotho.config.schema import CollapseDetectionSection, ReplaySection
 from clotho.runtime.compute_thread import ComputeExecutor
-from protocols.alarms import AlarmState, Normal
+from protocols.collapse import CollapseState, HealthyRange
 from protocols.errors import CollapseError, DivergenceError
 from tests.actors.boxes import compute_thread, everything
 from tests.actors.learner_scene import Scene, lost, taught
@@ -38,11 +38,11 @@ async def test_after_a_rollback_the_good_weights_are_a_new_version(executor: Com
     first, second = await scene.run()
     update = await scene.told[0].receive()
     assert (first.version, first.rolled_back, len(first.trained)) == (2, True, 2)
-    assert "moved the policy" in first.alarms[0]
+    assert "moved the policy" in first.collapse_warnings[0]
     assert learning.same_bits(update.parameters, initial)
     assert (update.rollbacks, update.replay) == (1, ())
     assert [drop.reason for drop in second.discarded] == ["stale"]
-    assert scene.ledger.balance(asked=4, held=0).holds
+    assert scene.ledger.balance(prompted=4, carried_over=0).holds
     assert second.update
     assert second.update.learning_rate == pytest.approx(1e-2 * alarms.rollback_rate)
 
@@ -92,14 +92,14 @@ async def test_a_run_that_must_end_waits_until_its_last_batch_is_on_record(
 async def test_a_batch_without_an_update_proves_no_policy_good(executor: ComputeExecutor) -> None:
     """Nothing was learned and nothing was seen: what is gone back to has to earn it."""
     outcomes = [taught(0), taught(1), lost(2), lost(3), lost(4), lost(5)]
-    scene = Scene(executor, outcomes, collapse_detection=CollapseDetectionSection(on_collapse="rollback"))
+    scene = Scene(executor, outcomes, alarms=CollapseDetectionSection(on_collapse="rollback"))
     assert [report.version for report in await scene.run()] == [1, 1, 1]
     assert executor.submit(lambda: scene.learned.state()["rollback.healthy"].item()).result() == 1
 
 
 async def test_after_a_rollback_bad_updates_are_counted_anew(executor: ComputeExecutor) -> None:
     """What was not finite came of the policy that was given up: it must not end the run that has just been saved."""
-    remembered = AlarmState(normal=Normal(length=0.1))
+    remembered = CollapseState(normal=HealthyRange(length=0.1))
     alarms = CollapseDetectionSection(on_collapse="rollback", patience=1)
     outcomes = [taught(0, logprob=math.nan), taught(1, version=1)]
     scene = Scene(executor, outcomes, alarms=alarms, remembered=remembered, batch_size=1, max_bad_steps=1)
@@ -113,6 +113,6 @@ async def test_a_warning_changes_nothing(executor: ComputeExecutor) -> None:
     outcomes = [taught(group_id) for group_id in range(4)]
     warned = await Scene(executor, outcomes, alarms=CollapseDetectionSection(on_collapse="warn", **TOUCHY)).run()
     silent = await Scene(executor, outcomes).run()
-    assert all(report.alarms for report in warned)
-    assert not any(report.alarms for report in silent)
+    assert all(report.collapse_warnings for report in warned)
+    assert not any(report.collapse_warnings for report in silent)
     assert [report.fingerprint for report in warned] == [report.fingerprint for report in silent]

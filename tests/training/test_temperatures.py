@@ -16,7 +16,7 @@ from clotho.scoring.sequences import scored_only
 from clotho.scoring.teacher_forcing import TeacherForcing, sampled_tokens_of
 from clotho.scoring.token_scores import SamplingDistribution
 from clotho.training.update import PolicyLearner, Update
-from protocols.score import ScoredGroup
+from protocols.rollout import ScoredGroup
 from tests.training.learning import VOCAB, finish, random_groups, tiny_policy
 
 EVERYWHERE: dict[str, dict[str, Any]] = {

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from clotho.config.schema import LearnerSection
 from clotho.scoring.sequences import TrainingSequence
 from clotho.training.batch import compute_advantages, mini_batches, training_sequence
-from protocols.score import ScoredGroup, TeacherTokens
+from protocols.rollout import ScoredGroup, TeacherTokens
 from tests.training.environment_groups import with_completions
 from tests.training.learning import completion, scored_group
 
@@ -28,14 +28,16 @@ def judged(groups: list[ScoredGroup], *penalties: list[float], **keys: Any) -> l
 
 
 def test_a_muted_completion_has_no_advantage_though_its_reward_counts() -> None:
-    """Rewards 3 0 0, mean 1; the first is muted: exactly 0, and the others are below the mean that it raised."""
-    group = replace(scored_group([[3], [4, 5], [6]], [3.0, 0.0, 0.0]), muted=(True, False, False))
+    """Rewards 3 0 0, mean 1; the first is zero_advantage: exactly 0, and the others are below the mean that it raised."""
+    group = replace(scored_group([[3], [4, 5], [6]], [3.0, 0.0, 0.0]), zero_advantage=(True, False, False))
     assert judged([group]) == [[[0.0], [-1.0, -1.0], [-1.0]]]
 
 
 def test_a_muted_completion_has_no_advantage_of_its_own_either() -> None:
     """Nor one of a reward that a penalty spoilt."""
-    group = replace(scored_group([[3], [4]], [1.0, 0.0]), muted=(True, False), token_advantages=((2.0,), (3.0,)))
+    group = replace(
+        scored_group([[3], [4]], [1.0, 0.0]), zero_advantage=(True, False), token_advantages=((2.0,), (3.0,))
+    )
     assert judged([group]) == [[[0.0], [3.0]]]
     spoilt = judged([replace(group, token_advantages=())], [math.nan, 0.0])
     assert spoilt[0][0] == [0.0]

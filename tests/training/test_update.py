@@ -16,7 +16,7 @@ from clotho.models.parameters import flat
 from clotho.models.policy import Policy
 from clotho.training import optimizer_steps as optimization
 from clotho.training.gradient import Gradient, micro_gradient
-from protocols.score import ScoredGroup
+from protocols.rollout import ScoredGroup
 from tests.training.learning import (
     BigramPolicy,
     completion,

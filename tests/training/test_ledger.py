@@ -7,14 +7,14 @@ from itertools import islice
 
 import pytest
 
-from protocols.ledger import Ledger
+from clotho.training.ledger import Ledger
 
 
 def test_a_group_that_ends_twice_is_an_error() -> None:
     """Nothing is trained on twice, and nothing is both trained on and discarded."""
     ledger = Ledger()
     ledger.train(3)
-    with pytest.raises(ValueError, match="group 3 has ended twice"):
+    with pytest.raises(ValueError, match="group 3 has already ended"):
         ledger.discard(3, "stale")
     ledger.train(0)
     with pytest.raises(ValueError, match="group 0"):
@@ -47,7 +47,7 @@ def test_without_a_bound_what_can_be_asked_has_no_end() -> None:
     """NullSampleLog knows beforehand how many groups a batch takes that is refilled."""
     ledger = Ledger()
     ledger.train(1)
-    ledger.discard(3, "no_signal")
+    ledger.discard(3, "zero_variance")
     assert list(islice(ledger.unended(), 5)) == [0, 2, 4, 5, 6]
     assert ledger.ended == 2
 
@@ -56,10 +56,10 @@ def test_the_line_balances_only_if_what_is_held_was_counted() -> None:
     """asked = trained + discarded + carried over; anything else shows."""
     ledger = Ledger()
     ledger.train(0)
-    ledger.discard(1, "no_signal")
-    assert ledger.balance(asked=4, held=2).holds
-    assert str(ledger.balance(asked=4, held=2)) == "asked 4 = trained 1 + discarded 1 + carried over 2"
-    assert not ledger.balance(asked=4, held=1).holds
+    ledger.discard(1, "zero_variance")
+    assert ledger.balance(prompted=4, carried_over=2).holds
+    assert str(ledger.balance(prompted=4, carried_over=2)) == "prompted 4 = trained 1 + discarded 1 + carried over 2"
+    assert not ledger.balance(prompted=4, carried_over=1).holds
 
 
 def test_every_environment_has_books_of_its_own() -> None:
@@ -71,11 +71,11 @@ def test_every_environment_has_books_of_its_own() -> None:
     ledger.train(3)
     resumed = Ledger(ledger.state())
     resumed.discard(4, "lost", source="a")
-    balance = resumed.balance(asked=5, held=0, received={"a": 3, "b": 1, "c": 0})
+    balance = resumed.balance(prompted=5, carried_over=0, received={"a": 3, "b": 1, "c": 0})
     assert [(name, str(own)) for name, own in balance.sources.items()] == [
-        ("a", "asked 3 = trained 1 + discarded 2 + carried over 0"),
-        ("b", "asked 1 = trained 0 + discarded 1 + carried over 0"),
-        ("c", "asked 0 = trained 0 + discarded 0 + carried over 0"),
+        ("a", "prompted 3 = trained 1 + discarded 2 + carried over 0"),
+        ("b", "prompted 1 = trained 0 + discarded 1 + carried over 0"),
+        ("c", "prompted 0 = trained 0 + discarded 0 + carried over 0"),
     ]
     assert balance.sources["a"].by_reason == {"stale": 1, "lost": 1}
     assert balance.holds
@@ -86,7 +86,7 @@ def test_a_group_that_an_environment_lost_shows_in_the_books_of_the_run() -> Non
     ledger = Ledger()
     ledger.train(0, source="a")
     ledger.train(1, source="a")
-    balance = ledger.balance(asked=2, held=0, received={"a": 1, "b": 1})
+    balance = ledger.balance(prompted=2, carried_over=0, received={"a": 1, "b": 1})
     assert not balance.holds
     assert (
         balance.sources["a"].in_words("received")

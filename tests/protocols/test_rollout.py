@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from protocols.prompt import Problem, Prompt
-from protocols.rollout import RolloutGroup
+from protocols.rollout import RolloutGroup, ScoredGroup, TeacherTokens
 from protocols.sampling import Completion
-from protocols.score import ScoredGroup, TeacherTokens
 
 ONE = TeacherTokens(tokens=((1,), (2,)), logprobs=((-1.0,), (-2.0,)))
 SHORT = TeacherTokens(tokens=((1,),), logprobs=((-1.0,), (-2.0,)))
@@ -33,7 +32,7 @@ def scored(**fields: Any) -> ScoredGroup:
     [
         {"rewards": (1.0,)},
         {"temperatures": (1.0,)},
-        {"muted": (True, False, True)},
+        {"zero_advantage": (True, False, True)},
         {"teacher": (ONE,)},
         {"teacher": (ONE, SHORT)},
         {"token_advantages": ((1.0, 2.0), (1.0,))},
@@ -51,7 +50,11 @@ def test_what_fits_is_taken() -> None:
     """All of it at once; and nothing of it is needed."""
     rows = ((1.0, 2.0), (3.0, 4.0))
     scored(
-        temperatures=(0.5, 2.0), muted=(True, False), teacher=(ONE, ONE), token_advantages=rows, reference_logprobs=rows
+        temperatures=(0.5, 2.0),
+        zero_advantage=(True, False),
+        teacher=(ONE, ONE),
+        token_advantages=rows,
+        reference_logprobs=rows,
     )
     assert scored().temperatures == ()
 

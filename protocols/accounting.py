@@ -1,0 +1,69 @@
+"""Group accounting: how many groups were prompted, trained on, discarded and carried over."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+
+class SourceCounts(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How the groups of one environment ended. discarded: count per reason."""
+
+    trained: int = 0
+    discarded: dict[str, int] = {}
+
+    @property
+    def ended(self) -> int:
+        """Number of groups that have ended."""
+        return self.trained + sum(self.discarded.values())
+
+
+class LedgerState(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Learner -> checkpoint. The group accounting after one batch.
+
+    all_ended_below: every group with a smaller id has ended.
+    ended_above: ids of the other groups that have ended, ascending.
+    trained, discarded: number of groups; discarded per reason.
+    sources: the same counts for each environment. Groups of the run's own dataset are not included.
+    """
+
+    all_ended_below: int = 0
+    ended_above: tuple[int, ...] = ()
+    trained: int = 0
+    discarded: dict[str, int] = {}
+    sources: dict[str, SourceCounts] = {}
+
+    @property
+    def ended(self) -> int:
+        """Number of groups that have ended since the run began."""
+        return self.trained + sum(self.discarded.values())
+
+
+class Balance(Struct, frozen=True, kw_only=True):
+    """Run -> summary. The conservation equation: prompted = trained + discarded + carried over.
+
+    sources: the balance of each environment.
+    """
+
+    prompted: int
+    trained: int
+    discarded: int
+    by_reason: dict[str, int]
+    carried_over: int
+    sources: dict[str, Balance] = {}
+
+    @property
+    def holds(self) -> bool:
+        """Whether every group is counted exactly once, in total and per environment."""
+        own = self.prompted == self.trained + self.discarded + self.carried_over
+        return own and all(source.holds for source in self.sources.values())
+
+    def __str__(self) -> str:
+        return self.in_words("prompted")
+
+    def in_words(self, verb: str) -> str:
+        """Format the equation. verb: how the groups entered the run (`prompted`, `received`)."""
+        sign = "=" if self.holds else "≠"
+        return (
+            f"{verb} {self.prompted} {sign} trained {self.trained} + discarded {self.discarded} "
+            f"+ carried over {self.carried_over}"
+        )

@@ -1,0 +1,95 @@
+"""Collapse detection: statistics of a batch, the state that a checkpoint keeps, and the verdict."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+
+class GroupStatistics(Struct, frozen=True, kw_only=True):
+    """Statistics of one scored group; means and fractions over its completions.
+
+    source: name of the environment. lowest: lowest reward of a completion.
+    truncated: fraction of completions cut off at `sampling.max_tokens`.
+    empty_form: fraction of completions with the full format reward and no content reward.
+    content: fraction of completions with any content reward.
+    empty_form and content are None if format or content is not rewarded.
+    """
+
+    source: str = ""
+    reward: float
+    lowest: float
+    length: float
+    truncated: float
+    empty_form: float | None = None
+    content: float | None = None
+
+
+class BatchStatistics(Struct, frozen=True, kw_only=True):
+    """Statistics of a batch and of its update; None if not available.
+
+    reward_error: standard error of `reward`.
+    rewards, shares: mean reward of each environment's groups, and their fraction of the batch.
+    entropy, kl, step_kl: nats per token. ess: fraction of the tokens.
+    The other fields are means of those of `GroupStatistics`.
+    """
+
+    reward: float | None = None
+    reward_error: float | None = None
+    rewards: dict[str, float] = {}
+    shares: dict[str, float] = {}
+    length: float | None = None
+    truncated: float | None = None
+    empty_form: float | None = None
+    content: float | None = None
+    entropy: float | None = None
+    kl: float | None = None
+    ess: float | None = None
+    step_kl: float | None = None
+
+
+class HealthyRange(Struct, frozen=True, kw_only=True):
+    """Best medians over the window of healthy updates; None until the window is full.
+
+    | field | statistic |
+    |---|---|
+    | rewards | highest median reward, per environment |
+    | entropy_most, entropy_least | highest and lowest median entropy |
+    | length | current median length |
+    | truncated, empty_form | lowest median |
+    | content | highest median |
+    """
+
+    rewards: dict[str, float] = {}
+    entropy_most: float | None = None
+    entropy_least: float | None = None
+    length: float | None = None
+    truncated: float | None = None
+    empty_form: float | None = None
+    content: float | None = None
+
+
+class CollapseState(Struct, frozen=True, kw_only=True):
+    """The detector's state, as a checkpoint keeps it. The default is the state of a new run.
+
+    bad: consecutive updates with symptoms. lowest: lowest reward of any completion of the run.
+    groups: the latest groups; small batches are assessed together with these.
+    healthy: statistics of the latest healthy updates.
+    """
+
+    bad: int = 0
+    lowest: float | None = None
+    groups: tuple[GroupStatistics, ...] = ()
+    healthy: tuple[BatchStatistics, ...] = ()
+    normal: HealthyRange = HealthyRange()
+
+
+class CollapseVerdict(Struct, frozen=True, kw_only=True):
+    """The assessment of a batch. signs: symptoms, as text. tripped: the symptoms have lasted for the patience."""
+
+    signs: tuple[str, ...]
+    tripped: bool
+
+    @property
+    def healthy(self) -> bool:
+        """Whether the batch shows no symptom."""
+        return not self.signs
