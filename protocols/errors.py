@@ -74,10 +74,6 @@ class CollapseError(ClothoError, RuntimeError):
     """The policy collapses or exploits its rewards, and the profile says to stop (`collapse_detection.on_collapse`)."""
 
 
-class CompilationError(ClothoError, RuntimeError):
-    """A compiled computation differs from the uncompiled one."""
-
-
 class AdapterError(ClothoError, RuntimeError):
     """The adapter keeps its initial value although it is trained."""
 

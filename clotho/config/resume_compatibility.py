@@ -30,7 +30,6 @@ MAY_DIFFER = (
     "atropos.reset",
     "atropos.url",
     "policy.grad_checkpoint",
-    "learner.compile",
     "learner.layout",
     "learner.max_bad_steps",
     "learner.max_staleness",

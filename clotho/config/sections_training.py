@@ -134,7 +134,6 @@ class OptimizerKeys(PenaltyKeys, frozen=True, kw_only=True, forbid_unknown_field
     momentum: of sgd and muon.
     weight_decay: decoupled, of every optimizer.
     max_grad_norm: global clipping; 0 = off.
-    compile: compile the optimizer's step (its first steps are checked against the uncompiled one).
     """
 
     optimizer: Literal["adamw", "adafactor", "lion", "muon", "sgd"] = "adamw"
@@ -149,7 +148,6 @@ class OptimizerKeys(PenaltyKeys, frozen=True, kw_only=True, forbid_unknown_field
     momentum: Annotated[float, Meta(ge=0.0, lt=1.0)] = 0.9
     weight_decay: NonNegativeFloat = 0.0
     max_grad_norm: NonNegativeFloat = 1.0
-    compile: bool = False
 
 
 class LearnerSection(OptimizerKeys, frozen=True, kw_only=True, forbid_unknown_fields=True):

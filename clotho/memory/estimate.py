@@ -33,7 +33,7 @@ from clotho.models.describe import HIDDEN_KEYS, context_length, describe_model, 
 from clotho.models.loading import DTYPES, OFFLINE_PROFILE, find_model, open_base, open_shape, shipped_shape
 from clotho.models.lora import install_adapter, open_all_weights
 from clotho.models.parameters import flat
-from clotho.training.optimizers.state import state_bytes
+from clotho.training.optimizers import state_bytes
 from protocols.errors import ModelError
 from protocols.sampling import PARAMETERS, in_use
 from protocols.summary import MemoryEstimate
@@ -70,7 +70,7 @@ def learning_bytes(base: nn.Module, profile: Profile) -> LearningBytes:
     trained = sum(array.nbytes for array in arrays.values())
     in_full = trained if full else sum(array.nbytes for name, array in arrays.items() if name in beside)
     float32 = FLOAT32 * sum(array.size for array in arrays.values())
-    optimizer = state_bytes(learner.optimizer, arrays)
+    optimizer = state_bytes(arrays, learner)
     average = float32 if learner.kl_beta > 0 and learner.reference == "average" else 0
     snapshot = trained if learner.kl_beta > 0 and learner.reference == "snapshot" else 0
     taken_anew = snapshot if learner.reference_interval else 0

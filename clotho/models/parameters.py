@@ -17,6 +17,10 @@ Parameters = dict[str, Any]
 """Nested dictionaries and lists of arrays, as `nn.Module.trainable_parameters()` gives them; branches may be empty."""
 
 
+Arrays = dict[str, mx.array]
+"""Arrays by parameter name, such as `model.layers.0.self_attn.q_proj.lora_a`."""
+
+
 def flat(tree: Parameters) -> dict[str, mx.array]:
     """Name the arrays of a nested tree by their path, in the order of the names."""
     leaves = tree_flatten(tree)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 
-from clotho.training.optimizers.rule import Arrays
+from clotho.models.parameters import Arrays
 from protocols.errors import AdapterError
 
 PATIENCE = 3

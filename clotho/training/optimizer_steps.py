@@ -12,14 +12,13 @@ from typing import NamedTuple
 import mlx.core as mx
 import numpy as np
 
+from clotho.config.schema import LearnerSection
 from clotho.models.parameters import Parameters, flat, nested
 from clotho.scoring.teacher_forcing import TeacherForcing
 from clotho.training.batch import MiniBatch
 from clotho.training.gradient import Gradient, LearnablePolicy, LossSettings, Moment, add, micro_gradient
 from clotho.training.objectives.loss import LossCoefficients, TokenSums
-from clotho.training.optimizers.clipping import clip_scale, global_norm
-from clotho.training.optimizers.compiled import Stepper
-from clotho.training.optimizers.state import OptimizerState
+from clotho.training.optimizers import OptimizerState, apply_step, clip_scale, global_norm
 from clotho.training.prepare import PreparedBatch
 from protocols.step import UpdateMetrics
 
@@ -90,7 +89,6 @@ def optimize(
     *,
     policy: LearnablePolicy,
     forcing: TeacherForcing,
-    stepper: Stepper,
     rules: LossSettings,
     version: int,
     rate: float,
@@ -120,15 +118,15 @@ def optimize(
         if not tally.add(total.sums, tokens=mini.tokens, fresh=_fresh(mini, moment), taught=taught, norm=norm):
             return None
         if norm > 0.0:
-            moved = _step(moved, total, stepper, rate=rate, scale=clip_scale(norm, rules.settings.max_grad_norm))
+            moved = _step(moved, total, rules.settings, rate=rate, scale=clip_scale(norm, rules.settings.max_grad_norm))
     return moved
 
 
 def _step(
-    moved: OptimizerProgress, total: Gradient, stepper: Stepper, *, rate: float, scale: float
+    moved: OptimizerProgress, total: Gradient, settings: LearnerSection, *, rate: float, scale: float
 ) -> OptimizerProgress:
-    parameters, optimizer = stepper(
-        flat(moved.parameters), total.arrays, moved.optimizer, learning_rate=rate, scale=scale
+    parameters, optimizer = apply_step(
+        flat(moved.parameters), total.arrays, moved.optimizer, learning_rate=rate, scale=scale, settings=settings
     )
     mx.eval(parameters, optimizer.slots, optimizer.master)
     return OptimizerProgress(nested(parameters), optimizer, moved.steps + 1, total.arrays, moved.start)

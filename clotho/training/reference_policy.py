@@ -11,11 +11,9 @@ from contextlib import contextmanager
 import mlx.core as mx
 
 from clotho.config.schema import LearnerSection
-from clotho.models.parameters import Parameters, flat, nested
+from clotho.models.parameters import Arrays, Parameters, flat, nested
 from clotho.training.batch import given_reference
 from clotho.training.gradient import LearnablePolicy
-
-Arrays = dict[str, mx.array]
 
 
 def averaged(reference: Arrays, policy: Arrays, keep: float) -> Arrays:

@@ -11,12 +11,11 @@ from typing import NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from clotho.models.parameters import Parameters, flat, nested
+from clotho.config.schema import LearnerSection
+from clotho.models.parameters import Arrays, Parameters, flat, nested
+from clotho.training import optimizers
 from clotho.training.objectives.loss import LossCoefficients
-from clotho.training.optimizers import state as optimizers
-from clotho.training.optimizers.state import OptimizerState
-
-Arrays = dict[str, mx.array]
+from clotho.training.optimizers import OptimizerState
 
 NUMBERS = "numbers"
 """Name of the array that holds the plain numbers of the state, as the bits of float64."""
@@ -42,17 +41,17 @@ def state_arrays(state: LearnerState) -> Arrays:
     return named | {NUMBERS: mx.array(plain.view(np.uint32))}
 
 
-def state_from_arrays(arrays: Mapping[str, mx.array], parameters: Arrays, *, kind: str) -> LearnerState:
+def state_from_arrays(arrays: Mapping[str, mx.array], parameters: Arrays, settings: LearnerSection) -> LearnerState:
     """Rebuild the state that `state_arrays` named, bit for bit. Raises ValueError where it does not fit.
 
-    parameters: the trainable ones that it belongs to; kind: of the optimizer.
+    parameters: the trainable parameters that the state belongs to.
     """
     if NUMBERS not in arrays:
         raise ValueError(f"the learner's state does not fit: {NUMBERS} is missing")
     kl_beta, entropy_weight, rate_factor, updates = np.array(arrays[NUMBERS]).view(np.float64).tolist()
     optimizer = {name.removeprefix("optimizer."): array for name, array in arrays.items() if name != NUMBERS}
     return LearnerState(
-        optimizer=optimizers.state_from_arrays(optimizer, parameters, kind=kind),
+        optimizer=optimizers.state_from_arrays(optimizer, parameters, settings),
         loss_coefficients=LossCoefficients(kl_beta, entropy_weight),
         rate_factor=rate_factor,
         updates=int(updates),
@@ -108,15 +107,15 @@ class GoodPolicy:
             named |= {f"{kind}.reference.{name}": array for name, array in snapshot.reference.items()}
         return named
 
-    def restore(self, arrays: Mapping[str, mx.array], *, kind: str) -> None:
-        """Take back what `arrays` named; `kind` is the optimizer's. Raises ValueError where it does not fit."""
+    def restore(self, arrays: Mapping[str, mx.array], settings: LearnerSection) -> None:
+        """Take back what `arrays` named. Raises ValueError where it does not fit."""
         start = flat(self._good.parameters)
         snapshots = []
         for which in KINDS:
             parameters = part(arrays, f"{which}.parameters.")
             if {n: a.shape for n, a in parameters.items()} != {n: a.shape for n, a in start.items()}:
                 raise ValueError(f"the {which} policy of the checkpoint does not fit the trainable parameters")
-            state = state_from_arrays(part(arrays, f"{which}.state."), start, kind=kind)
+            state = state_from_arrays(part(arrays, f"{which}.state."), start, settings)
             snapshots.append(Snapshot(nested(parameters), state, part(arrays, f"{which}.reference.")))
         self._healthy = int(np.array(arrays["healthy"]))
         self._good, self._candidate = snapshots

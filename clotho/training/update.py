@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from clotho.config.schema import LearnerSection, SamplingSection
 from clotho.models.machine import random_state, restore_random_state
-from clotho.models.parameters import Parameters, fingerprint, flat
+from clotho.models.parameters import Arrays, Parameters, fingerprint, flat
 from clotho.scoring.teacher_forcing import TeacherForcing
 from clotho.scoring.token_scores import SamplingDistribution
 from clotho.training.adapter_check import AdapterWatch
@@ -20,11 +20,10 @@ from clotho.training.gradient import LearnablePolicy, LossSettings
 from clotho.training.objectives.controllers import initial_loss_coefficients, next_loss_coefficients
 from clotho.training.objectives.registry import objective
 from clotho.training.optimizer_steps import OptimizerProgress, Tally, optimize
-from clotho.training.optimizers.compiled import make_stepper
-from clotho.training.optimizers.state import initial_state
+from clotho.training.optimizers import initial_state
 from clotho.training.prepare import PreparedBatch, prepare
 from clotho.training.reference_policy import ReferencePolicy
-from clotho.training.rollback import Arrays, GoodPolicy, LearnerState, Snapshot, part, state_arrays, state_from_arrays
+from clotho.training.rollback import GoodPolicy, LearnerState, Snapshot, part, state_arrays, state_from_arrays
 from clotho.training.schedule import learning_rate
 from clotho.training.update_kl import update_kl
 from protocols.rollout import ScoredGroup
@@ -90,10 +89,9 @@ class PolicyLearner:
         self._forcing = TeacherForcing(policy.model, policy.vocab_size, layout=learner.layout)
         self._reference = ReferencePolicy(policy, learner)
         self._adapter_watch = AdapterWatch()
-        self._stepper = make_stepper(learner)
         self._adopt_served()
         self._state = LearnerState(
-            optimizer=initial_state(learner.optimizer, flat(self.parameters)),
+            optimizer=initial_state(flat(self.parameters), learner),
             loss_coefficients=initial_loss_coefficients(learner),
         )
         self._good = GoodPolicy(self._snapshot(), window=good_window) if good_window else None
@@ -155,7 +153,6 @@ class PolicyLearner:
             OptimizerProgress(self.parameters, self._state.optimizer, 0, {}, ()),
             policy=self._policy,
             forcing=self._forcing,
-            stepper=self._stepper,
             rules=rules,
             version=self.version,
             rate=rate,
@@ -231,7 +228,7 @@ class PolicyLearner:
         Raises ValueError, and changes nothing, where the state does not fit the trainable parameters.
         """
         own = {name: array for name, array in state.items() if not name.startswith(("reference.", "rollback."))}
-        restored = state_from_arrays(own, flat(self._policy.trainable()), kind=self._settings.optimizer)
+        restored = state_from_arrays(own, flat(self._policy.trainable()), self._settings)
         self._reference.restore(part(state, "reference."))
         self._adopt_served()
         self._state = restored
@@ -239,7 +236,7 @@ class PolicyLearner:
             good = part(state, "rollback.")
             self._good = GoodPolicy(self._snapshot(), window=self._good.window)  # where it was not kept before
             if good:
-                self._good.restore(good, kind=self._settings.optimizer)
+                self._good.restore(good, self._settings)
 
 
 def _of_completions(groups: Sequence[ScoredGroup], advantages: TokenAdvantages) -> tuple[tuple[float, ...], ...]:

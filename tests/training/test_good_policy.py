@@ -8,8 +8,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from clotho.config.schema import LearnerSection
 from clotho.training.objectives.loss import LossCoefficients
-from clotho.training.optimizers.state import initial_state
+from clotho.training.optimizers import initial_state
 from clotho.training.rollback import GoodPolicy, LearnerState, Snapshot
 from tests.training.learning import finish, learner, random_groups, same_bits, tiny_policy
 
@@ -32,7 +33,9 @@ REFERENCES: list[dict[str, Any]] = [
 def snapshot(number: int) -> Snapshot:
     """A learner after so many updates."""
     parameters = {"w": mx.array([float(number)])}
-    return Snapshot(parameters, LearnerState(initial_state("adamw", parameters), LossCoefficients(0.0, 0.0)), {})
+    return Snapshot(
+        parameters, LearnerState(initial_state(parameters, LearnerSection()), LossCoefficients(0.0, 0.0)), {}
+    )
 
 
 def test_what_is_gone_back_to_has_stayed_healthy_for_a_window() -> None:

@@ -8,11 +8,11 @@ import mlx.core as mx
 import pytest
 
 from clotho.config.schema import LearnerSection
+from clotho.models.parameters import Arrays
 from clotho.training.adapter_check import AdapterWatch
-from clotho.training.optimizers.state import initial_state, step
+from clotho.training.optimizers import apply_step, initial_state
 from protocols.errors import AdapterError
 
-Arrays = dict[str, mx.array]
 MODULES = ("layers.0.q_proj", "layers.0.v_proj", "layers.1.experts")
 
 
@@ -87,6 +87,7 @@ def test_a_living_adapter_passes_with_every_optimizer(kind: str) -> None:
     """One step at the smallest rates is enough."""
     start, gradients = adapters(), {name: 1e-6 * mx.ones(a.shape) for name, a in adapters().items()}
     settings = LearnerSection(optimizer=kind)  # type: ignore[arg-type]
-    after, _ = step(start, gradients, initial_state(kind, start), learning_rate=1e-9, scale=1.0, settings=settings)
+    state = initial_state(start, settings)
+    after, _ = apply_step(start, gradients, state, learning_rate=1e-9, scale=1.0, settings=settings)
     watch = AdapterWatch(patience=1)
     watch.observe(after, gradients)

@@ -1,1 +1,0 @@
-"""Optimizers as functions: one rule per module, chosen from a table."""
