@@ -109,7 +109,7 @@ def services(parts: Components, session: RunContext, listener: socket.socket | N
     watched = [permanent(watchdog), permanent(guard)]
     if listener is None:
         return watched
-    gateway = ApiServer(session.gateway_services(), listener=listener)
+    gateway = ApiServer(session.server_context(), listener=listener)
     session.api_requests = lambda: gateway.requests
     return [permanent(gateway, max_restarts=3), *watched]
 

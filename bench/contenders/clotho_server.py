@@ -19,7 +19,7 @@ from clotho.models.policy import Policy, load_policy
 from clotho.runtime.compute_thread import ComputeExecutor
 from clotho.runtime.sampling_client import Sampler
 from clotho.serving.server import ApiServer
-from clotho.serving.services import GatewayServices, HealthReport, TrainingNumbers
+from clotho.serving.services import HealthReport, RunSnapshot, ServerContext
 from protocols.sampling import PromptLogprobs, Sampling
 from protocols.step import WeightsReady
 
@@ -30,9 +30,9 @@ def assemble(model: str) -> tuple[Policy, DecodeEngine]:
     return policy, DecodeEngine(policy, EngineSection())
 
 
-def services(policy: Policy, engine: DecodeEngine, executor: ComputeExecutor, port: int) -> GatewayServices:
-    """The services that a run passes to its HTTP server."""
-    return GatewayServices(
+def services(policy: Policy, engine: DecodeEngine, executor: ComputeExecutor, port: int) -> ServerContext:
+    """Return the server context of a run."""
+    return ServerContext(
         sampler=Sampler(executor.submit, engine),
         tokenizer=policy.tokenizer,
         settings=ServerSection(port=port),
@@ -40,7 +40,7 @@ def services(policy: Policy, engine: DecodeEngine, executor: ComputeExecutor, po
         prompt_logprobs=_refuse,
         weights=lambda: WeightsReady(version=0, step=0, fingerprint=policy.fingerprint),
         health=lambda: HealthReport(status="ok"),
-        numbers=TrainingNumbers,
+        snapshot=RunSnapshot,
         context_length=policy.context_length,
         vocab_size=policy.vocab_size,
     )

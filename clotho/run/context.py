@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import structlog
+from msgspec import structs
 from rich.console import Console
 
 from clotho.config.schema import Profile
@@ -31,7 +32,14 @@ from clotho.runtime.sampling_client import Sampler
 from clotho.scoring.prompt_logprobs import prompt_logprobs
 from clotho.scoring.token_scores import SamplingDistribution
 from clotho.serving.server import base_url
-from clotho.serving.services import EngineNumbers, GatewayServices, HealthReport, NullSampleLog, TrainingNumbers
+from clotho.serving.services import (
+    EngineSnapshot,
+    HealthReport,
+    NullSampleLog,
+    QueueSnapshot,
+    RunSnapshot,
+    ServerContext,
+)
 from clotho.training.ledger import Ledger
 from protocols.accounting import Balance
 from protocols.checkpoint import RunState
@@ -251,19 +259,26 @@ class RunContext:
             return HealthReport(status="ok", detail=detail, children=children, progress_seconds=busy)
         return HealthReport(status="ok", children=children, progress_seconds=busy)
 
-    def numbers(self) -> TrainingNumbers:
-        """The run in numbers, for /metrics."""
+    def snapshot(self) -> RunSnapshot:
+        """Return the state of the run for /metrics."""
         stats, report, swaps = self.parts.engine.stats(), self._last_report(), self._swaps()
         books = self.parts.ledger.state()
         rewards = [reward for group in report.trained for reward in group.scored.rewards] if report else []
         staleness = report.staleness if report else ()
-        return TrainingNumbers(
-            engine=EngineNumbers(
-                rows_running=stats.running_rows,
-                rows_waiting=stats.waiting_rows,
+        return RunSnapshot(
+            engine=EngineSnapshot(
+                sequences_running=stats.running_rows,
+                sequences_waiting=stats.waiting_rows,
                 cache_usage=stats.cache_tokens / self.parts.profile.engine.kv_cache_tokens,
                 prefix_queries=stats.prefix_hits + stats.prefix_misses,
                 prefix_hits=stats.prefix_hits,
+                prefix_tokens=stats.prefix_cache_tokens,
+                prefill_tokens=stats.prefill_tokens,
+                decode_steps=stats.ticks,
+                tokens_sampled=stats.tokens_sampled,
+                finished=stats.finished,
+                failed=stats.failed,
+                listener_errors=stats.listener_errors,
             ),
             reward_mean=sum(rewards) / len(rewards) if rewards else None,
             staleness_mean=sum(staleness) / len(staleness) if staleness else None,
@@ -273,8 +288,8 @@ class RunContext:
             discarded=books.discarded,
             environments_trained={name: own.trained for name, own in books.sources.items()},
             environments_discarded={name: own.ended - own.trained for name, own in books.sources.items()},
-            depths={box.name: box.depth for box in self._mailboxes},
-            capacities={box.name: box.capacity for box in self._mailboxes},
+            queues=tuple(QueueSnapshot(**structs.asdict(queue.stats())) for queue in self._mailboxes),
+            restarts={name: status.restarts for name, status in self.children().items()},
         )
 
     async def prompt_logprobs(self, tokens: tuple[int, ...], top: int) -> PromptLogprobs:
@@ -292,10 +307,10 @@ class RunContext:
         )
         return await finish(self.parts.executor.submit_steps(steps))
 
-    def gateway_services(self) -> GatewayServices:
-        """What the HTTP API may see and use."""
+    def server_context(self) -> ServerContext:
+        """Return the HTTP server's interface to the run."""
         policy, profile = self.parts.policy, self.parts.profile
-        return GatewayServices(
+        return ServerContext(
             sampler=self.sampler,
             tokenizer=policy.tokenizer,
             settings=profile.server,
@@ -303,10 +318,10 @@ class RunContext:
             prompt_logprobs=self.prompt_logprobs,
             weights=lambda: self.weights.value,
             health=self.health,
-            numbers=self.numbers,
+            snapshot=self.snapshot,
             context_length=policy.context_length,
             vocab_size=policy.vocab_size,
-            sampled=self.sampled if profile.atropos.enabled else NullSampleLog(),
+            sample_log=self.sampled if profile.atropos.enabled else NullSampleLog(),
             record_supports=profile.atropos.enabled,
         )
 

@@ -1,1 +1,1 @@
-"""The HTTP face: an OpenAI-compatible API in front of the policy. No mathematics."""
+"""The OpenAI-compatible HTTP API of the policy. This package contains no mathematics."""

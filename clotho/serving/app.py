@@ -1,4 +1,4 @@
-"""The routes: what each answers, and in which order a request passes the guards."""
+"""The ASGI application: the table of routes, their handlers, and the order of the middleware."""
 
 from __future__ import annotations
 
@@ -19,17 +19,29 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from clotho.config.addresses import is_loopback
-from clotho.serving.auth import ApiKey, LocalPagesOnly, client_label
-from clotho.serving.errors import HANDLERS, invalid
-from clotho.serving.limits import Admission, Traffic, UnreadBodies, read_body, until_disconnect
-from clotho.serving.metrics import RequestMetrics
-from clotho.serving.native import NativeAsk, Outcome
-from clotho.serving.openai_choices import ChatStyle, CompletionStyle, Style
-from clotho.serving.openai_responses import Answer, ModelCard, ModelList
-from clotho.serving.routes_sglang import generate_ask
-from clotho.serving.routes_trl import trl_ask
-from clotho.serving.sample_requests import Ask, chat_ask, completion_ask
-from clotho.serving.services import GatewayServices, Remembering
+from clotho.serving.auth import ApiKeyMiddleware, LocalOriginMiddleware, client_label
+from clotho.serving.errors import EXCEPTION_HANDLERS, invalid_field
+from clotho.serving.limits import (
+    AdmissionMiddleware,
+    ConcurrencyLimit,
+    UnreadBodyMiddleware,
+    read_body,
+    until_disconnect,
+)
+from clotho.serving.metrics import ServerMetrics
+from clotho.serving.native import GenerationResult, NativeRequest
+from clotho.serving.openai_requests import ValidatedRequest, parse_chat_request, parse_completion_request
+from clotho.serving.openai_responses import (
+    ChatFormat,
+    CompletionFormat,
+    ModelCard,
+    ModelList,
+    ResponseBuilder,
+    ResponseFormat,
+)
+from clotho.serving.routes_generate import parse_generate_request
+from clotho.serving.routes_trl import parse_trl_request
+from clotho.serving.services import RecordingSampler, ServerContext
 from clotho.serving.streaming import EventStream, event_stream
 from protocols.sampling import Completion
 from protocols.step import WeightsReady
@@ -37,36 +49,37 @@ from protocols.step import WeightsReady
 T = TypeVar("T")
 VERSION_HEADER = "x-clotho-weights-version"
 TOKENIZE_SECONDS = 10.0
-Reader = Callable[[bytes, GatewayServices], T]
+TOKENIZER_THREADS = 4
+RequestParser = Callable[[bytes, ServerContext], T]
 
 
-def build_app(services: GatewayServices, traffic: Traffic) -> Starlette:
-    """Return the application. From the outside in: unread bodies, foreign pages, API key, admission, routes."""
-    routes = _Routes(services)
-    guards = [Middleware(UnreadBodies)]
-    if is_loopback(services.settings.host):
-        guards.append(Middleware(LocalPagesOnly, host=services.settings.host))
-    if services.settings.api_key:
-        guards.append(Middleware(ApiKey, key=services.settings.api_key))
-    guards.append(Middleware(Admission, traffic=traffic))
+def build_app(context: ServerContext, limit: ConcurrencyLimit) -> Starlette:
+    """Return the application. Middleware from the outside in: unread bodies, local origin, API key, admission."""
+    handlers = _Handlers(context, limit)
+    middleware = [Middleware(UnreadBodyMiddleware)]
+    if is_loopback(context.settings.host):
+        middleware.append(Middleware(LocalOriginMiddleware, host=context.settings.host))
+    if context.settings.api_key:
+        middleware.append(Middleware(ApiKeyMiddleware, key=context.settings.api_key))
+    middleware.append(Middleware(AdmissionMiddleware, limit=limit))
     return Starlette(
         routes=[
-            Route("/health", routes.health),
-            Route("/metrics", routes.metrics),
-            Route("/v1/models", routes.models),
-            Route("/v1/completions", routes.completions, methods=["POST"]),
-            Route("/v1/chat/completions", routes.chat, methods=["POST"]),
-            Route("/generate", routes.generate, methods=["POST"]),
-            Route("/v1/generate", routes.generate_rows, methods=["POST"]),
-            Route("/v1/generate/", routes.generate_rows, methods=["POST"]),
+            Route("/health", handlers.health),
+            Route("/metrics", handlers.metrics),
+            Route("/v1/models", handlers.models),
+            Route("/v1/completions", handlers.completions, methods=["POST"]),
+            Route("/v1/chat/completions", handlers.chat_completions, methods=["POST"]),
+            Route("/generate", handlers.generate, methods=["POST"]),
+            Route("/v1/generate", handlers.trl_generate, methods=["POST"]),
+            Route("/v1/generate/", handlers.trl_generate, methods=["POST"]),
         ],
-        middleware=guards,
-        exception_handlers=HANDLERS,
+        middleware=middleware,
+        exception_handlers=EXCEPTION_HANDLERS,
     )
 
 
 class Health(Struct, frozen=True, kw_only=True):
-    """The body of /health."""
+    """The body of the response of GET /health."""
 
     status: str
     detail: str
@@ -78,20 +91,20 @@ class Health(Struct, frozen=True, kw_only=True):
     children: dict[str, str]
 
 
-class _Routes:
-    def __init__(self, services: GatewayServices) -> None:
-        self._services = services
-        self._metrics = RequestMetrics(services)
-        self._tokenizing = anyio.CapacityLimiter(4)
+class _Handlers:
+    def __init__(self, context: ServerContext, limit: ConcurrencyLimit) -> None:
+        self._context = context
+        self._metrics = ServerMetrics(context, limit)
+        self._tokenizing = anyio.CapacityLimiter(TOKENIZER_THREADS)
         self._scoring = anyio.CapacityLimiter(1)
-        self._since = int(time.time())
+        self._started = int(time.time())
 
     async def health(self, _: Request) -> Response:
-        report, weights = self._services.health(), self._services.weights()
+        report, weights = self._context.health(), self._context.weights()
         body = Health(
             status=report.status,
             detail=report.detail,
-            model=self._services.settings.model_name,
+            model=self._context.settings.model_name,
             weights_version=weights.version,
             step=weights.step,
             fingerprint=weights.fingerprint,
@@ -104,81 +117,84 @@ class _Routes:
         return Response(self._metrics.render(), headers={"content-type": CONTENT_TYPE_LATEST})
 
     async def models(self, _: Request) -> Response:
-        version = self._services.weights().version
-        name = self._services.settings.model_name
-        length = self._services.context_length
-        card = ModelCard(id=name, root=name, created=self._since, max_model_len=length, weights_version=version)
+        version = self._context.weights().version
+        name, length = self._context.settings.model_name, self._context.context_length
+        card = ModelCard(id=name, root=name, created=self._started, max_model_len=length, weights_version=version)
         return _json(ModelList(data=[card]), version)
 
-    async def completions(self, request: Request) -> Response:
-        return await self._generate(request, completion_ask, CompletionStyle())
+    async def completions(self, http: Request) -> Response:
+        return await self._openai(http, parse_completion_request, CompletionFormat())
 
-    async def chat(self, request: Request) -> Response:
-        return await self._generate(request, chat_ask, ChatStyle())
+    async def chat_completions(self, http: Request) -> Response:
+        return await self._openai(http, parse_chat_request, ChatFormat())
 
-    async def generate(self, request: Request) -> Response:
-        return await self._generate_natively(request, generate_ask)
+    async def generate(self, http: Request) -> Response:
+        return await self._native(http, parse_generate_request)
 
-    async def generate_rows(self, request: Request) -> Response:
-        return await self._generate_natively(request, trl_ask)
+    async def trl_generate(self, http: Request) -> Response:
+        return await self._native(http, parse_trl_request)
 
-    async def _generate_natively(self, request: Request, reader: Reader[NativeAsk]) -> Response:
-        native = await self._read(reader, request)
-        began, weights = time.monotonic(), self._services.weights()
-        self._metrics.asked(native.ask)
-        outcome = await until_disconnect(request.receive, self._outcome(request, native, weights))
-        reply = native.answer(outcome)
-        self._metrics.finished(outcome.completions, time.monotonic() - began)
-        return _json(reply, weights.version)
+    async def _native(self, http: Request, parser: RequestParser[NativeRequest]) -> Response:
+        native = await self._parse(parser, http)
+        started, weights = time.monotonic(), self._context.weights()
+        self._metrics.request_started(native.request)
+        result = await until_disconnect(http.receive, self._result(http, native, weights))
+        body = native.respond(result)
+        self._metrics.request_finished(result.completions, time.monotonic() - started)
+        return _json(body, weights.version)
 
-    async def _outcome(self, request: Request, native: NativeAsk, weights: WeightsReady) -> Outcome:
-        """Complete the prompt and score it, if asked for: second, so that what the engine refuses costs nothing.
+    async def _result(self, http: Request, native: NativeRequest, weights: WeightsReady) -> GenerationResult:
+        """Complete the prompts, then score the prompt if requested.
 
-        One prompt is scored at a time: each holds a cache of its own.
+        The prompt is scored last, so that a request that the engine rejects costs no forward pass. One prompt is scored
+        at a time, because each uses a KV cache of its own.
         """
-        results = await self._sampler(request).complete_all(native.ask.requests)
+        results = await self._sampler(http).complete_all(native.request.samples)
         prompt = None
         if native.prompt_logprobs is not None:
             async with self._scoring:
-                prompt = await self._services.prompt_logprobs(native.ask.requests[0].prompt, native.prompt_logprobs)
-        return Outcome(completions=tuple(chain.from_iterable(results)), weights=weights, prompt=prompt)
+                tokens = native.request.samples[0].prompt
+                prompt = await self._context.prompt_logprobs(tokens, native.prompt_logprobs)
+        return GenerationResult(completions=tuple(chain.from_iterable(results)), weights=weights, prompt=prompt)
 
-    async def _generate(self, request: Request, reader: Reader[Ask], style: Style) -> Response:
-        ask = await self._read(reader, request)
-        began, weights, sampler = time.monotonic(), self._services.weights(), self._sampler(request)
-        self._metrics.asked(ask)
-        answer = Answer(style, ask, self._services, weights)
+    async def _openai(
+        self, http: Request, parser: RequestParser[ValidatedRequest], response_format: ResponseFormat
+    ) -> Response:
+        request = await self._parse(parser, http)
+        started, weights, sampler = time.monotonic(), self._context.weights(), self._sampler(http)
+        self._metrics.request_started(request)
+        builder = ResponseBuilder(response_format, request, self._context, weights)
 
         def finished(completions: Sequence[Completion]) -> None:
-            self._metrics.finished(completions, time.monotonic() - began)
+            self._metrics.request_finished(completions, time.monotonic() - started)
 
-        if not ask.stream:
-            results = await until_disconnect(request.receive, sampler.complete_all(ask.requests))
-            reply = answer.whole(results)
+        if not request.stream:
+            results = await until_disconnect(http.receive, sampler.complete_all(request.samples))
+            body = builder.whole(results)
             finished([completion for group in results for completion in group])
-            return _json(reply, weights.version)
-        # The first events are awaited before the answer begins, so that what the engine refuses is still a 400.
-        batches = sampler.stream_all(ask.requests)
-        first = await until_disconnect(request.receive, anext(batches))
-        self._metrics.first_token(time.monotonic() - began)
-        return EventStream(event_stream(answer, first, batches, finished), {VERSION_HEADER: str(weights.version)})
+            return _json(body, weights.version)
+        # Wait for the first events before the response starts: a request that the engine rejects receives a 400.
+        batches = sampler.stream_all(request.samples)
+        first = await until_disconnect(http.receive, anext(batches))
+        self._metrics.first_token(time.monotonic() - started)
+        return EventStream(event_stream(builder, first, batches, finished), {VERSION_HEADER: str(weights.version)})
 
-    def _sampler(self, request: Request) -> Remembering:
-        """Return the sampler of this request's client."""
-        label = client_label(request.headers.get("authorization", ""), key=self._services.settings.api_key)
-        return Remembering(self._services.sampler, self._services.sampled, label)
+    def _sampler(self, http: Request) -> RecordingSampler:
+        """Return the sampler for the client of this request."""
+        label = client_label(http.headers.get("authorization", ""), key=self._context.settings.api_key)
+        return RecordingSampler(self._context.sampler, self._context.sample_log, label)
 
-    async def _read(self, reader: Reader[T], request: Request) -> T:
-        """Validate and tokenise in a worker thread; an endless chat template costs only its request."""
-        settings = self._services.settings
+    async def _parse(self, parser: RequestParser[T], http: Request) -> T:
+        """Read, validate and tokenize a request in a worker thread; an endless chat template fails only its request."""
+        settings = self._context.settings
         body = await read_body(
-            request.scope, request.receive, max_bytes=settings.max_body_bytes, seconds=settings.body_seconds
+            http.scope, http.receive, max_bytes=settings.max_body_bytes, seconds=settings.body_seconds
         )
         with anyio.move_on_after(TOKENIZE_SECONDS):
             return await anyio.to_thread.run_sync(
-                partial(reader, body, self._services), abandon_on_cancel=True, limiter=self._tokenizing
+                partial(parser, body, self._context), abandon_on_cancel=True, limiter=self._tokenizing
             )
-        raise invalid("prompt", f"was not tokenised within {TOKENIZE_SECONDS:g} seconds")
+        raise invalid_field("prompt", f"tokenization took longer than {TOKENIZE_SECONDS:g} seconds; shorten the prompt")
 
 
 def _json(body: Struct | list[Struct], version: int, *, status: int = 200) -> Response:

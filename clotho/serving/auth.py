@@ -1,4 +1,4 @@
-"""Who may ask: the API key, and, on a server of this machine alone, no web page of another site."""
+"""Access control: the API key, and protection of a loopback server against requests from other web sites."""
 
 from __future__ import annotations
 
@@ -17,26 +17,27 @@ BEARER = "Bearer "
 LABEL = re.compile(r"[A-Za-z0-9_-]{1,32}")
 
 
-class LocalPagesOnly:
-    """Refuses browsers that act for another site: a foreign Host (DNS rebinding) or a foreign Origin."""
+class LocalOriginMiddleware:
+    """Rejects browser requests from other web sites: a foreign Host header (DNS rebinding) or Origin header."""
 
     def __init__(self, app: ASGIApp, *, host: str) -> None:
         self._app = app
         self._names = frozenset({*LOOPBACK_NAMES, host.lower()})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on, or answer 400."""
+        """Pass the request on, or respond with 400."""
         headers = Headers(scope=scope) if scope["type"] in ("http", "websocket") else Headers()
         origin = headers.get("origin")
-        foreign = scope["type"] != "lifespan" and not self._known("//" + headers.get("host", ""))
-        if foreign:
-            await ApiError(400, "the Host header does not name this machine").response()(scope, receive, send)
-        elif origin is not None and not self._known(origin):
-            await ApiError(400, "the Origin header names another site").response()(scope, receive, send)
+        if scope["type"] != "lifespan" and not self._is_local("//" + headers.get("host", "")):
+            error = ApiError(400, "The Host header does not name this machine; use the address that the server binds.")
+            await error.response()(scope, receive, send)
+        elif origin is not None and not self._is_local(origin):
+            error = ApiError(400, "The Origin header names another web site; send the request without a browser.")
+            await error.response()(scope, receive, send)
         else:
             await self._app(scope, receive, send)
 
-    def _known(self, url: str) -> bool:
+    def _is_local(self, url: str) -> bool:
         try:
             name = urlsplit(url).hostname or ""
         except ValueError:
@@ -44,25 +45,26 @@ class LocalPagesOnly:
         return name in self._names or f"[{name}]" in self._names
 
 
-class ApiKey:
-    """Asks for `Authorization: Bearer <key>` or `Bearer <key>:<label>` on every route but /health, unknown ones too."""
+class ApiKeyMiddleware:
+    """Requires `Authorization: Bearer KEY` or `Bearer KEY:LABEL` on every path except /health."""
 
     def __init__(self, app: ASGIApp, *, key: str) -> None:
         self._app, self._key = app, key
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on, or answer 401."""
+        """Pass the request on, or respond with 401."""
         is_open = scope["type"] == "lifespan" or scope["path"] in OPEN_ROUTES
         if is_open or has_key(Headers(scope=scope).get("authorization", ""), self._key):
             await self._app(scope, receive, send)
         else:
             headers = {"www-authenticate": "Bearer"}
-            refusal = ApiError(401, "a valid API key is required", code="invalid_api_key", headers=headers)
-            await refusal.response()(scope, receive, send)
+            message = "A valid API key is required; send the header `Authorization: Bearer KEY`."
+            error = ApiError(401, message, code="invalid_api_key", headers=headers)
+            await error.response()(scope, receive, send)
 
 
 def has_key(authorization: str, key: str) -> bool:
-    """Tell whether the header has the key, with a label behind it or without; compares in constant time."""
+    """Return True if the Authorization header contains the key, with or without a label. Compares in constant time."""
     expected = (BEARER + key).encode()
     whole = hmac.compare_digest(authorization.encode("latin-1"), expected)
     before_label = hmac.compare_digest(authorization.rpartition(":")[0].encode("latin-1"), expected)
@@ -70,9 +72,9 @@ def has_key(authorization: str, key: str) -> bool:
 
 
 def client_label(authorization: str, *, key: str) -> str:
-    """Return the label that the client gave itself, behind its key or what stands there where no key is asked for.
+    """Return the label of the client: the part of the bearer token after the last colon.
 
-    Empty where there is none, or none of at most 32 letters, digits, `-` and `_`.
+    Returns an empty string if there is no label, or if the label is not 1 to 32 letters, digits, `-` and `_`.
     """
     unlabelled = key and authorization.encode("latin-1") == (BEARER + key).encode()
     if unlabelled or not authorization.startswith(BEARER):

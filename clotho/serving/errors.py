@@ -1,4 +1,4 @@
-"""Errors as OpenAI clients know them: `{"error": {"message", "type", "param", "code"}}`."""
+"""Error responses in the format of the OpenAI API: `{"error": {"message", "type", "param", "code"}}`."""
 
 from __future__ import annotations
 
@@ -17,9 +17,11 @@ from protocols.errors import GenerationError, RequestError
 INVALID = "invalid_request_error"
 SERVER = "server_error"
 
+log = structlog.get_logger(actor="server")
+
 
 class ErrorDetail(Struct, frozen=True, kw_only=True):
-    """What went wrong; `param` names the field at fault."""
+    """One error. param: the request field that caused the error, if one did."""
 
     message: str
     type: str
@@ -28,13 +30,13 @@ class ErrorDetail(Struct, frozen=True, kw_only=True):
 
 
 class ErrorBody(Struct, frozen=True, kw_only=True):
-    """The body of every answer that is not a success."""
+    """The body of every response whose status is not 2xx."""
 
     error: ErrorDetail
 
 
 class ApiError(Exception):
-    """A request that ends here, with the answer it gets."""
+    """An error that ends the request with this HTTP status and body."""
 
     def __init__(
         self,
@@ -46,24 +48,27 @@ class ApiError(Exception):
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
-        kind = INVALID if status < 500 else SERVER
+        error_type = INVALID if status < 500 else SERVER
         self.status = status
-        self.body = ErrorBody(error=ErrorDetail(message=message, type=kind, param=param, code=code))
+        self.body = ErrorBody(error=ErrorDetail(message=message, type=error_type, param=param, code=code))
         self.headers = dict(headers or {})
 
     def response(self) -> Response:
-        """Return the answer to send."""
+        """Return the HTTP response."""
         content = msgspec.json.encode(self.body)
         return Response(content, status_code=self.status, headers=self.headers, media_type="application/json")
 
 
-def invalid(param: str, message: str) -> ApiError:
-    """Return the 400 for a field that cannot be used as given."""
+def invalid_field(param: str, message: str) -> ApiError:
+    """Return the 400 error for the request field `param`."""
     return ApiError(400, f"{param}: {message}", param=param)
 
 
-def as_api_error(error: Exception) -> ApiError:
-    """Translate what sampling raises; anything else is our own fault: logged whole, told in brief."""
+def to_api_error(error: Exception) -> ApiError:
+    """Convert an exception to an ApiError.
+
+    An unexpected exception becomes a 500 without details. The event log contains its traceback.
+    """
     if isinstance(error, ApiError):
         return error
     if isinstance(error, RequestError) and error.param == "queue":
@@ -71,32 +76,35 @@ def as_api_error(error: Exception) -> ApiError:
     if isinstance(error, RequestError):
         return ApiError(400, str(error), param=error.param)
     if isinstance(error, GenerationError):
-        return ApiError(500, f"the generation failed: {error}", code="generation_failed")
-    structlog.get_logger("gateway").error("request_failed", exc_info=error)
-    return ApiError(500, "internal error; the log of the run has the details", code="internal_error")
+        return ApiError(500, f"The generation failed: {error}", code="generation_failed")
+    log.error("request_failed", exc_info=error)
+    return ApiError(500, "Internal error; the event log of the run contains the details.", code="internal_error")
 
 
-async def _answer(_: Request, error: Exception) -> Response:
-    return as_api_error(error).response()
+async def _respond(_: Request, error: Exception) -> Response:
+    return to_api_error(error).response()
 
 
-async def _answer_http(request: Request, error: Exception) -> Response:
+async def _respond_to_http_exception(request: Request, error: Exception) -> Response:
     if not isinstance(error, HTTPException):
         raise error
-    message = {404: "there is no such route", 405: f"this route does not answer {request.method}"}
-    text = message.get(error.status_code, error.detail)
-    return ApiError(error.status_code, text, headers=error.headers).response()
+    messages = {
+        404: "This path does not exist; docs/http-api.md lists the endpoints.",
+        405: f"This path does not support the method {request.method}.",
+    }
+    message = messages.get(error.status_code, error.detail)
+    return ApiError(error.status_code, message, headers=error.headers).response()
 
 
-async def _nobody_there(_: Request, __: Exception) -> None:
-    """Send nothing: the client has left."""
+async def _ignore_disconnect(_: Request, __: Exception) -> None:
+    """Send nothing, because the client has disconnected."""
 
 
-HANDLERS: dict[type[Exception], ExceptionHandler] = {
-    ApiError: _answer,
-    RequestError: _answer,
-    GenerationError: _answer,
-    HTTPException: _answer_http,
-    ClientDisconnect: _nobody_there,  # type: ignore[dict-item]
-    Exception: _answer,
+EXCEPTION_HANDLERS: dict[type[Exception], ExceptionHandler] = {
+    ApiError: _respond,
+    RequestError: _respond,
+    GenerationError: _respond,
+    HTTPException: _respond_to_http_exception,
+    ClientDisconnect: _ignore_disconnect,  # type: ignore[dict-item]
+    Exception: _respond,
 }

@@ -1,11 +1,8 @@
-"""How many requests are in flight and how many in line, and how they end when the server does.
+"""Limits of the server: concurrent requests, size and duration of request bodies, and disconnected clients.
 
-Request bodies: bounded in size and in time, and never left half read.
-
-Hypercorn hands a body over in a queue of ten chunks and waits for ever where nobody takes them, so an answer given
-before the whole body has come (401, 413, 503 ...) would hang the connection's task. `UnreadBodies` takes them.
-
-Clients that leave while they wait: what was done for them is given up.
+Hypercorn passes a request body through a queue of ten chunks and blocks if the application does not read them. A
+response that is sent before the whole body has arrived (401, 413, 503) would therefore block the connection's task.
+`UnreadBodyMiddleware` reads the rest of the body.
 """
 
 from __future__ import annotations
@@ -26,17 +23,25 @@ from clotho.serving.streaming import DONE, server_sent
 
 LINGER_SECONDS = 2.0
 SEND_SECONDS = 60.0
-AHEAD_BYTES = 65_536
+BUFFER_BYTES = 65_536
+MAX_QUEUED_REQUESTS = 4096
+"""Requests that may wait for admission. The server queues requests instead of rejecting them because clients such as
+Atropos give up after three attempts within seconds, and the work for the whole group would be lost."""
+SHUTTING_DOWN = ApiError(
+    503, "The server is shutting down; retry later.", code="shutting_down", headers={"retry-after": "5"}
+)
+
+T = TypeVar("T")
 
 
 async def read_body(scope: Scope, receive: Receive, *, max_bytes: int, seconds: float) -> bytes:
-    """Return the whole body.
+    """Return the whole request body.
 
-    Raises ApiError 413 beyond `max_bytes`, declared or not, and 408 where it has not all come after `seconds`;
-    ClientDisconnect if the client leaves.
+    Raises ApiError with status 413 if the body is larger than `max_bytes`, with status 408 if it has not arrived
+    completely after `seconds`, and ClientDisconnect if the client disconnects.
     """
     declared = Headers(scope=scope).get("content-length", "")
-    too_large = ApiError(413, f"the body is larger than {max_bytes} bytes", code="body_too_large")
+    too_large = ApiError(413, f"The request body is larger than the limit of {max_bytes} bytes.", code="body_too_large")
     if declared.isdecimal() and int(declared) > max_bytes:
         raise too_large
     chunks: list[bytes] = []
@@ -52,36 +57,36 @@ async def read_body(scope: Scope, receive: Receive, *, max_bytes: int, seconds: 
                 raise too_large
             if not message.get("more_body", False):
                 return b"".join(chunks)
-    raise ApiError(408, f"the body did not arrive within {seconds:g} seconds", code="body_timeout")
+    raise ApiError(408, f"The request body did not arrive within {seconds:g} seconds.", code="body_timeout")
 
 
-class ReadAhead:
-    """What comes of a body while its request waits; `receive` hands it on first."""
+class BodyBuffer:
+    """Buffers the body of a request that waits for admission; `receive` returns the buffered messages first."""
 
     def __init__(self, receive: Receive) -> None:
         self._receive = receive
-        self._held: deque[Message] = deque()
+        self._buffered: deque[Message] = deque()
         self._size = 0
 
     async def peek(self) -> Message:
-        """Return the next message and hold it; wait for ever once `AHEAD_BYTES` of the body are held."""
-        if self._size >= AHEAD_BYTES:
+        """Buffer the next message and return it. Never returns once `BUFFER_BYTES` of the body are buffered."""
+        if self._size >= BUFFER_BYTES:
             await anyio.sleep_forever()
         message = await self._receive()
-        self._held.append(message)
+        self._buffered.append(message)
         self._size += len(message.get("body", b""))
         return message
 
     async def receive(self) -> Message:
         """Return the next message."""
-        return self._held.popleft() if self._held else await self._receive()
+        return self._buffered.popleft() if self._buffered else await self._receive()
 
 
-class UnreadBodies:
-    """Takes what a client still sends when its answer is ready, and gives up on clients that do not read theirs.
+class UnreadBodyMiddleware:
+    """Reads the rest of a request body when the response is ready, and cancels requests of clients that do not read.
 
-    After an early answer the connection lingers for `LINGER_SECONDS`, so that the client can read it before the
-    connection is closed under what it still sends. A client that takes nothing for `SEND_SECONDS` loses its request.
+    After an early response the connection stays open for up to `LINGER_SECONDS`, so that the client can read the
+    response before the connection closes. A request is cancelled if its client does not accept data for `SEND_SECONDS`.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -92,12 +97,12 @@ class UnreadBodies:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        with anyio.CancelScope() as whole:
-            exchange = _Exchange(receive, send, whole)
-            await self._app(scope, exchange.receive, exchange.send)
+        with anyio.CancelScope() as request_scope:
+            connection = _Connection(receive, send, request_scope)
+            await self._app(scope, connection.receive, connection.send)
 
 
-class _Exchange:
+class _Connection:
     def __init__(self, receive: Receive, send: Send, scope: anyio.CancelScope) -> None:
         self._receive, self._send, self._scope = receive, send, scope
         self._body_ended = False
@@ -109,51 +114,48 @@ class _Exchange:
 
     async def send(self, message: Message) -> None:
         self._scope.deadline = anyio.current_time() + SEND_SECONDS
-        if message["type"] != "http.response.body" or message.get("more_body", False) or await self._is_read():
+        if message["type"] != "http.response.body" or message.get("more_body", False) or await self._body_is_read():
             await self._send(message)
         else:
-            await self._finish_unread(message)
+            await self._finish_with_unread_body(message)
         self._scope.deadline = math.inf
 
-    async def _is_read(self) -> bool:
-        """Tell whether the whole body has been taken, after taking what has already come."""
+    async def _body_is_read(self) -> bool:
+        """Read the part of the body that has already arrived; return True if that was the rest of it."""
         if not self._body_ended:
             with anyio.move_on_after(0):
-                await self._take_body()
+                await self._read_body()
         return self._body_ended
 
-    async def _finish_unread(self, last: Message) -> None:
+    async def _finish_with_unread_body(self, last: Message) -> None:
         await self._send({**last, "more_body": True})
         with anyio.move_on_after(LINGER_SECONDS):
-            await self._take_body()
+            await self._read_body()
         async with anyio.create_task_group() as group:
-            group.start_soon(self._take_everything)
+            group.start_soon(self._read_until_disconnect)
             await self._send({"type": "http.response.body", "body": b"", "more_body": False})
             group.cancel_scope.cancel()
 
-    async def _take_body(self) -> None:
+    async def _read_body(self) -> None:
         while not self._body_ended:
             await self.receive()
 
-    async def _take_everything(self) -> None:
+    async def _read_until_disconnect(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
 
 
-T = TypeVar("T")
-
-
 async def until_disconnect(receive: Receive, work: Awaitable[T]) -> T:
-    """Await the work; if the client leaves first, cancel it and raise ClientDisconnect."""
-    gone = False
+    """Await `work`. If the client disconnects first, cancel `work` and raise ClientDisconnect."""
+    disconnected = False
     failure: Exception | None = None
     results: list[T] = []
 
     async def watch() -> None:
-        nonlocal gone
+        nonlocal disconnected
         while (await receive())["type"] != "http.disconnect":
             pass
-        gone = True
+        disconnected = True
         group.cancel_scope.cancel()
 
     async with anyio.create_task_group() as group:
@@ -163,133 +165,134 @@ async def until_disconnect(receive: Receive, work: Awaitable[T]) -> T:
         except Exception as error:
             failure = error
         group.cancel_scope.cancel()
-    if gone:
+    if disconnected:
         raise ClientDisconnect
     if failure is not None:
         raise failure
     return results[0]
 
 
-LONGEST_LINE = 4096
-"""Requests that may wait for a place. They wait here because clients that are told to come back often give up: those of
-Atropos after three attempts within seconds, and the work of the whole group is lost."""
-STOPPING = ApiError(503, "the server is shutting down", code="shutting_down", headers={"retry-after": "5"})
+class ConcurrencyLimit:
+    """At most `limit` requests run at the same time; further requests wait in a first-in, first-out queue.
 
-
-class Traffic:
-    """The requests in flight: at most `limit`, the others wait in line, first come, first served.
-
-    None are let in once `drain` has begun. `on_admitted` hears of each that is.
+    No request is admitted after `drain` has been called. `on_admitted` is called for every admitted request.
     """
 
     def __init__(self, limit: int, *, on_admitted: Callable[[], None] = lambda: None) -> None:
         self._on_admitted = on_admitted
         self.closing = False
         self._free = limit
-        self._line: deque[anyio.Event] = deque()
+        self._queue: deque[anyio.Event] = deque()
         self._waiting: set[anyio.CancelScope] = set()
-        self._inside: set[anyio.CancelScope] = set()
-        self._empty = anyio.Event()
+        self._running: set[anyio.CancelScope] = set()
+        self._idle = anyio.Event()
 
     @property
-    def waiting(self) -> int:
-        """Requests in line."""
-        return len(self._line)
+    def queued(self) -> int:
+        """Number of requests that wait for admission."""
+        return len(self._queue)
+
+    @property
+    def running(self) -> int:
+        """Number of requests that are admitted and not finished."""
+        return len(self._running)
 
     @property
     def is_full(self) -> bool:
-        """Whether there is neither a place nor a place in the line."""
-        return not self._free and len(self._line) >= LONGEST_LINE
+        """Whether neither a request can be admitted nor the queue has room."""
+        return not self._free and len(self._queue) >= MAX_QUEUED_REQUESTS
 
     @asynccontextmanager
     async def admitted(self, scope: anyio.CancelScope, receive: Receive) -> AsyncIterator[None]:
-        """Hold one place, once there is one; `scope` is cancelled if the server's patience ends first.
+        """Wait for admission and count as running until the block ends.
 
-        receive: of the request; raises ClientDisconnect where the client leaves the line.
+        scope: cancelled by `drain`. receive: of the request. Raises ClientDisconnect if the client disconnects while
+        the request waits.
         """
         self._waiting.add(scope)
         try:
-            await self._turn(receive)
+            await self._acquire(receive)
         finally:
             self._waiting.discard(scope)
-        self._inside.add(scope)
+        self._running.add(scope)
         self._on_admitted()
         try:
             yield
         finally:
-            self._inside.discard(scope)
-            self._leave()
-            if self.closing and not self._inside:
-                self._empty.set()
+            self._running.discard(scope)
+            self._release()
+            if self.closing and not self._running:
+                self._idle.set()
 
-    async def _turn(self, receive: Receive) -> None:
-        """Take a free place, or wait until one is handed over."""
+    async def _acquire(self, receive: Receive) -> None:
+        """Take a free slot, or wait until `_release` passes one on."""
         if self._free:
             self._free -= 1
             return
-        turn = anyio.Event()
-        self._line.append(turn)
+        admitted = anyio.Event()
+        self._queue.append(admitted)
         try:
-            await until_disconnect(receive, turn.wait())
+            await until_disconnect(receive, admitted.wait())
         except BaseException:
-            if turn.is_set():
-                self._leave()
+            if admitted.is_set():
+                self._release()
             else:
-                self._line.remove(turn)
+                self._queue.remove(admitted)
             raise
 
-    def _leave(self) -> None:
-        if self._line:
-            self._line.popleft().set()
+    def _release(self) -> None:
+        if self._queue:
+            self._queue.popleft().set()
         else:
             self._free += 1
 
     async def drain(self, grace_seconds: float) -> None:
-        """Let nobody in, send the line away, wait for those inside, then cancel what is left."""
+        """Stop admission, cancel the queued requests, wait for the running requests, then cancel the rest."""
         self.closing = True
         for scope in tuple(self._waiting):
             scope.cancel()
-        if not self._inside:
+        if not self._running:
             return
         with anyio.move_on_after(grace_seconds):
-            await self._empty.wait()
-        for scope in tuple(self._inside):
+            await self._idle.wait()
+        for scope in tuple(self._running):
             scope.cancel()
 
 
-class Admission:
-    """Gives every POST a place in the traffic, in its turn; 503 with Retry-After where the line is full."""
+class AdmissionMiddleware:
+    """Applies the concurrency limit to every POST request; responds with 503 and Retry-After if the queue is full."""
 
-    def __init__(self, app: ASGIApp, *, traffic: Traffic) -> None:
-        self._app, self._traffic = app, traffic
+    def __init__(self, app: ASGIApp, *, limit: ConcurrencyLimit) -> None:
+        self._app, self._limit = app, limit
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on, or answer 503; a request that is cancelled from here gets a proper end."""
+        """Pass the request on, or respond with 503."""
         if scope["type"] != "http" or scope["method"] != "POST":
             await self._app(scope, receive, send)
-        elif self._traffic.closing:
-            await STOPPING.response()(scope, receive, send)
-        elif self._traffic.is_full:
-            message = f"{LONGEST_LINE} requests wait already; try again later"
-            busy = ApiError(503, message, code="overloaded", headers={"retry-after": "1"})
-            await busy.response()(scope, receive, send)
+        elif self._limit.closing:
+            await SHUTTING_DOWN.response()(scope, receive, send)
+        elif self._limit.is_full:
+            message = f"The queue is full ({MAX_QUEUED_REQUESTS} requests wait); retry later."
+            error = ApiError(503, message, code="overloaded", headers={"retry-after": "1"})
+            await error.response()(scope, receive, send)
         else:
             await self._admit(scope, receive, send)
 
     async def _admit(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Run the request. A request that `drain` cancels receives a complete error response or a final event."""
         started: list[Message] = []
 
-        async def noting(message: Message) -> None:
+        async def recording_send(message: Message) -> None:
             if message["type"] == "http.response.start":
                 started.append(message)
             await send(message)
 
-        body = ReadAhead(receive)
-        with anyio.CancelScope() as place, suppress(ClientDisconnect):
-            async with self._traffic.admitted(place, body.peek):
-                await self._app(scope, body.receive, noting)
-        if place.cancelled_caught:
+        body = BodyBuffer(receive)
+        with anyio.CancelScope() as request_scope, suppress(ClientDisconnect):
+            async with self._limit.admitted(request_scope, body.peek):
+                await self._app(scope, body.receive, recording_send)
+        if request_scope.cancelled_caught:
             if not started:
-                await STOPPING.response()(scope, receive, send)
+                await SHUTTING_DOWN.response()(scope, receive, send)
             elif Headers(raw=started[0]["headers"]).get("content-type", "").startswith("text/event-stream"):
-                await send({"type": "http.response.body", "body": server_sent(STOPPING.body) + DONE})
+                await send({"type": "http.response.body", "body": server_sent(SHUTTING_DOWN.body) + DONE})

@@ -1,4 +1,8 @@
-"""Prometheus metrics: vLLM's names where they mean the same, so its dashboards work; `clotho_*` for training."""
+"""Prometheus metrics of /metrics.
+
+Metrics with the meaning of a vLLM metric have vLLM's name, so that vLLM's dashboards work. All other names start with
+`clotho_`.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +12,9 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from clotho.serving.sample_requests import Ask
-from clotho.serving.services import GatewayServices, TrainingNumbers
+from clotho.serving.limits import ConcurrencyLimit
+from clotho.serving.openai_requests import ValidatedRequest
+from clotho.serving.services import EngineSnapshot, QueueSnapshot, RunSnapshot, ServerContext
 from protocols.sampling import Completion
 
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
@@ -17,45 +22,53 @@ TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536)
 CHOICES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
-class RequestMetrics:
-    """Counts what passes through the HTTP API; `render` adds the state of the engine and of the training run."""
+class ServerMetrics:
+    """Counters and histograms of HTTP requests; `render` adds the state of the server, the engine and the run."""
 
-    def __init__(self, services: GatewayServices) -> None:
+    def __init__(self, context: ServerContext, limit: ConcurrencyLimit) -> None:
         self._registry = CollectorRegistry()
-        self._registry.register(_Snapshot(services))
-        self._model = services.settings.model_name
-        self._prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens asked over HTTP.")
-        self._tokens = self._counter("vllm:generation_tokens", "Tokens sampled for HTTP clients.")
-        self._finished = self._counter("vllm:request_success", "Completions that ended well.", "finished_reason")
-        self._latency = self._histogram("vllm:e2e_request_latency_seconds", "Request to last token.", SECONDS)
-        self._first = self._histogram("vllm:time_to_first_token_seconds", "Streams only: to first token.", SECONDS)
-        self._asked_n = self._histogram("vllm:request_params_n", "n of the request.", CHOICES)
-        self._asked_tokens = self._histogram("vllm:request_params_max_tokens", "Limit of each prompt.", TOKENS)
-        self._prompt = self._histogram("vllm:request_prompt_tokens", "Tokens of each prompt.", TOKENS)
-        self._drawn = self._histogram("vllm:request_generation_tokens", "Tokens of each completion.", TOKENS)
+        self._registry.register(_SnapshotCollector(context, limit))
+        self._model = context.settings.model_name
+        self._prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens of HTTP requests.")
+        self._generated_tokens = self._counter("vllm:generation_tokens", "Tokens sampled for HTTP requests.")
+        self._completions = self._counter(
+            "vllm:request_success", "Completions of HTTP requests that finished without an error.", "finished_reason"
+        )
+        self._latency = self._histogram(
+            "vllm:e2e_request_latency_seconds", "Time from a validated request to its last token.", SECONDS
+        )
+        self._first_token = self._histogram(
+            "vllm:time_to_first_token_seconds", "Time from a validated streaming request to its first token.", SECONDS
+        )
+        self._n = self._histogram("vllm:request_params_n", "Parameter n of a request.", CHOICES)
+        self._max_tokens = self._histogram(
+            "vllm:request_params_max_tokens", "Maximum number of completion tokens, per prompt.", TOKENS
+        )
+        self._prompt_length = self._histogram("vllm:request_prompt_tokens", "Tokens of a prompt.", TOKENS)
+        self._completion_length = self._histogram("vllm:request_generation_tokens", "Tokens of a completion.", TOKENS)
 
-    def asked(self, ask: Ask) -> None:
-        """Count a request that passed validation."""
-        self._asked_n.labels(self._model).observe(ask.n)
-        for request in ask.requests:
-            self._prompt_tokens.labels(self._model).inc(len(request.prompt))
-            self._prompt.labels(self._model).observe(len(request.prompt))
-            self._asked_tokens.labels(self._model).observe(request.sampling.max_tokens)
+    def request_started(self, request: ValidatedRequest) -> None:
+        """Count a validated request."""
+        self._n.labels(self._model).observe(request.n)
+        for sample in request.samples:
+            self._prompt_tokens.labels(self._model).inc(len(sample.prompt))
+            self._prompt_length.labels(self._model).observe(len(sample.prompt))
+            self._max_tokens.labels(self._model).observe(sample.sampling.max_tokens)
 
     def first_token(self, seconds: float) -> None:
-        """Note the first token of a stream."""
-        self._first.labels(self._model).observe(seconds)
+        """Record the time to the first token of a stream."""
+        self._first_token.labels(self._model).observe(seconds)
 
-    def finished(self, completions: Sequence[Completion], seconds: float) -> None:
-        """Count a request that ended well."""
+    def request_finished(self, completions: Sequence[Completion], seconds: float) -> None:
+        """Count a request that finished without an error."""
         self._latency.labels(self._model).observe(seconds)
         for completion in completions:
-            self._finished.labels(self._model, completion.finish_reason).inc()
-            self._tokens.labels(self._model).inc(len(completion.tokens))
-            self._drawn.labels(self._model).observe(len(completion.tokens))
+            self._completions.labels(self._model, completion.finish_reason).inc()
+            self._generated_tokens.labels(self._model).inc(len(completion.tokens))
+            self._completion_length.labels(self._model).observe(len(completion.tokens))
 
     def render(self) -> bytes:
-        """Return everything in the Prometheus text format."""
+        """Return all metrics in the Prometheus text format."""
         return generate_latest(self._registry)
 
     def _counter(self, name: str, help_text: str, *labels: str) -> Counter:
@@ -65,72 +78,125 @@ class RequestMetrics:
         return Histogram(name, help_text, ["model_name"], buckets=buckets, registry=self._registry)
 
 
-class _Snapshot(Collector):
-    """What is so at the moment of asking."""
+class _SnapshotCollector(Collector):
+    """Reads the state of the server, the engine and the run for every scrape."""
 
-    def __init__(self, services: GatewayServices) -> None:
-        self._services = services
+    def __init__(self, context: ServerContext, limit: ConcurrencyLimit) -> None:
+        self._context, self._limit = context, limit
 
     def collect(self) -> Iterable[Metric]:
-        numbers = self._services.numbers()
-        yield from self._serving(numbers)
-        yield from self._training(numbers)
+        snapshot = self._context.snapshot()
+        yield from self._server()
+        yield from self._engine(snapshot.engine)
+        yield from self._training(snapshot)
+        yield from _queues(snapshot.queues)
+        yield _counter("clotho_child_restarts", "Restarts of a supervised child.", snapshot.restarts, by="child")
 
-    def _serving(self, numbers: TrainingNumbers) -> Iterator[Metric]:
-        engine = numbers.engine
-        label = {"model_name": self._services.settings.model_name}
-        yield _gauge("vllm:num_requests_running", "Sequences being decoded.", engine.rows_running, label)
-        yield _gauge("vllm:num_requests_waiting", "Sequences not yet begun.", engine.rows_waiting, label)
+    def _server(self) -> Iterator[Metric]:
+        yield _gauge("clotho_http_requests_running", "Admitted HTTP requests.", self._limit.running)
+        yield _gauge("clotho_http_requests_queued", "HTTP requests that wait for admission.", self._limit.queued)
         yield _gauge(
-            "vllm:kv_cache_usage_perc", "Part of the key-value cache in use, 0 to 1.", engine.cache_usage, label
+            "clotho_sampler_requests", "Sampling requests in flight, of all clients.", self._context.sampler.running
         )
-        yield _counter(
-            "vllm:prefix_cache_queries", "Prompts looked up in the prefix cache.", {"": engine.prefix_queries}, label
-        )
-        yield _counter("vllm:prefix_cache_hits", "Prompts found in the prefix cache.", {"": engine.prefix_hits}, label)
-        yield _gauge("clotho_sampler_requests", "Requests of every kind in flight.", self._services.sampler.running)
 
-    def _training(self, numbers: TrainingNumbers) -> Iterator[Metric]:
-        weights = self._services.weights()
-        yield _gauge("clotho_step", "Batches consumed.", weights.step)
-        yield _gauge("clotho_weights_version", "Updates applied to the weights that serve.", weights.version)
+    def _engine(self, engine: EngineSnapshot) -> Iterator[Metric]:
+        model = {"model_name": self._context.settings.model_name}
+        yield _gauge(
+            "vllm:num_requests_running", "Sequences in the decode batch.", engine.sequences_running, labels=model
+        )
+        yield _gauge(
+            "vllm:num_requests_waiting", "Sequences that wait for prefill.", engine.sequences_waiting, labels=model
+        )
+        yield _gauge("vllm:kv_cache_usage_perc", "Fraction of the KV cache in use.", engine.cache_usage, labels=model)
         for name, help_text, value in (
-            ("clotho_reward_mean", "Mean reward of the last batch.", numbers.reward_mean),
-            ("clotho_staleness_mean", "Mean age in versions of the last batch.", numbers.staleness_mean),
-            ("clotho_staleness_max", "Largest age in versions of the last batch.", numbers.staleness_max),
-            ("clotho_swap_seconds", "Time the last swap of weights took.", numbers.swap_seconds),
+            ("vllm:prefix_cache_queries", "Prompts looked up in the prefix cache.", engine.prefix_queries),
+            ("vllm:prefix_cache_hits", "Prompts found in the prefix cache.", engine.prefix_hits),
+        ):
+            yield _counter(name, help_text, {"": value}, labels=model)
+        yield _gauge("clotho_prefix_cache_tokens", "Tokens that the prefix cache holds.", engine.prefix_tokens)
+        for name, help_text, value in (
+            ("clotho_prefill_tokens", "Prompt tokens computed, without padding.", engine.prefill_tokens),
+            ("clotho_decode_steps", "Decode steps of the engine.", engine.decode_steps),
+            ("clotho_sampled_tokens", "Tokens sampled by the engine, for all clients.", engine.tokens_sampled),
+            ("clotho_engine_failed_requests", "Sampling requests that ended with an error.", engine.failed),
+            (
+                "clotho_engine_listener_errors",
+                "Requests aborted by an exception in a listener.",
+                engine.listener_errors,
+            ),
+        ):
+            yield _counter(name, help_text, {"": value})
+        yield _counter("clotho_completions", "Completions of all clients.", engine.finished, by="finish_reason")
+
+    def _training(self, snapshot: RunSnapshot) -> Iterator[Metric]:
+        weights = self._context.weights()
+        yield _gauge("clotho_step", "Training step of the weights that serve.", weights.step)
+        yield _gauge("clotho_weights_version", "Policy version of the weights that serve.", weights.version)
+        for name, help_text, value in (
+            ("clotho_reward_mean", "Mean reward of the last batch.", snapshot.reward_mean),
+            ("clotho_staleness_mean", "Mean staleness of the last batch, in versions.", snapshot.staleness_mean),
+            ("clotho_staleness_max", "Largest staleness of the last batch, in versions.", snapshot.staleness_max),
+            ("clotho_swap_seconds", "Duration of the last weight swap.", snapshot.swap_seconds),
         ):
             if value is not None:
                 yield _gauge(name, help_text, value)
-        yield _counter("clotho_groups_trained", "Groups trained on.", {"": numbers.groups_trained})
-        yield _counter("clotho_groups_discarded", "Groups not trained on.", numbers.discarded, by="reason")
-        for name, help_text, ended in (
-            ("clotho_environment_groups_trained", "Groups of an environment trained on.", numbers.environments_trained),
-            ("clotho_environment_groups_discarded", "Its groups not trained on.", numbers.environments_discarded),
+        yield _counter("clotho_groups_trained", "Groups trained on.", {"": snapshot.groups_trained})
+        yield _counter("clotho_groups_discarded", "Groups discarded.", snapshot.discarded, by="reason")
+        for name, help_text, groups in (
+            (
+                "clotho_environment_groups_trained",
+                "Groups of an environment trained on.",
+                snapshot.environments_trained,
+            ),
+            (
+                "clotho_environment_groups_discarded",
+                "Groups of an environment discarded.",
+                snapshot.environments_discarded,
+            ),
         ):
-            if ended:
-                yield _counter(name, help_text, ended, by="environment")
-        yield _per_mailbox("clotho_mailbox_depth", "Messages waiting.", numbers.depths)
-        yield _per_mailbox("clotho_mailbox_capacity", "Messages that fit.", numbers.capacities)
+            if groups:
+                yield _counter(name, help_text, groups, by="environment")
 
 
-def _gauge(name: str, help_text: str, value: float, labels: Mapping[str, str] | None = None) -> Metric:
+def _queues(queues: Sequence[QueueSnapshot]) -> Iterator[Metric]:
+    yield _gauges("clotho_queue_depth", "Messages in a queue.", {one.name: one.depth for one in queues})
+    yield _gauges(
+        "clotho_queue_capacity", "Capacity of a queue, in messages.", {one.name: one.capacity for one in queues}
+    )
+    for name, help_text, values in (
+        ("clotho_queue_sent_messages", "Messages sent to a queue.", {one.name: one.sent for one in queues}),
+        ("clotho_queue_received_messages", "Messages taken from a queue.", {one.name: one.received for one in queues}),
+        (
+            "clotho_queue_send_wait_seconds",
+            "Time that producers waited for room in a queue.",
+            {one.name: one.send_wait_seconds for one in queues},
+        ),
+        (
+            "clotho_queue_receive_wait_seconds",
+            "Time that consumers waited for a message of a queue.",
+            {one.name: one.receive_wait_seconds for one in queues},
+        ),
+    ):
+        yield _counter(name, help_text, values, by="queue")
+
+
+def _gauge(name: str, help_text: str, value: float, *, labels: Mapping[str, str] | None = None) -> Metric:
     family = GaugeMetricFamily(name, help_text, labels=list(labels or {}))
     family.add_metric(list((labels or {}).values()), value)
     return family
 
 
+def _gauges(name: str, help_text: str, values: Mapping[str, float]) -> Metric:
+    family = GaugeMetricFamily(name, help_text, labels=["queue"])
+    for queue, value in values.items():
+        family.add_metric([queue], value)
+    return family
+
+
 def _counter(
-    name: str, help_text: str, values: Mapping[str, float], labels: Mapping[str, str] | None = None, *, by: str = ""
+    name: str, help_text: str, values: Mapping[str, float], *, labels: Mapping[str, str] | None = None, by: str = ""
 ) -> Metric:
     family = CounterMetricFamily(name, help_text, labels=[*(labels or {}), *([by] if by else [])])
     for key, value in values.items():
         family.add_metric([*(labels or {}).values(), *([key] if by else [])], value)
-    return family
-
-
-def _per_mailbox(name: str, help_text: str, values: Mapping[str, int]) -> Metric:
-    family = GaugeMetricFamily(name, help_text, labels=["mailbox"])
-    for mailbox, value in values.items():
-        family.add_metric([mailbox], value)
     return family

@@ -1,7 +1,7 @@
-"""What the native routes have in common: `/generate` of vLLM and of SGLang, and TRL's.
+"""Common parts of the native endpoints: /generate of vLLM and SGLang, and /v1/generate of TRL.
 
-Their clients pass on whatever their own callers gave them. So a field that is unknown here is not refused but named in
-the answer (`ignored_fields`); one that would make the completion another, and is not supported, is refused by name.
+Clients of these endpoints pass on fields from their own callers. An unknown field is therefore not rejected; the
+response lists it in `ignored_fields`. An unsupported field that would change the completion causes a 400 error.
 """
 
 from __future__ import annotations
@@ -12,18 +12,24 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
-from clotho.serving.openai_choices import WeightsVersions, weights_versions
-from clotho.serving.openai_requests import IGNORED, UNSUPPORTED, GenerationFields, refused, without_unsupported
-from clotho.serving.sample_requests import Ask
-from clotho.serving.services import GatewayServices
+from clotho.serving.openai_requests import (
+    IGNORED,
+    UNSUPPORTED,
+    GenerationFields,
+    ValidatedRequest,
+    validation_error,
+    without_unsupported,
+)
+from clotho.serving.openai_responses import WeightsVersions, weights_versions
+from clotho.serving.services import ServerContext
 from protocols.sampling import Completion, PromptLogprobs
 from protocols.step import WeightsReady
 
 F = TypeVar("F", bound=Struct)
-MOST_NAMES, LONGEST_NAME = 16, 64
+MAX_IGNORED_FIELDS, MAX_FIELD_NAME = 16, 64
 
-# Field -> the values that ask for nothing; any other would change what is sampled, or how the answer comes.
-ALTERING: dict[str, tuple[object, ...]] = {
+# Unsupported field -> the accepted values. Any other value would change the completion or the response format.
+UNSUPPORTED_NATIVE: dict[str, tuple[object, ...]] = {
     **{name: UNSUPPORTED[name] for name in (
         "presence_penalty", "frequency_penalty", "best_of", "echo", "suffix", "min_tokens", "response_format",
         "structured_outputs", "truncate_prompt_tokens", "allowed_token_ids", "bad_words",
@@ -36,7 +42,7 @@ ALTERING: dict[str, tuple[object, ...]] = {
     "image_data": ([],), "images": ([],), "audio_data": ([],), "video_data": ([],), "input_embeds": (),
 }  # fmt: skip
 
-# Fields of text alone -> the value that is so anyway; another leaves tokens and log-probabilities as they are.
+# Field that affects only the text -> its effective value. Other values are ignored.
 TEXT_ONLY: dict[str, bool] = {
     "skip_special_tokens": True, "spaces_between_special_tokens": True, "include_stop_str_in_output": False,
     "no_stop_trim": False, "detokenize": True,
@@ -44,14 +50,14 @@ TEXT_ONLY: dict[str, bool] = {
 
 
 class NativeFields(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fields=False):
-    """The fields of `GenerationFields` in a body that may have others."""
+    """`GenerationFields` of a request body that may contain unknown fields."""
 
 
-class Outcome(Struct, frozen=True, kw_only=True):
-    """What an answer is made of.
+class GenerationResult(Struct, frozen=True, kw_only=True):
+    """The result of a request.
 
-    completions: of all prompts, those of one prompt next to one another. weights: those that served when the request
-    came in. prompt: the prompt's own log-probabilities, where they were asked for.
+    completions: of all prompts, ordered by prompt. weights: policy version when the request arrived.
+    prompt: log-probabilities of the prompt, if requested.
     """
 
     completions: tuple[Completion, ...]
@@ -59,19 +65,22 @@ class Outcome(Struct, frozen=True, kw_only=True):
     prompt: PromptLogprobs | None
 
 
-class NativeAsk(Struct, frozen=True, kw_only=True):
-    """A checked request and how to dress what comes of it; prompt_logprobs: alternatives per token of the prompt."""
+class NativeRequest(Struct, frozen=True, kw_only=True):
+    """A validated request and the function that builds its response body.
 
-    ask: Ask
-    answer: Callable[[Outcome], Struct | list[Struct]]
+    prompt_logprobs: alternatives to return per prompt token; None: do not score the prompt.
+    """
+
+    request: ValidatedRequest
+    respond: Callable[[GenerationResult], Struct | list[Struct]]
     prompt_logprobs: int | None = None
 
 
-class Served(Struct, frozen=True, kw_only=True):
-    """What every native answer tells of itself.
+class ServedBy(Struct, frozen=True, kw_only=True):
+    """Fields that every native response contains.
 
-    weights_version, system_fingerprint: of the weights that served when the request came in. weights_versions: of each
-    completion, those that drew its first and its last token. ignored_fields: of the request, where there were any.
+    weights_version, system_fingerprint: of the policy when the request arrived. weights_versions: per completion, the
+    policy versions that sampled its first and its last token. ignored_fields: fields of the request without effect.
     """
 
     model: str
@@ -82,30 +91,30 @@ class Served(Struct, frozen=True, kw_only=True):
 
 
 def decode_known(fields: dict[str, Any], kind: type[F]) -> tuple[F, tuple[str, ...]]:
-    """Decode what is known of the fields; return it with the names of the others that say something.
+    """Decode the known fields; return them with the names of the ignored fields.
 
-    Raises ApiError(400) that names the field at fault. A top_k of -1 means all, as it does for vLLM and SGLang.
+    Raises ApiError with status 400 that names the invalid field. A top_k of -1 keeps all tokens, as in vLLM and SGLang.
     """
-    rest = without_unsupported(fields, ALTERING)
+    rest = without_unsupported(fields, UNSUPPORTED_NATIVE)
     if rest.get("top_k") == -1:
         rest["top_k"] = 0
     try:
         decoded = msgspec.convert(rest, kind, str_keys=True)
     except msgspec.ValidationError as error:
-        raise refused(error) from error
+        raise validation_error(error) from error
     known = {*kind.__struct_fields__, *IGNORED}
     ignored = [name for name, value in rest.items() if name not in known and value not in (None, TEXT_ONLY.get(name))]
-    return decoded, tuple(name[:LONGEST_NAME] for name in ignored[:MOST_NAMES])
+    return decoded, tuple(name[:MAX_FIELD_NAME] for name in ignored[:MAX_IGNORED_FIELDS])
 
 
-def served(
-    completions: Sequence[Completion], outcome: Outcome, ignored: tuple[str, ...], services: GatewayServices
+def served_by(
+    completions: Sequence[Completion], result: GenerationResult, ignored: tuple[str, ...], context: ServerContext
 ) -> dict[str, Any]:
-    """Return the fields of `Served` for an answer with these completions."""
+    """Return the fields of `ServedBy` for a response with these completions."""
     return {
-        "model": services.settings.model_name,
-        "weights_version": outcome.weights.version,
-        "system_fingerprint": outcome.weights.fingerprint,
-        "weights_versions": [weights_versions(one.versions) for one in completions],
+        "model": context.settings.model_name,
+        "weights_version": result.weights.version,
+        "system_fingerprint": result.weights.fingerprint,
+        "weights_versions": [weights_versions(completion.versions) for completion in completions],
         "ignored_fields": ignored or UNSET,
     }

@@ -1,31 +1,47 @@
-"""What clients may ask: bodies of /v1/completions and /v1/chat/completions, decoded strictly.
+"""Request bodies of the OpenAI API, and their conversion to sampling requests.
 
-A field that is unknown, unsupported, ill-typed or out of range is refused by name; nothing is dropped in silence but
-the fields of `IGNORED`, which by their meaning cannot change a completion.
+Decoding is strict: a field that is unknown, unsupported, of the wrong type or out of range causes a 400 error that
+names the field. Only the fields of `IGNORED` are dropped, because they cannot change a completion.
+
+The functions are synchronous and thread-safe: tokenization of long texts runs in a worker thread.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+import secrets
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Optional, TypeVar
 
+import jinja2
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, structs
 
-from clotho.serving.errors import ApiError, invalid
-from protocols.sampling import PARAMETERS, LogitBias, TokenId, TopLogprobs
+from clotho.serving.errors import ApiError, invalid_field
+from clotho.serving.services import ServerContext
+from protocols.prompt import completion_seeds
+from protocols.sampling import (
+    PARAMETERS,
+    LogitBias,
+    SampleRequest,
+    Sampling,
+    TokenId,
+    TopLogprobs,
+    can_record_support,
+)
+
+Prompt = tuple[int, ...]
 
 Seed = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Limit = Annotated[int, Meta(ge=1)]
 
 IGNORED = frozenset({
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls",
-    "reasoning",  # how much a provider's model is to think: this one thinks as it has learned to, in its text
+    "reasoning",  # the reasoning effort of a hosted model
 })  # fmt: skip
 
-# Field -> the values that ask for nothing.
+# Unsupported field -> the values that are accepted because they request nothing.
 UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],), "function_call": ("none", "auto"),
     "response_format": ({"type": "text"},), "presence_penalty": (0,), "frequency_penalty": (0,),
@@ -38,7 +54,7 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
 
 
 class StreamOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How to stream. include_usage: a last chunk that counts tokens."""
+    """Options of a stream. include_usage: send a last chunk with token counts."""
 
     include_usage: bool = False
 
@@ -48,12 +64,12 @@ SCALAR_PARAMETERS = tuple(
     for name, parameter in PARAMETERS.items()
     if parameter.is_scalar and parameter.affects != "report" and name != "max_tokens"
 )
-"""Sampling parameters that requests state as one field of the same name, type and range."""
+"""Sampling parameters that a request sets with one field of the same name, type and range."""
 
 if TYPE_CHECKING:
 
     class SamplingFields(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-        """The fields of `SCALAR_PARAMETERS`; null means the server's default."""
+        """The fields of `SCALAR_PARAMETERS`. A field that is null or absent takes the server's default."""
 
 else:
     SamplingFields = msgspec.defstruct(
@@ -66,7 +82,7 @@ else:
 
 
 class GenerationFields(SamplingFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Fields that both kinds of request share; null means the server's default."""
+    """Fields that all generation requests share. A field that is null or absent takes the server's default."""
 
     model: str | None = None
     n: Annotated[int, Meta(ge=1)] | None = None
@@ -81,21 +97,21 @@ class GenerationFields(SamplingFields, frozen=True, kw_only=True, forbid_unknown
 
 
 class CompletionRequest(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """POST /v1/completions. `prompt`: text, token identifiers, or a list of either."""
+    """The body of POST /v1/completions. prompt: a string, a list of token IDs, or a list of either."""
 
     prompt: str | list[str | TokenId | list[TokenId]]
     logprobs: TopLogprobs | None = None
 
 
 class ContentPart(Struct, frozen=True, kw_only=True):
-    """A part of a message; only text is supported. Other kinds keep their own fields, which are never read."""
+    """One part of a message. Only parts of type `text` are supported; fields of other types are not decoded."""
 
     type: str
     text: str | None = None
 
 
 class Message(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One message of a conversation; `developer` is rendered as `system`, `name` and `refusal` are not rendered."""
+    """One message of a conversation. `developer` is rendered as `system`; `name` and `refusal` are not rendered."""
 
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[ContentPart]
@@ -104,7 +120,7 @@ class Message(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class ChatRequest(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """POST /v1/chat/completions."""
+    """The body of POST /v1/chat/completions."""
 
     messages: Annotated[list[Message], Meta(min_length=1)]
     max_completion_tokens: Limit | None = None
@@ -113,30 +129,49 @@ class ChatRequest(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fi
     add_generation_prompt: bool | None = None
 
 
+class ValidatedRequest(Struct, frozen=True, kw_only=True):
+    """A validated request: one `SampleRequest` per prompt, with `n` completions each.
+
+    top_logprobs: alternatives to return per token; None: return no log-probabilities.
+    """
+
+    samples: tuple[SampleRequest, ...]
+    n: int
+    top_logprobs: int | None
+    stream: bool
+    include_usage: bool
+    return_token_ids: bool
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Number of tokens of all prompts; each prompt counts once."""
+        return sum(len(sample.prompt) for sample in self.samples)
+
+
 R = TypeVar("R", bound=GenerationFields)
 
 
 def decode(body: bytes, kind: type[R]) -> R:
-    """Decode a body; raises ApiError(400) that names the field at fault."""
+    """Decode a request body. Raises ApiError with status 400 that names the invalid field."""
     fields = without_unsupported(json_object(body), UNSUPPORTED)
-    wanted = {name: value for name, value in fields.items() if name not in IGNORED}
+    known = {name: value for name, value in fields.items() if name not in IGNORED}
     try:
-        return msgspec.convert(wanted, kind, str_keys=True)
+        return msgspec.convert(known, kind, str_keys=True)
     except msgspec.ValidationError as error:
-        raise refused(error) from error
+        raise validation_error(error) from error
 
 
 def without_unsupported(fields: dict[str, Any], unsupported: Mapping[str, tuple[object, ...]]) -> dict[str, Any]:
-    """Return the other fields; raises ApiError(400) where an unsupported one asks for something."""
-    for name, harmless in unsupported.items():
+    """Return the supported fields. Raises ApiError with status 400 if an unsupported field has an effective value."""
+    for name, accepted in unsupported.items():
         value = fields.get(name)
-        if value is not None and value not in harmless:
-            raise invalid(name, "not supported by this server")
+        if value is not None and value not in accepted:
+            raise invalid_field(name, "not supported by this server")
     return {name: value for name, value in fields.items() if name not in unsupported}
 
 
-def refused(error: msgspec.ValidationError) -> ApiError:
-    """Return the 400 for a value of the wrong type or out of range, by the name of its field."""
+def validation_error(error: msgspec.ValidationError) -> ApiError:
+    """Return the 400 error for a value of the wrong type or out of range, with the name of its field."""
     message, _, path = str(error).partition(" - at ")
     found = re.search(r"(?<=\$\.)\w+", path) or re.search(r"(?<=field `)\w+", message)
     param = found.group() if found else None
@@ -144,21 +179,189 @@ def refused(error: msgspec.ValidationError) -> ApiError:
 
 
 def json_object(body: bytes) -> dict[str, Any]:
-    """Decode strict JSON; raises ApiError(400) for whatever is not an object, or names a field twice."""
+    """Decode a JSON object. Raises ApiError with status 400 for other values, invalid JSON and duplicate fields."""
     try:
         value = msgspec.json.decode(body)
         json.loads(body, object_pairs_hook=_no_duplicates)
     except RecursionError as error:
-        raise ApiError(400, "the body is not usable JSON: nested too deeply") from error
+        raise ApiError(400, "The request body is nested too deeply.") from error
     except (msgspec.DecodeError, ValueError) as error:
-        raise ApiError(400, f"the body is not valid JSON: {error}") from error
+        raise ApiError(400, f"The request body is not valid JSON: {error}") from error
     if not isinstance(value, dict):
-        raise ApiError(400, "the body must be a JSON object")
+        raise ApiError(400, "The request body must be a JSON object.")
     return value
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> None:
     names = [name for name, _ in pairs]
     if len(set(names)) != len(names):
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ApiError(400, f"the body names {twice[:64]!r} twice", param=twice[:64])
+        duplicate = next(name for name in names if names.count(name) > 1)[:64]
+        raise ApiError(400, f"The request body contains the field {duplicate!r} twice.", param=duplicate)
+
+
+def parse_completion_request(body: bytes, context: ServerContext) -> ValidatedRequest:
+    """Parse the body of /v1/completions. Raises ApiError."""
+    fields = decode(body, CompletionRequest)
+    check_model(fields.model, context)
+    prompts = [tokenize(prompt, context) for prompt in _split_prompts(fields.prompt)]
+    return build_request(fields, prompts, "prompt", fields.max_tokens, fields.logprobs, context)
+
+
+def parse_chat_request(body: bytes, context: ServerContext) -> ValidatedRequest:
+    """Parse the body of /v1/chat/completions and apply the chat template. Raises ApiError."""
+    fields = decode(body, ChatRequest)
+    check_model(fields.model, context)
+    if fields.top_logprobs is not None and not fields.logprobs:
+        raise invalid_field("top_logprobs", "requires logprobs: true")
+    limit = fields.max_completion_tokens
+    if limit is not None and fields.max_tokens not in (None, limit):
+        raise invalid_field("max_tokens", "differs from max_completion_tokens; set only one of the two")
+    messages = [_text_message(message, index) for index, message in enumerate(fields.messages)]
+    generation_prompt = fields.add_generation_prompt is not False
+    prompt = _run_tokenizer(
+        lambda: context.tokenizer.render_chat(messages, add_generation_prompt=generation_prompt), "messages"
+    )
+    top_logprobs = (fields.top_logprobs or 0) if fields.logprobs else None
+    return build_request(fields, [prompt], "messages", limit or fields.max_tokens, top_logprobs, context)
+
+
+def check_model(model: str | None, context: ServerContext) -> None:
+    """Raise ApiError with status 404 for any model name but the served one; None stands for the served model."""
+    served = context.settings.model_name
+    if model is not None and model != served:
+        shown = model if len(model) <= 200 else model[:200] + "..."
+        message = f"The model {shown!r} does not exist; use {served!r}."
+        raise ApiError(404, message, param="model", code="model_not_found")
+
+
+def _split_prompts(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]:
+    if isinstance(prompt, str):
+        return [prompt]
+    texts = [part for part in prompt if isinstance(part, str)]
+    tokens = [part for part in prompt if isinstance(part, int)]
+    lists = [part for part in prompt if isinstance(part, list)]
+    if not prompt:
+        raise invalid_field("prompt", "must not be empty")
+    if len(prompt) not in (len(texts), len(tokens), len(lists)):
+        raise invalid_field("prompt", "mixes strings, tokens and lists of tokens; use one kind")
+    return [tokens] if tokens else [*texts, *lists]
+
+
+def tokenize(prompt: str | list[int], context: ServerContext, *, param: str = "prompt") -> Prompt:
+    """Return the token IDs of a prompt; a list of token IDs is returned unchanged."""
+    if isinstance(prompt, list):
+        return tuple(prompt)
+    return _run_tokenizer(lambda: context.tokenizer.encode(prompt), param)
+
+
+def _run_tokenizer(encode: Callable[[], Prompt], param: str) -> Prompt:
+    """Run the tokenizer or the chat template; their exceptions become 400 errors."""
+    try:
+        return tuple(encode())
+    except (jinja2.TemplateError, ValueError, TypeError, KeyError) as error:
+        raise invalid_field(param, f"cannot be tokenized: {error}") from error
+
+
+def _text_message(message: Message, index: int) -> dict[str, Any]:
+    content = message.content
+    if not isinstance(content, str):
+        for part in content:
+            if part.type != "text" or part.text is None:
+                kind = part.type[:64]
+                raise invalid_field("messages", f"message {index} has a part of type {kind!r}; only text is supported")
+        content = "".join(part.text or "" for part in content)
+    return {"role": "system" if message.role == "developer" else message.role, "content": content}
+
+
+def build_request(
+    fields: GenerationFields,
+    prompts: list[Prompt],
+    param: str,
+    max_tokens: int | None,
+    top_logprobs: int | None,
+    context: ServerContext,
+    *,
+    fit_context: bool = False,
+) -> ValidatedRequest:
+    """Combine the fields of a request with the server's defaults. Raises ApiError.
+
+    param: name of the request field that contains the prompts. top_logprobs: see `ValidatedRequest`.
+    fit_context: reduce a `max_tokens` that does not fit into the context instead of rejecting it.
+    """
+    n = fields.n or 1
+    limit = context.settings.max_choices
+    if n > limit:
+        raise invalid_field("n", f"{n} exceeds this server's limit of {limit} completions per request")
+    if n * len(prompts) > limit:
+        total = f"{len(prompts)} prompts with {n} completions each"
+        raise invalid_field(param, f"{total} exceed this server's limit of {limit} completions per request")
+    if fields.stream_options is not None and not fields.stream:
+        raise invalid_field("stream_options", "requires stream: true")
+    sampling = _sampling(fields, top_logprobs, context)
+    if max_tokens is not None:
+        sampling = structs.replace(sampling, max_tokens=max_tokens)
+    seed = fields.seed if fields.seed is not None else secrets.randbits(63)
+    prompt_seeds = [seed + (0 if fields.seed is not None else index) for index in range(len(prompts))]
+    return ValidatedRequest(
+        samples=tuple(
+            SampleRequest(
+                prompt=prompt,
+                sampling=_limit_to_context(sampling, prompt, param, None if fit_context else max_tokens, context),
+                seeds=completion_seeds(prompt_seed, n),
+                reuse_prefix=True,
+                record_support=context.record_supports and can_record_support(sampling),
+            )
+            for prompt, prompt_seed in zip(prompts, prompt_seeds, strict=True)
+        ),
+        n=n,
+        top_logprobs=top_logprobs,
+        stream=bool(fields.stream),
+        include_usage=bool(fields.stream_options and fields.stream_options.include_usage),
+        return_token_ids=bool(fields.return_token_ids),
+    )
+
+
+def _sampling(fields: GenerationFields, top_logprobs: int | None, context: ServerContext) -> Sampling:
+    """Return the sampling parameters: the request's fields over the server's defaults. `Sampling` checks the ranges."""
+    values = {name: getattr(context.sampling, name) for name in Sampling.__struct_fields__}
+    values |= {name: value for name in SCALAR_PARAMETERS if (value := getattr(fields, name)) is not None}
+    if values["top_k"] >= context.vocab_size:
+        values["top_k"] = 0
+    if fields.stop is not None:
+        values["stop"] = tuple(
+            text for text in ([fields.stop] if isinstance(fields.stop, str) else fields.stop) if text
+        )
+    if fields.stop_token_ids is not None:
+        values["stop_token_ids"] = tuple(fields.stop_token_ids)
+    if fields.logit_bias is not None:
+        values["logit_bias"] = tuple(fields.logit_bias.items())
+    try:
+        sampling = msgspec.convert({**values, "top_logprobs": top_logprobs or 0}, Sampling)
+    except msgspec.ValidationError as error:
+        raise validation_error(error) from error
+    _check_tokens("stop_token_ids", sampling.stop_token_ids, context)
+    _check_tokens("logit_bias", tuple(token for token, _ in sampling.logit_bias), context)
+    return sampling
+
+
+def _check_tokens(param: str, tokens: Prompt, context: ServerContext) -> None:
+    largest = max(tokens, default=0)
+    if largest >= context.vocab_size:
+        raise invalid_field(param, f"token {largest} is not in the vocabulary of {context.vocab_size} tokens")
+
+
+def _limit_to_context(
+    sampling: Sampling, prompt: Prompt, param: str, required: int | None, context: ServerContext
+) -> Sampling:
+    """Check the prompt and limit max_tokens to the rest of the context; `required` tokens must fit."""
+    if not prompt:
+        raise invalid_field(param, "must not be empty")
+    _check_tokens(param, prompt, context)
+    room = context.context_length - len(prompt)
+    if room < 1:
+        raise invalid_field(param, f"{len(prompt)} tokens fill the context of {context.context_length} tokens")
+    if required is not None and required > room:
+        used = f"the prompt uses {len(prompt)} of the context's {context.context_length} tokens"
+        message = f"{required} tokens do not fit: {used}"
+        raise invalid_field("max_tokens", message)
+    return structs.replace(sampling, max_tokens=min(sampling.max_tokens, room))

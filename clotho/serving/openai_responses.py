@@ -1,4 +1,4 @@
-"""What clients get: answers of the OpenAI API, whole or in chunks, each naming the weights that serve."""
+"""Response bodies of the OpenAI API, whole or streamed, with the policy versions that sampled each choice."""
 
 from __future__ import annotations
 
@@ -6,29 +6,284 @@ import secrets
 import time
 from collections.abc import Sequence
 from itertools import chain
+from typing import Literal, Protocol
 
 from msgspec import UNSET, Struct, UnsetType
 
-from clotho.serving.openai_choices import Choice, Piece, Style, TokenIds, whole_piece
-from clotho.serving.sample_requests import Ask
-from clotho.serving.services import GatewayServices, Tokens
+from clotho.serving.openai_requests import ValidatedRequest
+from clotho.serving.services import ServerContext, Tokenizer
+from protocols.errors import GenerationError
 from protocols.sampling import Completion
 from protocols.step import WeightsReady
 
+Alternatives = tuple[tuple[int, float], ...]
+LOWEST = -9999.0
+"""Replaces minus infinity, which JSON cannot represent. OpenAI uses the same value."""
+
+
+class TokenAlternative(Struct, frozen=True, kw_only=True):
+    """One token. bytes: UTF-8 encoding of the token; null if the token is an incomplete character."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class TokenLogprob(TokenAlternative, frozen=True, kw_only=True):
+    """One token of the completion, with the most probable tokens at its position."""
+
+    top_logprobs: list[TokenAlternative]
+
+
+class ChatLogprobs(Struct, frozen=True, kw_only=True):
+    """Log-probabilities in the format of /v1/chat/completions: natural log, under the sampling distribution."""
+
+    content: list[TokenLogprob]
+    refusal: None = None
+
+
+class CompletionLogprobs(Struct, frozen=True, kw_only=True):
+    """Log-probabilities in the format of /v1/completions: natural log, under the sampling distribution, parallel lists.
+
+    text_offset: number of characters of token text before each token.
+    """
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
+def chat_logprobs(
+    tokens: Sequence[int], logprobs: Sequence[float], top: Sequence[Alternatives], tokenizer: Tokenizer
+) -> ChatLogprobs:
+    """Return one entry per token; `top` may be empty."""
+    return ChatLogprobs(
+        content=[
+            TokenLogprob(
+                token=(entry := _alternative(token, logprob, tokenizer)).token,
+                logprob=entry.logprob,
+                bytes=entry.bytes,
+                top_logprobs=[_alternative(other, value, tokenizer) for other, value in _alternatives(top, index)],
+            )
+            for index, (token, logprob) in enumerate(zip(tokens, logprobs, strict=True))
+        ]
+    )
+
+
+def completion_logprobs(
+    tokens: Sequence[int], logprobs: Sequence[float], top: Sequence[Alternatives], tokenizer: Tokenizer, *, offset: int
+) -> CompletionLogprobs:
+    """Return parallel lists; `top_logprobs` always includes the sampled token."""
+    texts = [tokenizer.token_text(token) for token in tokens]
+    finite = [max(value, LOWEST) for value in logprobs]
+    offsets = [offset]
+    for text in texts:
+        offsets.append(offsets[-1] + len(text))
+    return CompletionLogprobs(
+        tokens=texts,
+        token_logprobs=finite,
+        top_logprobs=[
+            {tokenizer.token_text(other): max(value, LOWEST) for other, value in _alternatives(top, index)}
+            | {text: own}
+            for index, (text, own) in enumerate(zip(texts, finite, strict=True))
+        ],
+        text_offset=offsets[:-1],
+    )
+
+
+def _alternatives(top: Sequence[Alternatives], index: int) -> Alternatives:
+    return top[index] if top else ()
+
+
+def _alternative(token: int, logprob: float, tokenizer: Tokenizer) -> TokenAlternative:
+    text = tokenizer.token_text(token)
+    encoded = None if "\ufffd" in text else list(text.encode())
+    return TokenAlternative(token=text, logprob=max(logprob, LOWEST), bytes=encoded)
+
+
+TokenIds = tuple[int, ...] | UnsetType
+
+
+class Chunk(Struct, frozen=True, kw_only=True):
+    """A whole completion, or its new part since the previous chunk.
+
+    offset: characters of token text in earlier chunks. first: no earlier chunk. finish_reason: set in the last chunk.
+    """
+
+    index: int
+    text: str
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[int, ...]
+    top_logprobs: tuple[Alternatives, ...] = ()
+    offset: int = 0
+    first: bool = True
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+
+
+class WeightsVersions(Struct, frozen=True, kw_only=True):
+    """Policy versions that sampled the first and the last token of a completion."""
+
+    first: int
+    last: int
+
+
+class CompletionChoice(Struct, frozen=True, kw_only=True):
+    """A choice of /v1/completions, whole or streamed."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: str | None
+    stop_reason: str | int | None
+    weights_versions: WeightsVersions | None
+    token_ids: TokenIds = UNSET
+    prompt_token_ids: TokenIds = UNSET
+
+
+class AssistantMessage(Struct, frozen=True, kw_only=True):
+    """A message, or its new part in a stream."""
+
+    role: Literal["assistant"] | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+
+
+class ChatChoice(Struct, frozen=True, kw_only=True):
+    """A choice of /v1/chat/completions: `message` in a whole response, `delta` in a stream."""
+
+    index: int
+    logprobs: ChatLogprobs | None
+    finish_reason: str | None
+    stop_reason: str | int | None
+    weights_versions: WeightsVersions | None
+    message: AssistantMessage | UnsetType = UNSET
+    delta: AssistantMessage | UnsetType = UNSET
+    token_ids: TokenIds = UNSET
+
+
+Choice = CompletionChoice | ChatChoice
+
+
+class ResponseFormat(Protocol):
+    """The format of one endpoint's responses.
+
+    id_prefix: prefix of response IDs. whole, streamed: value of the field `object`.
+    """
+
+    id_prefix: str
+    whole: str
+    streamed: str
+
+    def choice(self, chunk: Chunk, request: ValidatedRequest, tokenizer: Tokenizer, *, whole: bool) -> Choice:
+        """Return the choice of a whole response or of a stream."""
+        ...
+
+    def prompt_token_ids(self, request: ValidatedRequest) -> TokenIds:
+        """Return the top-level `prompt_token_ids` of a whole response or of the first streamed chunk."""
+        ...
+
+
+class CompletionFormat:
+    """Format of /v1/completions. `prompt_token_ids` is a field of each choice."""
+
+    id_prefix, whole, streamed = "cmpl", "text_completion", "text_completion"
+
+    def choice(self, chunk: Chunk, request: ValidatedRequest, tokenizer: Tokenizer, *, whole: bool) -> CompletionChoice:
+        """Return the choice; whole and streamed choices have the same format."""
+        logprobs = None
+        if request.top_logprobs is not None:
+            logprobs = completion_logprobs(
+                chunk.tokens, chunk.logprobs, chunk.top_logprobs, tokenizer, offset=chunk.offset
+            )
+        return CompletionChoice(
+            index=chunk.index,
+            text=chunk.text,
+            logprobs=logprobs,
+            finish_reason=chunk.finish_reason,
+            stop_reason=chunk.stop_reason,
+            weights_versions=weights_versions(chunk.versions),
+            token_ids=chunk.tokens if request.return_token_ids else UNSET,
+            prompt_token_ids=self._prompt_of(chunk, request) if request.return_token_ids and chunk.first else UNSET,
+        )
+
+    def prompt_token_ids(self, request: ValidatedRequest) -> TokenIds:
+        """Return UNSET."""
+        return UNSET
+
+    def _prompt_of(self, chunk: Chunk, request: ValidatedRequest) -> tuple[int, ...]:
+        return request.samples[chunk.index // request.n].prompt
+
+
+class ChatFormat:
+    """Format of /v1/chat/completions."""
+
+    id_prefix, whole, streamed = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def choice(self, chunk: Chunk, request: ValidatedRequest, tokenizer: Tokenizer, *, whole: bool) -> ChatChoice:
+        """Return the choice; the first chunk of a choice contains the role."""
+        message = AssistantMessage(
+            role="assistant" if chunk.first else UNSET, content=chunk.text if chunk.text or chunk.first else UNSET
+        )
+        logprobs = None
+        if request.top_logprobs is not None:
+            logprobs = chat_logprobs(chunk.tokens, chunk.logprobs, chunk.top_logprobs, tokenizer)
+        return ChatChoice(
+            index=chunk.index,
+            logprobs=logprobs,
+            finish_reason=chunk.finish_reason,
+            stop_reason=chunk.stop_reason,
+            weights_versions=weights_versions(chunk.versions),
+            message=message if whole else UNSET,
+            delta=UNSET if whole else message,
+            token_ids=chunk.tokens if request.return_token_ids else UNSET,
+        )
+
+    def prompt_token_ids(self, request: ValidatedRequest) -> TokenIds:
+        """Return the token IDs of the prompt if the request has `return_token_ids`."""
+        return request.samples[0].prompt if request.return_token_ids else UNSET
+
+
+def whole_chunk(completion: Completion, index: int) -> Chunk:
+    """Return a finished completion as one chunk."""
+    return Chunk(
+        index=index,
+        text=completion.text,
+        tokens=completion.tokens,
+        logprobs=completion.logprobs,
+        versions=completion.versions,
+        top_logprobs=completion.top_logprobs,
+        finish_reason=finish_reason(completion),
+        stop_reason=completion.stop_reason,
+    )
+
+
+def finish_reason(completion: Completion) -> str:
+    """Return the finish reason. Raises GenerationError for an aborted completion: the OpenAI API has no such reason."""
+    if completion.finish_reason == "abort":
+        raise GenerationError("the completion was aborted")
+    return completion.finish_reason
+
+
+def weights_versions(versions: Sequence[int]) -> WeightsVersions | None:
+    """Return the first and the last policy version of a completion; None if the completion has no tokens."""
+    return WeightsVersions(first=versions[0], last=versions[-1]) if versions else None
+
 
 class Usage(Struct, frozen=True, kw_only=True):
-    """Tokens of a request; each prompt counts once, however many completions it got."""
+    """Token counts of a request; each prompt counts once, independent of its number of completions."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
 
 
-class Reply(Struct, frozen=True, kw_only=True):
-    """The body of an answer, or of a chunk of one.
+class ResponseBody(Struct, frozen=True, kw_only=True):
+    """The body of a whole response, or of one streamed chunk.
 
-    weights_version, system_fingerprint: of the weights that served when the request came in; the ones that drew each
-    choice stand in its `weights_versions`.
+    weights_version, system_fingerprint: of the policy when the request arrived. The field `weights_versions` of each
+    choice contains the policy versions that sampled it.
     """
 
     id: str
@@ -43,7 +298,7 @@ class Reply(Struct, frozen=True, kw_only=True):
 
 
 class ModelCard(Struct, frozen=True, kw_only=True):
-    """The policy, as /v1/models tells of it."""
+    """The policy as an entry of /v1/models."""
 
     id: str
     created: int
@@ -56,42 +311,50 @@ class ModelCard(Struct, frozen=True, kw_only=True):
 
 
 class ModelList(Struct, frozen=True, kw_only=True):
-    """The body of /v1/models."""
+    """The body of the response of GET /v1/models."""
 
     data: list[ModelCard]
     object: str = "list"
 
 
-class Answer:
-    """One answer in the making: what all its chunks have in common."""
+class ResponseBuilder:
+    """Builds the body of one response, or of all chunks of one stream, which share ID, time and model name."""
 
-    def __init__(self, style: Style, ask: Ask, services: GatewayServices, weights: WeightsReady) -> None:
-        self.ask = ask
-        self.tokenizer: Tokens = services.tokenizer
-        self._style, self._weights = style, weights
-        self._model = services.settings.model_name
-        self._id = f"{style.prefix}-{secrets.token_hex(12)}"
+    def __init__(
+        self,
+        response_format: ResponseFormat,
+        request: ValidatedRequest,
+        context: ServerContext,
+        weights: WeightsReady,
+    ) -> None:
+        self.request = request
+        self.tokenizer: Tokenizer = context.tokenizer
+        self._format, self._weights = response_format, weights
+        self._model = context.settings.model_name
+        self._id = f"{response_format.id_prefix}-{secrets.token_hex(12)}"
         self._created = int(time.time())
 
-    def whole(self, results: Sequence[Sequence[Completion]]) -> Reply:
-        """Return the whole answer; choice `i * n + j` is completion j of prompt i."""
-        pieces = [whole_piece(completion, index) for index, completion in enumerate(chain.from_iterable(results))]
-        choices = [self._style.choice(piece, self.ask, self.tokenizer, whole=True) for piece in pieces]
-        tokens = sum(len(piece.tokens) for piece in pieces)
-        return self._reply(self._style.whole, choices, self._style.prompt_token_ids(self.ask), self._usage(tokens))
+    def whole(self, results: Sequence[Sequence[Completion]]) -> ResponseBody:
+        """Return the whole response; choice `i * n + j` is completion j of prompt i."""
+        chunks = [whole_chunk(completion, index) for index, completion in enumerate(chain.from_iterable(results))]
+        choices = [self._format.choice(chunk, self.request, self.tokenizer, whole=True) for chunk in chunks]
+        prompt = self._format.prompt_token_ids(self.request)
+        return self._body(self._format.whole, choices, prompt, self._usage(sum(len(chunk.tokens) for chunk in chunks)))
 
-    def chunk(self, piece: Piece, *, opening: bool) -> Reply:
-        """Return a chunk with one piece; the `opening` one of the stream tells the prompt's tokens if asked for."""
-        choice = self._style.choice(piece, self.ask, self.tokenizer, whole=False)
-        prompt = self._style.prompt_token_ids(self.ask) if opening else UNSET
-        return self._reply(self._style.chunk, [choice], prompt, None if self.ask.include_usage else UNSET)
+    def streamed(self, chunk: Chunk, *, opening: bool) -> ResponseBody:
+        """Return the body of one streamed chunk; the `opening` body of a stream contains `prompt_token_ids`."""
+        choice = self._format.choice(chunk, self.request, self.tokenizer, whole=False)
+        prompt = self._format.prompt_token_ids(self.request) if opening else UNSET
+        return self._body(self._format.streamed, [choice], prompt, None if self.request.include_usage else UNSET)
 
-    def usage_chunk(self, completion_tokens: int) -> Reply:
-        """Return the last chunk of a stream that counts tokens."""
-        return self._reply(self._style.chunk, [], UNSET, self._usage(completion_tokens))
+    def streamed_usage(self, completion_tokens: int) -> ResponseBody:
+        """Return the last body of a stream with `include_usage`."""
+        return self._body(self._format.streamed, [], UNSET, self._usage(completion_tokens))
 
-    def _reply(self, name: str, choices: Sequence[Choice], prompt: TokenIds, usage: Usage | UnsetType | None) -> Reply:
-        return Reply(
+    def _body(
+        self, name: str, choices: Sequence[Choice], prompt: TokenIds, usage: Usage | UnsetType | None
+    ) -> ResponseBody:
+        return ResponseBody(
             id=self._id,
             object=name,
             created=self._created,
@@ -104,5 +367,5 @@ class Answer:
         )
 
     def _usage(self, completion_tokens: int) -> Usage:
-        prompt = self.ask.prompt_tokens
+        prompt = self.request.prompt_tokens
         return Usage(prompt_tokens=prompt, completion_tokens=completion_tokens, total_tokens=prompt + completion_tokens)

@@ -1,4 +1,4 @@
-"""POST /v1/generate/ as clients of TRL's vLLM server know it: many prompts, rows of token identifiers."""
+"""POST /v1/generate in the format of TRL's vLLM server: many prompts, one row of token IDs per completion."""
 
 from __future__ import annotations
 
@@ -6,22 +6,21 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from clotho.serving.native import NativeAsk, NativeFields, Outcome, Served, decode_known, served
-from clotho.serving.openai_choices import LOWEST, finish_reason
-from clotho.serving.openai_requests import json_object
-from clotho.serving.sample_requests import build_ask, check_model, encoded
-from clotho.serving.services import GatewayServices
+from clotho.serving.native import GenerationResult, NativeFields, NativeRequest, ServedBy, decode_known, served_by
+from clotho.serving.openai_requests import build_request, check_model, json_object, tokenize
+from clotho.serving.openai_responses import LOWEST, finish_reason
+from clotho.serving.services import ServerContext
 from protocols.sampling import TokenId
 
 
 class TrlRequest(NativeFields, frozen=True, kw_only=True):
-    """The body. prompts: texts, or lists of token identifiers."""
+    """The request body. prompts: strings or lists of token IDs."""
 
     prompts: Annotated[list[str | list[TokenId]], Meta(min_length=1)]
 
 
-class TrlAnswer(Served, frozen=True, kw_only=True):
-    """Row `i * n + j` is completion j of prompt i; logprobs are those of its tokens."""
+class TrlResponse(ServedBy, frozen=True, kw_only=True):
+    """The response body. Row `i * n + j` is completion j of prompt i, with the log-probabilities of its tokens."""
 
     prompt_ids: list[tuple[int, ...]]
     completion_ids: list[tuple[int, ...]]
@@ -29,20 +28,20 @@ class TrlAnswer(Served, frozen=True, kw_only=True):
     finish_reasons: list[str]
 
 
-def trl_ask(body: bytes, services: GatewayServices) -> NativeAsk:
-    """Read the body; raises ApiError."""
-    asked, ignored = decode_known(json_object(body), TrlRequest)
-    check_model(asked.model, services)
-    prompts = [encoded(prompt, services, param="prompts") for prompt in asked.prompts]
-    ask = build_ask(asked, prompts, "prompts", asked.max_tokens, None, services, fit_context=True)
+def parse_trl_request(body: bytes, context: ServerContext) -> NativeRequest:
+    """Parse the body of /v1/generate. Raises ApiError."""
+    fields, ignored = decode_known(json_object(body), TrlRequest)
+    check_model(fields.model, context)
+    prompts = [tokenize(prompt, context, param="prompts") for prompt in fields.prompts]
+    request = build_request(fields, prompts, "prompts", fields.max_tokens, None, context, fit_context=True)
 
-    def answer(outcome: Outcome) -> TrlAnswer:
-        return TrlAnswer(
-            **served(outcome.completions, outcome, ignored, services),
+    def respond(result: GenerationResult) -> TrlResponse:
+        return TrlResponse(
+            **served_by(result.completions, result, ignored, context),
             prompt_ids=prompts,
-            completion_ids=[one.tokens for one in outcome.completions],
-            logprobs=[[max(value, LOWEST) for value in one.logprobs] for one in outcome.completions],
-            finish_reasons=[finish_reason(one) for one in outcome.completions],
+            completion_ids=[completion.tokens for completion in result.completions],
+            logprobs=[[max(value, LOWEST) for value in completion.logprobs] for completion in result.completions],
+            finish_reasons=[finish_reason(completion) for completion in result.completions],
         )
 
-    return NativeAsk(ask=ask, answer=answer)
+    return NativeRequest(request=request, respond=respond)

@@ -1,7 +1,4 @@
-"""Everything the routes need from the rest of the program, handed in by `pipeline.py`.
-
-What was sampled for a client is remembered before the client can know of it.
-"""
+"""Everything that the routes use from the rest of the program, and the sampler that records what clients receive."""
 
 from __future__ import annotations
 
@@ -16,62 +13,62 @@ from protocols.sampling import Completion, CompletionDone, PromptLogprobs, Sampl
 from protocols.step import WeightsReady
 
 
-class Tokens(Protocol):
-    """What the gateway needs of `ChatTokenizer`; every method may be called from a worker thread."""
+class Tokenizer(Protocol):
+    """The methods of `ChatTokenizer` that the server calls, possibly from worker threads."""
 
     def encode(self, text: str, /) -> tuple[int, ...]:
-        """Token identifiers of the text."""
+        """Return the token IDs of a text."""
         ...
 
     def render_chat(
         self, messages: Sequence[Mapping[str, Any]], /, *, add_generation_prompt: bool = True
     ) -> tuple[int, ...]:
-        """Token identifiers of the rendered conversation."""
+        """Apply the chat template and return the token IDs."""
         ...
 
     def token_text(self, token: int, /) -> str:
-        """Text of one token."""
+        """Return the text of one token."""
         ...
 
 
-class Completer(Protocol):
-    """What the gateway needs of `Sampler`."""
+class SamplerClient(Protocol):
+    """The methods of `Sampler` that the server calls."""
 
     @property
     def running(self) -> int:
-        """Requests asked for and not yet ended."""
+        """Number of requests that are submitted and not finished."""
         ...
 
     async def complete_all(self, requests: Sequence[SampleRequest], /) -> list[list[Completion]]:
-        """Finish every request; cancelling aborts them."""
+        """Complete every request; cancellation aborts all of them."""
         ...
 
     def stream_all(
         self, requests: Sequence[SampleRequest], /
     ) -> AsyncGenerator[list[tuple[int, TokenSampled | CompletionDone]], None]:
-        """Yield all progress there is, with the position of its request; closing aborts them."""
+        """Yield batches of events, each with the index of its request; closing the generator aborts the requests."""
         ...
 
 
-class Memory(Protocol):
-    """What the gateway needs of `SampleLog`."""
+class SampleRecorder(Protocol):
+    """The method of `SampleLog` that the server calls."""
 
     def remember(self, request: SampleRequest, completion: Completion, /, *, client_label: str) -> None:
-        """Take note of a completion that ended well, and of who asked for it."""
+        """Record a finished completion and the client that requested it."""
         ...
 
 
 class NullSampleLog:
-    """Remembers nothing."""
+    """A `SampleRecorder` that records nothing."""
 
     def remember(self, request: SampleRequest, completion: Completion, /, *, client_label: str) -> None:
-        """Take no note."""
+        """Record nothing."""
 
 
 class HealthReport(Struct, frozen=True, kw_only=True):
-    """How the program is. Only `ok` is answered with 200.
+    """The state of the program. Any status but `ok` is reported with HTTP status 503.
 
-    children: supervised child -> state. progress_seconds: since the compute thread last moved.
+    children: supervised child -> state. progress_seconds: seconds since the compute thread last made progress.
     """
 
     status: Literal["ok", "stalled", "failed"]
@@ -80,24 +77,53 @@ class HealthReport(Struct, frozen=True, kw_only=True):
     progress_seconds: float = 0.0
 
 
-class EngineNumbers(Struct, frozen=True, kw_only=True):
-    """The decode engine now: sequences in and before the batch, cache use in [0, 1], prompts looked up and found."""
+class EngineSnapshot(Struct, frozen=True, kw_only=True):
+    """The state and the counters of the decode engine.
 
-    rows_running: int = 0
-    rows_waiting: int = 0
+    cache_usage: fraction of the KV cache in use, in [0, 1]. prefix_queries, prefix_hits: prompts that were looked up
+    and found in the prefix cache; prefix_tokens: tokens that the prefix cache holds. prefill_tokens: prompt tokens
+    computed, without padding. finished: finish reason -> completions. failed: requests that ended with an error.
+    listener_errors: requests that were aborted because their listener raised an exception.
+    """
+
+    sequences_running: int = 0
+    sequences_waiting: int = 0
     cache_usage: float = 0.0
     prefix_queries: int = 0
     prefix_hits: int = 0
+    prefix_tokens: int = 0
+    prefill_tokens: int = 0
+    decode_steps: int = 0
+    tokens_sampled: int = 0
+    finished: dict[str, int] = {}
+    failed: int = 0
+    listener_errors: int = 0
 
 
-class TrainingNumbers(Struct, frozen=True, kw_only=True):
-    """The training run now, for /metrics. None: no update has happened yet.
+class QueueSnapshot(Struct, frozen=True, kw_only=True):
+    """The state of one queue between actors.
 
-    depths, capacities: of each mailbox, in messages. discarded: reason -> groups. environments_trained,
-    environments_discarded: environment -> groups. swap_seconds: of the last swap.
+    send_wait_seconds: total time that producers waited for room (the consumer is slower). receive_wait_seconds: total
+    time that consumers waited for a message (the producer is slower).
     """
 
-    engine: EngineNumbers = EngineNumbers()
+    name: str
+    depth: int
+    capacity: int
+    sent: int = 0
+    received: int = 0
+    send_wait_seconds: float = 0.0
+    receive_wait_seconds: float = 0.0
+
+
+class RunSnapshot(Struct, frozen=True, kw_only=True):
+    """The state of the training run for /metrics. A value is None until it has been measured.
+
+    swap_seconds: duration of the latest weight swap. discarded: reason -> groups. environments_trained,
+    environments_discarded: environment -> groups. restarts: supervised child -> restarts.
+    """
+
+    engine: EngineSnapshot = EngineSnapshot()
     reward_mean: float | None = None
     staleness_mean: float | None = None
     staleness_max: int | None = None
@@ -106,54 +132,54 @@ class TrainingNumbers(Struct, frozen=True, kw_only=True):
     discarded: dict[str, int] = {}
     environments_trained: dict[str, int] = {}
     environments_discarded: dict[str, int] = {}
-    depths: dict[str, int] = {}
-    capacities: dict[str, int] = {}
+    queues: tuple[QueueSnapshot, ...] = ()
+    restarts: dict[str, int] = {}
 
 
-class GatewayServices(Struct, frozen=True, kw_only=True):
-    """The gateway's whole view of the program.
+class ServerContext(Struct, frozen=True, kw_only=True):
+    """The server's interface to the rest of the program.
 
-    sampling: what a request gets where it does not say. weights: the ones that serve now.
-    prompt_logprobs: scores a prompt's own tokens, with so many alternatives each; cancelling gives it up.
-    context_length: prompt and completion together, in tokens. sampled: remembers what was sampled for clients.
-    record_supports: what top-p, top-k and min-p leave is recorded with it, where top-k bounds it.
+    sampling: defaults for fields that a request does not set. weights: returns the policy version that serves now.
+    prompt_logprobs: (tokens, top) -> log-probabilities of a prompt with `top` alternatives per token; can be cancelled.
+    context_length: maximum number of prompt and completion tokens. sample_log: records completions of clients.
+    record_supports: request the support of the sampling distribution if top-k limits its size.
     """
 
-    sampler: Completer
-    tokenizer: Tokens
+    sampler: SamplerClient
+    tokenizer: Tokenizer
     settings: ServerSection
     sampling: Sampling
     prompt_logprobs: Callable[[tuple[int, ...], int], Awaitable[PromptLogprobs]]
     weights: Callable[[], WeightsReady]
     health: Callable[[], HealthReport]
-    numbers: Callable[[], TrainingNumbers]
+    snapshot: Callable[[], RunSnapshot]
     context_length: int
     vocab_size: int
-    sampled: Memory = NullSampleLog()
+    sample_log: SampleRecorder = NullSampleLog()
     record_supports: bool = False
 
 
-class Remembering:
-    """A sampler for one client, whose completions are remembered under its label as soon as it is to get them."""
+class RecordingSampler:
+    """The sampler of one client. Records every completion under the client's label before the client receives it."""
 
-    def __init__(self, sampler: Completer, sampled: Memory, client_label: str) -> None:
-        self._sampler, self._drawn, self._client_label = sampler, sampled, client_label
+    def __init__(self, sampler: SamplerClient, sample_log: SampleRecorder, client_label: str) -> None:
+        self._sampler, self._sample_log, self._client_label = sampler, sample_log, client_label
 
     async def complete_all(self, requests: Sequence[SampleRequest]) -> list[list[Completion]]:
-        """Finish every request; cancelling aborts them, and nothing is remembered."""
+        """Complete every request. Cancellation aborts all of them, and nothing is recorded."""
         results = await self._sampler.complete_all(requests)
         for request, completions in zip(requests, results, strict=True):
             for completion in completions:
-                self._drawn.remember(request, completion, client_label=self._client_label)
+                self._sample_log.remember(request, completion, client_label=self._client_label)
         return results
 
     async def stream_all(
         self, requests: Sequence[SampleRequest]
     ) -> AsyncGenerator[list[tuple[int, TokenSampled | CompletionDone]], None]:
-        """Yield all progress there is, with the position of its request; closing aborts what has not ended."""
+        """Yield batches of events, each with the index of its request; closing the generator aborts the requests."""
         async with aclosing(self._sampler.stream_all(requests)) as batches:
             async for batch in batches:
                 for position, event in batch:
                     if isinstance(event, CompletionDone):
-                        self._drawn.remember(requests[position], event.completion, client_label=self._client_label)
+                        self._sample_log.remember(requests[position], event.completion, client_label=self._client_label)
                 yield batch

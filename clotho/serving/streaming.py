@@ -1,7 +1,7 @@
-"""Server-sent events: every token as it is sampled. A stream ends with `data: [DONE]`, after an error as well.
+"""Streaming with server-sent events. Every stream ends with `data: [DONE]`, also after an error.
 
-What has been sampled by the time that the server comes to write is written at once: each write costs more than what
-stands in it, and a loop with many streams would otherwise fall behind the engine.
+All tokens that are available when the server writes are sent in one write. A write per token would cost more than the
+tokens, and an event loop with many streams would fall behind the engine.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ from msgspec import Struct
 from starlette.responses import StreamingResponse
 from starlette.types import Send
 
-from clotho.serving.errors import as_api_error
-from clotho.serving.openai_choices import Piece, finish_reason
-from clotho.serving.openai_responses import Answer
+from clotho.serving.errors import to_api_error
+from clotho.serving.openai_responses import Chunk, ResponseBuilder, finish_reason
 from protocols.sampling import Completion, CompletionDone, TokenSampled
 
 Batch = list[tuple[int, TokenSampled | CompletionDone]]
@@ -24,83 +23,88 @@ DONE = b"data: [DONE]\n\n"
 
 
 def server_sent(body: Struct) -> bytes:
-    """Encode one event."""
+    """Encode one server-sent event."""
     return b"data: " + msgspec.json.encode(body) + b"\n\n"
 
 
 class EventStream(StreamingResponse):
-    """A response whose generator is closed the moment the response ends, however it ends."""
+    """A streaming response that closes its generator when the response ends, for whatever reason."""
 
     def __init__(self, events: AsyncGenerator[bytes, None], headers: dict[str, str]) -> None:
         super().__init__(events, media_type="text/event-stream", headers=headers | {"cache-control": "no-cache"})
         self._events = events
 
     async def stream_response(self, send: Send) -> None:
-        """Send all chunks."""
+        """Send all events."""
         async with aclosing(self._events):
             await super().stream_response(send)
 
 
 async def event_stream(
-    answer: Answer, first: Batch, rest: AsyncGenerator[Batch, None], finished: Callable[[list[Completion]], None]
+    builder: ResponseBuilder,
+    first: Batch,
+    rest: AsyncGenerator[Batch, None],
+    finished: Callable[[list[Completion]], None],
 ) -> AsyncGenerator[bytes, None]:
-    """Yield the chunks of a streamed answer. `finished` is told the completions if all of them ended well."""
-    tail = _Tail(answer)
-    chunks: list[bytes] = []
+    """Yield the events of a stream. Calls `finished` with the completions if all of them ended without an error."""
+    progress = _StreamProgress(builder)
+    events: list[bytes] = []
     opening = True
     async with aclosing(rest):
         try:
-            async for batch in _from(first, rest):
+            async for batch in _prepend(first, rest):
                 for position, event in batch:
-                    piece = tail.piece(position, event)
-                    if _worth_sending(piece, answer, opening=opening):
-                        chunks.append(server_sent(answer.chunk(piece, opening=opening)))
+                    chunk = progress.next_chunk(position, event)
+                    if _has_content(chunk, builder, opening=opening):
+                        events.append(server_sent(builder.streamed(chunk, opening=opening)))
                         opening = False
-                if chunks:
-                    yield b"".join(chunks)
-                    chunks.clear()
-            finished(tail.done)
-            if answer.ask.include_usage:
-                chunks.append(server_sent(answer.usage_chunk(sum(len(one.tokens) for one in tail.done))))
+                if events:
+                    yield b"".join(events)
+                    events.clear()
+            finished(progress.completions)
+            if builder.request.include_usage:
+                tokens = sum(len(completion.tokens) for completion in progress.completions)
+                events.append(server_sent(builder.streamed_usage(tokens)))
         except Exception as error:
-            chunks.append(server_sent(as_api_error(error).body))
-    yield b"".join([*chunks, DONE])
+            events.append(server_sent(to_api_error(error).body))
+    yield b"".join([*events, DONE])
 
 
-async def _from(first: Batch, rest: AsyncGenerator[Batch, None]) -> AsyncGenerator[Batch, None]:
+async def _prepend(first: Batch, rest: AsyncGenerator[Batch, None]) -> AsyncGenerator[Batch, None]:
     yield first
     async for batch in rest:
         yield batch
 
 
-def _worth_sending(piece: Piece, answer: Answer, *, opening: bool) -> bool:
-    """Tell whether a piece says anything: text may be held back while it could still become a stop string."""
-    told_tokens = bool(piece.tokens) and (answer.ask.return_token_ids or answer.ask.top_logprobs is not None)
-    return bool(piece.text) or piece.first or piece.finish_reason is not None or told_tokens or opening
+def _has_content(chunk: Chunk, builder: ResponseBuilder, *, opening: bool) -> bool:
+    """Return True if a chunk must be sent; text is held back while it may become a stop string."""
+    returns_tokens = builder.request.return_token_ids or builder.request.top_logprobs is not None
+    has_tokens = bool(chunk.tokens) and returns_tokens
+    return bool(chunk.text) or chunk.first or chunk.finish_reason is not None or has_tokens or opening
 
 
-class _Tail:
-    """What has been sent of each choice so far."""
+class _StreamProgress:
+    """The state of a stream: how many tokens and characters of each choice have been sent."""
 
-    def __init__(self, answer: Answer) -> None:
-        self.done: list[Completion] = []
-        self._tokenizer, self._n = answer.tokenizer, answer.ask.n
-        self._counts_characters = answer.ask.top_logprobs is not None
-        self._sent: dict[int, int] = {}
+    def __init__(self, builder: ResponseBuilder) -> None:
+        self.completions: list[Completion] = []
+        self._tokenizer, self._n = builder.tokenizer, builder.request.n
+        self._counts_characters = builder.request.top_logprobs is not None
+        self._tokens_sent: dict[int, int] = {}
         self._offset: dict[int, int] = {}
 
-    def piece(self, position: int, event: TokenSampled | CompletionDone) -> Piece:
-        """Return what is new with this event."""
+    def next_chunk(self, position: int, event: TokenSampled | CompletionDone) -> Chunk:
+        """Return the new part of the choice that `event` belongs to. position: index of the prompt."""
         index = position * self._n + event.index
-        offset, first = self._offset.get(index, 0), index not in self._sent
-        piece = self._drawn(event, index) if isinstance(event, TokenSampled) else self._ended(event, index)
-        self._sent[index] = self._sent.get(index, 0) + len(piece.tokens)
+        offset, first = self._offset.get(index, 0), index not in self._tokens_sent
+        chunk = self._token_chunk(event, index) if isinstance(event, TokenSampled) else self._last_chunk(event, index)
+        self._tokens_sent[index] = self._tokens_sent.get(index, 0) + len(chunk.tokens)
         if self._counts_characters:
-            self._offset[index] = offset + sum(len(self._tokenizer.token_text(token)) for token in piece.tokens)
-        return msgspec.structs.replace(piece, offset=offset, first=first)
+            self._offset[index] = offset + sum(len(self._tokenizer.token_text(token)) for token in chunk.tokens)
+        return msgspec.structs.replace(chunk, offset=offset, first=first)
 
-    def _drawn(self, event: TokenSampled, index: int) -> Piece:
-        return Piece(
+    def _token_chunk(self, event: TokenSampled, index: int) -> Chunk:
+        return Chunk(
             index=index,
             text=event.text,
             tokens=(event.token,),
@@ -109,11 +113,11 @@ class _Tail:
             top_logprobs=(event.top_logprobs,),
         )
 
-    def _ended(self, event: CompletionDone, index: int) -> Piece:
+    def _last_chunk(self, event: CompletionDone, index: int) -> Chunk:
         completion = event.completion
-        self.done.append(completion)
-        sent = self._sent.get(index, 0)
-        return Piece(
+        self.completions.append(completion)
+        sent = self._tokens_sent.get(index, 0)
+        return Chunk(
             index=index,
             text=event.tail,
             tokens=completion.tokens[sent:],

@@ -18,7 +18,7 @@ from protocols.rollout import Discarded, GroupOutcome, RolloutGroup, ScoredGroup
 from tests.actors.boxes import prompt
 from tests.atropos.fake_api import FIELDS
 from tests.atropos.groups import Scene
-from tests.serving.serving import Served, serving
+from tests.serving.running_server import Served, serving
 
 SAMPLING = SamplingSection(group_size=3, max_tokens=6, ignore_eos=True, temperature=0.5)
 

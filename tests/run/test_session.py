@@ -167,7 +167,7 @@ async def test_health_names_what_failed_and_what_hangs(parts: Components) -> Non
 
 async def test_the_api_samples_as_the_profile_does_where_a_request_does_not_say(parts: Components) -> None:
     """So that an answer over HTTP is a rollout's unless something else is asked for."""
-    assert session_of(parts).gateway_services().sampling == parts.profile.sampling
+    assert session_of(parts).server_context().sampling == parts.profile.sampling
 
 
 async def test_a_checkpoint_counts_over_all_lives_of_the_run(parts: Components) -> None:

@@ -19,9 +19,9 @@ from clotho.inference.sample_log import SampledCompletion
 from clotho.models.parameters import flat, nested
 from clotho.runtime.compute_thread import finish
 from tests.atropos.counterpart import python_with_atropos
-from tests.serving.embedded_run import EMBEDDED, Notes, serving
+from tests.serving.embedded_server import EMBEDDED, Notes, serving
 
-SCRIPT = Path(__file__).with_name("atropos_clients.py")
+SCRIPT = Path(__file__).with_name("atroposlib_clients.py")
 CHECKS = [
     "vllm-group", "vllm-stopped", "vllm-turns", "vllm-raw", "vllm-scored", "vllm-text", "vllm-healthy",
     "sglang-group", "sglang-stopped", "sglang-turns", "sglang-raw", "sglang-text", "sglang-healthy",

@@ -8,8 +8,8 @@ import anyio
 import pytest
 from anyio.abc import SocketStream
 
-from clotho.serving import limits as body_module
-from tests.serving.serving import Served, serving
+from clotho.serving import limits
+from tests.serving.running_server import Served, serving
 
 SMALL = 100_000
 
@@ -63,7 +63,7 @@ async def test_a_huge_declared_length_is_refused_at_once() -> None:
 
 async def test_a_body_that_drips_meets_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     """408 once the whole body's time is up, however steadily it comes."""
-    monkeypatch.setattr(body_module, "LINGER_SECONDS", 0.05)
+    monkeypatch.setattr(limits, "LINGER_SECONDS", 0.05)
     async with serving(body_seconds=0.2) as served, await connect(served) as stream:
         await stream.send(head("Content-Length: 1000") + b"{")
         answer = await read_all(stream)
@@ -82,7 +82,7 @@ async def test_an_early_answer_reaches_a_client_that_is_still_sending(path: str)
 
 async def test_many_small_chunks_do_not_hang_an_early_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """More chunks than Hypercorn queues, to a route that never reads them: the answer comes, the connection ends."""
-    monkeypatch.setattr(body_module, "LINGER_SECONDS", 0.05)
+    monkeypatch.setattr(limits, "LINGER_SECONDS", 0.05)
     async with serving(api_key="secret") as served, await connect(served) as stream:
         await stream.send(head("Transfer-Encoding: chunked") + b"1\r\nx\r\n" * 5000)
         assert b" 401 " in await read_all(stream)
@@ -90,7 +90,7 @@ async def test_many_small_chunks_do_not_hang_an_early_answer(monkeypatch: pytest
 
 async def test_a_client_that_never_stops_sending_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """After the answer the connection lingers for a moment only."""
-    monkeypatch.setattr(body_module, "LINGER_SECONDS", 0.1)
+    monkeypatch.setattr(limits, "LINGER_SECONDS", 0.1)
     async with serving(max_body_bytes=1000) as served, await connect(served) as stream:
         await stream.send(head("Transfer-Encoding: chunked"))
         with anyio.fail_after(10), pytest.raises((anyio.BrokenResourceError, anyio.EndOfStream)):
@@ -126,7 +126,7 @@ async def test_idle_connections_do_not_keep_others_out() -> None:
 
 async def test_a_client_that_does_not_read_loses_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stream into a full socket ends its generation after the send deadline."""
-    monkeypatch.setattr(body_module, "SEND_SECONDS", 0.2)
+    monkeypatch.setattr(limits, "SEND_SECONDS", 0.2)
     asked = b'{"prompt": "x", "stream": true, "n": 64, "max_tokens": 500, "ignore_eos": true, "logprobs": 20}'
     async with serving() as served, await connect(served) as stream:
         await stream.send(head(f"Content-Length: {len(asked)}") + asked)

@@ -7,7 +7,7 @@ import pytest
 from openai.types.chat import ChatCompletionUserMessageParam
 
 from tests.fakes import END, CharacterTokenizer
-from tests.serving.serving import CONTEXT, serving
+from tests.serving.running_server import CONTEXT, serving
 
 USER: list[ChatCompletionUserMessageParam] = [{"role": "user", "content": "2+2?"}]
 

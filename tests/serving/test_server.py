@@ -11,10 +11,10 @@ import pytest
 
 from clotho.config.schema import ServerSection
 from clotho.runtime.sampling_client import Sampler
-from clotho.serving.server import ApiServer, allow_open_files, base_url, listen
+from clotho.serving.server import ApiServer, base_url, listen, raise_open_files_limit
 from protocols.errors import ServerError
 from tests.fakes import FakeEngine
-from tests.serving.serving import Served, services, serving
+from tests.serving.running_server import Served, server_context, serving
 
 
 def test_a_port_in_use_is_one_line_that_names_it() -> None:
@@ -80,7 +80,7 @@ async def test_a_gateway_that_is_restarted_answers_again() -> None:
     served = Served(engine, Sampler(engine.submit_call, engine))
     listener = listen(ServerSection(port=0))
     port = listener.getsockname()[1]
-    gateway = ApiServer(services(served, port=port), listener=listener)
+    gateway = ApiServer(server_context(served, port=port), listener=listener)
     for _ in range(2):
         async with anyio.create_task_group() as tasks:
             url = await tasks.start(gateway.run)
@@ -96,9 +96,9 @@ def test_a_low_limit_of_open_files_is_raised() -> None:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (256, before[1]))
-        allow_open_files(300)
+        raise_open_files_limit(300)
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (300, before[1])
-        allow_open_files(280)
+        raise_open_files_limit(280)
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (300, before[1])
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)

@@ -7,7 +7,7 @@ from typing import Any
 from msgspec import structs
 
 from tests.fakes import END, CharacterTokenizer
-from tests.serving.serving import CONTEXT, Served, serving
+from tests.serving.running_server import CONTEXT, Served, serving
 
 IDS = [5, 9, 33, END, END, 60]
 

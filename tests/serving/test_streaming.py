@@ -8,30 +8,30 @@ from collections.abc import AsyncGenerator
 import msgspec
 import pytest
 
-from clotho.serving.openai_choices import CompletionStyle
-from clotho.serving.openai_responses import Answer
-from clotho.serving.sample_requests import completion_ask
+from clotho.serving.openai_requests import parse_completion_request
+from clotho.serving.openai_responses import CompletionFormat, ResponseBuilder
 from clotho.serving.streaming import DONE, Batch, event_stream
 from protocols.sampling import CompletionDone
-from tests.serving.serving import Served, services, serving
+from tests.serving.running_server import Served, server_context, serving
 
 
-async def sampled(served: Served, **fields: object) -> tuple[Answer, Batch]:
+async def sampled(served: Served, **fields: object) -> tuple[ResponseBuilder, Batch]:
     """An answer to a streamed request of 5 tokens, and all that the engine has to say to it."""
     body = msgspec.json.encode({"prompt": "p", "seed": 3, "max_tokens": 5, "stream": True, **fields})
-    ask = completion_ask(body, services(served))
-    events = [event async for batch in served.sampler.stream_all(ask.requests) for event in batch]
-    return Answer(CompletionStyle(), ask, services(served), served.weights), events
+    context = server_context(served)
+    request = parse_completion_request(body, context)
+    events = [event async for batch in served.sampler.stream_all(request.samples) for event in batch]
+    return ResponseBuilder(CompletionFormat(), request, context, served.weights), events
 
 
-async def writes(answer: Answer, batches: list[Batch]) -> list[bytes]:
+async def writes(builder: ResponseBuilder, batches: list[Batch]) -> list[bytes]:
     """What is written when the events come in these batches."""
 
     async def rest() -> AsyncGenerator[Batch, None]:
         for batch in batches[1:]:
             yield batch
 
-    return [written async for written in event_stream(answer, batches[0], rest(), lambda _: None)]
+    return [written async for written in event_stream(builder, batches[0], rest(), lambda _: None)]
 
 
 @pytest.mark.parametrize("fields", [{}, {"logprobs": 2}, {"n": 2, "stream_options": {"include_usage": True}}])

@@ -14,7 +14,7 @@ from clotho.inference import DecodeEngine
 from clotho.runtime.compute_thread import ComputeExecutor
 from clotho.runtime.sampling_client import Sampler
 from clotho.serving.server import ApiServer
-from clotho.serving.services import GatewayServices, HealthReport, TrainingNumbers
+from clotho.serving.services import HealthReport, RunSnapshot, ServerContext
 from protocols.sampling import PromptLogprobs, Sampling
 from protocols.step import WeightsReady
 from tests.small_models import FixedSource, byte_tokenizer, tiny_source
@@ -51,7 +51,7 @@ async def not_asked(_: tuple[int, ...], __: int) -> PromptLogprobs:
 async def serving() -> AsyncIterator[tuple[Stack, AsyncOpenAI]]:
     """Serve a tiny model."""
     stack = Stack()
-    services = GatewayServices(
+    services = ServerContext(
         sampler=Sampler(stack.executor.submit, stack.engine),
         tokenizer=stack.source.tokenizer,
         settings=ServerSection(port=0),
@@ -59,7 +59,7 @@ async def serving() -> AsyncIterator[tuple[Stack, AsyncOpenAI]]:
         prompt_logprobs=not_asked,
         weights=lambda: WeightsReady(version=0, step=0, fingerprint="base"),
         health=lambda: HealthReport(status="ok"),
-        numbers=TrainingNumbers,
+        snapshot=RunSnapshot,
         context_length=stack.source.context_length,
         vocab_size=stack.source.vocab_size,
     )

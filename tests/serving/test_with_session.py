@@ -41,7 +41,7 @@ async def serving(directory: Path) -> AsyncIterator[tuple[Components, httpx.Asyn
         await finish(parts.executor.submit(move))
         session = RunContext(parts, Console(file=io.StringIO()), blas="none", listener=None)
         async with anyio.create_task_group() as tasks:
-            url = await tasks.start(ApiServer(session.gateway_services(), grace_seconds=1.0).run)
+            url = await tasks.start(ApiServer(session.server_context(), grace_seconds=1.0).run)
             async with httpx.AsyncClient(base_url=url, timeout=20) as client:
                 yield parts, client, session.sampler
             tasks.cancel_scope.cancel()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from clotho.serving.services import EngineNumbers, HealthReport, TrainingNumbers
+from clotho.serving.services import EngineSnapshot, HealthReport, QueueSnapshot, RunSnapshot
 from protocols.step import WeightsReady
-from tests.serving.serving import Served, serving
+from tests.serving.running_server import Served, serving
 
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
@@ -48,8 +48,10 @@ async def test_the_state_of_the_run_is_the_state_at_the_moment() -> None:
     async with serving() as served:
         assert ("clotho_reward_mean", ()) not in await scrape(served)
         served.weights = WeightsReady(version=7, step=9, fingerprint="f7")
-        served.numbers = TrainingNumbers(
-            engine=EngineNumbers(rows_running=5, rows_waiting=2, cache_usage=0.25, prefix_queries=100, prefix_hits=40),
+        served.snapshot = RunSnapshot(
+            engine=EngineSnapshot(
+                sequences_running=5, sequences_waiting=2, cache_usage=0.25, prefix_queries=100, prefix_hits=40
+            ),
             reward_mean=0.5,
             staleness_mean=1.5,
             staleness_max=2,
@@ -58,8 +60,7 @@ async def test_the_state_of_the_run_is_the_state_at_the_moment() -> None:
             discarded={"zero_variance": 3, "stale": 1},
             environments_trained={"game": 7},
             environments_discarded={"game": 2},
-            depths={"prompts": 4},
-            capacities={"prompts": 16},
+            queues=(QueueSnapshot(name="prompts", depth=4, capacity=16),),
         )
         seen = await scrape(served)
         assert seen["vllm:num_requests_running", ()] == 5
@@ -74,8 +75,8 @@ async def test_the_state_of_the_run_is_the_state_at_the_moment() -> None:
         assert seen["clotho_groups_discarded_total", (("reason", "zero_variance"),)] == 3
         assert seen["clotho_environment_groups_trained_total", (("environment", "game"),)] == 7
         assert seen["clotho_environment_groups_discarded_total", (("environment", "game"),)] == 2
-        assert seen["clotho_mailbox_depth", (("mailbox", "prompts"),)] == 4
-        assert seen["clotho_mailbox_capacity", (("mailbox", "prompts"),)] == 16
+        assert seen["clotho_queue_depth", (("queue", "prompts"),)] == 4
+        assert seen["clotho_queue_capacity", (("queue", "prompts"),)] == 16
 
 
 async def test_requests_in_flight_return_to_zero_when_clients_leave() -> None:

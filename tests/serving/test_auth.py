@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.serving.serving import serving
+from tests.serving.running_server import serving
 
 ROUTES = [
     ("GET", "/metrics"),

@@ -12,7 +12,7 @@ from msgspec import structs
 from clotho.inference.sample_log import SampleLog
 from protocols.sampling import Completion, SampleRequest
 from tests.fakes import CharacterTokenizer
-from tests.serving.serving import Served, services, serving
+from tests.serving.running_server import Served, server_context, serving
 
 IDS = [1, 2, 3]
 KEYS: dict[str, Any] = {"max_tokens": 5, "n": 2, "ignore_eos": True, "seed": 3}
@@ -47,9 +47,9 @@ async def remembering(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> Async
     notes = Notes()
 
     def with_notes(served: Served, **keys: Any) -> Any:
-        return structs.replace(services(served, **keys), sampled=notes, record_supports=True)
+        return structs.replace(server_context(served, **keys), sample_log=notes, record_supports=True)
 
-    monkeypatch.setattr("tests.serving.serving.services", with_notes)
+    monkeypatch.setattr("tests.serving.running_server.server_context", with_notes)
     async with serving(**settings) as served:
         yield served, notes
 

@@ -63,7 +63,7 @@ async def serving(directory: Path) -> AsyncIterator[tuple[str, Components, RunCo
             notes.health.append(session.health())
             return notes.health[-1]
 
-        services = structs.replace(session.gateway_services(), sampled=notes, record_supports=True, health=health)
+        services = structs.replace(session.server_context(), sample_log=notes, record_supports=True, health=health)
         async with anyio.create_task_group() as tasks:
             url = await tasks.start(ApiServer(services, grace_seconds=1.0).run)
             yield url, parts, session, notes

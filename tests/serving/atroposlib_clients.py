@@ -1,6 +1,6 @@
 """Atropos' own clients against a gateway: run by an interpreter that has atroposlib, never imported by a test.
 
-    python atropos_clients.py URL TOKENIZER CHECK...
+    python atroposlib_clients.py URL TOKENIZER CHECK...
 
 prints one JSON object, what came of each check, as the last line.
 """

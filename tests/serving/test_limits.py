@@ -9,10 +9,9 @@ import httpx
 import pytest
 from structlog.testing import capture_logs
 
-from clotho.serving import limits as traffic
-from clotho.serving import openai_choices as choices
+from clotho.serving import limits, openai_responses
 from protocols.errors import RequestError
-from tests.serving.serving import Served, serving
+from tests.serving.running_server import Served, serving
 
 LONG = {"prompt": "x", "max_tokens": 400, "ignore_eos": True}
 
@@ -26,7 +25,7 @@ async def begin_stream(served: Served, **more: object) -> httpx.Response:
 async def in_line(served: Served, count: int) -> None:
     """Until so many requests wait for a place."""
     with anyio.fail_after(10):
-        while served.gateway.traffic.waiting != count:
+        while served.gateway.limit.queued != count:
             await anyio.lowlevel.checkpoint()
 
 
@@ -123,7 +122,7 @@ async def test_a_body_that_is_larger_than_what_is_read_ahead_arrives_whole() -> 
 
 async def test_beyond_the_line_requests_are_told_to_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """503 with Retry-After; a free place is taken again."""
-    monkeypatch.setattr(traffic, "LONGEST_LINE", 0)
+    monkeypatch.setattr(limits, "MAX_QUEUED_REQUESTS", 0)
     async with serving(max_concurrent=1) as served:
         served.engine.allow(2)
         answer = await begin_stream(served)
@@ -205,7 +204,7 @@ async def test_a_fault_of_ours_is_a_500_without_details(monkeypatch: pytest.Monk
         raise ZeroDivisionError("secret detail")
 
     async with serving() as served:
-        monkeypatch.setattr(choices, "completion_logprobs", broken)
+        monkeypatch.setattr(openai_responses, "completion_logprobs", broken)
         with capture_logs() as logged:
             whole = await served.post("/v1/completions", prompt="x", logprobs=1)
             streamed = await served.post("/v1/completions", prompt="x", logprobs=1, stream=True)

@@ -15,7 +15,7 @@ from openai import AsyncOpenAI
 from clotho.config.schema import ServerSection
 from clotho.runtime.sampling_client import Sampler
 from clotho.serving.server import ApiServer
-from clotho.serving.services import GatewayServices, HealthReport, TrainingNumbers
+from clotho.serving.services import HealthReport, RunSnapshot, ServerContext
 from protocols.sampling import PromptLogprobs, Sampling
 from protocols.step import WeightsReady
 from tests.fakes import CharacterTokenizer, FakeEngine
@@ -24,13 +24,13 @@ CONTEXT = 512
 
 
 class Served:
-    """Everything that a test wants to touch. `weights`, `health` and `numbers` may be replaced while it runs."""
+    """Everything that a test wants to touch. `weights`, `health` and `snapshot` may be replaced while it runs."""
 
     def __init__(self, engine: FakeEngine, sampler: Sampler) -> None:
         self.engine, self.sampler = engine, sampler
         self.weights = WeightsReady(version=3, step=4, fingerprint="f3")
         self.health = HealthReport(status="ok", children={"learner": "running"}, progress_seconds=0.5)
-        self.numbers = TrainingNumbers()
+        self.snapshot = RunSnapshot()
         self.scored: list[tuple[tuple[int, ...], int]] = []
         self.url = ""
         self.gateway: ApiServer
@@ -56,9 +56,9 @@ class Served:
         return await self.http.post(route, json=fields)
 
 
-def services(served: Served, **settings: Any) -> GatewayServices:
+def server_context(served: Served, **settings: Any) -> ServerContext:
     """What the program would hand to the gateway; keyword arguments are keys of [server]."""
-    return GatewayServices(
+    return ServerContext(
         sampler=served.sampler,
         tokenizer=served.engine.tokenizer,
         settings=structs.replace(ServerSection(port=0), **settings),
@@ -66,7 +66,7 @@ def services(served: Served, **settings: Any) -> GatewayServices:
         prompt_logprobs=served.prompt_logprobs,
         weights=lambda: served.weights,
         health=lambda: served.health,
-        numbers=lambda: served.numbers,
+        snapshot=lambda: served.snapshot,
         context_length=CONTEXT,
         vocab_size=CharacterTokenizer.vocab_size,
     )
@@ -78,7 +78,7 @@ async def serving(*, grace_seconds: float = 1.0, **settings: Any) -> AsyncIterat
     engine = FakeEngine()
     engine.version = 3
     served = Served(engine, Sampler(engine.submit_call, engine))
-    served.gateway = ApiServer(services(served, **settings), grace_seconds=grace_seconds)
+    served.gateway = ApiServer(server_context(served, **settings), grace_seconds=grace_seconds)
 
     async def run(*, task_status: TaskStatus[str]) -> None:
         with served.server:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.fakes import END, CharacterTokenizer
-from tests.serving.serving import serving
+from tests.serving.running_server import serving
 
 ASKED = {
     "repetition_penalty": 1.0, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "max_tokens": 1024,

@@ -1,0 +1,264 @@
+"""Invalid requests to the OpenAI endpoints are rejected, and the server continues to serve."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from protocols.errors import RequestError
+from tests.fakes import CharacterTokenizer
+from tests.serving.running_server import CONTEXT, Served, serving
+
+VOCABULARY = CharacterTokenizer.vocab_size
+TEXT = "/v1/completions"
+CHAT = "/v1/chat/completions"
+HELLO = [{"role": "user", "content": "hello"}]
+
+BAD_FIELDS: list[tuple[str, dict[str, Any]]] = [
+    ("prompt", {"prompt": ""}),
+    ("prompt", {"prompt": []}),
+    ("prompt", {"prompt": [""]}),
+    ("prompt", {"prompt": [[]]}),
+    ("prompt", {"prompt": None}),
+    ("prompt", {"prompt": {"prompt_token_ids": [1]}}),
+    ("prompt", {"prompt": [-1]}),
+    ("prompt", {"prompt": [10**9]}),
+    ("prompt", {"prompt": [2**70]}),
+    ("prompt", {"prompt": [1.5]}),
+    ("prompt", {"prompt": [1, "a"]}),
+    ("prompt", {"prompt": [[1], 2]}),
+    ("prompt", {"prompt": [["a"]]}),
+    ("prompt", {"prompt": "x" * CONTEXT}),
+    ("prompt", {"prompt": ["x"] * 100}),
+    ("stop", {"stop": 5}),
+    ("stop", {"stop": ["x"] * 10_000}),
+    ("stop", {"stop": ["x" * 10_000]}),
+    ("stop", {"stop": [5]}),
+    ("seed", {"seed": 2**70}),
+    ("seed", {"seed": -1}),
+    ("seed", {"seed": "x"}),
+    ("logit_bias", {"logit_bias": {str(VOCABULARY): 5}}),
+    ("logit_bias", {"logit_bias": {"99999999": 5}}),
+    ("logit_bias", {"logit_bias": {"-1": 5}}),
+    ("logit_bias", {"logit_bias": {"a": 5}}),
+    ("logit_bias", {"logit_bias": {"1": 101}}),
+    ("logit_bias", {"logit_bias": [1, 2]}),
+    ("stop_token_ids", {"stop_token_ids": [VOCABULARY]}),
+    ("top_k", {"top_k": -1}),
+    ("top_k", {"top_k": 1.5}),
+    ("top_p", {"top_p": 1.01}),
+    ("top_p", {"top_p": 0}),
+    ("min_p", {"min_p": -0.1}),
+    ("repetition_penalty", {"repetition_penalty": 0}),
+    ("temperature", {"temperature": -1}),
+    ("temperature", {"temperature": 101}),
+    ("temperature", {"temperature": "hot"}),
+    ("temperature", {"temperature": True}),
+    ("max_tokens", {"max_tokens": 0}),
+    ("max_tokens", {"max_tokens": -1}),
+    ("max_tokens", {"max_tokens": 10**12}),
+    ("max_tokens", {"max_tokens": 1.5}),
+    ("max_tokens", {"max_tokens": CONTEXT}),
+    ("n", {"n": 0}),
+    ("n", {"n": 10**6}),
+    ("n", {"n": True}),
+    ("logprobs", {"logprobs": 21}),
+    ("logprobs", {"logprobs": True}),
+    ("stream", {"stream": "yes"}),
+    ("stream_options", {"stream_options": {"include_usage": True}}),
+    ("stream_options", {"stream": True, "stream_options": {"usage": True}}),
+    ("return_token_ids", {"return_token_ids": 1}),
+    ("adapters", {"adapters": "/etc"}),
+    ("echo", {"echo": True}),
+    ("best_of", {"best_of": 4}),
+    ("suffix", {"suffix": "end"}),
+    ("presence_penalty", {"presence_penalty": 0.5}),
+    ("frequency_penalty", {"frequency_penalty": -1}),
+    ("min_tokens", {"min_tokens": 3}),
+    ("prompt_logprobs", {"prompt_logprobs": 0}),
+]
+
+BAD_CHATS: list[tuple[str, dict[str, Any]]] = [
+    ("messages", {"messages": []}),
+    ("messages", {"messages": None}),
+    ("messages", {"messages": [{"role": "user", "content": 123}]}),
+    ("messages", {"messages": [{"role": "user"}]}),
+    ("messages", {"messages": [{"role": "pirate", "content": "a"}]}),
+    ("messages", {"messages": [{"role": "assistant", "content": "a", "tool_calls": []}]}),
+    (
+        "messages",
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://169.254.169.254"}}]}
+            ]
+        },
+    ),
+    ("messages", {"messages": [{"role": "user", "content": "x" * CONTEXT}]}),
+    ("tools", {"tools": [{"type": "function"}]}),
+    ("tool_choice", {"tool_choice": "required"}),
+    ("response_format", {"response_format": {"type": "json_object"}}),
+    ("top_logprobs", {"top_logprobs": 2}),
+    ("top_logprobs", {"logprobs": True, "top_logprobs": 21}),
+    ("logprobs", {"logprobs": 3}),
+    ("max_completion_tokens", {"max_completion_tokens": 0}),
+    ("max_tokens", {"max_completion_tokens": 3, "max_tokens": 4}),
+    ("continue_final_message", {"continue_final_message": True}),
+    ("chat_template", {"chat_template": "{{ 1 }}"}),
+]
+
+BAD_BODIES: list[bytes] = [
+    b"",
+    b"{",
+    b'{"prompt": "a"} x',
+    b"\xff\xfe",
+    b'{"prompt": "\xff"}',
+    b'{"prompt": "\\ud800"}',
+    b'{"prompt": "a", "temperature": NaN}',
+    b'{"prompt": "a", "temperature": Infinity}',
+    b'{"prompt": "a", "logit_bias": {"1": -Infinity}}',
+    b'{"prompt": "a", "temperature": 1e999}',
+    b'{"prompt": "a", "seed": ' + b"1" * 5000 + b"}",
+    b"[" * 100_000,
+    b'{"prompt": ' * 100_000,
+    b'["prompt"]',
+    b'"prompt"',
+    b"null",
+    b'{"prompt": "a", "prompt": "b"}',
+    b'{"prompt": "a", "logit_bias": {"1": 1, "1": 2}}',
+    b"{}",
+]
+
+
+def assert_rejected(answer: httpx.Response, param: str | None) -> None:
+    """Check the status and every field of the error."""
+    assert answer.status_code == 400, answer.text
+    assert answer.json().keys() == {"error"}
+    error = answer.json()["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert error["type"] == "invalid_request_error"
+    assert param is None or error["param"] == param
+    assert "\n" not in error["message"]
+    assert len(error["message"]) < 500
+
+
+async def assert_still_serving(served: Served) -> None:
+    """Check that a valid request succeeds and that no invalid request reached the engine."""
+    assert (await served.post(TEXT, prompt="good", max_tokens=2)).status_code == 200
+    await served.engine.until(lambda: served.engine.running == 0)
+    assert len(served.engine.asked) == 1
+
+
+async def test_an_invalid_completion_request_is_rejected_with_the_name_of_the_field() -> None:
+    """Wrong type, out of range, unknown, unsupported."""
+    async with serving() as served:
+        for param, fields in BAD_FIELDS:
+            assert_rejected(await served.post(TEXT, **({"model": "policy", "prompt": "good"} | fields)), param)
+        await assert_still_serving(served)
+
+
+async def test_an_invalid_chat_request_is_rejected_with_the_name_of_the_field() -> None:
+    """The server never opens the URL of an image."""
+    async with serving() as served:
+        for param, fields in BAD_CHATS:
+            assert_rejected(await served.post(CHAT, **({"model": "policy", "messages": HELLO} | fields)), param)
+        await assert_still_serving(served)
+
+
+@pytest.mark.parametrize("route", [TEXT, CHAT])
+async def test_a_body_that_is_not_a_strict_json_object_is_rejected(route: str) -> None:
+    """Truncated, not UTF-8, not finite, nested too deeply, not an object, duplicate field, missing field."""
+    async with serving() as served:
+        for body in BAD_BODIES:
+            assert_rejected(await served.http.post(route, content=body), None)
+        await assert_still_serving(served)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"prompt": ""}, "prompt: must not be empty"),
+        ({"prompt": [10**9]}, f"prompt: token 1000000000 is not in the vocabulary of {VOCABULARY} tokens"),
+        ({"prompt": "x" * CONTEXT}, f"prompt: {CONTEXT} tokens fill the context of {CONTEXT} tokens"),
+        (
+            {"max_tokens": CONTEXT},
+            f"max_tokens: {CONTEXT} tokens do not fit: the prompt uses 4 of the context's {CONTEXT} tokens",
+        ),
+        ({"n": 65}, "n: 65 exceeds this server's limit of 64 completions per request"),
+        ({"temperature": -1}, "temperature: Expected `float` >= 0.0"),
+        ({"stop": 5}, "stop: Expected `str | array | null`, got `int`"),
+        ({"echo": True}, "echo: not supported by this server"),
+        ({"stream_options": {"include_usage": True}}, "stream_options: requires stream: true"),
+    ],
+)
+async def test_error_messages_name_the_field_the_value_and_the_limit(fields: dict[str, Any], message: str) -> None:
+    """One message of each family."""
+    async with serving() as served:
+        answer = await served.post(TEXT, **({"prompt": "good"} | fields))
+        assert answer.json()["error"]["message"] == message
+
+
+async def test_values_without_effect_are_accepted() -> None:
+    """Clients send defaults and nulls."""
+    nothing = {
+        "user": "u", "metadata": {"a": "b"}, "store": False, "tools": [], "tool_choice": "none", "top_p": None,
+        "response_format": {"type": "text"}, "presence_penalty": 0, "frequency_penalty": 0.0, "stop": None,
+        "seed": None, "logit_bias": None, "stream": False, "stream_options": None, "top_k": 0,
+        "parallel_tool_calls": True, "reasoning": {"enabled": True, "effort": "high"},
+    }  # fmt: skip
+    async with serving() as served:
+        assert (await served.post(CHAT, messages=HELLO, **nothing)).status_code == 200
+
+
+async def test_text_parts_are_joined_and_developer_messages_are_system_messages() -> None:
+    """`developer` is OpenAI's newer name of the role `system`."""
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    async with serving() as served:
+        await served.post(
+            CHAT, messages=[{"role": "developer", "content": "s"}, {"role": "user", "content": parts}], max_tokens=1
+        )
+        plain = [{"role": "system", "content": "s"}, {"role": "user", "content": "ab"}]
+        assert served.engine.asked[0].prompt == CharacterTokenizer().render_chat(plain)
+
+
+@pytest.mark.parametrize("name", ["other", "../../etc", "/etc", "http://x", "~", "a\x00b", "x" * 1_000_000, ""])
+async def test_an_unknown_model_is_a_404(name: str) -> None:
+    """The error contains the field and at most 200 characters of the name."""
+    async with serving() as served:
+        answer = await served.post(TEXT, model=name, prompt="x")
+        assert answer.status_code == 404
+        error = answer.json()["error"]
+        assert (error["param"], error["code"]) == ("model", "model_not_found")
+        assert len(error["message"]) < 300
+
+
+async def test_an_exception_of_the_chat_template_is_a_400() -> None:
+    """The client receives the message of the exception."""
+    async with serving() as served:
+
+        def strict_template(*_: object, **__: object) -> tuple[int, ...]:
+            raise ValueError("conversation roles must alternate")
+
+        served.engine.tokenizer.render_chat = strict_template  # type: ignore[method-assign]
+        answer = await served.post(CHAT, messages=HELLO)
+        assert_rejected(answer, "messages")
+        assert "must alternate" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_request_that_the_engine_rejects_is_a_400_also_for_a_stream(stream: bool) -> None:
+    """A stream that cannot start is an error response, not an empty stream."""
+    async with serving() as served:
+        served.engine.refusal = RequestError("the cache is too small for this", param="max_tokens")
+        assert_rejected(await served.post(TEXT, prompt="x", stream=stream), "max_tokens")
+
+
+async def test_errors_of_unknown_paths_and_methods_have_the_same_format() -> None:
+    """404 and 405 responses are JSON."""
+    async with serving() as served:
+        for method, path, status in (("GET", "/nowhere", 404), ("GET", TEXT, 405), ("DELETE", "/health", 405)):
+            answer = await served.http.request(method, path)
+            assert answer.status_code == status
+            assert json.loads(answer.content)["error"]["type"] == "invalid_request_error"
