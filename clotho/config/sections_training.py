@@ -125,9 +125,9 @@ class OptimizerKeys(PenaltyKeys, frozen=True, kw_only=True, forbid_unknown_field
         tenth of adamw's, sgd far more.
     learning_rate: the highest, after warm-up.
     lora_plus: the adapter's B learns at so many times the rate of A (LoRA+); 1 = the same.
-    schedule: after warm-up; `cosine` and `linear` fall to `min_learning_rate` at the last step.
+    schedule: after warm-up; `cosine` and `linear` fall towards `min_learning_rate`, reached one step after the last.
     warmup_steps: linear rise from nothing to `learning_rate`.
-    min_learning_rate: where `cosine` and `linear` end.
+    min_learning_rate: where `cosine` and `linear` end, one step after the last.
     beta1, beta2: decay of the averages of gradient and squared gradient (adamw, and muon for what is no hidden matrix);
         lion steps by the first and averages by the second.
     epsilon: added to the root of the averaged square (adamw, and muon for what is no hidden matrix).

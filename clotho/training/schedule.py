@@ -1,4 +1,4 @@
-"""Learning rate as a pure function of the step."""
+"""Learning-rate schedules: the learning rate as a function of the step alone."""
 
 from __future__ import annotations
 
@@ -10,37 +10,35 @@ from clotho.config.schema import LearnerSection
 
 
 def constant(progress: float) -> float:
-    """Stay at the full rate: 1 for every progress in [0, 1]."""
+    """Return 1 for every progress in [0, 1]."""
     return 1.0
 
 
 def linear(progress: float) -> float:
-    """Fall in a straight line: 1 at progress 0, 0 at progress 1."""
+    """Return 1 - progress."""
     return 1.0 - progress
 
 
 def cosine(progress: float) -> float:
-    """Fall along half a cosine (SGDR, arXiv:1608.03983, equation 5, without restarts): 1 at progress 0, 0 at 1."""
+    """Return half a cosine from 1 to 0: SGDR (arXiv:1608.03983), equation 5, without restarts."""
     return 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
 SCHEDULES: Mapping[str, Callable[[float], float]] = MappingProxyType(
     {"constant": constant, "linear": linear, "cosine": cosine}
 )
-"""`learner.schedule` -> share of the way from the minimum to the full rate, by progress after the warm-up."""
+"""`learner.schedule` -> decay(progress): 1 at progress 0 is the full rate, 0 is the minimum."""
 
 
 def learning_rate(step: int, *, steps: int, settings: LearnerSection) -> float:
-    """Rate of update `step` (from 0) of `steps`.
+    """Return the learning rate of update `step` (from 0) of `steps`; positive for each of these updates.
 
-    Warm-up: rate (step + 1) / warmup_steps. Then from the full rate to the minimum, reached at step = steps - 1 and
-    kept beyond. A schedule that has only its last step left after the warm-up takes that step at the full rate.
+    Warmup: rate * (step + 1) / warmup_steps. Then decay with progress (step - warmup_steps) / (steps - warmup_steps),
+    as in Transformers' `get_cosine_schedule_with_warmup`: the first update after the warmup has the full rate, and the
+    minimum is reached one step after the last update. Beyond `steps` (a run resumed with fewer steps) it stays there.
     """
     if step < settings.warmup_steps:
         return settings.learning_rate * (step + 1) / settings.warmup_steps
-    span = steps - 1 - settings.warmup_steps
-    progress = min(1.0, (step - settings.warmup_steps) / span) if span > 0 else 0.0
-    if span <= 0 and step > settings.warmup_steps:
-        progress = 1.0
+    progress = (step - settings.warmup_steps) / (steps - settings.warmup_steps) if step < steps else 1.0
     share = SCHEDULES[settings.schedule](progress)
     return settings.min_learning_rate + (settings.learning_rate - settings.min_learning_rate) * share

@@ -259,10 +259,10 @@ def on_policy(policy: Policy, groups: list[ScoredGroup]) -> list[ScoredGroup]:
 
 
 def test_the_step_places_an_update_in_the_schedule() -> None:
-    """Batches that taught nothing count too where the caller says so: the last step has the smallest rate."""
+    """The caller counts batches without an update too; by default the learner counts its own updates."""
     one = learner(BigramPolicy(), steps=5, schedule="linear", min_learning_rate=1e-3)
-    assert finish(one.update(random_groups(5), step=4)).metrics.learning_rate == pytest.approx(1e-3)
-    assert finish(one.update(random_groups(5))).metrics.learning_rate == pytest.approx(1e-2 - 9e-3 / 4)
+    assert finish(one.update(random_groups(5), step=4)).metrics.learning_rate == pytest.approx(1e-2 - 9e-3 * 4 / 5)
+    assert finish(one.update(random_groups(5))).metrics.learning_rate == pytest.approx(1e-2 - 9e-3 / 5)
 
 
 def test_the_policy_learns_to_say_what_is_rewarded() -> None:
