@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -28,7 +28,7 @@ from protocols.checkpoint import AdapterConfig
 from protocols.errors import ModelError
 from protocols.summary import PolicyDescription
 
-__all__ = ["Parameters", "Policy", "load_policy"]
+__all__ = ["Parameters", "Policy", "TrainablePolicy", "load_policy"]
 
 
 def load_policy(model: ModelSection, policy: PolicySection, *, seed: int, keep_reference: bool) -> Policy:
@@ -50,6 +50,30 @@ def load_policy(model: ModelSection, policy: PolicySection, *, seed: int, keep_r
         base_path=model.path,
         directory=directory,
     )
+
+
+class TrainablePolicy(Protocol):
+    """The part of `Policy` that scoring and training use."""
+
+    model: nn.Module
+    version: int
+    fingerprint: str
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of logits."""
+
+    def trainable(self) -> Parameters:
+        """Return the tree of the served trainable parameters."""
+
+    def using(self, parameters: Parameters) -> AbstractContextManager[None]:
+        """Compute with these parameters inside the context; contexts nest."""
+
+    def reference(self) -> AbstractContextManager[None]:
+        """Compute as the initial policy inside the context."""
+
+    def training_mode(self) -> AbstractContextManager[None]:
+        """Prepare the model for gradients inside the context."""
 
 
 class Policy:

@@ -9,9 +9,9 @@ import mlx.core as mx
 import numpy as np
 from msgspec import Struct
 
+from clotho.models.policy import TrainablePolicy
 from clotho.scoring.head_scores import SamplingDistribution, token_scores
 from clotho.scoring.teacher_forcing import TeacherForcing
-from clotho.training.gradient import LearnablePolicy
 
 ROWS = 2
 """Sequences decoded side by side: one alone can take another matrix kernel than a batch."""
@@ -33,7 +33,7 @@ class Decoder(Protocol):
 
 
 def probe(
-    policy: LearnablePolicy,
+    policy: TrainablePolicy,
     decoder: Decoder,
     prompt_tokens: Sequence[int],
     completion_tokens: Sequence[int],

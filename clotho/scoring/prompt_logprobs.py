@@ -11,9 +11,9 @@ from mlx_lm.models.cache import make_prompt_cache
 from numpy.typing import NDArray
 
 from clotho.inference.cache_layout import serving
+from clotho.models.policy import TrainablePolicy
 from clotho.scoring.head_scores import rows_at_once
 from clotho.scoring.token_scores import SampledTokens, SamplingDistribution, scoring
-from clotho.training.gradient import LearnablePolicy
 from protocols.errors import GenerationError
 from protocols.sampling import PromptLogprobs
 
@@ -22,7 +22,7 @@ Alternatives = tuple[tuple[int, float], ...]
 
 
 def prompt_logprobs(
-    policy: LearnablePolicy,
+    policy: TrainablePolicy,
     tokens: Sequence[int],
     *,
     top: int,

@@ -2,44 +2,19 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import mlx.core as mx
-import mlx.nn as nn
 
 from clotho.config.schema import LearnerSection
 from clotho.models.parameters import Parameters, flat, nested
+from clotho.models.policy import TrainablePolicy
 from clotho.scoring.sequences import MicroBatch
 from clotho.scoring.teacher_forcing import TeacherForcing
 from clotho.scoring.token_scores import SamplingDistribution, TokenScores
 from clotho.training.objectives.contract import Objective
 from clotho.training.objectives.importance_correction import interpolated_proximal
 from clotho.training.objectives.loss import LossCoefficients, LossInputs, TokenSums, policy_loss
-
-
-class LearnablePolicy(Protocol):
-    """What the learner needs of `clotho.models.policy.Policy`."""
-
-    model: nn.Module
-    version: int
-    fingerprint: str
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of logits."""
-
-    def trainable(self) -> Parameters:
-        """Tree of the served parameters."""
-
-    def using(self, parameters: Parameters) -> AbstractContextManager[None]:
-        """Compute with these parameters inside; nests."""
-
-    def reference(self) -> AbstractContextManager[None]:
-        """Compute as the reference policy inside."""
-
-    def training_mode(self) -> AbstractContextManager[None]:
-        """Make the model ready for gradients inside."""
 
 
 class LossSettings(NamedTuple):
@@ -83,7 +58,7 @@ class Gradient(NamedTuple):
 
 
 def micro_gradient(
-    policy: LearnablePolicy,
+    policy: TrainablePolicy,
     forcing: TeacherForcing,
     parameters: Parameters,
     micro: MicroBatch,

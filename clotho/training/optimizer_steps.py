@@ -14,9 +14,10 @@ import numpy as np
 
 from clotho.config.schema import LearnerSection
 from clotho.models.parameters import Parameters, flat, nested
+from clotho.models.policy import TrainablePolicy
 from clotho.scoring.teacher_forcing import TeacherForcing
 from clotho.training.batch import MiniBatch
-from clotho.training.gradient import Gradient, LearnablePolicy, LossSettings, Moment, add, micro_gradient
+from clotho.training.gradient import Gradient, LossSettings, Moment, add, micro_gradient
 from clotho.training.objectives.loss import LossCoefficients, TokenSums
 from clotho.training.optimizers import OptimizerState, apply_step, clip_scale, global_norm
 from clotho.training.prepare import PreparedBatch
@@ -87,7 +88,7 @@ def optimize(
     batch: PreparedBatch,
     start: OptimizerProgress,
     *,
-    policy: LearnablePolicy,
+    policy: TrainablePolicy,
     forcing: TeacherForcing,
     rules: LossSettings,
     version: int,

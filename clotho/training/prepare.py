@@ -12,9 +12,10 @@ from numpy.typing import NDArray
 
 from clotho.config.schema import LearnerSection
 from clotho.models.parameters import Parameters
+from clotho.models.policy import TrainablePolicy
 from clotho.scoring.teacher_forcing import TeacherForcing
 from clotho.training.batch import MiniBatch, TokenAdvantages, compute_advantages, given_reference, mini_batches
-from clotho.training.gradient import LearnablePolicy, LossSettings, ReferenceLogprobs, reference_scores
+from clotho.training.gradient import LossSettings, ReferenceLogprobs, reference_scores
 from clotho.training.objectives.kl import ESTIMATORS
 from clotho.training.reference_policy import ReferencePolicy
 from protocols.rollout import ScoredGroup
@@ -42,7 +43,7 @@ class PreparedBatch(NamedTuple):
 def prepare(
     groups: Sequence[ScoredGroup],
     *,
-    policy: LearnablePolicy,
+    policy: TrainablePolicy,
     forcing: TeacherForcing,
     parameters: Parameters,
     reference: ReferencePolicy,

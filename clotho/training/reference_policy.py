@@ -12,8 +12,8 @@ import mlx.core as mx
 
 from clotho.config.schema import LearnerSection
 from clotho.models.parameters import Arrays, Parameters, flat, nested
+from clotho.models.policy import TrainablePolicy
 from clotho.training.batch import given_reference
-from clotho.training.gradient import LearnablePolicy
 
 
 def averaged(reference: Arrays, policy: Arrays, keep: float) -> Arrays:
@@ -45,7 +45,7 @@ class ReferencePolicy:
     needed: whether log-probabilities under it are computed here.
     """
 
-    def __init__(self, policy: LearnablePolicy, settings: LearnerSection) -> None:
+    def __init__(self, policy: TrainablePolicy, settings: LearnerSection) -> None:
         self._policy, self._settings = policy, settings
         self.needed = settings.kl_beta > 0 and not given_reference(settings)
         self._types = {name: array.dtype for name, array in flat(policy.trainable()).items()}

@@ -12,11 +12,12 @@ from msgspec.structs import replace
 from clotho.config.schema import LearnerSection, SamplingSection
 from clotho.models.machine import random_state, restore_random_state
 from clotho.models.parameters import Arrays, Parameters, fingerprint, flat
+from clotho.models.policy import TrainablePolicy
 from clotho.scoring.teacher_forcing import TeacherForcing
 from clotho.scoring.token_scores import SamplingDistribution
 from clotho.training.adapter_check import AdapterWatch
 from clotho.training.batch import TokenAdvantages
-from clotho.training.gradient import LearnablePolicy, LossSettings
+from clotho.training.gradient import LossSettings
 from clotho.training.objectives.controllers import initial_loss_coefficients, next_loss_coefficients
 from clotho.training.objectives.registry import objective
 from clotho.training.optimizer_steps import OptimizerProgress, Tally, optimize
@@ -65,7 +66,7 @@ class PolicyLearner:
 
     def __init__(
         self,
-        policy: LearnablePolicy,
+        policy: TrainablePolicy,
         learner: LearnerSection,
         sampling: SamplingSection,
         *,

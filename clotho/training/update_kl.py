@@ -10,12 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from clotho.models.parameters import Parameters
+from clotho.models.policy import TrainablePolicy
 from clotho.scoring.layouts.micro_batches import build_micro_batches
 from clotho.scoring.sequences import TrainingSequence, drawn_T, scored_only
 from clotho.scoring.teacher_forcing import TeacherForcing
 from clotho.scoring.token_scores import SamplingDistribution
 from clotho.training.batch import MiniBatch, temperature_of
-from clotho.training.gradient import LearnablePolicy, reference_scores
+from clotho.training.gradient import reference_scores
 from clotho.training.objectives.kl import MAX_LOG_RATIO
 from protocols.rollout import ScoredGroup
 
@@ -33,7 +34,7 @@ def update_kl(
     mini: MiniBatch,
     before: Sequence[mx.array],
     *,
-    policy: LearnablePolicy,
+    policy: TrainablePolicy,
     forcing: TeacherForcing,
     after: Parameters,
     distribution: SamplingDistribution,

@@ -15,10 +15,10 @@ from msgspec import convert
 
 from clotho.config.schema import LearnerSection, PolicySection, SamplingSection
 from clotho.models.parameters import Parameters, flat
-from clotho.models.policy import Policy
+from clotho.models.policy import Policy, TrainablePolicy
 from clotho.scoring.teacher_forcing import TeacherForcing
 from clotho.scoring.token_scores import SamplingDistribution
-from clotho.training.gradient import LearnablePolicy, LossSettings, Moment, micro_gradient
+from clotho.training.gradient import LossSettings, Moment, micro_gradient
 from clotho.training.objectives.controllers import initial_loss_coefficients
 from clotho.training.objectives.loss import TokenSums
 from clotho.training.objectives.registry import objective
@@ -116,7 +116,7 @@ def tiny_policy(*, tied: bool = True, **section: Any) -> Policy:
 
 
 def learner(
-    policy: LearnablePolicy, *, steps: int = 10, good_window: int = 0, watched: bool = False, **keys: Any
+    policy: TrainablePolicy, *, steps: int = 10, good_window: int = 0, watched: bool = False, **keys: Any
 ) -> PolicyLearner:
     """A learner with a rate of 1e-2 that stays, and all else by default."""
     settings = convert({"learning_rate": 1e-2, "schedule": "constant", **keys}, LearnerSection)
@@ -175,7 +175,7 @@ def random_groups(vocab_size: int, *, groups: int = 3, size: int = 4, seed: int 
 
 
 def whole_gradient(
-    policy: LearnablePolicy,
+    policy: TrainablePolicy,
     groups: Sequence[ScoredGroup],
     settings: LearnerSection,
     *,

@@ -12,10 +12,11 @@ from msgspec import convert
 
 from clotho.config.schema import LearnerSection
 from clotho.models.parameters import flat, nested
+from clotho.models.policy import TrainablePolicy
 from clotho.scoring.head_scores import SamplingDistribution
 from clotho.scoring.sequences import MicroBatch
 from clotho.scoring.teacher_forcing import TeacherForcing
-from clotho.training.gradient import Gradient, LearnablePolicy, LossSettings, Moment, ReferenceLogprobs, micro_gradient
+from clotho.training.gradient import Gradient, LossSettings, Moment, ReferenceLogprobs, micro_gradient
 from clotho.training.objectives.contract import PolicyLoss, Tokens
 from clotho.training.objectives.controllers import initial_loss_coefficients
 from clotho.training.objectives.loss import TokenSums
@@ -27,7 +28,7 @@ from tests.training.learning import BigramPolicy, finish, random_groups, same_bi
 
 
 def gradients(
-    policy: LearnablePolicy, groups: list[ScoredGroup], *, budget: int = 10_000, **keys: Any
+    policy: TrainablePolicy, groups: list[ScoredGroup], *, budget: int = 10_000, **keys: Any
 ) -> list[Gradient]:
     """Gradients of every micro-batch of a batch, at the served parameters."""
     plain = {"loss_aggregation": "token_mean", "clip_high": 0.28, "layout": "padded", "micro_batch_tokens": budget}
@@ -41,7 +42,7 @@ def gradients(
 
 
 def prepared(
-    policy: LearnablePolicy, groups: list[ScoredGroup], rules: LossSettings
+    policy: TrainablePolicy, groups: list[ScoredGroup], rules: LossSettings
 ) -> list[tuple[MicroBatch, ReferenceLogprobs]]:
     """The micro-batches of a batch, with what is known of each before its gradient."""
     job = prepare(
