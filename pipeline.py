@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import sys
 
-from clotho.run.cli import main
+from clotho.run.cli import prepare_or_exit
 
-if __name__ == "__main__":  # before the imports below, which take a second: the command line imports them when it must
-    sys.exit(main())
+if __name__ == "__main__":  # before the imports below, which take a second
+    prepared = prepare_or_exit(sys.argv[1:])
 
 import gc
 import socket
@@ -148,6 +148,8 @@ async def train(profile: Profile, directory: RunDirectory, console: Console) -> 
         ends.enter_context(journal(directory.log, console))
         for warning in parts.warnings:
             log.warning(warning)
+        if parts.resumed_from is not None:
+            log.info("run_resumed", step=parts.resumed_from)
         session = RunContext(parts, console, blas=BLAS, listener=listener)
         servers, environments = atropos(parts, session)
         supervisor = Supervisor(
@@ -162,3 +164,7 @@ async def train(profile: Profile, directory: RunDirectory, console: Console) -> 
             ending = await supervisor.run()
         print_summary(console, session.summary(complete=ending is not Ending.STOPPED))
         return signals.exit_status
+
+
+if __name__ == "__main__":
+    sys.exit(prepared.start(train))

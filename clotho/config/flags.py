@@ -1,54 +1,68 @@
-"""The command line: one flag for every key of a profile, made from the structs, and short names for some.
-
-`--help`: every flag, by section, with what it takes, its default and what it means.
-"""
+"""The command line: one flag for every key of a profile, read from its structs, and the help of the flags."""
 
 from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from textwrap import fill
 from typing import Any, Literal
 
 import msgspec
 from msgspec import Struct
 
-from clotho.config.flag_aliases import ALIASES, CONSTANTS, ELSEWHERE
-from clotho.config.keys import REQUIRED, Key, Kind, Section, flag_key, sections, settable
+from clotho.config.keys import REQUIRED, Key, Kind, Section, choices, flag_key, sections, settable, types_of
 from clotho.config.load import finite, shown
-from clotho.config.nearest import nearest_flag
+from clotho.config.nearest import did_you_mean, nearest
+from clotho.config.other_trainers import accepted, advice
 from protocols.errors import ProfileError
 
 DEFAULT_PROFILE = "local-m3"
 
 Switch = Literal["resume", "clean", "dry_run"]
 SWITCHES: dict[Switch, str] = {
-    "resume": "continue the run in the run directory from its last complete checkpoint",
-    "clean": "delete what an earlier run left in the run directory",
-    "dry_run": "print the resolved profile and a memory estimate, and exit",
+    "resume": "Continue the run in the run directory from its last complete checkpoint.",
+    "clean": "Delete the earlier run in the run directory.",
+    "dry_run": "Print the resolved profile and a memory estimate, and exit.",
 }
+
+SHORT = {"model": "model.path", "dataset": "data.train"}
+"""Flags with a shorter name than their key."""
+
+COMMON = (
+    "model.path", "data.train", "steps", "seed", "run_dir", "async", "rewards", "learner.objective",
+    "learner.learning_rate", "learner.batch_size", "sampling.group_size", "sampling.max_tokens", "policy.rank",
+    "checkpoint.interval", "eval.interval", "server.port",
+)  # fmt: skip
+"""The keys that `--help` shows, beside the profile and the switches."""
+
+HELP_FLAGS = ("-h", "--help", "--help-all")
+ALL = "all"
 
 
 class Arguments(Struct, frozen=True, kw_only=True):
-    """What the command line asks for. overrides: by key path, as `load_profile` takes them."""
+    """A parsed command line.
+
+    overrides: settings by key path, as `load_profile` takes them.
+    help: None, `` for the common flags, `all`, or the path of a table or a key.
+    """
 
     profile: str = DEFAULT_PROFILE
     overrides: dict[str, Any] = {}
     resume: bool = False
     clean: bool = False
     dry_run: bool = False
-    help: bool = False
+    help: str | None = None
 
 
 class Given(Struct, kw_only=True):
-    """What has been read so far: values by key path (or switch), and the flag each came from."""
+    """The flags that have been read: values by key path (or switch), and the flag that set each."""
 
     values: dict[str, Any] = {}
     flags: dict[str, str] = {}
 
     def put(self, path: str, value: Any, flag: str, *, adds: bool = False) -> None:
-        """Keep a value. Raises ProfileError where another flag said otherwise; lists add up."""
+        """Keep a value; adds: append to the list that is there. Raises ProfileError if two flags contradict."""
         if adds and path in self.values:
             value = [*self.values[path], *value]
         elif path in self.values and self.values[path] != value:
@@ -62,10 +76,11 @@ def parse_arguments(argv: Sequence[str]) -> Arguments:
     """Read the command line (without the program's name). `--flag value` and `--flag=value`; `-` and `_` are the same.
 
     Switches and booleans may stand alone; a list is repeated, or written as TOML or JSON. Raises ProfileError for a
-    flag that does not exist, a value that it does not take, or two flags that contradict each other.
+    flag that does not exist, a value that is not allowed, or two flags that contradict each other.
     """
-    if "--help" in argv or "-h" in argv:
-        return Arguments(help=True)
+    topic = _help_topic(argv)
+    if topic is not None:
+        return Arguments(help=topic)
     given = Given()
     rest = list(argv)
     while rest:
@@ -79,35 +94,45 @@ def parse_arguments(argv: Sequence[str]) -> Arguments:
     return Arguments(**own, overrides=values)
 
 
+def _help_topic(argv: Sequence[str]) -> str | None:
+    """The word after `--help`, if the command line asks for help."""
+    for place, word in enumerate(argv):
+        flag, _, topic = word.partition("=")
+        if flag in HELP_FLAGS:
+            following = argv[place + 1] if place + 1 < len(argv) and not argv[place + 1].startswith("-") else ""
+            return ALL if flag == "--help-all" else (topic or following).replace("-", "_")
+    return None
+
+
 def _read_flag(rest: list[str], given: Given) -> None:
     """Take one flag and its value off the front of `rest`."""
     word = rest.pop(0)
     if not word.startswith("--") or word == "--":
-        raise ProfileError(f"unexpected argument {word!r}: every setting is a flag, see --help")
+        raise ProfileError(_unexpected(word, given))
     flag, equals, attached = word.partition("=")
     name = flag[2:].replace("-", "_")
     value = attached if equals else None
-    constants = {constant.name.replace("-", "_"): constant for constant in CONSTANTS}
-    aliases = {alias.name.replace("-", "_"): alias for alias in ALIASES}
     if name in SWITCHES:
         given.put(name, _boolean(flag, value, rest), flag)
-    elif name == "profile":
+        return
+    if name == "profile":
         given.put(name, _text(flag, value, rest), flag)
-    elif name in constants:
-        constant = constants[name]
-        chosen = constant.when_true if _boolean(flag, value, rest) else constant.when_false
-        if chosen is None:
-            raise ProfileError(f"{flag} false says nothing: use --{next(iter(constant.when_true))}")
-        for path, setting in chosen.items():
-            given.put(path, setting, flag)
-    elif name in aliases:
-        for path, text in aliases[name].settings(_text(flag, value, rest)).items():
-            given.put(path, _converted(settable()[path], text, flag), flag)
-    elif key := flag_key(name):
-        setting = _boolean(flag, value, rest) if key.kind == "bool" else _converted(key, _text(flag, value, rest), flag)
-        given.put(key.path, setting, flag, adds=key.kind == "list")
-    else:
+        return
+    targets = _targets(name)
+    if not targets:
         raise ProfileError(_unknown(flag, name))
+    if targets[0].kind == "bool":
+        given.put(targets[0].path, _boolean(flag, value, rest), flag)
+        return
+    text = _text(flag, value, rest)
+    for key in targets:
+        given.put(key.path, _converted(key, text, flag), flag, adds=key.kind == "list")
+
+
+def _targets(name: str) -> list[Key]:
+    """The keys that a flag sets; empty if there is no such flag."""
+    key = flag_key(SHORT.get(name, name))
+    return [key] if key else [settable()[path] for path in accepted().get(name, ())]
 
 
 def _boolean(flag: str, value: str | None, rest: list[str]) -> bool:
@@ -127,7 +152,7 @@ def _text(flag: str, value: str | None, rest: list[str]) -> str:
 
 
 def _converted(key: Key, text: str, flag: str) -> Any:
-    """The value that a flag's text stands for. Raises ProfileError where it cannot."""
+    """The value of a flag's text. Raises ProfileError if the key cannot have it."""
     if key.optional and text == "none":
         return None
     try:
@@ -170,7 +195,7 @@ def _holds_none(value: Any) -> bool:
 
 
 def _check(key: Key, value: Any, flag: str) -> None:
-    """Refuse a value out of range here, where the flag's name is still known; tables are left to the profile."""
+    """Refuse a value out of range while the flag's name is known; tables are checked with the profile."""
     if value is None or key.item == "tables":
         return
     if not any(_converts(value, variant.annotation) for variant in key.variants):
@@ -187,65 +212,124 @@ def _converts(value: Any, annotation: Any) -> bool:
     return True
 
 
+def _unexpected(word: str, given: Given) -> str:
+    """The refusal of a word that is neither a flag nor the value of one."""
+    if hint := advice(word.partition("=")[0]):
+        return f"unexpected argument {word!r}: {hint}"
+    last = settable().get(next(reversed(given.values), ""))
+    if last is not None and last.kind == "list":
+        return f"unexpected argument {word!r}: repeat {last.flag} for every value of the list"
+    return f"unexpected argument {word!r}: every setting is a flag, see --help"
+
+
 def _unknown(flag: str, name: str) -> str:
-    if instead := ELSEWHERE.get(name.replace("_", "-")):
-        return f"unknown flag {flag}: {instead}"
-    guess = nearest_flag(name, ("profile", *SWITCHES, *(constant.name for constant in CONSTANTS)))
-    return f"unknown flag {flag}; " + (f"did you mean --{guess.replace('_', '-')}?" if guess else "see --help")
+    if hint := advice(name):
+        return f"unknown flag {flag}: {hint}"
+    candidates: dict[str, str] = {}
+    if "." not in name:
+        candidates |= {key.name: key.flag for key in settable().values() if key.name != "type"}
+    candidates |= {key.flag[2:]: key.flag for key in settable().values()}
+    candidates |= {other: f"--{other.replace('_', '-')}" for other in ("profile", *SWITCHES, *SHORT, *accepted())}
+    guess = nearest(name, candidates)
+    return f"unknown flag {flag}; " + (f"did you mean {candidates[guess]}?" if guess else "see --help")
 
 
+WIDTH = 110
 INDENT = " " * 6
-
-INTRODUCTION = (
-    "Train a language model by reinforcement learning and serve it. Every key of a profile is a flag. In brackets: "
-    "what holds where the profile says nothing; --dry-run shows what it says."
-)
+USAGE = "usage: python pipeline.py [--profile NAME|FILE.toml] [--KEY VALUE ...]"
 
 
-def help_text(width: int = 100) -> str:
-    """The whole schema of flags as plain text, no line longer than `width` where words allow."""
-    parts = [
-        "usage: python pipeline.py [--profile NAME|FILE.toml] [--KEY VALUE ...]",
-        fill(INTRODUCTION, width),
-        _entry("--profile", "a name or a .toml file", DEFAULT_PROFILE, "the settings to start from", width),
-        *(_entry(_flag(name), "a switch", "", text, width) for name, text in SWITCHES.items()),
-        *(_section(section, width) for section in sections()),
-        _short_names(width),
-    ]
-    return "\n\n".join(parts) + "\n"
+def help_text(topic: str = "", width: int = WIDTH) -> str:
+    """The common flags, every flag (`all`), or the flags of one table or key, as plain text.
+
+    Lines are no longer than `width` if words allow. Raises ProfileError if there is no such table or key.
+    """
+    if topic == "":
+        return _common_help(width)
+    found = [section for section in sections() if topic == ALL or f"{section.name}.".startswith(f"{topic}.")]
+    if found:
+        parts = [_section_help(section, width) for section in found]
+        if topic == ALL:
+            parts = [USAGE, "\n".join(_own_flags(width)), *parts]
+        return "\n\n".join(parts) + "\n"
+    if (key := flag_key(SHORT.get(topic, topic))) is not None:
+        return _key_help(key, width) + "\n"
+    raise ProfileError(f"--help {topic}: no section or key of this name{did_you_mean(topic, _topics())}; see --help")
 
 
 def default_in_words(key: Key) -> str:
-    """A key's default as `--help` and the manual show it."""
-    if key.default is REQUIRED:
+    """A key's default: one value, or one for each type that has another."""
+    for choice in reversed([choice for choice in choices() if choice in key.variants[0].types]):
+        by_type: dict[str, dict[str, None]] = {}
+        for variant in key.variants:
+            by_type.setdefault(variant.types[choice], {})[_in_words(variant.default)] = None
+        by_value: dict[str, list[str]] = {}
+        for name, values in by_type.items():
+            by_value.setdefault(" or ".join(values), []).append(name)
+        if len(by_value) > 1 and all(len(values) == 1 for values in by_type.values()):
+            first, *others = by_value.items()
+            return "; ".join([first[0], *(f"{value} for {', '.join(names)}" for value, names in others)])
+    return " or ".join(dict.fromkeys(_in_words(variant.default) for variant in key.variants))
+
+
+def availability(key: Key) -> str:
+    """The types that have a key, as a sentence; empty if all of them have it."""
+    parts = [
+        f"{choice.removesuffix('.type')} {', '.join(names)}"
+        for choice in choices()
+        if choice in key.variants[0].types and (names := types_of(key, choice))
+    ]
+    return f"Only with {' and '.join(parts)}." if parts else ""
+
+
+def _in_words(default: Any) -> str:
+    if default is REQUIRED:
         return "required"
-    return "none" if key.default is None else shown(key.default)
+    if isinstance(default, str) and default:
+        return default
+    return "none" if default is None else shown(default)
 
 
-def _section(section: Section, width: int) -> str:
+def _topics() -> list[str]:
+    return [section.name for section in sections() if section.name] + [key.flag[2:] for key in settable().values()]
+
+
+def _common_help(width: int) -> str:
+    tables = [section.name for section in sections() if section.name and "." not in section.name]
+    lines = [USAGE, *_own_flags(width, _first_sentence)]
+    lines += [_key_help(key, width, _first_sentence) for path in COMMON if (key := flag_key(path))]
+    more = f"--help-all shows every flag, --help SECTION the flags of one section: {', '.join(tables)}."
+    return "\n".join([*lines, fill(more, width)]) + "\n"
+
+
+def _own_flags(width: int, summary: Callable[[str], str] = str) -> Iterable[str]:
+    yield _entry("--profile", "a name or a .toml file", DEFAULT_PROFILE, "The settings to start from.", width)
+    for name, text in SWITCHES.items():
+        yield _entry("--" + name.replace("_", "-"), "a switch", "", summary(text), width)
+
+
+def _section_help(section: Section, width: int) -> str:
     name = f"[[{section.name}]]" if section.repeated else f"[{section.name}]" if section.name else "top of the file"
-    lines = [f"{name}  {section.title}"]
+    lines = [fill(f"{name}  {section.title}", width, subsequent_indent="  ")]
+    for kind, text in section.types.items():
+        lines.append(fill(f"{kind}: {text}", width, initial_indent="  ", subsequent_indent=INDENT))
     if section.repeated:
         lines.append(f"  --{section.name} '[{{{section.keys[0].name} = ...}}, ...]'   tables, as TOML or JSON, of:")
-    for key in section.keys:
-        flag = f"  {key.name}" if section.repeated else key.flag
-        lines.append(_entry(flag, key.allowed, default_in_words(key), key.help, width))
-    return "\n".join(lines)
+    return "\n".join([*lines, *(_key_help(key, width) for key in section.keys)])
+
+
+def _key_help(key: Key, width: int, summary: Callable[[str], str] = str) -> str:
+    flag = key.flag if key.path in settable() else f"  {key.name}"
+    short = next((f"--{name}" for name, path in SHORT.items() if path == key.path), flag)
+    text = " ".join(filter(None, (summary(key.help), availability(key))))
+    return _entry(short, key.allowed, default_in_words(key), text, width)
 
 
 def _entry(flag: str, allowed: str, default: str, text: str, width: int) -> str:
     head = f"  {flag}  {allowed}" + (f"  ({default})" if default else "")
+    head = fill(head, width, subsequent_indent=INDENT, break_on_hyphens=False, drop_whitespace=True)
     return f"{head}\n{fill(text, width, initial_indent=INDENT, subsequent_indent=INDENT)}"
 
 
-def _short_names(width: int) -> str:
-    lines = ["short names, and those of earlier trainers"]
-    for alias in ALIASES:
-        meaning = " and ".join(alias.keys) + (f" ({alias.note})" if alias.note else "")
-        lines.append(f"  --{alias.name}  {meaning}")
-    lines += [f"  --{constant.name}  {constant.note}" for constant in CONSTANTS]
-    return "\n".join(lines)
-
-
-def _flag(path: str) -> str:
-    return "--" + path.replace("_", "-")
+def _first_sentence(text: str) -> str:
+    return text.partition(". ")[0].removesuffix(".") + "."

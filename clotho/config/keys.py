@@ -17,6 +17,8 @@ import msgspec
 from msgspec import Meta, Struct
 from msgspec.structs import FieldInfo
 
+from clotho.config.nearest import CUTOFF, similarity
+from clotho.config.other_trainers import advice, by_name
 from clotho.config.schema import Profile
 
 Kind = Literal["bool", "int", "float", "text", "list", "tables"]
@@ -26,6 +28,9 @@ REQUIRED = msgspec.NODEFAULT
 
 TYPE = "type"
 """The tag field of every union."""
+
+HANDICAP = 0.05
+"""By how much a key of another table must be more similar to be suggested."""
 
 UNIONS = (types.UnionType, Union)
 
@@ -173,6 +178,26 @@ def why_unavailable(path: str, values: Mapping[str, Any]) -> str | None:
 def names(paths: Iterable[str]) -> str:
     """Paths as a message lists them."""
     return ", ".join(sorted(paths))
+
+
+def nearest_key(path: str) -> str:
+    """What to write instead of the unknown key or table `path`.
+
+    A name of another trainer has its counterpart. Otherwise a key of the same table is preferred to a more similar one.
+    """
+    table, _, name = path.rpartition(".")
+    if row := by_name().get(path) or by_name().get(name):
+        return f"did you mean {' and '.join(row.keys)}?" if row.keys else advice(path) or advice(name) or ""
+    same = {key.path: key.name for key in keys().values() if key.path.rpartition(".")[0] == table}
+    elsewhere = [(key.path, key.name) for key in keys().values()]
+    elsewhere += [(section.name, section.name.rpartition(".")[2]) for section in sections() if section.name]
+    ranked = [(similarity(name, candidate), key) for key, candidate in same.items()]
+    ranked += [(similarity(name, candidate) - HANDICAP, key) for key, candidate in elsewhere]
+    best, key = max(ranked)
+    if best >= CUTOFF:
+        return f"did you mean {key}?"
+    tables = names(section.name for section in sections() if section.name and "." not in section.name)
+    return f"there are: {names(same)}" if same else f"sections: {tables}"
 
 
 def in_words(annotation: Any) -> str:

@@ -10,8 +10,8 @@ from typing import Any
 
 from msgspec import Struct
 
-from clotho.config.keys import keys, names, sections
-from clotho.config.nearest import nearest, nearest_key
+from clotho.config.keys import keys, names, nearest_key, sections
+from clotho.config.nearest import nearest
 from protocols.errors import ProfileError
 
 PROFILES = Path(__file__).resolve().parents[2] / "profiles"

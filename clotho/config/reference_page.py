@@ -1,4 +1,4 @@
-"""docs/configuration.md, made from the structs: `python -m clotho.config.reference_page` writes it."""
+"""Generates docs/configuration.md from the profile's structs: `python -m clotho.config.reference_page`."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from clotho.config.dependencies import DEPENDENCES
-from clotho.config.flag_aliases import ALIASES, CONSTANTS, ELSEWHERE
-from clotho.config.flags import default_in_words
-from clotho.config.keys import Section, sections
+from clotho.config.flags import SHORT, availability, default_in_words
+from clotho.config.keys import Key, Section, sections
 from clotho.config.load import shown
+from clotho.config.other_trainers import COUNTERPARTS, SYSTEMS, accepted
 from clotho.config.presets import CORRECTIONS, OBJECTIVES
 from clotho.config.rules import RULES
 
@@ -20,7 +20,7 @@ INTRODUCTION = """\
 
 A run is described by a profile, a TOML file: `python pipeline.py --profile local-m3` takes `profiles/local-m3.toml`,
 `--profile path/to/mine.toml` any other. Every key is also a flag, and flags win: `--learner.learning-rate 2e-5`.
-`--dry-run` shows the resolved profile, `--help` this page in short.
+`--dry-run` shows the resolved profile, `--help SECTION` the flags of one section, and `--help-all` this page in short.
 
 * **Layers.** `extends = "local-m3"` at the top of a profile puts it on top of another: key by key, lists replaced as
   a whole. Flags are the topmost layer. A layer that sets `policy.scale` takes back `policy.alpha` of the layers below,
@@ -56,19 +56,25 @@ def configuration_page() -> str:
         _recipes(),
         _between(),
         _effects(),
-        _aliases(),
+        _other_names(),
     ]
     return "\n".join(parts)
 
 
 def _section(section: Section) -> str:
     heading = f"[[{section.name}]]" if section.repeated else f"[{section.name}]"
-    title = f"`{heading}` {section.title}" if section.name else "Top of the file"
+    title = f"## `{heading}`" if section.name else "## Top of the file"
+    kinds = [f"* `{name}`: {text}" for name, text in section.types.items()]
     rows = [
-        f"| `{key.name}` | {_cell(key.allowed)} | `{_cell(default_in_words(key))}` | {_cell(key.help)} |"
+        f"| `{key.name}` | {_cell(key.allowed)} | `{_cell(default_in_words(key))}` | {_cell(_meaning(key))} |"
         for key in section.keys
     ]
-    return "\n".join([f"## {title}", "", "| key | allowed | default | meaning |", "|---|---|---|---|", *rows, ""])
+    parts = [title, "", section.title, "", *kinds, *([""] if kinds else [])]
+    return "\n".join([*parts, "| key | allowed | default | meaning |", "|---|---|---|---|", *rows, ""])
+
+
+def _meaning(key: Key) -> str:
+    return " ".join(filter(None, (key.help, availability(key))))
 
 
 def _recipes() -> str:
@@ -96,26 +102,21 @@ def _effects() -> str:
     )
 
 
-def _aliases() -> str:
-    rows = [f"| `--{alias.name}` | {_paths(alias.keys)} | {_cell(alias.note)} |" for alias in ALIASES]
-    rows += [
-        f"| `--{constant.name}` | `{next(iter(constant.when_true))}` | {constant.note} |" for constant in CONSTANTS
-    ]
-    elsewhere = [f"* `--{name}`: {text}." for name, text in ELSEWHERE.items()]
-    return "\n".join(
-        [
-            "## Short flags, and the names of earlier trainers",
-            "",
-            "| flag | sets | note |",
-            "|---|---|---|",
-            *rows,
-            "",
-            "Not taken over, because they would mean something else here:",
-            "",
-            *elsewhere,
-            "",
-        ]
-    )
+def _other_names() -> str:
+    rows = [f"| `--{name}` | {_paths([path])} |" for name, path in SHORT.items()]
+    rows += [f"| `--{name.replace('_', '-')}` | {_paths(paths)} |" for name, paths in accepted().items()]
+    return "\n".join(["## Flags with another name", "", "| flag | sets |", "|---|---|", *rows, ""])
+
+
+def comparison_table() -> str:
+    """The names of every setting in other trainers, beside the keys of a profile, as Markdown."""
+    head = [f"| Clotho | {' | '.join(SYSTEMS.values())} | note |", "|---" * (len(SYSTEMS) + 2) + "|"]
+    rows = []
+    for row in COUNTERPARTS:
+        columns = [", ".join(f"`{name}`" for name in getattr(row, system)) for system in SYSTEMS]
+        note = row.note[:1].upper() + row.note[1:] + "." if row.note else ""
+        rows.append(f"| {_paths(row.keys) or 'none'} | {' | '.join(columns)} | {_cell(note)} |")
+    return "\n".join([*head, *rows, ""])
 
 
 def _paths(paths: Sequence[str]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -38,8 +39,11 @@ MAY_DIFFER = (
 """Keys and sections that a resumed run may change: how long it lasts, and how it runs, not what it learns."""
 
 
-def refuse_if_incompatible(old: Profile, new: Profile) -> None:
-    """Raise `CheckpointError` with every differing key that matters, as `key: old -> new`."""
+def refuse_if_incompatible(old: Profile, new: Profile, *, written: Path) -> None:
+    """Raise `CheckpointError` with every differing key that matters, as `key: old -> new`.
+
+    written: the file of the run's own profile, with which the run can be resumed.
+    """
     before, after = _keys(msgspec.to_builtins(old)), _keys(msgspec.to_builtins(new))
     differing = [
         f"{key}: {before.get(key)} -> {after.get(key)}"
@@ -48,7 +52,8 @@ def refuse_if_incompatible(old: Profile, new: Profile) -> None:
     ]
     if differing:
         raise CheckpointError(
-            f"cannot resume under another profile ({'; '.join(differing)}): restore these keys, or use --clean"
+            f"cannot resume with other settings ({'; '.join(differing)}): resume with the settings of the run, "
+            f"--profile {written} --resume"
         )
 
 

@@ -5,7 +5,6 @@ Which linear layers take an adapter, and of which rank: names of a profile resol
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from mlx_lm.tuner.utils import linear_to_lora_layers
 from msgspec import Struct
 
+from clotho.config.nearest import nearest
 from clotho.config.schema import PolicySection
 from clotho.models.parameters import flat
 from clotho.models.token_weights import token_weights
@@ -92,15 +92,15 @@ def refuse_without_dora(modules: dict[str, nn.Module]) -> None:
 def _matching(target: str, available: Iterable[str], *, key: str) -> set[str]:
     matching = {name for name in available if name == target or name.endswith(f".{target}")}
     if not matching:
-        nearest = _nearest(target, available)
-        raise ModelError(f"{key}: no linear layer named {target} in the blocks that are trained; {nearest}")
+        hint = _nearest(target, available)
+        raise ModelError(f"{key}: no linear layer named {target} in the blocks that are trained; {hint}")
     return matching
 
 
 def _nearest(target: str, available: Iterable[str]) -> str:
     full = {name.rpartition(".")[2]: name for name in available}
-    close = difflib.get_close_matches(target.rpartition(".")[2], full, n=1, cutoff=0.0)
-    return f"did you mean {full[close[0]]}? (there are: {', '.join(available)})" if close else "they have none"
+    close = nearest(target.rpartition(".")[2], full, cutoff=0.0)
+    return f"did you mean {full[close]}? (there are: {', '.join(available)})" if close else "they have none"
 
 
 class AdaptedModule(Struct, frozen=True, kw_only=True):

@@ -57,6 +57,8 @@ class RunFacts(Struct, frozen=True, kw_only=True):
     run_dir: str
     steps: int
     estimated_memory: int
+    resumed_from: int | None = None
+    """The step of the checkpoint that the run resumed from; 0 if it had none yet; None for a new run."""
 
 
 class RunView(Struct, frozen=True, kw_only=True):

@@ -43,7 +43,8 @@ def fact_lines(facts: RunFacts) -> Iterator[str]:
     )
     yield f"memory   {memory(facts.estimated_memory)} at most, by estimate; --dry-run shows its parts"
     yield f"API      {facts.address}/v1" if facts.address else "API      off"
-    yield f"run      {facts.profile}, {facts.steps} steps, in {facts.run_dir}"
+    resumed = f"; resumed from step {facts.resumed_from}" if facts.resumed_from is not None else ""
+    yield f"run      {facts.profile}, {facts.steps} steps, in {facts.run_dir}{resumed}"
 
 
 SECONDS_BETWEEN = 2.0

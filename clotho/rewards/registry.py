@@ -6,10 +6,10 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Awaitable, Callable
-from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
 
+from clotho.config.nearest import did_you_mean
 from clotho.rewards import choice_correctness, exact, jaccard, math_eval, tag_format
 from clotho.runtime.user_code import import_user_module
 from protocols.errors import ProfileError
@@ -40,7 +40,7 @@ def load_reward(name: str) -> RewardFunction:
         return BUILT_IN[name]
     module_name, colon, attribute = name.rpartition(":")
     if not colon:
-        raise ProfileError(f"rewards.name {name!r} is unknown{_did_you_mean(name, list(BUILT_IN))}; {ALLOWED}")
+        raise ProfileError(f"rewards.name {name!r} is unknown{did_you_mean(name, BUILT_IN)}; {ALLOWED}")
     if not module_name or not attribute.isidentifier():
         raise ProfileError(f"rewards.name {name!r} is malformed; {ALLOWED}")
     return _function(name, _module(name, module_name), attribute)
@@ -49,11 +49,6 @@ def load_reward(name: str) -> RewardFunction:
 def is_async(function: RewardFunction) -> bool:
     """Return whether a call of the function returns an awaitable."""
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
-
-
-def _did_you_mean(name: str, names: list[str]) -> str:
-    matches = get_close_matches(name, names, n=1, cutoff=0.5)
-    return f"; did you mean {matches[0]!r}?" if matches else ""
 
 
 def _module(name: str, module_name: str) -> ModuleType:
@@ -89,7 +84,7 @@ def _function(name: str, module: ModuleType, attribute: str) -> RewardFunction:
         functions = [key for key, value in vars(module).items() if callable(value)]
         raise ProfileError(
             f"rewards.name {name!r}: module {module.__name__!r} has no {attribute!r}"
-            f"{_did_you_mean(attribute, functions)}"
+            f"{did_you_mean(attribute, functions)}"
         )
     function = getattr(module, attribute)
     if not callable(function):

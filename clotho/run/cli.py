@@ -1,7 +1,7 @@
-"""The command line: what is asked for, and what is wrong with it, before anything that takes time is imported.
+"""The command line: reads the flags and refuses bad input before anything that takes time is imported.
 
-All that a run needs takes more than a second to import; flags, profiles and run directories a tenth of one. So the two
-commands that need more import it themselves, once there is nothing left to complain of.
+The modules of a training run take more than a second to import; flags, profiles and run directories a tenth of a
+second. `prepare` needs only the latter. It answers `--help` and `--dry-run`, and returns a run that is ready to start.
 """
 
 from __future__ import annotations
@@ -10,53 +10,100 @@ import gc
 import signal
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 import anyio
 from rich.console import Console
 
-from clotho.config.flags import Arguments, help_text, parse_arguments
+from clotho.config.flags import help_text, parse_arguments
 from clotho.config.load import load_profile, resolved_toml
+from clotho.config.nearest import did_you_mean
 from clotho.config.schema import Profile
-from protocols.errors import ClothoError
+from clotho.storage.adapters import refuse_existing_adapter
+from clotho.storage.run_directory import RunDirectory, open_run
+from protocols.errors import ClothoError, RunDirectoryError
+
+Train = Callable[[Profile, RunDirectory, Console], Awaitable[int]]
+"""Trains a profile in a run directory; returns the exit status."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """The program: 0 for a run that ended well, 1 for one that failed, 2 for what its user can mend."""
+class PreparedRun:
+    """A profile, and the run directory that this process owns for it."""
+
+    def __init__(self, profile: Profile, directory: RunDirectory, console: Console) -> None:
+        self._profile, self._directory, self._console = profile, directory, console
+        gc.disable()  # what is imported from here to `start` stays in use, so collections would only take time
+
+    def close(self) -> None:
+        """Let another process use the run directory."""
+        gc.enable()
+        self._directory.close()
+
+    def start(self, train: Train) -> int:
+        """Train; the exit status."""
+        gc.freeze()
+        gc.enable()
+        try:
+            return anyio.run(train, self._profile, self._directory, self._console)
+        except ClothoError as error:
+            return report(error)
+        except KeyboardInterrupt:
+            return 128 + signal.SIGINT
+        finally:
+            self.close()
+
+
+def prepare(argv: Sequence[str]) -> PreparedRun | int:
+    """Read a command line (without the program's name); the run to start, or the exit status if there is none.
+
+    Exit status: 0 for help and a dry run, 2 for bad input.
+    """
     console = Console()
     try:
-        arguments = parse_arguments(sys.argv[1:] if argv is None else argv)
-        if arguments.help:
-            console.print(help_text(), markup=False, highlight=False, soft_wrap=True)
+        arguments = parse_arguments(argv)
+        if arguments.help is not None:
+            console.print(help_text(arguments.help), markup=False, highlight=False, soft_wrap=True, end="")
             return 0
         profile = load_profile(arguments.profile, arguments.overrides)
-        return dry_run(profile, console) if arguments.dry_run else run(profile, arguments, console)
+        if arguments.dry_run:
+            return dry_run(profile, console)
+        path = Path(profile.run_dir).expanduser()
+        if arguments.resume:
+            refuse_missing_run(path)
+        directory = open_run(path, resume=arguments.resume, clean=arguments.clean)
+        try:
+            refuse_existing_adapter(profile.checkpoint.adapter_path, directory.adapters, resumed=directory.resumed)
+        except ClothoError:
+            directory.close()
+            raise
+        return PreparedRun(profile, directory, console)
     except ClothoError as error:
-        return complain(error)
-    except KeyboardInterrupt:  # before the run listened to signals, or after it was stopped
+        return report(error)
+    except KeyboardInterrupt:
         return 128 + signal.SIGINT
 
 
-def run(profile: Profile, arguments: Arguments, console: Console) -> int:
-    """Train in the profile's run directory; the exit status."""
-    from clotho.storage.run_directory import open_run
+def prepare_or_exit(argv: Sequence[str]) -> PreparedRun:
+    """The run to start; ends the program if there is none."""
+    prepared = prepare(argv)
+    if not isinstance(prepared, PreparedRun):
+        sys.exit(prepared)
+    return prepared
 
-    directory = open_run(Path(profile.run_dir), resume=arguments.resume, clean=arguments.clean)
-    try:
-        gc.disable()  # nothing of what is loaded is garbage, then or later, and looking for it takes time
-        try:
-            from pipeline import train
-        finally:
-            gc.freeze()
-            gc.enable()
-        return anyio.run(train, profile, directory, console)
-    finally:
-        directory.close()
+
+def refuse_missing_run(path: Path) -> None:
+    """Raise `RunDirectoryError` if the run to resume does not exist, naming the nearest run beside it."""
+    if path.exists():
+        return
+    beside = path.parent.iterdir() if path.parent.is_dir() else ()
+    runs = [str(entry) for entry in beside if (entry / "profile.toml").is_file()]
+    hint = did_you_mean(str(path), runs) or "; start a new run without --resume"
+    raise RunDirectoryError(f"--resume: run directory {path} does not exist{hint}")
 
 
 def dry_run(profile: Profile, console: Console) -> int:
-    """Show the resolved profile, and what memory its run would take; touch nothing."""
+    """Print the resolved profile and the memory that its run would take; write nothing."""
     console.print(resolved_toml(profile, mask_secrets=True), markup=False, highlight=False, soft_wrap=True)
     from clotho.memory.estimate import estimate_memory
     from clotho.memory.report import describe
@@ -68,8 +115,8 @@ def dry_run(profile: Profile, console: Console) -> int:
     return 0
 
 
-def complain(error: ClothoError) -> int:
-    """One line on stderr for what went wrong, and the traceback where the fault is ours; the exit status."""
+def report(error: ClothoError) -> int:
+    """Print one line on stderr, and the traceback if the fault is not the user's; the exit status."""
     cause = error.__cause__
     if error.exit_status != 2 and cause is not None and not isinstance(cause, ClothoError):
         traceback.print_exception(cause)

@@ -167,6 +167,7 @@ class RunContext:
             run_dir=shown_path(parts.directory.path),
             steps=profile.steps,
             estimated_memory=parts.estimated_memory,
+            resumed_from=parts.resumed_from,
         )
         self.display = make_display(profile.monitor.display, console, facts, self.gauges)
 

@@ -152,6 +152,13 @@ class Components(Struct, frozen=True, kw_only=True):
     estimated_memory: int
     warnings: tuple[str, ...]
 
+    @property
+    def resumed_from(self) -> int | None:
+        """The step of the checkpoint that the run resumes from; 0 if it has none yet; None for a new run."""
+        if self.state is not None:
+            return self.state.step
+        return 0 if self.directory.resumed else None
+
 
 async def assemble(profile: Profile, directory: RunDirectory, executor: ComputeExecutor) -> Components:
     """Load and check everything a run needs, in the order in which mistakes are cheapest to find; then take it over.
@@ -169,7 +176,7 @@ async def assemble(profile: Profile, directory: RunDirectory, executor: ComputeE
     inputs = await run_sync(lambda: _inputs(profile))
     await finish(rehearsal)
     if directory.resumed and directory.profile.exists():
-        refuse_if_incompatible(load_profile(str(directory.profile)), profile)
+        refuse_if_incompatible(load_profile(str(directory.profile)), profile, written=directory.profile)
     directory.begin()
     base = policy.trainable()
     found = latest(directory.checkpoints) if directory.resumed else Found(path=None, warnings=())

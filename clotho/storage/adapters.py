@@ -10,6 +10,7 @@ Zero columns of A and zero rows of B add nothing to (x A) B: the padded adapter 
 
 from __future__ import annotations
 
+import filecmp
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -165,3 +166,19 @@ def _encode(config: AdapterConfig) -> bytes:
 
 def _holds(path: Path, contents: bytes) -> bool:
     return path.is_file() and path.read_bytes() == contents
+
+
+def refuse_existing_adapter(adapter_path: str, own: Path, *, resumed: bool) -> None:
+    """Raise `RunDirectoryError` if `adapter_path` holds an adapter that this run did not write.
+
+    own: the run's adapter directory. A resumed run wrote the adapter if both directories hold the same tensors.
+    """
+    written = Path(adapter_path).expanduser() / TENSORS
+    if not adapter_path or not written.exists():
+        return
+    if resumed and (own / TENSORS).is_file() and filecmp.cmp(written, own / TENSORS, shallow=False):
+        return
+    raise RunDirectoryError(
+        f"checkpoint.adapter_path {adapter_path} already holds a trained adapter, and a run overwrites none but its own: "
+        "name another directory (the adapter is written there; in mlx-lm, --adapter-path also loads one)"
+    )

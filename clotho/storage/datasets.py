@@ -5,7 +5,6 @@ Which problem a group asks: a pure function of the run's seed and the group's nu
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
@@ -17,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
+from clotho.config.nearest import nearest
 from protocols.errors import DatasetError
 from protocols.prompt import Problem, derive
 
@@ -112,8 +112,8 @@ def _problem(record: Any, columns: Columns, where: str) -> Problem:
 def _required(record: dict[str, Any], key: str, role: str, where: str) -> Any:
     if key in record:
         return record[key]
-    close = difflib.get_close_matches(key, record, n=1)
-    hint = f"; did you mean data.{role}_key = {close[0]!r}?" if close else f"; name the column in data.{role}_key"
+    close = nearest(key, record)
+    hint = f"; did you mean data.{role}_key = {close!r}?" if close else f"; name the column in data.{role}_key"
     raise DatasetError(f"{where}: no key {key!r}, only {', '.join(map(repr, record)) or 'none'}{hint}")
 
 

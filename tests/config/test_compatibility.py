@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -36,7 +37,7 @@ def profile(**changes: Any) -> Profile:
 )
 def test_how_a_run_is_run_may_change(changes: dict[str, Any]) -> None:
     """Its length, its display, its limits."""
-    refuse_if_incompatible(profile(), profile(**changes))
+    refuse_if_incompatible(profile(), profile(**changes), written=Path("runs/x/profile.toml"))
 
 
 @pytest.mark.parametrize(
@@ -56,5 +57,5 @@ def test_how_a_run_is_run_may_change(changes: dict[str, Any]) -> None:
 def test_what_is_learnt_may_not_change(changes: dict[str, Any], words: str) -> None:
     """Every differing key is listed with both values."""
     with pytest.raises(CheckpointError) as caught:
-        refuse_if_incompatible(profile(), profile(**changes))
+        refuse_if_incompatible(profile(), profile(**changes), written=Path("runs/x/profile.toml"))
     assert words in str(caught.value)

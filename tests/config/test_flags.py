@@ -1,15 +1,13 @@
-"""The command line: every key is a flag, earlier trainers' names mean the same, and nothing is guessed."""
+"""The command line: every key is a flag, and names of other trainers are accepted or refused with the right key."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
-from clotho.config.flag_aliases import ALIASES, CONSTANTS, ELSEWHERE
 from clotho.config.flags import Arguments, parse_arguments
 from clotho.config.keys import REQUIRED, Key, settable
 from clotho.config.load import load_profile
+from clotho.config.other_trainers import COUNTERPARTS, accepted, by_name
 from protocols.errors import ProfileError
 
 OF_A_FORM = {"policy.ranks": "mlp.up_proj=4", "learner.objective": "gspo", "atropos.url": "http://a:1"}
@@ -43,49 +41,83 @@ def test_every_key_is_a_flag(path: str) -> None:
         assert type(dashed[path]) is type(key.default)
 
 
-ALIAS_EXAMPLES = {"kl-estimator": ("mse", "k2"), "model": ("a/b", "a/b"), "host": ("::1", "::1")}
+@pytest.mark.parametrize("name", sorted(accepted()))
+def test_a_name_of_an_earlier_trainer_that_means_the_same_is_accepted(name: str) -> None:
+    """It sets the keys of its row in the table, with `_` or `-`."""
+    paths = accepted()[name]
+    overrides = parse_arguments([f"--{name.replace('_', '-')}", example(settable()[paths[0]])]).overrides
+    assert overrides.keys() == set(paths)
+    assert parse_arguments([f"--{name}={example(settable()[paths[0]])}"]).overrides == overrides
 
 
-@pytest.mark.parametrize("alias", ALIASES, ids=lambda alias: alias.name)
-def test_every_alias_sets_its_keys(alias: Any) -> None:
-    """The names of earlier trainers are accepted where they mean the same, with `_` too."""
-    text = ALIAS_EXAMPLES[alias.name][0] if alias.name in ALIAS_EXAMPLES else example(settable()[alias.keys[0]])
-    overrides = parse_arguments([f"--{alias.name}", text]).overrides
-    assert overrides.keys() == set(alias.keys)
-    assert parse_arguments([f"--{alias.name.replace('-', '_')}={text}"]).overrides == overrides
-    if alias.name in ALIAS_EXAMPLES:
-        assert overrides[alias.keys[0]] == ALIAS_EXAMPLES[alias.name][1]
-
-
-def test_switches_of_earlier_trainers_mean_fixed_values() -> None:
-    """--disable-async and --save-every-step."""
-    assert parse_arguments(["--disable-async"]).overrides == {"async": False}
-    assert parse_arguments(["--disable-async", "false"]).overrides == {"async": True}
-    assert parse_arguments(["--save-every-step", "true"]).overrides == {"checkpoint.interval": 1}
-    assert {constant.name for constant in CONSTANTS} == {"disable-async", "save-every-step"}
-
-
-def test_a_whole_command_line_of_an_earlier_trainer_is_understood() -> None:
-    """And the profile that comes of it is valid."""
+def test_a_command_line_of_an_earlier_trainer_gives_a_valid_profile() -> None:
+    """The flags that mean the same are accepted together."""
     line = (
-        "--model-path ./m --dataset-path d.json --adapter-path ./adapters --batch-size 4 --group-size 4 "
-        "--num-iters 1000 --learning-rate 1e-5 --lora-rank 16 --lora-scale 10.0 --num-batches-ahead 3 "
-        "--clip-ratio 0.2 --kl-beta 0.05 "
-        "--kl-estimator k3 --entropy-weight 0.0 --max-tokens 256 --checkpoint-interval 50 --token-budget 16384"
+        "--model-path ./m --dataset-path d.json --group-size 4 --num-iters 1000 --learning-rate 1e-5 --lora-rank 16 "
+        "--lora-scale 10.0 --num-batches-ahead 3 --clip-ratio 0.2 --kl-beta 0.05 --max-tokens 256 "
+        "--checkpoint-interval 50"
     )
     profile = load_profile("local-m3", parse_arguments(line.split()).overrides)
-    assert (profile.learner.batch_size, profile.sampling.group_size, profile.steps) == (4, 4, 1000)
+    assert (profile.sampling.group_size, profile.steps) == (4, 1000)
     assert (profile.learner.clip_low, profile.learner.clip_high) == (0.2, 0.2)
     assert profile.data.heldout == ""
-    assert profile.checkpoint.adapter_path == "./adapters"
 
 
-def test_an_average_that_keeps_all_of_itself_is_none() -> None:
-    """`--ref-ema` chooses the moving average that it speaks of; 1.0 is how it was switched off."""
-    average = load_profile("local-m3", parse_arguments(["--kl-beta", "0.1", "--ref-ema", "0.99"]).overrides).learner
-    assert (average.reference, average.ref_ema) == ("average", 0.99)
-    base = load_profile("local-m3", parse_arguments(["--kl-beta", "0.1", "--ref-ema", "1.0"]).overrides).learner
-    assert base.reference == "base"
+REFUSED = {
+    "num_iterations": "learner.update_epochs",
+    "save_steps": "checkpoint.interval",
+    "epochs": "steps",
+    "max_steps": "steps",
+    "num_generations": "sampling.group_size",
+    "max_completion_length": "sampling.max_tokens",
+    "output_dir": "run_dir",
+    "per_device_train_batch_size": "learner.batch_size",
+    "batch_size": "learner.batch_size",
+    "token_budget": "learner.batch_size",
+    "epsilon_high": "learner.clip_high",
+    "loss_type": "learner.objective",
+    "scale_rewards": "learner.advantage",
+    "iters": "steps",
+    "num_layers": "policy.num_layers",
+    "adapter_path": "checkpoint.adapter_path",
+    "lora_target_modules": "policy.target_modules",
+    "actor_rollout_ref.rollout.n": "sampling.group_size",
+    "algorithm.kl_ctrl.target_kl": "learner.kl_target",
+}
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_a_name_with_another_meaning_is_refused_with_the_right_key(name: str) -> None:
+    """The refusal names the flag to use, for TRL, verl, mlx-lm, mlx-lm-lora and earlier trainers."""
+    with pytest.raises(ProfileError) as caught:
+        parse_arguments([f"--{name.replace('_', '-')}", "1"])
+    assert f"use {settable()[REFUSED[name]].flag} ({name} in " in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["wandb", "wandb-group", "quantize", "max-prompt-length", "use-vllm"])
+def test_a_name_without_a_counterpart_is_refused_in_one_sentence(name: str) -> None:
+    """The refusal says that there is no such setting, and what holds instead."""
+    with pytest.raises(ProfileError, match=f"unknown flag --{name}: there is no such setting .*; "):
+        parse_arguments([f"--{name}", "1"])
+
+
+def test_a_setting_in_the_style_of_verl_is_refused_with_the_right_key() -> None:
+    """verl's settings have no dashes in front."""
+    with pytest.raises(ProfileError, match=r"unexpected argument 'data.max_response_length=9': use --sampling.max-t"):
+        parse_arguments(["data.max_response_length=9"])
+
+
+def test_every_key_of_the_table_exists_and_every_name_is_in_one_row() -> None:
+    """The table never recommends a key that a profile does not have, and gives one answer for a name."""
+    assert [key for row in COUNTERPARTS for key in row.keys if key not in settable()] == []
+    names = [name for row in COUNTERPARTS for name in row.names()]
+    assert len(names) == len(set(names))
+    assert [row for row in COUNTERPARTS if not row.keys and not row.note] == []
+
+
+def test_no_name_of_the_table_hides_a_flag() -> None:
+    """A flag of the program is never looked up in the table."""
+    assert {name for name in by_name() if name in settable() and by_name()[name].keys != (name,)} == set()
 
 
 def test_the_top_flags_are_read() -> None:
@@ -100,7 +132,6 @@ def test_the_top_flags_are_read() -> None:
         },
     )  # fmt: skip
     assert parse_arguments(["--clean"]).clean
-    assert parse_arguments(["--nonsense", "--help"]).help
     assert parse_arguments([]) == Arguments(profile="local-m3")
 
 
@@ -140,10 +171,7 @@ def test_the_same_value_may_be_given_twice() -> None:
         ("--resum", "unknown flag --resum; did you mean --resume?"),
         ("--rewards.weight 2", "unknown flag --rewards.weight; did you mean --rewards?"),
         ("--qqqqqqqq", "unknown flag --qqqqqqqq; see --help"),
-        ("--reward_content_type jaccard", "unknown flag --reward_content_type: rewards and their weights are listed: "
-         """--rewards '[{name = "format", weight = 0.2}, ...]'"""),
-        ("--ref-ema 1.5", "--ref-ema must be a number > 0 and < 1, not 1.5"),
-        ("--config x.toml", "unknown flag --config: a configuration file is given with --profile"),
+        ("--sampling.stop a b", "unexpected argument 'b': repeat --sampling.stop for every value of the list"),
         ("train.jsonl", "unexpected argument 'train.jsonl': every setting is a flag, see --help"),
         ("--steps", "--steps needs a value"),
         ("--steps --seed 1", "--steps needs a value"),
@@ -152,16 +180,13 @@ def test_the_same_value_may_be_given_twice() -> None:
         ("--steps 0", "--steps must be an integer >= 1, not 0"),
         ("--lr -1", "--lr must be a number > 0, not -1.0"),
         ("--lr inf", "--lr must be a number > 0, and finite, not Infinity"),
-        ("--kl-estimator k9", '--kl-estimator must be one of k1, k2, k3, abs, not "k9"'),
         ("--async maybe", "--async must be true or false, not 'maybe'"),
         ("--resume runs/x", "--resume must be true or false, not 'runs/x'"),
         ("--resume --clean", "--resume continues a run and --clean deletes it: give one of the two"),
-        ("--save-every-step false", "--save-every-step false says nothing: use --checkpoint.interval"),
         ("--steps 3 --num-iters 4", "--steps and --num-iters contradict each other: 3 and 4"),
         ("--steps 3 --steps 4", "--steps is given twice: 3 and 4"),
         ("--clip-ratio 0.2 --learner.clip-high 0.3", "--clip-ratio and --learner.clip-high contradict each other: "
          "0.2 and 0.3"),
-        ("--disable-async --async true", "--disable-async and --async contradict each other: false and true"),
         ("--profile a --profile b", '--profile is given twice: "a" and "b"'),
         ("--sampling.stop-token-ids [1,", '--sampling.stop-token-ids must be a list, each an integer >= 0, written as TOML '
          'or JSON, not "[1,"'),
@@ -184,8 +209,19 @@ def test_tables_given_by_flag_are_checked_with_the_profile() -> None:
         load_profile("local-m3", overrides)
 
 
-def test_what_was_left_behind_is_no_flag() -> None:
-    """A name is either taken over or explained, never both."""
-    taken = {alias.name for alias in ALIASES} | {constant.name for constant in CONSTANTS}
-    assert taken.isdisjoint(ELSEWHERE)
-    assert {name.replace("-", "_") for name in taken}.isdisjoint(settable())
+@pytest.mark.parametrize(
+    ("line", "topic"),
+    [
+        ("--help", ""),
+        ("-h", ""),
+        ("--nonsense --help", ""),
+        ("--help learner", "learner"),
+        ("--help=learner --steps 3", "learner"),
+        ("--help --steps 3", ""),
+        ("--steps 3 --help-all", "all"),
+        ("--help collapse-detection", "collapse_detection"),
+    ],
+)
+def test_help_is_recognized_anywhere(line: str, topic: str) -> None:
+    """The rest of the command line is not read, and may be wrong."""
+    assert parse_arguments(line.split()) == Arguments(help=topic)

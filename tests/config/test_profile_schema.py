@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from clotho.config.flags import help_text
-from clotho.config.keys import REQUIRED, keys, sections, settable
+import pytest
+
+from clotho.config.flags import COMMON, SHORT, default_in_words, help_text
+from clotho.config.keys import REQUIRED, flag_key, keys, sections, settable
 from clotho.config.reference_page import PAGE, configuration_page
 from clotho.config.schema import Profile
+from protocols.errors import ProfileError
 
 
 def test_every_key_has_help_and_says_what_is_allowed() -> None:
@@ -43,15 +46,48 @@ def test_a_section_made_of_several_structs_has_all_their_keys_and_helps_in_order
     assert keys()["learner.clip_low"].help.endswith("for dppo_tv of the difference of probabilities.")
 
 
-def test_help_names_every_key_and_stays_narrow() -> None:
-    """--help shows the full schema."""
-    text = help_text(width=80)
-    flags = [f"--{path.replace('_', '-')}" for path, key in settable().items() if key.item != "tables"]
-    assert [flag for flag in flags if f"  {flag}  " not in text] == []
+def test_the_help_of_everything_names_every_flag_and_stays_narrow() -> None:
+    """`--help-all` shows the full schema."""
+    text = help_text("all", width=80)
+    shown = [key for key in settable().values() if key.item != "tables" and key.path not in SHORT.values()]
+    assert [key.flag for key in shown if f"  {key.flag}  " not in text] == []
     inner = [key.name for section in sections() if section.repeated for key in section.keys]
     assert [name for name in inner if f"    {name}  " not in text] == []
     assert "required" in text
     assert all(len(line) <= 120 for line in text.splitlines())
+
+
+def test_the_short_help_shows_the_twenty_most_used_flags_on_one_screen() -> None:
+    """`--help` says how to see the other flags."""
+    text = help_text()
+    flags = [line.split()[0] for line in text.splitlines() if line.startswith("  --")]
+    assert len(flags) == 20
+    assert len(text.splitlines()) <= 45
+    assert "--help-all" in text
+    assert "--help SECTION" in text
+    assert [path for path in COMMON if flag_key(path) is None] == []
+
+
+def test_the_help_of_a_section_is_complete() -> None:
+    """Every key with its allowed values, its default and its description."""
+    text = " ".join(help_text("learner").split())
+    for key in keys().values():
+        if key.path.startswith("learner."):
+            for part in (key.flag, key.allowed, default_in_words(key), key.help):
+                assert " ".join(part.split()) in text
+    assert "--sampling" not in help_text("learner")
+
+
+def test_help_for_one_key_is_its_row() -> None:
+    """`--help steps` and `--help sampling.top-k`."""
+    assert help_text("steps").startswith("  --steps  an integer >= 1  (100)")
+    assert "--sampling.top-k" in help_text("sampling.top_k")
+
+
+def test_help_for_a_section_that_does_not_exist_names_the_nearest() -> None:
+    """`--help lerner`."""
+    with pytest.raises(ProfileError, match="did you mean learner"):
+        help_text("lerner")
 
 
 def test_the_configuration_page_is_the_generated_one() -> None:

@@ -18,7 +18,9 @@ from msgspec import Struct
 
 REPOSITORY = Path(__file__).parents[2]
 BATCH = 4
-SMALL = ("--server.port", "0", "--batch-size", str(BATCH), "--group-size", "4", "--eval.problems", "32")
+SMALL = (
+    "--server.port", "0", "--learner.batch-size", str(BATCH), "--sampling.group-size", "4", "--eval.problems", "32",
+)  # fmt: skip
 PATIENCE_SECONDS = 240.0
 """A run that takes longer is killed, so that no test waits for ever; nothing is judged by it."""
 

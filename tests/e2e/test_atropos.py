@@ -67,7 +67,7 @@ def test_any_process_may_be_killed_and_no_group_is_learnt_from_twice(tmp_path: P
     profile, run_dir = tmp_path / "telling.toml", tmp_path / "run"
     profile.write_text(TELLING)
     lives = ("--profile", str(profile), *atropos, "--steps", "9", "--checkpoint.interval", "1")
-    with Run(run_dir, *lives, "--resume") as running:
+    with Run(run_dir, *lives) as running:
         for victim in ("run_api", "arithmetic.py"):
             running.wait_for("told of a step")
             kill(find(running.process.pid, victim))

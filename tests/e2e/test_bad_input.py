@@ -14,10 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from clotho.run.cli import main
+from clotho.__main__ import main
+from clotho.run.cli import PreparedRun, prepare
 from clotho.storage.run_directory import open_run
 from tests.e2e.conftest import Finished
-from tests.e2e.running import REPOSITORY, SMALL
+from tests.e2e.running import REPOSITORY, SMALL, run
 
 TRAIN = REPOSITORY / "profiles" / "embedded" / "train.jsonl"
 
@@ -37,9 +38,9 @@ def contents(directory: Path) -> dict[str, bytes | None]:
 def complaint(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Complaint:
     """Run the program with flags that are wrong; the one line it says."""
 
-    def complain(*flags: str, port: int = 0) -> str:
+    def complain(*flags: str, port: int = 0, run_dir: str = "run") -> str:
         before = contents(tmp_path)
-        status = main(["--run-dir", str(tmp_path / "run"), "--server.port", str(port), *flags])
+        status = main(["--run-dir", str(tmp_path / run_dir), "--server.port", str(port), *flags])
         out, err = capfd.readouterr()
         assert (status, out) == (2, ""), err
         assert err.startswith("clotho: ")
@@ -137,7 +138,10 @@ def test_a_run_is_resumed_only_as_what_it_was(tmp_path: Path, finished: Finished
     """Another rank, model or dataset is refused with the difference, also where only the contents changed."""
     shutil.copytree(finished.run_dir, tmp_path / "run")
     resume = ("--resume", *SMALL[2:], "--steps", "6", "--checkpoint.interval", "2")
-    assert "policy.rank: 16 -> 8" in complaint(*resume, "--policy.rank", "8")
+    line = complaint(*resume, "--policy.rank", "8")
+    assert "policy.rank: 16 -> 8" in line
+    assert f"--profile {tmp_path / 'run' / 'profile.toml'} --resume" in line
+    assert "--clean" not in line
     model = tmp_path / "model"
     shutil.copytree(REPOSITORY / "profiles" / "embedded", model)
     line = complaint(*resume, "--model", str(model))
@@ -146,6 +150,52 @@ def test_a_run_is_resumed_only_as_what_it_was(tmp_path: Path, finished: Finished
     dataset = tmp_path / "mine.jsonl"
     dataset.write_bytes(TRAIN.read_bytes())
     assert f"-> {dataset}" in complaint(*resume, "--data.train", str(dataset))
+
+
+def test_a_resumed_run_says_from_which_step(tmp_path: Path, finished: Finished) -> None:
+    """Its own profile is the way to resume it, whatever the settings were."""
+    shutil.copytree(finished.run_dir, tmp_path / "run")
+    profile = tmp_path / "run" / "profile.toml"
+    ended = run(tmp_path / "run", "--profile", str(profile), "--resume")
+    assert ended.status == 0, ended
+    assert f"resumed from step {finished.steps}" in " ".join(ended.out.split())
+    events = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
+    assert [event["step"] for event in events if event["event"] == "run_resumed"] == [finished.steps]
+
+
+def test_a_run_that_does_not_exist_is_not_resumed(tmp_path: Path, complaint: Complaint) -> None:
+    """The nearest run beside it is named; without one, how to start a run."""
+    assert "start a new run without --resume" in complaint("--resume")
+    (tmp_path / "runs").mkdir()
+    for name in ("first", "second"):
+        (tmp_path / "runs" / name).mkdir()
+        (tmp_path / "runs" / name / "profile.toml").touch()
+    line = complaint("--resume", run_dir="runs/frist")
+    assert str(tmp_path / "runs" / "frist") in line
+    assert f"did you mean {tmp_path / 'runs' / 'first'}?" in line
+
+
+def test_a_trained_adapter_is_overwritten_by_no_other_run(
+    tmp_path: Path, finished: Finished, complaint: Complaint
+) -> None:
+    """Before training. The run that wrote it may be resumed and write it again."""
+    shutil.copytree(finished.run_dir / "adapters", tmp_path / "mine")
+    line = complaint("--checkpoint.adapter-path", str(tmp_path / "mine"))
+    assert "already holds a trained adapter" in line
+    shutil.copytree(finished.run_dir, tmp_path / "run")
+    prepared = prepare(
+        [
+            "--profile",
+            str(tmp_path / "run" / "profile.toml"),
+            "--run-dir",
+            str(tmp_path / "run"),
+            "--resume",
+            "--checkpoint.adapter-path",
+            str(tmp_path / "mine"),
+        ]
+    )
+    assert isinstance(prepared, PreparedRun)
+    prepared.close()
 
 
 def test_a_run_whose_dataset_has_changed_is_not_resumed(

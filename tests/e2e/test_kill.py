@@ -28,6 +28,7 @@ def killed_and_resumed(run_dir: Path, *flags: str, kills: int, seed: int) -> End
     profile = run_dir.parent / "telling.toml"
     profile.write_text(TELLING)
     lives = ("--profile", str(profile), *flags, "--resume")
+    run_dir.mkdir()
     moments = random.Random(seed)
     for _ in range(kills):
         with Run(run_dir, *lives) as running:

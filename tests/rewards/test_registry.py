@@ -70,8 +70,8 @@ def test_a_file_that_cannot_be_imported_is_refused(tmp_path: Path, content: str 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("math_evla", "did you mean 'math_eval'"),
-        ("Format", "did you mean 'format'"),
+        ("math_evla", "did you mean math_eval"),
+        ("Format", "did you mean format"),
         (
             "zzz",
             "use format, math_eval, jaccard, choice_correctness, exact, module:function, or path/to/file.py:function",
@@ -80,7 +80,7 @@ def test_a_file_that_cannot_be_imported_is_refused(tmp_path: Path, content: str 
         (":length", "malformed"),
         (f"{HERE}:", "malformed"),
         (f"{HERE}:a.b", "malformed"),
-        (f"{HERE}:lenght", "did you mean 'length'"),
+        (f"{HERE}:lenght", "did you mean length"),
         (f"{HERE}:not_a_function", "not a function but a value of type int"),
         (f"{HERE}:one_argument", "does not accept (problem, completion)"),
         ("no_such_module_anywhere:f", "ModuleNotFoundError"),

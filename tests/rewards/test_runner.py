@@ -270,7 +270,7 @@ async def test_a_failing_correct_reward_counts_as_incorrect(name: str) -> None:
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        ([RewardSection(name="math")], "did you mean 'math_eval'"),
+        ([RewardSection(name="math")], "did you mean math_eval"),
         ([RewardSection(name="exact", weight=math.inf)], "must be finite"),
         ([RewardSection(name="exact", weight=math.nan)], "must be finite"),
         ([RewardSection(name="exact"), RewardSection(name="exact", types=("a",))], "is listed twice"),

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from clotho.run.cli import main
+from clotho.__main__ import main
 
 ROOT = Path(__file__).parents[2]
 HEAVY = {"mlx_lm", "transformers", "starlette", "clotho.run.startup"}

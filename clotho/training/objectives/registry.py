@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Any
 
 import mlx.core as mx
 
+from clotho.config.nearest import did_you_mean
 from clotho.config.schema import LearnerSection
 from clotho.runtime.user_code import import_user_module
 from clotho.training.objectives.contract import Objective, PolicyLoss, Tokens
@@ -58,9 +58,7 @@ def objective(name: str) -> Objective:
         return OBJECTIVES[name]
     module_name, colon, attribute = name.partition(":")
     if not (colon and module_name and attribute):
-        near = get_close_matches(name, OBJECTIVES, n=1, cutoff=0.5)
-        meant = f", did you mean {near[0]!r}?" if near else ""
-        raise ProfileError(f"learner.objective {name!r} is unknown{meant}; {_allowed()}")
+        raise ProfileError(f"learner.objective {name!r} is unknown{did_you_mean(name, OBJECTIVES)}; {_allowed()}")
     try:
         function = getattr(import_user_module(module_name), attribute)
     except (Exception, SystemExit) as error:
