@@ -119,7 +119,8 @@ class MemoryEstimate(Struct, frozen=True, kw_only=True):
     gradients: in float32; twice where an update has several micro-batches.
     activations, logits: of one micro-batch's backward pass, in the blocks and in the head.
     update: a gradient, and the new weights and optimizer state beside the old. decode: what one decoding step computes
-    with.
+    with. margin: allowance for temporary arrays that the parts above do not count.
+    one_sequence: the part of `caches` that a single sequence of the longest length needs.
     shipped_shape: whether the model is known only by a configuration that ships with the project.
     """
 
@@ -136,6 +137,8 @@ class MemoryEstimate(Struct, frozen=True, kw_only=True):
     logits: int
     update: int
     decode: int
+    margin: int = 0
+    one_sequence: int = 0
     shipped_shape: bool = False
 
     @property
@@ -147,7 +150,17 @@ class MemoryEstimate(Struct, frozen=True, kw_only=True):
     @property
     def total(self) -> int:
         """What is held, and the largest of the three that take turns: backward pass, update, decoding step."""
-        return self.held + max(self.gradients + self.activations + self.logits, self.update, self.decode)
+        return self.held + self.turn + self.margin
+
+    @property
+    def turn(self) -> int:
+        """Bytes of the largest of backward pass, optimizer step and decode step, which never run at once."""
+        return max(self.gradients + self.activations + self.logits, self.update, self.decode)
+
+    @property
+    def minimum(self) -> int:
+        """Bytes that the run needs however few sequences it decodes at once: `total` with the cache of one sequence."""
+        return self.total - self.caches - self.prefixes + self.one_sequence
 
 
 class MemoryPart(Struct, frozen=True, kw_only=True):

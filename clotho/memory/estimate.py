@@ -14,6 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
+from msgspec.structs import replace
 
 from clotho.config.schema import ModelSection, Profile
 from clotho.inference.cache_layout import AttentionLeaf, CacheLayout, StateLeaf
@@ -98,18 +99,22 @@ DECODE_COPIES = 2
 """Arrays as large as a step's logits, in float32, that one draw works with."""
 
 
+MARGIN = 0.25
+"""Allowance for temporary arrays, as a share of the largest turn: peaks measured in tests reach 1.21 times the turn."""
+
+
 def estimate_memory(model: ModelSection, profile: Profile, *, prompt_tokens: int = PROMPT_TOKENS) -> MemoryEstimate:
     """Estimate the bytes of arrays that a run of `profile` on `model` holds at its fullest moment.
 
     No weight is read: shapes and types come from the configuration and from the headers of the files. A model of the
     hub that is not in its local cache is built from a configuration that ships with the project, where there is one.
-    Every completion is taken to reach `sampling.max_tokens` and every cache to be full, so a run whose completions end
-    early stays below. prompt_tokens: of the longest prompt; of what environments send, `atropos.max_tokens` bounds the
-    whole.
+    `total` assumes that every completion reaches `sampling.max_tokens` and that every cache is full, so a run whose
+    completions end earlier stays below it; `minimum` counts the cache of one sequence. prompt_tokens: length of the
+    longest prompt; for groups of environments, `atropos.max_tokens` bounds the whole sequence.
 
-    Within some 15 % of what arrays take, for transformers; `clotho.memory.activations` says where it is
-    rougher. Not counted: freed buffers that MLX keeps for reuse (at most `monitor.cache_limit_mb`), and what the
-    process takes besides arrays.
+    For transformers `total` is 1 to 1.4 times the peak of a run that fills its caches; `clotho.memory.activations` says
+    where it is rougher. Not counted: freed buffers that MLX keeps for reuse (at most `monitor.cache_limit_mb`), and the
+    memory of the process besides arrays.
 
     Call it before `load_policy`: like that it seeds the calling thread's random state. Raises `ModelError` where the
     model cannot be found, read or trained as asked: nothing is downloaded.
@@ -123,7 +128,7 @@ def estimate_memory(model: ModelSection, profile: Profile, *, prompt_tokens: int
     vocabulary = describe_model(base, config).vocab_size
     rows = max(1, min(profile.engine.max_num_seqs, profile.engine.kv_cache_tokens // length))
     logits = logits_bytes(micro, vocabulary)
-    return MemoryEstimate(
+    estimate = MemoryEstimate(
         base=weights - learning.in_full,
         trained=learning.trained,
         optimizer=learning.optimizer,
@@ -137,8 +142,10 @@ def estimate_memory(model: ModelSection, profile: Profile, *, prompt_tokens: int
         logits=logits,
         update=learning.update,
         decode=_draw_copies(profile) * rows * vocabulary * FLOAT32,
+        one_sequence=_caches(layout, 1, length),
         shipped_shape=shipped,
     )
+    return replace(estimate, margin=int(MARGIN * estimate.turn))
 
 
 def _open(model: ModelSection) -> tuple[nn.Module, dict[str, Any], bool]:

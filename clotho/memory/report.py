@@ -21,9 +21,13 @@ PARTS = (
     ("activations", "activations", "learner.micro_batch_tokens, or policy.grad_checkpoint = true"),
     ("logits", "logits", "learner.micro_batch_tokens, sampling.max_tokens"),
     ("update", "optimizer step", f"{ADAPTER}; learner.optimizer = adafactor, lion or sgd"),
-    ("decode", "decoding step", "engine.max_num_seqs"),
+    ("decode", "decode step", "engine.max_num_seqs"),
+    ("margin", "temporary arrays", "learner.micro_batch_tokens, or engine.max_num_seqs"),
 )
 """Field of `MemoryEstimate`, its name on the screen, and what makes it smaller."""
+
+ALWAYS_HELD = ("base", "trained", "optimizer", "reference", "rollback", "midway")
+"""Parts that are held at any time, whatever the length of completions."""
 
 
 def describe(estimate: MemoryEstimate) -> list[MemoryPart]:
@@ -39,29 +43,24 @@ def describe(estimate: MemoryEstimate) -> list[MemoryPart]:
 
 
 def too_large(estimate: MemoryEstimate, memory_bytes: int) -> ProfileError | None:
-    """Return the refusal of a run that needs more than the machine's `memory_bytes`; None where it fits.
+    """Return the refusal of a run that cannot fit into `memory_bytes`; None if it may fit.
 
-    It names the settings of the largest part that counts in the total. The caller raises it, or shows it.
+    A run that fits with the cache of one sequence may fit: how many tokens its caches hold depends on how long
+    completions get. The message names the largest part that every run needs and the settings that make it smaller.
     """
-    if estimate.total <= memory_bytes:
+    if estimate.minimum <= memory_bytes:
         return None
-    counted = set(_counted(estimate))
-    name, component, change = max(
-        (part for part in PARTS if part[0] in counted), key=lambda part: int(getattr(estimate, part[0]))
-    )
-    return ProfileError(
-        f"the run needs about {estimate.total / GIB:.1f} GiB of memory and this machine has "
-        f"{memory_bytes / GIB:.1f}; the largest part, {getattr(estimate, name) / GIB:.1f} GiB, is {component}: "
-        f"change {change}"
-    )
-
-
-def _counted(estimate: MemoryEstimate) -> tuple[str, ...]:
-    """Fields that are in the total: all that is held, and of what takes turns the largest."""
-    held = tuple(name for name, _, _ in PARTS[:8])
     turns = {
         ("gradients", "activations", "logits"): estimate.gradients + estimate.activations + estimate.logits,
         ("update",): estimate.update,
         ("decode",): estimate.decode,
     }
-    return held + max(turns, key=lambda names: turns[names])
+    needed = {*ALWAYS_HELD, *max(turns, key=lambda names: turns[names])}
+    name, component, change = max(
+        (part for part in PARTS if part[0] in needed), key=lambda part: int(getattr(estimate, part[0]))
+    )
+    return ProfileError(
+        f"the run needs at least {estimate.minimum / GIB:.1f} GiB of memory and this machine has "
+        f"{memory_bytes / GIB:.1f}; the largest part, {getattr(estimate, name) / GIB:.1f} GiB, is {component}: "
+        f"change {change}"
+    )

@@ -101,6 +101,7 @@ def print_estimate(console: Console, estimate: MemoryEstimate, parts: Sequence[M
         table.add_row(Text(part.component), Text(memory(part.bytes)), Text(part.change, style="dim"))
     console.print(table)
     console.print(Text(f"total        {memory(estimate.total)} of {memory(machine_bytes)}"), soft_wrap=True)
+    console.print(Text(f"minimum      {memory(estimate.minimum)}, with the KV cache of one sequence"), soft_wrap=True)
     turns = "the backward pass, the optimizer's step and decoding take turns, so the parts may add up to more"
     console.print(Text(turns), style="dim", soft_wrap=True)
     if estimate.shipped_shape:

@@ -32,7 +32,7 @@ from tests.saved_models import CONFIG, save
 from tests.training.learning import finish, scored_group
 
 PROMPT, COMPLETION, GROUPS, SIZE = 16, 49, 2, 8
-TOLERANCE = 0.15
+MOST_ABOVE_PEAK = 1.5
 MODEL = CONFIG | {"num_hidden_layers": 4, "hidden_size": 128, "intermediate_size": 320}
 ADAPTER, FULL = PolicySection(rank=8), PolicySection(kind="full")
 
@@ -86,6 +86,9 @@ def peak_of_a_run(profile: Profile) -> int:
     return peak
 
 
+DEEP = {"num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 72}
+"""The proportions of SmolLM2-135M: many narrow blocks, whose caches are larger than anything else."""
+
 RUNS: dict[str, tuple[PolicySection, dict[str, Any], dict[str, Any]]] = {
     "adapter": (ADAPTER, {}, {}),
     "adapter, blocks checkpointed": (PolicySection(rank=8, grad_checkpoint=True), {}, {}),
@@ -93,6 +96,7 @@ RUNS: dict[str, tuple[PolicySection, dict[str, Any], dict[str, Any]]] = {
     "adapter, prompts shared": (ADAPTER, {"layout": "shared"}, {}),
     "adapter, rows packed": (ADAPTER, {"layout": "packed"}, {}),
     "adapter, head in pieces": (ADAPTER, {}, {"vocab_size": 20_000}),
+    "adapter on half of thirty narrow blocks": (PolicySection(rank=8, num_layers=15, grad_checkpoint=True), {}, DEEP),
     "dora": (PolicySection(rank=8, kind="dora"), {}, {}),
     "embeddings beside the adapter": (PolicySection(rank=8, train_embeddings=True), {}, {"vocab_size": 4096}),
     "all weights": (FULL, {}, {}),
@@ -102,13 +106,22 @@ RUNS: dict[str, tuple[PolicySection, dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("run", RUNS)
-def test_the_estimate_is_close_to_what_a_run_really_holds(tmp_path: Path, run: str) -> None:
-    """Total within 15 %, either way, of MLX's own peak over loading, decoding and two updates."""
+def test_the_estimate_is_never_below_the_peak_and_at_most_1_5_times_it(tmp_path: Path, run: str) -> None:
+    """The peak is MLX's own over loading, decoding with full caches and two updates."""
     policy, learner, config = RUNS[run]
     profile = profile_of(saved(tmp_path, **config), policy, **learner)
     estimate = estimate_memory(profile.model, profile, prompt_tokens=PROMPT)
     measured = peak_of_a_run(profile)
-    assert estimate.total == pytest.approx(measured, rel=TOLERANCE)
+    assert measured <= estimate.total <= MOST_ABOVE_PEAK * measured
+
+
+def test_the_minimum_counts_the_cache_of_one_sequence(tmp_path: Path) -> None:
+    """The number of rows changes `total` and leaves `minimum` as it is."""
+    profile = profile_of(saved(tmp_path), ADAPTER)
+    fewer = msgspec.structs.replace(profile, engine=EngineSection(max_num_seqs=4, prefix_cache_tokens=0))
+    many, few = (estimate_memory(each.model, each) for each in (profile, fewer))
+    assert many.one_sequence * GROUPS * SIZE == many.caches
+    assert many.total > few.total > few.minimum == many.minimum
 
 
 def test_nothing_is_read_to_make_an_estimate(tmp_path: Path) -> None:
