@@ -156,6 +156,8 @@ def _converted(key: Key, text: str, flag: str) -> Any:
     if key.optional and text == "none":
         return None
     try:
+        if key.kind == "tables":
+            return _structured(text)
         if key.kind != "list":
             return _scalar(key.kind, text)
         if text.startswith(("[", "{")) or key.item in ("list", "tables"):
@@ -163,7 +165,7 @@ def _converted(key: Key, text: str, flag: str) -> Any:
             return value if isinstance(value, list) else [value]
         return [_scalar(key.item or "text", text)]
     except ValueError:
-        hint = ", written as TOML or JSON" if key.kind == "list" else ""
+        hint = ", written as TOML or JSON" if key.kind in ("list", "tables") else ""
         raise ProfileError(f"{flag} must be {key.allowed}{hint}, not {shown(text)}") from None
 
 
@@ -199,7 +201,8 @@ def _check(key: Key, value: Any, flag: str) -> None:
     if value is None or key.item == "tables":
         return
     if not any(_converts(value, variant.annotation) for variant in key.variants):
-        raise ProfileError(f"{flag} must be {key.allowed}, not {shown(value)}")
+        hint = did_you_mean(value, choices()[key.path]) if key.path in choices() else ""
+        raise ProfileError(f"{flag} must be {key.allowed}, not {shown(value)}{hint}")
     if not finite(value):
         raise ProfileError(f"{flag} must be {key.allowed}, and finite, not {shown(value)}")
 
@@ -258,28 +261,46 @@ def help_text(topic: str = "", width: int = WIDTH) -> str:
 
 
 def default_in_words(key: Key) -> str:
-    """A key's default: one value, or one for each type that has another."""
-    for choice in reversed([choice for choice in choices() if choice in key.variants[0].types]):
-        by_type: dict[str, dict[str, None]] = {}
-        for variant in key.variants:
-            by_type.setdefault(variant.types[choice], {})[_in_words(variant.default)] = None
-        by_value: dict[str, list[str]] = {}
-        for name, values in by_type.items():
-            by_value.setdefault(" or ".join(values), []).append(name)
-        if len(by_value) > 1 and all(len(values) == 1 for values in by_type.values()):
-            first, *others = by_value.items()
-            return "; ".join([first[0], *(f"{value} for {', '.join(names)}" for value, names in others)])
-    return " or ".join(dict.fromkeys(_in_words(variant.default) for variant in key.variants))
+    """A key's default; of several, the first one, and the types with another one."""
+    candidates = [_defaults_by_type(key, choice) for choice in _choices(key)]
+    if not candidates:
+        return _in_words(key.default)
+    by_type, exceptions = min(candidates, key=lambda found: len(found[1]))
+    by_value: dict[str, list[str]] = {}
+    for name, value in by_type.items():
+        by_value.setdefault(value, []).append(name)
+    first, *others = by_value
+    more = [f"{value} for {', '.join(by_value[value])}" for value in others]
+    return "; ".join([first, *more, *(f"{value} for {types}" for types, value in exceptions.items())])
+
+
+def _defaults_by_type(key: Key, choice: str) -> tuple[dict[str, str], dict[str, str]]:
+    """The most frequent default under each type of one union; and the other defaults, by the types of all unions."""
+    values: dict[str, list[str]] = {}
+    for variant in key.variants:
+        values.setdefault(variant.types[choice], []).append(_in_words(variant.default))
+    frequent = {name: max(found, key=found.count) for name, found in values.items()}
+    exceptions = {
+        " with ".join(variant.types[union] for union in _choices(key)): value
+        for variant in key.variants
+        if (value := _in_words(variant.default)) != frequent[variant.types[choice]]
+    }
+    return frequent, exceptions
+
+
+def _choices(key: Key) -> list[str]:
+    """The unions on whose types a key depends, the innermost first."""
+    return [choice for choice in reversed(choices()) if choice in key.variants[0].types]
 
 
 def availability(key: Key) -> str:
-    """The types that have a key, as a sentence; empty if all of them have it."""
-    parts = [
-        f"{choice.removesuffix('.type')} {', '.join(names)}"
-        for choice in choices()
-        if choice in key.variants[0].types and (names := types_of(key, choice))
-    ]
-    return f"Only with {' and '.join(parts)}." if parts else ""
+    """The types of its table that have a key, as a sentence; empty if all of them have it."""
+    for choice in _choices(key):
+        if having := types_of(key, choice):
+            lacking = [name for name in choices()[choice] if name not in having]
+            which, types = ("Only", list(having)) if len(having) <= len(lacking) + 1 else ("Not", lacking)
+            return f"{which} with {choice.removesuffix('.type')} = {' or '.join(types)}."
+    return ""
 
 
 def _in_words(default: Any) -> str:
@@ -310,7 +331,7 @@ def _own_flags(width: int, summary: Callable[[str], str] = str) -> Iterable[str]
 
 def _section_help(section: Section, width: int) -> str:
     name = f"[[{section.name}]]" if section.repeated else f"[{section.name}]" if section.name else "top of the file"
-    lines = [fill(f"{name}  {section.title}", width, subsequent_indent="  ")]
+    lines = [fill(f"{name}  {section.title}".strip(), width, subsequent_indent="  ")]
     for kind, text in section.types.items():
         lines.append(fill(f"{kind}: {text}", width, initial_indent="  ", subsequent_indent=INDENT))
     if section.repeated:

@@ -271,7 +271,7 @@ class _Walk:
             return
         text = _without_meta(field.type)[1].description or ""
         tags = {str(member.__struct_config__.tag): member for member in members}
-        table = self.tables.setdefault(path, _Table(title=text, repeated=False))
+        table = self.tables.setdefault(path, _Table(title="", repeated=False))
         table.types |= {tag: _first_sentence(member) for tag, member in tags.items()}
         default_tag = REQUIRED if default is REQUIRED else type(default).__struct_config__.tag
         choice = f"{path}.{TYPE}"
