@@ -226,7 +226,7 @@ def _unexpected(word: str, given: Given) -> str:
 
 
 def _unknown(flag: str, name: str) -> str:
-    if hint := advice(name):
+    if hint := advice(name) or advice(name.rpartition(".")[2]):
         return f"unknown flag {flag}: {hint}"
     candidates: dict[str, str] = {}
     if "." not in name:
@@ -237,7 +237,7 @@ def _unknown(flag: str, name: str) -> str:
     return f"unknown flag {flag}; " + (f"did you mean {candidates[guess]}?" if guess else "see --help")
 
 
-WIDTH = 110
+WIDTH = 116
 INDENT = " " * 6
 USAGE = "usage: python pipeline.py [--profile NAME|FILE.toml] [--KEY VALUE ...]"
 

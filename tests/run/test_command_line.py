@@ -21,10 +21,13 @@ HEAVY = {"mlx_lm", "transformers", "starlette", "clotho.run.startup"}
     ("flags", "status"),
     [
         (["--help"], 0),
+        (["--help", "learner"], 0),
+        (["--help-all"], 0),
         (["--stepps", "3"], 2),
         (["--steps", "0"], 2),
         (["--profile", "local-m4"], 2),
         (["--run-dir", str(ROOT / "docs")], 2),
+        (["--resume", "--run-dir", str(ROOT / "no_such_run")], 2),
     ],
 )
 def test_an_answer_that_needs_no_model_comes_before_the_imports_of_a_run(flags: list[str], status: int) -> None:
