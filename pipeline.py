@@ -124,8 +124,8 @@ def atropos(parts: Components, session: RunContext) -> tuple[list[Child], list[C
             section,
             profile,
             server_url=session.atropos_url,
-            server_lives=lambda: server.lives if server else 0,
-            gateway_url=session.address,
+            server_starts=lambda: server.starts if server else 0,
+            policy_url=session.address,
             directory=logs,
         )
         for section in profile.environments

@@ -12,8 +12,8 @@ from anyio.abc import TaskStatus
 from anyio.lowlevel import checkpoint
 from msgspec import Raw
 
-from clotho.atropos.reader import nothing_but_a_number
-from clotho.atropos.source import GroupSource, Pauses, Reader
+from clotho.atropos.reader import placeholder_prompt
+from clotho.atropos.source import Backoff, GroupSource, Reader
 from clotho.config.schema import AtroposSection
 from clotho.runtime.latest import Latest, wait_until
 from protocols.queues import EndOfStream, Outbox
@@ -101,7 +101,7 @@ class AtroposFetcher:
     async def _tell_lost(self) -> None:
         while self._lost:
             number, source = next(iter(self._lost.items()))
-            prompt = nothing_but_a_number(number, source)
+            prompt = placeholder_prompt(number, source)
             detail = "an earlier life of the run had received it, and ended before it was learned from"
             self._asked += 1
             del self._lost[number]
@@ -126,7 +126,7 @@ class AtroposFetcher:
             await wait_until(self._is_due, self._weights, self._refills)
         except EndOfStream:
             return []
-        pauses, since = Pauses(longest=self._settings.poll_seconds), anyio.current_time()
+        backoff, since = Backoff(max_seconds=self._settings.poll_seconds), anyio.current_time()
         while True:
             groups = await self._source.batch(step=self._weights.value.step)
             if groups:
@@ -134,7 +134,7 @@ class AtroposFetcher:
             if anyio.current_time() - since >= self._settings.patience_seconds:
                 log.warning("no group has come", waiting_for=await self._source.waiting_for())
                 since = anyio.current_time()
-            await anyio.sleep(pauses.next())
+            await anyio.sleep(backoff.next_seconds())
 
     def _is_due(self) -> bool:
         ahead = self._weights.value.step + self._batches_ahead + 1

@@ -1,1 +1,1 @@
-"""Groups from environments, by way of an Atropos API server: getting them, reading them, and running both sides."""
+"""Atropos: groups from environments, and the processes that produce them."""

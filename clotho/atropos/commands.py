@@ -1,7 +1,4 @@
-"""The commands that run the two halves of Atropos: its API server, and environments.
-
-The interpreter that has atroposlib: found, and looked at before a run depends on it.
-"""
+"""The command lines of the Atropos API server and of environments, and the checks of their interpreter."""
 
 from __future__ import annotations
 
@@ -20,76 +17,80 @@ from clotho.config.schema import EnvironmentSection, Profile
 from protocols.errors import ProfileError
 from protocols.sampling import PARAMETERS
 
-PATIENCE_SECONDS = 60.0
-HAS_ATROPOSLIB = "import importlib.util, sys; sys.exit(0 if importlib.util.find_spec('atroposlib') else 3)"
-LACKS = 3
+CHECK_SECONDS = 60.0
+CHECK_ATROPOSLIB = "import importlib.util, sys; sys.exit(0 if importlib.util.find_spec('atroposlib') else 3)"
+NOT_INSTALLED = 3
 
 
 def find_interpreter(python: str) -> str:
-    """Its path, whatever the working directory becomes; links stay, for a virtual environment's python is one."""
+    """Return the absolute path of an interpreter. Symbolic links are kept, because virtual environments use them."""
     name = os.path.expanduser(python)
     return os.path.abspath(name) if os.sep in name else shutil.which(name) or name
 
 
 def require_atroposlib(python: str) -> None:
-    """Raise ProfileError, on one line with the command that helps, unless this interpreter has atroposlib."""
+    """Raise ProfileError, with the command that helps, unless this interpreter has atroposlib."""
     path = Path(find_interpreter(python))
     if not path.is_file():
-        raise ProfileError(f"atropos.python: there is no {python}; to make one: {_make(python)}")
+        raise ProfileError(f"atropos.python: {python} does not exist; create it with: {_install_command(python)}")
     if not os.access(path, os.X_OK):
-        raise ProfileError(f"atropos.python: {python} is not a program that can be run")
+        raise ProfileError(f"atropos.python: {python} is not executable; set it to a Python interpreter")
     try:
-        asked = subprocess.run(
-            [path, "-c", HAS_ATROPOSLIB], stdin=subprocess.DEVNULL, capture_output=True, timeout=PATIENCE_SECONDS
+        check = subprocess.run(
+            [path, "-c", CHECK_ATROPOSLIB], stdin=subprocess.DEVNULL, capture_output=True, timeout=CHECK_SECONDS
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ProfileError(f"atropos.python: {python} cannot be run: {error}") from error
-    if asked.returncode == LACKS:
-        raise ProfileError(f"atropos.python: {python} has no atroposlib: {python} -m pip install atroposlib")
-    if asked.returncode:
-        raise ProfileError(f"atropos.python: {python} is no Python that works: it ended with {asked.returncode}")
+    if check.returncode == NOT_INSTALLED:
+        raise ProfileError(
+            f"atropos.python: {python} has no atroposlib; install it with: {python} -m pip install atroposlib"
+        )
+    if check.returncode:
+        raise ProfileError(
+            f"atropos.python: {python} is not a working Python interpreter: it exited with {check.returncode}"
+        )
 
 
 def require_environments(profile: Profile) -> None:
-    """Raise ProfileError unless everything is there that a profile's environments are run with."""
+    """Raise ProfileError unless the interpreter and the scripts of a profile's environments exist."""
     if not profile.atropos.python:
         return
     require_atroposlib(profile.atropos.python)
     for section in profile.environments:
         if not Path(section.script).is_file():
-            raise ProfileError(f"environments: {section.name!r}: there is no script {section.script}")
+            raise ProfileError(f"environments: {section.name!r}: the script {section.script} does not exist")
 
 
-def _make(python: str) -> str:
-    place = Path(python).parent
-    environment = place.parent if place.name == "bin" else Path(".atropos")
+def _install_command(python: str) -> str:
+    directory = Path(python).parent
+    environment = directory.parent if directory.name == "bin" else Path(".atropos")
     return f"python3 -m venv {environment} && {environment}/bin/pip install atroposlib"
 
 
-REGISTERED_AS = Path(__file__).with_name("run_environment.py")
+RUN_ENVIRONMENT = Path(__file__).with_name("run_environment.py")
 ENDLESS_STEPS = 10**9
-"""An environment ends with the run, not after steps of its own."""
+"""Environments end with the run, not after a number of steps."""
 FORWARDED = (
     *(name for name, one in PARAMETERS.items() if one.is_scalar and one.learner in ("evaluates", "replays support")),
     "max_tokens",
 )
-"""Sampling parameters that environments are told."""
+"""Sampling parameters that environments receive in CLOTHO_SAMPLING."""
 LOCAL_ADDRESSES = ("127.0.0.1", "localhost")
 
-QUIET = {
+DEFAULT_VARIABLES = {
     "WANDB_MODE": "disabled",
-    "TOKENIZERS_PARALLELISM": "false",  # it starts as many threads as there are cores, for a line of text
+    "TOKENIZERS_PARALLELISM": "false",  # avoids one thread per core for short texts
     "OMP_NUM_THREADS": "1",
-    "COLUMNS": "200",  # whole settings on a line of the log
+    "COLUMNS": "200",  # keeps settings on one line of the log
 }
-"""Environment variables, where the user has not set them."""
+"""Environment variables that are set unless the user has set them."""
 
 
 class Command(Struct, frozen=True, kw_only=True):
-    """How a process is run.
+    """The command of one process.
 
-    argv: the command line, without secrets. settings: what `--config` is given as a file: what no flag can say, and
-    what only the owner may read. variables: the whole environment. secret: what no log should show.
+    argv: command line, without secrets. settings: contents of the `--config` file: values that no flag can express, and
+    secrets. variables: all environment variables. secret: text that logs mask.
     """
 
     argv: tuple[str, ...]
@@ -99,32 +100,33 @@ class Command(Struct, frozen=True, kw_only=True):
 
 
 def server_command(python: str, *, port: int) -> Command:
-    """Run the API server, for this machine alone."""
+    """Return the command of the API server, which listens on the loopback address."""
     module = "atroposlib.cli.run_api"
     argv = (find_interpreter(python), "-m", module, "--host", LOCAL_ADDRESSES[0], "--port", str(port))
     return Command(argv=argv, variables=_variables({}))
 
 
-def environment_command(section: EnvironmentSection, profile: Profile, *, server_url: str, gateway_url: str) -> Command:
-    """Run one environment's script with `serve`: it asks the gateway, and sends its groups to the server.
+def environment_command(section: EnvironmentSection, profile: Profile, *, server_url: str, policy_url: str) -> Command:
+    """Return the command that runs an environment's script with `serve`.
 
-    The bearer token is `KEY:NAME`, by which the gateway knows who asks.
+    The environment samples from the policy's HTTP API and sends its groups to the API server. Its bearer token is
+    `KEY:NAME`; the name is the client label.
     """
-    flags: dict[str, Any] = _flags(section, profile, server_url, reachable(gateway_url))
+    flags: dict[str, Any] = _flags(section, profile, server_url, reachable(policy_url))
     flags |= {name if "." in name else f"env.{name}": value for name, value in section.options.items()}
     key = profile.server.api_key
     secret = flags["openai.api_key"] if key or "openai.api_key" in section.options else ""
-    apart = [name for name, value in flags.items() if isinstance(value, list | dict) or (secret and value == secret)]
+    in_file = [name for name, value in flags.items() if isinstance(value, list | dict) or (secret and value == secret)]
     settings: dict[str, dict[str, Any]] = {}
-    for name in apart:
-        space, _, field = name.partition(".")
-        settings.setdefault(space, {})[field] = flags.pop(name)
+    for name in in_file:
+        section_name, _, field = name.partition(".")
+        settings.setdefault(section_name, {})[field] = flags.pop(name)
     offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"} if Path(_model(profile)).is_dir() else {}
     sampling = json.dumps({name: getattr(profile.sampling, name) for name in FORWARDED})
     python = find_interpreter(profile.atropos.python)
     return Command(
         argv=(
-            *(python, str(REGISTERED_AS), section.script, "serve"),
+            *(python, str(RUN_ENVIRONMENT), section.script, "serve"),
             *(f"--{name}={_text(value)}" for name, value in flags.items()),
         ),
         variables=_variables(offline) | {"CLOTHO_SAMPLING": sampling},
@@ -134,11 +136,11 @@ def environment_command(section: EnvironmentSection, profile: Profile, *, server
 
 
 def reachable(url: str) -> str:
-    """An address to connect to, for one that was bound."""
+    """Return a URL to connect to for a bound URL: wildcard addresses become loopback addresses."""
     return url.replace("//0.0.0.0", "//127.0.0.1").replace("//[::]", "//[::1]")
 
 
-def _flags(section: EnvironmentSection, profile: Profile, server_url: str, gateway_url: str) -> dict[str, Any]:
+def _flags(section: EnvironmentSection, profile: Profile, server_url: str, policy_url: str) -> dict[str, Any]:
     model, batch = _model(profile), batch_sequences(profile)
     sizes = {other.name: group_size(other, profile) for other in profile.environments}
     flags: dict[str, Any] = {
@@ -154,7 +156,7 @@ def _flags(section: EnvironmentSection, profile: Profile, server_url: str, gatew
         "env.steps_per_eval": 0,
         "env.max_token_length": profile.sampling.max_tokens,
         "env.inference_weight": section.weight,
-        "openai.base_url": f"{gateway_url}/v1",
+        "openai.base_url": f"{policy_url}/v1",
         "openai.server_type": "vllm",
         "openai.model_name": profile.server.model_name,
         "openai.tokenizer_name": model,
@@ -166,7 +168,7 @@ def _flags(section: EnvironmentSection, profile: Profile, server_url: str, gatew
 
 
 def _model(profile: Profile) -> str:
-    """The tokenizer's place, as the environment's own working directory finds it."""
+    """Return the path of the model's tokenizer, absolute if it is a directory."""
     path = os.path.expanduser(profile.model.path)
     return os.path.abspath(path) if os.path.isdir(path) else profile.model.path
 
@@ -176,9 +178,9 @@ def _text(value: object) -> str:
 
 
 def _variables(offline: Mapping[str, str]) -> dict[str, str]:
-    """Ours where the user has set nothing; and what must be as we say."""
+    """Return the environment variables: defaults, the user's variables, and required values."""
     inherited = dict(os.environ)
-    forced = {"PYTHONUNBUFFERED": "1"}
-    for name in ("NO_PROXY", "no_proxy"):  # a proxy does not know this machine's loopback
-        forced[name] = ",".join(filter(None, [inherited.get(name, ""), *LOCAL_ADDRESSES]))
-    return {**QUIET, **offline, **inherited, **forced}
+    required = {"PYTHONUNBUFFERED": "1"}
+    for name in ("NO_PROXY", "no_proxy"):  # a proxy cannot reach this machine's loopback address
+        required[name] = ",".join(filter(None, [inherited.get(name, ""), *LOCAL_ADDRESSES]))
+    return {**DEFAULT_VARIABLES, **offline, **inherited, **required}

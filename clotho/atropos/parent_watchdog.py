@@ -1,7 +1,7 @@
-"""Keeps a command on a leash: `PYTHON parent_watchdog.py -- COMMAND...` ends it, and all it started, when our parent has gone.
+"""Parent watchdog: `PYTHON parent_watchdog.py -- COMMAND...` ends COMMAND's process group when our parent ends.
 
-It stands alone: the standard library of Python 3.9, on Linux and macOS. The parent holds the other end of standard
-input and need not write to it: that end closes when the parent dies, be it by SIGKILL.
+The script is standalone: it uses only the standard library of Python 3.9, on Linux and macOS. The parent holds the
+other end of standard input and never writes to it. That end closes when the parent dies, also by SIGKILL.
 """
 
 from __future__ import annotations
@@ -14,47 +14,47 @@ import sys
 import time
 
 GRACE_SECONDS = 5.0
-"""From SIGTERM to SIGKILL."""
-LOOK_SECONDS = 0.02
+"""Time from SIGTERM to SIGKILL."""
+POLL_SECONDS = 0.02
 USAGE, CANNOT_EXECUTE, NOT_FOUND = 2, 126, 127
 
 
 def main(arguments: list[str]) -> int:
-    """Run the command to its end; its exit status, or, as shells have it, 128 + the signal that ended it."""
+    """Run the command; return its exit status, or 128 + the signal number, as shells do."""
     if len(arguments) < 2 or arguments[0] != "--":
         sys.stderr.write("usage: parent_watchdog.py -- COMMAND...\n")
         return USAGE
-    woken = _wake_on_signals()
+    wakeup = _wake_on_signals()
     try:
         child = subprocess.Popen(arguments[1:], stdin=subprocess.DEVNULL, start_new_session=True)
     except OSError as error:
         sys.stderr.write(f"{arguments[1]}: {error.strerror or error}\n")
         return NOT_FOUND if isinstance(error, FileNotFoundError) else CANNOT_EXECUTE
-    _wait(child, woken)
+    _wait(child, wakeup)
     _end_group(child)
     status = child.wait()
     return status if status >= 0 else 128 - status
 
 
 def _wake_on_signals() -> int:
-    """From here on every signal that matters is a byte to read; the end to read them from."""
-    woken, wake = os.pipe()
-    os.set_blocking(woken, False)
-    os.set_blocking(wake, False)
-    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+    """Return the read end of a pipe that receives one byte per signal."""
+    read_end, write_end = os.pipe()
+    os.set_blocking(read_end, False)
+    os.set_blocking(write_end, False)
+    signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD):
         signal.signal(number, lambda *_: None)
-    return woken
+    return read_end
 
 
-def _wait(child: subprocess.Popen[bytes], woken: int) -> None:
-    """Return when the command has ended, or when it should."""
-    leash = sys.stdin.fileno()
+def _wait(child: subprocess.Popen[bytes], wakeup: int) -> None:
+    """Return when the command has ended, the parent has ended, or a signal has arrived."""
+    parent = sys.stdin.fileno()
     while child.poll() is None:
-        ready, _, _ = select.select([leash, woken], [], [])
-        if leash in ready and not _read(leash):
+        ready, _, _ = select.select([parent, wakeup], [], [])
+        if parent in ready and not _read(parent):
             return
-        if woken in ready and set(_read(woken)) - {signal.SIGCHLD}:
+        if wakeup in ready and set(_read(wakeup)) - {signal.SIGCHLD}:
             return
 
 
@@ -66,24 +66,24 @@ def _read(descriptor: int) -> bytes:
 
 
 def _end_group(child: subprocess.Popen[bytes]) -> None:
-    """SIGTERM to the command's process group, and SIGKILL to what of it is left after the grace."""
+    """Send SIGTERM to the command's process group, and SIGKILL to the remaining processes after the grace period."""
     deadline = time.monotonic() + GRACE_SECONDS
     alive = _send(child, signal.SIGTERM)
     while alive and time.monotonic() < deadline:
-        time.sleep(LOOK_SECONDS)
+        time.sleep(POLL_SECONDS)
         alive = _send(child, 0)
     if alive:
         _send(child, signal.SIGKILL)
 
 
 def _send(child: subprocess.Popen[bytes], number: int) -> bool:
-    """Send to the whole group; whether anybody in it lives. A command that has ended is taken note of."""
+    """Send a signal to the process group; return True if a process of the group is alive. Reaps the command."""
     child.poll()
     try:
         os.killpg(child.pid, number)
     except ProcessLookupError:
         return False
-    except PermissionError:  # macOS says so of a group in which only the dead, not yet buried, are left
+    except PermissionError:  # macOS raises this for a group that contains only zombies
         return child.poll() is None
     return True
 

@@ -1,9 +1,4 @@
-"""Reads what environments send: every field of a group is checked, and honoured or refused.
-
-From a group that was checked to the message that the learner takes.
-
-What is remembered from one group to the next, within bounds: who sends them, and which came of late.
-"""
+"""Reads groups from environments: validation, log-probabilities, duplicates, and the message for the learner."""
 
 from __future__ import annotations
 
@@ -18,9 +13,23 @@ from anyio.to_thread import run_sync
 from msgspec import Raw, Struct
 from numpy.typing import NDArray
 
-from clotho.atropos.behaviour_logprobs import Behaviour, Memory, behaviour, runs, versions
-from clotho.atropos.validation import Bounds, CheckedGroup, check, teacher_tokens
-from clotho.atropos.wire import Refused, WireGroup, decode_group, sender
+from clotho.atropos.rollout_logprobs import (
+    SampledSequence,
+    SampleLookup,
+    sampled_sequence,
+    token_versions,
+    trained_spans,
+)
+from clotho.atropos.validation import (
+    Bounds,
+    CheckedGroup,
+    InvalidGroup,
+    WireGroup,
+    check,
+    decode_group,
+    environment_id,
+    teacher_tokens,
+)
 from clotho.config.schema import AtroposSection, LearnerSection
 from protocols.errors import GenerationError
 from protocols.prompt import Problem, Prompt
@@ -35,21 +44,21 @@ from protocols.rollout import (
 )
 from protocols.sampling import Completion, FinishReason, PromptLogprobs, Sampling, restricts_support
 
-BEYOND_THE_GROUP = ("batch", "environment")
-"""Values of `learner.advantage` by which equal rewards may teach something."""
+ADVANTAGES_ACROSS_GROUPS = ("batch", "environment")
+"""Values of `learner.advantage` with which a zero-variance group can have advantages."""
 
 
-class Reading(Struct, frozen=True, kw_only=True):
-    """A group that nothing is wrong with, and how each sequence of it was sampled."""
+class ValidGroup(Struct, frozen=True, kw_only=True):
+    """A valid group, and how each of its sequences was sampled."""
 
     group: WireGroup
     checked: CheckedGroup
-    sequences: list[Behaviour]
+    sequences: list[SampledSequence]
     teacher: tuple[TeacherTokens, ...]
 
 
-def outcome(
-    reading: Reading,
+def to_message(
+    valid: ValidGroup,
     *,
     group_id: int,
     source: str,
@@ -58,111 +67,112 @@ def outcome(
     learner: LearnerSection,
     context_length: int,
 ) -> GroupOutcome:
-    """Make the message; a group whose rewards are all equal is discarded, with all that is known of it.
+    """Return the message for the learner; a zero-variance group is discarded with its completions and rewards.
 
-    The prompt is what all sequences begin with before anything was sampled; the rest of each is its completion.
+    The prompt is the common prefix of all sequences before the first sampled token. The rest of a sequence is its
+    completion.
     """
-    checked, sequences = reading.checked, reading.sequences
-    opening = reading.group.tokens[0][: checked.common]
+    checked, sequences = valid.checked, valid.sequences
+    prefix = valid.group.tokens[0][: checked.common]
     prompt = Prompt(
         group_id=group_id,
-        problem=Problem(prompt=decode(opening), answer="", type=source),
-        tokens=tuple(opening),
+        problem=Problem(prompt=decode(prefix), answer="", type=source),
+        tokens=tuple(prefix),
         seed=0,
         source=source,
     )
     completions = tuple(
-        _completion(reading, i, decode, most=sampling.max_tokens, context_length=context_length)
+        _completion(valid, i, decode, max_tokens=sampling.max_tokens, context_length=context_length)
         for i in range(len(sequences))
     )
     rewards = checked.rewards
-    teaches = checked.advantages or reading.teacher or learner.advantage in BEYOND_THE_GROUP
-    if not teaches and max(rewards) - min(rewards) <= ZERO_VARIANCE_THRESHOLD:
+    has_signal = checked.advantages or valid.teacher or learner.advantage in ADVANTAGES_ACROSS_GROUPS
+    if not has_signal and max(rewards) - min(rewards) <= ZERO_VARIANCE_THRESHOLD:
         detail = f"all {len(rewards)} rewards are {rewards[0]:g}"
         return Discarded(prompt=prompt, reason="zero_variance", detail=detail, completions=completions, rewards=rewards)
     temperatures = tuple(sequence.temperature for sequence in sequences)
-    differences = [sequence.difference for sequence in sequences if sequence.difference is not None]
-    wants_reference = learner.reference == "environment" and learner.kl_beta > 0
+    differences = [sequence.max_difference for sequence in sequences if sequence.max_difference is not None]
+    needs_reference = learner.reference == "environment" and learner.kl_beta > 0
     return ScoredGroup(
         group=RolloutGroup(prompt=prompt, completions=completions),
         rewards=rewards,
         parts={},
-        token_advantages=_rest(checked.advantages, checked.common),
-        reference_logprobs=_rest(checked.reference, checked.common) if wants_reference else (),
+        token_advantages=_completion_part(checked.advantages, checked.common),
+        reference_logprobs=_completion_part(checked.reference, checked.common) if needs_reference else (),
         temperatures=temperatures if set(temperatures) != {sampling.temperature} else (),
         zero_advantage=checked.zero_advantage if any(checked.zero_advantage) else (),
-        teacher=reading.teacher,
+        teacher=valid.teacher,
         logprob_error=max(differences, default=None),
     )
 
 
-def nothing_but_a_number(group_id: int, source: str) -> Prompt:
-    """The prompt of a group of which nothing else is kept."""
+def placeholder_prompt(group_id: int, source: str) -> Prompt:
+    """Return the prompt of a group whose contents are not kept."""
     return Prompt(
         group_id=group_id, problem=Problem(prompt="", answer="", type=source), tokens=(), seed=0, source=source
     )
 
 
 def _completion(
-    reading: Reading, index: int, decode: Callable[[Sequence[int]], str], *, most: int, context_length: int
+    valid: ValidGroup, index: int, decode: Callable[[Sequence[int]], str], *, max_tokens: int, context_length: int
 ) -> Completion:
-    common, sequence = reading.checked.common, reading.sequences[index]
-    trained_T = reading.checked.trained[index]
-    tokens = reading.group.tokens[index][common:]
+    common, sequence = valid.checked.common, valid.sequences[index]
+    trained_T = valid.checked.trained[index]
+    tokens = valid.group.tokens[index][common:]
     supports = tuple(sequence.supports.get(t, b"") for t in range(common, trained_T.size))
     return Completion(
         tokens=tuple(tokens),
         logprobs=tuple(sequence.logprob_T[common:].tolist()),
-        versions=tuple(versions(sequence, trained_T)[common:].tolist()),
+        versions=tuple(token_versions(sequence, trained_T)[common:].tolist()),
         text=decode(tokens),
-        finish_reason=sequence.finish_reason or _finish_reason(trained_T, most, context_length),
+        finish_reason=sequence.finish_reason or _finish_reason(trained_T, max_tokens, context_length),
         supports=supports if any(supports) else (),
         sampled=() if trained_T[common:].all() else tuple(trained_T[common:].tolist()),
     )
 
 
-def _finish_reason(trained_T: NDArray[Any], most: int, context_length: int) -> FinishReason:
-    """What the engine does not remember had room left, or had not."""
-    spans = runs(trained_T)
-    full = spans and spans[-1][1] - spans[-1][0] >= most
+def _finish_reason(trained_T: NDArray[Any], max_tokens: int, context_length: int) -> FinishReason:
+    """Return the finish reason of a sequence that is not in the sample log, from its length."""
+    spans = trained_spans(trained_T)
+    full = spans and spans[-1][1] - spans[-1][0] >= max_tokens
     return "length" if full or trained_T.size >= context_length else "stop"
 
 
-def _rest(rows: Sequence[NDArray[Any]], common: int) -> tuple[tuple[float, ...], ...]:
+def _completion_part(rows: Sequence[NDArray[Any]], common: int) -> tuple[tuple[float, ...], ...]:
     return tuple(tuple(row_T[common:].tolist()) for row_T in rows)
 
 
-MOST_NAMES = 64
-REMEMBERED = 4096
-LARGEST_NUMBER = 2**31
+MAX_NAMES = 64
+MAX_RECENT_GROUPS = 4096
+ENV_ID_LIMIT = 2**31
 
 
 class EnvironmentNames:
-    """Names of environments: at most `MOST_NAMES` are ever given out, and further ones are all `other`.
+    """Names of environments: at most `MAX_NAMES` different names; every further environment is `other`.
 
-    The best name is the label with which an environment asks the engine; it is remembered by the environment's number
-    for groups that do not show it.
+    The name is the client label of the environment's HTTP requests. The label is stored under the environment's number
+    for groups that contain no recorded completion.
     """
 
     def __init__(self) -> None:
-        self._given: set[str] = set()
+        self._names: set[str] = set()
         self._labels: dict[int, str] = {}
 
     def name(self, env_id: int | None, client_label: str = "") -> str:
-        """Return the name of the environment with this number, which asked under this label, if it is known."""
-        number = env_id if env_id is not None and 0 <= env_id < LARGEST_NUMBER else None
-        if client_label and number is not None and (number in self._labels or len(self._labels) < MOST_NAMES):
+        """Return the name of the environment with this number and client label."""
+        number = env_id if env_id is not None and 0 <= env_id < ENV_ID_LIMIT else None
+        if client_label and number is not None and (number in self._labels or len(self._labels) < MAX_NAMES):
             self._labels[number] = client_label
         label = client_label or (self._labels.get(number, "") if number is not None else "")
         name = label or ("environment" if number is None else f"environment {number}")
-        if name not in self._given and len(self._given) >= MOST_NAMES:
+        if name not in self._names and len(self._names) >= MAX_NAMES:
             return "other"
-        self._given.add(name)
+        self._names.add(name)
         return name
 
 
 class RecentGroups:
-    """Fingerprints of the latest `REMEMBERED` groups."""
+    """Hashes of the latest `MAX_RECENT_GROUPS` groups."""
 
     def __init__(self) -> None:
         self._order: deque[bytes] = deque()
@@ -171,24 +181,24 @@ class RecentGroups:
     def __len__(self) -> int:
         return len(self._known)
 
-    def saw(self, group: WireGroup) -> bool:
-        """Tell whether the same group came before, and remember it.
+    def add(self, group: WireGroup) -> bool:
+        """Add a group. Returns True if an equal group has been added before.
 
-        The same are tokens, masks, scores and the log-probabilities that came with them: two draws of the same few
-        tokens from different weights are not the same group.
+        Groups are equal if their tokens, masks, scores and log-probabilities are equal. Without the log-probabilities,
+        equal short completions of two policy versions would count as duplicates.
         """
-        key = _fingerprint(group)
+        key = _group_hash(group)
         if key in self._known:
             return True
-        if len(self._order) == REMEMBERED:
+        if len(self._order) == MAX_RECENT_GROUPS:
             self._known.remove(self._order.popleft())
         self._order.append(key)
         self._known.add(key)
         return False
 
 
-def _fingerprint(group: WireGroup) -> bytes:
-    """128 bits of BLAKE2b over the rows, each after its length."""
+def _group_hash(group: WireGroup) -> bytes:
+    """Return 128 bits of BLAKE2b over all rows, each preceded by its length."""
     digest = blake2b(digest_size=16)
     for integers in (*group.tokens, *group.masks):
         digest.update(len(integers).to_bytes(8, "little") + np.array(integers, dtype=np.int32).tobytes())
@@ -198,117 +208,118 @@ def _fingerprint(group: WireGroup) -> bytes:
 
 
 Recompute = Callable[[tuple[int, ...], float], Awaitable[PromptLogprobs]]
-"""recompute(tokens, temperature) -> log-probability of every token but the first, under the weights that serve."""
+"""(tokens, temperature) -> log-probabilities of every token but the first, under the policy that serves now."""
 
 
-class _Repeated(Exception):
-    """The group came before."""
+class _Duplicate(Exception):
+    """An equal group has been received before."""
 
 
 class Policy(Struct, frozen=True, kw_only=True):
-    """What the reader must know of the policy: its bounds, and how its tokens become text, in any thread."""
+    """The parts of the policy that the reader uses. decode: tokens -> text; may be called from worker threads."""
 
     bounds: Bounds
     decode: Callable[[Sequence[int]], str]
 
 
 class GroupReader:
-    """Turns a group in JSON into what the learner takes, or says why not.
+    """Converts a group from JSON to a message for the learner, or to a `Discarded` message with the reason.
 
-    A group that is refused costs nothing to keep: neither tokens nor completions of it remain. Parsing and checking run
-    in a worker thread, one group at a time.
+    A discarded invalid group keeps neither tokens nor completions. Parsing and validation run in a worker thread, one
+    group at a time.
     """
 
     def __init__(
         self,
         *,
-        memory: Memory,
+        sample_log: SampleLookup,
         policy: Policy,
         recompute: Recompute,
         sampling: Sampling,
         learner: LearnerSection,
         settings: AtroposSection,
     ) -> None:
-        """memory: how the engine drew what environments asked it for."""
-        self._memory, self._policy, self._recompute = memory, policy, recompute
+        """sample_log: completions that the engine sampled for environments."""
+        self._sample_log, self._policy, self._recompute = sample_log, policy, recompute
         self._sampling, self._learner, self._settings = sampling, learner, settings
         self._names = EnvironmentNames()
         self._recent = RecentGroups()
 
     async def read(self, raw: Raw, *, group_id: int, version: int) -> GroupOutcome:
-        """Read a group; version: of the weights that serve. Never raises for what is in `raw`."""
-        ended = partial(self._discarded, raw, group_id)
+        """Read a group. version: policy version that serves now. Never raises because of the contents of `raw`."""
+        discard = partial(self._discarded, raw, group_id)
         try:
-            reading = await run_sync(self._check, raw, version)
-            if any(sequence.unknown for sequence in reading.sequences):
-                await self._fill_in(reading)
-            return await run_sync(self._outcome, reading, group_id)
-        except _Repeated:
-            return await run_sync(ended, "duplicate", "the same group came before")
-        except Refused as refusal:
-            return await run_sync(ended, "invalid", str(refusal))
+            valid = await run_sync(self._validate, raw, version)
+            if any(sequence.missing for sequence in valid.sequences):
+                await self._recompute_missing(valid)
+            return await run_sync(self._message, valid, group_id)
+        except _Duplicate:
+            return await run_sync(discard, "duplicate", "an equal group has been received before")
+        except InvalidGroup as error:
+            return await run_sync(discard, "invalid", str(error))
         except GenerationError as error:
-            return await run_sync(ended, "generation_error", str(error))
+            return await run_sync(discard, "generation_error", str(error))
 
-    def _check(self, raw: Raw, version: int) -> Reading:
+    def _validate(self, raw: Raw, version: int) -> ValidGroup:
         group = decode_group(raw)
         checked = check(group, self._policy.bounds)
-        self._learn_name(group, checked)
+        self._record_label(group, checked)
         learner = self._learner
         if learner.advantage == "environment" and not checked.advantages:
-            raise Refused('advantages: none, and learner.advantage = "environment" learns from them')
+            raise InvalidGroup('advantages: missing, but learner.advantage = "environment" needs them')
         if learner.reference == "environment" and learner.kl_beta > 0 and not checked.reference:
-            raise Refused('ref_logprobs: none, and learner.reference = "environment" needs them')
+            raise InvalidGroup('ref_logprobs: missing, but learner.reference = "environment" needs them')
         teacher = teacher_tokens(group, checked, self._policy.bounds.vocab_size) if learner.distillation_weight else ()
         sequences = [
-            behaviour(i, tokens, checked, self._memory, version=version, temperature=self._sampling.temperature)
+            sampled_sequence(
+                i, tokens, checked, self._sample_log, version=version, temperature=self._sampling.temperature
+            )
             for i, tokens in enumerate(group.tokens)
         ]
-        self._refuse_unknown(sequences)
-        sampled = not any(
-            sequence.unknown for sequence in sequences
-        )  # a text that is shown again is no draw sent twice
-        if sampled and self._recent.saw(group):
-            raise _Repeated
-        return Reading(group=group, checked=checked, sequences=sequences, teacher=teacher)
+        self._check_missing(sequences)
+        # Without log-probabilities an equal group is not a duplicate: an environment may send the same text again.
+        has_logprobs = not any(sequence.missing for sequence in sequences)
+        if has_logprobs and self._recent.add(group):
+            raise _Duplicate
+        return ValidGroup(group=group, checked=checked, sequences=sequences, teacher=teacher)
 
-    def _learn_name(self, group: WireGroup, checked: CheckedGroup) -> None:
-        """Who asked the engine is the sender, also of a group that is refused in what follows."""
+    def _record_label(self, group: WireGroup, checked: CheckedGroup) -> None:
+        """Record the client label of the environment, also for a group that is invalid for another reason."""
         for tokens, trained_T in zip(group.tokens, checked.trained, strict=True):
-            for start, end in runs(trained_T)[:1]:
-                if (sampled := self._memory.find(tokens, start, end)) and sampled.client_label:
+            for start, end in trained_spans(trained_T)[:1]:
+                if (sampled := self._sample_log.find(tokens, start, end)) and sampled.client_label:
                     self._names.name(group.env_id, sampled.client_label)
                     return
 
-    def _refuse_unknown(self, sequences: Sequence[Behaviour]) -> None:
+    def _check_missing(self, sequences: Sequence[SampledSequence]) -> None:
         for i, sequence in enumerate(sequences):
-            if sequence.unremembered and restricts_support(self._sampling):
-                start, end = sequence.unremembered[0]
-                raise Refused(
-                    f"tokens[{i}][{start}:{end}]: the engine does not remember what top_p, top_k and min_p left of it"
+            if sequence.unrecorded and restricts_support(self._sampling):
+                start, end = sequence.unrecorded[0]
+                raise InvalidGroup(
+                    f"tokens[{i}][{start}:{end}]: not in the sample log, so its top_p/top_k/min_p support is unknown"
                 )
-            if sequence.unknown and self._settings.missing_logprobs == "refuse":
-                start, end = sequence.unknown[0]
-                raise Refused(
-                    f"inference_logprobs: none, and the engine does not remember tokens[{i}][{start}:{end}] "
-                    '(atropos.missing_logprobs = "recompute" would compute them)'
+            if sequence.missing and self._settings.missing_logprobs == "refuse":
+                start, end = sequence.missing[0]
+                raise InvalidGroup(
+                    f"inference_logprobs: missing, and tokens[{i}][{start}:{end}] is not in the sample log "
+                    '(atropos.missing_logprobs = "recompute" computes them)'
                 )
 
-    async def _fill_in(self, reading: Reading) -> None:
-        """Compute, with the weights that serve, what neither the engine nor the environment remembers."""
-        for tokens, sequence in zip(reading.group.tokens, reading.sequences, strict=True):
-            if sequence.unknown:
+    async def _recompute_missing(self, valid: ValidGroup) -> None:
+        """Compute the missing log-probabilities under the policy that serves now."""
+        for tokens, sequence in zip(valid.group.tokens, valid.sequences, strict=True):
+            if sequence.missing:
                 scored = await self._recompute(tuple(tokens), sequence.temperature)
                 logprob_T = np.array((0.0, *scored.logprobs), dtype=np.float32)
-                for start, end in sequence.unknown:
+                for start, end in sequence.missing:
                     sequence.logprob_T[start:end] = np.minimum(logprob_T[start:end], 0.0)
                     sequence.version_T[start:end] = scored.version
 
-    def _outcome(self, reading: Reading, group_id: int) -> GroupOutcome:
-        client_label = next((sequence.client_label for sequence in reading.sequences if sequence.client_label), "")
-        source = self._names.name(reading.group.env_id, client_label)
-        return outcome(
-            reading,
+    def _message(self, valid: ValidGroup, group_id: int) -> GroupOutcome:
+        client_label = next((sequence.client_label for sequence in valid.sequences if sequence.client_label), "")
+        source = self._names.name(valid.group.env_id, client_label)
+        return to_message(
+            valid,
             group_id=group_id,
             source=source,
             decode=self._policy.decode,
@@ -319,5 +330,5 @@ class GroupReader:
 
     def _discarded(self, raw: Raw, group_id: int, reason: DiscardReason, detail: str) -> Discarded:
         return Discarded(
-            prompt=nothing_but_a_number(group_id, self._names.name(sender(raw))), reason=reason, detail=detail
+            prompt=placeholder_prompt(group_id, self._names.name(environment_id(raw))), reason=reason, detail=detail
         )

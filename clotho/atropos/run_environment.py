@@ -1,7 +1,7 @@
-"""Runs an environment's script as `PYTHON SCRIPT ...` would, and lets its registration be seen on standard output.
+"""Runs an environment's script as `PYTHON SCRIPT ...` does, and prints its registration to standard output.
 
-It stands alone: the standard library, in whatever interpreter has atroposlib, which reports the registration only to
-loggers that nobody listens to.
+The script is standalone: it uses only the standard library, because it runs in the interpreter that has atroposlib.
+atroposlib reports the registration only to a logger without handlers.
 """
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ import runpy
 import sys
 
 LOGGER = "atroposlib.envs.base"
-SAID = "Initialized env with id "
+REGISTRATION_PREFIX = "Initialized env with id "
 
 
-def repeat(record: logging.LogRecord) -> bool:
-    """Print the line about the registration; let every record pass."""
+def print_registration(record: logging.LogRecord) -> bool:
+    """Print the log record of the registration; return True, so that every record is handled as usual."""
     message = record.getMessage()
-    if message.startswith(SAID):
+    if message.startswith(REGISTRATION_PREFIX):
         sys.stdout.write(message + "\n")
         sys.stdout.flush()
     return True
 
 
 def main() -> None:
-    """Become the script."""
+    """Run the script with its own arguments."""
     sys.argv = sys.argv[1:]
     sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))
-    logging.getLogger(LOGGER).addFilter(repeat)
+    logging.getLogger(LOGGER).addFilter(print_registration)
     runpy.run_path(sys.argv[0], run_name="__main__")
 
 

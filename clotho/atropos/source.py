@@ -1,7 +1,4 @@
-"""Where groups from environments come from, as the fetcher sees it: shapes, not classes.
-
-How long to wait between two looks at something that cannot call back.
-"""
+"""Interfaces of the Atropos fetcher (a source of groups and their reader), and the backoff between two polls."""
 
 from __future__ import annotations
 
@@ -13,46 +10,46 @@ from protocols.rollout import GroupOutcome
 
 
 class GroupSource(Protocol):
-    """An Atropos API server, or what stands in for one."""
+    """An Atropos API server, or the mock."""
 
     async def open(self, *, step: int) -> None:
-        """Make it ready for a trainer that has made `step` updates; wait as long as that takes.
+        """Register a trainer that has completed `step` steps; wait until the source is available.
 
-        Raises ProfileError for what its user must mend.
+        Raises ProfileError for errors that the user has to correct.
         """
 
     async def batch(self, *, step: int) -> list[Raw] | None:
-        """Take the groups that it hands out next, JSON each; None: nothing yet. What is away is waited for."""
+        """Return the next groups as JSON; None if there is no batch yet. Waits while the source is unavailable."""
 
     async def waiting_for(self) -> str:
-        """Say on one line, for the log, why there is nothing."""
+        """Return one line for the log that says why there is no batch."""
 
     async def close(self) -> None:
-        """Give up its connections."""
+        """Close the connections."""
 
 
 class Reader(Protocol):
-    """Turns what a source hands out into messages; `clotho.atropos.reader.GroupReader` does."""
+    """Converts groups from JSON to messages, as `clotho.atropos.reader.GroupReader` does."""
 
     async def read(self, raw: Raw, *, group_id: int, version: int) -> GroupOutcome:
-        """Read one group; version: of the weights that serve. Never raises for what is in `raw`."""
+        """Read one group. version: policy version that serves now. Never raises because of the contents of `raw`."""
 
 
-FIRST, FACTOR = 0.05, 1.5
+FIRST_SECONDS, FACTOR = 0.05, 1.5
 
 
-class Pauses:
-    """Seconds that grow from `FIRST` by `FACTOR` up to the longest, until something came and they begin anew."""
+class Backoff:
+    """Exponential backoff: `FIRST_SECONDS`, multiplied by `FACTOR` after each delay, up to `max_seconds`."""
 
-    def __init__(self, *, longest: float) -> None:
-        self._longest = longest
-        self._next = min(FIRST, longest)
+    def __init__(self, *, max_seconds: float) -> None:
+        self._max_seconds = max_seconds
+        self._next = min(FIRST_SECONDS, max_seconds)
 
-    def next(self) -> float:
-        """Return the length of the next pause."""
-        pause, self._next = self._next, min(self._next * FACTOR, self._longest)
-        return pause
+    def next_seconds(self) -> float:
+        """Return the next delay."""
+        delay, self._next = self._next, min(self._next * FACTOR, self._max_seconds)
+        return delay
 
     def reset(self) -> None:
-        """Begin anew."""
-        self._next = min(FIRST, self._longest)
+        """Start again with the first delay."""
+        self._next = min(FIRST_SECONDS, self._max_seconds)

@@ -74,7 +74,7 @@ def atropos_fetcher(parts: Components, session: RunContext) -> Callable[..., Atr
     profile, state = parts.profile, parts.state
     policy, learner = parts.policy, profile.learner
     reader = GroupReader(
-        memory=session.sampled,
+        sample_log=session.sampled,
         policy=PolicyBounds(
             bounds=Bounds(vocab_size=policy.vocab_size, context_length=_longest(parts)),
             decode=policy.tokenizer.decode,
@@ -107,8 +107,8 @@ def _group_source(parts: Components, session: RunContext) -> GroupSource:
         return MockAtropos(
             session.address,
             api_key=profile.server.api_key,
-            make=parts.questions.prompt,
-            first=parts.state.prompted if parts.state else 0,
+            make_prompt=parts.questions.prompt,
+            first_prompt=parts.state.prompted if parts.state else 0,
             rewards=parts.rewards,
             sampling=sampling,
             batch_size=profile.learner.batch_size,

@@ -14,12 +14,12 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from structlog.testing import capture_logs
 
 from clotho.atropos import client
-from clotho.atropos.api import NOTHINGS, AtroposApi
-from clotho.atropos.client import Registration
+from clotho.atropos.api import EMPTY_POLLS_PER_CHECK, AtroposApi, explain_wait
+from clotho.atropos.client import EnvironmentStatus, Registration, Status
 from protocols.errors import ProfileError
+from tests.atropos.environment_groups import group
 from tests.atropos.fake_api import FakeApi, endless, truncated
-from tests.atropos.groups import group
-from tests.atropos.until import until
+from tests.atropos.polling import wait_until
 
 URL = "http://user:secret@atropos.example:8000/prefix"
 SHOWN = "http://atropos.example:8000/prefix"
@@ -115,7 +115,7 @@ async def test_an_outage_is_told_once_and_waited_out(trouble: Callable[[FakeApi]
     with capture_logs() as logs:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(fetch)
-            await until(lambda: len(fake.asked) >= 9 or bool(batches))
+            await wait_until(lambda: len(fake.asked) >= 9 or bool(batches))
             fake.away = None
     assert [len(batch) for batch in batches] == [2]
     assert [entry["log_level"] for entry in logs] == ["warning", "info"]
@@ -131,7 +131,7 @@ async def test_a_server_that_is_not_there_yet() -> None:
     with capture_logs() as logs:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(lambda: api.open(step=0))
-            await until(lambda: len(fake.asked) >= 3)
+            await wait_until(lambda: len(fake.asked) >= 3)
             assert fake.registered == []
             fake.away = None
     assert len(fake.registered) == 1
@@ -176,7 +176,7 @@ async def test_an_address_where_something_else_answers(response: Callable[[], Re
 @pytest.mark.parametrize("url", ["http://host:99999", "http://host:port", "http://@", "http://xn--a", "http://h:-1"])
 def test_what_is_no_address(url: str) -> None:
     """It is told before anything is asked."""
-    with pytest.raises(ProfileError, match=r"atropos\.url is no address"):
+    with pytest.raises(ProfileError, match=r"atropos\.url is not a valid address"):
         trainer(FakeApi(), url=url)
 
 
@@ -189,7 +189,7 @@ async def test_a_server_that_had_a_trainer_is_cleared_once() -> None:
         await trainer(fake).open(step=0)
     assert fake.asked.count("GET /reset_data") == 1
     assert len(logs) == 1
-    assert "must be started again" in logs[0]["event"]
+    assert logs[0]["event"] == "atropos_server_reset"
 
 
 async def test_a_network_that_stumbles_does_not_clear_the_server() -> None:
@@ -205,7 +205,7 @@ async def test_a_network_that_stumbles_does_not_clear_the_server() -> None:
 
 async def test_a_batch_too_large_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is told as an error; the next one comes."""
-    monkeypatch.setattr(client, "LARGEST_BODY", 10_000)
+    monkeypatch.setattr(client, "MAX_BODY_BYTES", 10_000)
     fake = FakeApi()
     api = trainer(fake)
     await api.open(step=0)
@@ -227,7 +227,7 @@ async def test_nothing_for_long_is_looked_into() -> None:
     api = trainer(fake)
     await api.open(step=0)
     before = fake.asked.count("GET /info")
-    for _ in range(3 * NOTHINGS):
+    for _ in range(3 * EMPTY_POLLS_PER_CHECK):
         assert await api.batch(step=0) is None
     assert fake.asked.count("GET /info") - before == 3
 
@@ -237,4 +237,45 @@ async def test_asking_why_never_fails() -> None:
     fake = FakeApi()
     api = trainer(fake)
     refuse(fake)
-    assert await api.waiting_for() == "the server cannot say why: GET /status: refused"
+    assert await api.waiting_for() == "the state of the server is unknown: GET /status: refused"
+
+
+def environment(own: int = 0, largest: int = 1, unallocated: float = 1.0) -> EnvironmentStatus:
+    """What the server says of one."""
+    return EnvironmentStatus(self_queue_size=own, max_group_size=largest, unallocated_fraction=unallocated)
+
+
+@pytest.mark.parametrize(
+    ("queued", "environments", "expected"),
+    [
+        (0, [], "no environment is registered"),
+        (3, [], "no environment is registered; 3 groups are queued"),
+        (0, [environment(), environment()], "no group is queued; 2 environments have registered"),
+        (
+            3,
+            [environment(3, 8)],
+            "3 groups are queued, at most 24 of the 128 sequences of a batch; 1 environment has registered",
+        ),
+        (
+            40,
+            [environment(3, 8)],
+            "40 groups are queued, whose sizes do not add up to 128 sequences yet (each size must divide the largest); "
+            "1 environment has registered",
+        ),
+        (
+            12,
+            [environment(12, 8, 0.5), environment(0, 8, 0.5)],
+            "12 groups are queued, none from environment 1, whose min_batch_allocation reserves a share",
+        ),
+        (
+            50,
+            [environment(50, 6)],
+            "groups of 6 sequences cannot fill a batch of 128: set learner.batch_size x sampling.group_size to a "
+            "multiple of 6, or change the group_size of the environment",
+        ),
+        (0, [environment()] * 16, "no group is queued; at least 16 environments have registered"),
+    ],
+)
+def test_the_likeliest_reason_is_told(queued: int, environments: list[EnvironmentStatus], expected: str) -> None:
+    """With what there is to be done about it, where that is known."""
+    assert explain_wait(Status(queue_size=queued), environments, 128) == expected

@@ -13,16 +13,16 @@ from structlog.testing import capture_logs
 
 from protocols.errors import ProfileError
 from protocols.rollout import Discarded, ScoredGroup
+from tests.atropos.api_servers import JSON, ApiServerUnderTest, api_server
+from tests.atropos.environment_groups import ReaderHarness, group
 from tests.atropos.fake_api import FIELDS
-from tests.atropos.groups import Scene, group
-from tests.atropos.servers import JSON, Counterpart, counterpart
-from tests.atropos.until import until
+from tests.atropos.polling import wait_until
 
 
 @pytest.fixture(params=["fake", "real"])
-async def server(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Counterpart]:
+async def server(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[ApiServerUnderTest]:
     """Each of the two."""
-    async with counterpart(request.param, tmp_path) as server:
+    async with api_server(request.param, tmp_path) as server:
         yield server
 
 
@@ -36,7 +36,7 @@ def numbers(batch: list[msgspec.Raw] | None) -> list[float] | None:
     return None if batch is None else [msgspec.json.decode(raw)["scores"][0] for raw in batch]
 
 
-async def test_a_trainer_registers_and_waits(server: Counterpart) -> None:
+async def test_a_trainer_registers_and_waits(server: ApiServerUnderTest) -> None:
     """Its own step is the server's; environments may register once it has asked for a batch."""
     api = server.api()
     await api.open(step=3)
@@ -48,7 +48,7 @@ async def test_a_trainer_registers_and_waits(server: Counterpart) -> None:
     await api.close()
 
 
-async def test_batches_come_whole_and_the_latest_first(server: Counterpart) -> None:
+async def test_batches_come_whole_and_the_latest_first(server: ApiServerUnderTest) -> None:
     """Groups of a batch are in order, batches are not; every group has every field."""
     api = server.api()
     await api.open(step=0)
@@ -63,7 +63,7 @@ async def test_batches_come_whole_and_the_latest_first(server: Counterpart) -> N
     await api.close()
 
 
-async def test_large_batches_are_packed_and_unpacked(server: Counterpart) -> None:
+async def test_large_batches_are_packed_and_unpacked(server: ApiServerUnderTest) -> None:
     """Beyond 1000 bytes the server packs what it sends."""
     api = server.api()
     await api.open(step=0)
@@ -73,7 +73,7 @@ async def test_large_batches_are_packed_and_unpacked(server: Counterpart) -> Non
     await api.close()
 
 
-async def test_another_trainer_was_there(server: Counterpart) -> None:
+async def test_another_trainer_was_there(server: ApiServerUnderTest) -> None:
     """A second registration changes nothing: the server is cleared, or the run refused."""
     first = server.api(batch_size=8)
     await first.open(step=100)
@@ -90,7 +90,7 @@ async def test_another_trainer_was_there(server: Counterpart) -> None:
         await api.close()
 
 
-async def test_going_on_with_what_fits(server: Counterpart) -> None:
+async def test_going_on_with_what_fits(server: ApiServerUnderTest) -> None:
     """Without reset, what environments sent for the trainer before is learned from."""
     before = server.api()
     await before.open(step=0)
@@ -103,7 +103,7 @@ async def test_going_on_with_what_fits(server: Counterpart) -> None:
 
 
 @pytest.mark.parametrize("reset", [True, False])
-async def test_groups_that_came_before_any_trainer(server: Counterpart, reset: bool) -> None:
+async def test_groups_that_came_before_any_trainer(server: ApiServerUnderTest, reset: bool) -> None:
     """They keep a registration from counting, for ever: they are cleared, and the trainer registers again."""
     await server.post(numbered(1), numbered(2))
     api = server.api(reset=reset)
@@ -114,7 +114,7 @@ async def test_groups_that_came_before_any_trainer(server: Counterpart, reset: b
     await api.close()
 
 
-async def test_a_server_that_is_started_again(server: Counterpart) -> None:
+async def test_a_server_that_is_started_again(server: ApiServerUnderTest) -> None:
     """It is waited for, and registered with at the trainer's own step; that is told once, and once when it is over."""
     api = server.api(reset=False)
     await api.open(step=0)
@@ -128,7 +128,7 @@ async def test_a_server_that_is_started_again(server: Counterpart) -> None:
     with capture_logs() as logs:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(fetch)
-            await until(lambda: bool(logs))
+            await wait_until(lambda: bool(logs))
             await server.start()
     assert batches == [None]
     assert await server.get("/info") == {"batch_size": 4, "max_token_len": 64}
@@ -137,7 +137,7 @@ async def test_a_server_that_is_started_again(server: Counterpart) -> None:
     await api.close()
 
 
-async def test_a_server_that_forgot_and_got_groups_before_it_was_asked(server: Counterpart) -> None:
+async def test_a_server_that_forgot_and_got_groups_before_it_was_asked(server: ApiServerUnderTest) -> None:
     """Environments that did not notice its new start send on at once."""
     api = server.api()
     await api.open(step=0)
@@ -150,7 +150,7 @@ async def test_a_server_that_forgot_and_got_groups_before_it_was_asked(server: C
     await api.close()
 
 
-async def test_somebody_clears_the_server_while_the_run_goes_on(server: Counterpart) -> None:
+async def test_somebody_clears_the_server_while_the_run_goes_on(server: ApiServerUnderTest) -> None:
     """Then it fails, or has nothing for ever if groups came at once: either way it is registered with again."""
     api = server.api()
     await api.open(step=0)
@@ -166,30 +166,30 @@ async def test_somebody_clears_the_server_while_the_run_goes_on(server: Counterp
     await api.close()
 
 
-async def test_a_malformed_group_harms_no_other(server: Counterpart) -> None:
+async def test_a_malformed_group_harms_no_other(server: ApiServerUnderTest) -> None:
     """The server passes on whatever has lists of numbers in it; the reader tells one from the other."""
-    api, scene = server.api(), Scene()
+    api, harness = server.api(), ReaderHarness()
     await api.open(step=0)
     await server.post(numbered(1) | {"scores": [1.0]}, numbered(2))
     batch = await api.batch(step=0)
     assert batch
-    one, other = [await scene.outcome(raw) for raw in batch]
+    one, other = [await harness.outcome(raw) for raw in batch]
     assert isinstance(one, Discarded)
     assert one.detail == "scores: 1 for 2 sequences"
     assert isinstance(other, ScoredGroup)
     await api.close()
 
 
-async def test_it_says_for_whom_the_server_waits(server: Counterpart) -> None:
+async def test_it_says_for_whom_the_server_waits(server: ApiServerUnderTest) -> None:
     """NullSampleLog, nothing, too little."""
     api = server.api()
     await api.open(step=0)
     assert await api.batch(step=0) is None
     assert await api.waiting_for() == "no environment is registered"
     await server.join()
-    assert await api.waiting_for() == "nothing is queued; 1 environment has registered"
+    assert await api.waiting_for() == "no group is queued; 1 environment has registered"
     await server.http.post("/scored_data", json=numbered(1) | {"env_id": 0})
-    said = "1 group is queued, at most 2 sequences of the 4 of a batch; 1 environment has registered"
+    said = "1 group is queued, at most 2 of the 4 sequences of a batch; 1 environment has registered"
     assert await api.waiting_for() == said
     await server.join(desired_name="two", min_batch_allocation=0.5)
     await server.http.post("/scored_data", json=numbered(2) | {"env_id": 0})
@@ -201,7 +201,7 @@ async def test_it_says_for_whom_the_server_waits(server: Counterpart) -> None:
 
 async def test_numbers_that_json_does_not_have(tmp_path: Path) -> None:
     """The real server takes them, cannot send them, and loses the batch: the next one comes."""
-    async with counterpart("real", tmp_path) as server:
+    async with api_server("real", tmp_path) as server:
         api = server.api()
         await api.open(step=0)
         poison = msgspec.json.encode(numbered(1) | {"env_id": None}).replace(b"0.5", b"NaN")

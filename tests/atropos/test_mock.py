@@ -16,8 +16,8 @@ from clotho.config.schema import SamplingSection
 from protocols.prompt import Prompt
 from protocols.rollout import Discarded, GroupOutcome, RolloutGroup, ScoredGroup
 from tests.actors.boxes import prompt
+from tests.atropos.environment_groups import ReaderHarness
 from tests.atropos.fake_api import FIELDS
-from tests.atropos.groups import Scene
 from tests.serving.running_server import Served, serving
 
 SAMPLING = SamplingSection(group_size=3, max_tokens=6, ignore_eos=True, temperature=0.5)
@@ -52,8 +52,8 @@ async def standing_in(
         mock = MockAtropos(
             served.url,
             api_key=gateway.get("api_key", ""),
-            make=make,
-            first=first,
+            make_prompt=make,
+            first_prompt=first,
             rewards=rewards,
             sampling=SAMPLING,
             batch_size=2,
@@ -88,7 +88,7 @@ async def test_a_batch_has_everything_that_a_server_would_send() -> None:
 async def test_the_reader_takes_what_it_makes() -> None:
     """As from any environment."""
     async with standing_in() as (mock, _, __):
-        scored = await Scene().scored((await mock.batch(step=0) or [])[0])
+        scored = await ReaderHarness().scored((await mock.batch(step=0) or [])[0])
         assert (scored.group.prompt.tokens, scored.rewards) == ((0, 7, 9), (0.0, 1.0, 2.0))
 
 
@@ -121,8 +121,8 @@ async def test_an_api_that_wants_a_key_gets_it() -> None:
     mock = MockAtropos(
         "http://policy.example",
         api_key="secret",
-        make=make,
-        first=0,
+        make_prompt=make,
+        first_prompt=0,
         rewards=Lengths(),
         sampling=SAMPLING,
         batch_size=2,

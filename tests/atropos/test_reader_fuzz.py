@@ -10,10 +10,10 @@ import msgspec
 import pytest
 from msgspec import Raw
 
-from clotho.atropos.reader import MOST_NAMES, REMEMBERED
+from clotho.atropos.reader import MAX_NAMES, MAX_RECENT_GROUPS
 from clotho.config.schema import AtroposSection
 from protocols.rollout import Discarded, ScoredGroup
-from tests.atropos.groups import PROMPT, Scene, conversations
+from tests.atropos.environment_groups import PROMPT, ReaderHarness, conversations
 
 ODD: list[Any] = [
     None,
@@ -101,16 +101,16 @@ async def test_no_group_whatever_it_holds_upsets_the_reader(seed: int) -> None:
     """Each becomes a message with a reason, and a good one after them is read as if nothing had been."""
     random = Random(seed)
     reference: dict[str, Any] = random.choice([{}, {"reference": "environment", "kl_beta": 0.1}])
-    scene = Scene(
+    harness = ReaderHarness(
         settings=AtroposSection(missing_logprobs=random.choice(["refuse", "recompute"])),
         advantage=random.choice(["group", "environment", "batch"]),
         distillation_weight=random.choice([0.0, 1.0]),
         **reference,
     )
-    scene.drew(PROMPT, (40, 41), client_label="arithmetic")
+    harness.record(PROMPT, (40, 41), client_label="arithmetic")
     ends = {"scored": 0, "discarded": 0}
     for number in range(1000):
-        outcome = await scene.outcome(mutated(random), group_id=number)
+        outcome = await harness.outcome(mutated(random), group_id=number)
         if isinstance(outcome, ScoredGroup):
             ends["scored"] += 1
         else:
@@ -119,19 +119,19 @@ async def test_no_group_whatever_it_holds_upsets_the_reader(seed: int) -> None:
             assert outcome.detail.isprintable()
             assert (outcome.prompt.group_id, len(outcome.prompt.source) <= 32) == (number, True)
     assert min(ends.values()) > 100
-    good = await scene.outcome(whole() | {"scores": [3.0, 1.0, 2.0]})
+    good = await harness.outcome(whole() | {"scores": [3.0, 1.0, 2.0]})
     assert isinstance(good, ScoredGroup)
     assert good.rewards == (3.0, 1.0, 2.0)
 
 
 async def test_memory_has_bounds() -> None:
     """Fingerprints and names: the oldest of the former are forgotten, and no more of the latter are given out."""
-    scene, names = Scene(advantage="batch"), set()
-    for number in range(REMEMBERED + 100):
+    harness, names = ReaderHarness(advantage="batch"), set()
+    for number in range(MAX_RECENT_GROUPS + 100):
         fields = conversations((PROMPT, (40 + number % 50,)), scores=[float(number)], env_id=number % 200)
-        outcome = await scene.outcome(fields)
+        outcome = await harness.outcome(fields)
         assert not isinstance(outcome, Discarded)
         names.add(outcome.group.prompt.source)
-    assert len(scene.reader._recent) == REMEMBERED
-    assert len(names) == MOST_NAMES + 1
+    assert len(harness.reader._recent) == MAX_RECENT_GROUPS
+    assert len(names) == MAX_NAMES + 1
     assert "other" in names

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from clotho.config.group_sizes import max_queued_batches, reserved_share, unfillable
 from clotho.config.schema import Profile
-from tests.atropos.counterpart import python_with_atropos
+from tests.atropos.atroposlib_python import python_with_atropos
 
 BATCH = 24
 REST = {"model": {"path": "m"}, "data": {"train": "d"}, "rewards": [{"name": "exact"}]}

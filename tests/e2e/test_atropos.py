@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.atropos.counterpart import python_with_atropos
+from tests.atropos.atroposlib_python import python_with_atropos
 from tests.e2e.processes import descendants, find, gone, kill
 from tests.e2e.running import BATCH, Ended, Run, lines, run
 
@@ -62,21 +62,21 @@ def test_an_environment_trains_the_policy(tmp_path: Path, atropos: tuple[str, st
     assert {group["environment"] for group in lines(tmp_path / "run" / "rollouts.jsonl")} == {"arithmetic"}
 
 
-def test_any_process_may_be_killed_and_no_group_is_learnt_from_twice(tmp_path: Path, atropos: tuple[str, str]) -> None:
-    """The server, then the environment: each is started again, and learning goes on. Then the trainer: it resumes."""
+def test_killed_processes_restart_and_no_group_is_trained_on_twice(tmp_path: Path, atropos: tuple[str, str]) -> None:
+    """The API server and the environment are restarted and training continues; a killed trainer resumes."""
     profile, run_dir = tmp_path / "telling.toml", tmp_path / "run"
     profile.write_text(TELLING)
-    lives = ("--profile", str(profile), *atropos, "--steps", "9", "--checkpoint.interval", "1")
-    with Run(run_dir, *lives) as running:
+    arguments = ("--profile", str(profile), *atropos, "--steps", "9", "--checkpoint.interval", "1")
+    with Run(run_dir, *arguments) as running:
         for victim in ("run_api", "arithmetic.py"):
             running.wait_for("told of a step")
             kill(find(running.process.pid, victim))
-            assert "started again" in running.wait_for("was ended by SIGKILL")
+            assert "process_restarts" in running.wait_for("was ended by SIGKILL")
             running.wait_for("told of a step")
         below = list(descendants(running.process.pid))
         assert running.kill(after_seconds=0.0)
     assert gone(below), "whoever the trainer had started ends with it"
-    ended = run(run_dir, *lives, "--resume")
+    ended = run(run_dir, *arguments, "--resume")
     assert ended.status == 0, ended
     groups = lines(run_dir / "rollouts.jsonl")
     trained = [group["group_id"] for group in groups if group["outcome"] == "trained"]

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from clotho.models.tokenizer import ChatTokenizer
-from tests.atropos.servers import JSON, Counterpart, counterpart
+from tests.atropos.api_servers import JSON, ApiServerUnderTest, api_server
 from tests.e2e.running import BATCH, REPOSITORY, Run, lines
 
 GROUP = 4
@@ -93,7 +93,7 @@ def resident(pid: int) -> int:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * PAGE
 
 
-async def post(server: Counterpart, groups: list[dict[str, Any]]) -> None:
+async def post(server: ApiServerUnderTest, groups: list[dict[str, Any]]) -> None:
     """Send them in a few requests."""
     for start in range(0, len(groups), POSTED_AT_ONCE):
         content = msgspec.json.encode(groups[start : start + POSTED_AT_ONCE])
@@ -112,7 +112,7 @@ async def test_a_flood_of_malformed_groups_harms_nothing(tmp_path: Path, count: 
     """Each is discarded with its reason, and counted; learning goes on before, in between and after."""
     profile, run_dir = tmp_path / "telling.toml", tmp_path / "run"
     profile.write_text(TELLING)
-    async with counterpart("real", tmp_path) as server:
+    async with api_server("real", tmp_path) as server:
         flags = ("--steps", str(STEPS), "--atropos.enabled", "true")
         with Run(run_dir, "--profile", str(profile), *flags, "--atropos.url", server.url) as running:
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from tests.atropos.counterpart import python_with_atropos
+from tests.atropos.atroposlib_python import python_with_atropos
 from tests.environments.scripts import EMBEDDED, ENVIRONMENTS
 
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "WANDB_MODE": "disabled"}

@@ -18,7 +18,7 @@ from msgspec import Struct
 from clotho.inference.sample_log import SampledCompletion
 from clotho.models.parameters import flat, nested
 from clotho.runtime.compute_thread import finish
-from tests.atropos.counterpart import python_with_atropos
+from tests.atropos.atroposlib_python import python_with_atropos
 from tests.serving.embedded_server import EMBEDDED, Notes, serving
 
 SCRIPT = Path(__file__).with_name("atroposlib_clients.py")

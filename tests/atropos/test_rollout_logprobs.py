@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from clotho.atropos.behaviour_logprobs import Behaviour, runs, versions
+from clotho.atropos.rollout_logprobs import SampledSequence, token_versions, trained_spans
 
 
 @pytest.mark.parametrize(
@@ -19,7 +19,7 @@ from clotho.atropos.behaviour_logprobs import Behaviour, runs, versions
 )
 def test_spans_are_the_longest_stretches(trained: list[int], expected: list[tuple[int, int]]) -> None:
     """Each one turn of the policy, where the environment speaks in between."""
-    assert runs(np.array(trained, dtype=bool)) == expected
+    assert trained_spans(np.array(trained, dtype=bool)) == expected
 
 
 @pytest.mark.parametrize(
@@ -34,12 +34,12 @@ def test_spans_are_the_longest_stretches(trained: list[int], expected: list[tupl
 def test_versions_of_tokens_that_were_not_drawn(trained: list[int], expected: list[int]) -> None:
     """That of the sampled token before; of the first for those before it; of the reading where none was sampled."""
     version_T = np.array([3, 4, 5, 6] if any(trained) else [9] * 4, dtype=np.int32)
-    sequence = Behaviour(
+    sequence = SampledSequence(
         logprob_T=np.zeros(4, dtype=np.float32),
         version_T=version_T,
-        unremembered=[],
-        unknown=[],
+        unrecorded=[],
+        missing=[],
         supports={},
         temperature=1.0,
     )
-    assert versions(sequence, np.array(trained, dtype=bool)).tolist() == expected
+    assert token_versions(sequence, np.array(trained, dtype=bool)).tolist() == expected

@@ -14,9 +14,9 @@ import msgspec
 
 from clotho.atropos.api import AtroposApi
 from clotho.atropos.client import Registration
-from tests.atropos.counterpart import python_with_atropos
+from tests.atropos.atroposlib_python import python_with_atropos
 from tests.atropos.fake_api import FakeApi
-from tests.atropos.until import until
+from tests.atropos.polling import wait_until
 
 REGISTRATION = Registration(
     batch_size=4, max_token_len=64, checkpoint_dir="/nowhere", save_checkpoint_interval=5, num_steps=9
@@ -24,7 +24,7 @@ REGISTRATION = Registration(
 JSON = {"content-type": "application/json"}
 
 
-class Counterpart:
+class ApiServerUnderTest:
     """A server, and a client that behaves as environments do."""
 
     def __init__(self, url: str, transport: httpx.AsyncBaseTransport | None = None) -> None:
@@ -61,7 +61,7 @@ class Counterpart:
         raise NotImplementedError
 
 
-class Fake(Counterpart):
+class Fake(ApiServerUnderTest):
     def __init__(self) -> None:
         self.fake = FakeApi()
         super().__init__("http://fake", self.fake)
@@ -74,7 +74,7 @@ class Fake(Counterpart):
         self.fake.away = httpx.ConnectError("connection refused")
 
 
-class Real(Counterpart):
+class Real(ApiServerUnderTest):
     """`run-api` of atroposlib, in a process of its own."""
 
     def __init__(self, python: str, log: Path) -> None:
@@ -87,7 +87,7 @@ class Real(Counterpart):
 
     async def start(self) -> None:
         self._spawn()
-        await until(self._listens)
+        await wait_until(self._listens)
 
     def _spawn(self) -> None:
         command = [self._python, "-m", "atroposlib.cli.run_api", "--host", "127.0.0.1", "--port", str(self._port)]
@@ -106,7 +106,7 @@ class Real(Counterpart):
 
 
 @asynccontextmanager
-async def counterpart(kind: str, directory: Path) -> AsyncIterator[Counterpart]:
+async def api_server(kind: str, directory: Path) -> AsyncIterator[ApiServerUnderTest]:
     """A running server of either kind."""
     server = Fake() if kind == "fake" else Real(python_with_atropos(), directory / "log")
     try:

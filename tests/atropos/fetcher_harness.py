@@ -75,7 +75,7 @@ class Reader:
         return ScoredGroup(group=rollout, rewards=(1.0,), parts={})
 
 
-class Scene:
+class FetcherHarness:
     """A fetcher of these batches, on cells of its own; two groups make a batch of the run."""
 
     def __init__(
@@ -120,16 +120,16 @@ def numbers(outcomes: Sequence[GroupOutcome]) -> list[int]:
     return [(one.prompt if isinstance(one, Discarded) else one.group.prompt).group_id for one in outcomes]
 
 
-async def fetched(scene: Scene, *, steps: Callable[[], object]) -> list[GroupOutcome]:
+async def fetched(harness: FetcherHarness, *, steps: Callable[[], object]) -> list[GroupOutcome]:
     """Run until nothing moves, do something, and receive to the end."""
     received: list[GroupOutcome] = []
 
     async def read() -> None:
-        received.extend(await everything(scene.outcomes))
+        received.extend(await everything(harness.outcomes))
 
     with anyio.fail_after(30):
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(scene.box.run)
+            tasks.start_soon(harness.box.run)
             tasks.start_soon(read)
             await anyio.wait_all_tasks_blocked()
             steps()

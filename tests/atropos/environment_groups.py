@@ -1,4 +1,4 @@
-"""Groups as an environment sends them, an engine that remembers, and a reader of both."""
+"""Groups in the format of an environment, and a group reader with a sample log."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ Turn = tuple[int, ...]
 
 
 def logprob(token: int) -> float:
-    """What every test gives a token that was sampled."""
+    """Return the log-probability that the tests use for a sampled token."""
     return -token / 8
 
 
 def sequence(*turns: Turn) -> tuple[list[int], list[int], list[float]]:
-    """Tokens, masks and log-probabilities of a conversation: what is said to the policy and what it says, in turn."""
+    """Return tokens, masks and log-probabilities of a conversation; the policy samples every second turn."""
     tokens, masks, logprobs = list[int](), list[int](), list[float]()
     for place, turn in enumerate(turns):
         sampled = place % 2 == 1
@@ -41,7 +41,7 @@ def sequence(*turns: Turn) -> tuple[list[int], list[int], list[float]]:
 
 
 def conversations(*sequences: Sequence[Turn], **fields: Any) -> dict[str, Any]:
-    """A group of sequences, each given as for `sequence`; scores 0, 1, 2, ..."""
+    """Return a group of conversations with the scores 0, 1, 2, ..."""
     tokens, masks, logprobs = zip(*(sequence(*turns) for turns in sequences), strict=True)
     return {
         "tokens": list(tokens),
@@ -54,25 +54,25 @@ def conversations(*sequences: Sequence[Turn], **fields: Any) -> dict[str, Any]:
 
 
 def group(*completions: Turn, **fields: Any) -> dict[str, Any]:
-    """A group of single turns after `PROMPT`."""
+    """Return a group of single-turn conversations after `PROMPT`."""
     return conversations(*((PROMPT, completion) for completion in completions), **fields)
 
 
 def raw(fields: Any) -> Raw:
-    """The same as the server would send it."""
+    """Return the fields as JSON."""
     return Raw(msgspec.json.encode(fields))
 
 
-class Scene:
-    """A reader, what the engine remembers, and what was asked to be computed again."""
+class ReaderHarness:
+    """A group reader, its sample log, and the arguments of all recomputations."""
 
     def __init__(
         self, *, sampling: Sampling = SAMPLING, settings: AtroposSection | None = None, **learner: Any
     ) -> None:
-        self.memory = SampleLog()
+        self.sample_log = SampleLog()
         self.recomputed: list[tuple[tuple[int, ...], float]] = []
         self.reader = GroupReader(
-            memory=self.memory,
+            sample_log=self.sample_log,
             policy=Policy(bounds=BOUNDS, decode=CharacterTokenizer().decode),
             recompute=self._recompute,
             sampling=sampling,
@@ -80,7 +80,7 @@ class Scene:
             settings=settings or AtroposSection(),
         )
 
-    def drew(
+    def record(
         self,
         before: Turn,
         tokens: Turn,
@@ -90,9 +90,9 @@ class Scene:
         support: Turn = (),
         **sampling: Any,
     ) -> None:
-        """Let the engine remember a completion."""
+        """Add a completion to the sample log."""
         supports = (b"".join(token.to_bytes(4, "little") for token in support),) * len(tokens) if support else ()
-        self.memory.remember(
+        self.sample_log.remember(
             SampleRequest(prompt=before, sampling=Sampling(**sampling), seeds=(1,)),
             Completion(
                 tokens=tokens,
@@ -111,13 +111,13 @@ class Scene:
         return await self.reader.read(given, group_id=group_id, version=VERSION)
 
     async def scored(self, fields: Any) -> ScoredGroup:
-        """Read a group that can be learned from."""
+        """Read a group that must be valid."""
         outcome = await self.outcome(fields)
         assert isinstance(outcome, ScoredGroup), outcome
         return outcome
 
-    async def refused(self, fields: Any, reason: str = "invalid") -> str:
-        """Read a group that is discarded; return the detail."""
+    async def discarded(self, fields: Any, reason: str = "invalid") -> str:
+        """Read a group that must be discarded; return the detail."""
         outcome = await self.outcome(fields)
         assert isinstance(outcome, Discarded), outcome
         assert outcome.reason == reason, outcome.detail
