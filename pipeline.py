@@ -24,12 +24,13 @@ import socket
 from contextlib import ExitStack
 
 import structlog
+from msgspec import structs
 from rich.console import Console
 
 from clotho import BLAS
 from clotho.atropos.processes import AtroposServer, Environment
 from clotho.config.schema import Profile
-from clotho.monitoring.event_log import journal
+from clotho.monitoring.event_log import event_log
 from clotho.monitoring.summary import print_summary
 from clotho.run import build_actors as boxes
 from clotho.run.context import RunContext
@@ -145,7 +146,7 @@ async def train(profile: Profile, directory: RunDirectory, console: Console) -> 
         ends.callback(executor.stop)
         parts = await assemble(profile, directory, executor)
         ends.callback(parts.rewards.close)
-        ends.enter_context(journal(directory.log, console))
+        ends.enter_context(event_log(directory.log, console))
         for warning in parts.warnings:
             log.warning(warning)
         if parts.resumed_from is not None:
@@ -162,6 +163,7 @@ async def train(profile: Profile, directory: RunDirectory, console: Console) -> 
         gc.freeze()  # what was loaded stays; a full collection would halt decode and swaps for a tenth of a second
         async with handle_signals(supervisor) as signals:
             ending = await supervisor.run()
+        log.info("run_statistics", **structs.asdict(session.snapshot()))
         print_summary(console, session.summary(complete=ending is not Ending.STOPPED))
         return signals.exit_status
 

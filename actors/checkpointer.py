@@ -9,6 +9,7 @@ from typing import Any
 
 import structlog
 from anyio.to_thread import run_sync
+from msgspec.structs import replace
 
 from clotho.config.schema import CheckpointSection
 from clotho.runtime.latest import Latest
@@ -41,6 +42,7 @@ class Checkpointer:
         directory: Path,
         adapter_directories: Sequence[Path],
         adapter_config: AdapterConfig,
+        run_id: str,
         settings: CheckpointSection,
         state: Callable[[PolicyUpdated], RunState],
         recorded: Latest[int],
@@ -55,6 +57,7 @@ class Checkpointer:
         self._inbox = inbox
         self._directory, self._adapter_directories = directory, adapter_directories
         self._adapter_config, self._settings, self._state = adapter_config, settings, state
+        self._run_id = run_id
         self._recorded = recorded
         self._parameters, self._loadable = parameters, loadable
 
@@ -71,6 +74,7 @@ class Checkpointer:
         if unwritten is not None:
             await self._write(unwritten)
         parameters, adapter_config = await self._loadable(self._parameters)
+        adapter_config = replace(adapter_config, run_id=self._run_id)
         for directory in self._adapter_directories:
             await run_sync(write_adapter, directory, parameters, adapter_config)
 

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from clotho.config.schema import LearnerSection
 from clotho.models.machine import random_state
-from clotho.monitoring.collapse_response import CollapseWatch, Judgement
+from clotho.monitoring.collapse_detection import CollapseMonitor, CollapseResponse
 from clotho.runtime.compute_thread import ComputeExecutor, finish
 from clotho.runtime.latest import Latest
 from clotho.runtime.log_barrier import reached
@@ -68,7 +68,7 @@ class Learner:
         refills: Latest[int],
         recorded: Latest[int],
         replay: ReplayBuffer,
-        watch: CollapseWatch,
+        collapse: CollapseMonitor,
         steps: int,
         rounds: bool,
         unasked: bool,
@@ -85,7 +85,7 @@ class Learner:
         self._settings, self._ledger, self._progress = settings, ledger, progress
         self._refills, self._recorded = refills, recorded
         self._replay, self._steps, self._rounds, self._unasked = replay, steps, rounds, unasked
-        self._watch, self._rolled_back_at = watch, 0
+        self._collapse, self._rolled_back_at = collapse, 0
         self.last_report: StepReport | None = None
         self.began = self.last_update = time.monotonic()
 
@@ -173,22 +173,22 @@ class Learner:
             replaced=batch.refilled,
             replayed=len(replayed),
         )
-        judgement = self._watch.compute_advantages(report)
-        report = replace(report, collapse_warnings=judgement.signs)
-        if judgement.reaction == "rollback":
+        response = self._collapse.assess(report)
+        report = replace(report, collapse_warnings=response.warnings)
+        if response.action == "rollback":
             report = await self._roll_back(report)
         elif update is not None and update.applied:
-            self._policy_learner.observe_health(healthy=not judgement.signs)
+            self._policy_learner.observe_health(healthy=not response.warnings)
         self.last_report, self.last_update = report, time.monotonic()
         await self._tell(report, state)
-        if failure := self._failure(report, judgement, update):
+        if failure := self._failure(report, response, update):
             await reached(self._recorded, report.step)  # whoever asks why finds this batch on record
             raise failure
 
-    def _failure(self, report: StepReport, judgement: Judgement, update: Update | None) -> ClothoError | None:
+    def _failure(self, report: StepReport, response: CollapseResponse, update: Update | None) -> ClothoError | None:
         """Why the run must end with this batch, if it must."""
-        if judgement.reaction == "stop":
-            return self._watch.error(report)
+        if response.action == "stop":
+            return self._collapse.error(report)
         if update and not update.finite and self._progress.bad_steps >= self._settings.max_bad_steps:
             return DivergenceError(
                 f"{self._progress.bad_steps} updates in a row were not finite, until step {report.step}; the weights "
@@ -198,7 +198,7 @@ class Learner:
 
     async def _roll_back(self, report: StepReport) -> StepReport:
         """Go back to the last good policy; what a bad one drew is neither learned from nor replayed."""
-        await finish(self._executor.submit(lambda: self._policy_learner.roll_back(rate=self._watch.rollback_rate)))
+        await finish(self._executor.submit(lambda: self._policy_learner.roll_back(rate=self._collapse.rollback_rate)))
         self._replay.clear()
         self._progress.bad_steps = 0
         self._rolled_back_at = self._policy_learner.version
@@ -244,8 +244,8 @@ class Learner:
             train_seconds=self._progress.train_seconds,
             trained_tokens=self._progress.trained_tokens,
             replay=self._replay.groups(),
-            collapse=self._watch.state(),
-            rollbacks=self._watch.rollbacks,
+            collapse=self._collapse.state(),
+            rollbacks=self._collapse.rollbacks,
         )
         for outbox in self._updates:
             await outbox.send(update)

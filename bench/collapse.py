@@ -20,7 +20,7 @@ import msgspec
 from msgspec import Struct
 
 from bench.fingerprint import ROOT, Fingerprint, describe_fingerprint, fingerprint
-from bench.runs import Record, accuracies, run_pipeline, updates
+from bench.runs import Record, accuracies, run_pipeline
 
 NAME = "collapse"
 RESULTS = ROOT / "bench" / "results" / "collapse.jsonl"
@@ -62,7 +62,7 @@ def measure(rate: float, seed: int) -> CollapseRun:
     rescue = [*common, "--collapse-detection.on-collapse", "rollback", "--eval.interval", "0"]
     saved = run_pipeline(rescue)
     tripped, sign = first_trip(warned)
-    curve = [(step, accuracy) for step, _, accuracy in accuracies(warned.metrics)]
+    curve = [(step, accuracy) for step, _, accuracy in accuracies(warned)]
     end = tripped if tripped is not None else curve[-1][0]
     after = [accuracy for step, accuracy in curve if step >= end]
     return CollapseRun(
@@ -75,8 +75,8 @@ def measure(rate: float, seed: int) -> CollapseRun:
         at_alarm=after[0],
         lowest=min(after),
         final=curve[-1][1],
-        saved=accuracies(saved.metrics)[-1][2],
-        rollbacks=sum(line["rolled_back"] for line in updates(saved.metrics)),
+        saved=accuracies(saved)[-1][2],
+        rollbacks=sum(line["rolled_back"] for line in saved.metrics),
         commands=["python pipeline.py " + " ".join(flags) for flags in ([*common, *watched], rescue)],
         fingerprint=fingerprint(),
     )

@@ -21,7 +21,7 @@ import numpy as np
 from msgspec import Struct
 
 from bench.fingerprint import ROOT, Fingerprint, describe_fingerprint, fingerprint
-from bench.runs import Metrics, accuracies, run_pipeline, updates
+from bench.runs import Metrics, accuracies, run_pipeline
 
 NAME = "environments"
 RESULTS = ROOT / "bench" / "results" / "environments.jsonl"
@@ -56,8 +56,8 @@ def measure(profile: str, seed: int, python: str) -> EnvironmentRun:
     """Run one profile."""
     arguments = ["--profile", profile, "--seed", str(seed)]
     record = run_pipeline([*arguments, "--atropos.python", python])
-    steps, measured = updates(record.metrics), [accuracy for _, _, accuracy in accuracies(record.metrics)]
-    rewards = [line["reward_mean"] for line in steps if line["reward_mean"] is not None]
+    steps, measured = record.metrics, [accuracy for _, _, accuracy in accuracies(record)]
+    rewards = [line["reward/mean"] for line in steps if line["reward/mean"] is not None]
     third = len(rewards) // 3
     return EnvironmentRun(
         profile=profile,
@@ -65,7 +65,7 @@ def measure(profile: str, seed: int, python: str) -> EnvironmentRun:
         updates=steps[-1]["step"],
         before=measured[0] if measured else None,
         after=measured[-1] if measured else None,
-        seconds=max(line["seconds"] for line in record.metrics),
+        seconds=max(line["time/run"] for line in record.metrics),
         rewards=rewards,
         p_value=permutation_test(rewards[:third], rewards[-third:]),
         groups=groups(steps),
@@ -81,7 +81,7 @@ def groups(steps: Metrics) -> dict[str, int]:
     total: dict[str, int] = {}
     for line in steps:
         for name, numbers in line["environments"].items():
-            total[name] = total.get(name, 0) + numbers["groups_trained"] + numbers["groups_discarded"]
+            total[name] = total.get(name, 0) + numbers["groups/trained"] + numbers["groups/discarded"]
     return total
 
 

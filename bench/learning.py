@@ -20,7 +20,7 @@ import msgspec
 from msgspec import Struct
 
 from bench.fingerprint import ROOT, Fingerprint, fingerprint
-from bench.runs import Metrics, accuracies, run_pipeline, updates
+from bench.runs import Record, accuracies, run_pipeline
 
 RESULTS = ROOT / "bench" / "results" / "learning.jsonl"
 
@@ -48,28 +48,28 @@ def measure(mode: str, seed: int, interval: int) -> LearningRun:
     """Run the default profile once."""
     arguments = ["--profile", "local-m3", "--seed", str(seed), "--eval.interval", str(interval)]
     arguments += ["--async", "true" if mode == "async" else "false"]
-    return summarise(mode, seed, run_pipeline(arguments).metrics, "python pipeline.py " + " ".join(arguments))
+    return summarise(mode, seed, run_pipeline(arguments), "python pipeline.py " + " ".join(arguments))
 
 
-def summarise(mode: str, seed: int, metrics: Metrics, command: str) -> LearningRun:
+def summarise(mode: str, seed: int, record: Record, command: str) -> LearningRun:
     """Read the result from a run's metrics."""
-    steps, measured = updates(metrics), accuracies(metrics)
+    steps, measured = record.metrics, accuracies(record)
     first = steps[0]
-    began = first["seconds"] - first["train_seconds"] - first["wait_seconds"]
-    swaps = [line["swap_seconds"] for line in steps if line["swap_seconds"] is not None]
+    began = first["time/run"] - first["time/update"] - first["time/wait_for_rollouts"]
+    swaps = [line["time/weight_swap"] for line in steps if line["time/weight_swap"] is not None]
     return LearningRun(
         mode=mode,
         seed=seed,
         steps=steps[-1]["step"],
         before=measured[0][2],
         after=measured[-1][2],
-        seconds=steps[-1]["seconds"] - began,
+        seconds=steps[-1]["time/run"] - began,
         curve=[(step, max(0.0, seconds - began), accuracy) for step, seconds, accuracy in measured],
         swap_median=statistics.median(swaps),
         swap_longest=max(swaps),
-        decode_rate_idle=steps[-1]["decode_rate_idle"],
-        decode_rate_learning=steps[-1]["decode_rate_learning"],
-        tokens=sum(line["completion_tokens"] for line in steps),
+        decode_rate_idle=steps[-1]["decode_tokens_per_second/idle"],
+        decode_rate_learning=steps[-1]["decode_tokens_per_second/learning"],
+        tokens=sum(line["completion_length/total"] for line in steps),
         command=command,
         fingerprint=fingerprint(),
     )

@@ -21,7 +21,7 @@ import msgspec
 from msgspec import Struct
 
 from bench.fingerprint import ROOT, Fingerprint, describe_fingerprint, fingerprint
-from bench.runs import Metrics, accuracies, run_pipeline, updates
+from bench.runs import Record, accuracies, run_pipeline
 from clotho.config.presets import OBJECTIVES
 
 NAME = "objectives"
@@ -46,12 +46,12 @@ class ObjectiveRun(Struct, frozen=True, kw_only=True):
 def measure(objective: str, seed: int) -> ObjectiveRun:
     """Run the default profile once with another objective."""
     arguments = ["--profile", "local-m3", "--learner.objective", objective, "--seed", str(seed), "--eval.interval", "0"]
-    return summarise(objective, seed, run_pipeline(arguments).metrics, "python pipeline.py " + " ".join(arguments))
+    return summarise(objective, seed, run_pipeline(arguments), "python pipeline.py " + " ".join(arguments))
 
 
-def summarise(objective: str, seed: int, metrics: Metrics, command: str) -> ObjectiveRun:
+def summarise(objective: str, seed: int, record: Record, command: str) -> ObjectiveRun:
     """Read the result from a run's metrics."""
-    steps, measured = updates(metrics), accuracies(metrics)
+    steps, measured = record.metrics, accuracies(record)
     first, last = steps[0], steps[-1]
     return ObjectiveRun(
         objective=objective,
@@ -59,9 +59,9 @@ def summarise(objective: str, seed: int, metrics: Metrics, command: str) -> Obje
         before=measured[0][2],
         after=measured[-1][2],
         updates=last["policy_version"],
-        groups=sum(line["groups_trained"] for line in steps),
-        discarded=sum(line["groups_discarded"] for line in steps),
-        seconds=last["seconds"] - (first["seconds"] - first["train_seconds"] - first["wait_seconds"]),
+        groups=sum(line["groups/trained"] for line in steps),
+        discarded=sum(line["groups/discarded"] for line in steps),
+        seconds=last["time/run"] - (first["time/run"] - first["time/update"] - first["time/wait_for_rollouts"]),
         command=command,
         fingerprint=fingerprint(),
     )

@@ -25,7 +25,7 @@ from bench.contenders.process import Contender, Metric, measure_interleaved
 from bench.contenders.semantics import SEMANTICS
 from bench.fingerprint import fingerprint
 from bench.measurement import Measurement, results_path
-from bench.runs import Record, run_pipeline, updates
+from bench.runs import Record, run_pipeline
 from bench.tables import report
 
 NAME = "overlap"
@@ -58,8 +58,8 @@ def measure_runs(share: float, seeds: int) -> list[Measurement]:
 
 def rates(run: Record) -> Rates:
     """Decode rates at the end of a run. Raises ValueError if the run never decoded alone or never during an update."""
-    last = updates(run.metrics)[-1]
-    idle, learning = last["decode_rate_idle"], last["decode_rate_learning"]
+    last = run.metrics[-1]
+    idle, learning = last["decode_tokens_per_second/idle"], last["decode_tokens_per_second/learning"]
     if not idle or not learning:
         raise ValueError(f"a decode rate is missing: {idle} tokens/s alone, {learning} during updates")
     return {"idle": idle, "learning": learning, "kept": learning / idle}

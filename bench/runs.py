@@ -19,7 +19,7 @@ Metrics = list[dict[str, Any]]
 
 
 class Record(NamedTuple):
-    """The lines of a run's metrics.jsonl and log.jsonl, and its resolved profile.
+    """The lines of a run's metrics.jsonl, evaluations.jsonl and log.jsonl, and its resolved profile.
 
     launched: when the process was started, in seconds since 1970.
     """
@@ -28,6 +28,7 @@ class Record(NamedTuple):
     log: list[dict[str, Any]]
     profile: dict[str, Any]
     launched: float
+    evaluations: Sequence[dict[str, Any]] = ()
 
 
 def run_pipeline(arguments: Sequence[str]) -> Record:
@@ -41,23 +42,25 @@ def run_pipeline(arguments: Sequence[str]) -> Record:
         launched = time.time()
         subprocess.run(command, cwd=ROOT, check=True, stdout=sys.stderr)
         profile = tomllib.loads((run / "profile.toml").read_text(encoding="utf-8"))
-        return Record(_lines(run / "metrics.jsonl"), _lines(run / "log.jsonl"), profile, launched)
+        return Record(
+            metrics=_lines(run / "metrics.jsonl"),
+            log=_lines(run / "log.jsonl"),
+            profile=profile,
+            launched=launched,
+            evaluations=_lines(run / "evaluations.jsonl"),
+        )
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
+    if not path.exists():
+        return []
     return [msgspec.json.decode(line) for line in path.read_bytes().splitlines()]
 
 
-def accuracies(metrics: Metrics) -> list[tuple[int, float, float]]:
+def accuracies(record: Record) -> list[tuple[int, float, float]]:
     """(step, seconds, held-out accuracy) of every evaluation, ordered by step.
 
     seconds: from the start of the run to the update that produced the evaluated weights, without the evaluation itself.
     """
-    made = {line["step"]: line["seconds"] for line in updates(metrics)}
-    found = [line for line in metrics if "eval_accuracy" in line]
-    return sorted((line["step"], made.get(line["step"], 0.0), line["eval_accuracy"]) for line in found)
-
-
-def updates(metrics: Metrics) -> Metrics:
-    """The lines of consumed batches, without lines that are evaluations only."""
-    return [line for line in metrics if "train_seconds" in line]
+    seconds = {line["step"]: line["time/run"] for line in record.metrics}
+    return [(line["step"], seconds.get(line["step"], 0.0), line["accuracy"]) for line in record.evaluations]

@@ -81,7 +81,7 @@ def read_first_update(metrics: Path, began: float) -> FirstUpdate:
     """Read the metrics of a run of one update; the line is written when the update is done."""
     (line,) = metrics.read_bytes().splitlines()
     updated = metrics.stat().st_mtime - began
-    return FirstUpdate(updated - msgspec.json.decode(line)["train_seconds"], updated)
+    return FirstUpdate(updated - msgspec.json.decode(line)["time/update"], updated)
 
 
 def of_runs(found: Sequence[FirstUpdate]) -> Iterator[Measurement]:

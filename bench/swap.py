@@ -23,7 +23,7 @@ from bench.contenders.process import Contender, Metric, measure_interleaved
 from bench.contenders.semantics import SEMANTICS
 from bench.fingerprint import fingerprint
 from bench.measurement import Measurement, results_path
-from bench.runs import Record, run_pipeline, updates
+from bench.runs import Record, run_pipeline
 from bench.tables import report
 
 NAME = "swap"
@@ -54,7 +54,7 @@ def measure_runs(count: int, steps: int) -> list[Measurement]:
 
 def swap_seconds(run: Record) -> list[float]:
     """Duration of every swap that finished before its metrics line was written."""
-    return [line["swap_seconds"] for line in updates(run.metrics) if line["swap_seconds"] is not None]
+    return [line["time/weight_swap"] for line in run.metrics if line["time/weight_swap"] is not None]
 
 
 def of_runs(swaps: Sequence[Sequence[float]]) -> Iterator[Measurement]:

@@ -66,6 +66,7 @@ class AdapterConfig(Struct, frozen=True, kw_only=True, omit_defaults=True):
     ranks: rank of each module in `keys` whose rank is below `lora_parameters.rank`.
     trained_weights: names of weights that are trained in full beside the adapter.
     model: the base model.
+    run_id: the run that wrote the adapter; empty in checkpoints.
     """
 
     fine_tune_type: Literal["lora", "dora", "full"]
@@ -74,3 +75,4 @@ class AdapterConfig(Struct, frozen=True, kw_only=True, omit_defaults=True):
     ranks: dict[str, int] = field(default_factory=dict)
     trained_weights: tuple[str, ...] = ()
     model: str = ""
+    run_id: str = ""

@@ -47,16 +47,18 @@ class BatchStatistics(Struct, frozen=True, kw_only=True):
     step_kl: float | None = None
 
 
-class HealthyRange(Struct, frozen=True, kw_only=True):
-    """Best medians over the window of healthy updates; None until the window is full.
+class BaselineStatistics(Struct, frozen=True, kw_only=True):
+    """Medians over the latest `window` healthy updates, reduced over the run; None until the window is full once.
 
-    | field | statistic |
-    |---|---|
-    | rewards | highest median reward, per environment |
-    | entropy_most, entropy_least | highest and lowest median entropy |
-    | length | current median length |
-    | truncated, empty_form | lowest median |
-    | content | highest median |
+    | field | statistic | reduction over the run | check triggers if the batch is |
+    |---|---|---|---|
+    | rewards | median reward, per environment | maximum | lower |
+    | entropy_most | median entropy | maximum | lower |
+    | entropy_least | median entropy | minimum | higher |
+    | length | median completion length | latest | longer |
+    | truncated | median truncated fraction | minimum | higher |
+    | empty_form | median fraction of format without content | minimum | higher |
+    | content | median fraction with content | maximum | lower (with empty_form) |
     """
 
     rewards: dict[str, float] = {}
@@ -71,7 +73,7 @@ class HealthyRange(Struct, frozen=True, kw_only=True):
 class CollapseState(Struct, frozen=True, kw_only=True):
     """The detector's state, as a checkpoint keeps it. The default is the state of a new run.
 
-    bad: consecutive updates with symptoms. lowest: lowest reward of any completion of the run.
+    bad: number of consecutive updates with triggered checks. lowest: lowest reward of any completion of the run.
     groups: the latest groups; small batches are assessed together with these.
     healthy: statistics of the latest healthy updates.
     """
@@ -80,16 +82,16 @@ class CollapseState(Struct, frozen=True, kw_only=True):
     lowest: float | None = None
     groups: tuple[GroupStatistics, ...] = ()
     healthy: tuple[BatchStatistics, ...] = ()
-    normal: HealthyRange = HealthyRange()
+    baseline: BaselineStatistics = BaselineStatistics()
 
 
 class CollapseVerdict(Struct, frozen=True, kw_only=True):
-    """The assessment of a batch. signs: symptoms, as text. tripped: the symptoms have lasted for the patience."""
+    """The assessment of a batch. warnings: triggered checks, as text. tripped: the checks triggered for `patience` updates."""
 
-    signs: tuple[str, ...]
+    warnings: tuple[str, ...]
     tripped: bool
 
     @property
     def healthy(self) -> bool:
-        """Whether the batch shows no symptom."""
-        return not self.signs
+        """Whether the batch triggers no check."""
+        return not self.warnings

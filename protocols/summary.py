@@ -18,7 +18,7 @@ from protocols.evaluation import EvalReport
 
 
 class QueueGauge(Struct, frozen=True, kw_only=True):
-    """How full an arrow is, in messages."""
+    """State of a queue. depth, capacity: number of messages."""
 
     name: str
     depth: int
@@ -53,14 +53,16 @@ Gauges = Callable[[], RunGauges]
 
 
 class RunSummary(Struct, frozen=True, kw_only=True):
-    """The end of a run. before, after: None where nothing was measured.
+    """Result of a run. before, after: evaluations; None if there is none.
 
-    training_seconds: from the first prompt to the last update; update_seconds: of it, inside updates, all lives of the
-    run; evaluation_seconds: before, in between and after; total_seconds: of this process.
-    base_model: directory or repository; adapter: the directory beside it that mlx-lm loads.
+    steps: steps consumed; planned_steps: steps of the complete run. training_seconds: from the first prompt to the last
+    update; update_seconds: total time of updates, over all processes of the run; evaluation_seconds: total time of
+    evaluations; total_seconds: of this process. base_model: directory or repository; adapter: the adapter directory,
+    which mlx-lm loads. resume_command: command line that continues the run.
     """
 
     steps: int
+    planned_steps: int
     version: int
     before: EvalReport | None
     after: EvalReport | None
@@ -72,6 +74,7 @@ class RunSummary(Struct, frozen=True, kw_only=True):
     total_seconds: float
     base_model: str
     adapter: str
+    resume_command: str
 
 
 class PolicyDescription(Struct, frozen=True, kw_only=True):

@@ -10,7 +10,7 @@ from bench.contenders.deferred_evaluation import EVALUATED, UPDATED
 from bench.contenders.semantics import SEMANTICS
 from bench.contenders.worker import Case, MeasureOnce, Metrics, serve
 from bench.fingerprint import ROOT
-from bench.runs import Record, run_pipeline, updates
+from bench.runs import Record, run_pipeline
 
 FLAGS = "CLOTHO_BENCH_FLAGS"
 """Environment variable with additional flags of this contender for all cases."""
@@ -43,12 +43,12 @@ def arguments(case: Case, seed: int, more: Sequence[str]) -> list[str]:
 
 def summarise(record: Record, target: float | None) -> Metrics:
     """Seconds, number and accuracy of the first update whose weights reach the target, or of the last update."""
-    steps = updates(record.metrics)
-    began = steps[0]["seconds"] - steps[0]["train_seconds"] - steps[0]["wait_seconds"]
+    steps = record.metrics
+    began = steps[0]["time/run"] - steps[0]["time/update"] - steps[0]["time/wait_for_rollouts"]
     measured = {line["step"]: line["accuracy"] for line in record.log if line["event"] == EVALUATED}
     reached = [step for step, accuracy in measured.items() if target is not None and accuracy >= target]
     last = reached[0] if reached else steps[-1]["step"]
-    seconds = next(line["seconds"] for line in steps if line["step"] == last) - began
+    seconds = next(line["time/run"] for line in steps if line["step"] == last) - began
     made = {line["step"]: datetime.fromisoformat(line["time"]) for line in record.log if line["event"] == UPDATED}
     found = {"seconds": seconds, "updates": float(last)}
     if last in made:

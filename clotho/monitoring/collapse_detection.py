@@ -1,14 +1,13 @@
-"""Alarms: whether the policy collapses or cheats, judged once per batch by simple signs that have to last.
+"""Collapse detection: checks every batch for signs of policy collapse or reward hacking, and decides the response.
 
-A sign is a number of the batch beyond a fixed bound (how far the update moved the policy, effective sample size, KL),
-or one far from what is normal for the run. HealthyRange is the median of the latest `window` healthy updates, and of it the
-healthiest value so far: a slow decline stays measured against the best times. Only length is compared with the latest
-median, for answers may grow for good. What looks bad never becomes normal.
+A check compares a statistic of the batch either with a fixed threshold (KL of the update, effective sample size, KL to
+the reference) or with a baseline of the run. The baseline is the median of the latest `window` healthy updates, and of
+these medians the best value so far, so that a slow decline is compared with the best period of the run. Only the
+completion length is compared with the latest median, because completions may legitimately grow. A batch that triggers a
+check does not enter the baseline.
 
-How far an update moved the policy (`UpdateMetrics.step_kl`) is the earliest sign: rewards and ratios speak of weights
-that are already some updates old when they are seen.
-
-How a batch looks, from the learner's report of it.
+The KL of an update (`step_kl`) reacts first: rewards and importance ratios describe weights that are already several
+updates old.
 """
 
 from __future__ import annotations
@@ -16,44 +15,68 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import inf, isfinite
 from statistics import fmean, median, stdev
+from typing import Literal
+
+import structlog
+from msgspec import Struct
 
 from clotho.config.schema import CollapseDetectionSection
-from protocols.collapse import BatchStatistics, CollapseState, CollapseVerdict, GroupStatistics, HealthyRange
+from protocols.collapse import BaselineStatistics, BatchStatistics, CollapseState, CollapseVerdict, GroupStatistics
+from protocols.errors import CollapseError
 from protocols.sampling import Completion
 from protocols.step import StepReport
 
-FORM = "format"
-"""The reward part that judges form alone. Without one of this name, form without content is not looked at."""
+log = structlog.get_logger(actor="learner")
 
-NO_CONTENT = (FORM, "overlong")
-"""Components of a reward that say nothing of content."""
+FORMAT = "format"
+"""Name of the reward component that scores only the format. Without it, format without content is not checked."""
 
-Components = Mapping[str, Sequence[float | None]]
+NOT_CONTENT = (FORMAT, "overlong")
+"""Reward components that do not score the content."""
+
+MIN_GROUPS = 16
+"""Smaller batches are assessed together with the groups before them, up to this number of groups."""
+
+STANDARD_ERRORS = 3.0
+"""A reward drop must exceed this number of standard errors of the batch mean."""
+
+ENTROPY_NOISE = 0.2
+"""A rise of the entropy by less than this value (nats per token) is ignored."""
+
+CERTAIN_FACTOR = 5.0
+"""An update whose KL exceeds its threshold by this factor trips the detection without waiting for `patience`."""
+
+CONTENT_DROP = 0.8
+"""Format without content is a sign only if content fell below this fraction of its baseline: policies often learn the
+format first."""
+
+Parts = Mapping[str, Sequence[float | None]]
 
 
-def group_looks(report: StepReport) -> Iterator[GroupStatistics]:
-    """Every group of the batch that was scored, whether it was trained on or discarded, the trained ones first.
+def group_statistics(report: StepReport) -> Iterator[GroupStatistics]:
+    """Yield the statistics of every scored group of the batch, trained groups first.
 
-    Stale ones are left out: an older policy drew them, perhaps one that was given up.
+    Stale groups are skipped, because an older policy sampled them, possibly one that was rolled back. So are groups
+    whose rewards are not all finite.
     """
     for trained in report.trained:
         scored = trained.scored
-        yield from _group(scored.group.prompt.source, scored.group.completions, scored.rewards, scored.parts)
-    for lost in report.discarded:
-        if lost.reason != "stale":
-            yield from _group(lost.prompt.source, lost.completions, lost.rewards, lost.parts)
+        yield from _statistics(scored.group.prompt.source, scored.group.completions, scored.rewards, scored.parts)
+    for discarded in report.discarded:
+        if discarded.reason != "stale":
+            yield from _statistics(discarded.prompt.source, discarded.completions, discarded.rewards, discarded.parts)
 
 
-def batch_look(groups: Sequence[GroupStatistics], report: StepReport) -> BatchStatistics:
-    """Groups together, each counted the same, and the numbers of the update if one was made."""
-    reward = [group.reward for group in groups]
+def batch_statistics(groups: Sequence[GroupStatistics], report: StepReport) -> BatchStatistics:
+    """Return means over groups (each with equal weight), and the metrics of the update if it was applied."""
+    rewards = [group.reward for group in groups]
     by_source: dict[str, list[float]] = {}
     for group in groups:
         by_source.setdefault(group.source, []).append(group.reward)
     update = report.update if report.update and report.update.applied else None
     return BatchStatistics(
-        reward=_mean(reward),
-        reward_error=stdev(reward) / len(reward) ** 0.5 if len(reward) > 1 else None,
+        reward=_mean(rewards),
+        reward_error=stdev(rewards) / len(rewards) ** 0.5 if len(rewards) > 1 else None,
         rewards={source: fmean(values) for source, values in by_source.items()},
         shares={source: len(values) / len(groups) for source, values in by_source.items()},
         length=_mean([group.length for group in groups]),
@@ -63,35 +86,35 @@ def batch_look(groups: Sequence[GroupStatistics], report: StepReport) -> BatchSt
         entropy=_finite(update.entropy) if update else None,
         kl=_finite(update.kl) if update and update.kl_beta > 0 else None,
         ess=_finite(update.ess) if update else None,
-        step_kl=_distance(update.step_kl) if update else None,
+        step_kl=_nan_as_infinity(update.step_kl) if update else None,
     )
 
 
-def _group(
-    source: str, completions: Sequence[Completion], rewards: Sequence[float], parts: Components
+def _statistics(
+    source: str, completions: Sequence[Completion], rewards: Sequence[float], parts: Parts
 ) -> Iterator[GroupStatistics]:
     if not rewards or not all(map(isfinite, rewards)):
         return
-    judged = list(_content(parts, len(rewards)))
+    format_and_content = list(_format_and_content(parts, len(rewards)))
     yield GroupStatistics(
         source=source,
         reward=fmean(rewards),
         lowest=min(rewards),
         length=fmean(completion.length for completion in completions),
         truncated=fmean(completion.finish_reason == "length" for completion in completions),
-        empty_form=_mean([form == 1.0 and not content for form, content in judged]),
-        content=_mean([content for _, content in judged]),
+        empty_form=_mean([reward == 1.0 and not content for reward, content in format_and_content]),
+        content=_mean([content for _, content in format_and_content]),
     )
 
 
-def _content(parts: Components, count: int) -> Iterator[tuple[float, bool]]:
-    """Form, and whether there is any content, of every completion that is judged by both."""
+def _format_and_content(parts: Parts, count: int) -> Iterator[tuple[float, bool]]:
+    """Yield (format reward, any content reward > 0) for every completion that has both kinds of rewards."""
     for i in range(count):
-        form = parts[FORM][i] if FORM in parts else None
-        content = [row[i] for name, row in parts.items() if name not in NO_CONTENT]
-        marks = [value for value in content if value is not None]
-        if form is not None and marks:
-            yield form, any(value > 0 for value in marks)
+        format_reward = parts[FORMAT][i] if FORMAT in parts else None
+        content = [values[i] for name, values in parts.items() if name not in NOT_CONTENT]
+        applicable = [value for value in content if value is not None]
+        if format_reward is not None and applicable:
+            yield format_reward, any(value > 0 for value in applicable)
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
@@ -99,8 +122,8 @@ def _mean(values: Sequence[float | None]) -> float | None:
     return fmean(known) if known else None
 
 
-def _distance(value: float | None) -> float | None:
-    """What is no number is beyond every bound: weights whose probabilities are none are as far away as can be."""
+def _nan_as_infinity(value: float | None) -> float | None:
+    """NaN counts as exceeding every threshold."""
     return value if value is None or isfinite(value) else inf
 
 
@@ -108,154 +131,204 @@ def _finite(value: float | None) -> float | None:
     return value if value is not None and isfinite(value) else None
 
 
-ENOUGH_GROUPS = 16
-"""Smaller batches are judged together with the groups before them, up to so many."""
-
-CERTAIN = 3.0
-"""A reward has fallen where the difference is more than so many standard errors."""
-
-ENTROPY_NOISE = 0.2
-"""Rises of the entropy by less nats per token are nothing, however low it was."""
-
-BEYOND_DOUBT = 5.0
-"""An update that moved the policy by so many times its bound needs no second one to trip the alarm."""
-
-CONTENT_KEPT = 0.8
-"""Form without content is a sign only where content fell below this share of its best: learning form first is none."""
-
-
-class Alarms:
-    """Remembers what is normal, and says of every batch whether it looks bad and for how long it has."""
+class CollapseDetector:
+    """Keeps the baseline statistics of a run and assesses every batch."""
 
     def __init__(self, settings: CollapseDetectionSection, state: CollapseState | None = None) -> None:
-        """state: as another's `state()` gave it; the verdicts that follow are the same as its own would be."""
+        """state: result of `state()` of another detector; the verdicts then continue as if it were the same one."""
         self._settings = settings
         self._state = state or CollapseState()
 
     def state(self) -> CollapseState:
-        """Return all that is remembered, for a checkpoint."""
+        """Return the complete state, for a checkpoint."""
         return self._state
 
-    def restart(self) -> None:
-        """Forget everything, as after going back to an earlier policy."""
+    def reset(self) -> None:
+        """Forget all statistics, as after a rollback."""
         self._state = CollapseState()
 
     def observe(self, report: StepReport) -> CollapseVerdict:
-        """Judge a batch. One without scored groups and without an update leaves everything as it was."""
+        """Assess a batch. A batch without scored groups and without an applied update changes nothing."""
         before = self._state
-        new = tuple(group_looks(report))
-        groups = (*before.groups, *new)[-max(ENOUGH_GROUPS, len(new)) :]
-        look = batch_look(groups if new else (), report)
-        if look == BatchStatistics():
-            return CollapseVerdict(signs=(), tripped=False)
-        signs = tuple(self._signs(look))
-        bad = before.bad + 1 if signs else 0
-        if look.step_kl is not None and look.step_kl > BEYOND_DOUBT * self._settings.step_kl_high:
+        new = tuple(group_statistics(report))
+        groups = (*before.groups, *new)[-max(MIN_GROUPS, len(new)) :]
+        batch = batch_statistics(groups if new else (), report)
+        if batch == BatchStatistics():
+            return CollapseVerdict(warnings=(), tripped=False)
+        warnings = tuple(warning for check in CHECKS for warning in check(batch, before, self._settings))
+        bad = before.bad + 1 if warnings else 0
+        if batch.step_kl is not None and batch.step_kl > CERTAIN_FACTOR * self._settings.step_kl_high:
             bad = max(bad, self._settings.patience)
-        healthy = before.healthy if signs else (*before.healthy, look)[-self._settings.window :]
+        healthy = before.healthy if warnings else (*before.healthy, batch)[-self._settings.window :]
         self._state = CollapseState(
             bad=bad,
-            lowest=_least(before.lowest, *(group.lowest for group in new)),
-            groups=groups[-ENOUGH_GROUPS:],
+            lowest=_min(before.lowest, *(group.lowest for group in new)),
+            groups=groups[-MIN_GROUPS:],
             healthy=healthy,
-            normal=before.normal if signs else self._normal(before.normal, healthy),
+            baseline=before.baseline if warnings else self._baseline(before.baseline, healthy),
         )
-        return CollapseVerdict(signs=signs, tripped=bad >= self._settings.patience)
+        return CollapseVerdict(warnings=warnings, tripped=bad >= self._settings.patience)
 
-    def _normal(self, before: HealthyRange, healthy: tuple[BatchStatistics, ...]) -> HealthyRange:
-        def usual(name: str) -> float | None:
-            values = [value for look in healthy if (value := getattr(look, name)) is not None]
-            return median(values) if len(values) == self._settings.window else None
-
-        def usual_reward(source: str) -> float | None:
-            values = [look.rewards[source] for look in healthy if source in look.rewards]
-            return median(values) if len(values) == self._settings.window else None
+    def _baseline(self, before: BaselineStatistics, healthy: tuple[BatchStatistics, ...]) -> BaselineStatistics:
+        def window_median(values: Sequence[float | None]) -> float | None:
+            known = [value for value in values if value is not None]
+            return median(known) if len(known) == self._settings.window else None
 
         rewards = {
-            source: _most(before.rewards.get(source), usual_reward(source))
-            for source in {*before.rewards, *(source for look in healthy for source in look.rewards)}
+            source: _max(before.rewards.get(source), window_median([batch.rewards.get(source) for batch in healthy]))
+            for source in {*before.rewards, *(source for batch in healthy for source in batch.rewards)}
         }
-        return HealthyRange(
+        entropy = window_median([batch.entropy for batch in healthy])
+        return BaselineStatistics(
             rewards={source: best for source, best in rewards.items() if best is not None},
-            entropy_most=_most(before.entropy_most, usual("entropy")),
-            entropy_least=_least(before.entropy_least, usual("entropy")),
-            length=usual("length") or before.length,
-            truncated=_least(before.truncated, usual("truncated")),
-            empty_form=_least(before.empty_form, usual("empty_form")),
-            content=_most(before.content, usual("content")),
+            entropy_most=_max(before.entropy_most, entropy),
+            entropy_least=_min(before.entropy_least, entropy),
+            length=window_median([batch.length for batch in healthy]) or before.length,
+            truncated=_min(before.truncated, window_median([batch.truncated for batch in healthy])),
+            empty_form=_min(before.empty_form, window_median([batch.empty_form for batch in healthy])),
+            content=_max(before.content, window_median([batch.content for batch in healthy])),
         )
 
-    def _signs(self, look: BatchStatistics) -> Iterator[str]:
-        for sign in (_step, _ess, _kl, _reward, _entropy, _length, _truncated, _empty_form):
-            yield from sign(look, self._state, self._settings)
+
+Check = Callable[[BatchStatistics, CollapseState, CollapseDetectionSection], Iterator[str]]
+"""A check yields a warning if it triggers, otherwise nothing."""
 
 
-Sign = Callable[[BatchStatistics, CollapseState, CollapseDetectionSection], Iterator[str]]
-"""One idea of what looks bad: nothing, or words that say it."""
+def _check_update_kl(batch: BatchStatistics, state: CollapseState, settings: CollapseDetectionSection) -> Iterator[str]:
+    if batch.step_kl is not None and batch.step_kl > settings.step_kl_high:
+        yield f"the update changed the policy by {batch.step_kl:.2g} nats per token"
 
 
-def _step(look: BatchStatistics, state: CollapseState, settings: CollapseDetectionSection) -> Iterator[str]:
-    if look.step_kl is not None and look.step_kl > settings.step_kl_high:
-        yield f"the update moved the policy by {look.step_kl:.2g} nats per token"
+def _check_ess(batch: BatchStatistics, state: CollapseState, settings: CollapseDetectionSection) -> Iterator[str]:
+    if batch.ess is not None and batch.ess < settings.ess_low:
+        yield f"the effective sample size is {batch.ess:.1%} of the tokens"
 
 
-def _ess(look: BatchStatistics, state: CollapseState, settings: CollapseDetectionSection) -> Iterator[str]:
-    if look.ess is not None and look.ess < settings.ess_low:
-        yield f"the effective sample size is {look.ess:.1%} of the tokens"
+def _check_kl(batch: BatchStatistics, state: CollapseState, settings: CollapseDetectionSection) -> Iterator[str]:
+    if batch.kl is not None and batch.kl > settings.kl_high:
+        yield f"the KL divergence to the reference policy is {batch.kl:.2g} nats per token"
 
 
-def _kl(look: BatchStatistics, state: CollapseState, settings: CollapseDetectionSection) -> Iterator[str]:
-    if look.kl is not None and look.kl > settings.kl_high:
-        yield f"the policy is {look.kl:.2g} nats per token from its reference"
+def _check_reward(batch: BatchStatistics, state: CollapseState, settings: CollapseDetectionSection) -> Iterator[str]:
+    """Trigger if the reward lost more than `reward_drop` of (baseline - lowest reward), and more than noise explains.
 
-
-def _reward(look: BatchStatistics, state: CollapseState, settings: CollapseDetectionSection) -> Iterator[str]:
-    """Lost of what the best times had above the worst completion of the run, and more than chance explains.
-
-    The best of several environments are weighed as the batch is: another mixture is no loss.
+    The baselines of several environments are weighted by their shares of the batch, so that a different mixture of
+    environments is not a drop.
     """
-    bests, lowest = state.normal.rewards, state.lowest
-    if lowest is None or look.reward is None or look.reward_error is None or not look.shares.keys() <= bests.keys():
+    baselines, lowest = state.baseline.rewards, state.lowest
+    if lowest is None or batch.reward is None or batch.reward_error is None:
         return
-    best = sum(share * bests[source] for source, share in look.shares.items())
-    lost = best - look.reward
-    if lost > settings.reward_drop * (best - lowest) and lost > CERTAIN * look.reward_error:
-        yield f"the mean reward fell from {best:.3g} to {look.reward:.3g}"
-
-
-def _entropy(look: BatchStatistics, state: CollapseState, settings: CollapseDetectionSection) -> Iterator[str]:
-    least, most = state.normal.entropy_least, state.normal.entropy_most
-    if look.entropy is None or least is None or most is None:
+    if not batch.shares.keys() <= baselines.keys():
         return
-    if look.entropy > max(settings.entropy_high * least, least + ENTROPY_NOISE):
-        yield f"the entropy rose from {least:.2g} to {look.entropy:.2g} nats"
-    elif look.entropy < settings.entropy_low * most:
-        yield f"the entropy fell from {most:.2g} to {look.entropy:.2g} nats"
+    baseline = sum(share * baselines[source] for source, share in batch.shares.items())
+    drop = baseline - batch.reward
+    if drop > settings.reward_drop * (baseline - lowest) and drop > STANDARD_ERRORS * batch.reward_error:
+        yield f"the mean reward fell from {baseline:.3g} to {batch.reward:.3g}"
 
 
-def _length(look: BatchStatistics, state: CollapseState, settings: CollapseDetectionSection) -> Iterator[str]:
-    usual = state.normal.length
-    if look.length is not None and usual is not None and look.length > settings.length_high * usual:
-        yield f"completions grew from {usual:.0f} to {look.length:.0f} tokens"
-
-
-def _truncated(look: BatchStatistics, state: CollapseState, settings: CollapseDetectionSection) -> Iterator[str]:
-    usual = state.normal.truncated
-    if look.truncated is not None and usual is not None and look.truncated > usual + settings.truncated_high:
-        yield f"{look.truncated:.0%} of completions are cut off, {usual:.0%} in good times"
-
-
-def _empty_form(look: BatchStatistics, state: CollapseState, settings: CollapseDetectionSection) -> Iterator[str]:
-    usual, content = state.normal.empty_form, state.normal.content
-    if look.empty_form is None or look.content is None or usual is None or content is None:
+def _check_entropy(batch: BatchStatistics, state: CollapseState, settings: CollapseDetectionSection) -> Iterator[str]:
+    least, most = state.baseline.entropy_least, state.baseline.entropy_most
+    if batch.entropy is None or least is None or most is None:
         return
-    if look.empty_form > usual + settings.empty_format_high and look.content <= CONTENT_KEPT * content:
-        yield f"{look.empty_form:.0%} of completions have form without content, {usual:.0%} in good times"
+    if batch.entropy > max(settings.entropy_high * least, least + ENTROPY_NOISE):
+        yield f"the entropy rose from {least:.2g} to {batch.entropy:.2g} nats"
+    elif batch.entropy < settings.entropy_low * most:
+        yield f"the entropy fell from {most:.2g} to {batch.entropy:.2g} nats"
 
 
-def _least(*values: float | None) -> float | None:
+def _check_length(batch: BatchStatistics, state: CollapseState, settings: CollapseDetectionSection) -> Iterator[str]:
+    baseline = state.baseline.length
+    if batch.length is not None and baseline is not None and batch.length > settings.length_high * baseline:
+        yield f"the completion length grew from {baseline:.0f} to {batch.length:.0f} tokens"
+
+
+def _check_truncated(batch: BatchStatistics, state: CollapseState, settings: CollapseDetectionSection) -> Iterator[str]:
+    baseline = state.baseline.truncated
+    if batch.truncated is not None and baseline is not None and batch.truncated > baseline + settings.truncated_high:
+        yield f"{batch.truncated:.0%} of completions are truncated, compared with {baseline:.0%} in the baseline"
+
+
+def _check_format(batch: BatchStatistics, state: CollapseState, settings: CollapseDetectionSection) -> Iterator[str]:
+    baseline, content = state.baseline.empty_form, state.baseline.content
+    if batch.empty_form is None or batch.content is None or baseline is None or content is None:
+        return
+    if batch.empty_form > baseline + settings.empty_format_high and batch.content <= CONTENT_DROP * content:
+        yield (
+            f"{batch.empty_form:.0%} of completions have the format without content, compared with {baseline:.0%} in "
+            "the baseline"
+        )
+
+
+CHECKS: tuple[Check, ...] = (
+    _check_update_kl,
+    _check_ess,
+    _check_kl,
+    _check_reward,
+    _check_entropy,
+    _check_length,
+    _check_truncated,
+    _check_format,
+)
+
+
+def _min(*values: float | None) -> float | None:
     return min((value for value in values if value is not None), default=None)
 
 
-def _most(*values: float | None) -> float | None:
+def _max(*values: float | None) -> float | None:
     return max((value for value in values if value is not None), default=None)
+
+
+class CollapseResponse(Struct, frozen=True, kw_only=True):
+    """Response to one batch. warnings: triggered checks, as text. action: what the learner does."""
+
+    warnings: tuple[str, ...]
+    action: Literal["none", "stop", "rollback"]
+
+
+class CollapseMonitor:
+    """Assesses every batch and decides the response that `collapse_detection.on_collapse` configures."""
+
+    def __init__(self, settings: CollapseDetectionSection, *, state: CollapseState, rollbacks: int) -> None:
+        """state, rollbacks: from the checkpoint of a resumed run, or `CollapseState()` and 0."""
+        self._settings = settings
+        self._detector = CollapseDetector(settings, state)
+        self.rollbacks = rollbacks
+        self._tripped = False
+
+    @property
+    def rollback_rate(self) -> float:
+        """Factor of the learning rate per rollback."""
+        return self._settings.rollback_rate
+
+    def state(self) -> CollapseState:
+        """Return the state of the detector, for a checkpoint."""
+        return self._detector.state()
+
+    def assess(self, report: StepReport) -> CollapseResponse:
+        """Assess a batch. The action `rollback` also resets the baseline statistics.
+
+        After `max_rollbacks` rollbacks the action is `stop`.
+        """
+        if self._settings.on_collapse == "off":
+            return CollapseResponse(warnings=(), action="none")
+        verdict = self._detector.observe(report)
+        first, self._tripped = verdict.tripped and not self._tripped, verdict.tripped
+        if first:
+            log.warning("collapse_detected", step=report.step, warnings="; ".join(verdict.warnings))
+        if not verdict.tripped or self._settings.on_collapse == "warn":
+            return CollapseResponse(warnings=verdict.warnings, action="none")
+        if self._settings.on_collapse == "stop" or self.rollbacks >= self._settings.max_rollbacks:
+            return CollapseResponse(warnings=verdict.warnings, action="stop")
+        self.rollbacks += 1
+        self._detector.reset()
+        self._tripped = False
+        return CollapseResponse(warnings=verdict.warnings, action="rollback")
+
+    def error(self, report: StepReport) -> CollapseError:
+        """Return the error that ends the run."""
+        rollbacks = f" after {self.rollbacks} rollbacks (collapse_detection.max_rollbacks)" if self.rollbacks else ""
+        return CollapseError(
+            f"the policy collapsed at step {report.step}{rollbacks}: {'; '.join(report.collapse_warnings)}. An earlier "
+            "checkpoint may be better; lower the learning rate, or change collapse_detection.on_collapse"
+        )

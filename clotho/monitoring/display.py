@@ -1,23 +1,31 @@
-"""What the monitor shows: the facts of a run, and how it stands.
-
-The completion of a batch that is put before a person.
-"""
+"""Displays: what a run shows on the terminal, and the plain display, which writes lines without cursor movements."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from msgspec import Struct
+from rich.console import Console
+from rich.text import Text
 
-from clotho.monitoring.metrics import StepMetrics
+from clotho.monitoring.metrics import MetricsLine
+from clotho.monitoring.terminal_text import duration, memory, number, percent, printable, size
 from protocols.evaluation import EvalReport
 from protocols.prompt import Problem
 from protocols.step import StepReport
 from protocols.summary import MachineDescription, PolicyDescription
 
+LINE_LIMIT = 1000
+"""Maximum number of characters of a line."""
+
+SECONDS_BETWEEN_LINES = 2.0
+"""Minimum time between two step lines of the plain display."""
+
 
 class Sample(Struct, frozen=True, kw_only=True):
-    """One completion of the last batch."""
+    """One completion of the latest batch, for the live display."""
 
     prompt: str
     answer: str
@@ -26,16 +34,16 @@ class Sample(Struct, frozen=True, kw_only=True):
 
 
 def sample(report: StepReport) -> Sample | None:
-    """One completion of a batch, another of the group each time; None where there are none."""
+    """Return one completion of a batch; its position in the group changes with the step. None without completions."""
     for group in report.trained:
         scored = group.scored
         i = report.step % len(scored.group.completions)
         return _sample(scored.group.prompt.problem, scored.group.completions[i].text, scored.rewards[i])
-    for lost in report.discarded:
-        if lost.completions:
-            i = report.step % len(lost.completions)
-            reward = lost.rewards[i] if lost.rewards else None
-            return _sample(lost.prompt.problem, lost.completions[i].text, reward)
+    for discarded in report.discarded:
+        if discarded.completions:
+            i = report.step % len(discarded.completions)
+            reward = discarded.rewards[i] if discarded.rewards else None
+            return _sample(discarded.prompt.problem, discarded.completions[i].text, reward)
     return None
 
 
@@ -44,28 +52,31 @@ def _sample(problem: Problem, completion: str, reward: float | None) -> Sample:
 
 
 class RunFacts(Struct, frozen=True, kw_only=True):
-    """What does not change. address: of the live API, None where there is none. steps: of the whole run.
+    """Constant facts of a run, for the startup screen.
 
-    estimated_memory: bytes of arrays at the run's fullest moment, as worked out before it began.
+    compute_path: what computes decoding and training. address: URL of the HTTP API; None if it is off. steps: of the
+    whole run. resumed_from: step of the checkpoint that the run resumed from; 0 without a checkpoint; None for a new
+    run. estimated_memory: estimated peak memory of arrays in bytes.
     """
 
     profile: str
     model: str
     machine: MachineDescription
+    compute_path: str
     policy: PolicyDescription
     address: str | None
     run_dir: str
     steps: int
-    estimated_memory: int
     resumed_from: int | None = None
-    """The step of the checkpoint that the run resumed from; 0 if it had none yet; None for a new run."""
+    estimated_memory: int
 
 
 class RunView(Struct, frozen=True, kw_only=True):
-    """How the run stands after a report. Histories are bounded by whoever keeps them.
+    """State of a run after a report.
 
-    step: batches consumed; first_step: before this life of the run. seconds: of this life.
-    rewards: means of the last batches, oldest first. evaluations: the first, and the last ones.
+    step: number of batches consumed; first_step: that number when the process started. seconds: since the process
+    started. trained, discarded: number of groups. rewards: mean rewards of the latest batches, oldest first.
+    evaluations: the first and the latest ones. latest: the latest line of metrics.jsonl.
     """
 
     step: int = 0
@@ -75,30 +86,30 @@ class RunView(Struct, frozen=True, kw_only=True):
     discarded: dict[str, int] = {}
     rewards: tuple[float, ...] = ()
     evaluations: tuple[EvalReport, ...] = ()
-    latest: StepMetrics | None = None
+    latest: MetricsLine | None = None
     sample: Sample | None = None
 
     def seconds_left(self, steps: int) -> float | None:
-        """At the pace so far; None before the first batch."""
+        """Return the estimated remaining time; None before the first batch."""
         done = self.step - self.first_step
         return self.seconds / done * (steps - self.step) if done > 0 else None
 
 
 class Display(Protocol):
-    """Somebody who shows it. Called from the event loop; returns at once."""
+    """A display. All methods are called from the event loop and return immediately."""
 
     def start(self) -> None:
-        """Begin, with the facts."""
+        """Start, with the facts of the run."""
 
     def show(self, view: RunView) -> None:
-        """Show how the run stands now."""
+        """Show the state of the run."""
 
     def close(self) -> None:
-        """End; the second time does nothing."""
+        """End. Closing again has no effect."""
 
 
 class NoDisplay:
-    """Shows nothing."""
+    """A display that shows nothing."""
 
     def start(self) -> None:
         """Do nothing."""
@@ -108,3 +119,94 @@ class NoDisplay:
 
     def close(self) -> None:
         """Do nothing."""
+
+
+class PlainDisplay:
+    """Writes the facts, then one line per evaluation and at most one line per step every few seconds.
+
+    For files, pipes and simple terminals: no colors, no cursor movements.
+    """
+
+    def __init__(self, console: Console, facts: RunFacts, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._console, self._facts, self._clock = console, facts, clock
+        self._next_line_at, self._shown_step = 0.0, facts.resumed_from or 0
+        self._evaluation: EvalReport | None = None
+        self._view = RunView()
+
+    def start(self) -> None:
+        """Write the facts."""
+        print_facts(self._console, self._facts)
+
+    def show(self, view: RunView) -> None:
+        """Write a new evaluation immediately, and a new step if enough time has passed or it is the last."""
+        self._view = view
+        if view.evaluations and view.evaluations[-1] != self._evaluation:
+            self._evaluation = view.evaluations[-1]
+            print_line(self._console, self._evaluation_line(self._evaluation))
+        if view.step >= self._facts.steps or self._clock() >= self._next_line_at:
+            self._show_step()
+
+    def close(self) -> None:
+        """Write the last step if it is not shown yet, as after a drain."""
+        self._show_step()
+
+    def _show_step(self) -> None:
+        if self._view.latest is None or self._view.step == self._shown_step:
+            return
+        self._shown_step, self._next_line_at = self._view.step, self._clock() + SECONDS_BETWEEN_LINES
+        print_line(self._console, self._step_line(self._view, self._view.latest))
+
+    def _evaluation_line(self, report: EvalReport) -> str:
+        types = "  ".join(f"{name} {percent(accuracy)}" for name, accuracy in report.by_type.items())
+        ungraded = f" ({report.ungraded} ungraded)" if report.ungraded else ""
+        return (
+            f"{self._position(report.step)}  held-out accuracy {percent(report.accuracy)} of {report.problems}"
+            f"{ungraded}  in {duration(report.seconds)}  {types}"
+        )
+
+    def _step_line(self, view: RunView, latest: MetricsLine) -> str:
+        discarded = f"  discarded {latest['groups/discarded']}" if latest["groups/discarded"] else ""
+        return (
+            f"{self._position(view.step)}  reward {number(latest['reward/mean']):>6}"
+            f"  loss {number(latest['loss'], '.4f'):>7}  kl {number(latest['kl'], '.4f'):>7}"
+            f"  entropy {number(latest['entropy']):>5}  staleness {number(latest['staleness/mean'], '.1f'):>3}"
+            f"  {number(latest['tokens_per_second'], '.0f'):>6} tokens/s  {duration(view.seconds):>7}"
+            f"  left {duration(view.seconds_left(self._facts.steps)):>7}{discarded}"
+        )
+
+    def _position(self, step: int) -> str:
+        digits = len(str(self._facts.steps))
+        return f"step {step:>{digits}}/{self._facts.steps}"
+
+
+def print_facts(console: Console, facts: RunFacts) -> None:
+    """Write the facts of a run, one line each."""
+    for line in fact_lines(facts):
+        print_line(console, line)
+
+
+def print_line(console: Console, line: str) -> None:
+    """Write one line without wrapping, markup or control characters."""
+    console.print(Text(printable(line, LINE_LIMIT, ascii_only=console.options.ascii_only)), soft_wrap=True)
+
+
+def fact_lines(facts: RunFacts) -> Iterator[str]:
+    """Return the lines of the startup screen: machine, compute path, policy, memory, address, run directory, resume."""
+    machine, policy = facts.machine, facts.policy
+    yield (
+        f"machine  {machine.processor}, {machine.cores} cores, {memory(machine.memory_bytes)}, {machine.system}; "
+        f"MLX {machine.mlx_version} on {machine.backend} ({machine.device}); BLAS {machine.blas}"
+    )
+    yield f"compute  {facts.compute_path}"
+    bits = f", {policy.quantization_bits} bits" if policy.quantization_bits else ""
+    yield (
+        f"policy   {facts.model}: {policy.architecture}, {size(policy.parameters)} parameters, {policy.layers} layers"
+        f"{bits}, {policy.dtype}; {size(policy.trainable_parameters)} trained, {memory(policy.bytes)}"
+    )
+    yield f"memory   at most {memory(facts.estimated_memory)} (estimate; --dry-run shows its parts)"
+    yield f"API      {facts.address}/v1" if facts.address else "API      off"
+    yield f"run      {facts.profile}, {facts.steps} steps, in {facts.run_dir}"
+    if facts.resumed_from:
+        yield f"resumed  from the checkpoint of step {facts.resumed_from}"
+    elif facts.resumed_from == 0:
+        yield "resumed  from the beginning, because the run has no checkpoint yet"

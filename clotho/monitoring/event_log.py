@@ -1,4 +1,4 @@
-"""RUN_DIR/log.jsonl: every event with its bound names; on the terminal, only warnings, one short line each."""
+"""Event log: log.jsonl has every event with its fields; the terminal shows warnings and errors, one short line each."""
 
 from __future__ import annotations
 
@@ -14,32 +14,34 @@ from rich.console import Console
 from rich.text import Text
 from structlog.typing import EventDict, WrappedLogger
 
-from clotho.monitoring.terminal_text import visible
-from clotho.storage.jsonl_writer import LineWriter
+from clotho.monitoring.terminal_text import printable
+from clotho.storage.jsonl import JsonlWriter
 
-ON_TERMINAL = {"warning": "yellow", "error": "bold red", "critical": "bold red"}
-HIDDEN = ("time", "level", "event", "actor", "logger", "exception")
+TERMINAL_STYLES = {"warning": "yellow", "error": "bold red", "critical": "bold red"}
+"""Levels that the terminal shows, with their style."""
+
+FIELDS_NOT_SHOWN = ("time", "level", "event", "actor", "logger", "exception")
 LINE_LIMIT = 240
-"""Characters of a warning on the terminal; the file has all of it."""
+"""Maximum number of characters of an event on the terminal; the file has the complete event."""
 
 
 @contextmanager
-def journal(path: Path, console: Console) -> Iterator[None]:
-    """Within the block, structlog and the standard library's logging write to `path`; before and after, as they did.
+def event_log(path: Path, console: Console) -> Iterator[None]:
+    """Within the block, structlog and the standard library's logging write to `path`; afterwards, as before.
 
-    Raises RunDirectoryError if the file cannot be opened. Later it may fail (a full disk): events are then lost,
-    which is said once, and nobody who logs hears of it.
+    Raises RunDirectoryError if the file cannot be opened. If a later write fails (for example, on a full disk), events
+    are lost, which the terminal shows once; the caller that logs is not affected.
     """
-    sink = Sink(LineWriter(path), console)
-    before = structlog.get_config()
-    handler = _Forward()
-    root, level = logging.getLogger(), logging.getLogger().level
+    sink = EventSink(JsonlWriter(path), console)
+    config_before = structlog.get_config()
+    handler = _ForwardHandler()
+    root, level_before = logging.getLogger(), logging.getLogger().level
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True, key="time"),
-            _logger_name,
+            _add_logger_name,
             structlog.processors.format_exc_info,
             sink.show,
             _as_arguments,
@@ -57,20 +59,20 @@ def journal(path: Path, console: Console) -> Iterator[None]:
     finally:
         logging.captureWarnings(False)
         root.removeHandler(handler)
-        root.setLevel(level)
-        structlog.configure(**before)
+        root.setLevel(level_before)
+        structlog.configure(**config_before)
         sink.close()
 
 
-class Sink:
-    """Where events go. Never raises: whoever logs has better things to do than to fail for it."""
+class EventSink:
+    """Destination of all events: the file and the terminal. Never raises."""
 
-    def __init__(self, writer: LineWriter, console: Console) -> None:
+    def __init__(self, writer: JsonlWriter, console: Console) -> None:
         self._writer, self._console = writer, console
         self._lost, self._lock = 0, threading.Lock()
 
     def write(self, event: EventDict) -> None:
-        """Put an event into the file; time, level and event come first."""
+        """Append an event to the file; time, level and event are the first keys."""
         first = {key: event[key] for key in ("time", "level", "event") if key in event}
         try:
             self._writer.append({**first, **event})
@@ -79,32 +81,32 @@ class Sink:
                 self._lost += 1
                 first_loss = self._lost == 1
             if first_loss:
-                self._say(f"{self._writer.path.name} cannot be written, events are lost: {error}", "yellow")
+                self._print(f"{self._writer.path.name} cannot be written, events are lost: {error}", "yellow")
 
     def show(self, logger: WrappedLogger, method: str, event: EventDict) -> EventDict:
-        """Processor: print a warning or worse as one line."""
-        if style := ON_TERMINAL.get(event.get("level", "")):
-            who = event.get("actor") or event.get("logger")
-            numbers = " ".join(f"{key}={value}" for key, value in event.items() if key not in HIDDEN)
+        """Structlog processor: show a warning or an error on the terminal as one line."""
+        if style := TERMINAL_STYLES.get(event.get("level", "")):
+            source = event.get("actor") or event.get("logger")
+            fields = " ".join(f"{key}={value}" for key, value in event.items() if key not in FIELDS_NOT_SHOWN)
             cause = str(event.get("exception", "")).strip().splitlines()[-1:]
-            parts = [f"{event['level']}:", f"{who}:" if who else "", str(event.get("event")), numbers, *cause]
-            self._say(" ".join(part for part in parts if part), style)
+            parts = [f"{event['level']}:", f"{source}:" if source else "", str(event.get("event")), fields, *cause]
+            self._print(" ".join(part for part in parts if part), style)
         return event
 
     def close(self) -> None:
-        """Close the file, and say how much it lacks."""
+        """Close the file, and show the number of lost events."""
         self._writer.close()
         if self._lost:
-            self._say(f"{self._writer.path.name} lacks {self._lost} events", "yellow")
+            self._print(f"{self._writer.path.name} lacks {self._lost} events", "yellow")
 
-    def _say(self, line: str, style: str) -> None:
-        self._console.print(Text(visible(line, LINE_LIMIT), style=style), soft_wrap=True)
+    def _print(self, line: str, style: str) -> None:
+        self._console.print(Text(printable(line, LINE_LIMIT), style=style), soft_wrap=True)
 
 
 class _Logger:
-    """What structlog's loggers end in: one method per level, all the same."""
+    """The wrapped logger of structlog: one method per level, all with the same effect."""
 
-    def __init__(self, sink: Sink, name: str | None) -> None:
+    def __init__(self, sink: EventSink, name: str | None) -> None:
         self.sink, self.name = sink, name
 
     def msg(self, event: EventDict) -> None:
@@ -114,7 +116,7 @@ class _Logger:
     debug = info = warning = warn = error = critical = fatal = exception = log = failure = err = msg
 
 
-def _logger_name(logger: WrappedLogger, method: str, event: EventDict) -> EventDict:
+def _add_logger_name(logger: WrappedLogger, method: str, event: EventDict) -> EventDict:
     if logger.name:
         event.setdefault("logger", logger.name)
     return event
@@ -124,11 +126,11 @@ def _as_arguments(logger: WrappedLogger, method: str, event: EventDict) -> tuple
     return (event,), {}
 
 
-class _Forward(logging.Handler):
-    """Records of the standard library's logging (servers, model libraries, Python warnings) as events."""
+class _ForwardHandler(logging.Handler):
+    """Forwards records of the standard library's logging (servers, model libraries, Python warnings) as events."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Forward one record; an error in its own formatting is the handler's to report."""
+        """Forward one record."""
         try:
             message = record.getMessage()
         except Exception:

@@ -1,12 +1,13 @@
-"""A line of metrics.jsonl: what one consumed batch did, in numbers.
+"""Metrics: one line of metrics.jsonl per step, one line of evaluations.jsonl per evaluation.
 
-What one consumed batch held of each environment, in numbers.
+The update reports its own metrics, and they are written out unchanged. `METRICS` describes every key. A new metric of
+the update needs a value in the update and a line in `UPDATE_METRICS`.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from math import isfinite
 from pathlib import Path
 from statistics import fmean, pstdev
@@ -15,211 +16,267 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
+from protocols.errors import RunDirectoryError
 from protocols.evaluation import EvalReport
 from protocols.rollout import ScoredGroup
 from protocols.sampling import Completion
-from protocols.step import StepReport
+from protocols.step import StepReport, UpdateMetrics
 from protocols.summary import RunGauges
 
+MetricsLine = dict[str, Any]
+"""One line of metrics.jsonl: values by metric name."""
 
-class EnvironmentMetrics(Struct, frozen=True, kw_only=True):
-    """The groups of one environment that ended with a batch.
+UPDATE_METRICS = {
+    "loss": "Loss of the update, averaged over its optimizer steps.",
+    "kl": "KL divergence between policy and reference policy, in nats per token; 0 without a KL penalty.",
+    "entropy": "Entropy of the policy, in nats per token.",
+    "clip_fraction": "Fraction of tokens whose importance ratio was clipped.",
+    "mismatch_kl": "KL divergence between sampler and learner on tokens that the current policy version sampled; about "
+    "1e-10 from rounding.",
+    "ratio_mean": "Mean importance ratio.",
+    "grad_norm": "Norm of the gradient of the last optimizer step, before clipping.",
+    "learning_rate": "Learning rate of the update.",
+    "trained_tokens": "Number of tokens that the update trained on, replayed tokens included.",
+    "update_applied": "Whether the update changed the weights.",
+    "ess": "Effective sample size of the importance weights learner / sampler, as a fraction of the tokens.",
+    "rejected_fraction": "Fraction of tokens that an importance correction or a mask excluded.",
+    "kl_beta": "Coefficient of the KL penalty in this update.",
+    "entropy_coef": "Coefficient of the entropy bonus in this update.",
+    "optimizer_steps": "Number of optimizer steps of the update, steps with a zero gradient excluded.",
+    "update_kl": "KL divergence between the policy before and after the update, in nats per token, on a sample of its "
+    "completions.",
+    "distillation_loss": "Cross-entropy with the alternatives of the teacher, in nats per token that has some.",
+}
+"""Metrics of the update by name. All are null for a batch without an update."""
 
-    discarded: by reason. reward_mean: over the completions of the trained ones, whose completion_tokens_mean counts the
-    tokens that the policy drew. logprob_error_max: the largest difference, in nats, between the log-probabilities that
-    came back through the environment and those that the engine drew with; None where none could be compared.
-    """
+METRICS = {
+    "step": "Number of batches consumed.",
+    "policy_version": "Number of the weights after the step; a step without an update keeps the version.",
+    "weights_hash": "Hash of the trainable weights after the step.",
+    "time/run": "Age of the run in seconds, summed over restarts.",
+    "reward/mean": "Mean reward of all scored completions, trained on or discarded.",
+    "reward/std": "Standard deviation of these rewards.",
+    **UPDATE_METRICS,
+    "groups/trained": "Number of groups that the step trained on.",
+    "groups/discarded": "Number of groups that were discarded since the line before.",
+    "groups/discarded_by_reason": "Number of discarded groups by reason.",
+    "groups/replaced": "Number of zero-variance groups that dynamic sampling replaced by another group.",
+    "groups/replayed": "Number of groups from the replay buffer.",
+    "staleness/mean": "Mean staleness of the trained groups: policy version of the learner minus the oldest version "
+    "that sampled the group.",
+    "staleness/max": "Largest staleness of a trained group.",
+    "staleness/histogram": "Number of trained groups by staleness.",
+    "completion_length/mean": "Mean number of tokens per completion.",
+    "completion_length/total": "Total number of completion tokens of the step.",
+    "truncated_fraction": "Fraction of completions that reached `sampling.max_tokens` or the context length.",
+    "tokens_per_second": "Tokens sampled per second of wall-clock time since the line before, requests to the HTTP API "
+    "included.",
+    "decode_tokens_per_second/idle": "Tokens per second of decoding while the learner has no work.",
+    "decode_tokens_per_second/learning": "Tokens per second of decoding while an update is computed.",
+    "time/decode": "Seconds that the compute thread spent on decoding since the line before.",
+    "time/update": "Seconds from the start to the end of the update.",
+    "time/wait_for_rollouts": "Seconds that the learner waited for groups before the update.",
+    "time/weight_swap": "Seconds of the latest weight swap.",
+    "peak_memory_bytes": "Peak memory of MLX arrays since the process started.",
+    "collapse_warnings": "Checks of the collapse detection that this step triggered, as text.",
+    "rolled_back": "Whether the weights are those of an earlier version again.",
+    "environments": "Metrics of each Atropos environment, by name.",
+}
+"""Every key of metrics.jsonl with a description. docs/operating.md contains this table."""
 
-    groups_trained: int
-    groups_discarded: int
-    discarded: dict[str, int]
-    reward_mean: float | None
-    completion_tokens_mean: float | None
-    logprob_error_max: float | None
+ENVIRONMENT_METRICS = {
+    "groups/trained": "Number of groups of the environment that the step trained on.",
+    "groups/discarded": "Number of discarded groups of the environment.",
+    "groups/discarded_by_reason": "Number of discarded groups by reason.",
+    "reward/mean": "Mean reward of the completions of the trained groups.",
+    "completion_length/mean": "Mean number of sampled tokens per completion of the trained groups.",
+    "logprob_error_max": "Largest difference, in nats, between log-probabilities that the environment returned and "
+    "those of the engine; null if none could be compared.",
+}
+"""Every key of an entry of `environments`."""
 
-
-def environment_metrics(
-    trained: Iterable[ScoredGroup], discarded: Mapping[tuple[str, str], int]
-) -> dict[str, EnvironmentMetrics]:
-    """By the environment's name; groups that the run asked itself are left out.
-
-    discarded: how many, by environment and reason.
-    """
-    learned: defaultdict[str, list[ScoredGroup]] = defaultdict(list)
-    lost: defaultdict[str, dict[str, int]] = defaultdict(dict)
-    for group in trained:
-        learned[group.group.prompt.source].append(group)
-    for (source, reason), count in discarded.items():
-        lost[source][reason] = count
-    return {name: _metrics(learned[name], lost[name]) for name in sorted({*learned, *lost}) if name}
-
-
-def _metrics(trained: list[ScoredGroup], discarded: dict[str, int]) -> EnvironmentMetrics:
-    rewards = [reward for group in trained for reward in group.rewards]
-    lengths = [completion.length for group in trained for completion in group.group.completions]
-    errors = [group.logprob_error for group in trained if group.logprob_error is not None]
-    return EnvironmentMetrics(
-        groups_trained=len(trained),
-        groups_discarded=sum(discarded.values()),
-        discarded=discarded,
-        reward_mean=fmean(rewards) if rewards else None,
-        completion_tokens_mean=fmean(lengths) if lengths else None,
-        logprob_error_max=max(errors, default=None),
-    )
-
-
-class StepMetrics(Struct, frozen=True, kw_only=True):
-    """One consumed batch. Numbers of the update are None where the batch taught nothing.
-
-    reward_mean, reward_std: over every completion with a finite reward, whether its group was trained or discarded.
-    groups_trained, groups_discarded, discarded: groups that ended with this batch, the latter by reason.
-    groups_refilled: of them, those that were asked in place of others (`learner.dynamic_sampling`).
-    groups_replayed: groups of earlier batches that the update learned from again. alarms: signs of collapse.
-    rolled_back: whether the policy is an earlier one again. environments: what came from each.
-    completion_tokens: of those groups, summed; completion_tokens_mean: per completion; truncated: share of completions
-    that ran out of tokens. staleness: versions between the oldest token of a trained group and the update;
-    staleness_histogram: trained groups by their staleness.
-    tokens_per_second: sampled since the line before, by everyone who samples, per second of wall-clock time.
-    decode_seconds: the compute thread spent decoding since the line before. train_seconds: inside the update;
-    wait_seconds: waiting for groups. swap_seconds: the latest. seconds: since the run began, all its lives.
-    """
-
-    step: int
-    policy_version: int
-    fingerprint: str
-    seconds: float
-    reward_mean: float | None
-    reward_std: float | None
-    loss: float | None = None
-    kl: float | None = None
-    entropy: float | None = None
-    clip_fraction: float | None = None
-    mismatch_kl: float | None = None
-    ratio_mean: float | None = None
-    grad_norm: float | None = None
-    learning_rate: float | None = None
-    applied: bool | None = None
-    ess: float | None = None
-    rejected_fraction: float | None = None
-    kl_beta: float | None = None
-    entropy_weight: float | None = None
-    optimizer_steps: int | None = None
-    step_kl: float | None = None
-    distillation: float | None = None
-    groups_trained: int
-    groups_discarded: int
-    discarded: dict[str, int]
-    groups_refilled: int
-    groups_replayed: int
-    alarms: tuple[str, ...]
-    rolled_back: bool
-    staleness_mean: float | None
-    staleness_max: int | None
-    staleness_histogram: dict[int, int]
-    completion_tokens: int
-    completion_tokens_mean: float | None
-    truncated: float | None
-    tokens_per_second: float | None
-    decode_seconds: float
-    train_seconds: float
-    wait_seconds: float
-    swap_seconds: float | None
-    decode_rate_idle: float | None
-    decode_rate_learning: float | None
-    peak_memory_bytes: int
-    environments: dict[str, EnvironmentMetrics] = {}
+EVALUATION_METRICS = {
+    "step": "Step whose weights were evaluated; 0 is the base policy.",
+    "policy_version": "Version of these weights.",
+    "accuracy": "Fraction of the graded held-out problems that greedy decoding answers correctly.",
+    "accuracy_by_type": "Accuracy by type of problem.",
+    "problems": "Number of graded problems: those that a reward with `correct = true` applies to.",
+    "ungraded": "Number of problems that no reward with `correct = true` applies to.",
+    "completion_tokens": "Total number of tokens of the completions.",
+    "time/evaluation": "Seconds that the evaluation took.",
+    "time/run": "Age of the run in seconds at the end of the evaluation.",
+    "final": "Whether the evaluation follows the last update of the run.",
+}
+"""Every key of evaluations.jsonl."""
 
 
-class Moment(Struct, frozen=True, kw_only=True):
-    """When a line is written, and what the gauges said."""
+class Measurement(Struct, frozen=True, kw_only=True):
+    """Age of the run and values of the gauges when a line is written."""
 
     seconds: float
     gauges: RunGauges
 
 
 def step_metrics(
-    report: StepReport, *, now: Moment, before: Moment, ended_early: Mapping[tuple[str, str], int] = {}
-) -> StepMetrics:
-    """Put a report and the change of the gauges since the line before into one line.
+    report: StepReport,
+    *,
+    now: Measurement,
+    before: Measurement,
+    discarded_between: Mapping[tuple[str, str], int] = {},
+) -> MetricsLine:
+    """Return the line of metrics.jsonl for a report, with the change of the gauges since the line before.
 
-    ended_early: groups that were discarded while its batch was forming, by environment and reason; only counted.
+    discarded_between: number of groups that were discarded while the batch was collected, by (environment, reason).
     """
-    discarded = Counter(ended_early)
+    discarded = Counter(discarded_between)
     discarded.update((group.prompt.source, group.reason) for group in report.discarded)
-    reasons = Counter[str]()
-    for (_, reason), count in discarded.items():
-        reasons[reason] += count
-    rewards = _rewards(report)
-    completions = _completions(report)
-    lengths = [completion.length for completion in completions]
-    passed = now.seconds - before.seconds
+    seconds = now.seconds - before.seconds
     sampled = now.gauges.tokens_sampled - before.gauges.tokens_sampled
-    update = msgspec.structs.asdict(report.update) if report.update else {}
-    update.pop("tokens", None)
-    return StepMetrics(
-        step=report.step,
-        policy_version=report.version,
-        fingerprint=report.fingerprint,
-        seconds=now.seconds,
-        reward_mean=_mean(rewards),
-        reward_std=pstdev(rewards) if rewards else None,
-        **update,
-        groups_trained=len(report.trained),
-        groups_discarded=discarded.total(),
-        discarded=dict(reasons),
-        groups_refilled=report.replaced,
-        groups_replayed=report.replayed,
-        alarms=report.collapse_warnings,
-        rolled_back=report.rolled_back,
-        staleness_mean=_mean(report.staleness),
-        staleness_max=max(report.staleness, default=None),
-        staleness_histogram=dict(sorted(Counter(report.staleness).items())),
-        completion_tokens=sum(lengths),
-        completion_tokens_mean=_mean(lengths),
-        truncated=_mean([completion.finish_reason == "length" for completion in completions]),
-        tokens_per_second=sampled / passed if passed > 0 else None,
-        decode_seconds=now.gauges.decode_seconds - before.gauges.decode_seconds,
-        train_seconds=report.train_seconds,
-        wait_seconds=report.wait_seconds,
-        swap_seconds=now.gauges.swap_seconds_last,
-        decode_rate_idle=now.gauges.decode_rate_idle,
-        decode_rate_learning=now.gauges.decode_rate_learning,
-        peak_memory_bytes=now.gauges.peak_memory_bytes,
-        environments=environment_metrics([group.scored for group in report.trained], discarded),
-    )
-
-
-def evaluation_fields(report: EvalReport) -> dict[str, Any]:
-    """A measurement as keys: of the line of the step it was made at, or of a line of its own."""
     return {
-        "eval_accuracy": report.accuracy,
-        "eval_by_type": report.by_type,
-        "eval_problems": report.problems,
-        "eval_completion_tokens": report.completion_tokens,
-        "eval_seconds": report.seconds,
-        "eval_final": report.final,
+        "step": report.step,
+        "policy_version": report.version,
+        "weights_hash": report.fingerprint,
+        "time/run": now.seconds,
+        **_reward_metrics(report),
+        **dict.fromkeys(UPDATE_METRICS),
+        **_update_metrics(report.update),
+        **_group_metrics(report, discarded),
+        **_completion_metrics(report),
+        "tokens_per_second": sampled / seconds if seconds > 0 else None,
+        "decode_tokens_per_second/idle": now.gauges.decode_rate_idle,
+        "decode_tokens_per_second/learning": now.gauges.decode_rate_learning,
+        "time/decode": now.gauges.decode_seconds - before.gauges.decode_seconds,
+        "time/update": report.train_seconds,
+        "time/wait_for_rollouts": report.wait_seconds,
+        "time/weight_swap": now.gauges.swap_seconds_last,
+        "peak_memory_bytes": now.gauges.peak_memory_bytes,
+        "collapse_warnings": report.collapse_warnings,
+        "rolled_back": report.rolled_back,
+        "environments": environment_metrics([group.scored for group in report.trained], discarded),
     }
 
 
-def _rewards(report: StepReport) -> list[float]:
+def environment_metrics(
+    trained: Iterable[ScoredGroup], discarded: Mapping[tuple[str, str], int]
+) -> dict[str, MetricsLine]:
+    """Return the metrics of each environment by name. Groups from the run's own dataset are not included.
+
+    discarded: number of groups by (environment, reason).
+    """
+    trained_by_source: defaultdict[str, list[ScoredGroup]] = defaultdict(list)
+    discarded_by_source: defaultdict[str, dict[str, int]] = defaultdict(dict)
+    for group in trained:
+        trained_by_source[group.group.prompt.source].append(group)
+    for (source, reason), count in discarded.items():
+        discarded_by_source[source][reason] = count
+    sources = sorted({*trained_by_source, *discarded_by_source} - {""})
+    return {name: _environment(trained_by_source[name], discarded_by_source[name]) for name in sources}
+
+
+def _environment(trained: list[ScoredGroup], discarded: dict[str, int]) -> MetricsLine:
+    rewards = [reward for group in trained for reward in group.rewards]
+    lengths = [completion.length for group in trained for completion in group.group.completions]
+    errors = [group.logprob_error for group in trained if group.logprob_error is not None]
+    return {
+        "groups/trained": len(trained),
+        "groups/discarded": sum(discarded.values()),
+        "groups/discarded_by_reason": discarded,
+        "reward/mean": _mean(rewards),
+        "completion_length/mean": _mean(lengths),
+        "logprob_error_max": max(errors, default=None),
+    }
+
+
+def _update_metrics(update: UpdateMetrics | None) -> MetricsLine:
+    if update is None:
+        return {}
+    names = {
+        "applied": "update_applied",
+        "distillation": "distillation_loss",
+        "step_kl": "update_kl",
+        "entropy_weight": "entropy_coef",
+        "tokens": "trained_tokens",
+    }
+    return {names.get(name, name): value for name, value in msgspec.structs.asdict(update).items()}
+
+
+def _reward_metrics(report: StepReport) -> MetricsLine:
     rewards = [reward for group in report.trained for reward in group.scored.rewards]
     rewards += [reward for group in report.discarded for reward in group.rewards]
-    return [reward for reward in rewards if isfinite(reward)]
+    finite = [reward for reward in rewards if isfinite(reward)]
+    return {"reward/mean": _mean(finite), "reward/std": pstdev(finite) if finite else None}
 
 
-def _completions(report: StepReport) -> list[Completion]:
-    trained = [completion for group in report.trained for completion in group.scored.group.completions]
-    return trained + [completion for group in report.discarded for completion in group.completions]
+def _group_metrics(report: StepReport, discarded: Counter[tuple[str, str]]) -> MetricsLine:
+    reasons = Counter[str]()
+    for (_, reason), count in discarded.items():
+        reasons[reason] += count
+    return {
+        "groups/trained": len(report.trained),
+        "groups/discarded": discarded.total(),
+        "groups/discarded_by_reason": dict(reasons),
+        "groups/replaced": report.replaced,
+        "groups/replayed": report.replayed,
+        "staleness/mean": _mean(report.staleness),
+        "staleness/max": max(report.staleness, default=None),
+        "staleness/histogram": dict(sorted(Counter(report.staleness).items())),
+    }
 
 
-def _mean(values: list[float] | list[int] | list[bool] | tuple[int, ...]) -> float | None:
+def _completion_metrics(report: StepReport) -> MetricsLine:
+    completions: list[Completion] = []
+    for trained in report.trained:
+        completions += trained.scored.group.completions
+    for discarded in report.discarded:
+        completions += discarded.completions
+    lengths = [completion.length for completion in completions]
+    return {
+        "completion_length/mean": _mean(lengths),
+        "completion_length/total": sum(lengths),
+        "truncated_fraction": _mean([completion.finish_reason == "length" for completion in completions]),
+    }
+
+
+def _mean(values: Sequence[float]) -> float | None:
     return fmean(values) if values else None
 
 
-class RunHistory(Struct, frozen=True, kw_only=True):
-    """What metrics.jsonl says of the earlier lives of a run.
+class EvaluationRecord(Struct, frozen=True, kw_only=True):
+    """One line of evaluations.jsonl; `EVALUATION_METRICS` describes the keys."""
 
-    before: the base policy's measurement; after: the newest that was the last of a life. None where it was not made.
+    step: int
+    policy_version: int
+    accuracy: float
+    accuracy_by_type: dict[str, float]
+    problems: int
+    ungraded: int
+    completion_tokens: int
+    evaluation_seconds: float = msgspec.field(name="time/evaluation")
+    run_seconds: float = msgspec.field(name="time/run")
+    final: bool
+
+
+def evaluation_record(report: EvalReport, *, run_seconds: float) -> EvaluationRecord:
+    """Return the line of evaluations.jsonl for a report."""
+    return EvaluationRecord(
+        step=report.step,
+        policy_version=report.version,
+        accuracy=report.accuracy,
+        accuracy_by_type=report.by_type,
+        problems=report.problems,
+        ungraded=report.ungraded,
+        completion_tokens=report.completion_tokens,
+        evaluation_seconds=report.seconds,
+        run_seconds=run_seconds,
+        final=report.final,
+    )
+
+
+class RunHistory(Struct, frozen=True, kw_only=True):
+    """What the earlier processes of a run recorded.
+
+    seconds: age of the run. before: evaluation of the base policy; after: the newest evaluation with `final`; None if
+    there is none.
     """
 
     seconds: float
@@ -227,28 +284,42 @@ class RunHistory(Struct, frozen=True, kw_only=True):
     after: EvalReport | None
 
 
-def read_history(path: Path) -> RunHistory:
-    """Read the age of a run, and how its base policy did. A file that does not exist is a run that begins."""
-    seconds, before, after = 0.0, None, None
-    if path.exists():
-        for line in path.read_bytes().splitlines():
-            record = msgspec.json.decode(line, type=dict[str, Any])
-            seconds = max(seconds, record.get("seconds") or 0.0)
-            if record.get("step") == 0 and "eval_accuracy" in record:
-                before = _evaluation(record)
-            if record.get("eval_final"):
-                after = _evaluation(record)
-    return RunHistory(seconds=seconds, before=before, after=after)
+class _Age(Struct):
+    seconds: float = msgspec.field(name="time/run", default=0.0)
 
 
-def _evaluation(record: dict[str, Any]) -> EvalReport:
+def read_history(metrics: Path, evaluations: Path) -> RunHistory:
+    """Read the history of a run from metrics.jsonl and evaluations.jsonl. Missing files mean a new run.
+
+    Raises RunDirectoryError if a line is not valid.
+    """
+    try:
+        records = [msgspec.json.decode(line, type=EvaluationRecord) for line in _lines(evaluations)]
+        ages = [msgspec.json.decode(line, type=_Age).seconds for line in _lines(metrics)]
+    except msgspec.MsgspecError as error:
+        raise RunDirectoryError(f"{metrics} or {evaluations.name} is not valid: {error}") from error
+    ages += [record.run_seconds for record in records]
+    reports = [_report(record) for record in records]
+    return RunHistory(
+        seconds=max(ages, default=0.0),
+        before=next((report for report in reports if report.step == 0 and not report.final), None),
+        after=next((report for report in reversed(reports) if report.final), None),
+    )
+
+
+def _lines(path: Path) -> list[bytes]:
+    return path.read_bytes().splitlines() if path.exists() else []
+
+
+def _report(record: EvaluationRecord) -> EvalReport:
     return EvalReport(
-        step=record["step"],
-        version=record["policy_version"],
-        problems=record["eval_problems"],
-        accuracy=record["eval_accuracy"],
-        by_type=record["eval_by_type"],
-        completion_tokens=record["eval_completion_tokens"],
-        seconds=record["eval_seconds"],
-        final=record["eval_final"],
+        step=record.step,
+        version=record.policy_version,
+        problems=record.problems,
+        ungraded=record.ungraded,
+        accuracy=record.accuracy,
+        by_type=record.accuracy_by_type,
+        completion_tokens=record.completion_tokens,
+        seconds=record.evaluation_seconds,
+        final=record.final,
     )

@@ -1,4 +1,4 @@
-"""Lines of rollouts.jsonl: every group, trained on or not, as a person wants to read it."""
+"""Rollout log: one line of rollouts.jsonl per group, trained on or discarded, with all its completions."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from protocols.step import GroupsEnded, StepReport, TrainedGroup
 
 
 class CompletionRecord(Struct, frozen=True, kw_only=True):
-    """One completion. reward, advantage: None where there was none; parts: per reward function.
+    """One completion of a group.
 
-    first_version, last_version: the weights that drew its first and its last token; tokens: how many.
+    reward, advantage: None if the group was discarded before they were computed. parts: value of each reward function.
+    first_version, last_version: policy versions that sampled the first and the last token. tokens: number of tokens.
     """
 
     text: str
@@ -30,9 +31,10 @@ class CompletionRecord(Struct, frozen=True, kw_only=True):
 
 
 class RolloutRecord(Struct, frozen=True, kw_only=True):
-    """One group. step: the batch with which it ended. reason, detail: why it was discarded.
+    """One line of rollouts.jsonl.
 
-    environment: where it came from; empty where the run asked it.
+    step: the step with which the group ended. reason, detail: why the group was discarded; None if it was trained on.
+    environment: name of the Atropos environment; empty for the run's own dataset.
     """
 
     group_id: int
@@ -48,11 +50,11 @@ class RolloutRecord(Struct, frozen=True, kw_only=True):
 
 
 def rollout_records(report: StepReport | GroupsEnded) -> Iterator[RolloutRecord]:
-    """Every group that ended with a batch, or while it formed, the trained ones first."""
-    for group in report.trained if isinstance(report, StepReport) else ():
-        yield _record(group.scored.group.prompt, report.step, "trained", None, None, _trained(group))
-    for lost in report.discarded:
-        yield _record(lost.prompt, report.step, "discarded", lost.reason, lost.detail, _discarded(lost))
+    """Yield the record of every group that ended with a batch or between two batches, trained groups first."""
+    for trained in report.trained if isinstance(report, StepReport) else ():
+        yield _record(trained.scored.group.prompt, report.step, "trained", None, None, _trained(trained))
+    for group in report.discarded:
+        yield _record(group.prompt, report.step, "discarded", group.reason, group.detail, _discarded(group))
 
 
 def _record(

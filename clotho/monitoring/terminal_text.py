@@ -1,25 +1,22 @@
-"""Foreign text on a terminal: one line, nothing that moves the cursor, nothing that was not meant to be seen.
-
-Numbers as people read them.
-"""
+"""Text for the terminal: untrusted text without control characters, and formats of numbers, durations and sizes."""
 
 from __future__ import annotations
 
 import unicodedata
 from pathlib import Path
 
-BREAKS = str.maketrans({"\n": "⏎", "\r": "", "\t": " "})
-HARMLESS = frozenset({"\u200d"})
-"""The joiner inside emoji."""
+LINE_BREAKS = str.maketrans({"\n": "⏎", "\r": "", "\t": " "})
+ALLOWED = frozenset({"\u200d"})
+"""The joiner inside emoji sequences."""
 
 
-def visible(text: str, limit: int, *, ascii_only: bool = False) -> str:
-    """At most `limit` characters of a text, on one line; what is left out is marked with an ellipsis.
+def printable(text: str, limit: int, *, ascii_only: bool = False) -> str:
+    """Return at most `limit` characters of a text on one line; an ellipsis marks truncated text.
 
-    Control characters, escape sequences, changes of writing direction and half characters become `·`.
-    ascii_only: for terminals that know no other characters.
+    Control characters, escape sequences, changes of writing direction and lone surrogates become `·`. ascii_only: for
+    terminals without Unicode.
     """
-    shown = "".join(_harmless(character) for character in text[: limit + 1].translate(BREAKS))
+    shown = "".join(_printable(character) for character in text[: limit + 1].translate(LINE_BREAKS))
     if len(text) > limit:
         shown = shown[: max(0, limit - 1)] + "…"
     if ascii_only:
@@ -28,14 +25,14 @@ def visible(text: str, limit: int, *, ascii_only: bool = False) -> str:
     return shown
 
 
-def _harmless(character: str) -> str:
-    if unicodedata.category(character) in ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp") and character not in HARMLESS:
+def _printable(character: str) -> str:
+    if unicodedata.category(character) in ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp") and character not in ALLOWED:
         return "·"
     return character
 
 
 def duration(seconds: float | None) -> str:
-    """`0:07`, `12:30`, `1:02:03`; `-` where unknown."""
+    """Format a duration: `0:07`, `12:30`, `1:02:03`; `-` if unknown."""
     if seconds is None:
         return "-"
     minutes, rest = divmod(round(max(0.0, seconds)), 60)
@@ -44,7 +41,7 @@ def duration(seconds: float | None) -> str:
 
 
 def size(count: float) -> str:
-    """A count with its thousands folded: `950`, `1.2M`, `14.8B`."""
+    """Format a count with a decimal unit: `950`, `1.2M`, `14.8B`."""
     for unit in ("", "k", "M"):
         if abs(count) < 999.5:
             return f"{count:.3g}{unit}"
@@ -53,7 +50,7 @@ def size(count: float) -> str:
 
 
 def memory(count: float) -> str:
-    """Bytes in binary units: `3.1 MiB`."""
+    """Format bytes with a binary unit: `3.1 MiB`."""
     for unit in ("B", "KiB", "MiB"):
         if count < 1024:
             return f"{count:.3g} {unit}" if unit != "B" else f"{count:.0f} B"
@@ -61,23 +58,23 @@ def memory(count: float) -> str:
     return f"{count:.3g} GiB"
 
 
-def number(value: float | None, form: str = ".3f") -> str:
-    """A number in a form; `-` where there is none."""
-    return "-" if value is None else format(value, form)
+def number(value: float | None, format_spec: str = ".3f") -> str:
+    """Format a number; `-` for None."""
+    return "-" if value is None else format(value, format_spec)
 
 
 def milliseconds(seconds: float | None) -> str:
-    """`0.412 ms`."""
+    """Format seconds as milliseconds: `0.412 ms`."""
     return "-" if seconds is None else f"{seconds * 1000:.3g} ms"
 
 
-def percent(share: float) -> str:
-    """`43.4 %`."""
-    return f"{share * 100:.1f} %"
+def percent(fraction: float) -> str:
+    """Format a fraction as a percentage: `43.4 %`."""
+    return f"{fraction * 100:.1f} %"
 
 
-def shown_path(path: str | Path) -> str:
-    """A path as one would type it here: relative where it lies below the current directory. Hub names stay."""
+def relative_path(path: str | Path) -> str:
+    """Return a path relative to the working directory if it is below it. Names of hub models stay unchanged."""
     absolute = Path(path)
     if absolute.is_absolute() and absolute.is_relative_to(Path.cwd()):
         return str(absolute.relative_to(Path.cwd()))

@@ -22,11 +22,11 @@ from clotho.atropos.reader import GroupReader
 from clotho.atropos.reader import Policy as PolicyBounds
 from clotho.atropos.source import GroupSource
 from clotho.atropos.validation import Bounds
-from clotho.monitoring.collapse_response import CollapseWatch
+from clotho.monitoring.collapse_detection import CollapseMonitor
 from clotho.run.context import RunContext
 from clotho.run.startup import Components
 from clotho.runtime.compute_thread import finish
-from clotho.storage.jsonl_writer import LineWriter
+from clotho.storage.jsonl import JsonlWriter
 from clotho.training.replay import ReplayBuffer
 from protocols.collapse import CollapseState
 
@@ -151,7 +151,7 @@ def learner(parts: Components, session: RunContext) -> Callable[..., Learner]:
         refills=session.refills,
         recorded=session.recorded,
         replay=ReplayBuffer(profile.replay, seed=profile.seed, kept=parts.replay),
-        watch=CollapseWatch(
+        collapse=CollapseMonitor(
             profile.collapse_detection,
             state=state.collapse if state else CollapseState(),
             rollbacks=state.rollbacks if state else 0,
@@ -186,6 +186,7 @@ def checkpointer(parts: Components, session: RunContext) -> Callable[..., Checkp
         directory=directory.checkpoints,
         adapter_directories=[directory.adapters, *elsewhere],
         adapter_config=parts.policy.adapter_config,
+        run_id=directory.run_id,
         settings=settings,
         state=session.run_state,
         recorded=session.recorded,
@@ -221,8 +222,9 @@ def monitor(parts: Components, session: RunContext) -> Callable[..., Monitor]:
         Monitor,
         gauges=session.gauges,
         display=session.display,
-        metrics=LineWriter(directory.metrics),
-        rollouts=LineWriter(directory.rollouts) if settings.rollouts else None,
+        metrics=JsonlWriter(directory.metrics),
+        evaluations=JsonlWriter(directory.evaluations),
+        rollouts=JsonlWriter(directory.rollouts) if settings.rollouts else None,
         recorded=session.recorded,
         first_step=parts.progress.step,
         seconds_before=session.seconds_before,

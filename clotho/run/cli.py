@@ -20,7 +20,7 @@ from clotho.config.flags import help_text, parse_arguments
 from clotho.config.load import load_profile, resolved_toml
 from clotho.config.nearest import did_you_mean
 from clotho.config.schema import Profile
-from clotho.storage.adapters import refuse_existing_adapter
+from clotho.storage.adapters import require_own_adapter
 from clotho.storage.run_directory import RunDirectory, open_run
 from protocols.errors import ClothoError, RunDirectoryError
 
@@ -73,7 +73,8 @@ def prepare(argv: Sequence[str]) -> PreparedRun | int:
             refuse_missing_run(path)
         directory = open_run(path, resume=arguments.resume, clean=arguments.clean)
         try:
-            refuse_existing_adapter(profile.checkpoint.adapter_path, directory.adapters, resumed=directory.resumed)
+            if profile.checkpoint.adapter_path:
+                require_own_adapter(profile.checkpoint.adapter_path, directory.run_id)
         except ClothoError:
             directory.close()
             raise

@@ -17,11 +17,13 @@ from msgspec import structs
 from rich.console import Console
 
 from clotho.config.schema import Profile
+from clotho.cpu.layers import on_cpu
 from clotho.inference.sample_log import SampleLog, token_cost
 from clotho.models.machine import describe_machine, peak_memory
 from clotho.monitoring.display import RunFacts
-from clotho.monitoring.make_display import make_display
-from clotho.monitoring.terminal_text import shown_path
+from clotho.monitoring.live_display import make_display
+from clotho.monitoring.summary import resume_command
+from clotho.monitoring.terminal_text import relative_path
 from clotho.run.startup import Components
 from clotho.runtime.child import ChildStatus
 from clotho.runtime.compute_thread import finish
@@ -160,11 +162,12 @@ class RunContext:
         self._mailboxes: list[Queue[Any]] = []
         facts = RunFacts(
             profile=parts.directory.path.name,
-            model=shown_path(profile.model.path),
+            model=relative_path(profile.model.path),
             machine=describe_machine(blas=blas),
+            compute_path=compute_path(),
             policy=policy.description,
             address=self.address or None,
-            run_dir=shown_path(parts.directory.path),
+            run_dir=relative_path(parts.directory.path),
             steps=profile.steps,
             estimated_memory=parts.estimated_memory,
             resumed_from=parts.resumed_from,
@@ -334,6 +337,7 @@ class RunContext:
         evaluating = sum(report.seconds for report in measured)
         return RunSummary(
             steps=self.parts.progress.step,
+            planned_steps=self.parts.profile.steps,
             version=self.parts.policy_learner.version,
             before=first or self._before,
             after=next((report for report in measured if report.final), self._after),
@@ -343,8 +347,9 @@ class RunContext:
             update_seconds=self.parts.progress.train_seconds,
             evaluation_seconds=evaluating,
             total_seconds=total,
-            base_model=shown_path(self.parts.profile.model.path),
-            adapter=shown_path(self.parts.directory.adapters),
+            base_model=relative_path(self.parts.profile.model.path),
+            adapter=relative_path(self.parts.directory.adapters),
+            resume_command=resume_command(self.parts.directory.profile),
         )
 
     def _training_seconds(self) -> float:
@@ -361,6 +366,11 @@ class RunContext:
 
     def _last_report(self) -> StepReport | None:
         return getattr(self._actors.get("learner"), "last_report", None)
+
+
+def compute_path() -> str:
+    """Return what computes decoding and training in this process, for the startup screen."""
+    return "CPU backend: NumPy decoding and closed-form layers" if on_cpu() else "MLX"
 
 
 def _tokens_under_way(profile: Profile) -> int:

@@ -34,10 +34,18 @@ from clotho.rewards.overlong import Overlong
 from clotho.rewards.runner import RewardRunner
 from clotho.runtime.compute_thread import ComputeExecutor, finish
 from clotho.runtime.plugins import load_factory
-from clotho.storage.atomic_files import truncate_after
-from clotho.storage.checkpoints import Found, latest, read_checkpoint, read_state, refuse_other_inputs
+from clotho.storage.checkpoints import (
+    LatestCheckpoint,
+    dataset_fingerprint,
+    latest_checkpoint,
+    model_fingerprint,
+    read_checkpoint,
+    read_state,
+    require_same_inputs,
+    tokenizer_fingerprint,
+)
 from clotho.storage.datasets import Columns, HeldOutSplit, ProblemOrder, load_problems, split_heldout
-from clotho.storage.fingerprints import dataset_fingerprint, model_fingerprint, tokenizer_fingerprint
+from clotho.storage.jsonl import truncate_after
 from clotho.storage.run_directory import RunDirectory
 from clotho.training.ledger import Ledger
 from clotho.training.update import PolicyLearner
@@ -179,15 +187,15 @@ async def assemble(profile: Profile, directory: RunDirectory, executor: ComputeE
         refuse_if_incompatible(load_profile(str(directory.profile)), profile, written=directory.profile)
     directory.begin()
     base = policy.trainable()
-    found = latest(directory.checkpoints) if directory.resumed else Found(path=None, warnings=())
+    found = latest_checkpoint(directory.checkpoints) if directory.resumed else LatestCheckpoint(path=None, warnings=())
     state: RunState | None = None
     replay: tuple[ReplayGroup, ...] = ()
     if found.path is not None:
         state, replay = await _resume(found.path, executor, policy, policy_learner, inputs)
-    for lines in (directory.metrics, directory.rollouts):
+    for lines in (directory.metrics, directory.evaluations, directory.rollouts):
         truncate_after(lines, state.step if state else -1)
     write_profile(profile, directory.profile)
-    history = read_history(directory.metrics)
+    history = read_history(directory.metrics, directory.evaluations)
     return Components(
         profile=profile,
         directory=directory,
@@ -320,7 +328,7 @@ async def _resume(
 ) -> tuple[RunState, tuple[ReplayGroup, ...]]:
     """Bring policy, learner and random numbers to where a checkpoint stands."""
     state = read_state(path)
-    refuse_other_inputs(state, inputs)
+    require_same_inputs(state, inputs)
     return state, await finish(executor.submit(lambda: _restore(path, policy, learner)))
 
 

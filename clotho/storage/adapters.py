@@ -1,16 +1,14 @@
-"""Adapters on disk, in mlx-lm's own form: `mlx_lm.load(base, adapter_path=DIRECTORY)` just works.
+"""Adapters on disk, in the format of mlx-lm: `mlx_lm.load(base, adapter_path=DIRECTORY)` loads them.
 
-The exception are checkpoints of runs that train embeddings or head beside an adapter: mlx-lm refuses to load other
-weights beside one, and says so. `Policy.loadable` gives what it loads, for the directory that a run leaves.
+Exception: mlx-lm refuses checkpoints of runs that train embeddings or the head beside an adapter, because it does not
+load other weights beside an adapter. `Policy.loadable` converts such a policy for the directory that a run leaves.
 
-Modules of several ranks in one adapter file: mlx-lm knows one rank, so smaller ones are padded with zeros.
-
-Zero columns of A and zero rows of B add nothing to (x A) B: the padded adapter is the same function.
+An adapter file of mlx-lm has one rank. Modules of a smaller rank are padded with zeros: zero columns of A and zero rows
+of B do not change (x A) B.
 """
 
 from __future__ import annotations
 
-import filecmp
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,43 +18,53 @@ import msgspec
 import numpy as np
 from mlx.utils import tree_map_with_path
 
-from clotho.storage.atomic_files import FileDigest, new_directory, replace_file, sync_directory, write_file
-from clotho.storage.tensors import named_arrays, read_tensors, tensor_chunks
+from clotho.storage.atomic_files import (
+    FileDigest,
+    new_directory,
+    replace_file,
+    replaced_from_directory,
+    sync_directory,
+    write_file,
+)
+from clotho.storage.tensors import named_arrays, read_tensors, write_tensors
 from protocols.checkpoint import AdapterConfig
 from protocols.errors import CheckpointError, RunDirectoryError
 
+TENSORS = "adapters.safetensors"
+CONFIG = "adapter_config.json"
 
-def padded(arrays: Mapping[str, mx.array], config: AdapterConfig) -> dict[str, mx.array]:
-    """The arrays with every low-rank matrix at `lora_parameters.rank`; from any thread, for evaluated float32 ones.
 
-    Those that have this rank, and all that are no low-rank matrices, are handed through.
+def pad_ranks(arrays: Mapping[str, mx.array], config: AdapterConfig) -> dict[str, mx.array]:
+    """Return the arrays with every low-rank matrix padded to `lora_parameters.rank`; from any thread.
+
+    The padded arrays must be evaluated and float32. All other arrays are returned unchanged.
     """
     result = dict(arrays)
-    for name, (axis, rank, largest) in _smaller(arrays, config).items():
-        widths = [(0, largest - rank if index == axis else 0) for index in range(arrays[name].ndim)]
+    for name, (axis, rank, file_rank) in _smaller_ranks(arrays, config).items():
+        widths = [(0, file_rank - rank if index == axis else 0) for index in range(arrays[name].ndim)]
         result[name] = mx.array(np.pad(np.asarray(arrays[name]), widths))
     return result
 
 
-def unpadded(arrays: Mapping[str, mx.array], config: AdapterConfig) -> dict[str, mx.array]:
-    """The inverse of `padded`; evaluates, so in the compute thread.
+def unpad_ranks(arrays: Mapping[str, mx.array], config: AdapterConfig) -> dict[str, mx.array]:
+    """Return the inverse of `pad_ranks`; evaluates arrays, so call it in the compute thread.
 
-    An array of another shape than `padded` gives is handed through. Raises `CheckpointError` where what is cut off is
+    An array that does not have the padded shape is returned unchanged. Raises CheckpointError if the removed part is
     not zero.
     """
     result = dict(arrays)
-    for name, (axis, rank, largest) in _smaller(arrays, config).items():
-        if arrays[name].shape[axis] == largest:
-            kept, rest = mx.split(arrays[name], [rank], axis=axis)
-            if mx.any(rest != 0).item():
-                raise CheckpointError(f"{name} is of a larger rank than {rank}, as which it is recorded")
+    for name, (axis, rank, file_rank) in _smaller_ranks(arrays, config).items():
+        if arrays[name].shape[axis] == file_rank:
+            kept, padding = mx.split(arrays[name], [rank], axis=axis)
+            if mx.any(padding != 0).item():
+                raise CheckpointError(f"{name} has a larger rank than {rank}, the rank in its configuration")
             result[name] = mx.contiguous(kept)
     mx.eval(result)
     return result
 
 
-def _smaller(arrays: Mapping[str, mx.array], config: AdapterConfig) -> dict[str, tuple[int, int, int]]:
-    """By name: axis, rank, and rank in the file, of every low-rank matrix whose module has a rank of its own."""
+def _smaller_ranks(arrays: Mapping[str, mx.array], config: AdapterConfig) -> dict[str, tuple[int, int, int]]:
+    """Return (axis, rank, rank in the file) of every low-rank matrix whose module has a rank of its own."""
     found: dict[str, tuple[int, int, int]] = {}
     if config.lora_parameters is None or not config.ranks:
         return found
@@ -70,16 +78,37 @@ def _smaller(arrays: Mapping[str, mx.array], config: AdapterConfig) -> dict[str,
     return found
 
 
-TENSORS = "adapters.safetensors"
-CONFIG = "adapter_config.json"
+def require_own_adapter(directory: str | Path, run_id: str) -> None:
+    """Check that writing an adapter to `directory` does not overwrite an adapter of another run.
+
+    The directory may be absent, or hold other files, or hold an adapter whose `run_id` is `run_id`. Raises
+    RunDirectoryError if the directory holds any other adapter.
+    """
+    directory = Path(directory).expanduser()
+    if directory.exists() and not directory.is_dir():
+        raise RunDirectoryError(f"{directory} is a file: choose another checkpoint.adapter_path")
+    if not any((directory / name).exists() for name in (TENSORS, CONFIG)):
+        return
+    try:
+        owner = read_adapter_config(directory).run_id
+    except CheckpointError:
+        owner = ""
+    if owner != run_id:
+        raise RunDirectoryError(
+            f"{directory} holds an adapter that this run did not write: choose another checkpoint.adapter_path, or "
+            "move the adapter away (Clotho writes to this directory; in mlx-lm, --adapter-path loads an adapter)"
+        )
 
 
 def write_adapter(directory: Path, parameters: Any, config: AdapterConfig) -> None:
     """Write an adapter, or the weights of full training, to `directory`; from any thread, arrays evaluated.
 
-    A new directory appears whole. In one that exists only the adapter's two files are replaced, each atomically, and
-    never so that new tensors stand beside another configuration. Raises `RunDirectoryError` if it cannot be written.
+    A new directory appears complete. In an existing directory only the two files of the adapter are replaced, each
+    atomically; new tensors never appear beside an old configuration. Raises RunDirectoryError if a write fails, or if
+    `config.run_id` is set and the directory holds an adapter of another run.
     """
+    if config.run_id:
+        require_own_adapter(directory, config.run_id)
     try:
         if not directory.exists():
             directory.parent.mkdir(parents=True, exist_ok=True)
@@ -87,25 +116,26 @@ def write_adapter(directory: Path, parameters: Any, config: AdapterConfig) -> No
                 fill_adapter(unfinished, parameters, config)
             return
         text = _encode(config)
-        if not _holds(directory / CONFIG, text):
+        if not _has_contents(directory / CONFIG, text):
             (directory / TENSORS).unlink(missing_ok=True)
             sync_directory(directory)
             replace_file(directory / CONFIG, [text])
-        replace_file(directory / TENSORS, tensor_chunks(padded(named_arrays(parameters), config)))
+        with replaced_from_directory(directory / TENSORS) as unfinished:
+            write_tensors(unfinished / TENSORS, pad_ranks(named_arrays(parameters), config))
     except OSError as error:
         raise RunDirectoryError(f"adapter {directory} cannot be written: {error.strerror or error}") from error
 
 
 def fill_adapter(directory: Path, parameters: Any, config: AdapterConfig) -> list[FileDigest]:
-    """Write the adapter's files into a directory that is still unfinished."""
+    """Write the files of an adapter to an unfinished directory."""
     return [
-        write_file(directory / TENSORS, tensor_chunks(padded(named_arrays(parameters), config))),
+        write_tensors(directory / TENSORS, pad_ranks(named_arrays(parameters), config)),
         write_file(directory / CONFIG, [_encode(config)]),
     ]
 
 
 def read_adapter_config(directory: Path) -> AdapterConfig:
-    """Read `adapter_config.json`, mlx-lm's or ours; keys that the loader ignores are ignored."""
+    """Read `adapter_config.json` of Clotho or mlx-lm; unknown keys are ignored. Raises CheckpointError."""
     path = directory / CONFIG
     try:
         return msgspec.json.decode(path.read_bytes(), type=AdapterConfig)
@@ -114,71 +144,60 @@ def read_adapter_config(directory: Path) -> AdapterConfig:
 
 
 def read_adapter(directory: Path, expected: Any, config: AdapterConfig) -> Any:
-    """Read an adapter into a tree like `expected`, a policy's trainable parameters; in the compute thread.
+    """Read an adapter into a tree like `expected` (the trainable parameters of a policy), in the compute thread.
 
-    config: the policy's; ranks, scale and the rest must be the same. Raises `CheckpointError` that lists every tensor
-    that is missing, not expected, of another shape or type, or not finite.
+    config: configuration of the policy; ranks, scale and modules must be equal. Raises CheckpointError with a list of
+    every tensor that is missing, unexpected, not finite, or has another shape or dtype.
     """
-    _refuse_other_config(directory, read_adapter_config(directory), config)
-    arrays = unpadded(read_tensors(directory / TENSORS), config)
-    faults = tensor_faults(arrays, named_arrays(expected))
-    if faults:
-        raise CheckpointError(f"{directory / TENSORS} does not fit the policy: {'; '.join(faults)}")
+    _require_same_config(directory, read_adapter_config(directory), config)
+    arrays = unpad_ranks(read_tensors(directory / TENSORS), config)
+    problems = tensor_problems(arrays, named_arrays(expected))
+    if problems:
+        raise CheckpointError(f"{directory / TENSORS} does not match the policy: {'; '.join(problems)}")
     return tree_map_with_path(lambda path, _: arrays[path], expected)
 
 
-def tensor_faults(arrays: Mapping[str, mx.array], expected: Mapping[str, mx.array]) -> list[str]:
-    """What is wrong with `arrays` where `expected` should be, a line each; reads values, so in the compute thread."""
-    faults = [f"{name} is missing" for name in expected if name not in arrays]
+def tensor_problems(arrays: Mapping[str, mx.array], expected: Mapping[str, mx.array]) -> list[str]:
+    """Return one line for every tensor of `arrays` that differs from `expected`; call it in the compute thread."""
+    problems = [f"{name} is missing" for name in expected if name not in arrays]
     for name, array in arrays.items():
         if name not in expected:
-            faults.append(f"{name} is not a trained parameter")
+            problems.append(f"{name} is not a trained parameter")
         elif array.shape != expected[name].shape:
-            faults.append(f"{name} has shape {array.shape}, not {expected[name].shape}")
+            problems.append(f"{name} has shape {array.shape}, not {expected[name].shape}")
         elif array.dtype != expected[name].dtype:
-            faults.append(f"{name} is {array.dtype}, not {expected[name].dtype}")
+            problems.append(f"{name} is {array.dtype}, not {expected[name].dtype}")
         elif not mx.isfinite(array).all().item():
-            faults.append(f"{name} is not finite")
-    return faults
+            problems.append(f"{name} is not finite")
+    return problems
 
 
-def _refuse_other_config(directory: Path, found: AdapterConfig, wanted: AdapterConfig) -> None:
-    theirs, ours = _settings(found), _settings(wanted)
-    differing = [
-        f"{key} is {theirs.get(key)}, not {ours.get(key)}"
-        for key in sorted(theirs | ours)
-        if theirs.get(key) != ours.get(key)
+def _require_same_config(directory: Path, found: AdapterConfig, expected: AdapterConfig) -> None:
+    found_settings, expected_settings = _settings(found), _settings(expected)
+    differences = [
+        f"{key} is {found_settings.get(key)}, not {expected_settings.get(key)}"
+        for key in sorted(found_settings | expected_settings)
+        if found_settings.get(key) != expected_settings.get(key)
     ]
-    if differing:
-        raise CheckpointError(f"{directory / CONFIG} belongs to another policy: {'; '.join(differing)}")
+    if differences:
+        raise CheckpointError(f"{directory / CONFIG} belongs to another policy: {'; '.join(differences)}")
 
 
 def _settings(config: AdapterConfig) -> dict[str, object]:
     low_rank = msgspec.structs.asdict(config.lora_parameters) if config.lora_parameters else {}
     layers = {"num_layers": config.num_layers} if config.lora_parameters else {}
-    more = {"ranks": config.ranks, "trained_weights": config.trained_weights}
-    return {"fine_tune_type": config.fine_tune_type, **layers, **low_rank, **more}
+    return {
+        "fine_tune_type": config.fine_tune_type,
+        **layers,
+        **low_rank,
+        "ranks": config.ranks,
+        "trained_weights": config.trained_weights,
+    }
 
 
 def _encode(config: AdapterConfig) -> bytes:
     return msgspec.json.format(msgspec.json.encode(config, order="sorted"), indent=2) + b"\n"
 
 
-def _holds(path: Path, contents: bytes) -> bool:
+def _has_contents(path: Path, contents: bytes) -> bool:
     return path.is_file() and path.read_bytes() == contents
-
-
-def refuse_existing_adapter(adapter_path: str, own: Path, *, resumed: bool) -> None:
-    """Raise `RunDirectoryError` if `adapter_path` holds an adapter that this run did not write.
-
-    own: the run's adapter directory. A resumed run wrote the adapter if both directories hold the same tensors.
-    """
-    written = Path(adapter_path).expanduser() / TENSORS
-    if not adapter_path or not written.exists():
-        return
-    if resumed and (own / TENSORS).is_file() and filecmp.cmp(written, own / TENSORS, shallow=False):
-        return
-    raise RunDirectoryError(
-        f"checkpoint.adapter_path {adapter_path} already holds a trained adapter, and a run overwrites none but its own: "
-        "name another directory (the adapter is written there; in mlx-lm, --adapter-path also loads one)"
-    )

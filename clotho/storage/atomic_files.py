@@ -1,7 +1,4 @@
-"""Files that are whole or not there: written beside their place, forced to the disk, then renamed into it.
-
-Line-by-line histories (metrics, rollouts) brought back to where a checkpoint stands.
-"""
+"""Atomic files and directories: written under a temporary name, synced to disk, then renamed."""
 
 from __future__ import annotations
 
@@ -11,52 +8,56 @@ import shutil
 import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from io import BufferedReader
 from pathlib import Path
 
-import msgspec
 from msgspec import Struct
 
-from protocols.errors import RunDirectoryError
-
 UNFINISHED = ".unfinished-"
-"""Part of the name of everything that is still being written; what a killed process leaves carries it too."""
+"""Part of the temporary name of everything that is being written. A killed process leaves entries with this name."""
 
 REPLACED = ".replaced-"
-"""Part of the name of a directory that makes way for its successor, for the moment between two renames."""
+"""Part of the name of a directory that is being replaced, between the two renames."""
 
 
 class FileDigest(Struct, frozen=True, kw_only=True):
-    """Size and SHA-256 (hexadecimal) of a file's contents."""
+    """Size and SHA-256 digest (hexadecimal) of a file."""
 
     name: str
     size: int
     sha256: str
 
 
-def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> FileDigest:
-    """Write a new file and force it to the disk. Not atomic by itself: `path` lies in an unfinished directory."""
+def write_file(path: Path, chunks: Iterable[bytes]) -> FileDigest:
+    """Write a new file and sync it to disk. Not atomic by itself: `path` must be in an unfinished directory."""
     digest = hashlib.sha256()
     size = 0
     with path.open("xb") as file:
         for chunk in chunks:
             file.write(chunk)
             digest.update(chunk)
-            size += chunk.nbytes if isinstance(chunk, memoryview) else len(chunk)
+            size += len(chunk)
         file.flush()
         os.fsync(file.fileno())
     return FileDigest(name=path.name, size=size, sha256=digest.hexdigest())
 
 
-def digest_file(path: Path) -> FileDigest:
-    """Read a file back and digest it."""
+def sync_file(path: Path) -> FileDigest:
+    """Sync a file that a library wrote to disk, and return its digest."""
     with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256")
-        return FileDigest(name=path.name, size=file.tell(), sha256=digest.hexdigest())
+        os.fsync(file.fileno())
+        return _digest(path.name, file)
 
 
-def replace_file(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
-    """Make `path` hold these contents, atomically: a reader, or a kill, sees the old file or the new one."""
-    temporary = _beside(path, UNFINISHED)
+def digest_file(path: Path) -> FileDigest:
+    """Read a file and return its digest."""
+    with path.open("rb") as file:
+        return _digest(path.name, file)
+
+
+def replace_file(path: Path, chunks: Iterable[bytes]) -> None:
+    """Replace the contents of `path` atomically: a reader, or a kill at any time, sees the old or the new file."""
+    temporary = _temporary_name(path, UNFINISHED)
     try:
         write_file(temporary, chunks)
         os.replace(temporary, path)
@@ -67,33 +68,49 @@ def replace_file(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
 
 
 @contextmanager
-def new_directory(path: Path) -> Iterator[Path]:
-    """Fill the yielded directory; at the end of the block it becomes `path`, all at once.
+def replaced_from_directory(path: Path) -> Iterator[Path]:
+    """Yield a temporary directory; at the end of the block, the file `path.name` in it replaces `path` atomically.
 
-    A directory that is already there is moved aside first and removed after; `tidy` undoes a kill in between.
-    After an error nothing has changed.
+    For libraries that write files by name and leave temporary files beside them. Nothing changes after an error.
     """
-    temporary = _beside(path, UNFINISHED)
+    temporary = _temporary_name(path, UNFINISHED)
     temporary.mkdir()
-    aside = _beside(path, REPLACED)
+    try:
+        yield temporary
+        os.replace(temporary / path.name, path)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    sync_directory(path.parent)
+
+
+@contextmanager
+def new_directory(path: Path) -> Iterator[Path]:
+    """Yield a temporary directory; at the end of the block, the directory becomes `path`, complete.
+
+    An existing directory is renamed first and removed last; `remove_leftovers` undoes a kill between the two. Nothing
+    changes after an error.
+    """
+    temporary = _temporary_name(path, UNFINISHED)
+    temporary.mkdir()
+    previous = _temporary_name(path, REPLACED)
     try:
         yield temporary
         sync_directory(temporary)
         if path.exists():
-            path.rename(aside)
+            path.rename(previous)
         temporary.rename(path)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
-        if aside.exists():
-            aside.rename(path)
+        if previous.exists():
+            previous.rename(path)
         raise
     sync_directory(path.parent)
-    if aside.exists():
-        shutil.rmtree(aside)
+    if previous.exists():
+        shutil.rmtree(previous)
 
 
-def tidy(directory: Path) -> None:
-    """Undo what a killed process left half done in `directory`, if it exists; the caller holds the run's lock."""
+def remove_leftovers(directory: Path) -> None:
+    """Remove or restore what a killed process left in `directory`, if it exists. The caller holds the run's lock."""
     if not directory.is_dir():
         return
     for entry in list(directory.iterdir()):
@@ -109,12 +126,12 @@ def tidy(directory: Path) -> None:
 
 
 def is_leftover(path: Path) -> bool:
-    """Whether a file or directory has the name of something half done."""
+    """Return whether a path has the name of an unfinished or replaced entry."""
     return path.name.startswith(".") and (UNFINISHED in path.name or REPLACED in path.name)
 
 
 def sync_directory(directory: Path) -> None:
-    """Force a directory's entries to the disk: without it a rename may be lost with the power."""
+    """Sync the entries of a directory to disk. Without it, a power failure may undo a rename."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -122,37 +139,10 @@ def sync_directory(directory: Path) -> None:
         os.close(descriptor)
 
 
-def _beside(path: Path, mark: str) -> Path:
-    return path.with_name(f".{path.name}{mark}{uuid.uuid4().hex[:8]}")
+def _digest(name: str, file: BufferedReader) -> FileDigest:
+    digest = hashlib.file_digest(file, "sha256")
+    return FileDigest(name=name, size=file.tell(), sha256=digest.hexdigest())
 
 
-class _Line(Struct):
-    """All that matters of a line; one without a step belongs to no step and stays."""
-
-    step: int | None = None
-
-
-def truncate_after(path: Path, step: int) -> None:
-    """Keep the lines whose `step` is at most `step`, in one atomic rewrite; a file that does not exist stays so.
-
-    The last line may be torn by a kill and is then dropped. Raises `RunDirectoryError` if any other is not JSON.
-    """
-    if not path.exists():
-        return
-    try:
-        replace_file(path, _kept(path, step))
-    except OSError as error:
-        raise RunDirectoryError(f"{path} cannot be rewritten: {error.strerror or error}") from error
-
-
-def _kept(path: Path, step: int) -> Iterator[bytes]:
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.endswith(b"\n"):
-                return
-            try:
-                found = msgspec.json.decode(line, type=_Line).step
-            except msgspec.MsgspecError as error:
-                raise RunDirectoryError(f"{path}:{number}: not a line of this program: {error}") from error
-            if found is None or found <= step:
-                yield line
+def _temporary_name(path: Path, marker: str) -> Path:
+    return path.with_name(f".{path.name}{marker}{uuid.uuid4().hex[:8]}")

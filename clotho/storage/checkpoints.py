@@ -1,13 +1,14 @@
-"""Checkpoints: the whole run in one directory each, complete or absent, proven by a manifest.
+"""Checkpoints: the complete state of a run, one directory per step, with a manifest that proves completeness.
 
-MANIFEST.json: the last file of a checkpoint to be written, and the proof that all the others are whole.
+`MANIFEST.json` lists size and SHA-256 digest of every other file. It is written last.
 """
 
 from __future__ import annotations
 
+import hashlib
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,60 +18,33 @@ from msgspec import Struct
 
 from clotho.storage.adapters import fill_adapter, read_adapter
 from clotho.storage.atomic_files import FileDigest, digest_file, new_directory, write_file
-from clotho.storage.tensors import named_arrays, read_tensors, tensor_chunks
+from clotho.storage.tensors import named_arrays, read_tensors, write_tensors
 from protocols.checkpoint import AdapterConfig, RunState
 from protocols.errors import CheckpointError, RunDirectoryError
 from protocols.step import ReplayGroup
 
 MANIFEST = "MANIFEST.json"
+OPTIMIZER = "optimizer.safetensors"
+REPLAY = "replay.msgpack"
+STATE = "state.json"
+DIRECTORY_NAME = re.compile(r"step-(\d{6,})")
+
+FORMAT = 1
+"""Version of the checkpoint format."""
 
 
 class Manifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Every other file of the directory, with size and hash. format: of the checkpoint, raised when it changes."""
+    """Contents of `MANIFEST.json`: version of the checkpoint format, and digests of all other files."""
 
     format: int
     files: tuple[FileDigest, ...]
 
 
-FORMAT = 1
-
-
-def write_manifest(directory: Path, files: list[FileDigest]) -> None:
-    """Seal a directory that is still unfinished."""
-    manifest = Manifest(format=FORMAT, files=tuple(files))
-    write_file(directory / MANIFEST, [msgspec.json.format(msgspec.json.encode(manifest), indent=2) + b"\n"])
-
-
-def damage(directory: Path, *, sizes_only: bool = False) -> str | None:
-    """What is wrong with a sealed directory, in a few words; None if every byte is as it was written.
-
-    sizes_only: compare sizes but do not read the files.
-    """
-    try:
-        manifest = msgspec.json.decode((directory / MANIFEST).read_bytes(), type=Manifest)
-        if manifest.format != FORMAT:
-            return f"{MANIFEST} has format {manifest.format}; this program reads {FORMAT}"
-        for file in manifest.files:
-            path = directory / file.name
-            if path.stat().st_size != file.size or (not sizes_only and digest_file(path) != file):
-                return f"{file.name} is not what was written"
-    except FileNotFoundError as error:
-        return f"{Path(error.filename).name} is missing"
-    except (OSError, msgspec.MsgspecError) as error:
-        return f"{MANIFEST} or a file cannot be read: {error}"
-    return None
-
-
-OPTIMIZER = "optimizer.safetensors"
-REPLAY = "replay.msgpack"
-STATE = "state.json"
-NAME = re.compile(r"step-(\d{6,})")
-
-
 class Snapshot(Struct, frozen=True, kw_only=True):
-    """What is written. parameters, optimizer: trees of evaluated arrays, nested or flat, that nobody writes to.
+    """Contents of a checkpoint to be written.
 
-    replay: groups in the replay buffer; no file is written where there are none.
+    parameters, optimizer: trees of evaluated arrays, nested or flat, that nobody modifies. replay: groups in the replay
+    buffer; without groups no file is written.
     """
 
     parameters: Any
@@ -81,7 +55,7 @@ class Snapshot(Struct, frozen=True, kw_only=True):
 
 
 class Checkpoint(Struct, frozen=True, kw_only=True):
-    """What is read back. parameters: a tree like the policy's; optimizer: flat, by dotted name."""
+    """Contents of a checkpoint that was read. parameters: a tree like the policy's; optimizer: flat, by dotted name."""
 
     state: RunState
     parameters: Any
@@ -89,8 +63,8 @@ class Checkpoint(Struct, frozen=True, kw_only=True):
     replay: tuple[ReplayGroup, ...]
 
 
-class Found(Struct, frozen=True, kw_only=True):
-    """The newest checkpoint that is whole, if there is one, and a warning for each newer one that is not."""
+class LatestCheckpoint(Struct, frozen=True, kw_only=True):
+    """Path of the newest complete checkpoint, None if there is none, and a warning for each newer damaged one."""
 
     path: Path | None
     warnings: tuple[str, ...]
@@ -99,40 +73,40 @@ class Found(Struct, frozen=True, kw_only=True):
 def write_checkpoint(directory: Path, snapshot: Snapshot, *, keep_last: int) -> Path:
     """Write `directory`/step-000050, then remove older checkpoints beyond `keep_last`; from any thread.
 
-    Killed at any moment, it leaves the checkpoints of before, or those and a whole new one. Raises
-    `RunDirectoryError` if the disk refuses, with the older checkpoints as they were.
+    A kill at any time leaves the earlier checkpoints, with or without the complete new one. Raises RunDirectoryError if
+    a write fails; the earlier checkpoints are then unchanged.
     """
     path = directory / f"step-{snapshot.state.step:06d}"
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with new_directory(path) as unfinished:
             files = fill_adapter(unfinished, snapshot.parameters, snapshot.adapter_config)
-            files.append(write_file(unfinished / OPTIMIZER, tensor_chunks(named_arrays(snapshot.optimizer))))
+            files.append(write_tensors(unfinished / OPTIMIZER, named_arrays(snapshot.optimizer)))
             files.append(write_file(unfinished / STATE, [msgspec.json.encode(snapshot.state)]))
             if snapshot.replay:
                 files.append(write_file(unfinished / REPLAY, [msgspec.msgpack.encode(snapshot.replay)]))
-            write_manifest(unfinished, files)
+            _write_manifest(unfinished, files)
         prune(directory, keep_last)
     except OSError as error:
         raise RunDirectoryError(
-            f"checkpoint {path} cannot be written: {error.strerror or error}; earlier checkpoints are untouched"
+            f"checkpoint {path} cannot be written: {error.strerror or error}; earlier checkpoints are unchanged"
         ) from error
     return path
 
 
-def latest(directory: Path) -> Found:
-    """Find the newest checkpoint whose every byte is as it was written; damaged ones are stepped over."""
+def latest_checkpoint(directory: Path) -> LatestCheckpoint:
+    """Find the newest checkpoint whose files all match the manifest; damaged checkpoints are skipped with a warning."""
     warnings: list[str] = []
     for path in _newest_first(directory):
-        fault = damage(path)
-        if fault is None:
-            return Found(path=path, warnings=tuple(warnings))
-        warnings.append(f"checkpoint {path} is damaged and was skipped: {fault}")
-    return Found(path=None, warnings=tuple(warnings))
+        damage = find_damage(path)
+        if damage is None:
+            return LatestCheckpoint(path=path, warnings=tuple(warnings))
+        warnings.append(f"checkpoint {path} is damaged and was skipped: {damage}")
+    return LatestCheckpoint(path=None, warnings=tuple(warnings))
 
 
 def read_state(path: Path) -> RunState:
-    """Read how far the run had come, without its tensors. Raises `CheckpointError`."""
+    """Read the run state of a checkpoint without its tensors. Raises CheckpointError."""
     try:
         return msgspec.json.decode((path / STATE).read_bytes(), type=RunState)
     except (OSError, msgspec.MsgspecError) as error:
@@ -140,19 +114,91 @@ def read_state(path: Path) -> RunState:
 
 
 def read_checkpoint(path: Path, *, expected: Any, adapter_config: AdapterConfig) -> Checkpoint:
-    """Read a checkpoint for a policy with these trainable parameters; in the compute thread.
+    """Read a checkpoint for a policy with the trainable parameters `expected`, in the compute thread.
 
-    Raises `CheckpointError` if a byte differs from what was written, or if it belongs to another policy.
+    Raises CheckpointError if a file does not match the manifest, or if the checkpoint belongs to another policy.
     """
-    fault = damage(path)
-    if fault is not None:
-        raise CheckpointError(f"checkpoint {path} is damaged: {fault}")
+    damage = find_damage(path)
+    if damage is not None:
+        raise CheckpointError(f"checkpoint {path} is damaged: {damage}")
     return Checkpoint(
         state=read_state(path),
         parameters=read_adapter(path, expected, adapter_config),
         optimizer=read_tensors(path / OPTIMIZER),
         replay=_read_replay(path / REPLAY),
     )
+
+
+def find_damage(directory: Path, *, sizes_only: bool = False) -> str | None:
+    """Compare a checkpoint with its manifest. Return a description of the first difference, or None.
+
+    sizes_only: compare the sizes of the files but do not read the files.
+    """
+    try:
+        manifest = msgspec.json.decode((directory / MANIFEST).read_bytes(), type=Manifest)
+        if manifest.format != FORMAT:
+            return f"{MANIFEST} has format {manifest.format}; this program reads format {FORMAT}"
+        for file in manifest.files:
+            path = directory / file.name
+            if path.stat().st_size != file.size or (not sizes_only and digest_file(path) != file):
+                return f"{file.name} does not match {MANIFEST}"
+    except FileNotFoundError as error:
+        return f"{Path(error.filename).name} is missing"
+    except (OSError, msgspec.MsgspecError) as error:
+        return f"{MANIFEST} or another file cannot be read: {error}"
+    return None
+
+
+def prune(directory: Path, keep_last: int) -> None:
+    """Keep the newest `keep_last` complete checkpoints; remove all others that are older than the newest complete one.
+
+    Only the newest checkpoint is read completely; for the others only sizes are compared. The newest complete
+    checkpoint is always kept.
+    """
+    newest = latest_checkpoint(directory).path
+    if newest is None:
+        return
+    older = [path for path in _newest_first(directory) if _step(path) < _step(newest)]
+    complete = [path for path in older if find_damage(path, sizes_only=True) is None]
+    kept = set(complete[: keep_last - 1])
+    for path in older:
+        if path not in kept:
+            shutil.rmtree(path)
+
+
+def require_same_inputs(state: RunState, inputs: Mapping[str, str]) -> None:
+    """Compare the fingerprints of the inputs (model, tokenizer, dataset) with those at the start of the run.
+
+    Raises CheckpointError with the name of every input that changed.
+    """
+    changed = sorted(name for name in state.inputs.keys() | inputs.keys() if state.inputs.get(name) != inputs.get(name))
+    if changed:
+        raise CheckpointError(f"cannot resume: inputs changed since the start of the run: {', '.join(changed)}")
+
+
+SAMPLE_BYTES = 65_536
+WEIGHT_FILES = ("*.safetensors", "config.json")
+TOKENIZER_FILES = ("tokenizer*", "*.jinja", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt")
+
+
+def model_fingerprint(directory: Path) -> str:
+    """Return a fingerprint of configuration and weights. Of a large file only size, beginning and end are read."""
+    return _fingerprint(_matching(directory, WEIGHT_FILES))
+
+
+def tokenizer_fingerprint(directory: Path) -> str:
+    """Return a fingerprint of vocabulary, merges and chat template."""
+    return _fingerprint(_matching(directory, TOKENIZER_FILES), whole=True)
+
+
+def dataset_fingerprint(*paths: Path) -> str:
+    """Return a fingerprint of the contents of dataset files, in the given order; their paths do not matter."""
+    return _fingerprint(paths, whole=True, with_names=False)
+
+
+def _write_manifest(directory: Path, files: list[FileDigest]) -> None:
+    manifest = Manifest(format=FORMAT, files=tuple(files))
+    write_file(directory / MANIFEST, [msgspec.json.format(msgspec.json.encode(manifest), indent=2) + b"\n"])
 
 
 def _read_replay(path: Path) -> tuple[ReplayGroup, ...]:
@@ -164,34 +210,32 @@ def _read_replay(path: Path) -> tuple[ReplayGroup, ...]:
         raise CheckpointError(f"{path} cannot be used: {error}") from error
 
 
-def prune(directory: Path, keep_last: int) -> None:
-    """Keep the newest `keep_last` whole checkpoints; remove older ones, and damaged ones older than the newest whole.
-
-    Only the newest is read through; of the others the sizes are compared. The newest whole one always stays.
-    """
-    newest = latest(directory).path
-    if newest is None:
-        return
-    older = [path for path in _newest_first(directory) if _step(path) < _step(newest)]
-    whole = [path for path in older if damage(path, sizes_only=True) is None]
-    kept = set(whole[: keep_last - 1])
-    for path in older:
-        if path not in kept:
-            shutil.rmtree(path)
-
-
-def refuse_other_inputs(state: RunState, inputs: Mapping[str, str]) -> None:
-    """Raise `CheckpointError` that names each input (model, tokenizer, dataset) that is not what the run began with."""
-    changed = sorted(name for name in state.inputs.keys() | inputs.keys() if state.inputs.get(name) != inputs.get(name))
-    if changed:
-        raise CheckpointError(f"cannot resume: changed since the run began: {', '.join(changed)}")
-
-
 def _newest_first(directory: Path) -> list[Path]:
     if not directory.is_dir():
         return []
-    return sorted((path for path in directory.iterdir() if NAME.fullmatch(path.name)), key=_step, reverse=True)
+    return sorted(
+        (path for path in directory.iterdir() if DIRECTORY_NAME.fullmatch(path.name)), key=_step, reverse=True
+    )
 
 
 def _step(path: Path) -> int:
     return int(path.name.removeprefix("step-"))
+
+
+def _matching(directory: Path, patterns: Iterable[str]) -> list[Path]:
+    return sorted({path for pattern in patterns for path in directory.glob(pattern) if path.is_file()})
+
+
+def _fingerprint(paths: Iterable[Path], *, whole: bool = False, with_names: bool = True) -> str:
+    digest = hashlib.sha256()
+    for path in paths:
+        size = path.stat().st_size
+        digest.update(f"{path.name if with_names else ''} {size}\n".encode())
+        with path.open("rb") as file:
+            if whole or size <= 2 * SAMPLE_BYTES:
+                digest.update(file.read())
+                continue
+            digest.update(file.read(SAMPLE_BYTES))
+            file.seek(size - SAMPLE_BYTES)
+            digest.update(file.read(SAMPLE_BYTES))
+    return digest.hexdigest()[:16]

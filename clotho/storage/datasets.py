@@ -1,7 +1,4 @@
-"""Problems from a file: JSON lines, or one JSON list. What cannot be used is refused with file and line.
-
-Which problem a group asks: a pure function of the run's seed and the group's number.
-"""
+"""Datasets: problems from a JSON Lines file or a JSON list, the held-out split, and the order of problems."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ from protocols.prompt import Problem, derive
 
 
 class Columns(Struct, frozen=True, kw_only=True):
-    """Which keys of a record hold what. default_type: where a record names no type."""
+    """Keys of the records of a dataset. default_type: type of records without the key `type`."""
 
     prompt: str = "prompt"
     answer: str = "answer"
@@ -31,18 +28,18 @@ class Columns(Struct, frozen=True, kw_only=True):
 
 
 class HeldOutSplit(Struct, frozen=True, kw_only=True):
-    """Problems to train on, and problems that are never trained on."""
+    """Problems for training, and held-out problems, which are never trained on."""
 
     train: tuple[Problem, ...]
     heldout: tuple[Problem, ...]
 
 
 def load_problems(path: str | Path, *, columns: Columns) -> list[Problem]:
-    """Read every problem of a file, in its order.
+    """Read all problems of a file, in the order of the file.
 
-    Blank lines and a byte order mark are skipped; answers that are numbers or truth values become text, as JSON writes
-    them. Raises `DatasetError` naming file and line (in a JSON list: the item) of the first record that cannot be used,
-    and for a file that is missing, unreadable or empty.
+    Blank lines and a byte order mark are ignored. Answers that are numbers or booleans become their JSON text. Raises
+    DatasetError with file and line (in a JSON list: item) of the first invalid record, or if the file is missing,
+    unreadable or empty.
     """
     path = Path(path).expanduser()
     try:
@@ -58,22 +55,43 @@ def load_problems(path: str | Path, *, columns: Columns) -> list[Problem]:
 
 
 def split_heldout(problems: Sequence[Problem], fraction: float, seed: int) -> HeldOutSplit:
-    """Set `fraction` of the problems aside, rounded up, chosen by `seed`; both parts keep the file's order.
+    """Hold out `fraction` of the problems, rounded up, chosen by `seed`; both parts keep the order of the file.
 
-    Raises `DatasetError` if a part that is asked for would be empty.
+    Raises DatasetError if no problem would remain for training.
     """
     count = math.ceil(len(problems) * fraction)
     if count >= len(problems):
         raise DatasetError(
-            f"{len(problems)} problems are too few to set {fraction:g} of them aside: lower data.heldout_fraction, "
+            f"{len(problems)} problems are too few to hold out {fraction:g} of them: lower data.heldout_fraction, "
             "or name a file in data.heldout"
         )
     order = np.random.default_rng(derive(seed, "heldout")).permutation(len(problems))
-    aside = set(order[:count].tolist())
+    held_out = set(order[:count].tolist())
     return HeldOutSplit(
-        train=tuple(problem for index, problem in enumerate(problems) if index not in aside),
-        heldout=tuple(problem for index, problem in enumerate(problems) if index in aside),
+        train=tuple(problem for index, problem in enumerate(problems) if index not in held_out),
+        heldout=tuple(problem for index, problem in enumerate(problems) if index in held_out),
     )
+
+
+class ProblemOrder:
+    """Maps group ids to problems: every problem once per epoch, in an order that depends only on (seed, epoch)."""
+
+    def __init__(self, problems: int, *, seed: int, shuffle: bool) -> None:
+        """problems: number of problems, at least 1. shuffle: if false, every epoch has the order of the file."""
+        if problems < 1:
+            raise ValueError("problems must be at least 1")
+        self._problems = problems
+        self._seed = seed
+        self._shuffle = shuffle
+        self._order = lru_cache(maxsize=2)(self._permutation)
+
+    def index(self, group_id: int) -> int:
+        """Return the index of the problem of group `group_id` (from 0)."""
+        epoch, position = divmod(group_id, self._problems)
+        return int(self._order(epoch)[position]) if self._shuffle else position
+
+    def _permutation(self, epoch: int) -> npt.NDArray[np.int64]:
+        return np.random.default_rng(derive(self._seed, "epoch", epoch)).permutation(self._problems)
 
 
 def _records(path: Path, contents: bytes) -> Iterator[tuple[str, Any]]:
@@ -82,7 +100,7 @@ def _records(path: Path, contents: bytes) -> Iterator[tuple[str, Any]]:
         try:
             items = msgspec.json.decode(text)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise DatasetError(f"dataset {path} begins like a JSON list and is none: {error}") from error
+            raise DatasetError(f"dataset {path} starts like a JSON list but is not valid: {error}") from error
         yield from ((f"{path}: item {number}", item) for number, item in enumerate(items, start=1))
         return
     for number, line in enumerate(text.splitlines(), start=1):
@@ -91,29 +109,29 @@ def _records(path: Path, contents: bytes) -> Iterator[tuple[str, Any]]:
         try:
             yield f"{path}:{number}", msgspec.json.decode(line)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise DatasetError(f"{path}:{number}: not JSON: {error}") from error
+            raise DatasetError(f"{path}:{number}: not valid JSON: {error}") from error
 
 
 def _problem(record: Any, columns: Columns, where: str) -> Problem:
     if not isinstance(record, dict):
-        raise DatasetError(f"{where}: a JSON object is expected, not {_kind(record)}")
+        raise DatasetError(f"{where}: must be a JSON object, not {_kind(record)}")
     prompt = _required(record, columns.prompt, "prompt", where)
     if not isinstance(prompt, str):
-        raise DatasetError(f"{where}: {columns.prompt} must be text (no chat messages), not {_kind(prompt)}")
+        raise DatasetError(f"{where}: {columns.prompt} must be text (not chat messages), not {_kind(prompt)}")
     if not prompt.strip():
         raise DatasetError(f"{where}: {columns.prompt} is empty")
     answer = _required(record, columns.answer, "answer", where)
-    kind = record.get(columns.type, columns.default_type)
-    if not isinstance(kind, str) or not kind:
-        raise DatasetError(f"{where}: {columns.type} must be text, not {_kind(kind)}")
-    return Problem(prompt=prompt, answer=_text(answer, columns.answer, where), type=kind)
+    problem_type = record.get(columns.type, columns.default_type)
+    if not isinstance(problem_type, str) or not problem_type:
+        raise DatasetError(f"{where}: {columns.type} must be text that is not empty, not {_kind(problem_type)}")
+    return Problem(prompt=prompt, answer=_text(answer, columns.answer, where), type=problem_type)
 
 
-def _required(record: dict[str, Any], key: str, role: str, where: str) -> Any:
+def _required(record: dict[str, Any], key: str, column: str, where: str) -> Any:
     if key in record:
         return record[key]
     close = nearest(key, record)
-    hint = f"; did you mean data.{role}_key = {close!r}?" if close else f"; name the column in data.{role}_key"
+    hint = f"; did you mean data.{column}_key = {close!r}?" if close else f"; set data.{column}_key"
     raise DatasetError(f"{where}: no key {key!r}, only {', '.join(map(repr, record)) or 'none'}{hint}")
 
 
@@ -126,26 +144,5 @@ def _text(answer: Any, key: str, where: str) -> str:
 
 
 def _kind(value: Any) -> str:
-    names = {dict: "an object", list: "a list", str: "text", type(None): "null", bool: "a truth value"}
+    names = {dict: "an object", list: "a list", str: "text", type(None): "null", bool: "a boolean"}
     return names.get(type(value), "a number")
-
-
-class ProblemOrder:
-    """Every problem once per epoch; the order of an epoch depends on (seed, epoch) alone."""
-
-    def __init__(self, problems: int, *, seed: int, shuffle: bool) -> None:
-        """problems: how many there are, at least one. shuffle: otherwise every epoch follows the file."""
-        if problems < 1:
-            raise ValueError("there must be at least one problem")
-        self._problems = problems
-        self._seed = seed
-        self._shuffle = shuffle
-        self._order = lru_cache(maxsize=2)(self._permutation)
-
-    def index(self, group_id: int) -> int:
-        """Position, in the dataset, of the problem that group `group_id` (from 0) asks."""
-        epoch, position = divmod(group_id, self._problems)
-        return int(self._order(epoch)[position]) if self._shuffle else position
-
-    def _permutation(self, epoch: int) -> npt.NDArray[np.int64]:
-        return np.random.default_rng(derive(self._seed, "epoch", epoch)).permutation(self._problems)

@@ -1,49 +1,46 @@
-"""The directory a run writes to: made, taken over, cleaned or refused before anything else happens.
-
-One living process per run directory.
-"""
+"""Run directory: creation, lock, resume, and cleaning. One process at a time owns a run directory."""
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import os
 import re
 import shutil
+import uuid
 from contextlib import suppress
 from pathlib import Path
 
 from clotho.storage.adapters import CONFIG, TENSORS
-from clotho.storage.atomic_files import is_leftover, tidy
-from clotho.storage.checkpoints import NAME
+from clotho.storage.atomic_files import is_leftover, remove_leftovers, replace_file
+from clotho.storage.checkpoints import DIRECTORY_NAME
 from protocols.errors import RunDirectoryError
 
 LOCK = ".lock"
 
 
 class RunLock:
-    """An advisory lock on `directory`/.lock, held until `release` or the end of the process, however it ends."""
+    """An advisory lock on `directory`/.lock, held until `release` or the end of the process."""
 
     def __init__(self, directory: Path) -> None:
-        """Take the lock. Raises `RunDirectoryError`, naming the process, while another one holds it."""
+        """Take the lock. Raises RunDirectoryError with the process id if another process holds the lock."""
         self._path = directory / LOCK
         self._descriptor = self._open()
-        while not self._is_in_place():  # its last holder removed it between our opening and our locking it
+        while not self._is_in_place():  # the previous owner removed the file between open and lock
             os.close(self._descriptor)
             self._descriptor = self._open()
         os.ftruncate(self._descriptor, 0)
         os.pwrite(self._descriptor, f"{os.getpid()}\n".encode(), 0)
 
     def release(self, *, remove: bool = False) -> None:
-        """Let the next process in; a second call does nothing. remove: leave no file behind either."""
+        """Release the lock; a second call has no effect. remove: delete the lock file."""
         if self._descriptor >= 0:
-            with contextlib.suppress(OSError):
+            with suppress(OSError):
                 self._path.unlink() if remove else os.ftruncate(self._descriptor, 0)
             os.close(self._descriptor)
             self._descriptor = -1
 
     def _open(self) -> int:
-        """Open and lock the file, whichever it is by now."""
+        """Open and lock the file. Raises RunDirectoryError if another process holds the lock."""
         descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -63,92 +60,105 @@ class RunLock:
             return False
 
 
-FILES = frozenset({"profile.toml", "metrics.jsonl", "rollouts.jsonl", "log.jsonl"})
-PROCESSES = "atropos"
-DIRECTORIES = frozenset({"checkpoints", "adapters", PROCESSES})
-OF_PROCESSES = re.compile(r"[A-Za-z0-9_-]+\.(log|log\.1|json)|env_checkpoints")
-"""What processes leave in their directory: output, settings, and, made by atroposlib, checkpoints of environments."""
-IGNORED = frozenset({LOCK, ".DS_Store"})
+FILES = frozenset({"profile.toml", "metrics.jsonl", "evaluations.jsonl", "rollouts.jsonl", "log.jsonl"})
+ATROPOS = "atropos"
+DIRECTORIES = frozenset({"checkpoints", "adapters", ATROPOS})
+ATROPOS_FILES = re.compile(r"[A-Za-z0-9_-]+\.(log|log\.1|json)|env_checkpoints")
+"""Entries of the directory of child processes: output, settings, and checkpoints of atroposlib environments."""
+RUN_ID = ".run_id"
+IGNORED = frozenset({LOCK, RUN_ID, ".DS_Store"})
+"""Entries that neither make a directory a run directory nor prevent cleaning."""
 
 
 class RunDirectory:
-    """The paths of one run, which this process owns until `close`. Every path lies under `path`.
+    """The paths of one run. This process owns the directory until `close`.
 
-    Until `begin`, nothing in it is changed: a run that is refused for what its profile names leaves no trace.
-    resumed: whether the directory held a run that is being continued.
+    Nothing in the directory changes before `begin`, so that a refused run leaves no trace.
+
+    resumed: whether the directory held a run that continues now. run_id: identifies the run across restarts; adapters
+    that the run writes carry it. `--clean` keeps the id, so that the new run may overwrite the adapters of the old one.
     """
 
-    def __init__(self, path: Path, lock: RunLock, *, resumed: bool, clean: bool, made: list[Path]) -> None:
-        """clean: delete the run it holds when this one begins. made: what `open_run` made of it, innermost first."""
+    def __init__(self, path: Path, lock: RunLock, *, resumed: bool, clean: bool, created: list[Path]) -> None:
+        """clean: delete the earlier run in `begin`. created: directories that `open_run` created, innermost first."""
         self.path = path
         self.resumed = resumed
-        self._lock, self._clean, self._made = lock, clean, made
+        id_file = path / RUN_ID
+        self.run_id = id_file.read_text().strip() if id_file.is_file() else uuid.uuid4().hex
+        self._lock, self._clean, self._created = lock, clean, created
 
     @property
     def profile(self) -> Path:
-        """The resolved profile, TOML."""
+        """The resolved profile (TOML)."""
         return self.path / "profile.toml"
 
     @property
     def metrics(self) -> Path:
-        """One JSON line per policy update."""
+        """Metrics, one JSON line per step."""
         return self.path / "metrics.jsonl"
 
     @property
+    def evaluations(self) -> Path:
+        """Evaluation reports, one JSON line each."""
+        return self.path / "evaluations.jsonl"
+
+    @property
     def rollouts(self) -> Path:
-        """One JSON line per group, trained on or not."""
+        """Rollout log, one JSON line per group, trained on or discarded."""
         return self.path / "rollouts.jsonl"
 
     @property
     def log(self) -> Path:
-        """One JSON line per event."""
+        """Event log, one JSON line per event."""
         return self.path / "log.jsonl"
 
     @property
     def checkpoints(self) -> Path:
-        """One directory per checkpoint."""
+        """Directory of the checkpoints, one directory each."""
         return self.path / "checkpoints"
 
     @property
     def adapters(self) -> Path:
-        """The final adapter, as mlx-lm loads it."""
+        """Directory of the final adapter, in the format of mlx-lm."""
         return self.path / "adapters"
 
     @property
     def atropos(self) -> Path:
-        """What the processes of environments print and keep."""
-        return self.path / PROCESSES
+        """Directory for output and files of the environment processes."""
+        return self.path / ATROPOS
 
     def begin(self) -> None:
-        """From here on the directory is written to: delete an earlier run if asked; undo what a kill left half done.
+        """Take the directory into use: delete the earlier run if requested, and remove leftovers of a kill.
 
-        Raises `RunDirectoryError` where the disk refuses.
+        Raises RunDirectoryError if the disk refuses.
         """
         try:
             if self._clean:
                 _clean(self.path)
             for directory in (self.path, self.checkpoints, self.adapters):
-                tidy(directory)
+                remove_leftovers(directory)
+            if not (self.path / RUN_ID).exists():
+                replace_file(self.path / RUN_ID, [f"{self.run_id}\n".encode()])
         except OSError as error:
             raise RunDirectoryError(f"run directory {self.path} cannot be used: {error.strerror or error}") from error
-        self._made = []
+        self._created = []
 
     def close(self) -> None:
-        """Let another process use the directory; one that was made, and in which no run began, is removed again."""
-        self._lock.release(remove=bool(self._made))
-        _remove(self._made)
-        self._made = []
+        """Release the directory. Directories that were created for a run that did not begin are removed."""
+        self._lock.release(remove=bool(self._created))
+        _remove_empty(self._created)
+        self._created = []
 
 
 def open_run(path: Path, *, resume: bool, clean: bool) -> RunDirectory:
-    """Make `path` this process's run directory; `RunDirectory.begin` is what first changes anything in it.
+    """Lock `path` as the run directory of this process; nothing in it changes before `RunDirectory.begin`.
 
-    An earlier run in it is refused, continued (`resume`) or, once this one begins, deleted (`clean`); resuming where
-    there is nothing yet begins afresh. Nothing that is not a run's is ever deleted. Raises `RunDirectoryError`, in one
-    line that says what to do, where the directory holds another run or foreign files, is in use, or cannot be written.
+    An earlier run in the directory is continued with `resume`, deleted in `begin` with `clean`, and refused otherwise.
+    Files that no run writes are never deleted. Raises RunDirectoryError if the directory holds another run
+    or other files, is in use, or is not writable.
     """
     if resume and clean:
-        raise RunDirectoryError("--resume keeps what --clean deletes: give one of them")
+        raise RunDirectoryError("--resume continues the run and --clean deletes it: give one of them")
     path = Path(path).expanduser()
     try:
         return _open(path, resume=resume, clean=clean)
@@ -161,17 +171,17 @@ def open_run(path: Path, *, resume: bool, clean: bool) -> RunDirectory:
 def _open(path: Path, *, resume: bool, clean: bool) -> RunDirectory:
     if path.exists() and not path.is_dir():
         raise RunDirectoryError(f"run directory {path} is a file: choose another --run-dir")
-    made = [directory for directory in (path, *path.parents) if not directory.exists()]
+    created = [directory for directory in (path, *path.parents) if not directory.exists()]
     path.mkdir(parents=True, exist_ok=True)
     try:
         entries = _entries(path)
         if entries and not entries & (FILES | DIRECTORIES):
-            raise RunDirectoryError(f"run directory {path} holds other files and no run: choose another --run-dir")
+            raise RunDirectoryError(f"run directory {path} holds other files but no run: choose another --run-dir")
         if not os.access(path, os.W_OK | os.X_OK):
             raise RunDirectoryError(f"run directory {path} is not writable: choose another --run-dir")
         lock = RunLock(path)
     except BaseException:
-        _remove(made)
+        _remove_empty(created)
         raise
     try:
         holds_run = bool(_entries(path) & (FILES | DIRECTORIES))
@@ -185,17 +195,17 @@ def _open(path: Path, *, resume: bool, clean: bool) -> RunDirectory:
     except BaseException:
         lock.release()
         raise
-    return RunDirectory(path, lock, resumed=resume and holds_run, clean=clean, made=made)
+    return RunDirectory(path, lock, resumed=resume and holds_run, clean=clean, created=created)
 
 
 def _entries(path: Path) -> set[str]:
     return {entry.name for entry in path.iterdir() if entry.name not in IGNORED and not is_leftover(entry)}
 
 
-def _remove(made: list[Path]) -> None:
-    """Remove directories that were made in vain, innermost first, as far as nobody else has put anything there."""
+def _remove_empty(created: list[Path]) -> None:
+    """Remove directories, innermost first, until one is not empty."""
     with suppress(OSError):
-        for directory in made:
+        for directory in created:
             directory.rmdir()
 
 
@@ -203,13 +213,13 @@ def _refuse_foreign(path: Path) -> None:
     foreign = [str(entry.relative_to(path)) for entry in _foreign(path)]
     if foreign:
         raise RunDirectoryError(
-            f"run directory {path} is not cleaned, for it holds files that no run writes "
+            f"run directory {path} cannot be cleaned, because it holds files that no run writes "
             f"({', '.join(sorted(foreign)[:5])}): move them away, or choose another --run-dir"
         )
 
 
 def _clean(path: Path) -> None:
-    """Delete a run, after looking at every entry: all of them are a run's, or nothing is deleted."""
+    """Delete a run. Every entry is checked first; with foreign files, nothing is deleted."""
     _refuse_foreign(path)
     for entry in path.iterdir():
         if entry.name in FILES or is_leftover(entry):
@@ -219,25 +229,25 @@ def _clean(path: Path) -> None:
 
 
 def _foreign(path: Path) -> list[Path]:
-    strangers = []
+    foreign = []
     for entry in path.iterdir():
         if entry.name in IGNORED or is_leftover(entry):
             continue
         if entry.name in FILES and entry.is_file():
             continue
         if entry.name in DIRECTORIES and entry.is_dir() and not entry.is_symlink():
-            strangers += [inner for inner in entry.iterdir() if not _belongs(inner)]
+            foreign += [inner for inner in entry.iterdir() if not _is_run_entry(inner)]
             continue
-        strangers.append(entry)
-    return strangers
+        foreign.append(entry)
+    return foreign
 
 
-def _belongs(inner: Path) -> bool:
-    """Whether an entry of one of the directories is a run's."""
+def _is_run_entry(inner: Path) -> bool:
+    """Return whether an entry of a subdirectory is one that a run writes."""
     if is_leftover(inner) or inner.name in IGNORED:
         return True
-    if inner.parent.name == PROCESSES:
-        return OF_PROCESSES.fullmatch(inner.name) is not None
+    if inner.parent.name == ATROPOS:
+        return ATROPOS_FILES.fullmatch(inner.name) is not None
     if inner.name in (TENSORS, CONFIG):
         return True
-    return NAME.fullmatch(inner.name) is not None and inner.is_dir() and not inner.is_symlink()
+    return DIRECTORY_NAME.fullmatch(inner.name) is not None and inner.is_dir() and not inner.is_symlink()

@@ -1,69 +1,62 @@
-"""Arrays in safetensors files, written from any thread without computing anything, and every bit preserved."""
+"""Tensors in safetensors files (https://huggingface.co/docs/safetensors).
+
+The `safetensors` library writes the files. It reads the memory of evaluated arrays directly, so that any thread can
+write without computing and without a copy of the array, and every dtype of MLX, including bfloat16, keeps its bits.
+MLX reads the files, because the array loaders of the library go through NumPy, which has no bfloat16.
+"""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 from mlx.utils import tree_flatten
+from safetensors import SafetensorError, TensorSpec, serialize_file
 
+from clotho.storage.atomic_files import FileDigest, sync_file
 from protocols.errors import CheckpointError
 
-DTYPE_NAMES = {
-    mx.float32: "F32",
-    mx.float16: "F16",
-    mx.bfloat16: "BF16",
-    mx.int8: "I8",
-    mx.int16: "I16",
-    mx.int32: "I32",
-    mx.int64: "I64",
-    mx.uint8: "U8",
-    mx.uint16: "U16",
-    mx.uint32: "U32",
-    mx.uint64: "U64",
-    mx.bool_: "BOOL",
-}
+METADATA = {"format": "mlx"}
 
 
 def named_arrays(tree: Any) -> dict[str, mx.array]:
-    """Arrays of a nested or flat tree by their dotted names, sorted."""
+    """Return the arrays of a nested or flat tree by dotted name, sorted."""
     return dict(sorted(dict(tree_flatten(tree)).items()))
 
 
-def tensor_chunks(arrays: Mapping[str, mx.array]) -> Iterator[bytes | memoryview]:
-    """The bytes of a safetensors file: length of the header, the header, the arrays one after another.
+def write_tensors(path: Path, arrays: Mapping[str, mx.array]) -> FileDigest:
+    """Write evaluated arrays to a new safetensors file and sync it to disk; from any thread.
 
-    https://huggingface.co/docs/safetensors#format. The library's own writers go through NumPy, which has no bfloat16,
-    or through MLX, which computes in the calling thread; this reads the evaluated arrays where they lie.
-    Equal arrays give equal files. Widest types come first, so that every array is aligned.
+    The file is a function of names and values: dtypes in descending order, then names. Not atomic by itself: `path`
+    must be in an unfinished directory. Raises OSError if the disk refuses.
     """
-    ordered = sorted(arrays.items(), key=lambda item: (-item[1].itemsize, item[0]))
-    header: dict[str, Any] = {"__metadata__": {"format": "mlx"}}
-    offset = 0
-    for name, array in ordered:
-        end = offset + array.nbytes
-        header[name] = {
-            "dtype": DTYPE_NAMES[array.dtype],
-            "shape": list(array.shape),
-            "data_offsets": [offset, end],
-        }
-        offset = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    yield len(text).to_bytes(8, "little")
-    yield text
-    for _, array in ordered:
-        view = memoryview(array)  # type: ignore[arg-type]
-        yield view if view.c_contiguous else view.tobytes()
+    buffers = {name: _bytes(array) for name, array in arrays.items()}
+    specs = {
+        name: TensorSpec(
+            dtype=str(arrays[name].dtype).removeprefix("mlx.core."),
+            shape=list(arrays[name].shape),
+            data_ptr=buffer.ctypes.data,
+            data_len=buffer.nbytes,
+        )
+        for name, buffer in buffers.items()
+    }
+    path.touch(exist_ok=False)
+    mode = path.stat().st_mode
+    try:
+        serialize_file(specs, path, metadata=METADATA)
+    except SafetensorError as error:
+        raise OSError(f"{path.name}: {error}") from error
+    path.chmod(mode)  # the library creates files that only their owner can read
+    return sync_file(path)
 
 
 def read_tensors(path: Path) -> dict[str, mx.array]:
-    """Read a safetensors file whole; call it in the compute thread. Raises `CheckpointError` if it is damaged."""
+    """Read all arrays of a safetensors file, in the compute thread. Raises CheckpointError if the file is damaged."""
     if path.suffix != ".safetensors":
-        raise CheckpointError(f"{path} is not a .safetensors file; nothing else is read")
+        raise CheckpointError(f"{path} is not a .safetensors file; other formats are not supported")
     try:
         arrays = mx.load(str(path), format="safetensors")
         assert isinstance(arrays, dict)
@@ -71,3 +64,11 @@ def read_tensors(path: Path) -> dict[str, mx.array]:
     except (RuntimeError, ValueError, OSError) as error:
         raise CheckpointError(f"{path} cannot be read: {' '.join(str(error).split())[:300]}") from error
     return arrays
+
+
+def _bytes(array: mx.array) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """Return the bytes of an evaluated array in row-major order; a view if the array is contiguous."""
+    if array.nbytes == 0:
+        return np.empty(0, np.uint8)
+    view = memoryview(array)  # type: ignore[arg-type]
+    return np.frombuffer(view if view.c_contiguous else view.tobytes(), np.uint8)

@@ -9,7 +9,7 @@ from msgspec import convert
 
 from actors.learner import Learner, Progress
 from clotho.config.schema import CollapseDetectionSection, LearnerSection, ReplaySection
-from clotho.monitoring.collapse_response import CollapseWatch
+from clotho.monitoring.collapse_detection import CollapseMonitor
 from clotho.runtime.compute_thread import ComputeExecutor
 from clotho.runtime.latest import Latest
 from clotho.runtime.queues import Queue
@@ -78,7 +78,7 @@ class Scene:
             refills=self.refills,
             recorded=self.recorded,
             replay=self.replay,
-            watch=CollapseWatch(alarms, state=remembered or CollapseState(), rollbacks=0),
+            collapse=CollapseMonitor(alarms, state=remembered or CollapseState(), rollbacks=0),
             steps=steps,
             rounds=False,
             unasked=unasked,

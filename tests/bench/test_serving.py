@@ -67,7 +67,7 @@ def fake_server(limit: int = 1_000) -> Iterator[tuple[int, list[dict[str, Any]]]
 
 def record(*lines: dict[str, Any]) -> Record:
     """A run with the given metrics."""
-    return Record([{"train_seconds": 1.0, **line} for line in lines], [], {}, launched=0.0)
+    return Record([{"time/update": 1.0, **line} for line in lines], [], {}, launched=0.0)
 
 
 def test_every_client_gets_a_response_to_a_different_request() -> None:
@@ -143,14 +143,14 @@ def test_a_command_reports_wall_and_processor_time() -> None:
 def test_the_first_update_ends_when_its_line_is_written(tmp_path: Path) -> None:
     """The modification time of the file is the end; sampling ends when training begins."""
     metrics = tmp_path / "metrics.jsonl"
-    metrics.write_text('{"train_seconds": 0.5}\n')
+    metrics.write_text('{"time/update": 0.5}\n')
     os.utime(metrics, (1_007.0, 1_007.0))
     assert startup.read_first_update(metrics, began=1_000.0) == startup.FirstUpdate(sampled=6.5, updated=7.0)
 
 
 def test_runs_report_median_and_longest_swap() -> None:
     """One value per run; updates without a swap do not count."""
-    swaps = swap.swap_seconds(record({"swap_seconds": None}, {"swap_seconds": 1.0}, {"swap_seconds": 3.0}))
+    swaps = swap.swap_seconds(record(*({"time/weight_swap": seconds} for seconds in (None, 1.0, 3.0))))
     assert swaps == [1.0, 3.0]
     median, longest = swap.of_runs([swaps, [2.0]])
     assert (median.values, longest.values) == ([2.0, 2.0], [3.0, 2.0])
@@ -158,11 +158,13 @@ def test_runs_report_median_and_longest_swap() -> None:
 
 def test_decode_rates_come_from_the_last_update() -> None:
     """A run that never decoded during an update is an error."""
-    last = {"decode_rate_idle": 4_000.0, "decode_rate_learning": 3_000.0}
-    found = overlap.rates(record({"decode_rate_idle": None, "decode_rate_learning": None}, last))
+    last = {"decode_tokens_per_second/idle": 4_000.0, "decode_tokens_per_second/learning": 3_000.0}
+    found = overlap.rates(
+        record({"decode_tokens_per_second/idle": None, "decode_tokens_per_second/learning": None}, last)
+    )
     assert found == {"idle": 4_000.0, "learning": 3_000.0, "kept": 0.75}
     with pytest.raises(ValueError, match="a decode rate is missing"):
-        overlap.rates(record({"decode_rate_idle": 4_000.0, "decode_rate_learning": None}))
+        overlap.rates(record({"decode_tokens_per_second/idle": 4_000.0, "decode_tokens_per_second/learning": None}))
 
 
 def test_results_of_runs_are_written_and_formatted(tmp_path: Path) -> None:

@@ -112,7 +112,10 @@ def test_without_a_target_accuracy_is_measured_once() -> None:
 
 def recorded(accuracies: Mapping[int, float]) -> Record:
     """A run of three updates of one second each; the first starts two seconds after the run."""
-    metrics = [{"step": step, "seconds": 2.0 + step, "train_seconds": 0.75, "wait_seconds": 0.25} for step in (1, 2, 3)]
+    metrics = [
+        {"step": step, "time/run": 2.0 + step, "time/update": 0.75, "time/wait_for_rollouts": 0.25}
+        for step in (1, 2, 3)
+    ]
     log = [{"event": EVALUATED, "step": step, "accuracy": accuracy} for step, accuracy in accuracies.items()]
     log += [{"event": UPDATED, "step": step, "time": f"1970-01-01T00:01:4{step}.500000Z"} for step in accuracies]
     return Record(metrics, [{"event": "checkpoint", "step": 3}, *log], {}, launched=98.0)

@@ -1,30 +1,40 @@
-"""docs/operating.md explains every number and every reason that a run writes down."""
+"""docs/operating.md describes every metric and every reason of a discarded group."""
 
 from __future__ import annotations
 
-import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import get_args
 
-from clotho.monitoring.metrics import StepMetrics, evaluation_fields
-from protocols.evaluation import EvalReport
+import pytest
+
+from clotho.monitoring.metrics import ENVIRONMENT_METRICS, EVALUATION_METRICS, METRICS
 from protocols.rollout import DiscardReason
 
 PAGE = (Path(__file__).parents[2] / "docs" / "operating.md").read_text(encoding="utf-8")
-MEASURED = EvalReport(
-    step=1, version=1, problems=1, accuracy=1.0, by_type={}, completion_tokens=1, seconds=1.0, final=True
-)  # fmt: skip
 
 
-def test_the_table_has_every_key_of_the_metrics_and_no_others() -> None:
-    """Those of a consumed batch, and those of a measurement."""
-    table = PAGE.partition("| key of metrics.jsonl |")[2].partition("\n\n")[0]
-    explained = {
-        name for row in table.splitlines() for name in re.findall(r"`(\w+)`", row.partition("|")[2].partition("|")[0])
-    }
-    assert explained == {*StepMetrics.__struct_fields__, *evaluation_fields(MEASURED)}
+@pytest.mark.parametrize(
+    ("head", "descriptions"),
+    [
+        ("key of metrics.jsonl", METRICS),
+        ("key of an environment", ENVIRONMENT_METRICS),
+        ("key of evaluations.jsonl", EVALUATION_METRICS),
+    ],
+)
+def test_the_page_has_the_tables_of_metrics(head: str, descriptions: Mapping[str, str]) -> None:
+    """One row per key, in the same order, with the same description, and no other rows."""
+    rows = "\n".join(f"| `{name}` | {text} |" for name, text in descriptions.items())
+    assert PAGE.partition(f"| {head} | meaning |\n|---|---|\n")[2].partition("\n\n")[0] == rows
 
 
-def test_every_reason_to_discard_a_group_is_explained() -> None:
-    """They are the keys of `discarded`."""
-    assert [reason for reason in get_args(DiscardReason) if f"`{reason}` (" not in PAGE] == []
+def test_every_description_is_a_sentence() -> None:
+    """It starts with a capital letter and ends with a period."""
+    for text in (*METRICS.values(), *ENVIRONMENT_METRICS.values(), *EVALUATION_METRICS.values()):
+        assert text[0].isupper()
+        assert text.endswith(".")
+
+
+def test_the_page_has_every_reason_of_a_discarded_group() -> None:
+    """One row per reason."""
+    assert [reason for reason in get_args(DiscardReason) if f"| `{reason}` | " not in PAGE] == []

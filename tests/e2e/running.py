@@ -131,8 +131,8 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 def metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl that are of an update."""
-    return [line for line in lines(run_dir / "metrics.jsonl") if "reward_mean" in line]
+    """Return the lines of metrics.jsonl."""
+    return lines(run_dir / "metrics.jsonl")
 
 
 def assert_recorded(run_dir: Path, books: GroupAccounting, *, steps: int) -> None:
@@ -142,8 +142,8 @@ def assert_recorded(run_dir: Path, books: GroupAccounting, *, steps: int) -> Non
     groups = lines(run_dir / "rollouts.jsonl")
     assert len({group["group_id"] for group in groups}) == len(groups) == books.trained + books.discarded
     trained = [group for group in groups if group["outcome"] == "trained"]
-    assert len(trained) == books.trained == sum(line["groups_trained"] for line in recorded)
-    assert books.discarded == sum(line["groups_discarded"] for line in recorded)
+    assert len(trained) == books.trained == sum(line["groups/trained"] for line in recorded)
+    assert books.discarded == sum(line["groups/discarded"] for line in recorded)
     for line in recorded:
         ended = [group for group in groups if group["step"] == line["step"]]
-        assert len(ended) == line["groups_trained"] + line["groups_discarded"]
+        assert len(ended) == line["groups/trained"] + line["groups/discarded"]

@@ -44,7 +44,7 @@ print(json.dumps([anyio.run(measure, base, tokenizer), anyio.run(measure, model,
 
 def test_mlx_lm_gives_greedily_the_accuracy_that_the_run_printed(synchronous: Finished) -> None:
     """The same problems through the chat template, token by token: before with the base, after with the adapter."""
-    recorded = [line for line in lines(synchronous.run_dir / "metrics.jsonl") if "eval_accuracy" in line]
+    recorded = lines(synchronous.run_dir / "evaluations.jsonl")
     measured = subprocess.run(
         [sys.executable, "-c", MEASURE, str(synchronous.run_dir)],
         cwd=REPOSITORY,
@@ -52,6 +52,6 @@ def test_mlx_lm_gives_greedily_the_accuracy_that_the_run_printed(synchronous: Fi
         text=True,
         check=True,
     )
-    assert json.loads(measured.stdout) == [line["eval_accuracy"] for line in recorded]
+    assert json.loads(measured.stdout) == [line["accuracy"] for line in recorded]
     for line in recorded:
-        assert f"held-out accuracy {100 * line['eval_accuracy']:.1f} %" in " ".join(synchronous.ended.out.split())
+        assert f"held-out accuracy {100 * line['accuracy']:.1f} %" in " ".join(synchronous.ended.out.split())

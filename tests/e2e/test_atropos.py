@@ -55,7 +55,8 @@ def test_an_environment_trains_the_policy(tmp_path: Path, atropos: tuple[str, st
     received, trained, _, carried_over = books_of_environment(ended)
     assert (received, trained, carried_over) == (ended.books.prompted, 10 * 16, 0)
     recorded = lines(tmp_path / "run" / "metrics.jsonl")
-    before, after = [line["eval_accuracy"] for line in recorded if line.get("eval_problems") == 128]
+    evaluations = lines(tmp_path / "run" / "evaluations.jsonl")
+    before, after = [line["accuracy"] for line in evaluations if line["problems"] == 128]
     assert after > before + 0.1
     errors = [line["environments"]["arithmetic"]["logprob_error_max"] for line in recorded if "environments" in line]
     assert max(errors) < 1e-5

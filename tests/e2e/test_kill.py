@@ -50,7 +50,7 @@ def check(run_dir: Path, ended: Ended, *, steps: int) -> None:
     assert (books.prompted, books.carried_over) == (steps * BATCH, 0)
     assert_recorded(run_dir, books, steps=steps)
     assert sorted(group["group_id"] for group in lines(run_dir / "rollouts.jsonl")) == list(range(steps * BATCH))
-    measured = [line["step"] for line in lines(run_dir / "metrics.jsonl") if "eval_accuracy" in line]
+    measured = [line["step"] for line in lines(run_dir / "evaluations.jsonl")]
     assert measured.count(0) == 1, "the base policy is measured once, in whichever life gets round to it"
     assert lines(run_dir / "metrics.jsonl")[-1]["step"] == steps
     assert measured[-1] == steps

@@ -92,7 +92,7 @@ def test_a_refilled_batch_is_full(tmp_path: Path) -> None:
     assert ended.status == 0, ended
     assert ended.books.trained == 4 * BATCH
     assert ended.books.carried_over == 0
-    assert all(line["groups_trained"] == BATCH for line in metrics(tmp_path / "run"))
+    assert all(line["groups/trained"] == BATCH for line in metrics(tmp_path / "run"))
 
 
 def test_a_truncated_distribution_is_learnt_from_as_it_was_drawn(tmp_path: Path) -> None:
@@ -120,8 +120,8 @@ def test_a_policy_that_is_destroyed_goes_back_to_the_last_good_one(tmp_path: Pat
     ended = run(tmp_path / "run", *RUINOUS, *flags, "--steps", "12", "--async", "false")
     assert ended.status == 0, ended
     recorded = metrics(tmp_path / "run")
-    assert any(line["alarms"] for line in recorded)
-    measured = [line["eval_accuracy"] for line in lines(tmp_path / "run" / "metrics.jsonl") if "eval_accuracy" in line]
+    assert any(line["collapse_warnings"] for line in recorded)
+    measured = [line["accuracy"] for line in lines(tmp_path / "run" / "evaluations.jsonl")]
     assert measured[-1] > measured[0] / 2
     versions = [line["policy_version"] for line in recorded]
     assert versions == sorted(versions)
@@ -134,5 +134,5 @@ def test_a_run_can_stop_at_the_first_collapse(tmp_path: Path) -> None:
     assert ended.status == 1, ended
     assert "collapse_detection.on_collapse" in ended.err
     recorded = metrics(tmp_path / "run")
-    assert [bool(line["alarms"]) for line in recorded][-1:] == [True]
+    assert [bool(line["collapse_warnings"]) for line in recorded][-1:] == [True]
     assert f"at step {recorded[-1]['step']}:" in ended.err

@@ -6,16 +6,9 @@ import json
 import re
 import tomllib
 
+from clotho.monitoring.metrics import METRICS
 from tests.e2e.conftest import Finished
 from tests.e2e.running import BATCH, assert_recorded, lines, metrics
-
-KEYS = {
-    *("step", "policy_version", "seconds", "groups_trained", "groups_discarded", "staleness_mean", "staleness_max"),
-    *("reward_mean", "reward_std", "loss", "kl", "entropy", "clip_fraction", "mismatch_kl", "grad_norm"),
-    *("learning_rate", "completion_tokens", "tokens_per_second", "decode_seconds", "train_seconds", "wait_seconds"),
-    *("swap_seconds", "peak_memory_bytes"),
-}
-"""What is promised of every line of metrics.jsonl."""
 
 
 def test_a_run_says_what_runs_where_and_what_came_of_it(finished: Finished) -> None:
@@ -40,22 +33,23 @@ def test_every_group_that_was_asked_ends_once_and_is_on_record(finished: Finishe
 
 
 def test_metrics_begin_and_end_with_a_measurement(finished: Finished) -> None:
-    """`eval_accuracy` is on a line for step 0, the base policy, and on the last; every update has every key."""
-    recorded = lines(finished.run_dir / "metrics.jsonl")
-    assert [line["step"] for line in recorded if "eval_accuracy" in line] == [0, finished.steps]
-    assert recorded[-1]["step"] == finished.steps
-    assert 0.0 <= recorded[-1]["eval_accuracy"] <= 1.0
+    """evaluations.jsonl has step 0 (the base policy) and the last step; metrics.jsonl has one line per step."""
+    recorded, evaluations = metrics(finished.run_dir), lines(finished.run_dir / "evaluations.jsonl")
+    assert [line["step"] for line in evaluations] == [0, finished.steps]
+    assert [line["step"] for line in recorded] == list(range(1, finished.steps + 1))
+    assert 0.0 <= evaluations[-1]["accuracy"] <= 1.0
     for line in metrics(finished.run_dir):
-        assert line.keys() >= KEYS
+        assert line.keys() == METRICS.keys()
 
 
 def test_a_run_leaves_its_profile_log_checkpoints_and_adapter(finished: Finished) -> None:
     """Nothing else, and nothing half written."""
     run_dir = finished.run_dir
-    entries = {entry.name for entry in run_dir.iterdir()} - {".lock"}
+    entries = {entry.name for entry in run_dir.iterdir()} - {".lock", ".run_id"}
     assert entries == {
         "profile.toml",
         "metrics.jsonl",
+        "evaluations.jsonl",
         "rollouts.jsonl",
         "log.jsonl",
         "checkpoints",
@@ -75,8 +69,8 @@ def test_a_run_leaves_its_profile_log_checkpoints_and_adapter(finished: Finished
 def test_without_asynchrony_every_token_is_drawn_by_the_newest_weights(synchronous: Finished) -> None:
     """`--async false`: staleness is 0 in every update, and the groups of step s are sampled after update s - 1."""
     recorded = metrics(synchronous.run_dir)
-    assert all(line["staleness_max"] in (0, None) for line in recorded)
-    assert any(line["staleness_max"] == 0 for line in recorded)
+    assert all(line["staleness/max"] in (0, None) for line in recorded)
+    assert any(line["staleness/max"] == 0 for line in recorded)
     versions = {0: 0} | {line["step"]: line["policy_version"] for line in recorded}
     for group in lines(synchronous.run_dir / "rollouts.jsonl"):
         for completion in group["completions"]:
@@ -86,6 +80,6 @@ def test_without_asynchrony_every_token_is_drawn_by_the_newest_weights(synchrono
 
 def test_by_default_groups_are_drawn_ahead_within_the_bound(finished: Finished) -> None:
     """The first batch is fresh; later ones may be stale, by `learner.max_staleness` = 4 versions at most."""
-    stale = [line["staleness_max"] for line in metrics(finished.run_dir)]
+    stale = [line["staleness/max"] for line in metrics(finished.run_dir)]
     assert stale[0] in (0, None)
     assert 1 <= max(value for value in stale if value is not None) <= 4

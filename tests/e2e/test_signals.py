@@ -39,7 +39,7 @@ def test_the_api_answers_from_the_newest_weights_until_ctrl_c_drains_the_run(tmp
     assert_recorded(tmp_path / "run", books, steps=steps)
     assert (tmp_path / "run" / "adapters" / "adapters.safetensors").exists()
     assert checkpointed(tmp_path / "run") == steps
-    assert lines(tmp_path / "run" / "metrics.jsonl")[-1]["eval_final"]
+    assert lines(tmp_path / "run" / "evaluations.jsonl")[-1]["final"]
 
     resumed = run(tmp_path / "run", *SETTINGS, "--steps", str(steps + 2), "--resume")
     assert resumed.status == 0, resumed

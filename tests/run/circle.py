@@ -13,7 +13,7 @@ from actors.generator import Generator as GeneratorBox
 from actors.learner import Learner, Progress
 from actors.prompter import Prompter
 from clotho.config.schema import CollapseDetectionSection, LearnerSection, ReplaySection
-from clotho.monitoring.collapse_response import CollapseWatch
+from clotho.monitoring.collapse_detection import CollapseMonitor
 from clotho.runtime.compute_thread import ComputeExecutor
 from clotho.runtime.latest import Latest
 from clotho.runtime.queues import Queue
@@ -158,7 +158,7 @@ class Circle:
             refills=self.refills,
             recorded=Latest[int]("recorded"),
             replay=ReplayBuffer(ReplaySection(), seed=0),
-            watch=CollapseWatch(CollapseDetectionSection(on_collapse="off"), state=CollapseState(), rollbacks=0),
+            collapse=CollapseMonitor(CollapseDetectionSection(on_collapse="off"), state=CollapseState(), rollbacks=0),
             steps=rules.steps,
             rounds=rules.ahead == 0,
             unasked=False,

@@ -43,11 +43,12 @@ async def keep(profile: Profile, *, step: int = 3, measured: bool = True) -> Run
 
         state = parts.executor.submit(write).result()
         evaluation = {
-            "step": 0, "policy_version": 0, "eval_accuracy": 0.25, "eval_by_type": {"echo": 0.25}, "eval_problems": 2,
-            "eval_completion_tokens": 8, "eval_seconds": 0.5, "eval_final": False, "seconds": 1.0,
+            "step": 0, "policy_version": 0, "accuracy": 0.25, "accuracy_by_type": {"echo": 0.25}, "problems": 2,
+            "ungraded": 0, "completion_tokens": 8, "time/evaluation": 0.5, "time/run": 1.0, "final": False,
         }  # fmt: skip
-        lines = [evaluation] if measured else []
-        lines += [{"step": number, "seconds": 10.0 * number} for number in range(1, 6)]
+        if measured:
+            parts.directory.evaluations.write_text(json.dumps(evaluation) + "\n")
+        lines = [{"step": number, "time/run": 10.0 * number} for number in range(1, 6)]
         parts.directory.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return state
 
@@ -87,7 +88,7 @@ async def test_a_resumed_run_stands_where_the_checkpoint_does(tmp_path: Path) ->
         assert (parts.policy_learner.version, parts.policy_learner.fingerprint) == (2, "kept")
         assert same_bits(parts.policy_learner.parameters, parts.policy.trainable())
         assert parts.executor.submit(lambda: (random_state(), spread(parts))).result() == (state.random_state, 3.0)
-        assert [json.loads(line)["step"] for line in parts.directory.metrics.read_text().splitlines()] == [0, 1, 2, 3]
+        assert [json.loads(line)["step"] for line in parts.directory.metrics.read_text().splitlines()] == [1, 2, 3]
         assert (parts.history.seconds, parts.history.before and parts.history.before.accuracy) == (30.0, 0.25)
         assert parts.base is None
 
@@ -138,7 +139,7 @@ async def test_a_resumed_run_must_read_and_learn_the_same(tmp_path: Path) -> Non
     with (tmp_path / "train.jsonl").open("a") as file:
         file.write('\n{"prompt": "99?", "answer": "99"}')
     error = await refusal(profile, resume=True)
-    assert "changed since the run began: dataset" in str(error)
+    assert "inputs changed since the start of the run: dataset" in str(error)
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
     assert error.exit_status == 2
 

@@ -1,8 +1,10 @@
-"""Checkpoints: whole or absent, exact, and never the last good one lost."""
+"""Checkpoints are complete or absent, exact, and the newest complete one is never lost."""
 
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +12,21 @@ import mlx.core as mx
 import msgspec
 import pytest
 
-from clotho.storage import atomic_files as durable_files
+from clotho.storage import atomic_files
 from clotho.storage.checkpoints import (
+    SAMPLE_BYTES,
     Snapshot,
-    latest,
+    dataset_fingerprint,
+    latest_checkpoint,
+    model_fingerprint,
     prune,
     read_checkpoint,
     read_state,
-    refuse_other_inputs,
+    require_same_inputs,
+    tokenizer_fingerprint,
     write_checkpoint,
 )
+from clotho.storage.tensors import write_tensors
 from protocols.accounting import LedgerState
 from protocols.checkpoint import AdapterConfig, LoRAParameters, RunState
 from protocols.errors import CheckpointError, RunDirectoryError
@@ -34,7 +41,7 @@ ADAPTER = AdapterConfig(
 
 
 def state(step: int, **changes: Any) -> RunState:
-    """A run after `step` batches."""
+    """Return the state of a run after `step` steps."""
     base = RunState(
         step=step,
         version=step,
@@ -52,21 +59,21 @@ def state(step: int, **changes: Any) -> RunState:
 
 
 def parameters(value: float = 1.5) -> dict[str, Any]:
-    """A small tree with an empty branch, as MLX makes them."""
+    """Return a small tree with an empty branch."""
     tree = {"layers": [{}, {"lora_a": mx.full((3, 2), value), "lora_b": mx.full((2, 3), value, dtype=mx.bfloat16)}]}
     mx.eval(tree)
     return tree
 
 
 def snapshot(step: int, value: float = 1.5) -> Snapshot:
-    """Something to write."""
+    """Return a snapshot."""
     optimizer = {"step": mx.array(step, dtype=mx.uint64), "layers.1.lora_a.m": mx.full((3, 2), value)}
     mx.eval(optimizer)
     return Snapshot(parameters=parameters(value), optimizer=optimizer, state=state(step), adapter_config=ADAPTER)
 
 
 def names(directory: Path) -> list[str]:
-    """Everything in the directory, hidden entries too."""
+    """Return the names of all entries, including hidden ones."""
     return sorted(path.name for path in directory.iterdir())
 
 
@@ -77,8 +84,8 @@ def corrupt(path: Path) -> None:
     path.write_bytes(contents)
 
 
-def test_a_checkpoint_comes_back_exactly(tmp_path: Path) -> None:
-    """State, parameters and optimizer, bit for bit, types included."""
+def test_a_checkpoint_keeps_every_bit(tmp_path: Path) -> None:
+    """State, parameters and optimizer, with their dtypes."""
     path = write_checkpoint(tmp_path, snapshot(50), keep_last=3)
     assert path.name == "step-000050"
     assert names(path) == [
@@ -98,8 +105,8 @@ def test_a_checkpoint_comes_back_exactly(tmp_path: Path) -> None:
     assert found.optimizer["step"].dtype == mx.uint64
 
 
-def test_the_replay_buffer_comes_back_exactly(tmp_path: Path) -> None:
-    """Every number and byte of its groups; a run without a buffer has no such file."""
+def test_a_checkpoint_keeps_the_replay_buffer(tmp_path: Path) -> None:
+    """Exactly; a run without a buffer has no such file."""
     first, second = (
         ReplayGroup(
             scored=msgspec.structs.replace(
@@ -119,31 +126,31 @@ def test_the_replay_buffer_comes_back_exactly(tmp_path: Path) -> None:
     found = read_checkpoint(path, expected=parameters(), adapter_config=ADAPTER)
     assert found.replay == (first, second)
     corrupt(path / "replay.msgpack")
-    with pytest.raises(CheckpointError, match=r"replay\.msgpack is not what was written"):
+    with pytest.raises(CheckpointError, match=r"replay\.msgpack does not match"):
         read_checkpoint(path, expected=parameters(), adapter_config=ADAPTER)
     plain = write_checkpoint(tmp_path, snapshot(2), keep_last=3)
     assert read_checkpoint(plain, expected=parameters(), adapter_config=ADAPTER).replay == ()
 
 
-def test_the_newest_is_found_and_the_oldest_are_removed(tmp_path: Path) -> None:
-    """keep_last counts the one just written; steps sort as numbers."""
-    assert latest(tmp_path / "absent").path is None
+def test_the_newest_checkpoint_is_found_and_the_oldest_are_removed(tmp_path: Path) -> None:
+    """`keep_last` includes the newest; steps are compared as numbers."""
+    assert latest_checkpoint(tmp_path / "absent").path is None
     for step in (999_999, 1_000_000, 1_000_001):
         write_checkpoint(tmp_path, snapshot(step), keep_last=2)
     assert names(tmp_path) == ["step-1000000", "step-1000001"]
-    assert latest(tmp_path).path == tmp_path / "step-1000001"
+    assert latest_checkpoint(tmp_path).path == tmp_path / "step-1000001"
 
 
 @pytest.mark.parametrize(
     "file", ["adapters.safetensors", "adapter_config.json", "optimizer.safetensors", "state.json", "MANIFEST.json"]
 )
-def test_one_changed_byte_is_noticed_in_every_file(tmp_path: Path, file: str) -> None:
-    """The damaged one is stepped over with a warning, and refused when named."""
+def test_a_changed_byte_in_any_file_is_detected(tmp_path: Path, file: str) -> None:
+    """The damaged checkpoint is skipped with a warning, and reading it fails."""
     for step in (10, 20):
         write_checkpoint(tmp_path, snapshot(step), keep_last=3)
     damaged = tmp_path / "step-000020"
     corrupt(damaged / file)
-    found = latest(tmp_path)
+    found = latest_checkpoint(tmp_path)
     assert found.path == tmp_path / "step-000010"
     assert len(found.warnings) == 1
     assert "step-000020 is damaged" in found.warnings[0]
@@ -152,17 +159,17 @@ def test_one_changed_byte_is_noticed_in_every_file(tmp_path: Path, file: str) ->
 
 
 @pytest.mark.parametrize("file", ["adapters.safetensors", "state.json", "MANIFEST.json"])
-def test_a_missing_file_is_noticed(tmp_path: Path, file: str) -> None:
-    """A checkpoint without one of its files is no checkpoint."""
+def test_a_missing_file_is_detected(tmp_path: Path, file: str) -> None:
+    """The checkpoint is skipped."""
     write_checkpoint(tmp_path, snapshot(20), keep_last=3)
     (tmp_path / "step-000020" / file).unlink()
-    found = latest(tmp_path)
+    found = latest_checkpoint(tmp_path)
     assert found.path is None
     assert f"{file} is missing" in found.warnings[0]
 
 
-def test_pruning_never_removes_the_newest_whole_one(tmp_path: Path) -> None:
-    """However many damaged ones are newer, and however few may stay."""
+def test_pruning_keeps_the_newest_complete_checkpoint(tmp_path: Path) -> None:
+    """Even if newer checkpoints are damaged and `keep_last` is 1."""
     for step in (10, 20, 30):
         write_checkpoint(tmp_path, snapshot(step), keep_last=9)
     corrupt(tmp_path / "step-000030" / "adapters.safetensors")
@@ -173,28 +180,28 @@ def test_pruning_never_removes_the_newest_whole_one(tmp_path: Path) -> None:
     assert names(tmp_path) == ["step-000020", "step-000030"]
 
 
-def test_a_full_disk_leaves_the_earlier_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At whichever file the disk fills up: one clear error, nothing half written, nothing lost."""
+def test_a_full_disk_keeps_the_earlier_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever file fails: one error, no partial checkpoint."""
     write_checkpoint(tmp_path, snapshot(10), keep_last=1)
-    write_file = durable_files.write_file
     for failing in ("adapters.safetensors", "optimizer.safetensors", "state.json", "MANIFEST.json"):
 
-        def fill_up(path: Path, chunks: Any, failing: str = failing) -> Any:
+        def fill_up(original: Callable[..., Any], path: Path, content: Any, failing: str = failing) -> Any:
             if path.name == failing:
                 path.write_bytes(b"half")
                 raise OSError(28, "No space left on device")
-            return write_file(path, chunks)
+            return original(path, content)
 
         for module in ("adapters", "checkpoints"):
-            monkeypatch.setattr(f"clotho.storage.{module}.write_file", fill_up)
-        with pytest.raises(RunDirectoryError, match=r"No space left on device; earlier checkpoints are untouched"):
+            for function in (atomic_files.write_file, write_tensors):
+                monkeypatch.setattr(f"clotho.storage.{module}.{function.__name__}", partial(fill_up, function))
+        with pytest.raises(RunDirectoryError, match=r"No space left on device; earlier checkpoints are unchanged"):
             write_checkpoint(tmp_path, snapshot(20), keep_last=1)
         assert names(tmp_path) == ["step-000010"]
-    assert latest(tmp_path).path == tmp_path / "step-000010"
+    assert latest_checkpoint(tmp_path).path == tmp_path / "step-000010"
 
 
 def test_writing_a_step_again_replaces_it(tmp_path: Path) -> None:
-    """A run resumed from before a damaged checkpoint comes past its step again."""
+    """A run that resumes before a damaged checkpoint reaches its step again."""
     write_checkpoint(tmp_path, snapshot(20, value=1.0), keep_last=3)
     corrupt(tmp_path / "step-000020" / "adapters.safetensors")
     path = write_checkpoint(tmp_path, snapshot(20, value=2.0), keep_last=3)
@@ -203,19 +210,19 @@ def test_writing_a_step_again_replaces_it(tmp_path: Path) -> None:
     assert names(tmp_path) == ["step-000020"]
 
 
-def test_a_kill_between_the_two_renames_of_a_replacement_is_undone(tmp_path: Path) -> None:
-    """What made way for a successor that never came is put back; what is half done goes."""
+def test_a_kill_between_the_two_renames_is_undone(tmp_path: Path) -> None:
+    """The replaced directory is restored, and the unfinished one is removed."""
     path = write_checkpoint(tmp_path, snapshot(20), keep_last=3)
-    path.rename(tmp_path / f".step-000020{durable_files.REPLACED}abcd")
-    shutil.copytree(tmp_path / f".step-000020{durable_files.REPLACED}abcd", tmp_path / ".step-000020.unfinished-ab")
-    assert latest(tmp_path).path is None
-    durable_files.tidy(tmp_path)
+    path.rename(tmp_path / f".step-000020{atomic_files.REPLACED}abcd")
+    shutil.copytree(tmp_path / f".step-000020{atomic_files.REPLACED}abcd", tmp_path / ".step-000020.unfinished-ab")
+    assert latest_checkpoint(tmp_path).path is None
+    atomic_files.remove_leftovers(tmp_path)
     assert names(tmp_path) == ["step-000020"]
-    assert latest(tmp_path).path == path
+    assert latest_checkpoint(tmp_path).path == path
 
 
-def test_another_policy_is_refused(tmp_path: Path) -> None:
-    """Another rank, or other tensors, are named."""
+def test_a_checkpoint_of_another_policy_is_refused(tmp_path: Path) -> None:
+    """The message names the different rank or tensor."""
     path = write_checkpoint(tmp_path, snapshot(20), keep_last=3)
     assert ADAPTER.lora_parameters is not None
     other = msgspec.structs.replace(ADAPTER, lora_parameters=msgspec.structs.replace(ADAPTER.lora_parameters, rank=9))
@@ -228,18 +235,58 @@ def test_another_policy_is_refused(tmp_path: Path) -> None:
 
 
 def test_changed_inputs_are_refused_by_name() -> None:
-    """A dataset that was edited would give group numbers another meaning."""
-    refuse_other_inputs(state(1), {"model": "m", "dataset": "d"})
-    with pytest.raises(CheckpointError, match="changed since the run began: dataset"):
-        refuse_other_inputs(state(1), {"model": "m", "dataset": "e"})
+    """Model, tokenizer and dataset must be the same."""
+    require_same_inputs(state(1), {"model": "m", "dataset": "d"})
+    with pytest.raises(CheckpointError, match="inputs changed since the start of the run: dataset"):
+        require_same_inputs(state(1), {"model": "m", "dataset": "e"})
     with pytest.raises(CheckpointError, match="tokenizer"):
-        refuse_other_inputs(state(1), {"model": "m", "dataset": "d", "tokenizer": "t"})
+        require_same_inputs(state(1), {"model": "m", "dataset": "d", "tokenizer": "t"})
 
 
 @pytest.mark.parametrize("name", ["with space", "ünïcödé", "a" * 100])
 def test_unusual_paths_work(tmp_path: Path, name: str) -> None:
-    """Spaces, other scripts and links."""
+    """Spaces, non-ASCII characters and links."""
     (tmp_path / name).mkdir()
     (tmp_path / "link").symlink_to(tmp_path / name)
     write_checkpoint(tmp_path / "link", snapshot(1), keep_last=1)
-    assert latest(tmp_path / name).path == tmp_path / name / "step-000001"
+    assert latest_checkpoint(tmp_path / name).path == tmp_path / name / "step-000001"
+
+
+def test_the_model_fingerprint_covers_configuration_and_weights(tmp_path: Path) -> None:
+    """Changes of the tokenizer or of other files do not matter."""
+    (tmp_path / "config.json").write_text("{}")
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(bytes(3 * SAMPLE_BYTES))
+    before = model_fingerprint(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / "README.md").write_text("")
+    assert model_fingerprint(tmp_path) == before
+    for position in (0, 3 * SAMPLE_BYTES - 1):
+        contents = bytearray(3 * SAMPLE_BYTES)
+        contents[position] = 1
+        weights.write_bytes(contents)
+        assert model_fingerprint(tmp_path) != before
+    weights.write_bytes(bytes(3 * SAMPLE_BYTES))
+    (tmp_path / "config.json").write_text("{ }")
+    assert model_fingerprint(tmp_path) != before
+
+
+def test_the_tokenizer_fingerprint_covers_vocabulary_and_template(tmp_path: Path) -> None:
+    """The chat template determines the prompts."""
+    (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / "chat_template.jinja").write_text("a")
+    before = tokenizer_fingerprint(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("b")
+    assert tokenizer_fingerprint(tmp_path) != before
+
+
+def test_the_dataset_fingerprint_covers_every_byte(tmp_path: Path) -> None:
+    """The path does not matter."""
+    one, two = tmp_path / "one.jsonl", tmp_path / "two.jsonl"
+    one.write_bytes(bytes(5 * SAMPLE_BYTES))
+    two.write_bytes(bytes(5 * SAMPLE_BYTES))
+    assert dataset_fingerprint(one) == dataset_fingerprint(two) != dataset_fingerprint(one, two)
+    contents = bytearray(5 * SAMPLE_BYTES)
+    contents[len(contents) // 2] = 1
+    two.write_bytes(contents)
+    assert dataset_fingerprint(one) != dataset_fingerprint(two)

@@ -1,4 +1,4 @@
-"""Run directories: taken over on request, never by accident, and nobody's files deleted."""
+"""Run directories: resume, cleaning, locks, and files that are never deleted."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from protocols.errors import RunDirectoryError
 
 
 def finished_run(path: Path) -> Path:
-    """A directory as a run leaves it."""
+    """Create the directory of a finished run."""
     path.mkdir(parents=True)
-    for name in ("profile.toml", "metrics.jsonl", "rollouts.jsonl", "log.jsonl"):
+    for name in ("profile.toml", "metrics.jsonl", "evaluations.jsonl", "rollouts.jsonl", "log.jsonl"):
         (path / name).write_text("")
     checkpoint = path / "checkpoints" / "step-000010"
     checkpoint.mkdir(parents=True)
@@ -31,7 +31,7 @@ def finished_run(path: Path) -> Path:
 
 
 def refusal(path: Path, *, resume: bool = False, clean: bool = False) -> str:
-    """The one line that says why this directory is refused."""
+    """Return the error message, which must be one line."""
     with pytest.raises(RunDirectoryError) as caught:
         open_run(path, resume=resume, clean=clean)
     assert "\n" not in str(caught.value)
@@ -40,8 +40,10 @@ def refusal(path: Path, *, resume: bool = False, clean: bool = False) -> str:
 
 
 @pytest.mark.parametrize("resume", [False, True])
-def test_a_new_directory_is_made(tmp_path: Path, resume: bool) -> None:
-    """Parents too; to resume where there is nothing yet is to begin: a run may be killed that early."""
+def test_a_new_run_begins_in_an_empty_or_missing_directory(tmp_path: Path, resume: bool) -> None:
+    """`--resume` accepts an empty directory, because a run may be killed that early."""
+    if resume:
+        (tmp_path / "a" / "b").mkdir(parents=True)
     run = open_run(tmp_path / "a" / "b", resume=resume, clean=False)
     assert run.path.is_dir()
     assert not run.resumed
@@ -49,8 +51,20 @@ def test_a_new_directory_is_made(tmp_path: Path, resume: bool) -> None:
     run.close()
 
 
+def test_the_run_id_survives_resume_and_clean(tmp_path: Path) -> None:
+    """A different directory has a different id."""
+    ids = []
+    for name, flags in (("a", {}), ("a", {"resume": True}), ("a", {"clean": True}), ("b", {})):
+        run = open_run(tmp_path / name, resume=flags.get("resume", False), clean=flags.get("clean", False))
+        run.begin()
+        run.metrics.touch()
+        ids.append(run.run_id)
+        run.close()
+    assert ids[0] == ids[1] == ids[2] != ids[3]
+
+
 def test_another_run_is_refused_continued_or_deleted(tmp_path: Path) -> None:
-    """The refusal names both ways out."""
+    """The message names both flags."""
     path = finished_run(tmp_path / "run")
     message = refusal(path)
     assert "--resume" in message
@@ -60,9 +74,9 @@ def test_another_run_is_refused_continued_or_deleted(tmp_path: Path) -> None:
     assert run.checkpoints.joinpath("step-000010").is_dir()
     run.close()
     run = open_run(path, resume=False, clean=True)
-    assert (path / "metrics.jsonl").exists(), "deleted before the new run begins"
+    assert (path / "metrics.jsonl").exists(), "the old run is deleted before `begin`"
     run.begin()
-    assert [entry.name for entry in path.iterdir()] == [".lock"]
+    assert sorted(entry.name for entry in path.iterdir()) == [".lock", ".run_id"]
     assert not run.resumed
     run.close()
     assert "give one of them" in refusal(path, resume=True, clean=True)
@@ -79,8 +93,8 @@ sys.stdin.read()
 
 
 @pytest.mark.parametrize(("resume", "clean"), [(False, False), (True, False), (False, True)])
-def test_a_directory_in_use_is_refused_whatever_is_asked(tmp_path: Path, resume: bool, clean: bool) -> None:
-    """The living process is named; once it is killed the directory is free."""
+def test_a_directory_in_use_is_refused(tmp_path: Path, resume: bool, clean: bool) -> None:
+    """The message has the process id; a kill releases the directory."""
     path = finished_run(tmp_path / "run")
     holder = subprocess.Popen(
         [sys.executable, "-c", HOLDER, str(path)],
@@ -101,29 +115,29 @@ def test_a_directory_in_use_is_refused_whatever_is_asked(tmp_path: Path, resume:
     open_run(path, resume=True, clean=False).close()
 
 
-def test_a_directory_of_other_files_is_never_touched(tmp_path: Path) -> None:
-    """Not even a lock file is left in it."""
+def test_a_directory_with_other_files_is_not_changed(tmp_path: Path) -> None:
+    """No lock file remains."""
     (tmp_path / "thesis.tex").write_text("years of work")
     for resume, clean in ((False, False), (True, False), (False, True)):
-        assert "holds other files and no run" in refusal(tmp_path, resume=resume, clean=clean)
+        assert "holds other files but no run" in refusal(tmp_path, resume=resume, clean=clean)
     assert [entry.name for entry in tmp_path.iterdir()] == ["thesis.tex"]
 
 
 @pytest.mark.parametrize(
-    "stranger", ["notes.txt", "checkpoints/mine", "adapters/merged.gguf", "checkpoints/step-1.txt", "atropos/mine.py"]
+    "foreign", ["notes.txt", "checkpoints/mine", "adapters/merged.gguf", "checkpoints/step-1.txt", "atropos/mine.py"]
 )
-def test_cleaning_refuses_before_deleting_anything(tmp_path: Path, stranger: str) -> None:
-    """One foreign file in a run directory, at any level a run uses, and all of it stays."""
+def test_cleaning_checks_every_file_before_deleting(tmp_path: Path, foreign: str) -> None:
+    """With one foreign file at any level, nothing is deleted."""
     path = finished_run(tmp_path / "run")
-    (path / stranger).write_text("mine")
-    assert stranger in refusal(path, clean=True)
+    (path / foreign).write_text("mine")
+    assert foreign in refusal(path, clean=True)
     assert (path / "metrics.jsonl").exists()
     assert (path / "checkpoints" / "step-000010" / "state.json").exists()
-    assert (path / stranger).read_text() == "mine"
+    assert (path / foreign).read_text() == "mine"
 
 
 def test_cleaning_does_not_follow_links(tmp_path: Path) -> None:
-    """A linked directory of checkpoints may be shared with something else."""
+    """A linked directory may have other users."""
     elsewhere = finished_run(tmp_path / "elsewhere")
     path = tmp_path / "run"
     path.mkdir()
@@ -133,8 +147,8 @@ def test_cleaning_does_not_follow_links(tmp_path: Path) -> None:
     assert (elsewhere / "checkpoints" / "step-000010").is_dir()
 
 
-def test_what_a_killed_run_left_half_done_is_removed(tmp_path: Path) -> None:
-    """In the directory itself, among checkpoints and adapters."""
+def test_leftovers_of_a_killed_run_are_removed(tmp_path: Path) -> None:
+    """In the run directory, the checkpoints and the adapters."""
     path = finished_run(tmp_path / "run")
     (path / ".metrics.jsonl.unfinished-12ab34cd").write_text("")
     (path / "checkpoints" / ".step-000020.unfinished-12ab34cd").mkdir()
@@ -145,8 +159,8 @@ def test_what_a_killed_run_left_half_done_is_removed(tmp_path: Path) -> None:
     assert not list(path.rglob("*unfinished*"))
 
 
-def test_a_run_that_never_begins_leaves_no_trace(tmp_path: Path) -> None:
-    """What was made is removed, parents too; what was there before stays as it was."""
+def test_a_run_that_does_not_begin_leaves_no_trace(tmp_path: Path) -> None:
+    """Created directories are removed; existing files are unchanged."""
     open_run(tmp_path / "a" / "b", resume=False, clean=False).close()
     assert not list(tmp_path.iterdir())
     path = finished_run(tmp_path / "run")
@@ -155,33 +169,33 @@ def test_a_run_that_never_begins_leaves_no_trace(tmp_path: Path) -> None:
     assert [entry for entry in sorted(path.rglob("*")) if entry.name != ".lock"] == before
 
 
-def test_a_lock_removed_between_opening_and_locking_is_taken_anew(
+def test_a_lock_file_that_is_removed_before_locking_is_created_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A run that never began removes its lock; whoever had just opened it must not hold a file that nobody finds."""
+    """Another run may remove the lock file between open and lock."""
     lock = tmp_path / ".lock"
     original = fcntl.flock
-    leaving = iter([lock.unlink])
+    removals = iter([lock.unlink])
 
     def flock(descriptor: int, operation: int) -> None:
-        next(leaving, lambda: None)()
+        next(removals, lambda: None)()
         original(descriptor, operation)
 
     monkeypatch.setattr(fcntl, "flock", flock)
     run = open_run(tmp_path, resume=False, clean=False)
-    assert next(leaving, None) is None
+    assert next(removals, None) is None
     assert "in use" in refusal(tmp_path)
     run.close()
 
 
-def test_paths_that_cannot_be_used_are_named(tmp_path: Path) -> None:
-    """A file in the way, above or in place of the directory."""
+def test_unusable_paths_are_refused(tmp_path: Path) -> None:
+    """A file at the path, or at a parent of the path."""
     (tmp_path / "file").write_text("")
     assert "is a file" in refusal(tmp_path / "file")
     assert "cannot be used: Not a directory" in refusal(tmp_path / "file" / "run")
 
 
 def test_a_read_only_directory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before the run begins, not at its first checkpoint. The check is simulated: root may write anywhere."""
+    """Before the run starts. The check is simulated, because root may write anywhere."""
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     assert "is not writable" in refusal(tmp_path / "run")

@@ -11,7 +11,7 @@ import pytest
 
 from clotho.config.schema import CollapseDetectionSection, ReplaySection
 from clotho.runtime.compute_thread import ComputeExecutor
-from protocols.collapse import CollapseState, HealthyRange
+from protocols.collapse import CollapseState, BaselineStatistics
 from protocols.errors import CollapseError, DivergenceError
 from tests.actors.boxes import compute_thread, everything
 from tests.actors.learner_scene import Scene, lost, taught
@@ -38,7 +38,7 @@ async def test_after_a_rollback_the_good_weights_are_a_new_version(executor: Com
     first, second = await scene.run()
     update = await scene.told[0].receive()
     assert (first.version, first.rolled_back, len(first.trained)) == (2, True, 2)
-    assert "moved the policy" in first.collapse_warnings[0]
+    assert "changed the policy" in first.collapse_warnings[0]
     assert learning.same_bits(update.parameters, initial)
     assert (update.rollbacks, update.replay) == (1, ())
     assert [drop.reason for drop in second.discarded] == ["stale"]
@@ -54,7 +54,7 @@ async def test_a_collapse_that_must_not_be_ends_the_run(
     """At once, or after the last rollback that is allowed; what was learned is told before, for the last checkpoint."""
     alarms = CollapseDetectionSection(**TOUCHY, max_rollbacks=1, **keys)
     scene = Scene(executor, [taught(group_id, version=group_id) for group_id in range(6)], alarms=alarms)
-    with pytest.raises(CollapseError, match="moved the policy"):
+    with pytest.raises(CollapseError, match="changed the policy"):
         await scene.box.run()
     assert len(await everything(scene.told[0])) == batches
 
@@ -99,7 +99,7 @@ async def test_a_batch_without_an_update_proves_no_policy_good(executor: Compute
 
 async def test_after_a_rollback_bad_updates_are_counted_anew(executor: ComputeExecutor) -> None:
     """What was not finite came of the policy that was given up: it must not end the run that has just been saved."""
-    remembered = CollapseState(normal=HealthyRange(length=0.1))
+    remembered = CollapseState(baseline=BaselineStatistics(length=0.1))
     alarms = CollapseDetectionSection(on_collapse="rollback", patience=1)
     outcomes = [taught(0, logprob=math.nan), taught(1, version=1)]
     scene = Scene(executor, outcomes, alarms=alarms, remembered=remembered, batch_size=1, max_bad_steps=1)

@@ -1,4 +1,4 @@
-"""Two recorded runs of `local-m3`, one line per update: what alarms see, and the held-out accuracy they do not see."""
+"""Statistics of two recorded runs of `local-m3`, one line per update, with the held-out accuracy."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Line(NamedTuple):
-    """One update; accuracy: of the weights that it made, on 128 held-out problems; None where not measured."""
+    """One update. accuracy: of the updated weights on 128 held-out problems; None if not evaluated."""
 
     reward: float
     entropy: float
@@ -18,7 +18,7 @@ class Line(NamedTuple):
     accuracy: float | None
 
 
-DESTROYED = (
+COLLAPSED = (
     Line(0.495, 0.153, 1.0, 0.285, 10.0, 0.0, 0.0469, 0.953),
     Line(0.514, 0.044, 0.861, 0.171, 13.6, 0.0, 0.0859, 0.93),
     Line(0.489, 0.0248, 0.911, 0.184, 15.8, 0.0, 0.0391, 0.836),
@@ -28,7 +28,7 @@ DESTROYED = (
     Line(0.575, 0.215, 0.171, 0.54, 27.4, 0.0469, 0.531, 0.0625),
     Line(0.336, 0.219, 0.139, 0.0017, 41.7, 0.219, 0.555, 0.0625),
 )
-"""Every weight trained with a learning rate of 5e-3, asynchronously, after 5 steps of warm-up; seed 0."""
+"""Full training with learning rate 5e-3, asynchronous, 5 warmup steps, seed 0."""
 
 HEALTHY = (
     Line(0.512, 0.146, 1.0, 0.000985, 11.1, 0.0, 0.102, None),
@@ -72,4 +72,4 @@ HEALTHY = (
     Line(1.1, 0.033, 1.0, 3.2e-05, 24.4, 0.0, 0.0938, None),
     Line(1.12, 0.0412, 1.0, 0.000227, 21.3, 0.0, 0.0703, 0.938),
 )
-"""The shipped settings; seed 1."""
+"""The default profile, seed 1."""

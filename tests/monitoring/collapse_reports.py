@@ -1,4 +1,4 @@
-"""Reports of a learner as alarms read them, made from a few numbers."""
+"""Step reports for the tests of the collapse detection, built from a few statistics."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from protocols.prompt import Problem, Prompt
 from protocols.rollout import Discarded, RolloutGroup, ScoredGroup
 from protocols.sampling import Completion
 from protocols.step import StepReport, TrainedGroup, UpdateMetrics
-from tests.monitoring.recorded import Line
+from tests.monitoring.recorded_runs import Line
 
 GROUPS, SIZE = 16, 4
 GOOD = Line(1.0, 0.05, 0.99, 0.002, 20.0, 0.0, 0.0, None)
-"""A batch that nothing is wrong with."""
+"""A healthy batch."""
 
 
-def completion(tokens: int = 3, *, cut_off: bool = False) -> Completion:
-    """One completion of so many tokens."""
+def completion(tokens: int = 3, *, truncated: bool = False) -> Completion:
+    """Return a completion of `tokens` tokens."""
     return Completion(
         tokens=(0,) * tokens,
         logprobs=(0.0,) * tokens,
         versions=(0,) * tokens,
         text="",
-        finish_reason="length" if cut_off else "stop",
+        finish_reason="length" if truncated else "stop",
     )
 
 
 def prompt(number: int = 0) -> Prompt:
-    """A prompt of that number."""
+    """Return the prompt of a group."""
     return Prompt(group_id=number, problem=Problem(prompt="", answer="", type="x"), tokens=(0,), seed=0)
 
 
@@ -36,13 +36,13 @@ def scored(
     parts: Mapping[str, tuple[float | None, ...]] | None = None,
     completions: Sequence[Completion] | None = None,
 ) -> ScoredGroup:
-    """A scored group."""
+    """Return a scored group."""
     group = RolloutGroup(prompt=prompt(), completions=tuple(completions or [completion() for _ in rewards]))
     return ScoredGroup(group=group, rewards=tuple(rewards), parts=dict(parts or {}))
 
 
 def discarded(group: ScoredGroup) -> Discarded:
-    """The same group, not learned from."""
+    """Return the same group, discarded."""
     return Discarded(
         prompt=group.group.prompt,
         reason="zero_variance",
@@ -54,7 +54,7 @@ def discarded(group: ScoredGroup) -> Discarded:
 
 
 def metrics(line: Line, *, kl: float = 0.0, kl_beta: float = 0.0, applied: bool = True) -> UpdateMetrics:
-    """The numbers of an update."""
+    """Return the metrics of an update."""
     return UpdateMetrics(
         loss=0.0,
         kl=kl,
@@ -80,7 +80,7 @@ def report(
     discarded: Sequence[Discarded] = (),
     update: UpdateMetrics | None = None,
 ) -> StepReport:
-    """A report of a batch."""
+    """Return the report of a step."""
     return StepReport(
         step=1,
         version=1,
@@ -95,22 +95,22 @@ def report(
 
 
 def batch(line: Line, *, groups: int = GROUPS, spread: float = 0.3) -> StepReport:
-    """A batch that looks like the line: half of its groups better by `spread` and half worse, half of them learned from.
+    """Return a batch with the statistics of `line`; half of its groups are trained on, half discarded.
 
-    One completion in the run is worth 0, the worst there is.
+    The mean rewards of the groups differ from the mean by `spread`. The lowest reward is 0.
     """
     made = []
     count = groups * SIZE
     for number in range(groups):
         places = range(number * SIZE, (number + 1) * SIZE)
         form_only = [place < round(line.empty_form * count) for place in places]
-        cut_off = [count - place <= round(line.truncated * count) for place in places]
+        truncated = [count - place <= round(line.truncated * count) for place in places]
         mean = line.reward + (spread if number % 2 else -spread)
         made.append(
             scored(
                 (0.0, *[mean * SIZE / (SIZE - 1)] * (SIZE - 1)),
                 {"format": (1.0,) * SIZE, "exact": tuple(0.0 if empty else 1.0 for empty in form_only)},
-                [completion(round(line.length), cut_off=cut) for cut in cut_off],
+                [completion(round(line.length), truncated=cut) for cut in truncated],
             )
         )
     return report(made[: groups // 2], [discarded(group) for group in made[groups // 2 :]], metrics(line))

@@ -1,4 +1,4 @@
-"""Reports, gauges and facts for the tests of what is shown and written."""
+"""Reports, gauges and facts for the tests of metrics and displays."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ GAUGES = RunGauges(
 
 
 def facts(steps: int = 100) -> RunFacts:
-    """Facts of a small run."""
+    """Return the facts of a small run."""
     return RunFacts(
         profile="local-m3",
         model="profiles/embedded",
@@ -39,6 +39,7 @@ def facts(steps: int = 100) -> RunFacts:
             processor="Apple M3", cores=8, memory_bytes=16 << 30, backend="Metal", device="gpu", mlx_version="0.32.4",
             blas="Accelerate", system="macOS 15.1",
         ),
+        compute_path="MLX",
         policy=PolicyDescription(
             architecture="qwen3", parameters=900_000, trainable_parameters=40_000, bytes=3_800_000,
             quantization_bits=None, dtype="float32", layers=4, hidden_size=128, vocab_size=64, context_length=512,
@@ -51,7 +52,7 @@ def facts(steps: int = 100) -> RunFacts:
 
 
 def completion(text: str = "<answer>4</answer>", tokens: int = 3, finish: FinishReason = "stop") -> Completion:
-    """A completion sampled by versions 1 to 2."""
+    """Return a completion sampled by versions 1 and 2."""
     versions = (1,) * (tokens - 1) + (2,)
     return Completion(
         tokens=tuple(range(tokens)), logprobs=(-0.5,) * tokens, versions=versions, text=text, finish_reason=finish
@@ -59,21 +60,21 @@ def completion(text: str = "<answer>4</answer>", tokens: int = 3, finish: Finish
 
 
 def prompt(group_id: int = 0, text: str = "What is 2 + 2?") -> Prompt:
-    """A prompt of the arithmetic kind."""
+    """Return a prompt of type arithmetic."""
     return Prompt(
         group_id=group_id, problem=Problem(prompt=text, answer="4", type="arithmetic"), tokens=(1, 2), seed=group_id
     )
 
 
 def trained(group_id: int = 0, rewards: tuple[float, ...] = (1.0, 0.0), text: str = "What is 2 + 2?") -> TrainedGroup:
-    """A trained group of two."""
+    """Return a trained group of two completions."""
     group = RolloutGroup(prompt=prompt(group_id, text), completions=tuple(completion(text) for _ in rewards))
     parts: dict[str, tuple[float | None, ...]] = {"format": rewards, "jaccard": (None,) * len(rewards)}
     return TrainedGroup(scored=ScoredGroup(group=group, rewards=rewards, parts=parts), advantages=(1.0, -1.0))
 
 
 def discarded(group_id: int = 1, reason: DiscardReason = "zero_variance", *, sampled: bool = True) -> Discarded:
-    """A group that taught nothing, or that was never sampled."""
+    """Return a discarded group, with or without completions."""
     completions = (completion(finish="length"), completion(finish="length")) if sampled else ()
     rewards = (0.5, 0.5) if sampled else ()
     return Discarded(prompt=prompt(group_id), reason=reason, detail="why", completions=completions, rewards=rewards)
@@ -90,19 +91,19 @@ def step(
     number: int,
     *,
     groups: tuple[TrainedGroup, ...] | None = None,
-    lost: tuple[Discarded, ...] = (),
+    discarded: tuple[Discarded, ...] = (),
     update: UpdateMetrics | None = UPDATE,
 ) -> StepReport:
-    """The report of one batch."""
+    """Return the report of one step."""
     groups = (trained(number),) if groups is None else groups
     return StepReport(
-        step=number, version=number, fingerprint="f", trained=groups, discarded=lost, staleness=(1,) * len(groups),
+        step=number, version=number, fingerprint="f", trained=groups, discarded=discarded, staleness=(1,) * len(groups),
         update=update, train_seconds=0.2, wait_seconds=0.1,
     )  # fmt: skip
 
 
 def evaluation(number: int, accuracy: float, *, final: bool = False) -> EvalReport:
-    """A measurement at a step."""
+    """Return the evaluation of a step."""
     return EvalReport(
         step=number, version=number, problems=500, accuracy=accuracy, by_type={"arithmetic": accuracy, "word": 0.25},
         completion_tokens=4000, seconds=2.0, final=final,

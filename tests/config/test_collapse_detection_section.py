@@ -1,4 +1,4 @@
-"""Every key of the alarms section changes what is seen, or what follows."""
+"""Every key of [collapse_detection] has an effect."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from clotho.config.schema import CollapseDetectionSection
-from clotho.monitoring.collapse_response import CollapseWatch, Judgement
+from clotho.monitoring.collapse_detection import CollapseMonitor, CollapseResponse
 from protocols.collapse import CollapseState
 from protocols.step import StepReport
-from tests.monitoring.reports import GOOD, batch, metrics, report
+from tests.monitoring.collapse_reports import GOOD, batch, metrics, report
 
-TIMES = (*[batch(GOOD)] * 5,)
+HEALTHY = (*[batch(GOOD)] * 5,)
 ROLLBACK = {"on_collapse": "rollback", "patience": 1}
 
 EFFECTS: dict[str, tuple[Any, StepReport, dict[str, Any]]] = {
@@ -30,25 +30,25 @@ EFFECTS: dict[str, tuple[Any, StepReport, dict[str, Any]]] = {
     "empty_format_high": (0.2, batch(GOOD._replace(empty_form=0.3)), {}),
     "max_rollbacks": (2, batch(GOOD._replace(ess=0.1)), ROLLBACK),
 }
-"""By key: another value, a batch that is judged otherwise by it, and what it needs beside it."""
+"""By key: another value, a batch with a different response, and other settings that the key needs."""
 
-IN_THE_LEARNER = {"rollback_rate"}
+USED_BY_THE_LEARNER = {"rollback_rate"}
 """tests/training/test_rollback.py: the learning rate after a rollback."""
 
 
-def judged(bad: StepReport, **settings: Any) -> list[Judgement]:
-    """Judgements of good times and of four bad batches that follow."""
-    watch = CollapseWatch(CollapseDetectionSection(**settings), state=CollapseState(), rollbacks=0)
-    return [watch.compute_advantages(one) for one in (*TIMES, *[bad] * 4)]
+def responses(bad: StepReport, **settings: Any) -> list[CollapseResponse]:
+    """Return the responses to healthy batches and to four bad batches after them."""
+    monitor = CollapseMonitor(CollapseDetectionSection(**settings), state=CollapseState(), rollbacks=0)
+    return [monitor.assess(one) for one in (*HEALTHY, *[bad] * 4)]
 
 
 @pytest.mark.parametrize("key", EFFECTS)
-def test_every_key_of_the_alarms_changes_a_judgement(key: str) -> None:
-    """No option without effect."""
-    value, bad, beside = EFFECTS[key]
-    assert judged(bad, **beside) != judged(bad, **{**beside, key: value})
+def test_every_key_changes_a_response(key: str) -> None:
+    """With another value of the key."""
+    value, bad, others = EFFECTS[key]
+    assert responses(bad, **others) != responses(bad, **{**others, key: value})
 
 
-def test_no_key_of_the_alarms_was_forgotten() -> None:
-    """What is not in the table is a number that the learner is told."""
-    assert set(CollapseDetectionSection.__struct_fields__) == EFFECTS.keys() | IN_THE_LEARNER
+def test_the_table_has_every_key() -> None:
+    """Keys that are not in the table are used by the learner."""
+    assert set(CollapseDetectionSection.__struct_fields__) == EFFECTS.keys() | USED_BY_THE_LEARNER

@@ -1,4 +1,4 @@
-"""log.jsonl, and the little of it that a person sees."""
+"""Event log: the file, and the warnings on the terminal."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ import pytest
 import structlog
 from rich.console import Console
 
-from clotho.monitoring.event_log import journal
-from clotho.storage.jsonl_writer import LineWriter
+from clotho.monitoring.event_log import event_log
+from clotho.storage.jsonl import JsonlWriter
 
 
 def events(path: Path) -> list[dict[str, Any]]:
-    """Every event, parsed."""
+    """Return all events of a file."""
     return [json.loads(line) for line in path.read_bytes().splitlines()]
 
 
 def terminal() -> tuple[Console, io.StringIO]:
-    """A console of 80 columns and what is written to it."""
+    """Return a console of 80 columns and its output."""
     screen = io.StringIO()
     return Console(file=screen, width=80), screen
 
 
-def test_events_are_lines_with_their_bound_names(tmp_path: Path) -> None:
-    """On the terminal there are only warnings: one short line, markup and escapes shown as they are."""
+def test_events_are_lines_with_their_fields(tmp_path: Path) -> None:
+    """The terminal shows warnings only: one short line, with markup and escapes as text."""
     console, screen = terminal()
     log = structlog.get_logger("module", actor="learner")
-    with journal(tmp_path / "log.jsonl", console):
-        log.debug("too_fine")
+    with event_log(tmp_path / "log.jsonl", console):
+        log.debug("debug_event")
         log.info("step", version=7, loss=float("nan"), text="\ud800")
         log.warning("[red]drift[/]", largest=0.07, text="\x1b[2J" + "x" * 500)
     found = events(tmp_path / "log.jsonl")
@@ -49,10 +49,10 @@ def test_events_are_lines_with_their_bound_names(tmp_path: Path) -> None:
     assert "\x1b" not in screen.getvalue()
 
 
-def test_exceptions_are_whole_in_the_file_and_short_on_the_terminal(tmp_path: Path) -> None:
-    """A traceback helps whoever reads the file."""
+def test_exceptions_are_complete_in_the_file_and_short_on_the_terminal(tmp_path: Path) -> None:
+    """The file has the traceback."""
     console, screen = terminal()
-    with journal(tmp_path / "log.jsonl", console):
+    with event_log(tmp_path / "log.jsonl", console):
         try:
             raise ValueError("no such thing")
         except ValueError:
@@ -61,11 +61,11 @@ def test_exceptions_are_whole_in_the_file_and_short_on_the_terminal(tmp_path: Pa
     assert screen.getvalue() == "error: scorer: failed ValueError: no such thing\n"
 
 
-def test_the_librarys_logging_and_warnings_arrive_too_and_everything_is_put_back(tmp_path: Path) -> None:
-    """Servers and model libraries use the standard library; only their warnings count."""
+def test_standard_logging_is_forwarded_and_the_configuration_is_restored(tmp_path: Path) -> None:
+    """Only records of level warning and above, and Python warnings."""
     console, _ = terminal()
     before, handlers = structlog.get_config(), list(logging.getLogger().handlers)
-    with journal(tmp_path / "log.jsonl", console):
+    with event_log(tmp_path / "log.jsonl", console):
         logging.getLogger("hypercorn.error").info("chatter")
         logging.getLogger("hypercorn.error").warning("slow %s", "client")
         with warnings.catch_warnings():
@@ -79,15 +79,15 @@ def test_the_librarys_logging_and_warnings_arrive_too_and_everything_is_put_back
     assert logging.getLogger().handlers == handlers
 
 
-def test_a_full_disk_costs_events_but_nobody_who_logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Said once, and counted at the end."""
+def test_a_full_disk_loses_events_without_an_exception(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The terminal shows the first loss and the total."""
 
-    def fail(self: LineWriter, record: Any) -> None:
+    def fail(self: JsonlWriter, record: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(LineWriter, "append", fail)
+    monkeypatch.setattr(JsonlWriter, "append", fail)
     console, screen = terminal()
-    with journal(tmp_path / "log.jsonl", console):
+    with event_log(tmp_path / "log.jsonl", console):
         for _ in range(3):
             structlog.get_logger().info("step")
     assert screen.getvalue().splitlines() == [

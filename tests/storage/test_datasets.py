@@ -1,4 +1,4 @@
-"""Datasets: everything usable is read, everything else is refused with its line."""
+"""Datasets: reading, errors with file and line, held-out split, order of problems."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from clotho.storage.datasets import Columns, load_problems, split_heldout
+from clotho.storage.datasets import Columns, ProblemOrder, load_problems, split_heldout
 from protocols.errors import DatasetError
 from protocols.prompt import Problem
 
@@ -14,19 +14,19 @@ GOOD = '{"prompt": "1+1?", "answer": "2", "type": "sum"}'
 
 
 def write(tmp_path: Path, contents: str | bytes) -> Path:
-    """A dataset with these contents."""
+    """Write a dataset file."""
     path = tmp_path / "data.jsonl"
     path.write_bytes(contents.encode() if isinstance(contents, str) else contents)
     return path
 
 
 def load(tmp_path: Path, contents: str | bytes, columns: Columns | None = None) -> list[Problem]:
-    """Problems of a file with these contents."""
+    """Load a dataset with these contents."""
     return load_problems(write(tmp_path, contents), columns=columns or Columns())
 
 
 def refusal(tmp_path: Path, contents: str | bytes, columns: Columns | None = None) -> str:
-    """Why a file with these contents is refused, after the directory's name."""
+    """Return the error message for these contents, without the directory."""
     with pytest.raises(DatasetError) as caught:
         load(tmp_path, contents, columns)
     assert "\n" not in str(caught.value)
@@ -34,72 +34,72 @@ def refusal(tmp_path: Path, contents: str | bytes, columns: Columns | None = Non
 
 
 def test_lines_and_lists_give_the_same_problems(tmp_path: Path) -> None:
-    """With a byte order mark, blank lines and either kind of line end."""
+    """Also with a byte order mark, blank lines and CRLF."""
     expected = [Problem(prompt="1+1?", answer="2", type="sum")] * 2
     assert load(tmp_path, f"{GOOD}\n{GOOD}\n") == expected
     assert load(tmp_path, f"\ufeff\n\n{GOOD}\r\n   \r\n{GOOD}") == expected
     assert load(tmp_path, f"\ufeff [\n{GOOD},\n{GOOD}]") == expected
 
 
-def test_a_line_may_hold_unusual_characters(tmp_path: Path) -> None:
-    """A line ends at a line feed and nowhere else: U+2028 is part of a prompt."""
+def test_only_line_feeds_end_a_line(tmp_path: Path) -> None:
+    """U+2028 and U+0085 are part of a prompt."""
     assert load(tmp_path, '{"prompt": "a\u2028b\u0085c", "answer": "é"}')[0].prompt == "a\u2028b\u0085c"
 
 
 def test_columns_can_be_renamed_and_types_defaulted(tmp_path: Path) -> None:
-    """Other datasets call them question and answer."""
+    """For datasets with other column names."""
     found = load(tmp_path, '{"question": "q", "answer": "a"}', Columns(prompt="question", default_type="gsm"))
     assert found == [Problem(prompt="q", answer="a", type="gsm")]
 
 
 @pytest.mark.parametrize(("value", "text"), [("7", "7"), ("2.50", "2.5"), ("-1e3", "-1000.0"), ("true", "true")])
-def test_answers_that_are_no_text_become_text(tmp_path: Path, value: str, text: str) -> None:
-    """As JSON writes them."""
+def test_answers_that_are_not_text_become_json_text(tmp_path: Path, value: str, text: str) -> None:
+    """Numbers and booleans."""
     assert load(tmp_path, f'{{"prompt": "q", "answer": {value}}}')[0].answer == text
 
 
 def test_a_malformed_line_is_named(tmp_path: Path) -> None:
-    """Line 731 of a thousand, counted as an editor counts."""
+    """Line numbers start at 1."""
     lines = [GOOD] * 1000
     lines[730] = '{"prompt": "q", "answer": '
-    assert refusal(tmp_path, "\n".join(lines)).startswith("data.jsonl:731: not JSON: ")
+    assert refusal(tmp_path, "\n".join(lines)).startswith("data.jsonl:731: not valid JSON: ")
 
 
 @pytest.mark.parametrize(
     ("line", "words"),
     [
         ('{"prompt": "q", "anwser": "a"}', "no key 'answer', only 'prompt', 'anwser'; did you mean data.answer_key"),
-        ('{"text": "q"}', "no key 'prompt', only 'text'; name the column in data.prompt_key"),
+        ('{"text": "q"}', "no key 'prompt', only 'text'; set data.prompt_key"),
         ("{}", "no key 'prompt', only none"),
         ('{"prompt": " ", "answer": "a"}', "prompt is empty"),
-        ('{"prompt": [{"role": "user"}], "answer": "a"}', "prompt must be text (no chat messages), not a list"),
+        ('{"prompt": [{"role": "user"}], "answer": "a"}', "prompt must be text (not chat messages), not a list"),
         ('{"prompt": "q", "answer": null}', "answer must be text or a number, not null"),
         ('{"prompt": "q", "answer": ["a"]}', "answer must be text or a number, not a list"),
-        ('{"prompt": "q", "answer": "a", "type": 3}', "type must be text, not a number"),
-        ('"prompt"', "a JSON object is expected, not text"),
+        ('{"prompt": "q", "answer": "a", "type": 3}', "type must be text that is not empty, not a number"),
+        ('"prompt"', "must be a JSON object, not text"),
     ],
 )
-def test_a_record_that_cannot_be_used_says_why(tmp_path: Path, line: str, words: str) -> None:
-    """File, line, key and what was found there; in a list, the item."""
+def test_an_invalid_record_is_refused_with_the_reason(tmp_path: Path, line: str, words: str) -> None:
+    """The message has file, line (or item), key and value type."""
     assert f"data.jsonl:2: {words}" in refusal(tmp_path, f"{GOOD}\n{line}")
     assert f"data.jsonl: item 2: {words}" in refusal(tmp_path, f"[{GOOD}, {line}]")
 
 
 def test_files_without_problems_are_refused(tmp_path: Path) -> None:
-    """Missing, a directory, empty, blank, an empty list, a broken list, no UTF-8, nested beyond reason."""
+    """Missing, a directory, empty, blank, an invalid list, invalid UTF-8, deep nesting."""
     with pytest.raises(DatasetError, match=r"nowhere\.jsonl does not exist"):
         load_problems(tmp_path / "nowhere.jsonl", columns=Columns())
     with pytest.raises(DatasetError, match="cannot be read"):
         load_problems(tmp_path, columns=Columns())
     for empty in ("", "\n \n", "[]", "\ufeff"):
         assert "is empty" in refusal(tmp_path, empty)
-    assert "begins like a JSON list" in refusal(tmp_path, f"[{GOOD}")
-    assert "data.jsonl:1: not JSON" in refusal(tmp_path, b'{"prompt": "\xff"}')
+    assert "starts like a JSON list" in refusal(tmp_path, f"[{GOOD}")
+    assert "data.jsonl:1: not valid JSON" in refusal(tmp_path, b'{"prompt": "\xff"}')
     assert "data.jsonl" in refusal(tmp_path, '{"a":' * 100_000)
 
 
-def test_the_held_out_part_is_disjoint_complete_and_a_function_of_the_seed() -> None:
-    """Rounded up; both parts in the file's order."""
+def test_the_split_is_disjoint_complete_and_a_function_of_the_seed() -> None:
+    """The held-out count is rounded up; both parts keep the order of the file."""
     problems = [Problem(prompt=str(index), answer="", type="t") for index in range(25)]
     split, again = split_heldout(problems, 0.1, seed=3), split_heldout(problems, 0.1, seed=3)
     assert split == again
@@ -110,7 +110,31 @@ def test_the_held_out_part_is_disjoint_complete_and_a_function_of_the_seed() -> 
     assert split_heldout(problems, 0.0, seed=3).heldout == ()
 
 
-def test_too_few_problems_to_split_are_refused() -> None:
-    """One problem cannot be both trained on and held out."""
+def test_a_split_without_training_problems_is_refused() -> None:
+    """One problem cannot be split."""
     with pytest.raises(DatasetError, match="too few"):
         split_heldout([Problem(prompt="q", answer="a", type="t")], 0.1, seed=0)
+
+
+def test_every_epoch_has_every_problem_once_in_a_different_order() -> None:
+    """The permutation depends only on seed and epoch."""
+    order = ProblemOrder(50, seed=1, shuffle=True)
+    first, second = ([order.index(epoch * 50 + i) for i in range(50)] for epoch in (0, 1))
+    assert sorted(first) == sorted(second) == list(range(50))
+    assert first != second != list(range(50))
+    assert [ProblemOrder(50, seed=2, shuffle=True).index(i) for i in range(50)] != first
+
+
+def test_the_order_is_a_pure_function() -> None:
+    """A resumed run maps a group id to the same problem."""
+    order, fresh = ProblemOrder(7, seed=1, shuffle=True), ProblemOrder(7, seed=1, shuffle=True)
+    forwards = [order.index(group_id) for group_id in range(70)]
+    assert [fresh.index(group_id) for group_id in reversed(range(70))] == forwards[::-1]
+
+
+def test_without_shuffling_the_order_is_that_of_the_file() -> None:
+    """In every epoch."""
+    order = ProblemOrder(3, seed=1, shuffle=False)
+    assert [order.index(group_id) for group_id in range(7)] == [0, 1, 2, 0, 1, 2, 0]
+    with pytest.raises(ValueError, match="at least 1"):
+        ProblemOrder(0, seed=1, shuffle=True)

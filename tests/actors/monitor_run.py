@@ -1,4 +1,4 @@
-"""A monitor with files in a directory, and a clock of its own."""
+"""Runs a monitor over reports, with files in a directory and a simulated clock."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from actors.monitor import Monitor
 from clotho.monitoring.display import Display, NoDisplay, RunView
 from clotho.runtime.latest import Latest
 from clotho.runtime.queues import Queue
-from clotho.storage.jsonl_writer import LineWriter
+from clotho.storage.jsonl import JsonlWriter
 from protocols.evaluation import EvalReport
 from protocols.step import GroupsEnded, StepReport
-from tests.monitoring.examples import GAUGES
+from tests.monitoring.display_examples import GAUGES
 
 
 class Clock:
-    """Seconds that pass only when somebody looks: half a second each time."""
+    """A clock that advances by half a second with every call."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -29,8 +29,8 @@ class Clock:
         return self.now
 
 
-class Remembering(NoDisplay):
-    """A display that keeps what it was shown."""
+class RecordingDisplay(NoDisplay):
+    """A display that keeps all views."""
 
     def __init__(self) -> None:
         self.views: list[RunView] = []
@@ -39,8 +39,8 @@ class Remembering(NoDisplay):
         self.views.append(view)
 
 
-def strict(text: bytes) -> Any:
-    """Parse JSON as others do: NaN and Infinity are none."""
+def strict_json(text: bytes) -> Any:
+    """Parse JSON without the extensions NaN and Infinity."""
 
     def refuse(word: str) -> None:
         raise AssertionError(f"{word} is not JSON")
@@ -49,22 +49,23 @@ def strict(text: bytes) -> Any:
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
-    """Every line of a file."""
-    return [strict(line) for line in path.read_bytes().splitlines()]
+    """Return all records of a JSON Lines file."""
+    return [strict_json(line) for line in path.read_bytes().splitlines()]
 
 
 async def observe(
     directory: Path, *reports: StepReport | GroupsEnded | EvalReport, display: Display | None = None, **options: Any
 ) -> None:
-    """Run a monitor over some reports, sent through a mailbox smaller than they are many."""
-    mailbox = Queue[StepReport | GroupsEnded | EvalReport]("reports", capacity=1)
-    writer = mailbox.writer()
-    rollouts = LineWriter(directory / "rollouts.jsonl")
+    """Run a monitor over reports that are sent through a queue of capacity 1."""
+    queue = Queue[StepReport | GroupsEnded | EvalReport]("reports", capacity=1)
+    writer = queue.writer()
+    rollouts = JsonlWriter(directory / "rollouts.jsonl")
     monitor = Monitor(
-        inbox=mailbox.reader(),
+        inbox=queue.reader(),
         gauges=options.pop("gauges", lambda: GAUGES),
         display=display or NoDisplay(),
-        metrics=LineWriter(directory / "metrics.jsonl"),
+        metrics=JsonlWriter(directory / "metrics.jsonl"),
+        evaluations=JsonlWriter(directory / "evaluations.jsonl"),
         rollouts=rollouts,
         recorded=options.pop("recorded", None) or Latest[int]("recorded"),
         clock=Clock(),

@@ -1,0 +1,125 @@
+"""Metrics: the lines of metrics.jsonl and evaluations.jsonl, and their description."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec.structs import replace
+
+from clotho.monitoring.metrics import (
+    ENVIRONMENT_METRICS,
+    EVALUATION_METRICS,
+    METRICS,
+    UPDATE_METRICS,
+    Measurement,
+    evaluation_record,
+    read_history,
+    step_metrics,
+)
+from protocols.step import StepReport, TrainedGroup, UpdateMetrics
+from protocols.summary import RunGauges
+from tests.monitoring.display_examples import evaluation
+from tests.training.learning import scored_group
+
+UPDATE = UpdateMetrics(
+    loss=-0.01, kl=0.002, entropy=0.7, clip_fraction=0.01, mismatch_kl=1e-6, ratio_mean=1.0, grad_norm=0.3,
+    learning_rate=1e-5, tokens=6, applied=True, ess=0.9, rejected_fraction=0.05, kl_beta=0.02, entropy_weight=1e-3,
+    optimizer_steps=4,
+)  # fmt: skip
+EMPTY = StepReport(
+    step=3, version=2, fingerprint="f", trained=(), discarded=(), staleness=(), update=None, train_seconds=0.0,
+    wait_seconds=0.0,
+)  # fmt: skip
+
+
+def line(discarded_between: Mapping[tuple[str, str], int] = {}, **changes: Any) -> dict[str, Any]:
+    """Return the line of metrics.jsonl for a report."""
+    moment = Measurement(seconds=1.0, gauges=RunGauges())
+    report = msgspec.structs.replace(EMPTY, **changes)
+    record = step_metrics(report, now=moment, before=moment, discarded_between=discarded_between)
+    return dict(json.loads(msgspec.json.encode(record)))
+
+
+def test_the_histogram_counts_trained_groups_by_staleness() -> None:
+    """In ascending order; empty without trained groups."""
+    group = TrainedGroup(scored=scored_group([[1], [2]], [0.0, 1.0]), advantages=(-1.0, 1.0))
+    found = line(trained=(group,) * 5, staleness=(2, 0, 0, 11, 2), update=UPDATE)
+    assert list(found["staleness/histogram"].items()) == [("0", 2), ("2", 2), ("11", 1)]
+    assert (found["staleness/mean"], found["staleness/max"]) == (3.0, 11)
+    assert line()["staleness/histogram"] == {}
+
+
+def test_every_key_is_described_and_every_description_has_a_key() -> None:
+    """Also for batches without an update, whose update metrics are null."""
+    assert line(update=UPDATE).keys() == line().keys() == METRICS.keys()
+    assert all(line()[name] is None for name in UPDATE_METRICS)
+
+
+def test_the_metrics_of_the_update_are_written_unchanged() -> None:
+    """Each value of the update appears in the line."""
+    found = line(update=UPDATE)
+    assert [found[name] for name in UPDATE_METRICS if name in ("loss", "ess", "update_applied")] == [-0.01, True, 0.9]
+
+
+def test_a_line_has_replaced_and_replayed_groups_and_collapse_warnings() -> None:
+    """And whether the policy was rolled back."""
+    found = line(replaced=5, replayed=2, collapse_warnings=("entropy fell",), rolled_back=True)
+    assert (found["groups/replaced"], found["groups/replayed"]) == (5, 2)
+    assert (found["collapse_warnings"], found["rolled_back"]) == (["entropy fell"], True)
+    plain = line()
+    assert (plain["groups/replaced"], plain["groups/replayed"], plain["collapse_warnings"]) == (0, 0, [])
+    assert plain["rolled_back"] is False
+
+
+def sent_by(name: str, rewards: list[float], error: float | None) -> TrainedGroup:
+    """Return a trained group of an environment, with completions of one and of two sampled tokens."""
+    scored = scored_group([[1, 5], [2, 3]], rewards)
+    first = replace(scored.group.completions[0], sampled=(True, False))
+    prompt = replace(scored.group.prompt, source=name)
+    group = replace(scored.group, prompt=prompt, completions=(first, scored.group.completions[1]))
+    return TrainedGroup(scored=replace(scored, group=group, logprob_error=error), advantages=(-1.0, 1.0))
+
+
+def test_a_line_has_the_metrics_of_each_environment() -> None:
+    """Also groups discarded between two batches. Lengths count sampled tokens only."""
+    trained = (sent_by("a", [0.0, 1.0], 1e-7), sent_by("a", [1.0, 1.0], 2e-7), sent_by("b", [0.5, 0.5], None))
+    found = line({("a", "invalid"): 7, ("c", "stale"): 1}, trained=trained, staleness=(0, 0, 0), update=UPDATE)
+    assert (found["groups/discarded"], found["groups/discarded_by_reason"]) == (8, {"invalid": 7, "stale": 1})
+    assert list(found["environments"]) == ["a", "b", "c"]
+    assert found["environments"]["a"] == {
+        "groups/trained": 2, "groups/discarded": 7, "groups/discarded_by_reason": {"invalid": 7}, "reward/mean": 0.75,
+        "completion_length/mean": 1.5, "logprob_error_max": 2e-7,
+    }  # fmt: skip
+    assert found["environments"]["b"]["logprob_error_max"] is None
+    assert found["environments"]["c"]["reward/mean"] is None
+    assert found["completion_length/total"] == 9
+    assert line()["environments"] == {}
+
+
+def test_every_environment_metric_is_described() -> None:
+    """The table has exactly the keys of an entry."""
+    found = line(trained=(sent_by("a", [0.0, 1.0], None),), staleness=(0,), update=UPDATE)
+    assert found["environments"]["a"].keys() == ENVIRONMENT_METRICS.keys()
+
+
+def test_every_key_of_an_evaluation_is_described() -> None:
+    """The table has exactly the keys of a line."""
+    record = json.loads(msgspec.json.encode(evaluation_record(evaluation(3, 0.5), run_seconds=1.0)))
+    assert record.keys() == EVALUATION_METRICS.keys()
+
+
+def test_the_history_of_a_run_is_read_from_its_files(tmp_path: Path) -> None:
+    """Age, first evaluation and latest final evaluation; missing files mean a new run."""
+    metrics, evaluations = tmp_path / "metrics.jsonl", tmp_path / "evaluations.jsonl"
+    empty = read_history(metrics, evaluations)
+    assert (empty.seconds, empty.before, empty.after) == (0.0, None, None)
+    reports = [evaluation(0, 0.1), evaluation(5, 0.2), evaluation(8, 0.3, final=True), evaluation(9, 0.4, final=True)]
+    lines = [msgspec.json.encode(evaluation_record(report, run_seconds=2.0)) for report in reports]
+    evaluations.write_bytes(b"\n".join(lines) + b"\n")
+    metrics.write_text('{"step": 1, "time/run": 7.5}\n')
+    history = read_history(metrics, evaluations)
+    assert (history.seconds, history.before, history.after) == (7.5, reports[0], reports[3])

@@ -1,0 +1,116 @@
+"""Summary of a run, and table of the memory estimate."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from clotho.monitoring.summary import print_estimate, print_summary, resume_command
+from protocols.accounting import Balance
+from protocols.summary import MemoryEstimate, MemoryPart, RunSummary
+from tests.monitoring.display_examples import GAUGES, evaluation
+
+SMALL = msgspec.convert(
+    {name: 2**20 for name in MemoryEstimate.__struct_fields__ if name != "shipped_shape"}, MemoryEstimate
+)
+PARTS = [
+    MemoryPart(component="logits", bytes=2**20, change="learner.micro_batch_tokens"),
+    MemoryPart(component="base weights", bytes=2**30, change="model.path"),
+]
+
+
+def printed(estimate: MemoryEstimate) -> str:
+    """Return the printed table."""
+    console = Console(file=io.StringIO(), width=120)
+    print_estimate(console, estimate, PARTS, 2**34)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_the_largest_part_is_first() -> None:
+    """The total is next to the memory of the machine."""
+    text = printed(SMALL)
+    assert text.index("base weights") < text.index("logits")
+    assert all(words in text for words in ("1 GiB", "model.path", "of 16 GiB"))
+
+
+@pytest.mark.parametrize("shipped", [False, True])
+def test_an_estimate_from_a_shipped_configuration_is_marked(shipped: bool) -> None:
+    """No file of the model was read."""
+    text = printed(msgspec.structs.replace(SMALL, shipped_shape=shipped))
+    assert ("configuration that ships with the project" in text) == shipped
+
+
+def summary(*, measured: bool = True) -> RunSummary:
+    """Return the summary of a finished run."""
+    return RunSummary(
+        steps=100,
+        planned_steps=100,
+        version=98,
+        before=evaluation(0, 0.43) if measured else None,
+        after=evaluation(100, 0.96, final=True) if measured else None,
+        balance=Balance(
+            prompted=800, trained=612, discarded=188, by_reason={"stale": 8, "zero_variance": 180}, carried_over=0
+        ),
+        gauges=GAUGES,
+        training_seconds=100.0,
+        update_seconds=40.0,
+        evaluation_seconds=12.0,
+        total_seconds=125.0,
+        base_model="/models/my base",
+        adapter="runs/local-m3/adapters",
+        resume_command="python pipeline.py --profile runs/local-m3/profile.toml --resume",
+    )
+
+
+def summarized(summary: RunSummary, *, width: int = 80, encoding: str = "utf-8") -> str:
+    """Return the printed summary."""
+    screen = io.TextIOWrapper(io.BytesIO(), encoding=encoding, write_through=True)
+    print_summary(Console(file=screen, width=width, force_terminal=True, color_system=None), summary)
+    assert isinstance(screen.buffer, io.BytesIO)
+    return screen.buffer.getvalue().decode(encoding)
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_the_summary_has_accuracy_groups_timings_and_commands(encoding: str) -> None:
+    """Lines are not wrapped, so that the command can be copied."""
+    text = summarized(summary(), width=60, encoding=encoding)
+    for expected in (
+        "prompted 800 = trained 612 + discarded 188 + carried over 0",
+        "stale 8, zero_variance 180",
+        "training 1:40 (alternating: decoding 0:08, updates 0:40), evaluation 0:12, total 2:05",
+        "988 tokens/s over the whole run; decoding alone 2000, during updates 1100 (55 %)",
+        "9, median 0.5 ms, longest 2 ms",
+        "mlx_lm.chat --model '/models/my base' --adapter-path runs/local-m3/adapters\n",
+    ):
+        assert expected in text
+    rows = [line.split() for line in text.splitlines() if " % " in line]
+    assert any("43.0" in row and "96.0" in row and "+53.0" in row for row in rows)
+    assert any("word" in row and "+0.0" in row for row in rows)
+
+
+def test_a_run_without_evaluations_has_no_table() -> None:
+    """The other lines are unchanged."""
+    text = summarized(summary(measured=False))
+    assert "held-out" not in text
+    assert "prompted 800" in text
+
+
+def test_an_unfinished_run_shows_the_command_that_continues_it() -> None:
+    """With the step that it reached."""
+    drained = msgspec.structs.replace(summary(), steps=40)
+    assert "after step 40 of 100; continue with: python pipeline.py --profile" in summarized(drained)
+    assert "--resume" not in summarized(summary())
+    assert resume_command(Path("/runs/my run/profile.toml")) == (
+        "python pipeline.py --profile '/runs/my run/profile.toml' --resume"
+    )
+
+
+def test_ungraded_held_out_problems_are_reported() -> None:
+    """They do not count towards the accuracy."""
+    after = msgspec.structs.replace(evaluation(100, 0.96, final=True), ungraded=7)
+    assert "7 held-out problems" in summarized(msgspec.structs.replace(summary(), after=after))
