@@ -1,0 +1,133 @@
+"""Every shell command of README.md and docs/ works as written.
+
+A page's commands run in order in one directory that contains links to the checkout. Blocks of Python and TOML whose
+first line is a file name (`# name.py`) are written to that directory first. HTML comments above a block control it:
+
+    not executed: REASON            flags and profile are checked, nothing runs
+    executed with: FLAGS            the flags are added to every `python pipeline.py` command
+    executed during the run above   the block above runs in the background while this block runs
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from clotho.config.flags import parse_arguments
+from clotho.config.load import load_profile
+from tests.docs.pages import DOCS, ROOT, Block, blocks
+
+PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
+COMMANDS = {page: [block for block in blocks(page) if block.language == "shell"] for page in PAGES}
+SKIPPED = "not executed: "
+ADDED = "executed with: "
+DURING = "executed during the run above"
+NOT_LINKED = {"runs", ".git", ".atropos", ".contenders", ".venv"}
+PIPELINE = re.compile(r"^python pipeline\.py\b[^\n&|#]*", re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if COMMANDS[page]], ids=lambda page: page.stem)
+def test_the_commands_of_a_page_work(page: Path, tmp_path: Path) -> None:
+    """Each block ends with exit status 0."""
+    for entry in ROOT.iterdir():
+        if entry.name not in NOT_LINKED:
+            (tmp_path / entry.name).symlink_to(entry)
+    for block in blocks(page):
+        if block.file_name:
+            (tmp_path / block.file_name).write_text(block.text, encoding="utf-8")
+    port = free_port()
+    commands = COMMANDS[page]
+    for block, following in zip(commands, [*commands[1:], None], strict=True):
+        if block.comment.startswith(SKIPPED) or block.comment == DURING:
+            continue
+        if following is not None and following.comment == DURING:
+            run_beside(block, following, tmp_path, port)
+        else:
+            run(script(block, port), tmp_path, port)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_commands_that_are_not_executed_have_a_reason_and_valid_flags(page: Path) -> None:
+    """Only commands of the pipeline are checked; the model and the dataset need not exist."""
+    for block in COMMANDS[page]:
+        if block.comment.startswith(SKIPPED):
+            assert len(block.comment) > len(SKIPPED)
+            for command in PIPELINE.findall(block.text.replace("\\\n", " ")):
+                arguments = parse_arguments(shlex.split(command)[2:])
+                if not arguments.help:
+                    load_profile(arguments.profile, arguments.overrides)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_every_block_of_commands_is_marked_as_shell(page: Path) -> None:
+    """Other languages would hide commands from these tests."""
+    assert {block.language for block in blocks(page)} <= {"shell", "python", "toml", "json", "text"}
+
+
+def script(block: Block, port: int) -> str:
+    """The block as a script; the server listens on `port` instead of 8000."""
+    added = block.comment.removeprefix(ADDED) if block.comment.startswith(ADDED) else ""
+    text = re.sub(r"\\\n\s*", "", block.text).replace("127.0.0.1:8000", f"127.0.0.1:{port}")
+    return PIPELINE.sub(lambda match: f"{match[0].rstrip()} {added} {server_flag(match[0], port)} ", text)
+
+
+def server_flag(command: str, port: int) -> str:
+    """The flag that sets the port, if the command starts a run."""
+    return "" if "--help" in command or "--server." in command else f"--server.port {port}"
+
+
+def environment(directory: Path) -> dict[str, str]:
+    """The test's interpreter is the first `python` of the path, and hub downloads fail at once."""
+    bin_directory = str(Path(sys.executable).parent)
+    return os.environ | {
+        "PATH": f"{bin_directory}:{os.environ['PATH']}",
+        "PYTHONPATH": f"{directory}:{ROOT}",
+        "HF_HUB_OFFLINE": "1",
+    }
+
+
+def run(text: str, directory: Path, port: int) -> None:
+    """Run a script and show its output if it fails."""
+    command = ["bash", "-euo", "pipefail", "-c", text]
+    result = subprocess.run(command, cwd=directory, env=environment(directory), capture_output=True, text=True)
+    assert result.returncode == 0, f"{text}\n{result.stdout[-3000:]}\n{result.stderr[-3000:]}"
+
+
+def run_beside(block: Block, during: Block, directory: Path, port: int) -> None:
+    """Run a block while the run of another block serves, then stop that run."""
+    command = ["bash", "-euo", "pipefail", "-c", f"exec {script(block, port).strip()}"]
+    log = (directory / "background.txt").open("w+", encoding="utf-8")
+    background = subprocess.Popen(
+        command, cwd=directory, env=environment(directory), stdout=log, stderr=subprocess.STDOUT
+    )
+    try:
+        while not listens(port):
+            assert background.poll() is None, Path(log.name).read_text(encoding="utf-8")[-3000:]
+            time.sleep(0.05)
+        run(script(during, port), directory, port)
+    finally:
+        background.send_signal(signal.SIGINT)
+        background.wait()
+        log.close()
+
+
+def listens(port: int) -> bool:
+    """Whether a server accepts connections on loopback."""
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def free_port() -> int:
+    """A port of loopback that is free now."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port: int = probe.getsockname()[1]
+        return port
