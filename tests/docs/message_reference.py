@@ -13,7 +13,7 @@ from msgspec import Struct
 from protocols.evaluation import EvalReport
 from protocols.prompt import Problem, Prompt
 from protocols.rollout import Discarded, RolloutGroup, ScoredGroup, TeacherTokens
-from protocols.sampling import Completion, Sampling, SampleRequest
+from protocols.sampling import Completion, SampleRequest, Sampling
 from protocols.step import GroupsEnded, PolicyUpdated, StepReport, TrainedGroup, UpdateMetrics, WeightsReady
 from tests.docs.pages import DOCS, replace_between
 
@@ -62,9 +62,8 @@ def _type(message: type[Struct], name: str) -> str:
         annotation = vars(parent).get("__annotations__", {}).get(name)
         if annotation is not None:
             text = " ".join(str(annotation).split())
-            return (text.removeprefix("Annotated[").partition(",")[0] if text.startswith("Annotated[") else text).replace(
-                "|", "\\|"
-            )
+            plain = text.removeprefix("Annotated[").partition(",")[0] if text.startswith("Annotated[") else text
+            return plain.replace("|", "\\|")
     raise ValueError(f"{message.__name__} has no field {name}")
 
 

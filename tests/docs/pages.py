@@ -9,7 +9,9 @@ from msgspec import Struct
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
-FENCE = re.compile(r"(?:^<!-- (?P<comment>[^>]*?) -->\n)?^```(?P<language>\w+)\n(?P<text>.*?)^```$", re.DOTALL | re.MULTILINE)
+FENCE = re.compile(
+    r"(?:^<!-- (?P<comment>[^>]*?) -->\n)?^```(?P<language>\w+)\n(?P<text>.*?)^```$", re.DOTALL | re.MULTILINE
+)
 FILE_NAME = re.compile(r"# (?P<name>[\w-]+\.(?:py|toml))\n")
 
 

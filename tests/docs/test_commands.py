@@ -1,8 +1,8 @@
 """Every shell command of README.md and docs/ works as written.
 
 A page's commands run in order in one directory that contains links to the checkout. Blocks of Python and TOML whose
-first line is a file name (`# name.py`) are written to that directory first. `pip install` is left out, because the package
-is installed already. HTML comments above a block control it:
+first line is a file name (`# name.py`) are written to that directory first. `pip install` is left out, because the
+package is installed already. HTML comments above a block control it:
 
     not executed: REASON            flags and profile are checked, nothing runs
     executed with: FLAGS            the flags are added to every `python pipeline.py` command

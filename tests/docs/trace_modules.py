@@ -123,7 +123,7 @@ def training_modules() -> set[str]:
 def flag_modules() -> set[str]:
     """Modules from the command line to the profile, and from there to the actor that uses the value of a flag."""
     trace = ModuleTrace(
-        begin=("clotho/run/cli.py", "main"),
+        begin=("clotho/run/cli.py", "prepare"),
         end=("clotho/config/load.py", "load_profile"),
         constructed=("actors/generator.py", "__init__"),
     )
@@ -133,10 +133,13 @@ def flag_modules() -> set[str]:
 
 def _train(trace: ModuleTrace, *flags: str) -> None:
     trace.install()
-    from clotho.run.cli import main
+    from clotho.run.cli import prepare_or_exit
 
     with tempfile.TemporaryDirectory() as directory:
-        status = main([*RUN, *flags, "--run-dir", f"{directory}/run"])
+        run = prepare_or_exit([*RUN, *flags, "--run-dir", f"{directory}/run"])
+        from pipeline import train
+
+        status = run.start(train)
     sys.setprofile(None)
     if status or not trace.ended:
         raise RuntimeError(f"the run ended with status {status} before the traced path was complete")
@@ -153,7 +156,8 @@ def request_modules() -> set[str]:
         trace.active = True
         ask(port, patience=0.0)
         trace.active = False
-        print(json.dumps(sorted(trace.modules)), flush=True)
+        sys.stdout.write(json.dumps(sorted(trace.modules)) + "\n")
+        sys.stdout.flush()
         os._exit(0)  # the server of the main thread runs until the process ends
 
     trace.install()
@@ -223,4 +227,4 @@ if __name__ == "__main__":
             write(name)
     else:
         functions = {"training": training_modules, "request": request_modules, "flag": flag_modules}
-        print(json.dumps(sorted(functions[chosen]())))
+        sys.stdout.write(json.dumps(sorted(functions[chosen]())) + "\n")

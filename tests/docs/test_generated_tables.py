@@ -1,0 +1,16 @@
+"""Generated parts of the pages are up to date."""
+
+from __future__ import annotations
+
+from tests.docs import message_reference, name_reference
+from tests.docs.pages import between
+
+
+def test_the_message_reference_is_up_to_date() -> None:
+    """Regenerate it with `python -m tests.docs.message_reference`."""
+    assert between(message_reference.PAGE, "messages") == message_reference.reference()
+
+
+def test_the_table_of_names_is_up_to_date() -> None:
+    """Regenerate it with `python -m tests.docs.name_reference`."""
+    assert between(name_reference.PAGE, "names") == name_reference.table()
