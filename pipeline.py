@@ -110,9 +110,9 @@ def services(parts: Components, session: RunContext, listener: socket.socket | N
     watched = [permanent(watchdog), permanent(guard)]
     if listener is None:
         return watched
-    gateway = ApiServer(session.server_context(), listener=listener)
-    session.api_requests = lambda: gateway.requests
-    return [permanent(gateway, max_restarts=3), *watched]
+    server = ApiServer(session.server_context(), listener=listener)
+    session.api_requests = lambda: server.requests
+    return [permanent(server, max_restarts=3), *watched]
 
 
 def atropos(parts: Components, session: RunContext) -> tuple[list[Child], list[Child]]:

@@ -68,7 +68,7 @@ def enough_for_mini_batches(profile: Profile) -> Iterator[Complaint]:
 
 
 BOXES = ("prompter", "generator", "scorer", "learner", "broadcaster", "checkpointer", "evaluator", "monitor")
-SERVICES = ("gateway", "watchdog", "decode engine", "atropos server")
+SERVICES = ("server", "watchdog", "decode engine", "atropos server")
 ARROWS = ("prompts", "rollouts", "scored", "reports")
 FETCHER = "atropos_fetcher"
 FETCHED = (*BOXES[:3], *ARROWS[:2])

@@ -65,7 +65,7 @@ class ApiServer:
     with an error response.
     """
 
-    name = "gateway"
+    name = "server"
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""A gateway that really listens, in front of a fake engine."""
+"""An HTTP server on a free port, with a fake engine."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CONTEXT = 512
 
 
 class Served:
-    """Everything that a test wants to touch. `weights`, `health` and `snapshot` may be replaced while it runs."""
+    """A running server and its parts. Tests may replace `weights`, `health` and `snapshot`."""
 
     def __init__(self, engine: FakeEngine, sampler: Sampler) -> None:
         self.engine, self.sampler = engine, sampler
@@ -33,13 +33,13 @@ class Served:
         self.snapshot = RunSnapshot()
         self.scored: list[tuple[tuple[int, ...], int]] = []
         self.url = ""
-        self.gateway: ApiServer
-        self.server = anyio.CancelScope()
+        self.server: ApiServer
+        self.scope = anyio.CancelScope()
         self.http: httpx.AsyncClient
         self.openai: AsyncOpenAI
 
     async def prompt_logprobs(self, tokens: tuple[int, ...], top: int) -> PromptLogprobs:
-        """Token t has -t / 8; the alternatives are t and those after it, each half as probable as the one before."""
+        """Return -t / 8 for token t; its alternatives are t, t + 1, ..., each with a log-probability lower by 1."""
         self.scored.append((tokens, top))
         return PromptLogprobs(
             version=self.weights.version,
@@ -48,16 +48,16 @@ class Served:
         )
 
     def stop(self) -> None:
-        """Ask the server to end."""
-        self.server.cancel()
+        """Stop the server."""
+        self.scope.cancel()
 
     async def post(self, route: str, **fields: Any) -> httpx.Response:
-        """Ask with a JSON body."""
+        """Send a POST request with a JSON body."""
         return await self.http.post(route, json=fields)
 
 
 def server_context(served: Served, **settings: Any) -> ServerContext:
-    """What the program would hand to the gateway; keyword arguments are keys of [server]."""
+    """Return the server context; keyword arguments are keys of [server]."""
     return ServerContext(
         sampler=served.sampler,
         tokenizer=served.engine.tokenizer,
@@ -78,11 +78,11 @@ async def serving(*, grace_seconds: float = 1.0, **settings: Any) -> AsyncIterat
     engine = FakeEngine()
     engine.version = 3
     served = Served(engine, Sampler(engine.submit_call, engine))
-    served.gateway = ApiServer(server_context(served, **settings), grace_seconds=grace_seconds)
+    served.server = ApiServer(server_context(served, **settings), grace_seconds=grace_seconds)
 
     async def run(*, task_status: TaskStatus[str]) -> None:
-        with served.server:
-            await served.gateway.run(task_status=task_status)
+        with served.scope:
+            await served.server.run(task_status=task_status)
 
     try:
         async with anyio.create_task_group() as tasks:

@@ -1,7 +1,10 @@
-"""/metrics and /health: numbers that are true, under the names that dashboards know."""
+"""GET /metrics and GET /health."""
 
 from __future__ import annotations
 
+import anyio
+import anyio.lowlevel
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from clotho.serving.services import EngineSnapshot, HealthReport, QueueSnapshot, RunSnapshot
@@ -12,7 +15,7 @@ Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
 
 async def scrape(served: Served) -> Samples:
-    """Everything that /metrics says, by name and labels (less model_name)."""
+    """Return the values of /metrics by name and labels, without the label model_name."""
     answer = await served.http.get("/metrics")
     assert answer.status_code == 200
     assert answer.headers["content-type"].startswith("text/plain")
@@ -24,7 +27,7 @@ async def scrape(served: Served) -> Samples:
 
 
 async def test_requests_are_counted_exactly() -> None:
-    """Tokens, reasons and histograms add up to what was answered."""
+    """Token counters and histograms agree with the responses."""
     async with serving() as served:
         fields = {"max_tokens": 5, "ignore_eos": True, "n": 3}
         assert (await served.post("/v1/completions", prompt=["abc", "de"], **fields)).status_code == 200
@@ -43,44 +46,164 @@ async def test_requests_are_counted_exactly() -> None:
         assert seen["vllm:time_to_first_token_seconds_count", ()] == 1
 
 
-async def test_the_state_of_the_run_is_the_state_at_the_moment() -> None:
-    """Engine, training and mailboxes are asked at every scrape; what is not known yet is left out."""
+SNAPSHOT = RunSnapshot(
+    engine=EngineSnapshot(
+        sequences_running=5,
+        sequences_waiting=2,
+        cache_usage=0.25,
+        prefix_queries=100,
+        prefix_hits=40,
+        prefix_tokens=900,
+        prefill_tokens=7000,
+        decode_steps=300,
+        tokens_sampled=1200,
+        finished={"stop": 8, "length": 3},
+        failed=1,
+        listener_errors=2,
+    ),
+    reward_mean=0.5,
+    staleness_mean=1.5,
+    staleness_max=2,
+    swap_seconds=0.0005,
+    groups_trained=11,
+    discarded={"zero_variance": 3, "stale": 1},
+    environments_trained={"game": 7},
+    environments_discarded={"game": 2},
+    queues=(
+        QueueSnapshot(
+            name="prompts",
+            depth=4,
+            capacity=16,
+            sent=20,
+            received=16,
+            send_wait_seconds=1.25,
+            receive_wait_seconds=0.5,
+        ),
+    ),
+    restarts={"server": 1},
+)
+METRICS = {
+    "vllm:prompt_tokens": "counter",
+    "vllm:generation_tokens": "counter",
+    "vllm:request_success": "counter",
+    "vllm:e2e_request_latency_seconds": "histogram",
+    "vllm:time_to_first_token_seconds": "histogram",
+    "vllm:request_params_n": "histogram",
+    "vllm:request_params_max_tokens": "histogram",
+    "vllm:request_prompt_tokens": "histogram",
+    "vllm:request_generation_tokens": "histogram",
+    "vllm:num_requests_running": "gauge",
+    "vllm:num_requests_waiting": "gauge",
+    "vllm:kv_cache_usage_perc": "gauge",
+    "vllm:prefix_cache_queries": "counter",
+    "vllm:prefix_cache_hits": "counter",
+    "clotho_http_requests_running": "gauge",
+    "clotho_http_requests_queued": "gauge",
+    "clotho_sampler_requests": "gauge",
+    "clotho_prefix_cache_tokens": "gauge",
+    "clotho_prefill_tokens": "counter",
+    "clotho_decode_steps": "counter",
+    "clotho_sampled_tokens": "counter",
+    "clotho_engine_failed_requests": "counter",
+    "clotho_engine_listener_errors": "counter",
+    "clotho_completions": "counter",
+    "clotho_step": "gauge",
+    "clotho_weights_version": "gauge",
+    "clotho_reward_mean": "gauge",
+    "clotho_staleness_mean": "gauge",
+    "clotho_staleness_max": "gauge",
+    "clotho_swap_seconds": "gauge",
+    "clotho_groups_trained": "counter",
+    "clotho_groups_discarded": "counter",
+    "clotho_environment_groups_trained": "counter",
+    "clotho_environment_groups_discarded": "counter",
+    "clotho_queue_depth": "gauge",
+    "clotho_queue_capacity": "gauge",
+    "clotho_queue_sent_messages": "counter",
+    "clotho_queue_received_messages": "counter",
+    "clotho_queue_send_wait_seconds": "counter",
+    "clotho_queue_receive_wait_seconds": "counter",
+    "clotho_child_restarts": "counter",
+}
+"""Every metric of /metrics with its type. In the text format, the name of a counter ends in `_total`."""
+
+
+async def test_metrics_have_exactly_these_names_and_types() -> None:
+    """docs/http-api.md contains the same list."""
     async with serving() as served:
-        assert ("clotho_reward_mean", ()) not in await scrape(served)
+        served.snapshot = SNAPSHOT
+        text = (await served.http.get("/metrics")).text
+        families = {family.name: family.type for family in text_string_to_metric_families(text)}
+        created = {name for name in families if name.endswith("_created")}
+        assert {name: kind for name, kind in families.items() if name not in created} == METRICS
+
+
+@pytest.mark.parametrize(
+    ("name", "labels", "value"),
+    [
+        ("vllm:num_requests_running", {}, 5),
+        ("vllm:num_requests_waiting", {}, 2),
+        ("vllm:kv_cache_usage_perc", {}, 0.25),
+        ("vllm:prefix_cache_queries_total", {}, 100),
+        ("vllm:prefix_cache_hits_total", {}, 40),
+        ("clotho_prefix_cache_tokens", {}, 900),
+        ("clotho_prefill_tokens_total", {}, 7000),
+        ("clotho_decode_steps_total", {}, 300),
+        ("clotho_sampled_tokens_total", {}, 1200),
+        ("clotho_completions_total", {"finish_reason": "stop"}, 8),
+        ("clotho_engine_failed_requests_total", {}, 1),
+        ("clotho_engine_listener_errors_total", {}, 2),
+        ("clotho_step", {}, 9),
+        ("clotho_weights_version", {}, 7),
+        ("clotho_reward_mean", {}, 0.5),
+        ("clotho_swap_seconds", {}, 0.0005),
+        ("clotho_staleness_mean", {}, 1.5),
+        ("clotho_staleness_max", {}, 2),
+        ("clotho_groups_trained_total", {}, 11),
+        ("clotho_groups_discarded_total", {"reason": "zero_variance"}, 3),
+        ("clotho_environment_groups_trained_total", {"environment": "game"}, 7),
+        ("clotho_environment_groups_discarded_total", {"environment": "game"}, 2),
+        ("clotho_queue_depth", {"queue": "prompts"}, 4),
+        ("clotho_queue_capacity", {"queue": "prompts"}, 16),
+        ("clotho_queue_sent_messages_total", {"queue": "prompts"}, 20),
+        ("clotho_queue_received_messages_total", {"queue": "prompts"}, 16),
+        ("clotho_queue_send_wait_seconds_total", {"queue": "prompts"}, 1.25),
+        ("clotho_queue_receive_wait_seconds_total", {"queue": "prompts"}, 0.5),
+        ("clotho_child_restarts_total", {"child": "server"}, 1),
+    ],
+)
+async def test_a_scrape_shows_the_current_state_of_the_run(name: str, labels: dict[str, str], value: float) -> None:
+    """Each metric shows its own field of the snapshot."""
+    async with serving() as served:
         served.weights = WeightsReady(version=7, step=9, fingerprint="f7")
-        served.snapshot = RunSnapshot(
-            engine=EngineSnapshot(
-                sequences_running=5, sequences_waiting=2, cache_usage=0.25, prefix_queries=100, prefix_hits=40
-            ),
-            reward_mean=0.5,
-            staleness_mean=1.5,
-            staleness_max=2,
-            swap_seconds=0.0005,
-            groups_trained=11,
-            discarded={"zero_variance": 3, "stale": 1},
-            environments_trained={"game": 7},
-            environments_discarded={"game": 2},
-            queues=(QueueSnapshot(name="prompts", depth=4, capacity=16),),
-        )
-        seen = await scrape(served)
-        assert seen["vllm:num_requests_running", ()] == 5
-        assert seen["vllm:num_requests_waiting", ()] == 2
-        assert seen["vllm:kv_cache_usage_perc", ()] == 0.25
-        assert seen["vllm:prefix_cache_queries_total", ()] == 100
-        assert seen["vllm:prefix_cache_hits_total", ()] == 40
-        assert (seen["clotho_step", ()], seen["clotho_weights_version", ()]) == (9, 7)
-        assert (seen["clotho_reward_mean", ()], seen["clotho_swap_seconds", ()]) == (0.5, 0.0005)
-        assert (seen["clotho_staleness_mean", ()], seen["clotho_staleness_max", ()]) == (1.5, 2)
-        assert seen["clotho_groups_trained_total", ()] == 11
-        assert seen["clotho_groups_discarded_total", (("reason", "zero_variance"),)] == 3
-        assert seen["clotho_environment_groups_trained_total", (("environment", "game"),)] == 7
-        assert seen["clotho_environment_groups_discarded_total", (("environment", "game"),)] == 2
-        assert seen["clotho_queue_depth", (("queue", "prompts"),)] == 4
-        assert seen["clotho_queue_capacity", (("queue", "prompts"),)] == 16
+        served.snapshot = SNAPSHOT
+        assert (await scrape(served))[name, tuple(sorted(labels.items()))] == value
 
 
-async def test_requests_in_flight_return_to_zero_when_clients_leave() -> None:
-    """The gauge counts requests that run, and no others."""
+async def test_a_value_that_has_not_been_measured_is_absent() -> None:
+    """Before the first update there is no reward."""
+    async with serving() as served:
+        seen = {name for name, _ in await scrape(served)}
+        assert not seen & {"clotho_reward_mean", "clotho_staleness_mean", "clotho_swap_seconds"}
+
+
+async def test_queued_http_requests_are_counted() -> None:
+    """Requests beyond `max_concurrent` wait for admission."""
+    async with serving(max_concurrent=1) as served:
+        served.engine.allow(0)
+        async with anyio.create_task_group() as tasks:
+            for _ in range(2):
+                tasks.start_soon(lambda: served.post("/v1/completions", prompt="x"))
+            with anyio.fail_after(10):
+                while served.server.limit.queued != 1:
+                    await anyio.lowlevel.checkpoint()
+            seen = await scrape(served)
+            assert seen["clotho_http_requests_running", ()] == seen["clotho_http_requests_queued", ()] == 1
+            served.engine.allow(10**6)
+
+
+async def test_a_disconnect_removes_a_request_from_the_gauge() -> None:
+    """The gauge counts only requests in flight."""
     async with serving() as served:
         served.engine.allow(2)
         stream = {"prompt": "x", "stream": True, "ignore_eos": True}
@@ -90,8 +213,8 @@ async def test_requests_in_flight_return_to_zero_when_clients_leave() -> None:
         assert (await scrape(served))["clotho_sampler_requests", ()] == 0
 
 
-async def test_health_says_what_serves_and_how_it_is() -> None:
-    """200 while all is well, 503 with the reason where the compute thread stands still or the engine has failed."""
+async def test_health_reports_the_weights_and_the_state_of_the_run() -> None:
+    """Status 200 if the state is ok, otherwise 503 with the reason."""
     async with serving() as served:
         answer = await served.http.get("/health")
         assert answer.status_code == 200
