@@ -3,6 +3,6 @@
 Importing the package loads an optimised BLAS, which must happen before the process's first `import mlx.core`.
 """
 
-from clotho.cpu.load_blas import load_blas
+from clotho.cpu import load_blas
 
 BLAS = load_blas()

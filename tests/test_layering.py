@@ -40,7 +40,7 @@ MAY_IMPORT = {
     "config": {"protocols", "storage"},
     "runtime": {"protocols", "config"},
     "storage": {"protocols", "config"},
-    "cpu": {"protocols", "inference"},
+    "cpu": {"protocols"},
     "models": {"protocols", "config", "cpu"},
     "inference": {"protocols", "config", "cpu", "models"},
     "scoring": {"protocols", "config", "cpu", "models", "inference", "training"},

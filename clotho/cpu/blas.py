@@ -1,4 +1,4 @@
-"""Matrix products with the BLAS that MLX uses, out of and into memory that is there already."""
+"""Matrix products with the BLAS of the process, on memory that is already allocated."""
 
 from __future__ import annotations
 
@@ -10,17 +10,16 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from clotho import BLAS
-from clotho.cpu.load_blas import SLOW
+from clotho.cpu import REFERENCE_BLAS, load_blas
 
 Floats = NDArray[np.float32]
 
-BY_ROWS, AS_IT_IS, TRANSPOSED = 101, 111, 112
-"""What BLAS calls the order of its arguments (cblas.h)."""
+ROW_MAJOR, NO_TRANSPOSE, TRANSPOSE = 101, 111, 112
+"""Constants of cblas.h."""
 
 
 class Matrix(NamedTuple):
-    """A matrix where it lies. stride: numbers from one row to the next, or from column to column if `by_columns`."""
+    """A matrix in memory. stride: elements from one row to the next, or from one column to the next if `by_columns`."""
 
     array: Floats
     address: int
@@ -28,25 +27,25 @@ class Matrix(NamedTuple):
     by_columns: bool
 
     @property
-    def layout(self) -> int:
-        """Its order in the words of BLAS."""
-        return TRANSPOSED if self.by_columns else AS_IT_IS
+    def order(self) -> int:
+        """The BLAS constant for the memory order."""
+        return TRANSPOSE if self.by_columns else NO_TRANSPOSE
 
 
 def matrix(array: Floats) -> Matrix:
-    """See an array of two axes as BLAS does. Raises ValueError unless its rows or its columns are contiguous."""
+    """Return the BLAS view of an array with two axes. Raises ValueError unless its rows or columns are contiguous."""
     rows, columns = array.shape
-    down, along = (stride // array.itemsize for stride in array.strides)
+    row_stride, column_stride = (stride // array.itemsize for stride in array.strides)
     address = array.__array_interface__["data"][0]
-    if array.dtype == np.float32 and along == 1 and (down >= columns or rows == 1):
-        return Matrix(array, address, max(down, columns), by_columns=False)
-    if array.dtype == np.float32 and down == 1 and (along >= rows or columns == 1):
-        return Matrix(array, address, max(along, rows), by_columns=True)
-    raise ValueError("BLAS multiplies float32 matrices whose rows or columns are contiguous and apart")
+    if array.dtype == np.float32 and column_stride == 1 and (row_stride >= columns or rows == 1):
+        return Matrix(array, address, max(row_stride, columns), by_columns=False)
+    if array.dtype == np.float32 and row_stride == 1 and (column_stride >= rows or columns == 1):
+        return Matrix(array, address, max(column_stride, rows), by_columns=True)
+    raise ValueError("a BLAS product needs float32 matrices with contiguous rows or columns that do not overlap")
 
 
 def multiply(x: Matrix, w: Matrix, out: Matrix, *, scale: float = 1.0, add: bool = False) -> None:
-    """Write scale * x w into `out`, whose rows are contiguous, or add it to what is there."""
+    """Write scale * x w to `out`, whose rows are contiguous. add: add it to the values in `out` instead."""
     sgemm = _sgemm()
     if sgemm is None:
         product = x.array @ w.array
@@ -56,15 +55,15 @@ def multiply(x: Matrix, w: Matrix, out: Matrix, *, scale: float = 1.0, add: bool
     rows, columns = out.array.shape
     inner = w.array.shape[0]
     sgemm(
-        *(BY_ROWS, x.layout, w.layout, rows, columns, inner),
+        *(ROW_MAJOR, x.order, w.order, rows, columns, inner),
         *(scale, x.address, x.stride, w.address, w.stride, 1.0 if add else 0.0, out.address, out.stride),
     )
 
 
 @cache
 def _sgemm() -> Callable[..., Any] | None:
-    """BLAS's product of the process, or None: NumPy's own is faster than the reference."""
-    if BLAS == SLOW:
+    """Return `cblas_sgemm` of an optimised BLAS; None if there is none: NumPy is faster than the reference BLAS."""
+    if load_blas() == REFERENCE_BLAS:
         return None
     try:
         sgemm = ctypes.CDLL(None).cblas_sgemm

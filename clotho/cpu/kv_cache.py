@@ -1,8 +1,8 @@
-"""The caches of the running rows on the host: columns of their own, and prompts that several of them have in common.
+"""The KV cache of the running rows on the host: columns per row, and prompts that several rows share.
 
-Columns are those of `clotho.inference.kv_cache`: right-aligned, a step writes one for all rows, and a row that
-joins copies its prompt to the left of it. A prompt that is worth it stays where it was computed instead, once for all
-of its rows (shared prefixes: Hydragen, arXiv:2402.05099).
+Columns are those of `clotho.inference.kv_cache`: rows are right-aligned, a step writes one column for all rows, and a
+row that joins copies its prompt to the left of that column. A prompt of several rows is stored once instead if that
+saves enough memory (shared prefixes: Hydragen, arXiv:2402.05099).
 """
 
 from __future__ import annotations
@@ -14,22 +14,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from clotho.cpu.blas import Floats
-from clotho.cpu.decode_attention import UNSEEN, Sharers, StepAttention
-from clotho.cpu.decoder import HostDecoder, Layers, seen
-from clotho.inference.cache_layout import Arrival
-from clotho.inference.kv_cache import spare_columns
+from clotho.cpu.decoder import DecodeAttention, HostDecoder, LayerCaches, SharedPrompt, as_numpy
+from clotho.cpu.interface import PrefilledPrompt, spare_columns
+from clotho.cpu.layers import MASKED_SCORE
 
-WORTH_SHARING = 256
-"""Copies of prompt tokens that sharing must spare, for it takes more products."""
+MIN_SHARED_TOKENS = 256
+"""Minimum number of copied prompt tokens that sharing must save, because it needs more matrix products."""
 
-NONE = -1
+NOT_SHARED = -1
 
 
-class HostCache:
-    """Caches of `rows` slots of a decoder.
+class HostKVCache:
+    """KV caches of `rows` slots of a decoder.
 
-    column: where the next token is written. capacity: columns of the buffers. prompt_B: the prompt that a row shares,
-    or NONE; its tokens stand in no column.
+    column: index of the next column to write. capacity: number of columns of the buffers. prompt_B: key of the prompt
+    that a row shares, or NOT_SHARED; the tokens of a shared prompt are in no column.
     """
 
     arrays: Sequence[mx.array] = ()
@@ -37,63 +36,65 @@ class HostCache:
     def __init__(self, decoder: HostDecoder, rows: int) -> None:
         self.rows = rows
         self.column = self.capacity = 0
-        self.prompt_B = np.full(rows, NONE, dtype=np.int64)
+        self.prompt_B = np.full(rows, NOT_SHARED, dtype=np.int64)
         self._decoder = decoder
         self._prompts: dict[int, list[tuple[Floats, Floats]]] = {}
-        self._sharers: list[Sharers] | None = None
+        self._shared: list[SharedPrompt] | None = None
         self._columns: list[tuple[Floats, Floats]] = [
             (_zeros(decoder, rows, 0), _zeros(decoder, rows, 0)) for _ in range(decoder.depth)
         ]
 
     @property
     def tokens(self) -> int:
-        """Tokens that the buffers of a layer have room for, shared prompts included."""
+        """Number of tokens that the buffers of a layer hold, shared prompts included."""
         return self.rows * self.capacity + sum(map(_tokens, self._prompts.values()))
 
-    def has_room(self, arrivals: Sequence[Arrival]) -> bool:
-        """Say whether prompts fit before the current column as it is."""
-        return self.capacity > 0 and _longest(arrivals) <= self.column
+    def has_room(self, prompts: Sequence[PrefilledPrompt]) -> bool:
+        """Whether the prompts fit to the left of the current column."""
+        return self.capacity > 0 and _columns_needed(prompts) <= self.column
 
-    def make_room(self, positions_B: NDArray[np.int32], live_B: NDArray[np.bool_], arrivals: Sequence[Arrival]) -> None:
-        """See to it that prompts fit before the current column, beside live rows of `positions_B` tokens."""
-        needed, longest = _longest(arrivals), int(self._held(positions_B).max(initial=0, where=live_B))
+    def make_room(
+        self, positions_B: NDArray[np.int32], live_B: NDArray[np.bool_], prompts: Sequence[PrefilledPrompt]
+    ) -> None:
+        """Move columns so that the prompts fit to the left of the current one. Live rows have `positions_B` tokens."""
+        needed, longest = _columns_needed(prompts), int(self._held(positions_B).max(initial=0, where=live_B))
         if needed > self.column or not self.capacity:
-            self._place(longest, max(needed, longest))
+            self._move_columns(longest, max(needed, longest))
 
-    def enter(self, slots: Sequence[int], arrival: Arrival) -> None:
-        """Put a computed prompt into slots: one for all of them if that is worth it, else a copy for each."""
-        self.prompt_B[list(slots)] = NONE
-        self._forget_unused()
-        if arrival.state is None:
+    def enter(self, slots: Sequence[int], prompt: PrefilledPrompt) -> None:
+        """Store a prompt for slots: once for all of them if that saves enough memory, else one copy per slot."""
+        self.prompt_B[list(slots)] = NOT_SHARED
+        self._drop_unused_prompts()
+        if prompt.state is None:
             return
-        layers = [(seen(keys)[0], seen(values)[0]) for keys, values in arrival.state]
-        if _shares(arrival):
-            place = 1 + max(self._prompts, default=NONE)
-            self._prompts[place] = [(_copied(keys), _copied(values)) for keys, values in layers]
-            self.prompt_B[list(slots)] = place
+        layers = [(as_numpy(keys)[0], as_numpy(values)[0]) for keys, values in prompt.state]
+        if _is_shared(prompt):
+            key = 1 + max(self._prompts, default=NOT_SHARED)
+            self._prompts[key] = [(_copied(keys), _copied(values)) for keys, values in layers]
+            self.prompt_B[list(slots)] = key
             return
-        before = slice(self.column - arrival.tokens, self.column)
+        before = slice(self.column - prompt.tokens, self.column)
         for (keys, values), (new_keys, new_values) in zip(self._columns, layers, strict=True):
             keys[:, list(slots), before] = new_keys[:, None]
             values[:, list(slots), before] = new_values[:, None]
 
     def take(self, slots: Sequence[int], positions_N: NDArray[np.int32]) -> None:
-        """Keep only these slots, in this order, with `positions_N` tokens; give back columns that none needs."""
+        """Keep only these slots, in this order, with `positions_N` tokens, and free unused columns."""
         self.prompt_B = self.prompt_B[list(slots)]
         self.rows = len(slots)
-        self._forget_unused()
+        self._drop_unused_prompts()
         longest = int(self._held(positions_N).max(initial=0))
-        self._place(longest, longest, list(slots))
+        self._move_columns(longest, longest, list(slots))
 
     def grow(self, rows: int) -> None:
         """Append empty slots."""
-        self.prompt_B = np.append(self.prompt_B, np.full(rows, NONE))
+        self.prompt_B = np.append(self.prompt_B, np.full(rows, NOT_SHARED))
         self.rows += rows
-        self._sharers = None
+        self._shared = None
         self._columns = [(self._grown(keys), self._grown(values)) for keys, values in self._columns]
 
     def clear(self, slot: int) -> None:
-        """Zero a slot: what is not finite would reach later rows through the hidden part of a product."""
+        """Zero a slot. NaN or inf in masked positions would spread, since 0 * NaN = NaN."""
         for keys, values in self._columns:
             keys[:, slot] = 0.0
             values[:, slot] = 0.0
@@ -101,73 +102,71 @@ class HostCache:
     def logits(
         self, token_B: mx.array | NDArray[np.int32], positions_B: NDArray[np.int32], due_B: NDArray[np.bool_]
     ) -> Floats:
-        """Compute a step in which every row adds one token after the `positions_B` it has; (B, V), the caller's."""
+        """Append one token to every row of `positions_B` tokens; return the logits, (B, V), in a new array."""
         held_B = self._held(positions_B)
         longest = int(held_B[due_B].max())
         if self.column >= self.capacity:
-            self._place(longest, longest)
+            self._move_columns(longest, longest)
         first, last = self.column - longest, self.column + 1
         attention = self._attention(np.minimum(held_B, longest), longest + 1, due_B)
-        layers = Layers(
+        layers = LayerCaches(
             attention=attention,
             columns=[(keys[:, :, first:last], values[:, :, first:last]) for keys, values in self._columns],
-            prompts=[{place: layers[n] for place, layers in self._prompts.items()} for n in range(len(self._columns))],
+            prompts=[{key: layers[n] for key, layers in self._prompts.items()} for n in range(len(self._columns))],
         )
         self.column = last
         return self._decoder.logits(np.array(token_B), positions_B, layers)
 
-    def _attention(self, held_B: NDArray[np.int32], columns: int, due_B: NDArray[np.bool_]) -> StepAttention:
-        """Work out what each row sees; rows that are not due see their newest token."""
-        sharers = self._neighbours()
-        longest = max((one.tokens for one in sharers), default=0)
+    def _attention(self, held_B: NDArray[np.int32], columns: int, due_B: NDArray[np.bool_]) -> DecodeAttention:
+        """Compute which keys each row attends to. Rows that are not due attend to their newest token."""
+        shared = self._shared_groups()
+        longest = max((one.tokens for one in shared), default=0)
         tokens_B = self._shared_tokens()
-        hidden_B_S = np.zeros((self.rows, longest + columns), np.float32)
-        hidden_B_S[:, :longest][np.arange(longest) >= tokens_B[:, None]] = UNSEEN
-        hidden_B_S[:, longest:][np.arange(columns)[::-1] > held_B[:, None]] = UNSEEN
-        anything = bool((tokens_B[due_B] < longest).any() or (held_B[due_B] < columns - 1).any())
-        shape_K_B_R_D = self._decoder.queries(self.rows)
-        return StepAttention(
-            shape_K_B_R_D, sharers=sharers, columns=columns, hidden_B_S=hidden_B_S if anything else None
-        )
+        mask_B_S = np.zeros((self.rows, longest + columns), np.float32)
+        mask_B_S[:, :longest][np.arange(longest) >= tokens_B[:, None]] = MASKED_SCORE
+        mask_B_S[:, longest:][np.arange(columns)[::-1] > held_B[:, None]] = MASKED_SCORE
+        any_masked = bool((tokens_B[due_B] < longest).any() or (held_B[due_B] < columns - 1).any())
+        shape_K_B_R_D = self._decoder.query_shape(self.rows)
+        return DecodeAttention(shape_K_B_R_D, shared=shared, columns=columns, mask_B_S=mask_B_S if any_masked else None)
 
     def _held(self, positions_B: NDArray[np.int32]) -> NDArray[np.int32]:
-        """Tokens that rows have in columns."""
+        """Return how many tokens each row has in columns."""
         held_B: NDArray[np.int32] = np.maximum(positions_B - self._shared_tokens(), 0)
         return held_B
 
-    def _neighbours(self) -> list[Sharers]:
-        """Rows that share prompts, until others do."""
-        if self._sharers is None:
-            self._sharers = [
-                Sharers(place, rows, _tokens(layers))
-                for place, layers in self._prompts.items()
-                for rows in _runs(self.prompt_B == place)
+    def _shared_groups(self) -> list[SharedPrompt]:
+        """Return the groups of neighbouring rows that share a prompt; cached until rows change."""
+        if self._shared is None:
+            self._shared = [
+                SharedPrompt(key, rows, _tokens(layers))
+                for key, layers in self._prompts.items()
+                for rows in _runs(self.prompt_B == key)
             ]
-        return self._sharers
+        return self._shared
 
     def _shared_tokens(self) -> NDArray[np.int32]:
-        """Tokens that rows have in prompts that they share."""
+        """Return how many tokens each row has in a shared prompt."""
         tokens_B = np.zeros(self.rows, dtype=np.int32)
-        for one in self._neighbours():
+        for one in self._shared_groups():
             tokens_B[one.rows] = one.tokens
         return tokens_B
 
-    def _forget_unused(self) -> None:
-        used, self._sharers = set(self.prompt_B.tolist()), None
-        self._prompts = {place: layers for place, layers in self._prompts.items() if place in used}
+    def _drop_unused_prompts(self) -> None:
+        used, self._shared = set(self.prompt_B.tolist()), None
+        self._prompts = {key: layers for key, layers in self._prompts.items() if key in used}
 
-    def _place(self, longest: int, column: int, slots: list[int] | None = None) -> None:
-        """Move columns of rows with up to `longest` tokens in them so that they end before `column`."""
+    def _move_columns(self, longest: int, column: int, slots: list[int] | None = None) -> None:
+        """Move the columns of rows with up to `longest` tokens so that they end before `column`."""
         kept = min(longest, self.column)
         start, stop = self.column - kept, self.column
         self.capacity = column + spare_columns(column)
 
-        def placed(held: Floats) -> Floats:
+        def moved_columns(held: Floats) -> Floats:
             moved = _zeros(self._decoder, self.rows, self.capacity)
             moved[:, :, column - kept : column] = held[:, slice(None) if slots is None else slots, start:stop]
             return moved
 
-        self._columns = [(placed(keys), placed(values)) for keys, values in self._columns]
+        self._columns = [(moved_columns(keys), moved_columns(values)) for keys, values in self._columns]
         self.column = column
 
     def _grown(self, held: Floats) -> Floats:
@@ -177,40 +176,40 @@ class HostCache:
 
 
 def _tokens(layers: list[tuple[Floats, Floats]]) -> int:
-    """Of a shared prompt."""
+    """Return the length of a shared prompt."""
     return int(layers[0][0].shape[1])
 
 
-def _shares(arrival: Arrival) -> bool:
-    return (arrival.rows - 1) * arrival.tokens >= WORTH_SHARING
+def _is_shared(prompt: PrefilledPrompt) -> bool:
+    return (prompt.rows - 1) * prompt.tokens >= MIN_SHARED_TOKENS
 
 
-def _longest(arrivals: Sequence[Arrival]) -> int:
-    """Tokens that must find room in columns."""
-    return max((arrival.tokens for arrival in arrivals if not _shares(arrival)), default=0)
+def _columns_needed(prompts: Sequence[PrefilledPrompt]) -> int:
+    """Return the number of columns that the prompts need."""
+    return max((prompt.tokens for prompt in prompts if not _is_shared(prompt)), default=0)
 
 
 def _zeros(decoder: HostDecoder, rows: int, columns: int) -> Floats:
-    """A buffer of keys or values, (K, rows, columns, D)."""
+    """Return a buffer for keys or values, (K, rows, columns, D)."""
     heads, size = decoder.key_shape
     return _allocated((heads, rows, columns, size))
 
 
 def _allocated(shape: tuple[int, ...]) -> Floats:
-    """Zeros that MLX allocates, so that they count as MLX's memory."""
+    """Return zeros that MLX allocates, so that they count as MLX memory."""
     buffer = mx.zeros(shape)
     mx.eval(buffer)
-    return seen(buffer)
+    return as_numpy(buffer)
 
 
 def _copied(x: Floats) -> Floats:
-    """What stands in a computed cache holds on to all of it: room for more tokens, and the prompts beside."""
+    """Return a copy: a view would keep the whole cache of the prefill batch alive."""
     copy = _allocated(x.shape)
     copy[:] = x
     return copy
 
 
 def _runs(member_B: NDArray[np.bool_]) -> list[slice]:
-    """Neighbouring members."""
+    """Return the runs of neighbouring members."""
     edges = np.flatnonzero(np.diff(np.concatenate([[False], member_B, [False]])))
     return [slice(int(start), int(stop)) for start, stop in zip(edges[::2], edges[1::2], strict=True)]

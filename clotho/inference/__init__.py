@@ -1,7 +1,7 @@
-"""The decode engine: continuous batching on mlx-lm's models and caches."""
+"""The decode engine: continuous batching over the models and caches of mlx-lm."""
 
 from __future__ import annotations
 
-from clotho.inference.engine import DecodeEngine, EngineStats, Source
+from clotho.inference.engine import DecodeEngine, EngineStats, ServedModel
 
-__all__ = ["DecodeEngine", "EngineStats", "Source"]
+__all__ = ["DecodeEngine", "EngineStats", "ServedModel"]

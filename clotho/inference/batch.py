@@ -1,36 +1,146 @@
-"""The running batch: rows join, one step draws one token for each, rows leave.
+"""The running batch: rows join, each step samples one token per row, rows leave.
 
-The host runs one step behind: a step is launched before the tokens of the step before it are read, its input being
-those tokens where they are, on the device. A row whose end shows only in its tokens therefore costs one wasted draw,
-which is never reported; an end by length is foreseen and costs none. On the CPU, where most steps are sampled by
-the host, tokens are known at once and nothing is wasted.
-
-A step in flight, and what is read from it.
+On a GPU the host runs one step behind: a step is launched before the tokens of the previous step are read, and its
+input is those tokens on the device. A row whose end shows only in its tokens therefore costs one wasted sample, which
+is never reported; an end by length is known in advance and costs none. On the CPU most steps are sampled on the host,
+tokens are known at once and nothing is wasted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from clotho.cpu.sampling import can_draw_on_host, draw_on_host
-from clotho.inference.cache_layout import Arrival, Numbers, RowCaches
-from clotho.inference.sampling import PADDING, Drawn, Supports, draw, uniforms
-from clotho.inference.sampling_params import SamplingPlan, plan_sampling
-from clotho.inference.scheduler import Job, Row
-from clotho.inference.slots import Ledger
+from clotho.cpu.interface import PADDING, PrefilledPrompt, RowParameters, SampledRows, Supports
+from clotho.cpu.sampling import can_sample_on_cpu, sample_on_cpu
+from clotho.inference.cache_layout import Logits, RowCaches
+from clotho.inference.sampling import row_parameters, sample, uniforms
+from clotho.inference.scheduler import PrefillJob, Row
+
+INITIAL_COLUMNS = 64
+"""Initial number of tokens per row in the arrays of a slot table."""
+
+
+class SlotTable:
+    """What the host knows of the slots of a batch, as arrays by slot. A slot without a row has serial 0.
+
+    positions: tokens in the row's KV cache after all launched steps. launched, sampled: tokens launched, and tokens
+    read.
+    limit: maximum length. stops_at_eos: whether the model's end tokens end the row. needs_processing: see `Row`.
+    reserved: maximum number of tokens of prompt and completion.
+    """
+
+    def __init__(self, end_tokens: frozenset[int], vocabulary: int) -> None:
+        self.rows: list[Row | None] = []
+        self._is_end_V = np.zeros(vocabulary, dtype=np.bool_)
+        self._is_end_V[[t for t in end_tokens if 0 <= t < vocabulary]] = True
+        self.serial = np.zeros(0, dtype=np.int64)
+        self.seed = np.zeros(0, dtype=np.uint64)
+        self.positions = np.zeros(0, dtype=np.int32)
+        self.launched = np.zeros(0, dtype=np.int64)
+        self.sampled = np.zeros(0, dtype=np.int64)
+        self.limit = np.zeros(0, dtype=np.int64)
+        self.stops_at_eos = np.zeros(0, dtype=np.bool_)
+        self.needs_processing = np.zeros(0, dtype=np.bool_)
+        self.reserved = np.zeros(0, dtype=np.int64)
+        self._token = np.zeros((0, INITIAL_COLUMNS), dtype=np.int32)
+        self._logprob = np.zeros((0, INITIAL_COLUMNS), dtype=np.float32)
+        self._version = np.zeros((0, INITIAL_COLUMNS), dtype=np.int64)
+
+    @property
+    def live(self) -> NDArray[np.bool_]:
+        """Which slots hold a row."""
+        return self.serial > 0
+
+    @property
+    def running(self) -> int:
+        """Number of slots that hold a row."""
+        return int(np.count_nonzero(self.serial))
+
+    @property
+    def longest_reserved(self) -> int:
+        """Largest reserved length of any row."""
+        return int(self.reserved.max(initial=0, where=self.live))
+
+    def grow(self, rows: int) -> None:
+        """Append empty slots."""
+        for name in self._arrays():
+            array = getattr(self, name)
+            setattr(self, name, np.concatenate([array, np.zeros((rows, *array.shape[1:]), dtype=array.dtype)]))
+        self.rows.extend([None] * rows)
+
+    def take(self, slots: Sequence[int]) -> None:
+        """Keep only these slots, in this order."""
+        for name in self._arrays():
+            setattr(self, name, getattr(self, name)[list(slots)])
+        self.rows = [self.rows[slot] for slot in slots]
+
+    def _arrays(self) -> tuple[str, ...]:
+        names = ("serial", "seed", "positions", "launched", "sampled", "limit", "stops_at_eos", "needs_processing")
+        return (*names, "reserved", "_token", "_logprob", "_version")
+
+    def enter(self, slot: int, row: Row, tokens: int) -> None:
+        """Put a row with `tokens` tokens in its KV cache into a free slot; it keeps tokens sampled before."""
+        request, before = row.active.request, len(row.tokens)
+        self.rows[slot] = row
+        self.serial[slot], self.seed[slot] = row.serial, request.seeds[row.index]
+        self.positions[slot], self.reserved[slot] = tokens, row.active.reserved
+        self.launched[slot] = self.sampled[slot] = before
+        self.limit[slot], self.stops_at_eos[slot] = row.active.limit, not request.sampling.ignore_eos
+        self.needs_processing[slot] = row.needs_processing
+        self._reserve_columns(before)
+        self._token[slot, :before], self._logprob[slot, :before] = row.tokens, row.logprobs
+        self._version[slot, :before] = row.versions
+
+    def leave(self, slot: int) -> Row:
+        """Free a slot and return its row with the tokens it has sampled."""
+        row, sampled = self.rows[slot], int(self.sampled[slot])
+        if row is None:
+            raise ValueError(f"slot {slot} holds no row")
+        row.tokens = self._token[slot, :sampled].tolist()
+        row.logprobs = self._logprob[slot, :sampled].tolist()
+        row.versions = self._version[slot, :sampled].tolist()
+        self.rows[slot], self.serial[slot], self.positions[slot] = None, 0, 0
+        return row
+
+    def tokens_of(self, slot: int) -> list[int]:
+        """Return the tokens that the row in `slot` has sampled so far."""
+        return [int(t) for t in self._token[slot, : self.sampled[slot]]]
+
+    def record(
+        self, slots: NDArray[np.int64], token_N: NDArray[np.int32], logp_N: NDArray[np.float32], version: int
+    ) -> NDArray[np.bool_]:
+        """Store one sampled token per slot; return which rows end with it, by an end token or by length."""
+        at_N = self.sampled[slots]
+        self._reserve_columns(int(at_N.max()) + 1)
+        self._token[slots, at_N], self._logprob[slots, at_N], self._version[slots, at_N] = token_N, logp_N, version
+        self.sampled[slots] = at_N + 1
+        ended_N: NDArray[np.bool_] = self.is_end(slots, token_N) | (at_N + 1 >= self.limit[slots])
+        return ended_N
+
+    def is_end(self, slots: NDArray[np.int64], token_N: NDArray[np.int32]) -> NDArray[np.bool_]:
+        """Return which tokens are end tokens of the model in rows that stop at them."""
+        end_N: NDArray[np.bool_] = self._is_end_V[token_N] & self.stops_at_eos[slots]
+        return end_N
+
+    def _reserve_columns(self, columns: int) -> None:
+        have = self._token.shape[1]
+        if columns <= have:
+            return
+        extra = ((0, 0), (0, max(columns - have, have)))
+        self._token, self._logprob = np.pad(self._token, extra), np.pad(self._logprob, extra)
+        self._version = np.pad(self._version, extra)
 
 
 @dataclass(eq=False, slots=True)
-class Reading:
-    """Tokens read from a finished step, for N rows that still live. top_*: (N, n) where some row asked for them.
+class StepOutput:
+    """Tokens of a finished step, for the N rows that are still in the batch. top_*: (N, n) if any row needs them.
 
-    supports: tokens that could have been sampled, as `Completion.supports` has them, by index in N of the rows that
-    record them.
+    supports: as in `Completion.supports`, by index in N, for rows that record them.
     """
 
     slot_N: NDArray[np.int64]
@@ -44,20 +154,20 @@ class Reading:
 
 @dataclass(eq=False, slots=True)
 class Step:
-    """A step in flight, for N rows. version: of the weights that computed it; known: its tokens need no waiting for.
+    """A launched step for N rows. version: policy version that computes it. known: its tokens are already on the host.
 
-    at_N: their places in the arrays; slot_N: where they are now, -1 if gone; serial_N: which rows they were.
+    at_N: index of each row in the sampled arrays. slot_N: its current slot, -1 if it left. serial_N: its serial number.
     """
 
-    sampled: Drawn
+    sampled: SampledRows
     at_N: NDArray[np.int64]
     slot_N: NDArray[np.int64]
     serial_N: NDArray[np.int64]
     version: int
     known: bool
 
-    def read(self, serial_B: NDArray[np.int64]) -> Reading | None:
-        """Wait for the step; return the tokens of rows that are still in their slots, None if no row is."""
+    def read(self, serial_B: NDArray[np.int64]) -> StepOutput | None:
+        """Wait for the step; return the tokens of rows that are still in their slots, None if there are none."""
         sampled = self.sampled
         token_B, logp_B = np.array(sampled.token_B), np.array(sampled.logp_B)
         stays_N = (self.slot_N >= 0) & (serial_B[self.slot_N] == self.serial_N)
@@ -65,79 +175,82 @@ class Step:
             return None
         at_N = self.at_N[stays_N]
         supports = _supports(sampled.supports, at_N) if sampled.supports is not None else {}
-        reading = Reading(self.slot_N[stays_N], token_B[at_N], logp_B[at_N], self.version, supports)
+        output = StepOutput(self.slot_N[stays_N], token_B[at_N], logp_B[at_N], self.version, supports)
         if sampled.top_token_B_N is not None and sampled.top_logp_B_N is not None:
-            reading.top_token_N = np.array(sampled.top_token_B_N)[at_N]
-            reading.top_logp_N = np.array(sampled.top_logp_B_N)[at_N]
-        return reading
+            output.top_token_N = np.array(sampled.top_token_B_N)[at_N]
+            output.top_logp_N = np.array(sampled.top_logp_B_N)[at_N]
+        return output
 
 
 def _supports(supports: Supports, at_N: NDArray[np.int64]) -> dict[int, bytes]:
-    """Cut each row's tokens before the padding; rows that are not at any of the places `at_N` have left."""
+    """Return the supports of the rows at `at_N` without padding, by index in N."""
     token_R_K = np.array(supports.token_R_K).astype("<u4", copy=False)
     count_R = np.count_nonzero(token_R_K != PADDING, axis=-1).tolist()
-    index = {place: n for n, place in enumerate(at_N.tolist())}
+    index = {at: n for n, at in enumerate(at_N.tolist())}
     recorded = enumerate(np.array(supports.row_R).tolist())
-    return {index[place]: token_R_K[r, : count_R[r]].tobytes() for r, place in recorded if place in index}
+    return {index[at]: token_R_K[r, : count_R[r]].tobytes() for r, at in recorded if at in index}
 
 
-PATIENCE = 1.0
-"""Wasted steps' worth of dead slots after which copying the cache without them pays."""
+MAX_WASTE = 1.0
+"""The KV cache is compacted once free slots have wasted this many steps' worth of computation."""
 
 
 class Batch:
-    """Rows that are being decoded together."""
+    """Rows that are decoded together.
+
+    Index spaces: B slots, free ones included; N rows of one step or output.
+    """
 
     def __init__(self, make_caches: Callable[[int], RowCaches], end_tokens: frozenset[int], vocabulary: int) -> None:
-        """make_caches: for so many rows."""
+        """make_caches: returns the KV caches for a number of rows."""
         self.vocabulary = vocabulary
-        self.ledger = Ledger(end_tokens, vocabulary)
+        self.table = SlotTable(end_tokens, vocabulary)
         self.inflight: Step | None = None
         self._make_caches = make_caches
         self._end_tokens = end_tokens
         self._cache: RowCaches | None = None
         self._input: mx.array | None = None
-        self._fresh: dict[int, int] = {}  # slot -> first input of a row that just joined
-        self._plan: SamplingPlan | None = None
+        self._first_input: dict[int, int] = {}  # slot -> first input of a row that just joined
+        self._parameters: RowParameters | None = None
         self._seen: mx.array | None = None
         self._waste = 0.0
 
     @property
     def slots(self) -> int:
-        """Slots of the batch, free ones included."""
-        return len(self.ledger.rows)
+        """Number of slots, free ones included."""
+        return len(self.table.rows)
 
     @property
     def cache_tokens(self) -> int:
-        """Tokens that the largest key-value buffers have room for."""
+        """Number of tokens that the largest KV buffers hold."""
         return self._cache.tokens if self._cache is not None else 0
 
-    def join(self, jobs: list[Job]) -> None:
-        """Put the admitted rows of computed jobs into slots, free ones first."""
+    def join(self, jobs: list[PrefillJob]) -> None:
+        """Put the admitted rows of prefilled jobs into slots, free ones first."""
         wanted = sum(job.admitted for job in jobs)
-        if self._cache is None or not self.ledger.running:
+        if self._cache is None or not self.table.running:
             self._restart(wanted)
         assert self._cache is not None
-        arrivals = [Arrival(rows=job.admitted, tokens=len(job.tokens) - 1, state=job.state) for job in jobs]
-        if not self._cache.has_room(arrivals):
-            self._squeeze()  # longer columns are for slots in use: the bound on the cache counts no others
-        self._grow(wanted - (self.slots - self.ledger.running))
-        free = [slot for slot, row in enumerate(self.ledger.rows) if row is None]
-        self._cache.make_room(self.ledger.positions, self.ledger.live, arrivals)
-        for job, arrival in zip(jobs, arrivals, strict=True):
+        prompts = [PrefilledPrompt(rows=job.admitted, tokens=len(job.tokens) - 1, state=job.state) for job in jobs]
+        if not self._cache.has_room(prompts):
+            self._compact()  # the limit on the KV cache counts no free slots, so free them before columns grow
+        self._grow(wanted - (self.slots - self.table.running))
+        free = [slot for slot, row in enumerate(self.table.rows) if row is None]
+        self._cache.make_room(self.table.positions, self.table.live, prompts)
+        for job, prompt in zip(jobs, prompts, strict=True):
             slots, free = free[: job.admitted], free[job.admitted :]
-            self._cache.enter(slots, arrival)
+            self._cache.enter(slots, prompt)
             for slot, row in zip(slots, job.rows, strict=False):
-                self.ledger.enter(slot, row, len(job.tokens) - 1)
-                self._fresh[slot] = job.tokens[-1]
-        self._plan = None
+                self.table.enter(slot, row, len(job.tokens) - 1)
+                self._first_input[slot] = job.tokens[-1]
+        self._parameters = None
 
     def _restart(self, rows: int) -> None:
-        """Begin anew with empty slots; a step in flight holds no row that still lives."""
+        """Start again with empty slots; a step in flight holds no live row."""
         self.inflight = None
-        self.ledger = Ledger(self._end_tokens, self.vocabulary)
-        self.ledger.grow(rows)
-        self._cache, self._input, self._fresh, self._seen = self._make_caches(rows), None, {}, None
+        self.table = SlotTable(self._end_tokens, self.vocabulary)
+        self.table.grow(rows)
+        self._cache, self._input, self._first_input, self._seen = self._make_caches(rows), None, {}, None
         self._waste = 0.0
 
     def _grow(self, rows: int) -> None:
@@ -145,130 +258,132 @@ class Batch:
             return
         assert self._cache is not None
         self._cache.grow(rows)
-        self.ledger.grow(rows)
+        self.table.grow(rows)
         if self._input is not None:
             self._input = mx.concatenate([self._input, mx.zeros((rows,), self._input.dtype)])
 
     def leave(self, slot: int) -> Row:
-        """Free a slot; the row takes along what it has sampled."""
-        row = self.ledger.leave(slot)
-        self._fresh.pop(slot, None)
+        """Free a slot and return its row with the tokens it has sampled."""
+        row = self.table.leave(slot)
+        self._first_input.pop(slot, None)
         return row
 
     def clear(self, slot: int) -> None:
-        """Zero the cache of a slot whose row was not finite."""
+        """Zero the KV cache of a slot whose values were not finite."""
         if self._cache is not None:
             self._cache.clear(slot)
 
     def drop(self) -> None:
-        """Give back the buffers; all rows have left."""
+        """Free the buffers. All rows have left."""
         self._restart(0)
         self._cache = None
 
     def compact(self) -> None:
-        """Give up dead slots once they have cost as much as a copy of the cache without them would."""
-        running = self.ledger.running
-        dead = self.slots - running
-        if self._cache is None or not dead or not running:
+        """Remove free slots once they have wasted as much computation as a copy of the KV cache costs."""
+        running = self.table.running
+        free = self.slots - running
+        if self._cache is None or not free or not running:
             return
-        self._waste += dead / self.slots
-        if self._waste >= PATIENCE:
-            self._squeeze()
+        self._waste += free / self.slots
+        if self._waste >= MAX_WASTE:
+            self._compact()
 
-    def _squeeze(self) -> None:
-        """Copy the caches without dead slots, if there are any; some row is alive."""
-        running, slots = self.ledger.running, self.slots
+    def _compact(self) -> None:
+        """Copy the KV cache without free slots, if there are any and a row is live."""
+        running, slots = self.table.running, self.slots
         if self._cache is None or not running or running == slots:
             return
-        keep = np.flatnonzero(self.ledger.live)
-        self.ledger.take(keep.tolist())
-        self._cache.take(keep.tolist(), self.ledger.positions)
+        keep = np.flatnonzero(self.table.live)
+        self.table.take(keep.tolist())
+        self._cache.take(keep.tolist(), self.table.positions)
         moved = np.full(slots, -1, dtype=np.int64)
         moved[keep] = np.arange(running)
-        self._fresh = {int(moved[slot]): token for slot, token in self._fresh.items()}
+        self._first_input = {int(moved[slot]): token for slot, token in self._first_input.items()}
         if self._input is not None:
             self._input = self._input[mx.array(keep.astype(np.int32))]
         if self.inflight is not None:
             slot_N = self.inflight.slot_N
             self.inflight.slot_N = np.where(slot_N >= 0, moved[slot_N], -1)
-        self._plan, self._waste = None, 0.0
+        self._parameters, self._waste = None, 0.0
 
     def launch(self, version: int) -> Step | None:
-        """Start computing one token for every row that may still have one; None if there is no such row."""
-        ledger = self.ledger
-        due = ledger.live & (ledger.launched < ledger.limit)
+        """Start sampling one token for every row below its limit; None if there is no such row."""
+        table = self.table
+        due = table.live & (table.launched < table.limit)
         if self._cache is None or not due.any():
             return None
-        plan, slot = self._settings(), np.flatnonzero(due)
-        on_host = can_draw_on_host(plan)
+        parameters, slot = self._row_parameters(), np.flatnonzero(due)
+        on_cpu = can_sample_on_cpu(parameters)
         input_B = self._inputs()
-        logits_B_V = self._cache.logits(input_B, ledger.positions, due)
-        uniform_B_2 = self._uniforms(plan)
-        ledger.launched[slot] += 1
-        ledger.positions[slot] += 1
-        if on_host:
-            sampled = self._draw_here(logits_B_V, uniform_B_2, plan)
+        logits_B_V = self._cache.logits(input_B, table.positions, due)
+        uniform_B_2 = None if parameters.all_greedy else uniforms(table.seed, table.launched)
+        table.launched[slot] += 1
+        table.positions[slot] += 1
+        if on_cpu:
+            sampled = self._sample_on_cpu(logits_B_V, uniform_B_2, parameters)
         else:
-            sampled = self._draw_there(logits_B_V, input_B, uniform_B_2, plan)
+            sampled = self._sample_on_gpu(logits_B_V, input_B, uniform_B_2, parameters)
         self._input = sampled.token_B
-        return Step(
-            sampled=sampled, at_N=slot, slot_N=slot, serial_N=ledger.serial[slot], version=version, known=on_host
-        )
+        return Step(sampled=sampled, at_N=slot, slot_N=slot, serial_N=table.serial[slot], version=version, known=on_cpu)
 
-    def _draw_here(self, logits_B_V: Numbers, uniform_B_2: NDArray[np.float32] | None, plan: SamplingPlan) -> Drawn:
-        """Draw on the host, which waits for the logits."""
+    def _sample_on_cpu(
+        self, logits_B_V: Logits, uniform_B_2: NDArray[np.float32] | None, parameters: RowParameters
+    ) -> SampledRows:
+        """Wait for the logits and sample in NumPy."""
         assert self._cache is not None
         if isinstance(logits_B_V, mx.array):
             mx.async_eval(logits_B_V, self._cache.arrays)
             logits_B_V = np.array(logits_B_V.astype(mx.float32))
-        return draw_on_host(logits_B_V, uniform_B_2, plan)
+        return sample_on_cpu(logits_B_V, uniform_B_2, parameters)
 
-    def _draw_there(
-        self, logits_B_V: Numbers, input_B: mx.array, uniform_B_2: NDArray[np.float32] | None, plan: SamplingPlan
-    ) -> Drawn:
-        """Draw on the device, and set everything that the step writes to be computed."""
+    def _sample_on_gpu(
+        self,
+        logits_B_V: Logits,
+        input_B: mx.array,
+        uniform_B_2: NDArray[np.float32] | None,
+        parameters: RowParameters,
+    ) -> SampledRows:
+        """Sample in MLX, and start the evaluation of everything that the step writes."""
         assert self._cache is not None
         written = list(self._cache.arrays)
         if self._seen is not None:
             self._seen[mx.arange(self.slots), input_B] = True
             written.append(self._seen)
-        sampled = draw(mx.array(logits_B_V), None if uniform_B_2 is None else mx.array(uniform_B_2), plan, self._seen)
+        uniform = None if uniform_B_2 is None else mx.array(uniform_B_2)
+        sampled = sample(mx.array(logits_B_V), uniform, parameters, self._seen)
         mx.async_eval([a for a in sampled if a is not None], written)
         return sampled
 
-    def _uniforms(self, plan: SamplingPlan) -> NDArray[np.float32] | None:
-        return None if plan.all_greedy else uniforms(self.ledger.seed, self.ledger.launched)
-
     def _inputs(self) -> mx.array:
-        """Each row's newest token: what the last step drew, or the last token of a prompt that just joined."""
-        if not self._fresh and self._input is not None:
+        """Return each row's newest token: the one just sampled, or the last prompt token of a row that just joined."""
+        if not self._first_input and self._input is not None:
             return self._input
         given = np.zeros(self.slots, dtype=np.int32)
         chosen = np.zeros(self.slots, dtype=np.bool_)
-        for slot, token in self._fresh.items():
+        for slot, token in self._first_input.items():
             given[slot], chosen[slot] = token, True
-        self._fresh = {}
+        self._first_input = {}
         return mx.array(given) if self._input is None else mx.where(mx.array(chosen), mx.array(given), self._input)
 
-    def _settings(self) -> SamplingPlan:
-        """Return the plan of the present rows; built anew when rows have joined or moved."""
-        if self._plan is None:
-            rows = self.ledger.rows
-            recorded = [slot for slot, row in enumerate(rows) if row is not None and row.asked.request.record_support]
-            settings = [row.asked.request.sampling if row is not None else None for row in rows]
-            self._plan = plan_sampling(settings, self.vocabulary, recorded=recorded)
-            self._seen = self._seen_tokens() if self._plan.penalty_B is not None else None
-        return self._plan
+    def _row_parameters(self) -> RowParameters:
+        """Return the parameters of the present rows, rebuilt when rows have joined or moved."""
+        if self._parameters is None:
+            rows = self.table.rows
+            recorded = [slot for slot, row in enumerate(rows) if row is not None and row.active.request.record_support]
+            settings = [row.active.request.sampling if row is not None else None for row in rows]
+            self._parameters = row_parameters(settings, self.vocabulary, recorded=recorded)
+            self._seen = self._seen_tokens() if self._parameters.penalty_B is not None else None
+        return self._parameters
 
     def _seen_tokens(self) -> mx.array:
-        """Mark what penalised rows have seen, but for the newest token, which each step adds itself."""
+        """Mark the tokens of rows with a repetition penalty, except the newest, which each step adds itself."""
         seen_B_V = np.zeros((self.slots, self.vocabulary), dtype=np.bool_)
-        for slot, row in enumerate(self.ledger.rows):
-            if row is not None and row.asked.request.sampling.repetition_penalty != 1.0:
-                seen_B_V[slot, list(row.asked.request.prompt)] = True
-                seen_B_V[slot, self.ledger.tokens_of(slot)] = True
+        for slot, row in enumerate(self.table.rows):
+            if row is not None and row.active.request.sampling.repetition_penalty != 1.0:
+                seen_B_V[slot, list(row.active.request.prompt)] = True
+                seen_B_V[slot, self.table.tokens_of(slot)] = True
         return mx.array(seen_B_V)
 
-    def read(self, step: Step) -> Reading | None:
-        """Wait for a step and return its tokens, but for those of rows that have left since; None if all have."""
-        return step.read(self.ledger.serial)
+    def read(self, step: Step) -> StepOutput | None:
+        """Wait for a step and return the tokens of rows that are still in the batch; None if there are none."""
+        return step.read(self.table.serial)

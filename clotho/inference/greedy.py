@@ -1,4 +1,4 @@
-"""Greedy answers of one pinned version of the weights, computed in turns beside everything else."""
+"""Greedy completions of one pinned policy version, computed in turns with everything else."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from protocols.sampling import (
     Sampling,
 )
 
-NO_FILTERS: dict[str, Any] = {
+NEUTRAL_FILTERS: dict[str, Any] = {
     name: parameter.neutral for name, parameter in PARAMETERS.items() if parameter.learner == "replays support"
 }
 
 
 class PinnedWeights:
-    """The policy as an engine sees it, its version fixed."""
+    """The model that an engine serves, with a fixed policy version."""
 
     def __init__(self, policy: Policy, version: int) -> None:
         self.version = version
@@ -48,14 +48,14 @@ def greedy_completions(
     sampling: Sampling,
     settings: EngineSection,
 ) -> Generator[None, None, list[Completion]]:
-    """Answer every prompt greedily with `parameters`, whatever is served meanwhile; one decode tick per turn.
+    """Decode every prompt greedily with `parameters`, independent of the served weights; one decode step per turn.
 
-    An engine of its own, over the same base weights: neither its caches nor its batches touch those that serve.
-    Returns completions in the order of the prompts. Raises RequestError if a prompt does not fit, RuntimeError if the
-    engine gave one up.
+    Uses an engine of its own over the same base weights, so its KV caches and batches are separate from the served
+    ones. Returns the completions in the order of the prompts. Raises RequestError if a prompt does not fit, and
+    RuntimeError if a request fails.
     """
     engine = DecodeEngine(PinnedWeights(policy, version), settings)
-    greedy = replace(sampling, **NO_FILTERS, temperature=0.0)
+    greedy = replace(sampling, **NEUTRAL_FILTERS, temperature=0.0)
     answers: dict[int, Completion] = {}
     failures: list[str] = []
 
@@ -66,12 +66,14 @@ def greedy_completions(
             case SampleFailed():
                 failures.append(event.reason)
 
-    asked = 0
-    while asked < len(prompts) or engine.has_work:
-        ahead = min(len(prompts), len(answers) + 2 * settings.max_num_seqs)  # a full batch, and as many in line
-        while asked < ahead:
-            engine.submit(SampleRequest(prompt=prompts[asked], sampling=greedy, seeds=(0,)), partial(receive, asked))
-            asked += 1
+    submitted = 0
+    while submitted < len(prompts) or engine.has_work:
+        ahead = min(len(prompts), len(answers) + 2 * settings.max_num_seqs)  # a full batch, and as many waiting
+        while submitted < ahead:
+            engine.submit(
+                SampleRequest(prompt=prompts[submitted], sampling=greedy, seeds=(0,)), partial(receive, submitted)
+            )
+            submitted += 1
         with policy.using(parameters):
             engine.tick()
         if failures:

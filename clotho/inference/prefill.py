@@ -1,4 +1,4 @@
-"""Computing prompts: several at once where their lengths allow, a chunk per tick so that decoding goes on."""
+"""Prefill: the KV caches of prompts, several at once if their lengths allow, one chunk per tick of the engine."""
 
 from __future__ import annotations
 
@@ -10,33 +10,34 @@ import numpy as np
 import structlog
 
 from clotho.config.schema import EngineSection
-from clotho.inference.cache_layout import CacheLayout, PromptState, serving
+from clotho.cpu.interface import PromptState
+from clotho.inference.cache_layout import CacheLayout, evaluation_mode
 from clotho.inference.prefix_cache import PrefixCache
-from clotho.inference.scheduler import Asked, Job
+from clotho.inference.scheduler import ActiveRequest, PrefillJob
 
 log = structlog.get_logger(__name__)
 
-SIMILAR = 32
-"""Prompts are padded to a common length if they differ by no more tokens than this, or a quarter.
+MAX_PADDING = 32
+"""Prompts are padded to a common length if they differ by at most this many tokens, or a quarter of the length.
 
-Of prefixes that were found, no more tokens than this are given up so that prompts can start together.
+To start prompts together, at most this many tokens of a prefix cache hit are discarded.
 """
 
 
 class PrefillBatch:
-    """Prompts being computed together: all but the last token of each.
+    """Prompts that are prefilled together: all but the last token of each.
 
-    jobs: of similar (padded) or equal length. They go on from as many tokens as all of them have computed already.
+    jobs: of similar (padded) or equal length. They continue from the number of tokens that all of them have computed.
     """
 
-    def __init__(self, layout: CacheLayout, jobs: Sequence[Job], *, version: int) -> None:
+    def __init__(self, layout: CacheLayout, jobs: Sequence[PrefillJob], *, version: int) -> None:
         self.jobs = list(jobs)
         self.version = version
-        self.pure = True  # no weights were swapped meanwhile
+        self.single_version = True  # no weight swap since the start
         self._layout = layout
         self._done = min(job.state_tokens for job in jobs)
         self._length = max(len(job.tokens) - 1 for job in jobs)
-        self._cache = layout.restore(_common_start(layout, jobs), self._done) if self._done else layout.fresh()
+        self._cache = layout.restore(_common_state(layout, jobs), self._done) if self._done else layout.fresh()
         token_B_T = np.zeros((len(jobs), self._length), dtype=np.int32)
         for b, job in enumerate(jobs):
             token_B_T[b, : len(job.tokens) - 1] = job.tokens[:-1]
@@ -44,23 +45,23 @@ class PrefillBatch:
 
     @property
     def remaining(self) -> int:
-        """Tokens still to be computed, padding included."""
+        """Number of tokens not yet computed, padding included."""
         return (self._length - self._done) * len(self.jobs)
 
     def advance(self, budget: int) -> int:
-        """Start computing the next chunk of at most `budget` tokens (at least one per prompt); return how many."""
+        """Start the next chunk of at most `budget` tokens (at least one per prompt); return its size."""
         count = min(max(1, budget // len(self.jobs)), self._length - self._done)
         if count <= 0:
             return 0
         chunk = mx.array(self._token_B_T[:, self._done : self._done + count])
-        with serving(self._layout.model):
+        with evaluation_mode(self._layout.model):
             self._layout.model(chunk, cache=self._cache)
         mx.async_eval([c.state for c in self._cache])
         self._done += count
         return count * len(self.jobs)
 
     def finish(self) -> None:
-        """Wait for the computation and hand each job its state. Raises what the computation raised."""
+        """Wait for the evaluation and set the state of each job. Raises what the evaluation raised."""
         mx.eval([c.state for c in self._cache])
         for row, job in enumerate(self.jobs):
             tokens = len(job.tokens) - 1
@@ -69,8 +70,8 @@ class PrefillBatch:
         mx.eval([job.state for job in self.jobs])
 
 
-def _common_start(layout: CacheLayout, jobs: Sequence[Job]) -> PromptState:
-    """What is computed of every job, side by side in one state."""
+def _common_state(layout: CacheLayout, jobs: Sequence[PrefillJob]) -> PromptState:
+    """Return the states of all jobs, truncated to the common number of tokens, as one batch."""
     done = min(job.state_tokens for job in jobs)
     states = [
         job.state if job.state_tokens == done or job.state is None else layout.trimmed(job.state, done) for job in jobs
@@ -79,48 +80,48 @@ def _common_start(layout: CacheLayout, jobs: Sequence[Job]) -> PromptState:
     return tuple(tuple(mx.concatenate(list(rows)) for rows in zip(*leaf, strict=True)) for leaf in by_leaf)
 
 
-def select(waiting: deque[Job], layout: CacheLayout, budget: int) -> list[Job]:
-    """Take from `waiting` the first job and all that can be computed with it, within `budget` padded tokens."""
+def select(waiting: deque[PrefillJob], layout: CacheLayout, budget: int) -> list[PrefillJob]:
+    """Remove from `waiting` the first job and all that can be prefilled with it, within `budget` padded tokens."""
     chosen = [waiting.popleft()]
     for job in list(waiting):
-        if _fit([*chosen, job], layout.right_padding_limit, budget):
+        if _can_prefill_together([*chosen, job], layout.right_padding_limit, budget):
             chosen.append(job)
             waiting.remove(job)
     return chosen
 
 
-def _fit(jobs: Sequence[Job], limit: int | None, budget: int) -> bool:
-    """Say whether these can be computed together. limit: the longest prompt that may be padded; None: any may."""
+def _can_prefill_together(jobs: Sequence[PrefillJob], limit: int | None, budget: int) -> bool:
+    """Whether the jobs can be prefilled together. limit: maximum length of a padded prompt; None = any."""
     lengths, starts = [len(job.tokens) for job in jobs], [job.state_tokens for job in jobs]
     longest, shortest, start = max(lengths), min(lengths), min(starts)
-    if (longest - start) * len(jobs) > budget or longest - shortest > max(SIMILAR, longest // 4):
+    if (longest - start) * len(jobs) > budget or longest - shortest > max(MAX_PADDING, longest // 4):
         return False
-    if max(starts) - start > (SIMILAR if limit is None else 0):
+    if max(starts) - start > (MAX_PADDING if limit is None else 0):
         return False
     return longest == shortest or limit is None or longest - 1 <= limit
 
 
 class Prefill:
-    """Jobs on their way into the batch: those to be computed, the batch of them in progress, and the prefix cache."""
+    """Jobs before they join the batch: those that wait for prefill, those in progress, and the prefix cache."""
 
     def __init__(self, layout: CacheLayout, settings: EngineSection) -> None:
         self.prefixes = PrefixCache(layout, settings.prefix_cache_tokens)
         self.computed_tokens = self.hits = self.misses = 0
         self._layout = layout
         self._chunk = settings.prefill_chunk
-        self._todo: deque[Job] = deque()
-        self._ready: list[Job] = []
+        self._waiting: deque[PrefillJob] = deque()
+        self._ready: list[PrefillJob] = []
         self._batch: PrefillBatch | None = None
 
-    def add(self, jobs: Sequence[Job], version: int) -> None:
-        """Take over admitted jobs; those that need no computation, or find it in the prefix cache, are ready."""
+    def add(self, jobs: Sequence[PrefillJob], version: int) -> None:
+        """Add admitted jobs. Jobs that need no prefill, or that the prefix cache covers, are ready at once."""
         for job in jobs:
-            if job.asked.request.reuse_prefix and not job.computed:
+            if job.active.request.reuse_prefix and not job.computed:
                 self._look_up(job, version)
             job.computed = job.computed or len(job.tokens) == 1
-            (self._ready if job.computed else self._todo).append(job)
+            (self._ready if job.computed else self._waiting).append(job)
 
-    def _look_up(self, job: Job, version: int) -> None:
+    def _look_up(self, job: PrefillJob, version: int) -> None:
         hit = self.prefixes.find(version, job.tokens[:-1])
         if hit is None:
             self.misses += 1
@@ -129,15 +130,15 @@ class Prefill:
         job.state, job.state_tokens = hit.state, hit.tokens
         job.computed = hit.tokens == len(job.tokens) - 1
 
-    def advance(self, version: int, *, idle: bool, fail: Callable[[Asked, str], None]) -> list[Job]:
-        """Start computing at most one chunk; return the jobs that are ready to join.
+    def advance(self, version: int, *, idle: bool, fail: Callable[[ActiveRequest, str], None]) -> list[PrefillJob]:
+        """Start at most one chunk; return the jobs that are ready to join.
 
-        What was started is waited for only in the next call, or at once if `idle`: nothing else could run meanwhile.
-        What the computation raises fails the requests concerned: their jobs return without rows.
+        The next call waits for a started chunk; if `idle`, this call does, because nothing else can run meanwhile.
+        An exception fails the requests concerned, and their jobs are returned without rows.
         """
         self._collect(fail)
-        if self._batch is None and self._todo:
-            jobs = select(self._todo, self._layout, self._chunk)
+        if self._batch is None and self._waiting:
+            jobs = select(self._waiting, self._layout, self._chunk)
             self._run(lambda: self._begin(jobs, version), jobs, fail)
         if self._batch is not None:
             batch = self._batch
@@ -147,14 +148,14 @@ class Prefill:
         ready, self._ready = self._ready, []
         return ready
 
-    def _begin(self, jobs: list[Job], version: int) -> None:
+    def _begin(self, jobs: list[PrefillJob], version: int) -> None:
         self._batch = PrefillBatch(self._layout, jobs, version=version)
 
     def _advance(self, batch: PrefillBatch) -> None:
         self.computed_tokens += batch.advance(self._chunk)
 
-    def _collect(self, fail: Callable[[Asked, str], None]) -> None:
-        """Hand over the batch in progress if all of it has been started."""
+    def _collect(self, fail: Callable[[ActiveRequest, str], None]) -> None:
+        """Finish the batch in progress if all of its chunks have been started."""
         batch = self._batch
         if batch is None or batch.remaining:
             return
@@ -164,29 +165,31 @@ class Prefill:
         batch.finish()
         self._batch = None
         for job in batch.jobs:
-            if job.asked.request.reuse_prefix and job.state is not None and batch.pure:
-                self.prefixes.keep(batch.version, job.tokens[:-1], job.state)
+            if job.active.request.reuse_prefix and job.state is not None and batch.single_version:
+                self.prefixes.store(batch.version, job.tokens[:-1], job.state)
         self._ready.extend(batch.jobs)
 
-    def _run(self, step: Callable[[], None], jobs: list[Job], fail: Callable[[Asked, str], None]) -> None:
+    def _run(
+        self, step: Callable[[], None], jobs: list[PrefillJob], fail: Callable[[ActiveRequest, str], None]
+    ) -> None:
         try:
             step()
         except Exception as error:
-            log.exception("prompts could not be computed", requests=[job.asked.request_id for job in jobs])
+            log.exception("prefill_failed", requests=[job.active.request_id for job in jobs])
             self._batch = None
             for job in jobs:
                 job.rows, job.admitted = [], 0
-                fail(job.asked, f"the prompt could not be computed: {error}")
+                fail(job.active, f"prefill failed: {error}")
             self._ready.extend(jobs)
 
     def forget_prefixes(self) -> None:
-        """Empty the prefix cache; what is in progress will not enter it."""
+        """Empty the prefix cache. Prompts in progress will not be stored in it."""
         self.prefixes.clear()
         if self._batch is not None:
-            self._batch.pure = False
+            self._batch.single_version = False
 
     def restart(self) -> None:
-        """Drop all jobs; they are about to be admitted anew."""
-        self._todo.clear()
+        """Drop all jobs, which will be admitted again."""
+        self._waiting.clear()
         self._ready.clear()
         self._batch = None

@@ -1,4 +1,4 @@
-"""Computed prompts kept for requests that begin alike, least recently used out first, never across versions."""
+"""The prefix cache: KV caches of prompts, reused by requests with the same beginning; LRU, never across versions."""
 
 from __future__ import annotations
 
@@ -9,23 +9,24 @@ from collections.abc import Iterator
 import mlx.core as mx
 from msgspec import Struct
 
-from clotho.inference.cache_layout import CacheLayout, PromptState
+from clotho.cpu.interface import PromptState
+from clotho.inference.cache_layout import CacheLayout
 
-MOST_ENTRIES = 256
+MAX_ENTRIES = 256
 
 Key = tuple[int, tuple[int, ...]]
-"""Version and tokens of a computed prompt."""
+"""Policy version and tokens of a prompt."""
 
 
 class PrefixHit(Struct, frozen=True, kw_only=True):
-    """A state that covers the first `tokens` tokens of the prompt asked for."""
+    """A state that covers the first `tokens` tokens of the requested prompt."""
 
     state: PromptState
     tokens: int
 
 
 class PrefixCache:
-    """At most `capacity` tokens of computed prompts, and at most 256 of them; 0 keeps nothing."""
+    """Holds at most `capacity` tokens and at most `MAX_ENTRIES` prompts; capacity 0 disables it."""
 
     def __init__(self, layout: CacheLayout, capacity: int) -> None:
         self.tokens = 0
@@ -35,7 +36,7 @@ class PrefixCache:
         self._sorted: list[Key] = []
 
     def find(self, version: int, tokens: tuple[int, ...]) -> PrefixHit | None:
-        """Return the state that covers most of `tokens`: an entry that begins it, or the common start of one."""
+        """Return the state that covers most of `tokens`: a whole entry, or the common prefix of one."""
         found = [(common_prefix(key[1], tokens), key) for key in self._candidates(version, tokens)]
         common, key = max(found, default=(0, (version, ())))
         if not common:
@@ -46,9 +47,9 @@ class PrefixCache:
         return PrefixHit(state=state, tokens=common)
 
     def _candidates(self, version: int, tokens: tuple[int, ...]) -> Iterator[Key]:
-        """The entries that may cover most of `tokens`: in the order of their tokens, those next to it.
+        """Return the entries that may cover most of `tokens`: its neighbours in lexicographic order.
 
-        Where states cannot be cut, it is the entry before that begins `tokens`; what lies between shares less.
+        If states cannot be truncated, only an entry that is a prefix of `tokens` counts; it precedes `tokens`.
         """
         if self._layout.right_padding_limit is None:
             at = bisect_left(self._sorted, (version, tokens))
@@ -62,8 +63,8 @@ class PrefixCache:
                 return
             tokens = tokens[:common]
 
-    def keep(self, version: int, tokens: tuple[int, ...], state: PromptState) -> None:
-        """Remember the state after `tokens`, in memory of its own."""
+    def store(self, version: int, tokens: tuple[int, ...], state: PromptState) -> None:
+        """Store a copy of the state after `tokens`."""
         key = (version, tokens)
         if not tokens or len(tokens) > self._capacity or key in self._entries:
             return
@@ -72,21 +73,21 @@ class PrefixCache:
         self._entries[key] = copied
         insort(self._sorted, key)
         self.tokens += len(tokens)
-        while self.tokens > self._capacity or len(self._entries) > MOST_ENTRIES:
+        while self.tokens > self._capacity or len(self._entries) > MAX_ENTRIES:
             oldest, _ = self._entries.popitem(last=False)
             self._sorted.remove(oldest)
             self.tokens -= len(oldest[1])
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Remove all entries."""
         self._entries.clear()
         self._sorted.clear()
         self.tokens = 0
 
 
 def common_prefix(a: tuple[int, ...], b: tuple[int, ...]) -> int:
-    """Count the tokens in which `a` and `b` begin alike."""
-    least = min(len(a), len(b))
-    if a[:least] == b[:least]:
-        return least
+    """Return the length of the common prefix of `a` and `b`."""
+    shortest = min(len(a), len(b))
+    if a[:shortest] == b[:shortest]:
+        return shortest
     return next(i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)

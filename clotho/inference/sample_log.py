@@ -1,7 +1,7 @@
-"""What the engine drew for clients of the HTTP API: remembered so that the learner gets the truth, not what comes back.
+"""The sample log: completions sampled for API clients, with the log-probabilities at which they were sampled.
 
-An environment sends tokens and rewards; whether it sends log-probabilities too, and rightly, is up to it. The engine
-knows them, and which weights drew each token under which distribution.
+An environment returns tokens and rewards. Whether it returns correct log-probabilities depends on the environment; the
+engine knows them, and which policy version sampled each token under which distribution.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from protocols.sampling import (
 )
 
 TOKEN_BYTES, SUPPORT_BYTES, COMPLETION_BYTES = 8, 40, 256
-"""What a token takes; a support, and a completion, beside what is in it."""
+"""Size in bytes of a token, and the overhead of a support and of a completion."""
 
 DECIMALS = 3
-"""Of log-probabilities, beyond which equal draws differ by what else was in their batches."""
+"""Log-probabilities of equal samples agree to this many decimals; beyond, they depend on the rest of the batch."""
 
-MOST_EQUAL = 16
-"""So many draws of the same tokens after the same tokens are told apart."""
+MAX_EQUAL = 16
+"""Maximum number of completions with the same prompt and tokens that are entry."""
 
 
 class SampledCompletion(Struct, frozen=True, kw_only=True, eq=False):
-    """One completion as it was sampled.
+    """One completion and how it was sampled.
 
     logprobs: natural logarithms under the distribution that each token was sampled from. versions: the policy version
         that sampled each token.
-    supports: as in `Completion`. client_label: label of the client that asked for it, empty if it gave none.
+    supports: as in `Completion`. client_label: label of the client that requested it; empty if it gave none.
     unlearnable: why the learner cannot evaluate that distribution; empty if it can.
     """
 
@@ -55,7 +55,7 @@ class SampledCompletion(Struct, frozen=True, kw_only=True, eq=False):
     unlearnable: str
 
 
-class _Kept(Struct, frozen=True, gc=False):
+class _Entry(Struct, frozen=True, gc=False):
     key: bytes
     logprobs: bytes
     versions: bytes
@@ -67,22 +67,22 @@ class _Kept(Struct, frozen=True, gc=False):
 
     @property
     def cost(self) -> int:
-        """In tokens."""
+        """Size in tokens."""
         supports = sum(map(len, self.supports)) + SUPPORT_BYTES * len(self.supports)
         return len(self.versions) // 4 + (supports + COMPLETION_BYTES) // TOKEN_BYTES
 
     @property
-    def draw(self) -> tuple[object, ...]:
-        """What equal draws have in common beside the tokens.
+    def sample_key(self) -> tuple[object, ...]:
+        """Key of equal samples of the same tokens.
 
-        Log-probabilities are among it, up to rounding: of two draws by the same weights one may have been begun, and
-        its prompt computed, by the weights before (`engine.kv_policy = "keep"`).
+        It contains the rounded log-probabilities, because the KV cache of one of two samples may have been computed by
+        an earlier policy version (`engine.kv_policy = "keep"`).
         """
         rounded = np.frombuffer(self.logprobs, dtype=np.float32).round(DECIMALS).tobytes()
         return rounded, self.versions, self.temperature, self.supports, self.unlearnable, self.client_label
 
-    def sampled(self) -> SampledCompletion:
-        """As those who find it see it."""
+    def to_sampled(self) -> SampledCompletion:
+        """Return the entry as readers receive it."""
         return SampledCompletion(
             logprobs=np.frombuffer(self.logprobs, dtype=np.float32),
             versions=np.frombuffer(self.versions, dtype=np.int32),
@@ -95,32 +95,32 @@ class _Kept(Struct, frozen=True, gc=False):
 
 
 class SampleLog:
-    """The latest completions, found again by their tokens and those before; all methods may be called in any thread.
+    """The latest completions, by prompt and tokens. Thread-safe.
 
-    Of equal completions of equal prompts the latest is remembered, though never one that cannot be learned from in place
-    of one that can: a test at temperature 0 may repeat what was sampled for training. The oldest are forgotten first.
+    A completion that the learner cannot evaluate never replaces an equal one that it can: an evaluation at
+    temperature 0 may repeat a completion sampled for training. The oldest completions are removed first.
     """
 
     def __init__(self, *, capacity_tokens: int = 2**20, logit_bias: Sequence[tuple[int, float]] = ()) -> None:
-        """capacity_tokens: the bound, in tokens of 8 bytes; supports count, and each completion for 32 of its own.
+        """capacity_tokens: maximum size in tokens of 8 bytes; supports count, and each completion counts 32 more.
 
-        logit_bias: the run's own, which the learner evaluates.
+        logit_bias: logit bias of the run, which the learner evaluates.
         """
         self._capacity, self._bias = capacity_tokens, sorted(logit_bias)
-        self._kept: dict[int, _Kept] = {}  # by serial number, the oldest first
+        self._entries: dict[int, _Entry] = {}  # by serial number, oldest first
         self._equal: dict[bytes, list[int]] = {}
         self._serial = count()
         self._cost = 0
         self._lock = Lock()
         self._prompt: tuple[int, ...] = ()
-        self._begun = _begun(())
+        self._prompt_hash = _hash_prompt(())
 
     def remember(self, request: SampleRequest, completion: Completion, *, client_label: str) -> None:
-        """Remember a finished completion of a request; one that was aborted, or is larger than the log, is not."""
+        """Store a finished completion of a request, unless it was aborted or is larger than the log."""
         if completion.finish_reason == "abort":
             return
         with self._lock:
-            kept = _Kept(
+            entry = _Entry(
                 self._key(request.prompt, completion.tokens),
                 array("f", completion.logprobs).tobytes(),
                 array("i", completion.versions).tobytes(),
@@ -130,52 +130,52 @@ class SampleLog:
                 client_label,
                 unlearnable_reason(request.sampling, support_recorded=bool(completion.supports), logit_bias=self._bias),
             )
-            if kept.cost > self._capacity:
+            if entry.cost > self._capacity:
                 return
-            equal = self._equal.setdefault(kept.key, [])
+            equal = self._equal.setdefault(entry.key, [])
             equal.append(next(self._serial))
-            self._kept[equal[-1]] = kept
-            self._cost += kept.cost
-            same = [number for number in equal[:-1] if self._kept[number].draw == kept.draw]
-            for number in same or equal[:-MOST_EQUAL]:
-                self._forget(number)
+            self._entries[equal[-1]] = entry
+            self._cost += entry.cost
+            same = [number for number in equal[:-1] if self._entries[number].sample_key == entry.sample_key]
+            for number in same or equal[:-MAX_EQUAL]:
+                self._remove(number)
             while self._cost > self._capacity:
-                self._forget(next(iter(self._kept)))
+                self._remove(next(iter(self._entries)))
 
     def find(
         self, tokens: Sequence[int], start: int, end: int, *, logprobs: NDArray[np.float64] | None = None
     ) -> SampledCompletion | None:
-        """Return `tokens[start:end]` as sampled after `tokens[:start]`: all of one completion, nothing more or less.
+        """Return the completion `tokens[start:end]` of the prompt `tokens[:start]`; None if it is not in the log.
 
-        Of several equal ones it is that whose log-probabilities are nearest to `logprobs`, or the latest; one that the
-        learner cannot evaluate only if there is no other.
+        Of several equal completions, returns the one whose log-probabilities are closest to `logprobs`, or the latest.
+        Completions that the learner cannot evaluate are returned only if there is no other.
         """
         if not 0 <= start < end <= len(tokens):
             return None
         try:
-            key = _ended(_begun(tokens[:start]), tokens[start:end])
+            key = _hash_completion(_hash_prompt(tokens[:start]), tokens[start:end])
         except (OverflowError, TypeError):
-            return None  # no token of ours
+            return None  # not token identifiers
         with self._lock:
-            found = [self._kept[number].sampled() for number in reversed(self._equal.get(key, ()))]
+            found = [self._entries[number].to_sampled() for number in reversed(self._equal.get(key, ()))]
         found = [sampled for sampled in found if not sampled.unlearnable] or found
         if len(found) > 1 and logprobs is not None:
             return min(found, key=lambda sampled: float(np.abs(sampled.logprobs - logprobs).max()))
         return found[0] if found else None
 
     def _key(self, prompt: tuple[int, ...], tokens: tuple[int, ...]) -> bytes:
-        """The completions of one request come one after the other: their prompt is hashed once."""
+        """Return the key of a completion. The prompt of consecutive completions of one request is hashed once."""
         if prompt is not self._prompt:
-            self._prompt, self._begun = prompt, _begun(prompt)
-        return _ended(self._begun, tokens)
+            self._prompt, self._prompt_hash = prompt, _hash_prompt(prompt)
+        return _hash_completion(self._prompt_hash, tokens)
 
-    def _forget(self, number: int) -> None:
-        kept = self._kept.pop(number)
-        self._cost -= kept.cost
-        equal = self._equal[kept.key]
+    def _remove(self, number: int) -> None:
+        entry = self._entries.pop(number)
+        self._cost -= entry.cost
+        equal = self._equal[entry.key]
         equal.remove(number)
         if not equal:
-            del self._equal[kept.key]
+            del self._equal[entry.key]
 
 
 def unlearnable_reason(
@@ -200,14 +200,14 @@ def token_cost(sampling: Sampling) -> int:
     return 1 + -(-support // TOKEN_BYTES)
 
 
-def _begun(prompt: Sequence[int]) -> hashlib.blake2b:
-    """Return the state of the hash after the prompt; its length comes first."""
+def _hash_prompt(prompt: Sequence[int]) -> hashlib.blake2b:
+    """Return the hash state after the length and the tokens of the prompt."""
     state = hashlib.blake2b(array("q", (len(prompt),)), digest_size=16)
     state.update(array("i", prompt))
     return state
 
 
-def _ended(begun: hashlib.blake2b, tokens: Sequence[int]) -> bytes:
-    state = begun.copy()
+def _hash_completion(prompt_hash: hashlib.blake2b, tokens: Sequence[int]) -> bytes:
+    state = prompt_hash.copy()
     state.update(array("i", tokens))
     return state.digest()

@@ -1,35 +1,156 @@
-"""From logits to tokens, and to the log-probability of each token under the distribution it was sampled from.
+"""From sampling parameters to tokens: validation of requests, parameters of a batch as arrays, and sampling.
 
-All functions take a batch of logits (B, V) in float32 and stay on the device. What a batch does not use costs nothing:
-a plan without filters never sorts, one without penalties keeps no table of seen tokens, and the only exponential over
-the vocabulary is the one that sampling needs. Supports are collected for the rows that record them and no others.
+Sampling functions take a batch of logits (B, V) in float32 and stay on the device. Parameters that no row uses cost
+nothing: without filters there is no sort, without repetition penalty no table of previous tokens, and without recorded
+supports none are collected. `clotho.cpu.sampling` implements the same algorithm in NumPy.
 
-Top-p, top-k and min-p: which tokens may be sampled, as a mask and as numbers.
-
-Random numbers that depend on nothing but (seed, position): a row draws the same whatever its neighbours do.
-
-SplitMix64 (Steele, Lea, Flood, 2014) used as a counter-based generator: its finaliser hashes a counter.
+Random numbers depend on (seed, position) only, so a row samples the same tokens whatever its neighbours are.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import reprlib
+from collections.abc import Collection, Iterable, Sequence
 
 import mlx.core as mx
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from clotho.inference.sampling_params import Filters, SamplingPlan
+from clotho.cpu.interface import (
+    BLOCK,
+    ONE_STAGE,
+    PADDING,
+    Filters,
+    RowLogitBias,
+    RowParameters,
+    SampledRows,
+    SupportRecording,
+    Supports,
+)
+from protocols.errors import RequestError
+from protocols.sampling import MAX_SUPPORT, PARAMETERS, SampleRequest, Sampling, can_record_support
 
-PADDING = 2**32 - 1
-"""Stands behind a row's tokens in an array of supports; no token's number."""
+DEFAULT = Sampling()
 
 
-def support(x_B_V: mx.array, filters: Filters) -> mx.array:
-    """Say which tokens survive top-p, top-k and min-p: of each row the n likeliest, ties by lower token id.
+def row_parameters(
+    settings: Sequence[Sampling | None], vocabulary: int, *, recorded: Collection[int] = ()
+) -> RowParameters:
+    """Collect the sampling parameters of all rows into arrays. None stands for a slot without a row.
 
-    Each filter keeps a prefix of the tokens in order of probability, so all three together keep the shortest:
-    top-p the fewest whose probabilities reach p, top-k the first k, min-p those of at least min_p x the largest.
+    recorded: rows that report their support. Rows whose support is the whole vocabulary report nothing.
+    """
+    used = [s if s is not None else DEFAULT for s in settings]
+    greedy = np.array([s.temperature == 0.0 for s in used])
+    live_greedy = [s.temperature == 0.0 for s in settings if s is not None]
+    return RowParameters(
+        all_greedy=all(live_greedy),
+        greedy_B=mx.array(greedy) if greedy.any() else None,
+        inverse_temperature_B=_array_unless([1.0 / s.temperature if s.temperature else 1.0 for s in used], 1.0),
+        filters=_filters(used, vocabulary),
+        penalty_B=_array_unless([s.repetition_penalty for s in used], 1.0),
+        bias=_bias(used),
+        top_logprobs=max(s.top_logprobs for s in used),
+        recording=_recording([row for row in sorted(recorded) if truncates(used[row], vocabulary)], used, vocabulary),
+    )
+
+
+def truncates(sampling: Sampling, vocabulary: int) -> bool:
+    """Whether filters can exclude tokens. False for greedy rows, which report the unfiltered distribution."""
+    filtered = sampling.top_p < 1.0 or sampling.min_p > 0.0 or 0 < sampling.top_k < vocabulary
+    return filtered and sampling.temperature != 0.0
+
+
+def _array_unless(values: Sequence[float], neutral: float) -> mx.array | None:
+    return mx.array(np.array(values, dtype=np.float32)) if any(v != neutral for v in values) else None
+
+
+def _filters(used: Sequence[Sampling], vocabulary: int) -> Filters | None:
+    """Return the filters of all rows, or None if no row has any. Greedy rows keep every token."""
+    filtered = [s if truncates(s, vocabulary) else DEFAULT for s in used]
+    if all(s is DEFAULT for s in filtered):
+        return None
+    top_k = [s.top_k if 0 < s.top_k < vocabulary else vocabulary for s in filtered]
+    # With top_p = 1, tokens stay even if the rounded prefix sum before them is already 1.
+    top_p = np.array([s.top_p if s.top_p < 1.0 else np.inf for s in filtered], dtype=np.float32)
+    min_p = np.array([s.min_p for s in filtered], dtype=np.float32)
+    k = np.array(top_k, dtype=np.int32)
+    return Filters(mx.array(top_p), mx.array(k), mx.array(min_p))
+
+
+def _recording(rows: Sequence[int], used: Sequence[Sampling], vocabulary: int) -> SupportRecording | None:
+    if not rows:
+        return None
+    width = max(used[row].top_k for row in rows)
+    return SupportRecording(mx.array(np.array(rows, dtype=np.int32)), min(width, vocabulary))
+
+
+def _bias(used: Sequence[Sampling]) -> RowLogitBias | None:
+    width = max(len(s.logit_bias) for s in used)
+    if width == 0:
+        return None
+    token_B_K = np.zeros((len(used), width), dtype=np.int32)
+    value_B_K = np.zeros((len(used), width), dtype=np.float32)
+    for row, sampling in enumerate(used):
+        for k, (token, value) in enumerate(sampling.logit_bias):
+            token_B_K[row, k], value_B_K[row, k] = token, value
+    return RowLogitBias(mx.array(token_B_K), mx.array(value_B_K))
+
+
+def sample(
+    logits_B_V: mx.array, uniform_B_2: mx.array | None, parameters: RowParameters, seen_B_V: mx.array | None
+) -> SampledRows:
+    """Sample one token per row by inverting the distribution function; greedy rows take the most probable token.
+
+    Order: logit bias, repetition penalty, temperature, then top-p, top-k, min-p. Temperature and filters do not apply
+    to greedy rows, so their log-probabilities are those at temperature 1.
+    uniform_B_2: two uniforms in (0, 1) per row; None if all rows are greedy.
+    seen_B_V: tokens of prompt and completion so far; None if no row has a repetition penalty.
+    """
+    x_B_V = process_logits(logits_B_V.astype(mx.float32), parameters, seen_B_V)
+    if parameters.filters is not None:
+        x_B_V = mx.where(filter_mask(x_B_V, parameters.filters), x_B_V, -mx.inf)
+    peak_B_1 = mx.max(x_B_V, axis=-1, keepdims=True)
+    weight_B_V = mx.exp(x_B_V - peak_B_1)
+    if uniform_B_2 is None:
+        token_B, total_B = mx.argmax(x_B_V, axis=-1), mx.sum(weight_B_V, axis=-1)
+    else:
+        token_B, total_B = choose_token(weight_B_V, uniform_B_2)
+        if parameters.greedy_B is not None:
+            token_B = mx.where(parameters.greedy_B, mx.argmax(x_B_V, axis=-1), token_B)
+    token_B = token_B.astype(mx.int32)
+    log_total_B = peak_B_1[:, 0] + mx.log(total_B)
+    logp_B = mx.take_along_axis(x_B_V, token_B[:, None], axis=-1)[:, 0] - log_total_B
+    sampled = SampledRows(token_B, logp_B)
+    if parameters.top_logprobs:
+        top = alternatives(x_B_V - log_total_B[:, None], parameters.top_logprobs)
+        sampled = SampledRows(token_B, logp_B, *top)
+    if parameters.recording is None:
+        return sampled
+    token_R_K = support_tokens(x_B_V[parameters.recording.row_R], parameters.recording.width)
+    return sampled._replace(supports=Supports(parameters.recording.row_R, token_R_K))
+
+
+def process_logits(x_B_V: mx.array, parameters: RowParameters, seen_B_V: mx.array | None) -> mx.array:
+    """Apply logit bias, repetition penalty (CTRL, arXiv:1909.05858, equation 4, by sign) and temperature."""
+    if parameters.bias is not None:
+        rows_B_1 = mx.arange(x_B_V.shape[0])[:, None]
+        x_B_V = x_B_V.at[rows_B_1, parameters.bias.token_B_K].add(parameters.bias.value_B_K)
+    if parameters.penalty_B is not None and seen_B_V is not None:
+        penalty_B_1 = parameters.penalty_B[:, None]
+        x_B_V = mx.where(seen_B_V, mx.where(x_B_V > 0, x_B_V / penalty_B_1, x_B_V * penalty_B_1), x_B_V)
+    if parameters.inverse_temperature_B is not None:
+        x_B_V = x_B_V * parameters.inverse_temperature_B[:, None]
+    return x_B_V
+
+
+def filter_mask(x_B_V: mx.array, filters: Filters) -> mx.array:
+    """Return which tokens top-p, top-k and min-p keep. Of equal logits, the lowest identifiers are kept.
+
+    Each filter keeps a prefix of the tokens in descending order of probability, so all three together keep the
+    shortest: top-p the fewest tokens whose probabilities reach p, top-k the first k, min-p those of at least min_p x
+    the largest.
     """
     sorted_B_V = -mx.sort(-x_B_V, axis=-1)
     count_B_1 = filters.top_k_B[:, None]
@@ -45,8 +166,8 @@ def support(x_B_V: mx.array, filters: Filters) -> mx.array:
     return above_B_V | (tie_B_V & (mx.cumsum(tie_B_V.astype(mx.int32), axis=-1) <= spare_B_1))
 
 
-def supported_tokens(x_R_V: mx.array, width: int) -> mx.array:
-    """Return the tokens of each row whose logit is not minus infinity, at most `width` of them.
+def support_tokens(x_R_V: mx.array, width: int) -> mx.array:
+    """Return the tokens of each row whose logit is not minus infinity, at most `width`.
 
     (R, width), uint32, ascending, filled up with `PADDING`.
     """
@@ -55,133 +176,129 @@ def supported_tokens(x_R_V: mx.array, width: int) -> mx.array:
     return mx.sort(mx.partition(token_R_V, width - 1, axis=-1)[:, :width], axis=-1)
 
 
-BLOCK = 128
-"""Tokens per block of the two-stage draw."""
+def choose_token(weight_B_V: mx.array, uniform_B_2: mx.array) -> tuple[mx.array, mx.array]:
+    """Choose one index per row with probability proportional to its weight; return it and the row's total weight.
 
-ONE_STAGE = 512
-"""Vocabularies up to this size are sampled from in one stage."""
-
-
-class Supports(NamedTuple):
-    """Tokens that could have been sampled in the rows `row_R`, ascending, filled up with `filters.PADDING`; uint32."""
-
-    row_R: mx.array
-    token_R_K: mx.array
-
-
-class Drawn(NamedTuple):
-    """One token per row. `top_*` are (B, n), best first, where some row asked for alternatives.
-
-    supports: where some row asked for them.
-    """
-
-    token_B: mx.array
-    logp_B: mx.array
-    top_token_B_N: mx.array | None = None
-    top_logp_B_N: mx.array | None = None
-    supports: Supports | None = None
-
-
-def draw(logits_B_V: mx.array, uniform_B_2: mx.array | None, plan: SamplingPlan, seen_B_V: mx.array | None) -> Drawn:
-    """Draw a token per row: argmax where the plan says greedy, else by inverse distribution function.
-
-    Order: bias, repetition penalty, temperature, then top-p, top-k, min-p. A greedy row skips the last four, so its
-    log-probability is that of the untempered distribution.
-    uniform_B_2: two uniforms in (0, 1) per row; None where every row is greedy.
-    seen_B_V: tokens of prompt and completion so far; None where no row is penalised.
-    """
-    x_B_V = adjust(logits_B_V.astype(mx.float32), plan, seen_B_V)
-    if plan.filters is not None:
-        x_B_V = mx.where(support(x_B_V, plan.filters), x_B_V, -mx.inf)
-    peak_B_1 = mx.max(x_B_V, axis=-1, keepdims=True)
-    weight_B_V = mx.exp(x_B_V - peak_B_1)
-    if uniform_B_2 is None:
-        token_B, total_B = mx.argmax(x_B_V, axis=-1), mx.sum(weight_B_V, axis=-1)
-    else:
-        token_B, total_B = choose(weight_B_V, uniform_B_2)
-        if plan.greedy_B is not None:
-            token_B = mx.where(plan.greedy_B, mx.argmax(x_B_V, axis=-1), token_B)
-    token_B = token_B.astype(mx.int32)
-    scale_B = peak_B_1[:, 0] + mx.log(total_B)
-    logp_B = mx.take_along_axis(x_B_V, token_B[:, None], axis=-1)[:, 0] - scale_B
-    sampled = Drawn(token_B, logp_B)
-    if plan.top_logprobs:
-        sampled = Drawn(token_B, logp_B, *alternatives(x_B_V - scale_B[:, None], plan.top_logprobs))
-    if plan.recording is None:
-        return sampled
-    token_R_K = supported_tokens(x_B_V[plan.recording.row_R], plan.recording.width)
-    return sampled._replace(supports=Supports(plan.recording.row_R, token_R_K))
-
-
-def adjust(x_B_V: mx.array, plan: SamplingPlan, seen_B_V: mx.array | None) -> mx.array:
-    """Apply bias, repetition penalty (CTRL, arXiv:1909.05858, eq. 4 with the sign rule) and temperature."""
-    if plan.bias is not None:
-        rows_B_1 = mx.arange(x_B_V.shape[0])[:, None]
-        x_B_V = x_B_V.at[rows_B_1, plan.bias.token_B_K].add(plan.bias.value_B_K)
-    if plan.penalty_B is not None and seen_B_V is not None:
-        penalty_B_1 = plan.penalty_B[:, None]
-        x_B_V = mx.where(seen_B_V, mx.where(x_B_V > 0, x_B_V / penalty_B_1, x_B_V * penalty_B_1), x_B_V)
-    if plan.inverse_temperature_B is not None:
-        x_B_V = x_B_V * plan.inverse_temperature_B[:, None]
-    return x_B_V
-
-
-def choose(weight_B_V: mx.array, uniform_B_2: mx.array) -> tuple[mx.array, mx.array]:
-    """Draw one index per row with probability proportional to its weight; return it and the row's total weight.
-
-    Large vocabularies are sampled from in two stages, a block and then a token of it, with an independent uniform each:
-    no prefix sum over the vocabulary, and sums short enough for float32.
+    Large vocabularies are sampled in two stages, a block and then a token in it, each with its own uniform: there is no
+    prefix sum over the vocabulary, and sums stay short enough for float32.
     """
     rows, vocabulary = weight_B_V.shape
     if vocabulary <= ONE_STAGE:
-        return invert(weight_B_V, uniform_B_2[:, :1])
+        return invert_cdf(weight_B_V, uniform_B_2[:, :1])
     if vocabulary % BLOCK:
         weight_B_V = mx.pad(weight_B_V, [(0, 0), (0, BLOCK - vocabulary % BLOCK)])
     weight_B_N_K = weight_B_V.reshape(rows, -1, BLOCK)
-    block_B, total_B = invert(mx.sum(weight_B_N_K, axis=-1), uniform_B_2[:, :1])
+    block_B, total_B = invert_cdf(mx.sum(weight_B_N_K, axis=-1), uniform_B_2[:, :1])
     inside_B_K = mx.take_along_axis(weight_B_N_K, block_B[:, None, None], axis=1)[:, 0]
-    return block_B * BLOCK + invert(inside_B_K, uniform_B_2[:, 1:])[0], total_B
+    return block_B * BLOCK + invert_cdf(inside_B_K, uniform_B_2[:, 1:])[0], total_B
 
 
-def invert(weight_B_N: mx.array, uniform_B_1: mx.array) -> tuple[mx.array, mx.array]:
+def invert_cdf(weight_B_N: mx.array, uniform_B_1: mx.array) -> tuple[mx.array, mx.array]:
     """Invert the distribution function of each row: the first index whose prefix sum exceeds uniform x total.
 
-    Never an index of weight zero: should rounding leave none above the target, the heaviest is taken.
+    Never returns an index of weight 0. If rounding leaves no prefix sum above the target, returns the largest weight.
     """
     prefix_B_N = mx.cumsum(weight_B_N, axis=-1)
     total_B_1 = prefix_B_N[:, -1:]
-    hit_B_N = (prefix_B_N > uniform_B_1 * total_B_1) & (weight_B_N > 0)
-    index_B = mx.where(mx.any(hit_B_N, axis=-1), mx.argmax(hit_B_N, axis=-1), mx.argmax(weight_B_N, axis=-1))
+    above_B_N = (prefix_B_N > uniform_B_1 * total_B_1) & (weight_B_N > 0)
+    index_B = mx.where(mx.any(above_B_N, axis=-1), mx.argmax(above_B_N, axis=-1), mx.argmax(weight_B_N, axis=-1))
     return index_B, total_B_1[:, 0]
 
 
 def alternatives(logp_B_V: mx.array, count: int) -> tuple[mx.array, mx.array]:
-    """Return the `count` likeliest tokens per row and their log-probabilities, best first, ties by lower token id."""
+    """Return the `count` most probable tokens per row and their log-probabilities; ties by lowest identifier."""
     count = min(count, logp_B_V.shape[-1])
     token_B_N = mx.argsort(-logp_B_V, axis=-1)[:, :count]
     return token_B_N, mx.take_along_axis(logp_B_V, token_B_N, axis=-1)
 
 
-GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-FIRST, SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+GOLDEN_RATIO = np.uint64(0x9E3779B97F4A7C15)
+MULTIPLIER_1, MULTIPLIER_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+"""Constants of SplitMix64 (Steele, Lea, Flood, 2014), used here as a counter-based generator."""
 
 MANTISSA_BITS = 23
-"""Mid-points of 2**23 equal cells are exact in float32 and lie strictly inside (0, 1)."""
+"""The midpoints of 2**23 equal intervals are exact in float32 and lie strictly inside (0, 1)."""
 
 
 def mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """Apply SplitMix64's finaliser: a bijection of 64-bit words in which every input bit reaches every output bit."""
-    x = (x ^ (x >> np.uint64(30))) * FIRST
-    x = (x ^ (x >> np.uint64(27))) * SECOND
+    x = (x ^ (x >> np.uint64(30))) * MULTIPLIER_1
+    x = (x ^ (x >> np.uint64(27))) * MULTIPLIER_2
     return x ^ (x >> np.uint64(31))
 
 
 def uniforms(seed_B: NDArray[np.uint64], position_B: NDArray[np.int64], lanes: int = 2) -> NDArray[np.float32]:
     """Return `lanes` independent uniforms per row, shape (B, lanes), float32, each in [2**-24, 1 - 2**-24].
 
-    A pure function of (seed, position, lane): position is the index of the token within its completion.
+    A pure function of (seed, position, lane). position: index of the token within its completion.
     """
     counter_B_L = position_B.astype(np.uint64)[:, None] * np.uint64(lanes) + np.arange(1, lanes + 1, dtype=np.uint64)
-    word_B_L = mix(np.add(mix(seed_B)[:, None], counter_B_L * GOLDEN, dtype=np.uint64))
+    word_B_L = mix(np.add(mix(seed_B)[:, None], counter_B_L * GOLDEN_RATIO, dtype=np.uint64))
     cell_B_L = (word_B_L >> np.uint64(64 - MANTISSA_BITS)).astype(np.float32)
     return (cell_B_L + np.float32(0.5)) * np.float32(2.0**-MANTISSA_BITS)
+
+
+MAX_COMPLETIONS = 4096
+"""Maximum number of completions of one request."""
+
+
+def validate(request: SampleRequest, *, vocabulary: int, context: int, cache_tokens: int) -> int:
+    """Check a request and return the maximum length of its completions: `max_tokens`, limited by the context length.
+
+    Raises RequestError, which names the field, for an empty prompt, tokens outside the vocabulary, a prompt that fills
+    the context, a completion that the KV cache cannot hold, seeds outside [0, 2**64), sampling parameters out of range,
+    and a request to record supports without a `top_k` that limits their size.
+    """
+    _check_tokens(request.prompt, vocabulary, "prompt")
+    if not request.prompt:
+        raise RequestError("the prompt is empty; give at least one token", param="prompt")
+    if len(request.prompt) >= context:
+        message = f"the prompt has {len(request.prompt)} tokens, but the context length is {context}"
+        raise RequestError(message, param="prompt")
+    _check_seeds(request.seeds)
+    _check_sampling(request.sampling, vocabulary)
+    _check_support(request, vocabulary)
+    limit = min(request.sampling.max_tokens, context - len(request.prompt))
+    if len(request.prompt) + limit > cache_tokens:
+        message = (
+            f"prompt and completion need up to {len(request.prompt) + limit} tokens; the KV cache holds {cache_tokens}"
+        )
+        raise RequestError(message, param="max_tokens")
+    return limit
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _check_tokens(tokens: Iterable[int], vocabulary: int, param: str) -> None:
+    for token in tokens:
+        if not _is_int(token) or not 0 <= token < vocabulary:
+            raise RequestError(f"token {token!r} is not an identifier in [0, {vocabulary})", param=param)
+
+
+def _check_seeds(seeds: tuple[int, ...]) -> None:
+    if not 1 <= len(seeds) <= MAX_COMPLETIONS:
+        raise RequestError(f"{len(seeds)} completions requested; 1 to {MAX_COMPLETIONS} are possible", param="n")
+    for seed in seeds:
+        if not _is_int(seed) or not 0 <= seed < 2**64:
+            raise RequestError(f"seed {seed!r} is not an integer in [0, 2**64)", param="seed")
+
+
+def _check_sampling(sampling: Sampling, vocabulary: int) -> None:
+    for name, parameter in PARAMETERS.items():
+        value = getattr(sampling, name)
+        try:
+            msgspec.convert(value, parameter.annotation)
+        except msgspec.ValidationError as error:
+            shown = reprlib.repr(value)
+            raise RequestError(f"{name} is {shown}; allowed is {parameter.allowed} ({error})", param=name) from error
+    _check_tokens((token for token, _ in sampling.logit_bias), vocabulary, "logit_bias")
+    _check_tokens(sampling.stop_token_ids, vocabulary, "stop_token_ids")
+
+
+def _check_support(request: SampleRequest, vocabulary: int) -> None:
+    sampling = request.sampling
+    if request.record_support and truncates(sampling, vocabulary) and not can_record_support(sampling):
+        message = f"top_k is {sampling.top_k}; recorded supports need a top_k of 1 to {MAX_SUPPORT}"
+        raise RequestError(message, param="top_k")

@@ -1,7 +1,4 @@
-"""Who waits, and who may enter the batch: first come, first served, within bounds on rows and on cache.
-
-What the engine knows of a request and of each of its completions.
-"""
+"""Requests and rows of the engine, and the scheduler: first come, first served, within limits on rows and KV cache."""
 
 from __future__ import annotations
 
@@ -9,8 +6,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from clotho.inference.cache_layout import PromptState
-from clotho.inference.stop_strings import TextTracker
+from clotho.cpu.interface import PromptState
+from clotho.inference.stop_strings import IncrementalDetokenizer
 from protocols.errors import RequestError
 from protocols.sampling import SampleEvent, SampleRequest
 
@@ -18,8 +15,8 @@ Listener = Callable[[SampleEvent], None]
 
 
 @dataclass(eq=False, slots=True)
-class Asked:
-    """A request that was accepted. limit: tokens per completion, clamped to the context; open: completions to come."""
+class ActiveRequest:
+    """An accepted request. limit: maximum length of a completion, given the context. open: unfinished completions."""
 
     request_id: int
     request: SampleRequest
@@ -29,21 +26,21 @@ class Asked:
 
     @property
     def reserved(self) -> int:
-        """The most tokens that a completion and its prompt can come to."""
+        """Maximum number of tokens of the prompt and one completion."""
         return len(self.request.prompt) + self.limit
 
 
 @dataclass(eq=False, slots=True)
 class Row:
-    """One completion. `tokens`, `logprobs` and `versions` are filled when it leaves the batch.
+    """One completion. `tokens`, `logprobs` and `versions` are filled in when it leaves the batch.
 
-    top_logprobs, supports: of each token sampled so far, where the request asks for them.
+    top_logprobs, supports: per token sampled so far, if the request needs them.
     """
 
-    asked: Asked
+    active: ActiveRequest
     index: int
     serial: int
-    text: TextTracker | None = None
+    text: IncrementalDetokenizer | None = None
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
@@ -51,21 +48,21 @@ class Row:
     supports: list[bytes] = field(default_factory=list)
 
     @property
-    def attentive(self) -> bool:
-        """Whether the host must look at every token of this row as it is sampled."""
-        request = self.asked.request
+    def needs_processing(self) -> bool:
+        """Whether every token must be processed one by one: for text, stop tokens or alternatives."""
+        request = self.active.request
         return self.text is not None or bool(request.sampling.stop_token_ids or request.sampling.top_logprobs)
 
 
 @dataclass(eq=False, slots=True)
-class Job:
-    """Rows that wait for the same tokens to be computed: a group's prompt, or one interrupted row's whole past.
+class PrefillJob:
+    """Rows that need the KV cache of the same tokens: a group's prompt, or the tokens of one interrupted row.
 
-    tokens: all tokens but the last are computed into `state`; the last is the first input of every row.
-    state_tokens: how many tokens `state` covers until then. admitted: how many of `rows` may join the batch now.
+    tokens: prefill computes all but the last into `state`; the last is the first input of every row.
+    state_tokens: number of tokens that `state` covers so far. admitted: number of `rows` that may join the batch now.
     """
 
-    asked: Asked
+    active: ActiveRequest
     tokens: tuple[int, ...]
     rows: list[Row]
     admitted: int = 0
@@ -74,50 +71,50 @@ class Job:
     state_tokens: int = 0
 
 
-MOST_WAITING_ROWS = 65_536
-MOST_WAITING_REQUESTS = 4096
-"""Requests beyond are refused with a RequestError whose param is `queue`."""
+MAX_WAITING_ROWS = 65_536
+MAX_WAITING_REQUESTS = 4096
+"""Further requests are refused with a RequestError whose param is `queue`."""
 
 
-class Admission:
-    """The waiting jobs in order, and those on their way into the batch.
+class Scheduler:
+    """The waiting jobs in order, and the admitted jobs that are being prefilled.
 
-    Rows enter only while rows x longest reserved length <= kv_cache_tokens, since every row's cache is as long as
-    the longest; a length is reserved in full (prompt and most completion tokens) on entry, so a row that has begun
-    always has memory to finish. The head of the line is never overtaken. Once the batch is full, rows are let in by
-    waves, as soon as an eighth of max_num_seqs is free, because each entry costs a pass over the prompts.
+    Rows are admitted while rows x longest reserved length <= kv_cache_tokens, because every row's cache is as long as
+    the longest. The full length (prompt and maximum completion) is reserved on admission, so a row that has started can
+    always finish. The first job in the queue is never overtaken. When the batch is full, rows are admitted in waves: as
+    soon as an eighth of max_num_seqs is free, because each admission costs a prefill pass.
     """
 
     def __init__(self, max_num_seqs: int, kv_cache_tokens: int) -> None:
-        self.waiting: deque[Job] = deque()
-        self.entering: list[Job] = []
+        self.waiting: deque[PrefillJob] = deque()
+        self.entering: list[PrefillJob] = []
         self._max_num_seqs = max_num_seqs
         self._kv_cache_tokens = kv_cache_tokens
         self._wave = max(1, max_num_seqs // 8)
 
     @property
     def rows(self) -> int:
-        """Rows that are not in the batch yet."""
+        """Number of rows that are not in the batch yet."""
         return sum(len(job.rows) for job in self.pending)
 
     @property
-    def pending(self) -> list[Job]:
+    def pending(self) -> list[PrefillJob]:
         """All jobs with rows that are not in the batch yet, in order."""
         return [*self.entering, *self.waiting]
 
     def check(self, rows: int) -> None:
-        """Raise RequestError if `rows` more would make the line too long."""
-        if len(self.waiting) >= MOST_WAITING_REQUESTS or self.rows + rows > MOST_WAITING_ROWS:
-            raise RequestError(f"{self.rows} completions wait already; try again later", param="queue")
+        """Raise RequestError if `rows` more rows exceed the limit on waiting rows or requests."""
+        if len(self.waiting) >= MAX_WAITING_REQUESTS or self.rows + rows > MAX_WAITING_ROWS:
+            raise RequestError(f"{self.rows} completions are waiting; try again later", param="queue")
 
-    def admit(self, running: int, longest: int) -> list[Job]:
-        """Let in the jobs whose rows fit beside `running` rows of up to `longest` tokens; set what they may take."""
+    def admit(self, running: int, longest: int) -> list[PrefillJob]:
+        """Admit jobs whose rows fit beside `running` rows of at most `longest` tokens; set their `admitted`."""
         admitted = []
         for job in self.entering:
-            running, longest = running + job.admitted, max(longest, job.asked.reserved)
+            running, longest = running + job.admitted, max(longest, job.active.reserved)
         while self.waiting:
             job = self.waiting[0]
-            length = max(longest, job.asked.reserved)
+            length = max(longest, job.active.reserved)
             room = min(self._max_num_seqs, self._kv_cache_tokens // length) - running
             if room < min(len(job.rows), self._wave) and (running or room < 1):
                 break
@@ -127,23 +124,23 @@ class Admission:
             running, longest = running + job.admitted, length
         return admitted
 
-    def entered(self, job: Job) -> None:
-        """Take a job whose admitted rows are in the batch off the list; rows left over keep their place in line."""
+    def entered(self, job: PrefillJob) -> None:
+        """Remove a job whose admitted rows are in the batch; its other rows return to the head of the queue."""
         self.entering.remove(job)
         job.rows = job.rows[job.admitted :]
         job.admitted = 0
         if job.rows:
             self.waiting.appendleft(job)
 
-    def forget(self, asked: Asked) -> None:
+    def forget(self, active: ActiveRequest) -> None:
         """Drop all rows of a request that are not in the batch."""
         for job in self.pending:
-            if job.asked is asked:
+            if job.active is active:
                 job.rows, job.admitted = [], 0
         self.waiting = deque(job for job in self.waiting if job.rows)
 
     def restart(self) -> None:
-        """Send the jobs that are entering back to the head of the line; what was computed of all jobs is void."""
+        """Return admitted jobs to the head of the queue and discard all prefilled states."""
         self.waiting.extendleft(reversed(self.entering))
         self.entering = []
         for job in self.waiting:

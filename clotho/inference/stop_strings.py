@@ -1,4 +1,4 @@
-"""Text of a completion, token by token: nothing is said that a later token could still change."""
+"""Incremental detokenization with stop strings: text is returned once no later token can change it."""
 
 from __future__ import annotations
 
@@ -6,54 +6,54 @@ from collections.abc import Sequence
 from typing import Protocol
 
 REPLACEMENT = "\ufffd"
-LONGEST_CHARACTER = 8
-"""Tokens after which bytes that still make no character are taken as they are; UTF-8 needs at most four."""
+MAX_CHARACTER_TOKENS = 8
+"""Number of tokens after which an incomplete character is accepted as it is; UTF-8 needs at most four bytes."""
 
 
-class Decoder(Protocol):
-    """What turns tokens into text."""
+class TokenDecoder(Protocol):
+    """Converts tokens to text."""
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of `tokens` without special tokens."""
         ...
 
 
-class TextTracker:
-    """Decodes a completion as it grows and finds the first stop string in it.
+class IncrementalDetokenizer:
+    """Decodes a completion token by token and finds the first stop string in it.
 
-    `text` is everything decoded so far, cut before the stop string once `stopped` names it.
+    text: everything decoded so far, without the stop string and what follows. stopped: the stop string, once found.
     """
 
-    def __init__(self, decoder: Decoder, stops: tuple[str, ...] = ()) -> None:
+    def __init__(self, decoder: TokenDecoder, stops: tuple[str, ...] = ()) -> None:
         self.text = ""
         self.stopped: str | None = None
         self._decoder = decoder
         self._stops = stops
         self._longest = max((len(s) for s in stops), default=0)
         self._tokens: list[int] = []
-        self._context = 0  # start of the tokens decoded as context: some decoders join neighbours
-        self._read = 0  # tokens whose text is in `text`
-        self._sent = 0  # characters of `text` given out
+        self._context = 0  # start of the context tokens: decoders may join neighbouring tokens
+        self._read = 0  # number of tokens whose text is in `text`
+        self._sent = 0  # number of characters of `text` that were returned
 
     def push(self, token: int) -> str:
-        """Add a token; return the text that became certain with it."""
+        """Add a token; return the text that is final with it."""
         self._tokens.append(token)
         known = self._decoder.decode(self._tokens[self._context : self._read])
         grown = self._decoder.decode(self._tokens[self._context :])
-        waiting = grown.endswith(REPLACEMENT) and len(self._tokens) - self._read < LONGEST_CHARACTER
+        waiting = grown.endswith(REPLACEMENT) and len(self._tokens) - self._read < MAX_CHARACTER_TOKENS
         if len(grown) > len(known) and not waiting:
             self._context, self._read = self._read, len(self._tokens)
             self._add(grown[len(known) :])
-        return self._certain(len(self.text) - self._held())
+        return self._final(len(self.text) - self._held())
 
     def finish(self) -> str:
-        """End the completion; return the text that was still held back."""
+        """End the completion; return the text that was held back."""
         if self.stopped is None:
             known = self._decoder.decode(self._tokens[self._context : self._read])
             grown = self._decoder.decode(self._tokens[self._context :])
             self._read = len(self._tokens)
             self._add(grown[len(known) :])
-        return self._certain(len(self.text))
+        return self._final(len(self.text))
 
     def _add(self, delta: str) -> None:
         start = max(0, len(self.text) - self._longest + 1)
@@ -64,7 +64,7 @@ class TextTracker:
             self.text = self.text[:at]
 
     def _held(self) -> int:
-        """Characters at the end that may still become a stop string."""
+        """Return how many characters at the end may be the beginning of a stop string."""
         if self.stopped is not None:
             return 0
         most = min(self._longest - 1, len(self.text))
@@ -74,6 +74,6 @@ class TextTracker:
                 return n
         return 0
 
-    def _certain(self, until: int) -> str:
+    def _final(self, until: int) -> str:
         delta, self._sent = self.text[self._sent : until], max(self._sent, until)
         return delta

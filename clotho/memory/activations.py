@@ -22,7 +22,7 @@ from typing import Any
 import mlx.nn as nn
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
-from clotho.cpu.layers import on_cpu
+from clotho.cpu import computes_on_host
 from clotho.memory.micro_batch import MicroBatchShape
 from clotho.models.describe import setting
 from clotho.models.lora import LINEAR
@@ -76,7 +76,7 @@ def kept_per_token(block: nn.Module, *, full: bool, itemsize: int, experts: int)
         copies = experts if isinstance(module, (SwitchLinear, QuantizedSwitchLinear)) else 1
         width_in, width_out = _widths(module)
         returns = last in TO_RESIDUAL
-        once = returns or (last in KEPT_ONCE and itemsize == FLOAT32 and on_cpu())
+        once = returns or (last in KEPT_ONCE and itemsize == FLOAT32 and computes_on_host())
         kept += copies * width_out * itemsize * (1 if once else 2)
         if adapted and itemsize < FLOAT32:
             kept += copies * width_in * FLOAT32

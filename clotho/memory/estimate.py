@@ -17,9 +17,9 @@ from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
 from msgspec.structs import replace
 
 from clotho.config.schema import ModelSection, Profile
+from clotho.cpu.interface import spare_columns
 from clotho.inference.cache_layout import AttentionLeaf, CacheLayout, StateLeaf
-from clotho.inference.kv_cache import spare_columns
-from clotho.inference.prefix_cache import MOST_ENTRIES
+from clotho.inference.prefix_cache import MAX_ENTRIES
 from clotho.memory.activations import (
     FLOAT32,
     activation_bytes,
@@ -193,7 +193,7 @@ def _caches(layout: CacheLayout, rows: int, tokens: int) -> int:
 
 def _prefixes(layout: CacheLayout, tokens: int, prompt: int) -> int:
     """Bytes of a full prefix cache whose entries are prompts of `prompt` tokens."""
-    entries = min(MOST_ENTRIES, -(-tokens // max(1, prompt)))
+    entries = min(MAX_ENTRIES, -(-tokens // max(1, prompt)))
     total = 0
     for leaf in layout.leaves:
         if isinstance(leaf, AttentionLeaf):

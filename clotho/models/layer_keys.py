@@ -12,8 +12,8 @@ from typing import NamedTuple, Self
 import mlx.core as mx
 from mlx_lm.models.cache import create_attention_mask
 
-from clotho.cpu.attention import attend
-from clotho.cpu.layers import on_cpu
+from clotho.cpu import computes_on_host
+from clotho.cpu.layers import attend
 
 KeysAndValues = tuple[mx.array, ...]
 
@@ -48,7 +48,7 @@ class LayerKeys:
         self, queries: mx.array, keys: mx.array, values: mx.array, *, scale: float, mask: mx.array | str | None
     ) -> mx.array | None:
         """Attention over the keys given, or None to have it computed as usual: see `clotho.models.attention`."""
-        return attend(queries, keys, values, scale=scale, mask=mask) if on_cpu() else None
+        return attend(queries, keys, values, scale=scale, mask=mask) if computes_on_host() else None
 
     def holding(self, held: KeysAndValues) -> Self:
         """Return a copy that holds these keys and values."""

@@ -17,7 +17,7 @@ from msgspec import structs
 from rich.console import Console
 
 from clotho.config.schema import Profile
-from clotho.cpu.layers import on_cpu
+from clotho.cpu import compute_path
 from clotho.inference.sample_log import SampleLog, token_cost
 from clotho.models.machine import describe_machine, peak_memory
 from clotho.monitoring.display import RunFacts
@@ -164,7 +164,7 @@ class RunContext:
             profile=parts.directory.path.name,
             model=relative_path(profile.model.path),
             machine=describe_machine(blas=blas),
-            compute_path=compute_path(),
+            compute_path=compute_path(blas),
             policy=policy.description,
             address=self.address or None,
             run_dir=relative_path(parts.directory.path),
@@ -278,7 +278,7 @@ class RunContext:
                 prefix_hits=stats.prefix_hits,
                 prefix_tokens=stats.prefix_cache_tokens,
                 prefill_tokens=stats.prefill_tokens,
-                decode_steps=stats.ticks,
+                decode_steps=stats.decode_steps,
                 tokens_sampled=stats.tokens_sampled,
                 finished=stats.finished,
                 failed=stats.failed,
@@ -366,11 +366,6 @@ class RunContext:
 
     def _last_report(self) -> StepReport | None:
         return getattr(self._actors.get("learner"), "last_report", None)
-
-
-def compute_path() -> str:
-    """Return what computes decoding and training in this process, for the startup screen."""
-    return "CPU backend: NumPy decoding and closed-form layers" if on_cpu() else "MLX"
 
 
 def _tokens_under_way(profile: Profile) -> int:

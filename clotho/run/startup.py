@@ -22,7 +22,7 @@ from clotho.config.load import load_profile, write_profile
 from clotho.config.resume_compatibility import refuse_if_incompatible
 from clotho.config.schema import DataSection, Profile
 from clotho.inference import DecodeEngine
-from clotho.inference.sampling_params import validate
+from clotho.inference.sampling import validate
 from clotho.memory.estimate import estimate_memory
 from clotho.memory.report import too_large
 from clotho.models.loading import find_model

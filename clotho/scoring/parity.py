@@ -28,7 +28,7 @@ class ParityReport(Struct, frozen=True, kw_only=True):
 class Decoder(Protocol):
     """What the probe needs of `clotho.inference.DecodeEngine`."""
 
-    def forced_logits(self, prompt: Sequence[int], tokens: Sequence[int], *, rows: int) -> Iterator[mx.array]:
+    def teacher_forced_logits(self, prompt: Sequence[int], tokens: Sequence[int], *, rows: int) -> Iterator[mx.array]:
         """Compute the logits before each of `tokens`, (rows, V), as rows would that drew them."""
 
 
@@ -64,7 +64,7 @@ def _decoded(
     decoder: Decoder, prompt: Sequence[int], completion: Sequence[int], distribution: SamplingDistribution
 ) -> mx.array:
     """Log-probabilities as decoding sees them, (ROWS, T) float32."""
-    logits_T = decoder.forced_logits(prompt, completion, rows=ROWS)
+    logits_T = decoder.teacher_forced_logits(prompt, completion, rows=ROWS)
     logp_T = [
         token_scores(logits_R_V, mx.full((ROWS,), token, dtype=mx.int32), distribution=distribution).logp_N
         for token, logits_R_V in zip(completion, logits_T, strict=True)

@@ -10,7 +10,7 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 from numpy.typing import NDArray
 
-from clotho.inference.cache_layout import serving
+from clotho.inference.cache_layout import evaluation_mode
 from clotho.models.policy import TrainablePolicy
 from clotho.scoring.head_scores import rows_at_once
 from clotho.scoring.token_scores import SampledTokens, SamplingDistribution, scoring
@@ -44,7 +44,7 @@ def prompt_logprobs(
     for start in range(0, len(tokens) - 1, rows):
         target_N = mx.array(list(tokens[start + 1 : start + 1 + rows]))
         token_1_N = mx.array([list(tokens[start : start + target_N.size])])
-        with policy.using(parameters), serving(policy.model):
+        with policy.using(parameters), evaluation_mode(policy.model):
             logits_N_V = policy.model(token_1_N, cache=cache)[0]
             mx.eval(logits_N_V, [layer.state for layer in cache])
         logp_N, best = _scores(logits_N_V, target_N, min(top, logits_N_V.shape[-1]), distribution)

@@ -24,7 +24,7 @@ from typing import NamedTuple, cast
 
 import mlx.core as mx
 
-from clotho.cpu.exponential import exp
+from clotho.cpu.layers import exp
 
 LOWEST_LOGIT = -1e9
 """Logits below it (minus infinity, for words that a model never says) count as this: the entropy stays finite."""

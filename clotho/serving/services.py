@@ -82,7 +82,7 @@ class EngineSnapshot(Struct, frozen=True, kw_only=True):
 
     cache_usage: fraction of the KV cache in use, in [0, 1]. prefix_queries, prefix_hits: prompts that were looked up
     and found in the prefix cache; prefix_tokens: tokens that the prefix cache holds. prefill_tokens: prompt tokens
-    computed, without padding. finished: finish reason -> completions. failed: requests that ended with an error.
+    computed, padding included. finished: finish reason -> completions. failed: requests that ended with an error.
     listener_errors: requests that were aborted because their listener raised an exception.
     """
 

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from random import Random
 
-from clotho.cpu.load_blas import load_blas
+from clotho.cpu import load_blas
 from profiles.embedded_maker.problems import Problem, draw_distinct
 from profiles.embedded_maker.tokenizer import save_tokenizer, train_tokenizer
 

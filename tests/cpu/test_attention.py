@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from clotho.cpu.attention import attend
+from clotho.cpu.layers import attend
 
 B, HEADS, KEY_HEADS, Q, S, SIZE = 3, 4, 2, 5, 7, 8
 

@@ -11,12 +11,11 @@ import pytest
 from mlx.utils import tree_map
 from mlx_lm.models.cache import make_prompt_cache
 
-from clotho.cpu.attention import frequencies
 from clotho.cpu.decoder import rotate
-from clotho.cpu.layers import install_cpu_layers
+from clotho.cpu.layers import install_cpu_layers, rope_frequencies
 from protocols.sampling import Sampling
-from tests.cpu.plain_models import PLAIN, Rows, adapt, needs_cpu, plain_source
-from tests.inference.asking import ask, log_softmax, make_engine, prompt_of, tick_until
+from tests.cpu.supported_models import PLAIN, Rows, adapt, needs_cpu, plain_source
+from tests.inference.engine_helpers import ask, log_softmax, make_engine, prompt_of, tick_until
 
 pytestmark = needs_cpu
 
@@ -106,7 +105,7 @@ def test_rotation_is_mlxs_by_halves(scale: float) -> None:
     position_B = np.array([0, 5, 411], np.int32)
     rope: Any = nn.RoPE(8, base=1000.0, scale=scale)
     expected_B_N_1_D = rope(mx.array(x_B_N_D)[:, :, None], offset=mx.array(position_B))
-    angle_B_1_H = position_B[:, None, None] * np.array(frequencies(8, 1000.0)) * np.float32(scale)
+    angle_B_1_H = position_B[:, None, None] * np.array(rope_frequencies(8, 1000.0)) * np.float32(scale)
     rotate(x_B_N_D, np.cos(angle_B_1_H), np.sin(angle_B_1_H))
     np.testing.assert_allclose(x_B_N_D, np.array(expected_B_N_1_D)[:, :, 0], atol=2e-4)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 
-from clotho.cpu.exponential import exp
+from clotho.cpu.layers import exp
 
 
 def test_it_is_numpys_up_to_rounding() -> None:

@@ -9,12 +9,12 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
-from clotho.cpu.attention import Rotation, is_replaceable_rope
+from clotho.cpu.layers import CachedRoPE, is_replaceable_rope
 
 
 def _pair(dims: int = 8) -> tuple[Any, Any]:
     plain, ours = nn.RoPE(dims, base=1e6, scale=0.5), nn.RoPE(dims, base=1e6, scale=0.5)
-    ours.__class__ = Rotation
+    ours.__class__ = CachedRoPE
     return plain, ours
 
 

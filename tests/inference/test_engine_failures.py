@@ -9,7 +9,7 @@ import pytest
 
 from clotho.cpu.decoder import HostDecoder
 from protocols.sampling import CompletionDone, SampleEvent, SampleRequest, Sampling
-from tests.inference.asking import FREE, GREEDY, Answer, alone, ask, make_engine, prompt_of, run, tick_until
+from tests.inference.engine_helpers import FREE, GREEDY, Answer, alone, ask, make_engine, prompt_of, run, tick_until
 from tests.small_models import tiny_source
 
 
@@ -17,7 +17,7 @@ from tests.small_models import tiny_source
 def drawn_both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every test here runs with steps read at once, and with steps read one behind, as on a GPU."""
     if request.param == "sampled on the device":
-        monkeypatch.setattr("clotho.inference.batch.can_draw_on_host", lambda plan: False)
+        monkeypatch.setattr("clotho.inference.batch.can_sample_on_cpu", lambda plan: False)
 
 
 END = 256
@@ -109,7 +109,7 @@ def test_logits_that_are_not_finite_fail_the_request_and_leave_no_trace() -> Non
     embedding = source.model.model.embed_tokens
     embedding.weight = mx.where(mx.arange(257)[:, None] == 200, float("nan"), embedding.weight)
     engine = make_engine(source, max_num_seqs=2)
-    never = ((200, -1e4),)
+    never = ((200, -100.0),)
     long = Sampling(max_tokens=40, ignore_eos=True, logit_bias=never)
     neighbour = ask(engine, (9,) * 30, long)
     lost = ask(engine, (200,) * 29, long)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from protocols.sampling import Sampling
-from tests.inference.asking import alone, ask, make_engine, prompt_of, run, twin_greedy, twin_logprobs
+from tests.inference.engine_helpers import alone, ask, make_engine, prompt_of, run, twin_greedy, twin_logprobs
 from tests.small_models import ARCHITECTURES, tiny_source
 
 
@@ -16,9 +16,9 @@ from tests.small_models import ARCHITECTURES, tiny_source
 def drawn_every_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every test here runs with steps read at once, every prompt held once or once per row; and as on a GPU."""
     shared = request.param == "sampled by the host, prompts shared"
-    monkeypatch.setattr("clotho.cpu.kv_cache.WORTH_SHARING", 1 if shared else 10**9)
+    monkeypatch.setattr("clotho.cpu.kv_cache.MIN_SHARED_TOKENS", 1 if shared else 10**9)
     if request.param == "sampled on the device":
-        monkeypatch.setattr("clotho.inference.batch.can_draw_on_host", lambda plan: False)
+        monkeypatch.setattr("clotho.inference.batch.can_sample_on_cpu", lambda plan: False)
 
 
 LENGTHS = (1, 13, 30, 2, 21)

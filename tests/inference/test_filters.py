@@ -8,11 +8,12 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from clotho.cpu.sampling import filter_on_host, supported_on_host
-from clotho.inference.sampling import PADDING, support, supported_tokens
-from clotho.inference.sampling_params import plan_sampling
+from clotho.cpu.interface import PADDING
+from clotho.cpu.sampling import apply_filters
+from clotho.cpu.sampling import support_tokens as support_tokens_on_cpu
+from clotho.inference.sampling import filter_mask, row_parameters, support_tokens
 from protocols.sampling import Sampling
-from tests.inference.asking import processed
+from tests.inference.engine_helpers import processed
 
 Kept = Callable[[np.ndarray, list[Sampling]], np.ndarray]
 
@@ -28,10 +29,10 @@ FILTERED = (
 
 def kept_on_host(x_B_V: np.ndarray, settings: list[Sampling]) -> np.ndarray:
     """Say which tokens keep their logits in NumPy."""
-    filters = plan_sampling(settings, x_B_V.shape[1]).filters
+    filters = row_parameters(settings, x_B_V.shape[1]).filters
     assert filters is not None
     left_B_V = x_B_V.copy()
-    filter_on_host(left_B_V, filters)
+    apply_filters(left_B_V, filters)
     kept_B_V = left_B_V > -np.inf
     np.testing.assert_array_equal(left_B_V[kept_B_V], x_B_V[kept_B_V])
     return kept_B_V
@@ -39,16 +40,16 @@ def kept_on_host(x_B_V: np.ndarray, settings: list[Sampling]) -> np.ndarray:
 
 def kept_on_device(x_B_V: np.ndarray, settings: list[Sampling]) -> np.ndarray:
     """Say which tokens the mask keeps, of those that are possible at all."""
-    filters = plan_sampling(settings, x_B_V.shape[1]).filters
+    filters = row_parameters(settings, x_B_V.shape[1]).filters
     assert filters is not None
-    return np.array(support(mx.array(x_B_V), filters)) & (x_B_V > -np.inf)
+    return np.array(filter_mask(mx.array(x_B_V), filters)) & (x_B_V > -np.inf)
 
 
 def test_top_k_keeps_exactly_k_among_ties() -> None:
     """Of equal logits the lower token ids are kept."""
-    plan = plan_sampling([Sampling(top_k=3), Sampling(top_p=0.5)], 8)
+    plan = row_parameters([Sampling(top_k=3), Sampling(top_p=0.5)], 8)
     assert plan.filters is not None
-    kept = np.array(support(mx.zeros((2, 8)), plan.filters))
+    kept = np.array(filter_mask(mx.zeros((2, 8)), plan.filters))
     np.testing.assert_array_equal(kept[0], np.arange(8) < 3)
     np.testing.assert_array_equal(kept[1], np.arange(8) < 4)
 
@@ -83,6 +84,6 @@ def test_supported_tokens_are_ascending_and_padded_at_the_end() -> None:
     x_R_V = np.full((3, 10), -np.inf, dtype=np.float32)
     x_R_V[0, [9, 2, 5]], x_R_V[1, 4], x_R_V[2, :4] = 1.0, -3.0, 0.0
     expected = [[2, 5, 9, PADDING], [4] + [PADDING] * 3, [0, 1, 2, 3]]
-    for found in (np.array(supported_tokens(mx.array(x_R_V), 4)), supported_on_host(x_R_V, 4)):
+    for found in (np.array(support_tokens(mx.array(x_R_V), 4)), support_tokens_on_cpu(x_R_V, 4)):
         assert found.dtype == np.uint32
         assert found.tolist() == expected

@@ -9,7 +9,7 @@ import pytest
 from clotho.inference.cache_layout import CacheLayout
 from clotho.inference.prefix_cache import PrefixCache, common_prefix
 from protocols.sampling import Sampling
-from tests.inference.asking import FREE, alone, ask, make_engine, prompt_of, run
+from tests.inference.engine_helpers import FREE, alone, ask, make_engine, prompt_of, run
 from tests.small_models import tiny_source
 
 
@@ -70,8 +70,8 @@ def test_the_longest_prefix_is_found_among_many(architecture: str) -> None:
     cache, chance = PrefixCache(layout, 10_000), random.Random(0)
     kept = {tuple(chance.choices((1, 2), k=chance.randint(1, 9))) for _ in range(60)}
     for tokens in kept:
-        cache.keep(0, tokens, ())
-        cache.keep(1, tokens[::-1], ())
+        cache.store(0, tokens, ())
+        cache.store(1, tokens[::-1], ())
     for _ in range(200):
         asked = tuple(chance.choices((1, 2), k=chance.randint(1, 12)))
         usable = [common_prefix(entry, asked) for entry in kept if cut or asked[: len(entry)] == entry]

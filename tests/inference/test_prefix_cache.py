@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from protocols.sampling import Sampling
-from tests.inference.asking import FREE, alone, ask, make_engine, prompt_of, run
+from tests.inference.engine_helpers import FREE, alone, ask, make_engine, prompt_of, run
 from tests.small_models import tiny_source
 
 

@@ -6,18 +6,17 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from clotho.inference.sampling import choose, draw, invert, uniforms
-from clotho.inference.sampling_params import plan_sampling
+from clotho.inference.sampling import choose_token, invert_cdf, row_parameters, sample, uniforms
 from protocols.sampling import Sampling
-from tests.inference.asking import processed
+from tests.inference.engine_helpers import processed
 
 
 def draws(logits_V: np.ndarray, sampling: Sampling, count: int) -> tuple[np.ndarray, np.ndarray]:
     """Draw `count` tokens from the same logits, each with a seed of its own."""
     rows = mx.array(np.broadcast_to(logits_V.astype(np.float32), (count, len(logits_V))))
-    plan = plan_sampling([sampling] * count, len(logits_V))
+    plan = row_parameters([sampling] * count, len(logits_V))
     uniform = mx.array(uniforms(np.arange(count, dtype=np.uint64), np.zeros(count, dtype=np.int64)))
-    sampled = draw(rows, uniform, plan, None)
+    sampled = sample(rows, uniform, plan, None)
     return np.array(sampled.token_B), np.array(sampled.logp_B)
 
 
@@ -48,7 +47,7 @@ def test_a_masked_token_is_never_drawn_whatever_the_uniform() -> None:
     weight[:, [130, 400]] = 1.0, 2.0
     edge = np.array([[2.0**-24, 2.0**-24], [1 - 2.0**-24, 1 - 2.0**-24]] * 3, dtype=np.float32)
     for weights in (weight, weight[:, 120:410]):
-        index, total = choose(mx.array(weights), mx.array(edge))
+        index, total = choose_token(mx.array(weights), mx.array(edge))
         assert set(np.array(index).tolist()) == {
             130 - 120 * (weights is not weight),
             400 - 120 * (weights is not weight),
@@ -58,7 +57,7 @@ def test_a_masked_token_is_never_drawn_whatever_the_uniform() -> None:
 
 def test_a_target_that_rounding_puts_beyond_the_last_prefix_takes_the_heaviest() -> None:
     """With a uniform of exactly 1, which is never sampled, the heaviest index is returned instead of the first."""
-    index, _ = invert(mx.array([[0.0, 1.0, 3.0, 0.0]]), mx.array([[1.0]]))
+    index, _ = invert_cdf(mx.array([[0.0, 1.0, 3.0, 0.0]]), mx.array([[1.0]]))
     assert index.item() == 2
 
 
@@ -78,7 +77,7 @@ def test_greedy_takes_the_first_of_equal_logits_and_reports_the_untempered_proba
 
 def test_a_plan_without_settings_has_no_arrays() -> None:
     """What no row uses is not computed: plain rows need neither sort, nor penalty, nor bias, nor scaling."""
-    plan = plan_sampling([Sampling(), None, Sampling(top_k=500)], 400)
+    plan = row_parameters([Sampling(), None, Sampling(top_k=500)], 400)
     assert not plan.all_greedy
     unused = (plan.greedy_B, plan.inverse_temperature_B, plan.filters, plan.penalty_B, plan.bias)
     assert all(setting is None for setting in unused)
@@ -97,7 +96,7 @@ def test_only_rows_that_filter_and_are_asked_to_record_do() -> None:
         Sampling(top_k=500),
         None,
     ]
-    recording = plan_sampling(settings, 400, recorded=[5, 4, 3, 2, 1]).recording
+    recording = row_parameters(settings, 400, recorded=[5, 4, 3, 2, 1]).recording
     assert recording is not None
     assert (np.array(recording.row_R).tolist(), recording.width) == ([1, 4], 6)
 
@@ -105,8 +104,8 @@ def test_only_rows_that_filter_and_are_asked_to_record_do() -> None:
 def test_alternatives_come_best_first() -> None:
     """As many as asked for, with log-probabilities of the processed distribution."""
     logits = np.array([0.0, 3.0, 1.0, 2.0])
-    plan = plan_sampling([Sampling(temperature=2.0, top_logprobs=3)], 4)
-    sampled = draw(mx.array(logits[None].astype(np.float32)), mx.array([[0.5, 0.5]]), plan, None)
+    plan = row_parameters([Sampling(temperature=2.0, top_logprobs=3)], 4)
+    sampled = sample(mx.array(logits[None].astype(np.float32)), mx.array([[0.5, 0.5]]), plan, None)
     assert sampled.top_token_B_N is not None
     assert sampled.top_logp_B_N is not None
     assert np.array(sampled.top_token_B_N).tolist() == [[1, 3, 2]]

@@ -6,11 +6,11 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from clotho.cpu.kv_cache import NONE, HostCache
-from clotho.inference.cache_layout import Arrival
+from clotho.cpu.interface import PrefilledPrompt
+from clotho.cpu.kv_cache import NOT_SHARED, HostKVCache
 from protocols.sampling import Sampling
-from tests.cpu.plain_models import PLAIN, Rows, arrival_of, needs_cpu, plain_source
-from tests.inference.asking import ask, make_engine, prompt_of, run, tick_until, twin_logprobs
+from tests.cpu.supported_models import PLAIN, Rows, arrival_of, needs_cpu, plain_source
+from tests.inference.engine_helpers import ask, make_engine, prompt_of, run, tick_until, twin_logprobs
 
 LONG = Sampling(max_tokens=40, ignore_eos=True)
 
@@ -21,7 +21,7 @@ SPARED = 128
 @pytest.fixture(autouse=True)
 def worth_sharing(monkeypatch: pytest.MonkeyPatch) -> None:
     """As many tokens as these tests count on."""
-    monkeypatch.setattr("clotho.cpu.kv_cache.WORTH_SHARING", SPARED)
+    monkeypatch.setattr("clotho.cpu.kv_cache.MIN_SHARED_TOKENS", SPARED)
 
 
 @needs_cpu
@@ -40,7 +40,7 @@ def test_a_shared_prompt_holds_on_to_nothing_else() -> None:
     ask(engine, prompt_of(150), LONG, range(8))
     tick_until(engine, lambda: engine.running == 8)
     cache = engine._batch._cache
-    assert isinstance(cache, HostCache)
+    assert isinstance(cache, HostKVCache)
     (layers,) = cache._prompts.values()
     assert all(array.flags.c_contiguous for pair in layers for array in pair)
 
@@ -51,10 +51,10 @@ def test_rows_alone_with_their_prompt_hold_it_in_columns() -> None:
     rows = Rows(plain_source("qwen3").model, 6)
     rows.enter([0], prompt_of(200))
     rows.enter([1, 2], prompt_of(SPARED))
-    assert rows.cache.prompt_B.tolist() == [NONE] * 6
+    assert rows.cache.prompt_B.tolist() == [NOT_SHARED] * 6
     assert rows.cache.tokens == 6 * rows.cache.capacity >= 6 * 200
     rows.enter([3, 4, 5], prompt_of(1 + SPARED // 2))
-    assert (rows.cache.prompt_B == NONE).tolist() == [True] * 3 + [False] * 3
+    assert (rows.cache.prompt_B == NOT_SHARED).tolist() == [True] * 3 + [False] * 3
     assert rows.cache.tokens == 6 * rows.cache.capacity + SPARED // 2
     rows.check_step()
 
@@ -112,7 +112,7 @@ def test_rows_that_are_kept_keep_their_prompts() -> None:
     rows.check_step()
     rows.take([7, 0, 5, 2, 4])
     first, second, *_ = rows.cache.prompt_B.tolist()
-    assert rows.cache.prompt_B.tolist()[2:4] == [NONE, second]
+    assert rows.cache.prompt_B.tolist()[2:4] == [NOT_SHARED, second]
     assert first != second
     rows.check_step()
     rows.cache.grow(2)
@@ -150,7 +150,7 @@ def test_a_prompt_that_is_not_finite_stays_with_its_rows() -> None:
     rows.check_step()
 
 
-def poisoned(rows: Rows, length: int, wanted: int = 1) -> Arrival:
+def poisoned(rows: Rows, length: int, wanted: int = 1) -> PrefilledPrompt:
     """A prompt whose computation overflowed."""
     arrival = arrival_of(rows.layout, prompt_of(length), wanted)
     assert arrival.state

@@ -10,7 +10,7 @@ from mlx.utils import tree_map
 from msgspec.structs import replace
 
 from protocols.sampling import Completion, SampleRequest, Sampling
-from tests.inference.asking import (
+from tests.inference.engine_helpers import (
     FREE,
     Answer,
     alone,
@@ -30,7 +30,7 @@ from tests.small_models import FixedSource, tiny_source
 def drawn_both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every test here runs with steps read at once, and with steps read one behind, as on a GPU."""
     if request.param == "sampled on the device":
-        monkeypatch.setattr("clotho.inference.batch.can_draw_on_host", lambda plan: False)
+        monkeypatch.setattr("clotho.inference.batch.can_sample_on_cpu", lambda plan: False)
 
 
 NUCLEUS = Sampling(temperature=0.5, top_p=0.6, top_k=20, max_tokens=12, ignore_eos=True)

@@ -8,7 +8,7 @@ import pytest
 
 from protocols.errors import RequestError
 from protocols.sampling import SampleRequest, Sampling
-from tests.inference.asking import FREE, ask, make_engine, run
+from tests.inference.engine_helpers import FREE, ask, make_engine, run
 from tests.small_models import tiny_source
 
 SMALL = tiny_source(vocab_size=300)
@@ -116,7 +116,7 @@ def test_max_tokens_beyond_the_context_are_cut_to_what_fits() -> None:
 
 def test_a_line_that_is_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """The waiting line is bounded, in rows and in requests."""
-    monkeypatch.setattr("clotho.inference.scheduler.MOST_WAITING_ROWS", 4)
+    monkeypatch.setattr("clotho.inference.scheduler.MAX_WAITING_ROWS", 4)
     engine = make_engine(SMALL)
     answer = ask(engine, (1, 2), FREE, (1, 2, 3))
     with pytest.raises(RequestError) as caught:

@@ -8,7 +8,7 @@ from mlx.utils import tree_map
 
 from clotho.inference import DecodeEngine
 from protocols.sampling import Sampling
-from tests.inference.asking import ask, full_logits, log_softmax, make_engine, prompt_of, run, tick_until
+from tests.inference.engine_helpers import ask, full_logits, log_softmax, make_engine, prompt_of, run, tick_until
 from tests.small_models import FixedSource, tiny_source
 
 
@@ -16,7 +16,7 @@ from tests.small_models import FixedSource, tiny_source
 def drawn_both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every test here runs with steps read at once, and with steps read one behind, as on a GPU."""
     if request.param == "sampled on the device":
-        monkeypatch.setattr("clotho.inference.batch.can_draw_on_host", lambda plan: False)
+        monkeypatch.setattr("clotho.inference.batch.can_sample_on_cpu", lambda plan: False)
 
 
 LONG = Sampling(max_tokens=20, ignore_eos=True)

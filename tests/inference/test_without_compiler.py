@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 
 SCRIPT = """
-from clotho.cpu.load_blas import load_blas
+from clotho.cpu import load_blas
 load_blas()
-from tests.inference.asking import GREEDY, ask, make_engine, prompt_of, run
+from tests.inference.engine_helpers import GREEDY, ask, make_engine, prompt_of, run
 engine = make_engine()
 answer = ask(engine, prompt_of(5), GREEDY)
 run(engine)

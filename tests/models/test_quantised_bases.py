@@ -17,7 +17,7 @@ from clotho.config.schema import ModelSection, PolicySection
 from clotho.models.parameters import flat
 from clotho.models.policy import Policy, load_policy
 from clotho.storage.adapters import write_adapter
-from tests.inference.asking import GREEDY, alone, twin_greedy, twin_logprobs
+from tests.inference.engine_helpers import GREEDY, alone, twin_greedy, twin_logprobs
 from tests.saved_models import CONFIG, MIXTURE, TOKENS_1_T, save
 from tests.small_models import FixedSource, byte_tokenizer
 

@@ -10,7 +10,7 @@ import pytest
 from clotho.config.rules import learnable_distribution
 from clotho.config.schema import Profile, SamplingSection
 from clotho.inference.sample_log import unlearnable_reason
-from clotho.inference.sampling_params import validate
+from clotho.inference.sampling import validate
 from protocols.errors import ProfileError, RequestError
 from protocols.sampling import (
     MAX_SUPPORT,

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 from clotho.config.schema import EngineSection
+from clotho.cpu import computes_on_host
 from clotho.cpu.decoder import HostDecoder
-from clotho.cpu.layers import on_cpu
 from clotho.inference import DecodeEngine
 from clotho.models.parameters import flat, nested
 from clotho.models.policy import Policy
 from clotho.scoring.parity import probe
-from tests.inference.asking import FREE, alone, ask, make_engine, prompt_of, run, tick_until
+from tests.inference.engine_helpers import FREE, alone, ask, make_engine, prompt_of, run, tick_until
 from tests.small_models import ARCHITECTURES, tiny_source
 from tests.training.learning import Bigram, BigramPolicy, tiny_policy
 
@@ -55,7 +55,7 @@ class Doubles:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
 
-    def forced_logits(self, prompt: Sequence[int], tokens: Sequence[int], *, rows: int) -> Iterator[mx.array]:
+    def teacher_forced_logits(self, prompt: Sequence[int], tokens: Sequence[int], *, rows: int) -> Iterator[mx.array]:
         """From the whole sequence before each token."""
         sequence = [*prompt, *tokens]
         for end in range(len(prompt), len(sequence)):
@@ -69,7 +69,7 @@ def test_an_engine_that_computes_something_else_is_seen() -> None:
     assert report.max_difference > 0.1
 
 
-@pytest.mark.skipif(not on_cpu(), reason="only the CPU backend decodes on the host")
+@pytest.mark.skipif(not computes_on_host(), reason="only the CPU backend decodes on the host")
 def test_what_is_probed_is_what_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where steps are taken on the host, it is these that are compared."""
     policy = tiny_policy()

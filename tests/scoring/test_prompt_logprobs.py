@@ -94,5 +94,5 @@ def test_logits_that_are_not_numbers_are_an_error() -> None:
 
 def test_parallel_fields_have_equal_length() -> None:
     """A place for every log-probability."""
-    with pytest.raises(ValueError, match="0 top_logprobs for 1 logprobs"):
+    with pytest.raises(ValueError, match="1 logprobs of a prompt have 0 top_logprobs"):
         PromptLogprobs(version=0, logprobs=(-1.0,), top_logprobs=())

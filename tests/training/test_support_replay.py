@@ -13,7 +13,7 @@ from clotho.scoring.layouts.micro_batches import build_micro_batches
 from clotho.scoring.sequences import MicroBatch, TrainingSequence
 from clotho.scoring.teacher_forcing import TeacherForcing
 from protocols.sampling import Completion, Sampling
-from tests.inference.asking import ask, make_engine, prompt_of, run
+from tests.inference.engine_helpers import ask, make_engine, prompt_of, run
 from tests.small_models import FixedSource, tiny_source
 
 TOLERANCE = 2e-4

@@ -12,12 +12,13 @@ from mlx_lm.models import qwen3
 from mlx_lm.tuner.dora import DoRALinear
 from structlog.testing import capture_logs
 
+from clotho.cpu import computes_on_host
 from clotho.cpu.blas import Floats
-from clotho.cpu.decoder import HostDecoder, Layers
-from clotho.cpu.layers import install_cpu_layers, on_cpu
-from clotho.cpu.supported import fits, host_decoder
+from clotho.cpu.decoder import HostDecoder, LayerCaches
+from clotho.cpu.layers import install_cpu_layers
+from clotho.cpu.supported import is_supported, make_host_decoder
 from clotho.inference.cache_layout import CacheLayout
-from tests.cpu.plain_models import PLAIN, adapt, needs_cpu, plain_source
+from tests.cpu.supported_models import PLAIN, adapt, needs_cpu, plain_source
 from tests.small_models import tiny
 
 
@@ -34,9 +35,9 @@ def taken(model: nn.Module) -> bool:
     """Whether a model is decoded on the host; what is refused on sight is not computed first."""
     layout = CacheLayout(model)
     with capture_logs() as logged:
-        found = host_decoder(layout) is not None
+        found = make_host_decoder(layout.model) is not None
     assert not logged
-    assert found == (on_cpu() and fits(layout))
+    assert found == (computes_on_host() and is_supported(layout.model))
     return found
 
 
@@ -84,7 +85,7 @@ LLAMA3 = {
 )
 def test_llamas_with_parts_of_another_kind_are_not(overrides: dict[str, Any]) -> None:
     """Their rotations and windows are the model's own affair."""
-    assert taken(plain_source("llama").model) == on_cpu()
+    assert taken(plain_source("llama").model) == computes_on_host()
     assert not taken(plain_source("llama", **overrides).model)
 
 
@@ -120,21 +121,21 @@ def test_other_layers_in_known_places_are_not() -> None:
 
 def test_on_a_gpu_none_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its kernels are fast already, and its memory is far."""
-    monkeypatch.setattr("clotho.cpu.supported.on_cpu", lambda: False)
+    monkeypatch.setattr("clotho.cpu.supported.computes_on_host", lambda: False)
     layout = layout_of()
-    assert fits(layout)
-    assert host_decoder(layout) is None
+    assert is_supported(layout.model)
+    assert make_host_decoder(layout.model) is None
 
 
 @needs_cpu
-@pytest.mark.parametrize(("noise", "told"), [(0.02, "2.0%"), (np.nan, "inf%")])
+@pytest.mark.parametrize(("noise", "difference"), [(0.02, 0.02), (np.nan, np.inf)])
 def test_a_model_whose_numbers_would_differ_is_refused_with_a_warning(
-    noise: float, told: str, monkeypatch: pytest.MonkeyPatch
+    noise: float, difference: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two per cent are no rounding, nor is what is not a number."""
     logits = HostDecoder.logits
 
-    def noisy(self: HostDecoder, token_B: Any, position_B: Any, layers: Layers) -> Floats:
+    def noisy(self: HostDecoder, token_B: Any, position_B: Any, layers: LayerCaches) -> Floats:
         found_B_V = logits(self, token_B, position_B, layers)
         sign_V = np.where(np.arange(found_B_V.shape[1]) % 2, 1.0, -1.0).astype(np.float32)
         result: Floats = found_B_V + np.float32(noise) * found_B_V.std() * sign_V
@@ -142,8 +143,9 @@ def test_a_model_whose_numbers_would_differ_is_refused_with_a_warning(
 
     monkeypatch.setattr(HostDecoder, "logits", noisy)
     with capture_logs() as logged:
-        assert host_decoder(layout_of()) is None
-    assert [(entry["log_level"], entry["by"]) for entry in logged] == [("warning", told)]
+        assert make_host_decoder(layout_of().model) is None
+    assert [entry["log_level"] for entry in logged] == ["warning"]
+    assert logged[0]["difference"] == pytest.approx(difference, rel=1e-3)
 
 
 @needs_cpu
@@ -171,7 +173,7 @@ def test_what_looks_known_but_computes_otherwise_is_found_out() -> None:
     inner: Any = model["model"]
     inner.layers[1].self_attn.rope.base = 10.0
     layout = CacheLayout(model)
-    assert fits(layout)
+    assert is_supported(layout.model)
     with capture_logs() as logged:
-        assert host_decoder(layout) is None
+        assert make_host_decoder(layout.model) is None
     assert [entry["log_level"] for entry in logged] == ["warning"]

@@ -9,7 +9,8 @@ import pytest
 from mlx_lm.models import qwen3
 from mlx_lm.tuner.lora import LoRALinear
 
-from clotho.cpu.layers import LowRankLinear, Norm, install_cpu_layers, on_cpu, swiglu
+from clotho.cpu import computes_on_host
+from clotho.cpu.layers import ClosedFormLoRALinear, ClosedFormRMSNorm, install_cpu_layers, swiglu
 
 
 class Two(nn.Module):
@@ -47,7 +48,7 @@ def test_norms_and_low_rank_layers_keep_values_and_gradients(training: bool, bia
     """Those of mlx and mlx-lm up to rounding, whether the model trains or serves."""
     plain, suited = Two(bias=bias), Two(bias=bias)
     install_cpu_layers(suited)
-    assert (type(suited.norm), type(suited.low_rank)) == (Norm, LowRankLinear)
+    assert (type(suited.norm), type(suited.low_rank)) == (ClosedFormRMSNorm, ClosedFormLoRALinear)
     x = mx.random.normal((2, 3, 6), key=mx.random.key(3))
     plain.train(training)
     suited.train(training)
@@ -76,7 +77,7 @@ def test_gates_of_loaded_models_change_for_all_of_them() -> None:
     assert vars(qwen3)["swiglu"] is swiglu
 
 
-@pytest.mark.skipif(not on_cpu(), reason="on a GPU weights stay as they are")
+@pytest.mark.skipif(not computes_on_host(), reason="on a GPU weights stay as they are")
 def test_frozen_linear_weights_are_laid_out_by_inputs() -> None:
     """Those under an adapter too: the weights of an input lie side by side, and their values are the same."""
     model = nn.Sequential(nn.Linear(6, 4), Two().low_rank)
@@ -101,7 +102,7 @@ def test_linear_weights_that_are_trained_are_left_alone() -> None:
 
 def test_on_a_gpu_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its kernels are fast already."""
-    monkeypatch.setattr("clotho.cpu.layers.on_cpu", lambda: False)
+    monkeypatch.setattr("clotho.cpu.layers.computes_on_host", lambda: False)
     model = Two()
     install_cpu_layers(model)
     assert (type(model.norm), type(model.low_rank)) == (nn.RMSNorm, LoRALinear)

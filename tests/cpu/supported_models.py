@@ -14,17 +14,18 @@ from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.tuner.lora import LoRALinear
 from numpy.typing import NDArray
 
+from clotho.cpu import computes_on_host
 from clotho.cpu.decoder import HostDecoder
-from clotho.cpu.kv_cache import HostCache
-from clotho.cpu.layers import on_cpu
-from clotho.inference.cache_layout import Arrival, CacheLayout
-from tests.inference.asking import full_logits
+from clotho.cpu.interface import PrefilledPrompt
+from clotho.cpu.kv_cache import HostKVCache
+from clotho.inference.cache_layout import CacheLayout
+from tests.inference.engine_helpers import full_logits
 from tests.small_models import ARCHITECTURES, FixedSource, tiny_source
 
 PLAIN = ("qwen3", "qwen2", "llama")
 """Architectures that the host knows."""
 
-needs_cpu = pytest.mark.skipif(not on_cpu(), reason="on a GPU models decode through MLX")
+needs_cpu = pytest.mark.skipif(not computes_on_host(), reason="on a GPU models decode through MLX")
 
 
 def plain_source(architecture: str, **overrides: Any) -> FixedSource:
@@ -59,16 +60,16 @@ def _adapt(parent: nn.Module, names: Sequence[str], rank: int) -> None:
         parent[name] = layer
 
 
-def arrival_of(layout: CacheLayout, tokens: Sequence[int], rows: int = 1) -> Arrival:
+def arrival_of(layout: CacheLayout, tokens: Sequence[int], rows: int = 1) -> PrefilledPrompt:
     """Compute the prompt of so many rows whose next input is the last of `tokens`, as the engine does."""
     held = len(tokens) - 1
     if not held:
-        return Arrival(rows=rows, tokens=0, state=None)
+        return PrefilledPrompt(rows=rows, tokens=0, state=None)
     cache = layout.fresh()
     layout.model(mx.array([list(tokens[:-1])]), cache=cache)
     state = layout.extract(cache, 0, held)
     mx.eval(state)
-    return Arrival(rows=rows, tokens=held, state=state)
+    return PrefilledPrompt(rows=rows, tokens=held, state=state)
 
 
 class Rows:
@@ -76,7 +77,7 @@ class Rows:
 
     def __init__(self, model: nn.Module, slots: int) -> None:
         self.layout = CacheLayout(model)
-        self.cache = HostCache(HostDecoder(model), slots)
+        self.cache = HostKVCache(HostDecoder(model), slots)
         self.tokens: list[tuple[int, ...]] = [(0,)] * slots
         self.live_B = np.zeros(slots, dtype=np.bool_)
 
@@ -89,7 +90,7 @@ class Rows:
         """Let rows with one prompt join."""
         self.put(slots, tokens, arrival_of(self.layout, tokens, len(slots)))
 
-    def put(self, slots: Sequence[int], tokens: Sequence[int], arrival: Arrival) -> None:
+    def put(self, slots: Sequence[int], tokens: Sequence[int], arrival: PrefilledPrompt) -> None:
         """Let rows join with what was computed of their prompt."""
         self.live_B[list(slots)] = False
         if not self.cache.has_room([arrival]):

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from clotho.inference.sample_log import MOST_EQUAL, SampleLog
+from clotho.inference.sample_log import MAX_EQUAL, SampleLog
 from protocols.sampling import Completion, SampleRequest, Sampling
 
 PROMPT = (5, 9, 33)
@@ -103,7 +103,7 @@ def test_the_same_tokens_drawn_by_several_weights_are_told_apart_by_their_log_pr
     assert (latest.versions.tolist(), near.versions.tolist()) == ([19, 19], [7, 7])
     oldest = log.find(tokens, 3, 5, logprobs=np.array([0.0, -1.0]))
     assert oldest
-    assert oldest.versions.tolist() == [20 - MOST_EQUAL] * 2, "so many, and no more"
+    assert oldest.versions.tolist() == [20 - MAX_EQUAL] * 2, "so many, and no more"
 
 
 def test_the_same_weights_may_draw_the_same_tokens_with_other_log_probabilities() -> None:

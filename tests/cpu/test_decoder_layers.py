@@ -11,9 +11,9 @@ import pytest
 from mlx_lm.tuner.lora import LoRALinear
 
 from clotho.cpu.blas import Floats, matrix
-from clotho.cpu.decoder import Norm, Projection, Vector, Weights, gate
-from clotho.cpu.layers import by_inputs
-from tests.cpu.plain_models import needs_cpu
+from clotho.cpu.decoder import ParameterVector, Projection, RMSNorm, WeightMatrix, swiglu_in_place
+from clotho.cpu.layers import input_major
+from tests.cpu.supported_models import needs_cpu
 
 pytestmark = needs_cpu
 
@@ -30,7 +30,7 @@ def linear(*, bias: bool, adapted: bool = False, laid_out_by_inputs: bool = Fals
     mx.random.seed(0)
     layer = nn.Linear(WIDTH, OUTPUTS, bias=bias)
     if laid_out_by_inputs:
-        layer.weight = by_inputs(layer.weight)
+        layer.weight = input_major(layer.weight)
     whole: Any = layer
     if adapted:
         whole = LoRALinear.from_base(layer, r=RANK, scale=3.0)
@@ -42,8 +42,8 @@ def linear(*, bias: bool, adapted: bool = False, laid_out_by_inputs: bool = Fals
 def projected(projection: Projection, x: Floats, before: Floats | None = None) -> Floats:
     """What a projection writes, or adds to what is there."""
     out = np.full((len(x), OUTPUTS), np.nan, np.float32) if before is None else before.copy()
-    narrow = {RANK: matrix(np.full((len(x), RANK), np.nan, np.float32))}
-    projection(matrix(x), matrix(out), narrow, add=before is not None)
+    low_rank = {RANK: matrix(np.full((len(x), RANK), np.nan, np.float32))}
+    projection(matrix(x), matrix(out), low_rank, add=before is not None)
     return out
 
 
@@ -77,20 +77,20 @@ def test_a_projection_follows_every_parameter_of_its_layer() -> None:
 def test_weights_are_seen_where_they_lie_until_the_module_has_others() -> None:
     """Nothing is copied, and the same matrix is given as long as the array is the same."""
     layer = nn.Linear(WIDTH, OUTPUTS, bias=False)
-    weights = Weights(layer, "weight", transposed=True)
+    weights = WeightMatrix(layer, "weight", transposed=True)
     first = weights()
     assert weights() is first
     assert first.address == np.array(layer.weight, copy=False).__array_interface__["data"][0]
     layer.update({"weight": mx.arange(OUTPUTS * WIDTH, dtype=mx.float32).reshape(OUTPUTS, WIDTH)})
     np.testing.assert_array_equal(weights().array, np.array(layer.weight).T)
-    as_it_is = Weights(layer, "weight", transposed=False)
+    as_it_is = WeightMatrix(layer, "weight", transposed=False)
     np.testing.assert_array_equal(as_it_is().array, np.array(layer.weight))
 
 
 def test_vectors_of_several_modules_are_repeated_and_follow_each_of_them() -> None:
     """One row for every repeat, in the order of the modules."""
     one, other = nn.RMSNorm(3), nn.RMSNorm(3)
-    vector = Vector((one, "weight", 2), (other, "weight", 1))
+    vector = ParameterVector((one, "weight", 2), (other, "weight", 1))
     np.testing.assert_array_equal(vector(), np.ones((3, 3)))
     assert vector() is vector()
     other.weight = mx.array([4.0, 5.0, 6.0])
@@ -106,7 +106,7 @@ def test_a_norm_is_mlxs(size: float) -> None:
     module.weight = mx.linspace(-1.0, 2.0, WIDTH)
     x = size * rows_of(WIDTH)
     out = np.full_like(x, np.nan)
-    Norm(module)(x, out)
+    RMSNorm(module)(x, out)
     np.testing.assert_allclose(out, np.array(module(mx.array(x))), rtol=1e-5, atol=1e-6)
 
 
@@ -117,6 +117,6 @@ def test_the_gate_is_silu_times_up() -> None:
     expected = np.array(nn.silu(mx.array(x))) * up
     found = x.copy()
     with np.errstate(over="ignore"):
-        gate(found, up, np.full_like(x, np.nan))
+        swiglu_in_place(found, up, np.full_like(x, np.nan))
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-30)
     np.testing.assert_array_equal(found[0, [0, -1]], [0.0, -250.0])

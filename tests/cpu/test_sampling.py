@@ -6,9 +6,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from clotho.cpu.sampling import can_draw_on_host, draw_on_host
-from clotho.inference.sampling import draw, uniforms
-from clotho.inference.sampling_params import plan_sampling
+from clotho.cpu import computes_on_host
+from clotho.cpu.sampling import can_sample_on_cpu, sample_on_cpu
+from clotho.inference.sampling import row_parameters, sample, uniforms
 from protocols.sampling import Sampling
 
 MIXES = {
@@ -29,10 +29,10 @@ def test_host_and_device_draw_the_same_tokens_from_the_same_uniforms(vocabulary:
     settings = [MIXES[mix][row % len(MIXES[mix])] for row in range(rows)]
     logits = np.random.default_rng(1).normal(size=(rows, vocabulary)).astype(np.float32) * 3
     logits[:, ::3] = -np.inf
-    plan = plan_sampling(settings, vocabulary, recorded=[row for row in range(0, rows, 2) if settings[row].top_k])
+    plan = row_parameters(settings, vocabulary, recorded=[row for row in range(0, rows, 2) if settings[row].top_k])
     uniform = uniforms(np.arange(rows, dtype=np.uint64), np.full(rows, 5, dtype=np.int64))
-    here = draw_on_host(logits.copy(), None if plan.all_greedy else uniform, plan)
-    there = draw(mx.array(logits), None if plan.all_greedy else mx.array(uniform), plan, None)
+    here = sample_on_cpu(logits.copy(), None if plan.all_greedy else uniform, plan)
+    there = sample(mx.array(logits), None if plan.all_greedy else mx.array(uniform), plan, None)
     np.testing.assert_array_equal(np.array(here.token_B), np.array(there.token_B))
     np.testing.assert_allclose(np.array(here.logp_B), np.array(there.logp_B), atol=1e-5)
     assert np.isfinite(np.array(here.logp_B)).all()
@@ -45,7 +45,6 @@ def test_host_and_device_draw_the_same_tokens_from_the_same_uniforms(vocabulary:
 def test_only_what_the_host_knows_is_drawn_there() -> None:
     """Penalties and alternatives are the device's."""
     for sampling in (Sampling(repetition_penalty=1.1), Sampling(top_logprobs=1)):
-        assert not can_draw_on_host(plan_sampling([Sampling(), sampling], 10))
-    on_cpu = mx.default_device() == mx.Device(mx.cpu)
+        assert not can_sample_on_cpu(row_parameters([Sampling(), sampling], 10))
     for sampling in (Sampling(), Sampling(top_p=0.5), Sampling(logit_bias=((0, 1.0),))):
-        assert can_draw_on_host(plan_sampling([sampling], 10)) == on_cpu
+        assert can_sample_on_cpu(row_parameters([sampling], 10)) == computes_on_host()

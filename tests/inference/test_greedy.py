@@ -120,7 +120,7 @@ def test_an_engine_that_gives_up_is_a_failure(policy: Policy, monkeypatch: pytes
         def submit(self, request: SampleRequest, listener: Any) -> int:
             number = super().submit(request, listener)
             if number == 3:
-                self._delivery.fail(self._delivery.requests[number], "out of memory")
+                self._sender.fail(self._sender.requests[number], "out of memory")
             return number
 
     monkeypatch.setattr(evaluation, "DecodeEngine", Failing)

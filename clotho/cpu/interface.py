@@ -1,0 +1,93 @@
+"""Data that the decode engine exchanges with its CPU implementation: prompts, row parameters and sampled tokens.
+
+The engine's GPU implementation (`clotho.inference`) uses the same types.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import mlx.core as mx
+from msgspec import Struct
+
+BLOCK = 128
+"""Tokens per block of two-stage sampling."""
+
+ONE_STAGE = 512
+"""Vocabularies up to this size are sampled in one stage."""
+
+PADDING = 2**32 - 1
+"""Fills up rows of an array of supports; never a token identifier."""
+
+PromptState = tuple[tuple[mx.array, ...], ...]
+"""The KV cache of a prompt: per layer, (keys, values) of shape (1, heads, tokens, size), or the arrays of a fixed-size
+state."""
+
+
+class PrefilledPrompt(NamedTuple):
+    """A prompt whose first `tokens` tokens are computed, for `rows` rows. state: None if `tokens` is 0."""
+
+    rows: int
+    tokens: int
+    state: PromptState | None
+
+
+class Filters(NamedTuple):
+    """Top-p (infinity = off), top-k (vocabulary size = off) and min-p (0 = off) of every row."""
+
+    top_p_B: mx.array
+    top_k_B: mx.array
+    min_p_B: mx.array
+
+
+class RowLogitBias(NamedTuple):
+    """K pairs of a token and the value added to its logit per row, padded with value 0."""
+
+    token_B_K: mx.array
+    value_B_K: mx.array
+
+
+class SupportRecording(NamedTuple):
+    """The rows that record their support, and the maximum size of a support."""
+
+    row_R: mx.array
+    width: int
+
+
+class RowParameters(Struct, frozen=True, kw_only=True):
+    """Sampling parameters of B rows as arrays; None if no row uses the parameter.
+
+    all_greedy: no row samples at random. greedy_B: the rows that decode greedily, if only some do.
+    top_logprobs: the largest number of alternatives that any row reports.
+    """
+
+    all_greedy: bool
+    greedy_B: mx.array | None = None
+    inverse_temperature_B: mx.array | None = None
+    filters: Filters | None = None
+    penalty_B: mx.array | None = None
+    bias: RowLogitBias | None = None
+    top_logprobs: int = 0
+    recording: SupportRecording | None = None
+
+
+class Supports(NamedTuple):
+    """Tokens that could be sampled in the rows `row_R`: ascending, filled up with `PADDING`, uint32."""
+
+    row_R: mx.array
+    token_R_K: mx.array
+
+
+class SampledRows(NamedTuple):
+    """One token per row. `top_*` have shape (B, n), most probable first; None if no row reports alternatives."""
+
+    token_B: mx.array
+    logp_B: mx.array
+    top_token_B_N: mx.array | None = None
+    top_logp_B_N: mx.array | None = None
+    supports: Supports | None = None
+
+
+def spare_columns(visible: int) -> int:
+    """Return how many KV cache columns to allocate in advance; the cache is copied once per that many steps."""
+    return max(64, visible // 8)
