@@ -1,13 +1,13 @@
-"""A run of Clotho: the whole topology on one screen.
+"""A run of Clotho: all actors, the queues between them, and the services beside them.
 
     Prompt            RolloutGroup         ScoredGroup             PolicyUpdated
     prompter ──▶ generator ──▶ scorer ──▶ learner ──┬──▶ broadcaster
                     ▲                    ▲          ├──▶ checkpointer ──▶ disk
                     │   atropos_fetcher ─┘          └──▶ evaluator ──▶ monitor
-                    └────────── WeightsReady (newest wins)
+                    └────────── WeightsReady (newest value)
 
-The fetcher stands in the place of the three boxes before the learner where groups come from environments.
-`python pipeline.py --profile local-m3`; `--help` lists every setting.
+With groups from environments, the atropos_fetcher replaces the three actors before the learner.
+`python pipeline.py --profile local-m3` runs a profile; `--help` lists the most used flags.
 """
 
 from __future__ import annotations
@@ -21,150 +21,443 @@ if __name__ == "__main__":  # before the imports below, which take a second
 
 import gc
 import socket
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
 
 import structlog
-from msgspec import structs
+from msgspec import Struct, structs
 from rich.console import Console
 
+from actors.atropos_fetcher import AtroposFetcher
+from actors.broadcaster import Broadcaster
+from actors.checkpointer import Checkpointer
+from actors.evaluator import Evaluator, Pinned
+from actors.generator import Generator
+from actors.learner import Learner
+from actors.monitor import Monitor
+from actors.prompter import Prompter
+from actors.scorer import Scorer
 from clotho import BLAS
+from clotho.atropos.api import AtroposApi
+from clotho.atropos.client import Registration
+from clotho.atropos.mock import MockAtropos
 from clotho.atropos.processes import AtroposServer, Environment
+from clotho.atropos.reader import GroupReader
+from clotho.atropos.reader import Policy as PolicyBounds
+from clotho.atropos.source import BatchSource
+from clotho.atropos.validation import Bounds
 from clotho.config.schema import Profile
+from clotho.monitoring.collapse_detection import CollapseMonitor
 from clotho.monitoring.event_log import event_log
+from clotho.monitoring.live_display import make_display
 from clotho.monitoring.summary import print_summary
-from clotho.run import build_actors as boxes
+from clotho.run.accounting import GroupAccounting, group_source
 from clotho.run.context import RunContext
-from clotho.run.startup import Components, assemble
-from clotho.runtime.child import Child, permanent
-from clotho.runtime.compute_thread import ComputeExecutor
-from clotho.runtime.plugins import CustomActors
+from clotho.run.custom_actors import Channel, CustomActors, Services
+from clotho.run.run_monitor import RunMonitor
+from clotho.run.startup import build_context
+from clotho.runtime.compute_thread import ComputeExecutor, finish
 from clotho.runtime.queues import Queue
 from clotho.runtime.signals import handle_signals
-from clotho.runtime.supervisor import Ending, Supervisor
+from clotho.runtime.supervisor import (
+    Child,
+    ChildStatus,
+    Ending,
+    RestartPolicy,
+    Supervisor,
+    describe_error,
+    permanent,
+)
 from clotho.runtime.watchdog import Guard, Watchdog
-from clotho.serving.server import ApiServer, listen
+from clotho.serving.server import ApiServer, base_url, listen
+from clotho.storage.jsonl import JsonlWriter
 from clotho.storage.run_directory import RunDirectory
-from protocols.queues import Outbox
-from protocols.rollout import GroupOutcome
-from protocols.step import PolicyUpdated
+from clotho.training.replay import ReplayBuffer
+from protocols.accounting import GroupSource
+from protocols.collapse import CollapseState
+from protocols.evaluation import EvalReport
+from protocols.prompt import Prompt
+from protocols.rollout import Discarded, GroupOutcome, RolloutGroup
+from protocols.step import GroupsEnded, PolicyUpdated, StepReport
 
 log = structlog.get_logger(actor="pipeline")
 
+SERVER_RESTARTS = RestartPolicy(max_restarts=3)
 
-def wire(parts: Components, session: RunContext) -> list[Child]:
-    """The topology: every arrow, then every box with the ends it holds. Readers start before their writers."""
-    profile, size = parts.profile, parts.profile.queues
-    custom = CustomActors(profile.actors, session.services)
-    scored, reports = custom.arrow("scored", size.scored), custom.arrow("reports", size.reports)
-    audience = ["broadcaster", "checkpointer", *(["evaluator"] if profile.eval.enabled else [])]
-    updates = {name: Queue[PolicyUpdated](f"updates.{name}", capacity=1) for name in audience}
-    session.measure([box for arrow in (scored, reports) for box in arrow.mailboxes])
-    session.measure(updates.values())
 
-    flow = [custom.box("monitor", boxes.monitor(parts, session), inbox=reports.reader())]
-    flow += [child for arrow in (reports, scored) for child in arrow.children]
-    if profile.eval.enabled:
-        measured = updates["evaluator"].reader()
-        flow.append(custom.box("evaluator", boxes.evaluator(parts), inbox=measured, outbox=reports.writer()))
-    kept, served = updates["checkpointer"].reader(), updates["broadcaster"].reader()
-    flow.append(custom.box("checkpointer", boxes.checkpointer(parts, session), inbox=kept))
-    flow.append(custom.box("broadcaster", boxes.broadcaster(parts, session), inbox=served))
-    learned = [mailbox.writer() for mailbox in updates.values()]
-    judged, told = scored.reader(), reports.writer()
-    flow.append(custom.box("learner", boxes.learner(parts, session), inbox=judged, updates=learned, reports=told))
+class Wiring(Struct, frozen=True, kw_only=True, eq=False):
+    """The actors of the flow, receivers before senders; the group source among them; and what observes the run."""
+
+    children: list[Child]
+    source: GroupSource
+    accounting: GroupAccounting
+    monitor: RunMonitor
+
+
+class Rollouts(Struct, frozen=True, kw_only=True, eq=False):
+    """The actors before the learner, receivers first, and their channels. first: the channel behind the source."""
+
+    children: list[Child]
+    channels: list[Channel[Any]]
+    source: Child
+    first: Channel[Any]
+
+
+def wire(
+    context: RunContext, *, console: Console, children: Callable[[], dict[str, ChildStatus]], atropos_url: str
+) -> Wiring:
+    """Construct all actors of the flow with the ends of their queues.
+
+    children: status of the supervised actors. atropos_url: address of the Atropos API server; empty without one.
+    """
+    profile, capacity = context.profile, context.profile.queues
+    custom = CustomActors(profile.actors, services(context))
+    scored: Channel[GroupOutcome] = custom.channel("scored", capacity.scored)
+    reports: Channel[StepReport | GroupsEnded | EvalReport] = custom.channel("reports", capacity.reports)
+    receivers = ["broadcaster", "checkpointer", *(["evaluator"] if profile.eval.enabled else [])]
+    updates = {name: Queue[PolicyUpdated](f"updates.{name}", capacity=1) for name in receivers}
     if profile.atropos.enabled:
-        flow.append(custom.box("atropos_fetcher", boxes.atropos_fetcher(parts, session), outbox=scored.writer()))
+        rollouts = wire_environments(context, custom, scored, atropos_url=atropos_url)
     else:
-        flow += wire_own_prompts(parts, session, custom, scored.writer())
-    session.observe(custom.boxes)
-    return [*custom.free_standing(), *flow]
-
-
-def wire_own_prompts(
-    parts: Components, session: RunContext, custom: CustomActors, scored: Outbox[GroupOutcome]
-) -> list[Child]:
-    """The boxes before the learner, where the run asks its own dataset."""
-    size = parts.profile.queues
-    prompts, rollouts = custom.arrow("prompts", size.prompts), custom.arrow("rollouts", size.rollouts)
-    session.measure([box for arrow in (prompts, rollouts) for box in arrow.mailboxes])
-    answered, asked = rollouts.writer(), prompts.reader()
-    return [
+        rollouts = wire_rollouts(context, custom, scored)
+    source = group_source(context, rollouts.source.actor, rollouts.first.queues[0])
+    group_channels: list[Channel[Any]] = [*rollouts.channels, scored]
+    accounting = GroupAccounting(context, source, [queue for channel in group_channels for queue in channel.queues])
+    channels: list[Channel[Any]] = [scored, reports, *rollouts.channels]
+    queues = [queue for channel in channels for queue in (*channel.queues, *channel.copies)]
+    run_monitor = RunMonitor(context, queues=[*queues, *updates.values()], children=children)
+    flow = [
+        wire_monitor(context, custom, reports, run_monitor, console),
+        *reports.children,
+        *scored.children,
+        *wire_training(context, custom, scored, reports, updates, accounting),
         *rollouts.children,
-        *prompts.children,
-        custom.box("scorer", boxes.scorer(parts), inbox=rollouts.reader(), outbox=scored),
-        custom.box("generator", boxes.generator(parts, session), inbox=asked, outbox=answered),
-        custom.box("prompter", boxes.prompter(parts, session), outbox=prompts.writer()),
     ]
+    return Wiring(children=[*custom.added(), *flow], source=source, accounting=accounting, monitor=run_monitor)
 
 
-def services(parts: Components, session: RunContext, listener: socket.socket | None) -> list[Child]:
-    """What serves as long as the run goes on: the HTTP API, and who watches the compute thread."""
+def services(context: RunContext) -> Services:
+    """What custom actors may use."""
+    return Services(
+        profile=context.profile,
+        directory=context.directory.path,
+        sampler=context.sampler,
+        tokenizer=context.policy.tokenizer,
+        weights=context.weights,
+    )
+
+
+def wire_monitor(
+    context: RunContext,
+    custom: CustomActors,
+    reports: Channel[StepReport | GroupsEnded | EvalReport],
+    run_monitor: RunMonitor,
+    console: Console,
+) -> Child:
+    """The monitor. Without the default monitor, no actor waits for the log files."""
+    settings, directory = context.profile.monitor, context.directory
+    monitor = custom.observer(
+        "monitor",
+        Monitor,
+        inbox=reports.inbox(),
+        gauges=run_monitor.gauges,
+        display=make_display(settings.display, console, context.facts(blas=BLAS), run_monitor.gauges),
+        metrics=JsonlWriter(directory.metrics),
+        evaluations=JsonlWriter(directory.evaluations),
+        rollouts=JsonlWriter(directory.rollouts) if settings.rollouts else None,
+        logged=context.logged,
+        first_step=context.progress.step,
+        seconds_before=context.history.seconds,
+    )
+    if not isinstance(monitor.actor, Monitor):
+        context.logged.close()
+    return monitor
+
+
+def wire_training(
+    context: RunContext,
+    custom: CustomActors,
+    scored: Channel[GroupOutcome],
+    reports: Channel[StepReport | GroupsEnded | EvalReport],
+    updates: Mapping[str, Queue[PolicyUpdated]],
+    accounting: GroupAccounting,
+) -> list[Child]:
+    """The learner, and the receivers of its updates."""
+    profile, policy = context.profile, context.policy
+    state, settings = context.state, context.profile.checkpoint
+    learner = custom.actor(
+        "learner",
+        Learner,
+        inbox=scored.inbox(),
+        updates=[queue.outbox() for queue in updates.values()],
+        reports=reports.outbox(),
+        executor=context.executor,
+        policy_learner=context.policy_learner,
+        settings=profile.learner,
+        ledger=context.ledger,
+        progress=context.progress,
+        replacements=context.replacements,
+        logged=context.logged,
+        replay=ReplayBuffer(profile.replay, seed=profile.seed, kept=context.replay),
+        collapse=CollapseMonitor(
+            profile.collapse_detection,
+            state=state.collapse if state else CollapseState(),
+            rollbacks=state.rollbacks if state else 0,
+        ),
+        steps=profile.steps,
+        synchronous=not profile.asynchronous,
+        from_environments=profile.atropos.enabled,
+    )
+    broadcaster = custom.actor(
+        "broadcaster",
+        Broadcaster,
+        inbox=updates["broadcaster"].inbox(),
+        weights=context.weights,
+        executor=context.executor,
+        policy=policy,
+        engine=context.engine,
+        settings=profile.parity,
+        kv_policy=profile.engine.kv_policy,
+        temperature=profile.sampling.temperature,
+        parity_prompt=context.prompts.prompt(0).tokens,
+        swap_times=context.swap_times,
+    )
+    adapter_path = [Path(settings.adapter_path).expanduser()] if settings.adapter_path else []
+    checkpointer = custom.actor(
+        "checkpointer",
+        Checkpointer,
+        inbox=updates["checkpointer"].inbox(),
+        directory=context.directory.checkpoints,
+        adapter_directories=[context.directory.adapters, *adapter_path],
+        adapter_config=policy.adapter_config,
+        run_id=context.directory.run_id,
+        settings=settings,
+        state=accounting.run_state,
+        logged=context.logged,
+        parameters=context.policy_learner.parameters,
+        loadable=lambda parameters: finish(context.executor.submit(lambda: policy.loadable(parameters))),
+    )
+    evaluators = [wire_evaluator(context, custom, updates["evaluator"], reports)] if profile.eval.enabled else []
+    return [*evaluators, checkpointer, broadcaster, learner]
+
+
+def wire_evaluator(
+    context: RunContext,
+    custom: CustomActors,
+    updates: Queue[PolicyUpdated],
+    reports: Channel[StepReport | GroupsEnded | EvalReport],
+) -> Child:
+    """The evaluator. After a resume it evaluates the base policy only if that was not done before."""
+    profile, step, trained = context.profile, context.progress.step, context.policy_learner
+    last = context.history.after
+    start = Pinned(
+        step=step,
+        version=trained.version,
+        parameters=trained.parameters,
+        final=last is not None and last.step == step,
+    )
+    base = None if context.base is None else Pinned(step=0, version=0, parameters=context.base)
+    return custom.actor(
+        "evaluator",
+        Evaluator,
+        inbox=updates.inbox(),
+        outbox=reports.outbox(),
+        executor=context.executor,
+        policy=context.policy,
+        held_out=context.held_out,
+        sampling=profile.sampling,
+        settings=profile.eval,
+        engine=profile.engine,
+        base=start if step == 0 else base,
+        start=start,
+        steps=profile.steps,
+        reports=context.evaluations,
+    )
+
+
+def wire_rollouts(context: RunContext, custom: CustomActors, scored: Channel[GroupOutcome]) -> Rollouts:
+    """The actors that make groups from the run's own dataset."""
+    profile, learner = context.profile, context.profile.learner
+    prompts: Channel[Prompt | Discarded] = custom.channel("prompts", profile.queues.prompts)
+    rollouts: Channel[RolloutGroup | Discarded] = custom.channel("rollouts", profile.queues.rollouts)
+    limit = context.replaced_groups_limit
+    scorer = custom.actor("scorer", Scorer, inbox=rollouts.inbox(), outbox=scored.outbox(), rewards=context.rewards)
+    generator = custom.actor(
+        "generator",
+        Generator,
+        inbox=prompts.inbox(),
+        outbox=rollouts.outbox(),
+        weights=context.weights,
+        replacements=context.replacements,
+        sampler=context.sampler,
+        sampling=profile.sampling,
+        group_size=profile.sampling.group_size,
+        batch_size=learner.batch_size,
+        max_batches_ahead=profile.rollouts.max_batches_ahead if profile.asynchronous else 0,
+        ended=context.ledger.ended,
+        groups=limit,
+    )
+    prompter = custom.actor(
+        "prompter",
+        Prompter,
+        outbox=prompts.outbox(),
+        make=context.prompts.prompt,
+        group_ids=context.ledger.unended(None if limit else context.total_groups),
+        batch_size=learner.batch_size,
+        replacements=context.replacements,
+        ended=context.ledger.ended,
+        groups=limit,
+        prompted_until=context.state.prompted if context.state else 0,
+    )
+    children = [*rollouts.children, *prompts.children, scorer, generator, prompter]
+    return Rollouts(children=children, channels=[prompts, rollouts], source=prompter, first=prompts)
+
+
+def wire_environments(
+    context: RunContext, custom: CustomActors, scored: Channel[GroupOutcome], *, atropos_url: str
+) -> Rollouts:
+    """The actor that receives groups from environments."""
+    profile, policy, state = context.profile, context.policy, context.state
+    reader = GroupReader(
+        sample_log=context.sample_log,
+        policy=PolicyBounds(
+            bounds=Bounds(vocab_size=policy.vocab_size, context_length=context.max_sequence_tokens),
+            decode=policy.tokenizer.decode,
+        ),
+        recompute=context.recompute_logprobs,
+        sampling=profile.sampling,
+        learner=profile.learner,
+        settings=profile.atropos,
+    )
+    fetcher = custom.actor(
+        "atropos_fetcher",
+        AtroposFetcher,
+        outbox=scored.outbox(),
+        source=batch_source(context, atropos_url=atropos_url),
+        reader=reader,
+        weights=context.weights,
+        replacements=context.replacements,
+        first_group=state.prompted if state else 0,
+        received=state.received if state else {},
+        lost=state.in_flight if state else {},
+        ended=context.ledger.ended,
+        groups=context.total_groups,
+        batch_size=profile.learner.batch_size,
+        max_batches_ahead=profile.rollouts.max_batches_ahead,
+        settings=profile.atropos,
+    )
+    return Rollouts(children=[fetcher], channels=[], source=fetcher, first=scored)
+
+
+def batch_source(context: RunContext, *, atropos_url: str) -> BatchSource:
+    """The Atropos API server, or its mock."""
+    profile, sampling = context.profile, context.profile.sampling
+    if profile.atropos.mock:
+        return MockAtropos(
+            context.address,
+            api_key=profile.server.api_key,
+            make_prompt=context.prompts.prompt,
+            first_prompt=context.state.prompted if context.state else 0,
+            rewards=context.rewards,
+            sampling=sampling,
+            batch_size=profile.learner.batch_size,
+            max_choices=profile.server.max_choices,
+        )
+    return AtroposApi(
+        atropos_url,
+        registration=Registration(
+            batch_size=profile.learner.batch_size * sampling.group_size,
+            max_token_len=context.max_sequence_tokens + 1,  # the server's bound is exclusive
+            checkpoint_dir=str((context.directory.path / "atropos").absolute()),
+            save_checkpoint_interval=max(1, profile.checkpoint.interval),
+            num_steps=profile.steps,
+        ),
+        reset=profile.atropos.reset,
+        poll_seconds=profile.atropos.poll_seconds,
+    )
+
+
+def wire_services(context: RunContext, monitor: RunMonitor, listener: socket.socket | None) -> list[Child]:
+    """The HTTP server, the watchdog of the compute thread, and the guard of the decode engine."""
     watchdog = Watchdog(
         "watchdog",
-        lambda: parts.executor.busy_since,
-        limit_seconds=parts.profile.monitor.watchdog_seconds,
-        on_stall=session.stall,
-        on_recovered=session.recover,
+        lambda: context.executor.busy_since,
+        limit_seconds=context.profile.monitor.watchdog_seconds,
+        on_stall=monitor.on_stall,
+        on_recovered=monitor.on_recovery,
     )
-    guard = Guard("decode engine", parts.engine_broken)
-    watched = [permanent(watchdog), permanent(guard)]
+    guards = [permanent(watchdog), permanent(Guard("decode engine", context.engine_failure))]
     if listener is None:
-        return watched
-    server = ApiServer(session.server_context(), listener=listener)
-    session.api_requests = lambda: server.requests
-    return [permanent(server, max_restarts=3), *watched]
+        return guards
+    server = ApiServer(monitor.server_context(), listener=listener, on_request=monitor.count_request)
+    return [permanent(server, SERVER_RESTARTS), *guards]
 
 
-def atropos(parts: Components, session: RunContext) -> tuple[list[Child], list[Child]]:
-    """The processes of Atropos: its API server, which starts before the flow, and the environments, after it."""
-    profile, logs = parts.profile, parts.directory.path / "atropos"
+def wire_atropos(context: RunContext) -> tuple[AtroposServer | None, list[Child]]:
+    """The Atropos API server, if the run starts one, and the processes of the environments."""
+    profile, logs = context.profile, context.directory.path / "atropos"
     server = AtroposServer(profile, directory=logs) if profile.atropos.python and not profile.atropos.url else None
-    session.atropos_url = server.url if server else profile.atropos.url
     environments = [
         Environment(
             section,
             profile,
-            server_url=session.atropos_url,
+            server_url=server.url if server else profile.atropos.url,
             server_starts=lambda: server.starts if server else 0,
-            policy_url=session.address,
+            policy_url=context.address,
             directory=logs,
         )
         for section in profile.environments
     ]
-    return [permanent(server)] if server else [], [permanent(environment) for environment in environments]
+    return server, [permanent(environment) for environment in environments]
+
+
+def report_failure(name: str, error: Exception) -> None:
+    """Log a failure that does not end the run."""
+    log.warning("actor_failed", actor=name, error=describe_error(error))
 
 
 async def train(profile: Profile, directory: RunDirectory, console: Console) -> int:
-    """Run a profile to its end; the exit status: 0, or 128 and the signal's number of a run that was stopped at once.
+    """Run a profile to its end, and return the exit status: 0, or 128 plus the number of the signal that stopped it.
 
-    Raises ClothoError for whatever is wrong with the profile or the run.
+    Raises ClothoError if the profile is invalid or the run fails.
     """
-    with ExitStack() as ends:
-        listener = ends.enter_context(listen(profile.server)) if profile.server.enabled else None
+    with ExitStack() as stack:
+        listener = stack.enter_context(listen(profile.server)) if profile.server.enabled else None
         executor = ComputeExecutor(decode_share=profile.engine.decode_share)
         executor.start()
-        ends.callback(executor.stop)
-        parts = await assemble(profile, directory, executor)
-        ends.callback(parts.rewards.close)
-        ends.enter_context(event_log(directory.log, console))
-        for warning in parts.warnings:
+        stack.callback(executor.stop)
+        address = base_url(listener) if listener else ""
+        context = await build_context(profile, directory, executor, address=address)
+        stack.callback(context.rewards.close)
+        stack.enter_context(event_log(directory.log, console))
+        for warning in context.warnings:
             log.warning(warning)
-        if parts.resumed_from is not None:
-            log.info("run_resumed", step=parts.resumed_from)
-        session = RunContext(parts, console, blas=BLAS, listener=listener)
-        servers, environments = atropos(parts, session)
-        supervisor = Supervisor(
-            [*services(parts, session, listener), *servers, *wire(parts, session), *environments],
-            on_failure=session.report_failure,
-            on_drain=session.drain,
-        )
-        session.children = supervisor.status
+        if context.resumed_from is not None:
+            log.info("run_resumed", step=context.resumed_from)
+        supervisor = Supervisor(on_failure=report_failure)
+        atropos_server, environments = wire_atropos(context)
+        atropos_url = atropos_server.url if atropos_server else profile.atropos.url
+        wiring = wire(context, console=console, children=supervisor.status, atropos_url=atropos_url)
+        servers = [permanent(atropos_server)] if atropos_server else []
+        children = [
+            *wire_services(context, wiring.monitor, listener),
+            *servers,
+            *wiring.children,
+            *environments,
+        ]
+
+        def drain() -> None:
+            wiring.source.drain()
+            log.warning("draining", hint="the run ends after the groups in flight; interrupt again to stop at once")
+
         gc.collect()
-        gc.freeze()  # what was loaded stays; a full collection would halt decode and swaps for a tenth of a second
+        gc.freeze()  # a full collection of the loaded objects would pause decoding and swaps for a tenth of a second
         async with handle_signals(supervisor) as signals:
-            ending = await supervisor.run()
-        log.info("run_statistics", **structs.asdict(session.snapshot()))
-        print_summary(console, session.summary(complete=ending is not Ending.STOPPED))
+            ending = await supervisor.run(children, on_drain=drain)
+        log.info("run_statistics", **structs.asdict(wiring.monitor.snapshot()))
+        print_summary(console, wiring.monitor.summary(wiring.accounting, complete=ending is not Ending.STOPPED))
         return signals.exit_status
 
 

@@ -1,4 +1,4 @@
-"""Broadcaster: makes the newest weights the ones that serve, and proves that they are the ones that were learned."""
+"""Broadcaster -> generator, server: serves the newest weights, and checks parity between sampler and learner."""
 
 from __future__ import annotations
 
@@ -19,21 +19,52 @@ from clotho.scoring.parity import ParityReport, probe
 from clotho.scoring.teacher_forcing import TeacherForcing
 from protocols.errors import ParityError
 from protocols.queues import Inbox
-from protocols.step import PolicyUpdated, SwapTimes, WeightsReady
+from protocols.step import PolicyUpdated, WeightsReady
 
 log = structlog.get_logger(actor="broadcaster")
 
-REMEMBERED_SWAPS = 4096
+SWAPS_KEPT = 4096
+
+
+class SwapTimes:
+    """Durations of the weight swaps since the last start, in seconds; None before the first swap.
+
+    count: number of swaps; median and longest are those of the last `SWAPS_KEPT`.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._seconds: deque[float] = deque(maxlen=SWAPS_KEPT)
+
+    def add(self, seconds: float) -> None:
+        """Record a swap."""
+        self.count += 1
+        self._seconds.append(seconds)
+
+    @property
+    def last(self) -> float | None:
+        """Duration of the last swap."""
+        return self._seconds[-1] if self._seconds else None
+
+    @property
+    def median(self) -> float | None:
+        """Median duration."""
+        return statistics.median(self._seconds) if self._seconds else None
+
+    @property
+    def longest(self) -> float | None:
+        """Longest duration."""
+        return max(self._seconds, default=None)
 
 
 class Broadcaster:
-    """Swaps weights in between decode ticks, then tells everyone who samples.
+    """Swaps the served weights between decode steps, then announces the version.
 
-    Nothing is copied or serialised: the served parameters become pointers to the arrays that the learner computed.
-    After every swap a few tokens are scored both ways, as the engine decodes and as the learner learns: a small
-    difference is rounding, a larger one is logged, one beyond `stop_nats` nats raises ParityError.
+    A swap copies nothing: the served parameters become references to the learner's arrays. After each swap, a parity
+    check computes the log-probabilities of a few tokens both by decoding and by teacher forcing. Differences above
+    `parity.warn_nats` are logged; a difference above `parity.stop_nats` raises ParityError.
 
-    largest_drift: the largest difference seen so far, in nats.
+    largest_drift: largest difference so far, in nats.
     """
 
     name = "broadcaster"
@@ -49,21 +80,22 @@ class Broadcaster:
         settings: ParitySection,
         kv_policy: KvPolicy,
         temperature: float,
-        probe_prompt: tuple[int, ...],
+        parity_prompt: tuple[int, ...],
+        swap_times: SwapTimes,
     ) -> None:
-        """probe_prompt: what is scored both ways until the first group has been trained on."""
+        """parity_prompt: tokens for parity checks before the first group has been trained on."""
         self._inbox, self._weights = inbox, weights
         self._executor, self._policy, self._engine = executor, policy, engine
         self._settings, self._kv_policy, self._temperature = settings, kv_policy, temperature
-        self._sample = _split(probe_prompt, settings.tokens)
-        self._swap_seconds: deque[float] = deque(maxlen=REMEMBERED_SWAPS)
+        self._sample = _split(parity_prompt, settings.tokens)
+        self._swap_times = swap_times
         self._forcing: TeacherForcing | None = None
         self.largest_drift = 0.0
 
     async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
-        """Probe once as it stands, which makes it ready; then swap for every update that changed the policy."""
+        """Check parity once, signal readiness, then swap for every update that changed the policy."""
         async with self._inbox:
-            await self._probe()
+            await self._check_parity()
             task_status.started()
             async for update in self._inbox:
                 await self._broadcast(update)
@@ -71,20 +103,13 @@ class Broadcaster:
     async def _broadcast(self, update: PolicyUpdated) -> None:
         report = update.report
         if report.version != self._policy.version:
-            self._swap_seconds.append(await finish(self._executor.submit_steps(self._swap(update))))
+            self._swap_times.add(await finish(self._executor.submit_steps(self._swap(update))))
             if report.trained:
                 group = report.trained[0].scored.group
                 self._sample = (group.prompt.tokens, group.completions[0].tokens[: self._settings.tokens])
         self._weights.put(WeightsReady(version=report.version, step=report.step, fingerprint=report.fingerprint))
         if report.trained:
-            await self._probe()
-
-    def swaps(self) -> SwapTimes:
-        """How long the swaps so far took."""
-        seconds = self._swap_seconds or (0.0,)
-        return SwapTimes(
-            count=len(self._swap_seconds), last=seconds[-1], median=statistics.median(seconds), longest=max(seconds)
-        )
+            await self._check_parity()
 
     def _swap(self, update: PolicyUpdated) -> Generator[None, None, float]:
         if self._kv_policy == "drain":
@@ -102,23 +127,23 @@ class Broadcaster:
         self._engine.weights_changed(self._kv_policy)
         return seconds
 
-    async def _probe(self) -> None:
+    async def _check_parity(self) -> None:
         prompt, completion = self._sample
         if not completion or not self._settings.tokens:
             return
         parity: ParityReport = await finish(self._executor.submit(lambda: self._compare(prompt, completion)))
         self.largest_drift = max(self.largest_drift, parity.max_difference)
-        if not parity.max_difference <= self._settings.stop_nats:  # also where it is not a number
+        if not parity.max_difference <= self._settings.stop_nats:  # NaN counts as exceeding the threshold
             raise ParityError(
-                f"sampler and learner differ by {parity.max_difference:.3g} nats on the same tokens at version "
+                f"the log-probabilities of sampler and learner differ by {parity.max_difference:.3g} nats at version "
                 f"{self._policy.version} (parity.stop_nats = {self._settings.stop_nats:g}): "
-                "what is served is not what is trained"
+                "the served weights are not the trained weights"
             )
         if parity.max_difference > self._settings.warn_nats:
-            log.warning("parity drift", nats=parity.max_difference, version=self._policy.version)
+            log.warning("parity_drift", nats=parity.max_difference, version=self._policy.version)
 
     def _compare(self, prompt: tuple[int, ...], completion: tuple[int, ...]) -> ParityReport:
-        """In the compute thread, which also makes what scores as the learner does."""
+        """Run the parity check in the compute thread."""
         self._forcing = self._forcing or TeacherForcing(self._policy.model, self._policy.vocab_size)
         return probe(
             self._policy,
@@ -131,6 +156,6 @@ class Broadcaster:
 
 
 def _split(tokens: tuple[int, ...], count: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """A prompt and its last `count` tokens, as if they had been sampled; the prompt keeps at least one."""
+    """Split off the last `count` tokens as a completion; the prompt keeps at least one token."""
     cut = max(1, len(tokens) - count)
     return tokens[:cut], tokens[cut:]

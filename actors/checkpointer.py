@@ -1,4 +1,4 @@
-"""Checkpointer: the whole run on disk, whenever it is due, and the final adapter at the end."""
+"""Checkpointer: writes checkpoints, and the adapter at the end of the run."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from anyio.to_thread import run_sync
 from msgspec.structs import replace
 
 from clotho.config.schema import CheckpointSection
-from clotho.runtime.latest import Latest
-from clotho.runtime.log_barrier import reached
+from clotho.runtime.latest import Latest, reached
 from clotho.storage.adapters import write_adapter
 from clotho.storage.checkpoints import Snapshot, write_checkpoint
 from protocols.checkpoint import AdapterConfig, RunState
@@ -22,15 +21,17 @@ from protocols.step import PolicyUpdated
 
 log = structlog.get_logger(actor="checkpointer")
 
+LOG_TIMEOUT_SECONDS = 10.0
+
 
 class Checkpointer:
-    """The last box. Every `interval` steps, and after the last one, it writes all that a resumed run needs.
+    """Writes a checkpoint every `interval` steps and after the last one.
 
-    Arrays never change once evaluated, so the learner goes on while they are written; files are written in a worker
-    thread, so the compute thread does too. A disk that refuses ends the run with the earlier checkpoints intact.
+    Arrays are immutable, so that the learner continues while a worker thread writes the files. A write error ends the
+    run; earlier checkpoints stay intact.
 
-    A checkpoint waits until the histories (metrics, rollouts) have reached its step: a run that is killed right after
-    it resumes with every group on record. The wait ends with the monitor, and after a while in any case.
+    Before a checkpoint is written, its step must be in the log files (metrics.jsonl, rollouts.jsonl), so that a run
+    that is killed afterwards resumes with complete log files. The wait ends when the monitor ends, or after a timeout.
     """
 
     name = "checkpointer"
@@ -45,24 +46,22 @@ class Checkpointer:
         run_id: str,
         settings: CheckpointSection,
         state: Callable[[PolicyUpdated], RunState],
-        recorded: Latest[int],
+        logged: Latest[int],
         parameters: Any,
         loadable: Callable[[Any], Awaitable[tuple[Any, AdapterConfig]]],
     ) -> None:
-        """state: what to keep beside the tensors. recorded: how far the monitor has come with the histories.
+        """state: builds the part of a checkpoint that is not tensors. logged: last step in the log files.
 
-        parameters: the weights as this life of the run found them. loadable: what the final adapter's directory must
-        hold of them, so that mlx-lm can load it.
+        parameters: the weights at the start. loadable: converts parameters to those that mlx-lm loads.
         """
         self._inbox = inbox
         self._directory, self._adapter_directories = directory, adapter_directories
         self._adapter_config, self._settings, self._state = adapter_config, settings, state
-        self._run_id = run_id
-        self._recorded = recorded
+        self._run_id, self._logged = run_id, logged
         self._parameters, self._loadable = parameters, loadable
 
     async def run(self) -> None:
-        """Write until the updates end, then once more if the last was not due, then the adapter."""
+        """Write checkpoints until the updates end, then a last one if needed, then the adapter."""
         unwritten: PolicyUpdated | None = None
         async with self._inbox:
             async for update in self._inbox:
@@ -79,8 +78,8 @@ class Checkpointer:
             await run_sync(write_adapter, directory, parameters, adapter_config)
 
     async def _write(self, update: PolicyUpdated) -> None:
-        if not await reached(self._recorded, update.report.step):
-            log.warning("the histories do not keep up; the checkpoint is written without them", step=update.report.step)
+        if not await reached(self._logged, update.report.step, timeout_seconds=LOG_TIMEOUT_SECONDS):
+            log.warning("log_files_behind_checkpoint", step=update.report.step)
         snapshot = Snapshot(
             parameters=update.parameters,
             optimizer=update.optimizer,
@@ -90,4 +89,4 @@ class Checkpointer:
         )
         write = partial(write_checkpoint, self._directory, snapshot, keep_last=self._settings.keep_last)
         path = await run_sync(write)
-        log.info("checkpoint", step=update.report.step, path=str(path))
+        log.info("checkpoint_written", step=update.report.step, path=str(path))

@@ -1,4 +1,4 @@
-"""Evaluator: greedy accuracy on held-out problems, on weights that are pinned while everything else moves on."""
+"""Evaluator -> monitor: greedy accuracy on held-out problems."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from protocols.step import PolicyUpdated
 
 
 class Pinned(Struct, frozen=True, kw_only=True):
-    """Weights to be measured: evaluated arrays, which never change, so pinning them costs nothing."""
+    """Weights to evaluate. Arrays are immutable, so that no copy is needed."""
 
     step: int
     version: int
@@ -33,12 +33,10 @@ class Pinned(Struct, frozen=True, kw_only=True):
 
 
 class Evaluator:
-    """Measures the policy before, after and, every `interval` steps, in between.
+    """Evaluates the policy before the first update, every `interval` steps, and after the last update.
 
-    The learner never waits for a measurement: while one is running, one more may wait for its turn, and those that
-    become due meanwhile are left out. The last update of the run is always measured, on all problems.
-
-    measured: every report of this life of the run, in order.
+    The learner never waits for an evaluation. While one is running, the next one waits; evaluations that become due
+    meanwhile are skipped. The last update of the run is always evaluated, on all problems.
     """
 
     name = "evaluator"
@@ -53,40 +51,42 @@ class Evaluator:
         held_out: HeldOut,
         sampling: Sampling,
         settings: EvalSection,
-        generator: EngineSection,
+        engine: EngineSection,
         base: Pinned | None,
         start: Pinned,
         steps: int,
+        reports: list[EvalReport],
     ) -> None:
-        """base: the policy as it was before its first update; None if an earlier life of the run has measured it.
+        """base: the policy before its first update; None if it was evaluated before a resume.
 
-        start: the weights at the start of this life; `final` if an earlier one has measured them as its last.
+        start: the weights at the start; `final` if they were evaluated as the last ones before a resume.
+        reports: every report is appended to this list.
         """
         self._inbox, self._outbox = inbox, outbox
         self._executor, self._policy, self._held_out = executor, policy, held_out
-        self._sampling, self._settings, self._generator = sampling, settings, generator
+        self._sampling, self._settings, self._engine = sampling, settings, engine
         self._base, self._newest, self._steps = base, start, steps
-        self.measured: list[EvalReport] = []
+        self._reports = reports
 
     async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
-        """Measure until the updates end and the last of them is measured.
+        """Evaluate until the updates end and the last one is evaluated.
 
-        Ready once the base policy is measured: training starts when the compute thread is free for it.
+        Ready when the base policy is evaluated, so that training starts afterwards.
         """
         due = Queue[Pinned]("evaluations", capacity=1)
         async with self._inbox, self._outbox, anyio.create_task_group() as tasks:
-            tasks.start_soon(self._collect, due.writer())
+            tasks.start_soon(self._collect, due.outbox())
             if self._base is not None:
                 await self._report(self._base)
-                self._base = None  # once measured, nobody needs its weights
+                self._base = None  # frees its weights
             task_status.started()
-            async for pinned in due.reader():
+            async for pinned in due.inbox():
                 await self._report(pinned)
 
     async def _report(self, pinned: Pinned) -> None:
-        report = await self._measure(pinned)
-        self.measured.append(report)
-        with suppress(QueueClosed):  # nobody who reads the numbers is left; they are still counted
+        report = await self._evaluate(pinned)
+        self._reports.append(report)
+        with suppress(QueueClosed):  # the monitor has ended
             await self._outbox.send(report)
 
     async def _collect(self, due: Outbox[Pinned]) -> None:
@@ -105,7 +105,7 @@ class Evaluator:
         interval = self._settings.interval
         return interval > 0 and step % interval == 0 and step < self._steps
 
-    async def _measure(self, pinned: Pinned) -> EvalReport:
+    async def _evaluate(self, pinned: Pinned) -> EvalReport:
         began = time.monotonic()
         everything = pinned.final or pinned.step == 0
         count = self._settings.problems if everything else self._settings.problems_between or self._settings.problems
@@ -118,7 +118,7 @@ class Evaluator:
                     version=pinned.version,
                     prompts=self._held_out.prompts[: len(problems)],
                     sampling=self._sampling,
-                    settings=self._generator,
+                    settings=self._engine,
                 )
             )
         )

@@ -1,4 +1,4 @@
-"""Generator: has the decode engine answer prompts, a batch of them at a time, as far ahead as the profile allows."""
+"""Generator -> scorer: samples a group of completions for each prompt."""
 
 from __future__ import annotations
 
@@ -17,20 +17,19 @@ from protocols.step import WeightsReady
 
 
 class Generator:
-    """Prompts in, groups of completions out. What a stage before it has discarded is passed on.
+    """Receives prompts and sends groups of completions. Discarded groups pass unchanged.
 
-    Law of lag: with `asked` groups before it, the next one may start when
+    Staleness bound: after `started` groups, the next one may start when
 
-        asked < (step + max_batches_ahead + 1) * batch_size + refills
+        started < (step + max_batches_ahead + 1) * batch_size + replacements
 
-    step: of the weights that serve; refills: groups so far that are replaced by others. This is AReaL's capacity rule
-    (arXiv:2505.24298, section 5.1), accepted + running <= (eta + step + 1) * batch_size, where accepted groups are
-    those that count towards a batch. max_batches_ahead = 0 is strictly on-policy. A slow group may be overtaken and learned
-    from later: `learner.max_staleness` bounds its age.
+    where `step` is that of the served weights and `replacements` the number of groups replaced by others. This is the
+    capacity rule of AReaL (arXiv:2505.24298, section 5.1), accepted + running <= (eta + step + 1) * batch_size, where
+    accepted groups are those that count towards a batch. `max_batches_ahead = 0` is strictly on-policy. A slow group
+    may be trained on later than groups that started after it; `learner.max_staleness` limits its staleness.
 
-    Prompts that may start at the same time are submitted together, at most `batch_size` in one call to the compute
-    thread: the engine then sees the same batch composition in every run, which strict reproducibility needs, and
-    computes their prompts side by side.
+    Prompts that may start at the same time are submitted in one call, at most `batch_size`. The engine then prefills
+    them together, and the composition of its batches does not depend on timing.
     """
 
     name = "generator"
@@ -41,7 +40,7 @@ class Generator:
         inbox: Inbox[Prompt | Discarded],
         outbox: Outbox[RolloutGroup | Discarded],
         weights: Latest[WeightsReady],
-        refills: Latest[int],
+        replacements: Latest[int],
         sampler: Sampler,
         sampling: Sampling,
         group_size: int,
@@ -50,59 +49,59 @@ class Generator:
         ended: int = 0,
         groups: int | None = None,
     ) -> None:
-        """ended: groups that had ended when this life of the run began, from which `asked` counts.
+        """ended: number of groups that had ended at the start; `started` counts from it.
 
-        groups: how many are asked in all, refills apart; None: until the prompts end.
+        groups: number of groups that count towards batches; None: until the inbox ends.
         """
         self._inbox, self._outbox = inbox, outbox
-        self._weights, self._refills, self._sampler = weights, refills, sampler
+        self._weights, self._replacements, self._sampler = weights, replacements, sampler
         self._sampling, self._group_size = sampling, group_size
-        self._batch_size, self._batches_ahead = batch_size, max_batches_ahead
-        self._asked, self._groups = ended, groups
+        self._batch_size, self._max_batches_ahead = batch_size, max_batches_ahead
+        self._started, self._groups = ended, groups
 
     async def run(self) -> None:
-        """Answer until the prompts end and the last group is out."""
+        """Sample until the inbox ends and the last group is sent."""
         async with self._inbox, self._outbox, anyio.create_task_group() as tasks:
             async for first in self._inbox:
-                await wait_until(lambda: self._capacity() > 0, self._weights, self._refills)
-                if prompts := await self._release(first):
-                    await tasks.start(self._answer, prompts)
+                await wait_until(lambda: self._capacity() > 0, self._weights, self._replacements)
+                if prompts := await self._receive_batch(first):
+                    await tasks.start(self._sample, prompts)
 
     def _capacity(self) -> int:
-        """How many more groups may start now."""
-        ahead = self._weights.value.step + self._batches_ahead + 1
-        return ahead * self._batch_size + self._refills.value - self._asked
+        """Number of groups that may start now."""
+        batches = self._weights.value.step + self._max_batches_ahead + 1
+        return batches * self._batch_size + self._replacements.value - self._started
 
-    async def _release(self, first: Prompt | Discarded) -> list[Prompt]:
-        """The prompts that start together, as soon as all of them are there; what was discarded takes its place."""
-        together = min(self._capacity(), self._batch_size)
+    async def _receive_batch(self, first: Prompt | Discarded) -> list[Prompt]:
+        """The prompts that start together, once all have arrived. Discarded groups count as prompts."""
+        size = min(self._capacity(), self._batch_size)
         if self._groups is not None:
-            together = min(together, self._groups + self._refills.value - self._asked)
-        prompts = await self._take(first)
+            size = min(size, self._groups + self._replacements.value - self._started)
+        prompts = await self._start(first)
         with suppress(EndOfStream):
-            for _ in range(together - 1):
-                prompts += await self._take(await self._inbox.receive())
+            for _ in range(size - 1):
+                prompts += await self._start(await self._inbox.receive())
         return prompts
 
-    async def _take(self, message: Prompt | Discarded) -> list[Prompt]:
-        self._asked += 1
+    async def _start(self, message: Prompt | Discarded) -> list[Prompt]:
+        self._started += 1
         if isinstance(message, Discarded):
             await self._outbox.send(message)
             return []
         return [message]
 
-    async def _answer(self, batch: list[Prompt], *, task_status: anyio.abc.TaskStatus[None]) -> None:
+    async def _sample(self, batch: list[Prompt], *, task_status: anyio.abc.TaskStatus[None]) -> None:
         requests = [
             SampleRequest(
                 prompt=prompt.tokens,
                 sampling=self._sampling,
                 seeds=completion_seeds(prompt.seed, self._group_size),
-                record_support=True,  # the learner evaluates the distribution that was sampled from
+                record_support=True,  # the learner evaluates the sampling distribution
             )
             for prompt in batch
         ]
         task_status.started()
-        async with aclosing(self._sampler.groups(requests)) as outcomes:  # cancelled, the engine is told at once
+        async with aclosing(self._sampler.groups(requests)) as outcomes:  # cancellation aborts the requests at once
             async for index, outcome in outcomes:
                 await self._outbox.send(_group(batch[index], outcome))
 

@@ -1,4 +1,4 @@
-"""Learner: consumes scored groups, a batch at a time, and computes the next policy from each batch."""
+"""Learner -> broadcaster, checkpointer, evaluator, monitor: one policy update per batch of scored groups."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from clotho.config.schema import LearnerSection
 from clotho.models.machine import random_state
 from clotho.monitoring.collapse_detection import CollapseMonitor, CollapseResponse
 from clotho.runtime.compute_thread import ComputeExecutor, finish
-from clotho.runtime.latest import Latest
-from clotho.runtime.log_barrier import reached
+from clotho.runtime.latest import Latest, reached
 from clotho.training.batch_collector import FormingBatch, discard, sort_out
 from clotho.training.ledger import Ledger
 from clotho.training.replay import ReplayBuffer
@@ -28,28 +27,37 @@ from protocols.step import GroupsEnded, PolicyUpdated, StepReport, TrainedGroup
 
 log = structlog.get_logger(actor="learner")
 
-DISCARDED_KEPT = 256
-"""So many discarded groups of one batch are kept until it is complete."""
+LOG_TIMEOUT_SECONDS = 10.0
+MAX_DISCARDED_HELD = 256
+"""Number of discarded groups of an incomplete batch that are held before they are reported."""
 
 
-class Progress(Struct, kw_only=True):
-    """How far the learner is; a checkpoint carries it over. step: batches consumed; bad_steps: not finite, in a row."""
+class LearnerProgress(Struct, kw_only=True):
+    """State of the learner that other parts of the run read. A checkpoint keeps the first four fields.
+
+    step: number of batches consumed. bad_steps: consecutive updates that were not finite.
+    train_seconds, trained_tokens: totals since the run began.
+    last_report: report of the last batch since the last start. began, last_update: monotonic seconds.
+    """
 
     step: int = 0
     bad_steps: int = 0
     train_seconds: float = 0.0
     trained_tokens: int = 0
+    last_report: StepReport | None = None
+    began: float = 0.0
+    last_update: float = 0.0
 
 
 class Learner:
-    """The box where the policy learns, and where every group ends: the only one that writes the ledger.
+    """Updates the policy, and records in the ledger how each group ended.
 
-    A batch is `batch_size` groups, however each of them ended: what teaches nothing or comes too late is counted and
-    left out, and the update is made from the rest. With `dynamic_sampling` others are asked in its place, so that the
-    update has `batch_size` groups: at once, or, for runs that can be repeated, when all that were asked have ended.
-    What environments send is never asked, so there a batch is always `batch_size` groups that can be learned from, and
-    what still comes after the last batch is discarded. The last batch of a run may be smaller. Inside a batch, groups
-    are ordered by their number, so that an update does not depend on which of them was answered first.
+    A batch is `batch_size` groups, including groups that are discarded (zero variance, stale, failed); the update uses
+    the other groups. With `dynamic_sampling`, discarded groups are replaced, so that the update has `batch_size` groups.
+    Groups are replaced at once or, in synchronous runs, after all groups of the round have ended. Groups from
+    environments cannot be requested: a batch is then always `batch_size` groups that can be trained on, and groups that
+    arrive after the last batch are discarded. The last batch may be smaller. Groups in a batch are sorted by id, so that
+    the update does not depend on the order of arrival.
     """
 
     name = "learner"
@@ -64,86 +72,86 @@ class Learner:
         policy_learner: PolicyLearner,
         settings: LearnerSection,
         ledger: Ledger,
-        progress: Progress,
-        refills: Latest[int],
-        recorded: Latest[int],
+        progress: LearnerProgress,
+        replacements: Latest[int],
+        logged: Latest[int],
         replay: ReplayBuffer,
         collapse: CollapseMonitor,
         steps: int,
-        rounds: bool,
-        unasked: bool,
+        synchronous: bool,
+        from_environments: bool,
     ) -> None:
-        """updates: one arrow each to whoever needs the new weights; reports: to whoever only needs the numbers.
+        """updates: one outbox per receiver of new weights. reports: the monitor's queue.
 
-        refills: tells how many groups so far have to be replaced; closed after the last of `steps` batches.
-        recorded: how far the monitor has come with the histories.
-        rounds: refill a batch when everything asked for it has ended.
-        unasked: the groups come from environments.
+        replacements: number of groups to replace since the run began; closed after the last of `steps` batches.
+        logged: last step in the log files.
+        synchronous: replace groups after all groups of the round have ended.
+        from_environments: the groups come from environments.
         """
         self._inbox, self._updates, self._reports = inbox, updates, reports
         self._executor, self._policy_learner = executor, policy_learner
         self._settings, self._ledger, self._progress = settings, ledger, progress
-        self._refills, self._recorded = refills, recorded
-        self._replay, self._steps, self._rounds, self._unasked = replay, steps, rounds, unasked
+        self._replacements, self._logged = replacements, logged
+        self._replay, self._steps = replay, steps
+        self._synchronous, self._from_environments = synchronous, from_environments
         self._collapse, self._rolled_back_at = collapse, 0
-        self.last_report: StepReport | None = None
-        self.began = self.last_update = time.monotonic()
+        progress.began = progress.last_update = time.monotonic()
 
     async def run(self) -> None:
-        """Learn until the scored groups end; what is left then is one last, smaller batch."""
-        self.began = self.last_update = time.monotonic()
+        """Train until the inbox ends; the remaining groups are a last, smaller batch."""
+        self._progress.began = self._progress.last_update = time.monotonic()
         try:
             async with self._inbox:
-                await self._learn()
+                await self._train()
         finally:
-            self._refills.close()
+            self._replacements.close()
             self._reports.close()
             for outbox in self._updates:
                 outbox.close()
 
-    async def _learn(self) -> None:
+    async def _train(self) -> None:
         batch, began = self._next_batch(), time.monotonic()
         async for outcome in self._inbox:
             batch.add(self._sort_out(outcome))
             if more := batch.refill():
-                self._refills.put(self._refills.value + more)
+                self._replacements.put(self._replacements.value + more)
             if batch.complete and not self._over:
                 await self._consume(batch, wait_seconds=time.monotonic() - began)
                 batch, began = self._next_batch(), time.monotonic()
-            elif len(batch.discarded) >= DISCARDED_KEPT:
+            elif len(batch.discarded) >= MAX_DISCARDED_HELD:
                 await self._end_early(batch)
         if self._over:
             await self._end_early(batch)
-        elif batch.fresh or (batch.ended and not self._unasked):
+        elif batch.fresh or (batch.ended and not self._from_environments):
             await self._consume(batch, wait_seconds=time.monotonic() - began)
         else:
             await self._end_early(batch)
 
     @property
     def _over(self) -> bool:
-        """Whether nothing more is learned, though environments may still send."""
-        return self._unasked and self._progress.step >= self._steps
+        """Whether all batches are done, although environments may still send groups."""
+        return self._from_environments and self._progress.step >= self._steps
 
     def _sort_out(self, outcome: GroupOutcome) -> GroupOutcome:
         if self._over and isinstance(outcome, ScoredGroup):
-            return discard(outcome, "surplus", "the run had learned from all its batches")
+            return discard(outcome, "surplus", "the run had trained on all its batches")
         version = self._policy_learner.version
         return sort_out(outcome, version=version, settings=self._settings, oldest=self._rolled_back_at)
 
     def _next_batch(self) -> FormingBatch:
-        """An empty batch; after the last one nothing is asked any more."""
+        """An empty batch. After the last batch, no more groups are requested."""
         size, limit = self._settings.batch_size, float(self._settings.batch_size)
-        if self._settings.dynamic_sampling or self._unasked:
+        if self._settings.dynamic_sampling or self._from_environments:
             if self._progress.step < self._steps:
-                limit = inf if self._unasked else int(self._settings.dynamic_limit * size)
+                limit = inf if self._from_environments else int(self._settings.dynamic_limit * size)
             else:
-                self._refills.close()
-        return FormingBatch(size=size, limit=limit, rounds=self._rounds)
+                self._replacements.close()
+        return FormingBatch(size=size, limit=limit, rounds=self._synchronous)
 
     async def _end_early(self, batch: FormingBatch) -> None:
-        """Enter what was discarded so far into the books: whoever sends nothing else must not fill the memory."""
+        """Record and report the discarded groups of an incomplete batch, to bound memory."""
         if discarded := batch.take_out_discarded():
-            self._book([], list(discarded))
+            self._record([], list(discarded))
             with suppress(QueueClosed):
                 await self._reports.send(GroupsEnded(step=self._progress.step + 1, discarded=discarded))
 
@@ -151,13 +159,13 @@ class Learner:
         began = time.monotonic()
         step, version = self._progress.step, self._policy_learner.version
         if batch.limited:
-            log.warning("dynamic sampling has come to its limit", asked=batch.asked, learnable=len(batch.fresh))
+            log.warning("dynamic_sampling_limit_reached", prompted=batch.asked, trainable=len(batch.fresh))
         fresh = sorted(batch.fresh, key=_group_id)
         replayed = self._replay.draw(version=version, step=step) if fresh else ()
         update, state = await finish(self._executor.submit_steps(self._update(fresh, replayed), learning=True))
         trained, refused = _ends(fresh, update)
         discarded = [*sorted(batch.discarded, key=_group_id), *refused]
-        self._book(trained, discarded)
+        self._record(trained, discarded)
         self._replay.add(trained, version=self._policy_learner.version)
         self._count(update, time.monotonic() - began)
         report = StepReport(
@@ -179,30 +187,32 @@ class Learner:
             report = await self._roll_back(report)
         elif update is not None and update.applied:
             self._policy_learner.observe_health(healthy=not response.warnings)
-        self.last_report, self.last_update = report, time.monotonic()
-        await self._tell(report, state)
+        self._progress.last_report, self._progress.last_update = report, time.monotonic()
+        await self._send(report, state)
         if failure := self._failure(report, response, update):
-            await reached(self._recorded, report.step)  # whoever asks why finds this batch on record
+            await reached(
+                self._logged, report.step, timeout_seconds=LOG_TIMEOUT_SECONDS
+            )  # the log files then include this batch
             raise failure
 
     def _failure(self, report: StepReport, response: CollapseResponse, update: Update | None) -> ClothoError | None:
-        """Why the run must end with this batch, if it must."""
+        """The error that ends the run after this batch, if any."""
         if response.action == "stop":
             return self._collapse.error(report)
         if update and not update.finite and self._progress.bad_steps >= self._settings.max_bad_steps:
             return DivergenceError(
-                f"{self._progress.bad_steps} updates in a row were not finite, until step {report.step}; the weights "
-                f"of version {report.version} stand: lower learner.learning_rate, or look at rollouts.jsonl"
+                f"{self._progress.bad_steps} consecutive updates were not finite, the last one at step {report.step}; the "
+                f"weights of version {report.version} are kept: lower the learning rate, or inspect rollouts.jsonl"
             )
         return None
 
     async def _roll_back(self, report: StepReport) -> StepReport:
-        """Go back to the last good policy; what a bad one drew is neither learned from nor replayed."""
+        """Restore the last good policy. Groups that were sampled by a bad one are neither trained on nor replayed."""
         await finish(self._executor.submit(lambda: self._policy_learner.roll_back(rate=self._collapse.rollback_rate)))
         self._replay.clear()
         self._progress.bad_steps = 0
         self._rolled_back_at = self._policy_learner.version
-        log.warning("went back to the last good policy", step=report.step, version=self._policy_learner.version)
+        log.warning("policy_rolled_back", step=report.step, version=self._policy_learner.version)
         return replace(
             report,
             version=self._policy_learner.version,
@@ -213,13 +223,13 @@ class Learner:
     def _update(
         self, groups: Sequence[ScoredGroup], replayed: Sequence[ScoredGroup]
     ) -> Generator[None, None, tuple[Update | None, tuple[int, ...]]]:
-        """The update, and the random state right after it, both in the compute thread."""
+        """Compute the update, and read the random state after it, in the compute thread."""
         update = None
         if groups:
             update = yield from self._policy_learner.update(groups, step=self._progress.step, replayed=replayed)
         return update, random_state()
 
-    def _book(self, trained: list[TrainedGroup], discarded: list[Discarded]) -> None:
+    def _record(self, trained: list[TrainedGroup], discarded: list[Discarded]) -> None:
         for group in trained:
             prompt = group.scored.group.prompt
             self._ledger.train(prompt.group_id, source=prompt.source)
@@ -233,7 +243,7 @@ class Learner:
             self._progress.bad_steps = 0 if update.finite else self._progress.bad_steps + 1
             self._progress.trained_tokens += update.metrics.tokens if update.applied else 0
 
-    async def _tell(self, report: StepReport, state: tuple[int, ...]) -> None:
+    async def _send(self, report: StepReport, state: tuple[int, ...]) -> None:
         update = PolicyUpdated(
             report=report,
             parameters=self._policy_learner.parameters,
@@ -249,7 +259,7 @@ class Learner:
         )
         for outbox in self._updates:
             await outbox.send(update)
-        with suppress(QueueClosed):  # nobody who reads the numbers is left; learning goes on
+        with suppress(QueueClosed):  # the monitor has ended
             await self._reports.send(report)
 
 
@@ -258,7 +268,7 @@ def _group_id(outcome: GroupOutcome) -> int:
 
 
 def _ends(groups: list[ScoredGroup], update: Update | None) -> tuple[list[TrainedGroup], list[Discarded]]:
-    """What becomes of the groups that an update was made from."""
+    """How the groups of an update ended."""
     if update is None:
         return [], []
     if not update.finite:

@@ -39,7 +39,7 @@ class Monitor:
     A file that cannot be written is reported once and attempted again with the next line. After any other failure the
     inbox is read to its end, so that no other actor waits for the monitor, and then the failure is raised.
 
-    recorded: the last step whose lines were written; closed when no more lines will be written.
+    logged: the last step whose lines were written; closed when no more lines will be written.
     """
 
     name = "monitor"
@@ -53,7 +53,7 @@ class Monitor:
         metrics: JsonlWriter,
         evaluations: JsonlWriter,
         rollouts: JsonlWriter | None,
-        recorded: Latest[int],
+        logged: Latest[int],
         first_step: int = 0,
         seconds_before: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
@@ -61,7 +61,7 @@ class Monitor:
         """rollouts: None disables the rollout log. first_step, seconds_before: step and age of a resumed run."""
         self._inbox, self._gauges, self._display = inbox, gauges, display
         self._metrics_file, self._evaluations_file, self._rollouts_file = metrics, evaluations, rollouts
-        self.recorded = recorded
+        self.logged = logged
         self._step, self._first_step = first_step, first_step
         self._seconds_before, self._clock, self._started_at = seconds_before, clock, clock()
         self._last = Measurement(seconds=seconds_before, gauges=gauges())
@@ -83,12 +83,12 @@ class Monitor:
                     await self._observe(report)
             except Exception:
                 log.error("monitor_failed", exc_info=True)
-                self.recorded.close()
+                self.logged.close()
                 async for _ in self._inbox:
                     pass
                 raise
             finally:
-                self.recorded.close()
+                self.logged.close()
                 self._display.close()
                 for writer in (self._metrics_file, self._evaluations_file, self._rollouts_file):
                     if writer is not None:
@@ -117,7 +117,7 @@ class Monitor:
         if self._rollouts_file is not None:
             await self._write(self._rollouts_file, rollout_records(report))
         await self._write(self._metrics_file, [metrics])
-        self.recorded.put(report.step)
+        self.logged.put(report.step)
 
     async def _observe_groups(self, report: GroupsEnded) -> None:
         self._discarded.update(group.reason for group in report.discarded)

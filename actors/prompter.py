@@ -1,4 +1,4 @@
-"""Prompter: turns a dataset into prompts, each of them asked exactly once."""
+"""Prompter -> generator: sends each prompt of the run once."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from protocols.queues import EndOfStream, Outbox
 
 
 class Prompter:
-    """The first box. Asks the groups it is given, in order; ends when they are asked, or when told to stop.
+    """Sends the prompts of the given groups in order, and returns after the last one, or after `drain`.
 
-    With a bound on the `groups` that count towards a batch, it asks so many and one more for each refill, as they come
-    to be needed, and ends when no more will be: then the learner closes `refills`.
+    If `groups` is set, sends that many prompts, plus one per replaced group, on demand; returns when the learner closes
+    `replacements`.
 
-    make: group_id -> Prompt, a pure function, so that a resumed run asks the very same prompts.
-    group_ids: those still to be asked; on resume this includes the ones that were in flight when the run ended.
-    batch_size: a run that is drained still asks the rest of a batch, so that its last update is like any other.
-    refills: groups so far that are replaced by others. ended: groups that had ended when this life of the run began.
-    groups: how many count towards a batch over all lives of the run; None: ask all of `group_ids`.
-    prompted_until: all groups below have been asked, in this life of the run or in an earlier one.
-    reached: all groups below have ended, or were asked in this life of the run.
+    make: builds the prompt of a group; a pure function, so that a resumed run sends the same prompts.
+    group_ids: groups to prompt. After a resume this includes groups that were in flight.
+    batch_size: a drained run completes its last batch.
+    replacements: number of groups that are replaced by others, since the run began.
+    ended: number of groups that had ended at the start. groups: number of groups that count towards batches.
+    prompted_until: every group with a smaller id has been prompted since the run began.
+    sent_until: every group with a smaller id has ended, or was sent since the last start.
     """
 
     name = "prompter"
@@ -35,7 +35,7 @@ class Prompter:
         make: Callable[[int], Prompt],
         group_ids: Iterable[int],
         batch_size: int,
-        refills: Latest[int],
+        replacements: Latest[int],
         ended: int = 0,
         groups: int | None = None,
         prompted_until: int = 0,
@@ -44,50 +44,50 @@ class Prompter:
         self._make = make
         self._group_ids = iter(group_ids)
         self._batch_size = batch_size
-        self._refills, self._ended, self._groups = refills, ended, groups
+        self._replacements, self._ended, self._groups = replacements, ended, groups
         self._draining = False
-        self._patience: CancelScope | None = None
-        self._asked_before = prompted_until
+        self._demand_wait: CancelScope | None = None
+        self._prompted_before = prompted_until
         self.prompted_until = prompted_until
-        self.reached = 0
+        self.sent_until = 0
 
     async def run(self) -> None:
-        """Ask until there is nothing left to ask."""
+        """Send prompts until none is left or needed."""
         async with self._outbox:
-            for asked, group_id in enumerate(self._group_ids, start=self._ended):
-                self.reached = group_id
-                if not await self._is_wanted(asked) or self._is_enough(asked, group_id):
+            for count, group_id in enumerate(self._group_ids, start=self._ended):
+                self.sent_until = group_id
+                if not await self._is_needed(count) or self._is_drained(count, group_id):
                     return
                 prompt = self._make(group_id)
-                self.reached = group_id + 1
+                self.sent_until = group_id + 1
                 self.prompted_until = max(self.prompted_until, group_id + 1)
                 await self._outbox.send(prompt)
 
     def drain(self) -> None:
-        """Ask nothing new after this batch. What has been asked is still answered, scored and learned from.
+        """Send no new groups after the current batch. Groups in flight are still trained on.
 
-        What an earlier life of the run had asked and not ended is asked again first, as far as it is wanted.
+        Groups that were in flight before a resume are sent first, as far as they are needed.
         """
         self._draining = True
-        if self._patience is not None:
-            self._patience.cancel()
+        if self._demand_wait is not None:
+            self._demand_wait.cancel()
 
-    async def _is_wanted(self, asked: int) -> bool:
-        """Wait until one more group is needed beyond those asked so far; False if it never will be."""
+    async def _is_needed(self, count: int) -> bool:
+        """Wait until more than `count` groups are needed; False if they never will be."""
         groups = self._groups
         if groups is None:
             return True
-        with CancelScope() as self._patience:
+        with CancelScope() as self._demand_wait:
             if self._draining:
-                self._patience.cancel()
+                self._demand_wait.cancel()
             try:
-                await self._refills.wait_until(lambda refills: asked < groups + refills)
+                await self._replacements.wait_until(lambda replaced: count < groups + replaced)
             except EndOfStream:
                 return False
             return True
         return False
 
-    def _is_enough(self, asked: int, group_id: int) -> bool:
-        """Whether a run that is drained has asked whole batches, refills apart, and what was asked before."""
-        whole = (asked - self._refills.value) % self._batch_size == 0
-        return self._draining and whole and group_id >= self._asked_before
+    def _is_drained(self, count: int, group_id: int) -> bool:
+        """Whether a draining run has sent whole batches, and all groups that were in flight before a resume."""
+        whole_batches = (count - self._replacements.value) % self._batch_size == 0
+        return self._draining and whole_batches and group_id >= self._prompted_before

@@ -1,4 +1,4 @@
-"""Generator -> scorer -> learner: what each completion is worth."""
+"""Scorer -> learner: computes the rewards of each group."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from protocols.rollout import Discarded, GroupOutcome, RolloutGroup
 
 
 class Rewards(Protocol):
-    """Turns a group into its outcome; `clotho.rewards.runner.RewardRunner` does."""
+    """Computes the rewards of a group; implemented by `clotho.rewards.runner.RewardRunner`."""
 
     async def score(self, group: RolloutGroup) -> GroupOutcome:
-        """Judge every completion; raise only what should end the run."""
+        """Score every completion. An exception ends the run."""
 
 
 class Scorer:
-    """Rewards groups and passes on those that ended before: one outcome for each message, in the order of arrival.
+    """Sends one outcome per message, in the order of arrival. Discarded groups pass unchanged.
 
-    concurrency: groups looked at at once. Order makes a run repeatable; a slow reward holds back those behind it, at
-    most for its time limit. Owns both ends: `run` closes them, however it ends.
+    concurrency: number of groups scored at the same time. The fixed order makes runs reproducible; a slow reward delays
+    the groups behind it, at most for its time limit.
     """
 
     name = "scorer"
 
     def __init__(
         self,
+        *,
         inbox: Inbox[RolloutGroup | Discarded],
         outbox: Outbox[GroupOutcome],
         rewards: Rewards,
-        *,
         concurrency: int = 8,
     ) -> None:
         self._inbox = inbox
@@ -44,10 +44,10 @@ class Scorer:
         """Score until the inbox ends."""
         slots, in_order = anyio.create_memory_object_stream[_Slot](self._concurrency - 1)
         async with self._inbox, self._outbox, in_order, anyio.create_task_group() as tasks, slots:
-            tasks.start_soon(self._emit, in_order)
+            tasks.start_soon(self._send_in_order, in_order)
             async for message in self._inbox:
                 slot = _Slot()
-                await slots.send(slot)  # waits while `concurrency` groups are ahead of this one
+                await slots.send(slot)  # waits while `concurrency` groups are ahead
                 if isinstance(message, Discarded):
                     slot.fill(message)
                 else:
@@ -56,24 +56,24 @@ class Scorer:
     async def _score(self, group: RolloutGroup, slot: _Slot) -> None:
         slot.fill(await self._rewards.score(group))
 
-    async def _emit(self, in_order: MemoryObjectReceiveStream[_Slot]) -> None:
+    async def _send_in_order(self, in_order: MemoryObjectReceiveStream[_Slot]) -> None:
         async for slot in in_order:
             await self._outbox.send(await slot.outcome())
 
 
 class _Slot:
-    """A place in the order of emission, filled when its outcome is known."""
+    """A position in the order of sending, filled when its outcome is known."""
 
     def __init__(self) -> None:
-        self._known = anyio.Event()
+        self._filled = anyio.Event()
         self._outcome: GroupOutcome | None = None
 
     def fill(self, outcome: GroupOutcome) -> None:
         self._outcome = outcome
-        self._known.set()
+        self._filled.set()
 
     async def outcome(self) -> GroupOutcome:
-        await self._known.wait()
+        await self._filled.wait()
         if self._outcome is None:
-            raise RuntimeError("a slot was announced before it was filled")
+            raise RuntimeError("the slot was marked as filled without an outcome")
         return self._outcome

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Protocol, runtime_checkable
+
 from msgspec import Struct
 
 
@@ -67,3 +70,32 @@ class Balance(Struct, frozen=True, kw_only=True):
             f"{verb} {self.prompted} {sign} trained {self.trained} + discarded {self.discarded} "
             f"+ carried over {self.carried_over}"
         )
+
+
+@runtime_checkable
+class GroupSource(Protocol):
+    """The actor at which groups begin: the prompter, or the fetcher of an environment's groups."""
+
+    @property
+    def prompted_until(self) -> int:
+        """Every group with a smaller id has been prompted since the run began."""
+
+    @property
+    def sent_until(self) -> int:
+        """Every group with a smaller id has ended, or was sent since the last start."""
+
+    def drain(self) -> None:
+        """Send no new groups after the current batch."""
+
+
+@runtime_checkable
+class EnvironmentSource(GroupSource, Protocol):
+    """A source of groups from environments."""
+
+    @property
+    def received(self) -> Mapping[str, int]:
+        """Number of groups received from each environment since the run began."""
+
+    @property
+    def in_flight(self) -> Mapping[int, str]:
+        """Environment of the latest groups, by group id; groups that have ended may be included."""

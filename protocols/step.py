@@ -144,12 +144,3 @@ class WeightsReady(Struct, frozen=True, kw_only=True, tag=True):
     version: int
     step: int
     fingerprint: str
-
-
-class SwapTimes(Struct, frozen=True, kw_only=True):
-    """Broadcaster -> run metrics. Durations of weight swaps in seconds; 0 before the first swap."""
-
-    count: int = 0
-    last: float = 0.0
-    median: float = 0.0
-    longest: float = 0.0

@@ -34,7 +34,7 @@ class RunGauges(Struct, frozen=True, kw_only=True):
     and longest took so many seconds. peak_memory_bytes: of arrays held at once.
     """
 
-    mailboxes: tuple[QueueGauge, ...] = ()
+    queues: tuple[QueueGauge, ...] = ()
     tokens_sampled: int = 0
     decode_seconds: float = 0.0
     decode_rate_idle: float | None = None

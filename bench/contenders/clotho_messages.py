@@ -9,11 +9,9 @@ from functools import partial
 
 from bench.contenders.semantics import SEMANTICS
 from bench.contenders.worker import Case, MeasureOnce, serve
-from clotho.runtime.actor import Actor
-from clotho.runtime.child import transient
 from clotho.runtime.compute_thread import ComputeExecutor, finish
 from clotho.runtime.queues import Queue
-from clotho.runtime.supervisor import Supervisor
+from clotho.runtime.supervisor import Supervisor, transient
 from protocols.queues import Inbox, Outbox
 
 
@@ -32,12 +30,19 @@ class Source:
                 await self._outbox.send(number)
 
 
-class Relay(Actor[int, int]):
+class Relay:
     """Forwards every message."""
 
-    async def handle(self, message: int) -> int:
-        """The same."""
-        return message
+    name = "relay"
+
+    def __init__(self, inbox: Inbox[int], outbox: Outbox[int]) -> None:
+        self._inbox, self._outbox = inbox, outbox
+
+    async def run(self) -> None:
+        """Forward until the queue is closed."""
+        async with self._inbox, self._outbox:
+            async for message in self._inbox:
+                await self._outbox.send(message)
 
 
 class Drain:
@@ -56,10 +61,10 @@ class Drain:
                 self.received += 1
 
 
-async def through_a_mailbox(messages: int, capacity: int) -> None:
+async def through_a_queue(messages: int, capacity: int) -> None:
     """Two tasks and one queue, without supervision."""
     box: Queue[int] = Queue("box", capacity=capacity)
-    source, drain = Source(box.writer(), messages), Drain(box.reader())
+    source, drain = Source(box.outbox(), messages), Drain(box.inbox())
     await asyncio.gather(source.run(), drain.run())
     _check(drain.received, messages)
 
@@ -68,10 +73,10 @@ async def through_an_actor(messages: int, capacity: int) -> None:
     """Source, actor and drain as in the pipeline: supervised, readers started first, until the last one returns."""
     before: Queue[int] = Queue("before", capacity=capacity)
     after: Queue[int] = Queue("after", capacity=capacity)
-    drain = Drain(after.reader())
-    relay = Relay("relay", before.reader(), after.writer())
-    children = [transient(drain), transient(relay), transient(Source(before.writer(), messages))]
-    await Supervisor(children, on_failure=_raise, on_drain=lambda: None).run()
+    drain = Drain(after.inbox())
+    relay = Relay(before.inbox(), after.outbox())
+    children = [transient(drain), transient(relay), transient(Source(before.outbox(), messages))]
+    await Supervisor(on_failure=_raise).run(children, on_drain=lambda: None)
     _check(drain.received, messages)
 
 
@@ -89,7 +94,7 @@ def prepare(case: Case) -> MeasureOnce:
     """Select the path of the case."""
     executor = ComputeExecutor(decode_share=0.5)
     paths: dict[str, Callable[[int, int], Awaitable[None]]] = {
-        "mailbox": through_a_mailbox,
+        "mailbox": through_a_queue,
         "actor": through_an_actor,
         "compute thread": through_the_compute_thread(executor),
     }

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import anyio
 import structlog
 from anyio.abc import TaskStatus
 
 from actors.evaluator import Evaluator, Pinned
-from clotho.runtime.plugins import Services
+from clotho.run.custom_actors import Services
 from protocols.evaluation import EvalReport
 from protocols.queues import Inbox, Outbox
 from protocols.step import PolicyUpdated
@@ -36,9 +34,8 @@ class DeferredEvaluator(Evaluator):
         target: float = 1.0,
     ) -> None:
         """target: an accuracy; 1.0 evaluates all versions unless one is perfect."""
-        assert services.default is not None
-        keywords: dict[str, Any] = getattr(services.default, "keywords")  # noqa: B009, a partial, typed as a callable
-        super().__init__(inbox=inbox, outbox=outbox, **keywords)
+        assert services.replaced is not None
+        super().__init__(**{**services.replaced.arguments, "inbox": inbox, "outbox": outbox})
         self.name = name
         self._target = target
 
@@ -58,7 +55,7 @@ class DeferredEvaluator(Evaluator):
 
     async def _look(self, pinned: Pinned) -> bool:
         """Evaluate and log one version. Returns whether it reaches the target."""
-        report = await self._measure(pinned)
-        self.measured.append(report)
+        report = await self._evaluate(pinned)
+        self._reports.append(report)
         log.info(EVALUATED, step=report.step, accuracy=report.accuracy)
         return report.accuracy >= self._target

@@ -11,13 +11,12 @@ import zlib
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from typing import Any
 
 import numpy as np
 from msgspec.structs import replace
 
 from actors.generator import Generator
-from clotho.runtime.plugins import Services
+from clotho.run.custom_actors import Services
 from clotho.runtime.sampling_client import GenerationError, Sampler
 from protocols.errors import RequestError
 from protocols.prompt import Problem, Prompt
@@ -81,7 +80,8 @@ class LongTailed(Generator):
         median: float,
         sigma: float,
     ) -> None:
-        keywords: dict[str, Any] = dict(getattr(services.default, "keywords"))  # noqa: B009, a partial, typed as a callable
-        sampler = LongTailedSampler(keywords.pop("sampler"), median=median, sigma=sigma)
-        super().__init__(inbox=inbox, outbox=outbox, sampler=sampler, **keywords)  # type: ignore[arg-type]  # `groups` is all it needs
+        assert services.replaced is not None
+        sampler = LongTailedSampler(services.sampler, median=median, sigma=sigma)
+        arguments = {**services.replaced.arguments, "inbox": inbox, "outbox": outbox, "sampler": sampler}
+        super().__init__(**arguments)
         self.name = name

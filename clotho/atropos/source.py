@@ -9,7 +9,7 @@ from msgspec import Raw
 from protocols.rollout import GroupOutcome
 
 
-class GroupSource(Protocol):
+class BatchSource(Protocol):
     """An Atropos API server, or the mock."""
 
     async def open(self, *, step: int) -> None:

@@ -140,7 +140,7 @@ class Screen:
         return f"{text} ({reasons})" if reasons else text
 
     def _queues(self) -> str:
-        depths = "  ".join(f"{queue.name} {queue.depth}/{queue.capacity}" for queue in self._gauges.mailboxes)
+        depths = "  ".join(f"{queue.name} {queue.depth}/{queue.capacity}" for queue in self._gauges.queues)
         return f"{depths}  {self._gauges.api_requests} API requests".strip()
 
     def _sample(self, sample: Sample, ascii_only: bool) -> Group:

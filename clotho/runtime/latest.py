@@ -1,9 +1,10 @@
-"""The feedback arrow: a cell that holds the newest value and never makes its writer wait."""
+"""A cell that holds the newest value; its writer never waits."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
 import anyio
@@ -15,92 +16,98 @@ T = TypeVar("T")
 
 
 class Latest(Generic[T]):
-    """A newest-wins cell with many readers: a value replaced before it was seen is never seen.
+    """A cell with many readers. Readers do not see values that were replaced before they looked.
 
-    It closes a cycle of actors, where a bounded queue could deadlock. Of one event loop, like a mailbox.
+    Used for feedback in a cycle of actors, where a bounded queue could deadlock. Belongs to one event loop.
     """
 
     def __init__(self, name: str) -> None:
-        """Make an empty cell."""
+        """Create an empty cell."""
         self.name = name
-        self.revision = 0  # how many values were ever put
+        self.revision = 0  # number of values put so far
         self._values: tuple[T, ...] = ()
         self._closed = False
-        self._news = asyncio.Event()
+        self._changed = asyncio.Event()
         self._thread = LoopThread(f"cell {name!r}")
 
     @property
     def value(self) -> T:
-        """The newest value, readable also after the close. Raises LookupError while there is none."""
+        """The newest value, also after the cell was closed. Raises LookupError if the cell is empty."""
         if not self._values:
-            raise LookupError(f"cell {self.name!r} is empty: nothing was put into it yet")
+            raise LookupError(f"cell {self.name!r} is empty")
         return self._values[0]
 
     def put(self, value: T) -> None:
-        """Replace the value and wake every reader. Raises QueueClosed after the close."""
+        """Replace the value and wake all readers. Raises QueueClosed if the cell was closed."""
         self._thread.check()
         if self._closed:
             raise QueueClosed(f"cell {self.name!r} was closed")
         self._values = (value,)
         self.revision += 1
-        self._tell()
+        self._wake_readers()
 
     def close(self) -> None:
-        """Let no more values come, and end those who wait for one. The second time does nothing."""
+        """Accept no more values, and wake all readers. Calling it again has no effect."""
         self._thread.check()
         self._closed = True
-        self._tell()
+        self._wake_readers()
 
     async def wait_until(self, predicate: Callable[[T], bool]) -> T:
-        """Return the newest value as soon as it satisfies the predicate; at once if it does already.
+        """Wait until the newest value satisfies the predicate, and return it.
 
-        Raises EndOfStream if the cell is closed on a value that does not; what the predicate raises comes out here.
+        Raises EndOfStream if the cell is closed and its value does not satisfy the predicate.
         """
         self._thread.check()
         while not (self._values and predicate(self.value)):
-            await self._more()
+            await self._next_change()
         return self.value
 
     async def changed(self, after: int) -> T:
-        """Return the newest value once more than `after` were put; `revision` says how many, for the next call.
+        """Wait until more than `after` values have been put, and return the newest. `revision` is their number.
 
         Raises EndOfStream if the cell is closed before.
         """
         self._thread.check()
         while self.revision <= after:
-            await self._more()
+            await self._next_change()
         return self.value
 
-    async def _more(self) -> None:
+    async def _next_change(self) -> None:
         if self._closed:
             raise EndOfStream
-        await self._news.wait()
+        await self._changed.wait()
 
-    def _tell(self) -> None:
-        heard, self._news = self._news, asyncio.Event()
-        heard.set()
+    def _wake_readers(self) -> None:
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
 
 
 async def wait_until(condition: Callable[[], bool], *cells: Latest[Any]) -> None:
-    """Return as soon as a condition on several cells holds; at once if it does already.
+    """Wait until a condition on several cells holds. The condition is evaluated whenever a cell gets a value.
 
-    It is looked at again whenever one of them gets a value. Raises EndOfStream if all are closed and it does not hold;
-    what the condition raises comes out here.
+    Raises EndOfStream if all cells are closed and the condition does not hold.
     """
     for cell in cells:
         cell._thread.check()
     while not condition():
-        news = [cell._news for cell in cells if not cell._closed]
-        if not news:
+        events = [cell._changed for cell in cells if not cell._closed]
+        if not events:
             raise EndOfStream
-        await _first_of(news)
+        await _first_of(events)
 
 
 async def _first_of(events: list[asyncio.Event]) -> None:
-    async def hear(event: asyncio.Event) -> None:
+    async def wait(event: asyncio.Event) -> None:
         await event.wait()
         tasks.cancel_scope.cancel()
 
     async with anyio.create_task_group() as tasks:
         for event in events:
-            tasks.start_soon(hear, event)
+            tasks.start_soon(wait, event)
+
+
+async def reached(cell: Latest[int], value: int, *, timeout_seconds: float) -> bool:
+    """Wait until a counter is at least `value`. False after the timeout; True if the cell is closed."""
+    with suppress(EndOfStream), anyio.move_on_after(timeout_seconds) as timeout:
+        await cell.wait_until(lambda current: current >= value)
+    return not timeout.cancelled_caught

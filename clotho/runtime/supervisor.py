@@ -1,8 +1,6 @@
-"""Starts the actors in order, judges their failures, and stops them in reverse; as an OTP supervisor (one_for_one).
+"""Runs actors: starts each when those before it are ready, restarts by policy, and stops them in reverse order.
 
-Who failed, and how to say it.
-
-One child in its supervisor's care: the task that runs it, through all its lives, to its end for good.
+The restart types are those of an Erlang/OTP supervisor with the strategy one_for_one.
 """
 
 from __future__ import annotations
@@ -12,244 +10,360 @@ import inspect
 import time
 from collections.abc import Callable, Sequence
 from enum import StrEnum
+from typing import Protocol
 
 import anyio
 from anyio.abc import TaskGroup, TaskStatus
+from msgspec import Struct
 
-from clotho.runtime.actor import Runnable
-from clotho.runtime.child import Child, ChildState, ChildStatus, Restart, RestartBudget
 from protocols.errors import ActorError, ClothoError
-from protocols.queues import QueueClosed
+from protocols.queues import Closable, QueueClosed
 
 
-def culprit(error: Exception) -> Exception:
-    """Take the single error out of the groups in which task groups wrap it; a group of several stays one."""
+class Runnable(Protocol):
+    """Anything that the supervisor can run.
+
+    If `run` takes a keyword `task_status` (anyio.abc.TaskStatus), the children after it start once it has called
+    `task_status.started()`.
+    """
+
+    @property
+    def name(self) -> str:
+        """Name in errors, logs and /health; unique within a run."""
+
+    async def run(self) -> None:
+        """Work until the input ends, then return. An exception is a failure."""
+
+
+class RestartPolicy(Struct, frozen=True, kw_only=True):
+    """How often to restart what has ended, and after which pause.
+
+    max_restarts: number of restarts in a row; a run of at least `stable_seconds` resets the count.
+    first_pause_seconds: doubled with each restart in a row, up to `longest_pause_seconds`.
+    """
+
+    max_restarts: int = 0
+    stable_seconds: float = 60.0
+    first_pause_seconds: float = 0.0
+    longest_pause_seconds: float = 8.0
+
+
+class RestartCounter:
+    """Counts restarts in a row under a policy."""
+
+    def __init__(self, policy: RestartPolicy) -> None:
+        self._policy = policy
+        self.in_a_row = 0
+
+    def next_pause(self, ran_seconds: float) -> float | None:
+        """Seconds to wait before the next restart, after a run of `ran_seconds`; None if no restart is left."""
+        policy = self._policy
+        if ran_seconds >= policy.stable_seconds:
+            self.in_a_row = 0
+        self.in_a_row += 1
+        if self.in_a_row > policy.max_restarts:
+            return None
+        return min(policy.first_pause_seconds * 2.0 ** (self.in_a_row - 1), policy.longest_pause_seconds)
+
+
+class Restart(StrEnum):
+    """When a child that ended is restarted.
+
+    PERMANENT: whenever it ends while the run goes on. It must not return by itself.
+    TRANSIENT: if it failed. The run lasts until every transient child has returned.
+    TEMPORARY: never. A failure is reported and does not end the run.
+    """
+
+    PERMANENT = "permanent"
+    TRANSIENT = "transient"
+    TEMPORARY = "temporary"
+
+
+class Child(Struct, frozen=True, kw_only=True, eq=False):
+    """Wiring -> supervisor. One actor, and when to restart it.
+
+    policy: limits the restarts of a permanent or transient child.
+    held_ends: further ends of the actor's queues. They stay open while the actor restarts, because a failed actor
+        closes its own ends, and are closed when it has ended.
+    ends_with_input: a temporary child that returns when its inbox ends. At the end of the run it gets the grace period
+        to read its inbox; other temporary children are cancelled.
+    """
+
+    actor: Runnable
+    restart: Restart
+    policy: RestartPolicy = RestartPolicy()
+    held_ends: tuple[Closable, ...] = ()
+    ends_with_input: bool = False
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for a contradiction."""
+        if self.restart is Restart.TEMPORARY and self.policy.max_restarts:
+            raise ValueError(f"child {self.name!r} is temporary: max_restarts must be 0")
+        if self.ends_with_input and self.restart is not Restart.TEMPORARY:
+            raise ValueError(f"child {self.name!r} is {self.restart}: ends_with_input requires a temporary child")
+
+    @property
+    def name(self) -> str:
+        """The actor's name."""
+        return self.actor.name
+
+
+def permanent(actor: Runnable, policy: RestartPolicy = RestartPolicy()) -> Child:  # noqa: B008  (immutable)
+    """A child that runs as long as the run goes on, such as the HTTP server."""
+    return Child(actor=actor, restart=Restart.PERMANENT, policy=policy)
+
+
+def transient(actor: Runnable, policy: RestartPolicy = RestartPolicy()) -> Child:  # noqa: B008  (immutable)
+    """A child whose return is its success, such as the learner."""
+    return Child(actor=actor, restart=Restart.TRANSIENT, policy=policy)
+
+
+def temporary(actor: Runnable, *, ends_with_input: bool = False) -> Child:
+    """A child that the run does not depend on, such as the monitor."""
+    return Child(actor=actor, restart=Restart.TEMPORARY, ends_with_input=ends_with_input)
+
+
+class ChildState(StrEnum):
+    """State of a child. DONE, FAILED and STOPPED are final."""
+
+    WAITING = "waiting"  # for earlier children
+    STARTING = "starting"  # not ready yet
+    RUNNING = "running"
+    RESTARTING = "restarting"  # not ready yet, after a failure
+    DONE = "done"  # returned
+    FAILED = "failed"
+    STOPPED = "stopped"  # cancelled
+
+
+class ChildStatus(Struct, frozen=True, kw_only=True):
+    """Supervisor -> /health and /metrics. error: the last failure, even if the child was restarted."""
+
+    state: ChildState
+    restart: Restart
+    restarts: int
+    error: str | None
+
+
+def describe_error(error: Exception) -> str:
+    """Format an error on one line; the type is included unless the error is a ClothoError."""
+    return str(error) if isinstance(error, ClothoError) else f"{type(error).__name__}: {error}"
+
+
+def _single_error(error: Exception) -> Exception:
+    """Unwrap exception groups with one member, which task groups raise."""
     while isinstance(error, ExceptionGroup) and len(error.exceptions) == 1:
         error = error.exceptions[0]
     return error
 
 
-def in_words(error: Exception) -> str:
-    """Write an error for one line. Errors of ours are sentences; of others, the type is half of the message."""
-    return str(error) if isinstance(error, ClothoError) else f"{type(error).__name__}: {error}"
+class _SupervisedTask:
+    """The task that runs one child, with its restarts. The supervisor decides about the run.
 
-
-Report = Callable[[str, Exception], None]
-
-
-class Nursed:
-    """A running child. It decides over restarts; over the run, its supervisor does.
-
-    goes_on: False once the run is ending: then nothing is restarted.
-    report: hears of every failure that does not rise. on_end: called once, when the child has ended for good.
-    failure: the error that rises, if one does.
+    failure: the error that ends the run, if any.
+    ready: set when the next child may start. over: set when the child has ended.
     """
 
     def __init__(
-        self, child: Child, *, goes_on: Callable[[], bool], report: Report, on_end: Callable[[Nursed], None]
+        self,
+        child: Child,
+        *,
+        is_running: Callable[[], bool],
+        report: Callable[[str, Exception], None],
+        on_end: Callable[[_SupervisedTask], None],
     ) -> None:
         self.child = child
         self.failure: Exception | None = None
         self.ready, self.over = asyncio.Event(), asyncio.Event()
-        self._goes_on, self._report, self._on_end = goes_on, report, on_end
-        self._budget = RestartBudget(child.max_restarts, child.within_seconds)
+        self._is_running, self._report, self._on_end = is_running, report, on_end
+        self._counter = RestartCounter(child.policy)
         self._state, self._restarts, self._error = ChildState.WAITING, 0, ""
         self._task: asyncio.Task[object] | None = None
         self._scope: anyio.CancelScope | None = None
-        self._asked: float | None = None  # when it was asked to end, monotonic seconds
+        self._cancelled_at: float | None = None  # monotonic seconds
 
     @property
     def status(self) -> ChildStatus:
-        """What /health says of it."""
         return ChildStatus(
             state=self._state, restart=self.child.restart, restarts=self._restarts, error=self._error or None
         )
 
     def start(self, group: TaskGroup) -> None:
-        """Begin its first life; `ready` is set when the next child may start, or this one is over."""
+        """Start the task."""
         self._scope = anyio.CancelScope()
-        group.start_soon(self._nurse, name=self.child.name)
+        group.start_soon(self._supervise, name=self.child.name)
 
-    def ask_to_end(self) -> None:
-        """Cancel it, as anyio does: at its next await, again at each after that, except where it shields itself."""
-        if self._scope is not None and self._asked is None:
-            self._asked = time.monotonic()
+    def cancel(self) -> None:
+        """Request cancellation. Shielded scopes in the actor finish first."""
+        if self._scope is not None and self._cancelled_at is None:
+            self._cancelled_at = time.monotonic()
             self._scope.cancel()
 
-    async def let_finish(self, grace_seconds: float) -> None:
-        """If it ends with its input, wait until it does. That it did not, within the grace, is reported."""
+    async def wait_for_input_end(self, grace_seconds: float) -> None:
+        """Wait until a child that ends with its input has ended; report it if it exceeds the grace period."""
         if not self.child.ends_with_input or self._scope is None:
             return
         with anyio.move_on_after(grace_seconds):
             await self.over.wait()
-        if not self.over.is_set() and self._asked is None:
-            late = f"it had not read what was sent to it {grace_seconds:g} s after the others had ended"
+        if not self.over.is_set() and self._cancelled_at is None:
+            late = f"did not finish reading its inbox within {grace_seconds:g} s after the other actors had ended"
             self._report(self.child.name, TimeoutError(late))
 
-    async def end(self, grace_seconds: float) -> None:
-        """Ask it to end and wait. Past the grace its shields are broken too, once, and that is reported.
-
-        A child that swallows even that is waited for: a thread cannot be ended from within its own event loop.
-        """
+    async def stop(self, grace_seconds: float) -> None:
+        """Cancel the child and wait for its end. After the grace period, shielded scopes are cancelled and reported."""
         if self._scope is None:
             return
-        self.ask_to_end()
-        asked = self._asked or 0.0
-        with anyio.move_on_after(asked + grace_seconds - time.monotonic()):
+        self.cancel()
+        cancelled_at = self._cancelled_at or 0.0
+        with anyio.move_on_after(cancelled_at + grace_seconds - time.monotonic()):
             await self.over.wait()
         if not self.over.is_set() and self._task is not None:
             self._report(self.child.name, TimeoutError(f"its clean-up was cut off after {grace_seconds:g} s"))
             self._task.cancel()
             await self.over.wait()
 
-    async def _nurse(self) -> None:
+    async def _supervise(self) -> None:
         self._task = asyncio.current_task()
         assert self._scope is not None
         try:
             with self._scope:
-                await self._live()
+                await self._run_with_restarts()
         except Exception as error:
             self._fail(error)
         finally:
             if self._state not in (ChildState.DONE, ChildState.FAILED):
                 self._state = ChildState.STOPPED
-            for end in self.child.keeps:
+            for end in self.child.held_ends:
                 end.close()
             self.ready.set()
             self.over.set()
             self._on_end(self)
 
-    async def _live(self) -> None:
-        """Life after life, until the policy says that it was the last."""
-        error = await self._one_life()
-        while self._deserves_another(error):
+    async def _run_with_restarts(self) -> None:
+        while True:
+            self._state = ChildState.RESTARTING if self._restarts else ChildState.STARTING
+            began = time.monotonic()
+            error = await self._run_once()
+            pause = self._next_pause(error, time.monotonic() - began)
+            if pause is None:
+                return self._conclude(error)
             self._restarts += 1
-            self._error = in_words(error or _returned())
+            self._error = describe_error(error or _returned())
             self._report(self.child.name, error or _returned())
-            error = await self._one_life()
-        self._conclude(error)
+            await anyio.sleep(pause)
 
-    async def _one_life(self) -> Exception | None:
-        """Run one instance to its end. Returns its error, or None if it returned; raises only our own cancellation."""
-        first = self._restarts == 0
-        self._state = ChildState.STARTING if first else ChildState.RESTARTING
+    async def _run_once(self) -> Exception | None:
+        """Run the actor. Returns its error, or None if it returned; raises only if this task is cancelled."""
+        actor = self.child.actor
         try:
-            await self._run(self.child.actor if first or self.child.make is None else self.child.make())
+            if "task_status" in inspect.signature(actor.run).parameters:
+                await actor.run(task_status=_ReadySignal(self._set_ready))  # type: ignore[call-arg]
+            else:
+                self._set_ready()
+                await actor.run()
         except asyncio.CancelledError as error:
             if self._task is not None and self._task.cancelling():
                 raise
-            return _chained(RuntimeError("something it awaited was cancelled, but it was not"), error)
+            failure = RuntimeError("an awaited task was cancelled, but the actor was not")
+            failure.__cause__ = error
+            return failure
         except Exception as error:
-            return culprit(error)
+            return _single_error(error)
         return None
 
-    async def _run(self, actor: Runnable) -> None:
-        if "task_status" in inspect.signature(actor.run).parameters:
-            await actor.run(task_status=_Handshake(self._is_ready))  # type: ignore[call-arg]
-        else:
-            self._is_ready()
-            await actor.run()
-
-    def _is_ready(self) -> None:
+    def _set_ready(self) -> None:
         self._state = ChildState.RUNNING
         self.ready.set()
 
-    def _deserves_another(self, error: Exception | None) -> bool:
+    def _next_pause(self, error: Exception | None, ran_seconds: float) -> float | None:
+        """Seconds before a restart; None for no restart."""
         if error is None and self.child.restart is not Restart.PERMANENT:
-            return False
-        if self.child.restart is Restart.TEMPORARY or not self._goes_on():
-            return False
-        return self._budget.spend(time.monotonic())
+            return None
+        if self.child.restart is Restart.TEMPORARY or not self._is_running():
+            return None
+        return self._counter.next_pause(ran_seconds)
 
     def _conclude(self, error: Exception | None) -> None:
-        """Settle how the last life ended."""
-        if error is None and (self.child.restart is not Restart.PERMANENT or not self._goes_on()):
+        """Set the final state."""
+        if error is None and (self.child.restart is not Restart.PERMANENT or not self._is_running()):
             self._state = ChildState.DONE
-        elif isinstance(error, QueueClosed) and not self._goes_on():
-            self._state = ChildState.STOPPED  # its reader was stopped before it, as the order demands
+        elif isinstance(error, QueueClosed) and not self._is_running():
+            self._state = ChildState.STOPPED  # its reader was stopped before it
         elif error is not None and self.child.restart is Restart.TEMPORARY:
-            self._state, self._error = ChildState.FAILED, in_words(error)
+            self._state, self._error = ChildState.FAILED, describe_error(error)
             self._report(self.child.name, error)
         else:
             self._fail(error or _returned())
 
     def _fail(self, error: Exception) -> None:
-        self._state, self._error, self.failure = ChildState.FAILED, in_words(error), error
+        self._state, self._error, self.failure = ChildState.FAILED, describe_error(error), error
 
 
-class _Handshake(TaskStatus[object]):
-    """What an actor calls when it is ready; what it is given for it is not used."""
+class _ReadySignal(TaskStatus[object]):
+    """The `task_status` of an actor; the value of `started` is ignored."""
 
-    def __init__(self, ready: Callable[[], None]) -> None:
-        self._ready = ready
+    def __init__(self, on_ready: Callable[[], None]) -> None:
+        self._on_ready = on_ready
 
     def started(self, value: object = None) -> None:
-        self._ready()
+        self._on_ready()
 
 
 def _returned() -> RuntimeError:
-    return RuntimeError("returned, but it must serve as long as the run goes on")
-
-
-def _chained(error: Exception, cause: BaseException) -> Exception:
-    error.__cause__ = cause
-    return error
+    return RuntimeError("returned, but it must run as long as the run goes on")
 
 
 class Ending(StrEnum):
-    """How a run ended that did not fail."""
+    """How a run ended, unless it failed."""
 
-    FINISHED = "finished"  # every transient child returned by itself
+    FINISHED = "finished"  # every transient child returned
     DRAINED = "drained"  # the same, after `drain`
-    STOPPED = "stopped"  # `stop` cut it short
+    STOPPED = "stopped"  # by `stop`
 
 
 class Supervisor:
-    """Runs children until every transient one has returned, a failure rises, or `stop`.
+    """Runs children until every transient one has returned, one fails, or `stop` is called.
 
-    on_failure: hears (name, error) of every failure that does not end the run: of a temporary child, of a child about
-    to be restarted, and of those that fail while the run is ending.
-    on_drain: makes the source of the flow end; what is in flight then finishes by itself.
-    grace_seconds: how long each child that is stopped may take for a clean-up it shields from cancellation, and how
-    long one that ends with its input may read on before it is stopped.
+    on_failure: called with (name, error) for each failure that does not end the run.
+    grace_seconds: how long a stopped child may take for clean-up that it shields from cancellation, and how long a
+        child that ends with its input may continue to read.
     """
 
-    def __init__(
-        self,
-        children: Sequence[Child],
-        *,
-        on_failure: Callable[[str, Exception], None],
-        on_drain: Callable[[], None],
-        grace_seconds: float = 10.0,
-    ) -> None:
-        """Take the children in the order of their start; ValueError if two share a name or the grace is not above 0."""
-        names = [child.name for child in children]
-        if len(set(names)) < len(names):
-            raise ValueError(f"every child needs a name of its own, not {', '.join(sorted(names))}")
+    def __init__(self, *, on_failure: Callable[[str, Exception], None], grace_seconds: float = 10.0) -> None:
+        """Raises ValueError if the grace period is not above 0."""
         if grace_seconds <= 0:
             raise ValueError(f"grace_seconds must be above 0, not {grace_seconds}")
-        self._nursed = [
-            Nursed(child, goes_on=self._goes_on, report=self._report, on_end=self._child_ended) for child in children
-        ]
-        self._on_failure, self._on_drain, self._grace = on_failure, on_drain, grace_seconds
+        self._tasks: list[_SupervisedTask] = []
+        self._on_failure, self._grace = on_failure, grace_seconds
+        self._on_drain: Callable[[], None] | None = None
         self._ending: Ending | None = None
         self._failure: ActorError | None = None
         self._over = asyncio.Event()
-        self._began = self._draining = False
+        self._draining = False
 
-    async def run(self) -> Ending:
-        """Run once, to the end. Each child is started when those before it are ready.
+    async def run(self, children: Sequence[Child], *, on_drain: Callable[[], None]) -> Ending:
+        """Run the children once, and return how the run ended. Each child starts when those before it are ready.
 
-        Whatever ends the run, children that still live are stopped in reverse order, one after the other (all at once
-        after `stop`, or when this task is cancelled). If every transient child has returned, all that they wrote to has
-        ended, and whoever ends with its input is granted the grace to read what was sent, before it is stopped.
-        Without a transient child the run lasts until `stop`.
-        Raises ActorError, naming the child and chained to its error, if one failed beyond its restart intensity; the
-        exit status is the error's own if it has one.
+        on_drain: called once by `drain`; makes the source of the flow end, so that the other actors finish.
+
+        At the end, the remaining children are stopped in reverse order, one after the other; after `stop`, or if this
+        task is cancelled, all at once. If every transient child has returned, children that end with their input first
+        get the grace period to read their inbox. Without a transient child the run lasts until `stop`.
+
+        Raises ActorError if a child failed and has no restart left. The error names the child, is chained to the
+        child's error, and has its exit status. Raises ValueError if two children have the same name.
         """
-        if self._began:
-            raise RuntimeError("a supervisor runs once: make another")
-        self._began = True
+        if self._tasks:
+            raise RuntimeError("a supervisor runs once")
+        names = [child.name for child in children]
+        if len(set(names)) < len(names):
+            raise ValueError(f"the names of children must be unique: {', '.join(sorted(names))}")
+        self._on_drain = on_drain
+        if self._draining:
+            self._drain_source(on_drain)
+        self._tasks = [
+            _SupervisedTask(child, is_running=self._is_running, report=self._report, on_end=self._child_ended)
+            for child in children
+        ]
         async with anyio.create_task_group() as group:
             try:
                 await self._start_in_order(group)
@@ -266,56 +380,60 @@ class Supervisor:
         return self._ending
 
     def drain(self) -> None:
-        """Let the source end and everything in flight finish. The second time, or during an ending, does nothing."""
-        if self._draining or not self._goes_on():
+        """Make the source end; the run ends when everything in flight has finished. Only the first call has effect."""
+        if self._draining or not self._is_running():
             return
         self._draining = True
+        if self._on_drain is not None:
+            self._drain_source(self._on_drain)
+
+    def _drain_source(self, on_drain: Callable[[], None]) -> None:
         try:
-            self._on_drain()
+            on_drain()
         except Exception as error:
-            self._rise(ActorError(f"draining failed: {in_words(error)}"), error)
+            self._raise_later(ActorError(f"draining failed: {describe_error(error)}"), error)
 
     def stop(self) -> None:
-        """End at once: every child is cancelled now, and the grace runs for all of them together."""
+        """Cancel every child now; all share one grace period."""
         self._end(Ending.STOPPED)
-        for nursed in reversed(self._nursed):
-            nursed.ask_to_end()
+        for task in reversed(self._tasks):
+            task.cancel()
 
     def status(self) -> dict[str, ChildStatus]:
-        """Tell how each child is, by name, in the order of their start."""
-        return {nursed.child.name: nursed.status for nursed in self._nursed}
+        """Status of each child, in start order."""
+        return {task.child.name: task.status for task in self._tasks}
 
     async def _start_in_order(self, group: TaskGroup) -> None:
-        for nursed in self._nursed:
-            if not self._goes_on():
+        for task in self._tasks:
+            if not self._is_running():
                 return
-            nursed.start(group)
-            await nursed.ready.wait()
+            task.start(group)
+            await task.ready.wait()
 
     async def _stop_in_reverse(self) -> None:
-        for nursed in reversed(self._nursed):
+        for task in reversed(self._tasks):
             if self._ending in (Ending.FINISHED, Ending.DRAINED):
-                await nursed.let_finish(self._grace)
-            await nursed.end(self._grace)
+                await task.wait_for_input_end(self._grace)
+            await task.stop(self._grace)
 
-    def _child_ended(self, nursed: Nursed) -> None:
-        error = nursed.failure
-        if error is not None and self._goes_on():
-            self._rise(ActorError(f"actor {nursed.child.name!r} failed: {in_words(error)}"), error)
+    def _child_ended(self, task: _SupervisedTask) -> None:
+        error = task.failure
+        if error is not None and self._is_running():
+            self._raise_later(ActorError(f"actor {task.child.name!r} failed: {describe_error(error)}"), error)
         elif error is not None:
-            self._report(nursed.child.name, error)
-        elif self._pipeline_returned():
+            self._report(task.child.name, error)
+        elif self._flow_has_ended():
             self._end(Ending.DRAINED if self._draining else Ending.FINISHED)
 
-    def _pipeline_returned(self) -> bool:
-        states = [n.status.state for n in self._nursed if n.child.restart is Restart.TRANSIENT]
+    def _flow_has_ended(self) -> bool:
+        states = [task.status.state for task in self._tasks if task.child.restart is Restart.TRANSIENT]
         return bool(states) and all(state is ChildState.DONE for state in states)
 
-    def _goes_on(self) -> bool:
+    def _is_running(self) -> bool:
         return self._ending is None and self._failure is None
 
-    def _rise(self, failure: ActorError, cause: Exception) -> None:
-        """The first failure is the culprit; later ones are noted on it."""
+    def _raise_later(self, failure: ActorError, cause: Exception) -> None:
+        """End the run with a failure. `run` raises the first one; later ones become notes on it."""
         failure.__cause__ = cause
         if isinstance(cause, ClothoError):
             failure.exit_status = cause.exit_status
@@ -326,20 +444,21 @@ class Supervisor:
         self._wake()
 
     def _end(self, ending: Ending) -> None:
-        if self._goes_on():
+        if self._is_running():
             self._ending = ending
         self._wake()
 
     def _wake(self) -> None:
-        """NullSampleLog waits any longer for a child of a run that is ending to become ready."""
+        """Wake `run`, also if it waits for a child to become ready."""
         self._over.set()
-        for nursed in self._nursed:
-            nursed.ready.set()
+        for task in self._tasks:
+            task.ready.set()
 
     def _report(self, name: str, error: Exception) -> None:
         if self._failure is not None:
-            self._failure.add_note(f"while the run was ending, actor {name!r} failed too: {in_words(error)}")
+            self._failure.add_note(f"while the run was ending, actor {name!r} failed too: {describe_error(error)}")
         try:
             self._on_failure(name, error)
-        except Exception as deaf:
-            self._rise(ActorError(f"the failure of actor {name!r} could not be reported: {in_words(deaf)}"), deaf)
+        except Exception as broken:
+            failure = ActorError(f"the failure of actor {name!r} could not be reported: {describe_error(broken)}")
+            self._raise_later(failure, broken)

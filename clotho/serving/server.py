@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import resource
 import socket
+from collections.abc import Callable
 from contextlib import suppress
 
 import anyio
@@ -72,18 +73,19 @@ class ApiServer:
         context: ServerContext,
         *,
         listener: socket.socket | None = None,
+        on_request: Callable[[], None] = lambda: None,
         grace_seconds: float = GRACE_SECONDS,
     ) -> None:
-        """listener: a socket from `listen`, bound before the run starts; None: bind in `run`."""
+        """listener: a socket from `listen`, bound before the run starts; None: bind in `run`.
+
+        on_request: called for each admitted request.
+        """
         self._context, self._listener, self._grace_seconds = context, listener, grace_seconds
-        self.requests = 0
+        self._on_request = on_request
         self.limit = self._new_limit()
 
     def _new_limit(self) -> ConcurrencyLimit:
-        return ConcurrencyLimit(self._context.settings.max_concurrent, on_admitted=self._count)
-
-    def _count(self) -> None:
-        self.requests += 1
+        return ConcurrencyLimit(self._context.settings.max_concurrent, on_admitted=self._on_request)
 
     async def run(self, *, task_status: TaskStatus[str] = anyio.TASK_STATUS_IGNORED) -> None:
         """Serve until cancelled; a second call binds the address again. Raises ServerError if it cannot be bound."""

@@ -31,7 +31,7 @@ def filled(name: str, messages: Iterable[T], *, ended: bool = True) -> Queue[T]:
     """A mailbox that holds these messages, and gets no more if it has ended."""
     held = list(messages)
     mailbox = Queue[T](name, capacity=max(1, len(held)))
-    writer = mailbox.writer()
+    writer = mailbox.outbox()
     for message in held:
         writer.send_nowait(message)
     if ended:

@@ -7,7 +7,7 @@ from typing import Any
 
 from msgspec import convert
 
-from actors.learner import Learner, Progress
+from actors.learner import Learner, LearnerProgress
 from clotho.config.schema import CollapseDetectionSection, LearnerSection, ReplaySection
 from clotho.monitoring.collapse_detection import CollapseMonitor
 from clotho.runtime.compute_thread import ComputeExecutor
@@ -41,12 +41,12 @@ class Scene:
         executor: ComputeExecutor,
         outcomes: Sequence[GroupOutcome],
         *,
-        progress: Progress | None = None,
+        progress: LearnerProgress | None = None,
         replay: ReplaySection | None = None,
         alarms: CollapseDetectionSection | None = None,
         remembered: CollapseState | None = None,
         steps: int = 100,
-        unasked: bool = False,
+        from_environments: bool = False,
         **keys: Any,
     ) -> None:
         alarms = alarms or CollapseDetectionSection(on_collapse="off")
@@ -55,7 +55,7 @@ class Scene:
         self.learned = executor.submit(
             lambda: learning.learner(self.policy, good_window=1, watched=True, **keys)
         ).result()
-        self.ledger, self.progress = Ledger(), progress or Progress()
+        self.ledger, self.progress = Ledger(), progress or LearnerProgress()
         self.replay = ReplayBuffer(replay or ReplaySection(), seed=0)
         self.refills = Latest[int]("refills")
         self.refills.put(0)
@@ -64,24 +64,24 @@ class Scene:
         self.scored = filled("scored", outcomes)
         self.updates = [Queue[PolicyUpdated](f"updates.{name}", capacity=20) for name in ("one", "other")]
         self.reports = Queue[StepReport | GroupsEnded]("reports", capacity=20)
-        self.told = [box.reader() for box in self.updates]
-        self.reported = self.reports.reader()
+        self.told = [box.inbox() for box in self.updates]
+        self.reported = self.reports.inbox()
         self.box = Learner(
-            inbox=self.scored.reader(),
-            updates=[box.writer() for box in self.updates],
-            reports=self.reports.writer(),
+            inbox=self.scored.inbox(),
+            updates=[box.outbox() for box in self.updates],
+            reports=self.reports.outbox(),
             executor=executor,
             policy_learner=self.learned,
             settings=convert(keys, LearnerSection),
             ledger=self.ledger,
             progress=self.progress,
-            refills=self.refills,
-            recorded=self.recorded,
+            replacements=self.refills,
+            logged=self.recorded,
             replay=self.replay,
             collapse=CollapseMonitor(alarms, state=remembered or CollapseState(), rollbacks=0),
             steps=steps,
-            rounds=False,
-            unasked=unasked,
+            synchronous=False,
+            from_environments=from_environments,
         )
 
     async def run(self) -> list[StepReport]:

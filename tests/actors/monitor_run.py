@@ -58,16 +58,16 @@ async def observe(
 ) -> None:
     """Run a monitor over reports that are sent through a queue of capacity 1."""
     queue = Queue[StepReport | GroupsEnded | EvalReport]("reports", capacity=1)
-    writer = queue.writer()
+    writer = queue.outbox()
     rollouts = JsonlWriter(directory / "rollouts.jsonl")
     monitor = Monitor(
-        inbox=queue.reader(),
+        inbox=queue.inbox(),
         gauges=options.pop("gauges", lambda: GAUGES),
         display=display or NoDisplay(),
         metrics=JsonlWriter(directory / "metrics.jsonl"),
         evaluations=JsonlWriter(directory / "evaluations.jsonl"),
         rollouts=rollouts,
-        recorded=options.pop("recorded", None) or Latest[int]("recorded"),
+        logged=options.pop("logged", None) or Latest[int]("logged"),
         clock=Clock(),
         **options,
     )

@@ -8,7 +8,7 @@ import anyio
 import pytest
 from structlog.testing import capture_logs
 
-from actors.atropos_fetcher import REMEMBERED
+from actors.atropos_fetcher import IN_FLIGHT_KEPT
 from clotho.atropos.api import AtroposApi
 from clotho.atropos.client import Registration
 from clotho.config.schema import AtroposSection
@@ -27,9 +27,9 @@ async def test_every_group_gets_the_next_number_and_is_counted() -> None:
     outcomes = await fetched(harness, steps=harness.refills.close)
     assert numbers(outcomes) == [7, 8, 9]
     assert [isinstance(one, Discarded) for one in outcomes] == [False, True, False]
-    assert (harness.box.prompted_until, harness.box.reached) == (10, 10)
+    assert (harness.box.prompted_until, harness.box.sent_until) == (10, 10)
     assert harness.box.received == {"a": 7, "b": 1, "c": 1}
-    assert harness.box.under_way == {7: "a", 8: "b", 9: "a"}
+    assert harness.box.in_flight == {7: "a", 8: "b", 9: "a"}
     assert harness.reader.versions == [10, 10, 10]
     assert (harness.source.opened, harness.source.closed) == ([0], 1)
 
@@ -46,7 +46,7 @@ async def test_what_an_earlier_life_had_received_is_told_first() -> None:
         ("lost", "b"),
     }
     assert harness.box.received == {"a": 4, "b": 2}
-    assert harness.box.under_way == {3: "b", 5: "a"}
+    assert harness.box.in_flight == {3: "b", 5: "a"}
 
 
 @pytest.mark.parametrize(("ahead", "allowed"), [(0, 2), (1, 4), (2, 6)])
@@ -188,15 +188,15 @@ async def test_without_a_reader_it_fails() -> None:
     with pytest.raises(ExceptionGroup) as caught:
         await harness.box.run()
     assert caught.group_contains(QueueClosed)
-    assert (harness.box.prompted_until, harness.box.under_way) == (1, {0: "a"})
+    assert (harness.box.prompted_until, harness.box.in_flight) == (1, {0: "a"})
 
 
 async def test_it_remembers_where_the_latest_numbers_came_from() -> None:
     """Within a bound: only those that have not ended matter, and they are among the latest."""
-    harness = FetcherHarness([["a"] * (REMEMBERED + 5)], groups=10**6, ahead=10**6)
+    harness = FetcherHarness([["a"] * (IN_FLIGHT_KEPT + 5)], groups=10**6, ahead=10**6)
     await fetched(harness, steps=harness.refills.close)
-    assert list(harness.box.under_way) == list(range(5, REMEMBERED + 5))
-    assert harness.box.received == {"a": REMEMBERED + 5}
+    assert list(harness.box.in_flight) == list(range(5, IN_FLIGHT_KEPT + 5))
+    assert harness.box.received == {"a": IN_FLIGHT_KEPT + 5}
 
 
 async def test_from_the_server_to_the_learner() -> None:

@@ -10,9 +10,9 @@ import mlx.core as mx
 import pytest
 import structlog
 
+from actors import checkpointer as module
 from actors.checkpointer import Checkpointer
 from clotho.config.schema import CheckpointSection
-from clotho.runtime import log_barrier as histories
 from clotho.runtime.latest import Latest
 from clotho.runtime.queues import Queue
 from clotho.storage.adapters import read_adapter
@@ -51,19 +51,19 @@ def update(step: int) -> PolicyUpdated:
     )  # fmt: skip
 
 
-def box(directory: Path, updates: Queue[PolicyUpdated], *, recorded: int = 1000, **settings: Any) -> Checkpointer:
+def box(directory: Path, updates: Queue[PolicyUpdated], *, logged: int = 1000, **settings: Any) -> Checkpointer:
     """A checkpointer whose histories have come to this step."""
-    cell = Latest[int]("recorded")
-    cell.put(recorded)
+    cell = Latest[int]("logged")
+    cell.put(logged)
     return Checkpointer(
-        inbox=updates.reader(),
+        inbox=updates.inbox(),
         directory=directory / "checkpoints",
         adapter_directories=[directory / "adapters", directory / "elsewhere"],
         adapter_config=ADAPTER,
         run_id="run",
         settings=CheckpointSection(**settings),
         state=lambda update: state(update.report.step),
-        recorded=cell,
+        logged=cell,
         parameters=parameters(0.0),
         loadable=as_they_are,
     )
@@ -101,28 +101,28 @@ async def test_what_is_due_and_what_came_last_is_written(
 async def test_a_checkpoint_waits_for_the_histories(tmp_path: Path) -> None:
     """A run killed right after it must find every group of its step on record."""
     updates = filled("updates", [update(2)])
-    checkpointer = box(tmp_path, updates, recorded=1, interval=1)
+    checkpointer = box(tmp_path, updates, logged=1, interval=1)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(checkpointer.run)
         await anyio.wait_all_tasks_blocked()
         assert not (tmp_path / "checkpoints").exists()
-        checkpointer._recorded.put(2)
+        checkpointer._logged.put(2)
     assert names(tmp_path / "checkpoints") == ["step-000002"]
 
 
 async def test_it_does_not_wait_for_a_monitor_that_has_ended(tmp_path: Path) -> None:
     """Its failure never stops training, nor keeping."""
-    checkpointer = box(tmp_path, filled("updates", [update(2)]), recorded=1)
-    checkpointer._recorded.close()
+    checkpointer = box(tmp_path, filled("updates", [update(2)]), logged=1)
+    checkpointer._logged.close()
     await checkpointer.run()
     assert names(tmp_path / "checkpoints") == ["step-000002"]
 
 
 async def test_nor_for_ever_for_one_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After a while it says so, and writes."""
-    monkeypatch.setattr(histories, "PATIENCE_SECONDS", 0.01)
+    monkeypatch.setattr(module, "LOG_TIMEOUT_SECONDS", 0.01)
     with structlog.testing.capture_logs() as logs:
-        await box(tmp_path, filled("updates", [update(2)]), recorded=1).run()
+        await box(tmp_path, filled("updates", [update(2)]), logged=1).run()
     assert [line["log_level"] for line in logs] == ["warning", "info"]
     assert names(tmp_path / "checkpoints") == ["step-000002"]
 
@@ -134,5 +134,5 @@ async def test_a_disk_that_refuses_ends_the_run(tmp_path: Path) -> None:
     with pytest.raises(RunDirectoryError, match="cannot be written"):
         await box(tmp_path, updates, interval=1).run()
     with pytest.raises(QueueClosed):
-        updates.reader()
+        updates.inbox()
     assert not (tmp_path / "adapters").exists()

@@ -46,8 +46,9 @@ class Scene:
         self.judged: list[tuple[str, str]] = []
         self.judging, self.may_judge = anyio.Event(), anyio.Event()
         self.may_judge.set()
+        self.kept: list[EvalReport] = []
         self.reports = Queue[EvalReport]("reports", capacity=20)
-        self.told = self.reports.reader()
+        self.told = self.reports.inbox()
 
     async def is_correct(self, problem: Problem, text: str) -> bool:
         """Say so of the first four, when it may."""
@@ -81,8 +82,8 @@ class Scene:
         """An evaluator of a run of ten steps, which begins or goes on at `start`."""
         pinned = Pinned(step=0, version=0, parameters=self.policy.trainable())
         return Evaluator(
-            inbox=updates.reader(),
-            outbox=self.reports.writer(),
+            inbox=updates.inbox(),
+            outbox=self.reports.outbox(),
             executor=self.executor,
             policy=self.policy,
             held_out=HeldOut(
@@ -92,10 +93,11 @@ class Scene:
             ),
             sampling=SAMPLING,
             settings=EvalSection(**settings),
-            generator=GENERATOR,
+            engine=GENERATOR,
             base=pinned if base else None,
             start=Pinned(step=start, version=start, parameters=self.policy.trainable()),
             steps=10,
+            reports=self.kept,
         )
 
     def greedy(self, parameters: Any) -> list[str]:
@@ -119,7 +121,7 @@ async def test_before_and_after_are_measured_on_their_own_weights(executor: Comp
     await box.run()
     reports = await everything(scene.told)
     assert steps(reports) == [(0, False), (2, True)]
-    assert box.measured == reports
+    assert scene.kept == reports
     for report in reports:
         assert report.problems == 6
         assert report.accuracy == pytest.approx(4 / 6)
@@ -134,7 +136,7 @@ async def test_in_between_fewer_problems_may_do(executor: ComputeExecutor, tmp_p
     """`problems_between` every `interval` steps; `problems` before and after; the first ones of the file."""
     scene = Scene(executor, tmp_path)
     updates = Queue[PolicyUpdated]("updates", capacity=1)
-    writer = updates.writer()
+    writer = updates.outbox()
     box = scene.box(updates, interval=2, problems=3, problems_between=1)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(box.run)
@@ -151,7 +153,7 @@ async def test_the_learner_never_waits_for_a_measurement(executor: ComputeExecut
     scene = Scene(executor, tmp_path)
     scene.may_judge = anyio.Event()
     updates = Queue[PolicyUpdated]("updates", capacity=1)
-    writer, box = updates.writer(), scene.box(updates, interval=1)
+    writer, box = updates.outbox(), scene.box(updates, interval=1)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(box.run)
         await scene.judging.wait()
@@ -177,7 +179,7 @@ async def test_nobody_left_to_read_the_numbers_is_no_reason_to_stop(executor: Co
     scene.told.close()
     box = scene.box(filled("updates", [scene.update(1)]))
     await box.run()
-    assert steps(box.measured) == [(0, False), (1, True)]
+    assert steps(scene.kept) == [(0, False), (1, True)]
 
 
 @pytest.mark.parametrize("end", ["failed", "cancelled"])
@@ -198,4 +200,4 @@ async def test_however_it_ends_it_closes_its_ends(executor: ComputeExecutor, tmp
     with pytest.raises(EndOfStream):
         await scene.told.receive()
     with pytest.raises(QueueClosed):
-        updates.reader()
+        updates.inbox()

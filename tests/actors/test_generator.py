@@ -60,21 +60,25 @@ class Scene:
         step: int = 0,
         groups: int | None = None,
         before: int = 0,
-        refills: int = 0,
+        replacements: int = 0,
     ) -> None:
-        self.engine, self.weights, self.refills = engine, Latest[WeightsReady]("weights"), Latest[int]("refills")
+        self.engine, self.weights, self.replacements = (
+            engine,
+            Latest[WeightsReady]("weights"),
+            Latest[int]("replacements"),
+        )
         self.serve(step)
-        self.refills.put(refills)
+        self.replacements.put(replacements)
         self.prompts = filled("prompts", messages, ended=ended)
         self.sampler = RecordingSampler(engine.submit_call, engine)
         self.rollouts = Queue[Outcome]("rollouts", capacity=capacity)
-        self.outcomes: Inbox[Outcome] = self.rollouts.reader()
-        outbox: Outbox[Outcome] = self.rollouts.writer()
+        self.outcomes: Inbox[Outcome] = self.rollouts.inbox()
+        outbox: Outbox[Outcome] = self.rollouts.outbox()
         self.box = Generator(
-            inbox=self.prompts.reader(),
+            inbox=self.prompts.inbox(),
             outbox=outbox,
             weights=self.weights,
-            refills=self.refills,
+            replacements=self.replacements,
             sampler=self.sampler,
             sampling=SAMPLING,
             group_size=3,
@@ -144,7 +148,7 @@ async def test_the_prompts_of_an_update_are_begun_together(engine: FakeEngine) -
 
 async def test_a_resumed_run_counts_from_the_groups_that_had_ended(engine: FakeEngine) -> None:
     """9 ended in 2 batches of 4 with 1 refill: whole batches may start again, whatever their numbers."""
-    scene = Scene(engine, prompts(3, 8, 10, 11, 12, 13, 14, 15, 16), ahead=0, step=2, before=9, refills=1)
+    scene = Scene(engine, prompts(3, 8, 10, 11, 12, 13, 14, 15, 16), ahead=0, step=2, before=9, replacements=1)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(scene.box.run)
         await engine.until(lambda: len(engine.asked) == 4)
@@ -164,21 +168,21 @@ async def test_refills_start_without_new_weights(engine: FakeEngine) -> None:
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(scene.box.run)
         await engine.until(lambda: len(engine.asked) == 4)
-        scene.refills.put(1)
+        scene.replacements.put(1)
         await engine.until(lambda: len(engine.asked) == 5)
         await anyio.wait_all_tasks_blocked()
-        scene.refills.put(4)
+        scene.replacements.put(4)
         await engine.until(lambda: len(engine.asked) == 8)
         await anyio.wait_all_tasks_blocked()
         assert scene.sampler.together == [[0, 1, 2, 3], [4], [5, 6, 7]]
-        scene.refills.close()
+        scene.replacements.close()
         scene.serve(100)
         assert groups(await everything(scene.outcomes)) == list(range(20))
 
 
 async def test_a_last_refill_does_not_wait_for_a_batch_that_never_comes(engine: FakeEngine) -> None:
     """The weights would allow more than is ever asked: the bound on the groups says so."""
-    scene = Scene(engine, prompts(*range(5)), ahead=2, groups=4, refills=1, ended=False)
+    scene = Scene(engine, prompts(*range(5)), ahead=2, groups=4, replacements=1, ended=False)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(scene.box.run)
         await engine.until(lambda: len(engine.asked) == 5)
@@ -262,7 +266,7 @@ async def test_ended_while_it_waits_for_room_it_frees_them_too(end: str) -> None
     """Whether it is stopped, or its reader has gone: nobody goes on sampling for nobody."""
     engine = Choosy()
     scene = Scene(engine, prompts(0, 1, 2, 3), ended=False, capacity=1)
-    scene.rollouts.writer().send_nowait(Discarded(prompt=prompt(99), reason="invalid", detail="in the way"))
+    scene.rollouts.outbox().send_nowait(Discarded(prompt=prompt(99), reason="invalid", detail="in the way"))
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(run_until_deserted, scene.box)
         await engine.until(lambda: engine.running == 9)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from actors.learner import Progress
+from actors.learner import LearnerProgress
 from clotho.config.schema import ReplaySection
 from clotho.runtime.compute_thread import ComputeExecutor
 from protocols.errors import DivergenceError, ExecutorStoppedError
@@ -101,7 +101,7 @@ async def test_too_many_bad_updates_in_a_row_end_the_run(executor: ComputeExecut
     """After they were reported and booked, at the weights of before."""
     outcomes = [taught(group_id, logprob=NAN) for group_id in range(20)]
     scene = Scene(executor, outcomes, batch_size=1, max_bad_steps=3)
-    with pytest.raises(DivergenceError, match="3 updates in a row were not finite, until step 3"):
+    with pytest.raises(DivergenceError, match="3 consecutive updates were not finite, the last one at step 3"):
         await scene.box.run()
     assert [report.step for report in await everything(scene.reported)] == [1, 2, 3]
     assert scene.ledger.state().discarded == {"not_finite": 3}
@@ -109,12 +109,14 @@ async def test_too_many_bad_updates_in_a_row_end_the_run(executor: ComputeExecut
 
 async def test_a_run_resumed_after_that_may_try_again(executor: ComputeExecutor) -> None:
     """A batch that taught nothing is no bad update; one more bad update is."""
-    scene = Scene(executor, [lost(0), taught(1)], batch_size=1, max_bad_steps=3, progress=Progress(step=3, bad_steps=3))
+    scene = Scene(
+        executor, [lost(0), taught(1)], batch_size=1, max_bad_steps=3, progress=LearnerProgress(step=3, bad_steps=3)
+    )
     assert [report.step for report in await scene.run()] == [4, 5]
     assert scene.progress.bad_steps == 0
     outcomes = [lost(0), taught(1, logprob=NAN)]
-    scene = Scene(executor, outcomes, batch_size=1, max_bad_steps=3, progress=Progress(step=3, bad_steps=3))
-    with pytest.raises(DivergenceError, match="4 updates in a row"):
+    scene = Scene(executor, outcomes, batch_size=1, max_bad_steps=3, progress=LearnerProgress(step=3, bad_steps=3))
+    with pytest.raises(DivergenceError, match="4 consecutive updates"):
         await scene.box.run()
 
 

@@ -15,9 +15,9 @@ from anyio import create_task_group, fail_after, wait_all_tasks_blocked
 from actors.monitor import Monitor
 from clotho.monitoring.display import NoDisplay, RunView
 from clotho.monitoring.metrics import METRICS
-from clotho.runtime.child import temporary, transient
 from clotho.runtime.latest import Latest
 from clotho.runtime.queues import Queue
+from clotho.runtime.supervisor import temporary, transient
 from clotho.storage.jsonl import JsonlWriter
 from protocols.evaluation import EvalReport
 from protocols.queues import EndOfStream, Outbox
@@ -170,11 +170,11 @@ async def test_after_a_failure_the_inbox_is_read_to_its_end(tmp_path: Path) -> N
 
 async def test_a_step_is_recorded_after_its_lines_are_written(tmp_path: Path) -> None:
     """At the end of the monitor every wait ends."""
-    recorded = Latest[int]("recorded")
-    await observe(tmp_path, step(1), step(2), evaluation(2, 0.5), recorded=recorded)
-    assert recorded.value == 2
+    logged = Latest[int]("logged")
+    await observe(tmp_path, step(1), step(2), evaluation(2, 0.5), logged=logged)
+    assert logged.value == 2
     with pytest.raises(EndOfStream):
-        await recorded.wait_until(lambda step: step >= 3)
+        await logged.wait_until(lambda step: step >= 3)
 
 
 class FinalEvaluation:
@@ -206,13 +206,13 @@ class BlockedWriter(JsonlWriter):
 def monitor_of(queue: Queue[StepReport | EvalReport], metrics: JsonlWriter) -> Monitor:
     """Return a monitor without display and rollout log."""
     return Monitor(
-        inbox=queue.reader(),
+        inbox=queue.inbox(),
         gauges=lambda: GAUGES,
         display=NoDisplay(),
         metrics=metrics,
         evaluations=JsonlWriter(metrics.path.with_name("evaluations.jsonl")),
         rollouts=None,
-        recorded=Latest[int]("recorded"),
+        logged=Latest[int]("logged"),
     )
 
 
@@ -221,7 +221,7 @@ async def test_the_run_waits_for_the_last_line(tmp_path: Path) -> None:
     queue = Queue[StepReport | EvalReport]("reports", capacity=4)
     metrics = BlockedWriter(tmp_path / "metrics.jsonl")
     monitor = monitor_of(queue, metrics)
-    scene = Scene(temporary(monitor, ends_with_input=True), transient(FinalEvaluation(queue.writer())))
+    scene = Scene(temporary(monitor, ends_with_input=True), transient(FinalEvaluation(queue.outbox())))
     with fail_after(5):
         async with create_task_group() as group:
             group.start_soon(scene.run)
@@ -239,7 +239,7 @@ async def test_a_cancelled_monitor_leaves_complete_lines(tmp_path: Path) -> None
     queue = Queue[StepReport | EvalReport]("reports", capacity=4)
     metrics = JsonlWriter(tmp_path / "metrics.jsonl")
     monitor = monitor_of(queue, metrics)
-    writer = queue.writer()
+    writer = queue.outbox()
     async with create_task_group() as group:
         group.start_soon(monitor.run)
         await writer.send(step(1))

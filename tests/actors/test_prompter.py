@@ -16,10 +16,10 @@ from protocols.queues import EndOfStream
 from tests.actors.boxes import cancelled_midway, everything, prompt, run_and_receive
 
 
-def refilled(refills: int = 0) -> Latest[int]:
+def refilled(replacements: int = 0) -> Latest[int]:
     """A cell that says so many groups are replaced."""
-    cell = Latest[int]("refills")
-    cell.put(refills)
+    cell = Latest[int]("replacements")
+    cell.put(replacements)
     return cell
 
 
@@ -28,18 +28,18 @@ def prompter(
     group_ids: Iterable[int],
     *,
     batch_size: int = 4,
-    refills: Latest[int] | None = None,
+    replacements: Latest[int] | None = None,
     ended: int = 0,
     groups: int | None = None,
     prompted_until: int = 0,
 ) -> Prompter:
     """A prompter of these groups."""
     return Prompter(
-        outbox=prompts.writer(),
+        outbox=prompts.outbox(),
         make=prompt,
         group_ids=group_ids,
         batch_size=batch_size,
-        refills=refills or refilled(),
+        replacements=replacements or refilled(),
         ended=ended,
         groups=groups,
         prompted_until=prompted_until,
@@ -48,7 +48,7 @@ def prompter(
 
 async def asked(box: Prompter, prompts: Queue[Prompt]) -> list[int]:
     """Run it; the groups it asked."""
-    return [one.group_id for one in await run_and_receive(box.run, prompts.reader())]
+    return [one.group_id for one in await run_and_receive(box.run, prompts.inbox())]
 
 
 async def test_every_group_is_asked_once_and_in_order() -> None:
@@ -56,13 +56,13 @@ async def test_every_group_is_asked_once_and_in_order() -> None:
     prompts = Queue[Prompt]("prompts", capacity=2)
     box = prompter(prompts, range(10))
     assert await asked(box, prompts) == list(range(10))
-    assert (box.prompted_until, box.reached) == (10, 10)
+    assert (box.prompted_until, box.sent_until) == (10, 10)
 
 
 async def test_a_full_mailbox_makes_it_wait() -> None:
     """It makes no prompt ahead of the one that waits for room."""
     prompts = Queue[Prompt]("prompts", capacity=2)
-    reader, box = prompts.reader(), prompter(prompts, range(100))
+    reader, box = prompts.inbox(), prompter(prompts, range(100))
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(box.run)
         await anyio.wait_all_tasks_blocked()
@@ -73,7 +73,7 @@ async def test_a_full_mailbox_makes_it_wait() -> None:
 async def test_drained_it_still_asks_the_rest_of_the_batch() -> None:
     """So that the last update is as large as any other."""
     prompts = Queue[Prompt]("prompts", capacity=1)
-    reader, box = prompts.reader(), prompter(prompts, range(100))
+    reader, box = prompts.inbox(), prompter(prompts, range(100))
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(box.run)
         assert [(await reader.receive()).group_id for _ in range(5)] == list(range(5))
@@ -105,31 +105,31 @@ async def test_groups_asked_in_an_earlier_life_stay_asked() -> None:
     prompts = Queue[Prompt]("prompts", capacity=1)
     box = prompter(prompts, [3, 5], prompted_until=9)
     assert await asked(box, prompts) == [3, 5]
-    assert (box.prompted_until, box.reached) == (9, 6)
+    assert (box.prompted_until, box.sent_until) == (9, 6)
 
 
 async def test_with_a_bound_it_asks_one_more_for_each_refill_until_no_more_can_come() -> None:
-    """It waits for refills, not for the end of the groups; the learner's close is its end."""
-    prompts, refills = Queue[Prompt]("prompts", capacity=100), refilled()
-    box = prompter(prompts, count(), refills=refills, groups=8)
+    """It waits for replacements, not for the end of the groups; the learner's close is its end."""
+    prompts, replacements = Queue[Prompt]("prompts", capacity=100), refilled()
+    box = prompter(prompts, count(), replacements=replacements, groups=8)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(box.run)
         for total in (0, 1, 4):
-            refills.put(total)
+            replacements.put(total)
             await anyio.wait_all_tasks_blocked()
-            assert (prompts.depth, box.prompted_until, box.reached) == (8 + total, 8 + total, 8 + total)
-        refills.close()
-    assert [one.group_id for one in await everything(prompts.reader())] == list(range(12))
+            assert (prompts.depth, box.prompted_until, box.sent_until) == (8 + total, 8 + total, 8 + total)
+        replacements.close()
+    assert [one.group_id for one in await everything(prompts.inbox())] == list(range(12))
 
 
 async def test_a_resumed_run_asks_what_is_left_of_the_bound() -> None:
     """9 of 12 groups had ended, 1 of them replaced: 4 are left, the first that have not ended."""
-    prompts, refills = Queue[Prompt]("prompts", capacity=100), refilled(1)
-    refills.close()
-    box = prompter(prompts, (g for g in count() if g not in {0, 1, 2, 4, 5, 6, 7, 9, 10}), refills=refills,
+    prompts, replacements = Queue[Prompt]("prompts", capacity=100), refilled(1)
+    replacements.close()
+    box = prompter(prompts, (g for g in count() if g not in {0, 1, 2, 4, 5, 6, 7, 9, 10}), replacements=replacements,
                    ended=9, groups=12, prompted_until=14)  # fmt: skip
     assert await asked(box, prompts) == [3, 8, 11, 12]
-    assert (box.prompted_until, box.reached) == (14, 13)
+    assert (box.prompted_until, box.sent_until) == (14, 13)
 
 
 async def test_drained_while_it_waits_for_refills_it_ends() -> None:
@@ -146,13 +146,13 @@ async def test_drained_while_it_waits_for_refills_it_ends() -> None:
 
 async def test_drained_it_still_asks_the_refills_of_the_batch_that_are_due() -> None:
     """Whole batches count without what was replaced: 4 groups and 2 more in place of lost ones."""
-    prompts, refills = Queue[Prompt]("prompts", capacity=1), refilled()
-    reader, box = prompts.reader(), prompter(prompts, count(), refills=refills, groups=40)
+    prompts, replacements = Queue[Prompt]("prompts", capacity=1), refilled()
+    reader, box = prompts.inbox(), prompter(prompts, count(), replacements=replacements, groups=40)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(box.run)
         for _ in range(2):
             await reader.receive()
-        refills.put(2)
+        replacements.put(2)
         box.drain()
         assert [one.group_id for one in await everything(reader)] == [2, 3, 4, 5]
 
@@ -167,8 +167,8 @@ async def test_however_it_ends_it_closes_its_arrow(end: str) -> None:
         return prompt(group_id)
 
     prompts = Queue[Prompt]("prompts", capacity=1)
-    reader = prompts.reader()
-    box = Prompter(outbox=prompts.writer(), make=broken, group_ids=range(5), batch_size=4, refills=refilled())
+    reader = prompts.inbox()
+    box = Prompter(outbox=prompts.outbox(), make=broken, group_ids=range(5), batch_size=4, replacements=refilled())
     if end == "failed":
         with pytest.raises(LookupError, match="no such problem"):
             await box.run()

@@ -46,12 +46,12 @@ def number(outcome: GroupOutcome) -> int:
 async def outcomes_of(messages: Sequence[Message], rewards: RewardRunner, *, concurrency: int) -> list[GroupOutcome]:
     """Send the messages through a scorer between two small mailboxes."""
     groups, scored = Queue[Message]("rollouts", capacity=2), Queue[GroupOutcome]("scored", capacity=2)
-    scorer = Scorer(groups.reader(), scored.writer(), rewards, concurrency=concurrency)
+    scorer = Scorer(inbox=groups.inbox(), outbox=scored.outbox(), rewards=rewards, concurrency=concurrency)
     outcomes = []
-    reader = scored.reader()
+    reader = scored.inbox()
 
     async def send() -> None:
-        async with groups.writer() as writer:
+        async with groups.outbox() as writer:
             for message in messages:
                 await writer.send(message)
 
@@ -88,8 +88,11 @@ async def test_every_message_has_exactly_one_outcome_whatever_the_rewards_do(con
 async def test_groups_are_scored_side_by_side_and_leave_in_order() -> None:
     """As many at once as allowed, and a slow first one holds the others back, not their scoring."""
     groups, scored = Queue[Message]("rollouts", capacity=8), Queue[GroupOutcome]("scored", capacity=8)
-    rewards, reader = GatedRewards(6), scored.reader()
-    writer, scorer = groups.writer(), Scorer(groups.reader(), scored.writer(), rewards, concurrency=3)
+    rewards, reader = GatedRewards(6), scored.inbox()
+    writer, scorer = (
+        groups.outbox(),
+        Scorer(inbox=groups.inbox(), outbox=scored.outbox(), rewards=rewards, concurrency=3),
+    )
     for i in range(6):
         await writer.send(group("a", "b", group_id=i))
     async with anyio.create_task_group() as tasks:
@@ -113,10 +116,13 @@ async def test_groups_are_scored_side_by_side_and_leave_in_order() -> None:
 async def test_a_full_outbox_stops_the_reading() -> None:
     """That wait is the back-pressure: at most one message per place is taken beyond those sent on."""
     groups, scored = Queue[Message]("rollouts", capacity=20), Queue[GroupOutcome]("scored", capacity=1)
-    rewards, reader = GatedRewards(20), scored.reader()
+    rewards, reader = GatedRewards(20), scored.inbox()
     for gate in rewards.gates:
         gate.set()
-    writer, scorer = groups.writer(), Scorer(groups.reader(), scored.writer(), rewards, concurrency=2)
+    writer, scorer = (
+        groups.outbox(),
+        Scorer(inbox=groups.inbox(), outbox=scored.outbox(), rewards=rewards, concurrency=2),
+    )
     for i in range(20):
         await writer.send(group("a", "b", group_id=i))
     writer.close()
@@ -130,9 +136,9 @@ async def test_a_full_outbox_stops_the_reading() -> None:
 async def test_a_defect_ends_the_actor_and_closes_its_ends() -> None:
     """Only what a reward does is forgiven here; the rest is the supervisor's to compute_advantages."""
     groups, scored = Queue[Message]("rollouts", capacity=2), Queue[GroupOutcome]("scored", capacity=2)
-    writer, reader = groups.writer(), scored.reader()
+    writer, reader = groups.outbox(), scored.inbox()
     await writer.send(group("a", "b"))
     with pytest.raises(ExceptionGroup) as caught:
-        await Scorer(groups.reader(), scored.writer(), BrokenRewards()).run()
+        await Scorer(inbox=groups.inbox(), outbox=scored.outbox(), rewards=BrokenRewards()).run()
     assert caught.group_contains(RuntimeError, match="a defect")
     assert [outcome async for outcome in reader] == []

@@ -93,17 +93,17 @@ class FetcherHarness:
         self.serve(0)
         self.refills.put(0)
         self.scored = Queue[GroupOutcome]("scored", capacity=capacity)
-        self.outcomes = self.scored.reader()
+        self.outcomes = self.scored.inbox()
         self.source = source or Source(batches)
         self.reader = reader or Reader()
         defaults: dict[str, Any] = {"first_group": 0, "received": {}, "lost": {}, "ended": 0}
         defaults["settings"] = AtroposSection(poll_seconds=0.05)
         self.box = AtroposFetcher(
-            outbox=self.scored.writer(),
+            outbox=self.scored.outbox(),
             source=self.source,
             reader=self.reader,
             weights=self.weights,
-            refills=self.refills,
+            replacements=self.refills,
             groups=groups,
             batch_size=2,
             max_batches_ahead=ahead,

@@ -15,7 +15,7 @@ HOSTILE = (
 )
 
 GAUGES = RunGauges(
-    mailboxes=(QueueGauge(name="rollouts", depth=3, capacity=16), QueueGauge(name="scored", depth=0, capacity=16)),
+    queues=(QueueGauge(name="rollouts", depth=3, capacity=16), QueueGauge(name="scored", depth=0, capacity=16)),
     tokens_sampled=123_456,
     decode_seconds=7.5,
     decode_rate_idle=2000.0,

@@ -8,8 +8,7 @@ import anyio
 from anyio import TASK_STATUS_IGNORED
 from anyio.abc import TaskStatus
 
-from clotho.runtime.child import Child
-from clotho.runtime.supervisor import Supervisor
+from clotho.runtime.supervisor import Child, Supervisor
 
 
 class Script:
@@ -77,14 +76,13 @@ class Scene:
         self.drained, self.ended = anyio.Event(), anyio.Event()
         self.ending: str | None = None
         self.error: BaseException | None = None
-        self.supervisor = Supervisor(
-            children, on_failure=self._on_failure, on_drain=self._on_drain, grace_seconds=grace_seconds
-        )
+        self._children = children
+        self.supervisor = Supervisor(on_failure=self._on_failure, grace_seconds=grace_seconds)
 
     async def run(self) -> None:
         """Run the supervisor and keep how it ended."""
         try:
-            self.ending = await self.supervisor.run()
+            self.ending = await self.supervisor.run(self._children, on_drain=self._on_drain)
         except Exception as error:
             self.error = error
         finally:

@@ -6,9 +6,8 @@ import anyio
 import pytest
 from anyio import CancelScope, create_task_group, fail_after, sleep_forever, wait_all_tasks_blocked
 
-from clotho.runtime.child import permanent, temporary, transient
 from clotho.runtime.queues import Queue
-from clotho.runtime.supervisor import Supervisor
+from clotho.runtime.supervisor import RestartPolicy, Supervisor, permanent, temporary, transient
 from protocols.errors import ActorError
 from protocols.queues import Inbox, Outbox, QueueClosed
 from tests.runtime.scene import Scene, Script
@@ -72,7 +71,7 @@ class _Writing(Script):
 
 def _spoken_and_written() -> tuple[_Speaking, _Writing]:
     mailbox: Queue[str] = Queue("words", capacity=3)
-    return _Speaking("speaking", mailbox.writer()), _Writing("writing", mailbox.reader())
+    return _Speaking("speaking", mailbox.outbox()), _Writing("writing", mailbox.inbox())
 
 
 async def test_what_was_sent_before_the_flow_ended_is_read_before_the_run_ends() -> None:
@@ -98,7 +97,9 @@ async def test_who_does_not_come_to_the_end_of_its_input_is_cut_off_and_reported
     with fail_after(5):
         await scene.run()
     assert (scene.ending, scene.states()) == ("finished", {"writing": "stopped", "speaking": "done"})
-    assert scene.reported() == ["writing: it had not read what was sent to it 0.02 s after the others had ended"]
+    assert scene.reported() == [
+        "writing: did not finish reading its inbox within 0.02 s after the other actors had ended"
+    ]
 
 
 async def test_a_stop_ends_also_the_reading() -> None:
@@ -157,7 +158,7 @@ async def test_a_clean_up_beyond_the_grace_is_cut_off_and_reported() -> None:
 async def test_a_failure_while_the_run_is_ending_is_noted_on_the_first_one() -> None:
     """The first failure is the culprit; none is swallowed."""
     box, files = Script("box", []), _Clumsy("files", [])
-    scene = Scene(permanent(files, max_restarts=3), transient(box))
+    scene = Scene(permanent(files, RestartPolicy(max_restarts=3)), transient(box))
     with fail_after(5):
         async with create_task_group() as group:
             group.start_soon(scene.run)
@@ -173,7 +174,7 @@ async def test_a_failure_while_the_run_is_ending_is_noted_on_the_first_one() -> 
 async def test_a_producer_whose_reader_was_stopped_first_has_not_failed() -> None:
     """In reverse order consumers go first; that their producers notice is no news."""
     mailbox: Queue[int] = Queue("numbers", capacity=1)
-    inbox, outbox = mailbox.reader(), mailbox.writer()
+    inbox, outbox = mailbox.inbox(), mailbox.outbox()
 
     class Producer(Script):
         async def run(self) -> None:
@@ -198,7 +199,7 @@ async def test_a_producer_whose_reader_was_stopped_first_has_not_failed() -> Non
     assert scene.states() == {"producer": "stopped", "consumer": "stopped", "box": "failed"}
     assert scene.failures == []
     with pytest.raises(QueueClosed):
-        mailbox.reader()
+        mailbox.inbox()
 
 
 async def test_a_drain_or_a_report_that_fails_ends_the_run() -> None:
@@ -208,15 +209,15 @@ async def test_a_drain_or_a_report_that_fails_ends_the_run() -> None:
         raise OSError("cannot")
 
     box = Script("box", [])
-    draining = Supervisor([transient(box)], on_failure=refuse, on_drain=refuse)
+    draining = Supervisor(on_failure=refuse)
     draining.drain()
     with fail_after(5), pytest.raises(ActorError, match="draining failed: OSError: cannot"):
-        await draining.run()
+        await draining.run([transient(box)], on_drain=refuse)
     monitor = Script("monitor", [])
     monitor.fails()
-    reporting = Supervisor([temporary(monitor), transient(box)], on_failure=refuse, on_drain=refuse)
+    reporting = Supervisor(on_failure=refuse)
     with fail_after(5), pytest.raises(ActorError, match="'monitor' could not be reported: OSError: cannot"):
-        await reporting.run()
+        await reporting.run([temporary(monitor), transient(box)], on_drain=refuse)
 
 
 async def test_stop_asks_everybody_before_it_waits_for_anybody() -> None:
@@ -240,7 +241,7 @@ async def test_cancelling_the_supervisor_grants_the_same_grace_and_no_new_life()
     """From outside or from inside, an end is an end."""
     diary: list[str] = []
     files = _Clumsy("files", diary)
-    scene = Scene(permanent(files, max_restarts=3), permanent(_Tidy("disk", diary)), grace_seconds=0.02)
+    scene = Scene(permanent(files, RestartPolicy(max_restarts=3)), permanent(_Tidy("disk", diary)), grace_seconds=0.02)
     with fail_after(5):
         async with create_task_group() as group:
             group.start_soon(scene.run)

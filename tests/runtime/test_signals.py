@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from anyio import create_task_group, fail_after, to_thread, wait_all_tasks_blocked
 
-from clotho.runtime.child import transient
 from clotho.runtime.signals import SIGNALS, SignalWatch, handle_signals
+from clotho.runtime.supervisor import transient
 from tests.runtime.scene import Scene, Script
 
 
@@ -84,7 +84,7 @@ import sys
 import anyio
 from clotho.runtime.signals import handle_signals
 from tests.runtime.scene import Scene, Script
-from clotho.runtime.child import transient
+from clotho.runtime.supervisor import transient
 
 class Box(Script):
     async def run(self):

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import anyio
 from msgspec import structs
-from rich.console import Console
 
 from clotho.inference.sample_log import SampleLog
 from clotho.run.context import RunContext
-from clotho.run.startup import Components
+from clotho.run.run_monitor import RunMonitor
 from clotho.serving.server import ApiServer
 from clotho.serving.services import HealthReport
 from protocols.sampling import Completion, SampleRequest
-from tests.run.assembled import assembled, tiny_profile
+from tests.run.built_context import assembled, tiny_profile
 
 EMBEDDED = Path(__file__).parents[2] / "profiles" / "embedded"
 
@@ -47,7 +45,7 @@ class Notes:
 
 
 @asynccontextmanager
-async def serving(directory: Path) -> AsyncIterator[tuple[str, Components, RunContext, Notes]]:
+async def serving(directory: Path) -> AsyncIterator[tuple[str, RunContext, Notes]]:
     """Serve the embedded policy as a run would."""
     profile = tiny_profile(
         directory,
@@ -57,14 +55,14 @@ async def serving(directory: Path) -> AsyncIterator[tuple[str, Components, RunCo
     )
     notes = Notes()
     async with assembled(profile) as parts:
-        session = RunContext(parts, Console(file=io.StringIO()), blas="none", listener=None)
+        monitor = RunMonitor(parts, queues=[], children=dict)
 
         def health() -> HealthReport:
-            notes.health.append(session.health())
+            notes.health.append(monitor.health())
             return notes.health[-1]
 
-        services = structs.replace(session.server_context(), sample_log=notes, record_supports=True, health=health)
+        services = structs.replace(monitor.server_context(), sample_log=notes, record_supports=True, health=health)
         async with anyio.create_task_group() as tasks:
             url = await tasks.start(ApiServer(services, grace_seconds=1.0).run)
-            yield url, parts, session, notes
+            yield url, parts, notes
             tasks.cancel_scope.cancel()

@@ -34,6 +34,7 @@ class Served:
         self.scored: list[tuple[tuple[int, ...], int]] = []
         self.url = ""
         self.server: ApiServer
+        self.requests = 0
         self.scope = anyio.CancelScope()
         self.http: httpx.AsyncClient
         self.openai: AsyncOpenAI
@@ -46,6 +47,10 @@ class Served:
             logprobs=tuple(-token / 8 for token in tokens[1:]),
             top_logprobs=tuple(tuple((token + k, -token / 8 - k) for k in range(top)) for token in tokens[1:]),
         )
+
+    def count_request(self) -> None:
+        """Count an admitted request."""
+        self.requests += 1
 
     def stop(self) -> None:
         """Stop the server."""
@@ -78,7 +83,9 @@ async def serving(*, grace_seconds: float = 1.0, **settings: Any) -> AsyncIterat
     engine = FakeEngine()
     engine.version = 3
     served = Served(engine, Sampler(engine.submit_call, engine))
-    served.server = ApiServer(server_context(served, **settings), grace_seconds=grace_seconds)
+    served.server = ApiServer(
+        server_context(served, **settings), on_request=served.count_request, grace_seconds=grace_seconds
+    )
 
     async def run(*, task_status: TaskStatus[str]) -> None:
         with served.scope:

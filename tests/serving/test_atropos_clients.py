@@ -51,7 +51,7 @@ def offline() -> dict[str, str]:
 
 async def ask_everything(python: str, directory: Path) -> Seen:
     """Run all checks while the weights change again and again: after each completion, and within long ones."""
-    async with serving(directory) as (url, parts, _, notes):
+    async with serving(directory) as (url, parts, notes):
         versions = 0
         base = await finish(parts.executor.submit(lambda: flat(parts.policy.trainable())))
 
@@ -220,7 +220,7 @@ def test_the_server_is_well_while_the_weights_change(seen: Seen) -> None:
 async def test_an_environment_that_is_killed_frees_its_rows(tmp_path: Path) -> None:
     """Its process ends in the middle of a group: the sixteen rows are aborted."""
     python = python_with_atropos()
-    async with serving(tmp_path) as (url, parts, session, _):
+    async with serving(tmp_path) as (url, parts, _):
         running, left = threading.Event(), threading.Event()
 
         def hold() -> Generator[None, None, None]:
@@ -235,7 +235,7 @@ async def test_an_environment_that_is_killed_frees_its_rows(tmp_path: Path) -> N
             process.kill()
             await process.wait()
         with anyio.fail_after(60):
-            while session.sampler.running:
+            while parts.sampler.running:
                 await anyio.lowlevel.checkpoint()
         left.set()
         with anyio.fail_after(60):

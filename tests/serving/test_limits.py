@@ -70,7 +70,7 @@ async def test_beyond_the_cap_requests_wait_for_their_turn() -> None:
                 tasks.start_soon(ask, prompt)
                 await in_line(served, number + 1)
             assert (await served.http.get("/health")).status_code == 200
-            assert (len(served.engine.asked), served.server.requests) == (1, 1)
+            assert (len(served.engine.asked), served.requests) == (1, 1)
             served.engine.allow(10**6)
             await answer.aread()
         assert finished == ["a", "b", "c"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import threading
 from collections.abc import AsyncIterator, Generator
 from contextlib import asynccontextmanager
@@ -13,23 +12,23 @@ import anyio
 import httpx
 import numpy as np
 import pytest
-from rich.console import Console
 
 from clotho.models.parameters import flat, nested
 from clotho.run.context import RunContext
-from clotho.run.startup import Components
+from clotho.run.run_monitor import RunMonitor
 from clotho.runtime.compute_thread import finish
 from clotho.runtime.sampling_client import Sampler
 from clotho.scoring.head_scores import SamplingDistribution
 from clotho.scoring.teacher_forcing import TeacherForcing
 from clotho.serving.server import ApiServer
-from tests.run.assembled import assembled, tiny_profile
+from protocols.step import WeightsReady
+from tests.run.built_context import assembled, tiny_profile
 
 PROMPT = [5, 9, 33, 1, 1, 17]
 
 
 @asynccontextmanager
-async def serving(directory: Path) -> AsyncIterator[tuple[Components, httpx.AsyncClient, Sampler]]:
+async def serving(directory: Path) -> AsyncIterator[tuple[RunContext, httpx.AsyncClient, Sampler]]:
     """Serve a tiny policy whose adapter has moved, as a run would."""
     profile = tiny_profile(directory, server={"enabled": True, "port": 0})
     async with assembled(profile) as parts:
@@ -39,15 +38,16 @@ async def serving(directory: Path) -> AsyncIterator[tuple[Components, httpx.Asyn
             parts.policy.publish(nested(moved), version=7, step=7, fingerprint="moved")
 
         await finish(parts.executor.submit(move))
-        session = RunContext(parts, Console(file=io.StringIO()), blas="none", listener=None)
+        parts.weights.put(WeightsReady(version=7, step=7, fingerprint="moved"))
+        monitor = RunMonitor(parts, queues=[], children=dict)
         async with anyio.create_task_group() as tasks:
-            url = await tasks.start(ApiServer(session.server_context(), grace_seconds=1.0).run)
+            url = await tasks.start(ApiServer(monitor.server_context(), grace_seconds=1.0).run)
             async with httpx.AsyncClient(base_url=url, timeout=20) as client:
-                yield parts, client, session.sampler
+                yield parts, client, parts.sampler
             tasks.cancel_scope.cancel()
 
 
-async def forced(parts: Components, prompt: list[int], tokens: list[int], temperature: float) -> list[float]:
+async def forced(parts: RunContext, prompt: list[int], tokens: list[int], temperature: float) -> list[float]:
     """Log-probabilities of the tokens as the learner computes them."""
 
     def score() -> list[float]:

@@ -10,7 +10,7 @@ import structlog
 
 from clotho.runtime.compute_thread import ComputeExecutor
 from tests.actors.boxes import compute_thread
-from tests.run.circle import Circle, LossSettings, everyone, losing
+from tests.run.simulated_run import Circle, LossSettings, everyone, losing
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +79,7 @@ async def test_a_batch_at_its_limit_is_taken_as_it_stands_with_a_warning(executo
     assert [sorted(everyone(report)) for report in reports] == [[*range(6)], [*range(6, 12)], [12, 13, 14]]
     assert [len(report.trained) for report in reports] == [0, 3, 3]
     assert [(report.version, report.update is None) for report in reports] == [(0, True), (1, False), (2, False)]
-    assert [(line["asked"], line["learnable"]) for line in logs if line["log_level"] == "warning"] == [(6, 0)]
+    assert [(line["prompted"], line["trainable"]) for line in logs if line["log_level"] == "warning"] == [(6, 0)]
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -107,7 +107,7 @@ async def test_an_asynchronous_run_resumed_from_any_batch_ends_in_balance(execut
         resumed = Circle(executor, rules, after=after, prompted_until=asked[after.report.step])
         again = await resumed.run()
         assert len(again) == rules.steps - after.report.step
-        until, reached = resumed.prompter.prompted_until, resumed.prompter.reached
+        until, reached = resumed.prompter.prompted_until, resumed.prompter.sent_until
         carried = sum(group_id >= reached for group_id in resumed.ledger.unended(until))
         assert resumed.ledger.balance(prompted=until, carried_over=carried).holds
         assert resumed.ledger.ended - resumed.refills.value == rules.steps * rules.batch_size

@@ -11,7 +11,7 @@ import pytest
 
 from clotho.config.schema import CollapseDetectionSection, ReplaySection
 from clotho.runtime.compute_thread import ComputeExecutor
-from protocols.collapse import CollapseState, BaselineStatistics
+from protocols.collapse import BaselineStatistics, CollapseState
 from protocols.errors import CollapseError, DivergenceError
 from tests.actors.boxes import compute_thread, everything
 from tests.actors.learner_scene import Scene, lost, taught

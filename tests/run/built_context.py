@@ -11,7 +11,8 @@ from typing import Any
 from msgspec import convert, to_builtins
 
 from clotho.config.schema import Profile
-from clotho.run.startup import Components, assemble
+from clotho.run.context import RunContext
+from clotho.run.startup import build_context
 from clotho.storage.run_directory import open_run
 from tests.actors.boxes import compute_thread
 from tests.saved_models import save
@@ -42,12 +43,12 @@ def tiny_profile(directory: Path, **sections: Any) -> Profile:
 
 
 @asynccontextmanager
-async def assembled(profile: Profile, *, resume: bool = False) -> AsyncIterator[Components]:
+async def assembled(profile: Profile, *, resume: bool = False) -> AsyncIterator[RunContext]:
     """The parts of a run in its directory, which is given back at the end."""
     directory = open_run(Path(profile.run_dir), resume=resume, clean=False)
     try:
         with compute_thread() as executor:
-            parts = await assemble(profile, directory, executor)
+            parts = await build_context(profile, directory, executor)
             try:
                 yield parts
             finally:

@@ -15,11 +15,10 @@ from msgspec import convert
 
 from actors.prompter import Prompter
 from clotho.config.schema import ActorSection
-from clotho.runtime.child import Child, Restart
+from clotho.run.custom_actors import CustomActors, Services, load_factory
 from clotho.runtime.latest import Latest
-from clotho.runtime.plugins import CustomActors, Services, load_factory
 from clotho.runtime.queues import Queue
-from clotho.runtime.supervisor import Supervisor
+from clotho.runtime.supervisor import Child, Restart, Supervisor
 from protocols.errors import ProfileError
 from protocols.queues import Inbox
 from protocols.step import WeightsReady
@@ -69,19 +68,18 @@ class Deaf(Made):
         raise LookupError("deaf")
 
 
-class Reversed(Prompter):
-    """The default with its groups in another order."""
-
-    def __init__(self, *, name: str, services: Services, outbox: Any) -> None:
-        assert isinstance(services.default, partial)
-        keywords = services.default.keywords
-        super().__init__(outbox=outbox, **{**keywords, "group_ids": reversed(list(keywords["group_ids"]))})
-        self.name = name
+def reversed_prompter(*, name: str, services: Services, outbox: Any) -> Prompter:
+    """The default prompter with its groups in reverse order."""
+    assert services.replaced is not None
+    group_ids = reversed(list(services.replaced.arguments["group_ids"]))
+    prompter: Prompter = services.replaced.construct(outbox=outbox, group_ids=group_ids)
+    prompter.name = name
+    return prompter
 
 
 NOTHING: Any = None
 SERVICES = Services(
-    profile=NOTHING, directory=Path(), sampler=None, tokenizer=None, weights=Latest[WeightsReady]("weights")
+    profile=NOTHING, directory=Path(), sampler=NOTHING, tokenizer=NOTHING, weights=Latest[WeightsReady]("weights")
 )
 
 
@@ -102,95 +100,99 @@ def the_made(child: Child) -> Made:
     return child.actor
 
 
-def test_each_gets_the_ends_of_its_place_and_its_options() -> None:
-    """`inbox` and `outbox` on an arrow, `inbox` at a tap, none beside, and those of the box it replaces."""
+def test_each_actor_gets_the_ends_of_its_place_and_its_options() -> None:
+    """Stages get `inbox` and `outbox`, taps get `inbox`, replacements get the ends of the actor that they replace."""
     made = custom(
         stanza("insert", at="scored", name="stage", options={"scale": 2}),
         stanza("tap", at="scored", name="tap"),
         stanza("add", name="free"),
         stanza("replace", at="learner", name="box"),
     )
-    stage, tee, tap = made.arrow("scored", 3).children
+    stage, tee, tap = made.channel("scored", 3).children
     assert tee.name == "scored tee"
-    [free] = made.free_standing()
-    updates = [Queue[int]("one", capacity=1).writer(), Queue[int]("other", capacity=1).writer()]
-    box = made.box("learner", Made, inbox="in", updates=updates, reports="out")
+    [free] = made.added()
+    inbox, reports = Queue[int]("in", capacity=1).inbox(), Queue[int]("out", capacity=1).outbox()
+    updates = [Queue[int]("one", capacity=1).outbox(), Queue[int]("other", capacity=1).outbox()]
+    box = made.actor(
+        "learner", Made, name="learner", services=SERVICES, inbox=inbox, updates=updates, reports=reports, steps=3
+    )
     assert sorted(the_made(stage).parts) == ["inbox", "outbox", "scale"]
     assert sorted(the_made(tap).parts) == ["inbox"]
     assert the_made(free).parts == {}
-    assert the_made(box).parts == {"inbox": "in", "updates": updates, "reports": "out"}
-    assert made.arrow("rollouts", 3).children == [], "an arrow that no stanza names"
+    assert the_made(box).parts == {"inbox": inbox, "updates": updates, "reports": reports}
+    assert box.held_ends == (inbox, *updates, reports)
+    assert made.channel("rollouts", 3).children == [], "a channel that no stanza names"
     assert [child.restart for child in (stage, tap, free, box)] == [
         Restart.TRANSIENT, Restart.TEMPORARY, Restart.TEMPORARY, Restart.TRANSIENT
     ]  # fmt: skip
 
 
-def test_the_boxes_are_known_by_their_place_whatever_stands_there() -> None:
-    """A replacement has a name of its own; the run looks at boxes by theirs."""
-    made = custom(stanza("replace", at="prompter", name="curriculum"))
-    made.box("prompter", Made, outbox="out")
-    made.box("monitor", partial(Made, name="monitor", services=SERVICES), inbox="in")
-    assert {place: actor.name for place, actor in made.boxes.items()} == {
-        "prompter": "curriculum", "monitor": "monitor"
-    }  # fmt: skip
+async def test_a_replacement_can_construct_the_actor_that_it_replaces() -> None:
+    """`services.replaced` has its arguments; custom actors in other modes have none."""
+    queue = Queue[Any]("prompts", capacity=9)
+    made = custom(stanza("replace", "reversed_prompter", at="prompter", name="backwards"), stanza("add", name="free"))
+    replacements = Latest[int]("replacements")
+    replacements.put(0)
+    inbox = queue.inbox()
+    child = made.actor(
+        "prompter", Prompter, outbox=queue.outbox(), make=prompt, group_ids=range(4), batch_size=2,
+        replacements=replacements,
+    )  # fmt: skip
+    assert child.name == "backwards"
+    await child.actor.run()
+    assert [one.group_id for one in await everything(inbox)] == [3, 2, 1, 0]
+    [free] = made.added()
+    assert the_made(free).services.replaced is None
 
 
-async def test_a_replacement_can_be_made_of_the_box_it_replaces() -> None:
-    """`services.default` is that box but for its ends; nobody else is given one."""
-    outbox = Queue[Any]("prompts", capacity=9)
-    made = custom(stanza("replace", "Reversed", at="prompter", name="backwards"), stanza("add", name="free"))
-    refills = Latest[int]("refills")
-    refills.put(0)
-    default = partial(Prompter, make=prompt, group_ids=range(4), batch_size=2, refills=refills)
-    reader = outbox.reader()
-    await made.box("prompter", default, outbox=outbox.writer()).actor.run()
-    assert [one.group_id for one in await everything(reader)] == [3, 2, 1, 0]
-    [free] = made.free_standing()
-    assert the_made(free).services.default is None
+def test_an_observer_is_temporary_and_an_actor_is_transient() -> None:
+    """The run ends with an actor of the flow, and does not depend on an observer."""
+    made = custom()
+    assert made.observer("monitor", Made, name="x", services=SERVICES).restart is Restart.TEMPORARY
+    assert made.actor("evaluator", Made, name="x", services=SERVICES).restart is Restart.TRANSIENT
 
 
-def test_only_the_monitor_may_fail_by_itself() -> None:
-    """Every other default box ends the run with it."""
-    made, default = custom(), partial(Made, name="x", services=SERVICES)
-    assert made.box("monitor", default).restart is Restart.TEMPORARY
-    assert made.box("evaluator", default).restart is Restart.TRANSIENT
-
-
-def test_who_may_fail_by_itself_and_has_an_inbox_reads_it_to_the_end() -> None:
-    """The monitor and taps get what was sent before the run ended; a free-standing actor is cancelled."""
+def test_temporary_actors_with_an_inbox_read_it_to_the_end() -> None:
+    """The monitor and taps get the messages that were sent before the run ended; an added actor is cancelled."""
     made = custom(stanza("tap", at="scored", name="tap"), stanza("tap", at="scored", name="own", restart="transient"))
-    _, tap, own = made.arrow("scored", 3).children
-    [free] = custom(stanza("add", name="free")).free_standing()
-    monitor = custom().box("monitor", partial(Made, name="monitor", services=SERVICES), inbox="in")
-    replaced = custom(stanza("replace", at="monitor")).box("monitor", Made, inbox="in")
+    _, tap, own = made.channel("scored", 3).children
+    [free] = custom(stanza("add", name="free")).added()
+    inbox = Queue[int]("in", capacity=1).inbox()
+    monitor = custom().observer("monitor", Made, name="monitor", services=SERVICES, inbox=inbox)
+    replaced = custom(stanza("replace", at="monitor")).observer(
+        "monitor", Made, name="", services=SERVICES, inbox=inbox
+    )
     assert [child.ends_with_input for child in (tap, own, free, monitor, replaced)] == [True, False, False, True, True]
 
 
 @pytest.mark.parametrize("restart", ["permanent", "transient", "temporary"])
 def test_the_restart_policy_is_the_stanzas(restart: str) -> None:
-    """A permanent actor is given three restarts a minute."""
-    [child] = custom(stanza("add", restart=restart)).free_standing()
+    """A permanent actor has three restarts in a row."""
+    [child] = custom(stanza("add", restart=restart)).added()
     assert child.restart.value == restart
-    assert (child.max_restarts, child.within_seconds) == (3 if restart == "permanent" else 0, 60.0)
+    assert child.policy.max_restarts == (3 if restart == "permanent" else 0)
 
 
 @pytest.mark.parametrize(
     ("factory", "complaint"),
     [
-        ("Needy", "Needy cannot be made with the arguments name, services ("),
-        ("Raising", "cannot be made: LookupError: no such table"),
-        ("Renamed", "made 'Renamed', which is no actor: it needs the name it is given, 'mine', and an async run()"),
-        ("Idle", "made 'Idle', which is no actor"),
-        ("Immediate", "made 'Immediate', which is no actor"),
-        ("prompt", "cannot be made with the arguments"),
+        ("Needy", "Needy cannot be called with the arguments name, services ("),
+        ("Raising", "failed: LookupError: no such table"),
+        (
+            "Renamed",
+            "returned a 'Renamed', which is not an actor: an actor has the attribute name = 'mine' and an async run()",
+        ),
+        ("Idle", "returned a 'Idle', which is not an actor"),
+        ("Immediate", "returned a 'Immediate', which is not an actor"),
+        ("prompt", "cannot be called with the arguments"),
         ("SERVICES", "SERVICES is a Services, not a class"),
-        ("NullSampleLog", "NullSampleLog cannot be imported: AttributeError"),
+        ("Missing", "Missing cannot be imported: no"),
     ],
 )
 def test_what_is_no_actor_is_refused_in_one_line(factory: str, complaint: str) -> None:
     """It names the stanza's factory, and says what it lacks."""
     with pytest.raises(ProfileError, match=r"^actors: ") as caught:
-        custom(stanza("add", factory)).free_standing()
+        custom(stanza("add", factory)).added()
     assert complaint in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -210,9 +212,9 @@ def test_a_module_that_breaks_while_it_is_imported_is_refused(tmp_path: Path, mo
     assert module.Mine is found
 
 
-def test_a_tap_cannot_outlive_its_arrow() -> None:
+def test_a_tap_cannot_outlive_its_channel() -> None:
     """A permanent tap would be restarted when the run is simply over."""
-    with pytest.raises(ProfileError, match="'mine' ends with the arrow it taps: restart must be 'temporary'"):
+    with pytest.raises(ProfileError, match="'mine' is a tap and ends with its queue: restart must be 'temporary'"):
         custom(stanza("tap", at="scored", restart="permanent"))
 
 
@@ -220,34 +222,32 @@ async def supervised(children: Sequence[Child], source: Queue[int], reader: Inbo
     """Run children under a supervisor beside the reader of what they pass on; what came, and who failed."""
     failures: list[str] = []
     received: list[int] = []
-    supervisor = Supervisor(
-        children, on_failure=lambda name, error: failures.append(f"{name}: {error}"), on_drain=lambda: None
-    )
+    supervisor = Supervisor(on_failure=lambda name, error: failures.append(f"{name}: {error}"))
     assert source.depth
     with anyio.fail_after(10):
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(supervisor.run)
+            tasks.start_soon(partial(supervisor.run, children, on_drain=lambda: None))
             received += await everything(reader)
     return received, failures
 
 
 @pytest.mark.parametrize("factory", ["Made", "Deaf"])
 async def test_a_tap_that_ends_without_closing_its_inbox_stops_nobody(factory: str) -> None:
-    """By returning or by failing; the arrow does not wait for it when its copies are full."""
-    arrow = custom(stanza("tap", factory, at="scored")).arrow("scored", 1)
-    writer, reader = arrow.writer(), arrow.reader()
+    """By returning or by failing; the channel does not wait for it when its copies are full."""
+    channel = custom(stanza("tap", factory, at="scored")).channel("scored", 1)
+    writer, reader = channel.outbox(), channel.inbox()
     numbers = filled("numbers", range(9))
 
     class Pump:
         name = "pump"
 
         async def run(self) -> None:
-            async with numbers.reader() as inbox, writer:
+            async with numbers.inbox() as inbox, writer:
                 async for number in inbox:
                     await writer.send(number)
 
     pump = Child(actor=Pump(), restart=Restart.TRANSIENT)
-    received, failures = await supervised([*arrow.children, pump], numbers, reader)
+    received, failures = await supervised([*channel.children, pump], numbers, reader)
     assert received == list(range(9))
     assert failures == (["mine: deaf"] if factory == "Deaf" else [])
 
@@ -255,7 +255,7 @@ async def test_a_tap_that_ends_without_closing_its_inbox_stops_nobody(factory: s
 async def test_a_stage_that_ends_without_closing_its_ends_is_not_waited_for() -> None:
     """The box behind it reaches its end."""
     made = custom(stanza("insert", at="scored"))
-    arrow = made.arrow("scored", 9)
-    arrow.writer().send_nowait(1)
-    received, failures = await supervised(arrow.children, arrow.mailboxes[0], arrow.reader())
+    channel = made.channel("scored", 9)
+    channel.outbox().send_nowait(1)
+    received, failures = await supervised(channel.children, channel.queues[0], channel.inbox())
     assert (received, failures) == ([], [])

@@ -12,7 +12,7 @@ from msgspec import convert
 
 from clotho.config.schema import Profile
 from clotho.models.tokenizer import ChatTokenizer
-from clotho.run.startup import PromptBuilder, load_prompts
+from clotho.run.prompts import PromptBuilder, load_prompts
 from protocols.errors import DatasetError, ModelError
 from protocols.evaluation import HeldOut
 from protocols.prompt import Problem, group_seed

@@ -10,7 +10,7 @@ import anyio
 from msgspec import Struct
 
 from actors.generator import Generator as GeneratorBox
-from actors.learner import Learner, Progress
+from actors.learner import Learner, LearnerProgress
 from actors.prompter import Prompter
 from clotho.config.schema import CollapseDetectionSection, LearnerSection, ReplaySection
 from clotho.monitoring.collapse_detection import CollapseMonitor
@@ -102,9 +102,9 @@ class Circle:
     ) -> None:
         """prompted_until: as the checkpoint says, which has the rest from `after`."""
         self.rules, self.engine = rules, FakeEngine()
-        self.ledger, self.progress = Ledger(), Progress()
+        self.ledger, self.progress = Ledger(), LearnerProgress()
         if after is not None:
-            self.ledger, self.progress = Ledger(after.ledger), Progress(step=after.report.step)
+            self.ledger, self.progress = Ledger(after.ledger), LearnerProgress(step=after.report.step)
         self.learned = Counting(after.report.version if after else 0)
         self.weights, self.refills = Latest[WeightsReady]("weights"), Latest[int]("refills")
         self.refills.put(self.ledger.ended - self.progress.step * rules.batch_size)
@@ -123,20 +123,20 @@ class Circle:
         rules, groups = self.rules, self.rules.steps * self.rules.batch_size
         distribution: dict[str, Any] = {
             "batch_size": rules.batch_size,
-            "refills": self.refills,
+            "replacements": self.refills,
             "ended": self.ledger.ended,
             "groups": groups if rules.dynamic else None,
         }
         self.prompter = Prompter(
-            outbox=self._questions.writer(),
+            outbox=self._questions.outbox(),
             make=lambda group_id: prompt(group_id, (group_id, 7)),
             group_ids=self.ledger.unended(None if rules.dynamic else groups),
             prompted_until=prompted_until,
             **distribution,
         )
         self.generator = GeneratorBox(
-            inbox=self._prompts.reader(),
-            outbox=self._rollouts.writer(),
+            inbox=self._prompts.inbox(),
+            outbox=self._rollouts.outbox(),
             weights=self.weights,
             sampler=self.sampler,
             sampling=Sampling(max_tokens=4),
@@ -145,9 +145,9 @@ class Circle:
             **distribution,
         )
         self.learner = Learner(
-            inbox=self._scored.reader(),
-            updates=[self._updates.writer()],
-            reports=self._reports.writer(),
+            inbox=self._scored.inbox(),
+            updates=[self._updates.outbox()],
+            reports=self._reports.outbox(),
             executor=executor,
             policy_learner=cast(Any, self.learned),
             settings=LearnerSection(
@@ -155,13 +155,13 @@ class Circle:
             ),
             ledger=self.ledger,
             progress=self.progress,
-            refills=self.refills,
-            recorded=Latest[int]("recorded"),
+            replacements=self.refills,
+            logged=Latest[int]("recorded"),
             replay=ReplayBuffer(ReplaySection(), seed=0),
             collapse=CollapseMonitor(CollapseDetectionSection(on_collapse="off"), state=CollapseState(), rollbacks=0),
             steps=rules.steps,
-            rounds=rules.ahead == 0,
-            unasked=False,
+            synchronous=rules.ahead == 0,
+            from_environments=False,
         )
 
     def _serve(self, version: int, step: int) -> None:
@@ -170,14 +170,14 @@ class Circle:
 
     async def _refuse(self) -> None:
         """A stage of the user's own, before the generator."""
-        async with self._questions.reader() as inbox, self._prompts.writer() as outbox:
+        async with self._questions.inbox() as inbox, self._prompts.outbox() as outbox:
             async for question in inbox:
                 refused = self.rules.refused(question.group_id)
                 await outbox.send(Discarded(prompt=question, reason="invalid", detail="no") if refused else question)
 
     async def _score(self) -> None:
         """Zero and one for everybody but those who are lost."""
-        async with self._rollouts.reader() as inbox, self._scored.writer() as outbox:
+        async with self._rollouts.inbox() as inbox, self._scored.outbox() as outbox:
             async for group in inbox:
                 outcome: GroupOutcome
                 if isinstance(group, Discarded):
@@ -189,7 +189,7 @@ class Circle:
                 await outbox.send(outcome)
 
     async def _broadcast(self, watch: Callable[[PolicyUpdated], None]) -> None:
-        async for update in self._updates.reader():
+        async for update in self._updates.inbox():
             self.told.append(update)
             watch(update)
             self._serve(update.report.version, update.report.step)
@@ -199,7 +199,7 @@ class Circle:
         try:
             with anyio.fail_after(20):
                 async with anyio.create_task_group() as tasks:
-                    tasks.start_soon(everything, self._reports.reader())
+                    tasks.start_soon(everything, self._reports.inbox())
                     tasks.start_soon(self._broadcast, watch)
                     for job in (self.learner.run, self._score, self.generator.run, self._refuse, self.prompter.run):
                         tasks.start_soon(job)

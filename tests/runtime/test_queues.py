@@ -1,4 +1,4 @@
-"""Mailboxes: back-pressure, order, closing from both sides, and measurement."""
+"""Queuees: back-pressure, order, closing from both sides, and measurement."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ async def _receive_all(inbox: Inbox[int], into: list[int]) -> None:
 
 async def test_a_full_mailbox_makes_its_writer_wait() -> None:
     """Back-pressure: with a reader that does not read, at most `capacity` messages are ever stored."""
-    mailbox: Queue[int] = Queue("rollouts", capacity=2)
-    reader = mailbox.reader()
+    queue: Queue[int] = Queue("rollouts", capacity=2)
+    reader = queue.inbox()
     with fail_after(5):
         async with create_task_group() as group:
-            group.start_soon(_send_all, mailbox.writer(), range(5))
+            group.start_soon(_send_all, queue.outbox(), range(5))
             await wait_all_tasks_blocked()
-            assert (mailbox.depth, mailbox.stats().sent) == (2, 2)
+            assert (queue.depth, queue.stats().sent) == (2, 2)
             assert await reader.receive() == 0
             await wait_all_tasks_blocked()
-            assert (mailbox.depth, mailbox.stats().sent) == (2, 3)
+            assert (queue.depth, queue.stats().sent) == (2, 3)
             assert [item async for item in reader] == [1, 2, 3, 4]
 
 
-def test_a_mailbox_without_room_is_refused() -> None:
+def test_a_queue_without_room_is_refused() -> None:
     """asyncio takes a size of 0 for unbounded; nothing here is."""
     with pytest.raises(ValueError, match="capacity of at least 1"):
         Queue("rollouts", capacity=0)
@@ -45,19 +45,19 @@ def test_a_mailbox_without_room_is_refused() -> None:
 
 async def test_messages_are_received_in_the_order_sent() -> None:
     """First in, first out, across any number of waits on either side."""
-    mailbox: Queue[int] = Queue("rollouts", capacity=3)
-    reader, received = mailbox.reader(), list[int]()
+    queue: Queue[int] = Queue("rollouts", capacity=3)
+    reader, received = queue.inbox(), list[int]()
     with fail_after(5):
         async with create_task_group() as group:
-            group.start_soon(_send_all, mailbox.writer(), range(100))
+            group.start_soon(_send_all, queue.outbox(), range(100))
             group.start_soon(_receive_all, reader, received)
     assert received == list(range(100))
 
 
 async def test_waiting_writers_are_served_first_come_first_served() -> None:
     """A newcomer never overtakes those who wait, even when it comes just as room falls free."""
-    mailbox: Queue[str] = Queue("rollouts", capacity=1)
-    reader, writer = mailbox.reader(), mailbox.writer()
+    queue: Queue[str] = Queue("rollouts", capacity=1)
+    reader, writer = queue.inbox(), queue.outbox()
     with fail_after(5):
         async with create_task_group() as group:
             await writer.send("first")
@@ -74,11 +74,11 @@ async def test_waiting_writers_are_served_first_come_first_served() -> None:
 
 async def test_a_waiting_reader_is_not_overtaken_by_one_that_does_not_wait() -> None:
     """The message belongs to the reader that was there first."""
-    mailbox: Queue[int] = Queue("rollouts", capacity=1)
-    reader, writer, received = mailbox.reader(), mailbox.writer(), list[int]()
+    queue: Queue[int] = Queue("rollouts", capacity=1)
+    reader, writer, received = queue.inbox(), queue.outbox(), list[int]()
     with fail_after(5):
         async with create_task_group() as group:
-            group.start_soon(_receive_all, mailbox.reader(), received)
+            group.start_soon(_receive_all, queue.inbox(), received)
             await wait_all_tasks_blocked()
             writer.send_nowait(1)
             with pytest.raises(anyio.WouldBlock):
@@ -87,10 +87,10 @@ async def test_a_waiting_reader_is_not_overtaken_by_one_that_does_not_wait() -> 
     assert received == [1]
 
 
-async def test_a_mailbox_ends_only_when_every_writer_has_closed() -> None:
+async def test_a_queue_ends_only_when_every_writer_has_closed() -> None:
     """Several producers share an arrow, and the last to finish ends it."""
-    mailbox: Queue[int] = Queue("rollouts", capacity=4)
-    reader, first, second = mailbox.reader(), mailbox.writer(), mailbox.writer()
+    queue: Queue[int] = Queue("rollouts", capacity=4)
+    reader, first, second = queue.inbox(), queue.outbox(), queue.outbox()
     await first.send(1)
     first.close()
     first.close()
@@ -101,15 +101,15 @@ async def test_a_mailbox_ends_only_when_every_writer_has_closed() -> None:
         await reader.receive()
     with pytest.raises(EndOfStream):
         reader.receive_nowait()
-    with pytest.raises(QueueClosed, match="open every writer before"):
-        mailbox.writer()
+    with pytest.raises(QueueClosed, match="open every outbox before"):
+        queue.outbox()
 
 
 async def test_several_writers_and_readers_share_without_loss_or_duplicate() -> None:
     """Each message goes to exactly one reader, and each writer's messages keep their order."""
-    mailbox: Queue[int] = Queue("rollouts", capacity=3)
-    ends = [(mailbox.reader(), list[int]()) for _ in range(3)]
-    writers = [mailbox.writer() for _ in range(4)]
+    queue: Queue[int] = Queue("rollouts", capacity=3)
+    ends = [(queue.inbox(), list[int]()) for _ in range(3)]
+    writers = [queue.outbox() for _ in range(4)]
     with fail_after(5):
         async with create_task_group() as group:
             for reader, received in ends:
@@ -124,8 +124,8 @@ async def test_several_writers_and_readers_share_without_loss_or_duplicate() -> 
 
 async def test_closing_the_last_writer_wakes_every_waiting_reader() -> None:
     """End of input reaches those who wait for it, without polling."""
-    mailbox: Queue[int] = Queue("rollouts", capacity=1)
-    writer, readers = mailbox.writer(), [mailbox.reader() for _ in range(3)]
+    queue: Queue[int] = Queue("rollouts", capacity=1)
+    writer, readers = queue.outbox(), [queue.inbox() for _ in range(3)]
     with fail_after(5):
         async with create_task_group() as group:
             for reader in readers:
@@ -136,8 +136,8 @@ async def test_closing_the_last_writer_wakes_every_waiting_reader() -> None:
 
 async def test_closing_the_last_reader_fails_every_waiting_writer() -> None:
     """No producer waits for a dead consumer, and what nobody received is still counted."""
-    mailbox: Queue[int] = Queue("rollouts", capacity=1)
-    first, second, writer = mailbox.reader(), mailbox.reader(), mailbox.writer()
+    queue: Queue[int] = Queue("rollouts", capacity=1)
+    first, second, writer = queue.inbox(), queue.inbox(), queue.outbox()
     failures: list[str] = []
 
     async def send(item: int) -> None:
@@ -156,19 +156,19 @@ async def test_closing_the_last_reader_fails_every_waiting_writer() -> None:
             await wait_all_tasks_blocked()
             assert failures == []
             second.close()
-    assert failures == ["mailbox 'rollouts' takes no more messages: every reader has closed"] * 2
+    assert failures == ["queue 'rollouts' accepts no more messages: every inbox was closed"] * 2
     with pytest.raises(QueueClosed):
         await writer.send(3)
     with pytest.raises(QueueClosed):
-        mailbox.reader()
-    stats = mailbox.stats()
+        queue.inbox()
+    stats = queue.stats()
     assert (stats.sent, stats.received, stats.depth) == (1, 0, 1)
 
 
 async def test_a_closed_end_is_closed_while_its_siblings_go_on() -> None:
     """Sending after one's own close is refused; a reader's own close ends its wait, not the others'."""
-    mailbox: Queue[int] = Queue("rollouts", capacity=1)
-    closing, other, writer, received = mailbox.reader(), mailbox.reader(), mailbox.writer(), list[int]()
+    queue: Queue[int] = Queue("rollouts", capacity=1)
+    closing, other, writer, received = queue.inbox(), queue.inbox(), queue.outbox(), list[int]()
     with fail_after(5):
         async with create_task_group() as group:
             group.start_soon(_receive_all, closing, [])
@@ -178,15 +178,15 @@ async def test_a_closed_end_is_closed_while_its_siblings_go_on() -> None:
             closing.close()
             await writer.send(7)
             writer.close()
-            with pytest.raises(QueueClosed, match="this writer was closed"):
+            with pytest.raises(QueueClosed, match="this outbox was closed"):
                 await writer.send(8)
     assert received == [7]
 
 
 async def test_a_writer_closed_while_it_waits_gives_its_place_to_the_next() -> None:
-    """Even if it had been admitted and had not come to run yet, the room is not lost and nothing is sent late."""
-    mailbox: Queue[int] = Queue("rollouts", capacity=1)
-    reader, closing, other = mailbox.reader(), mailbox.writer(), mailbox.writer()
+    """The room is not lost, and the message of the closed outbox is not sent."""
+    queue: Queue[int] = Queue("rollouts", capacity=1)
+    reader, closing, other = queue.inbox(), queue.outbox(), queue.outbox()
 
     async def send_in_vain() -> None:
         with pytest.raises(QueueClosed):
@@ -199,35 +199,36 @@ async def test_a_writer_closed_while_it_waits_gives_its_place_to_the_next() -> N
             await wait_all_tasks_blocked()
             group.start_soon(other.send, 2)
             await wait_all_tasks_blocked()
-            assert reader.receive_nowait() == 0  # admits the closing one
             closing.close()
+            await wait_all_tasks_blocked()
+            assert reader.receive_nowait() == 0
             assert await reader.receive() == 2
 
 
 async def test_statistics_say_who_waited_for_whom() -> None:
     """Time in line is counted on the side that waits, also while the wait goes on."""
-    mailbox: Queue[int] = Queue("rollouts", capacity=1)
-    reader, writer = mailbox.reader(), mailbox.writer()
+    queue: Queue[int] = Queue("rollouts", capacity=1)
+    reader, writer = queue.inbox(), queue.outbox()
     with fail_after(5):
         await writer.send(0)
         async with create_task_group() as group:
             group.start_soon(writer.send, 1)
             await wait_all_tasks_blocked()
-            waiting = mailbox.stats()
+            waiting = queue.stats()
             assert waiting.send_wait_seconds > 0
             assert waiting.receive_wait_seconds == 0
             await reader.receive()
-    done = mailbox.stats()
+    done = queue.stats()
     assert done.send_wait_seconds >= waiting.send_wait_seconds
     assert (done.name, done.capacity, done.depth, done.sent, done.received) == ("rollouts", 1, 1, 2, 1)
 
 
 async def test_another_thread_is_refused_with_a_sentence() -> None:
     """A wake-up from another thread would be lost; the error says how to hand the call over."""
-    mailbox: Queue[int] = Queue("rollouts", capacity=1)
-    reader, writer = mailbox.reader(), mailbox.writer()
+    queue: Queue[int] = Queue("rollouts", capacity=1)
+    reader, writer = queue.inbox(), queue.outbox()
     await writer.send(1)
-    for call in (writer.close, reader.close, reader.receive_nowait, mailbox.stats):
+    for call in (writer.close, reader.close, reader.receive_nowait, queue.stats):
         with pytest.raises(RuntimeError, match="call_soon_threadsafe"):
             await to_thread.run_sync(call)
     assert await reader.receive() == 1

@@ -1,4 +1,4 @@
-"""Arrows: what stands on them changes nothing for those at their ends, except what it means to."""
+"""Channels: inserted stages process messages in order, and taps receive copies."""
 
 from __future__ import annotations
 
@@ -7,19 +7,24 @@ from collections.abc import Callable
 import anyio
 import pytest
 
-from clotho.runtime.actor import Actor
-from clotho.runtime.child import Child, Restart, temporary, transient
-from clotho.runtime.edges import Arrow, Tee
+from clotho.run.custom_actors import Channel, Tee
 from clotho.runtime.queues import Queue
+from clotho.runtime.supervisor import Child, Restart, temporary, transient
 from protocols.queues import EndOfStream, Inbox, Outbox, QueueClosed
 from tests.actors.boxes import cancelled_midway, everything, filled
 
 
-class Adding(Actor[str, str]):
+class Adding:
     """Adds a letter to every message."""
 
-    async def handle(self, message: str) -> str:
-        return message + self.name
+    def __init__(self, name: str, inbox: Inbox[str], outbox: Outbox[str]) -> None:
+        self.name, self._inbox, self._outbox = name, inbox, outbox
+
+    async def run(self) -> None:
+        """Process all messages."""
+        async with self._inbox, self._outbox:
+            async for message in self._inbox:
+                await self._outbox.send(message + self.name)
 
 
 class Listening:
@@ -39,18 +44,18 @@ class Listening:
 
 
 def adding(letter: str) -> Callable[[Inbox[str], Outbox[str]], Child]:
-    """A stage on the arrow."""
+    """A stage on the channel."""
     return lambda inbox, outbox: transient(Adding(letter, inbox, outbox))
 
 
 def listening(name: str, **options: int) -> Callable[[Inbox[str]], Child]:
-    """A tap on the arrow."""
+    """A tap on the channel."""
     return lambda inbox: temporary(Listening(name, inbox, **options))
 
 
-async def through(arrow: Arrow[str], messages: list[str]) -> list[str]:
-    """Send the messages into the arrow, and receive what comes out."""
-    writer, reader = arrow.writer(), arrow.reader()
+async def through(channel: Channel[str], messages: list[str]) -> list[str]:
+    """Send the messages into the channel, and receive what comes out."""
+    writer, reader = channel.outbox(), channel.inbox()
 
     async def send() -> None:
         async with writer:
@@ -59,50 +64,52 @@ async def through(arrow: Arrow[str], messages: list[str]) -> list[str]:
 
     with anyio.fail_after(10):
         async with anyio.create_task_group() as tasks:
-            for child in arrow.children:
+            for child in channel.children:
                 tasks.start_soon(child.actor.run)
             tasks.start_soon(send)
             received = await everything(reader)
     return received
 
 
-async def test_an_arrow_with_nothing_on_it_is_a_mailbox() -> None:
+async def test_a_channel_with_nothing_on_it_is_a_queue() -> None:
     """No stretch, no child, no cost."""
-    arrow = Arrow[str]("plain", capacity=3)
-    assert ([box.name for box in arrow.mailboxes], arrow.children) == (["plain"], [])
-    assert await through(arrow, ["1", "2", "3", "4"]) == ["1", "2", "3", "4"]
+    channel = Channel[str]("plain", capacity=3)
+    assert ([queue.name for queue in channel.queues], channel.children) == (["plain"], [])
+    assert await through(channel, ["1", "2", "3", "4"]) == ["1", "2", "3", "4"]
 
 
 async def test_stages_stand_in_order_and_taps_hear_what_leaves_them() -> None:
     """Each message passes every stage, then is copied to every tap; ends travel with the messages."""
     taps = [listening("x"), listening("y")]
-    arrow = Arrow[str]("busy", capacity=2, inserts=[adding("a"), adding("b")], taps=taps)
+    channel = Channel[str]("busy", capacity=2)
+    channel.insert(adding("a"))
+    channel.insert(adding("b"))
+    channel.tap(taps)
     messages = [str(number) for number in range(20)]
-    assert await through(arrow, messages) == [message + "ab" for message in messages]
-    heard = [child.actor.heard for child in arrow.children if isinstance(child.actor, Listening)]
+    assert await through(channel, messages) == [message + "ab" for message in messages]
+    heard = [child.actor.heard for child in channel.children if isinstance(child.actor, Listening)]
     assert heard == [[message + "ab" for message in messages]] * 2
-    assert [(box.name, box.capacity, box.depth) for box in arrow.mailboxes] == [
-        ("busy", 2, 0), ("busy.1", 2, 0), ("busy.2", 2, 0), ("busy.tap1", 2, 0), ("busy.tap2", 2, 0),
-        ("busy.tapped", 2, 0),
-    ]  # fmt: skip
-    assert {child.restart for child in arrow.children} == {Restart.TRANSIENT, Restart.TEMPORARY}
+    assert [queue.name for queue in channel.queues] == ["busy", "busy.1", "busy.2", "busy.tapped"]
+    assert [(queue.name, queue.capacity) for queue in channel.copies] == [("busy.tap1", 2), ("busy.tap2", 2)]  # fmt: skip
+    assert {child.restart for child in channel.children} == {Restart.TRANSIENT, Restart.TEMPORARY}
 
 
 async def test_a_tap_that_has_ended_is_left_out() -> None:
-    """The arrow goes on, for the other taps too."""
-    arrow = Arrow[str]("tapped", capacity=1, taps=[listening("x", limit=2), listening("y")])
+    """The channel goes on, for the other taps too."""
+    channel = Channel[str]("tapped", capacity=1)
+    channel.tap([listening("x", limit=2), listening("y")])
     messages = [str(number) for number in range(9)]
-    assert await through(arrow, messages) == messages
-    heard = [child.actor.heard for child in arrow.children if isinstance(child.actor, Listening)]
+    assert await through(channel, messages) == messages
+    heard = [child.actor.heard for child in channel.children if isinstance(child.actor, Listening)]
     assert heard == [messages[:2], messages]
 
 
-async def test_a_slow_tap_makes_the_arrow_wait() -> None:
+async def test_a_slow_tap_makes_the_channel_wait() -> None:
     """Nothing on the way is unbounded, copies neither."""
     inbox = filled("in", ["1", "2", "3", "4", "5"])
     outbox, copy = Queue[str]("out", capacity=10), Queue[str]("copy", capacity=2)
-    slow, reader = copy.reader(), outbox.reader()
-    tee = Tee("tee", inbox.reader(), outbox.writer(), [copy.writer()])
+    slow, reader = copy.inbox(), outbox.inbox()
+    tee = Tee("tee", inbox.inbox(), outbox.outbox(), [copy.outbox()])
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(tee.run)
         await anyio.wait_all_tasks_blocked()
@@ -116,8 +123,8 @@ async def test_however_a_tee_ends_it_closes_all_its_ends(end: str) -> None:
     """Taps and the next box reach their end, whoever sends gets QueueClosed."""
     inbox = filled("in", ["1", "2"], ended=False)
     outbox, copy = Queue[str]("out", capacity=1), Queue[str]("copy", capacity=9)
-    tapped, reader = copy.reader(), outbox.reader()
-    tee = Tee("tee", inbox.reader(), outbox.writer(), [copy.writer()])
+    tapped, reader = copy.inbox(), outbox.inbox()
+    tee = Tee("tee", inbox.inbox(), outbox.outbox(), [copy.outbox()])
     if end == "deserted":
         reader.close()
         with pytest.raises(QueueClosed):
@@ -129,4 +136,4 @@ async def test_however_a_tee_ends_it_closes_all_its_ends(end: str) -> None:
     with pytest.raises(EndOfStream):
         await tapped.receive()
     with pytest.raises(QueueClosed):
-        inbox.reader()
+        inbox.inbox()

@@ -1,0 +1,81 @@
+"""The run monitor: health, the server's defaults, and the final summary."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from clotho.run.accounting import CountedSource, GroupAccounting
+from clotho.run.context import RunContext
+from clotho.run.run_monitor import RunMonitor
+from clotho.runtime.queues import Queue
+from clotho.runtime.supervisor import ChildState, ChildStatus, Restart
+from protocols.evaluation import EvalReport
+from tests.run.built_context import assembled, tiny_profile
+from tests.run.test_accounting import MinimalActor
+
+
+@pytest.fixture
+async def context(tmp_path: Path) -> AsyncIterator[RunContext]:
+    """A run of ten steps of two groups."""
+    async with assembled(tiny_profile(tmp_path)) as built:
+        yield built
+
+
+async def test_a_failed_temporary_actor_is_not_an_outage_and_a_stall_is(context: RunContext) -> None:
+    """/health names the failed actors."""
+    states: dict[str, ChildState] = {}
+
+    def children() -> dict[str, ChildStatus]:
+        return {
+            name: ChildStatus(state=state, restart=Restart.TEMPORARY, restarts=0, error=None)
+            for name, state in states.items()
+        }
+
+    monitor = RunMonitor(context, queues=[], children=children)
+    assert (monitor.health().status, monitor.health().detail) == ("ok", "")
+    states.update(monitor=ChildState.FAILED, learner=ChildState.RUNNING)
+    assert monitor.health().status == "ok"
+    assert "failed: monitor" in monitor.health().detail
+    monitor.on_stall(130.0)
+    assert monitor.health().status == "stalled"
+    monitor.on_recovery()
+    assert monitor.health().status == "ok"
+
+
+async def test_requests_use_the_sampling_parameters_of_the_profile(context: RunContext) -> None:
+    """An HTTP request without parameters samples like a rollout."""
+    monitor = RunMonitor(context, queues=[], children=dict)
+    assert monitor.server_context().sampling == context.profile.sampling
+
+
+async def test_metrics_include_every_queue(context: RunContext) -> None:
+    """With the time spent waiting."""
+    queue = Queue[int]("prompts", capacity=3)
+    queue.outbox().send_nowait(1)
+    monitor = RunMonitor(context, queues=[queue], children=dict)
+    monitor.count_request()
+    [snapshot] = monitor.snapshot().queues
+    assert (snapshot.name, snapshot.depth, snapshot.capacity, snapshot.sent) == ("prompts", 1, 3, 1)
+    assert (monitor.gauges().queues[0].depth, monitor.gauges().api_requests) == (1, 1)
+
+
+async def test_the_summary_compares_the_base_policy_with_the_final_one(context: RunContext) -> None:
+    """Evaluations in between are not compared. Without evaluations there is nothing to compare."""
+
+    def report(step: int, *, final: bool = False) -> EvalReport:
+        return EvalReport(
+            step=step, version=step, problems=2, accuracy=step / 10, by_type={}, completion_tokens=0, seconds=2.0,
+            final=final,
+        )  # fmt: skip
+
+    monitor = RunMonitor(context, queues=[], children=dict)
+    accounting = GroupAccounting(context, CountedSource(context, MinimalActor(), Queue("prompts", capacity=1)), [])
+    empty = monitor.summary(accounting, complete=True)
+    assert (empty.before, empty.after, empty.balance.holds) == (None, None, True)
+    context.evaluations.extend([report(0), report(5), report(10, final=True)])
+    summary = monitor.summary(accounting, complete=True)
+    assert (summary.before, summary.after) == (report(0), report(10, final=True))
+    assert (summary.evaluation_seconds, summary.steps, summary.planned_steps) == (6.0, 0, 10)
