@@ -1,8 +1,8 @@
-"""The guessing game: secrets, questions, hints and what a guess earns. Nothing but the standard library.
+"""The guessing game: secrets, questions, hints and scores. Uses only the standard library.
 
-"Ann has many coins. How many coins now?": the words are those of the problems that ship with Clotho, so that the
-policy that ships with it can play. After a wrong guess a hint says on which side of it the secret lies. The question
-tells nothing of the secret, so that all there is to learn is to begin in the middle and to heed the hints.
+A question is "Ann has many coins. How many coins now?". Its words occur in the problems that are part of Clotho, so
+that Clotho's small policy can play. After a wrong guess, a hint says whether the secret is larger or smaller. The
+question contains no information about the secret: the policy can only learn to start in the middle and to follow hints.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from dataclasses import dataclass
 NAMES = ("Ann", "Ben", "Eva", "Max", "Tom", "Zoe")
 THINGS = ("apples", "books", "cards", "coins", "pens", "shells")
 
-CLOSENESS = 0.3
-"""What a wrong guess earns, at most."""
+WRONG_GUESS_SCORE = 0.3
+"""Upper limit of the score of a wrong guess."""
 
-LATER = 0.2
-"""What every turn before the right guess takes away."""
+TURN_PENALTY = 0.2
+"""Deduction for every turn before the correct guess."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Story:
-    """A secret from 1 to `largest`, and whose it is."""
+    """One game: a secret from 1 to `largest`, and the words of the question."""
 
     name: str
     things: str
@@ -35,25 +35,25 @@ class Story:
         return f"{self.name} has many {self.things}. How many {self.things} now?"
 
     def hint(self, guess: int) -> str:
-        """The message that follows a wrong guess."""
+        """Return the message after a wrong guess."""
         side = "more" if self.secret > guess else "less"
         return f"{self.name} has {side}. How many {self.things} now?"
 
 
-def tell(rng: random.Random, largest: int) -> Story:
-    """Make up a story."""
+def make_story(rng: random.Random, largest: int) -> Story:
+    """Return a random game."""
     return Story(name=rng.choice(NAMES), things=rng.choice(THINGS), secret=rng.randint(1, largest), largest=largest)
 
 
-def compute_advantages(story: Story, turn: int, guess: int | None) -> tuple[float, str]:
-    """Return what a game has earned after the guess of a turn (counted from 0), and the hint for the next one.
+def score_guess(story: Story, turn: int, guess: int | None) -> tuple[float, str]:
+    """Return the score of a game after the guess of `turn` (counted from 0), and the hint for the next turn.
 
-    The right guess earns 1, less 0.2 for every turn before it; a wrong one less than 0.3, the closer the more; none at
-    all nothing. No hint: the game is over.
+    The score is 1 - 0.2 * turn for the correct guess, less than 0.3 for a wrong guess depending on its distance, and 0
+    if the completion contains no guess. An empty hint means that the game is over.
     """
     if guess is None:
         return 0.0, ""
     if guess == story.secret:
-        return 1.0 - LATER * turn, ""
+        return 1.0 - TURN_PENALTY * turn, ""
     distance = min(abs(guess - story.secret) / story.largest, 1.0)
-    return CLOSENESS * (1.0 - distance), story.hint(guess)
+    return WRONG_GUESS_SCORE * (1.0 - distance), story.hint(guess)

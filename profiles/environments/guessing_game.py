@@ -1,8 +1,8 @@
-"""Atropos environment: a number is guessed in several turns, each answered with "more" or "less".
+"""Atropos environment: guess a number in several turns with the hints "more" and "less".
 
 PYTHON profiles/environments/guessing_game.py serve --env.rollout_server_url URL --openai.base_url http://HOST:PORT/v1
 
-PYTHON is an interpreter with atroposlib; Clotho need not be installed there. `serve --help` lists every setting.
+PYTHON is an interpreter with atroposlib, which does not need Clotho. `serve --help` lists every setting.
 """
 
 from __future__ import annotations
@@ -23,42 +23,42 @@ else:
 
 
 class GuessingConfig(BaseEnvConfig):
-    """Settings of the environment, beside those of every environment of Atropos."""
+    """Settings of the environment, in addition to those of `BaseEnvConfig`."""
 
-    largest: int = Field(default=7, ge=1, description="The secret is a whole number from 1 to this.")
-    turns: int = Field(default=3, ge=1, le=4, description="Guesses for one secret.")
-    turn_tokens: int = Field(default=24, ge=1, description="Tokens of one guess at most, thought included.")
+    largest: int = Field(default=7, ge=1, description="The secret is an integer from 1 to this value.")
+    turns: int = Field(default=3, ge=1, le=4, description="Maximum number of guesses per game.")
+    turn_tokens: int = Field(default=24, ge=1, description="Maximum number of tokens per turn, including the thought.")
 
 
 class GuessingEnv(BaseEnv):
-    """Several turns; the `group_size` games of a group are played apart from each other for the same secret."""
+    """Multiple turns. The `group_size` games of a group are independent and have the same secret."""
 
     name = "guessing_game"
     env_config_cls = GuessingConfig
 
     @classmethod
     def config_init(cls) -> tuple[GuessingConfig, list[APIServerConfig]]:
-        """Return what flags start from: the policy that ships with Clotho, served on this machine."""
+        """Return the default settings: Clotho's small policy, served on this machine."""
         config = GuessingConfig(**rollouts.SETTINGS, max_token_length=96, wandb_name=cls.name)
         return config, [APIServerConfig(**rollouts.SERVER)]
 
     async def setup(self) -> None:
-        """Make the source of secrets."""
+        """Create the random number generator."""
         self._rng = random.Random()
 
     async def get_next_item(self) -> guessing.Story:
-        """Think of the next number."""
-        return guessing.tell(self._rng, self.config.largest)
+        """Return the next game."""
+        return guessing.make_story(self._rng, self.config.largest)
 
     async def collect_trajectories(self, item: guessing.Story) -> tuple[dict[str, Any], list[Any]]:
-        """Play all games of a group at the same time; one that fails ends the others, and the group is lost."""
+        """Play all games of a group concurrently. If one game fails, the group is lost."""
         async with asyncio.TaskGroup() as games:
             played = [games.create_task(self._play(item)) for _ in range(self.config.group_size)]
         results = [game.result() for game in played]
         return rollouts.scored_group([node for node, _ in results], [score for _, score in results]), []
 
     async def evaluate(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: the trainer measures on held-out problems."""
+        """Do nothing: the trainer evaluates on held-out problems."""
 
     async def _play(self, story: guessing.Story) -> tuple[rollouts.Node, float]:
         messages = [{"role": "user", "content": story.question}]
@@ -70,7 +70,7 @@ class GuessingEnv(BaseEnv):
                 answer = await managed.chat_completion(messages=messages, n=1, **settings)
                 (node,) = managed.get_state()["nodes"]
                 text = answer.choices[0].message.content or ""
-                reward, hint = guessing.compute_advantages(story, turn, scoring.whole_number(text))
+                reward, hint = guessing.score_guess(story, turn, scoring.integer_answer(text))
                 if not hint:
                     break
                 rollouts.close_turn(node, self.tokenizer.eos_token_id, self.tokenizer.eos_token)

@@ -1,4 +1,4 @@
-"""Environments that ask one question and compute_advantages one answer: all but the judgement."""
+"""Base class of environments with one question and one answer. Subclasses define the score."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ else:
 
 
 class SingleTurnConfig(BaseEnvConfig):
-    """Settings of such an environment, beside those of every environment of Atropos."""
+    """Settings of a single-turn environment, in addition to those of `BaseEnvConfig`."""
 
-    data_path: str = Field(default="", description="Local file of JSON lines with the questions.")
+    data_path: str = Field(default="", description="Local JSON Lines file with the questions.")
     question_key: str = Field(default="question", description="Column of the question.")
     answer_key: str = Field(default="answer", description="Column of the answer.")
-    system: str = Field(default="", description="System message before every question; empty: none.")
+    system: str = Field(default="", description="System message before every question; empty for none.")
 
 
 class SingleTurnEnv(BaseEnv):
-    """A question is asked `group_size` times in one request, and each completion is scored by itself."""
+    """Samples `group_size` completions of a question in one request and scores each of them."""
 
     env_config_cls = SingleTurnConfig
 
     @classmethod
     def config_init(cls) -> tuple[SingleTurnConfig, list[APIServerConfig]]:
-        """Return what flags start from: the policy that ships with Clotho, served on this machine."""
+        """Return the default settings: Clotho's small policy, served on this machine."""
         config = cls.env_config_cls(**rollouts.SETTINGS, max_token_length=cls.max_token_length, wandb_name=cls.name)
         return config, [APIServerConfig(**rollouts.SERVER)]
 
@@ -47,20 +47,20 @@ class SingleTurnEnv(BaseEnv):
         return next(self._questions)
 
     async def collect_trajectories(self, item: rollouts.Question) -> tuple[dict[str, Any], list[Any]]:
-        """Ask a question once for as many completions as a group has, and score them."""
+        """Sample and score the completions of a group."""
         async with self.server.managed_server(tokenizer=self.tokenizer) as managed:
-            answer = await managed.chat_completion(
+            response = await managed.chat_completion(
                 messages=rollouts.conversation(item.text, self.config.system),
                 n=self.config.group_size,
                 **rollouts.sampling(self.config.max_token_length),
             )
             nodes = managed.get_state()["nodes"]
-        scores = [self.score(item, choice.message.content or "") for choice in answer.choices]
+        scores = [self.score(item, choice.message.content or "") for choice in response.choices]
         return rollouts.scored_group(nodes, scores), []
 
     def score(self, question: rollouts.Question, completion: str) -> float:
-        """Return the score of a completion; for subclasses to say."""
+        """Return the score of a completion."""
         raise NotImplementedError
 
     async def evaluate(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: the trainer measures on held-out problems."""
+        """Do nothing: the trainer evaluates on held-out problems."""

@@ -1,4 +1,4 @@
-"""What the environments share."""
+"""Functions that all environments use."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 from profiles.environments import rollouts
 
 
-def test_every_problem_comes_once_an_epoch_in_a_new_order(tmp_path: Path) -> None:
-    """For ever."""
+def test_every_epoch_contains_each_problem_once_in_a_new_order(tmp_path: Path) -> None:
+    """The iterator never ends."""
     path = tmp_path / "some.jsonl"
     path.write_text("".join(json.dumps({"q": f"{i}?", "a": i}) + "\n\n" for i in range(20)))
     questions = rollouts.read_questions(str(path), question_key="q", answer_key="a")
@@ -25,10 +25,11 @@ def test_every_problem_comes_once_an_epoch_in_a_new_order(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("content", "message"), [('{"q": "1?"}\n', "line 1: no 'q' or no 'a'"), ("\n", "no problems"), ("[1]\n", "line 1")]
+    ("content", "message"),
+    [('{"q": "1?"}\n', "line 1: the column 'q' or 'a' is missing"), ("\n", "no problems"), ("[1]\n", "line 1")],
 )
-def test_a_file_that_will_not_do_is_named(tmp_path: Path, content: str, message: str) -> None:
-    """With its line, where one is to blame."""
+def test_the_error_names_an_unusable_file(tmp_path: Path, content: str, message: str) -> None:
+    """The error contains the number of the line if one is invalid."""
     path = tmp_path / "bad.jsonl"
     path.write_text(content)
     with pytest.raises(ValueError, match=message) as caught:
@@ -36,8 +37,8 @@ def test_a_file_that_will_not_do_is_named(tmp_path: Path, content: str, message:
     assert str(path) in str(caught.value)
 
 
-def test_a_run_says_how_its_policy_is_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By an environment variable; what it does not say is left out of the request, but for temperature and length."""
+def test_the_sampling_parameters_of_the_run_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They come from an environment variable. The defaults are temperature 1 and the length of the environment."""
     monkeypatch.delenv(rollouts.SAMPLING_VARIABLE, raising=False)
     assert rollouts.sampling(40) == {"temperature": 1.0, "max_tokens": 40}
     monkeypatch.setenv(
@@ -46,8 +47,8 @@ def test_a_run_says_how_its_policy_is_sampled(monkeypatch: pytest.MonkeyPatch) -
     assert rollouts.sampling(40) == {"temperature": 0.7, "top_p": 0.9, "max_tokens": 12}
 
 
-def test_a_conversation_begins_with_the_system_message_if_there_is_one() -> None:
-    """An empty one is none."""
+def test_a_conversation_starts_with_the_system_message() -> None:
+    """An empty system message is left out."""
     asked = {"role": "user", "content": "2+2?"}
     assert rollouts.conversation("2+2?", "") == [asked]
     assert rollouts.conversation("2+2?", "Be brief.") == [{"role": "system", "content": "Be brief."}, asked]

@@ -1,6 +1,6 @@
-"""Plays one group of every environment against a server that says what the test wants; run where atroposlib is.
+"""Collects one group of every environment from a fake server. Runs in an interpreter that has atroposlib.
 
-PYTHON play.py DIRECTORY_OF_SCRIPTS MODEL: prints one JSON object: what was asked, and the groups that were made.
+PYTHON collect_groups.py DIRECTORY_OF_SCRIPTS MODEL: prints one JSON object with the requests and the groups.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ Question: Any = import_module("rollouts").Question
 Story: Any = import_module("guessing").Story
 
 
-class Told:
-    """Stands for the inference server: each request is answered with the next texts, as tokens, all ended."""
+class FakeServer:
+    """Fake inference server: each request receives the next texts as tokens with an end token."""
 
     def __init__(self, environment: Any, texts: list[str]) -> None:
-        self.asked: list[dict[str, Any]] = []
+        self.requests: list[dict[str, Any]] = []
         self._tokenizer = environment.tokenizer
         self._texts = iter(texts)
         for server in environment.server.servers:
             server.tokens_and_logprobs_completion = self.answer
 
     async def answer(self, **request: Any) -> tuple[list[int], list[list[int]], list[list[float]], list[str]]:
-        """Answer as atroposlib's own client would."""
+        """Return a result in the format of atroposlib's client."""
         settings = {key: request[key] for key in sorted(request) if key not in ("model", "prompt")}
-        self.asked.append(settings)
+        self.requests.append(settings)
         rows = [
             [*self._tokenizer.encode(next(self._texts), add_special_tokens=False), END] for _ in range(request["n"])
         ]
@@ -43,7 +43,7 @@ class Told:
 
 
 def make(kind: Any, **settings: Any) -> Any:
-    """Make an environment as its command line would."""
+    """Create an environment as its command line does."""
     config, servers = kind.config_init()
     config = config.model_copy(update={"tokenizer_name": MODEL, "group_size": 2, **settings})
     servers[0].tokenizer_name = MODEL
@@ -51,19 +51,19 @@ def make(kind: Any, **settings: Any) -> Any:
 
 
 async def group(kind: Any, item: Any, texts: list[str], **settings: Any) -> dict[str, Any]:
-    """Make one group."""
+    """Collect one group."""
     environment = make(kind, **settings)
-    told = Told(environment, texts)
+    server = FakeServer(environment, texts)
     try:
         made, backlog = await environment.collect_trajectories(item)
     except BaseException as error:
-        return {"error": type(error).__name__, "asked": told.asked}
+        return {"error": type(error).__name__, "requests": server.requests}
     texts = [environment.tokenizer.decode(tokens) for tokens in made["tokens"]]
-    return {**made, "asked": told.asked, "texts": texts, "backlog": backlog}
+    return {**made, "requests": server.requests, "texts": texts, "backlog": backlog}
 
 
 async def main() -> dict[str, Any]:
-    """Make a group of each."""
+    """Collect the groups of all cases."""
     story = Story(name="Ann", things="coins", secret=5, largest=7)
     right, wrong, none = "<think>1</think><answer>5</answer>", "<think></think><answer>3</answer>", "so"
     return {

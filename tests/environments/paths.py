@@ -1,4 +1,4 @@
-"""Where the environments and the embedded policy are."""
+"""Directories of the environments and of the embedded policy."""
 
 from __future__ import annotations
 
