@@ -15,8 +15,9 @@ def test_a_run_says_what_runs_where_and_what_came_of_it(finished: Finished) -> N
     """Machine, backend, BLAS, policy, address; the table; the conservation line: plain lines when redirected."""
     out = finished.ended.out
     assert re.search(r"^machine  .*MLX \d.* on (CPU|GPU|METAL|CUDA).*BLAS \S", out, re.M | re.I)
+    assert re.search(r"^compute  \S", out, re.M)
     assert re.search(r"^policy   .*qwen3, 493k parameters.* trained", out, re.M)
-    assert re.search(r"^memory   \d+ MiB at most, by estimate", out, re.M)
+    assert re.search(r"^memory   at most \d+ MiB \(estimate", out, re.M)
     assert re.search(r"^API      http://127\.0\.0\.1:\d+/v1$", out, re.M)
     assert re.search(r"^step 0/6  held-out accuracy +[\d.]+ % of 32", out, re.M)
     assert re.search(r"before \(step 0\).*after \(step 6\)", out)
