@@ -156,6 +156,8 @@ def _converted(key: Key, text: str, flag: str) -> Any:
     if key.optional and text == "none":
         return None
     try:
+        if key.path == "rewards" and not text.startswith(("[", "{")):
+            return _named_rewards(text)
         if key.kind == "tables":
             return _structured(text)
         if key.kind != "list":
@@ -167,6 +169,11 @@ def _converted(key: Key, text: str, flag: str) -> Any:
     except ValueError:
         hint = ", written as TOML or JSON" if key.kind in ("list", "tables") else ""
         raise ProfileError(f"{flag} must be {key.allowed}{hint}, not {shown(text)}") from None
+
+
+def _named_rewards(text: str) -> list[dict[str, Any]]:
+    """`--rewards format,my_rewards:score`: names with weight 1; all but `format` define which answers are correct."""
+    return [{"name": name, "correct": name != "format"} for name in text.split(",")]
 
 
 def _scalar(kind: Kind, text: str) -> Any:

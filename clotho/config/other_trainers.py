@@ -71,7 +71,10 @@ def _row(
     )
 
 
-REWARDS = """rewards are listed with their weights: --rewards '[{name = "format", weight = 0.2}]'"""
+REWARDS = (
+    "rewards are functions with weights: --rewards format,my_rewards:score, or "
+    """--rewards '[{name = "format", weight = 0.2}, {name = "math_eval", correct = true}]'"""
+)
 METRICS = "metrics are written to RUN_DIR/metrics.jsonl and served at /metrics"
 LOCAL_DATA = "a dataset is a local file of JSON lines"
 ONE_PROCESS = "one process on one machine trains, samples and serves"

@@ -41,7 +41,8 @@ A run is described by a profile, a TOML file: `python pipeline.py --profile loca
   to the working directory.
 * **Flags.** `--flag value` or `--flag=value`; `-` and `_` are the same; booleans may stand alone. Lists are repeated
   (`--sampling.stop a --sampling.stop b`) or written as TOML or JSON (`--sampling.stop '["a", "b"]'`), arrays of tables
-  always so: `--rewards '[{name = "format", weight = 0.2}]'`. The same setting given twice with different values is an
+  always so: `--rewards '[{name = "format", weight = 0.2}, {name = "math_eval", correct = true}]'`. For rewards, a
+  list of names is enough: `--rewards format,my_rewards:score`. The same setting given twice with different values is an
   error.
 * **Records.** `RUN_DIR/profile.toml` is the resolved profile: loading it gives the same run. It is readable by its
   owner only if it holds an API key.

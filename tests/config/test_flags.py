@@ -148,6 +148,15 @@ def test_lists_are_repeated_or_written_as_toml_or_json() -> None:
     assert toml == {"rewards": [{"name": "format", "weight": 0.2}]}
 
 
+def test_rewards_may_be_listed_by_name() -> None:
+    """Every named reward has weight 1; all but `format` define which answers are correct."""
+    overrides = parse_arguments(["--rewards", "format,my_rewards:score"]).overrides
+    assert overrides == {
+        "rewards": [{"name": "format", "correct": False}, {"name": "my_rewards:score", "correct": True}]
+    }
+    assert [reward.name for reward in load_profile("local-m3", overrides).rewards] == ["format", "my_rewards:score"]
+
+
 def test_booleans_may_stand_alone_and_optional_keys_may_be_taken_back() -> None:
     """--monitor.rollouts is true; --policy.scale none is as if it had never been given."""
     assert parse_arguments(["--monitor.rollouts", "--steps", "2"]).overrides == {"monitor.rollouts": True, "steps": 2}
@@ -191,8 +200,6 @@ def test_the_same_value_may_be_given_twice() -> None:
         ("--sampling.stop-token-ids [1,", '--sampling.stop-token-ids must be a list, each an integer >= 0, written as TOML '
          'or JSON, not "[1,"'),
         ("--actors [null]", '--actors must be a list, each a table, written as TOML or JSON, not "[null]"'),
-        ("--rewards format", '--rewards must be a list, each a table, at least 1, written as TOML or '
-         'JSON, not "format"'),
     ],
 )  # fmt: skip
 def test_a_mistake_is_named_on_one_line(line: str, message: str) -> None:
