@@ -241,7 +241,7 @@ class Learner:
         self._progress.train_seconds += seconds
         if update is not None:
             self._progress.bad_steps = 0 if update.finite else self._progress.bad_steps + 1
-            self._progress.trained_tokens += update.metrics.tokens if update.applied else 0
+            self._progress.trained_tokens += update.metrics.trained_tokens if update.applied else 0
 
     async def _send(self, report: StepReport, state: tuple[int, ...]) -> None:
         update = PolicyUpdated(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from protocols.accounting import LedgerState
 from protocols.collapse import CollapseState
@@ -31,41 +31,59 @@ class TrainedGroup(Struct, frozen=True, kw_only=True):
 
 
 class UpdateMetrics(Struct, frozen=True, kw_only=True):
-    """Metrics of one policy update, in nats where they are logarithms, averaged over completion tokens by default.
+    """Metrics of one policy update, as metrics.jsonl has them. The importance ratio is learner / sampler.
 
-    kl: to the reference policy, by the configured estimator.
-    mismatch_kl: k3 estimate between sampler and learner, on tokens that the current policy version sampled; 0 without
-        such tokens.
-    clip_fraction: fraction of tokens whose importance ratio was clipped.
-    grad_norm: norm of the last optimizer step's gradient, before clipping.
-    applied: False if the gradient was not finite or exactly zero; no step was taken then.
-    ess: effective sample size of the importance weights learner / sampler, as a fraction of the tokens.
-    rejected_fraction: fraction of tokens that an importance correction or a mask excluded.
-    kl_beta, entropy_weight: coefficients of this update.
-    optimizer_steps: steps taken; those with a zero gradient are not counted.
-    tokens: number of tokens trained on, replayed tokens included.
-    step_kl: k3 estimate between the policy before and after the update, on a sample of its tokens; None if not
-        measured.
-    distillation: cross-entropy with the teacher's alternatives, per token that has a teacher; 0 without a teacher.
+    A new metric that is a mean over tokens needs its field here and its value in `training.objectives.loss`.
     """
 
-    loss: float
-    kl: float
-    entropy: float
-    clip_fraction: float
-    mismatch_kl: float
-    ratio_mean: float
-    grad_norm: float
-    learning_rate: float
-    tokens: int
-    applied: bool
-    ess: float
-    rejected_fraction: float
-    kl_beta: float
-    entropy_weight: float
-    optimizer_steps: int
-    step_kl: float | None = None
-    distillation: float = 0.0
+    loss: Annotated[float, Meta(description="Loss of the update, averaged over its optimizer steps.")]
+    kl: Annotated[
+        float,
+        Meta(
+            description="KL divergence between policy and reference policy, in nats per token; 0 without a KL penalty."
+        ),
+    ]
+    entropy: Annotated[float, Meta(description="Entropy of the policy, in nats per token.")]
+    clip_fraction: Annotated[float, Meta(description="Fraction of tokens whose importance ratio was clipped.")]
+    mismatch_kl: Annotated[
+        float,
+        Meta(
+            description="KL divergence between sampler and learner on tokens that the current policy version "
+            "sampled; about 1e-10 from rounding."
+        ),
+    ]
+    ratio_mean: Annotated[float, Meta(description="Mean importance ratio.")]
+    grad_norm: Annotated[float, Meta(description="Norm of the gradient of the last optimizer step, before clipping.")]
+    learning_rate: Annotated[float, Meta(description="Learning rate of the update.")]
+    trained_tokens: Annotated[
+        int, Meta(description="Number of tokens that the update trained on, replayed tokens included.")
+    ]
+    update_applied: Annotated[bool, Meta(description="Whether the update changed the weights.")]
+    ess: Annotated[
+        float,
+        Meta(
+            description="Effective sample size of the importance weights learner / sampler, as a fraction of the "
+            "tokens."
+        ),
+    ]
+    rejected_fraction: Annotated[
+        float, Meta(description="Fraction of tokens that an importance correction or a mask excluded.")
+    ]
+    kl_beta: Annotated[float, Meta(description="Coefficient of the KL penalty in this update.")]
+    entropy_coef: Annotated[float, Meta(description="Coefficient of the entropy bonus in this update.")]
+    optimizer_steps: Annotated[
+        int, Meta(description="Number of optimizer steps of the update, steps with a zero gradient excluded.")
+    ]
+    update_kl: Annotated[
+        float | None,
+        Meta(
+            description="KL divergence between the policy before and after the update, in nats per token, on a "
+            "sample of its completions."
+        ),
+    ] = None
+    distillation_loss: Annotated[
+        float, Meta(description="Cross-entropy with the alternatives of the teacher, in nats per token that has some.")
+    ] = 0.0
 
 
 class StepReport(Struct, frozen=True, kw_only=True, tag=True):

@@ -73,7 +73,7 @@ def batch_statistics(groups: Sequence[GroupStatistics], report: StepReport) -> B
     by_source: dict[str, list[float]] = {}
     for group in groups:
         by_source.setdefault(group.source, []).append(group.reward)
-    update = report.update if report.update and report.update.applied else None
+    update = report.update if report.update and report.update.update_applied else None
     return BatchStatistics(
         reward=_mean(rewards),
         reward_error=stdev(rewards) / len(rewards) ** 0.5 if len(rewards) > 1 else None,
@@ -86,7 +86,7 @@ def batch_statistics(groups: Sequence[GroupStatistics], report: StepReport) -> B
         entropy=_finite(update.entropy) if update else None,
         kl=_finite(update.kl) if update and update.kl_beta > 0 else None,
         ess=_finite(update.ess) if update else None,
-        step_kl=_nan_as_infinity(update.step_kl) if update else None,
+        step_kl=_nan_as_infinity(update.update_kl) if update else None,
     )
 
 

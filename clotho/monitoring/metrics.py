@@ -1,7 +1,7 @@
 """Metrics: one line of metrics.jsonl per step, one line of evaluations.jsonl per evaluation.
 
 The update reports its own metrics, and they are written out unchanged. `METRICS` describes every key. A new metric of
-the update needs a value in the update and a line in `UPDATE_METRICS`.
+the update needs a value in `training.objectives.loss` and a field of `UpdateMetrics`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from math import isfinite
 from pathlib import Path
 from statistics import fmean, pstdev
-from typing import Any
+from typing import Any, get_type_hints
 
 import msgspec
 from msgspec import Struct
@@ -26,26 +26,9 @@ from protocols.summary import RunGauges
 MetricsLine = dict[str, Any]
 """One line of metrics.jsonl: values by metric name."""
 
-UPDATE_METRICS = {
-    "loss": "Loss of the update, averaged over its optimizer steps.",
-    "kl": "KL divergence between policy and reference policy, in nats per token; 0 without a KL penalty.",
-    "entropy": "Entropy of the policy, in nats per token.",
-    "clip_fraction": "Fraction of tokens whose importance ratio was clipped.",
-    "mismatch_kl": "KL divergence between sampler and learner on tokens that the current policy version sampled; about "
-    "1e-10 from rounding.",
-    "ratio_mean": "Mean importance ratio.",
-    "grad_norm": "Norm of the gradient of the last optimizer step, before clipping.",
-    "learning_rate": "Learning rate of the update.",
-    "trained_tokens": "Number of tokens that the update trained on, replayed tokens included.",
-    "update_applied": "Whether the update changed the weights.",
-    "ess": "Effective sample size of the importance weights learner / sampler, as a fraction of the tokens.",
-    "rejected_fraction": "Fraction of tokens that an importance correction or a mask excluded.",
-    "kl_beta": "Coefficient of the KL penalty in this update.",
-    "entropy_coef": "Coefficient of the entropy bonus in this update.",
-    "optimizer_steps": "Number of optimizer steps of the update, steps with a zero gradient excluded.",
-    "update_kl": "KL divergence between the policy before and after the update, in nats per token, on a sample of its "
-    "completions.",
-    "distillation_loss": "Cross-entropy with the alternatives of the teacher, in nats per token that has some.",
+UPDATE_METRICS: dict[str, str] = {
+    name: annotation.__metadata__[0].description
+    for name, annotation in get_type_hints(UpdateMetrics, include_extras=True).items()
 }
 """Metrics of the update by name. All are null for a batch without an update."""
 
@@ -139,7 +122,7 @@ def step_metrics(
         "time/run": now.seconds,
         **_reward_metrics(report),
         **dict.fromkeys(UPDATE_METRICS),
-        **_update_metrics(report.update),
+        **(msgspec.structs.asdict(report.update) if report.update else {}),
         **_group_metrics(report, discarded),
         **_completion_metrics(report),
         "tokens_per_second": sampled / seconds if seconds > 0 else None,
@@ -185,19 +168,6 @@ def _environment(trained: list[ScoredGroup], discarded: dict[str, int]) -> Metri
         "completion_length/mean": _mean(lengths),
         "logprob_error_max": max(errors, default=None),
     }
-
-
-def _update_metrics(update: UpdateMetrics | None) -> MetricsLine:
-    if update is None:
-        return {}
-    names = {
-        "applied": "update_applied",
-        "distillation": "distillation_loss",
-        "step_kl": "update_kl",
-        "entropy_weight": "entropy_coef",
-        "tokens": "trained_tokens",
-    }
-    return {names.get(name, name): value for name, value in msgspec.structs.asdict(update).items()}
 
 
 def _reward_metrics(report: StepReport) -> MetricsLine:

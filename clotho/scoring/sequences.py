@@ -91,11 +91,11 @@ class TokenTable(NamedTuple):
     teacher: TeacherRows | None = None
 
     @property
-    def taught(self) -> int:
-        """Learnt tokens at which a teacher said something."""
+    def teacher_mask_N(self) -> NDArray[np.float32]:
+        """1 for tokens with a teacher's alternatives, else 0."""
         if self.teacher is None:
-            return 0
-        return int(np.count_nonzero((self.teacher.share_T_K > 0).any(axis=-1) & (self.weight_N > 0)))
+            return np.zeros_like(self.weight_N)
+        return np.asarray((self.teacher.share_T_K > 0).any(axis=-1), dtype=np.float32)
 
 
 class MicroBatch(NamedTuple):

@@ -14,7 +14,7 @@ from clotho.scoring.teacher_forcing import TeacherForcing
 from clotho.scoring.token_scores import SamplingDistribution, TokenScores
 from clotho.training.objectives.contract import Objective
 from clotho.training.objectives.importance_correction import interpolated_proximal
-from clotho.training.objectives.loss import LossCoefficients, LossInputs, TokenSums, policy_loss
+from clotho.training.objectives.loss import LossCoefficients, LossInputs, MetricSums, policy_loss
 
 
 class LossSettings(NamedTuple):
@@ -47,13 +47,14 @@ class Moment(NamedTuple):
 
 
 class Gradient(NamedTuple):
-    """Gradient of a micro-batch's loss by parameter name, and sums over its tokens in `TokenSums` order; evaluated.
+    """Gradient of a micro-batch's loss by parameter name, with the loss and the metrics; evaluated.
 
-    logp_N: of its tokens, under the weights that it was taken at.
+    logp_N: log-probabilities of the tokens under the weights of the gradient.
     """
 
     arrays: dict[str, mx.array]
-    sums: mx.array
+    loss: mx.array
+    metrics: MetricSums
     logp_N: mx.array
 
 
@@ -76,7 +77,7 @@ def micro_gradient(
     logp_only = rules.loss_coefficients.entropy_weight == 0.0 and micro.table.teacher is None
     between = rules.settings.proximal == "interpolate" and moment.progress > 0
 
-    def loss(traced: Parameters) -> tuple[mx.array, TokenSums, mx.array]:
+    def loss(traced: Parameters) -> tuple[mx.array, MetricSums, mx.array]:
         with policy.using(traced):
             scores: TokenScores = forcing(micro, distribution=rules.distribution, logp_only=logp_only)
         seen = inputs
@@ -89,7 +90,7 @@ def micro_gradient(
                 version_current=moment.version + moment.progress,
             )
             seen = inputs._replace(proximal_N=proximal_N)
-        value, sums = policy_loss(
+        value, metrics = policy_loss(
             scores.logp_N,
             scores.entropy_N,
             seen,
@@ -98,13 +99,13 @@ def micro_gradient(
             loss_coefficients=rules.loss_coefficients,
             objective=rules.objective,
         )
-        return value, sums, mx.stop_gradient(scores.logp_N)
+        return value, metrics, mx.stop_gradient(scores.logp_N)
 
     # While it traces, MLX puts its tracers into the very containers it is given; others read the learner's.
     own = nested(flat(parameters))
     with policy.using(parameters), policy.training_mode():
-        (_, sums, logp_N), tree = mx.value_and_grad(loss)(own)
-        gradient = Gradient({n: g.astype(mx.float32) for n, g in flat(tree).items()}, mx.stack(list(sums)), logp_N)
+        (value, metrics, logp_N), tree = mx.value_and_grad(loss)(own)
+        gradient = Gradient({n: g.astype(mx.float32) for n, g in flat(tree).items()}, value, metrics, logp_N)
         _evaluate(gradient)
     return gradient
 
@@ -122,7 +123,10 @@ def add(total: Gradient | None, part: Gradient) -> Gradient:
     if total is None:
         return part
     arrays = {name: array + part.arrays[name] for name, array in total.arrays.items()}
-    added = total._replace(arrays=arrays, sums=total.sums + part.sums)
+    metrics = {
+        name: sums + part.metrics[name] if name in part.metrics else sums for name, sums in total.metrics.items()
+    }
+    added = total._replace(arrays=arrays, loss=total.loss + part.loss, metrics=part.metrics | metrics)
     mx.eval(added)
     return added
 
@@ -140,6 +144,7 @@ def _inputs(micro: MicroBatch, known: ReferenceLogprobs, moment: Moment) -> Loss
         on_policy_mask_N=mx.array(on_policy_mask_N.astype("float32")),
         sequence_N=mx.array(table.sequence_N),
         sequences=micro.sequences,
+        teacher_mask_N=mx.array(table.teacher_mask_N) if table.teacher is not None else None,
     )
 
 
@@ -149,4 +154,9 @@ def _evaluate(gradient: Gradient) -> None:
     def place(name: str) -> list[tuple[int, str]]:
         return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
 
-    mx.eval([gradient.arrays[name] for name in sorted(gradient.arrays, key=place)], gradient.sums, gradient.logp_N)
+    mx.eval(
+        [gradient.arrays[name] for name in sorted(gradient.arrays, key=place)],
+        gradient.loss,
+        gradient.metrics,
+        gradient.logp_N,
+    )

@@ -1,7 +1,4 @@
-"""The optimizer steps of one update: gradient after gradient over its mini-batches and epochs.
-
-The numbers of one update, summed over its gradients.
-"""
+"""The optimizer steps of one update: one gradient and one step for every minibatch of every epoch."""
 
 from __future__ import annotations
 
@@ -13,78 +10,72 @@ import mlx.core as mx
 import numpy as np
 
 from clotho.config.schema import LearnerSection
-from clotho.models.parameters import Parameters, flat, nested
+from clotho.models.parameters import Arrays, Parameters, flat, nested
 from clotho.models.policy import TrainablePolicy
 from clotho.scoring.teacher_forcing import TeacherForcing
-from clotho.training.batch import MiniBatch
 from clotho.training.gradient import Gradient, LossSettings, Moment, add, micro_gradient
-from clotho.training.objectives.loss import LossCoefficients, TokenSums
+from clotho.training.objectives.loss import LossCoefficients
 from clotho.training.optimizers import OptimizerState, apply_step, clip_scale, global_norm
 from clotho.training.prepare import PreparedBatch
 from protocols.step import UpdateMetrics
 
 
-class Tally:
-    """Adds up what the optimizer steps of one update report; `metrics` divides by the tokens they saw."""
+class MetricTotals:
+    """Adds up the losses and metrics of the optimizer steps of one update."""
 
     def __init__(self) -> None:
-        self._sums = np.zeros(len(TokenSums._fields))
-        self._tokens = self._gradients = self._fresh = self._taught = 0
+        self._losses: list[float] = []
+        self._sums: dict[str, np.ndarray] = {}
         self._norm = 0.0
 
-    def add(self, sums: mx.array, *, tokens: int, fresh: int, taught: int, norm: float) -> bool:
-        """Count one optimizer step's gradient; whether loss and gradient are finite.
-
-        sums: in `TokenSums` order. fresh: tokens among `tokens` whose mismatch was measured; taught: those
-        with a teacher.
-        """
-        added = np.array(sums, dtype=np.float64)
-        self._sums += added
-        self._tokens, self._fresh, self._gradients = self._tokens + tokens, self._fresh + fresh, self._gradients + 1
-        self._taught += taught
+    def add(self, gradient: Gradient, *, norm: float) -> bool:
+        """Add the gradient of one optimizer step. Return whether its loss and its norm are finite."""
+        self._losses.append(float(gradient.loss))
+        for name, sums in gradient.metrics.items():
+            self._sums[name] = self._sums.get(name, np.zeros(2)) + np.array(sums, dtype=np.float64)
         self._norm = norm
-        return math.isfinite(norm) and math.isfinite(added[TokenSums._fields.index("loss")])
+        return math.isfinite(norm) and math.isfinite(self._losses[-1])
 
-    def metrics(self, *, tokens: int, rate: float, loss_coefficients: LossCoefficients, steps: int) -> UpdateMetrics:
-        """All numbers of the update; tokens: learned ones, each counted once; steps: taken, none that stands if 0."""
-        sums = dict(zip(TokenSums._fields, self._sums.tolist(), strict=True))
-        seen = max(1, self._tokens)
-        square = seen * sums["ratio_squared"]
+    def metrics(
+        self, *, tokens: int, learning_rate: float, loss_coefficients: LossCoefficients, steps: int
+    ) -> UpdateMetrics:
+        """Return the metrics of the update.
+
+        tokens: number of tokens trained on, each counted once. steps: number of steps taken; 0 if the update is
+        rejected.
+        """
+        means = {name: float(total / count) if count else 0.0 for name, (total, count) in self._sums.items()}
+        ratio_squared = means.pop("ratio_squared_mean", 0.0)
         return UpdateMetrics(
-            loss=sums["loss"] / max(1, self._gradients),
-            kl=sums["kl"] / seen,
-            entropy=sums["entropy"] / seen,
-            clip_fraction=sums["clipped"] / seen,
-            mismatch_kl=sums["mismatch"] / self._fresh if self._fresh else 0.0,
-            ratio_mean=sums["ratio"] / seen,
+            **means,
+            loss=sum(self._losses) / max(1, len(self._losses)),
+            ess=means["ratio_mean"] ** 2 / ratio_squared if ratio_squared > 0 else 1.0,
             grad_norm=self._norm,
-            learning_rate=rate,
-            tokens=tokens,
-            applied=steps > 0,
-            ess=sums["ratio"] ** 2 / square if square > 0 else 1.0,
-            rejected_fraction=sums["rejected"] / seen,
-            kl_beta=loss_coefficients.kl_beta,
-            entropy_weight=loss_coefficients.entropy_weight,
+            learning_rate=learning_rate,
+            trained_tokens=tokens,
+            update_applied=steps > 0,
             optimizer_steps=steps,
-            distillation=sums["distilled"] / self._taught if self._taught else 0.0,
+            kl_beta=loss_coefficients.kl_beta,
+            entropy_coef=loss_coefficients.entropy_weight,
         )
 
 
 class OptimizerProgress(NamedTuple):
-    """Where optimizer steps have led.
+    """Result of the optimizer steps taken so far.
 
-    steps: those that had a gradient other than zero. gradients: of the last of them, by parameter name; none at first.
-    start: log-probabilities of the tokens of each micro-batch of the first mini-batch, at the weights before any step.
+    steps: number of steps with a gradient other than zero. gradients: gradient of the last step, by parameter name;
+    None at first. initial_logp: per micro-batch of the first minibatch, log-probabilities of its tokens (N,) at the
+    weights before any step.
     """
 
     parameters: Parameters
     optimizer: OptimizerState
-    steps: int
-    gradients: dict[str, mx.array]
-    start: tuple[mx.array, ...]
+    steps: int = 0
+    gradients: Arrays | None = None
+    initial_logp: tuple[mx.array, ...] = ()
 
 
-def optimize(
+def take_optimizer_steps(
     batch: PreparedBatch,
     start: OptimizerProgress,
     *,
@@ -92,50 +83,49 @@ def optimize(
     forcing: TeacherForcing,
     rules: LossSettings,
     version: int,
-    rate: float,
-    tally: Tally,
+    learning_rate: float,
+    totals: MetricTotals,
 ) -> Generator[None, None, OptimizerProgress | None]:
-    """Take a step for every mini-batch of every epoch; None where loss or gradient of one was not finite.
+    """Take one step for every minibatch of every epoch; return None if a loss or gradient is not finite.
 
-    version: of the weights that the update begins with. tally: adds up what the steps report. A gradient of exactly
-    zero is no step: momentum would make one of it. Yields after every micro-batch, served weights in the model.
+    version: policy version of the weights before the first step. totals: receives the metrics. A gradient of exactly
+    zero takes no step, because momentum and weight decay would move the weights. Yields after every micro-batch, with
+    the served weights in the model.
     """
-    moved = start
+    progress = start
     count = rules.settings.update_epochs * len(batch.mini_batches)
     for number in range(count):
         index = number % len(batch.mini_batches)
         moment = Moment(version, number / count)
         total: Gradient | None = None
         for micro, known in zip(batch.mini_batches[index].micro_batches, batch.known[index], strict=True):
-            part = micro_gradient(policy, forcing, moved.parameters, micro, known, rules=rules, moment=moment)
+            part = micro_gradient(policy, forcing, progress.parameters, micro, known, rules=rules, moment=moment)
             total = add(total, part)
             if number == 0:
-                moved = moved._replace(start=(*moved.start, part.logp_N))
+                progress = progress._replace(initial_logp=(*progress.initial_logp, part.logp_N))
             yield
         assert total is not None
         norm = float(np.array(global_norm(total.arrays)))
-        mini = batch.mini_batches[index]
-        taught = sum(micro.table.taught for micro in mini.micro_batches)
-        if not tally.add(total.sums, tokens=mini.tokens, fresh=_fresh(mini, moment), taught=taught, norm=norm):
+        if not totals.add(total, norm=norm):
             return None
         if norm > 0.0:
-            moved = _step(moved, total, rules.settings, rate=rate, scale=clip_scale(norm, rules.settings.max_grad_norm))
-    return moved
+            scale = clip_scale(norm, rules.settings.max_grad_norm)
+            progress = _step(progress, total.arrays, rules.settings, learning_rate=learning_rate, scale=scale)
+    return progress
 
 
 def _step(
-    moved: OptimizerProgress, total: Gradient, settings: LearnerSection, *, rate: float, scale: float
+    progress: OptimizerProgress, gradients: Arrays, settings: LearnerSection, *, learning_rate: float, scale: float
 ) -> OptimizerProgress:
     parameters, optimizer = apply_step(
-        flat(moved.parameters), total.arrays, moved.optimizer, learning_rate=rate, scale=scale, settings=settings
+        flat(progress.parameters),
+        gradients,
+        progress.optimizer,
+        learning_rate=learning_rate,
+        scale=scale,
+        settings=settings,
     )
     mx.eval(parameters, optimizer.slots, optimizer.master)
-    return OptimizerProgress(nested(parameters), optimizer, moved.steps + 1, total.arrays, moved.start)
-
-
-def _fresh(mini: MiniBatch, moment: Moment) -> int:
-    """Tokens of a mini-batch that the learner's own weights drew, where it still has them."""
-    if moment.progress > 0:
-        return 0
-    tables = [micro.table for micro in mini.micro_batches]
-    return sum(int(((table.version_N == moment.version) * table.weight_N).sum()) for table in tables)
+    return progress._replace(
+        parameters=nested(parameters), optimizer=optimizer, steps=progress.steps + 1, gradients=gradients
+    )

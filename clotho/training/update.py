@@ -1,4 +1,39 @@
-"""One policy update: optimizer steps over a batch, leaving the compute thread in between; all or nothing."""
+"""One policy update, as a transaction: everything is computed first, then applied as a whole or not at all.
+
+An update passes through these modules, in this order:
+
+1. `update` (`PolicyLearner.update`) receives a batch of scored groups. It combines the settings with the objective
+   function, the sampling distribution and the current loss coefficients; they do not change during the update.
+2. `batch` builds the minibatches. If the KL penalty is part of the reward, or a penalty needs them,
+   `reference_policy` makes the model compute as the reference policy, and `gradient.compute_logprobs` scores every
+   token under it.
+3. `advantages` turns the rewards of each group (less that penalty) into one advantage per completion. Groups from
+   environments may bring an advantage per token. Tokens that the policy did not sample, and masked completions, get 0.
+4. `batch` deals the groups to minibatches with a seeded permutation. `objectives.aggregation` gives every token its
+   loss weight, so that the loss of the update is the sum over tokens of loss weight times token loss, for any split.
+   `scoring.layouts` cuts each minibatch into micro-batches of at most `learner.micro_batch_tokens` positions.
+   If there are several optimizer steps and the ratio is against the policy at the start of the batch, `batch` scores
+   all tokens under that policy now, because its weights are about to change.
+5. `optimizer_steps` takes one optimizer step per minibatch and epoch. For each micro-batch, `gradient` runs the
+   model on prompts and completions (`scoring.teacher_forcing`), which gives log-probability and entropy of every
+   sampled token under the current weights, and differentiates `objectives.loss`:
+
+       L = sum_t loss_weight_t * (w_t * objective_t + kl_beta * KL_t - entropy_coef * H_t + distillation_t)
+
+   The objective function (`objectives.token_level`, `objectives.sequence_level`) maps importance ratio and advantage
+   to a token loss; `objectives.importance_correction` gives w_t. The loss also returns the sums of its metrics.
+   The gradients of the micro-batches add up to the gradient of the minibatch, in float32.
+6. `optimizers` clips that gradient by its global norm and applies the update rule to new arrays. A loss or gradient
+   that is not finite ends the update here: the old parameters and the old optimizer state are still in place. A
+   gradient of exactly zero takes no step.
+7. `update_kl` measures how far the update moved the policy, if collapse detection needs it.
+8. `update` applies the result: `adapter_check` raises if an adapter does not move, `objectives.controllers` computes
+   the loss coefficients of the next update, the reference policy follows if it is a moving one, and parameters,
+   optimizer state, version and weights hash change together. The learner then publishes the new weights.
+
+Steps 2, 4, 5 and 7 are generators: they yield after every forward or backward pass, so that the compute thread can
+decode in between. At each yield the served weights are in the model. Closing the generator changes nothing.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +50,23 @@ from clotho.models.parameters import Arrays, Parameters, fingerprint, flat
 from clotho.models.policy import TrainablePolicy
 from clotho.scoring.teacher_forcing import TeacherForcing
 from clotho.scoring.token_scores import SamplingDistribution
-from clotho.training.adapter_check import AdapterWatch
+from clotho.training.adapter_check import AdapterCheck
 from clotho.training.batch import TokenAdvantages
 from clotho.training.gradient import LossSettings
 from clotho.training.objectives.controllers import initial_loss_coefficients, next_loss_coefficients
 from clotho.training.objectives.registry import objective
-from clotho.training.optimizer_steps import OptimizerProgress, Tally, optimize
+from clotho.training.optimizer_steps import MetricTotals, OptimizerProgress, take_optimizer_steps
 from clotho.training.optimizers import initial_state
 from clotho.training.prepare import PreparedBatch, prepare
 from clotho.training.reference_policy import ReferencePolicy
-from clotho.training.rollback import GoodPolicy, LearnerState, Snapshot, part, state_arrays, state_from_arrays
+from clotho.training.rollback import (
+    LearnerState,
+    RollbackPolicy,
+    Snapshot,
+    state_arrays,
+    state_from_arrays,
+    with_prefix,
+)
 from clotho.training.schedule import learning_rate
 from clotho.training.update_kl import update_kl
 from protocols.rollout import ScoredGroup
@@ -33,12 +75,12 @@ from protocols.step import UpdateMetrics
 
 
 class Update(Struct, frozen=True, kw_only=True):
-    """What one update made; nothing serves it before it is published.
+    """Result of one update. The new weights serve only after they are published.
 
-    parameters, version, fingerprint: the newest weights; those before where nothing was applied.
-    advantages: per group, of each completion (the mean over the tokens that the policy drew). applied: whether a step
-    was taken. finite: False where it was not because loss or gradient were not finite; not applied but finite means
-    that the gradient was exactly zero.
+    parameters, version, fingerprint: the newest weights, unchanged if the update was not applied.
+    advantages: per group and completion, the mean over the tokens that the policy sampled.
+    applied: whether the weights changed. finite: False if a loss or gradient was not finite. Not applied but finite
+    means that the gradient was exactly zero.
     """
 
     parameters: Parameters
@@ -51,17 +93,17 @@ class Update(Struct, frozen=True, kw_only=True):
 
 
 class _Computed(NamedTuple):
-    """What an update is made of; `moved` is None where loss or gradient were not finite."""
+    """A computed update before it is applied. progress: None if a loss or gradient was not finite."""
 
     batch: PreparedBatch
-    moved: OptimizerProgress | None
+    progress: OptimizerProgress | None
     metrics: UpdateMetrics
 
 
 class PolicyLearner:
-    """Holds the newest parameters and all that learning carries from update to update; `update` moves all or nothing.
+    """Holds the newest parameters and the state that training carries from update to update.
 
-    The newest parameters need not be served yet: the next update starts from them all the same.
+    The newest parameters need not be published before the next update starts from them.
     """
 
     def __init__(
@@ -75,29 +117,30 @@ class PolicyLearner:
         good_window: int = 0,
         watched: bool = False,
     ) -> None:
-        """Start from the served parameters. `steps` is the length of the schedule; `seed` deals mini-batches.
+        """Start from the served parameters.
 
-        good_window: healthy updates that prove a policy good, so that `roll_back` can go back to it; 0 = keep none.
-        watched: measure how far each update moves the policy.
-        Raises ProfileError where the sampled distribution is not one that the learner can evaluate, and for an
-        objective that cannot be loaded; ModelError where the layout cannot be honoured.
+        steps: length of the learning-rate schedule. seed: for dealing groups to minibatches.
+        good_window: number of healthy updates after which `roll_back` may return to a policy; 0 keeps none.
+        watched: measure how far each update moves the policy (`UpdateMetrics.update_kl`).
+        Raises ProfileError if the learner cannot evaluate the sampling distribution or cannot load the objective, and
+        ModelError if the model does not support the layout.
         """
         require_learnable(sampling)
         self._policy, self._settings, self._steps, self._seed = policy, learner, steps, seed
-        self._max_tokens, self._watched = sampling.max_tokens, watched
-        self._law = SamplingDistribution(sampling.temperature, sampling.logit_bias)
+        self._max_tokens, self._measure_update_kl = sampling.max_tokens, watched
+        self._distribution = SamplingDistribution(sampling.temperature, sampling.logit_bias)
         self._objective = objective(learner.objective)
         self._forcing = TeacherForcing(policy.model, policy.vocab_size, layout=learner.layout)
         self._reference = ReferencePolicy(policy, learner)
-        self._adapter_watch = AdapterWatch()
-        self._adopt_served()
+        self._adapter_check = AdapterCheck()
+        self._start_from_served()
         self._state = LearnerState(
             optimizer=initial_state(flat(self.parameters), learner),
             loss_coefficients=initial_loss_coefficients(learner),
         )
-        self._good = GoodPolicy(self._snapshot(), window=good_window) if good_window else None
+        self._rollback = RollbackPolicy(self._snapshot(), window=good_window) if good_window else None
 
-    def _adopt_served(self) -> None:
+    def _start_from_served(self) -> None:
         self.parameters = self._policy.trainable()
         self.version = self._policy.version
         self.fingerprint = self._policy.fingerprint
@@ -105,28 +148,28 @@ class PolicyLearner:
     def update(
         self, groups: Sequence[ScoredGroup], *, step: int | None = None, replayed: Sequence[ScoredGroup] = ()
     ) -> Generator[None, None, Update]:
-        """Learn from a batch of groups; yields after every pass, with the served weights in the model.
+        """Train on a batch of groups; yields after every pass, with the served weights in the model.
 
-        step: batches consumed before this one, which places the update in the schedule; by default the updates applied.
-        replayed: groups to learn from beside them. A generator that is closed early changes nothing. Raises ValueError
-        if the policy drew no token.
+        step: number of batches before this one, which selects the learning rate; by default the number of updates
+        applied. replayed: groups from the replay buffer to train on as well. Raises ValueError if the policy sampled no
+        token.
         """
         step = self._state.updates if step is None else step
-        batch, moved, metrics = yield from self._compute([*groups, *replayed], step)
-        if moved is not None and metrics.applied:
-            self._adopt(moved, metrics)
+        batch, progress, metrics = yield from self._compute([*groups, *replayed], step)
+        if progress is not None and metrics.update_applied:
+            self._apply(progress, metrics)
         return Update(
             parameters=self.parameters,
             version=self.version,
             fingerprint=self.fingerprint,
             metrics=metrics,
-            advantages=_of_completions(groups, batch.advantages),
-            applied=metrics.applied,
-            finite=moved is not None,
+            advantages=_per_completion(groups, batch.advantages),
+            applied=metrics.update_applied,
+            finite=progress is not None,
         )
 
-    def rehearse(self, groups: Sequence[ScoredGroup]) -> None:
-        """Compute the first update from such groups, and keep nothing of it, nor of the random numbers it draws."""
+    def compute_and_discard(self, groups: Sequence[ScoredGroup]) -> None:
+        """Compute the first update from these groups, and discard it together with the random numbers that it used."""
         before = random_state()
         try:
             for _ in self._compute(groups, 0):
@@ -135,8 +178,7 @@ class PolicyLearner:
             restore_random_state(before)
 
     def _compute(self, groups: Sequence[ScoredGroup], step: int) -> Generator[None, None, _Computed]:
-        """All of an update but making its outcome the learner's own."""
-        rules = LossSettings(self._settings, self._objective, self._law, self._state.loss_coefficients)
+        rules = LossSettings(self._settings, self._objective, self._distribution, self._state.loss_coefficients)
         batch = yield from prepare(
             groups,
             policy=self._policy,
@@ -148,68 +190,72 @@ class PolicyLearner:
             seed=(self._seed, step),
         )
         rate = learning_rate(step, steps=self._steps, settings=self._settings) * self._state.rate_factor
-        tally = Tally()
-        moved = yield from optimize(
+        totals = MetricTotals()
+        progress = yield from take_optimizer_steps(
             batch,
-            OptimizerProgress(self.parameters, self._state.optimizer, 0, {}, ()),
+            OptimizerProgress(self.parameters, self._state.optimizer),
             policy=self._policy,
             forcing=self._forcing,
             rules=rules,
             version=self.version,
-            rate=rate,
-            tally=tally,
+            learning_rate=rate,
+            totals=totals,
         )
-        steps = moved.steps if moved is not None else 0
-        metrics = tally.metrics(tokens=batch.tokens, rate=rate, loss_coefficients=rules.loss_coefficients, steps=steps)
-        if moved is not None and metrics.applied and self._watched:
-            metrics = replace(metrics, step_kl=(yield from self._step_kl(groups, batch, moved)))
-        return _Computed(batch, moved, metrics)
+        metrics = totals.metrics(
+            tokens=batch.tokens,
+            learning_rate=rate,
+            loss_coefficients=rules.loss_coefficients,
+            steps=progress.steps if progress is not None else 0,
+        )
+        if progress is not None and metrics.update_applied and self._measure_update_kl:
+            metrics = replace(metrics, update_kl=(yield from self._update_kl(groups, batch, progress)))
+        return _Computed(batch, progress, metrics)
 
-    def _step_kl(
-        self, groups: Sequence[ScoredGroup], batch: PreparedBatch, moved: OptimizerProgress
+    def _update_kl(
+        self, groups: Sequence[ScoredGroup], batch: PreparedBatch, progress: OptimizerProgress
     ) -> Generator[None, None, float]:
-        nats: float = yield from update_kl(
+        kl: float = yield from update_kl(
             groups,
             batch.mini_batches[0],
-            moved.start,
+            progress.initial_logp,
             policy=self._policy,
             forcing=self._forcing,
-            after=moved.parameters,
-            distribution=self._law,
-            budget=self._settings.micro_batch_tokens,
+            after=progress.parameters,
+            distribution=self._distribution,
+            micro_batch_tokens=self._settings.micro_batch_tokens,
         )
-        return nats
+        return kl
 
-    def _adopt(self, moved: OptimizerProgress, metrics: UpdateMetrics) -> None:
-        """Make the result of an update the learner's own."""
+    def _apply(self, progress: OptimizerProgress, metrics: UpdateMetrics) -> None:
         before = self._state
-        self._adapter_watch.observe(flat(moved.parameters), moved.gradients)
+        assert progress.gradients is not None
+        self._adapter_check.check(flat(progress.parameters), progress.gradients)
         loss_coefficients = next_loss_coefficients(
             before.loss_coefficients, kl=metrics.kl, entropy=metrics.entropy, settings=self._settings
         )
         updates = before.updates + 1
-        self._reference.follow(moved.parameters, updates=updates)
-        self._state = LearnerState(moved.optimizer, loss_coefficients, before.rate_factor, updates)
-        self._become(moved.parameters)
+        self._reference.follow(progress.parameters, updates=updates)
+        self._state = LearnerState(progress.optimizer, loss_coefficients, before.rate_factor, updates)
+        self._set_parameters(progress.parameters)
 
-    def _become(self, parameters: Parameters) -> None:
+    def _set_parameters(self, parameters: Parameters) -> None:
         self.parameters = parameters
         self.version += 1
         self.fingerprint = fingerprint(parameters)
 
     def observe_health(self, *, healthy: bool) -> None:
-        """Tell the learner how the batch of its newest update looked, so that it knows what is good to go back to."""
-        if self._good is not None:
-            self._good.observe(self._snapshot(), healthy=healthy)
+        """Record whether the batch of the newest update looked healthy, which decides what a rollback returns to."""
+        if self._rollback is not None:
+            self._rollback.observe(self._snapshot(), healthy=healthy)
 
     def roll_back(self, *, rate: float) -> None:
-        """Go back to the last good policy, as a new version, and learn on at `rate` times the learning rate."""
-        if self._good is None:
-            raise RuntimeError("this learner keeps no policy to go back to")
-        good = self._good.go_back()
-        self._state = good.state._replace(rate_factor=self._state.rate_factor * rate)
-        self._reference.restore(good.reference)
-        self._become(good.parameters)
+        """Return to the last healthy policy, as a new version; later learning rates are multiplied by `rate`."""
+        if self._rollback is None:
+            raise RuntimeError("this learner keeps no policy to roll back to")
+        healthy = self._rollback.roll_back()
+        self._state = healthy.state._replace(rate_factor=self._state.rate_factor * rate)
+        self._reference.restore(healthy.reference)
+        self._set_parameters(healthy.parameters)
 
     def _snapshot(self) -> Snapshot:
         return Snapshot(self.parameters, self._state, self._reference.arrays())
@@ -218,30 +264,29 @@ class PolicyLearner:
         """Name every array of the learner but the parameters, for a checkpoint; evaluated, and never changed later."""
         arrays = state_arrays(self._state)
         arrays |= {f"reference.{name}": array for name, array in self._reference.arrays().items()}
-        if self._good is not None:
-            arrays |= {f"rollback.{name}": array for name, array in self._good.arrays().items()}
+        if self._rollback is not None:
+            arrays |= {f"rollback.{name}": array for name, array in self._rollback.arrays().items()}
         mx.eval(arrays)
         return arrays
 
     def restore(self, state: Mapping[str, mx.array]) -> None:
-        """Continue from the served parameters of the policy and the state that belongs to them.
+        """Continue from the served parameters and the state that belongs to them.
 
-        Raises ValueError, and changes nothing, where the state does not fit the trainable parameters.
+        Raises ValueError, and changes nothing, if the state does not fit the trainable parameters.
         """
         own = {name: array for name, array in state.items() if not name.startswith(("reference.", "rollback."))}
         restored = state_from_arrays(own, flat(self._policy.trainable()), self._settings)
-        self._reference.restore(part(state, "reference."))
-        self._adopt_served()
+        self._reference.restore(with_prefix(state, "reference."))
+        self._start_from_served()
         self._state = restored
-        if self._good is not None:
-            good = part(state, "rollback.")
-            self._good = GoodPolicy(self._snapshot(), window=self._good.window)  # where it was not kept before
-            if good:
-                self._good.restore(good, self._settings)
+        if self._rollback is not None:
+            self._rollback = RollbackPolicy(self._snapshot(), window=self._rollback.window)
+            if saved := with_prefix(state, "rollback."):  # empty if earlier starts of the run kept none
+                self._rollback.restore(saved, self._settings)
 
 
-def _of_completions(groups: Sequence[ScoredGroup], advantages: TokenAdvantages) -> tuple[tuple[float, ...], ...]:
-    """Of the groups alone, which come before the replayed ones; tokens that were not sampled have 0."""
+def _per_completion(groups: Sequence[ScoredGroup], advantages: TokenAdvantages) -> tuple[tuple[float, ...], ...]:
+    """Return the mean advantage of each completion of `groups`; those of replayed groups follow and are left out."""
     return tuple(
         tuple(float(a_T.sum()) / max(1, c.length) for c, a_T in zip(group.group.completions, rows, strict=True))
         for group, rows in zip(groups, advantages, strict=False)

@@ -1,4 +1,4 @@
-"""How far an update moved the policy: the earliest sign of one that destroys it."""
+"""How far an update moves the policy: the earliest symptom of an update that destroys it."""
 
 from __future__ import annotations
 
@@ -21,10 +21,12 @@ from clotho.training.objectives.kl import MAX_LOG_RATIO
 from protocols.rollout import ScoredGroup
 
 COMPLETIONS = 32
-"""So many completions of a mini-batch are looked at; with half as many a destructive update can look harmless."""
+"""Number of completions to score; with half as many, a destructive update can go unnoticed."""
 
 
-class _Looked(NamedTuple):
+class _Sampled(NamedTuple):
+    """A completion, and the log-probabilities of its sampled tokens before the update."""
+
     sequence: TrainingSequence
     before_T: NDArray[np.float64]
 
@@ -38,36 +40,37 @@ def update_kl(
     forcing: TeacherForcing,
     after: Parameters,
     distribution: SamplingDistribution,
-    budget: int,
+    micro_batch_tokens: int,
 ) -> Generator[None, None, float]:
-    """Estimate KL(before || after) in nats per token, by k3 on the tokens of a few completions of a mini-batch.
+    """Estimate KL(policy before || policy after) in nats per token, by k3 on some completions of a minibatch.
 
-    before: log-probabilities of the tokens of its micro-batches, as the first gradient found them (with dropout, if
-    there is any); after: parameters. The completions come evenly from its groups; their sampled tokens are taken as sampled
-    by the policy before. budget: positions of a forward pass, as of a gradient's. Yields after each. Not finite where
-    either policy's log-probabilities are not.
+    before: log-probabilities of the tokens of its micro-batches at the weights before the update (with dropout, if
+    there is any). after: parameters. The completions are spread evenly over the groups of the minibatch; their tokens
+    stand for samples of the policy before the update. micro_batch_tokens: positions per forward pass. Yields after each
+    pass. Not finite if either policy's log-probabilities are not finite.
     """
-    looked = _looked_at(groups, mini, before)
+    sampled = _spread_completions(groups, mini, before)
+    sequences = [one.sequence for one in sampled]
     total, tokens = 0.0, 0
-    for micro in build_micro_batches([one.sequence for one in looked], layout=forcing.layout, budget=budget):
+    for micro in build_micro_batches(sequences, layout=forcing.layout, budget=micro_batch_tokens):
         with policy.using(after):
             after_N = np.array(reference_scores(forcing, micro, distribution), dtype=np.float64)
         yield
-        before_N = np.concatenate([looked[member].before_T for member in micro.members])
+        before_N = np.concatenate([sampled[member].before_T for member in micro.members])
         d_N = np.clip(after_N[: len(before_N)] - before_N, -MAX_LOG_RATIO, MAX_LOG_RATIO)
         total += float(np.sum(np.expm1(d_N) - d_N))
         tokens += len(before_N)
     return total / tokens
 
 
-def _looked_at(groups: Sequence[ScoredGroup], mini: MiniBatch, before: Sequence[mx.array]) -> list[_Looked]:
-    everyone = sorted(
+def _spread_completions(groups: Sequence[ScoredGroup], mini: MiniBatch, before: Sequence[mx.array]) -> list[_Sampled]:
+    candidates = sorted(
         (mini.places[member], m, b)
         for m, micro in enumerate(mini.micro_batches)
         for b, member in enumerate(micro.members)
     )
-    looked = []
-    for (group, i), m, b in everyone[:: -(-len(everyone) // COMPLETIONS)]:
+    sampled = []
+    for (group, i), m, b in candidates[:: -(-len(candidates) // COMPLETIONS)]:
         micro = mini.micro_batches[m]
         completion = groups[group].group.completions[i]
         sequence = scored_only(groups[group].group.prompt.tokens, completion.tokens)._replace(
@@ -77,5 +80,5 @@ def _looked_at(groups: Sequence[ScoredGroup], mini: MiniBatch, before: Sequence[
         )
         own_N = (micro.table.sequence_N == b) & (micro.table.weight_N > 0)
         before_T = np.array(before[m], dtype=np.float64)[own_N]
-        looked.append(_Looked(sequence, before_T))
-    return looked
+        sampled.append(_Sampled(sequence, before_T))
+    return sampled

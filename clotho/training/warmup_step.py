@@ -1,4 +1,7 @@
-"""An update before the first prompt, of which nothing is kept: what cannot be learned fails before anything is asked."""
+"""The warmup step: one update before the first prompt, whose result is discarded.
+
+A model that cannot be trained with these settings ends the run before any rollout is sampled.
+"""
 
 from __future__ import annotations
 
@@ -15,26 +18,28 @@ from protocols.rollout import RolloutGroup, ScoredGroup, TeacherTokens
 from protocols.sampling import Completion, restricts_support
 
 
-class Size(Struct, frozen=True, kw_only=True):
-    """completions: how many. tokens: of each, and of each prompt."""
+class DummyBatchSize(Struct, frozen=True, kw_only=True):
+    """completions: number of completions. tokens: length of each completion, and of each prompt."""
 
     completions: int
     tokens: int
 
 
 def rehearse(learner: PolicyLearner, profile: Profile, *, context: int) -> None:
-    """Compute an update from made-up completions that fill a micro-batch; the learner stays as it is.
+    """Compute an update from dummy completions that fill a micro-batch; the learner does not change.
 
-    So a model without gradients, an objective that fails, or a compiler that does, ends the run before its first
-    prompt. It also pays what only a first update pays: memory that was never touched, kernels to be compiled. context:
-    tokens that the policy can see. Raises ModelError where MLX, or code of the user's own, raised something else.
+    It detects a model without gradients and an objective that fails, and it pays the costs of a first update: memory
+    that was never touched, kernels that must be compiled. context: context length of the model. Raises ModelError if
+    MLX or a custom objective raises another error.
     """
-    size = size_of(profile, context=context)
+    size = dummy_batch_size(profile, context=context)
     whole, rest = divmod(size.completions, profile.sampling.group_size)
     counts = [profile.sampling.group_size] * whole + [rest] * (rest > 0)
     try:
-        learner.rehearse([_group(number, count, size.tokens, profile) for number, count in enumerate(counts)])
-        mx.clear_cache()  # of shapes that will not come again
+        learner.compute_and_discard(
+            [_dummy_group(number, count, size.tokens, profile) for number, count in enumerate(counts)]
+        )
+        mx.clear_cache()  # buffers of shapes that do not occur again
     except ClothoError:
         raise
     except Exception as error:
@@ -44,19 +49,19 @@ def rehearse(learner: PolicyLearner, profile: Profile, *, context: int) -> None:
         ) from error
 
 
-def size_of(profile: Profile, *, context: int) -> Size:
-    """As many completions of the longest length as an update has and `learner.micro_batch_tokens` allows; at least one.
+def dummy_batch_size(profile: Profile, *, context: int) -> DummyBatchSize:
+    """Return as many completions of the longest length as an update has and `learner.micro_batch_tokens` allows.
 
-    Prompts are as long as completions: the real ones are still being read.
+    At least one completion. Prompts are as long as completions, because the dataset is still being read.
     """
     budget = profile.learner.micro_batch_tokens
     tokens = max(1, min(profile.sampling.max_tokens, budget // 2, context // 2))
     most = profile.learner.batch_size * profile.sampling.group_size
-    return Size(completions=max(1, min(most, budget // (2 * tokens))), tokens=tokens)
+    return DummyBatchSize(completions=max(1, min(most, budget // (2 * tokens))), tokens=tokens)
 
 
-def _group(number: int, completions: int, tokens: int, profile: Profile) -> ScoredGroup:
-    """Token 0, again and again, half of it praised and half of it blamed, with whatever the settings ask of a group."""
+def _dummy_group(number: int, completions: int, tokens: int, profile: Profile) -> ScoredGroup:
+    """Return a group of completions of token 0, half with advantage +1 and half with -1, shaped like a real group."""
     top_k = profile.sampling.top_k if restricts_support(profile.sampling) else 0
     support = array("I", range(top_k)).tobytes()
     completion = Completion(
@@ -68,12 +73,12 @@ def _group(number: int, completions: int, tokens: int, profile: Profile) -> Scor
         supports=(support,) * tokens if support else (),
     )
     prompt = Prompt(group_id=number, problem=Problem(prompt="", answer="", type=""), tokens=(0,) * tokens, seed=0)
-    praise = tuple(1.0 if i % 2 else -1.0 for i in range(completions))
+    rewards = tuple(1.0 if i % 2 else -1.0 for i in range(completions))
     return ScoredGroup(
         group=RolloutGroup(prompt=prompt, completions=(completion,) * completions),
-        rewards=praise,
+        rewards=rewards,
         parts={},
-        token_advantages=tuple((value,) * tokens for value in praise),
+        token_advantages=tuple((value,) * tokens for value in rewards),
         reference_logprobs=((-1.0,) * tokens,) * completions,
         teacher=(TeacherTokens(tokens=((0,),) * tokens, logprobs=((0.0,),) * tokens),) * completions,
     )

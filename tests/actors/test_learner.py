@@ -41,7 +41,7 @@ async def test_a_batch_becomes_an_update_that_everyone_is_told(executor: Compute
     assert scene.policy.version == 0
     assert scene.ledger.balance(prompted=4, carried_over=0).holds
     assert scene.progress.step == 2
-    assert scene.progress.trained_tokens == sum(report.update.tokens for report in reports if report.update)
+    assert scene.progress.trained_tokens == sum(report.update.trained_tokens for report in reports if report.update)
 
 
 async def test_an_update_does_not_depend_on_which_group_came_first(executor: ComputeExecutor) -> None:
@@ -90,7 +90,7 @@ async def test_an_update_that_is_not_finite_changes_nothing(executor: ComputeExe
     assert (bad.version, bad.fingerprint, bad.trained) == (0, before, ())
     assert {drop.reason for drop in bad.discarded} == {"not_finite"}
     assert bad.update is not None
-    assert not bad.update.applied
+    assert not bad.update.update_applied
     assert (good.version, scene.progress.bad_steps) == (1, 0)
     alone = await Scene(executor, [taught(2), taught(3)]).run()
     assert good.fingerprint == alone[0].fingerprint, "as if the bad batch had never been"
@@ -162,7 +162,7 @@ async def test_replayed_groups_are_learnt_from_beside_the_batch_and_end_only_onc
     scene = Scene(executor, outcomes, replay=ReplaySection(capacity=3, groups=2))
     reports = await scene.run()
     assert [report.replayed for report in reports] == [0, 2, 2]
-    tokens = [report.update.tokens for report in reports if report.update]
+    tokens = [report.update.trained_tokens for report in reports if report.update]
     assert tokens == [10, 20, 20]
     assert [len(report.trained) for report in reports] == [2, 2, 2]
     assert scene.ledger.balance(prompted=6, carried_over=0).holds

@@ -79,8 +79,8 @@ async def test_values_that_are_not_finite_are_null(tmp_path: Path) -> None:
     """The file stays valid JSON in a diverging run."""
     update = type(UPDATE)(
         loss=float("nan"), kl=float("inf"), entropy=0.1, clip_fraction=0.0, mismatch_kl=0.0, ratio_mean=1.0,
-        grad_norm=float("-inf"), learning_rate=1e-5, tokens=1, applied=False,
-            ess=float("nan"), rejected_fraction=0.0, kl_beta=0.0, entropy_weight=0.0, optimizer_steps=1,
+        grad_norm=float("-inf"), learning_rate=1e-5, trained_tokens=1, update_applied=False,
+            ess=float("nan"), rejected_fraction=0.0, kl_beta=0.0, entropy_coef=0.0, optimizer_steps=1,
     )  # fmt: skip
     await observe(tmp_path, step(1, update=update, groups=(trained(rewards=(float("nan"), 1.0)),)))
     (line,) = lines(tmp_path / "metrics.jsonl")

@@ -64,14 +64,14 @@ def metrics(line: Line, *, kl: float = 0.0, kl_beta: float = 0.0, applied: bool 
         ratio_mean=1.0,
         grad_norm=1.0,
         learning_rate=1e-3,
-        tokens=100,
-        applied=applied,
+        trained_tokens=100,
+        update_applied=applied,
         ess=line.ess,
         rejected_fraction=0.0,
         kl_beta=kl_beta,
-        entropy_weight=0.0,
+        entropy_coef=0.0,
         optimizer_steps=1,
-        step_kl=line.step_kl,
+        update_kl=line.step_kl,
     )
 
 

@@ -332,7 +332,7 @@ def test_nan_counts_as_exceeding_every_threshold() -> None:
     """An update KL of NaN becomes infinity."""
     for value in (math.nan, math.inf):
         assert batch_statistics((), report(update=metrics(GOOD._replace(step_kl=value)))).step_kl == math.inf
-    assert batch_statistics((), report(update=msgspec.structs.replace(metrics(GOOD), step_kl=None))).step_kl is None
+    assert batch_statistics((), report(update=msgspec.structs.replace(metrics(GOOD), update_kl=None))).step_kl is None
 
 
 def test_the_kl_is_ignored_without_a_kl_penalty() -> None:

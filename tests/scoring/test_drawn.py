@@ -139,7 +139,7 @@ def test_two_turns_of_a_transformer_learn_what_a_naive_evaluation_says(layout: A
 def test_only_drawn_tokens_are_counted() -> None:
     """Six of ten; means over them are as if there were no others."""
     update = finish(learner(tiny_policy()).update([two_turns()]))
-    assert update.metrics.tokens == 6
+    assert update.metrics.trained_tokens == 6
     assert update.advantages[0] == pytest.approx((1.0, -1.0), abs=1e-3)
 
 
@@ -214,7 +214,7 @@ def test_how_far_an_update_moved_the_policy_is_measured_on_drawn_tokens(
             for i in (0, 1)
         ]
     )
-    assert update.metrics.step_kl == pytest.approx(np.mean(np.exp(ratio_N) - 1.0 - ratio_N), rel=1e-3)
+    assert update.metrics.update_kl == pytest.approx(np.mean(np.exp(ratio_N) - 1.0 - ratio_N), rel=1e-3)
 
 
 def test_all_tokens_drawn_is_the_same_as_nothing_said() -> None:
@@ -233,5 +233,5 @@ def test_cut_off_completions_are_told_by_how_they_ended() -> None:
     first, second = group.group.completions
     cut = with_completions(group, [replace(first, finish_reason="length"), second])
     settings = convert({"mask_truncated": True}, LearnerSection)
-    assert finish(learner(tiny_policy(), mask_truncated=True).update([cut])).metrics.tokens == 3
+    assert finish(learner(tiny_policy(), mask_truncated=True).update([cut])).metrics.trained_tokens == 3
     assert whole_gradient(tiny_policy(), [cut], settings, distribution=SamplingDistribution(1.0))[0] > 0.1

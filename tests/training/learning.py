@@ -20,7 +20,6 @@ from clotho.scoring.teacher_forcing import TeacherForcing
 from clotho.scoring.token_scores import SamplingDistribution
 from clotho.training.gradient import LossSettings, Moment, micro_gradient
 from clotho.training.objectives.controllers import initial_loss_coefficients
-from clotho.training.objectives.loss import TokenSums
 from clotho.training.objectives.registry import objective
 from clotho.training.prepare import prepare
 from clotho.training.reference_policy import ReferencePolicy
@@ -199,7 +198,7 @@ def whole_gradient(
     total, arrays = 0.0, {name: np.zeros(array.shape) for name, array in flat(policy.trainable()).items()}
     for micro, known in zip(batch.mini_batches[0].micro_batches, batch.known[0], strict=True):
         part = micro_gradient(policy, forcing, policy.trainable(), micro, known, rules=rules, moment=Moment(0, 0.0))
-        total += float(np.array(part.sums)[TokenSums._fields.index("loss")])
+        total += float(part.loss)
         for name, array in part.arrays.items():
             arrays[name] += np.array(array, dtype=np.float64)
     return total, arrays

@@ -39,16 +39,16 @@ def test_the_metric_is_a_mean_over_tokens_with_a_teacher(epochs: int) -> None:
     ]
     one = learner(policy, distillation_weight=0.1, learning_rate=1e-9, update_epochs=epochs)
     expected = np.mean([-(0.75 * logp_V_V[before, 1] + 0.25 * logp_V_V[before, 4]) for before in (2, 3, 2)])
-    assert finish(one.update(groups)).metrics.distillation == pytest.approx(expected, rel=1e-5)
+    assert finish(one.update(groups)).metrics.distillation_loss == pytest.approx(expected, rel=1e-5)
 
 
 def test_without_a_teacher_nothing_is_reported() -> None:
     """Nor where the profile learns from none, whatever the groups bring: then it changes no bit."""
     plain = scored_group([[3, 4], [2]], [1.0, 0.0])
     told = taught(plain, (1, 4), (-0.5, -2.0))
-    assert finish(learner(BigramPolicy(), distillation_weight=0.1).update([plain])).metrics.distillation == 0.0
+    assert finish(learner(BigramPolicy(), distillation_weight=0.1).update([plain])).metrics.distillation_loss == 0.0
     one, two = (finish(learner(BigramPolicy()).update([group])) for group in (plain, told))
-    assert two.metrics.distillation == 0.0
+    assert two.metrics.distillation_loss == 0.0
     assert same_bits(one.parameters, two.parameters)
 
 
@@ -60,7 +60,7 @@ def test_the_policy_comes_to_say_what_its_teacher_says() -> None:
     reported = []
     for _ in range(40):
         update = finish(one.update([group]))
-        reported.append(update.metrics.distillation)
+        reported.append(update.metrics.distillation_loss)
     with policy.using(update.parameters):
         p_V = np.array(mx.softmax(policy.model(mx.array([[1, 2]]))[0, -1]))
     assert p_V[[9, 17]] == pytest.approx([7 / 9, 2 / 9], abs=0.02)
@@ -76,8 +76,8 @@ def test_micro_batches_add_up_to_the_same_metric(budget: int) -> None:
         finish(learner(tiny_policy(), micro_batch_tokens=tokens, **keys).update(environment_groups(32))).metrics
         for tokens in (200, budget)
     ]
-    assert metrics[0].distillation > 0.0
-    assert metrics[1].distillation == pytest.approx(metrics[0].distillation, rel=1e-5)
+    assert metrics[0].distillation_loss > 0.0
+    assert metrics[1].distillation_loss == pytest.approx(metrics[0].distillation_loss, rel=1e-5)
     assert metrics[1].grad_norm == pytest.approx(metrics[0].grad_norm, rel=1e-4)
 
 

@@ -178,7 +178,7 @@ def test_adamw_equals_that_of_mlx_with_bias_correction() -> None:
     assert_close(take_steps(ADAMW, 4)[0], take_mlx_steps(reference, 4))
 
 
-def test_the_first_step_of_adamw_has_the_size_of_the_rate() -> None:
+def test_the_first_step_of_adamw_has_the_dummy_batch_size_the_rate() -> None:
     """m^ = g and v^ = g^2: 1 - 0.1 x 3 / (3 + 1) = 0.925, and -2 decays to -1.98 and gains 0.1 x 2 / (2 + 1)."""
     assert first_step("adamw", [1.0], [3.0], epsilon=1.0) == pytest.approx([0.925])
     assert first_step("adamw", [-2.0], [-2.0], epsilon=1.0, weight_decay=0.1) == pytest.approx([-1.98 + 0.2 / 3])

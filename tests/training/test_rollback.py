@@ -1,118 +1,107 @@
-"""What the learner does when the alarms say that the policy collapses."""
+"""The policy that is gone back to: it has proved itself, and survives a resume with all else that learning carries."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
 from typing import Any
 
-import anyio
+import mlx.core as mx
+import numpy as np
 import pytest
 
-from clotho.config.schema import CollapseDetectionSection, ReplaySection
-from clotho.runtime.compute_thread import ComputeExecutor
-from protocols.collapse import BaselineStatistics, CollapseState
-from protocols.errors import CollapseError, DivergenceError
-from tests.actors.boxes import compute_thread, everything
-from tests.actors.learner_scene import Scene, lost, taught
-from tests.training import learning
+from clotho.config.schema import LearnerSection
+from clotho.training.objectives.loss import LossCoefficients
+from clotho.training.optimizers import initial_state
+from clotho.training.rollback import LearnerState, RollbackPolicy, Snapshot
+from tests.training.learning import finish, learner, random_groups, same_bits, tiny_policy
+
+CARRIED: dict[str, Any] = {
+    "num_minibatches": 2,
+    "kl_beta": 0.1,
+    "kl_target": 1e-3,
+    "entropy_target": 9.0,
+    "good_window": 1,
+}
+"""Controllers, dealt mini-batches and policies to go back to."""
+
+REFERENCES: list[dict[str, Any]] = [
+    {"reference": "average", "ref_ema": 0.5},
+    {"reference": "snapshot", "reference_interval": 2},
+    {"reference": "base"},
+]
 
 
-@pytest.fixture
-def executor() -> Iterator[ComputeExecutor]:
-    """A compute thread."""
-    with compute_thread() as running:
-        yield running
+def snapshot(number: int) -> Snapshot:
+    """A learner after so many updates."""
+    parameters = {"w": mx.array([float(number)])}
+    return Snapshot(
+        parameters, LearnerState(initial_state(parameters, LearnerSection()), LossCoefficients(0.0, 0.0)), {}
+    )
 
 
-TOUCHY: dict[str, Any] = {"step_kl_high": 1e-9, "patience": 1}
-"""Alarms that trip at every update."""
+def test_what_is_gone_back_to_has_stayed_healthy_for_a_window() -> None:
+    """With windows of 2: after update 4 the policy of update 2 is good, after 6 that of update 4."""
+    good = RollbackPolicy(snapshot(0), window=2)
+    back = []
+    for number in range(1, 8):
+        good.observe(snapshot(number), healthy=True)
+        back.append(good.arrays()["healthy.parameters.w"].item())
+    assert back == [0, 0, 0, 2, 2, 4, 4]
 
 
-async def test_after_a_rollback_the_good_weights_are_a_new_version(executor: ComputeExecutor) -> None:
-    """NullSampleLog is served an old version number; what the bad policy drew is discarded, and the books go on."""
-    outcomes = [taught(0), taught(1), taught(2, version=1), taught(3, version=2)]
-    alarms = CollapseDetectionSection(on_collapse="rollback", **TOUCHY)
-    scene = Scene(executor, outcomes, alarms=alarms, replay=ReplaySection(capacity=4))
-    initial = scene.policy.trainable()
-    first, second = await scene.run()
-    update = await scene.told[0].receive()
-    assert (first.version, first.rolled_back, len(first.trained)) == (2, True, 2)
-    assert "changed the policy" in first.collapse_warnings[0]
-    assert learning.same_bits(update.parameters, initial)
-    assert (update.rollbacks, update.replay) == (1, ())
-    assert [drop.reason for drop in second.discarded] == ["stale"]
-    assert scene.ledger.balance(prompted=4, carried_over=0).holds
-    assert second.update
-    assert second.update.learning_rate == pytest.approx(1e-2 * alarms.rollback_rate)
+def test_what_does_not_look_healthy_proves_nothing_and_a_return_begins_anew() -> None:
+    """Bad updates are not counted; after going back the candidate is the good one itself."""
+    good = RollbackPolicy(snapshot(0), window=1)
+    for number, healthy in enumerate([True, True, False, False], start=1):
+        good.observe(snapshot(number), healthy=healthy)
+    assert np.array(good.roll_back().parameters["w"]) == [1.0]
+    good.observe(snapshot(9), healthy=True)
+    assert np.array(good.roll_back().parameters["w"]) == [1.0]
 
 
-@pytest.mark.parametrize(("keys", "batches"), [({"on_collapse": "stop"}, 1), ({"on_collapse": "rollback"}, 2)])
-async def test_a_collapse_that_must_not_be_ends_the_run(
-    executor: ComputeExecutor, keys: dict[str, Any], batches: int
-) -> None:
-    """At once, or after the last rollback that is allowed; what was learned is told before, for the last checkpoint."""
-    alarms = CollapseDetectionSection(**TOUCHY, max_rollbacks=1, **keys)
-    scene = Scene(executor, [taught(group_id, version=group_id) for group_id in range(6)], alarms=alarms)
-    with pytest.raises(CollapseError, match="changed the policy"):
-        await scene.box.run()
-    assert len(await everything(scene.told[0])) == batches
+@pytest.mark.parametrize("reference", REFERENCES, ids=lambda keys: keys["reference"])
+def test_every_state_of_learning_is_restored_bit_for_bit(reference: dict[str, Any]) -> None:
+    """A resumed learner goes back, and learns on, as the one that was never interrupted."""
+    policy, resumed_policy = tiny_policy(), tiny_policy()
+    one, resumed = (learner(p, **CARRIED, **reference) for p in (policy, resumed_policy))
+    for seed in range(3):
+        saved = finish(one.update(random_groups(32, seed=seed)))
+        one.observe_health(healthy=seed < 2)
+    one.roll_back(rate=0.5)
+    finish(one.update(random_groups(32, seed=3), step=3))
+    one.observe_health(healthy=True)
+    resumed_policy.publish(one.parameters, version=one.version, step=4, fingerprint=one.fingerprint)
+    resumed.restore({name: mx.array(np.array(array)) for name, array in one.state().items()})
+    assert one.version == saved.version + 2
+    for _ in range(2):
+        updates = [finish(x.update(random_groups(32, seed=5), step=4)) for x in (one, resumed)]
+        assert updates[0].metrics == updates[1].metrics
+        assert updates[0].fingerprint == updates[1].fingerprint
+        for x in (one, resumed):
+            x.roll_back(rate=0.5)
+        assert same_bits(one.parameters, resumed.parameters)
+        assert same_bits(one.state(), resumed.state())
 
 
-@pytest.mark.parametrize(
-    ("keys", "error"),
-    [
-        ({"alarms": CollapseDetectionSection(on_collapse="stop", **TOUCHY)}, CollapseError),
-        ({"outcome": taught(0, logprob=math.nan), "max_bad_steps": 1}, DivergenceError),
-    ],
-)
-async def test_a_run_that_must_end_waits_until_its_last_batch_is_on_record(
-    executor: ComputeExecutor, keys: dict[str, Any], error: type[Exception]
-) -> None:
-    """The failure would overtake the monitor, and the line that shows the reason would be missing."""
-    keys = {"outcome": taught(0), **keys}
-    scene = Scene(executor, [keys.pop("outcome")], batch_size=1, **keys)
-    scene.recorded.put(0)
-    ended = anyio.Event()
-
-    async def run() -> None:
-        with pytest.raises(error):
-            await scene.box.run()
-        ended.set()
-
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(run)
-        await scene.reported.receive()
-        await anyio.wait_all_tasks_blocked()
-        assert not ended.is_set()
-        scene.recorded.put(1)
-    assert ended.is_set()
+def test_going_back_takes_everything_back_but_the_rate_and_the_version() -> None:
+    """Parameters, moments, controllers and reference are those of the good policy; versions only ever rise."""
+    one = learner(tiny_policy(), **CARRIED, **REFERENCES[0])
+    start = one.parameters
+    before = one.state()
+    for seed in range(2):
+        finish(one.update(random_groups(32, seed=seed)))
+    one.roll_back(rate=0.5)
+    assert same_bits(one.parameters, start)
+    assert one.version == 3
+    names = [name for name in before if name != "scalars"]
+    assert same_bits({name: one.state()[name] for name in names}, {name: before[name] for name in names})
+    again = finish(one.update(random_groups(32), step=0))
+    assert again.metrics.learning_rate == pytest.approx(0.5e-2)
+    assert (again.metrics.kl_beta, again.metrics.entropy_coef) == (0.1, 0.0)
 
 
-async def test_a_batch_without_an_update_proves_no_policy_good(executor: ComputeExecutor) -> None:
-    """Nothing was learned and nothing was seen: what is gone back to has to earn it."""
-    outcomes = [taught(0), taught(1), lost(2), lost(3), lost(4), lost(5)]
-    scene = Scene(executor, outcomes, alarms=CollapseDetectionSection(on_collapse="rollback"))
-    assert [report.version for report in await scene.run()] == [1, 1, 1]
-    assert executor.submit(lambda: scene.learned.state()["rollback.healthy"].item()).result() == 1
-
-
-async def test_after_a_rollback_bad_updates_are_counted_anew(executor: ComputeExecutor) -> None:
-    """What was not finite came of the policy that was given up: it must not end the run that has just been saved."""
-    remembered = CollapseState(baseline=BaselineStatistics(length=0.1))
-    alarms = CollapseDetectionSection(on_collapse="rollback", patience=1)
-    outcomes = [taught(0, logprob=math.nan), taught(1, version=1)]
-    scene = Scene(executor, outcomes, alarms=alarms, remembered=remembered, batch_size=1, max_bad_steps=1)
-    first, second = await scene.run()
-    assert (first.rolled_back, first.update and first.update.applied) == (True, False)
-    assert (second.version, len(second.trained), scene.progress.bad_steps) == (2, 1, 0)
-
-
-async def test_a_warning_changes_nothing(executor: ComputeExecutor) -> None:
-    """The report has the signs; weights and versions are those of a run without alarms."""
-    outcomes = [taught(group_id) for group_id in range(4)]
-    warned = await Scene(executor, outcomes, alarms=CollapseDetectionSection(on_collapse="warn", **TOUCHY)).run()
-    silent = await Scene(executor, outcomes).run()
-    assert all(report.collapse_warnings for report in warned)
-    assert not any(report.collapse_warnings for report in silent)
-    assert [report.fingerprint for report in warned] == [report.fingerprint for report in silent]
+def test_a_learner_that_keeps_none_cannot_go_back() -> None:
+    """Nothing is held for a way back that the profile does not ask for."""
+    one = learner(tiny_policy())
+    assert not any(name.startswith("rollback.") for name in one.state())
+    with pytest.raises(RuntimeError, match="no policy to roll back to"):
+        one.roll_back(rate=0.5)

@@ -44,7 +44,7 @@ def test_groups_at_a_temperature_of_their_own_are_as_those_of_a_run_at_it(case: 
     own = [replace(group, temperatures=(0.6,) * len(group.rewards)) for group in plain]
     expected, found = updated(plain, 0.6, **EVERYWHERE[case]), updated(own, 1.0, **EVERYWHERE[case])
     other = updated(plain, 1.0, **EVERYWHERE[case])
-    for name in ("loss", "kl", "entropy", "ratio_mean", "grad_norm", "step_kl", "mismatch_kl"):
+    for name in ("loss", "kl", "entropy", "ratio_mean", "grad_norm", "update_kl", "mismatch_kl"):
         assert getattr(found.metrics, name) == pytest.approx(getattr(expected.metrics, name), rel=1e-3, abs=1e-6), name
     assert found.metrics.entropy != pytest.approx(other.metrics.entropy, rel=1e-2)
     for name, value in flat(expected.parameters).items():

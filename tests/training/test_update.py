@@ -104,7 +104,7 @@ def test_a_gradient_that_is_not_finite_leaves_weights_and_moments_bit_equal(
         patch.setattr(optimization, "micro_gradient", partial(poisoned_gradient, bad))
         next(job)
     skipped = finish(job)
-    assert not any((skipped.applied, skipped.finite, skipped.metrics.applied))
+    assert not any((skipped.applied, skipped.finite, skipped.metrics.update_applied))
     assert (skipped.version, skipped.fingerprint) == (learners[1].version, learners[1].fingerprint)
     assert same_bits(skipped.parameters, before)
     assert same_bits(learners[0].state(), state)
@@ -147,9 +147,9 @@ def test_steps_without_a_gradient_are_not_counted() -> None:
     keys: dict[str, Any] = {"num_minibatches": 2, "update_epochs": 2}
     groups = [scored_group([[3, 4], [5, 6]], rewards, group_id=i) for i, rewards in enumerate([(1.0, 0.0), (0.1, 0.1)])]
     metrics = finish(learner(tiny_policy(), **keys).update(groups)).metrics
-    assert (metrics.optimizer_steps, metrics.applied) == (2, True)
+    assert (metrics.optimizer_steps, metrics.update_applied) == (2, True)
     metrics = finish(learner(tiny_policy(), **keys).update(groups[1:])).metrics
-    assert (metrics.optimizer_steps, metrics.applied) == (0, False)
+    assert (metrics.optimizer_steps, metrics.update_applied) == (0, False)
 
 
 def test_equal_rewards_teach_nothing() -> None:
@@ -227,7 +227,7 @@ def test_metrics_of_a_fresh_sampler() -> None:
     assert metrics.ratio_mean == pytest.approx(1.0, abs=1e-5)
     assert metrics.mismatch_kl == pytest.approx(0.0, abs=1e-6)
     assert metrics.clip_fraction == 0.0
-    assert metrics.tokens == sum(len(c.tokens) for g in groups for c in g.group.completions)
+    assert metrics.trained_tokens == sum(len(c.tokens) for g in groups for c in g.group.completions)
     assert 0.0 < metrics.entropy < math.log(32)
     assert metrics.learning_rate == 1e-2
     assert json.decode(json.encode(metrics), type=type(metrics)) == metrics

@@ -22,7 +22,8 @@ class LossInputs(NamedTuple):
     rollout_logp_N: log-probability under the sampler. proximal_N: under the learner at the start of the batch; None while
     that is the policy itself. reference_N: under the reference policy, or None without penalty.
     weight_N: 1 for learned tokens, else 0. loss_weight_N: the token's share in the loss of the whole update.
-    on_policy_mask_N: 1 where the learner's own weights drew the token. sequence_N: int32, its completion, of `sequences`.
+    on_policy_mask_N: 1 for tokens that the learner's current weights sampled. sequence_N: int32, index of
+    the completion among `sequences`. teacher_mask_N: 1 for tokens with a teacher; None without a teacher.
     """
 
     rollout_logp_N: mx.array
@@ -34,6 +35,7 @@ class LossInputs(NamedTuple):
     on_policy_mask_N: mx.array
     sequence_N: mx.array
     sequences: int
+    teacher_mask_N: mx.array | None = None
 
 
 class LossCoefficients(NamedTuple):
@@ -43,24 +45,8 @@ class LossCoefficients(NamedTuple):
     entropy_weight: float
 
 
-class TokenSums(NamedTuple):
-    """Sums over the learned tokens of a micro-batch, each a float32 scalar without gradient.
-
-    loss: the micro-batch's share in the loss of the update, so with coefficients; the others without, to be divided by
-    a count of tokens. kl: to the reference, as estimated. clipped: tokens cut by the objective. ratio, ratio_squared:
-    of learner / sampler, whatever the objective's own is against. rejected: tokens that correction or masks weigh 0.
-    mismatch: k3 of sampler against learner on the fresh tokens. distilled: cross-entropy of a teacher's alternatives.
-    """
-
-    loss: mx.array
-    kl: mx.array
-    entropy: mx.array
-    clipped: mx.array
-    ratio: mx.array
-    ratio_squared: mx.array
-    rejected: mx.array
-    mismatch: mx.array
-    distilled: mx.array
+MetricSums = dict[str, mx.array]
+"""Metric name -> (2,) float32 without gradient: the sum over tokens, and the number of tokens it is the mean of."""
 
 
 def policy_loss(
@@ -72,7 +58,7 @@ def policy_loss(
     loss_coefficients: LossCoefficients,
     objective: Objective,
     cross_entropy_N: mx.array | None = None,
-) -> tuple[mx.array, TokenSums]:
+) -> tuple[mx.array, MetricSums]:
     """Loss of one micro-batch, to be minimised; the losses of all micro-batches of an update add up to its loss.
 
     L = sum_t c_t m_t (w_t L_t + kl_beta KL_t - entropy_weight H_t + distillation_weight C_t): coefficient c, mask m
@@ -99,18 +85,23 @@ def policy_loss(
         loss_N = loss_N + settings.distillation_weight * cross_entropy_N
     loss = mx.sum(inputs.loss_weight_N * inputs.weight_N * loss_N)
     ratio_N = mx.exp(bounded_log_ratio(logp_N, inputs.rollout_logp_N))
-    counted = (
-        kl_N,
-        entropy_N,
-        taught.clipped_N,
-        ratio_N,
-        mx.square(ratio_N),
-        correction_N == 0,
-        inputs.on_policy_mask_N * k3(inputs.rollout_logp_N, logp_N),
-        mx.zeros_like(logp_N) if cross_entropy_N is None else cross_entropy_N,
-    )
-    sums = TokenSums(loss, *(mx.sum(inputs.weight_N * value_N) for value_N in counted))
-    return loss, TokenSums(*(mx.stop_gradient(value) for value in sums))
+    mask_N = inputs.weight_N
+    means = {
+        "kl": (kl_N, mask_N),
+        "entropy": (entropy_N, mask_N),
+        "clip_fraction": (taught.clipped_N, mask_N),
+        "ratio_mean": (ratio_N, mask_N),
+        "ratio_squared_mean": (mx.square(ratio_N), mask_N),
+        "rejected_fraction": (correction_N == 0, mask_N),
+        "mismatch_kl": (k3(inputs.rollout_logp_N, logp_N), inputs.on_policy_mask_N * mask_N),
+    }
+    if cross_entropy_N is not None and inputs.teacher_mask_N is not None:
+        means["distillation_loss"] = (cross_entropy_N, inputs.teacher_mask_N * mask_N)
+    return loss, {name: _sum_and_count(value_N, mask_N) for name, (value_N, mask_N) in means.items()}
+
+
+def _sum_and_count(value_N: mx.array, mask_N: mx.array) -> mx.array:
+    return mx.stop_gradient(mx.stack([mx.sum(mask_N * value_N), mx.sum(mask_N)]))
 
 
 def _tokens(logp_N: mx.array, inputs: LossInputs, settings: LearnerSection) -> Tokens:

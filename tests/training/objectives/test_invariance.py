@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from clotho.config import presets as recipes
 from clotho.config.schema import LearnerSection
 from clotho.training.objectives.aggregation import coefficients
-from clotho.training.objectives.loss import LossCoefficients, LossInputs, TokenSums, policy_loss
+from clotho.training.objectives.loss import LossCoefficients, LossInputs, policy_loss
 from clotho.training.objectives.registry import OBJECTIVES
 from tests.training.objectives.cases import row
 
@@ -59,7 +59,7 @@ class Batch:
             sequences=len(completions),
         )
         loss_coefficients = LossCoefficients(self.settings.kl_beta, self.settings.entropy_weight)
-        (_, sums), gradient_N = mx.value_and_grad(
+        (loss, metrics), gradient_N = mx.value_and_grad(
             lambda logp_N: policy_loss(
                 logp_N,
                 row(self.entropy_N[at_N]),
@@ -71,7 +71,8 @@ class Batch:
         )(row(self.logp_N[at_N]))
         whole_N = np.zeros(len(self.logp_N))
         np.add.at(whole_N, at_N, np.array(gradient_N, dtype=np.float64))
-        return np.array([float(value) for value in sums]), whole_N
+        self.names = ["loss", *metrics]
+        return np.array([loss.item(), *(sums[0].item() for sums in metrics.values())]), whole_N
 
 
 @pytest.mark.parametrize("name", list(OBJECTIVES))
@@ -83,5 +84,5 @@ def test_any_split_and_padding_gives_the_same_sums_and_gradients(name: str) -> N
         parts = [batch.learn(completions, padding) for completions in split]
         np.testing.assert_allclose(np.sum([sums for sums, _ in parts], axis=0), whole, rtol=1e-5, atol=1e-6)
         np.testing.assert_allclose(np.sum([part_N for _, part_N in parts], axis=0), whole_N, rtol=1e-5, atol=1e-7)
-    rejected = whole[TokenSums._fields.index("rejected")]
+    rejected = whole[batch.names.index("rejected_fraction")]
     assert 0 < rejected < len(batch.logp_N)

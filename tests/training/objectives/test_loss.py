@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from clotho.config.schema import LearnerSection
-from clotho.training.objectives.loss import LossCoefficients, LossInputs, TokenSums, policy_loss
+from clotho.training.objectives.loss import LossCoefficients, LossInputs, MetricSums, policy_loss
 from clotho.training.objectives.registry import OBJECTIVES
 from tests.training.objectives.cases import row
 
@@ -37,7 +37,7 @@ def inputs(advantage_N: list[float], **fields: Any) -> LossInputs:
 
 def differentiate(
     logp_N: mx.array, seen: LossInputs, entropy_N: mx.array | None = None, **keys: Any
-) -> tuple[float, np.ndarray, np.ndarray, TokenSums]:
+) -> tuple[float, np.ndarray, np.ndarray, MetricSums]:
     """Loss, gradients by log-probability and by entropy, sums."""
     settings = LearnerSection(**keys)
     loss_coefficients = LossCoefficients(settings.kl_beta, settings.entropy_weight)
@@ -67,7 +67,7 @@ def test_against_the_sampler_the_ratio_is_clipped() -> None:
     value, gradient_N, _, sums = differentiate(ratio([1.0, 2.0, 0.5]), inputs([1.0] * 3))
     assert value == pytest.approx(-2.7, rel=1e-6)
     np.testing.assert_allclose(gradient_N, [-1.0, 0.0, -0.5], rtol=1e-6)
-    assert sums.clipped.item() == 1.0
+    assert sums["clip_fraction"][0].item() == 1.0
 
 
 def test_against_the_policy_itself_nothing_is_clipped_and_the_correction_weighs() -> None:
@@ -77,7 +77,7 @@ def test_against_the_policy_itself_nothing_is_clipped_and_the_correction_weighs(
     )
     assert value == pytest.approx(-2.5, rel=1e-6)
     np.testing.assert_allclose(gradient_N, [-2.0, -0.5], rtol=1e-5)
-    assert sums.clipped.item() == 0.0
+    assert sums["clip_fraction"][0].item() == 0.0
 
 
 def test_against_the_proximal_policy_both_ratios_act() -> None:
@@ -94,8 +94,8 @@ def test_against_the_proximal_policy_both_ratios_act() -> None:
     )
     assert value == pytest.approx(-3.45, rel=1e-5)
     np.testing.assert_allclose(gradient_N, [-1.65, 0.0], rtol=1e-5)
-    assert sums.ratio.item() == pytest.approx(4.65, rel=1e-5)
-    assert sums.ratio_squared.item() == pytest.approx(1.65**2 + 9.0, rel=1e-5)
+    assert sums["ratio_mean"][0].item() == pytest.approx(4.65, rel=1e-5)
+    assert sums["ratio_squared_mean"][0].item() == pytest.approx(1.65**2 + 9.0, rel=1e-5)
 
 
 def test_rejected_tokens_teach_nothing_and_are_counted() -> None:
@@ -117,7 +117,7 @@ def test_rejected_tokens_teach_nothing_and_are_counted() -> None:
     assert value == pytest.approx(-0.5 + 0.05 * math.log(3) - 0.15, rel=1e-5)
     np.testing.assert_allclose(gradient_N, [0.05, -0.45], rtol=1e-5)
     np.testing.assert_allclose(entropy_gradient_N, [-0.1, -0.1], rtol=1e-6)
-    assert sums.rejected.item() == 1.0
+    assert sums["rejected_fraction"][0].item() == 1.0
 
 
 @pytest.mark.parametrize("ratio_reference", ["sampler", "batch_start"])
@@ -128,7 +128,7 @@ def test_masks_of_completions_act_whatever_the_anchor(ratio_reference: str) -> N
         ratio([9.0, 1.0, 1.0]), seen, ratio_reference=ratio_reference, outlier_high=4.0
     )
     np.testing.assert_allclose(gradient_N, [0.0, 0.0, -1.0], rtol=1e-6)
-    assert sums.rejected.item() == 2.0
+    assert sums["rejected_fraction"][0].item() == 2.0
 
 
 def test_the_penalty_is_in_the_loss_unless_it_is_in_the_reward() -> None:
@@ -140,10 +140,10 @@ def test_the_penalty_is_in_the_loss_unless_it_is_in_the_reward() -> None:
     value, gradient_N, _, sums = differentiate(logp_N, seen, kl_beta=0.1)
     assert value == pytest.approx(0.1 * (1 - math.log(2)), rel=1e-5)
     assert gradient_N[0] == pytest.approx(-0.1, rel=1e-5)
-    assert sums.kl.item() == pytest.approx(1 - math.log(2), rel=1e-5)
+    assert sums["kl"][0].item() == pytest.approx(1 - math.log(2), rel=1e-5)
     value, gradient_N, _, sums = differentiate(logp_N, seen, kl_beta=0.1, kl_in="reward")
     assert (value, gradient_N[0]) == (0.0, 0.0)
-    assert sums.kl.item() == pytest.approx(1 - math.log(2), rel=1e-5)
+    assert sums["kl"][0].item() == pytest.approx(1 - math.log(2), rel=1e-5)
     value, gradient_N, _, _ = differentiate(logp_N, seen, kl_beta=0.1, kl_unbiased=True)
     assert value == pytest.approx(0.1 * (1 - math.log(2)), rel=1e-5)
     assert gradient_N[0] == pytest.approx(-0.1 * math.log(2), rel=1e-5)
@@ -184,19 +184,18 @@ def test_sums_are_over_learnt_tokens() -> None:
     )
     value, _, _, sums = differentiate(ratio([1.0, 2.0, 0.5, 7.0]), seen, row([0.5, 0.25, 0.25, 9.0]))
     expected = {
-        "loss": -2.7 / 4,
-        "kl": sum(math.exp(d) - 1 - d for d in (1.0, 1.0 - math.log(2), 1.0 + math.log(2))),
-        "entropy": 1.0,
-        "clipped": 1.0,
-        "ratio": 3.5,
-        "ratio_squared": 5.25,
-        "rejected": 0.0,
-        "mismatch": 1.0 - math.log(2),
-        "distilled": 0.0,
+        "kl": [sum(math.exp(d) - 1 - d for d in (1.0, 1.0 - math.log(2), 1.0 + math.log(2))), 3],
+        "entropy": [1.0, 3],
+        "clip_fraction": [1.0, 3],
+        "ratio_mean": [3.5, 3],
+        "ratio_squared_mean": [5.25, 3],
+        "rejected_fraction": [0.0, 3],
+        "mismatch_kl": [1.0 - math.log(2), 2],
     }
-    measured = {name: value.item() for name, value in sums._asdict().items()}
-    assert measured == pytest.approx(expected, rel=1e-5)
-    assert value == sums.loss.item()
+    assert value == pytest.approx(-2.7 / 4, rel=1e-5)
+    assert sums.keys() == expected.keys()
+    for name, measured in sums.items():
+        assert measured.tolist() == pytest.approx(expected[name], rel=1e-5), name
 
 
 def test_a_correction_never_multiplies_a_ratio_against_the_sampler() -> None:

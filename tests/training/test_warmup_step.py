@@ -14,7 +14,7 @@ from clotho.models.machine import random_state
 from clotho.models.parameters import flat
 from clotho.models.policy import Policy
 from clotho.training.update import PolicyLearner
-from clotho.training.warmup_step import Size, rehearse, size_of
+from clotho.training.warmup_step import DummyBatchSize, dummy_batch_size, rehearse
 from protocols.errors import ModelError, ProfileError
 from tests.training.learning import VOCAB, finish, random_groups, same_bits, tiny_policy
 
@@ -63,17 +63,17 @@ def test_the_first_update_is_the_same_with_and_without_a_rehearsal() -> None:
 @pytest.mark.parametrize(
     ("settings", "size"),
     [
-        ({"micro_batch_tokens": 1024}, Size(completions=4, tokens=8)),
-        ({"micro_batch_tokens": 32}, Size(completions=2, tokens=8)),
-        ({"micro_batch_tokens": 10}, Size(completions=1, tokens=5)),
-        ({"micro_batch_tokens": 1}, Size(completions=1, tokens=1)),
-        ({"micro_batch_tokens": 1024, "batch_size": 100}, Size(completions=64, tokens=8)),
-        ({"sampling": {"max_tokens": 4000}, "micro_batch_tokens": 10_000}, Size(completions=4, tokens=64)),
+        ({"micro_batch_tokens": 1024}, DummyBatchSize(completions=4, tokens=8)),
+        ({"micro_batch_tokens": 32}, DummyBatchSize(completions=2, tokens=8)),
+        ({"micro_batch_tokens": 10}, DummyBatchSize(completions=1, tokens=5)),
+        ({"micro_batch_tokens": 1}, DummyBatchSize(completions=1, tokens=1)),
+        ({"micro_batch_tokens": 1024, "batch_size": 100}, DummyBatchSize(completions=64, tokens=8)),
+        ({"sampling": {"max_tokens": 4000}, "micro_batch_tokens": 10_000}, DummyBatchSize(completions=4, tokens=64)),
     ],
 )
-def test_it_is_as_large_as_one_micro_batch_at_most(settings: dict[str, Any], size: Size) -> None:
+def test_it_is_as_large_as_one_micro_batch_at_most(settings: dict[str, Any], size: DummyBatchSize) -> None:
     """And no larger than an update, with completions no longer than they can get."""
-    assert size_of(a_profile(**settings), context=CONTEXT) == size
+    assert dummy_batch_size(a_profile(**settings), context=CONTEXT) == size
 
 
 @pytest.mark.parametrize(

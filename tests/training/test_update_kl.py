@@ -37,9 +37,9 @@ def test_it_is_k3_over_completions_of_the_batch(budget: int, layout: str) -> Non
             for i in range(4)
         ]
     )
-    assert update.metrics.step_kl == pytest.approx(np.mean(np.exp(ratio_N) - 1.0 - ratio_N), rel=1e-3)
-    assert update.metrics.step_kl is not None
-    assert update.metrics.step_kl > 1e-4
+    assert update.metrics.update_kl == pytest.approx(np.mean(np.exp(ratio_N) - 1.0 - ratio_N), rel=1e-3)
+    assert update.metrics.update_kl is not None
+    assert update.metrics.update_kl > 1e-4
 
 
 def test_a_few_completions_speak_for_a_large_batch() -> None:
@@ -55,9 +55,9 @@ def test_a_few_completions_speak_for_a_large_batch() -> None:
         ]
     )
     whole = np.mean(np.exp(ratio_N) - 1.0 - ratio_N)
-    assert update.metrics.step_kl is not None
-    assert 0.5 < update.metrics.step_kl / whole < 2.0
-    assert update.metrics.step_kl != pytest.approx(whole, rel=1e-6)
+    assert update.metrics.update_kl is not None
+    assert 0.5 < update.metrics.update_kl / whole < 2.0
+    assert update.metrics.update_kl != pytest.approx(whole, rel=1e-6)
 
 
 def test_a_pass_is_no_larger_than_one_of_a_gradient() -> None:
@@ -71,4 +71,4 @@ def test_a_pass_is_no_larger_than_one_of_a_gradient() -> None:
 
 def test_nobody_watches_for_nothing() -> None:
     """Without alarms no further pass is made, and no number given."""
-    assert finish(learner(tiny_policy()).update(random_groups(32))).metrics.step_kl is None
+    assert finish(learner(tiny_policy()).update(random_groups(32))).metrics.update_kl is None

@@ -133,9 +133,10 @@ def test_groups_with_teachers_of_different_sizes_come_together_and_apart_from_ot
     )
     without, taught = mini.micro_batches
     assert {mini.places[member][0] for member in without.members} == {2}
-    assert (without.table.teacher, without.table.taught) == (None, 0)
+    assert without.table.teacher is None
+    assert not without.table.teacher_mask_N.any()
     assert taught.table.teacher is not None
-    assert taught.table.taught == 6
+    assert (taught.table.teacher_mask_N * taught.table.weight_N).sum() == 6
     for n in range(6):
         group, _ = mini.places[taught.members[taught.table.sequence_N[n]]]
         expected = [8, -1, -1] if group == 0 else [8, 9, 10]

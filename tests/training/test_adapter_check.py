@@ -9,7 +9,7 @@ import pytest
 
 from clotho.config.schema import LearnerSection
 from clotho.models.parameters import Arrays
-from clotho.training.adapter_check import AdapterWatch
+from clotho.training.adapter_check import AdapterCheck
 from clotho.training.optimizers import apply_step, initial_state
 from protocols.errors import AdapterError
 
@@ -27,59 +27,59 @@ def adapters(*moved: str, value: float = 1e-30) -> Arrays:
     return arrays
 
 
-def observe(watch: AdapterWatch, times: int, *, moved: Iterable[str] = (), given: Iterable[str] = MODULES) -> None:
+def observe(check: AdapterCheck, times: int, *, moved: Iterable[str] = (), given: Iterable[str] = MODULES) -> None:
     """So many updates after which these B have moved, with gradients for those."""
     for _ in range(times):
-        watch.observe(adapters(*moved), adapters(*given))
+        check.check(adapters(*moved), adapters(*given))
 
 
 def test_an_adapter_of_which_nothing_moves_is_dead_after_three_updates() -> None:
     """Not after two."""
-    watch = AdapterWatch()
-    observe(watch, 2)
+    check = AdapterCheck()
+    observe(check, 2)
     with pytest.raises(AdapterError, match=r"after 3 updates .* every adapter is still exactly zero") as caught:
-        observe(watch, 1)
+        observe(check, 1)
     assert caught.value.exit_status == 1
 
 
 def test_an_adapter_without_any_gradient_is_dead_too() -> None:
     """Rewards were unequal and something else learned, such as embeddings: the adapter is cut off."""
-    watch = AdapterWatch()
-    observe(watch, 2, given=())
+    check = AdapterCheck()
+    observe(check, 2, given=())
     with pytest.raises(AdapterError, match="every adapter"):
-        observe(watch, 1, given=())
+        observe(check, 1, given=())
 
 
 def test_one_module_that_is_given_gradients_and_stays_is_named() -> None:
     """The others move."""
-    watch = AdapterWatch()
-    observe(watch, 2, moved=MODULES[:2])
-    with pytest.raises(AdapterError, match=r"^1 adapter\(s\) were given gradients in 3 updates .*: layers.1.experts\."):
-        observe(watch, 1, moved=MODULES[:2])
+    check = AdapterCheck()
+    observe(check, 2, moved=MODULES[:2])
+    with pytest.raises(AdapterError, match=r"^1 adapter\(s\) had gradients in 3 updates .*: layers.1.experts\."):
+        observe(check, 1, moved=MODULES[:2])
 
 
 def test_a_module_that_is_given_no_gradient_may_stay() -> None:
     """Experts that no token was sent to; updates that bring a gradient are counted, whenever they come."""
-    watch = AdapterWatch()
-    observe(watch, 10, moved=MODULES[:2], given=MODULES[:2])
-    observe(watch, 2, moved=MODULES[:2])
+    check = AdapterCheck()
+    observe(check, 10, moved=MODULES[:2], given=MODULES[:2])
+    observe(check, 2, moved=MODULES[:2])
     with pytest.raises(AdapterError, match="experts"):
-        observe(watch, 1, moved=MODULES[:2])
+        observe(check, 1, moved=MODULES[:2])
 
 
 def test_what_has_moved_once_is_not_looked_at_again() -> None:
     """The smallest movement counts; afterwards the arrays need not even be there."""
-    watch = AdapterWatch()
-    observe(watch, 1, moved=MODULES)
-    watch.observe({}, {})
-    observe(watch, 5)
+    check = AdapterCheck()
+    observe(check, 1, moved=MODULES)
+    check.check({}, {})
+    observe(check, 5)
 
 
 def test_without_an_adapter_there_is_nothing_to_watch() -> None:
     """Full weights may be zero."""
-    watch = AdapterWatch()
+    check = AdapterCheck()
     for _ in range(5):
-        watch.observe({"layers.0.norm.bias": mx.zeros(3)}, {"layers.0.norm.bias": mx.ones(3)})
+        check.check({"layers.0.norm.bias": mx.zeros(3)}, {"layers.0.norm.bias": mx.ones(3)})
 
 
 @pytest.mark.parametrize("kind", ["adamw", "adafactor", "lion", "muon", "sgd"])
@@ -89,5 +89,5 @@ def test_a_living_adapter_passes_with_every_optimizer(kind: str) -> None:
     settings = LearnerSection(optimizer=kind)  # type: ignore[arg-type]
     state = initial_state(start, settings)
     after, _ = apply_step(start, gradients, state, learning_rate=1e-9, scale=1.0, settings=settings)
-    watch = AdapterWatch(patience=1)
-    watch.observe(after, gradients)
+    check = AdapterCheck(patience=1)
+    check.check(after, gradients)
