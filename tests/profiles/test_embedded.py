@@ -1,4 +1,4 @@
-"""The embedded policy and its problems: what Clotho ships so that a first run needs no network."""
+"""The embedded policy and its problems, which Clotho ships so that a first run needs no network."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def lines(name: str) -> list[dict[str, str]]:
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
-    """Load the shipped tokenizer as transformers does, offline."""
+    """Load the shipped tokenizer with transformers, offline."""
     loader: Any = AutoTokenizer
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HF_HUB_OFFLINE", "1")
@@ -50,13 +50,13 @@ def tokenizer() -> Any:
 
 
 def load_policy() -> tuple[Any, Any]:
-    """Load model and tokenizer as mlx-lm does."""
+    """Load model and tokenizer with mlx-lm."""
     model, tokenizer = mlx_lm.load(str(EMBEDDED))[:2]
     return model, tokenizer
 
 
 def solve(expression: str) -> int:
-    """Compute the value of a chain of small operations, the product first."""
+    """Compute an expression of +, - and *, with the usual precedence."""
     assert re.fullmatch(r"\d+( [-+*] \d+)*", expression), expression
     total = 0
     for sign, term in re.findall(r"([-+]?) ?(\d+(?: \* \d+)*)", expression):
@@ -81,8 +81,8 @@ def solve_sequence(prompt: str) -> int:
     return d + (d - c) + (d - c) - (c - b)
 
 
-def solve_story(prompt: str) -> int:
-    """Keep count to the end of a story."""
+def solve_word_problem(prompt: str) -> int:
+    """Compute the final count of a word problem."""
     boxes = re.search(r"has (\d+) boxes of (\d+)", prompt)
     first = re.search(r"has (\d+)", prompt)
     assert first
@@ -93,7 +93,7 @@ def solve_story(prompt: str) -> int:
 
 
 def solve_prompt(row: dict[str, str]) -> str:
-    """Find the right answer of a problem, from its text alone."""
+    """Return the correct answer of a problem from its prompt."""
     prompt = row["prompt"]
     match row["type"]:
         case "comparison":
@@ -101,18 +101,18 @@ def solve_prompt(row: dict[str, str]) -> str:
         case "sequence":
             return str(solve_sequence(prompt))
         case "word":
-            return str(solve_story(prompt))
+            return str(solve_word_problem(prompt))
         case _:
             return str(solve(prompt.removeprefix("What is ").removesuffix("?")))
 
 
-def test_everything_shipped_fits_in_four_megabytes() -> None:
-    """A checkout stays small: weights, tokenizer, problems and card together."""
+def test_the_embedded_files_have_at_most_four_megabytes() -> None:
+    """Weights, tokenizer, problems and model card together."""
     assert sum(path.stat().st_size for path in EMBEDDED.iterdir()) <= MAX_BYTES
 
 
-def test_the_policy_loads_in_mlx_lm_offline(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`mlx_lm.load` needs nothing but the directory; the weights are finite float32 and the end token ends."""
+def test_mlx_lm_loads_the_policy_offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`mlx_lm.load` needs only the directory; logits are finite float32, and the end token is set."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     model, tokenizer = load_policy()
     messages = [{"role": "user", "content": "What is 15 + 27?"}]
@@ -123,8 +123,8 @@ def test_the_policy_loads_in_mlx_lm_offline(monkeypatch: pytest.MonkeyPatch) -> 
     assert tokenizer.eos_token_ids == {tokenizer.convert_tokens_to_ids("<|im_end|>")}
 
 
-def test_a_greedy_answer_has_the_form(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Right or wrong, the policy answers an easy question in its tags, and stops."""
+def test_a_greedy_answer_has_the_format(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The policy answers an easy question in think and answer tags, and stops."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     model, tokenizer = load_policy()
     messages = [{"role": "user", "content": "What is 15 + 7?"}]
@@ -134,7 +134,7 @@ def test_a_greedy_answer_has_the_form(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_configuration_agrees_with_the_tokenizer(tokenizer: Any) -> None:
-    """Ids in config.json and generation_config.json are the tokenizer's own."""
+    """config.json and generation_config.json have the token ids of the tokenizer."""
     config = json.loads((EMBEDDED / "config.json").read_text())
     generation = json.loads((EMBEDDED / "generation_config.json").read_text())
     assert config["vocab_size"] == len(tokenizer)
@@ -144,13 +144,13 @@ def test_the_configuration_agrees_with_the_tokenizer(tokenizer: Any) -> None:
 
 
 @pytest.mark.parametrize("text", ODD_TEXTS)
-def test_any_text_survives_the_tokenizer(tokenizer: Any, text: str) -> None:
-    """Bytes are in the vocabulary and nothing is normalised, so decode undoes encode."""
+def test_decoding_inverts_encoding(tokenizer: Any, text: str) -> None:
+    """The vocabulary has all bytes, and there is no normalization."""
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_random_text_survives_the_tokenizer(tokenizer: Any) -> None:
-    """The same over random code points of every plane, surrogates excluded."""
+def test_decoding_inverts_encoding_of_random_text(tokenizer: Any) -> None:
+    """Random code points of every plane, without surrogates."""
     rng = Random(0)
     points = [*range(0xD800), *range(0xE000, 0x110000)]
     for _ in range(200):
@@ -158,8 +158,8 @@ def test_random_text_survives_the_tokenizer(tokenizer: Any) -> None:
         assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_tags_are_single_tokens_that_stay_in_the_text(tokenizer: Any) -> None:
-    """Skipping special tokens removes the frame of the chat, never the tags that rewards read."""
+def test_tags_are_single_tokens_and_not_special(tokenizer: Any) -> None:
+    """`skip_special_tokens` removes the tokens of the chat template, but not the tags."""
     for tag in TAG_TOKENS:
         assert len(tokenizer.encode(tag)) == 1
     ids = tokenizer.encode("<think>1+1=2</think><answer>2</answer><|im_end|>")
@@ -167,24 +167,24 @@ def test_tags_are_single_tokens_that_stay_in_the_text(tokenizer: Any) -> None:
 
 
 def test_digits_are_single_tokens(tokenizer: Any) -> None:
-    """A number costs one token for each digit, wherever it stands."""
+    """A number has one token per digit."""
     assert len(tokenizer.encode("3141592653")) == 10
 
 
-def test_the_chat_template_frames_every_role(tokenizer: Any) -> None:
-    """Qwen's frame: each message between its marks, and the assistant's opening if an answer is asked for."""
+def test_the_chat_template_renders_every_role(tokenizer: Any) -> None:
+    """The format of Qwen, with the start of the assistant message if a generation prompt is requested."""
     messages = [{"role": role, "content": role[0]} for role in ("system", "user", "assistant")]
-    shown = tokenizer.apply_chat_template(messages, tokenize=False)
-    assert shown == (
+    rendered = tokenizer.apply_chat_template(messages, tokenize=False)
+    assert rendered == (
         "<|im_start|>system\ns<|im_end|>\n<|im_start|>user\nu<|im_end|>\n<|im_start|>assistant\na<|im_end|>\n"
     )
-    asked = tokenizer.apply_chat_template(messages[1:2], tokenize=False, add_generation_prompt=True)
-    assert asked == chat_prompt("u")
+    prompt = tokenizer.apply_chat_template(messages[1:2], tokenize=False, add_generation_prompt=True)
+    assert prompt == chat_prompt("u")
     assert tokenizer.chat_template == CHAT_TEMPLATE
 
 
-def test_there_are_enough_problems_of_enough_kinds() -> None:
-    """At least 2,000 for training and 500 held out, evenly of all kinds, in exactly three text fields."""
+def test_the_datasets_have_enough_problems_of_every_type() -> None:
+    """At least 2,000 training problems and 500 held-out problems, evenly distributed over the types."""
     for name, least in (("train.jsonl", 2000), ("heldout.jsonl", 500)):
         rows = lines(name)
         counts = Counter(row["type"] for row in rows)
@@ -195,33 +195,33 @@ def test_there_are_enough_problems_of_enough_kinds() -> None:
         assert all(isinstance(value, str) for row in rows for value in row.values())
 
 
-def test_no_prompt_occurs_twice() -> None:
-    """Held-out problems are held out, and no problem counts double."""
+def test_prompts_are_unique() -> None:
+    """Over training and held-out problems."""
     prompts = [row["prompt"] for name in ("train.jsonl", "heldout.jsonl") for row in lines(name)]
     assert len(set(prompts)) == len(prompts)
 
 
-def test_every_answer_is_right() -> None:
-    """An evaluator that reads only the prompt agrees with every shipped answer."""
+def test_every_answer_is_correct() -> None:
+    """A solver that reads only the prompt computes every answer."""
     for row in lines("train.jsonl") + lines("heldout.jsonl"):
         assert solve_prompt(row) == row["answer"], row["prompt"]
 
 
 def test_prompts_are_short(tokenizer: Any) -> None:
-    """A prompt in its chat frame stays under 64 tokens."""
+    """A rendered prompt has fewer than 64 tokens."""
     assert max(len(tokenizer.encode(chat_prompt(row["prompt"]))) for row in lines("heldout.jsonl")) < 64
 
 
-def test_the_problems_can_be_made_again(tmp_path: Path) -> None:
-    """The same seed gives the shipped files, byte for byte; another seed gives others."""
+def test_the_problems_are_reproducible(tmp_path: Path) -> None:
+    """The same seed gives the shipped files, byte for byte; another seed gives other problems."""
     for name, problems in zip(("train.jsonl", "heldout.jsonl"), make_problems(0), strict=True):
         write_problems(tmp_path / name, problems)
         assert (tmp_path / name).read_bytes() == (EMBEDDED / name).read_bytes()
     assert make_problems(1)[1] != make_problems(0)[1]
 
 
-def test_the_tokenizer_can_be_made_again() -> None:
-    """The merges follow from the training problems alone."""
+def test_the_tokenizer_is_reproducible() -> None:
+    """The merges are a function of the training problems."""
     made = train_tokenizer(problem.prompt for problem in make_problems(0)[0])
     shipped = json.loads((EMBEDDED / "tokenizer.json").read_text(encoding="utf-8"))
     assert json.loads(made.to_str())["model"] == shipped["model"]
@@ -229,8 +229,8 @@ def test_the_tokenizer_can_be_made_again() -> None:
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_demonstrators_are_right_or_wrong_as_they_claim(kind: str, level: int) -> None:
-    """Careful work is well formed and right and its steps are true; careless answers never earn the reward."""
+def test_careful_demonstrations_are_correct_and_careless_ones_are_not(kind: str, level: int) -> None:
+    """Every step of a careful demonstration is correct; careless answers have no reward."""
     rng = Random(7)
     for _ in range(100):
         problem = KINDS[kind](rng, level)
@@ -242,14 +242,14 @@ def test_demonstrators_are_right_or_wrong_as_they_claim(kind: str, level: int) -
             assert problem.work[-1][0] == problem.answer
 
 
-def test_columns_carry_and_lend() -> None:
-    """The two hand-worked examples of the docstring."""
+def test_column_steps_carry_and_borrow() -> None:
+    """The two examples of the docstring."""
     assert column_steps(347, "+", 285) == ["7+5=12", "4+8+1=13", "3+2+1=6"]
     assert column_steps(532, "-", 285) == ["12-5=7", "13-1-8=4", "5-1-2=2"]
 
 
-def test_drawn_problems_are_distinct_and_even() -> None:
-    """Kinds and levels differ in number by one at most, and excluded prompts do not come back."""
+def test_generated_problems_are_distinct_and_evenly_distributed() -> None:
+    """The counts of types and levels differ by at most one; excluded prompts do not occur."""
     first = draw_distinct(Random(0), 100)
     second = draw_distinct(Random(0), 100, exclude=[problem.prompt for problem in first])
     assert not {problem.prompt for problem in first} & {problem.prompt for problem in second}
