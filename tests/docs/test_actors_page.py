@@ -6,11 +6,16 @@ import os
 import re
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from msgspec import Struct
 
+from actors.prompter import Prompter
+from clotho.run.custom_actors import ReplacedActor
+from clotho.runtime.latest import Latest
+from clotho.runtime.queues import Queue
 from tests.e2e.running import GroupAccounting, assert_recorded, lines, run
 
 PAGE = Path(__file__).parents[2] / "docs" / "actors.md"
@@ -61,6 +66,29 @@ def test_the_books_balance_with_all_of_them(ran: Ran) -> None:
     """Each group ends once, those that the stage keeps back included."""
     assert (ran.books.prompted, ran.books.carried_over) == (STEPS * BATCH, 0)
     assert_recorded(ran.directory / "run", ran.books, steps=STEPS)
+
+
+def test_the_page_changes_messages_with_msgspec() -> None:
+    """`dataclasses.replace` does not accept messages."""
+    page = PAGE.read_text(encoding="utf-8")
+    assert "from msgspec.structs import replace" in page
+    assert "import dataclasses" not in page
+
+
+def test_a_variant_of_an_actor_is_a_subclass_with_the_arguments_of_the_replaced_actor() -> None:
+    """The example with `services.replaced`."""
+    [code] = re.findall(r"```text\n(class Patient.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    namespace: dict[str, Any] = {"Prompter": Prompter}
+    exec(code, namespace)
+    queue: Queue[Any] = Queue("prompts", capacity=1)
+    arguments = {
+        "outbox": queue.outbox(), "make": None, "group_ids": range(3), "batch_size": 1,
+        "replacements": Latest[int]("replacements"),
+    }  # fmt: skip
+    services = SimpleNamespace(replaced=ReplacedActor(actor_class=Prompter, arguments=arguments))
+    patient = namespace["Patient"](name="patient", services=services, outbox=arguments["outbox"])
+    assert isinstance(patient, Prompter)
+    assert patient.name == "patient"
 
 
 def test_the_replaced_scorer_gives_the_rewards(ran: Ran) -> None:
