@@ -1,1 +1,1 @@
-"""How much memory a run takes: worked out before it starts, bounded and measured while it goes on."""
+"""Memory estimate of a run, made before any weight is read."""

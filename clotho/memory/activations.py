@@ -1,17 +1,16 @@
-"""What the backward pass of one micro-batch holds, worked out from the shapes of the model's layers.
+"""Activation memory of the backward pass of one micro-batch, computed from the shapes of the model's layers.
 
-Per padded token a block keeps, until its own backward pass: the input of every linear layer that is trained (once
-where layers share it), the output of every linear layer, and once more those outputs that do not return to the
-residual stream, because what follows them (activation function and gate, norm, rotation) keeps its result as well;
-and a row of attention probabilities per head. For a gated MLP of width I in a stream of width D with queries Q and
-keys and values K each, that is 4 D + 5 I + 3 Q + 4 K + heads x sequence numbers; and 4 D + 3 I + 3 Q + 3 K + heads x
-sequence in float32 on the CPU backend, whose gradients are in closed form (`clotho.cpu`). An adapter is
-float32: beside a narrower base each of its layers keeps a float32 copy of its input. DoRA keeps the outputs of its
-layers once more, and works on whole weights.
+Per padded token, a block keeps these arrays until its own backward pass: the input of every trained linear layer (once
+if layers share it); the output of every linear layer; a second copy of outputs that feed an activation, gate, norm or
+rotation, because that operation keeps its own result; and a row of attention probabilities per head. For a gated MLP of
+width I, a residual stream of width D, queries of width Q, and keys and values of width K each, that is
+4 D + 5 I + 3 Q + 4 K + heads * sequence numbers. On the CPU backend, whose gradients are in closed form (`clotho.cpu`),
+it is 4 D + 3 I + 3 Q + 3 K + heads * sequence in float32. Adapters are float32: with a 16-bit base, each adapted layer
+also keeps a float32 copy of its input. DoRA keeps the outputs of its layers once more and computes with whole weights.
 
-Measured on transformers on the CPU. It is rougher, either way, where much of a block is no linear layer (state
-spaces, convolutions), for mixtures of experts, whose sorted copies of tokens are not counted, and on a GPU whose
-attention has a fused backward pass, which keeps no probabilities.
+The formula was measured on transformers on the CPU. It is less accurate, in both directions, for blocks that are mostly
+not linear layers (state-space models, convolutions), for mixtures of experts, whose sorted copies of tokens are not
+counted, and on a GPU whose attention has a fused backward pass, which keeps no probabilities.
 """
 
 from __future__ import annotations
@@ -29,40 +28,40 @@ from clotho.models.lora import LINEAR
 from clotho.scoring.head_scores import rows_at_once
 
 TO_RESIDUAL = ("o_proj", "out_proj", "down_proj", "c_proj", "dense", "dense_4h_to_h", "wo", "w2", "fc2")
-"""Last names of linear layers whose output is added to the residual stream."""
+"""Last part of the name of linear layers whose output is added to the residual stream."""
 
 KEPT_ONCE = ("v_proj", "gate_proj", "up_proj")
-"""Last names of linear layers whose output the CPU backend keeps once: what is made of it is not kept, or counted."""
+"""Last part of the name of linear layers whose output the CPU backend keeps once."""
 
 EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "top_k_experts", "moe_topk")
 ATTENTION_HEADS = ("num_attention_heads", "n_heads", "n_head", "num_heads")
 
 BACKWARD = 1.5
-"""Of the block in its backward pass: what is held beyond what it kept, in multiples of that."""
+"""Working memory of the block in its backward pass, as a multiple of what it kept."""
 
 RECOMPUTED = 3.0
-"""The same where blocks keep only their input: what is recomputed is held too, and part of the next block's."""
+"""The same with gradient checkpointing: the recomputed arrays are held too, and part of the next block's."""
 
 ONE_PIECE = 5
-"""Arrays as large as the logits, in float32, at the fullest moment of a head that runs in one piece."""
+"""Peak number of float32 arrays of the size of the logits, if the output head runs in one piece."""
 
 PIECES = 10
-"""The same, of arrays as large as one piece's, where it runs in many: MLX allocates that far ahead of its work."""
+"""Peak number of arrays of the size of one piece, if the head runs in pieces: MLX allocates ahead of its work."""
 
 DORA_COPIES = 3
-"""Float32 arrays as large as its weight with which a DoRA layer works."""
+"""Number of float32 arrays of the size of its weight that a DoRA layer computes with."""
 
 OVERLAP = 0.25
-"""The head's backward pass and the last block's come one after the other; of the smaller, this much falls together."""
+"""Share of the smaller of the head's and the last block's backward pass that overlaps with the larger one."""
 
 FLOAT32 = 4
 
 
 def kept_per_token(block: nn.Module, *, full: bool, itemsize: int, experts: int) -> int:
-    """Bytes that a block with its adapter installed keeps per padded token, attention probabilities apart.
+    """Return the bytes that a block keeps per padded token, without attention probabilities.
 
-    full: every layer is trained, not only those with an adapter. itemsize: bytes of a number of the computing type.
-    experts: that a token goes through.
+    block: with its adapter installed. full: every layer is trained, not only those with an adapter. itemsize: bytes
+    per number of the compute type. experts: number of experts per token.
     """
     modules = dict(block.named_modules())
     kept = 0
@@ -88,7 +87,7 @@ def kept_per_token(block: nn.Module, *, full: bool, itemsize: int, experts: int)
 
 
 def dora_bytes(blocks: Sequence[nn.Module]) -> int:
-    """Most bytes of weights that DoRA expands, adapts and measures at once."""
+    """Return the largest number of bytes of weights that a DoRA layer computes with at once."""
     sizes = [0]
     for block in blocks:
         modules = dict(block.named_modules())
@@ -100,22 +99,22 @@ def dora_bytes(blocks: Sequence[nn.Module]) -> int:
 
 
 def experts_per_token(config: dict[str, Any]) -> int:
-    """How many experts of a mixture a token goes through; 1 where the configuration names no number."""
+    """Return the number of experts per token; 1 if the configuration has none."""
     return setting(config, EXPERTS_PER_TOKEN) or 1
 
 
 def attention_heads(config: dict[str, Any]) -> int:
-    """Query heads of a block; 0 where the configuration names no number, as state-space models do."""
+    """Return the number of query heads; 0 if the configuration has none, as for state-space models."""
     return setting(config, ATTENTION_HEADS) or 0
 
 
 def activation_bytes(
     kept: Sequence[int], micro: MicroBatchShape, *, residual: int, scores: int, logits: int, checkpointed: bool
 ) -> int:
-    """Most bytes held in a backward pass beside `logits` (of `logits_bytes`): what all blocks keep, the work in one.
+    """Return the peak bytes of a backward pass without `logits`: what all blocks keep and the work in one block.
 
-    kept: `kept_per_token` of each block that is differentiated through; residual: bytes of the input of a block, per
-    token; scores: bytes of the attention probabilities of a block, per pair of query and key.
+    kept: `kept_per_token` of each block with a gradient. residual: bytes of a block's input per token. scores: bytes
+    of a block's attention probabilities per pair of query and key. logits: result of `logits_bytes`.
     """
     probabilities = micro.pairs * scores
     largest = micro.positions * max(kept) + probabilities
@@ -127,14 +126,14 @@ def activation_bytes(
 
 
 def logits_bytes(micro: MicroBatchShape, vocabulary: int) -> int:
-    """Most bytes of logits, and of what is made of them, at once: of a whole micro-batch, or of pieces of it."""
+    """Return the peak bytes of logits and of arrays derived from them, for a whole micro-batch or for its pieces."""
     rows = rows_at_once(vocabulary)
     copies = ONE_PIECE if micro.scored <= rows else min(PIECES, ONE_PIECE * -(-micro.scored // rows))
     return copies * min(micro.scored, rows) * vocabulary * FLOAT32
 
 
 def _widths(module: nn.Module) -> tuple[int, int]:
-    """Features in and out of a linear layer, packed or not, one expert's in a mixture."""
+    """Return the input and output features of a linear layer, quantized or not; of one expert in a mixture."""
     if "scales" in module:
         return module.scales.shape[-1] * module.group_size, module.weight.shape[-2]
     return module.weight.shape[-1], module.weight.shape[-2]

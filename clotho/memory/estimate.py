@@ -1,7 +1,4 @@
-"""How much memory a run will hold, worked out before any weight is read.
-
-What learning keeps of the trained weights: themselves, their gradient, the optimizer's state, and older versions.
-"""
+"""Memory estimate of a run: bytes of MLX arrays by purpose, computed before any weight is read."""
 
 from __future__ import annotations
 
@@ -41,11 +38,12 @@ from protocols.summary import MemoryEstimate
 
 
 class LearningBytes(NamedTuple):
-    """Bytes of arrays. trained: what learns; in_full: the part of it that belongs to the base, not to an adapter.
+    """Bytes of the arrays that training keeps.
 
-    gradient: of all that learns, once. optimizer: its state. reference, rollback: older versions. midway: weights and
-    state between the optimizer steps of one update. update: the gradient of an optimizer step, what the step makes
-    beside what there was, and what it works with.
+    trained: trainable parameters. in_full: the part of them that belongs to the base, not to an adapter. gradient: one
+    gradient of all trainable parameters. optimizer: optimizer state. reference, rollback: older versions. midway:
+    parameters and state between the optimizer steps of one update. update: the gradient of an optimizer step, its new
+    arrays and its temporary arrays.
     """
 
     trained: int
@@ -59,7 +57,7 @@ class LearningBytes(NamedTuple):
 
 
 def learning_bytes(base: nn.Module, profile: Profile) -> LearningBytes:
-    """Make the policy's weights trainable in `base`, and count; nothing is evaluated."""
+    """Make the trainable parameters of the policy trainable in `base`, and count bytes; nothing is evaluated."""
     learner, full = profile.learner, profile.policy.kind == "full"
     if full:
         open_all_weights(base)
@@ -93,10 +91,10 @@ def learning_bytes(base: nn.Module, profile: Profile) -> LearningBytes:
 
 
 PROMPT_TOKENS = 256
-"""Length of a prompt where the caller knows none."""
+"""Length of a prompt if the caller does not know it."""
 
 DECODE_COPIES = 2
-"""Arrays as large as a step's logits, in float32, that one draw works with."""
+"""Number of float32 arrays of the size of the logits that sampling one token uses."""
 
 
 MARGIN = 0.25
@@ -104,10 +102,10 @@ MARGIN = 0.25
 
 
 def estimate_memory(model: ModelSection, profile: Profile, *, prompt_tokens: int = PROMPT_TOKENS) -> MemoryEstimate:
-    """Estimate the bytes of arrays that a run of `profile` on `model` holds at its fullest moment.
+    """Estimate the peak bytes of MLX arrays of a run of `profile` on `model`.
 
-    No weight is read: shapes and types come from the configuration and from the headers of the files. A model of the
-    hub that is not in its local cache is built from a configuration that ships with the project, where there is one.
+    No weight is read: shapes and types come from the configuration and from the headers of the files. For a hub model
+    that is not in the local cache, the configuration that ships with the project is used, if there is one.
     `total` assumes that every completion reaches `sampling.max_tokens` and that every cache is full, so a run whose
     completions end earlier stays below it; `minimum` counts the cache of one sequence. prompt_tokens: length of the
     longest prompt; for groups of environments, `atropos.max_tokens` bounds the whole sequence.
@@ -116,8 +114,8 @@ def estimate_memory(model: ModelSection, profile: Profile, *, prompt_tokens: int
     where it is rougher. Not counted: freed buffers that MLX keeps for reuse (at most `monitor.cache_limit_mb`), and the
     memory of the process besides arrays.
 
-    Call it before `load_policy`: like that it seeds the calling thread's random state. Raises `ModelError` where the
-    model cannot be found, read or trained as asked: nothing is downloaded.
+    Call it before `load_policy`, because both seed the random state of the calling thread. Raises ModelError if the
+    model cannot be found, read or trained with these settings. Nothing is downloaded.
     """
     base, config, shipped = _open(model)
     layout = CacheLayout(base)
@@ -149,21 +147,21 @@ def estimate_memory(model: ModelSection, profile: Profile, *, prompt_tokens: int
 
 
 def _open(model: ModelSection) -> tuple[nn.Module, dict[str, Any], bool]:
-    """The model without values, its configuration, and whether that is one which ships with the project."""
+    """Return the model without values, its configuration, and whether that ships with the project."""
     local = _local_directory(model.path)
     if local is not None:
         return *open_base(local, model), False
     shape = shipped_shape(model.path)
     if shape is None:
         raise ModelError(
-            f"model {model.path} is no directory and not in the local cache of the hub: an estimate downloads nothing, "
-            f"so fetch it first (hf download {model.path}); the profile {OFFLINE_PROFILE} needs no hub"
+            f"model {model.path} is not a directory and not in the local cache of the hub. An estimate downloads "
+            f"nothing: fetch the model first (hf download {model.path}); the profile {OFFLINE_PROFILE} needs no hub"
         )
     return *open_shape(shape, model), True
 
 
 def _local_directory(path: str) -> Path | None:
-    """Directory of the model, without the network; None where it is not here. Raises `ModelError`."""
+    """Return the directory of the model without using the network; None if there is none. Raises ModelError."""
     if Path(path).expanduser().exists() or path.startswith(("/", ".", "~")) or path.count("/") > 1:
         return find_model(path)
     try:
@@ -180,7 +178,7 @@ def _draw_copies(profile: Profile) -> int:
 
 
 def _caches(layout: CacheLayout, rows: int, tokens: int) -> int:
-    """Bytes of the running rows' caches, with the columns that are allocated ahead."""
+    """Return the bytes of the KV caches of the running rows, with the columns that are allocated ahead."""
     total = 0
     for leaf in layout.leaves:
         if isinstance(leaf, AttentionLeaf):
@@ -192,7 +190,7 @@ def _caches(layout: CacheLayout, rows: int, tokens: int) -> int:
 
 
 def _prefixes(layout: CacheLayout, tokens: int, prompt: int) -> int:
-    """Bytes of a full prefix cache whose entries are prompts of `prompt` tokens."""
+    """Return the bytes of a full prefix cache whose entries are prompts of `prompt` tokens."""
     entries = min(MAX_ENTRIES, -(-tokens // max(1, prompt)))
     total = 0
     for leaf in layout.leaves:
@@ -221,7 +219,7 @@ def _activations(
     *,
     logits: int,
 ) -> int:
-    """Bytes that the blocks hold in a backward pass, which ends at the first block with anything to train."""
+    """Return the bytes that the blocks hold in a backward pass, which ends at the first block with a gradient."""
     itemsize = _itemsize(model, config)
     blocks = list(model.layers)
     first = next((i for i, block in enumerate(blocks) if flat(block.trainable_parameters())), 0)
@@ -240,13 +238,13 @@ def _activations(
 
 
 def _itemsize(model: nn.Module, config: dict[str, Any]) -> int:
-    """Bytes of a number of the computing type."""
+    """Return the bytes per number of the compute type."""
     dtype = DTYPES.get(describe_model(model, config).dtype, mx.float32)
     return dtype.size
 
 
 def _longest(profile: Profile, prompt_tokens: int, context: int) -> tuple[int, int]:
-    """Tokens of the longest sequence that is learned from, and how many of them may have been sampled."""
+    """Return the length of the longest training sequence, and the largest number of its tokens that are sampled."""
     if profile.atropos.enabled:
         length = min(profile.atropos.max_tokens, context)
         return length, length - 1

@@ -1,4 +1,4 @@
-"""The largest micro-batch of an update, laid out by the very code that will lay out the real ones."""
+"""Shape of the largest micro-batch of an update, computed by the code that builds the real micro-batches."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from clotho.scoring.sequences import MicroBatch, TrainingSequence
 
 
 class BlockPass(Struct, frozen=True, kw_only=True):
-    """One pass over the blocks: `rows` of `queries` positions, each row attending to `keys` positions."""
+    """One forward pass over the blocks: `rows` rows of `queries` positions that attend to `keys` positions."""
 
     rows: int
     queries: int
@@ -22,9 +22,9 @@ class BlockPass(Struct, frozen=True, kw_only=True):
 
 
 class MicroBatchShape(Struct, frozen=True, kw_only=True):
-    """What goes through the blocks, and how many positions go through the head.
+    """Passes over the blocks, and the number of positions that go through the output head.
 
-    several: whether an optimizer step has more than one such micro-batch.
+    several: whether an optimizer step has more than one micro-batch.
     """
 
     passes: tuple[BlockPass, ...]
@@ -33,24 +33,24 @@ class MicroBatchShape(Struct, frozen=True, kw_only=True):
 
     @property
     def positions(self) -> int:
-        """All that the blocks compute, padding included."""
+        """Number of positions that the blocks compute, padding included."""
         return sum(one.rows * one.queries for one in self.passes)
 
     @property
     def pairs(self) -> int:
-        """Of query and key, for each of which a head computes a score."""
+        """Number of pairs of query and key."""
         return sum(one.rows * one.queries * one.keys for one in self.passes)
 
 
 def most_groups(profile: Profile) -> int:
-    """How many groups an update learns from at most, those from the replay buffer included."""
+    """Return the largest number of groups of an update, including groups from the replay buffer."""
     return profile.learner.batch_size + (profile.replay.groups if profile.replay.capacity else 0)
 
 
 def largest_micro_batch(profile: Profile, *, prompt: int, completion: int) -> MicroBatchShape:
-    """Lay out completions of the longest length, groups as the profile has them, and return the largest part.
+    """Return the largest micro-batch of an update whose completions all have the longest length.
 
-    Only as many groups are laid out as fill two micro-batches.
+    Builds only as many groups as fill two micro-batches.
     """
     learner, size = profile.learner, profile.sampling.group_size
     most = most_groups(profile)
@@ -90,4 +90,4 @@ def _passes(micro: MicroBatch) -> tuple[BlockPass, ...]:
                 BlockPass(rows=rows, queries=length, keys=prompt + length),
             )
         case other:
-            raise TypeError(f"no shape is known of {type(other).__name__}")
+            raise TypeError(f"unknown layout {type(other).__name__}")

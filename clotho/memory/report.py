@@ -1,4 +1,4 @@
-"""An estimate as lines for the screen, and the refusal of a run that cannot fit."""
+"""The parts of a memory estimate for display, and the refusal of a run that cannot fit."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ PARTS = (
     ("decode", "decode step", "engine.max_num_seqs"),
     ("margin", "temporary arrays", "learner.micro_batch_tokens, or engine.max_num_seqs"),
 )
-"""Field of `MemoryEstimate`, its name on the screen, and what makes it smaller."""
+"""Field of `MemoryEstimate`, its displayed name, and the settings that make it smaller."""
 
 ALWAYS_HELD = ("base", "trained", "optimizer", "reference", "rollback", "midway")
 """Parts that are held at any time, whatever the length of completions."""
 
 
 def describe(estimate: MemoryEstimate) -> list[MemoryPart]:
-    """Lines to print: every part that takes anything, in the order of the fields.
+    """Return every part that is not empty, in the order of the fields.
 
-    They may add up to more than `estimate.total`: backward pass, optimizer step and decoding step take turns.
+    The parts may add up to more than `estimate.total`, because backward pass, optimizer step and decode step alternate.
     """
     return [
         MemoryPart(component=component, bytes=getattr(estimate, name), change=change)

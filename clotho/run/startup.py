@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TypeVar
 
+import structlog
 from anyio.to_thread import run_sync
 
 from actors.broadcaster import SwapTimes
@@ -45,7 +46,7 @@ from clotho.storage.jsonl import truncate_after
 from clotho.storage.run_directory import RunDirectory
 from clotho.training.ledger import Ledger
 from clotho.training.update import PolicyLearner
-from clotho.training.warmup_step import rehearse
+from clotho.training.warmup_step import run_warmup_step
 from protocols.checkpoint import RunState
 from protocols.errors import CheckpointError, ProfileError, RequestError
 from protocols.evaluation import HeldOut
@@ -54,6 +55,8 @@ from protocols.step import ReplayGroup, WeightsReady
 from protocols.summary import MemoryEstimate
 
 T = TypeVar("T")
+
+log = structlog.get_logger(actor="pipeline")
 
 
 async def build_context(
@@ -67,7 +70,7 @@ async def build_context(
     _require_importable(profile)
     rewards = _build_rewards(profile)
     policy, policy_learner, engine, estimate = await finish(executor.submit(lambda: _load_compute(profile)))
-    warmup = executor.submit(lambda: rehearse(policy_learner, profile, context=policy.context_length))
+    warmup = executor.submit(lambda: run_warmup_step(policy_learner, profile, context=policy.context_length))
     engine_failure = executor.attach(engine)
     prompts, held_out = await run_sync(lambda: _load_prompts(profile, policy, rewards))
     ungraded = _require_correct_rewards(profile, held_out, rewards)
@@ -146,18 +149,29 @@ def _load_compute(profile: Profile) -> tuple[Policy, PolicyLearner, DecodeEngine
     limit_buffer_cache(profile.monitor.cache_limit_mb * 2**20)
     find_model(profile.model.path)
     estimate = estimate_memory(profile.model, profile)
-    if refusal := too_large(estimate, physical_memory()):
+    machine_bytes = physical_memory()
+    if refusal := too_large(estimate, machine_bytes):
         raise refusal
+    if estimate.total > machine_bytes:
+        log.warning(
+            "memory_insufficient_for_full_caches",
+            needed_gib=round(estimate.total / 2**30, 1),
+            machine_gib=round(machine_bytes / 2**30, 1),
+            smaller_with="engine.kv_cache_tokens, engine.max_num_seqs",
+        )
     keep_reference = profile.learner.kl_beta > 0 and profile.learner.reference == "base"
     policy = load_policy(profile.model, profile.policy, seed=profile.seed, keep_reference=keep_reference)
+    detection = profile.collapse_detection
     learner = PolicyLearner(
         policy,
         profile.learner,
         profile.sampling,
         steps=profile.steps,
         seed=profile.seed,
-        good_window=profile.collapse_detection.window if profile.collapse_detection.on_collapse == "rollback" else 0,
-        watched=profile.collapse_detection.on_collapse != "off",
+        rollback_window=profile.collapse_detection.window
+        if profile.collapse_detection.on_collapse == "rollback"
+        else 0,
+        measure_update_kl=profile.collapse_detection.on_collapse != "off",
     )
     return policy, learner, DecodeEngine(policy, profile.engine), estimate
 

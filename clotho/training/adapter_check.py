@@ -60,7 +60,7 @@ class AdapterCheck:
         stuck = [name.removesuffix(".lora_b") for name, count in unmoved.items() if count >= self._patience]
         if stuck:
             raise AdapterError(
-                f"{len(stuck)} adapter(s) had gradients in {self._patience} updates and their B matrix is still exactly "
-                f"zero: {', '.join(stuck[:5])}. Exclude them with policy.target_modules, and please report this with the "
-                "name of the model"
+                f"{len(stuck)} adapter(s) had gradients in {self._patience} updates and their B matrix is still "
+                f"exactly zero: {', '.join(stuck[:5])}. Exclude them with policy.target_modules, and please report "
+                "this with the name of the model"
             )

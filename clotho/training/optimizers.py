@@ -175,7 +175,7 @@ def global_norm(gradients: Arrays) -> mx.array:
 
 
 def clip_scale(norm: float, max_norm: float) -> float:
-    """Return the factor that brings a gradient of this norm down to `max_norm`; 1 if it is below, or `max_norm` is 0."""
+    """Return the factor that brings a gradient of this norm to `max_norm`; 1 if it is below, or if `max_norm` is 0."""
     return max_norm / norm if 0.0 < max_norm < norm else 1.0
 
 

@@ -114,20 +114,20 @@ class PolicyLearner:
         *,
         steps: int,
         seed: int = 0,
-        good_window: int = 0,
-        watched: bool = False,
+        rollback_window: int = 0,
+        measure_update_kl: bool = False,
     ) -> None:
         """Start from the served parameters.
 
         steps: length of the learning-rate schedule. seed: for dealing groups to minibatches.
-        good_window: number of healthy updates after which `roll_back` may return to a policy; 0 keeps none.
-        watched: measure how far each update moves the policy (`UpdateMetrics.update_kl`).
+        rollback_window: number of healthy updates after which `roll_back` may return to a policy; 0 keeps none.
+        measure_update_kl: measure how far each update moves the policy (`UpdateMetrics.update_kl`).
         Raises ProfileError if the learner cannot evaluate the sampling distribution or cannot load the objective, and
         ModelError if the model does not support the layout.
         """
         require_learnable(sampling)
         self._policy, self._settings, self._steps, self._seed = policy, learner, steps, seed
-        self._max_tokens, self._measure_update_kl = sampling.max_tokens, watched
+        self._max_tokens, self._measure_update_kl = sampling.max_tokens, measure_update_kl
         self._distribution = SamplingDistribution(sampling.temperature, sampling.logit_bias)
         self._objective = objective(learner.objective)
         self._forcing = TeacherForcing(policy.model, policy.vocab_size, layout=learner.layout)
@@ -138,7 +138,7 @@ class PolicyLearner:
             optimizer=initial_state(flat(self.parameters), learner),
             loss_coefficients=initial_loss_coefficients(learner),
         )
-        self._rollback = RollbackPolicy(self._snapshot(), window=good_window) if good_window else None
+        self._rollback = RollbackPolicy(self._snapshot(), window=rollback_window) if rollback_window else None
 
     def _start_from_served(self) -> None:
         self.parameters = self._policy.trainable()

@@ -25,7 +25,7 @@ class DummyBatchSize(Struct, frozen=True, kw_only=True):
     tokens: int
 
 
-def rehearse(learner: PolicyLearner, profile: Profile, *, context: int) -> None:
+def run_warmup_step(learner: PolicyLearner, profile: Profile, *, context: int) -> None:
     """Compute an update from dummy completions that fill a micro-batch; the learner does not change.
 
     It detects a model without gradients and an objective that fails, and it pays the costs of a first update: memory

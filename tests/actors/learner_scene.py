@@ -53,7 +53,7 @@ class Scene:
         keys = {"batch_size": 2, "learning_rate": 1e-2, "schedule": "constant", **keys}
         self.policy = BigramPolicy()
         self.learned = executor.submit(
-            lambda: learning.learner(self.policy, good_window=1, watched=True, **keys)
+            lambda: learning.learner(self.policy, rollback_window=1, measure_update_kl=True, **keys)
         ).result()
         self.ledger, self.progress = Ledger(), progress or LearnerProgress()
         self.replay = ReplayBuffer(replay or ReplaySection(), seed=0)

@@ -75,7 +75,7 @@ def test_what_is_said_of_tokens_that_were_not_drawn_changes_nothing(objective: s
     """Log-probabilities, versions, advantages, reference, teacher, support: bit for bit the same update."""
     updates = []
     for groups in (environment_groups(32), [otherwise(group) for group in environment_groups(32)]):
-        one = learner(tiny_policy(), watched=True, **recommended(objective, **EVERYTHING))
+        one = learner(tiny_policy(), measure_update_kl=True, **recommended(objective, **EVERYTHING))
         updates.append(finish(one.update(groups)))
     assert updates[0].applied
     assert updates[0].metrics == updates[1].metrics
@@ -207,7 +207,7 @@ def test_how_far_an_update_moved_the_policy_is_measured_on_drawn_tokens(
 ) -> None:
     """Before and after are those of the same tokens, at the temperature that drew them."""
     policy, group = tiny_policy(), two_turns(temperatures=temperatures)
-    update: Update = finish(learner(policy, watched=True, micro_batch_tokens=budget, learning_rate=0.1).update([group]))
+    update: Update = finish(learner(policy, measure_update_kl=True, micro_batch_tokens=budget, learning_rate=0.1).update([group]))
     ratio_N = np.concatenate(
         [
             sampled_by(policy, update.parameters, group, i) - sampled_by(policy, policy.trainable(), group, i)

@@ -115,11 +115,18 @@ def tiny_policy(*, tied: bool = True, **section: Any) -> Policy:
 
 
 def learner(
-    policy: TrainablePolicy, *, steps: int = 10, good_window: int = 0, watched: bool = False, **keys: Any
+    policy: TrainablePolicy, *, steps: int = 10, rollback_window: int = 0, measure_update_kl: bool = False, **keys: Any
 ) -> PolicyLearner:
     """A learner with a rate of 1e-2 that stays, and all else by default."""
     settings = convert({"learning_rate": 1e-2, "schedule": "constant", **keys}, LearnerSection)
-    return PolicyLearner(policy, settings, SamplingSection(), steps=steps, good_window=good_window, watched=watched)
+    return PolicyLearner(
+        policy,
+        settings,
+        SamplingSection(),
+        steps=steps,
+        rollback_window=rollback_window,
+        measure_update_kl=measure_update_kl,
+    )
 
 
 def scored_group(

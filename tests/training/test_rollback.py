@@ -19,7 +19,7 @@ CARRIED: dict[str, Any] = {
     "kl_beta": 0.1,
     "kl_target": 1e-3,
     "entropy_target": 9.0,
-    "good_window": 1,
+    "rollback_window": 1,
 }
 """Controllers, dealt mini-batches and policies to go back to."""
 

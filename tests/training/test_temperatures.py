@@ -32,7 +32,7 @@ def updated(groups: list[ScoredGroup], temperature: float, **keys: Any) -> Updat
     """The second update of a run at this temperature, when reference and policy differ."""
     settings = convert({"learning_rate": 1e-2, "epsilon": 1e-3, "schedule": "constant"} | keys, LearnerSection)
     sampling = SamplingSection(temperature=temperature)
-    one = PolicyLearner(tiny_policy(), settings, sampling, steps=3, watched=True)
+    one = PolicyLearner(tiny_policy(), settings, sampling, steps=3, measure_update_kl=True)
     finish(one.update(groups))
     return finish(one.update(groups))
 

@@ -28,7 +28,7 @@ def test_it_is_k3_over_completions_of_the_batch(budget: int, layout: str) -> Non
     """Of eight completions each is looked at; neither the budget of a pass nor the layout changes anything."""
     policy = tiny_policy()
     groups = random_groups(32, groups=COMPLETIONS // 4)
-    one = learner(policy, watched=True, micro_batch_tokens=budget, layout=layout, learning_rate=0.1)
+    one = learner(policy, measure_update_kl=True, micro_batch_tokens=budget, layout=layout, learning_rate=0.1)
     update = finish(one.update(groups))
     ratio_N = np.concatenate(
         [
@@ -46,7 +46,7 @@ def test_a_few_completions_speak_for_a_large_batch() -> None:
     """Of forty, which are more than it looks at, every second: within a factor of two of all here, and not the same."""
     policy = tiny_policy()
     groups = random_groups(32, groups=10)
-    update = finish(learner(policy, watched=True, learning_rate=0.1).update(groups))
+    update = finish(learner(policy, measure_update_kl=True, learning_rate=0.1).update(groups))
     ratio_N = np.concatenate(
         [
             scores(policy, update.parameters, group, i) - scores(policy, policy.trainable(), group, i)
@@ -63,8 +63,8 @@ def test_a_few_completions_speak_for_a_large_batch() -> None:
 def test_a_pass_is_no_larger_than_one_of_a_gradient() -> None:
     """The memory of an update is bounded by `micro_batch_tokens`, this measurement included."""
     turns = [
-        len(list(learner(tiny_policy(), watched=watched, micro_batch_tokens=1).update(random_groups(32))))
-        for watched in (False, True)
+        len(list(learner(tiny_policy(), measure_update_kl=on, micro_batch_tokens=1).update(random_groups(32))))
+        for on in (False, True)
     ]
     assert turns == [12, 12 + 12]
 

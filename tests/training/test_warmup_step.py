@@ -14,7 +14,7 @@ from clotho.models.machine import random_state
 from clotho.models.parameters import flat
 from clotho.models.policy import Policy
 from clotho.training.update import PolicyLearner
-from clotho.training.warmup_step import DummyBatchSize, dummy_batch_size, rehearse
+from clotho.training.warmup_step import DummyBatchSize, dummy_batch_size, run_warmup_step
 from protocols.errors import ModelError, ProfileError
 from tests.training.learning import VOCAB, finish, random_groups, same_bits, tiny_policy
 
@@ -37,7 +37,7 @@ def a_profile(*, sampling: dict[str, Any] | None = None, batch_size: int = 2, **
 
 def a_learner(profile: Profile, policy: Policy) -> PolicyLearner:
     """The learner of a profile."""
-    return PolicyLearner(policy, profile.learner, profile.sampling, steps=10, watched=True)
+    return PolicyLearner(policy, profile.learner, profile.sampling, steps=10, measure_update_kl=True)
 
 
 def test_the_first_update_is_the_same_with_and_without_a_rehearsal() -> None:
@@ -47,7 +47,7 @@ def test_the_first_update_is_the_same_with_and_without_a_rehearsal() -> None:
     mx.random.seed(3)
     before = random_state()
     served, state = learners[0].parameters, learners[0].state()
-    rehearse(learners[0], profile, context=CONTEXT)
+    run_warmup_step(learners[0], profile, context=CONTEXT)
     assert random_state() == before
     assert learners[0].parameters is served
     assert learners[0].version == 0
@@ -100,7 +100,7 @@ def test_it_is_as_large_as_one_micro_batch_at_most(settings: dict[str, Any], siz
 def test_whatever_the_settings_ask_of_a_group_is_there(settings: dict[str, Any]) -> None:
     """Log-probabilities of a reference, advantages of an environment, a teacher, and what could have been sampled."""
     profile = a_profile(**settings)
-    rehearse(a_learner(profile, tiny_policy()), profile, context=CONTEXT)
+    run_warmup_step(a_learner(profile, tiny_policy()), profile, context=CONTEXT)
 
 
 class Factored(nn.Module):
@@ -123,7 +123,7 @@ def test_a_model_that_has_no_gradient_is_refused_in_one_line() -> None:
     with pytest.raises(
         ModelError, match=r"^model models/tiny cannot be trained by objective grpo: .*[Nn]ot implemented"
     ):
-        rehearse(learner, profile, context=CONTEXT)
+        run_warmup_step(learner, profile, context=CONTEXT)
 
 
 def test_an_objective_that_fails_is_refused_in_one_line() -> None:
@@ -132,6 +132,6 @@ def test_an_objective_that_fails_is_refused_in_one_line() -> None:
         a_profile(objective=f"tests.training.broken_objectives:{name}") for name in ("failing", "averaged")
     )
     with pytest.raises(ModelError, match=r"tests.training.broken_objectives:failing: KeyError: 'temperature'$"):
-        rehearse(a_learner(failing, tiny_policy()), failing, context=CONTEXT)
+        run_warmup_step(a_learner(failing, tiny_policy()), failing, context=CONTEXT)
     with pytest.raises(ProfileError, match="must return a PolicyLoss"):
-        rehearse(a_learner(averaged, tiny_policy()), averaged, context=CONTEXT)
+        run_warmup_step(a_learner(averaged, tiny_policy()), averaged, context=CONTEXT)
