@@ -24,6 +24,7 @@ from clotho.atropos.commands import Command, environment_command, server_command
 from clotho.atropos.parent_watchdog import GRACE_SECONDS
 from clotho.atropos.source import Backoff
 from clotho.config.schema import EnvironmentSection, Profile
+from clotho.runtime.supervisor import RestartCounter, RestartPolicy
 from protocols.errors import ActorError, ProfileError
 
 LOG_FILE_BYTES = 16 * 2**20
@@ -39,11 +40,10 @@ EXCEPTION = re.compile(r"[\w.]*(Error|Exception|Exit|Interrupt)\b")
 ORNAMENTS = " \t\xb7^~|=-_*#"
 
 WATCHDOG = (sys.executable, "-I", "-S", str(Path(__file__).with_name("parent_watchdog.py")), "--")
-STABLE_SECONDS = 60.0
-"""A process that stays up longer than this resets the failure count."""
-FIRST_DELAY_SECONDS, MAX_DELAY_SECONDS = 0.5, 8.0
-MAX_FAILURES, MAX_EXITS = 5, 20
-"""Consecutive short runs after which the run ends: those with an exit status of their own, and all of them."""
+EXIT_POLICY = RestartPolicy(max_restarts=19, first_pause_seconds=0.5, longest_pause_seconds=8.0)
+"""Limits the restarts after exits of any kind."""
+FAILURE_POLICY = RestartPolicy(max_restarts=4)
+"""Limits the restarts after exits that a signal did not cause."""
 TAIL_SECONDS = 1.0
 """Time for reading the remaining output after the exit."""
 SIGNALLED = 128
@@ -159,9 +159,9 @@ class ProcessActor:
     """Runs a command in a process and restarts it with increasing delays until the actor is cancelled.
 
     Raises ProfileError if the process ends by itself in its first run before it is ready: the command cannot work. A
-    later exit, or an exit by a signal, causes a restart. Raises ActorError after `MAX_FAILURES` or `MAX_EXITS`
-    consecutive short runs. When the actor is cancelled, or this process dies, the whole process group ends: SIGTERM,
-    and SIGKILL after 5 seconds.
+    later exit, or an exit by a signal, causes a restart. Raises ActorError if `FAILURE_POLICY` or `EXIT_POLICY` allows
+    no further restart. When the actor is cancelled, or this process dies, the whole process group ends: SIGTERM, and
+    SIGKILL after 5 seconds.
 
     starts: number of starts so far. ready: set by subclasses when the process is ready.
     """
@@ -174,18 +174,18 @@ class ProcessActor:
     async def run(self, *, task_status: TaskStatus[object] = anyio.TASK_STATUS_IGNORED) -> None:
         """Keep the process running; `started` when other actors can depend on it."""
         self._task_status = task_status
-        failures = exits = 0
+        exits, failures = RestartCounter(EXIT_POLICY), RestartCounter(FAILURE_POLICY)
         while True:
             await self.prepare()
             ended = await self._run_once()
-            if ended.seconds >= STABLE_SECONDS:
-                failures = exits = 0
-            failures, exits = failures + ended.failed, exits + 1
             if ended.failed and self.starts == 1 and not ended.ready and not self.caused_elsewhere(ended):
                 raise ProfileError(f"{self._describe(ended)}; after correcting it, start the run with --clean")
-            if failures >= MAX_FAILURES or exits >= MAX_EXITS:
-                raise ActorError(f"{self._describe(ended)}, {exits} times in a row")
-            delay = min(FIRST_DELAY_SECONDS * 2 ** (exits - 1), MAX_DELAY_SECONDS)
+            if ended.seconds >= EXIT_POLICY.stable_seconds:
+                failures = RestartCounter(FAILURE_POLICY)
+            delay = exits.next_pause(ended.seconds)
+            gives_up = ended.failed and failures.next_pause(ended.seconds) is None
+            if delay is None or gives_up:
+                raise ActorError(f"{self._describe(ended)}, {exits.in_a_row} times in a row")
             log.warning(
                 "process_restarts",
                 process=self.name,

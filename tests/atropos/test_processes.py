@@ -16,6 +16,7 @@ from typing import Any
 import anyio
 import httpx
 import pytest
+from msgspec import structs
 
 from clotho.atropos import processes as module
 from clotho.atropos.commands import Command
@@ -29,7 +30,7 @@ PATIENCE_SECONDS = 120.0
 
 @pytest.fixture(autouse=True)
 def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "FIRST_DELAY_SECONDS", 0.0)
+    monkeypatch.setattr(module, "EXIT_POLICY", structs.replace(module.EXIT_POLICY, first_pause_seconds=0.0))
 
 
 class ObservedProcess(ProcessActor):
@@ -92,8 +93,8 @@ async def test_what_worked_is_started_again_and_given_up_in_the_end(tmp_path: Pa
     error = await failure(process)
     assert isinstance(error, ActorError)
     assert error.exit_status == 1
-    assert process.starts == len(process.exits) == module.MAX_FAILURES
-    assert f"{module.MAX_FAILURES} times in a row" in str(error)
+    assert process.starts == len(process.exits) == module.FAILURE_POLICY.max_restarts + 1
+    assert f"{module.FAILURE_POLICY.max_restarts + 1} times in a row" in str(error)
 
 
 async def test_what_others_kill_is_started_again_more_often(tmp_path: Path) -> None:
@@ -101,18 +102,19 @@ async def test_what_others_kill_is_started_again_more_often(tmp_path: Path) -> N
     process = ObservedProcess(tmp_path, "import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
     error = await failure(process)
     assert isinstance(error, ActorError)
-    assert process.starts == module.MAX_EXITS
+    assert process.starts == module.EXIT_POLICY.max_restarts + 1
     assert "the process was ended by SIGKILL after" in str(error)
 
 
 async def test_a_long_life_makes_up_for_what_was_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Then it is started again without end."""
-    monkeypatch.setattr(module, "STABLE_SECONDS", 0.0)
+    stable = structs.replace(module.EXIT_POLICY, first_pause_seconds=0.0, stable_seconds=0.0)
+    monkeypatch.setattr(module, "EXIT_POLICY", stable)
     process = ObservedProcess(tmp_path, "print('ready')")
     with anyio.fail_after(PATIENCE_SECONDS):
         async with anyio.create_task_group() as group:
             group.start_soon(process.run)
-            for _ in range(2 * module.MAX_FAILURES):
+            for _ in range(2 * module.FAILURE_POLICY.max_restarts):
                 assert await process.lines.receive() == "ready"
             group.cancel_scope.cancel()
     process.close()
@@ -357,7 +359,7 @@ async def test_killed_processes_come_back_and_are_ended_with_the_run(
     """SIGKILL of the environment: another takes its place on the server's books. SIGKILL of the server: it answers at
     the same address, and the environment registers anew. In the end nobody is left.
     """
-    monkeypatch.setattr(module, "FIRST_DELAY_SECONDS", 0.0)
+    monkeypatch.setattr(module, "EXIT_POLICY", structs.replace(module.EXIT_POLICY, first_pause_seconds=0.0))
     running = ServerAndEnvironment(tmp_path / "atropos", script)
     async with AsyncExitStack() as ends:
         ends.callback(running.environment.close)
