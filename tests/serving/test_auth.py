@@ -1,4 +1,4 @@
-"""Who may ask."""
+"""API keys, and protection against requests from other web sites."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ KEYS = [
 ]  # fmt: skip
 
 
-async def test_without_the_key_every_route_but_health_is_closed() -> None:
-    """Missing, empty, wrong, over-long: 401, also for routes that do not exist."""
+async def test_every_path_except_health_requires_the_key() -> None:
+    """A missing, empty, wrong or long key causes status 401, also for unknown paths."""
     async with serving(api_key="secret") as served:
         for method, path in ROUTES:
             for key in KEYS:
@@ -36,8 +36,8 @@ async def test_without_the_key_every_route_but_health_is_closed() -> None:
         assert served.engine.asked == []
 
 
-async def test_with_the_key_the_routes_answer() -> None:
-    """Bearer authentication, as OpenAI's client sends it; a label may stand behind the key, whatever it is."""
+async def test_requests_with_the_key_succeed() -> None:
+    """OpenAI's client sends the key as a bearer token; any label may follow it."""
     async with serving(api_key="secret") as served:
         for key in ("secret", "secret:environment", "secret:", "secret:not a label"):
             client = served.openai.with_options(api_key=key)
@@ -45,22 +45,22 @@ async def test_with_the_key_the_routes_answer() -> None:
 
 
 @pytest.mark.parametrize("host", ["evil.com", "evil.com:8000", "localhost.evil.com", "", "127.0.0.1.evil.com", "[::1"])
-async def test_a_foreign_host_is_refused(host: str) -> None:
-    """A name that an attacker's DNS points here is not ours."""
+async def test_a_foreign_host_header_is_rejected(host: str) -> None:
+    """DNS rebinding: a foreign name that resolves to the loopback address."""
     async with serving() as served:
         answer = await served.http.get("/v1/models", headers={"host": host})
         assert answer.status_code == 400
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost:1", "[::1]:8000", "LOCALHOST"])
-async def test_the_names_of_this_machine_are_served(host: str) -> None:
-    """Whatever the port, whatever the case."""
+async def test_loopback_host_headers_are_accepted(host: str) -> None:
+    """With any port, in any case."""
     async with serving() as served:
         assert (await served.http.get("/v1/models", headers={"host": host})).status_code == 200
 
 
-async def test_pages_of_other_sites_may_not_ask() -> None:
-    """A browser names the page's origin; no answer carries CORS permission."""
+async def test_a_foreign_origin_header_is_rejected() -> None:
+    """No response contains CORS headers."""
     async with serving() as served:
         for origin in ("http://evil.com", "https://localhost.evil.com", "null", "http://[x"):
             answer = await served.http.post(

@@ -1,36 +1,164 @@
-"""Requests in flight: a cap, no leftovers after clients that leave, and a proper end when the server stops."""
+"""Limits of the server: request bodies, concurrency, disconnects, engine failures and shutdown."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import AsyncIterator
 
 import anyio
 import httpx
 import pytest
+from anyio.abc import SocketStream
 from structlog.testing import capture_logs
 
 from clotho.serving import limits, openai_responses
 from protocols.errors import RequestError
 from tests.serving.running_server import Served, serving
 
+SMALL = 100_000
+
+
+async def connect(served: Served) -> SocketStream:
+    """Open a TCP connection."""
+    host, port = served.url.removeprefix("http://").split(":")
+    return await anyio.connect_tcp(host, int(port))
+
+
+async def read_all(stream: SocketStream) -> bytes:
+    """Read until the server closes the connection."""
+    received = b""
+    with anyio.fail_after(10):
+        try:
+            while True:
+                received += await stream.receive()
+        except anyio.EndOfStream:
+            return received
+
+
+def head(*lines: str, path: str = "/v1/completions") -> bytes:
+    """Return the head of a POST request."""
+    return "\r\n".join([f"POST {path} HTTP/1.1", "Host: localhost", *lines, "", ""]).encode()
+
+
+async def chunks(count: int, size: int) -> AsyncIterator[bytes]:
+    """Yield a body without a Content-Length."""
+    for _ in range(count):
+        yield b"x" * size
+
+
+async def test_a_body_above_the_limit_is_rejected_with_and_without_content_length() -> None:
+    """Status 413."""
+    async with serving(max_body_bytes=SMALL) as served:
+        declared = await served.http.post("/v1/completions", content=b"x" * (SMALL + 1))
+        counted = await served.http.post("/v1/completions", content=chunks(3, SMALL // 2))
+        for answer in (declared, counted):
+            assert answer.status_code == 413
+            assert str(SMALL) in answer.json()["error"]["message"]
+        assert (await served.post("/v1/completions", prompt="good")).status_code == 200
+
+
+async def test_a_large_content_length_is_rejected_before_the_body_arrives() -> None:
+    """The client sends no body."""
+    async with serving(max_body_bytes=SMALL) as served, await connect(served) as stream:
+        await stream.send(head("Content-Length: 100000000000"))
+        with anyio.fail_after(5):
+            assert b" 413 " in await stream.receive()
+
+
+async def test_a_slow_body_is_a_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time limit applies to the whole body."""
+    monkeypatch.setattr(limits, "LINGER_SECONDS", 0.05)
+    async with serving(body_seconds=0.2) as served, await connect(served) as stream:
+        await stream.send(head("Content-Length: 1000") + b"{")
+        answer = await read_all(stream)
+        assert b" 408 " in answer
+        assert b"body_timeout" in answer
+        assert (await served.post("/v1/completions", prompt="good")).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/nowhere", "/health"])
+async def test_an_early_response_reaches_a_client_that_is_sending(path: str) -> None:
+    """Status 401 or 405 during a large body."""
+    async with serving(api_key="secret") as served:
+        answer = await served.http.post(path, content=b"x" * 3_000_000)
+        assert answer.status_code == (405 if path == "/health" else 401)
+
+
+async def test_many_small_chunks_do_not_block_an_early_response(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hypercorn queues at most ten chunks that the application does not read."""
+    monkeypatch.setattr(limits, "LINGER_SECONDS", 0.05)
+    async with serving(api_key="secret") as served, await connect(served) as stream:
+        await stream.send(head("Transfer-Encoding: chunked") + b"1\r\nx\r\n" * 5000)
+        assert b" 401 " in await read_all(stream)
+
+
+async def test_a_client_that_never_stops_sending_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The connection closes LINGER_SECONDS after the response."""
+    monkeypatch.setattr(limits, "LINGER_SECONDS", 0.1)
+    async with serving(max_body_bytes=1000) as served, await connect(served) as stream:
+        await stream.send(head("Transfer-Encoding: chunked"))
+        with anyio.fail_after(10), pytest.raises((anyio.BrokenResourceError, anyio.EndOfStream)):
+            await send_forever(stream)
+
+
+async def send_forever(stream: SocketStream) -> None:
+    """Send until the connection closes."""
+    while True:
+        await stream.send(b"1\r\nx\r\n" * 5000)
+
+
+async def test_a_disconnect_during_the_body_frees_the_slot() -> None:
+    """The next request is admitted."""
+    async with serving(max_concurrent=1) as served:
+        async with await connect(served) as stream:
+            await stream.send(head("Content-Length: 1000") + b"{")
+        with anyio.fail_after(5):
+            while (await served.post("/v1/completions", prompt="good")).status_code == 503:
+                await anyio.lowlevel.checkpoint()
+
+
+async def test_idle_connections_do_not_block_requests() -> None:
+    """200 connections without a request."""
+    async with serving() as served:
+        idle = [await connect(served) for _ in range(200)]
+        try:
+            assert (await served.post("/v1/completions", prompt="good")).status_code == 200
+        finally:
+            for stream in idle:
+                await stream.aclose()
+
+
+async def test_a_request_of_a_client_that_does_not_read_is_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine aborts the request after SEND_SECONDS."""
+    monkeypatch.setattr(limits, "SEND_SECONDS", 0.2)
+    body = b'{"prompt": "x", "stream": true, "n": 64, "max_tokens": 500, "ignore_eos": true, "logprobs": 20}'
+    async with serving() as served, await connect(served) as stream:
+        await stream.send(head(f"Content-Length: {len(body)}") + body)
+        await served.engine.until(lambda: served.engine.running == 64)
+        await served.engine.until(lambda: served.engine.running == 0)
+        with anyio.fail_after(10):
+            while served.sampler.running:
+                await anyio.lowlevel.checkpoint()
+
+
 LONG = {"prompt": "x", "max_tokens": 400, "ignore_eos": True}
 
 
 async def begin_stream(served: Served, **more: object) -> httpx.Response:
-    """Open a stream and wait for its head."""
+    """Open a stream and wait for the head of the response."""
     request = served.http.build_request("POST", "/v1/completions", json=LONG | {"stream": True} | more)
     return await served.http.send(request, stream=True)
 
 
-async def in_line(served: Served, count: int) -> None:
-    """Until so many requests wait for a place."""
+async def wait_for_queue(served: Served, count: int) -> None:
+    """Wait until `count` requests are queued."""
     with anyio.fail_after(10):
         while served.server.limit.queued != count:
             await anyio.lowlevel.checkpoint()
 
 
-async def test_a_client_that_leaves_its_stream_frees_the_rows() -> None:
-    """Disconnect in the middle of a stream: generation is aborted."""
+async def test_a_disconnect_during_a_stream_aborts_the_request() -> None:
+    """The engine aborts all completions."""
     async with serving() as served:
         served.engine.allow(3)
         answer = await begin_stream(served, n=4)
@@ -40,8 +168,8 @@ async def test_a_client_that_leaves_its_stream_frees_the_rows() -> None:
         assert served.engine.aborted == [1]
 
 
-async def test_a_client_that_leaves_while_it_waits_frees_the_rows() -> None:
-    """Disconnect before the answer: generation is aborted too, streamed or not."""
+async def test_a_disconnect_before_the_response_aborts_the_request() -> None:
+    """With and without streaming."""
     async with serving() as served:
         served.engine.allow(0)
         for stream in (False, True):
@@ -53,22 +181,22 @@ async def test_a_client_that_leaves_while_it_waits_frees_the_rows() -> None:
         assert served.engine.aborted == [1, 2]
 
 
-async def test_beyond_the_cap_requests_wait_for_their_turn() -> None:
-    """First come, first served, each as soon as one ends; health is still answered."""
+async def test_requests_above_the_limit_wait_in_a_queue() -> None:
+    """First in, first out. /health is not limited."""
     async with serving(max_concurrent=1) as served:
         served.engine.allow(2)
         answer = await begin_stream(served)
         finished: list[str] = []
 
-        async def ask(prompt: str) -> None:
+        async def post(prompt: str) -> None:
             reply = await served.post("/v1/completions", prompt=prompt, max_tokens=1)
             assert reply.status_code == 200
             finished.append(prompt)
 
         async with anyio.create_task_group() as tasks:
             for number, prompt in enumerate("abc"):
-                tasks.start_soon(ask, prompt)
-                await in_line(served, number + 1)
+                tasks.start_soon(post, prompt)
+                await wait_for_queue(served, number + 1)
             assert (await served.http.get("/health")).status_code == 200
             assert (len(served.engine.asked), served.requests) == (1, 1)
             served.engine.allow(10**6)
@@ -78,8 +206,8 @@ async def test_beyond_the_cap_requests_wait_for_their_turn() -> None:
         assert [asked.prompt for asked in served.engine.asked] == [encode(prompt) for prompt in ("x", *"abc")]
 
 
-async def test_a_client_that_leaves_the_line_is_not_served() -> None:
-    """Nothing of it reaches the engine, and those behind it move up."""
+async def test_a_disconnect_removes_a_request_from_the_queue() -> None:
+    """The engine never receives the request."""
     async with serving(max_concurrent=1) as served:
         served.engine.allow(2)
         answer = await begin_stream(served)
@@ -91,37 +219,37 @@ async def test_a_client_that_leaves_the_line_is_not_served() -> None:
         async with anyio.create_task_group() as stays:
             async with anyio.create_task_group() as leaves:
                 leaves.start_soon(lambda: served.post("/v1/completions", prompt="a"))
-                await in_line(served, 1)
+                await wait_for_queue(served, 1)
                 stays.start_soon(stay)
-                await in_line(served, 2)
+                await wait_for_queue(served, 2)
                 leaves.cancel_scope.cancel()
-            await in_line(served, 1)
+            await wait_for_queue(served, 1)
             served.engine.allow(10**6)
             await answer.aread()
         assert behind[0].status_code == 200
         assert len(served.engine.asked) == 2
 
 
-async def test_a_body_that_is_larger_than_what_is_read_ahead_arrives_whole() -> None:
-    """What came while the request waited is handed on first."""
+async def test_a_body_larger_than_the_buffer_arrives_complete() -> None:
+    """The buffered part is delivered first."""
     async with serving(max_concurrent=1) as served:
         served.engine.allow(2)
         answer = await begin_stream(served)
         replies: list[httpx.Response] = []
 
-        async def ask() -> None:
+        async def post() -> None:
             replies.append(await served.post("/v1/completions", prompt="b", max_tokens=1, user="u" * 1_000_000))
 
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(ask)
-            await in_line(served, 1)
+            tasks.start_soon(post)
+            await wait_for_queue(served, 1)
             served.engine.allow(10**6)
             await answer.aread()
         assert replies[0].status_code == 200
 
 
-async def test_beyond_the_line_requests_are_told_to_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """503 with Retry-After; a free place is taken again."""
+async def test_a_full_queue_is_a_503_with_retry_after(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests succeed again when a slot is free."""
     monkeypatch.setattr(limits, "MAX_QUEUED_REQUESTS", 0)
     async with serving(max_concurrent=1) as served:
         served.engine.allow(2)
@@ -136,19 +264,19 @@ async def test_beyond_the_line_requests_are_told_to_come_back(monkeypatch: pytes
         assert (await served.post("/v1/completions", prompt="x")).status_code == 200
 
 
-async def test_a_stopping_server_sends_the_line_away_at_once() -> None:
-    """503 while those inside still have their time."""
+async def test_a_shutdown_rejects_queued_requests_immediately() -> None:
+    """Running requests keep their grace period."""
     async with serving(grace_seconds=10, max_concurrent=1) as served:
         served.engine.allow(3)
         answer = await begin_stream(served)
         replies: list[httpx.Response] = []
 
-        async def ask() -> None:
+        async def post() -> None:
             replies.append(await served.post("/v1/completions", prompt="b"))
 
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(ask)
-            await in_line(served, 1)
+            tasks.start_soon(post)
+            await wait_for_queue(served, 1)
             served.stop()
         assert replies[0].status_code == 503
         assert replies[0].json()["error"]["code"] == "shutting_down"
@@ -157,16 +285,16 @@ async def test_a_stopping_server_sends_the_line_away_at_once() -> None:
         assert (await answer.aread()).endswith(b"data: [DONE]\n\n")
 
 
-async def test_a_full_line_in_the_engine_is_a_503_too() -> None:
-    """Nothing is wrong with the request: the client is told to come back."""
+async def test_a_full_queue_of_the_engine_is_a_503() -> None:
+    """The response has a Retry-After header."""
     async with serving() as served:
         served.engine.refusal = RequestError("4000 completions wait already", param="queue")
         busy = await served.post("/v1/completions", prompt="x")
         assert (busy.status_code, busy.headers["retry-after"]) == (503, "1")
 
 
-async def test_an_engine_that_fails_in_a_stream_ends_it_with_an_error_and_done() -> None:
-    """The error is an event of its own, and [DONE] still follows."""
+async def test_an_engine_failure_ends_a_stream_with_an_error_and_done() -> None:
+    """The error is an event of its own."""
     async with serving() as served:
         served.engine.allow(3)
         answer = await begin_stream(served)
@@ -178,17 +306,17 @@ async def test_an_engine_that_fails_in_a_stream_ends_it_with_an_error_and_done()
         assert error["type"] == "server_error"
 
 
-async def test_an_engine_that_fails_answers_500_to_those_who_wait() -> None:
-    """And the next request is answered."""
+async def test_an_engine_failure_is_a_500() -> None:
+    """The next request succeeds."""
     async with serving() as served:
         served.engine.allow(0)
         answers = []
 
-        async def ask() -> None:
+        async def post() -> None:
             answers.append(await served.post("/v1/completions", prompt="x"))
 
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(ask)
+            tasks.start_soon(post)
             await served.engine.until(lambda: served.engine.running == 1)
             served.engine.submit_call(lambda: served.engine.fail("the tick raised"))
         assert answers[0].status_code == 500
@@ -197,8 +325,8 @@ async def test_an_engine_that_fails_answers_500_to_those_who_wait() -> None:
         assert (await served.post("/v1/completions", prompt="x")).status_code == 200
 
 
-async def test_a_fault_of_ours_is_a_500_without_details(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The log has the whole of it; the client, streaming or not, reads nothing of the inside."""
+async def test_an_unexpected_exception_is_a_500_without_details(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The event log contains the exception; the client receives no details, with and without streaming."""
 
     def broken(*_: object, **__: object) -> None:
         raise ZeroDivisionError("secret detail")
@@ -219,8 +347,8 @@ async def test_a_fault_of_ours_is_a_500_without_details(monkeypatch: pytest.Monk
     assert [str(entry["exc_info"]) for entry in logged] == ["secret detail"] * 2
 
 
-async def test_a_stopping_server_lets_requests_finish() -> None:
-    """In flight when the stop comes, whole when it is answered."""
+async def test_running_requests_finish_during_the_grace_period() -> None:
+    """The stream is complete."""
     text = b""
     async with serving(grace_seconds=10) as served:
         served.engine.allow(3)
@@ -238,8 +366,8 @@ async def test_a_stopping_server_lets_requests_finish() -> None:
     assert b'"finish_reason":"length"' in text
 
 
-async def test_a_stopping_server_ends_what_outlives_its_patience() -> None:
-    """After the grace period a stream gets an error and [DONE], a waiting client 503; no row is left."""
+async def test_requests_are_cancelled_after_the_grace_period() -> None:
+    """A stream ends with an error and [DONE], another request with status 503."""
     outcome: dict[str, str] = {}
     async with serving(grace_seconds=0.1) as served:
         served.engine.allow(3)

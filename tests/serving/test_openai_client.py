@@ -1,4 +1,4 @@
-"""The API as OpenAI's own client sees it."""
+"""The OpenAI endpoints, used with OpenAI's client."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from tests.serving.running_server import CONTEXT, serving
 USER: list[ChatCompletionUserMessageParam] = [{"role": "user", "content": "2+2?"}]
 
 
-async def test_a_chat_is_answered_by_the_policy_and_names_its_weights() -> None:
-    """Text, usage, reason, version and fingerprint are those of the engine."""
+async def test_a_chat_completion_contains_the_policy_version() -> None:
+    """Text, usage, finish reason, version and fingerprint come from the engine."""
     async with serving() as served:
         answer = await served.openai.chat.completions.create(model="policy", messages=USER, seed=1, max_tokens=8)
         asked = served.engine.asked[0]
@@ -31,8 +31,8 @@ async def test_a_chat_is_answered_by_the_policy_and_names_its_weights() -> None:
         assert (answer.choices[0].model_extra or {})["weights_versions"] == {"first": 3, "last": 3}
 
 
-async def test_choices_of_many_prompts_are_numbered_prompt_by_prompt() -> None:
-    """Choice i * n + j is completion j of prompt i, as if each prompt had been asked alone."""
+async def test_choices_are_ordered_by_prompt() -> None:
+    """Choice i * n + j equals completion j of a request with prompt i only."""
     async with serving() as served:
         client = served.openai.completions
         both = await client.create(model="policy", prompt=["one", "two"], n=3, seed=5, max_tokens=6)
@@ -42,8 +42,8 @@ async def test_choices_of_many_prompts_are_numbered_prompt_by_prompt() -> None:
         assert len({choice.text for choice in both.choices}) == 6
 
 
-async def test_prompts_may_be_text_or_tokens() -> None:
-    """The four forms of `prompt` mean the same tokens."""
+async def test_a_prompt_can_be_text_or_tokens() -> None:
+    """The four forms of `prompt` are equivalent."""
     tokens = list(CharacterTokenizer().encode("abc"))
     async with serving() as served:
         texts = set()
@@ -54,8 +54,8 @@ async def test_prompts_may_be_text_or_tokens() -> None:
         assert {asked.prompt for asked in served.engine.asked} == {tuple(tokens)}
 
 
-async def test_a_seed_makes_an_answer_reproducible_and_its_absence_does_not() -> None:
-    """Equal seeds, equal choices; without one every request is new."""
+async def test_only_a_request_with_a_seed_is_reproducible() -> None:
+    """Without a seed, every prompt gets a random seed."""
     async with serving() as served:
         client = served.openai.completions
         seeded = [await client.create(model="policy", prompt="x", seed=9, max_tokens=12) for _ in range(2)]
@@ -65,8 +65,8 @@ async def test_a_seed_makes_an_answer_reproducible_and_its_absence_does_not() ->
 
 
 @pytest.mark.parametrize("chat", [True, False])
-async def test_a_stream_equals_the_whole_answer(chat: bool) -> None:
-    """The deltas of every choice add up, and usage comes last, with no choices."""
+async def test_a_stream_equals_the_whole_response(chat: bool) -> None:
+    """The last chunk contains the usage and no choices."""
     fields = {"model": "policy", "n": 3, "seed": 4, "max_tokens": 40, "stop": ["ab", "Q"]}
     streamed = {"stream": True, "stream_options": {"include_usage": True}}
     async with serving() as served:
@@ -88,8 +88,8 @@ async def test_a_stream_equals_the_whole_answer(chat: bool) -> None:
         assert chunks[-1].usage == whole.usage
 
 
-async def test_a_stream_carries_log_probabilities_and_tokens() -> None:
-    """Streamed log-probabilities and token identifiers equal those of the whole answer."""
+async def test_a_stream_contains_log_probabilities_and_tokens() -> None:
+    """They equal those of the whole response."""
     body = {"return_token_ids": True}
     async with serving() as served:
         create = served.openai.chat.completions.create
@@ -118,26 +118,28 @@ async def test_a_stream_carries_log_probabilities_and_tokens() -> None:
         assert set(prompts[1:]) == {None}
 
 
-async def test_completions_report_log_probabilities_as_parallel_lists() -> None:
-    """One entry per token; the sampled token is among its alternatives; offsets follow the token texts."""
+async def test_log_probabilities_of_completions_are_parallel_lists() -> None:
+    """One entry per token; `top_logprobs` contains the sampled token; offsets count token texts."""
     async with serving() as served:
         create = served.openai.completions.create
-        for asked in (0, 2):
-            answer = await create(model="policy", prompt="p", seed=3, max_tokens=6, logprobs=asked)
-            told = answer.choices[0].logprobs
-            assert told is not None
-            assert told.tokens is not None
-            assert told.token_logprobs is not None
-            assert told.top_logprobs is not None
-            assert "".join(told.tokens).removesuffix("<end>") == answer.choices[0].text
-            assert told.text_offset == [sum(len(text) for text in told.tokens[:at]) for at in range(len(told.tokens))]
-            for text, value, top in zip(told.tokens, told.token_logprobs, told.top_logprobs, strict=True):
+        for alternatives in (0, 2):
+            answer = await create(model="policy", prompt="p", seed=3, max_tokens=6, logprobs=alternatives)
+            logprobs = answer.choices[0].logprobs
+            assert logprobs is not None
+            assert logprobs.tokens is not None
+            assert logprobs.token_logprobs is not None
+            assert logprobs.top_logprobs is not None
+            assert "".join(logprobs.tokens).removesuffix("<end>") == answer.choices[0].text
+            assert logprobs.text_offset == [
+                sum(len(text) for text in logprobs.tokens[:at]) for at in range(len(logprobs.tokens))
+            ]
+            for text, value, top in zip(logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs, strict=True):
                 assert top[text] == value
-                assert len(top) == max(asked, 1)
+                assert len(top) == max(alternatives, 1)
 
 
-async def test_streamed_completions_keep_count_of_their_offsets() -> None:
-    """The parallel lists of all chunks, put together, are those of the whole answer."""
+async def test_offsets_continue_across_the_chunks_of_a_stream() -> None:
+    """The concatenated lists of all chunks equal those of the whole response."""
     async with serving() as served:
         create = served.openai.completions.create
         fields = {"model": "policy", "prompt": "p", "seed": 3, "max_tokens": 9, "logprobs": 2}
@@ -149,8 +151,8 @@ async def test_streamed_completions_keep_count_of_their_offsets() -> None:
         assert (offsets, values) == (whole.text_offset, whole.token_logprobs)
 
 
-async def test_stop_strings_end_the_text_and_are_named() -> None:
-    """The stop string is not part of the text; `stop_reason` says which one it was."""
+async def test_a_stop_string_ends_the_text() -> None:
+    """The text does not contain the stop string; `stop_reason` does."""
     async with serving() as served:
         create = served.openai.completions.create
         free = await create(model="policy", prompt="p", seed=8, max_tokens=30, extra_body={"ignore_eos": True})
@@ -161,8 +163,8 @@ async def test_stop_strings_end_the_text_and_are_named() -> None:
         assert (answer.choices[0].model_extra or {})["stop_reason"] == stop
 
 
-async def test_every_sampling_field_reaches_the_engine() -> None:
-    """What the client says is what the engine is asked."""
+async def test_every_sampling_parameter_reaches_the_engine() -> None:
+    """A top_k of the vocabulary size keeps all tokens."""
     async with serving() as served:
         await served.openai.completions.create(
             model="policy",
@@ -187,15 +189,15 @@ async def test_every_sampling_field_reaches_the_engine() -> None:
         assert (sampling.stop_token_ids, sampling.ignore_eos, sampling.max_tokens) == ((END,), True, 4)
 
 
-async def test_without_max_tokens_the_answer_fits_the_context() -> None:
-    """The default limit shrinks to what the context leaves."""
+async def test_the_default_max_tokens_fits_the_context() -> None:
+    """The default is limited to the rest of the context."""
     async with serving() as served:
         await served.openai.completions.create(model="policy", prompt=[1] * (CONTEXT - 3), extra_body={"top_k": 1})
         assert served.engine.asked[0].sampling.max_tokens == 3
 
 
-async def test_a_choice_drawn_across_a_swap_says_so() -> None:
-    """First and last version differ where the weights changed in between."""
+async def test_a_choice_contains_the_versions_before_and_after_a_weight_swap() -> None:
+    """The versions of the first and of the last token."""
     async with serving() as served:
         served.engine.allow(3)
         stream = await served.openai.completions.create(
@@ -211,8 +213,8 @@ async def test_a_choice_drawn_across_a_swap_says_so() -> None:
         assert versions[-1] == {"first": 3, "last": 4}
 
 
-async def test_the_models_route_names_the_policy() -> None:
-    """One model, by the name in the profile, with the length of its context."""
+async def test_the_list_of_models_contains_the_policy() -> None:
+    """Its name is `server.model_name`; its length is that of the context."""
     async with serving(model_name="my-policy") as served:
         models = (await served.openai.models.list()).data
         assert [model.id for model in models] == ["my-policy"]
@@ -222,7 +224,7 @@ async def test_the_models_route_names_the_policy() -> None:
         assert caught.value.param == "model"
 
 
-async def test_the_model_may_be_left_out() -> None:
-    """There is only one."""
+async def test_the_model_is_optional() -> None:
+    """The server has one model."""
     async with serving() as served:
         assert (await served.post("/v1/completions", prompt="x", max_tokens=1)).status_code == 200

@@ -1,4 +1,4 @@
-"""POST /v1/generate/ in the shape of TRL's server."""
+"""POST /v1/generate in the format of TRL's server."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import pytest
 from tests.fakes import END, CharacterTokenizer
 from tests.serving.running_server import serving
 
-ASKED = {
+PARAMETERS = {
     "repetition_penalty": 1.0, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "max_tokens": 1024,
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("route", ["/v1/generate/", "/v1/generate"])
-async def test_rows_are_prompts_times_n(route: str) -> None:
-    """Row i * n + j is completion j of prompt i, the end token included; a limit beyond the context is cut to it."""
+async def test_rows_are_ordered_by_prompt(route: str) -> None:
+    """Row i * n + j is completion j of prompt i, including the end token. max_tokens is limited to the context."""
     async with serving() as served:
-        answer = await served.post(route, prompts=["one", [4, END, END]], n=3, **ASKED)
+        answer = await served.post(route, prompts=["one", [4, END, END]], n=3, **PARAMETERS)
         assert answer.status_code == 200, answer.text
         assert answer.headers["x-clotho-weights-version"] == "3"
         body = answer.json()
@@ -32,8 +32,8 @@ async def test_rows_are_prompts_times_n(route: str) -> None:
         assert len(body["weights_versions"]) == 6
 
 
-async def test_it_counts_for_the_metrics_as_every_request_does() -> None:
-    """Prompt tokens and completions of the native routes are among vLLM's counters."""
+async def test_native_requests_count_in_the_metrics() -> None:
+    """In the counters of prompt tokens and of generated tokens."""
     async with serving() as served:
         fields = {"n": 2, "max_tokens": 3, "ignore_eos": True}
         await served.post("/v1/generate/", prompts=["abc"], **fields)

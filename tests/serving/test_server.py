@@ -1,4 +1,4 @@
-"""Binding, and what the server shows of itself."""
+"""Binding, restart, and output of the server."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from tests.fakes import FakeEngine
 from tests.serving.running_server import Served, server_context, serving
 
 
-def test_a_port_in_use_is_one_line_that_names_it() -> None:
-    """Found before anything is served; exit status 2."""
+def test_a_port_in_use_is_a_one_line_error() -> None:
+    """The error contains the port; the exit status is 2."""
     with listen(ServerSection(port=0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ServerError, match=f"port {port} on 127.0.0.1 is already in use") as caught:
@@ -28,36 +28,36 @@ def test_a_port_in_use_is_one_line_that_names_it() -> None:
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.5", "example.com", ""])
-def test_other_machines_are_let_in_only_with_a_key(host: str) -> None:
-    """Refused before the address is even looked up."""
+def test_a_host_that_is_not_loopback_requires_an_api_key(host: str) -> None:
+    """The check runs before the name is resolved."""
     with pytest.raises(ServerError, match=r"server\.api_key"):
         listen(ServerSection(host=host, port=0))
 
 
-def test_with_a_key_any_address_of_this_machine_may_be_bound() -> None:
-    """0.0.0.0 with a key listens."""
+def test_any_address_can_be_bound_with_an_api_key() -> None:
+    """0.0.0.0 with a key."""
     with listen(ServerSection(host="0.0.0.0", port=0, api_key="secret")) as bound:
         assert bound.getsockname()[0] == "0.0.0.0"
 
 
 @pytest.mark.parametrize("host", ["no-such-host.invalid", "203.0.113.7"])
-def test_an_address_that_is_not_ours_is_an_error_of_one_line(host: str) -> None:
-    """Unknown names and addresses of other machines."""
+def test_an_address_that_cannot_be_bound_is_a_one_line_error(host: str) -> None:
+    """An unknown name and an address of another machine."""
     with pytest.raises(ServerError, match="cannot listen on") as caught:
         listen(ServerSection(host=host, port=0, api_key="secret"))
     assert "\n" not in str(caught.value)
 
 
-def test_addresses_of_both_families_become_urls() -> None:
-    """IPv6 addresses stand in brackets."""
+def test_the_base_url_contains_the_bound_address() -> None:
+    """localhost binds 127.0.0.1."""
     with listen(ServerSection(host="localhost", port=0)) as bound:
         assert base_url(bound) == f"http://127.0.0.1:{bound.getsockname()[1]}"
 
 
-async def test_the_server_says_nothing_of_itself(
+async def test_the_server_prints_and_logs_nothing(
     capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """No banner on the terminal, no server header, no access log."""
+    """No banner, no access log, no Server header."""
     caplog.set_level(logging.DEBUG, logger="hypercorn")
     async with serving() as served:
         answer = await served.http.get("/health")
@@ -67,23 +67,23 @@ async def test_the_server_says_nothing_of_itself(
     assert not [record for record in caplog.records if record.name.startswith("hypercorn")]
 
 
-async def test_the_port_is_free_again_when_the_server_has_stopped() -> None:
-    """A run may follow a run."""
+async def test_the_port_is_free_after_the_server_has_stopped() -> None:
+    """Another run can use it."""
     async with serving() as served:
         port = int(served.url.rsplit(":", 1)[1])
     listen(ServerSection(port=port)).close()
 
 
-async def test_a_gateway_that_is_restarted_answers_again() -> None:
-    """Also one that was first given its socket: a supervisor may run it twice."""
+async def test_a_restarted_server_responds_again() -> None:
+    """The first start uses a given socket; the supervisor may restart the server."""
     engine = FakeEngine()
     served = Served(engine, Sampler(engine.submit_call, engine))
     listener = listen(ServerSection(port=0))
     port = listener.getsockname()[1]
-    gateway = ApiServer(server_context(served, port=port), listener=listener)
+    server = ApiServer(server_context(served, port=port), listener=listener)
     for _ in range(2):
         async with anyio.create_task_group() as tasks:
-            url = await tasks.start(gateway.run)
+            url = await tasks.start(server.run)
             async with httpx.AsyncClient(base_url=url) as client:
                 assert (await client.post("/v1/completions", json={"prompt": "x"})).status_code == 200
             tasks.cancel_scope.cancel()
@@ -92,7 +92,7 @@ async def test_a_gateway_that_is_restarted_answers_again() -> None:
 
 
 def test_a_low_limit_of_open_files_is_raised() -> None:
-    """Some systems begin with 256, fewer than the connections of one environment; no more is taken than may be."""
+    """Some systems start with a limit of 256. The limit is never lowered."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (256, before[1]))

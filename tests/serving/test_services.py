@@ -1,4 +1,4 @@
-"""What is sampled for a client is remembered, under the label it gave, on every route."""
+"""Every endpoint records completions under the label of the client."""
 
 from __future__ import annotations
 
@@ -28,72 +28,74 @@ ROUTES: dict[str, tuple[str, dict[str, Any]]] = {
 BEARER = {"authorization": "Bearer x:guessing"}
 
 
-class Notes:
-    """Everything that was to be remembered."""
+class RecordedCompletions:
+    """A sample recorder that keeps every call."""
 
     def __init__(self) -> None:
         self.taken: list[tuple[SampleRequest, Completion, str]] = []
         self.log = SampleLog()
 
     def remember(self, request: SampleRequest, completion: Completion, /, *, client_label: str) -> None:
-        """Note it, and keep it as a run would."""
+        """Keep the call and update the sample log."""
         self.taken.append((request, completion, client_label))
         self.log.remember(request, completion, client_label=client_label)
 
 
 @asynccontextmanager
-async def remembering(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> AsyncIterator[tuple[Served, Notes]]:
-    """Serve with somebody who remembers, and supports recorded."""
-    notes = Notes()
+async def recording_server(
+    monkeypatch: pytest.MonkeyPatch, **settings: Any
+) -> AsyncIterator[tuple[Served, RecordedCompletions]]:
+    """Serve with a sample recorder and `record_supports`."""
+    recorder = RecordedCompletions()
 
-    def with_notes(served: Served, **keys: Any) -> Any:
-        return structs.replace(server_context(served, **keys), sample_log=notes, record_supports=True)
+    def with_recorder(served: Served, **keys: Any) -> Any:
+        return structs.replace(server_context(served, **keys), sample_log=recorder, record_supports=True)
 
-    monkeypatch.setattr("tests.serving.running_server.server_context", with_notes)
+    monkeypatch.setattr("tests.serving.running_server.server_context", with_recorder)
     async with serving(**settings) as served:
-        yield served, notes
+        yield served, recorder
 
 
 @pytest.mark.parametrize("name", ROUTES)
-async def test_every_route_remembers_each_completion_once(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """With the request that it belongs to; what the log then finds is what was sampled."""
+async def test_every_endpoint_records_each_completion_once(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """The sample log finds the completion by its tokens."""
     route, body = ROUTES[name]
-    async with remembering(monkeypatch) as (served, notes):
+    async with recording_server(monkeypatch) as (served, recorder):
         answer = await served.http.post(route, json=body, headers=BEARER)
         assert answer.status_code == 200
         prompts = len(served.engine.asked)
-        assert len(notes.taken) == 2 * prompts
-        assert {client_label for _, _, client_label in notes.taken} == {"guessing"}
-        assert len({(request.prompt, completion.tokens) for request, completion, _ in notes.taken}) == 2 * prompts
-        for request, completion, _ in notes.taken:
+        assert len(recorder.taken) == 2 * prompts
+        assert {client_label for _, _, client_label in recorder.taken} == {"guessing"}
+        assert len({(request.prompt, completion.tokens) for request, completion, _ in recorder.taken}) == 2 * prompts
+        for request, completion, _ in recorder.taken:
             tokens = [*request.prompt, *completion.tokens]
-            found = notes.log.find(tokens, len(request.prompt), len(tokens))
+            found = recorder.log.find(tokens, len(request.prompt), len(tokens))
             assert found
             assert found.logprobs.tolist() == pytest.approx(completion.logprobs)
             assert found.client_label == "guessing"
 
 
-async def test_it_is_remembered_before_the_client_can_know_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """When the event with the reason has come, an environment may already have sent its group off."""
-    async with remembering(monkeypatch) as (served, notes):
+async def test_a_completion_is_recorded_before_the_client_receives_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An environment may send its group as soon as it has received the last event."""
+    async with recording_server(monkeypatch) as (served, recorder):
         body = {"prompt": IDS, "stream": True, **KEYS}
         async with served.http.stream("POST", "/v1/completions", json=body, headers=BEARER) as answer:
             ended = 0
             async for line in answer.aiter_lines():
                 ended += '"finish_reason":"length"' in line
-                assert len(notes.taken) >= ended
+                assert len(recorder.taken) >= ended
         assert ended == 2
 
 
-async def test_what_a_client_did_not_get_is_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A failed generation leaves nothing."""
-    async with remembering(monkeypatch) as (served, notes):
+async def test_a_failed_completion_is_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client has received an error."""
+    async with recording_server(monkeypatch) as (served, recorder):
         served.engine.allow(3)
         body = {"prompt": IDS, "stream": True, **KEYS}
         async with served.http.stream("POST", "/v1/completions", json=body) as answer:
             served.engine.submit_call(lambda: served.engine.fail("the tick raised"))
             await answer.aread()
-        assert notes.taken == []
+        assert recorder.taken == []
 
 
 @pytest.mark.parametrize(
@@ -111,31 +113,31 @@ async def test_what_a_client_did_not_get_is_not_remembered(monkeypatch: pytest.M
         ("Basic x:guessing", ""),
     ],
 )
-async def test_the_label_stands_behind_the_last_colon(
+async def test_the_label_follows_the_last_colon(
     monkeypatch: pytest.MonkeyPatch, sent: str | None, client_label: str
 ) -> None:
-    """At most 32 letters, digits, dashes and underscores; anything else is nobody. No key is asked for here."""
-    async with remembering(monkeypatch) as (served, notes):
+    """At most 32 letters, digits, `-` and `_`. The server of this test has no API key."""
+    async with recording_server(monkeypatch) as (served, recorder):
         headers = {} if sent is None else {"authorization": sent}
         assert (await served.http.post("/generate", json={"prompt": "x"}, headers=headers)).status_code == 200
-        assert [taken[2] for taken in notes.taken] == [client_label]
+        assert [taken[2] for taken in recorder.taken] == [client_label]
 
 
 @pytest.mark.parametrize(
     ("key", "label", "client_label"), [("secret", ":one", "one"), ("a:b", "", ""), ("a:b", ":one", "one")]
 )
-async def test_with_a_key_the_label_stands_behind_it(
+async def test_the_label_follows_the_api_key(
     monkeypatch: pytest.MonkeyPatch, key: str, label: str, client_label: str
 ) -> None:
-    """A key that has a colon itself is no label."""
-    async with remembering(monkeypatch, api_key=key) as (served, notes):
+    """A colon in the key does not start a label."""
+    async with recording_server(monkeypatch, api_key=key) as (served, recorder):
         headers = {"authorization": f"Bearer {key}{label}"}
         assert (await served.http.post("/generate", json={"prompt": "x"}, headers=headers)).status_code == 200
-        assert [taken[2] for taken in notes.taken] == [client_label]
+        assert [taken[2] for taken in recorder.taken] == [client_label]
 
 
 @pytest.mark.parametrize(
-    ("asked", "recorded"),
+    ("fields", "recorded"),
     [
         ({}, False),
         ({"top_k": 20}, True),
@@ -145,10 +147,10 @@ async def test_with_a_key_the_label_stands_behind_it(
         ({"top_k": CharacterTokenizer.vocab_size}, False),
     ],
 )
-async def test_supports_are_recorded_where_they_are_bounded(
-    monkeypatch: pytest.MonkeyPatch, asked: dict[str, Any], recorded: bool
+async def test_supports_are_recorded_if_top_k_limits_them(
+    monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], recorded: bool
 ) -> None:
-    """For the learner; a top_k of the whole vocabulary cuts nothing."""
-    async with remembering(monkeypatch) as (served, _):
-        assert (await served.post("/generate", prompt="x", max_tokens=2, **asked)).status_code == 200
+    """A top_k of the vocabulary size keeps all tokens."""
+    async with recording_server(monkeypatch) as (served, _):
+        assert (await served.post("/generate", prompt="x", max_tokens=2, **fields)).status_code == 200
         assert served.engine.asked[0].record_support == recorded

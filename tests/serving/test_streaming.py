@@ -1,4 +1,4 @@
-"""Server-sent events: what has been sampled is written at once, and says the same however it is written."""
+"""Server-sent events: events that arrive together are written together."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from protocols.sampling import CompletionDone
 from tests.serving.running_server import Served, server_context, serving
 
 
-async def sampled(served: Served, **fields: object) -> tuple[ResponseBuilder, Batch]:
-    """An answer to a streamed request of 5 tokens, and all that the engine has to say to it."""
+async def builder_and_events(served: Served, **fields: object) -> tuple[ResponseBuilder, Batch]:
+    """Return a response builder for a streamed request of 5 tokens, and the events of the engine."""
     body = msgspec.json.encode({"prompt": "p", "seed": 3, "max_tokens": 5, "stream": True, **fields})
     context = server_context(served)
     request = parse_completion_request(body, context)
@@ -25,7 +25,7 @@ async def sampled(served: Served, **fields: object) -> tuple[ResponseBuilder, Ba
 
 
 async def writes(builder: ResponseBuilder, batches: list[Batch]) -> list[bytes]:
-    """What is written when the events come in these batches."""
+    """Return what is written if the events arrive in these batches."""
 
     async def rest() -> AsyncGenerator[Batch, None]:
         for batch in batches[1:]:
@@ -35,26 +35,26 @@ async def writes(builder: ResponseBuilder, batches: list[Batch]) -> list[bytes]:
 
 
 @pytest.mark.parametrize("fields", [{}, {"logprobs": 2}, {"n": 2, "stream_options": {"include_usage": True}}])
-async def test_events_that_come_together_are_written_at_once_and_say_the_same(fields: dict[str, object]) -> None:
-    """One write for the batch and one for the end; the bytes are those of events that come one by one."""
+async def test_events_that_arrive_together_are_written_together(fields: dict[str, object]) -> None:
+    """One write for the batch and one for the end; the bytes do not depend on the batches."""
     async with serving() as served:
-        answer, events = await sampled(served, **fields)
-        together = await writes(answer, [events])
-        one_by_one = await writes(answer, [[event] for event in events])
+        builder, events = await builder_and_events(served, **fields)
+        together = await writes(builder, [events])
+        one_by_one = await writes(builder, [[event] for event in events])
         assert len(together) == 2
         assert len(one_by_one) > len(together)
         assert b"".join(together) == b"".join(one_by_one)
 
 
-async def test_what_was_drawn_before_a_failure_is_still_written() -> None:
-    """The error follows the tokens that came together with it, and then the end."""
+async def test_tokens_before_a_failure_are_written() -> None:
+    """The error follows the tokens of the same batch."""
     async with serving() as served:
-        answer, events = await sampled(served)
+        builder, events = await builder_and_events(served)
         position, last = events[-1]
         assert isinstance(last, CompletionDone)
         aborted = msgspec.structs.replace(last.completion, finish_reason="abort")
         ending = msgspec.structs.replace(last, completion=aborted)
-        written = b"".join(await writes(answer, [[*events[:3], (position, ending)]]))
+        written = b"".join(await writes(builder, [[*events[:3], (position, ending)]]))
         chunks = written.removesuffix(DONE).decode().strip().split("\n\n")
         bodies = [json.loads(chunk.removeprefix("data: ")) for chunk in chunks]
         assert written.endswith(DONE)
