@@ -50,7 +50,7 @@ class ChatTokenizer:
     def encode(self, text: str) -> tuple[int, ...]:
         """Return the tokens of plain text, with the special tokens (such as a first one) the tokenizer adds."""
         with self._lock:
-            return tuple(int(t) for t in self._wrapper.encode(text))
+            return tuple(int(t) for t in self._wrapper.encode(text, verbose=False))
 
     def render_chat(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
@@ -68,7 +68,7 @@ class ChatTokenizer:
                 text = self._wrapper.apply_chat_template(
                     [dict(m) for m in messages], tokenize=False, add_generation_prompt=add_generation_prompt
                 )
-                return tuple(int(t) for t in self._wrapper.encode(text, add_special_tokens=False))
+                return tuple(int(t) for t in self._wrapper.encode(text, add_special_tokens=False, verbose=False))
         except Exception as error:
             message = f"the chat template refuses these messages: {type(error).__name__}: {error}"
             raise RequestError(message, param="messages") from error
