@@ -5,6 +5,11 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
+from tests.docs.trace_modules import PATHS, listed, traced
+
+MAX_MODULES = {"training": 65, "request": 25, "flag": 8}
 ROOT = Path(__file__).parents[2]
 
 
@@ -17,3 +22,15 @@ def test_every_file_on_the_page_exists() -> None:
     invariants = re.findall(r"^\| \*\*(.+?)\*\*.*\| (.*?) \|$", page, re.MULTILINE)
     assert len(invariants) == 8
     assert all("tests/" in where for _, where in invariants)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_the_modules_of_a_path_are_those_that_execute(path: str) -> None:
+    """Regenerate the lists with `python -m tests.docs.trace_modules write`."""
+    assert listed(path) == traced(path)
+
+
+@pytest.mark.parametrize("path", ["request"])
+def test_a_path_has_few_modules(path: str) -> None:
+    """A reader follows the path from file to file."""
+    assert len(listed(path)) <= MAX_MODULES[path]

@@ -4,7 +4,7 @@
     python -m tests.docs.trace_modules write                     replace the three lists of docs/flow.md
 
 A module is on a path if one of its functions executes. Executing the module body (an import) does not count. The CPU
-backend is off, so that the lists are the same on every platform.
+backend is off and its package `clotho/cpu` is not listed, so that the lists are those of a GPU on every platform.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "flow.md"
 OURS = tuple(f"{ROOT}/{name}" for name in ("actors/", "clotho/", "protocols/", "pipeline.py"))
+CPU_BACKEND = "clotho/cpu/"
 PATHS = ("training", "request", "flag")
 TRAINING_ACTORS = ("prompter", "generator", "scorer", "learner", "broadcaster")
 FLAG = ("--rollouts.max-batches-ahead", "3")
 RUN = (
     "--profile", "local-m3", "--steps", "1", "--learner.batch-size", "8", "--eval.enabled", "false",
-    "--server.enabled", "false", "--monitor.display", "none",
+    "--server.enabled", "false", "--monitor.display", "none", "--rewards", '[{name = "exact", correct = true}]',
 )  # fmt: skip
 Point = tuple[str, str]
 """Module path and function name."""
@@ -190,13 +191,13 @@ def ask(port: int, *, patience: float) -> None:
 
 def traced(path: str) -> list[str]:
     """Run one path in its own process and return its modules."""
-    environment = os.environ | {"CLOTHO_CPU": "0"}
+    environment = os.environ | {"CLOTHO_CPU_KERNELS": "0"}
     command = [sys.executable, "-m", "tests.docs.trace_modules", path]
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     if result.returncode:
         raise RuntimeError(result.stderr)
     modules: list[str] = json.loads(result.stdout.splitlines()[-1])
-    return modules
+    return [module for module in modules if not module.startswith(CPU_BACKEND)]
 
 
 def listed(path: str) -> list[str]:
