@@ -29,7 +29,7 @@ class BatchStatistics(Struct, frozen=True, kw_only=True):
 
     reward_error: standard error of `reward`.
     rewards, shares: mean reward of each environment's groups, and their fraction of the batch.
-    entropy, kl, step_kl: nats per token. ess: fraction of the tokens.
+    entropy, kl, update_kl: nats per token. ess: fraction of the tokens.
     The other fields are means of those of `GroupStatistics`.
     """
 
@@ -44,7 +44,7 @@ class BatchStatistics(Struct, frozen=True, kw_only=True):
     entropy: float | None = None
     kl: float | None = None
     ess: float | None = None
-    step_kl: float | None = None
+    update_kl: float | None = None
 
 
 class BaselineStatistics(Struct, frozen=True, kw_only=True):

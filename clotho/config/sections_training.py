@@ -197,9 +197,9 @@ class CollapseDetectionSection(Struct, frozen=True, kw_only=True, forbid_unknown
     """[collapse_detection] Signs that the policy collapses or cheats, and what follows.
 
     on_collapse: `warn`, `stop` the run, go back to the last good policy (`rollback`), or look at nothing (`off`).
-    patience: updates in a row that must look bad; one is enough that moved the policy by five times step_kl_high.
+    patience: updates in a row that must look bad; one is enough that moved the policy by five times update_kl_high.
     window: healthy updates whose median says what is normal.
-    step_kl_high: nats per token by which one update moves the policy.
+    update_kl_high: nats per token by which one update moves the policy.
     ess_low: effective sample size of the learner / sampler ratios, as a share of the tokens.
     kl_high: nats per token from the reference (only where a penalty has it computed).
     reward_drop: the mean reward lost since its best, as a share of what that was above the worst completion so far.
@@ -215,7 +215,7 @@ class CollapseDetectionSection(Struct, frozen=True, kw_only=True, forbid_unknown
     on_collapse: Literal["off", "warn", "stop", "rollback"] = "warn"
     patience: Positive = 2
     window: Positive = 5
-    step_kl_high: PositiveFloat = 0.1
+    update_kl_high: PositiveFloat = 0.1
     ess_low: Fraction = 0.3
     kl_high: PositiveFloat = 2.0
     reward_drop: Annotated[float, Meta(gt=0.0, le=1.0)] = 0.3

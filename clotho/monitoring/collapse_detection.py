@@ -6,7 +6,7 @@ these medians the best value so far, so that a slow decline is compared with the
 completion length is compared with the latest median, because completions may legitimately grow. A batch that triggers a
 check does not enter the baseline.
 
-The KL of an update (`step_kl`) reacts first: rewards and importance ratios describe weights that are already several
+The KL of an update (`update_kl`) reacts first: rewards and importance ratios describe weights that are already several
 updates old.
 """
 
@@ -86,7 +86,7 @@ def batch_statistics(groups: Sequence[GroupStatistics], report: StepReport) -> B
         entropy=_finite(update.entropy) if update else None,
         kl=_finite(update.kl) if update and update.kl_beta > 0 else None,
         ess=_finite(update.ess) if update else None,
-        step_kl=_nan_as_infinity(update.update_kl) if update else None,
+        update_kl=_nan_as_infinity(update.update_kl) if update else None,
     )
 
 
@@ -157,7 +157,7 @@ class CollapseDetector:
             return CollapseVerdict(warnings=(), tripped=False)
         warnings = tuple(warning for check in CHECKS for warning in check(batch, before, self._settings))
         bad = before.bad + 1 if warnings else 0
-        if batch.step_kl is not None and batch.step_kl > CERTAIN_FACTOR * self._settings.step_kl_high:
+        if batch.update_kl is not None and batch.update_kl > CERTAIN_FACTOR * self._settings.update_kl_high:
             bad = max(bad, self._settings.patience)
         healthy = before.healthy if warnings else (*before.healthy, batch)[-self._settings.window :]
         self._state = CollapseState(
@@ -195,8 +195,8 @@ Check = Callable[[BatchStatistics, CollapseState, CollapseDetectionSection], Ite
 
 
 def _check_update_kl(batch: BatchStatistics, state: CollapseState, settings: CollapseDetectionSection) -> Iterator[str]:
-    if batch.step_kl is not None and batch.step_kl > settings.step_kl_high:
-        yield f"the update changed the policy by {batch.step_kl:.2g} nats per token"
+    if batch.update_kl is not None and batch.update_kl > settings.update_kl_high:
+        yield f"the update changed the policy by {batch.update_kl:.2g} nats per token"
 
 
 def _check_ess(batch: BatchStatistics, state: CollapseState, settings: CollapseDetectionSection) -> Iterator[str]:

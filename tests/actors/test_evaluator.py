@@ -47,15 +47,16 @@ class Scene:
         self.judging, self.may_judge = anyio.Event(), anyio.Event()
         self.may_judge.set()
         self.kept: list[EvalReport] = []
+        self.ungraded_types: set[str] = set()
         self.reports = Queue[EvalReport]("reports", capacity=20)
         self.told = self.reports.inbox()
 
-    async def is_correct(self, problem: Problem, text: str) -> bool:
-        """Say so of the first four, when it may."""
+    async def is_correct(self, problem: Problem, text: str) -> bool | None:
+        """Return True for the first four problems, and None for ungraded types."""
         self.judged.append((problem.prompt, text))
         self.judging.set()
         await self.may_judge.wait()
-        return problem.prompt in "0123"
+        return None if problem.type in self.ungraded_types else problem.prompt in "0123"
 
     def moved(self, shift: float) -> Any:
         """The served parameters, every number moved."""
@@ -130,6 +131,17 @@ async def test_before_and_after_are_measured_on_their_own_weights(executor: Comp
     texts = [text for _, text in scene.judged]
     assert texts == scene.greedy(scene.policy.trainable()) + scene.greedy(last.parameters)
     assert texts[:6] != texts[6:]
+
+
+async def test_problems_without_a_correct_reward_are_counted_as_ungraded(
+    executor: ComputeExecutor, tmp_path: Path
+) -> None:
+    """They do not count towards the accuracy, and their types have none."""
+    scene = Scene(executor, tmp_path)
+    scene.ungraded_types = {"word"}
+    await scene.box(filled("updates", [])).run()
+    for report in await everything(scene.told):
+        assert (report.problems, report.ungraded, report.accuracy, report.by_type) == (3, 3, 1.0, {"sum": 1.0})
 
 
 async def test_in_between_fewer_problems_may_do(executor: ComputeExecutor, tmp_path: Path) -> None:

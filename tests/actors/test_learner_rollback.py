@@ -25,7 +25,7 @@ def executor() -> Iterator[ComputeExecutor]:
         yield running
 
 
-TOUCHY: dict[str, Any] = {"step_kl_high": 1e-9, "patience": 1}
+TOUCHY: dict[str, Any] = {"update_kl_high": 1e-9, "patience": 1}
 """Alarms that trip at every update."""
 
 

@@ -19,7 +19,7 @@ EFFECTS: dict[str, tuple[Any, StepReport, dict[str, Any]]] = {
     "on_collapse": ("stop", batch(GOOD._replace(ess=0.1)), {}),
     "patience": (1, batch(GOOD._replace(ess=0.1)), {"on_collapse": "stop"}),
     "window": (9, batch(GOOD._replace(length=99.0)), {}),
-    "step_kl_high": (0.01, batch(GOOD._replace(step_kl=0.02)), {}),
+    "update_kl_high": (0.01, batch(GOOD._replace(update_kl=0.02)), {}),
     "ess_low": (0.9, batch(GOOD._replace(ess=0.8)), {}),
     "kl_high": (1.0, report(update=metrics(GOOD, kl=1.5, kl_beta=0.1)), {}),
     "reward_drop": (0.2, batch(GOOD._replace(reward=0.75)), {}),

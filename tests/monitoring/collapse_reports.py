@@ -71,7 +71,7 @@ def metrics(line: Line, *, kl: float = 0.0, kl_beta: float = 0.0, applied: bool 
         kl_beta=kl_beta,
         entropy_coef=0.0,
         optimizer_steps=1,
-        update_kl=line.step_kl,
+        update_kl=line.update_kl,
     )
 
 

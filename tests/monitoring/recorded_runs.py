@@ -11,7 +11,7 @@ class Line(NamedTuple):
     reward: float
     entropy: float
     ess: float
-    step_kl: float
+    update_kl: float
     length: float
     truncated: float
     empty_form: float

@@ -53,20 +53,20 @@ def test_a_recorded_collapse_trips_before_the_accuracy_is_halved() -> None:
 
 def test_without_the_update_kl_the_recorded_collapse_trips_late() -> None:
     """The other checks trip at the last update."""
-    without_update_kl = tuple(line._replace(step_kl=0.0) for line in COLLAPSED)
+    without_update_kl = tuple(line._replace(update_kl=0.0) for line in COLLAPSED)
     assert first_trip(without_update_kl) == 8
 
 
 def test_a_recorded_healthy_run_never_trips() -> None:
     """40 updates with the default profile."""
     assert first_trip(HEALTHY) is None
-    assert max(line.step_kl for line in HEALTHY) < DEFAULTS.step_kl_high / 10
+    assert max(line.update_kl for line in HEALTHY) < DEFAULTS.update_kl_high / 10
 
 
 @pytest.mark.parametrize(
     ("bad", "words"),
     [
-        (GOOD._replace(step_kl=0.11), "the update changed the policy by 0.11 nats per token"),
+        (GOOD._replace(update_kl=0.11), "the update changed the policy by 0.11 nats per token"),
         (GOOD._replace(ess=0.29), "the effective sample size is 29.0% of the tokens"),
         (GOOD._replace(reward=0.6), "the mean reward fell from 1 to 0.6"),
         (GOOD._replace(entropy=0.26), "the entropy rose from 0.05 to 0.26 nats"),
@@ -91,7 +91,7 @@ def test_every_check_has_a_warning_and_trips_after_patience(bad: Line, words: st
 @pytest.mark.parametrize(
     "line",
     [
-        GOOD._replace(step_kl=0.09),
+        GOOD._replace(update_kl=0.09),
         GOOD._replace(ess=0.31),
         GOOD._replace(reward=0.75),
         GOOD._replace(entropy=0.24),
@@ -110,7 +110,7 @@ def test_no_check_triggers_below_its_threshold(line: Line) -> None:
 @pytest.mark.parametrize(
     ("settings", "line"),
     [
-        ({"step_kl_high": 0.01}, GOOD._replace(step_kl=0.02)),
+        ({"update_kl_high": 0.01}, GOOD._replace(update_kl=0.02)),
         ({"ess_low": 0.9}, GOOD._replace(ess=0.8)),
         ({"reward_drop": 0.2}, GOOD._replace(reward=0.75)),
         ({"entropy_high": 6.0}, GOOD._replace(entropy=0.4)),
@@ -151,12 +151,12 @@ def test_patience_is_the_number_of_consecutive_updates() -> None:
 
 def test_a_very_large_update_kl_trips_immediately() -> None:
     """Five times the threshold, or NaN."""
-    assert not CollapseDetector(DEFAULTS).observe(batch(GOOD._replace(step_kl=0.49))).tripped
+    assert not CollapseDetector(DEFAULTS).observe(batch(GOOD._replace(update_kl=0.49))).tripped
     detector = CollapseDetector(DEFAULTS)
-    assert detector.observe(batch(GOOD._replace(step_kl=0.51))).tripped
+    assert detector.observe(batch(GOOD._replace(update_kl=0.51))).tripped
     assert detector.observe(batch(GOOD._replace(ess=0.1))).tripped
     assert not detector.observe(batch(GOOD)).tripped
-    assert CollapseDetector(DEFAULTS).observe(batch(GOOD._replace(step_kl=math.nan))).tripped
+    assert CollapseDetector(DEFAULTS).observe(batch(GOOD._replace(update_kl=math.nan))).tripped
 
 
 def test_a_slow_decline_is_compared_with_the_best_baseline() -> None:
@@ -331,8 +331,8 @@ def test_metrics_of_a_skipped_update_are_ignored() -> None:
 def test_nan_counts_as_exceeding_every_threshold() -> None:
     """An update KL of NaN becomes infinity."""
     for value in (math.nan, math.inf):
-        assert batch_statistics((), report(update=metrics(GOOD._replace(step_kl=value)))).step_kl == math.inf
-    assert batch_statistics((), report(update=msgspec.structs.replace(metrics(GOOD), update_kl=None))).step_kl is None
+        assert batch_statistics((), report(update=metrics(GOOD._replace(update_kl=value)))).update_kl == math.inf
+    assert batch_statistics((), report(update=msgspec.structs.replace(metrics(GOOD), update_kl=None))).update_kl is None
 
 
 def test_the_kl_is_ignored_without_a_kl_penalty() -> None:

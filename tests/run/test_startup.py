@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import msgspec
 import pytest
 from mlx.utils import tree_map
 
@@ -72,6 +73,22 @@ async def test_a_new_run_begins_at_nothing(tmp_path: Path) -> None:
         assert sorted(parts.inputs) == ["dataset", "model", "tokenizer"]
         assert load_profile(str(parts.directory.profile)) == profile
         assert parts.executor.submit(lambda: parts.engine.has_work).result() is False
+
+
+async def test_held_out_problems_without_a_correct_reward_are_reported_or_refused(tmp_path: Path) -> None:
+    """A warning for each type without such a reward; an error if no held-out problem has one."""
+    held_out = tmp_path / "heldout.jsonl"
+    problems = [{"prompt": "1?", "answer": "1", "type": "echo"}, {"prompt": "2?", "answer": "2", "type": "other"}]
+    held_out.write_text("\n".join(json.dumps(problem) for problem in problems))
+    rewards = [{"name": "format"}, {"name": "exact", "correct": True, "types": ["echo"]}]
+    profile = tiny_profile(tmp_path, rewards=rewards, data={"heldout": str(held_out)})
+    async with assembled(profile) as context:
+        assert [("other" in warning, "ungraded" in warning) for warning in context.warnings] == [(True, True)]
+    held_out.write_text(json.dumps(problems[1]))
+    other = tiny_profile(tmp_path, rewards=rewards, data={"heldout": str(held_out)}, run_dir=str(tmp_path / "other"))
+    assert isinstance(await refusal(other), ProfileError)
+    async with assembled(msgspec.structs.replace(other, eval=msgspec.structs.replace(other.eval, enabled=False))):
+        pass
 
 
 async def test_a_resumed_run_stands_where_the_checkpoint_does(tmp_path: Path) -> None:
