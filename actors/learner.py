@@ -141,9 +141,10 @@ class Learner:
     def _next_batch(self) -> FormingBatch:
         """An empty batch. After the last batch, no more groups are requested."""
         size, limit = self._settings.batch_size, float(self._settings.batch_size)
-        if self._settings.dynamic_sampling or self._from_environments:
+        ratio = self._settings.objective.dynamic_sampling_max_ratio
+        if ratio or self._from_environments:
             if self._progress.step < self._steps:
-                limit = inf if self._from_environments else int(self._settings.dynamic_limit * size)
+                limit = inf if self._from_environments else int(ratio * size)
             else:
                 self._replacements.close()
         return FormingBatch(size=size, limit=limit, rounds=self._synchronous)

@@ -55,7 +55,7 @@ class CollapseRun(Struct, frozen=True, kw_only=True):
 
 def measure(rate: float, seed: int) -> CollapseRun:
     """Run once with a warning only and once with rollback."""
-    common = ["--profile", "local-m3", "--policy.kind", "full", "--learner.learning-rate", str(rate)]
+    common = ["--profile", "local-m3", "--policy.method", "full", "--learner.optimizer.learning-rate", str(rate)]
     common += ["--seed", str(seed)]
     watched = ["--steps", "30", "--eval.interval", "1", "--eval.problems-between", PROBLEMS]
     warned = run_pipeline([*common, *watched])

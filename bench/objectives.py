@@ -22,9 +22,10 @@ from msgspec import Struct
 
 from bench.fingerprint import ROOT, Fingerprint, describe_fingerprint, fingerprint
 from bench.runs import Record, accuracies, run_pipeline
-from clotho.config.presets import OBJECTIVES
+from clotho.config.keys import choices
 
 NAME = "objectives"
+OBJECTIVES = tuple(name for name in choices()["learner.objective.type"] if name != "custom")
 RESULTS = ROOT / "bench" / "results" / "objectives.jsonl"
 
 

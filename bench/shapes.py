@@ -7,6 +7,7 @@ from typing import Any, cast
 
 from bench.contenders.shapes import Shape, configuration, random_model
 from clotho.config.schema import PolicySection
+from clotho.config.sections_data import FullMethod
 from clotho.models.policy import Policy
 from clotho.models.tokenizer import ChatTokenizer
 
@@ -27,7 +28,7 @@ class SilentTokenizer:
 
 def make_policy(model: Any, config: dict[str, Any], *, section: PolicySection | None = None, seed: int = 0) -> Policy:
     """Build a policy from a model of `bench.contenders.shapes`; without a section it has no adapter."""
-    section = section or PolicySection(kind="full")
+    section = section or PolicySection(method=FullMethod())
     tokenizer = cast(ChatTokenizer, SilentTokenizer())
     return Policy(model, tokenizer, section, config=config, seed=seed, keep_reference=False)
 

@@ -44,8 +44,8 @@ NAME = "wall_clock"
 COMMAND = "python -m bench wall_clock"
 PROGRAM = "bench.contenders.clotho_train"
 TUNED = (
-    "--learner.batch-size 4 --sampling.group-size 4 --learner.learning-rate 0.006 "
-    f"--learner.warmup-steps 0 --learner.schedule constant {NO_COLLAPSE_DETECTION} --steps 8"
+    "--learner.batch-size 4 --sampling.group-size 4 --learner.optimizer.learning-rate 0.006 "
+    f"--learner.schedule.warmup-steps 0 --learner.schedule constant {NO_COLLAPSE_DETECTION} --steps 8"
 )
 SYNCHRONOUS = "--async false"
 METRICS = (

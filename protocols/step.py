@@ -95,7 +95,7 @@ class StepReport(Struct, frozen=True, kw_only=True, tag=True):
     staleness: per trained group, the learner's version minus the group's oldest version.
     update: None if the batch had no group to train on.
     train_seconds: wall-clock time of the update. wait_seconds: time spent waiting for groups before it.
-    replaced: number of groups that were replaced by another group (`learner.dynamic_sampling`).
+    replaced: number of groups that were replaced by another group (`learner.objective.dynamic_sampling_max_ratio`).
     replayed: number of groups from the replay buffer.
     collapse_warnings: symptoms of collapse that the batch shows, as text.
     rolled_back: the weights are those of an earlier version.

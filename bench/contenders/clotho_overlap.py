@@ -14,6 +14,7 @@ from bench.contenders.shapes import named_model, random_prompts
 from bench.contenders.worker import Case, MeasureOnce, serve
 from bench.shapes import make_policy
 from clotho.config.schema import EngineSection, LearnerSection, PolicySection, SamplingSection
+from clotho.config.sections_data import Lora
 from clotho.inference import DecodeEngine
 from clotho.runtime.compute_thread import ComputeExecutor
 from clotho.training.update import PolicyLearner
@@ -41,7 +42,7 @@ class ComputeThreadLoad:
 
     def _load(self, name: str) -> None:
         model, config = named_model(name)
-        policy = make_policy(model, config, section=PolicySection(rank=16))
+        policy = make_policy(model, config, section=PolicySection(method=Lora(rank=16)))
         self.engine = DecodeEngine(policy, EngineSection())
         settings = LearnerSection(micro_batch_tokens=4096)
         self._learner = PolicyLearner(policy, settings, SamplingSection(max_tokens=TOKENS), steps=1_000_000)

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import anyio
 
 from clotho.config.schema import EngineSection, ModelSection, PolicySection, ServerSection
+from clotho.config.sections_data import FullMethod
 from clotho.inference import DecodeEngine
 from clotho.models.policy import Policy, load_policy
 from clotho.runtime.compute_thread import ComputeExecutor
@@ -26,7 +27,7 @@ from protocols.step import WeightsReady
 
 def assemble(model: str) -> tuple[Policy, DecodeEngine]:
     """The policy with all weights trainable, so that no adapter is computed, and an engine for it."""
-    policy = load_policy(ModelSection(path=model), PolicySection(kind="full"), seed=0, keep_reference=False)
+    policy = load_policy(ModelSection(path=model), PolicySection(method=FullMethod()), seed=0, keep_reference=False)
     return policy, DecodeEngine(policy, EngineSection())
 
 

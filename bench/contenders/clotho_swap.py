@@ -13,13 +13,14 @@ from bench.contenders.shapes import named_model, random_prompts
 from bench.contenders.worker import Case, MeasureOnce, serve
 from bench.shapes import make_policy
 from clotho.config.schema import EngineSection, PolicySection
+from clotho.config.sections_data import FullMethod
 from clotho.inference import DecodeEngine
 from clotho.models.parameter_slots import Parameters
 from clotho.models.policy import Policy
 from protocols.sampling import SampleRequest, Sampling
 
 SWAPS, ROWS = 50, 8
-KINDS = {"lora": PolicySection(), "full": PolicySection(kind="full")}
+KINDS = {"lora": PolicySection(), "full": PolicySection(method=FullMethod())}
 
 
 def prepare(case: Case) -> MeasureOnce:

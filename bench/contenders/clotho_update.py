@@ -9,14 +9,16 @@ from bench.contenders.shapes import named_model
 from bench.contenders.worker import Case, MeasureOnce, serve
 from bench.shapes import make_policy
 from clotho.config.schema import LearnerSection, PolicySection, SamplingSection
+from clotho.config.sections_data import Lora
+from clotho.config.sections_training import AdamW, ConstantSchedule
 from clotho.training.update import PolicyLearner
 
 
 def prepare(case: Case) -> MeasureOnce:
     """A learner and one batch that every run trains on."""
     model, config = named_model(case["model"], vocabulary=case["vocabulary"])
-    policy = make_policy(model, config, section=PolicySection(rank=RANK, scale=SCALE))
-    settings = LearnerSection(learning_rate=RATE, schedule="constant")
+    policy = make_policy(model, config, section=PolicySection(method=Lora(rank=RANK, scale=SCALE)))
+    settings = LearnerSection(optimizer=AdamW(learning_rate=RATE), schedule=ConstantSchedule())
     learner = PolicyLearner(policy, settings, SamplingSection(max_tokens=case["completion_tokens"]), steps=1)
     batch, tokens = groups(case), rollouts(case).tokens
 

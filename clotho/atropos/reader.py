@@ -30,7 +30,9 @@ from clotho.atropos.validation import (
     environment_id,
     teacher_tokens,
 )
+from clotho.config.objectives import BatchAdvantage, EnvironmentAdvantage
 from clotho.config.schema import AtroposSection, LearnerSection
+from clotho.config.sections_training import EnvironmentReference
 from protocols.errors import GenerationError
 from protocols.prompt import Problem, Prompt
 from protocols.rollout import (
@@ -44,8 +46,8 @@ from protocols.rollout import (
 )
 from protocols.sampling import Completion, FinishReason, PromptLogprobs, Sampling, restricts_support
 
-ADVANTAGES_ACROSS_GROUPS = ("batch", "environment")
-"""Values of `learner.advantage` with which a zero-variance group can have advantages."""
+ADVANTAGES_ACROSS_GROUPS = (BatchAdvantage, EnvironmentAdvantage)
+"""Types of `learner.objective.advantage` with which a zero-variance group can have advantages."""
 
 
 class ValidGroup(Struct, frozen=True, kw_only=True):
@@ -86,13 +88,15 @@ def to_message(
         for i in range(len(sequences))
     )
     rewards = checked.rewards
-    has_signal = checked.advantages or valid.teacher or learner.advantage in ADVANTAGES_ACROSS_GROUPS
+    has_signal = (
+        checked.advantages or valid.teacher or isinstance(learner.objective.advantage, ADVANTAGES_ACROSS_GROUPS)
+    )
     if not has_signal and max(rewards) - min(rewards) <= ZERO_VARIANCE_THRESHOLD:
         detail = f"all {len(rewards)} rewards are {rewards[0]:g}"
         return Discarded(prompt=prompt, reason="zero_variance", detail=detail, completions=completions, rewards=rewards)
     temperatures = tuple(sequence.temperature for sequence in sequences)
     differences = [sequence.max_difference for sequence in sequences if sequence.max_difference is not None]
-    needs_reference = learner.reference == "environment" and learner.kl_beta > 0
+    needs_reference = isinstance(learner.reference, EnvironmentReference)
     return ScoredGroup(
         group=RolloutGroup(prompt=prompt, completions=completions),
         rewards=rewards,
@@ -265,10 +269,10 @@ class GroupReader:
         checked = check(group, self._policy.bounds)
         self._record_label(group, checked)
         learner = self._learner
-        if learner.advantage == "environment" and not checked.advantages:
-            raise InvalidGroup('advantages: missing, but learner.advantage = "environment" needs them')
-        if learner.reference == "environment" and learner.kl_beta > 0 and not checked.reference:
-            raise InvalidGroup('ref_logprobs: missing, but learner.reference = "environment" needs them')
+        if isinstance(learner.objective.advantage, EnvironmentAdvantage) and not checked.advantages:
+            raise InvalidGroup('advantages: missing, but learner.objective.advantage = "environment" needs them')
+        if isinstance(learner.reference, EnvironmentReference) and not checked.reference:
+            raise InvalidGroup('ref_logprobs: missing, but learner.kl_penalty.reference = "environment" needs them')
         teacher = teacher_tokens(group, checked, self._policy.bounds.vocab_size) if learner.distillation_weight else ()
         sequences = [
             sampled_sequence(

@@ -31,8 +31,8 @@ SHORT = {"model": "model.path", "dataset": "data.train"}
 
 COMMON = (
     "model.path", "data.train", "steps", "seed", "run_dir", "async", "rewards", "learner.objective",
-    "learner.learning_rate", "learner.batch_size", "sampling.group_size", "sampling.max_tokens", "policy.rank",
-    "checkpoint.interval", "eval.interval", "server.port",
+    "learner.optimizer.learning_rate", "learner.batch_size", "sampling.group_size", "sampling.max_tokens",
+    "policy.method.rank", "checkpoint.interval", "eval.interval", "server.port",
 )  # fmt: skip
 """The keys that `--help` shows, beside the profile and the switches."""
 
@@ -205,7 +205,7 @@ def _holds_none(value: Any) -> bool:
 
 def _check(key: Key, value: Any, flag: str) -> None:
     """Refuse a value out of range while the flag's name is known; tables are checked with the profile."""
-    if value is None or key.item == "tables":
+    if value is None or key.item == "tables" or (key.path == "learner.objective.type" and ":" in value):
         return
     if not any(_converts(value, variant.annotation) for variant in key.variants):
         hint = did_you_mean(value, choices()[key.path]) if key.path in choices() else ""

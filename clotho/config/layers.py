@@ -10,7 +10,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from clotho.config.keys import keys, names, nearest_key, sections
+from clotho.config.keys import TYPE, choices, chosen_types, keys, names, nearest_key, sections, types_of
 from clotho.config.nearest import nearest
 from protocols.errors import ProfileError
 
@@ -23,74 +23,68 @@ INPUT_PATHS = ("model.path", "data.train", "data.heldout")
 CALLERS_PATHS = ("run_dir", "checkpoint.adapter_path", "atropos.python")
 """Relative to the working directory, wherever they are written down."""
 
+EMPTY_TYPES = ("none", "off")
+"""Types without settings."""
+
 DISPLACES = {
-    "policy.scale": ("policy.alpha",),
-    "policy.alpha": ("policy.scale",),
+    "policy.method.scale": ("policy.method.alpha",),
+    "policy.method.alpha": ("policy.method.scale",),
     "data.train": ("data.heldout",),
-    "learner.entropy_decay": ("learner.entropy_target",),
-    "learner.entropy_target": ("learner.entropy_decay",),
 }
-"""A layer that sets the first without the second takes back what lower layers said of the second."""
+"""A layer that sets the first key but not the second removes the value of the second from lower layers."""
 
 
 class Layer(Struct, frozen=True, kw_only=True):
     """One source of settings.
 
-    label: as errors name it. values: by key path; None takes a lower layer's value back. recipe: brought along by a
-    choice of the layer above it, and given up without a word where it has no effect.
+    label: name of the source in error messages. values: by key path; None removes the value of lower layers.
     """
 
     label: str
     values: dict[str, Any]
-    recipe: bool = False
 
 
 class Merged(Struct, frozen=True, kw_only=True):
-    """All layers as one. origin: of each key in `values`, the layer it comes from; higher numbers win.
+    """All layers as one. origin: number of the layer that set each key in `values`; higher layers win.
 
-    rested: of keys that fell back to their defaults, the layer that took their effect away.
+    reset: for keys that returned to their defaults, the number of the layer whose settings left them without effect.
     """
 
     layers: tuple[Layer, ...]
     values: dict[str, Any]
     origin: dict[str, int]
-    rested: dict[str, int] = {}
+    reset: dict[str, int] = {}
 
     def label(self, path: str) -> str:
-        """Who set a key; the profile itself where nobody did."""
+        """The source that set a key; the profile itself if none did."""
         files = [layer.label for layer in self.layers if layer.label != COMMAND_LINE]
+        if path not in self.origin:
+            path = f"{path}.{TYPE}"
         return self.layers[self.origin[path]].label if path in self.origin else files[-1]
 
     def rank(self, path: str) -> int:
-        """The layer that decided a key, be it by taking away its effect; -1 where none did."""
-        return self.origin.get(path, self.rested.get(path, -1))
+        """Number of the layer that decided a key; -1 if none did."""
+        return self.origin.get(path, self.reset.get(path, -1))
 
-    def from_recipe(self, path: str) -> bool:
-        """Whether a key was brought along by a choice, not written down by anybody."""
-        return path in self.origin and self.layers[self.origin[path]].recipe
-
-    def without(self, rested: Mapping[str, int]) -> Merged:
-        """The same without some keys, which fall back to their defaults: by path, the layer that made them."""
-        kept = {path: value for path, value in self.values.items() if path not in rested}
-        origin = {path: self.origin[path] for path in kept}
-        return Merged(layers=self.layers, values=kept, origin=origin, rested={**self.rested, **rested})
-
-    def tree(self) -> dict[str, Any]:
-        """The nested tables that the structs are made from."""
-        root: dict[str, Any] = {}
-        for path, value in self.values.items():
-            section, _, name = path.rpartition(".")
-            (root.setdefault(section, {}) if section else root)[name] = value
-        return root
+    def without(self, path: str, layer: int) -> Merged:
+        """The same, with a key at its default because of the settings of `layer`."""
+        values = {other: value for other, value in self.values.items() if other != path}
+        origin = {other: number for other, number in self.origin.items() if other != path}
+        return Merged(layers=self.layers, values=values, origin=origin, reset={**self.reset, path: layer})
 
 
 def merge(layers: list[Layer]) -> Merged:
-    """Put later layers on top of earlier ones, key by key; lists are replaced as a whole."""
+    """Put later layers on top of earlier ones, key by key. Lists are replaced as a whole.
+
+    A layer that changes the type of a union removes the settings of the old type. A layer that sets a key of a union
+    whose type is `none` or `off` chooses the first type that has the key.
+    """
     values: dict[str, Any] = {}
     origin: dict[str, int] = {}
-    for number, layer in enumerate(layers):
-        displaced = {old for path in layer.values for old in DISPLACES.get(path, ())}
-        gone = displaced - layer.values.keys() | {path for path, value in layer.values.items() if value is None}
+    for number, written in enumerate(layers):
+        layer = Layer(label=written.label, values={**dict(_implied(values, written)), **written.values})
+        gone = {old for path in layer.values for old in DISPLACES.get(path, ())} - layer.values.keys()
+        gone |= {path for path, value in layer.values.items() if value is None} | set(_replaced(values, layer))
         for path in gone:
             values.pop(path, None)
             origin.pop(path, None)
@@ -98,6 +92,23 @@ def merge(layers: list[Layer]) -> Merged:
             if value is not None:
                 values[path], origin[path] = value, number
     return Merged(layers=tuple(layers), values=values, origin=origin)
+
+
+def _implied(values: Mapping[str, Any], layer: Layer) -> Iterator[tuple[str, str]]:
+    """The types that the settings of `layer` imply, by path of the choice."""
+    chosen = chosen_types({**values, **layer.values})
+    for choice in choices():
+        if choice not in layer.values and chosen.get(choice) in EMPTY_TYPES:
+            below = [path for path in layer.values if path.startswith(choice.removesuffix(TYPE)) and path in keys()]
+            yield from ((choice, types_of(keys()[path], choice)[0]) for path in below[:1])
+
+
+def _replaced(values: Mapping[str, Any], layer: Layer) -> Iterator[str]:
+    """The settings of lower layers that belong to a type that `layer` replaces."""
+    before = chosen_types(values)
+    for choice in choices():
+        if choice in layer.values and layer.values[choice] != before.get(choice):
+            yield from (path for path in values if path.startswith(choice.removesuffix(TYPE)))
 
 
 def profile_path(name_or_path: str) -> Path:
@@ -134,8 +145,11 @@ def override_layer(overrides: Mapping[str, Any]) -> Layer:
     """Settings from the command line, by key path; paths in them are relative to the working directory."""
     tree: dict[str, Any] = {}
     for path, value in overrides.items():
-        section, _, name = path.rpartition(".")
-        (tree.setdefault(section, {}) if section else tree)[name] = value
+        table, name = tree, f"{path}.{TYPE}" if f"{path}.{TYPE}" in choices() and isinstance(value, str) else path
+        while "." in name:
+            head, _, name = name.partition(".")
+            table = table.setdefault(head, {})
+        table[name] = value
     return Layer(label=COMMAND_LINE, values=located(flatten(tree, COMMAND_LINE), Path.cwd()))
 
 
@@ -153,27 +167,39 @@ def read_toml(path: Path, label: str) -> dict[str, Any]:
         raise ProfileError(f"{label}: is not valid TOML: {' '.join(str(error).split())}") from error
 
 
-def flatten(table: dict[str, Any], label: str) -> dict[str, Any]:
-    """Settings by key path. Raises ProfileError for a key or a section that does not exist, naming the nearest."""
+def flatten(table: dict[str, Any], label: str, prefix: str = "") -> dict[str, Any]:
+    """Settings by key path. Raises ProfileError for a key or a section that does not exist, naming the nearest.
+
+    `optimizer = "muon"` is short for `optimizer = { type = "muon" }`, and `objective = "module:function"` for the type
+    `custom` with that function.
+    """
     known = {section.name: section for section in sections()}
     flat: dict[str, Any] = {}
     for name, value in table.items():
-        section = known.get(name)
+        path = prefix + name
+        section = known.get(path)
         if section is None:
-            _require_known(name, label)
-            flat[name] = value
+            _require_known(path, label)
+            flat |= typed(prefix.rstrip("."), value) if name == TYPE and isinstance(value, str) else {path: value}
         elif section.repeated:
-            for entry in _tables(value, name, label):
+            for entry in _tables(value, path, label):
                 for key in entry:
-                    _require_known(f"{name}.{key}", label)
-            flat[name] = value
-        elif not isinstance(value, dict):
-            raise ProfileError(f"{label}: {name} must be a section: [{name}], then one key per line")
+                    _require_known(f"{path}.{key}", label)
+            flat[path] = value
+        elif isinstance(value, dict):
+            flat |= flatten(value, label, f"{path}.")
+        elif section.types and isinstance(value, str):
+            flat |= typed(path, value)
         else:
-            for key, setting in value.items():
-                _require_known(f"{name}.{key}", label)
-                flat[f"{name}.{key}"] = setting
+            raise ProfileError(f"{label}: {path} must be a section: [{path}], then one key per line")
     return flat
+
+
+def typed(union: str, word: str) -> dict[str, str]:
+    """The settings that one word for a union stands for, by key path."""
+    if union == "learner.objective" and ":" in word:
+        return {f"{union}.{TYPE}": "custom", f"{union}.function": word}
+    return {f"{union}.{TYPE}": word}
 
 
 def located(values: dict[str, Any], directory: Path) -> dict[str, Any]:

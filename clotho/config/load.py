@@ -10,35 +10,56 @@ import math
 import os
 import re
 from collections.abc import Mapping
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import tomli_w
 
-from clotho.config.dependencies import resting
-from clotho.config.keys import keys, settable
+from clotho.config.keys import REQUIRED, TYPE, choices, chosen_types, keys, settable, why_unavailable
 from clotho.config.layers import Layer, Merged, file_layers, merge, override_layer, profile_path
-from clotho.config.preset_layers import with_recipes
-from clotho.config.rules import validate
+from clotho.config.nearest import nearest
+from clotho.config.rules import first_complaint
 from clotho.config.schema import Profile
 from clotho.storage.atomic_files import UNFINISHED, sync_directory
 from protocols.errors import ProfileError
 
 
 def decode(merged: Merged) -> Profile:
-    """Build the profile. Raises ProfileError for what is missing, of another type, or out of range."""
-    for path, key in settable().items():
-        if key.required and path not in merged.values:
-            what = f"[[{path}]]" if key.item == "tables" else path
-            raise ProfileError(f"{merged.label(path)}: {what} is missing: {key.help}")
+    """Build the profile. Raises ProfileError for a setting that is missing, unavailable, of another type or out of range."""
+    for path in sorted(merged.values.keys() & choices().keys(), key=len):
+        if merged.values[path] not in choices()[path]:
+            raise ProfileError(f"{merged.label(path)}: {_wrong_type(path, merged.values[path])}")
+    chosen = chosen_types(merged.values)
     for path, value in merged.values.items():
+        if path in keys() and (why := why_unavailable(path, merged.values)) is not None:
+            raise ProfileError(f"{merged.label(path)}: {why}")
         if not finite(value):
             raise ProfileError(f"{merged.label(path)}: {path} must be finite, not {shown(value)}")
+    tree: dict[str, Any] = {}
+    for path, key in settable().items():
+        variant = next((variant for variant in key.variants if variant.types.items() <= chosen.items()), None)
+        value = merged.values.get(path, variant.default if variant else None)
+        if value is REQUIRED:
+            what = f"[[{path}]]" if key.item == "tables" else path
+            raise ProfileError(f"{merged.label(path.rpartition('.')[0])}: {what} is missing: {key.help}")
+        if value is not None:
+            *tables, name = path.split(".")
+            reduce(lambda table, part: table.setdefault(part, {}), tables, tree)[name] = value
     try:
-        return msgspec.convert(merged.tree(), Profile)
+        return msgspec.convert(tree, Profile)
     except msgspec.ValidationError as error:
-        raise ProfileError(_explain(error, merged)) from error
+        raise ProfileError(_explain(error, merged, tree)) from error
+
+
+def _wrong_type(path: str, value: object) -> str:
+    allowed = choices()[path]
+    guess = nearest(value, allowed) if isinstance(value, str) else None
+    more = ", or module:function" if path == "learner.objective.type" else ""
+    return f"{path.removesuffix(f'.{TYPE}')} must be one of {', '.join(allowed)}{more}, not {shown(value)}" + (
+        f"; did you mean {guess}?" if guess else ""
+    )
 
 
 def shown(value: object) -> str:
@@ -56,7 +77,7 @@ def finite(value: object) -> bool:
     return not isinstance(value, float) or math.isfinite(value)
 
 
-def _explain(error: msgspec.ValidationError, merged: Merged) -> str:
+def _explain(error: msgspec.ValidationError, merged: Merged, tree: dict[str, Any]) -> str:
     text = str(error)
     match = re.search(r" - at `\$\.?(.*)`$", text)
     where = match[1] if match else ""
@@ -68,7 +89,7 @@ def _explain(error: msgspec.ValidationError, merged: Merged) -> str:
     allowed = key.allowed if key else text
     if where.endswith("]"):
         allowed = allowed.removeprefix("a list, each ").partition(", at least")[0]
-    return f"{merged.label(setting)}: {where} must be {allowed}, not {shown(_value(merged.tree(), where))}"
+    return f"{merged.label(setting)}: {where} must be {allowed}, not {shown(_value(tree, where))}"
 
 
 def _value(tree: Any, where: str) -> Any:
@@ -85,23 +106,25 @@ MASK = "********"
 
 
 def load_profile(name_or_path: str, overrides: Mapping[str, Any] | None = None) -> Profile:
-    """Read a profile and put `overrides` (by key path: `learner.learning_rate`) on top.
+    """Read a profile and put `overrides` (by key path: `learner.batch_size`) on top.
 
-    name_or_path: a shipped profile's name, or a path to a .toml. `extends = "name"` in a file puts it on top of
-    another profile. `{profile}` in run_dir becomes the file's stem. The choice of an objective or a correction brings
-    its recipe along. A setting that a higher layer deprives of its effect falls back to its default, and with it what
-    depends on it: `--async false` works on top of any profile. Raises ProfileError on one line.
+    name_or_path: the name of a shipped profile, or the path of a .toml file. `extends = "name"` in a file puts it on top
+    of another profile. `{profile}` in run_dir becomes the file's stem. A setting of a lower layer that has no effect
+    beside the settings of a higher layer returns to its default: `--async false` works on top of any profile. Raises
+    ProfileError with one line.
     """
     path = profile_path(name_or_path)
     layers: list[Layer] = file_layers(path)
     if overrides:
         layers.append(override_layer(overrides))
-    merged = merge(with_recipes(layers))
+    merged = merge(layers)
     profile = decode(merged)
-    while asleep := resting(profile, merged):
-        merged = merged.without(asleep)
+    while (complaint := first_complaint(profile)) is not None:
+        cause = max((merged.rank(other) for other in complaint.decided_by), default=-1)
+        if merged.rank(complaint.key) >= cause:
+            raise ProfileError(f"{merged.label(complaint.key)}: {complaint.text}")
+        merged = merged.without(complaint.key, cause)
         profile = decode(merged)
-    validate(profile, merged.label)
     return msgspec.structs.replace(profile, run_dir=profile.run_dir.replace("{profile}", path.stem))
 
 

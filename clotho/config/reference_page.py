@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from clotho.config.dependencies import DEPENDENCES
 from clotho.config.flags import SHORT, availability, default_in_words
 from clotho.config.keys import Key, Section, sections
-from clotho.config.load import shown
 from clotho.config.other_trainers import COUNTERPARTS, SYSTEMS, accepted
-from clotho.config.presets import CORRECTIONS, OBJECTIVES
-from clotho.config.rules import RULES
+from clotho.config.rules import EFFECTS, RULES
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
 
@@ -19,21 +16,21 @@ INTRODUCTION = """\
 # Configuration
 
 A run is described by a profile, a TOML file: `python pipeline.py --profile local-m3` takes `profiles/local-m3.toml`,
-`--profile path/to/mine.toml` any other. Every key is also a flag, and flags win: `--learner.learning-rate 2e-5`.
+`--profile path/to/mine.toml` any other. Every key is also a flag, and flags win: `--learner.batch-size 8`.
 `--dry-run` shows the resolved profile, `--help SECTION` the flags of one section, and `--help-all` this page in short.
 
 * **Layers.** `extends = "local-m3"` at the top of a profile puts it on top of another: key by key, lists replaced as
-  a whole. Flags are the topmost layer. A layer that sets `policy.scale` takes back `policy.alpha` of the layers below,
-  and the other way round, so do `learner.entropy_target` and `learner.entropy_decay`; a layer that sets `data.train`
-  takes back `data.heldout`. `none` takes back a key that may be left out: `--policy.scale none`.
+  a whole. Flags are the topmost layer. A layer that sets `policy.method.scale` removes `policy.method.alpha` of lower
+  layers, and the reverse; a layer that sets `data.train` removes `data.heldout`. `none` removes a key that may be
+  absent: `--policy.method.scale none`.
+* **Types.** A choice that has settings of its own is a table with the key `type`, such as `[learner.optimizer]`. Each
+  type has its own keys, and the defaults of an objective are the values of its paper. `--learner.optimizer muon` is
+  short for `--learner.optimizer.type muon`, and so is `optimizer = "muon"` in a profile. A layer that changes the type
+  replaces the whole table.
 * **Nothing is ignored.** A key that does not exist, is out of range, or has no effect in this combination is an error
   that names the file, the key, what is allowed and the nearest valid key. Where a *higher* layer takes a key's effect
   away, the key falls back to its default instead, and with it what depends on it: `--async false` works on top of any
   profile.
-* **Recipes.** Choosing `learner.objective` or `learner.correction` brings the settings of its paper along, listed
-  below: they rank below what the layer that chooses says itself, above all lower layers, and fall back to defaults
-  where they have no effect. `--learner.objective gspo` overrides a `clip_low` in the profile. Only the choice that
-  holds brings anything. `--dry-run` shows what came of it.
 * **Paths.** `model.path`, `data.train`, `data.heldout` and the scripts of `[[environments]]` in a profile are relative
   to the profile's own directory if they start with `./` or `../`, or exist there; other data files and scripts are
   relative to the working directory, and any other model is a repository of the Hugging Face hub. Given by flag, they
@@ -54,7 +51,6 @@ def configuration_page() -> str:
     parts = [
         INTRODUCTION,
         *(_section(section) for section in sections()),
-        _recipes(),
         _between(),
         _effects(),
         _other_names(),
@@ -78,26 +74,16 @@ def _meaning(key: Key) -> str:
     return " ".join(filter(None, (key.help, availability(key))))
 
 
-def _recipes() -> str:
-    choices = {
-        f"{path} = {shown(name)}": recipe
-        for path, table in (("objective", OBJECTIVES), ("correction", CORRECTIONS))
-        for name, recipe in table.items()
-    }
-    rows = [
-        f"| `{choice}` | {', '.join(f'`{name} = {shown(value)}`' for name, value in recipe.items())} |"
-        for choice, recipe in choices.items()
-    ]
-    return "\n".join(["## Recipes", "", "| choice in `[learner]` | brings along |", "|---|---|", *rows, ""])
-
-
 def _between() -> str:
     rows = [f"* {' '.join((rule.__doc__ or '').split())}" for rule in RULES]
     return "\n".join(["## Between settings", "", *rows, ""])
 
 
 def _effects() -> str:
-    rows = [f"| {_paths(rule.keys)} | {_paths(rule.switches)} | {_cell(rule.because)} |" for rule in DEPENDENCES]
+    rows = [
+        f"| {_paths(rule.keys.split())} | {_paths(rule.decided_by.split())} | {_cell(rule.because)} |"
+        for rule in EFFECTS
+    ]
     return "\n".join(
         ["## Keys that need another", "", "| keys | decided by | refused because |", "|---|---|---|", *rows, ""]
     )

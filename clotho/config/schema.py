@@ -1,4 +1,4 @@
-"""The profile: every setting of a run, as frozen structs that refuse unknown keys and bound every number."""
+"""The profile: every setting of a run, as frozen structs that refuse unknown keys and values out of range."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Annotated
 from msgspec import Meta, Struct, field
 
 from clotho.config.bounds import Positive
-from clotho.config.sections_atropos import AtroposSection, EnvironmentSection
 from clotho.config.sections_data import (
     DataSection,
     ModelSection,
@@ -17,8 +16,10 @@ from clotho.config.sections_data import (
 )
 from clotho.config.sections_run import (
     ActorSection,
+    AtroposSection,
     CheckpointSection,
     EngineSection,
+    EnvironmentSection,
     EvalSection,
     KvPolicy,
     MonitorSection,
@@ -27,7 +28,7 @@ from clotho.config.sections_run import (
     RolloutsSection,
     ServerSection,
 )
-from clotho.config.sections_training import CollapseDetectionSection, LearnerSection, ReplaySection
+from clotho.config.sections_training import CollapseDetectionSection, LearnerSection, NoReplay, ReplaySection
 
 __all__ = [
     "ActorSection",
@@ -55,25 +56,23 @@ __all__ = [
 
 
 class Profile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Everything about a run.
-
-    steps: batches that are consumed.
-    seed: of every random choice.
-    async: let rollouts run ahead of the learner.
-    run_dir: where the run writes; `{profile}` stands for the profile's name.
-    """
+    """Settings of the whole run."""
 
     model: ModelSection
     data: DataSection
     rewards: Annotated[tuple[RewardSection, ...], Meta(min_length=1)]
-    steps: Positive = 100
-    seed: Annotated[int, Meta(ge=0, lt=2**32)] = 0
-    asynchronous: bool = field(name="async", default=True)
-    run_dir: str = "runs/{profile}"
+    steps: Annotated[Positive, Meta(description="Number of batches that the run trains on.")] = 100
+    seed: Annotated[int, Meta(ge=0, lt=2**32, description="Seed of all random number generators.")] = 0
+    asynchronous: Annotated[
+        bool, Meta(description="Sample the next batches while the learner updates; false is strictly on-policy.")
+    ] = field(name="async", default=True)
+    run_dir: Annotated[
+        str, Meta(description="Directory that the run writes to; {profile} stands for the profile's name.")
+    ] = "runs/{profile}"
     policy: PolicySection = PolicySection()
     sampling: SamplingSection = SamplingSection()
     learner: LearnerSection = LearnerSection()
-    replay: ReplaySection = ReplaySection()
+    replay: Annotated[ReplaySection, Meta(description="Groups that are trained on more than once.")] = NoReplay()
     collapse_detection: CollapseDetectionSection = CollapseDetectionSection()
     parity: ParitySection = ParitySection()
     checkpoint: CheckpointSection = CheckpointSection()

@@ -1,8 +1,4 @@
-"""Sections of a profile that say what is learned from what: model, policy, sampling, data, rewards.
-
-A section's docstring has one line per key (`key: text`, or `key, key: text`); `--help` and `docs/configuration.md`
-are generated from them.
-"""
+"""Sections of a profile about what is trained: model, policy, sampling, data and rewards."""
 
 from __future__ import annotations
 
@@ -12,56 +8,71 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct
 
 from clotho.config.bounds import Positive, PositiveFloat
+from clotho.config.objectives import Variant
 from protocols.sampling import Sampling
 
 
 class ModelSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """[model] Which base model.
+    """[model] The base model."""
 
-    path: a directory, or a repository of the Hugging Face hub.
-    dtype: computing type; `auto` is float32 on the CPU and the checkpoint's own on a GPU.
-    dequantize: expand a quantised base at load; much faster on the CPU, several times the memory.
-    trust_remote_code: let the model and its tokenizer run code of their own.
-    """
+    path: Annotated[str, Meta(min_length=1, description="Directory of the base model, or its Hugging Face repository.")]
+    dtype: Annotated[
+        Literal["auto", "float32", "float16", "bfloat16"],
+        Meta(description="Type of computation; auto is float32 on the CPU and the checkpoint's type on a GPU."),
+    ] = "auto"
+    dequantize: Annotated[
+        bool,
+        Meta(
+            description="Expand a quantized base model when it is loaded: faster on the CPU, several times the memory."
+        ),
+    ] = False
+    trust_remote_code: Annotated[
+        bool, Meta(description="Let the model and its tokenizer run the Python code that their repository contains.")
+    ] = False
 
-    path: Annotated[str, Meta(min_length=1)]
-    dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
-    dequantize: bool = False
-    trust_remote_code: bool = False
 
+class AdapterMethod(Variant, frozen=True, kw_only=True):
+    """A method that trains an adapter beside the weights of the base model."""
 
-class PolicySection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """[policy] What is trained.
-
-    kind: `lora` and `dora` train an adapter (QLoRA where the base is quantised), `full` every weight.
-    rank: of the adapter.
-    ranks: other ranks for some modules, `name=rank` each, with names as in `target_modules`.
-    scale: multiplies the adapter's output, as mlx-lm counts (absolute); without `scale` and `alpha` it is 10.
-    alpha: as PEFT counts; give one of `scale` and `alpha`.
-    scaling: what `alpha` means: `standard` is alpha / rank, `rank_stabilized` alpha / sqrt(rank) (rsLoRA).
-    dropout: on the adapter's input, while gradients are computed.
-    num_layers: how many blocks, from the last; -1 = all.
-    target_modules: block-relative names such as `self_attn.q_proj`; empty = every linear layer of a block.
-    train_embeddings, train_head: beside the adapter, train these weights in full too (not where they are quantised).
-    grad_checkpoint: recompute each block's activations in the backward pass: less memory, more time.
-    """
-
-    kind: Literal["lora", "dora", "full"] = "lora"
-    rank: Positive = 8
-    ranks: tuple[Annotated[str, Meta(pattern=r"^[\w.]+=[1-9]\d*$", description="name=rank")], ...] = ()
-    scale: PositiveFloat | None = None
-    alpha: PositiveFloat | None = None
-    scaling: Literal["standard", "rank_stabilized"] = "standard"
-    dropout: Annotated[float, Meta(ge=0.0, lt=1.0)] = 0.0
-    num_layers: Annotated[int, Meta(ge=-1)] = -1
-    target_modules: tuple[str, ...] = ()
-    train_embeddings: bool = False
-    train_head: bool = False
-    grad_checkpoint: bool = False
+    rank: Annotated[Positive, Meta(description="Rank of the adapter.")] = 8
+    ranks: Annotated[
+        tuple[Annotated[str, Meta(pattern=r"^[\w.]+=[1-9]\d*$", title="name=rank")], ...],
+        Meta(description="Other ranks for some modules, as name=rank with names as in target_modules."),
+    ] = ()
+    scale: Annotated[
+        PositiveFloat | None,
+        Meta(description="Factor of the adapter's output, as in mlx-lm; without scale and alpha it is 10."),
+    ] = None
+    alpha: Annotated[
+        PositiveFloat | None, Meta(description="Numerator of the adapter's scale, as in PEFT; excludes scale.")
+    ] = None
+    scaling: Annotated[
+        Literal["standard", "rank_stabilized"],
+        Meta(
+            description="Scale that alpha stands for: standard is alpha / rank, rank_stabilized is alpha / sqrt(rank)."
+        ),
+    ] = "standard"
+    dropout: Annotated[
+        float, Meta(ge=0.0, lt=1.0, description="Dropout probability at the adapter's input during training.")
+    ] = 0.0
+    num_layers: Annotated[
+        int,
+        Meta(ge=-1, description="Number of transformer blocks with an adapter, counted from the last; -1 means all."),
+    ] = -1
+    target_modules: Annotated[
+        tuple[str, ...],
+        Meta(description="Linear layers with an adapter, such as self_attn.q_proj or q_proj; an empty list means all."),
+    ] = ()
+    train_embeddings: Annotated[
+        bool, Meta(description="Also train the token embeddings in full; they must not be quantized.")
+    ] = False
+    train_head: Annotated[bool, Meta(description="Also train the output head in full; it must not be quantized.")] = (
+        False
+    )
 
     @property
     def effective_scale(self) -> float:
-        """The adapter's absolute scale, one for all modules whatever their ranks."""
+        """Absolute scale of the adapter, the same for all modules whatever their ranks."""
         if self.scale is not None:
             return self.scale
         if self.alpha is None:
@@ -69,50 +80,72 @@ class PolicySection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return self.alpha / (self.rank if self.scaling == "standard" else math.sqrt(self.rank))
 
 
+class Lora(AdapterMethod, frozen=True, kw_only=True, tag="lora"):
+    """LoRA (arXiv:2106.09685); QLoRA if the base model is quantized."""
+
+
+class Dora(AdapterMethod, frozen=True, kw_only=True, tag="dora"):
+    """DoRA (arXiv:2402.09353), which also trains the magnitude of each weight column."""
+
+
+class FullMethod(Variant, frozen=True, kw_only=True, tag="full"):
+    """All weights of the base model are trained."""
+
+
+class PolicySection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """[policy] The trainable parameters."""
+
+    method: Annotated[Lora | Dora | FullMethod, Meta(description="Training method.")] = Lora()
+    grad_checkpoint: Annotated[
+        bool, Meta(description="Recompute each block's activations in the backward pass: less memory, more time.")
+    ] = False
+
+
 class SamplingSection(Sampling, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """[sampling] How rollouts are sampled; the keys of `protocols.sampling.Sampling`, and one more.
+    """[sampling] Sampling parameters of the rollouts."""
 
-    group_size: completions per prompt.
-    """
-
-    group_size: Annotated[int, Meta(ge=2, le=4096)] = 8
+    group_size: Annotated[int, Meta(ge=2, le=4096, description="Number of completions per prompt.")] = 8
 
 
 class DataSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """[data] Problems to train on and to be measured by: JSON lines, or one JSON list.
+    """[data] Problems for training and evaluation, as JSON lines or one JSON list."""
 
-    train: file of the problems that are trained on.
-    heldout: file of the problems that measure; empty = `heldout_fraction` of the training file is set aside.
-    heldout_fraction: share of the training file that is set aside where `heldout` is empty.
-    prompt_key, answer_key, type_key: column of the file.
-    default_type: kind of a problem whose line names none.
-    system: a system message put before every prompt; empty = none.
-    shuffle: a new order every epoch, by seed; otherwise the file's order.
-    """
-
-    train: Annotated[str, Meta(min_length=1)]
-    heldout: str = ""
-    heldout_fraction: Annotated[float, Meta(ge=0.0, lt=1.0)] = 0.1
-    prompt_key: str = "prompt"
-    answer_key: str = "answer"
-    type_key: str = "type"
-    default_type: str = "problem"
-    system: str = ""
-    shuffle: bool = True
+    train: Annotated[str, Meta(min_length=1, description="File of the problems for training.")]
+    heldout: Annotated[
+        str, Meta(description="File of the held-out problems; if empty, heldout_fraction of data.train is held out.")
+    ] = ""
+    heldout_fraction: Annotated[
+        float, Meta(ge=0.0, lt=1.0, description="Fraction of data.train that is held out if data.heldout is empty.")
+    ] = 0.1
+    prompt_key: Annotated[str, Meta(min_length=1, description="Column of the prompt.")] = "prompt"
+    answer_key: Annotated[str, Meta(min_length=1, description="Column of the correct answer.")] = "answer"
+    type_key: Annotated[str, Meta(min_length=1, description="Column of the problem's type.")] = "type"
+    default_type: Annotated[str, Meta(description="Type of a problem whose line has none.")] = "problem"
+    system: Annotated[str, Meta(description="System message before every prompt; an empty text means none.")] = ""
+    shuffle: Annotated[
+        bool, Meta(description="Shuffle the problems in every epoch; otherwise they keep the order of the file.")
+    ] = True
 
 
 class RewardSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """[[rewards]] One reward function; a completion's reward is the weighted sum of those that apply.
+    """[[rewards]] One reward function; the reward of a completion is the weighted sum of those that apply."""
 
-    name: format, math_eval, jaccard, choice_correctness, exact; or `module:function`.
-    weight: factor of its value in the sum.
-    types: kinds of problem it applies to; empty = all.
-    timeout_seconds: a call that takes longer discards its group.
-    correct: its value 1.0 means that the answer is right: evaluation counts it.
-    """
-
-    name: Annotated[str, Meta(min_length=1)]
-    weight: float = 1.0
-    types: tuple[str, ...] = ()
-    timeout_seconds: PositiveFloat = 10.0
-    correct: bool = False
+    name: Annotated[
+        str,
+        Meta(
+            min_length=1,
+            description="Reward function: format, math_eval, jaccard, choice_correctness, exact, or a function of your "
+            "own as module:function or path/to/file.py:function.",
+        ),
+    ]
+    weight: Annotated[float, Meta(description="Weight of the reward function's value in the sum.")] = 1.0
+    types: Annotated[
+        tuple[str, ...],
+        Meta(description="Types of problems that the reward function applies to; an empty list means all."),
+    ] = ()
+    timeout_seconds: Annotated[
+        PositiveFloat, Meta(description="A call of the reward function that takes longer discards its group.")
+    ] = 10.0
+    correct: Annotated[
+        bool, Meta(description="Evaluation counts an answer as correct if this reward function returns 1.")
+    ] = False

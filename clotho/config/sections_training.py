@@ -1,8 +1,4 @@
-"""The section of a profile that says how the policy learns: objective, corrections, penalties, optimizer, batches.
-
-A section's docstring has one line per key (`key: text`, or `key, key: text`); `--help` and `docs/configuration.md`
-are generated from them. The sections of what stands beside the learner, replay and alarms, are here too.
-"""
+"""Sections of a profile about training: the learner, the replay buffer and collapse detection."""
 
 from __future__ import annotations
 
@@ -10,219 +6,363 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from clotho.config.bounds import NonNegative, NonNegativeFloat, Positive, PositiveFloat
+from clotho.config.bounds import Fraction, NonNegative, NonNegativeFloat, Positive, PositiveFloat
+from clotho.config.objectives import Grpo, Objective, Variant
 
-Fraction = Annotated[float, Meta(ge=0.0, le=1.0)]
-
-
-class ObjectiveKeys(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What is maximised.
-
-    objective: grpo, dr_grpo, bnpo, dapo, gspo, gspo_token, cispo, rloo, reinforce, reinforce_plus_plus, ppo_decoupled,
-        dppo_tv, sapo; or `module:function`. A name brings its recipe along: its paper's settings of the keys below.
-    advantage: what rewards say of a completion: `group` (centred and scaled by its group), `mean` (centred),
-        `leave_one_out`, `batch` (whitened over the batch), `batch_centred` (centred by its group, scaled by the batch),
-        `environment` (per token, as every group brings them). Groups that bring them are judged so in any case.
-    advantage_deviation: by which standard deviations are taken.
-    advantage_epsilon: added to the deviation.
-    loss_aggregation: how token losses become one: `token_mean` over the whole batch, `sequence_mean` of token means,
-        `token_sum` over `sampling.max_tokens` a sequence, `group_mean` of the token means of groups.
-    clip_low, clip_high: beyond [1 - clip_low, 1 + clip_high] the ratio gains nothing more; for dppo_tv of the
-        difference of probabilities.
-    dual_clip: where the advantage is negative, the loss of a token is at most so many times its size; 0 = off.
-    quadratic_kl: dppo_tv's weight of the squared log-ratio.
-    sapo_tau_pos, sapo_tau_neg: sapo's temperatures for positive and other advantages.
-    overlong_buffer: over so many last tokens before `sampling.max_tokens` a growing penalty is taken from the reward;
-        0 = none.
-    overlong_penalty: that penalty at its largest.
-    mask_truncated: learn nothing from completions that reached `sampling.max_tokens`.
-    dynamic_sampling: replace groups that cannot be learned from, so that every batch has `batch_size` that can.
-    dynamic_limit: at most so many times `batch_size` groups are asked for one batch.
-    """
-
-    objective: Annotated[str, Meta(pattern=r"^[\w.]+(:\w+)?$", description="name or module:function")] = "grpo"
-    advantage: Literal["group", "mean", "leave_one_out", "batch", "batch_centred", "environment"] = "group"
-    advantage_deviation: Literal["population", "sample"] = "population"
-    advantage_epsilon: PositiveFloat = 1e-4
-    loss_aggregation: Literal["token_mean", "sequence_mean", "token_sum", "group_mean"] = "sequence_mean"
-    clip_low: Annotated[float, Meta(gt=0.0, le=1.0)] = 0.2
-    clip_high: PositiveFloat = 0.2
-    dual_clip: Annotated[float, Meta(ge=0.0)] = 0.0
-    quadratic_kl: NonNegativeFloat = 1e-3
-    sapo_tau_pos: PositiveFloat = 1.0
-    sapo_tau_neg: PositiveFloat = 1.05
-    overlong_buffer: NonNegative = 0
-    overlong_penalty: PositiveFloat = 1.0
-    mask_truncated: bool = False
-    dynamic_sampling: bool = False
-    dynamic_limit: Annotated[float, Meta(gt=1.0)] = 4.0
+LearningRate = Annotated[
+    PositiveFloat,
+    Meta(
+        description="Highest learning rate, reached after the warm-up. Lion needs about a tenth of AdamW's, SGD more."
+    ),
+]
+Beta1 = Annotated[float, Meta(ge=0.0, lt=1.0, description="Decay of the moving average of the gradient.")]
+Beta2 = Annotated[float, Meta(ge=0.0, lt=1.0, description="Decay of the moving average of the squared gradient.")]
+Epsilon = Annotated[
+    PositiveFloat, Meta(description="Constant that is added to the root of the average squared gradient.")
+]
+Momentum = Annotated[float, Meta(ge=0.0, lt=1.0, description="Share of the accumulated gradient that each step keeps.")]
 
 
-class CorrectionKeys(ObjectiveKeys, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the ratio is against, and what is done where sampler and learner disagree.
+class OptimizerSettings(Variant, frozen=True, kw_only=True):
+    """The settings that every optimizer has."""
 
-    ratio_reference: the ratio is against the `sampler`'s log-probabilities, or against `batch_start`: the learner at the
-        start of the batch.
-    proximal: `recompute` its log-probabilities, or `interpolate` them between sampler and learner by versions (saves a
-        pass where a batch takes several optimizer steps).
-    correction: of proximal / sampler, by token: `truncate` (TIS), `mask` (IcePop); by sequence: `truncate_sequence`,
-        `reject_sequence`, `reject_geometric`. Needs ratio_reference = batch_start: otherwise it would count twice.
-    correction_low, correction_high: bounds of that ratio; choosing a correction brings its own along.
-    outlier_low, outlier_high: sequences with any token's learner / sampler beyond are left out; 0 = no such bound.
-    off_policy_mask: sequences of negative advantage whose mean log(sampler / learner) is larger are left out; 0 = off.
-    """
-
-    ratio_reference: Literal["sampler", "batch_start"] = "sampler"
-    proximal: Literal["recompute", "interpolate"] = "recompute"
-    correction: Literal["none", "truncate", "mask", "truncate_sequence", "reject_sequence", "reject_geometric"] = "none"
-    correction_low: NonNegativeFloat = 0.0
-    correction_high: PositiveFloat = 2.0
-    outlier_low: Annotated[float, Meta(ge=0.0, lt=1.0)] = 0.0
-    outlier_high: NonNegativeFloat = 0.0
-    off_policy_mask: NonNegativeFloat = 0.0
+    learning_rate: LearningRate = 1e-5
+    weight_decay: Annotated[
+        NonNegativeFloat, Meta(description="Decoupled weight decay per step, as a multiple of the learning rate.")
+    ] = 0.0
 
 
-class PenaltyKeys(CorrectionKeys, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What keeps the policy near a reference, and alive.
+class AdamW(OptimizerSettings, frozen=True, kw_only=True, tag="adamw"):
+    """AdamW with bias correction (arXiv:1711.05101)."""
 
-    kl_beta: weight of the penalty towards the reference; 0 = none.
-    kl_estimator: of that penalty, per token; `k2` is what others call mse.
-    kl_in: put it in the `loss`, or take it from the `reward`.
-    kl_unbiased: weigh the estimate by the ratio, so that its gradient is that of the divergence.
-    kl_target: adapt kl_beta so that the divergence per token stays near so many nats; 0 = fixed.
-    kl_horizon: updates over which it adapts.
-    reference: the `base` (adapter off), a `snapshot` of the policy, a moving `average` of it, or the reference of the
-        `environment`, whose log-probabilities the groups bring.
-    reference_interval: updates after which the snapshot is taken anew; 0 = never.
-    ref_ema: share of itself that the moving average keeps with every update.
-    entropy_weight: bonus per nat of entropy.
-    entropy_decay: factor of entropy_weight with every update.
-    entropy_target: entropy_weight rises by entropy_step while the entropy is below so many nats, else falls; 0 = off.
-    entropy_step: see entropy_target.
-    distillation_weight: of the cross-entropy of a teacher's alternatives, per token, where a group brings a teacher.
-    """
-
-    kl_beta: NonNegativeFloat = 0.0
-    kl_estimator: Literal["k1", "k2", "k3", "abs"] = "k3"
-    kl_in: Literal["loss", "reward"] = "loss"
-    kl_unbiased: bool = False
-    kl_target: NonNegativeFloat = 0.0
-    kl_horizon: Positive = 100
-    reference: Literal["base", "snapshot", "average", "environment"] = "base"
-    reference_interval: NonNegative = 0
-    ref_ema: Annotated[float, Meta(gt=0.0, lt=1.0)] = 0.99
-    entropy_weight: NonNegativeFloat = 0.0
-    entropy_decay: Annotated[float, Meta(gt=0.0, le=1.0)] = 1.0
-    entropy_target: NonNegativeFloat = 0.0
-    entropy_step: PositiveFloat = 1e-4
-    distillation_weight: NonNegativeFloat = 0.0
+    beta1: Beta1 = 0.9
+    beta2: Beta2 = 0.99
+    epsilon: Epsilon = 1e-8
 
 
-class OptimizerKeys(PenaltyKeys, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How a gradient becomes a step.
-
-    optimizer: adamw, adafactor, lion, muon or sgd. Choosing one does not change learning_rate: lion wants a third to a
-        tenth of adamw's, sgd far more.
-    learning_rate: the highest, after warm-up.
-    lora_plus: the adapter's B learns at so many times the rate of A (LoRA+); 1 = the same.
-    schedule: after warm-up; `cosine` and `linear` fall towards `min_learning_rate`, reached one step after the last.
-    warmup_steps: linear rise from nothing to `learning_rate`.
-    min_learning_rate: where `cosine` and `linear` end, one step after the last.
-    beta1, beta2: decay of the averages of gradient and squared gradient (adamw, and muon for what is no hidden matrix);
-        lion steps by the first and averages by the second.
-    epsilon: added to the root of the averaged square (adamw, and muon for what is no hidden matrix).
-    momentum: of sgd and muon.
-    weight_decay: decoupled, of every optimizer.
-    max_grad_norm: global clipping; 0 = off.
-    """
-
-    optimizer: Literal["adamw", "adafactor", "lion", "muon", "sgd"] = "adamw"
-    learning_rate: PositiveFloat = 1e-5
-    lora_plus: Annotated[float, Meta(ge=1.0)] = 1.0
-    schedule: Literal["constant", "linear", "cosine"] = "cosine"
-    warmup_steps: NonNegative = 0
-    min_learning_rate: NonNegativeFloat = 0.0
-    beta1: Annotated[float, Meta(ge=0.0, lt=1.0)] = 0.9
-    beta2: Annotated[float, Meta(ge=0.0, lt=1.0)] = 0.99
-    epsilon: PositiveFloat = 1e-8
-    momentum: Annotated[float, Meta(ge=0.0, lt=1.0)] = 0.9
-    weight_decay: NonNegativeFloat = 0.0
-    max_grad_norm: NonNegativeFloat = 1.0
+class Adafactor(OptimizerSettings, frozen=True, kw_only=True, tag="adafactor"):
+    """Adafactor with a factored second moment and no momentum (arXiv:1804.04235)."""
 
 
-class LearnerSection(OptimizerKeys, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """[learner] The policy update.
+class Lion(OptimizerSettings, frozen=True, kw_only=True, tag="lion"):
+    """Lion, which steps by the sign of an average of gradients (arXiv:2302.06675)."""
 
-    batch_size: prompts per update.
-    update_epochs: passes over each batch.
-    num_minibatches: optimizer steps per pass.
-    micro_batch_tokens: padded tokens per gradient pass; any split, same gradient.
-    layout: how sequences lie in a micro-batch: `padded` rows; `packed`, several to a row, kept apart by the attention
-        mask; `shared`, the prompt of a group computed once; `auto`: whichever of `padded` and `shared` is cheaper for
-        the batch, where the model's attention allows.
-    max_staleness: groups sampled by weights older than this many versions are discarded.
-    max_bad_steps: so many updates in a row that are not finite end the run.
-    """
-
-    batch_size: Positive = 16
-    update_epochs: Positive = 1
-    num_minibatches: Positive = 1
-    micro_batch_tokens: Positive = 1024
-    layout: Literal["auto", "padded", "packed", "shared"] = "auto"
-    max_staleness: NonNegative = 4
-    max_bad_steps: Positive = 5
+    beta1: Beta1 = 0.9
+    beta2: Beta2 = 0.99
 
 
-class ReplaySection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """[replay] A buffer of groups that were learned from, to learn from again.
+class Muon(OptimizerSettings, frozen=True, kw_only=True, tag="muon"):
+    """Muon for hidden matrices and AdamW for all other parameters."""
 
-    capacity: groups kept; 0 = no buffer.
-    groups: of them, added to each update.
-    sampling: `uniform` at random; `priority`: those of the highest; `weighted`: at random, in proportion to
-        priority ** exponent.
-    priority: mean size of the `advantage`, or `recency`.
-    exponent: of the priority, in weighted sampling.
-    max_age: versions after which a group leaves the buffer.
-    """
+    momentum: Momentum = 0.9
+    beta1: Beta1 = 0.9
+    beta2: Beta2 = 0.99
+    epsilon: Epsilon = 1e-8
 
-    capacity: NonNegative = 0
-    groups: Positive = 4
-    sampling: Literal["uniform", "priority", "weighted"] = "uniform"
-    priority: Literal["advantage", "recency"] = "advantage"
-    exponent: PositiveFloat = 1.0
-    max_age: Positive = 16
+
+class Sgd(OptimizerSettings, frozen=True, kw_only=True, tag="sgd"):
+    """Stochastic gradient descent with momentum."""
+
+    momentum: Momentum = 0.9
+
+
+Optimizer = AdamW | Adafactor | Lion | Muon | Sgd
+
+MinLearningRate = Annotated[
+    NonNegativeFloat, Meta(description="Learning rate that the schedule reaches one step after the last.")
+]
+
+
+class ScheduleSettings(Variant, frozen=True, kw_only=True):
+    """The settings that every schedule has."""
+
+    warmup_steps: Annotated[
+        NonNegative, Meta(description="Number of steps over which the learning rate rises linearly from zero.")
+    ] = 0
+
+
+class ConstantSchedule(ScheduleSettings, frozen=True, kw_only=True, tag="constant"):
+    """The learning rate stays constant after the warm-up."""
+
+
+class LinearSchedule(ScheduleSettings, frozen=True, kw_only=True, tag="linear"):
+    """The learning rate falls linearly after the warm-up."""
+
+    min_learning_rate: MinLearningRate = 0.0
+
+
+class CosineSchedule(ScheduleSettings, frozen=True, kw_only=True, tag="cosine"):
+    """The learning rate falls along half a cosine after the warm-up."""
+
+    min_learning_rate: MinLearningRate = 0.0
+
+
+Schedule = ConstantSchedule | LinearSchedule | CosineSchedule
+
+
+class BaseReference(Variant, frozen=True, kw_only=True, tag="base"):
+    """The base model, without adapter."""
+
+
+class SnapshotReference(Variant, frozen=True, kw_only=True, tag="snapshot"):
+    """A snapshot of the policy."""
+
+    interval: Annotated[
+        NonNegative, Meta(description="Number of updates between two snapshots; 0 keeps the first snapshot.")
+    ] = 0
+
+
+class AverageReference(Variant, frozen=True, kw_only=True, tag="average"):
+    """An exponential moving average of the policy."""
+
+    decay: Annotated[
+        float, Meta(gt=0.0, lt=1.0, description="Share of itself that the moving average keeps at every update.")
+    ] = 0.99
+
+
+class EnvironmentReference(Variant, frozen=True, kw_only=True, tag="environment"):
+    """The reference of the environment, whose log-probabilities the groups bring."""
+
+
+Reference = BaseReference | SnapshotReference | AverageReference | EnvironmentReference
+
+
+class FixedCoefficient(Variant, frozen=True, kw_only=True, tag="fixed"):
+    """The coefficient of the KL penalty stays constant."""
+
+
+class AdaptiveCoefficient(Variant, frozen=True, kw_only=True, tag="adaptive"):
+    """The coefficient of the KL penalty follows the measured divergence (arXiv:1909.08593)."""
+
+    target: Annotated[PositiveFloat, Meta(description="Divergence from the reference, in nats per token, to aim at.")]
+    horizon: Annotated[Positive, Meta(description="Number of updates over which the coefficient adapts.")] = 100
+
+
+class NoKLPenalty(Variant, frozen=True, kw_only=True, tag="none"):
+    """No KL penalty and no reference policy."""
+
+
+class KLPenalty(Variant, frozen=True, kw_only=True):
+    """A penalty for the divergence from a reference policy."""
+
+    coef: Annotated[PositiveFloat, Meta(description="Coefficient of the KL penalty.")] = 0.04
+    estimator: Annotated[
+        Literal["k1", "k2", "k3", "abs"],
+        Meta(description="KL estimator per token; k2 is half the squared log-ratio, which others call mse."),
+    ] = "k3"
+    control: Annotated[
+        FixedCoefficient | AdaptiveCoefficient, Meta(description="Whether the coefficient of the KL penalty adapts.")
+    ] = FixedCoefficient()
+    reference: Annotated[Reference, Meta(description="Reference policy of the KL penalty.")] = BaseReference()
+
+
+class LossKLPenalty(KLPenalty, frozen=True, kw_only=True, tag="loss"):
+    """The KL penalty is added to the loss."""
+
+    importance_weighted: Annotated[
+        bool,
+        Meta(
+            description="Weight the KL estimate by the importance ratio, so that its gradient is the gradient of the "
+            "divergence."
+        ),
+    ] = False
+
+
+class RewardKLPenalty(KLPenalty, frozen=True, kw_only=True, tag="reward"):
+    """The KL penalty is subtracted from the reward."""
+
+
+class NoEntropyBonus(Variant, frozen=True, kw_only=True, tag="none"):
+    """No entropy bonus."""
+
+
+class FixedEntropyBonus(Variant, frozen=True, kw_only=True, tag="fixed"):
+    """An entropy bonus whose coefficient is constant or decays."""
+
+    coef: Annotated[NonNegativeFloat, Meta(description="Coefficient of the entropy bonus at the first update.")]
+    decay: Annotated[
+        float,
+        Meta(gt=0.0, le=1.0, description="Factor that multiplies the coefficient of the entropy bonus every update."),
+    ] = 1.0
+
+
+class AdaptiveEntropyBonus(Variant, frozen=True, kw_only=True, tag="adaptive"):
+    """An entropy bonus whose coefficient follows the measured entropy (arXiv:2505.22312)."""
+
+    coef: Annotated[NonNegativeFloat, Meta(description="Coefficient of the entropy bonus at the first update.")] = 0.0
+    target: Annotated[
+        PositiveFloat, Meta(description="Entropy in nats per token below which the coefficient of the bonus rises.")
+    ]
+    step: Annotated[
+        PositiveFloat,
+        Meta(description="Amount by which the coefficient of the entropy bonus rises or falls every update."),
+    ] = 1e-4
+
+
+class LearnerSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """[learner] The policy update."""
+
+    objective: Annotated[Objective, Meta(description="Objective that the learner maximizes.")] = Grpo()
+    optimizer: Annotated[Optimizer, Meta(description="Optimizer that turns gradients into steps.")] = AdamW()
+    schedule: Annotated[Schedule, Meta(description="Learning rate after the warm-up.")] = CosineSchedule()
+    kl_penalty: Annotated[
+        NoKLPenalty | LossKLPenalty | RewardKLPenalty,
+        Meta(description="Penalty for the divergence from a reference policy, in the loss or in the reward."),
+    ] = NoKLPenalty()
+    entropy_bonus: Annotated[
+        NoEntropyBonus | FixedEntropyBonus | AdaptiveEntropyBonus, Meta(description="Bonus for the policy's entropy.")
+    ] = NoEntropyBonus()
+    distillation_weight: Annotated[
+        NonNegativeFloat,
+        Meta(
+            description="Coefficient of the cross-entropy with a teacher's alternatives, which environments may bring."
+        ),
+    ] = 0.0
+    batch_size: Annotated[Positive, Meta(description="Number of prompts (groups) per update.")] = 16
+    update_epochs: Annotated[Positive, Meta(description="Number of passes over each batch.")] = 1
+    num_minibatches: Annotated[Positive, Meta(description="Number of optimizer steps per pass over the batch.")] = 1
+    micro_batch_tokens: Annotated[
+        Positive,
+        Meta(description="Number of padded tokens per forward and backward pass; it does not change the gradient."),
+    ] = 1024
+    layout: Annotated[
+        Literal["auto", "padded", "packed", "shared"],
+        Meta(
+            description="Layout of a micro-batch: padded rows, several sequences packed into a row, or the prompt of a "
+            "group shared by its completions; auto takes the cheaper of padded and shared."
+        ),
+    ] = "auto"
+    max_grad_norm: Annotated[
+        NonNegativeFloat, Meta(description="Global norm to which gradients are clipped; 0 disables clipping.")
+    ] = 1.0
+    lora_plus: Annotated[
+        float,
+        Meta(
+            ge=1.0, description="Learning rate of the adapter's B matrices as a multiple of the learning rate (LoRA+)."
+        ),
+    ] = 1.0
+    max_staleness: Annotated[
+        NonNegative, Meta(description="Groups sampled by weights older than this many versions are discarded.")
+    ] = 4
+    max_bad_steps: Annotated[
+        Positive, Meta(description="The run ends after this many updates in a row with non-finite numbers.")
+    ] = 5
+
+    @property
+    def reference(self) -> Reference | None:
+        """The reference policy of the KL penalty; None without a penalty."""
+        return None if isinstance(self.kl_penalty, NoKLPenalty) else self.kl_penalty.reference
+
+
+class UniformReplay(Variant, frozen=True, kw_only=True, tag="uniform"):
+    """Groups are sampled at random."""
+
+
+class ReplayPriority(Variant, frozen=True, kw_only=True):
+    """Groups are preferred by a priority."""
+
+    priority: Annotated[
+        Literal["advantage", "recency"],
+        Meta(description="Priority of a replayed group: its mean absolute advantage, or how recent it is."),
+    ] = "advantage"
+
+
+class PriorityReplay(ReplayPriority, frozen=True, kw_only=True, tag="priority"):
+    """The groups with the highest priority are replayed."""
+
+
+class WeightedReplay(ReplayPriority, frozen=True, kw_only=True, tag="weighted"):
+    """Groups are sampled in proportion to priority ** exponent."""
+
+    exponent: Annotated[
+        PositiveFloat, Meta(description="Exponent of the priority in weighted sampling from the replay buffer.")
+    ] = 1.0
+
+
+class NoReplay(Variant, frozen=True, kw_only=True, tag="off"):
+    """Each group is trained on once."""
+
+
+class BufferedReplay(Variant, frozen=True, kw_only=True, tag="buffer"):
+    """Groups are kept after an update and trained on again."""
+
+    capacity: Annotated[Positive, Meta(description="Number of groups that the replay buffer keeps.")] = 64
+    groups: Annotated[Positive, Meta(description="Number of replayed groups that are added to each update.")] = 4
+    sampling: Annotated[
+        UniformReplay | PriorityReplay | WeightedReplay, Meta(description="How replayed groups are chosen.")
+    ] = UniformReplay()
+    max_age: Annotated[
+        Positive, Meta(description="Groups older than this many policy versions leave the replay buffer.")
+    ] = 16
+
+
+ReplaySection = NoReplay | BufferedReplay
 
 
 class CollapseDetectionSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """[collapse_detection] Signs that the policy collapses or cheats, and what follows.
+    """[collapse_detection] Signs of a collapsing policy or of reward hacking, and the response."""
 
-    on_collapse: `warn`, `stop` the run, go back to the last good policy (`rollback`), or look at nothing (`off`).
-    patience: updates in a row that must look bad; one is enough that moved the policy by five times update_kl_high.
-    window: healthy updates whose median says what is normal.
-    update_kl_high: nats per token by which one update moves the policy.
-    ess_low: effective sample size of the learner / sampler ratios, as a share of the tokens.
-    kl_high: nats per token from the reference (only where a penalty has it computed).
-    reward_drop: the mean reward lost since its best, as a share of what that was above the worst completion so far.
-    entropy_low, entropy_high: entropy as a share of the most, and as a multiple of the least, that was normal.
-    length_high: mean completion length as a multiple of the normal of late.
-    truncated_high: share of completions cut off at `sampling.max_tokens`, above the least that was normal.
-    empty_format_high: share of completions with full marks from the reward `format` and none from any other, above the
-        least that was normal, while fewer than before have any.
-    rollback_rate: factor of the learning rate after each rollback.
-    max_rollbacks: one more ends the run.
-    """
-
-    on_collapse: Literal["off", "warn", "stop", "rollback"] = "warn"
-    patience: Positive = 2
-    window: Positive = 5
-    update_kl_high: PositiveFloat = 0.1
-    ess_low: Fraction = 0.3
-    kl_high: PositiveFloat = 2.0
-    reward_drop: Annotated[float, Meta(gt=0.0, le=1.0)] = 0.3
-    entropy_low: Annotated[float, Meta(ge=0.0, lt=1.0)] = 0.01
-    entropy_high: Annotated[float, Meta(gt=1.0)] = 4.0
-    length_high: Annotated[float, Meta(gt=1.0)] = 4.0
-    truncated_high: Annotated[float, Meta(gt=0.0, le=1.0)] = 0.3
-    empty_format_high: Annotated[float, Meta(gt=0.0, le=1.0)] = 0.35
-    rollback_rate: Annotated[float, Meta(gt=0.0, le=1.0)] = 0.3
-    max_rollbacks: Positive = 3
+    on_collapse: Annotated[
+        Literal["off", "warn", "stop", "rollback"],
+        Meta(
+            description="Response to a collapse: ignore it, log a warning, stop the run, or return to the last good policy."
+        ),
+    ] = "warn"
+    patience: Annotated[
+        Positive,
+        Meta(
+            description="Number of bad updates in a row that count as a collapse; one is enough if it moves the policy by "
+            "five times update_kl_high."
+        ),
+    ] = 2
+    window: Annotated[
+        Positive, Meta(description="Number of healthy updates whose median defines the normal value of each statistic.")
+    ] = 5
+    update_kl_high: Annotated[
+        PositiveFloat, Meta(description="Upper limit on the KL divergence of one update, in nats per token.")
+    ] = 0.1
+    ess_low: Annotated[
+        Fraction, Meta(description="Lower limit on the effective sample size, as a fraction of the tokens.")
+    ] = 0.3
+    kl_high: Annotated[
+        PositiveFloat,
+        Meta(description="Upper limit on the divergence from the reference, in nats per token; needs a KL penalty."),
+    ] = 2.0
+    reward_drop: Annotated[
+        float,
+        Meta(
+            gt=0.0,
+            le=1.0,
+            description="Largest drop of the mean reward, as a fraction of its best value above the worst.",
+        ),
+    ] = 0.3
+    entropy_low: Annotated[
+        float,
+        Meta(ge=0.0, lt=1.0, description="Lower limit on the entropy, as a fraction of its highest normal value."),
+    ] = 0.01
+    entropy_high: Annotated[
+        float, Meta(gt=1.0, description="Upper limit on the entropy, as a multiple of its lowest normal value.")
+    ] = 4.0
+    length_high: Annotated[
+        float, Meta(gt=1.0, description="Upper limit on the mean completion length, as a multiple of its normal value.")
+    ] = 4.0
+    truncated_high: Annotated[
+        float,
+        Meta(
+            gt=0.0, le=1.0, description="Largest rise of the fraction of truncated completions above its lowest normal."
+        ),
+    ] = 0.3
+    empty_format_high: Annotated[
+        float,
+        Meta(
+            gt=0.0,
+            le=1.0,
+            description="Largest rise of the fraction of completions that only the reward named format gives full marks.",
+        ),
+    ] = 0.35
+    rollback_rate: Annotated[
+        float, Meta(gt=0.0, le=1.0, description="Factor that multiplies the learning rate after each rollback.")
+    ] = 0.3
+    max_rollbacks: Annotated[
+        Positive, Meta(description="The run ends when it would need more rollbacks than this.")
+    ] = 3

@@ -14,6 +14,8 @@ from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
 from msgspec.structs import replace
 
 from clotho.config.schema import ModelSection, Profile
+from clotho.config.sections_data import FullMethod
+from clotho.config.sections_training import AverageReference, BaseReference, SnapshotReference
 from clotho.cpu.interface import spare_columns
 from clotho.inference.cache_layout import AttentionLeaf, CacheLayout, StateLeaf
 from clotho.inference.prefix_cache import MAX_ENTRIES
@@ -58,22 +60,23 @@ class LearningBytes(NamedTuple):
 
 def learning_bytes(base: nn.Module, profile: Profile) -> LearningBytes:
     """Make the trainable parameters of the policy trainable in `base`, and count bytes; nothing is evaluated."""
-    learner, full = profile.learner, profile.policy.kind == "full"
-    if full:
+    learner, method = profile.learner, profile.policy.method
+    full = isinstance(method, FullMethod)
+    if isinstance(method, FullMethod):
         open_all_weights(base)
         beside: set[str] = set()
     else:
-        config, _ = install_adapter(base, profile.policy, seed=profile.seed)
+        config, _ = install_adapter(base, method, seed=profile.seed)
         beside = set(config.trained_weights)
     arrays = flat(base.trainable_parameters())
     trained = sum(array.nbytes for array in arrays.values())
     in_full = trained if full else sum(array.nbytes for name, array in arrays.items() if name in beside)
     float32 = FLOAT32 * sum(array.size for array in arrays.values())
     optimizer = state_bytes(arrays, learner)
-    average = float32 if learner.kl_beta > 0 and learner.reference == "average" else 0
-    snapshot = trained if learner.kl_beta > 0 and learner.reference == "snapshot" else 0
-    taken_anew = snapshot if learner.reference_interval else 0
-    initial = in_full if learner.kl_beta > 0 and learner.reference == "base" else 0
+    average = float32 if isinstance(learner.reference, AverageReference) else 0
+    snapshot = trained if isinstance(learner.reference, SnapshotReference) else 0
+    taken_anew = snapshot if isinstance(learner.reference, SnapshotReference) and learner.reference.interval else 0
+    initial = in_full if isinstance(learner.reference, BaseReference) else 0
     largest = FLOAT32 * max((array.size for array in arrays.values()), default=0)
     several = learner.update_epochs * min(learner.num_minibatches, most_groups(profile)) > 1
     return LearningBytes(
@@ -223,7 +226,7 @@ def _activations(
     itemsize = _itemsize(model, config)
     blocks = list(model.layers)
     first = next((i for i, block in enumerate(blocks) if flat(block.trainable_parameters())), 0)
-    full, experts = profile.policy.kind == "full", experts_per_token(config)
+    full, experts = isinstance(profile.policy.method, FullMethod), experts_per_token(config)
     attention_blocks = min(len(blocks), sum(isinstance(leaf, AttentionLeaf) for leaf in layout.leaves))
     scores = attention_heads(config) * itemsize * attention_blocks // len(blocks)
     in_blocks = activation_bytes(

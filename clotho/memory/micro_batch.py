@@ -6,6 +6,7 @@ import numpy as np
 from msgspec import Struct
 
 from clotho.config.schema import Profile
+from clotho.config.sections_training import BufferedReplay
 from clotho.scoring.layouts.micro_batches import build_micro_batches
 from clotho.scoring.layouts.packed import PackedInputs
 from clotho.scoring.layouts.padded import PaddedInputs
@@ -44,7 +45,7 @@ class MicroBatchShape(Struct, frozen=True, kw_only=True):
 
 def most_groups(profile: Profile) -> int:
     """Return the largest number of groups of an update, including groups from the replay buffer."""
-    return profile.learner.batch_size + (profile.replay.groups if profile.replay.capacity else 0)
+    return profile.learner.batch_size + (profile.replay.groups if isinstance(profile.replay, BufferedReplay) else 0)
 
 
 def largest_micro_batch(profile: Profile, *, prompt: int, completion: int) -> MicroBatchShape:

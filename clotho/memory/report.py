@@ -7,12 +7,16 @@ from protocols.summary import MemoryEstimate, MemoryPart
 
 GIB = 2**30
 
-ADAPTER = "policy.rank, policy.num_layers, or policy.kind = lora"
+ADAPTER = "policy.method.rank, policy.method.num_layers, or policy.method = lora"
 PARTS = (
     ("base", "base weights", "model.path (a smaller or quantised base), model.dtype, model.dequantize = false"),
     ("trained", "trained weights", ADAPTER),
     ("optimizer", "optimizer state", f"{ADAPTER}; learner.optimizer = adafactor, lion or sgd"),
-    ("reference", "reference weights", "learner.kl_beta = 0, learner.reference = base, or policy.kind = lora"),
+    (
+        "reference",
+        "reference weights",
+        "learner.kl_penalty = none, learner.kl_penalty.reference = base, or policy.method = lora",
+    ),
     ("rollback", "weights to go back to", f"collapse_detection.on_collapse = stop; {ADAPTER}"),
     ("midway", "weights midway in an update", f"learner.num_minibatches = 1 with learner.update_epochs = 1; {ADAPTER}"),
     ("caches", "key-value caches", "engine.kv_cache_tokens, engine.max_num_seqs, sampling.max_tokens"),

@@ -15,7 +15,7 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 from msgspec import Struct
 
 from clotho.config.nearest import nearest
-from clotho.config.schema import PolicySection
+from clotho.config.sections_data import AdapterMethod, Dora
 from clotho.models.parameters import flat
 from clotho.models.token_weights import token_weights
 from protocols.checkpoint import AdapterConfig, LoRAParameters
@@ -45,33 +45,37 @@ def smaller_side(module: nn.Module) -> int:
     return int(min(width_out, width_in * 32 // module.bits if "scales" in module else width_in))
 
 
-def module_ranks(blocks: Sequence[nn.Module], section: PolicySection) -> dict[str, int]:
+def module_ranks(blocks: Sequence[nn.Module], method: AdapterMethod) -> dict[str, int]:
     """Rank of every module that takes an adapter, by block-relative name, in the order of the names.
 
     A short name such as `q_proj` stands for every module that ends in it. Raises `ModelError`, in one line with the
-    nearest name, for a name that no linear layer of `blocks` has, and for a rank of `policy.ranks` that is larger
-    than its module's smaller side, given twice, or of a module that `policy.target_modules` leaves out.
+    nearest name, for a name that no linear layer of `blocks` has, and for a rank of `policy.method.ranks` that is larger
+    than its module's smaller side, given twice, or of a module that `policy.method.target_modules` leaves out.
     """
     available = linear_modules(blocks)
     targets: set[str] = set(available)
-    if section.target_modules:
+    if method.target_modules:
         targets = set().union(
-            *(_matching(name, available, key="policy.target_modules") for name in section.target_modules)
+            *(_matching(name, available, key="policy.method.target_modules") for name in method.target_modules)
         )
     own: dict[str, int] = {}
-    for entry in section.ranks:
+    for entry in method.ranks:
         name, _, rank = entry.partition("=")
-        chosen = _matching(name, available, key="policy.ranks") & targets
+        chosen = _matching(name, available, key="policy.method.ranks") & targets
         if not chosen:
-            raise ModelError(f"policy.ranks: {entry} has no effect, for policy.target_modules leaves {name} out")
+            raise ModelError(
+                f"policy.method.ranks: {entry} has no effect, for policy.method.target_modules leaves {name} out"
+            )
         for module in sorted(chosen):
             if module in own:
-                raise ModelError(f"policy.ranks: {entry} gives {module} a second rank, beside {own[module]}")
+                raise ModelError(f"policy.method.ranks: {entry} gives {module} a second rank, beside {own[module]}")
             if int(rank) > smaller_side(available[module]):
                 limit = smaller_side(available[module])
-                raise ModelError(f"policy.ranks: {entry} is more than the smaller side of {module}, which is {limit}")
+                raise ModelError(
+                    f"policy.method.ranks: {entry} is more than the smaller side of {module}, which is {limit}"
+                )
             own[module] = int(rank)
-    return {name: own.get(name, section.rank) for name in sorted(targets)}
+    return {name: own.get(name, method.rank) for name in sorted(targets)}
 
 
 def refuse_without_dora(modules: dict[str, nn.Module]) -> None:
@@ -80,13 +84,15 @@ def refuse_without_dora(modules: dict[str, nn.Module]) -> None:
     It has none for experts and fused projections, and where 32 is no multiple of the bits of packed weights (3, 5, 6)
     its layer takes them for narrower than they are.
     """
-    way_out = "leave it out of policy.target_modules, or use policy.kind = lora"
+    way_out = "leave it out of policy.method.target_modules, or use policy.method = lora"
     for name, module in modules.items():
         if hasattr(module, "to_lora") or not isinstance(module, (nn.Linear, nn.QuantizedLinear)):
-            raise ModelError(f"policy.kind = dora: mlx-lm has no DoRA for {name}, a {type(module).__name__}; {way_out}")
+            raise ModelError(
+                f"policy.method = dora: mlx-lm has no DoRA for {name}, a {type(module).__name__}; {way_out}"
+            )
         if "scales" in module and 32 % module.bits:
             packed = f"{module.bits}-bit weights ({name})"
-            raise ModelError(f"policy.kind = dora: mlx-lm has no DoRA over {packed}; {way_out}")
+            raise ModelError(f"policy.method = dora: mlx-lm has no DoRA over {packed}; {way_out}")
 
 
 def _matching(target: str, available: Iterable[str], *, key: str) -> set[str]:
@@ -119,7 +125,7 @@ def is_quantized(model: nn.Module) -> bool:
 
 
 def install_adapter(
-    model: nn.Module, section: PolicySection, *, seed: int
+    model: nn.Module, method: AdapterMethod, *, seed: int
 ) -> tuple[AdapterConfig, tuple[AdaptedModule, ...]]:
     """Freeze the base, put low-rank layers over its linear ones, and open embeddings and head where asked.
 
@@ -131,29 +137,33 @@ def install_adapter(
     where a target module does not exist, mlx-lm has no such layer for it, or nothing would be trained.
     """
     blocks = model.layers
-    if section.num_layers == 0 or section.num_layers > len(blocks):
-        raise ModelError(f"policy.num_layers = {section.num_layers}: the model has {len(blocks)} blocks (-1 = all)")
-    trained = blocks[-max(section.num_layers, 0) :]
-    ranks = module_ranks(trained, section)
+    if method.num_layers == 0 or method.num_layers > len(blocks):
+        raise ModelError(
+            f"policy.method.num_layers = {method.num_layers}: the model has {len(blocks)} blocks (-1 = all)"
+        )
+    trained = blocks[-max(method.num_layers, 0) :]
+    ranks = module_ranks(trained, method)
     if not ranks:
         raise ModelError("no block that is trained has a linear layer for an adapter")
-    if section.kind == "dora":
+    if isinstance(method, Dora):
         refuse_without_dora({name: module for name, module in linear_modules(trained).items() if name in ranks})
-    beside = _weights_beside(model, section)
+    beside = _weights_beside(model, method)
     before = dict(model.named_modules())
     model.freeze()
     mx.random.seed(seed)
-    _install(model, section, ranks)
+    _install(model, method, ranks)
     for module in beside.values():
         module.unfreeze(recurse=False)
     model.eval()
-    return _configuration(section, ranks, beside), _replaced_modules(model, before)
+    return _configuration(method, ranks, beside), _replaced_modules(model, before)
 
 
 def open_all_weights(model: nn.Module) -> AdapterConfig:
     """Make every floating parameter trainable. Raises `ModelError` on a quantised base: packed weights do not learn."""
     if is_quantized(model):
-        raise ModelError("the base is quantised, so adapters only: use policy.kind = lora, or model.dequantize = true")
+        raise ModelError(
+            "the base is quantised, so adapters only: use policy.method = lora, or model.dequantize = true"
+        )
 
     def freeze_integers(_: str, module: nn.Module) -> None:
         arrays = {key: value for key, value in module.items() if isinstance(value, mx.array)}
@@ -180,36 +190,35 @@ def locate(model: nn.Module, path: str) -> tuple[Any, Any]:
     return node, int(last) if isinstance(node, list) else last
 
 
-def _weights_beside(model: nn.Module, section: PolicySection) -> dict[str, nn.Module]:
+def _weights_beside(model: nn.Module, method: AdapterMethod) -> dict[str, nn.Module]:
     """Modules whose own weights are trained in full beside the adapter, by name."""
-    if not (section.train_embeddings or section.train_head):
+    if not (method.train_embeddings or method.train_head):
         return {}
     if is_quantized(model):
-        key = "policy.train_embeddings" if section.train_embeddings else "policy.train_head"
+        key = "policy.method.train_embeddings" if method.train_embeddings else "policy.method.train_head"
         raise ModelError(f"{key}: the base is quantised, and beside packed weights only adapters are trained")
-    return token_weights(model, embeddings=section.train_embeddings, head=section.train_head)
+    return token_weights(model, embeddings=method.train_embeddings, head=method.train_head)
 
 
-def _install(model: nn.Module, section: PolicySection, ranks: dict[str, int]) -> None:
+def _install(model: nn.Module, method: AdapterMethod, ranks: dict[str, int]) -> None:
     """Put mlx-lm's layers over the modules that `ranks` names, those of one rank after those of another."""
     for rank in sorted(set(ranks.values())):
         keys = {name for name, own in ranks.items() if own == rank}
-        config = {"rank": rank, "scale": section.effective_scale, "dropout": section.dropout, "keys": keys}
+        config = {"rank": rank, "scale": method.effective_scale, "dropout": method.dropout, "keys": keys}
         try:
-            linear_to_lora_layers(model, section.num_layers, config, use_dora=section.kind == "dora")
+            linear_to_lora_layers(model, method.num_layers, config, use_dora=isinstance(method, Dora))
         except ValueError as error:
             raise ModelError(f"this architecture cannot take an adapter: {error}") from error
 
 
-def _configuration(section: PolicySection, ranks: dict[str, int], beside: dict[str, nn.Module]) -> AdapterConfig:
+def _configuration(method: AdapterMethod, ranks: dict[str, int], beside: dict[str, nn.Module]) -> AdapterConfig:
     largest = max(ranks.values())
     weights = [f"{name}.{weight}" for name, module in beside.items() for weight in flat(module.trainable_parameters())]
-    assert section.kind != "full"
     return AdapterConfig(
-        fine_tune_type=section.kind,
-        num_layers=section.num_layers,
+        fine_tune_type="dora" if isinstance(method, Dora) else "lora",
+        num_layers=method.num_layers,
         lora_parameters=LoRAParameters(
-            rank=largest, scale=section.effective_scale, dropout=section.dropout, keys=tuple(ranks)
+            rank=largest, scale=method.effective_scale, dropout=method.dropout, keys=tuple(ranks)
         ),
         ranks={name: rank for name, rank in ranks.items() if rank < largest},
         trained_weights=tuple(sorted(weights)),

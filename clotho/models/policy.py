@@ -16,6 +16,7 @@ import mlx.nn as nn
 from msgspec.structs import replace
 
 from clotho.config.schema import ModelSection, PolicySection
+from clotho.config.sections_data import FullMethod
 from clotho.cpu.layers import install_cpu_layers
 from clotho.models.describe import context_length, describe_model
 from clotho.models.gradient_checkpoint import checkpointed_blocks
@@ -102,11 +103,11 @@ class Policy:
         base_path: what the adapter's file calls the base. directory: where the base was read from, if from files.
         """
         adapted: tuple[AdaptedModule, ...] = ()
-        if section.kind == "full":
+        if isinstance(section.method, FullMethod):
             adapter_config = open_all_weights(model)
             mx.random.seed(seed)
         else:
-            adapter_config, adapted = install_adapter(model, section, seed=seed)
+            adapter_config, adapted = install_adapter(model, section.method, seed=seed)
         install_cpu_layers(model)
         self.model = model
         self.directory = directory

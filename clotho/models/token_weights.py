@@ -37,11 +37,11 @@ def token_weights(model: nn.Module, *, embeddings: bool, head: bool) -> dict[str
     looked_up = [call.module for call in calls if isinstance(call.module, nn.Embedding) and call.given is tokens_1_2]
     ends = [call.module for call in calls if isinstance(call.module, nn.Linear) and _ends_in(call, logits_1_2_V)]
     if embeddings and not looked_up:
-        raise ModelError("policy.train_embeddings: no embedding of this architecture is called with the tokens")
+        raise ModelError("policy.method.train_embeddings: no embedding of this architecture is called with the tokens")
     if head and not ends:
         raise ModelError(
-            "policy.train_head: this model has no head of its own, its embeddings are the head (tied); "
-            "policy.train_embeddings = true trains both"
+            "policy.method.train_head: this model has no head of its own, its embeddings are the head (tied); "
+            "policy.method.train_embeddings = true trains both"
         )
     wanted = [*(looked_up if embeddings else ()), *(ends[-1:] if head else ())]
     return {name: module for name, module in candidates.items() if any(module is one for one in wanted)}

@@ -93,8 +93,8 @@ class RunContext(Struct, frozen=True, kw_only=True, eq=False):
 
     @property
     def replaced_groups_limit(self) -> int | None:
-        """`total_groups` if groups may be replaced (`learner.dynamic_sampling`), otherwise None."""
-        return self.total_groups if self.profile.learner.dynamic_sampling else None
+        """`total_groups` if groups may be replaced (`learner.objective.dynamic_sampling_max_ratio`), otherwise None."""
+        return self.total_groups if self.profile.learner.objective.dynamic_sampling_max_ratio else None
 
     @property
     def max_sequence_tokens(self) -> int:

@@ -13,8 +13,10 @@ from actors.learner import LearnerProgress
 from clotho.atropos.client import require_address
 from clotho.atropos.commands import require_environments
 from clotho.config.load import load_profile, write_profile
+from clotho.config.objectives import BatchAdvantage, EnvironmentAdvantage, LinearOverlongPenalty
 from clotho.config.resume_compatibility import refuse_if_incompatible
 from clotho.config.schema import Profile
+from clotho.config.sections_training import BaseReference
 from clotho.inference import DecodeEngine
 from clotho.inference.sample_log import SampleLog, token_cost
 from clotho.inference.sampling import validate
@@ -159,7 +161,7 @@ def _load_compute(profile: Profile) -> tuple[Policy, PolicyLearner, DecodeEngine
             machine_gib=round(machine_bytes / 2**30, 1),
             smaller_with="engine.kv_cache_tokens, engine.max_num_seqs",
         )
-    keep_reference = profile.learner.kl_beta > 0 and profile.learner.reference == "base"
+    keep_reference = isinstance(profile.learner.reference, BaseReference)
     policy = load_policy(profile.model, profile.policy, seed=profile.seed, keep_reference=keep_reference)
     detection = profile.collapse_detection
     learner = PolicyLearner(
@@ -177,12 +179,10 @@ def _load_compute(profile: Profile) -> tuple[Policy, PolicyLearner, DecodeEngine
 
 
 def _build_rewards(profile: Profile) -> RewardRunner:
-    learner, overlong = profile.learner, None
-    if learner.overlong_buffer:
-        overlong = Overlong(
-            max_tokens=profile.sampling.max_tokens, buffer=learner.overlong_buffer, penalty=learner.overlong_penalty
-        )
-    within_group = learner.advantage not in ("batch", "environment")
+    objective, overlong = profile.learner.objective, None
+    if isinstance(penalty := objective.overlong_penalty, LinearOverlongPenalty):
+        overlong = Overlong(max_tokens=profile.sampling.max_tokens, buffer=penalty.buffer, penalty=penalty.max_penalty)
+    within_group = not isinstance(objective.advantage, BatchAdvantage | EnvironmentAdvantage)
     return RewardRunner(profile.rewards, overlong=overlong, keep_zero_variance=not within_group)
 
 

@@ -9,16 +9,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from clotho.config.objectives import (
+    Advantage,
+    BatchAdvantage,
+    BatchCentredAdvantage,
+    GroupAdvantage,
+    LeaveOneOutAdvantage,
+    MeanAdvantage,
+    NormalizedAdvantage,
+)
 from clotho.scoring.sequences import drawn_T
 from protocols.rollout import ScoredGroup
 
 Array = NDArray[np.float64]
-Deviation = Literal["population", "sample"]
 Advantages = Callable[[list[Array], int, float], list[Array]]
 """advantages(rewards of each group (G,), delta degrees of freedom, epsilon) -> of each group (G,)."""
 
@@ -64,19 +71,19 @@ def batch_centred(rewards: list[Array], ddof: int, epsilon: float) -> list[Array
     return [centred_G / scale for centred_G in centred]
 
 
-ADVANTAGES: Mapping[str, Advantages] = MappingProxyType(
+ADVANTAGES: Mapping[type[Advantage], Advantages] = MappingProxyType(
     {
-        "group": group,
-        "mean": mean,
-        "leave_one_out": leave_one_out,
-        "batch": batch,
-        "batch_centred": batch_centred,
+        GroupAdvantage: group,
+        MeanAdvantage: mean,
+        LeaveOneOutAdvantage: leave_one_out,
+        BatchAdvantage: batch,
+        BatchCentredAdvantage: batch_centred,
     }
 )
-"""`learner.advantage` -> advantages; `environment` is `environment_advantages`."""
+"""Struct of the advantage -> advantages; `EnvironmentAdvantage` is `environment_advantages`."""
 
 
-def advantages(kind: str, rewards: Sequence[ArrayLike], *, deviation: Deviation, epsilon: float) -> list[Array]:
+def advantages(settings: Advantage, rewards: Sequence[ArrayLike]) -> list[Array]:
     """Advantage of every completion of a batch, group by group: (G,) float64 each.
 
     rewards: per group, finite, any units. Raises ValueError if a group is empty or a reward is not finite.
@@ -85,7 +92,12 @@ def advantages(kind: str, rewards: Sequence[ArrayLike], *, deviation: Deviation,
     for reward_G in reward:
         if reward_G.size == 0 or not np.isfinite(reward_G).all():
             raise ValueError(f"rewards of a group must be finite and at least one, not {reward_G.tolist()}")
-    return ADVANTAGES[kind](reward, {"population": 0, "sample": 1}[deviation], epsilon) if reward else []
+    if not reward:
+        return []
+    ddof, epsilon = 0, 0.0
+    if isinstance(settings, NormalizedAdvantage):
+        ddof, epsilon = int(settings.deviation == "sample"), settings.epsilon
+    return ADVANTAGES[type(settings)](reward, ddof, epsilon)
 
 
 def environment_advantages(groups: Sequence[ScoredGroup]) -> list[list[Array]]:
@@ -99,7 +111,9 @@ def environment_advantages(groups: Sequence[ScoredGroup]) -> list[list[Array]]:
 def _of_tokens(scored: ScoredGroup) -> list[Array]:
     name = f"group {scored.group.prompt.group_id}"
     if len(scored.token_advantages) != len(scored.rewards):
-        raise ValueError(f"{name} brings no token advantages, which learner.advantage = 'environment' learns from")
+        raise ValueError(
+            f"{name} brings no token advantages, which learner.objective.advantage = 'environment' learns from"
+        )
     rows = [np.asarray(row_T, dtype=np.float64) for row_T in scored.token_advantages]
     if not all(np.isfinite(row_T[drawn_T(c)]).all() for c, row_T in zip(scored.group.completions, rows, strict=True)):
         raise ValueError(f"{name} brings token advantages that are not finite")

@@ -11,7 +11,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from clotho.config.objectives import EnvironmentAdvantage
 from clotho.config.schema import LearnerSection
+from clotho.config.sections_training import EnvironmentReference
 from clotho.scoring.layouts.micro_batches import build_micro_batches
 from clotho.scoring.sequences import MicroBatch, TeacherRows, TrainingSequence, drawn_T
 from clotho.training.advantages import advantages, environment_advantages
@@ -50,7 +52,7 @@ def training_sequence(
 
 def given_reference(settings: LearnerSection) -> bool:
     """Whether the KL penalty is towards what the groups bring."""
-    return settings.kl_beta > 0 and settings.reference == "environment"
+    return isinstance(settings.reference, EnvironmentReference)
 
 
 def temperature_of(group: ScoredGroup, i: int) -> float:
@@ -61,7 +63,7 @@ def temperature_of(group: ScoredGroup, i: int) -> float:
 def _reference_T(group: ScoredGroup, i: int) -> NDArray[np.float32]:
     if not group.reference_logprobs:
         raise ValueError(
-            f"{_name(group)} brings no reference log-probabilities, which learner.reference = 'environment' learns from"
+            f"{_name(group)} brings no reference log-probabilities, which learner.kl_penalty.reference = 'environment' learns from"
         )
     return np.asarray(group.reference_logprobs[i], dtype=np.float32)
 
@@ -112,7 +114,10 @@ def compute_advantages(
     penalties: taken from the reward of each completion first; empty for none. Where one of them is not finite no
     advantage of a reward is, so that the update will be skipped.
     """
-    own = [settings.advantage == "environment" or bool(group.token_advantages) for group in groups]
+    own = [
+        isinstance(settings.objective.advantage, EnvironmentAdvantage) or bool(group.token_advantages)
+        for group in groups
+    ]
     judged = [g for g, given in enumerate(own) if not given]
     of_rewards = iter(
         _by_rewards([groups[g] for g in judged], [penalties[g] for g in judged] if penalties else (), settings)
@@ -132,9 +137,7 @@ def _by_rewards(
     rewards = [np.asarray(group.rewards, dtype=np.float64) for group in groups]
     if penalties:
         rewards = [reward_G - penalty_G for reward_G, penalty_G in zip(rewards, penalties, strict=True)]
-    of_completions = advantages(
-        settings.advantage, rewards, deviation=settings.advantage_deviation, epsilon=settings.advantage_epsilon
-    )
+    of_completions = advantages(settings.objective.advantage, rewards)
     return [
         [np.full(len(c.tokens), value) for c, value in zip(group.group.completions, values_G, strict=True)]
         for group, values_G in zip(groups, of_completions, strict=True)
@@ -185,7 +188,7 @@ def _mini_batch(
     layout: str,
 ) -> MiniBatch:
     lengths = [[_learnt(c, settings) for c in groups[g].group.completions] for g in part]
-    shares = coefficients(settings.loss_aggregation, lengths, max_tokens=max_tokens)
+    shares = coefficients(settings.objective.loss_aggregation, lengths, max_tokens=max_tokens)
     places, sequences = [], []
     for g, lengths_G, shares_G in zip(part, lengths, shares, strict=True):
         for i, (length, share) in enumerate(zip(lengths_G, shares_G, strict=True)):
@@ -198,5 +201,5 @@ def _mini_batch(
 
 def _learnt(completion: Completion, settings: LearnerSection) -> int:
     """How many tokens of a completion are learned from."""
-    cut_off = settings.mask_truncated and completion.finish_reason == "length"
+    cut_off = settings.objective.mask_truncated and completion.finish_reason == "length"
     return 0 if cut_off else completion.length

@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from itertools import chain
 from math import isfinite
 
+from clotho.config.objectives import EnvironmentAdvantage
 from clotho.config.schema import LearnerSection
+from clotho.config.sections_training import EnvironmentReference
 from protocols.rollout import Discarded, DiscardReason, GroupOutcome, ScoredGroup
 
 
@@ -94,15 +96,24 @@ def _faults(
         return
     if not all(map(isfinite, scored.rewards)):
         yield "invalid", "a reward is not finite"
-    if settings.advantage == "environment":
+    if isinstance(settings.objective.advantage, EnvironmentAdvantage):
         if not scored.token_advantages:
-            yield "invalid", 'it brings no token advantages, which learner.advantage = "environment" learns from'
+            yield (
+                "invalid",
+                'it brings no token advantages, which learner.objective.advantage = "environment" learns from',
+            )
         if not all(map(isfinite, chain.from_iterable(scored.token_advantages))):
             yield "invalid", "a token advantage is not finite"
-    if settings.reference == "environment" and settings.kl_beta > 0 and not scored.reference_logprobs:
-        yield "invalid", 'it brings no log-probabilities of a reference, which learner.reference = "environment" needs'
-    if settings.mask_truncated and all(c.finish_reason == "length" or not c.length for c in completions):
-        yield "zero_variance", "every completion was cut off, and learner.mask_truncated learns from none of those"
+    if isinstance(settings.reference, EnvironmentReference) and not scored.reference_logprobs:
+        yield (
+            "invalid",
+            'it brings no log-probabilities of a reference, which learner.kl_penalty.reference = "environment" needs',
+        )
+    if settings.objective.mask_truncated and all(c.finish_reason == "length" or not c.length for c in completions):
+        yield (
+            "zero_variance",
+            "every completion was cut off, and learner.objective.mask_truncated learns from none of those",
+        )
     sampled = scored.group.oldest_version
     if sampled < oldest:
         yield "stale", "sampled before the policy went back to an earlier one"

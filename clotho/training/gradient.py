@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
+from clotho.config.objectives import RatioObjective
 from clotho.config.schema import LearnerSection
 from clotho.models.parameters import Parameters, flat, nested
 from clotho.models.policy import TrainablePolicy
@@ -75,7 +76,12 @@ def micro_gradient(
     """
     inputs = _inputs(micro, known, moment)
     logp_only = rules.loss_coefficients.entropy_weight == 0.0 and micro.table.teacher is None
-    between = rules.settings.proximal == "interpolate" and moment.progress > 0
+    chosen = rules.settings.objective
+    between = (
+        isinstance(chosen, RatioObjective)
+        and chosen.ratio_reference == "batch_start_interpolated"
+        and moment.progress > 0
+    )
 
     def loss(traced: Parameters) -> tuple[mx.array, MetricSums, mx.array]:
         with policy.using(traced):

@@ -23,6 +23,8 @@ import mlx.optimizers as optim
 import numpy as np
 
 from clotho.config.schema import LearnerSection
+from clotho.config.sections_training import Adafactor as AdafactorSettings
+from clotho.config.sections_training import AdamW, Lion, Muon, Optimizer, Sgd
 from clotho.models.parameters import Arrays
 
 MUON_UPDATE_RMS = 0.2
@@ -58,8 +60,8 @@ class Adafactor(optim.Adafactor):
         return mx.minimum(factor, mx.finfo(mx.float32).max)
 
 
-def make_rule(name: str, settings: LearnerSection, *, step: int, rate: float) -> optim.Optimizer:
-    """Return the rule `name` of `mlx.optimizers` for step number `step` (from 1) at learning rate `rate`.
+def make_rule(settings: Optimizer, *, step: int, rate: float) -> optim.Optimizer:
+    """Return the rule of `mlx.optimizers` for step number `step` (from 1) at learning rate `rate`.
 
     adamw: Adam (arXiv:1412.6980) in the form of the end of its section 2, where the bias corrections are in the rate
     and in epsilon, computed in float64: rate' = rate sqrt(1 - beta2^t) / (1 - beta1^t), epsilon' = epsilon sqrt(1 -
@@ -67,21 +69,19 @@ def make_rule(name: str, settings: LearnerSection, *, step: int, rate: float) ->
     muon: see `_rate_factor`. lion: arXiv:2302.06675. sgd: heavy-ball momentum without dampening.
     """
     rule: optim.Optimizer
-    match name:
-        case "adamw":
+    match settings:
+        case AdamW():
             seen = math.sqrt(1.0 - settings.beta2**step)
             betas = [settings.beta1, settings.beta2]
             rule = optim.Adam(rate * seen / (1.0 - settings.beta1**step), betas, eps=settings.epsilon * seen)
-        case "adafactor":
+        case AdafactorSettings():
             rule = Adafactor(rate, scale_parameter=False, relative_step=False)
-        case "lion":
+        case Lion():
             rule = optim.Lion(rate, [settings.beta1, settings.beta2])
-        case "muon":
+        case Muon():
             rule = optim.Muon(rate, settings.momentum, weight_decay=0.0)
-        case "sgd":
+        case Sgd():
             rule = optim.SGD(rate, settings.momentum)
-        case _:
-            raise ValueError(f"there is no optimizer {name!r}")
     rule.state["step"] = mx.array(step)
     return rule
 
@@ -90,10 +90,10 @@ def initial_state(parameters: Arrays, settings: LearnerSection) -> OptimizerStat
     """Return the state before the first step: zero slots, and masters equal to the parameters; lazy."""
     slots: dict[str, Arrays] = {}
     for name, parameter in parameters.items():
-        rule, own = rule_name(name, parameter, settings), dict[str, mx.array]()
-        make_rule(rule, settings, step=1, rate=0.0).init_single(mx.zeros(parameter.shape), own)
+        rule, own = rule_settings(name, parameter, settings.optimizer), dict[str, mx.array]()
+        make_rule(rule, step=1, rate=0.0).init_single(mx.zeros(parameter.shape), own)
         for slot, array in own.items():
-            slots.setdefault(f"{rule}.{slot}", {})[name] = array
+            slots.setdefault(f"{rule_name(rule)}.{slot}", {})[name] = array
     master = {name: p.astype(mx.float32) for name, p in parameters.items() if p.dtype != mx.float32}
     return OptimizerState(step=0, slots=slots, master=master)
 
@@ -113,18 +113,20 @@ def apply_step(
     """
 
     @cache
-    def rule_at(name: str, rate: float) -> optim.Optimizer:
-        return make_rule(name, settings, step=state.step + 1, rate=rate)
+    def rule_at(rule: Optimizer, rate: float) -> optim.Optimizer:
+        return make_rule(rule, step=state.step + 1, rate=rate)
 
+    decay = settings.optimizer.weight_decay
     updated, new_slots, new_master = {}, {slot: dict[str, mx.array]() for slot in state.slots}, {}
     for name, parameter in parameters.items():
         rate = learning_rate * (settings.lora_plus if name.endswith("lora_b") else 1.0)
         theta, g = state.master.get(name, parameter), gradients[name].astype(mx.float32)
-        theta = theta * (1.0 - rate * settings.weight_decay) if settings.weight_decay else theta
+        theta = theta * (1.0 - rate * decay) if decay else theta
         g = g * scale if scale != 1.0 else g
-        rule = rule_name(name, parameter, settings)
+        chosen = rule_settings(name, parameter, settings.optimizer)
+        rule = rule_name(chosen)
         own = {s.partition(".")[2]: a[name] for s, a in state.slots.items() if s.startswith(f"{rule}.") and name in a}
-        theta, own = _apply_rule(rule_at(rule, rate * _rate_factor(rule, parameter)), rule, g, theta, own)
+        theta, own = _apply_rule(rule_at(chosen, rate * _rate_factor(rule, parameter)), rule, g, theta, own)
         for slot, array in own.items():
             new_slots[f"{rule}.{slot}"][name] = array
         if name in state.master:
@@ -147,14 +149,21 @@ def _apply_rule(
     return apply(gradient, theta, slots)
 
 
-def rule_name(name: str, parameter: mx.array, settings: LearnerSection) -> str:
+def rule_name(rule: Optimizer) -> str:
+    """Return the name of a rule in the profile and in the state."""
+    return str(rule.__struct_config__.tag)
+
+
+def rule_settings(name: str, parameter: mx.array, optimizer: Optimizer) -> Optimizer:
     """Return the rule of a parameter: that of the optimizer, but AdamW for what Muon does not handle.
 
     Muon handles hidden matrices and stacks of them. Vectors (matrices of one row or column included), biases,
     embeddings and the output head use AdamW, as Muon's author advises (kellerjordan.github.io/posts/muon).
     """
     hidden = parameter.ndim >= 2 and min(parameter.shape[-2:]) > 1 and not NOT_HIDDEN.search(name)
-    return "adamw" if settings.optimizer == "muon" and not hidden else settings.optimizer
+    if isinstance(optimizer, Muon) and not hidden:
+        return AdamW(beta1=optimizer.beta1, beta2=optimizer.beta2, epsilon=optimizer.epsilon)
+    return optimizer
 
 
 def _rate_factor(rule: str, parameter: mx.array) -> float:
@@ -198,7 +207,7 @@ def state_from_arrays(arrays: Mapping[str, mx.array], parameters: Arrays, settin
         name for name, a in expected.items() if (a.shape, a.dtype) != (arrays[name].shape, arrays[name].dtype)
     )
     if wrong:
-        kind = settings.optimizer
+        kind = rule_name(settings.optimizer)
         raise ValueError(
             f"the optimizer state does not fit {kind} and the trainable parameters: {', '.join(wrong[:3])}"
         )

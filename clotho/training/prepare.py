@@ -10,7 +10,9 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
+from clotho.config.objectives import RatioObjective
 from clotho.config.schema import LearnerSection
+from clotho.config.sections_training import KLPenalty, RewardKLPenalty
 from clotho.models.parameters import Parameters
 from clotho.models.policy import TrainablePolicy
 from clotho.scoring.teacher_forcing import TeacherForcing
@@ -73,7 +75,7 @@ def prepare(
     references = _brought(minis) if given_reference(settings) else None
     if reference.needed:
         references = yield from _scored(minis, forcing, rules, reference.computing)
-    in_reward = references is not None and settings.kl_in == "reward"
+    in_reward = references is not None and isinstance(settings.kl_penalty, RewardKLPenalty)
     penalties = _penalties(groups, minis, references, rules) if in_reward and references else ()
     token_advantages = compute_advantages(groups, penalties, settings)
     if in_reward:
@@ -94,7 +96,8 @@ def prepare(
 def _proximal_needed(settings: LearnerSection, minis: int) -> bool:
     """Whether a gradient will be taken at weights other than those that the update begins with."""
     several = settings.update_epochs * minis > 1
-    return several and settings.ratio_reference == "batch_start" and settings.proximal == "recompute"
+    chosen = settings.objective
+    return several and isinstance(chosen, RatioObjective) and chosen.ratio_reference == "batch_start"
 
 
 def _scored(
@@ -118,7 +121,9 @@ def _brought(minis: Sequence[MiniBatch]) -> Scores:
 def _penalties(
     groups: Sequence[ScoredGroup], minis: Sequence[MiniBatch], references: Scores, rules: LossSettings
 ) -> list[NDArray[np.float64]]:
-    estimate = ESTIMATORS[rules.settings.kl_estimator]
+    penalty = rules.settings.kl_penalty
+    assert isinstance(penalty, KLPenalty)
+    estimate = ESTIMATORS[penalty.estimator]
     penalties = [np.zeros(len(group.rewards)) for group in groups]
     for mini, scores in zip(minis, references, strict=True):
         for micro, reference_N in zip(mini.micro_batches, scores, strict=True):

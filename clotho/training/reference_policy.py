@@ -11,9 +11,9 @@ from contextlib import contextmanager
 import mlx.core as mx
 
 from clotho.config.schema import LearnerSection
+from clotho.config.sections_training import AverageReference, BaseReference, EnvironmentReference, SnapshotReference
 from clotho.models.parameters import Arrays, Parameters, flat, nested
 from clotho.models.policy import TrainablePolicy
-from clotho.training.batch import given_reference
 
 
 def averaged(reference: Arrays, policy: Arrays, keep: float) -> Arrays:
@@ -46,11 +46,11 @@ class ReferencePolicy:
     """
 
     def __init__(self, policy: TrainablePolicy, settings: LearnerSection) -> None:
-        self._policy, self._settings = policy, settings
-        self.needed = settings.kl_beta > 0 and not given_reference(settings)
+        self._policy, self._settings = policy, settings.reference
+        self.needed = not isinstance(self._settings, EnvironmentReference | None)
         self._types = {name: array.dtype for name, array in flat(policy.trainable()).items()}
         self._arrays: Arrays = {}
-        if self.needed and settings.reference != "base":
+        if self.needed and not isinstance(self._settings, BaseReference):
             self._arrays = {name: self._kept(array) for name, array in flat(policy.trainable()).items()}
 
     @contextmanager
@@ -61,14 +61,12 @@ class ReferencePolicy:
 
     def follow(self, parameters: Parameters, *, updates: int) -> None:
         """Follow the learner after an update, the `updates`-th, has made `parameters`."""
-        interval = self._settings.reference_interval
-        if not self._arrays:
-            return
-        if self._settings.reference == "average":
-            self._arrays = averaged(self._arrays, flat(parameters), self._settings.ref_ema)
-            mx.eval(self._arrays)
-        elif interval and updates % interval == 0:
-            self._arrays = flat(parameters)
+        match self._settings:
+            case AverageReference(decay=decay):
+                self._arrays = averaged(self._arrays, flat(parameters), decay)
+                mx.eval(self._arrays)
+            case SnapshotReference(interval=interval) if interval and updates % interval == 0:
+                self._arrays = flat(parameters)
 
     def arrays(self) -> Arrays:
         """The reference's own arrays, by parameter name, for a checkpoint; empty for the base."""
@@ -84,7 +82,7 @@ class ReferencePolicy:
         self._arrays = dict(arrays)
 
     def _kept(self, array: mx.array) -> mx.array:
-        return array.astype(mx.float32) if self._settings.reference == "average" else array
+        return array.astype(mx.float32) if isinstance(self._settings, AverageReference) else array
 
     def _parameters(self) -> Parameters:
         return nested({name: array.astype(self._types[name]) for name, array in self._arrays.items()})

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from statistics import fmean
 
 import numpy as np
 from numpy.typing import NDArray
 
 from clotho.config.schema import ReplaySection
+from clotho.config.sections_training import BufferedReplay, PriorityReplay, WeightedReplay
 from protocols.rollout import ScoredGroup
 from protocols.step import ReplayGroup, TrainedGroup
 
@@ -31,7 +32,7 @@ class ReplayBuffer:
     def __init__(self, settings: ReplaySection, *, seed: int, kept: Iterable[ReplayGroup] = ()) -> None:
         """kept: what `groups` said in an earlier life of the run; beyond the capacity the oldest go."""
         self._settings, self._seed = settings, seed
-        self._kept = deque(kept, maxlen=settings.capacity)
+        self._kept = deque(kept, maxlen=settings.capacity if isinstance(settings, BufferedReplay) else 0)
 
     def __len__(self) -> int:
         """Groups kept, those included that are too old for the next draw."""
@@ -58,32 +59,29 @@ class ReplayBuffer:
         version: the learner's; step: batches consumed so far.
         """
         self._forget(version)
-        if not self._kept:
+        if not self._kept or not isinstance(self._settings, BufferedReplay):
             return ()
-        keys, random = KEYS[self._settings.sampling], np.random.default_rng((STREAM, self._seed, step))
-        key_n = keys(self._priorities(version), self._settings.exponent, random)
+        random, sampling = np.random.default_rng((STREAM, self._seed, step)), self._settings.sampling
+        match sampling:
+            case PriorityReplay():
+                key_n = self._priorities(version, sampling)
+            case WeightedReplay():
+                key_n = weighted_keys(self._priorities(version, sampling), sampling.exponent, random)
+            case _:
+                key_n = random.random(len(self._kept))
         newest_first_n = np.arange(len(key_n))[::-1]
         sampled = np.lexsort((newest_first_n, -key_n))[: self._settings.groups]
         return tuple(self._kept[index].scored for index in sorted(sampled.tolist()))
 
-    def _priorities(self, version: int) -> Numbers:
-        if self._settings.priority == "recency":
+    def _priorities(self, version: int, sampling: PriorityReplay | WeightedReplay) -> Numbers:
+        if sampling.priority == "recency":
             return np.array([1.0 / (1 + version - kept.version) for kept in self._kept])
         return np.array([kept.advantage for kept in self._kept])
 
     def _forget(self, version: int) -> None:
-        while self._kept and version - self._kept[0].version > self._settings.max_age:
-            self._kept.popleft()
-
-
-def uniform_keys(priority_n: Numbers, _: float, random: np.random.Generator) -> Numbers:
-    """A key for each group, such that those of the largest keys are any groups with equal probability."""
-    return random.random(len(priority_n))
-
-
-def priority_keys(priority_n: Numbers, _: float, __: np.random.Generator) -> Numbers:
-    """The priorities themselves."""
-    return priority_n
+        if isinstance(self._settings, BufferedReplay):
+            while self._kept and version - self._kept[0].version > self._settings.max_age:
+                self._kept.popleft()
 
 
 def weighted_keys(priority_n: Numbers, exponent: float, random: np.random.Generator) -> Numbers:
@@ -94,10 +92,3 @@ def weighted_keys(priority_n: Numbers, exponent: float, random: np.random.Genera
     """
     log_weight_n = exponent * np.log(np.maximum(priority_n, np.finfo(np.float64).tiny))
     return log_weight_n + random.gumbel(size=len(priority_n))
-
-
-KEYS: dict[str, Callable[[Numbers, float, np.random.Generator], Numbers]] = {
-    "uniform": uniform_keys,
-    "priority": priority_keys,
-    "weighted": weighted_keys,
-}

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from clotho.config.schema import LearnerSection
+from clotho.config.sections_training import ConstantSchedule, CosineSchedule, LinearSchedule, Schedule
 
 
 def constant(progress: float) -> float:
@@ -24,8 +25,8 @@ def cosine(progress: float) -> float:
     return 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
-SCHEDULES: Mapping[str, Callable[[float], float]] = MappingProxyType(
-    {"constant": constant, "linear": linear, "cosine": cosine}
+SCHEDULES: Mapping[type[Schedule], Callable[[float], float]] = MappingProxyType(
+    {ConstantSchedule: constant, LinearSchedule: linear, CosineSchedule: cosine}
 )
 """`learner.schedule` -> decay(progress): 1 at progress 0 is the full rate, 0 is the minimum."""
 
@@ -37,8 +38,10 @@ def learning_rate(step: int, *, steps: int, settings: LearnerSection) -> float:
     as in Transformers' `get_cosine_schedule_with_warmup`: the first update after the warmup has the full rate, and the
     minimum is reached one step after the last update. Beyond `steps` (a run resumed with fewer steps) it stays there.
     """
-    if step < settings.warmup_steps:
-        return settings.learning_rate * (step + 1) / settings.warmup_steps
-    progress = (step - settings.warmup_steps) / (steps - settings.warmup_steps) if step < steps else 1.0
-    share = SCHEDULES[settings.schedule](progress)
-    return settings.min_learning_rate + (settings.learning_rate - settings.min_learning_rate) * share
+    schedule, highest = settings.schedule, settings.optimizer.learning_rate
+    lowest = 0.0 if isinstance(schedule, ConstantSchedule) else schedule.min_learning_rate
+    warmup = schedule.warmup_steps
+    if step < warmup:
+        return highest * (step + 1) / warmup
+    progress = (step - warmup) / (steps - warmup) if step < steps else 1.0
+    return lowest + (highest - lowest) * SCHEDULES[type(schedule)](progress)

@@ -10,6 +10,7 @@ from array import array
 import mlx.core as mx
 from msgspec import Struct
 
+from clotho.config.objectives import Custom
 from clotho.config.schema import Profile
 from clotho.training.update import PolicyLearner
 from protocols.errors import ClothoError, ModelError
@@ -43,10 +44,10 @@ def run_warmup_step(learner: PolicyLearner, profile: Profile, *, context: int) -
     except ClothoError:
         raise
     except Exception as error:
+        chosen = profile.learner.objective
+        objective = chosen.function if isinstance(chosen, Custom) else chosen.__struct_config__.tag
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        raise ModelError(
-            f"model {profile.model.path} cannot be trained by objective {profile.learner.objective}: {reason}"
-        ) from error
+        raise ModelError(f"model {profile.model.path} cannot be trained by objective {objective}: {reason}") from error
 
 
 def dummy_batch_size(profile: Profile, *, context: int) -> DummyBatchSize:

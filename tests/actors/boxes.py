@@ -9,13 +9,14 @@ from typing import Any, TypeVar
 
 import anyio
 
-from clotho.config.schema import EngineSection, ModelSection, PolicySection
+from clotho.config.schema import EngineSection, ModelSection
 from clotho.inference import DecodeEngine
 from clotho.models.policy import Policy, load_policy
 from clotho.runtime.compute_thread import ComputeExecutor
 from clotho.runtime.queues import Queue
 from protocols.prompt import Problem, Prompt
 from protocols.queues import Inbox
+from tests.learner_settings import policy_settings
 from tests.saved_models import save
 
 T = TypeVar("T")
@@ -83,7 +84,7 @@ def served_policy(executor: ComputeExecutor, directory: Path) -> tuple[Policy, D
 
     def make() -> tuple[Policy, DecodeEngine]:
         model = ModelSection(path=str(save(directory / "base")))
-        policy = load_policy(model, PolicySection(rank=2, scale=2.0), seed=0, keep_reference=False)
+        policy = load_policy(model, policy_settings(rank=2, scale=2.0), seed=0, keep_reference=False)
         return policy, DecodeEngine(policy, EngineSection(max_num_seqs=16))
 
     policy, engine = executor.submit(make).result()

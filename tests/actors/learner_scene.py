@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from msgspec import convert
-
 from actors.learner import Learner, LearnerProgress
-from clotho.config.schema import CollapseDetectionSection, LearnerSection, ReplaySection
+from clotho.config.schema import CollapseDetectionSection, ReplaySection
+from clotho.config.sections_training import NoReplay
 from clotho.monitoring.collapse_detection import CollapseMonitor
 from clotho.runtime.compute_thread import ComputeExecutor
 from clotho.runtime.latest import Latest
@@ -19,6 +18,7 @@ from protocols.collapse import CollapseState
 from protocols.rollout import Discarded, GroupOutcome
 from protocols.step import GroupsEnded, PolicyUpdated, StepReport
 from tests.actors.boxes import everything, filled, prompt
+from tests.learner_settings import learner_settings
 from tests.training import learning
 from tests.training.learning import BigramPolicy, scored_group
 
@@ -56,7 +56,7 @@ class Scene:
             lambda: learning.learner(self.policy, rollback_window=1, measure_update_kl=True, **keys)
         ).result()
         self.ledger, self.progress = Ledger(), progress or LearnerProgress()
-        self.replay = ReplayBuffer(replay or ReplaySection(), seed=0)
+        self.replay = ReplayBuffer(replay or NoReplay(), seed=0)
         self.refills = Latest[int]("refills")
         self.refills.put(0)
         self.recorded = Latest[int]("recorded")
@@ -72,7 +72,7 @@ class Scene:
             reports=self.reports.outbox(),
             executor=executor,
             policy_learner=self.learned,
-            settings=convert(keys, LearnerSection),
+            settings=learner_settings(**keys),
             ledger=self.ledger,
             progress=self.progress,
             replacements=self.refills,

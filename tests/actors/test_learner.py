@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from actors.learner import LearnerProgress
-from clotho.config.schema import ReplaySection
+from clotho.config.sections_training import BufferedReplay
 from clotho.runtime.compute_thread import ComputeExecutor
 from protocols.errors import DivergenceError, ExecutorStoppedError
 from protocols.queues import EndOfStream, QueueClosed
@@ -159,7 +159,7 @@ async def test_however_it_ends_it_closes_every_end(executor: ComputeExecutor) ->
 async def test_replayed_groups_are_learnt_from_beside_the_batch_and_end_only_once(executor: ComputeExecutor) -> None:
     """From the second update on: what was just learned from is kept after its update. The books have it once."""
     outcomes = [taught(group_id) for group_id in range(6)]
-    scene = Scene(executor, outcomes, replay=ReplaySection(capacity=3, groups=2))
+    scene = Scene(executor, outcomes, replay=BufferedReplay(capacity=3, groups=2))
     reports = await scene.run()
     assert [report.replayed for report in reports] == [0, 2, 2]
     tokens = [report.update.trained_tokens for report in reports if report.update]
@@ -176,7 +176,7 @@ async def test_replayed_groups_are_learnt_from_beside_the_batch_and_end_only_onc
 async def test_what_teaches_nothing_is_neither_kept_nor_an_occasion_to_replay(executor: ComputeExecutor) -> None:
     """A batch of nothing new is a step without update, whatever the buffer holds."""
     outcomes = [taught(0), taught(1), lost(2), lost(3), taught(4, logprob=NAN), lost(5)]
-    scene = Scene(executor, outcomes, replay=ReplaySection(capacity=8))
+    scene = Scene(executor, outcomes, replay=BufferedReplay(capacity=8))
     reports = await scene.run()
     assert [(report.version, report.replayed) for report in reports] == [(1, 0), (1, 0), (1, 2)]
     assert [kept.scored.group.prompt.group_id for kept in scene.replay.groups()] == [0, 1]

@@ -11,11 +11,12 @@ from msgspec import Raw
 
 from clotho.atropos.reader import GroupReader, Policy
 from clotho.atropos.validation import Bounds
-from clotho.config.schema import AtroposSection, LearnerSection
+from clotho.config.schema import AtroposSection
 from clotho.inference.sample_log import SampleLog
 from protocols.rollout import Discarded, GroupOutcome, ScoredGroup
 from protocols.sampling import Completion, PromptLogprobs, SampleRequest, Sampling
 from tests.fakes import CharacterTokenizer
+from tests.learner_settings import learner_settings
 
 PROMPT = (5, 9, 33)
 BOUNDS = Bounds(vocab_size=97, context_length=64)
@@ -76,7 +77,7 @@ class ReaderHarness:
             policy=Policy(bounds=BOUNDS, decode=CharacterTokenizer().decode),
             recompute=self._recompute,
             sampling=sampling,
-            learner=LearnerSection(**learner),
+            learner=learner_settings(**learner),
             settings=settings or AtroposSection(),
         )
 

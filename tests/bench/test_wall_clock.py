@@ -19,6 +19,7 @@ from bench.contenders.deferred_evaluation import EVALUATED, UPDATED
 from bench.measurement import Measurement
 from bench.runs import Record
 from clotho.config.load import load_profile
+from clotho.config.sections_data import Lora
 from clotho.rewards import choice_correctness, math_eval, tag_format
 from protocols.prompt import Problem
 from protocols.sampling import Completion, SampleRequest, Sampling
@@ -59,7 +60,8 @@ def test_every_answer_of_the_task_is_a_whole_number_or_a_letter() -> None:
 def test_the_task_of_other_trainers_equals_the_profile() -> None:
     """Adapter, token limit and reward weights."""
     profile = load_profile("local-m3", {})
-    assert (profile.policy.rank, profile.policy.effective_scale) == (task.RANK, task.SCALE)
+    assert isinstance(profile.policy.method, Lora)
+    assert (profile.policy.method.rank, profile.policy.method.effective_scale) == (task.RANK, task.SCALE)
     assert profile.sampling.max_tokens == task.MAX_TOKENS
     assert [reward.weight for reward in profile.rewards] == [task.FORMAT_WEIGHT, task.ANSWER_WEIGHT, task.ANSWER_WEIGHT]
 

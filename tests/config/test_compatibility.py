@@ -45,10 +45,10 @@ def test_how_a_run_is_run_may_change(changes: dict[str, Any]) -> None:
     [
         ({"seed": 3}, "seed: 0 -> 3"),
         ({"model": {"path": "other"}}, "model.path: m -> other"),
-        ({"policy": {"rank": 16, "scale": 2.0}}, "policy.rank: 8 -> 16; policy.scale: None -> 2.0"),
+        ({"policy": {"method": {"type": "lora", "rank": 16, "scale": 2.0}}}, "policy.method.rank: 8 -> 16; "),
         ({"sampling": {"group_size": 4}}, "sampling.group_size: 8 -> 4"),
         ({"learner": {"batch_size": 2}}, "learner.batch_size: 16 -> 2"),
-        ({"replay": {"capacity": 8}}, "replay.capacity: 0 -> 8"),
+        ({"replay": {"type": "buffer", "capacity": 8}}, "replay.capacity: None -> 8"),
         ({"data": {"train": "other"}}, "data.train: d -> other"),
         ({"rewards": [{"name": "exact"}, {"name": "jaccard"}]}, "rewards.1.name: format -> jaccard"),
         ({"rewards": [{"name": "exact"}]}, "rewards.1.name: format -> None"),

@@ -7,10 +7,12 @@ import pytest
 from clotho.config.flags import Arguments, parse_arguments
 from clotho.config.keys import REQUIRED, Key, settable
 from clotho.config.load import load_profile
+from clotho.config.objectives import Grpo
 from clotho.config.other_trainers import COUNTERPARTS, accepted, by_name
+from clotho.config.sections_training import LossKLPenalty
 from protocols.errors import ProfileError
 
-OF_A_FORM = {"policy.ranks": "mlp.up_proj=4", "learner.objective": "gspo", "atropos.url": "http://a:1"}
+OF_A_FORM = {"policy.method.ranks": "mlp.up_proj=4", "learner.objective": "gspo", "atropos.url": "http://a:1"}
 
 
 def example(key: Key) -> str:
@@ -19,6 +21,10 @@ def example(key: Key) -> str:
         return OF_A_FORM[key.path]
     if key.item == "tables":
         return "[]"
+    if key.kind == "tables":
+        return "{a = 1}"
+    if key.path == "learner.objective.function":
+        return "module:function"
     if key.item == "list":
         return "[[1, 2.0]]"
     if key.allowed.startswith("one of "):
@@ -59,7 +65,8 @@ def test_a_command_line_of_an_earlier_trainer_gives_a_valid_profile() -> None:
     )
     profile = load_profile("local-m3", parse_arguments(line.split()).overrides)
     assert (profile.sampling.group_size, profile.steps) == (4, 1000)
-    assert (profile.learner.clip_low, profile.learner.clip_high) == (0.2, 0.2)
+    assert profile.learner.objective == Grpo(loss_aggregation="token_mean", clip_low=0.2, clip_high=0.2)
+    assert profile.learner.kl_penalty == LossKLPenalty(coef=0.05)
     assert profile.data.heldout == ""
 
 
@@ -74,15 +81,15 @@ REFUSED = {
     "per_device_train_batch_size": "learner.batch_size",
     "batch_size": "learner.batch_size",
     "token_budget": "learner.batch_size",
-    "epsilon_high": "learner.clip_high",
-    "loss_type": "learner.objective",
-    "scale_rewards": "learner.advantage",
+    "epsilon_high": "learner.objective.clip_high",
+    "loss_type": "learner.objective.type",
+    "scale_rewards": "learner.objective.advantage.type",
     "iters": "steps",
-    "num_layers": "policy.num_layers",
+    "num_layers": "policy.method.num_layers",
     "adapter_path": "checkpoint.adapter_path",
-    "lora_target_modules": "policy.target_modules",
+    "lora_target_modules": "policy.method.target_modules",
     "actor_rollout_ref.rollout.n": "sampling.group_size",
-    "algorithm.kl_ctrl.target_kl": "learner.kl_target",
+    "algorithm.kl_ctrl.target_kl": "learner.kl_penalty.control.target",
 }
 
 
@@ -158,23 +165,23 @@ def test_rewards_may_be_listed_by_name() -> None:
 
 
 def test_booleans_may_stand_alone_and_optional_keys_may_be_taken_back() -> None:
-    """--monitor.rollouts is true; --policy.scale none is as if it had never been given."""
+    """--monitor.rollouts is true; --policy.method.scale none is as if it had never been given."""
     assert parse_arguments(["--monitor.rollouts", "--steps", "2"]).overrides == {"monitor.rollouts": True, "steps": 2}
     assert parse_arguments(["--eval.enabled", "false"]).overrides == {"eval.enabled": False}
-    assert parse_arguments(["--policy.scale", "none"]).overrides == {"policy.scale": None}
+    assert parse_arguments(["--policy.method.scale", "none"]).overrides == {"policy.method.scale": None}
 
 
 def test_the_same_value_may_be_given_twice() -> None:
     """Scripts append flags."""
-    assert parse_arguments(["--lr", "1e-5", "--learner.learning-rate", "0.00001"]).overrides == {
-        "learner.learning_rate": 1e-5
+    assert parse_arguments(["--lr", "1e-5", "--learner.optimizer.learning-rate", "0.00001"]).overrides == {
+        "learner.optimizer.learning_rate": 1e-5
     }
 
 
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("--learner.learnin-rate 1", "unknown flag --learner.learnin-rate; did you mean --learner.learning-rate?"),
+        ("--learner.learnin-rate 1", "unknown flag --learner.learnin-rate; did you mean --learner.optimizer.learning-rate?"),
         ("--group_sze=1", "unknown flag --group_sze; did you mean --group-size?"),
         ("--problems-between 3", "unknown flag --problems-between; did you mean --eval.problems-between?"),
         ("--resum", "unknown flag --resum; did you mean --resume?"),
@@ -194,7 +201,7 @@ def test_the_same_value_may_be_given_twice() -> None:
         ("--resume --clean", "--resume continues a run and --clean deletes it: give one of the two"),
         ("--steps 3 --num-iters 4", "--steps and --num-iters contradict each other: 3 and 4"),
         ("--steps 3 --steps 4", "--steps is given twice: 3 and 4"),
-        ("--clip-ratio 0.2 --learner.clip-high 0.3", "--clip-ratio and --learner.clip-high contradict each other: "
+        ("--clip-ratio 0.2 --learner.objective.clip-high 0.3", "--clip-ratio and --learner.objective.clip-high contradict each other: "
          "0.2 and 0.3"),
         ("--profile a --profile b", '--profile is given twice: "a" and "b"'),
         ("--sampling.stop-token-ids [1,", '--sampling.stop-token-ids must be a list, each an integer >= 0, written as TOML '

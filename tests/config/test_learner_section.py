@@ -8,11 +8,13 @@ import mlx.core as mx
 import pytest
 from msgspec.structs import replace
 
+from clotho.config.keys import keys
 from clotho.config.schema import LearnerSection, SamplingSection
 from clotho.models.parameters import flat
 from clotho.training.update import PolicyLearner, Update
 from protocols.errors import ProfileError
 from protocols.rollout import ScoredGroup, TeacherTokens
+from tests.learner_settings import path_of
 from tests.training.learning import BigramPolicy, finish, learner, random_groups, same_bits, tiny_policy
 
 UNSCALED = {"max_grad_norm": 0.0, "epsilon": 1e-2}
@@ -35,9 +37,8 @@ EFFECTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "sapo_tau_neg": (3.0, {"objective": "sapo"}),
     "mask_truncated": (True, {}),
     "ratio_reference": ("batch_start", {}),
-    "proximal": ("interpolate", TWO_STEPS),
     "correction": ("truncate", {"ratio_reference": "batch_start"}),
-    "correction_low": (1.5, CORRECTED),
+    "correction_low": (0.999, CORRECTED),
     "correction_high": (1.01, CORRECTED),
     "outlier_low": (0.9, {}),
     "outlier_high": (1.5, {}),
@@ -77,9 +78,7 @@ IN_THE_ACTORS = {
     "batch_size",
     "max_staleness",
     "max_bad_steps",
-    "dynamic_sampling",
-    "dynamic_limit",
-    "overlong_buffer",
+    "dynamic_sampling_max_ratio",
     "overlong_penalty",
 }
 
@@ -135,9 +134,23 @@ def test_b_learns_at_a_rate_of_its_own() -> None:
         assert mx.allclose(other[name], expected, rtol=1e-5, atol=1e-7).item(), name
 
 
+def test_the_interpolated_batch_start_policy_differs_from_the_computed_one() -> None:
+    """With several optimizer steps per batch."""
+    computed, interpolated = (
+        two_updates(**{**TWO_STEPS, "ratio_reference": kind}) for kind in ("batch_start", "batch_start_interpolated")
+    )
+    assert not same_bits(computed.parameters, interpolated.parameters)
+
+
 def test_no_key_of_the_learner_was_forgotten() -> None:
-    """What is not in the table above decides only how an update is computed, or takes effect in an actor."""
-    assert set(LearnerSection.__struct_fields__) == EFFECTS.keys() | {"lora_plus"} | SAME_BY_LAW | IN_THE_ACTORS
+    """Every other key decides only how an update is computed, or takes effect in an actor."""
+    known = {f"learner.{path_of(name)}" for name in EFFECTS.keys() | SAME_BY_LAW | IN_THE_ACTORS - {"overlong_penalty"}}
+    known |= {"learner.lora_plus", "learner.objective.function", "learner.objective.options"}
+    found = {path for path in keys() if path.startswith("learner.") and ".overlong_penalty." not in path}
+    assert {path.removesuffix(".type") for path in found} == {path.removesuffix(".type") for path in known} | {
+        "learner.kl_penalty.control",
+        "learner.entropy_bonus",
+    }
 
 
 def test_the_budget_of_a_micro_batch_decides_how_often_an_update_yields() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from clotho.config.schema import PolicySection
+from clotho.config.sections_data import AdapterMethod
 from clotho.models.parameters import flat
 from clotho.models.policy import Policy
 from tests.training.learning import finish, learner, random_groups, tiny_policy
@@ -48,7 +48,7 @@ def test_every_key_of_the_policy_changes_what_comes_of_training(key: str) -> Non
 
 def test_no_key_of_the_policy_was_forgotten() -> None:
     """grad_checkpoint decides how gradients are computed, never what they are: its own test is below."""
-    assert set(PolicySection.__struct_fields__) == EFFECTS.keys() | {"grad_checkpoint"}
+    assert {"kind", *AdapterMethod.__struct_fields__} == EFFECTS.keys()
 
 
 def test_checkpointed_blocks_are_computed_again_for_the_gradient() -> None:

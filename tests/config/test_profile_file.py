@@ -10,6 +10,9 @@ import pytest
 
 from clotho.config.layers import PROFILES
 from clotho.config.load import load_profile, resolved_toml, write_profile
+from clotho.config.objectives import Custom, Grpo, Gspo, MaskCorrection, MeanAdvantage, PpoDecoupled
+from clotho.config.sections_data import Lora
+from clotho.config.sections_training import AdamW, Muon, Sgd
 from protocols.errors import ProfileError
 
 SHIPPED = sorted(PROFILES.glob("*.toml"))
@@ -70,42 +73,67 @@ def test_paths_are_the_files_or_the_callers(here: Path) -> None:
 
 def test_a_higher_layer_wins_key_by_key_and_replaces_lists(here: Path) -> None:
     """`extends` is a deep merge; a list is one value."""
-    written(here, "steps = 5\n[learner]\nbatch_size = 3\nclip_low = 0.1\n" + MINIMAL, "base.toml")
+    written(here, "steps = 5\n[learner]\nbatch_size = 3\n[learner.objective]\nclip_low = 0.1\n" + MINIMAL, "base.toml")
     child = 'extends = "base"\n[learner]\nbatch_size = 4\n[[rewards]]\nname = "format"\ncorrect = true\n'
-    profile = load_profile(written(here, child), {"learner.clip_low": 0.3})
-    assert (profile.steps, profile.learner.batch_size, profile.learner.clip_low) == (5, 4, 0.3)
+    profile = load_profile(written(here, child), {"learner.objective.clip_low": 0.3})
+    assert (profile.steps, profile.learner.batch_size) == (5, 4)
+    assert profile.learner.objective == Grpo(clip_low=0.3)
     assert [reward.name for reward in profile.rewards] == ["format"]
 
 
 def test_naming_a_scale_or_a_dataset_takes_back_what_lower_layers_said_of_its_twin(here: Path) -> None:
     """alpha over scale, and a training file over a held-out file that does not belong to it."""
-    profile = load_profile("local-m3", {"policy.alpha": 32.0, "data.train": "my.jsonl"})
-    assert profile.policy.scale is None
-    assert profile.policy.effective_scale == 32.0 / profile.policy.rank
+    profile = load_profile("local-m3", {"policy.method.alpha": 32.0, "data.train": "my.jsonl"})
+    assert profile.policy.method == Lora(rank=16, alpha=32.0)
     assert profile.data.heldout == ""
-    assert load_profile("local-m3", {"policy.scale": None}).policy.effective_scale == 10.0
-    written(here, MINIMAL + '[policy]\nalpha = 8.0\nscaling = "rank_stabilized"\n[learner]\nentropy_target = 0.3\n')
-    policy = load_profile("./x.toml", {"policy.scale": 2.0}).policy
-    assert (policy.effective_scale, policy.scaling) == (2.0, "standard")
-    learner = load_profile("./x.toml", {"learner.entropy_decay": 0.9, "learner.entropy_weight": 0.1}).learner
-    assert (learner.entropy_decay, learner.entropy_target) == (0.9, 0.0)
+    assert load_profile("local-m3", {"policy.method.scale": None}).policy.method == Lora(rank=16)
+    written(here, MINIMAL + '[policy.method]\nalpha = 8.0\nscaling = "rank_stabilized"\n')
+    assert load_profile("./x.toml", {"policy.method.scale": 2.0}).policy.method == Lora(scale=2.0)
+
+
+def test_a_layer_that_changes_a_type_replaces_the_table(here: Path) -> None:
+    """The same type merges; another one starts from its own defaults, and nested tables go with it."""
+    text = MINIMAL + '[learner.objective]\nclip_low = 0.1\nadvantage = "mean"\n[learner.optimizer]\nbeta1 = 0.5\n'
+    path = written(here, text)
+    merged = load_profile(path, {"learner.objective": "grpo", "learner.optimizer.beta2": 0.9}).learner
+    assert merged.objective == Grpo(clip_low=0.1, advantage=MeanAdvantage())
+    assert merged.optimizer == AdamW(beta1=0.5, beta2=0.9)
+    replaced = load_profile(path, {"learner.objective": "gspo", "learner.optimizer": "sgd"}).learner
+    assert (replaced.objective, replaced.optimizer) == (Gspo(), Sgd())
+
+
+def test_one_word_chooses_a_type(here: Path) -> None:
+    """In a file and as an override; `module:function` is a custom objective."""
+    path = written(here, MINIMAL + '[learner]\noptimizer = "muon"\nobjective = "a.b:c"\n')
+    learner = load_profile(path).learner
+    assert (learner.optimizer, learner.objective) == (Muon(), Custom(function="a.b:c"))
+    assert load_profile(path, {"learner.objective.type": "d:e"}).learner.objective == Custom(function="d:e")
+
+
+def test_a_type_keeps_the_defaults_of_the_objective_that_implies_it(here: Path) -> None:
+    """ppo_decoupled masks without a lower bound; another objective's mask has its own."""
+    objective = load_profile(
+        written(here, MINIMAL),
+        {"learner.objective": "ppo_decoupled", "learner.objective.importance_correction.high": 4.0},
+    ).learner.objective
+    assert objective == PpoDecoupled(importance_correction=MaskCorrection(low=0.0, high=4.0))
 
 
 @pytest.mark.parametrize(
     "overrides",
     [
         {"async": False},
-        {"policy.kind": "full"},
+        {"policy.method": "full"},
         {"learner.schedule": "constant"},
         {"eval.enabled": False},
         {"server.enabled": False},
         {"checkpoint.interval": 0},
         {"parity.tokens": 0},
         {"steps": 1},
-        {"learner.learning_rate": 1e-9},
-        {"learner.ratio_reference": "batch_start", "learner.correction": "truncate"},
+        {"learner.optimizer.learning_rate": 1e-9},
+        {"learner.objective.ratio_reference": "batch_start", "learner.objective.importance_correction": "truncate"},
         {"learner.optimizer": "sgd"},
-        {"learner.advantage": "leave_one_out"},
+        {"learner.objective.advantage": "leave_one_out"},
         {"collapse_detection.on_collapse": "off"},
         {"atropos.enabled": False},
     ],
@@ -135,10 +163,10 @@ def test_settings_that_lose_their_effect_fall_back_to_defaults(here: Path) -> No
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[learner]\nlearnin_rate = 1\n", "unknown key learner.learnin_rate; did you mean learner.learning_rate?"),
+        ("[learner]\nlearnin_rate = 1\n", "unknown key learner.learnin_rate; did you mean learner.optimizer.learning_rate?"),
         ("[learner]\ntemperature = 1.0\n", "unknown key learner.temperature; did you mean sampling.temperature?"),
-        ("[policy]\nlora_rank = 4\n", "unknown key policy.lora_rank; did you mean policy.rank?"),
-        ("lr = 4\n", "unknown key or section lr; did you mean learner.learning_rate?"),
+        ("[policy]\nlora_rank = 4\n", "unknown key policy.lora_rank; did you mean policy.method.rank?"),
+        ("lr = 4\n", "unknown key or section lr; did you mean learner.optimizer.learning_rate?"),
         ("[samplng]\n", "unknown key or section samplng; did you mean sampling?"),
         ("[eval]\nzzzz = 1\n", "unknown key eval.zzzz; there are: eval.enabled, eval.interval, "
          "eval.problems, eval.problems_between"),
@@ -146,11 +174,11 @@ def test_settings_that_lose_their_effect_fall_back_to_defaults(here: Path) -> No
         ("steps = 0\n", "steps must be an integer >= 1, not 0"),
         ('steps = "ten"\n', 'steps must be an integer >= 1, not "ten"'),
         ("steps = true\n", "steps must be an integer >= 1, not true"),
-        ("[learner]\nlearning_rate = -1\n", "learner.learning_rate must be a number > 0, not -1"),
-        ("[learner]\nlearning_rate = inf\n", "learner.learning_rate must be finite, not Infinity"),
-        ("[learner]\nlearning_rate = nan\n", "learner.learning_rate must be finite, not NaN"),
+        ("[learner.optimizer]\nlearning_rate = -1\n", "learner.optimizer.learning_rate must be a number > 0, not -1"),
+        ("[learner.optimizer]\nlearning_rate = inf\n", "learner.optimizer.learning_rate must be finite, not Infinity"),
+        ("[learner.optimizer]\nlearning_rate = nan\n", "learner.optimizer.learning_rate must be finite, not NaN"),
         ('[engine]\nkv_policy = "kep"\n', 'engine.kv_policy must be one of keep, recompute, drain, not "kep"'),
-        ('[policy]\nscale = "a"\n', 'policy.scale must be a number > 0 or none, not "a"'),
+        ('[policy.method]\nscale = "a"\n', 'policy.method.scale must be a number > 0 or none, not "a"'),
         ("[sampling]\ngroup_size = 1\n", "sampling.group_size must be an integer >= 2 and <= 4096, not 1"),
         ("[sampling]\nstop = [1]\n", "sampling.stop[0] must be text, not empty, not 1"),
         ('[sampling]\nlogit_bias = [[1, "a"]]\n', 'sampling.logit_bias[0] must be [an integer >= 0, a number >= -100 and <= 100], '
@@ -178,10 +206,10 @@ def test_a_mistake_is_named_on_one_line(text: str, message: str, here: Path) -> 
     ("text", "message"),
     [
         ("[model]\npath = \n", "is not valid TOML: Invalid value (at line 2, column 8)"),
-        ("", "model.path is missing: a directory, or a repository of the Hugging Face hub."),
-        ('[model]\npath = "x"\n', "data.train is missing: file of the problems that are trained on."),
+        ("", "model.path is missing: Directory of the base model, or its Hugging Face repository."),
+        ('[model]\npath = "x"\n', "data.train is missing: File of the problems for training."),
         ('[model]\npath = "x"\n[data]\ntrain = "y"\n', "[[rewards]] is missing: One reward "
-         "function; a completion's reward is the weighted sum of those that apply."),
+         "function; the reward of a completion is the weighted sum of those that apply."),
         ('rewards = 3\n', "rewards must be a list of tables: [[rewards]], then one key per line"),
     ],
 )  # fmt: skip

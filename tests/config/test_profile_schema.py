@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
+
 import pytest
 
 from clotho.config.flags import COMMON, SHORT, default_in_words, help_text
-from clotho.config.keys import REQUIRED, flag_key, keys, sections, settable
+from clotho.config.keys import REQUIRED, choices, flag_key, keys, sections, settable
 from clotho.config.reference_page import PAGE, configuration_page
 from clotho.config.schema import Profile
 from protocols.errors import ProfileError
 
 
 def test_every_key_has_help_and_says_what_is_allowed() -> None:
-    """One line per key in the section's docstring; a key without one cannot be understood from --help."""
+    """A key without a description cannot be understood from --help."""
     assert [key.path for key in keys().values() if not key.help] == []
     assert [key.path for key in keys().values() if key.allowed == "a value"] == []
 
@@ -26,24 +29,27 @@ def test_the_schema_covers_every_field_of_every_section() -> None:
 
 def test_types_defaults_and_bounds_are_read_from_the_annotations() -> None:
     """The words of an error message are the struct's own bounds."""
-    assert keys()["learner.learning_rate"].allowed == "a number > 0"
-    assert keys()["policy.scale"].allowed == "a number > 0 or none"
+    assert keys()["learner.optimizer.learning_rate"].allowed == "a number > 0"
+    assert keys()["policy.method.scale"].allowed == "a number > 0 or none"
     assert keys()["seed"].allowed == "an integer >= 0 and < 4294967296"
     assert keys()["engine.kv_policy"].allowed == "one of keep, recompute, drain"
     assert keys()["sampling.logit_bias"].allowed == "a list, each [an integer >= 0, a number >= -100 and <= 100]"
-    assert keys()["policy.ranks"].allowed == "a list, each text of the form name=rank"
-    assert keys()["learner.objective"].allowed == "text of the form name or module:function"
+    assert keys()["policy.method.ranks"].allowed == "a list, each text of the form name=rank"
     assert keys()["model.path"].default is REQUIRED
     assert keys()["sampling.top_p"].help.startswith("Nucleus")
 
 
-def test_a_section_made_of_several_structs_has_all_their_keys_and_helps_in_order() -> None:
-    """[learner] says what is maximised, corrected, penalised and stepped, each in a struct of its own."""
-    names = [key.name for section in sections() if section.name == "learner" for key in section.keys]
-    order = [names.index(name) for name in ("objective", "ratio_reference", "kl_beta", "optimizer", "batch_size")]
-    assert order == sorted(order)
-    assert keys()["learner.clip_high"].help == keys()["learner.clip_low"].help
-    assert keys()["learner.clip_low"].help.endswith("for dppo_tv of the difference of probabilities.")
+def test_the_key_of_a_union_has_its_types() -> None:
+    """The first type of the union is the default unless the field says otherwise."""
+    assert choices()["learner.schedule.type"] == ("constant", "linear", "cosine")
+    assert keys()["learner.schedule.type"].default == "cosine"
+
+
+def test_every_description_is_a_sentence_and_no_two_are_alike() -> None:
+    """A description makes sense alone: it begins with a capital letter and ends with a full stop."""
+    descriptions = {path: variant.help for path, key in keys().items() for variant in key.variants}
+    assert [path for path, text in descriptions.items() if not re.fullmatch(r"[A-Z].*\.", text)] == []
+    assert [text for text, count in Counter(descriptions.values()).items() if count > 1] == []
 
 
 def test_the_help_of_everything_names_every_flag_and_stays_narrow() -> None:

@@ -55,9 +55,9 @@ def complaint(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Complaint:
     ("flags", "says"),
     [
         (["--profile", "local-m4"], ["local-m4", "local-m3"]),
-        (["--learner.learning-rte", "1e-3"], ["--learner.learning-rte", "--learner.learning-rate"]),
+        (["--learner.learning-rte", "1e-3"], ["--learner.learning-rte", "--learner.optimizer.learning-rate"]),
         (["--steps", "0"], ["--steps", ">= 1"]),
-        (["--learner.clip-low", "1.5"], ["--learner.clip-low"]),
+        (["--learner.objective.clip-low", "1.5"], ["--learner.objective.clip-low"]),
         (["--sampling.top-k", "300"], ["sampling.top_k"]),
         (["--model", "/no/such/model"], ["/no/such/model", "does not exist"]),
         (["--dataset", "/no/such/file.jsonl"], ["/no/such/file.jsonl", "does not exist"]),
@@ -138,8 +138,8 @@ def test_a_run_is_resumed_only_as_what_it_was(tmp_path: Path, finished: Finished
     """Another rank, model or dataset is refused with the difference, also where only the contents changed."""
     shutil.copytree(finished.run_dir, tmp_path / "run")
     resume = ("--resume", *SMALL[2:], "--steps", "6", "--checkpoint.interval", "2")
-    line = complaint(*resume, "--policy.rank", "8")
-    assert "policy.rank: 16 -> 8" in line
+    line = complaint(*resume, "--policy.method.rank", "8")
+    assert "policy.method.rank: 16 -> 8" in line
     assert f"--profile {tmp_path / 'run' / 'profile.toml'} --resume" in line
     assert "--clean" not in line
     model = tmp_path / "model"

@@ -64,7 +64,14 @@ layout = "packed"
 """
 
 
-RUINOUS = ("--policy.kind", "full", "--learner.learning-rate", "5e-2", "--learner.warmup-steps", "0")
+RUINOUS = (
+    "--policy.method",
+    "full",
+    "--learner.optimizer.learning-rate",
+    "5e-2",
+    "--learner.schedule.warmup-steps",
+    "0",
+)
 
 
 def test_every_state_of_learning_survives_a_kill(tmp_path: Path) -> None:

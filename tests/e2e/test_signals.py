@@ -10,7 +10,7 @@ import pytest
 
 from tests.e2e.running import BATCH, Run, assert_recorded, lines, metrics, run
 
-SETTINGS = ("--checkpoint.interval", "1", "--learner.warmup-steps", "0")
+SETTINGS = ("--checkpoint.interval", "1", "--learner.schedule.warmup-steps", "0")
 ENDLESS = (*SETTINGS, "--steps", "5000")
 QUESTIONS = 400
 """The most that are asked until newer weights answer."""

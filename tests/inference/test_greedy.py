@@ -10,13 +10,14 @@ import mlx.core as mx
 import pytest
 from mlx.utils import tree_map
 
-from clotho.config.schema import EngineSection, ModelSection, PolicySection
+from clotho.config.schema import EngineSection, ModelSection
 from clotho.inference import DecodeEngine
 from clotho.inference import greedy as evaluation
 from clotho.inference.greedy import greedy_completions
 from clotho.models.policy import Policy, load_policy
 from protocols.errors import RequestError
 from protocols.sampling import SampleRequest, Sampling
+from tests.learner_settings import policy_settings
 from tests.saved_models import save
 from tests.training.learning import finish, same_bits
 
@@ -28,7 +29,7 @@ PROMPTS = [(5, 9, 33), (2, 17), (60, 4, 4, 11), (7,), (21, 22), (9, 9, 9)]
 def policy(tmp_path: Path) -> Policy:
     """A tiny policy with an adapter."""
     model = ModelSection(path=str(save(tmp_path / "base")))
-    return load_policy(model, PolicySection(rank=2, scale=2.0), seed=0, keep_reference=False)
+    return load_policy(model, policy_settings(rank=2, scale=2.0), seed=0, keep_reference=False)
 
 
 def moved(policy: Policy, shift: float) -> Any:

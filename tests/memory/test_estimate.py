@@ -14,27 +14,27 @@ from clotho.config.schema import (
     CollapseDetectionSection,
     DataSection,
     EngineSection,
-    LearnerSection,
     ModelSection,
     PolicySection,
     Profile,
-    ReplaySection,
     RewardSection,
     SamplingSection,
 )
+from clotho.config.sections_training import BufferedReplay
 from clotho.inference import DecodeEngine
 from clotho.memory.estimate import estimate_memory
 from clotho.models.policy import Policy, load_policy
 from clotho.training.update import PolicyLearner
 from protocols.errors import ModelError
 from protocols.sampling import SampleRequest, Sampling
+from tests.learner_settings import learner_settings, policy_settings
 from tests.saved_models import CONFIG, save
 from tests.training.learning import finish, scored_group
 
 PROMPT, COMPLETION, GROUPS, SIZE = 16, 49, 2, 8
 MOST_ABOVE_PEAK = 1.5
 MODEL = CONFIG | {"num_hidden_layers": 4, "hidden_size": 128, "intermediate_size": 320}
-ADAPTER, FULL = PolicySection(rank=8), PolicySection(kind="full")
+ADAPTER, FULL = policy_settings(rank=8), policy_settings(kind="full")
 
 
 def profile_of(directory: Path, policy: PolicySection, **learner: Any) -> Profile:
@@ -45,7 +45,7 @@ def profile_of(directory: Path, policy: PolicySection, **learner: Any) -> Profil
         rewards=(RewardSection(name="exact"),),
         policy=policy,
         sampling=SamplingSection(max_tokens=COMPLETION, group_size=SIZE),
-        learner=LearnerSection(**{"batch_size": GROUPS, "micro_batch_tokens": 512, "layout": "padded", **learner}),
+        learner=learner_settings(**{"batch_size": GROUPS, "micro_batch_tokens": 512, "layout": "padded", **learner}),
         engine=EngineSection(max_num_seqs=GROUPS * SIZE, prefix_cache_tokens=0),
     )
 
@@ -73,7 +73,7 @@ def peak_of_a_run(profile: Profile) -> int:
     gc.collect()
     before = mx.get_active_memory()
     mx.reset_peak_memory()
-    policy = load_policy(profile.model, profile.policy, seed=0, keep_reference=profile.learner.kl_beta > 0)
+    policy = load_policy(profile.model, profile.policy, seed=0, keep_reference=profile.learner.reference is not None)
     engine = decode_all_but_the_end(policy, profile)
     learner = PolicyLearner(policy, profile.learner, profile.sampling, steps=2)
     rewards = [float(i % 2) for i in range(SIZE)]
@@ -91,14 +91,14 @@ DEEP = {"num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads"
 
 RUNS: dict[str, tuple[PolicySection, dict[str, Any], dict[str, Any]]] = {
     "adapter": (ADAPTER, {}, {}),
-    "adapter, blocks checkpointed": (PolicySection(rank=8, grad_checkpoint=True), {}, {}),
-    "adapter on two of four blocks": (PolicySection(rank=8, num_layers=2), {}, {}),
+    "adapter, blocks checkpointed": (policy_settings(rank=8, grad_checkpoint=True), {}, {}),
+    "adapter on two of four blocks": (policy_settings(rank=8, num_layers=2), {}, {}),
     "adapter, prompts shared": (ADAPTER, {"layout": "shared"}, {}),
     "adapter, rows packed": (ADAPTER, {"layout": "packed"}, {}),
     "adapter, head in pieces": (ADAPTER, {}, {"vocab_size": 20_000}),
-    "adapter on half of thirty narrow blocks": (PolicySection(rank=8, num_layers=15, grad_checkpoint=True), {}, DEEP),
-    "dora": (PolicySection(rank=8, kind="dora"), {}, {}),
-    "embeddings beside the adapter": (PolicySection(rank=8, train_embeddings=True), {}, {"vocab_size": 4096}),
+    "adapter on half of thirty narrow blocks": (policy_settings(rank=8, num_layers=15, grad_checkpoint=True), {}, DEEP),
+    "dora": (policy_settings(rank=8, kind="dora"), {}, {}),
+    "embeddings beside the adapter": (policy_settings(rank=8, train_embeddings=True), {}, {"vocab_size": 4096}),
     "all weights": (FULL, {}, {}),
     "all weights, two steps an update": (FULL, {"num_minibatches": 2, "optimizer": "lion"}, {}),
     "all weights, averaged reference": (FULL, {"kl_beta": 0.1, "reference": "average", "optimizer": "adafactor"}, {}),
@@ -137,7 +137,7 @@ def test_nothing_is_read_to_make_an_estimate(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dequantize", [False, True])
 def test_weights_count_as_they_will_be_after_loading(tmp_path: Path, dequantize: bool) -> None:
     """Base and trained weights, after dequantising and casting, are exactly the bytes that the loaded policy holds."""
-    profile = profile_of(save(tmp_path, bits=4, dtype=mx.bfloat16), PolicySection(rank=4))
+    profile = profile_of(save(tmp_path, bits=4, dtype=mx.bfloat16), policy_settings(rank=4))
     section = ModelSection(path=str(tmp_path), dtype="float16", dequantize=dequantize)
     estimate = estimate_memory(section, profile)
     policy = load_policy(section, profile.policy, seed=0, keep_reference=False)
@@ -190,7 +190,7 @@ def test_going_back_keeps_two_older_versions(tmp_path: Path, reference: dict[str
 def test_groups_from_the_replay_buffer_make_mini_batches(tmp_path: Path) -> None:
     """Of one new group, two mini-batches are one; with an old one beside it, weights are held midway as well."""
     profile = profile_of(saved(tmp_path), ADAPTER, batch_size=1, num_minibatches=2)
-    replaying = msgspec.structs.replace(profile, replay=ReplaySection(capacity=4, groups=1))
+    replaying = msgspec.structs.replace(profile, replay=BufferedReplay(capacity=4, groups=1))
     usual, larger = (estimate_memory(each.model, each) for each in (profile, replaying))
     assert (usual.midway, larger.midway) == (0, usual.trained + usual.optimizer)
 
@@ -198,7 +198,7 @@ def test_groups_from_the_replay_buffer_make_mini_batches(tmp_path: Path) -> None
 def test_settings_move_the_parts_they_are_named_for(tmp_path: Path) -> None:
     """Fewer rows shrink caches, checkpointing and smaller micro-batches activations, fewer blocks the adapter."""
     directory = saved(tmp_path)
-    profile = profile_of(directory, PolicySection(rank=8))
+    profile = profile_of(directory, policy_settings(rank=8))
     usual = estimate_memory(profile.model, profile)
 
     def changed(**sections: msgspec.Struct) -> Profile:
@@ -207,14 +207,14 @@ def test_settings_move_the_parts_they_are_named_for(tmp_path: Path) -> None:
     fewer = estimate_memory(profile.model, changed(engine=EngineSection(max_num_seqs=4, prefix_cache_tokens=100)))
     assert fewer.caches * 4 == usual.caches
     assert fewer.prefixes > usual.prefixes == 0
-    checkpointed = estimate_memory(profile.model, changed(policy=PolicySection(rank=8, grad_checkpoint=True)))
+    checkpointed = estimate_memory(profile.model, changed(policy=policy_settings(rank=8, grad_checkpoint=True)))
     assert checkpointed.activations < usual.activations
     smaller = estimate_memory(
-        profile.model, changed(learner=LearnerSection(batch_size=GROUPS, micro_batch_tokens=330, layout="padded"))
+        profile.model, changed(learner=learner_settings(batch_size=GROUPS, micro_batch_tokens=330, layout="padded"))
     )
     assert smaller.activations < usual.activations
     assert smaller.logits < usual.logits
-    last = estimate_memory(profile.model, changed(policy=PolicySection(rank=8, num_layers=1)))
+    last = estimate_memory(profile.model, changed(policy=policy_settings(rank=8, num_layers=1)))
     assert last.trained * 4 == usual.trained
     assert last.activations < usual.activations
 

@@ -6,16 +6,17 @@ from typing import Any
 
 from clotho.config.schema import (
     DataSection,
-    LearnerSection,
     ModelSection,
     Profile,
     ReplaySection,
     RewardSection,
     SamplingSection,
 )
+from clotho.config.sections_training import BufferedReplay, NoReplay
 from clotho.memory.micro_batch import BlockPass, MicroBatchShape, largest_micro_batch
+from tests.learner_settings import learner_settings
 
-NO_REPLAY = ReplaySection()
+NO_REPLAY = NoReplay()
 
 
 def shape(
@@ -27,7 +28,7 @@ def shape(
         data=DataSection(train="train.jsonl"),
         rewards=(RewardSection(name="exact"),),
         sampling=SamplingSection(max_tokens=completion, group_size=size),
-        learner=LearnerSection(**{"batch_size": 4, "micro_batch_tokens": 512, "layout": "padded", **learner}),
+        learner=learner_settings(**{"batch_size": 4, "micro_batch_tokens": 512, "layout": "padded", **learner}),
         replay=replay,
     )
     return largest_micro_batch(profile, prompt=prompt, completion=completion)
@@ -59,8 +60,8 @@ def test_mini_batches_are_cut_apart_before_micro_batches_are() -> None:
 def test_groups_from_the_replay_buffer_are_learnt_from_as_well() -> None:
     """Beside one new group of two there may be two old ones: six rows of 64; without a buffer there are none."""
     assert shape(size=2, batch_size=1).positions == 2 * 64
-    assert shape(size=2, batch_size=1, replay=ReplaySection(groups=2)).positions == 2 * 64
-    assert shape(size=2, batch_size=1, replay=ReplaySection(capacity=8, groups=2)).positions == 6 * 64
+    assert shape(size=2, batch_size=1, replay=NO_REPLAY).positions == 2 * 64
+    assert shape(size=2, batch_size=1, replay=BufferedReplay(capacity=8, groups=2)).positions == 6 * 64
 
 
 def test_a_large_batch_is_not_laid_out_as_a_whole() -> None:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from clotho.config.schema import PolicySection
 from clotho.models.lora import linear_modules, module_ranks
 from protocols.errors import ModelError
+from tests.learner_settings import adapter_settings
 from tests.saved_models import CONFIG, MIXTURE, build
 
 
-def ranks(**section: object) -> dict[str, int]:
+def ranks(**section: Any) -> dict[str, int]:
     """Ranks by module for the tiny dense model."""
-    return module_ranks(build(CONFIG).layers, PolicySection(**section))  # type: ignore[arg-type]
+    return module_ranks(build(CONFIG).layers, adapter_settings(**section))
 
 
 def test_linear_modules_are_named_relative_to_their_block() -> None:
@@ -30,9 +32,9 @@ def test_a_short_name_stands_for_the_modules_that_end_in_it() -> None:
 @pytest.mark.parametrize("misspelt", ["self_atn.q_proj", "qproj"])
 def test_an_unknown_name_names_the_nearest(misspelt: str) -> None:
     """A misspelt module is an error, never an adapter that trains less than asked."""
-    with pytest.raises(ModelError, match=r"policy\.target_modules: .*did you mean self_attn\.q_proj"):
+    with pytest.raises(ModelError, match=r"policy\.method\.target_modules: .*did you mean self_attn\.q_proj"):
         ranks(target_modules=(misspelt,))
-    with pytest.raises(ModelError, match=r"policy\.ranks: .*did you mean self_attn\.q_proj"):
+    with pytest.raises(ModelError, match=r"policy\.method\.ranks: .*did you mean self_attn\.q_proj"):
         ranks(ranks=(f"{misspelt}=4",))
 
 
@@ -41,13 +43,13 @@ def test_an_unknown_name_names_the_nearest(misspelt: str) -> None:
     [
         (("k_proj=33",), r"k_proj=33 is more than the smaller side of self_attn\.k_proj, which is 32"),
         (("q_proj=4", "self_attn.q_proj=6"), r"self_attn\.q_proj=6 gives self_attn\.q_proj a second rank, beside 4"),
-        (("up_proj=4",), r"up_proj=4 has no effect, for policy\.target_modules leaves up_proj out"),
+        (("up_proj=4",), r"up_proj=4 has no effect, for policy\.method\.target_modules leaves up_proj out"),
     ],
     ids=["too large", "twice", "left out"],
 )
 def test_a_rank_that_cannot_be_meant_is_refused(entries: tuple[str, ...], reason: str) -> None:
-    """In one line that names policy.ranks."""
-    with pytest.raises(ModelError, match=rf"^policy\.ranks: {reason}$"):
+    """In one line that names policy.method.ranks."""
+    with pytest.raises(ModelError, match=rf"^policy\.method\.ranks: {reason}$"):
         ranks(target_modules=("q_proj", "k_proj"), ranks=entries)
 
 

@@ -9,12 +9,12 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx_lm.utils import quantize_model
-from msgspec import convert
 
-from clotho.config.schema import PolicySection
+from clotho.config.sections_data import Lora
 from clotho.models.lora import install_adapter, is_quantized, open_all_weights
 from clotho.models.parameters import flat, nested
 from protocols.errors import ModelError
+from tests.learner_settings import adapter_settings
 from tests.saved_models import CONFIG, MIXTURE, TOKENS_1_T, UNTIED, build
 
 
@@ -26,7 +26,7 @@ def trainable(model: Any) -> dict[str, mx.array]:
 def test_every_linear_layer_of_a_block_is_adapted_by_default() -> None:
     """Attention and feed-forward projections of all blocks; no embedding, no norm."""
     model = build()
-    config, adapted = install_adapter(model, PolicySection(), seed=0)
+    config, adapted = install_adapter(model, Lora(), seed=0)
     assert config.lora_parameters is not None
     assert config.lora_parameters.keys == (
         "mlp.down_proj",
@@ -44,7 +44,7 @@ def test_every_linear_layer_of_a_block_is_adapted_by_default() -> None:
 def test_experts_are_adapted_too() -> None:
     """A mixture's stacked expert weights take low-rank layers of their own."""
     model = build(MIXTURE)
-    install_adapter(model, PolicySection(rank=3), seed=0)
+    install_adapter(model, adapter_settings(rank=3), seed=0)
     assert trainable(model)["model.layers.0.mlp.switch_mlp.up_proj.lora_a"].shape == (4, 3, 64)
 
 
@@ -52,7 +52,7 @@ def test_experts_are_adapted_too() -> None:
 def test_blocks_are_counted_from_the_last(num_layers: int, blocks: set[str]) -> None:
     """As mlx-lm counts; -1 is all of them."""
     model = build()
-    install_adapter(model, PolicySection(num_layers=num_layers), seed=0)
+    install_adapter(model, adapter_settings(num_layers=num_layers), seed=0)
     assert {name.split(".")[2] for name in trainable(model)} == blocks
 
 
@@ -60,15 +60,15 @@ def test_blocks_are_counted_from_the_last(num_layers: int, blocks: set[str]) -> 
 def test_an_impossible_number_of_blocks_is_refused(num_layers: int) -> None:
     """0 would mean all of them to mlx-lm, and 3 of 2 is a mistake."""
     with pytest.raises(ModelError, match="has 2 blocks"):
-        install_adapter(build(), PolicySection(num_layers=num_layers), seed=0)
+        install_adapter(build(), adapter_settings(num_layers=num_layers), seed=0)
 
 
 def test_scale_and_alpha_reach_the_layers() -> None:
     """mlx-lm's scale is absolute; alpha is divided by the rank, and for rsLoRA by its root (arXiv:2312.03732)."""
     for section, scale in (
-        (PolicySection(scale=3.0), 3.0),
-        (PolicySection(alpha=32.0, rank=16), 2.0),
-        (PolicySection(alpha=32.0, rank=16, scaling="rank_stabilized"), 8.0),
+        (adapter_settings(scale=3.0), 3.0),
+        (adapter_settings(alpha=32.0, rank=16), 2.0),
+        (adapter_settings(alpha=32.0, rank=16, scaling="rank_stabilized"), 8.0),
     ):
         model = build()
         install_adapter(model, section, seed=0)
@@ -79,9 +79,9 @@ def test_a_quantised_base_takes_adapters_and_nothing_else() -> None:
     """QLoRA: packed weights have no gradient, so full training is refused with the way out."""
     model, _ = quantize_model(build(), dict(CONFIG), group_size=32, bits=4)
     assert is_quantized(model)
-    with pytest.raises(ModelError, match=r"adapters only: use policy\.kind = lora"):
+    with pytest.raises(ModelError, match=r"adapters only: use policy\.method = lora"):
         open_all_weights(model)
-    install_adapter(model, PolicySection(), seed=0)
+    install_adapter(model, Lora(), seed=0)
     assert trainable(model)["model.layers.0.self_attn.q_proj.lora_a"].shape == (64, 8)
     assert {name.rsplit(".", 1)[1] for name in trainable(model)} == {"lora_a", "lora_b"}
 
@@ -100,7 +100,7 @@ def test_dora_trains_a_magnitude_of_every_output_too() -> None:
     model = build()
     before: mx.array = model(TOKENS_1_T)
     weight_O_I = model.layers[0].self_attn.k_proj.weight
-    config, adapted = install_adapter(model, PolicySection(kind="dora", rank=4), seed=0)
+    config, adapted = install_adapter(model, adapter_settings(kind="dora", rank=4), seed=0)
     arrays = trainable(model)
     assert config.fine_tune_type == "dora"
     assert len(arrays) == 3 * len(adapted) == 3 * 2 * 7
@@ -114,7 +114,7 @@ def test_dora_computes_the_papers_equation() -> None:
     layer = nn.Linear(6, 5)
     model = build()
     model.layers[0].self_attn.q_proj = layer
-    install_adapter(model, PolicySection(kind="dora", rank=2, scale=3.0), seed=0)
+    install_adapter(model, adapter_settings(kind="dora", rank=2, scale=3.0), seed=0)
     adapted = model.layers[0].self_attn.q_proj
     adapted.lora_b, adapted.m = mx.random.normal((2, 5)), mx.random.uniform(1, 2, (5,))
     a, b, m, w, bias = (np.array(x) for x in (adapted.lora_a, adapted.lora_b, adapted.m, layer.weight, layer.bias))
@@ -128,7 +128,7 @@ def test_dora_computes_the_papers_equation() -> None:
 def test_every_kind_of_parameter_has_a_gradient(kind: Any) -> None:
     """Off its start, where B = 0 and A has none: low-rank matrices, magnitudes, embeddings and head."""
     model = build(UNTIED)
-    install_adapter(model, PolicySection(kind=kind, train_embeddings=True, train_head=True), seed=0)
+    install_adapter(model, adapter_settings(kind=kind, train_embeddings=True, train_head=True), seed=0)
     moved = {name: array + 0.05 for name, array in trainable(model).items()}
     model.update(nested(moved))
     gradients = nn.value_and_grad(model, lambda: (model(TOKENS_1_T) ** 2).mean())()[1]
@@ -140,7 +140,7 @@ def test_dropout_acts_on_the_adapters_input_in_both_kinds() -> None:
     """In training mode only."""
     for kind in ("lora", "dora"):
         model = build()
-        install_adapter(model, convert({"kind": kind, "dropout": 0.5}, PolicySection), seed=0)
+        install_adapter(model, adapter_settings(kind, dropout=0.5), seed=0)
         model.update(nested({name: array + 0.05 for name, array in trainable(model).items()}))
         plain = model(TOKENS_1_T)
         assert mx.array_equal(model(TOKENS_1_T), plain).item()
@@ -163,15 +163,17 @@ def test_what_mlx_lm_has_no_dora_for_is_refused(config: Any, bits: int, section:
     if bits:
         model, _ = quantize_model(model, dict(config), group_size=32, bits=bits)
     with pytest.raises(ModelError, match=reason):
-        install_adapter(model, PolicySection(kind="dora", **section), seed=0)
+        install_adapter(model, adapter_settings(kind="dora", **section), seed=0)
     if not bits:
-        install_adapter(model, PolicySection(kind="dora", target_modules=("q_proj",)), seed=0)
+        install_adapter(model, adapter_settings(kind="dora", target_modules=("q_proj",)), seed=0)
 
 
 def test_modules_of_several_ranks_share_one_scale() -> None:
     """The configuration keeps the largest rank, and each smaller one by its module's name."""
     model = build()
-    section = PolicySection(rank=4, ranks=("q_proj=6", "mlp.up_proj=2"), target_modules=("q_proj", "v_proj", "up_proj"))
+    section = adapter_settings(
+        rank=4, ranks=("q_proj=6", "mlp.up_proj=2"), target_modules=("q_proj", "v_proj", "up_proj")
+    )
     config, _ = install_adapter(model, section, seed=0)
     assert config.lora_parameters is not None
     assert config.lora_parameters.rank == 6
@@ -186,5 +188,5 @@ def test_nothing_beside_packed_weights_but_adapters() -> None:
     """mlx-lm could not load what was trained; embeddings are packed themselves."""
     for key in ("train_embeddings", "train_head"):
         model, _ = quantize_model(build(UNTIED), dict(UNTIED), group_size=32, bits=4)
-        with pytest.raises(ModelError, match=f"policy.{key}: the base is quantised"):
-            install_adapter(model, convert({key: True}, PolicySection), seed=0)
+        with pytest.raises(ModelError, match=f"policy.method.{key}: the base is quantised"):
+            install_adapter(model, adapter_settings("lora", **{key: True}), seed=0)

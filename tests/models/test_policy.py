@@ -10,11 +10,11 @@ import mlx.nn as nn
 import pytest
 from mlx.utils import tree_map
 
-from clotho.config.schema import PolicySection
 from clotho.cpu.layers import install_cpu_layers
 from clotho.models.parameters import fingerprint, flat, nested
 from clotho.models.policy import Parameters, Policy
 from clotho.models.tokenizer import ChatTokenizer
+from tests.learner_settings import policy_settings
 from tests.saved_models import CONFIG, MIXTURE, TOKENS_1_T, UNTIED, build
 
 NO_TOKENIZER = cast(ChatTokenizer, None)
@@ -25,7 +25,7 @@ def make(config: dict[str, Any] = CONFIG, *, seed: int = 0, keep_reference: bool
     return Policy(
         build(config),
         NO_TOKENIZER,
-        PolicySection(**section),
+        policy_settings(**section),
         config=config,
         seed=seed,
         keep_reference=keep_reference,
@@ -194,7 +194,7 @@ def test_initial_embeddings_and_head_are_kept_by_pointer_and_only_if_asked() -> 
     """The reference computes with the very arrays of the base; an adapter alone needs none of it."""
     model = build(UNTIED)
     initial = (model.model.embed_tokens.weight, model.lm_head.weight)
-    section = PolicySection(train_embeddings=True, train_head=True)
+    section = policy_settings(train_embeddings=True, train_head=True)
     policy = Policy(model, NO_TOKENIZER, section, config=UNTIED, seed=0, keep_reference=True)
     policy.publish(moved(policy.trainable()), version=1, step=1, fingerprint="")
     with policy.reference():

@@ -11,17 +11,18 @@ import mlx.core as mx
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 
-from clotho.config.schema import ModelSection, PolicySection
+from clotho.config.schema import ModelSection
 from clotho.models.loading import find_model
 from clotho.models.policy import load_policy
 from protocols.errors import ModelError
+from tests.learner_settings import policy_settings
 from tests.saved_models import CONFIG, TOKENS_1_T, build, save
 
 
 def load(path: Path | str, *, kind: Any = "lora", **model: Any) -> Any:
     """The policy of a model directory; `model` holds keys of [model]."""
     section = ModelSection(path=str(path), **model)
-    return load_policy(section, PolicySection(kind=kind), seed=0, keep_reference=False)
+    return load_policy(section, policy_settings(kind=kind), seed=0, keep_reference=False)
 
 
 def rewrite_config(directory: Path, **changes: object) -> None:
@@ -62,7 +63,7 @@ def test_a_quantised_base_stays_so_unless_dequantised(tmp_path: Path) -> None:
     assert (packed.description.quantization_bits, expanded.description.quantization_bits) == (4, None)
     assert packed.description.parameters == expanded.description.parameters
     assert mx.allclose(packed.model(TOKENS_1_T), expanded.model(TOKENS_1_T), atol=1e-4).item()
-    with pytest.raises(ModelError, match=r"policy\.kind = lora"):
+    with pytest.raises(ModelError, match=r"policy\.method = lora"):
         load(directory, kind="full")
     assert load(directory, dequantize=True, kind="full").description.trainable_parameters > 0
 

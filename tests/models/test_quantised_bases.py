@@ -18,6 +18,7 @@ from clotho.models.parameters import flat
 from clotho.models.policy import Policy, load_policy
 from clotho.storage.adapters import write_adapter
 from tests.inference.engine_helpers import GREEDY, alone, twin_greedy, twin_logprobs
+from tests.learner_settings import policy_settings
 from tests.saved_models import CONFIG, MIXTURE, TOKENS_1_T, save
 from tests.small_models import FixedSource, byte_tokenizer
 
@@ -67,7 +68,7 @@ def mixture_of_widths(name: str, module: Any) -> bool | dict[str, Any]:
 
 def learns_and_serves(base: Path, directory: Path, kind: Any) -> Policy:
     """Two steps lower the loss, no bit of the base changes, the engine and mlx-lm compute what was trained."""
-    policy = load_policy(ModelSection(path=str(base)), PolicySection(kind=kind), seed=0, keep_reference=True)
+    policy = load_policy(ModelSection(path=str(base)), policy_settings(kind=kind), seed=0, keep_reference=True)
     before, first = packed(policy), value(policy)
     step(policy)
     step(policy)

@@ -53,7 +53,9 @@ def gpt2() -> Any:
 def test_an_embedding_of_positions_is_none_of_tokens() -> None:
     """GPT-2 has both, and ties its head."""
     assert list(token_weights(gpt2(), embeddings=True, head=False)) == ["model.wte"]
-    with pytest.raises(ModelError, match=r"policy\.train_head: .*tied.*policy\.train_embeddings = true trains both"):
+    with pytest.raises(
+        ModelError, match=r"policy\.method\.train_head: .*tied.*policy\.method\.train_embeddings = true trains both"
+    ):
         token_weights(gpt2(), embeddings=True, head=True)
 
 

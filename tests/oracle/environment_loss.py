@@ -14,6 +14,7 @@ from msgspec import Struct
 from clotho.config.schema import LearnerSection
 from protocols.rollout import ScoredGroup
 from protocols.sampling import Completion
+from tests.learner_settings import short_names
 from tests.oracle.advantages import advantages
 from tests.oracle.policy_loss import Example, Rows, kl, loss, share
 
@@ -103,7 +104,7 @@ def examples(groups: Sequence[ScoredGroup], still: Scores, run: Run) -> list[Exa
 
 def judged(groups: Sequence[ScoredGroup], found: list[Example], run: Run) -> list[Example]:
     """The same with their advantages."""
-    settings = run.settings
+    settings = short_names(run.settings)
     rewards = [list(group.rewards) for group in groups]
     for (g, i), e in zip(places(groups), found, strict=True):
         if settings.kl_beta and settings.kl_in == "reward":
@@ -153,6 +154,6 @@ def environment_loss(weights: Weights, still: Weights, groups: Sequence[ScoredGr
         several_steps=False,
     )
     for e, cross_entropy in zip(batch, moved.cross_entropy, strict=True):
-        weight = run.settings.distillation_weight * share(e, batch, run.settings, run.max_tokens)
+        weight = run.settings.distillation_weight * share(e, batch, short_names(run.settings), run.max_tokens)
         total += weight * sum(cross_entropy)
     return total

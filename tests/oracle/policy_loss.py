@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 from msgspec import Struct
 
-from clotho.config.schema import LearnerSection
+from tests.learner_settings import short_names
 
 Rows = list[list[float]]
 
@@ -43,13 +44,11 @@ def sign_of(example: Example) -> float:
     return float(np.mean([example.advantage[t] for t in example.indices()]))
 
 
-Token = Callable[[Example, int, list[float], list[float], list[float], LearnerSection], float]
+Token = Callable[[Example, int, list[float], list[float], list[float], Any], float]
 """loss of token t: (example, t, logp, frozen, anchor, settings)."""
 
 
-def clipped(
-    e: Example, t: int, logp: list[float], frozen: list[float], anchor: list[float], s: LearnerSection
-) -> float:
+def clipped(e: Example, t: int, logp: list[float], frozen: list[float], anchor: list[float], s: Any) -> float:
     """The clipped surrogate: -min(r A, clip(r) A), and at most c |A| for negative advantages."""
     r, A = math.exp(logp[t] - anchor[t]), e.advantage[t]
     gain = min(r * A, clip(r, 1 - s.clip_low, 1 + s.clip_high) * A)
@@ -58,55 +57,49 @@ def clipped(
     return -gain
 
 
-def _sequence(log_s: float, A: float, s: LearnerSection) -> float:
+def _sequence(log_s: float, A: float, s: Any) -> float:
     ratio = math.exp(log_s)
     return -min(ratio * A, clip(ratio, 1 - s.clip_low, 1 + s.clip_high) * A)
 
 
-def gspo(e: Example, t: int, logp: list[float], frozen: list[float], anchor: list[float], s: LearnerSection) -> float:
+def gspo(e: Example, t: int, logp: list[float], frozen: list[float], anchor: list[float], s: Any) -> float:
     """The ratio of the whole sequence, its geometric mean per token."""
     return _sequence(float(np.mean([logp[u] - anchor[u] for u in e.indices()])), e.advantage[t], s)
 
 
-def gspo_token(
-    e: Example, t: int, logp: list[float], frozen: list[float], anchor: list[float], s: LearnerSection
-) -> float:
+def gspo_token(e: Example, t: int, logp: list[float], frozen: list[float], anchor: list[float], s: Any) -> float:
     """The same value; the gradient of each token's own log-probability."""
     mean = float(np.mean([frozen[u] - anchor[u] for u in e.indices()]))
     return _sequence(min(mean + logp[t] - frozen[t], 10.0), e.advantage[t], s)
 
 
-def rloo(e: Example, t: int, logp: list[float], frozen: list[float], anchor: list[float], s: LearnerSection) -> float:
+def rloo(e: Example, t: int, logp: list[float], frozen: list[float], anchor: list[float], s: Any) -> float:
     """The probability ratio of the whole completion."""
     return _sequence(sum(logp[u] - anchor[u] for u in e.indices()), e.advantage[t], s)
 
 
-def cispo(e: Example, t: int, logp: list[float], frozen: list[float], anchor: list[float], s: LearnerSection) -> float:
+def cispo(e: Example, t: int, logp: list[float], frozen: list[float], anchor: list[float], s: Any) -> float:
     """A clipped weight without gradient, times the log-probability."""
     return -clip(math.exp(frozen[t] - anchor[t]), 1 - s.clip_low, 1 + s.clip_high) * e.advantage[t] * logp[t]
 
 
-def reinforce(
-    e: Example, t: int, logp: list[float], frozen: list[float], anchor: list[float], s: LearnerSection
-) -> float:
+def reinforce(e: Example, t: int, logp: list[float], frozen: list[float], anchor: list[float], s: Any) -> float:
     """The log-probability itself."""
     return -e.advantage[t] * logp[t]
 
 
-def dppo_tv(
-    e: Example, t: int, logp: list[float], frozen: list[float], anchor: list[float], s: LearnerSection
-) -> float:
+def dppo_tv(e: Example, t: int, logp: list[float], frozen: list[float], anchor: list[float], s: Any) -> float:
     """Left out where the probability has already moved too far, in the direction of the advantage."""
     moved, A = math.exp(frozen[t]) - math.exp(e.behaviour[t]), e.advantage[t]
     too_far = (A > 0 and moved > s.clip_high) or (A < 0 and moved < -s.clip_low)
     log_ratio = logp[t] - e.behaviour[t]
-    return (0.0 if too_far else -A * math.exp(log_ratio)) + s.quadratic_kl * log_ratio**2
+    return (0.0 if too_far else -A * math.exp(log_ratio)) + float(s.quadratic_kl) * log_ratio**2
 
 
-def sapo(e: Example, t: int, logp: list[float], frozen: list[float], anchor: list[float], s: LearnerSection) -> float:
+def sapo(e: Example, t: int, logp: list[float], frozen: list[float], anchor: list[float], s: Any) -> float:
     """A sigmoid gate instead of a clip."""
     A = e.advantage[t]
-    tau = s.sapo_tau_pos if A > 0 else s.sapo_tau_neg
+    tau = float(s.sapo_tau_pos if A > 0 else s.sapo_tau_neg)
     r = math.exp(logp[t] - anchor[t])
     return -A * 4 / tau / (1 + math.exp(-tau * (r - 1)))
 
@@ -123,7 +116,7 @@ TOKEN_LOSSES: dict[str, Token] = {
 }
 
 
-def weights(e: Example, anchor: list[float], s: LearnerSection) -> list[float]:
+def weights(e: Example, anchor: list[float], s: Any) -> list[float]:
     """What the mismatch of proximal policy and sampler makes of each token."""
     logs = [a - b for a, b in zip(anchor, e.behaviour, strict=True)]
     total, mean = sum(logs[t] for t in e.indices()), float(np.mean([logs[t] for t in e.indices()]))
@@ -140,7 +133,7 @@ def weights(e: Example, anchor: list[float], s: LearnerSection) -> list[float]:
     }[s.correction]
 
 
-def kept(e: Example, frozen: list[float], s: LearnerSection) -> bool:
+def kept(e: Example, frozen: list[float], s: Any) -> bool:
     """Whether a sequence counts at all: no outlier in it, and not off-policy with a negative advantage."""
     ratios = [math.exp(frozen[t] - e.behaviour[t]) for t in e.indices()]
     if s.outlier_low and min(ratios) < s.outlier_low:
@@ -151,14 +144,14 @@ def kept(e: Example, frozen: list[float], s: LearnerSection) -> bool:
     return not (s.off_policy_mask and sign_of(e) < 0 and drift > s.off_policy_mask)
 
 
-def kl(e: Example, t: int, logp: list[float], sampler: list[float], s: LearnerSection) -> float:
+def kl(e: Example, t: int, logp: list[float], sampler: list[float], s: Any) -> float:
     """Estimate of the divergence from the reference, by one token."""
     d = e.reference[t] - logp[t]
     value = {"k1": -d, "k2": d * d / 2, "k3": math.exp(d) - 1 - d, "abs": abs(d)}[s.kl_estimator]
     return value * math.exp(logp[t] - sampler[t]) if s.kl_unbiased else value
 
 
-def share(e: Example, batch: Sequence[Example], s: LearnerSection, max_tokens: int) -> float:
+def share(e: Example, batch: Sequence[Example], s: Any, max_tokens: int) -> float:
     """How much a token of this example counts in the loss of the batch."""
     own = len(e.indices())
     groups = {x.group for x in batch}
@@ -177,25 +170,26 @@ def loss(
     frozen: Rows,
     entropy: Rows,
     *,
-    settings: LearnerSection,
+    settings: Any,
     max_tokens: int,
     several_steps: bool,
 ) -> float:
     """The whole loss. several_steps: the proximal policy is not the current one any more, but the recorded one."""
+    names = short_names(settings)
     total = 0.0
     for e, row, still, entropies in zip(batch, logp, frozen, entropy, strict=True):
         proximal = e.proximal if several_steps else still
-        anchor = e.behaviour if settings.ratio_reference == "sampler" else proximal
-        w = weights(e, anchor, settings) if settings.ratio_reference == "batch_start" else [1.0] * len(row)
-        token_loss = TOKEN_LOSSES[settings.objective]
+        anchor = e.behaviour if names.ratio_reference == "sampler" else proximal
+        w = weights(e, anchor, names) if names.ratio_reference == "batch_start" else [1.0] * len(row)
+        token_loss = TOKEN_LOSSES[names.objective]
         for t in e.indices():
             value = 0.0
-            if kept(e, still, settings):
-                value += w[t] * token_loss(e, t, row, still, anchor, settings)
-            if settings.kl_beta and settings.kl_in == "loss":
-                value += settings.kl_beta * kl(e, t, row, e.behaviour, settings)
-            value -= settings.entropy_weight * entropies[t]
-            total += share(e, batch, settings, max_tokens) * value
+            if kept(e, still, names):
+                value += w[t] * token_loss(e, t, row, still, anchor, names)
+            if names.kl_beta and names.kl_in == "loss":
+                value += names.kl_beta * kl(e, t, row, e.behaviour, names)
+            value -= names.entropy_weight * entropies[t]
+            total += share(e, batch, names, max_tokens) * value
     return total
 
 

@@ -6,14 +6,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from msgspec import convert
 
-from clotho.config.presets import recommended
+from clotho.config.keys import choices
 from clotho.config.schema import LearnerSection
 from clotho.models.parameters import flat
 from clotho.scoring.token_scores import SamplingDistribution
-from clotho.training.objectives.registry import OBJECTIVES
 from protocols.rollout import ScoredGroup
+from tests.learner_settings import learner_settings
 from tests.oracle.environment_loss import Run, environment_loss
 from tests.training.environment_groups import environment_groups
 from tests.training.learning import BigramPolicy, whole_gradient
@@ -21,7 +20,7 @@ from tests.training.learning import BigramPolicy, whole_gradient
 BIAS = ((3, 0.4), (0, -0.2))
 BESIDE: dict[str, Any] = {"kl_beta": 0.1, "entropy_weight": 0.05, "distillation_weight": 0.3}
 CASES: dict[str, dict[str, Any]] = {
-    **{f"{name}, its recipe": {"objective": name} for name in OBJECTIVES},
+    **{f"{name}, its recipe": {"objective": name} for name in choices()["learner.objective.type"] if name != "custom"},
     **{f"advantage {kind}": {"advantage": kind} for kind in ("mean", "leave_one_out", "batch", "batch_centred")},
     **{
         f"aggregation {kind}": {"loss_aggregation": kind}
@@ -46,7 +45,7 @@ CASES: dict[str, dict[str, Any]] = {
 def settings_of(case: str, **keys: Any) -> LearnerSection:
     """The recipe of the case's objective, with penalties, and the reference that the groups bring."""
     chosen = {"objective": "grpo", **BESIDE, "reference": "environment", **CASES[case], **keys}
-    return convert(recommended(chosen.pop("objective"), **chosen), LearnerSection)
+    return learner_settings(**chosen)
 
 
 def assert_like_the_loops(groups: list[ScoredGroup], settings: LearnerSection) -> None:

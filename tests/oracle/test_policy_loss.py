@@ -8,12 +8,12 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from clotho.config.presets import recommended
 from clotho.config.schema import LearnerSection
 from clotho.training.objectives.aggregation import coefficients
 from clotho.training.objectives.controllers import initial_loss_coefficients
 from clotho.training.objectives.loss import LossInputs, policy_loss
-from clotho.training.objectives.registry import OBJECTIVES, objective
+from clotho.training.objectives.registry import objective
+from tests.learner_settings import OBJECTIVES, learner_settings
 from tests.oracle.policy_loss import TOKEN_LOSSES, Example, Rows, loss, slopes
 
 MAX_TOKENS = 9
@@ -80,7 +80,7 @@ def inputs(examples: list[Example], settings: LearnerSection, *, several_steps: 
     """The same batch in the learner's form, with two tokens of padding at the end."""
     groups = sorted({e.group for e in examples})
     lengths = [[len(e.indices()) for e in examples if e.group == g] for g in groups]
-    shares = np.concatenate(coefficients(settings.loss_aggregation, lengths, max_tokens=MAX_TOKENS))
+    shares = np.concatenate(coefficients(settings.objective.loss_aggregation, lengths, max_tokens=MAX_TOKENS))
 
     def tokens(values: list[list[float]]) -> mx.array:
         row = [v for one in values for v in one]
@@ -107,8 +107,8 @@ def inputs(examples: list[Example], settings: LearnerSection, *, several_steps: 
 def test_loss_and_gradient_equal_the_loops(case: str, several_steps: bool) -> None:
     """To 1e-5 of the loss and 2e-5 of the largest slope, by log-probability and by entropy."""
     name = CASES[case]["objective"]
-    settings = LearnerSection(
-        **recommended(name, **PENALTIES, **{k: v for k, v in CASES[case].items() if k != "objective"})
+    settings = learner_settings(
+        objective=name, **PENALTIES, **{k: v for k, v in CASES[case].items() if k != "objective"}
     )
     examples, rows = batch(seed=len(case))
     entropies = [e.entropy for e in examples]
@@ -125,7 +125,7 @@ def test_loss_and_gradient_equal_the_loops(case: str, several_steps: bool) -> No
             inputs(examples, settings, several_steps=several_steps),
             settings=settings,
             loss_coefficients=initial_loss_coefficients(settings),
-            objective=objective(name),
+            objective=objective(settings.objective),
         )
         return value
 
@@ -143,4 +143,4 @@ def test_loss_and_gradient_equal_the_loops(case: str, several_steps: bool) -> No
 
 def test_the_loops_know_every_objective() -> None:
     """An objective without an oracle is not verified."""
-    assert TOKEN_LOSSES.keys() == OBJECTIVES.keys()
+    assert TOKEN_LOSSES.keys() == {*OBJECTIVES}

@@ -56,7 +56,7 @@ def test_all_users_of_the_rule_agree_at_its_boundary(parameters: dict[str, Any],
     sampling = SamplingSection(**parameters)
     found = unlearnable(sampling)
     assert (found.parameter if found else "") == refused
-    keys = [key for key, _ in learnable_distribution(profile(parameters))]
+    keys = [complaint.key for complaint in learnable_distribution(profile(parameters))]
     assert keys == ([f"sampling.{refused}"] if refused else [])
     reason = unlearnable_reason(sampling, support_recorded=True, logit_bias=sampling.logit_bias)
     assert bool(reason) == bool(refused)

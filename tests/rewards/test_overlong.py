@@ -68,7 +68,7 @@ def test_the_buffer_may_equal_max_tokens() -> None:
 @pytest.mark.parametrize("buffer", [0, 21])
 def test_a_buffer_out_of_range_is_refused(buffer: int) -> None:
     """The message names the key and the range."""
-    with pytest.raises(ProfileError, match=f"learner.overlong_buffer = {buffer} is out of range"):
+    with pytest.raises(ProfileError, match=f"learner.objective.overlong_penalty.buffer = {buffer} is out of range"):
         Overlong(max_tokens=20, buffer=buffer)
 
 

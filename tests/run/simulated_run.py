@@ -12,7 +12,8 @@ from msgspec import Struct
 from actors.generator import Generator as GeneratorBox
 from actors.learner import Learner, LearnerProgress
 from actors.prompter import Prompter
-from clotho.config.schema import CollapseDetectionSection, LearnerSection, ReplaySection
+from clotho.config.schema import CollapseDetectionSection
+from clotho.config.sections_training import NoReplay
 from clotho.monitoring.collapse_detection import CollapseMonitor
 from clotho.runtime.compute_thread import ComputeExecutor
 from clotho.runtime.latest import Latest
@@ -28,6 +29,7 @@ from protocols.sampling import SampleRequest, Sampling
 from protocols.step import GroupsEnded, PolicyUpdated, StepReport, UpdateMetrics, WeightsReady
 from tests.actors.boxes import everything, prompt
 from tests.fakes import FakeEngine
+from tests.learner_settings import learner_settings
 
 METRICS = UpdateMetrics(
     loss=0.0, kl=0.0, entropy=1.0, clip_fraction=0.0, mismatch_kl=0.0, ratio_mean=1.0, grad_norm=1.0,
@@ -150,14 +152,16 @@ class Circle:
             reports=self._reports.outbox(),
             executor=executor,
             policy_learner=cast(Any, self.learned),
-            settings=LearnerSection(
-                batch_size=rules.batch_size, dynamic_sampling=rules.dynamic, dynamic_limit=rules.limit, max_staleness=1
+            settings=learner_settings(
+                batch_size=rules.batch_size,
+                dynamic_sampling_max_ratio=rules.limit if rules.dynamic else 0.0,
+                max_staleness=1,
             ),
             ledger=self.ledger,
             progress=self.progress,
             replacements=self.refills,
             logged=Latest[int]("recorded"),
-            replay=ReplayBuffer(ReplaySection(), seed=0),
+            replay=ReplayBuffer(NoReplay(), seed=0),
             collapse=CollapseMonitor(CollapseDetectionSection(on_collapse="off"), state=CollapseState(), rollbacks=0),
             steps=rules.steps,
             synchronous=rules.ahead == 0,

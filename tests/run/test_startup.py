@@ -152,7 +152,7 @@ async def test_a_resumed_run_must_read_and_learn_the_same(tmp_path: Path) -> Non
     before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
     error = await refusal(tiny_profile(tmp_path, learner={"learning_rate": 0.5}), resume=True)
     assert isinstance(error, CheckpointError)
-    assert "learner.learning_rate" in str(error)
+    assert "learner.optimizer.learning_rate" in str(error)
     with (tmp_path / "train.jsonl").open("a") as file:
         file.write('\n{"prompt": "99?", "answer": "99"}')
     error = await refusal(profile, resume=True)

@@ -9,18 +9,15 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from msgspec import convert
 from msgspec.structs import replace
 
-from clotho.config.presets import recommended
-from clotho.config.schema import LearnerSection
 from clotho.models.parameters import flat
 from clotho.models.policy import Policy
 from clotho.scoring.token_scores import SamplingDistribution
-from clotho.training.objectives.registry import OBJECTIVES
 from clotho.training.update import Update
 from protocols.rollout import ScoredGroup
 from protocols.sampling import Completion
+from tests.learner_settings import OBJECTIVES, learner_settings
 from tests.training.environment_groups import environment_groups, with_completions
 from tests.training.learning import (
     BigramPolicy,
@@ -75,7 +72,7 @@ def test_what_is_said_of_tokens_that_were_not_drawn_changes_nothing(objective: s
     """Log-probabilities, versions, advantages, reference, teacher, support: bit for bit the same update."""
     updates = []
     for groups in (environment_groups(32), [otherwise(group) for group in environment_groups(32)]):
-        one = learner(tiny_policy(), measure_update_kl=True, **recommended(objective, **EVERYTHING))
+        one = learner(tiny_policy(), measure_update_kl=True, objective=objective, **EVERYTHING)
         updates.append(finish(one.update(groups)))
     assert updates[0].applied
     assert updates[0].metrics == updates[1].metrics
@@ -125,7 +122,7 @@ def test_two_turns_of_a_transformer_learn_what_a_naive_evaluation_says(layout: A
     """Rewards 1 0: advantages +-1; MLX's own derivative of the plain formula over whole logits, to 1e-5 of its size."""
     policy = tiny_policy()
     group = nearly_on_policy(policy, two_turns())
-    settings = LearnerSection(loss_aggregation="token_mean", layout=layout)
+    settings = learner_settings(loss_aggregation="token_mean", layout=layout)
     value, arrays = whole_gradient(policy, [group], settings, distribution=SamplingDistribution(1.0))
     weights = flat(policy.trainable())
     expected, slopes = mx.value_and_grad(lambda weights: naive_loss(policy, weights, group))(weights)
@@ -232,6 +229,6 @@ def test_cut_off_completions_are_told_by_how_they_ended() -> None:
     group = two_turns()
     first, second = group.group.completions
     cut = with_completions(group, [replace(first, finish_reason="length"), second])
-    settings = convert({"mask_truncated": True}, LearnerSection)
+    settings = learner_settings(mask_truncated=True)
     assert finish(learner(tiny_policy(), mask_truncated=True).update([cut])).metrics.trained_tokens == 3
     assert whole_gradient(tiny_policy(), [cut], settings, distribution=SamplingDistribution(1.0))[0] > 0.1

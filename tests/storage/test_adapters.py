@@ -27,13 +27,14 @@ from clotho.storage.adapters import (
 from clotho.storage.tensors import named_arrays, read_tensors
 from protocols.checkpoint import AdapterConfig, LoRAParameters
 from protocols.errors import CheckpointError, RunDirectoryError
+from tests.learner_settings import policy_settings
 from tests.saved_models import CONFIG as DENSE
 from tests.saved_models import MIXTURE, TOKENS_1_T, UNTIED, save
 
 
 def trained(base: Path, **section: Any) -> Policy:
     """Return a policy whose parameters differ from the base."""
-    policy = load_policy(ModelSection(path=str(base)), PolicySection(**section), seed=0, keep_reference=False)
+    policy = load_policy(ModelSection(path=str(base)), policy_settings(**section), seed=0, keep_reference=False)
     mx.random.seed(5)
     moved = tree_map(lambda array: array + mx.random.normal(array.shape) * 0.1, policy.trainable())
     mx.eval(moved)

@@ -11,9 +11,8 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_map
 from mlx_lm.models import qwen3
-from msgspec import convert
 
-from clotho.config.schema import LearnerSection, PolicySection, SamplingSection
+from clotho.config.schema import LearnerSection, SamplingSection
 from clotho.models.parameters import Parameters, flat
 from clotho.models.policy import Policy, TrainablePolicy
 from clotho.scoring.teacher_forcing import TeacherForcing
@@ -27,6 +26,7 @@ from clotho.training.update import PolicyLearner
 from protocols.prompt import Problem, Prompt
 from protocols.rollout import RolloutGroup, ScoredGroup
 from protocols.sampling import Completion
+from tests.learner_settings import learner_settings, policy_settings
 
 Result = TypeVar("Result")
 VOCAB = 32
@@ -110,7 +110,7 @@ def tiny_policy(*, tied: bool = True, **section: Any) -> Policy:
     model = qwen3.Model(qwen3.ModelArgs.from_dict(config))  # type: ignore[no-untyped-call]
     weights = model.parameters()  # type: ignore[no-untyped-call]
     model.update(tree_map(lambda array: array * 3.0 if array.ndim == 2 else array, weights))
-    settings = PolicySection(**{"rank": 4, "scale": 2.0, **section})
+    settings = policy_settings(**{"rank": 4, "scale": 2.0, **section})
     return Policy(model, cast(Any, None), settings, config=config, seed=0, keep_reference=True)
 
 
@@ -118,7 +118,7 @@ def learner(
     policy: TrainablePolicy, *, steps: int = 10, rollback_window: int = 0, measure_update_kl: bool = False, **keys: Any
 ) -> PolicyLearner:
     """A learner with a rate of 1e-2 that stays, and all else by default."""
-    settings = convert({"learning_rate": 1e-2, "schedule": "constant", **keys}, LearnerSection)
+    settings = learner_settings(**{"learning_rate": 1e-2, "schedule": "constant", **keys})
     return PolicyLearner(
         policy,
         settings,

@@ -8,11 +8,11 @@ from typing import Any
 import mlx.core as mx
 import mlx.optimizers as optim
 import numpy as np
-from msgspec import convert
 
 from clotho.config.schema import LearnerSection
 from clotho.models.parameters import Arrays
 from clotho.training.optimizers import OptimizerState, apply_step, initial_state
+from tests.learner_settings import learner_settings
 
 Doubles = dict[str, np.ndarray[Any, np.dtype[np.float64]]]
 SHAPES = {"wide": (3, 5), "tall": (6, 2), "experts": (2, 4, 3), "vector": (4,)}
@@ -22,7 +22,7 @@ SCALE = 0.5
 
 def settings(optimizer: str, **keys: Any) -> LearnerSection:
     """Settings that choose an optimizer."""
-    return convert({"optimizer": optimizer, **keys}, LearnerSection)
+    return learner_settings(**{"optimizer": optimizer, **keys})
 
 
 def rate(step: int) -> float:

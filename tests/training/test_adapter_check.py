@@ -7,11 +7,11 @@ from collections.abc import Iterable
 import mlx.core as mx
 import pytest
 
-from clotho.config.schema import LearnerSection
 from clotho.models.parameters import Arrays
 from clotho.training.adapter_check import AdapterCheck
 from clotho.training.optimizers import apply_step, initial_state
 from protocols.errors import AdapterError
+from tests.learner_settings import learner_settings
 
 MODULES = ("layers.0.q_proj", "layers.0.v_proj", "layers.1.experts")
 
@@ -86,7 +86,7 @@ def test_without_an_adapter_there_is_nothing_to_watch() -> None:
 def test_a_living_adapter_passes_with_every_optimizer(kind: str) -> None:
     """One step at the smallest rates is enough."""
     start, gradients = adapters(), {name: 1e-6 * mx.ones(a.shape) for name, a in adapters().items()}
-    settings = LearnerSection(optimizer=kind)  # type: ignore[arg-type]
+    settings = learner_settings(optimizer=kind)
     state = initial_state(start, settings)
     after, _ = apply_step(start, gradients, state, learning_rate=1e-9, scale=1.0, settings=settings)
     check = AdapterCheck(patience=1)

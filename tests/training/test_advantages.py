@@ -8,17 +8,19 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from clotho.training.advantages import ADVANTAGES, Deviation, advantages, environment_advantages
+from clotho.training.advantages import advantages, environment_advantages
+from tests.learner_settings import advantage
 from tests.training.learning import scored_group
 
+ADVANTAGES = ("group", "mean", "leave_one_out", "batch", "batch_centred")
 BATCH = [[1.0, 0.0, 0.0, 0.0], [1.0, 3.0]]
 
 
 def judged(
-    kind: str, rewards: list[list[float]], *, deviation: Deviation = "population", epsilon: float = 1e-12
+    kind: str, rewards: list[list[float]], *, deviation: str = "population", epsilon: float = 1e-12
 ) -> list[list[float]]:
     """Advantages as plain lists."""
-    return [a.tolist() for a in advantages(kind, rewards, deviation=deviation, epsilon=epsilon)]
+    return [a.tolist() for a in advantages(advantage(kind, deviation=deviation, epsilon=epsilon), rewards)]
 
 
 @pytest.mark.parametrize(
@@ -38,7 +40,7 @@ def judged(
         ("batch_centred", "sample", [np.array([3, -1, -1, -1]) / 8.8**0.5, np.array([-4, 4]) / 8.8**0.5]),
     ],
 )
-def test_advantages_by_hand(kind: str, deviation: Deviation, expected: list[list[float]]) -> None:
+def test_advantages_by_hand(kind: str, deviation: str, expected: list[list[float]]) -> None:
     """Group 1 0 0 0: mean 1/4, squares 12/16: deviation sqrt(3)/4, the sample's 1/2. Group 1 3: mean 2; 1, sqrt 2.
 
     leave_one_out: 1 - 0, 0 - 1/3; 1 - 3, 3 - 1. batch, in sixths around the mean 5/6: 1 -5 -5 -5 and 1 13, squares 246,
@@ -58,7 +60,7 @@ def test_epsilon_is_added_to_the_deviation() -> None:
 @pytest.mark.parametrize("size", [1, 2, 3, 7])
 @pytest.mark.parametrize("deviation", ["population", "sample"])
 @pytest.mark.parametrize("kind", list(ADVANTAGES))
-def test_equal_rewards_teach_nothing(kind: str, deviation: Deviation, size: int, reward: float) -> None:
+def test_equal_rewards_teach_nothing(kind: str, deviation: str, size: int, reward: float) -> None:
     """No rounding of a mean may turn equal rewards into a signal, nor a group of one."""
     assert judged(kind, [[reward] * size], deviation=deviation, epsilon=1e-8) == [[0.0] * size]
 

@@ -7,20 +7,19 @@ from typing import Any
 
 import numpy as np
 import pytest
-from msgspec import convert
 from msgspec.structs import replace
 
-from clotho.config.schema import LearnerSection
 from clotho.scoring.sequences import TrainingSequence
 from clotho.training.batch import compute_advantages, mini_batches, training_sequence
 from protocols.rollout import ScoredGroup, TeacherTokens
+from tests.learner_settings import learner_settings
 from tests.training.environment_groups import with_completions
 from tests.training.learning import completion, scored_group
 
 
 def judged(groups: list[ScoredGroup], *penalties: list[float], **keys: Any) -> list[list[list[float]]]:
     """Advantages of all tokens, by default the reward less its group's mean."""
-    settings = convert({"advantage": "mean"} | keys, LearnerSection)
+    settings = learner_settings(**({"advantage": "mean"} | keys))
     return [
         [row.tolist() for row in rows]
         for rows in compute_advantages(groups, [np.array(one) for one in penalties], settings)
@@ -85,7 +84,7 @@ def test_tokens_that_were_not_drawn_have_no_advantage() -> None:
 def sequence(group: ScoredGroup, i: int = 0, **keys: Any) -> TrainingSequence:
     """A completion as the learner takes it, all advantages 1, coefficient 0.5."""
     advantage_T = np.ones(len(group.group.completions[i].tokens))
-    return training_sequence(0, group, i, advantage_T, 0.5, convert(keys, LearnerSection))
+    return training_sequence(0, group, i, advantage_T, 0.5, learner_settings(**keys))
 
 
 def test_weight_and_coefficient_of_what_was_not_drawn_are_zero() -> None:
@@ -127,7 +126,7 @@ def test_groups_with_teachers_of_different_sizes_come_together_and_apart_from_ot
         tokens = tuple(range(8, 8 + count))
         teacher = [TeacherTokens(tokens=(tokens,) * n, logprobs=((-1.5,) * count,) * n) for n in (2, 1)]
         groups[g] = replace(groups[g], teacher=tuple(teacher))
-    settings = LearnerSection(distillation_weight=0.1, layout="padded")
+    settings = learner_settings(distillation_weight=0.1, layout="padded")
     (mini,) = mini_batches(
         groups, compute_advantages(groups, (), settings), settings=settings, max_tokens=9, layout="padded", seed=(0,)
     )

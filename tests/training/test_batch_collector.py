@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from clotho.config.schema import LearnerSection
 from clotho.training.batch_collector import FormingBatch, sort_out
 from protocols.rollout import Discarded, GroupOutcome, ScoredGroup
 from tests.actors.boxes import prompt
+from tests.learner_settings import learner_settings
 from tests.training.learning import scored_group
 
 GOOD = scored_group([[1], [2]], [0.0, 1.0])
@@ -78,7 +78,7 @@ def test_whatever_happens_it_completes_with_all_it_asked(rounds: bool, seed: int
 
 def why(outcome: GroupOutcome, *, version: int = 0, oldest: int = 0, **keys: Any) -> tuple[str, str] | None:
     """Reason and detail with which a learner with these settings sorts a group out; None if it does not."""
-    sorted_out = sort_out(outcome, version=version, settings=LearnerSection(**keys), oldest=oldest)
+    sorted_out = sort_out(outcome, version=version, settings=learner_settings(**keys), oldest=oldest)
     if sorted_out is outcome:
         return None
     assert isinstance(sorted_out, Discarded)

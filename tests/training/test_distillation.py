@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from clotho.config.schema import LearnerSection
 from clotho.scoring.sequences import MicroBatch
 from clotho.scoring.teacher_forcing import TeacherForcing
 from clotho.scoring.token_scores import SamplingDistribution, TokenScores
 from clotho.training.batch import compute_advantages, mini_batches
 from clotho.training.gradient import reference_scores
 from protocols.rollout import ScoredGroup, TeacherTokens
+from tests.learner_settings import learner_settings
 from tests.training.environment_groups import environment_groups
 from tests.training.learning import BigramPolicy, finish, learner, same_bits, scored_group, tiny_policy
 
@@ -93,7 +93,7 @@ def test_log_probabilities_that_are_known_before_a_gradient_ask_no_teacher() -> 
             return super().__call__(micro, distribution=distribution, logp_only=logp_only)
 
     group = taught(scored_group([[3, 4], [2]], [1.0, 0.0]), (1, 4), (-0.5, -2.0))
-    settings = LearnerSection(distillation_weight=0.1)
+    settings = learner_settings(distillation_weight=0.1)
     (mini,) = mini_batches(
         [group], compute_advantages([group], (), settings), settings=settings, max_tokens=9, layout="padded", seed=(0,)
     )

@@ -9,9 +9,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from clotho.config.schema import LearnerSection
 from clotho.training.reference_policy import ReferencePolicy
 from protocols.rollout import ScoredGroup
+from tests.learner_settings import learner_settings
 from tests.training.environment_groups import with_completions
 from tests.training.learning import BigramPolicy, finish, learner, random_groups, same_bits, tiny_policy
 
@@ -67,7 +67,7 @@ def test_what_groups_bring_is_what_a_reference_policy_would_have_said(kl_in: str
 def test_nothing_is_kept_for_it() -> None:
     """No weights in memory, none in a checkpoint."""
     policy = tiny_policy()
-    reference = ReferencePolicy(policy, LearnerSection(**BROUGHT))
+    reference = ReferencePolicy(policy, learner_settings(**BROUGHT))
     assert (reference.needed, reference.arrays()) == (False, {})
     assert not [name for name in learner(policy, **BROUGHT).state() if name.startswith("reference.")]
 

@@ -8,9 +8,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from msgspec import convert
 
-from clotho.config.schema import LearnerSection
+from clotho.config.objectives import Objective
 from clotho.models.parameters import flat, nested
 from clotho.models.policy import TrainablePolicy
 from clotho.scoring.head_scores import SamplingDistribution
@@ -23,6 +22,7 @@ from clotho.training.objectives.registry import objective
 from clotho.training.prepare import prepare
 from clotho.training.reference_policy import ReferencePolicy
 from protocols.rollout import ScoredGroup
+from tests.learner_settings import learner_settings
 from tests.training.learning import BigramPolicy, finish, random_groups, same_bits, scored_group, tiny_policy
 
 
@@ -31,8 +31,10 @@ def gradients(
 ) -> list[Gradient]:
     """Gradients of every micro-batch of a batch, at the served parameters."""
     plain = {"loss_aggregation": "token_mean", "clip_high": 0.28, "layout": "padded", "micro_batch_tokens": budget}
-    settings = convert(plain | keys, LearnerSection)
-    rules = LossSettings(settings, objective("grpo"), SamplingDistribution(0.8), initial_loss_coefficients(settings))
+    settings = learner_settings(**(plain | keys))
+    rules = LossSettings(
+        settings, objective(settings.objective), SamplingDistribution(0.8), initial_loss_coefficients(settings)
+    )
     forcing = TeacherForcing(policy.model, policy.vocab_size, layout=settings.layout)
     return [
         micro_gradient(policy, forcing, policy.trainable(), micro, known, rules=rules, moment=Moment(0, 0.0))
@@ -187,11 +189,11 @@ def test_whoever_holds_the_parameters_never_sees_a_tracer() -> None:
     policy = tiny_policy()
     parameters, seen = policy.trainable(), []
     held = flat(parameters)
-    settings = LearnerSection(layout="padded")
+    settings = learner_settings(layout="padded")
 
-    def looking(logp_N: mx.array, tokens: Tokens, settings: LearnerSection) -> PolicyLoss:
+    def looking(logp_N: mx.array, tokens: Tokens, settings: Objective) -> PolicyLoss:
         seen.append(all(flat(parameters)[name] is array for name, array in held.items()))
-        return objective("grpo")(logp_N, tokens, settings)
+        return objective(settings)(logp_N, tokens, settings)
 
     rules = LossSettings(settings, looking, SamplingDistribution(1.0), initial_loss_coefficients(settings))
     micro, known = prepared(policy, random_groups(32), rules)[0]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from msgspec import convert
 
-from clotho.config.schema import ReplaySection
+from clotho.config.sections_training import BufferedReplay, NoReplay
 from clotho.training.replay import ReplayBuffer
 from protocols.rollout import ScoredGroup
 from protocols.step import TrainedGroup
@@ -22,9 +22,11 @@ def learned(group_id: int, advantage: float = 1.0) -> TrainedGroup:
     return TrainedGroup(scored=scored, advantages=(-2.0 * advantage, 0.0))
 
 
-def section(**settings: Any) -> ReplaySection:
+def section(**settings: Any) -> BufferedReplay:
     """Settings of a buffer with room for a hundred."""
-    return convert({"capacity": 100, **settings}, ReplaySection)
+    sampling = {"type": settings.pop("sampling", "uniform")}
+    sampling |= {name: settings.pop(name) for name in ("priority", "exponent") if name in settings}
+    return convert({"type": "buffer", "capacity": 100, "sampling": sampling, **settings}, BufferedReplay)
 
 
 def buffer(advantages: Sequence[float], *, seed: int = 0, **settings: Any) -> ReplayBuffer:
@@ -45,7 +47,7 @@ def test_it_holds_the_newest_up_to_its_capacity() -> None:
     kept = buffer([1.0] * 7, capacity=3, groups=5)
     assert [one.version for one in kept.groups()] == [5, 6, 7]
     assert ids(kept.draw(version=7, step=0)) == [4, 5, 6]
-    none = buffer([1.0] * 7, capacity=0)
+    none = ReplayBuffer(NoReplay(), seed=0, kept=kept.groups())
     assert (len(none), none.draw(version=7, step=0)) == (0, ())
 
 
@@ -94,7 +96,7 @@ def test_a_draw_depends_on_seed_and_step_and_not_on_the_draws_before(sampling: s
 def test_a_smaller_buffer_resumed_from_a_larger_one_keeps_the_newest() -> None:
     """The capacity is that of the settings, not of what was kept."""
     kept = buffer([1.0] * 6).groups()
-    resumed = ReplayBuffer(ReplaySection(capacity=2, max_age=1), seed=0, kept=kept)
+    resumed = ReplayBuffer(BufferedReplay(capacity=2, max_age=1), seed=0, kept=kept)
     assert resumed.groups() == kept[-2:]
     assert ids(resumed.draw(version=7, step=0)) == [5]
 

@@ -6,10 +6,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from msgspec import convert
 from msgspec.structs import replace
 
-from clotho.config.schema import LearnerSection, SamplingSection
+from clotho.config.schema import SamplingSection
 from clotho.models.parameters import flat
 from clotho.scoring.layouts.micro_batches import build_micro_batches
 from clotho.scoring.sequences import scored_only
@@ -17,20 +16,21 @@ from clotho.scoring.teacher_forcing import TeacherForcing, sampled_tokens_of
 from clotho.scoring.token_scores import SamplingDistribution
 from clotho.training.update import PolicyLearner, Update
 from protocols.rollout import ScoredGroup
+from tests.learner_settings import learner_settings
 from tests.training.learning import VOCAB, finish, random_groups, tiny_policy
 
 EVERYWHERE: dict[str, dict[str, Any]] = {
     "reference in the loss": {"kl_beta": 0.3, "reference": "snapshot"},
     "reference in the reward": {"kl_beta": 0.3, "reference": "snapshot", "kl_in": "reward"},
     "proximal policy": {"ratio_reference": "batch_start", "num_minibatches": 2, "correction": "truncate"},
-    "interpolated proximal policy": {"ratio_reference": "batch_start", "num_minibatches": 2, "proximal": "interpolate"},
+    "interpolated proximal policy": {"ratio_reference": "batch_start_interpolated", "num_minibatches": 2},
     "entropy": {"entropy_weight": 0.3},
 }
 
 
 def updated(groups: list[ScoredGroup], temperature: float, **keys: Any) -> Update:
     """The second update of a run at this temperature, when reference and policy differ."""
-    settings = convert({"learning_rate": 1e-2, "epsilon": 1e-3, "schedule": "constant"} | keys, LearnerSection)
+    settings = learner_settings(**({"learning_rate": 1e-2, "epsilon": 1e-3, "schedule": "constant"} | keys))
     sampling = SamplingSection(temperature=temperature)
     one = PolicyLearner(tiny_policy(), settings, sampling, steps=3, measure_update_kl=True)
     finish(one.update(groups))

@@ -8,6 +8,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from msgspec import convert
+from msgspec.structs import replace
 
 from clotho.config.schema import Profile
 from clotho.models.machine import random_state
@@ -16,6 +17,7 @@ from clotho.models.policy import Policy
 from clotho.training.update import PolicyLearner
 from clotho.training.warmup_step import DummyBatchSize, dummy_batch_size, run_warmup_step
 from protocols.errors import ModelError, ProfileError
+from tests.learner_settings import learner_settings
 from tests.training.learning import VOCAB, finish, random_groups, same_bits, tiny_policy
 
 CONTEXT = 128
@@ -30,9 +32,8 @@ def a_profile(*, sampling: dict[str, Any] | None = None, batch_size: int = 2, **
         "data": {"train": "problems.jsonl"},
         "rewards": [{"name": "exact", "correct": True}],
         "sampling": {"group_size": 2, "max_tokens": 8, **(sampling or {})},
-        "learner": {"batch_size": batch_size, **learner},
     }
-    return convert(tables, Profile)
+    return replace(convert(tables, Profile), learner=learner_settings(batch_size=batch_size, **learner))
 
 
 def a_learner(profile: Profile, policy: Policy) -> PolicyLearner:
@@ -90,7 +91,7 @@ def test_it_is_as_large_as_one_micro_batch_at_most(settings: dict[str, Any], siz
         {"sampling": {"top_k": 3}},
         {"sampling": {"top_k": 3}} | TEACHER | REFERENCE,
         {"num_minibatches": 2, "update_epochs": 2},
-        {"update_epochs": 2, "ratio_reference": "batch_start", "proximal": "interpolate", "correction": "truncate"},
+        {"update_epochs": 2, "ratio_reference": "batch_start_interpolated", "correction": "truncate"},
         {"mask_truncated": True, "optimizer": "muon"},
         {"layout": "packed"},
         {"layout": "padded", "objective": "gspo"},

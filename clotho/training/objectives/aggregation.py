@@ -51,7 +51,7 @@ def group_mean(lengths: Lengths, max_tokens: int) -> Coefficients:
 AGGREGATIONS: Mapping[str, Callable[[Lengths, int], Coefficients]] = MappingProxyType(
     {"token_mean": token_mean, "sequence_mean": sequence_mean, "token_sum": token_sum, "group_mean": group_mean}
 )
-"""`learner.loss_aggregation` -> aggregation(lengths, max_tokens)."""
+"""`learner.objective.loss_aggregation` -> aggregation(lengths, max_tokens)."""
 
 
 def coefficients(kind: str, lengths: Sequence[Sequence[int]], *, max_tokens: int) -> Coefficients:

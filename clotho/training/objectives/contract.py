@@ -8,17 +8,15 @@ own has the same form, `objective(logp_N, tokens, settings) -> PolicyLoss`, and 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mlx.core as mx
-
-from clotho.config.schema import LearnerSection
 
 
 class Tokens(NamedTuple):
     """The sampled tokens of a micro-batch; every array is (N,), float32 unless said otherwise, without gradient.
 
-    old_logp_N: log-probability under the policy that the ratio is against (`learner.ratio_reference`), natural log.
+    old_logp_N: log-probability under the policy that the ratio is against (`learner.objective.ratio_reference`), natural log.
     rollout_logp_N: under the sampler, as recorded when the token was sampled.
     advantage_N: of the token; the same for all tokens of a completion, unless the environment gave them token by token.
     weight_N: 1 for tokens that are learned from, 0 for others and for padding.
@@ -56,5 +54,5 @@ class PolicyLoss(NamedTuple):
     clipped_N: mx.array
 
 
-Objective = Callable[[mx.array, Tokens, LearnerSection], PolicyLoss]
+Objective = Callable[[mx.array, Tokens, Any], PolicyLoss]
 """objective(log pi with gradient (N,), tokens, settings) -> PolicyLoss."""

@@ -5,6 +5,13 @@ from __future__ import annotations
 import math
 
 from clotho.config.schema import LearnerSection
+from clotho.config.sections_training import (
+    AdaptiveCoefficient,
+    AdaptiveEntropyBonus,
+    FixedEntropyBonus,
+    KLPenalty,
+    NoEntropyBonus,
+)
 from clotho.training.objectives.loss import LossCoefficients
 
 LARGEST_ERROR = 0.2
@@ -13,7 +20,11 @@ LARGEST_ERROR = 0.2
 
 def initial_loss_coefficients(settings: LearnerSection) -> LossCoefficients:
     """Weights of the first update: those of the profile."""
-    return LossCoefficients(settings.kl_beta, settings.entropy_weight)
+    penalty, bonus = settings.kl_penalty, settings.entropy_bonus
+    return LossCoefficients(
+        penalty.coef if isinstance(penalty, KLPenalty) else 0.0,
+        0.0 if isinstance(bonus, NoEntropyBonus) else bonus.coef,
+    )
 
 
 def next_loss_coefficients(
@@ -34,10 +45,15 @@ def next_kl_beta(beta: float, kl: float, settings: LearnerSection) -> float:
 
     beta <- beta (1 + e / kl_horizon), e = clip(kl / kl_target - 1, -0.2, 0.2). The paper: horizon 10.
     """
-    if settings.kl_target == 0 or not math.isfinite(kl):
+    penalty = settings.kl_penalty
+    if (
+        not isinstance(penalty, KLPenalty)
+        or not isinstance(penalty.control, AdaptiveCoefficient)
+        or not math.isfinite(kl)
+    ):
         return beta
-    error = min(max(kl / settings.kl_target - 1.0, -LARGEST_ERROR), LARGEST_ERROR)
-    return beta * (1.0 + error / settings.kl_horizon)
+    error = min(max(kl / penalty.control.target - 1.0, -LARGEST_ERROR), LARGEST_ERROR)
+    return beta * (1.0 + error / penalty.control.horizon)
 
 
 def next_entropy_weight(weight: float, entropy: float, settings: LearnerSection) -> float:
@@ -47,9 +63,9 @@ def next_entropy_weight(weight: float, entropy: float, settings: LearnerSection)
     Skywork-OR1 (arXiv:2505.22312). Departure: the bonus stays on while it is being lowered; the paper switches it off
     above the target. Without: weight <- weight entropy_decay.
     """
-    if settings.entropy_target == 0:
-        return weight * settings.entropy_decay
-    if not math.isfinite(entropy):
+    bonus = settings.entropy_bonus
+    if isinstance(bonus, FixedEntropyBonus):
+        return weight * bonus.decay
+    if not isinstance(bonus, AdaptiveEntropyBonus) or not math.isfinite(entropy):
         return weight
-    step = settings.entropy_step if entropy < settings.entropy_target else -settings.entropy_step
-    return max(0.0, weight + step)
+    return max(0.0, weight + (bonus.step if entropy < bonus.target else -bonus.step))

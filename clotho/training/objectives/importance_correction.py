@@ -2,7 +2,7 @@
 
 Importance weights make the tokens of one policy speak for another; truncated, masked or rejected they do so with
 bounded variance. They carry no gradient, and never multiply a ratio that is against the sampler already
-(`learner.ratio_reference = "sampler"`), which would count the same disagreement twice. The denominators of the aggregation are
+(`learner.objective.ratio_reference = "sampler"`), which would count the same disagreement twice. The denominators of the aggregation are
 those before any rejection: what is left is not inflated. Tokens of weight 0 are in no sum and no mean.
 
 The proximal policy without a pass of its own: between sampler and learner, by versions.
@@ -16,15 +16,19 @@ from types import MappingProxyType
 
 import mlx.core as mx
 
-from clotho.config.schema import LearnerSection
+from clotho.config.objectives import (
+    BoundedCorrection,
+    MaskCorrection,
+    ObjectiveSettings,
+    RatioObjective,
+    RejectGeometricCorrection,
+    RejectSequenceCorrection,
+    TruncateCorrection,
+    TruncateSequenceCorrection,
+)
 from clotho.training.objectives.contract import Tokens
 
 Correction = Callable[[mx.array, Tokens, float, float], mx.array]
-
-
-def none(log_ratio_N: mx.array, tokens: Tokens, low: float, high: float) -> mx.array:
-    """Weigh every token 1."""
-    return mx.ones_like(log_ratio_N)
 
 
 def truncate(log_ratio_N: mx.array, tokens: Tokens, low: float, high: float) -> mx.array:
@@ -66,17 +70,16 @@ def reject_geometric(log_ratio_N: mx.array, tokens: Tokens, low: float, high: fl
     return tokens.spread_N(_inside(mx.exp(tokens.mean_B(log_ratio_N)), low, high))
 
 
-CORRECTIONS: Mapping[str, Correction] = MappingProxyType(
+CORRECTIONS: Mapping[type[BoundedCorrection], Correction] = MappingProxyType(
     {
-        "none": none,
-        "truncate": truncate,
-        "mask": mask,
-        "truncate_sequence": truncate_sequence,
-        "reject_sequence": reject_sequence,
-        "reject_geometric": reject_geometric,
+        TruncateCorrection: truncate,
+        MaskCorrection: mask,
+        TruncateSequenceCorrection: truncate_sequence,
+        RejectSequenceCorrection: reject_sequence,
+        RejectGeometricCorrection: reject_geometric,
     }
 )
-"""`learner.correction` -> correction(log w, tokens, low, high), (N,) -> (N,)."""
+"""Struct of the correction -> correction(log w, tokens, low, high), (N,) -> (N,)."""
 
 
 def without_outliers(log_ratio_N: mx.array, tokens: Tokens, low: float, high: float) -> mx.array:
@@ -101,14 +104,18 @@ def off_policy_mask(learner_N: mx.array, tokens: Tokens, delta: float) -> mx.arr
     return tokens.spread_N((~dropped_B).astype(mx.float32))
 
 
-def correction_weights(learner_N: mx.array, proximal_N: mx.array, tokens: Tokens, settings: LearnerSection) -> mx.array:
+def correction_weights(
+    learner_N: mx.array, proximal_N: mx.array, tokens: Tokens, settings: ObjectiveSettings
+) -> mx.array:
     """Product of the chosen correction and of the masks that are on: (N,), without gradient.
 
     learner_N: log-probabilities under the policy as it stands; proximal_N: at the start of the batch.
     """
     log_ratio_N = mx.stop_gradient(proximal_N) - tokens.rollout_logp_N
-    correct = CORRECTIONS[settings.correction]
-    weight_N = correct(log_ratio_N, tokens, settings.correction_low, settings.correction_high)
+    weight_N = mx.ones_like(log_ratio_N)
+    if isinstance(settings, RatioObjective) and isinstance(settings.importance_correction, BoundedCorrection):
+        correction = settings.importance_correction
+        weight_N = CORRECTIONS[type(correction)](log_ratio_N, tokens, correction.low, correction.high)
     if settings.outlier_low > 0 or settings.outlier_high > 0:
         moved_N = learner_N - tokens.rollout_logp_N
         weight_N = weight_N * without_outliers(moved_N, tokens, settings.outlier_low, settings.outlier_high)

@@ -51,7 +51,7 @@ def absolute(logp_N: mx.array, reference_N: mx.array) -> mx.array:
 
 
 ESTIMATORS: Mapping[str, Estimator] = MappingProxyType({"k1": k1, "k2": k2, "k3": k3, "abs": absolute})
-"""`learner.kl_estimator` -> estimator(log pi, log pi_ref)."""
+"""`learner.kl_penalty.estimator` -> estimator(log pi, log pi_ref)."""
 
 
 def ratio_weighted(estimate_N: mx.array, logp_N: mx.array, rollout_logp_N: mx.array) -> mx.array:

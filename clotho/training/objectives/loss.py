@@ -10,7 +10,9 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
+from clotho.config.objectives import NoCorrection, ObjectiveSettings, RatioObjective
 from clotho.config.schema import LearnerSection
+from clotho.config.sections_training import KLPenalty, LossKLPenalty
 from clotho.training.objectives.contract import Objective, Tokens
 from clotho.training.objectives.importance_correction import correction_weights
 from clotho.training.objectives.kl import ESTIMATORS, bounded_log_ratio, k3, ratio_weighted
@@ -68,16 +70,19 @@ def policy_loss(
     that the policy drew: GKD (arXiv:2306.13649).
     Raises ValueError for a correction of a ratio that is against the sampler already.
     """
-    if settings.ratio_reference == "sampler" and settings.correction != "none":
-        raise ValueError(
-            f"correction {settings.correction!r} needs ratio_reference = 'batch_start': it would count twice"
-        )
-    tokens = _tokens(logp_N, inputs, settings)
-    taught = objective(logp_N, tokens, settings)
-    correction_N = correction_weights(logp_N, tokens.old_logp_N, tokens, settings)
+    chosen = settings.objective
+    if (
+        isinstance(chosen, RatioObjective)
+        and chosen.ratio_reference == "sampler"
+        and not isinstance(chosen.importance_correction, NoCorrection)
+    ):
+        raise ValueError("an importance correction needs ratio_reference = 'batch_start': it would count twice")
+    tokens = _tokens(logp_N, inputs, chosen)
+    taught = objective(logp_N, tokens, chosen)
+    correction_N = correction_weights(logp_N, tokens.old_logp_N, tokens, chosen)
     loss_N = correction_N * taught.loss_N
     kl_N = _penalty(logp_N, inputs, settings)
-    if loss_coefficients.kl_beta > 0 and settings.kl_in == "loss":
+    if loss_coefficients.kl_beta > 0 and isinstance(settings.kl_penalty, LossKLPenalty):
         loss_N = loss_N + loss_coefficients.kl_beta * kl_N
     if loss_coefficients.entropy_weight > 0:
         loss_N = loss_N - loss_coefficients.entropy_weight * entropy_N
@@ -104,9 +109,9 @@ def _sum_and_count(value_N: mx.array, mask_N: mx.array) -> mx.array:
     return mx.stop_gradient(mx.stack([mx.sum(mask_N * value_N), mx.sum(mask_N)]))
 
 
-def _tokens(logp_N: mx.array, inputs: LossInputs, settings: LearnerSection) -> Tokens:
+def _tokens(logp_N: mx.array, inputs: LossInputs, settings: ObjectiveSettings) -> Tokens:
     old_logp_N = inputs.rollout_logp_N
-    if settings.ratio_reference == "batch_start":
+    if isinstance(settings, RatioObjective) and settings.ratio_reference != "sampler":
         old_logp_N = mx.stop_gradient(logp_N) if inputs.proximal_N is None else inputs.proximal_N
     return Tokens(
         old_logp_N=old_logp_N,
@@ -120,7 +125,9 @@ def _tokens(logp_N: mx.array, inputs: LossInputs, settings: LearnerSection) -> T
 
 def _penalty(logp_N: mx.array, inputs: LossInputs, settings: LearnerSection) -> mx.array:
     """Estimate of KL(policy || reference), (N,) nats; 0 without a reference."""
-    if inputs.reference_N is None:
+    penalty = settings.kl_penalty
+    if inputs.reference_N is None or not isinstance(penalty, KLPenalty):
         return mx.zeros_like(logp_N)
-    kl_N = ESTIMATORS[settings.kl_estimator](logp_N, inputs.reference_N)
-    return ratio_weighted(kl_N, logp_N, inputs.rollout_logp_N) if settings.kl_unbiased else kl_N
+    kl_N = ESTIMATORS[penalty.estimator](logp_N, inputs.reference_N)
+    weighted = isinstance(penalty, LossKLPenalty) and penalty.importance_weighted
+    return ratio_weighted(kl_N, logp_N, inputs.rollout_logp_N) if weighted else kl_N

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from clotho.config.schema import LearnerSection
-from clotho.training.objectives.contract import PolicyLoss, Tokens
+from clotho.config.objectives import Gspo, GspoToken, ObjectiveSettings, Rloo
+from clotho.training.objectives.contract import Objective, PolicyLoss, Tokens
 from clotho.training.objectives.kl import MAX_LOG_RATIO
 from clotho.training.objectives.token_level import clipped
 
@@ -16,7 +16,7 @@ MAX_TOKEN_LOG_RATIO = 10.0
 """`gspo_token` holds its log-ratio to at most so many nats, as verl does."""
 
 
-def gspo(logp_N: mx.array, tokens: Tokens, settings: LearnerSection) -> PolicyLoss:
+def gspo(logp_N: mx.array, tokens: Tokens, settings: Gspo) -> PolicyLoss:
     """Group Sequence Policy Optimization (arXiv:2507.18071): the unit of reward is the unit of the ratio.
 
     s_i = exp(1/|y_i| sum_t log pi(t) / anchor(t)), L_t = -min(s_i A_t, clip(s_i) A_t): the sequence's geometric mean
@@ -27,7 +27,7 @@ def gspo(logp_N: mx.array, tokens: Tokens, settings: LearnerSection) -> PolicyLo
     return clipped(_ratio(log_ratio_B, tokens), tokens.advantage_N, settings)
 
 
-def gspo_token(logp_N: mx.array, tokens: Tokens, settings: LearnerSection) -> PolicyLoss:
+def gspo_token(logp_N: mx.array, tokens: Tokens, settings: GspoToken) -> PolicyLoss:
     """Token form of GSPO (arXiv:2507.18071), GSPO-token, for advantages that differ from token to token.
 
     s_t = sg(s_i) pi(t) / sg(pi(t)), in value the ratio of the sequence, with the gradient of the token alone.
@@ -39,7 +39,7 @@ def gspo_token(logp_N: mx.array, tokens: Tokens, settings: LearnerSection) -> Po
     return clipped(mx.exp(mx.clip(log_ratio_N, -MAX_LOG_RATIO, MAX_TOKEN_LOG_RATIO)), tokens.advantage_N, settings)
 
 
-def rloo(logp_N: mx.array, tokens: Tokens, settings: LearnerSection) -> PolicyLoss:
+def rloo(logp_N: mx.array, tokens: Tokens, settings: Rloo) -> PolicyLoss:
     """REINFORCE Leave-One-Out (arXiv:2402.14740), where the whole completion is one action.
 
     r_i = exp(sum_t log pi(t) / anchor(t)), L_t = -min(r_i A_t, clip(r_i) A_t). At r = 1, for constant advantages, the
@@ -53,3 +53,7 @@ def rloo(logp_N: mx.array, tokens: Tokens, settings: LearnerSection) -> PolicyLo
 
 def _ratio(log_ratio_B: mx.array, tokens: Tokens) -> mx.array:
     return tokens.spread_N(mx.exp(mx.clip(log_ratio_B, -MAX_LOG_RATIO, MAX_LOG_RATIO)))
+
+
+OBJECTIVES: dict[type[ObjectiveSettings], Objective] = {Gspo: gspo, GspoToken: gspo_token, Rloo: rloo}
+"""The objective function of each struct."""

@@ -20,12 +20,25 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from clotho.config.schema import LearnerSection
-from clotho.training.objectives.contract import PolicyLoss, Tokens
+from clotho.config.objectives import (
+    Bnpo,
+    Cispo,
+    ClippedObjective,
+    Dapo,
+    DppoTv,
+    DrGrpo,
+    Grpo,
+    ObjectiveSettings,
+    PpoDecoupled,
+    Reinforce,
+    ReinforcePlusPlus,
+    Sapo,
+)
+from clotho.training.objectives.contract import Objective, PolicyLoss, Tokens
 from clotho.training.objectives.kl import bounded_log_ratio
 
 
-def clipped(ratio_N: mx.array, advantage_N: mx.array, settings: LearnerSection) -> PolicyLoss:
+def clipped(ratio_N: mx.array, advantage_N: mx.array, settings: ClippedObjective) -> PolicyLoss:
     """Bound the gain of moving away from the policy that the ratio is against.
 
     L_t = -min(r_t A_t, clip(r_t, 1 - clip_low, 1 + clip_high) A_t)
@@ -43,7 +56,7 @@ def clipped(ratio_N: mx.array, advantage_N: mx.array, settings: LearnerSection) 
     return PolicyLoss(-gain_N, clipped_N)
 
 
-def clipped_surrogate(logp_N: mx.array, tokens: Tokens, settings: LearnerSection) -> PolicyLoss:
+def clipped_surrogate(logp_N: mx.array, tokens: Tokens, settings: ClippedObjective) -> PolicyLoss:
     """`clipped` with the ratio of each token by itself, r_t = pi(t) / anchor(t).
 
     At r = 1 the gradient of the loss is that of -A log pi (REINFORCE).
@@ -51,7 +64,7 @@ def clipped_surrogate(logp_N: mx.array, tokens: Tokens, settings: LearnerSection
     return clipped(mx.exp(bounded_log_ratio(logp_N, tokens.old_logp_N)), tokens.advantage_N, settings)
 
 
-def grpo(logp_N: mx.array, tokens: Tokens, settings: LearnerSection) -> PolicyLoss:
+def grpo(logp_N: mx.array, tokens: Tokens, settings: Grpo) -> PolicyLoss:
     """Group Relative Policy Optimization, DeepSeekMath (arXiv:2402.03300), equation 3.
 
     The recipe makes the rest of it: rewards centred and scaled by their group, the mean over sequences of the mean
@@ -61,7 +74,7 @@ def grpo(logp_N: mx.array, tokens: Tokens, settings: LearnerSection) -> PolicyLo
     return clipped_surrogate(logp_N, tokens, settings)
 
 
-def dr_grpo(logp_N: mx.array, tokens: Tokens, settings: LearnerSection) -> PolicyLoss:
+def dr_grpo(logp_N: mx.array, tokens: Tokens, settings: DrGrpo) -> PolicyLoss:
     """GRPO Done Right (arXiv:2503.20783): without the two divisions that bias GRPO.
 
     The recipe: rewards are centred but not scaled, so that easy and hard questions weigh the same; and token losses are
@@ -70,7 +83,7 @@ def dr_grpo(logp_N: mx.array, tokens: Tokens, settings: LearnerSection) -> Polic
     return clipped_surrogate(logp_N, tokens, settings)
 
 
-def bnpo(logp_N: mx.array, tokens: Tokens, settings: LearnerSection) -> PolicyLoss:
+def bnpo(logp_N: mx.array, tokens: Tokens, settings: Bnpo) -> PolicyLoss:
     """GRPO normalised by the tokens of the batch: the loss type `bnpo` of TRL.
 
     The recipe: GRPO's advantage, and the mean over all tokens. Departure: TRL divides by the tokens of the local
@@ -80,7 +93,7 @@ def bnpo(logp_N: mx.array, tokens: Tokens, settings: LearnerSection) -> PolicyLo
     return clipped_surrogate(logp_N, tokens, settings)
 
 
-def dapo(logp_N: mx.array, tokens: Tokens, settings: LearnerSection) -> PolicyLoss:
+def dapo(logp_N: mx.array, tokens: Tokens, settings: Dapo) -> PolicyLoss:
     """Decoupled Clip and Dynamic Sampling Policy Optimization (arXiv:2503.14476).
 
     The recipe: clip-higher (section 3.1: 0.2 and 0.28), dynamic sampling (3.2), the mean over all tokens of the batch
@@ -90,7 +103,7 @@ def dapo(logp_N: mx.array, tokens: Tokens, settings: LearnerSection) -> PolicyLo
     return clipped_surrogate(logp_N, tokens, settings)
 
 
-def reinforce_plus_plus(logp_N: mx.array, tokens: Tokens, settings: LearnerSection) -> PolicyLoss:
+def reinforce_plus_plus(logp_N: mx.array, tokens: Tokens, settings: ReinforcePlusPlus) -> PolicyLoss:
     """REINFORCE++ with baseline (arXiv:2501.03262): advantages normalised over the batch instead of the group.
 
     The recipe: rewards centred by their group and then divided by the deviation over the batch, the mean over all
@@ -100,7 +113,7 @@ def reinforce_plus_plus(logp_N: mx.array, tokens: Tokens, settings: LearnerSecti
     return clipped_surrogate(logp_N, tokens, settings)
 
 
-def ppo_decoupled(logp_N: mx.array, tokens: Tokens, settings: LearnerSection) -> PolicyLoss:
+def ppo_decoupled(logp_N: mx.array, tokens: Tokens, settings: PpoDecoupled) -> PolicyLoss:
     """Decoupled PPO: the clip is around a recent policy, and the sampler's age is corrected for by a weight.
 
     L_t = -w_t min(u_t A_t, clip(u_t) A_t), u = pi / pi_prox, w = pi_prox / mu: AReaL (arXiv:2505.24298) after
@@ -111,7 +124,7 @@ def ppo_decoupled(logp_N: mx.array, tokens: Tokens, settings: LearnerSection) ->
     return clipped_surrogate(logp_N, tokens, settings)
 
 
-def reinforce(logp_N: mx.array, tokens: Tokens, settings: LearnerSection) -> PolicyLoss:
+def reinforce(logp_N: mx.array, tokens: Tokens, settings: Reinforce) -> PolicyLoss:
     """The policy gradient, L_t = -A_t log pi(t): Williams, "Simple statistical gradient-following algorithms" (1992).
 
     There is no ratio. Samples of another policy are what a correction is for: the recipe brings `ratio_reference = "batch_start"`
@@ -120,7 +133,7 @@ def reinforce(logp_N: mx.array, tokens: Tokens, settings: LearnerSection) -> Pol
     return PolicyLoss(-tokens.advantage_N * logp_N, mx.zeros_like(logp_N))
 
 
-def cispo(logp_N: mx.array, tokens: Tokens, settings: LearnerSection) -> PolicyLoss:
+def cispo(logp_N: mx.array, tokens: Tokens, settings: Cispo) -> PolicyLoss:
     """Clipped IS-weight Policy Optimization, MiniMax-M1 (arXiv:2506.13585): bound the weight, not the gain.
 
     L_t = -sg(clip(r_t, 1 - clip_low, 1 + clip_high)) A_t log pi(t). Rare tokens that the update moves far keep their
@@ -133,7 +146,7 @@ def cispo(logp_N: mx.array, tokens: Tokens, settings: LearnerSection) -> PolicyL
     return PolicyLoss(-weight_N * tokens.advantage_N * logp_N, weight_N != ratio_N)
 
 
-def sapo(logp_N: mx.array, tokens: Tokens, settings: LearnerSection) -> PolicyLoss:
+def sapo(logp_N: mx.array, tokens: Tokens, settings: Sapo) -> PolicyLoss:
     """Soft Adaptive Policy Optimization (arXiv:2511.20347): a sigmoid in the place of the clip.
 
     L_t = -(4 / tau) sigmoid(tau (r_t - 1)) A_t, tau = sapo_tau_pos where A > 0, else sapo_tau_neg. The gradient is
@@ -147,7 +160,7 @@ def sapo(logp_N: mx.array, tokens: Tokens, settings: LearnerSection) -> PolicyLo
     return PolicyLoss(-gate_N * tokens.advantage_N, mx.zeros_like(logp_N))
 
 
-def dppo_tv(logp_N: mx.array, tokens: Tokens, settings: LearnerSection) -> PolicyLoss:
+def dppo_tv(logp_N: mx.array, tokens: Tokens, settings: DppoTv) -> PolicyLoss:
     """Divergence PPO (arXiv:2602.04879) with the binary total variation: the trust region is in probabilities.
 
     L_t = -k_t A_t r_t + quadratic_kl (log r_t)^2, r_t = pi(t) / mu(t), mu the sampler. k_t = 0 where the token has
@@ -164,3 +177,18 @@ def dppo_tv(logp_N: mx.array, tokens: Tokens, settings: LearnerSection) -> Polic
     masked_N = rose_N | fell_N
     gain_N = mx.where(masked_N, 0.0, tokens.advantage_N * mx.exp(log_ratio_N))
     return PolicyLoss(settings.quadratic_kl * mx.square(log_ratio_N) - gain_N, masked_N)
+
+
+OBJECTIVES: dict[type[ObjectiveSettings], Objective] = {
+    Grpo: grpo,
+    DrGrpo: dr_grpo,
+    Bnpo: bnpo,
+    Dapo: dapo,
+    ReinforcePlusPlus: reinforce_plus_plus,
+    PpoDecoupled: ppo_decoupled,
+    Reinforce: reinforce,
+    Cispo: cispo,
+    Sapo: sapo,
+    DppoTv: dppo_tv,
+}
+"""The objective function of each struct."""

@@ -8,13 +8,13 @@ from typing import Any, NamedTuple, cast
 import mlx.core as mx
 import numpy as np
 
-from clotho.config.schema import PolicySection
 from clotho.models.parameters import Parameters, flat, nested
 from clotho.models.policy import Policy
 from clotho.scoring.head_scores import SamplingDistribution, TokenScores, token_scores
 from clotho.scoring.layouts.micro_batches import build_micro_batches
 from clotho.scoring.sequences import TrainingSequence
 from clotho.scoring.teacher_forcing import TeacherForcing
+from tests.learner_settings import policy_settings
 from tests.small_models import tiny
 
 VOCAB = 64
@@ -52,7 +52,7 @@ def random_sequences(shapes: Shapes, *, seed: int = 0) -> list[TrainingSequence]
 
 def policy_of(architecture: str, *, kind: str = "lora", **section: Any) -> Policy:
     """A tiny model with an adapter that has moved, or with all weights trained."""
-    settings = PolicySection(**{"kind": kind, "rank": 2, "scale": 2.0, **section})
+    settings = policy_settings(**{"kind": kind, "rank": 2, "scale": 2.0, **section})
     config = {"model_type": architecture, "vocab_size": VOCAB}
     policy = Policy(
         tiny(architecture, vocab_size=VOCAB), cast(Any, None), settings, config=config, seed=0, keep_reference=False

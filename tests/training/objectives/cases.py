@@ -78,8 +78,8 @@ def teach(
 ) -> Taught:
     """Loss of every token, and the gradient of their sum, each times its coefficient (1 unless said)."""
     share_N = tokens.weight_N if loss_weight_N is None else tokens.weight_N * row(loss_weight_N)
-    result = objective(logp_N, tokens, settings)
-    gradient_N = mx.grad(lambda logp_N: mx.sum(share_N * objective(logp_N, tokens, settings).loss_N))(logp_N)
+    result = objective(logp_N, tokens, settings.objective)
+    gradient_N = mx.grad(lambda logp_N: mx.sum(share_N * objective(logp_N, tokens, settings.objective).loss_N))(logp_N)
     return Taught(
         np.array(result.loss_N, dtype=np.float64),
         np.array(gradient_N, dtype=np.float64),

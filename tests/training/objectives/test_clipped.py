@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from msgspec.structs import replace
 
-from clotho.config.schema import LearnerSection
 from clotho.training.objectives.contract import Objective
 from clotho.training.objectives.token_level import (
     bnpo,
@@ -17,9 +15,10 @@ from clotho.training.objectives.token_level import (
     ppo_decoupled,
     reinforce_plus_plus,
 )
+from tests.learner_settings import learner_settings
 from tests.training.objectives.cases import at_ratio, random_tokens, row, teach, tokens
 
-SETTINGS = LearnerSection(clip_low=0.2, clip_high=0.28)
+SETTINGS = learner_settings(clip_low=0.2, clip_high=0.28)
 SHARED = [grpo, dr_grpo, bnpo, dapo, reinforce_plus_plus, ppo_decoupled]
 
 
@@ -53,7 +52,10 @@ def test_dual_clip_bounds_the_loss_of_bad_tokens_that_became_likelier() -> None:
     A = +2 is never touched: at r = 1/10 the loss is -0.2, slope -0.2.
     """
     taught = teach(
-        clipped_surrogate, at_ratio([5.0, 2.0, 0.1]), tokens([-2.0, -2.0, 2.0]), replace(SETTINGS, dual_clip=3.0)
+        clipped_surrogate,
+        at_ratio([5.0, 2.0, 0.1]),
+        tokens([-2.0, -2.0, 2.0]),
+        learner_settings(clip_low=0.2, clip_high=0.28, dual_clip=3.0),
     )
     np.testing.assert_allclose(taught.loss_N, [6.0, 4.0, -0.2], rtol=1e-6)
     np.testing.assert_allclose(taught.gradient_N, [0.0, 4.0, -0.2], rtol=1e-6)
@@ -64,7 +66,7 @@ def test_dual_clip_out_of_reach_is_no_dual_clip() -> None:
     """Ratios stay below 1000, so c = 1000 changes nothing."""
     logp_N, seen = random_tokens(40)
     plain = teach(clipped_surrogate, logp_N, seen, SETTINGS)
-    far = teach(clipped_surrogate, logp_N, seen, replace(SETTINGS, dual_clip=1000.0))
+    far = teach(clipped_surrogate, logp_N, seen, learner_settings(clip_low=0.2, clip_high=0.28, dual_clip=1000.0))
     assert plain.clipped_N.any()
     for one, other in zip(plain, far, strict=True):
         np.testing.assert_array_equal(one, other)

@@ -9,14 +9,18 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from clotho.config.schema import LearnerSection
+from clotho.config.objectives import RejectGeometricCorrection, RejectSequenceCorrection
 from clotho.training.objectives.importance_correction import (
     CORRECTIONS,
     correction_weights,
     off_policy_mask,
     without_outliers,
 )
+from tests.learner_settings import learner_settings
 from tests.training.objectives.cases import random_tokens, row, tokens
+
+NAMED = {str(struct.__struct_config__.tag): struct for struct in CORRECTIONS}
+"""The structs of the corrections, by type."""
 
 RATIOS = [3.0, 0.5, 1.1, 0.2, 9.0]
 """proximal / sampler: three tokens of completion 0, two of completion 1; the last is not learned."""
@@ -26,7 +30,6 @@ SEEN = tokens([1.0] * 5, weight_N=[1, 1, 1, 1, 0], sequence_N=[0, 0, 0, 1, 1])
 @pytest.mark.parametrize(
     ("name", "low", "high", "weights"),
     [
-        ("none", 0.0, 2.0, [1, 1, 1, 1]),
         ("truncate", 0.3, 2.0, [2, 0.5, 1.1, 0.3]),
         ("mask", 0.5, 2.0, [0, 0.5, 1.1, 0]),
         ("mask", 0.0, 2.0, [0, 0.5, 1.1, 0.2]),
@@ -44,21 +47,21 @@ def test_corrections_by_hand(name: str, low: float, high: float, weights: list[f
     The 9 is not learned, hence in no product. truncate: clip to [low, high]. mask: 0 outside. By completion: all tokens
     get the truncated product, or 1 or 0.
     """
-    weight_N = np.array(CORRECTIONS[name](row(np.log(RATIOS)), SEEN, low, high))
+    weight_N = np.array(CORRECTIONS[NAMED[name]](row(np.log(RATIOS)), SEEN, low, high))
     np.testing.assert_allclose(weight_N[:4], weights, rtol=1e-5)
 
 
 @pytest.mark.parametrize(("low", "high"), [(0.5, 2.0), (0.99, 1.01), (0.0, 1.5)])
-@pytest.mark.parametrize("name", list(CORRECTIONS))
+@pytest.mark.parametrize("name", list(NAMED))
 def test_where_sampler_and_learner_agree_every_weight_is_one(name: str, low: float, high: float) -> None:
     """Every correction with bounds on both sides of 1 does nothing there."""
-    assert np.array(CORRECTIONS[name](mx.zeros(5), SEEN, low, high)).tolist() == [1.0] * 5
+    assert np.array(CORRECTIONS[NAMED[name]](mx.zeros(5), SEEN, low, high)).tolist() == [1.0] * 5
 
 
-@pytest.mark.parametrize("name", list(CORRECTIONS))
+@pytest.mark.parametrize("name", list(NAMED))
 def test_weights_are_finite_and_bounded_whatever_the_mismatch(name: str) -> None:
     """Log-ratios of plus and minus 500 nats; nothing above the upper bound."""
-    weight_N = np.array(CORRECTIONS[name](row([500.0, 1.0, 1.0, -500.0, 0.0]), SEEN, 0.0, 2.0))
+    weight_N = np.array(CORRECTIONS[NAMED[name]](row([500.0, 1.0, 1.0, -500.0, 0.0]), SEEN, 0.0, 2.0))
     assert ((weight_N >= 0) & (weight_N <= 2.0)).all()
 
 
@@ -90,24 +93,24 @@ def test_a_correction_and_the_masks_that_are_on_multiply() -> None:
     """truncate gives 2, 0.5, 1.1 and 0.2; the learner, at ratio 5 on token 3, makes completion 1 an outlier above 4."""
     rollout_logp_N = np.full(5, -2.0)
     seen = SEEN._replace(rollout_logp_N=row(rollout_logp_N))
-    settings = LearnerSection(
+    settings = learner_settings(
         ratio_reference="batch_start", correction="truncate", correction_high=2.0, outlier_high=4.0
     )
     learner_N = row(rollout_logp_N + np.log([3.0, 0.5, 1.1, 5.0, 1.0]))
-    weight_N = np.array(correction_weights(learner_N, row(rollout_logp_N + np.log(RATIOS)), seen, settings))
+    weight_N = np.array(correction_weights(learner_N, row(rollout_logp_N + np.log(RATIOS)), seen, settings.objective))
     np.testing.assert_allclose(weight_N, [2.0, 0.5, 1.1, 0.0, 0.0], rtol=1e-5)
 
 
 @pytest.mark.parametrize(
     "keys",
-    [*({"correction": name} for name in CORRECTIONS), {"outlier_high": 1.2}, {"off_policy_mask": 0.01}],
+    [*({"correction": name} for name in NAMED), {"outlier_high": 1.2}, {"off_policy_mask": 0.01}],
     ids=str,
 )
 def test_weights_carry_no_gradient(keys: dict[str, Any]) -> None:
     """Neither through the learner nor through the proximal policy, should that be the learner itself."""
     logp_N, seen = random_tokens(20)
-    settings = LearnerSection(ratio_reference="batch_start", **keys)
-    gradient_N = mx.grad(lambda logp_N: mx.sum(correction_weights(logp_N, logp_N, seen, settings)))(logp_N)
+    settings = learner_settings(ratio_reference="batch_start", **keys)
+    gradient_N = mx.grad(lambda logp_N: mx.sum(correction_weights(logp_N, logp_N, seen, settings.objective)))(logp_N)
     assert np.array(gradient_N).tolist() == [0.0] * 20
 
 
@@ -115,5 +118,5 @@ def test_the_geometric_mean_does_not_grow_with_length() -> None:
     """Tokens of ratio 1.01 each: over 100 of them the product is 2.7 and rejected above 2, the mean stays 1.01."""
     seen = tokens([1.0] * 100)
     log_ratio_N = row([math.log(1.01)] * 100)
-    assert np.array(CORRECTIONS["reject_sequence"](log_ratio_N, seen, 0.0, 2.0)).max() == 0.0
-    assert np.array(CORRECTIONS["reject_geometric"](log_ratio_N, seen, 0.0, 1.02)).min() == 1.0
+    assert np.array(CORRECTIONS[RejectSequenceCorrection](log_ratio_N, seen, 0.0, 2.0)).max() == 0.0
+    assert np.array(CORRECTIONS[RejectGeometricCorrection](log_ratio_N, seen, 0.0, 1.02)).min() == 1.0

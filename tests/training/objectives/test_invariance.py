@@ -7,14 +7,13 @@ from collections.abc import Sequence
 import mlx.core as mx
 import numpy as np
 import pytest
-from msgspec import convert
 from numpy.typing import NDArray
 
-from clotho.config import presets as recipes
-from clotho.config.schema import LearnerSection
 from clotho.training.objectives.aggregation import coefficients
-from clotho.training.objectives.loss import LossCoefficients, LossInputs, policy_loss
-from clotho.training.objectives.registry import OBJECTIVES
+from clotho.training.objectives.controllers import initial_loss_coefficients
+from clotho.training.objectives.loss import LossInputs, policy_loss
+from clotho.training.objectives.registry import objective
+from tests.learner_settings import OBJECTIVES, learner_settings, short_names
 from tests.training.objectives.cases import row
 
 LENGTHS = [[3, 5], [1, 4, 2], [6, 3]]
@@ -29,8 +28,8 @@ class Batch:
         rng = np.random.default_rng(5)
         N = sum(COMPLETIONS)
         keys = {"entropy_weight": 0.01, "kl_beta": 0.1, "outlier_high": 1.6, "off_policy_mask": 0.1}
-        self.settings = convert(recipes.recommended(name, **keys), LearnerSection)
-        self.objective = OBJECTIVES[name]
+        self.settings = learner_settings(objective=name, **keys)
+        self.objective = objective(self.settings.objective)
         self.sequence_N = np.repeat(np.arange(7), COMPLETIONS)
         self.logp_N = -np.abs(rng.normal(size=N)) - 0.3
         self.rollout_logp_N = self.logp_N + 0.3 * rng.normal(size=N)
@@ -38,7 +37,7 @@ class Batch:
         self.reference_N = self.logp_N + 0.3 * rng.normal(size=N)
         self.entropy_N = rng.uniform(0.5, 2.0, N)
         self.advantage_N = rng.normal(size=7)[self.sequence_N]
-        shares = np.concatenate(coefficients(self.settings.loss_aggregation, LENGTHS, max_tokens=8))
+        shares = np.concatenate(coefficients(self.settings.objective.loss_aggregation, LENGTHS, max_tokens=8))
         self.loss_weight_N = shares[self.sequence_N]
 
     def learn(self, completions: Sequence[int], padding: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
@@ -49,7 +48,9 @@ class Batch:
         place = {completion: place for place, completion in enumerate(completions)}
         inputs = LossInputs(
             rollout_logp_N=row(self.rollout_logp_N[at_N]),
-            proximal_N=row(self.proximal_N[at_N]) if self.settings.ratio_reference == "batch_start" else None,
+            proximal_N=row(self.proximal_N[at_N])
+            if short_names(self.settings).ratio_reference == "batch_start"
+            else None,
             reference_N=row(self.reference_N[at_N]),
             advantage_N=row(self.advantage_N[at_N]),
             weight_N=row(live_N),
@@ -58,7 +59,7 @@ class Batch:
             sequence_N=mx.array([place[i] for i in self.sequence_N[at_N]]),
             sequences=len(completions),
         )
-        loss_coefficients = LossCoefficients(self.settings.kl_beta, self.settings.entropy_weight)
+        loss_coefficients = initial_loss_coefficients(self.settings)
         (loss, metrics), gradient_N = mx.value_and_grad(
             lambda logp_N: policy_loss(
                 logp_N,
@@ -75,7 +76,7 @@ class Batch:
         return np.array([loss.item(), *(sums[0].item() for sums in metrics.values())]), whole_N
 
 
-@pytest.mark.parametrize("name", list(OBJECTIVES))
+@pytest.mark.parametrize("name", OBJECTIVES)
 def test_any_split_and_padding_gives_the_same_sums_and_gradients(name: str) -> None:
     """One micro-batch, one per group, and completions dealt at random with their order changed."""
     batch = Batch(name)

@@ -9,9 +9,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from clotho.config.schema import LearnerSection
+from clotho.training.objectives.controllers import initial_loss_coefficients
 from clotho.training.objectives.loss import LossCoefficients, LossInputs, MetricSums, policy_loss
-from clotho.training.objectives.registry import OBJECTIVES
+from clotho.training.objectives.registry import objective
+from tests.learner_settings import learner_settings
 from tests.training.objectives.cases import row
 
 ENTROPY_N = row([0.5, 0.25, 0.25])
@@ -39,8 +40,8 @@ def differentiate(
     logp_N: mx.array, seen: LossInputs, entropy_N: mx.array | None = None, **keys: Any
 ) -> tuple[float, np.ndarray, np.ndarray, MetricSums]:
     """Loss, gradients by log-probability and by entropy, sums."""
-    settings = LearnerSection(**keys)
-    loss_coefficients = LossCoefficients(settings.kl_beta, settings.entropy_weight)
+    settings = learner_settings(**keys)
+    loss_coefficients = initial_loss_coefficients(settings)
     entropy_N = mx.zeros_like(logp_N) if entropy_N is None else entropy_N
 
     def loss(logp_N: mx.array, entropy_N: mx.array) -> Any:
@@ -50,7 +51,7 @@ def differentiate(
             seen,
             settings=settings,
             loss_coefficients=loss_coefficients,
-            objective=OBJECTIVES[settings.objective],
+            objective=objective(settings.objective),
         )
 
     (value, sums), (by_logp_N, by_entropy_N) = mx.value_and_grad(loss, argnums=(0, 1))(logp_N, entropy_N)
@@ -110,6 +111,7 @@ def test_rejected_tokens_teach_nothing_and_are_counted() -> None:
         ratio_reference="batch_start",
         correction="mask",
         correction_low=0.5,
+        correction_high=2.0,
         kl_beta=0.1,
         kl_estimator="k1",
         entropy_weight=0.2,
@@ -152,7 +154,7 @@ def test_the_penalty_is_in_the_loss_unless_it_is_in_the_reward() -> None:
 def test_the_strengths_of_the_moment_count_not_those_of_the_profile() -> None:
     """kl_beta 0.1 in the profile, 0.3 by now: gradient of k1 is 0.3; entropy weight 0.2 by now: -0.2."""
     seen = inputs([0.0], reference_N=row([-1.0]))
-    settings = LearnerSection(kl_beta=0.1, kl_estimator="k1")
+    settings = learner_settings(kl_beta=0.1, kl_estimator="k1")
 
     def loss(logp_N: mx.array, entropy_N: mx.array) -> Any:
         loss_coefficients = LossCoefficients(0.3, 0.2)
@@ -162,7 +164,7 @@ def test_the_strengths_of_the_moment_count_not_those_of_the_profile() -> None:
             seen,
             settings=settings,
             loss_coefficients=loss_coefficients,
-            objective=OBJECTIVES["grpo"],
+            objective=objective(settings.objective),
         )[0]
 
     by_logp_N, by_entropy_N = mx.grad(loss, argnums=(0, 1))(row([-2.0]), row([1.0]))
@@ -182,7 +184,9 @@ def test_sums_are_over_learnt_tokens() -> None:
         loss_weight_N=row([0.25] * 4),
         reference_N=row([-1.0] * 4),
     )
-    value, _, _, sums = differentiate(ratio([1.0, 2.0, 0.5, 7.0]), seen, row([0.5, 0.25, 0.25, 9.0]))
+    value, _, _, sums = differentiate(
+        ratio([1.0, 2.0, 0.5, 7.0]), seen, row([0.5, 0.25, 0.25, 9.0]), kl_beta=0.1, kl_in="reward"
+    )
     expected = {
         "kl": [sum(math.exp(d) - 1 - d for d in (1.0, 1.0 - math.log(2), 1.0 + math.log(2))), 3],
         "entropy": [1.0, 3],

@@ -7,13 +7,13 @@ import math
 import numpy as np
 import pytest
 
-from clotho.config.schema import LearnerSection
 from clotho.training.objectives.aggregation import coefficients
 from clotho.training.objectives.contract import Objective
 from clotho.training.objectives.sequence_level import gspo, gspo_token, rloo
+from tests.learner_settings import learner_settings
 from tests.training.objectives.cases import at_ratio, random_tokens, row, teach, tokens
 
-WIDE = LearnerSection(clip_low=0.9, clip_high=9.0)
+WIDE = learner_settings(clip_low=0.9, clip_high=9.0)
 RATIOS = [2.0, 8.0, 3.0]
 """Two tokens of completion 0, one of completion 1."""
 
@@ -31,7 +31,7 @@ def test_gspo_by_hand() -> None:
 
 def test_gspo_clips_whole_completions() -> None:
     """Range [1 - 3e-4, 1 + 4e-4]: ratios 1.1 and 1/1.1 cancel, s = 1, free; s = 1.01, A = 1 gives -1.0004, flat."""
-    settings = LearnerSection(clip_low=3e-4, clip_high=4e-4)
+    settings = learner_settings(clip_low=3e-4, clip_high=4e-4)
     seen = tokens([1.0, 1.0, 1.0], sequence_N=[0, 0, 1])
     taught = teach(gspo, at_ratio([1.1, 1 / 1.1, 1.01]), seen, settings)
     np.testing.assert_allclose(taught.loss_N, [-1.0, -1.0, -1.0004], rtol=1e-6)
@@ -58,7 +58,7 @@ def test_both_forms_of_gspo_agree_for_constant_advantages_and_sequence_mean() ->
     logp_N, seen = random_tokens(40, sequences=6)
     lengths = np.array(seen.sum_B(row([1.0] * 40))).astype(int).tolist()
     share_N = np.concatenate(coefficients("sequence_mean", [lengths], max_tokens=99))[np.array(seen.sequence_N)]
-    settings = LearnerSection(clip_low=0.01, clip_high=0.01)
+    settings = learner_settings(clip_low=0.01, clip_high=0.01)
     plain, token = (teach(objective, logp_N, seen, settings, share_N) for objective in (gspo, gspo_token))
     learnt_N = np.array(seen.weight_N) > 0
     assert plain.clipped_N.any()
@@ -87,7 +87,7 @@ def test_rloo_on_its_own_samples_is_reinforce_for_sequences() -> None:
 @pytest.mark.parametrize("objective", [gspo, gspo_token, rloo])
 def test_tokens_that_are_not_learnt_are_not_in_the_ratio(objective: Objective) -> None:
     """Whatever a token of weight 0 holds, the others' loss and gradient stay, and it gets none."""
-    settings = LearnerSection(clip_low=0.2, clip_high=0.2)
+    settings = learner_settings(clip_low=0.2, clip_high=0.2)
     alone = teach(objective, at_ratio([1.1, 0.9]), tokens([1.0, 1.0]), settings)
     beside = teach(objective, at_ratio([1.1, 0.9, 7.0]), tokens([1.0, 1.0, 1.0], weight_N=[1, 1, 0]), settings)
     np.testing.assert_allclose(beside.loss_N[:2], alone.loss_N, rtol=1e-6)

@@ -7,11 +7,11 @@ import math
 import numpy as np
 import pytest
 
-from clotho.config.schema import LearnerSection
 from clotho.training.objectives.token_level import sapo
+from tests.learner_settings import learner_settings
 from tests.training.objectives.cases import at_ratio, teach, tokens
 
-SETTINGS = LearnerSection(sapo_tau_pos=1.0, sapo_tau_neg=2.0)
+SETTINGS = learner_settings(objective="sapo", sapo_tau_pos=1.0, sapo_tau_neg=2.0)
 
 
 def test_sapo_by_hand() -> None:

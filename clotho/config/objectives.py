@@ -1,0 +1,360 @@
+"""The objectives of the learner: one struct per objective, whose defaults are the values of its paper.
+
+The equations are in `clotho.training.objectives`. A new objective is a struct in the union `Objective` here, and a
+function there.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta, Struct
+
+from clotho.config.bounds import NonNegativeFloat, Positive, PositiveFloat
+
+
+class Variant(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type"):
+    """One type of a tagged union. The key `type` of the table names it."""
+
+
+class NormalizedAdvantage(Variant, frozen=True, kw_only=True):
+    """An advantage that is divided by a standard deviation of rewards."""
+
+    deviation: Annotated[
+        Literal["population", "sample"],
+        Meta(description="Standard deviation that divides the rewards: population divides by n, sample by n - 1."),
+    ] = "population"
+    epsilon: Annotated[
+        PositiveFloat, Meta(description="Constant that is added to the standard deviation of rewards.")
+    ] = 1e-4
+
+
+class GroupAdvantage(NormalizedAdvantage, frozen=True, kw_only=True, tag="group"):
+    """Rewards minus the mean of their group, divided by the standard deviation of their group."""
+
+
+class MeanAdvantage(Variant, frozen=True, kw_only=True, tag="mean"):
+    """Rewards minus the mean of their group."""
+
+
+class LeaveOneOutAdvantage(Variant, frozen=True, kw_only=True, tag="leave_one_out"):
+    """Each reward minus the mean of the other rewards of its group."""
+
+
+class BatchAdvantage(NormalizedAdvantage, frozen=True, kw_only=True, tag="batch"):
+    """Rewards minus the mean of the batch, divided by the standard deviation of the batch."""
+
+
+class BatchCentredAdvantage(NormalizedAdvantage, frozen=True, kw_only=True, tag="batch_centred"):
+    """Rewards minus the mean of their group, divided by the standard deviation over the batch."""
+
+
+class EnvironmentAdvantage(Variant, frozen=True, kw_only=True, tag="environment"):
+    """Advantages per token, which every group must bring."""
+
+
+Advantage = (
+    GroupAdvantage
+    | MeanAdvantage
+    | LeaveOneOutAdvantage
+    | BatchAdvantage
+    | BatchCentredAdvantage
+    | EnvironmentAdvantage
+)
+
+
+class NoCorrection(Variant, frozen=True, kw_only=True, tag="none"):
+    """Every token has weight 1."""
+
+
+class BoundedCorrection(Variant, frozen=True, kw_only=True):
+    """A correction by the ratio of the policy at the start of the batch to the rollout policy."""
+
+    low: Annotated[float, Meta(ge=0.0, le=1.0, description="Lower bound of the importance weight.")] = 0.0
+    high: Annotated[float, Meta(ge=1.0, description="Upper bound of the importance weight.")] = 2.0
+
+
+class TruncateCorrection(BoundedCorrection, frozen=True, kw_only=True, tag="truncate"):
+    """The importance weight of each token is clipped to its bounds (TIS)."""
+
+
+class MaskCorrection(BoundedCorrection, frozen=True, kw_only=True, tag="mask"):
+    """Tokens whose importance weight is out of bounds are ignored; the others keep it (IcePop)."""
+
+    low: Annotated[float, Meta(ge=0.0, le=1.0, description="Lower bound of the importance weight.")] = 0.5
+    high: Annotated[float, Meta(ge=1.0, description="Upper bound of the importance weight.")] = 5.0
+
+
+class TruncateSequenceCorrection(BoundedCorrection, frozen=True, kw_only=True, tag="truncate_sequence"):
+    """The importance weight of each completion is clipped to its bounds."""
+
+
+class RejectSequenceCorrection(BoundedCorrection, frozen=True, kw_only=True, tag="reject_sequence"):
+    """Completions whose importance weight is out of bounds are ignored."""
+
+
+class RejectGeometricCorrection(BoundedCorrection, frozen=True, kw_only=True, tag="reject_geometric"):
+    """Completions are ignored if the geometric mean of their importance weights is out of bounds."""
+
+    low: Annotated[float, Meta(ge=0.0, le=1.0, description="Lower bound of the importance weight.")] = 0.99
+    high: Annotated[float, Meta(ge=1.0, description="Upper bound of the importance weight.")] = 1.01
+
+
+ImportanceCorrection = (
+    NoCorrection
+    | TruncateCorrection
+    | MaskCorrection
+    | TruncateSequenceCorrection
+    | RejectSequenceCorrection
+    | RejectGeometricCorrection
+)
+
+
+class NoOverlongPenalty(Variant, frozen=True, kw_only=True, tag="none"):
+    """Rewards do not depend on the length of the completion."""
+
+
+class LinearOverlongPenalty(Variant, frozen=True, kw_only=True, tag="linear"):
+    """A penalty that grows linearly over the last tokens before `sampling.max_tokens` (DAPO, section 3.4)."""
+
+    buffer: Annotated[
+        Positive, Meta(description="Number of tokens before sampling.max_tokens over which the overlong penalty grows.")
+    ]
+    max_penalty: Annotated[
+        PositiveFloat, Meta(description="Penalty that is subtracted from the reward at sampling.max_tokens.")
+    ] = 1.0
+
+
+OverlongPenalty = NoOverlongPenalty | LinearOverlongPenalty
+
+AdvantageField = Annotated[
+    Advantage,
+    Meta(
+        description="How advantages are computed from rewards. "
+        "Groups that bring advantages per token always use those instead."
+    ),
+]
+Aggregation = Annotated[
+    Literal["token_mean", "sequence_mean", "token_sum", "group_mean"],
+    Meta(
+        description="How token losses are averaged: token_mean over all tokens of the batch, sequence_mean over the means "
+        "of completions, token_sum with the constant sampling.max_tokens per completion, group_mean over the means of "
+        "groups."
+    ),
+]
+Correction = Annotated[
+    ImportanceCorrection,
+    Meta(description="Importance weight for the mismatch between the rollout policy and the batch-start policy."),
+]
+RatioReference = Annotated[
+    Literal["sampler", "batch_start", "batch_start_interpolated"],
+    Meta(
+        description="Policy in the denominator of the importance ratio: sampler is the rollout policy; batch_start is the "
+        "learner at the start of the batch; batch_start_interpolated approximates it without a forward pass."
+    ),
+]
+ClipLow = Annotated[
+    float,
+    Meta(gt=0.0, le=1.0, description="The lower end of the clip range is 1 - clip_low (dppo_tv: a probability)."),
+]
+ClipHigh = Annotated[
+    PositiveFloat, Meta(description="The upper end of the clip range is 1 + clip_high (dppo_tv: a probability).")
+]
+MaxRatio = Annotated[
+    NonNegativeFloat,
+    Meta(
+        description="Dynamic sampling replaces zero-variance groups until this multiple of learner.batch_size has been "
+        "sampled; 0 turns it off."
+    ),
+]
+
+
+class ObjectiveSettings(Variant, frozen=True, kw_only=True):
+    """The settings that every objective has."""
+
+    advantage: AdvantageField = GroupAdvantage()
+    loss_aggregation: Aggregation = "sequence_mean"
+    overlong_penalty: Annotated[
+        OverlongPenalty, Meta(description="Penalty for completions that nearly reach sampling.max_tokens.")
+    ] = NoOverlongPenalty()
+    mask_truncated: Annotated[
+        bool, Meta(description="Ignore completions that were truncated at sampling.max_tokens.")
+    ] = False
+    dynamic_sampling_max_ratio: MaxRatio = 0.0
+    outlier_low: Annotated[
+        float,
+        Meta(
+            ge=0.0,
+            lt=1.0,
+            description="Completions with a token whose learner-to-sampler ratio is below this bound are ignored; 0 "
+            "disables the bound.",
+        ),
+    ] = 0.0
+    outlier_high: Annotated[
+        NonNegativeFloat,
+        Meta(
+            description="Completions with a token whose learner-to-sampler ratio exceeds this bound are ignored; 0 "
+            "disables the bound."
+        ),
+    ] = 0.0
+    off_policy_mask: Annotated[
+        NonNegativeFloat,
+        Meta(
+            description="Completions with negative advantage are ignored if their mean log(sampler / learner) exceeds "
+            "this many nats; 0 disables the mask."
+        ),
+    ] = 0.0
+
+
+class RatioObjective(ObjectiveSettings, frozen=True, kw_only=True):
+    """An objective with a choice of what its importance ratio is measured against."""
+
+    ratio_reference: RatioReference = "sampler"
+    importance_correction: Correction = NoCorrection()
+
+
+class ClippedObjective(RatioObjective, frozen=True, kw_only=True):
+    """An objective with the clipped surrogate of PPO."""
+
+    clip_low: ClipLow = 0.2
+    clip_high: ClipHigh = 0.2
+    dual_clip: Annotated[
+        NonNegativeFloat,
+        Meta(
+            description="Dual-clip constant c: for a negative advantage A the token loss is at most c |A|; 0 disables it."
+        ),
+    ] = 0.0
+
+
+class Grpo(ClippedObjective, frozen=True, kw_only=True, tag="grpo"):
+    """Group Relative Policy Optimization (arXiv:2402.03300)."""
+
+
+class DrGrpo(ClippedObjective, frozen=True, kw_only=True, tag="dr_grpo"):
+    """GRPO without division by the standard deviation and by the length (arXiv:2503.20783)."""
+
+    advantage: AdvantageField = MeanAdvantage()
+    loss_aggregation: Aggregation = "token_sum"
+
+
+class Bnpo(ClippedObjective, frozen=True, kw_only=True, tag="bnpo"):
+    """GRPO normalized by the tokens of the batch (TRL's loss type bnpo)."""
+
+    loss_aggregation: Aggregation = "token_mean"
+
+
+class Dapo(ClippedObjective, frozen=True, kw_only=True, tag="dapo"):
+    """Decoupled clip and dynamic sampling (arXiv:2503.14476)."""
+
+    loss_aggregation: Aggregation = "token_mean"
+    clip_high: ClipHigh = 0.28
+    dynamic_sampling_max_ratio: MaxRatio = 4.0
+
+
+class Gspo(ClippedObjective, frozen=True, kw_only=True, tag="gspo"):
+    """Group Sequence Policy Optimization: one ratio per completion (arXiv:2507.18071)."""
+
+    clip_low: ClipLow = 3e-4
+    clip_high: ClipHigh = 4e-4
+
+
+class GspoToken(ClippedObjective, frozen=True, kw_only=True, tag="gspo_token"):
+    """GSPO for advantages that differ from token to token (arXiv:2507.18071)."""
+
+    clip_low: ClipLow = 3e-4
+    clip_high: ClipHigh = 4e-4
+
+
+class Cispo(RatioObjective, frozen=True, kw_only=True, tag="cispo"):
+    """Policy gradient with a clipped importance weight (arXiv:2506.13585)."""
+
+    loss_aggregation: Aggregation = "token_mean"
+    clip_low: ClipLow = 1.0
+    clip_high: ClipHigh = 4.0
+
+
+class Rloo(ClippedObjective, frozen=True, kw_only=True, tag="rloo"):
+    """REINFORCE leave-one-out with one ratio per completion (arXiv:2402.14740)."""
+
+    advantage: AdvantageField = LeaveOneOutAdvantage()
+
+
+class Reinforce(RatioObjective, frozen=True, kw_only=True, tag="reinforce"):
+    """The policy gradient without a clip range (Williams, 1992)."""
+
+    advantage: AdvantageField = MeanAdvantage()
+    loss_aggregation: Aggregation = "token_mean"
+    ratio_reference: RatioReference = "batch_start"
+    importance_correction: Correction = TruncateCorrection()
+
+
+class ReinforcePlusPlus(ClippedObjective, frozen=True, kw_only=True, tag="reinforce_plus_plus"):
+    """REINFORCE++ with advantages normalized over the batch (arXiv:2501.03262)."""
+
+    advantage: AdvantageField = BatchCentredAdvantage()
+    loss_aggregation: Aggregation = "token_mean"
+
+
+class PpoDecoupled(ClippedObjective, frozen=True, kw_only=True, tag="ppo_decoupled"):
+    """PPO with a clip range around the batch-start policy and an importance weight for staleness (arXiv:2505.24298)."""
+
+    loss_aggregation: Aggregation = "token_mean"
+    ratio_reference: RatioReference = "batch_start"
+    importance_correction: Correction = MaskCorrection(low=0.0, high=5.0)
+
+
+class DppoTv(ObjectiveSettings, frozen=True, kw_only=True, tag="dppo_tv"):
+    """Divergence PPO: a trust region in probabilities instead of ratios (arXiv:2602.04879)."""
+
+    advantage: AdvantageField = MeanAdvantage()
+    loss_aggregation: Aggregation = "token_mean"
+    clip_low: ClipLow = 0.2
+    clip_high: ClipHigh = 0.2
+    quadratic_kl: Annotated[
+        NonNegativeFloat, Meta(description="Coefficient of the squared log-ratio in the loss of dppo_tv.")
+    ] = 1e-3
+
+
+class Sapo(RatioObjective, frozen=True, kw_only=True, tag="sapo"):
+    """Soft Adaptive Policy Optimization: a sigmoid instead of a clip range (arXiv:2511.20347)."""
+
+    sapo_tau_pos: Annotated[
+        PositiveFloat, Meta(description="Temperature of SAPO's sigmoid for positive advantages.")
+    ] = 1.0
+    sapo_tau_neg: Annotated[
+        PositiveFloat, Meta(description="Temperature of SAPO's sigmoid for advantages of zero or below.")
+    ] = 1.05
+
+
+class Custom(ClippedObjective, frozen=True, kw_only=True, tag="custom"):
+    """A function of your own, `objective(logp_N, tokens, settings) -> PolicyLoss`."""
+
+    function: Annotated[
+        str,
+        Meta(
+            pattern=r"^[\w.]+:\w+$",
+            title="module:function",
+            description="Objective function as module:function; it receives these settings as its third argument.",
+        ),
+    ]
+    options: Annotated[
+        dict[str, Any], Meta(description="Further settings that the objective function reads from settings.options.")
+    ] = {}
+
+
+Objective = (
+    Grpo
+    | DrGrpo
+    | Bnpo
+    | Dapo
+    | Gspo
+    | GspoToken
+    | Cispo
+    | Rloo
+    | Reinforce
+    | ReinforcePlusPlus
+    | PpoDecoupled
+    | DppoTv
+    | Sapo
+    | Custom
+)
