@@ -9,7 +9,8 @@ from typing import Any
 import anyio
 import pytest
 
-from clotho.config.schema import CollapseDetectionSection, ReplaySection
+from clotho.config.schema import CollapseDetectionSection
+from clotho.config.sections_training import BufferedReplay
 from clotho.runtime.compute_thread import ComputeExecutor
 from protocols.collapse import BaselineStatistics, CollapseState
 from protocols.errors import CollapseError, DivergenceError
@@ -33,7 +34,7 @@ async def test_after_a_rollback_the_good_weights_are_a_new_version(executor: Com
     """NullSampleLog is served an old version number; what the bad policy drew is discarded, and the books go on."""
     outcomes = [taught(0), taught(1), taught(2, version=1), taught(3, version=2)]
     alarms = CollapseDetectionSection(on_collapse="rollback", **TOUCHY)
-    scene = Scene(executor, outcomes, alarms=alarms, replay=ReplaySection(capacity=4))
+    scene = Scene(executor, outcomes, alarms=alarms, replay=BufferedReplay(capacity=4))
     initial = scene.policy.trainable()
     first, second = await scene.run()
     update = await scene.told[0].receive()
