@@ -163,7 +163,6 @@ def _load_compute(profile: Profile) -> tuple[Policy, PolicyLearner, DecodeEngine
         )
     keep_reference = isinstance(profile.learner.reference, BaseReference)
     policy = load_policy(profile.model, profile.policy, seed=profile.seed, keep_reference=keep_reference)
-    detection = profile.collapse_detection
     learner = PolicyLearner(
         policy,
         profile.learner,

@@ -204,7 +204,9 @@ def test_how_far_an_update_moved_the_policy_is_measured_on_drawn_tokens(
 ) -> None:
     """Before and after are those of the same tokens, at the temperature that drew them."""
     policy, group = tiny_policy(), two_turns(temperatures=temperatures)
-    update: Update = finish(learner(policy, measure_update_kl=True, micro_batch_tokens=budget, learning_rate=0.1).update([group]))
+    update: Update = finish(
+        learner(policy, measure_update_kl=True, micro_batch_tokens=budget, learning_rate=0.1).update([group])
+    )
     ratio_N = np.concatenate(
         [
             sampled_by(policy, update.parameters, group, i) - sampled_by(policy, policy.trainable(), group, i)
