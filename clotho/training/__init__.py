@@ -1,1 +1,1 @@
-"""Training: update, advantages, objectives, optimizers, replay, rollback."""
+"""Training: from scored groups to new weights. `update` describes one update module by module."""

@@ -1,8 +1,9 @@
-"""Advantages: what the reward of a completion says beside those of its group, or of its batch.
+"""Advantages of completions from the rewards of their group or of the whole batch.
 
-Departures from the papers: `epsilon` is added to every deviation, which bounds the advantages where rewards are almost
-equal; by `deviation` it is the population's (divided by G) or the sample's (by G - 1), on which the papers are silent
-and their codes differ. Rewards that are all equal, and a group of one, give exact zeros wherever a group is centred.
+Departures from the papers: `epsilon` is added to every standard deviation, which bounds the advantages if rewards are
+almost equal. `deviation` selects the population's (division by G) or the sample's (by G - 1), which the papers do not
+specify and their implementations do differently. For every advantage that is centered by the group, equal rewards and a
+group of one give exact zeros.
 """
 
 from __future__ import annotations
@@ -27,44 +28,44 @@ from protocols.rollout import ScoredGroup
 
 Array = NDArray[np.float64]
 Advantages = Callable[[list[Array], int, float], list[Array]]
-"""advantages(rewards of each group (G,), delta degrees of freedom, epsilon) -> of each group (G,)."""
+"""advantages(rewards of each group (G,), delta degrees of freedom, epsilon) -> advantages of each group (G,)."""
 
 
 def group(rewards: list[Array], ddof: int, epsilon: float) -> list[Array]:
-    """Centre and scale by the group: A_i = (r_i - mean r) / (std r + epsilon).
+    """A_i = (r_i - mean r) / (std r + epsilon) over the group: GRPO, DeepSeekMath (arXiv:2402.03300), section 4.1.2.
 
-    GRPO, DeepSeekMath (arXiv:2402.03300), section 4.1.2. |A_i| is below sqrt(G - 1) for the population's deviation.
+    |A_i| is below sqrt(G - 1) for the population's standard deviation.
     """
     return [_centred(reward_G) / (_spread(reward_G, ddof) + epsilon) for reward_G in rewards]
 
 
 def mean(rewards: list[Array], ddof: int, epsilon: float) -> list[Array]:
-    """Centre by the group: A_i = r_i - mean r. Dr. GRPO (arXiv:2503.20783)."""
+    """A_i = r_i - mean r over the group: Dr. GRPO (arXiv:2503.20783)."""
     return [_centred(reward_G) for reward_G in rewards]
 
 
 def leave_one_out(rewards: list[Array], ddof: int, epsilon: float) -> list[Array]:
-    """Compare with the others of the group: A_i = r_i - mean of r_j, j not i. RLOO (arXiv:2402.14740).
+    """A_i = r_i - mean of r_j over the other completions j of the group: RLOO (arXiv:2402.14740).
 
-    It is G / (G - 1) times the centred reward: the baseline owes nothing to r_i, so the gradient is unbiased.
+    It is G / (G - 1) times the centered reward. The baseline does not depend on r_i, so the gradient is unbiased.
     """
     return [_centred(reward_G) * (reward_G.size / max(reward_G.size - 1, 1)) for reward_G in rewards]
 
 
 def batch(rewards: list[Array], ddof: int, epsilon: float) -> list[Array]:
-    """Whiten over the batch, groups or no groups: A = (r - mean) / (std + epsilon). REINFORCE++ (arXiv:2501.03262).
+    """A = (r - mean) / (std + epsilon) over the whole batch: REINFORCE++ (arXiv:2501.03262).
 
-    The paper's form for one completion per prompt. A group of equal rewards still teaches that its prompt is easy, or
-    hard; exact zeros only where the rewards of the whole batch are equal.
+    The paper's form for one completion per prompt. A group of equal rewards has non-zero advantages if its prompt is
+    easier or harder than the others; exact zeros only if all rewards of the batch are equal.
     """
     reward_M = np.concatenate(rewards)
     return _parts(_centred(reward_M) / (_spread(reward_M, ddof) + epsilon), rewards)
 
 
 def batch_centred(rewards: list[Array], ddof: int, epsilon: float) -> list[Array]:
-    """Centre by the group, scale by the batch: A = d / (std of all d + epsilon), d = r - mean of its group.
+    """A = d / (std of all d + epsilon) with d = r - mean of its group: REINFORCE++ with baseline (arXiv:2501.03262).
 
-    REINFORCE++ with baseline (arXiv:2501.03262). Groups that are almost equal are not blown up to the size of others.
+    Groups of almost equal rewards are not scaled up to the size of other groups.
     """
     centred = [_centred(reward_G) for reward_G in rewards]
     scale = _spread(np.concatenate(centred), ddof) + epsilon
@@ -84,9 +85,9 @@ ADVANTAGES: Mapping[type[Advantage], Advantages] = MappingProxyType(
 
 
 def advantages(settings: Advantage, rewards: Sequence[ArrayLike]) -> list[Array]:
-    """Advantage of every completion of a batch, group by group: (G,) float64 each.
+    """Return the advantage of every completion: (G,) float64 per group.
 
-    rewards: per group, finite, any units. Raises ValueError if a group is empty or a reward is not finite.
+    rewards: per group, finite. Raises ValueError if a group is empty or a reward is not finite.
     """
     reward = [np.asarray(reward_G, dtype=np.float64) for reward_G in rewards]
     for reward_G in reward:
@@ -101,9 +102,9 @@ def advantages(settings: Advantage, rewards: Sequence[ArrayLike]) -> list[Array]
 
 
 def environment_advantages(groups: Sequence[ScoredGroup]) -> list[list[Array]]:
-    """Advantage of every token as the environment gave it: per group and completion, (T,) float64.
+    """Return the advantages per token that the environments gave: (T,) float64 per group and completion.
 
-    Raises ValueError naming the group that brings none, or one that is not finite for a token that the policy drew.
+    Raises ValueError, naming the group, if there are none, or if one of a sampled token is not finite.
     """
     return [_of_tokens(scored) for scored in groups]
 
@@ -121,14 +122,14 @@ def _of_tokens(scored: ScoredGroup) -> list[Array]:
 
 
 def _centred(value_M: Array) -> Array:
-    """Less the mean; exact zeros where all are equal, which rounding of the mean would spoil."""
+    """Subtract the mean; exact zeros for equal values, which the rounded mean would not give."""
     if (value_M == value_M[0]).all():
         return np.zeros_like(value_M)
     return np.asarray(value_M - value_M.mean())
 
 
 def _spread(value_M: Array, ddof: int) -> float:
-    """Standard deviation; 0 for fewer values than it is defined for."""
+    """Return the standard deviation; 0 if there are too few values."""
     return float(value_M.std(ddof=ddof)) if value_M.size > ddof else 0.0
 
 

@@ -1,7 +1,4 @@
-"""From scored groups to the mini-batches of one update, on the host, the same way every time.
-
-One completion of a scored group, with all that its environment says of it, in the learner's form.
-"""
+"""From scored groups to the minibatches of one update: advantages, loss weights and micro-batches."""
 
 from __future__ import annotations
 
@@ -25,10 +22,10 @@ from protocols.sampling import Completion
 def training_sequence(
     number: int, group: ScoredGroup, i: int, advantage_T: NDArray[np.float64], share: float, settings: LearnerSection
 ) -> TrainingSequence:
-    """Completion `i` of a group, the `number`-th of the update; share: the coefficient of its tokens.
+    """Return completion `i` of a group for training. number: index of the group. share: loss weight of its tokens.
 
-    Reference and teacher are left out where the settings do not learn from them. Raises ValueError where the reference
-    is missing.
+    Reference log-probabilities and teacher are left out if the settings do not use them. Raises ValueError if the
+    reference log-probabilities are missing.
     """
     completion = group.group.completions[i]
     weight_T = drawn_T(completion).astype(np.float32)
@@ -51,12 +48,12 @@ def training_sequence(
 
 
 def given_reference(settings: LearnerSection) -> bool:
-    """Whether the KL penalty is towards what the groups bring."""
+    """Whether groups bring the log-probabilities of the reference policy."""
     return isinstance(settings.reference, EnvironmentReference)
 
 
 def temperature_of(group: ScoredGroup, i: int) -> float:
-    """At which completion `i` was sampled; 0: the run's."""
+    """Return the temperature that completion `i` was sampled at; 0 means that of the run."""
     return group.temperatures[i] if group.temperatures else 0.0
 
 
@@ -69,7 +66,7 @@ def _reference_T(group: ScoredGroup, i: int) -> NDArray[np.float32]:
 
 
 def _teacher_rows(teacher: TeacherTokens, completion: Completion) -> TeacherRows:
-    """The probabilities of its alternatives at sampled tokens, of each token in shares of their sum."""
+    """Return the teacher's alternatives at sampled tokens, with probabilities normalized per token."""
     at_D = np.flatnonzero(drawn_T(completion))
     token_D_K = np.asarray([teacher.tokens[t] for t in at_D], dtype=np.int32).reshape(len(at_D), -1)
     logp_D_K = np.asarray([teacher.logprobs[t] for t in at_D], dtype=np.float64).reshape(token_D_K.shape)
@@ -92,9 +89,9 @@ TokenAdvantages = list[list[NDArray[np.float64]]]
 
 
 class MiniBatch(NamedTuple):
-    """What one optimizer step learns from.
+    """The data of one optimizer step.
 
-    tokens: learned ones, in number. places: of each sequence in it, the group and the completion that it is.
+    tokens: number of trained tokens. places: per sequence, (index of its group, index of its completion).
     """
 
     micro_batches: tuple[MicroBatch, ...]
@@ -105,14 +102,14 @@ class MiniBatch(NamedTuple):
 def compute_advantages(
     groups: Sequence[ScoredGroup], penalties: Sequence[NDArray[np.float64]], settings: LearnerSection
 ) -> TokenAdvantages:
-    """Advantage of every token: of its completion, or token by token where the group's environment gave them so.
+    """Return the advantage of every token: that of its completion, or per token if the environment gave them.
 
-    Groups that bring advantages of their own have no part in those of the others, whose rewards may be looked at over
-    the whole batch. It is 0 for tokens that the policy did not draw, and for zero_advantage completions, whose rewards do count
-    among those of their group.
+    Groups with advantages of their own do not influence those of other groups, which may depend on the rewards of the
+    whole batch. Tokens that the policy did not sample and masked completions get 0; the rewards of masked completions
+    count in their group.
 
-    penalties: taken from the reward of each completion first; empty for none. Where one of them is not finite no
-    advantage of a reward is, so that the update will be skipped.
+    penalties: subtracted from the reward of each completion first; empty for none. If a penalty is not finite, no
+    advantage from rewards is, so that the update is rejected.
     """
     own = [
         isinstance(settings.objective.advantage, EnvironmentAdvantage) or bool(group.token_advantages)
@@ -145,7 +142,7 @@ def _by_rewards(
 
 
 def _where_taught(group: ScoredGroup, rows: Sequence[NDArray[np.float64]]) -> list[NDArray[np.float64]]:
-    """The advantages of what may learn from them, and exact zeros."""
+    """Return the advantages of trained tokens, and exact zeros for all others."""
     zero_advantage = group.zero_advantage or (False,) * len(rows)
     return [
         np.zeros_like(row_T) if silent else np.where(drawn_T(completion), row_T, 0.0)
@@ -162,11 +159,11 @@ def mini_batches(
     layout: str,
     seed: Sequence[int],
 ) -> tuple[MiniBatch, ...]:
-    """Deal the groups to at most `mini_batches` parts, and cut each part into micro-batches.
+    """Deal the groups to at most `num_minibatches` minibatches, and cut each into micro-batches.
 
-    Which groups lie together is a function of `seed`. Completions that nothing is learned from are left out. Raises
-    ValueError if the policy drew no token at all, and for groups that bring no reference log-probabilities where they
-    are learned from, or temperatures that are none.
+    `seed` determines which groups are together. Completions that are not trained on are left out. Raises ValueError if
+    the policy sampled no token, and if a group lacks reference log-probabilities that are needed or has an invalid
+    temperature.
     """
     if not any(c.length for g in groups for c in g.group.completions):
         raise ValueError("an update needs at least one completion token that the policy drew")
@@ -200,6 +197,6 @@ def _mini_batch(
 
 
 def _learnt(completion: Completion, settings: LearnerSection) -> int:
-    """How many tokens of a completion are learned from."""
+    """Return the number of trained tokens of a completion."""
     cut_off = settings.objective.mask_truncated and completion.finish_reason == "length"
     return 0 if cut_off else completion.length

@@ -1,4 +1,4 @@
-"""Dynamic sampling: a batch while its groups come in, and how many more must be asked for it."""
+"""Collects the groups of one batch, with dynamic sampling: replacement of groups that cannot be trained on."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from protocols.rollout import Discarded, DiscardReason, GroupOutcome, ScoredGrou
 
 
 class FormingBatch:
-    """Counts how the groups of one batch ended, and asks for others in place of those that cannot be learned from.
+    """Counts the groups of one batch and requests replacements for groups that cannot be trained on.
 
-    DAPO (arXiv:2503.14476, section 3.2) samples on until a batch has `size` groups that teach something; here at most
-    `limit` groups are asked for it, and beyond that it is taken as it stands. limit = size never asks again: a batch
-    is then `size` groups, however they end; limit = infinity waits for as many as it takes, as for environments, which
-    send what they like.
+    DAPO (arXiv:2503.14476, section 3.2) samples until a batch has `size` groups with unequal rewards. Here at most
+    `limit` groups are requested; then the batch is used as it is. limit = size requests no replacement: a batch is
+    `size` groups, however they end. limit = infinity waits for `size` groups, as for environments, which send groups
+    without a request.
 
-    fresh, discarded: what came in, in the order of arrival. refilled: groups asked in place of others.
+    fresh, discarded: groups in the order of arrival. refilled: number of replacement groups requested.
     """
 
     def __init__(self, *, size: int, limit: float, rounds: bool) -> None:
-        """rounds: ask again only when every group asked has ended, and not for each loss at once."""
+        """rounds: request replacements only after all requested groups have ended."""
         self._size, self._limit, self._rounds = size, max(size, limit), rounds
         self.fresh: list[ScoredGroup] = []
         self.discarded: list[Discarded] = []
@@ -32,14 +32,14 @@ class FormingBatch:
         self._taken_out = 0
 
     def add(self, outcome: GroupOutcome) -> None:
-        """Take in a group that has ended, or that the update will end."""
+        """Add a group: discarded, or to be trained on."""
         if isinstance(outcome, Discarded):
             self.discarded.append(outcome)
         else:
             self.fresh.append(outcome)
 
     def refill(self) -> int:
-        """Return how many groups to ask now in place of lost ones, and count them as asked."""
+        """Return the number of replacement groups to request now, and count them as requested."""
         running = self.asked - self.ended
         if self._rounds and running:
             return 0
@@ -49,36 +49,36 @@ class FormingBatch:
         return more
 
     def take_out_discarded(self) -> tuple[Discarded, ...]:
-        """The discarded groups so far, which it then forgets; they still count as having ended."""
+        """Remove and return the discarded groups so far; they still count as ended."""
         taken, self.discarded = tuple(self.discarded), []
         self._taken_out += len(taken)
         return taken
 
     @property
     def asked(self) -> int:
-        """Groups that were asked for this batch."""
+        """Number of groups requested for this batch."""
         return self._size + self.refilled
 
     @property
     def ended(self) -> int:
-        """Groups that came in."""
+        """Number of groups that arrived."""
         return len(self.fresh) + len(self.discarded) + self._taken_out
 
     @property
     def complete(self) -> bool:
-        """Whether it is to be learned from as it stands; to be looked at after `refill`."""
+        """Whether the batch is to be trained on as it is; valid after `refill`."""
         return self.ended >= self.asked
 
     @property
     def limited(self) -> bool:
-        """Whether it is complete only because no more groups may be asked for it."""
+        """Whether the batch is complete only because the limit of requested groups is reached."""
         return self.complete and self._limit > self._size > len(self.fresh)
 
 
 def sort_out(outcome: GroupOutcome, *, version: int, settings: LearnerSection, oldest: int = 0) -> GroupOutcome:
-    """Discard what a learner at this version cannot, or must not, learn from, as it is or for its age.
+    """Discard a group that a learner at policy version `version` cannot train on, or may not because of its staleness.
 
-    oldest: version before which nothing may have been sampled, for the policy then was given up.
+    oldest: oldest allowed policy version, after a rollback.
     """
     if isinstance(outcome, Discarded):
         return outcome
@@ -122,7 +122,7 @@ def _faults(
 
 
 def discard(scored: ScoredGroup, reason: DiscardReason, detail: str) -> Discarded:
-    """End a group that had been scored, with all that is known of it."""
+    """Return a scored group as discarded, with its completions and rewards."""
     return Discarded(
         prompt=scored.group.prompt,
         reason=reason,

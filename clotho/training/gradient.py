@@ -1,4 +1,4 @@
-"""Loss and gradient of one micro-batch, evaluated, with the served weights back in the model afterwards."""
+"""Loss and gradient of one micro-batch, evaluated; the served weights are in the model afterwards."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from clotho.training.objectives.loss import LossCoefficients, LossInputs, Metric
 
 
 class LossSettings(NamedTuple):
-    """What decides about a gradient and stays the same over one update.
+    """What determines the loss and does not change during an update.
 
-    distribution: the distribution that tokens were sampled from. loss_coefficients: of KL penalty and entropy bonus, as they stand.
+    objective: the objective function. distribution: sampling distribution of the tokens. loss_coefficients: current
+    coefficients of the KL penalty and the entropy bonus.
     """
 
     settings: LearnerSection
@@ -31,16 +32,19 @@ class LossSettings(NamedTuple):
 
 
 class ReferenceLogprobs(NamedTuple):
-    """Log-probabilities of a micro-batch's tokens that were computed before, (N,) float32; None where not needed."""
+    """Log-probabilities of a micro-batch's tokens under fixed policies, (N,) float32; None if not needed.
+
+    reference_N: under the reference policy. proximal_N: under the policy at the start of the batch.
+    """
 
     reference_N: mx.array | None
     proximal_N: mx.array | None
 
 
 class Moment(NamedTuple):
-    """Where in an update a gradient is taken.
+    """Position of a gradient in an update.
 
-    version: of the weights that the update began with. progress: optimizer steps taken since, as a share of them all.
+    version: policy version at the start of the update. progress: optimizer steps taken, as a fraction of all steps.
     """
 
     version: int
@@ -69,10 +73,10 @@ def micro_gradient(
     rules: LossSettings,
     moment: Moment,
 ) -> Gradient:
-    """Differentiate the loss of one micro-batch with respect to `parameters`; those of an update add up to its own.
+    """Return the gradient of one micro-batch's loss with respect to `parameters`. Gradients of micro-batches add up.
 
-    Gradients are float32. Only trainable parameters are differentiated; no tracer and no changed mode stays in the
-    model. Tokens count as fresh while the learner's weights are those that the update began with.
+    Gradients are float32. Only trainable parameters are differentiated. No tracer and no changed mode stays in the
+    model. Tokens count as on-policy while the weights are those of the start of the update.
     """
     inputs = _inputs(micro, known, moment)
     logp_only = rules.loss_coefficients.entropy_weight == 0.0 and micro.table.teacher is None
@@ -117,7 +121,7 @@ def micro_gradient(
 
 
 def reference_scores(forcing: TeacherForcing, micro: MicroBatch, distribution: SamplingDistribution) -> mx.array:
-    """Log-probabilities of a micro-batch's tokens under the weights that the model has now, evaluated: (N,) float32."""
+    """Return the log-probabilities of a micro-batch's tokens under the current weights: (N,) float32, evaluated."""
     unaided = micro._replace(table=micro.table._replace(teacher=None))
     scores: TokenScores = forcing(unaided, distribution=distribution)
     mx.eval(scores.logp_N)
@@ -125,7 +129,7 @@ def reference_scores(forcing: TeacherForcing, micro: MicroBatch, distribution: S
 
 
 def add(total: Gradient | None, part: Gradient) -> Gradient:
-    """Sum of two gradients, evaluated, with the first's `logp_N`; `part` itself where it is the first."""
+    """Return the sum of two gradients, evaluated, with the `logp_N` of the first; `part` itself if it is the first."""
     if total is None:
         return part
     arrays = {name: array + part.arrays[name] for name, array in total.arrays.items()}
@@ -155,7 +159,7 @@ def _inputs(micro: MicroBatch, known: ReferenceLogprobs, moment: Moment) -> Loss
 
 
 def _evaluate(gradient: Gradient) -> None:
-    """Evaluate block after block: in the names' own order (0, 1, 10, 11, 2 ...) recomputed activations stay alive."""
+    """Evaluate block by block: in the names' order (0, 1, 10, 11, 2 ...) recomputed activations would stay alive."""
 
     def place(name: str) -> list[tuple[int, str]]:
         return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]

@@ -1,4 +1,4 @@
-"""What is worked out once per update, before its first gradient: reference, proximal policy, advantages, batches."""
+"""What an update computes before its first gradient: reference log-probabilities, advantages and minibatches."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ Computing = Callable[[], AbstractContextManager[None]]
 """Opens a context in which the model computes as some policy."""
 
 Scores = list[list[mx.array]]
-"""Per mini-batch and micro-batch: log-probabilities of its tokens, (N,)."""
+"""Per minibatch and micro-batch: log-probabilities of its tokens, (N,)."""
 
 
 class PreparedBatch(NamedTuple):
-    """The mini-batches of an update, what is known of the tokens of each micro-batch, and all advantages."""
+    """The minibatches of an update, the fixed log-probabilities of each micro-batch, and all advantages."""
 
     mini_batches: tuple[MiniBatch, ...]
     known: tuple[tuple[ReferenceLogprobs, ...], ...]
@@ -38,7 +38,7 @@ class PreparedBatch(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Learnt tokens, each counted once."""
+        """Number of trained tokens, each counted once."""
         return sum(mini.tokens for mini in self.mini_batches)
 
 
@@ -53,11 +53,11 @@ def prepare(
     max_tokens: int,
     seed: Sequence[int],
 ) -> Generator[None, None, PreparedBatch]:
-    """Build the batches of an update from `parameters`; yields between forward passes, served weights in the model.
+    """Prepare an update from `parameters`; yields between forward passes, with the served weights in the model.
 
-    A KL penalty in the reward is the sum over a completion of the estimate for its tokens, with the sampler's
-    log-probabilities as those of the policy, taken before advantages are. Reference log-probabilities that the groups
-    bring are taken as they are.
+    A KL penalty in the reward is the sum over a completion of the estimates for its tokens, with the sampler's log-
+    probabilities as those of the policy; it is subtracted before advantages are computed. Reference log-probabilities
+    that groups bring are used as they are.
     """
     settings = rules.settings
 
@@ -94,7 +94,7 @@ def prepare(
 
 
 def _proximal_needed(settings: LearnerSection, minis: int) -> bool:
-    """Whether a gradient will be taken at weights other than those that the update begins with."""
+    """Whether a gradient will be computed at weights other than those at the start of the update."""
     several = settings.update_epochs * minis > 1
     chosen = settings.objective
     return several and isinstance(chosen, RatioObjective) and chosen.ratio_reference == "batch_start"

@@ -1,7 +1,4 @@
-"""The policy that the KL penalty pulls towards: the base, a snapshot of the learner, its average, or another's.
-
-A reference policy that follows the learner at a distance.
-"""
+"""The reference policy of the KL penalty: the base model, a snapshot of the policy, or its moving average."""
 
 from __future__ import annotations
 
@@ -17,12 +14,11 @@ from clotho.models.policy import TrainablePolicy
 
 
 def averaged(reference: Arrays, policy: Arrays, keep: float) -> Arrays:
-    """Moving average of parameters: keep times the reference plus 1 - keep times the policy, name by name.
+    """Return the moving average of parameters: keep * reference + (1 - keep) * policy, by name.
 
-    WARP (arXiv:2406.16768) anchors the KL penalty to such an average. Computed in float32, in the form reference +
-    (1 - keep) (policy - reference), which leaves equal parameters bit for bit as they are; the type is the reference's:
-    in bfloat16 steps below a 256th of a parameter would be lost, so hold the reference in float32. Raises ValueError
-    where the names differ.
+    WARP (arXiv:2406.16768) uses such an average as reference. Computed in float32 as reference + (1 - keep) * (policy -
+    reference), which leaves equal parameters bit for bit unchanged. The result has the type of the reference, which
+    should be float32: bfloat16 would lose steps below 1/256 of a parameter. Raises ValueError if the names differ.
     """
     if reference.keys() != policy.keys():
         raise ValueError(f"reference and policy differ in {', '.join(sorted(reference.keys() ^ policy.keys())[:3])}")
@@ -35,14 +31,14 @@ def _between(old: mx.array, new: mx.array, share: float) -> mx.array:
 
 
 class ReferencePolicy:
-    """Computes as the reference inside `with reference.computing():`, and follows the learner as the profile says.
+    """Computes as the reference policy inside `with reference.computing():`, and follows the learner.
 
-    base: adapters off, nothing is kept. snapshot: the learner's first parameters, taken anew every
-    `reference_interval` updates; arrays are shared with the learner. average: keeps `ref_ema` of itself with every
-    update, in float32, for in 16 bits small steps would be lost. environment: nothing is kept or computed, for the
-    groups bring its log-probabilities.
+    base: the model without its adapter; keeps nothing. snapshot: the first parameters of the learner, replaced every
+    `interval` updates; arrays are shared with the learner. average: an exponential moving average in float32, because
+    small steps would be lost in 16 bits. environment: computes and keeps nothing, because groups bring its log-
+    probabilities.
 
-    needed: whether log-probabilities under it are computed here.
+    needed: whether reference log-probabilities must be computed.
     """
 
     def __init__(self, policy: TrainablePolicy, settings: LearnerSection) -> None:
@@ -55,12 +51,12 @@ class ReferencePolicy:
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """Compute as the reference policy inside."""
+        """Compute as the reference policy inside the context."""
         with self._policy.using(self._parameters()) if self._arrays else self._policy.reference():
             yield
 
     def follow(self, parameters: Parameters, *, updates: int) -> None:
-        """Follow the learner after an update, the `updates`-th, has made `parameters`."""
+        """Follow the learner after its update number `updates`, which produced `parameters`."""
         match self._settings:
             case AverageReference(decay=decay):
                 self._arrays = averaged(self._arrays, flat(parameters), decay)
@@ -69,11 +65,11 @@ class ReferencePolicy:
                 self._arrays = flat(parameters)
 
     def arrays(self) -> Arrays:
-        """The reference's own arrays, by parameter name, for a checkpoint; empty for the base."""
+        """Return the arrays of the reference by parameter name, for a checkpoint; empty for `base`."""
         return self._arrays
 
     def restore(self, arrays: Mapping[str, mx.array]) -> None:
-        """Take back what `arrays` named. Raises ValueError where names or shapes differ from the parameters'."""
+        """Restore what `arrays` returned. Raises ValueError if names or shapes do not fit the parameters."""
         wrong = sorted(self._arrays.keys() ^ arrays.keys()) or sorted(
             name for name, array in self._arrays.items() if array.shape != arrays[name].shape
         )

@@ -1,4 +1,4 @@
-"""The replay buffer: groups that were learned from, to learn from again."""
+"""The replay buffer: groups that were trained on and may be trained on again."""
 
 from __future__ import annotations
 
@@ -17,46 +17,46 @@ from protocols.step import ReplayGroup, TrainedGroup
 Numbers = NDArray[np.float64]
 
 STREAM = int.from_bytes(b"replay")
-"""Keeps these random numbers apart from others of the same seed and step."""
+"""Separates these random numbers from others with the same seed and step."""
 
 
 class ReplayBuffer:
     """Keeps the newest `capacity` groups, none of them older than `max_age` versions.
 
-    What is sampled stays. SampledTokens are a function of (seed, step, contents), not of the draws before, so that a resumed run
-    draws the same. The age of a group is the learner's version less that of the weights its first update made.
+    Sampling does not remove groups. A sample is a function of (seed, step, contents), so that a resumed run samples the
+    same groups. The age of a group is the learner's version minus the version that its first update produced.
 
-    Priority of a group: the mean size of its advantages, or its recency 1 / (1 + age).
+    Priority of a group: the mean absolute advantage, or its recency 1 / (1 + age).
     """
 
     def __init__(self, settings: ReplaySection, *, seed: int, kept: Iterable[ReplayGroup] = ()) -> None:
-        """kept: what `groups` said in an earlier life of the run; beyond the capacity the oldest go."""
+        """kept: result of `groups` before a restart; groups beyond the capacity are dropped, oldest first."""
         self._settings, self._seed = settings, seed
         self._kept = deque(kept, maxlen=settings.capacity if isinstance(settings, BufferedReplay) else 0)
 
     def __len__(self) -> int:
-        """Groups kept, those included that are too old for the next draw."""
+        """Return the number of groups, including groups that are too old for the next sample."""
         return len(self._kept)
 
     def groups(self) -> tuple[ReplayGroup, ...]:
-        """All of it, the oldest first, as a checkpoint keeps it."""
+        """Return all groups, oldest first, for a checkpoint."""
         return tuple(self._kept)
 
     def add(self, groups: Sequence[TrainedGroup], *, version: int) -> None:
-        """Keep groups that were just learned from; version: of the weights that came of it."""
+        """Add groups that were just trained on. version: policy version that the update produced."""
         self._forget(version)
         for group in groups:
             advantage = fmean(abs(value) for value in group.advantages)
             self._kept.append(ReplayGroup(scored=group.scored, advantage=advantage, version=version))
 
     def clear(self) -> None:
-        """Forget everything, as after going back to an earlier policy."""
+        """Remove all groups, for example after a rollback."""
         self._kept.clear()
 
     def draw(self, *, version: int, step: int) -> tuple[ScoredGroup, ...]:
-        """Return `settings.groups` different groups, fewer if there are fewer, the oldest first.
+        """Sample `settings.groups` different groups, or all if there are fewer; returned oldest first.
 
-        version: the learner's; step: batches consumed so far.
+        version: the learner's. step: number of batches consumed so far.
         """
         self._forget(version)
         if not self._kept or not isinstance(self._settings, BufferedReplay):
@@ -85,10 +85,10 @@ class ReplayBuffer:
 
 
 def weighted_keys(priority_n: Numbers, exponent: float, random: np.random.Generator) -> Numbers:
-    """Keys whose largest are sampled one after another without replacement, in proportion to priority ** exponent.
+    """Return keys whose largest are a sample without replacement, in proportion to priority ** exponent.
 
-    The Gumbel-top-k trick (Kool, van Hoof, Welling, arXiv:1903.06059): log weight plus Gumbel noise. A priority of
-    zero is one so small that the group comes last.
+    The Gumbel-top-k trick (Kool, van Hoof, Welling, arXiv:1903.06059): log weight plus Gumbel noise. A group of
+    priority zero comes last.
     """
     log_weight_n = exponent * np.log(np.maximum(priority_n, np.finfo(np.float64).tiny))
     return log_weight_n + random.gumbel(size=len(priority_n))

@@ -1,1 +1,1 @@
-"""Policy objectives, corrections and penalties: one function per equation, chosen from tables."""
+"""The loss: objectives, importance corrections, KL estimators and aggregation; one function per equation."""

@@ -1,9 +1,9 @@
-"""How the losses of tokens become one: the coefficient of every token in the loss of the whole update.
+"""Loss aggregation: the weight of every token in the loss of the whole update.
 
-The loss is the sum over learned tokens of coefficient times token loss, and the coefficients are worked out once for
-the whole update: any split into micro-batches gives the same loss and the same gradient. The same rule holds
-everywhere for completions that nothing is learned from (empty, or masked as truncated): their coefficient is 0 and no
-denominator counts them, nor a group of nothing but such completions. Completions that a correction rejects count.
+The loss is the sum over trained tokens of loss weight times token loss. The weights are computed once for the whole
+update, so that any split into micro-batches gives the same loss and the same gradient. Completions that are not trained
+on (empty, or masked as truncated) have weight 0, and no denominator counts them, nor a group that has no other
+completion. Completions that an importance correction rejects are counted.
 """
 
 from __future__ import annotations
@@ -19,30 +19,36 @@ Coefficients = list[NDArray[np.float64]]
 
 
 def token_mean(lengths: Lengths, max_tokens: int) -> Coefficients:
-    """1 / T, T the learned tokens of the batch: DAPO (arXiv:2503.14476), section 3.3. Long completions weigh more."""
+    """Return 1 / T, T = trained tokens of the batch: DAPO (arXiv:2503.14476), section 3.3.
+
+    Every token has equal weight, so long completions have more.
+    """
     share = _share(sum(float(length_G.sum()) for length_G in lengths))
     return [_where_learnt(length_G, share) for length_G in lengths]
 
 
 def sequence_mean(lengths: Lengths, max_tokens: int) -> Coefficients:
-    """1 / (T_i S), T_i the completion's tokens, S the completions: GRPO (arXiv:2402.03300), equation 3.
+    """Return 1 / (T_i * S), T_i = tokens of the completion, S = completions: GRPO (arXiv:2402.03300), equation 3.
 
-    All completions weigh the same, also where groups differ in size.
+    All completions have equal weight, also if groups differ in size.
     """
     share = _share(_sequences(lengths))
     return [_where_learnt(length_G, share / np.maximum(length_G, 1.0)) for length_G in lengths]
 
 
 def token_sum(lengths: Lengths, max_tokens: int) -> Coefficients:
-    """1 / (max_tokens S): the constant of Dr. GRPO's code (arXiv:2503.20783). All tokens weigh the same, always."""
+    """Return 1 / (max_tokens * S), S = completions: the constant of Dr. GRPO (arXiv:2503.20783).
+
+    Every token has the same weight in every batch.
+    """
     share = _share(max_tokens * _sequences(lengths))
     return [_where_learnt(length_G, share) for length_G in lengths]
 
 
 def group_mean(lengths: Lengths, max_tokens: int) -> Coefficients:
-    """1 / (T_g P), T_g the tokens of the group, P the groups: all groups weigh the same, and all tokens of a group.
+    """Return 1 / (T_g * P), T_g = tokens of the group, P = groups: the prompt average of ScaleRL (arXiv:2510.13786).
 
-    The prompt average of ScaleRL (arXiv:2510.13786).
+    All groups have equal weight, and all tokens of a group have equal weight.
     """
     share = _share(sum(bool(length_G.any()) for length_G in lengths))
     return [_where_learnt(length_G, share * _share(float(length_G.sum()))) for length_G in lengths]
@@ -55,10 +61,10 @@ AGGREGATIONS: Mapping[str, Callable[[Lengths, int], Coefficients]] = MappingProx
 
 
 def coefficients(kind: str, lengths: Sequence[Sequence[int]], *, max_tokens: int) -> Coefficients:
-    """Coefficient of each learned token, per group and completion: (G,) float64 each.
+    """Return the loss weight of a token of each completion: (G,) float64 per group.
 
-    lengths: learned tokens of every completion of every group, which the policy drew. max_tokens: the most that a
-    completion can have. Where nothing is learned at all, all are 0.
+    kind: key of `AGGREGATIONS`. lengths: number of trained tokens of every completion of every group. max_tokens:
+    largest possible length of a completion. All weights are 0 if there is no trained token.
     """
     return AGGREGATIONS[kind]([np.asarray(lengths_G, dtype=np.float64) for lengths_G in lengths], max_tokens)
 

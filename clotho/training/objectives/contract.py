@@ -1,8 +1,8 @@
-"""What an objective sees of a micro-batch, and what it returns: the contract of every function in the table.
+"""The interface of objective functions.
 
-N counts the tokens of the micro-batch that the policy drew, padding included; B its completions. A function of your
-own has the same form, `objective(logp_N, tokens, settings) -> PolicyLoss`, and is named `module:function` in
-`learner.objective`.
+N is the number of sampled tokens of the micro-batch, padding included; B is the number of its completions. A custom
+objective has the same form, `objective(logp_N, tokens, settings) -> PolicyLoss`, and is selected by
+`module:function` in `learner.objective`.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ import mlx.core as mx
 
 
 class Tokens(NamedTuple):
-    """The sampled tokens of a micro-batch; every array is (N,), float32 unless said otherwise, without gradient.
+    """The sampled tokens of a micro-batch. Every array is (N,), float32 by default, without gradient.
 
-    old_logp_N: log-probability under the policy that the ratio is against (`learner.objective.ratio_reference`), natural log.
-    rollout_logp_N: under the sampler, as recorded when the token was sampled.
-    advantage_N: of the token; the same for all tokens of a completion, unless the environment gave them token by token.
-    weight_N: 1 for tokens that are learned from, 0 for others and for padding.
-    sequence_N: int32, which of the `sequences` completions of this micro-batch the token belongs to (padding: 0).
+    old_logp_N: log-probability in nats under the policy that the importance ratio is against
+        (`learner.objective.ratio_reference`).
+    rollout_logp_N: log-probability under the rollout policy, recorded when the token was sampled.
+    advantage_N: advantage; equal for all tokens of a completion unless the environment gave advantages per token.
+    weight_N: loss mask: 1 for tokens that are trained on, 0 for other tokens and for padding.
+    sequence_N: int32, index of the token's completion among the `sequences` completions (padding: 0).
     """
 
     old_logp_N: mx.array
@@ -31,11 +32,11 @@ class Tokens(NamedTuple):
     sequences: int
 
     def sum_B(self, value_N: mx.array) -> mx.array:
-        """Sum of a value over the learned tokens of each completion: (B,)."""
+        """Return the sum over the trained tokens of each completion: (B,)."""
         return mx.zeros((self.sequences,), dtype=value_N.dtype).at[self.sequence_N].add(self.weight_N * value_N)
 
     def mean_B(self, value_N: mx.array) -> mx.array:
-        """Mean of a value over the learned tokens of each completion: (B,); 0 where it has none."""
+        """Return the mean over the trained tokens of each completion: (B,); 0 for a completion without any."""
         return self.sum_B(value_N) / mx.maximum(self.sum_B(mx.ones_like(self.weight_N)), 1.0)
 
     def spread_N(self, value_B: mx.array) -> mx.array:
@@ -44,10 +45,10 @@ class Tokens(NamedTuple):
 
 
 class PolicyLoss(NamedTuple):
-    """Per token, (N,): the loss, to be minimised, before mask, correction and aggregation; and where it is cut.
+    """Result of an objective, per token (N,), before loss mask, importance correction and aggregation.
 
-    clipped_N: 1 or true where the token is outside the trust region: its gradient is cut off, or its weight cut down.
-    It is counted only, and carries no gradient.
+    loss_N: the loss, to be minimized. clipped_N: 1 or true for a token outside the trust region, whose gradient is zero
+    or whose weight is reduced; it is only counted and carries no gradient.
     """
 
     loss_N: mx.array

@@ -1,4 +1,4 @@
-"""Weights of KL penalty and entropy bonus that follow what they are to control; plain Python, once per update."""
+"""Adaptive coefficients of the KL penalty and the entropy bonus, updated once per update in plain Python."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from clotho.config.sections_training import (
 from clotho.training.objectives.loss import LossCoefficients
 
 LARGEST_ERROR = 0.2
-"""Beyond this relative distance from the target, the KL coefficient does not move faster."""
+"""Bound of the relative error that the adaptive KL coefficient reacts to."""
 
 
 def initial_loss_coefficients(settings: LearnerSection) -> LossCoefficients:
-    """Weights of the first update: those of the profile."""
+    """Return the coefficients of the first update: those of the profile."""
     penalty, bonus = settings.kl_penalty, settings.entropy_bonus
     return LossCoefficients(
         penalty.coef if isinstance(penalty, KLPenalty) else 0.0,
@@ -30,9 +30,9 @@ def initial_loss_coefficients(settings: LearnerSection) -> LossCoefficients:
 def next_loss_coefficients(
     loss_coefficients: LossCoefficients, *, kl: float, entropy: float, settings: LearnerSection
 ) -> LossCoefficients:
-    """Weights of the next update, after one that measured `kl` and `entropy`, nats per token.
+    """Return the coefficients after an update that measured `kl` and `entropy`, in nats per token.
 
-    What is fixed in the profile stays bit for bit; so does what was measured as not finite.
+    A fixed coefficient does not change, and no coefficient changes after a measurement that is not finite.
     """
     return LossCoefficients(
         next_kl_beta(loss_coefficients.kl_beta, kl, settings),
@@ -41,9 +41,9 @@ def next_loss_coefficients(
 
 
 def next_kl_beta(beta: float, kl: float, settings: LearnerSection) -> float:
-    """Move the KL coefficient in proportion to the error: Ziegler et al. (arXiv:1909.08593).
+    """Return the next KL coefficient: the adaptive controller of Ziegler et al. (arXiv:1909.08593), equation 11.
 
-    beta <- beta (1 + e / kl_horizon), e = clip(kl / kl_target - 1, -0.2, 0.2). The paper: horizon 10.
+    beta <- beta * (1 + e / horizon), e = clip(kl / target - 1, -0.2, 0.2). The paper has a horizon of 10.
     """
     penalty = settings.kl_penalty
     if (
@@ -57,11 +57,11 @@ def next_kl_beta(beta: float, kl: float, settings: LearnerSection) -> float:
 
 
 def next_entropy_weight(weight: float, entropy: float, settings: LearnerSection) -> float:
-    """Move the entropy bonus by `entropy_step` towards its target, or let it decay where there is none.
+    """Return the next entropy coefficient.
 
-    With `entropy_target`: up while the entropy is below it, else down, never below 0; adaptive entropy control,
-    Skywork-OR1 (arXiv:2505.22312). Departure: the bonus stays on while it is being lowered; the paper switches it off
-    above the target. Without: weight <- weight entropy_decay.
+    adaptive: up by `step` while the entropy is below `target`, else down by `step`, never below 0: adaptive entropy
+    control, Skywork-OR1 (arXiv:2505.22312). Departure: the bonus stays on while it decreases; the paper switches it off
+    above the target. fixed: coefficient <- coefficient * decay.
     """
     bonus = settings.entropy_bonus
     if isinstance(bonus, FixedEntropyBonus):

@@ -1,11 +1,9 @@
-"""What the disagreement of sampler and learner weighs: w = proximal / sampler, per token or per completion.
+"""Importance corrections for the mismatch of sampler and learner: w = pi_prox / mu, per token or per completion.
 
-Importance weights make the tokens of one policy speak for another; truncated, masked or rejected they do so with
-bounded variance. They carry no gradient, and never multiply a ratio that is against the sampler already
-(`learner.objective.ratio_reference = "sampler"`), which would count the same disagreement twice. The denominators of the aggregation are
-those before any rejection: what is left is not inflated. Tokens of weight 0 are in no sum and no mean.
-
-The proximal policy without a pass of its own: between sampler and learner, by versions.
+mu is the rollout policy, pi_prox the policy at the start of the batch. Truncation, masking and rejection bound the
+variance of the weights. Weights carry no gradient. They are not used with a ratio that is against the sampler already
+(`learner.objective.ratio_reference = "sampler"`), because the mismatch would count twice. The denominators of the
+aggregation are those before any rejection. Tokens with loss mask 0 are in no sum and in no mean.
 """
 
 from __future__ import annotations
@@ -32,40 +30,40 @@ Correction = Callable[[mx.array, Tokens, float, float], mx.array]
 
 
 def truncate(log_ratio_N: mx.array, tokens: Tokens, low: float, high: float) -> mx.array:
-    """Truncated importance sampling, clip(w_t, low, high): IMPALA (arXiv:1802.01561), section 4.1.
+    """Return clip(w_t, low, high): truncated importance sampling, IMPALA (arXiv:1802.01561), section 4.1.
 
-    Applied to the mismatch of sampler and learner in fengyao.notion.site/off-policy-rl (TIS, low 0, high 2).
+    For the mismatch of sampler and learner: fengyao.notion.site/off-policy-rl (TIS, low 0, high 2).
     """
     return mx.clip(mx.exp(log_ratio_N), low, high)
 
 
 def mask(log_ratio_N: mx.array, tokens: Tokens, low: float, high: float) -> mx.array:
-    """Weigh w_t where low <= w_t <= high, else 0: IcePop, Ring-1T (arXiv:2510.18855), with 0.5 and 5."""
+    """Return w_t if low <= w_t <= high, else 0: IcePop, Ring-1T (arXiv:2510.18855), with 0.5 and 5."""
     ratio_N = mx.exp(log_ratio_N)
     return mx.where((ratio_N >= low) & (ratio_N <= high), ratio_N, 0.0)
 
 
 def truncate_sequence(log_ratio_N: mx.array, tokens: Tokens, low: float, high: float) -> mx.array:
-    """Give every token the truncated ratio of its completion, clip(prod_t w_t, low, high).
+    """Return the truncated weight of the completion for each of its tokens, clip(prod_t w_t, low, high).
 
-    Unbiased for the reward of the whole completion while it is not truncated; richardli.xyz/rl-collapse (Seq-TIS).
+    Unbiased for the reward of the completion while it is not truncated: richardli.xyz/rl-collapse (Seq-TIS).
     """
     return tokens.spread_N(mx.clip(mx.exp(tokens.sum_B(log_ratio_N)), low, high))
 
 
 def reject_sequence(log_ratio_N: mx.array, tokens: Tokens, low: float, high: float) -> mx.array:
-    """Keep, unweighted, completions of low <= prod_t w_t <= high; all others weigh 0.
+    """Return 1 for completions with low <= prod_t w_t <= high, else 0.
 
-    The rejection of masked importance sampling, richardli.xyz/rl-collapse (Seq-MIS). Departure: what is kept weighs 1,
-    not its product.
+    The rejection of masked importance sampling, richardli.xyz/rl-collapse (Seq-MIS). Departure: accepted completions
+    have weight 1 instead of their product.
     """
     return tokens.spread_N(_inside(mx.exp(tokens.sum_B(log_ratio_N)), low, high))
 
 
 def reject_geometric(log_ratio_N: mx.array, tokens: Tokens, low: float, high: float) -> mx.array:
-    """Keep, unweighted, completions of low <= exp(mean_t log w_t) <= high; all others weigh 0.
+    """Return 1 for completions with low <= exp(mean_t log w_t) <= high, else 0.
 
-    The geometric mean does not grow with length; richardli.xyz/rl-collapse (Geo-RS), with 0.99 and 1.01 (SkyRL).
+    The geometric mean does not grow with length: richardli.xyz/rl-collapse (Geo-RS), with 0.99 and 1.01 (SkyRL).
     """
     return tokens.spread_N(_inside(mx.exp(tokens.mean_B(log_ratio_N)), low, high))
 
@@ -83,9 +81,9 @@ CORRECTIONS: Mapping[type[BoundedCorrection], Correction] = MappingProxyType(
 
 
 def without_outliers(log_ratio_N: mx.array, tokens: Tokens, low: float, high: float) -> mx.array:
-    """0 for all tokens of a completion in which any token's learner / sampler is outside [low, high], else 1: (N,).
+    """Return 0 for completions with any token whose ratio learner / sampler is outside [low, high], else 1: (N,).
 
-    A bound of 0 is none. One token of a broken sampler makes the rest of its completion suspect.
+    A bound of 0 is off. One token with a broken log-probability makes the rest of its completion unreliable.
     """
     bottom = math.log(low) if low > 0 else -math.inf
     top = math.log(high) if high > 0 else math.inf
@@ -94,10 +92,10 @@ def without_outliers(log_ratio_N: mx.array, tokens: Tokens, low: float, high: fl
 
 
 def off_policy_mask(learner_N: mx.array, tokens: Tokens, delta: float) -> mx.array:
-    """0 for completions of negative advantage with mean_t(log mu - log pi) > delta, else 1: (N,).
+    """Return 0 for completions of negative advantage with mean_t(log mu - log pi) > delta, else 1: (N,).
 
-    Off-policy sequence masking, DeepSeek-V3.2 (arXiv:2512.02556): what the policy would hardly say any more is not
-    worth learning to avoid. pi is the policy as it stands, mu the sampler. The advantage is the mean over the tokens.
+    Off-policy sequence masking, DeepSeek-V3.2 (arXiv:2512.02556): the policy has become unlikely to sample them again.
+    pi is the current policy, mu the rollout policy. The advantage is the mean over the tokens.
     """
     gone_B = tokens.mean_B(tokens.rollout_logp_N - learner_N) > delta
     dropped_B = (tokens.mean_B(tokens.advantage_N) < 0) & gone_B
@@ -107,9 +105,9 @@ def off_policy_mask(learner_N: mx.array, tokens: Tokens, delta: float) -> mx.arr
 def correction_weights(
     learner_N: mx.array, proximal_N: mx.array, tokens: Tokens, settings: ObjectiveSettings
 ) -> mx.array:
-    """Product of the chosen correction and of the masks that are on: (N,), without gradient.
+    """Return the product of the importance correction and of the masks that are on: (N,), without gradient.
 
-    learner_N: log-probabilities under the policy as it stands; proximal_N: at the start of the batch.
+    learner_N: log-probabilities under the current policy. proximal_N: under the policy at the start of the batch.
     """
     log_ratio_N = mx.stop_gradient(proximal_N) - tokens.rollout_logp_N
     weight_N = mx.ones_like(log_ratio_N)
@@ -135,13 +133,13 @@ def interpolated_proximal(
     version_proximal: float,
     version_current: float,
 ) -> mx.array:
-    """Approximate log-probabilities of the learner at the start of the batch: (N,), without gradient.
+    """Approximate the log-probabilities of the policy at the start of the batch: (N,), without gradient.
 
-    log pi_prox = log mu + alpha (log pi - log mu), alpha = (v_prox - v_mu) / (v_pi - v_mu), with the version v_mu that
-    drew the token: AReaL's log-linear approximation (its documentation, algorithms/prox_approx). Versions may be
-    fractional: within an update of K optimizer steps the k-th gradient is at v_prox + k / K. Where v_pi = v_mu alpha
-    is 1, the current policy itself: no ratio, no clipping. At v_pi = v_prox, the first step of an update, alpha is 1
-    and the result exact. alpha is held to [0, 1].
+    log pi_prox = log mu + alpha * (log pi - log mu), alpha = (v_prox - v_mu) / (v_pi - v_mu), where v_mu is the policy
+    version that sampled the token: AReaL's log-linear approximation (its documentation, algorithms/prox_approx).
+    Versions may be fractional: gradient k of an update with K optimizer steps is at v_prox + k / K. If v_pi = v_mu,
+    alpha is 1: the current policy, without ratio and clipping. In the first step of an update, v_pi = v_prox and the
+    result is exact. alpha is clamped to [0, 1].
     """
     behind_N = version_proximal - version_behaviour_N.astype(mx.float32)
     age_N = behind_N + (version_current - version_proximal)

@@ -1,7 +1,7 @@
-"""The loss of a micro-batch: objective, correction, penalties, bonus and distillation, token by token, and their sum.
+"""The loss of a micro-batch and its metrics.
 
-N counts the sampled tokens of the micro-batch, padding included. Departure from the papers: KL penalty, entropy bonus and
-distillation are not weighted by the correction.
+N is the number of sampled tokens of the micro-batch, padding included. Departure from the papers: the importance
+correction does not weight the KL penalty, the entropy bonus and the distillation loss.
 """
 
 from __future__ import annotations
@@ -19,13 +19,15 @@ from clotho.training.objectives.kl import ESTIMATORS, bounded_log_ratio, k3, rat
 
 
 class LossInputs(NamedTuple):
-    """What the loss needs per completion token, all (N,) float32 unless said otherwise, and free of gradients.
+    """Inputs of the loss per sampled token: (N,), float32 by default, without gradient.
 
-    rollout_logp_N: log-probability under the sampler. proximal_N: under the learner at the start of the batch; None while
-    that is the policy itself. reference_N: under the reference policy, or None without penalty.
-    weight_N: 1 for learned tokens, else 0. loss_weight_N: the token's share in the loss of the whole update.
-    on_policy_mask_N: 1 for tokens that the learner's current weights sampled. sequence_N: int32, index of
-    the completion among `sequences`. teacher_mask_N: 1 for tokens with a teacher; None without a teacher.
+    rollout_logp_N: log-probability under the rollout policy.
+    proximal_N: under the policy at the start of the batch; None while that is the current policy.
+    reference_N: under the reference policy; None without a KL penalty.
+    weight_N: loss mask: 1 for trained tokens, else 0. loss_weight_N: weight of the token in the loss of the update.
+    on_policy_mask_N: 1 for tokens that the learner's current weights sampled.
+    sequence_N: int32, index of the token's completion among `sequences`.
+    teacher_mask_N: 1 for tokens with a teacher; None without a teacher.
     """
 
     rollout_logp_N: mx.array
@@ -41,7 +43,7 @@ class LossInputs(NamedTuple):
 
 
 class LossCoefficients(NamedTuple):
-    """Weights of KL penalty and entropy bonus as they stand; see `controllers`."""
+    """Current coefficients of the KL penalty and the entropy bonus; see `controllers`."""
 
     kl_beta: float
     entropy_weight: float
@@ -61,14 +63,16 @@ def policy_loss(
     objective: Objective,
     cross_entropy_N: mx.array | None = None,
 ) -> tuple[mx.array, MetricSums]:
-    """Loss of one micro-batch, to be minimised; the losses of all micro-batches of an update add up to its loss.
+    """Return the loss of one micro-batch, to be minimized, and its metrics. Losses of micro-batches add up.
 
-    L = sum_t c_t m_t (w_t L_t + kl_beta KL_t - entropy_weight H_t + distillation_weight C_t): coefficient c, mask m
-    (weight_N), correction w, objective L_t; the penalty is here only with `kl_in = "loss"`. logp_N, entropy_N, and C,
-    the cross-entropy of a teacher's alternatives (None: no teacher): (N,) float32 nats, with gradient. C is the forward
-    KL(teacher || policy) over those alternatives up to what is constant: Hinton et al. (arXiv:1503.02531), on tokens
-    that the policy drew: GKD (arXiv:2306.13649).
-    Raises ValueError for a correction of a ratio that is against the sampler already.
+    L = sum_t c_t * m_t * (w_t * L_t + kl_beta * KL_t - entropy_coef * H_t + distillation_weight * C_t)
+
+    with loss weight c, loss mask m, importance correction w and objective L_t. KL_t is in the loss only with a KL
+    penalty of type `loss`. logp_N, entropy_N and C (the cross-entropy with the teacher's alternatives; None without a
+    teacher) are (N,) float32 in nats, with gradient. Up to a constant, C is the forward KL(teacher || policy) over
+    these alternatives (Hinton et al., arXiv:1503.02531) on tokens that the policy sampled (GKD, arXiv:2306.13649). A
+    new metric is a line of `means`: its values and the mask of the tokens that it is the mean over. Raises ValueError
+    for an importance correction of a ratio that is against the sampler already.
     """
     chosen = settings.objective
     if (
@@ -124,7 +128,7 @@ def _tokens(logp_N: mx.array, inputs: LossInputs, settings: ObjectiveSettings) -
 
 
 def _penalty(logp_N: mx.array, inputs: LossInputs, settings: LearnerSection) -> mx.array:
-    """Estimate of KL(policy || reference), (N,) nats; 0 without a reference."""
+    """Return the estimate of KL(policy || reference), (N,) nats; 0 without a reference."""
     penalty = settings.kl_penalty
     if inputs.reference_N is None or not isinstance(penalty, KLPenalty):
         return mx.zeros_like(logp_N)

@@ -51,7 +51,7 @@ def _require_three_arguments(name: str, function: Any) -> None:
 
 
 def _checked(name: str, function: Objective) -> Objective:
-    """Refuse results that broadcasting would make something of: a mean where the losses of tokens belong."""
+    """Refuse results of another shape, which broadcasting would accept, such as a mean over tokens."""
 
     def checked(logp_N: mx.array, tokens: Tokens, settings: Any) -> PolicyLoss:
         result = function(logp_N, tokens, settings)

@@ -1,6 +1,7 @@
-"""Objectives whose ratio is that of the whole completion. The departures listed in `clipped` hold here too.
+"""Objectives whose importance ratio is that of the whole completion. The departures in `token_level` apply.
 
-All of them belong with `loss_aggregation = "sequence_mean"`: every token then carries its share of one loss per completion.
+All of them belong with `loss_aggregation = "sequence_mean"`: each token then carries its share of one loss per
+completion.
 """
 
 from __future__ import annotations
@@ -13,26 +14,26 @@ from clotho.training.objectives.kl import MAX_LOG_RATIO
 from clotho.training.objectives.token_level import clipped
 
 MAX_TOKEN_LOG_RATIO = 10.0
-"""`gspo_token` holds its log-ratio to at most so many nats, as verl does."""
+"""Upper bound of the log-ratio of `gspo_token` in nats, as in verl."""
 
 
 def gspo(logp_N: mx.array, tokens: Tokens, settings: Gspo) -> PolicyLoss:
-    """Group Sequence Policy Optimization (arXiv:2507.18071): the unit of reward is the unit of the ratio.
+    """Group Sequence Policy Optimization (arXiv:2507.18071): clip the ratio of the completion.
 
-    s_i = exp(1/|y_i| sum_t log pi(t) / anchor(t)), L_t = -min(s_i A_t, clip(s_i) A_t): the sequence's geometric mean
-    ratio, clipped as in PPO but within 3e-4 and 4e-4 (section 5.1). Tokens of weight 0 are not in the mean.
-    Departure: with advantages that differ from token to token, each token has its own min with the common ratio.
+    s_i = exp(1/|y_i| sum_t log pi(t) / pi_old(t)), L_t = -min(s_i A_t, clip(s_i) A_t): the geometric mean ratio of the
+    completion, clipped as in PPO but within 3e-4 and 4e-4 (section 5.1). Tokens with loss mask 0 are not in the mean.
+    Departure: with advantages per token, each token has its own minimum with the common ratio.
     """
     log_ratio_B = tokens.mean_B(logp_N - tokens.old_logp_N)
     return clipped(_ratio(log_ratio_B, tokens), tokens.advantage_N, settings)
 
 
 def gspo_token(logp_N: mx.array, tokens: Tokens, settings: GspoToken) -> PolicyLoss:
-    """Token form of GSPO (arXiv:2507.18071), GSPO-token, for advantages that differ from token to token.
+    """GSPO-token (arXiv:2507.18071): GSPO for advantages per token.
 
-    s_t = sg(s_i) pi(t) / sg(pi(t)), in value the ratio of the sequence, with the gradient of the token alone.
-    For constant advantages and `sequence_mean` its loss and gradient are those of `gspo`. Departure, from verl: the
-    log-ratio is at most 10 nats.
+    s_t = sg(s_i) pi(t) / sg(pi(t)), whose value is the ratio of the completion and whose gradient is that of the token.
+    For constant advantages and `sequence_mean`, loss and gradient are those of `gspo`. Departure, from verl: the log-
+    ratio is at most 10 nats.
     """
     log_ratio_B = mx.stop_gradient(tokens.mean_B(logp_N - tokens.old_logp_N))
     log_ratio_N = tokens.spread_N(log_ratio_B) + logp_N - mx.stop_gradient(logp_N)
@@ -40,12 +41,12 @@ def gspo_token(logp_N: mx.array, tokens: Tokens, settings: GspoToken) -> PolicyL
 
 
 def rloo(logp_N: mx.array, tokens: Tokens, settings: Rloo) -> PolicyLoss:
-    """REINFORCE Leave-One-Out (arXiv:2402.14740), where the whole completion is one action.
+    """REINFORCE Leave-One-Out (arXiv:2402.14740): the whole completion is one action.
 
-    r_i = exp(sum_t log pi(t) / anchor(t)), L_t = -min(r_i A_t, clip(r_i) A_t). At r = 1, for constant advantages, the
-    gradient of a completion's loss is that of -A_i log pi(y_i): REINFORCE. The recipe brings the advantage: the reward
-    less the mean of the others'. Departures: the ratio and its clip, by which TRL allows off-policy samples (the paper
-    is on-policy); the paper's KL penalty in the reward is there with `kl_beta` and `kl_in` only.
+    r_i = exp(sum_t log pi(t) / pi_old(t)), L_t = -min(r_i A_t, clip(r_i) A_t). At r = 1, for constant advantages, the
+    gradient of a completion's loss is that of -A_i log pi(y_i): REINFORCE. Its settings have the leave-one-out
+    advantage. Departures: the ratio and its clip, with which TRL allows off-policy samples (the paper is on-policy);
+    the paper's KL penalty in the reward is off by default.
     """
     log_ratio_B = tokens.sum_B(logp_N - tokens.old_logp_N)
     return clipped(_ratio(log_ratio_B, tokens), tokens.advantage_N, settings)
