@@ -1,4 +1,4 @@
-"""The API server of atroposlib, and the fake that stands in for it, as a trainer and environments meet them."""
+"""The API server of atroposlib and a fake of it, with a client that behaves as environments do."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ class ApiServerUnderTest:
         self.http = httpx.AsyncClient(base_url=url, transport=transport, timeout=20, trust_env=False)
 
     def api(self, **changes: Any) -> AtroposApi:
-        """A trainer of this server."""
+        """Return a trainer of this server."""
         reset = changes.pop("reset", True)
         registration = msgspec.structs.replace(REGISTRATION, **changes)
         return AtroposApi(self.url, registration=registration, reset=reset, poll_seconds=0.1, transport=self.transport)
 
     async def post(self, *groups: dict[str, Any]) -> None:
-        """Send groups, as an environment that never registered."""
+        """Send groups without an env_id."""
         for fields in groups:
             content = msgspec.json.encode(fields | {"env_id": None})
             (await self.http.post("/scored_data", content=content, headers=JSON)).raise_for_status()
 
     async def get(self, path: str) -> Any:
-        """Ask the server itself."""
+        """Send a GET request to the server."""
         return (await self.http.get(path)).json()
 
     async def join(self, **fields: Any) -> Any:
@@ -53,11 +53,11 @@ class ApiServerUnderTest:
         return (await self.http.post("/register-env", json=defaults | fields)).json()
 
     async def start(self) -> None:
-        """Let a process that never heard of anybody answer."""
+        """Start the server without any state."""
         raise NotImplementedError
 
     async def stop(self) -> None:
-        """Let nobody answer."""
+        """Stop the server."""
         raise NotImplementedError
 
 
@@ -75,7 +75,7 @@ class Fake(ApiServerUnderTest):
 
 
 class Real(ApiServerUnderTest):
-    """`run-api` of atroposlib, in a process of its own."""
+    """atroposlib's API server in a process."""
 
     def __init__(self, python: str, log: Path) -> None:
         with socket.socket() as free:
@@ -107,7 +107,7 @@ class Real(ApiServerUnderTest):
 
 @asynccontextmanager
 async def api_server(kind: str, directory: Path) -> AsyncIterator[ApiServerUnderTest]:
-    """A running server of either kind."""
+    """Run a server of either kind."""
     server = Fake() if kind == "fake" else Real(python_with_atropos(), directory / "log")
     try:
         await server.start()

@@ -1,4 +1,4 @@
-"""The real other side: an interpreter that has atroposlib, which is no dependency of ours."""
+"""The interpreter that has atroposlib, which is not a dependency of the project."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ VARIABLE = "CLOTHO_ATROPOS_PYTHON"
 
 
 def python_with_atropos() -> str:
-    """The interpreter; the test is skipped where the environment names none."""
+    """Return the interpreter; skip the test if the environment variable is not set."""
     python = os.environ.get(VARIABLE, "")
     if not python:
         pytest.skip(f"{VARIABLE} does not name an interpreter that has atroposlib")
@@ -23,5 +23,5 @@ def python_with_atropos() -> str:
 
 @cache
 def _require(python: str) -> None:
-    """What is named but does not work is a failure, not a reason to skip."""
+    """Fail if the environment variable names an interpreter without atroposlib."""
     require_atroposlib(python)

@@ -1,4 +1,4 @@
-"""An Atropos API server inside the test: what `tests/atropos/test_api_contract.py` holds to be true of the real one."""
+"""A fake Atropos API server; `test_api_contract.py` checks that it behaves as the real server."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ FIELDS = (
 
 
 class FakeApi(httpx.AsyncBaseTransport):
-    """The server and the network to it. away: what a request raises in place of an answer, while it is set.
+    """The server and its network. away: exception that every request raises while it is set.
 
-    asked: every request so far, as "METHOD /path". instead: answers in place of the server's, by path, each given once.
+    asked: all requests, as "METHOD /path". instead: path -> responses that replace the server's, each once.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class FakeApi(httpx.AsyncBaseTransport):
         self.restart()
 
     def restart(self) -> None:
-        """Forget everything, as a process that is started again."""
+        """Clear the state, as a restarted process."""
         self.state: State = {}
         app = Starlette(
             routes=[
@@ -53,7 +53,7 @@ class FakeApi(httpx.AsyncBaseTransport):
         self._network = httpx.ASGITransport(app, raise_app_exceptions=False)
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        """Answer, or be away."""
+        """Respond, or raise `away`."""
         self.asked.append(f"{request.method} {request.url.path}")
         if self.away is not None:
             raise self.away
@@ -123,7 +123,7 @@ class FakeApi(httpx.AsyncBaseTransport):
 
 
 def _first_groups(queue: list[State], batch_size: int) -> list[State] | None:
-    """The oldest groups, if their sequences come to exactly a batch."""
+    """Return the oldest groups if they contain exactly one batch of sequences."""
     count, batch = 0, list[State]()
     for group in queue if batch_size > 0 else ():
         batch.append(group)
@@ -134,12 +134,12 @@ def _first_groups(queue: list[State], batch_size: int) -> list[State] | None:
 
 
 def truncated(content: bytes, encoding: str) -> Response:
-    """An answer that breaks off in the middle of its packing, or of its text."""
+    """Return a response whose body is truncated."""
     return Response(content[: len(content) // 2], headers={"content-encoding": encoding}, media_type="application/json")
 
 
 def endless(content: bytes, times: int) -> Response:
-    """An answer in `times` parts."""
+    """Return a response whose body consists of `times` parts."""
 
     async def parts() -> AsyncIterator[bytes]:
         for _ in range(times):

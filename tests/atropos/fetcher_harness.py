@@ -1,4 +1,4 @@
-"""A fetcher between a source and a reader that do as the test says."""
+"""An Atropos fetcher with a scripted source and a scripted reader."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Batch = Sequence[str] | None
 
 
 class Source:
-    """Hands out batches of names, one each time it is asked; then it waits. closed, opened: how often it was."""
+    """Returns the given batches of names, then waits. opened: steps of all calls of open; closed: number of calls."""
 
     def __init__(self, batches: Sequence[Batch], *, refusal: Exception | None = None, reachable: bool = True) -> None:
         self.batches, self.refusal, self.reachable = list(batches), refusal, reachable
@@ -32,7 +32,7 @@ class Source:
         self.closed = 0
 
     async def open(self, *, step: int) -> None:
-        """Be ready, refuse, or wait for ever."""
+        """Succeed, raise the error, or never return."""
         if self.refusal:
             raise self.refusal
         if not self.reachable:
@@ -40,7 +40,7 @@ class Source:
         self.opened.append(step)
 
     async def batch(self, *, step: int) -> list[Raw] | None:
-        """The next batch."""
+        """Return the next batch."""
         if not self.batches:
             await anyio.sleep_forever()
         self.steps.append(step)
@@ -48,22 +48,22 @@ class Source:
         return None if batch is None else [Raw(msgspec.json.encode(name)) for name in batch]
 
     async def waiting_for(self) -> str:
-        """Say why."""
+        """Return a reason."""
         return "Godot"
 
     async def close(self) -> None:
-        """Count."""
+        """Count the call."""
         self.closed += 1
 
 
 class Reader:
-    """Reads names; those with an exclamation mark are refused."""
+    """Reads names; a name with an exclamation mark is invalid."""
 
     def __init__(self) -> None:
         self.versions: list[int] = []
 
     async def read(self, raw: Raw, *, group_id: int, version: int) -> GroupOutcome:
-        """Make a group from the environment of that name."""
+        """Return a group of the environment with that name."""
         self.versions.append(version)
         name = msgspec.json.decode(raw, type=str)
         problem = Problem(prompt="", answer="", type=name)
@@ -76,7 +76,7 @@ class Reader:
 
 
 class FetcherHarness:
-    """A fetcher of these batches, on cells of its own; two groups make a batch of the run."""
+    """A fetcher of these batches; a batch of the run has two groups."""
 
     def __init__(
         self,
@@ -111,17 +111,17 @@ class FetcherHarness:
         )
 
     def serve(self, step: int) -> None:
-        """Put the weights of a step in service."""
+        """Publish the weights of a step."""
         self.weights.put(WeightsReady(version=10 + step, step=step, fingerprint=""))
 
 
 def numbers(outcomes: Sequence[GroupOutcome]) -> list[int]:
-    """The numbers of groups, in order."""
+    """Return the group IDs in order."""
     return [(one.prompt if isinstance(one, Discarded) else one.group.prompt).group_id for one in outcomes]
 
 
 async def fetched(harness: FetcherHarness, *, steps: Callable[[], object]) -> list[GroupOutcome]:
-    """Run until nothing moves, do something, and receive to the end."""
+    """Run until all tasks wait, call `steps`, and receive all outcomes."""
     received: list[GroupOutcome] = []
 
     async def read() -> None:

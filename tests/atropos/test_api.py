@@ -1,4 +1,4 @@
-"""The trainer's side of the API server where things go wrong: each outage is told once, waited out, and mended."""
+"""The trainer's registration and polling: outages, restarts, and the reason for missing batches."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ SHOWN = "http://atropos.example:8000/prefix"
 
 
 def trainer(fake: FakeApi, *, url: str = "http://atropos.example:8000", reset: bool = True) -> AtroposApi:
-    """A trainer whose batches are two groups of two."""
+    """Return a trainer whose batches have two groups of two sequences."""
     registration = Registration(
         batch_size=4, max_token_len=64, checkpoint_dir="/kept", save_checkpoint_interval=5, num_steps=9
     )
     return AtroposApi(url, registration=registration, reset=reset, poll_seconds=0.05, transport=fake)
 
 
-async def sent(fake: FakeApi, count: int) -> None:
-    """Let environments send so many groups."""
+async def send_groups(fake: FakeApi, count: int) -> None:
+    """Send groups as an environment."""
     async with httpx.AsyncClient(transport=fake, base_url="http://atropos.example:8000") as http:
         for number in range(count):
             await http.post("/scored_data", json=group((40,), (41,)) | {"scores": [number, 0.5], "env_id": None})
 
 
-async def test_all_eight_fields_are_registered() -> None:
-    """Null is refused by the server: without wandb its names are empty."""
+async def test_the_registration_has_all_eight_fields() -> None:
+    """The server rejects null; the names for wandb are empty."""
     fake = FakeApi()
     await trainer(fake).open(step=6)
     assert fake.registered == [
@@ -59,17 +59,17 @@ async def test_all_eight_fields_are_registered() -> None:
 
 
 def refuse(fake: FakeApi) -> None:
-    """NullSampleLog listens."""
+    """The server refuses connections."""
     fake.away = httpx.ConnectError("refused")
 
 
 def hang(fake: FakeApi) -> None:
-    """NullSampleLog answers in time."""
+    """The server does not respond in time."""
     fake.away = httpx.ReadTimeout("")
 
 
-def answer(response: Callable[[], Response]) -> Callable[[FakeApi], None]:
-    """Something else is answered three times."""
+def respond(response: Callable[[], Response]) -> Callable[[FakeApi], None]:
+    """The server returns another response three times."""
 
     def instead(fake: FakeApi) -> None:
         fake.instead["/batch"] = [response() for _ in range(3)]
@@ -85,27 +85,27 @@ WHOLE = msgspec.json.encode({"batch": [group((40,), (41,))] * 50})
     [
         refuse,
         hang,
-        answer(lambda: PlainTextResponse("oops", status_code=500)),
-        answer(lambda: PlainTextResponse("busy", status_code=503)),
-        answer(lambda: PlainTextResponse("what?", status_code=404)),
-        answer(lambda: Response(status_code=307, headers={"location": "http://elsewhere.example"})),
-        answer(lambda: PlainTextResponse("<html>")),
-        answer(lambda: JSONResponse({"batch": 5})),
-        answer(lambda: JSONResponse({})),
-        answer(lambda: Response(b'{"batch": ' + b"[" * 100_000)),
-        answer(lambda: truncated(WHOLE, "identity")),
-        answer(lambda: truncated(gzip.compress(WHOLE), "gzip")),
-        answer(lambda: Response(WHOLE, headers={"content-encoding": "gzip"})),
-        answer(lambda: Response(WHOLE, headers={"content-encoding": "br"})),
-        answer(lambda: JSONResponse({"status": "error", "message": "Trainer not registered.", "batch": []})),
+        respond(lambda: PlainTextResponse("oops", status_code=500)),
+        respond(lambda: PlainTextResponse("busy", status_code=503)),
+        respond(lambda: PlainTextResponse("what?", status_code=404)),
+        respond(lambda: Response(status_code=307, headers={"location": "http://elsewhere.example"})),
+        respond(lambda: PlainTextResponse("<html>")),
+        respond(lambda: JSONResponse({"batch": 5})),
+        respond(lambda: JSONResponse({})),
+        respond(lambda: Response(b'{"batch": ' + b"[" * 100_000)),
+        respond(lambda: truncated(WHOLE, "identity")),
+        respond(lambda: truncated(gzip.compress(WHOLE), "gzip")),
+        respond(lambda: Response(WHOLE, headers={"content-encoding": "gzip"})),
+        respond(lambda: Response(WHOLE, headers={"content-encoding": "br"})),
+        respond(lambda: JSONResponse({"status": "error", "message": "Trainer not registered.", "batch": []})),
     ],
 )
-async def test_an_outage_is_told_once_and_waited_out(trouble: Callable[[FakeApi], None]) -> None:
-    """Then the trainer registers again, at the step that it has reached by then, and goes on."""
+async def test_an_outage_is_logged_once_and_the_trainer_registers_again(trouble: Callable[[FakeApi], None]) -> None:
+    """It registers with its current step and receives the next batch."""
     fake = FakeApi()
     api = trainer(fake)
     await api.open(step=0)
-    await sent(fake, 2)
+    await send_groups(fake, 2)
     trouble(fake)
     batches: list[Any] = []
 
@@ -123,8 +123,8 @@ async def test_an_outage_is_told_once_and_waited_out(trouble: Callable[[FakeApi]
     assert fake.registered[-1]["starting_step"] == 5
 
 
-async def test_a_server_that_is_not_there_yet() -> None:
-    """It may be started after the trainer."""
+async def test_the_trainer_waits_for_a_server_that_starts_later() -> None:
+    """The start of the outage and its end are logged."""
     fake = FakeApi()
     refuse(fake)
     api = trainer(fake)
@@ -139,8 +139,8 @@ async def test_a_server_that_is_not_there_yet() -> None:
 
 
 @pytest.mark.parametrize("away", ["open", "batch"])
-async def test_waiting_can_be_given_up(away: str) -> None:
-    """A run that is stopped does not wait for a server."""
+async def test_waiting_can_be_cancelled(away: str) -> None:
+    """A run can end while its server is unavailable."""
     fake = FakeApi()
     api = trainer(fake)
     if away == "batch":
@@ -162,8 +162,8 @@ async def test_waiting_can_be_given_up(away: str) -> None:
         lambda: JSONResponse({"status": "ok"}),
     ],
 )
-async def test_an_address_where_something_else_answers(response: Callable[[], Response]) -> None:
-    """The user is told at once; credentials in the address are not."""
+async def test_another_http_server_is_an_error(response: Callable[[], Response]) -> None:
+    """The error contains the address without credentials."""
     fake = FakeApi()
     fake.instead["/prefix/info"] = [response()]
     with pytest.raises(ProfileError) as caught:
@@ -174,14 +174,14 @@ async def test_an_address_where_something_else_answers(response: Callable[[], Re
 
 
 @pytest.mark.parametrize("url", ["http://host:99999", "http://host:port", "http://@", "http://xn--a", "http://h:-1"])
-def test_what_is_no_address(url: str) -> None:
-    """It is told before anything is asked."""
+def test_an_invalid_address_is_an_error(url: str) -> None:
+    """The error is raised before any request."""
     with pytest.raises(ProfileError, match=r"atropos\.url is not a valid address"):
         trainer(FakeApi(), url=url)
 
 
-async def test_a_server_that_had_a_trainer_is_cleared_once() -> None:
-    """Environments of that trainer end with it, so it is said; a fresh server is not cleared."""
+async def test_a_server_with_a_registration_is_reset_once() -> None:
+    """The reset is logged; a server without a registration is not reset."""
     fake = FakeApi()
     with capture_logs() as logs:
         await trainer(fake).open(step=0)
@@ -192,24 +192,24 @@ async def test_a_server_that_had_a_trainer_is_cleared_once() -> None:
     assert logs[0]["event"] == "atropos_server_reset"
 
 
-async def test_a_network_that_stumbles_does_not_clear_the_server() -> None:
-    """What environments have sent is still there."""
+async def test_a_failed_request_does_not_reset_the_server() -> None:
+    """The groups of the queue are still delivered."""
     fake = FakeApi()
     api = trainer(fake)
     await api.open(step=0)
-    await sent(fake, 2)
+    await send_groups(fake, 2)
     fake.instead["/batch"] = [PlainTextResponse("busy", status_code=503)]
     assert len(await api.batch(step=0) or []) == 2
     assert "GET /reset_data" not in fake.asked
 
 
-async def test_a_batch_too_large_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is told as an error; the next one comes."""
+async def test_a_batch_that_is_too_large_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error is logged; the next batch is delivered."""
     monkeypatch.setattr(client, "MAX_BODY_BYTES", 10_000)
     fake = FakeApi()
     api = trainer(fake)
     await api.open(step=0)
-    await sent(fake, 2)
+    await send_groups(fake, 2)
     fake.instead["/batch"] = [
         endless(b" " * 1000, 11),
         Response(gzip.compress(b" " * 10_001), headers={"content-encoding": "gzip"}),
@@ -221,8 +221,8 @@ async def test_a_batch_too_large_is_dropped(monkeypatch: pytest.MonkeyPatch) -> 
     assert len(await api.batch(step=0) or []) == 2
 
 
-async def test_nothing_for_long_is_looked_into() -> None:
-    """Now and then it is checked that the server still knows the trainer: not with every look."""
+async def test_the_registration_is_checked_after_many_empty_polls() -> None:
+    """Once per EMPTY_POLLS_PER_CHECK polls."""
     fake = FakeApi()
     api = trainer(fake)
     await api.open(step=0)
@@ -232,8 +232,8 @@ async def test_nothing_for_long_is_looked_into() -> None:
     assert fake.asked.count("GET /info") - before == 3
 
 
-async def test_asking_why_never_fails() -> None:
-    """Nor does it wait for a server that is away."""
+async def test_the_reason_for_waiting_never_raises() -> None:
+    """An unavailable server is part of the reason."""
     fake = FakeApi()
     api = trainer(fake)
     refuse(fake)
@@ -241,7 +241,7 @@ async def test_asking_why_never_fails() -> None:
 
 
 def environment(own: int = 0, largest: int = 1, unallocated: float = 1.0) -> EnvironmentStatus:
-    """What the server says of one."""
+    """Return the state of one environment."""
     return EnvironmentStatus(self_queue_size=own, max_group_size=largest, unallocated_fraction=unallocated)
 
 
@@ -276,6 +276,6 @@ def environment(own: int = 0, largest: int = 1, unallocated: float = 1.0) -> Env
         (0, [environment()] * 16, "no group is queued; at least 16 environments have registered"),
     ],
 )
-def test_the_likeliest_reason_is_told(queued: int, environments: list[EnvironmentStatus], expected: str) -> None:
-    """With what there is to be done about it, where that is known."""
+def test_the_most_likely_reason_is_returned(queued: int, environments: list[EnvironmentStatus], expected: str) -> None:
+    """With the remedy if it is known."""
     assert explain_wait(Status(queue_size=queued), environments, 128) == expected

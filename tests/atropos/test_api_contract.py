@@ -1,4 +1,4 @@
-"""What the trainer relies on, of the API server of atroposlib and of the fake that other tests use in its place."""
+"""Behaviour of the API server of atroposlib that the trainer depends on, also checked for the fake."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from tests.atropos.polling import wait_until
 
 @pytest.fixture(params=["fake", "real"])
 async def server(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[ApiServerUnderTest]:
-    """Each of the two."""
+    """The fake and the real server."""
     async with api_server(request.param, tmp_path) as server:
         yield server
 
 
 def numbered(number: int) -> dict[str, Any]:
-    """A group of two that is known by its first reward."""
+    """Return a group of two sequences whose first reward is `number`."""
     return group((40,), (41,)) | {"scores": [float(number), 0.5]}
 
 
 def numbers(batch: list[msgspec.Raw] | None) -> list[float] | None:
-    """The first rewards of the groups of a batch."""
+    """Return the first reward of each group."""
     return None if batch is None else [msgspec.json.decode(raw)["scores"][0] for raw in batch]
 
 
-async def test_a_trainer_registers_and_waits(server: ApiServerUnderTest) -> None:
-    """Its own step is the server's; environments may register once it has asked for a batch."""
+async def test_environments_can_register_after_the_first_poll_of_the_trainer(server: ApiServerUnderTest) -> None:
+    """The server takes the step of the trainer."""
     api = server.api()
     await api.open(step=3)
     assert await server.get("/info") == {"batch_size": 4, "max_token_len": 64}
@@ -48,8 +48,8 @@ async def test_a_trainer_registers_and_waits(server: ApiServerUnderTest) -> None
     await api.close()
 
 
-async def test_batches_come_whole_and_the_latest_first(server: ApiServerUnderTest) -> None:
-    """Groups of a batch are in order, batches are not; every group has every field."""
+async def test_batches_are_exact_and_the_newest_is_first(server: ApiServerUnderTest) -> None:
+    """The groups of a batch are in order; every group has all fields."""
     api = server.api()
     await api.open(step=0)
     await server.post(numbered(1))
@@ -63,8 +63,8 @@ async def test_batches_come_whole_and_the_latest_first(server: ApiServerUnderTes
     await api.close()
 
 
-async def test_large_batches_are_packed_and_unpacked(server: ApiServerUnderTest) -> None:
-    """Beyond 1000 bytes the server packs what it sends."""
+async def test_large_batches_are_compressed(server: ApiServerUnderTest) -> None:
+    """The server compresses responses above 1000 bytes."""
     api = server.api()
     await api.open(step=0)
     talk = [[{"role": "user", "content": "again " * 2000}]] * 2
@@ -73,8 +73,8 @@ async def test_large_batches_are_packed_and_unpacked(server: ApiServerUnderTest)
     await api.close()
 
 
-async def test_another_trainer_was_there(server: ApiServerUnderTest) -> None:
-    """A second registration changes nothing: the server is cleared, or the run refused."""
+async def test_a_registration_of_another_trainer_is_reset_or_an_error(server: ApiServerUnderTest) -> None:
+    """A second registration has no effect on the server."""
     first = server.api(batch_size=8)
     await first.open(step=100)
     await server.post(numbered(1), numbered(2))
@@ -90,8 +90,8 @@ async def test_another_trainer_was_there(server: ApiServerUnderTest) -> None:
         await api.close()
 
 
-async def test_going_on_with_what_fits(server: ApiServerUnderTest) -> None:
-    """Without reset, what environments sent for the trainer before is learned from."""
+async def test_a_matching_registration_is_kept_without_reset(server: ApiServerUnderTest) -> None:
+    """The groups in the queue are delivered."""
     before = server.api()
     await before.open(step=0)
     await server.post(numbered(1), numbered(2))
@@ -103,8 +103,8 @@ async def test_going_on_with_what_fits(server: ApiServerUnderTest) -> None:
 
 
 @pytest.mark.parametrize("reset", [True, False])
-async def test_groups_that_came_before_any_trainer(server: ApiServerUnderTest, reset: bool) -> None:
-    """They keep a registration from counting, for ever: they are cleared, and the trainer registers again."""
+async def test_groups_before_the_first_registration_are_cleared(server: ApiServerUnderTest, reset: bool) -> None:
+    """They make the registration ineffective, so the trainer resets the server and registers again."""
     await server.post(numbered(1), numbered(2))
     api = server.api(reset=reset)
     await api.open(step=0)
@@ -114,8 +114,8 @@ async def test_groups_that_came_before_any_trainer(server: ApiServerUnderTest, r
     await api.close()
 
 
-async def test_a_server_that_is_started_again(server: ApiServerUnderTest) -> None:
-    """It is waited for, and registered with at the trainer's own step; that is told once, and once when it is over."""
+async def test_the_trainer_registers_again_with_a_restarted_server(server: ApiServerUnderTest) -> None:
+    """With its current step; the start and the end of the outage are logged."""
     api = server.api(reset=False)
     await api.open(step=0)
     assert await api.batch(step=0) is None
@@ -137,8 +137,8 @@ async def test_a_server_that_is_started_again(server: ApiServerUnderTest) -> Non
     await api.close()
 
 
-async def test_a_server_that_forgot_and_got_groups_before_it_was_asked(server: ApiServerUnderTest) -> None:
-    """Environments that did not notice its new start send on at once."""
+async def test_groups_between_a_restart_and_the_registration_are_cleared(server: ApiServerUnderTest) -> None:
+    """Environments may send groups immediately after the restart."""
     api = server.api()
     await api.open(step=0)
     await server.stop()
@@ -150,8 +150,8 @@ async def test_a_server_that_forgot_and_got_groups_before_it_was_asked(server: A
     await api.close()
 
 
-async def test_somebody_clears_the_server_while_the_run_goes_on(server: ApiServerUnderTest) -> None:
-    """Then it fails, or has nothing for ever if groups came at once: either way it is registered with again."""
+async def test_the_trainer_registers_again_after_a_reset_by_someone_else(server: ApiServerUnderTest) -> None:
+    """The server returns an error, or empty batches if groups have arrived since."""
     api = server.api()
     await api.open(step=0)
     await server.http.get("/reset_data")
@@ -166,8 +166,8 @@ async def test_somebody_clears_the_server_while_the_run_goes_on(server: ApiServe
     await api.close()
 
 
-async def test_a_malformed_group_harms_no_other(server: ApiServerUnderTest) -> None:
-    """The server passes on whatever has lists of numbers in it; the reader tells one from the other."""
+async def test_a_malformed_group_does_not_affect_the_others(server: ApiServerUnderTest) -> None:
+    """The server accepts malformed groups; the reader discards them."""
     api, harness = server.api(), ReaderHarness()
     await api.open(step=0)
     await server.post(numbered(1) | {"scores": [1.0]}, numbered(2))
@@ -180,8 +180,8 @@ async def test_a_malformed_group_harms_no_other(server: ApiServerUnderTest) -> N
     await api.close()
 
 
-async def test_it_says_for_whom_the_server_waits(server: ApiServerUnderTest) -> None:
-    """NullSampleLog, nothing, too little."""
+async def test_the_reason_for_waiting_comes_from_the_state_of_the_server(server: ApiServerUnderTest) -> None:
+    """No environment, no group, too few groups."""
     api = server.api()
     await api.open(step=0)
     assert await api.batch(step=0) is None
@@ -189,18 +189,18 @@ async def test_it_says_for_whom_the_server_waits(server: ApiServerUnderTest) -> 
     await server.join()
     assert await api.waiting_for() == "no group is queued; 1 environment has registered"
     await server.http.post("/scored_data", json=numbered(1) | {"env_id": 0})
-    said = "1 group is queued, at most 2 of the 4 sequences of a batch; 1 environment has registered"
-    assert await api.waiting_for() == said
+    reason = "1 group is queued, at most 2 of the 4 sequences of a batch; 1 environment has registered"
+    assert await api.waiting_for() == reason
     await server.join(desired_name="two", min_batch_allocation=0.5)
     await server.http.post("/scored_data", json=numbered(2) | {"env_id": 0})
     assert await api.batch(step=0) is None
-    said = "2 groups are queued; environment 1 has none (min_batch_allocation waits for it)"
-    assert await api.waiting_for() == said
+    reason = "2 groups are queued, none from environment 1, whose min_batch_allocation reserves a share"
+    assert await api.waiting_for() == reason
     await api.close()
 
 
-async def test_numbers_that_json_does_not_have(tmp_path: Path) -> None:
-    """The real server takes them, cannot send them, and loses the batch: the next one comes."""
+async def test_a_batch_with_a_number_that_is_not_finite_is_lost(tmp_path: Path) -> None:
+    """The real server accepts the number and cannot send the batch; the next batch is delivered."""
     async with api_server("real", tmp_path) as server:
         api = server.api()
         await api.open(step=0)

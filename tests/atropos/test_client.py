@@ -1,4 +1,4 @@
-"""Bodies of answers are bounded, by what they are once unpacked."""
+"""The size of a response body is limited after decompression."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from clotho.atropos.client import BodyBroken, BodyTooLarge, read_bounded
 MEGABYTE = 2**20
 
 
-def answer(*chunks: bytes, encoding: str | None = None) -> httpx.Response:
-    """An answer that arrives in these pieces."""
+def response_of(*chunks: bytes, encoding: str | None = None) -> httpx.Response:
+    """Return a response that arrives in these chunks."""
 
     async def content() -> AsyncIterator[bytes]:
         for chunk in chunks:
@@ -25,30 +25,30 @@ def answer(*chunks: bytes, encoding: str | None = None) -> httpx.Response:
 
 
 @pytest.mark.parametrize("size", [0, 1, 999, 1000])
-async def test_up_to_the_bound_everything_is_read(size: int) -> None:
-    """Packed or not, in one piece or many."""
+async def test_a_body_up_to_the_limit_is_read(size: int) -> None:
+    """With and without compression, in one chunk or many."""
     content = b"x" * size
     packed = gzip.compress(content)
-    assert await read_bounded(answer(content), 1000) == content
-    assert await read_bounded(answer(*(bytes([byte]) for byte in content)), 1000) == content
-    assert await read_bounded(answer(packed, encoding="gzip"), 1000) == content
-    assert await read_bounded(answer(*(bytes([byte]) for byte in packed), encoding="gzip"), 1000) == content
+    assert await read_bounded(response_of(content), 1000) == content
+    assert await read_bounded(response_of(*(bytes([byte]) for byte in content)), 1000) == content
+    assert await read_bounded(response_of(packed, encoding="gzip"), 1000) == content
+    assert await read_bounded(response_of(*(bytes([byte]) for byte in packed), encoding="gzip"), 1000) == content
 
 
 async def test_one_byte_more_is_too_large() -> None:
-    """Packed or not."""
-    for response in (answer(b"x" * 1001), answer(gzip.compress(b"x" * 1001), encoding="gzip")):
+    """With and without compression."""
+    for response in (response_of(b"x" * 1001), response_of(gzip.compress(b"x" * 1001), encoding="gzip")):
         with pytest.raises(BodyTooLarge):
             await read_bounded(response, 1000)
 
 
-async def test_what_unpacks_to_more_than_is_wanted_is_never_unpacked() -> None:
-    """A little that would be 64 megabytes takes the bound's memory, not its own."""
+async def test_a_body_above_the_limit_is_not_decompressed() -> None:
+    """A small body that decompresses to 64 MB does not use that memory."""
     packed = gzip.compress(b"\0" * 64 * MEGABYTE, compresslevel=1)
     assert len(packed) < MEGABYTE
     tracemalloc.start()
     with pytest.raises(BodyTooLarge):
-        await read_bounded(answer(packed, encoding="gzip"), MEGABYTE)
+        await read_bounded(response_of(packed, encoding="gzip"), MEGABYTE)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 8 * MEGABYTE
@@ -65,7 +65,7 @@ async def test_what_unpacks_to_more_than_is_wanted_is_never_unpacked() -> None:
         (gzip.compress(gzip.compress(b"x", mtime=0), mtime=0), "gzip, gzip"),
     ],
 )
-async def test_what_cannot_be_unpacked_is_broken(content: bytes, encoding: str) -> None:
-    """Also where only its end is missing, and where it is packed in a way nobody asked for."""
+async def test_a_malformed_body_is_an_error(content: bytes, encoding: str) -> None:
+    """Truncated bodies and unexpected encodings."""
     with pytest.raises(BodyBroken):
-        await read_bounded(answer(content, encoding=encoding), 1000)
+        await read_bounded(response_of(content, encoding=encoding), 1000)

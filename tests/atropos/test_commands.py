@@ -1,4 +1,4 @@
-"""Command lines of environments: what they say, what they keep to themselves, and that atroposlib understands them."""
+"""Command lines of environments and of the API server, and checks of the interpreter."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ if __name__ == "__main__":
 
 
 def command(python: str = "python3", /, **overrides: Any) -> Command:
-    """Of the first of the environments of a profile."""
+    """Return the command of the profile's first environment."""
     settings = {"atropos.python": python, **overrides}
     profile = load_profile("atropos-local", settings)
     section = profile.environments[0]
@@ -61,19 +61,19 @@ def command(python: str = "python3", /, **overrides: Any) -> Command:
 
 
 def flag(command: Command, name: str) -> str | None:
-    """The value that a flag is given once."""
+    """Return the value of a flag."""
     found = [text.partition("=")[2] for text in command.argv if text.startswith(f"--{name}=")]
     assert len(found) <= 1
     return found[0] if found else None
 
 
 def mine(**keys: Any) -> list[dict[str, Any]]:
-    """One environment, beside another."""
+    """Return the sections of two environments."""
     return [{"name": "mine", "script": "mine.py", **keys}, {"name": "other", "script": "other.py"}]
 
 
-def test_a_command_says_what_the_run_has_decided() -> None:
-    """Sizes, addresses, names; the label by which the gateway knows who asks."""
+def test_the_command_contains_the_settings_of_the_run() -> None:
+    """Sizes, addresses, names, and the API key with the client label."""
     made = command(
         environments=mine(weight=3.0, group_size=4, min_batch_allocation=0.25), **{"sampling.max_tokens": 64}
     )
@@ -101,8 +101,8 @@ def test_a_command_says_what_the_run_has_decided() -> None:
     assert flag(command(environments=mine(weight=3.0)), "env.min_batch_allocation") == "0.75"
 
 
-def test_options_have_the_last_word() -> None:
-    """A key is a flag of `--env`; one with a dot is the whole name."""
+def test_options_override_the_settings_of_the_run() -> None:
+    """A key is a flag of `--env`; a key with a dot is a complete flag name."""
     made = command(environments=mine(options={"max_token_length": 9, "use_wandb": True, "openai.timeout": 5}))
     assert (flag(made, "env.max_token_length"), flag(made, "env.use_wandb"), flag(made, "openai.timeout")) == (
         "9",
@@ -111,16 +111,16 @@ def test_options_have_the_last_word() -> None:
     )
 
 
-def test_what_no_flag_can_say_is_a_file() -> None:
-    """atroposlib reads one value after a flag."""
+def test_lists_and_tables_are_passed_in_a_file() -> None:
+    """A flag of atroposlib takes a single value."""
     made = command(environments=mine(options={"names": ["a", "b"], "deep": {"x": 1}}))
     assert made.settings == {"env": {"names": ["a", "b"], "deep": {"x": 1}}}
     assert flag(made, "env.names") is None
     assert command(environments=mine()).settings == {}
 
 
-def test_an_api_key_is_on_no_command_line() -> None:
-    """`ps` shows those to everybody; nor among the variables."""
+def test_an_api_key_is_passed_in_a_file() -> None:
+    """Command lines and environment variables are visible to other users."""
     made = command(environments=mine(), **{"server.api_key": "s3cret"})
     assert made.settings == {"openai": {"api_key": "s3cret:mine"}}
     assert "s3cret" not in json.dumps([made.argv, made.variables])
@@ -130,8 +130,8 @@ def test_an_api_key_is_on_no_command_line() -> None:
     assert own.secret == "theirs"
 
 
-def test_variables_are_inherited_and_the_users_own_win(monkeypatch: pytest.MonkeyPatch) -> None:
-    """But for what cannot work otherwise: output as it comes, and this machine without a proxy."""
+def test_environment_variables_of_the_user_have_precedence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Except PYTHONUNBUFFERED and the loopback addresses in NO_PROXY."""
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("MINE", "kept")
     monkeypatch.setenv("no_proxy", "a.b")
@@ -144,7 +144,7 @@ def test_variables_are_inherited_and_the_users_own_win(monkeypatch: pytest.Monke
     assert "HF_HUB_OFFLINE" not in command(**{"model.path": "some/repository"}).variables
 
 
-def test_environments_are_told_how_the_run_samples() -> None:
+def test_environments_receive_the_sampling_parameters() -> None:
     """As JSON in CLOTHO_SAMPLING."""
     made = command(**{"sampling.temperature": 0.7, "sampling.top_k": 5, "sampling.max_tokens": 32})
     assert json.loads(made.variables["CLOTHO_SAMPLING"]) == {
@@ -160,20 +160,20 @@ def test_environments_are_told_how_the_run_samples() -> None:
         ("http://10.0.0.1:8000", "http://10.0.0.1:8000"),
     ],
 )
-def test_a_wildcard_is_reached_on_the_loopback(bound: str, reached: str) -> None:
-    """NullSampleLog can connect to every address at once."""
+def test_a_wildcard_address_becomes_a_loopback_address(bound: str, reached: str) -> None:
+    """A client cannot connect to a wildcard address."""
     assert reachable(bound) == reached
 
 
-def test_the_server_is_for_this_machine_alone() -> None:
-    """atroposlib's default is every address, without a key."""
+def test_the_api_server_listens_on_the_loopback_address() -> None:
+    """atroposlib's default is every address."""
     assert server_command("python3", port=5).argv[1:] == (
         "-m", "atroposlib.cli.run_api", "--host", "127.0.0.1", "--port", "5",
     )  # fmt: skip
 
 
-def test_atroposlib_understands_the_command(tmp_path: Path) -> None:
-    """Every flag and every setting arrives in a real environment, as the type that it expects."""
+def test_atroposlib_accepts_the_command(tmp_path: Path) -> None:
+    """A real environment receives every flag and every setting with the expected type."""
     script, settings = tmp_path / "shows.py", tmp_path / "settings.json"
     script.write_text(SHOWS_SETTINGS, encoding="utf-8")
     options = {"names": ["a", "b"], "bias": -3.5, "openai.timeout": 77}
@@ -197,14 +197,14 @@ def test_atroposlib_understands_the_command(tmp_path: Path) -> None:
 
 
 def program(path: Path, text: str) -> str:
-    """An executable script."""
+    """Create an executable script."""
     path.write_text(f"#!/bin/sh\n{text}\n", encoding="utf-8")
     path.chmod(0o755)
     return str(path)
 
 
-def refusal(python: str) -> str:
-    """The one line."""
+def error_message(python: str) -> str:
+    """Return the message of the error."""
     with pytest.raises(ProfileError) as caught:
         require_atroposlib(python)
     assert "\n" not in str(caught.value)
@@ -212,41 +212,39 @@ def refusal(python: str) -> str:
     return str(caught.value)
 
 
-def test_what_is_missing_is_said_with_the_command_that_helps(tmp_path: Path) -> None:
-    """An interpreter that is not there, and one without atroposlib."""
-    assert refusal(".nowhere/bin/python") == (
+def test_the_error_contains_the_command_that_installs_what_is_missing(tmp_path: Path) -> None:
+    """A missing interpreter, and an interpreter without atroposlib."""
+    assert error_message(".nowhere/bin/python") == (
         "atropos.python: .nowhere/bin/python does not exist; create it with: "
         "python3 -m venv .nowhere && .nowhere/bin/pip install atroposlib"
     )
-    assert refusal("no-such-program").endswith("python3 -m venv .atropos && .atropos/bin/pip install atroposlib")
+    assert error_message("no-such-program").endswith("python3 -m venv .atropos && .atropos/bin/pip install atroposlib")
     lacking = program(tmp_path / "lacking", "exit 3")
     assert (
-        refusal(lacking)
+        error_message(lacking)
         == f"atropos.python: {lacking} has no atroposlib; install it with: {lacking} -m pip install atroposlib"
     )
 
 
-def test_what_is_no_python_is_said(tmp_path: Path) -> None:
-    """A file that cannot be run, one that is no program, and one that fails."""
+def test_a_file_that_is_not_a_python_interpreter_is_an_error(tmp_path: Path) -> None:
+    """A file that is not executable, one that fails, and one that cannot be run."""
     (tmp_path / "text").touch()
-    assert refusal(str(tmp_path / "text")).endswith("is not executable; set it to a Python interpreter")
-    assert refusal(program(tmp_path / "fails", "exit 9")).endswith(
+    assert error_message(str(tmp_path / "text")).endswith("is not executable; set it to a Python interpreter")
+    assert error_message(program(tmp_path / "fails", "exit 9")).endswith(
         "is not a working Python interpreter: it exited with 9"
     )
     (tmp_path / "text").write_bytes(b"\x7fELF, or not")
     (tmp_path / "text").chmod(0o755)
-    assert "cannot be run: " in refusal(str(tmp_path / "text"))
+    assert "cannot be run: " in error_message(str(tmp_path / "text"))
 
 
-def test_the_real_one_passes() -> None:
-    """The one that the other tests use."""
+def test_an_interpreter_with_atroposlib_is_accepted() -> None:
+    """The interpreter of the other tests."""
     require_atroposlib(python_with_atropos())
 
 
-def test_a_virtual_environments_python_stays_the_link_that_it_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where it leads to is another Python, without the packages."""
+def test_the_symbolic_link_of_a_virtual_environment_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its target is a Python without the packages."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "python").symlink_to(sys.executable)
@@ -255,8 +253,8 @@ def test_a_virtual_environments_python_stays_the_link_that_it_is(
     assert find_interpreter("python") == str(tmp_path / "bin" / "python")
 
 
-def test_a_script_must_be_there(tmp_path: Path) -> None:
-    """Looked at before anything is loaded; a profile that starts nothing needs nothing."""
+def test_the_script_of_an_environment_must_exist(tmp_path: Path) -> None:
+    """Profiles without environments of their own need no script."""
     python = program(tmp_path / "python", "exit 0")
     environments = [{"name": "mine", "script": str(tmp_path / "mine.py")}]
     profile = load_profile("atropos-local", {"atropos.python": python, "environments": environments})

@@ -1,4 +1,4 @@
-"""The stand-in: groups like an environment's, made over the HTTP API that environments use."""
+"""The mock: groups in the format of the API server, sampled over the HTTP API."""
 
 from __future__ import annotations
 
@@ -23,35 +23,35 @@ from tests.serving.running_server import Served, serving
 SAMPLING = SamplingSection(group_size=3, max_tokens=6, ignore_eos=True, temperature=0.5)
 
 
-class Lengths:
-    """The reward of a completion is its place in the group; it remembers what it judged."""
+class IndexReward:
+    """The reward of a completion is its index in the group. scored: all groups."""
 
     def __init__(self) -> None:
-        self.judged: list[RolloutGroup] = []
+        self.scored: list[RolloutGroup] = []
 
     async def score(self, group: RolloutGroup) -> GroupOutcome:
-        """Reward a group, but for the prompt that begins with 13."""
-        self.judged.append(group)
+        """Score a group; fail for a prompt that starts with 13."""
+        self.scored.append(group)
         if group.prompt.tokens[0] == 13:
             return Discarded(prompt=group.prompt, reason="reward_error", detail="no luck")
         return ScoredGroup(group=group, rewards=tuple(float(i) for i in range(len(group.completions))), parts={})
 
 
 def make(number: int) -> Prompt:
-    """The prompt of a number."""
+    """Return the prompt of a number."""
     return prompt(number, (number, 7, 9))
 
 
 @asynccontextmanager
-async def standing_in(
-    *, first: int = 0, max_choices: int = 64, **gateway: Any
-) -> AsyncIterator[tuple[MockAtropos, Lengths, Served]]:
-    """A stand-in in front of a real server with a fake engine."""
-    rewards = Lengths()
-    async with serving(**gateway) as served:
+async def running_mock(
+    *, first: int = 0, max_choices: int = 64, **server: Any
+) -> AsyncIterator[tuple[MockAtropos, IndexReward, Served]]:
+    """Run the mock with an HTTP server and a fake engine."""
+    rewards = IndexReward()
+    async with serving(**server) as served:
         mock = MockAtropos(
             served.url,
-            api_key=gateway.get("api_key", ""),
+            api_key=server.get("api_key", ""),
             make_prompt=make,
             first_prompt=first,
             rewards=rewards,
@@ -63,9 +63,9 @@ async def standing_in(
         await mock.close()
 
 
-async def test_a_batch_has_everything_that_a_server_would_send() -> None:
-    """Labels for masks, 1.0 where nothing was sampled, and the engine's own log-probabilities where it was."""
-    async with standing_in(first=20) as (mock, rewards, served):
+async def test_a_batch_has_the_format_of_the_api_server() -> None:
+    """Masks are labels; tokens that were not sampled have log-probability 1.0."""
+    async with running_mock(first=20) as (mock, rewards, served):
         await mock.open(step=0)
         batch = await mock.batch(step=0)
         assert batch
@@ -73,8 +73,8 @@ async def test_a_batch_has_everything_that_a_server_would_send() -> None:
             group = msgspec.json.decode(raw)
             assert set(group) == set(FIELDS)
             assert group["scores"] == [0.0, 1.0, 2.0]
-            judged = next(one for one in rewards.judged if one.prompt.tokens[0] == begins)
-            for i, completion in enumerate(judged.completions):
+            scored = next(one for one in rewards.scored if one.prompt.tokens[0] == begins)
+            for i, completion in enumerate(scored.completions):
                 assert group["tokens"][i] == [begins, 7, 9, *completion.tokens]
                 assert group["masks"][i] == [-100] * 3 + list(completion.tokens)
                 assert group["inference_logprobs"][i] == [1.0] * 3 + list(completion.logprobs)
@@ -85,33 +85,33 @@ async def test_a_batch_has_everything_that_a_server_would_send() -> None:
         assert requests[0].sampling.ignore_eos
 
 
-async def test_the_reader_takes_what_it_makes() -> None:
-    """As from any environment."""
-    async with standing_in() as (mock, _, __):
+async def test_the_reader_accepts_a_group_of_the_mock() -> None:
+    """The group is scored as one of an environment."""
+    async with running_mock() as (mock, _, __):
         scored = await ReaderHarness().scored((await mock.batch(step=0) or [])[0])
         assert (scored.group.prompt.tokens, scored.rewards) == ((0, 7, 9), (0.0, 1.0, 2.0))
 
 
-async def test_every_batch_asks_the_next_prompts() -> None:
-    """And none is asked before the batch is."""
-    async with standing_in() as (mock, rewards, served):
+async def test_every_batch_samples_the_next_prompts() -> None:
+    """Nothing is sampled before the first batch."""
+    async with running_mock() as (mock, rewards, served):
         assert served.engine.asked == []
         await mock.batch(step=0)
         await mock.batch(step=1)
-        assert sorted(group.prompt.tokens[0] for group in rewards.judged) == [0, 1, 2, 3]
+        assert sorted(group.prompt.tokens[0] for group in rewards.scored) == [0, 1, 2, 3]
 
 
-async def test_groups_larger_than_a_request_may_be() -> None:
-    """They are asked in several, each with seeds of its own."""
-    async with standing_in(max_choices=2) as (mock, _, served):
+async def test_a_group_above_max_choices_is_sampled_in_several_requests() -> None:
+    """Each request has its own seeds."""
+    async with running_mock(max_choices=2) as (mock, _, served):
         batch = await mock.batch(step=0) or []
         assert [len(msgspec.json.decode(raw)["tokens"]) for raw in batch] == [3, 3]
         assert sorted(len(request.seeds) for request in served.engine.asked) == [1, 1, 2, 2]
         assert len({seed for request in served.engine.asked for seed in request.seeds}) == 6
 
 
-async def test_an_api_that_wants_a_key_gets_it() -> None:
-    """With the label by which the environment is known."""
+async def test_requests_contain_the_api_key_and_a_label() -> None:
+    """The label is `mock`."""
     seen: list[str] = []
 
     def answer(request: httpx.Request) -> httpx.Response:
@@ -123,7 +123,7 @@ async def test_an_api_that_wants_a_key_gets_it() -> None:
         api_key="secret",
         make_prompt=make,
         first_prompt=0,
-        rewards=Lengths(),
+        rewards=IndexReward(),
         sampling=SAMPLING,
         batch_size=2,
         max_choices=64,
@@ -144,9 +144,9 @@ async def test_an_api_that_wants_a_key_gets_it() -> None:
         httpx.Response(200, json={"text": ["a"], "token_ids": [[1]], "logprobs": None, "finish_reasons": ["stop"]}),
     ],
 )
-async def test_what_fails_on_the_way_is_told_and_left_out(answer: httpx.Response) -> None:
-    """The rest of the batch is there, and the next batch is asked as ever."""
-    async with standing_in() as (mock, _, __):
+async def test_a_failed_group_is_logged_and_skipped(answer: httpx.Response) -> None:
+    """The other groups of the batch are returned; the next batch is complete."""
+    async with running_mock() as (mock, _, __):
         network = mock._http._transport
         answers = [answer]
 
@@ -162,9 +162,9 @@ async def test_what_fails_on_the_way_is_told_and_left_out(answer: httpx.Response
         mock._http._transport = network
 
 
-async def test_what_cannot_be_rewarded_is_left_out() -> None:
-    """Other groups of the batch are there."""
-    async with standing_in(first=13) as (mock, _, __):
+async def test_a_group_that_cannot_be_scored_is_skipped() -> None:
+    """The other groups of the batch are returned."""
+    async with running_mock(first=13) as (mock, _, __):
         with capture_logs() as logs:
             assert len(await mock.batch(step=0) or []) == 1
         assert logs[0]["error"] == "no luck"

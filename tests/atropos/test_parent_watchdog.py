@@ -1,4 +1,4 @@
-"""The leash: a command and everything it starts end with it, however the parent ends."""
+"""The parent watchdog ends a command and all its children when the parent ends."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from pathlib import Path
 
 import pytest
 
-from clotho.atropos import parent_watchdog as leash
+from clotho.atropos import parent_watchdog as watchdog
 
 PYTHON = sys.executable
-LEASH = [PYTHON, "-I", "-S", leash.__file__, "--"]
-PATIENCE_SECONDS = 60.0
-"""Longer than this no test waits; nothing is judged by it."""
+WATCHDOG = [PYTHON, "-I", "-S", watchdog.__file__, "--"]
+TIMEOUT_SECONDS = 60.0
+"""Limit of every wait; no test depends on its value."""
 
-FAMILY = """
+PARENT_AND_CHILD = """
 import os, signal, subprocess, sys, time
-obeys = sys.argv[1] == "obedient"
+obeys = sys.argv[1] == "terminates"
 if len(sys.argv) == 2:
     child = subprocess.Popen([sys.executable, __file__, sys.argv[1], "child"])
 if not obeys:
@@ -30,23 +30,23 @@ print(os.getpid(), flush=True)
 while True:
     time.sleep(3600)
 """
-"""A process and its child; each holds standard output open, which thereby tells when both have gone."""
+"""A process and its child. Standard output ends when both have ended."""
 
 
 @pytest.fixture
 def family(tmp_path: Path) -> str:
-    """The script of two generations."""
+    """Return the path of a script that starts a child."""
     path = tmp_path / "family.py"
-    path.write_text(FAMILY, encoding="utf-8")
+    path.write_text(PARENT_AND_CHILD, encoding="utf-8")
     return str(path)
 
 
-class Leashed:
-    """A command on a leash whose parent is this process; whoever is left is killed at the end."""
+class WatchedCommand:
+    """A command under the watchdog; this process is the parent."""
 
     def __init__(self, *command: str, parent: list[str] | None = None) -> None:
         self.process = subprocess.Popen(
-            [*(parent or []), *LEASH, *command],
+            [*(parent or []), *WATCHDOG, *command],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -55,24 +55,24 @@ class Leashed:
         self.pids: list[int] = []
 
     def line(self) -> str:
-        """The next line, which must come."""
+        """Return the next line of output."""
         assert self.process.stdout is not None
-        ready, _, _ = select.select([self.process.stdout], [], [], PATIENCE_SECONDS)
+        ready, _, _ = select.select([self.process.stdout], [], [], TIMEOUT_SECONDS)
         assert ready, "nothing is printed"
         return self.process.stdout.readline().decode().strip()
 
-    def meet(self, count: int) -> None:
-        """Wait until so many processes have said who they are."""
+    def read_pids(self, count: int) -> None:
+        """Read the process IDs of `count` processes."""
         self.pids += [int(self.line()) for _ in range(count)]
 
     def all_gone(self) -> bool:
-        """Wait until nobody holds the output open any more."""
+        """Wait until every process has closed the output."""
         assert self.process.stdout is not None
-        ready, _, _ = select.select([self.process.stdout], [], [], PATIENCE_SECONDS)
+        ready, _, _ = select.select([self.process.stdout], [], [], TIMEOUT_SECONDS)
         return bool(ready) and self.process.stdout.read() == b""
 
     def close(self) -> None:
-        """Leave nobody behind."""
+        """Kill all processes that are left."""
         for pid in self.pids:
             try:
                 os.kill(pid, signal.SIGKILL)
@@ -86,28 +86,32 @@ class Leashed:
 
 
 @pytest.fixture
-def started() -> Iterator[list[Leashed]]:
-    """What a test starts ends with it."""
-    found: list[Leashed] = []
+def started() -> Iterator[list[WatchedCommand]]:
+    """Commands that end with the test."""
+    found: list[WatchedCommand] = []
     yield found
     for one in found:
         one.close()
 
 
-@pytest.mark.parametrize("temper", ["obedient", "stubborn"])
-def test_all_generations_end_when_the_parent_lets_go(temper: str, family: str, started: list[Leashed]) -> None:
-    """The end of standard input is the parent's death; who ignores SIGTERM is killed after the grace."""
-    one = Leashed(PYTHON, family, temper)
+@pytest.mark.parametrize("temper", ["terminates", "ignores"])
+def test_all_processes_end_when_the_parent_closes_standard_input(
+    temper: str, family: str, started: list[WatchedCommand]
+) -> None:
+    """A process that ignores SIGTERM is killed after the grace period."""
+    one = WatchedCommand(PYTHON, family, temper)
     started.append(one)
-    one.meet(2)
+    one.read_pids(2)
     assert one.process.stdin is not None
     one.process.stdin.close()
-    assert one.process.wait(PATIENCE_SECONDS) == 128 + (signal.SIGTERM if temper == "obedient" else signal.SIGKILL)
+    assert one.process.wait(TIMEOUT_SECONDS) == 128 + (signal.SIGTERM if temper == "terminates" else signal.SIGKILL)
     assert one.all_gone()
 
 
-def test_all_generations_end_when_the_parent_is_killed(family: str, tmp_path: Path, started: list[Leashed]) -> None:
-    """SIGKILL leaves the parent no last word: the kernel closes its end, and the grandchild is gone."""
+def test_all_processes_end_when_the_parent_is_killed(
+    family: str, tmp_path: Path, started: list[WatchedCommand]
+) -> None:
+    """After SIGKILL the kernel closes the parent's end of standard input."""
     parent = tmp_path / "parent.py"
     parent.write_text(
         "import subprocess, sys, time\n"
@@ -115,60 +119,64 @@ def test_all_generations_end_when_the_parent_is_killed(family: str, tmp_path: Pa
         "time.sleep(3600)\n",
         encoding="utf-8",
     )
-    one = Leashed(PYTHON, family, "obedient", parent=[PYTHON, str(parent)])
+    one = WatchedCommand(PYTHON, family, "terminates", parent=[PYTHON, str(parent)])
     started.append(one)
-    one.meet(2)
+    one.read_pids(2)
     one.process.send_signal(signal.SIGKILL)
     assert one.all_gone()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_a_signal_ends_all_generations(number: signal.Signals, family: str, started: list[Leashed]) -> None:
-    """The leash hears it, and passes SIGTERM on to the group, which is not its own."""
-    one = Leashed(PYTHON, family, "obedient")
+def test_a_signal_to_the_watchdog_ends_all_processes(
+    number: signal.Signals, family: str, started: list[WatchedCommand]
+) -> None:
+    """The watchdog sends SIGTERM to the process group of the command."""
+    one = WatchedCommand(PYTHON, family, "terminates")
     started.append(one)
-    one.meet(2)
+    one.read_pids(2)
     one.process.send_signal(number)
-    assert one.process.wait(PATIENCE_SECONDS) == 128 + signal.SIGTERM
+    assert one.process.wait(TIMEOUT_SECONDS) == 128 + signal.SIGTERM
     assert one.all_gone()
 
 
-def test_who_is_left_behind_by_the_command_ends_too(family: str, started: list[Leashed]) -> None:
-    """A killed command cannot end its own children."""
-    one = Leashed(PYTHON, family, "obedient")
+def test_children_end_when_the_command_is_killed(family: str, started: list[WatchedCommand]) -> None:
+    """A killed command cannot end its children itself."""
+    one = WatchedCommand(PYTHON, family, "terminates")
     started.append(one)
-    one.meet(2)
+    one.read_pids(2)
     groups = {os.getpgid(pid) for pid in one.pids}
     leader = groups.pop()
     assert not groups
     assert leader in one.pids
     os.kill(leader, signal.SIGKILL)
-    assert one.process.wait(PATIENCE_SECONDS) == 128 + signal.SIGKILL
+    assert one.process.wait(TIMEOUT_SECONDS) == 128 + signal.SIGKILL
     assert one.all_gone()
 
 
 @pytest.mark.parametrize("status", [0, 1, 7])
-def test_status_and_output_are_the_commands(status: int, started: list[Leashed]) -> None:
-    """As if nothing were in between."""
-    one = Leashed(PYTHON, "-c", f"print('said'); raise SystemExit({status})")
+def test_the_exit_status_and_the_output_are_those_of_the_command(status: int, started: list[WatchedCommand]) -> None:
+    """The watchdog adds nothing."""
+    one = WatchedCommand(PYTHON, "-c", f"print('said'); raise SystemExit({status})")
     started.append(one)
     assert one.line() == "said"
-    assert one.process.wait(PATIENCE_SECONDS) == status
+    assert one.process.wait(TIMEOUT_SECONDS) == status
 
 
 @pytest.mark.parametrize(("command", "status"), [(["/nowhere/program"], 127), (["/"], 126), ([], 2)])
-def test_what_cannot_be_started_is_said(command: list[str], status: int, started: list[Leashed]) -> None:
-    """One line, and the status that shells have for it."""
-    one = Leashed(*command)
+def test_a_command_that_cannot_start_is_an_error(
+    command: list[str], status: int, started: list[WatchedCommand]
+) -> None:
+    """One line, and the exit status that shells use."""
+    one = WatchedCommand(*command)
     started.append(one)
     said = one.line()
     assert said.startswith(f"{command[0]}: " if command else "usage: ")
-    assert one.process.wait(PATIENCE_SECONDS) == status
+    assert one.process.wait(TIMEOUT_SECONDS) == status
 
 
-def test_the_command_has_no_hand_on_the_leash(started: list[Leashed]) -> None:
-    """It reads an empty standard input, and cannot take what is meant for the leash."""
-    one = Leashed(PYTHON, "-c", "import sys; print(repr(sys.stdin.read()))")
+def test_the_command_has_an_empty_standard_input(started: list[WatchedCommand]) -> None:
+    """It cannot read the standard input of the watchdog."""
+    one = WatchedCommand(PYTHON, "-c", "import sys; print(repr(sys.stdin.read()))")
     started.append(one)
     assert one.line() == "''"
-    assert one.process.wait(PATIENCE_SECONDS) == 0
+    assert one.process.wait(TIMEOUT_SECONDS) == 0

@@ -25,16 +25,16 @@ from clotho.config.load import load_profile
 from protocols.errors import ActorError, ProfileError
 from tests.atropos.atroposlib_python import python_with_atropos
 
-PATIENCE_SECONDS = 120.0
+TIMEOUT_SECONDS = 120.0
 
 
 @pytest.fixture(autouse=True)
-def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_delays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "EXIT_POLICY", structs.replace(module.EXIT_POLICY, first_pause_seconds=0.0))
 
 
 class ObservedProcess(ProcessActor):
-    """One that is of use once it says `ready`; a test waits for lines, and reads what became of each life."""
+    """A process that is ready when it prints `ready`. lines: its output. exits: how each run ended."""
 
     def __init__(self, directory: Path, text: str, **command: Any) -> None:
         argv = (sys.executable, "-c", text)
@@ -44,27 +44,27 @@ class ObservedProcess(ProcessActor):
         self._send, self.lines = anyio.create_memory_object_stream[str](1000)
 
     def on_line(self, line: str) -> None:
-        """Pass it on."""
+        """Pass the line to the test."""
         self.ready = self.ready or line == "ready"
         self._send.send_nowait(line)
 
     async def prepare(self) -> None:
-        """Nothing to wait for."""
+        """Report the start immediately."""
         self.report_started()
 
     async def clean_up(self, ended: ProcessExit | None) -> None:
-        """Write it down."""
+        """Record the exit."""
         self.exits.append(ended)
 
     def close(self) -> None:
-        """Close what the test listened to."""
+        """Close the stream of lines."""
         self._send.close()
         self.lines.close()
 
 
 async def failure(process: ObservedProcess) -> Exception:
-    """How it gives up."""
-    with anyio.fail_after(PATIENCE_SECONDS), pytest.raises((ProfileError, ActorError)) as caught:
+    """Run the process until it raises an error, and return the error."""
+    with anyio.fail_after(TIMEOUT_SECONDS), pytest.raises((ProfileError, ActorError)) as caught:
         await process.run()
     process.close()
     assert "\n" not in str(caught.value)
@@ -72,8 +72,8 @@ async def failure(process: ObservedProcess) -> Exception:
 
 
 @pytest.mark.parametrize("text", ["import nowhere", "raise SystemExit(0)"])
-async def test_what_cannot_work_is_said_at_once(text: str, tmp_path: Path) -> None:
-    """It ended by itself, whatever its status, in its first life and before it was of use: its user must mend it."""
+async def test_an_exit_before_the_process_was_ever_ready_is_an_error(text: str, tmp_path: Path) -> None:
+    """In the first run, with any exit status; the user has to correct the command."""
     process = ObservedProcess(tmp_path, text)
     error = await failure(process)
     assert error.exit_status == 2  # type: ignore[attr-defined]
@@ -87,8 +87,8 @@ async def test_what_cannot_work_is_said_at_once(text: str, tmp_path: Path) -> No
     )
 
 
-async def test_what_worked_is_started_again_and_given_up_in_the_end(tmp_path: Path) -> None:
-    """A few failures in a row; a status of 0 is one, for it must serve as long as the run goes on."""
+async def test_a_process_that_was_ready_restarts_a_limited_number_of_times(tmp_path: Path) -> None:
+    """Exit status 0 is a failure too, because the process must run as long as the run."""
     process = ObservedProcess(tmp_path, "print('ready'); raise SystemExit(0)")
     error = await failure(process)
     assert isinstance(error, ActorError)
@@ -97,8 +97,8 @@ async def test_what_worked_is_started_again_and_given_up_in_the_end(tmp_path: Pa
     assert f"{module.FAILURE_POLICY.max_restarts + 1} times in a row" in str(error)
 
 
-async def test_what_others_kill_is_started_again_more_often(tmp_path: Path) -> None:
-    """Even before it was of use: nothing is wrong with it."""
+async def test_a_killed_process_restarts_more_often(tmp_path: Path) -> None:
+    """Even if it was never ready."""
     process = ObservedProcess(tmp_path, "import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
     error = await failure(process)
     assert isinstance(error, ActorError)
@@ -106,12 +106,12 @@ async def test_what_others_kill_is_started_again_more_often(tmp_path: Path) -> N
     assert "the process was ended by SIGKILL after" in str(error)
 
 
-async def test_a_long_life_makes_up_for_what_was_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Then it is started again without end."""
+async def test_a_stable_run_resets_the_failure_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process then restarts without a limit."""
     stable = structs.replace(module.EXIT_POLICY, first_pause_seconds=0.0, stable_seconds=0.0)
     monkeypatch.setattr(module, "EXIT_POLICY", stable)
     process = ObservedProcess(tmp_path, "print('ready')")
-    with anyio.fail_after(PATIENCE_SECONDS):
+    with anyio.fail_after(TIMEOUT_SECONDS):
         async with anyio.create_task_group() as group:
             group.start_soon(process.run)
             for _ in range(2 * module.FAILURE_POLICY.max_restarts):
@@ -120,10 +120,10 @@ async def test_a_long_life_makes_up_for_what_was_before(tmp_path: Path, monkeypa
     process.close()
 
 
-async def test_the_end_of_the_run_is_the_end_of_the_process(tmp_path: Path) -> None:
-    """When the actor has been cancelled, nobody is left; that is no failure."""
+async def test_cancellation_ends_the_process(tmp_path: Path) -> None:
+    """The process has ended when the cancellation returns; this is not an exit of its own."""
     process = ObservedProcess(tmp_path, "import os, time; print(os.getpid()); time.sleep(3600)")
-    with anyio.fail_after(PATIENCE_SECONDS):
+    with anyio.fail_after(TIMEOUT_SECONDS):
         async with anyio.create_task_group() as group:
             await group.start(process.run)
             pid = int(await process.lines.receive())
@@ -135,12 +135,12 @@ async def test_the_end_of_the_run_is_the_end_of_the_process(tmp_path: Path) -> N
     process.close()
 
 
-async def test_secrets_are_read_from_a_file_of_the_owners(tmp_path: Path) -> None:
-    """While it lives; and what it prints of them is masked."""
+async def test_secrets_are_passed_in_a_file_and_masked_in_the_log(tmp_path: Path) -> None:
+    """Only the owner can read the file, which is removed when the process ends."""
     text = "import sys, time; print(open(sys.argv[1].partition('=')[2]).read()); time.sleep(3600)"
     process = ObservedProcess(tmp_path, text, settings={"openai": {"api_key": "s3cret:x"}}, secret="s3cret")
     path = tmp_path / "things" / "thing.json"
-    with anyio.fail_after(PATIENCE_SECONDS):
+    with anyio.fail_after(TIMEOUT_SECONDS):
         async with anyio.create_task_group() as group:
             await group.start(process.run)
             assert await process.lines.receive() == '{"openai":{"api_key":"********:x"}}'
@@ -162,10 +162,10 @@ anyio.run(ProcessActor("thing", command, ProcessLog(Path(sys.argv[2]) / "thing.l
 """
 
 
-def test_when_the_run_is_killed_its_processes_end(tmp_path: Path) -> None:
-    """SIGKILL of the trainer: what holds a connection to us lets go of it, as the dead do."""
+def test_processes_end_when_the_trainer_is_killed(tmp_path: Path) -> None:
+    """SIGKILL. The end of the process closes its connection to the test."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        listener.settimeout(PATIENCE_SECONDS)
+        listener.settimeout(TIMEOUT_SECONDS)
         port = listener.getsockname()[1]
         holds = f"import socket, time; one = socket.create_connection(('127.0.0.1', {port})); time.sleep(3600)"
         repository = Path(module.__file__).parents[2]
@@ -173,7 +173,7 @@ def test_when_the_run_is_killed_its_processes_end(tmp_path: Path) -> None:
         try:
             connection, _ = listener.accept()
             with connection:
-                connection.settimeout(PATIENCE_SECONDS)
+                connection.settimeout(TIMEOUT_SECONDS)
                 run.send_signal(signal.SIGKILL)
                 assert connection.recv(1) == b""
         finally:
@@ -192,14 +192,14 @@ ModuleNotFoundError: No module named 'nowhere'
 
 @pytest.fixture
 def log(tmp_path: Path) -> ProcessLog:
-    """One that is open."""
+    """Return an open log."""
     opened = ProcessLog(tmp_path / "x.log", secret="s3cret")
     opened.open()
     return opened
 
 
-def test_lines_are_kept_whole_however_they_arrive(log: ProcessLog) -> None:
-    """Half a line waits for its other half; the last one for the end."""
+def test_partial_lines_are_joined(log: ProcessLog) -> None:
+    """The last partial line is written when the log closes."""
     assert log.write(b"one\ntw") == ["one"]
     assert log.write(b"o\r\nthr") == ["two"]
     log.write(b"ee")
@@ -220,14 +220,14 @@ def test_lines_are_kept_whole_however_they_arrive(log: ProcessLog) -> None:
         (b"", ""),
     ],
 )  # fmt: skip
-def test_the_last_words_are_one_line_that_says_something(log: ProcessLog, printed: bytes, words: str) -> None:
-    """An error with what follows it, else the last line; nothing that moves a cursor."""
+def test_the_error_line_is_the_last_line_with_text(log: ProcessLog, printed: bytes, words: str) -> None:
+    """Or the exception of a traceback and the lines after it. Control characters are replaced."""
     log.write(printed)
     assert log.error_line() == words
 
 
-def test_the_file_does_not_grow_without_bound(log: ProcessLog, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One old file is kept, and nothing is lost between the two."""
+def test_the_log_file_is_rotated(log: ProcessLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One old file is kept; no line between the two files is lost."""
     monkeypatch.setattr(module, "LOG_FILE_BYTES", 100)
     for number in range(100):
         log.write(f"line {number}\n".encode())
@@ -239,22 +239,22 @@ def test_the_file_does_not_grow_without_bound(log: ProcessLog, monkeypatch: pyte
     assert kept == [f"line {number}" for number in range(100)][-len(kept) :]
 
 
-def test_a_line_without_an_end_does_not_grow_without_bound(log: ProcessLog) -> None:
-    """It is broken."""
+def test_a_long_line_is_split(log: ProcessLog) -> None:
+    """A line without an end does not use unlimited memory."""
     lines = [line for _ in range(5) for line in log.write(b"x" * module.LINE_BYTES)]
     assert [len(line) for line in lines] == [module.LINE_BYTES] * 4
 
 
-def test_only_the_owner_reads_it_and_secrets_are_masked(log: ProcessLog) -> None:
-    """Settings are printed by others at their start."""
+def test_the_log_file_is_private_and_secrets_are_masked(log: ProcessLog) -> None:
+    """Environments print their settings at the start."""
     log.write(b"api_key='s3cret:arithmetic'\n")
     log.close()
     assert log.path.read_text() == "api_key='********:arithmetic'\n"
     assert stat.S_IMODE(log.path.stat().st_mode) == 0o600
 
 
-def test_a_new_life_begins_without_the_last_words_of_the_old_one(log: ProcessLog) -> None:
-    """The file goes on."""
+def test_a_restart_clears_the_error_line(log: ProcessLog) -> None:
+    """The file is continued."""
     log.write(b"ImportError: x\n")
     log.open()
     assert log.error_line() == ""
@@ -267,7 +267,7 @@ START_TIMEOUT_SECONDS = 240.0
 POLICY_URL = "http://127.0.0.1:9"
 
 IDLE = '''
-"""An environment that registers, and has nothing to do."""
+"""An environment that registers and produces no groups."""
 import os
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig
 
@@ -293,31 +293,31 @@ REGISTRATION = {
 
 
 class ObservedEnvironment(Environment):
-    """An environment whose lines a test can wait for."""
+    """An environment whose output a test can read."""
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
         self._send, self.lines = anyio.create_memory_object_stream[str](10_000)
 
     def on_line(self, line: str) -> None:
-        """Pass it on."""
+        """Pass the line to the test."""
         super().on_line(line)
         self._send.send_nowait(line)
 
     async def number(self, pattern: str) -> int:
-        """The number in the next line that has one."""
+        """Return the number in the next line that matches."""
         while True:
             if match := re.match(pattern, await self.lines.receive()):
                 return int(match[1])
 
     def close(self) -> None:
-        """Close what the test listened to."""
+        """Close the stream of lines."""
         self._send.close()
         self.lines.close()
 
 
 class ServerAndEnvironment:
-    """A server with an environment in it, and a trainer's requests."""
+    """An API server, an environment, and a client that registers a trainer."""
 
     def __init__(self, directory: Path, script: Path) -> None:
         section = {"name": "mine", "script": str(script), "min_batch_allocation": 0.5}
@@ -335,29 +335,30 @@ class ServerAndEnvironment:
         self.client = httpx.AsyncClient(base_url=self.server.url, trust_env=False)
 
     async def register_trainer(self) -> None:
-        """As a trainer does; environments may come from its first look on."""
+        """Register a trainer and poll once; environments can register afterwards."""
         await self.client.post("/register", json=REGISTRATION)
         await self.client.get("/batch")
 
     async def unallocated(self, number: int) -> float:
-        """The share of a batch that nobody who is connected reserves."""
+        """Return the share of a batch that no connected environment reserves."""
         answer = await self.client.request("GET", "/status-env", json={"env_id": number})
         return float(answer.json()["unallocated_fraction"])
 
 
 @pytest.fixture
 def script(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
-    """The idle environment, or another text."""
+    """Return the path of a script: the idle environment, or the given text."""
     path = tmp_path / "idle.py"
     path.write_text(getattr(request, "param", IDLE), encoding="utf-8")
     return path
 
 
-async def test_killed_processes_come_back_and_are_ended_with_the_run(
+async def test_killed_processes_restart_and_end_with_the_run(
     tmp_path: Path, script: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SIGKILL of the environment: another takes its place on the server's books. SIGKILL of the server: it answers at
-    the same address, and the environment registers anew. In the end nobody is left.
+    """A killed environment is disconnected from the server and registers again.
+
+    A killed server restarts at the same address, and the environment registers again.
     """
     monkeypatch.setattr(module, "EXIT_POLICY", structs.replace(module.EXIT_POLICY, first_pause_seconds=0.0))
     running = ServerAndEnvironment(tmp_path / "atropos", script)
@@ -375,7 +376,7 @@ async def test_killed_processes_come_back_and_are_ended_with_the_run(
 
                 os.kill(pid, signal.SIGKILL)
                 assert await running.environment.number(r"Initialized env with id (\d+)") == 1
-                assert await running.unallocated(1) == 0.5, "the dead one keeps its share"
+                assert await running.unallocated(1) == 0.5, "the killed environment keeps its share"
 
                 os.kill(_server_pid(tmp_path), signal.SIGKILL)
                 await running.environment.number(r"pid (\d+)")
@@ -388,7 +389,7 @@ async def test_killed_processes_come_back_and_are_ended_with_the_run(
 
 
 def _server_pid(directory: Path) -> int:
-    """As it says itself."""
+    """Return the process ID that the server has printed."""
     log = (directory / "atropos" / "api-server.log").read_text(encoding="utf-8")
     return int(re.findall(r"Started server process \[(\d+)\]", log)[-1])
 
@@ -403,8 +404,8 @@ def _server_pid(directory: Path) -> int:
     ids=["import", "syntax", "setup"],
     indirect=["script"],
 )
-async def test_a_script_that_cannot_work_ends_the_run(tmp_path: Path, script: Path, says: str) -> None:
-    """At its first start, with its error on one line: that is for its author to mend."""
+async def test_a_script_that_fails_at_its_first_start_ends_the_run(tmp_path: Path, script: Path, says: str) -> None:
+    """The error contains the exception of the script on one line."""
     running = ServerAndEnvironment(tmp_path / "atropos", script)
     async with AsyncExitStack() as ends:
         ends.callback(running.environment.close)
@@ -419,8 +420,8 @@ async def test_a_script_that_cannot_work_ends_the_run(tmp_path: Path, script: Pa
     assert f"{tmp_path}/atropos/mine.log); after correcting it" in str(caught.value)
 
 
-async def test_an_environment_waits_for_its_server(tmp_path: Path, script: Path) -> None:
-    """Which may come later: atroposlib's own would end."""
+async def test_an_environment_waits_for_the_api_server(tmp_path: Path, script: Path) -> None:
+    """Without this, atroposlib would exit."""
     running = ServerAndEnvironment(tmp_path / "atropos", script)
     async with AsyncExitStack() as ends:
         ends.callback(running.environment.close)

@@ -1,4 +1,4 @@
-"""The reader: what an environment sends becomes what the learner takes, or is refused with field and index."""
+"""The group reader: messages, discarded groups, duplicates and names of environments."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ RECOMPUTE = AtroposSection(missing_logprobs="recompute")
 
 
 async def test_a_group_becomes_a_prompt_and_its_completions() -> None:
-    """The longest common prefix before anything is trained is the prompt; scores are the rewards."""
+    """The prompt is the common prefix before the first sampled token; scores are rewards."""
     scored = await ReaderHarness().scored(group((40, 41), (40, 42, 43)))
     prompt, (one, other) = scored.group.prompt, scored.group.completions
     assert (prompt.group_id, prompt.tokens, prompt.source) == (11, PROMPT, "environment 3")
@@ -40,8 +40,8 @@ async def test_a_group_becomes_a_prompt_and_its_completions() -> None:
     assert (scored.temperatures, scored.zero_advantage, scored.teacher, scored.logprob_error) == ((), (), (), None)
 
 
-async def test_turns_between_which_the_environment_speaks() -> None:
-    """What the policy did not draw is marked, has log-probability 0, and the version of the token before."""
+async def test_tokens_of_the_environment_between_turns_are_masked() -> None:
+    """They have log-probability 0 and the version of the token before."""
     harness = ReaderHarness()
     before = (*PROMPT, 40, 41, 50)
     harness.record(PROMPT, (40, 41), version=4)
@@ -55,8 +55,8 @@ async def test_turns_between_which_the_environment_speaks() -> None:
     assert (one.length, other.length, other.sampled) == (3, 1, ())
 
 
-async def test_prompts_that_differ_share_what_they_have_in_common() -> None:
-    """The rest of each is read, not sampled; before the first sampled token stands its version."""
+async def test_the_prompt_is_the_common_prefix_of_different_prompts() -> None:
+    """The rest of each prompt is a masked part of its completion."""
     harness = ReaderHarness()
     harness.record((5, 9, 33), (40,), version=2)
     scored = await harness.scored(conversations(((5, 9, 33), (40,)), ((5, 9, 34, 35), (41,))))
@@ -68,16 +68,16 @@ async def test_prompts_that_differ_share_what_they_have_in_common() -> None:
     assert await harness.discarded(differing) == "tokens: the sequences do not begin with the same token"
 
 
-async def test_the_first_token_is_never_trained() -> None:
-    """Nothing predicts it; a mask that trains it counts as one that does not."""
+async def test_the_first_token_is_never_trained_on() -> None:
+    """It has no context; its mask is ignored."""
     fields = {"tokens": [[5, 40], [5, 41]], "masks": [[5, 40], [5, 41]], "scores": [0, 1]}
     scored = await ReaderHarness().scored(fields | {"inference_logprobs": [[-1, -2], [-1, -3]]})
     assert scored.group.prompt.tokens == (5,)
     assert [one.logprobs for one in scored.group.completions] == [(-2.0,), (-3.0,)]
 
 
-async def test_a_sequence_that_trains_nothing_may_stand_beside_others() -> None:
-    """Its reward counts among theirs; a group in which nothing is trained is refused."""
+async def test_a_sequence_without_trained_tokens_is_valid() -> None:
+    """Its reward counts for the group; a group without trained tokens is invalid."""
     fields = group((40, 41), (42,))
     fields["masks"][1] = [-100] * 4
     one, other = (await ReaderHarness().scored(fields)).group.completions
@@ -86,39 +86,39 @@ async def test_a_sequence_that_trains_nothing_may_stand_beside_others() -> None:
     assert await ReaderHarness().discarded(fields) == "masks: no token is trained on"
 
 
-async def test_a_group_of_one_is_learnt_from_where_it_can_be() -> None:
-    """Compared with itself it teaches nothing; over a batch, or by advantages of its tokens, it does."""
+async def test_a_group_of_one_sequence_needs_another_source_of_advantages() -> None:
+    """Advantages across the batch, or token advantages in the group."""
     assert await ReaderHarness().discarded(group((40,)), "zero_variance") == "all 1 rewards are 0"
     assert (await ReaderHarness(advantage="batch").scored(group((40,)))).rewards == (0.0,)
     assert (await ReaderHarness().scored(group((40,), advantages=[[0, 0, 0, 0.5]]))).token_advantages == ((0.5,),)
 
 
-async def test_equal_rewards_are_on_record_with_everything_that_is_known() -> None:
-    """The group is discarded as one that the run itself had scored would be."""
+async def test_a_zero_variance_group_is_discarded_with_its_completions() -> None:
+    """As a group that the run has sampled itself."""
     outcome = await ReaderHarness().outcome(group((40,), (41,), scores=[0.5, 0.5]))
     assert isinstance(outcome, Discarded)
     assert (outcome.reason, outcome.rewards, len(outcome.completions)) == ("zero_variance", (0.5, 0.5), 2)
     assert (outcome.prompt.tokens, outcome.prompt.source) == (PROMPT, "environment 3")
 
 
-async def test_what_is_refused_costs_nothing_to_keep() -> None:
-    """Neither tokens nor completions remain, only number, name and why."""
+async def test_an_invalid_group_keeps_no_tokens() -> None:
+    """Only its ID, the name of the environment and the reason."""
     outcome = await ReaderHarness().outcome(group((40,), (41,), scores=[0.5]))
     assert isinstance(outcome, Discarded)
     assert (outcome.prompt.group_id, outcome.prompt.tokens, outcome.completions) == (11, (), ())
     assert (outcome.prompt.source, outcome.detail) == ("environment 3", "scores: 1 for 2 sequences")
 
 
-async def test_the_same_group_is_taken_once() -> None:
-    """A client that repeats a post whose answer was lost does not make the policy learn it twice."""
+async def test_a_duplicate_group_is_discarded() -> None:
+    """A client may repeat a request if the response was lost."""
     harness = ReaderHarness()
     await harness.scored(group((40,), (41,)))
     assert await harness.discarded(group((40,), (41,)), "duplicate") == "an equal group has been received before"
     await harness.scored(group((40,), (41,), scores=[1.0, 0.0]))
 
 
-async def test_token_advantages_are_kept_where_tokens_were_drawn() -> None:
-    """One per token of the completion; [] means that there are none."""
+async def test_token_advantages_are_kept_for_sampled_tokens() -> None:
+    """One per token of the completion; [] means none."""
     fields = conversations((PROMPT, (40,), (50,), (41,)), (PROMPT, (42,)))
     fields["advantages"] = [[9, 9, 9, 0.25, 9, -1], [9, 9, 9, 2]]
     assert (await ReaderHarness().scored(fields)).token_advantages == ((0.25, 0.0, -1.0), (2.0,))
@@ -126,8 +126,8 @@ async def test_token_advantages_are_kept_where_tokens_were_drawn() -> None:
     assert "advantages: missing" in await ReaderHarness(advantage="environment").discarded(fields | {"advantages": []})
 
 
-async def test_reference_logprobs_are_kept_where_the_learner_uses_them() -> None:
-    """Elsewhere they are checked and dropped."""
+async def test_reference_log_probabilities_are_kept_if_the_learner_uses_them() -> None:
+    """Otherwise they are validated and dropped."""
     fields = group((40,), (41,), ref_logprobs=[[1, 1, 1, -0.5], [1, 1, 1, -0.25]])
     uses: dict[str, Any] = {"reference": "environment", "kl_beta": 0.1}
     assert (await ReaderHarness(**uses).scored(fields)).reference_logprobs == ((-0.5,), (-0.25,))
@@ -145,13 +145,13 @@ async def test_reference_logprobs_are_kept_where_the_learner_uses_them() -> None
         ({"generation_params": {"temperature": 1}, "overrides": [{"other": 1}, None]}, ()),
     ],
 )
-async def test_temperatures_of_what_the_engine_does_not_remember(fields: dict[str, Any], expected: Any) -> None:
-    """A sequence's own goes before the group's; without any it is the run's."""
+async def test_temperatures_of_sequences_that_are_not_recorded(fields: dict[str, Any], expected: Any) -> None:
+    """`overrides` have precedence over the group; the default is the run's temperature."""
     assert (await ReaderHarness().scored(group((40,), (41,), **fields))).temperatures == expected
 
 
-async def test_the_engine_knows_the_temperature_best() -> None:
-    """What it remembers is the truth; two truths in one sequence cannot be learned from."""
+async def test_the_recorded_temperature_has_precedence() -> None:
+    """A sequence with two temperatures is invalid."""
     harness = ReaderHarness()
     harness.record(PROMPT, (40,), temperature=0.5)
     hot = group((40,), (41,), generation_params={"temperature": 2.0})
@@ -160,15 +160,15 @@ async def test_the_engine_knows_the_temperature_best() -> None:
     assert await harness.discarded(mixed) == "tokens[0]: sampled at different temperatures (0.5, 2)"
 
 
-async def test_overrides_mute_sequences() -> None:
-    """Their rewards stay."""
+async def test_overrides_set_advantages_to_zero() -> None:
+    """The rewards are kept."""
     scored = await ReaderHarness().scored(group((40,), (41,), overrides=[{"set_advantage_to_zero": True}, {}]))
     assert (scored.zero_advantage, scored.rewards) == ((True, False), (0.0, 1.0))
     assert (await ReaderHarness().scored(group((40,), (41,), overrides=[]))).zero_advantage == ()
 
 
-async def test_what_the_engine_remembers_is_the_truth() -> None:
-    """Log-probabilities, versions, supports, how it ended and who asked; the difference to what came is measured."""
+async def test_the_sample_log_has_precedence() -> None:
+    """For log-probabilities, versions, supports, finish reason and label; the difference is measured."""
     harness = ReaderHarness()
     harness.record(PROMPT, (40, 41), client_label="arithmetic", version=4, support=(40, 41), temperature=1.0, top_k=2)
     fields = group((40, 41), (42,))
@@ -183,8 +183,8 @@ async def test_what_the_engine_remembers_is_the_truth() -> None:
     assert "inference_logprobs[0][4]: -5.625 differs from the recorded -5.125" in await harness.discarded(fields)
 
 
-async def test_supports_stand_beside_tokens_that_have_none() -> None:
-    """What the environment said in between could have been anything."""
+async def test_tokens_of_the_environment_have_no_support() -> None:
+    """Only sampled tokens have a support."""
     harness = ReaderHarness()
     harness.record(PROMPT, (40,), support=(40, 41), top_k=2)
     harness.record((*PROMPT, 40, 50), (42,), support=(42, 43, 44), top_k=3)
@@ -193,29 +193,29 @@ async def test_supports_stand_beside_tokens_that_have_none() -> None:
     assert [len(support) for support in one.supports] == [8, 0, 12]
 
 
-async def test_supports_that_were_recorded_of_some_spans_only_are_refused() -> None:
-    """The learner evaluates a completion over what could have been sampled, or over the whole vocabulary: not both."""
+async def test_a_sequence_with_incomplete_supports_is_invalid() -> None:
+    """The learner uses supports for all tokens of a completion or for none."""
     harness = ReaderHarness()
     harness.record(PROMPT, (40,), support=(40, 41), top_k=2)
     fields = conversations((PROMPT, (40,), (50,), (42,)), (PROMPT, (43,)))
     assert "tokens[0]: the support" in await harness.discarded(fields)
 
 
-async def test_what_nobody_remembers_is_refused_where_the_run_cuts_what_can_be_drawn() -> None:
-    """The learner would evaluate it over the whole vocabulary; so it is not only late, but wrong."""
+async def test_an_unrecorded_sequence_is_invalid_if_the_run_restricts_the_support() -> None:
+    """The learner would evaluate it under another distribution."""
     harness = ReaderHarness(sampling=Sampling(max_tokens=8, top_k=20))
     assert "tokens[0][3:5]: not in the sample log" in await harness.discarded(group((40, 41), (42,)))
 
 
-async def test_what_the_learner_cannot_evaluate_is_refused() -> None:
-    """It was sampled from a distribution that is not the run's."""
+async def test_a_sequence_that_the_learner_cannot_evaluate_is_invalid() -> None:
+    """The client used a repetition penalty."""
     harness = ReaderHarness()
     harness.record(PROMPT, (40,), repetition_penalty=1.5)
     assert (await harness.discarded(group((40,), (41,)))).startswith("tokens[0][3:4]: repetition_penalty")
 
 
-async def test_nobody_knows_the_log_probabilities() -> None:
-    """Refused, or computed with the weights that serve, as the profile says; only for what nobody knows."""
+async def test_missing_log_probabilities_are_invalid_or_recomputed() -> None:
+    """`atropos.missing_logprobs` decides; recorded spans are not recomputed."""
     fields = group((40, 41), (42,), inference_logprobs=None, overrides=[{"temperature": 0.5}, {}])
     assert "tokens[0][3:5] is not in the sample log" in await ReaderHarness().discarded(fields)
     harness = ReaderHarness(settings=RECOMPUTE)
@@ -228,8 +228,8 @@ async def test_nobody_knows_the_log_probabilities() -> None:
     assert scored.logprob_error is None
 
 
-async def test_a_policy_that_cannot_compute_them_loses_the_group() -> None:
-    """The run goes on."""
+async def test_a_failed_recomputation_discards_the_group() -> None:
+    """The run continues."""
 
     async def broken(_: tuple[int, ...], __: float) -> PromptLogprobs:
         raise GenerationError("the model's logits are not finite")
@@ -240,8 +240,8 @@ async def test_a_policy_that_cannot_compute_them_loses_the_group() -> None:
     assert detail == "the model's logits are not finite"
 
 
-async def test_how_a_sequence_ended_that_the_engine_does_not_remember() -> None:
-    """It was cut off if no room was left, by its own bound or the policy's context."""
+async def test_the_finish_reason_of_an_unrecorded_sequence_follows_from_its_length() -> None:
+    """`length` at the limit of tokens or of the context, otherwise `stop`."""
     full = tuple(range(40, 40 + SAMPLING.max_tokens))
     scored = await ReaderHarness().scored(group(full, (41,)))
     assert [one.finish_reason for one in scored.group.completions] == ["length", "stop"]
@@ -250,7 +250,7 @@ async def test_how_a_sequence_ended_that_the_engine_does_not_remember() -> None:
 
 
 async def test_environments_keep_their_names() -> None:
-    """The label with which one asks the engine is remembered by its number, for what is refused too."""
+    """The label of an environment is kept for its number, also for invalid groups."""
     harness = ReaderHarness()
     harness.record(PROMPT, (40,), client_label="arithmetic")
     assert (await harness.scored(group((40,), (41,)))).group.prompt.source == "arithmetic"
@@ -267,32 +267,32 @@ async def test_environments_keep_their_names() -> None:
      b'{"tokens":[[1,NaN]],"masks":[],"scores":[]}', b'{"tokens":[[1,Infinity]],"masks":[],"scores":[]}',
      b'{"tokens":[[1]],"masks":[[1]],"scores":[1' + b"0" * 5000 + b"]}"],
 )  # fmt: skip
-async def test_what_is_no_group_at_all(content: bytes) -> None:
-    """It is refused like any other."""
+async def test_json_that_is_not_a_group_is_invalid(content: bytes) -> None:
+    """Also invalid JSON."""
     await ReaderHarness().discarded(Raw(content))
 
 
-async def test_foreign_text_is_never_repeated_at_length() -> None:
-    """Nor anything in it that a terminal would act on."""
+async def test_untrusted_text_in_a_detail_is_short_and_printable() -> None:
+    """It contains no control characters."""
     fields = group((40,), (41,))
     fields["tokens"][0][3] = "\x1b[2J" + "x" * 10_000
     assert await ReaderHarness().discarded(fields) == "tokens[0][3]: Expected `int`, got `str`"
 
 
 def wire(**fields: Any) -> WireGroup:
-    """A group as it was decoded."""
+    """Return a decoded group."""
     return decode_group(raw(group((40, 41), (42,)) | fields))
 
 
-def test_the_same_group_is_known_again_whoever_sends_it() -> None:
-    """Tokens, masks, scores and log-probabilities decide; nothing else does."""
+def test_an_equal_group_is_recognised() -> None:
+    """Only tokens, masks, scores and log-probabilities count."""
     recent = RecentGroups()
     assert not recent.add(wire())
     assert recent.add(wire(env_id=8, messages=[], overrides=[{}, {}]))
 
 
-def test_what_differs_is_another_group() -> None:
-    """Rewards, log-probabilities, and where one row ends and the next begins."""
+def test_a_different_group_is_not_a_duplicate() -> None:
+    """Different scores, log-probabilities, or boundaries of rows."""
     recent = RecentGroups()
     assert not recent.add(wire())
     assert not recent.add(wire(scores=[1.0, 0.0]))
@@ -300,8 +300,8 @@ def test_what_differs_is_another_group() -> None:
     assert not recent.add(wire(tokens=[[5, 9, 33, 40], [41, 5, 9, 33, 42]]))
 
 
-def test_a_label_names_an_environment_for_good() -> None:
-    """Under its number, until it asks under another; a number nobody has is no name."""
+def test_a_label_names_an_environment() -> None:
+    """Until it uses another label; invalid numbers give no name."""
     names = EnvironmentNames()
     assert names.name(0) == "environment 0"
     assert names.name(0, "arithmetic") == "arithmetic"
@@ -311,8 +311,8 @@ def test_a_label_names_an_environment_for_good() -> None:
     assert [names.name(number) for number in (None, -1, 10**12)] == ["environment"] * 3
 
 
-def test_names_do_not_grow_without_end() -> None:
-    """Those that were given out stay."""
+def test_the_number_of_names_is_limited() -> None:
+    """Existing names are kept."""
     names = EnvironmentNames()
     given = [names.name(number, f"label{number}") for number in range(3 * MAX_NAMES)]
     assert given[MAX_NAMES - 1 : MAX_NAMES + 1] == [f"label{MAX_NAMES - 1}", "other"]

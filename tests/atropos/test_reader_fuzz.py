@@ -1,4 +1,4 @@
-"""Whatever an environment sends, the reader answers, remembers no more than its bounds, and reads on."""
+"""Fuzzing of the group reader, and limits of its memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from clotho.config.schema import AtroposSection
 from protocols.rollout import Discarded, ScoredGroup
 from tests.atropos.environment_groups import PROMPT, ReaderHarness, conversations
 
-ODD: list[Any] = [
+VALUES: list[Any] = [
     None,
     True,
     False,
@@ -42,8 +42,8 @@ ODD: list[Any] = [
 LITERALS = [b"NaN", b"Infinity", b"-Infinity", b"1e999", b"9" * 400, b'"\xff"', b"[" * 2000 + b"]" * 2000, b"", b"}"]
 
 
-def whole() -> dict[str, Any]:
-    """A group that has every field."""
+def complete_group() -> dict[str, Any]:
+    """Return a group with all fields."""
     fields = conversations((PROMPT, (40, 41), (50,), (42,)), (PROMPT, (43, 44)), (PROMPT, (45,)))
     lengths = [len(tokens) for tokens in fields["tokens"]]
     return fields | {
@@ -60,7 +60,7 @@ def whole() -> dict[str, Any]:
 
 
 def mutate(value: Any, random: Random) -> Any:
-    """Change one thing somewhere inside a value: replace, drop, repeat, or go deeper."""
+    """Change one part of a value: replace, remove, repeat, or descend."""
     if isinstance(value, dict) and value and random.random() < 0.95:
         key = random.choice(list(value))
         return (
@@ -76,12 +76,12 @@ def mutate(value: Any, random: Random) -> Any:
         if kind < 0.2:
             return value[:at] + [value[at]] * random.choice([2, 3, 70]) + value[at + 1 :]
         return [*value[:at], mutate(value[at], random), *value[at + 1 :]]
-    return copy.copy(random.choice(ODD))
+    return copy.copy(random.choice(VALUES))
 
 
 def mutated(random: Random) -> Raw:
-    """A whole group with a few such changes, in its JSON too."""
-    fields: Any = whole() | {"scores": [random.random() for _ in range(3)]}
+    """Return a complete group with a few changes, also in its JSON text."""
+    fields: Any = complete_group() | {"scores": [random.random() for _ in range(3)]}
     for _ in range(random.choice([0, 1, 1, 1, 2, 5])):
         fields = mutate(fields, random)
     content = msgspec.json.encode(fields)
@@ -97,8 +97,8 @@ def mutated(random: Random) -> Raw:
 
 
 @pytest.mark.parametrize("seed", range(8))
-async def test_no_group_whatever_it_holds_upsets_the_reader(seed: int) -> None:
-    """Each becomes a message with a reason, and a good one after them is read as if nothing had been."""
+async def test_every_group_is_scored_or_discarded_with_a_reason(seed: int) -> None:
+    """A valid group after 1000 mutated groups is read correctly."""
     random = Random(seed)
     reference: dict[str, Any] = random.choice([{}, {"reference": "environment", "kl_beta": 0.1}])
     harness = ReaderHarness(
@@ -119,13 +119,13 @@ async def test_no_group_whatever_it_holds_upsets_the_reader(seed: int) -> None:
             assert outcome.detail.isprintable()
             assert (outcome.prompt.group_id, len(outcome.prompt.source) <= 32) == (number, True)
     assert min(ends.values()) > 100
-    good = await harness.outcome(whole() | {"scores": [3.0, 1.0, 2.0]})
+    good = await harness.outcome(complete_group() | {"scores": [3.0, 1.0, 2.0]})
     assert isinstance(good, ScoredGroup)
     assert good.rewards == (3.0, 1.0, 2.0)
 
 
-async def test_memory_has_bounds() -> None:
-    """Fingerprints and names: the oldest of the former are forgotten, and no more of the latter are given out."""
+async def test_the_number_of_hashes_and_names_is_limited() -> None:
+    """The oldest hashes are removed; further names are `other`."""
     harness, names = ReaderHarness(advantage="batch"), set()
     for number in range(MAX_RECENT_GROUPS + 100):
         fields = conversations((PROMPT, (40 + number % 50,)), scores=[float(number)], env_id=number % 200)

@@ -1,4 +1,4 @@
-"""How a sequence was sampled: spans, and the versions of tokens between them."""
+"""Trained spans, and policy versions of tokens between them."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from clotho.atropos.rollout_logprobs import SampledSequence, token_versions, tra
         ([1, 0, 0, 1], [(0, 1), (3, 4)]),
     ],
 )
-def test_spans_are_the_longest_stretches(trained: list[int], expected: list[tuple[int, int]]) -> None:
-    """Each one turn of the policy, where the environment speaks in between."""
+def test_spans_are_maximal(trained: list[int], expected: list[tuple[int, int]]) -> None:
+    """Each span is one turn of the policy."""
     assert trained_spans(np.array(trained, dtype=bool)) == expected
 
 
@@ -31,8 +31,8 @@ def test_spans_are_the_longest_stretches(trained: list[int], expected: list[tupl
         ([0, 0, 1, 0], [5, 5, 5, 5]),
     ],
 )
-def test_versions_of_tokens_that_were_not_drawn(trained: list[int], expected: list[int]) -> None:
-    """That of the sampled token before; of the first for those before it; of the reading where none was sampled."""
+def test_other_tokens_take_the_version_of_the_sampled_token_before(trained: list[int], expected: list[int]) -> None:
+    """Tokens before the first sampled token take its version."""
     version_T = np.array([3, 4, 5, 6] if any(trained) else [9] * 4, dtype=np.int32)
     sequence = SampledSequence(
         logprob_T=np.zeros(4, dtype=np.float32),

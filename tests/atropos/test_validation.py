@@ -1,4 +1,4 @@
-"""The shape of a group, field by field: what does not fit is refused by name."""
+"""Validation of every field of a group, and of its teacher."""
 
 from __future__ import annotations
 
@@ -80,13 +80,13 @@ async def test_the_detail_contains_the_value_and_the_range(change: dict[str, Any
 
 
 @pytest.mark.parametrize("images", [None, [], [None, None], [[], []], {}])
-async def test_no_images_are_no_obstacle(images: Any) -> None:
-    """However their absence is written."""
+async def test_empty_images_are_accepted(images: Any) -> None:
+    """All ways to write that there is no image."""
     await ReaderHarness().scored(group((40,), (41,), images=images, messages=[[{"role": "user", "content": "?"}]] * 2))
 
 
-async def test_groups_of_a_thousand_sequences_and_no_more() -> None:
-    """A bound on what one group may ask of the learner."""
+async def test_a_group_has_at_most_1024_sequences() -> None:
+    """The limit bounds the cost of a group."""
     one = sequence(PROMPT, (40,))
     fields = {"tokens": [one[0]] * 1024, "masks": [one[1]] * 1024, "scores": [0.0] * 1023 + [1.0]}
     fields |= {"inference_logprobs": [one[2]] * 1024}
@@ -97,8 +97,8 @@ async def test_groups_of_a_thousand_sequences_and_no_more() -> None:
 USES: dict[str, Any] = {"distillation_weight": 0.5}
 
 
-def taught(ids: Any, logprobs: Any) -> dict[str, Any]:
-    """A group whose first sequence has two trained tokens, the second one; teacher rows of the trained tokens."""
+def group_with_teacher(ids: Any, logprobs: Any) -> dict[str, Any]:
+    """Return a group with two trained tokens in the first sequence and one in the second, with their teacher rows."""
     return group(
         (40, 41),
         (42,),
@@ -107,9 +107,9 @@ def taught(ids: Any, logprobs: Any) -> dict[str, Any]:
     )
 
 
-async def test_a_teacher_is_kept_where_it_is_used() -> None:
-    """Rows of tokens that nobody drew are not looked at."""
-    fields = taught([[1, 2], [3, 4], [5, 6]], [[-1, -2], [-3, -4], [-5, -6]])
+async def test_the_teacher_is_kept_if_the_learner_uses_it() -> None:
+    """Rows of tokens that were not sampled are ignored."""
+    fields = group_with_teacher([[1, 2], [3, 4], [5, 6]], [[-1, -2], [-3, -4], [-5, -6]])
     one, other = (await ReaderHarness(**USES).scored(fields)).teacher
     assert (one.tokens, one.logprobs) == (((1, 2), (3, 4)), ((-1.0, -2.0), (-3.0, -4.0)))
     assert (other.tokens, other.logprobs) == (((5, 6),), ((-5.0, -6.0),))
@@ -119,17 +119,17 @@ async def test_a_teacher_is_kept_where_it_is_used() -> None:
     ).teacher == ()
 
 
-async def test_the_least_probable_are_left_out_where_rows_differ() -> None:
-    """Servers report the token that stands there besides the best, where it is not among them."""
-    fields = taught([[9, 1, 2], [3, 4], [5, 6]], [[-8, -1, -2], [-3, -4], [-5, 0.0005]])
+async def test_longer_teacher_rows_keep_the_most_probable_tokens() -> None:
+    """Servers add the sampled token to a row if it is not among the best."""
+    fields = group_with_teacher([[9, 1, 2], [3, 4], [5, 6]], [[-8, -1, -2], [-3, -4], [-5, 0.0005]])
     one, other = (await ReaderHarness(**USES).scored(fields)).teacher
     assert (one.tokens, other.tokens) == (((1, 2), (3, 4)), ((6, 5),))
     assert other.logprobs == ((0.0, -5.0),)
 
 
-async def test_equal_rewards_still_teach_what_the_teacher_says() -> None:
-    """The group is not one without signal."""
-    fields = taught([[1], [2], [3]], [[-1], [-1], [-1]]) | {"scores": [1, 1]}
+async def test_a_zero_variance_group_with_a_teacher_is_kept() -> None:
+    """The teacher provides a training signal."""
+    fields = group_with_teacher([[1], [2], [3]], [[-1], [-1], [-1]]) | {"scores": [1, 1]}
     assert (await ReaderHarness(**USES).scored(fields)).rewards == (1.0, 1.0)
 
 
@@ -147,13 +147,13 @@ async def test_equal_rewards_still_teach_what_the_teacher_says() -> None:
 )
 async def test_an_invalid_teacher_is_rejected_with_its_position(ids: Any, logprobs: Any, position: str) -> None:
     """The group is discarded if the learner uses the teacher."""
-    detail = await ReaderHarness(**USES).discarded(taught(ids, logprobs))
+    detail = await ReaderHarness(**USES).discarded(group_with_teacher(ids, logprobs))
     assert detail.partition(": ")[0] == position
 
 
-async def test_half_a_teacher_is_none() -> None:
-    """Tokens and log-probabilities come together."""
-    fields = taught([[1], [2], [3]], [[-1], [-1], [-1]]) | {"distill_logprobs": None}
+async def test_the_teacher_needs_tokens_and_log_probabilities() -> None:
+    """Both fields, with one row per sequence."""
+    fields = group_with_teacher([[1], [2], [3]], [[-1], [-1], [-1]]) | {"distill_logprobs": None}
     assert await ReaderHarness(**USES).discarded(fields) == "distill_token_ids and distill_logprobs: set both or none"
     fields = group((40,), (41,), distill_token_ids=[[[1]] * 4], distill_logprobs=[[[-1.0]] * 4])
     assert await ReaderHarness(**USES).discarded(fields) == "distill_token_ids: 1 rows for 2 sequences"
