@@ -86,7 +86,7 @@ class CollapseState(Struct, frozen=True, kw_only=True):
 
 
 class CollapseVerdict(Struct, frozen=True, kw_only=True):
-    """The assessment of a batch. warnings: triggered checks, as text. tripped: the checks triggered for `patience` updates."""
+    """The assessment of a batch. warnings: triggered checks, as text. tripped: triggered for `patience` updates."""
 
     warnings: tuple[str, ...]
     tripped: bool

@@ -57,7 +57,7 @@ def test_a_run_leaves_its_profile_log_checkpoints_and_adapter(finished: Finished
         "adapters",
     }
     assert tomllib.loads((run_dir / "profile.toml").read_text())["steps"] == finished.steps
-    assert [line["step"] for line in lines(run_dir / "log.jsonl") if line["event"] == "checkpoint"] == [2, 4, 6]
+    assert [line["step"] for line in lines(run_dir / "log.jsonl") if line["event"] == "checkpoint_written"] == [2, 4, 6]
     for step in (2, 4, 6):
         names = {entry.name for entry in (run_dir / "checkpoints" / f"step-{step:06d}").iterdir()}
         assert names >= {"adapters.safetensors", "adapter_config.json", "optimizer.safetensors", "state.json"}

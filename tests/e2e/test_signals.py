@@ -68,7 +68,7 @@ def test_the_second_signal_stops_at_once_and_the_run_can_go_on(tmp_path: Path, n
     with Run(tmp_path / "run", *ENDLESS) as running:
         running.wait_for("reward")
         running.send(number)
-        running.wait_for("once more stops it at once")
+        running.wait_for("draining")
         running.send(number)
         ended = running.finish()
     assert ended.status == 128 + number, ended

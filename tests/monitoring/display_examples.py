@@ -82,7 +82,8 @@ def discarded(group_id: int = 1, reason: DiscardReason = "zero_variance", *, sam
 
 UPDATE = UpdateMetrics(
     loss=-0.01, kl=0.002, entropy=0.7, clip_fraction=0.01, mismatch_kl=1e-6, ratio_mean=1.0, grad_norm=0.3,
-    learning_rate=1e-5, trained_tokens=6, update_applied=True, ess=0.9, rejected_fraction=0.0, kl_beta=0.0, entropy_coef=0.0,
+    learning_rate=1e-5, trained_tokens=6, update_applied=True, ess=0.9, rejected_fraction=0.0, kl_beta=0.0,
+    entropy_coef=0.0,
     optimizer_steps=1,
 )  # fmt: skip
 

@@ -27,7 +27,8 @@ from tests.training.learning import scored_group
 
 UPDATE = UpdateMetrics(
     loss=-0.01, kl=0.002, entropy=0.7, clip_fraction=0.01, mismatch_kl=1e-6, ratio_mean=1.0, grad_norm=0.3,
-    learning_rate=1e-5, trained_tokens=6, update_applied=True, ess=0.9, rejected_fraction=0.05, kl_beta=0.02, entropy_coef=1e-3,
+    learning_rate=1e-5, trained_tokens=6, update_applied=True, ess=0.9, rejected_fraction=0.05, kl_beta=0.02,
+    entropy_coef=1e-3,
     optimizer_steps=4,
 )  # fmt: skip
 EMPTY = StepReport(
