@@ -16,7 +16,7 @@ from clotho.models.machine import random_state
 from clotho.monitoring.collapse_detection import CollapseMonitor, CollapseResponse
 from clotho.runtime.compute_thread import ComputeExecutor, finish
 from clotho.runtime.latest import Latest, reached
-from clotho.training.batch_collector import FormingBatch, discard, sort_out
+from clotho.training.batch_collector import BatchCollector, discard, discard_unusable
 from clotho.training.ledger import Ledger
 from clotho.training.replay import ReplayBuffer
 from clotho.training.update import PolicyLearner, Update
@@ -113,7 +113,7 @@ class Learner:
         batch, began = self._next_batch(), time.monotonic()
         async for outcome in self._inbox:
             batch.add(self._sort_out(outcome))
-            if more := batch.refill():
+            if more := batch.request_replacements():
                 self._replacements.put(self._replacements.value + more)
             if batch.complete and not self._over:
                 await self._consume(batch, wait_seconds=time.monotonic() - began)
@@ -136,9 +136,9 @@ class Learner:
         if self._over and isinstance(outcome, ScoredGroup):
             return discard(outcome, "surplus", "the run had trained on all its batches")
         version = self._policy_learner.version
-        return sort_out(outcome, version=version, settings=self._settings, oldest=self._rolled_back_at)
+        return discard_unusable(outcome, version=version, settings=self._settings, oldest=self._rolled_back_at)
 
-    def _next_batch(self) -> FormingBatch:
+    def _next_batch(self) -> BatchCollector:
         """An empty batch. After the last batch, no more groups are requested."""
         size, limit = self._settings.batch_size, float(self._settings.batch_size)
         ratio = self._settings.objective.dynamic_sampling_max_ratio
@@ -147,22 +147,22 @@ class Learner:
                 limit = inf if self._from_environments else int(ratio * size)
             else:
                 self._replacements.close()
-        return FormingBatch(size=size, limit=limit, rounds=self._synchronous)
+        return BatchCollector(size=size, limit=limit, rounds=self._synchronous)
 
-    async def _end_early(self, batch: FormingBatch) -> None:
+    async def _end_early(self, batch: BatchCollector) -> None:
         """Record and report the discarded groups of an incomplete batch, to bound memory."""
-        if discarded := batch.take_out_discarded():
+        if discarded := batch.take_discarded():
             self._record([], list(discarded))
             with suppress(QueueClosed):
                 await self._reports.send(GroupsEnded(step=self._progress.step + 1, discarded=discarded))
 
-    async def _consume(self, batch: FormingBatch, *, wait_seconds: float) -> None:
+    async def _consume(self, batch: BatchCollector, *, wait_seconds: float) -> None:
         began = time.monotonic()
         step, version = self._progress.step, self._policy_learner.version
         if batch.limited:
-            log.warning("dynamic_sampling_limit_reached", prompted=batch.asked, trainable=len(batch.fresh))
+            log.warning("dynamic_sampling_limit_reached", prompted=batch.requested, trainable=len(batch.fresh))
         fresh = sorted(batch.fresh, key=_group_id)
-        replayed = self._replay.draw(version=version, step=step) if fresh else ()
+        replayed = self._replay.sample(version=version, step=step) if fresh else ()
         update, state = await finish(self._executor.submit_steps(self._update(fresh, replayed), learning=True))
         trained, refused = _ends(fresh, update)
         discarded = [*sorted(batch.discarded, key=_group_id), *refused]
@@ -179,7 +179,7 @@ class Learner:
             update=update.metrics if update else None,
             train_seconds=time.monotonic() - began,
             wait_seconds=wait_seconds,
-            replaced=batch.refilled,
+            replaced=batch.replaced,
             replayed=len(replayed),
         )
         response = self._collapse.assess(report)

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
+import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from clotho.config.objectives import EnvironmentAdvantage
+from clotho.config.objectives import EnvironmentAdvantage, RatioObjective
 from clotho.config.schema import LearnerSection
-from clotho.config.sections_training import EnvironmentReference
+from clotho.config.sections_training import EnvironmentReference, KLPenalty, RewardKLPenalty
+from clotho.models.parameters import Parameters
+from clotho.models.policy import TrainablePolicy
 from clotho.scoring.layouts.micro_batches import build_micro_batches
 from clotho.scoring.sequences import MicroBatch, TeacherRows, TrainingSequence, drawn_T
+from clotho.scoring.teacher_forcing import TeacherForcing
 from clotho.training.advantages import advantages, environment_advantages
-from clotho.training.objectives.aggregation import coefficients
+from clotho.training.gradient import FixedLogprobs, LossConfig, compute_logprobs
+from clotho.training.objectives.aggregation import loss_weights
+from clotho.training.objectives.kl import ESTIMATORS
+from clotho.training.reference_policy import ReferencePolicy
 from protocols.rollout import ScoredGroup, TeacherTokens
 from protocols.sampling import Completion
 
@@ -42,12 +50,12 @@ def training_sequence(
         supports=completion.supports,
         drawn_T=drawn_T(completion) if completion.sampled else None,
         temperature=temperature_of(group, i),
-        reference_T=_reference_T(group, i) if given_reference(settings) else None,
+        reference_T=_reference_T(group, i) if groups_bring_reference(settings) else None,
         teacher=_teacher_rows(group.teacher[i], completion) if distils else None,
     )
 
 
-def given_reference(settings: LearnerSection) -> bool:
+def groups_bring_reference(settings: LearnerSection) -> bool:
     """Whether groups bring the log-probabilities of the reference policy."""
     return isinstance(settings.reference, EnvironmentReference)
 
@@ -84,24 +92,24 @@ def _name(group: ScoredGroup) -> str:
     return f"group {group.group.prompt.group_id}"
 
 
-TokenAdvantages = list[list[NDArray[np.float64]]]
+PerTokenAdvantages = list[list[NDArray[np.float64]]]
 """Per group and completion: the advantage of each token, (T,)."""
 
 
-class MiniBatch(NamedTuple):
+class Minibatch(NamedTuple):
     """The data of one optimizer step.
 
-    tokens: number of trained tokens. places: per sequence, (index of its group, index of its completion).
+    tokens: number of trained tokens. origins: per sequence, (index of its group, index of its completion).
     """
 
     micro_batches: tuple[MicroBatch, ...]
     tokens: int
-    places: tuple[tuple[int, int], ...]
+    origins: tuple[tuple[int, int], ...]
 
 
 def compute_advantages(
     groups: Sequence[ScoredGroup], penalties: Sequence[NDArray[np.float64]], settings: LearnerSection
-) -> TokenAdvantages:
+) -> PerTokenAdvantages:
     """Return the advantage of every token: that of its completion, or per token if the environment gave them.
 
     Groups with advantages of their own do not influence those of other groups, which may depend on the rewards of the
@@ -123,12 +131,12 @@ def compute_advantages(
         environment_advantages([group])[0] if given else next(of_rewards)
         for group, given in zip(groups, own, strict=True)
     ]
-    return [_where_taught(group, rows) for group, rows in zip(groups, found, strict=True)]
+    return [_zero_untrained(group, rows) for group, rows in zip(groups, found, strict=True)]
 
 
 def _by_rewards(
     groups: Sequence[ScoredGroup], penalties: Sequence[NDArray[np.float64]], settings: LearnerSection
-) -> TokenAdvantages:
+) -> PerTokenAdvantages:
     if not all(np.isfinite(penalty_G).all() for penalty_G in penalties):
         return [[np.full(len(c.tokens), np.nan) for c in group.group.completions] for group in groups]
     rewards = [np.asarray(group.rewards, dtype=np.float64) for group in groups]
@@ -141,7 +149,7 @@ def _by_rewards(
     ]
 
 
-def _where_taught(group: ScoredGroup, rows: Sequence[NDArray[np.float64]]) -> list[NDArray[np.float64]]:
+def _zero_untrained(group: ScoredGroup, rows: Sequence[NDArray[np.float64]]) -> list[NDArray[np.float64]]:
     """Return the advantages of trained tokens, and exact zeros for all others."""
     zero_advantage = group.zero_advantage or (False,) * len(rows)
     return [
@@ -150,15 +158,15 @@ def _where_taught(group: ScoredGroup, rows: Sequence[NDArray[np.float64]]) -> li
     ]
 
 
-def mini_batches(
+def minibatches(
     groups: Sequence[ScoredGroup],
-    token_advantages: TokenAdvantages,
+    token_advantages: PerTokenAdvantages,
     *,
     settings: LearnerSection,
     max_tokens: int,
     layout: str,
     seed: Sequence[int],
-) -> tuple[MiniBatch, ...]:
+) -> tuple[Minibatch, ...]:
     """Deal the groups to at most `num_minibatches` minibatches, and cut each into micro-batches.
 
     `seed` determines which groups are together. Completions that are not trained on are left out. Raises ValueError if
@@ -172,31 +180,144 @@ def mini_batches(
     if parts > 1:
         order = [int(index) for index in np.random.default_rng(list(seed)).permutation(len(groups))]
     dealt = [sorted(order[start::parts]) for start in range(parts)]
-    batches = [_mini_batch(part, groups, token_advantages, settings, max_tokens, layout) for part in dealt]
+    batches = [_minibatch(part, groups, token_advantages, settings, max_tokens, layout) for part in dealt]
     return tuple(batch for batch in batches if batch.tokens)
 
 
-def _mini_batch(
+def _minibatch(
     part: Sequence[int],
     groups: Sequence[ScoredGroup],
-    token_advantages: TokenAdvantages,
+    token_advantages: PerTokenAdvantages,
     settings: LearnerSection,
     max_tokens: int,
     layout: str,
-) -> MiniBatch:
-    lengths = [[_learnt(c, settings) for c in groups[g].group.completions] for g in part]
-    shares = coefficients(settings.objective.loss_aggregation, lengths, max_tokens=max_tokens)
-    places, sequences = [], []
+) -> Minibatch:
+    lengths = [[_trained_tokens(c, settings) for c in groups[g].group.completions] for g in part]
+    shares = loss_weights(settings.objective.loss_aggregation, lengths, max_tokens=max_tokens)
+    origins, sequences = [], []
     for g, lengths_G, shares_G in zip(part, lengths, shares, strict=True):
         for i, (length, share) in enumerate(zip(lengths_G, shares_G, strict=True)):
             if length:
-                places.append((g, i))
+                origins.append((g, i))
                 sequences.append(training_sequence(g, groups[g], i, token_advantages[g][i], float(share), settings))
     micro = build_micro_batches(sequences, layout=layout, budget=settings.micro_batch_tokens) if sequences else ()
-    return MiniBatch(micro, sum(map(sum, lengths)), tuple(places))
+    return Minibatch(micro, sum(map(sum, lengths)), tuple(origins))
 
 
-def _learnt(completion: Completion, settings: LearnerSection) -> int:
+def _trained_tokens(completion: Completion, settings: LearnerSection) -> int:
     """Return the number of trained tokens of a completion."""
     cut_off = settings.objective.mask_truncated and completion.finish_reason == "length"
     return 0 if cut_off else completion.length
+
+
+Computing = Callable[[], AbstractContextManager[None]]
+"""Opens a context in which the model computes as some policy."""
+
+Scores = list[list[mx.array]]
+"""Per minibatch and micro-batch: log-probabilities of its tokens, (N,)."""
+
+
+class TrainingBatch(NamedTuple):
+    """The minibatches of an update, the fixed log-probabilities of each micro-batch, and all advantages."""
+
+    minibatches: tuple[Minibatch, ...]
+    fixed_logprobs: tuple[tuple[FixedLogprobs, ...], ...]
+    advantages: PerTokenAdvantages
+
+    @property
+    def tokens(self) -> int:
+        """Number of trained tokens, each counted once."""
+        return sum(mini.tokens for mini in self.minibatches)
+
+
+def prepare(
+    groups: Sequence[ScoredGroup],
+    *,
+    policy: TrainablePolicy,
+    forcing: TeacherForcing,
+    parameters: Parameters,
+    reference: ReferencePolicy,
+    loss_config: LossConfig,
+    max_tokens: int,
+    seed: Sequence[int],
+) -> Generator[None, None, TrainingBatch]:
+    """Prepare an update from `parameters`; yields between forward passes, with the served weights in the model.
+
+    A KL penalty in the reward is the sum over a completion of the estimates for its tokens, with the sampler's log-
+    probabilities as those of the policy; it is subtracted before advantages are computed. Reference log-probabilities
+    that groups bring are used as they are.
+    """
+    settings = loss_config.settings
+
+    def deal(token_advantages: PerTokenAdvantages) -> tuple[Minibatch, ...]:
+        return minibatches(
+            groups,
+            token_advantages,
+            settings=settings,
+            max_tokens=max_tokens,
+            layout=forcing.layout,
+            seed=seed,
+        )
+
+    minis = deal(compute_advantages(groups, (), settings))
+    references = _given_logprobs(minis) if groups_bring_reference(settings) else None
+    if reference.needed:
+        references = yield from _scored(minis, forcing, loss_config, reference.computing)
+    in_reward = references is not None and isinstance(settings.kl_penalty, RewardKLPenalty)
+    penalties = _penalties(groups, minis, references, loss_config) if in_reward and references else ()
+    token_advantages = compute_advantages(groups, penalties, settings)
+    if in_reward:
+        minis = deal(token_advantages)
+    proximals = None
+    if _proximal_needed(settings, len(minis)):
+        proximals = yield from _scored(minis, forcing, loss_config, lambda: policy.using(parameters))
+    fixed_logprobs = tuple(
+        tuple(
+            FixedLogprobs(references[m][k] if references else None, proximals[m][k] if proximals else None)
+            for k in range(len(mini.micro_batches))
+        )
+        for m, mini in enumerate(minis)
+    )
+    return TrainingBatch(minis, fixed_logprobs, token_advantages)
+
+
+def _proximal_needed(settings: LearnerSection, minis: int) -> bool:
+    """Whether a gradient will be computed at weights other than those at the start of the update."""
+    several = settings.update_epochs * minis > 1
+    chosen = settings.objective
+    return several and isinstance(chosen, RatioObjective) and chosen.ratio_reference == "batch_start"
+
+
+def _scored(
+    minis: Sequence[Minibatch], forcing: TeacherForcing, loss_config: LossConfig, computing: Computing
+) -> Generator[None, None, Scores]:
+    scores: Scores = []
+    for mini in minis:
+        scores.append([])
+        for micro in mini.micro_batches:
+            with computing():
+                scores[-1].append(compute_logprobs(forcing, micro, loss_config.distribution))
+            yield
+    return scores
+
+
+def _given_logprobs(minis: Sequence[Minibatch]) -> Scores:
+    tables = [[micro.table for micro in mini.micro_batches] for mini in minis]
+    return [[mx.array(table.reference_N) for table in part if table.reference_N is not None] for part in tables]
+
+
+def _penalties(
+    groups: Sequence[ScoredGroup], minis: Sequence[Minibatch], references: Scores, loss_config: LossConfig
+) -> list[NDArray[np.float64]]:
+    penalty = loss_config.settings.kl_penalty
+    assert isinstance(penalty, KLPenalty)
+    estimate = ESTIMATORS[penalty.estimator]
+    penalties = [np.zeros(len(group.rewards)) for group in groups]
+    for mini, scores in zip(minis, references, strict=True):
+        for micro, reference_N in zip(mini.micro_batches, scores, strict=True):
+            kl_N = np.array(estimate(mx.array(micro.table.rollout_logp_N), reference_N), dtype=np.float64)
+            kl_B = np.bincount(micro.table.sequence_N, kl_N * micro.table.weight_N, minlength=micro.sequences)
+            for member, kl in zip(micro.members, kl_B, strict=True):
+                group, completion = mini.origins[member]
+                penalties[group][completion] = loss_config.loss_coefficients.kl_beta * kl
+    return penalties

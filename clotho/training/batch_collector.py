@@ -12,7 +12,7 @@ from clotho.config.sections_training import EnvironmentReference
 from protocols.rollout import Discarded, DiscardReason, GroupOutcome, ScoredGroup
 
 
-class FormingBatch:
+class BatchCollector:
     """Counts the groups of one batch and requests replacements for groups that cannot be trained on.
 
     DAPO (arXiv:2503.14476, section 3.2) samples until a batch has `size` groups with unequal rewards. Here at most
@@ -20,7 +20,7 @@ class FormingBatch:
     `size` groups, however they end. limit = infinity waits for `size` groups, as for environments, which send groups
     without a request.
 
-    fresh, discarded: groups in the order of arrival. refilled: number of replacement groups requested.
+    fresh, discarded: groups in the order of arrival. replaced: number of replacement groups requested.
     """
 
     def __init__(self, *, size: int, limit: float, rounds: bool) -> None:
@@ -28,7 +28,7 @@ class FormingBatch:
         self._size, self._limit, self._rounds = size, max(size, limit), rounds
         self.fresh: list[ScoredGroup] = []
         self.discarded: list[Discarded] = []
-        self.refilled = 0
+        self.replaced = 0
         self._taken_out = 0
 
     def add(self, outcome: GroupOutcome) -> None:
@@ -38,26 +38,26 @@ class FormingBatch:
         else:
             self.fresh.append(outcome)
 
-    def refill(self) -> int:
+    def request_replacements(self) -> int:
         """Return the number of replacement groups to request now, and count them as requested."""
-        running = self.asked - self.ended
+        running = self.requested - self.ended
         if self._rounds and running:
             return 0
         missing = self._size - len(self.fresh) - running
-        more = int(max(0, min(missing, self._limit - self.asked)))
-        self.refilled += more
+        more = int(max(0, min(missing, self._limit - self.requested)))
+        self.replaced += more
         return more
 
-    def take_out_discarded(self) -> tuple[Discarded, ...]:
+    def take_discarded(self) -> tuple[Discarded, ...]:
         """Remove and return the discarded groups so far; they still count as ended."""
         taken, self.discarded = tuple(self.discarded), []
         self._taken_out += len(taken)
         return taken
 
     @property
-    def asked(self) -> int:
+    def requested(self) -> int:
         """Number of groups requested for this batch."""
-        return self._size + self.refilled
+        return self._size + self.replaced
 
     @property
     def ended(self) -> int:
@@ -66,8 +66,8 @@ class FormingBatch:
 
     @property
     def complete(self) -> bool:
-        """Whether the batch is to be trained on as it is; valid after `refill`."""
-        return self.ended >= self.asked
+        """Whether the batch is to be trained on as it is; valid after `request_replacements`."""
+        return self.ended >= self.requested
 
     @property
     def limited(self) -> bool:
@@ -75,7 +75,7 @@ class FormingBatch:
         return self.complete and self._limit > self._size > len(self.fresh)
 
 
-def sort_out(outcome: GroupOutcome, *, version: int, settings: LearnerSection, oldest: int = 0) -> GroupOutcome:
+def discard_unusable(outcome: GroupOutcome, *, version: int, settings: LearnerSection, oldest: int = 0) -> GroupOutcome:
     """Discard a group that a learner at policy version `version` cannot train on, or may not because of its staleness.
 
     oldest: oldest allowed policy version, after a rollback.

@@ -18,7 +18,7 @@ from clotho.training.objectives.importance_correction import interpolated_proxim
 from clotho.training.objectives.loss import LossCoefficients, LossInputs, MetricSums, policy_loss
 
 
-class LossSettings(NamedTuple):
+class LossConfig(NamedTuple):
     """What determines the loss and does not change during an update.
 
     objective: the objective function. distribution: sampling distribution of the tokens. loss_coefficients: current
@@ -31,7 +31,7 @@ class LossSettings(NamedTuple):
     loss_coefficients: LossCoefficients
 
 
-class ReferenceLogprobs(NamedTuple):
+class FixedLogprobs(NamedTuple):
     """Log-probabilities of a micro-batch's tokens under fixed policies, (N,) float32; None if not needed.
 
     reference_N: under the reference policy. proximal_N: under the policy at the start of the batch.
@@ -41,7 +41,7 @@ class ReferenceLogprobs(NamedTuple):
     proximal_N: mx.array | None
 
 
-class Moment(NamedTuple):
+class StepPosition(NamedTuple):
     """Position of a gradient in an update.
 
     version: policy version at the start of the update. progress: optimizer steps taken, as a fraction of all steps.
@@ -63,41 +63,41 @@ class Gradient(NamedTuple):
     logp_N: mx.array
 
 
-def micro_gradient(
+def micro_batch_gradient(
     policy: TrainablePolicy,
     forcing: TeacherForcing,
     parameters: Parameters,
     micro: MicroBatch,
-    known: ReferenceLogprobs,
+    fixed_logprobs: FixedLogprobs,
     *,
-    rules: LossSettings,
-    moment: Moment,
+    loss_config: LossConfig,
+    position: StepPosition,
 ) -> Gradient:
     """Return the gradient of one micro-batch's loss with respect to `parameters`. Gradients of micro-batches add up.
 
     Gradients are float32. Only trainable parameters are differentiated. No tracer and no changed mode stays in the
     model. Tokens count as on-policy while the weights are those of the start of the update.
     """
-    inputs = _inputs(micro, known, moment)
-    logp_only = rules.loss_coefficients.entropy_weight == 0.0 and micro.table.teacher is None
-    chosen = rules.settings.objective
+    inputs = _inputs(micro, fixed_logprobs, position)
+    logp_only = loss_config.loss_coefficients.entropy_coef == 0.0 and micro.table.teacher is None
+    chosen = loss_config.settings.objective
     between = (
         isinstance(chosen, RatioObjective)
         and chosen.ratio_reference == "batch_start_interpolated"
-        and moment.progress > 0
+        and position.progress > 0
     )
 
     def loss(traced: Parameters) -> tuple[mx.array, MetricSums, mx.array]:
         with policy.using(traced):
-            scores: TokenScores = forcing(micro, distribution=rules.distribution, logp_only=logp_only)
+            scores: TokenScores = forcing(micro, distribution=loss_config.distribution, logp_only=logp_only)
         seen = inputs
         if between:
             proximal_N = interpolated_proximal(
                 mx.stop_gradient(scores.logp_N),
                 inputs.rollout_logp_N,
                 mx.array(micro.table.version_N),
-                version_proximal=moment.version,
-                version_current=moment.version + moment.progress,
+                version_proximal=position.version,
+                version_current=position.version + position.progress,
             )
             seen = inputs._replace(proximal_N=proximal_N)
         value, metrics = policy_loss(
@@ -105,9 +105,9 @@ def micro_gradient(
             scores.entropy_N,
             seen,
             cross_entropy_N=scores.cross_entropy_N,
-            settings=rules.settings,
-            loss_coefficients=rules.loss_coefficients,
-            objective=rules.objective,
+            settings=loss_config.settings,
+            loss_coefficients=loss_config.loss_coefficients,
+            objective=loss_config.objective,
         )
         return value, metrics, mx.stop_gradient(scores.logp_N)
 
@@ -120,7 +120,7 @@ def micro_gradient(
     return gradient
 
 
-def reference_scores(forcing: TeacherForcing, micro: MicroBatch, distribution: SamplingDistribution) -> mx.array:
+def compute_logprobs(forcing: TeacherForcing, micro: MicroBatch, distribution: SamplingDistribution) -> mx.array:
     """Return the log-probabilities of a micro-batch's tokens under the current weights: (N,) float32, evaluated."""
     unaided = micro._replace(table=micro.table._replace(teacher=None))
     scores: TokenScores = forcing(unaided, distribution=distribution)
@@ -128,7 +128,7 @@ def reference_scores(forcing: TeacherForcing, micro: MicroBatch, distribution: S
     return scores.logp_N
 
 
-def add(total: Gradient | None, part: Gradient) -> Gradient:
+def add_gradients(total: Gradient | None, part: Gradient) -> Gradient:
     """Return the sum of two gradients, evaluated, with the `logp_N` of the first; `part` itself if it is the first."""
     if total is None:
         return part
@@ -141,13 +141,13 @@ def add(total: Gradient | None, part: Gradient) -> Gradient:
     return added
 
 
-def _inputs(micro: MicroBatch, known: ReferenceLogprobs, moment: Moment) -> LossInputs:
+def _inputs(micro: MicroBatch, fixed_logprobs: FixedLogprobs, position: StepPosition) -> LossInputs:
     table = micro.table
-    on_policy_mask_N = (table.version_N == moment.version) & (moment.progress == 0)
+    on_policy_mask_N = (table.version_N == position.version) & (position.progress == 0)
     return LossInputs(
         rollout_logp_N=mx.array(table.rollout_logp_N),
-        proximal_N=known.proximal_N,
-        reference_N=known.reference_N,
+        proximal_N=fixed_logprobs.proximal_N,
+        reference_N=fixed_logprobs.reference_N,
         advantage_N=mx.array(table.advantage_N),
         weight_N=mx.array(table.weight_N),
         loss_weight_N=mx.array(table.loss_weight_N),

@@ -13,10 +13,10 @@ from clotho.config.schema import LearnerSection
 from clotho.models.parameters import Arrays, Parameters, flat, nested
 from clotho.models.policy import TrainablePolicy
 from clotho.scoring.teacher_forcing import TeacherForcing
-from clotho.training.gradient import Gradient, LossSettings, Moment, add, micro_gradient
+from clotho.training.batch import TrainingBatch
+from clotho.training.gradient import Gradient, LossConfig, StepPosition, add_gradients, micro_batch_gradient
 from clotho.training.objectives.loss import LossCoefficients
 from clotho.training.optimizers import OptimizerState, apply_step, clip_scale, global_norm
-from clotho.training.prepare import PreparedBatch
 from protocols.step import UpdateMetrics
 
 
@@ -56,7 +56,7 @@ class MetricTotals:
             update_applied=steps > 0,
             optimizer_steps=steps,
             kl_beta=loss_coefficients.kl_beta,
-            entropy_coef=loss_coefficients.entropy_weight,
+            entropy_coef=loss_coefficients.entropy_coef,
         )
 
 
@@ -76,12 +76,12 @@ class OptimizerProgress(NamedTuple):
 
 
 def take_optimizer_steps(
-    batch: PreparedBatch,
+    batch: TrainingBatch,
     start: OptimizerProgress,
     *,
     policy: TrainablePolicy,
     forcing: TeacherForcing,
-    rules: LossSettings,
+    loss_config: LossConfig,
     version: int,
     learning_rate: float,
     totals: MetricTotals,
@@ -93,14 +93,18 @@ def take_optimizer_steps(
     the served weights in the model.
     """
     progress = start
-    count = rules.settings.update_epochs * len(batch.mini_batches)
+    count = loss_config.settings.update_epochs * len(batch.minibatches)
     for number in range(count):
-        index = number % len(batch.mini_batches)
-        moment = Moment(version, number / count)
+        index = number % len(batch.minibatches)
+        position = StepPosition(version, number / count)
         total: Gradient | None = None
-        for micro, known in zip(batch.mini_batches[index].micro_batches, batch.known[index], strict=True):
-            part = micro_gradient(policy, forcing, progress.parameters, micro, known, rules=rules, moment=moment)
-            total = add(total, part)
+        for micro, fixed_logprobs in zip(
+            batch.minibatches[index].micro_batches, batch.fixed_logprobs[index], strict=True
+        ):
+            part = micro_batch_gradient(
+                policy, forcing, progress.parameters, micro, fixed_logprobs, loss_config=loss_config, position=position
+            )
+            total = add_gradients(total, part)
             if number == 0:
                 progress = progress._replace(initial_logp=(*progress.initial_logp, part.logp_N))
             yield
@@ -109,8 +113,8 @@ def take_optimizer_steps(
         if not totals.add(total, norm=norm):
             return None
         if norm > 0.0:
-            scale = clip_scale(norm, rules.settings.max_grad_norm)
-            progress = _step(progress, total.arrays, rules.settings, learning_rate=learning_rate, scale=scale)
+            scale = clip_scale(norm, loss_config.settings.max_grad_norm)
+            progress = _step(progress, total.arrays, loss_config.settings, learning_rate=learning_rate, scale=scale)
     return progress
 
 

@@ -53,7 +53,7 @@ class ReplayBuffer:
         """Remove all groups, for example after a rollback."""
         self._kept.clear()
 
-    def draw(self, *, version: int, step: int) -> tuple[ScoredGroup, ...]:
+    def sample(self, *, version: int, step: int) -> tuple[ScoredGroup, ...]:
         """Sample `settings.groups` different groups, or all if there are fewer; returned oldest first.
 
         version: the learner's. step: number of batches consumed so far.

@@ -51,13 +51,12 @@ from clotho.models.policy import TrainablePolicy
 from clotho.scoring.teacher_forcing import TeacherForcing
 from clotho.scoring.token_scores import SamplingDistribution
 from clotho.training.adapter_check import AdapterCheck
-from clotho.training.batch import TokenAdvantages
-from clotho.training.gradient import LossSettings
+from clotho.training.batch import PerTokenAdvantages, TrainingBatch, prepare
+from clotho.training.gradient import LossConfig
 from clotho.training.objectives.controllers import initial_loss_coefficients, next_loss_coefficients
 from clotho.training.objectives.registry import objective
 from clotho.training.optimizer_steps import MetricTotals, OptimizerProgress, take_optimizer_steps
 from clotho.training.optimizers import initial_state
-from clotho.training.prepare import PreparedBatch, prepare
 from clotho.training.reference_policy import ReferencePolicy
 from clotho.training.rollback import (
     LearnerState,
@@ -95,7 +94,7 @@ class Update(Struct, frozen=True, kw_only=True):
 class _Computed(NamedTuple):
     """A computed update before it is applied. progress: None if a loss or gradient was not finite."""
 
-    batch: PreparedBatch
+    batch: TrainingBatch
     progress: OptimizerProgress | None
     metrics: UpdateMetrics
 
@@ -178,14 +177,14 @@ class PolicyLearner:
             restore_random_state(before)
 
     def _compute(self, groups: Sequence[ScoredGroup], step: int) -> Generator[None, None, _Computed]:
-        rules = LossSettings(self._settings, self._objective, self._distribution, self._state.loss_coefficients)
+        loss_config = LossConfig(self._settings, self._objective, self._distribution, self._state.loss_coefficients)
         batch = yield from prepare(
             groups,
             policy=self._policy,
             forcing=self._forcing,
             parameters=self.parameters,
             reference=self._reference,
-            rules=rules,
+            loss_config=loss_config,
             max_tokens=self._max_tokens,
             seed=(self._seed, step),
         )
@@ -196,7 +195,7 @@ class PolicyLearner:
             OptimizerProgress(self.parameters, self._state.optimizer),
             policy=self._policy,
             forcing=self._forcing,
-            rules=rules,
+            loss_config=loss_config,
             version=self.version,
             learning_rate=rate,
             totals=totals,
@@ -204,7 +203,7 @@ class PolicyLearner:
         metrics = totals.metrics(
             tokens=batch.tokens,
             learning_rate=rate,
-            loss_coefficients=rules.loss_coefficients,
+            loss_coefficients=loss_config.loss_coefficients,
             steps=progress.steps if progress is not None else 0,
         )
         if progress is not None and metrics.update_applied and self._measure_update_kl:
@@ -212,11 +211,11 @@ class PolicyLearner:
         return _Computed(batch, progress, metrics)
 
     def _update_kl(
-        self, groups: Sequence[ScoredGroup], batch: PreparedBatch, progress: OptimizerProgress
+        self, groups: Sequence[ScoredGroup], batch: TrainingBatch, progress: OptimizerProgress
     ) -> Generator[None, None, float]:
         kl: float = yield from update_kl(
             groups,
-            batch.mini_batches[0],
+            batch.minibatches[0],
             progress.initial_logp,
             policy=self._policy,
             forcing=self._forcing,
@@ -285,7 +284,7 @@ class PolicyLearner:
                 self._rollback.restore(saved, self._settings)
 
 
-def _per_completion(groups: Sequence[ScoredGroup], advantages: TokenAdvantages) -> tuple[tuple[float, ...], ...]:
+def _per_completion(groups: Sequence[ScoredGroup], advantages: PerTokenAdvantages) -> tuple[tuple[float, ...], ...]:
     """Return the mean advantage of each completion of `groups`; those of replayed groups follow and are left out."""
     return tuple(
         tuple(float(a_T.sum()) / max(1, c.length) for c, a_T in zip(group.group.completions, rows, strict=True))

@@ -15,8 +15,8 @@ from clotho.scoring.layouts.micro_batches import build_micro_batches
 from clotho.scoring.sequences import TrainingSequence, drawn_T, scored_only
 from clotho.scoring.teacher_forcing import TeacherForcing
 from clotho.scoring.token_scores import SamplingDistribution
-from clotho.training.batch import MiniBatch, temperature_of
-from clotho.training.gradient import reference_scores
+from clotho.training.batch import Minibatch, temperature_of
+from clotho.training.gradient import compute_logprobs
 from clotho.training.objectives.kl import MAX_LOG_RATIO
 from protocols.rollout import ScoredGroup
 
@@ -33,7 +33,7 @@ class _Sampled(NamedTuple):
 
 def update_kl(
     groups: Sequence[ScoredGroup],
-    mini: MiniBatch,
+    mini: Minibatch,
     before: Sequence[mx.array],
     *,
     policy: TrainablePolicy,
@@ -54,7 +54,7 @@ def update_kl(
     total, tokens = 0.0, 0
     for micro in build_micro_batches(sequences, layout=forcing.layout, budget=micro_batch_tokens):
         with policy.using(after):
-            after_N = np.array(reference_scores(forcing, micro, distribution), dtype=np.float64)
+            after_N = np.array(compute_logprobs(forcing, micro, distribution), dtype=np.float64)
         yield
         before_N = np.concatenate([sampled[member].before_T for member in micro.members])
         d_N = np.clip(after_N[: len(before_N)] - before_N, -MAX_LOG_RATIO, MAX_LOG_RATIO)
@@ -63,9 +63,9 @@ def update_kl(
     return total / tokens
 
 
-def _spread_completions(groups: Sequence[ScoredGroup], mini: MiniBatch, before: Sequence[mx.array]) -> list[_Sampled]:
+def _spread_completions(groups: Sequence[ScoredGroup], mini: Minibatch, before: Sequence[mx.array]) -> list[_Sampled]:
     candidates = sorted(
-        (mini.places[member], m, b)
+        (mini.origins[member], m, b)
         for m, micro in enumerate(mini.micro_batches)
         for b, member in enumerate(micro.members)
     )

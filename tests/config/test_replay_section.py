@@ -27,7 +27,7 @@ def sampled(**settings: Any) -> list[list[int]]:
     buffer = ReplayBuffer(section(**settings), seed=0)
     for index in range(30):
         buffer.add([learned(index, 1.0 + (30 - index) / 10)], version=index + 1)
-    return [ids(buffer.draw(version=30, step=step)) for step in range(8)]
+    return [ids(buffer.sample(version=30, step=step)) for step in range(8)]
 
 
 @pytest.mark.parametrize("key", list(OTHER))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from clotho.config.schema import LearnerSection
-from clotho.training.objectives.aggregation import coefficients
+from clotho.training.objectives.aggregation import loss_weights
 from clotho.training.objectives.controllers import initial_loss_coefficients
 from clotho.training.objectives.loss import LossInputs, policy_loss
 from clotho.training.objectives.registry import objective
@@ -80,7 +80,7 @@ def inputs(examples: list[Example], settings: LearnerSection, *, several_steps: 
     """The same batch in the learner's form, with two tokens of padding at the end."""
     groups = sorted({e.group for e in examples})
     lengths = [[len(e.indices()) for e in examples if e.group == g] for g in groups]
-    shares = np.concatenate(coefficients(settings.objective.loss_aggregation, lengths, max_tokens=MAX_TOKENS))
+    shares = np.concatenate(loss_weights(settings.objective.loss_aggregation, lengths, max_tokens=MAX_TOKENS))
 
     def tokens(values: list[list[float]]) -> mx.array:
         row = [v for one in values for v in one]

@@ -64,7 +64,7 @@ class Counting:
         return {}
 
 
-class LossSettings(Struct, frozen=True, kw_only=True):
+class LossConfig(Struct, frozen=True, kw_only=True):
     """How a run goes. lost: whether nothing can be learned from a group; refused: whether it is not even asked."""
 
     lost: Callable[[int], bool]
@@ -97,7 +97,7 @@ class Circle:
     def __init__(
         self,
         executor: ComputeExecutor,
-        rules: LossSettings,
+        rules: LossConfig,
         *,
         after: PolicyUpdated | None = None,
         prompted_until: int = 0,

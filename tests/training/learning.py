@@ -17,10 +17,10 @@ from clotho.models.parameters import Parameters, flat
 from clotho.models.policy import Policy, TrainablePolicy
 from clotho.scoring.teacher_forcing import TeacherForcing
 from clotho.scoring.token_scores import SamplingDistribution
-from clotho.training.gradient import LossSettings, Moment, micro_gradient
+from clotho.training.batch import prepare
+from clotho.training.gradient import LossConfig, StepPosition, micro_batch_gradient
 from clotho.training.objectives.controllers import initial_loss_coefficients
 from clotho.training.objectives.registry import objective
-from clotho.training.prepare import prepare
 from clotho.training.reference_policy import ReferencePolicy
 from clotho.training.update import PolicyLearner
 from protocols.prompt import Problem, Prompt
@@ -189,7 +189,7 @@ def whole_gradient(
     max_tokens: int = 100,
 ) -> tuple[float, dict[str, np.ndarray]]:
     """Loss and gradient of a batch at the served parameters, all micro-batches added up in float64."""
-    rules = LossSettings(settings, objective(settings.objective), distribution, initial_loss_coefficients(settings))
+    loss_config = LossConfig(settings, objective(settings.objective), distribution, initial_loss_coefficients(settings))
     forcing = TeacherForcing(policy.model, policy.vocab_size, layout=settings.layout)
     job = prepare(
         groups,
@@ -197,14 +197,16 @@ def whole_gradient(
         forcing=forcing,
         parameters=policy.trainable(),
         reference=ReferencePolicy(policy, settings),
-        rules=rules,
+        loss_config=loss_config,
         max_tokens=max_tokens,
         seed=(0,),
     )
     batch = finish(job)
     total, arrays = 0.0, {name: np.zeros(array.shape) for name, array in flat(policy.trainable()).items()}
-    for micro, known in zip(batch.mini_batches[0].micro_batches, batch.known[0], strict=True):
-        part = micro_gradient(policy, forcing, policy.trainable(), micro, known, rules=rules, moment=Moment(0, 0.0))
+    for micro, known in zip(batch.minibatches[0].micro_batches, batch.fixed_logprobs[0], strict=True):
+        part = micro_batch_gradient(
+            policy, forcing, policy.trainable(), micro, known, loss_config=loss_config, position=StepPosition(0, 0.0)
+        )
         total += float(part.loss)
         for name, array in part.arrays.items():
             arrays[name] += np.array(array, dtype=np.float64)

@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from clotho.scoring.sequences import TrainingSequence
-from clotho.training.batch import compute_advantages, mini_batches, training_sequence
+from clotho.training.batch import compute_advantages, minibatches, training_sequence
 from protocols.rollout import ScoredGroup, TeacherTokens
 from tests.learner_settings import learner_settings
 from tests.training.environment_groups import with_completions
@@ -127,17 +127,17 @@ def test_groups_with_teachers_of_different_sizes_come_together_and_apart_from_ot
         teacher = [TeacherTokens(tokens=(tokens,) * n, logprobs=((-1.5,) * count,) * n) for n in (2, 1)]
         groups[g] = replace(groups[g], teacher=tuple(teacher))
     settings = learner_settings(distillation_weight=0.1, layout="padded")
-    (mini,) = mini_batches(
+    (mini,) = minibatches(
         groups, compute_advantages(groups, (), settings), settings=settings, max_tokens=9, layout="padded", seed=(0,)
     )
     without, taught = mini.micro_batches
-    assert {mini.places[member][0] for member in without.members} == {2}
+    assert {mini.origins[member][0] for member in without.members} == {2}
     assert without.table.teacher is None
     assert not without.table.teacher_mask_N.any()
     assert taught.table.teacher is not None
     assert (taught.table.teacher_mask_N * taught.table.weight_N).sum() == 6
     for n in range(6):
-        group, _ = mini.places[taught.members[taught.table.sequence_N[n]]]
+        group, _ = mini.origins[taught.members[taught.table.sequence_N[n]]]
         expected = [8, -1, -1] if group == 0 else [8, 9, 10]
         assert taught.table.teacher.token_T_K[n].tolist() == expected
     assert not taught.table.teacher.share_T_K[6:].any()

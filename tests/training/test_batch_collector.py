@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from clotho.training.batch_collector import FormingBatch, sort_out
+from clotho.training.batch_collector import BatchCollector, discard_unusable
 from protocols.rollout import Discarded, GroupOutcome, ScoredGroup
 from tests.actors.boxes import prompt
 from tests.learner_settings import learner_settings
@@ -19,13 +19,13 @@ GOOD = scored_group([[1], [2]], [0.0, 1.0])
 LOST = Discarded(prompt=prompt(0), reason="zero_variance", detail="all rewards are equal")
 
 
-def form(outcomes: str, *, limit: int, rounds: bool = False, size: int = 3) -> tuple[FormingBatch, list[int]]:
+def form(outcomes: str, *, limit: int, rounds: bool = False, size: int = 3) -> tuple[BatchCollector, list[int]]:
     """A batch that these outcomes came into, one after another, `+` or `-`; what each of them had it ask."""
-    batch, asked = FormingBatch(size=size, limit=limit, rounds=rounds), []
+    batch, asked = BatchCollector(size=size, limit=limit, rounds=rounds), []
     for outcome in outcomes:
         assert not batch.complete
         batch.add(GOOD if outcome == "+" else LOST)
-        asked.append(batch.refill())
+        asked.append(batch.request_replacements())
     return batch, asked
 
 
@@ -39,7 +39,7 @@ def test_every_loss_is_replaced_at_once() -> None:
     """Until as many as the batch wants can be learned from."""
     batch, asked = form("-++-+", limit=12)
     assert asked == [1, 0, 0, 1, 0]
-    assert (batch.complete, batch.limited, batch.refilled, batch.asked) == (True, False, 2, 5)
+    assert (batch.complete, batch.limited, batch.replaced, batch.requested) == (True, False, 2, 5)
     assert (len(batch.fresh), len(batch.discarded)) == (3, 2)
 
 
@@ -65,20 +65,20 @@ def test_whatever_happens_it_completes_with_all_it_asked(rounds: bool, seed: int
     chance = random.Random(seed)
     size, loss = chance.randint(1, 6), chance.random()
     limit = size + chance.randint(0, 12)
-    batch = FormingBatch(size=size, limit=limit, rounds=rounds)
+    batch = BatchCollector(size=size, limit=limit, rounds=rounds)
     in_flight = size
     while not batch.complete:
         assert in_flight > 0, "it waits for a group that nobody was asked for"
         batch.add(LOST if chance.random() < loss else GOOD)
-        in_flight += batch.refill() - 1
-    assert (in_flight, batch.ended) == (0, batch.asked)
-    assert len(batch.fresh) == size or batch.asked == limit
-    assert len(batch.fresh) <= size <= batch.asked <= limit
+        in_flight += batch.request_replacements() - 1
+    assert (in_flight, batch.ended) == (0, batch.requested)
+    assert len(batch.fresh) == size or batch.requested == limit
+    assert len(batch.fresh) <= size <= batch.requested <= limit
 
 
 def why(outcome: GroupOutcome, *, version: int = 0, oldest: int = 0, **keys: Any) -> tuple[str, str] | None:
     """Reason and detail with which a learner with these settings sorts a group out; None if it does not."""
-    sorted_out = sort_out(outcome, version=version, settings=learner_settings(**keys), oldest=oldest)
+    sorted_out = discard_unusable(outcome, version=version, settings=learner_settings(**keys), oldest=oldest)
     if sorted_out is outcome:
         return None
     assert isinstance(sorted_out, Discarded)

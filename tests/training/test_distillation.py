@@ -13,8 +13,8 @@ from msgspec.structs import replace
 from clotho.scoring.sequences import MicroBatch
 from clotho.scoring.teacher_forcing import TeacherForcing
 from clotho.scoring.token_scores import SamplingDistribution, TokenScores
-from clotho.training.batch import compute_advantages, mini_batches
-from clotho.training.gradient import reference_scores
+from clotho.training.batch import compute_advantages, minibatches
+from clotho.training.gradient import compute_logprobs
 from protocols.rollout import ScoredGroup, TeacherTokens
 from tests.learner_settings import learner_settings
 from tests.training.environment_groups import environment_groups
@@ -94,11 +94,11 @@ def test_log_probabilities_that_are_known_before_a_gradient_ask_no_teacher() -> 
 
     group = taught(scored_group([[3, 4], [2]], [1.0, 0.0]), (1, 4), (-0.5, -2.0))
     settings = learner_settings(distillation_weight=0.1)
-    (mini,) = mini_batches(
+    (mini,) = minibatches(
         [group], compute_advantages([group], (), settings), settings=settings, max_tokens=9, layout="padded", seed=(0,)
     )
     (micro,) = mini.micro_batches
     forcing = Watching(BigramPolicy().model, 5)
     assert forcing(micro, distribution=SamplingDistribution(1.0)).cross_entropy_N is not None
-    reference_scores(forcing, micro, SamplingDistribution(1.0))
+    compute_logprobs(forcing, micro, SamplingDistribution(1.0))
     assert asked == [True, False]

@@ -10,7 +10,7 @@ import structlog
 
 from clotho.runtime.compute_thread import ComputeExecutor
 from tests.actors.boxes import compute_thread
-from tests.run.simulated_run import Circle, LossSettings, everyone, losing
+from tests.run.simulated_run import Circle, LossConfig, everyone, losing
 
 
 @pytest.fixture(scope="module")
@@ -27,16 +27,16 @@ async def test_batches_are_full_or_at_their_limit_and_every_group_ends_once(
 ) -> None:
     """asked - refilled = steps * batch_size, whoever loses how many; the run ends with nothing in flight."""
     chance = random.Random(seed)
-    rules = LossSettings(
+    loss_config = LossConfig(
         lost=losing(chance.random(), seed), refused=losing(chance.random() / 2, seed + 99), ahead=ahead,
         batch_size=chance.randint(1, 4), steps=6,
     )  # fmt: skip
-    circle = Circle(executor, rules)
+    circle = Circle(executor, loss_config)
     reports = await circle.run()
-    asked, size = circle.prompter.prompted_until, rules.batch_size
-    assert len(reports) == rules.steps
+    asked, size = circle.prompter.prompted_until, loss_config.batch_size
+    assert len(reports) == loss_config.steps
     assert circle.ended() == list(range(asked))
-    assert asked - circle.refills.value == rules.steps * size
+    assert asked - circle.refills.value == loss_config.steps * size
     assert sum(report.replaced for report in reports) == circle.refills.value
     for report in reports:
         assert len(everyone(report)) == size + report.replaced <= 4 * size
@@ -46,8 +46,8 @@ async def test_batches_are_full_or_at_their_limit_and_every_group_ends_once(
 
 async def test_groups_that_come_too_late_are_replaced_too(executor: ComputeExecutor) -> None:
     """They are counted as stale, beside the batch they would have been in."""
-    rules = LossSettings(lost=lambda group_id: False, ahead=3, steps=6)
-    circle = Circle(executor, rules)
+    loss_config = LossConfig(lost=lambda group_id: False, ahead=3, steps=6)
+    circle = Circle(executor, loss_config)
     reports = await circle.run()
     reasons = {drop.reason for report in reports for drop in report.discarded}
     assert (reasons, [len(report.trained) for report in reports]) == ({"stale"}, [3] * 6)
@@ -56,7 +56,7 @@ async def test_groups_that_come_too_late_are_replaced_too(executor: ComputeExecu
 
 async def test_without_dynamic_sampling_nothing_is_replaced(executor: ComputeExecutor) -> None:
     """A batch is so many groups, however they ended."""
-    circle = Circle(executor, LossSettings(lost=losing(0.5), dynamic=False, steps=4))
+    circle = Circle(executor, LossConfig(lost=losing(0.5), dynamic=False, steps=4))
     reports = await circle.run()
     assert [len(everyone(report)) for report in reports] == [3] * 4
     assert circle.ended() == list(range(12))
@@ -66,14 +66,14 @@ async def test_without_dynamic_sampling_nothing_is_replaced(executor: ComputeExe
 async def test_synchronous_refills_come_in_rounds(executor: ComputeExecutor) -> None:
     """What the engine sees is a function of who is lost alone: the batch, then all that must be replaced, together."""
     lost = {0, 2, 3, 7}
-    circle = Circle(executor, LossSettings(lost=lost.__contains__, steps=3))
+    circle = Circle(executor, LossConfig(lost=lost.__contains__, steps=3))
     await circle.run()
     assert circle.sampler.together == [[0, 1, 2], [3, 4], [5], [6, 7, 8], [9], [10, 11, 12]]
 
 
 async def test_a_batch_at_its_limit_is_taken_as_it_stands_with_a_warning(executor: ComputeExecutor) -> None:
     """And one of nothing at all is a step without update."""
-    circle = Circle(executor, LossSettings(lost=lambda group_id: group_id < 8 or group_id == 9, limit=2.0, steps=3))
+    circle = Circle(executor, LossConfig(lost=lambda group_id: group_id < 8 or group_id == 9, limit=2.0, steps=3))
     with structlog.testing.capture_logs() as logs:
         reports = await circle.run()
     assert [sorted(everyone(report)) for report in reports] == [[*range(6)], [*range(6, 12)], [12, 13, 14]]
@@ -85,11 +85,11 @@ async def test_a_batch_at_its_limit_is_taken_as_it_stands_with_a_warning(executo
 @pytest.mark.parametrize("seed", range(4))
 async def test_a_synchronous_run_resumed_from_any_batch_repeats_the_rest(executor: ComputeExecutor, seed: int) -> None:
     """The same groups in the same calls to the engine, whatever had been asked when it was killed."""
-    rules = LossSettings(lost=losing(0.5, seed), refused=losing(0.2, seed + 99))
-    whole = Circle(executor, rules)
+    loss_config = LossConfig(lost=losing(0.5, seed), refused=losing(0.2, seed + 99))
+    whole = Circle(executor, loss_config)
     reports = await whole.run()
     for after in whole.told:
-        resumed = Circle(executor, rules, after=after, prompted_until=after.ledger.all_ended_below + 2)
+        resumed = Circle(executor, loss_config, after=after, prompted_until=after.ledger.all_ended_below + 2)
         again = await resumed.run()
         assert [everyone(report) for report in again] == [everyone(r) for r in reports[after.report.step :]]
         assert resumed.sampler.together == whole.sampler.together[-len(resumed.sampler.together) :] or not again
@@ -99,18 +99,18 @@ async def test_a_synchronous_run_resumed_from_any_batch_repeats_the_rest(executo
 @pytest.mark.parametrize("seed", range(4))
 async def test_an_asynchronous_run_resumed_from_any_batch_ends_in_balance(executor: ComputeExecutor, seed: int) -> None:
     """Groups that were in flight are asked again; those no longer needed are carried over, and counted so."""
-    rules = LossSettings(lost=losing(0.5, seed), ahead=2)
-    whole = Circle(executor, rules)
+    loss_config = LossConfig(lost=losing(0.5, seed), ahead=2)
+    whole = Circle(executor, loss_config)
     asked: dict[int, int] = {}
     await whole.run(lambda update: asked.update({update.report.step: whole.prompter.prompted_until}))
     for after in whole.told:
-        resumed = Circle(executor, rules, after=after, prompted_until=asked[after.report.step])
+        resumed = Circle(executor, loss_config, after=after, prompted_until=asked[after.report.step])
         again = await resumed.run()
-        assert len(again) == rules.steps - after.report.step
+        assert len(again) == loss_config.steps - after.report.step
         until, reached = resumed.prompter.prompted_until, resumed.prompter.sent_until
         carried = sum(group_id >= reached for group_id in resumed.ledger.unended(until))
         assert resumed.ledger.balance(prompted=until, carried_over=carried).holds
-        assert resumed.ledger.ended - resumed.refills.value == rules.steps * rules.batch_size
+        assert resumed.ledger.ended - resumed.refills.value == loss_config.steps * loss_config.batch_size
 
 
 @pytest.mark.parametrize("ahead", [0, 2])
@@ -119,7 +119,7 @@ async def test_drained_while_it_refills_a_run_ends_with_what_it_asked(
     executor: ComputeExecutor, step: int, ahead: int
 ) -> None:
     """The last batch may be smaller; every group that was asked has ended."""
-    circle = Circle(executor, LossSettings(lost=losing(0.5), refused=losing(0.2, 99), ahead=ahead))
+    circle = Circle(executor, LossConfig(lost=losing(0.5), refused=losing(0.2, 99), ahead=ahead))
     reports = await circle.run(lambda update: circle.prompter.drain() if update.report.step == step else None)
     assert step <= len(reports) <= 5
     assert circle.ended() == list(range(circle.prompter.prompted_until))
@@ -130,10 +130,10 @@ async def test_drained_while_it_refills_a_run_ends_with_what_it_asked(
 
 async def test_a_run_that_had_taken_all_its_steps_asks_nothing(executor: ComputeExecutor) -> None:
     """It ends at once."""
-    whole = Circle(executor, LossSettings(lost=losing(0.3)))
+    whole = Circle(executor, LossConfig(lost=losing(0.3)))
     await whole.run()
     again = Circle(
-        executor, LossSettings(lost=losing(0.3)), after=whole.told[-1], prompted_until=whole.prompter.prompted_until
+        executor, LossConfig(lost=losing(0.3)), after=whole.told[-1], prompted_until=whole.prompter.prompted_until
     )
     assert await again.run() == []
     assert again.ledger.balance(prompted=again.prompter.prompted_until, carried_over=0).holds

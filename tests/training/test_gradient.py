@@ -15,11 +15,11 @@ from clotho.models.policy import TrainablePolicy
 from clotho.scoring.head_scores import SamplingDistribution
 from clotho.scoring.sequences import MicroBatch
 from clotho.scoring.teacher_forcing import TeacherForcing
-from clotho.training.gradient import Gradient, LossSettings, Moment, ReferenceLogprobs, micro_gradient
-from clotho.training.objectives.contract import PolicyLoss, Tokens
+from clotho.training.batch import prepare
+from clotho.training.gradient import FixedLogprobs, Gradient, LossConfig, StepPosition, micro_batch_gradient
+from clotho.training.objectives.contract import ObjectiveInputs, PolicyLoss
 from clotho.training.objectives.controllers import initial_loss_coefficients
 from clotho.training.objectives.registry import objective
-from clotho.training.prepare import prepare
 from clotho.training.reference_policy import ReferencePolicy
 from protocols.rollout import ScoredGroup
 from tests.learner_settings import learner_settings
@@ -32,32 +32,34 @@ def gradients(
     """Gradients of every micro-batch of a batch, at the served parameters."""
     plain = {"loss_aggregation": "token_mean", "clip_high": 0.28, "layout": "padded", "micro_batch_tokens": budget}
     settings = learner_settings(**(plain | keys))
-    rules = LossSettings(
+    loss_config = LossConfig(
         settings, objective(settings.objective), SamplingDistribution(0.8), initial_loss_coefficients(settings)
     )
     forcing = TeacherForcing(policy.model, policy.vocab_size, layout=settings.layout)
     return [
-        micro_gradient(policy, forcing, policy.trainable(), micro, known, rules=rules, moment=Moment(0, 0.0))
-        for micro, known in prepared(policy, groups, rules)
+        micro_batch_gradient(
+            policy, forcing, policy.trainable(), micro, known, loss_config=loss_config, position=StepPosition(0, 0.0)
+        )
+        for micro, known in prepared(policy, groups, loss_config)
     ]
 
 
 def prepared(
-    policy: TrainablePolicy, groups: list[ScoredGroup], rules: LossSettings
-) -> list[tuple[MicroBatch, ReferenceLogprobs]]:
+    policy: TrainablePolicy, groups: list[ScoredGroup], loss_config: LossConfig
+) -> list[tuple[MicroBatch, FixedLogprobs]]:
     """The micro-batches of a batch, with what is known of each before its gradient."""
     job = prepare(
         groups,
         policy=policy,
-        forcing=TeacherForcing(policy.model, policy.vocab_size, layout=rules.settings.layout),
+        forcing=TeacherForcing(policy.model, policy.vocab_size, layout=loss_config.settings.layout),
         parameters=policy.trainable(),
-        reference=ReferencePolicy(policy, rules.settings),
-        rules=rules,
+        reference=ReferencePolicy(policy, loss_config.settings),
+        loss_config=loss_config,
         max_tokens=100,
         seed=(0,),
     )
     batch = finish(job)
-    return list(zip(batch.mini_batches[0].micro_batches, batch.known[0], strict=True))
+    return list(zip(batch.minibatches[0].micro_batches, batch.fixed_logprobs[0], strict=True))
 
 
 def total(gradient: Gradient, metric: str) -> float:
@@ -191,13 +193,21 @@ def test_whoever_holds_the_parameters_never_sees_a_tracer() -> None:
     held = flat(parameters)
     settings = learner_settings(layout="padded")
 
-    def looking(logp_N: mx.array, tokens: Tokens, settings: Objective) -> PolicyLoss:
+    def looking(logp_N: mx.array, tokens: ObjectiveInputs, settings: Objective) -> PolicyLoss:
         seen.append(all(flat(parameters)[name] is array for name, array in held.items()))
         return objective(settings)(logp_N, tokens, settings)
 
-    rules = LossSettings(settings, looking, SamplingDistribution(1.0), initial_loss_coefficients(settings))
-    micro, known = prepared(policy, random_groups(32), rules)[0]
-    micro_gradient(policy, TeacherForcing(policy.model, 32), parameters, micro, known, rules=rules, moment=Moment(0, 0))
+    loss_config = LossConfig(settings, looking, SamplingDistribution(1.0), initial_loss_coefficients(settings))
+    micro, known = prepared(policy, random_groups(32), loss_config)[0]
+    micro_batch_gradient(
+        policy,
+        TeacherForcing(policy.model, 32),
+        parameters,
+        micro,
+        known,
+        loss_config=loss_config,
+        position=StepPosition(0, 0),
+    )
     assert seen == [True]
 
 

@@ -46,16 +46,16 @@ def test_it_holds_the_newest_up_to_its_capacity() -> None:
     """The oldest go first; without capacity it holds nothing and hands out nothing."""
     kept = buffer([1.0] * 7, capacity=3, groups=5)
     assert [one.version for one in kept.groups()] == [5, 6, 7]
-    assert ids(kept.draw(version=7, step=0)) == [4, 5, 6]
+    assert ids(kept.sample(version=7, step=0)) == [4, 5, 6]
     none = ReplayBuffer(NoReplay(), seed=0, kept=kept.groups())
-    assert (len(none), none.draw(version=7, step=0)) == (0, ())
+    assert (len(none), none.sample(version=7, step=0)) == (0, ())
 
 
 def test_what_is_too_old_leaves_and_is_never_handed_out() -> None:
     """At age `max_age` a group is still good; a version later it is gone."""
     kept = buffer([1.0] * 4, groups=4, max_age=3)
-    assert ids(kept.draw(version=4, step=0)) == [0, 1, 2, 3]
-    assert ids(kept.draw(version=6, step=0)) == [2, 3]
+    assert ids(kept.sample(version=4, step=0)) == [0, 1, 2, 3]
+    assert ids(kept.sample(version=6, step=0)) == [2, 3]
     assert len(kept) == 2
     kept.add([learned(9)], version=8)
     assert [one.scored.group.prompt.group_id for one in kept.groups()] == [9]
@@ -65,19 +65,19 @@ def test_a_draw_is_of_different_groups_and_takes_nothing_out() -> None:
     """Fewer where there are fewer, the oldest first."""
     kept = buffer([1.0] * 10, groups=4, sampling="weighted")
     for step in range(20):
-        sampled = ids(kept.draw(version=10, step=step))
+        sampled = ids(kept.sample(version=10, step=step))
         assert len(set(sampled)) == 4
         assert sampled == sorted(sampled)
     assert len(kept) == 10
-    assert ids(buffer([1.0] * 2, groups=4).draw(version=2, step=0)) == [0, 1]
+    assert ids(buffer([1.0] * 2, groups=4).sample(version=2, step=0)) == [0, 1]
 
 
 def test_by_priority_the_most_are_drawn_and_of_equals_the_newest() -> None:
     """Priority is the mean size of the advantages, or how recent a group is."""
     kept = buffer([3.0, 1.0, 2.0, 1.0, 1.0], groups=3, sampling="priority")
-    assert ids(kept.draw(version=5, step=0)) == [0, 2, 4]
+    assert ids(kept.sample(version=5, step=0)) == [0, 2, 4]
     recent = buffer([3.0, 1.0, 2.0, 1.0, 1.0], groups=3, sampling="priority", priority="recency")
-    assert ids(recent.draw(version=5, step=0)) == [2, 3, 4]
+    assert ids(recent.sample(version=5, step=0)) == [2, 3, 4]
 
 
 @pytest.mark.parametrize("sampling", ["uniform", "weighted"])
@@ -85,12 +85,12 @@ def test_a_draw_depends_on_seed_and_step_and_not_on_the_draws_before(sampling: s
     """So that a resumed run draws what the uninterrupted one did, from what its checkpoint kept."""
     first = buffer([1.0] * 30, groups=5, sampling=sampling)
     for step in range(9):
-        first.draw(version=30, step=step)
+        first.sample(version=30, step=step)
     second = ReplayBuffer(section(groups=5, sampling=sampling), seed=0, kept=first.groups())
-    sampled = ids(first.draw(version=30, step=9))
-    assert ids(second.draw(version=30, step=9)) == sampled
-    assert ids(first.draw(version=30, step=10)) != sampled
-    assert ids(buffer([1.0] * 30, groups=5, sampling=sampling, seed=1).draw(version=30, step=9)) != sampled
+    sampled = ids(first.sample(version=30, step=9))
+    assert ids(second.sample(version=30, step=9)) == sampled
+    assert ids(first.sample(version=30, step=10)) != sampled
+    assert ids(buffer([1.0] * 30, groups=5, sampling=sampling, seed=1).sample(version=30, step=9)) != sampled
 
 
 def test_a_smaller_buffer_resumed_from_a_larger_one_keeps_the_newest() -> None:
@@ -98,7 +98,7 @@ def test_a_smaller_buffer_resumed_from_a_larger_one_keeps_the_newest() -> None:
     kept = buffer([1.0] * 6).groups()
     resumed = ReplayBuffer(BufferedReplay(capacity=2, max_age=1), seed=0, kept=kept)
     assert resumed.groups() == kept[-2:]
-    assert ids(resumed.draw(version=7, step=0)) == [5]
+    assert ids(resumed.sample(version=7, step=0)) == [5]
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_a_smaller_buffer_resumed_from_a_larger_one_keeps_the_newest() -> None:
 def test_single_draws_are_distributed_as_stated(settings: dict[str, Any], weights: list[float]) -> None:
     """Pearson's chi-square with 3 degrees of freedom: 16.27 is exceeded once in a thousand such tests."""
     kept, draws = buffer([0.1, 0.2, 0.3, 0.4], groups=1, **settings), 4000
-    counts = Counter(ids(kept.draw(version=4, step=step))[0] for step in range(draws))
+    counts = Counter(ids(kept.sample(version=4, step=step))[0] for step in range(draws))
     expected = [draws * weight / sum(weights) for weight in weights]
     assert sum((counts[i] - mean) ** 2 / mean for i, mean in enumerate(expected)) < 16.27
 
@@ -121,7 +121,7 @@ def test_single_draws_are_distributed_as_stated(settings: dict[str, Any], weight
 def test_two_are_drawn_one_after_the_other_in_proportion_to_what_is_left() -> None:
     """Of weights 1, 2, 5: {0, 1} has 1/8 * 2/7 + 2/8 * 1/6, and so on; 13.82 is one in a thousand for 2 degrees."""
     kept, draws, weight = buffer([0.1, 0.2, 0.5], groups=2, sampling="weighted"), 4000, [1, 2, 5]
-    counts = Counter(tuple(ids(kept.draw(version=3, step=step))) for step in range(draws))
+    counts = Counter(tuple(ids(kept.sample(version=3, step=step))) for step in range(draws))
     for_pair = {
         (i, j): draws * (weight[i] / 8 * weight[j] / (8 - weight[i]) + weight[j] / 8 * weight[i] / (8 - weight[j]))
         for i, j in ((0, 1), (0, 2), (1, 2))
@@ -133,6 +133,6 @@ def test_groups_without_any_priority_come_last_but_come() -> None:
     """An environment's advantages may be all zero; the draw stays as large."""
     kept = buffer([0.0, 0.0, 1e-9, 1e9], groups=3, sampling="weighted", exponent=3.0)
     for step in range(20):
-        sampled = ids(kept.draw(version=4, step=step))
+        sampled = ids(kept.sample(version=4, step=step))
         assert len(sampled) == 3
         assert {2, 3} <= set(sampled)

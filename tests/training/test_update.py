@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from clotho.models.parameters import flat
 from clotho.models.policy import Policy
 from clotho.training import optimizer_steps as optimization
-from clotho.training.gradient import Gradient, micro_gradient
+from clotho.training.gradient import Gradient, micro_batch_gradient
 from protocols.rollout import ScoredGroup
 from tests.training.learning import (
     BigramPolicy,
@@ -101,7 +101,7 @@ def test_a_gradient_that_is_not_finite_leaves_weights_and_moments_bit_equal(
     job = learners[0].update(random_groups(32, seed=1))
     next(job)
     with monkeypatch.context() as patch:
-        patch.setattr(optimization, "micro_gradient", partial(poisoned_gradient, bad))
+        patch.setattr(optimization, "micro_batch_gradient", partial(poisoned_gradient, bad))
         next(job)
     skipped = finish(job)
     assert not any((skipped.applied, skipped.finite, skipped.metrics.update_applied))
@@ -115,7 +115,7 @@ def test_a_gradient_that_is_not_finite_leaves_weights_and_moments_bit_equal(
 
 def poisoned_gradient(bad: float, *args: Any, **kwargs: Any) -> Gradient:
     """Put one bad number into the gradient of the last array."""
-    gradient = micro_gradient(*args, **kwargs)
+    gradient = micro_batch_gradient(*args, **kwargs)
     name = max(gradient.arrays)
     array = np.array(gradient.arrays[name])
     array.flat[-1] = bad

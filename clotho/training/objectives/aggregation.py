@@ -24,7 +24,7 @@ def token_mean(lengths: Lengths, max_tokens: int) -> Coefficients:
     Every token has equal weight, so long completions have more.
     """
     share = _share(sum(float(length_G.sum()) for length_G in lengths))
-    return [_where_learnt(length_G, share) for length_G in lengths]
+    return [_where_trained(length_G, share) for length_G in lengths]
 
 
 def sequence_mean(lengths: Lengths, max_tokens: int) -> Coefficients:
@@ -33,7 +33,7 @@ def sequence_mean(lengths: Lengths, max_tokens: int) -> Coefficients:
     All completions have equal weight, also if groups differ in size.
     """
     share = _share(_sequences(lengths))
-    return [_where_learnt(length_G, share / np.maximum(length_G, 1.0)) for length_G in lengths]
+    return [_where_trained(length_G, share / np.maximum(length_G, 1.0)) for length_G in lengths]
 
 
 def token_sum(lengths: Lengths, max_tokens: int) -> Coefficients:
@@ -42,7 +42,7 @@ def token_sum(lengths: Lengths, max_tokens: int) -> Coefficients:
     Every token has the same weight in every batch.
     """
     share = _share(max_tokens * _sequences(lengths))
-    return [_where_learnt(length_G, share) for length_G in lengths]
+    return [_where_trained(length_G, share) for length_G in lengths]
 
 
 def group_mean(lengths: Lengths, max_tokens: int) -> Coefficients:
@@ -51,7 +51,7 @@ def group_mean(lengths: Lengths, max_tokens: int) -> Coefficients:
     All groups have equal weight, and all tokens of a group have equal weight.
     """
     share = _share(sum(bool(length_G.any()) for length_G in lengths))
-    return [_where_learnt(length_G, share * _share(float(length_G.sum()))) for length_G in lengths]
+    return [_where_trained(length_G, share * _share(float(length_G.sum()))) for length_G in lengths]
 
 
 AGGREGATIONS: Mapping[str, Callable[[Lengths, int], Coefficients]] = MappingProxyType(
@@ -60,7 +60,7 @@ AGGREGATIONS: Mapping[str, Callable[[Lengths, int], Coefficients]] = MappingProx
 """`learner.objective.loss_aggregation` -> aggregation(lengths, max_tokens)."""
 
 
-def coefficients(kind: str, lengths: Sequence[Sequence[int]], *, max_tokens: int) -> Coefficients:
+def loss_weights(kind: str, lengths: Sequence[Sequence[int]], *, max_tokens: int) -> Coefficients:
     """Return the loss weight of a token of each completion: (G,) float64 per group.
 
     kind: key of `AGGREGATIONS`. lengths: number of trained tokens of every completion of every group. max_tokens:
@@ -77,5 +77,5 @@ def _share(parts: float) -> float:
     return 1.0 / parts if parts else 0.0
 
 
-def _where_learnt(length_G: NDArray[np.float64], share: float | NDArray[np.float64]) -> NDArray[np.float64]:
+def _where_trained(length_G: NDArray[np.float64], share: float | NDArray[np.float64]) -> NDArray[np.float64]:
     return np.where(length_G > 0, share, 0.0)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 
-class Tokens(NamedTuple):
+class ObjectiveInputs(NamedTuple):
     """The sampled tokens of a micro-batch. Every array is (N,), float32 by default, without gradient.
 
     old_logp_N: log-probability in nats under the policy that the importance ratio is against
@@ -55,5 +55,5 @@ class PolicyLoss(NamedTuple):
     clipped_N: mx.array
 
 
-Objective = Callable[[mx.array, Tokens, Any], PolicyLoss]
+Objective = Callable[[mx.array, ObjectiveInputs, Any], PolicyLoss]
 """objective(log pi with gradient (N,), tokens, settings) -> PolicyLoss."""

@@ -36,7 +36,7 @@ def next_loss_coefficients(
     """
     return LossCoefficients(
         next_kl_beta(loss_coefficients.kl_beta, kl, settings),
-        next_entropy_weight(loss_coefficients.entropy_weight, entropy, settings),
+        next_entropy_coef(loss_coefficients.entropy_coef, entropy, settings),
     )
 
 
@@ -56,7 +56,7 @@ def next_kl_beta(beta: float, kl: float, settings: LearnerSection) -> float:
     return beta * (1.0 + error / penalty.control.horizon)
 
 
-def next_entropy_weight(weight: float, entropy: float, settings: LearnerSection) -> float:
+def next_entropy_coef(weight: float, entropy: float, settings: LearnerSection) -> float:
     """Return the next entropy coefficient.
 
     adaptive: up by `step` while the entropy is below `target`, else down by `step`, never below 0: adaptive entropy

@@ -24,12 +24,12 @@ from clotho.config.objectives import (
     TruncateCorrection,
     TruncateSequenceCorrection,
 )
-from clotho.training.objectives.contract import Tokens
+from clotho.training.objectives.contract import ObjectiveInputs
 
-Correction = Callable[[mx.array, Tokens, float, float], mx.array]
+Correction = Callable[[mx.array, ObjectiveInputs, float, float], mx.array]
 
 
-def truncate(log_ratio_N: mx.array, tokens: Tokens, low: float, high: float) -> mx.array:
+def truncate(log_ratio_N: mx.array, tokens: ObjectiveInputs, low: float, high: float) -> mx.array:
     """Return clip(w_t, low, high): truncated importance sampling, IMPALA (arXiv:1802.01561), section 4.1.
 
     For the mismatch of sampler and learner: fengyao.notion.site/off-policy-rl (TIS, low 0, high 2).
@@ -37,13 +37,13 @@ def truncate(log_ratio_N: mx.array, tokens: Tokens, low: float, high: float) -> 
     return mx.clip(mx.exp(log_ratio_N), low, high)
 
 
-def mask(log_ratio_N: mx.array, tokens: Tokens, low: float, high: float) -> mx.array:
+def mask(log_ratio_N: mx.array, tokens: ObjectiveInputs, low: float, high: float) -> mx.array:
     """Return w_t if low <= w_t <= high, else 0: IcePop, Ring-1T (arXiv:2510.18855), with 0.5 and 5."""
     ratio_N = mx.exp(log_ratio_N)
     return mx.where((ratio_N >= low) & (ratio_N <= high), ratio_N, 0.0)
 
 
-def truncate_sequence(log_ratio_N: mx.array, tokens: Tokens, low: float, high: float) -> mx.array:
+def truncate_sequence(log_ratio_N: mx.array, tokens: ObjectiveInputs, low: float, high: float) -> mx.array:
     """Return the truncated weight of the completion for each of its tokens, clip(prod_t w_t, low, high).
 
     Unbiased for the reward of the completion while it is not truncated: richardli.xyz/rl-collapse (Seq-TIS).
@@ -51,7 +51,7 @@ def truncate_sequence(log_ratio_N: mx.array, tokens: Tokens, low: float, high: f
     return tokens.spread_N(mx.clip(mx.exp(tokens.sum_B(log_ratio_N)), low, high))
 
 
-def reject_sequence(log_ratio_N: mx.array, tokens: Tokens, low: float, high: float) -> mx.array:
+def reject_sequence(log_ratio_N: mx.array, tokens: ObjectiveInputs, low: float, high: float) -> mx.array:
     """Return 1 for completions with low <= prod_t w_t <= high, else 0.
 
     The rejection of masked importance sampling, richardli.xyz/rl-collapse (Seq-MIS). Departure: accepted completions
@@ -60,7 +60,7 @@ def reject_sequence(log_ratio_N: mx.array, tokens: Tokens, low: float, high: flo
     return tokens.spread_N(_inside(mx.exp(tokens.sum_B(log_ratio_N)), low, high))
 
 
-def reject_geometric(log_ratio_N: mx.array, tokens: Tokens, low: float, high: float) -> mx.array:
+def reject_geometric(log_ratio_N: mx.array, tokens: ObjectiveInputs, low: float, high: float) -> mx.array:
     """Return 1 for completions with low <= exp(mean_t log w_t) <= high, else 0.
 
     The geometric mean does not grow with length: richardli.xyz/rl-collapse (Geo-RS), with 0.99 and 1.01 (SkyRL).
@@ -80,7 +80,7 @@ CORRECTIONS: Mapping[type[BoundedCorrection], Correction] = MappingProxyType(
 """Struct of the correction -> correction(log w, tokens, low, high), (N,) -> (N,)."""
 
 
-def without_outliers(log_ratio_N: mx.array, tokens: Tokens, low: float, high: float) -> mx.array:
+def without_outliers(log_ratio_N: mx.array, tokens: ObjectiveInputs, low: float, high: float) -> mx.array:
     """Return 0 for completions with any token whose ratio learner / sampler is outside [low, high], else 1: (N,).
 
     A bound of 0 is off. One token with a broken log-probability makes the rest of its completion unreliable.
@@ -91,7 +91,7 @@ def without_outliers(log_ratio_N: mx.array, tokens: Tokens, low: float, high: fl
     return tokens.spread_N((tokens.sum_B(outside_N.astype(mx.float32)) == 0).astype(mx.float32))
 
 
-def off_policy_mask(learner_N: mx.array, tokens: Tokens, delta: float) -> mx.array:
+def off_policy_mask(learner_N: mx.array, tokens: ObjectiveInputs, delta: float) -> mx.array:
     """Return 0 for completions of negative advantage with mean_t(log mu - log pi) > delta, else 1: (N,).
 
     Off-policy sequence masking, DeepSeek-V3.2 (arXiv:2512.02556): the policy has become unlikely to sample them again.
@@ -103,7 +103,7 @@ def off_policy_mask(learner_N: mx.array, tokens: Tokens, delta: float) -> mx.arr
 
 
 def correction_weights(
-    learner_N: mx.array, proximal_N: mx.array, tokens: Tokens, settings: ObjectiveSettings
+    learner_N: mx.array, proximal_N: mx.array, tokens: ObjectiveInputs, settings: ObjectiveSettings
 ) -> mx.array:
     """Return the product of the importance correction and of the masks that are on: (N,), without gradient.
 

@@ -13,7 +13,7 @@ import mlx.core as mx
 from clotho.config.objectives import NoCorrection, ObjectiveSettings, RatioObjective
 from clotho.config.schema import LearnerSection
 from clotho.config.sections_training import KLPenalty, LossKLPenalty
-from clotho.training.objectives.contract import Objective, Tokens
+from clotho.training.objectives.contract import Objective, ObjectiveInputs
 from clotho.training.objectives.importance_correction import correction_weights
 from clotho.training.objectives.kl import ESTIMATORS, bounded_log_ratio, k3, ratio_weighted
 
@@ -46,7 +46,7 @@ class LossCoefficients(NamedTuple):
     """Current coefficients of the KL penalty and the entropy bonus; see `controllers`."""
 
     kl_beta: float
-    entropy_weight: float
+    entropy_coef: float
 
 
 MetricSums = dict[str, mx.array]
@@ -82,14 +82,14 @@ def policy_loss(
     ):
         raise ValueError("an importance correction needs ratio_reference = 'batch_start': it would count twice")
     tokens = _tokens(logp_N, inputs, chosen)
-    taught = objective(logp_N, tokens, chosen)
+    token_loss = objective(logp_N, tokens, chosen)
     correction_N = correction_weights(logp_N, tokens.old_logp_N, tokens, chosen)
-    loss_N = correction_N * taught.loss_N
+    loss_N = correction_N * token_loss.loss_N
     kl_N = _penalty(logp_N, inputs, settings)
     if loss_coefficients.kl_beta > 0 and isinstance(settings.kl_penalty, LossKLPenalty):
         loss_N = loss_N + loss_coefficients.kl_beta * kl_N
-    if loss_coefficients.entropy_weight > 0:
-        loss_N = loss_N - loss_coefficients.entropy_weight * entropy_N
+    if loss_coefficients.entropy_coef > 0:
+        loss_N = loss_N - loss_coefficients.entropy_coef * entropy_N
     if cross_entropy_N is not None:
         loss_N = loss_N + settings.distillation_weight * cross_entropy_N
     loss = mx.sum(inputs.loss_weight_N * inputs.weight_N * loss_N)
@@ -98,7 +98,7 @@ def policy_loss(
     means = {
         "kl": (kl_N, mask_N),
         "entropy": (entropy_N, mask_N),
-        "clip_fraction": (taught.clipped_N, mask_N),
+        "clip_fraction": (token_loss.clipped_N, mask_N),
         "ratio_mean": (ratio_N, mask_N),
         "ratio_squared_mean": (mx.square(ratio_N), mask_N),
         "rejected_fraction": (correction_N == 0, mask_N),
@@ -113,11 +113,11 @@ def _sum_and_count(value_N: mx.array, mask_N: mx.array) -> mx.array:
     return mx.stop_gradient(mx.stack([mx.sum(mask_N * value_N), mx.sum(mask_N)]))
 
 
-def _tokens(logp_N: mx.array, inputs: LossInputs, settings: ObjectiveSettings) -> Tokens:
+def _tokens(logp_N: mx.array, inputs: LossInputs, settings: ObjectiveSettings) -> ObjectiveInputs:
     old_logp_N = inputs.rollout_logp_N
     if isinstance(settings, RatioObjective) and settings.ratio_reference != "sampler":
         old_logp_N = mx.stop_gradient(logp_N) if inputs.proximal_N is None else inputs.proximal_N
-    return Tokens(
+    return ObjectiveInputs(
         old_logp_N=old_logp_N,
         rollout_logp_N=inputs.rollout_logp_N,
         advantage_N=inputs.advantage_N,

@@ -11,7 +11,7 @@ import mlx.core as mx
 from clotho.config import objectives as settings
 from clotho.runtime.user_code import import_user_module
 from clotho.training.objectives import sequence_level, token_level
-from clotho.training.objectives.contract import Objective, PolicyLoss, Tokens
+from clotho.training.objectives.contract import Objective, ObjectiveInputs, PolicyLoss
 from protocols.errors import ProfileError
 
 OBJECTIVES: Mapping[type[settings.ObjectiveSettings], Objective] = {
@@ -53,7 +53,7 @@ def _require_three_arguments(name: str, function: Any) -> None:
 def _checked(name: str, function: Objective) -> Objective:
     """Refuse results of another shape, which broadcasting would accept, such as a mean over tokens."""
 
-    def checked(logp_N: mx.array, tokens: Tokens, settings: Any) -> PolicyLoss:
+    def checked(logp_N: mx.array, tokens: ObjectiveInputs, settings: Any) -> PolicyLoss:
         result = function(logp_N, tokens, settings)
         if not isinstance(result, PolicyLoss) or any(getattr(part, "shape", None) != logp_N.shape for part in result):
             raise ProfileError(f"learner.objective {name!r} must return a PolicyLoss of two arrays of {logp_N.shape}")

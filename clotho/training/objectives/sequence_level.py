@@ -9,7 +9,7 @@ from __future__ import annotations
 import mlx.core as mx
 
 from clotho.config.objectives import Gspo, GspoToken, ObjectiveSettings, Rloo
-from clotho.training.objectives.contract import Objective, PolicyLoss, Tokens
+from clotho.training.objectives.contract import Objective, ObjectiveInputs, PolicyLoss
 from clotho.training.objectives.kl import MAX_LOG_RATIO
 from clotho.training.objectives.token_level import clipped
 
@@ -17,7 +17,7 @@ MAX_TOKEN_LOG_RATIO = 10.0
 """Upper bound of the log-ratio of `gspo_token` in nats, as in verl."""
 
 
-def gspo(logp_N: mx.array, tokens: Tokens, settings: Gspo) -> PolicyLoss:
+def gspo(logp_N: mx.array, tokens: ObjectiveInputs, settings: Gspo) -> PolicyLoss:
     """Group Sequence Policy Optimization (arXiv:2507.18071): clip the ratio of the completion.
 
     s_i = exp(1/|y_i| sum_t log pi(t) / pi_old(t)), L_t = -min(s_i A_t, clip(s_i) A_t): the geometric mean ratio of the
@@ -28,7 +28,7 @@ def gspo(logp_N: mx.array, tokens: Tokens, settings: Gspo) -> PolicyLoss:
     return clipped(_ratio(log_ratio_B, tokens), tokens.advantage_N, settings)
 
 
-def gspo_token(logp_N: mx.array, tokens: Tokens, settings: GspoToken) -> PolicyLoss:
+def gspo_token(logp_N: mx.array, tokens: ObjectiveInputs, settings: GspoToken) -> PolicyLoss:
     """GSPO-token (arXiv:2507.18071): GSPO for advantages per token.
 
     s_t = sg(s_i) pi(t) / sg(pi(t)), whose value is the ratio of the completion and whose gradient is that of the token.
@@ -40,7 +40,7 @@ def gspo_token(logp_N: mx.array, tokens: Tokens, settings: GspoToken) -> PolicyL
     return clipped(mx.exp(mx.clip(log_ratio_N, -MAX_LOG_RATIO, MAX_TOKEN_LOG_RATIO)), tokens.advantage_N, settings)
 
 
-def rloo(logp_N: mx.array, tokens: Tokens, settings: Rloo) -> PolicyLoss:
+def rloo(logp_N: mx.array, tokens: ObjectiveInputs, settings: Rloo) -> PolicyLoss:
     """REINFORCE Leave-One-Out (arXiv:2402.14740): the whole completion is one action.
 
     r_i = exp(sum_t log pi(t) / pi_old(t)), L_t = -min(r_i A_t, clip(r_i) A_t). At r = 1, for constant advantages, the
@@ -52,7 +52,7 @@ def rloo(logp_N: mx.array, tokens: Tokens, settings: Rloo) -> PolicyLoss:
     return clipped(_ratio(log_ratio_B, tokens), tokens.advantage_N, settings)
 
 
-def _ratio(log_ratio_B: mx.array, tokens: Tokens) -> mx.array:
+def _ratio(log_ratio_B: mx.array, tokens: ObjectiveInputs) -> mx.array:
     return tokens.spread_N(mx.exp(mx.clip(log_ratio_B, -MAX_LOG_RATIO, MAX_LOG_RATIO)))
 
 

@@ -26,7 +26,7 @@ from clotho.config.objectives import (
     ReinforcePlusPlus,
     Sapo,
 )
-from clotho.training.objectives.contract import Objective, PolicyLoss, Tokens
+from clotho.training.objectives.contract import Objective, ObjectiveInputs, PolicyLoss
 from clotho.training.objectives.kl import bounded_log_ratio
 
 
@@ -49,7 +49,7 @@ def clipped(ratio_N: mx.array, advantage_N: mx.array, settings: ClippedObjective
     return PolicyLoss(-gain_N, clipped_N)
 
 
-def clipped_surrogate(logp_N: mx.array, tokens: Tokens, settings: ClippedObjective) -> PolicyLoss:
+def clipped_surrogate(logp_N: mx.array, tokens: ObjectiveInputs, settings: ClippedObjective) -> PolicyLoss:
     """`clipped` with the ratio of each token, r_t = pi(t) / pi_old(t).
 
     At r = 1 the gradient of the loss is that of -A log pi (REINFORCE).
@@ -57,7 +57,7 @@ def clipped_surrogate(logp_N: mx.array, tokens: Tokens, settings: ClippedObjecti
     return clipped(mx.exp(bounded_log_ratio(logp_N, tokens.old_logp_N)), tokens.advantage_N, settings)
 
 
-def grpo(logp_N: mx.array, tokens: Tokens, settings: Grpo) -> PolicyLoss:
+def grpo(logp_N: mx.array, tokens: ObjectiveInputs, settings: Grpo) -> PolicyLoss:
     """Group Relative Policy Optimization, DeepSeekMath (arXiv:2402.03300), equation 3.
 
     Settings: rewards centered and scaled by their group, the mean over completions of the mean over tokens. Departures:
@@ -66,7 +66,7 @@ def grpo(logp_N: mx.array, tokens: Tokens, settings: Grpo) -> PolicyLoss:
     return clipped_surrogate(logp_N, tokens, settings)
 
 
-def dr_grpo(logp_N: mx.array, tokens: Tokens, settings: DrGrpo) -> PolicyLoss:
+def dr_grpo(logp_N: mx.array, tokens: ObjectiveInputs, settings: DrGrpo) -> PolicyLoss:
     """GRPO Done Right (arXiv:2503.20783): GRPO without its two biased divisions.
 
     Settings: rewards are centered but not scaled, so that easy and hard prompts have equal weight; token losses are
@@ -75,7 +75,7 @@ def dr_grpo(logp_N: mx.array, tokens: Tokens, settings: DrGrpo) -> PolicyLoss:
     return clipped_surrogate(logp_N, tokens, settings)
 
 
-def bnpo(logp_N: mx.array, tokens: Tokens, settings: Bnpo) -> PolicyLoss:
+def bnpo(logp_N: mx.array, tokens: ObjectiveInputs, settings: Bnpo) -> PolicyLoss:
     """GRPO normalized by the tokens of the batch: the loss type `bnpo` of TRL.
 
     Settings: GRPO's advantage and the mean over all tokens. Departure: TRL divides by the tokens of the local micro-
@@ -85,7 +85,7 @@ def bnpo(logp_N: mx.array, tokens: Tokens, settings: Bnpo) -> PolicyLoss:
     return clipped_surrogate(logp_N, tokens, settings)
 
 
-def dapo(logp_N: mx.array, tokens: Tokens, settings: Dapo) -> PolicyLoss:
+def dapo(logp_N: mx.array, tokens: ObjectiveInputs, settings: Dapo) -> PolicyLoss:
     """Decoupled Clip and Dynamic Sampling Policy Optimization (arXiv:2503.14476).
 
     Settings: clip-higher (section 3.1: 0.2 and 0.28), dynamic sampling (3.2), the mean over all tokens of the batch
@@ -95,7 +95,7 @@ def dapo(logp_N: mx.array, tokens: Tokens, settings: Dapo) -> PolicyLoss:
     return clipped_surrogate(logp_N, tokens, settings)
 
 
-def reinforce_plus_plus(logp_N: mx.array, tokens: Tokens, settings: ReinforcePlusPlus) -> PolicyLoss:
+def reinforce_plus_plus(logp_N: mx.array, tokens: ObjectiveInputs, settings: ReinforcePlusPlus) -> PolicyLoss:
     """REINFORCE++ with baseline (arXiv:2501.03262): advantages normalized over the batch.
 
     Settings: rewards centered by their group, divided by the standard deviation over the batch, the mean over all
@@ -105,7 +105,7 @@ def reinforce_plus_plus(logp_N: mx.array, tokens: Tokens, settings: ReinforcePlu
     return clipped_surrogate(logp_N, tokens, settings)
 
 
-def ppo_decoupled(logp_N: mx.array, tokens: Tokens, settings: PpoDecoupled) -> PolicyLoss:
+def ppo_decoupled(logp_N: mx.array, tokens: ObjectiveInputs, settings: PpoDecoupled) -> PolicyLoss:
     """Decoupled PPO: clip around the policy at the start of the batch, correct staleness by an importance weight.
 
     L_t = -w_t min(u_t A_t, clip(u_t) A_t), u = pi / pi_prox, w = pi_prox / mu: AReaL (arXiv:2505.24298) after Hilton et
@@ -116,7 +116,7 @@ def ppo_decoupled(logp_N: mx.array, tokens: Tokens, settings: PpoDecoupled) -> P
     return clipped_surrogate(logp_N, tokens, settings)
 
 
-def reinforce(logp_N: mx.array, tokens: Tokens, settings: Reinforce) -> PolicyLoss:
+def reinforce(logp_N: mx.array, tokens: ObjectiveInputs, settings: Reinforce) -> PolicyLoss:
     """The policy gradient, L_t = -A_t log pi(t): Williams, "Simple statistical gradient-following algorithms" (1992).
 
     There is no importance ratio and no clipping. Settings: staleness is corrected by the truncated importance weight
@@ -125,7 +125,7 @@ def reinforce(logp_N: mx.array, tokens: Tokens, settings: Reinforce) -> PolicyLo
     return PolicyLoss(-tokens.advantage_N * logp_N, mx.zeros_like(logp_N))
 
 
-def cispo(logp_N: mx.array, tokens: Tokens, settings: Cispo) -> PolicyLoss:
+def cispo(logp_N: mx.array, tokens: ObjectiveInputs, settings: Cispo) -> PolicyLoss:
     """Clipped IS-weight Policy Optimization, MiniMax-M1 (arXiv:2506.13585): clip the weight instead of the gain.
 
     L_t = -sg(clip(r_t, 1 - clip_low, 1 + clip_high)) A_t log pi(t). Tokens that the update moves far keep their
@@ -138,7 +138,7 @@ def cispo(logp_N: mx.array, tokens: Tokens, settings: Cispo) -> PolicyLoss:
     return PolicyLoss(-weight_N * tokens.advantage_N * logp_N, weight_N != ratio_N)
 
 
-def sapo(logp_N: mx.array, tokens: Tokens, settings: Sapo) -> PolicyLoss:
+def sapo(logp_N: mx.array, tokens: ObjectiveInputs, settings: Sapo) -> PolicyLoss:
     """Soft Adaptive Policy Optimization (arXiv:2511.20347): a sigmoid instead of the clip.
 
     L_t = -(4 / tau) sigmoid(tau (r_t - 1)) A_t, with one tau for A > 0 and one for other advantages. The gradient is
@@ -152,7 +152,7 @@ def sapo(logp_N: mx.array, tokens: Tokens, settings: Sapo) -> PolicyLoss:
     return PolicyLoss(-gate_N * tokens.advantage_N, mx.zeros_like(logp_N))
 
 
-def dppo_tv(logp_N: mx.array, tokens: Tokens, settings: DppoTv) -> PolicyLoss:
+def dppo_tv(logp_N: mx.array, tokens: ObjectiveInputs, settings: DppoTv) -> PolicyLoss:
     """Divergence PPO (arXiv:2602.04879) with the binary total variation: a trust region in probabilities.
 
     L_t = -k_t A_t r_t + quadratic_kl (log r_t)^2, r_t = pi(t) / mu(t), mu the sampler. k_t = 0 if the token has moved

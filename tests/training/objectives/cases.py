@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from clotho.config.schema import LearnerSection
-from clotho.training.objectives.contract import Objective, Tokens
+from clotho.training.objectives.contract import Objective, ObjectiveInputs
 
 ANCHOR = -2.0
 """Log-probability of every token under anchor and sampler, where a test does not say otherwise."""
@@ -36,12 +36,12 @@ def tokens(
     rollout_logp_N: ArrayLike | None = None,
     weight_N: ArrayLike | None = None,
     sequence_N: Sequence[int] | None = None,
-) -> Tokens:
+) -> ObjectiveInputs:
     """Tokens of one completion, all learned, with log-probability ANCHOR under anchor and sampler, unless said."""
     N = len(advantage_N)
     old_logp_N = [ANCHOR] * N if old_logp_N is None else old_logp_N
     sequence_N = [0] * N if sequence_N is None else sequence_N
-    return Tokens(
+    return ObjectiveInputs(
         old_logp_N=row(old_logp_N),
         rollout_logp_N=row(old_logp_N if rollout_logp_N is None else rollout_logp_N),
         advantage_N=row(advantage_N),
@@ -51,10 +51,10 @@ def tokens(
     )
 
 
-def taken(tokens: Tokens, index_N: ArrayLike, new_B: ArrayLike) -> Tokens:
+def taken(tokens: ObjectiveInputs, index_N: ArrayLike, new_B: ArrayLike) -> ObjectiveInputs:
     """The tokens at these places, in this order, with completion i called new_B[i]."""
     at_N = mx.array(np.asarray(index_N))
-    return Tokens(
+    return ObjectiveInputs(
         old_logp_N=tokens.old_logp_N[at_N],
         rollout_logp_N=tokens.rollout_logp_N[at_N],
         advantage_N=tokens.advantage_N[at_N],
@@ -72,7 +72,7 @@ def at_ratio(ratio_N: ArrayLike) -> mx.array:
 def teach(
     objective: Objective,
     logp_N: mx.array,
-    tokens: Tokens,
+    tokens: ObjectiveInputs,
     settings: LearnerSection,
     loss_weight_N: ArrayLike | None = None,
 ) -> Taught:
@@ -87,7 +87,7 @@ def teach(
     )
 
 
-def random_tokens(N: int, *, seed: int = 0, sequences: int = 3) -> tuple[mx.array, Tokens]:
+def random_tokens(N: int, *, seed: int = 0, sequences: int = 3) -> tuple[mx.array, ObjectiveInputs]:
     """Log-probabilities and tokens with ratios around 1, constant advantages by completion, the last two not learned."""
     rng = np.random.default_rng(seed)
     logp_N = -np.abs(rng.normal(size=N)) - 0.3

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from clotho.training.objectives.aggregation import AGGREGATIONS, coefficients
+from clotho.training.objectives.aggregation import AGGREGATIONS, loss_weights
 
 LENGTHS = [[3, 1, 0], [4], [0, 0]]
 """Eight learned tokens; three completions with any, of two groups; the third group has none."""
@@ -13,7 +13,7 @@ LENGTHS = [[3, 1, 0], [4], [0, 0]]
 
 def flat(kind: str, lengths: list[list[int]], max_tokens: int = 10) -> list[float]:
     """Coefficients of all completions in a row."""
-    return [float(value) for share_G in coefficients(kind, lengths, max_tokens=max_tokens) for value in share_G]
+    return [float(value) for share_G in loss_weights(kind, lengths, max_tokens=max_tokens) for value in share_G]
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ def test_means_of_one_are_one(kind: str) -> None:
     """If every token's loss is 1, so is the loss."""
     rng = np.random.default_rng(3)
     lengths = [rng.integers(0, 9, size).tolist() for size in (3, 5, 1, 4)]
-    shares = coefficients(kind, lengths, max_tokens=9)
+    shares = loss_weights(kind, lengths, max_tokens=9)
     assert sum(float(np.dot(s, n)) for s, n in zip(shares, lengths, strict=True)) == pytest.approx(1.0, rel=1e-12)
 
 
@@ -52,8 +52,8 @@ def test_token_sum_of_completions_of_full_length_is_their_mean() -> None:
 @pytest.mark.parametrize("kind", list(AGGREGATIONS))
 def test_groups_and_completions_may_come_in_any_order(kind: str) -> None:
     """The coefficient of a completion depends on the others, not on its place."""
-    first = coefficients(kind, [[2, 7, 1], [4, 3]], max_tokens=9)
-    second = coefficients(kind, [[3, 4], [1, 2, 7]], max_tokens=9)
+    first = loss_weights(kind, [[2, 7, 1], [4, 3]], max_tokens=9)
+    second = loss_weights(kind, [[3, 4], [1, 2, 7]], max_tokens=9)
     np.testing.assert_allclose(first[0], second[1][[1, 2, 0]], rtol=1e-12)
     np.testing.assert_allclose(first[1], second[0][[1, 0]], rtol=1e-12)
 

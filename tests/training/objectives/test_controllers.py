@@ -28,14 +28,14 @@ def test_the_entropy_weight_by_hand(entropy: float, weight: float) -> None:
     """Target 0.3, step 0.001, from 0.01: up below the target, down from it on."""
     settings = learner_settings(entropy_weight=0.01, entropy_target=0.3, entropy_step=0.001)
     after = next_loss_coefficients(LossCoefficients(0.0, 0.01), kl=0.0, entropy=entropy, settings=settings)
-    assert after.entropy_weight == pytest.approx(weight, rel=1e-12)
+    assert after.entropy_coef == pytest.approx(weight, rel=1e-12)
 
 
 def test_the_entropy_weight_never_falls_below_zero() -> None:
     """From 0.0005 by steps of 0.001 there is no bonus left, and no penalty either."""
     settings = learner_settings(entropy_target=0.3, entropy_step=0.001)
     after = next_loss_coefficients(LossCoefficients(0.0, 0.0005), kl=0.0, entropy=2.0, settings=settings)
-    assert after.entropy_weight == 0.0
+    assert after.entropy_coef == 0.0
 
 
 def test_the_entropy_weight_decays_with_every_update() -> None:
@@ -45,7 +45,7 @@ def test_the_entropy_weight_decays_with_every_update() -> None:
     assert loss_coefficients == (0.0, 0.01)
     for expected in (0.005, 0.0025):
         loss_coefficients = next_loss_coefficients(loss_coefficients, kl=0.0, entropy=math.nan, settings=settings)
-        assert loss_coefficients.entropy_weight == expected
+        assert loss_coefficients.entropy_coef == expected
 
 
 def test_what_is_fixed_stays_bit_for_bit() -> None:

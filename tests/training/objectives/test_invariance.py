@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from clotho.training.objectives.aggregation import coefficients
+from clotho.training.objectives.aggregation import loss_weights
 from clotho.training.objectives.controllers import initial_loss_coefficients
 from clotho.training.objectives.loss import LossInputs, policy_loss
 from clotho.training.objectives.registry import objective
@@ -37,7 +37,7 @@ class Batch:
         self.reference_N = self.logp_N + 0.3 * rng.normal(size=N)
         self.entropy_N = rng.uniform(0.5, 2.0, N)
         self.advantage_N = rng.normal(size=7)[self.sequence_N]
-        shares = np.concatenate(coefficients(self.settings.objective.loss_aggregation, LENGTHS, max_tokens=8))
+        shares = np.concatenate(loss_weights(self.settings.objective.loss_aggregation, LENGTHS, max_tokens=8))
         self.loss_weight_N = shares[self.sequence_N]
 
     def learn(self, completions: Sequence[int], padding: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

@@ -11,7 +11,7 @@ import pytest
 
 from clotho.config.objectives import Custom
 from clotho.config.schema import LearnerSection
-from clotho.training.objectives.contract import PolicyLoss, Tokens
+from clotho.training.objectives.contract import ObjectiveInputs, PolicyLoss
 from clotho.training.objectives.registry import OBJECTIVES as FUNCTIONS
 from clotho.training.objectives.registry import objective
 from protocols.errors import ProfileError
@@ -112,12 +112,12 @@ def test_what_cannot_be_an_objective_is_refused_in_one_line(
     assert "\n" not in str(refusal.value)
 
 
-def scaled(logp_N: mx.array, tokens: Tokens, settings: Custom) -> PolicyLoss:
+def scaled(logp_N: mx.array, tokens: ObjectiveInputs, settings: Custom) -> PolicyLoss:
     """An objective of the user's own."""
     return PolicyLoss(-3.0 * tokens.advantage_N * logp_N, mx.zeros_like(logp_N))
 
 
-def mean_of_tokens(logp_N: mx.array, tokens: Tokens, settings: Custom) -> PolicyLoss:
+def mean_of_tokens(logp_N: mx.array, tokens: ObjectiveInputs, settings: Custom) -> PolicyLoss:
     """One that breaks the contract: a mean where the losses of tokens belong."""
     return PolicyLoss(mx.mean(logp_N), mx.zeros_like(logp_N))
 

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from clotho.training.objectives.aggregation import coefficients
+from clotho.training.objectives.aggregation import loss_weights
 from clotho.training.objectives.contract import Objective
 from clotho.training.objectives.sequence_level import gspo, gspo_token, rloo
 from tests.learner_settings import learner_settings
@@ -57,7 +57,7 @@ def test_both_forms_of_gspo_agree_for_constant_advantages_and_sequence_mean() ->
     """Loss and gradient, where some completions are clipped and some are not."""
     logp_N, seen = random_tokens(40, sequences=6)
     lengths = np.array(seen.sum_B(row([1.0] * 40))).astype(int).tolist()
-    share_N = np.concatenate(coefficients("sequence_mean", [lengths], max_tokens=99))[np.array(seen.sequence_N)]
+    share_N = np.concatenate(loss_weights("sequence_mean", [lengths], max_tokens=99))[np.array(seen.sequence_N)]
     settings = learner_settings(clip_low=0.01, clip_high=0.01)
     plain, token = (teach(objective, logp_N, seen, settings, share_N) for objective in (gspo, gspo_token))
     learnt_N = np.array(seen.weight_N) > 0
