@@ -15,8 +15,7 @@ from clotho.inference import DecodeEngine
 from clotho.models.policy import Policy
 from clotho.runtime.compute_thread import ComputeExecutor, finish
 from clotho.runtime.latest import Latest
-from clotho.scoring.parity import ParityReport, probe
-from clotho.scoring.teacher_forcing import TeacherForcing
+from clotho.scoring.teacher_forcing import ParityReport, TeacherForcing, check_parity
 from protocols.errors import ParityError
 from protocols.queues import Inbox
 from protocols.step import PolicyUpdated, WeightsReady
@@ -145,7 +144,7 @@ class Broadcaster:
     def _compare(self, prompt: tuple[int, ...], completion: tuple[int, ...]) -> ParityReport:
         """Run the parity check in the compute thread."""
         self._forcing = self._forcing or TeacherForcing(self._policy.model, self._policy.vocab_size)
-        return probe(
+        return check_parity(
             self._policy,
             self._engine,
             prompt,

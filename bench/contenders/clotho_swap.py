@@ -15,7 +15,7 @@ from bench.shapes import make_policy
 from clotho.config.schema import EngineSection, PolicySection
 from clotho.config.sections_data import FullMethod
 from clotho.inference import DecodeEngine
-from clotho.models.parameter_slots import Parameters
+from clotho.models.parameters import Parameters
 from clotho.models.policy import Policy
 from protocols.sampling import SampleRequest, Sampling
 

@@ -23,7 +23,7 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from clotho.cpu import computes_on_host
 from clotho.memory.micro_batch import MicroBatchShape
-from clotho.models.describe import setting
+from clotho.models.loading import setting
 from clotho.models.lora import LINEAR
 from clotho.scoring.head_scores import rows_at_once
 

@@ -29,8 +29,18 @@ from clotho.memory.activations import (
     logits_bytes,
 )
 from clotho.memory.micro_batch import MicroBatchShape, largest_micro_batch, most_groups
-from clotho.models.describe import HIDDEN_KEYS, context_length, describe_model, setting
-from clotho.models.loading import DTYPES, OFFLINE_PROFILE, find_model, open_base, open_shape, shipped_shape
+from clotho.models.loading import (
+    DTYPES,
+    HIDDEN_KEYS,
+    OFFLINE_PROFILE,
+    context_length,
+    describe_model,
+    find_model,
+    open_base,
+    open_shape,
+    setting,
+    shipped_shape,
+)
 from clotho.models.lora import install_adapter, open_all_weights
 from clotho.models.parameters import flat
 from clotho.training.optimizers import state_bytes

@@ -8,8 +8,7 @@ from msgspec import Struct
 from clotho.config.schema import Profile
 from clotho.config.sections_training import BufferedReplay
 from clotho.scoring.layouts.micro_batches import build_micro_batches
-from clotho.scoring.layouts.packed import PackedInputs
-from clotho.scoring.layouts.padded import PaddedInputs
+from clotho.scoring.layouts.rows import PackedInputs, PaddedInputs
 from clotho.scoring.layouts.shared_prefix import SharedInputs
 from clotho.scoring.sequences import MicroBatch, TrainingSequence
 

@@ -1,29 +1,35 @@
-"""Attention as mlx-lm's models call it, with a say for the cache.
+"""Attention over whole sequences: objects that replace KV caches while sequences go through a model of mlx-lm.
 
-Those models pass their cache to `scaled_dot_product_attention`, which they import by name. A cache that has an
-`attend` of its own is asked here, whatever the model; every other call goes where it went before.
+Models of mlx-lm build their attention mask and rotate queries and keys according to the cache of a layer, and pass the
+cache to `scaled_dot_product_attention`, which they import by name. An object in place of a cache therefore decides
+which tokens attend to which, at which positions, and how attention is computed.
 """
 
 from __future__ import annotations
 
+import copy
 import sys
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, Self, runtime_checkable
 
 import mlx.core as mx
 from mlx_lm.models import base
+from mlx_lm.models.cache import create_attention_mask
+
+from clotho.cpu import computes_on_host
+from clotho.cpu.layers import attend
 
 NAME = "scaled_dot_product_attention"
 original = base.scaled_dot_product_attention
 
 
 @runtime_checkable
-class Attending(Protocol):
-    """A cache that computes attention over what it holds."""
+class AttentionCache(Protocol):
+    """A cache that computes attention itself."""
 
     def attend(
         self, queries: mx.array, keys: mx.array, values: mx.array, *, scale: float, mask: mx.array | None
     ) -> mx.array | None:
-        """Return (B, heads, queries, size), or None to have it computed as usual."""
+        """Return (B, heads, queries, size), or None if mlx-lm should compute attention."""
         ...
 
 
@@ -36,8 +42,8 @@ def attention(
     mask: Any,
     sinks: mx.array | None = None,
 ) -> mx.array:
-    """Ask the cache first; the name and the arguments are mlx-lm's."""
-    if sinks is None and isinstance(cache, Attending):
+    """Let the cache compute attention if it can. Name and arguments are mlx-lm's."""
+    if sinks is None and isinstance(cache, AttentionCache):
         attended = cache.attend(queries, keys, values, scale=scale, mask=mask)
         if attended is not None:
             return attended
@@ -45,8 +51,72 @@ def attention(
     return usual
 
 
-def let_caches_attend() -> None:
-    """Put `attention` in the place of mlx-lm's function in all of its model modules loaded so far."""
+def install_cache_attention() -> None:
+    """Replace mlx-lm's function by `attention` in all of its model modules that are loaded."""
     for name, module in list(sys.modules.items()):
         if name.startswith("mlx_lm.models.") and vars(module).get(NAME) is original:
             setattr(module, NAME, attention)
+
+
+KeysAndValues = tuple[mx.array, ...]
+
+
+class LayerKeys:
+    """Keys and values of one layer in one pass over the blocks, with the mask of causal attention.
+
+    offset: position of the first token, one for all rows or one per row, (B,). held: keys and values, (B, heads, S,
+    size) each, once the layer has computed them. They are nodes of the graph: nothing is copied, and gradients flow
+    through.
+    """
+
+    offset: int | mx.array = 0
+    held: KeysAndValues = ()
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> KeysAndValues:
+        """Store the keys and values of this pass; return those that its tokens attend to."""
+        self.held = (keys, values)
+        return self.held
+
+    def keys_and_values(self) -> KeysAndValues:
+        """Return the result of `update_and_fetch`; some layers use the keys and values of another layer."""
+        return self.held
+
+    def make_mask(
+        self, tokens: int, return_array: bool = False, window_size: int | None = None
+    ) -> mx.array | str | None:
+        """Return which keys each query attends to: (..., queries, keys) booleans, or "causal"."""
+        mask: mx.array | str | None = create_attention_mask(tokens, 0, return_array, window_size)
+        return mask
+
+    def attend(
+        self, queries: mx.array, keys: mx.array, values: mx.array, *, scale: float, mask: mx.array | str | None
+    ) -> mx.array | None:
+        """Compute attention on the host; None elsewhere, so that mlx-lm computes it."""
+        return attend(queries, keys, values, scale=scale, mask=mask) if computes_on_host() else None
+
+    def holding(self, held: KeysAndValues) -> Self:
+        """Return a copy with these keys and values."""
+        other = copy.copy(self)
+        other.held = held
+        return other
+
+
+def visible(distance_Q_K: mx.array, window_size: int | None) -> mx.array:
+    """Whether a query attends to a key `distance` tokens before it: not in the future, and inside the window."""
+    seen = distance_Q_K >= 0
+    return seen if window_size is None else seen & (distance_Q_K < window_size)
+
+
+class AttentionLayers(NamedTuple):
+    """How the blocks of a model take keys and masks. caches: number of caches.
+
+    mask_axes: 4 for (B, heads, queries, keys); 5 for models that compute scores with heads split into groups.
+    """
+
+    caches: int
+    mask_axes: int
+
+    def mask(self, mask_B_Q_K: mx.array) -> mx.array:
+        """Reshape a mask per row to the axes of the model's attention scores."""
+        B, Q, K = mask_B_Q_K.shape
+        return mask_B_Q_K.reshape(B, *[1] * (self.mask_axes - 3), Q, K)

@@ -1,4 +1,4 @@
-"""Gradient checkpointing of one model's blocks, for as long as asked: memory traded for a second forward pass."""
+"""Gradient checkpointing of the blocks of one model inside a context: less memory for a second forward pass."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import _BaseCache
 
-from clotho.models.layer_keys import KeysAndValues, LayerKeys
+from clotho.models.attention import KeysAndValues, LayerKeys
 
 
 @contextmanager
 def checkpointed_blocks(blocks: list[nn.Module]) -> Iterator[None]:
     """Inside, each block keeps only its input and recomputes its activations in the backward pass (arXiv:1604.06174).
 
-    Gradients are those of the plain blocks. Keys and values that a block hands to another one, or to a later pass over
-    the blocks (`LayerKeys`), are inputs and outputs of what is recomputed, so that gradients flow through them as well;
-    a block that is given a cache of mlx-lm's own, which has no such outputs, keeps all its activations.
-    mlx-lm's `grad_checkpoint` patches the class for good, and with it every other model of the process and decoding;
-    here the blocks change class and change back, also after an error.
+    Gradients are unchanged. Keys and values that a block passes to another block, or to a later pass over the blocks
+    (`LayerKeys`), are inputs and outputs of the recomputed function, so gradients flow through them. A block that gets
+    a cache of mlx-lm, which has no such outputs, keeps all its activations.
+    mlx-lm's `grad_checkpoint` changes the class permanently, also for decoding and for other models of the process.
+    Here the blocks change their class for the duration of the context.
     """
     plain = [type(block) for block in blocks]
     classes = {cls: _checkpointed_class(cls) for cls in set(plain)}
@@ -45,13 +45,13 @@ def _checkpointed_class(cls: type[Any]) -> type[Any]:
 
         def inner(parameters: Any, held: KeysAndValues, *args: Any, **kwargs: Any) -> tuple[Any, KeysAndValues]:
             block.update(parameters)
-            own = keys.holding(held)  # so that recomputed keys are neither seen by others nor kept alive
+            own = keys.holding(held)  # recomputed keys must be neither visible to others nor kept alive
 
             def mine(arg: Any) -> Any:
                 return own if arg is keys else arg
 
             output = forward(block, *map(mine, args), **{name: mine(arg) for name, arg in kwargs.items()})
-            # As new nodes: where a block also returns its keys, the same array twice would lose a gradient.
+            # New nodes, because returning the same array twice would lose a gradient if a block also returns its keys.
             return output, tuple(mx.contiguous(array) for array in own.held)
 
         output, keys.held = mx.checkpoint(inner)(block.trainable_parameters(), keys.held, *args, **kwargs)

@@ -1,7 +1,8 @@
-"""Split a language model into its blocks and its head, so that the head runs at chosen positions only.
+"""Split a language model into its blocks and its head, so that the head computes chosen positions only.
 
-Every model of mlx-lm ends in `head(blocks(tokens))`, with quirks in the head (tied embeddings, soft caps, scales). The
-model's own code computes the head here: its blocks are replaced, for the length of one call, by their known output.
+Every model of mlx-lm ends in `head(blocks(tokens))`, with differences in the head (tied embeddings, soft caps, scales).
+The model's own code computes the head: for one call, an object that returns the known hidden states replaces the
+blocks.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ import mlx.nn as nn
 from clotho.models.parameters import flat, nested
 
 
-class _StandIn:
-    """Stands in for the blocks: what a call does is for subclasses, everything else is the blocks' own.
+class _BlocksProxy:
+    """Replaces the blocks: subclasses define calls; every other attribute is that of the blocks.
 
-    borrowed: names of what was asked of the blocks besides a call; tied embeddings are.
+    borrowed: names of attributes of the blocks that the head used, such as tied embeddings.
     """
 
     def __init__(self, blocks: nn.Module) -> None:
@@ -35,8 +36,8 @@ class _StandIn:
         return self._blocks[name]
 
 
-class _Known(_StandIn):
-    """A call returns what is already known."""
+class _KnownOutput(_BlocksProxy):
+    """A call returns the known hidden states."""
 
     def __init__(self, blocks: nn.Module, output: mx.array) -> None:
         super().__init__(blocks)
@@ -46,8 +47,8 @@ class _Known(_StandIn):
         return self._output
 
 
-class _Recorder(_StandIn):
-    """A call is the blocks' own; what went in first and what came out is kept."""
+class _Recorder(_BlocksProxy):
+    """A call runs the blocks and records their first argument and their output."""
 
     def __init__(self, blocks: nn.Module) -> None:
         super().__init__(blocks)
@@ -60,7 +61,7 @@ class _Recorder(_StandIn):
 
 
 @contextmanager
-def _replaced(owner: nn.Module, name: str, stand_in: _StandIn) -> Iterator[None]:
+def _replaced(owner: nn.Module, name: str, stand_in: _BlocksProxy) -> Iterator[None]:
     blocks = owner[name]
     dict.__setitem__(owner, name, stand_in)
     try:
@@ -70,7 +71,7 @@ def _replaced(owner: nn.Module, name: str, stand_in: _StandIn) -> Iterator[None]
 
 
 class SplitModel:
-    """A model in two halves: `blocks` computes hidden states, `head` the logits of any of them."""
+    """A model in two parts: `blocks` computes hidden states, `head` the logits of any of them."""
 
     def __init__(self, owner: nn.Module, name: str) -> None:
         self._owner = owner
@@ -78,22 +79,22 @@ class SplitModel:
         self._borrowed: set[str] = set()
 
     def blocks(self, tokens_B_S: mx.array, cache: Sequence[Any] | None = None) -> mx.array:
-        """Hidden states (B, S, D) of right-padded tokens (B, S), in the model's own type; cache: as mlx-lm takes it."""
+        """Compute hidden states (B, S, D) of right-padded tokens (B, S), in the model's type. cache: as in mlx-lm."""
         blocks = self._owner[self._name]
         hidden: mx.array = blocks(tokens_B_S) if cache is None else blocks(tokens_B_S, cache=cache)
         return hidden
 
     def head(self, hidden_N_D: mx.array) -> mx.array:
-        """Logits (N, V) of hidden states (N, D), in the model's own type."""
+        """Compute logits (N, V) of hidden states (N, D), in the type of the model."""
         tokens_1_N = mx.zeros((1, hidden_N_D.shape[0]), dtype=mx.int32)
-        known = _Known(self._owner[self._name], hidden_N_D[None])
+        known = _KnownOutput(self._owner[self._name], hidden_N_D[None])
         with _replaced(self._owner, self._name, known):
             logits_1_N_V: mx.array = self._owner(tokens_1_N)
         self._borrowed |= known.borrowed
-        return mx.squeeze(logits_1_N_V, 0)  # an index would copy the logits, and scatter their gradient
+        return mx.squeeze(logits_1_N_V, 0)  # indexing would copy the logits and scatter their gradient
 
     def head_weights(self) -> dict[str, mx.array]:
-        """Trainable weights that `head` computes with, by name: beside the blocks, or borrowed from them."""
+        """Return the trainable weights that `head` uses, by name: outside the blocks, or borrowed from them."""
         within = len(self._name) + 1
 
         def used(name: str) -> bool:
@@ -103,7 +104,7 @@ class SplitModel:
 
     @contextmanager
     def using(self, weights: dict[str, mx.array]) -> Iterator[None]:
-        """Let `head` compute with other arrays for some of `head_weights` inside."""
+        """Let `head` use other arrays for some of `head_weights` inside the context."""
         outer = self.head_weights()
         self._owner.update(nested(weights))
         try:
@@ -113,10 +114,10 @@ class SplitModel:
 
 
 def split_model(model: nn.Module, vocab_size: int) -> SplitModel | None:
-    """Find the halves of a model, and prove on four tokens that together they are the model.
+    """Find the two parts of a model, and check on four tokens that together they compute the model's logits.
 
-    Returns None where no submodule is called once with the tokens and leaves only row-wise work to the head: then only
-    the whole model computes logits. Wrappers (a vision model around its language model) are looked through.
+    Returns None if no submodule is called once with the tokens and leaves only row-wise work to the head; then only the
+    whole model computes logits. Wrappers, such as a vision model around its language model, are unwrapped.
     """
     probe_1_4 = mx.arange(1, 5)[None] % vocab_size
     logits_1_4_V = model(probe_1_4)
@@ -147,7 +148,7 @@ def _recorded(model: nn.Module, name: str, tokens_1_S: mx.array) -> mx.array | N
 
 
 def _agrees(candidate: SplitModel, tokens_1_4: mx.array, hidden_1_4_D: mx.array, logits_1_4_V: mx.array) -> bool:
-    """Whether the halves give the model's logits, also for positions out of order: the head must work row by row."""
+    """Whether the parts give the model's logits, also for positions in another order: the head must work row by row."""
     if not _equal(candidate.blocks(tokens_1_4), hidden_1_4_D):
         return False
     order = mx.array([3, 1, 2])
@@ -155,7 +156,7 @@ def _agrees(candidate: SplitModel, tokens_1_4: mx.array, hidden_1_4_D: mx.array,
 
 
 def _equal(first: mx.array, second: mx.array) -> bool:
-    """Whether two results are one up to rounding in the model's type."""
+    """Whether two results are equal up to rounding in the type of the model."""
     if first.shape != second.shape:
         return False
     tolerance = 1e-4 if second.dtype == mx.float32 else 2e-2

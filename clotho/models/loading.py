@@ -1,11 +1,13 @@
-"""Read a base model from a directory or the Hugging Face hub. Whatever is wrong becomes one line: a `ModelError`.
+"""Load a base model from a directory or the Hugging Face hub, and describe it.
 
-Models whose configuration ships with the project: their shape is known where their weights are not at hand.
+Every failure is a `ModelError` of one line.
+The configurations of some models ship with the project: their shapes are known without their weights.
 """
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,9 @@ from huggingface_hub.errors import GatedRepoError, HFValidationError, Repository
 from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS, dequantize_model, load_model
 
 from clotho.config.schema import ModelSection
+from clotho.models.parameters import flat
 from protocols.errors import ModelError
+from protocols.summary import PolicyDescription
 
 OFFLINE_PROFILE = "local-m3"
 """The profile whose model and data ship with the project."""
@@ -110,14 +114,14 @@ def convert(model: nn.Module, section: ModelSection) -> None:
     try:
         if section.dequantize:
             dequantize_model(model)
-        dtype = _computing_type(section)
+        dtype = _target_dtype(section)
         if dtype is not None:
             _cast(model, dtype)
     except (ValueError, RuntimeError, AttributeError) as error:
         raise ModelError(f"model {section.path} cannot be converted: {_one_line(error)}") from error
 
 
-def _computing_type(section: ModelSection) -> mx.Dtype | None:
+def _target_dtype(section: ModelSection) -> mx.Dtype | None:
     if section.dtype != "auto":
         return DTYPES[section.dtype]
     return mx.float32 if mx.default_device().type == mx.cpu else None
@@ -164,3 +168,84 @@ def open_shape(directory: Path, section: ModelSection) -> tuple[nn.Module, dict[
         nn.quantize(model, group_size=packing["group_size"], bits=packing["bits"])
     convert(model, section)
     return model, config
+
+
+CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length", "n_ctx")
+HIDDEN_KEYS = ("hidden_size", "d_model", "n_embd", "dim", "model_dim")
+UNSTATED_CONTEXT = 32_768
+"""Context of a model whose configuration states none, as state-space models do."""
+
+
+def setting(config: dict[str, Any], keys: tuple[str, ...]) -> int | None:
+    """The first of `keys` that the configuration, or its `text_config`, states as a positive whole number."""
+    text = config.get("text_config")
+    for section in (config, text if isinstance(text, dict) else {}):
+        for key in keys:
+            value = section.get(key)
+            if isinstance(value, int) and value > 0:
+                return value
+    return None
+
+
+def context_length(config: dict[str, Any]) -> int:
+    """Tokens of prompt and completion together; `UNSTATED_CONTEXT` where the configuration does not say."""
+    return setting(config, CONTEXT_KEYS) or UNSTATED_CONTEXT
+
+
+def describe_model(model: nn.Module, config: dict[str, Any]) -> PolicyDescription:
+    """Describe a model with its adapter installed, if it has one. Raises `ModelError` if its vocabulary is unknown."""
+    vocab_size = setting(config, ("vocab_size",))
+    if vocab_size is None:
+        raise ModelError("the model's config.json states no vocab_size")
+    trainable = sum(array.size for array in flat(model.trainable_parameters()).values())
+    total, bits = _parameters(model)
+    adapter = sum(array.size for array in _adapter_arrays(model).values())
+    return PolicyDescription(
+        architecture=str(config.get("model_type", type(model).__module__.rsplit(".", 1)[-1])),
+        parameters=total - adapter,
+        trainable_parameters=trainable,
+        bytes=sum(array.nbytes for array in flat(model.parameters()).values()),
+        quantization_bits=bits,
+        dtype=_computing_dtype(model),
+        layers=len(model.layers),
+        hidden_size=setting(config, HIDDEN_KEYS) or 0,
+        vocab_size=vocab_size,
+        context_length=context_length(config),
+    )
+
+
+def _adapter_arrays(model: nn.Module) -> dict[str, mx.array]:
+    """Low-rank matrices, and DoRA's magnitudes, by name."""
+    return {
+        f"{name}.{key}": module[key]
+        for name, module in model.named_modules()
+        if "lora_a" in module
+        for key in ("lora_a", "lora_b", "m")
+        if isinstance(module.get(key), mx.array)
+    }
+
+
+def _parameters(model: nn.Module) -> tuple[int, int | None]:
+    """Number of weights the arrays stand for, and the commonest number of bits they are packed in."""
+    total = 0
+    bits: Counter[int] = Counter()
+    for _, module in model.named_modules():
+        own = {key: array for key, array in module.items() if isinstance(array, mx.array) and key[0] != "_"}
+        packed = "scales" in own and hasattr(module, "bits")
+        if packed:
+            weights = own["weight"].size * 32 // module.bits
+            bits[module.bits] += weights
+            total += weights + (own["bias"].size if "bias" in own else 0)
+        else:
+            total += sum(array.size for array in own.values())
+    return total, bits.most_common(1)[0][0] if bits else None
+
+
+def _computing_dtype(model: nn.Module) -> str:
+    """The type of most floating weights that belong to the base."""
+    sizes: Counter[str] = Counter()
+    adapter = _adapter_arrays(model).keys()
+    for name, array in flat(model.parameters()).items():
+        if mx.issubdtype(array.dtype, mx.floating) and name not in adapter:
+            sizes[str(array.dtype).removeprefix("mlx.core.")] += array.size
+    return sizes.most_common(1)[0][0] if sizes else "unknown"

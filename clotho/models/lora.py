@@ -1,12 +1,10 @@
-"""Make a base model trainable: install low-rank layers through mlx-lm, or open every weight.
-
-Which linear layers take an adapter, and of which rank: names of a profile resolved against the model.
-"""
+"""Make a base model trainable: install LoRA or DoRA layers of mlx-lm, or unfreeze weights."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -16,8 +14,7 @@ from msgspec import Struct
 
 from clotho.config.nearest import nearest
 from clotho.config.sections_data import AdapterMethod, Dora
-from clotho.models.parameters import flat
-from clotho.models.token_weights import token_weights
+from clotho.models.parameters import flat, locate
 from protocols.checkpoint import AdapterConfig, LoRAParameters
 from protocols.errors import ModelError
 
@@ -49,8 +46,8 @@ def module_ranks(blocks: Sequence[nn.Module], method: AdapterMethod) -> dict[str
     """Rank of every module that takes an adapter, by block-relative name, in the order of the names.
 
     A short name such as `q_proj` stands for every module that ends in it. Raises `ModelError`, in one line with the
-    nearest name, for a name that no linear layer of `blocks` has, and for a rank of `policy.method.ranks` that is larger
-    than its module's smaller side, given twice, or of a module that `policy.method.target_modules` leaves out.
+    nearest name, for a name that no linear layer of `blocks` has, and for a rank of `policy.method.ranks` that is
+    larger than its module's smaller side, given twice, or of a module that `policy.method.target_modules` leaves out.
     """
     available = linear_modules(blocks)
     targets: set[str] = set(available)
@@ -181,15 +178,6 @@ def fused_weights(adapted: Iterable[AdaptedModule]) -> dict[str, mx.array]:
     return {f"{one.name}.weight": one.adapted.fuse().weight.astype(one.base.weight.dtype) for one in adapted}
 
 
-def locate(model: nn.Module, path: str) -> tuple[Any, Any]:
-    """The dictionary or list that holds what `path` names, and its key there."""
-    *outer, last = path.split(".")
-    node: Any = model
-    for part in outer:
-        node = node[int(part)] if isinstance(node, list) else node[part]
-    return node, int(last) if isinstance(node, list) else last
-
-
 def _weights_beside(model: nn.Module, method: AdapterMethod) -> dict[str, nn.Module]:
     """Modules whose own weights are trained in full beside the adapter, by name."""
     if not (method.train_embeddings or method.train_head):
@@ -233,3 +221,65 @@ def _replaced_modules(model: nn.Module, before: dict[str, nn.Module]) -> tuple[A
             parent, key = locate(model, name)
             found.append(AdaptedModule(name=name, parent=parent, key=key, base=base, adapted=module))
     return tuple(found)
+
+
+class _Call(NamedTuple):
+    module: nn.Module
+    given: Any
+    result: Any
+
+
+def token_weights(model: nn.Module, *, embeddings: bool, head: bool) -> dict[str, nn.Module]:
+    """The embedding modules that look tokens up, and the linear layer that ends in the logits, by name.
+
+    Architectures give them many names, so one call of the model is watched; it is never evaluated, so weights that
+    were not read yet stay unread. embeddings, head: which to return. Raises `ModelError` where the model has none of
+    its own, as where embeddings and head are tied.
+    """
+    inside = {id(module) for block in model.layers for module in block.modules()}
+    candidates = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, (nn.Embedding, nn.Linear)) and id(module) not in inside
+    }
+    tokens_1_2 = mx.zeros((1, 2), dtype=mx.int32)
+    with _watched(candidates.values()) as calls:
+        logits_1_2_V = model(tokens_1_2)
+    looked_up = [call.module for call in calls if isinstance(call.module, nn.Embedding) and call.given is tokens_1_2]
+    ends = [call.module for call in calls if isinstance(call.module, nn.Linear) and _ends_in(call, logits_1_2_V)]
+    if embeddings and not looked_up:
+        raise ModelError("policy.method.train_embeddings: no embedding of this architecture is called with the tokens")
+    if head and not ends:
+        raise ModelError(
+            "policy.method.train_head: this model has no head of its own, its embeddings are the head (tied); "
+            "policy.method.train_embeddings = true trains both"
+        )
+    wanted = [*(looked_up if embeddings else ()), *(ends[-1:] if head else ())]
+    return {name: module for name, module in candidates.items() if any(module is one for one in wanted)}
+
+
+def _ends_in(call: _Call, logits_1_2_V: mx.array) -> bool:
+    return isinstance(call.result, mx.array) and call.result.shape[-1] == logits_1_2_V.shape[-1]
+
+
+@contextmanager
+def _watched(modules: Iterable[nn.Module]) -> Iterator[list[_Call]]:
+    """Inside, every call of one of `modules` is noted; they change class for it, and change back."""
+    calls: list[_Call] = []
+    plain = [(module, type(module)) for module in modules]
+    try:
+        for module, cls in plain:
+            module.__class__ = _watching(cls, calls)
+        yield calls
+    finally:
+        for module, cls in plain:
+            module.__class__ = cls
+
+
+def _watching(cls: type[Any], calls: list[_Call]) -> type[Any]:
+    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        result = cls.__call__(module, *args, **kwargs)
+        calls.append(_Call(module, args[0] if args else None, result))
+        return result
+
+    return type(cls.__name__, (cls,), {"__call__": call})

@@ -1,9 +1,4 @@
-"""Which machine this is.
-
-How much memory MLX holds, and may keep.
-
-MLX's random state as plain integers. It belongs to a thread: use this in the compute thread.
-"""
+"""The machine: its description, MLX's memory, and MLX's random state."""
 
 from __future__ import annotations
 
@@ -21,7 +16,7 @@ from protocols.summary import MachineDescription
 
 
 def describe_machine(*, blas: str) -> MachineDescription:
-    """Chip, cores, memory and MLX backend. `blas` is what `load_blas` returned; it only matters on the CPU."""
+    """Describe processor, cores, memory and MLX backend. blas: the result of `load_blas`; only relevant on the CPU."""
     info = mx.device_info(mx.default_device())
     device = str(info.get("device_name", info.get("architecture", "unknown")))
     return MachineDescription(
@@ -37,19 +32,19 @@ def describe_machine(*, blas: str) -> MachineDescription:
 
 
 def physical_memory() -> int:
-    """Installed memory in bytes."""
+    """Return the installed memory in bytes."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def backend_name() -> str:
-    """Metal, CUDA or CPU: where arrays are computed by default."""
+    """Return Metal, CUDA or CPU: the default device of MLX."""
     if mx.default_device().type == mx.cpu:
         return "CPU"
     return "Metal" if mx.metal.is_available() else "CUDA"
 
 
 def _usable_cores() -> int:
-    """Cores this process may use, which a container or `taskset` can make fewer than the machine has."""
+    """Return the number of cores that this process may use, which containers and `taskset` can reduce."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -67,26 +62,26 @@ def _processor() -> str:
 
 
 def limit_buffer_cache(limit_bytes: int) -> None:
-    """Bound the freed buffers that MLX keeps for reuse; variable lengths make them grow otherwise."""
+    """Limit the freed buffers that MLX keeps for reuse; with variable lengths they would grow without limit."""
     mx.set_cache_limit(limit_bytes)
 
 
 def peak_memory() -> int:
-    """Most bytes of arrays held at once since the process began."""
+    """Return the peak memory of arrays since the process started, in bytes."""
     return mx.get_peak_memory()
 
 
 def random_state() -> tuple[int, ...]:
-    """The calling thread's random state: the two 32-bit halves of its key, the upper first."""
+    """Return the random state of the calling thread: the two 32-bit halves of its key, upper half first."""
     arrays = cast("Iterable[mx.array]", mx.random.state)
     return tuple(int(word) for array in arrays for word in np.array(array).reshape(-1))
 
 
 def restore_random_state(words: tuple[int, ...]) -> None:
-    """Continue the calling thread's random numbers from a state that `random_state` gave.
+    """Restore the random state of the calling thread that `random_state` returned.
 
-    A key is the seed it came from, split into halves (`mx.random.key`), so seeding with a key's own value restores it;
-    the state itself cannot be assigned to in every version of MLX.
+    A key is its seed, split into halves (`mx.random.key`), so seeding with the value of a key restores it. The state
+    itself cannot be assigned in every version of MLX.
     """
     upper, lower = words
     mx.random.seed(upper << 32 | lower)

@@ -1,6 +1,6 @@
-"""The policy: one set of base weights, and the trainable ones that serve, learn and step aside for the reference.
+"""The policy: one set of base weights, with the trainable weights that are served and trained.
 
-All of it belongs to the compute thread. Parameters change by pointer: nothing is copied, and arrays never change.
+It belongs to the compute thread. Parameters change by reference: nothing is copied, and arrays are never modified.
 """
 
 from __future__ import annotations
@@ -18,12 +18,10 @@ from msgspec.structs import replace
 from clotho.config.schema import ModelSection, PolicySection
 from clotho.config.sections_data import FullMethod
 from clotho.cpu.layers import install_cpu_layers
-from clotho.models.describe import context_length, describe_model
 from clotho.models.gradient_checkpoint import checkpointed_blocks
-from clotho.models.loading import load_base
+from clotho.models.loading import context_length, describe_model, load_base
 from clotho.models.lora import AdaptedModule, fused_weights, install_adapter, open_all_weights
-from clotho.models.parameter_slots import ParameterPlaces, Parameters
-from clotho.models.parameters import fingerprint, flat, nested
+from clotho.models.parameters import Parameters, ParameterSlots, fingerprint, flat, nested
 from clotho.models.tokenizer import ChatTokenizer
 from protocols.checkpoint import AdapterConfig
 from protocols.errors import ModelError
@@ -33,11 +31,10 @@ __all__ = ["Parameters", "Policy", "TrainablePolicy", "load_policy"]
 
 
 def load_policy(model: ModelSection, policy: PolicySection, *, seed: int, keep_reference: bool) -> Policy:
-    """Load base and tokenizer and make the policy of them; call it in the compute thread, which it seeds.
+    """Load base model and tokenizer and create the policy, in the compute thread, whose random state it seeds.
 
-    keep_reference: hold on to the initial weights of all that is trained in full, so that `reference()` works; an
-    adapter needs none. Raises `ModelError`, in one line, for whatever is wrong with the model or its combination
-    with `policy`.
+    keep_reference: keep the initial values of weights that are trained in full, which `reference()` needs; an adapter
+    needs none. Raises `ModelError` if the model cannot be loaded or does not support the settings in `policy`.
     """
     base, config, directory = load_base(model)
     tokenizer = ChatTokenizer.from_directory(directory, trust_remote_code=model.trust_remote_code)
@@ -78,12 +75,12 @@ class TrainablePolicy(Protocol):
 
 
 class Policy:
-    """The model with what is trained of it, and which version of that serves.
+    """The model with its trainable parameters, and the version that is served.
 
     model: computes with the served parameters, except inside `using` and `reference`.
-    version, step, fingerprint: of the served parameters; they start as 0, 0 and the initial weights' own.
-    directory: where base and tokenizer were read from, hub models included.
-    adapter_config: what mlx-lm needs to rebuild the trained layers from a file.
+    version, step, fingerprint: of the served parameters; initially 0, 0 and that of the initial weights.
+    directory: directory of base model and tokenizer, also for models of the hub.
+    adapter_config: settings with which mlx-lm rebuilds the trained layers from a file.
     """
 
     def __init__(
@@ -118,52 +115,52 @@ class Policy:
         self.vocab_size = self.description.vocab_size
         self.context_length = context_length(config)
         self._adapted = adapted
-        self._places = ParameterPlaces(model)
-        self._served = self._places.current()
+        self._slots = ParameterSlots(model)
+        self._served = self._slots.current()
         if not self._served:
-            raise ModelError("nothing of this model can be trained")
+            raise ModelError("this model has no trainable parameters")
         mx.eval(self._served)
         self._overrides: list[list[mx.array]] = []
         beside = set(adapter_config.trained_weights)
-        self._in_full = [i for i, name in enumerate(self._places.names) if not adapted or name in beside]
+        self._in_full = [i for i, name in enumerate(self._slots.names) if not adapted or name in beside]
         self._initial = {i: self._served[i] for i in self._in_full} if keep_reference else {}
         self.version = 0
         self.step = 0
         self.fingerprint = fingerprint(self.trainable())
 
     def trainable(self) -> Parameters:
-        """Tree of the served parameters; changing the tree does not change the policy."""
-        return self._places.tree(self._served)
+        """Return the tree of the served parameters; changing the tree does not change the policy."""
+        return self._slots.tree(self._served)
 
     def publish(self, parameters: Parameters, *, version: int, step: int, fingerprint: str) -> float:
-        """Make `parameters` the served ones, by pointer; return the seconds it took.
+        """Serve `parameters` from now on, without a copy; return the duration in seconds.
 
-        Call it between decode ticks. Raises `ValueError`, and changes nothing, where the tree does not have exactly
-        the names, shapes and types of the trainable parameters.
+        Call this between decode ticks. Raises `ValueError`, and changes nothing, unless the tree has exactly the names,
+        shapes and types of the trainable parameters.
         """
         started = time.perf_counter()
-        leaves = self._places.leaves(parameters)
+        leaves = self._slots.leaves(parameters)
         if not self._overrides:
-            self._places.assign(leaves)
+            self._slots.assign(leaves)
         self._served = leaves
         self.version, self.step, self.fingerprint = version, step, fingerprint
         return time.perf_counter() - started
 
     @contextmanager
     def using(self, parameters: Parameters) -> Iterator[None]:
-        """Compute with these parameters inside, and with the served ones after, whatever happens inside.
+        """Compute with these parameters inside the context, and with the served ones afterwards; contexts nest.
 
-        The engine must not tick inside: it would label tokens with the served version. Nests.
+        The engine must not tick inside, because it would label tokens with the served version.
         """
-        with self._computing(self._places.leaves(parameters)):
+        with self._computing(self._slots.leaves(parameters)):
             yield
 
     @contextmanager
     def reference(self) -> Iterator[None]:
-        """Compute as the reference policy inside: adapters taken out of the model, so exactly the base.
+        """Compute as the reference policy inside the context: without adapters, which is exactly the base model.
 
-        For what is trained in full (all, or embeddings and head) the initial weights stand in; raises `ValueError`
-        unless they were kept at load.
+        Weights that are trained in full (all, or embeddings and head) get their initial values. Raises `ValueError`
+        unless these were kept at load.
         """
         if len(self._initial) < len(self._in_full):
             raise ValueError("the reference policy was not kept: load the policy with keep_reference=True")
@@ -179,9 +176,9 @@ class Policy:
 
     @contextmanager
     def training_mode(self) -> Iterator[None]:
-        """Inside, for gradients: dropout draws, layers take their differentiable form; checkpoints blocks if asked.
+        """Prepare the model for gradients inside the context: dropout is active, blocks are checkpointed if configured.
 
-        Some architectures (gated delta networks) have kernels without a gradient and avoid them only in this mode.
+        Some architectures (gated delta networks) use kernels without a gradient outside this mode.
         """
         self.model.train()
         try:
@@ -194,11 +191,11 @@ class Policy:
             self.model.eval()
 
     def loadable(self, parameters: Parameters) -> tuple[Parameters, AdapterConfig]:
-        """What a directory must hold for `mlx_lm.load(base, adapter_path=...)` to compute with `parameters`; evaluated.
+        """Return the evaluated weights that make `mlx_lm.load(base, adapter_path=...)` compute with `parameters`.
 
-        The parameters themselves, unless embeddings or head are trained beside an adapter: mlx-lm reads no other
-        weight beside one. Then the adapter is fused into the weights it sits on, W + scale (A B)^T in their own type,
-        equal up to rounding, and all changed weights are given, for which mlx-lm's word is "full": a copy of as many.
+        These are the parameters, unless embeddings or head are trained besides an adapter, because mlx-lm then reads
+        the adapter only. In that case the adapter is fused into its base weights, W + scale (A B)^T in their type,
+        equal up to rounding, and all changed weights are returned as a "full" fine-tuning.
         """
         if not self.adapter_config.trained_weights:
             return parameters, self.adapter_config
@@ -211,11 +208,11 @@ class Policy:
 
     @contextmanager
     def _computing(self, leaves: list[mx.array]) -> Iterator[None]:
-        """Let the model compute with `leaves` inside."""
+        """Compute with `leaves` inside the context."""
         self._overrides.append(leaves)
         try:
-            self._places.assign(leaves)
+            self._slots.assign(leaves)
             yield
         finally:
             self._overrides.pop()
-            self._places.assign(self._overrides[-1] if self._overrides else self._served)
+            self._slots.assign(self._overrides[-1] if self._overrides else self._served)

@@ -14,9 +14,9 @@ from protocols.errors import ModelError, RequestError
 
 
 class ChatTokenizer:
-    """A model's tokenizer and chat template. May be used from any thread; holds no arrays.
+    """The tokenizer and chat template of a model. Thread-safe; holds no arrays.
 
-    eos_ids: tokens that end a completion. vocab_size: ids are below it; the model's logits may be wider.
+    eos_ids: tokens that end a completion. vocab_size: number of tokens; the model's logits may be wider.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -29,9 +29,9 @@ class ChatTokenizer:
 
     @classmethod
     def from_directory(cls, path: str | Path, *, trust_remote_code: bool = False) -> ChatTokenizer:
-        """Load from a model's directory, without network; its own code runs only if `trust_remote_code`.
+        """Load from the directory of a model, without network. Code of the model runs only if `trust_remote_code`.
 
-        Raises ModelError if there is no tokenizer that can be read.
+        Raises ModelError if the tokenizer cannot be loaded.
         """
         directory = Path(path)
         if not directory.is_dir():
@@ -48,21 +48,21 @@ class ChatTokenizer:
         return bool(self._wrapper.has_chat_template)
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Return the tokens of plain text, with the special tokens (such as a first one) the tokenizer adds."""
+        """Return the tokens of plain text, including special tokens that the tokenizer adds, such as a first one."""
         with self._lock:
             return tuple(int(t) for t in self._wrapper.encode(text, verbose=False))
 
     def render_chat(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
     ) -> tuple[int, ...]:
-        """Return the tokens of a conversation under the model's chat template, ready for the next answer.
+        """Return the tokens of a conversation in the chat template of the model.
 
-        Raises RequestError (param `messages`) if there is no template, or it refuses these messages.
+        Raises RequestError (param `messages`) if there is no template, or the template raises for these messages.
         """
         if not messages:
             raise RequestError("a conversation needs at least one message", param="messages")
         if not self.has_chat_template:
-            raise RequestError("this model has no chat template; ask for a plain completion", param="messages")
+            raise RequestError("this model has no chat template; request a plain completion", param="messages")
         try:
             with self._lock:
                 text = self._wrapper.apply_chat_template(
@@ -70,13 +70,13 @@ class ChatTokenizer:
                 )
                 return tuple(int(t) for t in self._wrapper.encode(text, add_special_tokens=False, verbose=False))
         except Exception as error:
-            message = f"the chat template refuses these messages: {type(error).__name__}: {error}"
+            message = f"the chat template raised for these messages: {type(error).__name__}: {error}"
             raise RequestError(message, param="messages") from error
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of `tokens`; special tokens leave none."""
+        """Return the text of `tokens` without special tokens."""
         return str(self._wrapper.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
     def token_text(self, token: int) -> str:
-        """Return one token as text, special tokens by their name; half a character comes out as U+FFFD."""
+        """Return one token as text, special tokens by name; an incomplete character becomes U+FFFD."""
         return str(self._wrapper.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False))

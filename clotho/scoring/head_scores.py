@@ -1,4 +1,4 @@
-"""Scores of sampled tokens from hidden states, never holding the vocabulary for all of them: see `token_scores`."""
+"""Scores of sampled tokens from hidden states, in chunks of rows: logits of all tokens are never held at once."""
 
 from __future__ import annotations
 
@@ -20,114 +20,114 @@ from clotho.scoring.token_scores import (
 
 __all__ = ["HeadScores", "SampledTokens", "SamplingDistribution", "TokenScores", "rows_at_once", "token_scores"]
 
-LOGITS_AT_ONCE = 2**20
-"""Logits (rows x vocabulary) that the head computes at once; beyond, it runs in pieces, one after the other."""
+MAX_LOGITS = 2**20
+"""Maximum number of logits (rows x vocabulary) of a chunk."""
 
-FEWEST_ROWS = 32
-"""Rows of a piece however large the vocabulary: a product reads all weights of the head for each piece."""
+MIN_ROWS = 32
+"""Minimum number of rows of a chunk: each chunk reads all weights of the head."""
 
 Weights = dict[str, mx.array]
 
 
 def rows_at_once(vocab_size: int) -> int:
-    """Rows of logits that are computed at once."""
-    return max(FEWEST_ROWS, LOGITS_AT_ONCE // vocab_size)
+    """Return the number of rows of a chunk."""
+    return max(MIN_ROWS, MAX_LOGITS // vocab_size)
 
 
 class HeadScores:
-    """Scores hidden states through a model's own head, in pieces of `rows` rows, by default `rows_at_once`.
+    """Scores hidden states with the model's head, in chunks of `rows` rows, by default `rows_at_once`.
 
-    A piece begins when the one before has ended, in the forward pass and in the backward pass, which computes the
-    logits once more. Either holds a constant number of arrays as large as a piece, however many tokens there are.
+    Chunks are computed one after the other, in the forward pass and in the backward pass, which recomputes the logits.
+    Memory does not depend on the number of tokens: both passes hold a constant number of arrays of chunk size.
     """
 
     def __init__(self, split: SplitModel, vocab_size: int, *, rows: int | None = None) -> None:
         self._split = split
         self._rows = rows or rows_at_once(vocab_size)
 
-    def __call__(self, hidden_N_D: mx.array, draws: SampledTokens, *, logp_only: bool = False) -> TokenScores:
-        """Score the targets of `draws` after `hidden_N_D`: see `token_scores`.
+    def __call__(self, hidden_N_D: mx.array, sampled: SampledTokens, *, logp_only: bool = False) -> TokenScores:
+        """Score the targets of `sampled` given `hidden_N_D`: see `token_scores`.
 
-        Hidden states have gradients, and so have the trainable weights of the head that the model holds in the call.
-        logp_only: the gradient that follows is one of log-probabilities alone, which may then be prepared here.
+        Differentiable in the hidden states and in the trainable weights of the head. logp_only: only log-probabilities
+        will be differentiated, so their gradient can be computed in the forward pass.
         """
-        if logp_only and draws.support_N_K is None and draws.teacher is None and not self._split.head_weights():
-            return self._prepared(hidden_N_D, draws)
+        if logp_only and sampled.support_N_K is None and sampled.teacher is None and not self._split.head_weights():
+            return self._with_gradient(hidden_N_D, sampled)
         if hidden_N_D.shape[0] <= self._rows:
-            totals = scoring(draws)(self._split.head(hidden_N_D))
+            totals = scoring(sampled)(self._split.head(hidden_N_D))
         else:
-            totals = self._in_pieces(hidden_N_D, draws)
-        return Totals(*totals).scores(draws)
+            totals = self._in_chunks(hidden_N_D, sampled)
+        return Totals(*totals).scores(sampled)
 
-    def _prepared(self, hidden_N_D: mx.array, draws: SampledTokens) -> TokenScores:
-        """Take each row's gradient while its logits are there; the cotangent of a row is but one factor.
+    def _with_gradient(self, hidden_N_D: mx.array, sampled: SampledTokens) -> TokenScores:
+        """Compute each row's gradient in the forward pass; the backward pass multiplies it by the row's cotangent.
 
-        That spares the backward pass its second look at the vocabulary: a product and an exponential in three.
+        This saves the backward pass from recomputing the logits: one matrix product and one exponential of three.
         """
 
         @mx.custom_function
-        def prepared(hidden_N_D: mx.array) -> tuple[mx.array, mx.array, mx.array]:
-            pieces: list[tuple[mx.array, mx.array, mx.array]] = []
-            for rows in self._stretches(hidden_N_D):
-                hidden_n_D = _after(pieces[-1] if pieces else (), hidden_N_D[rows])
-                totals, slope_n_V = slopes(self._split.head(hidden_n_D), draws.at(rows))
-                _, (along_n_D,) = mx.vjp(self._split.head, [hidden_n_D], [slope_n_V])
-                pieces.append((totals.logp_N, totals.entropy_N, along_n_D))
-            logp_N, entropy_N, along_N_D = (mx.concatenate(list(parts)) for parts in zip(*pieces, strict=True))
-            return logp_N, entropy_N, along_N_D
+        def scored(hidden_N_D: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+            chunks: list[tuple[mx.array, mx.array, mx.array]] = []
+            for rows in self._chunks(hidden_N_D):
+                hidden_n_D = _depends_on(chunks[-1] if chunks else (), hidden_N_D[rows])
+                totals, slope_n_V = slopes(self._split.head(hidden_n_D), sampled.at(rows))
+                _, (gradient_n_D,) = mx.vjp(self._split.head, [hidden_n_D], [slope_n_V])
+                chunks.append((totals.logp_N, totals.entropy_N, gradient_n_D))
+            logp_N, entropy_N, gradient_N_D = (mx.concatenate(list(parts)) for parts in zip(*chunks, strict=True))
+            return logp_N, entropy_N, gradient_N_D
 
-        @prepared.vjp
-        def backward(hidden_N_D: mx.array, cotangents: Sequence[mx.array], found: Sequence[mx.array]) -> mx.array:
-            g_logp_N = cotangents[0] * draws.inverse_temperature
-            return (g_logp_N[:, None] * found[2]).astype(hidden_N_D.dtype)
+        @scored.vjp
+        def backward(hidden_N_D: mx.array, cotangents: Sequence[mx.array], outputs: Sequence[mx.array]) -> mx.array:
+            g_logp_N = cotangents[0] * sampled.inverse_temperature
+            return (g_logp_N[:, None] * outputs[2]).astype(hidden_N_D.dtype)
 
-        logp_N, entropy_N, _ = cast(tuple[mx.array, ...], prepared(hidden_N_D))
+        logp_N, entropy_N, _ = cast(tuple[mx.array, ...], scored(hidden_N_D))
         return TokenScores(logp_N, mx.stop_gradient(entropy_N))
 
-    def _in_pieces(self, hidden_N_D: mx.array, draws: SampledTokens) -> Totals:
+    def _in_chunks(self, hidden_N_D: mx.array, sampled: SampledTokens) -> Totals:
         @mx.custom_function
         def totals(hidden_N_D: mx.array, weights: Weights) -> Totals:
             with self._split.using(weights):
-                return self._forward(hidden_N_D, draws)
+                return self._forward(hidden_N_D, sampled)
 
         @totals.vjp
         def backward(
-            primals: tuple[mx.array, Weights], cotangents: Sequence[mx.array], found: Sequence[mx.array]
+            primals: tuple[mx.array, Weights], cotangents: Sequence[mx.array], outputs: Sequence[mx.array]
         ) -> tuple[mx.array, Weights]:
-            return self._backward(*primals, draws, Totals(*cotangents), Totals(*found))
+            return self._backward(*primals, sampled, Totals(*cotangents), Totals(*outputs))
 
         return cast(Totals, totals(hidden_N_D, self._split.head_weights()))
 
-    def _forward(self, hidden_N_D: mx.array, draws: SampledTokens) -> Totals:
-        pieces: list[Totals] = []
-        for rows in self._stretches(hidden_N_D):
-            hidden_n_D = _after(pieces[-1] if pieces else (), hidden_N_D[rows])
-            pieces.append(Totals(*scoring(draws.at(rows))(self._split.head(hidden_n_D))))
-        return Totals(*(mx.concatenate(list(parts)) for parts in zip(*pieces, strict=True)))
+    def _forward(self, hidden_N_D: mx.array, sampled: SampledTokens) -> Totals:
+        chunks: list[Totals] = []
+        for rows in self._chunks(hidden_N_D):
+            hidden_n_D = _depends_on(chunks[-1] if chunks else (), hidden_N_D[rows])
+            chunks.append(Totals(*scoring(sampled.at(rows))(self._split.head(hidden_n_D))))
+        return Totals(*(mx.concatenate(list(parts)) for parts in zip(*chunks, strict=True)))
 
     def _backward(
-        self, hidden_N_D: mx.array, weights: Weights, draws: SampledTokens, cotangents: Totals, totals: Totals
+        self, hidden_N_D: mx.array, weights: Weights, sampled: SampledTokens, cotangents: Totals, totals: Totals
     ) -> tuple[mx.array, Weights]:
-        """Gradients of hidden states and of weights; the latter add up in float32, piece by piece."""
-        pieces: list[mx.array] = []
+        """Return the gradients of hidden states and weights; those of weights are summed over chunks in float32."""
+        chunks: list[mx.array] = []
         sums = [mx.zeros(array.shape) for array in weights.values()]
-        for rows in self._stretches(hidden_N_D):
+        for rows in self._chunks(hidden_N_D):
 
-            def piece(hidden_n_D: mx.array, *arrays: mx.array, rows: slice = rows) -> Totals:
+            def chunk(hidden_n_D: mx.array, *arrays: mx.array, rows: slice = rows) -> Totals:
                 with self._split.using(dict(zip(weights, arrays, strict=True))):
-                    return scoring(draws.at(rows), totals.at(rows))(self._split.head(hidden_n_D))
+                    return scoring(sampled.at(rows), totals.at(rows))(self._split.head(hidden_n_D))
 
-            hidden_n_D = _after([pieces[-1], *sums] if pieces else cotangents, hidden_N_D[rows])
-            _, gradients = mx.vjp(piece, [hidden_n_D, *weights.values()], list(cotangents.at(rows)))
-            pieces.append(gradients[0])
+            hidden_n_D = _depends_on([chunks[-1], *sums] if chunks else cotangents, hidden_N_D[rows])
+            _, gradients = mx.vjp(chunk, [hidden_n_D, *weights.values()], list(cotangents.at(rows)))
+            chunks.append(gradients[0])
             sums = [total + gradient for total, gradient in zip(sums, gradients[1:], strict=True)]
         narrow = (total.astype(array.dtype) for total, array in zip(sums, weights.values(), strict=True))
-        return mx.concatenate(pieces), dict(zip(weights, narrow, strict=True))
+        return mx.concatenate(chunks), dict(zip(weights, narrow, strict=True))
 
-    def _stretches(self, hidden_N_D: mx.array) -> list[slice]:
+    def _chunks(self, hidden_N_D: mx.array) -> list[slice]:
         return [slice(start, start + self._rows) for start in range(0, hidden_N_D.shape[0], self._rows)]
 
 
-def _after(done: Sequence[mx.array], array: mx.array) -> mx.array:
-    """The array, not to be used before `done` is computed."""
+def _depends_on(done: Sequence[mx.array], array: mx.array) -> mx.array:
+    """Return the array with a dependency on `done`."""
     return mx.depends([array], list(done))[0] if done else array

@@ -1,4 +1,4 @@
-"""Log-probabilities of a prompt's own tokens under the served policy, a chunk of it per turn of the compute thread."""
+"""Log-probabilities of the tokens of a prompt under the served policy, one chunk per turn of the compute thread."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from clotho.scoring.token_scores import SampledTokens, SamplingDistribution, sco
 from protocols.errors import GenerationError
 from protocols.sampling import PromptLogprobs
 
-UNTEMPERED = SamplingDistribution(temperature=1.0)
+MODEL_DISTRIBUTION = SamplingDistribution(temperature=1.0)
 Alternatives = tuple[tuple[int, float], ...]
 
 
@@ -27,14 +27,13 @@ def prompt_logprobs(
     *,
     top: int,
     chunk: int,
-    distribution: SamplingDistribution = UNTEMPERED,
+    distribution: SamplingDistribution = MODEL_DISTRIBUTION,
 ) -> Generator[None, None, PromptLogprobs]:
-    """Score every token but the first, with the `top` most probable ones in its place.
+    """Score every token except the first, and return the `top` most probable tokens at its position.
 
-    The weights are those that serve at the first turn, pinned while others are published. A turn reads at most `chunk`
-    tokens, and fewer where their logits would exceed `rows_at_once`: that bounds the pause it makes, and its memory.
-    distribution: the one that all of them are scored under.
-    Raises GenerationError where the model's logits are not finite.
+    Uses the weights served at the first turn, also if others are published meanwhile. A turn computes at most `chunk`
+    tokens and at most `rows_at_once` rows of logits, which limits its duration and memory. distribution: the
+    distribution that the tokens are scored under. Raises GenerationError if the model's logits are not finite.
     """
     parameters, version = policy.trainable(), policy.version
     rows = min(chunk, rows_at_once(policy.vocab_size))
@@ -57,14 +56,14 @@ def prompt_logprobs(
 def _scores(
     logits_N_V: mx.array, target_N: mx.array, top: int, distribution: SamplingDistribution
 ) -> tuple[NDArray[np.float32], list[Alternatives]]:
-    draws = SampledTokens(target_N, None, distribution)
-    totals = scoring(draws)(logits_N_V)
+    sampled = SampledTokens(target_N, None, distribution)
+    totals = scoring(sampled)(logits_N_V)
     logp_N = np.array(totals.logp_N)
     if not np.isfinite(logp_N).all():
         raise GenerationError("the model's logits are not finite")
     if not top:
         return logp_N, [()] * len(logp_N)
-    z_N_V = draws.scaled(logits_N_V, None)
+    z_N_V = sampled.scaled(logits_N_V, None)
     best_N_K = mx.argpartition(-z_N_V, kth=top - 1, axis=-1)[:, :top]
     best_logp_N_K = np.array(mx.take_along_axis(z_N_V, best_N_K, axis=-1) - totals.logsumexp_N[:, None])
     token_N_K = np.array(best_N_K)

@@ -1,7 +1,4 @@
-"""What the learner knows of one completion: its tokens, how they were sampled, and what each of them weighs.
-
-A sequence whose log-probabilities are asked for, and that nothing is learned from.
-"""
+"""The learner's view of a completion: its tokens, how they were sampled, and their weights in the loss."""
 
 from __future__ import annotations
 
@@ -15,14 +12,14 @@ from protocols.sampling import Completion
 
 
 def drawn_T(completion: Completion) -> NDArray[np.bool_]:
-    """Which of its tokens the policy drew: (T,)."""
+    """Return which of its tokens the policy sampled, (T,)."""
     return np.asarray(completion.sampled or (True,) * len(completion.tokens), dtype=bool)
 
 
 class TeacherRows(NamedTuple):
-    """A teacher's alternatives, row by row: tokens, int32, -1 where there are fewer than K; and their shares, float32.
+    """A teacher's distribution at each token: K tokens, int32, padded with -1, and their probabilities, float32.
 
-    A row of shares adds up to 1, or to 0 where the teacher said nothing; the share of a -1 is 0.
+    The probabilities of a row add up to 1, or to 0 if the teacher gives none; those of padding are 0.
     """
 
     token_T_K: NDArray[np.int32]
@@ -30,18 +27,18 @@ class TeacherRows(NamedTuple):
 
 
 class TrainingSequence(NamedTuple):
-    """One completion, ready for a micro-batch; T counts its tokens, at least one of them sampled. Arrays are (T,).
+    """One completion for a micro-batch. T counts its tokens; at least one is sampled. Arrays have shape (T,).
 
-    group: which group of the batch it belongs to; completions of a group have the same prompt.
-    rollout_logp_T: log-probability under the sampler. version_T: of the weights that drew the token.
-    weight_T: 1 for tokens that are learned from, else 0. loss_weight_T: the token's share in the loss of the whole
-    update, by the aggregation: the loss is the sum of coefficient times token loss over all sequences.
+    group: index of its group in the batch; completions of a group have the same prompt.
+    rollout_logp_T: log-probability under the sampler. version_T: policy version that sampled the token.
+    weight_T: 1 for tokens that are trained on, else 0. loss_weight_T: weight of the token in the loss of
+    the update: the loss is the sum of loss weight times token loss over all sequences.
     supports: per token, the tokens that could have been sampled, as little-endian uint32 numbers in ascending order;
-    empty where the whole vocabulary could.
-    drawn_T: whether the policy drew the token; None: all of them. Others are read, and whatever else is said of them
-    counts for nothing.
-    temperature: at which the tokens were sampled; 0: the run's. reference_T: log-probabilities under the reference, where
-    the group brings them. teacher: what one would have said at each token.
+    empty if the support is the whole vocabulary.
+    drawn_T: whether the policy sampled the token; None: all of them. Other tokens are context, and their other
+    values are ignored.
+    temperature: sampling temperature; 0: that of the run. reference_T: log-probabilities under the reference policy, if
+    the group contains them. teacher: a teacher's distribution at each token.
     """
 
     group: int
@@ -60,21 +57,20 @@ class TrainingSequence(NamedTuple):
 
     @property
     def inputs(self) -> int:
-        """Tokens that the model reads: the last one is only predicted."""
+        """Number of tokens that the model reads: all except the last, which is only predicted."""
         return len(self.prompt) + len(self.tokens) - 1
 
 
 class TokenTable(NamedTuple):
-    """The completion tokens of a micro-batch that the policy drew, in one flat row of length N.
+    """The sampled completion tokens of a micro-batch as one flat row of length N.
 
-    N is padded to a multiple of `TOKEN_BUCKET`. What the policy did not draw is in the inputs alone.
+    N is padded to a multiple of `TOKEN_BUCKET`. Tokens that the policy did not sample occur in the inputs only.
 
     position_N: index, in the flattened hidden states of the layout, of the state that predicts the token.
-    target_N: the token. sequence_N: its completion, counted within the micro-batch. The rest: see `TrainingSequence`.
-    support_N_K: tokens that could have been sampled, padded with -1 at the end of a
-    row; None where the whole vocabulary could. Padding in N repeats the first token with weight and coefficient 0.
-    temperature_N: 0 where it is the run's; None where it is everywhere. reference_N: None where the groups bring none.
-    teacher: its rows, (N, K); None where there is none. Padding has no teacher.
+    target_N: the token. sequence_N: index of its completion in the micro-batch. Other fields: see `TrainingSequence`.
+    support_N_K: tokens that could have been sampled, padded with -1; None if the support is the whole vocabulary.
+    temperature_N: 0 for that of the run; None if all are. reference_N: None if the groups contain none.
+    teacher: rows of shape (N, K); None without a teacher. Padding in N repeats the first token with weights 0.
     """
 
     position_N: NDArray[np.int32]
@@ -92,7 +88,7 @@ class TokenTable(NamedTuple):
 
     @property
     def teacher_mask_N(self) -> NDArray[np.float32]:
-        """1 for tokens with a teacher's alternatives, else 0."""
+        """1 at tokens with a teacher's distribution, else 0."""
         if self.teacher is None:
             return np.zeros_like(self.weight_N)
         return np.asarray((self.teacher.share_T_K > 0).any(axis=-1), dtype=np.float32)
@@ -101,8 +97,8 @@ class TokenTable(NamedTuple):
 class MicroBatch(NamedTuple):
     """Sequences that go through the model together.
 
-    table: their completion tokens. members: which of the sequences that were handed in they are, in the order of
-    `table.sequence_N`. inputs: what the blocks read, in the layout's own form.
+    table: their completion tokens. members: their indices among all sequences, in the order of `table.sequence_N`.
+    inputs: inputs of the blocks, in the form of the layout.
     """
 
     table: TokenTable
@@ -111,12 +107,12 @@ class MicroBatch(NamedTuple):
 
     @property
     def sequences(self) -> int:
-        """How many there are (B)."""
+        """Number of sequences (B)."""
         return len(self.members)
 
 
 def scored_only(prompt: Sequence[int], tokens: Sequence[int]) -> TrainingSequence:
-    """Make a sequence of tokens without a record of how they were sampled: weights and all else are 0."""
+    """Return a sequence that is scored but not trained on: weights and sampler log-probabilities are 0."""
     zeros_T = np.zeros(len(tokens), dtype=np.float32)
     return TrainingSequence(
         group=0,

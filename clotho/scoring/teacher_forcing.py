@@ -1,52 +1,56 @@
-"""Teacher-forced log-probabilities and entropies: what the policy thinks of tokens that were already sampled."""
+"""Teacher-forced log-probabilities and entropies of sampled tokens, and the parity check of sampler and learner."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+from msgspec import Struct
 
+from clotho.models.attention import AttentionLayers
 from clotho.models.head import split_model
-from clotho.models.layer_keys import AttentionLayers
+from clotho.models.policy import TrainablePolicy
 from clotho.scoring.head_scores import HeadScores
-from clotho.scoring.layouts.forward import hidden_states, prove_layout
+from clotho.scoring.layouts.forward import check_layout, hidden_states
 from clotho.scoring.layouts.micro_batches import build_micro_batches
-from clotho.scoring.layouts.padded import PaddedInputs
+from clotho.scoring.layouts.rows import PaddedInputs
 from clotho.scoring.sequences import MicroBatch, TokenTable, scored_only
-from clotho.scoring.token_scores import SampledTokens, SamplingDistribution, Teacher, TokenScores, score
+from clotho.scoring.token_scores import SampledTokens, SamplingDistribution, Teacher, TokenScores, score, token_scores
 from protocols.errors import ModelError
 
 
 class TeacherForcing:
-    """Scores the completion tokens of micro-batches, without caches.
+    """Scores the completion tokens of micro-batches without KV caches.
 
-    The head runs at the scored positions only. A model whose blocks cannot be told from its head runs whole, on padded
-    rows. layout: the one to build micro-batches with. Dropout draws its own masks in each layout.
+    The head computes the scored positions only. If blocks and head of a model cannot be separated, the whole model
+    computes padded rows. layout: layout of the micro-batches. Dropout samples different masks in each layout.
     """
 
     layout: str
 
     def __init__(self, model: nn.Module, vocab_size: int, *, layout: str = "padded") -> None:
-        """Split the model, and prove that the layout changes none of its results.
+        """Split the model, and check that the layout does not change its results.
 
-        layout: "padded", "packed" or "shared"; or "auto", which stays where prompts can be shared (each batch is then
-        laid out the cheaper way), and is "padded" elsewhere. Raises ModelError where it cannot be "packed" or "shared".
+        layout: "padded", "packed", "shared" or "auto". "auto" takes the cheaper of "padded" and "shared" for each
+        batch, and becomes "padded" if the model cannot share prompts. Raises ModelError if the model does not support
+        "packed" or "shared".
         """
         self._model = model
         self._split = split_model(model, vocab_size)
         self._head = HeadScores(self._split, vocab_size) if self._split else None
         self._layers: AttentionLayers | None = None
-        self._proven = "padded"
+        self._checked_layout = "padded"
         self.layout = layout
         if layout != "padded":
-            self._prove("shared" if layout == "auto" else layout, vocab_size)
+            self._check("shared" if layout == "auto" else layout, vocab_size)
 
-    def _prove(self, layout: str, vocab_size: int) -> None:
+    def _check(self, layout: str, vocab_size: int) -> None:
         try:
-            self._layers = prove_layout(self._model, self._split, vocab_size, layout=layout)
-            self._proven = layout
+            self._layers = check_layout(self._model, self._split, vocab_size, layout=layout)
+            self._checked_layout = layout
         except ModelError:
             if self.layout != "auto":
                 raise
@@ -55,9 +59,9 @@ class TeacherForcing:
     def __call__(
         self, micro: MicroBatch, *, distribution: SamplingDistribution, logp_only: bool = False
     ) -> TokenScores:
-        """Score every token of the table under `distribution`, at its own temperature where the table has one.
+        """Score every token of the table under `distribution`, at the token's own temperature if the table has one.
 
-        (N,) each, in the order of the table. logp_only: a gradient of log-probabilities follows, and no other.
+        Scores have shape (N,), in the order of the table. logp_only: only log-probabilities will be differentiated.
         """
         position_N, draws = mx.array(micro.table.position_N), sampled_tokens_of(micro.table, distribution)
         if self._split is None or self._head is None:
@@ -66,23 +70,23 @@ class TeacherForcing:
         return self._head(hidden_N_D, draws, logp_only=logp_only)
 
     def _whole(self, micro: MicroBatch) -> mx.array:
-        """Logits at all positions, (B * S, V)."""
+        """Compute the logits at all positions, (B * S, V)."""
         if not isinstance(micro.inputs, PaddedInputs):
-            raise ValueError(f"this model runs whole, on padded rows, not on {type(micro.inputs).__name__}")
+            raise ValueError(f"a model that cannot be split needs padded rows, not {type(micro.inputs).__name__}")
         logits_B_S_V: mx.array = self._model(mx.array(micro.inputs.tokens_B_S))
         return logits_B_S_V.reshape(-1, logits_B_S_V.shape[-1])
 
     def sequence(
         self, prompt: Sequence[int], tokens: Sequence[int], *, distribution: SamplingDistribution
     ) -> TokenScores:
-        """Score the tokens after one prompt, at least one each, in the layout in use ("auto": shared): (T,)."""
-        (micro,) = build_micro_batches([scored_only(prompt, tokens)], layout=self._proven, budget=1)
+        """Score the tokens after one prompt, (T,), in the layout in use ("auto": shared). Neither may be empty."""
+        (micro,) = build_micro_batches([scored_only(prompt, tokens)], layout=self._checked_layout, budget=1)
         scores = self(micro, distribution=distribution)
         return TokenScores(scores.logp_N[: len(tokens)], scores.entropy_N[: len(tokens)])
 
 
 def sampled_tokens_of(table: TokenTable, distribution: SamplingDistribution) -> SampledTokens:
-    """The tokens of a table as draws from `distribution`; where all were sampled at its temperature, that is one number."""
+    """Return the tokens of a table as samples from `distribution`; equal temperatures become one number."""
     temperature_N = None
     if table.temperature_N is not None:
         own_N = np.where(table.temperature_N > 0, table.temperature_N, np.float32(distribution.temperature))
@@ -94,3 +98,60 @@ def sampled_tokens_of(table: TokenTable, distribution: SamplingDistribution) -> 
         temperature_N=temperature_N,
         teacher=None if table.teacher is None else Teacher(*map(mx.array, table.teacher)),
     )
+
+
+PARITY_ROWS = 2
+"""Rows of the decode batch of a parity check: a single row may use another matrix kernel than a batch."""
+
+
+class ParityReport(Struct, frozen=True, kw_only=True):
+    """The largest absolute difference of both log-probabilities of the same tokens, in nats; may be NaN or inf."""
+
+    tokens: int
+    max_difference: float
+
+
+class TeacherForcedDecoder(Protocol):
+    """The part of `clotho.inference.DecodeEngine` that the parity check uses."""
+
+    def teacher_forced_logits(self, prompt: Sequence[int], tokens: Sequence[int], *, rows: int) -> Iterator[mx.array]:
+        """Yield the logits before each of `tokens`, (rows, V), from decode steps of `rows` equal rows."""
+
+
+def check_parity(
+    policy: TrainablePolicy,
+    decoder: TeacherForcedDecoder,
+    prompt_tokens: Sequence[int],
+    completion_tokens: Sequence[int],
+    temperature: float,
+    *,
+    forcing: TeacherForcing | None = None,
+) -> ParityReport:
+    """Compare log-probabilities of decode steps with teacher-forced ones, under the current weights of the model.
+
+    temperature: 0 (greedy) compares at temperature 1. forcing: an existing instance to reuse.
+    Raises ValueError if the prompt or the completion is empty.
+    """
+    if not prompt_tokens or not completion_tokens:
+        raise ValueError("a parity check needs at least one token of prompt and of completion")
+    distribution = SamplingDistribution(temperature=temperature or 1.0)
+    decoded_R_T = _decoded(decoder, prompt_tokens, completion_tokens, distribution)
+    forcing = forcing or TeacherForcing(policy.model, policy.vocab_size)
+    forced = forcing.sequence(prompt_tokens, completion_tokens, distribution=distribution)
+    difference_R_T = np.abs(np.array(decoded_R_T, dtype=np.float64) - np.array(forced.logp_N, dtype=np.float64))
+    return ParityReport(
+        tokens=len(completion_tokens),
+        max_difference=float(difference_R_T.max()),
+    )
+
+
+def _decoded(
+    decoder: TeacherForcedDecoder, prompt: Sequence[int], completion: Sequence[int], distribution: SamplingDistribution
+) -> mx.array:
+    """Return the log-probabilities of decode steps, (PARITY_ROWS, T) float32."""
+    logits_T = decoder.teacher_forced_logits(prompt, completion, rows=PARITY_ROWS)
+    logp_T = [
+        token_scores(logits_R_V, mx.full((PARITY_ROWS,), token, dtype=mx.int32), distribution=distribution).logp_N
+        for token, logits_R_V in zip(completion, logits_T, strict=True)
+    ]
+    return mx.stack(logp_T, axis=1)

@@ -20,7 +20,7 @@ from clotho.models.parameters import flat
 from clotho.runtime.compute_thread import ComputeExecutor
 from clotho.runtime.latest import Latest
 from clotho.runtime.sampling_client import Sampler
-from clotho.scoring.parity import ParityReport
+from clotho.scoring.teacher_forcing import ParityReport
 from protocols.accounting import LedgerState
 from protocols.errors import ParityError
 from protocols.queues import QueueClosed
@@ -175,9 +175,9 @@ async def test_drift_is_reported_and_beyond_the_bound_ends_the_run(
     def probe(policy: Any, engine: Any, prompt: Any, completion: Any, **_: Any) -> ParityReport:
         probed.append((prompt, completion))
         difference = next(differences)
-        return ParityReport(tokens=4, max_difference=difference, mean_difference=difference)
+        return ParityReport(tokens=4, max_difference=difference)
 
-    monkeypatch.setattr(module, "probe", probe)
+    monkeypatch.setattr(module, "check_parity", probe)
     box = scene.box(*(scene.update(step=step, version=step) for step in (1, 2, 3)))
     with structlog.testing.capture_logs() as logs, pytest.raises(ParityError, match=r"0\.2 nats at version 2"):
         await box.run()

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import ConcatenateKVCache
 
+from clotho.models.attention import LayerKeys
 from clotho.models.gradient_checkpoint import checkpointed_blocks
-from clotho.models.layer_keys import LayerKeys
 from clotho.models.parameters import flat
 
 

@@ -9,7 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
-from clotho.models.token_weights import token_weights
+from clotho.models.lora import token_weights
 from protocols.errors import ModelError
 from tests.small_models import ARCHITECTURES, tiny
 

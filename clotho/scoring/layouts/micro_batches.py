@@ -1,7 +1,4 @@
-"""Sequences in, micro-batches out: on the host, and the same way every time.
-
-The flat table of the tokens of a micro-batch that the policy drew.
-"""
+"""Split sequences into micro-batches, deterministically, and build the table of the sampled tokens of each."""
 
 from __future__ import annotations
 
@@ -12,22 +9,20 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from clotho.scoring.layouts.packed import place_packed
-from clotho.scoring.layouts.packing import TOKEN_BUCKET, Layout, Placement, bucket
-from clotho.scoring.layouts.padded import place_padded
-from clotho.scoring.layouts.prompt_groups import place_shared
+from clotho.scoring.layouts.rows import TOKEN_BUCKET, Layout, Placement, bucket, place_packed, place_padded
+from clotho.scoring.layouts.shared_prefix import place_shared
 from clotho.scoring.sequences import MicroBatch, TeacherRows, TokenTable, TrainingSequence
 
 Number = TypeVar("Number", np.int32, np.float32)
 
 
 def token_table(sequences: Sequence[TrainingSequence], positions: Sequence[NDArray[np.int32]]) -> TokenTable:
-    """Concatenate the sampled tokens of all sequences; `positions` are those of their predicting states, (T,) each.
+    """Concatenate the sampled tokens of all sequences. positions: of the hidden states that predict them, (T,) each.
 
-    Either all sequences have supports, or none has; so with reference values and teachers. Raises ValueError for the
-    support of a sampled token without any token in it.
+    Either all sequences have supports or none has, and likewise reference log-probabilities and teachers. Raises
+    ValueError if the support of a sampled token is empty.
     """
-    sampled = [np.flatnonzero(_drawn_T(sequence)) for sequence in sequences]
+    sampled = [np.flatnonzero(_sampled_T(sequence)) for sequence in sequences]
     padding = -sum(map(len, sampled)) % TOKEN_BUCKET
 
     def row_N(parts: Sequence[NDArray[Number]], *, zero: bool = False) -> NDArray[Number]:
@@ -38,7 +33,7 @@ def token_table(sequences: Sequence[TrainingSequence], positions: Sequence[NDArr
         return np.full(len(sequence.tokens), value, dtype=dtype)
 
     references = [sequence.reference_T for sequence in sequences if sequence.reference_T is not None]
-    warm = any(sequence.temperature for sequence in sequences)
+    has_temperatures = any(sequence.temperature for sequence in sequences)
     return TokenTable(
         position_N=row_N(positions),
         target_N=row_N([np.asarray(sequence.tokens, dtype=np.int32) for sequence in sequences]),
@@ -49,13 +44,13 @@ def token_table(sequences: Sequence[TrainingSequence], positions: Sequence[NDArr
         weight_N=row_N([sequence.weight_T for sequence in sequences], zero=True),
         loss_weight_N=row_N([sequence.loss_weight_T for sequence in sequences], zero=True),
         support_N_K=_supports(sequences, sampled),
-        temperature_N=row_N([same_N(s.temperature, s, np.float32) for s in sequences]) if warm else None,
+        temperature_N=row_N([same_N(s.temperature, s, np.float32) for s in sequences]) if has_temperatures else None,
         reference_N=row_N(references) if references else None,
         teacher=_teacher(sequences, sampled, padding),
     )
 
 
-def _drawn_T(sequence: TrainingSequence) -> NDArray[np.bool_]:
+def _sampled_T(sequence: TrainingSequence) -> NDArray[np.bool_]:
     return np.ones(len(sequence.tokens), dtype=bool) if sequence.drawn_T is None else sequence.drawn_T
 
 
@@ -64,7 +59,7 @@ def _supports(sequences: Sequence[TrainingSequence], sampled: Sequence[NDArray[n
     if not supports:
         return None
     if not all(supports):
-        raise ValueError("a recorded support holds at least the token that was sampled")
+        raise ValueError("a recorded support contains at least the sampled token")
     padding = -len(supports) % TOKEN_BUCKET
     rows = [np.frombuffer(support, dtype="<u4") for support in [*supports, *[supports[0]] * padding]]
     support_N_K = np.full((len(rows), bucket(max(map(len, rows)))), -1, dtype=np.int32)
@@ -76,7 +71,7 @@ def _supports(sequences: Sequence[TrainingSequence], sampled: Sequence[NDArray[n
 def _teacher(
     sequences: Sequence[TrainingSequence], sampled: Sequence[NDArray[np.intp]], padding: int
 ) -> TeacherRows | None:
-    """Put the rows of all teachers one below the other, as wide as the widest."""
+    """Concatenate the rows of all teachers, padded to the widest."""
     parts = [(s.teacher, at) for s, at in zip(sequences, sampled, strict=True) if s.teacher is not None]
     if not parts:
         return None
@@ -90,14 +85,14 @@ def _teacher(
     return rows
 
 
-WORTH_SHARING = 7 / 8
-"""Shared prefixes are taken for at most so many of the positions of padded rows: two passes have their own price."""
+MAX_SHARED_COST = 7 / 8
+"""Prompts are shared if that computes at most this fraction of the positions of padded rows; two passes cost extra."""
 
 
 def place_cheapest(sequences: Sequence[TrainingSequence], order: Sequence[int], budget: int) -> Iterator[Placement]:
-    """Share prompts where that leaves clearly fewer positions to compute, else pad."""
+    """Share prompts if that computes considerably fewer positions than padded rows."""
     padded, shared = (list(place(sequences, order, budget)) for place in (place_padded, place_shared))
-    sharing = sum(part.tokens for part in shared) <= WORTH_SHARING * sum(part.tokens for part in padded)
+    sharing = sum(part.tokens for part in shared) <= MAX_SHARED_COST * sum(part.tokens for part in padded)
     return iter(shared if sharing else padded)
 
 
@@ -110,12 +105,11 @@ LAYOUTS: dict[str, Layout] = {
 
 
 def build_micro_batches(sequences: Sequence[TrainingSequence], *, layout: str, budget: int) -> tuple[MicroBatch, ...]:
-    """Cut sequences into micro-batches of at most `budget` positions that the blocks compute, padding included.
+    """Split sequences into micro-batches of at most `budget` positions, padding included.
 
-    A sequence longer than the budget gets a micro-batch of its own. layout: a key of `LAYOUTS`. Sequences with
-    recorded supports, or with a teacher, do not come together with others. Prompts hold at least one token, completions
-    at least one that was sampled. Equal input gives equal output, and which micro-batches there are depends on tokens,
-    supports and teachers alone.
+    A sequence longer than the budget gets a micro-batch of its own. layout: a key of `LAYOUTS`. Sequences with recorded
+    supports, or with a teacher, are not mixed with others. Prompts have at least one token, completions at least one
+    sampled token. Equal input gives equal output; the split depends on tokens, supports and teachers only.
     """
     return tuple(
         MicroBatch(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from clotho.scoring.layouts.packing import bucket
+from clotho.scoring.layouts.rows import bucket
 
 
 def test_lengths_are_bucketed_with_little_waste() -> None:

@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 
 from clotho.scoring.layouts.micro_batches import LAYOUTS, build_micro_batches
-from clotho.scoring.layouts.packed import PackedInputs
-from clotho.scoring.layouts.padded import PaddedInputs
+from clotho.scoring.layouts.rows import PackedInputs, PaddedInputs
 from clotho.scoring.layouts.shared_prefix import SharedInputs
 from clotho.scoring.sequences import MicroBatch, TrainingSequence
-from tests.scoring.layouts.plain_way import random_sequences
+from tests.scoring.layouts.reference_scores import random_sequences
 
 SHAPES = ((5, (9, 3, 1, 6)), (12, (4, 20)), (1, (2,)), (3, (1, 1)), (33, (40, 7, 7)))
 
@@ -139,7 +138,7 @@ def test_supports_become_rows_that_end_in_padding(layout: str) -> None:
 def test_a_support_without_tokens_is_refused() -> None:
     """It would give its token the probability of nothing."""
     (sequence,) = random_sequences(((2, (2,)),))
-    with pytest.raises(ValueError, match="the token that was sampled"):
+    with pytest.raises(ValueError, match="the sampled token"):
         build_micro_batches([with_supports(sequence, [3], [])], layout="padded", budget=100)
 
 

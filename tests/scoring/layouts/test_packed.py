@@ -5,10 +5,10 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 
-from clotho.models.layer_keys import AttentionLayers
+from clotho.models.attention import AttentionLayers
 from clotho.scoring.layouts.micro_batches import build_micro_batches
-from clotho.scoring.layouts.packed import PackedInputs, PackedKeys
-from tests.scoring.layouts.plain_way import random_sequences
+from clotho.scoring.layouts.rows import PackedInputs, PackedKeys
+from tests.scoring.layouts.reference_scores import random_sequences
 
 
 def test_rows_are_as_long_as_the_longest_sequence_and_filled_first_fit() -> None:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from clotho.scoring.layouts.micro_batches import build_micro_batches
-from clotho.scoring.layouts.prompt_groups import KEYS_PER_TOKEN
-from clotho.scoring.layouts.shared_prefix import SharedInputs
+from clotho.scoring.layouts.shared_prefix import KEYS_PER_TOKEN, SharedInputs
 from clotho.scoring.sequences import MicroBatch, TrainingSequence
-from tests.scoring.layouts.plain_way import random_sequences
+from tests.scoring.layouts.reference_scores import random_sequences
 
 
 def shared(sequences: list[TrainingSequence], budget: int) -> list[tuple[MicroBatch, SharedInputs]]:

@@ -8,9 +8,9 @@ import pytest
 from mlx.utils import tree_map
 from mlx_lm.models import gpt2
 
+from clotho.models.attention import AttentionLayers
 from clotho.models.head import split_model
-from clotho.models.layer_keys import AttentionLayers
-from clotho.scoring.layouts.forward import prove_layout
+from clotho.scoring.layouts.forward import check_layout
 from tests.small_models import ARCHITECTURES, tiny
 
 STATEFUL = {"mamba2", "lfm2", "falcon_h1"}
@@ -18,7 +18,7 @@ STATEFUL = {"mamba2", "lfm2", "falcon_h1"}
 
 def prove(model: nn.Module, layout: str) -> AttentionLayers:
     """Split the model, and prove the layout."""
-    return prove_layout(model, split_model(model, 64), 64, layout=layout)
+    return check_layout(model, split_model(model, 64), 64, layout=layout)
 
 
 @pytest.mark.parametrize("layout", ["packed", "shared"])
@@ -105,7 +105,7 @@ def test_a_model_that_ignores_its_mask_is_refused(layout: str) -> None:
         prove(model, layout)
 
 
-def test_blocks_that_cannot_be_told_from_the_head_are_refused() -> None:
+def test_models_whose_head_cannot_be_separated_are_refused() -> None:
     """Then there are no hidden states to choose from."""
-    with pytest.raises(ValueError, match="told from its head"):
-        prove_layout(tiny("qwen3"), None, 64, layout="shared")
+    with pytest.raises(ValueError, match="cannot be separated"):
+        check_layout(tiny("qwen3"), None, 64, layout="shared")

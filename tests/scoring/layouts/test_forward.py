@@ -9,10 +9,10 @@ import pytest
 
 from clotho.models.head import split_model
 from clotho.models.policy import Policy
-from clotho.scoring.layouts.forward import hidden_states, prove_layout
+from clotho.scoring.layouts.forward import check_layout, hidden_states
 from clotho.scoring.layouts.micro_batches import build_micro_batches
 from clotho.scoring.teacher_forcing import TeacherForcing
-from tests.scoring.layouts.plain_way import (
+from tests.scoring.layouts.reference_scores import (
     LAW,
     VOCAB,
     Outcome,
@@ -74,7 +74,7 @@ def test_a_prompt_goes_through_the_blocks_once() -> None:
     model = policy("qwen3", "lora", False).model
     split = split_model(model, VOCAB)
     assert split is not None
-    layers = prove_layout(model, split, VOCAB, layout="shared")
+    layers = check_layout(model, split, VOCAB, layout="shared")
     (micro,) = build_micro_batches(random_sequences(EVEN), layout="shared", budget=100)
     assert hidden_states(split, layers, micro.inputs).shape[0] == 2 * 16 + 4 * 8
     assert np.unique(micro.table.position_N[:22]).size == 22 - 2

@@ -1,0 +1,170 @@
+"""Row layouts of a micro-batch: padded (one sequence per row) and packed (several sequences per row).
+
+In packed rows, block-diagonal causal attention keeps sequences apart. Positions continue through the row. With rotary
+embeddings attention depends on differences of positions only, so results differ by rounding from those of a sequence
+that starts at 0 (a hundredth of the logits in bfloat16, whose rotations are coarse). Models that use positions
+otherwise are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
+
+from clotho.models.attention import AttentionLayers, LayerKeys, visible
+from clotho.models.head import SplitModel
+from clotho.scoring.sequences import TrainingSequence
+
+
+class Placement(NamedTuple):
+    """The sequences of a micro-batch in a layout.
+
+    members: their indices among all sequences. positions: per member, the flat positions of the hidden states that
+    predict its tokens, (T,). tokens: number of positions that the blocks compute, padding included.
+    """
+
+    members: tuple[int, ...]
+    inputs: NamedTuple
+    positions: list[NDArray[np.int32]]
+    tokens: int
+
+
+Layout = Callable[[Sequence[TrainingSequence], Sequence[int], int], Iterator[Placement]]
+"""layout(sequences, order, budget): places the sequences of `order`, which are sorted by length, within the budget."""
+
+
+TOKEN_BUCKET = 64
+"""The completion tokens of a micro-batch are padded to a multiple of this number."""
+
+
+def bucket(length: int) -> int:
+    """Round a length up to one of at most 16 sizes per octave, each a multiple of 8; padding is below 1/8.
+
+    Few different shapes allow buffers and compiled kernels to be reused.
+    """
+    granularity = max(8, 1 << max(0, (length - 1).bit_length() - 4))
+    return -(-length // granularity) * granularity
+
+
+class PaddedInputs(NamedTuple):
+    """tokens_B_S: prompt and completion without its last token, padded with 0 on the right."""
+
+    tokens_B_S: NDArray[np.int32]
+
+
+def place_padded(sequences: Sequence[TrainingSequence], order: Sequence[int], budget: int) -> Iterator[Placement]:
+    """Split the sequences, longest first, into batches whose number of rows times longest length fits the budget."""
+    start = 0
+    while start < len(order):
+        S = bucket(sequences[order[start]].inputs)
+        members = tuple(order[start : start + max(1, budget // S)])
+        yield _placed_padded(sequences, members, S)
+        start += len(members)
+
+
+def _placed_padded(sequences: Sequence[TrainingSequence], members: tuple[int, ...], S: int) -> Placement:
+    tokens_B_S = np.zeros((len(members), S), dtype=np.int32)
+    positions = []
+    for row, member in enumerate(members):
+        sequence = sequences[member]
+        tokens_B_S[row, : sequence.inputs] = (sequence.prompt + sequence.tokens)[:-1]
+        positions.append(np.arange(len(sequence.prompt) - 1, sequence.inputs, dtype=np.int32) + row * S)
+    return Placement(members, PaddedInputs(tokens_B_S), positions, tokens_B_S.size)
+
+
+def padded_states(split: SplitModel, layers: AttentionLayers | None, inputs: PaddedInputs) -> mx.array:
+    """Compute the hidden states of all positions, (B * S, D). Causal attention ignores padding on the right.
+
+    layers: if given, `LayerKeys` replace the caches, as in the other layouts.
+    """
+    keys = None if layers is None else [LayerKeys() for _ in range(layers.caches)]
+    hidden_B_S_D = split.blocks(mx.array(inputs.tokens_B_S), keys)
+    return hidden_B_S_D.reshape(-1, hidden_B_S_D.shape[-1])
+
+
+class PackedInputs(NamedTuple):
+    """tokens_R_S: rows of concatenated sequences, each without its last token, padded with 0.
+
+    start_R_S: first column of the sequence at each column; padding counts as a sequence.
+    """
+
+    tokens_R_S: NDArray[np.int32]
+    start_R_S: NDArray[np.int32]
+
+
+def place_packed(sequences: Sequence[TrainingSequence], order: Sequence[int], budget: int) -> Iterator[Placement]:
+    """Fill as many rows as the budget allows, first fit decreasing; a row is as long as the longest remaining sequence.
+
+    Rows are not longer because the cost of attention grows with the length of the row, not of the sequence.
+    """
+    left = list(order)
+    while left:
+        S = bucket(sequences[left[0]].inputs)
+        rows, left = _first_fit(sequences, left, S, max(1, budget // S))
+        yield _placed_packed(sequences, rows, S)
+
+
+def _first_fit(
+    sequences: Sequence[TrainingSequence], order: Sequence[int], S: int, limit: int
+) -> tuple[list[list[int]], list[int]]:
+    """Put each sequence into the first of at most `limit` rows with room; also return the sequences that do not fit."""
+    rows: list[list[int]] = []
+    room: list[int] = []
+    left = []
+    for member in order:
+        length = sequences[member].inputs
+        row = next((row for row, free in enumerate(room) if free >= length), len(rows))
+        if row == limit:
+            left.append(member)
+            continue
+        if row == len(rows):
+            rows.append([])
+            room.append(S)
+        rows[row].append(member)
+        room[row] -= length
+    return rows, left
+
+
+def _placed_packed(sequences: Sequence[TrainingSequence], rows: Sequence[Sequence[int]], S: int) -> Placement:
+    tokens_R_S = np.zeros((len(rows), S), dtype=np.int32)
+    start_R_S = np.zeros((len(rows), S), dtype=np.int32)
+    positions = []
+    for row, members in enumerate(rows):
+        start = 0
+        for member in members:
+            sequence = sequences[member]
+            end = start + sequence.inputs
+            tokens_R_S[row, start:end] = (sequence.prompt + sequence.tokens)[:-1]
+            start_R_S[row, start:end] = start
+            positions.append(np.arange(start + len(sequence.prompt) - 1, end, dtype=np.int32) + row * S)
+            start = end
+        start_R_S[row, start:] = start
+    members = tuple(member for row_members in rows for member in row_members)
+    return Placement(members, PackedInputs(tokens_R_S, start_R_S), positions, tokens_R_S.size)
+
+
+class PackedKeys(LayerKeys):
+    """Keys of a packed row: a query attends to those of its own sequence."""
+
+    def __init__(self, start_R_S: mx.array, layers: AttentionLayers, offset: int) -> None:
+        self.offset = offset
+        self._start_R_S = start_R_S
+        self._layers = layers
+
+    def make_mask(self, tokens: int, return_array: bool = False, window_size: int | None = None) -> mx.array:
+        """Return the block-diagonal causal mask; a window applies inside the blocks."""
+        column_S = mx.arange(tokens)
+        mask_R_S_S = visible(column_S[:, None] - column_S, window_size) & (column_S >= self._start_R_S[..., None])
+        return self._layers.mask(mask_R_S_S)
+
+
+def packed_states(split: SplitModel, layers: AttentionLayers, inputs: PackedInputs, offset: int = 0) -> mx.array:
+    """Compute the hidden states of all positions, (R * S, D). offset: position of the first token of each row."""
+    start_R_S = mx.array(inputs.start_R_S)
+    keys = [PackedKeys(start_R_S, layers, offset) for _ in range(layers.caches)]
+    hidden_R_S_D = split.blocks(mx.array(inputs.tokens_R_S), keys)
+    return hidden_R_S_D.reshape(-1, hidden_R_S_D.shape[-1])
