@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from clotho.config.effects import EFFECTS
 from clotho.config.flags import SHORT, availability, default_in_words
 from clotho.config.keys import Key, Section, sections
 from clotho.config.other_trainers import COUNTERPARTS, SYSTEMS, accepted
-from clotho.config.rules import EFFECTS, RULES
+from clotho.config.rules import RULES
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
 

@@ -13,23 +13,31 @@ async = false
 steps = 8
 
 [policy]
-kind = "dora"
+method = "dora"
 
 [learner]
-objective = "dapo"
-ratio_reference = "batch_start"
-correction = "mask"
 update_epochs = 2
 num_minibatches = 2
-optimizer = "muon"
-kl_beta = 0.02
-kl_target = 0.01
-reference = "average"
-ref_ema = 0.9
-entropy_target = 0.5
-overlong_buffer = 40
+entropy_bonus = { type = "adaptive", target = 0.5 }
+
+[learner.objective]
+type = "dapo"
+ratio_reference = "batch_start"
+importance_correction = "mask"
+overlong_penalty = { type = "linear", buffer = 40 }
+
+[learner.optimizer]
+type = "muon"
+learning_rate = 1e-3
+
+[learner.kl_penalty]
+type = "loss"
+coef = 0.02
+control = { type = "adaptive", target = 0.01 }
+reference = { type = "average", decay = 0.9 }
 
 [replay]
+type = "buffer"
 capacity = 6
 groups = 2
 sampling = "weighted"
