@@ -217,8 +217,7 @@ def in_words(annotation: Any) -> str:
     if (isinstance(base, type) and issubclass(base, Struct)) or get_origin(base) is dict:
         return "a table"
     if base is str:
-        form = meta.title or (meta.description if meta.pattern else "")
-        return f"text of the form {form}" if form else "text, not empty" if meta.min_length else "text"
+        return f"text of the form {meta.title}" if meta.title else "text, not empty" if meta.min_length else "text"
     word = {bool: "true or false", int: "an integer", float: "a number"}.get(base, "a value")
     return word + (f" {' and '.join(bounds)}" if bounds else "")
 
@@ -258,7 +257,7 @@ class _Walk:
             if members := _structs(field.type) or _array_items(field.type):
                 nested.append((field, members, value))
                 continue
-            text = key_help(struct).get(field.encode_name) or _without_meta(field.type)[1].description or ""
+            text = _without_meta(field.type)[1].description or ""
             self._add(table, prefix + field.encode_name, types, field.type, value, text)
         for field, members, value in nested:
             self._nested(field, members, prefix + field.encode_name, types, value)
@@ -343,23 +342,3 @@ def _without_meta(annotation: Any) -> tuple[Any, Meta]:
 def _first_sentence(struct: type[Struct]) -> str:
     first = inspect.cleandoc(struct.__doc__ or "").partition("\n\n")[0]
     return re.sub(r"^\[+[\w.]+\]+ ", "", " ".join(first.split()))
-
-
-@cache
-def key_help(struct: type[Struct]) -> dict[str, str]:
-    """The `key: text` and `key, key: text` lines of a struct's docstring and of its bases', by key."""
-    found: dict[str, str] = {}
-    for parent in reversed(struct.__mro__):
-        if not (isinstance(parent, type) and issubclass(parent, Struct)):
-            continue
-        lines = inspect.cleandoc(parent.__doc__ or "").splitlines()
-        entry: list[str] = []
-        for line in lines:
-            if match := re.match(r"([a-z]\w*(?:, [a-z]\w*)*): (.*)", line):
-                entry = match[1].split(", ")
-                found.update(dict.fromkeys(entry, match[2]))
-            elif line.startswith("    ") and entry:
-                found.update({name: f"{found[name]} {line.strip()}" for name in entry})
-            else:
-                entry = []
-    return found

@@ -8,8 +8,13 @@ from pathlib import Path
 from clotho.config.effects import EFFECTS
 from clotho.config.flags import SHORT, availability, default_in_words
 from clotho.config.keys import Key, Section, sections
+<<<<<<< HEAD
 from clotho.config.other_trainers import COUNTERPARTS, SYSTEMS, accepted
 from clotho.config.rules import RULES
+=======
+from clotho.config.other_trainers import accepted
+from clotho.config.rules import EFFECTS, RULES
+>>>>>>> f32f1dc (Descriptions come from the annotations alone; tests hold every description and every refused name to the schema)
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
 
@@ -94,17 +99,6 @@ def _other_names() -> str:
     rows = [f"| `--{name}` | {_paths([path])} |" for name, path in SHORT.items()]
     rows += [f"| `--{name.replace('_', '-')}` | {_paths(paths)} |" for name, paths in accepted().items()]
     return "\n".join(["## Flags with another name", "", "| flag | sets |", "|---|---|", *rows, ""])
-
-
-def comparison_table() -> str:
-    """The names of every setting in other trainers, beside the keys of a profile, as Markdown."""
-    head = [f"| Clotho | {' | '.join(SYSTEMS.values())} | note |", "|---" * (len(SYSTEMS) + 2) + "|"]
-    rows = []
-    for row in COUNTERPARTS:
-        columns = [", ".join(f"`{name}`" for name in getattr(row, system)) for system in SYSTEMS]
-        note = row.note[:1].upper() + row.note[1:] + "." if row.note else ""
-        rows.append(f"| {_paths(row.keys) or 'none'} | {' | '.join(columns)} | {_cell(note)} |")
-    return "\n".join([*head, *rows, ""])
 
 
 def _paths(paths: Sequence[str]) -> str:

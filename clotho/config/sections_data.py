@@ -95,7 +95,9 @@ class FullMethod(Variant, frozen=True, kw_only=True, tag="full"):
 class PolicySection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """[policy] The trainable parameters."""
 
-    method: Annotated[Lora | Dora | FullMethod, Meta(description="Training method.")] = Lora()
+    method: Annotated[Lora | Dora | FullMethod, Meta(description="Training method: LoRA, DoRA, or all weights.")] = (
+        Lora()
+    )
     grad_checkpoint: Annotated[
         bool, Meta(description="Recompute each block's activations in the backward pass: less memory, more time.")
     ] = False

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from clotho.config.flags import Arguments, parse_arguments
-from clotho.config.keys import REQUIRED, Key, settable
+from clotho.config.keys import REQUIRED, Key, flag_key, settable
 from clotho.config.load import load_profile
-from clotho.config.objectives import Grpo
+from clotho.config.objectives import Custom, Grpo, PpoDecoupled, TruncateCorrection
 from clotho.config.other_trainers import COUNTERPARTS, accepted, by_name
 from clotho.config.sections_training import LossKLPenalty
 from protocols.errors import ProfileError
@@ -81,9 +81,11 @@ REFUSED = {
     "per_device_train_batch_size": "learner.batch_size",
     "batch_size": "learner.batch_size",
     "token_budget": "learner.batch_size",
+    "beta": "learner.kl_penalty.coef",
+    "fine_tune_type": "policy.method",
     "epsilon_high": "learner.objective.clip_high",
-    "loss_type": "learner.objective.type",
-    "scale_rewards": "learner.objective.advantage.type",
+    "loss_type": "learner.objective",
+    "scale_rewards": "learner.objective.advantage",
     "iters": "steps",
     "num_layers": "policy.method.num_layers",
     "adapter_path": "checkpoint.adapter_path",
@@ -98,7 +100,9 @@ def test_a_name_with_another_meaning_is_refused_with_the_right_key(name: str) ->
     """The refusal names the flag to use, for TRL, verl, mlx-lm, mlx-lm-lora and earlier trainers."""
     with pytest.raises(ProfileError) as caught:
         parse_arguments([f"--{name.replace('_', '-')}", "1"])
-    assert f"use {settable()[REFUSED[name]].flag} ({name} in " in str(caught.value)
+    key = flag_key(REFUSED[name])
+    assert key
+    assert f"use {key.flag} ({name} in " in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["wandb", "wandb-group", "quantize", "max-prompt-length", "use-vllm"])
@@ -116,7 +120,7 @@ def test_a_setting_in_the_style_of_verl_is_refused_with_the_right_key() -> None:
 
 def test_every_key_of_the_table_exists_and_every_name_is_in_one_row() -> None:
     """The table never recommends a key that a profile does not have, and gives one answer for a name."""
-    assert [key for row in COUNTERPARTS for key in row.keys if key not in settable()] == []
+    assert [key for row in COUNTERPARTS for key in row.keys if flag_key(key) is None] == []
     names = [name for row in COUNTERPARTS for name in row.names()]
     assert len(names) == len(set(names))
     assert [row for row in COUNTERPARTS if not row.keys and not row.note] == []
@@ -125,6 +129,37 @@ def test_every_key_of_the_table_exists_and_every_name_is_in_one_row() -> None:
 def test_no_name_of_the_table_hides_a_flag() -> None:
     """A flag of the program is never looked up in the table."""
     assert {name for name in by_name() if name in settable() and by_name()[name].keys != (name,)} == set()
+
+
+def test_one_word_chooses_the_type_of_a_union() -> None:
+    """A longer flag sets a key of the type."""
+    line = "--learner.objective ppo_decoupled --learner.objective.clip-low 0.1 --learner.num-minibatches 2 "
+    line += "--learner.objective.importance-correction truncate"
+    overrides = parse_arguments(line.split()).overrides
+    assert overrides == {
+        "learner.objective.type": "ppo_decoupled",
+        "learner.objective.clip_low": 0.1,
+        "learner.num_minibatches": 2,
+        "learner.objective.importance_correction.type": "truncate",
+    }
+    objective = load_profile("local-m3", overrides).learner.objective
+    assert objective == PpoDecoupled(clip_low=0.1, importance_correction=TruncateCorrection())
+    assert parse_arguments(["--learner.objective.type", "gspo"]) == parse_arguments(["--learner.objective", "gspo"])
+
+
+def test_an_objective_of_your_own_is_one_word() -> None:
+    """`module:function` is the function of the type `custom`."""
+    overrides = parse_arguments(["--learner.objective", "my.module:function"]).overrides
+    assert load_profile("local-m3", overrides).learner.objective == Custom(function="my.module:function")
+
+
+def test_a_key_that_the_type_does_not_have_is_refused_with_the_types_that_have_it() -> None:
+    """SAPO has no clip range."""
+    overrides = parse_arguments(["--learner.objective", "sapo", "--learner.objective.clip-low", "0.1"]).overrides
+    with pytest.raises(ProfileError) as caught:
+        load_profile("local-m3", overrides)
+    for part in ("learner.objective.clip_low", "'sapo'", "grpo, dr_grpo"):
+        assert part in str(caught.value)
 
 
 def test_the_top_flags_are_read() -> None:
@@ -181,7 +216,8 @@ def test_the_same_value_may_be_given_twice() -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("--learner.learnin-rate 1", "unknown flag --learner.learnin-rate; did you mean --learner.optimizer.learning-rate?"),
+        ("--learner.learnin-rate 1", "unknown flag --learner.learnin-rate; did you mean "
+         "--learner.optimizer.learning-rate?"),
         ("--group_sze=1", "unknown flag --group_sze; did you mean --group-size?"),
         ("--problems-between 3", "unknown flag --problems-between; did you mean --eval.problems-between?"),
         ("--resum", "unknown flag --resum; did you mean --resume?"),
@@ -191,6 +227,8 @@ def test_the_same_value_may_be_given_twice() -> None:
         ("train.jsonl", "unexpected argument 'train.jsonl': every setting is a flag, see --help"),
         ("--steps", "--steps needs a value"),
         ("--steps --seed 1", "--steps needs a value"),
+        ("--learner.optimizer muno", "--learner.optimizer must be one of adamw, adafactor, lion, muon, sgd, "
+         'not "muno"; did you mean muon?'),
         ("--steps ten", '--steps must be an integer >= 1, not "ten"'),
         ("--steps 1.5", '--steps must be an integer >= 1, not "1.5"'),
         ("--steps 0", "--steps must be an integer >= 1, not 0"),
@@ -201,11 +239,11 @@ def test_the_same_value_may_be_given_twice() -> None:
         ("--resume --clean", "--resume continues a run and --clean deletes it: give one of the two"),
         ("--steps 3 --num-iters 4", "--steps and --num-iters contradict each other: 3 and 4"),
         ("--steps 3 --steps 4", "--steps is given twice: 3 and 4"),
-        ("--clip-ratio 0.2 --learner.objective.clip-high 0.3", "--clip-ratio and --learner.objective.clip-high contradict each other: "
-         "0.2 and 0.3"),
+        ("--clip-ratio 0.2 --learner.objective.clip-high 0.3", "--clip-ratio and --learner.objective.clip-high "
+         "contradict each other: 0.2 and 0.3"),
         ("--profile a --profile b", '--profile is given twice: "a" and "b"'),
-        ("--sampling.stop-token-ids [1,", '--sampling.stop-token-ids must be a list, each an integer >= 0, written as TOML '
-         'or JSON, not "[1,"'),
+        ("--sampling.stop-token-ids [1,", '--sampling.stop-token-ids must be a list, each an integer >= 0, written as '
+         'TOML or JSON, not "[1,"'),
         ("--actors [null]", '--actors must be a list, each a table, written as TOML or JSON, not "[null]"'),
     ],
 )  # fmt: skip

@@ -7,8 +7,8 @@ from collections import Counter
 
 import pytest
 
-from clotho.config.flags import COMMON, SHORT, default_in_words, help_text
-from clotho.config.keys import REQUIRED, choices, flag_key, keys, sections, settable
+from clotho.config.flags import COMMON, SHORT, availability, default_in_words, help_text
+from clotho.config.keys import REQUIRED, choices, flag_key, keys, sections, settable, types_of
 from clotho.config.reference_page import PAGE, configuration_page
 from clotho.config.schema import Profile
 from protocols.errors import ProfileError
@@ -45,10 +45,19 @@ def test_the_key_of_a_union_has_its_types() -> None:
     assert keys()["learner.schedule.type"].default == "cosine"
 
 
+def test_a_key_of_a_union_names_the_types_that_have_it_and_their_defaults() -> None:
+    """The defaults of an objective are the values of its paper."""
+    key = keys()["learner.objective.clip_high"]
+    assert types_of(key, "learner.objective.type")[:2] == ("grpo", "dr_grpo")
+    assert availability(key) == "Not with learner.objective = reinforce or sapo."
+    assert default_in_words(key) == "0.2; 0.28 for dapo; 0.0004 for gspo, gspo_token; 4.0 for cispo"
+    assert availability(keys()["learner.optimizer.learning_rate"]) == ""
+
+
 def test_every_description_is_a_sentence_and_no_two_are_alike() -> None:
     """A description makes sense alone: it begins with a capital letter and ends with a full stop."""
     descriptions = {path: variant.help for path, key in keys().items() for variant in key.variants}
-    assert [path for path, text in descriptions.items() if not re.fullmatch(r"[A-Z].*\.", text)] == []
+    assert [path for path, text in descriptions.items() if not re.fullmatch(r"[A-Z]\S* \S+ .*\.", text)] == []
     assert [text for text, count in Counter(descriptions.values()).items() if count > 1] == []
 
 
