@@ -61,6 +61,6 @@ class AdapterCheck:
         if stuck:
             raise AdapterError(
                 f"{len(stuck)} adapter(s) had gradients in {self._patience} updates and their B matrix is still "
-                f"exactly zero: {', '.join(stuck[:5])}. Exclude them with policy.method.target_modules, and please report "
-                "this with the name of the model"
+                f"exactly zero: {', '.join(stuck[:5])}. Exclude them with policy.method.target_modules, and please "
+                "report this with the name of the model"
             )

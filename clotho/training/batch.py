@@ -68,7 +68,8 @@ def temperature_of(group: ScoredGroup, i: int) -> float:
 def _reference_T(group: ScoredGroup, i: int) -> NDArray[np.float32]:
     if not group.reference_logprobs:
         raise ValueError(
-            f"{_name(group)} brings no reference log-probabilities, which learner.kl_penalty.reference = 'environment' learns from"
+            f"{_name(group)} has no reference log-probabilities, which learner.kl_penalty.reference = 'environment' "
+            "requires"
         )
     return np.asarray(group.reference_logprobs[i], dtype=np.float32)
 

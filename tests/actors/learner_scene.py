@@ -19,8 +19,8 @@ from protocols.rollout import Discarded, GroupOutcome
 from protocols.step import GroupsEnded, PolicyUpdated, StepReport
 from tests.actors.boxes import everything, filled, prompt
 from tests.learner_settings import learner_settings
-from tests.training import learning
-from tests.training.learning import BigramPolicy, scored_group
+from tests.training import policies_and_groups
+from tests.training.policies_and_groups import BigramPolicy, scored_group
 
 
 def taught(group_id: int, *, version: int = 0, logprob: float = -1.5) -> GroupOutcome:
@@ -53,7 +53,7 @@ class Scene:
         keys = {"batch_size": 2, "learning_rate": 1e-2, "schedule": "constant", **keys}
         self.policy = BigramPolicy()
         self.learned = executor.submit(
-            lambda: learning.learner(self.policy, rollback_window=1, measure_update_kl=True, **keys)
+            lambda: policies_and_groups.learner(self.policy, rollback_window=1, measure_update_kl=True, **keys)
         ).result()
         self.ledger, self.progress = Ledger(), progress or LearnerProgress()
         self.replay = ReplayBuffer(replay or NoReplay(), seed=0)

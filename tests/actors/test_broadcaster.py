@@ -27,7 +27,7 @@ from protocols.queues import QueueClosed
 from protocols.sampling import SampleRequest, Sampling
 from protocols.step import PolicyUpdated, StepReport, TrainedGroup, WeightsReady
 from tests.actors.boxes import compute_thread, filled, served_policy
-from tests.training.learning import scored_group
+from tests.training.policies_and_groups import scored_group
 
 PROMPT = (5, 9, 33, 2, 17, 60)
 

@@ -24,7 +24,7 @@ from protocols.queues import QueueClosed
 from protocols.step import PolicyUpdated, ReplayGroup, StepReport
 from tests.actors.boxes import filled
 from tests.storage.test_checkpoints import ADAPTER, names, state
-from tests.training.learning import same_bits, scored_group
+from tests.training.policies_and_groups import same_bits, scored_group
 
 
 def parameters(value: float = 0.0) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from protocols.errors import DivergenceError, ExecutorStoppedError
 from protocols.queues import EndOfStream, QueueClosed
 from tests.actors.boxes import cancelled_midway, compute_thread, everything
 from tests.actors.learner_scene import Scene, lost, taught
-from tests.training.learning import scored_group
+from tests.training.policies_and_groups import scored_group
 
 NAN = float("nan")
 

@@ -16,7 +16,7 @@ from protocols.collapse import BaselineStatistics, CollapseState
 from protocols.errors import CollapseError, DivergenceError
 from tests.actors.boxes import compute_thread, everything
 from tests.actors.learner_scene import Scene, lost, taught
-from tests.training import learning
+from tests.training import policies_and_groups
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ async def test_after_a_rollback_the_good_weights_are_a_new_version(executor: Com
     update = await scene.told[0].receive()
     assert (first.version, first.rolled_back, len(first.trained)) == (2, True, 2)
     assert "changed the policy" in first.collapse_warnings[0]
-    assert learning.same_bits(update.parameters, initial)
+    assert policies_and_groups.same_bits(update.parameters, initial)
     assert (update.rollbacks, update.replay) == (1, ())
     assert [drop.reason for drop in second.discarded] == ["stale"]
     assert scene.ledger.balance(prompted=4, carried_over=0).holds

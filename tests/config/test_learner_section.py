@@ -15,7 +15,7 @@ from clotho.training.update import PolicyLearner, Update
 from protocols.errors import ProfileError
 from protocols.rollout import ScoredGroup, TeacherTokens
 from tests.learner_settings import path_of
-from tests.training.learning import BigramPolicy, finish, learner, random_groups, same_bits, tiny_policy
+from tests.training.policies_and_groups import BigramPolicy, finish, learner, random_groups, same_bits, tiny_policy
 
 UNSCALED = {"max_grad_norm": 0.0, "epsilon": 1e-2}
 """Clipping and Adam hide the size of a gradient; these let it be seen."""

@@ -10,7 +10,7 @@ import pytest
 from clotho.config.sections_data import AdapterMethod
 from clotho.models.parameters import flat
 from clotho.models.policy import Policy
-from tests.training.learning import finish, learner, random_groups, tiny_policy
+from tests.training.policies_and_groups import finish, learner, random_groups, tiny_policy
 
 EFFECTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "kind": ("dora", {}),

@@ -10,7 +10,7 @@ import mlx.core as mx
 import pytest
 
 from clotho.models.parameters import flat
-from tests.training.learning import BigramPolicy, finish, learner, random_groups
+from tests.training.policies_and_groups import BigramPolicy, finish, learner, random_groups
 
 PAGE = Path(__file__).parents[2] / "docs" / "numerics.md"
 

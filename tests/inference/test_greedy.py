@@ -19,7 +19,7 @@ from protocols.errors import RequestError
 from protocols.sampling import SampleRequest, Sampling
 from tests.learner_settings import policy_settings
 from tests.saved_models import save
-from tests.training.learning import finish, same_bits
+from tests.training.policies_and_groups import finish, same_bits
 
 SAMPLING = Sampling(temperature=0.7, max_tokens=8, ignore_eos=True)
 PROMPTS = [(5, 9, 33), (2, 17), (60, 4, 4, 11), (7,), (21, 22), (9, 9, 9)]

@@ -29,7 +29,7 @@ from protocols.errors import ModelError
 from protocols.sampling import SampleRequest, Sampling
 from tests.learner_settings import learner_settings, policy_settings
 from tests.saved_models import CONFIG, save
-from tests.training.learning import finish, scored_group
+from tests.training.policies_and_groups import finish, scored_group
 
 PROMPT, COMPLETION, GROUPS, SIZE = 16, 49, 2, 8
 MOST_ABOVE_PEAK = 1.5

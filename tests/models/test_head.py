@@ -16,7 +16,7 @@ from clotho.models.head import split_model
 from clotho.models.parameters import flat
 from clotho.scoring.head_scores import HeadScores, SampledTokens, SamplingDistribution, TokenScores
 from tests.small_models import ARCHITECTURES, tiny
-from tests.training.learning import Bigram
+from tests.training.policies_and_groups import Bigram
 
 VOCAB = 40
 LAW = SamplingDistribution(0.7)

@@ -23,7 +23,7 @@ from clotho.monitoring.metrics import (
 from protocols.step import StepReport, TrainedGroup, UpdateMetrics
 from protocols.summary import RunGauges
 from tests.monitoring.display_examples import evaluation
-from tests.training.learning import scored_group
+from tests.training.policies_and_groups import scored_group
 
 UPDATE = UpdateMetrics(
     loss=-0.01, kl=0.002, entropy=0.7, clip_fraction=0.01, mismatch_kl=1e-6, ratio_mean=1.0, grad_norm=0.3,

@@ -15,7 +15,7 @@ from protocols.rollout import ScoredGroup
 from tests.learner_settings import learner_settings
 from tests.oracle.environment_loss import Run, environment_loss
 from tests.training.environment_groups import environment_groups
-from tests.training.learning import BigramPolicy, whole_gradient
+from tests.training.policies_and_groups import BigramPolicy, whole_gradient
 
 BIAS = ((3, 0.4), (0, -0.2))
 BESIDE: dict[str, Any] = {"kl_beta": 0.1, "entropy_weight": 0.05, "distillation_weight": 0.3}

@@ -20,7 +20,7 @@ from protocols.accounting import LedgerState
 from protocols.checkpoint import RunState
 from protocols.errors import CheckpointError, ClothoError, DatasetError, ModelError, ProfileError
 from tests.run.built_context import assembled, tiny_profile
-from tests.training.learning import same_bits
+from tests.training.policies_and_groups import same_bits
 
 LEDGER = LedgerState(all_ended_below=5, ended_above=(7,), trained=4, discarded={"stale": 2})
 

@@ -15,7 +15,7 @@ from clotho.models.parameters import Parameters, flat
 from clotho.scoring.head_scores import HeadScores, TokenScores
 from clotho.scoring.token_scores import SampledTokens, SamplingDistribution, Teacher
 from tests.small_models import tiny
-from tests.training.learning import Bigram
+from tests.training.policies_and_groups import Bigram
 
 VOCAB = 64
 LAW = SamplingDistribution(0.7, ((5, 1.5), (60, -0.5)))

@@ -19,7 +19,7 @@ from clotho.models.policy import Policy
 from clotho.scoring.teacher_forcing import check_parity
 from tests.inference.engine_helpers import FREE, alone, ask, make_engine, prompt_of, run, tick_until
 from tests.small_models import ARCHITECTURES, tiny_source
-from tests.training.learning import Bigram, BigramPolicy, tiny_policy
+from tests.training.policies_and_groups import Bigram, BigramPolicy, tiny_policy
 
 
 def engine_of(policy: Policy) -> DecodeEngine:

@@ -15,7 +15,7 @@ from clotho.scoring.teacher_forcing import TeacherForcing
 from protocols.errors import GenerationError
 from protocols.sampling import PromptLogprobs
 from tests.small_models import tiny
-from tests.training.learning import VOCAB, BigramPolicy, finish, tiny_policy
+from tests.training.policies_and_groups import VOCAB, BigramPolicy, finish, tiny_policy
 
 TOKENS = (3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9)
 

@@ -19,7 +19,7 @@ from protocols.rollout import ScoredGroup
 from protocols.sampling import Completion
 from tests.learner_settings import OBJECTIVES, learner_settings
 from tests.training.environment_groups import environment_groups, with_completions
-from tests.training.learning import (
+from tests.training.policies_and_groups import (
     BigramPolicy,
     completion,
     finish,

@@ -13,7 +13,7 @@ from clotho.scoring.sequences import scored_only
 from clotho.scoring.teacher_forcing import TeacherForcing
 from protocols.errors import ModelError
 from tests.small_models import tiny
-from tests.training.learning import VOCAB, Bigram, tiny_policy
+from tests.training.policies_and_groups import VOCAB, Bigram, tiny_policy
 
 PROMPT, TOKENS = (3, 1, 4), (1, 5, 9, 2, 6)
 

@@ -31,7 +31,7 @@ from protocols.accounting import LedgerState
 from protocols.checkpoint import AdapterConfig, LoRAParameters, RunState
 from protocols.errors import CheckpointError, RunDirectoryError
 from protocols.step import ReplayGroup
-from tests.training.learning import scored_group
+from tests.training.policies_and_groups import scored_group
 
 ADAPTER = AdapterConfig(
     fine_tune_type="lora",

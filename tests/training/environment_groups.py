@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from protocols.rollout import ScoredGroup, TeacherTokens
 from protocols.sampling import Completion
-from tests.training.learning import random_groups
+from tests.training.policies_and_groups import random_groups
 
 
 def with_completions(group: ScoredGroup, completions: Sequence[Completion], **fields: Any) -> ScoredGroup:
@@ -45,7 +45,7 @@ def random_teacher(
 
 
 def random_supports(completion: Completion, vocab_size: int, rng: np.random.Generator) -> Completion:
-    """What could have been sampled at each sampled token: itself and some others; nothing is recorded of other tokens."""
+    """Return the completion with a random support for each sampled token, which contains the token."""
     sampled = completion.sampled or (True,) * len(completion.tokens)
     supports = [
         np.union1d(rng.permutation(vocab_size)[:3], [token]).astype("<u4").tobytes() if yes else b""
@@ -55,10 +55,10 @@ def random_supports(completion: Completion, vocab_size: int, rng: np.random.Gene
 
 
 def environment_groups(vocab_size: int, *, groups: int = 4, seed: int = 0) -> list[ScoredGroup]:
-    """Groups of four with all that an environment may say.
+    """Return groups of four with everything that an environment may send.
 
-    All have masks and references. By turns: temperatures and a zero_advantage completion; teachers of three alternatives, and
-    of two, beside supports; advantages of their own for the second.
+    All have masks and references. In turn: temperatures and a zero_advantage completion; teachers of three or of two
+    alternatives beside supports; advantages per token for the second.
     """
     rng = np.random.default_rng(seed)
     made = []

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from clotho.training.advantages import advantages, environment_advantages
 from tests.learner_settings import advantage
-from tests.training.learning import scored_group
+from tests.training.policies_and_groups import scored_group
 
 ADVANTAGES = ("group", "mean", "leave_one_out", "batch", "batch_centred")
 BATCH = [[1.0, 0.0, 0.0, 0.0], [1.0, 3.0]]

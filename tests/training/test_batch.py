@@ -14,7 +14,7 @@ from clotho.training.batch import compute_advantages, minibatches, training_sequ
 from protocols.rollout import ScoredGroup, TeacherTokens
 from tests.learner_settings import learner_settings
 from tests.training.environment_groups import with_completions
-from tests.training.learning import completion, scored_group
+from tests.training.policies_and_groups import completion, scored_group
 
 
 def judged(groups: list[ScoredGroup], *penalties: list[float], **keys: Any) -> list[list[list[float]]]:
@@ -27,7 +27,7 @@ def judged(groups: list[ScoredGroup], *penalties: list[float], **keys: Any) -> l
 
 
 def test_a_muted_completion_has_no_advantage_though_its_reward_counts() -> None:
-    """Rewards 3 0 0, mean 1; the first is zero_advantage: exactly 0, and the others are below the mean that it raised."""
+    """Rewards 3 0 0, mean 1; the first has zero_advantage: exactly 0. The others are below the mean."""
     group = replace(scored_group([[3], [4, 5], [6]], [3.0, 0.0, 0.0]), zero_advantage=(True, False, False))
     assert judged([group]) == [[[0.0], [-1.0, -1.0], [-1.0]]]
 
@@ -104,7 +104,7 @@ def test_a_group_without_a_reference_is_refused_where_it_is_learnt_from() -> Non
 
 
 def test_what_a_teacher_says_becomes_shares_of_its_alternatives() -> None:
-    """Probabilities 1/2 and 1/4: shares 2/3 and 1/3; minus infinity has none; of a token not sampled nothing is taken."""
+    """Probabilities 1/2 and 1/4: shares 2/3 and 1/3; minus infinity has none, and so have tokens not sampled."""
     half, quarter, never = math.log(0.5), math.log(0.25), -math.inf
     teacher = TeacherTokens(
         tokens=((8, 9), (8, 9), (7, 6), (5, 4)),

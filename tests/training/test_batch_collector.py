@@ -13,7 +13,7 @@ from clotho.training.batch_collector import BatchCollector, discard_unusable
 from protocols.rollout import Discarded, GroupOutcome, ScoredGroup
 from tests.actors.boxes import prompt
 from tests.learner_settings import learner_settings
-from tests.training.learning import scored_group
+from tests.training.policies_and_groups import scored_group
 
 GOOD = scored_group([[1], [2]], [0.0, 1.0])
 LOST = Discarded(prompt=prompt(0), reason="zero_variance", detail="all rewards are equal")

@@ -18,7 +18,7 @@ from clotho.training.gradient import compute_logprobs
 from protocols.rollout import ScoredGroup, TeacherTokens
 from tests.learner_settings import learner_settings
 from tests.training.environment_groups import environment_groups
-from tests.training.learning import BigramPolicy, finish, learner, same_bits, scored_group, tiny_policy
+from tests.training.policies_and_groups import BigramPolicy, finish, learner, same_bits, scored_group, tiny_policy
 
 
 def taught(group: ScoredGroup, tokens: tuple[int, ...], logprobs: tuple[float, ...]) -> ScoredGroup:
@@ -53,7 +53,7 @@ def test_without_a_teacher_nothing_is_reported() -> None:
 
 
 def test_the_policy_comes_to_say_what_its_teacher_says() -> None:
-    """Rewards are equal and teach nothing: after forty updates the distribution is the teacher's, 0.7 and 0.2 as 7/9 and 2/9."""
+    """Rewards are equal: after forty updates the policy has the teacher's probabilities, 7/9 and 2/9 of both."""
     policy = tiny_policy()
     group = taught(scored_group([[3], [4]], [0.0, 0.0]), (9, 17), (math.log(0.7), math.log(0.2)))
     one = learner(policy, distillation_weight=1.0, learning_rate=5e-2, schedule="linear", steps=40)

@@ -13,7 +13,7 @@ from clotho.training.reference_policy import ReferencePolicy
 from protocols.rollout import ScoredGroup
 from tests.learner_settings import learner_settings
 from tests.training.environment_groups import with_completions
-from tests.training.learning import BigramPolicy, finish, learner, random_groups, same_bits, tiny_policy
+from tests.training.policies_and_groups import BigramPolicy, finish, learner, random_groups, same_bits, tiny_policy
 
 BROUGHT: dict[str, Any] = {"kl_beta": 0.5, "reference": "environment"}
 

@@ -23,7 +23,7 @@ from clotho.training.objectives.registry import objective
 from clotho.training.reference_policy import ReferencePolicy
 from protocols.rollout import ScoredGroup
 from tests.learner_settings import learner_settings
-from tests.training.learning import BigramPolicy, finish, random_groups, same_bits, scored_group, tiny_policy
+from tests.training.policies_and_groups import BigramPolicy, finish, random_groups, same_bits, scored_group, tiny_policy
 
 
 def gradients(

@@ -13,7 +13,7 @@ from clotho.config.sections_training import BufferedReplay, NoReplay
 from clotho.training.replay import ReplayBuffer
 from protocols.rollout import ScoredGroup
 from protocols.step import TrainedGroup
-from tests.training.learning import scored_group
+from tests.training.policies_and_groups import scored_group
 
 
 def learned(group_id: int, advantage: float = 1.0) -> TrainedGroup:

@@ -12,7 +12,7 @@ from clotho.config.schema import LearnerSection
 from clotho.training.objectives.loss import LossCoefficients
 from clotho.training.optimizers import initial_state
 from clotho.training.rollback import LearnerState, RollbackPolicy, Snapshot
-from tests.training.learning import finish, learner, random_groups, same_bits, tiny_policy
+from tests.training.policies_and_groups import finish, learner, random_groups, same_bits, tiny_policy
 
 CARRIED: dict[str, Any] = {
     "num_minibatches": 2,

@@ -17,7 +17,7 @@ from clotho.scoring.token_scores import SamplingDistribution
 from clotho.training.update import PolicyLearner, Update
 from protocols.rollout import ScoredGroup
 from tests.learner_settings import learner_settings
-from tests.training.learning import VOCAB, finish, random_groups, tiny_policy
+from tests.training.policies_and_groups import VOCAB, finish, random_groups, tiny_policy
 
 EVERYWHERE: dict[str, dict[str, Any]] = {
     "reference in the loss": {"kl_beta": 0.3, "reference": "snapshot"},

@@ -17,7 +17,7 @@ from clotho.models.policy import Policy
 from clotho.training import optimizer_steps as optimization
 from clotho.training.gradient import Gradient, micro_batch_gradient
 from protocols.rollout import ScoredGroup
-from tests.training.learning import (
+from tests.training.policies_and_groups import (
     BigramPolicy,
     completion,
     finish,

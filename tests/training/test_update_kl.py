@@ -10,7 +10,7 @@ from clotho.models.parameters import Parameters
 from clotho.models.policy import Policy
 from clotho.training.update_kl import COMPLETIONS
 from protocols.rollout import ScoredGroup
-from tests.training.learning import finish, learner, random_groups, tiny_policy
+from tests.training.policies_and_groups import finish, learner, random_groups, tiny_policy
 
 
 def scores(policy: Policy, parameters: Parameters, group: ScoredGroup, i: int) -> np.ndarray:

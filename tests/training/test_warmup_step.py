@@ -18,7 +18,7 @@ from clotho.training.update import PolicyLearner
 from clotho.training.warmup_step import DummyBatchSize, dummy_batch_size, run_warmup_step
 from protocols.errors import ModelError, ProfileError
 from tests.learner_settings import learner_settings
-from tests.training.learning import VOCAB, finish, random_groups, same_bits, tiny_policy
+from tests.training.policies_and_groups import VOCAB, finish, random_groups, same_bits, tiny_policy
 
 CONTEXT = 128
 TEACHER = {"distillation_weight": 0.5}

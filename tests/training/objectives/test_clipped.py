@@ -16,7 +16,7 @@ from clotho.training.objectives.token_level import (
     reinforce_plus_plus,
 )
 from tests.learner_settings import learner_settings
-from tests.training.objectives.cases import at_ratio, random_tokens, row, teach, tokens
+from tests.training.objectives.random_inputs import at_ratio, random_tokens, row, teach, tokens
 
 SETTINGS = learner_settings(clip_low=0.2, clip_high=0.28)
 SHARED = [grpo, dr_grpo, bnpo, dapo, reinforce_plus_plus, ppo_decoupled]

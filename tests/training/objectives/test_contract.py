@@ -5,7 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 
-from tests.training.objectives.cases import row, tokens
+from tests.training.objectives.random_inputs import row, tokens
 
 TOKENS = tokens([0.0] * 5, weight_N=[1, 1, 0, 1, 0], sequence_N=[0, 0, 0, 2, 1])
 VALUE_N = row([1.0, 2.0, 50.0, 4.0, 70.0])

@@ -17,7 +17,7 @@ from clotho.training.objectives.importance_correction import (
     without_outliers,
 )
 from tests.learner_settings import learner_settings
-from tests.training.objectives.cases import random_tokens, row, tokens
+from tests.training.objectives.random_inputs import random_tokens, row, tokens
 
 NAMED = {str(struct.__struct_config__.tag): struct for struct in CORRECTIONS}
 """The structs of the corrections, by type."""

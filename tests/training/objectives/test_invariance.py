@@ -14,7 +14,7 @@ from clotho.training.objectives.controllers import initial_loss_coefficients
 from clotho.training.objectives.loss import LossInputs, policy_loss
 from clotho.training.objectives.registry import objective
 from tests.learner_settings import OBJECTIVES, learner_settings, short_names
-from tests.training.objectives.cases import row
+from tests.training.objectives.random_inputs import row
 
 LENGTHS = [[3, 5], [1, 4, 2], [6, 3]]
 COMPLETIONS = [length for lengths_G in LENGTHS for length in lengths_G]

@@ -13,7 +13,7 @@ from clotho.training.objectives.controllers import initial_loss_coefficients
 from clotho.training.objectives.loss import LossCoefficients, LossInputs, MetricSums, policy_loss
 from clotho.training.objectives.registry import objective
 from tests.learner_settings import learner_settings
-from tests.training.objectives.cases import row
+from tests.training.objectives.random_inputs import row
 
 ENTROPY_N = row([0.5, 0.25, 0.25])
 BEHAVIOUR_N = row([-2.0, -2.0, -2.0])

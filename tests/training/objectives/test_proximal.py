@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 
 from clotho.training.objectives.importance_correction import interpolated_proximal
-from tests.training.objectives.cases import row
+from tests.training.objectives.random_inputs import row
 
 BEHAVIOUR = row([-1.0, -1.0, -1.0])
 CURRENT = row([-3.0, -3.0, -3.0])

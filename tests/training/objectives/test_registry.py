@@ -16,7 +16,7 @@ from clotho.training.objectives.registry import OBJECTIVES as FUNCTIONS
 from clotho.training.objectives.registry import objective
 from protocols.errors import ProfileError
 from tests.learner_settings import OBJECTIVES, learner_settings
-from tests.training.objectives.cases import random_tokens, row, taken, teach, tokens
+from tests.training.objectives.random_inputs import random_tokens, row, taken, teach, tokens
 
 NAMES = OBJECTIVES
 

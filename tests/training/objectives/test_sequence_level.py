@@ -11,7 +11,7 @@ from clotho.training.objectives.aggregation import loss_weights
 from clotho.training.objectives.contract import Objective
 from clotho.training.objectives.sequence_level import gspo, gspo_token, rloo
 from tests.learner_settings import learner_settings
-from tests.training.objectives.cases import at_ratio, random_tokens, row, teach, tokens
+from tests.training.objectives.random_inputs import at_ratio, random_tokens, row, teach, tokens
 
 WIDE = learner_settings(clip_low=0.9, clip_high=9.0)
 RATIOS = [2.0, 8.0, 3.0]

@@ -9,7 +9,7 @@ import pytest
 
 from clotho.training.objectives.token_level import sapo
 from tests.learner_settings import learner_settings
-from tests.training.objectives.cases import at_ratio, teach, tokens
+from tests.training.objectives.random_inputs import at_ratio, teach, tokens
 
 SETTINGS = learner_settings(objective="sapo", sapo_tau_pos=1.0, sapo_tau_neg=2.0)
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from clotho.training.objectives.token_level import dppo_tv
 from tests.learner_settings import learner_settings
-from tests.training.objectives.cases import random_tokens, row, teach, tokens
+from tests.training.objectives.random_inputs import random_tokens, row, teach, tokens
 
 
 def test_dppo_tv_by_hand() -> None:

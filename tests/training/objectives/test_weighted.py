@@ -8,7 +8,7 @@ from clotho.config.schema import LearnerSection
 from clotho.training.objectives.importance_correction import truncate
 from clotho.training.objectives.token_level import cispo, reinforce
 from tests.learner_settings import learner_settings
-from tests.training.objectives.cases import ANCHOR, at_ratio, random_tokens, row, teach, tokens
+from tests.training.objectives.random_inputs import ANCHOR, at_ratio, random_tokens, row, teach, tokens
 
 
 def test_reinforce_by_hand() -> None:

@@ -1,4 +1,4 @@
-"""What the learner's tests share: a policy of a few numbers, a tiny transformer, made-up groups."""
+"""Shared by the tests of training: a bigram policy, a tiny transformer, groups and learners."""
 
 from __future__ import annotations
 

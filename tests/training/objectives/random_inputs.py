@@ -88,7 +88,7 @@ def teach(
 
 
 def random_tokens(N: int, *, seed: int = 0, sequences: int = 3) -> tuple[mx.array, ObjectiveInputs]:
-    """Log-probabilities and tokens with ratios around 1, constant advantages by completion, the last two not learned."""
+    """Random tokens with ratios around 1 and one advantage per completion; the last two are not trained on."""
     rng = np.random.default_rng(seed)
     logp_N = -np.abs(rng.normal(size=N)) - 0.3
     sequence_N = [int(i) for i in np.sort(rng.integers(0, sequences, N))]
