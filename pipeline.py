@@ -39,7 +39,6 @@ from actors.learner import Learner
 from actors.monitor import Monitor
 from actors.prompter import Prompter
 from actors.scorer import Scorer
-from clotho import BLAS
 from clotho.atropos.api import AtroposApi
 from clotho.atropos.client import Registration
 from clotho.atropos.mock import MockAtropos
@@ -49,6 +48,7 @@ from clotho.atropos.reader import Policy as PolicyBounds
 from clotho.atropos.source import BatchSource
 from clotho.atropos.validation import Bounds
 from clotho.config.schema import Profile
+from clotho.cpu import load_blas
 from clotho.monitoring.collapse_detection import CollapseMonitor
 from clotho.monitoring.event_log import event_log
 from clotho.monitoring.live_display import make_display
@@ -163,7 +163,7 @@ def wire_monitor(
         Monitor,
         inbox=reports.inbox(),
         gauges=run_monitor.gauges,
-        display=make_display(settings.display, console, context.facts(blas=BLAS), run_monitor.gauges),
+        display=make_display(settings.display, console, context.facts(blas=load_blas()), run_monitor.gauges),
         metrics=JsonlWriter(directory.metrics),
         evaluations=JsonlWriter(directory.evaluations),
         rollouts=JsonlWriter(directory.rollouts) if settings.rollouts else None,

@@ -1,3 +1,5 @@
 """Measurements: one question per module, each a program that writes what it found to `bench/results/`."""
 
-import clotho  # noqa: F401, loads a fast BLAS, which must happen before MLX is imported
+from clotho.cpu import load_blas
+
+load_blas()  # before the first import of MLX

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from clotho import BLAS
+from clotho.cpu import load_blas
 from clotho.models.machine import describe_machine
 from protocols.summary import MachineDescription
 
@@ -25,7 +25,7 @@ class Fingerprint(Struct, frozen=True, kw_only=True):
 
 def fingerprint() -> Fingerprint:
     """The fingerprint of this machine and checkout."""
-    return Fingerprint(machine=describe_machine(blas=BLAS), mlx_lm=version("mlx-lm"), commit=_commit())
+    return Fingerprint(machine=describe_machine(blas=load_blas()), mlx_lm=version("mlx-lm"), commit=_commit())
 
 
 def _commit() -> str:

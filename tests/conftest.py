@@ -1,15 +1,15 @@
-"""What every test stands on: anyio runs on asyncio."""
+"""Fixtures of all tests. Loads the BLAS before any test imports MLX."""
 
 from __future__ import annotations
 
 import pytest
 
-import clotho  # an optimised BLAS, before any test imports MLX
+from clotho.cpu import load_blas
 
-assert clotho.BLAS
+load_blas()
 
 
 @pytest.fixture
 def anyio_backend() -> str:
-    """Clotho runs on asyncio; so do its tests."""
+    """Run asynchronous tests on asyncio, as the program does."""
     return "asyncio"

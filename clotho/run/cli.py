@@ -6,6 +6,10 @@ second. `prepare` needs only the latter. It answers `--help` and `--dry-run`, an
 
 from __future__ import annotations
 
+from clotho.cpu import load_blas
+
+load_blas()  # before the first import of MLX
+
 import gc
 import signal
 import sys

@@ -13,7 +13,8 @@ MEASURE = """
 import json, sys
 from pathlib import Path
 import anyio
-import clotho  # an optimised BLAS, before MLX
+from clotho.cpu import load_blas
+load_blas()  # before the first import of MLX
 import mlx_lm
 from clotho.config.load import load_profile
 from clotho.rewards.runner import RewardRunner

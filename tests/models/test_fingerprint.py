@@ -16,7 +16,6 @@ LARGE = 2 * BLOCK * (AT_ONCE + 1) + 5
 """Float32 numbers of more than one round of blocks, and a rest."""
 
 ELSEWHERE = """
-import clotho
 import mlx.core as mx
 from clotho.models.parameters import fingerprint
 print(fingerprint({"w": mx.arange(200_000).astype(mx.float32)}))
