@@ -27,7 +27,7 @@ RESULTS = ROOT / "bench" / "results" / "collapse.jsonl"
 PROBLEMS = "128"
 """Held-out problems in the evaluation after every update."""
 
-WARNING = "the policy seems to collapse"
+WARNING = "collapse_detected"
 """The log event of a triggered detection."""
 
 
@@ -86,7 +86,7 @@ def first_trip(run: Record) -> tuple[int | None, str]:
     """The first update at which the detection triggered, with its message; None if it never did."""
     for line in run.log:
         if line["event"] == WARNING:
-            return line["step"], line["signs"]
+            return line["step"], line["warnings"]
     return None, ""
 
 

@@ -26,7 +26,8 @@ class Overlong(Struct, frozen=True, kw_only=True):
         """Check that the buffer is between 1 and `max_tokens`. Raises ProfileError."""
         if not 1 <= self.buffer <= self.max_tokens:
             raise ProfileError(
-                f"learner.objective.overlong_penalty.buffer = {self.buffer} is out of range: use 1 to sampling.max_tokens = "
+                f"learner.objective.overlong_penalty.buffer = {self.buffer} is out of range: "
+                "use 1 to sampling.max_tokens = "
                 f"{self.max_tokens}"
             )
 

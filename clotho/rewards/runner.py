@@ -178,8 +178,8 @@ def _check_sections(sections: Sequence[RewardSection], *, reserved: Sequence[str
     for section in sections:
         if section.name in reserved:
             raise ProfileError(
-                f"rewards.name {section.name!r} is also the name of the penalty that learner.overlong_buffer adds: "
-                "remove one of the two"
+                f"rewards.name {section.name!r} is also the name of the penalty that "
+                "learner.objective.overlong_penalty adds: remove one of the two"
             )
         if not math.isfinite(section.weight):
             raise ProfileError(f"rewards.weight of {section.name!r} is {section.weight}; it must be finite")
