@@ -8,13 +8,8 @@ from pathlib import Path
 from clotho.config.effects import EFFECTS
 from clotho.config.flags import SHORT, availability, default_in_words
 from clotho.config.keys import Key, Section, sections
-<<<<<<< HEAD
-from clotho.config.other_trainers import COUNTERPARTS, SYSTEMS, accepted
-from clotho.config.rules import RULES
-=======
 from clotho.config.other_trainers import accepted
-from clotho.config.rules import EFFECTS, RULES
->>>>>>> f32f1dc (Descriptions come from the annotations alone; tests hold every description and every refused name to the schema)
+from clotho.config.rules import RULES
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
 
