@@ -31,7 +31,7 @@ def tiny_profile(directory: Path, **sections: Any) -> Profile:
         "model": {"path": str(base)},
         "data": {"train": str(problems)},
         "rewards": [{"name": "exact", "correct": True}],
-        "policy": {"rank": 2, "scale": 2.0},
+        "policy": {"method": {"type": "lora", "rank": 2, "scale": 2.0}},
         "sampling": {"group_size": 2, "max_tokens": 4},
         "learner": {"batch_size": 2},
         "server": {"enabled": False},

@@ -1,8 +1,8 @@
-"""Atropos' own clients against a gateway: run by an interpreter that has atroposlib, never imported by a test.
+"""Clients of atroposlib for a test. The script runs in an interpreter that has atroposlib.
 
     python atroposlib_clients.py URL TOKENIZER CHECK...
 
-prints one JSON object, what came of each check, as the last line.
+prints one JSON object with the result of each check as the last line.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 GROUP = 16
-LAW = {"temperature": 0.8, "top_k": 40, "max_tokens": 48}
+SAMPLING = {"temperature": 0.8, "top_k": 40, "max_tokens": 48}
 
 
 class Clients:
-    """Makes clients of every type; each names itself by a label behind its key."""
+    """Creates clients of every type; each has its own label."""
 
     def __init__(self, url: str, tokenizer: str) -> None:
         handling = "atroposlib.envs.server_handling"
@@ -30,12 +30,12 @@ class Clients:
 
     @property
     def question(self) -> list[dict[str, str]]:
-        """A conversation that no other check has."""
+        """Return a conversation that no other check uses."""
         first = 10 + self.number
         return [{"role": "user", "content": f"What comes next? {first}, {first + 6}, {first + 12}, {first + 18}"}]
 
     def manager(self, kind: str, label: str) -> Any:
-        """Atropos' ServerManager with one server of this type."""
+        """Return atroposlib's ServerManager with one server of this type."""
         config = self._config(
             # This type's client takes the tokenizer from the model's name, which it does not send.
             model_name=self._tokenizer if kind == "trl" else "policy",
@@ -47,11 +47,11 @@ class Clients:
         return self._manager([config])
 
     async def managed(self, kind: str, label: str, conversations: int = 1, **asked: Any) -> dict[str, Any]:
-        """A group by way of managed_server; for more conversations, each answer is followed by another question."""
+        """Sample a group with managed_server; `conversations` is the number of turns."""
         messages = self.question
         async with self.manager(kind, label).managed_server() as managed:
             for turn in range(conversations):
-                answer = await managed.chat_completion(messages=messages, **{**LAW, **asked})
+                answer = await managed.chat_completion(messages=messages, **{**SAMPLING, **asked})
                 content = answer.choices[0].message.content
                 if turn + 1 < conversations:
                     messages += [{"role": "assistant", "content": content}, {"role": "user", "content": "Again."}]
@@ -62,15 +62,15 @@ class Clients:
             }
 
     async def group(self, kind: str) -> dict[str, Any]:
-        """A whole group in one request."""
+        """Sample a group in one request."""
         return await self.managed(kind, f"{kind}-group", n=GROUP)
 
     async def stopped(self, kind: str) -> dict[str, Any]:
-        """A stop string."""
+        """Sample with a stop string."""
         return await self.managed(kind, f"{kind}-stopped", n=4, stop=["answer"], max_tokens=500)
 
     async def turns(self, kind: str) -> dict[str, Any]:
-        """Two turns, of which the first ended by itself."""
+        """Sample two turns; the first ends with the end token."""
         for _ in range(50):
             seen = await self.managed(kind, f"{kind}-turns", 2, max_tokens=200)
             if seen["nodes"][0]["masked_tokens"].count(2) >= 1:
@@ -78,14 +78,14 @@ class Clients:
         raise AssertionError("no answer ended by itself")
 
     async def raw(self, kind: str) -> dict[str, Any]:
-        """Tokens and log-probabilities without a managed server; the manager splits the group."""
+        """Sample tokens and log-probabilities without a managed server."""
         asked = await self.manager(kind, f"{kind}-raw").tokens_and_logprobs_completion(
-            prompt=f"{self.number}, 2, 3,", n=GROUP, **{**LAW, "max_tokens": 6}
+            prompt=f"{self.number}, 2, 3,", n=GROUP, **{**SAMPLING, "max_tokens": 6}
         )
         return dict(zip(("prompt", "tokens", "logprobs", "reasons"), asked, strict=True))
 
     async def text(self, kind: str) -> dict[str, Any]:
-        """The two routes of text."""
+        """Sample text from both OpenAI endpoints."""
         manager = self.manager(kind, f"{kind}-text")
         keys = {"temperature": 0.8, "max_tokens": 12}
         chat = await manager.chat_completion(messages=self.question, n=GROUP, **keys)
@@ -98,13 +98,13 @@ class Clients:
         }
 
     async def scored(self, kind: str) -> dict[str, Any]:
-        """Log-probabilities of a prompt and its best alternatives."""
+        """Score a prompt with alternatives."""
         async with self.manager(kind, f"{kind}-scored").managed_server() as managed:
             found: dict[str, Any] = await managed.get_logprobs(messages=self.question, top_k=3)
             return found
 
     async def healthy(self, kind: str) -> dict[str, Any]:
-        """The loop that looks after the server finds it well."""
+        """Run the health check until it succeeds."""
         server = self.manager(kind, f"{kind}-healthy").servers[0]
         server.server_healthy = False
         loop = asyncio.create_task(server.check_server_status_task())
@@ -114,12 +114,12 @@ class Clients:
         return {"healthy": server.server_healthy}
 
     async def endless(self, kind: str) -> dict[str, Any]:
-        """A group that is still being sampled when this process ends."""
+        """Sample a group until this process is killed."""
         return await self.managed(kind, f"{kind}-endless", n=GROUP, max_tokens=900, ignore_eos=True)
 
 
 async def main(url: str, tokenizer: str, checks: list[str]) -> None:
-    """Run the checks, `kind-what` each, one after the other."""
+    """Run the checks `kind-method` one after the other."""
     clients = Clients(url, tokenizer)
     seen = {}
     for clients.number, check in enumerate(checks):

@@ -1,4 +1,4 @@
-"""The embedded policy served as a run serves it, with everything that is remembered on view."""
+"""The embedded policy, served as by a run, with a recorder of all completions."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from tests.run.built_context import assembled, tiny_profile
 EMBEDDED = Path(__file__).parents[2] / "profiles" / "embedded"
 
 
-class Notes:
-    """What the run remembers, and all of it in order."""
+class RecordedCompletions:
+    """The sample log, and all recorded completions in order."""
 
     def __init__(self) -> None:
         self.log = SampleLog()
@@ -30,13 +30,13 @@ class Notes:
         self.heard = anyio.Event()
 
     def remember(self, request: SampleRequest, completion: Completion, /, *, client_label: str) -> None:
-        """Remember and note."""
+        """Record a completion."""
         self.log.remember(request, completion, client_label=client_label)
         self.taken.append((request, completion, client_label))
         self.heard.set()
 
     def of(self, client_label: str, *, health: bool = False) -> list[tuple[SampleRequest, Completion]]:
-        """What was sampled for a client: of itself, or to see how the server is, which takes one token."""
+        """Return the completions of a client, or those of its health checks, which sample one token."""
         return [
             (request, completion)
             for request, completion, label in self.taken
@@ -45,15 +45,15 @@ class Notes:
 
 
 @asynccontextmanager
-async def serving(directory: Path) -> AsyncIterator[tuple[str, RunContext, Notes]]:
-    """Serve the embedded policy as a run would."""
+async def serving(directory: Path) -> AsyncIterator[tuple[str, RunContext, RecordedCompletions]]:
+    """Serve the embedded policy."""
     profile = tiny_profile(
         directory,
         model={"path": str(EMBEDDED)},
         data={"train": str(EMBEDDED / "train.jsonl")},
         server={"enabled": True, "port": 0},
     )
-    notes = Notes()
+    notes = RecordedCompletions()
     async with assembled(profile) as parts:
         monitor = RunMonitor(parts, queues=[], children=dict)
 

@@ -1,4 +1,4 @@
-"""The gateway in front of the real engine: a tiny model, the real compute thread, the real sampler."""
+"""The HTTP server with the real engine, compute thread and sampler, and a tiny model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TEMPLATE = (
 
 
 class Stack:
-    """The engine with its thread; every look at it is taken there."""
+    """The engine and its compute thread."""
 
     def __init__(self) -> None:
         self.executor = ComputeExecutor(decode_share=0.5)
@@ -37,13 +37,13 @@ class Stack:
         self.executor.attach(self.engine)
 
     async def rows(self) -> int:
-        """Completions that are in the engine."""
+        """Return the number of completions in the engine."""
         stats = await anyio.to_thread.run_sync(self.executor.submit(self.engine.stats).result)
         return stats.running_rows + stats.waiting_rows
 
 
-async def not_asked(_: tuple[int, ...], __: int) -> PromptLogprobs:
-    """No route of /v1 asks for them."""
+async def unused_prompt_logprobs(_: tuple[int, ...], __: int) -> PromptLogprobs:
+    """Fail: the OpenAI endpoints do not score prompts."""
     raise NotImplementedError
 
 
@@ -56,7 +56,7 @@ async def serving() -> AsyncIterator[tuple[Stack, AsyncOpenAI]]:
         tokenizer=stack.source.tokenizer,
         settings=ServerSection(port=0),
         sampling=Sampling(max_tokens=32),
-        prompt_logprobs=not_asked,
+        prompt_logprobs=unused_prompt_logprobs,
         weights=lambda: WeightsReady(version=0, step=0, fingerprint="base"),
         health=lambda: HealthReport(status="ok"),
         snapshot=RunSnapshot,
@@ -73,8 +73,8 @@ async def serving() -> AsyncIterator[tuple[Stack, AsyncOpenAI]]:
         stack.executor.stop()
 
 
-async def test_streams_and_answers_of_a_model_agree() -> None:
-    """Text, tokens and log-probabilities, greedy and sampled, many choices; half characters and all."""
+async def test_a_stream_equals_the_whole_response_of_a_model() -> None:
+    """Text, tokens and log-probabilities, greedy and sampled, including incomplete characters."""
     async with serving() as (_, client):
         for temperature in (0.0, 1.0):
             fields = {
@@ -95,13 +95,13 @@ async def test_streams_and_answers_of_a_model_agree() -> None:
                 assert texts[choice.index] == choice.message.content
                 assert tokens[choice.index] == choice.model_extra["token_ids"]
                 assert len(choice.logprobs.content) == len(tokens[choice.index])
-                told = [entry.logprob for entry in choice.logprobs.content]
-                assert told == pytest.approx(logprobs[choice.index], abs=1e-4)
-                assert all(value <= 0 for value in told)
+                logprobs_of_choice = [entry.logprob for entry in choice.logprobs.content]
+                assert logprobs_of_choice == pytest.approx(logprobs[choice.index], abs=1e-4)
+                assert all(value <= 0 for value in logprobs_of_choice)
 
 
-async def test_a_prompt_asked_alone_and_in_a_list_gets_the_same_answer() -> None:
-    """Neighbours do not matter, given a seed."""
+async def test_the_completions_of_a_prompt_do_not_depend_on_other_prompts() -> None:
+    """With a seed."""
     async with serving() as (_, client):
         prompts = ["one", "two and more", "three"]
         together = await client.completions.create(model="policy", prompt=prompts, n=2, seed=3, max_tokens=12)
@@ -111,8 +111,8 @@ async def test_a_prompt_asked_alone_and_in_a_list_gets_the_same_answer() -> None
                 assert choice.text == together.choices[number * 2 + choice.index].text
 
 
-async def test_clients_that_leave_free_the_rows_of_the_model() -> None:
-    """Mid-stream and mid-wait, the engine is empty soon after."""
+async def test_a_disconnect_aborts_the_completions_of_a_model() -> None:
+    """During a stream and before a response."""
     async with serving() as (stack, client):
         endless = {"model": "policy", "prompt": "x", "max_tokens": 500, "n": 4, "extra_body": {"ignore_eos": True}}
         stream = await client.completions.create(**endless, stream=True)  # type: ignore[call-overload]
@@ -122,7 +122,7 @@ async def test_clients_that_leave_free_the_rows_of_the_model() -> None:
         await stream.close()
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(lambda: client.completions.create(**endless))  # type: ignore[call-overload]
-            await entered(stack)
+            await wait_for_rows(stack)
             tasks.cancel_scope.cancel()
         with anyio.fail_after(10):
             while await stack.rows():
@@ -132,8 +132,8 @@ async def test_clients_that_leave_free_the_rows_of_the_model() -> None:
         assert answer.usage.completion_tokens >= 1
 
 
-async def entered(stack: Stack) -> None:
-    """Until the engine has rows."""
+async def wait_for_rows(stack: Stack) -> None:
+    """Wait until the engine has completions."""
     with anyio.fail_after(10):
         while not await stack.rows():
             pass

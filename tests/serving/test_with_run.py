@@ -1,4 +1,4 @@
-"""The native routes in front of a whole run's engine: what they tell is what the learner would compute."""
+"""The native endpoints with the engine of a run: log-probabilities equal those of the learner."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PROMPT = [5, 9, 33, 1, 1, 17]
 
 @asynccontextmanager
 async def serving(directory: Path) -> AsyncIterator[tuple[RunContext, httpx.AsyncClient, Sampler]]:
-    """Serve a tiny policy whose adapter has moved, as a run would."""
+    """Serve a tiny policy whose adapter has been updated."""
     profile = tiny_profile(directory, server={"enabled": True, "port": 0})
     async with assembled(profile) as parts:
 
@@ -47,8 +47,8 @@ async def serving(directory: Path) -> AsyncIterator[tuple[RunContext, httpx.Asyn
             tasks.cancel_scope.cancel()
 
 
-async def forced(parts: RunContext, prompt: list[int], tokens: list[int], temperature: float) -> list[float]:
-    """Log-probabilities of the tokens as the learner computes them."""
+async def learner_logprobs(parts: RunContext, prompt: list[int], tokens: list[int], temperature: float) -> list[float]:
+    """Return teacher-forced log-probabilities as the learner computes them."""
 
     def score() -> list[float]:
         forcing = TeacherForcing(parts.policy.model, parts.policy.vocab_size)
@@ -58,8 +58,8 @@ async def forced(parts: RunContext, prompt: list[int], tokens: list[int], temper
     return await finish(parts.executor.submit(score))
 
 
-async def ask(client: httpx.AsyncClient, route: str, **body: Any) -> Any:
-    """The answer to a good request."""
+async def post(client: httpx.AsyncClient, route: str, **body: Any) -> Any:
+    """Return the response to a valid request."""
     answer = await client.post(route, json=body)
     assert answer.status_code == 200, answer.text
     assert answer.headers["x-clotho-weights-version"] == "7"
@@ -67,17 +67,17 @@ async def ask(client: httpx.AsyncClient, route: str, **body: Any) -> Any:
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-async def test_log_probabilities_are_those_of_the_learner(tmp_path: Path, temperature: float) -> None:
-    """All three shapes, sixteen completions of one request, the tempered distribution: teacher forcing, to 2e-4."""
+async def test_log_probabilities_equal_those_of_the_learner(tmp_path: Path, temperature: float) -> None:
+    """In all three formats, with 16 completions per request, to 2e-4."""
     keys = {"n": 16, "temperature": temperature}
     async with serving(tmp_path) as (parts, client, _):
-        vllm = await ask(
+        vllm = await post(
             client, "/generate", prompt={"prompt_token_ids": PROMPT}, logprobs=0, max_tokens=12, **keys
         )  # fmt: skip
-        sglang = await ask(
+        sglang = await post(
             client, "/generate", input_ids=PROMPT, return_logprob=True, sampling_params=keys | {"max_new_tokens": 12}
         )
-        trl = await ask(client, "/v1/generate/", prompts=[PROMPT], max_tokens=12, **keys)
+        trl = await post(client, "/v1/generate/", prompts=[PROMPT], max_tokens=12, **keys)
         rows = [
             *([next(iter(position[0].items())) for position in row] for row in vllm["logprobs"]),
             *([(entry[1], entry[0]) for entry in one["meta_info"]["output_token_logprobs"]] for one in sglang),
@@ -85,23 +85,23 @@ async def test_log_probabilities_are_those_of_the_learner(tmp_path: Path, temper
         ]
         assert len(rows) == 48
         for row in rows:
-            expected = await forced(parts, PROMPT, [int(token) for token, _ in row], temperature)
+            expected = await learner_logprobs(parts, PROMPT, [int(token) for token, _ in row], temperature)
             assert [logprob for _, logprob in row] == pytest.approx(expected, abs=2e-4)
 
 
-async def test_the_prompt_is_scored_as_the_learner_would(tmp_path: Path) -> None:
-    """Untempered, whatever the temperature of the completion; the best alternatives are at least as probable."""
+async def test_prompt_log_probabilities_equal_those_of_the_learner(tmp_path: Path) -> None:
+    """At temperature 1, independent of the temperature of the completion."""
     async with serving(tmp_path) as (parts, client, _):
-        answer = await ask(
+        answer = await post(
             client, "/generate", prompt={"prompt_token_ids": PROMPT}, prompt_logprobs=3, temperature=0.0, max_tokens=1
         )
         first, *others = answer["prompt_logprobs"]
         assert first is None
-        told = [next(iter(entry.items())) for entry in others]
-        assert [int(token) for token, _ in told] == PROMPT[1:]
-        expected = await forced(parts, PROMPT[:1], PROMPT[1:], 1.0)
-        assert [logprob for _, logprob in told] == pytest.approx(expected, abs=2e-4)
-        for entry, (token, logprob) in zip(others, told, strict=True):
+        positions = [next(iter(entry.items())) for entry in others]
+        assert [int(token) for token, _ in positions] == PROMPT[1:]
+        expected = await learner_logprobs(parts, PROMPT[:1], PROMPT[1:], 1.0)
+        assert [logprob for _, logprob in positions] == pytest.approx(expected, abs=2e-4)
+        for entry, (token, logprob) in zip(others, positions, strict=True):
             best = [value for other, value in entry.items() if other != token]
             assert len(entry) in (3, 4)
             assert best == sorted(best, reverse=True)
@@ -109,8 +109,8 @@ async def test_the_prompt_is_scored_as_the_learner_would(tmp_path: Path) -> None
         assert answer["prompt_weights_version"] == 7
 
 
-async def test_health_answers_while_the_compute_thread_is_busy(tmp_path: Path) -> None:
-    """An update or a swap holds the thread; /health does not wait for it, and says how long it has been at it."""
+async def test_health_responds_while_the_compute_thread_is_busy(tmp_path: Path) -> None:
+    """progress_seconds increases."""
     busy, done = threading.Event(), threading.Event()
 
     def hold() -> None:
@@ -131,8 +131,8 @@ async def test_health_answers_while_the_compute_thread_is_busy(tmp_path: Path) -
         held.result()
 
 
-async def test_a_client_that_leaves_frees_the_rows_of_the_run(tmp_path: Path) -> None:
-    """Sixteen rows, gone soon after their client is, and the next request is answered."""
+async def test_a_disconnect_aborts_the_completions_of_the_engine(tmp_path: Path) -> None:
+    """The next request succeeds."""
     async with serving(tmp_path) as (parts, client, sampler):
         endless = {"prompt": {"prompt_token_ids": PROMPT}, "n": 16, "max_tokens": 100, "ignore_eos": True}
         running, left = threading.Event(), threading.Event()
@@ -152,5 +152,5 @@ async def test_a_client_that_leaves_frees_the_rows_of_the_run(tmp_path: Path) ->
             while sampler.running:
                 await anyio.lowlevel.checkpoint()
         left.set()
-        assert (await ask(client, "/generate", prompt={"prompt_token_ids": PROMPT}, max_tokens=2))["finish_reasons"]
+        assert (await post(client, "/generate", prompt={"prompt_token_ids": PROMPT}, max_tokens=2))["finish_reasons"]
         assert parts.engine.stats().finished["abort"] == 16
