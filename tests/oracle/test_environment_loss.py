@@ -70,7 +70,7 @@ def assert_like_the_loops(groups: list[ScoredGroup], settings: LearnerSection) -
 
 @pytest.mark.parametrize("case", CASES)
 def test_several_turns_learn_what_the_loops_say(case: str) -> None:
-    """Masks, zero_advantage completions, temperatures, supports, teachers, references: all at once, for every objective."""
+    """Masks, zero-advantage completions, temperatures, supports, teachers and references at once, per objective."""
     assert_like_the_loops(environment_groups(5, seed=1), settings_of(case))
 
 

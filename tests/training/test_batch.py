@@ -97,7 +97,7 @@ def test_weight_and_coefficient_of_what_was_not_drawn_are_zero() -> None:
 def test_a_group_without_a_reference_is_refused_where_it_is_learnt_from() -> None:
     """By name; without a penalty nobody misses it."""
     group = scored_group([[3]], [1.0], group_id=17)
-    with pytest.raises(ValueError, match="group 17 brings no reference log-probabilities"):
+    with pytest.raises(ValueError, match="group 17 has no reference log-probabilities"):
         sequence(group, kl_beta=0.1, reference="environment")
     assert sequence(group, reference="environment").reference_T is None
     assert sequence(replace(group, reference_logprobs=((-1.0,),)), kl_beta=0.1).reference_T is None

@@ -76,6 +76,6 @@ def test_a_group_without_one_is_refused_and_changes_nothing() -> None:
     """Whoever sends groups to the learner has looked at that before."""
     one = learner(tiny_policy(), **BROUGHT)
     before = one.parameters
-    with pytest.raises(ValueError, match="group 0 brings no reference log-probabilities"):
+    with pytest.raises(ValueError, match="group 0 has no reference log-probabilities"):
         finish(one.update(random_groups(32)))
     assert same_bits(one.parameters, before)
