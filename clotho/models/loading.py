@@ -58,7 +58,7 @@ def open_base(directory: Path, section: ModelSection) -> tuple[nn.Module, dict[s
 
 
 def find_model(path: str) -> Path:
-    """Directory of the model, downloaded from the hub where `path` is no directory. Raises `ModelError`."""
+    """Return the directory of the model, downloaded from the hub if `path` is not a directory. Raises `ModelError`."""
     local = Path(path).expanduser()
     if local.is_dir():
         if not (local / "config.json").is_file():
@@ -110,7 +110,7 @@ def _refuse_foreign_code(directory: Path, section: ModelSection) -> None:
 
 
 def convert(model: nn.Module, section: ModelSection) -> None:
-    """Dequantise and cast as `section` asks; nothing is evaluated. Raises `ModelError`."""
+    """Dequantize and cast according to `section`, without evaluation. Raises `ModelError`."""
     try:
         if section.dequantize:
             dequantize_model(model)
@@ -128,7 +128,7 @@ def _target_dtype(section: ModelSection) -> mx.Dtype | None:
 
 
 def _cast(model: nn.Module, dtype: mx.Dtype) -> None:
-    """Cast floating parameters, but for those that the architecture keeps as they are (`cast_predicate`)."""
+    """Cast floating parameters, except those that the architecture excludes (`cast_predicate`)."""
     keeps = getattr(model, "cast_predicate", None)
 
     def cast(name: str, module: nn.Module) -> None:
@@ -151,7 +151,7 @@ SHAPES = Path(__file__).parents[2] / "profiles" / "shapes"
 
 
 def shipped_shape(repository: str) -> Path | None:
-    """Directory with the configuration of a repository of the hub, if it ships with the project."""
+    """Return the directory with the configuration of a hub repository; None if it does not ship with the project."""
     directory = SHAPES / repository.replace("/", "--")
     return directory if (directory / "config.json").is_file() else None
 
@@ -159,8 +159,8 @@ def shipped_shape(repository: str) -> Path | None:
 def open_shape(directory: Path, section: ModelSection) -> tuple[nn.Module, dict[str, Any]]:
     """Build the model of a configuration, converted as `section` asks; return it with the configuration.
 
-    As `model_loading.open_base` builds one from files: all shapes and types are final. Its weights would be random, and
-    are never to be evaluated: until then they take no memory, whatever the size of the model.
+    All shapes and types are final, as with `open_base`. The weights are random and must not be evaluated; unevaluated
+    weights take no memory.
     """
     model, config = load_model(directory, lazy=True, strict=False)
     model.set_dtype(DTYPES[config["torch_dtype"]])
@@ -177,7 +177,7 @@ UNSTATED_CONTEXT = 32_768
 
 
 def setting(config: dict[str, Any], keys: tuple[str, ...]) -> int | None:
-    """The first of `keys` that the configuration, or its `text_config`, states as a positive whole number."""
+    """Return the first of `keys` that the configuration, or its `text_config`, sets to a positive integer."""
     text = config.get("text_config")
     for section in (config, text if isinstance(text, dict) else {}):
         for key in keys:
@@ -188,7 +188,7 @@ def setting(config: dict[str, Any], keys: tuple[str, ...]) -> int | None:
 
 
 def context_length(config: dict[str, Any]) -> int:
-    """Tokens of prompt and completion together; `UNSTATED_CONTEXT` where the configuration does not say."""
+    """Return the maximum number of tokens of prompt and completion; `UNSTATED_CONTEXT` if it is not configured."""
     return setting(config, CONTEXT_KEYS) or UNSTATED_CONTEXT
 
 
@@ -215,7 +215,7 @@ def describe_model(model: nn.Module, config: dict[str, Any]) -> PolicyDescriptio
 
 
 def _adapter_arrays(model: nn.Module) -> dict[str, mx.array]:
-    """Low-rank matrices, and DoRA's magnitudes, by name."""
+    """Return the LoRA matrices and DoRA magnitudes, by name."""
     return {
         f"{name}.{key}": module[key]
         for name, module in model.named_modules()
@@ -226,7 +226,7 @@ def _adapter_arrays(model: nn.Module) -> dict[str, mx.array]:
 
 
 def _parameters(model: nn.Module) -> tuple[int, int | None]:
-    """Number of weights the arrays stand for, and the commonest number of bits they are packed in."""
+    """Return the number of weights, and the most common number of bits of quantized weights."""
     total = 0
     bits: Counter[int] = Counter()
     for _, module in model.named_modules():
@@ -242,7 +242,7 @@ def _parameters(model: nn.Module) -> tuple[int, int | None]:
 
 
 def _computing_dtype(model: nn.Module) -> str:
-    """The type of most floating weights that belong to the base."""
+    """Return the most common floating type of the base model's weights."""
     sizes: Counter[str] = Counter()
     adapter = _adapter_arrays(model).keys()
     for name, array in flat(model.parameters()).items():

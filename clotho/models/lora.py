@@ -22,9 +22,9 @@ LINEAR = (nn.Linear, nn.QuantizedLinear, SwitchLinear, QuantizedSwitchLinear)
 
 
 def linear_modules(blocks: Iterable[nn.Module]) -> dict[str, nn.Module]:
-    """All linear layers of the blocks by block-relative name, sorted; embeddings are not among them.
+    """Return all linear layers of the blocks by block-relative name, sorted, without embeddings.
 
-    Where blocks share a name, the narrowest of its layers stands for them.
+    If several blocks have a layer of the same name, the narrowest one is returned.
     """
     found: dict[str, nn.Module] = {}
     for block in blocks:
@@ -37,15 +37,15 @@ def linear_modules(blocks: Iterable[nn.Module]) -> dict[str, nn.Module]:
 
 
 def smaller_side(module: nn.Module) -> int:
-    """The smaller of a linear layer's widths, in and out: the rank that its weight has at most."""
+    """Return the smaller of a linear layer's input and output widths: the maximum rank of its weight."""
     width_out, width_in = module.weight.shape[-2:]
     return int(min(width_out, width_in * 32 // module.bits if "scales" in module else width_in))
 
 
 def module_ranks(blocks: Sequence[nn.Module], method: AdapterMethod) -> dict[str, int]:
-    """Rank of every module that takes an adapter, by block-relative name, in the order of the names.
+    """Return the rank of every module that gets an adapter, by block-relative name, sorted.
 
-    A short name such as `q_proj` stands for every module that ends in it. Raises `ModelError`, in one line with the
+    A short name such as `q_proj` selects every module whose name ends in it. Raises `ModelError`, in one line with the
     nearest name, for a name that no linear layer of `blocks` has, and for a rank of `policy.method.ranks` that is
     larger than its module's smaller side, given twice, or of a module that `policy.method.target_modules` leaves out.
     """
@@ -107,7 +107,7 @@ def _nearest(target: str, available: Iterable[str]) -> str:
 
 
 class AdaptedModule(Struct, frozen=True, kw_only=True):
-    """One place of the model where an adapter sits: `parent[key]`, by name `name`, is `adapted`, and was `base`."""
+    """A module with an adapter: `parent[key]`, named `name`, is `adapted` and was `base`."""
 
     name: str
     parent: Any
@@ -117,7 +117,7 @@ class AdaptedModule(Struct, frozen=True, kw_only=True):
 
 
 def is_quantized(model: nn.Module) -> bool:
-    """Whether any layer holds packed weights."""
+    """Whether any layer has quantized weights."""
     return any("scales" in module for _, module in model.named_modules())
 
 
@@ -174,12 +174,12 @@ def open_all_weights(model: nn.Module) -> AdapterConfig:
 
 
 def fused_weights(adapted: Iterable[AdaptedModule]) -> dict[str, mx.array]:
-    """Weights of plain layers that compute what the adapted ones do, by name and in the type of their bases; lazy."""
+    """Return the weights of plain layers that equal the adapted ones, by name, in the type of their bases; lazy."""
     return {f"{one.name}.weight": one.adapted.fuse().weight.astype(one.base.weight.dtype) for one in adapted}
 
 
 def _weights_beside(model: nn.Module, method: AdapterMethod) -> dict[str, nn.Module]:
-    """Modules whose own weights are trained in full beside the adapter, by name."""
+    """Return the modules whose weights are trained in full besides the adapter, by name."""
     if not (method.train_embeddings or method.train_head):
         return {}
     if is_quantized(model):
@@ -189,7 +189,7 @@ def _weights_beside(model: nn.Module, method: AdapterMethod) -> dict[str, nn.Mod
 
 
 def _install(model: nn.Module, method: AdapterMethod, ranks: dict[str, int]) -> None:
-    """Put mlx-lm's layers over the modules that `ranks` names, those of one rank after those of another."""
+    """Install mlx-lm's layers over the modules in `ranks`, one rank after another."""
     for rank in sorted(set(ranks.values())):
         keys = {name for name, own in ranks.items() if own == rank}
         config = {"rank": rank, "scale": method.effective_scale, "dropout": method.dropout, "keys": keys}
@@ -264,7 +264,7 @@ def _ends_in(call: _Call, logits_1_2_V: mx.array) -> bool:
 
 @contextmanager
 def _watched(modules: Iterable[nn.Module]) -> Iterator[list[_Call]]:
-    """Inside, every call of one of `modules` is noted; they change class for it, and change back."""
+    """Record every call of `modules` inside the context; their class changes for its duration."""
     calls: list[_Call] = []
     plain = [(module, type(module)) for module in modules]
     try:

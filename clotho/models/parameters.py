@@ -33,25 +33,24 @@ def nested(arrays: dict[str, mx.array]) -> Parameters:
 
 
 BLOCK = 1 << 15
-"""64-bit words that are reduced to one."""
+"""Number of 64-bit words that are reduced to one."""
 
 AT_ONCE = 16
-"""Blocks that are reduced at a time, 4 MB: so many stay in a processor's cache between the operations."""
+"""Number of blocks that are reduced at a time: 4 MB stay in the processor's cache between operations."""
 
 
 def fingerprint(parameters: Any) -> str:
-    """First 16 hexadecimal digits of the SHA-256 of a parameter tree: names, types, shapes, and a digest of the bits.
+    """Return 16 hexadecimal digits of the SHA-256 of a parameter tree: names, types, shapes and a digest of the bits.
 
-    The bits of an array are words of 64, and every block of them is reduced where the array lies to
+    The bits of an array are read as 64-bit words. Every block of words is reduced on the device to
 
         sum over i of (w_i xor (w_i >> 32)) c_i  mod 2^64,  with fixed random odd c_i,
 
-    multilinear hashing (Carter and Wegman, 1979) after a shift that lets high bits count as well. Every term is
-    one-to-one in its word, so a block of which one word differs always has another sum; integers have no rounding, so
-    the sum is the same in any order, on any backend. What is left after the last whole block is hashed as it is.
+    which is multilinear hashing (Carter and Wegman, 1979) after a shift that makes high bits count. Every term is a
+    bijection of its word, so blocks that differ in one word have different sums. Integers do not round, so the sum is
+    the same in any order and on any backend. The words after the last whole block are hashed directly.
 
-    Guards against accidents, not against forgery. Evaluates the arrays. The order of dictionaries and empty branches
-    of the tree do not matter.
+    Detects accidents, not forgery. Evaluates the arrays. The order of dictionaries and empty branches do not matter.
     """
     digest = hashlib.sha256()
     arrays = flat(parameters)
@@ -65,7 +64,7 @@ def fingerprint(parameters: Any) -> str:
 
 
 def _parts(array: mx.array) -> list[mx.array]:
-    """Sums of the whole blocks of an array, then what is left of it; evaluated, few at a time."""
+    """Return the evaluated sums of the whole blocks of an array, and the rest of the array."""
     block = BLOCK * 8 // array.itemsize
     whole = array.size // block
     if not whole:
@@ -97,10 +96,10 @@ def locate(model: nn.Module, path: str) -> tuple[Any, Any]:
 
 
 class ParameterSlots:
-    """The places of a model's trainable parameters, in the order of their dotted names."""
+    """The slots of a model's trainable parameters, in the order of their dotted names; computed once."""
 
     def __init__(self, model: nn.Module) -> None:
-        """Take the parameters that are trainable now; the model's modules must stay the same objects."""
+        """Use the parameters that are trainable now. The modules of the model must stay the same objects."""
         parameters: Parameters = model.trainable_parameters()
         arrays = flat(parameters)
         self.names = tuple(arrays)
@@ -110,16 +109,16 @@ class ParameterSlots:
         self._kinds = tuple((array.shape, array.dtype) for array in arrays.values())
 
     def current(self) -> list[mx.array]:
-        """The arrays that the model computes with."""
+        """Return the arrays that the model computes with."""
         return [container[key] for container, key in self._slots]
 
     def assign(self, leaves: list[mx.array]) -> None:
-        """Let the model compute with these arrays, which `leaves` has checked."""
+        """Let the model compute with these arrays, which `leaves` must have checked."""
         for (container, key), array in zip(self._slots, leaves, strict=True):
             container[key] = array
 
     def tree(self, leaves: list[mx.array]) -> Parameters:
-        """The arrays as a tree, empty branches included, so that it matches the tree of gradients."""
+        """Return the arrays as a tree with empty branches, which matches the tree of gradients."""
         tree: Parameters = tree_map(lambda _: None, self._structure)
         for path, array in zip(self._paths, leaves, strict=True):
             node: Any = tree
@@ -129,7 +128,7 @@ class ParameterSlots:
         return tree
 
     def leaves(self, parameters: Parameters) -> list[mx.array]:
-        """The arrays of a tree in the order of the places they belong to.
+        """Return the arrays of a tree in the order of the slots.
 
         Raises `ValueError` unless the tree has exactly the names, shapes and types of the trainable parameters.
         """
@@ -153,7 +152,7 @@ class ParameterSlots:
 
 
 def _count(tree: Any) -> int:
-    """How many leaves a tree has."""
+    """Return the number of leaves of a tree."""
     if isinstance(tree, dict):
         return sum(map(_count, tree.values()))
     if isinstance(tree, (list, tuple)):
