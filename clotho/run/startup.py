@@ -191,6 +191,13 @@ def _load_prompts(profile: Profile, policy: Policy, rewards: RewardRunner) -> tu
     longest = max(prompts.longest_prompt, held_out.longest_prompt)
     _require_short_prompts(longest, policy.context_length, profile)
     _require_valid_requests(longest, policy, profile)
+    if profile.eval.enabled and profile.eval.problems > len(held_out.problems):
+        log.warning(
+            "fewer_heldout_problems_than_requested",
+            key="eval.problems",
+            requested=profile.eval.problems,
+            available=len(held_out.problems),
+        )
     return prompts, held_out
 
 
