@@ -53,11 +53,11 @@ class Learner:
     """Updates the policy, and records in the ledger how each group ended.
 
     A batch is `batch_size` groups, including groups that are discarded (zero variance, stale, failed); the update uses
-    the other groups. With `dynamic_sampling`, discarded groups are replaced, so that the update has `batch_size` groups.
+    the other groups. With dynamic sampling, discarded groups are replaced, so that the update has `batch_size` groups.
     Groups are replaced at once or, in synchronous runs, after all groups of the round have ended. Groups from
-    environments cannot be requested: a batch is then always `batch_size` groups that can be trained on, and groups that
-    arrive after the last batch are discarded. The last batch may be smaller. Groups in a batch are sorted by id, so that
-    the update does not depend on the order of arrival.
+    environments cannot be requested: a batch is then always `batch_size` groups that can be trained on, and groups
+    that arrive after the last batch are discarded. The last batch may be smaller. Groups in a batch are sorted by id,
+    so that the update does not depend on the order of arrival.
     """
 
     name = "learner"
@@ -202,8 +202,8 @@ class Learner:
             return self._collapse.error(report)
         if update and not update.finite and self._progress.bad_steps >= self._settings.max_bad_steps:
             return DivergenceError(
-                f"{self._progress.bad_steps} consecutive updates were not finite, the last one at step {report.step}; the "
-                f"weights of version {report.version} are kept: lower the learning rate, or inspect rollouts.jsonl"
+                f"{self._progress.bad_steps} consecutive updates were not finite, the last one at step {report.step}; "
+                f"the weights of version {report.version} are kept: lower the learning rate, or inspect rollouts.jsonl"
             )
         return None
 

@@ -12,7 +12,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Stoppable(Protocol):
-    """What signals can end: a supervisor."""
+    """A supervisor, as the signal handlers see it."""
 
     def drain(self) -> None:
         """End gracefully."""
@@ -22,7 +22,7 @@ class Stoppable(Protocol):
 
 
 class SignalWatch:
-    """The signals that came, in order."""
+    """Handles the signals; `received` lists them in order."""
 
     def __init__(self, target: Stoppable) -> None:
         self.received: list[signal.Signals] = []
@@ -31,35 +31,35 @@ class SignalWatch:
 
     @property
     def exit_status(self) -> int:
-        """0 if at most a drain was asked for; after a stop, as shells have it, 128 + the signal's number: 130, 143."""
+        """0 without a stop; after a stop 128 + the signal number (130 or 143), as in shells."""
         return 128 + self.received[-1] if len(self.received) > 1 else 0
 
     def install(self) -> None:
-        """Listen, in the running loop. RuntimeError outside the main thread, where Python cannot."""
+        """Install the handlers in the running event loop. Raises RuntimeError outside the main thread."""
         loop = asyncio.get_running_loop()
         for number in SIGNALS:
-            loop.add_signal_handler(number, self._hear, number)
+            loop.add_signal_handler(number, self._on_signal, number)
 
     def restore(self) -> None:
-        """Put the handlers from before back. The second time does nothing."""
+        """Restore the previous handlers. Calling it again has no effect."""
         loop = asyncio.get_running_loop()
         while self._previous:
             number, handler = self._previous.popitem()
             loop.remove_signal_handler(number)
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
-    def _hear(self, number: signal.Signals) -> None:
+    def _on_signal(self, number: signal.Signals) -> None:
         self.received.append(number)
         if len(self.received) == 1:
             self._target.drain()
         else:
-            self.restore()  # whatever hangs now, a third signal ends
+            self.restore()  # a third signal ends the process at once
             self._target.stop()
 
 
 @asynccontextmanager
 async def handle_signals(target: Stoppable) -> AsyncIterator[SignalWatch]:
-    """Within the block, SIGINT and SIGTERM drain `target`, then stop it. The handlers from before return at the end."""
+    """Within the block, the first SIGINT or SIGTERM drains `target`, and the second one stops it."""
     watch = SignalWatch(target)
     watch.install()
     try:

@@ -1,4 +1,4 @@
-"""Code of the user's own, named in a profile: imported from wherever the run was started."""
+"""Imports modules that a profile names."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from types import ModuleType
 
 
 def import_user_module(name: str) -> ModuleType:
-    """Import a module, also one that lies in the working directory; raises whatever importing it raises."""
+    """Import a module; modules in the working directory are found. Raises what the import raises."""
     here = os.getcwd()
     if here not in sys.path and "" not in sys.path:
         sys.path.append(here)

@@ -1,7 +1,4 @@
-"""Notices something that ought to move and does not.
-
-Ends the run when something that is not an actor breaks.
-"""
+"""Watches the compute thread: reports stalls, and ends the run if the decode engine fails."""
 
 from __future__ import annotations
 
@@ -14,11 +11,11 @@ import anyio
 
 
 class Watchdog:
-    """Reports a stall once, and its end once. It only looks: stopping or restarting is for others to decide.
+    """Reports the start and the end of each stall. It stops and restarts nothing.
 
-    last_progress: the instant (seconds of `clock`) of the last progress; math.inf when idle, which is never a stall.
-    on_stall: called with the seconds without progress, once they reach the limit.
-    on_recovered: called at the first progress, or idleness, after a stall.
+    last_progress: time of the last progress, in seconds of `clock`; math.inf while idle, which is not a stall.
+    on_stall: called with the seconds without progress when they reach the limit.
+    on_recovered: called at the first progress, or when idle, after a stall.
     """
 
     def __init__(
@@ -41,16 +38,15 @@ class Watchdog:
         self._clock = clock
 
     async def run(self) -> None:
-        """Look for ever, each time at the first instant at which there can be news."""
+        """Check repeatedly, each time when the state can have changed."""
         while True:
             quiet_seconds = self.look()
             await anyio.sleep(quiet_seconds)
 
     def look(self) -> float:
-        """Look once and report what changed. Returns in how many seconds to look again.
+        """Check once and report a change. Returns the seconds until the next check.
 
-        While all is well that is when the limit would be reached; during a stall, a tenth of the limit, so that the
-        recovery is noticed soon.
+        Without a stall this is the time at which the limit would be reached; during a stall, a tenth of the limit.
         """
         silent = self._clock() - self._last_progress()
         if silent < self._limit:
@@ -65,12 +61,12 @@ class Watchdog:
 
 
 class Guard:
-    """Waits for a future that never has a result; its error is the guard's failure."""
+    """Waits for a future that never has a result; fails with its exception."""
 
     def __init__(self, name: str, broken: Future[None]) -> None:
         self.name = name
         self._broken = broken
 
     async def run(self) -> None:
-        """Wait until it breaks. Being cancelled does not touch the future: others may still have to set it."""
+        """Wait for the exception. Cancelling the guard does not cancel the future."""
         await asyncio.shield(asyncio.wrap_future(self._broken))

@@ -1,4 +1,4 @@
-"""The fetcher: groups in the order they come, each with a number, no further ahead than the distribution of lag allows."""
+"""The fetcher numbers groups in the order of arrival, within the staleness bound."""
 
 from __future__ import annotations
 

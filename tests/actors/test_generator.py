@@ -1,4 +1,4 @@
-"""The generator: one group for each prompt, a batch at a time, and never further ahead than the distribution of lag allows."""
+"""The generator samples one group per prompt, a batch at a time, within the staleness bound."""
 
 from __future__ import annotations
 

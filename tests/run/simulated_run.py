@@ -33,7 +33,8 @@ from tests.learner_settings import learner_settings
 
 METRICS = UpdateMetrics(
     loss=0.0, kl=0.0, entropy=1.0, clip_fraction=0.0, mismatch_kl=0.0, ratio_mean=1.0, grad_norm=1.0,
-    learning_rate=1.0, trained_tokens=1, update_applied=True, ess=1.0, rejected_fraction=0.0, kl_beta=0.0, entropy_coef=0.0,
+    learning_rate=1.0, trained_tokens=1,
+    update_applied=True, ess=1.0, rejected_fraction=0.0, kl_beta=0.0, entropy_coef=0.0,
     optimizer_steps=1,
 )  # fmt: skip
 

@@ -90,7 +90,7 @@ async def test_stages_stand_in_order_and_taps_hear_what_leaves_them() -> None:
     heard = [child.actor.heard for child in channel.children if isinstance(child.actor, Listening)]
     assert heard == [[message + "ab" for message in messages]] * 2
     assert [queue.name for queue in channel.queues] == ["busy", "busy.1", "busy.2", "busy.tapped"]
-    assert [(queue.name, queue.capacity) for queue in channel.copies] == [("busy.tap1", 2), ("busy.tap2", 2)]  # fmt: skip
+    assert [(queue.name, queue.capacity) for queue in channel.copies] == [("busy.tap1", 2), ("busy.tap2", 2)]
     assert {child.restart for child in channel.children} == {Restart.TRANSIENT, Restart.TEMPORARY}
 
 

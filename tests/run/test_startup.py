@@ -34,7 +34,8 @@ async def keep(profile: Profile, *, step: int = 3, measured: bool = True) -> Run
             optimizer = {name: array + 1 for name, array in parts.policy_learner.state().items()}
             mx.random.seed(99)
             state = RunState(
-                step=step, version=step - 1, fingerprint="kept", ledger=LEDGER, prompted=11, random_state=random_state(),
+                step=step, version=step - 1, fingerprint="kept", ledger=LEDGER, prompted=11,
+                random_state=random_state(),
                 bad_steps=1, train_seconds=2.5, sampled_tokens=100, trained_tokens=50, inputs=parts.inputs,
             )  # fmt: skip
             config = parts.policy.adapter_config
