@@ -136,8 +136,8 @@ class RewardSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         str,
         Meta(
             min_length=1,
-            description="Reward function: format, math_eval, jaccard, choice_correctness, exact, or a function of your "
-            "own as module:function or path/to/file.py:function.",
+            description="Reward function: a built-in name such as format or math_eval, or a function of your own as "
+            "module:function or path/to/file.py:function.",
         ),
     ]
     weight: Annotated[float, Meta(description="Weight of the reward function's value in the sum.")] = 1.0

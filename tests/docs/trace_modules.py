@@ -21,9 +21,12 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
+
+from msgspec import Struct
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "flow.md"
@@ -31,7 +34,8 @@ OURS = tuple(f"{ROOT}/{name}" for name in ("actors/", "clotho/", "protocols/", "
 CPU_BACKEND = "clotho/cpu/"
 PATHS = ("training", "request", "flag")
 TRAINING_ACTORS = ("prompter", "generator", "scorer", "learner", "broadcaster")
-FLAG = ("--rollouts.max-batches-ahead", "3")
+FLAG, VALUE = "--rollouts.max-batches-ahead", 37
+"""The traced flag, with a value that occurs nowhere else."""
 RUN = (
     "--profile", "local-m3", "--steps", "1", "--learner.batch-size", "8", "--eval.enabled", "false",
     "--server.enabled", "false", "--monitor.display", "none", "--rewards", '[{name = "exact", correct = true}]',
@@ -45,6 +49,7 @@ class ModuleTrace:
 
     begin, end: the functions whose call starts and whose return stops the trace. constructed: after the end, also
     record the modules on the call stack of this function. actors: on the event loop, record only tasks of these actors.
+    carrying: record only functions with an argument that contains the traced flag or its value.
     """
 
     def __init__(
@@ -54,8 +59,10 @@ class ModuleTrace:
         end: Point | None = None,
         constructed: Point | None = None,
         actors: tuple[str, ...] = (),
+        carrying: bool = False,
     ) -> None:
         self._begin, self._end, self._constructed, self._actors = begin, end, constructed, actors
+        self._carrying = carrying
         self.active = False
         self.ended = False
         self._seen: set[CodeType] = set()
@@ -78,11 +85,13 @@ class ModuleTrace:
             self.modules |= set(_stack(frame))
         elif event == "call":
             self.active = self.active or (point == self._begin and not self.ended)
-            if self.active and code not in self._seen and not _importing(frame) and self._on_path():
+            if self.active and code not in self._seen and not _importing(frame) and self._on_path(frame):
                 self._seen.add(code)
                 self.modules.add(point[0])
 
-    def _on_path(self) -> bool:
+    def _on_path(self, frame: FrameType) -> bool:
+        if self._carrying:
+            return any(_contains_flag(argument) for argument in list(frame.f_locals.values()))
         if not self._actors or threading.current_thread() is not threading.main_thread():
             return True
         try:
@@ -101,6 +110,21 @@ def _stack(frame: FrameType | None) -> list[str]:
             found.append(str(Path(frame.f_code.co_filename).relative_to(ROOT)))
         frame = frame.f_back
     return found
+
+
+def _contains_flag(value: object, depth: int = 6) -> bool:
+    """Whether a value is or contains the traced flag, its key or its value."""
+    if depth == 0:
+        return False
+    if isinstance(value, str):
+        return value in (FLAG, FLAG[2:], str(VALUE), "rollouts.max_batches_ahead")
+    if isinstance(value, Mapping):
+        return any(_contains_flag(item, depth - 1) for pair in list(value.items()) for item in pair)
+    if isinstance(value, list | tuple):
+        return any(_contains_flag(item, depth - 1) for item in value)
+    if isinstance(value, Struct):
+        return any(_contains_flag(getattr(value, name, None), depth - 1) for name in value.__struct_fields__)
+    return isinstance(value, int) and not isinstance(value, bool) and value == VALUE
 
 
 def _importing(frame: FrameType | None) -> bool:
@@ -122,13 +146,14 @@ def training_modules() -> set[str]:
 
 
 def flag_modules() -> set[str]:
-    """Modules from the command line to the profile, and from there to the actor that uses the value of a flag."""
+    """Modules that a flag passes from the command line to the actor that uses its value."""
     trace = ModuleTrace(
         begin=("clotho/run/cli.py", "prepare"),
         end=("clotho/config/load.py", "load_profile"),
         constructed=("actors/generator.py", "__init__"),
+        carrying=True,
     )
-    _train(trace, *FLAG)
+    _train(trace, FLAG, str(VALUE))
     return trace.modules
 
 

@@ -1,0 +1,67 @@
+"""docs/changing.md: its examples are in the files that the page names, and in no others."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from tests.docs.pages import DOCS, ROOT, between
+
+PAGE = DOCS / "changing.md"
+OTHER_NAMES = "clotho/config/other_trainers.py"
+ROW = re.compile(
+    r"^\| (?P<change>[\w ]+) \| (?P<bound>\d+) \| .*? \| `(?P<symbol>\w+)` \| (?P<files>.*?) \|$", re.MULTILINE
+)
+
+
+class Example(NamedTuple):
+    """One row of the table."""
+
+    change: str
+    bound: int
+    symbol: str
+    files: set[str]
+
+
+EXAMPLES = [
+    Example(match["change"], int(match["bound"]), match["symbol"], set(re.findall(r"`([\w/]+\.py)`", match["files"])))
+    for match in ROW.finditer(between(PAGE, "examples"))
+]
+
+
+def modules_with(symbol: str) -> set[str]:
+    """Source modules that contain a symbol as a whole word."""
+    word = re.compile(rf"\b{symbol}\b")
+    sources = [
+        ROOT / "pipeline.py",
+        *(path for name in ("actors", "clotho", "protocols") for path in (ROOT / name).rglob("*.py")),
+    ]
+    return {str(path.relative_to(ROOT)) for path in sources if word.search(path.read_text(encoding="utf-8"))}
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.change)
+def test_an_example_is_in_the_files_of_its_row_and_in_no_others(example: Example) -> None:
+    """A change of this kind touches no other source file."""
+    assert modules_with(example.symbol) - {OTHER_NAMES} == example.files
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.change)
+def test_a_change_touches_few_files(example: Example) -> None:
+    """The bound stands in the table."""
+    assert 0 < len(example.files) <= example.bound
+
+
+def test_every_kind_of_change_has_a_section() -> None:
+    """The section lists the steps."""
+    headings = re.findall(r"^## (.+)$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(EXAMPLES) == len(headings) == 8
+    assert all(heading.lower().startswith(example.change) for heading, example in zip(headings, EXAMPLES, strict=True))
+
+
+def test_every_file_on_the_page_exists() -> None:
+    """Patterns with an asterisk are not checked."""
+    named = set(re.findall(r"`((?:actors|clotho|protocols)/[\w/]+\.py)`", PAGE.read_text(encoding="utf-8")))
+    assert [name for name in sorted(named) if not Path(ROOT / name).is_file()] == []
