@@ -236,7 +236,7 @@ def test_a_dry_run_prints_the_resolved_profile_and_writes_nothing(
     assert (status, err) == (0, "")
     settings, _, estimate = out.partition("\nestimated memory")
     resolved = tomllib.loads(settings)
-    assert (resolved["steps"], resolved["policy"]["rank"]) == (7, 3)
+    assert (resolved["steps"], resolved["policy"]["method"]["rank"]) == (7, 3)
     assert resolved["run_dir"] == str(tmp_path / "run")
     assert "total" in estimate
     assert not list(tmp_path.iterdir())
