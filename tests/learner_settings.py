@@ -61,18 +61,7 @@ def learner_settings(**fields: Any) -> LearnerSection:
         values["learner.entropy_bonus.type"] = "adaptive"
     elif "entropy_weight" in fields:
         values["learner.entropy_bonus.type"] = "fixed"
-    chosen, tree = chosen_types(values), dict[str, Any]()
-    for path, key in keys().items():
-        variant = next((variant for variant in key.variants if variant.types.items() <= chosen.items()), None)
-        if variant is None:
-            continue
-        value = values.pop(path, variant.default)
-        if path.startswith("learner.") and value is not None:
-            *tables, name = path.split(".")[1:]
-            table = tree
-            for part in tables:
-                table = table.setdefault(part, {})
-            table[name] = value
+    tree = _nested(values)
     assert not values, f"unknown settings: {values}"
     return convert(tree, LearnerSection)
 
@@ -129,3 +118,20 @@ def path_of(name: str) -> str:
     paths = [path for path in keys() if path.startswith("learner.") and path.endswith(f".{name}")]
     assert len(paths) == 1, f"{name} is not one setting: {paths}"
     return paths[0].removeprefix("learner.")
+
+
+def _nested(values: dict[str, Any]) -> dict[str, Any]:
+    """The [learner] table of these values by path, with the defaults of the chosen types; removes the used values."""
+    chosen, tree = chosen_types(values), dict[str, Any]()
+    for path, key in keys().items():
+        variant = next((variant for variant in key.variants if variant.types.items() <= chosen.items()), None)
+        if variant is None:
+            continue
+        value = values.pop(path, variant.default)
+        if path.startswith("learner.") and value is not None:
+            *tables, name = path.split(".")[1:]
+            table = tree
+            for part in tables:
+                table = table.setdefault(part, {})
+            table[name] = value
+    return tree
