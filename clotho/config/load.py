@@ -27,7 +27,7 @@ from protocols.errors import ProfileError
 
 
 def decode(merged: Merged) -> Profile:
-    """Build the profile. Raises ProfileError for a setting that is missing, unavailable, of another type or out of range."""
+    """Build the profile. Raises ProfileError for a setting that is missing, unavailable or not allowed."""
     for path in sorted(merged.values.keys() & choices().keys(), key=len):
         if merged.values[path] not in choices()[path]:
             raise ProfileError(f"{merged.label(path)}: {_wrong_type(path, merged.values[path])}")
@@ -108,8 +108,8 @@ MASK = "********"
 def load_profile(name_or_path: str, overrides: Mapping[str, Any] | None = None) -> Profile:
     """Read a profile and put `overrides` (by key path: `learner.batch_size`) on top.
 
-    name_or_path: the name of a shipped profile, or the path of a .toml file. `extends = "name"` in a file puts it on top
-    of another profile. `{profile}` in run_dir becomes the file's stem. A setting of a lower layer that has no effect
+    name_or_path: the name of a shipped profile, or the path of a .toml file. `extends = "name"` in a file puts it on
+    top of another profile. `{profile}` in run_dir becomes the file's stem. A setting of a lower layer that has no effect
     beside the settings of a higher layer returns to its default: `--async false` works on top of any profile. Raises
     ProfileError with one line.
     """

@@ -137,7 +137,8 @@ AdvantageField = Annotated[
 Aggregation = Annotated[
     Literal["token_mean", "sequence_mean", "token_sum", "group_mean"],
     Meta(
-        description="How token losses are averaged: token_mean over all tokens of the batch, sequence_mean over the means "
+        description="How token losses are averaged: token_mean over all tokens of the batch, sequence_mean over "
+        "the means "
         "of completions, token_sum with the constant sampling.max_tokens per completion, group_mean over the means of "
         "groups."
     ),
@@ -149,7 +150,8 @@ Correction = Annotated[
 RatioReference = Annotated[
     Literal["sampler", "batch_start", "batch_start_interpolated"],
     Meta(
-        description="Policy in the denominator of the importance ratio: sampler is the rollout policy; batch_start is the "
+        description="Policy in the denominator of the importance ratio: sampler is the rollout policy; "
+        "batch_start is the "
         "learner at the start of the batch; batch_start_interpolated approximates it without a forward pass."
     ),
 ]
@@ -221,7 +223,8 @@ class ClippedObjective(RatioObjective, frozen=True, kw_only=True):
     dual_clip: Annotated[
         NonNegativeFloat,
         Meta(
-            description="Dual-clip constant c: for a negative advantage A the token loss is at most c |A|; 0 disables it."
+            description="Dual-clip constant c: for a negative advantage A the token loss is at most c |A|; 0 "
+            "disables it."
         ),
     ] = 0.0
 

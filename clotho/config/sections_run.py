@@ -99,7 +99,8 @@ class EngineSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     kv_policy: Annotated[
         KvPolicy,
         Meta(
-            description="KV cache of running sequences after a weight swap: keep it, recompute it with the new weights, or "
+            description="KV cache of running sequences after a weight swap: keep it, recompute it with the new "
+            "weights, or "
             "drain the running sequences before the swap."
         ),
     ] = "keep"
@@ -133,7 +134,8 @@ class ActorSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     mode: Annotated[
         Literal["replace", "insert", "tap", "add"],
         Meta(
-            description="Position of the custom actor: replace the actor `at`, insert into or tap the queue `at`, or add "
+            description="Position of the custom actor: replace the actor `at`, insert into or tap the queue "
+            "`at`, or add "
             "an actor without queues."
         ),
     ]
@@ -143,7 +145,8 @@ class ActorSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     restart: Annotated[
         Literal["permanent", "transient", "temporary"] | None,
         Meta(
-            description="Restart policy of the custom actor, as in Erlang/OTP; the default depends on its position in the "
+            description="Restart policy of the custom actor, as in Erlang/OTP; the default depends on its "
+            "position in the "
             "pipeline."
         ),
     ] = None
@@ -193,7 +196,8 @@ class AtroposSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     reset: Annotated[
         bool,
         Meta(
-            description="Clear the state that a running Atropos API server keeps from another trainer; false resumes it."
+            description="Clear the state that a running Atropos API server keeps from another trainer; false "
+            "resumes it."
         ),
     ] = True
     missing_logprobs: Annotated[

@@ -305,13 +305,15 @@ class CollapseDetectionSection(Struct, frozen=True, kw_only=True, forbid_unknown
     on_collapse: Annotated[
         Literal["off", "warn", "stop", "rollback"],
         Meta(
-            description="Response to a collapse: ignore it, log a warning, stop the run, or return to the last good policy."
+            description="Response to a collapse: ignore it, log a warning, stop the run, or return to the last "
+            "good policy."
         ),
     ] = "warn"
     patience: Annotated[
         Positive,
         Meta(
-            description="Number of bad updates in a row that count as a collapse; one is enough if it moves the policy by "
+            description="Number of bad updates in a row that count as a collapse; one is enough if it moves the "
+            "policy by "
             "five times update_kl_high."
         ),
     ] = 2
@@ -357,7 +359,8 @@ class CollapseDetectionSection(Struct, frozen=True, kw_only=True, forbid_unknown
         Meta(
             gt=0.0,
             le=1.0,
-            description="Largest rise of the fraction of completions that only the reward named format gives full marks.",
+            description="Largest rise of the fraction of completions that only the reward named format gives "
+            "full marks.",
         ),
     ] = 0.35
     rollback_rate: Annotated[

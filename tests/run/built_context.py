@@ -8,8 +8,10 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from msgspec import convert, to_builtins
+from msgspec import to_builtins
 
+from clotho.config.layers import Layer, flatten, merge
+from clotho.config.load import decode
 from clotho.config.schema import Profile
 from clotho.run.context import RunContext
 from clotho.run.startup import build_context
@@ -39,7 +41,7 @@ def tiny_profile(directory: Path, **sections: Any) -> Profile:
     }
     for name, value in sections.items():
         tables[name] = {**tables.get(name, {}), **value} if isinstance(value, dict) else value
-    return convert(to_builtins(tables), Profile)
+    return decode(merge([Layer(label="profile", values=flatten(to_builtins(tables), "profile"))]))
 
 
 @asynccontextmanager

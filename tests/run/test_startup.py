@@ -151,7 +151,7 @@ async def test_a_resumed_run_must_read_and_learn_the_same(tmp_path: Path) -> Non
     profile = tiny_profile(tmp_path)
     await keep(profile)
     before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
-    error = await refusal(tiny_profile(tmp_path, learner={"learning_rate": 0.5}), resume=True)
+    error = await refusal(tiny_profile(tmp_path, learner={"optimizer": {"learning_rate": 0.5}}), resume=True)
     assert isinstance(error, CheckpointError)
     assert "learner.optimizer.learning_rate" in str(error)
     with (tmp_path / "train.jsonl").open("a") as file:
