@@ -182,6 +182,7 @@ async def test_a_hanging_reward_is_abandoned_at_its_time_limit(name: str) -> Non
     assert outcome.detail == f"reward {HERE}{name} took longer than 0.05 s"
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # an interrupt can hit a finalizer
 @pytest.mark.parametrize("name", ["hangs", "blocks_its_loop"])
 async def test_hanging_calls_are_bounded(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """At the limit the function is not called again, and no thread starts."""
