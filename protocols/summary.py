@@ -1,11 +1,4 @@
-"""Pipeline -> screen: what came of a run.
-
-Everyone who can be measured -> monitor: numbers to be looked at whenever somebody looks.
-
-What runs, and on what: plain facts for the screen, the log and the dry run.
-
-How much memory a run will hold, part by part.
-"""
+"""Measurements for people: gauges of a run, its summary, the policy, the machine, and the memory estimate."""
 
 from __future__ import annotations
 
@@ -26,12 +19,13 @@ class QueueGauge(Struct, frozen=True, kw_only=True):
 
 
 class RunGauges(Struct, frozen=True, kw_only=True):
-    """The run at one moment. Totals count since this process began; None where nothing was measured yet.
+    """State of a run at one moment. Totals count since the last start; None means not measured yet.
 
-    tokens_sampled, decode_seconds: totals of the decode engine, API requests included.
+    tokens_sampled, decode_seconds: totals of the decode engine, requests of HTTP clients included.
     decode_rate_idle, decode_rate_learning: tokens per second of decoding alone, and while the learner has work.
-    rows_running: sequences being decoded. api_requests: total. swaps: updates that were put in service; last, median
-    and longest took so many seconds. peak_memory_bytes: of arrays held at once.
+    rows_running: number of sequences that are being decoded. api_requests: number of requests of HTTP clients.
+    swaps: number of weight swaps; swap_seconds_*: duration of the last, median and longest swap.
+    peak_memory_bytes: peak memory of arrays.
     """
 
     queues: tuple[QueueGauge, ...] = ()
@@ -49,16 +43,17 @@ class RunGauges(Struct, frozen=True, kw_only=True):
 
 
 Gauges = Callable[[], RunGauges]
-"""Reads the gauges; called from any thread, returns at once."""
+"""Reads the gauges. Thread-safe; does not wait."""
 
 
 class RunSummary(Struct, frozen=True, kw_only=True):
-    """Result of a run. before, after: evaluations; None if there is none.
+    """Result of a run. before, after: evaluations before and after training; None if not evaluated.
 
-    steps: steps consumed; planned_steps: steps of the complete run. training_seconds: from the first prompt to the last
-    update; update_seconds: total time of updates, over all processes of the run; evaluation_seconds: total time of
-    evaluations; total_seconds: of this process. base_model: directory or repository; adapter: the adapter directory,
-    which mlx-lm loads. resume_command: command line that continues the run.
+    steps: number of batches consumed. planned_steps: number of batches of the complete run.
+    training_seconds: time from the first prompt to the last update. update_seconds: total time of updates since the run
+    began. evaluation_seconds: total time of evaluations. total_seconds: duration of this process.
+    base_model: directory or repository. adapter: the adapter directory, which mlx-lm loads.
+    resume_command: command line that continues the run.
     """
 
     steps: int
@@ -78,12 +73,11 @@ class RunSummary(Struct, frozen=True, kw_only=True):
 
 
 class PolicyDescription(Struct, frozen=True, kw_only=True):
-    """The policy in numbers.
+    """Sizes and types of the policy.
 
-    architecture: the checkpoint's `model_type`. parameters: of the base, quantised ones counted as what they stand for.
-    trainable_parameters: of the adapter, of weights trained beside it, or of the whole model. bytes: of every array
-    held, adapter included. quantization_bits: None where the base is not quantised. dtype: what it computes in.
-    layers: blocks.
+    architecture: `model_type` of the configuration. parameters: number of weights of the base model; a quantized weight
+    counts once. trainable_parameters: number of trainable weights. bytes: memory of all arrays, adapter included.
+    quantization_bits: None if the base model is not quantized. dtype: type of computation. layers: number of blocks.
     """
 
     architecture: str
@@ -99,7 +93,7 @@ class PolicyDescription(Struct, frozen=True, kw_only=True):
 
 
 class MachineDescription(Struct, frozen=True, kw_only=True):
-    """The machine. backend: Metal, CUDA or CPU; memory_bytes: installed, unified memory on Apple silicon."""
+    """The machine. backend: Metal, CUDA or CPU. memory_bytes: installed memory (unified memory on Apple silicon)."""
 
     processor: str
     cores: int
@@ -112,19 +106,19 @@ class MachineDescription(Struct, frozen=True, kw_only=True):
 
 
 class MemoryEstimate(Struct, frozen=True, kw_only=True):
-    """Bytes of arrays at the moment when most are held, the engine's caches being full.
+    """Estimated peak bytes of arrays, with full caches.
 
     base: frozen weights. trained: the adapter, and weights that are trained in full.
-    optimizer: its state, float32 copies of narrower weights among it. reference: weights kept for the penalty.
-    rollback: the two older versions that a run which collapses may go back to. midway: weights and state between the
-    optimizer steps of one update, where it takes several.
-    caches: keys, values and states of the running sequences. prefixes: of computed prompts kept for later requests.
-    gradients: in float32; twice where an update has several micro-batches.
-    activations, logits: of one micro-batch's backward pass, in the blocks and in the head.
-    update: a gradient, and the new weights and optimizer state beside the old. decode: what one decoding step computes
-    with. margin: allowance for temporary arrays that the parts above do not count.
-    one_sequence: the part of `caches` that a single sequence of the longest length needs.
-    shipped_shape: whether the model is known only by a configuration that ships with the project.
+    optimizer: optimizer state, including float32 copies of narrower weights.
+    reference: weights of the reference policy for the KL penalty. rollback: the two older versions for rollbacks.
+    midway: weights and optimizer state between the optimizer steps of one update.
+    caches: KV caches of the running sequences. prefixes: the prefix cache.
+    gradients: in float32; counted twice if an update has several micro-batches.
+    activations, logits: backward pass of one micro-batch, in the blocks and in the head.
+    update: one optimizer step: a gradient, and new weights and optimizer state beside the old.
+    decode: temporary arrays of one decode step. margin: allowance for other temporary arrays.
+    one_sequence: part of `caches` for one sequence of maximum length.
+    shipped_shape: the model is known only by a configuration that ships with the project.
     """
 
     base: int
@@ -146,28 +140,28 @@ class MemoryEstimate(Struct, frozen=True, kw_only=True):
 
     @property
     def held(self) -> int:
-        """What stays from one turn of the compute thread to the next."""
+        """Bytes of arrays that are held between two turns of the compute thread."""
         learning = self.trained + self.optimizer + self.reference + self.rollback + self.midway
         return self.base + learning + self.caches + self.prefixes
 
     @property
     def total(self) -> int:
-        """What is held, and the largest of the three that take turns: backward pass, update, decoding step."""
+        """Bytes of the run: `held`, the largest turn, and the margin."""
         return self.held + self.turn + self.margin
 
     @property
     def turn(self) -> int:
-        """Bytes of the largest of backward pass, optimizer step and decode step, which never run at once."""
+        """Bytes of the largest turn: backward pass, optimizer step or decode step, which never run at the same time."""
         return max(self.gradients + self.activations + self.logits, self.update, self.decode)
 
     @property
     def minimum(self) -> int:
-        """Bytes that the run needs however few sequences it decodes at once: `total` with the cache of one sequence."""
+        """Minimum bytes of the run: `total` with the KV cache of one sequence."""
         return self.total - self.caches - self.prefixes + self.one_sequence
 
 
 class MemoryPart(Struct, frozen=True, kw_only=True):
-    """One line of an estimate. change: the settings that make it smaller, or why there are none."""
+    """One line of a memory estimate. change: the settings that reduce it, or the reason why there are none."""
 
     component: str
     bytes: int

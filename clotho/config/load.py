@@ -108,10 +108,10 @@ MASK = "********"
 def load_profile(name_or_path: str, overrides: Mapping[str, Any] | None = None) -> Profile:
     """Read a profile and put `overrides` (by key path: `learner.batch_size`) on top.
 
-    name_or_path: the name of a shipped profile, or the path of a .toml file. `extends = "name"` in a file puts it on
-    top of another profile. `{profile}` in run_dir becomes the file's stem. A setting of a lower layer that has no effect
-    beside the settings of a higher layer returns to its default: `--async false` works on top of any profile. Raises
-    ProfileError with one line.
+    name_or_path: the name of a shipped profile, or the path of a .toml file. A file with `extends = "name"` is a layer
+    on top of another profile. `{profile}` in run_dir becomes the file's stem. If the settings of a higher layer leave
+    a setting of a lower layer without effect, the lower setting returns to its default: `--async false` works on top
+    of any profile. Raises ProfileError with a message of one line.
     """
     path = profile_path(name_or_path)
     layers: list[Layer] = file_layers(path)

@@ -73,7 +73,7 @@ def _sequence(group: int, prompt: int, completion: int) -> TrainingSequence:
         rollout_logp_T=zeros_T,
         version_T=zeros_T.astype(np.int32),
         advantage_T=zeros_T,
-        weight_T=zeros_T,
+        loss_mask_T=zeros_T,
         loss_weight_T=zeros_T,
     )
 

@@ -1,7 +1,7 @@
 """Load a base model from a directory or the Hugging Face hub, and describe it.
 
-Every failure is a `ModelError` of one line.
-The configurations of some models ship with the project: their shapes are known without their weights.
+Every failure is a `ModelError` with a message of one line. The configurations of some models ship with the project, so
+that their shapes are known without their weights.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 
 
 def load_base(section: ModelSection) -> tuple[nn.Module, dict[str, Any], Path]:
-    """Load the base model; return it with its configuration and the directory it came from.
+    """Load the base model; return it with its configuration and its directory.
 
-    The weights are evaluated and in the type that `section.dtype` asks for. Raises `ModelError`.
+    The weights are evaluated and have the type of `section.dtype`. Raises `ModelError`.
     """
     directory = find_model(section.path)
     model, config = open_base(directory, section)
@@ -45,13 +45,13 @@ def load_base(section: ModelSection) -> tuple[nn.Module, dict[str, Any], Path]:
 def open_base(directory: Path, section: ModelSection) -> tuple[nn.Module, dict[str, Any]]:
     """Build the base model of `section` from its files; return it with its configuration.
 
-    Its weights have their final shapes and types and no values yet: only headers have been read. Evaluating them all
-    at once holds no second copy. Raises `ModelError`.
+    The weights have their final shapes and types and are not evaluated; only the headers of the files are read.
+    Evaluating all weights at once holds no second copy. Raises `ModelError`.
     """
     _refuse_foreign_code(directory, section)
     try:
         model, config = load_model(directory, lazy=True, trust_remote_code=section.trust_remote_code)
-    except Exception as error:  # model files are foreign: mlx-lm raises whatever their contents provoke
+    except Exception as error:  # mlx-lm raises arbitrary exceptions for malformed model files
         raise ModelError(f"model {section.path} cannot be loaded: {_one_line(error)}") from error
     convert(model, section)
     return model, config
@@ -83,9 +83,9 @@ def _download(repository: str) -> Path:
         ) from error
     except RepositoryNotFoundError as error:
         raise ModelError(
-            f"model {repository}: no such directory, nor such a repository on the hub; {offline}"
+            f"model {repository}: no such directory and no such repository on the hub; {offline}"
         ) from error
-    except Exception as error:  # the client raises its own, httpx's and the operating system's errors
+    except Exception as error:  # the client raises its own errors, httpx errors and OSError
         raise ModelError(
             f"model {repository}: no such directory, and the Hugging Face hub could not be reached "
             f"({type(error).__name__}); {offline}"
@@ -98,13 +98,13 @@ def _refuse_foreign_code(directory: Path, section: ModelSection) -> None:
     except (OSError, ValueError) as error:
         raise ModelError(f"{directory / 'config.json'} cannot be read: {_one_line(error)}") from error
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
-        raise ModelError(f"{directory / 'config.json'} names no model_type")
+        raise ModelError(f"{directory / 'config.json'} has no model_type")
     if section.trust_remote_code:
         return
     for key in ("model_file", "auto_map"):
         if config.get(key):
             raise ModelError(
-                f"model {section.path} wants to run code of its own ({key} in config.json); "
+                f"model {section.path} contains Python code ({key} in config.json); "
                 "set model.trust_remote_code = true if you trust it"
             )
 
@@ -147,7 +147,7 @@ def _one_line(error: Exception) -> str:
 
 
 SHAPES = Path(__file__).parents[2] / "profiles" / "shapes"
-"""`OWNER--NAME/config.json` for a repository OWNER/NAME of the hub, as the repository itself has it."""
+"""Contains `OWNER--NAME/config.json` of hub repositories OWNER/NAME, unchanged."""
 
 
 def shipped_shape(repository: str) -> Path | None:
@@ -157,7 +157,7 @@ def shipped_shape(repository: str) -> Path | None:
 
 
 def open_shape(directory: Path, section: ModelSection) -> tuple[nn.Module, dict[str, Any]]:
-    """Build the model of a configuration, converted as `section` asks; return it with the configuration.
+    """Build the model of a configuration, converted according to `section`; return it with the configuration.
 
     All shapes and types are final, as with `open_base`. The weights are random and must not be evaluated; unevaluated
     weights take no memory.
@@ -173,7 +173,7 @@ def open_shape(directory: Path, section: ModelSection) -> tuple[nn.Module, dict[
 CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length", "n_ctx")
 HIDDEN_KEYS = ("hidden_size", "d_model", "n_embd", "dim", "model_dim")
 UNSTATED_CONTEXT = 32_768
-"""Context of a model whose configuration states none, as state-space models do."""
+"""Context length of a model whose configuration states none, such as a state-space model."""
 
 
 def setting(config: dict[str, Any], keys: tuple[str, ...]) -> int | None:
@@ -193,7 +193,7 @@ def context_length(config: dict[str, Any]) -> int:
 
 
 def describe_model(model: nn.Module, config: dict[str, Any]) -> PolicyDescription:
-    """Describe a model with its adapter installed, if it has one. Raises `ModelError` if its vocabulary is unknown."""
+    """Describe a model after its adapter is installed. Raises `ModelError` if the size of the vocabulary is unknown."""
     vocab_size = setting(config, ("vocab_size",))
     if vocab_size is None:
         raise ModelError("the model's config.json states no vocab_size")

@@ -37,7 +37,7 @@ def linear_modules(blocks: Iterable[nn.Module]) -> dict[str, nn.Module]:
 
 
 def smaller_side(module: nn.Module) -> int:
-    """Return the smaller of a linear layer's input and output widths: the maximum rank of its weight."""
+    """Return the smaller of a linear layer's input and output widths, which is the maximum rank of the weight."""
     width_out, width_in = module.weight.shape[-2:]
     return int(min(width_out, width_in * 32 // module.bits if "scales" in module else width_in))
 
@@ -45,9 +45,10 @@ def smaller_side(module: nn.Module) -> int:
 def module_ranks(blocks: Sequence[nn.Module], method: AdapterMethod) -> dict[str, int]:
     """Return the rank of every module that gets an adapter, by block-relative name, sorted.
 
-    A short name such as `q_proj` selects every module whose name ends in it. Raises `ModelError`, in one line with the
-    nearest name, for a name that no linear layer of `blocks` has, and for a rank of `policy.method.ranks` that is
-    larger than its module's smaller side, given twice, or of a module that `policy.method.target_modules` leaves out.
+    A short name such as `q_proj` selects every module whose name ends in it. Raises `ModelError`, with the nearest
+    name, if no linear layer of `blocks` has a given name. Raises `ModelError` if a rank of `policy.method.ranks`
+    exceeds the smaller side of its module, is given twice, or belongs to a module outside
+    `policy.method.target_modules`.
     """
     available = linear_modules(blocks)
     targets: set[str] = set(available)
@@ -61,53 +62,53 @@ def module_ranks(blocks: Sequence[nn.Module], method: AdapterMethod) -> dict[str
         chosen = _matching(name, available, key="policy.method.ranks") & targets
         if not chosen:
             raise ModelError(
-                f"policy.method.ranks: {entry} has no effect, for policy.method.target_modules leaves {name} out"
+                f"policy.method.ranks: {entry} has no effect: policy.method.target_modules does not include {name}"
             )
         for module in sorted(chosen):
             if module in own:
-                raise ModelError(f"policy.method.ranks: {entry} gives {module} a second rank, beside {own[module]}")
+                raise ModelError(
+                    f"policy.method.ranks: {entry} sets the rank of {module} twice, first to {own[module]}"
+                )
             if int(rank) > smaller_side(available[module]):
                 limit = smaller_side(available[module])
-                raise ModelError(
-                    f"policy.method.ranks: {entry} is more than the smaller side of {module}, which is {limit}"
-                )
+                raise ModelError(f"policy.method.ranks: {entry} exceeds the smaller side of {module}, which is {limit}")
             own[module] = int(rank)
     return {name: own.get(name, method.rank) for name in sorted(targets)}
 
 
 def refuse_without_dora(modules: dict[str, nn.Module]) -> None:
-    """Raise `ModelError`, in one line, where mlx-lm has no DoRA layer for one of `modules`.
+    """Raise `ModelError` if mlx-lm has no DoRA layer for one of `modules`.
 
-    It has none for experts and fused projections, and where 32 is no multiple of the bits of packed weights (3, 5, 6)
-    its layer takes them for narrower than they are.
+    mlx-lm has no DoRA layer for experts and fused projections. For weights of 3, 5 or 6 bits its DoRA layer computes a
+    wrong input width, because 32 is not a multiple of the number of bits.
     """
-    way_out = "leave it out of policy.method.target_modules, or use policy.method = lora"
+    way_out = "remove it from policy.method.target_modules, or use policy.method = lora"
     for name, module in modules.items():
         if hasattr(module, "to_lora") or not isinstance(module, (nn.Linear, nn.QuantizedLinear)):
             raise ModelError(
-                f"policy.method = dora: mlx-lm has no DoRA for {name}, a {type(module).__name__}; {way_out}"
+                f"policy.method = dora: mlx-lm has no DoRA layer for {name} ({type(module).__name__}); {way_out}"
             )
         if "scales" in module and 32 % module.bits:
             packed = f"{module.bits}-bit weights ({name})"
-            raise ModelError(f"policy.method = dora: mlx-lm has no DoRA over {packed}; {way_out}")
+            raise ModelError(f"policy.method = dora: mlx-lm has no DoRA layer for {packed}; {way_out}")
 
 
 def _matching(target: str, available: Iterable[str], *, key: str) -> set[str]:
     matching = {name for name in available if name == target or name.endswith(f".{target}")}
     if not matching:
         hint = _nearest(target, available)
-        raise ModelError(f"{key}: no linear layer named {target} in the blocks that are trained; {hint}")
+        raise ModelError(f"{key}: the trained blocks have no linear layer named {target}; {hint}")
     return matching
 
 
 def _nearest(target: str, available: Iterable[str]) -> str:
     full = {name.rpartition(".")[2]: name for name in available}
     close = nearest(target.rpartition(".")[2], full, cutoff=0.0)
-    return f"did you mean {full[close]}? (there are: {', '.join(available)})" if close else "they have none"
+    return f"did you mean {full[close]}? (there are: {', '.join(available)})" if close else "they have no linear layer"
 
 
 class AdaptedModule(Struct, frozen=True, kw_only=True):
-    """A module with an adapter: `parent[key]`, named `name`, is `adapted` and was `base`."""
+    """A module with an adapter. `parent[key]`, named `name`, was `base` and is now `adapted`."""
 
     name: str
     parent: Any
@@ -124,14 +125,15 @@ def is_quantized(model: nn.Module) -> bool:
 def install_adapter(
     model: nn.Module, method: AdapterMethod, *, seed: int
 ) -> tuple[AdapterConfig, tuple[AdaptedModule, ...]]:
-    """Freeze the base, put low-rank layers over its linear ones, and open embeddings and head where asked.
+    """Freeze the base model, install adapters, and make embeddings and head trainable if the method says so.
 
-    lora: y = W x + scale (x A) B with B = 0 at first (LoRA, arXiv:2106.09685). dora: the same, and then every output
-    scaled to a trained magnitude, m / |W + scale (A B)^T| per row, the norm without gradient (DoRA, arXiv:2402.09353,
-    section 4.3). Both with mlx-lm's layers and absolute scale; over packed weights it is QLoRA, arXiv:2305.14314.
+    LoRA (arXiv:2106.09685): y = W x + scale (x A) B, with B = 0 initially. DoRA (arXiv:2402.09353, section 4.3): as
+    LoRA, and each output is multiplied by m / |W + scale (A B)^T| of its row, with the trained magnitude m and no
+    gradient through the norm. Both use the layers of mlx-lm and an absolute scale. LoRA on quantized weights is QLoRA
+    (arXiv:2305.14314).
 
-    Equal seeds give equal initial adapters; the calling thread's random state is seeded on the way. Raises `ModelError`
-    where a target module does not exist, mlx-lm has no such layer for it, or nothing would be trained.
+    Equal seeds give equal initial adapters; seeds the random state of the calling thread. Raises `ModelError` if a
+    target module does not exist, if mlx-lm has no adapter layer for a target module, or if no weight would be trained.
     """
     blocks = model.layers
     if method.num_layers == 0 or method.num_layers > len(blocks):
@@ -141,7 +143,7 @@ def install_adapter(
     trained = blocks[-max(method.num_layers, 0) :]
     ranks = module_ranks(trained, method)
     if not ranks:
-        raise ModelError("no block that is trained has a linear layer for an adapter")
+        raise ModelError("no trained block has a linear layer for an adapter")
     if isinstance(method, Dora):
         refuse_without_dora({name: module for name, module in linear_modules(trained).items() if name in ranks})
     beside = _weights_beside(model, method)
@@ -156,10 +158,10 @@ def install_adapter(
 
 
 def open_all_weights(model: nn.Module) -> AdapterConfig:
-    """Make every floating parameter trainable. Raises `ModelError` on a quantised base: packed weights do not learn."""
+    """Make every floating-point parameter trainable. Raises `ModelError` if the base model is quantized."""
     if is_quantized(model):
         raise ModelError(
-            "the base is quantised, so adapters only: use policy.method = lora, or model.dequantize = true"
+            "quantized weights cannot be trained in full: use policy.method = lora, or model.dequantize = true"
         )
 
     def freeze_integers(_: str, module: nn.Module) -> None:
@@ -174,17 +176,17 @@ def open_all_weights(model: nn.Module) -> AdapterConfig:
 
 
 def fused_weights(adapted: Iterable[AdaptedModule]) -> dict[str, mx.array]:
-    """Return the weights of plain layers that equal the adapted ones, by name, in the type of their bases; lazy."""
+    """Return the fused weights of adapted modules by name, in the type of the base weights, not evaluated."""
     return {f"{one.name}.weight": one.adapted.fuse().weight.astype(one.base.weight.dtype) for one in adapted}
 
 
 def _weights_beside(model: nn.Module, method: AdapterMethod) -> dict[str, nn.Module]:
-    """Return the modules whose weights are trained in full besides the adapter, by name."""
+    """Return the modules whose weights are trained in full beside the adapter, by name."""
     if not (method.train_embeddings or method.train_head):
         return {}
     if is_quantized(model):
         key = "policy.method.train_embeddings" if method.train_embeddings else "policy.method.train_head"
-        raise ModelError(f"{key}: the base is quantised, and beside packed weights only adapters are trained")
+        raise ModelError(f"{key}: quantized weights cannot be trained in full; set model.dequantize = true")
     return token_weights(model, embeddings=method.train_embeddings, head=method.train_head)
 
 
@@ -230,11 +232,11 @@ class _Call(NamedTuple):
 
 
 def token_weights(model: nn.Module, *, embeddings: bool, head: bool) -> dict[str, nn.Module]:
-    """The embedding modules that look tokens up, and the linear layer that ends in the logits, by name.
+    """Return the token embeddings and the output head, by name.
 
-    Architectures give them many names, so one call of the model is watched; it is never evaluated, so weights that
-    were not read yet stay unread. embeddings, head: which to return. Raises `ModelError` where the model has none of
-    its own, as where embeddings and head are tied.
+    Their names differ between architectures, so the modules are found by recording one call of the model. The call is
+    not evaluated and reads no weights. embeddings, head: whether to return each. Raises `ModelError` if the model has
+    no such module, for example no head because it is tied to the embeddings.
     """
     inside = {id(module) for block in model.layers for module in block.modules()}
     candidates = {
@@ -248,10 +250,10 @@ def token_weights(model: nn.Module, *, embeddings: bool, head: bool) -> dict[str
     looked_up = [call.module for call in calls if isinstance(call.module, nn.Embedding) and call.given is tokens_1_2]
     ends = [call.module for call in calls if isinstance(call.module, nn.Linear) and _ends_in(call, logits_1_2_V)]
     if embeddings and not looked_up:
-        raise ModelError("policy.method.train_embeddings: no embedding of this architecture is called with the tokens")
+        raise ModelError("policy.method.train_embeddings: this architecture has no embedding that reads the tokens")
     if head and not ends:
         raise ModelError(
-            "policy.method.train_head: this model has no head of its own, its embeddings are the head (tied); "
+            "policy.method.train_head: the head of this model is tied to the embeddings; "
             "policy.method.train_embeddings = true trains both"
         )
     wanted = [*(looked_up if embeddings else ()), *(ends[-1:] if head else ())]
@@ -264,7 +266,7 @@ def _ends_in(call: _Call, logits_1_2_V: mx.array) -> bool:
 
 @contextmanager
 def _watched(modules: Iterable[nn.Module]) -> Iterator[list[_Call]]:
-    """Record every call of `modules` inside the context; their class changes for its duration."""
+    """Record every call of `modules` inside the context, by changing their class."""
     calls: list[_Call] = []
     plain = [(module, type(module)) for module in modules]
     try:

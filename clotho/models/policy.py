@@ -95,9 +95,9 @@ class Policy:
         base_path: str = "",
         directory: Path | None = None,
     ) -> None:
-        """Install what is to be trained over `model`, whose mlx-lm configuration is `config`.
+        """Make the parameters of the method trainable in `model`, whose mlx-lm configuration is `config`.
 
-        base_path: what the adapter's file calls the base. directory: where the base was read from, if from files.
+        base_path: name of the base model in the adapter's file. directory: directory of the base model, if any.
         """
         adapted: tuple[AdaptedModule, ...] = ()
         if isinstance(section.method, FullMethod):
@@ -135,8 +135,8 @@ class Policy:
     def publish(self, parameters: Parameters, *, version: int, step: int, fingerprint: str) -> float:
         """Serve `parameters` from now on, without a copy; return the duration in seconds.
 
-        Call this between decode ticks. Raises `ValueError`, and changes nothing, unless the tree has exactly the names,
-        shapes and types of the trainable parameters.
+        Call this between decode steps. Raises `ValueError`, and changes no parameter, unless the tree has exactly the
+        names, shapes and types of the trainable parameters.
         """
         started = time.perf_counter()
         leaves = self._slots.leaves(parameters)
@@ -150,7 +150,7 @@ class Policy:
     def using(self, parameters: Parameters) -> Iterator[None]:
         """Compute with these parameters inside the context, and with the served ones afterwards; contexts nest.
 
-        The engine must not tick inside, because it would label tokens with the served version.
+        The engine must not run decode steps inside, because it would label tokens with the served version.
         """
         with self._computing(self._slots.leaves(parameters)):
             yield
@@ -193,9 +193,9 @@ class Policy:
     def loadable(self, parameters: Parameters) -> tuple[Parameters, AdapterConfig]:
         """Return the evaluated weights that make `mlx_lm.load(base, adapter_path=...)` compute with `parameters`.
 
-        These are the parameters, unless embeddings or head are trained besides an adapter, because mlx-lm then reads
-        the adapter only. In that case the adapter is fused into its base weights, W + scale (A B)^T in their type,
-        equal up to rounding, and all changed weights are returned as a "full" fine-tuning.
+        Usually these are the parameters. If embeddings or head are trained beside an adapter, mlx-lm would read the
+        adapter only. The adapter is then fused into its base weights, W + scale (A B)^T, up to rounding to their type,
+        and all changed weights are returned as a "full" fine-tuning.
         """
         if not self.adapter_config.trained_weights:
             return parameters, self.adapter_config

@@ -1,17 +1,18 @@
-"""The compute thread: the one thread in which MLX ever runs, and how its time is shared.
+"""The compute thread: the only thread that runs MLX, and the scheduling of its time.
 
 Three kinds of work take turns:
 
-* **calls** (`submit`): short, run in order of arrival, before anything else: a swap of weights, a new request;
-* **steps** (`submit_steps`): long cooperative jobs written as generators, one `next()` per turn: an update, one
-  micro-batch at a time; an evaluation, one tick at a time. Several take turns round-robin;
-* **ticks** (`attach`): the decode engine, one token for every running row per turn.
+* **calls** (`submit`): short functions such as a weight swap or a new request. They run in order of arrival, before
+  any other work;
+* **jobs** (`submit_steps`): long cooperative computations, written as generators. A turn is one `next()`: one
+  micro-batch of an update, for example. Several jobs take turns round-robin;
+* **decode steps** (`attach`): a turn samples one token for every running sequence.
 
-Policy: where steps and ticks both have work, the one whose elapsed time is smaller in proportion to its share goes
-next (stride scheduling by wall-clock time; ticks own `decode_share`). A side that was idle starts level with the other:
-idleness earns no credit. No turn is interrupted, so the longest micro-batch is the longest pause of the API.
+If jobs and the decode engine both have work, the next turn belongs to the side that has used less time in proportion
+to its share (stride scheduling by wall-clock time). `decode_share` is the share of decoding. A side that was idle gets
+no credit for the idle time. Turns are not interrupted, so the longest micro-batch is the longest pause of the HTTP API.
 
-The bridge from a thread's future to the event loop.
+`finish` waits in the event loop for a future of the compute thread.
 """
 
 from __future__ import annotations
@@ -36,21 +37,22 @@ T = TypeVar("T")
 
 
 class Ticker(Protocol):
-    """What is ticked: the decode engine, seen from the thread that drives it."""
+    """The decode engine, as the compute thread sees it."""
 
     @property
     def has_work(self) -> bool:
-        """Whether a tick would do anything."""
+        """Whether a decode step has anything to do."""
 
     def tick(self) -> int:
-        """Advance by one token per row; return the number of tokens sampled."""
+        """Run one decode step and return the number of sampled tokens."""
 
 
 class DecodeRates(Struct, frozen=True, kw_only=True):
-    """Tokens per second of the attached engine while it had rows: alone, and while the learner had work as well.
+    """Decode rates of the attached engine, in tokens per second; 0 if not measured.
 
-    0 where it was never in that situation. Time shared with other steps (an evaluation) counts for neither.
-    tokens, seconds: totals of decoding, whatever else was going on.
+    idle: while no job had work. learning: while the learner had work. Neither includes time that was shared with other
+    jobs, such as an evaluation.
+    tokens, seconds: totals of decoding, under any load.
     """
 
     idle: float
@@ -67,7 +69,7 @@ class _NoTicker:
 
 
 class _Company(Enum):
-    """Who else had work while the engine had rows."""
+    """The job that had work while the engine decoded."""
 
     NONE = auto()
     LEARNER = auto()
@@ -75,7 +77,7 @@ class _Company(Enum):
 
 
 class _Job(NamedTuple):
-    """A cooperative job in the round."""
+    """A cooperative job. learning: it belongs to the learner."""
 
     steps: Generator[None, None, Any]
     future: Future[Any]
@@ -94,10 +96,10 @@ class _Clock:
 
 
 class ComputeExecutor:
-    """One owned thread, alive from `start` to `stop`. Every public method may be called from any other thread."""
+    """Owns the compute thread from `start` to `stop`. Public methods are thread-safe."""
 
     def __init__(self, *, decode_share: float, clock: Callable[[], float] = time.monotonic) -> None:
-        """decode_share: share of the thread's time for ticks while steps have work, between 0 and 1, exclusive."""
+        """decode_share: fraction of the time for decode steps while jobs have work, between 0 and 1, exclusive."""
         self._clock = clock
         self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
         self._steps: deque[_Job] = deque()
@@ -118,28 +120,28 @@ class ComputeExecutor:
         self._thread.start()
 
     def stop(self, *, timeout: float | None = None) -> None:
-        """Finish the turn in progress, cancel everything else; the thread does nothing more. Idempotent."""
+        """Finish the current turn and cancel all other work. Calling it again has no effect."""
         self._stopping.set()
         self._calls.put(None)
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._over.wait(timeout)
 
     def submit(self, call: Callable[[], T]) -> Future[T]:
-        """Run `call` in the compute thread between turns; its result, or what it raised, is the future's.
+        """Run `call` in the compute thread between turns. The future gets its result or its exception.
 
-        Raises ExecutorStoppedError if the thread has been stopped.
+        Raises ExecutorStoppedError if the thread was stopped.
         """
         if self._stopping.is_set():
-            raise ExecutorStoppedError("the compute thread has been stopped")
+            raise ExecutorStoppedError("the compute thread was stopped")
         future: Future[T] = Future()
         self._calls.put((call, future))
         return future
 
     def submit_steps(self, steps: Generator[None, None, T], *, learning: bool = False) -> Future[T]:
-        """Run a cooperative job, one `next()` per turn; the generator's return value is the result.
+        """Run a cooperative job, one `next()` per turn. The return value of the generator is the future's result.
 
-        learning: an update, beside which the decode rate is measured on its own. Cancelling the future closes the
-        generator at its next turn.
+        learning: the job belongs to the learner; the decode rate beside such jobs is measured separately. Cancelling
+        the future closes the generator at its next turn.
         """
         future: Future[T] = Future()
 
@@ -156,9 +158,9 @@ class ComputeExecutor:
         return future
 
     def attach(self, ticker: Ticker) -> Future[None]:
-        """Give `ticker` turns from now on. The future never has a result; if a tick raises, it has that error.
+        """Run the decode steps of `ticker` from now on. The future never gets a result, only an exception.
 
-        A ticker that raised gets no further turns: what it holds is in an unknown state.
+        If a decode step raises, the future gets the exception and `ticker` runs no more, because its state is unknown.
         """
         broken: Future[None] = Future()
 
@@ -170,11 +172,11 @@ class ComputeExecutor:
 
     @property
     def busy_since(self) -> float:
-        """When (by `clock`) the turn in progress began; infinity between turns. For watchdogs."""
+        """Start time of the current turn, in seconds of `clock`; math.inf between turns. For watchdogs."""
         return self._busy_since
 
     def rates(self) -> DecodeRates:
-        """Decode rates so far; safe from any thread."""
+        """Return the decode rates so far. Thread-safe."""
 
         def rate(company: _Company) -> float:
             return self._tokens[company] / self._seconds[company] if self._seconds[company] else 0.0
@@ -200,7 +202,7 @@ class ComputeExecutor:
             self._over.set()
 
     def _run_call(self, *, block: bool) -> bool:
-        """Run one waiting call; False when there is none, or when the thread is to stop."""
+        """Run one waiting call. Returns False if none waits or if the thread must stop."""
         try:
             item = self._calls.get(block=block)
         except queue.Empty:
@@ -280,10 +282,10 @@ class ComputeExecutor:
 
 
 def _live(work: list[Callable[[], None]]) -> None:
-    """Do the work, let go of it, and then rest for good.
+    """Do the work, release it, and then block forever.
 
-    A thread that has used compiled functions must not end: MLX destroys its cache of them after Python has given the
-    thread up for joined, and needs the interpreter for that; if the process is exiting by then, it is aborted.
+    A thread that has used compiled functions must not end. MLX destroys the thread's cache of compiled functions after
+    Python considers the thread joined, and needs the interpreter to do so; a process that exits meanwhile is aborted.
     """
     work.pop()()
     threading.Event().wait()
@@ -297,22 +299,22 @@ def _settle(future: Future[T], call: Callable[[], T]) -> None:
 
 
 class WorkCancelled(ClothoError, RuntimeError):
-    """Work in another thread was cancelled by that thread, not by the one who waits for it."""
+    """Work in another thread was cancelled there, and not by the waiting task."""
 
 
 async def finish(future: concurrent.futures.Future[T]) -> T:
-    """Wait, without blocking the loop, for a future that another thread resolves.
+    """Wait in the event loop for a future of another thread, and return its result or raise its exception.
 
-    When the waiting task is cancelled, so is the future: work that has not begun never will; of work that runs, only
-    the result is given up. Returns or raises what the work did; WorkCancelled if somebody else cancelled it, since a
-    CancelledError would look like the cancellation of the task that waits.
+    If the waiting task is cancelled, the future is cancelled too: work that has not started never starts, and the
+    result of running work is discarded. Raises WorkCancelled if the future was cancelled elsewhere, because a
+    CancelledError would look like the cancellation of the waiting task.
     """
     outcome = asyncio.wrap_future(future)
     try:
         await asyncio.wait([outcome])
     except asyncio.CancelledError:
-        outcome.cancel()  # asyncio hands it on to the thread's future
+        outcome.cancel()  # asyncio also cancels the thread's future
         raise
     if outcome.cancelled():
-        raise WorkCancelled("the work was cancelled in its own thread before it had a result")
+        raise WorkCancelled("the work was cancelled in its own thread")
     return outcome.result()

@@ -16,9 +16,10 @@ T = TypeVar("T")
 
 
 class Latest(Generic[T]):
-    """A cell with many readers. Readers do not see values that were replaced before they looked.
+    """A cell with many readers. A reader misses values that are replaced before it reads them.
 
-    Used for feedback in a cycle of actors, where a bounded queue could deadlock. Belongs to one event loop.
+    Cells carry feedback between actors in a cycle, where a bounded queue could deadlock. A cell belongs to one event
+    loop.
     """
 
     def __init__(self, name: str) -> None:
@@ -63,9 +64,9 @@ class Latest(Generic[T]):
         return self.value
 
     async def changed(self, after: int) -> T:
-        """Wait until more than `after` values have been put, and return the newest. `revision` is their number.
+        """Wait until `revision` exceeds `after`, and return the newest value.
 
-        Raises EndOfStream if the cell is closed before.
+        Raises EndOfStream if the cell is closed earlier.
         """
         self._thread.check()
         while self.revision <= after:

@@ -1,4 +1,4 @@
-"""The asynchronous face of the decode engine: asked from the event loop, answered there."""
+"""The asynchronous interface of the decode engine, for the event loop."""
 
 from __future__ import annotations
 
@@ -25,29 +25,29 @@ _Item = tuple[int, SampleEvent] | tuple[int, RequestError] | BaseException
 
 
 class Submit(Protocol):
-    """Run a function in the compute thread; `ComputeExecutor.submit`. Thread-safe and never blocks."""
+    """Runs a function in the compute thread: `ComputeExecutor.submit`. Thread-safe; never blocks."""
 
     def __call__(self, work: Callable[[], T], /) -> Future[T]:
-        """Queue the work and return its future."""
+        """Queue the function and return its future."""
         ...
 
 
 class Engine(Protocol):
-    """What the sampler needs of `DecodeEngine`; both methods are called in the compute thread only."""
+    """The part of `DecodeEngine` that the sampler uses, in the compute thread only."""
 
     def submit(self, request: SampleRequest, listener: Callable[[SampleEvent], None], /) -> int:
-        """Accept a request, or raise RequestError."""
+        """Accept a request and return its id. Raises RequestError if the request is invalid."""
         ...
 
     def abort(self, request_id: int, /) -> None:
-        """Free the rows of a request; a request that has ended is none of its business."""
+        """Free the rows of a request. A request that has ended is ignored."""
         ...
 
 
 class _Flight:
-    """The requests of one call on their way through the compute thread, where `start` and `abort` run.
+    """The requests of one call. `start` and `abort` run in the compute thread.
 
-    withdrawn: set by the client_label who leaves, from the loop; a flight that has not started then never does.
+    withdrawn: set in the event loop when the caller leaves; requests that have not started then never start.
     """
 
     def __init__(self, engine: Engine, requests: Sequence[SampleRequest], post: Callable[[_Item], None]) -> None:
@@ -56,7 +56,7 @@ class _Flight:
         self.withdrawn = False
 
     def start(self) -> None:
-        """Hand all requests to the engine in one turn, unless their client_label has already left."""
+        """Submit all requests to the engine in one turn, unless the caller has left."""
         if self.withdrawn:
             return
         for position, request in enumerate(self._requests):
@@ -66,7 +66,7 @@ class _Flight:
                 self._post((position, error))
 
     def abort(self, positions: Sequence[int]) -> None:
-        """Abort those of these requests that have started."""
+        """Abort the requests at `positions`, except requests that have not started."""
         for position in positions:
             if position in self._ids:
                 self._engine.abort(self._ids[position])
@@ -76,7 +76,7 @@ class _Flight:
 
 
 class _Inbox:
-    """What has come for the client_label of one call; lives on the loop."""
+    """Items for the caller of one call; used in the event loop only."""
 
     def __init__(self) -> None:
         self._items: list[_Item] = []
@@ -88,7 +88,7 @@ class _Inbox:
         self._filled.set()
 
     async def take(self) -> list[tuple[int, Progress | Refusal]]:
-        """Return all that is there, at least one item; raises what stands for all requests."""
+        """Wait for items and return all, at least one. Raises an error that concerns all requests."""
         await self._filled.wait()
         self._filled.clear()
         items, self._items = self._items, []
@@ -101,15 +101,14 @@ class _Inbox:
 
 
 class Sampler:
-    """Completions for everyone on the event loop: rollouts, evaluation, HTTP.
+    """Samples completions for all clients in one event loop: rollouts, evaluation and HTTP.
 
-    The requests of one call reach the engine in one turn of the compute thread, in order, so that its batches do not
-    depend on timing. Events come back in batches: those of one decode tick, whatever requests they belong to, share
-    one `call_soon_threadsafe`, and a caller that was busy meanwhile gets those of several ticks at once. One that is
-    slow holds at most `max_tokens + 1` events per completion it asked for. One sampler serves one event loop.
+    All requests of one call reach the engine in one turn of the compute thread, in order, so that batches do not depend
+    on timing. The events of one decode step share one `call_soon_threadsafe`, and a busy caller receives the events of
+    several decode steps at once. A slow caller holds at most `max_tokens + 1` events per completion.
 
-    All methods raise ExecutorStoppedError when the compute thread has ended, and, where they do not say otherwise,
-    RequestError for what the engine refuses and GenerationError for what it cannot finish.
+    All methods raise ExecutorStoppedError if the compute thread has ended. Unless stated otherwise they raise
+    RequestError if the engine refuses a request, and GenerationError if the engine cannot finish it.
     """
 
     def __init__(self, submit: Submit, engine: Engine) -> None:
@@ -122,15 +121,15 @@ class Sampler:
 
     @property
     def running(self) -> int:
-        """Requests asked for and not yet ended."""
+        """Number of requests that have not ended."""
         return self._running
 
     async def complete(self, request: SampleRequest) -> list[Completion]:
-        """Return `len(request.seeds)` completions, in the order of the seeds; cancelling aborts them in the engine."""
+        """Return one completion per seed, in the order of the seeds. Cancellation aborts the request."""
         return (await self.complete_all([request]))[0]
 
     async def complete_all(self, requests: Sequence[SampleRequest]) -> list[list[Completion]]:
-        """Run `complete` for several requests at once; the first failure aborts the others."""
+        """Run `complete` for several requests at once. The first failure aborts the other requests."""
         done: dict[int, list[Completion]] = {}
         async with aclosing(self.groups(requests)) as outcomes:
             async for position, outcome in outcomes:
@@ -142,9 +141,9 @@ class Sampler:
     async def groups(
         self, requests: Sequence[SampleRequest]
     ) -> AsyncGenerator[tuple[int, list[Completion] | Refusal], None]:
-        """Yield each request's completions when its last one is finished, with the position of the request.
+        """Yield (position, completions) for each request when its last completion is finished.
 
-        A request that is refused or fails yields its error instead, once; the others go on.
+        A request that is refused or fails yields its error once instead; the other requests continue.
         """
         done: list[dict[int, Completion]] = [{} for _ in requests]
         async with aclosing(self._events([structs.replace(request, stream=False) for request in requests])) as batches:
@@ -159,14 +158,14 @@ class Sampler:
                         yield position, event
 
     async def stream(self, request: SampleRequest) -> AsyncGenerator[Progress, None]:
-        """Yield every token as it is sampled, then each completion; closing the iterator aborts the rest."""
+        """Yield every token when it is sampled, then each completion. Closing the iterator aborts the request."""
         async with aclosing(self.stream_all([request])) as batches:
             async for batch in batches:
                 for _, event in batch:
                     yield event
 
     async def stream_all(self, requests: Sequence[SampleRequest]) -> AsyncGenerator[list[tuple[int, Progress]], None]:
-        """Run `stream` for several requests at once; yield, with the position of its request, all that has come."""
+        """Run `stream` for several requests at once. Yields batches of (position of the request, event)."""
         async with aclosing(self._events([structs.replace(request, stream=True) for request in requests])) as batches:
             async for batch in batches:
                 good: list[tuple[int, Progress]] = []
@@ -181,7 +180,7 @@ class Sampler:
     async def _events(
         self, requests: Sequence[SampleRequest]
     ) -> AsyncGenerator[list[tuple[int, Progress | Refusal]], None]:
-        """Yield all that becomes of the requests until each has ended; the last event of a failed one is its error."""
+        """Yield batches of events until each request has ended; the last event of a failed request is its error."""
         self._loop = asyncio.get_running_loop()
         inbox = _Inbox()
         unfinished = {position: len(request.seeds) for position, request in enumerate(requests)}
@@ -204,7 +203,7 @@ class Sampler:
                 self._withdraw(flight, tuple(unfinished))
 
     def _started(self, inbox: _Inbox, future: Future[None]) -> None:
-        """Report requests that could not be handed over; called in whichever thread settled the future."""
+        """Report that the requests could not be submitted. Called in any thread."""
         if future.cancelled():
             self._post(inbox, ExecutorStoppedError("the compute thread ended before the request began"))
         elif (error := future.exception()) is not None:
@@ -212,18 +211,18 @@ class Sampler:
 
     def _withdraw(self, flight: _Flight, positions: Sequence[int]) -> None:
         flight.withdrawn = True
-        # A compute thread that has ended holds no rows to free.
+        # If the compute thread has ended, there are no rows to free.
         with suppress(ExecutorStoppedError):
             self._submit(partial(flight.abort, positions))
 
     def _post(self, inbox: _Inbox, item: _Item) -> None:
-        """Take an item from the compute thread; the first since the last hop schedules the next hop."""
+        """Pass an item from the compute thread to the loop. The first item after a delivery schedules the next one."""
         with self._lock:
             self._arrived.append((inbox, item))
             if self._hop_scheduled or self._loop is None:
                 return
             self._hop_scheduled = True
-        # A loop that is closed has nobody left who waits.
+        # A closed loop has no waiting callers.
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._deliver)
 

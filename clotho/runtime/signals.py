@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: the first drains, the second stops at once, the third is Python's own."""
+"""Ctrl-C and SIGTERM: the first signal drains the run, the second stops it at once, the third ends the process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Stoppable(Protocol):
     """A supervisor, as the signal handlers see it."""
 
     def drain(self) -> None:
-        """End gracefully."""
+        """Finish the current batch, then end."""
 
     def stop(self) -> None:
         """End at once."""

@@ -11,7 +11,7 @@ import anyio
 
 
 class Watchdog:
-    """Reports the start and the end of each stall. It stops and restarts nothing.
+    """Reports the start and the end of each stall. It does not stop or restart any actor.
 
     last_progress: time of the last progress, in seconds of `clock`; math.inf while idle, which is not a stall.
     on_stall: called with the seconds without progress when they reach the limit.
@@ -38,7 +38,7 @@ class Watchdog:
         self._clock = clock
 
     async def run(self) -> None:
-        """Check repeatedly, each time when the state can have changed."""
+        """Check whenever the state can have changed, until cancelled."""
         while True:
             quiet_seconds = self.look()
             await anyio.sleep(quiet_seconds)
@@ -46,7 +46,7 @@ class Watchdog:
     def look(self) -> float:
         """Check once and report a change. Returns the seconds until the next check.
 
-        Without a stall this is the time at which the limit would be reached; during a stall, a tenth of the limit.
+        Without a stall this is the time until the limit is reached; during a stall it is a tenth of the limit.
         """
         silent = self._clock() - self._last_progress()
         if silent < self._limit:

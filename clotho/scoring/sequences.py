@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from protocols.sampling import Completion
 
 
-def drawn_T(completion: Completion) -> NDArray[np.bool_]:
-    """Return which of its tokens the policy sampled, (T,)."""
+def sampled_mask_T(completion: Completion) -> NDArray[np.bool_]:
+    """Return True at tokens that the policy sampled, (T,)."""
     return np.asarray(completion.sampled or (True,) * len(completion.tokens), dtype=bool)
 
 
@@ -31,14 +31,14 @@ class TrainingSequence(NamedTuple):
 
     group: index of its group in the batch; completions of a group have the same prompt.
     rollout_logp_T: log-probability under the sampler. version_T: policy version that sampled the token.
-    weight_T: 1 for tokens that are trained on, else 0. loss_weight_T: weight of the token in the loss of
+    loss_mask_T: 1 for tokens that are trained on, else 0. loss_weight_T: weight of the token in the loss of
     the update: the loss is the sum of loss weight times token loss over all sequences.
     supports: per token, the tokens that could have been sampled, as little-endian uint32 numbers in ascending order;
     empty if the support is the whole vocabulary.
-    drawn_T: whether the policy sampled the token; None: all of them. Other tokens are context, and their other
-    values are ignored.
-    temperature: sampling temperature; 0: that of the run. reference_T: log-probabilities under the reference policy, if
-    the group contains them. teacher: a teacher's distribution at each token.
+    sampled_mask_T: True at tokens that the policy sampled; None if the policy sampled every token. Other tokens are
+    context, and their other values are ignored.
+    temperature: sampling temperature; 0 means the temperature of the run. reference_T: log-probabilities under the
+    reference policy, if the group contains them. teacher: a teacher's distribution at each token.
     """
 
     group: int
@@ -47,17 +47,17 @@ class TrainingSequence(NamedTuple):
     rollout_logp_T: NDArray[np.float32]
     version_T: NDArray[np.int32]
     advantage_T: NDArray[np.float32]
-    weight_T: NDArray[np.float32]
+    loss_mask_T: NDArray[np.float32]
     loss_weight_T: NDArray[np.float32]
     supports: tuple[bytes, ...] = ()
-    drawn_T: NDArray[np.bool_] | None = None
+    sampled_mask_T: NDArray[np.bool_] | None = None
     temperature: float = 0.0
     reference_T: NDArray[np.float32] | None = None
     teacher: TeacherRows | None = None
 
     @property
     def inputs(self) -> int:
-        """Number of tokens that the model reads: all except the last, which is only predicted."""
+        """Number of tokens that the model reads. The last token is predicted and not read."""
         return len(self.prompt) + len(self.tokens) - 1
 
 
@@ -69,7 +69,8 @@ class TokenTable(NamedTuple):
     position_N: index, in the flattened hidden states of the layout, of the state that predicts the token.
     target_N: the token. sequence_N: index of its completion in the micro-batch. Other fields: see `TrainingSequence`.
     support_N_K: tokens that could have been sampled, padded with -1; None if the support is the whole vocabulary.
-    temperature_N: 0 for that of the run; None if all are. reference_N: None if the groups contain none.
+    temperature_N: 0 means the temperature of the run; None if every token has it. reference_N: None if the groups
+    contain no reference log-probabilities.
     teacher: rows of shape (N, K); None without a teacher. Padding in N repeats the first token with weights 0.
     """
 
@@ -79,7 +80,7 @@ class TokenTable(NamedTuple):
     rollout_logp_N: NDArray[np.float32]
     version_N: NDArray[np.int32]
     advantage_N: NDArray[np.float32]
-    weight_N: NDArray[np.float32]
+    loss_mask_N: NDArray[np.float32]
     loss_weight_N: NDArray[np.float32]
     support_N_K: NDArray[np.int32] | None
     temperature_N: NDArray[np.float32] | None = None
@@ -90,15 +91,15 @@ class TokenTable(NamedTuple):
     def teacher_mask_N(self) -> NDArray[np.float32]:
         """1 at tokens with a teacher's distribution, else 0."""
         if self.teacher is None:
-            return np.zeros_like(self.weight_N)
+            return np.zeros_like(self.loss_mask_N)
         return np.asarray((self.teacher.share_T_K > 0).any(axis=-1), dtype=np.float32)
 
 
 class MicroBatch(NamedTuple):
     """Sequences that go through the model together.
 
-    table: their completion tokens. members: their indices among all sequences, in the order of `table.sequence_N`.
-    inputs: inputs of the blocks, in the form of the layout.
+    table: the completion tokens of the sequences. members: indices of the sequences among all sequences, in the order
+    of `table.sequence_N`. inputs: inputs of the blocks, in the form of the layout.
     """
 
     table: TokenTable
@@ -121,6 +122,6 @@ def scored_only(prompt: Sequence[int], tokens: Sequence[int]) -> TrainingSequenc
         rollout_logp_T=zeros_T,
         version_T=zeros_T.astype(np.int32),
         advantage_T=zeros_T,
-        weight_T=zeros_T,
+        loss_mask_T=zeros_T,
         loss_weight_T=zeros_T,
     )

@@ -79,7 +79,7 @@ class TeacherForcing:
     def sequence(
         self, prompt: Sequence[int], tokens: Sequence[int], *, distribution: SamplingDistribution
     ) -> TokenScores:
-        """Score the tokens after one prompt, (T,), in the layout in use ("auto": shared). Neither may be empty."""
+        """Score the tokens after one prompt, (T,); neither may be empty. Layout "auto" uses shared prompts."""
         (micro,) = build_micro_batches([scored_only(prompt, tokens)], layout=self._checked_layout, budget=1)
         scores = self(micro, distribution=distribution)
         return TokenScores(scores.logp_N[: len(tokens)], scores.entropy_N[: len(tokens)])

@@ -6,8 +6,8 @@ L = log sum exp z and p = exp(z - L), in float32 and natural logs:
     log p_y = z_y - L         d log p_y / d z_i = [i = y] - p_i
     H = L - sum p z           d H       / d z_i = -p_i (log p_i + H)
 
-A teacher's probabilities q_k of tokens k add up to s = 1 (or to 0 if it gives none). Their cross-entropy is taken with
-the same distribution over the whole vocabulary, because a teacher's tokens may be outside the support:
+A teacher's probabilities q_k of tokens k add up to s = 1, or to 0 if the teacher gives none. The cross-entropy uses the
+policy's distribution over the whole vocabulary, because a teacher's tokens may be outside the support:
 
     C = s L - sum_k q_k z_k   d C       / d z_i = s p_i - q_i
 

@@ -23,7 +23,7 @@ from clotho.config.objectives import (
     MeanAdvantage,
     NormalizedAdvantage,
 )
-from clotho.scoring.sequences import drawn_T
+from clotho.scoring.sequences import sampled_mask_T
 from protocols.rollout import ScoredGroup
 
 Array = NDArray[np.float64]
@@ -112,12 +112,11 @@ def environment_advantages(groups: Sequence[ScoredGroup]) -> list[list[Array]]:
 def _of_tokens(scored: ScoredGroup) -> list[Array]:
     name = f"group {scored.group.prompt.group_id}"
     if len(scored.token_advantages) != len(scored.rewards):
-        raise ValueError(
-            f"{name} brings no token advantages, which learner.objective.advantage = 'environment' learns from"
-        )
+        raise ValueError(f"{name} has no token advantages, and learner.objective.advantage = 'environment' needs them")
     rows = [np.asarray(row_T, dtype=np.float64) for row_T in scored.token_advantages]
-    if not all(np.isfinite(row_T[drawn_T(c)]).all() for c, row_T in zip(scored.group.completions, rows, strict=True)):
-        raise ValueError(f"{name} brings token advantages that are not finite")
+    completions = scored.group.completions
+    if not all(np.isfinite(row_T[sampled_mask_T(c)]).all() for c, row_T in zip(completions, rows, strict=True)):
+        raise ValueError(f"{name} has token advantages that are not finite")
     return rows
 
 

@@ -16,7 +16,7 @@ from clotho.config.sections_training import EnvironmentReference, KLPenalty, Rew
 from clotho.models.parameters import Parameters
 from clotho.models.policy import TrainablePolicy
 from clotho.scoring.layouts.micro_batches import build_micro_batches
-from clotho.scoring.sequences import MicroBatch, TeacherRows, TrainingSequence, drawn_T
+from clotho.scoring.sequences import MicroBatch, TeacherRows, TrainingSequence, sampled_mask_T
 from clotho.scoring.teacher_forcing import TeacherForcing
 from clotho.training.advantages import advantages, environment_advantages
 from clotho.training.gradient import FixedLogprobs, LossConfig, compute_logprobs
@@ -36,7 +36,7 @@ def training_sequence(
     reference log-probabilities are missing.
     """
     completion = group.group.completions[i]
-    weight_T = drawn_T(completion).astype(np.float32)
+    loss_mask_T = sampled_mask_T(completion).astype(np.float32)
     distils = settings.distillation_weight > 0 and bool(group.teacher)
     return TrainingSequence(
         group=number,
@@ -45,10 +45,10 @@ def training_sequence(
         rollout_logp_T=np.asarray(completion.logprobs, dtype=np.float32),
         version_T=np.asarray(completion.versions, dtype=np.int32),
         advantage_T=advantage_T.astype(np.float32),
-        weight_T=weight_T,
-        loss_weight_T=np.float32(share) * weight_T,
+        loss_mask_T=loss_mask_T,
+        loss_weight_T=np.float32(share) * loss_mask_T,
         supports=completion.supports,
-        drawn_T=drawn_T(completion) if completion.sampled else None,
+        sampled_mask_T=sampled_mask_T(completion) if completion.sampled else None,
         temperature=temperature_of(group, i),
         reference_T=_reference_T(group, i) if groups_bring_reference(settings) else None,
         teacher=_teacher_rows(group.teacher[i], completion) if distils else None,
@@ -76,7 +76,7 @@ def _reference_T(group: ScoredGroup, i: int) -> NDArray[np.float32]:
 
 def _teacher_rows(teacher: TeacherTokens, completion: Completion) -> TeacherRows:
     """Return the teacher's alternatives at sampled tokens, with probabilities normalized per token."""
-    at_D = np.flatnonzero(drawn_T(completion))
+    at_D = np.flatnonzero(sampled_mask_T(completion))
     token_D_K = np.asarray([teacher.tokens[t] for t in at_D], dtype=np.int32).reshape(len(at_D), -1)
     logp_D_K = np.asarray([teacher.logprobs[t] for t in at_D], dtype=np.float64).reshape(token_D_K.shape)
     largest_D_1 = np.max(logp_D_K, axis=-1, keepdims=True, initial=-np.inf)
@@ -154,7 +154,7 @@ def _zero_untrained(group: ScoredGroup, rows: Sequence[NDArray[np.float64]]) -> 
     """Return the advantages of trained tokens, and exact zeros for all others."""
     zero_advantage = group.zero_advantage or (False,) * len(rows)
     return [
-        np.zeros_like(row_T) if silent else np.where(drawn_T(completion), row_T, 0.0)
+        np.zeros_like(row_T) if silent else np.where(sampled_mask_T(completion), row_T, 0.0)
         for completion, row_T, silent in zip(group.group.completions, rows, zero_advantage, strict=True)
     ]
 
@@ -317,7 +317,7 @@ def _penalties(
     for mini, scores in zip(minis, references, strict=True):
         for micro, reference_N in zip(mini.micro_batches, scores, strict=True):
             kl_N = np.array(estimate(mx.array(micro.table.rollout_logp_N), reference_N), dtype=np.float64)
-            kl_B = np.bincount(micro.table.sequence_N, kl_N * micro.table.weight_N, minlength=micro.sequences)
+            kl_B = np.bincount(micro.table.sequence_N, kl_N * micro.table.loss_mask_N, minlength=micro.sequences)
             for member, kl in zip(micro.members, kl_B, strict=True):
                 group, completion = mini.origins[member]
                 penalties[group][completion] = loss_config.loss_coefficients.kl_beta * kl

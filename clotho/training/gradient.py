@@ -149,7 +149,7 @@ def _inputs(micro: MicroBatch, fixed_logprobs: FixedLogprobs, position: StepPosi
         proximal_N=fixed_logprobs.proximal_N,
         reference_N=fixed_logprobs.reference_N,
         advantage_N=mx.array(table.advantage_N),
-        weight_N=mx.array(table.weight_N),
+        loss_mask_N=mx.array(table.loss_mask_N),
         loss_weight_N=mx.array(table.loss_weight_N),
         on_policy_mask_N=mx.array(on_policy_mask_N.astype("float32")),
         sequence_N=mx.array(table.sequence_N),

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from clotho.models.parameters import Parameters
 from clotho.models.policy import TrainablePolicy
 from clotho.scoring.layouts.micro_batches import build_micro_batches
-from clotho.scoring.sequences import TrainingSequence, drawn_T, scored_only
+from clotho.scoring.sequences import TrainingSequence, sampled_mask_T, scored_only
 from clotho.scoring.teacher_forcing import TeacherForcing
 from clotho.scoring.token_scores import SamplingDistribution
 from clotho.training.batch import Minibatch, temperature_of
@@ -75,10 +75,10 @@ def _spread_completions(groups: Sequence[ScoredGroup], mini: Minibatch, before: 
         completion = groups[group].group.completions[i]
         sequence = scored_only(groups[group].group.prompt.tokens, completion.tokens)._replace(
             supports=completion.supports,
-            drawn_T=drawn_T(completion),
+            sampled_mask_T=sampled_mask_T(completion),
             temperature=temperature_of(groups[group], i),
         )
-        own_N = (micro.table.sequence_N == b) & (micro.table.weight_N > 0)
+        own_N = (micro.table.sequence_N == b) & (micro.table.loss_mask_N > 0)
         before_T = np.array(before[m], dtype=np.float64)[own_N]
         sampled.append(_Sampled(sequence, before_T))
     return sampled

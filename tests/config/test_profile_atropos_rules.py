@@ -39,8 +39,14 @@ REPLACE = TAP | {"mode": "replace"}
         ({"atropos": BOTH | {"reset": False}, "environments": [MINE]}, "atropos.reset"),
         ({"atropos": MOCK, "server": {"enabled": False}}, "server.enabled"),
         ({"atropos": MOCK, "async": False}, "async"),
-        ({"atropos": MOCK, "learner": {"objective": {"dynamic_sampling_max_ratio": 2.0}}}, "learner.objective.dynamic_sampling_max_ratio"),
-        ({"atropos": MOCK, "learner": {"objective": {"overlong_penalty": {"type": "linear", "buffer": 8}}}}, "learner.objective.overlong_penalty.type"),
+        (
+            {"atropos": MOCK, "learner": {"objective": {"dynamic_sampling_max_ratio": 2.0}}},
+            "learner.objective.dynamic_sampling_max_ratio",
+        ),
+        (
+            {"atropos": MOCK, "learner": {"objective": {"overlong_penalty": {"type": "linear", "buffer": 8}}}},
+            "learner.objective.overlong_penalty.type",
+        ),
         ({"atropos": MOCK, "queues": {"prompts": 4}}, "queues.prompts"),
         ({"atropos": MOCK, "queues": {"rollouts": 4}}, "queues.rollouts"),
         (

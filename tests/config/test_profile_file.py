@@ -163,7 +163,10 @@ def test_settings_that_lose_their_effect_fall_back_to_defaults(here: Path) -> No
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[learner]\nlearnin_rate = 1\n", "unknown key learner.learnin_rate; did you mean learner.optimizer.learning_rate?"),
+        (
+            "[learner]\nlearnin_rate = 1\n",
+            "unknown key learner.learnin_rate; did you mean learner.optimizer.learning_rate?",
+        ),
         ("[learner]\ntemperature = 1.0\n", "unknown key learner.temperature; did you mean sampling.temperature?"),
         ("[policy]\nlora_rank = 4\n", "unknown key policy.lora_rank; did you mean policy.method.rank?"),
         ("lr = 4\n", "unknown key or section lr; did you mean learner.optimizer.learning_rate?"),
@@ -181,8 +184,11 @@ def test_settings_that_lose_their_effect_fall_back_to_defaults(here: Path) -> No
         ('[policy.method]\nscale = "a"\n', 'policy.method.scale must be a number > 0 or none, not "a"'),
         ("[sampling]\ngroup_size = 1\n", "sampling.group_size must be an integer >= 2 and <= 4096, not 1"),
         ("[sampling]\nstop = [1]\n", "sampling.stop[0] must be text, not empty, not 1"),
-        ('[sampling]\nlogit_bias = [[1, "a"]]\n', 'sampling.logit_bias[0] must be [an integer >= 0, a number >= -100 and <= 100], '
-         'not [1, "a"]'),
+        (
+            '[sampling]\nlogit_bias = [[1, "a"]]\n',
+            "sampling.logit_bias[0] must be [an integer >= 0, a number >= -100 and <= 100], "
+            'not [1, "a"]',
+        ),
         ('[[rewards]]\nname = "format"\nwieght = 2\n', "unknown key rewards.wieght; did you mean rewards.weight?"),
         ('[[rewards]]\nname = "format"\ntimeout_seconds = 0\n', "rewards[1].timeout_seconds must be a number > 0, "
          "not 0"),

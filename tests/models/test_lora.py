@@ -79,7 +79,7 @@ def test_a_quantised_base_takes_adapters_and_nothing_else() -> None:
     """QLoRA: packed weights have no gradient, so full training is refused with the way out."""
     model, _ = quantize_model(build(), dict(CONFIG), group_size=32, bits=4)
     assert is_quantized(model)
-    with pytest.raises(ModelError, match=r"adapters only: use policy\.method = lora"):
+    with pytest.raises(ModelError, match=r"cannot be trained in full: use policy\.method = lora"):
         open_all_weights(model)
     install_adapter(model, Lora(), seed=0)
     assert trainable(model)["model.layers.0.self_attn.q_proj.lora_a"].shape == (64, 8)
@@ -151,9 +151,9 @@ def test_dropout_acts_on_the_adapters_input_in_both_kinds() -> None:
 @pytest.mark.parametrize(
     ("config", "bits", "section", "reason"),
     [
-        (MIXTURE, 0, {}, r"no DoRA for mlp\.switch_mlp\.down_proj, a SwitchLinear; leave it out"),
-        (CONFIG, 3, {}, r"no DoRA over 3-bit weights \(mlp\.down_proj\); leave it out"),
-        (CONFIG, 6, {"target_modules": ("q_proj",)}, r"no DoRA over 6-bit weights \(self_attn\.q_proj\)"),
+        (MIXTURE, 0, {}, r"no DoRA layer for mlp\.switch_mlp\.down_proj \(SwitchLinear\); remove it"),
+        (CONFIG, 3, {}, r"no DoRA layer for 3-bit weights \(mlp\.down_proj\); remove it"),
+        (CONFIG, 6, {"target_modules": ("q_proj",)}, r"no DoRA layer for 6-bit weights \(self_attn\.q_proj\)"),
     ],
     ids=["experts", "3 bits", "6 bits"],
 )
@@ -188,5 +188,5 @@ def test_nothing_beside_packed_weights_but_adapters() -> None:
     """mlx-lm could not load what was trained; embeddings are packed themselves."""
     for key in ("train_embeddings", "train_head"):
         model, _ = quantize_model(build(UNTIED), dict(UNTIED), group_size=32, bits=4)
-        with pytest.raises(ModelError, match=f"policy.method.{key}: the base is quantised"):
+        with pytest.raises(ModelError, match=f"policy.method.{key}: quantized weights cannot"):
             install_adapter(model, adapter_settings("lora", **{key: True}), seed=0)

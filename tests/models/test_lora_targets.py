@@ -41,9 +41,12 @@ def test_an_unknown_name_names_the_nearest(misspelt: str) -> None:
 @pytest.mark.parametrize(
     ("entries", "reason"),
     [
-        (("k_proj=33",), r"k_proj=33 is more than the smaller side of self_attn\.k_proj, which is 32"),
-        (("q_proj=4", "self_attn.q_proj=6"), r"self_attn\.q_proj=6 gives self_attn\.q_proj a second rank, beside 4"),
-        (("up_proj=4",), r"up_proj=4 has no effect, for policy\.method\.target_modules leaves up_proj out"),
+        (("k_proj=33",), r"k_proj=33 exceeds the smaller side of self_attn\.k_proj, which is 32"),
+        (
+            ("q_proj=4", "self_attn.q_proj=6"),
+            r"self_attn\.q_proj=6 sets the rank of self_attn\.q_proj twice, first to 4",
+        ),
+        (("up_proj=4",), r"up_proj=4 has no effect: policy\.method\.target_modules does not include up_proj"),
     ],
     ids=["too large", "twice", "left out"],
 )

@@ -140,4 +140,4 @@ def test_what_mlx_lm_cannot_load_becomes_one_line(tmp_path: Path) -> None:
     (directory / "config.json").write_text("{")
     assert "config.json cannot be read" in refusal(directory)
     (directory / "config.json").write_text("[]")
-    assert "names no model_type" in refusal(directory)
+    assert "has no model_type" in refusal(directory)

@@ -94,7 +94,7 @@ def inputs(examples: list[Example], settings: LearnerSection, *, several_steps: 
         proximal_N=tokens([e.proximal for e in examples]) if several_steps else None,
         reference_N=tokens([e.reference for e in examples]),
         advantage_N=tokens([e.advantage for e in examples]),
-        weight_N=masked([[float(yes) for yes in e.learned] for e in examples]),
+        loss_mask_N=masked([[float(yes) for yes in e.learned] for e in examples]),
         loss_weight_N=masked([[float(share)] * len(e.learned) for e, share in zip(examples, shares, strict=True)]),
         on_policy_mask_N=masked([[1.0] * len(e.learned) for e in examples]),
         sequence_N=mx.array([i for i, e in enumerate(examples) for _ in e.learned] + [0, 0], dtype=mx.int32),

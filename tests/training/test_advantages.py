@@ -117,7 +117,7 @@ def test_the_environment_gives_advantages_token_by_token() -> None:
     assert [[row_T.tolist() for row_T in rows] for rows in environment_advantages([group])] == [[[0.5, -1.0], [2.0]]]
 
 
-@pytest.mark.parametrize(("given", "says"), [((), "brings no"), (((math.nan,),), "not finite")])
+@pytest.mark.parametrize(("given", "says"), [((), "has no"), (((math.nan,),), "not finite")])
 def test_groups_without_advantages_of_their_own_are_refused_by_name(
     given: tuple[tuple[float, ...], ...], says: str
 ) -> None:

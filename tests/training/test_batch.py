@@ -61,7 +61,7 @@ def test_a_batch_of_nothing_but_token_advantages_has_no_rewards_to_judge() -> No
 def test_every_group_must_bring_them_where_the_profile_says_so() -> None:
     """Under `environment` rewards say nothing."""
     own = replace(scored_group([[3]], [1.0]), token_advantages=((0.5,),))
-    with pytest.raises(ValueError, match="group 4 brings no token advantages"):
+    with pytest.raises(ValueError, match="group 4 has no token advantages"):
         judged([own, scored_group([[3]], [1.0], group_id=4)], advantage="environment")
 
 
@@ -91,7 +91,7 @@ def test_weight_and_coefficient_of_what_was_not_drawn_are_zero() -> None:
     """The others have their share."""
     one = replace(completion([3, 4, 5], [-1.0, 0.0, -1.0]), sampled=(True, False, True))
     made = sequence(with_completions(scored_group([[3]], [1.0]), [one]))
-    assert (made.weight_T.tolist(), made.loss_weight_T.tolist()) == ([1.0, 0.0, 1.0], [0.5, 0.0, 0.5])
+    assert (made.loss_mask_T.tolist(), made.loss_weight_T.tolist()) == ([1.0, 0.0, 1.0], [0.5, 0.0, 0.5])
 
 
 def test_a_group_without_a_reference_is_refused_where_it_is_learnt_from() -> None:
@@ -135,7 +135,7 @@ def test_groups_with_teachers_of_different_sizes_come_together_and_apart_from_ot
     assert without.table.teacher is None
     assert not without.table.teacher_mask_N.any()
     assert taught.table.teacher is not None
-    assert (taught.table.teacher_mask_N * taught.table.weight_N).sum() == 6
+    assert (taught.table.teacher_mask_N * taught.table.loss_mask_N).sum() == 6
     for n in range(6):
         group, _ = mini.origins[taught.members[taught.table.sequence_N[n]]]
         expected = [8, -1, -1] if group == 0 else [8, 9, 10]

@@ -55,7 +55,7 @@ def training_sequence(group: int, prompt: tuple[int, ...], completion: Completio
         rollout_logp_T=np.array(completion.logprobs, dtype=np.float32),
         version_T=np.array(completion.versions, dtype=np.int32),
         advantage_T=np.ones(count, dtype=np.float32),
-        weight_T=np.ones(count, dtype=np.float32),
+        loss_mask_T=np.ones(count, dtype=np.float32),
         loss_weight_T=np.ones(count, dtype=np.float32),
         supports=completion.supports if replay else (),
     )
@@ -68,7 +68,7 @@ def learner_differences(
     scorer = TeacherForcing(source.model, source.vocab_size, layout=layout)
     found = []
     for micro in micro_batches:
-        real_N = micro.table.weight_N > 0
+        real_N = micro.table.loss_mask_N > 0
         found.append((np.array(scorer(micro, distribution=distribution).logp_N) - micro.table.rollout_logp_N)[real_N])
     return np.concatenate(found)
 

@@ -1,1 +1,1 @@
-"""How sequences lie in a micro-batch, and how hidden states are computed for each way."""
+"""Layouts of the sequences in a micro-batch, and the computation of hidden states in each layout."""

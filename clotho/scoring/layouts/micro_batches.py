@@ -1,4 +1,4 @@
-"""Split sequences into micro-batches, deterministically, and build the table of the sampled tokens of each."""
+"""Split sequences into micro-batches deterministically, and build the table of sampled tokens of each micro-batch."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def token_table(sequences: Sequence[TrainingSequence], positions: Sequence[NDArr
         rollout_logp_N=row_N([sequence.rollout_logp_T for sequence in sequences]),
         version_N=row_N([sequence.version_T for sequence in sequences]),
         advantage_N=row_N([sequence.advantage_T for sequence in sequences]),
-        weight_N=row_N([sequence.weight_T for sequence in sequences], zero=True),
+        loss_mask_N=row_N([sequence.loss_mask_T for sequence in sequences], zero=True),
         loss_weight_N=row_N([sequence.loss_weight_T for sequence in sequences], zero=True),
         support_N_K=_supports(sequences, sampled),
         temperature_N=row_N([same_N(s.temperature, s, np.float32) for s in sequences]) if has_temperatures else None,
@@ -51,7 +51,7 @@ def token_table(sequences: Sequence[TrainingSequence], positions: Sequence[NDArr
 
 
 def _sampled_T(sequence: TrainingSequence) -> NDArray[np.bool_]:
-    return np.ones(len(sequence.tokens), dtype=bool) if sequence.drawn_T is None else sequence.drawn_T
+    return np.ones(len(sequence.tokens), dtype=bool) if sequence.sampled_mask_T is None else sequence.sampled_mask_T
 
 
 def _supports(sequences: Sequence[TrainingSequence], sampled: Sequence[NDArray[np.intp]]) -> NDArray[np.int32] | None:

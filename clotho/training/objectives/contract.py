@@ -20,24 +20,24 @@ class ObjectiveInputs(NamedTuple):
         (`learner.objective.ratio_reference`).
     rollout_logp_N: log-probability under the rollout policy, recorded when the token was sampled.
     advantage_N: advantage; equal for all tokens of a completion unless the environment gave advantages per token.
-    weight_N: loss mask: 1 for tokens that are trained on, 0 for other tokens and for padding.
+    loss_mask_N: loss mask: 1 for tokens that are trained on, 0 for other tokens and for padding.
     sequence_N: int32, index of the token's completion among the `sequences` completions (padding: 0).
     """
 
     old_logp_N: mx.array
     rollout_logp_N: mx.array
     advantage_N: mx.array
-    weight_N: mx.array
+    loss_mask_N: mx.array
     sequence_N: mx.array
     sequences: int
 
     def sum_B(self, value_N: mx.array) -> mx.array:
         """Return the sum over the trained tokens of each completion: (B,)."""
-        return mx.zeros((self.sequences,), dtype=value_N.dtype).at[self.sequence_N].add(self.weight_N * value_N)
+        return mx.zeros((self.sequences,), dtype=value_N.dtype).at[self.sequence_N].add(self.loss_mask_N * value_N)
 
     def mean_B(self, value_N: mx.array) -> mx.array:
         """Return the mean over the trained tokens of each completion: (B,); 0 for a completion without any."""
-        return self.sum_B(value_N) / mx.maximum(self.sum_B(mx.ones_like(self.weight_N)), 1.0)
+        return self.sum_B(value_N) / mx.maximum(self.sum_B(mx.ones_like(self.loss_mask_N)), 1.0)
 
     def spread_N(self, value_B: mx.array) -> mx.array:
         """Give every token the value of its completion: (N,)."""

@@ -24,7 +24,7 @@ class LossInputs(NamedTuple):
     rollout_logp_N: log-probability under the rollout policy.
     proximal_N: under the policy at the start of the batch; None while that is the current policy.
     reference_N: under the reference policy; None without a KL penalty.
-    weight_N: loss mask: 1 for trained tokens, else 0. loss_weight_N: weight of the token in the loss of the update.
+    loss_mask_N: loss mask: 1 for trained tokens, else 0. loss_weight_N: weight of the token in the loss of the update.
     on_policy_mask_N: 1 for tokens that the learner's current weights sampled.
     sequence_N: int32, index of the token's completion among `sequences`.
     teacher_mask_N: 1 for tokens with a teacher; None without a teacher.
@@ -34,7 +34,7 @@ class LossInputs(NamedTuple):
     proximal_N: mx.array | None
     reference_N: mx.array | None
     advantage_N: mx.array
-    weight_N: mx.array
+    loss_mask_N: mx.array
     loss_weight_N: mx.array
     on_policy_mask_N: mx.array
     sequence_N: mx.array
@@ -92,9 +92,9 @@ def policy_loss(
         loss_N = loss_N - loss_coefficients.entropy_coef * entropy_N
     if cross_entropy_N is not None:
         loss_N = loss_N + settings.distillation_weight * cross_entropy_N
-    loss = mx.sum(inputs.loss_weight_N * inputs.weight_N * loss_N)
+    loss = mx.sum(inputs.loss_weight_N * inputs.loss_mask_N * loss_N)
     ratio_N = mx.exp(bounded_log_ratio(logp_N, inputs.rollout_logp_N))
-    mask_N = inputs.weight_N
+    mask_N = inputs.loss_mask_N
     means = {
         "kl": (kl_N, mask_N),
         "entropy": (entropy_N, mask_N),
@@ -121,7 +121,7 @@ def _tokens(logp_N: mx.array, inputs: LossInputs, settings: ObjectiveSettings) -
         old_logp_N=old_logp_N,
         rollout_logp_N=inputs.rollout_logp_N,
         advantage_N=inputs.advantage_N,
-        weight_N=inputs.weight_N,
+        loss_mask_N=inputs.loss_mask_N,
         sequence_N=inputs.sequence_N,
         sequences=inputs.sequences,
     )

@@ -43,7 +43,7 @@ def random_sequences(shapes: Shapes, *, seed: int = 0) -> list[TrainingSequence]
                     rollout_logp_T=-rollout_logp_T,
                     version_T=rng.integers(0, 9, length, dtype=np.int32),
                     advantage_T=advantage_T,
-                    weight_T=(rng.random(length) < 0.9).astype(np.float32),
+                    loss_mask_T=(rng.random(length) < 0.9).astype(np.float32),
                     loss_weight_T=loss_weight_T,
                 )
             )
@@ -81,7 +81,7 @@ def the_plain_way(policy: Policy, sequences: Sequence[TrainingSequence]) -> Outc
     def loss(traced: Parameters) -> tuple[mx.array, list[mx.array]]:
         with policy.using(traced):
             found = [scores(sequence) for sequence in sequences]
-        losses = [_loss(f, mx.array(s.loss_weight_T * s.weight_T)) for f, s in zip(found, sequences, strict=True)]
+        losses = [_loss(f, mx.array(s.loss_weight_T * s.loss_mask_T)) for f, s in zip(found, sequences, strict=True)]
         return mx.sum(mx.stack(losses)), [f.logp_N for f in found]
 
     policy.model.train()
@@ -104,7 +104,7 @@ def the_way_of(layout: str, policy: Policy, sequences: Sequence[TrainingSequence
         def loss(traced: Parameters, micro: Any = micro) -> tuple[mx.array, mx.array]:
             with policy.using(traced):
                 found = forcing(micro, distribution=LAW)
-            return _loss(found, mx.array(micro.table.loss_weight_N * micro.table.weight_N)), found.logp_N
+            return _loss(found, mx.array(micro.table.loss_weight_N * micro.table.loss_mask_N)), found.logp_N
 
         with policy.using(policy.trainable()), policy.training_mode():
             (value, logp_N), tree = mx.value_and_grad(loss)(policy.trainable())

@@ -54,7 +54,7 @@ def test_every_token_is_placed_once_right_after_what_comes_before_it(layout: str
             seen = [context(micro.inputs, int(position)) for position in table.position_N[mine_N]]
             assert seen == [s.prompt + s.tokens[:t] for t in range(len(s.tokens))]
             assert tuple(table.target_N[mine_N].tolist()) == s.tokens
-            for name in ("rollout_logp", "version", "advantage", "weight", "loss_weight"):
+            for name in ("rollout_logp", "version", "advantage", "loss_mask", "loss_weight"):
                 assert getattr(table, f"{name}_N")[mine_N].tolist() == getattr(s, f"{name}_T").tolist()
 
 
@@ -64,9 +64,9 @@ def test_only_drawn_tokens_are_in_the_table_after_all_that_comes_before_them(lay
     """What the policy did not draw is part of the context, and has no row of its own."""
     rng, plain = np.random.default_rng(2), random_sequences(SHAPES)
     sampled = [rng.random(len(s.tokens)) < 0.5 for s in plain]
-    for drawn_T in sampled:
-        drawn_T[rng.integers(len(drawn_T))] = True
-    sequences = [s._replace(drawn_T=drawn_T) for s, drawn_T in zip(plain, sampled, strict=True)]
+    for sampled_mask_T in sampled:
+        sampled_mask_T[rng.integers(len(sampled_mask_T))] = True
+    sequences = [s._replace(sampled_mask_T=sampled_mask_T) for s, sampled_mask_T in zip(plain, sampled, strict=True)]
     for micro in build_micro_batches(sequences, layout=layout, budget=budget):
         table = micro.table
         real = sum(int(sampled[member].sum()) for member in micro.members)
@@ -79,7 +79,7 @@ def test_only_drawn_tokens_are_in_the_table_after_all_that_comes_before_them(lay
                 assert (table.sequence_N[n], table.target_N[n]) == (b, s.tokens[t])
                 assert context(micro.inputs, int(table.position_N[n])) == s.prompt + s.tokens[:t]
                 assert (table.advantage_N[n], table.loss_weight_N[n]) == (s.advantage_T[t], s.loss_weight_T[t])
-        assert not table.weight_N[real:].any()
+        assert not table.loss_mask_N[real:].any()
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -97,8 +97,8 @@ def test_padding_of_the_table_weighs_nothing_and_repeats_its_first_token(layout:
     """The table has a bucketed length; what fills it is as finite as the first token."""
     (micro,) = build_micro_batches(random_sequences(((2, (3,)),)), layout=layout, budget=100)
     table = micro.table
-    assert len(table.weight_N) == 64
-    assert not table.weight_N[3:].any()
+    assert len(table.loss_mask_N) == 64
+    assert not table.loss_mask_N[3:].any()
     assert not table.loss_weight_N[3:].any()
     for row_N in (table.position_N, table.target_N, table.sequence_N, table.rollout_logp_N, table.version_N):
         assert set(row_N[3:].tolist()) == {row_N[0].item()}
@@ -145,7 +145,7 @@ def test_a_support_without_tokens_is_refused() -> None:
 def test_supports_of_tokens_that_were_not_drawn_may_be_empty() -> None:
     """NullSampleLog looks at them."""
     (sequence,) = random_sequences(((2, (3,)),))
-    sequence = with_supports(sequence, [3, 4], [], [5])._replace(drawn_T=np.array([True, False, True]))
+    sequence = with_supports(sequence, [3, 4], [], [5])._replace(sampled_mask_T=np.array([True, False, True]))
     (micro,) = build_micro_batches([sequence], layout="padded", budget=100)
     assert micro.table.support_N_K is not None
     assert micro.table.support_N_K[:2, :2].tolist() == [[3, 4], [5, -1]]

@@ -34,7 +34,7 @@ def tokens(
     *,
     old_logp_N: ArrayLike | None = None,
     rollout_logp_N: ArrayLike | None = None,
-    weight_N: ArrayLike | None = None,
+    loss_mask_N: ArrayLike | None = None,
     sequence_N: Sequence[int] | None = None,
 ) -> ObjectiveInputs:
     """Tokens of one completion, all learned, with log-probability ANCHOR under anchor and sampler, unless said."""
@@ -45,7 +45,7 @@ def tokens(
         old_logp_N=row(old_logp_N),
         rollout_logp_N=row(old_logp_N if rollout_logp_N is None else rollout_logp_N),
         advantage_N=row(advantage_N),
-        weight_N=row([1.0] * N if weight_N is None else weight_N),
+        loss_mask_N=row([1.0] * N if loss_mask_N is None else loss_mask_N),
         sequence_N=mx.array(list(sequence_N), dtype=mx.int32),
         sequences=max(sequence_N) + 1,
     )
@@ -58,7 +58,7 @@ def taken(tokens: ObjectiveInputs, index_N: ArrayLike, new_B: ArrayLike) -> Obje
         old_logp_N=tokens.old_logp_N[at_N],
         rollout_logp_N=tokens.rollout_logp_N[at_N],
         advantage_N=tokens.advantage_N[at_N],
-        weight_N=tokens.weight_N[at_N],
+        loss_mask_N=tokens.loss_mask_N[at_N],
         sequence_N=mx.array(np.asarray(new_B))[tokens.sequence_N[at_N]],
         sequences=tokens.sequences,
     )
@@ -77,7 +77,7 @@ def teach(
     loss_weight_N: ArrayLike | None = None,
 ) -> Taught:
     """Loss of every token, and the gradient of their sum, each times its coefficient (1 unless said)."""
-    share_N = tokens.weight_N if loss_weight_N is None else tokens.weight_N * row(loss_weight_N)
+    share_N = tokens.loss_mask_N if loss_weight_N is None else tokens.loss_mask_N * row(loss_weight_N)
     result = objective(logp_N, tokens, settings.objective)
     gradient_N = mx.grad(lambda logp_N: mx.sum(share_N * objective(logp_N, tokens, settings.objective).loss_N))(logp_N)
     return Taught(
@@ -95,13 +95,13 @@ def random_tokens(N: int, *, seed: int = 0, sequences: int = 3) -> tuple[mx.arra
     sequence_N[-1] = sequences - 1
     old_logp_N = logp_N + 0.3 * rng.normal(size=N)
     advantage_B = rng.normal(size=sequences)
-    weight_N = (np.arange(N) < N - 2).astype(np.float64)
+    loss_mask_N = (np.arange(N) < N - 2).astype(np.float64)
     rollout_logp_N = old_logp_N + 0.1 * rng.normal(size=N)
     made = tokens(
         advantage_B[sequence_N].tolist(),
         old_logp_N=old_logp_N,
         rollout_logp_N=rollout_logp_N,
-        weight_N=weight_N,
+        loss_mask_N=loss_mask_N,
         sequence_N=sequence_N,
     )
     return row(logp_N), made

@@ -7,7 +7,7 @@ import numpy as np
 
 from tests.training.objectives.random_inputs import row, tokens
 
-TOKENS = tokens([0.0] * 5, weight_N=[1, 1, 0, 1, 0], sequence_N=[0, 0, 0, 2, 1])
+TOKENS = tokens([0.0] * 5, loss_mask_N=[1, 1, 0, 1, 0], sequence_N=[0, 0, 0, 2, 1])
 VALUE_N = row([1.0, 2.0, 50.0, 4.0, 70.0])
 
 

@@ -24,7 +24,7 @@ NAMED = {str(struct.__struct_config__.tag): struct for struct in CORRECTIONS}
 
 RATIOS = [3.0, 0.5, 1.1, 0.2, 9.0]
 """proximal / sampler: three tokens of completion 0, two of completion 1; the last is not learned."""
-SEEN = tokens([1.0] * 5, weight_N=[1, 1, 1, 1, 0], sequence_N=[0, 0, 0, 1, 1])
+SEEN = tokens([1.0] * 5, loss_mask_N=[1, 1, 1, 1, 0], sequence_N=[0, 0, 0, 1, 1])
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_the_off_policy_mask_drops_bad_completions_that_the_policy_has_left() ->
     seen = tokens(
         [-1.0, -1.0, -1.0, 1.0, 1.0, -1.0, -1.0],
         rollout_logp_N=[-1.0] * 7,
-        weight_N=[1, 1, 0, 1, 1, 1, 1],
+        loss_mask_N=[1, 1, 0, 1, 1, 1, 1],
         sequence_N=[0, 0, 0, 1, 1, 2, 2],
     )
     learner_N = row([-2.0, -1.2, 9.0, -2.0, -1.2, -2.0, -0.8])

@@ -53,7 +53,7 @@ class Batch:
             else None,
             reference_N=row(self.reference_N[at_N]),
             advantage_N=row(self.advantage_N[at_N]),
-            weight_N=row(live_N),
+            loss_mask_N=row(live_N),
             loss_weight_N=row(self.loss_weight_N[at_N] * live_N),
             on_policy_mask_N=row(at_N % 2),
             sequence_N=mx.array([place[i] for i in self.sequence_N[at_N]]),

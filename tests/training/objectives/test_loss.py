@@ -27,7 +27,7 @@ def inputs(advantage_N: list[float], **fields: Any) -> LossInputs:
         proximal_N=None,
         reference_N=None,
         advantage_N=row(advantage_N),
-        weight_N=mx.ones(N),
+        loss_mask_N=mx.ones(N),
         loss_weight_N=mx.ones(N),
         on_policy_mask_N=mx.ones(N),
         sequence_N=mx.zeros(N, dtype=mx.int32),
@@ -179,7 +179,7 @@ def test_sums_are_over_learnt_tokens() -> None:
     """
     seen = inputs(
         [1.0] * 4,
-        weight_N=row([1, 1, 1, 0]),
+        loss_mask_N=row([1, 1, 1, 0]),
         on_policy_mask_N=row([1, 1, 0, 1]),
         loss_weight_N=row([0.25] * 4),
         reference_N=row([-1.0] * 4),

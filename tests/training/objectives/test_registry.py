@@ -32,7 +32,7 @@ def test_on_its_own_samples_every_objective_is_the_policy_gradient(name: str) ->
     logp_N, seen = random_tokens(30)
     seen = seen._replace(old_logp_N=logp_N, rollout_logp_N=logp_N)
     taught = teach(objective(settings(name).objective), logp_N, seen, settings(name))
-    expected_N = -np.array(seen.advantage_N * seen.weight_N)
+    expected_N = -np.array(seen.advantage_N * seen.loss_mask_N)
     if name == "rloo":
         expected_N *= np.array(seen.spread_N(seen.sum_B(mx.ones(30))))
     np.testing.assert_allclose(taught.gradient_N, expected_N, rtol=1e-5)

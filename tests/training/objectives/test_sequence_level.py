@@ -60,7 +60,7 @@ def test_both_forms_of_gspo_agree_for_constant_advantages_and_sequence_mean() ->
     share_N = np.concatenate(loss_weights("sequence_mean", [lengths], max_tokens=99))[np.array(seen.sequence_N)]
     settings = learner_settings(clip_low=0.01, clip_high=0.01)
     plain, token = (teach(objective, logp_N, seen, settings, share_N) for objective in (gspo, gspo_token))
-    learnt_N = np.array(seen.weight_N) > 0
+    learnt_N = np.array(seen.loss_mask_N) > 0
     assert plain.clipped_N.any()
     assert not plain.clipped_N.all()
     np.testing.assert_allclose(token.loss_N[learnt_N], plain.loss_N[learnt_N], rtol=1e-5)
@@ -89,6 +89,6 @@ def test_tokens_that_are_not_learnt_are_not_in_the_ratio(objective: Objective) -
     """Whatever a token of weight 0 holds, the others' loss and gradient stay, and it gets none."""
     settings = learner_settings(clip_low=0.2, clip_high=0.2)
     alone = teach(objective, at_ratio([1.1, 0.9]), tokens([1.0, 1.0]), settings)
-    beside = teach(objective, at_ratio([1.1, 0.9, 7.0]), tokens([1.0, 1.0, 1.0], weight_N=[1, 1, 0]), settings)
+    beside = teach(objective, at_ratio([1.1, 0.9, 7.0]), tokens([1.0, 1.0, 1.0], loss_mask_N=[1, 1, 0]), settings)
     np.testing.assert_allclose(beside.loss_N[:2], alone.loss_N, rtol=1e-6)
     np.testing.assert_allclose(beside.gradient_N, [*alone.gradient_N, 0.0], rtol=1e-6)

@@ -58,4 +58,4 @@ def test_dppo_tv_with_clips_of_one_is_importance_sampling() -> None:
     )
     expected_N = np.array(-seen.advantage_N * np.exp(np.array(logp_N - seen.rollout_logp_N)))
     np.testing.assert_allclose(taught.loss_N, expected_N, rtol=1e-5)
-    np.testing.assert_allclose(taught.gradient_N, expected_N * np.array(seen.weight_N), rtol=1e-5)
+    np.testing.assert_allclose(taught.gradient_N, expected_N * np.array(seen.loss_mask_N), rtol=1e-5)
