@@ -19,7 +19,7 @@ PARTS = (
     ),
     ("rollback", "weights to go back to", f"collapse_detection.on_collapse = stop; {ADAPTER}"),
     ("midway", "weights midway in an update", f"learner.num_minibatches = 1 with learner.update_epochs = 1; {ADAPTER}"),
-    ("caches", "key-value caches", "engine.kv_cache_tokens, engine.max_num_seqs, sampling.max_tokens"),
+    ("caches", "KV caches", "engine.kv_cache_tokens, engine.max_num_seqs, sampling.max_tokens"),
     ("prefixes", "prefix cache", "engine.prefix_cache_tokens"),
     ("gradients", "gradients", ADAPTER),
     ("activations", "activations", "learner.micro_batch_tokens, or policy.grad_checkpoint = true"),
