@@ -232,14 +232,22 @@ def _unexpected(word: str, given: Given) -> str:
     return f"unexpected argument {word!r}: every setting is a flag, see --help"
 
 
+SLIP = 0.8
+"""Similarity from which an unknown flag is taken for a misspelt short flag, whatever other keys resemble it."""
+
+
 def _unknown(flag: str, name: str) -> str:
     if hint := advice(name) or advice(name.rpartition(".")[2]):
         return f"unknown flag {flag}: {hint}"
+    short = {other: f"--{other.replace('_', '-')}" for other in ("profile", *SWITCHES, *SHORT)}
+    short |= {key.name: key.flag for key in settable().values() if "." not in key.path}
+    if (guess := nearest(name, short, cutoff=SLIP)) is not None:
+        return f"unknown flag {flag}; did you mean {short[guess]}?"
     candidates: dict[str, str] = {}
     if "." not in name:
         candidates |= {key.name: key.flag for key in settable().values() if key.name != "type"}
     candidates |= {key.flag[2:]: key.flag for key in settable().values()}
-    candidates |= {other: f"--{other.replace('_', '-')}" for other in ("profile", *SWITCHES, *SHORT, *accepted())}
+    candidates |= short | {other: f"--{other.replace('_', '-')}" for other in accepted()}
     guess = nearest(name, candidates)
     return f"unknown flag {flag}; " + (f"did you mean {candidates[guess]}?" if guess else "see --help")
 

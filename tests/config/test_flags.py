@@ -220,6 +220,7 @@ def test_the_same_value_may_be_given_twice() -> None:
          "--learner.optimizer.learning-rate?"),
         ("--group_sze=1", "unknown flag --group_sze; did you mean --group-size?"),
         ("--problems-between 3", "unknown flag --problems-between; did you mean --eval.problems-between?"),
+        ("--step 3", "unknown flag --step; did you mean --steps?"),
         ("--resum", "unknown flag --resum; did you mean --resume?"),
         ("--rewards.weight 2", "unknown flag --rewards.weight; did you mean --rewards?"),
         ("--qqqqqqqq", "unknown flag --qqqqqqqq; see --help"),
