@@ -101,7 +101,7 @@ def _rates(runs: Sequence[LearningRun]) -> str:
     alone = statistics.median(run.decode_rate_idle or 0 for run in runs)
     beside = statistics.median(run.decode_rate_learning or 0 for run in runs)
     if not beside:
-        return f"{alone:,.0f} tokens/s; no rollouts"
+        return f"{alone:,.0f} tokens/s; none"
     return f"{alone:,.0f} tokens/s; {beside:,.0f} ({beside / alone:.0%})"
 
 

@@ -82,7 +82,10 @@ class UpdateMetrics(Struct, frozen=True, kw_only=True):
         ),
     ] = None
     distillation_loss: Annotated[
-        float, Meta(description="Cross-entropy with the alternatives of the teacher, in nats per token that has some.")
+        float,
+        Meta(
+            description="Mean cross-entropy with the alternatives of the teacher, in nats, over tokens that have any."
+        ),
     ] = 0.0
 
 
@@ -154,7 +157,7 @@ class PolicyUpdated(Struct, frozen=True, kw_only=True, tag=True):
 class WeightsReady(Struct, frozen=True, kw_only=True, tag=True):
     """Broadcaster -> generator, atropos_fetcher and server. The weights that are being served.
 
-    version: policy version, the number of updates since the run began; 0 is the base policy.
+    version: policy version, the number of updates since the run began; 0 is the initial policy.
     step: number of batches consumed. A batch without an update increments `step`, but not `version`.
     fingerprint: hash of the trainable weights.
     """

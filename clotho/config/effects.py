@@ -1,4 +1,4 @@
-"""Settings that have no effect beside other settings: what each needs, and why it is refused without."""
+"""Settings that have no effect without another setting: which one, and why they are refused otherwise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Profiles on disk: load one with everything that stands on it, and write it down resolved.
+"""Profiles on disk: load a profile with the layers below it, and write the resolved profile.
 
 Settings into structs, with errors that name the file, the key, what is allowed and what was found.
 """

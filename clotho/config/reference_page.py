@@ -22,8 +22,8 @@ A run is described by a profile, a TOML file: `python pipeline.py --profile loca
 
 * **Layers.** `extends = "local-m3"` at the top of a profile puts it on top of another: key by key, lists replaced as
   a whole. Flags are the topmost layer. A layer that sets `policy.method.scale` removes `policy.method.alpha` of lower
-  layers, and the reverse; a layer that sets `data.train` removes `data.heldout`. `none` removes a key that may be
-  absent: `--policy.method.scale none`.
+  layers, and a layer that sets `alpha` removes `scale`. A layer that sets `data.train` removes `data.heldout`. The
+  value `none` removes a key that may be absent: `--policy.method.scale none`.
 * **Types.** A choice that has settings of its own is a table with the key `type`, such as `[learner.optimizer]`. Each
   type has its own keys, and the defaults of an objective are the values of its paper. `--learner.optimizer muon` is
   short for `--learner.optimizer.type muon`, and so is `optimizer = "muon"` in a profile. A layer that changes the type
@@ -42,9 +42,11 @@ A run is described by a profile, a TOML file: `python pipeline.py --profile loca
   always so: `--rewards '[{name = "format", weight = 0.2}, {name = "math_eval", correct = true}]'`. For rewards, a
   list of names is enough: `--rewards format,my_rewards:score`. The same setting given twice with different values is an
   error.
-* **Records.** `RUN_DIR/profile.toml` is the resolved profile: loading it gives the same run. It is readable by its
-  owner only if it holds an API key.
+* **Records.** `RUN_DIR/profile.toml` is the resolved profile: loading it gives the same run. If it holds an API key,
+  only its owner can read it.
 """
+
+BETWEEN = "A profile that breaks one of these rules is refused; the message names the keys and what to change."
 
 
 def configuration_page() -> str:
@@ -67,7 +69,7 @@ def _section(section: Section) -> str:
         f"| `{key.name}` | {_cell(key.allowed)} | `{_cell(default_in_words(key))}` | {_cell(_meaning(key))} |"
         for key in section.keys
     ]
-    parts = [title, "", section.title, "", *kinds, *([""] if kinds else [])]
+    parts = [title, "", *([section.title, ""] if section.title else []), *kinds, *([""] if kinds else [])]
     return "\n".join([*parts, "| key | allowed | default | meaning |", "|---|---|---|---|", *rows, ""])
 
 
@@ -77,7 +79,7 @@ def _meaning(key: Key) -> str:
 
 def _between() -> str:
     rows = [f"* {' '.join((rule.__doc__ or '').split())}" for rule in RULES]
-    return "\n".join(["## Between settings", "", *rows, ""])
+    return "\n".join(["## Between settings", "", BETWEEN, "", *rows, ""])
 
 
 def _effects() -> str:

@@ -36,7 +36,7 @@ def first_complaint(profile: Profile) -> Complaint | None:
 
 
 def batch_start_ratio(profile: Profile) -> Iterator[Complaint]:
-    """An importance correction or an interpolated policy needs the batch-start policy to be a third one."""
+    """An importance correction needs a batch-start ratio reference; interpolation needs several optimizer steps."""
     objective = profile.learner.objective
     if not isinstance(objective, RatioObjective):
         return
@@ -69,7 +69,7 @@ def bounds_off_or_above_one(profile: Profile) -> Iterator[Complaint]:
 
 
 def dynamic_sampling(profile: Profile) -> Iterator[Complaint]:
-    """Dynamic sampling may replace at least one group of a batch."""
+    """Dynamic sampling, if it is on, can replace at least one group of a batch."""
     ratio, size = profile.learner.objective.dynamic_sampling_max_ratio, profile.learner.batch_size
     if ratio > 0 and int(ratio * size) <= size:
         key = f"{OBJECTIVE}.dynamic_sampling_max_ratio"
@@ -77,7 +77,7 @@ def dynamic_sampling(profile: Profile) -> Iterator[Complaint]:
 
 
 def brought_by_groups(profile: Profile) -> Iterator[Complaint]:
-    """Advantages and references of environments exist, and nothing else is then computed from rewards."""
+    """The type `environment` needs groups that contain the values; its advantages exclude penalties in the reward."""
     objective, penalty = profile.learner.objective, profile.learner.kl_penalty
     if isinstance(objective.advantage, EnvironmentAdvantage):
         if not profile.atropos.enabled and not custom_stage(profile):
@@ -128,7 +128,7 @@ def limits(profile: Profile) -> Iterator[Complaint]:
 
 
 def adapter(profile: Profile) -> Iterator[Complaint]:
-    """The adapter has one scale and at least one block, and recomputed blocks have no dropout."""
+    """An adapter has scale or alpha, not both, and at least one block; recomputed blocks have no dropout."""
     method = profile.policy.method
     if not isinstance(method, AdapterMethod):
         return
@@ -147,7 +147,7 @@ def adapter(profile: Profile) -> Iterator[Complaint]:
 
 
 def learnable_distribution(profile: Profile) -> Iterator[Complaint]:
-    """The learner can evaluate the sampling distribution, and nothing is reported that training does not read."""
+    """The learner can evaluate the sampling distribution; parameters that only add to API responses are refused."""
     if (found := unlearnable(profile.sampling)) is not None:
         yield Complaint(f"sampling.{found.parameter}", f"sampling.{found.reason}")
     for name in in_use(profile.sampling, affects="report"):

@@ -202,7 +202,7 @@ class AdaptiveEntropyBonus(Variant, frozen=True, kw_only=True, tag="adaptive"):
 class LearnerSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """[learner] The policy update."""
 
-    objective: Annotated[Objective, Meta(description="Objective that the learner maximizes.")] = Grpo()
+    objective: Annotated[Objective, Meta(description="Objective of the learner: the loss that it minimizes.")] = Grpo()
     optimizer: Annotated[Optimizer, Meta(description="Optimizer that turns gradients into steps.")] = AdamW()
     schedule: Annotated[Schedule, Meta(description="Learning rate after the warm-up.")] = CosineSchedule()
     kl_penalty: Annotated[

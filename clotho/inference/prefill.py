@@ -1,4 +1,4 @@
-"""Prefill: the KV caches of prompts, several at once if their lengths allow, one chunk per tick of the engine."""
+"""Prefill: the KV caches of prompts, several at once if their lengths allow, one chunk per step of the engine."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ DECIMALS = 3
 """Log-probabilities of equal samples agree to this many decimals; beyond, they depend on the rest of the batch."""
 
 MAX_EQUAL = 16
-"""Maximum number of completions with the same prompt and tokens that are entry."""
+"""Maximum number of completions with the same prompt and tokens that are kept."""
 
 
 class SampledCompletion(Struct, frozen=True, kw_only=True, eq=False):

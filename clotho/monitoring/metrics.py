@@ -34,7 +34,7 @@ UPDATE_METRICS: dict[str, str] = {
 
 METRICS = {
     "step": "Number of batches consumed.",
-    "policy_version": "Number of the weights after the step; a step without an update keeps the version.",
+    "policy_version": "Policy version after the step; a step without an update keeps the version.",
     "weights_hash": "Hash of the trainable weights after the step.",
     "time/run": "Age of the run in seconds, summed over restarts.",
     "reward/mean": "Mean reward of all scored completions, trained on or discarded.",
@@ -79,7 +79,7 @@ ENVIRONMENT_METRICS = {
 """Every key of an entry of `environments`."""
 
 EVALUATION_METRICS = {
-    "step": "Step whose weights were evaluated; 0 is the base policy.",
+    "step": "Step whose weights were evaluated; 0 is the initial policy.",
     "policy_version": "Version of these weights.",
     "accuracy": "Fraction of the graded held-out problems that greedy decoding answers correctly.",
     "accuracy_by_type": "Accuracy by type of problem.",

@@ -130,8 +130,8 @@ class _SnapshotCollector(Collector):
 
     def _training(self, snapshot: RunSnapshot) -> Iterator[Metric]:
         weights = self._context.weights()
-        yield _gauge("clotho_step", "Training step of the weights that serve.", weights.step)
-        yield _gauge("clotho_weights_version", "Policy version of the weights that serve.", weights.version)
+        yield _gauge("clotho_step", "Training step of the served weights.", weights.step)
+        yield _gauge("clotho_weights_version", "Policy version of the served weights.", weights.version)
         for name, help_text, value in (
             ("clotho_reward_mean", "Mean reward of the last batch.", snapshot.reward_mean),
             ("clotho_staleness_mean", "Mean staleness of the last batch, in versions.", snapshot.staleness_mean),

@@ -1,4 +1,4 @@
-"""Optimizers: the update loss_config of `mlx.optimizers`, with float32 masters, LoRA+ rates and decoupled weight decay.
+"""Optimizers: the update rules of `mlx.optimizers`, with float32 masters, LoRA+ rates and decoupled weight decay.
 
 A step is a function of arrays: parameters, gradients and state in, new parameters and new state out. No array that is
 passed in changes, so the caller undoes a step by keeping the old arrays. The rule computes in float32. A parameter of

@@ -5,6 +5,7 @@ python -m tests.docs.message_reference
 
 from __future__ import annotations
 
+import ast
 import inspect
 
 import msgspec
@@ -61,17 +62,25 @@ def _type(message: type[Struct], name: str) -> str:
     for parent in message.__mro__:
         annotation = vars(parent).get("__annotations__", {}).get(name)
         if annotation is not None:
-            text = " ".join(str(annotation).split())
-            plain = text.removeprefix("Annotated[").partition(",")[0] if text.startswith("Annotated[") else text
-            return plain.replace("|", "\\|")
+            plain = _WithoutMetadata().visit(ast.parse(str(annotation), mode="eval"))
+            return ast.unparse(plain).replace("|", "\\|")
     raise ValueError(f"{message.__name__} has no field {name}")
+
+
+class _WithoutMetadata(ast.NodeTransformer):
+    """Replaces each `Annotated[type, ...]` by its type."""
+
+    def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
+        self.generic_visit(node)
+        is_annotated = isinstance(node.value, ast.Name) and node.value.id == "Annotated"
+        return node.slice.elts[0] if is_annotated and isinstance(node.slice, ast.Tuple) else node
 
 
 def _default(field: msgspec.structs.FieldInfo) -> str:
     if field.required:
         return "required"
     value = field.default if field.default is not msgspec.NODEFAULT else field.default_factory()
-    return "see there" if isinstance(value, Struct) else f"`{value!r}`"
+    return f"`{type(value).__name__}()`" if isinstance(value, Struct) else f"`{value!r}`"
 
 
 if __name__ == "__main__":
