@@ -1,6 +1,6 @@
 """A decode engine without a model: tokens are a stated function of (prompt, sampling, seed, position).
 
-`tests/inference/test_sampler.py` holds it to the same contract as the real engine.
+`tests/runtime/test_sampling_client.py` holds it to the same contract as the real engine.
 """
 
 from __future__ import annotations
@@ -62,10 +62,10 @@ class FakeEngine:
         self.tokenizer = tokenizer or CharacterTokenizer()
         self.version = 0
         self.refusal: RequestError | None = None
-        self.asked: list[SampleRequest] = []
+        self.requests: list[SampleRequest] = []
         self.aborted: list[int] = []
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="fake-compute")
-        self._requests: dict[int, tuple[list[_Row], Callable[[SampleEvent], None]]] = {}
+        self._running: dict[int, tuple[list[_Row], Callable[[SampleEvent], None]]] = {}
         self._changed = threading.Condition()
         self._allowed = 10**9
         self._ticking = False
@@ -85,37 +85,37 @@ class FakeEngine:
         """Accept a request, or raise the refusal that the test set."""
         if self.refusal is not None:
             raise self.refusal
-        self.asked.append(request)
-        request_id = len(self.asked)
+        self.requests.append(request)
+        request_id = len(self.requests)
         rows = [_Row(index, seed, request) for index, seed in enumerate(request.seeds)]
-        self._requests[request_id] = (rows, listener)
-        self._settle()
+        self._running[request_id] = (rows, listener)
+        self._schedule()
         return request_id
 
     def abort(self, request_id: int, /) -> None:
         """Free the rows of a request."""
-        if self._requests.pop(request_id, None) is not None:
+        if self._running.pop(request_id, None) is not None:
             self.aborted.append(request_id)
-        self._settle()
+        self._schedule()
 
     def fail(self, reason: str) -> None:
         """Give up everything in flight; called in the compute thread."""
-        for _, listener in self._requests.values():
+        for _, listener in self._running.values():
             listener(SampleFailed(reason=reason))
-        self._requests.clear()
-        self._settle()
+        self._running.clear()
+        self._schedule()
 
     def allow(self, ticks: int) -> None:
         """Let so many ticks happen from now on, and no more."""
         self._allowed = ticks
-        self._pool.submit(self._settle)
+        self._pool.submit(self._schedule)
 
     @property
     def running(self) -> int:
         """Rows that are being decoded."""
-        return sum(len(rows) for rows, _ in self._requests.values())
+        return sum(len(rows) for rows, _ in self._running.values())
 
-    async def until(self, condition: Callable[[], bool]) -> None:
+    async def wait_until(self, condition: Callable[[], bool]) -> None:
         """Wait until something is so; at most 10 seconds."""
 
         def wait() -> bool:
@@ -125,10 +125,10 @@ class FakeEngine:
         if not await anyio.to_thread.run_sync(wait):
             raise TimeoutError("the fake engine did not get there")
 
-    def _settle(self) -> None:
+    def _schedule(self) -> None:
         with self._changed:
             self._changed.notify_all()
-        if self._requests and self._allowed > 0 and not self._ticking:
+        if self._running and self._allowed > 0 and not self._ticking:
             self._ticking = True
             self._pool.submit(self._tick)
 
@@ -137,19 +137,19 @@ class FakeEngine:
         if self._allowed <= 0:
             return
         self._allowed -= 1
-        for request_id, (rows, listener) in list(self._requests.items()):
-            self._requests[request_id] = ([row for row in rows if not self._advance(row, listener)], listener)
-            if not self._requests[request_id][0]:
-                del self._requests[request_id]
-        self._settle()
+        for request_id, (rows, listener) in list(self._running.items()):
+            self._running[request_id] = ([row for row in rows if not self._advance(row, listener)], listener)
+            if not self._running[request_id][0]:
+                del self._running[request_id]
+        self._schedule()
 
     def _advance(self, row: _Row, listener: Callable[[SampleEvent], None]) -> bool:
         """Draw one token; tell whether the row has ended."""
-        token, logprob = draw(row.request, row.seed, len(row.tokens))
+        token, logprob = fake_token(row.request, row.seed, len(row.tokens))
         row.tokens.append(token)
         row.logprobs.append(logprob)
         row.versions.append(self.version)
-        text, reason, cause = self._judge(row)
+        text, reason, cause = self._ending(row)
         certain = len(text) - _held_back(text, row.request.sampling.stop) if reason is None else row.sent
         if row.request.stream:
             top = alternatives(token, logprob, row.request.sampling.top_logprobs)
@@ -163,7 +163,7 @@ class FakeEngine:
             listener(self._done(row, text, reason, cause))
         return reason is not None
 
-    def _judge(self, row: _Row) -> tuple[str, Any, str | int | None]:
+    def _ending(self, row: _Row) -> tuple[str, Any, str | int | None]:
         sampling = row.request.sampling
         text, last = self.tokenizer.decode(row.tokens), row.tokens[-1]
         found = min((at, stop) for stop in (*sampling.stop, "") if (at := text.find(stop) if stop else 10**9) >= 0)
@@ -191,7 +191,7 @@ class FakeEngine:
         return CompletionDone(index=row.index, completion=completion, tail=text[row.sent :])
 
 
-def draw(request: SampleRequest, seed: int, position: int) -> tuple[int, float]:
+def fake_token(request: SampleRequest, seed: int, position: int) -> tuple[int, float]:
     """The token at a position and its log-probability."""
     sampling = request.sampling
     source = Random(f"{0 if sampling.temperature == 0 else seed}/{position}/{request.prompt}")

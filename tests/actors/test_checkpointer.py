@@ -1,4 +1,4 @@
-"""The checkpointer: whatever is due is on disk when it says so, and the last state always is."""
+"""The checkpointer writes a checkpoint every `interval` steps and after the last update."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ from protocols.checkpoint import AdapterConfig
 from protocols.errors import RunDirectoryError
 from protocols.queues import QueueClosed
 from protocols.step import PolicyUpdated, ReplayGroup, StepReport
-from tests.actors.boxes import filled
+from tests.actors.actor_helpers import filled_queue
 from tests.storage.test_checkpoints import ADAPTER, names, state
 from tests.training.policies_and_groups import same_bits, scored_group
 
 
 def parameters(value: float = 0.0) -> dict[str, Any]:
-    """A small tree."""
+    """Return a small parameter tree."""
     tree = {"layers": [{}, {"lora_a": mx.full((3, 2), value), "lora_b": mx.full((2, 3), value)}]}
     mx.eval(tree)
     return tree
 
 
 def replay(step: int) -> tuple[ReplayGroup, ...]:
-    """A buffer of one group, learned from in this step."""
+    """Return a replay buffer with one group that was trained on in this step."""
     return (ReplayGroup(scored=scored_group([[1]], [1.0], group_id=step), advantage=0.5, version=step),)
 
 
 def update(step: int) -> PolicyUpdated:
-    """The learner's word after a batch; every parameter is `step`."""
+    """Return the update of a step. Every parameter equals `step`."""
     report = StepReport(
         step=step, version=step, fingerprint="f", trained=(), discarded=(), staleness=(), update=None,
         train_seconds=0.0, wait_seconds=0.0,
@@ -51,8 +51,10 @@ def update(step: int) -> PolicyUpdated:
     )  # fmt: skip
 
 
-def box(directory: Path, updates: Queue[PolicyUpdated], *, logged: int = 1000, **settings: Any) -> Checkpointer:
-    """A checkpointer whose histories have come to this step."""
+def checkpointer_of(
+    directory: Path, updates: Queue[PolicyUpdated], *, logged: int = 1000, **settings: Any
+) -> Checkpointer:
+    """Return a checkpointer whose logs are written up to step `logged`."""
     cell = Latest[int]("logged")
     cell.put(logged)
     return Checkpointer(
@@ -70,7 +72,7 @@ def box(directory: Path, updates: Queue[PolicyUpdated], *, logged: int = 1000, *
 
 
 async def as_they_are(parameters: Any) -> tuple[Any, AdapterConfig]:
-    """An adapter that mlx-lm can load without further ado."""
+    """Return the settings of an adapter that mlx-lm loads."""
     return parameters, ADAPTER
 
 
@@ -78,12 +80,15 @@ async def as_they_are(parameters: Any) -> tuple[Any, AdapterConfig]:
     ("interval", "steps", "kept"),
     [(2, 5, [2, 4, 5]), (2, 4, [2, 4]), (0, 3, [3]), (10, 3, [3]), (1, 6, [4, 5, 6]), (1, 0, [])],
 )
-async def test_what_is_due_and_what_came_last_is_written(
+async def test_due_and_final_checkpoints_are_written(
     tmp_path: Path, interval: int, steps: int, kept: list[int]
 ) -> None:
-    """Every `interval` steps and at the end, once each; the newest three stay. The final adapter is the last one's."""
-    updates = filled("updates", [update(step) for step in range(1, steps + 1)])
-    await box(tmp_path, updates, interval=interval).run()
+    """A checkpoint every `interval` steps and one at the end, without duplicates.
+
+    The newest three are kept. The final adapter is that of the last checkpoint.
+    """
+    updates = filled_queue("updates", [update(step) for step in range(1, steps + 1)])
+    await checkpointer_of(tmp_path, updates, interval=interval).run()
     found = names(tmp_path / "checkpoints") if kept else []
     assert found == [f"step-{step:06d}" for step in kept]
     for step in kept:
@@ -98,10 +103,10 @@ async def test_what_is_due_and_what_came_last_is_written(
         assert same_bits(adapter, parameters(float(steps))), "of a run without updates: as it was found"
 
 
-async def test_a_checkpoint_waits_for_the_histories(tmp_path: Path) -> None:
-    """A run killed right after it must find every group of its step on record."""
-    updates = filled("updates", [update(2)])
-    checkpointer = box(tmp_path, updates, logged=1, interval=1)
+async def test_a_checkpoint_waits_for_the_logs_of_its_step(tmp_path: Path) -> None:
+    """A run that is killed after the checkpoint has a log line for every group of the step."""
+    updates = filled_queue("updates", [update(2)])
+    checkpointer = checkpointer_of(tmp_path, updates, logged=1, interval=1)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(checkpointer.run)
         await anyio.wait_all_tasks_blocked()
@@ -110,29 +115,31 @@ async def test_a_checkpoint_waits_for_the_histories(tmp_path: Path) -> None:
     assert names(tmp_path / "checkpoints") == ["step-000002"]
 
 
-async def test_it_does_not_wait_for_a_monitor_that_has_ended(tmp_path: Path) -> None:
-    """Its failure never stops training, nor keeping."""
-    checkpointer = box(tmp_path, filled("updates", [update(2)]), logged=1)
+async def test_a_failed_monitor_does_not_block_checkpoints(tmp_path: Path) -> None:
+    """The checkpoint is written without the log lines."""
+    checkpointer = checkpointer_of(tmp_path, filled_queue("updates", [update(2)]), logged=1)
     checkpointer._logged.close()
     await checkpointer.run()
     assert names(tmp_path / "checkpoints") == ["step-000002"]
 
 
-async def test_nor_for_ever_for_one_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a while it says so, and writes."""
+async def test_a_blocked_monitor_delays_a_checkpoint_only_up_to_a_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the limit the checkpointer logs a warning and writes the checkpoint."""
     monkeypatch.setattr(module, "LOG_TIMEOUT_SECONDS", 0.01)
     with structlog.testing.capture_logs() as logs:
-        await box(tmp_path, filled("updates", [update(2)]), logged=1).run()
+        await checkpointer_of(tmp_path, filled_queue("updates", [update(2)]), logged=1).run()
     assert [line["log_level"] for line in logs] == ["warning", "info"]
     assert names(tmp_path / "checkpoints") == ["step-000002"]
 
 
-async def test_a_disk_that_refuses_ends_the_run(tmp_path: Path) -> None:
-    """With the error of the disk, and the arrow closed, so that nobody trains on what is not kept."""
+async def test_a_disk_error_ends_the_run(tmp_path: Path) -> None:
+    """The OSError is raised and the inbox is closed."""
     (tmp_path / "checkpoints").write_text("a file stands in the way")
-    updates = filled("updates", [update(1)], ended=False)
+    updates = filled_queue("updates", [update(1)], ended=False)
     with pytest.raises(RunDirectoryError, match="cannot be written"):
-        await box(tmp_path, updates, interval=1).run()
+        await checkpointer_of(tmp_path, updates, interval=1).run()
     with pytest.raises(QueueClosed):
         updates.inbox()
     assert not (tmp_path / "adapters").exists()

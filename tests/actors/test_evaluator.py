@@ -1,4 +1,4 @@
-"""The evaluator: what is measured is exactly the weights that were pinned, and nobody waits for it."""
+"""The evaluator measures pinned weights and never delays training."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from protocols.prompt import Problem
 from protocols.queues import EndOfStream, QueueClosed
 from protocols.sampling import Sampling
 from protocols.step import PolicyUpdated, StepReport
-from tests.actors.boxes import cancelled_midway, compute_thread, everything, filled, served_policy
+from tests.actors.actor_helpers import cancel_when_blocked, compute_thread, filled_queue, receive_all, served_policy
 
 SAMPLING = Sampling(max_tokens=4, ignore_eos=True)
 GENERATOR = EngineSection(max_num_seqs=4)
@@ -37,29 +37,29 @@ def executor() -> Iterator[ComputeExecutor]:
         yield running
 
 
-class Scene:
-    """An evaluator of a tiny policy on six problems, of which the first four count as answered correctly."""
+class EvaluatorHarness:
+    """An evaluator of a tiny policy on six problems. The first four count as correct."""
 
     def __init__(self, executor: ComputeExecutor, directory: Path) -> None:
         self.executor = executor
         self.policy, _ = served_policy(executor, directory)
-        self.judged: list[tuple[str, str]] = []
-        self.judging, self.may_judge = anyio.Event(), anyio.Event()
-        self.may_judge.set()
-        self.kept: list[EvalReport] = []
+        self.graded: list[tuple[str, str]] = []
+        self.grading, self.grading_allowed = anyio.Event(), anyio.Event()
+        self.grading_allowed.set()
+        self.recorded_reports: list[EvalReport] = []
         self.ungraded_types: set[str] = set()
         self.reports = Queue[EvalReport]("reports", capacity=20)
-        self.told = self.reports.inbox()
+        self.report_inbox = self.reports.inbox()
 
     async def is_correct(self, problem: Problem, text: str) -> bool | None:
         """Return True for the first four problems, and None for ungraded types."""
-        self.judged.append((problem.prompt, text))
-        self.judging.set()
-        await self.may_judge.wait()
+        self.graded.append((problem.prompt, text))
+        self.grading.set()
+        await self.grading_allowed.wait()
         return None if problem.type in self.ungraded_types else problem.prompt in "0123"
 
     def moved(self, shift: float) -> Any:
-        """The served parameters, every number moved."""
+        """Return the served parameters with every value shifted."""
 
         def compute() -> Any:
             parameters = tree_map(lambda array: array + shift, self.policy.trainable())
@@ -69,7 +69,7 @@ class Scene:
         return self.executor.submit(compute).result()
 
     def update(self, step: int, shift: float = 0.0) -> PolicyUpdated:
-        """The learner's word after a batch."""
+        """Return the update of a batch."""
         report = StepReport(
             step=step, version=step, fingerprint="", trained=(), discarded=(), staleness=(), update=None,
             train_seconds=0.0, wait_seconds=0.0,
@@ -79,8 +79,10 @@ class Scene:
             bad_steps=0, train_seconds=0.0, trained_tokens=0,
         )  # fmt: skip
 
-    def box(self, updates: Queue[PolicyUpdated], *, base: bool = True, start: int = 0, **settings: Any) -> Evaluator:
-        """An evaluator of a run of ten steps, which begins or goes on at `start`."""
+    def evaluator(
+        self, updates: Queue[PolicyUpdated], *, base: bool = True, start: int = 0, **settings: Any
+    ) -> Evaluator:
+        """Return an evaluator of a run of ten steps that starts or resumes at `start`."""
         pinned = Pinned(step=0, version=0, parameters=self.policy.trainable())
         return Evaluator(
             inbox=updates.inbox(),
@@ -98,11 +100,11 @@ class Scene:
             base=pinned if base else None,
             start=Pinned(step=start, version=start, parameters=self.policy.trainable()),
             steps=10,
-            reports=self.kept,
+            reports=self.recorded_reports,
         )
 
     def greedy(self, parameters: Any) -> list[str]:
-        """What these parameters answer."""
+        """Return the greedy completions of these parameters."""
         steps = greedy_completions(
             self.policy, parameters, version=0, prompts=PROMPTS, sampling=SAMPLING, settings=GENERATOR
         )
@@ -110,106 +112,111 @@ class Scene:
 
 
 def steps(reports: Sequence[EvalReport]) -> list[tuple[int, bool]]:
-    """What was measured: step, and whether as the last."""
+    """Return the step and the `final` flag of each evaluation."""
     return [(report.step, report.final) for report in reports]
 
 
-async def test_before_and_after_are_measured_on_their_own_weights(executor: ComputeExecutor, tmp_path: Path) -> None:
-    """Whatever serves meanwhile; the numbers count problems, in all and of each kind."""
-    scene = Scene(executor, tmp_path)
-    last = scene.update(2, shift=0.5)
-    box = scene.box(filled("updates", [scene.update(1, shift=0.25), last]))
-    await box.run()
-    reports = await everything(scene.told)
+async def test_base_and_final_evaluations_use_their_own_weights(executor: ComputeExecutor, tmp_path: Path) -> None:
+    """The served weights change in between. The reports count problems in total and per type."""
+    harness = EvaluatorHarness(executor, tmp_path)
+    last = harness.update(2, shift=0.5)
+    evaluator = harness.evaluator(filled_queue("updates", [harness.update(1, shift=0.25), last]))
+    await evaluator.run()
+    reports = await receive_all(harness.report_inbox)
     assert steps(reports) == [(0, False), (2, True)]
-    assert scene.kept == reports
+    assert harness.recorded_reports == reports
     for report in reports:
         assert report.problems == 6
         assert report.accuracy == pytest.approx(4 / 6)
         assert report.by_type == {"sum": 1.0, "word": pytest.approx(1 / 3)}
         assert report.completion_tokens == 24
-    texts = [text for _, text in scene.judged]
-    assert texts == scene.greedy(scene.policy.trainable()) + scene.greedy(last.parameters)
+    texts = [text for _, text in harness.graded]
+    assert texts == harness.greedy(harness.policy.trainable()) + harness.greedy(last.parameters)
     assert texts[:6] != texts[6:]
 
 
 async def test_problems_without_a_correct_reward_are_counted_as_ungraded(
     executor: ComputeExecutor, tmp_path: Path
 ) -> None:
-    """They do not count towards the accuracy, and their types have none."""
-    scene = Scene(executor, tmp_path)
-    scene.ungraded_types = {"word"}
-    await scene.box(filled("updates", [])).run()
-    for report in await everything(scene.told):
+    """They do not count towards the accuracy. The accuracy of their types is None."""
+    harness = EvaluatorHarness(executor, tmp_path)
+    harness.ungraded_types = {"word"}
+    await harness.evaluator(filled_queue("updates", [])).run()
+    for report in await receive_all(harness.report_inbox):
         assert (report.problems, report.ungraded, report.accuracy, report.by_type) == (3, 3, 1.0, {"sum": 1.0})
 
 
-async def test_in_between_fewer_problems_may_do(executor: ComputeExecutor, tmp_path: Path) -> None:
-    """`problems_between` every `interval` steps; `problems` before and after; the first ones of the file."""
-    scene = Scene(executor, tmp_path)
+async def test_evaluations_in_between_use_fewer_problems(executor: ComputeExecutor, tmp_path: Path) -> None:
+    """`problems_between` problems every `interval` steps, and `problems` before and after.
+
+    Both take the first problems of the file.
+    """
+    harness = EvaluatorHarness(executor, tmp_path)
     updates = Queue[PolicyUpdated]("updates", capacity=1)
     writer = updates.outbox()
-    box = scene.box(updates, interval=2, problems=3, problems_between=1)
+    evaluator = harness.evaluator(updates, interval=2, problems=3, problems_between=1)
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(box.run)
-        assert (await scene.told.receive()).problems == 3
+        tasks.start_soon(evaluator.run)
+        assert (await harness.report_inbox.receive()).problems == 3
         for step in (1, 2):
-            await writer.send(scene.update(step))
-        assert [(r.step, r.problems, r.accuracy) for r in [await scene.told.receive()]] == [(2, 1, 1.0)]
+            await writer.send(harness.update(step))
+        assert [(r.step, r.problems, r.accuracy) for r in [await harness.report_inbox.receive()]] == [(2, 1, 1.0)]
         writer.close()
-    assert [(r.step, r.problems, r.final) for r in await everything(scene.told)] == [(2, 3, True)]
+    assert [(r.step, r.problems, r.final) for r in await receive_all(harness.report_inbox)] == [(2, 3, True)]
 
 
-async def test_the_learner_never_waits_for_a_measurement(executor: ComputeExecutor, tmp_path: Path) -> None:
-    """While one is running one more may wait; what becomes due beyond that is left out, except the last."""
-    scene = Scene(executor, tmp_path)
-    scene.may_judge = anyio.Event()
+async def test_a_running_evaluation_never_blocks_the_learner(executor: ComputeExecutor, tmp_path: Path) -> None:
+    """One evaluation may wait. Further ones are skipped, except the final one."""
+    harness = EvaluatorHarness(executor, tmp_path)
+    harness.grading_allowed = anyio.Event()
     updates = Queue[PolicyUpdated]("updates", capacity=1)
-    writer, box = updates.outbox(), scene.box(updates, interval=1)
+    writer, evaluator = updates.outbox(), harness.evaluator(updates, interval=1)
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(box.run)
-        await scene.judging.wait()
+        tasks.start_soon(evaluator.run)
+        await harness.grading.wait()
         for step in (1, 2, 3, 4):
-            await writer.send(scene.update(step))
+            await writer.send(harness.update(step))
         writer.close()
         await anyio.wait_all_tasks_blocked()
         assert updates.depth == 0
-        scene.may_judge.set()
-    assert steps(await everything(scene.told)) == [(0, False), (1, False), (4, True)]
+        harness.grading_allowed.set()
+    assert steps(await receive_all(harness.report_inbox)) == [(0, False), (1, False), (4, True)]
 
 
-async def test_a_resumed_run_measures_its_end_only(executor: ComputeExecutor, tmp_path: Path) -> None:
-    """The base policy has been measured before; a run that had ended is measured as it stands."""
-    scene = Scene(executor, tmp_path)
-    await scene.box(filled("updates", []), base=False, start=7).run()
-    assert steps(await everything(scene.told)) == [(7, True)]
+async def test_a_resumed_run_evaluates_only_its_end(executor: ComputeExecutor, tmp_path: Path) -> None:
+    """The base policy is already evaluated. A run that had ended is evaluated once."""
+    harness = EvaluatorHarness(executor, tmp_path)
+    await harness.evaluator(filled_queue("updates", []), base=False, start=7).run()
+    assert steps(await receive_all(harness.report_inbox)) == [(7, True)]
 
 
-async def test_nobody_left_to_read_the_numbers_is_no_reason_to_stop(executor: ComputeExecutor, tmp_path: Path) -> None:
-    """They are still kept, for the table at the end."""
-    scene = Scene(executor, tmp_path)
-    scene.told.close()
-    box = scene.box(filled("updates", [scene.update(1)]))
-    await box.run()
-    assert steps(scene.kept) == [(0, False), (1, True)]
+async def test_an_evaluator_without_a_reader_continues(executor: ComputeExecutor, tmp_path: Path) -> None:
+    """The reports are still recorded for the final summary."""
+    harness = EvaluatorHarness(executor, tmp_path)
+    harness.report_inbox.close()
+    evaluator = harness.evaluator(filled_queue("updates", [harness.update(1)]))
+    await evaluator.run()
+    assert steps(harness.recorded_reports) == [(0, False), (1, True)]
 
 
 @pytest.mark.parametrize("end", ["failed", "cancelled"])
-async def test_however_it_ends_it_closes_its_ends(executor: ComputeExecutor, tmp_path: Path, end: str) -> None:
-    """A held-out prompt that does not fit is a failure; being stopped gives the measurement up."""
-    scene = Scene(executor, tmp_path)
-    updates = filled("updates", [scene.update(1)], ended=False)
-    box = scene.box(updates)
+async def test_a_failed_or_cancelled_evaluator_closes_its_ends(
+    executor: ComputeExecutor, tmp_path: Path, end: str
+) -> None:
+    """A held-out prompt beyond the context is a failure. A cancellation abandons the evaluation."""
+    harness = EvaluatorHarness(executor, tmp_path)
+    updates = filled_queue("updates", [harness.update(1)], ended=False)
+    evaluator = harness.evaluator(updates)
     if end == "failed":
-        box._held_out = HeldOut(
-            problems=box._held_out.problems, prompts=[(5,) * 128] * 6, is_correct=box._held_out.is_correct
+        evaluator._held_out = HeldOut(
+            problems=evaluator._held_out.problems, prompts=[(5,) * 128] * 6, is_correct=evaluator._held_out.is_correct
         )
         with pytest.raises(ExceptionGroup, match="unhandled"):
-            await box.run()
+            await evaluator.run()
     else:
-        scene.may_judge = anyio.Event()
-        await cancelled_midway(box.run)
+        harness.grading_allowed = anyio.Event()
+        await cancel_when_blocked(evaluator.run)
     with pytest.raises(EndOfStream):
-        await scene.told.receive()
+        await harness.report_inbox.receive()
     with pytest.raises(QueueClosed):
         updates.inbox()

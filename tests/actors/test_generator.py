@@ -18,8 +18,8 @@ from protocols.queues import EndOfStream, Inbox, Outbox, QueueClosed
 from protocols.rollout import Discarded, RolloutGroup
 from protocols.sampling import SampleEvent, SampleRequest, Sampling
 from protocols.step import WeightsReady
-from tests.actors.boxes import everything, filled, prompt, run_and_receive
-from tests.fakes import FakeEngine, draw
+from tests.actors.actor_helpers import filled_queue, prompt, receive_all, run_and_receive
+from tests.fakes import FakeEngine, fake_token
 
 Outcome = RolloutGroup | Discarded
 SAMPLING = Sampling(max_tokens=6, ignore_eos=True)
@@ -34,19 +34,19 @@ def engine() -> Iterator[FakeEngine]:
 
 
 class RecordingSampler(Sampler):
-    """Remembers which groups were submitted together."""
+    """A sampler that records which groups were submitted together."""
 
     def __init__(self, submit: Submit, engine: Engine) -> None:
         super().__init__(submit, engine)
-        self.together: list[list[int]] = []
+        self.submissions: list[list[int]] = []
 
     def groups(self, requests: Sequence[SampleRequest]) -> AsyncGenerator[tuple[int, Any], None]:
-        self.together.append([request.prompt[0] for request in requests])
+        self.submissions.append([request.prompt[0] for request in requests])
         return super().groups(requests)
 
 
-class Scene:
-    """A generator over these messages, on a cell of weights that serve from step 0."""
+class GeneratorHarness:
+    """A generator of these messages, with a weights cell that serves from step 0."""
 
     def __init__(
         self,
@@ -69,12 +69,12 @@ class Scene:
         )
         self.serve(step)
         self.replacements.put(replacements)
-        self.prompts = filled("prompts", messages, ended=ended)
+        self.prompts = filled_queue("prompts", messages, ended=ended)
         self.sampler = RecordingSampler(engine.submit_call, engine)
         self.rollouts = Queue[Outcome]("rollouts", capacity=capacity)
         self.outcomes: Inbox[Outcome] = self.rollouts.inbox()
         outbox: Outbox[Outcome] = self.rollouts.outbox()
-        self.box = Generator(
+        self.generator = Generator(
             inbox=self.prompts.inbox(),
             outbox=outbox,
             weights=self.weights,
@@ -89,168 +89,170 @@ class Scene:
         )
 
     def serve(self, step: int) -> None:
-        """Put the weights of a step in service."""
+        """Announce the weights of a step."""
         self.weights.put(WeightsReady(version=step, step=step, fingerprint=""))
 
-    def asked(self) -> list[int]:
+    def submitted(self) -> list[int]:
         """The groups that the engine was asked, in order."""
-        return [request.prompt[0] for request in self.engine.asked]
+        return [request.prompt[0] for request in self.engine.requests]
 
 
 def prompts(*group_ids: int) -> list[Prompt]:
-    """Prompts whose first token is their group."""
+    """Return prompts whose first token is the group id."""
     return [prompt(group_id, (group_id, 7)) for group_id in group_ids]
 
 
 def groups(outcomes: Sequence[Outcome]) -> list[int]:
-    """The groups of outcomes, ascending."""
+    """Return the group ids of the outcomes in ascending order."""
     return sorted(outcome.prompt.group_id for outcome in outcomes)
 
 
-async def test_every_prompt_becomes_one_group_drawn_from_its_own_seeds(engine: FakeEngine) -> None:
-    """Each completion is a function of (prompt, sampling, seed); a last, smaller batch is answered too."""
-    scene = Scene(engine, prompts(*range(6)))
-    outcomes = await run_and_receive(scene.box.run, scene.outcomes)
+async def test_every_prompt_yields_one_group_sampled_from_its_own_seeds(engine: FakeEngine) -> None:
+    """Each completion is a function of prompt, sampling parameters and seed. A smaller last batch is sampled too."""
+    harness = GeneratorHarness(engine, prompts(*range(6)))
+    outcomes = await run_and_receive(harness.generator.run, harness.outcomes)
     assert groups(outcomes) == list(range(6))
     for group in outcomes:
         assert isinstance(group, RolloutGroup)
         seeds = completion_seeds(group.prompt.seed, 3)
-        asked = next(request for request in engine.asked if request.prompt == group.prompt.tokens)
-        assert (asked.seeds, asked.sampling, asked.record_support) == (seeds, SAMPLING, True)
+        submitted = next(request for request in engine.requests if request.prompt == group.prompt.tokens)
+        assert (submitted.seeds, submitted.sampling, submitted.record_support) == (seeds, SAMPLING, True)
         for completion, seed in zip(group.completions, seeds, strict=True):
-            assert completion.tokens == tuple(draw(asked, seed, position)[0] for position in range(6))
+            assert completion.tokens == tuple(fake_token(submitted, seed, position)[0] for position in range(6))
 
 
 @pytest.mark.parametrize(("ahead", "batches"), [(0, 1), (1, 2), (2, 3)])
-async def test_the_law_of_lag(engine: FakeEngine, ahead: int, batches: int) -> None:
-    """The prompts of update s are begun once the weights of step s - max_batches_ahead serve, and no sooner."""
-    scene = Scene(engine, prompts(*range(20)), ahead=ahead)
+async def test_sampling_stays_within_max_batches_ahead(engine: FakeEngine, ahead: int, batches: int) -> None:
+    """The prompts of update s are submitted when the weights of step s - max_batches_ahead serve."""
+    harness = GeneratorHarness(engine, prompts(*range(20)), ahead=ahead)
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(scene.box.run)
-        await engine.until(lambda: len(engine.asked) == 4 * batches)
+        tasks.start_soon(harness.generator.run)
+        await engine.wait_until(lambda: len(engine.requests) == 4 * batches)
         await anyio.wait_all_tasks_blocked()
-        assert scene.asked() == list(range(4 * batches)), "whatever has been answered meanwhile"
-        scene.serve(1)
-        await engine.until(lambda: len(engine.asked) == 4 * (batches + 1))
-        scene.serve(100)
-        assert groups(await everything(scene.outcomes)) == list(range(20))
+        assert harness.submitted() == list(range(4 * batches)), "whatever has been answered meanwhile"
+        harness.serve(1)
+        await engine.wait_until(lambda: len(engine.requests) == 4 * (batches + 1))
+        harness.serve(100)
+        assert groups(await receive_all(harness.outcomes)) == list(range(20))
 
 
-async def test_the_prompts_of_an_update_are_begun_together(engine: FakeEngine) -> None:
-    """Not before the batch is whole: what the engine computes side by side must not depend on timing."""
-    scene = Scene(engine, prompts(0, 1, 2), ended=False)
+async def test_the_prompts_of_an_update_are_submitted_together(engine: FakeEngine) -> None:
+    """Submission waits for the whole batch, so that the engine's batches do not depend on timing."""
+    harness = GeneratorHarness(engine, prompts(0, 1, 2), ended=False)
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(scene.box.run)
+        tasks.start_soon(harness.generator.run)
         await anyio.wait_all_tasks_blocked()
-        assert engine.asked == []
+        assert engine.requests == []
         tasks.cancel_scope.cancel()
 
 
-async def test_a_resumed_run_counts_from_the_groups_that_had_ended(engine: FakeEngine) -> None:
-    """9 ended in 2 batches of 4 with 1 refill: whole batches may start again, whatever their numbers."""
-    scene = Scene(engine, prompts(3, 8, 10, 11, 12, 13, 14, 15, 16), ahead=0, step=2, before=9, replacements=1)
+async def test_a_resumed_run_counts_the_groups_that_have_ended(engine: FakeEngine) -> None:
+    """9 groups ended in 2 batches of 4 with 1 replacement. The next batch consists of 4 groups with any ids."""
+    harness = GeneratorHarness(
+        engine, prompts(3, 8, 10, 11, 12, 13, 14, 15, 16), ahead=0, step=2, before=9, replacements=1
+    )
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(scene.box.run)
-        await engine.until(lambda: len(engine.asked) == 4)
+        tasks.start_soon(harness.generator.run)
+        await engine.wait_until(lambda: len(engine.requests) == 4)
         await anyio.wait_all_tasks_blocked()
-        assert scene.asked() == [3, 8, 10, 11]
-        scene.serve(3)
-        await engine.until(lambda: len(engine.asked) == 8)
+        assert harness.submitted() == [3, 8, 10, 11]
+        harness.serve(3)
+        await engine.wait_until(lambda: len(engine.requests) == 8)
         await anyio.wait_all_tasks_blocked()
-        scene.serve(4)
-        assert groups(await everything(scene.outcomes)) == [3, 8, 10, 11, 12, 13, 14, 15, 16]
-    assert scene.sampler.together == [[3, 8, 10, 11], [12, 13, 14, 15], [16]]
+        harness.serve(4)
+        assert groups(await receive_all(harness.outcomes)) == [3, 8, 10, 11, 12, 13, 14, 15, 16]
+    assert harness.sampler.submissions == [[3, 8, 10, 11], [12, 13, 14, 15], [16]]
 
 
-async def test_refills_start_without_new_weights(engine: FakeEngine) -> None:
-    """So many as are replaced, together if they are needed at the same time, and no more."""
-    scene = Scene(engine, prompts(*range(20)), ahead=0)
+async def test_replacements_are_sampled_without_new_weights(engine: FakeEngine) -> None:
+    """As many groups as were replaced, submitted together if they are needed at the same time."""
+    harness = GeneratorHarness(engine, prompts(*range(20)), ahead=0)
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(scene.box.run)
-        await engine.until(lambda: len(engine.asked) == 4)
-        scene.replacements.put(1)
-        await engine.until(lambda: len(engine.asked) == 5)
+        tasks.start_soon(harness.generator.run)
+        await engine.wait_until(lambda: len(engine.requests) == 4)
+        harness.replacements.put(1)
+        await engine.wait_until(lambda: len(engine.requests) == 5)
         await anyio.wait_all_tasks_blocked()
-        scene.replacements.put(4)
-        await engine.until(lambda: len(engine.asked) == 8)
+        harness.replacements.put(4)
+        await engine.wait_until(lambda: len(engine.requests) == 8)
         await anyio.wait_all_tasks_blocked()
-        assert scene.sampler.together == [[0, 1, 2, 3], [4], [5, 6, 7]]
-        scene.replacements.close()
-        scene.serve(100)
-        assert groups(await everything(scene.outcomes)) == list(range(20))
+        assert harness.sampler.submissions == [[0, 1, 2, 3], [4], [5, 6, 7]]
+        harness.replacements.close()
+        harness.serve(100)
+        assert groups(await receive_all(harness.outcomes)) == list(range(20))
 
 
-async def test_a_last_refill_does_not_wait_for_a_batch_that_never_comes(engine: FakeEngine) -> None:
-    """The weights would allow more than is ever asked: the bound on the groups says so."""
-    scene = Scene(engine, prompts(*range(5)), ahead=2, groups=4, replacements=1, ended=False)
+async def test_a_last_replacement_does_not_wait_for_another_batch(engine: FakeEngine) -> None:
+    """The served weights would allow a further batch, but the number of groups of the run is reached."""
+    harness = GeneratorHarness(engine, prompts(*range(5)), ahead=2, groups=4, replacements=1, ended=False)
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(scene.box.run)
-        await engine.until(lambda: len(engine.asked) == 5)
-        assert scene.sampler.together == [[0, 1, 2, 3], [4]]
+        tasks.start_soon(harness.generator.run)
+        await engine.wait_until(lambda: len(engine.requests) == 5)
+        assert harness.sampler.submissions == [[0, 1, 2, 3], [4]]
         tasks.cancel_scope.cancel()
 
 
-async def test_what_the_engine_refuses_or_gives_up_is_discarded_with_the_reason(engine: FakeEngine) -> None:
-    """The other groups go on, and so does the run."""
+async def test_groups_that_the_engine_refuses_or_fails_are_discarded(engine: FakeEngine) -> None:
+    """Each has its reason. The other groups and the run continue."""
     engine.refusal = RequestError("too long", param="prompt")
-    scene = Scene(engine, prompts(*range(8)))
-    outcomes = await run_and_receive(scene.box.run, scene.outcomes)
+    harness = GeneratorHarness(engine, prompts(*range(8)))
+    outcomes = await run_and_receive(harness.generator.run, harness.outcomes)
     assert groups(outcomes) == list(range(8))
     assert {(o.reason, o.detail) for o in outcomes if isinstance(o, Discarded)} == {("generation_error", "too long")}
     engine.refusal = None
     engine.allow(2)
-    scene = Scene(engine, prompts(0, 1, 2, 3))
+    harness = GeneratorHarness(engine, prompts(0, 1, 2, 3))
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(scene.box.run)
-        await engine.until(lambda: engine.running == 12)
+        tasks.start_soon(harness.generator.run)
+        await engine.wait_until(lambda: engine.running == 12)
         engine.submit_call(lambda: engine.fail("the device is gone")).result()
-        outcomes = await everything(scene.outcomes)
+        outcomes = await receive_all(harness.outcomes)
     assert groups(outcomes) == [0, 1, 2, 3]
     assert {o.detail for o in outcomes if isinstance(o, Discarded)} == {"the device is gone"}
 
 
-async def test_what_a_stage_before_it_has_discarded_is_passed_on(engine: FakeEngine) -> None:
-    """It is never asked, and the rest of its batch is."""
-    asked = prompts(*range(8))
-    lost = Discarded(prompt=asked[2], reason="invalid", detail="not today")
-    scene = Scene(engine, [*asked[:2], lost, *asked[3:]])
-    outcomes = await run_and_receive(scene.box.run, scene.outcomes)
+async def test_groups_discarded_by_an_earlier_actor_are_forwarded(engine: FakeEngine) -> None:
+    """They are not sampled. The rest of their batch is."""
+    submitted = prompts(*range(8))
+    lost = Discarded(prompt=submitted[2], reason="invalid", detail="not today")
+    harness = GeneratorHarness(engine, [*submitted[:2], lost, *submitted[3:]])
+    outcomes = await run_and_receive(harness.generator.run, harness.outcomes)
     assert groups(outcomes) == list(range(8))
     assert [o for o in outcomes if isinstance(o, Discarded)] == [lost]
-    assert scene.sampler.together == [[0, 1, 3], [4, 5, 6, 7]]
+    assert harness.sampler.submissions == [[0, 1, 3], [4, 5, 6, 7]]
 
 
-async def test_what_is_passed_on_obeys_the_law_of_lag_as_well(engine: FakeEngine) -> None:
-    """A discarded group of the next batch would count towards this one, or not, by chance."""
+async def test_forwarded_groups_stay_within_max_batches_ahead(engine: FakeEngine) -> None:
+    """A discarded group of the next batch must not count towards the current batch."""
     lost = [Discarded(prompt=one, reason="invalid", detail="not today") for one in prompts(*range(4, 8))]
-    scene = Scene(engine, [*prompts(*range(4)), *lost, *prompts(8)], ahead=0)
+    harness = GeneratorHarness(engine, [*prompts(*range(4)), *lost, *prompts(8)], ahead=0)
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(scene.box.run)
-        assert groups([await scene.outcomes.receive() for _ in range(4)]) == [0, 1, 2, 3]
+        tasks.start_soon(harness.generator.run)
+        assert groups([await harness.outcomes.receive() for _ in range(4)]) == [0, 1, 2, 3]
         await anyio.wait_all_tasks_blocked()
-        assert scene.rollouts.depth == 0
-        scene.serve(1)
-        assert [await scene.outcomes.receive() for _ in range(4)] == lost
-        scene.serve(2)
-        assert groups(await everything(scene.outcomes)) == [8]
-    assert scene.sampler.together == [[0, 1, 2, 3], [8]]
+        assert harness.rollouts.depth == 0
+        harness.serve(1)
+        assert [await harness.outcomes.receive() for _ in range(4)] == lost
+        harness.serve(2)
+        assert groups(await receive_all(harness.outcomes)) == [8]
+    assert harness.sampler.submissions == [[0, 1, 2, 3], [8]]
 
 
-async def test_cancelled_it_frees_the_rows_it_asked_for(engine: FakeEngine) -> None:
-    """A run that is stopped leaves the engine to others."""
+async def test_a_cancelled_generator_aborts_its_requests(engine: FakeEngine) -> None:
+    """The engine's rows become free for other clients."""
     engine.allow(0)
-    scene = Scene(engine, prompts(0, 1, 2, 3), ended=False)
+    harness = GeneratorHarness(engine, prompts(0, 1, 2, 3), ended=False)
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(scene.box.run)
-        await engine.until(lambda: engine.running == 12)
+        tasks.start_soon(harness.generator.run)
+        await engine.wait_until(lambda: engine.running == 12)
         tasks.cancel_scope.cancel()
-    await engine.until(lambda: sorted(engine.aborted) == [1, 2, 3, 4])
+    await engine.wait_until(lambda: sorted(engine.aborted) == [1, 2, 3, 4])
     with pytest.raises(EndOfStream):
-        await scene.outcomes.receive()
+        await harness.outcomes.receive()
 
 
-class Choosy(FakeEngine):
-    """Refuses group 0, and decodes nothing of the others."""
+class SelectiveEngine(FakeEngine):
+    """An engine that refuses group 0 and never finishes the others."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -262,37 +264,37 @@ class Choosy(FakeEngine):
 
 
 @pytest.mark.parametrize("end", ["cancelled", "deserted"])
-async def test_ended_while_it_waits_for_room_it_frees_them_too(end: str) -> None:
-    """Whether it is stopped, or its reader has gone: nobody goes on sampling for nobody."""
-    engine = Choosy()
-    scene = Scene(engine, prompts(0, 1, 2, 3), ended=False, capacity=1)
-    scene.rollouts.outbox().send_nowait(Discarded(prompt=prompt(99), reason="invalid", detail="in the way"))
+async def test_a_generator_that_ends_with_a_full_outbox_aborts_its_requests(end: str) -> None:
+    """Both after a cancellation and after its reader has closed."""
+    engine = SelectiveEngine()
+    harness = GeneratorHarness(engine, prompts(0, 1, 2, 3), ended=False, capacity=1)
+    harness.rollouts.outbox().send_nowait(Discarded(prompt=prompt(99), reason="invalid", detail="in the way"))
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(run_until_deserted, scene.box)
-        await engine.until(lambda: engine.running == 9)
+        tasks.start_soon(run_until_reader_closes, harness.generator)
+        await engine.wait_until(lambda: engine.running == 9)
         await anyio.wait_all_tasks_blocked()
         if end == "cancelled":
             tasks.cancel_scope.cancel()
         else:
-            scene.outcomes.close()
-    assert scene.rollouts.depth == 1
-    await engine.until(lambda: sorted(engine.aborted) == [1, 2, 3])
+            harness.outcomes.close()
+    assert harness.rollouts.depth == 1
+    await engine.wait_until(lambda: sorted(engine.aborted) == [1, 2, 3])
     engine.close()
 
 
-async def run_until_deserted(box: Generator) -> None:
-    """Run it, and expect that it ends so, if it ends by itself."""
+async def run_until_reader_closes(generator: Generator) -> None:
+    """Run the generator and accept QueueClosed."""
     with pytest.raises(ExceptionGroup) as caught:
-        await box.run()
+        await generator.run()
     assert caught.group_contains(QueueClosed)
 
 
-async def test_a_compute_thread_that_has_ended_is_a_failure(engine: FakeEngine) -> None:
-    """The groups are not discarded: nobody can answer any more."""
+async def test_a_stopped_compute_thread_is_a_failure_of_the_generator(engine: FakeEngine) -> None:
+    """The groups are not discarded, because no further group could be sampled."""
     engine.close()
-    scene = Scene(engine, prompts(0, 1, 2, 3))
+    harness = GeneratorHarness(engine, prompts(0, 1, 2, 3))
     with pytest.raises(ExceptionGroup) as caught:
-        await scene.box.run()
+        await harness.generator.run()
     assert caught.group_contains(ExecutorStoppedError)
     with pytest.raises(EndOfStream):
-        await scene.outcomes.receive()
+        await harness.outcomes.receive()

@@ -23,9 +23,9 @@ from protocols.evaluation import EvalReport
 from protocols.queues import EndOfStream, Outbox
 from protocols.step import GroupsEnded, StepReport
 from protocols.summary import RunGauges
-from tests.actors.monitor_run import RecordingDisplay, lines, observe
+from tests.actors.monitor_harness import RecordingDisplay, lines, observe
 from tests.monitoring.display_examples import GAUGES, UPDATE, discarded, evaluation, step, trained
-from tests.runtime.scene import Scene
+from tests.runtime.scripted_actors import RecordedSupervisor
 
 
 async def test_every_step_is_a_line_of_metrics_and_every_evaluation_a_line_of_evaluations(tmp_path: Path) -> None:
@@ -221,17 +221,17 @@ async def test_the_run_waits_for_the_last_line(tmp_path: Path) -> None:
     queue = Queue[StepReport | EvalReport]("reports", capacity=4)
     metrics = BlockedWriter(tmp_path / "metrics.jsonl")
     monitor = monitor_of(queue, metrics)
-    scene = Scene(temporary(monitor, ends_with_input=True), transient(FinalEvaluation(queue.outbox())))
+    recorded = RecordedSupervisor(temporary(monitor, ends_with_input=True), transient(FinalEvaluation(queue.outbox())))
     with fail_after(5):
         async with create_task_group() as group:
-            group.start_soon(scene.run)
+            group.start_soon(recorded.run)
             try:
                 await wait_all_tasks_blocked()
-                assert scene.states() == {"monitor": "running", "evaluator": "done"}
+                assert recorded.states() == {"monitor": "running", "evaluator": "done"}
             finally:
                 metrics.may_write.set()
     assert [(line["step"], line["accuracy"]) for line in lines(tmp_path / "evaluations.jsonl")] == [(1, 0.96)]
-    assert scene.failures == []
+    assert recorded.failures == []
 
 
 async def test_a_cancelled_monitor_leaves_complete_lines(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The prompter: every group asked exactly once, and an end that comes after a whole batch."""
+"""The prompter sends every group exactly once and ends after a whole batch."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from clotho.runtime.latest import Latest
 from clotho.runtime.queues import Queue
 from protocols.prompt import Prompt
 from protocols.queues import EndOfStream
-from tests.actors.boxes import cancelled_midway, everything, prompt, run_and_receive
+from tests.actors.actor_helpers import cancel_when_blocked, prompt, receive_all, run_and_receive
 
 
-def refilled(replacements: int = 0) -> Latest[int]:
-    """A cell that says so many groups are replaced."""
+def replacement_count(replacements: int = 0) -> Latest[int]:
+    """Return a cell with this number of replaced groups."""
     cell = Latest[int]("replacements")
     cell.put(replacements)
     return cell
@@ -33,133 +33,133 @@ def prompter(
     groups: int | None = None,
     prompted_until: int = 0,
 ) -> Prompter:
-    """A prompter of these groups."""
+    """Return a prompter of these groups."""
     return Prompter(
         outbox=prompts.outbox(),
         make=prompt,
         group_ids=group_ids,
         batch_size=batch_size,
-        replacements=replacements or refilled(),
+        replacements=replacements or replacement_count(),
         ended=ended,
         groups=groups,
         prompted_until=prompted_until,
     )
 
 
-async def asked(box: Prompter, prompts: Queue[Prompt]) -> list[int]:
-    """Run it; the groups it asked."""
-    return [one.group_id for one in await run_and_receive(box.run, prompts.inbox())]
+async def prompted_groups(actor: Prompter, prompts: Queue[Prompt]) -> list[int]:
+    """Run the prompter and return the group ids it sent."""
+    return [one.group_id for one in await run_and_receive(actor.run, prompts.inbox())]
 
 
-async def test_every_group_is_asked_once_and_in_order() -> None:
-    """Then the arrow ends, and `prompted_until` lies behind the last."""
+async def test_every_group_is_sent_once_and_in_order() -> None:
+    """Then the queue ends, and `prompted_until` is the last id plus one."""
     prompts = Queue[Prompt]("prompts", capacity=2)
-    box = prompter(prompts, range(10))
-    assert await asked(box, prompts) == list(range(10))
-    assert (box.prompted_until, box.sent_until) == (10, 10)
+    actor = prompter(prompts, range(10))
+    assert await prompted_groups(actor, prompts) == list(range(10))
+    assert (actor.prompted_until, actor.sent_until) == (10, 10)
 
 
-async def test_a_full_mailbox_makes_it_wait() -> None:
-    """It makes no prompt ahead of the one that waits for room."""
+async def test_the_prompter_waits_for_a_full_queue() -> None:
+    """It builds at most one prompt ahead of the queue."""
     prompts = Queue[Prompt]("prompts", capacity=2)
-    reader, box = prompts.inbox(), prompter(prompts, range(100))
+    reader, actor = prompts.inbox(), prompter(prompts, range(100))
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(box.run)
+        tasks.start_soon(actor.run)
         await anyio.wait_all_tasks_blocked()
-        assert (prompts.depth, box.prompted_until) == (2, 3)
-        assert [one.group_id for one in await everything(reader)] == list(range(100))
+        assert (prompts.depth, actor.prompted_until) == (2, 3)
+        assert [one.group_id for one in await receive_all(reader)] == list(range(100))
 
 
-async def test_drained_it_still_asks_the_rest_of_the_batch() -> None:
-    """So that the last update is as large as any other."""
+async def test_a_drained_prompter_completes_its_batch() -> None:
+    """The last update has a full batch."""
     prompts = Queue[Prompt]("prompts", capacity=1)
-    reader, box = prompts.inbox(), prompter(prompts, range(100))
+    reader, actor = prompts.inbox(), prompter(prompts, range(100))
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(box.run)
+        tasks.start_soon(actor.run)
         assert [(await reader.receive()).group_id for _ in range(5)] == list(range(5))
-        box.drain()
-        assert [one.group_id for one in await everything(reader)] == [5, 6, 7]
-    assert box.prompted_until == 8
+        actor.drain()
+        assert [one.group_id for one in await receive_all(reader)] == [5, 6, 7]
+    assert actor.prompted_until == 8
 
 
-async def test_drained_before_it_began_it_asks_nothing() -> None:
-    """And ends its arrow all the same."""
+async def test_a_prompter_drained_before_its_start_sends_no_prompt() -> None:
+    """The outbox is closed."""
     prompts = Queue[Prompt]("prompts", capacity=1)
-    box = prompter(prompts, range(100))
-    box.drain()
-    assert await asked(box, prompts) == []
-    assert box.prompted_until == 0
+    actor = prompter(prompts, range(100))
+    actor.drain()
+    assert await prompted_groups(actor, prompts) == []
+    assert actor.prompted_until == 0
 
 
-async def test_drained_after_a_resume_it_first_asks_again_what_had_not_ended() -> None:
-    """Groups below `prompted_until` were asked in an earlier life: they end in this one, whole batches as ever."""
+async def test_a_drained_resumed_prompter_sends_the_groups_that_have_not_ended() -> None:
+    """Groups below `prompted_until` of the earlier start end in this one, in whole batches."""
     prompts = Queue[Prompt]("prompts", capacity=1)
-    box = prompter(prompts, [2, 3, 5, 6, 7, 8, 9], batch_size=2, prompted_until=6)
-    box.drain()
-    assert await asked(box, prompts) == [2, 3, 5, 6]
-    assert box.prompted_until == 7
+    actor = prompter(prompts, [2, 3, 5, 6, 7, 8, 9], batch_size=2, prompted_until=6)
+    actor.drain()
+    assert await prompted_groups(actor, prompts) == [2, 3, 5, 6]
+    assert actor.prompted_until == 7
 
 
-async def test_groups_asked_in_an_earlier_life_stay_asked() -> None:
-    """A resumed run that asks the groups left over does not count back."""
+async def test_a_resumed_prompter_never_lowers_prompted_until() -> None:
+    """Also if only earlier groups are sent again."""
     prompts = Queue[Prompt]("prompts", capacity=1)
-    box = prompter(prompts, [3, 5], prompted_until=9)
-    assert await asked(box, prompts) == [3, 5]
-    assert (box.prompted_until, box.sent_until) == (9, 6)
+    actor = prompter(prompts, [3, 5], prompted_until=9)
+    assert await prompted_groups(actor, prompts) == [3, 5]
+    assert (actor.prompted_until, actor.sent_until) == (9, 6)
 
 
-async def test_with_a_bound_it_asks_one_more_for_each_refill_until_no_more_can_come() -> None:
-    """It waits for replacements, not for the end of the groups; the learner's close is its end."""
-    prompts, replacements = Queue[Prompt]("prompts", capacity=100), refilled()
-    box = prompter(prompts, count(), replacements=replacements, groups=8)
+async def test_with_dynamic_sampling_one_group_is_sent_per_replacement() -> None:
+    """The prompter waits for replacements until the learner closes the cell."""
+    prompts, replacements = Queue[Prompt]("prompts", capacity=100), replacement_count()
+    actor = prompter(prompts, count(), replacements=replacements, groups=8)
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(box.run)
+        tasks.start_soon(actor.run)
         for total in (0, 1, 4):
             replacements.put(total)
             await anyio.wait_all_tasks_blocked()
-            assert (prompts.depth, box.prompted_until, box.sent_until) == (8 + total, 8 + total, 8 + total)
+            assert (prompts.depth, actor.prompted_until, actor.sent_until) == (8 + total, 8 + total, 8 + total)
         replacements.close()
-    assert [one.group_id for one in await everything(prompts.inbox())] == list(range(12))
+    assert [one.group_id for one in await receive_all(prompts.inbox())] == list(range(12))
 
 
-async def test_a_resumed_run_asks_what_is_left_of_the_bound() -> None:
-    """9 of 12 groups had ended, 1 of them replaced: 4 are left, the first that have not ended."""
-    prompts, replacements = Queue[Prompt]("prompts", capacity=100), refilled(1)
+async def test_a_resumed_prompter_sends_the_remaining_groups() -> None:
+    """9 of 12 groups had ended and 1 was replaced, so 4 remain: the first that have not ended."""
+    prompts, replacements = Queue[Prompt]("prompts", capacity=100), replacement_count(1)
     replacements.close()
-    box = prompter(prompts, (g for g in count() if g not in {0, 1, 2, 4, 5, 6, 7, 9, 10}), replacements=replacements,
+    actor = prompter(prompts, (g for g in count() if g not in {0, 1, 2, 4, 5, 6, 7, 9, 10}), replacements=replacements,
                    ended=9, groups=12, prompted_until=14)  # fmt: skip
-    assert await asked(box, prompts) == [3, 8, 11, 12]
-    assert (box.prompted_until, box.sent_until) == (14, 13)
+    assert await prompted_groups(actor, prompts) == [3, 8, 11, 12]
+    assert (actor.prompted_until, actor.sent_until) == (14, 13)
 
 
-async def test_drained_while_it_waits_for_refills_it_ends() -> None:
-    """What is in flight then is the last of the run."""
+async def test_a_prompter_drained_in_its_wait_for_replacements_ends() -> None:
+    """The groups in flight are the last of the run."""
     prompts = Queue[Prompt]("prompts", capacity=100)
-    box = prompter(prompts, count(), groups=8)
+    actor = prompter(prompts, count(), groups=8)
     with anyio.fail_after(5):
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(box.run)
+            tasks.start_soon(actor.run)
             await anyio.wait_all_tasks_blocked()
-            box.drain()
-    assert (prompts.depth, box.prompted_until) == (8, 8)
+            actor.drain()
+    assert (prompts.depth, actor.prompted_until) == (8, 8)
 
 
-async def test_drained_it_still_asks_the_refills_of_the_batch_that_are_due() -> None:
-    """Whole batches count without what was replaced: 4 groups and 2 more in place of lost ones."""
-    prompts, replacements = Queue[Prompt]("prompts", capacity=1), refilled()
-    reader, box = prompts.inbox(), prompter(prompts, count(), replacements=replacements, groups=40)
+async def test_a_drained_prompter_sends_the_due_replacements() -> None:
+    """A batch counts without its replaced groups: 4 groups and 2 replacements."""
+    prompts, replacements = Queue[Prompt]("prompts", capacity=1), replacement_count()
+    reader, actor = prompts.inbox(), prompter(prompts, count(), replacements=replacements, groups=40)
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(box.run)
+        tasks.start_soon(actor.run)
         for _ in range(2):
             await reader.receive()
         replacements.put(2)
-        box.drain()
-        assert [one.group_id for one in await everything(reader)] == [2, 3, 4, 5]
+        actor.drain()
+        assert [one.group_id for one in await receive_all(reader)] == [2, 3, 4, 5]
 
 
 @pytest.mark.parametrize("end", ["cancelled", "failed"])
-async def test_however_it_ends_it_closes_its_arrow(end: str) -> None:
-    """The next box gets what was sent, then the end."""
+async def test_a_failed_or_cancelled_prompter_closes_its_outbox(end: str) -> None:
+    """The reader receives the sent prompts, then the end."""
 
     def broken(group_id: int) -> Prompt:
         if group_id == 1 and end == "failed":
@@ -168,12 +168,14 @@ async def test_however_it_ends_it_closes_its_arrow(end: str) -> None:
 
     prompts = Queue[Prompt]("prompts", capacity=1)
     reader = prompts.inbox()
-    box = Prompter(outbox=prompts.outbox(), make=broken, group_ids=range(5), batch_size=4, replacements=refilled())
+    actor = Prompter(
+        outbox=prompts.outbox(), make=broken, group_ids=range(5), batch_size=4, replacements=replacement_count()
+    )
     if end == "failed":
         with pytest.raises(LookupError, match="no such problem"):
-            await box.run()
+            await actor.run()
     else:
-        await cancelled_midway(box.run)
+        await cancel_when_blocked(actor.run)
     assert (await reader.receive()).group_id == 0
     with pytest.raises(EndOfStream):
         await reader.receive()

@@ -17,7 +17,7 @@ Message = RolloutGroup | Discarded
 
 
 class GatedRewards:
-    """Scores a group when its gate is opened."""
+    """Rewards that score a group when its gate opens."""
 
     def __init__(self, count: int) -> None:
         self.gates = [anyio.Event() for _ in range(count)]
@@ -31,20 +31,20 @@ class GatedRewards:
 
 
 class BrokenRewards:
-    """Has a defect of its own."""
+    """Rewards that fail with a bug of their own."""
 
     async def score(self, group: RolloutGroup) -> GroupOutcome:
         """Fail."""
         raise RuntimeError("a defect")
 
 
-def number(outcome: GroupOutcome) -> int:
-    """Give the group's serial number."""
+def group_id_of(outcome: GroupOutcome) -> int:
+    """Return the group id of an outcome."""
     return (outcome.prompt if isinstance(outcome, Discarded) else outcome.group.prompt).group_id
 
 
 async def outcomes_of(messages: Sequence[Message], rewards: RewardRunner, *, concurrency: int) -> list[GroupOutcome]:
-    """Send the messages through a scorer between two small mailboxes."""
+    """Send the messages through a scorer between two small queues."""
     groups, scored = Queue[Message]("rollouts", capacity=2), Queue[GroupOutcome]("scored", capacity=2)
     scorer = Scorer(inbox=groups.inbox(), outbox=scored.outbox(), rewards=rewards, concurrency=concurrency)
     outcomes = []
@@ -64,19 +64,22 @@ async def outcomes_of(messages: Sequence[Message], rewards: RewardRunner, *, con
 
 
 @pytest.mark.parametrize("concurrency", [1, 3, 8])
-async def test_every_message_has_exactly_one_outcome_whatever_the_rewards_do(concurrency: int) -> None:
-    """Some raise, hang, call exit, give NaN, text or nothing; some groups were discarded before. All in order."""
+async def test_every_message_has_exactly_one_outcome(concurrency: int) -> None:
+    """Rewards raise, hang, exit, or return NaN, text or None, and some groups are already discarded.
+
+    All outcomes arrive in order.
+    """
     rng, messages = Random(concurrency), []
     for i in range(200):
-        asked = problem("42", prompt=f"{concurrency}.{i}")
-        made = group("a", "b" * rng.randint(1, 2), of=asked, group_id=i)
-        lost = Discarded(prompt=made.prompt, reason="generation_error", detail="lost")
-        messages.append(made if rng.random() < 0.9 else lost)
+        graded_problem = problem("42", prompt=f"{concurrency}.{i}")
+        made = group("a", "b" * rng.randint(1, 2), of=graded_problem, group_id=i)
+        discarded = Discarded(prompt=made.prompt, reason="generation_error", detail="lost")
+        messages.append(made if rng.random() < 0.9 else discarded)
     section = RewardSection(name="tests.rewards.sample_rewards:unreliable", timeout_seconds=0.1)
     rewards = RewardRunner((section,), concurrency=concurrency)
     outcomes = await outcomes_of(messages, rewards, concurrency=concurrency)
     rewards.close()
-    assert [number(outcome) for outcome in outcomes] == list(range(200))
+    assert [group_id_of(outcome) for outcome in outcomes] == list(range(200))
     assert {outcome.reason for outcome in outcomes if isinstance(outcome, Discarded)} == {
         "zero_variance", "reward_error", "generation_error"
     }  # fmt: skip
@@ -85,8 +88,11 @@ async def test_every_message_has_exactly_one_outcome_whatever_the_rewards_do(con
         assert outcome is message or isinstance(message, RolloutGroup), "what was discarded before passes untouched"
 
 
-async def test_groups_are_scored_side_by_side_and_leave_in_order() -> None:
-    """As many at once as allowed, and a slow first one holds the others back, not their scoring."""
+async def test_groups_are_scored_concurrently_and_leave_in_order() -> None:
+    """Up to `concurrency` groups are scored at once.
+
+    A slow first group delays the sending of the others, but not their scoring.
+    """
     groups, scored = Queue[Message]("rollouts", capacity=8), Queue[GroupOutcome]("scored", capacity=8)
     rewards, reader = GatedRewards(6), scored.inbox()
     writer, scorer = (
@@ -104,17 +110,17 @@ async def test_groups_are_scored_side_by_side_and_leave_in_order() -> None:
         await anyio.wait_all_tasks_blocked()
         assert (scored.depth, rewards.begun) == (0, [0, 1, 2])
         rewards.gates[0].set()
-        assert [number(await reader.receive()) for _ in range(3)] == [0, 1, 2]
+        assert [group_id_of(await reader.receive()) for _ in range(3)] == [0, 1, 2]
         await anyio.wait_all_tasks_blocked()
         assert rewards.begun == [0, 1, 2, 3, 4, 5]
         for gate in rewards.gates:
             gate.set()
         writer.close()
-        assert [number(outcome) async for outcome in reader] == [3, 4, 5]
+        assert [group_id_of(outcome) async for outcome in reader] == [3, 4, 5]
 
 
 async def test_a_full_outbox_stops_the_reading() -> None:
-    """That wait is the back-pressure: at most one message per place is taken beyond those sent on."""
+    """Backpressure: at most `concurrency` messages are received beyond those that were sent."""
     groups, scored = Queue[Message]("rollouts", capacity=20), Queue[GroupOutcome]("scored", capacity=1)
     rewards, reader = GatedRewards(20), scored.inbox()
     for gate in rewards.gates:
@@ -130,11 +136,11 @@ async def test_a_full_outbox_stops_the_reading() -> None:
         tasks.start_soon(scorer.run)
         await anyio.wait_all_tasks_blocked()
         assert len(rewards.begun) == 3, "one in the outbox, two under way or done"
-        assert [number(outcome) async for outcome in reader] == list(range(20))
+        assert [group_id_of(outcome) async for outcome in reader] == list(range(20))
 
 
-async def test_a_defect_ends_the_actor_and_closes_its_ends() -> None:
-    """Only what a reward does is forgiven here; the rest is the supervisor's to compute_advantages."""
+async def test_a_bug_outside_the_rewards_ends_the_scorer() -> None:
+    """The scorer raises the error and closes its ends. Only errors inside a reward discard a group."""
     groups, scored = Queue[Message]("rollouts", capacity=2), Queue[GroupOutcome]("scored", capacity=2)
     writer, reader = groups.outbox(), scored.inbox()
     await writer.send(group("a", "b"))

@@ -17,7 +17,7 @@ from protocols.prompt import Problem, Prompt
 from protocols.rollout import Discarded, GroupOutcome, RolloutGroup, ScoredGroup
 from protocols.sampling import Completion
 from protocols.step import WeightsReady
-from tests.actors.boxes import everything
+from tests.actors.actor_helpers import receive_all
 
 Batch = Sequence[str] | None
 
@@ -89,21 +89,21 @@ class FetcherHarness:
         reader: Any = None,
         **more: Any,
     ) -> None:
-        self.weights, self.refills = Latest[WeightsReady]("weights"), Latest[int]("refills")
+        self.weights, self.replacements = Latest[WeightsReady]("weights"), Latest[int]("refills")
         self.serve(0)
-        self.refills.put(0)
+        self.replacements.put(0)
         self.scored = Queue[GroupOutcome]("scored", capacity=capacity)
         self.outcomes = self.scored.inbox()
         self.source = source or Source(batches)
         self.reader = reader or Reader()
         defaults: dict[str, Any] = {"first_group": 0, "received": {}, "lost": {}, "ended": 0}
         defaults["settings"] = AtroposSection(poll_seconds=0.05)
-        self.box = AtroposFetcher(
+        self.fetcher = AtroposFetcher(
             outbox=self.scored.outbox(),
             source=self.source,
             reader=self.reader,
             weights=self.weights,
-            replacements=self.refills,
+            replacements=self.replacements,
             groups=groups,
             batch_size=2,
             max_batches_ahead=ahead,
@@ -125,11 +125,11 @@ async def fetched(harness: FetcherHarness, *, steps: Callable[[], object]) -> li
     received: list[GroupOutcome] = []
 
     async def read() -> None:
-        received.extend(await everything(harness.outcomes))
+        received.extend(await receive_all(harness.outcomes))
 
     with anyio.fail_after(30):
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(harness.box.run)
+            tasks.start_soon(harness.fetcher.run)
             tasks.start_soon(read)
             await anyio.wait_all_tasks_blocked()
             steps()

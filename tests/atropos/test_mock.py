@@ -15,7 +15,7 @@ from clotho.atropos.mock import MockAtropos
 from clotho.config.schema import SamplingSection
 from protocols.prompt import Prompt
 from protocols.rollout import Discarded, GroupOutcome, RolloutGroup, ScoredGroup
-from tests.actors.boxes import prompt
+from tests.actors.actor_helpers import prompt
 from tests.atropos.environment_groups import ReaderHarness
 from tests.atropos.fake_api import FIELDS
 from tests.serving.running_server import Served, serving
@@ -79,7 +79,7 @@ async def test_a_batch_has_the_format_of_the_api_server() -> None:
                 assert group["masks"][i] == [-100] * 3 + list(completion.tokens)
                 assert group["inference_logprobs"][i] == [1.0] * 3 + list(completion.logprobs)
                 assert len(completion.text) == 6
-        requests = served.engine.asked
+        requests = served.engine.requests
         assert [len(request.seeds) for request in requests] == [3, 3]
         assert {request.sampling.temperature for request in requests} == {0.5}
         assert requests[0].sampling.ignore_eos
@@ -95,7 +95,7 @@ async def test_the_reader_accepts_a_group_of_the_mock() -> None:
 async def test_every_batch_samples_the_next_prompts() -> None:
     """Nothing is sampled before the first batch."""
     async with running_mock() as (mock, rewards, served):
-        assert served.engine.asked == []
+        assert served.engine.requests == []
         await mock.batch(step=0)
         await mock.batch(step=1)
         assert sorted(group.prompt.tokens[0] for group in rewards.scored) == [0, 1, 2, 3]
@@ -106,8 +106,8 @@ async def test_a_group_above_max_choices_is_sampled_in_several_requests() -> Non
     async with running_mock(max_choices=2) as (mock, _, served):
         batch = await mock.batch(step=0) or []
         assert [len(msgspec.json.decode(raw)["tokens"]) for raw in batch] == [3, 3]
-        assert sorted(len(request.seeds) for request in served.engine.asked) == [1, 1, 2, 2]
-        assert len({seed for request in served.engine.asked for seed in request.seeds}) == 6
+        assert sorted(len(request.seeds) for request in served.engine.requests) == [1, 1, 2, 2]
+        assert len({seed for request in served.engine.requests for seed in request.seeds}) == 6
 
 
 async def test_requests_contain_the_api_key_and_a_label() -> None:

@@ -15,7 +15,7 @@ from clotho.cpu.decoder import rotate
 from clotho.cpu.layers import install_cpu_layers, rope_frequencies
 from protocols.sampling import Sampling
 from tests.cpu.supported_models import PLAIN, Rows, adapt, needs_cpu, plain_source
-from tests.inference.engine_helpers import ask, log_softmax, make_engine, prompt_of, tick_until
+from tests.inference.engine_helpers import log_softmax, make_engine, make_prompt, submit_request, tick_until
 
 pytestmark = needs_cpu
 
@@ -35,7 +35,7 @@ def test_steps_of_rows_of_different_lengths_give_the_models_own_logits(
         adapt(model)
     rows = Rows(model, len(LENGTHS))
     for slot, length in enumerate(LENGTHS):
-        rows.enter([slot], prompt_of(length, slot))
+        rows.enter([slot], make_prompt(length, slot))
     for _ in range(3):
         rows.check_step()
 
@@ -54,8 +54,8 @@ def test_steps_of_rows_of_different_lengths_give_the_models_own_logits(
 def test_shapes_and_constants_are_the_models(overrides: dict[str, object]) -> None:
     """What a configuration of Llama's may ask for."""
     rows = Rows(plain_source("llama", **overrides).model, 2)
-    rows.enter([0], prompt_of(20))
-    rows.enter([1], prompt_of(7, 1))
+    rows.enter([0], make_prompt(20))
+    rows.enter([1], make_prompt(7, 1))
     rows.check_step()
     rows.check_step()
 
@@ -68,16 +68,16 @@ def test_layers_that_the_cpu_backend_put_in_are_decoded_as_well(architecture: st
     adapt(model)
     install_cpu_layers(model)
     rows = Rows(model, 2)
-    rows.enter([0], prompt_of(20))
-    rows.enter([1], prompt_of(7, 1))
+    rows.enter([0], make_prompt(20))
+    rows.enter([1], make_prompt(7, 1))
     rows.check_step()
 
 
 def test_rows_outgrow_their_columns_without_a_trace() -> None:
     """Buffers are replaced twice, and what rows hold moves along."""
     rows = Rows(plain_source("qwen3").model, 2)
-    rows.enter([0], prompt_of(20))
-    rows.enter([1], prompt_of(7, 1))
+    rows.enter([0], make_prompt(20))
+    rows.enter([1], make_prompt(7, 1))
     capacities = set()
     for _ in range(150):
         rows.step()
@@ -89,7 +89,7 @@ def test_rows_outgrow_their_columns_without_a_trace() -> None:
 def test_logits_are_the_callers() -> None:
     """The next step writes elsewhere: sampling uses up what it is given."""
     rows = Rows(plain_source("qwen3").model, 1)
-    rows.enter([0], prompt_of(9))
+    rows.enter([0], make_prompt(9))
     first = rows.step()
     kept = first.copy()
     first += 1.0
@@ -117,8 +117,10 @@ def test_new_weights_serve_from_the_very_next_token(architecture: str, tied: boo
     source = plain_source(architecture, tie_word_embeddings=tied)
     adapt(source.model)
     engine = make_engine(source)
-    prompt, sampled = prompt_of(8), 5
-    answer = ask(engine, prompt, Sampling(temperature=0.0, max_tokens=sampled + 1, ignore_eos=True), stream=True)
+    prompt, sampled = make_prompt(8), 5
+    answer = submit_request(
+        engine, prompt, Sampling(temperature=0.0, max_tokens=sampled + 1, ignore_eos=True), stream=True
+    )
     tick_until(engine, lambda: engine.stats().tokens_sampled == sampled)
     *before, last = (*prompt, *(event.token for event in answer.streamed()))
     cache = make_prompt_cache(source.model)

@@ -15,7 +15,7 @@ from clotho.cpu.supported import make_host_decoder
 from clotho.inference.kv_cache import BatchKVCache
 from protocols.sampling import Completion, Sampling
 from tests.cpu.supported_models import needs_cpu
-from tests.inference.engine_helpers import ask, make_engine, run
+from tests.inference.engine_helpers import make_engine, run, submit_request
 from tests.small_models import tiny_source
 
 PROMPT = (3, 1, 4, 1, 5, 9, 2, 6)
@@ -25,7 +25,7 @@ def completions(cache: type) -> list[Completion]:
     """Sample eight completions with an engine, and check which KV cache it uses."""
     engine = make_engine(tiny_source())
     assert isinstance(engine._make_caches(1), cache)
-    answer = ask(engine, PROMPT, Sampling(max_tokens=12, ignore_eos=True), seeds=range(8))
+    answer = submit_request(engine, PROMPT, Sampling(max_tokens=12, ignore_eos=True), seeds=range(8))
     run(engine)
     return answer.completions
 

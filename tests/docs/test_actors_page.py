@@ -16,7 +16,7 @@ from actors.prompter import Prompter
 from clotho.run.custom_actors import ReplacedActor
 from clotho.runtime.latest import Latest
 from clotho.runtime.queues import Queue
-from tests.e2e.running import GroupAccounting, assert_recorded, lines, run
+from tests.e2e.pipeline_process import GroupAccounting, assert_recorded, lines, run
 
 PAGE = Path(__file__).parents[2] / "docs" / "actors.md"
 EXAMPLE = re.compile(r"```python\n# (\w+)\.py\n(.*?)```\s+```toml\n(.*?)```", re.DOTALL)
@@ -27,7 +27,7 @@ class Ran(Struct, frozen=True, kw_only=True):
     """A short run with all four examples. stanzas: by mode."""
 
     directory: Path
-    books: GroupAccounting
+    accounting: GroupAccounting
     groups: list[dict[str, Any]]
     stanzas: dict[str, dict[str, Any]]
 
@@ -45,13 +45,13 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
         stanzas[table["mode"]] = table
         text += "\n" + stanza
     (directory / "examples.toml").write_text(text)
-    ended = run(
+    result = run(
         directory / "run", "--profile", str(directory / "examples.toml"), "--steps", str(STEPS),
         environment={"PYTHONPATH": os.pathsep.join([str(directory), os.environ.get("PYTHONPATH", "")])},
     )  # fmt: skip
-    assert ended.status == 0, ended
+    assert result.status == 0, result
     groups = lines(directory / "run" / "rollouts.jsonl")
-    return Ran(directory=directory, books=ended.books, groups=groups, stanzas=stanzas)
+    return Ran(directory=directory, accounting=result.accounting, groups=groups, stanzas=stanzas)
 
 
 def test_the_page_has_an_example_of_every_mode_in_about_twenty_lines(ran: Ran) -> None:
@@ -64,8 +64,8 @@ def test_the_page_has_an_example_of_every_mode_in_about_twenty_lines(ran: Ran) -
 
 def test_the_books_balance_with_all_of_them(ran: Ran) -> None:
     """Each group ends once, those that the stage keeps back included."""
-    assert (ran.books.prompted, ran.books.carried_over) == (STEPS * BATCH, 0)
-    assert_recorded(ran.directory / "run", ran.books, steps=STEPS)
+    assert (ran.accounting.prompted, ran.accounting.carried_over) == (STEPS * BATCH, 0)
+    assert_recorded(ran.directory / "run", ran.accounting, steps=STEPS)
 
 
 def test_the_page_changes_messages_with_msgspec() -> None:

@@ -6,8 +6,8 @@ import json
 import subprocess
 import sys
 
-from tests.e2e.conftest import Finished
-from tests.e2e.running import REPOSITORY, lines
+from tests.e2e.conftest import CompletedRun
+from tests.e2e.pipeline_process import REPOSITORY, lines
 
 MEASURE = """
 import json, sys
@@ -43,7 +43,7 @@ print(json.dumps([anyio.run(measure, base, tokenizer), anyio.run(measure, model,
 """
 
 
-def test_mlx_lm_gives_greedily_the_accuracy_that_the_run_printed(synchronous: Finished) -> None:
+def test_mlx_lm_gives_greedily_the_accuracy_that_the_run_printed(synchronous: CompletedRun) -> None:
     """The same problems through the chat template, token by token: before with the base, after with the adapter."""
     recorded = lines(synchronous.run_dir / "evaluations.jsonl")
     measured = subprocess.run(
@@ -55,4 +55,4 @@ def test_mlx_lm_gives_greedily_the_accuracy_that_the_run_printed(synchronous: Fi
     )
     assert json.loads(measured.stdout) == [line["accuracy"] for line in recorded]
     for line in recorded:
-        assert f"held-out accuracy {100 * line['accuracy']:.1f} %" in " ".join(synchronous.ended.out.split())
+        assert f"held-out accuracy {100 * line['accuracy']:.1f} %" in " ".join(synchronous.result.out.split())

@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 
 from tests.atropos.atroposlib_python import python_with_atropos
-from tests.e2e.processes import descendants, find, gone, kill
-from tests.e2e.running import BATCH, Ended, Run, lines, run
+from tests.e2e.child_processes import descendants, find, kill, wait_until_ended
+from tests.e2e.pipeline_process import BATCH, Run, RunResult, lines, run
 
 TELLING = """
 extends = "atropos-local"
 
 [[actors]]
 name = "telling"
-factory = "tests.e2e.stages:Telling"
+factory = "tests.e2e.custom_components:StepPrinter"
 mode = "tap"
 at = "reports"
 """
@@ -30,9 +30,9 @@ def atropos() -> tuple[str, str]:
     return "--atropos.python", python_with_atropos()
 
 
-def books_of_environment(ended: Ended) -> tuple[int, int, int, int]:
+def environment_accounting(result: RunResult) -> tuple[int, int, int, int]:
     """Received, trained, discarded, carried over: the line of the one environment, which balances."""
-    (line,) = OF_ENVIRONMENT.findall(ended.out)
+    (line,) = OF_ENVIRONMENT.findall(result.out)
     received, trained, discarded, carried_over = map(int, line)
     assert received == trained + discarded + carried_over
     return received, trained, discarded, carried_over
@@ -49,11 +49,11 @@ def test_an_environment_trains_the_policy(tmp_path: Path, atropos: tuple[str, st
             "run_api",
             "arithmetic.py",
         }
-        ended = running.finish()
-    assert ended.status == 0, ended
-    assert gone(list(started))
-    received, trained, _, carried_over = books_of_environment(ended)
-    assert (received, trained, carried_over) == (ended.books.prompted, 10 * 16, 0)
+        result = running.finish()
+    assert result.status == 0, result
+    assert wait_until_ended(list(started))
+    received, trained, _, carried_over = environment_accounting(result)
+    assert (received, trained, carried_over) == (result.accounting.prompted, 10 * 16, 0)
     recorded = lines(tmp_path / "run" / "metrics.jsonl")
     evaluations = lines(tmp_path / "run" / "evaluations.jsonl")
     before, after = [line["accuracy"] for line in evaluations if line["problems"] == 128]
@@ -70,17 +70,17 @@ def test_killed_processes_restart_and_no_group_is_trained_on_twice(tmp_path: Pat
     arguments = ("--profile", str(profile), *atropos, "--steps", "9", "--checkpoint.interval", "1")
     with Run(run_dir, *arguments) as running:
         for victim in ("run_api", "arithmetic.py"):
-            running.wait_for("told of a step")
+            running.wait_for("step reported")
             kill(find(running.process.pid, victim))
             assert "process_restarts" in running.wait_for("was ended by SIGKILL")
-            running.wait_for("told of a step")
+            running.wait_for("step reported")
         below = list(descendants(running.process.pid))
         assert running.kill(after_seconds=0.0)
-    assert gone(below), "whoever the trainer had started ends with it"
-    ended = run(run_dir, *arguments, "--resume")
-    assert ended.status == 0, ended
+    assert wait_until_ended(below), "whoever the trainer had started ends with it"
+    result = run(run_dir, *arguments, "--resume")
+    assert result.status == 0, result
     groups = lines(run_dir / "rollouts.jsonl")
     trained = [group["group_id"] for group in groups if group["outcome"] == "trained"]
     assert len(trained) == 9 * BATCH
-    assert len({group["group_id"] for group in groups}) == len(groups) == ended.books.prompted
-    books_of_environment(ended)
+    assert len({group["group_id"] for group in groups}) == len(groups) == result.accounting.prompted
+    environment_accounting(result)

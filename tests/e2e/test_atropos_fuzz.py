@@ -15,7 +15,7 @@ import pytest
 
 from clotho.models.tokenizer import ChatTokenizer
 from tests.atropos.api_servers import JSON, ApiServerUnderTest, api_server
-from tests.e2e.running import BATCH, REPOSITORY, Run, lines
+from tests.e2e.pipeline_process import BATCH, REPOSITORY, Run, lines
 
 GROUP = 4
 STEPS = 3
@@ -28,13 +28,13 @@ TELLING = """
 extends = "local-m3"
 [[actors]]
 name = "telling"
-factory = "tests.e2e.stages:Telling"
+factory = "tests.e2e.custom_components:StepPrinter"
 mode = "tap"
 at = "reports"
 
 [[actors]]
 name = "telling_groups"
-factory = "tests.e2e.stages:TellingGroups"
+factory = "tests.e2e.custom_components:GroupPrinter"
 mode = "tap"
 at = "scored"
 """
@@ -53,7 +53,7 @@ def valid(number: int) -> dict[str, Any]:
     }
 
 
-def spoilt(group: dict[str, Any], random: Random) -> dict[str, Any]:
+def malformed_group(group: dict[str, Any], random: Random) -> dict[str, Any]:
     """The same with something in one of its sequences that no group may have; still of four sequences."""
     tokens, masks, scores, logprobs = (
         list(group[name]) for name in ("tokens", "masks", "scores", "inference_logprobs")
@@ -85,7 +85,7 @@ def malformed(count: int) -> Iterator[dict[str, Any]]:
     """So many, the same ones every time."""
     random = Random(0)
     for number in range(count):
-        yield spoilt(valid(number % 50), random)
+        yield malformed_group(valid(number % 50), random)
 
 
 def resident(pid: int) -> int:
@@ -116,7 +116,7 @@ async def test_a_flood_of_malformed_groups_harms_nothing(tmp_path: Path, count: 
         flags = ("--steps", str(STEPS), "--atropos.enabled", "true")
         with Run(run_dir, "--profile", str(profile), *flags, "--atropos.url", server.url) as running:
 
-            async def until(said: str) -> None:
+            async def wait_until(said: str) -> None:
                 await anyio.to_thread.run_sync(running.wait_for, said)
 
             with anyio.fail_after(120):
@@ -125,15 +125,17 @@ async def test_a_flood_of_malformed_groups_harms_nothing(tmp_path: Path, count: 
             for step, part in enumerate((flood[:BATCH], flood[BATCH : count // 10], flood[count // 10 :])):
                 await post(server, part)
                 sent += len(part) + BATCH
-                await until(f"told of group {sent - BATCH - 1}\n")  # the server hands out last first: nothing is left
+                await wait_until(
+                    f"group scored {sent - BATCH - 1}\n"
+                )  # the server hands out last first: nothing is left
                 if step == 1:
                     held = resident(running.process.pid)
                 await post(server, [valid(100 * step + number) for number in range(BATCH)])
-                await until("told of a step")
+                await wait_until("step reported")
             assert resident(running.process.pid) < held + GROWTH
-            ended = await anyio.to_thread.run_sync(running.finish)
-    assert ended.status == 0, ended
-    assert (ended.books.trained, ended.books.discarded) == (STEPS * BATCH, count)
+            result = await anyio.to_thread.run_sync(running.finish)
+    assert result.status == 0, result
+    assert (result.accounting.trained, result.accounting.discarded) == (STEPS * BATCH, count)
     groups = lines(run_dir / "rollouts.jsonl")
     lost = [group for group in groups if group["outcome"] == "discarded"]
     assert {group["reason"] for group in lost} <= {"invalid", "duplicate"}

@@ -17,8 +17,8 @@ import pytest
 from clotho.__main__ import main
 from clotho.run.cli import PreparedRun, prepare
 from clotho.storage.run_directory import open_run
-from tests.e2e.conftest import Finished
-from tests.e2e.running import REPOSITORY, SMALL, run
+from tests.e2e.conftest import CompletedRun
+from tests.e2e.pipeline_process import REPOSITORY, SMALL, run
 
 TRAIN = REPOSITORY / "profiles" / "embedded" / "train.jsonl"
 
@@ -35,10 +35,10 @@ def contents(directory: Path) -> dict[str, bytes | None]:
 
 
 @pytest.fixture
-def complaint(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Complaint:
+def error_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Complaint:
     """Run the program with flags that are wrong; the one line it says."""
 
-    def complain(*flags: str, port: int = 0, run_dir: str = "run") -> str:
+    def error_line_fixture(*flags: str, port: int = 0, run_dir: str = "run") -> str:
         before = contents(tmp_path)
         status = main(["--run-dir", str(tmp_path / run_dir), "--server.port", str(port), *flags])
         out, err = capfd.readouterr()
@@ -48,7 +48,7 @@ def complaint(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Complaint:
         assert contents(tmp_path) == before
         return err
 
-    return complain
+    return error_line_fixture
 
 
 @pytest.mark.parametrize(
@@ -67,120 +67,120 @@ def complaint(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Complaint:
     ],
 )
 def test_what_is_misspelt_out_of_range_or_missing_is_named(
-    complaint: Complaint, flags: list[str], says: list[str]
+    error_line: Complaint, flags: list[str], says: list[str]
 ) -> None:
     """With the nearest valid name or the range, where there is one."""
-    line = complaint(*flags)
+    line = error_line(*flags)
     for part in says:
         assert part in line
 
 
-def test_a_misspelt_key_of_a_profile_is_named_with_file_and_nearest_key(tmp_path: Path, complaint: Complaint) -> None:
+def test_a_misspelt_key_of_a_profile_is_named_with_file_and_nearest_key(tmp_path: Path, error_line: Complaint) -> None:
     """File, key, and what was meant."""
     profile = tmp_path / "mine.toml"
     profile.write_text('extends = "local-m3"\n[learner]\nbatch_sise = 8\n')
-    line = complaint("--profile", str(profile))
+    line = error_line("--profile", str(profile))
     for part in (str(profile), "batch_sise", "batch_size"):
         assert part in line
 
 
-def test_an_actor_or_a_reward_that_cannot_be_imported_is_named(tmp_path: Path, complaint: Complaint) -> None:
+def test_an_actor_or_a_reward_that_cannot_be_imported_is_named(tmp_path: Path, error_line: Complaint) -> None:
     """Before anything is written."""
     profile = tmp_path / "mine.toml"
     profile.write_text('extends = "local-m3"\n[[actors]]\nname = "a"\nfactory = "no_such:Class"\nmode = "add"\n')
-    assert "no_such:Class" in complaint("--profile", str(profile))
+    assert "no_such:Class" in error_line("--profile", str(profile))
     profile.write_text('extends = "local-m3"\n[[rewards]]\nname = "no_such:function"\ncorrect = true\n')
-    assert "no_such:function" in complaint("--profile", str(profile))
+    assert "no_such:function" in error_line("--profile", str(profile))
 
 
-def test_the_malformed_line_of_a_dataset_is_named(tmp_path: Path, complaint: Complaint) -> None:
+def test_the_malformed_line_of_a_dataset_is_named(tmp_path: Path, error_line: Complaint) -> None:
     """File and line: 730 good ones, then this."""
     dataset = tmp_path / "mine.jsonl"
     dataset.write_text("\n".join([*TRAIN.read_text().splitlines()[:730], '{"prompt": "1 + 1"', '{"prompt": "2"}']))
-    assert f"{dataset}:731: " in complaint("--dataset", str(dataset))
+    assert f"{dataset}:731: " in error_line("--dataset", str(dataset))
 
 
-def test_a_prompt_longer_than_the_context_is_refused(tmp_path: Path, complaint: Complaint) -> None:
+def test_a_prompt_longer_than_the_context_is_refused(tmp_path: Path, error_line: Complaint) -> None:
     """With both lengths."""
     dataset = tmp_path / "mine.jsonl"
     problems = [{"prompt": "1 + 1", "answer": "2"}] * 20 + [{"prompt": "1 + " * 2000 + "1", "answer": "2001"}]
     dataset.write_text("\n".join(map(json.dumps, problems)))
-    line = complaint("--dataset", str(dataset))
+    line = error_line("--dataset", str(dataset))
     assert "1024" in line
     assert "longest prompt" in line
 
 
-def test_a_port_in_use_is_refused(complaint: Complaint) -> None:
+def test_a_port_in_use_is_refused(error_line: Complaint) -> None:
     """With the way out."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        line = complaint(port=port)
+        line = error_line(port=port)
     assert f"port {port}" in line
     assert "already in use" in line
 
 
 def test_the_directory_of_another_run_is_refused_with_both_ways_out(
-    tmp_path: Path, finished: Finished, complaint: Complaint
+    tmp_path: Path, finished: CompletedRun, error_line: Complaint
 ) -> None:
     """Continue it or delete it; and while somebody is in it, neither."""
     shutil.copytree(finished.run_dir, tmp_path / "run")
-    line = complaint()
+    line = error_line()
     assert "--resume" in line
     assert "--clean" in line
     holder = open_run(tmp_path / "run", resume=True, clean=False)
     for flags in ([], ["--resume"], ["--clean"]):
-        assert f"in use by process {os.getpid()}" in complaint(*flags)
+        assert f"in use by process {os.getpid()}" in error_line(*flags)
     holder.close()
-    assert "/no/such/model" in complaint("--clean", "--model", "/no/such/model")
+    assert "/no/such/model" in error_line("--clean", "--model", "/no/such/model")
 
 
-def test_a_run_is_resumed_only_as_what_it_was(tmp_path: Path, finished: Finished, complaint: Complaint) -> None:
+def test_a_run_is_resumed_only_as_what_it_was(tmp_path: Path, finished: CompletedRun, error_line: Complaint) -> None:
     """Another rank, model or dataset is refused with the difference, also where only the contents changed."""
     shutil.copytree(finished.run_dir, tmp_path / "run")
     resume = ("--resume", *SMALL[2:], "--steps", "6", "--checkpoint.interval", "2")
-    line = complaint(*resume, "--policy.method.rank", "8")
+    line = error_line(*resume, "--policy.method.rank", "8")
     assert "policy.method.rank: 16 -> 8" in line
     assert f"--profile {tmp_path / 'run' / 'profile.toml'} --resume" in line
     assert "--clean" not in line
     model = tmp_path / "model"
     shutil.copytree(REPOSITORY / "profiles" / "embedded", model)
-    line = complaint(*resume, "--model", str(model))
+    line = error_line(*resume, "--model", str(model))
     assert "model.path: " in line
     assert f" -> {model}" in line
     dataset = tmp_path / "mine.jsonl"
     dataset.write_bytes(TRAIN.read_bytes())
-    assert f"-> {dataset}" in complaint(*resume, "--data.train", str(dataset))
+    assert f"-> {dataset}" in error_line(*resume, "--data.train", str(dataset))
 
 
-def test_a_resumed_run_says_from_which_step(tmp_path: Path, finished: Finished) -> None:
+def test_a_resumed_run_says_from_which_step(tmp_path: Path, finished: CompletedRun) -> None:
     """Its own profile is the way to resume it, whatever the settings were."""
     shutil.copytree(finished.run_dir, tmp_path / "run")
     profile = tmp_path / "run" / "profile.toml"
-    ended = run(tmp_path / "run", "--profile", str(profile), "--resume")
-    assert ended.status == 0, ended
-    assert f"resumed from the checkpoint of step {finished.steps}" in " ".join(ended.out.split())
+    result = run(tmp_path / "run", "--profile", str(profile), "--resume")
+    assert result.status == 0, result
+    assert f"resumed from the checkpoint of step {finished.steps}" in " ".join(result.out.split())
     events = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
     assert [event["step"] for event in events if event["event"] == "run_resumed"] == [finished.steps]
 
 
-def test_a_run_that_does_not_exist_is_not_resumed(tmp_path: Path, complaint: Complaint) -> None:
+def test_a_run_that_does_not_exist_is_not_resumed(tmp_path: Path, error_line: Complaint) -> None:
     """The nearest run beside it is named; without one, how to start a run."""
-    assert "start a new run without --resume" in complaint("--resume")
+    assert "start a new run without --resume" in error_line("--resume")
     (tmp_path / "runs").mkdir()
     for name in ("first", "second"):
         (tmp_path / "runs" / name).mkdir()
         (tmp_path / "runs" / name / "profile.toml").touch()
-    line = complaint("--resume", run_dir="runs/frist")
+    line = error_line("--resume", run_dir="runs/frist")
     assert str(tmp_path / "runs" / "frist") in line
     assert f"did you mean {tmp_path / 'runs' / 'first'}?" in line
 
 
 def test_a_trained_adapter_is_overwritten_by_no_other_run(
-    tmp_path: Path, finished: Finished, complaint: Complaint
+    tmp_path: Path, finished: CompletedRun, error_line: Complaint
 ) -> None:
     """Before training. The run that wrote it may be resumed and write it again."""
     shutil.copytree(finished.run_dir / "adapters", tmp_path / "mine")
-    line = complaint("--checkpoint.adapter-path", str(tmp_path / "mine"))
+    line = error_line("--checkpoint.adapter-path", str(tmp_path / "mine"))
     for part in (str(tmp_path / "mine"), "checkpoint.adapter_path"):
         assert part in line
     shutil.copytree(finished.run_dir, tmp_path / "run")
@@ -200,7 +200,7 @@ def test_a_trained_adapter_is_overwritten_by_no_other_run(
 
 
 def test_a_run_whose_dataset_has_changed_is_not_resumed(
-    tmp_path: Path, finished: Finished, complaint: Complaint
+    tmp_path: Path, finished: CompletedRun, error_line: Complaint
 ) -> None:
     """The same path, other contents."""
     shutil.copytree(finished.run_dir, tmp_path / "run")
@@ -208,22 +208,22 @@ def test_a_run_whose_dataset_has_changed_is_not_resumed(
     dataset.write_text("".join(TRAIN.read_text().splitlines(keepends=True)[:1000]))
     profile = tmp_path / "run" / "profile.toml"
     profile.write_text(profile.read_text().replace(str(TRAIN), str(dataset)))
-    assert "changed since the start of the run: dataset" in complaint("--resume", "--profile", str(profile))
+    assert "changed since the start of the run: dataset" in error_line("--resume", "--profile", str(profile))
 
 
 def test_a_hub_that_cannot_be_reached_names_the_profile_that_needs_none(tmp_path: Path) -> None:
     """In a process of its own, for which the hub is a closed port."""
-    ended = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "pipeline.py", "--model", "some/repo", "--run-dir", str(tmp_path / "run"), *SMALL],
         cwd=REPOSITORY,
         env=os.environ | {"HF_ENDPOINT": "http://127.0.0.1:1"},
         capture_output=True,
         text=True,
     )
-    assert (ended.returncode, ended.stdout) == (2, "")
-    assert ended.stderr.count("\n") == 1
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.count("\n") == 1
     for part in ("some/repo", "could not be reached", "local-m3"):
-        assert part in ended.stderr
+        assert part in result.stderr
     assert not list(tmp_path.iterdir())
 
 

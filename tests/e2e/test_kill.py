@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.running import BATCH, Ended, Run, assert_recorded, lines, run
+from tests.e2e.pipeline_process import BATCH, Run, RunResult, assert_recorded, lines, run
 
 TELLING = """
 extends = "local-m3"
 
 [[actors]]
 name = "telling"
-factory = "tests.e2e.stages:Telling"
+factory = "tests.e2e.custom_components:StepPrinter"
 mode = "tap"
 at = "reports"
 """
@@ -25,7 +25,7 @@ STARTING_SECONDS, STEP_SECONDS = 3.0, 0.3
 """Some kills come within so long of the start, the others within so long of a line that the run printed."""
 
 
-def killed_and_resumed(run_dir: Path, *flags: str, kills: int, seed: int) -> Ended:
+def killed_and_resumed(run_dir: Path, *flags: str, kills: int, seed: int) -> RunResult:
     """A run that is killed at random moments: while it starts, or up to two steps after it began or went on."""
     profile = run_dir.parent / "telling.toml"
     profile.write_text(TELLING)
@@ -40,17 +40,17 @@ def killed_and_resumed(run_dir: Path, *flags: str, kills: int, seed: int) -> End
                 continue
             running.wait_for("machine")
             for _ in range(steps):
-                running.wait_for("told of a step")
+                running.wait_for("step reported")
             assert running.kill(after_seconds=moments.uniform(0.0, STEP_SECONDS))
     return run(run_dir, *lives)
 
 
-def check(run_dir: Path, ended: Ended, *, steps: int) -> None:
+def check(run_dir: Path, result: RunResult, *, steps: int) -> None:
     """It ended normally, and the books balance across all of its lives."""
-    assert ended.status == 0, ended
-    books = ended.books
-    assert (books.prompted, books.carried_over) == (steps * BATCH, 0)
-    assert_recorded(run_dir, books, steps=steps)
+    assert result.status == 0, result
+    accounting = result.accounting
+    assert (accounting.prompted, accounting.carried_over) == (steps * BATCH, 0)
+    assert_recorded(run_dir, accounting, steps=steps)
     assert sorted(group["group_id"] for group in lines(run_dir / "rollouts.jsonl")) == list(range(steps * BATCH))
     measured = [line["step"] for line in lines(run_dir / "evaluations.jsonl")]
     assert measured.count(0) == 1, "the base policy is measured once, in whichever life gets round to it"
@@ -70,8 +70,8 @@ def test_killed_at_random_moments_a_synchronous_run_ends_byte_for_byte_the_same(
     flags = ("--steps", str(4 * kills), "--async", "false", "--checkpoint.interval", "1")
     whole = run(tmp_path / "whole", *flags)
     assert whole.status == 0, whole
-    ended = killed_and_resumed(tmp_path / "run", *flags, kills=kills, seed=kills)
-    check(tmp_path / "run", ended, steps=4 * kills)
+    result = killed_and_resumed(tmp_path / "run", *flags, kills=kills, seed=kills)
+    check(tmp_path / "run", result, steps=4 * kills)
     tensors, uninterrupted = (tmp_path / name / "adapters/adapters.safetensors" for name in ("run", "whole"))
     assert tensors.read_bytes() == uninterrupted.read_bytes()
     assert adapter_settings(tmp_path / "run") == adapter_settings(tmp_path / "whole")
@@ -81,5 +81,5 @@ def test_killed_at_random_moments_a_synchronous_run_ends_byte_for_byte_the_same(
 def test_killed_at_random_moments_an_asynchronous_run_loses_no_group(tmp_path: Path, kills: int) -> None:
     """Groups that were under way are asked again; each one ends exactly once."""
     flags = ("--steps", str(4 * kills), "--checkpoint.interval", "1", "--checkpoint.keep-last", "1")
-    ended = killed_and_resumed(tmp_path / "run", *flags, kills=kills, seed=kills)
-    check(tmp_path / "run", ended, steps=4 * kills)
+    result = killed_and_resumed(tmp_path / "run", *flags, kills=kills, seed=kills)
+    check(tmp_path / "run", result, steps=4 * kills)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from tests.e2e.running import BATCH, Run, lines, metrics, run
+from tests.e2e.pipeline_process import BATCH, Run, lines, metrics, run
 
 EVERYTHING = """
 extends = "local-m3"
@@ -51,7 +51,7 @@ interval = 1
 
 [[actors]]
 name = "telling"
-factory = "tests.e2e.stages:Telling"
+factory = "tests.e2e.custom_components:StepPrinter"
 mode = "tap"
 at = "reports"
 """
@@ -67,7 +67,7 @@ top_p = 0.9
 min_p = 0.02
 
 [learner]
-objective = "tests.e2e.own_objective:importance_weighted"
+objective = "tests.e2e.custom_objective:importance_weighted"
 layout = "packed"
 """
 
@@ -91,22 +91,22 @@ def test_every_state_of_learning_survives_a_kill(tmp_path: Path) -> None:
     assert whole.status == 0, whole
     with Run(tmp_path / "run", *flags) as running:
         for _ in range(4):
-            running.wait_for("told of a step")
+            running.wait_for("step reported")
         assert running.kill(after_seconds=0.3)
-    ended = run(tmp_path / "run", *flags, "--resume")
-    assert ended.status == 0, ended
-    assert ended.books == whole.books
-    assert ended.books.carried_over == 0
+    result = run(tmp_path / "run", *flags, "--resume")
+    assert result.status == 0, result
+    assert result.accounting == whole.accounting
+    assert result.accounting.carried_over == 0
     adapters = [tmp_path / name / "adapters" / "adapters.safetensors" for name in ("run", "whole")]
     assert adapters[0].read_bytes() == adapters[1].read_bytes()
 
 
 def test_a_refilled_batch_is_full(tmp_path: Path) -> None:
     """Groups without signal are replaced: every update learns from as many groups as a batch has."""
-    ended = run(tmp_path / "run", "--steps", "4", "--learner.objective", "dapo")
-    assert ended.status == 0, ended
-    assert ended.books.trained == 4 * BATCH
-    assert ended.books.carried_over == 0
+    result = run(tmp_path / "run", "--steps", "4", "--learner.objective", "dapo")
+    assert result.status == 0, result
+    assert result.accounting.trained == 4 * BATCH
+    assert result.accounting.carried_over == 0
     assert all(line["groups/trained"] == BATCH for line in metrics(tmp_path / "run"))
 
 
@@ -114,8 +114,8 @@ def test_a_truncated_distribution_is_learnt_from_as_it_was_drawn(tmp_path: Path)
     """With top-k, top-p and min-p, sampler and learner agree on the tokens that the newest weights drew."""
     profile = tmp_path / "truncated.toml"
     profile.write_text(TRUNCATED)
-    ended = run(tmp_path / "run", "--profile", str(profile), "--steps", "3")
-    assert ended.status == 0, ended
+    result = run(tmp_path / "run", "--profile", str(profile), "--steps", "3")
+    assert result.status == 0, result
     recorded = metrics(tmp_path / "run")
     assert recorded[0]["mismatch_kl"] < 1e-5
     assert 0.99 < recorded[0]["ess"] <= 1.0 + 1e-6
@@ -132,8 +132,8 @@ def test_a_policy_that_is_destroyed_goes_back_to_the_last_good_one(tmp_path: Pat
         "--collapse-detection.rollback-rate",
         "0.001",
     )
-    ended = run(tmp_path / "run", *RUINOUS, *flags, "--steps", "12", "--async", "false")
-    assert ended.status == 0, ended
+    result = run(tmp_path / "run", *RUINOUS, *flags, "--steps", "12", "--async", "false")
+    assert result.status == 0, result
     recorded = metrics(tmp_path / "run")
     assert any(line["collapse_warnings"] for line in recorded)
     measured = [line["accuracy"] for line in lines(tmp_path / "run" / "evaluations.jsonl")]
@@ -145,9 +145,9 @@ def test_a_policy_that_is_destroyed_goes_back_to_the_last_good_one(tmp_path: Pat
 def test_a_run_can_stop_at_the_first_collapse(tmp_path: Path) -> None:
     """One line says what was seen, and the run ends with status 1; the last batch is on record."""
     flags = ("--collapse-detection.on-collapse", "stop", "--collapse-detection.window", "2")
-    ended = run(tmp_path / "run", *RUINOUS, *flags, "--steps", "12")
-    assert ended.status == 1, ended
-    assert "collapse_detection.on_collapse" in ended.err
+    result = run(tmp_path / "run", *RUINOUS, *flags, "--steps", "12")
+    assert result.status == 1, result
+    assert "collapse_detection.on_collapse" in result.err
     recorded = metrics(tmp_path / "run")
     assert [bool(line["collapse_warnings"]) for line in recorded][-1:] == [True]
-    assert f"at step {recorded[-1]['step']}:" in ended.err
+    assert f"at step {recorded[-1]['step']}:" in result.err

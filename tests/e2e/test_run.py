@@ -7,13 +7,13 @@ import re
 import tomllib
 
 from clotho.monitoring.metrics import METRICS
-from tests.e2e.conftest import Finished
-from tests.e2e.running import BATCH, assert_recorded, lines, metrics
+from tests.e2e.conftest import CompletedRun
+from tests.e2e.pipeline_process import BATCH, assert_recorded, lines, metrics
 
 
-def test_a_run_says_what_runs_where_and_what_came_of_it(finished: Finished) -> None:
+def test_a_run_says_what_runs_where_and_what_came_of_it(finished: CompletedRun) -> None:
     """Machine, backend, BLAS, policy, address; the table; the conservation line: plain lines when redirected."""
-    out = finished.ended.out
+    out = finished.result.out
     assert re.search(r"^machine  .*MLX \d.* on (CPU|GPU|METAL|CUDA).*BLAS \S", out, re.M | re.I)
     assert re.search(r"^compute  \S", out, re.M)
     assert re.search(r"^policy   .*qwen3, 493k parameters.* trained", out, re.M)
@@ -23,17 +23,17 @@ def test_a_run_says_what_runs_where_and_what_came_of_it(finished: Finished) -> N
     assert re.search(r"before \(step 0\).*after \(step 6\)", out)
     assert "\x1b" not in out
     assert "\r" not in out
-    assert finished.ended.err == ""
+    assert finished.result.err == ""
 
 
-def test_every_group_that_was_asked_ends_once_and_is_on_record(finished: Finished) -> None:
+def test_every_group_that_was_asked_ends_once_and_is_on_record(finished: CompletedRun) -> None:
     """The conservation line, metrics.jsonl and rollouts.jsonl tell the same."""
-    books = finished.ended.books
-    assert (books.prompted, books.carried_over) == (finished.steps * BATCH, 0)
-    assert_recorded(finished.run_dir, books, steps=finished.steps)
+    accounting = finished.result.accounting
+    assert (accounting.prompted, accounting.carried_over) == (finished.steps * BATCH, 0)
+    assert_recorded(finished.run_dir, accounting, steps=finished.steps)
 
 
-def test_metrics_begin_and_end_with_a_measurement(finished: Finished) -> None:
+def test_metrics_begin_and_end_with_a_measurement(finished: CompletedRun) -> None:
     """evaluations.jsonl has step 0 (the base policy) and the last step; metrics.jsonl has one line per step."""
     recorded, evaluations = metrics(finished.run_dir), lines(finished.run_dir / "evaluations.jsonl")
     assert [line["step"] for line in evaluations] == [0, finished.steps]
@@ -43,7 +43,7 @@ def test_metrics_begin_and_end_with_a_measurement(finished: Finished) -> None:
         assert line.keys() == METRICS.keys()
 
 
-def test_a_run_leaves_its_profile_log_checkpoints_and_adapter(finished: Finished) -> None:
+def test_a_run_leaves_its_profile_log_checkpoints_and_adapter(finished: CompletedRun) -> None:
     """Nothing else, and nothing half written."""
     run_dir = finished.run_dir
     entries = {entry.name for entry in run_dir.iterdir()} - {".lock", ".run_id"}
@@ -67,7 +67,7 @@ def test_a_run_leaves_its_profile_log_checkpoints_and_adapter(finished: Finished
     assert (run_dir / "adapters" / "adapters.safetensors").read_bytes() == final
 
 
-def test_without_asynchrony_every_token_is_drawn_by_the_newest_weights(synchronous: Finished) -> None:
+def test_without_asynchrony_every_token_is_drawn_by_the_newest_weights(synchronous: CompletedRun) -> None:
     """`--async false`: staleness is 0 in every update, and the groups of step s are sampled after update s - 1."""
     recorded = metrics(synchronous.run_dir)
     assert all(line["staleness/max"] in (0, None) for line in recorded)
@@ -79,7 +79,7 @@ def test_without_asynchrony_every_token_is_drawn_by_the_newest_weights(synchrono
             assert sampled_by == {versions[group["step"] - 1]}
 
 
-def test_by_default_groups_are_drawn_ahead_within_the_bound(finished: Finished) -> None:
+def test_by_default_groups_are_drawn_ahead_within_the_bound(finished: CompletedRun) -> None:
     """The first batch is fresh; later ones may be stale, by `learner.max_staleness` = 4 versions at most."""
     stale = [line["staleness/max"] for line in metrics(finished.run_dir)]
     assert stale[0] in (0, None)

@@ -8,7 +8,7 @@ from pathlib import Path
 import openai
 import pytest
 
-from tests.e2e.running import BATCH, Run, assert_recorded, lines, metrics, run
+from tests.e2e.pipeline_process import BATCH, Run, assert_recorded, lines, metrics, run
 
 SETTINGS = ("--checkpoint.interval", "1", "--learner.schedule.warmup-steps", "0")
 ENDLESS = (*SETTINGS, "--steps", "5000")
@@ -30,21 +30,21 @@ def test_the_api_answers_from_the_newest_weights_until_ctrl_c_drains_the_run(tmp
         assert versions == sorted(versions)
         assert versions[-1] >= versions[0] + 2
         running.send(signal.SIGINT)
-        ended = running.finish()
-    assert ended.status == 0, ended
-    books = ended.books
-    assert books.carried_over == 0
+        result = running.finish()
+    assert result.status == 0, result
+    accounting = result.accounting
+    assert accounting.carried_over == 0
     steps = len(metrics(tmp_path / "run"))
-    assert books.prompted == steps * BATCH
-    assert_recorded(tmp_path / "run", books, steps=steps)
+    assert accounting.prompted == steps * BATCH
+    assert_recorded(tmp_path / "run", accounting, steps=steps)
     assert (tmp_path / "run" / "adapters" / "adapters.safetensors").exists()
     assert checkpointed(tmp_path / "run") == steps
     assert lines(tmp_path / "run" / "evaluations.jsonl")[-1]["final"]
 
     resumed = run(tmp_path / "run", *SETTINGS, "--steps", str(steps + 2), "--resume")
     assert resumed.status == 0, resumed
-    assert resumed.books.prompted == (steps + 2) * BATCH
-    assert_recorded(tmp_path / "run", resumed.books, steps=steps + 2)
+    assert resumed.accounting.prompted == (steps + 2) * BATCH
+    assert_recorded(tmp_path / "run", resumed.accounting, steps=steps + 2)
 
 
 def answers(address: str, run_dir: Path) -> list[int]:
@@ -70,12 +70,12 @@ def test_the_second_signal_stops_at_once_and_the_run_can_go_on(tmp_path: Path, n
         running.send(number)
         running.wait_for("draining")
         running.send(number)
-        ended = running.finish()
-    assert ended.status == 128 + number, ended
-    assert ended.err == ""
-    assert ended.books.carried_over > 0
-    steps = -(-ended.books.prompted // BATCH)
+        result = running.finish()
+    assert result.status == 128 + number, result
+    assert result.err == ""
+    assert result.accounting.carried_over > 0
+    steps = -(-result.accounting.prompted // BATCH)
     resumed = run(tmp_path / "run", *SETTINGS, "--steps", str(steps), "--resume")
     assert resumed.status == 0, resumed
-    assert resumed.books.prompted == steps * BATCH
-    assert_recorded(tmp_path / "run", resumed.books, steps=steps)
+    assert resumed.accounting.prompted == steps * BATCH
+    assert_recorded(tmp_path / "run", resumed.accounting, steps=steps)

@@ -1,4 +1,4 @@
-"""Helpers: ask the engine, collect what it answers; and the slow, obvious twin that it must equal."""
+"""Helpers of the engine tests: submit requests, record their events, and compute reference results without a cache."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ from protocols.sampling import (
 from tests.small_models import FixedSource, tiny_source
 
 GREEDY = Sampling(temperature=0.0, max_tokens=12, ignore_eos=True)
-FREE = Sampling(max_tokens=12, ignore_eos=True)
+SAMPLED = Sampling(max_tokens=12, ignore_eos=True)
 
 
 @dataclass
-class Answer:
-    """Everything that one request was told, in order."""
+class RecordedEvents:
+    """The events of one request, in order."""
 
     events: list[SampleEvent] = field(default_factory=list)
 
     @property
     def completions(self) -> list[Completion]:
-        """Finished completions by index."""
+        """Return the finished completions by index."""
         done = [e for e in self.events if isinstance(e, CompletionDone)]
         return [e.completion for e in sorted(done, key=lambda e: e.index)]
 
     @property
     def failures(self) -> list[str]:
-        """Reasons of failure."""
+        """Return the reasons of failure."""
         return [e.reason for e in self.events if isinstance(e, SampleFailed)]
 
     def streamed(self, index: int = 0) -> list[TokenSampled]:
@@ -60,18 +60,22 @@ def make_engine(source: FixedSource | None = None, **settings: Any) -> DecodeEng
     return DecodeEngine(source or tiny_source(), EngineSection(**settings))
 
 
-def ask(
-    engine: DecodeEngine, prompt: Sequence[int], sampling: Sampling = FREE, seeds: Sequence[int] = (7,), **options: bool
-) -> Answer:
-    """Submit a request; its answer fills as the engine ticks."""
-    answer = Answer()
+def submit_request(
+    engine: DecodeEngine,
+    prompt: Sequence[int],
+    sampling: Sampling = SAMPLED,
+    seeds: Sequence[int] = (7,),
+    **options: bool,
+) -> RecordedEvents:
+    """Submit a request. Its events are recorded as the engine ticks."""
+    answer = RecordedEvents()
     request = SampleRequest(prompt=tuple(prompt), sampling=sampling, seeds=tuple(seeds), **options)
     engine.submit(request, answer.events.append)
     return answer
 
 
 def run(engine: DecodeEngine, *, most: int = 2000) -> int:
-    """Tick until nothing is left to do; return the tokens sampled."""
+    """Tick until the engine has no work, and return the number of sampled tokens."""
     sampled = 0
     for _ in range(most):
         if not engine.has_work:
@@ -80,28 +84,28 @@ def run(engine: DecodeEngine, *, most: int = 2000) -> int:
     raise AssertionError(f"the engine still has work after {most} ticks: {engine.stats()}")
 
 
-def alone(source: FixedSource, prompt: Sequence[int], sampling: Sampling, seed: int = 7) -> Completion:
+def complete_alone(source: FixedSource, prompt: Sequence[int], sampling: Sampling, seed: int = 7) -> Completion:
     """Complete one prompt in an engine of its own."""
     engine = make_engine(source)
-    answer = ask(engine, prompt, sampling, (seed,))
+    answer = submit_request(engine, prompt, sampling, (seed,))
     run(engine)
     return answer.completions[0]
 
 
 def full_logits(model: nn.Module, tokens: Sequence[int]) -> NDArray[np.float64]:
-    """Logits (T, V) of every position, without any cache."""
+    """Return the logits (T, V) of all positions, computed without a cache."""
     return np.array(model(mx.array([list(tokens)]))[0].astype(mx.float32)).astype(np.float64)
 
 
 def log_softmax(x_V: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Natural-log probabilities."""
+    """Return natural-log probabilities."""
     shifted = x_V - x_V.max()
     result: NDArray[np.float64] = shifted - np.log(np.exp(shifted).sum())
     return result
 
 
-def processed(logits_V: NDArray[np.float64], seen: Sequence[int], s: Sampling) -> NDArray[np.float64]:
-    """Log-probabilities after every setting, written as the protocol's documentation reads."""
+def processed_logprobs(logits_V: NDArray[np.float64], seen: Sequence[int], s: Sampling) -> NDArray[np.float64]:
+    """Return log-probabilities after all logits processors, computed as the documentation of Sampling defines them."""
     x = logits_V.copy()
     for token, value in s.logit_bias:
         x[token] += value
@@ -120,25 +124,27 @@ def processed(logits_V: NDArray[np.float64], seen: Sequence[int], s: Sampling) -
     return log_softmax(x)
 
 
-def twin_logprobs(
+def reference_logprobs(
     model: nn.Module, prompt: Sequence[int], completion: Completion, sampling: Sampling
 ) -> NDArray[np.float64]:
-    """Log-probability of each token of a completion, from one full forward pass."""
+    """Return the log-probability of each token of a completion, from one full forward pass."""
     tokens = [*prompt, *completion.tokens]
     logits_T_V = full_logits(model, tokens)
     start = len(prompt)
-    return np.array([processed(logits_T_V[t - 1], tokens[:t], sampling)[tokens[t]] for t in range(start, len(tokens))])
+    return np.array(
+        [processed_logprobs(logits_T_V[t - 1], tokens[:t], sampling)[tokens[t]] for t in range(start, len(tokens))]
+    )
 
 
-def twin_greedy(model: nn.Module, prompt: Sequence[int], sampling: Sampling) -> list[int]:
-    """Greedy completion by one full forward pass per token."""
+def reference_greedy(model: nn.Module, prompt: Sequence[int], sampling: Sampling) -> list[int]:
+    """Return a greedy completion with one full forward pass per token."""
     tokens = list(prompt)
     for _ in range(sampling.max_tokens):
-        tokens.append(int(processed(full_logits(model, tokens)[-1], tokens, sampling).argmax()))
+        tokens.append(int(processed_logprobs(full_logits(model, tokens)[-1], tokens, sampling).argmax()))
     return tokens[len(prompt) :]
 
 
-def prompt_of(length: int, salt: int = 0) -> tuple[int, ...]:
+def make_prompt(length: int, salt: int = 0) -> tuple[int, ...]:
     """Return a prompt of bytes that differs by `salt`."""
     return tuple((31 * salt + 7 * i + i * i) % 256 for i in range(length))
 

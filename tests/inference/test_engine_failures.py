@@ -1,4 +1,4 @@
-"""What goes wrong in one request stays in that request."""
+"""A failure in one request does not affect other requests."""
 
 from __future__ import annotations
 
@@ -9,13 +9,23 @@ import pytest
 
 from clotho.cpu.decoder import HostDecoder
 from protocols.sampling import CompletionDone, SampleEvent, SampleRequest, Sampling
-from tests.inference.engine_helpers import FREE, GREEDY, Answer, alone, ask, make_engine, prompt_of, run, tick_until
+from tests.inference.engine_helpers import (
+    GREEDY,
+    SAMPLED,
+    RecordedEvents,
+    complete_alone,
+    make_engine,
+    make_prompt,
+    run,
+    submit_request,
+    tick_until,
+)
 from tests.small_models import tiny_source
 
 
 @pytest.fixture(params=["sampled by the host", "sampled on the device"], autouse=True)
-def drawn_both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every test here runs with steps read at once, and with steps read one behind, as on a GPU."""
+def read_mode(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run each test with tokens read at once, and with tokens read one step later, as on a GPU."""
     if request.param == "sampled on the device":
         monkeypatch.setattr("clotho.inference.batch.can_sample_on_cpu", lambda plan: False)
 
@@ -23,8 +33,8 @@ def drawn_both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
 END = 256
 
 
-def test_a_listener_that_raises_fails_only_its_own_request() -> None:
-    """Its rows are freed, it hears nothing more, others go on."""
+def test_a_failing_listener_fails_only_its_own_request() -> None:
+    """Its rows become free, it receives no further event, and other requests continue."""
     engine = make_engine()
     heard: list[SampleEvent] = []
 
@@ -32,9 +42,9 @@ def test_a_listener_that_raises_fails_only_its_own_request() -> None:
         heard.append(event)
         raise RuntimeError("broken listener")
 
-    request = SampleRequest(prompt=(1, 2), sampling=FREE, seeds=(1, 2), stream=True)
+    request = SampleRequest(prompt=(1, 2), sampling=SAMPLED, seeds=(1, 2), stream=True)
     engine.submit(request, listener)
-    good = ask(engine, (1, 2), seeds=(1,))
+    good = submit_request(engine, (1, 2), seeds=(1,))
     run(engine)
     assert len(heard) == 1
     assert len(good.completions[0].tokens) == 12
@@ -42,23 +52,23 @@ def test_a_listener_that_raises_fails_only_its_own_request() -> None:
     assert engine.stats().running_rows == 0
 
 
-def test_a_listener_may_submit_and_abort() -> None:
-    """During a tick; it takes effect from the next."""
+def test_a_listener_may_submit_and_abort_during_a_tick() -> None:
+    """Both take effect from the next tick."""
     engine = make_engine()
-    follow_up = Answer()
+    follow_up = RecordedEvents()
 
     def listener(event: SampleEvent) -> None:
         if isinstance(event, CompletionDone):
             engine.submit(SampleRequest(prompt=(3, 4), sampling=GREEDY, seeds=(1,)), follow_up.events.append)
             engine.abort(1)
 
-    engine.submit(SampleRequest(prompt=(1, 2), sampling=FREE, seeds=(1,)), listener)
+    engine.submit(SampleRequest(prompt=(1, 2), sampling=SAMPLED, seeds=(1,)), listener)
     run(engine)
     assert len(follow_up.completions[0].tokens) == 12
 
 
-def test_a_prompt_that_cannot_be_computed_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Preparing one request raises; a request that came with it, and later ones, are answered."""
+def test_a_failed_prefill_fails_only_its_own_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request submitted together with it and later requests complete."""
     source = tiny_source()
     engine = make_engine(source, prefill_chunk=16)
     model_class = type(source.model)
@@ -71,8 +81,8 @@ def test_a_prompt_that_cannot_be_computed_fails_alone(monkeypatch: pytest.Monkey
         return result
 
     monkeypatch.setattr(model_class, "__call__", refuse_long)
-    bad = ask(engine, prompt_of(60), seeds=(1, 2))
-    good = ask(engine, prompt_of(5))
+    bad = submit_request(engine, make_prompt(60), seeds=(1, 2))
+    good = submit_request(engine, make_prompt(5))
     run(engine)
     assert len(bad.failures) == 1
     assert "out of memory" in bad.failures[0]
@@ -80,13 +90,13 @@ def test_a_prompt_that_cannot_be_computed_fails_alone(monkeypatch: pytest.Monkey
     assert engine.stats().failed == 1
 
 
-def test_a_decode_step_that_raises_fails_the_running_requests_and_the_engine_goes_on(
+def test_a_failed_decode_step_fails_the_running_requests_only(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Every client_label is told, the caches are dropped, the next request starts afresh."""
+    """Every client receives the failure, the KV caches are dropped, and the next request completes."""
     source = tiny_source()
     engine = make_engine(source)
-    lost = ask(engine, prompt_of(5), seeds=(1, 2))
+    lost = submit_request(engine, make_prompt(5), seeds=(1, 2))
     tick_until(engine, lambda: engine.stats().tokens_sampled >= 4)
 
     def refuse(*args: Any, **options: Any) -> mx.array:
@@ -98,34 +108,34 @@ def test_a_decode_step_that_raises_fails_the_running_requests_and_the_engine_goe
         engine.tick()
     assert len(lost.failures) == 1
     assert "device lost" in lost.failures[0]
-    after = ask(engine, prompt_of(5), seeds=(1,))
+    after = submit_request(engine, make_prompt(5), seeds=(1,))
     run(engine)
-    assert after.completions[0].tokens == alone(source, prompt_of(5), FREE, 1).tokens
+    assert after.completions[0].tokens == complete_alone(source, make_prompt(5), SAMPLED, 1).tokens
 
 
-def test_logits_that_are_not_finite_fail_the_request_and_leave_no_trace() -> None:
-    """A later row in the same slot is not reached by what is left in the cache, and a neighbour notices nothing."""
+def test_non_finite_logits_fail_only_their_own_request() -> None:
+    """A later row in the same slot and neighbouring rows do not change."""
     source = tiny_source()
     embedding = source.model.model.embed_tokens
     embedding.weight = mx.where(mx.arange(257)[:, None] == 200, float("nan"), embedding.weight)
     engine = make_engine(source, max_num_seqs=2)
     never = ((200, -100.0),)
     long = Sampling(max_tokens=40, ignore_eos=True, logit_bias=never)
-    neighbour = ask(engine, (9,) * 30, long)
-    lost = ask(engine, (200,) * 29, long)
+    neighbour = submit_request(engine, (9,) * 30, long)
+    lost = submit_request(engine, (200,) * 29, long)
     tick_until(engine, lambda: bool(lost.failures))
     short = Sampling(max_tokens=12, ignore_eos=True, logit_bias=never)
-    after = ask(engine, (1, 2, 3), short)
+    after = submit_request(engine, (1, 2, 3), short)
     tick_until(engine, lambda: bool(after.events))
     assert engine.running == 1
     run(engine)
     assert lost.failures == ["the model's logits are not finite"]
-    assert after.completions[0].tokens == alone(source, (1, 2, 3), short).tokens
-    assert neighbour.completions[0].tokens == alone(source, (9,) * 30, long).tokens
+    assert after.completions[0].tokens == complete_alone(source, (1, 2, 3), short).tokens
+    assert neighbour.completions[0].tokens == complete_alone(source, (9,) * 30, long).tokens
 
 
-def test_a_completion_that_cannot_be_decoded_fails_alone() -> None:
-    """The tokenizer raises for one request's tokens."""
+def test_a_failed_detokenization_fails_only_its_own_request() -> None:
+    """The tokenizer raises for the tokens of one request."""
     source = tiny_source()
     engine = make_engine(source)
     decode = source.tokenizer.decode
@@ -136,8 +146,8 @@ def test_a_completion_that_cannot_be_decoded_fails_alone() -> None:
         return decode(tokens)
 
     source.tokenizer.decode = refuse_short  # type: ignore[method-assign]
-    bad = ask(engine, prompt_of(4), Sampling(max_tokens=3, ignore_eos=True))
-    good = ask(engine, prompt_of(4), FREE)
+    bad = submit_request(engine, make_prompt(4), Sampling(max_tokens=3, ignore_eos=True))
+    good = submit_request(engine, make_prompt(4), SAMPLED)
     run(engine)
     assert "no such token" in bad.failures[0]
     assert len(good.completions[0].tokens) == 12

@@ -1,4 +1,4 @@
-"""Greedy answers of pinned weights: the same, whatever is served and whatever happens beside."""
+"""Greedy completions of pinned weights are independent of the served weights and of other requests."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ PROMPTS = [(5, 9, 33), (2, 17), (60, 4, 4, 11), (7,), (21, 22), (9, 9, 9)]
 
 @pytest.fixture
 def policy(tmp_path: Path) -> Policy:
-    """A tiny policy with an adapter."""
+    """Return a tiny policy with an adapter."""
     model = ModelSection(path=str(save(tmp_path / "base")))
     return load_policy(model, policy_settings(rank=2, scale=2.0), seed=0, keep_reference=False)
 
 
 def moved(policy: Policy, shift: float) -> Any:
-    """The served parameters, every number moved."""
+    """Return the served parameters with every value shifted."""
     parameters = tree_map(lambda array: array + shift, policy.trainable())
     mx.eval(parameters)
     return parameters
 
 
-def answers(policy: Policy, parameters: Any, prompts: Any = PROMPTS, **keys: Any) -> Any:
-    """The job."""
+def completion_job(policy: Policy, parameters: Any, prompts: Any = PROMPTS, **keys: Any) -> Any:
+    """Return the cooperative job."""
     settings = {"sampling": SAMPLING, "settings": EngineSection(max_num_seqs=4), "version": 3, **keys}
     return greedy_completions(policy, parameters, prompts=prompts, **settings)
 
 
-def greedy_twin(policy: Policy, parameters: Any, prompt: tuple[int, ...], count: int) -> tuple[int, ...]:
-    """Slow and obvious: the whole sequence anew for each token."""
+def greedy_reference(policy: Policy, parameters: Any, prompt: tuple[int, ...], count: int) -> tuple[int, ...]:
+    """Return greedy completions with one full forward pass per token."""
     tokens = list(prompt)
     with policy.using(parameters):
         for _ in range(count):
@@ -54,20 +54,20 @@ def greedy_twin(policy: Policy, parameters: Any, prompt: tuple[int, ...], count:
     return tuple(tokens[len(prompt) :])
 
 
-def test_answers_are_greedy_and_in_the_order_of_the_prompts(policy: Policy) -> None:
-    """Each token is the most probable one under the pinned weights, and names their version."""
+def test_completions_are_greedy_and_in_the_order_of_the_prompts(policy: Policy) -> None:
+    """Each token is the most probable one under the pinned weights and has their version."""
     pinned = moved(policy, 0.4)
-    completions = finish(answers(policy, pinned))
-    assert [c.tokens for c in completions] == [greedy_twin(policy, pinned, prompt, 8) for prompt in PROMPTS]
-    assert [c.tokens for c in completions] != [greedy_twin(policy, policy.trainable(), p, 8) for p in PROMPTS]
+    completions = finish(completion_job(policy, pinned))
+    assert [c.tokens for c in completions] == [greedy_reference(policy, pinned, prompt, 8) for prompt in PROMPTS]
+    assert [c.tokens for c in completions] != [greedy_reference(policy, policy.trainable(), p, 8) for p in PROMPTS]
     assert {version for c in completions for version in c.versions} == {3}
 
 
-def test_between_turns_the_served_weights_compute_and_may_be_swapped(policy: Policy) -> None:
-    """Neither does the measurement see the swap, nor do those who are served see the measurement."""
+def test_the_served_weights_are_active_between_turns(policy: Policy) -> None:
+    """They may be swapped. The evaluation is unaffected by the swap, and served requests by the evaluation."""
     pinned, newer = moved(policy, 0.4), moved(policy, -0.4)
-    undisturbed = finish(answers(policy, pinned))
-    job = answers(policy, pinned)
+    undisturbed = finish(completion_job(policy, pinned))
+    job = completion_job(policy, pinned)
     next(job)
     policy.publish(newer, version=9, step=9, fingerprint="newer")
     logits = policy.model(mx.array([[5, 9]]))
@@ -88,8 +88,8 @@ def test_between_turns_the_served_weights_compute_and_may_be_swapped(policy: Pol
     assert same_bits(policy.trainable(), newer)
 
 
-def test_no_more_than_two_batches_are_ever_in_the_line(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ten thousand held-out problems take no more memory than ten."""
+def test_at_most_two_batches_are_submitted_at_a_time(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory does not grow with the number of held-out problems."""
     pending = []
 
     class Counting(DecodeEngine):
@@ -100,21 +100,21 @@ def test_no_more_than_two_batches_are_ever_in_the_line(policy: Policy, monkeypat
 
     monkeypatch.setattr(evaluation, "DecodeEngine", Counting)
     prompts = [(3 + i % 40,) for i in range(60)]
-    completions = finish(answers(policy, policy.trainable(), prompts))
+    completions = finish(completion_job(policy, policy.trainable(), prompts))
     assert len(completions) == 60
-    assert completions[:40] == finish(answers(policy, policy.trainable(), prompts[:40]))
+    assert completions[:40] == finish(completion_job(policy, policy.trainable(), prompts[:40]))
     assert max(pending) == 8
 
 
-def test_what_does_not_fit_is_refused(policy: Policy) -> None:
-    """A prompt as long as the context leaves no room for an answer."""
+def test_a_prompt_beyond_the_context_is_refused(policy: Policy) -> None:
+    """A prompt of the context's length leaves no room for a completion."""
     with pytest.raises(RequestError, match="128"):
-        next(answers(policy, policy.trainable(), [(5,) * 128]))
-    assert finish(answers(policy, policy.trainable(), [])) == []
+        next(completion_job(policy, policy.trainable(), [(5,) * 128]))
+    assert finish(completion_job(policy, policy.trainable(), [])) == []
 
 
-def test_an_engine_that_gives_up_is_a_failure(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An accuracy over the rest would be a wrong number; the served weights are back in any case."""
+def test_a_failed_engine_fails_the_evaluation(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No accuracy of a part of the problems is returned. The served weights are restored."""
     served = policy.trainable()
 
     class Failing(DecodeEngine):
@@ -126,14 +126,14 @@ def test_an_engine_that_gives_up_is_a_failure(policy: Policy, monkeypatch: pytes
 
     monkeypatch.setattr(evaluation, "DecodeEngine", Failing)
     with pytest.raises(RuntimeError, match="evaluation failed: out of memory"):
-        finish(answers(policy, moved(policy, 0.4)))
+        finish(completion_job(policy, moved(policy, 0.4)))
     assert same_bits(policy.trainable(), served)
 
 
-def test_closed_early_it_leaves_the_served_weights(policy: Policy) -> None:
-    """A run that is stopped closes the job between two turns."""
+def test_a_closed_job_restores_the_served_weights(policy: Policy) -> None:
+    """A stopped run closes the job between two turns."""
     logits = policy.model(mx.array([[5, 9]]))
-    job = answers(policy, moved(policy, 0.4))
+    job = completion_job(policy, moved(policy, 0.4))
     next(job)
     job.close()
     assert mx.array_equal(policy.model(mx.array([[5, 9]])), logits).item()

@@ -1,4 +1,4 @@
-"""What the engine drew is found again by its tokens, as it was sampled, until newer completions take its place."""
+"""The sample log finds sampled completions by their tokens until newer completions replace them."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ PROMPT = (5, 9, 33)
 
 
 def request(prompt: tuple[int, ...] = PROMPT, **sampling: Any) -> SampleRequest:
-    """One completion of a prompt."""
+    """Return a request of one completion."""
     return SampleRequest(prompt=prompt, sampling=Sampling(**sampling), seeds=(0,))
 
 
 def completion(*tokens: int, **fields: Any) -> Completion:
-    """Token t has log-probability -t / 8 and was sampled by version t // 10."""
+    """Return a completion: token t has log-probability -t / 8 and version t // 10."""
     usual = {
         "logprobs": tuple(-token / 8 for token in tokens),
         "versions": tuple(token // 10 for token in tokens),
@@ -29,8 +29,8 @@ def completion(*tokens: int, **fields: Any) -> Completion:
     return Completion(tokens=tokens, text="", **(usual | fields))
 
 
-def test_a_completion_is_found_by_its_tokens_and_those_before() -> None:
-    """Everything that the learner wants to know comes back, exactly."""
+def test_a_completion_is_found_by_its_tokens_and_its_prompt() -> None:
+    """All recorded values are returned exactly."""
     log = SampleLog()
     log.remember(request(temperature=0.7), completion(3, 14, 25, finish_reason="length"), client_label="guessing")
     found = log.find([*PROMPT, 3, 14, 25, 40], 3, 6)
@@ -59,15 +59,15 @@ def test_a_completion_is_found_by_its_tokens_and_those_before() -> None:
         ((), 0, 0),
     ],
 )
-def test_what_was_not_drawn_so_is_not_found(tokens: tuple[Any, ...], start: int, end: int) -> None:
-    """Part of a completion, another prompt, another cut between the two, what is no token at all."""
+def test_other_tokens_are_not_found(tokens: tuple[Any, ...], start: int, end: int) -> None:
+    """A part of a completion, another prompt, another boundary between prompt and completion, and invalid tokens."""
     log = SampleLog()
     log.remember(request(), completion(3, 14, 25), client_label="")
     assert log.find(tokens, start, end) is None
 
 
-def test_turns_of_a_conversation_are_found_each_after_what_came_before_it() -> None:
-    """The second prompt holds the first completion, with its end token doubled."""
+def test_turns_of_a_conversation_are_found_after_their_prompts() -> None:
+    """The second prompt contains the first completion with a doubled end token."""
     log = SampleLog()
     log.remember(request(), completion(3, 1), client_label="one")
     log.remember(request((*PROMPT, 3, 1, 1, 7)), completion(4, 1), client_label="two")
@@ -79,8 +79,8 @@ def test_turns_of_a_conversation_are_found_each_after_what_came_before_it() -> N
     assert log.find(whole, 3, 6) is None
 
 
-def test_an_equal_draw_is_remembered_and_counted_once() -> None:
-    """Two of one group may say the same; it is no older for it."""
+def test_an_equal_completion_is_stored_and_counted_once() -> None:
+    """Two completions of one group may be equal. The position in the log does not change."""
     log = SampleLog(capacity_tokens=2 * (32 + 2))
     log.remember(request(), completion(3, 1), client_label="one")
     log.remember(request(), completion(4, 1), client_label="one")
@@ -90,8 +90,8 @@ def test_an_equal_draw_is_remembered_and_counted_once() -> None:
     assert [one.finish_reason if one else None for one in found] == ["length", None, "stop"]
 
 
-def test_the_same_tokens_drawn_by_several_weights_are_told_apart_by_their_log_probabilities() -> None:
-    """As games of a group that go the same way across a swap; without log-probabilities it is the latest."""
+def test_equal_tokens_of_several_versions_differ_by_their_log_probabilities() -> None:
+    """Equal games of a group across a swap. Without log-probabilities the newest is returned."""
     log = SampleLog()
     for version in range(20):
         sampled = completion(3, 1, logprobs=(-0.1 * version, -1.0), versions=(version, version))
@@ -106,8 +106,8 @@ def test_the_same_tokens_drawn_by_several_weights_are_told_apart_by_their_log_pr
     assert oldest.versions.tolist() == [20 - MAX_EQUAL] * 2, "so many, and no more"
 
 
-def test_the_same_weights_may_draw_the_same_tokens_with_other_log_probabilities() -> None:
-    """One of them was begun before a swap, and has its prompt from the weights before."""
+def test_equal_tokens_of_one_version_may_differ_in_log_probabilities() -> None:
+    """One completion began before a swap and has its prompt from the previous weights."""
     log = SampleLog()
     for logprob in (-0.3897, -0.3766, -0.376599):
         log.remember(request(), completion(3, logprobs=(logprob,), versions=(5,)), client_label="")
@@ -115,8 +115,8 @@ def test_the_same_weights_may_draw_the_same_tokens_with_other_log_probabilities(
     assert [round(float(one.logprobs[0]), 6) if one else None for one in found] == [-0.3897, -0.376599]
 
 
-def test_what_cannot_be_learnt_from_takes_no_place_of_what_can() -> None:
-    """An environment that tests itself greedily may draw what was sampled for training; the other way round it may."""
+def test_untrainable_completions_do_not_replace_trainable_ones() -> None:
+    """An environment may sample greedily for its own evaluation. A trainable completion replaces an untrainable one."""
     log = SampleLog()
     log.remember(request(temperature=0.0), completion(4, 1), client_label="test")
     log.remember(request(), completion(4, 1), client_label="training")
@@ -126,8 +126,8 @@ def test_what_cannot_be_learnt_from_takes_no_place_of_what_can() -> None:
     assert [one.client_label if one else None for one in found] == ["training", "training"]
 
 
-def test_the_oldest_are_forgotten_first_and_the_bound_holds() -> None:
-    """A completion counts its tokens and 32 for itself; what is larger than the log is not remembered at all."""
+def test_the_oldest_completions_are_removed_first() -> None:
+    """A completion counts its tokens plus 32. A completion larger than the log is not stored."""
     log = SampleLog(capacity_tokens=3 * (32 + 4))
     for token in range(10):
         log.remember(request(), completion(token, 1, 1, 1), client_label="")
@@ -138,8 +138,8 @@ def test_the_oldest_are_forgotten_first_and_the_bound_holds() -> None:
     assert log.find([*PROMPT, 9, 1, 1, 1], 3, 7)
 
 
-def test_supports_come_back_and_count() -> None:
-    """Sixteen tokens of four bytes, and forty for each support, are thirteen tokens of eight."""
+def test_supports_are_stored_and_count_towards_the_bound() -> None:
+    """Sixteen tokens of four bytes and forty per support count as thirteen tokens of eight bytes."""
     log = SampleLog(capacity_tokens=2 * (32 + 1 + 13))
     supports = (bytes(64),)
     for token in range(3):
@@ -162,8 +162,8 @@ def test_supports_come_back_and_count() -> None:
         ({"logit_bias": ((7, -3.0), (5, 2.0)), "temperature": 1.5}, ""),
     ],
 )
-def test_laws_that_the_learner_cannot_evaluate_are_named(sampling: dict[str, Any], reason: str) -> None:
-    """Greedy, penalised, otherwise biased than the run, or cut without a record; any other temperature is fine."""
+def test_sampling_distributions_without_a_gradient_are_named(sampling: dict[str, Any], reason: str) -> None:
+    """Greedy, penalised, other biases than the run, or filtered without supports. Any temperature is valid."""
     log = SampleLog(logit_bias=((5, 2.0), (7, -3.0)))
     log.remember(request(**sampling), completion(3, 1), client_label="")
     found = log.find([*PROMPT, 3, 1], 3, 5)
@@ -172,15 +172,15 @@ def test_laws_that_the_learner_cannot_evaluate_are_named(sampling: dict[str, Any
     assert bool(reason) == bool(found.unlearnable)
 
 
-def test_aborted_completions_are_not_remembered() -> None:
-    """NullSampleLog got them."""
+def test_aborted_completions_are_not_stored() -> None:
+    """No client received them."""
     log = SampleLog()
     log.remember(request(), completion(3, 1, finish_reason="abort"), client_label="")
     assert log.find([*PROMPT, 3, 1], 3, 5) is None
 
 
-def test_a_reader_in_another_thread_sees_whole_completions_only() -> None:
-    """One thread writes over and over, another reads: what is found is what was sampled."""
+def test_a_concurrent_reader_finds_only_whole_completions() -> None:
+    """One thread writes and another reads."""
     log = SampleLog(capacity_tokens=50 * (32 + 2))
     done = threading.Event()
     wrong: list[int] = []

@@ -1,18 +1,31 @@
-"""Drawing tokens: the right distribution, the right support, and nothing at the edges of float32."""
+"""Sampling: logits processors, random numbers, the sampling distribution, and extreme float32 values."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
-from clotho.inference.sampling import choose_token, invert_cdf, row_parameters, sample, uniforms
+from clotho.cpu.interface import PADDING
+from clotho.cpu.sampling import apply_filters
+from clotho.cpu.sampling import support_tokens as support_tokens_on_cpu
+from clotho.inference.sampling import (
+    choose_token,
+    filter_mask,
+    invert_cdf,
+    row_parameters,
+    sample,
+    support_tokens,
+    uniforms,
+)
 from protocols.sampling import Sampling
-from tests.inference.engine_helpers import processed
+from tests.inference.engine_helpers import processed_logprobs
 
 
-def draws(logits_V: np.ndarray, sampling: Sampling, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Draw `count` tokens from the same logits, each with a seed of its own."""
+def sample_tokens(logits_V: np.ndarray, sampling: Sampling, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Sample `count` tokens from the same logits, each with its own seed."""
     rows = mx.array(np.broadcast_to(logits_V.astype(np.float32), (count, len(logits_V))))
     plan = row_parameters([sampling] * count, len(logits_V))
     uniform = mx.array(uniforms(np.arange(count, dtype=np.uint64), np.zeros(count, dtype=np.int64)))
@@ -26,11 +39,11 @@ def draws(logits_V: np.ndarray, sampling: Sampling, count: int) -> tuple[np.ndar
     [Sampling(), Sampling(temperature=0.6), Sampling(top_p=0.8), Sampling(top_k=7), Sampling(min_p=0.05)],
     ids=["plain", "temperature", "top-p", "top-k", "min-p"],
 )
-def test_tokens_are_drawn_in_proportion_to_their_probability(vocabulary: int, sampling: Sampling) -> None:
-    """Chi-square of 10,000 draws against the twin's distribution, in one stage and in two, stays below 5 sigma."""
+def test_tokens_are_sampled_in_proportion_to_their_probability(vocabulary: int, sampling: Sampling) -> None:
+    """Chi-square of 10,000 samples against the reference distribution is below 5 sigma, in one stage and in two."""
     logits_V = np.random.default_rng(3).normal(size=vocabulary)
-    expected_V = np.exp(processed(logits_V, (), sampling))
-    token_B, logp_B = draws(logits_V, sampling, 10_000)
+    expected_V = np.exp(processed_logprobs(logits_V, (), sampling))
+    token_B, logp_B = sample_tokens(logits_V, sampling, 10_000)
     assert (expected_V[token_B] > 0).all()
     np.testing.assert_allclose(logp_B, np.log(expected_V[token_B]), atol=1e-4)
     common = expected_V * 10_000 >= 10
@@ -41,8 +54,8 @@ def test_tokens_are_drawn_in_proportion_to_their_probability(vocabulary: int, sa
     assert chi_square < freedom + 5 * np.sqrt(2 * freedom)
 
 
-def test_a_masked_token_is_never_drawn_whatever_the_uniform() -> None:
-    """At both ends of the uniform's range, and between masked tokens, a token of positive weight is chosen."""
+def test_a_masked_token_is_never_sampled() -> None:
+    """At both ends of the uniform's range and between masked tokens, a token of positive weight is chosen."""
     weight = np.zeros((6, 640), dtype=np.float32)
     weight[:, [130, 400]] = 1.0, 2.0
     edge = np.array([[2.0**-24, 2.0**-24], [1 - 2.0**-24, 1 - 2.0**-24]] * 3, dtype=np.float32)
@@ -55,28 +68,28 @@ def test_a_masked_token_is_never_drawn_whatever_the_uniform() -> None:
         np.testing.assert_array_equal(np.array(total), np.full(6, 3.0))
 
 
-def test_a_target_that_rounding_puts_beyond_the_last_prefix_takes_the_heaviest() -> None:
-    """With a uniform of exactly 1, which is never sampled, the heaviest index is returned instead of the first."""
+def test_a_target_beyond_the_last_sum_selects_the_heaviest_index() -> None:
+    """Rounding may put the target there. A uniform of exactly 1, which is never sampled, shows the case."""
     index, _ = invert_cdf(mx.array([[0.0, 1.0, 3.0, 0.0]]), mx.array([[1.0]]))
     assert index.item() == 2
 
 
-def test_top_p_keeps_the_likeliest_token_however_small_p_is() -> None:
-    """The support is never empty."""
-    token_B, logp_B = draws(np.array([0.1, 0.2, 0.3]), Sampling(top_p=1e-6), 50)
+def test_top_p_keeps_the_most_probable_token() -> None:
+    """The support is never empty, even for the smallest p."""
+    token_B, logp_B = sample_tokens(np.array([0.1, 0.2, 0.3]), Sampling(top_p=1e-6), 50)
     assert set(token_B.tolist()) == {2}
     np.testing.assert_allclose(logp_B, 0.0, atol=1e-6)
 
 
-def test_greedy_takes_the_first_of_equal_logits_and_reports_the_untempered_probability() -> None:
-    """Temperature 0 ignores the filters."""
-    token_B, logp_B = draws(np.array([0.0, 1.0, 1.0, -1.0]), Sampling(temperature=0.0, top_k=1), 1)
+def test_greedy_takes_the_first_of_equal_logits_at_temperature_one() -> None:
+    """Temperature 0 ignores the filters and reports the log-probability at temperature 1."""
+    token_B, logp_B = sample_tokens(np.array([0.0, 1.0, 1.0, -1.0]), Sampling(temperature=0.0, top_k=1), 1)
     assert token_B.tolist() == [1]
     np.testing.assert_allclose(logp_B, [1.0 - np.log(1 + 2 * np.e + np.exp(-1))], atol=1e-6)
 
 
-def test_a_plan_without_settings_has_no_arrays() -> None:
-    """What no row uses is not computed: plain rows need neither sort, nor penalty, nor bias, nor scaling."""
+def test_unused_sampling_parameters_allocate_no_arrays() -> None:
+    """Rows without filters need no sort, penalty, bias or scaling."""
     plan = row_parameters([Sampling(), None, Sampling(top_k=500)], 400)
     assert not plan.all_greedy
     unused = (plan.greedy_B, plan.inverse_temperature_B, plan.filters, plan.penalty_B, plan.bias)
@@ -85,8 +98,8 @@ def test_a_plan_without_settings_has_no_arrays() -> None:
     assert plan.recording is None
 
 
-def test_only_rows_that_filter_and_are_asked_to_record_do() -> None:
-    """Supports are as wide as the largest top-k among them; a greedy row and one that keeps every token have none."""
+def test_only_filtered_rows_that_request_it_record_supports() -> None:
+    """Supports are as wide as the largest top-k of these rows. A greedy row and an unfiltered row have none."""
     settings = [
         Sampling(top_k=9),
         Sampling(top_k=5, top_p=0.9),
@@ -101,13 +114,122 @@ def test_only_rows_that_filter_and_are_asked_to_record_do() -> None:
     assert (np.array(recording.row_R).tolist(), recording.width) == ([1, 4], 6)
 
 
-def test_alternatives_come_best_first() -> None:
-    """As many as asked for, with log-probabilities of the processed distribution."""
+def test_alternatives_are_sorted_by_probability() -> None:
+    """The requested number, with log-probabilities of the processed distribution."""
     logits = np.array([0.0, 3.0, 1.0, 2.0])
     plan = row_parameters([Sampling(temperature=2.0, top_logprobs=3)], 4)
     sampled = sample(mx.array(logits[None].astype(np.float32)), mx.array([[0.5, 0.5]]), plan, None)
     assert sampled.top_token_B_N is not None
     assert sampled.top_logp_B_N is not None
     assert np.array(sampled.top_token_B_N).tolist() == [[1, 3, 2]]
-    expected = processed(logits, (), Sampling(temperature=2.0))
+    expected = processed_logprobs(logits, (), Sampling(temperature=2.0))
     np.testing.assert_allclose(np.array(sampled.top_logp_B_N)[0], expected[[1, 3, 2]], atol=1e-5)
+
+
+Kept = Callable[[np.ndarray, list[Sampling]], np.ndarray]
+
+FILTERED = (
+    Sampling(top_k=7),
+    Sampling(),
+    Sampling(top_p=0.8),
+    Sampling(top_k=30, top_p=0.9, min_p=0.02),
+    Sampling(min_p=0.1),
+    Sampling(top_p=1e-6),
+)
+
+
+def kept_on_host(x_B_V: np.ndarray, settings: list[Sampling]) -> np.ndarray:
+    """Return which tokens keep their logits in NumPy."""
+    filters = row_parameters(settings, x_B_V.shape[1]).filters
+    assert filters is not None
+    left_B_V = x_B_V.copy()
+    apply_filters(left_B_V, filters)
+    kept_B_V = left_B_V > -np.inf
+    np.testing.assert_array_equal(left_B_V[kept_B_V], x_B_V[kept_B_V])
+    return kept_B_V
+
+
+def kept_on_device(x_B_V: np.ndarray, settings: list[Sampling]) -> np.ndarray:
+    """Return which of the possible tokens the mask keeps."""
+    filters = row_parameters(settings, x_B_V.shape[1]).filters
+    assert filters is not None
+    return np.array(filter_mask(mx.array(x_B_V), filters)) & (x_B_V > -np.inf)
+
+
+def test_top_k_keeps_exactly_k_tokens_among_ties() -> None:
+    """Of equal logits the lower token ids are kept."""
+    plan = row_parameters([Sampling(top_k=3), Sampling(top_p=0.5)], 8)
+    assert plan.filters is not None
+    kept = np.array(filter_mask(mx.zeros((2, 8)), plan.filters))
+    np.testing.assert_array_equal(kept[0], np.arange(8) < 3)
+    np.testing.assert_array_equal(kept[1], np.arange(8) < 4)
+
+
+@pytest.mark.parametrize("kept", [kept_on_host, kept_on_device])
+@pytest.mark.parametrize("settings", [FILTERED, FILTERED[:1], FILTERED[3:4]], ids=["mixed", "top-k", "all three"])
+def test_the_filters_keep_the_documented_support(kept: Kept, settings: tuple[Sampling, ...]) -> None:
+    """Each row equals the reference, for any neighbours and for many equal logits."""
+    rows = [settings[row % len(settings)] for row in range(48)]
+    random_B_V = np.random.default_rng(5).normal(size=(48, 300)).astype(np.float32) * 2
+    for x_B_V in (random_B_V, np.round(random_B_V)):
+        expected = [
+            processed_logprobs(x_V.astype(np.float64), (), s) > -np.inf for x_V, s in zip(x_B_V, rows, strict=True)
+        ]
+        np.testing.assert_array_equal(kept(x_B_V, rows), expected)
+
+
+@pytest.mark.parametrize("kept", [kept_on_host, kept_on_device])
+def test_impossible_tokens_are_not_in_a_support(kept: Kept) -> None:
+    """A token of logit minus infinity cannot be sampled, even among the k most probable tokens."""
+    x_B_V = np.full((1, 20), -np.inf, dtype=np.float32)
+    x_B_V[0, [3, 11]] = 1.0, 0.5
+    assert np.flatnonzero(kept(x_B_V, [Sampling(top_k=5)])[0]).tolist() == [3, 11]
+
+
+@pytest.mark.parametrize("kept", [kept_on_host, kept_on_device])
+def test_a_filter_too_weak_for_float32_keeps_every_token(kept: Kept) -> None:
+    """The smallest min-p is 0 in float32."""
+    assert kept(np.zeros((2, 8), dtype=np.float32), [Sampling(min_p=1e-46), Sampling()]).all()
+
+
+def test_supports_are_ascending_and_padded_at_the_end() -> None:
+    """On the device and on the host. A support may have the whole width or one token."""
+    x_R_V = np.full((3, 10), -np.inf, dtype=np.float32)
+    x_R_V[0, [9, 2, 5]], x_R_V[1, 4], x_R_V[2, :4] = 1.0, -3.0, 0.0
+    expected = [[2, 5, 9, PADDING], [4] + [PADDING] * 3, [0, 1, 2, 3]]
+    for found in (np.array(support_tokens(mx.array(x_R_V), 4)), support_tokens_on_cpu(x_R_V, 4)):
+        assert found.dtype == np.uint32
+        assert found.tolist() == expected
+
+
+def grid(seeds: int, positions: int) -> np.ndarray:
+    """Return the uniforms (seeds, positions, 2) of all pairs of the first seeds and positions."""
+    seed, position = np.meshgrid(np.arange(seeds), np.arange(positions), indexing="ij")
+    return uniforms(seed.ravel().astype(np.uint64), position.ravel().astype(np.int64)).reshape(seeds, positions, 2)
+
+
+def test_a_uniform_depends_only_on_seed_and_position() -> None:
+    """The order and number of rows sampled together have no effect."""
+    together = grid(5, 7)
+    one = uniforms(np.array([3], dtype=np.uint64), np.array([4], dtype=np.int64))
+    np.testing.assert_array_equal(together[3, 4], one[0])
+
+
+def test_uniforms_lie_strictly_inside_the_unit_interval() -> None:
+    """In float32 the values 0 and 1 would select a token of probability zero."""
+    u = uniforms(np.array([0, 2**64 - 1], dtype=np.uint64), np.array([0, 2**40], dtype=np.int64), lanes=1000)
+    assert u.dtype == np.float32
+    assert u.min() > 0.0
+    assert u.max() < 1.0
+
+
+def test_uniforms_are_uncorrelated_along_seeds_positions_and_lanes() -> None:
+    """Also for neighbouring seeds and positions, which a group uses."""
+    u = grid(300, 200).astype(np.float64)
+    counts, _ = np.histogram(u, bins=64, range=(0, 1))
+    expected = u.size / 64
+    assert ((counts - expected) ** 2 / expected).sum() < 63 + 5 * np.sqrt(126)
+    centred = u - 0.5
+    bound = 5 / 12 / np.sqrt(u.size / 2)
+    for a, b in ((centred[:-1], centred[1:]), (centred[:, :-1], centred[:, 1:]), (centred[..., 0], centred[..., 1])):
+        assert abs((a * b).mean()) < bound

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import mlx.core as mx
@@ -11,11 +12,19 @@ import pytest
 from mlx_lm.utils import quantize_model
 
 from clotho.config.sections_data import Lora
-from clotho.models.lora import install_adapter, is_quantized, open_all_weights
+from clotho.models.lora import (
+    install_adapter,
+    is_quantized,
+    linear_modules,
+    module_ranks,
+    open_all_weights,
+    token_weights,
+)
 from clotho.models.parameters import flat, nested
 from protocols.errors import ModelError
 from tests.learner_settings import adapter_settings
 from tests.saved_models import CONFIG, MIXTURE, TOKENS_1_T, UNTIED, build
+from tests.small_models import ARCHITECTURES, tiny
 
 
 def trainable(model: Any) -> dict[str, mx.array]:
@@ -190,3 +199,108 @@ def test_nothing_beside_packed_weights_but_adapters() -> None:
         model, _ = quantize_model(build(UNTIED), dict(UNTIED), group_size=32, bits=4)
         with pytest.raises(ModelError, match=f"policy.method.{key}: quantized weights cannot"):
             install_adapter(model, adapter_settings("lora", **{key: True}), seed=0)
+
+
+def ranks(**section: Any) -> dict[str, int]:
+    """Ranks by module for the tiny dense model."""
+    return module_ranks(build(CONFIG).layers, adapter_settings(**section))
+
+
+def test_linear_modules_are_named_relative_to_their_block() -> None:
+    """Routers and experts among them."""
+    assert {"mlp.switch_mlp.down_proj", "mlp.gate"} <= linear_modules(build(MIXTURE).layers).keys()
+
+
+def test_a_short_name_stands_for_the_modules_that_end_in_it() -> None:
+    """PEFT's `q_proj` is mlx-lm's `self_attn.q_proj`; in `ranks` as in `target_modules`."""
+    targets = ("q_proj", "mlp.up_proj")
+    assert ranks(target_modules=targets) == {"mlp.up_proj": 8, "self_attn.q_proj": 8}
+    assert ranks(target_modules=targets, ranks=("up_proj=3",)) == {"mlp.up_proj": 3, "self_attn.q_proj": 8}
+
+
+@pytest.mark.parametrize("misspelt", ["self_atn.q_proj", "qproj"])
+def test_an_unknown_name_names_the_nearest(misspelt: str) -> None:
+    """A misspelt module is an error, never an adapter that trains less than asked."""
+    with pytest.raises(ModelError, match=r"policy\.method\.target_modules: .*did you mean self_attn\.q_proj"):
+        ranks(target_modules=(misspelt,))
+    with pytest.raises(ModelError, match=r"policy\.method\.ranks: .*did you mean self_attn\.q_proj"):
+        ranks(ranks=(f"{misspelt}=4",))
+
+
+@pytest.mark.parametrize(
+    ("entries", "reason"),
+    [
+        (("k_proj=33",), r"k_proj=33 exceeds the smaller side of self_attn\.k_proj, which is 32"),
+        (
+            ("q_proj=4", "self_attn.q_proj=6"),
+            r"self_attn\.q_proj=6 sets the rank of self_attn\.q_proj twice, first to 4",
+        ),
+        (("up_proj=4",), r"up_proj=4 has no effect: policy\.method\.target_modules does not include up_proj"),
+    ],
+    ids=["too large", "twice", "left out"],
+)
+def test_a_rank_that_cannot_be_meant_is_refused(entries: tuple[str, ...], reason: str) -> None:
+    """In one line that names policy.method.ranks."""
+    with pytest.raises(ModelError, match=rf"^policy\.method\.ranks: {reason}$"):
+        ranks(target_modules=("q_proj", "k_proj"), ranks=entries)
+
+
+def test_the_largest_rank_is_the_smaller_side() -> None:
+    """64 in, 32 out."""
+    assert ranks(ranks=("k_proj=32",))["self_attn.k_proj"] == 32
+
+
+GPT2: dict[str, Any] = {
+    "n_ctx": 64,
+    "n_embd": 16,
+    "n_head": 2,
+    "n_layer": 1,
+    "n_positions": 64,
+    "layer_norm_epsilon": 1e-5,
+    "vocab_size": 32,
+}
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_what_is_found_turns_tokens_into_vectors_and_vectors_into_logits(architecture: str) -> None:
+    """Doubling an embedding or the head moves the logits; no other matrix of that height is left."""
+    model = tiny(architecture)
+    tokens_1_T = mx.array([[3, 5, 8]])
+    before = model(tokens_1_T)
+    found = token_weights(model, embeddings=True, head=False)
+    assert len(found) == 1
+    (embedding,) = found.values()
+    assert type(embedding) is nn.Embedding
+    embedding.weight = embedding.weight * mx.array([[2.0 if i % 2 else 0.5] for i in range(64)])
+    assert not mx.allclose(model(tokens_1_T), before).item()
+    tall = [name for name, module in model.named_modules() if getattr(module, "weight", before).shape[0] == 64]
+    try:
+        head = token_weights(model, embeddings=False, head=True)
+    except ModelError:
+        head = {}
+    assert sorted([*found, *head]) == sorted(name for name in tall if name.count("layers") == 0)
+
+
+def gpt2() -> Any:
+    """Embeddings of tokens and of positions, a tied head; nothing evaluated."""
+    module = importlib.import_module("mlx_lm.models.gpt2")
+    return module.Model(module.ModelArgs.from_dict({"model_type": "gpt2", **GPT2}))
+
+
+def test_an_embedding_of_positions_is_none_of_tokens() -> None:
+    """GPT-2 has both, and ties its head."""
+    assert list(token_weights(gpt2(), embeddings=True, head=False)) == ["model.wte"]
+    with pytest.raises(
+        ModelError, match=r"policy\.method\.train_head: .*tied.*policy\.method\.train_embeddings = true trains both"
+    ):
+        token_weights(gpt2(), embeddings=True, head=True)
+
+
+def test_watching_leaves_no_trace_and_computes_nothing() -> None:
+    """Classes are the library's again, and weights that were not read yet stay unread."""
+    model = gpt2()
+    mx.reset_peak_memory()
+    held = mx.get_active_memory()
+    token_weights(model, embeddings=True, head=False)
+    assert mx.get_peak_memory() < held + model.model.wte.weight.nbytes
+    assert {type(model.model.wte), type(model.model.wpe)} == {nn.Embedding}

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 
-from clotho.models.machine import describe_machine
+import mlx.core as mx
+
+from clotho.models.machine import describe_machine, random_state, restore_random_state
 
 
 def test_the_machine_is_described() -> None:
@@ -16,3 +18,15 @@ def test_the_machine_is_described() -> None:
     assert machine.memory_bytes > 2**28
     assert machine.mlx_version[0].isdigit()
     assert all([machine.processor, machine.device, machine.system])
+
+
+def test_a_restored_state_draws_the_same_numbers() -> None:
+    """Dropout after a resume is the dropout of the uninterrupted run."""
+    mx.random.seed(7)
+    mx.eval(mx.random.uniform(shape=(5,)))
+    state = random_state()
+    expected = mx.random.uniform(shape=(5,)).tolist()
+    mx.random.seed(99)
+    restore_random_state(state)
+    assert mx.random.uniform(shape=(5,)).tolist() == expected
+    assert all(isinstance(word, int) for word in state)

@@ -1,4 +1,4 @@
-"""A run assembled of real parts: a tiny model on disk, a few problems, a run directory."""
+"""A run built from real parts: a tiny model on disk, a few problems, and a run directory."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from clotho.config.schema import Profile
 from clotho.run.context import RunContext
 from clotho.run.startup import build_context
 from clotho.storage.run_directory import open_run
-from tests.actors.boxes import compute_thread
+from tests.actors.actor_helpers import compute_thread
 from tests.saved_models import save
 
 
 def tiny_profile(directory: Path, **sections: Any) -> Profile:
-    """A profile of ten steps of two groups each; `sections` are merged into its tables."""
+    """Return a profile of ten steps of two groups. `sections` are merged into its tables."""
     base, problems = directory / "base", directory / "train.jsonl"
     if not base.exists():
         save(base)
@@ -45,8 +45,8 @@ def tiny_profile(directory: Path, **sections: Any) -> Profile:
 
 
 @asynccontextmanager
-async def assembled(profile: Profile, *, resume: bool = False) -> AsyncIterator[RunContext]:
-    """The parts of a run in its directory, which is given back at the end."""
+async def open_context(profile: Profile, *, resume: bool = False) -> AsyncIterator[RunContext]:
+    """Yield the context of a run, and release its run directory at the end."""
     directory = open_run(Path(profile.run_dir), resume=resume, clean=False)
     try:
         with compute_thread() as executor:

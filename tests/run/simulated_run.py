@@ -1,4 +1,4 @@
-"""A run in a circle, prompter to learner and back, with a fake engine and a learner that only counts."""
+"""A run of prompter, generator and learner with a fake engine and a learner that only counts updates."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, cast
 import anyio
 from msgspec import Struct
 
-from actors.generator import Generator as GeneratorBox
+from actors.generator import Generator as GeneratorActor
 from actors.learner import Learner, LearnerProgress
 from actors.prompter import Prompter
 from clotho.config.schema import CollapseDetectionSection
@@ -27,7 +27,7 @@ from protocols.prompt import Prompt
 from protocols.rollout import Discarded, GroupOutcome, RolloutGroup, ScoredGroup
 from protocols.sampling import SampleRequest, Sampling
 from protocols.step import GroupsEnded, PolicyUpdated, StepReport, UpdateMetrics, WeightsReady
-from tests.actors.boxes import everything, prompt
+from tests.actors.actor_helpers import prompt, receive_all
 from tests.fakes import FakeEngine
 from tests.learner_settings import learner_settings
 
@@ -39,8 +39,8 @@ METRICS = UpdateMetrics(
 )  # fmt: skip
 
 
-class Counting:
-    """A policy learner that learns nothing but the number of its updates."""
+class CountingPolicyLearner:
+    """A policy learner that only counts its updates."""
 
     fingerprint, parameters = "f", None
 
@@ -65,11 +65,11 @@ class Counting:
         return {}
 
 
-class LossConfig(Struct, frozen=True, kw_only=True):
-    """How a run goes. lost: whether nothing can be learned from a group; refused: whether it is not even asked."""
+class SimulationSettings(Struct, frozen=True, kw_only=True):
+    """Settings of a simulated run. `zero_variance` and `discarded_early` select groups by id."""
 
-    lost: Callable[[int], bool]
-    refused: Callable[[int], bool] = lambda group_id: False
+    zero_variance: Callable[[int], bool]
+    discarded_early: Callable[[int], bool] = lambda group_id: False
     steps: int = 5
     batch_size: int = 3
     ahead: int = 0
@@ -77,43 +77,43 @@ class LossConfig(Struct, frozen=True, kw_only=True):
     dynamic: bool = True
 
 
-class Recording(Sampler):
-    """Remembers which groups reached the engine together."""
+class RecordingSampler(Sampler):
+    """A sampler that records which groups were submitted together."""
 
     def __init__(self, engine: FakeEngine) -> None:
         super().__init__(engine.submit_call, engine)
-        self.together: list[list[int]] = []
+        self.submissions: list[list[int]] = []
 
     def groups(self, requests: Sequence[SampleRequest]) -> AsyncGenerator[tuple[int, Any], None]:
-        self.together.append([request.prompt[0] for request in requests])
+        self.submissions.append([request.prompt[0] for request in requests])
         return super().groups(requests)
 
 
-class Circle:
-    """A run, or what is left of one after a checkpoint, over mailboxes with room for one message each.
+class SimulatedRun:
+    """A run from its start or from a checkpoint, with queues of capacity 1.
 
-    told: every update; its reports tell how the groups ended.
+    `updates` are all updates of the learner.
     """
 
     def __init__(
         self,
         executor: ComputeExecutor,
-        rules: LossConfig,
+        simulation: SimulationSettings,
         *,
         after: PolicyUpdated | None = None,
         prompted_until: int = 0,
     ) -> None:
         """prompted_until: as the checkpoint says, which has the rest from `after`."""
-        self.rules, self.engine = rules, FakeEngine()
+        self.simulation, self.engine = simulation, FakeEngine()
         self.ledger, self.progress = Ledger(), LearnerProgress()
         if after is not None:
             self.ledger, self.progress = Ledger(after.ledger), LearnerProgress(step=after.report.step)
-        self.learned = Counting(after.report.version if after else 0)
-        self.weights, self.refills = Latest[WeightsReady]("weights"), Latest[int]("refills")
-        self.refills.put(self.ledger.ended - self.progress.step * rules.batch_size)
-        self._serve(self.learned.version, self.progress.step)
-        self.sampler = Recording(self.engine)
-        self.told: list[PolicyUpdated] = []
+        self.policy_learner = CountingPolicyLearner(after.report.version if after else 0)
+        self.weights, self.replacements = Latest[WeightsReady]("weights"), Latest[int]("refills")
+        self.replacements.put(self.ledger.ended - self.progress.step * simulation.batch_size)
+        self._serve(self.policy_learner.version, self.progress.step)
+        self.sampler = RecordingSampler(self.engine)
+        self.updates: list[PolicyUpdated] = []
         self._questions = Queue[Prompt]("questions", capacity=1)
         self._prompts = Queue[Prompt | Discarded]("prompts", capacity=1)
         self._rollouts = Queue[RolloutGroup | Discarded]("rollouts", capacity=1)
@@ -123,28 +123,28 @@ class Circle:
         self._make(executor, prompted_until)
 
     def _make(self, executor: ComputeExecutor, prompted_until: int) -> None:
-        rules, groups = self.rules, self.rules.steps * self.rules.batch_size
+        simulation, groups = self.simulation, self.simulation.steps * self.simulation.batch_size
         distribution: dict[str, Any] = {
-            "batch_size": rules.batch_size,
-            "replacements": self.refills,
+            "batch_size": simulation.batch_size,
+            "replacements": self.replacements,
             "ended": self.ledger.ended,
-            "groups": groups if rules.dynamic else None,
+            "groups": groups if simulation.dynamic else None,
         }
         self.prompter = Prompter(
             outbox=self._questions.outbox(),
             make=lambda group_id: prompt(group_id, (group_id, 7)),
-            group_ids=self.ledger.unended(None if rules.dynamic else groups),
+            group_ids=self.ledger.unended(None if simulation.dynamic else groups),
             prompted_until=prompted_until,
             **distribution,
         )
-        self.generator = GeneratorBox(
+        self.generator = GeneratorActor(
             inbox=self._prompts.inbox(),
             outbox=self._rollouts.outbox(),
             weights=self.weights,
             sampler=self.sampler,
             sampling=Sampling(max_tokens=4),
             group_size=2,
-            max_batches_ahead=rules.ahead,
+            max_batches_ahead=simulation.ahead,
             **distribution,
         )
         self.learner = Learner(
@@ -152,20 +152,20 @@ class Circle:
             updates=[self._updates.outbox()],
             reports=self._reports.outbox(),
             executor=executor,
-            policy_learner=cast(Any, self.learned),
+            policy_learner=cast(Any, self.policy_learner),
             settings=learner_settings(
-                batch_size=rules.batch_size,
-                dynamic_sampling_max_ratio=rules.limit if rules.dynamic else 0.0,
+                batch_size=simulation.batch_size,
+                dynamic_sampling_max_ratio=simulation.limit if simulation.dynamic else 0.0,
                 max_staleness=1,
             ),
             ledger=self.ledger,
             progress=self.progress,
-            replacements=self.refills,
+            replacements=self.replacements,
             logged=Latest[int]("recorded"),
             replay=ReplayBuffer(NoReplay(), seed=0),
             collapse=CollapseMonitor(CollapseDetectionSection(on_collapse="off"), state=CollapseState(), rollbacks=0),
-            steps=rules.steps,
-            synchronous=rules.ahead == 0,
+            steps=simulation.steps,
+            synchronous=simulation.ahead == 0,
             from_environments=False,
         )
 
@@ -173,21 +173,23 @@ class Circle:
         self.engine.version = version
         self.weights.put(WeightsReady(version=version, step=step, fingerprint="f"))
 
-    async def _refuse(self) -> None:
-        """A stage of the user's own, before the generator."""
+    async def _discard_early(self) -> None:
+        """Discard the selected groups before the generator, as an inserted actor does."""
         async with self._questions.inbox() as inbox, self._prompts.outbox() as outbox:
             async for question in inbox:
-                refused = self.rules.refused(question.group_id)
-                await outbox.send(Discarded(prompt=question, reason="invalid", detail="no") if refused else question)
+                discarded_early = self.simulation.discarded_early(question.group_id)
+                await outbox.send(
+                    Discarded(prompt=question, reason="invalid", detail="no") if discarded_early else question
+                )
 
     async def _score(self) -> None:
-        """Zero and one for everybody but those who are lost."""
+        """Score groups with rewards 0 and 1, and discard the zero-variance groups."""
         async with self._rollouts.inbox() as inbox, self._scored.outbox() as outbox:
             async for group in inbox:
                 outcome: GroupOutcome
                 if isinstance(group, Discarded):
                     outcome = group
-                elif self.rules.lost(group.prompt.group_id):
+                elif self.simulation.zero_variance(group.prompt.group_id):
                     outcome = Discarded(prompt=group.prompt, reason="zero_variance", detail="equal")
                 else:
                     outcome = ScoredGroup(group=group, rewards=(0.0, 1.0), parts={})
@@ -195,34 +197,40 @@ class Circle:
 
     async def _broadcast(self, watch: Callable[[PolicyUpdated], None]) -> None:
         async for update in self._updates.inbox():
-            self.told.append(update)
+            self.updates.append(update)
             watch(update)
             self._serve(update.report.version, update.report.step)
 
     async def run(self, watch: Callable[[PolicyUpdated], None] = lambda update: None) -> list[StepReport]:
-        """Run to the end; the reports. watch: called with every update before it serves."""
+        """Run to the end and return the step reports. `watch` is called with every update before its weights serve."""
         try:
             with anyio.fail_after(20):
                 async with anyio.create_task_group() as tasks:
-                    tasks.start_soon(everything, self._reports.inbox())
+                    tasks.start_soon(receive_all, self._reports.inbox())
                     tasks.start_soon(self._broadcast, watch)
-                    for job in (self.learner.run, self._score, self.generator.run, self._refuse, self.prompter.run):
+                    for job in (
+                        self.learner.run,
+                        self._score,
+                        self.generator.run,
+                        self._discard_early,
+                        self.prompter.run,
+                    ):
                         tasks.start_soon(job)
         finally:
             self.engine.close()
-        return [update.report for update in self.told]
+        return [update.report for update in self.updates]
 
     def ended(self) -> list[int]:
-        """Every group that ended in a report, ascending."""
-        return sorted(group_id for update in self.told for group_id in everyone(update.report))
+        """Return the ids of all ended groups in ascending order."""
+        return sorted(group_id for update in self.updates for group_id in report_groups(update.report))
 
 
-def everyone(report: StepReport) -> list[int]:
-    """The groups that a batch was."""
-    lost = [drop.prompt.group_id for drop in report.discarded]
-    return [group.scored.group.prompt.group_id for group in report.trained] + lost
+def report_groups(report: StepReport) -> list[int]:
+    """Return the ids of the groups of a batch."""
+    zero_variance = [drop.prompt.group_id for drop in report.discarded]
+    return [group.scored.group.prompt.group_id for group in report.trained] + zero_variance
 
 
-def losing(share: float, seed: int = 0) -> Callable[[int], bool]:
-    """Lose this share of all groups, always the same ones."""
+def random_groups(share: float, seed: int = 0) -> Callable[[int], bool]:
+    """Select this share of all groups, a function of the seed."""
     return lambda group_id: random.Random(f"{seed}/{group_id}").random() < share

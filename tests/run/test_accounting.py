@@ -19,8 +19,8 @@ from protocols.accounting import GroupSource, LedgerState
 from protocols.checkpoint import RunState
 from protocols.prompt import Prompt
 from protocols.step import PolicyUpdated, StepReport
-from tests.actors.boxes import filled, prompt
-from tests.run.built_context import assembled, tiny_profile
+from tests.actors.actor_helpers import filled_queue, prompt
+from tests.run.built_context import open_context, tiny_profile
 
 LEDGER = LedgerState(all_ended_below=3, ended_above=(6,), trained=2, discarded={"stale": 1, "zero_variance": 1})
 
@@ -28,7 +28,7 @@ LEDGER = LedgerState(all_ended_below=3, ended_above=(6,), trained=2, discarded={
 @pytest.fixture
 async def context(tmp_path: Path) -> AsyncIterator[RunContext]:
     """A run of ten steps of two groups."""
-    async with assembled(tiny_profile(tmp_path)) as built:
+    async with open_context(tiny_profile(tmp_path)) as built:
         yield built
 
 
@@ -72,7 +72,7 @@ async def test_groups_left_in_queues_of_a_complete_run_are_carried_over(context:
     """Groups that no actor has received are counted in the queues between source and learner."""
     source = prompter(context)
     await source.run()
-    groups = accounting(context, source, *(filled(name, [1, 2]) for name in ("prompts", "rollouts.1", "scored")))
+    groups = accounting(context, source, *(filled_queue(name, [1, 2]) for name in ("prompts", "rollouts.1", "scored")))
     for group_id in range(13):
         context.ledger.train(group_id)
     context.ledger.discard(13, "stale")
@@ -109,7 +109,7 @@ async def test_the_balance_of_a_resumed_run_holds(context: RunContext, prompted:
 
 async def test_messages_of_a_custom_source_are_counted(context: RunContext) -> None:
     """Groups that ended before the last start are added. The counted source cannot be drained, and logs that."""
-    queue: Queue[Any] = filled("prompts", [prompt(0), prompt(1)])
+    queue: Queue[Any] = filled_queue("prompts", [prompt(0), prompt(1)])
     assert CountedSource(context, MinimalActor(), queue).prompted_until == 2
     source = group_source(resumed(context, prompted=9), MinimalActor(), queue)
     assert source.prompted_until == 4 + 2
@@ -121,7 +121,7 @@ async def test_messages_of_a_custom_source_are_counted(context: RunContext) -> N
 async def test_a_source_that_implements_the_protocol_is_used_itself(context: RunContext) -> None:
     """The prompter does."""
     source = prompter(context)
-    assert group_source(context, source, filled("prompts", [])) is source
+    assert group_source(context, source, filled_queue("prompts", [])) is source
 
 
 async def test_checkpoint_totals_include_earlier_starts(context: RunContext) -> None:
@@ -171,7 +171,7 @@ async def test_groups_in_flight_keep_their_environment(context: RunContext, reme
 async def test_a_custom_fetcher_counts_what_has_ended_as_received(context: RunContext) -> None:
     """The balance of each environment then holds."""
     context.ledger.train(0, source="a")
-    source = CountedSource(context, MinimalActor(), filled("scored", [1], ended=False))
+    source = CountedSource(context, MinimalActor(), filled_queue("scored", [1], ended=False))
     balance = accounting(context, source).balance(complete=True)
     assert {name: str(counts) for name, counts in balance.sources.items()} == {
         "a": "prompted 1 = trained 1 + discarded 0 + carried over 0"

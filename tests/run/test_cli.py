@@ -1,4 +1,4 @@
-"""The command line: who only asks, or has made a mistake, does not wait for what training takes."""
+"""The command line answers questions and reports mistakes before it imports MLX."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ HEAVY = {"mlx_lm", "transformers", "starlette", "clotho.run.startup"}
         (["--resume", "--run-dir", str(ROOT / "no_such_run")], 2),
     ],
 )
-def test_an_answer_that_needs_no_model_comes_before_the_imports_of_a_run(flags: list[str], status: int) -> None:
-    """They take ten times as long as all the rest: flags, profile and run directory come first."""
+def test_answers_without_a_model_precede_the_imports_of_a_run(flags: list[str], status: int) -> None:
+    """Flags, profile and run directory are checked first, because the imports take ten times as long."""
     command = [sys.executable, "-X", "importtime", "pipeline.py", *flags]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, encoding="utf-8")
     lines = ended.stderr.splitlines()
@@ -43,15 +43,13 @@ def test_an_answer_that_needs_no_model_comes_before_the_imports_of_a_run(flags: 
 
 
 def test_the_installed_command_is_the_same_program() -> None:
-    """`clotho` answers as fast as `python pipeline.py`."""
+    """`clotho` and `python pipeline.py` behave alike."""
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["scripts"]
     assert EntryPoint("clotho", scripts["clotho"], "console_scripts").load() is main
 
 
-def test_garbage_is_collected_again_once_everything_is_loaded(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Collection rests during the imports alone, however the run goes on."""
+def test_garbage_collection_is_off_only_during_the_imports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is on again in every case."""
     assert main(["--model", "/no/such/model", "--run-dir", str(tmp_path / "run"), "--server.port", "0"]) == 2
     assert "/no/such/model" in capsys.readouterr().err
     assert gc.isenabled()

@@ -1,9 +1,12 @@
-"""Actors of the user's own: they get the ends of their place, and whatever they forget, nobody waits for them."""
+"""Custom actors receive the ends of their place, and their mistakes block no other actor.
+
+Channels have inserted actors and taps.
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -15,17 +18,17 @@ from msgspec import convert
 
 from actors.prompter import Prompter
 from clotho.config.schema import ActorSection
-from clotho.run.custom_actors import CustomActors, Services, load_factory
+from clotho.run.custom_actors import Channel, CustomActors, Services, Tee, load_factory
 from clotho.runtime.latest import Latest
 from clotho.runtime.queues import Queue
-from clotho.runtime.supervisor import Child, Restart, Supervisor
+from clotho.runtime.supervisor import Child, Restart, Supervisor, temporary, transient
 from protocols.errors import ProfileError
-from protocols.queues import Inbox
+from protocols.queues import EndOfStream, Inbox, Outbox, QueueClosed
 from protocols.step import WeightsReady
-from tests.actors.boxes import everything, filled, prompt
+from tests.actors.actor_helpers import cancel_when_blocked, filled_queue, prompt, receive_all
 
 
-class Made:
+class RecordingActor:
     """Keeps what it was made with."""
 
     def __init__(self, *, name: str, services: Services, **parts: Any) -> None:
@@ -35,31 +38,31 @@ class Made:
         """Return, and leave every end open."""
 
 
-class Needy(Made):
+class Needy(RecordingActor):
     def __init__(self, *, name: str, services: Services, target: int) -> None:
         super().__init__(name=name, services=services)
 
 
-class Raising(Made):
+class Raising(RecordingActor):
     def __init__(self, **parts: Any) -> None:
         raise LookupError("no such table")
 
 
-class Renamed(Made):
+class Renamed(RecordingActor):
     def __init__(self, **parts: Any) -> None:
         super().__init__(**{**parts, "name": "somebody else"})
 
 
-class Idle(Made):
+class Idle(RecordingActor):
     run = None  # type: ignore[assignment]
 
 
-class Immediate(Made):
+class Immediate(RecordingActor):
     def run(self) -> None:  # type: ignore[override]
         """Return, and be no coroutine."""
 
 
-class Deaf(Made):
+class Deaf(RecordingActor):
     """Waits for something else, and never looks at its inbox, until it fails."""
 
     async def run(self) -> None:
@@ -69,7 +72,7 @@ class Deaf(Made):
 
 
 def reversed_prompter(*, name: str, services: Services, outbox: Any) -> Prompter:
-    """The default prompter with its groups in reverse order."""
+    """Return the default prompter with its groups in reverse order."""
     assert services.replaced is not None
     group_ids = reversed(list(services.replaced.arguments["group_ids"]))
     prompter: Prompter = services.replaced.construct(outbox=outbox, group_ids=group_ids)
@@ -83,54 +86,68 @@ SERVICES = Services(
 )
 
 
-def stanza(mode: str, factory: str = "Made", *, at: str = "", name: str = "mine", **keys: Any) -> ActorSection:
-    """A stanza of a profile; `factory` is one of this module."""
+def actor_section(
+    mode: str, factory: str = "RecordingActor", *, at: str = "", name: str = "mine", **keys: Any
+) -> ActorSection:
+    """Return an [[actors]] table whose `factory` is a class of this module."""
     table = {"name": name, "factory": f"{__name__}:{factory}", "mode": mode, "at": at, **keys}
     return convert(table, ActorSection)
 
 
 def custom(*sections: ActorSection) -> CustomActors:
-    """The actors of these stanzas."""
+    """Return the custom actors of these tables."""
     return CustomActors(sections, SERVICES)
 
 
-def the_made(child: Child) -> Made:
-    """The actor, as what it is."""
-    assert isinstance(child.actor, Made)
+def as_recording(child: Child) -> RecordingActor:
+    """Return the actor with its own type."""
+    assert isinstance(child.actor, RecordingActor)
     return child.actor
 
 
 def test_each_actor_gets_the_ends_of_its_place_and_its_options() -> None:
-    """Stages get `inbox` and `outbox`, taps get `inbox`, replacements get the ends of the actor that they replace."""
+    """Inserted actors get `inbox` and `outbox`, taps get `inbox`, and a replacement gets the ends of the replaced
+    actor.
+    """
     made = custom(
-        stanza("insert", at="scored", name="stage", options={"scale": 2}),
-        stanza("tap", at="scored", name="tap"),
-        stanza("add", name="free"),
-        stanza("replace", at="learner", name="box"),
+        actor_section("insert", at="scored", name="stage", options={"scale": 2}),
+        actor_section("tap", at="scored", name="tap"),
+        actor_section("add", name="free"),
+        actor_section("replace", at="learner", name="replacement"),
     )
     stage, tee, tap = made.channel("scored", 3).children
     assert tee.name == "scored tee"
     [free] = made.added()
     inbox, reports = Queue[int]("in", capacity=1).inbox(), Queue[int]("out", capacity=1).outbox()
     updates = [Queue[int]("one", capacity=1).outbox(), Queue[int]("other", capacity=1).outbox()]
-    box = made.actor(
-        "learner", Made, name="learner", services=SERVICES, inbox=inbox, updates=updates, reports=reports, steps=3
+    replacement = made.actor(
+        "learner",
+        RecordingActor,
+        name="learner",
+        services=SERVICES,
+        inbox=inbox,
+        updates=updates,
+        reports=reports,
+        steps=3,
     )
-    assert sorted(the_made(stage).parts) == ["inbox", "outbox", "scale"]
-    assert sorted(the_made(tap).parts) == ["inbox"]
-    assert the_made(free).parts == {}
-    assert the_made(box).parts == {"inbox": inbox, "updates": updates, "reports": reports}
-    assert box.held_ends == (inbox, *updates, reports)
-    assert made.channel("rollouts", 3).children == [], "a channel that no stanza names"
-    assert [child.restart for child in (stage, tap, free, box)] == [
+    assert sorted(as_recording(stage).parts) == ["inbox", "outbox", "scale"]
+    assert sorted(as_recording(tap).parts) == ["inbox"]
+    assert as_recording(free).parts == {}
+    assert as_recording(replacement).parts == {"inbox": inbox, "updates": updates, "reports": reports}
+    assert replacement.held_ends == (inbox, *updates, reports)
+    assert made.channel("rollouts", 3).children == [], "a channel that no actor_section names"
+    assert [child.restart for child in (stage, tap, free, replacement)] == [
         Restart.TRANSIENT, Restart.TEMPORARY, Restart.TEMPORARY, Restart.TRANSIENT
     ]  # fmt: skip
 
 
-async def test_a_replacement_can_construct_the_actor_that_it_replaces() -> None:
-    """`services.replaced` has its arguments; custom actors in other modes have none."""
+async def test_a_replacement_can_construct_the_replaced_actor() -> None:
+    """`services.replaced` has its arguments. It is None for custom actors in other modes."""
     queue = Queue[Any]("prompts", capacity=9)
-    made = custom(stanza("replace", "reversed_prompter", at="prompter", name="backwards"), stanza("add", name="free"))
+    made = custom(
+        actor_section("replace", "reversed_prompter", at="prompter", name="backwards"),
+        actor_section("add", name="free"),
+    )
     replacements = Latest[int]("replacements")
     replacements.put(0)
     inbox = queue.inbox()
@@ -140,35 +157,38 @@ async def test_a_replacement_can_construct_the_actor_that_it_replaces() -> None:
     )  # fmt: skip
     assert child.name == "backwards"
     await child.actor.run()
-    assert [one.group_id for one in await everything(inbox)] == [3, 2, 1, 0]
+    assert [one.group_id for one in await receive_all(inbox)] == [3, 2, 1, 0]
     [free] = made.added()
-    assert the_made(free).services.replaced is None
+    assert as_recording(free).services.replaced is None
 
 
 def test_an_observer_is_temporary_and_an_actor_is_transient() -> None:
-    """The run ends with an actor of the flow, and does not depend on an observer."""
+    """The run waits for a transient actor and does not depend on an observer."""
     made = custom()
-    assert made.observer("monitor", Made, name="x", services=SERVICES).restart is Restart.TEMPORARY
-    assert made.actor("evaluator", Made, name="x", services=SERVICES).restart is Restart.TRANSIENT
+    assert made.observer("monitor", RecordingActor, name="x", services=SERVICES).restart is Restart.TEMPORARY
+    assert made.actor("evaluator", RecordingActor, name="x", services=SERVICES).restart is Restart.TRANSIENT
 
 
 def test_temporary_actors_with_an_inbox_read_it_to_the_end() -> None:
-    """The monitor and taps get the messages that were sent before the run ended; an added actor is cancelled."""
-    made = custom(stanza("tap", at="scored", name="tap"), stanza("tap", at="scored", name="own", restart="transient"))
+    """The monitor and taps receive all messages sent before the run ended. An added actor is cancelled."""
+    made = custom(
+        actor_section("tap", at="scored", name="tap"),
+        actor_section("tap", at="scored", name="own", restart="transient"),
+    )
     _, tap, own = made.channel("scored", 3).children
-    [free] = custom(stanza("add", name="free")).added()
+    [free] = custom(actor_section("add", name="free")).added()
     inbox = Queue[int]("in", capacity=1).inbox()
-    monitor = custom().observer("monitor", Made, name="monitor", services=SERVICES, inbox=inbox)
-    replaced = custom(stanza("replace", at="monitor")).observer(
-        "monitor", Made, name="", services=SERVICES, inbox=inbox
+    monitor = custom().observer("monitor", RecordingActor, name="monitor", services=SERVICES, inbox=inbox)
+    replaced = custom(actor_section("replace", at="monitor")).observer(
+        "monitor", RecordingActor, name="", services=SERVICES, inbox=inbox
     )
     assert [child.ends_with_input for child in (tap, own, free, monitor, replaced)] == [True, False, False, True, True]
 
 
 @pytest.mark.parametrize("restart", ["permanent", "transient", "temporary"])
-def test_the_restart_policy_is_the_stanzas(restart: str) -> None:
+def test_the_restart_policy_is_that_of_the_profile(restart: str) -> None:
     """A permanent actor has three restarts in a row."""
-    [child] = custom(stanza("add", restart=restart)).added()
+    [child] = custom(actor_section("add", restart=restart)).added()
     assert child.restart.value == restart
     assert child.policy.max_restarts == (3 if restart == "permanent" else 0)
 
@@ -189,16 +209,16 @@ def test_the_restart_policy_is_the_stanzas(restart: str) -> None:
         ("Missing", "Missing cannot be imported: no"),
     ],
 )
-def test_what_is_no_actor_is_refused_in_one_line(factory: str, complaint: str) -> None:
-    """It names the stanza's factory, and says what it lacks."""
+def test_a_factory_without_an_actor_is_refused(factory: str, complaint: str) -> None:
+    """The message names the factory and the missing method or argument."""
     with pytest.raises(ProfileError, match=r"^actors: ") as caught:
-        custom(stanza("add", factory)).added()
+        custom(actor_section("add", factory)).added()
     assert complaint in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_a_module_that_breaks_while_it_is_imported_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever it raises, exit included; a module beside the profile is found where the program was started."""
+def test_a_module_that_fails_on_import_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For any exception, SystemExit included. Modules in the working directory are found."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     (tmp_path / "leaving_module.py").write_text("import sys\nsys.exit(3)\n")
@@ -212,14 +232,14 @@ def test_a_module_that_breaks_while_it_is_imported_is_refused(tmp_path: Path, mo
     assert module.Mine is found
 
 
-def test_a_tap_cannot_outlive_its_channel() -> None:
-    """A permanent tap would be restarted when the run is simply over."""
+def test_a_permanent_tap_is_refused() -> None:
+    """It would be restarted after every run."""
     with pytest.raises(ProfileError, match="'mine' is a tap and ends with its queue: restart must be 'temporary'"):
-        custom(stanza("tap", at="scored", restart="permanent"))
+        custom(actor_section("tap", at="scored", restart="permanent"))
 
 
 async def supervised(children: Sequence[Child], source: Queue[int], reader: Inbox[int]) -> tuple[list[int], list[str]]:
-    """Run children under a supervisor beside the reader of what they pass on; what came, and who failed."""
+    """Run children under a supervisor, and return the received messages and the failed children."""
     failures: list[str] = []
     received: list[int] = []
     supervisor = Supervisor(on_failure=lambda name, error: failures.append(f"{name}: {error}"))
@@ -227,16 +247,16 @@ async def supervised(children: Sequence[Child], source: Queue[int], reader: Inbo
     with anyio.fail_after(10):
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(partial(supervisor.run, children, on_drain=lambda: None))
-            received += await everything(reader)
+            received += await receive_all(reader)
     return received, failures
 
 
-@pytest.mark.parametrize("factory", ["Made", "Deaf"])
-async def test_a_tap_that_ends_without_closing_its_inbox_stops_nobody(factory: str) -> None:
-    """By returning or by failing; the channel does not wait for it when its copies are full."""
-    channel = custom(stanza("tap", factory, at="scored")).channel("scored", 1)
+@pytest.mark.parametrize("factory", ["RecordingActor", "Deaf"])
+async def test_a_tap_that_leaves_its_inbox_open_blocks_no_actor(factory: str) -> None:
+    """After a return and after a failure. The channel does not wait for the tap's full queue."""
+    channel = custom(actor_section("tap", factory, at="scored")).channel("scored", 1)
     writer, reader = channel.outbox(), channel.inbox()
-    numbers = filled("numbers", range(9))
+    numbers = filled_queue("numbers", range(9))
 
     class Pump:
         name = "pump"
@@ -252,10 +272,138 @@ async def test_a_tap_that_ends_without_closing_its_inbox_stops_nobody(factory: s
     assert failures == (["mine: deaf"] if factory == "Deaf" else [])
 
 
-async def test_a_stage_that_ends_without_closing_its_ends_is_not_waited_for() -> None:
-    """The box behind it reaches its end."""
-    made = custom(stanza("insert", at="scored"))
+async def test_an_inserted_actor_that_leaves_its_ends_open_blocks_no_actor() -> None:
+    """The next actor receives the end."""
+    made = custom(actor_section("insert", at="scored"))
     channel = made.channel("scored", 9)
     channel.outbox().send_nowait(1)
     received, failures = await supervised(channel.children, channel.queues[0], channel.inbox())
     assert (received, failures) == ([], [])
+
+
+class Adding:
+    """Adds a letter to every message."""
+
+    def __init__(self, name: str, inbox: Inbox[str], outbox: Outbox[str]) -> None:
+        self.name, self._inbox, self._outbox = name, inbox, outbox
+
+    async def run(self) -> None:
+        """Process all messages."""
+        async with self._inbox, self._outbox:
+            async for message in self._inbox:
+                await self._outbox.send(message + self.name)
+
+
+class Listening:
+    """Keeps what it hears; with a limit, it stops listening after so many."""
+
+    def __init__(self, name: str, inbox: Inbox[str], *, limit: int = 10**9) -> None:
+        self.name, self.heard = name, list[str]()
+        self._inbox, self._limit = inbox, limit
+
+    async def run(self) -> None:
+        """Listen."""
+        async with self._inbox:
+            async for message in self._inbox:
+                self.heard.append(message)
+                if len(self.heard) == self._limit:
+                    return
+
+
+def adding(letter: str) -> Callable[[Inbox[str], Outbox[str]], Child]:
+    """Return an inserted actor of the channel."""
+    return lambda inbox, outbox: transient(Adding(letter, inbox, outbox))
+
+
+def listening(name: str, **options: int) -> Callable[[Inbox[str]], Child]:
+    """Return a tap of the channel."""
+    return lambda inbox: temporary(Listening(name, inbox, **options))
+
+
+async def through(channel: Channel[str], messages: list[str]) -> list[str]:
+    """Send messages into the channel and return what leaves it."""
+    writer, reader = channel.outbox(), channel.inbox()
+
+    async def send() -> None:
+        async with writer:
+            for message in messages:
+                await writer.send(message)
+
+    with anyio.fail_after(10):
+        async with anyio.create_task_group() as tasks:
+            for child in channel.children:
+                tasks.start_soon(child.actor.run)
+            tasks.start_soon(send)
+            received = await receive_all(reader)
+    return received
+
+
+async def test_a_channel_without_custom_actors_is_one_queue() -> None:
+    """It has no additional queue and no child."""
+    channel = Channel[str]("plain", capacity=3)
+    assert ([queue.name for queue in channel.queues], channel.children) == (["plain"], [])
+    assert await through(channel, ["1", "2", "3", "4"]) == ["1", "2", "3", "4"]
+
+
+async def test_inserted_actors_run_in_order_and_taps_receive_their_output() -> None:
+    """Each message passes every inserted actor and is then copied to every tap.
+
+    The end of the input is forwarded too.
+    """
+    taps = [listening("x"), listening("y")]
+    channel = Channel[str]("busy", capacity=2)
+    channel.insert(adding("a"))
+    channel.insert(adding("b"))
+    channel.tap(taps)
+    messages = [str(number) for number in range(20)]
+    assert await through(channel, messages) == [message + "ab" for message in messages]
+    heard = [child.actor.heard for child in channel.children if isinstance(child.actor, Listening)]
+    assert heard == [[message + "ab" for message in messages]] * 2
+    assert [queue.name for queue in channel.queues] == ["busy", "busy.1", "busy.2", "busy.tapped"]
+    assert [(queue.name, queue.capacity) for queue in channel.copies] == [("busy.tap1", 2), ("busy.tap2", 2)]
+    assert {child.restart for child in channel.children} == {Restart.TRANSIENT, Restart.TEMPORARY}
+
+
+async def test_a_tap_that_has_ended_is_skipped() -> None:
+    """The channel continues with the other taps."""
+    channel = Channel[str]("tapped", capacity=1)
+    channel.tap([listening("x", limit=2), listening("y")])
+    messages = [str(number) for number in range(9)]
+    assert await through(channel, messages) == messages
+    heard = [child.actor.heard for child in channel.children if isinstance(child.actor, Listening)]
+    assert heard == [messages[:2], messages]
+
+
+async def test_a_slow_tap_delays_the_channel() -> None:
+    """All queues are bounded, those of the copies too."""
+    inbox = filled_queue("in", ["1", "2", "3", "4", "5"])
+    outbox, copy = Queue[str]("out", capacity=10), Queue[str]("copy", capacity=2)
+    slow, reader = copy.inbox(), outbox.inbox()
+    tee = Tee("tee", inbox.inbox(), outbox.outbox(), [copy.outbox()])
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(tee.run)
+        await anyio.wait_all_tasks_blocked()
+        assert (inbox.depth, copy.depth, outbox.depth) == (2, 2, 2)
+        assert await receive_all(slow) == ["1", "2", "3", "4", "5"]
+    assert await receive_all(reader) == ["1", "2", "3", "4", "5"]
+
+
+@pytest.mark.parametrize("end", ["cancelled", "deserted"])
+async def test_a_tee_closes_all_its_ends_in_every_case(end: str) -> None:
+    """Taps and the next actor receive the end, and writers get QueueClosed."""
+    inbox = filled_queue("in", ["1", "2"], ended=False)
+    outbox, copy = Queue[str]("out", capacity=1), Queue[str]("copy", capacity=9)
+    tapped, reader = copy.inbox(), outbox.inbox()
+    tee = Tee("tee", inbox.inbox(), outbox.outbox(), [copy.outbox()])
+    if end == "deserted":
+        reader.close()
+        with pytest.raises(QueueClosed):
+            await tee.run()
+    else:
+        await cancel_when_blocked(tee.run)
+        assert await receive_all(reader) == ["1"]
+    assert (await receive_all(tapped))[0] == "1"
+    with pytest.raises(EndOfStream):
+        await tapped.receive()
+    with pytest.raises(QueueClosed):
+        inbox.inbox()

@@ -1,4 +1,4 @@
-"""The questions of a run: a pure function of dataset and seed, and none that is held out."""
+"""The prompts of a run are a function of dataset and seed and exclude held-out problems."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from tests.small_models import byte_tokenizer
 
 
 async def is_correct(problem: Problem, text: str) -> bool:
-    """Never asked here."""
+    """Unused by these tests."""
     raise AssertionError
 
 
 def load(
     directory: Path, *, count: int = 20, seed: int = 0, tokenizer: ChatTokenizer | None = None, **data: Any
 ) -> tuple[PromptBuilder, HeldOut]:
-    """The questions of a file with so many problems."""
+    """Return the prompts of a file with this number of problems."""
     path = directory / "train.jsonl"
     lines = [json.dumps({"prompt": f"1 + {i}?", "answer": str(1 + i), "type": "sum"}) for i in range(count)]
     path.write_text("\n".join(lines))
@@ -44,8 +44,8 @@ def load(
     return load_prompts(profile, tokenizer or cast(ChatTokenizer, CharacterTokenizer()), is_correct)
 
 
-def test_a_prompt_depends_on_seed_and_number_alone(tmp_path: Path) -> None:
-    """A resumed run asks the very same; another seed asks in another order and draws otherwise."""
+def test_a_prompt_depends_only_on_seed_and_group_id(tmp_path: Path) -> None:
+    """A resumed run repeats its prompts. Another seed gives another order and other sampling seeds."""
     first, _ = load(tmp_path)
     again, _ = load(tmp_path)
     other, _ = load(tmp_path, seed=1)
@@ -57,8 +57,8 @@ def test_a_prompt_depends_on_seed_and_number_alone(tmp_path: Path) -> None:
     assert prompt.seed != other.prompt(40).seed
 
 
-def test_every_problem_is_asked_once_per_epoch(tmp_path: Path) -> None:
-    """And the held-out ones never."""
+def test_every_problem_is_used_once_per_epoch(tmp_path: Path) -> None:
+    """Held-out problems are never used."""
     questions, held_out = load(tmp_path, heldout_fraction=0.1)
     epochs = [[questions.prompt(18 * epoch + i).problem.prompt for i in range(18)] for epoch in range(2)]
     assert [set(Counter(epoch).values()) for epoch in epochs] == [{1}, {1}]
@@ -69,7 +69,7 @@ def test_every_problem_is_asked_once_per_epoch(tmp_path: Path) -> None:
 
 
 def test_problems_are_rendered_as_conversations(tmp_path: Path) -> None:
-    """With the system prompt, if there is one; held-out problems in the same way, index by index."""
+    """With the system prompt, if set. Held-out problems are rendered in the same way."""
     tokenizer = CharacterTokenizer()
     questions, held_out = load(tmp_path, shuffle=False, system="Be brief.")
     prompt = questions.prompt(0)
@@ -82,8 +82,8 @@ def test_problems_are_rendered_as_conversations(tmp_path: Path) -> None:
     assert plain_held_out.longest_prompt == max(map(len, plain_held_out.prompts))
 
 
-def test_a_file_of_held_out_problems_leaves_the_others_whole(tmp_path: Path) -> None:
-    """All of the training file is trained on, and all of the other is held out."""
+def test_with_a_held_out_file_all_other_problems_are_trained_on(tmp_path: Path) -> None:
+    """The training file and the held-out file are used completely."""
     path = tmp_path / "heldout.jsonl"
     path.write_text('{"prompt": "2 + 2?", "answer": 4}')
     questions, held_out = load(tmp_path, heldout=str(path))
@@ -91,8 +91,8 @@ def test_a_file_of_held_out_problems_leaves_the_others_whole(tmp_path: Path) -> 
     assert [problem.answer for problem in held_out.problems] == ["4"]
 
 
-def test_what_is_wrong_with_the_files_is_said(tmp_path: Path) -> None:
-    """File and line of a problem; a model that cannot hold a conversation is the model's fault."""
+def test_invalid_files_are_reported(tmp_path: Path) -> None:
+    """With file and line of the problem. A tokenizer without a chat template is reported as an error of the model."""
     (tmp_path / "bad.jsonl").write_text('{"prompt": "a", "answer": "b"}\n{"prompt": "c"}')
     with pytest.raises(DatasetError, match=r"bad\.jsonl:2: no key 'answer'"):
         load(tmp_path, heldout=str(tmp_path / "bad.jsonl"))

@@ -13,14 +13,14 @@ from clotho.run.run_monitor import RunMonitor
 from clotho.runtime.queues import Queue
 from clotho.runtime.supervisor import ChildState, ChildStatus, Restart
 from protocols.evaluation import EvalReport
-from tests.run.built_context import assembled, tiny_profile
+from tests.run.built_context import open_context, tiny_profile
 from tests.run.test_accounting import MinimalActor
 
 
 @pytest.fixture
 async def context(tmp_path: Path) -> AsyncIterator[RunContext]:
     """A run of ten steps of two groups."""
-    async with assembled(tiny_profile(tmp_path)) as built:
+    async with open_context(tiny_profile(tmp_path)) as built:
         yield built
 
 

@@ -1,4 +1,4 @@
-"""What a run is made of: checked before anything is changed, and after a resume exactly where the run stood."""
+"""Startup checks a run before it changes anything, and a resumed run continues at its checkpoint."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from clotho.storage.checkpoints import Snapshot, write_checkpoint
 from protocols.accounting import LedgerState
 from protocols.checkpoint import RunState
 from protocols.errors import CheckpointError, ClothoError, DatasetError, ModelError, ProfileError
-from tests.run.built_context import assembled, tiny_profile
+from tests.run.built_context import open_context, tiny_profile
 from tests.training.policies_and_groups import same_bits
 
 LEDGER = LedgerState(all_ended_below=5, ended_above=(7,), trained=4, discarded={"stale": 2})
 
 
-async def keep(profile: Profile, *, step: int = 3, measured: bool = True) -> RunState:
-    """Begin a run, and leave it as if killed after a checkpoint of this step."""
-    async with assembled(profile) as parts:
+async def write_step(profile: Profile, *, step: int = 3, measured: bool = True) -> RunState:
+    """Start a run and stop it after a checkpoint of this step, as after a kill."""
+    async with open_context(profile) as parts:
 
         def write() -> RunState:
             parameters = tree_map(lambda array: array + step, parts.policy.trainable())
@@ -56,18 +56,18 @@ async def keep(profile: Profile, *, step: int = 3, measured: bool = True) -> Run
 
 
 async def refusal(profile: Profile, *, resume: bool = False) -> ClothoError:
-    """Why these parts cannot be had, in one line."""
+    """Return the error message of a refused start."""
     with pytest.raises(ClothoError) as caught:
-        async with assembled(profile, resume=resume):
+        async with open_context(profile, resume=resume):
             raise AssertionError("it was assembled")
     assert "\n" not in str(caught.value)
     return caught.value
 
 
-async def test_a_new_run_begins_at_nothing(tmp_path: Path) -> None:
-    """The policy as loaded, empty books, and its profile written down so that it loads again."""
+async def test_a_new_run_starts_at_step_zero(tmp_path: Path) -> None:
+    """The loaded policy, an empty ledger, and a written profile that loads again."""
     profile = tiny_profile(tmp_path)
-    async with assembled(profile) as parts:
+    async with open_context(profile) as parts:
         assert (parts.state, parts.base, parts.warnings, parts.history.before) == (None, None, (), None)
         assert list(parts.ledger.unended(3)) == [0, 1, 2]
         assert (parts.progress.step, parts.policy.version, parts.policy_learner.version) == (0, 0, 0)
@@ -77,26 +77,26 @@ async def test_a_new_run_begins_at_nothing(tmp_path: Path) -> None:
 
 
 async def test_held_out_problems_without_a_correct_reward_are_reported_or_refused(tmp_path: Path) -> None:
-    """A warning for each type without such a reward; an error if no held-out problem has one."""
+    """A warning for each such type, and an error if no held-out problem has a correct reward."""
     held_out = tmp_path / "heldout.jsonl"
     problems = [{"prompt": "1?", "answer": "1", "type": "echo"}, {"prompt": "2?", "answer": "2", "type": "other"}]
     held_out.write_text("\n".join(json.dumps(problem) for problem in problems))
     rewards = [{"name": "format"}, {"name": "exact", "correct": True, "types": ["echo"]}]
     profile = tiny_profile(tmp_path, rewards=rewards, data={"heldout": str(held_out)})
-    async with assembled(profile) as context:
+    async with open_context(profile) as context:
         assert [("other" in warning, "ungraded" in warning) for warning in context.warnings] == [(True, True)]
     held_out.write_text(json.dumps(problems[1]))
     other = tiny_profile(tmp_path, rewards=rewards, data={"heldout": str(held_out)}, run_dir=str(tmp_path / "other"))
     assert isinstance(await refusal(other), ProfileError)
-    async with assembled(msgspec.structs.replace(other, eval=msgspec.structs.replace(other.eval, enabled=False))):
+    async with open_context(msgspec.structs.replace(other, eval=msgspec.structs.replace(other.eval, enabled=False))):
         pass
 
 
-async def test_a_resumed_run_stands_where_the_checkpoint_does(tmp_path: Path) -> None:
-    """Weights, moments, books, random numbers, counters; histories are cut back to its step."""
+async def test_a_resumed_run_continues_at_its_checkpoint(tmp_path: Path) -> None:
+    """Weights, optimizer state, ledger, random state and counters are restored. The logs are truncated to the step."""
     profile = tiny_profile(tmp_path)
-    state = await keep(profile)
-    async with assembled(profile, resume=True) as parts:
+    state = await write_step(profile)
+    async with open_context(profile, resume=True) as parts:
         assert parts.state == state
         assert parts.ledger.state() == LEDGER
         assert list(parts.ledger.unended(9)) == [5, 6, 8]
@@ -112,33 +112,33 @@ async def test_a_resumed_run_stands_where_the_checkpoint_does(tmp_path: Path) ->
 
 
 def spread(parts: RunContext) -> float:
-    """The smallest of the adapter's second halves, which are 0 in a new adapter."""
+    """Return the smallest maximum of the lora_b matrices, which are 0 in a new adapter."""
     return float(min(module["lora_b"].min().item() for module in lora(parts.policy.trainable())))
 
 
 def lora(tree: Any) -> list[Any]:
-    """Every adapter of a tree."""
+    """Return every adapter of a parameter tree."""
     if isinstance(tree, dict) and "lora_b" in tree:
         return [tree]
     branches = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else []
     return [found for branch in branches for found in lora(branch)]
 
 
-async def test_a_base_policy_that_was_not_measured_yet_still_can_be(tmp_path: Path) -> None:
-    """A run killed before its first measurement was written: the weights before the first update are kept at hand."""
+async def test_a_base_policy_without_an_evaluation_is_kept(tmp_path: Path) -> None:
+    """A run killed before its first evaluation still evaluates the initial weights."""
     profile = tiny_profile(tmp_path)
-    await keep(profile, measured=False)
-    async with assembled(profile, resume=True) as parts:
+    await write_step(profile, measured=False)
+    async with open_context(profile, resume=True) as parts:
         assert parts.base is not None
         assert float(max(module["lora_b"].max().item() for module in lora(parts.base))) == 0.0
 
 
-async def test_a_damaged_checkpoint_is_stepped_over_with_a_warning(tmp_path: Path) -> None:
-    """The one before it is whole; of none, the run begins anew."""
+async def test_a_damaged_checkpoint_is_skipped_with_a_warning(tmp_path: Path) -> None:
+    """The previous checkpoint is used. Without one the run starts from step 0."""
     profile = tiny_profile(tmp_path)
-    await keep(profile)
+    await write_step(profile)
     (tmp_path / "run" / "checkpoints" / "step-000003" / "state.json").write_text("{}")
-    async with assembled(profile, resume=True) as parts:
+    async with open_context(profile, resume=True) as parts:
         assert parts.state is None
         assert (parts.policy.version, parts.progress.step) == (0, 0)
         assert len(parts.warnings) == 1
@@ -146,10 +146,10 @@ async def test_a_damaged_checkpoint_is_stepped_over_with_a_warning(tmp_path: Pat
         assert parts.directory.metrics.read_bytes() == b""
 
 
-async def test_a_resumed_run_must_read_and_learn_the_same(tmp_path: Path) -> None:
-    """Another dataset, or another setting that matters, is refused by name, and nothing is changed."""
+async def test_a_resumed_run_requires_the_same_dataset_and_settings(tmp_path: Path) -> None:
+    """A difference is refused with its name, and no file is changed."""
     profile = tiny_profile(tmp_path)
-    await keep(profile)
+    await write_step(profile)
     before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
     error = await refusal(tiny_profile(tmp_path, learner={"optimizer": {"learning_rate": 0.5}}), resume=True)
     assert isinstance(error, CheckpointError)
@@ -162,17 +162,17 @@ async def test_a_resumed_run_must_read_and_learn_the_same(tmp_path: Path) -> Non
     assert error.exit_status == 2
 
 
-async def test_a_learner_of_another_kind_is_refused_where_no_profile_tells(tmp_path: Path) -> None:
-    """The state of one optimizer is none of another: one line, and it names the checkpoint."""
-    await keep(tiny_profile(tmp_path))
+async def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path: Path) -> None:
+    """If the profile cannot tell, the message names the checkpoint."""
+    await write_step(tiny_profile(tmp_path))
     (tmp_path / "run" / "profile.toml").unlink()
     error = await refusal(tiny_profile(tmp_path, learner={"optimizer": "lion"}), resume=True)
     assert isinstance(error, CheckpointError)
     assert "step-000003" in str(error)
 
 
-async def test_mistakes_are_found_before_the_run_directory_is_touched(tmp_path: Path) -> None:
-    """Each in its one line; the directory that was made for the run is gone again."""
+async def test_mistakes_are_found_before_the_run_directory_changes(tmp_path: Path) -> None:
+    """Each has one message. A run directory created for the run is removed."""
     stanza = {"name": "mine", "factory": "nowhere:NullSampleLog", "mode": "add"}
     (tmp_path / "long.jsonl").write_text('{"prompt": "%s", "answer": "1"}\n' % ("7" * 200) * 2)
     wrong: list[tuple[dict[str, Any], type[ClothoError], str]] = [

@@ -1,4 +1,4 @@
-"""The newest-wins cell."""
+"""A cell that keeps the newest value."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from protocols.queues import EndOfStream, QueueClosed
 
 
 def test_an_empty_cell_has_no_value() -> None:
-    """There is no None to mistake for a value."""
+    """Reading it raises an error."""
     with pytest.raises(LookupError, match="'weights' is empty"):
         _ = Latest[int]("weights").value
 
 
-async def test_the_newest_value_wins_and_its_writer_never_waits() -> None:
-    """`put` returns at once, whoever reads; replaced values are never seen."""
+async def test_the_newest_value_replaces_the_previous_one_without_waiting() -> None:
+    """`put` returns at once, and readers never receive replaced values."""
     cell: Latest[int] = Latest("weights")
     for version in range(1000):
         cell.put(version)
@@ -26,8 +26,8 @@ async def test_the_newest_value_wins_and_its_writer_never_waits() -> None:
     assert await cell.changed(after=0) == 999
 
 
-async def test_wait_until_returns_the_first_newest_value_that_satisfies() -> None:
-    """Every reader waits for its own condition, and one put may satisfy several."""
+async def test_wait_until_returns_the_first_value_that_satisfies_the_condition() -> None:
+    """Each reader has its own condition. One put may satisfy several readers."""
     cell: Latest[int] = Latest("weights")
     seen: dict[int, int] = {}
 
@@ -48,8 +48,8 @@ async def test_wait_until_returns_the_first_newest_value_that_satisfies() -> Non
     assert seen == {1: 1, 2: 6, 5: 6}
 
 
-async def test_changed_follows_the_revisions_without_missing_the_last() -> None:
-    """A reader that comes back late gets the newest, once."""
+async def test_changed_returns_the_newest_revision() -> None:
+    """A slow reader receives the newest value once."""
     cell: Latest[str] = Latest("weights")
     seen: list[str] = []
 
@@ -71,8 +71,8 @@ async def test_changed_follows_the_revisions_without_missing_the_last() -> None:
     assert seen == ["a", "c", "d"]
 
 
-async def test_a_closed_cell_keeps_its_value_and_takes_no_other() -> None:
-    """The close ends those who wait, not those who are satisfied."""
+async def test_a_closed_cell_keeps_its_value_and_refuses_others() -> None:
+    """The close ends waits whose condition is not satisfied."""
     cell: Latest[int] = Latest("weights")
     cell.put(3)
     cell.close()
@@ -85,8 +85,8 @@ async def test_a_closed_cell_keeps_its_value_and_takes_no_other() -> None:
         cell.put(4)
 
 
-async def test_the_close_wakes_those_who_wait() -> None:
-    """A reader never waits for a writer that has gone."""
+async def test_a_close_wakes_waiting_readers() -> None:
+    """No reader waits for a closed writer."""
     cell: Latest[int] = Latest("weights")
     ended: list[str] = []
 
@@ -94,7 +94,7 @@ async def test_the_close_wakes_those_who_wait() -> None:
         try:
             await cell.wait_until(lambda version: version > 3)
         except EndOfStream:
-            ended.append("told")
+            ended.append("ended")
 
     with fail_after(5):
         async with create_task_group() as group:
@@ -102,11 +102,11 @@ async def test_the_close_wakes_those_who_wait() -> None:
             group.start_soon(wait)
             await wait_all_tasks_blocked()
             cell.close()
-    assert ended == ["told", "told"]
+    assert ended == ["ended", "ended"]
 
 
-async def test_a_condition_on_several_cells_is_looked_at_with_every_value() -> None:
-    """Whichever of them it comes from; it holds at once if it does already."""
+async def test_a_condition_on_several_cells_is_evaluated_at_every_change() -> None:
+    """A change of any cell triggers it. A satisfied condition returns at once."""
     left: Latest[int] = Latest("left")
     right: Latest[int] = Latest("right")
     left.put(1)
@@ -134,8 +134,8 @@ async def test_a_condition_on_several_cells_is_looked_at_with_every_value() -> N
     assert seen[-1] == (5, 3)
 
 
-async def test_it_is_given_up_when_no_cell_can_change_any_more() -> None:
-    """One of them that is still open is a hope."""
+async def test_a_wait_on_several_cells_ends_when_all_cells_are_closed() -> None:
+    """The wait continues while one cell is open."""
     left: Latest[int] = Latest("left")
     right: Latest[int] = Latest("right")
     ended: list[str] = []
@@ -143,7 +143,7 @@ async def test_it_is_given_up_when_no_cell_can_change_any_more() -> None:
     async def wait() -> None:
         with pytest.raises(EndOfStream):
             await wait_until(lambda: False, left, right)
-        ended.append("told")
+        ended.append("ended")
 
     with fail_after(5):
         async with create_task_group() as group:
@@ -153,11 +153,11 @@ async def test_it_is_given_up_when_no_cell_can_change_any_more() -> None:
             await wait_all_tasks_blocked()
             assert ended == []
             right.close()
-    assert ended == ["told"]
+    assert ended == ["ended"]
 
 
-async def test_another_thread_may_read_the_cell_and_not_write_it() -> None:
-    """A reader woken from another thread would never notice."""
+async def test_another_thread_may_read_a_cell_but_not_write_it() -> None:
+    """A put from another thread would not wake the readers."""
     cell: Latest[int] = Latest("weights")
     cell.put(1)
     assert await to_thread.run_sync(lambda: cell.value) == 1

@@ -1,4 +1,4 @@
-"""Queuees: back-pressure, order, closing from both sides, and measurement."""
+"""Queues: backpressure, order, closing from both sides, and statistics."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ async def _receive_all(inbox: Inbox[int], into: list[int]) -> None:
     into.extend([item async for item in inbox])
 
 
-async def test_a_full_mailbox_makes_its_writer_wait() -> None:
-    """Back-pressure: with a reader that does not read, at most `capacity` messages are ever stored."""
+async def test_a_full_queue_makes_its_writer_wait() -> None:
+    """Backpressure: at most `capacity` messages are stored."""
     queue: Queue[int] = Queue("rollouts", capacity=2)
     reader = queue.inbox()
     with fail_after(5):
@@ -37,14 +37,14 @@ async def test_a_full_mailbox_makes_its_writer_wait() -> None:
             assert [item async for item in reader] == [1, 2, 3, 4]
 
 
-def test_a_queue_without_room_is_refused() -> None:
-    """asyncio takes a size of 0 for unbounded; nothing here is."""
+def test_a_capacity_of_zero_is_refused() -> None:
+    """asyncio treats a size of 0 as unbounded."""
     with pytest.raises(ValueError, match="capacity of at least 1"):
         Queue("rollouts", capacity=0)
 
 
 async def test_messages_are_received_in_the_order_sent() -> None:
-    """First in, first out, across any number of waits on either side."""
+    """First in, first out, on both sides."""
     queue: Queue[int] = Queue("rollouts", capacity=3)
     reader, received = queue.inbox(), list[int]()
     with fail_after(5):
@@ -54,8 +54,8 @@ async def test_messages_are_received_in_the_order_sent() -> None:
     assert received == list(range(100))
 
 
-async def test_waiting_writers_are_served_first_come_first_served() -> None:
-    """A newcomer never overtakes those who wait, even when it comes just as room falls free."""
+async def test_waiting_writers_proceed_in_the_order_of_arrival() -> None:
+    """A new writer does not overtake waiting ones, also if it arrives when room becomes free."""
     queue: Queue[str] = Queue("rollouts", capacity=1)
     reader, writer = queue.inbox(), queue.outbox()
     with fail_after(5):
@@ -72,8 +72,8 @@ async def test_waiting_writers_are_served_first_come_first_served() -> None:
     assert received == ["first", "second", "third"]
 
 
-async def test_a_waiting_reader_is_not_overtaken_by_one_that_does_not_wait() -> None:
-    """The message belongs to the reader that was there first."""
+async def test_a_new_reader_does_not_overtake_a_waiting_reader() -> None:
+    """The message goes to the reader that waited first."""
     queue: Queue[int] = Queue("rollouts", capacity=1)
     reader, writer, received = queue.inbox(), queue.outbox(), list[int]()
     with fail_after(5):
@@ -87,8 +87,8 @@ async def test_a_waiting_reader_is_not_overtaken_by_one_that_does_not_wait() -> 
     assert received == [1]
 
 
-async def test_a_queue_ends_only_when_every_writer_has_closed() -> None:
-    """Several producers share an arrow, and the last to finish ends it."""
+async def test_a_queue_ends_when_every_writer_has_closed() -> None:
+    """Several producers share a queue. The last close ends it."""
     queue: Queue[int] = Queue("rollouts", capacity=4)
     reader, first, second = queue.inbox(), queue.outbox(), queue.outbox()
     await first.send(1)
@@ -105,8 +105,8 @@ async def test_a_queue_ends_only_when_every_writer_has_closed() -> None:
         queue.outbox()
 
 
-async def test_several_writers_and_readers_share_without_loss_or_duplicate() -> None:
-    """Each message goes to exactly one reader, and each writer's messages keep their order."""
+async def test_several_writers_and_readers_lose_and_duplicate_no_message() -> None:
+    """Each message goes to one reader, and the messages of each writer keep their order."""
     queue: Queue[int] = Queue("rollouts", capacity=3)
     ends = [(queue.inbox(), list[int]()) for _ in range(3)]
     writers = [queue.outbox() for _ in range(4)]
@@ -122,8 +122,8 @@ async def test_several_writers_and_readers_share_without_loss_or_duplicate() -> 
         assert all(a < b for a, b in pairwise(items) if a // 100 == b // 100)
 
 
-async def test_closing_the_last_writer_wakes_every_waiting_reader() -> None:
-    """End of input reaches those who wait for it, without polling."""
+async def test_closing_the_last_writer_wakes_every_reader() -> None:
+    """Waiting readers receive the end without polling."""
     queue: Queue[int] = Queue("rollouts", capacity=1)
     writer, readers = queue.outbox(), [queue.inbox() for _ in range(3)]
     with fail_after(5):
@@ -135,7 +135,7 @@ async def test_closing_the_last_writer_wakes_every_waiting_reader() -> None:
 
 
 async def test_closing_the_last_reader_fails_every_waiting_writer() -> None:
-    """No producer waits for a dead consumer, and what nobody received is still counted."""
+    """No producer waits for a closed consumer. Unreceived messages are still counted."""
     queue: Queue[int] = Queue("rollouts", capacity=1)
     first, second, writer = queue.inbox(), queue.inbox(), queue.outbox()
     failures: list[str] = []
@@ -165,8 +165,8 @@ async def test_closing_the_last_reader_fails_every_waiting_writer() -> None:
     assert (stats.sent, stats.received, stats.depth) == (1, 0, 1)
 
 
-async def test_a_closed_end_is_closed_while_its_siblings_go_on() -> None:
-    """Sending after one's own close is refused; a reader's own close ends its wait, not the others'."""
+async def test_closing_one_end_does_not_affect_the_others() -> None:
+    """Sending after the writer's own close is refused. A reader's own close ends only its own wait."""
     queue: Queue[int] = Queue("rollouts", capacity=1)
     closing, other, writer, received = queue.inbox(), queue.inbox(), queue.outbox(), list[int]()
     with fail_after(5):
@@ -183,8 +183,8 @@ async def test_a_closed_end_is_closed_while_its_siblings_go_on() -> None:
     assert received == [7]
 
 
-async def test_a_writer_closed_while_it_waits_gives_its_place_to_the_next() -> None:
-    """The room is not lost, and the message of the closed outbox is not sent."""
+async def test_a_writer_closed_in_its_wait_makes_room_for_the_next() -> None:
+    """Its message is not sent."""
     queue: Queue[int] = Queue("rollouts", capacity=1)
     reader, closing, other = queue.inbox(), queue.outbox(), queue.outbox()
 
@@ -205,8 +205,8 @@ async def test_a_writer_closed_while_it_waits_gives_its_place_to_the_next() -> N
             assert await reader.receive() == 2
 
 
-async def test_statistics_say_who_waited_for_whom() -> None:
-    """Time in line is counted on the side that waits, also while the wait goes on."""
+async def test_statistics_contain_the_waiting_time_of_each_side() -> None:
+    """Time in a wait that is still in progress counts too."""
     queue: Queue[int] = Queue("rollouts", capacity=1)
     reader, writer = queue.inbox(), queue.outbox()
     with fail_after(5):
@@ -223,8 +223,8 @@ async def test_statistics_say_who_waited_for_whom() -> None:
     assert (done.name, done.capacity, done.depth, done.sent, done.received) == ("rollouts", 1, 1, 2, 1)
 
 
-async def test_another_thread_is_refused_with_a_sentence() -> None:
-    """A wake-up from another thread would be lost; the error says how to hand the call over."""
+async def test_use_from_another_thread_is_refused() -> None:
+    """A wake-up from another thread would be lost. The message says how to hand the call over."""
     queue: Queue[int] = Queue("rollouts", capacity=1)
     reader, writer = queue.inbox(), queue.outbox()
     await writer.send(1)

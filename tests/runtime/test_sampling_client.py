@@ -1,4 +1,4 @@
-"""The sampler: what is asked on the loop comes back on the loop, and nothing asked is left behind."""
+"""The sampling client returns results on the event loop and leaves no request behind."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.small_models import tiny_source
 
 @pytest.fixture
 def engine() -> Iterator[FakeEngine]:
-    """A fake engine whose thread ends with the test."""
+    """Yield a fake engine whose thread ends with the test."""
     fake = FakeEngine()
     yield fake
     fake.close()
@@ -30,22 +30,22 @@ def engine() -> Iterator[FakeEngine]:
 
 @pytest.fixture
 def sampler(engine: FakeEngine) -> Sampler:
-    """A sampler in front of it."""
+    """Return a sampling client of the fake engine."""
     return Sampler(engine.submit_call, engine)
 
 
 def request(
     *, seeds: tuple[int, ...] = (1,), max_tokens: int = 12, prompt: tuple[int, ...] = (1, 2), stop: tuple[str, ...] = ()
 ) -> SampleRequest:
-    """A request that only its length ends, or a stop string."""
+    """Return a request that ends by length or by a stop string."""
     ascii_only = tuple((token, -100.0) for token in range(128, 257))
     sampling = Sampling(max_tokens=max_tokens, ignore_eos=True, stop=stop, logit_bias=ascii_only)
     return SampleRequest(prompt=prompt, sampling=sampling, seeds=seeds)
 
 
 @pytest.fixture(params=["fake", "real"])
-def either(request: pytest.FixtureRequest) -> Iterator[Sampler]:
-    """A sampler in front of the fake engine, and of the real one with a tiny model: one contract for both."""
+def any_sampler(request: pytest.FixtureRequest) -> Iterator[Sampler]:
+    """Yield a sampling client of the fake engine and one of the real engine with a tiny model."""
     if request.param == "fake":
         fake = FakeEngine()
         yield Sampler(fake.submit_call, fake)
@@ -59,22 +59,24 @@ def either(request: pytest.FixtureRequest) -> Iterator[Sampler]:
     executor.stop()
 
 
-async def test_completions_come_in_the_order_of_their_seeds(either: Sampler) -> None:
-    """Completion i belongs to seed i, whatever else runs."""
-    together = await either.complete(request(seeds=(5, 6, 7)))
-    alone = [(await either.complete(request(seeds=(seed,))))[0] for seed in (5, 6, 7)]
+async def test_completions_are_in_the_order_of_their_seeds(any_sampler: Sampler) -> None:
+    """Completion i belongs to seed i."""
+    together = await any_sampler.complete(request(seeds=(5, 6, 7)))
+    alone = [(await any_sampler.complete(request(seeds=(seed,))))[0] for seed in (5, 6, 7)]
     assert [one.tokens for one in together] == [one.tokens for one in alone]
     assert len({completion.tokens for completion in together}) == 3
 
 
-async def test_a_stream_adds_up_to_its_completions(either: Sampler) -> None:
-    """Tokens, log-probabilities and text of the stream equal those of the finished completion, stop string or not."""
-    whole = await either.complete(request(seeds=(1, 2)))
+async def test_the_chunks_of_a_stream_add_up_to_its_completions(any_sampler: Sampler) -> None:
+    """Tokens, log-probabilities and text of the stream equal those of the finished completion, with and without a stop
+    string.
+    """
+    whole = await any_sampler.complete(request(seeds=(1, 2)))
     stop = whole[0].text[4:6]
     for stops in ((), (stop,)):
-        asked = request(seeds=(1, 2), stop=stops)
+        sent = request(seeds=(1, 2), stop=stops)
         texts, sampled, done = {0: "", 1: ""}, {0: [], 1: []}, {}  # type: ignore[var-annotated]
-        async for event in either.stream(asked):
+        async for event in any_sampler.stream(sent):
             if isinstance(event, TokenSampled):
                 sampled[event.index].append((event.token, event.logprob, event.version))
                 texts[event.index] += event.text
@@ -90,40 +92,40 @@ async def test_a_stream_adds_up_to_its_completions(either: Sampler) -> None:
         assert done[0].stop_reason == (stop if stops else None)
 
 
-async def test_every_setting_of_a_request_reaches_the_engine(sampler: Sampler, engine: FakeEngine) -> None:
-    """All but `stream`, which is the sampler's to decide."""
-    asked = structs.replace(request(), record_support=True, reuse_prefix=True)
-    await sampler.complete(asked)
-    async with aclosing(sampler.stream(asked)) as events:
+async def test_every_parameter_of_a_request_reaches_the_engine(sampler: Sampler, engine: FakeEngine) -> None:
+    """Except `stream`, which the client sets."""
+    sent = structs.replace(request(), record_support=True, reuse_prefix=True)
+    await sampler.complete(sent)
+    async with aclosing(sampler.stream(sent)) as events:
         async for _ in events:
             pass
-    assert engine.asked == [asked, structs.replace(asked, stream=True)]
+    assert engine.requests == [sent, structs.replace(sent, stream=True)]
 
 
-async def test_cancelled_and_refused_requests_leave_an_engine_that_works(either: Sampler) -> None:
-    """Either engine: cancel one, have one refused, and ask again."""
+async def test_the_engine_works_after_cancelled_and_refused_requests(any_sampler: Sampler) -> None:
+    """Both engines: cancel one request, refuse one, and complete another."""
     with anyio.move_on_after(0.01):
-        await either.complete(request(max_tokens=400, seeds=(1, 2, 3)))
-    assert either.running == 0
-    assert len(await either.complete(request())) == 1
+        await any_sampler.complete(request(max_tokens=400, seeds=(1, 2, 3)))
+    assert any_sampler.running == 0
+    assert len(await any_sampler.complete(request())) == 1
 
 
 async def test_requests_of_one_call_reach_the_engine_in_one_turn(sampler: Sampler, engine: FakeEngine) -> None:
-    """The engine's batches must not depend on how the loop and the compute thread interleave."""
+    """The engine's batches do not depend on the timing of event loop and compute thread."""
     requests = [request(prompt=(number,)) for number in range(20)]
     results = await sampler.complete_all(requests)
-    assert [asked.prompt for asked in engine.asked] == [asked.prompt for asked in requests]
+    assert [sent.prompt for sent in engine.requests] == [sent.prompt for sent in requests]
     assert [len(group) for group in results] == [1] * 20
 
 
-async def test_groups_come_as_they_finish_and_failures_stay_apart(sampler: Sampler, engine: FakeEngine) -> None:
-    """A refused request yields its error once; the others complete."""
+async def test_groups_arrive_as_they_finish_and_failures_stay_separate(sampler: Sampler, engine: FakeEngine) -> None:
+    """A refused request yields its error once. The others complete."""
     accept = engine.submit
 
-    def refuse_nines(asked, listener):  # type: ignore[no-untyped-def]
-        if asked.prompt == (9,):
+    def refuse_nines(sent, listener):  # type: ignore[no-untyped-def]
+        if sent.prompt == (9,):
             raise RequestError("no nines", param="prompt")
-        return accept(asked, listener)
+        return accept(sent, listener)
 
     engine.submit = refuse_nines  # type: ignore[method-assign]
     requests = [request(prompt=(1,), max_tokens=30), request(prompt=(9,)), request(prompt=(2,), max_tokens=3)]
@@ -133,21 +135,21 @@ async def test_groups_come_as_they_finish_and_failures_stay_apart(sampler: Sampl
     assert sampler.running == 0
 
 
-async def test_cancelling_the_asker_frees_the_rows(sampler: Sampler, engine: FakeEngine) -> None:
-    """A cancelled `complete` leaves no row behind."""
+async def test_cancelling_a_client_frees_its_rows(sampler: Sampler, engine: FakeEngine) -> None:
+    """A cancelled `complete` leaves no row in the engine."""
     engine.allow(3)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(sampler.complete, request(seeds=(1, 2, 3)))
-        await engine.until(lambda: engine.running == 3)
+        await engine.wait_until(lambda: engine.running == 3)
         assert sampler.running == 1
         tasks.cancel_scope.cancel()
-    await engine.until(lambda: engine.running == 0)
+    await engine.wait_until(lambda: engine.running == 0)
     assert engine.aborted == [1]
     assert sampler.running == 0
 
 
-async def test_a_request_withdrawn_before_its_turn_never_starts(sampler: Sampler, engine: FakeEngine) -> None:
-    """The engine is not asked on behalf of somebody who has left."""
+async def test_a_request_cancelled_before_its_turn_never_starts(sampler: Sampler, engine: FakeEngine) -> None:
+    """The engine does not receive it."""
     free = threading.Event()
     occupied = engine.submit_call(free.wait)
     with anyio.move_on_after(0):
@@ -155,38 +157,38 @@ async def test_a_request_withdrawn_before_its_turn_never_starts(sampler: Sampler
     free.set()
     await anyio.to_thread.run_sync(occupied.result)
     await anyio.to_thread.run_sync(engine.submit_call(lambda: None).result)
-    assert engine.asked == []
+    assert engine.requests == []
 
 
-async def test_closing_a_stream_frees_the_row(sampler: Sampler, engine: FakeEngine) -> None:
-    """Leaving the loop over a stream aborts what is left of it."""
+async def test_closing_a_stream_frees_its_rows(sampler: Sampler, engine: FakeEngine) -> None:
+    """Leaving the iteration aborts the remaining completions."""
     engine.allow(5)
     async with aclosing(sampler.stream(request(max_tokens=1000))) as events:
         async for event in events:
             assert isinstance(event, TokenSampled)
             break
-    await engine.until(lambda: engine.running == 0)
+    await engine.wait_until(lambda: engine.running == 0)
     assert engine.aborted == [1]
 
 
 async def test_a_finished_request_is_not_aborted(sampler: Sampler, engine: FakeEngine) -> None:
-    """Abort is for what still runs."""
+    """Only running requests are aborted."""
     events = [event async for event in sampler.stream(request())]
     assert isinstance(events[-1], CompletionDone)
     await anyio.to_thread.run_sync(engine.submit_call(lambda: None).result)
     assert engine.aborted == []
 
 
-async def test_a_refusal_reaches_the_asker(sampler: Sampler, engine: FakeEngine) -> None:
-    """What the engine refuses is RequestError, with its field."""
+async def test_a_refusal_is_raised_at_the_client(sampler: Sampler, engine: FakeEngine) -> None:
+    """RequestError with the name of the field."""
     engine.refusal = RequestError("too long", param="prompt")
     with pytest.raises(RequestError, match="too long") as caught:
         await sampler.complete(request())
     assert caught.value.param == "prompt"
 
 
-async def test_a_failed_engine_reaches_every_asker(sampler: Sampler, engine: FakeEngine) -> None:
-    """SampleFailed is GenerationError in `complete` and in the middle of a stream."""
+async def test_a_failed_engine_raises_at_every_client(sampler: Sampler, engine: FakeEngine) -> None:
+    """SampleFailed becomes GenerationError in `complete` and in a stream."""
     engine.allow(2)
     failures = []
 
@@ -206,14 +208,14 @@ async def test_a_failed_engine_reaches_every_asker(sampler: Sampler, engine: Fak
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(ask_whole)
         tasks.start_soon(ask_stream)
-        await engine.until(lambda: engine.running == 2)
+        await engine.wait_until(lambda: engine.running == 2)
         engine.submit_call(lambda: engine.fail("the tick raised"))
     assert failures == ["the tick raised"] * 2
     assert sampler.running == 0
 
 
-async def test_a_compute_thread_that_ends_leaves_nobody_waiting(sampler: Sampler, engine: FakeEngine) -> None:
-    """A request whose turn never comes ends in ExecutorStoppedError."""
+async def test_a_stopped_compute_thread_raises_at_every_client(sampler: Sampler, engine: FakeEngine) -> None:
+    """A request that never gets a turn raises ExecutorStoppedError."""
     started, free = threading.Event(), threading.Event()
 
     def occupy() -> None:
@@ -240,27 +242,25 @@ async def test_a_compute_thread_that_ends_leaves_nobody_waiting(sampler: Sampler
     assert sampler.running == 0
 
 
-async def test_an_asker_that_was_busy_gets_the_events_of_several_ticks_at_once(
-    sampler: Sampler, engine: FakeEngine
-) -> None:
-    """In the order in which they came; it need not be woken for each of them."""
+async def test_a_busy_client_receives_the_events_of_several_ticks_at_once(sampler: Sampler, engine: FakeEngine) -> None:
+    """In order. Not every event needs a wake-up."""
     engine.allow(1)
     async with aclosing(sampler.stream_all([request(seeds=(1, 2), max_tokens=5)])) as batches:
         first = await anext(batches)
         engine.allow(10)
-        await engine.until(lambda: engine.running == 0)
+        await engine.wait_until(lambda: engine.running == 0)
         rest = await anext(batches)
         assert [batch async for batch in batches] == []
-    told = [event for _, event in (*first, *rest)]
+    events = [event for _, event in (*first, *rest)]
     whole = await sampler.complete(request(seeds=(1, 2), max_tokens=5))
     for index, completion in enumerate(whole):
-        tokens = [event.token for event in told if isinstance(event, TokenSampled) and event.index == index]
+        tokens = [event.token for event in events if isinstance(event, TokenSampled) and event.index == index]
         assert tuple(tokens) == completion.tokens
-    assert sum(isinstance(event, CompletionDone) for event in told) == 2
+    assert sum(isinstance(event, CompletionDone) for event in events) == 2
 
 
-async def test_one_hop_serves_a_whole_tick(engine: FakeEngine) -> None:
-    """However many requests are decoded, the loop is woken at most once while it has not drained."""
+async def test_the_event_loop_is_woken_at_most_once_per_tick(engine: FakeEngine) -> None:
+    """For any number of requests, while it has not read the events."""
     sampler = Sampler(engine.submit_call, engine)
     engine.allow(0)
     hops = 0
@@ -275,7 +275,7 @@ async def test_one_hop_serves_a_whole_tick(engine: FakeEngine) -> None:
     async with anyio.create_task_group() as tasks:
         for _ in range(30):
             tasks.start_soon(sampler.complete_all, [request(max_tokens=1, seeds=(1, 2))])
-        await engine.until(lambda: engine.running == 60)
+        await engine.wait_until(lambda: engine.running == 60)
         engine.allow(1)
-        await engine.until(lambda: engine.running == 0)
+        await engine.wait_until(lambda: engine.running == 0)
     assert hops <= 31

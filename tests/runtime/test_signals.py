@@ -1,4 +1,4 @@
-"""Signals, real ones."""
+"""Signals of the operating system drain or stop a run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from anyio import create_task_group, fail_after, to_thread, wait_all_tasks_block
 
 from clotho.runtime.signals import SIGNALS, SignalWatch, handle_signals
 from clotho.runtime.supervisor import transient
-from tests.runtime.scene import Scene, Script
+from tests.runtime.scripted_actors import RecordedSupervisor, ScriptedActor
 
 
 def _send(number: signal.Signals) -> None:
@@ -22,54 +22,54 @@ def _send(number: signal.Signals) -> None:
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-async def test_the_first_signal_drains(number: signal.Signals) -> None:
-    """The source ends, the rest finishes, and the exit status is nobody's failure."""
-    box = Script("box", [])
-    scene = Scene(transient(box))
+async def test_the_first_signal_drains_the_run(number: signal.Signals) -> None:
+    """The source ends, the queued work completes, and the exit status is 0."""
+    actor = ScriptedActor("actor", [])
+    recorded = RecordedSupervisor(transient(actor))
     with fail_after(5):
-        async with handle_signals(scene.supervisor) as watch, create_task_group() as group:
-            group.start_soon(scene.run)
+        async with handle_signals(recorded.supervisor) as watch, create_task_group() as group:
+            group.start_soon(recorded.run)
             await wait_all_tasks_blocked()
             _send(number)
-            await scene.drained.wait()
+            await recorded.drained.wait()
             await wait_all_tasks_blocked()
-            assert (scene.drains, scene.states()) == (1, {"box": "running"})
-            box.returns()
-    assert (scene.ending, watch.received, watch.exit_status) == ("drained", [number], 0)
+            assert (recorded.drains, recorded.states()) == (1, {"actor": "running"})
+            actor.finish()
+    assert (recorded.ending, watch.received, watch.exit_status) == ("drained", [number], 0)
 
 
 @pytest.mark.parametrize(("second", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-async def test_the_second_signal_stops_at_once(second: signal.Signals, status: int) -> None:
-    """Whichever two they are; the exit status is what a shell expects of the second."""
-    scene = Scene(transient(Script("box", [])))
+async def test_the_second_signal_stops_the_run_at_once(second: signal.Signals, status: int) -> None:
+    """Any two signals. The exit status follows the shell convention."""
+    recorded = RecordedSupervisor(transient(ScriptedActor("actor", [])))
     with fail_after(5):
-        async with handle_signals(scene.supervisor) as watch, create_task_group() as group:
-            group.start_soon(scene.run)
+        async with handle_signals(recorded.supervisor) as watch, create_task_group() as group:
+            group.start_soon(recorded.run)
             await wait_all_tasks_blocked()
             _send(signal.SIGINT)
-            await scene.drained.wait()
+            await recorded.drained.wait()
             await wait_all_tasks_blocked()
-            assert scene.ending is None
+            assert recorded.ending is None
             _send(second)
-    assert (scene.ending, watch.exit_status) == ("stopped", status)
+    assert (recorded.ending, watch.exit_status) == ("stopped", status)
 
 
-async def test_the_handlers_from_before_are_put_back() -> None:
-    """After the block, and already after the second signal, so that a third always ends the process."""
+async def test_previous_handlers_are_restored() -> None:
+    """After the block, and already after the second signal, so that a third one ends the process."""
     before = [signal.getsignal(number) for number in SIGNALS]
     heard = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: heard.set())
     try:
         mine = signal.getsignal(signal.SIGTERM)
-        scene = Scene(transient(Script("box", [])))
+        recorded = RecordedSupervisor(transient(ScriptedActor("actor", [])))
         with fail_after(5):
-            async with handle_signals(scene.supervisor), create_task_group() as group:
+            async with handle_signals(recorded.supervisor), create_task_group() as group:
                 assert signal.getsignal(signal.SIGTERM) is not mine
-                group.start_soon(scene.run)
+                group.start_soon(recorded.run)
                 _send(signal.SIGINT)
-                await scene.drained.wait()
+                await recorded.drained.wait()
                 _send(signal.SIGINT)
-                await scene.ended.wait()
+                await recorded.ended.wait()
                 assert signal.getsignal(signal.SIGTERM) is mine
                 _send(signal.SIGTERM)
                 assert heard.is_set()
@@ -83,36 +83,36 @@ PROGRAM = """
 import sys
 import anyio
 from clotho.runtime.signals import handle_signals
-from tests.runtime.scene import Scene, Script
+from tests.runtime.scripted_actors import RecordedSupervisor, ScriptedActor
 from clotho.runtime.supervisor import transient
 
-class Box(Script):
+class StubActor(ScriptedActor):
     async def run(self):
         sys.stdout.write("running\\n")
         sys.stdout.flush()
         await super().run()
 
-class Told(Scene):
+class SignalledSupervisor(RecordedSupervisor):
     def _on_drain(self):
         sys.stdout.write("draining\\n")
         sys.stdout.flush()
 
 async def main():
-    scene = Told(transient(Box("box", [])))
-    async with handle_signals(scene.supervisor) as watch:
-        await scene.run()
-    sys.stdout.write(f"{scene.ending}\\n")
+    recorded = SignalledSupervisor(transient(StubActor("actor", [])))
+    async with handle_signals(recorded.supervisor) as watch:
+        await recorded.run()
+    sys.stdout.write(f"{recorded.ending}\\n")
     return watch.exit_status
 
 sys.exit(anyio.run(main))
 """
 
 
-async def test_a_process_told_twice_to_end_exits_as_shells_expect() -> None:
-    """Ctrl-C, and again: the whole way from the signal to the exit status."""
+async def test_a_process_with_two_signals_exits_with_the_status_of_a_shell() -> None:
+    """From the signal to the exit status of a real process."""
     root = Path(__file__).parents[2]
 
-    def play() -> tuple[int, str]:
+    def interrupt_twice() -> tuple[int, str]:
         with subprocess.Popen([sys.executable, "-c", PROGRAM], cwd=root, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
             for expected in ("running\n", "draining\n"):
@@ -122,9 +122,9 @@ async def test_a_process_told_twice_to_end_exits_as_shells_expect() -> None:
             return process.wait(30), rest
 
     with fail_after(60):
-        assert await to_thread.run_sync(play) == (130, "stopped\n")
+        assert await to_thread.run_sync(interrupt_twice) == (130, "stopped\n")
 
 
-def test_a_watch_without_signals_leaves_the_exit_status_alone() -> None:
-    """Nothing was asked."""
-    assert SignalWatch(Scene().supervisor).exit_status == 0
+def test_a_run_without_signals_keeps_its_exit_status() -> None:
+    """The watch has received no signal."""
+    assert SignalWatch(RecordedSupervisor().supervisor).exit_status == 0

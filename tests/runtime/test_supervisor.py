@@ -1,4 +1,4 @@
-"""Supervision: order of start and stop, endings, and whose failure ends the run."""
+"""Supervision: start and stop order, handshakes, endings, and failures."""
 
 from __future__ import annotations
 
@@ -8,208 +8,220 @@ from anyio import create_task_group, fail_after, wait_all_tasks_blocked
 
 from clotho.runtime.supervisor import permanent, temporary, transient
 from protocols.errors import ActorError, ServerError
-from tests.runtime.scene import Ready, Scene, Script
+from tests.runtime.scripted_actors import RecordedSupervisor, ScriptedActor, ScriptedServer
 
 
 async def test_children_start_in_order_and_stop_in_reverse() -> None:
-    """The last to come leans on the first, so it goes first."""
-    diary: list[str] = []
-    first, box, last = Script("first", diary), Script("box", diary), Script("last", diary)
-    scene = Scene(permanent(first), transient(box), permanent(last))
+    """Later children use earlier ones."""
+    events: list[str] = []
+    first, actor, last = ScriptedActor("first", events), ScriptedActor("actor", events), ScriptedActor("last", events)
+    recorded = RecordedSupervisor(permanent(first), transient(actor), permanent(last))
     with fail_after(5):
         async with create_task_group() as group:
-            group.start_soon(scene.run)
+            group.start_soon(recorded.run)
             await wait_all_tasks_blocked()
-            box.returns()
-    assert diary == ["start first", "start box", "start last", "stop box", "stop last", "stop first"]
-    assert (scene.ending, scene.error) == ("finished", None)
-    assert scene.states() == {"first": "stopped", "box": "done", "last": "stopped"}
+            actor.finish()
+    assert events == ["start first", "start actor", "start last", "stop actor", "stop last", "stop first"]
+    assert (recorded.ending, recorded.error) == ("finished", None)
+    assert recorded.states() == {"first": "stopped", "actor": "done", "last": "stopped"}
 
 
-async def test_a_child_with_a_handshake_holds_back_those_after_it() -> None:
-    """Readiness is said, not guessed."""
-    diary: list[str] = []
-    gateway, box = Ready("gateway", diary), Script("box", diary)
-    scene = Scene(permanent(gateway), transient(box))
+async def test_a_child_with_a_handshake_delays_the_children_after_it() -> None:
+    """They start when it reports readiness."""
+    events: list[str] = []
+    server, actor = ScriptedServer("server", events), ScriptedActor("actor", events)
+    recorded = RecordedSupervisor(permanent(server), transient(actor))
     with fail_after(5):
         async with create_task_group() as group:
-            group.start_soon(scene.run)
+            group.start_soon(recorded.run)
             await wait_all_tasks_blocked()
-            assert diary == ["start gateway"]
-            assert scene.states() == {"gateway": "starting", "box": "waiting"}
-            gateway.may_be_ready.set()
+            assert events == ["start server"]
+            assert recorded.states() == {"server": "starting", "actor": "waiting"}
+            server.ready_allowed.set()
             await wait_all_tasks_blocked()
-            assert diary[1:] == ["ready gateway", "start box"]
-            box.returns()
-    assert scene.ending == "finished"
+            assert events[1:] == ["ready server", "start actor"]
+            actor.finish()
+    assert recorded.ending == "finished"
 
 
-async def test_a_failure_before_the_handshake_ends_the_run_without_starting_the_rest() -> None:
-    """Nothing is built on what did not come up; the exit status is the error's own."""
-    diary: list[str] = []
+async def test_a_failure_before_the_handshake_ends_the_run() -> None:
+    """The children after it never start. The exit status is that of the error."""
+    events: list[str] = []
 
-    class PortTaken(Ready):
+    class PortTaken(ScriptedServer):
         async def run(self, *, task_status: object = None) -> None:
             raise ServerError("port 8000 is in use: choose another with --server.port")
 
-    scene = Scene(permanent(PortTaken("gateway", diary)), transient(Script("box", diary)))
+    recorded = RecordedSupervisor(permanent(PortTaken("server", events)), transient(ScriptedActor("actor", events)))
     with fail_after(5):
-        await scene.run()
-    assert isinstance(scene.error, ActorError)
-    assert str(scene.error) == "actor 'gateway' failed: port 8000 is in use: choose another with --server.port"
-    assert scene.error.exit_status == 2
-    assert diary == []
-    assert scene.states() == {"gateway": "failed", "box": "waiting"}
+        await recorded.run()
+    assert isinstance(recorded.error, ActorError)
+    assert str(recorded.error) == "actor 'server' failed: port 8000 is in use: choose another with --server.port"
+    assert recorded.error.exit_status == 2
+    assert events == []
+    assert recorded.states() == {"server": "failed", "actor": "waiting"}
 
 
-async def test_a_failure_while_another_child_is_starting_ends_the_run() -> None:
-    """NullSampleLog waits for a handshake in a run that is over."""
-    diary: list[str] = []
-    box, gateway = Script("box", diary), Ready("gateway", diary)
-    scene = Scene(transient(box), permanent(gateway), transient(Script("last", diary)))
+async def test_a_failure_ends_a_run_that_waits_for_a_handshake() -> None:
+    """The wait is cancelled."""
+    events: list[str] = []
+    actor, server = ScriptedActor("actor", events), ScriptedServer("server", events)
+    recorded = RecordedSupervisor(transient(actor), permanent(server), transient(ScriptedActor("last", events)))
     with fail_after(5):
         async with create_task_group() as group:
-            group.start_soon(scene.run)
+            group.start_soon(recorded.run)
             await wait_all_tasks_blocked()
-            box.fails()
-    assert str(scene.error) == "actor 'box' failed: ValueError: as told"
-    assert diary == ["start box", "start gateway", "stop box", "stop gateway"]
+            actor.fail()
+    assert str(recorded.error) == "actor 'actor' failed: ValueError: failed by the test"
+    assert events == ["start actor", "start server", "stop actor", "stop server"]
 
 
-async def test_a_failure_ends_the_run_with_the_name_of_the_actor_and_the_cause_chained() -> None:
-    """The caller gets the one culprit, out of every exception group; everybody else is stopped in reverse."""
-    diary: list[str] = []
-    before, box, after = Script("before", diary), Script("box", diary), Script("after", diary)
-    scene = Scene(transient(before), transient(box), transient(after))
+async def test_a_failure_ends_the_run_with_the_name_of_the_actor() -> None:
+    """The error is raised without an exception group and with its cause. The other children stop in reverse order."""
+    events: list[str] = []
+    before, actor, after = (
+        ScriptedActor("before", events),
+        ScriptedActor("actor", events),
+        ScriptedActor("after", events),
+    )
+    recorded = RecordedSupervisor(transient(before), transient(actor), transient(after))
     cause = ZeroDivisionError("a zero")
     with fail_after(5):
         async with create_task_group() as group:
-            group.start_soon(scene.run)
+            group.start_soon(recorded.run)
             await wait_all_tasks_blocked()
-            box.fails(ExceptionGroup("unhandled", [ExceptionGroup("inner", [cause])]))
-    assert isinstance(scene.error, ActorError)
-    assert str(scene.error) == "actor 'box' failed: ZeroDivisionError: a zero"
-    assert scene.error.__cause__ is cause
-    assert scene.error.exit_status == 1
-    assert diary[-3:] == ["stop box", "stop after", "stop before"]
-    assert scene.supervisor.status()["box"].error == "ZeroDivisionError: a zero"
+            actor.fail(ExceptionGroup("unhandled", [ExceptionGroup("inner", [cause])]))
+    assert isinstance(recorded.error, ActorError)
+    assert str(recorded.error) == "actor 'actor' failed: ZeroDivisionError: a zero"
+    assert recorded.error.__cause__ is cause
+    assert recorded.error.exit_status == 1
+    assert events[-3:] == ["stop actor", "stop after", "stop before"]
+    assert recorded.supervisor.status()["actor"].error == "ZeroDivisionError: a zero"
 
 
-async def test_a_stray_cancellation_is_a_failure() -> None:
-    """An actor that awaits something cancelled elsewhere must not vanish in silence."""
+async def test_a_cancellation_from_elsewhere_is_a_failure() -> None:
+    """An actor that awaits a cancelled future must not end silently."""
     foreign: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     foreign.cancel()
 
-    class Box(Script):
+    class StubActor(ScriptedActor):
         async def run(self) -> None:
             await foreign
 
-    scene = Scene(transient(Box("box", [])))
+    recorded = RecordedSupervisor(transient(StubActor("actor", [])))
     with fail_after(5):
-        await scene.run()
-    assert "actor 'box' failed" in str(scene.error)
-    assert "the actor was not" in str(scene.error)
+        await recorded.run()
+    assert "actor 'actor' failed" in str(recorded.error)
+    assert "the actor was not" in str(recorded.error)
 
 
-async def test_the_failure_of_a_temporary_child_is_reported_and_forgiven() -> None:
-    """A broken terminal never stops training, and is never restarted."""
-    diary: list[str] = []
-    monitor, box = Script("monitor", diary), Script("box", diary)
-    scene = Scene(temporary(monitor), transient(box))
+async def test_the_failure_of_a_temporary_child_is_only_reported() -> None:
+    """Training continues. The child is not restarted."""
+    events: list[str] = []
+    monitor, actor = ScriptedActor("monitor", events), ScriptedActor("actor", events)
+    recorded = RecordedSupervisor(temporary(monitor), transient(actor))
     with fail_after(5):
         async with create_task_group() as group:
-            group.start_soon(scene.run)
+            group.start_soon(recorded.run)
             await wait_all_tasks_blocked()
-            monitor.fails()
+            monitor.fail()
             await wait_all_tasks_blocked()
-            assert scene.states() == {"monitor": "failed", "box": "running"}
-            assert scene.reported() == ["monitor: as told"]
-            box.returns()
-    assert (scene.ending, monitor.lives) == ("finished", 1)
+            assert recorded.states() == {"monitor": "failed", "actor": "running"}
+            assert recorded.reported_failures() == ["monitor: failed by the test"]
+            actor.finish()
+    assert (recorded.ending, monitor.starts) == ("finished", 1)
 
 
 async def test_the_run_lasts_until_every_transient_child_has_returned() -> None:
-    """Temporary and permanent children neither prolong nor shorten it."""
-    diary: list[str] = []
-    first, second, monitor = Script("first", diary), Script("second", diary), Script("monitor", diary)
-    scene = Scene(transient(first), temporary(monitor), transient(second))
+    """Temporary and permanent children do not extend or end it."""
+    events: list[str] = []
+    first, second, monitor = (
+        ScriptedActor("first", events),
+        ScriptedActor("second", events),
+        ScriptedActor("monitor", events),
+    )
+    recorded = RecordedSupervisor(transient(first), temporary(monitor), transient(second))
     with fail_after(5):
         async with create_task_group() as group:
-            group.start_soon(scene.run)
+            group.start_soon(recorded.run)
             await wait_all_tasks_blocked()
-            monitor.returns()
-            second.returns()
+            monitor.finish()
+            second.finish()
             await wait_all_tasks_blocked()
-            assert scene.ending is None
-            first.returns()
-    assert scene.ending == "finished"
+            assert recorded.ending is None
+            first.finish()
+    assert recorded.ending == "finished"
 
 
-async def test_drain_ends_the_source_once_and_lets_everything_finish() -> None:
-    """Asked twice it drains once; nothing is cancelled."""
-    diary: list[str] = []
-    box = Script("box", diary)
-    scene = Scene(transient(box))
+async def test_a_drain_ends_the_source_once_and_lets_all_children_finish() -> None:
+    """A second drain has no effect. No child is cancelled."""
+    events: list[str] = []
+    actor = ScriptedActor("actor", events)
+    recorded = RecordedSupervisor(transient(actor))
     with fail_after(5):
         async with create_task_group() as group:
-            group.start_soon(scene.run)
+            group.start_soon(recorded.run)
             await wait_all_tasks_blocked()
-            scene.supervisor.drain()
-            scene.supervisor.drain()
+            recorded.supervisor.drain()
+            recorded.supervisor.drain()
             await wait_all_tasks_blocked()
-            assert (scene.drains, scene.states()) == (1, {"box": "running"})
-            box.returns()
-    assert (scene.ending, scene.states()) == ("drained", {"box": "done"})
+            assert (recorded.drains, recorded.states()) == (1, {"actor": "running"})
+            actor.finish()
+    assert (recorded.ending, recorded.states()) == ("drained", {"actor": "done"})
 
 
-async def test_stop_cancels_everybody_at_once() -> None:
-    """Also while a child is still starting, and after a drain that takes too long."""
-    diary: list[str] = []
-    scene = Scene(transient(Script("box", diary)), permanent(Ready("gateway", diary)), transient(Script("last", diary)))
+async def test_a_stop_cancels_all_children_at_once() -> None:
+    """Also during the start of a child, and during a drain."""
+    events: list[str] = []
+    recorded = RecordedSupervisor(
+        transient(ScriptedActor("actor", events)),
+        permanent(ScriptedServer("server", events)),
+        transient(ScriptedActor("last", events)),
+    )
     with fail_after(5):
         async with create_task_group() as group:
-            group.start_soon(scene.run)
+            group.start_soon(recorded.run)
             await wait_all_tasks_blocked()
-            scene.supervisor.drain()
-            scene.supervisor.stop()
-    assert (scene.ending, scene.failures) == ("stopped", [])
-    assert scene.states() == {"box": "stopped", "gateway": "stopped", "last": "waiting"}
+            recorded.supervisor.drain()
+            recorded.supervisor.stop()
+    assert (recorded.ending, recorded.failures) == ("stopped", [])
+    assert recorded.states() == {"actor": "stopped", "server": "stopped", "last": "waiting"}
 
 
-async def test_a_stop_before_the_start_starts_nothing() -> None:
-    """A signal may come first."""
-    diary: list[str] = []
-    scene = Scene(transient(Script("box", diary)))
-    scene.supervisor.stop()
+async def test_a_stop_before_the_start_starts_no_child() -> None:
+    """A signal may arrive before the start."""
+    events: list[str] = []
+    recorded = RecordedSupervisor(transient(ScriptedActor("actor", events)))
+    recorded.supervisor.stop()
     with fail_after(5):
-        await scene.run()
-    assert (scene.ending, diary) == ("stopped", [])
+        await recorded.run()
+    assert (recorded.ending, events) == ("stopped", [])
 
 
-async def test_cancelling_the_supervisor_stops_its_children() -> None:
-    """Structured: nothing outlives the scope in which it ran."""
-    diary: list[str] = []
-    scene = Scene(transient(Script("box", diary)), permanent(Script("gateway", diary)))
+async def test_a_cancelled_supervisor_stops_its_children() -> None:
+    """No child outlives the scope of the supervisor."""
+    events: list[str] = []
+    recorded = RecordedSupervisor(transient(ScriptedActor("actor", events)), permanent(ScriptedActor("server", events)))
     with fail_after(5):
         async with create_task_group() as group:
-            group.start_soon(scene.run)
+            group.start_soon(recorded.run)
             await wait_all_tasks_blocked()
             group.cancel_scope.cancel()
-    assert scene.ending is None
-    assert sorted(diary[2:]) == ["stop box", "stop gateway"]
+    assert recorded.ending is None
+    assert sorted(events[2:]) == ["stop actor", "stop server"]
 
 
-async def test_two_children_of_one_name_are_refused() -> None:
-    """Errors and /health name children."""
-    scene = Scene(transient(Script("box", [])), transient(Script("box", [])))
-    await scene.run()
-    assert isinstance(scene.error, ValueError)
+async def test_two_children_of_the_same_name_are_refused() -> None:
+    """Errors and /health identify children by name."""
+    recorded = RecordedSupervisor(transient(ScriptedActor("actor", [])), transient(ScriptedActor("actor", [])))
+    await recorded.run()
+    assert isinstance(recorded.error, ValueError)
 
 
-async def test_a_supervisor_runs_once() -> None:
-    """A second call is an error."""
-    scene = Scene(transient(Script("box", [])))
-    scene.supervisor.stop()
-    await scene.run()
-    await scene.run()
-    assert isinstance(scene.error, RuntimeError)
+async def test_a_supervisor_runs_only_once() -> None:
+    """A second call raises an error."""
+    recorded = RecordedSupervisor(transient(ScriptedActor("actor", [])))
+    recorded.supervisor.stop()
+    await recorded.run()
+    await recorded.run()
+    assert isinstance(recorded.error, RuntimeError)

@@ -1,15 +1,20 @@
-"""The watchdog: once per stall, once per recovery, and idleness is no stall."""
+"""The watchdog reports each stall and each recovery once and ignores idleness.
+
+The guard ends the run with errors from outside the actors.
+"""
 
 from __future__ import annotations
 
 import math
 import time
+from concurrent.futures import Future
 
 import anyio
 import pytest
 from anyio import create_task_group, fail_after
 
-from clotho.runtime.watchdog import Watchdog
+from clotho.runtime.watchdog import Guard, Watchdog
+from tests.actors.actor_helpers import cancel_when_blocked
 
 
 class _Scene:
@@ -33,7 +38,7 @@ class _Scene:
 
 
 def test_a_stall_is_reported_once_with_its_length() -> None:
-    """However often the watchdog looks while it lasts."""
+    """Also if the watchdog checks repeatedly during the stall."""
     scene = _Scene()
     for now in (105.0, 110.0, 111.0, 150.0):
         scene.look_at(now)
@@ -41,8 +46,8 @@ def test_a_stall_is_reported_once_with_its_length() -> None:
     assert scene.watchdog.stalled
 
 
-def test_a_recovery_is_reported_and_the_next_stall_again() -> None:
-    """Each stall has one beginning and one end."""
+def test_a_recovery_is_reported_and_so_is_the_next_stall() -> None:
+    """Each stall has one start and one end."""
     scene = _Scene()
     scene.look_at(111.0)
     scene.progress = 112.0
@@ -51,8 +56,8 @@ def test_a_recovery_is_reported_and_the_next_stall_again() -> None:
     assert scene.reports == [11.0, "recovered", 13.0]
 
 
-def test_idleness_is_never_a_stall_and_ends_one() -> None:
-    """No work, no progress expected."""
+def test_idleness_is_not_a_stall_and_ends_one() -> None:
+    """Without work no progress is expected."""
     scene = _Scene()
     scene.progress = math.inf
     assert scene.look_at(1e9) == 10
@@ -63,21 +68,21 @@ def test_idleness_is_never_a_stall_and_ends_one() -> None:
     assert scene.reports == [1e9, "recovered"]
 
 
-def test_the_next_look_is_when_the_limit_would_be_reached() -> None:
-    """Derived from the limit: neither polling nor late."""
+def test_the_next_check_is_at_the_limit() -> None:
+    """The watchdog does not poll, and a stall is detected as soon as the limit is reached."""
     scene = _Scene()
     assert scene.look_at(103.0) == 7.0
     assert scene.look_at(110.0) == 1.0
 
 
 def test_a_limit_of_zero_is_refused() -> None:
-    """Everything would be a stall."""
+    """Every wait would be a stall."""
     with pytest.raises(ValueError, match="above 0"):
         Watchdog("watchdog", time.monotonic, limit_seconds=0, on_stall=print, on_recovered=print)
 
 
-async def test_a_running_watchdog_notices_the_stall_and_its_end_by_itself() -> None:
-    """With the real clock: the callbacks come without anybody asking."""
+async def test_a_running_watchdog_reports_a_stall_and_its_recovery() -> None:
+    """With the real clock."""
     stalled, recovered = anyio.Event(), anyio.Event()
     progress = [time.monotonic()]
     watchdog = Watchdog(
@@ -94,3 +99,20 @@ async def test_a_running_watchdog_notices_the_stall_and_its_end_by_itself() -> N
             progress[0] = math.inf
             await recovered.wait()
             group.cancel_scope.cancel()
+
+
+async def test_an_error_from_outside_is_the_failure_of_the_guard() -> None:
+    """The error itself is raised, so that the run ends with its name."""
+    broken: Future[None] = Future()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(anyio.to_thread.run_sync, broken.set_exception, LookupError("a defect"))
+        with pytest.raises(LookupError, match="a defect"):
+            await Guard("decode engine", broken).run()
+
+
+async def test_a_cancelled_guard_leaves_its_future_open() -> None:
+    """The compute thread may still set the future during the shutdown, which would raise in a cancelled future."""
+    broken: Future[None] = Future()
+    await cancel_when_blocked(Guard("decode engine", broken).run)
+    assert not broken.cancelled()
+    broken.set_exception(LookupError("late"))

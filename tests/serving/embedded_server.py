@@ -15,7 +15,7 @@ from clotho.run.run_monitor import RunMonitor
 from clotho.serving.server import ApiServer
 from clotho.serving.services import HealthReport
 from protocols.sampling import Completion, SampleRequest
-from tests.run.built_context import assembled, tiny_profile
+from tests.run.built_context import open_context, tiny_profile
 
 EMBEDDED = Path(__file__).parents[2] / "profiles" / "embedded"
 
@@ -54,7 +54,7 @@ async def serving(directory: Path) -> AsyncIterator[tuple[str, RunContext, Recor
         server={"enabled": True, "port": 0},
     )
     notes = RecordedCompletions()
-    async with assembled(profile) as parts:
+    async with open_context(profile) as parts:
         monitor = RunMonitor(parts, queues=[], children=dict)
 
         def health() -> HealthReport:

@@ -33,7 +33,7 @@ async def test_every_path_except_health_requires_the_key() -> None:
                 assert answer.status_code == 401, (path, key)
                 assert answer.json()["error"]["code"] == "invalid_api_key"
         assert (await served.http.get("/health")).status_code == 200
-        assert served.engine.asked == []
+        assert served.engine.requests == []
 
 
 async def test_requests_with_the_key_succeed() -> None:
@@ -70,4 +70,4 @@ async def test_a_foreign_origin_header_is_rejected() -> None:
         answer = await served.http.get("/v1/models", headers={"origin": "http://localhost:3000"})
         assert answer.status_code == 200
         assert not [name for name in answer.headers if name.startswith("access-control")]
-        assert served.engine.asked == []
+        assert served.engine.requests == []

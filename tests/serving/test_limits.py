@@ -134,8 +134,8 @@ async def test_a_request_of_a_client_that_does_not_read_is_cancelled(monkeypatch
     body = b'{"prompt": "x", "stream": true, "n": 64, "max_tokens": 500, "ignore_eos": true, "logprobs": 20}'
     async with serving() as served, await connect(served) as stream:
         await stream.send(head(f"Content-Length: {len(body)}") + body)
-        await served.engine.until(lambda: served.engine.running == 64)
-        await served.engine.until(lambda: served.engine.running == 0)
+        await served.engine.wait_until(lambda: served.engine.running == 64)
+        await served.engine.wait_until(lambda: served.engine.running == 0)
         with anyio.fail_after(10):
             while served.sampler.running:
                 await anyio.lowlevel.checkpoint()
@@ -164,7 +164,7 @@ async def test_a_disconnect_during_a_stream_aborts_the_request() -> None:
         answer = await begin_stream(served, n=4)
         assert served.engine.running == 4
         await answer.aclose()
-        await served.engine.until(lambda: served.engine.running == 0)
+        await served.engine.wait_until(lambda: served.engine.running == 0)
         assert served.engine.aborted == [1]
 
 
@@ -175,9 +175,9 @@ async def test_a_disconnect_before_the_response_aborts_the_request() -> None:
         for stream in (False, True):
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(lambda body: served.http.post("/v1/completions", json=body), LONG | {"stream": stream})
-                await served.engine.until(lambda: served.engine.running == 1)
+                await served.engine.wait_until(lambda: served.engine.running == 1)
                 tasks.cancel_scope.cancel()
-            await served.engine.until(lambda: served.engine.running == 0)
+            await served.engine.wait_until(lambda: served.engine.running == 0)
         assert served.engine.aborted == [1, 2]
 
 
@@ -198,12 +198,12 @@ async def test_requests_above_the_limit_wait_in_a_queue() -> None:
                 tasks.start_soon(post, prompt)
                 await wait_for_queue(served, number + 1)
             assert (await served.http.get("/health")).status_code == 200
-            assert (len(served.engine.asked), served.requests) == (1, 1)
+            assert (len(served.engine.requests), served.requests) == (1, 1)
             served.engine.allow(10**6)
             await answer.aread()
         assert finished == ["a", "b", "c"]
         encode = served.engine.tokenizer.encode
-        assert [asked.prompt for asked in served.engine.asked] == [encode(prompt) for prompt in ("x", *"abc")]
+        assert [asked.prompt for asked in served.engine.requests] == [encode(prompt) for prompt in ("x", *"abc")]
 
 
 async def test_a_disconnect_removes_a_request_from_the_queue() -> None:
@@ -227,7 +227,7 @@ async def test_a_disconnect_removes_a_request_from_the_queue() -> None:
             served.engine.allow(10**6)
             await answer.aread()
         assert behind[0].status_code == 200
-        assert len(served.engine.asked) == 2
+        assert len(served.engine.requests) == 2
 
 
 async def test_a_body_larger_than_the_buffer_arrives_complete() -> None:
@@ -317,7 +317,7 @@ async def test_an_engine_failure_is_a_500() -> None:
 
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(post)
-            await served.engine.until(lambda: served.engine.running == 1)
+            await served.engine.wait_until(lambda: served.engine.running == 1)
             served.engine.submit_call(lambda: served.engine.fail("the tick raised"))
         assert answers[0].status_code == 500
         assert answers[0].json()["error"]["code"] == "generation_failed"
@@ -382,9 +382,9 @@ async def test_requests_are_cancelled_after_the_grace_period() -> None:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(wait)
             tasks.start_soon(read)
-            await served.engine.until(lambda: served.engine.running == 2)
+            await served.engine.wait_until(lambda: served.engine.running == 2)
             served.stop()
-        await served.engine.until(lambda: served.engine.running == 0)
+        await served.engine.wait_until(lambda: served.engine.running == 0)
     assert outcome["waiting"] == "503"
     assert "shutting down" in outcome["stream"]
     assert outcome["stream"].endswith("data: [DONE]\n\n")

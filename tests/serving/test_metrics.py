@@ -209,7 +209,7 @@ async def test_a_disconnect_removes_a_request_from_the_gauge() -> None:
         stream = {"prompt": "x", "stream": True, "ignore_eos": True}
         async with served.http.stream("POST", "/v1/completions", json=stream):
             assert (await scrape(served))["clotho_sampler_requests", ()] == 1
-        await served.engine.until(lambda: served.engine.running == 0)
+        await served.engine.wait_until(lambda: served.engine.running == 0)
         assert (await scrape(served))["clotho_sampler_requests", ()] == 0
 
 

@@ -110,7 +110,7 @@ def assert_rejected(answer: httpx.Response, param: str | None) -> None:
 async def assert_still_serving(served: Served, api: str) -> None:
     """Check that no invalid request reached the engine and that a valid request succeeds."""
     route, body = VALID[api]
-    assert served.engine.asked == []
+    assert served.engine.requests == []
     assert served.scored == []
     assert (await served.post(route, **body)).status_code == 200
 
@@ -203,9 +203,9 @@ async def test_a_disconnect_aborts_the_whole_group(api: str) -> None:
         served.engine.allow(3)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(lambda: served.http.post(route, json=body))
-            await served.engine.until(lambda: served.engine.running == 4)
+            await served.engine.wait_until(lambda: served.engine.running == 4)
             tasks.cancel_scope.cancel()
-        await served.engine.until(lambda: served.engine.running == 0)
+        await served.engine.wait_until(lambda: served.engine.running == 0)
         assert len(served.engine.aborted) == (2 if api == "trl" else 1)
 
 
@@ -217,7 +217,7 @@ async def test_a_full_queue_is_a_503_with_retry_after(monkeypatch: pytest.Monkey
         route, body = ENDLESS["vllm"]
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(lambda: served.http.post(route, json=body))
-            await served.engine.until(lambda: served.engine.running == 4)
+            await served.engine.wait_until(lambda: served.engine.running == 4)
             for other, fields in ENDLESS.values():
                 busy = await served.post(other, **fields)
                 assert (busy.status_code, busy.headers["retry-after"]) == (503, "1")

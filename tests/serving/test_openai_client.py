@@ -16,7 +16,7 @@ async def test_a_chat_completion_contains_the_policy_version() -> None:
     """Text, usage, finish reason, version and fingerprint come from the engine."""
     async with serving() as served:
         answer = await served.openai.chat.completions.create(model="policy", messages=USER, seed=1, max_tokens=8)
-        asked = served.engine.asked[0]
+        asked = served.engine.requests[0]
         prompt = CharacterTokenizer().render_chat(USER)
         assert asked.prompt == prompt
         assert answer.id.startswith("chatcmpl-")
@@ -51,7 +51,7 @@ async def test_a_prompt_can_be_text_or_tokens() -> None:
             answer = await served.openai.completions.create(model="policy", prompt=prompt, seed=1, max_tokens=5)
             texts.add(answer.choices[0].text)
         assert len(texts) == 1
-        assert {asked.prompt for asked in served.engine.asked} == {tuple(tokens)}
+        assert {asked.prompt for asked in served.engine.requests} == {tuple(tokens)}
 
 
 async def test_only_a_request_with_a_seed_is_reproducible() -> None:
@@ -182,7 +182,7 @@ async def test_every_sampling_parameter_reaches_the_engine() -> None:
                 "stop_token_ids": [END],
             },
         )
-        sampling = served.engine.asked[0].sampling
+        sampling = served.engine.requests[0].sampling
         assert (sampling.temperature, sampling.top_p, sampling.min_p) == (0.5, 0.9, 0.1)
         assert (sampling.top_k, sampling.repetition_penalty) == (0, 1.2)
         assert (sampling.logit_bias, sampling.stop) == (((7, -3.0),), ("zz",))
@@ -193,7 +193,7 @@ async def test_the_default_max_tokens_fits_the_context() -> None:
     """The default is limited to the rest of the context."""
     async with serving() as served:
         await served.openai.completions.create(model="policy", prompt=[1] * (CONTEXT - 3), extra_body={"top_k": 1})
-        assert served.engine.asked[0].sampling.max_tokens == 3
+        assert served.engine.requests[0].sampling.max_tokens == 3
 
 
 async def test_a_choice_contains_the_versions_before_and_after_a_weight_swap() -> None:

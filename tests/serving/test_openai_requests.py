@@ -147,8 +147,8 @@ def assert_rejected(answer: httpx.Response, param: str | None) -> None:
 async def assert_still_serving(served: Served) -> None:
     """Check that a valid request succeeds and that no invalid request reached the engine."""
     assert (await served.post(TEXT, prompt="good", max_tokens=2)).status_code == 200
-    await served.engine.until(lambda: served.engine.running == 0)
-    assert len(served.engine.asked) == 1
+    await served.engine.wait_until(lambda: served.engine.running == 0)
+    assert len(served.engine.requests) == 1
 
 
 async def test_an_invalid_completion_request_is_rejected_with_the_name_of_the_field() -> None:
@@ -220,7 +220,7 @@ async def test_text_parts_are_joined_and_developer_messages_are_system_messages(
             CHAT, messages=[{"role": "developer", "content": "s"}, {"role": "user", "content": parts}], max_tokens=1
         )
         plain = [{"role": "system", "content": "s"}, {"role": "user", "content": "ab"}]
-        assert served.engine.asked[0].prompt == CharacterTokenizer().render_chat(plain)
+        assert served.engine.requests[0].prompt == CharacterTokenizer().render_chat(plain)
 
 
 @pytest.mark.parametrize("name", ["other", "../../etc", "/etc", "http://x", "~", "a\x00b", "x" * 1_000_000, ""])

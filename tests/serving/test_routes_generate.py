@@ -37,8 +37,8 @@ async def test_one_request_samples_a_group_of_sixteen() -> None:
     """The engine receives one request; the lists have equal length."""
     async with serving() as served:
         answer = await vllm_generate(served, n=16, temperature=1.0, stop=["\nUser:"], seed=5)
-        assert len(served.engine.asked) == 1
-        assert len(served.engine.asked[0].seeds) == 16
+        assert len(served.engine.requests) == 1
+        assert len(served.engine.requests[0].seeds) == 16
         sampled = read(answer)
         assert [tokens for tokens, _, _ in sampled] == answer["token_ids"]
         assert {reason for _, _, reason in sampled} <= {"stop", "length"}
@@ -53,13 +53,13 @@ async def test_prompt_tokens_are_used_unchanged() -> None:
     """A repeated end token is kept and no first token is added; text is tokenized once."""
     async with serving() as served:
         answer = await vllm_generate(served)
-        assert served.engine.asked[0].prompt == tuple(answer["prompt_token_ids"]) == tuple(IDS)
+        assert served.engine.requests[0].prompt == tuple(answer["prompt_token_ids"]) == tuple(IDS)
         assert answer["prompt"] is None
         answer = await vllm_generate(served, prompt="one two")
         assert answer["prompt"] == "one two"
         assert tuple(answer["prompt_token_ids"]) == CharacterTokenizer().encode("one two")
         await vllm_generate(served, prompt={"prompt_token_ids": [4, 5], "prompt": "is not read"})
-        assert served.engine.asked[2].prompt == (4, 5)
+        assert served.engine.requests[2].prompt == (4, 5)
 
 
 async def test_the_tokens_include_the_stop_token() -> None:
@@ -97,10 +97,10 @@ async def test_sampling_parameters_reach_the_engine() -> None:
             "stop": ["Q:"], "stop_token_ids": [3], "max_tokens": 4,
         }  # fmt: skip
         await vllm_generate(served, **fields, seed=9)
-        sampling = structs.asdict(served.engine.asked[0].sampling)
+        sampling = structs.asdict(served.engine.requests[0].sampling)
         assert {name: sampling[name] for name in fields} == fields | {"stop": ("Q:",), "stop_token_ids": (3,)}
         await vllm_generate(served, top_k=-1, max_tokens=None, temperature=None)
-        sampling = structs.asdict(served.engine.asked[1].sampling)
+        sampling = structs.asdict(served.engine.requests[1].sampling)
         assert (sampling["top_k"], sampling["max_tokens"], sampling["temperature"]) == (0, 16, 1.0)
 
 
@@ -184,14 +184,14 @@ async def test_one_completion_is_an_object_and_several_are_a_list() -> None:
     """A log-probability entry is (logprob, token, text); the text is null unless requested."""
     async with serving() as served:
         one = await sglang_generate(served, {"n": 1, "ignore_eos": True}, return_text_in_logprobs=False)
-        assert served.engine.asked[0].prompt == tuple(IDS)
+        assert served.engine.requests[0].prompt == tuple(IDS)
         entries = one["meta_info"]["output_token_logprobs"]
         assert [token for _, token, _ in entries] == one["output_ids"]
         assert all(logprob < 0 and text is None for logprob, _, text in entries)
         assert one["meta_info"]["finish_reason"] == {"type": "length", "length": 12}
         group = await sglang_generate(served, {"n": 16, "stop": ["Q:"], "temperature": 1.0})
         assert len(group) == 16
-        assert len(served.engine.asked) == 2
+        assert len(served.engine.requests) == 2
         assert {entry["meta_info"]["finish_reason"]["type"] for entry in group} <= {"stop", "length"}
         assert len({entry["meta_info"]["id"] for entry in group}) == 16
 
@@ -225,7 +225,7 @@ async def test_a_prompt_can_be_text() -> None:
     """`text` instead of `input_ids`, without sampling parameters."""
     async with serving() as served:
         answer = await served.post("/generate", text="hello")
-        assert served.engine.asked[0].prompt == CharacterTokenizer().encode("hello")
+        assert served.engine.requests[0].prompt == CharacterTokenizer().encode("hello")
         assert isinstance(answer.json()["text"], str)
 
 
@@ -234,14 +234,14 @@ async def test_sampling_parameters_of_sglang_reach_the_engine() -> None:
     async with serving() as served:
         fields = {"temperature": 0.5, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.2, "stop_token_ids": [4]}
         await sglang_generate(served, {**fields, "top_k": -1, "sampling_seed": 3, "max_new_tokens": 10**6})
-        sampling = structs.asdict(served.engine.asked[0].sampling)
+        sampling = structs.asdict(served.engine.requests[0].sampling)
         assert {name: sampling[name] for name in fields} == fields | {"stop_token_ids": (4,)}
         assert (sampling["top_k"], sampling["max_tokens"]) == (0, CONTEXT - len(IDS))
         await sglang_generate(served, {"seed": 3, "max_tokens": 5, "max_new_tokens": None})
-        assert served.engine.asked[0].seeds == served.engine.asked[1].seeds
-        assert served.engine.asked[1].sampling.max_tokens == 5
+        assert served.engine.requests[0].seeds == served.engine.requests[1].seeds
+        assert served.engine.requests[1].sampling.max_tokens == 5
         await sglang_generate(served, {"max_completion_tokens": 6, "max_tokens": 5, "max_new_tokens": None})
-        assert served.engine.asked[2].sampling.max_tokens == 6
+        assert served.engine.requests[2].sampling.max_tokens == 6
 
 
 async def test_ignored_fields_are_listed_in_meta_info() -> None:

@@ -20,10 +20,10 @@ async def test_rows_are_ordered_by_prompt(route: str) -> None:
         assert answer.status_code == 200, answer.text
         assert answer.headers["x-clotho-weights-version"] == "3"
         body = answer.json()
-        assert [request.prompt for request in served.engine.asked] == [
+        assert [request.prompt for request in served.engine.requests] == [
             CharacterTokenizer().encode("one"), (4, END, END),
         ]  # fmt: skip
-        assert body["prompt_ids"] == [list(request.prompt) for request in served.engine.asked]
+        assert body["prompt_ids"] == [list(request.prompt) for request in served.engine.requests]
         assert [len(row) for row in body["logprobs"]] == [len(row) for row in body["completion_ids"]]
         assert len(body["completion_ids"]) == 6
         for row, reason in zip(body["completion_ids"], body["finish_reasons"], strict=True):

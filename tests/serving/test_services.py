@@ -63,7 +63,7 @@ async def test_every_endpoint_records_each_completion_once(monkeypatch: pytest.M
     async with recording_server(monkeypatch) as (served, recorder):
         answer = await served.http.post(route, json=body, headers=BEARER)
         assert answer.status_code == 200
-        prompts = len(served.engine.asked)
+        prompts = len(served.engine.requests)
         assert len(recorder.taken) == 2 * prompts
         assert {client_label for _, _, client_label in recorder.taken} == {"guessing"}
         assert len({(request.prompt, completion.tokens) for request, completion, _ in recorder.taken}) == 2 * prompts
@@ -153,4 +153,4 @@ async def test_supports_are_recorded_if_top_k_limits_them(
     """A top_k of the vocabulary size keeps all tokens."""
     async with recording_server(monkeypatch) as (served, _):
         assert (await served.post("/generate", prompt="x", max_tokens=2, **fields)).status_code == 200
-        assert served.engine.asked[0].record_support == recorded
+        assert served.engine.requests[0].record_support == recorded

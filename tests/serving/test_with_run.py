@@ -22,7 +22,7 @@ from clotho.scoring.head_scores import SamplingDistribution
 from clotho.scoring.teacher_forcing import TeacherForcing
 from clotho.serving.server import ApiServer
 from protocols.step import WeightsReady
-from tests.run.built_context import assembled, tiny_profile
+from tests.run.built_context import open_context, tiny_profile
 
 PROMPT = [5, 9, 33, 1, 1, 17]
 
@@ -31,7 +31,7 @@ PROMPT = [5, 9, 33, 1, 1, 17]
 async def serving(directory: Path) -> AsyncIterator[tuple[RunContext, httpx.AsyncClient, Sampler]]:
     """Serve a tiny policy whose adapter has been updated."""
     profile = tiny_profile(directory, server={"enabled": True, "port": 0})
-    async with assembled(profile) as parts:
+    async with open_context(profile) as parts:
 
         def move() -> None:
             moved = {name: value + 0.05 for name, value in flat(parts.policy.trainable()).items()}

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from clotho.training.batch_collector import BatchCollector, discard_unusable
 from protocols.rollout import Discarded, GroupOutcome, ScoredGroup
-from tests.actors.boxes import prompt
+from tests.actors.actor_helpers import prompt
 from tests.learner_settings import learner_settings
 from tests.training.policies_and_groups import scored_group
 

@@ -13,7 +13,7 @@ from clotho.scoring.layouts.micro_batches import build_micro_batches
 from clotho.scoring.sequences import MicroBatch, TrainingSequence
 from clotho.scoring.teacher_forcing import TeacherForcing
 from protocols.sampling import Completion, Sampling
-from tests.inference.engine_helpers import ask, make_engine, prompt_of, run
+from tests.inference.engine_helpers import make_engine, make_prompt, run, submit_request
 from tests.small_models import FixedSource, tiny_source
 
 TOLERANCE = 2e-4
@@ -37,9 +37,10 @@ def law_of(sampling: Sampling) -> SamplingDistribution:
 def sampled(source: FixedSource, sampling: Sampling) -> list[tuple[int, tuple[int, ...], Completion]]:
     """Two groups of three completions with their supports: (group, prompt, completion)."""
     engine = make_engine(source)
-    prompts = [prompt_of(4), prompt_of(13, 1)]
+    prompts = [make_prompt(4), make_prompt(13, 1)]
     answers = [
-        ask(engine, prompt, sampling, range(9 * g, 9 * g + 3), record_support=True) for g, prompt in enumerate(prompts)
+        submit_request(engine, prompt, sampling, range(9 * g, 9 * g + 3), record_support=True)
+        for g, prompt in enumerate(prompts)
     ]
     run(engine)
     return [(g, prompts[g], completion) for g, answer in enumerate(answers) for completion in answer.completions]

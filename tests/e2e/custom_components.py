@@ -11,19 +11,19 @@ from protocols.prompt import Problem
 from protocols.rollout import Discarded
 from protocols.step import StepReport
 
-ENDINGS = ("raises", "nan", "hangs", "works", "works", "works")
+BEHAVIORS = ("raises", "nan", "hangs", "works", "works", "works")
 
 
-def ending(prompt: str) -> str:
+def reward_behavior(prompt: str) -> str:
     """What the wayward reward does with completions of a prompt: as good as random, yet known."""
-    return ENDINGS[zlib.crc32(prompt.encode()) % len(ENDINGS)]
+    return BEHAVIORS[zlib.crc32(prompt.encode()) % len(BEHAVIORS)]
 
 
-def wayward(problem: Problem, text: str) -> float:
+def misbehaving_reward(problem: Problem, text: str) -> float:
     """Raise, return NaN, hang, or reward texts by an arbitrary number in 0..1."""
-    match ending(problem.prompt):
+    match reward_behavior(problem.prompt):
         case "raises":
-            raise RuntimeError("wayward on purpose")
+            raise RuntimeError("raised by the test")
         case "nan":
             return float("nan")
         case "hangs":
@@ -31,7 +31,7 @@ def wayward(problem: Problem, text: str) -> float:
     return zlib.crc32(text.encode()) % 100 / 100
 
 
-class Breaking:
+class FailingStage:
     """A stage that fails at its third message."""
 
     def __init__(self, *, name: str, services: Any, inbox: Any, outbox: Any) -> None:
@@ -43,12 +43,12 @@ class Breaking:
         async with self._inbox, self._outbox:
             async for message in self._inbox:
                 if passed == 2:
-                    raise LookupError("broken on purpose")
+                    raise LookupError("raised by the test")
                 await self._outbox.send(message)
                 passed += 1
 
 
-class Telling:
+class StepPrinter:
     """A tap on the reports that prints one line for each."""
 
     def __init__(self, *, name: str, services: Any, inbox: Any) -> None:
@@ -59,11 +59,11 @@ class Telling:
         async with self._inbox:
             async for report in self._inbox:
                 if isinstance(report, StepReport):
-                    sys.stdout.write("told of a step\n")
+                    sys.stdout.write("step reported\n")
                     sys.stdout.flush()
 
 
-class TellingGroups:
+class GroupPrinter:
     """A tap on the scored groups that prints a line for each."""
 
     def __init__(self, *, name: str, services: Any, inbox: Any) -> None:
@@ -74,5 +74,5 @@ class TellingGroups:
         async with self._inbox:
             async for one in self._inbox:
                 prompt = one.prompt if isinstance(one, Discarded) else one.group.prompt
-                sys.stdout.write(f"told of group {prompt.group_id}\n")
+                sys.stdout.write(f"group scored {prompt.group_id}\n")
                 sys.stdout.flush()

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 
-LEASH = "parent_watchdog.py"
+WATCHDOG = "parent_watchdog.py"
 PATIENCE_SECONDS = 60.0
 """Longer than this no test waits; nothing is judged by it."""
 
@@ -28,7 +28,7 @@ def descendants(pid: int) -> dict[int, str]:
         for child, command in children.get(left.pop(), []):
             found[child] = command
             left.append(child)
-    return {child: command for child, command in found.items() if LEASH not in command}
+    return {child: command for child, command in found.items() if WATCHDOG not in command}
 
 
 def find(pid: int, part: str) -> int:
@@ -42,12 +42,12 @@ def kill(pid: int) -> None:
     os.kill(pid, signal.SIGKILL)
 
 
-def gone(pids: list[int]) -> bool:
+def wait_until_ended(pids: list[int]) -> bool:
     """Wait until all of them have ended; False if one does not."""
-    return all(_gone(pid) for pid in pids)
+    return all(_wait_until_ended(pid) for pid in pids)
 
 
-def _gone(pid: int) -> bool:
+def _wait_until_ended(pid: int) -> bool:
     if sys.platform == "darwin":
         queue = select.kqueue()
         ends = select.kevent(pid, select.KQ_FILTER_PROC, select.KQ_EV_ADD | select.KQ_EV_ONESHOT, select.KQ_NOTE_EXIT)

@@ -17,7 +17,15 @@ from clotho.inference import DecodeEngine
 from clotho.models.parameters import flat, nested
 from clotho.models.policy import Policy
 from clotho.scoring.teacher_forcing import check_parity
-from tests.inference.engine_helpers import FREE, alone, ask, make_engine, prompt_of, run, tick_until
+from tests.inference.engine_helpers import (
+    SAMPLED,
+    complete_alone,
+    make_engine,
+    make_prompt,
+    run,
+    submit_request,
+    tick_until,
+)
 from tests.small_models import ARCHITECTURES, tiny_source
 from tests.training.policies_and_groups import Bigram, BigramPolicy, tiny_policy
 
@@ -83,11 +91,11 @@ def test_running_rows_do_not_notice_a_probe() -> None:
     """They draw what they would have sampled without it."""
     source = tiny_source()
     engine = make_engine(source)
-    answer = ask(engine, prompt_of(6), FREE, (3,))
+    answer = submit_request(engine, make_prompt(6), SAMPLED, (3,))
     tick_until(engine, lambda: engine.stats().tokens_sampled == 2)
     check_parity(BigramPolicy(source.model, vocab_size=source.vocab_size), engine, (1, 2, 3), (4, 5), 1.0)
     run(engine)
-    assert answer.completions[0].tokens == alone(source, prompt_of(6), FREE, 3).tokens
+    assert answer.completions[0].tokens == complete_alone(source, make_prompt(6), SAMPLED, 3).tokens
 
 
 def test_probabilities_that_are_not_numbers_are_reported_as_such() -> None:

@@ -1,4 +1,4 @@
-"""Actors whose every step a test commands, and what became of them."""
+"""Actors that a test controls step by step, and a supervisor that records its reports."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ from anyio.abc import TaskStatus
 from clotho.runtime.supervisor import Child, Supervisor
 
 
-class Script:
-    """An actor that waits to be told to return or to fail, and writes down when it starts and stops."""
+class ScriptedActor:
+    """An actor that returns or fails on command and records when it starts and stops."""
 
-    def __init__(self, name: str, diary: list[str]) -> None:
+    def __init__(self, name: str, events: list[str]) -> None:
         self.name = name
-        self.diary = diary
-        self.lives = 0
+        self.events = events
+        self.starts = 0
         self._cue = anyio.Event()
         self._error: BaseException | None = None
 
-    def returns(self) -> None:
-        """Let the current life, or the next one, return."""
+    def finish(self) -> None:
+        """Let the current run, or the next one, return."""
         self._cue.set()
 
-    def fails(self, error: BaseException | None = None) -> None:
-        """Let the current life, or the next one, fail."""
-        self._error = error or ValueError("as told")
+    def fail(self, error: BaseException | None = None) -> None:
+        """Let the current run, or the next one, fail."""
+        self._error = error or ValueError("failed by the test")
         self._cue.set()
 
     async def run(self) -> None:
         """Wait for the cue."""
-        self.lives += 1
-        self.diary.append(f"start {self.name}")
+        self.starts += 1
+        self.events.append(f"start {self.name}")
         try:
             await self._act()
         finally:
-            self.diary.append(f"stop {self.name}")
+            self.events.append(f"stop {self.name}")
 
     async def _act(self) -> None:
         await self._cue.wait()
@@ -47,27 +47,27 @@ class Script:
             raise error
 
 
-class Ready(Script):
-    """The same, with a handshake: it says that it is ready when told to."""
+class ScriptedServer(ScriptedActor):
+    """A scripted actor with a handshake: it reports readiness on command."""
 
-    def __init__(self, name: str, diary: list[str]) -> None:
-        super().__init__(name, diary)
-        self.may_be_ready = anyio.Event()
+    def __init__(self, name: str, events: list[str]) -> None:
+        super().__init__(name, events)
+        self.ready_allowed = anyio.Event()
 
     async def run(self, *, task_status: TaskStatus[object] = TASK_STATUS_IGNORED) -> None:
         """Wait for the permission, shake hands, then wait for the cue."""
-        self.lives += 1
-        self.diary.append(f"start {self.name}")
+        self.starts += 1
+        self.events.append(f"start {self.name}")
         try:
-            await self.may_be_ready.wait()
-            self.diary.append(f"ready {self.name}")
+            await self.ready_allowed.wait()
+            self.events.append(f"ready {self.name}")
             task_status.started(("127.0.0.1", 8000))
             await self._act()
         finally:
-            self.diary.append(f"stop {self.name}")
+            self.events.append(f"stop {self.name}")
 
 
-class Scene:
+class RecordedSupervisor:
     """A supervisor and everything it reported."""
 
     def __init__(self, *children: Child, grace_seconds: float = 5.0) -> None:
@@ -88,12 +88,12 @@ class Scene:
         finally:
             self.ended.set()
 
-    def reported(self) -> Sequence[str]:
-        """What `on_failure` heard."""
+    def reported_failures(self) -> Sequence[str]:
+        """Return the failures passed to `on_failure`."""
         return [f"{name}: {error}" for name, error in self.failures]
 
     def states(self) -> dict[str, str]:
-        """The state of each child, by name."""
+        """Return the state of each child by name."""
         return {name: status.state.value for name, status in self.supervisor.status().items()}
 
     def _on_failure(self, name: str, error: Exception) -> None:

@@ -1,4 +1,4 @@
-"""What the tests of the boxes share: prompts, a compute thread, a small policy, and ways to run a box."""
+"""Helpers of the actor tests: prompts, queues, a compute thread, a small policy, and functions that run an actor."""
 
 from __future__ import annotations
 
@@ -23,34 +23,34 @@ T = TypeVar("T")
 
 
 def prompt(group_id: int, tokens: tuple[int, ...] = (5, 9, 33)) -> Prompt:
-    """The prompt of a group."""
+    """Return the prompt of a group."""
     problem = Problem(prompt=f"question {group_id}", answer="42", type="arithmetic")
     return Prompt(group_id=group_id, problem=problem, tokens=tokens, seed=1000 + group_id)
 
 
-def filled(name: str, messages: Iterable[T], *, ended: bool = True) -> Queue[T]:
-    """A mailbox that holds these messages, and gets no more if it has ended."""
+def filled_queue(name: str, messages: Iterable[T], *, ended: bool = True) -> Queue[T]:
+    """Return a queue that holds these messages. The queue is closed if `ended` is true."""
     held = list(messages)
-    mailbox = Queue[T](name, capacity=max(1, len(held)))
-    writer = mailbox.outbox()
+    queue = Queue[T](name, capacity=max(1, len(held)))
+    writer = queue.outbox()
     for message in held:
         writer.send_nowait(message)
     if ended:
         writer.close()
-    return mailbox
+    return queue
 
 
-async def everything(inbox: Inbox[T]) -> list[T]:
-    """Receive to the end."""
+async def receive_all(inbox: Inbox[T]) -> list[T]:
+    """Receive messages until the queue ends."""
     return [message async for message in inbox]
 
 
 async def run_and_receive(run: Callable[[], Awaitable[None]], inbox: Inbox[T]) -> list[T]:
-    """Run a box to its end beside its reader."""
+    """Run an actor to its end and receive its messages at the same time."""
     received: list[T] = []
 
     async def read() -> None:
-        received.extend(await everything(inbox))
+        received.extend(await receive_all(inbox))
 
     with anyio.fail_after(30):
         async with anyio.create_task_group() as tasks:
@@ -59,8 +59,8 @@ async def run_and_receive(run: Callable[[], Awaitable[None]], inbox: Inbox[T]) -
     return received
 
 
-async def cancelled_midway(run: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Run until nothing moves any more, then cancel."""
+async def cancel_when_blocked(run: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """Run until all tasks wait, then cancel."""
     with anyio.fail_after(30):
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(run)
@@ -70,7 +70,7 @@ async def cancelled_midway(run: Callable[[], Coroutine[Any, Any, None]]) -> None
 
 @contextmanager
 def compute_thread() -> Iterator[ComputeExecutor]:
-    """A compute thread that ends with the test."""
+    """Yield a compute thread that stops with the test."""
     executor = ComputeExecutor(decode_share=0.5)
     executor.start()
     try:
@@ -80,7 +80,7 @@ def compute_thread() -> Iterator[ComputeExecutor]:
 
 
 def served_policy(executor: ComputeExecutor, directory: Path) -> tuple[Policy, DecodeEngine]:
-    """A tiny policy with an adapter, and the engine that decodes it, both in the compute thread."""
+    """Return a tiny policy with an adapter and its engine, both created in the compute thread."""
 
     def make() -> tuple[Policy, DecodeEngine]:
         model = ModelSection(path=str(save(directory / "base")))

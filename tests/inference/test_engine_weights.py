@@ -1,4 +1,4 @@
-"""Weights change while rows run: every token names its version, and caches follow the policy asked for."""
+"""Weight swaps during decoding: each token has its version, and caches follow the KV cache policy."""
 
 from __future__ import annotations
 
@@ -8,13 +8,21 @@ from mlx.utils import tree_map
 
 from clotho.inference import DecodeEngine
 from protocols.sampling import Sampling
-from tests.inference.engine_helpers import ask, full_logits, log_softmax, make_engine, prompt_of, run, tick_until
+from tests.inference.engine_helpers import (
+    full_logits,
+    log_softmax,
+    make_engine,
+    make_prompt,
+    run,
+    submit_request,
+    tick_until,
+)
 from tests.small_models import FixedSource, tiny_source
 
 
 @pytest.fixture(params=["sampled by the host", "sampled on the device"], autouse=True)
-def drawn_both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every test here runs with steps read at once, and with steps read one behind, as on a GPU."""
+def read_mode(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run each test with tokens read at once, and with tokens read one step later, as on a GPU."""
     if request.param == "sampled on the device":
         monkeypatch.setattr("clotho.inference.batch.can_sample_on_cpu", lambda plan: False)
 
@@ -28,24 +36,24 @@ def swap(source: FixedSource) -> None:
     source.version += 1
 
 
-def draw_until(engine: DecodeEngine, tokens: int) -> None:
-    """Tick until so many tokens have been sampled."""
+def tick_until_sampled(engine: DecodeEngine, tokens: int) -> None:
+    """Tick until this number of tokens is sampled."""
     tick_until(engine, lambda: engine.stats().tokens_sampled >= tokens)
 
 
 @pytest.mark.parametrize("architecture", ["qwen3", "gemma3_text", "lfm2"])
-def test_a_tokens_version_is_that_of_the_weights_that_computed_its_logits(architecture: str) -> None:
-    """Under `recompute` each token's log-probability is that of its version's model, computed without a cache.
+def test_the_version_of_a_token_is_that_of_its_logits(architecture: str) -> None:
+    """Under `recompute` each log-probability equals that of its version's model, computed without a cache.
 
-    Though the engine launches a step before it reads the one before it.
+    The engine launches a step before it reads the previous one.
     """
     source = tiny_source(architecture)
     engine = make_engine(source)
-    prompts = [prompt_of(5), prompt_of(19, 1), prompt_of(12, 2)]
-    answers = [ask(engine, prompt, LONG, (i, i + 10)) for i, prompt in enumerate(prompts)]
+    prompts = [make_prompt(5), make_prompt(19, 1), make_prompt(12, 2)]
+    answers = [submit_request(engine, prompt, LONG, (i, i + 10)) for i, prompt in enumerate(prompts)]
     weights = [source.model.parameters()]
     for sampled in (24, 66):
-        draw_until(engine, sampled)
+        tick_until_sampled(engine, sampled)
         swap(source)
         engine.weights_changed("recompute")
         weights.append(source.model.parameters())
@@ -65,12 +73,12 @@ def test_a_tokens_version_is_that_of_the_weights_that_computed_its_logits(archit
                 np.testing.assert_allclose(logprob, twin[completion.tokens[i]], atol=1e-4)
 
 
-def test_keep_goes_on_with_the_caches_of_the_old_weights() -> None:
-    """No prompt is computed again, and tokens after the swap carry the new version."""
+def test_keep_continues_with_the_caches_of_the_old_weights() -> None:
+    """No prompt is prefilled again, and tokens after the swap have the new version."""
     source = tiny_source()
     engine = make_engine(source)
-    answer = ask(engine, prompt_of(8), LONG)
-    draw_until(engine, 6)
+    answer = submit_request(engine, make_prompt(8), LONG)
+    tick_until_sampled(engine, 6)
     before = engine.stats().prefill_tokens
     swap(source)
     engine.weights_changed("keep")
@@ -81,13 +89,13 @@ def test_keep_goes_on_with_the_caches_of_the_old_weights() -> None:
     assert versions.count(1) == 20 - versions.count(0)
 
 
-def test_paused_admission_lets_running_rows_finish_first() -> None:
-    """Drain: rows that wait start under the new weights, with prompts computed under them."""
+def test_drain_finishes_running_rows_before_the_swap() -> None:
+    """Waiting rows start under the new weights, with prompts prefilled under them."""
     source = tiny_source()
     engine = make_engine(source, max_num_seqs=2)
-    old = ask(engine, prompt_of(8), LONG, (1, 2))
+    old = submit_request(engine, make_prompt(8), LONG, (1, 2))
     tick_until(engine, lambda: engine.running == 2)
-    new = ask(engine, prompt_of(8), LONG, (1, 2))
+    new = submit_request(engine, make_prompt(8), LONG, (1, 2))
     engine.admission_paused = True
     run(engine)
     assert len(old.completions) == 2
@@ -99,38 +107,38 @@ def test_paused_admission_lets_running_rows_finish_first() -> None:
     run(engine)
     for completion in new.completions:
         assert set(completion.versions) == {1}
-        logits = full_logits(source.model, [*prompt_of(8), *completion.tokens])
+        logits = full_logits(source.model, [*make_prompt(8), *completion.tokens])
         twin = [log_softmax(logits[7 + i])[t] for i, t in enumerate(completion.tokens)]
         np.testing.assert_allclose(completion.logprobs, twin, atol=1e-4)
 
 
-def test_prompts_in_the_middle_of_their_computation_start_again_on_recompute() -> None:
-    """Half under the old weights and half under the new would be neither."""
+def test_recompute_restarts_a_prefill_in_progress() -> None:
+    """A prompt is never prefilled by two versions."""
     source = tiny_source()
     engine = make_engine(source, prefill_chunk=10)
-    answer = ask(engine, prompt_of(60), LONG)
+    answer = submit_request(engine, make_prompt(60), LONG)
     engine.tick()
     engine.tick()
     swap(source)
     engine.weights_changed("recompute")
     run(engine)
     completion = answer.completions[0]
-    logits = full_logits(source.model, [*prompt_of(60), *completion.tokens])
+    logits = full_logits(source.model, [*make_prompt(60), *completion.tokens])
     twin = [log_softmax(logits[59 + i])[t] for i, t in enumerate(completion.tokens)]
     np.testing.assert_allclose(completion.logprobs, twin, atol=1e-4)
 
 
-def test_the_rest_of_a_split_group_gets_its_prompt_anew_on_recompute() -> None:
-    """The retained prompt of rows that wait for room belongs to the old weights."""
+def test_recompute_prefills_the_prompt_of_a_split_group_again() -> None:
+    """The retained prompt of the waiting rows belongs to the old weights."""
     source = tiny_source()
     engine = make_engine(source, max_num_seqs=2)
-    answer = ask(engine, prompt_of(8), LONG, range(4))
-    draw_until(engine, 10)
+    answer = submit_request(engine, make_prompt(8), LONG, range(4))
+    tick_until_sampled(engine, 10)
     swap(source)
     engine.weights_changed("recompute")
     run(engine)
     assert len(answer.completions) == 4
     last = answer.completions[3]
     assert set(last.versions) == {1}
-    logits = full_logits(source.model, [*prompt_of(8), *last.tokens])
+    logits = full_logits(source.model, [*make_prompt(8), *last.tokens])
     np.testing.assert_allclose(last.logprobs[0], log_softmax(logits[7])[last.tokens[0]], atol=1e-4)

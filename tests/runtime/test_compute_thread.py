@@ -1,4 +1,4 @@
-"""The compute thread: order, sharing, cancellation, errors."""
+"""The compute thread: order, fair sharing, cancellation and errors; and waiting for its results on the event loop."""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ import math
 import threading
 import time
 from collections.abc import Generator, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
+from anyio import create_task_group, fail_after, wait_all_tasks_blocked
 
-from clotho.runtime.compute_thread import ComputeExecutor
+from clotho.runtime.compute_thread import ComputeExecutor, WorkCancelled, finish
 from protocols.errors import ExecutorStoppedError
 
 
 @pytest.fixture
 def executor() -> Iterator[ComputeExecutor]:
-    """A running executor that shares its time equally."""
+    """Yield a running executor with equal shares."""
     executor = ComputeExecutor(decode_share=0.5)
     executor.start()
     yield executor
@@ -23,7 +25,7 @@ def executor() -> Iterator[ComputeExecutor]:
 
 
 class Clock:
-    """A clock that only work moves."""
+    """A clock that only work advances."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -33,7 +35,7 @@ class Clock:
 
 
 class Spinner:
-    """A ticker that draws `tokens` tokens in ticks of one millisecond each."""
+    """A ticker that samples `tokens` tokens in ticks of one millisecond."""
 
     def __init__(self, tokens: int, clock: Clock) -> None:
         self.left, self.clock = tokens, clock
@@ -50,47 +52,47 @@ class Spinner:
         return 1
 
 
-def counting(order: list[str], label: str, turns: int) -> Generator[None, None, str]:
-    """A cooperative job of `turns` turns."""
+def counting_job(order: list[str], label: str, turns: int) -> Generator[None, None, str]:
+    """Return a cooperative job of `turns` turns."""
     for _ in range(turns):
         order.append(label)
         yield
     return label
 
 
-def test_every_call_runs_in_one_and_the_same_thread(executor: ComputeExecutor) -> None:
-    """MLX streams and random state belong to a thread, so there is exactly one."""
+def test_every_call_runs_in_the_same_thread(executor: ComputeExecutor) -> None:
+    """MLX streams and the random state belong to one thread."""
     idents = {executor.submit(threading.get_ident).result(5) for _ in range(20)}
     assert len(idents) == 1
     assert threading.get_ident() not in idents
 
 
-def test_an_error_returns_to_the_caller_and_the_thread_lives_on(executor: ComputeExecutor) -> None:
-    """A failing call is its caller's problem alone."""
+def test_an_error_is_raised_at_the_caller_and_the_thread_continues(executor: ComputeExecutor) -> None:
+    """A failed call affects only its caller."""
     with pytest.raises(ZeroDivisionError):
         executor.submit(lambda: 1 // 0).result(5)
     assert executor.submit(lambda: 7).result(5) == 7
 
 
-def test_a_cooperative_job_returns_its_generators_value(executor: ComputeExecutor) -> None:
-    """The result of `submit_steps` is what the generator returns."""
-    assert executor.submit_steps(counting([], "done", 3)).result(5) == "done"
+def test_a_cooperative_job_returns_the_value_of_its_generator(executor: ComputeExecutor) -> None:
+    """The result of `submit_steps` is the generator's return value."""
+    assert executor.submit_steps(counting_job([], "done", 3)).result(5) == "done"
 
 
-def test_cooperative_jobs_take_turns(executor: ComputeExecutor) -> None:
-    """Two long jobs advance round-robin; neither starves."""
+def test_cooperative_jobs_alternate(executor: ComputeExecutor) -> None:
+    """Two long jobs advance round-robin."""
     order: list[str] = []
     gate = threading.Event()
     executor.submit(gate.wait)
-    both = [executor.submit_steps(counting(order, label, 5)) for label in "ab"]
+    both = [executor.submit_steps(counting_job(order, label, 5)) for label in "ab"]
     gate.set()
     for future in both:
         future.result(5)
     assert order == ["a", "b"] * 5
 
 
-def test_calls_go_before_the_next_turn_of_a_long_job(executor: ComputeExecutor) -> None:
-    """A swap of weights waits for one turn at most, however long the job."""
+def test_calls_run_before_the_next_turn_of_a_job(executor: ComputeExecutor) -> None:
+    """A weight swap waits for at most one turn."""
     order: list[str] = []
 
     def job() -> Generator[None, None, None]:
@@ -105,7 +107,7 @@ def test_calls_go_before_the_next_turn_of_a_long_job(executor: ComputeExecutor) 
 
 
 @pytest.mark.parametrize("share", [0.25, 0.5, 0.75])
-def test_decoding_gets_its_share_of_the_time_while_a_job_runs(share: float) -> None:
+def test_decoding_gets_its_share_while_a_job_runs(share: float) -> None:
     """With ticks of 1 ms and steps of 4 ms, ticks take `decode_share` of the contended time, within two turns."""
     clock = Clock()
     executor = ComputeExecutor(decode_share=share, clock=clock)
@@ -127,8 +129,8 @@ def test_decoding_gets_its_share_of_the_time_while_a_job_runs(share: float) -> N
     assert executor.rates().learning == pytest.approx(1000 * share, rel=0.1)
 
 
-def test_decoding_alone_is_counted_apart_from_decoding_beside_a_job() -> None:
-    """Tokens per second while idle: 1 per millisecond, whatever happened beside jobs."""
+def test_decoding_alone_is_measured_apart_from_decoding_beside_a_job() -> None:
+    """1 token per millisecond while no job runs, independent of the time beside jobs."""
     clock = Clock()
     executor = ComputeExecutor(decode_share=0.5, clock=clock)
     done = threading.Event()
@@ -149,8 +151,8 @@ def test_decoding_alone_is_counted_apart_from_decoding_beside_a_job() -> None:
     assert executor.rates().learning == 0.0
 
 
-def test_cancelling_a_job_closes_it_at_its_next_turn(executor: ComputeExecutor) -> None:
-    """An update that nobody waits for any more releases what it holds."""
+def test_a_cancelled_job_is_closed_at_its_next_turn(executor: ComputeExecutor) -> None:
+    """An abandoned update releases its memory."""
     closed = threading.Event()
 
     def job() -> Generator[None, None, None]:
@@ -166,8 +168,8 @@ def test_cancelling_a_job_closes_it_at_its_next_turn(executor: ComputeExecutor) 
     assert closed.wait(5)
 
 
-def test_a_tick_that_raises_is_reported_and_the_thread_lives_on(executor: ComputeExecutor) -> None:
-    """A broken engine is told to whoever watches it, gets no more turns, and calls still work."""
+def test_a_failing_tick_is_reported_and_the_thread_continues(executor: ComputeExecutor) -> None:
+    """The failed engine gets no more turns. Calls still work."""
 
     class Broken(Spinner):
         def tick(self) -> int:
@@ -180,16 +182,16 @@ def test_a_tick_that_raises_is_reported_and_the_thread_lives_on(executor: Comput
     assert executor.submit(lambda: 1).result(5) == 1
 
 
-def test_between_turns_the_executor_is_not_busy(executor: ComputeExecutor) -> None:
-    """`busy_since` tells a watchdog how long the turn in progress has lasted."""
+def test_an_executor_between_turns_is_not_busy(executor: ComputeExecutor) -> None:
+    """`busy_since` is the start of the current turn."""
     seen = executor.submit(lambda: executor.busy_since).result(5)
     assert seen <= time.monotonic()
     executor.stop(timeout=5)
     assert executor.busy_since == math.inf
 
 
-def test_a_stopped_executor_cancels_what_waits_and_refuses_more() -> None:
-    """The turn in progress is finished; nobody waits for ever on a call or a job that never began."""
+def test_a_stopped_executor_cancels_waiting_work_and_refuses_more() -> None:
+    """The current turn completes. No caller waits forever."""
     executor = ComputeExecutor(decode_share=0.5)
     executor.start()
     begun, gate = threading.Event(), threading.Event()
@@ -200,7 +202,7 @@ def test_a_stopped_executor_cancels_what_waits_and_refuses_more() -> None:
 
     turn = executor.submit(occupy)
     assert begun.wait(5)
-    waiting, long = executor.submit(lambda: 1), executor.submit_steps(counting([], "x", 10**9))
+    waiting, long = executor.submit(lambda: 1), executor.submit_steps(counting_job([], "x", 10**9))
     executor.stop(timeout=0)
     gate.set()
     executor.stop(timeout=5)
@@ -209,3 +211,49 @@ def test_a_stopped_executor_cancels_what_waits_and_refuses_more() -> None:
     assert long.cancelled()
     with pytest.raises(ExecutorStoppedError):
         executor.submit(lambda: 1)
+
+
+async def test_finish_returns_the_result_or_raises_the_error_of_the_work() -> None:
+    """The error is raised as in its thread."""
+    with ThreadPoolExecutor(1) as pool, fail_after(5):
+        assert await finish(pool.submit(lambda: 42)) == 42
+        with pytest.raises(ZeroDivisionError):
+            await finish(pool.submit(lambda: 1 // 0))
+
+
+async def test_a_cancelled_waiter_cancels_work_that_has_not_begun() -> None:
+    """The future is cancelled, so the thread skips the work."""
+    future: Future[int] = Future()
+    with fail_after(5):
+        async with create_task_group() as group:
+            group.start_soon(finish, future)
+            await wait_all_tasks_blocked()
+            group.cancel_scope.cancel()
+    assert future.cancelled()
+
+
+async def test_a_cancelled_waiter_does_not_stop_running_work() -> None:
+    """The waiter is free at once. The job completes without a reader."""
+    release, finished = threading.Event(), threading.Event()
+
+    def work() -> None:
+        assert release.wait(5)
+        finished.set()
+
+    with ThreadPoolExecutor(1) as pool, fail_after(5):
+        future = pool.submit(work)
+        async with create_task_group() as group:
+            group.start_soon(finish, future)
+            await wait_all_tasks_blocked()
+            group.cancel_scope.cancel()
+        assert not finished.is_set()
+        release.set()
+    assert finished.is_set()
+
+
+async def test_work_cancelled_by_its_thread_raises_an_error() -> None:
+    """A CancelledError would end the waiting task silently."""
+    future: Future[int] = Future()
+    future.cancel()
+    with fail_after(5), pytest.raises(WorkCancelled):
+        await finish(future)

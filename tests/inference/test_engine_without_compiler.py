@@ -1,4 +1,4 @@
-"""Machines without a C++ compiler, which `mx.compile` uses on the CPU at run time, also in mlx-lm's models."""
+"""Decoding without a C++ compiler, which `mx.compile` uses on the CPU, also in the models of mlx-lm."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ assert len(answer.completions[0].tokens) == 12
 
 
 def test_the_engine_decodes_without_a_cpp_compiler(tmp_path: Path) -> None:
-    """With nothing on the PATH and no kernels kept from earlier runs."""
+    """With an empty PATH and no compiled kernels."""
     environment = {"PATH": "/nonexistent", "TMPDIR": str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

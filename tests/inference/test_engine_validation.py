@@ -1,4 +1,4 @@
-"""What the engine refuses, each with the field's name, and then goes on."""
+"""The engine refuses invalid requests with the name of the field."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from protocols.errors import RequestError
 from protocols.sampling import SampleRequest, Sampling
-from tests.inference.engine_helpers import FREE, ask, make_engine, run
+from tests.inference.engine_helpers import SAMPLED, make_engine, run, submit_request
 from tests.small_models import tiny_source
 
 SMALL = tiny_source(vocab_size=300)
@@ -17,7 +17,7 @@ SMALL = tiny_source(vocab_size=300)
 def refused(
     prompt: tuple[Any, ...] = (1, 2), seeds: tuple[Any, ...] = (0,), record_support: bool = False, **settings: Any
 ) -> RequestError:
-    """Submit what must be refused; afterwards a good request is still answered."""
+    """Submit an invalid request, and check that a valid request completes afterwards."""
     engine = make_engine(SMALL, kv_cache_tokens=600)
     request = SampleRequest(prompt=prompt, sampling=Sampling(**settings), seeds=seeds, record_support=record_support)
     with pytest.raises(RequestError) as caught:
@@ -65,14 +65,14 @@ def refused(
     ],
     ids=str,
 )
-def test_what_cannot_be_sampled_is_refused_by_the_name_of_its_field(settings: dict[str, Any], param: str) -> None:
-    """Hostile values never reach the device."""
+def test_invalid_fields_are_refused_by_name(settings: dict[str, Any], param: str) -> None:
+    """Invalid values never reach the device."""
     assert refused(**settings).param == param
 
 
 @pytest.mark.parametrize("settings", [{"top_p": 0.9}, {"min_p": 0.1}, {"top_k": 257}], ids=str)
-def test_supports_that_nothing_bounds_are_not_recorded(settings: dict[str, Any]) -> None:
-    """A filter that may keep more than 256 tokens is refused where supports are recorded, naming the most."""
+def test_unbounded_supports_are_not_recorded(settings: dict[str, Any]) -> None:
+    """A filter that may keep more than 256 tokens is refused with the bound, if supports are requested."""
     error = refused(record_support=True, **settings)
     assert error.param == "top_k"
     assert "256" in str(error)
@@ -81,59 +81,61 @@ def test_supports_that_nothing_bounds_are_not_recorded(settings: dict[str, Any])
 @pytest.mark.parametrize(
     "settings", [{}, {"top_k": 256, "top_p": 0.5}, {"top_k": 10**9}, {"temperature": 0.0, "top_p": 0.5}], ids=str
 )
-def test_recording_is_accepted_where_supports_are_bounded_or_whole(settings: dict[str, Any]) -> None:
-    """Without a filter that leaves tokens out there is nothing to bound."""
+def test_supports_are_recorded_where_they_are_bounded_or_complete(settings: dict[str, Any]) -> None:
+    """Requests without a filter need no bound."""
     engine = make_engine(SMALL)
-    answer = ask(engine, (1, 2), Sampling(max_tokens=2, ignore_eos=True, **settings), record_support=True)
+    answer = submit_request(engine, (1, 2), Sampling(max_tokens=2, ignore_eos=True, **settings), record_support=True)
     run(engine)
     assert len(answer.completions[0].supports) == (2 if settings.get("top_k") == 256 else 0)
 
 
-def test_a_prompt_that_fills_the_context_is_refused_with_both_numbers() -> None:
-    """Before anything is computed."""
+def test_a_prompt_that_fills_the_context_is_refused() -> None:
+    """The message has both lengths."""
     assert all(number in str(refused(prompt=(1,) * 600)) for number in ("600", "512"))
 
 
-def test_a_completion_that_the_cache_cannot_hold_is_refused() -> None:
-    """Whatever else would leave."""
+def test_a_completion_beyond_the_kv_cache_is_refused() -> None:
+    """No ending of other rows would make it fit."""
     engine = make_engine(SMALL, kv_cache_tokens=40)
     with pytest.raises(RequestError) as caught:
-        ask(engine, (1,) * 30, Sampling(max_tokens=11))
+        submit_request(engine, (1,) * 30, Sampling(max_tokens=11))
     assert caught.value.param == "max_tokens"
-    answer = ask(engine, (1,) * 30, Sampling(max_tokens=10, ignore_eos=True))
+    answer = submit_request(engine, (1,) * 30, Sampling(max_tokens=10, ignore_eos=True))
     run(engine)
     assert len(answer.completions[0].tokens) == 10
 
 
-def test_max_tokens_beyond_the_context_are_cut_to_what_fits() -> None:
+def test_max_tokens_are_limited_by_the_context() -> None:
     """The completion then ends by length."""
     engine = make_engine(SMALL)
-    answer = ask(engine, (1,) * 505, Sampling(max_tokens=10**12, ignore_eos=True))
+    answer = submit_request(engine, (1,) * 505, Sampling(max_tokens=10**12, ignore_eos=True))
     run(engine)
     completion = answer.completions[0]
     assert (len(completion.tokens), completion.finish_reason) == (7, "length")
 
 
-def test_a_line_that_is_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The waiting line is bounded, in rows and in requests."""
+def test_a_full_waiting_queue_refuses_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is bounded in rows and in requests."""
     monkeypatch.setattr("clotho.inference.scheduler.MAX_WAITING_ROWS", 4)
     engine = make_engine(SMALL)
-    answer = ask(engine, (1, 2), FREE, (1, 2, 3))
+    answer = submit_request(engine, (1, 2), SAMPLED, (1, 2, 3))
     with pytest.raises(RequestError) as caught:
-        ask(engine, (1, 2), FREE, (4, 5))
+        submit_request(engine, (1, 2), SAMPLED, (4, 5))
     assert caught.value.param == "queue"
     run(engine)
     assert len(answer.completions) == 3
 
 
-def test_extreme_but_valid_settings_are_answered() -> None:
-    """Filters wider than the vocabulary, the largest seed, the largest penalties, a bias that overrules all."""
+def test_extreme_but_valid_parameters_are_accepted() -> None:
+    """Filters wider than the vocabulary, the largest seed, the largest penalties, and a bias that dominates all
+    logits.
+    """
     engine = make_engine(SMALL)
     wild = Sampling(
         temperature=100.0, top_k=10**9, repetition_penalty=10.0, logit_bias=((7, 100.0),), max_tokens=3, top_logprobs=20
     )
-    answer = ask(engine, (1, 2), wild, (2**64 - 1,))
-    cold = ask(engine, (1, 2), Sampling(temperature=1e-6, max_tokens=3, ignore_eos=True))
+    answer = submit_request(engine, (1, 2), wild, (2**64 - 1,))
+    cold = submit_request(engine, (1, 2), Sampling(temperature=1e-6, max_tokens=3, ignore_eos=True))
     run(engine)
     assert not answer.failures
     assert not cold.failures

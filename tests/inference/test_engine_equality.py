@@ -1,4 +1,4 @@
-"""A batch whose rows come and go equals each row decoded alone, on every kind of cache."""
+"""Completions in a changing batch equal completions decoded alone, for every kind of cache."""
 
 from __future__ import annotations
 
@@ -6,15 +6,23 @@ import numpy as np
 import pytest
 
 from protocols.sampling import Sampling
-from tests.inference.engine_helpers import alone, ask, make_engine, prompt_of, run, twin_greedy, twin_logprobs
+from tests.inference.engine_helpers import (
+    complete_alone,
+    make_engine,
+    make_prompt,
+    reference_greedy,
+    reference_logprobs,
+    run,
+    submit_request,
+)
 from tests.small_models import ARCHITECTURES, tiny_source
 
 
 @pytest.fixture(
     params=["sampled by the host", "sampled by the host, prompts shared", "sampled on the device"], autouse=True
 )
-def drawn_every_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every test here runs with steps read at once, every prompt held once or once per row; and as on a GPU."""
+def engine_mode(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run each test with tokens read at once and with prompts stored once or once per row, and as on a GPU."""
     shared = request.param == "sampled by the host, prompts shared"
     monkeypatch.setattr("clotho.cpu.kv_cache.MIN_SHARED_TOKENS", 1 if shared else 10**9)
     if request.param == "sampled on the device":
@@ -25,44 +33,50 @@ LENGTHS = (1, 13, 30, 2, 21)
 
 
 @pytest.mark.parametrize("architecture", list(ARCHITECTURES))
-def test_greedy_rows_of_different_lengths_equal_one_full_forward_pass_per_token(architecture: str) -> None:
-    """Rows that join and leave at different times draw the twin's tokens with the twin's log-probabilities."""
+def test_greedy_rows_equal_the_reference_without_a_cache(architecture: str) -> None:
+    """Rows of different lengths that join and leave at different times. Tokens and log-probabilities are equal."""
     source = tiny_source(architecture)
     engine = make_engine(source, prefill_chunk=16)
     asked = []
     for i, length in enumerate(LENGTHS):
         sampling = Sampling(temperature=0.0, max_tokens=8 + 3 * i, ignore_eos=True)
-        asked.append((prompt_of(length, i), sampling, ask(engine, prompt_of(length, i), sampling, (1, 2))))
+        asked.append(
+            (make_prompt(length, i), sampling, submit_request(engine, make_prompt(length, i), sampling, (1, 2)))
+        )
         engine.tick()
         engine.tick()
     run(engine)
     for prompt, sampling, answer in asked:
-        expected = twin_greedy(source.model, prompt, sampling)
+        expected = reference_greedy(source.model, prompt, sampling)
         for completion in answer.completions:
             assert list(completion.tokens) == expected
-            twin = twin_logprobs(source.model, prompt, completion, sampling)
+            twin = reference_logprobs(source.model, prompt, completion, sampling)
             np.testing.assert_allclose(completion.logprobs, twin, atol=1e-4)
         assert len(answer.completions) == 2
 
 
 @pytest.mark.parametrize("architecture", list(ARCHITECTURES))
-def test_sampled_rows_do_not_depend_on_their_neighbours(architecture: str) -> None:
-    """Each completion equals the one sampled alone with the same seed, and its log-probabilities equal the twin's."""
+def test_sampled_rows_are_independent_of_their_neighbours(architecture: str) -> None:
+    """Each completion equals the one sampled alone with the same seed. Its log-probabilities equal the reference."""
     source = tiny_source(architecture)
     engine = make_engine(source, max_num_seqs=5)
     asked = []
     for i, length in enumerate(LENGTHS):
         sampling = Sampling(temperature=0.7 + 0.2 * i, max_tokens=6 + 4 * i, ignore_eos=True)
         asked.append(
-            (prompt_of(length, i), sampling, ask(engine, prompt_of(length, i), sampling, (10 * i, 10 * i + 1)))
+            (
+                make_prompt(length, i),
+                sampling,
+                submit_request(engine, make_prompt(length, i), sampling, (10 * i, 10 * i + 1)),
+            )
         )
         engine.tick()
     run(engine)
     for i, (prompt, sampling, answer) in enumerate(asked):
         first, second = answer.completions
-        assert first.tokens == alone(source, prompt, sampling, 10 * i).tokens
-        assert second.tokens == alone(source, prompt, sampling, 10 * i + 1).tokens
-        twin = twin_logprobs(source.model, prompt, first, sampling)
+        assert first.tokens == complete_alone(source, prompt, sampling, 10 * i).tokens
+        assert second.tokens == complete_alone(source, prompt, sampling, 10 * i + 1).tokens
+        twin = reference_logprobs(source.model, prompt, first, sampling)
         np.testing.assert_allclose(first.logprobs, twin, atol=1e-4)
 
 
@@ -78,42 +92,42 @@ SETTINGS = (
 )
 
 
-def test_settings_of_each_row_apply_to_it_alone() -> None:
-    """Rows with every kind of setting side by side draw as they do alone, with honest log-probabilities."""
+def test_sampling_parameters_apply_per_row() -> None:
+    """Rows with all kinds of parameters in one batch sample as they do alone, with correct log-probabilities."""
     source = tiny_source()
     engine = make_engine(source)
     answers = []
     for i, sampling in enumerate(SETTINGS):
-        answers.append(ask(engine, prompt_of(5 + i, i), sampling, (i,)))
+        answers.append(submit_request(engine, make_prompt(5 + i, i), sampling, (i,)))
         engine.tick()
     run(engine)
     for i, (sampling, answer) in enumerate(zip(SETTINGS, answers, strict=True)):
         completion = answer.completions[0]
-        assert completion.tokens == alone(source, prompt_of(5 + i, i), sampling, i).tokens
-        twin = twin_logprobs(source.model, prompt_of(5 + i, i), completion, sampling)
+        assert completion.tokens == complete_alone(source, make_prompt(5 + i, i), sampling, i).tokens
+        twin = reference_logprobs(source.model, make_prompt(5 + i, i), completion, sampling)
         np.testing.assert_allclose(completion.logprobs, twin, atol=1e-4)
 
 
-def test_long_rows_outgrow_their_buffers_without_a_trace() -> None:
-    """Buffers are replaced several times over 200 tokens, beside a short row, and nothing changes."""
+def test_rows_longer_than_their_buffers_are_unchanged() -> None:
+    """Buffers are replaced several times over 200 tokens, beside a short row."""
     source = tiny_source("gemma3_text")
     engine = make_engine(source)
     long = Sampling(temperature=0.0, max_tokens=200, ignore_eos=True)
-    answer = ask(engine, prompt_of(3), long)
+    answer = submit_request(engine, make_prompt(3), long)
     for i in range(20):
-        ask(engine, prompt_of(40 + i, i), Sampling(max_tokens=9, ignore_eos=True), (i, i + 1))
+        submit_request(engine, make_prompt(40 + i, i), Sampling(max_tokens=9, ignore_eos=True), (i, i + 1))
         for _ in range(7):
             engine.tick()
     run(engine)
-    assert list(answer.completions[0].tokens) == twin_greedy(source.model, prompt_of(3), long)
+    assert list(answer.completions[0].tokens) == reference_greedy(source.model, make_prompt(3), long)
 
 
-def test_equal_submissions_make_equal_batches() -> None:
+def test_equal_submissions_give_equal_batches() -> None:
     """The same requests in the same order give the same tokens, log-probabilities and number of ticks."""
     outcomes = []
     for _ in range(2):
         engine = make_engine(max_num_seqs=6)
-        answers = [ask(engine, prompt_of(4 + i, i), seeds=(i, i + 50)) for i in range(7)]
+        answers = [submit_request(engine, make_prompt(4 + i, i), seeds=(i, i + 50)) for i in range(7)]
         run(engine)
         outcomes.append(([a.completions for a in answers], engine.stats()))
     assert outcomes[0] == outcomes[1]

@@ -24,7 +24,7 @@ SMALL = (
 PATIENCE_SECONDS = 240.0
 """A run that takes longer is killed, so that no test waits for ever; nothing is judged by it."""
 
-BOOKS = re.compile(r"prompted (\d+) = trained (\d+) \+ discarded (\d+) \+ carried over (\d+)")
+ACCOUNTING_LINE = re.compile(r"prompted (\d+) = trained (\d+) \+ discarded (\d+) \+ carried over (\d+)")
 
 
 class GroupAccounting(Struct, frozen=True, kw_only=True):
@@ -36,7 +36,7 @@ class GroupAccounting(Struct, frozen=True, kw_only=True):
     carried_over: int
 
 
-class Ended(Struct, frozen=True, kw_only=True):
+class RunResult(Struct, frozen=True, kw_only=True):
     """What came of a run: exit status, and everything it printed."""
 
     status: int
@@ -44,9 +44,9 @@ class Ended(Struct, frozen=True, kw_only=True):
     err: str
 
     @property
-    def books(self) -> GroupAccounting:
+    def accounting(self) -> GroupAccounting:
         """The conservation line."""
-        found = BOOKS.findall(self.out)
+        found = ACCOUNTING_LINE.findall(self.out)
         assert len(found) == 1, f"one line that balances is expected:\n{self.out}\n{self.err}"
         prompted, trained, discarded, carried_over = map(int, found[0])
         assert prompted == trained + discarded + carried_over
@@ -100,13 +100,13 @@ class Run:
         """Send a signal."""
         self.process.send_signal(number)
 
-    def finish(self) -> Ended:
+    def finish(self) -> RunResult:
         """Read to the end."""
         assert self.process.stdout is not None
         self._out += self.process.stdout.readlines()
         status = self.process.wait()
         self._err.seek(0)
-        return Ended(status=status, out="".join(self._out), err=self._err.read())
+        return RunResult(status=status, out="".join(self._out), err=self._err.read())
 
     def kill(self, *, after_seconds: float) -> bool:
         """SIGKILL, unless the run ends by itself before; whether it was killed."""
@@ -119,7 +119,7 @@ class Run:
         return False
 
 
-def run(run_dir: Path, *flags: str, environment: dict[str, str] | None = None) -> Ended:
+def run(run_dir: Path, *flags: str, environment: dict[str, str] | None = None) -> RunResult:
     """Run to the end."""
     with Run(run_dir, *flags, environment=environment) as running:
         return running.finish()
@@ -135,15 +135,15 @@ def metrics(run_dir: Path) -> list[dict[str, Any]]:
     return lines(run_dir / "metrics.jsonl")
 
 
-def assert_recorded(run_dir: Path, books: GroupAccounting, *, steps: int) -> None:
+def assert_recorded(run_dir: Path, accounting: GroupAccounting, *, steps: int) -> None:
     """The files tell the same as the books: each step once, each group once, and as many of each ending."""
     recorded = metrics(run_dir)
     assert [line["step"] for line in recorded] == list(range(1, steps + 1))
     groups = lines(run_dir / "rollouts.jsonl")
-    assert len({group["group_id"] for group in groups}) == len(groups) == books.trained + books.discarded
+    assert len({group["group_id"] for group in groups}) == len(groups) == accounting.trained + accounting.discarded
     trained = [group for group in groups if group["outcome"] == "trained"]
-    assert len(trained) == books.trained == sum(line["groups/trained"] for line in recorded)
-    assert books.discarded == sum(line["groups/discarded"] for line in recorded)
+    assert len(trained) == accounting.trained == sum(line["groups/trained"] for line in recorded)
+    assert accounting.discarded == sum(line["groups/discarded"] for line in recorded)
     for line in recorded:
-        ended = [group for group in groups if group["step"] == line["step"]]
-        assert len(ended) == line["groups/trained"] + line["groups/discarded"]
+        result = [group for group in groups if group["step"] == line["step"]]
+        assert len(result) == line["groups/trained"] + line["groups/discarded"]

@@ -1,0 +1,70 @@
+"""Components of the user's own that misbehave: a reward costs its groups, a stage costs the run, and both are named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.custom_components import reward_behavior
+from tests.e2e.pipeline_process import BATCH, assert_recorded, lines, run
+
+MISBEHAVING_REWARD = """
+extends = "local-m3"
+
+[[rewards]]
+name = "math_eval"
+correct = true
+
+[[rewards]]
+name = "choice_correctness"
+correct = true
+
+[[rewards]]
+name = "tests.e2e.custom_components:misbehaving_reward"
+timeout_seconds = 0.3
+"""
+
+FAILING_STAGE = """
+extends = "local-m3"
+
+[[actors]]
+name = "failing"
+factory = "tests.e2e.custom_components:FailingStage"
+mode = "insert"
+at = "{arrow}"
+"""
+
+DETAILS = {"raises": "raised by the test", "nan": "returned nan", "hangs": "took longer than 0.3 s"}
+
+
+def test_a_reward_that_raises_hangs_or_returns_nan_costs_only_its_groups(tmp_path: Path) -> None:
+    """The run ends well, the books balance, and each such group is discarded for exactly what happened to it."""
+    (tmp_path / "misbehaving.toml").write_text(MISBEHAVING_REWARD)
+    steps = 6
+    result = run(tmp_path / "run", "--profile", str(tmp_path / "misbehaving.toml"), "--steps", str(steps))
+    assert result.status == 0, result
+    accounting = result.accounting
+    assert (accounting.prompted, accounting.carried_over) == (steps * BATCH, 0)
+    assert_recorded(tmp_path / "run", accounting, steps=steps)
+    groups = lines(tmp_path / "run" / "rollouts.jsonl")
+    for group in groups:
+        kind = reward_behavior(group["prompt"])
+        if kind == "works":
+            assert group["reason"] in (None, "zero_variance")
+        else:
+            assert group["reason"] == "reward_error"
+            assert DETAILS[kind] in group["detail"]
+    assert {reward_behavior(group["prompt"]) for group in groups} == {"works", *DETAILS}
+    errors = sum(group["reason"] == "reward_error" for group in groups)
+    assert f"reward_error {errors}" in result.out
+
+
+@pytest.mark.parametrize("arrow", ["rollouts", "scored"])
+def test_a_stage_that_fails_ends_the_run_with_its_name(tmp_path: Path, arrow: str) -> None:
+    """Exit status 1, its traceback, and one last line that names it, not those who missed it."""
+    (tmp_path / "failing.toml").write_text(FAILING_STAGE.format(arrow=arrow))
+    result = run(tmp_path / "run", "--profile", str(tmp_path / "failing.toml"), "--steps", "4")
+    assert result.status == 1
+    assert "clotho: actor 'failing' failed: LookupError: raised by the test" in result.err.splitlines()
+    assert 'raise LookupError("raised by the test")' in result.err
