@@ -9,9 +9,9 @@ from pathlib import Path
 SCRIPT = """
 from clotho.cpu import load_blas
 load_blas()
-from tests.inference.engine_helpers import GREEDY, ask, make_engine, prompt_of, run
+from tests.inference.engine_helpers import GREEDY, submit_request, make_engine, make_prompt, run
 engine = make_engine()
-answer = ask(engine, prompt_of(5), GREEDY)
+answer = submit_request(engine, make_prompt(5), GREEDY)
 run(engine)
 assert not answer.failures, answer.failures
 assert len(answer.completions[0].tokens) == 12

@@ -1,4 +1,4 @@
-"""Coefficients of tokens in the loss of the update."""
+"""Loss aggregation: the weight of each token in the loss of an update."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import pytest
 from clotho.training.objectives.aggregation import AGGREGATIONS, loss_weights
 
 LENGTHS = [[3, 1, 0], [4], [0, 0]]
-"""Eight learned tokens; three completions with any, of two groups; the third group has none."""
+"""Eight trained tokens in three completions of two groups. The third group has none."""
 
 
 def flat(kind: str, lengths: list[list[int]], max_tokens: int = 10) -> list[float]:
-    """Coefficients of all completions in a row."""
+    """Return the weights of all completions in one row."""
     return [float(value) for share_G in loss_weights(kind, lengths, max_tokens=max_tokens) for value in share_G]
 
 
@@ -25,16 +25,17 @@ def flat(kind: str, lengths: list[list[int]], max_tokens: int = 10) -> list[floa
         ("group_mean", [1 / 8, 1 / 8, 0, 1 / 8, 0, 0]),
     ],
 )
-def test_coefficients_by_hand(kind: str, expected: list[float]) -> None:
-    """T = 8, S = 3, max_tokens = 10, T_g = 4 and 4, P = 2; what has no learned token is in no denominator.
+def test_weights_by_hand(kind: str, expected: list[float]) -> None:
+    """T = 8, S = 3, max_tokens = 10, T_g = 4 and 4, P = 2.
 
-    token_mean 1/T; sequence_mean 1/(T_i S); token_sum 1/(10 S); group_mean 1/(T_g P).
+    Completions without trained tokens are in no denominator. token_mean 1/T; sequence_mean 1/(T_i S); token_sum 1/(10
+    S); group_mean 1/(T_g P).
     """
     assert flat(kind, LENGTHS) == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize("kind", ["token_mean", "sequence_mean", "group_mean"])
-def test_means_of_one_are_one(kind: str) -> None:
+def test_the_mean_of_ones_is_one(kind: str) -> None:
     """If every token's loss is 1, so is the loss."""
     rng = np.random.default_rng(3)
     lengths = [rng.integers(0, 9, size).tolist() for size in (3, 5, 1, 4)]
@@ -42,16 +43,16 @@ def test_means_of_one_are_one(kind: str) -> None:
     assert sum(float(np.dot(s, n)) for s, n in zip(shares, lengths, strict=True)) == pytest.approx(1.0, rel=1e-12)
 
 
-def test_token_sum_of_completions_of_full_length_is_their_mean() -> None:
-    """With all T_i = max_tokens, Dr. GRPO's constant is 1/T: the three agree."""
+def test_token_sum_of_full_length_completions_is_their_mean() -> None:
+    """With all T_i = max_tokens the constant of Dr. GRPO is 1/T, so the three aggregations agree."""
     lengths = [[5, 5], [5]]
     assert flat("token_sum", lengths, 5) == pytest.approx(flat("token_mean", lengths, 5), rel=1e-12)
     assert flat("token_sum", lengths, 5) == pytest.approx(flat("sequence_mean", lengths, 5), rel=1e-12)
 
 
 @pytest.mark.parametrize("kind", list(AGGREGATIONS))
-def test_groups_and_completions_may_come_in_any_order(kind: str) -> None:
-    """The coefficient of a completion depends on the others, not on its place."""
+def test_weights_are_independent_of_the_order_of_completions(kind: str) -> None:
+    """The weight of a completion depends on the other completions, but not on its position."""
     first = loss_weights(kind, [[2, 7, 1], [4, 3]], max_tokens=9)
     second = loss_weights(kind, [[3, 4], [1, 2, 7]], max_tokens=9)
     np.testing.assert_allclose(first[0], second[1][[1, 2, 0]], rtol=1e-12)
@@ -59,7 +60,7 @@ def test_groups_and_completions_may_come_in_any_order(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", list(AGGREGATIONS))
-def test_where_nothing_is_learnt_all_coefficients_are_zero(kind: str) -> None:
-    """No division by nothing; also for no group at all."""
+def test_without_trained_tokens_all_weights_are_zero(kind: str) -> None:
+    """No division by zero, also without any group."""
     assert flat(kind, [[0, 0], [0]]) == [0.0, 0.0, 0.0]
     assert flat(kind, []) == []

@@ -1,4 +1,4 @@
-"""Weights of penalty and bonus that follow what they control."""
+"""Controllers of the KL coefficient and the entropy coefficient."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.learner_settings import learner_settings
 
 
 def kl_beta(kl: float) -> float:
-    """The next coefficient after 0.5, with target 0.1 and horizon 10."""
+    """Return the next coefficient after 0.5, with target 0.1 and horizon 10."""
     settings = learner_settings(kl_beta=0.5, kl_target=0.1, kl_horizon=10)
     return next_loss_coefficients(LossCoefficients(0.5, 0.0), kl=kl, entropy=1.0, settings=settings).kl_beta
 
@@ -24,22 +24,22 @@ def test_the_kl_coefficient_by_hand(kl: float, beta: float) -> None:
 
 
 @pytest.mark.parametrize(("entropy", "weight"), [(0.2, 0.011), (0.3, 0.009), (0.4, 0.009)])
-def test_the_entropy_weight_by_hand(entropy: float, weight: float) -> None:
-    """Target 0.3, step 0.001, from 0.01: up below the target, down from it on."""
+def test_the_entropy_coefficient_by_hand(entropy: float, weight: float) -> None:
+    """Target 0.3, step 0.001, from 0.01: it increases below the target and decreases from the target on."""
     settings = learner_settings(entropy_weight=0.01, entropy_target=0.3, entropy_step=0.001)
     after = next_loss_coefficients(LossCoefficients(0.0, 0.01), kl=0.0, entropy=entropy, settings=settings)
     assert after.entropy_coef == pytest.approx(weight, rel=1e-12)
 
 
-def test_the_entropy_weight_never_falls_below_zero() -> None:
-    """From 0.0005 by steps of 0.001 there is no bonus left, and no penalty either."""
+def test_the_entropy_coefficient_is_never_negative() -> None:
+    """From 0.0005 in steps of 0.001 it becomes 0."""
     settings = learner_settings(entropy_target=0.3, entropy_step=0.001)
     after = next_loss_coefficients(LossCoefficients(0.0, 0.0005), kl=0.0, entropy=2.0, settings=settings)
     assert after.entropy_coef == 0.0
 
 
-def test_the_entropy_weight_decays_with_every_update() -> None:
-    """0.01, 0.005, 0.0025 with a factor of a half, whatever the entropy."""
+def test_the_entropy_coefficient_decays_with_every_update() -> None:
+    """0.01, 0.005, 0.0025 with a factor of 0.5, for any entropy."""
     settings = learner_settings(entropy_weight=0.01, entropy_decay=0.5)
     loss_coefficients = initial_loss_coefficients(settings)
     assert loss_coefficients == (0.0, 0.01)
@@ -48,7 +48,7 @@ def test_the_entropy_weight_decays_with_every_update() -> None:
         assert loss_coefficients.entropy_coef == expected
 
 
-def test_what_is_fixed_stays_bit_for_bit() -> None:
+def test_constant_coefficients_stay_bit_identical() -> None:
     """Without targets and decay, a thousand updates change nothing."""
     settings = learner_settings(kl_beta=0.1, entropy_weight=1e-3)
     loss_coefficients = initial_loss_coefficients(settings)
@@ -60,8 +60,8 @@ def test_what_is_fixed_stays_bit_for_bit() -> None:
 
 
 @pytest.mark.parametrize("measured", [math.nan, math.inf])
-def test_measurements_that_are_no_numbers_change_nothing(measured: float) -> None:
-    """A NaN must not become the weight of every update to come."""
+def test_nan_measurements_change_no_coefficient(measured: float) -> None:
+    """A NaN would otherwise stay in every later update."""
     settings = learner_settings(kl_beta=0.1, kl_target=0.1, entropy_weight=1e-3, entropy_target=0.3)
     loss_coefficients = initial_loss_coefficients(settings)
     assert (
@@ -69,8 +69,8 @@ def test_measurements_that_are_no_numbers_change_nothing(measured: float) -> Non
     )
 
 
-def test_a_controller_brings_the_divergence_to_its_target() -> None:
-    """Where KL falls as 0.02 / beta, the coefficient settles at 0.2, for a target of 0.1."""
+def test_a_controller_reaches_its_kl_target() -> None:
+    """With KL = 0.02 / beta the coefficient converges to 0.2 for a target of 0.1."""
     settings = learner_settings(kl_beta=0.01, kl_target=0.1, kl_horizon=5)
     loss_coefficients = initial_loss_coefficients(settings)
     for _ in range(300):

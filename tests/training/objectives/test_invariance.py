@@ -1,4 +1,4 @@
-"""The whole loss, for every objective: padding, order, and any split into micro-batches leave no trace."""
+"""The loss of every objective is invariant to padding, order and the split into micro-batches."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from clotho.training.objectives.controllers import initial_loss_coefficients
 from clotho.training.objectives.loss import LossInputs, policy_loss
 from clotho.training.objectives.registry import objective
 from tests.learner_settings import OBJECTIVES, learner_settings, short_names
-from tests.training.objectives.random_inputs import row
+from tests.training.objectives.objective_inputs import float_array
 
 LENGTHS = [[3, 5], [1, 4, 2], [6, 3]]
 COMPLETIONS = [length for lengths_G in LENGTHS for length in lengths_G]
@@ -22,7 +22,7 @@ SPLITS = [[[0, 1, 2, 3, 4, 5, 6]], [[0, 1], [2, 3, 4], [5, 6]], [[6, 0], [3, 1, 
 
 
 class Batch:
-    """Tokens of seven completions of three groups, dealt to micro-batches at will."""
+    """Tokens of seven completions of three groups, in any assignment to micro-batches."""
 
     def __init__(self, name: str) -> None:
         rng = np.random.default_rng(5)
@@ -40,22 +40,24 @@ class Batch:
         shares = np.concatenate(loss_weights(self.settings.objective.loss_aggregation, LENGTHS, max_tokens=8))
         self.loss_weight_N = shares[self.sequence_N]
 
-    def learn(self, completions: Sequence[int], padding: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Sums, and the gradient of every token of the batch, of one micro-batch of these completions."""
+    def loss_of_micro_batch(
+        self, completions: Sequence[int], padding: int
+    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Return the sums and the gradient of every token of a micro-batch of these completions."""
         at_M = np.concatenate([np.flatnonzero(self.sequence_N == i) for i in completions])
         at_N = np.concatenate([at_M, np.full(padding, at_M[0])])
         live_N = np.arange(len(at_N)) < len(at_M)
         place = {completion: place for place, completion in enumerate(completions)}
         inputs = LossInputs(
-            rollout_logp_N=row(self.rollout_logp_N[at_N]),
-            proximal_N=row(self.proximal_N[at_N])
+            rollout_logp_N=float_array(self.rollout_logp_N[at_N]),
+            proximal_N=float_array(self.proximal_N[at_N])
             if short_names(self.settings).ratio_reference == "batch_start"
             else None,
-            reference_N=row(self.reference_N[at_N]),
-            advantage_N=row(self.advantage_N[at_N]),
-            loss_mask_N=row(live_N),
-            loss_weight_N=row(self.loss_weight_N[at_N] * live_N),
-            on_policy_mask_N=row(at_N % 2),
+            reference_N=float_array(self.reference_N[at_N]),
+            advantage_N=float_array(self.advantage_N[at_N]),
+            loss_mask_N=float_array(live_N),
+            loss_weight_N=float_array(self.loss_weight_N[at_N] * live_N),
+            on_policy_mask_N=float_array(at_N % 2),
             sequence_N=mx.array([place[i] for i in self.sequence_N[at_N]]),
             sequences=len(completions),
         )
@@ -63,13 +65,13 @@ class Batch:
         (loss, metrics), gradient_N = mx.value_and_grad(
             lambda logp_N: policy_loss(
                 logp_N,
-                row(self.entropy_N[at_N]),
+                float_array(self.entropy_N[at_N]),
                 inputs,
                 settings=self.settings,
                 loss_coefficients=loss_coefficients,
                 objective=self.objective,
             )
-        )(row(self.logp_N[at_N]))
+        )(float_array(self.logp_N[at_N]))
         whole_N = np.zeros(len(self.logp_N))
         np.add.at(whole_N, at_N, np.array(gradient_N, dtype=np.float64))
         self.names = ["loss", *metrics]
@@ -77,12 +79,12 @@ class Batch:
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
-def test_any_split_and_padding_gives_the_same_sums_and_gradients(name: str) -> None:
-    """One micro-batch, one per group, and completions dealt at random with their order changed."""
+def test_any_split_and_padding_give_the_same_sums_and_gradients(name: str) -> None:
+    """One micro-batch, one per group, and completions assigned at random in a random order."""
     batch = Batch(name)
-    whole, whole_N = batch.learn(range(7), padding=0)
+    whole, whole_N = batch.loss_of_micro_batch(range(7), padding=0)
     for padding, split in enumerate(SPLITS, start=1):
-        parts = [batch.learn(completions, padding) for completions in split]
+        parts = [batch.loss_of_micro_batch(completions, padding) for completions in split]
         np.testing.assert_allclose(np.sum([sums for sums, _ in parts], axis=0), whole, rtol=1e-5, atol=1e-6)
         np.testing.assert_allclose(np.sum([part_N for _, part_N in parts], axis=0), whole_N, rtol=1e-5, atol=1e-7)
     rejected = whole[batch.names.index("rejected_fraction")]

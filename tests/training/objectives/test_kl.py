@@ -1,4 +1,4 @@
-"""Estimators of KL(policy || reference)."""
+"""| reference)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MU = np.array([0.1, 0.6, 0.3])
 
 
 def kl(p: np.ndarray, q: np.ndarray) -> float:
-    """Sum of p log p/q, in nats."""
+    """Return the sum of p log p/q in nats."""
     return float(np.sum(p * np.log(p / q)))
 
 
@@ -29,7 +29,7 @@ def estimates(name: str, d_N: np.ndarray) -> np.ndarray:
     ("name", "value"),
     [("k1", -math.log(2)), ("k2", math.log(2) ** 2 / 2), ("k3", 1 - math.log(2)), ("abs", math.log(2))],
 )
-def test_estimates_where_the_reference_is_twice_as_likely(name: str, value: float) -> None:
+def test_estimates_of_a_reference_twice_as_likely(name: str, value: float) -> None:
     """d = ln 2: k1 = -d, k2 = d^2/2, k3 = 2 - 1 - d, abs = d."""
     assert estimates(name, np.array([math.log(2)]))[0] == pytest.approx(value, rel=1e-6)
 
@@ -42,21 +42,21 @@ def test_k1_and_k3_are_unbiased(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["k2", "k3", "abs"])
-def test_all_but_k1_are_never_negative(name: str) -> None:
-    """And they vanish where both policies agree."""
+def test_all_but_k1_are_nonnegative(name: str) -> None:
+    """They are 0 if both policies agree."""
     values_N = estimates(name, np.linspace(-30.0, 30.0, 241))
     assert values_N.min() >= 0.0
     assert estimates(name, np.zeros(1))[0] == 0.0
 
 
-def test_k3_is_accurate_where_the_policies_almost_agree() -> None:
-    """exp(d) - 1 - d is about d^2/2; computed with exp and a subtraction, float32 would leave nothing of 5e-7."""
+def test_k3_is_accurate_for_almost_equal_policies() -> None:
+    """exp(d) - 1 - d is about d^2/2. In float32 exp and a subtraction would lose 5e-7 completely."""
     value = np.array(ESTIMATORS["k3"](mx.array([0.0]), mx.array([1e-3])))[0]
     assert value == pytest.approx(math.expm1(1e-3) - 1e-3, rel=2e-3)
 
 
 def softmax_gradient(name: str) -> np.ndarray:
-    """Expectation under the policy of the estimator's gradient with respect to the policy's logits."""
+    """Return the expected gradient of the estimator with respect to the policy's logits."""
 
     def gradient(token: int) -> np.ndarray:
         def estimate(logits_V: mx.array) -> mx.array:
@@ -70,8 +70,8 @@ def softmax_gradient(name: str) -> np.ndarray:
     return slopes_V
 
 
-def test_the_gradient_of_k1_vanishes_in_expectation() -> None:
-    """Sum of P grad log P is zero: as a penalty on sampled tokens, k1 does nothing but add noise."""
+def test_the_expected_gradient_of_k1_is_zero() -> None:
+    """The sum of P grad log P is zero: as a penalty on sampled tokens k1 only adds noise."""
     np.testing.assert_allclose(softmax_gradient("k1"), np.zeros(3), atol=1e-6)
 
 
@@ -87,7 +87,7 @@ def test_the_gradient_of_k3_is_that_of_kl_reference_policy() -> None:
 
 @pytest.mark.parametrize("name", list(ESTIMATORS))
 @pytest.mark.parametrize("d", [-1000.0, 1000.0])
-def test_disjoint_policies_give_a_finite_value_and_no_gradient(name: str, d: float) -> None:
+def test_disjoint_policies_have_a_finite_value_and_no_gradient(name: str, d: float) -> None:
     """Log-ratios are clamped to +-20 nats."""
     value, gradient = mx.value_and_grad(lambda logp: ESTIMATORS[name](logp, mx.array(d)))(mx.array(0.0))
     assert value.item() == pytest.approx(float(estimates(name, np.array([math.copysign(MAX_LOG_RATIO, d)]))[0]))
@@ -95,9 +95,9 @@ def test_disjoint_policies_give_a_finite_value_and_no_gradient(name: str, d: flo
 
 
 def test_ratio_weighting_by_hand() -> None:
-    """log pi = -1, mu half as likely, reference twice as likely: d = ln 2, k3 = 1 - ln 2, weighed 2: 2 - 2 ln 2.
+    """log pi = -1, mu half as likely, reference twice as likely: d = ln 2, k3 = 1 - ln 2, weight 2: 2 - 2 ln 2.
 
-    Gradient: the ratio's own, 2 (1 - ln 2), and k3's, 2 (1 - e^d) = -2; together -2 ln 2.
+    Gradient: that of the ratio, 2 (1 - ln 2), plus that of k3, 2 (1 - e^d) = -2; together -2 ln 2.
     """
 
     def estimate(logp: mx.array) -> mx.array:
@@ -109,8 +109,8 @@ def test_ratio_weighting_by_hand() -> None:
 
 
 @pytest.mark.parametrize("name", ["k1", "k3"])
-def test_ratio_weighted_estimates_are_unbiased_whatever_drew_the_tokens(name: str) -> None:
-    """Averaged exactly over the sampler mu: the value is KL(policy || reference), the gradient that of it.
+def test_ratio_weighted_estimates_are_unbiased_for_any_sampler(name: str) -> None:
+    """Averaged exactly over the sampler mu: the value is KL(policy || reference), and the gradient is its gradient.
 
     For softmax logits the gradient is P_j (log P_j/Q_j - KL).
     """
@@ -126,8 +126,8 @@ def test_ratio_weighted_estimates_are_unbiased_whatever_drew_the_tokens(name: st
     np.testing.assert_allclose(np.array(slope_V), P * (np.log(P / Q) - kl(P, Q)), atol=1e-6)
 
 
-def test_on_the_policys_own_samples_ratio_weighting_changes_the_gradient_only() -> None:
-    """The ratio is 1: the value is that of the plain estimate."""
+def test_ratio_weighting_changes_only_the_gradient_on_policy() -> None:
+    """The ratio is 1, so the value is that of the plain estimate."""
     logp_N, reference_N = mx.array([-1.0, -2.0]), mx.array([-0.5, -3.0])
     plain_N = ESTIMATORS["k3"](logp_N, reference_N)
     np.testing.assert_array_equal(np.array(ratio_weighted(plain_N, logp_N, logp_N)), np.array(plain_N))

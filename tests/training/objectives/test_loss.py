@@ -1,4 +1,4 @@
-"""The loss of a micro-batch: what is anchored, weighed, added, summed and counted."""
+"""The loss of a micro-batch: ratios, corrections, penalties and metric sums."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from clotho.training.objectives.controllers import initial_loss_coefficients
 from clotho.training.objectives.loss import LossCoefficients, LossInputs, MetricSums, policy_loss
 from clotho.training.objectives.registry import objective
 from tests.learner_settings import learner_settings
-from tests.training.objectives.random_inputs import row
+from tests.training.objectives.objective_inputs import float_array
 
-ENTROPY_N = row([0.5, 0.25, 0.25])
-BEHAVIOUR_N = row([-2.0, -2.0, -2.0])
+ENTROPY_N = float_array([0.5, 0.25, 0.25])
+BEHAVIOUR_N = float_array([-2.0, -2.0, -2.0])
 
 
 def inputs(advantage_N: list[float], **fields: Any) -> LossInputs:
-    """Tokens of one completion, sampler at -2, all learned, fresh and with coefficient 1, unless said otherwise."""
+    """Return trained tokens of one completion, with the sampler at -2, all on-policy, and loss weight 1 by default."""
     N = len(advantage_N)
     made = LossInputs(
-        rollout_logp_N=row([-2.0] * N),
+        rollout_logp_N=float_array([-2.0] * N),
         proximal_N=None,
         reference_N=None,
-        advantage_N=row(advantage_N),
+        advantage_N=float_array(advantage_N),
         loss_mask_N=mx.ones(N),
         loss_weight_N=mx.ones(N),
         on_policy_mask_N=mx.ones(N),
@@ -39,7 +39,7 @@ def inputs(advantage_N: list[float], **fields: Any) -> LossInputs:
 def differentiate(
     logp_N: mx.array, seen: LossInputs, entropy_N: mx.array | None = None, **keys: Any
 ) -> tuple[float, np.ndarray, np.ndarray, MetricSums]:
-    """Loss, gradients by log-probability and by entropy, sums."""
+    """Return the loss, its gradients with respect to log-probability and entropy, and the sums."""
     settings = learner_settings(**keys)
     loss_coefficients = initial_loss_coefficients(settings)
     entropy_N = mx.zeros_like(logp_N) if entropy_N is None else entropy_N
@@ -58,37 +58,42 @@ def differentiate(
     return value.item(), np.array(by_logp_N), np.array(by_entropy_N), sums
 
 
-def ratio(values: list[float]) -> mx.array:
-    """Log-probabilities with these ratios to the sampler."""
-    return row(-2.0 + np.log(values))
+def logp_at_ratio(values: list[float]) -> mx.array:
+    """Return log-probabilities with these ratios to the sampler."""
+    return float_array(-2.0 + np.log(values))
 
 
-def test_against_the_sampler_the_ratio_is_clipped() -> None:
+def test_the_ratio_to_the_sampler_is_clipped() -> None:
     """Ratios 1, 2, 1/2, A = 1, range [0.8, 1.2]: -(1 + 1.2 + 0.5) = -2.7; gradient -1, 0, -1/2."""
-    value, gradient_N, _, sums = differentiate(ratio([1.0, 2.0, 0.5]), inputs([1.0] * 3))
+    value, gradient_N, _, sums = differentiate(logp_at_ratio([1.0, 2.0, 0.5]), inputs([1.0] * 3))
     assert value == pytest.approx(-2.7, rel=1e-6)
     np.testing.assert_allclose(gradient_N, [-1.0, 0.0, -0.5], rtol=1e-6)
     assert sums["clip_fraction"][0].item() == 1.0
 
 
-def test_against_the_policy_itself_nothing_is_clipped_and_the_correction_weighs() -> None:
-    """anchor = proximal without one known: u = 1; w = 3 and 1/2, truncated at 2: loss -(2 + 0.5), gradient -w A."""
+def test_without_an_old_policy_only_the_correction_applies() -> None:
+    """Old policy = current policy: u = 1. w = 3 and 1/2, truncated at 2: loss -(2 + 0.5), gradient -w A."""
     value, gradient_N, _, sums = differentiate(
-        ratio([3.0, 0.5]), inputs([1.0, 1.0]), ratio_reference="batch_start", correction="truncate", correction_high=2.0
+        logp_at_ratio([3.0, 0.5]),
+        inputs([1.0, 1.0]),
+        ratio_reference="batch_start",
+        correction="truncate",
+        correction_high=2.0,
     )
     assert value == pytest.approx(-2.5, rel=1e-6)
     np.testing.assert_allclose(gradient_N, [-2.0, -0.5], rtol=1e-5)
     assert sums["clip_fraction"][0].item() == 0.0
 
 
-def test_against_the_proximal_policy_both_ratios_act() -> None:
-    """Decoupled PPO. Proximal 1.5 times the sampler, policy 1.65 and 3 times: u = 1.1 and 2, w = 1.5 for both.
+def test_with_a_proximal_policy_both_ratios_apply() -> None:
+    """Decoupled PPO.
 
-    A = 1, range [0.8, 1.2]: -1.5 (1.1 + 1.2) = -3.45; gradient -1.65 and 0.
+    Proximal 1.5 times the sampler, policy 1.65 and 3 times: u = 1.1 and 2, w = 1.5 for both. A = 1, range [0.8, 1.2]:
+    -1.5 (1.1 + 1.2) = -3.45; gradient -1.65 and 0.
     """
     value, gradient_N, _, sums = differentiate(
-        ratio([1.65, 3.0]),
-        inputs([1.0, 1.0], proximal_N=ratio([1.5, 1.5])),
+        logp_at_ratio([1.65, 3.0]),
+        inputs([1.0, 1.0], proximal_N=logp_at_ratio([1.5, 1.5])),
         objective="ppo_decoupled",
         ratio_reference="batch_start",
         correction="truncate",
@@ -99,15 +104,16 @@ def test_against_the_proximal_policy_both_ratios_act() -> None:
     assert sums["ratio_squared_mean"][0].item() == pytest.approx(1.65**2 + 9.0, rel=1e-5)
 
 
-def test_rejected_tokens_teach_nothing_and_are_counted() -> None:
-    """IcePop within [0.5, 2]: w = 3 becomes 0; the penalty and the bonus stay whole, and so does the denominator.
+def test_rejected_tokens_have_no_policy_gradient_and_are_counted() -> None:
+    """IcePop within [0.5, 2]: w = 3 becomes 0.
 
-    Coefficients 1/2. Loss: the second token's -1/2, k1 penalties 0.1 (ln 3 + 0) / 2, bonus -0.2 * 1.5 / 2.
+    Penalty, bonus and denominator do not change. Loss weights 1/2. Loss: the second token's -1/2, k1 penalties 0.1 (ln
+    3 + 0) / 2, bonus -0.2 * 1.5 / 2.
     """
     value, gradient_N, entropy_gradient_N, sums = differentiate(
-        ratio([3.0, 1.0]),
-        inputs([1.0, 1.0], loss_weight_N=row([0.5, 0.5]), reference_N=row([-2.0, -2.0])),
-        row([1.0, 0.5]),
+        logp_at_ratio([3.0, 1.0]),
+        inputs([1.0, 1.0], loss_weight_N=float_array([0.5, 0.5]), reference_N=float_array([-2.0, -2.0])),
+        float_array([1.0, 0.5]),
         ratio_reference="batch_start",
         correction="mask",
         correction_low=0.5,
@@ -123,22 +129,23 @@ def test_rejected_tokens_teach_nothing_and_are_counted() -> None:
 
 
 @pytest.mark.parametrize("ratio_reference", ["sampler", "batch_start"])
-def test_masks_of_completions_act_whatever_the_anchor(ratio_reference: str) -> None:
-    """One token of ratio 9, above 4, and the completion is out; the other one learns as before: gradient -1."""
+def test_completion_masks_apply_to_every_ratio_reference(ratio_reference: str) -> None:
+    """One token of ratio 9, above 4, masks its completion. The other completion has gradient -1."""
     seen = inputs([1.0] * 3, sequence_N=mx.array([0, 0, 1]), sequences=2)
     _, gradient_N, _, sums = differentiate(
-        ratio([9.0, 1.0, 1.0]), seen, ratio_reference=ratio_reference, outlier_high=4.0
+        logp_at_ratio([9.0, 1.0, 1.0]), seen, ratio_reference=ratio_reference, outlier_high=4.0
     )
     np.testing.assert_allclose(gradient_N, [0.0, 0.0, -1.0], rtol=1e-6)
     assert sums["rejected_fraction"][0].item() == 2.0
 
 
-def test_the_penalty_is_in_the_loss_unless_it_is_in_the_reward() -> None:
-    """k3 with d = ln 2: 1 - ln 2, gradient 1 - e^d = -1, times beta 0.1. In the reward: measured, no part of the loss.
+def test_a_kl_penalty_is_in_the_loss_or_in_the_reward() -> None:
+    """k3 with d = ln 2: 1 - ln 2, gradient 1 - e^d = -1, times beta 0.1.
 
-    Unbiased with ratio 1: the same value, gradient (1 - ln 2) - 1 = -ln 2.
+    In the reward: measured, but not in the loss. Unbiased with ratio 1: the same value, gradient (1 - ln 2) - 1 = -ln
+    2.
     """
-    logp_N, seen = ratio([1.0]), inputs([0.0], reference_N=ratio([2.0]))
+    logp_N, seen = logp_at_ratio([1.0]), inputs([0.0], reference_N=logp_at_ratio([2.0]))
     value, gradient_N, _, sums = differentiate(logp_N, seen, kl_beta=0.1)
     assert value == pytest.approx(0.1 * (1 - math.log(2)), rel=1e-5)
     assert gradient_N[0] == pytest.approx(-0.1, rel=1e-5)
@@ -151,9 +158,12 @@ def test_the_penalty_is_in_the_loss_unless_it_is_in_the_reward() -> None:
     assert gradient_N[0] == pytest.approx(-0.1 * math.log(2), rel=1e-5)
 
 
-def test_the_strengths_of_the_moment_count_not_those_of_the_profile() -> None:
-    """kl_beta 0.1 in the profile, 0.3 by now: gradient of k1 is 0.3; entropy weight 0.2 by now: -0.2."""
-    seen = inputs([0.0], reference_N=row([-1.0]))
+def test_controlled_coefficients_replace_those_of_the_profile() -> None:
+    """kl_beta 0.1 in the profile, 0.3 after control: gradient of k1 is 0.3.
+
+    Entropy coefficient 0.2 after control: -0.2.
+    """
+    seen = inputs([0.0], reference_N=float_array([-1.0]))
     settings = learner_settings(kl_beta=0.1, kl_estimator="k1")
 
     def loss(logp_N: mx.array, entropy_N: mx.array) -> Any:
@@ -167,25 +177,26 @@ def test_the_strengths_of_the_moment_count_not_those_of_the_profile() -> None:
             objective=objective(settings.objective),
         )[0]
 
-    by_logp_N, by_entropy_N = mx.grad(loss, argnums=(0, 1))(row([-2.0]), row([1.0]))
+    by_logp_N, by_entropy_N = mx.grad(loss, argnums=(0, 1))(float_array([-2.0]), float_array([1.0]))
     assert by_logp_N.item() == pytest.approx(0.3)
     assert by_entropy_N.item() == pytest.approx(-0.2)
 
 
-def test_sums_are_over_learnt_tokens() -> None:
-    """Ratios 1, 2, 1/2, and a fourth that is not learned; loss with coefficients 1/4, all else without.
+def test_sums_are_over_trained_tokens() -> None:
+    """Ratios 1, 2, 1/2, and a fourth that is not trained on.
 
-    ratio 3.5, squares 1 + 4 + 1/4; mismatch of the two fresh: k3 with d = ln r: 0 and 2 - 1 - ln 2.
+    Loss weights 1/4, sums without weights. ratio 3.5, squares 1 + 4 + 1/4; mismatch of the two on-policy tokens: k3
+    with d = ln r: 0 and 2 - 1 - ln 2.
     """
     seen = inputs(
         [1.0] * 4,
-        loss_mask_N=row([1, 1, 1, 0]),
-        on_policy_mask_N=row([1, 1, 0, 1]),
-        loss_weight_N=row([0.25] * 4),
-        reference_N=row([-1.0] * 4),
+        loss_mask_N=float_array([1, 1, 1, 0]),
+        on_policy_mask_N=float_array([1, 1, 0, 1]),
+        loss_weight_N=float_array([0.25] * 4),
+        reference_N=float_array([-1.0] * 4),
     )
     value, _, _, sums = differentiate(
-        ratio([1.0, 2.0, 0.5, 7.0]), seen, row([0.5, 0.25, 0.25, 9.0]), kl_beta=0.1, kl_in="reward"
+        logp_at_ratio([1.0, 2.0, 0.5, 7.0]), seen, float_array([0.5, 0.25, 0.25, 9.0]), kl_beta=0.1, kl_in="reward"
     )
     expected = {
         "kl": [sum(math.exp(d) - 1 - d for d in (1.0, 1.0 - math.log(2), 1.0 + math.log(2))), 3],
@@ -202,7 +213,7 @@ def test_sums_are_over_learnt_tokens() -> None:
         assert measured.tolist() == pytest.approx(expected[name], rel=1e-5), name
 
 
-def test_a_correction_never_multiplies_a_ratio_against_the_sampler() -> None:
-    """It would count the same disagreement twice."""
+def test_a_correction_does_not_apply_to_a_ratio_to_the_sampler() -> None:
+    """It would count the same mismatch twice."""
     with pytest.raises(ValueError, match="twice"):
-        differentiate(ratio([1.0]), inputs([1.0]), correction="truncate")
+        differentiate(logp_at_ratio([1.0]), inputs([1.0]), correction="truncate")

@@ -1,4 +1,4 @@
-"""Every objective of the table: what holds for all of them, and which settings each reads."""
+"""Properties of every objective, and custom objectives."""
 
 from __future__ import annotations
 
@@ -16,48 +16,56 @@ from clotho.training.objectives.registry import OBJECTIVES as FUNCTIONS
 from clotho.training.objectives.registry import objective
 from protocols.errors import ProfileError
 from tests.learner_settings import OBJECTIVES, learner_settings
-from tests.training.objectives.random_inputs import random_tokens, row, taken, teach, tokens
+from tests.training.objectives.objective_inputs import (
+    evaluate_objective,
+    float_array,
+    random_tokens,
+    select_tokens,
+    tokens,
+)
 
 NAMES = OBJECTIVES
 
 
 def settings(name: str, **keys: Any) -> LearnerSection:
-    """The defaults of the objective, without the quadratic penalty of dppo_tv."""
+    """Return the defaults of the objective, without the quadratic penalty of dppo_tv."""
     return learner_settings(objective=name, **({"quadratic_kl": 0.0} if name == "dppo_tv" else {}), **keys)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_on_its_own_samples_every_objective_is_the_policy_gradient(name: str) -> None:
-    """Where policy, anchor and sampler agree nothing is clipped and dL/dlogp_t = -A_t (rloo: times the tokens)."""
+def test_on_policy_every_objective_is_the_policy_gradient(name: str) -> None:
+    """Without a ratio nothing is clipped and dL/dlogp_t = -A_t (rloo: times the number of tokens)."""
     logp_N, seen = random_tokens(30)
     seen = seen._replace(old_logp_N=logp_N, rollout_logp_N=logp_N)
-    taught = teach(objective(settings(name).objective), logp_N, seen, settings(name))
+    result = evaluate_objective(objective(settings(name).objective), logp_N, seen, settings(name))
     expected_N = -np.array(seen.advantage_N * seen.loss_mask_N)
     if name == "rloo":
         expected_N *= np.array(seen.spread_N(seen.sum_B(mx.ones(30))))
-    np.testing.assert_allclose(taught.gradient_N, expected_N, rtol=1e-5)
-    assert not taught.clipped_N.any()
+    np.testing.assert_allclose(result.gradient_N, expected_N, rtol=1e-5)
+    assert not result.clipped_N.any()
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_advantages_of_zero_teach_nothing(name: str) -> None:
-    """Equal rewards pull nowhere at all: the gradient is exactly 0."""
+def test_zero_advantages_have_zero_gradient(name: str) -> None:
+    """The gradient is exactly 0."""
     logp_N, seen = random_tokens(30)
-    taught = teach(objective(settings(name).objective), logp_N, seen._replace(advantage_N=mx.zeros(30)), settings(name))
-    assert taught.gradient_N.tolist() == [0.0] * 30
-    assert not (taught.clipped_N & (name != "cispo")).any()
+    result = evaluate_objective(
+        objective(settings(name).objective), logp_N, seen._replace(advantage_N=mx.zeros(30)), settings(name)
+    )
+    assert result.gradient_N.tolist() == [0.0] * 30
+    assert not (result.clipped_N & (name != "cispo")).any()
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_tokens_and_completions_may_lie_in_any_order(name: str) -> None:
-    """Shuffled tokens, and renumbered completions, give the same losses and gradients, shuffled."""
+def test_losses_are_independent_of_the_order_of_tokens(name: str) -> None:
+    """Shuffled tokens and renumbered completions give the shuffled losses and gradients."""
     logp_N, seen = random_tokens(30)
     order_N = np.random.default_rng(1).permutation(30)
-    ordered = teach(objective(settings(name).objective), logp_N, seen, settings(name))
-    shuffled = teach(
+    ordered = evaluate_objective(objective(settings(name).objective), logp_N, seen, settings(name))
+    shuffled = evaluate_objective(
         objective(settings(name).objective),
         mx.array(np.array(logp_N)[order_N]),
-        taken(seen, order_N, [2, 0, 1]),
+        select_tokens(seen, order_N, [2, 0, 1]),
         settings(name),
     )
     np.testing.assert_allclose(shuffled.loss_N, ordered.loss_N[order_N], rtol=1e-5, atol=1e-6)
@@ -66,27 +74,29 @@ def test_tokens_and_completions_may_lie_in_any_order(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_padding_never_changes_loss_or_gradient(name: str) -> None:
-    """Tokens of weight 0, whatever else they hold, leave no trace; their own gradient is 0."""
+def test_padding_changes_no_loss_or_gradient(name: str) -> None:
+    """Tokens with loss mask 0 have no effect for any content. Their own gradient is 0."""
     logp_N, seen = random_tokens(30)
-    cut = taken(seen, np.arange(28), [0, 1, 2])
-    full = teach(objective(settings(name).objective), logp_N, seen, settings(name))
-    short = teach(objective(settings(name).objective), logp_N[:28], cut, settings(name))
+    cut = select_tokens(seen, np.arange(28), [0, 1, 2])
+    full = evaluate_objective(objective(settings(name).objective), logp_N, seen, settings(name))
+    short = evaluate_objective(objective(settings(name).objective), logp_N[:28], cut, settings(name))
     np.testing.assert_allclose(full.loss_N[:28], short.loss_N, rtol=1e-6)
     np.testing.assert_allclose(full.gradient_N, [*short.gradient_N, 0.0, 0.0], rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_impossible_tokens_stay_finite(name: str) -> None:
-    """Log-ratios of plus and minus 500 nats, for advantages of both signs."""
+def test_log_ratios_of_500_nats_give_finite_losses(name: str) -> None:
+    """For advantages of both signs."""
     seen = tokens([1.0, -1.0, 1.0, -1.0], old_logp_N=[-500.0, -500.0, -0.1, -0.1], sequence_N=[0, 1, 2, 3])
-    taught = teach(objective(settings(name).objective), row([-0.1, -0.1, -500.0, -500.0]), seen, settings(name))
-    assert np.isfinite(taught.loss_N).all()
-    assert np.isfinite(taught.gradient_N).all()
+    result = evaluate_objective(
+        objective(settings(name).objective), float_array([-0.1, -0.1, -500.0, -500.0]), seen, settings(name)
+    )
+    assert np.isfinite(result.loss_N).all()
+    assert np.isfinite(result.gradient_N).all()
 
 
-def test_every_struct_has_a_function_and_reverse() -> None:
-    """The union of the profile and the functions name the same objectives."""
+def test_every_objective_struct_has_a_function_and_vice_versa() -> None:
+    """The tagged union of the profile and the registry have the same names."""
     assert {type(settings(name).objective) for name in NAMES} == set(FUNCTIONS)
 
 
@@ -100,10 +110,13 @@ def test_every_struct_has_a_function_and_reverse() -> None:
         ("broken_objective:loss", "boom"),
     ],
 )
-def test_what_cannot_be_an_objective_is_refused_in_one_line(
+def test_invalid_custom_objectives_are_refused(
     name: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Unknown names, modules that fail, things that are no function of three arguments; the name is in the message."""
+    """Unknown names, modules that fail on import, and objects that are no function of three arguments.
+
+    The message has the name.
+    """
     (tmp_path / "broken_objective.py").write_text("raise RuntimeError('boom')")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ProfileError, match=says) as refusal:
@@ -113,33 +126,36 @@ def test_what_cannot_be_an_objective_is_refused_in_one_line(
 
 
 def scaled(logp_N: mx.array, tokens: ObjectiveInputs, settings: Custom) -> PolicyLoss:
-    """An objective of the user's own."""
+    """A custom objective."""
     return PolicyLoss(-3.0 * tokens.advantage_N * logp_N, mx.zeros_like(logp_N))
 
 
 def mean_of_tokens(logp_N: mx.array, tokens: ObjectiveInputs, settings: Custom) -> PolicyLoss:
-    """One that breaks the contract: a mean where the losses of tokens belong."""
+    """A custom objective that returns a mean instead of token losses."""
     return PolicyLoss(mx.mean(logp_N), mx.zeros_like(logp_N))
 
 
-def test_an_objective_of_ones_own_is_imported_and_called() -> None:
+def test_a_custom_objective_is_imported_and_called() -> None:
     """`module:function`: here -3 A log pi, with gradient -3 A."""
-    taught = teach(
-        objective(Custom(function=f"{__name__}:scaled")), row([-1.0, -2.0]), tokens([1.0, -1.0]), LearnerSection()
+    result = evaluate_objective(
+        objective(Custom(function=f"{__name__}:scaled")),
+        float_array([-1.0, -2.0]),
+        tokens([1.0, -1.0]),
+        LearnerSection(),
     )
-    assert taught.gradient_N.tolist() == [-3.0, 3.0]
+    assert result.gradient_N.tolist() == [-3.0, 3.0]
 
 
-def test_an_objective_of_ones_own_that_returns_something_else_is_refused() -> None:
-    """Broadcasting would have made a wrong loss of it."""
+def test_a_custom_objective_with_a_wrong_result_is_refused() -> None:
+    """Broadcasting would give a wrong loss."""
     with pytest.raises(ProfileError, match="must return a PolicyLoss"):
         objective(Custom(function=f"{__name__}:mean_of_tokens"))(
-            row([-1.0, -2.0]), tokens([1.0, 1.0]), LearnerSection()
+            float_array([-1.0, -2.0]), tokens([1.0, 1.0]), LearnerSection()
         )
 
 
-def test_built_in_objectives_are_the_functions_themselves() -> None:
-    """Each has the name of its type and a docstring of its own, with its paper."""
+def test_built_in_objectives_are_functions_with_their_names() -> None:
+    """Each has the name of its type and a docstring with its paper."""
     functions = [objective(settings(name).objective) for name in NAMES]
     assert [function.__name__ for function in functions] == list(NAMES)
     assert len({function.__doc__ for function in functions}) == len(NAMES)
