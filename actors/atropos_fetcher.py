@@ -123,7 +123,7 @@ class AtroposFetcher:
         return None
 
     async def _next_batch(self) -> list[Raw]:
-        """The next batch, once the staleness bound permits it and the source has one; empty if none is needed."""
+        """Wait until the staleness bound permits a batch, and fetch it. Empty if no more groups are needed."""
         try:
             await wait_until(self._is_due, self._weights, self._replacements)
         except EndOfStream:

@@ -61,7 +61,7 @@ class Checkpointer:
         self._parameters, self._loadable = parameters, loadable
 
     async def run(self) -> None:
-        """Write checkpoints until the updates end, then a last one if needed, then the adapter."""
+        """Write checkpoints until the updates end, then a last checkpoint if needed, then the adapter."""
         unwritten: PolicyUpdated | None = None
         async with self._inbox:
             async for update in self._inbox:

@@ -59,7 +59,7 @@ class Evaluator:
     ) -> None:
         """base: the policy before its first update; None if it was evaluated before a resume.
 
-        start: the weights at the start; `final` if they were evaluated as the last ones before a resume.
+        start: the weights at the start; `final` if the last evaluation before a resume evaluated these weights.
         reports: every report is appended to this list.
         """
         self._inbox, self._outbox = inbox, outbox

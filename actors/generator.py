@@ -101,7 +101,7 @@ class Generator:
             for prompt in batch
         ]
         task_status.started()
-        async with aclosing(self._sampler.groups(requests)) as outcomes:  # cancellation aborts the requests at once
+        async with aclosing(self._sampler.groups(requests)) as outcomes:  # cancellation aborts the requests
             async for index, outcome in outcomes:
                 await self._outbox.send(_group(batch[index], outcome))
 

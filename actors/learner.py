@@ -203,7 +203,7 @@ class Learner:
         if update and not update.finite and self._progress.bad_steps >= self._settings.max_bad_steps:
             return DivergenceError(
                 f"{self._progress.bad_steps} consecutive updates were not finite, the last one at step {report.step}; "
-                f"the weights of version {report.version} are kept: lower the learning rate, or inspect rollouts.jsonl"
+                f"the weights of version {report.version} stay in use; lower the learning rate, or read rollouts.jsonl"
             )
         return None
 
@@ -269,7 +269,7 @@ def _group_id(outcome: GroupOutcome) -> int:
 
 
 def _ends(groups: list[ScoredGroup], update: Update | None) -> tuple[list[TrainedGroup], list[Discarded]]:
-    """How the groups of an update ended."""
+    """Return the outcome of each group of an update."""
     if update is None:
         return [], []
     if not update.finite:

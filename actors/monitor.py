@@ -37,7 +37,7 @@ class Monitor:
     metrics of later steps; hence the separate file.
 
     A file that cannot be written is reported once and attempted again with the next line. After any other failure the
-    inbox is read to its end, so that no other actor waits for the monitor, and then the failure is raised.
+    inbox is read to its end, so that no actor waits for the monitor. Then the failure is raised.
 
     logged: the last step whose lines were written; closed when no more lines will be written.
     """
@@ -133,7 +133,7 @@ class Monitor:
         await self._write(self._evaluations_file, [evaluation_record(report, run_seconds=self._age())])
 
     async def _write(self, file: JsonlWriter, records: Iterable[Any]) -> None:
-        """Append records, in a worker thread. If the disk refuses, the records are lost and the run continues."""
+        """Append records in a worker thread. If writing fails, the records are lost and the run continues."""
 
         def append() -> None:
             for record in records:

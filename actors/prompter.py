@@ -52,7 +52,7 @@ class Prompter:
         self.sent_until = 0
 
     async def run(self) -> None:
-        """Send prompts until none is left or needed."""
+        """Send prompts until all prompts are sent or no more are needed."""
         async with self._outbox:
             for count, group_id in enumerate(self._group_ids, start=self._ended):
                 self.sent_until = group_id
@@ -66,14 +66,14 @@ class Prompter:
     def drain(self) -> None:
         """Send no new groups after the current batch. Groups in flight are still trained on.
 
-        Groups that were in flight before a resume are sent first, as far as they are needed.
+        Groups that were in flight before a resume are sent first if they are needed.
         """
         self._draining = True
         if self._demand_wait is not None:
             self._demand_wait.cancel()
 
     async def _is_needed(self, count: int) -> bool:
-        """Wait until more than `count` groups are needed; False if they never will be."""
+        """Wait until more than `count` groups are needed. False if no more than `count` will be needed."""
         groups = self._groups
         if groups is None:
             return True

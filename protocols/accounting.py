@@ -1,4 +1,4 @@
-"""Group accounting: how many groups were prompted, trained on, discarded and carried over."""
+"""Group accounting: the numbers of groups that were prompted, trained on, discarded and carried over."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from msgspec import Struct
 
 
 class SourceCounts(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How the groups of one environment ended. discarded: count per reason."""
+    """Outcomes of the groups of one environment. discarded: number of groups per reason."""
 
     trained: int = 0
     discarded: dict[str, int] = {}
@@ -25,7 +25,7 @@ class LedgerState(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     all_ended_below: every group with a smaller id has ended.
     ended_above: ids of the other groups that have ended, ascending.
-    trained, discarded: number of groups; discarded per reason.
+    trained: number of groups. discarded: number of groups per reason.
     sources: the same counts for each environment. Groups of the run's own dataset are not included.
     """
 
@@ -74,7 +74,7 @@ class Balance(Struct, frozen=True, kw_only=True):
 
 @runtime_checkable
 class GroupSource(Protocol):
-    """The actor at which groups begin: the prompter, or the fetcher of an environment's groups."""
+    """The actor that starts groups: the prompter, or the fetcher of groups from environments."""
 
     @property
     def prompted_until(self) -> int:

@@ -1,4 +1,4 @@
-"""Prompter -> generator: one prompt to be answered by a group of completions, and the seeds of the run."""
+"""Prompter -> generator: the prompt of a group of completions, and the seeds of the run."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ class ScoredGroup(Struct, frozen=True, kw_only=True, tag=True):
     zero_advantage: the completion's advantage is 0; its reward still counts in the group's statistics.
     teacher: the teacher's alternatives, for distillation.
     logprob_error: largest difference in nats between the log-probabilities in the message and those of the sample log;
-    None if the sample log has none of them.
+    None if the sample log contains none.
     """
 
     group: RolloutGroup

@@ -1,8 +1,8 @@
 """Messages between the decode engine and its clients, and the table of sampling parameters.
 
-The annotations of `Sampling` are the table: type, range, default, neutral value and what the learner makes of each
-parameter. `PARAMETERS` is the same table as rows. The engine's validation, the fields of the HTTP API, the rules for
-the profile's [sampling] section, the variables of environments, the sample log and the memory estimate read it.
+The annotations of `Sampling` are the table: type, range, default, neutral value, and support by the learner.
+`PARAMETERS` is the same table as rows. The engine's validation, the fields of the HTTP API, the rules for the profile's
+[sampling] section, the variables of environments, the sample log and the memory estimate read this table.
 """
 
 from __future__ import annotations
@@ -285,7 +285,7 @@ class Completion(Struct, frozen=True, kw_only=True):
         that were sampled out of order.
     sampled: whether the policy sampled each token; empty if it sampled all. Tokens that an environment inserted (the
         answer of a tool, the next question) are context and are not trained on: their log-probability is 0, their
-        version is that of the token before.
+        version is that of the previous token.
     text: the decoded completion, without end token, special tokens and stop string.
     stop_reason: the stop string or stop token that ended the completion, if any.
     top_logprobs: per token, up to `Sampling.top_logprobs` pairs (token, log-probability), most probable first.

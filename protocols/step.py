@@ -1,4 +1,4 @@
-"""What one batch did to the policy: learner -> broadcaster, checkpointer, evaluator and monitor."""
+"""Learner -> broadcaster, checkpointer, evaluator and monitor: the results of one batch."""
 
 from __future__ import annotations
 

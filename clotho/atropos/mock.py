@@ -85,7 +85,7 @@ class MockAtropos:
         """Do nothing: the mock needs no registration."""
 
     async def batch(self, *, step: int) -> list[Raw] | None:
-        """Sample the groups of one batch; None if all of them failed."""
+        """Sample the groups of one batch; None if every group failed."""
         groups: list[Raw | None] = [None] * self._batch_size
 
         async def sample(place: int, prompt: Prompt) -> None:

@@ -15,10 +15,10 @@ from clotho.config.sections_training import NoKLPenalty, SnapshotReference
 
 
 class Complaint(NamedTuple):
-    """A key at fault, and a sentence that says why and what to do.
+    """An invalid key, and a sentence with the reason and the remedy.
 
-    decided_by: the keys that leave it without effect. If a higher layer set one of them, the key returns to its default
-    instead of being refused.
+    decided_by: the keys that leave it without effect. If a higher layer set such a key, the invalid key returns to its
+    default and is not refused.
     """
 
     key: str
@@ -29,7 +29,7 @@ class Complaint(NamedTuple):
 class Effect(NamedTuple):
     """A condition without which keys have no effect.
 
-    keys: a name that ends in a dot stands for every other key of that table.
+    keys: a name that ends in a dot means all keys of that table except those in `decided_by`.
     """
 
     keys: str
@@ -39,7 +39,7 @@ class Effect(NamedTuple):
 
 
 def custom_stage(profile: Profile) -> bool:
-    """Whether groups pass through a custom actor, which may add to them what no built-in actor does."""
+    """Whether groups pass through a custom actor, which may add data that built-in actors do not."""
     return any(actor.stands_on_the_flow for actor in profile.actors)
 
 
@@ -50,7 +50,7 @@ def _format_is_rewarded(profile: Profile) -> bool:
 
 
 def _ratio_moves(profile: Profile) -> bool:
-    """Whether the importance ratio can differ from 1: against the sampler, or after a first optimizer step."""
+    """Whether the importance ratio can differ from 1: relative to the sampler, or after a first optimizer step."""
     objective = profile.learner.objective
     if not isinstance(objective, RatioObjective) or isinstance(objective, Custom):
         return True
@@ -72,7 +72,7 @@ EFFECTS = (
         "atropos.url atropos.python atropos.reset atropos.missing_logprobs environments",
         "atropos.mock",
         lambda p: not p.atropos.mock,
-        "with atropos.mock = true the groups are made here, without a server or environments",
+        "with atropos.mock = true the run itself makes the groups, without an API server or environments",
     ),
     Effect("atropos.reset", "atropos.url", lambda p: bool(p.atropos.url), "atropos.url names no running server"),
     Effect("environments", "atropos.python", lambda p: bool(p.atropos.python), "atropos.python names no interpreter"),
@@ -86,7 +86,7 @@ EFFECTS = (
         "learner.distillation_weight",
         "atropos.enabled",
         lambda p: p.atropos.enabled,
-        "only environments (atropos.enabled = true) bring a teacher",
+        "only environments (atropos.enabled = true) send a teacher's alternatives",
     ),
     Effect(
         "policy.method.scaling",
@@ -141,7 +141,7 @@ EFFECTS = (
         "eval.problems_between",
         "eval.interval",
         lambda p: p.eval.interval > 0,
-        "eval.interval = 0 means no evaluation during training",
+        "eval.interval = 0 disables evaluation during training",
     ),
     Effect("server.", "server.enabled", lambda p: p.server.enabled, "server.enabled = false"),
     Effect(
@@ -183,7 +183,7 @@ EFFECTS = (
         "it must be less than steps",
     ),
 )
-"""In this order: a condition on which others depend comes first."""
+"""Ordered: a condition precedes conditions that depend on it."""
 
 
 def without_effect(profile: Profile) -> Iterator[Complaint]:

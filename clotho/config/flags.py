@@ -1,4 +1,4 @@
-"""The command line: one flag for every key of a profile, read from its structs, and the help of the flags."""
+"""The command line: a flag for every key of a profile, and the help texts."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ SWITCHES: dict[Switch, str] = {
 }
 
 SHORT = {"model": "model.path", "dataset": "data.train"}
-"""Flags with a shorter name than their key."""
+"""Short names of flags, with their keys."""
 
 COMMON = (
     "model.path", "data.train", "steps", "seed", "run_dir", "async", "rewards", "learner.objective",
     "learner.optimizer.learning_rate", "learner.batch_size", "sampling.group_size", "sampling.max_tokens",
     "policy.method.rank", "checkpoint.interval", "eval.interval", "server.port",
 )  # fmt: skip
-"""The keys that `--help` shows, beside the profile and the switches."""
+"""The keys that `--help` shows, besides the profile and the switches."""
 
 HELP_FLAGS = ("-h", "--help", "--help-all")
 ALL = "all"
@@ -56,13 +56,13 @@ class Arguments(Struct, frozen=True, kw_only=True):
 
 
 class Given(Struct, kw_only=True):
-    """The flags that have been read: values by key path (or switch), and the flag that set each."""
+    """The flags read so far: values by key path or switch, and the flag that set each value."""
 
     values: dict[str, Any] = {}
     flags: dict[str, str] = {}
 
     def put(self, path: str, value: Any, flag: str, *, adds: bool = False) -> None:
-        """Keep a value; adds: append to the list that is there. Raises ProfileError if two flags contradict."""
+        """Store a value. adds: append to an existing list. Raises ProfileError if two flags contradict."""
         if adds and path in self.values:
             value = [*self.values[path], *value]
         elif path in self.values and self.values[path] != value:
@@ -73,10 +73,11 @@ class Given(Struct, kw_only=True):
 
 
 def parse_arguments(argv: Sequence[str]) -> Arguments:
-    """Read the command line (without the program's name). `--flag value` and `--flag=value`; `-` and `_` are the same.
+    """Parse the command line (without the program's name).
 
-    Switches and booleans may stand alone; a list is repeated, or written as TOML or JSON. Raises ProfileError for a
-    flag that does not exist, a value that is not allowed, or two flags that contradict each other.
+    `--flag value` and `--flag=value` are equal; so are `-` and `_` in a flag. Switches and booleans need no value. A
+    list is a repeated flag, or TOML or JSON. Raises ProfileError for an unknown flag, a value that is not allowed, or
+    flags that contradict each other.
     """
     topic = _help_topic(argv)
     if topic is not None:
@@ -87,7 +88,7 @@ def parse_arguments(argv: Sequence[str]) -> Arguments:
         _read_flag(rest, given)
     values = given.values
     if values.get("resume") and values.get("clean"):
-        raise ProfileError("--resume continues a run and --clean deletes it: give one of the two")
+        raise ProfileError("--resume continues a run and --clean deletes it: choose one")
     own = {name: values.pop(name) for name in ("profile", *SWITCHES) if name in values}
     for path, value in values.items():
         _check(settable()[path], value, given.flags[path])
@@ -95,7 +96,7 @@ def parse_arguments(argv: Sequence[str]) -> Arguments:
 
 
 def _help_topic(argv: Sequence[str]) -> str | None:
-    """The word after `--help`, if the command line asks for help."""
+    """The word after `--help`; None if the command line has no help flag."""
     for place, word in enumerate(argv):
         flag, _, topic = word.partition("=")
         if flag in HELP_FLAGS:
@@ -105,7 +106,7 @@ def _help_topic(argv: Sequence[str]) -> str | None:
 
 
 def _read_flag(rest: list[str], given: Given) -> None:
-    """Take one flag and its value off the front of `rest`."""
+    """Remove the first flag and its value from `rest`, and store the value."""
     word = rest.pop(0)
     if not word.startswith("--") or word == "--":
         raise ProfileError(_unexpected(word, given))
@@ -152,7 +153,7 @@ def _text(flag: str, value: str | None, rest: list[str]) -> str:
 
 
 def _converted(key: Key, text: str, flag: str) -> Any:
-    """The value of a flag's text. Raises ProfileError if the key cannot have it."""
+    """Convert the text of a flag to a value. Raises ProfileError if the key does not allow it."""
     if key.optional and text == "none":
         return None
     try:
@@ -172,7 +173,7 @@ def _converted(key: Key, text: str, flag: str) -> Any:
 
 
 def _named_rewards(text: str) -> list[dict[str, Any]]:
-    """`--rewards format,my_rewards:score`: names with weight 1; all but `format` define which answers are correct."""
+    """Rewards from names: `--rewards format,my_rewards:score`. Weights are 1; `correct` is true except for `format`."""
     return [{"name": name, "correct": name != "format"} for name in text.split(",")]
 
 
@@ -194,7 +195,7 @@ def _structured(text: str) -> Any:
     except tomllib.TOMLDecodeError:
         value = json.loads(text)
     if _holds_none(value):
-        raise ValueError("null has no meaning in a profile")
+        raise ValueError("a profile cannot contain null")
     return value
 
 
@@ -204,7 +205,7 @@ def _holds_none(value: Any) -> bool:
 
 
 def _check(key: Key, value: Any, flag: str) -> None:
-    """Refuse a value out of range while the flag's name is known; tables are checked with the profile."""
+    """Refuse a value out of range, naming the flag. Tables are checked with the profile."""
     if value is None or key.item == "tables" or (key.path == "learner.objective.type" and ":" in value):
         return
     if not any(_converts(value, variant.annotation) for variant in key.variants):
@@ -223,7 +224,7 @@ def _converts(value: Any, annotation: Any) -> bool:
 
 
 def _unexpected(word: str, given: Given) -> str:
-    """The refusal of a word that is neither a flag nor the value of one."""
+    """The error message for a word that is neither a flag nor a value."""
     if hint := advice(word.partition("=")[0]):
         return f"unexpected argument {word!r}: {hint}"
     last = settable().get(next(reversed(given.values), ""))
@@ -258,9 +259,9 @@ USAGE = "usage: python pipeline.py [--profile NAME|FILE.toml] [--KEY VALUE ...]"
 
 
 def help_text(topic: str = "", width: int = WIDTH) -> str:
-    """The common flags, every flag (`all`), or the flags of one table or key, as plain text.
+    """The help text of the common flags (``), of every flag (`all`), or of the flags of one table or key.
 
-    Lines are no longer than `width` if words allow. Raises ProfileError if there is no such table or key.
+    Lines are wrapped at `width`. Raises ProfileError if there is no such table or key.
     """
     if topic == "":
         return _common_help(width)
@@ -276,7 +277,7 @@ def help_text(topic: str = "", width: int = WIDTH) -> str:
 
 
 def default_in_words(key: Key) -> str:
-    """A key's default; of several, the first one, and the types with another one."""
+    """The default of a key in words: the first default, and other defaults with their types."""
     candidates = [_defaults_by_type(key, choice) for choice in _choices(key)]
     if not candidates:
         return _in_words(key.default)
@@ -290,7 +291,7 @@ def default_in_words(key: Key) -> str:
 
 
 def _defaults_by_type(key: Key, choice: str) -> tuple[dict[str, str], dict[str, str]]:
-    """The most frequent default under each type of one union; and the other defaults, by the types of all unions."""
+    """The most frequent default for each type of one union, and the other defaults by the types of all unions."""
     values: dict[str, list[str]] = {}
     for variant in key.variants:
         values.setdefault(variant.types[choice], []).append(_in_words(variant.default))
@@ -304,12 +305,12 @@ def _defaults_by_type(key: Key, choice: str) -> tuple[dict[str, str], dict[str, 
 
 
 def _choices(key: Key) -> list[str]:
-    """The unions on whose types a key depends, the innermost first."""
+    """The unions on whose types a key depends, innermost first."""
     return [choice for choice in reversed(choices()) if choice in key.variants[0].types]
 
 
 def availability(key: Key) -> str:
-    """The types of its table that have a key, as a sentence; empty if all of them have it."""
+    """A sentence that names the types that have a key; empty if every type has it."""
     for choice in _choices(key):
         if having := types_of(key, choice):
             lacking = [name for name in choices()[choice] if name not in having]

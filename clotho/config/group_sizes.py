@@ -1,4 +1,4 @@
-"""Batch arithmetic of an Atropos API server: which group sizes fill a batch, and which share is reserved.
+"""Batch arithmetic of an Atropos API server: group sizes that fill a batch, and reserved shares.
 
 A batch of the server holds an exact number of sequences. The server never divides a group. It hands out smaller groups
 only when groups of one size fill up to the largest group size (atroposlib 0.4, `api/utils.py`).
@@ -32,7 +32,7 @@ def reserved_share(environment: EnvironmentSection, profile: Profile) -> float |
     fills a share up to the next group, which would leave no room for the last environment.
 
     Returns None if no share can be reserved: there is only one environment, groups from other environments are possible
-    (`atropos.url`), or nothing of the batch is left.
+    (`atropos.url`), or the other shares use the whole batch.
     """
     if environment.min_batch_allocation is not None:
         return _whole_groups(environment.min_batch_allocation, environment, profile)
@@ -52,7 +52,7 @@ def _whole_groups(share: float, environment: EnvironmentSection, profile: Profil
 
 
 def unfillable(batch: int, sizes: Mapping[str, int]) -> str | None:
-    """Return one line that says why a batch of `batch` sequences can never be filled, or None if it can.
+    """Return the reason, in one line, why a batch of `batch` sequences can never be filled; None if it can.
 
     sizes: environment -> group size.
     """

@@ -1,7 +1,8 @@
-"""The keys of a profile, read from its structs: flags, error messages, `--help` and the manual are generated from them.
+"""The keys of a profile, read from its structs.
 
-A struct is a table. A union of structs with the tag field `type` is a table whose keys depend on its type. The path of
-that choice is `TABLE.type`; the flag `--TABLE` is short for `--TABLE.type`.
+Flags, error messages, `--help` and the reference page are generated from these keys. A struct is a table. A union of
+structs with the tag field `type` is a table whose keys depend on its type. The path of the type is `TABLE.type`; the
+flag `--TABLE` is short for `--TABLE.type`. A choice is the path of the type of a union.
 """
 
 from __future__ import annotations
@@ -24,19 +25,19 @@ from clotho.config.schema import Profile
 Kind = Literal["bool", "int", "float", "text", "list", "tables"]
 
 REQUIRED = msgspec.NODEFAULT
-"""The default of a key that has none."""
+"""Stands for the default of a key without a default."""
 
 TYPE = "type"
 """The tag field of every union."""
 
 HANDICAP = 0.05
-"""By how much a key of another table must be more similar to be suggested."""
+"""Keys of other tables are suggested only if their similarity is larger by this value."""
 
 UNIONS = (types.UnionType, Union)
 
 
 class Variant(Struct, frozen=True, kw_only=True):
-    """A key under one combination of types. types: by path of a choice, the type that has the key."""
+    """A key under one combination of types. types: the type of each union, by choice."""
 
     types: dict[str, str]
     annotation: Any
@@ -50,7 +51,7 @@ class Key(Struct, frozen=True, kw_only=True):
 
     path: `learner.batch_size`; `steps` at the top; `rewards.weight` in an array of tables; `learner.optimizer.type` for
         the type of a union.
-    kind: how the text of a flag is read; item: the same for the items of a list.
+    kind: how the text of a flag is parsed. item: how each item of a list is parsed.
     optional: whether `none` is allowed.
     variants: one for each combination of types that has the key; exactly one, without types, if every profile has it.
     """
@@ -93,9 +94,10 @@ class Key(Struct, frozen=True, kw_only=True):
 
 
 class Section(Struct, frozen=True, kw_only=True):
-    """A table of the profile: `name` is its path, empty at the top; `repeated` if it is an array of tables.
+    """A table of the profile.
 
-    types: the types of a union, with a sentence about each.
+    name: path of the table; empty at the top. repeated: the table is an array of tables. types: description of each
+    type of a union.
     """
 
     name: str
@@ -107,7 +109,7 @@ class Section(Struct, frozen=True, kw_only=True):
 
 @cache
 def sections() -> tuple[Section, ...]:
-    """Every table, the top of the file first, then in the order of the structs; nested tables after their parents."""
+    """All tables: the top of the file first, then in the order of the structs, nested tables after their parents."""
     walk = _Walk()
     walk.struct(Profile, "", {}, None)
     return tuple(
@@ -124,13 +126,13 @@ def sections() -> tuple[Section, ...]:
 
 @cache
 def keys() -> dict[str, Key]:
-    """Every key by its path, the keys inside arrays of tables included."""
+    """All keys by path, including keys inside arrays of tables."""
     return {key.path: key for section in sections() for key in section.keys}
 
 
 @cache
 def settable() -> dict[str, Key]:
-    """The keys that one flag sets, by path: every key outside arrays of tables, and each array of tables as a whole."""
+    """The keys that have a flag, by path: keys outside arrays of tables, and each array of tables as a whole."""
     arrays = {section.name for section in sections() if section.repeated}
     found = {path: key for path, key in keys().items() if path.partition(".")[0] not in arrays}
     fields = {field.encode_name: field for field in msgspec.structs.fields(Profile)}
@@ -139,23 +141,23 @@ def settable() -> dict[str, Key]:
 
 @cache
 def choices() -> dict[str, tuple[str, ...]]:
-    """The types of every union, by the path of the choice: `learner.optimizer.type`."""
+    """The types of every union, by choice, for example `learner.optimizer.type`."""
     return {f"{section.name}.{TYPE}": tuple(section.types) for section in sections() if section.types}
 
 
 def flag_key(name: str) -> Key | None:
-    """The key that a flag sets, by the flag's name without dashes in front: a path, or the path of a union."""
+    """The key that a flag sets. name: the flag without leading dashes, which is the path of a key or of a union."""
     return settable().get(name) or settable().get(f"{name}.{TYPE}")
 
 
 def types_of(key: Key, choice: str) -> tuple[str, ...]:
-    """The types of the union at `choice` that have the key; empty if all of them have it."""
+    """The types of the union at `choice` that have the key; empty if every type has it."""
     found = dict.fromkeys(variant.types[choice] for variant in key.variants if choice in variant.types)
     return () if found.keys() == set(choices()[choice]) else tuple(found)
 
 
 def chosen_types(values: Mapping[str, Any]) -> dict[str, str]:
-    """The type of every union that a profile with these settings (by path) has."""
+    """The type of every union in a profile with these settings, by choice."""
     chosen: dict[str, str] = {}
     for path in choices():
         available = [variant for variant in keys()[path].variants if variant.types.items() <= chosen.items()]
@@ -165,7 +167,7 @@ def chosen_types(values: Mapping[str, Any]) -> dict[str, str]:
 
 
 def why_unavailable(path: str, values: Mapping[str, Any]) -> str | None:
-    """Why a profile with these settings (by path) does not have the known key `path`; None if it has the key."""
+    """The reason why a profile with these settings does not have the key `path`; None if it has the key."""
     key, chosen = keys()[path], chosen_types(values)
     if any(variant.types.items() <= chosen.items() for variant in key.variants):
         return None
@@ -176,14 +178,15 @@ def why_unavailable(path: str, values: Mapping[str, Any]) -> str | None:
 
 
 def names(paths: Iterable[str]) -> str:
-    """Paths as a message lists them."""
+    """The paths, sorted, for a message."""
     return ", ".join(sorted(paths))
 
 
 def nearest_key(path: str) -> str:
-    """What to write instead of the unknown key or table `path`.
+    """The suggestion for the unknown key or table `path`.
 
-    A name of another trainer has its counterpart. Otherwise a key of the same table is preferred to a more similar one.
+    A name of another trainer suggests the corresponding key. Otherwise keys of the same table are preferred to keys of
+    other tables.
     """
     table, _, name = path.rpartition(".")
     if row := by_name().get(path) or by_name().get(name):
@@ -201,7 +204,7 @@ def nearest_key(path: str) -> str:
 
 
 def in_words(annotation: Any) -> str:
-    """What a type allows, as an error message or a manual says it: `an integer >= 1`, `one of keep, drain`."""
+    """The allowed values of a type, in words: `an integer >= 1`, `one of keep, drain`."""
     base, meta = _without_meta(annotation)
     bounds = [
         f"{sign} {value:g}" if isinstance(value, float) else f"{sign} {value}"
@@ -231,7 +234,7 @@ def _list_in_words(base: Any, meta: Meta) -> str:
 
 
 class _Table(Struct, kw_only=True):
-    """A section while the walk collects its keys: the variants of each key, by path."""
+    """A section under construction: the variants of each key, by path."""
 
     title: str
     repeated: bool
@@ -312,25 +315,25 @@ def _default(field: FieldInfo) -> Any:
 
 
 def _parts(annotation: Any) -> tuple[Any, ...]:
-    """The members of a union; the type itself if it is none."""
+    """The members of a union; the type itself if it is not a union."""
     base, _ = _without_meta(annotation)
     return get_args(base) if get_origin(base) in UNIONS else (base,)
 
 
 def _structs(annotation: Any) -> tuple[type[Struct], ...]:
-    """The struct or structs of a nested table; empty for a plain key."""
+    """The structs of a nested table; empty for a key."""
     parts = [_without_meta(part)[0] for part in _parts(annotation)]
     return tuple(parts) if all(isinstance(part, type) and issubclass(part, Struct) for part in parts) else ()
 
 
 def _array_items(annotation: Any) -> tuple[type[Struct], ...]:
-    """The struct of an array of tables; empty for anything else."""
+    """The struct of an array of tables; empty for other types."""
     base, _ = _without_meta(annotation)
     return _structs(get_args(base)[0]) if get_origin(base) is tuple else ()
 
 
 def _without_meta(annotation: Any) -> tuple[Any, Meta]:
-    """A type without its annotations, and all of them as one."""
+    """A type without its annotations, and the annotations combined."""
     if get_origin(annotation) is not Annotated:
         return annotation, Meta()
     base, *metas = get_args(annotation)

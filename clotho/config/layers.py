@@ -1,4 +1,4 @@
-"""The layers of a profile: the files it extends, itself, and the command line, each on top of the one before."""
+"""The layers of a profile, lowest first: the files that it extends, the profile, and the command line."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from clotho.config.nearest import nearest
 from protocols.errors import ProfileError
 
 PROFILES = Path(__file__).resolve().parents[2] / "profiles"
-"""Where the shipped profiles are."""
+"""Directory of the shipped profiles."""
 
 COMMAND_LINE = "command line"
 
 INPUT_PATHS = ("model.path", "data.train", "data.heldout")
 CALLERS_PATHS = ("run_dir", "checkpoint.adapter_path", "atropos.python")
-"""Relative to the working directory, wherever they are written down."""
+"""Keys whose paths are always relative to the working directory."""
 
 EMPTY_TYPES = ("none", "off")
 """Types without settings."""
@@ -45,9 +45,9 @@ class Layer(Struct, frozen=True, kw_only=True):
 
 
 class Merged(Struct, frozen=True, kw_only=True):
-    """All layers as one. origin: number of the layer that set each key in `values`; higher layers win.
+    """All layers combined. origin: number of the layer that set each key in `values`; higher layers win.
 
-    reset: for keys that returned to their defaults, the number of the layer whose settings left them without effect.
+    reset: number of the layer whose settings left a key without effect, for keys that returned to their defaults.
     """
 
     layers: tuple[Layer, ...]
@@ -56,25 +56,25 @@ class Merged(Struct, frozen=True, kw_only=True):
     reset: dict[str, int] = {}
 
     def label(self, path: str) -> str:
-        """The source that set a key; the profile itself if none did."""
+        """The label of the layer that set a key; the label of the profile if no layer did."""
         files = [layer.label for layer in self.layers if layer.label != COMMAND_LINE]
         if path not in self.origin:
             path = f"{path}.{TYPE}"
         return self.layers[self.origin[path]].label if path in self.origin else files[-1]
 
     def rank(self, path: str) -> int:
-        """Number of the layer that decided a key; -1 if none did."""
+        """Number of the layer that set or reset a key; -1 if no layer did."""
         return self.origin.get(path, self.reset.get(path, -1))
 
     def without(self, path: str, layer: int) -> Merged:
-        """The same, with a key at its default because of the settings of `layer`."""
+        """A copy in which a key has its default because of the settings of `layer`."""
         values = {other: value for other, value in self.values.items() if other != path}
         origin = {other: number for other, number in self.origin.items() if other != path}
         return Merged(layers=self.layers, values=values, origin=origin, reset={**self.reset, path: layer})
 
 
 def merge(layers: list[Layer]) -> Merged:
-    """Put later layers on top of earlier ones, key by key. Lists are replaced as a whole.
+    """Combine layers key by key; later layers win. Lists are replaced as a whole.
 
     A layer that changes the type of a union removes the settings of the old type. A layer that sets a key of a union
     whose type is `none` or `off` chooses the first type that has the key.
@@ -95,7 +95,7 @@ def merge(layers: list[Layer]) -> Merged:
 
 
 def _implied(values: Mapping[str, Any], layer: Layer) -> Iterator[tuple[str, str]]:
-    """The types that the settings of `layer` imply, by path of the choice."""
+    """The types that the settings of `layer` imply, by choice."""
     chosen = chosen_types({**values, **layer.values})
     for choice in choices():
         if choice not in layer.values and chosen.get(choice) in EMPTY_TYPES:
@@ -112,7 +112,7 @@ def _replaced(values: Mapping[str, Any], layer: Layer) -> Iterator[str]:
 
 
 def profile_path(name_or_path: str) -> Path:
-    """The file of a shipped profile's name, or of a path (anything that ends in .toml or holds a separator)."""
+    """The file of a profile. A value that ends in .toml or contains a separator is a path, others are shipped names."""
     if name_or_path.endswith(".toml") or os.sep in name_or_path:
         return Path(name_or_path).expanduser()
     path = PROFILES / f"{name_or_path}.toml"
@@ -126,7 +126,7 @@ def profile_path(name_or_path: str) -> Path:
 
 
 def file_layers(path: Path, *, above: tuple[Path, ...] = ()) -> list[Layer]:
-    """The layers of one profile file, the file it extends first. Raises ProfileError."""
+    """The layers of a profile file, lowest first. Raises ProfileError."""
     path = Path(os.path.abspath(path))
     label = shown_path(path)
     if path in above:
@@ -142,7 +142,7 @@ def file_layers(path: Path, *, above: tuple[Path, ...] = ()) -> list[Layer]:
 
 
 def override_layer(overrides: Mapping[str, Any]) -> Layer:
-    """Settings from the command line, by key path; paths in them are relative to the working directory."""
+    """The layer of the command line; paths in its values are relative to the working directory."""
     tree: dict[str, Any] = {}
     for path, value in overrides.items():
         table, name = tree, f"{path}.{TYPE}" if f"{path}.{TYPE}" in choices() and isinstance(value, str) else path
@@ -154,7 +154,7 @@ def override_layer(overrides: Mapping[str, Any]) -> Layer:
 
 
 def read_toml(path: Path, label: str) -> dict[str, Any]:
-    """A TOML file. Raises ProfileError, on one line, where it cannot be read or parsed."""
+    """Read a TOML file. Raises ProfileError if it cannot be read or parsed."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
@@ -168,7 +168,7 @@ def read_toml(path: Path, label: str) -> dict[str, Any]:
 
 
 def flatten(table: dict[str, Any], label: str, prefix: str = "") -> dict[str, Any]:
-    """Settings by key path. Raises ProfileError for a key or a section that does not exist, naming the nearest.
+    """The settings of a table by key path. Raises ProfileError, with a suggestion, for an unknown key or section.
 
     `optimizer = "muon"` is short for `optimizer = { type = "muon" }`, and `objective = "module:function"` for the type
     `custom` with that function.
@@ -196,17 +196,17 @@ def flatten(table: dict[str, Any], label: str, prefix: str = "") -> dict[str, An
 
 
 def typed(union: str, word: str) -> dict[str, str]:
-    """The settings that one word for a union stands for, by key path."""
+    """The settings for which one word for a union is short, by key path."""
     if union == "learner.objective" and ":" in word:
         return {f"{union}.{TYPE}": "custom", f"{union}.function": word}
     return {f"{union}.{TYPE}": word}
 
 
 def located(values: dict[str, Any], directory: Path) -> dict[str, Any]:
-    """The same with absolute input paths.
+    """The settings with absolute input paths.
 
-    A path that starts with `./` or `../`, or that exists there, is relative to `directory`; other data files and
-    scripts are relative to the working directory, and another model is the name of a repository.
+    A path that starts with `./` or `../`, or that exists in `directory`, is relative to `directory`. Other data files
+    and scripts are relative to the working directory; other models are names of repositories.
     """
     found = dict(values)
     for key in INPUT_PATHS:
@@ -228,7 +228,7 @@ def _with_script(table: dict[str, Any], directory: Path) -> dict[str, Any]:
 
 
 def shown_path(path: Path) -> str:
-    """A path as a message shows it: relative to the working directory where it lies inside."""
+    """A path for a message: relative to the working directory if it lies inside."""
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
@@ -241,7 +241,7 @@ def _located(written: str, directory: Path, *, repository: bool) -> str:
 
 
 def _extended(base: str, path: Path) -> Path:
-    """A sibling of the profile that extends it, or a shipped profile."""
+    """The file that `extends` names: a file beside the profile, or a shipped profile."""
     if base.endswith(".toml") or os.sep in base:
         return path.parent / Path(base).expanduser()
     sibling = path.parent / f"{base}.toml"

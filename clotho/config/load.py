@@ -1,6 +1,6 @@
 """Profiles on disk: load a profile with the layers below it, and write the resolved profile.
 
-Settings into structs, with errors that name the file, the key, what is allowed and what was found.
+Errors name the file, the key, the allowed values and the value found.
 """
 
 from __future__ import annotations
@@ -63,13 +63,13 @@ def _wrong_type(path: str, value: object) -> str:
 
 
 def shown(value: object) -> str:
-    """A value as a message shows it: as TOML would, shortened."""
+    """A value for a message, in the form of TOML, shortened."""
     text = json.dumps(value, default=str, ensure_ascii=False)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def finite(value: object) -> bool:
-    """Whether every float in a value is an ordinary number; TOML knows `inf` and `nan`."""
+    """Whether every float in a value is finite; TOML allows `inf` and `nan`."""
     if isinstance(value, dict):
         return all(map(finite, value.values()))
     if isinstance(value, list | tuple):
@@ -93,7 +93,7 @@ def _explain(error: msgspec.ValidationError, merged: Merged, tree: dict[str, Any
 
 
 def _value(tree: Any, where: str) -> Any:
-    """The value at a path such as `rewards[0].types[1]`; the value as far as the path can be followed."""
+    """The value at a path such as `rewards[0].types[1]`; the innermost existing value if a part is missing."""
     for name, index in re.findall(r"(\w+)|\[(\d+)\]", where):
         try:
             tree = tree[int(index)] if index else tree[name]
@@ -106,7 +106,7 @@ MASK = "********"
 
 
 def load_profile(name_or_path: str, overrides: Mapping[str, Any] | None = None) -> Profile:
-    """Read a profile and put `overrides` (by key path: `learner.batch_size`) on top.
+    """Load a profile, with `overrides` (by key path, such as `learner.batch_size`) as its highest layer.
 
     name_or_path: the name of a shipped profile, or the path of a .toml file. A file with `extends = "name"` is a layer
     on top of another profile. `{profile}` in run_dir becomes the file's stem. If the settings of a higher layer leave
@@ -129,7 +129,7 @@ def load_profile(name_or_path: str, overrides: Mapping[str, Any] | None = None) 
 
 
 def resolved_toml(profile: Profile, *, mask_secrets: bool = False) -> str:
-    """The whole profile as TOML; loading it gives an equal profile. mask_secrets: hide the API key."""
+    """The resolved profile as TOML; loading it gives an equal profile. mask_secrets: hide the API key."""
     tree = _without_none(msgspec.to_builtins(profile))
     if mask_secrets and profile.server.api_key:
         tree["server"]["api_key"] = MASK
@@ -137,7 +137,7 @@ def resolved_toml(profile: Profile, *, mask_secrets: bool = False) -> str:
 
 
 def write_profile(profile: Profile, path: Path) -> None:
-    """Write the resolved profile, whole or not at all; readable by its owner only where it holds an API key."""
+    """Write the resolved profile atomically. Only its owner can read it if it contains an API key."""
     scratch = path.with_name(f".{path.name}{UNFINISHED}{os.getpid()}")
     mode = 0o600 if profile.server.api_key else 0o644
     descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
@@ -154,7 +154,7 @@ def write_profile(profile: Profile, path: Path) -> None:
 
 
 def _without_none(value: Any) -> Any:
-    """TOML has no null; every None of a profile is a default."""
+    """Remove None values: TOML has no null, and every None of a profile is a default."""
     if isinstance(value, dict):
         return {key: _without_none(item) for key, item in value.items() if item is not None}
     return [_without_none(item) for item in value] if isinstance(value, list | tuple) else value

@@ -1,4 +1,4 @@
-"""The nearest name to one that does not exist."""
+"""Suggestions for unknown names, by similarity."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Iterable
 from difflib import SequenceMatcher
 
 CUTOFF = 0.6
-"""Similarity below which a suggestion would be a guess."""
+"""Minimum similarity of a suggestion."""
 
 
 def similarity(left: str, right: str) -> float:
-    """How similar two names are, from 0 to 1. Case, `-` and `_` do not count."""
+    """Similarity of two names, from 0 to 1. Case, `-` and `_` are ignored."""
     return SequenceMatcher(None, _plain(left), _plain(right)).ratio()
 
 
@@ -22,7 +22,7 @@ def nearest(word: str, candidates: Iterable[str], *, cutoff: float = CUTOFF) -> 
 
 
 def did_you_mean(word: str, candidates: Iterable[str], *, cutoff: float = CUTOFF) -> str:
-    """The end of a refusal: `; did you mean X?`, or nothing if no candidate is similar."""
+    """The end of an error message: `; did you mean X?`; empty if no candidate is similar."""
     guess = nearest(word, candidates, cutoff=cutoff)
     return "" if guess is None else f"; did you mean {guess}?"
 

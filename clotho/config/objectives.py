@@ -50,7 +50,7 @@ class BatchCentredAdvantage(NormalizedAdvantage, frozen=True, kw_only=True, tag=
 
 
 class EnvironmentAdvantage(Variant, frozen=True, kw_only=True, tag="environment"):
-    """Advantages per token, which every group must bring."""
+    """Advantages per token, which every group must contain."""
 
 
 Advantage = (
@@ -131,7 +131,7 @@ AdvantageField = Annotated[
     Advantage,
     Meta(
         description="How advantages are computed from rewards. "
-        "Groups that bring advantages per token always use those instead."
+        "Groups that contain advantages per token always use those instead."
     ),
 ]
 Aggregation = Annotated[

@@ -1,7 +1,7 @@
-"""Names of settings in TRL, verl, mlx-lm, mlx-lm-lora and earlier MLX trainers, beside the keys of a profile.
+"""Names of settings in TRL, verl, mlx-lm, mlx-lm-lora and earlier MLX trainers, with the corresponding keys.
 
-A refused flag is looked up here before the nearest name is suggested. The page on coming from other trainers shows the
-same table.
+An unknown flag is looked up in this table before the nearest name is suggested. The page on coming from other trainers
+shows the same table.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ SYSTEMS = {
     "mlx_lm_lora": "mlx-lm-lora",
     "earlier": "earlier trainers",
 }
-"""The columns of the table, and how messages name them."""
+"""The columns of the table, with their names in messages."""
 
 
 class Counterpart(Struct, frozen=True, kw_only=True):
     """One setting, as the systems name it.
 
-    keys: the keys that set it here; empty if nothing does.
-    note: how the meaning differs, or what to do instead; starts in lower case and has no full stop.
-    same: the names of earlier trainers that mean exactly `keys` and are accepted as flags.
+    keys: the keys with the same effect; empty if there is no such key.
+    note: the difference in meaning, or the alternative; starts in lower case and has no full stop.
+    same: names in earlier trainers that mean exactly `keys` and are accepted as flags.
     The other fields: the names in each system, with underscores.
     """
 
@@ -290,7 +290,7 @@ def accepted() -> dict[str, tuple[str, ...]]:
 
 
 def advice(name: str) -> str | None:
-    """What to use instead of a name of another trainer, as the end of a refusal; None if no trainer uses the name."""
+    """The end of an error message that names the alternative; None if no other trainer uses the name."""
     name = name.replace("-", "_")
     row = by_name().get(name)
     if row is None:

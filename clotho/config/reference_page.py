@@ -16,33 +16,34 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
 INTRODUCTION = """\
 # Configuration
 
-A run is described by a profile, a TOML file: `python pipeline.py --profile local-m3` takes `profiles/local-m3.toml`,
-`--profile path/to/mine.toml` any other. Every key is also a flag, and flags win: `--learner.batch-size 8`.
-`--dry-run` shows the resolved profile, `--help SECTION` the flags of one section, and `--help-all` this page in short.
+A profile is a TOML file that describes a run. `python pipeline.py --profile local-m3` uses `profiles/local-m3.toml`;
+`--profile path/to/mine.toml` uses your own file. Every key is also a flag, such as `--learner.batch-size 8`. A flag
+overrides the profile. `--dry-run` prints the resolved profile, `--help SECTION` prints the flags of one section, and
+`--help-all` prints all flags.
 
-* **Layers.** `extends = "local-m3"` at the top of a profile puts it on top of another: key by key, lists replaced as
-  a whole. Flags are the topmost layer. A layer that sets `policy.method.scale` removes `policy.method.alpha` of lower
-  layers, and a layer that sets `alpha` removes `scale`. A layer that sets `data.train` removes `data.heldout`. The
-  value `none` removes a key that may be absent: `--policy.method.scale none`.
-* **Types.** A choice that has settings of its own is a table with the key `type`, such as `[learner.optimizer]`. Each
+* **Layers.** A profile with `extends = "local-m3"` at the top is a layer on top of that profile. Layers are combined
+  key by key; a list is replaced as a whole. Flags are the highest layer. A layer that sets `policy.method.scale`
+  removes `policy.method.alpha` of lower layers, and vice versa; a layer that sets `data.train` removes `data.heldout`.
+  `none` removes an optional key: `--policy.method.scale none`.
+* **Types.** A choice with its own settings is a table with the key `type`, such as `[learner.optimizer]`. Each
   type has its own keys, and the defaults of an objective are the values of its paper. `--learner.optimizer muon` is
   short for `--learner.optimizer.type muon`, and so is `optimizer = "muon"` in a profile. A layer that changes the type
   replaces the whole table.
-* **Nothing is ignored.** A key that does not exist, is out of range, or has no effect in this combination is an error
-  that names the file, the key, what is allowed and the nearest valid key. Where a *higher* layer takes a key's effect
-  away, the key falls back to its default instead, and with it what depends on it: `--async false` works on top of any
+* **No setting is ignored.** An unknown key, a value out of range and a setting without effect are errors. The message
+  names the file, the key, the allowed values and the nearest valid key. If the settings of a *higher* layer leave a
+  key of a lower layer without effect, the key returns to its default instead: `--async false` works on top of any
   profile.
 * **Paths.** `model.path`, `data.train`, `data.heldout` and the scripts of `[[environments]]` in a profile are relative
   to the profile's own directory if they start with `./` or `../`, or exist there; other data files and scripts are
-  relative to the working directory, and any other model is a repository of the Hugging Face hub. Given by flag, they
-  are relative to the working directory. `run_dir`, `checkpoint.adapter_path` and `atropos.python` are always relative
-  to the working directory.
-* **Flags.** `--flag value` or `--flag=value`; `-` and `_` are the same; booleans may stand alone. Lists are repeated
-  (`--sampling.stop a --sampling.stop b`) or written as TOML or JSON (`--sampling.stop '["a", "b"]'`), arrays of tables
-  always so: `--rewards '[{name = "format", weight = 0.2}, {name = "math_eval", correct = true}]'`. For rewards, a
-  list of names is enough: `--rewards format,my_rewards:score`. The same setting given twice with different values is an
-  error.
-* **Records.** `RUN_DIR/profile.toml` is the resolved profile: loading it gives the same run. If it holds an API key,
+  relative to the working directory, and any other model is a repository of the Hugging Face hub. Paths in flags are
+  relative to the working directory. `run_dir`, `checkpoint.adapter_path` and `atropos.python` are always relative to
+  the working directory.
+* **Flags.** `--flag value` and `--flag=value` are equal, and so are `-` and `_` in a flag. A boolean flag needs no
+  value. For a list, repeat the flag (`--sampling.stop a --sampling.stop b`), or write TOML or JSON
+  (`--sampling.stop '["a", "b"]'`). An array of tables is always TOML or JSON:
+  `--rewards '[{name = "format", weight = 0.2}, {name = "math_eval", correct = true}]'`. Rewards may also be a list of
+  names: `--rewards format,my_rewards:score`. Two different values for one setting are an error.
+* **Records.** `RUN_DIR/profile.toml` is the resolved profile; loading it gives the same run. If it contains an API key,
   only its owner can read it.
 """
 
@@ -50,7 +51,7 @@ BETWEEN = "A profile that breaks one of these rules is refused; the message name
 
 
 def configuration_page() -> str:
-    """The page, as Markdown."""
+    """The page in Markdown."""
     parts = [
         INTRODUCTION,
         *(_section(section) for section in sections()),

@@ -1,4 +1,4 @@
-"""Whether a run may be resumed under another profile: what would make its state mean something else is refused."""
+"""Compatibility of a resumed run with its profile: settings that determine the results must not change."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ MAY_DIFFER = (
     "learner.max_staleness",
     "learner.micro_batch_tokens",
 )
-"""Keys and sections that a resumed run may change: how long it lasts, and how it runs, not what it learns."""
+"""Keys and sections that a resumed run may change: the length of the run and its operation, not its results."""
 
 
 def refuse_if_incompatible(old: Profile, new: Profile, *, written: Path) -> None:
-    """Raise `CheckpointError` with every differing key that matters, as `key: old -> new`.
+    """Raise `CheckpointError` if keys differ that must not change; the message lists each as `key: old -> new`.
 
-    written: the file of the run's own profile, with which the run can be resumed.
+    written: the file of the run's profile, with which the run can be resumed.
     """
     before, after = _keys(msgspec.to_builtins(old)), _keys(msgspec.to_builtins(new))
     differing = [
@@ -62,7 +62,7 @@ def _may_differ(key: str) -> bool:
 
 
 def _keys(node: Any, prefix: str = "") -> dict[str, Any]:
-    """Flatten nested tables to dotted keys; lists stay whole but for the rewards, which are told apart by number."""
+    """Flatten nested tables to dotted keys. Lists stay whole, except the rewards, whose keys contain their index."""
     if isinstance(node, dict):
         return {key: value for name, child in node.items() for key, value in _keys(child, f"{prefix}{name}.").items()}
     if isinstance(node, list | tuple) and any(isinstance(child, dict) for child in node):

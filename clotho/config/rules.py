@@ -1,4 +1,4 @@
-"""Rules between settings. What one setting may be is in its struct; what settings may be together is here."""
+"""Rules between settings. The range of a single setting is in its struct."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Rule = Callable[[Profile], Iterable[Complaint]]
 
 
 def first_complaint(profile: Profile) -> Complaint | None:
-    """The first rule that a profile breaks; None if it breaks none."""
+    """The complaint of the first violated rule; None if the profile is valid."""
     return next((complaint for rule in RULES for complaint in rule(profile)), None)
 
 
@@ -43,8 +43,8 @@ def batch_start_ratio(profile: Profile) -> Iterator[Complaint]:
     if objective.ratio_reference == "sampler" and not isinstance(objective.importance_correction, NoCorrection):
         yield Complaint(
             f"{OBJECTIVE}.importance_correction",
-            f"{OBJECTIVE}.importance_correction would count the mismatch with the sampler twice, because {RATIO} = "
-            f'"sampler" already measures it; set {RATIO} = "batch_start"',
+            f"{OBJECTIVE}.importance_correction would correct the mismatch with the sampler a second time, because "
+            f'{RATIO} = "sampler" includes it; set {RATIO} = "batch_start"',
         )
     if objective.ratio_reference == "batch_start_interpolated" and (
         profile.learner.update_epochs * profile.learner.num_minibatches == 1
@@ -56,7 +56,7 @@ def batch_start_ratio(profile: Profile) -> Iterator[Complaint]:
 
 
 def bounds_off_or_above_one(profile: Profile) -> Iterator[Complaint]:
-    """A bound above the importance ratio of 1 is greater than 1, or 0 for off."""
+    """An upper bound of the importance ratio is greater than 1, or 0 to turn it off."""
     objective = profile.learner.objective
     bounds = {"outlier_high": objective.outlier_high}
     if isinstance(objective, ClippedObjective):
@@ -73,7 +73,7 @@ def dynamic_sampling(profile: Profile) -> Iterator[Complaint]:
     ratio, size = profile.learner.objective.dynamic_sampling_max_ratio, profile.learner.batch_size
     if ratio > 0 and int(ratio * size) <= size:
         key = f"{OBJECTIVE}.dynamic_sampling_max_ratio"
-        yield Complaint(key, f"{key} = {ratio:g} times learner.batch_size, rounded down, must be more than a batch")
+        yield Complaint(key, f"{key} = {ratio:g} must allow at least one group more than learner.batch_size = {size}")
 
 
 def brought_by_groups(profile: Profile) -> Iterator[Complaint]:
@@ -98,7 +98,7 @@ def brought_by_groups(profile: Profile) -> Iterator[Complaint]:
 
 
 def limits(profile: Profile) -> Iterator[Complaint]:
-    """A setting that is limited by another one stays within that limit."""
+    """A setting that another setting limits does not exceed it."""
     learner, sampling, replay = profile.learner, profile.sampling, profile.replay
     pairs: list[tuple[str, float, str, float]] = [
         ("parity.warn_nats", profile.parity.warn_nats, "parity.stop_nats", profile.parity.stop_nats),
@@ -158,14 +158,14 @@ def learnable_distribution(profile: Profile) -> Iterator[Complaint]:
 
 
 def data(profile: Profile) -> Iterator[Complaint]:
-    """Prompt and answer are two columns, and there are problems to evaluate on."""
+    """Prompt and answer are different columns, evaluation has held-out problems, and run_dir is a directory."""
     data = profile.data
     if data.prompt_key == data.answer_key:
         yield Complaint("data.answer_key", f"data.prompt_key and data.answer_key are both {data.prompt_key!r}")
     if profile.eval.enabled and not data.heldout and data.heldout_fraction == 0:
         yield Complaint(
             "data.heldout_fraction",
-            "data.heldout_fraction = 0 leaves no held-out problems: set data.heldout, or eval.enabled = false",
+            "data.heldout_fraction = 0 means no held-out problems: set data.heldout, or eval.enabled = false",
         )
     if not profile.run_dir:
         yield Complaint("run_dir", "run_dir must name a directory")
@@ -175,12 +175,12 @@ def data(profile: Profile) -> Iterator[Complaint]:
 
 
 def rewards(profile: Profile) -> Iterator[Complaint]:
-    """Rewards are distinct, have a weight, and one of them marks correct answers."""
+    """Rewards are distinct, at least one weight is not 0, and evaluation has a reward with correct = true."""
     for name, count in Counter(reward.name for reward in profile.rewards).items():
         if count > 1:
             yield Complaint("rewards", f"rewards: {name} is listed {count} times; list it once, with all its types")
     if all(reward.weight == 0 for reward in profile.rewards):
-        yield Complaint("rewards", "rewards: every weight is 0, so that no advantage can differ from 0")
+        yield Complaint("rewards", "rewards: every weight is 0, so every advantage would be 0")
     if profile.eval.enabled and not any(reward.correct for reward in profile.rewards):
         yield Complaint(
             "rewards", "rewards: evaluation needs a reward with correct = true; mark one, or set eval.enabled = false"
@@ -202,11 +202,11 @@ SERVICES = ("server", "watchdog", "decode engine", "atropos server")
 QUEUES = ("prompts", "rollouts", "scored", "reports")
 FETCHER = "atropos_fetcher"
 FETCHED = (*ACTORS[:3], *QUEUES[:2])
-"""Actors and queues that the fetcher replaces if groups come from environments."""
+"""Actors and queues that the fetcher replaces if environments send the groups."""
 
 
 def custom_actors(profile: Profile) -> Iterator[Complaint]:
-    """Each custom actor has one place and a name of its own."""
+    """Each custom actor has its own name and a valid position."""
     for name, count in Counter(actor.name for actor in profile.actors).items():
         if count > 1:
             yield Complaint("actors", f"actors: {count} are named {name!r}")
@@ -267,7 +267,7 @@ ROUNDING = 1e-9
 
 
 def group_source(profile: Profile) -> Iterator[Complaint]:
-    """Groups come from a running server, from a started one with environments, or from the mock."""
+    """Groups come from a running API server, from a started API server with environments, or from the mock."""
     atropos = profile.atropos
     if not atropos.enabled:
         return

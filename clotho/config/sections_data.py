@@ -122,7 +122,7 @@ class DataSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     prompt_key: Annotated[str, Meta(min_length=1, description="Column of the prompt.")] = "prompt"
     answer_key: Annotated[str, Meta(min_length=1, description="Column of the correct answer.")] = "answer"
     type_key: Annotated[str, Meta(min_length=1, description="Column of the problem's type.")] = "type"
-    default_type: Annotated[str, Meta(description="Type of a problem whose line has none.")] = "problem"
+    default_type: Annotated[str, Meta(description="Type of problems whose line names no type.")] = "problem"
     system: Annotated[str, Meta(description="System message before every prompt; an empty text means none.")] = ""
     shuffle: Annotated[
         bool, Meta(description="Shuffle the problems in every epoch; otherwise they keep the order of the file.")

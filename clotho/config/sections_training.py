@@ -121,7 +121,7 @@ class AverageReference(Variant, frozen=True, kw_only=True, tag="average"):
 
 
 class EnvironmentReference(Variant, frozen=True, kw_only=True, tag="environment"):
-    """The reference of the environment, whose log-probabilities the groups bring."""
+    """The reference policy of the environment; its log-probabilities are part of the groups."""
 
 
 Reference = BaseReference | SnapshotReference | AverageReference | EnvironmentReference
@@ -215,7 +215,7 @@ class LearnerSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     distillation_weight: Annotated[
         NonNegativeFloat,
         Meta(
-            description="Coefficient of the cross-entropy with a teacher's alternatives, which environments may bring."
+            description="Coefficient of the cross-entropy with a teacher's alternatives, which environments may send."
         ),
     ] = 0.0
     batch_size: Annotated[Positive, Meta(description="Number of prompts (groups) per update.")] = 16

@@ -62,7 +62,7 @@ class HostKVCache:
             self._move_columns(longest, max(needed, longest))
 
     def enter(self, slots: Sequence[int], prompt: PrefilledPrompt) -> None:
-        """Store a prompt for slots: once for all of them if that saves enough memory, else one copy per slot."""
+        """Store a prompt for slots: one shared copy if that saves enough memory, otherwise one copy per slot."""
         self.prompt_B[list(slots)] = NOT_SHARED
         self._drop_unused_prompts()
         if prompt.state is None:

@@ -40,7 +40,7 @@ class EngineStats(Struct, frozen=True, kw_only=True):
     cache_tokens: tokens that the KV cache of running rows holds memory for. prefix_cache_tokens: tokens in the prefix
     cache. tokens_sampled: tokens reported, without wasted samples. prefill_tokens: prompt tokens computed, with
     padding.
-    prefix_hits, prefix_misses: prompts found and not found in the prefix cache. decode_steps: ticks with a decode step.
+    prefix_hits, prefix_misses: prompts found and not found in the prefix cache. decode_steps: number of decode steps.
     finished: completions by finish reason. failed: requests that failed. listener_errors: requests that were closed
     because their listener raised.
     """
@@ -64,7 +64,7 @@ class ServedModel(Protocol):
 
     @property
     def model(self) -> nn.Module:
-        """The model as mlx-lm builds it. Its parameters may be swapped between ticks."""
+        """The model as mlx-lm builds it. Its parameters may be swapped between steps."""
         ...
 
     @property
@@ -89,7 +89,7 @@ class ServedModel(Protocol):
 
 
 class DecodeEngine:
-    """Samples completions for many requests at once, one token for every running row per tick.
+    """Samples completions for many requests at once, one token for every running row per step.
 
     A completion is a function of (weights, prompt, sampling, seed): other rows do not change it, up to the rounding of
     matrix products whose shape depends on the batch. The same requests in the same order form the same batches.
@@ -117,7 +117,7 @@ class DecodeEngine:
         self._requests = self._rows = self._tokens_sampled = self._decode_steps = 0
 
     def submit(self, request: SampleRequest, listener: Listener) -> int:
-        """Accept a request and return its id. Later ticks call `listener`, which must return at once.
+        """Accept a request and return its id. Later steps call `listener`, which must return at once.
 
         Every completion ends with one CompletionDone, or the request with one SampleFailed.
         Raises RequestError, which names the field, for an invalid request, or if too many rows are waiting.
@@ -143,7 +143,7 @@ class DecodeEngine:
         return Row(active, index, serial=self._rows, text=text)
 
     def abort(self, request_id: int) -> None:
-        """End a request at the next tick: unfinished completions are reported with finish_reason `abort`.
+        """End a request at the next step: unfinished completions are reported with finish_reason `abort`.
 
         The id of an unknown or finished request is ignored, because a request may finish while it is aborted.
         """
@@ -157,7 +157,7 @@ class DecodeEngine:
 
     @property
     def has_work(self) -> bool:
-        """Whether a tick would do anything."""
+        """Whether the next step has anything to do."""
         busy = self.running or self._batch.inflight or self._aborted or self._sender.closed
         return bool(busy or (not self.admission_paused and (self._scheduler.waiting or self._scheduler.entering)))
 

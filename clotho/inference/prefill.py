@@ -27,7 +27,7 @@ To start prompts together, at most this many tokens of a prefix cache hit are di
 class PrefillBatch:
     """Prompts that are prefilled together: all but the last token of each.
 
-    jobs: of similar (padded) or equal length. They continue from the number of tokens that all of them have computed.
+    jobs: of similar (padded) or equal length. They continue from the number of tokens that every job has computed.
     """
 
     def __init__(self, layout: CacheLayout, jobs: Sequence[PrefillJob], *, version: int) -> None:

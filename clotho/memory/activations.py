@@ -43,10 +43,10 @@ RECOMPUTED = 3.0
 """The same with gradient checkpointing: the recomputed arrays are held too, and part of the next block's."""
 
 ONE_PIECE = 5
-"""Peak number of float32 arrays of the size of the logits, if the output head runs in one piece."""
+"""Peak number of float32 arrays of the size of the logits, if the output head computes all rows at once."""
 
 PIECES = 10
-"""Peak number of arrays of the size of one piece, if the head runs in pieces: MLX allocates ahead of its work."""
+"""Peak number of arrays of the size of one chunk, if the head computes chunks: MLX allocates buffers in advance."""
 
 DORA_COPIES = 3
 """Number of float32 arrays of the size of its weight that a DoRA layer computes with."""
@@ -126,7 +126,7 @@ def activation_bytes(
 
 
 def logits_bytes(micro: MicroBatchShape, vocabulary: int) -> int:
-    """Return the peak bytes of logits and of arrays derived from them, for a whole micro-batch or for its pieces."""
+    """Return the peak bytes of logits and arrays derived from logits, for a whole micro-batch or for its chunks."""
     rows = rows_at_once(vocabulary)
     copies = ONE_PIECE if micro.scored <= rows else min(PIECES, ONE_PIECE * -(-micro.scored // rows))
     return copies * min(micro.scored, rows) * vocabulary * FLOAT32

@@ -52,7 +52,7 @@ from protocols.summary import MemoryEstimate
 class LearningBytes(NamedTuple):
     """Bytes of the arrays that training keeps.
 
-    trained: trainable parameters. in_full: the part of them that belongs to the base, not to an adapter. gradient: one
+    trained: trainable parameters. in_full: trainable parameters of the base model, without the adapter. gradient: one
     gradient of all trainable parameters. optimizer: optimizer state. reference, rollback: older versions. midway:
     parameters and state between the optimizer steps of one update. update: the gradient of an optimizer step, its new
     arrays and its temporary arrays.
@@ -104,7 +104,7 @@ def learning_bytes(base: nn.Module, profile: Profile) -> LearningBytes:
 
 
 PROMPT_TOKENS = 256
-"""Length of a prompt if the caller does not know it."""
+"""Length of a prompt in tokens if the caller gives none."""
 
 DECODE_COPIES = 2
 """Number of float32 arrays of the size of the logits that sampling one token uses."""
@@ -160,7 +160,7 @@ def estimate_memory(model: ModelSection, profile: Profile, *, prompt_tokens: int
 
 
 def _open(model: ModelSection) -> tuple[nn.Module, dict[str, Any], bool]:
-    """Return the model without values, its configuration, and whether that ships with the project."""
+    """Return the unevaluated model, its configuration, and whether the configuration ships with the project."""
     local = _local_directory(model.path)
     if local is not None:
         return *open_base(local, model), False

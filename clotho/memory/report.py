@@ -9,7 +9,7 @@ GIB = 2**30
 
 ADAPTER = "policy.method.rank, policy.method.num_layers, or policy.method = lora"
 PARTS = (
-    ("base", "base weights", "model.path (a smaller or quantised base), model.dtype, model.dequantize = false"),
+    ("base", "base weights", "model.path (a smaller or quantized model), model.dtype, model.dequantize = false"),
     ("trained", "trained weights", ADAPTER),
     ("optimizer", "optimizer state", f"{ADAPTER}; learner.optimizer = adafactor, lion or sgd"),
     (
@@ -17,8 +17,12 @@ PARTS = (
         "reference weights",
         "learner.kl_penalty = none, learner.kl_penalty.reference = base, or policy.method = lora",
     ),
-    ("rollback", "weights to go back to", f"collapse_detection.on_collapse = stop; {ADAPTER}"),
-    ("midway", "weights midway in an update", f"learner.num_minibatches = 1 with learner.update_epochs = 1; {ADAPTER}"),
+    ("rollback", "weights for rollbacks", f"collapse_detection.on_collapse = stop; {ADAPTER}"),
+    (
+        "midway",
+        "weights between optimizer steps",
+        f"learner.num_minibatches = 1 with learner.update_epochs = 1; {ADAPTER}",
+    ),
     ("caches", "KV caches", "engine.kv_cache_tokens, engine.max_num_seqs, sampling.max_tokens"),
     ("prefixes", "prefix cache", "engine.prefix_cache_tokens"),
     ("gradients", "gradients", ADAPTER),

@@ -71,7 +71,7 @@ def _replaced(owner: nn.Module, name: str, stand_in: _BlocksProxy) -> Iterator[N
 
 
 class SplitModel:
-    """A model in two parts: `blocks` computes hidden states, `head` the logits of any of them."""
+    """A model in two parts: `blocks` computes hidden states, and `head` computes logits from hidden states."""
 
     def __init__(self, owner: nn.Module, name: str) -> None:
         self._owner = owner

@@ -1,4 +1,4 @@
-"""Group accounting: how many groups the run has prompted, and where each of them is."""
+"""Group accounting: the number of prompted groups, and the place of each group."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class GroupAccounting:
 
 
 class CountedSource:
-    """Makes a GroupSource of a custom actor that is none: counts the messages that the actor has sent."""
+    """Adapts a custom actor to GroupSource by counting the messages that the actor has sent."""
 
     def __init__(self, context: RunContext, actor: Runnable, queue: Queue[Any]) -> None:
         """queue: the first queue behind the actor."""
@@ -103,12 +103,12 @@ class CountedSource:
 
     @property
     def prompted_until(self) -> int:
-        """Number of groups that had ended before the last start, plus those sent since."""
+        """Number of groups that had ended before the last start, plus the groups sent since the last start."""
         return self._ended_before + self._queue.stats().sent
 
     def drain(self) -> None:
         """Log that draining is not supported."""
-        log.warning("drain_not_supported", source=self._name, hint="interrupt once more to stop the run")
+        log.warning("drain_not_supported", source=self._name, hint="press Ctrl-C again to stop the run")
 
 
 def group_source(context: RunContext, actor: Runnable, queue: Queue[Any]) -> GroupSource:

@@ -1,7 +1,8 @@
 """The command line: reads the flags and refuses bad input before anything that takes time is imported.
 
-The modules of a training run take more than a second to import; flags, profiles and run directories a tenth of a
-second. `prepare` needs only the latter. It answers `--help` and `--dry-run`, and returns a run that is ready to start.
+Importing the modules of a training run takes more than a second. Importing the modules for flags, profiles and run
+directories takes a tenth of a second, and `prepare` needs no others. It handles `--help` and `--dry-run`, and returns
+a run that is ready to start.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class PreparedRun:
 
     def __init__(self, profile: Profile, directory: RunDirectory, console: Console) -> None:
         self._profile, self._directory, self._console = profile, directory, console
-        gc.disable()  # what is imported from here to `start` stays in use, so collections would only take time
+        gc.disable()  # the modules imported until `start` stay in use, so collections would only take time
 
     def close(self) -> None:
         """Let another process use the run directory."""
@@ -59,7 +60,7 @@ class PreparedRun:
 
 
 def prepare(argv: Sequence[str]) -> PreparedRun | int:
-    """Read a command line (without the program's name); the run to start, or the exit status if there is none.
+    """Read a command line (without the program's name). Returns the run to start, or the exit status.
 
     Exit status: 0 for help and a dry run, 2 for bad input.
     """
@@ -90,7 +91,7 @@ def prepare(argv: Sequence[str]) -> PreparedRun | int:
 
 
 def prepare_or_exit(argv: Sequence[str]) -> PreparedRun:
-    """The run to start; ends the program if there is none."""
+    """The run to start. Exits the program if there is no run to start."""
     prepared = prepare(argv)
     if not isinstance(prepared, PreparedRun):
         sys.exit(prepared)
@@ -121,7 +122,7 @@ def dry_run(profile: Profile, console: Console) -> int:
 
 
 def report(error: ClothoError) -> int:
-    """Print one line on stderr, and the traceback if the fault is not the user's; the exit status."""
+    """Print the error on stderr, with a traceback if it is not the user's mistake. Returns the exit status."""
     cause = error.__cause__
     if error.exit_status != 2 and cause is not None and not isinstance(cause, ClothoError):
         traceback.print_exception(cause)

@@ -39,7 +39,7 @@ class RunContext(Struct, frozen=True, kw_only=True, eq=False):
 
     engine_failure: gets an exception if a decode step raises; never a result.
     inputs: fingerprints of model, tokenizer and dataset.
-    state: the checkpoint that the run resumes from. history: what earlier starts of the run have evaluated.
+    state: the checkpoint that the run resumes from. history: evaluations from before the last start.
     base: parameters before the first update, if they still need to be evaluated after a resume.
     replay: groups of the checkpoint's replay buffer.
     estimated_memory: estimated peak, in bytes. warnings: to be logged when the run starts.

@@ -150,7 +150,7 @@ class CustomActors:
         )
 
     def observer(self, name: str, actor_class: Callable[P, Runnable], /, *args: P.args, **kwargs: P.kwargs) -> Child:
-        """Place an actor that the run does not depend on; it may read its inbox to the end."""
+        """Place an actor whose failure does not end the run; it may read its inbox to the end."""
         return self._replacement(name, actor_class, kwargs, Restart.TEMPORARY) or temporary(
             actor_class(*args, **kwargs), ends_with_input=True
         )
@@ -211,8 +211,8 @@ def load_factory(section: ActorSection) -> Factory:
     """Import `module:name`; modules in the working directory are found. Raises ProfileError."""
     if section.mode == "tap" and section.restart == "permanent":
         raise ProfileError(
-            f"actors: {section.name!r} is a tap and ends with its queue: restart must be 'temporary' (the run goes on "
-            "without it) or 'transient' (the run fails with it), not 'permanent'"
+            f"actors: {section.name!r} is a tap and ends with its queue: restart must be 'temporary' (the run "
+            "continues if the tap fails) or 'transient' (the run fails if the tap fails), not 'permanent'"
         )
     module_name, _, attribute = section.factory.partition(":")
     try:

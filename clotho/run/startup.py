@@ -64,7 +64,7 @@ log = structlog.get_logger(actor="pipeline")
 async def build_context(
     profile: Profile, directory: RunDirectory, executor: ComputeExecutor, *, address: str = ""
 ) -> RunContext:
-    """Load and check everything that a run needs, cheap checks first; then take over the run directory.
+    """Load and check all inputs of a run, cheap checks first; then lock the run directory.
 
     address: base URL of the HTTP server.
     Raises the errors of `protocols.errors`. The run directory is unchanged unless the directory itself is the problem.
@@ -205,7 +205,7 @@ def _require_short_prompts(longest: int, context: int, profile: Profile) -> None
     if longest >= context:
         raise ProfileError(
             f"the longest prompt of {profile.data.train} and its held-out problems has {longest} tokens, and the "
-            f"policy's context is {context}: shorten it, or choose another model"
+            f"policy's context length is {context}: shorten the prompt, or choose another model"
         )
 
 

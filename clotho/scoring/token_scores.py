@@ -124,7 +124,8 @@ LANES = 512
 class TokenScores(NamedTuple):
     """Per completion token, float32, in nats: log-probability, and entropy of the sampling distribution.
 
-    cross_entropy_N: of the teacher's distribution with the policy, 0 where the teacher gives none; None without one.
+    cross_entropy_N: cross-entropy of the teacher's distribution and the policy; 0 at tokens without a teacher's
+    distribution; None without a teacher.
     """
 
     logp_N: mx.array

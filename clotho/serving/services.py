@@ -40,7 +40,7 @@ class SamplerClient(Protocol):
         ...
 
     async def complete_all(self, requests: Sequence[SampleRequest], /) -> list[list[Completion]]:
-        """Complete every request; cancellation aborts all of them."""
+        """Complete every request; cancellation aborts every request."""
         ...
 
     def stream_all(
@@ -166,7 +166,7 @@ class RecordingSampler:
         self._sampler, self._sample_log, self._client_label = sampler, sample_log, client_label
 
     async def complete_all(self, requests: Sequence[SampleRequest]) -> list[list[Completion]]:
-        """Complete every request. Cancellation aborts all of them, and nothing is recorded."""
+        """Complete every request. Cancellation aborts every request, and no completion is recorded."""
         results = await self._sampler.complete_all(requests)
         for request, completions in zip(requests, results, strict=True):
             for completion in completions:

@@ -46,7 +46,7 @@ async def event_stream(
     rest: AsyncGenerator[Batch, None],
     finished: Callable[[list[Completion]], None],
 ) -> AsyncGenerator[bytes, None]:
-    """Yield the events of a stream. Calls `finished` with the completions if all of them ended without an error."""
+    """Yield the events of a stream. Calls `finished` with the completions if every one ended without an error."""
     progress = _StreamProgress(builder)
     events: list[bytes] = []
     opening = True

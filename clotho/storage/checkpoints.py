@@ -43,7 +43,7 @@ class Manifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class Snapshot(Struct, frozen=True, kw_only=True):
     """Contents of a checkpoint to be written.
 
-    parameters, optimizer: trees of evaluated arrays, nested or flat, that nobody modifies. replay: groups in the replay
+    parameters, optimizer: trees of evaluated arrays, nested or flat, never modified. replay: groups in the replay
     buffer; without groups no file is written.
     """
 

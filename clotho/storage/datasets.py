@@ -62,7 +62,7 @@ def split_heldout(problems: Sequence[Problem], fraction: float, seed: int) -> He
     count = math.ceil(len(problems) * fraction)
     if count >= len(problems):
         raise DatasetError(
-            f"{len(problems)} problems are too few to hold out {fraction:g} of them: lower data.heldout_fraction, "
+            f"{len(problems)} problems are too few to hold out the fraction {fraction:g}: lower data.heldout_fraction, "
             "or name a file in data.heldout"
         )
     order = np.random.default_rng(derive(seed, "heldout")).permutation(len(problems))

@@ -158,7 +158,7 @@ def open_run(path: Path, *, resume: bool, clean: bool) -> RunDirectory:
     or other files, is in use, or is not writable.
     """
     if resume and clean:
-        raise RunDirectoryError("--resume continues the run and --clean deletes it: give one of them")
+        raise RunDirectoryError("--resume continues the run and --clean deletes it: choose one")
     path = Path(path).expanduser()
     try:
         return _open(path, resume=resume, clean=clean)

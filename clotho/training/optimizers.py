@@ -63,7 +63,7 @@ class Adafactor(optim.Adafactor):
 def make_rule(settings: Optimizer, *, step: int, rate: float) -> optim.Optimizer:
     """Return the rule of `mlx.optimizers` for step number `step` (from 1) at learning rate `rate`.
 
-    adamw: Adam (arXiv:1412.6980) in the form of the end of its section 2, where the bias corrections are in the rate
+    adamw: Adam (arXiv:1412.6980, end of section 2), with the bias corrections in the learning rate
     and in epsilon, computed in float64: rate' = rate sqrt(1 - beta2^t) / (1 - beta1^t), epsilon' = epsilon sqrt(1 -
     beta2^t). adafactor (arXiv:1804.04235) takes its rate from the schedule: no relative steps, no parameter scale.
     muon: see `_rate_factor`. lion: arXiv:2302.06675. sgd: heavy-ball momentum without dampening.
@@ -157,7 +157,7 @@ def rule_name(rule: Optimizer) -> str:
 def rule_settings(name: str, parameter: mx.array, optimizer: Optimizer) -> Optimizer:
     """Return the rule of a parameter: that of the optimizer, but AdamW for what Muon does not handle.
 
-    Muon handles hidden matrices and stacks of them. Vectors (matrices of one row or column included), biases,
+    Muon updates hidden matrices and stacked matrices. Vectors (matrices of one row or column included), biases,
     embeddings and the output head use AdamW, as Muon's author advises (kellerjordan.github.io/posts/muon).
     """
     hidden = parameter.ndim >= 2 and min(parameter.shape[-2:]) > 1 and not NOT_HIDDEN.search(name)

@@ -21,7 +21,7 @@ STREAM = int.from_bytes(b"replay")
 
 
 class ReplayBuffer:
-    """Keeps the newest `capacity` groups, none of them older than `max_age` versions.
+    """Keeps the newest `capacity` groups that are at most `max_age` versions old.
 
     Sampling does not remove groups. A sample is a function of (seed, step, contents), so that a resumed run samples the
     same groups. The age of a group is the learner's version minus the version that its first update produced.

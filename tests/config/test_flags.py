@@ -237,7 +237,7 @@ def test_the_same_value_may_be_given_twice() -> None:
         ("--lr inf", "--lr must be a number > 0, and finite, not Infinity"),
         ("--async maybe", "--async must be true or false, not 'maybe'"),
         ("--resume runs/x", "--resume must be true or false, not 'runs/x'"),
-        ("--resume --clean", "--resume continues a run and --clean deletes it: give one of the two"),
+        ("--resume --clean", "--resume continues a run and --clean deletes it: choose one"),
         ("--steps 3 --num-iters 4", "--steps and --num-iters contradict each other: 3 and 4"),
         ("--steps 3 --steps 4", "--steps is given twice: 3 and 4"),
         ("--clip-ratio 0.2 --learner.objective.clip-high 0.3", "--clip-ratio and --learner.objective.clip-high "

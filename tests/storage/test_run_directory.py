@@ -79,7 +79,7 @@ def test_another_run_is_refused_continued_or_deleted(tmp_path: Path) -> None:
     assert sorted(entry.name for entry in path.iterdir()) == [".lock", ".run_id"]
     assert not run.resumed
     run.close()
-    assert "give one of them" in refusal(path, resume=True, clean=True)
+    assert "choose one" in refusal(path, resume=True, clean=True)
 
 
 HOLDER = """

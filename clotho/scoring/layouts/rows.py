@@ -1,9 +1,8 @@
 """Row layouts of a micro-batch: padded (one sequence per row) and packed (several sequences per row).
 
 In packed rows, block-diagonal causal attention keeps sequences apart. Positions continue through the row. With rotary
-embeddings attention depends on differences of positions only, so results differ by rounding from those of a sequence
-that starts at 0 (a hundredth of the logits in bfloat16, whose rotations are coarse). Models that use positions
-otherwise are refused.
+embeddings, attention depends on differences of positions only. Results then equal those of a sequence that starts at 0
+up to rounding (1 % of the logits in bfloat16, whose rotations are coarse). Other models are refused.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from clotho.scoring.sequences import TrainingSequence
 class Placement(NamedTuple):
     """The sequences of a micro-batch in a layout.
 
-    members: their indices among all sequences. positions: per member, the flat positions of the hidden states that
-    predict its tokens, (T,). tokens: number of positions that the blocks compute, padding included.
+    members: indices of the sequences among all sequences. positions: per member, the flat positions of the hidden
+    states that predict its tokens, (T,). tokens: number of positions that the blocks compute, padding included.
     """
 
     members: tuple[int, ...]

@@ -5,8 +5,7 @@ which attends to the keys and values of its prompt. Gradients flow through them 
 completions of a prompt add up. The gradients equal those of padded rows, for P + G * C instead of G * (P + C) tokens
 (prompt P, G completions of length C).
 
-Completions of similar length go through the blocks together, other lengths in passes of their own, which saves
-padding.
+Completions of similar length share a pass over the blocks. Other lengths have separate passes, which saves padding.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ def segments(length_B: NDArray[np.int32]) -> list[Segment]:
     width_B = np.array([bucket(int(length)) for length in length_B], dtype=np.int64)
     widths = sorted(set(width_B.tolist()))
     counts = [int((width_B == width).sum()) for width in widths]
-    costs, starts = [0], list[int]()  # minimum cost of the first n widths, and where the last pass of it begins
+    costs, starts = [0], list[int]()  # minimum cost of the first n widths, and the first width of the last pass
     for end, width in enumerate(widths, 1):
         options = [costs[start] + sum(counts[start:end]) * width + PASS_COST for start in range(end)]
         starts.append(options.index(min(options)))
@@ -61,9 +60,9 @@ def segments(length_B: NDArray[np.int32]) -> list[Segment]:
 class SharedInputs(NamedTuple):
     """Prompts and completions, padded with 0 on the right; completions without their last token.
 
-    tokens_F_P, length_F: prompts, each once. tokens_B_C: completions of at least two tokens; those of one token need no
-    further positions, so B can be 0. prompt_B: row of the prompt of each completion, ascending. length_B: number of
-    tokens that each completion reads.
+    tokens_F_P, length_F: prompts, each once. tokens_B_C: completions of at least two tokens; completions of one token
+    need no further positions, so B can be 0. prompt_B: row of the prompt of each completion, ascending. length_B:
+    number of tokens that each completion reads.
     """
 
     tokens_F_P: NDArray[np.int32]

@@ -1,6 +1,6 @@
 """Objectives whose importance ratio is that of the whole completion. The departures in `token_level` apply.
 
-All of them belong with `loss_aggregation = "sequence_mean"`: each token then carries its share of one loss per
+Use these objectives with `loss_aggregation = "sequence_mean"`: each token then carries its share of one loss per
 completion.
 """
 
