@@ -32,7 +32,7 @@ def training_sequence(
 ) -> TrainingSequence:
     """Return completion `i` of a group for training. number: index of the group. share: loss weight of its tokens.
 
-    Reference log-probabilities and teacher are left out if the settings do not use them. Raises ValueError if the
+    Reference log-probabilities and teacher are included only if the settings use them. Raises ValueError if the
     reference log-probabilities are missing.
     """
     completion = group.group.completions[i]
@@ -56,12 +56,12 @@ def training_sequence(
 
 
 def groups_bring_reference(settings: LearnerSection) -> bool:
-    """Whether groups bring the log-probabilities of the reference policy."""
+    """Whether groups contain the log-probabilities of the reference policy."""
     return isinstance(settings.reference, EnvironmentReference)
 
 
 def temperature_of(group: ScoredGroup, i: int) -> float:
-    """Return the temperature that completion `i` was sampled at; 0 means that of the run."""
+    """Return the sampling temperature of completion `i`; 0 means the temperature of the run."""
     return group.temperatures[i] if group.temperatures else 0.0
 
 
@@ -111,22 +111,22 @@ class Minibatch(NamedTuple):
 def compute_advantages(
     groups: Sequence[ScoredGroup], penalties: Sequence[NDArray[np.float64]], settings: LearnerSection
 ) -> PerTokenAdvantages:
-    """Return the advantage of every token: that of its completion, or per token if the environment gave them.
+    """Return the advantage of every token: advantages per token from the group, or the completion's advantage.
 
-    Groups with advantages of their own do not influence those of other groups, which may depend on the rewards of the
-    whole batch. Tokens that the policy did not sample and masked completions get 0; the rewards of masked completions
-    count in their group.
+    Groups with advantages per token do not influence the advantages of other groups, which may depend on the rewards of
+    the whole batch. Tokens that the policy did not sample and masked completions get 0. The rewards of masked
+    completions count in their group.
 
-    penalties: subtracted from the reward of each completion first; empty for none. If a penalty is not finite, no
-    advantage from rewards is, so that the update is rejected.
+    penalties: subtracted from the reward of each completion first; empty without penalties. If a penalty is not finite,
+    every advantage from rewards is not finite, and the update is rejected.
     """
     own = [
         isinstance(settings.objective.advantage, EnvironmentAdvantage) or bool(group.token_advantages)
         for group in groups
     ]
-    judged = [g for g, given in enumerate(own) if not given]
+    rewarded = [g for g, given in enumerate(own) if not given]
     of_rewards = iter(
-        _by_rewards([groups[g] for g in judged], [penalties[g] for g in judged] if penalties else (), settings)
+        _by_rewards([groups[g] for g in rewarded], [penalties[g] for g in rewarded] if penalties else (), settings)
     )
     found = [
         environment_advantages([group])[0] if given else next(of_rewards)
@@ -170,12 +170,12 @@ def minibatches(
 ) -> tuple[Minibatch, ...]:
     """Deal the groups to at most `num_minibatches` minibatches, and cut each into micro-batches.
 
-    `seed` determines which groups are together. Completions that are not trained on are left out. Raises ValueError if
-    the policy sampled no token, and if a group lacks reference log-probabilities that are needed or has an invalid
-    temperature.
+    `seed` determines the assignment. Completions that are not trained on are excluded. Raises ValueError if the policy
+    sampled no token, if a group has no reference log-probabilities although the settings need them, or if a temperature
+    is invalid.
     """
     if not any(c.length for g in groups for c in g.group.completions):
-        raise ValueError("an update needs at least one completion token that the policy drew")
+        raise ValueError("an update needs at least one completion token that the policy sampled")
     order = list(range(len(groups)))
     parts = min(settings.num_minibatches, len(groups))
     if parts > 1:
@@ -242,11 +242,11 @@ def prepare(
     max_tokens: int,
     seed: Sequence[int],
 ) -> Generator[None, None, TrainingBatch]:
-    """Prepare an update from `parameters`; yields between forward passes, with the served weights in the model.
+    """Prepare an update from `parameters`. Yields between forward passes, with the served weights in the model.
 
-    A KL penalty in the reward is the sum over a completion of the estimates for its tokens, with the sampler's log-
-    probabilities as those of the policy; it is subtracted before advantages are computed. Reference log-probabilities
-    that groups bring are used as they are.
+    A KL penalty in the reward is the sum of the KL estimates of a completion's tokens, computed with the sampler
+    log-probabilities. The penalty is subtracted before advantages are computed. Reference log-probabilities in groups
+    are used unchanged.
     """
     settings = loss_config.settings
 

@@ -16,9 +16,9 @@ class BatchCollector:
     """Counts the groups of one batch and requests replacements for groups that cannot be trained on.
 
     DAPO (arXiv:2503.14476, section 3.2) samples until a batch has `size` groups with unequal rewards. Here at most
-    `limit` groups are requested; then the batch is used as it is. limit = size requests no replacement: a batch is
-    `size` groups, however they end. limit = infinity waits for `size` groups, as for environments, which send groups
-    without a request.
+    `limit` groups are requested; the batch is then complete with fewer groups to train on. limit = size requests no
+    replacement: a batch is `size` groups, trained on or discarded. limit = infinity waits for `size` groups to train
+    on, as for environments, which send groups without a request.
 
     fresh, discarded: groups in the order of arrival. replaced: number of replacement groups requested.
     """
@@ -66,7 +66,7 @@ class BatchCollector:
 
     @property
     def complete(self) -> bool:
-        """Whether the batch is to be trained on as it is; valid after `request_replacements`."""
+        """Whether the batch is complete; valid after `request_replacements`."""
         return self.ended >= self.requested
 
     @property
@@ -76,7 +76,7 @@ class BatchCollector:
 
 
 def discard_unusable(outcome: GroupOutcome, *, version: int, settings: LearnerSection, oldest: int = 0) -> GroupOutcome:
-    """Discard a group that a learner at policy version `version` cannot train on, or may not because of its staleness.
+    """Discard a group that a learner at policy version `version` cannot train on, or that is too stale.
 
     oldest: oldest allowed policy version, after a rollback.
     """
@@ -100,23 +100,23 @@ def _faults(
         if not scored.token_advantages:
             yield (
                 "invalid",
-                'it brings no token advantages, which learner.objective.advantage = "environment" learns from',
+                'the group has no token advantages, and learner.objective.advantage = "environment" needs them',
             )
         if not all(map(isfinite, chain.from_iterable(scored.token_advantages))):
             yield "invalid", "a token advantage is not finite"
     if isinstance(settings.reference, EnvironmentReference) and not scored.reference_logprobs:
         yield (
             "invalid",
-            'it brings no log-probabilities of a reference, which learner.kl_penalty.reference = "environment" needs',
+            'the group has no reference log-probabilities, and learner.kl_penalty.reference = "environment" needs them',
         )
     if settings.objective.mask_truncated and all(c.finish_reason == "length" or not c.length for c in completions):
         yield (
             "zero_variance",
-            "every completion was cut off, and learner.objective.mask_truncated learns from none of those",
+            "every completion was truncated, and learner.objective.mask_truncated excludes truncated completions",
         )
     sampled = scored.group.oldest_version
     if sampled < oldest:
-        yield "stale", "sampled before the policy went back to an earlier one"
+        yield "stale", "sampled before a rollback"
     if version - sampled > settings.max_staleness:
         yield "stale", f"{version - sampled} versions old, learner.max_staleness is {settings.max_staleness}"
 

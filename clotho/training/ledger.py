@@ -1,4 +1,4 @@
-"""The ledger: how each group of the run ended. Every group ends exactly once."""
+"""The ledger: the outcome of each group of the run. Every group ends exactly once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from protocols.accounting import Balance, LedgerState, SourceCounts
 
 
 class Ledger:
-    """Counts how groups end. Its memory is bounded by the number of groups that ended before an older one did."""
+    """Counts the outcomes of groups. Memory is bounded by the number of groups that ended before an older group."""
 
     def __init__(self, state: LedgerState | None = None) -> None:
         state = state or LedgerState()

@@ -34,7 +34,7 @@ NOT_HIDDEN = re.compile(r"embed|wte|wpe|lm_head|bias$")
 """Names of parameters that Muon leaves to AdamW, besides vectors: embeddings, the output head and biases."""
 
 PER_MATRIX = ("adafactor", "muon")
-"""Rules that read a parameter as a matrix; the other loss_config treat every element alike."""
+"""Rules that read a parameter as a matrix; all other rules treat every element alike."""
 
 
 class OptimizerState(NamedTuple):
@@ -63,9 +63,9 @@ class Adafactor(optim.Adafactor):
 def make_rule(settings: Optimizer, *, step: int, rate: float) -> optim.Optimizer:
     """Return the rule of `mlx.optimizers` for step number `step` (from 1) at learning rate `rate`.
 
-    adamw: Adam (arXiv:1412.6980, end of section 2), with the bias corrections in the learning rate
-    and in epsilon, computed in float64: rate' = rate sqrt(1 - beta2^t) / (1 - beta1^t), epsilon' = epsilon sqrt(1 -
-    beta2^t). adafactor (arXiv:1804.04235) takes its rate from the schedule: no relative steps, no parameter scale.
+    adamw: Adam (arXiv:1412.6980, end of section 2), with the bias corrections in the learning rate and in epsilon,
+    computed in float64: rate' = rate sqrt(1 - beta2^t) / (1 - beta1^t), epsilon' = epsilon sqrt(1 - beta2^t).
+    adafactor (arXiv:1804.04235) takes its rate from the schedule: no relative steps, no parameter scale.
     muon: see `_rate_factor`. lion: arXiv:2302.06675. sgd: heavy-ball momentum without dampening.
     """
     rule: optim.Optimizer
@@ -155,7 +155,7 @@ def rule_name(rule: Optimizer) -> str:
 
 
 def rule_settings(name: str, parameter: mx.array, optimizer: Optimizer) -> Optimizer:
-    """Return the rule of a parameter: that of the optimizer, but AdamW for what Muon does not handle.
+    """Return the rule of a parameter: the rule of the optimizer, or AdamW for parameters that Muon does not update.
 
     Muon updates hidden matrices and stacked matrices. Vectors (matrices of one row or column included), biases,
     embeddings and the output head use AdamW, as Muon's author advises (kellerjordan.github.io/posts/muon).
@@ -184,7 +184,7 @@ def global_norm(gradients: Arrays) -> mx.array:
 
 
 def clip_scale(norm: float, max_norm: float) -> float:
-    """Return the factor that brings a gradient of this norm to `max_norm`; 1 if it is below, or if `max_norm` is 0."""
+    """Return the factor that scales a gradient of this norm to `max_norm`; 1 if it is below, or if `max_norm` is 0."""
     return max_norm / norm if 0.0 < max_norm < norm else 1.0
 
 

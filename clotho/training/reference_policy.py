@@ -33,10 +33,9 @@ def _between(old: mx.array, new: mx.array, share: float) -> mx.array:
 class ReferencePolicy:
     """Computes as the reference policy inside `with reference.computing():`, and follows the learner.
 
-    base: the model without its adapter; keeps nothing. snapshot: the first parameters of the learner, replaced every
+    base: the model without its adapter; needs no memory. snapshot: the first parameters of the learner, replaced every
     `interval` updates; arrays are shared with the learner. average: an exponential moving average in float32, because
-    small steps would be lost in 16 bits. environment: computes and keeps nothing, because groups bring its log-
-    probabilities.
+    small steps would be lost in 16 bits. environment: groups contain the log-probabilities, so no weights are kept.
 
     needed: whether reference log-probabilities must be computed.
     """

@@ -94,7 +94,7 @@ def test_what_is_too_old_is_sorted_out_with_the_reason() -> None:
     assert why(old, version=5, max_staleness=2) is None
     assert why(old, version=6, max_staleness=2) == ("stale", "3 versions old, learner.max_staleness is 2")
     assert why(old, version=4, oldest=3) is None
-    assert why(old, version=4, oldest=4) == ("stale", "sampled before the policy went back to an earlier one")
+    assert why(old, version=4, oldest=4) == ("stale", "sampled before a rollback")
 
 
 def test_what_is_no_training_data_is_invalid() -> None:
