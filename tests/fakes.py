@@ -1,6 +1,7 @@
-"""A decode engine without a model: tokens are a stated function of (prompt, sampling, seed, position).
+"""A decode engine without a model.
 
-`tests/runtime/test_sampling_client.py` holds it to the same contract as the real engine.
+Tokens are a function of prompt, sampling parameters, seed and position. `tests/runtime/test_sampling_client.py` checks
+it against the contract of the real engine.
 """
 
 from __future__ import annotations
@@ -21,28 +22,28 @@ END = 96
 
 
 class CharacterTokenizer:
-    """One token per character: 0 to 94 are printable ASCII, 95 is a newline, 96 ends a sequence."""
+    """A tokenizer with one token per character: 0 to 94 are printable ASCII, 95 is a newline, 96 ends a sequence."""
 
     eos_ids = frozenset({END})
     vocab_size = 97
 
     def encode(self, text: str, /) -> tuple[int, ...]:
-        """One token per character; what is not ASCII becomes a question mark."""
+        """Return one token per character. Characters outside ASCII become a question mark."""
         return tuple(95 if one == "\n" else ord(one) - 32 if " " <= one <= "~" else 31 for one in text)
 
     def render_chat(
         self, messages: Sequence[Mapping[str, Any]], /, *, add_generation_prompt: bool = True
     ) -> tuple[int, ...]:
-        """One line per message."""
+        """Return one line per message."""
         lines = [f"{message['role']}: {message['content']}\n" for message in messages]
         return self.encode("".join(lines) + ("assistant: " if add_generation_prompt else ""))
 
     def decode(self, tokens: Sequence[int], /) -> str:
-        """The characters."""
+        """Return the characters."""
         return "".join(self.token_text(token) for token in tokens if token != END)
 
     def token_text(self, token: int, /) -> str:
-        """One character, or the end token's name."""
+        """Return one character, or the name of the end token."""
         return "<end>" if token == END else "\n" if token == 95 else chr(32 + token)
 
 
@@ -56,7 +57,7 @@ class _Row:
 
 
 class FakeEngine:
-    """The engine and its compute thread in one; `submit_call` is the executor's `submit`."""
+    """An engine with its compute thread. `submit_call` stands for the executor's `submit`."""
 
     def __init__(self, tokenizer: CharacterTokenizer | None = None) -> None:
         self.tokenizer = tokenizer or CharacterTokenizer()
@@ -71,14 +72,14 @@ class FakeEngine:
         self._ticking = False
 
     def submit_call(self, work: Callable[[], T], /) -> Future[T]:
-        """Run in the compute thread, or raise ExecutorStoppedError, as the executor does."""
+        """Run in the compute thread, or raise ExecutorStoppedError as the executor does."""
         try:
             return self._pool.submit(work)
         except RuntimeError as error:
             raise ExecutorStoppedError(str(error)) from error
 
     def close(self) -> None:
-        """End the compute thread."""
+        """Stop the compute thread."""
         self._pool.shutdown(cancel_futures=True)
 
     def submit(self, request: SampleRequest, listener: Callable[[SampleEvent], None], /) -> int:
@@ -99,24 +100,24 @@ class FakeEngine:
         self._schedule()
 
     def fail(self, reason: str) -> None:
-        """Give up everything in flight; called in the compute thread."""
+        """Fail all running requests. Called in the compute thread."""
         for _, listener in self._running.values():
             listener(SampleFailed(reason=reason))
         self._running.clear()
         self._schedule()
 
     def allow(self, ticks: int) -> None:
-        """Let so many ticks happen from now on, and no more."""
+        """Allow this number of further ticks."""
         self._allowed = ticks
         self._pool.submit(self._schedule)
 
     @property
     def running(self) -> int:
-        """Rows that are being decoded."""
+        """Number of running rows."""
         return sum(len(rows) for rows, _ in self._running.values())
 
     async def wait_until(self, condition: Callable[[], bool]) -> None:
-        """Wait until something is so; at most 10 seconds."""
+        """Wait at most 10 seconds until the condition holds."""
 
         def wait() -> bool:
             with self._changed:
@@ -144,7 +145,7 @@ class FakeEngine:
         self._schedule()
 
     def _advance(self, row: _Row, listener: Callable[[SampleEvent], None]) -> bool:
-        """Draw one token; tell whether the row has ended."""
+        """Sample one token and return whether the row has ended."""
         token, logprob = fake_token(row.request, row.seed, len(row.tokens))
         row.tokens.append(token)
         row.logprobs.append(logprob)
@@ -192,7 +193,7 @@ class FakeEngine:
 
 
 def fake_token(request: SampleRequest, seed: int, position: int) -> tuple[int, float]:
-    """The token at a position and its log-probability."""
+    """Return the token at a position and its log-probability."""
     sampling = request.sampling
     source = Random(f"{0 if sampling.temperature == 0 else seed}/{position}/{request.prompt}")
     ends = source.random() < 0.01
@@ -202,7 +203,7 @@ def fake_token(request: SampleRequest, seed: int, position: int) -> tuple[int, f
 
 
 def alternatives(token: int, logprob: float, count: int) -> tuple[tuple[int, float], ...]:
-    """The sampled token, then others that are less probable."""
+    """Return the sampled token and less probable ones."""
     return tuple(((token + step) % 95, logprob - step) for step in range(count))
 
 

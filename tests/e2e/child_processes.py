@@ -1,4 +1,4 @@
-"""The processes that a run has started, as the system lists them."""
+"""The child processes of a run, from the process list of the system."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import sys
 
 WATCHDOG = "parent_watchdog.py"
 PATIENCE_SECONDS = 60.0
-"""Longer than this no test waits; nothing is judged by it."""
+"""Upper limit of a wait. No assertion depends on it."""
 
 
 def descendants(pid: int) -> dict[int, str]:
-    """Every process below this one, with its command line; the leashes that hold them are left out."""
+    """Return every process below this one with its command line, without the parent watchdogs."""
     listed = subprocess.run(
         ["ps", "-A", "-ww", "-o", "pid=,ppid=,command="], capture_output=True, text=True, check=True
     )
@@ -32,18 +32,18 @@ def descendants(pid: int) -> dict[int, str]:
 
 
 def find(pid: int, part: str) -> int:
-    """The one process below `pid` whose command line has this part."""
+    """Return the one process below `pid` whose command line contains `part`."""
     (found,) = [child for child, command in descendants(pid).items() if part in command]
     return found
 
 
 def kill(pid: int) -> None:
-    """SIGKILL."""
+    """Send SIGKILL."""
     os.kill(pid, signal.SIGKILL)
 
 
 def wait_until_ended(pids: list[int]) -> bool:
-    """Wait until all of them have ended; False if one does not."""
+    """Wait until all processes have ended, and return False if one does not."""
     return all(_wait_until_ended(pid) for pid in pids)
 
 

@@ -1,4 +1,4 @@
-"""Two whole runs that several tests look at."""
+"""Two complete runs that several tests inspect."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.e2e.pipeline_process import RunResult, run
 
 
 class CompletedRun(Struct, frozen=True, kw_only=True):
-    """A run that ended well."""
+    """A run that ended with exit status 0."""
 
     run_dir: Path
     result: RunResult
@@ -20,7 +20,7 @@ class CompletedRun(Struct, frozen=True, kw_only=True):
 
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> CompletedRun:
-    """The default, asynchronous run, of 6 updates."""
+    """Return the default asynchronous run of 6 updates."""
     run_dir = tmp_path_factory.mktemp("asynchronous") / "run"
     result = run(run_dir, "--profile", "local-m3", "--steps", "6", "--checkpoint.interval", "2")
     assert result.status == 0, result
@@ -29,7 +29,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> CompletedRun:
 
 @pytest.fixture(scope="session")
 def synchronous(tmp_path_factory: pytest.TempPathFactory) -> CompletedRun:
-    """The strictly on-policy run, of 6 updates, never interrupted."""
+    """Return the on-policy run of 6 updates without an interruption."""
     run_dir = tmp_path_factory.mktemp("synchronous") / "run"
     result = run(run_dir, "--steps", "6", "--async", "false")
     assert result.status == 0, result

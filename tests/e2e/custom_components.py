@@ -1,4 +1,4 @@
-"""What tests put into a run: a reward that misbehaves, a stage that breaks, and a tap that tells how far it is."""
+"""Custom components of the tests: a misbehaving reward, a failing inserted actor, and taps that print their progress."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ BEHAVIORS = ("raises", "nan", "hangs", "works", "works", "works")
 
 
 def reward_behavior(prompt: str) -> str:
-    """What the wayward reward does with completions of a prompt: as good as random, yet known."""
+    """Return what the misbehaving reward does for a prompt, a pseudo-random function of the prompt."""
     return BEHAVIORS[zlib.crc32(prompt.encode()) % len(BEHAVIORS)]
 
 
 def misbehaving_reward(problem: Problem, text: str) -> float:
-    """Raise, return NaN, hang, or reward texts by an arbitrary number in 0..1."""
+    """Raise, return NaN, hang, or return a pseudo-random number in 0..1."""
     match reward_behavior(problem.prompt):
         case "raises":
             raise RuntimeError("raised by the test")
@@ -32,7 +32,7 @@ def misbehaving_reward(problem: Problem, text: str) -> float:
 
 
 class FailingStage:
-    """A stage that fails at its third message."""
+    """An inserted actor that fails at its third message."""
 
     def __init__(self, *, name: str, services: Any, inbox: Any, outbox: Any) -> None:
         self.name, self._inbox, self._outbox = name, inbox, outbox
@@ -49,7 +49,7 @@ class FailingStage:
 
 
 class StepPrinter:
-    """A tap on the reports that prints one line for each."""
+    """A tap on the reports that prints one line per step."""
 
     def __init__(self, *, name: str, services: Any, inbox: Any) -> None:
         self.name, self._inbox = name, inbox
@@ -64,7 +64,7 @@ class StepPrinter:
 
 
 class GroupPrinter:
-    """A tap on the scored groups that prints a line for each."""
+    """A tap on the scored groups that prints one line per group."""
 
     def __init__(self, *, name: str, services: Any, inbox: Any) -> None:
         self.name, self._inbox = name, inbox

@@ -1,4 +1,4 @@
-"""An objective as a user would write it."""
+"""A custom objective."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ from clotho.training.objectives.contract import ObjectiveInputs, PolicyLoss
 
 
 def importance_weighted(logp_N: mx.array, tokens: ObjectiveInputs, settings: Custom) -> PolicyLoss:
-    """Plain importance sampling, without any clipping."""
+    """Importance sampling without clipping."""
     ratio_N = mx.exp(logp_N - tokens.old_logp_N)
     return PolicyLoss(-ratio_N * tokens.advantage_N, mx.zeros_like(ratio_N))

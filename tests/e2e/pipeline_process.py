@@ -1,4 +1,4 @@
-"""Runs of `python pipeline.py` as a person starts them, kept small, and what they leave behind."""
+"""Small runs of `python pipeline.py` in processes of their own, and the files they write."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ SMALL = (
     "--server.port", "0", "--learner.batch-size", str(BATCH), "--sampling.group-size", "4", "--eval.problems", "32",
 )  # fmt: skip
 PATIENCE_SECONDS = 240.0
-"""A run that takes longer is killed, so that no test waits for ever; nothing is judged by it."""
+"""Upper limit of a run. No assertion depends on it."""
 
 ACCOUNTING_LINE = re.compile(r"prompted (\d+) = trained (\d+) \+ discarded (\d+) \+ carried over (\d+)")
 
 
 class GroupAccounting(Struct, frozen=True, kw_only=True):
-    """The conservation line of a run, which balanced."""
+    """The group accounting line of a run, whose balance holds."""
 
     prompted: int
     trained: int
@@ -37,7 +37,7 @@ class GroupAccounting(Struct, frozen=True, kw_only=True):
 
 
 class RunResult(Struct, frozen=True, kw_only=True):
-    """What came of a run: exit status, and everything it printed."""
+    """The exit status and the output of a run."""
 
     status: int
     out: str
@@ -45,7 +45,7 @@ class RunResult(Struct, frozen=True, kw_only=True):
 
     @property
     def accounting(self) -> GroupAccounting:
-        """The conservation line."""
+        """Return the group accounting line."""
         found = ACCOUNTING_LINE.findall(self.out)
         assert len(found) == 1, f"one line that balances is expected:\n{self.out}\n{self.err}"
         prompted, trained, discarded, carried_over = map(int, found[0])
@@ -54,7 +54,7 @@ class RunResult(Struct, frozen=True, kw_only=True):
 
 
 class Run:
-    """`python pipeline.py` in a process of its own, its output redirected; killed at the end of the `with` block."""
+    """`python pipeline.py` in a process of its own with redirected output. The `with` block kills it at its end."""
 
     def __init__(
         self, run_dir: Path, *flags: str, environment: dict[str, str] | None = None, small: tuple[str, ...] = SMALL
@@ -88,7 +88,7 @@ class Run:
         self._err.close()
 
     def wait_for(self, text: str) -> str:
-        """Read on until a line contains `text`, and return that line."""
+        """Read until a line contains `text`, and return the line."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
             self._out.append(line)
@@ -101,7 +101,7 @@ class Run:
         self.process.send_signal(number)
 
     def finish(self) -> RunResult:
-        """Read to the end."""
+        """Read to the end of the output."""
         assert self.process.stdout is not None
         self._out += self.process.stdout.readlines()
         status = self.process.wait()
@@ -109,7 +109,7 @@ class Run:
         return RunResult(status=status, out="".join(self._out), err=self._err.read())
 
     def kill(self, *, after_seconds: float) -> bool:
-        """SIGKILL, unless the run ends by itself before; whether it was killed."""
+        """Send SIGKILL after this time, and return False if the run ended before."""
         try:
             self.process.wait(after_seconds)
         except subprocess.TimeoutExpired:
@@ -126,7 +126,7 @@ def run(run_dir: Path, *flags: str, environment: dict[str, str] | None = None) -
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
-    """Every line of a file of JSON lines."""
+    """Return all records of a JSON Lines file."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
@@ -136,7 +136,7 @@ def metrics(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def assert_recorded(run_dir: Path, accounting: GroupAccounting, *, steps: int) -> None:
-    """The files tell the same as the books: each step once, each group once, and as many of each ending."""
+    """Check that the files agree with the group accounting: each step once, each group once, and equal counts."""
     recorded = metrics(run_dir)
     assert [line["step"] for line in recorded] == list(range(1, steps + 1))
     groups = lines(run_dir / "rollouts.jsonl")

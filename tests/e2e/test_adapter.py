@@ -1,4 +1,4 @@
-"""The adapter a run leaves is the policy it measured, for mlx-lm in another process."""
+"""mlx-lm reproduces the accuracy of a run with its adapter."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ print(json.dumps([anyio.run(measure, base, tokenizer), anyio.run(measure, model,
 """
 
 
-def test_mlx_lm_gives_greedily_the_accuracy_that_the_run_printed(synchronous: CompletedRun) -> None:
-    """The same problems through the chat template, token by token: before with the base, after with the adapter."""
+def test_mlx_lm_reproduces_the_accuracy_of_the_run(synchronous: CompletedRun) -> None:
+    """In another process, greedily through the chat template: the base policy before and the adapter after."""
     recorded = lines(synchronous.run_dir / "evaluations.jsonl")
     measured = subprocess.run(
         [sys.executable, "-c", MEASURE, str(synchronous.run_dir)],

@@ -1,4 +1,4 @@
-"""Real environments, by way of the real API server: they train the policy, and any of the processes may be killed."""
+"""Atropos environments train the policy through the real API server, and each process may be killed."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ OF_ENVIRONMENT = re.compile(r"arithmetic: received (\d+) = trained (\d+) \+ disc
 
 @pytest.fixture
 def atropos() -> tuple[str, str]:
-    """The flag that names the interpreter."""
+    """Return the flag that names the Python interpreter of Atropos."""
     return "--atropos.python", python_with_atropos()
 
 
 def environment_accounting(result: RunResult) -> tuple[int, int, int, int]:
-    """Received, trained, discarded, carried over: the line of the one environment, which balances."""
+    """Return received, trained, discarded and carried over groups of the one environment, whose balance holds."""
     (line,) = OF_ENVIRONMENT.findall(result.out)
     received, trained, discarded, carried_over = map(int, line)
     assert received == trained + discarded + carried_over
@@ -39,7 +39,9 @@ def environment_accounting(result: RunResult) -> tuple[int, int, int, int]:
 
 
 def test_an_environment_trains_the_policy(tmp_path: Path, atropos: tuple[str, str]) -> None:
-    """A short run of the profile that ships: accuracy rises, log-probabilities come back as sampled, nobody is left."""
+    """A short run of the shipped profile: the accuracy rises, rollout log-probabilities are used, and no process
+    remains.
+    """
     flags = ("--profile", "atropos-local", *atropos, "--steps", "10")
     small = ("--server.port", "0", "--eval.problems", "128")
     with Run(tmp_path / "run", *flags, small=small) as running:
@@ -64,7 +66,7 @@ def test_an_environment_trains_the_policy(tmp_path: Path, atropos: tuple[str, st
 
 
 def test_killed_processes_restart_and_no_group_is_trained_on_twice(tmp_path: Path, atropos: tuple[str, str]) -> None:
-    """The API server and the environment are restarted and training continues; a killed trainer resumes."""
+    """API server and environment are restarted and training continues. A killed trainer resumes."""
     profile, run_dir = tmp_path / "telling.toml", tmp_path / "run"
     profile.write_text(TELLING)
     arguments = ("--profile", str(profile), *atropos, "--steps", "9", "--checkpoint.interval", "1")

@@ -1,4 +1,4 @@
-"""Whatever is posted to the API server, the run learns from what can be learned from, and grows no larger."""
+"""A flood of malformed groups at the API server discards groups and leaks no memory."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ at = "scored"
 
 
 def valid(number: int) -> dict[str, Any]:
-    """A group that can be learned from: no engine drew it, but it says how probable its tokens were."""
+    """Return a trainable group with its own log-probabilities."""
     tokenizer = ChatTokenizer.from_directory(REPOSITORY / "profiles" / "embedded")
     prompt = list(tokenizer.render_chat([{"role": "user", "content": f"What is {number} + 1?"}]))
     answers = [list(tokenizer.encode(f"{number + i}")) for i in range(GROUP)]
@@ -54,7 +54,7 @@ def valid(number: int) -> dict[str, Any]:
 
 
 def malformed_group(group: dict[str, Any], random: Random) -> dict[str, Any]:
-    """The same with something in one of its sequences that no group may have; still of four sequences."""
+    """Return the group with an invalid value in one of its four sequences."""
     tokens, masks, scores, logprobs = (
         list(group[name]) for name in ("tokens", "masks", "scores", "inference_logprobs")
     )
@@ -82,34 +82,34 @@ def malformed_group(group: dict[str, Any], random: Random) -> dict[str, Any]:
 
 
 def malformed(count: int) -> Iterator[dict[str, Any]]:
-    """So many, the same ones every time."""
+    """Return this number of malformed groups, a function of the index."""
     random = Random(0)
     for number in range(count):
         yield malformed_group(valid(number % 50), random)
 
 
 def resident(pid: int) -> int:
-    """Bytes of memory that a process holds."""
+    """Return the resident memory of a process in bytes."""
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * PAGE
 
 
 async def post(server: ApiServerUnderTest, groups: list[dict[str, Any]]) -> None:
-    """Send them in a few requests."""
+    """Send the groups in a few requests."""
     for start in range(0, len(groups), POSTED_AT_ONCE):
         content = msgspec.json.encode(groups[start : start + POSTED_AT_ONCE])
         (await server.http.post("/scored_data_list", content=content, headers=JSON)).raise_for_status()
 
 
 async def registered(http: httpx.AsyncClient) -> None:
-    """Wait for the trainer."""
+    """Wait until the trainer is registered."""
     while (await http.get("/info")).json()["batch_size"] == -1:
         await anyio.lowlevel.checkpoint()
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads how much memory another process holds")
 @pytest.mark.parametrize("count", [600, pytest.param(5000, marks=pytest.mark.slow)])
-async def test_a_flood_of_malformed_groups_harms_nothing(tmp_path: Path, count: int) -> None:
-    """Each is discarded with its reason, and counted; learning goes on before, in between and after."""
+async def test_a_flood_of_malformed_groups_is_discarded(tmp_path: Path, count: int) -> None:
+    """Each has its reason and is counted. Training continues before, during and after the flood."""
     profile, run_dir = tmp_path / "telling.toml", tmp_path / "run"
     profile.write_text(TELLING)
     async with api_server("real", tmp_path) as server:

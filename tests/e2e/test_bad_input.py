@@ -1,4 +1,4 @@
-"""What a person can get wrong: one line on stderr that says what and where, exit status 2, and nothing changed."""
+"""Bad input ends with one line on stderr and exit status 2 and changes no file."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Complaint = Callable[..., str]
 
 
 def contents(directory: Path) -> dict[str, bytes | None]:
-    """Everything below a directory but locks, which say only who was there last."""
+    """Return all files below a directory except lock files."""
     return {
         str(path.relative_to(directory)): path.read_bytes() if path.is_file() else None
         for path in directory.rglob("*")
@@ -36,7 +36,7 @@ def contents(directory: Path) -> dict[str, bytes | None]:
 
 @pytest.fixture
 def error_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Complaint:
-    """Run the program with flags that are wrong; the one line it says."""
+    """Run the program with wrong flags and return its one error line."""
 
     def error_line_fixture(*flags: str, port: int = 0, run_dir: str = "run") -> str:
         before = contents(tmp_path)
@@ -66,17 +66,15 @@ def error_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Complaint:
         (["--resume", "--clean"], ["--resume", "--clean"]),
     ],
 )
-def test_what_is_misspelt_out_of_range_or_missing_is_named(
-    error_line: Complaint, flags: list[str], says: list[str]
-) -> None:
-    """With the nearest valid name or the range, where there is one."""
+def test_invalid_flags_are_named(error_line: Complaint, flags: list[str], says: list[str]) -> None:
+    """With the nearest valid name or the range."""
     line = error_line(*flags)
     for part in says:
         assert part in line
 
 
-def test_a_misspelt_key_of_a_profile_is_named_with_file_and_nearest_key(tmp_path: Path, error_line: Complaint) -> None:
-    """File, key, and what was meant."""
+def test_a_misspelt_profile_key_is_named(tmp_path: Path, error_line: Complaint) -> None:
+    """With the file and the nearest key."""
     profile = tmp_path / "mine.toml"
     profile.write_text('extends = "local-m3"\n[learner]\nbatch_sise = 8\n')
     line = error_line("--profile", str(profile))
@@ -84,8 +82,8 @@ def test_a_misspelt_key_of_a_profile_is_named_with_file_and_nearest_key(tmp_path
         assert part in line
 
 
-def test_an_actor_or_a_reward_that_cannot_be_imported_is_named(tmp_path: Path, error_line: Complaint) -> None:
-    """Before anything is written."""
+def test_an_unimportable_actor_or_reward_is_named(tmp_path: Path, error_line: Complaint) -> None:
+    """Before any file is written."""
     profile = tmp_path / "mine.toml"
     profile.write_text('extends = "local-m3"\n[[actors]]\nname = "a"\nfactory = "no_such:Class"\nmode = "add"\n')
     assert "no_such:Class" in error_line("--profile", str(profile))
@@ -93,15 +91,15 @@ def test_an_actor_or_a_reward_that_cannot_be_imported_is_named(tmp_path: Path, e
     assert "no_such:function" in error_line("--profile", str(profile))
 
 
-def test_the_malformed_line_of_a_dataset_is_named(tmp_path: Path, error_line: Complaint) -> None:
-    """File and line: 730 good ones, then this."""
+def test_a_malformed_line_of_a_dataset_is_named(tmp_path: Path, error_line: Complaint) -> None:
+    """With file and line: line 731 after 730 valid ones."""
     dataset = tmp_path / "mine.jsonl"
     dataset.write_text("\n".join([*TRAIN.read_text().splitlines()[:730], '{"prompt": "1 + 1"', '{"prompt": "2"}']))
     assert f"{dataset}:731: " in error_line("--dataset", str(dataset))
 
 
 def test_a_prompt_longer_than_the_context_is_refused(tmp_path: Path, error_line: Complaint) -> None:
-    """With both lengths."""
+    """The message has both lengths."""
     dataset = tmp_path / "mine.jsonl"
     problems = [{"prompt": "1 + 1", "answer": "2"}] * 20 + [{"prompt": "1 + " * 2000 + "1", "answer": "2001"}]
     dataset.write_text("\n".join(map(json.dumps, problems)))
@@ -111,7 +109,7 @@ def test_a_prompt_longer_than_the_context_is_refused(tmp_path: Path, error_line:
 
 
 def test_a_port_in_use_is_refused(error_line: Complaint) -> None:
-    """With the way out."""
+    """The message names the flag for another port."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         line = error_line(port=port)
@@ -119,10 +117,8 @@ def test_a_port_in_use_is_refused(error_line: Complaint) -> None:
     assert "already in use" in line
 
 
-def test_the_directory_of_another_run_is_refused_with_both_ways_out(
-    tmp_path: Path, finished: CompletedRun, error_line: Complaint
-) -> None:
-    """Continue it or delete it; and while somebody is in it, neither."""
+def test_the_directory_of_another_run_is_refused(tmp_path: Path, finished: CompletedRun, error_line: Complaint) -> None:
+    """The message names --resume and --clean. Neither is possible while another process uses the directory."""
     shutil.copytree(finished.run_dir, tmp_path / "run")
     line = error_line()
     assert "--resume" in line
@@ -134,8 +130,10 @@ def test_the_directory_of_another_run_is_refused_with_both_ways_out(
     assert "/no/such/model" in error_line("--clean", "--model", "/no/such/model")
 
 
-def test_a_run_is_resumed_only_as_what_it_was(tmp_path: Path, finished: CompletedRun, error_line: Complaint) -> None:
-    """Another rank, model or dataset is refused with the difference, also where only the contents changed."""
+def test_a_run_resumes_only_with_the_same_rank_model_and_dataset(
+    tmp_path: Path, finished: CompletedRun, error_line: Complaint
+) -> None:
+    """The difference is named, also if only the contents of a file changed."""
     shutil.copytree(finished.run_dir, tmp_path / "run")
     resume = ("--resume", *SMALL[2:], "--steps", "6", "--checkpoint.interval", "2")
     line = error_line(*resume, "--policy.method.rank", "8")
@@ -152,8 +150,8 @@ def test_a_run_is_resumed_only_as_what_it_was(tmp_path: Path, finished: Complete
     assert f"-> {dataset}" in error_line(*resume, "--data.train", str(dataset))
 
 
-def test_a_resumed_run_says_from_which_step(tmp_path: Path, finished: CompletedRun) -> None:
-    """Its own profile is the way to resume it, whatever the settings were."""
+def test_a_resumed_run_prints_its_step(tmp_path: Path, finished: CompletedRun) -> None:
+    """The profile in the run directory is used for all settings."""
     shutil.copytree(finished.run_dir, tmp_path / "run")
     profile = tmp_path / "run" / "profile.toml"
     result = run(tmp_path / "run", "--profile", str(profile), "--resume")
@@ -163,8 +161,8 @@ def test_a_resumed_run_says_from_which_step(tmp_path: Path, finished: CompletedR
     assert [event["step"] for event in events if event["event"] == "run_resumed"] == [finished.steps]
 
 
-def test_a_run_that_does_not_exist_is_not_resumed(tmp_path: Path, error_line: Complaint) -> None:
-    """The nearest run beside it is named; without one, how to start a run."""
+def test_a_missing_run_is_not_resumed(tmp_path: Path, error_line: Complaint) -> None:
+    """The message names the nearest run in the same directory, or how to start a run."""
     assert "start a new run without --resume" in error_line("--resume")
     (tmp_path / "runs").mkdir()
     for name in ("first", "second"):
@@ -175,10 +173,10 @@ def test_a_run_that_does_not_exist_is_not_resumed(tmp_path: Path, error_line: Co
     assert f"did you mean {tmp_path / 'runs' / 'first'}?" in line
 
 
-def test_a_trained_adapter_is_overwritten_by_no_other_run(
+def test_a_trained_adapter_is_not_overwritten_by_another_run(
     tmp_path: Path, finished: CompletedRun, error_line: Complaint
 ) -> None:
-    """Before training. The run that wrote it may be resumed and write it again."""
+    """The refusal precedes training. The run that wrote the adapter may resume and write it again."""
     shutil.copytree(finished.run_dir / "adapters", tmp_path / "mine")
     line = error_line("--checkpoint.adapter-path", str(tmp_path / "mine"))
     for part in (str(tmp_path / "mine"), "checkpoint.adapter_path"):
@@ -199,10 +197,10 @@ def test_a_trained_adapter_is_overwritten_by_no_other_run(
     prepared.close()
 
 
-def test_a_run_whose_dataset_has_changed_is_not_resumed(
+def test_a_run_with_a_changed_dataset_is_not_resumed(
     tmp_path: Path, finished: CompletedRun, error_line: Complaint
 ) -> None:
-    """The same path, other contents."""
+    """The path is the same and the contents differ."""
     shutil.copytree(finished.run_dir, tmp_path / "run")
     dataset = tmp_path / "mine.jsonl"
     dataset.write_text("".join(TRAIN.read_text().splitlines(keepends=True)[:1000]))
@@ -211,8 +209,8 @@ def test_a_run_whose_dataset_has_changed_is_not_resumed(
     assert "changed since the start of the run: dataset" in error_line("--resume", "--profile", str(profile))
 
 
-def test_a_hub_that_cannot_be_reached_names_the_profile_that_needs_none(tmp_path: Path) -> None:
-    """In a process of its own, for which the hub is a closed port."""
+def test_an_unreachable_hub_names_an_offline_profile(tmp_path: Path) -> None:
+    """In a process whose hub is a closed port."""
     result = subprocess.run(
         [sys.executable, "pipeline.py", "--model", "some/repo", "--run-dir", str(tmp_path / "run"), *SMALL],
         cwd=REPOSITORY,
@@ -230,7 +228,7 @@ def test_a_hub_that_cannot_be_reached_names_the_profile_that_needs_none(tmp_path
 def test_a_dry_run_prints_the_resolved_profile_and_writes_nothing(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Flags included; exit status 0."""
+    """Flags included. The exit status is 0."""
     status = main(["--dry-run", "--run-dir", str(tmp_path / "run"), "--steps", "7", "--lora-rank", "3"])
     out, err = capfd.readouterr()
     assert (status, err) == (0, "")

@@ -1,4 +1,4 @@
-"""Components of the user's own that misbehave: a reward costs its groups, a stage costs the run, and both are named."""
+"""Misbehaving custom components: a reward discards its groups, an inserted actor ends the run, and both are named."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ at = "{arrow}"
 DETAILS = {"raises": "raised by the test", "nan": "returned nan", "hangs": "took longer than 0.3 s"}
 
 
-def test_a_reward_that_raises_hangs_or_returns_nan_costs_only_its_groups(tmp_path: Path) -> None:
-    """The run ends well, the books balance, and each such group is discarded for exactly what happened to it."""
+def test_a_failing_reward_discards_only_its_own_groups(tmp_path: Path) -> None:
+    """A reward raises, hangs or returns NaN. The run ends with status 0, and each such group has its reason."""
     (tmp_path / "misbehaving.toml").write_text(MISBEHAVING_REWARD)
     steps = 6
     result = run(tmp_path / "run", "--profile", str(tmp_path / "misbehaving.toml"), "--steps", str(steps))
@@ -61,8 +61,8 @@ def test_a_reward_that_raises_hangs_or_returns_nan_costs_only_its_groups(tmp_pat
 
 
 @pytest.mark.parametrize("arrow", ["rollouts", "scored"])
-def test_a_stage_that_fails_ends_the_run_with_its_name(tmp_path: Path, arrow: str) -> None:
-    """Exit status 1, its traceback, and one last line that names it, not those who missed it."""
+def test_a_failing_inserted_actor_ends_the_run_with_its_name(tmp_path: Path, arrow: str) -> None:
+    """Exit status 1, its traceback, and one last line with its name instead of those of its neighbours."""
     (tmp_path / "failing.toml").write_text(FAILING_STAGE.format(arrow=arrow))
     result = run(tmp_path / "run", "--profile", str(tmp_path / "failing.toml"), "--steps", "4")
     assert result.status == 1

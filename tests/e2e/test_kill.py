@@ -1,4 +1,4 @@
-"""SIGKILL at any moment, and `--resume`: the run ends as if nothing had happened."""
+"""A run that is killed with SIGKILL and resumed loses no group."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STARTING_SECONDS, STEP_SECONDS = 3.0, 0.3
 
 
 def killed_and_resumed(run_dir: Path, *flags: str, kills: int, seed: int) -> RunResult:
-    """A run that is killed at random moments: while it starts, or up to two steps after it began or went on."""
+    """Run with kills at random moments: during the start, or up to two steps after it."""
     profile = run_dir.parent / "telling.toml"
     profile.write_text(TELLING)
     lives = ("--profile", str(profile), *flags, "--resume")
@@ -45,8 +45,8 @@ def killed_and_resumed(run_dir: Path, *flags: str, kills: int, seed: int) -> Run
     return run(run_dir, *lives)
 
 
-def check(run_dir: Path, result: RunResult, *, steps: int) -> None:
-    """It ended normally, and the books balance across all of its lives."""
+def check_result(run_dir: Path, result: RunResult, *, steps: int) -> None:
+    """Check the exit status, and the group accounting over all starts."""
     assert result.status == 0, result
     accounting = result.accounting
     assert (accounting.prompted, accounting.carried_over) == (steps * BATCH, 0)
@@ -71,15 +71,15 @@ def test_killed_at_random_moments_a_synchronous_run_ends_byte_for_byte_the_same(
     whole = run(tmp_path / "whole", *flags)
     assert whole.status == 0, whole
     result = killed_and_resumed(tmp_path / "run", *flags, kills=kills, seed=kills)
-    check(tmp_path / "run", result, steps=4 * kills)
+    check_result(tmp_path / "run", result, steps=4 * kills)
     tensors, uninterrupted = (tmp_path / name / "adapters/adapters.safetensors" for name in ("run", "whole"))
     assert tensors.read_bytes() == uninterrupted.read_bytes()
     assert adapter_settings(tmp_path / "run") == adapter_settings(tmp_path / "whole")
 
 
 @pytest.mark.parametrize("kills", [2, pytest.param(10, marks=pytest.mark.slow)])
-def test_killed_at_random_moments_an_asynchronous_run_loses_no_group(tmp_path: Path, kills: int) -> None:
-    """Groups that were under way are asked again; each one ends exactly once."""
+def test_a_killed_asynchronous_run_loses_no_group(tmp_path: Path, kills: int) -> None:
+    """Groups in flight are prompted again, and each ends exactly once."""
     flags = ("--steps", str(4 * kills), "--checkpoint.interval", "1", "--checkpoint.keep-last", "1")
     result = killed_and_resumed(tmp_path / "run", *flags, kills=kills, seed=kills)
-    check(tmp_path / "run", result, steps=4 * kills)
+    check_result(tmp_path / "run", result, steps=4 * kills)

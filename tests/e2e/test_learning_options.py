@@ -1,4 +1,4 @@
-"""Whole runs with what the default one leaves off: other objectives, samplings, optimizers, and states to resume."""
+"""Runs with non-default objectives, sampling parameters, optimizers and state."""
 
 from __future__ import annotations
 
@@ -82,8 +82,10 @@ RUINOUS = (
 )
 
 
-def test_every_state_of_learning_survives_a_kill(tmp_path: Path) -> None:
-    """With refills, replay, controllers, a moving reference and good policies the resumed adapter is the same bytes."""
+def test_the_complete_learner_state_survives_a_kill(tmp_path: Path) -> None:
+    """With dynamic sampling, replay, controllers, a moving reference policy and rollback the adapter of the resumed
+    run is identical.
+    """
     profile = tmp_path / "everything.toml"
     profile.write_text(EVERYTHING)
     flags = ("--profile", str(profile))
@@ -101,8 +103,8 @@ def test_every_state_of_learning_survives_a_kill(tmp_path: Path) -> None:
     assert adapters[0].read_bytes() == adapters[1].read_bytes()
 
 
-def test_a_refilled_batch_is_full(tmp_path: Path) -> None:
-    """Groups without signal are replaced: every update learns from as many groups as a batch has."""
+def test_dynamic_sampling_fills_every_batch(tmp_path: Path) -> None:
+    """Zero-variance groups are replaced, so every update has batch_size groups."""
     result = run(tmp_path / "run", "--steps", "4", "--learner.objective", "dapo")
     assert result.status == 0, result
     assert result.accounting.trained == 4 * BATCH
@@ -110,8 +112,8 @@ def test_a_refilled_batch_is_full(tmp_path: Path) -> None:
     assert all(line["groups/trained"] == BATCH for line in metrics(tmp_path / "run"))
 
 
-def test_a_truncated_distribution_is_learnt_from_as_it_was_drawn(tmp_path: Path) -> None:
-    """With top-k, top-p and min-p, sampler and learner agree on the tokens that the newest weights drew."""
+def test_a_filtered_sampling_distribution_is_trained_on_correctly(tmp_path: Path) -> None:
+    """With top-k, top-p and min-p, sampler and learner agree on the on-policy tokens."""
     profile = tmp_path / "truncated.toml"
     profile.write_text(TRUNCATED)
     result = run(tmp_path / "run", "--profile", str(profile), "--steps", "3")
@@ -122,8 +124,8 @@ def test_a_truncated_distribution_is_learnt_from_as_it_was_drawn(tmp_path: Path)
     assert all(math.isfinite(line["loss"]) for line in recorded)
 
 
-def test_a_policy_that_is_destroyed_goes_back_to_the_last_good_one(tmp_path: Path) -> None:
-    """A rate that ruins everything trips the alarm; what is served at the end answers about as well as before."""
+def test_a_collapsed_policy_is_rolled_back(tmp_path: Path) -> None:
+    """An excessive learning rate triggers collapse detection. The final accuracy is close to the initial one."""
     flags = (
         "--collapse-detection.on-collapse",
         "rollback",
@@ -142,8 +144,8 @@ def test_a_policy_that_is_destroyed_goes_back_to_the_last_good_one(tmp_path: Pat
     assert versions == sorted(versions)
 
 
-def test_a_run_can_stop_at_the_first_collapse(tmp_path: Path) -> None:
-    """One line says what was seen, and the run ends with status 1; the last batch is on record."""
+def test_a_run_stops_at_the_first_collapse(tmp_path: Path) -> None:
+    """One line has the sign, the exit status is 1, and the last batch is in the logs."""
     flags = ("--collapse-detection.on-collapse", "stop", "--collapse-detection.window", "2")
     result = run(tmp_path / "run", *RUINOUS, *flags, "--steps", "12")
     assert result.status == 1, result

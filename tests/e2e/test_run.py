@@ -1,4 +1,4 @@
-"""`python pipeline.py`: from prompt to trained adapter, with everything it prints and leaves."""
+"""A complete run of `python pipeline.py`: its output and its files."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from tests.e2e.conftest import CompletedRun
 from tests.e2e.pipeline_process import BATCH, assert_recorded, lines, metrics
 
 
-def test_a_run_says_what_runs_where_and_what_came_of_it(finished: CompletedRun) -> None:
-    """Machine, backend, BLAS, policy, address; the table; the conservation line: plain lines when redirected."""
+def test_a_run_prints_its_machine_addresses_and_result(finished: CompletedRun) -> None:
+    """Machine, backend, BLAS, policy, address, table and group accounting, as plain lines if redirected."""
     out = finished.result.out
     assert re.search(r"^machine  .*MLX \d.* on (CPU|GPU|METAL|CUDA).*BLAS \S", out, re.M | re.I)
     assert re.search(r"^compute  \S", out, re.M)
@@ -26,15 +26,15 @@ def test_a_run_says_what_runs_where_and_what_came_of_it(finished: CompletedRun) 
     assert finished.result.err == ""
 
 
-def test_every_group_that_was_asked_ends_once_and_is_on_record(finished: CompletedRun) -> None:
-    """The conservation line, metrics.jsonl and rollouts.jsonl tell the same."""
+def test_every_prompted_group_ends_once_and_is_logged(finished: CompletedRun) -> None:
+    """The group accounting, metrics.jsonl and rollouts.jsonl agree."""
     accounting = finished.result.accounting
     assert (accounting.prompted, accounting.carried_over) == (finished.steps * BATCH, 0)
     assert_recorded(finished.run_dir, accounting, steps=finished.steps)
 
 
-def test_metrics_begin_and_end_with_a_measurement(finished: CompletedRun) -> None:
-    """evaluations.jsonl has step 0 (the base policy) and the last step; metrics.jsonl has one line per step."""
+def test_metrics_and_evaluations_cover_all_steps(finished: CompletedRun) -> None:
+    """evaluations.jsonl has step 0 (the base policy) and the last step. metrics.jsonl has one line per step."""
     recorded, evaluations = metrics(finished.run_dir), lines(finished.run_dir / "evaluations.jsonl")
     assert [line["step"] for line in evaluations] == [0, finished.steps]
     assert [line["step"] for line in recorded] == list(range(1, finished.steps + 1))
@@ -43,8 +43,8 @@ def test_metrics_begin_and_end_with_a_measurement(finished: CompletedRun) -> Non
         assert line.keys() == METRICS.keys()
 
 
-def test_a_run_leaves_its_profile_log_checkpoints_and_adapter(finished: CompletedRun) -> None:
-    """Nothing else, and nothing half written."""
+def test_a_run_leaves_profile_log_checkpoints_and_adapter(finished: CompletedRun) -> None:
+    """No other files and no partial files."""
     run_dir = finished.run_dir
     entries = {entry.name for entry in run_dir.iterdir()} - {".lock", ".run_id"}
     assert entries == {
@@ -67,8 +67,8 @@ def test_a_run_leaves_its_profile_log_checkpoints_and_adapter(finished: Complete
     assert (run_dir / "adapters" / "adapters.safetensors").read_bytes() == final
 
 
-def test_without_asynchrony_every_token_is_drawn_by_the_newest_weights(synchronous: CompletedRun) -> None:
-    """`--async false`: staleness is 0 in every update, and the groups of step s are sampled after update s - 1."""
+def test_a_synchronous_run_samples_with_the_newest_weights(synchronous: CompletedRun) -> None:
+    """`--async false`: the staleness is 0 in every update, and the groups of step s are sampled after update s - 1."""
     recorded = metrics(synchronous.run_dir)
     assert all(line["staleness/max"] in (0, None) for line in recorded)
     assert any(line["staleness/max"] == 0 for line in recorded)
@@ -79,8 +79,8 @@ def test_without_asynchrony_every_token_is_drawn_by_the_newest_weights(synchrono
             assert sampled_by == {versions[group["step"] - 1]}
 
 
-def test_by_default_groups_are_drawn_ahead_within_the_bound(finished: CompletedRun) -> None:
-    """The first batch is fresh; later ones may be stale, by `learner.max_staleness` = 4 versions at most."""
+def test_an_asynchronous_run_samples_ahead_within_the_bound(finished: CompletedRun) -> None:
+    """The first batch is on-policy. Later ones are stale by at most `learner.max_staleness` = 4 versions."""
     stale = [line["staleness/max"] for line in metrics(finished.run_dir)]
     assert stale[0] in (0, None)
     assert 1 <= max(value for value in stale if value is not None) <= 4

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: the first drains, the second stops at once; both leave a run that can go on."""
+"""Ctrl-C and SIGTERM: the first signal drains a run, the second stops it, and the run can be resumed."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from tests.e2e.pipeline_process import BATCH, Run, assert_recorded, lines, metri
 SETTINGS = ("--checkpoint.interval", "1", "--learner.schedule.warmup-steps", "0")
 ENDLESS = (*SETTINGS, "--steps", "5000")
 QUESTIONS = 400
-"""The most that are asked until newer weights answer."""
+"""Upper limit of requests until newer weights respond."""
 
 
 def checkpointed(run_dir: Path) -> int:
-    """The newest step on disk."""
+    """Return the step of the newest checkpoint."""
     return max(int(path.name.removeprefix("step-")) for path in (run_dir / "checkpoints").glob("step-*"))
 
 
-def test_the_api_answers_from_the_newest_weights_until_ctrl_c_drains_the_run(tmp_path: Path) -> None:
-    """During training the version in the answers grows; Ctrl-C ends the run in order, and it can be resumed."""
+def test_the_server_answers_with_the_newest_weights_until_a_drain(tmp_path: Path) -> None:
+    """The policy version in the responses increases during training. Ctrl-C drains the run, and it can be resumed."""
     with Run(tmp_path / "run", *ENDLESS) as running:
         address = running.wait_for("API").split()[1]
         running.wait_for("reward")
-        versions = list(answers(address, tmp_path / "run"))
+        versions = list(versions_of_responses(address, tmp_path / "run"))
         assert versions == sorted(versions)
         assert versions[-1] >= versions[0] + 2
         running.send(signal.SIGINT)
@@ -47,8 +47,8 @@ def test_the_api_answers_from_the_newest_weights_until_ctrl_c_drains_the_run(tmp
     assert_recorded(tmp_path / "run", resumed.accounting, steps=steps + 2)
 
 
-def answers(address: str, run_dir: Path) -> list[int]:
-    """Versions that answered, one question after the other, until the third."""
+def versions_of_responses(address: str, run_dir: Path) -> list[int]:
+    """Return the distinct versions of consecutive responses, up to the third."""
     versions: list[int] = []
     with openai.OpenAI(base_url=address, api_key="none", max_retries=0) as client:
         while len(set(versions)) < 3 and len(versions) < QUESTIONS:
@@ -63,8 +63,8 @@ def answers(address: str, run_dir: Path) -> list[int]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_the_second_signal_stops_at_once_and_the_run_can_go_on(tmp_path: Path, number: signal.Signals) -> None:
-    """Exit status 130 or 143, as shells have it; what was under way is carried over, and asked again."""
+def test_the_second_signal_stops_at_once_and_the_run_resumes(tmp_path: Path, number: signal.Signals) -> None:
+    """Exit status 130 or 143. Groups in flight are carried over and prompted again."""
     with Run(tmp_path / "run", *ENDLESS) as running:
         running.wait_for("reward")
         running.send(number)

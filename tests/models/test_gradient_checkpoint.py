@@ -1,4 +1,4 @@
-"""Recomputed blocks."""
+"""Gradient checkpointing of blocks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from clotho.models.parameters import flat
 
 
 class Block(nn.Module):
-    """Leaves keys and values in its cache, and returns them as well, as blocks do whose keys others share."""
+    """A block that leaves keys and values in its cache and returns them, as blocks with shared keys do."""
 
     calls = 0
 
@@ -31,7 +31,7 @@ class Block(nn.Module):
 
 
 class Blocks(nn.Module):
-    """Two blocks; the result depends on what they return and on what they leave in the cache."""
+    """Two blocks. The result depends on their return values and on their caches."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -47,7 +47,7 @@ class Blocks(nn.Module):
 
 
 def gradient(model: Blocks, caches: list[Any]) -> dict[str, np.ndarray]:
-    """Of the result, by weight, of two passes with the same caches."""
+    """Return the gradient of the result with respect to each weight, of two passes with the same caches."""
     x = mx.arange(12, dtype=mx.float32).reshape(1, 1, 3, 4) / 10
 
     def twice(parameters: Any) -> mx.array:
@@ -66,8 +66,8 @@ def gradient(model: Blocks, caches: list[Any]) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("kind", [LayerKeys, ConcatenateKVCache])
-def test_gradients_flow_through_keys_that_a_block_leaves_and_returns(kind: Any) -> None:
-    """Into a cache of ours or of mlx-lm's, and of the same array on both ways: as without recomputation."""
+def test_gradients_flow_through_cached_and_returned_keys(kind: Any) -> None:
+    """Into a cache of Clotho or of mlx-lm, and of the same array on both paths: as without recomputation."""
     model = Blocks()
     plain = gradient(model, [kind(), kind()])
     with checkpointed_blocks(model.layers):
@@ -77,8 +77,8 @@ def test_gradients_flow_through_keys_that_a_block_leaves_and_returns(kind: Any) 
         assert np.abs(array).max() > 0.1
 
 
-def test_blocks_are_computed_again_in_the_backward_pass_and_leave_no_recomputed_keys() -> None:
-    """Two blocks run twice; their caches hold what the forward pass put there."""
+def test_blocks_are_recomputed_in_the_backward_pass() -> None:
+    """Two blocks run twice. Their caches keep the keys of the forward pass."""
     model = Blocks()
     caches = [LayerKeys(), LayerKeys()]
     held: list[mx.array] = []
@@ -96,8 +96,8 @@ def test_blocks_are_computed_again_in_the_backward_pass_and_leave_no_recomputed_
     assert all(array is kept for array, kept in zip([a for keys in caches for a in keys.held], held, strict=True))
 
 
-def test_blocks_are_themselves_again_after_an_error() -> None:
-    """Their class is another one inside only."""
+def test_the_class_of_a_block_is_restored_after_an_error() -> None:
+    """It is another one inside the context only."""
     model = Blocks()
     with pytest.raises(ValueError, match="matmul"), checkpointed_blocks(model.layers):
         model(mx.ones((1, 1, 3, 5)), [LayerKeys(), LayerKeys()])

@@ -1,4 +1,4 @@
-"""Splitting models into blocks and head."""
+"""The split of models into blocks and head."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def build(name: str) -> nn.Module:
-    """One architecture of mlx-lm with random weights, large enough for its quirks to matter."""
+    """Return an architecture of mlx-lm with random weights that are large enough to show its special operations."""
     config = DENSE | MODELS[name]
     module = importlib.import_module(f"mlx_lm.models.{config['model_type']}")
     mx.random.seed(3)
@@ -78,8 +78,8 @@ def build(name: str) -> nn.Module:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_head_at_chosen_positions_gives_the_models_own_logits(name: str) -> None:
-    """Tied or not, with soft caps, scales or recurrent blocks: the halves are the model, quirks included."""
+def test_the_head_at_selected_positions_gives_the_models_logits(name: str) -> None:
+    """With tied heads, soft caps, logit scales and recurrent blocks."""
     model = build(name)
     split = split_model(model, VOCAB)
     assert split is not None
@@ -92,7 +92,7 @@ def test_the_head_at_chosen_positions_gives_the_models_own_logits(name: str) -> 
 
 
 def score(model: nn.Module, tokens_B_S: mx.array, position_N: mx.array, target_N: mx.array) -> TokenScores:
-    """Scores of tokens after flat positions, through the halves."""
+    """Return the scores of tokens after flat positions, through the halves."""
     split = split_model(model, VOCAB)
     assert split is not None
     hidden_N_D = split.blocks(tokens_B_S).reshape(tokens_B_S.size, -1)[position_N]
@@ -100,8 +100,8 @@ def score(model: nn.Module, tokens_B_S: mx.array, position_N: mx.array, target_N
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_padding_never_changes_scores(name: str) -> None:
-    """Right padding comes after every scored token, so causal models of every kind do not see it."""
+def test_padding_changes_no_score(name: str) -> None:
+    """Right padding follows every scored token, so causal models do not see it."""
     model = build(name)
     tokens, target_N = [3, 1, 4, 1, 5], mx.array([1, 4, 1, 5, 9])
     alone = score(model, mx.array([tokens]), mx.arange(5), target_N)
@@ -111,15 +111,15 @@ def test_padding_never_changes_scores(name: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "weights"), [("llama tied", ["model.embed_tokens"]), ("llama untied", ["lm_head"])])
-def test_the_weights_of_a_head_are_its_own_or_borrowed_ones(name: str, weights: list[str]) -> None:
-    """Tied embeddings belong to the blocks and count; an untied head's embeddings, and all layers, do not."""
+def test_the_head_weights_are_its_own_or_tied_embeddings(name: str, weights: list[str]) -> None:
+    """Tied embeddings belong to the blocks and count. The embeddings of an untied head and all layers do not."""
     split = split_model(build(name), VOCAB)
     assert split is not None
     assert list(split.head_weights()) == [f"{weight}.weight" for weight in weights]
 
 
-def test_a_head_computes_with_other_weights_only_inside() -> None:
-    """Twice the weights give twice the logits; after that the model has its own."""
+def test_other_head_weights_apply_only_inside_the_context() -> None:
+    """Twice the weights give twice the logits. Afterwards the model has its own weights."""
     split = split_model(Bigram(vocab_size=7), 7)
     assert split is not None
     hidden_N_D = mx.ones((2, 3))
@@ -131,8 +131,8 @@ def test_a_head_computes_with_other_weights_only_inside() -> None:
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_every_architecture_is_split_and_has_finite_gradients_that_padding_does_not_change(architecture: str) -> None:
-    """In training mode, with respect to every weight: the gradient of padded rows is that of the bare ones."""
+def test_every_architecture_is_split_with_finite_gradients(architecture: str) -> None:
+    """In training mode, for every weight. The gradient of padded rows equals that of unpadded ones."""
     model = tiny(architecture, vocab_size=VOCAB)
     model.train()
 
@@ -158,7 +158,7 @@ def test_every_architecture_is_split_and_has_finite_gradients_that_padding_does_
 
 
 class Wrapper(nn.Module):
-    """A model around a language model, as vision models are."""
+    """A model around a language model, as in vision models."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -169,29 +169,29 @@ class Wrapper(nn.Module):
         return self.language_model(tokens_B_S)
 
 
-def test_wrappers_are_looked_through() -> None:
-    """The submodule whose result is the logits themselves is split in its turn."""
+def test_a_wrapped_language_model_is_split() -> None:
+    """The submodule that returns the logits is split in its turn."""
     wrapper = Wrapper()
     split = split_model(wrapper, 7)
     assert split is not None
     assert split.blocks(mx.array([[1, 2]])).shape == (1, 2, 3)
 
 
-class MixesPositions(Bigram):
-    """Its head looks at two positions at once: it cannot run at chosen positions only."""
+class HeadOverTwoPositions(Bigram):
+    """A model whose head reads two positions, so that it cannot run at selected positions."""
 
     def __call__(self, tokens_B_S: mx.array, cache: Any = None) -> mx.array:
         logits_B_S_V = super().__call__(tokens_B_S)
         return logits_B_S_V + mx.cumsum(logits_B_S_V, axis=1)
 
 
-def test_a_head_that_mixes_positions_is_not_split() -> None:
-    """The proof on four tokens fails."""
-    assert split_model(MixesPositions(vocab_size=7), 7) is None
+def test_a_head_over_several_positions_is_not_split() -> None:
+    """The check on four tokens fails."""
+    assert split_model(HeadOverTwoPositions(vocab_size=7), 7) is None
 
 
-def test_the_model_is_whole_again_after_an_error_in_its_head() -> None:
-    """The stand-in never stays."""
+def test_the_model_is_restored_after_an_error_in_its_head() -> None:
+    """The placeholder is removed."""
     model = Bigram(vocab_size=7)
     split = split_model(model, 7)
     assert split is not None

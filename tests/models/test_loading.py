@@ -1,4 +1,4 @@
-"""From a profile to a policy: types, quantisation, and every mistake in one line."""
+"""Loading of a policy from a profile: types, quantization, the shapes of configurations, and error messages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.saved_models import CONFIG, TOKENS_1_T, UNTIED, build, save
 
 
 def load(path: Path | str, *, kind: Any = "lora", **model: Any) -> Any:
-    """The policy of a model directory; `model` holds keys of [model]."""
+    """Return the policy of a model directory. `model` has keys of [model]."""
     section = ModelSection(path=str(path), **model)
     return load_policy(section, policy_settings(kind=kind), seed=0, keep_reference=False)
 
@@ -34,15 +34,15 @@ def rewrite_config(directory: Path, **changes: object) -> None:
 
 
 def refusal(path: Path | str, **model: Any) -> str:
-    """The one line that says why this model is refused."""
+    """Return the error message for this model."""
     with pytest.raises(ModelError) as caught:
         load(path, **model)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
 
-def test_a_saved_model_becomes_a_policy(tmp_path: Path) -> None:
-    """Same weights, same logits; the tokenizer comes along."""
+def test_a_saved_model_loads_as_a_policy(tmp_path: Path) -> None:
+    """The logits are equal, and the tokenizer is loaded too."""
     policy = load(save(tmp_path / "base"))
     assert mx.array_equal(policy.model(TOKENS_1_T), build()(TOKENS_1_T)).item()
     assert policy.tokenizer.encode("07") == (3, 10)
@@ -50,16 +50,16 @@ def test_a_saved_model_becomes_a_policy(tmp_path: Path) -> None:
     assert policy.adapter_config.model == str(tmp_path / "base")
 
 
-def test_the_cpu_computes_in_float32_unless_told_otherwise(tmp_path: Path) -> None:
-    """Only float32 profits from an optimised BLAS; an explicit type is obeyed."""
+def test_the_cpu_computes_in_float32_by_default(tmp_path: Path) -> None:
+    """The BLAS accelerates float32 only. An explicit type is used."""
     directory = save(tmp_path / "base", dtype=mx.bfloat16)
     assert load(directory).description.dtype == "float32"
     assert load(directory, dtype="float16").description.dtype == "float16"
     assert load(directory).model(TOKENS_1_T).dtype == mx.float32
 
 
-def test_a_quantised_base_stays_so_unless_dequantised(tmp_path: Path) -> None:
-    """Dequantised, it computes the same function with plain weights, and may be trained in full."""
+def test_a_quantized_base_stays_quantized_by_default(tmp_path: Path) -> None:
+    """With `dequantize` it computes the same function and may be trained in full."""
     directory = save(tmp_path / "base", bits=4)
     packed, expanded = load(directory), load(directory, dequantize=True)
     assert (packed.description.quantization_bits, expanded.description.quantization_bits) == (4, None)
@@ -70,8 +70,8 @@ def test_a_quantised_base_stays_so_unless_dequantised(tmp_path: Path) -> None:
     assert load(directory, dequantize=True, kind="full").description.trainable_parameters > 0
 
 
-def test_missing_models_are_named(tmp_path: Path) -> None:
-    """A path that looks like one is never looked up on the hub."""
+def test_a_missing_model_path_is_named(tmp_path: Path) -> None:
+    """A path is never looked up on the hub."""
     assert "does not exist" in refusal(tmp_path / "nowhere")
     assert "does not exist" in refusal("./nowhere")
     (tmp_path / "empty").mkdir()
@@ -80,8 +80,8 @@ def test_missing_models_are_named(tmp_path: Path) -> None:
     assert "is a file" in refusal(tmp_path / "file")
 
 
-def test_an_unreachable_hub_names_the_profile_that_needs_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the client raises becomes one line with a way out."""
+def test_an_unreachable_hub_names_an_offline_profile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any error of the client becomes one message with an alternative."""
 
     def fail(*args: object, **kwargs: object) -> str:
         raise LocalEntryNotFoundError("no connection\nand more lines")
@@ -92,13 +92,13 @@ def test_an_unreachable_hub_names_the_profile_that_needs_none(monkeypatch: pytes
     assert "local-m3" in message
 
 
-def test_a_name_that_no_repository_can_have_is_refused() -> None:
-    """Before anything is asked of the network."""
+def test_an_invalid_repository_name_is_refused() -> None:
+    """Before any network access."""
     assert "neither a directory nor the name of a hub repository" in refusal("what is this?")
 
 
-def test_a_hub_model_is_used_from_where_it_was_downloaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The repository's name is handed to the hub's client as it is."""
+def test_a_hub_model_is_used_from_its_download(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The hub's client receives the name of the repository unchanged."""
     asked: list[str] = []
 
     def download(repository: str, **options: object) -> str:
@@ -111,8 +111,8 @@ def test_a_hub_model_is_used_from_where_it_was_downloaded(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("change", [{"model_file": "x.py"}, {"auto_map": {"AutoModel": "x.Model"}}])
-def test_code_from_a_model_is_refused(tmp_path: Path, change: dict[str, object]) -> None:
-    """A model's own Python runs only where the operator said so."""
+def test_code_of_a_model_is_refused_by_default(tmp_path: Path, change: dict[str, object]) -> None:
+    """A model's own Python code runs only with `trust_remote_code`."""
     directory = save(tmp_path / "base")
     rewrite_config(directory, **change)
     (directory / "x.py").write_text("raise SystemExit('this must never run')")
@@ -126,7 +126,7 @@ def test_trusted_code_is_not_refused(tmp_path: Path) -> None:
     assert load(directory, trust_remote_code=True).vocab_size == 64
 
 
-def test_what_mlx_lm_cannot_load_becomes_one_line(tmp_path: Path) -> None:
+def test_models_that_mlx_lm_cannot_load_are_refused(tmp_path: Path) -> None:
     """An unknown architecture, a broken configuration, missing or damaged weights."""
     directory = save(tmp_path / "base")
     rewrite_config(directory, model_type="abacus")
@@ -146,16 +146,14 @@ def test_what_mlx_lm_cannot_load_becomes_one_line(tmp_path: Path) -> None:
 
 
 def arrays(model: nn.Module) -> dict[str, tuple[tuple[int, ...], mx.Dtype]]:
-    """Shapes and types by name."""
+    """Return shapes and types by name."""
     return {name: (tuple(array.shape), array.dtype) for name, array in flat(model.parameters()).items()}
 
 
 @pytest.mark.parametrize("section", [{"dtype": "bfloat16"}, {"dtype": "float32", "dequantize": True}])
 @pytest.mark.parametrize("bits", [0, 4])
-def test_a_configuration_gives_the_shapes_and_types_of_the_files(
-    tmp_path: Path, bits: int, section: dict[str, object]
-) -> None:
-    """Packed or not, converted or not: only the values are missing."""
+def test_a_configuration_gives_the_shapes_of_the_files(tmp_path: Path, bits: int, section: dict[str, object]) -> None:
+    """With and without quantization and conversion. Only the values are missing."""
     model = ModelSection(path=str(tmp_path), **section)  # type: ignore[arg-type]
     save(tmp_path, UNTIED | {"torch_dtype": "bfloat16"}, bits=bits, dtype=mx.bfloat16)
     expected, _ = open_base(tmp_path, model)
@@ -165,15 +163,15 @@ def test_a_configuration_gives_the_shapes_and_types_of_the_files(
 
 
 @pytest.mark.parametrize("directory", sorted(SHAPES.iterdir()), ids=lambda path: path.name)
-def test_every_shipped_configuration_builds_a_model_by_the_name_of_its_repository(directory: Path) -> None:
-    """OWNER--NAME stands for OWNER/NAME, and the file for a model that mlx-lm knows."""
+def test_every_shipped_configuration_builds_a_model(directory: Path) -> None:
+    """OWNER--NAME stands for the repository OWNER/NAME."""
     repository = directory.name.replace("--", "/")
     assert shipped_shape(repository) == directory
     model, config = open_shape(directory, ModelSection(path=repository))
     assert len(model.layers) == config["num_hidden_layers"]
 
 
-def test_other_repositories_have_no_shape() -> None:
-    """Neither an unknown name nor a bare directory of the project is one."""
+def test_unknown_repositories_have_no_shape() -> None:
+    """Neither unknown names nor directories of the project."""
     assert shipped_shape("organisation/name") is None
     assert shipped_shape("") is None

@@ -1,4 +1,4 @@
-"""Installing what is trained: the right layers, and a clear refusal of anything else."""
+"""Installation of adapters: target modules, ranks, trainable embeddings and heads, and refusals."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from tests.small_models import ARCHITECTURES, tiny
 
 
 def trainable(model: Any) -> dict[str, mx.array]:
-    """Trainable parameters by name."""
+    """Return the trainable parameters by name."""
     return flat(model.trainable_parameters())
 
 
 def test_every_linear_layer_of_a_block_is_adapted_by_default() -> None:
-    """Attention and feed-forward projections of all blocks; no embedding, no norm."""
+    """Attention and feed-forward projections of all blocks, without embeddings and norms."""
     model = build()
     config, adapted = install_adapter(model, Lora(), seed=0)
     assert config.lora_parameters is not None
@@ -50,30 +50,30 @@ def test_every_linear_layer_of_a_block_is_adapted_by_default() -> None:
     assert len(trainable(model)) == 2 * 2 * 7
 
 
-def test_experts_are_adapted_too() -> None:
-    """A mixture's stacked expert weights take low-rank layers of their own."""
+def test_experts_are_adapted() -> None:
+    """Stacked expert weights of a mixture have low-rank layers of their own."""
     model = build(MIXTURE)
     install_adapter(model, adapter_settings(rank=3), seed=0)
     assert trainable(model)["model.layers.0.mlp.switch_mlp.up_proj.lora_a"].shape == (4, 3, 64)
 
 
 @pytest.mark.parametrize(("num_layers", "blocks"), [(-1, {"0", "1"}), (1, {"1"}), (2, {"0", "1"})])
-def test_blocks_are_counted_from_the_last(num_layers: int, blocks: set[str]) -> None:
-    """As mlx-lm counts; -1 is all of them."""
+def test_num_layers_counts_from_the_last_block(num_layers: int, blocks: set[str]) -> None:
+    """As in mlx-lm. -1 means all blocks."""
     model = build()
     install_adapter(model, adapter_settings(num_layers=num_layers), seed=0)
     assert {name.split(".")[2] for name in trainable(model)} == blocks
 
 
 @pytest.mark.parametrize("num_layers", [0, 3])
-def test_an_impossible_number_of_blocks_is_refused(num_layers: int) -> None:
-    """0 would mean all of them to mlx-lm, and 3 of 2 is a mistake."""
+def test_an_invalid_number_of_blocks_is_refused(num_layers: int) -> None:
+    """mlx-lm reads 0 as all blocks. 3 of 2 blocks is an error."""
     with pytest.raises(ModelError, match="has 2 blocks"):
         install_adapter(build(), adapter_settings(num_layers=num_layers), seed=0)
 
 
 def test_scale_and_alpha_reach_the_layers() -> None:
-    """mlx-lm's scale is absolute; alpha is divided by the rank, and for rsLoRA by its root (arXiv:2312.03732)."""
+    """mlx-lm's scale is absolute. alpha is divided by the rank, or by its square root for rsLoRA (arXiv:2312.03732)."""
     for section, scale in (
         (adapter_settings(scale=3.0), 3.0),
         (adapter_settings(alpha=32.0, rank=16), 2.0),
@@ -84,8 +84,8 @@ def test_scale_and_alpha_reach_the_layers() -> None:
         assert model.layers[0].self_attn.q_proj.scale == scale
 
 
-def test_a_quantised_base_takes_adapters_and_nothing_else() -> None:
-    """QLoRA: packed weights have no gradient, so full training is refused with the way out."""
+def test_a_quantized_base_accepts_only_adapters() -> None:
+    """QLoRA: quantized weights have no gradient, so full training is refused. The message names an alternative."""
     model, _ = quantize_model(build(), dict(CONFIG), group_size=32, bits=4)
     assert is_quantized(model)
     with pytest.raises(ModelError, match=r"cannot be trained in full: use policy\.method = lora"):
@@ -95,8 +95,8 @@ def test_a_quantised_base_takes_adapters_and_nothing_else() -> None:
     assert {name.rsplit(".", 1)[1] for name in trainable(model)} == {"lora_a", "lora_b"}
 
 
-def test_full_training_opens_floating_parameters_only() -> None:
-    """A parameter of integers has no gradient and stays frozen."""
+def test_full_training_trains_floating_point_parameters_only() -> None:
+    """Integer parameters have no gradient and stay frozen."""
     model = build()
     model.layers[0].mlp.table = mx.array([1, 2, 3])
     open_all_weights(model)
@@ -104,8 +104,8 @@ def test_full_training_opens_floating_parameters_only() -> None:
     assert len(trainable(model)) == len(flat(model.parameters())) - 1
 
 
-def test_dora_trains_a_magnitude_of_every_output_too() -> None:
-    """It starts as the norm of the weight's row (arXiv:2402.09353, section 4.3), so version 0 is the base."""
+def test_dora_trains_a_magnitude_per_output() -> None:
+    """It starts as the norm of the weight's row (arXiv:2402.09353, section 4.3), so version 0 equals the base."""
     model = build()
     before: mx.array = model(TOKENS_1_T)
     weight_O_I = model.layers[0].self_attn.k_proj.weight
@@ -118,8 +118,8 @@ def test_dora_trains_a_magnitude_of_every_output_too() -> None:
     assert mx.allclose(model(TOKENS_1_T), before, rtol=1e-5, atol=1e-6).item()
 
 
-def test_dora_computes_the_papers_equation() -> None:
-    """Each row of W + scale (A B)^T is scaled to the length m; the layer's bias is added after."""
+def test_dora_computes_the_equation_of_the_paper() -> None:
+    """Each row of W + scale (A B)^T is scaled to the length m. The layer's bias is added after."""
     layer = nn.Linear(6, 5)
     model = build()
     model.layers[0].self_attn.q_proj = layer
@@ -134,8 +134,8 @@ def test_dora_computes_the_papers_equation() -> None:
 
 
 @pytest.mark.parametrize("kind", ["lora", "dora"])
-def test_every_kind_of_parameter_has_a_gradient(kind: Any) -> None:
-    """Off its start, where B = 0 and A has none: low-rank matrices, magnitudes, embeddings and head."""
+def test_every_kind_of_trainable_parameter_has_a_gradient(kind: Any) -> None:
+    """Low-rank matrices, magnitudes, embeddings and head, at a point where B is not 0."""
     model = build(UNTIED)
     install_adapter(model, adapter_settings(kind=kind, train_embeddings=True, train_head=True), seed=0)
     moved = {name: array + 0.05 for name, array in trainable(model).items()}
@@ -145,8 +145,8 @@ def test_every_kind_of_parameter_has_a_gradient(kind: Any) -> None:
     assert all(mx.any(gradient != 0).item() for gradient in flat(gradients).values())
 
 
-def test_dropout_acts_on_the_adapters_input_in_both_kinds() -> None:
-    """In training mode only."""
+def test_dropout_applies_to_the_input_of_the_adapter() -> None:
+    """For LoRA and DoRA, in training mode only."""
     for kind in ("lora", "dora"):
         model = build()
         install_adapter(model, adapter_settings(kind, dropout=0.5), seed=0)
@@ -166,8 +166,8 @@ def test_dropout_acts_on_the_adapters_input_in_both_kinds() -> None:
     ],
     ids=["experts", "3 bits", "6 bits"],
 )
-def test_what_mlx_lm_has_no_dora_for_is_refused(config: Any, bits: int, section: Any, reason: str) -> None:
-    """With the way out; what can be trained still can."""
+def test_layers_without_dora_in_mlx_lm_are_refused(config: Any, bits: int, section: Any, reason: str) -> None:
+    """The message names an alternative, and the remaining layers are trainable."""
     model = build(config)
     if bits:
         model, _ = quantize_model(model, dict(config), group_size=32, bits=bits)
@@ -178,7 +178,7 @@ def test_what_mlx_lm_has_no_dora_for_is_refused(config: Any, bits: int, section:
 
 
 def test_modules_of_several_ranks_share_one_scale() -> None:
-    """The configuration keeps the largest rank, and each smaller one by its module's name."""
+    """The configuration has the largest rank, and each smaller one by the name of its module."""
     model = build()
     section = adapter_settings(
         rank=4, ranks=("q_proj=6", "mlp.up_proj=2"), target_modules=("q_proj", "v_proj", "up_proj")
@@ -193,8 +193,8 @@ def test_modules_of_several_ranks_share_one_scale() -> None:
     assert {layer.scale for layer in layers} == {10.0}
 
 
-def test_nothing_beside_packed_weights_but_adapters() -> None:
-    """mlx-lm could not load what was trained; embeddings are packed themselves."""
+def test_a_quantized_base_refuses_trainable_embeddings() -> None:
+    """mlx-lm could not load the result, because the embeddings are quantized."""
     for key in ("train_embeddings", "train_head"):
         model, _ = quantize_model(build(UNTIED), dict(UNTIED), group_size=32, bits=4)
         with pytest.raises(ModelError, match=f"policy.method.{key}: quantized weights cannot"):
@@ -202,25 +202,25 @@ def test_nothing_beside_packed_weights_but_adapters() -> None:
 
 
 def ranks(**section: Any) -> dict[str, int]:
-    """Ranks by module for the tiny dense model."""
+    """Return the ranks by module for the tiny dense model."""
     return module_ranks(build(CONFIG).layers, adapter_settings(**section))
 
 
 def test_linear_modules_are_named_relative_to_their_block() -> None:
-    """Routers and experts among them."""
+    """Routers and experts included."""
     assert {"mlp.switch_mlp.down_proj", "mlp.gate"} <= linear_modules(build(MIXTURE).layers).keys()
 
 
-def test_a_short_name_stands_for_the_modules_that_end_in_it() -> None:
-    """PEFT's `q_proj` is mlx-lm's `self_attn.q_proj`; in `ranks` as in `target_modules`."""
+def test_a_short_name_selects_the_modules_that_end_in_it() -> None:
+    """PEFT's `q_proj` is mlx-lm's `self_attn.q_proj`, in `ranks` and in `target_modules`."""
     targets = ("q_proj", "mlp.up_proj")
     assert ranks(target_modules=targets) == {"mlp.up_proj": 8, "self_attn.q_proj": 8}
     assert ranks(target_modules=targets, ranks=("up_proj=3",)) == {"mlp.up_proj": 3, "self_attn.q_proj": 8}
 
 
 @pytest.mark.parametrize("misspelt", ["self_atn.q_proj", "qproj"])
-def test_an_unknown_name_names_the_nearest(misspelt: str) -> None:
-    """A misspelt module is an error, never an adapter that trains less than asked."""
+def test_an_unknown_module_is_refused_with_the_nearest_name(misspelt: str) -> None:
+    """An adapter never trains fewer modules than requested."""
     with pytest.raises(ModelError, match=r"policy\.method\.target_modules: .*did you mean self_attn\.q_proj"):
         ranks(target_modules=(misspelt,))
     with pytest.raises(ModelError, match=r"policy\.method\.ranks: .*did you mean self_attn\.q_proj"):
@@ -239,14 +239,14 @@ def test_an_unknown_name_names_the_nearest(misspelt: str) -> None:
     ],
     ids=["too large", "twice", "left out"],
 )
-def test_a_rank_that_cannot_be_meant_is_refused(entries: tuple[str, ...], reason: str) -> None:
-    """In one line that names policy.method.ranks."""
+def test_an_invalid_rank_is_refused(entries: tuple[str, ...], reason: str) -> None:
+    """The message names policy.method.ranks."""
     with pytest.raises(ModelError, match=rf"^policy\.method\.ranks: {reason}$"):
         ranks(target_modules=("q_proj", "k_proj"), ranks=entries)
 
 
 def test_the_largest_rank_is_the_smaller_side() -> None:
-    """64 in, 32 out."""
+    """64 inputs and 32 outputs give 32."""
     assert ranks(ranks=("k_proj=32",))["self_attn.k_proj"] == 32
 
 
@@ -262,8 +262,8 @@ GPT2: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_what_is_found_turns_tokens_into_vectors_and_vectors_into_logits(architecture: str) -> None:
-    """Doubling an embedding or the head moves the logits; no other matrix of that height is left."""
+def test_token_weights_finds_embeddings_and_head(architecture: str) -> None:
+    """Doubling an embedding or the head changes the logits. No other matrix of that height remains."""
     model = tiny(architecture)
     tokens_1_T = mx.array([[3, 5, 8]])
     before = model(tokens_1_T)
@@ -282,13 +282,13 @@ def test_what_is_found_turns_tokens_into_vectors_and_vectors_into_logits(archite
 
 
 def gpt2() -> Any:
-    """Embeddings of tokens and of positions, a tied head; nothing evaluated."""
+    """Return a model with token and position embeddings and a tied head, without evaluated weights."""
     module = importlib.import_module("mlx_lm.models.gpt2")
     return module.Model(module.ModelArgs.from_dict({"model_type": "gpt2", **GPT2}))
 
 
-def test_an_embedding_of_positions_is_none_of_tokens() -> None:
-    """GPT-2 has both, and ties its head."""
+def test_position_embeddings_are_not_token_embeddings() -> None:
+    """GPT-2 has both and ties its head."""
     assert list(token_weights(gpt2(), embeddings=True, head=False)) == ["model.wte"]
     with pytest.raises(
         ModelError, match=r"policy\.method\.train_head: .*tied.*policy\.method\.train_embeddings = true trains both"
@@ -296,8 +296,8 @@ def test_an_embedding_of_positions_is_none_of_tokens() -> None:
         token_weights(gpt2(), embeddings=True, head=True)
 
 
-def test_watching_leaves_no_trace_and_computes_nothing() -> None:
-    """Classes are the library's again, and weights that were not read yet stay unread."""
+def test_token_weights_changes_and_computes_nothing() -> None:
+    """The classes are those of mlx-lm again, and lazy weights stay unread."""
     model = gpt2()
     mx.reset_peak_memory()
     held = mx.get_active_memory()

@@ -1,4 +1,4 @@
-"""What the machine says of itself."""
+"""The description of the machine, and the random state of MLX in a checkpoint."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import mlx.core as mx
 from clotho.models.machine import describe_machine, random_state, restore_random_state
 
 
-def test_the_machine_is_described() -> None:
-    """Every field holds something a person can use, and the BLAS is the one that was passed in."""
+def test_every_field_of_the_machine_has_a_value() -> None:
+    """The BLAS is the one that was passed in."""
     machine = describe_machine(blas="openblas")
     assert machine.blas == "openblas"
     assert machine.backend in ("CPU", "Metal", "CUDA")
@@ -20,8 +20,8 @@ def test_the_machine_is_described() -> None:
     assert all([machine.processor, machine.device, machine.system])
 
 
-def test_a_restored_state_draws_the_same_numbers() -> None:
-    """Dropout after a resume is the dropout of the uninterrupted run."""
+def test_a_restored_random_state_gives_the_same_numbers() -> None:
+    """Dropout after a resume equals that of an uninterrupted run."""
     mx.random.seed(7)
     mx.eval(mx.random.uniform(shape=(5,)))
     state = random_state()

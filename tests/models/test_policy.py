@@ -1,4 +1,4 @@
-"""The policy: swaps by pointer, steps aside for the reference, and always comes back."""
+"""The policy: weight swaps by pointer, and the reference policy."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NO_TOKENIZER = cast(ChatTokenizer, None)
 
 
 def make(config: dict[str, Any] = CONFIG, *, seed: int = 0, keep_reference: bool = False, **section: Any) -> Policy:
-    """A policy over a random model; `section` holds keys of [policy]."""
+    """Return a policy of a random model. `section` has keys of [policy]."""
     return Policy(
         build(config),
         NO_TOKENIZER,
@@ -32,14 +32,14 @@ def make(config: dict[str, Any] = CONFIG, *, seed: int = 0, keep_reference: bool
 
 
 def moved(parameters: Parameters, by: float = 0.05) -> Parameters:
-    """Other evaluated parameters, as an update would make them."""
+    """Return other evaluated parameters, as after an update."""
     tree: Parameters = tree_map(lambda array: array + by, parameters)
     mx.eval(tree)
     return tree
 
 
 def base_logits(config: dict[str, Any] = CONFIG) -> mx.array:
-    """Logits of the frozen base model with the CPU layers that a policy uses: a BLAS may round by memory layout."""
+    """Return logits of the frozen base model with the CPU layers of a policy."""
     model = build(config)
     model.freeze()
     install_cpu_layers(model)
@@ -49,27 +49,27 @@ def base_logits(config: dict[str, Any] = CONFIG) -> mx.array:
 
 
 def logits(policy: Policy) -> mx.array:
-    """What the policy computes now for a fixed sequence."""
+    """Return the policy's current logits for a fixed sequence."""
     result: mx.array = policy.model(TOKENS_1_T)
     mx.eval(result)
     return result
 
 
 def same(left: mx.array, right: mx.array) -> bool:
-    """Bit for bit, NaN apart."""
+    """Compare bit for bit, except for NaN."""
     return bool(mx.array_equal(left, right).item())
 
 
-def test_a_new_adapter_changes_nothing() -> None:
-    """B starts at zero, so version 0 is the base policy, bit for bit."""
+def test_a_new_adapter_equals_the_base() -> None:
+    """B is zero, so version 0 is the base policy, bit for bit."""
     base = base_logits()
     policy = make()
     assert same(logits(policy), base)
     assert (policy.version, policy.step) == (0, 0)
 
 
-def test_publish_hands_over_the_very_arrays() -> None:
-    """No copy: the model's parameters are the objects that were published."""
+def test_publish_installs_the_given_arrays() -> None:
+    """Without a copy: the model's parameters are the published objects."""
     policy = make()
     new = moved(policy.trainable())
     seconds = policy.publish(new, version=3, step=4, fingerprint="abc")
@@ -80,8 +80,8 @@ def test_publish_hands_over_the_very_arrays() -> None:
     assert 0 < seconds < 1
 
 
-def test_publish_changes_what_the_model_computes() -> None:
-    """The swap is seen by the next forward pass, and swapping back restores every bit."""
+def test_publish_takes_effect_at_the_next_forward_pass() -> None:
+    """Publishing the previous weights restores every bit."""
     policy = make()
     old, before = policy.trainable(), logits(policy)
     policy.publish(moved(old), version=1, step=1, fingerprint="")
@@ -90,8 +90,8 @@ def test_publish_changes_what_the_model_computes() -> None:
     assert same(logits(policy), before)
 
 
-def test_publish_copies_and_evaluates_nothing() -> None:
-    """The model computes with the very arrays that were published, and arrays that are not evaluated stay so."""
+def test_publish_copies_and_evaluates_no_array() -> None:
+    """Arrays that are not evaluated stay so."""
     policy = make()
     published = flat(moved(policy.trainable()))
     name, unevaluated = next((name, array * 2.0) for name, array in published.items())
@@ -103,8 +103,8 @@ def test_publish_copies_and_evaluates_nothing() -> None:
     assert all(served[name] is used[name] is array for name, array in published.items())
 
 
-def test_publish_refuses_what_does_not_fit_and_changes_nothing() -> None:
-    """A missing, extra, misshapen or mistyped parameter names itself; the served weights stay."""
+def test_publish_refuses_mismatched_parameters_without_a_change() -> None:
+    """A missing, extra or misshapen parameter, or one of another type, is named. The served weights stay."""
     policy = make()
     good = flat(policy.trainable())
     name = "model.layers.1.mlp.up_proj.lora_b"
@@ -122,8 +122,8 @@ def test_publish_refuses_what_does_not_fit_and_changes_nothing() -> None:
     assert same(logits(policy), before)
 
 
-def test_using_lends_the_model_and_takes_it_back() -> None:
-    """Inside, the given parameters; after, the served ones; nested blocks unwind in order."""
+def test_using_installs_parameters_for_a_block() -> None:
+    """The served parameters are restored afterwards, also for nested blocks."""
     policy = make()
     first, second = moved(policy.trainable(), 0.05), moved(policy.trainable(), 0.1)
     served = logits(policy)
@@ -135,8 +135,8 @@ def test_using_lends_the_model_and_takes_it_back() -> None:
     assert same(logits(policy), served)
 
 
-def test_using_restores_after_an_error_and_after_tracers() -> None:
-    """An exception, or a gradient that leaves tracers in the model, does no harm to what is served."""
+def test_using_restores_the_weights_after_an_error() -> None:
+    """Also after a gradient that leaves tracers in the model."""
     policy = make()
     before = logits(policy)
     with pytest.raises(ZeroDivisionError), policy.using(moved(policy.trainable())):
@@ -147,8 +147,8 @@ def test_using_restores_after_an_error_and_after_tracers() -> None:
     assert same(logits(policy), before)
 
 
-def test_publishing_inside_using_takes_effect_after_it() -> None:
-    """The lent parameters stay until the block ends; then the newly published ones serve."""
+def test_publish_inside_using_takes_effect_after_the_block() -> None:
+    """The temporary parameters stay until the block ends."""
     policy = make()
     pinned, newer = moved(policy.trainable(), 0.05), moved(policy.trainable(), 0.1)
     with policy.using(pinned):
@@ -172,8 +172,8 @@ def test_publishing_inside_using_takes_effect_after_it() -> None:
     ],
     ids=["dense", "mixture of experts", "dora", "tied embeddings", "dora, embeddings and head"],
 )
-def test_the_reference_is_the_base_bit_for_bit(config: dict[str, Any], section: dict[str, Any]) -> None:
-    """Far from its start, the policy's reference still computes what the untouched base does; then it is back."""
+def test_the_reference_policy_equals_the_base_bit_for_bit(config: dict[str, Any], section: dict[str, Any]) -> None:
+    """Also after many updates. The policy is restored afterwards."""
     base = base_logits(config)
     policy = make(config, keep_reference=True, **section)
     policy.publish(moved(policy.trainable()), version=1, step=1, fingerprint="")
@@ -193,8 +193,8 @@ def test_the_reference_is_the_base_bit_for_bit(config: dict[str, Any], section: 
     assert same(logits(policy), trained)
 
 
-def test_initial_embeddings_and_head_are_kept_by_pointer_and_only_if_asked() -> None:
-    """The reference computes with the very arrays of the base; an adapter alone needs none of it."""
+def test_initial_embeddings_and_head_are_kept_only_if_required() -> None:
+    """The reference policy uses the arrays of the base. An adapter alone needs no copy."""
     model = build(UNTIED)
     initial = (model.model.embed_tokens.weight, model.lm_head.weight)
     section = policy_settings(train_embeddings=True, train_head=True)
@@ -209,8 +209,8 @@ def test_initial_embeddings_and_head_are_kept_by_pointer_and_only_if_asked() -> 
         pass
 
 
-def test_full_training_keeps_a_frozen_reference_only_if_asked() -> None:
-    """Every floating parameter trains; the reference is the initial weights, or an error that says how to get them."""
+def test_full_training_keeps_a_frozen_reference_only_if_required() -> None:
+    """Every floating-point parameter is trainable. Without the copy, the error says how to keep it."""
     policy = make(kind="full", keep_reference=True)
     base = logits(policy)
     assert flat(policy.trainable()).keys() == flat(policy.model.parameters()).keys()
@@ -224,7 +224,7 @@ def test_full_training_keeps_a_frozen_reference_only_if_asked() -> None:
 
 
 def test_equal_seeds_give_equal_adapters_and_fingerprints() -> None:
-    """The initial adapter is a function of the seed, and the fingerprint of the weights."""
+    """The fingerprint is a function of the weights."""
     one, same_again, other = make(seed=7), make(seed=7), make(seed=8)
     assert one.fingerprint == same_again.fingerprint == fingerprint(one.trainable())
     assert one.fingerprint != other.fingerprint
@@ -234,8 +234,8 @@ def test_equal_seeds_give_equal_adapters_and_fingerprints() -> None:
     assert fingerprint(nested(changed | {name: changed[name].astype(mx.bfloat16)})) != one.fingerprint
 
 
-def test_the_tree_of_parameters_matches_the_tree_of_gradients() -> None:
-    """An optimizer maps both at once, empty branches included."""
+def test_the_parameter_tree_matches_the_gradient_tree() -> None:
+    """An optimizer maps over both, empty branches included."""
     policy = make()
     gradients = nn.value_and_grad(policy.model, lambda: policy.model(TOKENS_1_T).sum())()[1]
     with policy.using(policy.trainable()):
@@ -243,8 +243,8 @@ def test_the_tree_of_parameters_matches_the_tree_of_gradients() -> None:
     assert flat(summed).keys() == flat(policy.trainable()).keys()
 
 
-def test_training_mode_draws_dropout_and_ends() -> None:
-    """Dropout acts on gradients' forward passes only, never on what is served."""
+def test_training_mode_applies_dropout_inside_its_context() -> None:
+    """Served forward passes have no dropout."""
     policy = make(dropout=0.5)
     policy.publish(moved(policy.trainable()), version=1, step=1, fingerprint="")
     served = logits(policy)
@@ -253,8 +253,8 @@ def test_training_mode_draws_dropout_and_ends() -> None:
     assert same(logits(policy), served)
 
 
-def test_gradient_checkpointing_gives_the_same_gradients_and_leaves_no_trace() -> None:
-    """Blocks recompute inside training mode; the class that every other model shares is untouched."""
+def test_gradient_checkpointing_gives_equal_gradients() -> None:
+    """Blocks are recomputed in training mode only. The class of other models does not change."""
     plain, saving = make(seed=3), make(seed=3, grad_checkpoint=True)
     block = type(saving.model.layers[0])
     of_block = block.__call__
@@ -269,8 +269,8 @@ def test_gradient_checkpointing_gives_the_same_gradients_and_leaves_no_trace() -
     assert block.__call__ is of_block
 
 
-def test_the_description_tells_magnitudes_and_embeddings_from_the_base() -> None:
-    """DoRA's magnitudes are the adapter's; trained embeddings stay the base's."""
+def test_the_description_separates_magnitudes_and_embeddings() -> None:
+    """DoRA's magnitudes count to the adapter, trained embeddings to the base."""
     policy = make(kind="dora", rank=4, target_modules=("self_attn.q_proj",), train_embeddings=True)
     found = policy.description
     adapter = 2 * (4 * (64 + 64) + 64)
@@ -279,8 +279,8 @@ def test_the_description_tells_magnitudes_and_embeddings_from_the_base() -> None
     assert found.bytes == 4 * (found.parameters + adapter)
 
 
-def test_the_description_counts_what_is_there() -> None:
-    """Base and adapter are told apart; the numbers follow from the configuration."""
+def test_the_description_counts_base_and_adapter_parameters() -> None:
+    """The numbers follow from the configuration."""
     policy = make(rank=4, target_modules=("self_attn.q_proj",))
     found = policy.description
     assert found.trainable_parameters == 2 * 4 * (64 + 64)

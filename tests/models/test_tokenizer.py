@@ -1,4 +1,4 @@
-"""The tokenizer: text survives, conversations are rendered, refusals name `messages`."""
+"""The tokenizer: round trips, chat templates, and refusals that name `messages`."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ TEMPLATE = (
 )
 
 
-def test_any_text_survives_encode_and_decode() -> None:
-    """Bytes are tokens; nothing is normalised or cleaned up."""
+def test_text_survives_encode_and_decode() -> None:
+    """Tokens are bytes, and the text is not normalised."""
     tokenizer = byte_tokenizer()
     text = "Hello , world !\n\tübergrößer 世界 🎉"
     assert tokenizer.decode(tokenizer.encode(text)) == text
     assert tokenizer.encode("AB") == (65, 66)
 
 
-def test_special_tokens_have_a_name_but_leave_no_text() -> None:
-    """`decode` skips them, `token_text` shows them; the end token is among `eos_ids`."""
+def test_special_tokens_have_a_name_but_no_text() -> None:
+    """`decode` skips them, `token_text` shows them, and `eos_ids` has the end token."""
     tokenizer = byte_tokenizer()
     assert tokenizer.decode((65, 256, 66)) == "AB"
     assert (tokenizer.token_text(256), tokenizer.token_text(65)) == ("<|end|>", "A")
@@ -37,7 +37,7 @@ def test_special_tokens_have_a_name_but_leave_no_text() -> None:
 
 
 def test_a_conversation_is_rendered_with_its_special_tokens() -> None:
-    """With and without the beginning of an answer."""
+    """With and without the generation prompt."""
     tokenizer = byte_tokenizer(chat_template=TEMPLATE)
     messages = [{"role": "user", "content": "hi"}]
     tokens = tokenizer.render_chat(messages)
@@ -57,8 +57,8 @@ def test_a_conversation_is_rendered_with_its_special_tokens() -> None:
     ],
     ids=["no template", "no messages", "unknown role", "no content", "content not text", "broken template"],
 )
-def test_a_conversation_that_cannot_be_rendered_is_refused(template: str | None, messages: list[object]) -> None:
-    """A RequestError that names `messages`, whatever the template raises."""
+def test_an_invalid_conversation_is_refused(template: str | None, messages: list[object]) -> None:
+    """A RequestError names `messages` for any error of the template."""
     tokenizer = byte_tokenizer(chat_template=template)
     with pytest.raises(RequestError) as caught:
         tokenizer.render_chat(messages)  # type: ignore[arg-type]
@@ -66,13 +66,13 @@ def test_a_conversation_that_cannot_be_rendered_is_refused(template: str | None,
 
 
 def saved(tmp_path: Path) -> Path:
-    """Save the byte tokenizer in Hugging Face form."""
+    """Save the byte tokenizer in the format of Hugging Face."""
     byte_tokenizer(chat_template=TEMPLATE)._wrapper.save_pretrained(str(tmp_path))
     return tmp_path
 
 
-def test_a_tokenizer_is_loaded_from_a_models_directory(tmp_path: Path) -> None:
-    """Offline; template and end token included."""
+def test_a_tokenizer_is_loaded_from_a_model_directory(tmp_path: Path) -> None:
+    """Offline, with template and end token."""
     tokenizer = ChatTokenizer.from_directory(saved(tmp_path))
     assert tokenizer.encode("AB") == (65, 66)
     assert tokenizer.eos_ids == {256}
@@ -80,7 +80,7 @@ def test_a_tokenizer_is_loaded_from_a_models_directory(tmp_path: Path) -> None:
 
 
 def test_a_directory_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
-    """A missing directory, an empty one, a damaged file."""
+    """A missing directory, an empty one, and a damaged file."""
     for directory in (tmp_path / "missing", tmp_path):
         with pytest.raises(ModelError, match="tokenizer"):
             ChatTokenizer.from_directory(directory)
@@ -89,8 +89,8 @@ def test_a_directory_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
         ChatTokenizer.from_directory(tmp_path)
 
 
-def test_a_tokenizers_own_code_does_not_run_unless_trusted(tmp_path: Path) -> None:
-    """An `auto_map` in its configuration is not followed."""
+def test_code_of_a_tokenizer_is_not_run_by_default(tmp_path: Path) -> None:
+    """An `auto_map` in its configuration has no effect."""
     directory = saved(tmp_path)
     config = json.loads((directory / "tokenizer_config.json").read_text())
     config["auto_map"] = {"AutoTokenizer": ["own_code.Own", "own_code.Own"]}
@@ -103,7 +103,7 @@ def test_a_tokenizers_own_code_does_not_run_unless_trusted(tmp_path: Path) -> No
 
 
 def test_threads_may_share_a_tokenizer() -> None:
-    """Encoding, rendering and decoding at once give what they give alone."""
+    """Concurrent encoding, rendering and decoding give the results of sequential calls."""
     tokenizer = byte_tokenizer(chat_template=TEMPLATE)
     wrong: list[str] = []
 

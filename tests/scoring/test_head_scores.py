@@ -1,4 +1,4 @@
-"""The head in pieces: same scores and gradients, bounded memory."""
+"""The head in row chunks: equal scores and gradients with bounded memory."""
 
 from __future__ import annotations
 
@@ -31,26 +31,26 @@ HEADS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def pieces_of(model: nn.Module, rows: int, vocab_size: int = VOCAB) -> tuple[SplitModel, HeadScores]:
-    """The halves of a model, the head in pieces of so many rows."""
+def chunked_model(model: nn.Module, rows: int, vocab_size: int = VOCAB) -> tuple[SplitModel, HeadScores]:
+    """Return the halves of a model with a head in chunks of this number of rows."""
     split = split_model(model, vocab_size)
     assert split is not None
     return split, HeadScores(split, vocab_size, rows=rows)
 
 
 def states(split: SplitModel) -> mx.array:
-    """Hidden states before the scored tokens."""
+    """Return the hidden states before the scored tokens."""
     return split.blocks(TOKENS).reshape(16, -1)[POSITIONS]
 
 
-def whole(model: nn.Module) -> mx.array:
-    """The model's own logits before the scored tokens."""
+def reference_logits(model: nn.Module) -> mx.array:
+    """Return the model's own logits before the scored tokens."""
     logits_B_S_V: mx.array = model(TOKENS)
     return logits_B_S_V.reshape(16, -1)[POSITIONS]
 
 
-def plain(logits_N_V: mx.array, support_N_K: mx.array | None) -> TokenScores:
-    """Scores from the definition, for MLX to differentiate."""
+def reference_scores(logits_N_V: mx.array, support_N_K: mx.array | None) -> TokenScores:
+    """Return the scores from their definition, for differentiation by MLX."""
     for token, addend in LAW.logit_bias:
         logits_N_V = logits_N_V + addend * mx.eye(VOCAB)[token]
     z_N_V = logits_N_V / LAW.temperature
@@ -62,7 +62,7 @@ def plain(logits_N_V: mx.array, support_N_K: mx.array | None) -> TokenScores:
 
 
 def gradient(model: nn.Module, scores: Callable[[], TokenScores]) -> tuple[float, dict[str, mx.array]]:
-    """A weighted sum of all scores, and its gradient in everything that is trainable; the model is as before."""
+    """Return a weighted sum of all scores and its gradient with respect to all trainable parameters."""
 
     def loss(traced: Parameters) -> mx.array:
         model.update(traced)
@@ -78,7 +78,7 @@ def gradient(model: nn.Module, scores: Callable[[], TokenScores]) -> tuple[float
 
 
 def assert_equal(found: dict[str, mx.array], expected: dict[str, mx.array]) -> None:
-    """Within 1e-5 of the largest number of each array."""
+    """Compare to 1e-5 of the largest value of each array."""
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         scale = np.abs(np.array(value)).max()
@@ -88,25 +88,25 @@ def assert_equal(found: dict[str, mx.array], expected: dict[str, mx.array]) -> N
 @pytest.mark.parametrize("support", [None, SUPPORT], ids=["whole vocabulary", "support"])
 @pytest.mark.parametrize("rows", [1, 4, 100])
 @pytest.mark.parametrize("head", HEADS)
-def test_pieces_give_the_scores_and_gradients_of_the_whole(head: str, rows: int, support: mx.array | None) -> None:
-    """Every weight trained, those of the head among them, tied or not; the truth is MLX's own derivative."""
+def test_chunks_give_the_scores_and_gradients_of_the_whole_head(head: str, rows: int, support: mx.array | None) -> None:
+    """With every weight trained, tied head or not. The reference is MLX's own derivative."""
     architecture, settings = HEADS[head]
     model = tiny(architecture, vocab_size=VOCAB, **settings)
     model.train()
-    split, head_scores = pieces_of(model, rows)
+    split, head_scores = chunked_model(model, rows)
     value, arrays = gradient(model, lambda: head_scores(states(split), SampledTokens(TARGETS, support, LAW)))
-    expected, expected_arrays = gradient(model, lambda: plain(whole(model), support))
+    expected, expected_arrays = gradient(model, lambda: reference_scores(reference_logits(model), support))
     assert value == pytest.approx(expected, rel=1e-5)
     assert_equal(arrays, expected_arrays)
 
 
 @pytest.mark.parametrize("rows", [1, 4, 100])
 @pytest.mark.parametrize("head", HEADS)
-def test_gradients_taken_while_the_logits_are_there_are_those_of_the_whole(head: str, rows: int) -> None:
-    """Of log-probabilities alone, where the weights of the head are frozen; each token at its own temperature."""
+def test_gradients_computed_with_the_logits_equal_the_reference(head: str, rows: int) -> None:
+    """Of log-probabilities alone with a frozen head, with a temperature per token."""
     architecture, settings = HEADS[head]
     model = tiny(architecture, vocab_size=VOCAB, **settings)
-    split, head_scores = pieces_of(model, rows)
+    split, head_scores = chunked_model(model, rows)
     model.freeze()
     draws = SampledTokens(TARGETS, None, LAW, TEMPERATURES)
     hidden_N_D = states(split)
@@ -133,15 +133,15 @@ TEACHER = Teacher(
 @pytest.mark.parametrize("support", [None, SUPPORT], ids=["whole vocabulary", "support"])
 @pytest.mark.parametrize("rows", [1, 4])
 @pytest.mark.parametrize("head", ["tied", "untied"])
-def test_pieces_keep_each_tokens_temperature_and_teacher(head: str, rows: int, support: mx.array | None) -> None:
-    """The same scores and gradients as in one piece, of all three scores."""
+def test_chunks_keep_the_temperature_and_teacher_of_each_token(head: str, rows: int, support: mx.array | None) -> None:
+    """The scores and gradients of all three kinds equal those of one chunk."""
     architecture, settings = HEADS[head]
     model = tiny(architecture, vocab_size=VOCAB, **settings)
     model.train()
     draws = SampledTokens(TARGETS, support, LAW, TEMPERATURES, TEACHER)
     found = []
     for count in (100, rows):
-        split, head_scores = pieces_of(model, count)
+        split, head_scores = chunked_model(model, count)
 
         def scores(split: SplitModel = split, head_scores: HeadScores = head_scores) -> TokenScores:
             logp_N, entropy_N, cross_entropy_N = head_scores(states(split), draws)
@@ -154,8 +154,8 @@ def test_pieces_keep_each_tokens_temperature_and_teacher(head: str, rows: int, s
     assert_equal(arrays, expected_arrays)
 
 
-def quantised_head() -> nn.Module:
-    """A model with a packed head and one block that is trained."""
+def quantized_head() -> nn.Module:
+    """Return a model with a quantized head and one trained block."""
     model = tiny("qwen3", vocab_size=VOCAB)
     nn.quantize(model, group_size=32, bits=4, class_predicate=lambda path, _: path == "lm_head")
     model.freeze()
@@ -163,23 +163,23 @@ def quantised_head() -> nn.Module:
     return model
 
 
-def test_a_quantised_head_passes_gradients_through() -> None:
-    """Packed weights have no gradient of their own; what is before them does."""
-    model = quantised_head()
-    split, head_scores = pieces_of(model, 3)
+def test_a_quantized_head_passes_gradients_through() -> None:
+    """Quantized weights have no gradient. The layers before them have one."""
+    model = quantized_head()
+    split, head_scores = chunked_model(model, 3)
     assert split.head_weights() == {}
     _, arrays = gradient(model, lambda: head_scores(states(split), SampledTokens(TARGETS, None, LAW)))
-    _, expected = gradient(model, lambda: plain(whole(model), None))
+    _, expected = gradient(model, lambda: reference_scores(reference_logits(model), None))
     assert_equal(arrays, expected)
 
 
-def test_weights_in_bfloat16_have_gradients_summed_in_float32() -> None:
-    """Eleven pieces: the sum of their gradients is rounded once, as that of one piece is."""
+def test_bfloat16_weights_sum_their_gradients_in_float32() -> None:
+    """Eleven chunks: the sum of their gradients is rounded once, as that of one chunk."""
     model = Bigram(vocab_size=VOCAB, width=8)
     model.set_dtype(mx.bfloat16)
 
     def in_pieces_of(rows: int) -> dict[str, mx.array]:
-        split, head_scores = pieces_of(model, rows)
+        split, head_scores = chunked_model(model, rows)
         return gradient(model, lambda: head_scores(states(split), SampledTokens(TARGETS, None, LAW)))[1]
 
     one_piece = in_pieces_of(100)
@@ -190,10 +190,10 @@ def test_weights_in_bfloat16_have_gradients_summed_in_float32() -> None:
 
 
 @pytest.mark.parametrize("rows", [4, 100])
-def test_the_model_holds_what_it_held(rows: int) -> None:
-    """The very arrays that are being traced, also after the call; the caller's own after the backward pass."""
+def test_the_model_keeps_its_arrays(rows: int) -> None:
+    """During tracing, after the call, and after the backward pass."""
     model = tiny("qwen3", vocab_size=VOCAB, tie_word_embeddings=True)
-    split, head_scores = pieces_of(model, rows)
+    split, head_scores = chunked_model(model, rows)
     parameters = model.trainable_parameters()
     before = {name: array.tolist() for name, array in flat(parameters).items()}
 
@@ -209,10 +209,10 @@ def test_the_model_holds_what_it_held(rows: int) -> None:
     assert {name: array.tolist() for name, array in flat(model.parameters()).items()} == before
 
 
-def test_a_head_trained_under_other_weights_uses_them() -> None:
-    """The weights in the model at the call count, not those that the model was split with."""
+def test_a_head_uses_the_weights_at_the_time_of_the_call() -> None:
+    """Not the weights at the time of the split."""
     model = Bigram(vocab_size=VOCAB, width=8)
-    split, head_scores = pieces_of(model, 4)
+    split, head_scores = chunked_model(model, 4)
     hidden_N_D = states(split)
     doubled = {name: 2 * array for name, array in split.head_weights().items()}
     with split.using(doubled):
@@ -225,14 +225,14 @@ def test_a_head_trained_under_other_weights_uses_them() -> None:
     ("differentiated", "taught", "logp_only"),
     [(True, False, False), (True, True, False), (False, False, False), (False, True, False), (True, False, True)],
 )
-def test_memory_does_not_grow_with_the_number_of_tokens(differentiated: bool, taught: bool, logp_only: bool) -> None:
-    """Four times as many tokens take a few pieces more at most, where one pass over all logits takes 96 pieces more.
+def test_memory_is_independent_of_the_number_of_tokens(differentiated: bool, taught: bool, logp_only: bool) -> None:
+    """Four times as many tokens take at most a few more chunks, while one pass over all logits takes 96 more.
 
-    How many pieces overlap is a matter of time: operations are begun while others still run.
+    MLX may compute several chunks at the same time.
     """
     vocab_size, rows = 4096, 16
     model = Bigram(vocab_size=vocab_size, width=8)
-    _, head_scores = pieces_of(model, rows, vocab_size)
+    _, head_scores = chunked_model(model, rows, vocab_size)
     model.freeze()
 
     def peak(length: int) -> int:

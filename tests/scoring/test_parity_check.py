@@ -1,4 +1,4 @@
-"""Sampler and learner agree about the same tokens."""
+"""The parity check: sampler and learner compute the same log-probabilities."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from tests.training.policies_and_groups import Bigram, BigramPolicy, tiny_policy
 
 
 def engine_of(policy: Policy) -> DecodeEngine:
-    """What would serve it, if it had a tokenizer."""
+    """Return an engine of this policy without a tokenizer."""
     policy.tokenizer = tiny_source().tokenizer
     return DecodeEngine(policy, EngineSection())
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5, 0.0])
-def test_cached_decoding_and_teacher_forcing_agree(temperature: float) -> None:
-    """In float32 to 1e-4 nats, with a moved adapter, at any temperature; greedy counts as untempered."""
+def test_cached_decoding_equals_teacher_forcing(temperature: float) -> None:
+    """To 1e-4 nats in float32, with a changed adapter, at any temperature. Greedy counts as temperature 1."""
     policy = tiny_policy()
     moved = {name: value + 0.05 for name, value in flat(policy.trainable()).items()}
     policy.publish(nested(moved), version=1, step=1, fingerprint="moved")
@@ -48,8 +48,8 @@ def test_cached_decoding_and_teacher_forcing_agree(temperature: float) -> None:
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_they_agree_on_every_kind_of_architecture(architecture: str) -> None:
-    """Dense, sliding windows, experts, recurrent and hybrid; beyond the window of eight tokens where there is one."""
+def test_every_architecture_passes_the_parity_check(architecture: str) -> None:
+    """Dense, sliding window, mixture of experts, recurrent and hybrid, beyond the window of eight tokens."""
     source = tiny_source(architecture)
     policy = BigramPolicy(source.model, vocab_size=source.vocab_size)
     engine = DecodeEngine(source, EngineSection())
@@ -57,8 +57,8 @@ def test_they_agree_on_every_kind_of_architecture(architecture: str) -> None:
     assert report.max_difference < 2e-4
 
 
-class Doubles:
-    """An engine whose logits are twice the model's."""
+class DoubledLogits:
+    """An engine with doubled logits."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -70,16 +70,16 @@ class Doubles:
             yield self._model(mx.array([sequence[:end]] * rows))[:, -1] * 2.0
 
 
-def test_an_engine_that_computes_something_else_is_seen() -> None:
-    """The probe compares two computations, not one with itself."""
+def test_an_engine_with_other_logits_fails_the_parity_check() -> None:
+    """The check compares two independent computations."""
     policy = BigramPolicy(Bigram())
-    report = check_parity(policy, Doubles(policy.model), (1, 2), (3, 4), 1.0)
+    report = check_parity(policy, DoubledLogits(policy.model), (1, 2), (3, 4), 1.0)
     assert report.max_difference > 0.1
 
 
 @pytest.mark.skipif(not computes_on_host(), reason="only the CPU backend decodes on the host")
-def test_what_is_probed_is_what_serves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where steps are taken on the host, it is these that are compared."""
+def test_the_check_uses_the_computation_that_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If decode steps run on the host, the check compares them."""
     policy = tiny_policy()
     engine = engine_of(policy)
     true = HostDecoder.logits
@@ -87,8 +87,8 @@ def test_what_is_probed_is_what_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     assert check_parity(policy, engine, (1, 2, 3), (4, 5, 6), 1.0).max_difference > 1e-3
 
 
-def test_running_rows_do_not_notice_a_probe() -> None:
-    """They draw what they would have sampled without it."""
+def test_running_rows_are_unaffected_by_the_check() -> None:
+    """They sample the same tokens as without it."""
     source = tiny_source()
     engine = make_engine(source)
     answer = submit_request(engine, make_prompt(6), SAMPLED, (3,))
@@ -98,8 +98,8 @@ def test_running_rows_do_not_notice_a_probe() -> None:
     assert answer.completions[0].tokens == complete_alone(source, make_prompt(6), SAMPLED, 3).tokens
 
 
-def test_probabilities_that_are_not_numbers_are_reported_as_such() -> None:
-    """NaN weights give a difference that no threshold accepts."""
+def test_nan_weights_give_a_nan_difference() -> None:
+    """No threshold accepts NaN."""
     policy = tiny_policy()
     broken = {name: value * math.nan for name, value in flat(policy.trainable()).items()}
     policy.publish(nested(broken), version=1, step=1, fingerprint="broken")
@@ -107,8 +107,8 @@ def test_probabilities_that_are_not_numbers_are_reported_as_such() -> None:
 
 
 @pytest.mark.parametrize(("prompt", "tokens"), [((), (1,)), ((1,), ())])
-def test_a_probe_of_nothing_is_refused(prompt: tuple[int, ...], tokens: tuple[int, ...]) -> None:
-    """There is no difference to take the maximum of."""
+def test_a_check_of_zero_tokens_is_refused(prompt: tuple[int, ...], tokens: tuple[int, ...]) -> None:
+    """The maximum of no differences is undefined."""
     policy = tiny_policy()
     engine = engine_of(policy)
     with pytest.raises(ValueError, match="at least one token"):

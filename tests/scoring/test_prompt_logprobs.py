@@ -1,4 +1,4 @@
-"""Log-probabilities of a prompt's own tokens."""
+"""Log-probabilities of the tokens of a prompt."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ TOKENS = (3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9)
 
 @pytest.mark.parametrize("architecture", ["qwen3", "gemma3_text", "mamba2", "falcon_h1"])
 @pytest.mark.parametrize("chunk", [1, 5, 100])
-def test_they_are_those_of_teacher_forcing_however_the_prompt_is_cut(architecture: str, chunk: int) -> None:
-    """Attention, sliding windows, recurrence; a token at a time, or all at once."""
+def test_prompt_log_probabilities_equal_teacher_forcing(architecture: str, chunk: int) -> None:
+    """With attention, sliding windows and recurrence, for every chunk size."""
     policy = BigramPolicy(tiny(architecture), vocab_size=64)
     found = finish(prompt_logprobs(policy, TOKENS, top=0, chunk=chunk))
     forced = TeacherForcing(policy.model, 64).sequence(TOKENS[:1], TOKENS[1:], distribution=SamplingDistribution(1.0))
     assert found.logprobs == pytest.approx(np.array(forced.logp_N).tolist(), abs=2e-4)
 
 
-def test_the_alternatives_are_the_most_probable_tokens_best_first() -> None:
-    """Against the whole vocabulary in float64, sorted; asking for more than there is gives all."""
+def test_the_alternatives_are_the_most_probable_tokens() -> None:
+    """Compared with the sorted vocabulary in float64. A larger number than the vocabulary gives all tokens."""
     policy = tiny_policy()
     for top in (0, 1, 5, VOCAB + 10):
         found = finish(prompt_logprobs(policy, TOKENS, top=top, chunk=4))
@@ -45,8 +45,8 @@ def test_the_alternatives_are_the_most_probable_tokens_best_first() -> None:
                 assert dict(place)[token] == pytest.approx(logp_V[token], abs=1e-4)
 
 
-def test_a_temperature_is_that_of_the_law() -> None:
-    """As teacher forcing has it; the alternatives too, which are as many and as probable as the vocabulary has."""
+def test_a_temperature_applies_as_in_teacher_forcing() -> None:
+    """To the alternatives too."""
     policy = tiny_policy()
     found = finish(prompt_logprobs(policy, TOKENS, top=VOCAB, chunk=5, distribution=SamplingDistribution(0.6)))
     forced = TeacherForcing(policy.model, VOCAB).sequence(
@@ -58,8 +58,8 @@ def test_a_temperature_is_that_of_the_law() -> None:
         assert sum(math.exp(value) for _, value in place) == pytest.approx(1.0, abs=1e-4)
 
 
-def test_weights_that_are_published_meanwhile_change_nothing() -> None:
-    """All of a prompt is scored by one version, which the result names; what serves afterwards is the new one."""
+def test_a_swap_during_scoring_changes_nothing() -> None:
+    """One version scores the whole prompt, and the result names it. The new version serves afterwards."""
     policy = tiny_policy()
     whole = finish(prompt_logprobs(policy, TOKENS, top=0, chunk=4))
     steps = prompt_logprobs(policy, TOKENS, top=0, chunk=4)
@@ -72,19 +72,19 @@ def test_weights_that_are_published_meanwhile_change_nothing() -> None:
     assert later.logprobs != pytest.approx(whole.logprobs, abs=1e-2)
 
 
-def test_a_prompt_of_one_token_has_nothing_to_score() -> None:
-    """There is nothing before the first token."""
+def test_a_prompt_of_one_token_has_no_scores() -> None:
+    """No token precedes the first one."""
     found = finish(prompt_logprobs(tiny_policy(), (3,), top=2, chunk=4))
     assert (found.logprobs, found.top_logprobs) == ((), ())
 
 
-def test_a_turn_reads_no_more_tokens_than_its_chunk() -> None:
-    """Twelve tokens are read in turns of five: three of them, then the result."""
+def test_a_turn_reads_at_most_one_chunk() -> None:
+    """Twelve tokens in chunks of five take three turns."""
     assert len(list(prompt_logprobs(tiny_policy(), TOKENS, top=0, chunk=5))) == 3
 
 
-def test_logits_that_are_not_numbers_are_an_error() -> None:
-    """JSON has no word for them."""
+def test_non_finite_logits_raise_an_error() -> None:
+    """JSON cannot represent them."""
     policy = tiny_policy()
     broken = nested({name: value * math.nan for name, value in flat(policy.trainable()).items()})
     policy.publish(broken, version=1, step=1, fingerprint="broken")
@@ -93,6 +93,6 @@ def test_logits_that_are_not_numbers_are_an_error() -> None:
 
 
 def test_parallel_fields_have_equal_length() -> None:
-    """A place for every log-probability."""
+    """Every token has a place for its log-probability."""
     with pytest.raises(ValueError, match="1 logprobs of a prompt have 0 top_logprobs"):
         PromptLogprobs(version=0, logprobs=(-1.0,), top_logprobs=())

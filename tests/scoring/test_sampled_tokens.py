@@ -1,4 +1,4 @@
-"""What the policy did not draw is read, and never learned from."""
+"""Tokens that the policy did not sample are read, but never trained on."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ EVERYTHING: dict[str, Any] = {
 }
 
 
-def otherwise(group: ScoredGroup) -> ScoredGroup:
-    """The same group with nonsense said of all tokens that were not sampled."""
+def with_other_values_for_unsampled_tokens(group: ScoredGroup) -> ScoredGroup:
+    """Return the same group with random values for all tokens that were not sampled."""
 
     def row(completion: Completion, values: Sequence[Any], nonsense: Any) -> tuple[Any, ...]:
         return tuple(v if yes else nonsense for v, yes in zip(values, completion.sampled, strict=True))
@@ -68,10 +68,13 @@ def otherwise(group: ScoredGroup) -> ScoredGroup:
 
 
 @pytest.mark.parametrize("objective", list(OBJECTIVES))
-def test_what_is_said_of_tokens_that_were_not_drawn_changes_nothing(objective: str) -> None:
-    """Log-probabilities, versions, advantages, reference, teacher, support: bit for bit the same update."""
+def test_values_of_unsampled_tokens_change_nothing(objective: str) -> None:
+    """Log-probabilities, versions, advantages, reference, teacher and support: the update is bit-identical."""
     updates = []
-    for groups in (environment_groups(32), [otherwise(group) for group in environment_groups(32)]):
+    for groups in (
+        environment_groups(32),
+        [with_other_values_for_unsampled_tokens(group) for group in environment_groups(32)],
+    ):
         one = learner(tiny_policy(), measure_update_kl=True, objective=objective, **EVERYTHING)
         updates.append(finish(one.update(groups)))
     assert updates[0].applied
@@ -80,8 +83,8 @@ def test_what_is_said_of_tokens_that_were_not_drawn_changes_nothing(objective: s
     assert same_bits(updates[0].parameters, updates[1].parameters)
 
 
-def two_turns(**fields: Any) -> ScoredGroup:
-    """Two completions of two turns each: the policy drew 3 4 and 5 of the first, 6 and 7 8 of the second."""
+def two_turn_group(**fields: Any) -> ScoredGroup:
+    """Return two completions of two turns: the policy sampled 3 4 and 5 of the first, 6 and 7 8 of the second."""
     first = replace(
         completion([3, 4, 20, 21, 5], [-1.5, -1.0, 0.0, 0.0, -2.0]), sampled=(True, True, False, False, True)
     )
@@ -92,7 +95,7 @@ def two_turns(**fields: Any) -> ScoredGroup:
 
 
 def naive_loss(policy: Policy, weights: dict[str, mx.array], group: ScoredGroup) -> mx.array:
-    """The mean over the sampled tokens of -min(r A, clip(r) A), of whole logits, for MLX to differentiate."""
+    """Return the mean over the sampled tokens of -min(r A, clip(r) A) from whole logits, for differentiation by MLX."""
     policy.model.load_weights(list(weights.items()), strict=False)
     losses = []
     for i, c in enumerate(group.group.completions):
@@ -107,21 +110,21 @@ def naive_loss(policy: Policy, weights: dict[str, mx.array], group: ScoredGroup)
 
 
 def nearly_on_policy(policy: Policy, group: ScoredGroup) -> ScoredGroup:
-    """The same group, sampled by a sampler that says a tenth of a nat more, or less, than the policy."""
+    """Return the same group with rollout log-probabilities that differ from the policy by at most a tenth of a nat."""
     completions = []
     for i, c in enumerate(group.group.completions):
         logprobs = np.zeros(len(c.tokens))
-        own = sampled_by(policy, policy.trainable(), group, i)
+        own = reference_logprobs(policy, policy.trainable(), group, i)
         logprobs[np.flatnonzero(c.sampled)] = own + 0.1 * np.cos(np.arange(len(own)))
         completions.append(replace(c, logprobs=tuple(logprobs.tolist())))
     return with_completions(group, completions)
 
 
 @pytest.mark.parametrize("layout", ["padded", "packed", "shared"])
-def test_two_turns_of_a_transformer_learn_what_a_naive_evaluation_says(layout: Any) -> None:
-    """Rewards 1 0: advantages +-1; MLX's own derivative of the plain formula over whole logits, to 1e-5 of its size."""
+def test_two_turns_of_a_transformer_equal_a_naive_evaluation(layout: Any) -> None:
+    """Rewards 1 0: advantages +-1. The reference is MLX's derivative of the plain formula, to 1e-5 of its size."""
     policy = tiny_policy()
-    group = nearly_on_policy(policy, two_turns())
+    group = nearly_on_policy(policy, two_turn_group())
     settings = learner_settings(loss_aggregation="token_mean", layout=layout)
     value, arrays = whole_gradient(policy, [group], settings, distribution=SamplingDistribution(1.0))
     weights = flat(policy.trainable())
@@ -133,25 +136,25 @@ def test_two_turns_of_a_transformer_learn_what_a_naive_evaluation_says(layout: A
         np.testing.assert_allclose(arrays[name], np.array(slope), atol=1e-5 * size)
 
 
-def test_only_drawn_tokens_are_counted() -> None:
-    """Six of ten; means over them are as if there were no others."""
-    update = finish(learner(tiny_policy()).update([two_turns()]))
+def test_only_sampled_tokens_are_counted() -> None:
+    """Six of ten. The means equal those without the other tokens."""
+    update = finish(learner(tiny_policy()).update([two_turn_group()]))
     assert update.metrics.trained_tokens == 6
     assert update.advantages[0] == pytest.approx((1.0, -1.0), abs=1e-3)
 
 
-def test_what_was_not_drawn_is_read() -> None:
-    """Another answer of the tool in between changes what comes after it."""
-    other = two_turns()
+def test_unsampled_tokens_are_part_of_the_context() -> None:
+    """Another answer of a tool changes the log-probabilities after it."""
+    other = two_turn_group()
     first, second = other.group.completions
     other = with_completions(other, [replace(first, tokens=(3, 4, 20, 9, 5)), second])
-    one, two = (finish(learner(tiny_policy()).update([group])) for group in (two_turns(), other))
+    one, two = (finish(learner(tiny_policy()).update([group])) for group in (two_turn_group(), other))
     assert one.metrics.loss != pytest.approx(two.metrics.loss, abs=1e-4)
 
 
 @pytest.mark.parametrize("loss_aggregation", ["token_mean", "sequence_mean", "token_sum", "group_mean"])
-def test_a_completion_without_a_drawn_token_is_left_out(loss_aggregation: str) -> None:
-    """As if it were empty: its reward counts in the group's mean, and nothing else of it does."""
+def test_a_completion_without_sampled_tokens_is_excluded(loss_aggregation: str) -> None:
+    """Its reward counts in the mean of the group only, as that of an empty completion."""
     silent = replace(completion([5, 6], [0.0, 0.0]), sampled=(False, False))
     updates = []
     for third in (silent, completion([], [])):
@@ -163,16 +166,16 @@ def test_a_completion_without_a_drawn_token_is_left_out(loss_aggregation: str) -
     assert updates[0].advantages == ((updates[1].advantages[0][0], updates[1].advantages[0][1], 0.0),)
 
 
-def test_an_update_without_a_drawn_token_is_refused() -> None:
-    """There is nothing to learn from."""
+def test_an_update_without_sampled_tokens_is_refused() -> None:
+    """It has no gradient."""
     silent = replace(completion([5, 6], [0.0, 0.0]), sampled=(False, False))
     group = with_completions(scored_group([[5]], [1.0]), [silent])
     with pytest.raises(ValueError, match="at least one completion token"):
         finish(learner(tiny_policy()).update([group]))
 
 
-def test_fresh_tokens_are_drawn_ones() -> None:
-    """A sampler that is the learner: no mismatch, whatever the version of what it did not draw."""
+def test_on_policy_metrics_use_only_sampled_tokens() -> None:
+    """The mismatch is 0 if the sampler is the learner, for any version of unsampled tokens."""
     policy = tiny_policy()
     tokens = (1, 2, 3, 4, 20, 21, 5)
     logits_S_V = policy.model(mx.array([tokens[:-1]]))[0]
@@ -186,8 +189,8 @@ def test_fresh_tokens_are_drawn_ones() -> None:
     assert (metrics.ratio_mean, metrics.ess) == pytest.approx((1.0, 1.0), abs=1e-5)
 
 
-def sampled_by(policy: Policy, parameters: Any, group: ScoredGroup, i: int) -> np.ndarray:
-    """Log-probability of the sampled tokens of a completion, at its temperature, the plain way."""
+def reference_logprobs(policy: Policy, parameters: Any, group: ScoredGroup, i: int) -> np.ndarray:
+    """Return the log-probability of the sampled tokens of a completion at its temperature."""
     prompt, c = group.group.prompt.tokens, group.group.completions[i]
     with policy.using(parameters):
         logits = policy.model(mx.array([[*prompt, *c.tokens]]))[0, len(prompt) - 1 : -1]
@@ -199,24 +202,23 @@ def sampled_by(policy: Policy, parameters: Any, group: ScoredGroup, i: int) -> n
 
 @pytest.mark.parametrize("temperatures", [(), (0.7, 1.3)])
 @pytest.mark.parametrize("budget", [1, 8192])
-def test_how_far_an_update_moved_the_policy_is_measured_on_drawn_tokens(
-    budget: int, temperatures: tuple[float, ...]
-) -> None:
-    """Before and after are those of the same tokens, at the temperature that drew them."""
-    policy, group = tiny_policy(), two_turns(temperatures=temperatures)
+def test_the_update_kl_is_measured_on_sampled_tokens(budget: int, temperatures: tuple[float, ...]) -> None:
+    """Before and after the update, at the sampling temperature."""
+    policy, group = tiny_policy(), two_turn_group(temperatures=temperatures)
     update: Update = finish(
         learner(policy, measure_update_kl=True, micro_batch_tokens=budget, learning_rate=0.1).update([group])
     )
     ratio_N = np.concatenate(
         [
-            sampled_by(policy, update.parameters, group, i) - sampled_by(policy, policy.trainable(), group, i)
+            reference_logprobs(policy, update.parameters, group, i)
+            - reference_logprobs(policy, policy.trainable(), group, i)
             for i in (0, 1)
         ]
     )
     assert update.metrics.update_kl == pytest.approx(np.mean(np.exp(ratio_N) - 1.0 - ratio_N), rel=1e-3)
 
 
-def test_all_tokens_drawn_is_the_same_as_nothing_said() -> None:
+def test_a_full_sampled_mask_equals_no_mask() -> None:
     """Bit for bit."""
     groups = random_groups(5)
     said = [
@@ -226,9 +228,9 @@ def test_all_tokens_drawn_is_the_same_as_nothing_said() -> None:
     assert same_bits(one.parameters, two.parameters)
 
 
-def test_cut_off_completions_are_told_by_how_they_ended() -> None:
-    """`mask_truncated` looks at the reason, whatever was sampled last."""
-    group = two_turns()
+def test_truncation_is_determined_by_the_finish_reason() -> None:
+    """`mask_truncated` reads the finish reason, not the last token."""
+    group = two_turn_group()
     first, second = group.group.completions
     cut = with_completions(group, [replace(first, finish_reason="length"), second])
     settings = learner_settings(mask_truncated=True)

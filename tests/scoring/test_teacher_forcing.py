@@ -1,4 +1,4 @@
-"""Teacher-forced log-probabilities and entropies of whole micro-batches."""
+"""Teacher-forced log-probabilities and entropies of micro-batches."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from tests.training.policies_and_groups import VOCAB, Bigram, tiny_policy
 PROMPT, TOKENS = (3, 1, 4), (1, 5, 9, 2, 6)
 
 
-def slow_scores(logits_V: np.ndarray, target: int, distribution: SamplingDistribution) -> tuple[float, float]:
-    """Log-probability and entropy of one token, in float64, from the definition."""
+def reference_scores(logits_V: np.ndarray, target: int, distribution: SamplingDistribution) -> tuple[float, float]:
+    """Return log-probability and entropy of one token in float64 from the definition."""
     z_V = logits_V.astype(np.float64)
     for token, addend in distribution.logit_bias:
         z_V[token] += addend
@@ -30,22 +30,20 @@ def slow_scores(logits_V: np.ndarray, target: int, distribution: SamplingDistrib
 
 @pytest.mark.parametrize("distribution", [SamplingDistribution(1.0), SamplingDistribution(0.6, ((2, 1.5), (9, -2.0)))])
 @pytest.mark.parametrize("layout", ["padded", "packed", "shared", "auto"])
-def test_scores_equal_those_of_the_whole_model_one_token_at_a_time(
-    layout: str, distribution: SamplingDistribution
-) -> None:
-    """The slow twin: full logits of each context alone, softmax in float64."""
+def test_scores_equal_those_of_single_forward_passes(layout: str, distribution: SamplingDistribution) -> None:
+    """The reference computes the full logits of each context alone and a softmax in float64."""
     model = tiny_policy().model
     scores = TeacherForcing(model, VOCAB, layout=layout).sequence(PROMPT, TOKENS, distribution=distribution)
     assert scores.logp_N.shape == scores.entropy_N.shape == (len(TOKENS),)
     for t, token in enumerate(TOKENS):
         logits_V = np.array(model(mx.array([PROMPT + TOKENS[:t]]))[0, -1])
-        logp, entropy = slow_scores(logits_V, token, distribution)
+        logp, entropy = reference_scores(logits_V, token, distribution)
         assert scores.logp_N[t].item() == pytest.approx(logp, abs=2e-5)
         assert scores.entropy_N[t].item() == pytest.approx(entropy, abs=2e-5)
 
 
-class MixesPositions(Bigram):
-    """Its head looks at two positions at once: it cannot run at chosen positions only."""
+class HeadOverTwoPositions(Bigram):
+    """A model whose head reads two positions, so that it cannot run at selected positions."""
 
     def __call__(self, tokens_B_S: mx.array, cache: object = None) -> mx.array:
         logits_B_S_V = super().__call__(tokens_B_S)
@@ -54,8 +52,8 @@ class MixesPositions(Bigram):
 
 @pytest.mark.parametrize("whole", [False, True])
 def test_the_support_of_a_token_limits_its_distribution(whole: bool) -> None:
-    """Of two tokens that could be sampled, the probabilities are those of their logits alone; split or not."""
-    model: nn.Module = MixesPositions(vocab_size=VOCAB) if whole else tiny_policy().model
+    """With two possible tokens the probabilities are those of their logits, with a split model or not."""
+    model: nn.Module = HeadOverTwoPositions(vocab_size=VOCAB) if whole else tiny_policy().model
     support = np.array([1, 7], dtype="<u4").tobytes()
     sequence = scored_only(PROMPT, TOKENS[:1])._replace(supports=(support,))
     (micro,) = build_micro_batches([sequence], layout="padded", budget=1)
@@ -65,27 +63,28 @@ def test_the_support_of_a_token_limits_its_distribution(whole: bool) -> None:
 
 
 @pytest.mark.parametrize(("architecture", "layout"), [("qwen3", "auto"), ("mamba2", "padded"), ("lfm2", "padded")])
-def test_auto_is_padded_where_layers_have_another_state_than_attention(architecture: str, layout: str) -> None:
-    """The layout in use is the one to build micro-batches with."""
+def test_auto_is_padded_for_layers_with_other_state_than_attention(architecture: str, layout: str) -> None:
+    """The resolved layout is the one to build micro-batches with."""
     assert TeacherForcing(tiny(architecture), 64, layout="auto").layout == layout
 
 
 @pytest.mark.parametrize("layout", ["packed", "shared"])
-def test_a_layout_that_a_model_cannot_honour_is_refused(layout: str) -> None:
-    """Asked for by name, it is an error that says what to choose."""
+def test_an_unsupported_layout_is_refused(layout: str) -> None:
+    """If it is requested by name. The message names an alternative."""
     with pytest.raises(ModelError, match=rf'learner.layout = "{layout}".*choose "padded" or "auto"'):
         TeacherForcing(tiny("mamba2"), 64, layout=layout)
 
 
-def test_a_model_that_cannot_be_split_runs_whole_on_padded_rows() -> None:
-    """Its own logits are chosen from; other layouts have no whole rows to run it on."""
-    model = MixesPositions(vocab_size=VOCAB)
+def test_an_unsplittable_model_runs_whole_on_padded_rows() -> None:
+    """Its own logits are selected. Other layouts have no whole rows."""
+    model = HeadOverTwoPositions(vocab_size=VOCAB)
     forcing = TeacherForcing(model, VOCAB, layout="auto")
     assert forcing.layout == "padded"
     scores = forcing.sequence(PROMPT, TOKENS, distribution=SamplingDistribution(0.5))
     logits_S_V = np.array(model(mx.array([PROMPT + TOKENS[:-1]]))[0])[len(PROMPT) - 1 :]
     expected = [
-        slow_scores(row_V, token, SamplingDistribution(0.5))[0] for row_V, token in zip(logits_S_V, TOKENS, strict=True)
+        reference_scores(row_V, token, SamplingDistribution(0.5))[0]
+        for row_V, token in zip(logits_S_V, TOKENS, strict=True)
     ]
     np.testing.assert_allclose(np.array(scores.logp_N), expected, rtol=1e-5)
     (micro,) = build_micro_batches([scored_only(PROMPT, TOKENS)], layout="shared", budget=1)

@@ -1,4 +1,4 @@
-"""Log-probabilities and entropies from logits, and their gradient in closed form."""
+"""Log-probabilities, entropies and cross-entropies of logits, and their gradients in closed form."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LAWS = [PLAIN, SamplingDistribution(0.6), SamplingDistribution(1.7, ((3, 2.0), (
 def oracle(
     logits_V: np.ndarray, target: int, distribution: SamplingDistribution, support_K: list[int] | None = None
 ) -> tuple[float, float]:
-    """Log-probability and entropy of one draw in float64, from the definition: other tokens have probability 0."""
+    """Return log-probability and entropy of one token in float64 from the definition."""
     z_V = logits_V.astype(np.float64).copy()
     for token, addend in distribution.logit_bias:
         z_V[token] += addend
@@ -30,7 +30,7 @@ def oracle(
 
 
 def difference(function: Callable[[np.ndarray], float], x_V: np.ndarray) -> np.ndarray:
-    """Gradient by central differences in float64."""
+    """Return the gradient by central differences in float64."""
     step, gradient_V = 1e-6, np.zeros_like(x_V)
     for i in range(len(x_V)):
         up, down = x_V.copy(), x_V.copy()
@@ -65,10 +65,10 @@ def test_bias_and_temperature_by_hand() -> None:
 
 @pytest.mark.parametrize("support", [None, [1, 3, 4]])
 @pytest.mark.parametrize("distribution", LAWS)
-def test_scores_and_gradients_are_those_of_the_definition(
+def test_scores_and_gradients_equal_their_definition(
     distribution: SamplingDistribution, support: list[int] | None
 ) -> None:
-    """Float64 from the definition, differentiated by finite differences, for both scores at once."""
+    """The reference is in float64 with finite differences, for both scores at once."""
     logits_N_V, target_N = np.random.default_rng(0).normal(size=(3, 6)) * 2, [3, 1, 4]
     support_N_K = None if support is None else mx.array([[4, 1, 3, -1]] * 3)
     g_logp_N, g_entropy_N = [0.7, -1.3, 0.2], [-0.4, 0.9, 1.1]
@@ -92,8 +92,8 @@ def test_scores_and_gradients_are_those_of_the_definition(
         np.testing.assert_allclose(gradient_N_V[n], difference(total, logits_N_V[n]), rtol=1e-5, atol=2e-7)
 
 
-def test_a_support_is_the_vocabulary_with_everything_else_masked() -> None:
-    """Minus infinity outside the support gives the same scores and the same gradient inside, and none outside."""
+def test_a_support_equals_a_mask_on_all_other_tokens() -> None:
+    """Minus infinity outside the support gives the same scores and the same gradient inside it, and none outside."""
     logits_N_V = mx.random.normal((2, 8), key=mx.random.key(1))
     support_N_K, target_N = mx.array([[2, 5, 6], [7, 0, -1]]), mx.array([6, 0])
     outside_N_V = np.ones((2, 8), dtype=bool)
@@ -112,15 +112,15 @@ def test_a_support_is_the_vocabulary_with_everything_else_masked() -> None:
     assert not np.array(replayed_gradient)[outside_N_V].any()
 
 
-def test_a_support_of_one_token_is_certain() -> None:
-    """Nothing else could have been sampled: log-probability and entropy 0, and nothing to learn."""
+def test_a_support_of_one_token_has_log_probability_zero() -> None:
+    """Entropy and gradient are 0 too."""
     support_N_K = mx.array([[2, -1]])
     scores = token_scores(mx.array([[5.0, 1.0, -3.0]]), mx.array([2]), distribution=PLAIN, support_N_K=support_N_K)
     assert (scores.logp_N.item(), scores.entropy_N.item()) == (0.0, 0.0)
 
 
-def test_words_that_are_never_said_leave_entropy_and_gradient_finite() -> None:
-    """A logit of minus infinity: probability 0, entropy that of the others."""
+def test_tokens_of_probability_zero_leave_finite_scores() -> None:
+    """A logit of minus infinity: probability 0, entropy of the others."""
     z_N_V = mx.array([[0.0, -math.inf, 0.0]])
     scores = token_scores(z_N_V, mx.array([0]), distribution=PLAIN)
     assert scores.entropy_N.item() == pytest.approx(math.log(2.0))
@@ -129,7 +129,7 @@ def test_words_that_are_never_said_leave_entropy_and_gradient_finite() -> None:
 
 
 def test_sums_over_a_large_vocabulary_are_exact_to_rounding() -> None:
-    """Against NumPy's float64, where adding 100,000 probabilities one after the other would be off by 1e-4."""
+    """Compared with float64. A sequential sum of 100,000 probabilities would differ by 1e-4."""
     logits_1_V = mx.random.normal((1, 100_000), key=mx.random.key(2)) * 2
     scores = token_scores(logits_1_V, mx.array([7]), distribution=PLAIN)
     expected = oracle(np.array(logits_1_V)[0], 7, PLAIN)
@@ -137,8 +137,8 @@ def test_sums_over_a_large_vocabulary_are_exact_to_rounding() -> None:
 
 
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
-def test_narrow_logits_are_scored_in_float32_and_get_gradients_of_their_own_type(dtype: mx.Dtype) -> None:
-    """The scores are those of the same logits widened."""
+def test_bfloat16_logits_are_scored_in_float32(dtype: mx.Dtype) -> None:
+    """The scores equal those of the widened logits. The gradients have the type of the logits."""
     logits_N_V = mx.random.normal((2, 50), key=mx.random.key(3)).astype(dtype)
     target_N = mx.array([4, 9])
     scores = token_scores(logits_N_V, target_N, distribution=PLAIN)
@@ -154,7 +154,7 @@ SHARES = [[0.75, 0.25, 0.0], [0.2, 0.5, 0.3], [0.0, 0.0, 0.0]]
 
 
 def cross_entropy(logits_V: np.ndarray, n: int, distribution: SamplingDistribution) -> float:
-    """Of the n-th row of the teacher's alternatives, in float64, from the definition, over the whole vocabulary."""
+    """Return the cross-entropy of one row of the teacher's alternatives in float64 from the definition."""
     rows = zip(ALTERNATIVES[n], SHARES[n], strict=True)
     return sum((-share * oracle(logits_V, token, distribution)[0] for token, share in rows if token >= 0), 0.0)
 
@@ -177,10 +177,10 @@ def test_cross_entropy_by_hand() -> None:
 @pytest.mark.parametrize("temperatures", [None, [0.5, 2.0, 1.1]])
 @pytest.mark.parametrize("support", [None, [1, 3, 4]])
 @pytest.mark.parametrize("distribution", LAWS)
-def test_each_token_has_its_own_temperature_and_its_teacher(
+def test_each_token_has_its_own_temperature_and_teacher(
     distribution: SamplingDistribution, support: list[int] | None, temperatures: list[float] | None
 ) -> None:
-    """Float64 from the definition, differentiated by finite differences; the third token has no teacher."""
+    """The reference is in float64 with finite differences. The third token has no teacher."""
     logits_N_V, target_N = np.random.default_rng(4).normal(size=(3, 6)) * 2, [3, 1, 4]
     draws = SampledTokens(
         mx.array(target_N),
@@ -211,8 +211,8 @@ def test_each_token_has_its_own_temperature_and_its_teacher(
         np.testing.assert_allclose(gradient_N_V[n], difference(total, logits_N_V[n]), rtol=1e-5, atol=5e-7)
 
 
-def test_a_temperature_for_each_token_that_is_the_laws_gives_the_laws_scores() -> None:
-    """One number or many."""
+def test_equal_temperatures_per_token_equal_one_temperature() -> None:
+    """One number or an array."""
     logits_N_V, target_N = mx.random.normal((4, 9), key=mx.random.key(5)), mx.array([1, 2, 3, 4])
     one = score(logits_N_V, SampledTokens(target_N, None, SamplingDistribution(0.7)))
     many = score(logits_N_V, SampledTokens(target_N, None, SamplingDistribution(9.0), mx.full(4, 0.7)))
@@ -221,5 +221,5 @@ def test_a_temperature_for_each_token_that_is_the_laws_gives_the_laws_scores() -
 
 
 def test_without_a_teacher_there_is_no_cross_entropy() -> None:
-    """Nothing that could be mistaken for a perfect one."""
+    """The result is None instead of zero."""
     assert token_scores(mx.zeros((1, 2)), mx.array([1]), distribution=PLAIN).cross_entropy_N is None
