@@ -40,7 +40,7 @@ async def test_groups_of_an_earlier_start_are_reported_first() -> None:
         [["a"], ["a"]], lost={3: "b", 5: "a"}, first_group=6, received={"a": 4, "b": 2}, ended=4, ahead=2
     )
     outcomes = await fetched(harness, steps=harness.replacements.close)
-    assert numbers(outcomes) == [3, 5], "6 are asked, which is as far ahead as is allowed"
+    assert numbers(outcomes) == [3, 5], "6 prompted groups reach max_batches_ahead"
     assert {(one.reason, one.prompt.source) for one in outcomes if isinstance(one, Discarded)} == {
         ("lost", "a"),
         ("lost", "b"),

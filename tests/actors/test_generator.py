@@ -93,7 +93,7 @@ class GeneratorHarness:
         self.weights.put(WeightsReady(version=step, step=step, fingerprint=""))
 
     def submitted(self) -> list[int]:
-        """The groups that the engine was asked, in order."""
+        """Return the submitted group ids in order."""
         return [request.prompt[0] for request in self.engine.requests]
 
 
@@ -129,7 +129,7 @@ async def test_sampling_stays_within_max_batches_ahead(engine: FakeEngine, ahead
         tasks.start_soon(harness.generator.run)
         await engine.wait_until(lambda: len(engine.requests) == 4 * batches)
         await anyio.wait_all_tasks_blocked()
-        assert harness.submitted() == list(range(4 * batches)), "whatever has been answered meanwhile"
+        assert harness.submitted() == list(range(4 * batches)), "independent of finished requests"
         harness.serve(1)
         await engine.wait_until(lambda: len(engine.requests) == 4 * (batches + 1))
         harness.serve(100)

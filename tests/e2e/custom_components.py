@@ -1,4 +1,4 @@
-"""Custom components of the tests: a misbehaving reward, a failing inserted actor, and taps that print their progress."""
+"""Custom components: a misbehaving reward, a failing inserted actor, and taps that print their progress."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def test_killed_processes_restart_and_no_group_is_trained_on_twice(tmp_path: Pat
             running.wait_for("step reported")
         below = list(descendants(running.process.pid))
         assert running.kill(after_seconds=0.0)
-    assert wait_until_ended(below), "whoever the trainer had started ends with it"
+    assert wait_until_ended(below), "child processes end with the trainer"
     result = run(run_dir, *arguments, "--resume")
     assert result.status == 0, result
     groups = lines(run_dir / "rollouts.jsonl")

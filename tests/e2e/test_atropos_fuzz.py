@@ -116,8 +116,8 @@ async def test_a_flood_of_malformed_groups_is_discarded(tmp_path: Path, count: i
         flags = ("--steps", str(STEPS), "--atropos.enabled", "true")
         with Run(run_dir, "--profile", str(profile), *flags, "--atropos.url", server.url) as running:
 
-            async def wait_until(said: str) -> None:
-                await anyio.to_thread.run_sync(running.wait_for, said)
+            async def wait_until(text: str) -> None:
+                await anyio.to_thread.run_sync(running.wait_for, text)
 
             with anyio.fail_after(120):
                 await registered(server.http)

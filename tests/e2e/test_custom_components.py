@@ -32,7 +32,7 @@ extends = "local-m3"
 name = "failing"
 factory = "tests.e2e.custom_components:FailingStage"
 mode = "insert"
-at = "{arrow}"
+at = "{queue}"
 """
 
 DETAILS = {"raises": "raised by the test", "nan": "returned nan", "hangs": "took longer than 0.3 s"}
@@ -60,10 +60,10 @@ def test_a_failing_reward_discards_only_its_own_groups(tmp_path: Path) -> None:
     assert f"reward_error {errors}" in result.out
 
 
-@pytest.mark.parametrize("arrow", ["rollouts", "scored"])
-def test_a_failing_inserted_actor_ends_the_run_with_its_name(tmp_path: Path, arrow: str) -> None:
+@pytest.mark.parametrize("queue", ["rollouts", "scored"])
+def test_a_failing_inserted_actor_ends_the_run_with_its_name(tmp_path: Path, queue: str) -> None:
     """Exit status 1, its traceback, and one last line with its name instead of those of its neighbours."""
-    (tmp_path / "failing.toml").write_text(FAILING_STAGE.format(arrow=arrow))
+    (tmp_path / "failing.toml").write_text(FAILING_STAGE.format(queue=queue))
     result = run(tmp_path / "run", "--profile", str(tmp_path / "failing.toml"), "--steps", "4")
     assert result.status == 1
     assert "clotho: actor 'failing' failed: LookupError: raised by the test" in result.err.splitlines()

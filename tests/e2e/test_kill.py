@@ -65,8 +65,8 @@ def adapter_settings(run_dir: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kills", [3, pytest.param(10, marks=pytest.mark.slow)])
-def test_killed_at_random_moments_a_synchronous_run_ends_byte_for_byte_the_same(tmp_path: Path, kills: int) -> None:
-    """Conservation holds over all lives, and the final adapter is that of a run that was never interrupted."""
+def test_a_killed_synchronous_run_ends_with_identical_bytes(tmp_path: Path, kills: int) -> None:
+    """The group accounting balances over all starts. The adapter equals that of an uninterrupted run."""
     flags = ("--steps", str(4 * kills), "--async", "false", "--checkpoint.interval", "1")
     whole = run(tmp_path / "whole", *flags)
     assert whole.status == 0, whole

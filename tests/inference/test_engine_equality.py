@@ -37,21 +37,21 @@ def test_greedy_rows_equal_the_reference_without_a_cache(architecture: str) -> N
     """Rows of different lengths that join and leave at different times. Tokens and log-probabilities are equal."""
     source = tiny_source(architecture)
     engine = make_engine(source, prefill_chunk=16)
-    asked = []
+    submitted = []
     for i, length in enumerate(LENGTHS):
         sampling = Sampling(temperature=0.0, max_tokens=8 + 3 * i, ignore_eos=True)
-        asked.append(
+        submitted.append(
             (make_prompt(length, i), sampling, submit_request(engine, make_prompt(length, i), sampling, (1, 2)))
         )
         engine.tick()
         engine.tick()
     run(engine)
-    for prompt, sampling, answer in asked:
+    for prompt, sampling, answer in submitted:
         expected = reference_greedy(source.model, prompt, sampling)
         for completion in answer.completions:
             assert list(completion.tokens) == expected
-            twin = reference_logprobs(source.model, prompt, completion, sampling)
-            np.testing.assert_allclose(completion.logprobs, twin, atol=1e-4)
+            reference = reference_logprobs(source.model, prompt, completion, sampling)
+            np.testing.assert_allclose(completion.logprobs, reference, atol=1e-4)
         assert len(answer.completions) == 2
 
 
@@ -60,10 +60,10 @@ def test_sampled_rows_are_independent_of_their_neighbours(architecture: str) -> 
     """Each completion equals the one sampled alone with the same seed. Its log-probabilities equal the reference."""
     source = tiny_source(architecture)
     engine = make_engine(source, max_num_seqs=5)
-    asked = []
+    submitted = []
     for i, length in enumerate(LENGTHS):
         sampling = Sampling(temperature=0.7 + 0.2 * i, max_tokens=6 + 4 * i, ignore_eos=True)
-        asked.append(
+        submitted.append(
             (
                 make_prompt(length, i),
                 sampling,
@@ -72,12 +72,12 @@ def test_sampled_rows_are_independent_of_their_neighbours(architecture: str) -> 
         )
         engine.tick()
     run(engine)
-    for i, (prompt, sampling, answer) in enumerate(asked):
+    for i, (prompt, sampling, answer) in enumerate(submitted):
         first, second = answer.completions
         assert first.tokens == complete_alone(source, prompt, sampling, 10 * i).tokens
         assert second.tokens == complete_alone(source, prompt, sampling, 10 * i + 1).tokens
-        twin = reference_logprobs(source.model, prompt, first, sampling)
-        np.testing.assert_allclose(first.logprobs, twin, atol=1e-4)
+        reference = reference_logprobs(source.model, prompt, first, sampling)
+        np.testing.assert_allclose(first.logprobs, reference, atol=1e-4)
 
 
 SETTINGS = (
@@ -104,8 +104,8 @@ def test_sampling_parameters_apply_per_row() -> None:
     for i, (sampling, answer) in enumerate(zip(SETTINGS, answers, strict=True)):
         completion = answer.completions[0]
         assert completion.tokens == complete_alone(source, make_prompt(5 + i, i), sampling, i).tokens
-        twin = reference_logprobs(source.model, make_prompt(5 + i, i), completion, sampling)
-        np.testing.assert_allclose(completion.logprobs, twin, atol=1e-4)
+        reference = reference_logprobs(source.model, make_prompt(5 + i, i), completion, sampling)
+        np.testing.assert_allclose(completion.logprobs, reference, atol=1e-4)
 
 
 def test_rows_longer_than_their_buffers_are_unchanged() -> None:

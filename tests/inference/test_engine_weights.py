@@ -69,8 +69,8 @@ def test_the_version_of_a_token_is_that_of_its_logits(architecture: str) -> None
                 source.model.update(parameters)
                 by_version.append(full_logits(source.model, tokens))
             for i, (logprob, version) in enumerate(zip(completion.logprobs, completion.versions, strict=True)):
-                twin = log_softmax(by_version[version][len(prompt) + i - 1])
-                np.testing.assert_allclose(logprob, twin[completion.tokens[i]], atol=1e-4)
+                reference = log_softmax(by_version[version][len(prompt) + i - 1])
+                np.testing.assert_allclose(logprob, reference[completion.tokens[i]], atol=1e-4)
 
 
 def test_keep_continues_with_the_caches_of_the_old_weights() -> None:
@@ -108,8 +108,8 @@ def test_drain_finishes_running_rows_before_the_swap() -> None:
     for completion in new.completions:
         assert set(completion.versions) == {1}
         logits = full_logits(source.model, [*make_prompt(8), *completion.tokens])
-        twin = [log_softmax(logits[7 + i])[t] for i, t in enumerate(completion.tokens)]
-        np.testing.assert_allclose(completion.logprobs, twin, atol=1e-4)
+        reference = [log_softmax(logits[7 + i])[t] for i, t in enumerate(completion.tokens)]
+        np.testing.assert_allclose(completion.logprobs, reference, atol=1e-4)
 
 
 def test_recompute_restarts_a_prefill_in_progress() -> None:
@@ -124,8 +124,8 @@ def test_recompute_restarts_a_prefill_in_progress() -> None:
     run(engine)
     completion = answer.completions[0]
     logits = full_logits(source.model, [*make_prompt(60), *completion.tokens])
-    twin = [log_softmax(logits[59 + i])[t] for i, t in enumerate(completion.tokens)]
-    np.testing.assert_allclose(completion.logprobs, twin, atol=1e-4)
+    reference = [log_softmax(logits[59 + i])[t] for i, t in enumerate(completion.tokens)]
+    np.testing.assert_allclose(completion.logprobs, reference, atol=1e-4)
 
 
 def test_recompute_prefills_the_prompt_of_a_split_group_again() -> None:

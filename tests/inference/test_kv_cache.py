@@ -38,7 +38,7 @@ def test_columns_are_written_in_place(architecture: str, here: bool, monkeypatch
 LONG = Sampling(max_tokens=40, ignore_eos=True)
 
 SPARED = 128
-"""Copies of prompt tokens that are worth sharing here, whatever was measured."""
+"""Number of saved prompt tokens from which these tests share a prompt."""
 
 
 @pytest.fixture(autouse=True)
@@ -87,21 +87,21 @@ def test_groups_that_join_and_leave_keep_correct_log_probabilities(architecture:
     """Groups of different sizes and prompts. Each row equals its own full forward pass."""
     source = plain_source(architecture)
     engine = make_engine(source, max_num_seqs=24)
-    asked = []
+    submitted = []
     for i, (length, rows) in enumerate([(150, 6), (40, 5), (90, 1), (150, 7), (33, 9), (201, 3), (64, 8)]):
         sampling = Sampling(max_tokens=5 + 9 * (i % 3), ignore_eos=i % 2 == 0)
         seeds = range(100 * i, 100 * i + rows)
-        asked.append(
+        submitted.append(
             (make_prompt(length, i), sampling, submit_request(engine, make_prompt(length, i), sampling, seeds))
         )
         for _ in range(4):
             engine.tick()
     run(engine)
-    assert sum(len(answer.completions) for _, _, answer in asked) == 39
-    for prompt, sampling, answer in asked:
+    assert sum(len(answer.completions) for _, _, answer in submitted) == 39
+    for prompt, sampling, answer in submitted:
         for completion in answer.completions:
-            twin = reference_logprobs(source.model, prompt, completion, sampling)
-            np.testing.assert_allclose(completion.logprobs, twin, atol=1e-4)
+            reference = reference_logprobs(source.model, prompt, completion, sampling)
+            np.testing.assert_allclose(completion.logprobs, reference, atol=1e-4)
 
 
 @needs_cpu

@@ -73,7 +73,7 @@ def test_the_longest_prefix_is_found(architecture: str) -> None:
         cache.store(0, tokens, ())
         cache.store(1, tokens[::-1], ())
     for _ in range(200):
-        asked = tuple(chance.choices((1, 2), k=chance.randint(1, 12)))
-        usable = [common_prefix(entry, asked) for entry in kept if cut or asked[: len(entry)] == entry]
-        hit = cache.find(0, asked)
+        prompt = tuple(chance.choices((1, 2), k=chance.randint(1, 12)))
+        usable = [common_prefix(entry, prompt) for entry in kept if cut or prompt[: len(entry)] == entry]
+        hit = cache.find(0, prompt)
         assert (hit.tokens if hit else 0) == max(usable, default=0)

@@ -99,15 +99,15 @@ def test_an_invalid_repository_name_is_refused() -> None:
 
 def test_a_hub_model_is_used_from_its_download(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The hub's client receives the name of the repository unchanged."""
-    asked: list[str] = []
+    requested: list[str] = []
 
     def download(repository: str, **options: object) -> str:
-        asked.append(repository)
+        requested.append(repository)
         return str(tmp_path)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     assert find_model("organisation/name") == tmp_path
-    assert asked == ["organisation/name"]
+    assert requested == ["organisation/name"]
 
 
 @pytest.mark.parametrize("change", [{"model_file": "x.py"}, {"auto_map": {"AutoModel": "x.Model"}}])

@@ -84,7 +84,7 @@ async def test_a_restarted_child_repeats_its_handshake() -> None:
             actor.finish()
 
 
-class _Square:
+class _SquaringActor:
     """Squares numbers, and fails once, at the number 2."""
 
     name = "square"
@@ -106,7 +106,7 @@ async def test_held_ends_keep_queues_open_during_a_restart() -> None:
     squares: Queue[int] = Queue("squares", capacity=4)
     source, result = numbers.outbox(), squares.inbox()
     child = Child(
-        actor=_Square(numbers.inbox, squares.outbox),
+        actor=_SquaringActor(numbers.inbox, squares.outbox),
         restart=Restart.TRANSIENT,
         policy=RestartPolicy(max_restarts=1),
         held_ends=(numbers.inbox(), squares.outbox()),

@@ -13,7 +13,7 @@ from protocols.queues import Inbox, Outbox, QueueClosed
 from tests.runtime.scripted_actors import RecordedSupervisor, ScriptedActor
 
 
-class _Tidy(ScriptedActor):
+class _ShieldedCleanUp(ScriptedActor):
     """An actor with a clean-up that it shields from cancellation."""
 
     def __init__(self, name: str, events: list[str]) -> None:
@@ -30,7 +30,7 @@ class _Tidy(ScriptedActor):
             self.events.append(f"stop {self.name}")
 
 
-class _Clumsy(ScriptedActor):
+class _FailingCleanUp(ScriptedActor):
     """An actor that fails in its clean-up."""
 
     async def run(self) -> None:
@@ -41,7 +41,7 @@ class _Clumsy(ScriptedActor):
             raise OSError("disk full")
 
 
-class _Speaking(ScriptedActor):
+class _Producer(ScriptedActor):
     """Sends three messages and returns."""
 
     def __init__(self, name: str, outbox: Outbox[str]) -> None:
@@ -54,7 +54,7 @@ class _Speaking(ScriptedActor):
                 await self._outbox.send(word)
 
 
-class _Writing(ScriptedActor):
+class _Consumer(ScriptedActor):
     """Reads to the end of its input, and writes each message down when it may."""
 
     def __init__(self, name: str, inbox: Inbox[str]) -> None:
@@ -69,14 +69,14 @@ class _Writing(ScriptedActor):
                 self.events.append(word)
 
 
-def _spoken_and_written() -> tuple[_Speaking, _Writing]:
-    mailbox: Queue[str] = Queue("words", capacity=3)
-    return _Speaking("speaking", mailbox.outbox()), _Writing("writing", mailbox.inbox())
+def _producer_and_consumer() -> tuple[_Producer, _Consumer]:
+    queue: Queue[str] = Queue("words", capacity=3)
+    return _Producer("speaking", queue.outbox()), _Consumer("writing", queue.inbox())
 
 
 async def test_sent_messages_are_processed_before_the_run_ends() -> None:
     """A slow consumer loses nothing. The actors after it are stopped later."""
-    speaking, writing = _spoken_and_written()
+    speaking, writing = _producer_and_consumer()
     recorded = RecordedSupervisor(
         permanent(ScriptedActor("disk", [])), temporary(writing, ends_with_input=True), transient(speaking)
     )
@@ -94,7 +94,7 @@ async def test_sent_messages_are_processed_before_the_run_ends() -> None:
 
 async def test_a_consumer_that_does_not_reach_the_end_of_its_input_is_cancelled_and_reported() -> None:
     """The run always ends, and the report names the consumer."""
-    speaking, writing = _spoken_and_written()
+    speaking, writing = _producer_and_consumer()
     recorded = RecordedSupervisor(temporary(writing, ends_with_input=True), transient(speaking), grace_seconds=0.02)
     with fail_after(5):
         await recorded.run()
@@ -106,7 +106,7 @@ async def test_a_consumer_that_does_not_reach_the_end_of_its_input_is_cancelled_
 
 async def test_a_stop_cancels_consumers_at_once() -> None:
     """The ending of the run does not change."""
-    speaking, writing = _spoken_and_written()
+    speaking, writing = _producer_and_consumer()
     recorded = RecordedSupervisor(temporary(writing, ends_with_input=True), transient(speaking), grace_seconds=60)
     with fail_after(5):
         async with create_task_group() as group:
@@ -129,7 +129,11 @@ async def test_a_temporary_child_without_input_is_not_waited_for() -> None:
 async def test_a_clean_up_completes_before_the_previous_child_is_stopped() -> None:
     """Children stop one after the other in reverse order, so that a clean-up can use earlier children."""
     events: list[str] = []
-    actor, disk, files = ScriptedActor("actor", events), ScriptedActor("disk", events), _Tidy("files", events)
+    actor, disk, files = (
+        ScriptedActor("actor", events),
+        ScriptedActor("disk", events),
+        _ShieldedCleanUp("files", events),
+    )
     recorded = RecordedSupervisor(transient(actor), permanent(disk), permanent(files))
     with fail_after(5):
         async with create_task_group() as group:
@@ -147,7 +151,7 @@ async def test_a_clean_up_completes_before_the_previous_child_is_stopped() -> No
 async def test_a_clean_up_beyond_the_grace_period_is_cancelled_and_reported() -> None:
     """The run always ends."""
     events: list[str] = []
-    recorded = RecordedSupervisor(permanent(_Tidy("files", events)), grace_seconds=0.02)
+    recorded = RecordedSupervisor(permanent(_ShieldedCleanUp("files", events)), grace_seconds=0.02)
     with fail_after(5):
         async with create_task_group() as group:
             group.start_soon(recorded.run)
@@ -159,7 +163,7 @@ async def test_a_clean_up_beyond_the_grace_period_is_cancelled_and_reported() ->
 
 async def test_a_failure_during_the_shutdown_is_a_note_on_the_first_failure() -> None:
     """The first failure is raised. No failure is lost."""
-    actor, files = ScriptedActor("actor", []), _Clumsy("files", [])
+    actor, files = ScriptedActor("actor", []), _FailingCleanUp("files", [])
     recorded = RecordedSupervisor(permanent(files, RestartPolicy(max_restarts=3)), transient(actor))
     with fail_after(5):
         async with create_task_group() as group:
@@ -175,8 +179,8 @@ async def test_a_failure_during_the_shutdown_is_a_note_on_the_first_failure() ->
 
 async def test_a_producer_whose_reader_was_stopped_has_not_failed() -> None:
     """Consumers stop first in reverse order. QueueClosed in their producers is not reported."""
-    mailbox: Queue[int] = Queue("numbers", capacity=1)
-    inbox, outbox = mailbox.inbox(), mailbox.outbox()
+    queue: Queue[int] = Queue("numbers", capacity=1)
+    inbox, outbox = queue.inbox(), queue.outbox()
 
     class Producer(ScriptedActor):
         async def run(self) -> None:
@@ -203,7 +207,7 @@ async def test_a_producer_whose_reader_was_stopped_has_not_failed() -> None:
     assert recorded.states() == {"producer": "stopped", "consumer": "stopped", "actor": "failed"}
     assert recorded.failures == []
     with pytest.raises(QueueClosed):
-        mailbox.inbox()
+        queue.inbox()
 
 
 async def test_an_error_in_a_callback_ends_the_run() -> None:
@@ -227,7 +231,7 @@ async def test_an_error_in_a_callback_ends_the_run() -> None:
 async def test_a_stop_cancels_all_children_before_it_waits() -> None:
     """All clean-ups run at the same time, within one grace period."""
     events: list[str] = []
-    first, second = _Tidy("first", events), _Tidy("second", events)
+    first, second = _ShieldedCleanUp("first", events), _ShieldedCleanUp("second", events)
     recorded = RecordedSupervisor(permanent(first), permanent(second))
     with fail_after(5):
         async with create_task_group() as group:
@@ -244,9 +248,9 @@ async def test_a_stop_cancels_all_children_before_it_waits() -> None:
 async def test_a_cancelled_supervisor_grants_the_grace_period_and_restarts_no_child() -> None:
     """Both for a cancellation from outside and from inside."""
     events: list[str] = []
-    files = _Clumsy("files", events)
+    files = _FailingCleanUp("files", events)
     recorded = RecordedSupervisor(
-        permanent(files, RestartPolicy(max_restarts=3)), permanent(_Tidy("disk", events)), grace_seconds=0.02
+        permanent(files, RestartPolicy(max_restarts=3)), permanent(_ShieldedCleanUp("disk", events)), grace_seconds=0.02
     )
     with fail_after(5):
         async with create_task_group() as group:

@@ -17,7 +17,7 @@ from clotho.runtime.watchdog import Guard, Watchdog
 from tests.actors.actor_helpers import cancel_when_blocked
 
 
-class _Scene:
+class _WatchdogHarness:
     """A clock and a progress that the test sets, and what the watchdog reported."""
 
     def __init__(self) -> None:
@@ -32,47 +32,47 @@ class _Scene:
             clock=lambda: self.now,
         )
 
-    def look_at(self, now: float) -> float:
+    def check_at(self, now: float) -> float:
         self.now = now
         return self.watchdog.look()
 
 
 def test_a_stall_is_reported_once_with_its_length() -> None:
     """Also if the watchdog checks repeatedly during the stall."""
-    scene = _Scene()
+    harness = _WatchdogHarness()
     for now in (105.0, 110.0, 111.0, 150.0):
-        scene.look_at(now)
-    assert scene.reports == [10.0]
-    assert scene.watchdog.stalled
+        harness.check_at(now)
+    assert harness.reports == [10.0]
+    assert harness.watchdog.stalled
 
 
 def test_a_recovery_is_reported_and_so_is_the_next_stall() -> None:
     """Each stall has one start and one end."""
-    scene = _Scene()
-    scene.look_at(111.0)
-    scene.progress = 112.0
-    scene.look_at(113.0)
-    scene.look_at(125.0)
-    assert scene.reports == [11.0, "recovered", 13.0]
+    harness = _WatchdogHarness()
+    harness.check_at(111.0)
+    harness.progress = 112.0
+    harness.check_at(113.0)
+    harness.check_at(125.0)
+    assert harness.reports == [11.0, "recovered", 13.0]
 
 
 def test_idleness_is_not_a_stall_and_ends_one() -> None:
     """Without work no progress is expected."""
-    scene = _Scene()
-    scene.progress = math.inf
-    assert scene.look_at(1e9) == 10
-    scene.progress = 0.0
-    scene.look_at(1e9)
-    scene.progress = math.inf
-    scene.look_at(1e9)
-    assert scene.reports == [1e9, "recovered"]
+    harness = _WatchdogHarness()
+    harness.progress = math.inf
+    assert harness.check_at(1e9) == 10
+    harness.progress = 0.0
+    harness.check_at(1e9)
+    harness.progress = math.inf
+    harness.check_at(1e9)
+    assert harness.reports == [1e9, "recovered"]
 
 
 def test_the_next_check_is_at_the_limit() -> None:
     """The watchdog does not poll, and a stall is detected as soon as the limit is reached."""
-    scene = _Scene()
-    assert scene.look_at(103.0) == 7.0
-    assert scene.look_at(110.0) == 1.0
+    harness = _WatchdogHarness()
+    assert harness.check_at(103.0) == 7.0
+    assert harness.check_at(110.0) == 1.0
 
 
 def test_a_limit_of_zero_is_refused() -> None:

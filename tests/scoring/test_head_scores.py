@@ -222,10 +222,12 @@ def test_a_head_uses_the_weights_at_the_time_of_the_call() -> None:
 
 
 @pytest.mark.parametrize(
-    ("differentiated", "taught", "logp_only"),
+    ("differentiated", "with_teacher", "logp_only"),
     [(True, False, False), (True, True, False), (False, False, False), (False, True, False), (True, False, True)],
 )
-def test_memory_is_independent_of_the_number_of_tokens(differentiated: bool, taught: bool, logp_only: bool) -> None:
+def test_memory_is_independent_of_the_number_of_tokens(
+    differentiated: bool, with_teacher: bool, logp_only: bool
+) -> None:
     """Four times as many tokens take at most a few more chunks, while one pass over all logits takes 96 more.
 
     MLX may compute several chunks at the same time.
@@ -241,7 +243,7 @@ def test_memory_is_independent_of_the_number_of_tokens(differentiated: bool, tau
         mx.eval(hidden_N_D, target_N)
 
         def loss(hidden_N_D: mx.array) -> mx.array:
-            teacher = Teacher(target_N[:, None], mx.ones((length, 1))) if taught else None
+            teacher = Teacher(target_N[:, None], mx.ones((length, 1))) if with_teacher else None
             draws = SampledTokens(target_N, None, LAW, teacher=teacher)
             scores = head_scores(hidden_N_D, draws, logp_only=logp_only)
             return sum((mx.sum(score_N) for score_N in scores if score_N is not None), mx.array(0.0))

@@ -221,10 +221,10 @@ def test_the_update_kl_is_measured_on_sampled_tokens(budget: int, temperatures: 
 def test_a_full_sampled_mask_equals_no_mask() -> None:
     """Bit for bit."""
     groups = random_groups(5)
-    said = [
+    with_mask = [
         with_completions(g, [replace(c, sampled=(True,) * len(c.tokens)) for c in g.group.completions]) for g in groups
     ]
-    one, two = (finish(learner(BigramPolicy()).update(given)) for given in (groups, said))
+    one, two = (finish(learner(BigramPolicy()).update(given)) for given in (groups, with_mask))
     assert same_bits(one.parameters, two.parameters)
 
 

@@ -60,7 +60,7 @@ def test_every_token_is_placed_once_right_after_what_comes_before_it(layout: str
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("budget", [1, 100, 10_000])
-def test_only_drawn_tokens_are_in_the_table_after_all_that_comes_before_them(layout: str, budget: int) -> None:
+def test_only_sampled_tokens_are_scored_after_their_context(layout: str, budget: int) -> None:
     """What the policy did not draw is part of the context, and has no row of its own."""
     rng, plain = np.random.default_rng(2), random_sequences(SHAPES)
     sampled = [rng.random(len(s.tokens)) < 0.5 for s in plain]
@@ -142,7 +142,7 @@ def test_a_support_without_tokens_is_refused() -> None:
         build_micro_batches([with_supports(sequence, [3], [])], layout="padded", budget=100)
 
 
-def test_supports_of_tokens_that_were_not_drawn_may_be_empty() -> None:
+def test_supports_of_unsampled_tokens_may_be_empty() -> None:
     """NullSampleLog looks at them."""
     (sequence,) = random_sequences(((2, (3,)),))
     sequence = with_supports(sequence, [3, 4], [], [5])._replace(sampled_mask_T=np.array([True, False, True]))
