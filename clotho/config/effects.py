@@ -40,7 +40,7 @@ class Effect(NamedTuple):
 
 def custom_stage(profile: Profile) -> bool:
     """Whether groups pass through a custom actor, which may add data that built-in actors do not."""
-    return any(actor.stands_on_the_flow for actor in profile.actors)
+    return any(actor.is_in_group_flow for actor in profile.actors)
 
 
 def _format_is_rewarded(profile: Profile) -> bool:

@@ -76,7 +76,7 @@ def dynamic_sampling(profile: Profile) -> Iterator[Complaint]:
         yield Complaint(key, f"{key} = {ratio:g} must allow at least one group more than learner.batch_size = {size}")
 
 
-def brought_by_groups(profile: Profile) -> Iterator[Complaint]:
+def supplied_by_groups(profile: Profile) -> Iterator[Complaint]:
     """The type `environment` needs groups that contain the values; its advantages exclude penalties in the reward."""
     objective, penalty = profile.learner.objective, profile.learner.kl_penalty
     if isinstance(objective.advantage, EnvironmentAdvantage):
@@ -220,7 +220,7 @@ def custom_actors(profile: Profile) -> Iterator[Complaint]:
             actor.name in (*ACTORS, FETCHER) and (actor.mode, actor.at) != ("replace", actor.name)
         ):
             yield Complaint("actors", f"actors: {actor.name!r} is the name of a built-in actor or service")
-        if actor.stands_on_the_flow and actor.restart not in (None, "transient"):
+        if actor.is_in_group_flow and actor.restart not in (None, "transient"):
             yield Complaint(
                 "actors",
                 f"actors: groups pass through {actor.name!r}: restart must be 'transient', not {actor.restart!r}",
@@ -332,7 +332,7 @@ RULES: tuple[Rule, ...] = (
     batch_start_ratio,
     bounds_off_or_above_one,
     dynamic_sampling,
-    brought_by_groups,
+    supplied_by_groups,
     limits,
     data,
     rewards,

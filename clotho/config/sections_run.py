@@ -153,7 +153,7 @@ class ActorSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     options: Annotated[dict[str, Any], Meta(description="Keyword arguments for the custom actor's class.")] = {}
 
     @property
-    def stands_on_the_flow(self) -> bool:
+    def is_in_group_flow(self) -> bool:
         """Whether groups pass through the actor, so that its failure ends the run; false for a monitor."""
         return self.mode == "insert" or (self.mode == "replace" and self.at != "monitor")
 

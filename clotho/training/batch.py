@@ -50,12 +50,12 @@ def training_sequence(
         supports=completion.supports,
         sampled_mask_T=sampled_mask_T(completion) if completion.sampled else None,
         temperature=temperature_of(group, i),
-        reference_T=_reference_T(group, i) if groups_bring_reference(settings) else None,
+        reference_T=_reference_T(group, i) if reference_from_groups(settings) else None,
         teacher=_teacher_rows(group.teacher[i], completion) if distils else None,
     )
 
 
-def groups_bring_reference(settings: LearnerSection) -> bool:
+def reference_from_groups(settings: LearnerSection) -> bool:
     """Whether groups contain the log-probabilities of the reference policy."""
     return isinstance(settings.reference, EnvironmentReference)
 
@@ -261,7 +261,7 @@ def prepare(
         )
 
     minis = deal(compute_advantages(groups, (), settings))
-    references = _given_logprobs(minis) if groups_bring_reference(settings) else None
+    references = _given_logprobs(minis) if reference_from_groups(settings) else None
     if reference.needed:
         references = yield from _scored(minis, forcing, loss_config, reference.computing)
     in_reward = references is not None and isinstance(settings.kl_penalty, RewardKLPenalty)
