@@ -14,7 +14,6 @@ from clotho.atropos.client import require_address
 from clotho.atropos.commands import require_environments
 from clotho.config.load import load_profile, write_profile
 from clotho.config.objectives import BatchAdvantage, EnvironmentAdvantage, LinearOverlongPenalty
-from clotho.config.resume_compatibility import refuse_if_incompatible
 from clotho.config.schema import Profile
 from clotho.config.sections_training import BaseReference
 from clotho.inference import DecodeEngine
@@ -31,6 +30,7 @@ from clotho.rewards.runner import RewardRunner
 from clotho.run.context import RunContext
 from clotho.run.custom_actors import load_factory
 from clotho.run.prompts import MAX_LISTED_TYPES, PromptBuilder, load_prompts
+from clotho.run.resume_compatibility import refuse_if_incompatible
 from clotho.runtime.compute_thread import ComputeExecutor, finish
 from clotho.runtime.latest import Latest
 from clotho.runtime.sampling_client import Sampler

@@ -8,7 +8,7 @@ from clotho.config.flags import Arguments, parse_arguments
 from clotho.config.keys import REQUIRED, Key, flag_key, settable
 from clotho.config.load import load_profile
 from clotho.config.objectives import Custom, Grpo, PpoDecoupled, TruncateCorrection
-from clotho.config.other_trainers import COUNTERPARTS, accepted, by_name
+from clotho.config.other_trainers import accepted, by_name, counterparts
 from clotho.config.sections_training import LossKLPenalty
 from protocols.errors import ProfileError
 
@@ -120,10 +120,10 @@ def test_a_setting_in_the_style_of_verl_is_refused_with_the_right_key() -> None:
 
 def test_every_key_of_the_table_exists_and_every_name_is_in_one_row() -> None:
     """The table never recommends a key that a profile does not have, and gives one answer for a name."""
-    assert [key for row in COUNTERPARTS for key in row.keys if flag_key(key) is None] == []
-    names = [name for row in COUNTERPARTS for name in row.names()]
+    assert [key for row in counterparts() for key in row.keys if flag_key(key) is None] == []
+    names = [name for row in counterparts() for name in row.names()]
     assert len(names) == len(set(names))
-    assert [row for row in COUNTERPARTS if not row.keys and not row.note] == []
+    assert [row for row in counterparts() if not row.keys and not row.note] == []
 
 
 def test_no_name_of_the_table_hides_a_flag() -> None:

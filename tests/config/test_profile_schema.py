@@ -1,4 +1,4 @@
-"""The schema read from the structs, and the page made from it."""
+"""The keys read from the structs, and the help texts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import pytest
 
 from clotho.config.flags import COMMON, SHORT, availability, default_in_words, help_text
 from clotho.config.keys import REQUIRED, choices, flag_key, keys, sections, settable, types_of
-from clotho.config.reference_page import PAGE, configuration_page
 from clotho.config.schema import Profile
 from protocols.errors import ProfileError
 
@@ -103,8 +102,3 @@ def test_help_for_a_section_that_does_not_exist_names_the_nearest() -> None:
     """`--help lerner`."""
     with pytest.raises(ProfileError, match="did you mean learner"):
         help_text("lerner")
-
-
-def test_the_configuration_page_is_the_generated_one() -> None:
-    """docs/configuration.md never drifts: `python -m clotho.config.reference_page` writes it."""
-    assert PAGE.read_text(encoding="utf-8") == configuration_page()

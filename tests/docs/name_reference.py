@@ -5,7 +5,7 @@ python -m tests.docs.name_reference
 
 from __future__ import annotations
 
-from clotho.config.other_trainers import COUNTERPARTS, Counterpart
+from clotho.config.other_trainers import Counterpart, counterparts
 from tests.docs.pages import DOCS, replace_between
 
 PAGE = DOCS / "coming-from.md"
@@ -14,7 +14,7 @@ HEADING = ("Clotho", "TRL", "verl", "mlx-lm", "mlx-lm-lora", "note")
 
 def table() -> str:
     """One row per setting that TRL, verl, mlx-lm or mlx-lm-lora has; settings without a key here come last."""
-    rows = [row for row in COUNTERPARTS if row.trl or row.verl or row.mlx_lm or row.mlx_lm_lora]
+    rows = [row for row in counterparts() if row.trl or row.verl or row.mlx_lm or row.mlx_lm_lora]
     rows.sort(key=lambda row: not row.keys)
     rule = "|" + "---|" * len(HEADING)
     return "\n".join([_line(HEADING), rule, *(_line(_cells(row)) for row in rows)])

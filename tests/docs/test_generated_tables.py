@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.docs import message_reference, name_reference
+from tests.docs import configuration_reference, message_reference, name_reference
 from tests.docs.pages import between
 
 
@@ -14,3 +14,9 @@ def test_the_message_reference_is_up_to_date() -> None:
 def test_the_table_of_names_is_up_to_date() -> None:
     """Regenerate it with `python -m tests.docs.name_reference`."""
     assert between(name_reference.PAGE, "names") == name_reference.table()
+
+
+def test_the_configuration_page_is_up_to_date() -> None:
+    """Regenerate it with `python -m tests.docs.configuration_reference`."""
+    page = configuration_reference.PAGE.read_text(encoding="utf-8")
+    assert page == configuration_reference.configuration_page()

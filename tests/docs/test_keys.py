@@ -8,14 +8,16 @@ from pathlib import Path
 import pytest
 
 from clotho.config.keys import keys
-from clotho.config.other_trainers import COUNTERPARTS
+from clotho.config.other_trainers import counterparts
 from tests.docs.pages import DOCS, ROOT
 
 PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
 PATHS = set(keys())
 SECTIONS = {path.partition(".")[0] for path in PATHS if "." in path}
 FILES = (".py", ".md", ".toml", ".jsonl", ".json", ".txt", ".log")
-FOREIGN = {name for row in COUNTERPARTS for names in (row.trl, row.verl, row.mlx_lm, row.mlx_lm_lora) for name in names}
+FOREIGN = {
+    name for row in counterparts() for names in (row.trl, row.verl, row.mlx_lm, row.mlx_lm_lora) for name in names
+}
 CODE = re.compile(r"`([a-z_]+(?:\.[a-z_0-9]+)+)(?: = [^`]+)?`")
 
 

@@ -1,17 +1,17 @@
-"""Generates docs/configuration.md from the profile's structs: `python -m clotho.config.reference_page`."""
+"""Generates docs/configuration.md from the profile's structs: `python -m tests.docs.configuration_reference`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from clotho.config.effects import EFFECTS
 from clotho.config.flags import SHORT, availability, default_in_words
 from clotho.config.keys import Key, Section, sections
 from clotho.config.other_trainers import accepted
 from clotho.config.rules import RULES
+from tests.docs.pages import DOCS
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
+PAGE = DOCS / "configuration.md"
 
 INTRODUCTION = """\
 # Configuration

@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from clotho.config.resume_compatibility import refuse_if_incompatible
 from clotho.config.schema import Profile
+from clotho.run.resume_compatibility import refuse_if_incompatible
 from protocols.errors import CheckpointError
 
 BASE: dict[str, Any] = {
