@@ -2,9 +2,44 @@
 
 A message states what is wrong, where, and what to do. `exit_status` is the command's exit status: 2 for a mistake that
 the user can correct (one line, no traceback), 1 for a run that failed.
+
+Messages quote text from outside: keys, paths, records, names, texts of exceptions. Every outlet (terminal, event log on
+the terminal, HTTP error body) passes its text through `visible`.
 """
 
 from __future__ import annotations
+
+import unicodedata
+
+INVISIBLE = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
+"""Unicode categories that `visible` escapes: control and format characters, surrogates, unassigned, line separators."""
+JOINER = "\u200d"
+"""The joiner inside emoji sequences, which is not escaped."""
+
+
+def visible(text: str, limit: int, *, keep_end: int = 0) -> str:
+    r"""Return untrusted text as one line of at most `limit` characters.
+
+    Control characters, terminal escape sequences, line breaks, changes of writing direction and lone surrogates become
+    Python escapes (`\x1b`, `\n`, `\u202e`). An ellipsis replaces what exceeds the limit: the end, or the text before
+    the last `keep_end` characters. The function is idempotent.
+    """
+    shown = _escaped(text[:limit])
+    if len(text) <= limit and len(shown) <= limit:
+        return shown
+    end = _escaped(text[-keep_end:])[-keep_end:] if keep_end else ""
+    return f"{shown[: max(0, limit - 1 - len(end))]}…{end}"
+
+
+def _escaped(text: str) -> str:
+    if text.isascii() and text.isprintable():
+        return text
+    return "".join(
+        character.encode("unicode_escape").decode("ascii")
+        if unicodedata.category(character) in INVISIBLE and character != JOINER
+        else character
+        for character in text
+    )
 
 
 class ClothoError(Exception):

@@ -25,7 +25,7 @@ from clotho.atropos.parent_watchdog import GRACE_SECONDS
 from clotho.atropos.source import Backoff
 from clotho.config.schema import EnvironmentSection, Profile
 from clotho.runtime.supervisor import RestartCounter, RestartPolicy
-from protocols.errors import ActorError, ProfileError
+from protocols.errors import ActorError, ProfileError, visible
 
 LOG_FILE_BYTES = 16 * 2**20
 """A larger log file becomes NAME.log.1 and replaces the previous one."""
@@ -113,7 +113,7 @@ class ProcessLog:
             line = line.replace(self._secret, MASK)
         with suppress(OSError):  # a full disk is reported by the writers of the run directory
             self._write(line + b"\n")
-        text = "".join(c if c.isprintable() else "\xb7" for c in line.decode("utf-8", errors="replace"))
+        text = visible(line.decode("utf-8", errors="replace"), LINE_BYTES)
         self._lines.append(text)
         return text
 

@@ -14,6 +14,7 @@ import numpy as np
 from msgspec import Meta, Raw, Struct
 from numpy.typing import NDArray
 
+from protocols.errors import visible
 from protocols.rollout import TeacherTokens
 from protocols.sampling import MAX_TEMPERATURE, MIN_LEARNABLE_TEMPERATURE
 
@@ -30,12 +31,6 @@ MAX_DETAIL = 80
 
 class InvalidGroup(Exception):
     """A group that cannot be trained on. The message is one short line that names the field and the index."""
-
-
-def printable(text: str) -> str:
-    """Return at most `MAX_DETAIL` characters of untrusted text, with unprintable characters replaced."""
-    cut = text if len(text) <= MAX_DETAIL else text[: MAX_DETAIL - 1] + "…"
-    return "".join(character if character.isprintable() else "·" for character in cut)
 
 
 Integer = Annotated[int, Meta(ge=-(2**31), lt=2**31)]
@@ -101,9 +96,11 @@ def decode(raw: Raw, kind: type[T], field: str) -> T:
     except msgspec.MsgspecError as error:
         message, _, path = str(error).partition(" - at ")
         place = (field + path.strip("`").removeprefix("$")).removeprefix(".")
-        raise InvalidGroup(printable(f"{place or 'the group'}: {message}")) from error
+        raise InvalidGroup(visible(f"{place or 'the group'}: {message}", MAX_DETAIL)) from error
     except (RecursionError, UnicodeDecodeError) as error:
-        raise InvalidGroup(printable(f"{field or 'the group'} is not valid JSON ({type(error).__name__})")) from error
+        raise InvalidGroup(
+            visible(f"{field or 'the group'} is not valid JSON ({type(error).__name__})", MAX_DETAIL)
+        ) from error
 
 
 Rows = list[NDArray[np.float64]]

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from clotho.monitoring.metrics import MetricsLine
-from clotho.monitoring.terminal_text import duration, memory, number, percent, printable, size
+from clotho.monitoring.terminal_text import duration, memory, number, percent, size, terminal_text
 from protocols.evaluation import EvalReport
 from protocols.prompt import Problem
 from protocols.step import StepReport
@@ -187,7 +187,7 @@ def print_facts(console: Console, facts: RunFacts) -> None:
 
 def print_line(console: Console, line: str) -> None:
     """Write one line without wrapping, markup or control characters."""
-    console.print(Text(printable(line, LINE_LIMIT, ascii_only=console.options.ascii_only)), soft_wrap=True)
+    console.print(Text(terminal_text(line, LINE_LIMIT, ascii_only=console.options.ascii_only)), soft_wrap=True)
 
 
 def fact_lines(facts: RunFacts) -> Iterator[str]:

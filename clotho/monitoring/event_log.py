@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.text import Text
 from structlog.typing import EventDict, WrappedLogger
 
-from clotho.monitoring.terminal_text import printable
+from clotho.monitoring.terminal_text import terminal_text
 from clotho.storage.jsonl import JsonlWriter
 
 TERMINAL_STYLES = {"warning": "yellow", "error": "bold red", "critical": "bold red"}
@@ -100,7 +100,7 @@ class EventSink:
             self._print(f"{self._writer.path.name} lacks {self._lost} events", "yellow")
 
     def _print(self, line: str, style: str) -> None:
-        self._console.print(Text(printable(line, LINE_LIMIT), style=style), soft_wrap=True)
+        self._console.print(Text(terminal_text(line, LINE_LIMIT), style=style), soft_wrap=True)
 
 
 class _Logger:

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from clotho.monitoring.display import Display, NoDisplay, PlainDisplay, RunFacts, RunView, Sample, print_facts
-from clotho.monitoring.terminal_text import duration, memory, milliseconds, number, percent, printable, size
+from clotho.monitoring.terminal_text import duration, memory, milliseconds, number, percent, size, terminal_text
 from protocols.summary import Gauges, RunGauges
 
 log = structlog.get_logger(actor="monitor")
@@ -144,13 +144,13 @@ class Screen:
         return f"{depths}  {self._gauges.api_requests} API requests".strip()
 
     def _sample(self, sample: Sample, ascii_only: bool) -> Group:
-        head = f"reward {number(sample.reward)}  prompt: {printable(sample.prompt, PROMPT_LIMIT)}"
-        text = printable(sample.completion, COMPLETION_LIMIT, ascii_only=ascii_only)
+        head = f"reward {number(sample.reward)}  prompt: {terminal_text(sample.prompt, PROMPT_LIMIT)}"
+        text = terminal_text(sample.completion, COMPLETION_LIMIT, ascii_only=ascii_only)
         return Group(self._line(head, ascii_only), Text(text, style="cyan", overflow="fold"))
 
     @staticmethod
     def _line(text: str, ascii_only: bool) -> Text:
-        return Text(printable(text, 1000, ascii_only=ascii_only), overflow="fold")
+        return Text(terminal_text(text, 1000, ascii_only=ascii_only), overflow="fold")
 
 
 class LiveDisplay:

@@ -16,9 +16,9 @@ from clotho.monitoring.terminal_text import (
     milliseconds,
     number,
     percent,
-    printable,
     relative_path,
     size,
+    terminal_text,
 )
 from protocols.accounting import Balance
 from protocols.summary import MemoryEstimate, MemoryPart, RunSummary
@@ -34,7 +34,7 @@ def print_summary(console: Console, summary: RunSummary) -> None:
         console.print(accuracy_table(summary, ascii_only=ascii_only))
     for label, text in summary_lines(summary):
         console.print(
-            Text(printable(f"{label:<{LABEL_WIDTH}}{text}", LINE_LIMIT, ascii_only=ascii_only)), soft_wrap=True
+            Text(terminal_text(f"{label:<{LABEL_WIDTH}}{text}", LINE_LIMIT, ascii_only=ascii_only)), soft_wrap=True
         )
 
 
@@ -56,7 +56,7 @@ def accuracy_table(summary: RunSummary, *, ascii_only: bool = False) -> Table:
     for name, old, new in rows:
         change = f"{(new - old) * 100:+.1f}" if old is not None and new is not None else "-"
         cells = [Text(percent(accuracy) if accuracy is not None else "-") for accuracy in (old, new)]
-        table.add_row(Text(printable(name, 40, ascii_only=ascii_only)), *cells, Text(change))
+        table.add_row(Text(terminal_text(name, 40, ascii_only=ascii_only)), *cells, Text(change))
     return table
 
 

@@ -1,34 +1,16 @@
-"""Text for the terminal: untrusted text without control characters, and formats of numbers, durations and sizes."""
+"""Text for the terminal: untrusted text, and formats of numbers, durations and sizes."""
 
 from __future__ import annotations
 
-import unicodedata
 from pathlib import Path
 
-LINE_BREAKS = str.maketrans({"\n": "⏎", "\r": "", "\t": " "})
-ALLOWED = frozenset({"\u200d"})
-"""The joiner inside emoji sequences."""
+from protocols.errors import visible
 
 
-def printable(text: str, limit: int, *, ascii_only: bool = False) -> str:
-    """Return at most `limit` characters of a text on one line; an ellipsis marks truncated text.
-
-    Control characters, escape sequences, changes of writing direction and lone surrogates become `·`. ascii_only: for
-    terminals without Unicode.
-    """
-    shown = "".join(_printable(character) for character in text[: limit + 1].translate(LINE_BREAKS))
-    if len(text) > limit:
-        shown = shown[: max(0, limit - 1)] + "…"
-    if ascii_only:
-        shown = shown.replace("⏎", "|").replace("…", "~").replace("·", ".")
-        shown = shown.encode("ascii", "replace").decode("ascii")
-    return shown
-
-
-def _printable(character: str) -> str:
-    if unicodedata.category(character) in ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp") and character not in ALLOWED:
-        return "·"
-    return character
+def terminal_text(text: str, limit: int, *, ascii_only: bool = False) -> str:
+    """Return untrusted text as `visible` does; with `ascii_only`, for terminals without Unicode."""
+    shown = visible(text, limit)
+    return shown.replace("…", "~").encode("ascii", "replace").decode("ascii") if ascii_only else shown
 
 
 def duration(seconds: float | None) -> str:

@@ -27,10 +27,13 @@ from clotho.config.nearest import did_you_mean
 from clotho.config.schema import Profile
 from clotho.storage.adapters import require_own_adapter
 from clotho.storage.run_directory import RunDirectory, open_run
-from protocols.errors import ClothoError, RunDirectoryError
+from protocols.errors import ClothoError, RunDirectoryError, visible
 
 Train = Callable[[Profile, RunDirectory, Console], Awaitable[int]]
 """Trains a profile in a run directory; returns the exit status."""
+
+COMPLAINT_LIMIT = 1000
+"""Maximum number of characters of an error message on stderr."""
 
 
 class PreparedRun:
@@ -126,7 +129,12 @@ def report(error: ClothoError) -> int:
     cause = error.__cause__
     if error.exit_status != 2 and cause is not None and not isinstance(cause, ClothoError):
         traceback.print_exception(cause)
-    sys.stderr.write(f"clotho: {error}\n")
-    for note in getattr(error, "__notes__", ()):
-        sys.stderr.write(f"  {note}\n")
+    complain(str(error), *getattr(error, "__notes__", ()))
     return error.exit_status
+
+
+def complain(message: str, *notes: str) -> None:
+    """Print one line on stderr, and one indented line per note. The text can quote input."""
+    lines = [f"clotho: {message}", *(f"  {note}" for note in notes)]
+    for line in lines:
+        sys.stderr.write(visible(line, COMPLAINT_LIMIT, keep_end=COMPLAINT_LIMIT // 4) + "\n")

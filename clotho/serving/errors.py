@@ -12,10 +12,13 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ExceptionHandler
 
-from protocols.errors import GenerationError, RequestError
+from protocols.errors import GenerationError, RequestError, visible
 
 INVALID = "invalid_request_error"
 SERVER = "server_error"
+
+MESSAGE_LIMIT, PARAM_LIMIT = 1000, 200
+"""Maximum number of characters of a message and of the name of a field, which can quote the client's request."""
 
 log = structlog.get_logger(actor="server")
 
@@ -47,6 +50,8 @@ class ApiError(Exception):
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
+        message = visible(message, MESSAGE_LIMIT, keep_end=MESSAGE_LIMIT // 4)
+        param = None if param is None else visible(param, PARAM_LIMIT)
         super().__init__(message)
         error_type = INVALID if status < 500 else SERVER
         self.status = status

@@ -20,6 +20,7 @@ from msgspec import Meta, Struct, structs
 
 from clotho.serving.errors import ApiError, invalid_field
 from clotho.serving.services import ServerContext
+from protocols.errors import visible
 from protocols.prompt import completion_seeds
 from protocols.sampling import (
     PARAMETERS,
@@ -229,8 +230,7 @@ def check_model(model: str | None, context: ServerContext) -> None:
     """Raise ApiError with status 404 for any model name but the served one; None stands for the served model."""
     served = context.settings.model_name
     if model is not None and model != served:
-        shown = model if len(model) <= 200 else model[:200] + "..."
-        message = f"The model {shown!r} does not exist; use {served!r}."
+        message = f"The model '{visible(model, 200)}' does not exist; use {served!r}."
         raise ApiError(404, message, param="model", code="model_not_found")
 
 

@@ -215,13 +215,13 @@ def test_partial_lines_are_joined(log: ProcessLog) -> None:
         (TRACEBACK, MISSING),
         (TRACEBACK + b"Help: install it\n", f"{MISSING} Help: install it"),
         (b"all is well\n-----\n\n", "all is well"),
-        (b"\x1b[31mred\x07\n", "\xb7[31mred\xb7"),
+        (b"\x1b[31mred\x07\n", "\\x1b[31mred\\x07"),
         (b"x" * 500 + b"\n", "x" * 197 + "..."),
         (b"", ""),
     ],
 )  # fmt: skip
 def test_the_error_line_is_the_last_line_with_text(log: ProcessLog, printed: bytes, words: str) -> None:
-    """Or the exception of a traceback and the lines after it. Control characters are replaced."""
+    """Or the exception of a traceback and the lines after it. Control characters are escaped."""
     log.write(printed)
     assert log.error_line() == words
 

@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 
 from clotho.__main__ import main
-from clotho.run.cli import PreparedRun, prepare
+from clotho.run.cli import COMPLAINT_LIMIT, PreparedRun, prepare
 from clotho.storage.run_directory import open_run
+from protocols.errors import visible
 from tests.e2e.conftest import CompletedRun
 from tests.e2e.pipeline_process import REPOSITORY, SMALL, run
 
@@ -45,6 +46,7 @@ def error_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Complaint:
         assert (status, out) == (2, ""), err
         assert err.startswith("clotho: ")
         assert err.count("\n") == 1, err
+        assert visible(err.removesuffix("\n"), COMPLAINT_LIMIT) + "\n" == err
         assert contents(tmp_path) == before
         return err
 
@@ -80,6 +82,51 @@ def test_a_misspelt_profile_key_is_named(tmp_path: Path, error_line: Complaint) 
     line = error_line("--profile", str(profile))
     for part in (str(profile), "batch_sise", "batch_size"):
         assert part in line
+
+
+HOSTILE = "\x1b[2J\x9b\u202e\n"
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        [f"--{HOSTILE}"],
+        [f"--steps={HOSTILE}"],
+        ["--profile", HOSTILE],
+        ["--model", HOSTILE],
+        ["--dataset", HOSTILE],
+        ["--dataset", "x" * 5000],
+        ["--learner.objective.type", HOSTILE],
+    ],
+)
+def test_hostile_flags_are_shown_as_one_visible_line(error_line: Complaint, flags: list[str]) -> None:
+    """Terminal escapes, line breaks and changes of writing direction are escaped, and long text is shortened."""
+    error_line(*flags)
+
+
+@pytest.mark.parametrize("entry", ['"{}" = 1', '["{}"]', '[learner]\n"{}" = 1', '[sampling]\ngroup_size = "{}"'])
+@pytest.mark.parametrize("name", ["\\u001b[2J\\u202e", "\\u0000\\u000a", "x" * 5000])
+def test_hostile_profiles_are_shown_as_one_visible_line(
+    tmp_path: Path, error_line: Complaint, entry: str, name: str
+) -> None:
+    """The same for keys, sections and values of a profile."""
+    profile = tmp_path / "mine.toml"
+    profile.write_text('extends = "local-m3"\n' + entry.replace("{}", name))
+    error_line("--profile", str(profile))
+
+
+@pytest.mark.parametrize(
+    "record",
+    [{f"key{i}": 0 for i in range(100_000)}, {"k" * 5_000_000: 0}, {HOSTILE: 0}],
+    ids=["many keys", "long key", "hostile key"],
+)
+def test_hostile_records_of_a_dataset_are_shown_as_one_visible_line(
+    tmp_path: Path, error_line: Complaint, record: dict[str, int]
+) -> None:
+    """A record without the prompt is described by its keys, which can be long or many."""
+    dataset = tmp_path / "mine.jsonl"
+    dataset.write_text(json.dumps(record))
+    assert "data.prompt_key" in error_line("--dataset", str(dataset))
 
 
 def test_an_unimportable_actor_or_reward_is_named(tmp_path: Path, error_line: Complaint) -> None:

@@ -44,7 +44,7 @@ def test_events_are_lines_with_their_fields(tmp_path: Path) -> None:
     assert found[0]["level"] == "info"
     assert found[0]["loss"] is None
     assert list(found[0])[:3] == ["time", "level", "event"]
-    assert screen.getvalue().startswith("warning: learner: [red]drift[/] largest=0.07 text=·[2Jxxx")
+    assert screen.getvalue().startswith("warning: learner: [red]drift[/] largest=0.07 text=\\x1b[2Jxxx")
     assert screen.getvalue().count("\n") == 1
     assert "\x1b" not in screen.getvalue()
 

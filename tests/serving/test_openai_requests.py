@@ -223,15 +223,16 @@ async def test_text_parts_are_joined_and_developer_messages_are_system_messages(
         assert served.engine.requests[0].prompt == CharacterTokenizer().render_chat(plain)
 
 
-@pytest.mark.parametrize("name", ["other", "../../etc", "/etc", "http://x", "~", "a\x00b", "x" * 1_000_000, ""])
+@pytest.mark.parametrize("name", ["other", "../../etc", "/etc", "http://x", "~", "\x9b2J\u202e", "x" * 1_000_000, ""])
 async def test_an_unknown_model_is_a_404(name: str) -> None:
-    """The error contains the field and at most 200 characters of the name."""
+    """The error contains the field and at most 200 characters of the name, without control characters."""
     async with serving() as served:
         answer = await served.post(TEXT, model=name, prompt="x")
         assert answer.status_code == 404
         error = answer.json()["error"]
         assert (error["param"], error["code"]) == ("model", "model_not_found")
         assert len(error["message"]) < 300
+        assert error["message"].isprintable()
 
 
 async def test_an_exception_of_the_chat_template_is_a_400() -> None:

@@ -1,0 +1,52 @@
+"""Errors: text from outside is shown as one short line of visible characters."""
+
+from __future__ import annotations
+
+import unicodedata
+
+import pytest
+
+from protocols.errors import INVISIBLE, JOINER, visible
+
+
+@pytest.mark.parametrize(
+    ("text", "limit", "shown"),
+    [
+        ("plain", 10, "plain"),
+        ("漢字 é", 10, "漢字 é"),
+        ("a\nb\tc\r", 10, "a\\nb\\tc\\r"),
+        ("\x1b[2Jx\x07", 20, "\\x1b[2Jx\\x07"),
+        ("\x9b2J\x7f", 20, "\\x9b2J\\x7f"),
+        ("\u202eabc\u2028\ud800", 40, "\\u202eabc\\u2028\\ud800"),
+        ("0123456789", 10, "0123456789"),
+        ("0123456789a", 10, "012345678…"),
+        ("👩\u200d🚀", 10, "👩\u200d🚀"),
+        ("", 10, ""),
+    ],
+)
+def test_untrusted_text_has_no_control_characters_and_a_limited_length(text: str, limit: int, shown: str) -> None:
+    """Escape sequences, line breaks, direction changes and lone surrogates are escaped."""
+    assert visible(text, limit) == shown
+
+
+def test_no_character_is_shown_raw_that_moves_the_cursor_or_hides_text() -> None:
+    """The property holds for every character of Unicode; a lone surrogate cannot be encoded otherwise."""
+    for first in range(0, 0x110000, 4096):
+        shown = visible("".join(map(chr, range(first, first + 4096))), 50_000)
+        assert not {unicodedata.category(character) for character in shown if character != JOINER} & INVISIBLE
+        shown.encode()
+
+
+def test_the_end_of_a_long_text_can_be_kept() -> None:
+    """The end of an error message says what to do."""
+    shown = visible("x" * 5_000_000 + ": choose another file", 100, keep_end=25)
+    assert len(shown) == 100
+    assert shown.endswith("…xxxx: choose another file")
+
+
+@pytest.mark.parametrize("text", ["\x1b" * 500, "plain", "x" * 500 + "\u202e", "\\x1b"])
+def test_text_that_passes_two_outlets_is_escaped_once(text: str) -> None:
+    """A second call with the same limit changes nothing."""
+    once = visible(text, 120, keep_end=30)
+    assert len(once) <= 120
+    assert visible(once, 120, keep_end=30) == once
