@@ -4,6 +4,7 @@ all.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterator
 
@@ -86,6 +87,37 @@ async def test_a_group_without_sampled_tokens_is_discarded_as_invalid(executor: 
     [report] = await harness.run()
     assert [(drop.reason, drop.prompt.group_id) for drop in report.discarded] == [("invalid", 0)]
     assert len(report.trained) == 1
+
+
+@pytest.mark.parametrize("reward", [0.0, 0.1, 1e6])
+async def test_a_batch_of_equal_rewards_is_a_step_without_an_update(executor: ComputeExecutor, reward: float) -> None:
+    """Nothing is divided by the standard deviation 0. Weights and optimizer state stay, and the metrics are finite."""
+    groups = [scored_group([[1, 2], [3, 4]], [reward, reward], group_id=group_id) for group_id in (2, 3)]
+    harness = LearnerHarness(executor, [trainable_group(0), trainable_group(1), *groups], advantage="batch")
+    update, no_update = await harness.run()
+    assert (update.version, no_update.version, no_update.step) == (1, 1, 2)
+    assert no_update.fingerprint == update.fingerprint
+    assert [drop.reason for drop in no_update.discarded] == ["zero_variance", "zero_variance"]
+    assert no_update.update is not None
+    assert not no_update.update.update_applied
+    assert math.isfinite(no_update.update.loss)
+    assert no_update.update.grad_norm == 0.0
+    assert harness.progress.bad_steps == 0
+    assert harness.ledger.balance(prompted=4, carried_over=0).holds
+
+
+@pytest.mark.parametrize("difference", [1e-12, 1e-9, 1e-6])
+async def test_almost_equal_rewards_move_the_weights_no_further_than_others(
+    executor: ComputeExecutor, difference: float
+) -> None:
+    """A tiny standard deviation gives advantages below those of rewards that differ by 1."""
+    almost = scored_group([[1, 2], [3, 4]], [0.5, 0.5 + difference], group_id=0)
+    (report,) = await LearnerHarness(executor, [almost], batch_size=1).run()
+    (other,) = await LearnerHarness(executor, [trainable_group(0)], batch_size=1).run()
+    assert report.update is not None
+    assert other.update is not None
+    assert all(abs(advantage) <= 1.0 for group in report.trained for advantage in group.advantages)
+    assert report.update.grad_norm <= other.update.grad_norm
 
 
 async def test_a_non_finite_update_changes_no_parameter(executor: ComputeExecutor) -> None:

@@ -29,6 +29,7 @@ ELSEWHERE = {
     "environments": DECODE,
     "search": DECODE,
     "quick": DECODE,
+    "soak": DECODE,
     "head": LAYERS,
 }
 """Benchmarks whose table is on another page."""

@@ -1,9 +1,11 @@
-"""A flood of malformed groups at the API server discards groups and leaks no memory."""
+"""Floods of groups at the API server: malformed ones are discarded, and more than the trainer needs take no memory."""
 
 from __future__ import annotations
 
 import resource
+import signal
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -40,9 +42,15 @@ at = "scored"
 """
 
 
+@cache
+def policy_tokenizer() -> ChatTokenizer:
+    """Return the tokenizer of `local-m3`."""
+    return ChatTokenizer.from_directory(REPOSITORY / "profiles" / "embedded")
+
+
 def valid(number: int) -> dict[str, Any]:
     """Return a trainable group with its own log-probabilities."""
-    tokenizer = ChatTokenizer.from_directory(REPOSITORY / "profiles" / "embedded")
+    tokenizer = policy_tokenizer()
     prompt = list(tokenizer.render_chat([{"role": "user", "content": f"What is {number} + 1?"}]))
     answers = [list(tokenizer.encode(f"{number + i}")) for i in range(GROUP)]
     return {
@@ -141,3 +149,51 @@ async def test_a_flood_of_malformed_groups_is_discarded(tmp_path: Path, count: i
     assert {group["reason"] for group in lost} <= {"invalid", "duplicate"}
     assert all(group["detail"] for group in lost)
     assert len({group["detail"] for group in lost}) > 8
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads how much memory another process holds")
+@pytest.mark.slow
+async def test_environments_that_are_faster_than_training_take_no_memory_of_the_trainer(tmp_path: Path) -> None:
+    """The trainer fetches groups for `max_batches_ahead` batches beyond the one in training. All others stay with the
+    API server, and the memory of the trainer stays flat.
+    """
+    profile, run_dir, ahead = tmp_path / "telling.toml", tmp_path / "run", 1
+    profile.write_text(TELLING)
+    async with api_server("real", tmp_path) as server:
+        flags = ("--steps", str(STEPS), "--atropos.enabled", "true", "--rollouts.max-batches-ahead", str(ahead))
+        with Run(run_dir, "--profile", str(profile), *flags, "--atropos.url", server.url) as running:
+            with anyio.fail_after(120):
+                await registered(server.http)
+            flood = [valid(number) for number in range(10_000)]
+            await post(server, flood[: 2 * BATCH])
+            await anyio.to_thread.run_sync(running.wait_for, "step reported")
+            held = resident(running.process.pid)
+            await post(server, flood[2 * BATCH :])
+            await anyio.to_thread.run_sync(running.wait_for, "step reported")
+            await anyio.to_thread.run_sync(running.wait_for, "step reported")
+            assert resident(running.process.pid) < held + GROWTH
+            result = await anyio.to_thread.run_sync(running.finish)
+    assert result.status == 0, result
+    accounting = result.accounting
+    assert accounting.trained == STEPS * BATCH
+    assert accounting.prompted <= (STEPS + ahead + 1) * BATCH
+
+
+@pytest.mark.slow
+async def test_a_silent_environment_is_reported_with_the_reason(tmp_path: Path) -> None:
+    """The log names what the trainer waits for. The HTTP API serves meanwhile, and SIGTERM ends the wait."""
+    async with api_server("real", tmp_path) as server:
+        flags = ("--atropos.enabled", "true", "--atropos.url", server.url, "--atropos.patience-seconds", "0.2")
+        with Run(tmp_path / "run", *flags, "--steps", "2") as running:
+            with anyio.fail_after(120):
+                await registered(server.http)
+                waits = list[Any]()
+                while len(waits) < 2:
+                    await anyio.lowlevel.checkpoint()
+                    log = tmp_path / "run" / "log.jsonl"
+                    waits = [event for event in lines(log) if event["event"] == "no_group_received"]
+            running.send(signal.SIGTERM)
+            result = await anyio.to_thread.run_sync(running.finish)
+    assert result.status == 0, result
+    assert {event["waiting_for"] for event in waits} == {"no environment is registered"}
+    assert result.accounting.prompted == 0

@@ -68,3 +68,18 @@ def test_a_failing_inserted_actor_ends_the_run_with_its_name(tmp_path: Path, que
     assert result.status == 1
     assert "clotho: actor 'failing' failed: LookupError: raised by the test" in result.err.splitlines()
     assert 'raise LookupError("raised by the test")' in result.err
+
+
+def test_groups_of_a_failed_generation_are_sampled_once_more(tmp_path: Path) -> None:
+    """An actor behind the generator fails while the other groups of the batch are sampled. The resumed run samples
+    the groups that had not ended, and every group ends exactly once.
+    """
+    (tmp_path / "failing.toml").write_text(FAILING_STAGE.format(queue="rollouts"))
+    failed = run(tmp_path / "run", "--profile", str(tmp_path / "failing.toml"), "--steps", "2")
+    assert failed.status == 1
+    assert lines(tmp_path / "run" / "metrics.jsonl") == []
+    result = run(tmp_path / "run", "--steps", "2", "--resume")
+    assert result.status == 0, result
+    assert (result.accounting.prompted, result.accounting.carried_over) == (2 * BATCH, 0)
+    assert_recorded(tmp_path / "run", result.accounting, steps=2)
+    assert sorted(group["group_id"] for group in lines(tmp_path / "run" / "rollouts.jsonl")) == list(range(2 * BATCH))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 
-from tests.e2e.pipeline_process import BATCH, Run, lines, metrics, run
+from tests.e2e.pipeline_process import BATCH, Run, assert_recorded, lines, metrics, run
 
 EVERYTHING = """
 extends = "local-m3"
@@ -122,6 +123,28 @@ def test_a_filtered_sampling_distribution_is_trained_on_correctly(tmp_path: Path
     assert recorded[0]["mismatch_kl"] < 1e-5
     assert 0.99 < recorded[0]["ess"] <= 1.0 + 1e-6
     assert all(math.isfinite(line["loss"]) for line in recorded)
+
+
+def test_non_finite_updates_end_the_run_with_its_last_good_checkpoint(tmp_path: Path) -> None:
+    """The loss becomes NaN. The run skips two updates and ends with status 1; the newest checkpoint has the weights
+    before them, and the run can be resumed from it.
+    """
+    run_dir = tmp_path / "run"
+    objective = "tests.e2e.custom_objective:nan_after_eight_calls"
+    flags = ("--learner.objective", objective, "--learner.max-bad-steps", "2", "--checkpoint.interval", "1")
+    result = run(run_dir, *flags, "--steps", "12")
+    assert result.status == 1, result
+    recorded = metrics(run_dir)
+    good, bad = recorded[:-2], recorded[-2:]
+    assert good
+    assert [line["update_applied"] for line in recorded] == [True] * len(good) + [False, False]
+    assert {line["weights_hash"] for line in bad} == {good[-1]["weights_hash"]}
+    assert all(set(line["groups/discarded_by_reason"]) <= {"not_finite", "zero_variance"} for line in bad)
+    newest = max((run_dir / "checkpoints").glob("step-*"))
+    assert json.loads((newest / "state.json").read_text())["fingerprint"] == good[-1]["weights_hash"]
+    again = run(run_dir, *flags, "--resume", "--steps", str(len(recorded) + 2))
+    assert again.status == 0, again
+    assert_recorded(run_dir, again.accounting, steps=len(recorded) + 2)
 
 
 def test_a_collapsed_policy_is_rolled_back(tmp_path: Path) -> None:

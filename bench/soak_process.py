@@ -1,0 +1,243 @@
+"""The process of the soak run: starts, signals, faults of its output, and samples of its memory."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import httpx
+import numpy as np
+from msgspec import Struct
+
+from bench.fingerprint import ROOT
+from bench.soak_clients import HOST
+from bench.soak_rewards import VARIABLE
+
+START_SECONDS = 180.0
+END_SECONDS = 300.0
+WARM_UP_SECONDS = 90.0
+PAGE = resource.getpagesize()
+MB = 1e6
+DISK_BYTES = 256 * 1024
+IN_SMALL_DISK = 'mount -t tmpfs -o size={size} none "$0" && exec "$@" >"$0/output" 2>&1'
+
+
+class Sample(NamedTuple):
+    """seconds: since the start of the process. resident: bytes. descriptors: number of open files of the process.
+
+    with_children: resident bytes of the process and of its child processes.
+    """
+
+    seconds: float
+    resident: int
+    with_children: int
+    descriptors: int
+
+
+class Growth(Struct, frozen=True, kw_only=True):
+    """Growth of one quantity after warmup. first, last: median of the first and of the last third.
+
+    slope_per_minute: of the least-squares line.
+    """
+
+    first: float
+    last: float
+    slope_per_minute: float
+
+
+class Life(Struct, frozen=True, kw_only=True):
+    """One start of the process. end: "killed", "drained" or the exit status. output: where stdout and stderr went.
+
+    resident, with_children: in MB.
+    """
+
+    seconds: float
+    end: str
+    output: str
+    steps: int
+    resident: Growth | None
+    with_children: Growth | None
+    descriptors: Growth | None
+
+
+def growth(samples: Sequence[Sample], values: Sequence[float]) -> Growth | None:
+    """Growth over all samples after warmup; None if there are fewer than 30 of them."""
+    measured = zip(samples, values, strict=True)
+    kept = [(sample.seconds, value) for sample, value in measured if sample.seconds >= WARM_UP_SECONDS]
+    if len(kept) < 30:
+        return None
+    seconds, value = np.array(kept).T
+    third = len(kept) // 3
+    return Growth(
+        first=statistics.median(value[:third].tolist()),
+        last=statistics.median(value[-third:].tolist()),
+        slope_per_minute=60.0 * float(np.polyfit(seconds, value, 1)[0]),
+    )
+
+
+def small_disk_available() -> bool:
+    """Whether this user may mount a file system in memory in a namespace of the process."""
+    if shutil.which("unshare") is None:
+        return False
+    command = ["unshare", "--user", "--map-root-user", "--mount", "mount", "-t", "tmpfs", "none", "/tmp"]
+    return subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+
+class Process:
+    """One life of the run under load.
+
+    output: "pipe", "/dev/full", or "small disk", a file system in memory of `DISK_BYTES` that only this process sees.
+    """
+
+    def __init__(self, arguments: Sequence[str], scratch: Path, *, output: str, port: int) -> None:
+        self.output, self._port, self._scratch = output, port, scratch
+        self.disk = scratch / "disk"
+        self.disk.mkdir(exist_ok=True)
+        self.log = scratch / "output.log"
+        command = [sys.executable, "pipeline.py", *arguments]
+        if output == "small disk":
+            script = IN_SMALL_DISK.format(size=DISK_BYTES)
+            command = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", script, str(self.disk), *command]
+        self._reader: int | None = None
+        writer: int | None = None
+        if output == "pipe":
+            self._reader, writer = os.pipe()
+        with Path("/dev/full").open("wb") as full:
+            self._popen = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env=os.environ | {VARIABLE: str(scratch / "faults")},
+                stdin=subprocess.DEVNULL,
+                stdout=full if writer is None else writer,
+                stderr=full if writer is None else writer,
+            )
+        if writer is not None:
+            os.close(writer)
+        if self._reader is not None:
+            os.set_blocking(self._reader, False)
+        self._began = time.monotonic()
+        self.samples: list[Sample] = []
+
+    @property
+    def pid(self) -> int:
+        """The process id. `unshare` and `sh` replace themselves by the program."""
+        return self._popen.pid
+
+    @property
+    def status(self) -> int | None:
+        """The exit status; None while the process runs."""
+        return self._popen.poll()
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the start."""
+        return time.monotonic() - self._began
+
+    def wait_until_serving(self) -> None:
+        """Wait until the server is healthy. Raises RuntimeError if the process ends or takes too long."""
+        while self.seconds < START_SECONDS:
+            self.read_output()
+            if self.status is not None:
+                raise RuntimeError(f"the run ended with status {self.status} at its start; see {self.log}")
+            with suppress(httpx.HTTPError):
+                if httpx.get(f"http://{HOST}:{self._port}/health", timeout=5.0, trust_env=False).status_code == 200:
+                    return
+            time.sleep(0.2)
+        raise RuntimeError(f"the run did not serve within {START_SECONDS:g} seconds; see {self.log}")
+
+    def read_output(self) -> None:
+        """Append the output of a pipe to the log of the soak."""
+        if self._reader is not None:
+            with suppress(BlockingIOError), self.log.open("ab") as log:
+                while content := os.read(self._reader, 1 << 16):
+                    log.write(content)
+
+    def close_output(self) -> bool:
+        """Close the reading end of the pipe. Returns False if there is none."""
+        if self._reader is None:
+            return False
+        self.read_output()
+        os.close(self._reader)
+        self._reader = None
+        return True
+
+    def fill_disk(self, *, full: bool) -> bool:
+        """Fill the file system of stdout and stderr, or make room again. Returns False if there is none."""
+        if self.output != "small disk":
+            return False
+        filler = Path(f"/proc/{self.pid}/root{self.disk}") / "filler"
+        if not full:
+            filler.unlink(missing_ok=True)
+            return True
+        with suppress(OSError), filler.open("wb", buffering=0) as file:
+            while True:
+                file.write(bytes(1024))
+        return True
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal."""
+        self._popen.send_signal(number)
+
+    def end(self) -> int:
+        """Wait for the end and return the exit status; negative for a signal."""
+        try:
+            deadline = time.monotonic() + END_SECONDS
+            while self.status is None and time.monotonic() < deadline:
+                self.read_output()
+                time.sleep(0.1)
+            if self.status is None:
+                raise RuntimeError(f"the run did not end within {END_SECONDS:g} seconds")
+            self.read_output()
+        finally:
+            self._popen.kill()
+            self._popen.wait()
+            self.close_output()
+        return self._popen.returncode
+
+    def sample(self) -> None:
+        """Take a sample of memory and descriptors."""
+        with suppress(OSError, ValueError):
+            own = _resident(self.pid)
+            children = sum(map(_resident, _descendants(self.pid)))
+            descriptors = len(os.listdir(f"/proc/{self.pid}/fd"))
+            self.samples.append(Sample(self.seconds, own, own + children, descriptors))
+
+    def life(self, *, end: str, steps: int) -> Life:
+        """The summary of this life."""
+        return Life(
+            seconds=self.seconds,
+            end=end,
+            output=self.output,
+            steps=steps,
+            resident=growth(self.samples, [sample.resident / MB for sample in self.samples]),
+            with_children=growth(self.samples, [sample.with_children / MB for sample in self.samples]),
+            descriptors=growth(self.samples, [float(sample.descriptors) for sample in self.samples]),
+        )
+
+
+def _resident(pid: int) -> int:
+    """Resident bytes of a process; 0 if it has ended."""
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1]) * PAGE
+    except OSError:
+        return 0
+
+
+def _descendants(pid: int) -> list[int]:
+    """Process ids of all descendants."""
+    found = []
+    with suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            for child in Path(f"/proc/{pid}/task/{thread}/children").read_text(encoding="ascii").split():
+                found += [int(child), *_descendants(int(child))]
+    return found
