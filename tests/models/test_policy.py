@@ -103,6 +103,18 @@ def test_publish_copies_and_evaluates_no_array() -> None:
     assert all(served[name] is used[name] is array for name, array in published.items())
 
 
+def test_a_thousand_weight_swaps_keep_the_memory_flat() -> None:
+    """The replaced weights are released. Sampling between the swaps keeps none of them."""
+    policy = make()
+    held = 0
+    for version in range(1, 1001):
+        policy.publish(moved(policy.trainable(), 1e-4), version=version, step=version, fingerprint="")
+        if version % 100 == 0:
+            logits(policy)
+            held = held or mx.get_active_memory()
+    assert mx.get_active_memory() <= held
+
+
 def test_publish_refuses_mismatched_parameters_without_a_change() -> None:
     """A missing, extra or misshapen parameter, or one of another type, is named. The served weights stay."""
     policy = make()
