@@ -1,4 +1,4 @@
-"""The keys of a profile, read from its structs.
+"""The keys of a profile, read from its structs, and the check of a value against its key.
 
 Flags, error messages, `--help` and the reference page are generated from these keys. A struct is a table. A union of
 structs with the tag field `type` is a table whose keys depend on its type. The path of the type is `TABLE.type`; the
@@ -7,22 +7,20 @@ flag `--TABLE` is short for `--TABLE.type`. A choice is the path of the type of 
 
 from __future__ import annotations
 
-import inspect
+import json
+import math
 import re
-import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, NamedTuple
 
 import msgspec
-from msgspec import Meta, Struct
-from msgspec.structs import FieldInfo
+from msgspec import Struct, inspect
 
-from clotho.config.nearest import CUTOFF, similarity
-from clotho.config.other_trainers import advice, by_name
+from clotho.config.nearest import CUTOFF, did_you_mean, similarity
+from clotho.config.other_trainers import advice
 from clotho.config.schema import Profile
-
-Kind = Literal["bool", "int", "float", "text", "list", "tables"]
+from protocols.errors import ProfileError, visible
 
 REQUIRED = msgspec.NODEFAULT
 """Stands for the default of a key without a default."""
@@ -30,124 +28,130 @@ REQUIRED = msgspec.NODEFAULT
 TYPE = "type"
 """The tag field of every union."""
 
-HANDICAP = 0.05
+HANDICAP = 0.15
 """Keys of other tables are suggested only if their similarity is larger by this value."""
 
-UNIONS = (types.UnionType, Union)
+MAX_DEPTH, MAX_INTEGER = 32, 2**53
+"""Limits of every value: nested lists and tables, and the size of integers."""
 
 
-class Variant(Struct, frozen=True, kw_only=True):
-    """A key under one combination of types. types: the type of each union, by choice."""
+class Variant(NamedTuple):
+    """The default of a key under one combination of types. types: the type of each union around the key, by choice."""
 
     types: dict[str, str]
-    annotation: Any
-    allowed: str
     default: Any
-    help: str
 
 
 class Key(Struct, frozen=True, kw_only=True):
     """One setting.
 
-    path: `learner.batch_size`; `steps` at the top; `rewards.weight` in an array of tables; `learner.optimizer.type` for
-        the type of a union.
-    kind: how the text of a flag is parsed. item: how each item of a list is parsed.
-    optional: whether `none` is allowed.
-    variants: one for each combination of types that has the key; exactly one, without types, if every profile has it.
+    path: `learner.batch_size`; `rewards.weight` in an array of tables; `learner.optimizer.type` for the type of a
+    union. shape: type of the value. variants: one for each combination of types that has the key.
     """
 
     path: str
-    kind: Kind
-    item: Kind | None
-    optional: bool
-    variants: tuple[Variant, ...]
-
-    @property
-    def name(self) -> str:
-        """The last component of the path."""
-        return self.path.rpartition(".")[2]
+    annotation: Any
+    shape: inspect.Type
+    help: str
+    variants: list[Variant]
 
     @property
     def flag(self) -> str:
         """The flag that sets the key."""
-        return "--" + self.path.removesuffix(f".{TYPE}").replace("_", "-")
+        return flag_of(self.path)
 
     @property
     def allowed(self) -> str:
-        """The allowed values, in words."""
-        return " or ".join(dict.fromkeys(variant.allowed for variant in self.variants))
+        """The allowed values, in words: `an integer >= 1`, `one of keep, drain`."""
+        return _in_words(self.shape)
 
-    @property
-    def help(self) -> str:
-        """The description; all descriptions if they differ between types."""
-        return " ".join(dict.fromkeys(variant.help for variant in self.variants))
-
-    @property
-    def default(self) -> Any:
-        """The default of the first type that has the key."""
-        return self.variants[0].default
-
-    @property
-    def required(self) -> bool:
-        """Whether every profile must set the key."""
-        return self.default is REQUIRED and not self.variants[0].types
+    def variant(self, chosen: Mapping[str, str]) -> Variant | None:
+        """The variant in a profile with these types; None if the profile does not have the key."""
+        return next((variant for variant in self.variants if variant.types.items() <= chosen.items()), None)
 
 
 class Section(Struct, frozen=True, kw_only=True):
-    """A table of the profile.
+    """A table of the profile. name: its path, empty at the top. types: description of each type of a union.
 
-    name: path of the table; empty at the top. repeated: the table is an array of tables. types: description of each
-    type of a union.
+    repeated: the table is an array of tables.
     """
 
     name: str
-    title: str
-    repeated: bool
-    keys: tuple[Key, ...]
-    types: dict[str, str]
+    title: str = ""
+    repeated: bool = False
+    types: dict[str, str] = {}
+    keys: dict[str, Key] = {}
 
 
 @cache
+def _schema() -> tuple[dict[str, Section], dict[str, Key]]:
+    """All tables, and the keys whose values are arrays of tables."""
+    tables: dict[str, Section] = {}
+    arrays: dict[str, Key] = {}
+
+    def visit(struct: Any, name: str, types: dict[str, str], defaults: Any, *, repeated: bool = False) -> None:
+        """Add the keys of a table under one combination of types. defaults: an instance with the defaults, or None."""
+        table = tables.setdefault(name, Section(name=name, title=_title(struct), repeated=repeated))
+        for field, annotated in zip(struct.fields, msgspec.structs.fields(struct.cls), strict=True):
+            path = f"{name}.{field.encode_name}".lstrip(".")
+            default = field.default_factory() if callable(field.default_factory) else field.default
+            if type(defaults) is struct.cls:
+                default = getattr(defaults, field.name)
+            text, members = _extra(field.type, "description"), members_of(field.type)
+            key = Key(path=path, annotation=annotated.type, shape=field.type, help=text, variants=[])
+            if items := is_array(key):
+                visit(items, path, types, None, repeated=True)
+                key = msgspec.structs.replace(key, help=tables[path].title)
+                arrays.setdefault(path, key).variants.append(Variant(types, default))
+            elif not isinstance(members[0], inspect.StructType):
+                table.keys.setdefault(path, key).variants.append(Variant(types, default))
+            elif members[0].tag is None:
+                visit(members[0], path, types, default)
+            else:
+                union = {str(member.tag): member for member in members if isinstance(member, inspect.StructType)}
+                section = tables.setdefault(path, Section(name=path))
+                section.types.update({tag: _title(member) for tag, member in union.items()})
+                key = _choice(path, tuple(union), text)
+                tag = default if default is REQUIRED else type(default).__struct_config__.tag
+                section.keys.setdefault(key.path, key).variants.append(Variant(types, tag))
+                for tag, member in union.items():
+                    visit(member, path, {**types, key.path: tag}, default)
+
+    visit(inspect.type_info(Profile), "", {}, None)
+    return tables, arrays
+
+
 def sections() -> tuple[Section, ...]:
     """All tables: the top of the file first, then in the order of the structs, nested tables after their parents."""
-    walk = _Walk()
-    walk.struct(Profile, "", {}, None)
-    return tuple(
-        Section(
-            name=name,
-            title=table.title,
-            repeated=table.repeated,
-            types=table.types,
-            keys=tuple(_key(path, tuple(variants)) for path, variants in table.variants.items()),
-        )
-        for name, table in walk.tables.items()
-    )
+    return tuple(_schema()[0].values())
 
 
 @cache
 def keys() -> dict[str, Key]:
     """All keys by path, including keys inside arrays of tables."""
-    return {key.path: key for section in sections() for key in section.keys}
+    return {path: key for section in sections() for path, key in section.keys.items()}
 
 
 @cache
 def settable() -> dict[str, Key]:
     """The keys that have a flag, by path: keys outside arrays of tables, and each array of tables as a whole."""
-    arrays = {section.name for section in sections() if section.repeated}
-    found = {path: key for path, key in keys().items() if path.partition(".")[0] not in arrays}
-    fields = {field.encode_name: field for field in msgspec.structs.fields(Profile)}
-    return found | {name: _array_key(fields[name]) for name in arrays}
+    return {p: key for table in sections() if not table.repeated for p, key in table.keys.items()} | _schema()[1]
 
 
 @cache
 def choices() -> dict[str, tuple[str, ...]]:
-    """The types of every union, by choice, for example `learner.optimizer.type`."""
+    """The types of every union, by choice, for example `learner.optimizer.type`; outer unions precede inner ones."""
     return {f"{section.name}.{TYPE}": tuple(section.types) for section in sections() if section.types}
 
 
 def flag_key(name: str) -> Key | None:
     """The key that a flag sets. name: the flag without leading dashes, which is the path of a key or of a union."""
     return settable().get(name) or settable().get(f"{name}.{TYPE}")
+
+
+def flag_of(path: str) -> str:
+    """The flag that sets a key."""
+    return "--" + path.removesuffix(f".{TYPE}").replace("_", "-")
 
 
 def types_of(key: Key, choice: str) -> tuple[str, ...]:
@@ -160,188 +164,141 @@ def chosen_types(values: Mapping[str, Any]) -> dict[str, str]:
     """The type of every union in a profile with these settings, by choice."""
     chosen: dict[str, str] = {}
     for path in choices():
-        available = [variant for variant in keys()[path].variants if variant.types.items() <= chosen.items()]
-        if available:
-            chosen[path] = values.get(path, available[0].default)
+        if (variant := keys()[path].variant(chosen)) is not None:
+            chosen[path] = values.get(path, variant.default)
     return chosen
 
 
-def why_unavailable(path: str, values: Mapping[str, Any]) -> str | None:
-    """The reason why a profile with these settings does not have the key `path`; None if it has the key."""
-    key, chosen = keys()[path], chosen_types(values)
-    if any(variant.types.items() <= chosen.items() for variant in key.variants):
+def why_unavailable(key: Key, chosen: Mapping[str, str]) -> str | None:
+    """The reason why a profile with these types does not have the key; None if it has the key."""
+    if key.variant(chosen):
         return None
-    needed = {choice: types_of(key, choice) for choice in choices() if choice in key.variants[0].types}
-    choice = next(choice for choice, allowed in needed.items() if allowed and chosen.get(choice) not in allowed)
+    needed = {choice: types_of(key, choice) for choice in key.variants[0].types}
+    choice = next(choice for choice, types in needed.items() if types and chosen.get(choice) not in types)
     union = choice.removesuffix(f".{TYPE}")
-    return f"{path} is not a setting of {union} {chosen.get(choice)!r}; it belongs to {', '.join(needed[choice])}"
+    return f"{key.path} is not a setting of {union} {chosen.get(choice)!r}; it belongs to {', '.join(needed[choice])}"
 
 
-def names(paths: Iterable[str]) -> str:
-    """The paths, sorted, for a message."""
-    return ", ".join(sorted(paths))
+def suggestion(path: str, candidates: Iterable[str], spelled: Callable[[str], str] = str) -> str:
+    """The end of the refusal of the unknown key, table or flag `path`; empty if no candidate is similar.
 
-
-def nearest_key(path: str) -> str:
-    """The suggestion for the unknown key or table `path`.
-
-    A name of another trainer suggests the corresponding key. Otherwise keys of the same table are preferred to keys of
-    other tables.
+    A name of another trainer leads to the corresponding key. Otherwise candidates of the same table are preferred to
+    those of other tables. spelled: how a suggested path is written.
     """
     table, _, name = path.rpartition(".")
-    if row := by_name().get(path) or by_name().get(name):
-        return f"did you mean {' and '.join(row.keys)}?" if row.keys else advice(path) or advice(name) or ""
-    same = {key.path: key.name for key in keys().values() if key.path.rpartition(".")[0] == table}
-    elsewhere = [(key.path, key.name) for key in keys().values()]
-    elsewhere += [(section.name, section.name.rpartition(".")[2]) for section in sections() if section.name]
-    ranked = [(similarity(name, candidate), key) for key, candidate in same.items()]
-    ranked += [(similarity(name, candidate) - HANDICAP, key) for key, candidate in elsewhere]
-    best, key = max(ranked)
-    if best >= CUTOFF:
-        return f"did you mean {key}?"
-    tables = names(section.name for section in sections() if section.name and "." not in section.name)
-    return f"there are: {names(same)}" if same else f"sections: {tables}"
+    if hint := advice(path, spelled) or advice(name, spelled):
+        return hint
+    ranked = []
+    for candidate in candidates:
+        parent, _, last = candidate.removesuffix(f".{TYPE}").rpartition(".")
+        ranked.append((similarity(name, last) - (HANDICAP if parent != table else 0), candidate))
+    best, found = max(ranked)
+    return f"did you mean {spelled(found)}?" if best >= CUTOFF else ""
 
 
-def in_words(annotation: Any) -> str:
-    """The allowed values of a type, in words: `an integer >= 1`, `one of keep, drain`."""
-    base, meta = _without_meta(annotation)
-    bounds = [
-        f"{sign} {value:g}" if isinstance(value, float) else f"{sign} {value}"
-        for sign, value in ((">=", meta.ge), (">", meta.gt), ("<=", meta.le), ("<", meta.lt))
-        if value is not None
-    ]
-    if get_origin(base) is tuple:
-        return _list_in_words(base, meta)
-    if get_origin(base) in UNIONS:
-        return " or ".join("none" if part is types.NoneType else in_words(part) for part in get_args(base))
-    if get_origin(base) is Literal:
-        return "one of " + ", ".join(get_args(base))
-    if (isinstance(base, type) and issubclass(base, Struct)) or get_origin(base) is dict:
-        return "a table"
-    if base is str:
-        return f"text of the form {meta.title}" if meta.title else "text, not empty" if meta.min_length else "text"
-    word = {bool: "true or false", int: "an integer", float: "a number"}.get(base, "a value")
-    return word + (f" {' and '.join(bounds)}" if bounds else "")
+def shown(value: object) -> str:
+    """A value for a message, in the form of TOML, shortened."""
+    try:
+        return visible(json.dumps(value, default=str, ensure_ascii=False), 60)
+    except (RecursionError, ValueError):
+        return "this value"
 
 
-def _list_in_words(base: Any, meta: Meta) -> str:
-    arguments = get_args(base)
-    if arguments[-1] is not Ellipsis:
-        return f"[{', '.join(in_words(part) for part in arguments)}]"
-    least = f", at least {meta.min_length}" if meta.min_length else ""
-    return f"a list, each {in_words(arguments[0])}{least}"
+def converted(key: Key, value: Any, where: str, *, text: bool = False) -> Any:
+    """The value as the type of its key.
+
+    where: names the key in the error. text: numbers and booleans may be texts, as in a flag. Raises ProfileError with
+    the allowed values and the value found.
+    """
+    flaw, found = _flaw(value), value
+    try:
+        found = flaw or msgspec.convert(value, key.annotation, strict=not text)
+    except msgspec.ValidationError as error:
+        raise ProfileError(where + _mistake(key, value, str(error))) from None
+    if flaw := flaw or _flaw(found):
+        raise ProfileError(f"{where} must {flaw}, not {shown(value)}")
+    return found
 
 
-class _Table(Struct, kw_only=True):
-    """A section under construction: the variants of each key, by path."""
-
-    title: str
-    repeated: bool
-    types: dict[str, str] = {}
-    variants: dict[str, list[Variant]] = {}
-
-
-class _Walk:
-    """Visits every field of every struct below the profile, under every combination of types."""
-
-    def __init__(self) -> None:
-        self.tables: dict[str, _Table] = {}
-
-    def struct(
-        self, struct: type[Struct], name: str, types: dict[str, str], default: Any, *, repeated: bool = False
-    ) -> None:
-        """Add the keys of the table `name`. default: an instance whose values are the defaults, or None."""
-        table = self.tables.setdefault(name, _Table(title=_first_sentence(struct), repeated=repeated))
-        prefix = f"{name}." if name else ""
-        nested: list[tuple[FieldInfo, tuple[type[Struct], ...], Any]] = []
-        for field in msgspec.structs.fields(struct):
-            value = getattr(default, field.name) if type(default) is struct else _default(field)
-            if members := _structs(field.type) or _array_items(field.type):
-                nested.append((field, members, value))
-                continue
-            text = _without_meta(field.type)[1].description or ""
-            self._add(table, prefix + field.encode_name, types, field.type, value, text)
-        for field, members, value in nested:
-            self._nested(field, members, prefix + field.encode_name, types, value)
-
-    def _nested(
-        self, field: FieldInfo, members: tuple[type[Struct], ...], path: str, types: dict[str, str], default: Any
-    ) -> None:
-        if members[0].__struct_config__.tag is None:
-            self.struct(members[0], path, types, default, repeated=bool(_array_items(field.type)))
-            return
-        text = _without_meta(field.type)[1].description or ""
-        tags = {str(member.__struct_config__.tag): member for member in members}
-        table = self.tables.setdefault(path, _Table(title="", repeated=False))
-        table.types |= {tag: _first_sentence(member) for tag, member in tags.items()}
-        default_tag = REQUIRED if default is REQUIRED else type(default).__struct_config__.tag
-        choice = f"{path}.{TYPE}"
-        self._add(table, choice, types, Literal[tuple(tags)], default_tag, text)
-        for tag, member in tags.items():
-            self.struct(member, path, {**types, choice: tag}, default)
-
-    @staticmethod
-    def _add(table: _Table, path: str, types: dict[str, str], annotation: Any, default: Any, text: str) -> None:
-        variant = Variant(types=types, annotation=annotation, allowed=in_words(annotation), default=default, help=text)
-        table.variants.setdefault(path, []).append(variant)
+def _mistake(key: Key, value: Any, error: str) -> str:
+    """Which part of a value is wrong, and the allowed values. error: the message of msgspec."""
+    place, name = re.findall(r"(?: - at `\$(?:\[(\d+)\])?(?:\.(\w+))?.*`)?$", error)[0]
+    inside, items = f"[{place}]" if place else "", members_of(key.shape)[0]
+    if missing := re.match(r"Object missing required field `(\w+)`", error):
+        return f"{inside}.{missing[1]} is missing"
+    allowed = key.allowed
+    if place and isinstance(items, inspect.VarTupleType):
+        value, allowed = value[int(place)], _in_words(items.item_type)
+    if name and isinstance(value, dict) and (field := keys().get(f"{key.path}.{name}")):
+        value, inside, allowed = value.get(name), f"{inside}.{name}", field.allowed
+    hint = did_you_mean(value, choices()[key.path]) if key.path in choices() and isinstance(value, str) else ""
+    return f"{inside} must be {allowed}, not {shown(value)}{hint}"
 
 
-def _key(path: str, variants: tuple[Variant, ...]) -> Key:
-    parts = _parts(variants[0].annotation)
-    kind, item = _kind(next(part for part in parts if part is not types.NoneType))
-    return Key(path=path, kind=kind, item=item, optional=types.NoneType in parts, variants=variants)
+def _flaw(value: object, depth: int = 0) -> str:
+    """What any value must be, if it is not; empty if there is no objection."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "be finite"
+    if isinstance(value, int) and abs(value) > MAX_INTEGER:
+        return f"be between -{MAX_INTEGER} and {MAX_INTEGER}"
+    if isinstance(value, str) and re.search("[\0\ud800-\udfff]", value):
+        return "not contain NUL or bytes that are not UTF-8"
+    if (value is None and depth) or depth > MAX_DEPTH:
+        return f"not contain null or more than {MAX_DEPTH} levels"
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return next(filter(None, (_flaw(part, depth + 1) for part in inner)), "")
 
 
-def _array_key(field: FieldInfo) -> Key:
-    title = _first_sentence(_array_items(field.type)[0])
-    default = _default(field)
-    variant = Variant(types={}, annotation=field.type, allowed=in_words(field.type), default=default, help=title)
-    return Key(path=field.encode_name, kind="list", item="tables", optional=False, variants=(variant,))
+def members_of(shape: inspect.Type) -> tuple[inspect.Type, ...]:
+    """The types of a union, without descriptions; the type itself if it is not a union."""
+    if isinstance(shape, inspect.Metadata):
+        return members_of(shape.type)
+    return tuple(members_of(part)[0] for part in shape.types) if isinstance(shape, inspect.UnionType) else (shape,)
 
 
-def _kind(annotation: Any) -> tuple[Kind, Kind | None]:
-    base, _ = _without_meta(annotation)
-    if get_origin(base) is tuple:
-        return "list", _kind(get_args(base)[0])[0]
-    if get_origin(base) is dict or (isinstance(base, type) and issubclass(base, Struct)):
-        return "tables", None
-    scalar: dict[Any, Kind] = {bool: "bool", int: "int", float: "float"}
-    return scalar.get(base, "text"), None
+def is_array(key: Key) -> inspect.StructType | None:
+    """The struct of an array of tables; None for other keys."""
+    first = members_of(key.shape)[0]
+    items = first.item_type if isinstance(first, inspect.VarTupleType) else None
+    return items if isinstance(items, inspect.StructType) else None
 
 
-def _default(field: FieldInfo) -> Any:
-    return field.default_factory() if field.default_factory is not msgspec.NODEFAULT else field.default
+def _in_words(shape: inspect.Type) -> str:
+    if title := _extra(shape, "title"):
+        return f"text of the form {title}"
+    match shape:
+        case inspect.Metadata():
+            return _in_words(shape.type)
+        case inspect.UnionType():
+            return " or ".join(map(_in_words, shape.types))
+        case inspect.LiteralType():
+            return "one of " + ", ".join(map(str, shape.values))
+        case inspect.VarTupleType():
+            least = f", at least {shape.min_length}" if shape.min_length else ""
+            return f"a list, each {_in_words(shape.item_type)}{least}"
+        case inspect.TupleType():
+            return f"[{', '.join(map(_in_words, shape.item_types))}]"
+        case inspect.StrType():
+            return "text, not empty" if shape.min_length else "text"
+        case inspect.IntType() | inspect.FloatType():
+            limits = {">=": shape.ge, ">": shape.gt, "<=": shape.le, "<": shape.lt}
+            bounds = " and ".join(f"{sign} {limit:.12g}" for sign, limit in limits.items() if limit is not None)
+            return f"{'an integer' if isinstance(shape, inspect.IntType) else 'a number'} {bounds}".strip()
+    words: dict[type, str] = {inspect.BoolType: "true or false", inspect.NoneType: "none"}
+    return words.get(type(shape), "a table")
 
 
-def _parts(annotation: Any) -> tuple[Any, ...]:
-    """The members of a union; the type itself if it is not a union."""
-    base, _ = _without_meta(annotation)
-    return get_args(base) if get_origin(base) in UNIONS else (base,)
+def _choice(union: str, tags: tuple[str, ...], text: str) -> Key:
+    """The key of the type of a union."""
+    tag: Any = Literal[tags]
+    return Key(path=f"{union}.{TYPE}", annotation=tag, shape=inspect.LiteralType(tags), help=text, variants=[])
 
 
-def _structs(annotation: Any) -> tuple[type[Struct], ...]:
-    """The structs of a nested table; empty for a key."""
-    parts = [_without_meta(part)[0] for part in _parts(annotation)]
-    return tuple(parts) if all(isinstance(part, type) and issubclass(part, Struct) for part in parts) else ()
+def _extra(shape: inspect.Type, name: str) -> str:
+    return str((shape.extra_json_schema or {}).get(name, "")) if isinstance(shape, inspect.Metadata) else ""
 
 
-def _array_items(annotation: Any) -> tuple[type[Struct], ...]:
-    """The struct of an array of tables; empty for other types."""
-    base, _ = _without_meta(annotation)
-    return _structs(get_args(base)[0]) if get_origin(base) is tuple else ()
-
-
-def _without_meta(annotation: Any) -> tuple[Any, Meta]:
-    """A type without its annotations, and the annotations combined."""
-    if get_origin(annotation) is not Annotated:
-        return annotation, Meta()
-    base, *metas = get_args(annotation)
-    fields = ("gt", "ge", "lt", "le", "pattern", "min_length", "max_length", "title", "description")
-    given = {name: value for meta in metas for name in fields if (value := getattr(meta, name)) is not None}
-    return base, Meta(**given)
-
-
-def _first_sentence(struct: type[Struct]) -> str:
-    first = inspect.cleandoc(struct.__doc__ or "").partition("\n\n")[0]
+def _title(struct: inspect.StructType) -> str:
+    """The first paragraph of the docstring, without the name of the section in front."""
+    first = (struct.cls.__doc__ or "").strip().partition("\n\n")[0]
     return re.sub(r"^\[+[\w.]+\]+ ", "", " ".join(first.split()))

@@ -1,108 +1,85 @@
-"""Profiles on disk: load a profile with the layers below it, and write the resolved profile.
+"""Profiles: layers are read from files and flags, merged, checked and decoded; the resolved profile is written.
 
-Errors name the file, the key, the allowed values and the value found.
+The layers are, lowest first: the files that the profile extends, the profile, and the command line. Errors name the
+layer, the key, the allowed values and the value found.
 """
 
 from __future__ import annotations
 
-import json
-import math
 import os
-import re
-from collections.abc import Mapping
+import stat
+import tomllib
+from collections.abc import Iterator, Mapping
 from functools import reduce
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import tomli_w
+from msgspec import Struct
 
-from clotho.config.keys import REQUIRED, TYPE, choices, chosen_types, keys, settable, why_unavailable
-from clotho.config.layers import Layer, Merged, file_layers, merge, override_layer, profile_path
-from clotho.config.nearest import nearest
+from clotho.config import keys
+from clotho.config.keys import REQUIRED, TYPE, chosen_types, converted, settable, shown
+from clotho.config.keys import keys as known
+from clotho.config.nearest import did_you_mean
 from clotho.config.rules import first_complaint
 from clotho.config.schema import Profile
-from clotho.storage.atomic_files import UNFINISHED, sync_directory
-from protocols.errors import ProfileError
+from clotho.storage.atomic_files import replace_file
+from protocols.errors import ProfileError, visible
 
+PROFILES = Path(__file__).resolve().parents[2] / "profiles"
+"""Directory of the shipped profiles."""
 
-def decode(merged: Merged) -> Profile:
-    """Build the profile. Raises ProfileError for a setting that is missing, unavailable or not allowed."""
-    for path in sorted(merged.values.keys() & choices().keys(), key=len):
-        if merged.values[path] not in choices()[path]:
-            raise ProfileError(f"{merged.label(path)}: {_wrong_type(path, merged.values[path])}")
-    chosen = chosen_types(merged.values)
-    for path, value in merged.values.items():
-        if path in keys() and (why := why_unavailable(path, merged.values)) is not None:
-            raise ProfileError(f"{merged.label(path)}: {why}")
-        if not finite(value):
-            raise ProfileError(f"{merged.label(path)}: {path} must be finite, not {shown(value)}")
-    tree: dict[str, Any] = {}
-    for path, key in settable().items():
-        variant = next((variant for variant in key.variants if variant.types.items() <= chosen.items()), None)
-        value = merged.values.get(path, variant.default if variant else None)
-        if value is REQUIRED:
-            what = f"[[{path}]]" if key.item == "tables" else path
-            raise ProfileError(f"{merged.label(path.rpartition('.')[0])}: {what} is missing: {key.help}")
-        if value is not None:
-            *tables, name = path.split(".")
-            reduce(lambda table, part: table.setdefault(part, {}), tables, tree)[name] = value
-    try:
-        return msgspec.convert(tree, Profile)
-    except msgspec.ValidationError as error:
-        raise ProfileError(_explain(error, merged, tree)) from error
+COMMAND_LINE = "command line"
+MAX_BYTES, MAX_FILES = 2**20, 16
+"""Limits on the size of a profile, and on the number of files that extend each other."""
 
+MAX_NAME, MAX_PATH = 255, 4000
+"""Limits on the length of a file name and of a path, in characters."""
 
-def _wrong_type(path: str, value: object) -> str:
-    allowed = choices()[path]
-    guess = nearest(value, allowed) if isinstance(value, str) else None
-    more = ", or module:function" if path == "learner.objective.type" else ""
-    return f"{path.removesuffix(f'.{TYPE}')} must be one of {', '.join(allowed)}{more}, not {shown(value)}" + (
-        f"; did you mean {guess}?" if guess else ""
-    )
+INPUT_PATHS = ("model.path", "data.train", "data.heldout")
+CALLERS_PATHS = ("run_dir", "checkpoint.adapter_path", "atropos.python")
+"""Keys whose paths are always relative to the working directory."""
 
+EMPTY_TYPES = ("none", "off")
+"""Types without settings."""
 
-def shown(value: object) -> str:
-    """A value for a message, in the form of TOML, shortened."""
-    text = json.dumps(value, default=str, ensure_ascii=False)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+OWN = {"learner.objective.type": "learner.objective.", "learner.optimizer.type": "learner.optimizer.learning_rate"}
+"""Settings that never pass to another type, by choice: an objective is the recipe of one paper."""
 
-
-def finite(value: object) -> bool:
-    """Whether every float in a value is finite; TOML allows `inf` and `nan`."""
-    if isinstance(value, dict):
-        return all(map(finite, value.values()))
-    if isinstance(value, list | tuple):
-        return all(map(finite, value))
-    return not isinstance(value, float) or math.isfinite(value)
-
-
-def _explain(error: msgspec.ValidationError, merged: Merged, tree: dict[str, Any]) -> str:
-    text = str(error)
-    match = re.search(r" - at `\$\.?(.*)`$", text)
-    where = match[1] if match else ""
-    setting = re.split(r"[\[]", where)[0]
-    if missing := re.match(r"Object missing required field `(\w+)`", text):
-        return f"{merged.label(setting)}: {where}.{missing[1]} is missing"
-    key = keys().get(re.sub(r"\[\d+\]", "", where)) or settable().get(setting)
-    where = re.sub(r"(\[\d+\])(?:\[\d+\])+$", r"\1", where)
-    allowed = key.allowed if key else text
-    if where.endswith("]"):
-        allowed = allowed.removeprefix("a list, each ").partition(", at least")[0]
-    return f"{merged.label(setting)}: {where} must be {allowed}, not {shown(_value(tree, where))}"
-
-
-def _value(tree: Any, where: str) -> Any:
-    """The value at a path such as `rewards[0].types[1]`; the innermost existing value if a part is missing."""
-    for name, index in re.findall(r"(\w+)|\[(\d+)\]", where):
-        try:
-            tree = tree[int(index)] if index else tree[name]
-        except (KeyError, IndexError, TypeError):
-            break
-    return tree
-
+DISPLACES = {
+    "policy.method.scale": ("policy.method.alpha",),
+    "policy.method.alpha": ("policy.method.scale",),
+    "data.train": ("data.heldout",),
+}
+"""A layer that sets the first key but not the second removes the value of the second from lower layers."""
 
 MASK = "********"
+
+
+class Layer(NamedTuple):
+    """One source of settings: its name in error messages, and values by key path; None removes a lower value."""
+
+    label: str
+    values: dict[str, Any]
+
+
+class Merged(Struct, frozen=True, kw_only=True):
+    """All layers combined. origin: number of the layer that set, or reset, each key; higher layers win."""
+
+    labels: tuple[str, ...]
+    values: dict[str, Any]
+    origin: dict[str, int]
+
+    def label(self, path: str) -> str:
+        """The label of the layer that set a key; the label of the profile if no layer did."""
+        number = self.origin.get(path, self.origin.get(f"{path}.{TYPE}"))
+        return [label for label in self.labels if label != COMMAND_LINE][-1] if number is None else self.labels[number]
+
+    def reset(self, path: str, layer: int) -> None:
+        """Give a key its default because of the settings of `layer`."""
+        self.values.pop(path, None)
+        self.origin[path] = layer
 
 
 def load_profile(name_or_path: str, overrides: Mapping[str, Any] | None = None) -> Profile:
@@ -114,18 +91,224 @@ def load_profile(name_or_path: str, overrides: Mapping[str, Any] | None = None) 
     of any profile. Raises ProfileError with a message of one line.
     """
     path = profile_path(name_or_path)
-    layers: list[Layer] = file_layers(path)
-    if overrides:
-        layers.append(override_layer(overrides))
-    merged = merge(layers)
+    merged = merge([*file_layers(path), *([override_layer(overrides)] if overrides else [])])
     profile = decode(merged)
     while (complaint := first_complaint(profile)) is not None:
-        cause = max((merged.rank(other) for other in complaint.decided_by), default=-1)
-        if merged.rank(complaint.key) >= cause:
+        cause = max((merged.origin.get(other, -1) for other in complaint.decided_by), default=-1)
+        if merged.origin.get(complaint.key, -1) >= cause:
             raise ProfileError(f"{merged.label(complaint.key)}: {complaint.text}")
-        merged = merged.without(complaint.key, cause)
+        merged.reset(complaint.key, cause)
         profile = decode(merged)
     return msgspec.structs.replace(profile, run_dir=profile.run_dir.replace("{profile}", path.stem))
+
+
+def profile_path(name_or_path: str) -> Path:
+    """The file of a profile. A value that ends in .toml or contains a separator is a path, others are shipped names."""
+    if name_or_path.endswith(".toml") or os.sep in name_or_path:
+        return Path(os.path.expanduser(name_or_path))
+    if not os.path.isfile(path := PROFILES / f"{name_or_path}.toml"):
+        there = sorted(found.stem for found in PROFILES.glob("*.toml"))
+        hint = did_you_mean(name_or_path, there)
+        raise ProfileError(f"no profile {visible(name_or_path, 60)!r}: there are {', '.join(there)}{hint}")
+    return path
+
+
+def file_layers(path: Path, above: tuple[Path, ...] = ()) -> list[Layer]:
+    """The layers of a profile file, lowest first. Raises ProfileError."""
+    path = Path(os.path.abspath(path))
+    label = visible(str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path), 200)
+    if path in above:
+        raise ProfileError(f"{label}: extends itself: " + " -> ".join(file.name for file in (*above, path)))
+    if len(above) == MAX_FILES:
+        raise ProfileError(f"{label}: more than {MAX_FILES} profiles extend each other")
+    table = read_toml(path, label)
+    base = table.pop("extends", "")
+    layer = Layer(label=label, values=located(flatten(table, label), path.parent, label))
+    if not isinstance(base, str):
+        raise ProfileError(f"{label}: extends must be a profile's name or path, not {shown(base)}")
+    return [*file_layers(_extended(base, path), (*above, path)), layer] if base else [layer]
+
+
+def _extended(base: str, path: Path) -> Path:
+    """The file that `extends` names: a file beside the profile, or a shipped profile."""
+    if base.endswith(".toml") or os.sep in base:
+        return path.parent / os.path.expanduser(base)
+    sibling = path.parent / f"{base}.toml"
+    return sibling if sibling != path and os.path.isfile(sibling) else profile_path(base)
+
+
+def read_toml(path: Path, label: str) -> dict[str, Any]:
+    """Read a TOML file. Raises ProfileError if it cannot be read or parsed."""
+    try:
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise ProfileError(f"{label}: is not a regular file")
+        with path.open("rb") as file:
+            text = file.read(MAX_BYTES + 1)
+        if len(text) > MAX_BYTES:
+            raise ProfileError(f"{label}: is larger than {MAX_BYTES} bytes")
+        return tomllib.loads(text.decode("utf-8-sig"))
+    except ProfileError:
+        raise
+    except FileNotFoundError:
+        raise ProfileError(f"{label}: there is no such file") from None
+    except OSError as error:
+        raise ProfileError(f"{label}: cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ProfileError(f"{label}: is not UTF-8 text (byte {error.start})") from error
+    except (ValueError, RecursionError, MemoryError) as error:
+        raise ProfileError(f"{label}: is not valid TOML: {visible(' '.join(str(error).split()), 200)}") from error
+
+
+def override_layer(overrides: Mapping[str, Any]) -> Layer:
+    """The layer of the command line; paths in its values are relative to the working directory."""
+    tree: dict[str, Any] = {}
+    for path, value in overrides.items():
+        _put(tree, f"{path}.{TYPE}" if f"{path}.{TYPE}" in keys.choices() and isinstance(value, str) else path, value)
+    return Layer(label=COMMAND_LINE, values=located(flatten(tree, COMMAND_LINE), Path.cwd(), COMMAND_LINE))
+
+
+def flatten(table: dict[str, Any], label: str, prefix: str = "") -> dict[str, Any]:
+    """The settings of a table by key path. Raises ProfileError, with a suggestion, for an unknown key or section.
+
+    `optimizer = "muon"` is short for `optimizer = { type = "muon" }`, and `objective = "module:function"` for the type
+    `custom` with that function.
+    """
+    tables = {section.name: section for section in keys.sections()}
+    flat: dict[str, Any] = {}
+    for name, value in table.items():
+        path = prefix + name
+        section = tables.get(path)
+        if section is None:
+            _require_known(path, label)
+            custom = path == "learner.objective.type" and isinstance(value, str) and ":" in value
+            flat |= {path: "custom", "learner.objective.function": value} if custom else {path: value}
+        elif section.repeated:
+            if not isinstance(value, list | tuple) or not all(isinstance(entry, dict) for entry in value):
+                raise ProfileError(f"{label}: {path} must be a list of tables: [[{path}]], then one key per line")
+            for key in (key for entry in value for key in entry):
+                _require_known(f"{path}.{key}", label)
+            flat[path] = value
+        elif isinstance(value, dict) or (section.types and isinstance(value, str)):
+            flat |= flatten(value if isinstance(value, dict) else {TYPE: value}, label, f"{path}.")
+        else:
+            raise ProfileError(f"{label}: {path} must be a section: [{path}], then one key per line")
+    return flat
+
+
+def _require_known(path: str, label: str) -> None:
+    if path in known():
+        return
+    there = [*known(), *filter(None, (section.name for section in keys.sections()))]
+    table = path.rpartition(".")[0]
+    beside = ", ".join(sorted(other for other in there if other.rpartition(".")[0] == table))
+    hint = keys.suggestion(path, there) or f"there are: {beside}"
+    raise ProfileError(f"{label}: unknown {'key' if table else 'key or section'} {visible(path, 60)}; {hint}")
+
+
+def located(values: dict[str, Any], directory: Path, label: str) -> dict[str, Any]:
+    """The settings with absolute input paths.
+
+    A path that starts with `./` or `../`, or that exists in `directory`, is relative to `directory`. Other data files
+    and scripts are relative to the working directory; other models are names of repositories.
+    """
+
+    def absolute(written: object, *, repository: bool = False) -> object:
+        if not isinstance(written, str) or not written:
+            return written
+        relative = os.path.expanduser(written)
+        here = os.path.abspath(directory / relative)
+        if f"{written}/".startswith(("./", "../")) or os.path.isabs(relative) or os.path.exists(here):
+            return here
+        return written if repository and not os.path.exists(relative) else os.path.abspath(relative)
+
+    found = dict(values)
+    for key in (*INPUT_PATHS, *CALLERS_PATHS):
+        path = os.path.expanduser(str(found.get(key, "")))
+        if path.startswith("~") or max(map(len, path.split(os.sep))) > MAX_NAME or len(path) > MAX_PATH:
+            raise ProfileError(f"{label}: {key} cannot be a path: {shown(path)}")
+    found |= {key: absolute(found[key], repository=key == "model.path") for key in INPUT_PATHS if key in found}
+    callers = {key: found[key] for key in CALLERS_PATHS if isinstance(found.get(key), str)}
+    found |= {key: os.path.expanduser(path) if path.startswith("~") else path for key, path in callers.items()}
+    if environments := found.get("environments"):
+        found["environments"] = [
+            {key: absolute(value) if key == "script" else value for key, value in table.items()}
+            for table in environments
+        ]
+    return found
+
+
+def merge(layers: list[Layer]) -> Merged:
+    """Combine layers key by key; later layers win. Lists are replaced as a whole.
+
+    A layer that sets a key of a union whose type is `none` or `off` chooses the first type that has the key. A layer
+    that changes the type of a union keeps the settings that `_stale` does not name.
+    """
+    merged = Merged(labels=tuple(layer.label for layer in layers), values={}, origin={})
+    for number, layer in enumerate(layers):
+        given = {**dict(_implied(merged.values, layer.values)), **layer.values}
+        gone = {old for path in given for old in DISPLACES.get(path, ()) if old not in given}
+        gone |= {path for path, value in given.items() if value is None} | set(_stale(merged.values, given))
+        for path in gone & merged.values.keys():
+            del merged.values[path], merged.origin[path]
+        given = {path: value for path, value in given.items() if value is not None}
+        merged.values.update(given)
+        merged.origin.update(dict.fromkeys(given, number))
+    return merged
+
+
+def _implied(values: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """The types that the settings of a layer imply, by choice."""
+    chosen = chosen_types({**values, **given})
+    for choice in keys.choices():
+        if choice not in given and chosen.get(choice) in EMPTY_TYPES:
+            below = [path for path in given if path.startswith(choice.removesuffix(TYPE)) and path in known()]
+            yield from ((choice, keys.types_of(known()[path], choice)[0]) for path in below[:1])
+
+
+def _stale(values: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[str]:
+    """The settings of lower layers that do not pass to the types that a layer chooses.
+
+    A setting passes to another type if both types have the key with the same default, except the settings in `OWN`.
+    """
+    left, before = dict(values), chosen_types(values)
+    for path, _ in sorted(values.items(), key=_types_first):
+        after = chosen_types({**left, **given})
+        old, new = settable()[path].variant(before), settable()[path].variant(after)
+        changed = [choice for choice in (old.types if old else ()) if before[choice] != after.get(choice)]
+        own = any(path.startswith(OWN.get(choice, " ")) for choice in changed)
+        if old and changed and (own or new is None or new.default != old.default):
+            left.pop(path)
+            yield path
+
+
+def decode(merged: Merged) -> Profile:
+    """Build the profile. Raises ProfileError for a setting that is missing, unavailable or not allowed."""
+    checked: dict[str, Any] = {}
+    for path, value in sorted(merged.values.items(), key=_types_first):
+        label, key = merged.label(path), settable()[path]
+        checked[path] = converted(key, value, f"{label}: {path.removesuffix(f'.{TYPE}')}")
+        if (why := keys.why_unavailable(key, chosen_types(merged.values))) is not None:
+            raise ProfileError(f"{label}: {why}")
+    tree, chosen = dict[str, Any](), chosen_types(checked)
+    for path, key in settable().items():
+        if (variant := key.variant(chosen)) is not None:
+            value = checked.get(path, variant.default)
+            if value is REQUIRED:
+                what = f"[[{path}]]" if keys.is_array(key) else path
+                raise ProfileError(f"{merged.label(path.rpartition('.')[0])}: {what} is missing: {key.help}")
+            _put(tree, path, value)
+    return msgspec.convert(tree, Profile)
+
+
+def _types_first(setting: tuple[str, Any]) -> tuple[bool, int, str]:
+    """Sorts settings: the types of outer unions, of inner unions, then all other keys."""
+    path = setting[0]
+    return path not in keys.choices(), path.count("."), path
+
+
+def _put(tree: dict[str, Any], path: str, value: Any) -> None:
+    *tables, name = path.split(".")
+    reduce(lambda table, part: table.setdefault(part, {}), tables, tree)[name] = value
 
 
 def resolved_toml(profile: Profile, *, mask_secrets: bool = False) -> str:
@@ -138,19 +321,7 @@ def resolved_toml(profile: Profile, *, mask_secrets: bool = False) -> str:
 
 def write_profile(profile: Profile, path: Path) -> None:
     """Write the resolved profile atomically. Only its owner can read it if it contains an API key."""
-    scratch = path.with_name(f".{path.name}{UNFINISHED}{os.getpid()}")
-    mode = 0o600 if profile.server.api_key else 0o644
-    descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
-    try:
-        with open(descriptor, "w", encoding="utf-8") as file:
-            file.write(resolved_toml(profile))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(scratch, path)
-    except BaseException:
-        scratch.unlink(missing_ok=True)
-        raise
-    sync_directory(path.parent)
+    replace_file(path, [resolved_toml(profile).encode()], mode=0o600 if profile.server.api_key else 0o666)
 
 
 def _without_none(value: Any) -> Any:

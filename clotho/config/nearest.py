@@ -7,6 +7,8 @@ from difflib import SequenceMatcher
 
 CUTOFF = 0.6
 """Minimum similarity of a suggestion."""
+LONGEST = 100
+"""Number of characters that are compared."""
 
 
 def similarity(left: str, right: str) -> float:
@@ -28,4 +30,4 @@ def did_you_mean(word: str, candidates: Iterable[str], *, cutoff: float = CUTOFF
 
 
 def _plain(text: str) -> str:
-    return text.lower().replace("-", "_")
+    return text[:LONGEST].lower().replace("-", "_")

@@ -6,6 +6,7 @@ trainers shows the same table.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -31,13 +32,9 @@ class Counterpart(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     earlier: tuple[str, ...] = ()
     same: tuple[str, ...] = ()
 
-    def names(self) -> dict[str, list[str]]:
-        """The systems that use each name of the setting."""
-        found: dict[str, list[str]] = {}
-        for system, label in SYSTEMS.items():
-            for name in getattr(self, system):
-                found.setdefault(name, []).append(label)
-        return found
+    def used_by(self, name: str) -> list[str]:
+        """The systems that use a name for the setting."""
+        return [label for system, label in SYSTEMS.items() if name in getattr(self, system)]
 
 
 @cache
@@ -50,7 +47,7 @@ def counterparts() -> tuple[Counterpart, ...]:
 @cache
 def by_name() -> dict[str, Counterpart]:
     """The row of every name, with underscores."""
-    return {name: row for row in counterparts() for name in row.names()}
+    return {name: row for row in counterparts() for system in SYSTEMS for name in getattr(row, system)}
 
 
 @cache
@@ -59,14 +56,15 @@ def accepted() -> dict[str, tuple[str, ...]]:
     return {name: row.keys for row in counterparts() for name in row.same}
 
 
-def advice(name: str) -> str | None:
-    """The end of an error message that names the alternative; None if no other trainer uses the name."""
+def advice(name: str, spelled: Callable[[str], str] = str) -> str | None:
+    """The end of an error message that names the alternative; None if no other trainer uses the name.
+
+    spelled: how a key is written in the message.
+    """
     name = name.replace("-", "_")
-    row = by_name().get(name)
-    if row is None:
+    if (row := by_name().get(name)) is None:
         return None
-    used_by = f"{name} in {', '.join(row.names()[name])}"
+    used_by = f"{name} in {', '.join(row.used_by(name))}"
     if not row.keys:
         return f"there is no such setting ({used_by}); {row.note}"
-    flags = " and ".join("--" + key.removesuffix(".type").replace("_", "-") for key in row.keys)
-    return f"use {flags} ({used_by})" + (f"; {row.note}" if row.note else "")
+    return f"use {' and '.join(map(spelled, row.keys))} ({used_by})" + (f"; {row.note}" if row.note else "")

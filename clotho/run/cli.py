@@ -12,6 +12,7 @@ from clotho.cpu import load_blas
 load_blas()  # before the first import of MLX
 
 import gc
+import os
 import signal
 import sys
 import traceback
@@ -76,7 +77,7 @@ def prepare(argv: Sequence[str]) -> PreparedRun | int:
         profile = load_profile(arguments.profile, arguments.overrides)
         if arguments.dry_run:
             return dry_run(profile, console)
-        path = Path(profile.run_dir).expanduser()
+        path = Path(os.path.expanduser(profile.run_dir))
         if arguments.resume:
             refuse_missing_run(path)
         directory = open_run(path, resume=arguments.resume, clean=arguments.clean)
@@ -102,13 +103,14 @@ def prepare_or_exit(argv: Sequence[str]) -> PreparedRun:
 
 
 def refuse_missing_run(path: Path) -> None:
-    """Raise `RunDirectoryError` if the run to resume does not exist, naming the nearest run beside it."""
-    if path.exists():
+    """Raise `RunDirectoryError` if there is no run to resume in a directory, naming the nearest run beside it."""
+    if path.is_dir() and any(not entry.name.startswith(".") for entry in path.iterdir()):
         return
     beside = path.parent.iterdir() if path.parent.is_dir() else ()
     runs = [str(entry) for entry in beside if (entry / "profile.toml").is_file()]
     hint = did_you_mean(str(path), runs) or "; start a new run without --resume"
-    raise RunDirectoryError(f"--resume: run directory {path} does not exist{hint}")
+    what = "contains no run" if path.is_dir() else "does not exist"
+    raise RunDirectoryError(f"--resume: run directory {path} {what}{hint}")
 
 
 def dry_run(profile: Profile, console: Console) -> int:

@@ -28,11 +28,11 @@ class FileDigest(Struct, frozen=True, kw_only=True):
     sha256: str
 
 
-def write_file(path: Path, chunks: Iterable[bytes]) -> FileDigest:
+def write_file(path: Path, chunks: Iterable[bytes], *, mode: int = 0o666) -> FileDigest:
     """Write a new file and sync it to disk. Not atomic by itself: `path` must be in an unfinished directory."""
     digest = hashlib.sha256()
     size = 0
-    with path.open("xb") as file:
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
         for chunk in chunks:
             file.write(chunk)
             digest.update(chunk)
@@ -55,11 +55,14 @@ def digest_file(path: Path) -> FileDigest:
         return _digest(path.name, file)
 
 
-def replace_file(path: Path, chunks: Iterable[bytes]) -> None:
-    """Replace the contents of `path` atomically: a reader, or a kill at any time, sees the old or the new file."""
+def replace_file(path: Path, chunks: Iterable[bytes], *, mode: int = 0o666) -> None:
+    """Replace the contents of `path` atomically: a reader, or a kill at any time, sees the old or the new file.
+
+    mode: permissions of the new file, reduced by the umask.
+    """
     temporary = _temporary_name(path, UNFINISHED)
     try:
-        write_file(temporary, chunks)
+        write_file(temporary, chunks, mode=mode)
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)

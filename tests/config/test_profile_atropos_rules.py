@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from clotho.config.layers import PROFILES
-from clotho.config.load import load_profile, resolved_toml
+from clotho.config.load import PROFILES, load_profile, resolved_toml
 from protocols.errors import ProfileError
 from tests.config.test_profile_rules import TAP, fault
 

@@ -8,11 +8,18 @@ from typing import Any
 
 import pytest
 
-from clotho.config.layers import PROFILES
-from clotho.config.load import load_profile, resolved_toml, write_profile
-from clotho.config.objectives import Custom, Grpo, Gspo, MaskCorrection, MeanAdvantage, PpoDecoupled
-from clotho.config.sections_data import Lora
-from clotho.config.sections_training import AdamW, Muon, Sgd
+from clotho.config.load import PROFILES, load_profile, resolved_toml, write_profile
+from clotho.config.objectives import (
+    Custom,
+    DrGrpo,
+    Grpo,
+    MaskCorrection,
+    MeanAdvantage,
+    PpoDecoupled,
+    RejectSequenceCorrection,
+)
+from clotho.config.sections_data import Dora, Lora
+from clotho.config.sections_training import AdamW, AverageReference, ConstantSchedule, Lion, Muon, RewardKLPenalty
 from protocols.errors import ProfileError
 
 SHIPPED = sorted(PROFILES.glob("*.toml"))
@@ -91,15 +98,43 @@ def test_naming_a_scale_or_a_dataset_takes_back_what_lower_layers_said_of_its_tw
     assert load_profile("./x.toml", {"policy.method.scale": 2.0}).policy.method == Lora(scale=2.0)
 
 
-def test_a_layer_that_changes_a_type_replaces_the_table(here: Path) -> None:
-    """The same type merges; another one starts from its own defaults, and nested tables go with it."""
-    text = MINIMAL + '[learner.objective]\nclip_low = 0.1\nadvantage = "mean"\n[learner.optimizer]\nbeta1 = 0.5\n'
+def test_a_layer_that_changes_a_type_keeps_the_settings_with_the_same_default(here: Path) -> None:
+    """A setting passes to the new type if both types have it with the same default; other settings are dropped."""
+    text = MINIMAL + (
+        "[learner.schedule]\nwarmup_steps = 7\nmin_learning_rate = 1e-7\n[policy.method]\nrank = 4\ndropout = 0.1\n"
+        '[learner.kl_penalty]\ntype = "loss"\ncoef = 0.2\nimportance_weighted = true\nreference = "average"\n'
+        '[learner.objective.importance_correction]\ntype = "truncate"\nlow = 0.1\nhigh = 3.0\n'
+        '[learner.objective]\nratio_reference = "batch_start"\nclip_low = 0.1\n[learner]\nnum_minibatches = 2\n'
+    )
     path = written(here, text)
-    merged = load_profile(path, {"learner.objective": "grpo", "learner.optimizer.beta2": 0.9}).learner
-    assert merged.objective == Grpo(clip_low=0.1, advantage=MeanAdvantage())
-    assert merged.optimizer == AdamW(beta1=0.5, beta2=0.9)
-    replaced = load_profile(path, {"learner.objective": "gspo", "learner.optimizer": "sgd"}).learner
-    assert (replaced.objective, replaced.optimizer) == (Gspo(), Sgd())
+    profile = load_profile(
+        path, {"learner.schedule": "constant", "policy.method": "dora", "learner.kl_penalty": "reward"}
+    )
+    assert profile.learner.schedule == ConstantSchedule(warmup_steps=7)
+    assert profile.policy.method == Dora(rank=4, dropout=0.1)
+    assert profile.learner.kl_penalty == RewardKLPenalty(coef=0.2, reference=AverageReference())
+    correction = {"learner.objective.importance_correction": "reject_sequence"}
+    objective = load_profile(path, correction).learner.objective
+    assert objective == Grpo(
+        ratio_reference="batch_start",
+        clip_low=0.1,
+        importance_correction=RejectSequenceCorrection(low=0.1, high=3.0),
+    )
+    masked = load_profile(path, {"learner.objective.importance_correction": "mask"}).learner.objective
+    assert isinstance(masked, Grpo)
+    assert masked.importance_correction == MaskCorrection()
+
+
+def test_no_setting_of_an_objective_passes_to_another_objective(here: Path) -> None:
+    """An objective is the recipe of one paper. A learning rate belongs to its optimizer."""
+    text = '[learner.objective]\nclip_low = 0.1\nadvantage = "mean"\nmask_truncated = true\n'
+    text += "[learner.optimizer]\nbeta1 = 0.5\nlearning_rate = 1e-3\nweight_decay = 0.1\n"
+    path = written(here, MINIMAL + text)
+    same = load_profile(path, {"learner.objective": "grpo", "learner.optimizer.beta2": 0.9}).learner
+    assert same.objective == Grpo(clip_low=0.1, advantage=MeanAdvantage(), mask_truncated=True)
+    assert same.optimizer == AdamW(beta1=0.5, beta2=0.9, learning_rate=1e-3, weight_decay=0.1)
+    other = load_profile(path, {"learner.objective": "dr_grpo", "learner.optimizer": "lion"}).learner
+    assert (other.objective, other.optimizer) == (DrGrpo(), Lion(beta1=0.5, weight_decay=0.1))
 
 
 def test_one_word_chooses_a_type(here: Path) -> None:
@@ -167,9 +202,10 @@ def test_settings_that_lose_their_effect_fall_back_to_defaults(here: Path) -> No
             "[learner]\nlearnin_rate = 1\n",
             "unknown key learner.learnin_rate; did you mean learner.optimizer.learning_rate?",
         ),
-        ("[learner]\ntemperature = 1.0\n", "unknown key learner.temperature; did you mean sampling.temperature?"),
-        ("[policy]\nlora_rank = 4\n", "unknown key policy.lora_rank; did you mean policy.method.rank?"),
-        ("lr = 4\n", "unknown key or section lr; did you mean learner.optimizer.learning_rate?"),
+        ("[learner]\ntop_k = 1\n", "unknown key learner.top_k; use sampling.top_k (top_k in TRL); 0 disables it"),
+        ("[policy]\nlora_rank = 4\n",
+         "unknown key policy.lora_rank; use policy.method.rank (lora_rank in earlier trainers)"),
+        ("lr = 4\n", "unknown key or section lr; use learner.optimizer.learning_rate (lr in earlier trainers)"),
         ("[samplng]\n", "unknown key or section samplng; did you mean sampling?"),
         ("[eval]\nzzzz = 1\n", "unknown key eval.zzzz; there are: eval.enabled, eval.interval, "
          "eval.problems, eval.problems_between"),
@@ -180,7 +216,7 @@ def test_settings_that_lose_their_effect_fall_back_to_defaults(here: Path) -> No
         ("[learner.optimizer]\nlearning_rate = -1\n", "learner.optimizer.learning_rate must be a number > 0, not -1"),
         ("[learner.optimizer]\nlearning_rate = inf\n", "learner.optimizer.learning_rate must be finite, not Infinity"),
         ("[learner.optimizer]\nlearning_rate = nan\n", "learner.optimizer.learning_rate must be finite, not NaN"),
-        ('[engine]\nkv_policy = "kep"\n', 'engine.kv_policy must be one of keep, recompute, drain, not "kep"'),
+        ('[engine]\nkv_policy = "kep"\n', 'engine.kv_policy must be one of drain, keep, recompute, not "kep"'),
         ('[policy.method]\nscale = "a"\n', 'policy.method.scale must be a number > 0 or none, not "a"'),
         ("[sampling]\ngroup_size = 1\n", "sampling.group_size must be an integer >= 2 and <= 4096, not 1"),
         ("[sampling]\nstop = [1]\n", "sampling.stop[0] must be text, not empty, not 1"),
@@ -231,7 +267,7 @@ def test_unreadable_files_are_the_persons_mistake(here: Path) -> None:
     (here / "d.toml").mkdir()
     (here / "b.toml").write_bytes(b"steps = 1 # \xff\n")
     (here / "bom.toml").write_text("\ufeffsteps = 3\n" + MINIMAL, encoding="utf-8")
-    with pytest.raises(ProfileError, match=r"d.toml: cannot be read: Is a directory"):
+    with pytest.raises(ProfileError, match=r"d.toml: is not a regular file"):
         load_profile("d.toml")
     with pytest.raises(ProfileError, match=r"b.toml: is not UTF-8 text \(byte 12\)"):
         load_profile("b.toml")

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from clotho.config.layers import Layer, flatten, merge
-from clotho.config.load import decode
+from clotho.config.load import Layer, decode, flatten, merge
 from clotho.config.rules import first_complaint
 from clotho.config.schema import Profile
 

@@ -28,7 +28,10 @@ overrides the profile. `--dry-run` prints the resolved profile, `--help SECTION`
 * **Types.** A choice with its own settings is a table with the key `type`, such as `[learner.optimizer]`. Each
   type has its own keys, and the defaults of an objective are the values of its paper. `--learner.optimizer muon` is
   short for `--learner.optimizer.type muon`, and so is `optimizer = "muon"` in a profile. A layer that changes the type
-  replaces the whole table.
+  keeps the settings of lower layers that both types have with the same default; other settings of the old type are
+  dropped. `--learner.schedule constant` keeps `warmup_steps` and drops `min_learning_rate`. Two exceptions: an
+  objective is the recipe of one paper, so that no setting passes to another objective, and a learning rate belongs to
+  its optimizer.
 * **No setting is ignored.** An unknown key, a value out of range and a setting without effect are errors. The message
   names the file, the key, the allowed values and the nearest valid key. If the settings of a *higher* layer leave a
   key of a lower layer without effect, the key returns to its default instead: `--async false` works on top of any
@@ -67,8 +70,9 @@ def _section(section: Section) -> str:
     title = f"## `{heading}`" if section.name else "## Top of the file"
     kinds = [f"* `{name}`: {text}" for name, text in section.types.items()]
     rows = [
-        f"| `{key.name}` | {_cell(key.allowed)} | `{_cell(default_in_words(key))}` | {_cell(_meaning(key))} |"
-        for key in section.keys
+        f"| `{path.rpartition('.')[2]}` | {_cell(key.allowed)} | `{_cell(default_in_words(key))}` "
+        f"| {_cell(_meaning(key))} |"
+        for path, key in section.keys.items()
     ]
     parts = [title, "", *([section.title, ""] if section.title else []), *kinds, *([""] if kinds else [])]
     return "\n".join([*parts, "| key | allowed | default | meaning |", "|---|---|---|---|", *rows, ""])

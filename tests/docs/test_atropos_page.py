@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from clotho.config.layers import PROFILES
-from clotho.config.load import load_profile
+from clotho.config.load import PROFILES, load_profile
 from tests.atropos.atroposlib_python import python_with_atropos
 
 ROOT = Path(__file__).parents[2]

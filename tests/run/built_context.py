@@ -10,8 +10,7 @@ from typing import Any
 
 from msgspec import to_builtins
 
-from clotho.config.layers import Layer, flatten, merge
-from clotho.config.load import decode
+from clotho.config.load import Layer, decode, flatten, merge
 from clotho.config.schema import Profile
 from clotho.run.context import RunContext
 from clotho.run.startup import build_context
