@@ -151,3 +151,21 @@ class RewardSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     correct: Annotated[
         bool, Meta(description="Evaluation counts an answer as correct if this reward function returns 1.")
     ] = False
+    run_in: Annotated[
+        Literal["auto", "process", "thread"],
+        Meta(
+            description="Where the reward function runs: auto is process for a function of your own and thread for a "
+            "built-in function."
+        ),
+    ] = "auto"
+    max_workers: Annotated[
+        Positive | None,
+        Meta(description="Largest number of worker processes of the reward function; without a value it is 8."),
+    ] = None
+    memory_limit_mb: Annotated[
+        Positive | None,
+        Meta(
+            description="A worker process that uses more memory is ended, and its group is discarded; without a value "
+            "the limit is 4096 MB."
+        ),
+    ] = None

@@ -11,22 +11,24 @@ Arguments:
     completion: the decoded completion, without the prompt and without a matched stop string.
 
 Return value:
-    A finite real number. `True` and `False` count as 1.0 and 0.0. `None` means that the function does not apply to the
-    problem; the weighted sum then skips the function.
+    A real number of at most 1e6 in absolute size. `True` and `False` count as 1.0 and 0.0. `None` means that the
+    function does not apply to the problem; the weighted sum then skips the function.
 
 Errors:
-    A function that raises, exceeds `timeout_seconds`, or returns anything else discards the group with the reason
-    `reward_error`. So does a completion to which no function applies. The run continues.
+    A function that raises, exceeds a limit, ends its process, or returns anything else discards the group with the
+    reason `reward_error`. So does a completion to which no function applies. The run continues.
 
 Names in a profile (`[[rewards]] name`):
     `format`, `math_eval`, ...: a key of `registry.BUILT_IN`.
     `module:function`: a module on the Python path; the current directory is searched last.
     `path/to/file.py:function`: a Python file.
 
-Threads: reward functions run outside the event loop of the pipeline. Synchronous functions run in worker threads, and
-calls for several groups may overlap. Asynchronous functions share one event loop that exists for the whole run, so that
-a function may keep a client open; all completions of a group are awaited concurrently.
+Processes: a function of the user runs in worker processes of its own (`worker_pool`), each of which answers one call at
+a time. A call scores all completions of one group. A synchronous function runs in the main thread of its process. The
+event loop of an asynchronous function exists as long as its process, so that the function may keep a client open; all
+completions of a group are awaited concurrently.
 
-Python cannot interrupt a thread inside a C call. A function that may hang there (for example, in a regular expression
-with catastrophic backtracking, which also holds the GIL) should run that work in a separate process.
+Threads: built-in functions, and functions with `run_in = "thread"`, run in threads of the run (`calls`). Calls for
+several groups may overlap. Python cannot interrupt a thread inside a C call, and a call that holds the GIL stops the
+run.
 """

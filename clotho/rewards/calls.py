@@ -1,43 +1,24 @@
-"""Calls of reward functions: worker threads, an event loop for asynchronous functions, time limits, result checks."""
+"""Calls of reward functions in threads of this process: worker threads, an event loop, time limits."""
 
 from __future__ import annotations
 
 import asyncio
 import ctypes
-import inspect
-import math
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
-from numbers import Real
 from queue import SimpleQueue
 from typing import Any, Generic, Protocol, TypeVar
 
 import anyio
-from msgspec import Struct
 
-from clotho.rewards.registry import RewardFunction
-from protocols.errors import ClothoError
+from clotho.rewards.values import Interrupted, Reward, RewardError, Values, await_all, call_all
 from protocols.prompt import Problem
 
 MAX_HANGING_CALLS = 32
 """Maximum number of abandoned calls of one function that still run. At the limit the function is not called again."""
 
 T = TypeVar("T")
-
-Values = tuple[float | None, ...]
-"""One value per completion; None if the function does not apply."""
-
-
-class RewardError(ClothoError, RuntimeError):
-    """A reward function raised, exceeded its time limit, or did not return a finite number. Names the function."""
-
-
-class Reward(Struct, frozen=True, kw_only=True):
-    """A loaded reward function, and its name in the profile."""
-
-    name: str
-    function: RewardFunction
 
 
 class Caller:
@@ -55,7 +36,8 @@ class Caller:
         threads: WorkerThreads,
         loop: WorkerLoop | None = None,
     ) -> None:
-        self.rewards = tuple(rewards)
+        self.names = tuple(reward.name for reward in rewards)
+        self._rewards = tuple(rewards)
         self._timeout_seconds = timeout_seconds
         self._threads = threads
         self._loop = loop
@@ -63,7 +45,7 @@ class Caller:
 
     async def __call__(self, problem: Problem, texts: Sequence[str]) -> list[Values]:
         """Return the value of every function for every text. Raises RewardError."""
-        names = ", ".join(reward.name for reward in self.rewards)
+        names = ", ".join(self.names)
         self._hanging = [call for call in self._hanging if call.alive]
         if len(self._hanging) >= MAX_HANGING_CALLS:
             raise RewardError(f"reward {names} was not called: {len(self._hanging)} earlier calls still hang")
@@ -80,73 +62,12 @@ class Caller:
 
     def _start(self, problem: Problem, texts: Sequence[str]) -> Call[list[Values]]:
         if self._loop is not None:
-            return self._loop.start(lambda: _await_all(self.rewards[0], problem, texts))
-        return self._threads.start(lambda: [_call_all(reward, problem, texts) for reward in self.rewards])
+            return self._loop.start(lambda: _await_one(self._rewards[0], problem, texts))
+        return self._threads.start(lambda: [call_all(reward, problem, texts) for reward in self._rewards])
 
 
-def _call_all(reward: Reward, problem: Problem, texts: Sequence[str]) -> Values:
-    return tuple(_value(reward, problem, text) for text in texts)
-
-
-async def _await_all(reward: Reward, problem: Problem, texts: Sequence[str]) -> list[Values]:
-    outcomes = await asyncio.gather(*(_async_value(reward, problem, text) for text in texts), return_exceptions=True)
-    for outcome in outcomes:
-        if isinstance(outcome, RewardError):
-            raise outcome
-        if isinstance(outcome, BaseException):
-            raise _failure(reward, outcome) from outcome
-    return [tuple(outcome for outcome in outcomes if not isinstance(outcome, BaseException))]
-
-
-def _value(reward: Reward, problem: Problem, text: str) -> float | None:
-    try:
-        value = reward.function(problem, text)
-    except Interrupted:
-        raise
-    except BaseException as error:  # includes SystemExit: a reward function must not end the run
-        raise _failure(reward, error) from error
-    return _number(reward.name, value)
-
-
-async def _async_value(reward: Reward, problem: Problem, text: str) -> float | None:
-    try:
-        result = reward.function(problem, text)
-        value = await result if inspect.isawaitable(result) else result
-    except asyncio.CancelledError:
-        raise
-    except BaseException as error:  # SystemExit would end the event loop
-        raise _failure(reward, error) from error
-    return _number(reward.name, value)
-
-
-def _failure(reward: Reward, error: BaseException) -> RewardError:
-    return RewardError(f"reward {reward.name} raised {_describe(error)}")
-
-
-def _number(name: str, value: object) -> float | None:
-    if value is None:
-        return None
-    if inspect.iscoroutine(value):
-        value.close()
-    if not isinstance(value, Real):
-        raise RewardError(f"reward {name} returned {type(value).__name__}, not a number or None")
-    try:
-        number = float(value)
-    except OverflowError:
-        number = math.inf
-    except Exception as error:  # a number type defined by the user
-        raise RewardError(f"reward {name} returned a number that raised {_describe(error)}") from error
-    if not math.isfinite(number):
-        raise RewardError(f"reward {name} returned {number}")
-    return number
-
-
-def _describe(error: BaseException) -> str:
-    try:
-        message = str(error)
-    except Exception:
-        message = "(str() of the exception failed)"
-    return f"{type(error).__name__}: {message}"[:300]
+async def _await_one(reward: Reward, problem: Problem, texts: Sequence[str]) -> list[Values]:
+    return [await await_all(reward, problem, texts)]
 
 
 class Call(Protocol[T]):
@@ -162,10 +83,6 @@ class Call(Protocol[T]):
 
     def abandon(self) -> None:
         """Abandon the call, and interrupt it if possible."""
-
-
-class Interrupted(BaseException):
-    """Raised in the thread of an abandoned call. Takes effect at the next Python bytecode, not inside a C call."""
 
 
 class WorkerThreads:

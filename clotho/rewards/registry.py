@@ -38,12 +38,18 @@ def load_reward(name: str) -> RewardFunction:
     """
     if name in BUILT_IN:
         return BUILT_IN[name]
+    module_name, attribute = split_name(name)
+    return _function(name, _module(name, module_name), attribute)
+
+
+def split_name(name: str) -> tuple[str, str]:
+    """Return the module or file and the function of a name that is not built in. Raises ProfileError."""
     module_name, colon, attribute = name.rpartition(":")
     if not colon:
         raise ProfileError(f"rewards.name {name!r} is unknown{did_you_mean(name, BUILT_IN)}; {ALLOWED}")
     if not module_name or not attribute.isidentifier():
         raise ProfileError(f"rewards.name {name!r} is malformed; {ALLOWED}")
-    return _function(name, _module(name, module_name), attribute)
+    return module_name, attribute
 
 
 def is_async(function: RewardFunction) -> bool:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Iterable, Sequence
 from itertools import combinations
+from typing import Protocol
 
 import anyio
 import structlog
 from msgspec import Struct
 
 from clotho.config.schema import RewardSection
-from clotho.rewards.calls import Caller, Reward, RewardError, Values, WorkerLoop, WorkerThreads
+from clotho.rewards.calls import Caller, WorkerLoop, WorkerThreads
 from clotho.rewards.overlong import OVERLONG, Overlong
-from clotho.rewards.registry import BUILT_IN, is_async, load_reward
+from clotho.rewards.registry import BUILT_IN, is_async, load_reward, split_name
+from clotho.rewards.values import MAX_REWARD, Reward, RewardError, Values, too_large
+from clotho.rewards.worker_pool import WorkerLimits, WorkerPool
 from protocols.errors import ProfileError
 from protocols.prompt import Problem
 from protocols.rollout import ZERO_VARIANCE_THRESHOLD, Discarded, GroupOutcome, RolloutGroup, ScoredGroup
@@ -21,11 +25,28 @@ from protocols.rollout import ZERO_VARIANCE_THRESHOLD, Discarded, GroupOutcome, 
 log = structlog.get_logger(__name__)
 
 
+DEFAULT_MAX_WORKERS = 8
+DEFAULT_MEMORY_MB = 4096
+
+
+class GroupCaller(Protocol):
+    """Calls functions on all completions of a group. names: of the functions, in the profile."""
+
+    names: tuple[str, ...]
+
+    def __call__(self, problem: Problem, texts: Sequence[str]) -> Awaitable[list[Values]]:
+        """Return the value of every function for every text. Raises RewardError."""
+
+
 class _Component(Struct, frozen=True, kw_only=True):
+    """A reward function of the profile. caller: None for built-in functions in threads, which share one call."""
+
     section: RewardSection
-    reward: Reward
-    caller: Caller | None
-    """None for built-in functions: they share one call per group."""
+    caller: GroupCaller | None
+
+    @property
+    def name(self) -> str:
+        return self.section.name
 
     def applies_to(self, problem_type: str) -> bool:
         return not self.section.types or problem_type in self.section.types
@@ -52,24 +73,34 @@ class RewardRunner:
                 normalized over more than the group.
 
         The time limit of a section covers its function on a whole group. The built-in functions run in one call per
-        group, whose time limit is the sum of theirs. Raises ProfileError if a function cannot be loaded, a weight is
-        not finite, the name `overlong` is taken, or a function is listed twice for the same type of problem.
+        group, whose time limit is the sum of theirs. Raises ProfileError if a name is unknown, a function that runs in
+        threads cannot be loaded, a weight is not finite, the name `overlong` is taken, a function is listed twice for
+        the same type of problem, or a setting of worker processes has no effect.
         """
         _check_sections(sections, reserved=() if overlong is None else (OVERLONG,))
         self._overlong = overlong
         self._keep_zero_variance = keep_zero_variance
         self._threads = WorkerThreads()
         self._loops: list[WorkerLoop] = []
+        self._pools: list[WorkerPool] = []
         self._limiter = anyio.Semaphore(concurrency)
         self._components = [self._load(section) for section in sections]
         self._built_in: dict[tuple[tuple[str, float], ...], Caller] = {}
 
+    async def start(self) -> None:
+        """Start one worker process per function, and wait until all are ready. Raises ProfileError.
+
+        Without this call, the first group starts them, and a function that cannot be loaded discards its groups.
+        """
+        await asyncio.gather(*(pool.start() for pool in self._pools))
+
     async def score(self, group: RolloutGroup) -> GroupOutcome:
         """Score a group: the weighted sum of all functions that apply, plus the length penalty.
 
-        The group is discarded with the reason `reward_error` if a function fails or no function applies to a
-        completion, and with the reason `zero_variance` if all rewards are equal (within `ZERO_VARIANCE_THRESHOLD`) and
-        `keep_zero_variance` is not set. A group of one completion always has equal rewards.
+        The group is discarded with the reason `reward_error` if a function fails, no function applies to a
+        completion, or a value or sum is beyond `MAX_REWARD`. It is discarded with the reason `zero_variance` if all
+        rewards are equal (within `ZERO_VARIANCE_THRESHOLD`) and `keep_zero_variance` is not set. A group of one
+        completion always has equal rewards.
         """
         texts = [completion.text for completion in group.completions]
         problem = group.prompt.problem
@@ -115,20 +146,31 @@ class RewardRunner:
         return tuple(sorted(kind for kind in set(types) if not any(part.applies_to(kind) for part in correct)))
 
     def close(self) -> None:
-        """End the worker threads. A thread inside a call does not keep the process alive."""
+        """End the worker processes and threads. A thread inside a call does not keep the process alive."""
+        for pool in self._pools:
+            pool.close()
         self._threads.close()
         for loop in self._loops:
             loop.close()
 
     def _load(self, section: RewardSection) -> _Component:
+        if runs_in_process(section):
+            split_name(section.name)
+            limits = WorkerLimits(
+                timeout_seconds=section.timeout_seconds,
+                memory_bytes=(section.memory_limit_mb or DEFAULT_MEMORY_MB) * 2**20,
+            )
+            pool = WorkerPool(section.name, limits, max_workers=section.max_workers or DEFAULT_MAX_WORKERS)
+            self._pools.append(pool)
+            return _Component(section=section, caller=pool)
+        if section.name in BUILT_IN:
+            return _Component(section=section, caller=None)
         reward = Reward(name=section.name, function=load_reward(section.name))
         loop = WorkerLoop() if is_async(reward.function) else None
         if loop is not None:
             self._loops.append(loop)
-        caller = None
-        if section.name not in BUILT_IN:
-            caller = Caller([reward], timeout_seconds=section.timeout_seconds, threads=self._threads, loop=loop)
-        return _Component(section=section, reward=reward, caller=caller)
+        caller = Caller([reward], timeout_seconds=section.timeout_seconds, threads=self._threads, loop=loop)
+        return _Component(section=section, caller=caller)
 
     def _applicable(self, problem: Problem) -> list[_Component]:
         return [component for component in self._components if component.applies_to(problem.type)]
@@ -136,18 +178,19 @@ class RewardRunner:
     async def _values(
         self, components: Sequence[_Component], problem: Problem, texts: Sequence[str]
     ) -> dict[str, Values]:
-        values: dict[str, Values] = {component.reward.name: (None,) * len(texts) for component in self._components}
+        values: dict[str, Values] = {component.name: (None,) * len(texts) for component in self._components}
         for caller in self._callers(components):
             async with self._limiter:
                 rows = await caller(problem, texts)
-            values |= {reward.name: row for reward, row in zip(caller.rewards, rows, strict=True)}
+            values |= dict(zip(caller.names, rows, strict=True))
         return values
 
-    def _callers(self, components: Sequence[_Component]) -> Iterable[Caller]:
+    def _callers(self, components: Sequence[_Component]) -> Iterable[GroupCaller]:
         built_in = [component for component in components if component.caller is None]
-        key = tuple((component.reward.name, component.section.timeout_seconds) for component in built_in)
+        key = tuple((component.name, component.section.timeout_seconds) for component in built_in)
         if built_in and key not in self._built_in:
-            rewards, seconds = [component.reward for component in built_in], sum(limit for _, limit in key)
+            rewards = [Reward(name=name, function=BUILT_IN[name]) for name, _ in key]
+            seconds = sum(limit for _, limit in key)
             self._built_in[key] = Caller(rewards, timeout_seconds=seconds, threads=self._threads)
         custom = [component.caller for component in components if component.caller is not None]
         return [self._built_in[key], *custom] if built_in else custom
@@ -159,15 +202,24 @@ class RewardRunner:
             terms = [
                 component.section.weight * value
                 for component in components
-                if (value := parts[component.reward.name][i]) is not None
+                if (value := parts[component.name][i]) is not None
             ]
             if not terms:
                 raise RewardError(f"no reward applies to completion {i} of a problem of type {problem.type!r}")
             total = sum(terms)
-            if not math.isfinite(total):
-                raise RewardError(f"the weighted sum of completion {i} is {total}")
+            if too_large(total):
+                raise RewardError(
+                    f"the weighted sum of completion {i} is {total!r}; it is at most {MAX_REWARD:g} in absolute size"
+                )
             sums.append(total)
         return tuple(sums)
+
+
+def runs_in_process(section: RewardSection) -> bool:
+    """Return whether a function runs in worker processes: by default all functions that are not built in."""
+    if section.run_in == "auto":
+        return section.name not in BUILT_IN
+    return section.run_in == "process"
 
 
 def _reward_error(group: RolloutGroup, detail: str) -> Discarded:
@@ -183,6 +235,16 @@ def _check_sections(sections: Sequence[RewardSection], *, reserved: Sequence[str
             )
         if not math.isfinite(section.weight):
             raise ProfileError(f"rewards.weight of {section.name!r} is {section.weight}; it must be finite")
+        if section.run_in == "process" and section.name in BUILT_IN:
+            raise ProfileError(
+                f"rewards.run_in of {section.name!r}: built-in functions run in threads of the run; remove the key"
+            )
+        for key in ("max_workers", "memory_limit_mb"):
+            if getattr(section, key) is not None and not runs_in_process(section):
+                raise ProfileError(
+                    f"rewards.{key} of {section.name!r} has no effect: the function runs in threads of the run "
+                    '(rewards.run_in = "process" would change that for a function of your own)'
+                )
     for one, other in combinations(sections, 2):
         overlap = not one.types or not other.types or set(one.types) & set(other.types)
         if one.name == other.name and overlap:

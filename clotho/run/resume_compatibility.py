@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,8 @@ MAY_DIFFER = (
 )
 """Keys and sections that a resumed run may change: the length of the run and its operation, not its results."""
 
+REWARD_KEYS_THAT_MAY_DIFFER = re.compile(r"rewards\.\d+\.(run_in|max_workers|memory_limit_mb)")
+
 
 def refuse_if_incompatible(old: Profile, new: Profile, *, written: Path) -> None:
     """Raise `CheckpointError` if keys differ that must not change; the message lists each as `key: old -> new`.
@@ -58,6 +61,8 @@ def refuse_if_incompatible(old: Profile, new: Profile, *, written: Path) -> None
 
 
 def _may_differ(key: str) -> bool:
+    if REWARD_KEYS_THAT_MAY_DIFFER.fullmatch(key):
+        return True
     return any(key == allowed or key.startswith(f"{allowed}.") for allowed in MAY_DIFFER)
 
 

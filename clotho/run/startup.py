@@ -71,7 +71,19 @@ async def build_context(
     """
     _require_importable(profile)
     rewards = _build_rewards(profile)
-    policy, policy_learner, engine, estimate = await finish(executor.submit(lambda: _load_compute(profile)))
+    try:
+        return await _build_context(profile, directory, executor, rewards, address=address)
+    except BaseException:
+        rewards.close()
+        raise
+
+
+async def _build_context(
+    profile: Profile, directory: RunDirectory, executor: ComputeExecutor, rewards: RewardRunner, *, address: str
+) -> RunContext:
+    loading = executor.submit(lambda: _load_compute(profile))
+    await rewards.start()
+    policy, policy_learner, engine, estimate = await finish(loading)
     warmup = executor.submit(lambda: run_warmup_step(policy_learner, profile, context=policy.context_length))
     engine_failure = executor.attach(engine)
     prompts, held_out = await run_sync(lambda: _load_prompts(profile, policy, rewards))

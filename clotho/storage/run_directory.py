@@ -13,16 +13,33 @@ from pathlib import Path
 from clotho.storage.adapters import CONFIG, TENSORS
 from clotho.storage.atomic_files import is_leftover, remove_leftovers, replace_file
 from clotho.storage.checkpoints import DIRECTORY_NAME
-from protocols.errors import RunDirectoryError
+from protocols.errors import RunDirectoryError, visible
 
 LOCK = ".lock"
+MAX_COMMAND_CHARACTERS = 120
+
+_locked: set[int] = set()
+"""Descriptors of the locks that this process holds."""
+
+
+def _close_in_fork() -> None:
+    """Close the locks in a forked child: the child must not keep a run directory in use."""
+    while _locked:
+        os.close(_locked.pop())
+
+
+os.register_at_fork(after_in_child=_close_in_fork)
 
 
 class RunLock:
-    """An advisory lock on `directory`/.lock, held until `release` or the end of the process."""
+    """An advisory lock on `directory`/.lock, held until `release` or the end of the process.
+
+    No child process inherits the lock: programs that the process starts have the descriptor closed, and forks of Python
+    close it.
+    """
 
     def __init__(self, directory: Path) -> None:
-        """Take the lock. Raises RunDirectoryError with the process id if another process holds the lock."""
+        """Take the lock. Raises RunDirectoryError, naming the process, if another process holds the lock."""
         self._path = directory / LOCK
         self._descriptor = self._open()
         while not self._is_in_place():  # the previous owner removed the file between open and lock
@@ -30,12 +47,14 @@ class RunLock:
             self._descriptor = self._open()
         os.ftruncate(self._descriptor, 0)
         os.pwrite(self._descriptor, f"{os.getpid()}\n".encode(), 0)
+        _locked.add(self._descriptor)
 
     def release(self, *, remove: bool = False) -> None:
         """Release the lock; a second call has no effect. remove: delete the lock file."""
         if self._descriptor >= 0:
             with suppress(OSError):
                 self._path.unlink() if remove else os.ftruncate(self._descriptor, 0)
+            _locked.discard(self._descriptor)
             os.close(self._descriptor)
             self._descriptor = -1
 
@@ -45,12 +64,9 @@ class RunLock:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            holder = os.pread(descriptor, 32, 0).decode(errors="replace").strip() or "unknown"
+            recorded = os.pread(descriptor, 32, 0).decode(errors="replace").strip()
             os.close(descriptor)
-            raise RunDirectoryError(
-                f"run directory {self._path.parent} is in use by process {holder}: "
-                "wait for it to end, or use another --run-dir"
-            ) from error
+            raise RunDirectoryError(f"run directory {self._path.parent} {_in_use(self._path, recorded)}") from error
         return descriptor
 
     def _is_in_place(self) -> bool:
@@ -58,6 +74,40 @@ class RunLock:
             return os.path.samestat(os.fstat(self._descriptor), self._path.stat())
         except FileNotFoundError:
             return False
+
+
+def _in_use(lock: Path, recorded: str) -> str:
+    """Return who holds a lock, and what to do. recorded: the process id in the file; empty after the end of its run.
+
+    The processes that have the file open are found where the system lists them: on Linux and macOS, those of the same
+    user.
+    """
+    holders = _processes_with(lock)
+    if recorded.isdecimal() and (int(recorded) in holders or not holders):
+        command = holders.get(int(recorded), "")
+        return f"is in use by process {recorded}{command}: wait for it to end, or use another --run-dir"
+    if not holders:
+        return "is in use by an unknown process: wait for it to end, or use another --run-dir"
+    stray = ", ".join(f"process {number}{command}" for number, command in sorted(holders.items()))
+    numbers = " ".join(map(str, sorted(holders)))
+    return (
+        f"is in use by {stray}, which an earlier run left behind: end it with kill -9 {numbers}, "
+        "or use another --run-dir"
+    )
+
+
+def _processes_with(file: Path) -> dict[int, str]:
+    """Return the other processes that have a file open, by id, each with its command line in parentheses."""
+    import psutil  # only a refusal needs it
+
+    path, found = str(file.resolve()), {}
+    for process in psutil.process_iter():
+        try:
+            if process.pid != os.getpid() and any(opened.path == path for opened in process.open_files()):
+                found[process.pid] = f" ({visible(' '.join(process.cmdline()), MAX_COMMAND_CHARACTERS)})"
+        except (psutil.Error, OSError):
+            continue
+    return found
 
 
 FILES = frozenset({"profile.toml", "metrics.jsonl", "evaluations.jsonl", "rollouts.jsonl", "log.jsonl"})

@@ -150,6 +150,11 @@ def gives_huge(problem: Problem, completion: str) -> int:
     return 10**400
 
 
+def gives_ten_million(problem: Problem, completion: str) -> int:
+    """Return a number beyond the limit."""
+    return 10_000_000
+
+
 class BrokenNumber(Fraction):
     """A number whose conversion to float fails."""
 

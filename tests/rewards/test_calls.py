@@ -77,7 +77,7 @@ from tests.rewards.groups import group
 
 async def main():
     for name in ("hangs", "hangs_async", "blocks_its_loop", "spins"):
-        section = RewardSection(name=f"tests.rewards.sample_rewards:{name}", timeout_seconds=0.05)
+        section = RewardSection(name=f"tests.rewards.sample_rewards:{name}", timeout_seconds=0.05, run_in="thread")
         outcome = await RewardRunner((section,)).score(group("a", "b"))
         assert outcome.reason == "reward_error" and "took longer" in outcome.detail, outcome
 

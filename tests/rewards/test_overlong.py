@@ -13,7 +13,7 @@ from protocols.rollout import Discarded, GroupOutcome, RolloutGroup, ScoredGroup
 from protocols.sampling import Completion, FinishReason
 from tests.rewards.groups import group
 
-LENGTH = RewardSection(name="tests.rewards.sample_rewards:length")
+LENGTH = RewardSection(name="tests.rewards.sample_rewards:length", run_in="thread")
 """The number of characters."""
 
 
@@ -96,7 +96,7 @@ async def test_the_penalty_may_make_rewards_equal() -> None:
 
 async def test_the_penalty_alone_is_not_a_reward() -> None:
     """A completion to which no reward function applies still discards its group."""
-    section = RewardSection(name="tests.rewards.sample_rewards:none")
+    section = RewardSection(name="tests.rewards.sample_rewards:none", run_in="thread")
     outcome = await scored(group_of_lengths(4, 8), section, Overlong(max_tokens=8, buffer=4))
     assert isinstance(outcome, Discarded)
     assert "no reward applies" in outcome.detail

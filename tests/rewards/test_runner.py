@@ -6,6 +6,7 @@ import math
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Literal
 
 import anyio
 import pytest
@@ -32,9 +33,11 @@ def runner(*sections: RewardSection, concurrency: int = 8, keep_zero_variance: b
         made.close()
 
 
-def sample(name: str, *, timeout_seconds: float = 10.0, weight: float = 1.0) -> RewardSection:
+def sample(
+    name: str, *, timeout_seconds: float = 10.0, weight: float = 1.0, run_in: Literal["process", "thread"] = "thread"
+) -> RewardSection:
     """Return the section of a sample reward."""
-    return RewardSection(name=HERE + name, timeout_seconds=timeout_seconds, weight=weight)
+    return RewardSection(name=HERE + name, timeout_seconds=timeout_seconds, weight=weight, run_in=run_in)
 
 
 async def test_a_reward_is_the_weighted_sum_of_its_components() -> None:
@@ -78,10 +81,13 @@ async def test_a_function_may_have_different_weights_for_different_types() -> No
     assert (one.rewards, three.rewards) == ((1.0, 0.0), (3.0, 0.0))
 
 
+@pytest.mark.parametrize("run_in", ["process", "thread"])
 @pytest.mark.parametrize("name", ["length", "async_length", "judge", "boolean", "fraction"])
-async def test_user_functions_may_be_synchronous_or_asynchronous(name: str) -> None:
+async def test_user_functions_may_be_synchronous_or_asynchronous(
+    name: str, run_in: Literal["process", "thread"]
+) -> None:
     """They return any real number, including booleans."""
-    with runner(sample(name)) as rewards:
+    with runner(sample(name, run_in=run_in)) as rewards:
         scored = await rewards.score(group("a", "abc"))
     expected = {"boolean": (0.0, 1.0), "fraction": (0.5, 1.5)}.get(name, (1.0, 3.0))
     assert isinstance(scored, ScoredGroup)
@@ -89,9 +95,10 @@ async def test_user_functions_may_be_synchronous_or_asynchronous(name: str) -> N
     assert all(type(value) is float for value in scored.rewards)
 
 
-async def test_asynchronous_functions_run_in_one_event_loop() -> None:
+@pytest.mark.parametrize("run_in", ["process", "thread"])
+async def test_asynchronous_functions_run_in_one_event_loop(run_in: Literal["process", "thread"]) -> None:
     """A client that a function keeps open stays usable."""
-    with runner(sample("same_loop")) as rewards:
+    with runner(sample("same_loop", run_in=run_in)) as rewards:
         first = await rewards.score(group("a", "abc"))
         second = await rewards.score(group("a", "abc"))
     assert first.rewards == second.rewards
@@ -109,15 +116,19 @@ async def test_asynchronous_functions_run_in_one_event_loop() -> None:
         ("gives_nan", "returned nan"),
         ("gives_infinity", "returned -inf"),
         ("gives_huge", "returned inf"),
+        ("gives_ten_million", "returned 10000000.0; a reward is at most"),
         ("gives_text", "returned str, not a number or None"),
         ("gives_broken_number", "returned a number that raised RuntimeError: no value"),
         ("gives_list", "returned list, not a number or None"),
         ("gives_coroutine", "returned coroutine, not a number or None"),
     ],
 )
-async def test_a_failing_reward_discards_only_its_group(name: str, detail: str) -> None:
+@pytest.mark.parametrize("run_in", ["process", "thread"])
+async def test_a_failing_reward_discards_only_its_group(
+    name: str, detail: str, run_in: Literal["process", "thread"]
+) -> None:
     """The detail names the function and the reason; the next group is scored as usual."""
-    with runner(sample(name)) as rewards:
+    with runner(sample(name, run_in=run_in)) as rewards:
         for _ in range(2):
             outcome = await rewards.score(group("a", "b", group_id=5))
             assert isinstance(outcome, Discarded)
@@ -143,12 +154,21 @@ async def test_a_problem_whose_type_has_no_rewards_is_discarded() -> None:
     assert outcome.detail == "no reward applies to completion 0 of a problem of type 'comparison'"
 
 
-async def test_a_sum_beyond_the_range_of_floats_is_an_error() -> None:
-    """Finite components may have an infinite sum."""
-    with runner(sample("length", weight=1.5e308)) as rewards:
+@pytest.mark.parametrize(("weight", "total"), [(1.5e308, "inf"), (-1e6, "-2000000.0")])
+async def test_a_sum_beyond_one_million_is_an_error(weight: float, total: str) -> None:
+    """The limit holds for the sum as for every value."""
+    with runner(sample("length", weight=weight)) as rewards:
         outcome = await rewards.score(group("aa", "b"))
     assert isinstance(outcome, Discarded)
-    assert outcome.detail == "the weighted sum of completion 0 is inf"
+    assert outcome.reason == "reward_error"
+    assert outcome.detail.startswith(f"the weighted sum of completion 0 is {total}; ")
+
+
+@pytest.mark.parametrize(("weight", "scored"), [(5e5, True), (-5e5, True), (5.01e5, False)])
+async def test_a_reward_of_one_million_is_the_limit(weight: float, scored: bool) -> None:
+    """The limit itself is allowed."""
+    with runner(sample("length", weight=weight)) as rewards:
+        assert isinstance(await rewards.score(group("aa", "b")), ScoredGroup if scored else Discarded)
 
 
 @pytest.mark.parametrize("texts", [("a",), ("a", "b"), ("abc", "xyz", "uvw")])
@@ -272,6 +292,10 @@ async def test_a_failing_correct_reward_counts_as_incorrect(name: str) -> None:
     ("sections", "message"),
     [
         ([RewardSection(name="math")], "did you mean math_eval"),
+        ([RewardSection(name=f"{HERE}length", run_in="thread", max_workers=2)], "rewards.max_workers .* no effect"),
+        ([RewardSection(name="exact", memory_limit_mb=100)], "rewards.memory_limit_mb .* no effect"),
+        ([RewardSection(name="exact", run_in="process")], "rewards.run_in"),
+        ([RewardSection(name="no_colon.py", run_in="process")], "is unknown"),
         ([RewardSection(name="exact", weight=math.inf)], "must be finite"),
         ([RewardSection(name="exact", weight=math.nan)], "must be finite"),
         ([RewardSection(name="exact"), RewardSection(name="exact", types=("a",))], "is listed twice"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -106,13 +107,64 @@ def test_a_directory_in_use_is_refused(tmp_path: Path, resume: bool, clean: bool
     assert holder.stdout is not None
     assert holder.stdin is not None
     assert holder.stdout.readline() == "held\n"
-    assert f"in use by process {holder.pid}" in refusal(path, resume=resume, clean=clean)
+    message = refusal(path, resume=resume, clean=clean)
+    assert f"in use by process {holder.pid} (" in message
+    assert sys.executable in message
     assert (path / "checkpoints" / "step-000010" / "state.json").exists()
     holder.kill()
     holder.wait()
     holder.stdout.close()
     holder.stdin.close()
     open_run(path, resume=True, clean=False).close()
+
+
+FORKING = """
+import os, sys, time
+from pathlib import Path
+from clotho.storage.run_directory import open_run
+run = open_run(Path(sys.argv[1]), resume=True, clean=False)
+if sys.argv[2] == "inherit":
+    from clotho.storage import run_directory
+    run_directory._locked.clear()  # as after a fork in C, which Python does not notice
+if os.fork() == 0:
+    os.write(1, b"%d\\n" % os.getpid())
+    time.sleep(3600)
+run.close()
+"""
+
+
+def stray_child(path: Path, how: str) -> int:
+    """Run a process that takes the run directory, forks a child that stays, and ends. Return the child."""
+    parent = subprocess.Popen(
+        [sys.executable, "-c", FORKING, str(path), how],
+        stdout=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": os.getcwd()},
+    )
+    assert parent.stdout is not None
+    child = int(parent.stdout.readline())
+    assert parent.wait() == 0
+    parent.stdout.close()
+    return child
+
+
+def test_a_forked_child_does_not_hold_the_lock(tmp_path: Path) -> None:
+    """A child that outlives its run does not keep the directory in use."""
+    child = stray_child(finished_run(tmp_path / "run"), "fork")
+    try:
+        open_run(tmp_path / "run", resume=True, clean=False).close()
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+def test_a_stray_process_that_holds_the_lock_is_named(tmp_path: Path) -> None:
+    """The message says how to end it."""
+    child = stray_child(finished_run(tmp_path / "run"), "inherit")
+    try:
+        message = refusal(tmp_path / "run", resume=True)
+    finally:
+        os.kill(child, signal.SIGKILL)
+    assert f"in use by process {child} (" in message
+    assert f"kill -9 {child}" in message
 
 
 def test_a_directory_with_other_files_is_not_changed(tmp_path: Path) -> None:
