@@ -39,6 +39,7 @@ from bench.soak_rewards import TIMEOUT_SECONDS
 NAME = "soak"
 RESULTS = ROOT / "bench" / "results" / "soak.jsonl"
 KILLS = 4
+STARTS = 3
 KILL, STOP, CLOSE_OUTPUT, FILL_DISK = "SIGKILL and --resume", "SIGSTOP", "closed output", "full disk under the output"
 FULL_OUTPUT = "output to a full device"
 PER_MINUTE = ((HOSTILE, 2.0), (tuple(REWARD_FAULTS), 2.0), ((STOP,), 0.4))
@@ -189,8 +190,16 @@ class Soak:
         flags = ["--profile", str(self._scratch / "soak.toml"), "--run-dir", str(self._run_dir)]
         flags += ["--server.port", str(self._target.port), *(["--resume"] if life else [])]
         output = self._outputs[life % len(self._outputs)]
-        self._process = Process(flags, self._scratch, output=output, port=self._target.port)
-        self._process.wait_until_serving()
+        for attempt in range(STARTS):
+            self._process = Process(flags, self._scratch, output=output, port=self._target.port)
+            try:
+                self._process.wait_until_serving()
+                break
+            except RuntimeError as error:
+                self._failures.append(f"life {life + 1}: {error}")
+                self._process.kill()
+                if attempt + 1 == STARTS:
+                    raise
         self._target.life += 1
         self._target.up = True
         if output == "/dev/full":

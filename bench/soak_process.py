@@ -199,10 +199,14 @@ class Process:
                 raise RuntimeError(f"the run did not end within {END_SECONDS:g} seconds")
             self.read_output()
         finally:
-            self._popen.kill()
-            self._popen.wait()
-            self.close_output()
+            self.kill()
         return self._popen.returncode
+
+    def kill(self) -> None:
+        """End the process if it still runs, and close its output."""
+        self._popen.kill()
+        self._popen.wait()
+        self.close_output()
 
     def sample(self) -> None:
         """Take a sample of memory and descriptors."""
