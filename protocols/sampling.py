@@ -19,8 +19,14 @@ MAX_SUPPORT = 256
 MIN_LEARNABLE_TEMPERATURE = 1e-3
 """Lowest temperature that the learner trains on. Below it, sampling is greedy for all practical purposes."""
 
+MIN_TEMPERATURE = 1e-5
+"""Lowest temperature above 0. The quotient of a float16 logit (at most 65504), changed by the lowest repetition penalty
+and the largest bias, stays below 1e12, so logits stay finite in float32 (at most 3.4e38)."""
+
+MIN_REPETITION_PENALTY = 0.01
 MAX_TEMPERATURE = 100.0
 MAX_TOP_LOGPROBS = 20
+MAX_LOGIT_BIAS, MAX_STOP_TOKENS = 1024, 128
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -40,10 +46,17 @@ def _row(
     affects: Affects = "distribution",
     learner: Learner = "not concerned",
     logits_copies: int = 0,
+    least_positive: float = 0.0,
     **constraints: Any,
 ) -> Meta:
     """Return the annotation of one parameter; `constraints` are those of `msgspec.Meta`."""
-    row = {"neutral": neutral, "affects": affects, "learner": learner, "logits_copies": logits_copies}
+    row = {
+        "neutral": neutral,
+        "affects": affects,
+        "learner": learner,
+        "logits_copies": logits_copies,
+        "least_positive": least_positive,
+    }
     return Meta(description=description, extra=row, **constraints)
 
 
@@ -67,6 +80,7 @@ class Sampling(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             "Divides the logits before sampling; 0 decodes greedily.",
             neutral=1.0,
             learner="evaluates",
+            least_positive=MIN_TEMPERATURE,
             ge=0.0,
             le=MAX_TEMPERATURE,
         ),
@@ -102,7 +116,7 @@ class Sampling(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             neutral=1.0,
             learner="cannot evaluate",
             logits_copies=4,
-            gt=0.0,
+            ge=MIN_REPETITION_PENALTY,
             le=10.0,
         ),
     ] = 1.0
@@ -112,7 +126,7 @@ class Sampling(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             "Pairs of a token identifier and a value that is added to its logit.",
             neutral=(),
             learner="evaluates",
-            max_length=1024,
+            max_length=MAX_LOGIT_BIAS,
         ),
     ] = ()
     max_tokens: Annotated[
@@ -136,7 +150,7 @@ class Sampling(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             "Tokens that end a completion besides the model's end tokens; they are kept in its tokens.",
             neutral=(),
             affects="length",
-            max_length=128,
+            max_length=MAX_STOP_TOKENS,
         ),
     ] = ()
     ignore_eos: Annotated[
@@ -160,7 +174,7 @@ class SamplingParameter(Struct, frozen=True, kw_only=True):
 
     annotation: type with its range, for msgspec. neutral: value without effect; None if there is none. allowed: range
     in words. logits_copies: float32 arrays of the shape of the logits that a decode step holds in addition while the
-    parameter is in use.
+    parameter is in use. least_positive: lowest allowed value above 0.
     """
 
     name: str
@@ -171,6 +185,7 @@ class SamplingParameter(Struct, frozen=True, kw_only=True):
     learner: Learner
     allowed: str
     logits_copies: int
+    least_positive: float
 
     @property
     def is_scalar(self) -> bool:
@@ -191,6 +206,9 @@ def _allowed(base: Any, meta: Meta) -> str:
         return f"at most {meta.max_length} entries"
     number = {float: "a number", int: "an integer", bool: "true or false"}[base]
     low = f" above {meta.gt:g}" if meta.gt is not None else f" of at least {meta.ge:g}" if meta.ge is not None else ""
+    least = (meta.extra or {}).get("least_positive")
+    if least:
+        number, low = f"0, or {number}", f" of at least {least:g}"
     return f"{number}{low}" + (f" and at most {meta.le:g}" if meta.le is not None else "")
 
 
@@ -199,6 +217,14 @@ PARAMETERS: dict[str, SamplingParameter] = {
     for name, annotation in get_type_hints(Sampling, include_extras=True).items()
     if name in Sampling.__struct_fields__
 }
+
+
+def below_least_positive(sampling: Sampling) -> str | None:
+    """Return the name of a parameter that is above 0 and below its lowest positive value; None if there is none."""
+    for name, parameter in PARAMETERS.items():
+        if parameter.least_positive and 0.0 < getattr(sampling, name) < parameter.least_positive:
+            return name
+    return None
 
 
 class Unlearnable(NamedTuple):

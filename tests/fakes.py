@@ -26,6 +26,7 @@ class CharacterTokenizer:
 
     eos_ids = frozenset({END})
     vocab_size = 97
+    longest_token_bytes = 4  # a character outside ASCII
 
     def encode(self, text: str, /) -> tuple[int, ...]:
         """Return one token per character. Characters outside ASCII become a question mark."""

@@ -29,7 +29,14 @@ from clotho.cpu.interface import (
     Supports,
 )
 from protocols.errors import RequestError
-from protocols.sampling import MAX_SUPPORT, PARAMETERS, SampleRequest, Sampling, can_record_support
+from protocols.sampling import (
+    MAX_SUPPORT,
+    PARAMETERS,
+    SampleRequest,
+    Sampling,
+    below_least_positive,
+    can_record_support,
+)
 
 DEFAULT = Sampling()
 
@@ -293,6 +300,9 @@ def _check_sampling(sampling: Sampling, vocabulary: int) -> None:
         except msgspec.ValidationError as error:
             shown = reprlib.repr(value)
             raise RequestError(f"{name} is {shown}; allowed is {parameter.allowed} ({error})", param=name) from error
+    if (low := below_least_positive(sampling)) is not None:
+        message = f"{low} is {getattr(sampling, low):g}; allowed is {PARAMETERS[low].allowed}"
+        raise RequestError(message, param=low)
     _check_tokens((token for token, _ in sampling.logit_bias), vocabulary, "logit_bias")
     _check_tokens(sampling.stop_token_ids, vocabulary, "stop_token_ids")
 

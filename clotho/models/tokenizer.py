@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from protocols.errors import ModelError, RequestError
 
 
 class ChatTokenizer:
-    """The tokenizer and chat template of a model. Thread-safe; holds no arrays.
+    """The tokenizer and chat template of a model. Thread-safe; holds no arrays. Only slow tokenizers need a lock.
 
     eos_ids: tokens that end a completion. vocab_size: number of tokens; the model's logits may be wider.
     """
@@ -23,7 +25,7 @@ class ChatTokenizer:
         """Wrap mlx-lm's TokenizerWrapper, or a tokenizer of Hugging Face transformers."""
         wrapper: Any = tokenizer if isinstance(tokenizer, TokenizerWrapper) else TokenizerWrapper(tokenizer)
         self._wrapper = wrapper
-        self._lock = threading.Lock()  # encoding may change a fast tokenizer's padding state
+        self._lock = nullcontext() if getattr(wrapper._tokenizer, "is_fast", False) else threading.Lock()
         self.eos_ids: frozenset[int] = frozenset(int(t) for t in wrapper.eos_token_ids)
         self.vocab_size: int = len(wrapper)
 
@@ -41,6 +43,11 @@ class ChatTokenizer:
             return cls(load_tokenizer(directory, extra))
         except Exception as error:
             raise ModelError(f"the tokenizer in {directory} cannot be loaded: {error}") from error
+
+    @cached_property
+    def longest_token_bytes(self) -> int:
+        """Length in UTF-8 of the longest token of the vocabulary: no token stands for more bytes of text."""
+        return max((len(token.encode(errors="replace")) for token in self._wrapper.get_vocab()), default=1)
 
     @property
     def has_chat_template(self) -> bool:

@@ -19,13 +19,14 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from clotho.config.addresses import is_loopback
+from clotho.runtime.daemon_threads import DaemonThreads, NoThreadError, OvertimeError
 from clotho.serving.auth import ApiKeyMiddleware, LocalOriginMiddleware, client_label
-from clotho.serving.errors import EXCEPTION_HANDLERS, invalid_field
+from clotho.serving.bodies import RequestBodies
+from clotho.serving.errors import EXCEPTION_HANDLERS, ApiError, overloaded
 from clotho.serving.limits import (
     AdmissionMiddleware,
     ConcurrencyLimit,
     UnreadBodyMiddleware,
-    read_body,
     until_disconnect,
 )
 from clotho.serving.metrics import ServerMetrics
@@ -50,6 +51,9 @@ T = TypeVar("T")
 VERSION_HEADER = "x-clotho-weights-version"
 TOKENIZE_SECONDS = 10.0
 TOKENIZER_THREADS = 4
+LARGE_BODY_BYTES = 65_536
+"""Larger bodies are parsed in a thread of their own, so that they do not delay others."""
+
 RequestParser = Callable[[bytes, ServerContext], T]
 
 
@@ -61,17 +65,21 @@ def build_app(context: ServerContext, limit: ConcurrencyLimit) -> Starlette:
         middleware.append(Middleware(LocalOriginMiddleware, host=context.settings.host))
     if context.settings.api_key:
         middleware.append(Middleware(ApiKeyMiddleware, key=context.settings.api_key))
-    middleware.append(Middleware(AdmissionMiddleware, limit=limit))
+    settings = context.settings
+    bodies = RequestBodies(max_bytes=settings.max_body_bytes, seconds=settings.body_seconds)
+    gets = {"/health": handlers.health, "/metrics": handlers.metrics, "/v1/models": handlers.models}
+    posts = {
+        "/v1/completions": handlers.completions,
+        "/v1/chat/completions": handlers.chat_completions,
+        "/generate": handlers.generate,
+        "/v1/generate": handlers.trl_generate,
+        "/v1/generate/": handlers.trl_generate,
+    }
+    middleware.append(Middleware(AdmissionMiddleware, paths=frozenset(posts), limit=limit, bodies=bodies))
     return Starlette(
         routes=[
-            Route("/health", handlers.health),
-            Route("/metrics", handlers.metrics),
-            Route("/v1/models", handlers.models),
-            Route("/v1/completions", handlers.completions, methods=["POST"]),
-            Route("/v1/chat/completions", handlers.chat_completions, methods=["POST"]),
-            Route("/generate", handlers.generate, methods=["POST"]),
-            Route("/v1/generate", handlers.trl_generate, methods=["POST"]),
-            Route("/v1/generate/", handlers.trl_generate, methods=["POST"]),
+            *(Route(path, handler) for path, handler in gets.items()),
+            *(Route(path, handler, methods=["POST"]) for path, handler in posts.items()),
         ],
         middleware=middleware,
         exception_handlers=EXCEPTION_HANDLERS,
@@ -95,7 +103,9 @@ class _Handlers:
     def __init__(self, context: ServerContext, limit: ConcurrencyLimit) -> None:
         self._context = context
         self._metrics = ServerMetrics(context, limit)
-        self._tokenizing = anyio.CapacityLimiter(TOKENIZER_THREADS)
+        limits = {"wait_seconds": TOKENIZE_SECONDS, "work_seconds": TOKENIZE_SECONDS}
+        self._small_bodies = DaemonThreads("request", TOKENIZER_THREADS, **limits)
+        self._large_bodies = DaemonThreads("large-request", 1, **limits)
         self._scoring = anyio.CapacityLimiter(1)
         self._started = int(time.time())
 
@@ -185,16 +195,16 @@ class _Handlers:
         return RecordingSampler(self._context.sampler, self._context.sample_log, label)
 
     async def _parse(self, parser: RequestParser[T], http: Request) -> T:
-        """Read, validate and tokenize a request in a worker thread; an endless chat template fails only its request."""
-        settings = self._context.settings
-        body = await read_body(
-            http.scope, http.receive, max_bytes=settings.max_body_bytes, seconds=settings.body_seconds
-        )
-        with anyio.move_on_after(TOKENIZE_SECONDS):
-            return await anyio.to_thread.run_sync(
-                partial(parser, body, self._context), abandon_on_cancel=True, limiter=self._tokenizing
-            )
-        raise invalid_field("prompt", f"tokenization took longer than {TOKENIZE_SECONDS:g} seconds; shorten the prompt")
+        """Validate and tokenize a request in a daemon thread; an endless chat template fails only its request."""
+        body = await http.body()
+        threads = self._large_bodies if len(body) > LARGE_BODY_BYTES else self._small_bodies
+        try:
+            return await threads.run(partial(parser, body, self._context))
+        except NoThreadError:
+            raise overloaded("Other requests are being tokenized; retry later.") from None
+        except OvertimeError:
+            message = f"The tokenization took longer than {TOKENIZE_SECONDS:g} seconds; shorten the prompt."
+            raise ApiError(400, message) from None
 
 
 def _json(body: Struct | list[Struct], version: int, *, status: int = 200) -> Response:

@@ -64,6 +64,11 @@ class ApiError(Exception):
         return Response(content, status_code=self.status, headers=self.headers, media_type="application/json")
 
 
+def overloaded(message: str) -> ApiError:
+    """Return the 503 error for a shared resource that is not free in time."""
+    return ApiError(503, message, code="overloaded", headers={"retry-after": "1"})
+
+
 def invalid_field(param: str, message: str) -> ApiError:
     """Return the 400 error for the request field `param`."""
     return ApiError(400, f"{param}: {message}", param=param)
@@ -77,7 +82,7 @@ def to_api_error(error: Exception) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, RequestError) and error.param == "queue":
-        return ApiError(503, str(error), code="overloaded", headers={"retry-after": "1"})
+        return overloaded(str(error))
     if isinstance(error, RequestError):
         return ApiError(400, str(error), param=error.param)
     if isinstance(error, GenerationError):

@@ -1,4 +1,4 @@
-"""Limits of the server: concurrent requests, size and duration of request bodies, and disconnected clients.
+"""Limits of the server: concurrent requests, unread request bodies, and clients that disconnect or do not read.
 
 Hypercorn passes a request body through a queue of ten chunks and blocks if the application does not read them. A
 response that is sent before the whole body has arrived (401, 413, 503) would therefore block the connection's task.
@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from typing import TypeVar
 
 import anyio
@@ -18,12 +18,12 @@ from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from clotho.serving.errors import ApiError
+from clotho.serving.bodies import RequestBodies
+from clotho.serving.errors import ApiError, overloaded
 from clotho.serving.streaming import DONE, server_sent
 
 LINGER_SECONDS = 2.0
-SEND_SECONDS = 60.0
-BUFFER_BYTES = 65_536
+SEND_SECONDS = 30.0
 MAX_QUEUED_REQUESTS = 4096
 """Requests that may wait for admission. The server queues requests instead of rejecting them because clients such as
 Atropos give up after three attempts within seconds, and the work for the whole group would be lost."""
@@ -32,54 +32,6 @@ SHUTTING_DOWN = ApiError(
 )
 
 T = TypeVar("T")
-
-
-async def read_body(scope: Scope, receive: Receive, *, max_bytes: int, seconds: float) -> bytes:
-    """Return the whole request body.
-
-    Raises ApiError with status 413 if the body is larger than `max_bytes`, with status 408 if it has not arrived
-    completely after `seconds`, and ClientDisconnect if the client disconnects.
-    """
-    declared = Headers(scope=scope).get("content-length", "")
-    too_large = ApiError(413, f"The request body is larger than the limit of {max_bytes} bytes.", code="body_too_large")
-    if declared.isdecimal() and int(declared) > max_bytes:
-        raise too_large
-    chunks: list[bytes] = []
-    size = 0
-    with anyio.move_on_after(seconds):
-        while True:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                raise ClientDisconnect
-            chunks.append(message.get("body", b""))
-            size += len(chunks[-1])
-            if size > max_bytes:
-                raise too_large
-            if not message.get("more_body", False):
-                return b"".join(chunks)
-    raise ApiError(408, f"The request body did not arrive within {seconds:g} seconds.", code="body_timeout")
-
-
-class BodyBuffer:
-    """Buffers the body of a request that waits for admission; `receive` returns the buffered messages first."""
-
-    def __init__(self, receive: Receive) -> None:
-        self._receive = receive
-        self._buffered: deque[Message] = deque()
-        self._size = 0
-
-    async def peek(self) -> Message:
-        """Buffer the next message and return it. Never returns once `BUFFER_BYTES` of the body are buffered."""
-        if self._size >= BUFFER_BYTES:
-            await anyio.sleep_forever()
-        message = await self._receive()
-        self._buffered.append(message)
-        self._size += len(message.get("body", b""))
-        return message
-
-    async def receive(self) -> Message:
-        """Return the next message."""
-        return self._buffered.popleft() if self._buffered else await self._receive()
 
 
 class UnreadBodyMiddleware:
@@ -202,6 +154,15 @@ class ConcurrencyLimit:
         """Whether neither a request can be admitted nor the queue has room."""
         return not self._free and len(self._queue) >= MAX_QUEUED_REQUESTS
 
+    @contextmanager
+    def waiting(self, scope: anyio.CancelScope) -> Iterator[None]:
+        """Within the block, `drain` cancels the scope at once."""
+        self._waiting.add(scope)
+        try:
+            yield
+        finally:
+            self._waiting.discard(scope)
+
     @asynccontextmanager
     async def admitted(self, scope: anyio.CancelScope, receive: Receive) -> AsyncIterator[None]:
         """Wait for admission and count as running until the block ends.
@@ -209,11 +170,8 @@ class ConcurrencyLimit:
         scope: cancelled by `drain`. receive: of the request. Raises ClientDisconnect if the client disconnects while
         the request waits.
         """
-        self._waiting.add(scope)
-        try:
+        with self.waiting(scope):
             await self._acquire(receive)
-        finally:
-            self._waiting.discard(scope)
         self._running.add(scope)
         self._on_admitted()
         try:
@@ -260,23 +218,29 @@ class ConcurrencyLimit:
 
 
 class AdmissionMiddleware:
-    """Applies the concurrency limit to every POST request; responds with 503 and Retry-After if the queue is full."""
+    """Reads the body of every POST request to `paths`, then applies the concurrency limit.
 
-    def __init__(self, app: ASGIApp, *, limit: ConcurrencyLimit) -> None:
-        self._app, self._limit = app, limit
+    A request whose body has not arrived completely holds no slot. Responds with 503 and Retry-After if the queue is
+    full, and with the error of `RequestBodies` for a body that is refused.
+    """
+
+    def __init__(self, app: ASGIApp, *, paths: Collection[str], limit: ConcurrencyLimit, bodies: RequestBodies) -> None:
+        self._app, self._paths, self._limit, self._bodies = app, paths, limit, bodies
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on, or respond with 503."""
-        if scope["type"] != "http" or scope["method"] != "POST":
+        """Pass the request on, or respond with an error."""
+        if scope["type"] != "http" or scope["method"] != "POST" or scope["path"] not in self._paths:
             await self._app(scope, receive, send)
         elif self._limit.closing:
             await SHUTTING_DOWN.response()(scope, receive, send)
         elif self._limit.is_full:
-            message = f"The queue is full ({MAX_QUEUED_REQUESTS} requests wait); retry later."
-            error = ApiError(503, message, code="overloaded", headers={"retry-after": "1"})
-            await error.response()(scope, receive, send)
+            await self._full().response()(scope, receive, send)
         else:
             await self._admit(scope, receive, send)
+
+    @staticmethod
+    def _full() -> ApiError:
+        return overloaded(f"The queue is full ({MAX_QUEUED_REQUESTS} requests wait); retry later.")
 
     async def _admit(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run the request. A request that `drain` cancels receives a complete error response or a final event."""
@@ -287,12 +251,32 @@ class AdmissionMiddleware:
                 started.append(message)
             await send(message)
 
-        body = BodyBuffer(receive)
         with anyio.CancelScope() as request_scope, suppress(ClientDisconnect):
-            async with self._limit.admitted(request_scope, body.peek):
-                await self._app(scope, body.receive, recording_send)
+            try:
+                await self._run(request_scope, scope, receive, recording_send)
+            except ApiError as error:
+                await error.response()(scope, receive, send)
         if request_scope.cancelled_caught:
             if not started:
                 await SHUTTING_DOWN.response()(scope, receive, send)
             elif Headers(raw=started[0]["headers"]).get("content-type", "").startswith("text/event-stream"):
                 await send({"type": "http.response.body", "body": server_sent(SHUTTING_DOWN.body) + DONE})
+
+    async def _run(self, request_scope: anyio.CancelScope, scope: Scope, receive: Receive, send: Send) -> None:
+        async with AsyncExitStack() as stack:
+            with self._limit.waiting(request_scope):
+                body = await stack.enter_async_context(self._bodies.read(scope, receive))
+            if self._limit.is_full:
+                raise self._full()
+            await stack.enter_async_context(self._limit.admitted(request_scope, receive))
+            await self._app(scope, _replay(body, receive), send)
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    """Return a function that returns the whole body first, and then the messages of `receive`."""
+    messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def replay() -> Message:
+        return messages.pop() if messages else await receive()
+
+    return replay

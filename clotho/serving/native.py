@@ -17,6 +17,7 @@ from clotho.serving.openai_requests import (
     UNSUPPORTED,
     GenerationFields,
     ValidatedRequest,
+    is_same,
     validation_error,
     without_unsupported,
 )
@@ -96,14 +97,18 @@ def decode_known(fields: dict[str, Any], kind: type[F]) -> tuple[F, tuple[str, .
     Raises ApiError with status 400 that names the invalid field. A top_k of -1 keeps all tokens, as in vLLM and SGLang.
     """
     rest = without_unsupported(fields, UNSUPPORTED_NATIVE)
-    if rest.get("top_k") == -1:
+    if is_same(rest.get("top_k"), -1):
         rest["top_k"] = 0
     try:
         decoded = msgspec.convert(rest, kind, str_keys=True)
     except msgspec.ValidationError as error:
         raise validation_error(error) from error
     known = {*kind.__struct_fields__, *IGNORED}
-    ignored = [name for name, value in rest.items() if name not in known and value not in (None, TEXT_ONLY.get(name))]
+    ignored = [
+        name
+        for name, value in rest.items()
+        if name not in known and value is not None and not is_same(value, TEXT_ONLY.get(name))
+    ]
     return decoded, tuple(name[:MAX_FIELD_NAME] for name in ignored[:MAX_IGNORED_FIELDS])
 
 

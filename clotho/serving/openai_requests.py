@@ -8,7 +8,6 @@ The functions are synchronous and thread-safe: tokenization of long texts runs i
 
 from __future__ import annotations
 
-import json
 import re
 import secrets
 from collections.abc import Callable, Mapping
@@ -19,20 +18,27 @@ import msgspec
 from msgspec import Meta, Struct, structs
 
 from clotho.serving.errors import ApiError, invalid_field
+from clotho.serving.json_body import json_object
 from clotho.serving.services import ServerContext
 from protocols.errors import visible
 from protocols.prompt import completion_seeds
 from protocols.sampling import (
+    MAX_LOGIT_BIAS,
+    MAX_STOP_TOKENS,
     PARAMETERS,
     LogitBias,
     SampleRequest,
     Sampling,
     TokenId,
     TopLogprobs,
+    below_least_positive,
     can_record_support,
 )
 
 Prompt = tuple[int, ...]
+
+MAX_MESSAGES = 2048
+"""Maximum number of messages of a conversation, and of parts of one message."""
 
 Seed = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Limit = Annotated[int, Meta(ge=1)]
@@ -91,9 +97,9 @@ class GenerationFields(SamplingFields, frozen=True, kw_only=True, forbid_unknown
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: Limit | None = None
-    logit_bias: dict[TokenId, LogitBias] | None = None
+    logit_bias: Annotated[dict[TokenId, LogitBias], Meta(max_length=MAX_LOGIT_BIAS)] | None = None
     stop: str | list[str] | None = None
-    stop_token_ids: list[TokenId] | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_STOP_TOKENS)] | None = None
     return_token_ids: bool | None = None
 
 
@@ -115,7 +121,7 @@ class Message(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One message of a conversation. `developer` is rendered as `system`; `name` and `refusal` are not rendered."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[ContentPart]
+    content: str | Annotated[list[ContentPart], Meta(max_length=MAX_MESSAGES)]
     name: str | None = None
     refusal: str | None = None
 
@@ -123,7 +129,7 @@ class Message(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class ChatRequest(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The body of POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Meta(min_length=1)]
+    messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: Limit | None = None
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
@@ -166,9 +172,14 @@ def without_unsupported(fields: dict[str, Any], unsupported: Mapping[str, tuple[
     """Return the supported fields. Raises ApiError with status 400 if an unsupported field has an effective value."""
     for name, accepted in unsupported.items():
         value = fields.get(name)
-        if value is not None and value not in accepted:
+        if value is not None and not any(is_same(value, one) for one in accepted):
             raise invalid_field(name, "not supported by this server")
     return {name: value for name, value in fields.items() if name not in unsupported}
+
+
+def is_same(value: object, other: object) -> bool:
+    """Return True if two JSON values are equal. Unlike in Python, a boolean does not equal a number."""
+    return value == other and isinstance(value, bool) == isinstance(other, bool)
 
 
 def validation_error(error: msgspec.ValidationError) -> ApiError:
@@ -179,32 +190,13 @@ def validation_error(error: msgspec.ValidationError) -> ApiError:
     return ApiError(400, f"{param}: {message}" if path and param else message, param=param)
 
 
-def json_object(body: bytes) -> dict[str, Any]:
-    """Decode a JSON object. Raises ApiError with status 400 for other values, invalid JSON and duplicate fields."""
-    try:
-        value = msgspec.json.decode(body)
-        json.loads(body, object_pairs_hook=_no_duplicates)
-    except RecursionError as error:
-        raise ApiError(400, "The request body is nested too deeply.") from error
-    except (msgspec.DecodeError, ValueError) as error:
-        raise ApiError(400, f"The request body is not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ApiError(400, "The request body must be a JSON object.")
-    return value
-
-
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> None:
-    names = [name for name, _ in pairs]
-    if len(set(names)) != len(names):
-        duplicate = next(name for name in names if names.count(name) > 1)[:64]
-        raise ApiError(400, f"The request body contains the field {duplicate!r} twice.", param=duplicate)
-
-
 def parse_completion_request(body: bytes, context: ServerContext) -> ValidatedRequest:
     """Parse the body of /v1/completions. Raises ApiError."""
     fields = decode(body, CompletionRequest)
     check_model(fields.model, context)
-    prompts = [tokenize(prompt, context) for prompt in _split_prompts(fields.prompt)]
+    texts = _split_prompts(fields.prompt)
+    check_choices(fields.n, len(texts), "prompt", context)
+    prompts = [tokenize(prompt, context) for prompt in texts]
     return build_request(fields, prompts, "prompt", fields.max_tokens, fields.logprobs, context)
 
 
@@ -217,7 +209,9 @@ def parse_chat_request(body: bytes, context: ServerContext) -> ValidatedRequest:
     limit = fields.max_completion_tokens
     if limit is not None and fields.max_tokens not in (None, limit):
         raise invalid_field("max_tokens", "differs from max_completion_tokens; set only one of the two")
+    check_choices(fields.n, 1, "messages", context)
     messages = [_text_message(message, index) for index, message in enumerate(fields.messages)]
+    _check_length(sum(len(message["content"].encode()) for message in messages), "messages", context)
     generation_prompt = fields.add_generation_prompt is not False
     prompt = _run_tokenizer(
         lambda: context.tokenizer.render_chat(messages, add_generation_prompt=generation_prompt), "messages"
@@ -251,7 +245,29 @@ def tokenize(prompt: str | list[int], context: ServerContext, *, param: str = "p
     """Return the token IDs of a prompt; a list of token IDs is returned unchanged."""
     if isinstance(prompt, list):
         return tuple(prompt)
+    _check_length(len(prompt.encode()), param, context)
     return _run_tokenizer(lambda: context.tokenizer.encode(prompt), param)
+
+
+def check_choices(n: int | None, prompts: int, param: str, context: ServerContext) -> None:
+    """Raise ApiError if a request has too many completions. Call this before any prompt is tokenized.
+
+    param: name of the request field that contains the prompts.
+    """
+    each, limit = n or 1, context.settings.max_choices
+    if each > limit:
+        raise invalid_field("n", f"{each} exceeds this server's limit of {limit} completions per request")
+    if each * prompts > limit:
+        total = f"{prompts} prompts with {each} completions each"
+        raise invalid_field(param, f"{total} exceed this server's limit of {limit} completions per request")
+
+
+def _check_length(text_bytes: int, param: str, context: ServerContext) -> None:
+    """Refuse a text that does not fit into the context even if every token is the longest one, before tokenization."""
+    limit = context.context_length * context.tokenizer.longest_token_bytes
+    if text_bytes > limit:
+        length = f"{text_bytes} bytes of text do not fit into the context of {context.context_length} tokens"
+        raise invalid_field(param, f"{length}, at most {limit} bytes")
 
 
 def _run_tokenizer(encode: Callable[[], Prompt], param: str) -> Prompt:
@@ -283,18 +299,12 @@ def build_request(
     *,
     fit_context: bool = False,
 ) -> ValidatedRequest:
-    """Combine the fields of a request with the server's defaults. Raises ApiError.
+    """Combine the fields of a request with the server's defaults. Raises ApiError. Requires `check_choices`.
 
     param: name of the request field that contains the prompts. top_logprobs: see `ValidatedRequest`.
     fit_context: reduce a `max_tokens` that does not fit into the context instead of rejecting it.
     """
     n = fields.n or 1
-    limit = context.settings.max_choices
-    if n > limit:
-        raise invalid_field("n", f"{n} exceeds this server's limit of {limit} completions per request")
-    if n * len(prompts) > limit:
-        total = f"{len(prompts)} prompts with {n} completions each"
-        raise invalid_field(param, f"{total} exceed this server's limit of {limit} completions per request")
     if fields.stream_options is not None and not fields.stream:
         raise invalid_field("stream_options", "requires stream: true")
     sampling = _sampling(fields, top_logprobs, context)
@@ -339,6 +349,8 @@ def _sampling(fields: GenerationFields, top_logprobs: int | None, context: Serve
         sampling = msgspec.convert({**values, "top_logprobs": top_logprobs or 0}, Sampling)
     except msgspec.ValidationError as error:
         raise validation_error(error) from error
+    if (name := below_least_positive(sampling)) is not None:
+        raise invalid_field(name, f"{getattr(sampling, name):g} is not {PARAMETERS[name].allowed}")
     _check_tokens("stop_token_ids", sampling.stop_token_ids, context)
     _check_tokens("logit_bias", tuple(token for token, _ in sampling.logit_bias), context)
     return sampling

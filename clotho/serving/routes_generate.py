@@ -13,13 +13,14 @@ from typing import Any
 from msgspec import UNSET, Struct, UnsetType, structs
 
 from clotho.serving.errors import invalid_field
+from clotho.serving.json_body import json_object
 from clotho.serving.native import GenerationResult, NativeFields, NativeRequest, ServedBy, decode_known, served_by
 from clotho.serving.openai_requests import (
     Limit,
     Seed,
     build_request,
+    check_choices,
     check_model,
-    json_object,
     tokenize,
 )
 from clotho.serving.openai_responses import LOWEST, Alternatives, finish_reason
@@ -87,6 +88,7 @@ def parse_vllm_request(body_fields: dict[str, Any], context: ServerContext) -> N
     """Parse a request in vLLM's format. Raises ApiError."""
     fields, ignored = decode_known(body_fields, VllmRequest)
     check_model(fields.model, context)
+    check_choices(fields.n, 1, "prompt", context)
     text = fields.prompt if isinstance(fields.prompt, str) else None
     tokens = tokenize(fields.prompt if isinstance(fields.prompt, str) else fields.prompt.prompt_token_ids, context)
     request = build_request(fields, [tokens], "prompt", fields.max_tokens, fields.logprobs, context, fit_context=True)
@@ -184,6 +186,7 @@ def parse_sglang_request(body_fields: dict[str, Any], context: ServerContext) ->
     if (fields.text is None) == (fields.input_ids is None):
         raise invalid_field("input_ids", "set either input_ids or text")
     param = "text" if fields.input_ids is None else "input_ids"
+    check_choices(params.n, 1, param, context)
     tokens = tokenize(fields.text or "" if fields.input_ids is None else fields.input_ids, context, param=param)
     if params.sampling_seed is not None:
         params = structs.replace(params, seed=params.sampling_seed)

@@ -6,8 +6,9 @@ from typing import Annotated
 
 from msgspec import Meta
 
+from clotho.serving.json_body import json_object
 from clotho.serving.native import GenerationResult, NativeFields, NativeRequest, ServedBy, decode_known, served_by
-from clotho.serving.openai_requests import build_request, check_model, json_object, tokenize
+from clotho.serving.openai_requests import build_request, check_choices, check_model, tokenize
 from clotho.serving.openai_responses import LOWEST, finish_reason
 from clotho.serving.services import ServerContext
 from protocols.sampling import TokenId
@@ -32,6 +33,7 @@ def parse_trl_request(body: bytes, context: ServerContext) -> NativeRequest:
     """Parse the body of /v1/generate. Raises ApiError."""
     fields, ignored = decode_known(json_object(body), TrlRequest)
     check_model(fields.model, context)
+    check_choices(fields.n, len(fields.prompts), "prompts", context)
     prompts = [tokenize(prompt, context, param="prompts") for prompt in fields.prompts]
     request = build_request(fields, prompts, "prompts", fields.max_tokens, None, context, fit_context=True)
 

@@ -124,8 +124,8 @@ def base_url(listener: socket.socket) -> str:
 def _config(listener: socket.socket) -> Config:
     """Return Hypercorn's settings.
 
-    read_timeout stays unset because it also closes connections whose client waits for its response. `read_body` limits
-    the time for request bodies, and keep_alive_timeout limits the time for headers and idle connections.
+    read_timeout stays unset because it also closes connections whose client waits for its response. `RequestBodies`
+    limits the time for request bodies, and keep_alive_timeout limits the time for headers and idle connections.
     """
     config = Config()
     config.bind = [f"fd://{listener.detach()}"]

@@ -14,7 +14,12 @@ from protocols.step import WeightsReady
 
 
 class Tokenizer(Protocol):
-    """The methods of `ChatTokenizer` that the server calls, possibly from worker threads."""
+    """The part of `ChatTokenizer` that the server uses, possibly from several threads at once."""
+
+    @property
+    def longest_token_bytes(self) -> int:
+        """Maximum number of bytes of text that one token stands for."""
+        ...
 
     def encode(self, text: str, /) -> tuple[int, ...]:
         """Return the token IDs of a text."""

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 from typing import Any
 
+import mlx.core as mx
 import msgspec
+import numpy as np
 import pytest
+from msgspec import structs
 
 from clotho.config.rules import learnable_distribution
 from clotho.config.schema import Profile, SamplingSection
+from clotho.cpu.sampling import sample_on_cpu
 from clotho.inference.sample_log import unlearnable_reason
-from clotho.inference.sampling import validate
+from clotho.inference.sampling import row_parameters, sample, validate
 from protocols.errors import ProfileError, RequestError
 from protocols.sampling import (
     MAX_SUPPORT,
     MIN_LEARNABLE_TEMPERATURE,
+    MIN_REPETITION_PENALTY,
+    MIN_TEMPERATURE,
     PARAMETERS,
     SampleRequest,
     Sampling,
@@ -89,3 +95,42 @@ def test_the_table_lists_every_field_of_sampling() -> None:
 def test_default_sampling_uses_no_parameter() -> None:
     """The defaults sample from the model's own distribution: only the maximum length applies."""
     assert in_use(Sampling()) == ["max_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("name", "below", "lowest"),
+    [
+        ("temperature", MIN_TEMPERATURE * 0.99, MIN_TEMPERATURE),
+        ("repetition_penalty", MIN_REPETITION_PENALTY * 0.99, MIN_REPETITION_PENALTY),
+    ],
+)
+def test_the_engine_refuses_values_that_make_logits_infinite(name: str, below: float, lowest: float) -> None:
+    """The lowest value is accepted, and temperature 0 too. The allowed range is part of the table."""
+    request = SampleRequest(prompt=(1,), sampling=Sampling(), seeds=(1,))
+    for value, refused in ((below, True), (1e-38, True), (lowest, False), (1.0, False)):
+        asked = structs.replace(request, sampling=msgspec.structs.replace(Sampling(), **{name: value}))
+        if refused:
+            with pytest.raises(RequestError) as raised:
+                validate(asked, vocabulary=8, context=8, cache_tokens=8)
+            assert raised.value.param == name
+        else:
+            validate(asked, vocabulary=8, context=8, cache_tokens=8)
+    validate(structs.replace(request, sampling=Sampling(temperature=0.0)), vocabulary=8, context=8, cache_tokens=8)
+    assert f"at least {lowest:g}" in PARAMETERS[name].allowed
+
+
+def test_logits_stay_finite_at_the_lowest_temperature_and_penalty() -> None:
+    """With the largest float16 logits and the largest bias, the sampled token has a finite log-probability.
+
+    Both backends; NumPy samples without a penalty.
+    """
+    sampling = Sampling(
+        temperature=MIN_TEMPERATURE, repetition_penalty=MIN_REPETITION_PENALTY, logit_bias=((0, 100.0), (1, -100.0))
+    )
+    logits_1_V = np.array([[65504.0, -65504.0, 65504.0, 0.0]], dtype=np.float32)
+    uniform_1_2 = np.full((1, 2), 0.5, dtype=np.float32)
+    seen_1_V = mx.ones((1, 4), dtype=mx.bool_)
+    sampled = sample(mx.array(logits_1_V), mx.array(uniform_1_2), row_parameters([sampling], 4), seen_1_V)
+    assert np.isfinite(np.array(sampled[1])).all()
+    unpenalized = row_parameters([structs.replace(sampling, repetition_penalty=1.0)], 4)
+    assert np.isfinite(np.array(sample_on_cpu(logits_1_V, uniform_1_2, unpenalized)[1])).all()

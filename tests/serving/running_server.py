@@ -21,6 +21,7 @@ from protocols.step import WeightsReady
 from tests.fakes import CharacterTokenizer, FakeEngine
 
 CONTEXT = 512
+JSON = {"content-type": "application/json"}
 
 
 class Served:
@@ -95,7 +96,7 @@ async def serving(*, grace_seconds: float = 1.0, **settings: Any) -> AsyncIterat
         async with anyio.create_task_group() as tasks:
             served.url = await tasks.start(run)
             async with (
-                httpx.AsyncClient(base_url=served.url, timeout=20) as served.http,
+                httpx.AsyncClient(base_url=served.url, timeout=20, headers=JSON) as served.http,
                 AsyncOpenAI(base_url=f"{served.url}/v1", api_key="any", max_retries=0, timeout=20) as served.openai,
             ):
                 yield served

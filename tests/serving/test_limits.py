@@ -37,7 +37,9 @@ async def read_all(stream: SocketStream) -> bytes:
 
 def head(*lines: str, path: str = "/v1/completions") -> bytes:
     """Return the head of a POST request."""
-    return "\r\n".join([f"POST {path} HTTP/1.1", "Host: localhost", *lines, "", ""]).encode()
+    return "\r\n".join(
+        [f"POST {path} HTTP/1.1", "Host: localhost", "Content-Type: application/json", *lines, "", ""]
+    ).encode()
 
 
 async def chunks(count: int, size: int) -> AsyncIterator[bytes]:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import threading
 from typing import Any
 
+import anyio
 import httpx
 import pytest
 
+from clotho.serving import app
 from protocols.errors import RequestError
 from tests.fakes import CharacterTokenizer
 from tests.serving.running_server import CONTEXT, Served, serving
@@ -53,6 +56,9 @@ BAD_FIELDS: list[tuple[str, dict[str, Any]]] = [
     ("top_p", {"top_p": 0}),
     ("min_p", {"min_p": -0.1}),
     ("repetition_penalty", {"repetition_penalty": 0}),
+    ("repetition_penalty", {"repetition_penalty": 1e-38}),
+    ("temperature", {"temperature": 1e-38}),
+    ("temperature", {"temperature": 9e-6}),
     ("temperature", {"temperature": -1}),
     ("temperature", {"temperature": 101}),
     ("temperature", {"temperature": "hot"}),
@@ -74,6 +80,14 @@ BAD_FIELDS: list[tuple[str, dict[str, Any]]] = [
     ("adapters", {"adapters": "/etc"}),
     ("echo", {"echo": True}),
     ("best_of", {"best_of": 4}),
+    ("best_of", {"best_of": True}),
+    ("echo", {"echo": 0}),
+    ("presence_penalty", {"presence_penalty": False}),
+    ("frequency_penalty", {"frequency_penalty": False}),
+    ("min_tokens", {"min_tokens": False}),
+    ("logit_bias", {"logit_bias": {str(token): True for token in range(3)}}),
+    ("logit_bias", {"logit_bias": {str(token): 0 for token in range(1025)}}),
+    ("stop_token_ids", {"stop_token_ids": [1] * 129}),
     ("suffix", {"suffix": "end"}),
     ("presence_penalty", {"presence_penalty": 0.5}),
     ("frequency_penalty", {"frequency_penalty": -1}),
@@ -86,6 +100,8 @@ BAD_CHATS: list[tuple[str, dict[str, Any]]] = [
     ("messages", {"messages": None}),
     ("messages", {"messages": [{"role": "user", "content": 123}]}),
     ("messages", {"messages": [{"role": "user"}]}),
+    ("messages", {"messages": HELLO * 2049}),
+    ("messages", {"messages": [{"role": "user", "content": [{"type": "text", "text": ""}] * 2049}]}),
     ("messages", {"messages": [{"role": "pirate", "content": "a"}]}),
     ("messages", {"messages": [{"role": "assistant", "content": "a", "tool_calls": []}]}),
     (
@@ -254,6 +270,97 @@ async def test_a_request_that_the_engine_rejects_is_a_400_also_for_a_stream(stre
     async with serving() as served:
         served.engine.refusal = RequestError("the cache is too small for this", param="max_tokens")
         assert_rejected(await served.post(TEXT, prompt="x", stream=stream), "max_tokens")
+
+
+TEXT_REQUESTS: dict[str, Any] = {
+    "prompt": (TEXT, lambda text: {"prompt": text}),
+    "messages": (CHAT, lambda text: {"messages": [{"role": "user", "content": text}]}),
+    "text": ("/generate", lambda text: {"text": text}),
+    "prompts": ("/v1/generate", lambda text: {"prompts": [text]}),
+}
+
+
+def refuse_to_tokenize(*_: object, **__: object) -> tuple[int, ...]:
+    """Stand for a tokenizer that must not be called."""
+    raise AssertionError("the text was tokenized")
+
+
+@pytest.mark.parametrize("param", TEXT_REQUESTS)
+async def test_a_text_that_cannot_fit_the_context_is_refused_before_tokenization(param: str) -> None:
+    """Its bytes are compared with the context length times the longest token."""
+    route, fields = TEXT_REQUESTS[param]
+    longest = CONTEXT * CharacterTokenizer.longest_token_bytes
+    async with serving() as served:
+        tokenizer = served.engine.tokenizer
+        tokenizer.encode = tokenizer.render_chat = refuse_to_tokenize  # type: ignore[method-assign]
+        assert_rejected(await served.post(route, **fields("7" * 4_000_000)), param)
+        assert_rejected(await served.post(route, **fields("é" * (longest // 2) + "x")), param)
+
+
+@pytest.mark.parametrize(
+    ("route", "param", "fields"),
+    [
+        (TEXT, "prompt", {"prompt": ["a"] * 100_000}),
+        (TEXT, "prompt", {"prompt": ["a"] * 33, "n": 2}),
+        (CHAT, "n", {"messages": HELLO, "n": 65}),
+        ("/generate", "n", {"text": "a", "sampling_params": {"n": 65}}),
+        ("/generate", "n", {"prompt": "a", "n": 65}),
+        ("/v1/generate/", "prompts", {"prompts": ["a"] * 100_000}),
+    ],
+)
+async def test_completions_are_counted_before_tokenization(route: str, param: str, fields: dict[str, Any]) -> None:
+    """The number of prompts times n."""
+    async with serving() as served:
+        tokenizer = served.engine.tokenizer
+        tokenizer.encode = tokenizer.render_chat = refuse_to_tokenize  # type: ignore[method-assign]
+        assert_rejected(await served.post(route, **fields), param)
+
+
+async def test_a_long_tokenization_does_not_delay_other_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large bodies have a thread of their own. A second large body gets status 503 when its wait runs out."""
+    monkeypatch.setattr(app, "TOKENIZE_SECONDS", 0.5)
+    gate, large = threading.Event(), {"user": "u" * app.LARGE_BODY_BYTES}
+    async with serving() as served:
+        encode, answers = served.engine.tokenizer.encode, []
+
+        def slow(text: str) -> tuple[int, ...]:
+            if text == "slow":
+                gate.wait()
+            return encode(text)
+
+        served.engine.tokenizer.encode = slow  # type: ignore[method-assign]
+
+        async def post(prompt: str) -> None:
+            answers.append(await served.post(TEXT, prompt=prompt, **large))
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(post, "slow")
+            tasks.start_soon(post, "slow")
+            assert (await served.post(TEXT, prompt="good")).status_code == 200
+        gate.set()
+        busy, late = sorted(answers, key=lambda answer: -answer.status_code)
+        assert (busy.status_code, busy.headers["retry-after"]) == (503, "1")
+        assert_rejected(late, None)
+        with anyio.fail_after(10):
+            while (await served.post(TEXT, prompt="good", **large)).status_code == 503:
+                await anyio.lowlevel.checkpoint()
+
+
+async def test_an_endless_chat_template_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The request is rejected, and its thread is free for the next request."""
+    monkeypatch.setattr(app, "TOKENIZE_SECONDS", 0.5)
+    monkeypatch.setattr(app, "TOKENIZER_THREADS", 1)
+    async with serving() as served:
+        render = served.engine.tokenizer.render_chat
+
+        def endless(*_: object, **__: object) -> tuple[int, ...]:
+            while True:
+                pass
+
+        served.engine.tokenizer.render_chat = endless  # type: ignore[method-assign]
+        assert_rejected(await served.post(CHAT, messages=HELLO), None)
+        served.engine.tokenizer.render_chat = render  # type: ignore[method-assign]
+        assert (await served.post(CHAT, messages=HELLO)).status_code == 200
 
 
 async def test_errors_of_unknown_paths_and_methods_have_the_same_format() -> None:

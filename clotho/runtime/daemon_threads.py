@@ -1,0 +1,120 @@
+"""Runs synchronous functions in daemon threads. A function that runs for too long is interrupted, and delays no exit.
+
+The interpreter joins the threads of the standard library's pools and of anyio at exit, so that one long call would keep
+the process alive. Daemon threads are not joined.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Generic, TypeVar, cast
+
+import anyio
+
+T = TypeVar("T")
+
+
+class NoThreadError(Exception):
+    """No thread became free in time."""
+
+
+class OvertimeError(Exception):
+    """The function took longer than its time limit."""
+
+
+class _Interrupted(BaseException):
+    """Raised in the thread of an abandoned call. Takes effect at the next Python bytecode, not inside a C call."""
+
+
+class DaemonThreads:
+    """At most `limit` functions run at once, each in a daemon thread of its own. Used from one event loop.
+
+    A function waits at most `wait_seconds` for a free thread and runs at most `work_seconds`. The thread of an
+    interrupted function counts towards `limit` until it has ended.
+    """
+
+    def __init__(self, name: str, limit: int, *, wait_seconds: float, work_seconds: float) -> None:
+        self._name, self._free = name, anyio.Semaphore(limit)
+        self._wait_seconds, self._work_seconds = wait_seconds, work_seconds
+
+    async def run(self, work: Callable[[], T]) -> T:
+        """Return the result of `work`, or raise its exception. Cancellation interrupts `work`.
+
+        Raises NoThreadError if no thread became free, and OvertimeError if `work` exceeded its time limit.
+        """
+        try:
+            with anyio.fail_after(self._wait_seconds):
+                await self._free.acquire()
+        except TimeoutError:
+            raise NoThreadError from None
+        call = _Call(work, asyncio.get_running_loop(), self._free.release)
+        thread = threading.Thread(target=call.run, name=self._name, daemon=True)
+        try:
+            thread.start()
+        except BaseException:
+            self._free.release()
+            raise
+        try:
+            async with asyncio.timeout(self._work_seconds):
+                return await call.outcome
+        except TimeoutError:
+            if call.outcome.done() and not call.outcome.cancelled():
+                raise  # `work` itself raised TimeoutError
+            raise OvertimeError from None
+        finally:
+            call.interrupt(thread.ident or 0)
+
+
+class _Call(Generic[T]):
+    """One call. `run` executes in the thread; the other methods in the event loop."""
+
+    def __init__(self, work: Callable[[], T], loop: asyncio.AbstractEventLoop, ended: Callable[[], None]) -> None:
+        self.outcome: asyncio.Future[T] = loop.create_future()
+        self._work, self._loop, self._on_end = work, loop, ended
+        self._lock, self._ended, self._interrupted = threading.Lock(), False, False
+
+    def run(self) -> None:
+        result: T | None = None
+        error: BaseException | None = None
+        try:
+            try:
+                result = self._work()
+            except Exception as raised:
+                error = raised
+            self._end()
+        except _Interrupted:
+            with self._lock:
+                self._ended = True
+        with suppress(RuntimeError):  # the event loop is closed
+            self._loop.call_soon_threadsafe(self._settle, result, error)
+
+    def _end(self) -> None:
+        """Refuse further interrupts, and let one be raised that has not been raised yet."""
+        with self._lock:
+            self._ended = True
+            interrupted = self._interrupted
+        if interrupted:
+            for _ in range(100):  # CPython raises it at one of the next bytecodes
+                time.sleep(0)
+
+    def _settle(self, result: T | None, error: BaseException | None) -> None:
+        self._on_end()
+        if self.outcome.done():
+            return
+        if error is not None:
+            self.outcome.set_exception(error)
+        else:
+            self.outcome.set_result(cast(T, result))
+
+    def interrupt(self, thread_id: int) -> None:
+        """Interrupt the work unless it has ended."""
+        with self._lock:
+            if not self._ended:
+                self._interrupted = True
+                raised = ctypes.py_object(_Interrupted)
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread_id), raised)

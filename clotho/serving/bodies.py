@@ -1,0 +1,143 @@
+"""Request bodies: media type, size, time, rate and memory. Bodies are read before the request is admitted."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import anyio
+from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive, Scope
+
+from clotho.serving.errors import ApiError, overloaded
+
+MAX_INCOMPLETE = 1024
+"""Bodies that may be incomplete at once."""
+
+MAX_TOTAL_BYTES = 268_435_456
+"""Memory of all bodies, of the requests that are served and of those that wait."""
+
+FREE_BYTES = 65_536
+"""The first bytes of a body, which do not count towards the rate."""
+
+BYTES_PER_SECOND, BURST_BYTES = 8_388_608, 33_554_432
+"""Rate at which the server reads the rest of all bodies. The work for a body is linear in its size, so the rate also
+limits the share of the processor that large bodies can take."""
+
+
+class ByteRate:
+    """A token bucket: at most `burst` bytes at once, and `per_second` bytes per second in the long run."""
+
+    def __init__(self, per_second: float, burst: float, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._per_second, self._burst, self._clock = per_second, burst, clock
+        self._level, self._at = burst, clock()
+
+    def take(self, count: int) -> float:
+        """Take `count` bytes, and return the seconds that the caller has to wait."""
+        now = self._clock()
+        self._level = min(self._burst, self._level + (now - self._at) * self._per_second) - count
+        self._at = now
+        return max(0.0, -self._level / self._per_second)
+
+
+class _Body:
+    """One body. scope: cancelled if the body gives way to others."""
+
+    def __init__(self) -> None:
+        self.size = 0
+        self.scope = anyio.CancelScope()
+
+
+class RequestBodies:
+    """Reads the bodies of all requests.
+
+    If too many bodies are incomplete, or all bodies together are too large, the oldest incomplete body gives way: its
+    request ends with status 503. A stalled body therefore never displaces a body that arrives at once.
+    """
+
+    def __init__(self, *, max_bytes: int, seconds: float) -> None:
+        """max_bytes, seconds: limits on the size of one body and on the time in which it must arrive."""
+        self._max_bytes, self._seconds = max_bytes, seconds
+        self._incomplete: dict[_Body, None] = {}
+        self._rate = ByteRate(BYTES_PER_SECOND, BURST_BYTES)
+        self._total = 0
+
+    @asynccontextmanager
+    async def read(self, scope: Scope, receive: Receive) -> AsyncIterator[bytes]:
+        """Yield the whole body. Its bytes count towards the memory of all bodies until the block ends.
+
+        Raises ApiError with status 415 for another media type than JSON, 413 if the body is too large, 408 if it has
+        not arrived in time, and 503 if it gave way to other bodies. Raises ClientDisconnect if the client disconnects.
+        """
+        headers = Headers(scope=scope)
+        require_json(headers)
+        declared = headers.get("content-length", "")
+        if declared.isdecimal() and (len(declared) > 18 or int(declared) > self._max_bytes):
+            raise self._too_large()
+        body = _Body()
+        try:
+            yield await self._collect(body, receive)
+        finally:
+            self._total -= body.size
+
+    def _too_large(self) -> ApiError:
+        message = f"The request body is larger than the limit of {self._max_bytes} bytes."
+        return ApiError(413, message, code="body_too_large")
+
+    async def _collect(self, body: _Body, receive: Receive) -> bytes:
+        if len(self._incomplete) >= MAX_INCOMPLETE:
+            self._evict_oldest()
+        self._incomplete[body] = None
+        try:
+            with body.scope, anyio.move_on_after(self._seconds):
+                return await self._read_all(body, receive)
+        finally:
+            self._incomplete.pop(body, None)
+        if body.scope.cancelled_caught:
+            raise overloaded("The server received other request bodies first; retry later.")
+        message = f"The request body did not arrive within {self._seconds:g} seconds."
+        raise ApiError(408, message, code="body_timeout")
+
+    async def _read_all(self, body: _Body, receive: Receive) -> bytes:
+        chunks: list[bytes] = []
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise ClientDisconnect
+            chunk = message.get("body", b"")
+            chunks.append(chunk)
+            body.size += len(chunk)
+            self._total += len(chunk)
+            if body.size > self._max_bytes:
+                raise self._too_large()
+            if self._total > MAX_TOTAL_BYTES:
+                self._evict_oldest()
+            if body.size > FREE_BYTES:
+                await anyio.sleep(self._rate.take(len(chunk)))
+            if not message.get("more_body", False):
+                return b"".join(chunks)
+
+    def _evict_oldest(self) -> None:
+        if self._incomplete:
+            oldest = next(iter(self._incomplete))
+            del self._incomplete[oldest]
+            self._total -= oldest.size
+            oldest.size = 0
+            oldest.scope.cancel()
+
+
+def require_json(headers: Headers) -> None:
+    """Raise ApiError with status 415 unless the body is declared as uncompressed JSON in UTF-8."""
+    declared = headers.getlist("content-type")
+    media_type, *parameters = (part.strip().lower() for part in ",".join(declared).split(";"))
+    charsets = [part.removeprefix("charset=").strip('"') for part in parameters if part.startswith("charset=")]
+    encoding = headers.get("content-encoding", "identity").lower()
+    if media_type != "application/json" or any(charset not in ("utf-8", "utf8") for charset in charsets):
+        message = "The body must be JSON in UTF-8; send the header `Content-Type: application/json`."
+    elif encoding != "identity":
+        message = "Compressed bodies are not supported; send no Content-Encoding header."
+    else:
+        return
+    raise ApiError(415, message, code="unsupported_media_type")

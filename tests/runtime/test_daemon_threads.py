@@ -1,0 +1,109 @@
+"""Functions in daemon threads: results, limits, interruption, and the end of the process."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from contextlib import suppress
+from pathlib import Path
+
+import anyio
+import pytest
+
+from clotho.runtime.daemon_threads import DaemonThreads, NoThreadError, OvertimeError
+
+ROOT = Path(__file__).parents[2]
+
+
+def threads(limit: int = 1, *, wait_seconds: float = 10.0, work_seconds: float = 10.0) -> DaemonThreads:
+    """Return daemon threads with these limits."""
+    return DaemonThreads("test", limit, wait_seconds=wait_seconds, work_seconds=work_seconds)
+
+
+async def test_the_result_or_the_exception_of_the_function_is_returned() -> None:
+    """The function runs in another thread. Its TimeoutError is not taken for an exceeded limit."""
+    pool = threads()
+    assert await pool.run(threading.get_ident) != threading.get_ident()
+    for error in (ValueError("bad"), TimeoutError("of the function")):
+
+        def fail(error: Exception = error) -> None:
+            raise error
+
+        with pytest.raises(type(error), match=str(error)):
+            await pool.run(fail)
+
+
+async def test_a_function_waits_for_a_free_thread() -> None:
+    """Without one in time, NoThreadError. The thread is free again when its function has ended."""
+    pool, gate = threads(wait_seconds=0.05), threading.Event()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(pool.run, gate.wait)
+        await anyio.wait_all_tasks_blocked()
+        with pytest.raises(NoThreadError):
+            await pool.run(lambda: 1)
+        gate.set()
+    assert await threads_free(pool) == 1
+
+
+async def test_a_function_beyond_its_time_limit_is_interrupted() -> None:
+    """An endless loop ends, and its thread is free again."""
+    pool, begun = threads(work_seconds=0.05), threading.Event()
+
+    def endless() -> None:
+        while True:
+            begun.set()
+
+    with pytest.raises(OvertimeError):
+        await pool.run(endless)
+    assert begun.is_set()
+    assert await threads_free(pool) == 1
+
+
+async def test_a_cancelled_caller_interrupts_its_function() -> None:
+    """The thread of an endless loop is free again."""
+    pool, begun = threads(), threading.Event()
+
+    def endless() -> None:
+        while True:
+            begun.set()
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(pool.run, endless)
+        while not begun.is_set():
+            await anyio.lowlevel.checkpoint()
+        tasks.cancel_scope.cancel()
+    assert await threads_free(pool) == 1
+
+
+async def threads_free(pool: DaemonThreads) -> int:
+    """Wait until a thread is free, and return its result, 1."""
+    with anyio.fail_after(10):
+        while True:
+            with suppress(NoThreadError, OvertimeError):
+                return await pool.run(lambda: 1)
+
+
+def test_a_hanging_function_does_not_keep_the_process_alive() -> None:
+    """The process exits while a function waits for ever inside a C call."""
+    program = """
+import asyncio, threading
+from clotho.runtime.daemon_threads import DaemonThreads, OvertimeError
+
+async def main():
+    try:
+        await DaemonThreads("test", 1, wait_seconds=1, work_seconds=0.05).run(hang)
+    except OvertimeError:
+        print("left")
+
+def hang():
+    lock = threading.Lock()
+    lock.acquire()
+    lock.acquire()
+
+asyncio.run(main())
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "left\n", "")

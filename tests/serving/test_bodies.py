@@ -1,0 +1,140 @@
+"""Request bodies: media type, order of arrival, memory and rate."""
+
+from __future__ import annotations
+
+import anyio
+import pytest
+from anyio.abc import SocketStream
+from starlette.datastructures import Headers
+from starlette.types import Message
+
+from clotho.serving import bodies
+from clotho.serving.bodies import ByteRate, RequestBodies, require_json
+from clotho.serving.errors import ApiError
+from tests.serving.running_server import Served, serving
+from tests.serving.test_limits import connect, head, read_all
+
+TEXT = "/v1/completions"
+JSON_ROUTES = (TEXT, "/v1/chat/completions", "/generate", "/v1/generate", "/v1/generate/")
+
+
+@pytest.mark.parametrize("route", JSON_ROUTES)
+async def test_another_media_type_is_refused(route: str) -> None:
+    """Status 415, before the body arrives."""
+    async with serving() as served:
+        for declared in ("text/plain", "application/x-www-form-urlencoded", "application/json; charset=utf-16", ""):
+            answer = await served.http.post(route, content=b'{"prompt": "x"}', headers={"content-type": declared})
+            assert (answer.status_code, answer.json()["error"]["code"]) == (415, "unsupported_media_type"), declared
+        async with await connect(served) as stream:
+            await stream.send(head("Content-Length: 1000", path=route).replace(b"application/json", b"text/plain"))
+            with anyio.fail_after(10):
+                assert b" 415 " in await stream.receive()
+
+
+@pytest.mark.parametrize(
+    "declared", ["application/json", "Application/JSON; Charset=UTF-8", 'application/json;charset="utf-8"; v=1']
+)
+def test_json_in_utf_8_is_accepted(declared: str) -> None:
+    """In any spelling."""
+    require_json(Headers({"content-type": declared}))
+
+
+def test_a_compressed_body_is_refused() -> None:
+    """The server has no decompressor, so that a small body stays small."""
+    with pytest.raises(ApiError) as raised:
+        require_json(Headers({"content-type": "application/json", "content-encoding": "gzip"}))
+    assert raised.value.status == 415
+
+
+async def stalled(served: Served, count: int) -> list[SocketStream]:
+    """Open connections whose request body never arrives completely."""
+    streams = []
+    for _ in range(count):
+        stream = await connect(served)
+        await stream.send(head("Content-Length: 100") + b"{")
+        streams.append(stream)
+    return streams
+
+
+async def test_stalled_bodies_hold_no_slot() -> None:
+    """With more stalled bodies than slots, a complete request is answered at once."""
+    async with serving(max_concurrent=2) as served:
+        streams = await stalled(served, 20)
+        assert (await served.post(TEXT, prompt="good")).status_code == 200
+        assert served.requests == 1
+        for stream in streams:
+            await stream.aclose()
+
+
+async def test_the_oldest_incomplete_body_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its request ends with status 503 and Retry-After; later requests are served."""
+    monkeypatch.setattr(bodies, "MAX_INCOMPLETE", 1)
+    async with serving() as served:
+        (stream,) = await stalled(served, 1)
+        async with stream:
+            with anyio.fail_after(10):
+                answer = (await served.post(TEXT, prompt="good"), await read_all(stream))
+        assert answer[0].status_code == 200
+        assert b" 503 " in answer[1]
+        assert b"retry-after: 1" in answer[1].lower()
+
+
+async def test_the_memory_of_all_bodies_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oldest incomplete body gives way. The memory is free when the requests have ended."""
+    monkeypatch.setattr(bodies, "MAX_TOTAL_BYTES", 1000)
+    async with serving() as served:
+        async with await connect(served) as stream:
+            await stream.send(head("Content-Length: 2000") + b'{"prompt": "x", "user": "' + b"x" * 700)
+            answers = [await served.post(TEXT, prompt="x" * 400)]
+            while answers[-1].status_code == 503:
+                answers.append(await served.post(TEXT, prompt="x" * 400))
+            assert b" 503 " in await read_all(stream)
+        assert (await served.post(TEXT, prompt="x", user="u" * 800)).status_code == 200
+
+
+async def test_a_shutdown_ends_a_request_whose_body_is_incomplete() -> None:
+    """Immediately, with status 503."""
+    async with serving(grace_seconds=10) as served:
+        (stream,) = await stalled(served, 1)
+        async with stream:
+            assert (await served.post(TEXT, prompt="good")).status_code == 200
+            served.stop()
+            answer = await read_all(stream)
+    assert b" 503 " in answer
+    assert b"shutting_down" in answer
+
+
+def test_the_rate_allows_a_burst_and_then_makes_its_callers_wait() -> None:
+    """The wait is the time in which the rate allows the bytes taken too early."""
+    now = 0.0
+    rate = ByteRate(10.0, 100.0, clock=lambda: now)
+    assert rate.take(100) == 0.0
+    assert rate.take(5) == pytest.approx(0.5)
+    now = 1000.0
+    assert rate.take(100) == 0.0
+    assert rate.take(1) == pytest.approx(0.1)
+
+
+async def test_only_the_bytes_of_large_bodies_count_towards_the_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small bodies never wait."""
+    counted: list[int] = []
+
+    class Counting(ByteRate):
+        def take(self, count: int) -> float:
+            counted.append(count)
+            return 0.0
+
+    monkeypatch.setattr(bodies, "ByteRate", Counting)
+    reader = RequestBodies(max_bytes=10**6, seconds=10.0)
+    for chunks in ([b"x" * bodies.FREE_BYTES], [b"x" * bodies.FREE_BYTES, b"yy", b"z"]):
+        waiting: list[Message] = [
+            {"type": "http.request", "body": chunk, "more_body": chunk is not chunks[-1]} for chunk in chunks
+        ]
+
+        async def receive(waiting: list[Message] = waiting) -> Message:
+            return waiting.pop(0)
+
+        scope = {"type": "http", "headers": [(b"content-type", b"application/json")]}
+        async with reader.read(scope, receive) as body:
+            assert body == b"".join(chunks)
+    assert counted == [2, 1]
