@@ -90,12 +90,8 @@ def parse_arguments(argv: Sequence[str]) -> Arguments:
             if isinstance(value, list | tuple) and path in values:
                 value = (*values[path], *value)
             elif values.get(path, value) != value:
-                what = (
-                    f"{flags[path]} and {flag} contradict each other"
-                    if flags[path] != flag
-                    else f"{flag} is given twice"
-                )
-                raise ProfileError(f"{what}: {shown(values[path])} and {shown(value)}")
+                what = "is given twice" if flags[path] == flag else f"and {flag} contradict each other"
+                raise ProfileError(f"{flags[path]} {what}: {shown(values[path])} and {shown(value)}")
             values[path], flags[path] = value, flag
     own = {name: values.pop(name) for name in OWN if name in values}
     if own.get("resume") and own.get("clean"):
@@ -213,29 +209,23 @@ def _key_help(key: Key, width: int, *, brief: bool = False) -> str:
 
 def default_in_words(key: Key) -> str:
     """The default of a key in words: the first default, and other defaults with their types."""
-    usual: dict[str, dict[str, str]] = {}
-    for choice in key.variants[0].types:
-        found: dict[str, list[str]] = {}
-        for variant in key.variants:
-            found.setdefault(variant.types[choice], []).append(_in_words(variant.default))
-        usual[choice] = {tag: max(values, key=values.count) for tag, values in found.items()}
-
-    def exceptions(choice: str) -> dict[str, str]:
-        return {
-            " with ".join(reversed(variant.types.values())): value
-            for variant in key.variants
-            if (value := _in_words(variant.default)) != usual[choice][variant.types[choice]]
+    values = [(variant.types, _in_words(variant.default)) for variant in key.variants]
+    described = []
+    for choice in reversed(values[0][0]):
+        tags: dict[str, list[str]] = {}
+        for types, value in values:
+            tags.setdefault(types[choice], []).append(value)
+        usual = {tag: max(found, key=found.count) for tag, found in tags.items()}
+        rare = {
+            " with ".join(reversed(types.values())): value for types, value in values if value != usual[types[choice]]
         }
-
-    if not usual:
-        return _in_words(key.variants[0].default)
-    best = min(reversed(usual), key=lambda choice: len(exceptions(choice)))
-    by_value: dict[str, list[str]] = {}
-    for tag, value in usual[best].items():
-        by_value.setdefault(value, []).append(tag)
-    first, *others = by_value
-    more = [f"{value} for {', '.join(by_value[value])}" for value in others]
-    return "; ".join([first, *more, *(f"{value} for {types}" for types, value in exceptions(best).items())])
+        described.append((len(rare), usual, rare))
+    if not described:
+        return values[0][1]
+    _, usual, rare = min(described, key=lambda found: found[0])
+    first, *others = dict.fromkeys(usual.values())
+    more = [f"{value} for {', '.join(tag for tag in usual if usual[tag] == value)}" for value in others]
+    return "; ".join([first, *more, *(f"{value} for {types}" for types, value in rare.items())])
 
 
 def _in_words(default: Any) -> str:

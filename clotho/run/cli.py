@@ -104,9 +104,12 @@ def prepare_or_exit(argv: Sequence[str]) -> PreparedRun:
 
 def refuse_missing_run(path: Path) -> None:
     """Raise `RunDirectoryError` if there is no run to resume in a directory, naming the nearest run beside it."""
-    if path.is_dir() and any(not entry.name.startswith(".") for entry in path.iterdir()):
-        return
-    beside = path.parent.iterdir() if path.parent.is_dir() else ()
+    try:
+        if path.is_dir() and any(not entry.name.startswith(".") for entry in path.iterdir()):
+            return
+        beside = list(path.parent.iterdir()) if path.parent.is_dir() else []
+    except OSError as error:
+        raise RunDirectoryError(f"run directory {path} cannot be read: {error.strerror}") from error
     runs = [str(entry) for entry in beside if (entry / "profile.toml").is_file()]
     hint = did_you_mean(str(path), runs) or "; start a new run without --resume"
     what = "contains no run" if path.is_dir() else "does not exist"

@@ -42,6 +42,21 @@ def test_answers_without_a_model_precede_the_imports_of_a_run(flags: list[str], 
     assert status == 0 or "clotho: " in ended.stderr
 
 
+@pytest.mark.parametrize("entries", [[], [".lock", ".run_id"]], ids=["empty", "no files of a run"])
+def test_a_directory_without_a_run_is_not_resumed(
+    entries: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The refusal names the nearest run beside the directory, and the directory keeps its entries."""
+    (tmp_path / "run-1").mkdir()
+    (tmp_path / "run-1" / "profile.toml").touch()
+    (tmp_path / "run-2").mkdir()
+    for entry in entries:
+        (tmp_path / "run-2" / entry).touch()
+    assert main(["--resume", "--run-dir", str(tmp_path / "run-2"), "--server.port", "0"]) == 2
+    assert f"did you mean {tmp_path / 'run-1'}?" in capsys.readouterr().err
+    assert sorted(path.name for path in (tmp_path / "run-2").iterdir()) == entries
+
+
 def test_the_installed_command_is_the_same_program() -> None:
     """`clotho` and `python pipeline.py` behave alike."""
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["scripts"]
