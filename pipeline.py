@@ -230,6 +230,8 @@ def wire_training(
         Checkpointer,
         inbox=updates["checkpointer"].inbox(),
         directory=context.directory.checkpoints,
+        newest=context.directory.newest_checkpoint,
+        histories=context.directory.histories,
         adapter_directories=[context.directory.adapters, *adapter_path],
         adapter_config=policy.adapter_config,
         run_id=context.directory.run_id,

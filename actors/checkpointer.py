@@ -14,7 +14,8 @@ from msgspec.structs import replace
 from clotho.config.schema import CheckpointSection
 from clotho.runtime.latest import Latest, reached
 from clotho.storage.adapters import write_adapter
-from clotho.storage.checkpoints import Snapshot, write_checkpoint
+from clotho.storage.checkpoints import Snapshot, record_newest, write_checkpoint
+from clotho.storage.jsonl import sync_files
 from protocols.checkpoint import AdapterConfig, RunState
 from protocols.queues import Inbox
 from protocols.step import PolicyUpdated
@@ -30,8 +31,9 @@ class Checkpointer:
     Arrays are immutable, so that the learner continues while a worker thread writes the files. A write error ends the
     run; earlier checkpoints stay intact.
 
-    Before a checkpoint is written, its step must be in the log files (metrics.jsonl, rollouts.jsonl), so that a run
-    that is killed afterwards resumes with complete log files. The wait ends when the monitor ends, or after a timeout.
+    Before a checkpoint is written, its step must be in the log files (metrics.jsonl, rollouts.jsonl), and these files
+    are synced to disk. After a kill or a power failure, a run then resumes with complete log files. The wait ends when
+    the monitor ends, or after a timeout.
     """
 
     name = "checkpointer"
@@ -41,6 +43,8 @@ class Checkpointer:
         *,
         inbox: Inbox[PolicyUpdated],
         directory: Path,
+        newest: Path,
+        histories: Sequence[Path],
         adapter_directories: Sequence[Path],
         adapter_config: AdapterConfig,
         run_id: str,
@@ -50,12 +54,14 @@ class Checkpointer:
         parameters: Any,
         loadable: Callable[[Any], Awaitable[tuple[Any, AdapterConfig]]],
     ) -> None:
-        """state: builds the part of a checkpoint that is not tensors. logged: last step in the log files.
+        """newest: file that records the step of the newest checkpoint. histories: the log files.
 
+        state: builds the part of a checkpoint that is not tensors. logged: last step in the log files.
         parameters: the weights at the start. loadable: converts parameters to those that mlx-lm loads.
         """
         self._inbox = inbox
-        self._directory, self._adapter_directories = directory, adapter_directories
+        self._directory, self._newest, self._histories = directory, newest, histories
+        self._adapter_directories = adapter_directories
         self._adapter_config, self._settings, self._state = adapter_config, settings, state
         self._run_id, self._logged = run_id, logged
         self._parameters, self._loadable = parameters, loadable
@@ -80,13 +86,23 @@ class Checkpointer:
     async def _write(self, update: PolicyUpdated) -> None:
         if not await reached(self._logged, update.report.step, timeout_seconds=LOG_TIMEOUT_SECONDS):
             log.warning("log_files_behind_checkpoint", step=update.report.step)
+        state = self._state(update)
+        await self._sync_histories()
         snapshot = Snapshot(
             parameters=update.parameters,
             optimizer=update.optimizer,
-            state=self._state(update),
+            state=state,
             adapter_config=self._adapter_config,
             replay=update.replay,
         )
         write = partial(write_checkpoint, self._directory, snapshot, keep_last=self._settings.keep_last)
         path = await run_sync(write)
+        await run_sync(record_newest, self._newest, update.report.step)
         log.info("checkpoint_written", step=update.report.step, path=str(path))
+
+    async def _sync_histories(self) -> None:
+        """Sync the log files to disk. If the disk refuses, the run continues; a resumed run reports what is missing."""
+        try:
+            await run_sync(sync_files, self._histories)
+        except OSError as error:
+            log.warning("log_files_not_synced", error=error.strerror or str(error))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from msgspec import Struct, field
+from msgspec import Meta, Struct, field
 
 from protocols.accounting import LedgerState
 from protocols.collapse import CollapseState
+
+Count = Annotated[int, Meta(ge=0)]
+Word = Annotated[int, Meta(ge=0, lt=2**32)]
 
 
 class RunState(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -23,23 +26,25 @@ class RunState(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     rollbacks: number of rollbacks since the run began.
     received: number of groups received from each environment.
     in_flight: environment of each received group that has not ended, by group id.
+    evaluated: step of each line of evaluations.jsonl up to `step`.
     """
 
-    step: int
-    version: int
+    step: Count
+    version: Count
     fingerprint: str
     ledger: LedgerState
-    prompted: int
-    random_state: tuple[int, ...]
-    bad_steps: int
+    prompted: Count
+    random_state: Annotated[tuple[Word, ...], Meta(min_length=2, max_length=2)]
+    bad_steps: Count
     train_seconds: float
-    sampled_tokens: int
-    trained_tokens: int
+    sampled_tokens: Count
+    trained_tokens: Count
     inputs: dict[str, str]
     collapse: CollapseState = CollapseState()
-    rollbacks: int = 0
+    rollbacks: Count = 0
     received: dict[str, int] = {}
     in_flight: dict[int, str] = {}
+    evaluated: tuple[int, ...] = ()
 
 
 class LoRAParameters(Struct, frozen=True, kw_only=True):

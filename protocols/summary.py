@@ -46,6 +46,14 @@ Gauges = Callable[[], RunGauges]
 """Reads the gauges. Thread-safe; does not wait."""
 
 
+class HistoryGap(Struct, frozen=True, kw_only=True):
+    """Records that a history file lacks although the run made them. unit: what a line records, in the plural."""
+
+    file: str
+    unit: str
+    missing: int
+
+
 class RunSummary(Struct, frozen=True, kw_only=True):
     """Result of a run. before, after: evaluations before and after training; None if not evaluated.
 
@@ -54,6 +62,7 @@ class RunSummary(Struct, frozen=True, kw_only=True):
     began. evaluation_seconds: total time of evaluations. total_seconds: duration of this process.
     base_model: directory or repository. adapter: the adapter directory, which mlx-lm loads.
     resume_command: command line that continues the run.
+    history_gaps: what the history files lack.
     """
 
     steps: int
@@ -70,6 +79,7 @@ class RunSummary(Struct, frozen=True, kw_only=True):
     base_model: str
     adapter: str
     resume_command: str
+    history_gaps: tuple[HistoryGap, ...] = ()
 
 
 class PolicyDescription(Struct, frozen=True, kw_only=True):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from math import isfinite
 from pathlib import Path
 from statistics import fmean, pstdev
@@ -275,6 +276,16 @@ def read_history(metrics: Path, evaluations: Path) -> RunHistory:
         before=next((report for report in reports if report.step == 0 and not report.final), None),
         after=next((report for report in reversed(reports) if report.final), None),
     )
+
+
+def evaluated_steps(evaluations: Path, *, until: int) -> tuple[int, ...]:
+    """Return the step of each line of evaluations.jsonl up to the step `until`, without lines that are not valid."""
+    steps = []
+    with suppress(OSError):
+        for line in _lines(evaluations):
+            with suppress(msgspec.MsgspecError):
+                steps.append(msgspec.json.decode(line, type=EvaluationRecord).step)
+    return tuple(step for step in steps if step <= until)
 
 
 def _lines(path: Path) -> list[bytes]:

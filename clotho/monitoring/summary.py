@@ -21,7 +21,7 @@ from clotho.monitoring.terminal_text import (
     terminal_text,
 )
 from protocols.accounting import Balance
-from protocols.summary import MemoryEstimate, MemoryPart, RunSummary
+from protocols.summary import HistoryGap, MemoryEstimate, MemoryPart, RunSummary
 
 LABEL_WIDTH = 13
 LINE_LIMIT = 4000
@@ -65,6 +65,8 @@ def summary_lines(summary: RunSummary) -> Iterator[tuple[str, str]]:
     yield "groups", str(summary.balance)
     if summary.balance.by_reason:
         yield "discarded", _reasons(summary.balance)
+    for gap in summary.history_gaps:
+        yield "records", _gap(gap, summary)
     for environment, balance in summary.balance.sources.items():
         discarded = f" ({_reasons(balance)})" if balance.by_reason else ""
         yield "environment", f"{environment}: {balance.in_words('received')}{discarded}"
@@ -108,6 +110,15 @@ def resume_command(profile: Path) -> str:
 
 def _reasons(balance: Balance) -> str:
     return ", ".join(f"{reason} {count}" for reason, count in sorted(balance.by_reason.items()))
+
+
+def _gap(gap: HistoryGap, summary: RunSummary) -> str:
+    """What a history file lacks; for files with one record per step or group, out of how many."""
+    totals = {"steps": summary.steps, "groups": summary.balance.trained + summary.balance.discarded}
+    total = totals.get(gap.unit)
+    if total is None:
+        return f"{gap.file} lacks {gap.missing} {gap.unit}"
+    return f"{gap.file} has {total - gap.missing} of these {total} {gap.unit}"
 
 
 def _share(part: float | None, whole: float | None) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 import structlog
 
+from clotho.monitoring.metrics import evaluated_steps
 from clotho.run.context import RunContext
 from clotho.runtime.queues import Queue
 from clotho.runtime.supervisor import Runnable
@@ -89,6 +90,7 @@ class GroupAccounting:
             rollbacks=update.rollbacks,
             received=self.received,
             in_flight=self.in_flight(Ledger(update.ledger)),
+            evaluated=evaluated_steps(self._context.directory.evaluations, until=update.report.step),
         )
 
 

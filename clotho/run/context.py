@@ -32,6 +32,7 @@ from protocols.checkpoint import RunState
 from protocols.evaluation import EvalReport, HeldOut
 from protocols.sampling import PromptLogprobs
 from protocols.step import ReplayGroup, WeightsReady
+from protocols.summary import HistoryGap
 
 
 class RunContext(Struct, frozen=True, kw_only=True, eq=False):
@@ -40,6 +41,7 @@ class RunContext(Struct, frozen=True, kw_only=True, eq=False):
     engine_failure: gets an exception if a decode step raises; never a result.
     inputs: fingerprints of model, tokenizer and dataset.
     state: the checkpoint that the run resumes from. history: evaluations from before the last start.
+    history_gaps: records that the checkpoint covers and that the history files lack.
     base: parameters before the first update, if they still need to be evaluated after a resume.
     replay: groups of the checkpoint's replay buffer.
     estimated_memory: estimated peak, in bytes. warnings: to be logged when the run starts.
@@ -64,6 +66,7 @@ class RunContext(Struct, frozen=True, kw_only=True, eq=False):
     inputs: dict[str, str]
     state: RunState | None
     history: RunHistory
+    history_gaps: tuple[HistoryGap, ...]
     base: Any | None
     replay: tuple[ReplayGroup, ...]
     estimated_memory: int

@@ -169,4 +169,5 @@ class RunMonitor:
             base_model=relative_path(context.profile.model.path),
             adapter=relative_path(context.directory.adapters),
             resume_command=resume_command(context.directory.profile),
+            history_gaps=context.history_gaps,
         )

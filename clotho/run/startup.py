@@ -22,7 +22,7 @@ from clotho.inference.sampling import validate
 from clotho.memory.estimate import estimate_memory
 from clotho.memory.report import too_large
 from clotho.models.loading import find_model
-from clotho.models.machine import limit_buffer_cache, physical_memory, restore_random_state
+from clotho.models.machine import limit_buffer_cache, physical_memory
 from clotho.models.policy import Policy, load_policy
 from clotho.monitoring.metrics import read_history
 from clotho.rewards.overlong import Overlong
@@ -30,27 +30,18 @@ from clotho.rewards.runner import RewardRunner
 from clotho.run.context import RunContext
 from clotho.run.custom_actors import load_factory
 from clotho.run.prompts import MAX_LISTED_TYPES, PromptBuilder, load_prompts
+from clotho.run.resume import find_resume_point, restore, restore_histories
 from clotho.run.resume_compatibility import refuse_if_incompatible
 from clotho.runtime.compute_thread import ComputeExecutor, finish
 from clotho.runtime.latest import Latest
 from clotho.runtime.sampling_client import Sampler
-from clotho.storage.checkpoints import (
-    LatestCheckpoint,
-    dataset_fingerprint,
-    latest_checkpoint,
-    model_fingerprint,
-    read_checkpoint,
-    read_state,
-    require_same_inputs,
-    tokenizer_fingerprint,
-)
-from clotho.storage.jsonl import truncate_after
+from clotho.storage.checkpoints import dataset_fingerprint, model_fingerprint, tokenizer_fingerprint
 from clotho.storage.run_directory import RunDirectory
 from clotho.training.ledger import Ledger
 from clotho.training.update import PolicyLearner
 from clotho.training.warmup_step import run_warmup_step
 from protocols.checkpoint import RunState
-from protocols.errors import CheckpointError, ProfileError, RequestError
+from protocols.errors import ProfileError, RequestError
 from protocols.evaluation import HeldOut
 from protocols.sampling import SampleRequest, restricts_support
 from protocols.step import ReplayGroup, WeightsReady
@@ -94,13 +85,12 @@ async def _build_context(
         refuse_if_incompatible(load_profile(str(directory.profile)), profile, written=directory.profile)
     directory.begin()
     base = policy.trainable()
-    found = latest_checkpoint(directory.checkpoints) if directory.resumed else LatestCheckpoint(path=None, warnings=())
+    found = find_resume_point(directory)
     state: RunState | None = None
     replay: tuple[ReplayGroup, ...] = ()
     if found.path is not None:
-        state, replay = await _resume(found.path, executor, policy, policy_learner, inputs)
-    for path in (directory.metrics, directory.evaluations, directory.rollouts):
-        truncate_after(path, state.step if state else -1)
+        state, replay = await restore(found.path, executor, policy, policy_learner, inputs)
+    restored = restore_histories(directory, state, profile)
     write_profile(profile, directory.profile)
     history = read_history(directory.metrics, directory.evaluations)
     ledger, progress = Ledger(state.ledger if state else None), _progress(state)
@@ -121,7 +111,8 @@ async def _build_context(
         base=base if state and not history.before else None,
         replay=replay,
         estimated_memory=estimate.total,
-        warnings=(*ungraded, *found.warnings),
+        history_gaps=restored.gaps,
+        warnings=(*ungraded, *found.warnings, *restored.warnings),
         address=address,
         sampler=Sampler(executor.submit, engine),
         ledger=ledger,
@@ -269,15 +260,6 @@ def _require_correct_rewards(profile: Profile, held_out: HeldOut, rewards: Rewar
     )
 
 
-async def _resume(
-    path: Path, executor: ComputeExecutor, policy: Policy, learner: PolicyLearner, inputs: dict[str, str]
-) -> tuple[RunState, tuple[ReplayGroup, ...]]:
-    """Restore policy, learner and random state from a checkpoint."""
-    state = read_state(path)
-    require_same_inputs(state, inputs)
-    return state, await finish(executor.submit(lambda: _restore(path, policy, learner)))
-
-
 def _progress(state: RunState | None) -> LearnerProgress:
     if state is None:
         return LearnerProgress()
@@ -287,15 +269,3 @@ def _progress(state: RunState | None) -> LearnerProgress:
         train_seconds=state.train_seconds,
         trained_tokens=state.trained_tokens,
     )
-
-
-def _restore(path: Path, policy: Policy, learner: PolicyLearner) -> tuple[ReplayGroup, ...]:
-    checkpoint = read_checkpoint(path, expected=policy.trainable(), adapter_config=policy.adapter_config)
-    state = checkpoint.state
-    policy.publish(checkpoint.parameters, version=state.version, step=state.step, fingerprint=state.fingerprint)
-    try:
-        learner.restore(checkpoint.optimizer)
-    except ValueError as error:
-        raise CheckpointError(f"cannot resume from {path}: {error}") from error
-    restore_random_state(state.random_state)
-    return checkpoint.replay

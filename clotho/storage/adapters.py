@@ -20,6 +20,7 @@ from mlx.utils import tree_map_with_path
 
 from clotho.storage.atomic_files import (
     FileDigest,
+    make_directory,
     new_directory,
     replace_file,
     replaced_from_directory,
@@ -111,7 +112,7 @@ def write_adapter(directory: Path, parameters: Any, config: AdapterConfig) -> No
         require_own_adapter(directory, config.run_id)
     try:
         if not directory.exists():
-            directory.parent.mkdir(parents=True, exist_ok=True)
+            make_directory(directory.parent)
             with new_directory(directory) as unfinished:
                 fill_adapter(unfinished, parameters, config)
             return

@@ -28,6 +28,14 @@ class FileDigest(Struct, frozen=True, kw_only=True):
     sha256: str
 
 
+def make_directory(path: Path) -> None:
+    """Create a directory and its missing parents, durably: the entry of each new directory is synced to disk."""
+    missing = [directory for directory in (path, *path.parents) if not directory.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for directory in missing:
+        sync_directory(directory.parent)
+
+
 def write_file(path: Path, chunks: Iterable[bytes], *, mode: int = 0o666) -> FileDigest:
     """Write a new file and sync it to disk. Not atomic by itself: `path` must be in an unfinished directory."""
     digest = hashlib.sha256()

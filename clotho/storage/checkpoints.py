@@ -8,7 +8,8 @@ from __future__ import annotations
 import hashlib
 import re
 import shutil
-from collections.abc import Iterable, Mapping
+import stat
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,15 @@ import mlx.core as mx
 import msgspec
 from msgspec import Struct
 
-from clotho.storage.adapters import fill_adapter, read_adapter
-from clotho.storage.atomic_files import FileDigest, digest_file, new_directory, write_file
+from clotho.storage.adapters import CONFIG, TENSORS, fill_adapter, read_adapter
+from clotho.storage.atomic_files import (
+    FileDigest,
+    digest_file,
+    make_directory,
+    new_directory,
+    replace_file,
+    write_file,
+)
 from clotho.storage.tensors import named_arrays, read_tensors, write_tensors
 from protocols.checkpoint import AdapterConfig, RunState
 from protocols.errors import CheckpointError, RunDirectoryError
@@ -27,7 +35,14 @@ MANIFEST = "MANIFEST.json"
 OPTIMIZER = "optimizer.safetensors"
 REPLAY = "replay.msgpack"
 STATE = "state.json"
-DIRECTORY_NAME = re.compile(r"step-(\d{6,})")
+REQUIRED = (TENSORS, CONFIG, OPTIMIZER, STATE)
+"""The files that every manifest lists."""
+
+JSON_LIMIT = 1 << 26
+"""Largest size of a manifest or a state, in bytes. Larger files are damaged."""
+
+DIRECTORY_NAME = re.compile(r"step-([0-9]{6,})")
+FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")
 
 FORMAT = 1
 """Version of the checkpoint format."""
@@ -76,9 +91,9 @@ def write_checkpoint(directory: Path, snapshot: Snapshot, *, keep_last: int) -> 
     A kill at any time leaves the earlier checkpoints, with or without the complete new one. Raises RunDirectoryError if
     a write fails; the earlier checkpoints are then unchanged.
     """
-    path = directory / f"step-{snapshot.state.step:06d}"
+    path = directory / _name(snapshot.state.step)
     try:
-        directory.mkdir(parents=True, exist_ok=True)
+        make_directory(directory)
         with new_directory(path) as unfinished:
             files = fill_adapter(unfinished, snapshot.parameters, snapshot.adapter_config)
             files.append(write_tensors(unfinished / OPTIMIZER, named_arrays(snapshot.optimizer)))
@@ -106,11 +121,39 @@ def latest_checkpoint(directory: Path) -> LatestCheckpoint:
 
 
 def read_state(path: Path) -> RunState:
-    """Read the run state of a checkpoint without its tensors. Raises CheckpointError."""
+    """Read the run state of a checkpoint without its tensors. Raises CheckpointError.
+
+    The groups of the ledger must add up: each id that has ended was either trained on or discarded.
+    """
     try:
-        return msgspec.json.decode((path / STATE).read_bytes(), type=RunState)
-    except (OSError, msgspec.MsgspecError) as error:
+        state = msgspec.json.decode(_read_json(path / STATE), type=RunState)
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path / STATE} cannot be used: {error}") from error
+    ledger = state.ledger
+    if ledger.ended != ledger.all_ended_below + len(set(ledger.ended_above)):
+        raise CheckpointError(f"{path / STATE} cannot be used: its group accounting does not add up")
+    return state
+
+
+def record_newest(path: Path, step: int) -> None:
+    """Record the step of the newest checkpoint outside the directory of checkpoints, atomically and durably.
+
+    Raises RunDirectoryError if the disk refuses.
+    """
+    try:
+        replace_file(path, [f"{step}\n".encode()])
+    except OSError as error:
+        raise RunDirectoryError(f"{path} cannot be written: {error.strerror or error}") from error
+
+
+def recorded_newest(path: Path) -> int | None:
+    """Return the step that `record_newest` recorded: None if there is no file, 0 if the file has no step."""
+    if not path.exists():
+        return None
+    try:
+        return max(0, int(path.read_bytes()[:20]))
+    except (OSError, ValueError):
+        return 0
 
 
 def read_checkpoint(path: Path, *, expected: Any, adapter_config: AdapterConfig) -> Checkpoint:
@@ -132,21 +175,53 @@ def read_checkpoint(path: Path, *, expected: Any, adapter_config: AdapterConfig)
 def find_damage(directory: Path, *, sizes_only: bool = False) -> str | None:
     """Compare a checkpoint with its manifest. Return a description of the first difference, or None.
 
-    sizes_only: compare the sizes of the files but do not read the files.
+    The name of the directory must agree with the step in the state. sizes_only: compare the sizes of the files but do
+    not read the files.
     """
     try:
-        manifest = msgspec.json.decode((directory / MANIFEST).read_bytes(), type=Manifest)
+        manifest = msgspec.json.decode(_read_json(directory / MANIFEST), type=Manifest)
         if manifest.format != FORMAT:
             return f"{MANIFEST} has format {manifest.format}; this program reads format {FORMAT}"
+        if problem := _listing_problem(directory, [file.name for file in manifest.files]):
+            return problem
         for file in manifest.files:
             path = directory / file.name
-            if path.stat().st_size != file.size or (not sizes_only and digest_file(path) != file):
+            if not _is_regular(path) or path.stat().st_size != file.size:
                 return f"{file.name} does not match {MANIFEST}"
+            if not sizes_only and digest_file(path) != file:
+                return f"{file.name} does not match {MANIFEST}"
+        step = read_state(directory).step
+        if step != _step(directory):
+            return f"{STATE} has step {step}: rename the directory to {_name(step)} if it is to be used"
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} is missing"
-    except (OSError, msgspec.MsgspecError) as error:
+    except CheckpointError as error:
+        return str(error)
+    except (OSError, ValueError, RecursionError) as error:
         return f"{MANIFEST} or another file cannot be read: {error}"
     return None
+
+
+def _listing_problem(directory: Path, names: Sequence[str]) -> str | None:
+    """Check which files a manifest lists: only files of the directory, and all that a resumed run reads."""
+    for name in names:
+        if not FILE_NAME.fullmatch(name):
+            return f"{MANIFEST} lists {name[:80]!r}, which is not a file of the checkpoint"
+    read = (*REQUIRED, REPLAY) if (directory / REPLAY).exists() else REQUIRED
+    missing = [name for name in read if name not in names]
+    return f"{MANIFEST} does not list {', '.join(missing)}" if missing else None
+
+
+def _is_regular(path: Path) -> bool:
+    return stat.S_ISREG(path.stat().st_mode)
+
+
+def _read_json(path: Path) -> bytes:
+    """Read a manifest or a state. Raises ValueError if the path is not a regular file of a reasonable size."""
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode) or status.st_size > JSON_LIMIT:
+        raise ValueError(f"{path.name} is not a regular file of at most {JSON_LIMIT >> 20} MiB")
+    return path.read_bytes()
 
 
 def prune(directory: Path, keep_last: int) -> None:
@@ -162,7 +237,7 @@ def prune(directory: Path, keep_last: int) -> None:
     complete = [path for path in older if find_damage(path, sizes_only=True) is None]
     kept = set(complete[: keep_last - 1])
     for path in older:
-        if path not in kept:
+        if path not in kept and path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
 
 
@@ -216,6 +291,10 @@ def _newest_first(directory: Path) -> list[Path]:
     return sorted(
         (path for path in directory.iterdir() if DIRECTORY_NAME.fullmatch(path.name)), key=_step, reverse=True
     )
+
+
+def _name(step: int) -> str:
+    return f"step-{step:06d}"
 
 
 def _step(path: Path) -> int:

@@ -1,17 +1,18 @@
-"""JSON Lines files: appended to while a run is in progress, and truncated to a step when a run is resumed."""
+"""JSON Lines files: appended to while a run is in progress, repaired and truncated to a step when a run is resumed."""
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 from msgspec import Struct
 
-from clotho.storage.atomic_files import replace_file
+from clotho.storage.atomic_files import replace_file, sync_directory
 from protocols.errors import RunDirectoryError
 
 TAIL_BYTES = 1 << 20
@@ -33,6 +34,7 @@ class JsonlWriter:
             # Without O_APPEND, because on Linux O_APPEND makes pwrite ignore its offset.
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
             self._end = self._end_of_last_line()
+            sync_directory(path.parent)
             os.ftruncate(self._file, self._end)
         except OSError as error:
             raise RunDirectoryError(f"{path} cannot be written: {error.strerror or error}") from error
@@ -94,34 +96,129 @@ def _without_surrogates(value: Any) -> Any:
             return value
 
 
-class _Line(Struct):
-    """The only key of a line that `truncate_after` reads."""
+class Record(Protocol):
+    """The keys of a line that a reader needs; a struct with any other keys."""
 
-    step: int | None = None
+    @property
+    def step(self) -> int:
+        """The step that the line belongs to."""
 
 
-def truncate_after(path: Path, step: int) -> None:
-    """Remove the lines whose `step` is greater than `step`, in one atomic rewrite. A missing file stays missing.
+T = TypeVar("T", bound=Record)
 
-    Lines without a step are kept. An incomplete last line is removed. Raises RunDirectoryError if another line is not
-    valid JSON.
+
+class InvalidLine(Struct, frozen=True, kw_only=True):
+    """A line that is not a record. number: counted from 1. size: in bytes."""
+
+    number: int
+    size: int
+
+
+class Scan(Struct, Generic[T], frozen=True, kw_only=True):
+    """What a file holds up to a step.
+
+    exists: whether there is a file. records: the lines up to the step. later: number of lines after the step.
+    padding: number of NUL bytes, which a power failure leaves where data did not reach the disk.
+    unterminated: the last line is complete but lacks its newline.
+    """
+
+    path: Path
+    exists: bool
+    records: tuple[T, ...] = ()
+    later: int = 0
+    padding: int = 0
+    invalid: tuple[InvalidLine, ...] = ()
+    unterminated: bool = False
+
+    @property
+    def changed(self) -> bool:
+        """Whether `rewrite` changes the file."""
+        return bool(self.later or self.padding or self.invalid or self.unterminated)
+
+
+def scan(path: Path, step: int, record: type[T]) -> Scan[T]:
+    """Read a file and change nothing. record: the keys that every line must have.
+
+    Raises RunDirectoryError if the path is not a regular file, or if the file cannot be read.
     """
     if not path.exists():
+        return Scan(path=path, exists=False)
+    if not path.is_file():
+        raise RunDirectoryError(f"{path} is not a regular file: move it away")
+    records: list[T] = []
+    invalid: list[InvalidLine] = []
+    later = padding = 0
+    unterminated = False
+    try:
+        for number, raw in enumerate(_raw_lines(path), start=1):
+            padding += raw.count(0)
+            for line in _parts(raw):
+                found = _decode(line, record)
+                if found is None:
+                    invalid.append(InvalidLine(number=number, size=len(line)))
+                elif found.step > step:
+                    later += 1
+                else:
+                    records.append(found)
+                    unterminated = not raw.endswith(b"\n")
+    except OSError as error:
+        raise RunDirectoryError(f"{path} cannot be read: {error.strerror or error}") from error
+    return Scan(
+        path=path,
+        exists=True,
+        records=tuple(records),
+        later=later,
+        padding=padding,
+        invalid=tuple(invalid),
+        unterminated=unterminated,
+    )
+
+
+def rewrite(found: Scan[T], step: int, record: type[T]) -> None:
+    """Reduce a scanned file to its records up to the step, in one atomic replacement. A missing file stays missing.
+
+    record: as for `scan`. Raises RunDirectoryError if the file cannot be written.
+    """
+    if not found.changed:
         return
     try:
-        replace_file(path, _lines_until(path, step))
+        replace_file(found.path, _lines_until(found.path, step, record))
     except OSError as error:
-        raise RunDirectoryError(f"{path} cannot be rewritten: {error.strerror or error}") from error
+        raise RunDirectoryError(f"{found.path} cannot be rewritten: {error.strerror or error}") from error
 
 
-def _lines_until(path: Path, step: int) -> Iterator[bytes]:
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.endswith(b"\n"):
-                return
+def sync_files(paths: Iterable[Path]) -> None:
+    """Sync the contents of those files that exist to disk. Raises OSError if the disk refuses."""
+    for path in paths:
+        if path.is_file():
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             try:
-                line_step = msgspec.json.decode(line, type=_Line).step
-            except msgspec.MsgspecError as error:
-                raise RunDirectoryError(f"{path}:{number}: not valid JSON: {error}") from error
-            if line_step is None or line_step <= step:
-                yield line
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+
+
+def _raw_lines(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        yield from file
+
+
+def _lines_until(path: Path, step: int, record: type[T]) -> Iterator[bytes]:
+    for line in chain.from_iterable(map(_parts, _raw_lines(path))):
+        found = _decode(line, record)
+        if found is not None and found.step <= step:
+            yield line + b"\n"
+
+
+def _parts(raw: bytes) -> list[bytes]:
+    """Split a line at NUL bytes: what a power failure lost can lie between two lines, together with their newline."""
+    return [part for part in map(bytes.strip, raw.split(b"\0")) if part]
+
+
+def _decode(line: bytes, record: type[T]) -> T | None:
+    """Return the record of a line, or None if the line is not one."""
+    try:
+        line.decode()  # keys that `record` lacks are not decoded otherwise
+        return msgspec.json.decode(line, type=record)
+    except (ValueError, RecursionError):
+        return None

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from clotho.storage.adapters import CONFIG, TENSORS
-from clotho.storage.atomic_files import is_leftover, remove_leftovers, replace_file
+from clotho.storage.atomic_files import is_leftover, remove_leftovers, replace_file, sync_directory
 from clotho.storage.checkpoints import DIRECTORY_NAME
 from protocols.errors import RunDirectoryError, visible
 
@@ -110,7 +110,10 @@ def _processes_with(file: Path) -> dict[int, str]:
     return found
 
 
-FILES = frozenset({"profile.toml", "metrics.jsonl", "evaluations.jsonl", "rollouts.jsonl", "log.jsonl"})
+NEWEST_CHECKPOINT = ".newest_checkpoint"
+FILES = frozenset(
+    {"profile.toml", "metrics.jsonl", "evaluations.jsonl", "rollouts.jsonl", "log.jsonl", NEWEST_CHECKPOINT}
+)
 ATROPOS = "atropos"
 DIRECTORIES = frozenset({"checkpoints", "adapters", ATROPOS})
 ATROPOS_FILES = re.compile(r"[A-Za-z0-9_-]+\.(log|log\.1|json)|env_checkpoints")
@@ -163,6 +166,16 @@ class RunDirectory:
         return self.path / "log.jsonl"
 
     @property
+    def histories(self) -> tuple[Path, ...]:
+        """The files that grow by a line at a time. A checkpoint relies on them up to its step."""
+        return self.metrics, self.evaluations, self.rollouts, self.log
+
+    @property
+    def newest_checkpoint(self) -> Path:
+        """File with the step of the newest checkpoint that was written. It tells whether checkpoints were lost."""
+        return self.path / NEWEST_CHECKPOINT
+
+    @property
     def checkpoints(self) -> Path:
         """Directory of the checkpoints, one directory each."""
         return self.path / "checkpoints"
@@ -183,8 +196,11 @@ class RunDirectory:
         Raises RunDirectoryError if the disk refuses.
         """
         try:
+            for created in self._created:
+                sync_directory(created.parent)
             if self._clean:
                 _clean(self.path)
+                sync_directory(self.path)  # a power failure cannot bring back checkpoints of the earlier run
             for directory in (self.path, self.checkpoints, self.adapters):
                 remove_leftovers(directory)
             if not (self.path / RUN_ID).exists():

@@ -60,6 +60,8 @@ def checkpointer_of(
     return Checkpointer(
         inbox=updates.inbox(),
         directory=directory / "checkpoints",
+        newest=directory / ".newest_checkpoint",
+        histories=[directory / "metrics.jsonl"],
         adapter_directories=[directory / "adapters", directory / "elsewhere"],
         adapter_config=ADAPTER,
         run_id="run",

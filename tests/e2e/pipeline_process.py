@@ -10,6 +10,8 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -107,6 +109,13 @@ class Run:
         status = self.process.wait()
         self._err.seek(0)
         return RunResult(status=status, out="".join(self._out), err=self._err.read())
+
+    def wait_until(self, condition: Callable[[], bool]) -> None:
+        """Wait until a condition holds, which is checked every millisecond."""
+        while not condition():
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(0.001)
+                raise AssertionError(f"the run ended before the condition held: {self.finish()}")
 
     def kill(self, *, after_seconds: float) -> bool:
         """Send SIGKILL after this time, and return False if the run ended before."""

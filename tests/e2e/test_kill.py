@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from clotho.storage.atomic_files import UNFINISHED
+from clotho.storage.checkpoints import latest_checkpoint, read_state
 from tests.e2e.pipeline_process import BATCH, Run, RunResult, assert_recorded, lines, run
 
 TELLING = """
@@ -25,29 +29,60 @@ STARTING_SECONDS, STEP_SECONDS = 3.0, 0.3
 """Some kills come within so long of the start, the others within so long of a line that the run printed."""
 
 
-def killed_and_resumed(run_dir: Path, *flags: str, kills: int, seed: int) -> RunResult:
-    """Run with kills at random moments: during the start, or up to two steps after it."""
+CHECKPOINT_SECONDS = 0.02
+"""Other kills come within so long of the moment at which a checkpoint begins to be written."""
+
+
+def killed_and_resumed(
+    run_dir: Path, *flags: str, kills: int, record_property: Callable[[str, object], None]
+) -> RunResult:
+    """Run with kills at random moments: during the start, up to two steps after it, or while a checkpoint is written.
+
+    Records how many kills left an unfinished checkpoint, and from which steps the run resumed.
+    """
     profile = run_dir.parent / "telling.toml"
     profile.write_text(TELLING)
     lives = ("--profile", str(profile), *flags, "--resume")
     run_dir.mkdir()
-    moments = random.Random(seed)
+    moments = random.Random(kills)
+    during_checkpoints, resumed = 0, []
     for _ in range(kills):
+        before = unfinished(run_dir)
         with Run(run_dir, *lives) as running:
-            steps = moments.choice([None, 0, 1, 2])
-            if steps is None:
+            steps = moments.choice([None, None, 0, 1, 2])
+            if steps is None and moments.random() < 0.5:
                 assert running.kill(after_seconds=moments.uniform(0.0, STARTING_SECONDS))
-                continue
-            running.wait_for("machine")
-            for _ in range(steps):
-                running.wait_for("step reported")
-            assert running.kill(after_seconds=moments.uniform(0.0, STEP_SECONDS))
+            elif steps is None:
+                running.wait_until(partial(has_new_checkpoint, run_dir, before))
+                assert running.kill(after_seconds=moments.uniform(0.0, CHECKPOINT_SECONDS))
+            else:
+                running.wait_for("machine")
+                for _ in range(steps):
+                    running.wait_for("step reported")
+                assert running.kill(after_seconds=moments.uniform(0.0, STEP_SECONDS))
+        during_checkpoints += has_new_checkpoint(run_dir, before)
+        found = latest_checkpoint(run_dir / "checkpoints")
+        assert found.warnings == ()
+        resumed.append(read_state(found.path).step if found.path else 0)
+    record_property("kills_during_checkpoints", during_checkpoints)
+    record_property("resumed_from_steps", resumed)
     return run(run_dir, *lives)
+
+
+def has_new_checkpoint(run_dir: Path, before: set[str]) -> bool:
+    """Return whether a checkpoint is being written that was not there before."""
+    return bool(unfinished(run_dir) - before)
+
+
+def unfinished(run_dir: Path) -> set[str]:
+    """Return the names of the checkpoints that are being written, or were when the run was killed."""
+    return {path.name for path in (run_dir / "checkpoints").glob(f".step-*{UNFINISHED}*")}
 
 
 def check_result(run_dir: Path, result: RunResult, *, steps: int) -> None:
     """Check the exit status, and the group accounting over all starts."""
     assert result.status == 0, result
+    assert " lacks " not in result.out, "no history lacks what a checkpoint covers"
     accounting = result.accounting
     assert (accounting.prompted, accounting.carried_over) == (steps * BATCH, 0)
     assert_recorded(run_dir, accounting, steps=steps)
@@ -64,22 +99,26 @@ def adapter_settings(run_dir: Path) -> dict[str, Any]:
     return {key: value for key, value in settings.items() if key != "run_id"}
 
 
-@pytest.mark.parametrize("kills", [3, pytest.param(10, marks=pytest.mark.slow)])
-def test_a_killed_synchronous_run_ends_with_identical_bytes(tmp_path: Path, kills: int) -> None:
+@pytest.mark.parametrize("kills", [3, pytest.param(25, marks=pytest.mark.slow)])
+def test_a_killed_synchronous_run_ends_with_identical_bytes(
+    tmp_path: Path, kills: int, record_property: Callable[[str, object], None]
+) -> None:
     """The group accounting balances over all starts. The adapter equals that of an uninterrupted run."""
     flags = ("--steps", str(4 * kills), "--async", "false", "--checkpoint.interval", "1")
     whole = run(tmp_path / "whole", *flags)
     assert whole.status == 0, whole
-    result = killed_and_resumed(tmp_path / "run", *flags, kills=kills, seed=kills)
+    result = killed_and_resumed(tmp_path / "run", *flags, kills=kills, record_property=record_property)
     check_result(tmp_path / "run", result, steps=4 * kills)
     tensors, uninterrupted = (tmp_path / name / "adapters/adapters.safetensors" for name in ("run", "whole"))
     assert tensors.read_bytes() == uninterrupted.read_bytes()
     assert adapter_settings(tmp_path / "run") == adapter_settings(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("kills", [2, pytest.param(10, marks=pytest.mark.slow)])
-def test_a_killed_asynchronous_run_loses_no_group(tmp_path: Path, kills: int) -> None:
+@pytest.mark.parametrize("kills", [2, pytest.param(25, marks=pytest.mark.slow)])
+def test_a_killed_asynchronous_run_loses_no_group(
+    tmp_path: Path, kills: int, record_property: Callable[[str, object], None]
+) -> None:
     """Groups in flight are prompted again, and each ends exactly once."""
     flags = ("--steps", str(4 * kills), "--checkpoint.interval", "1", "--checkpoint.keep-last", "1")
-    result = killed_and_resumed(tmp_path / "run", *flags, kills=kills, seed=kills)
+    result = killed_and_resumed(tmp_path / "run", *flags, kills=kills, record_property=record_property)
     check_result(tmp_path / "run", result, steps=4 * kills)

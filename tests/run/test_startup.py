@@ -133,17 +133,27 @@ async def test_a_base_policy_without_an_evaluation_is_kept(tmp_path: Path) -> No
         assert float(max(module["lora_b"].max().item() for module in lora(parts.base))) == 0.0
 
 
-async def test_a_damaged_checkpoint_is_skipped_with_a_warning(tmp_path: Path) -> None:
-    """The previous checkpoint is used. Without one the run starts from step 0."""
+async def test_a_run_without_an_intact_checkpoint_is_refused(tmp_path: Path) -> None:
+    """The run directory does not change, so that a copy of the checkpoints can be restored."""
     profile = tiny_profile(tmp_path)
     await write_step(profile)
+    before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
     (tmp_path / "run" / "checkpoints" / "step-000003" / "state.json").write_text("{}")
+    error = await refusal(profile, resume=True)
+    assert isinstance(error, CheckpointError)
+    assert "step-000003" in str(error)
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
+
+
+async def test_records_that_the_histories_lack_are_part_of_the_context(tmp_path: Path) -> None:
+    """The warnings are logged when the run starts, and the gaps are printed in its summary."""
+    profile = tiny_profile(tmp_path)
+    await write_step(profile)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    metrics.write_bytes(b"".join(metrics.read_bytes().splitlines(keepends=True)[1:]))
     async with open_context(profile, resume=True) as parts:
-        assert parts.state is None
-        assert (parts.policy.version, parts.progress.step) == (0, 0)
-        assert len(parts.warnings) == 1
-        assert "step-000003 is damaged and was skipped" in parts.warnings[0]
-        assert parts.directory.metrics.read_bytes() == b""
+        assert [(gap.file, gap.missing) for gap in parts.history_gaps] == [("metrics.jsonl", 1), ("rollouts.jsonl", 6)]
+        assert len(parts.warnings) == 2
 
 
 async def test_a_resumed_run_requires_the_same_dataset_and_settings(tmp_path: Path) -> None:

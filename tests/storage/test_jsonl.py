@@ -10,8 +10,9 @@ from threading import Thread
 from typing import Any
 
 import pytest
+from msgspec import Struct
 
-from clotho.storage.jsonl import JsonlWriter, encode, truncate_after
+from clotho.storage.jsonl import JsonlWriter, Scan, encode, rewrite, scan, sync_files
 from protocols.errors import RunDirectoryError
 
 
@@ -109,28 +110,107 @@ def test_a_file_that_cannot_be_opened_raises_run_directory_error(tmp_path: Path)
         writer.append({})
 
 
-def test_truncation_removes_later_and_incomplete_lines(tmp_path: Path) -> None:
-    """Lines of the step itself and lines without a step are kept unchanged."""
+class Line(Struct):
+    """The keys that every line must have."""
+
+    step: int
+
+
+def repaired(path: Path, step: int) -> tuple[Scan[Line], list[Any]]:
+    """Truncate a file. Return the scan, and the lines that are left."""
+    found = scan(path, step, Line)
+    rewrite(found, step, Line)
+    return found, lines(path)
+
+
+def test_truncation_removes_the_lines_of_later_steps(tmp_path: Path) -> None:
+    """Lines up to the step are kept unchanged, in their order. No other file is left."""
     path = tmp_path / "metrics.jsonl"
-    path.write_text('{"z": 1, "step": 0}\n{"step": 5}\n{"event": "x"}\n{"step": 6}\n{"step": 5, "b": [1]}\n{"step": 4')
-    truncate_after(path, 5)
-    assert path.read_text() == '{"z": 1, "step": 0}\n{"step": 5}\n{"event": "x"}\n{"step": 5, "b": [1]}\n'
-    truncate_after(path, -1)
-    assert path.read_text() == '{"event": "x"}\n'
+    path.write_text('{"z": 1, "step": 0}\n{"step": 5}\n{"step": 6}\n{"step": 5, "b": [1]}\n')
+    found, _ = repaired(path, 5)
+    assert ([line.step for line in found.records], found.later, found.invalid) == ([0, 5, 5], 1, ())
+    assert path.read_text() == '{"z": 1, "step": 0}\n{"step": 5}\n{"step": 5, "b": [1]}\n'
+    assert repaired(path, -1)[1] == []
     assert [entry.name for entry in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
-def test_truncation_ignores_a_missing_file(tmp_path: Path) -> None:
-    """A run may be killed before its first line."""
-    truncate_after(tmp_path / "metrics.jsonl", 5)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_truncation_refuses_invalid_lines_and_keeps_the_file(tmp_path: Path) -> None:
-    """A kill can only damage the last line."""
+@pytest.mark.parametrize(
+    ("damaged", "steps", "padding", "invalid"),
+    [
+        (b'{"step":1}\n{"step":2}\n{"st', [1, 2], 0, [3]),
+        (b'{"step":1}\n{"step":2}', [1, 2], 0, []),
+        (b'{"step":1}\n{"step":2}\n' + bytes(4096), [1, 2], 4096, []),
+        (b'{"step":1}\n{"step":2}\n' + bytes(50) + b"\n", [1, 2], 50, []),
+        (b'{"step":1}\n{"st' + bytes(9) + b'{"step":2}\n', [1, 2], 9, [2]),
+        (b'{"step":1}\n{"st{"step":2}\n{"step":3}\n', [1, 3], 0, [2]),
+        (b'{"step":1}\nhello\n\xff\xfe\n[1]\n{"step":"x"}\n{}\n{"step":2}\n', [1, 2], 0, [2, 3, 4, 5, 6]),
+        (b'{"step":1,"text":"\xff"}\n{"step":2}\n', [2], 0, [1]),
+        (b'{"step":1}\n' + b"[" * 100_000 + b'\n{"step":2}\n\n \n', [1, 2], 0, [2]),
+    ],
+    ids=["torn", "no newline", "NUL", "NUL and newline", "NUL in the middle", "merged", "foreign", "UTF-8", "deep"],
+)
+def test_damage_is_repaired_and_counted(
+    tmp_path: Path, damaged: bytes, steps: list[int], padding: int, invalid: list[int]
+) -> None:
+    """Every complete line survives. The scan tells what the rewrite removes, and a second scan finds nothing."""
     path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1}\nhello\n{"step": 2}\n')
-    with pytest.raises(RunDirectoryError, match=r"metrics\.jsonl:2"):
-        truncate_after(path, 5)
-    assert path.read_text() == '{"step": 1}\nhello\n{"step": 2}\n'
+    path.write_bytes(damaged)
+    found, left = repaired(path, 9)
+    assert [line.step for line in found.records] == steps == [line["step"] for line in left]
+    assert (found.padding, [line.number for line in found.invalid]) == (padding, invalid)
+    assert path.read_bytes().endswith(b"\n")
+    again = scan(path, 9, Line)
+    assert (again.padding, again.invalid, again.unterminated) == (0, (), False)
+
+
+def test_a_scan_changes_nothing_and_an_intact_file_is_not_rewritten(tmp_path: Path) -> None:
+    """A missing file stays missing."""
+    path = tmp_path / "metrics.jsonl"
+    missing = scan(path, 5, Line)
+    rewrite(missing, 5, Line)
+    assert (missing.exists, list(tmp_path.iterdir())) == (False, [])
+    path.write_bytes(b'{"step": 1}\n{"st')
+    assert scan(path, 5, Line).changed
+    assert path.read_bytes() == b'{"step": 1}\n{"st'
+    path.write_bytes(b'{"step": 1}\n')
+    inode = path.stat().st_ino
+    rewrite(scan(path, 5, Line), 5, Line)
+    assert path.stat().st_ino == inode
+
+
+def test_a_path_that_is_not_a_file_is_refused(tmp_path: Path) -> None:
+    """A named pipe would block for ever."""
+    (tmp_path / "directory").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("directory", "pipe"):
+        with pytest.raises(RunDirectoryError, match="not a regular file"):
+            scan(tmp_path / name, 5, Line)
+
+
+def test_a_rewrite_that_fails_keeps_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a full disk, the old contents remain."""
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n{"step": 2}\n')
+    found = scan(path, 1, Line)
+    monkeypatch.setattr(os, "fsync", full_disk)
+    with pytest.raises(RunDirectoryError, match="cannot be rewritten: No space"):
+        rewrite(found, 1, Line)
+    assert path.read_bytes() == b'{"step": 1}\n{"step": 2}\n'
     assert [entry.name for entry in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def full_disk(descriptor: int) -> None:
+    """Replacement for os.fsync."""
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_files_are_synced_if_they_exist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One fsync for each file; an error of the disk is raised."""
+    (tmp_path / "a").write_text("a")
+    synced: list[int] = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.fstat(descriptor).st_ino))
+    sync_files([tmp_path / "a", tmp_path / "missing"])
+    assert synced == [(tmp_path / "a").stat().st_ino]
+    monkeypatch.setattr(os, "fsync", full_disk)
+    with pytest.raises(OSError, match="No space"):
+        sync_files([tmp_path / "a"])

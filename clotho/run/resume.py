@@ -1,0 +1,230 @@
+"""Resume: finds the checkpoint, restores the run's state, and compares the histories with the checkpoint.
+
+The histories are metrics.jsonl, evaluations.jsonl and rollouts.jsonl. Damage is repaired and reported. Nothing that a
+checkpoint covers is lost without a message, and a run whose checkpoints are all lost does not start over by itself.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+from msgspec import Struct
+
+from clotho.config.schema import Profile
+from clotho.models.machine import restore_random_state
+from clotho.models.policy import Policy
+from clotho.monitoring.metrics import EvaluationRecord
+from clotho.runtime.compute_thread import ComputeExecutor, finish
+from clotho.storage.checkpoints import (
+    latest_checkpoint,
+    read_checkpoint,
+    read_state,
+    recorded_newest,
+    require_same_inputs,
+)
+from clotho.storage.jsonl import Record, Scan, rewrite, scan
+from clotho.storage.run_directory import RunDirectory
+from clotho.training.update import PolicyLearner
+from protocols.checkpoint import RunState
+from protocols.errors import CheckpointError
+from protocols.step import ReplayGroup
+from protocols.summary import HistoryGap
+
+T = TypeVar("T", bound=Record)
+
+MAX_RANGES = 5
+"""Number of ranges of steps or groups that a message lists."""
+
+
+class ResumePoint(Struct, frozen=True, kw_only=True):
+    """Where a run continues. path: checkpoint; None at step 0."""
+
+    path: Path | None = None
+    warnings: tuple[str, ...] = ()
+
+
+class RestoredHistories(Struct, frozen=True, kw_only=True):
+    """Result of `restore_histories`. gaps: records that the checkpoint covers and that the files lack."""
+
+    warnings: tuple[str, ...] = ()
+    gaps: tuple[HistoryGap, ...] = ()
+
+
+class MetricsRecord(Struct, frozen=True, kw_only=True):
+    """The keys of metrics.jsonl that a resumed run reads."""
+
+    step: int
+    seconds: float = msgspec.field(name="time/run", default=0.0)
+
+
+class RolloutRecord(Struct, frozen=True, kw_only=True):
+    """The keys of rollouts.jsonl that a resumed run reads."""
+
+    step: int
+    group_id: int
+
+
+class Difference:
+    """A history compared with a checkpoint. unit: what one line records. covered: what the checkpoint covers."""
+
+    def __init__(self, found: Scan[T], unit: str, *, recorded: Counter[int], covered: Counter[int]) -> None:
+        self._name, self._exists, self._unit = found.path.name, found.exists, unit
+        self._recorded, self._covered = recorded, covered
+        self.missing = covered - recorded
+
+    @property
+    def gap(self) -> HistoryGap:
+        """The number of missing records."""
+        return HistoryGap(file=self._name, unit=f"{self._unit}s", missing=self.missing.total())
+
+    def messages(self) -> Iterator[str]:
+        """Yield what the history lacks, has more than once, or has beyond the checkpoint."""
+        if self.missing:
+            lacks = f"{self._name} lacks" if self._exists else f"{self._name} is gone, and with it"
+            total = _counted(self._covered.total(), self._unit)
+            yield f"{lacks} {self.missing.total()} of {total} that the checkpoint covers: {_ranges(self.missing)}"
+        if repeated := self._recorded - Counter(set(self._recorded)):
+            yield f"{self._name} has {_counted(len(repeated), self._unit)} more than once: {_ranges(repeated)}"
+        if unknown := set(self._recorded) - set(self._covered):
+            yield f"{self._name} has {_counted(len(unknown), self._unit)} unknown to the checkpoint: {_ranges(unknown)}"
+
+
+def find_resume_point(directory: RunDirectory) -> ResumePoint:
+    """Find the newest intact checkpoint of a resumed run.
+
+    Raises CheckpointError if the run has written checkpoints and none is intact. A run that ended before its first
+    checkpoint starts over, with a warning if it had completed steps.
+    """
+    if not directory.resumed:
+        return ResumePoint()
+    found = latest_checkpoint(directory.checkpoints)
+    newest = recorded_newest(directory.newest_checkpoint)
+    if found.path is None:
+        if found.warnings or newest is not None:
+            raise _no_checkpoint(directory, newest, found.warnings)
+        return ResumePoint(warnings=_starts_over(directory))
+    step = read_state(found.path).step
+    if newest is not None and newest > step and not (directory.checkpoints / f"step-{newest:06d}").exists():
+        lost = f"the checkpoint of step {newest} is gone: the run resumes from step {step}"
+        return ResumePoint(path=found.path, warnings=(*found.warnings, lost))
+    return ResumePoint(path=found.path, warnings=found.warnings)
+
+
+def _no_checkpoint(directory: RunDirectory, newest: int | None, damage: Sequence[str]) -> CheckpointError:
+    reached = f" of step {newest}" if newest else ""
+    reason = f"{len(damage)} damaged ({damage[0]})" if damage else f"the newest one{reached} is gone"
+    return CheckpointError(
+        f"{directory.checkpoints} has no intact checkpoint, {reason}: restore the directory from a copy, or start over "
+        "with --clean, which deletes the run"
+    )
+
+
+def _starts_over(directory: RunDirectory) -> tuple[str, ...]:
+    steps = scan(directory.metrics, -1, MetricsRecord).later
+    if not steps:
+        return ()
+    return (f"the run ended before its first checkpoint: it starts over, and the records of {steps} steps are dropped",)
+
+
+async def restore(
+    path: Path, executor: ComputeExecutor, policy: Policy, learner: PolicyLearner, inputs: dict[str, str]
+) -> tuple[RunState, tuple[ReplayGroup, ...]]:
+    """Restore policy, learner and random state from a checkpoint.
+
+    inputs: fingerprints of the inputs of this process. Raises CheckpointError if they differ, or if the checkpoint
+    belongs to another policy.
+    """
+    state = read_state(path)
+    require_same_inputs(state, inputs)
+    return state, await finish(executor.submit(lambda: _restore(path, policy, learner)))
+
+
+def _restore(path: Path, policy: Policy, learner: PolicyLearner) -> tuple[ReplayGroup, ...]:
+    checkpoint = read_checkpoint(path, expected=policy.trainable(), adapter_config=policy.adapter_config)
+    state = checkpoint.state
+    policy.publish(checkpoint.parameters, version=state.version, step=state.step, fingerprint=state.fingerprint)
+    try:
+        learner.restore(checkpoint.optimizer)
+    except ValueError as error:
+        raise CheckpointError(f"cannot resume from {path}: {error}") from error
+    restore_random_state(state.random_state)
+    return checkpoint.replay
+
+
+def restore_histories(directory: RunDirectory, state: RunState | None, profile: Profile) -> RestoredHistories:
+    """Truncate the histories to the step of the checkpoint, repair them, and compare them with the checkpoint.
+
+    metrics.jsonl must have each step once, rollouts.jsonl each group that has ended once, evaluations.jsonl the
+    evaluations that it had when the checkpoint was written. Lines that are missing are reported; they are not needed
+    to continue. All files are read before the first one is changed. Raises RunDirectoryError if one cannot be read
+    or written.
+    """
+    step = state.step if state else -1
+    metrics = scan(directory.metrics, step, MetricsRecord)
+    evaluations = scan(directory.evaluations, step, EvaluationRecord)
+    rollouts = scan(directory.rollouts, step, RolloutRecord)
+    rewrite(metrics, step, MetricsRecord)
+    rewrite(evaluations, step, EvaluationRecord)
+    rewrite(rollouts, step, RolloutRecord)
+    warnings = [*_repairs(metrics), *_repairs(evaluations), *_repairs(rollouts)]
+    if state is None or _replaces_monitor(profile):
+        return RestoredHistories(warnings=tuple(warnings))
+    evaluated = Counter(state.evaluated)
+    differences = [
+        Difference(metrics, "step", recorded=_steps(metrics), covered=Counter(range(1, step + 1))),
+        Difference(evaluations, "evaluation", recorded=_steps(evaluations) & evaluated, covered=evaluated),
+    ]
+    if profile.monitor.rollouts:
+        ended = Counter((*range(state.ledger.all_ended_below), *state.ledger.ended_above))
+        groups = Counter(line.group_id for line in rollouts.records)
+        differences.append(Difference(rollouts, "group", recorded=groups, covered=ended))
+    return RestoredHistories(
+        warnings=(*warnings, *(line for difference in differences for line in difference.messages())),
+        gaps=tuple(difference.gap for difference in differences if difference.missing),
+    )
+
+
+def _steps(found: Scan[T]) -> Counter[int]:
+    return Counter(line.step for line in found.records)
+
+
+def _replaces_monitor(profile: Profile) -> bool:
+    """Whether a custom actor writes the histories, in a form of its own."""
+    return any(section.mode == "replace" and section.at == "monitor" for section in profile.actors)
+
+
+def _repairs(found: Scan[T]) -> list[str]:
+    """One message for each kind of damage that `rewrite` removed from a file."""
+    name, messages = found.path.name, []
+    if found.padding:
+        messages.append(f"{name}: {found.padding} NUL bytes, which a power failure left, were removed")
+    if found.invalid:
+        size = sum(line.size for line in found.invalid)
+        messages.append(
+            f"{name}: {_counted(len(found.invalid), 'incomplete or invalid line')} ({size} bytes) dropped: "
+            f"line {_ranges(line.number for line in found.invalid)}"
+        )
+    return messages
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def _ranges(numbers: Iterable[int]) -> str:
+    """Format integers as at most `MAX_RANGES` ranges: `1, 3-7 and 12 more`."""
+    ranges: list[tuple[int, int]] = []
+    ordered = sorted(set(numbers))
+    for number in ordered:
+        if ranges and number == ranges[-1][1] + 1:
+            ranges[-1] = ranges[-1][0], number
+        else:
+            ranges.append((number, number))
+    shown = ranges[:MAX_RANGES]
+    text = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in shown)
+    rest = len(ordered) - sum(last - first + 1 for first, last in shown)
+    return f"{text} and {rest} more" if rest else text
