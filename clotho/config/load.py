@@ -35,7 +35,7 @@ MAX_BYTES, MAX_FILES = 2**20, 16
 """Limits on the size of a profile, and on the number of files that extend each other."""
 
 MAX_NAME, MAX_PATH = 255, 4000
-"""Limits on the length of a file name and of a path, in characters."""
+"""Limits on the length of a file name and of a path, in bytes."""
 
 INPUT_PATHS = ("model.path", "data.train", "data.heldout")
 CALLERS_PATHS = ("run_dir", "checkpoint.adapter_path", "atropos.python")
@@ -223,9 +223,9 @@ def located(values: dict[str, Any], directory: Path, label: str) -> dict[str, An
 
     found = dict(values)
     for key in (*INPUT_PATHS, *CALLERS_PATHS):
-        path = os.path.expanduser(str(found.get(key, "")))
-        if path.startswith("~") or max(map(len, path.split(os.sep))) > MAX_NAME or len(path) > MAX_PATH:
-            raise ProfileError(f"{label}: {key} cannot be a path: {shown(path)}")
+        path = os.path.expanduser(str(found.get(key, ""))).encode("utf-8", "replace")
+        if path.startswith(b"~") or max(map(len, path.split(b"/"))) > MAX_NAME or len(path) > MAX_PATH:
+            raise ProfileError(f"{label}: {key} cannot be a path: {shown(found[key])}")
     found |= {key: absolute(found[key], repository=key == "model.path") for key in INPUT_PATHS if key in found}
     callers = {key: found[key] for key in CALLERS_PATHS if isinstance(found.get(key), str)}
     found |= {key: os.path.expanduser(path) if path.startswith("~") else path for key, path in callers.items()}

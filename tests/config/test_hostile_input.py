@@ -208,6 +208,8 @@ def test_few_profiles_extend_each_other(tmp_path: Path) -> None:
         ["--model", "/" + "a" * 5000],
         ["--model", "a\0b"],
         ["--dataset", "x" * 5000],
+        ["--dataset", "€" * 100],
+        ["--dataset", "\udcff"],
         ["--checkpoint.adapter-path", "x" * 5000],
         ["--checkpoint.adapter-path", "~nobody-here/a"],
     ],
