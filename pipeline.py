@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import sys
 
-from clotho.run.cli import prepare_or_exit
-
 if __name__ == "__main__":  # before the imports below, which take a second
-    prepared = prepare_or_exit(sys.argv[1:])
+    from clotho.__main__ import main
+
+    sys.exit(main())
 
 import gc
 import socket
@@ -50,7 +50,7 @@ from clotho.atropos.validation import Bounds
 from clotho.config.schema import Profile
 from clotho.cpu import load_blas
 from clotho.monitoring.collapse_detection import CollapseMonitor
-from clotho.monitoring.event_log import event_log
+from clotho.monitoring.event_log import EventSink, event_log
 from clotho.monitoring.live_display import make_display
 from clotho.monitoring.summary import print_summary
 from clotho.run.accounting import GroupAccounting, group_source
@@ -106,11 +106,17 @@ class Rollouts(Struct, frozen=True, kw_only=True, eq=False):
 
 
 def wire(
-    context: RunContext, *, console: Console, children: Callable[[], dict[str, ChildStatus]], atropos_url: str
+    context: RunContext,
+    *,
+    console: Console,
+    children: Callable[[], dict[str, ChildStatus]],
+    atropos_url: str,
+    events: EventSink,
 ) -> Wiring:
     """Construct all actors of the flow with the ends of their queues.
 
     children: status of the supervised actors. atropos_url: address of the Atropos API server; empty without one.
+    events: the event log.
     """
     profile, capacity = context.profile, context.profile.queues
     custom = CustomActors(profile.actors, services(context))
@@ -127,7 +133,9 @@ def wire(
     accounting = GroupAccounting(context, source, [queue for channel in group_channels for queue in channel.queues])
     channels: list[Channel[Any]] = [scored, reports, *rollouts.channels]
     queues = [queue for channel in channels for queue in (*channel.queues, *channel.copies)]
-    run_monitor = RunMonitor(context, queues=[*queues, *updates.values()], children=children)
+    run_monitor = RunMonitor(
+        context, queues=[*queues, *updates.values()], children=children, events_lost=lambda: events.lost
+    )
     flow = [
         wire_monitor(context, custom, reports, run_monitor, console),
         *reports.children,
@@ -426,6 +434,7 @@ async def train(profile: Profile, directory: RunDirectory, console: Console) -> 
     Raises ClothoError if the profile is invalid or the run fails.
     """
     with ExitStack() as stack:
+        events = stack.enter_context(event_log(console))
         listener = stack.enter_context(listen(profile.server)) if profile.server.enabled else None
         executor = ComputeExecutor(decode_share=profile.engine.decode_share)
         executor.start()
@@ -433,7 +442,7 @@ async def train(profile: Profile, directory: RunDirectory, console: Console) -> 
         address = base_url(listener) if listener else ""
         context = await build_context(profile, directory, executor, address=address)
         stack.callback(context.rewards.close)
-        stack.enter_context(event_log(directory.log, console))
+        events.open(directory.log)
         for warning in context.warnings:
             log.warning(warning)
         if context.resumed_from is not None:
@@ -441,7 +450,7 @@ async def train(profile: Profile, directory: RunDirectory, console: Console) -> 
         supervisor = Supervisor(on_failure=report_failure)
         atropos_server, environments = wire_atropos(context)
         atropos_url = atropos_server.url if atropos_server else profile.atropos.url
-        wiring = wire(context, console=console, children=supervisor.status, atropos_url=atropos_url)
+        wiring = wire(context, console=console, children=supervisor.status, atropos_url=atropos_url, events=events)
         servers = [permanent(atropos_server)] if atropos_server else []
         children = [
             *wire_services(context, wiring.monitor, listener),
@@ -461,7 +470,3 @@ async def train(profile: Profile, directory: RunDirectory, console: Console) -> 
         log.info("run_statistics", **structs.asdict(wiring.monitor.snapshot()))
         print_summary(console, wiring.monitor.summary(wiring.accounting, complete=ending is not Ending.STOPPED))
         return signals.exit_status
-
-
-if __name__ == "__main__":
-    sys.exit(prepared.start(train))

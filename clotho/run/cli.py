@@ -13,9 +13,7 @@ load_blas()  # before the first import of MLX
 
 import gc
 import os
-import signal
 import sys
-import traceback
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
@@ -26,15 +24,14 @@ from clotho.config.flags import help_text, parse_arguments
 from clotho.config.load import load_profile, resolved_toml
 from clotho.config.nearest import did_you_mean
 from clotho.config.schema import Profile
+from clotho.monitoring.failure_report import report
+from clotho.run.process_signals import process_signals
 from clotho.storage.adapters import require_own_adapter
 from clotho.storage.run_directory import RunDirectory, open_run
-from protocols.errors import ClothoError, RunDirectoryError, visible
+from protocols.errors import ClothoError, RunDirectoryError
 
 Train = Callable[[Profile, RunDirectory, Console], Awaitable[int]]
 """Trains a profile in a run directory; returns the exit status."""
-
-COMPLAINT_LIMIT = 1000
-"""Maximum number of characters of an error message on stderr."""
 
 
 class PreparedRun:
@@ -55,10 +52,10 @@ class PreparedRun:
         gc.enable()
         try:
             return anyio.run(train, self._profile, self._directory, self._console)
-        except ClothoError as error:
-            return report(error)
         except KeyboardInterrupt:
-            return 128 + signal.SIGINT
+            raise
+        except BaseException as error:  # includes SystemExit of user code
+            return report(error, log=self._directory.log)
         finally:
             self.close()
 
@@ -68,7 +65,7 @@ def prepare(argv: Sequence[str]) -> PreparedRun | int:
 
     Exit status: 0 for help and a dry run, 2 for bad input.
     """
-    console = Console()
+    console = Console(file=sys.stdout)  # user code may replace sys.stdout
     try:
         arguments = parse_arguments(argv)
         if arguments.help is not None:
@@ -80,7 +77,9 @@ def prepare(argv: Sequence[str]) -> PreparedRun | int:
         path = Path(os.path.expanduser(profile.run_dir))
         if arguments.resume:
             refuse_missing_run(path)
-        directory = open_run(path, resume=arguments.resume, clean=arguments.clean)
+        with process_signals.postponed():
+            directory = open_run(path, resume=arguments.resume, clean=arguments.clean)
+            process_signals.before_exit(directory.close)
         try:
             if profile.checkpoint.adapter_path:
                 require_own_adapter(profile.checkpoint.adapter_path, directory.run_id)
@@ -90,16 +89,6 @@ def prepare(argv: Sequence[str]) -> PreparedRun | int:
         return PreparedRun(profile, directory, console)
     except ClothoError as error:
         return report(error)
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
-
-
-def prepare_or_exit(argv: Sequence[str]) -> PreparedRun:
-    """The run to start. Exits the program if there is no run to start."""
-    prepared = prepare(argv)
-    if not isinstance(prepared, PreparedRun):
-        sys.exit(prepared)
-    return prepared
 
 
 def refuse_missing_run(path: Path) -> None:
@@ -127,19 +116,3 @@ def dry_run(profile: Profile, console: Console) -> int:
     estimate = estimate_memory(profile.model, profile)
     print_estimate(console, estimate, describe(estimate), physical_memory())
     return 0
-
-
-def report(error: ClothoError) -> int:
-    """Print the error on stderr, with a traceback if it is not the user's mistake. Returns the exit status."""
-    cause = error.__cause__
-    if error.exit_status != 2 and cause is not None and not isinstance(cause, ClothoError):
-        traceback.print_exception(cause)
-    complain(str(error), *getattr(error, "__notes__", ()))
-    return error.exit_status
-
-
-def complain(message: str, *notes: str) -> None:
-    """Print one line on stderr, and one indented line per note. The text can quote input."""
-    lines = [f"clotho: {message}", *(f"  {note}" for note in notes)]
-    for line in lines:
-        sys.stderr.write(visible(line, COMPLAINT_LIMIT, keep_end=COMPLAINT_LIMIT // 4) + "\n")

@@ -41,9 +41,14 @@ class RunMonitor:
         *,
         queues: Sequence[Queue[Any]],
         children: Callable[[], dict[str, ChildStatus]],
+        events_lost: Callable[[], int] = lambda: 0,
     ) -> None:
-        """queues: all queues of the run. children: status of the supervised actors, by name."""
+        """queues: all queues of the run. children: status of the supervised actors, by name.
+
+        events_lost: number of events that the event log could not write.
+        """
         self._context, self._queues, self._children = context, queues, children
+        self._events_lost = events_lost
         self._began = time.monotonic()
         self._stalled = False
         self._api_requests = 0
@@ -112,6 +117,7 @@ class RunMonitor:
             environments_discarded={name: counts.ended - counts.trained for name, counts in groups.sources.items()},
             queues=tuple(QueueSnapshot(**structs.asdict(queue.stats())) for queue in self._queues),
             restarts={name: status.restarts for name, status in self._children().items()},
+            events_lost=self._events_lost(),
         )
 
     def _engine_snapshot(self) -> EngineSnapshot:

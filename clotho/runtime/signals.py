@@ -1,4 +1,7 @@
-"""Ctrl-C and SIGTERM: the first signal drains the run, the second stops it at once, the third ends the process."""
+"""Signals during training: the first drains the run, the second stops it at once, the third ends the process.
+
+SIGHUP, which a closed terminal sends once or twice, only drains; an ignored SIGHUP (`nohup`) stays ignored.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Protocol
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Stoppable(Protocol):
@@ -26,18 +29,21 @@ class SignalWatch:
 
     def __init__(self, target: Stoppable) -> None:
         self.received: list[signal.Signals] = []
+        self._stopped_by: signal.Signals | None = None
         self._target = target
         self._previous = {number: signal.getsignal(number) for number in SIGNALS}
 
     @property
     def exit_status(self) -> int:
         """0 without a stop; after a stop 128 + the signal number (130 or 143), as in shells."""
-        return 128 + self.received[-1] if len(self.received) > 1 else 0
+        return 128 + self._stopped_by if self._stopped_by else 0
 
     def install(self) -> None:
         """Install the handlers in the running event loop. Raises RuntimeError outside the main thread."""
         loop = asyncio.get_running_loop()
-        for number in SIGNALS:
+        if self._previous[signal.SIGHUP] == signal.SIG_IGN:
+            del self._previous[signal.SIGHUP]
+        for number in self._previous:
             loop.add_signal_handler(number, self._on_signal, number)
 
     def restore(self) -> None:
@@ -52,14 +58,15 @@ class SignalWatch:
         self.received.append(number)
         if len(self.received) == 1:
             self._target.drain()
-        else:
+        elif number != signal.SIGHUP:
+            self._stopped_by = number
             self.restore()  # a third signal ends the process at once
             self._target.stop()
 
 
 @asynccontextmanager
 async def handle_signals(target: Stoppable) -> AsyncIterator[SignalWatch]:
-    """Within the block, the first SIGINT or SIGTERM drains `target`, and the second one stops it."""
+    """Within the block, the first signal drains `target`, and a further SIGINT or SIGTERM stops it."""
     watch = SignalWatch(target)
     watch.install()
     try:

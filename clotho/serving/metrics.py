@@ -91,6 +91,7 @@ class _SnapshotCollector(Collector):
         yield from self._training(snapshot)
         yield from _queues(snapshot.queues)
         yield _counter("clotho_child_restarts", "Restarts of a supervised child.", snapshot.restarts, by="child")
+        yield _counter("clotho_log_events_lost", "Events that could not be logged.", {"": snapshot.events_lost})
 
     def _server(self) -> Iterator[Metric]:
         yield _gauge("clotho_http_requests_running", "Admitted HTTP requests.", self._limit.running)

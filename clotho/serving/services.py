@@ -126,6 +126,7 @@ class RunSnapshot(Struct, frozen=True, kw_only=True):
 
     swap_seconds: duration of the latest weight swap. discarded: reason -> groups. environments_trained,
     environments_discarded: environment -> groups. restarts: supervised child -> restarts.
+    events_lost: number of events that log.jsonl lacks because it could not be written.
     """
 
     engine: EngineSnapshot = EngineSnapshot()
@@ -139,6 +140,7 @@ class RunSnapshot(Struct, frozen=True, kw_only=True):
     environments_discarded: dict[str, int] = {}
     queues: tuple[QueueSnapshot, ...] = ()
     restarts: dict[str, int] = {}
+    events_lost: int = 0
 
 
 class ServerContext(Struct, frozen=True, kw_only=True):

@@ -39,6 +39,11 @@ class JsonlWriter:
         except OSError as error:
             raise RunDirectoryError(f"{path} cannot be written: {error.strerror or error}") from error
 
+    @property
+    def size(self) -> int:
+        """Size of the file in bytes."""
+        return self._end
+
     def append(self, record: Any) -> None:
         """Append one record. Raises OSError if the write fails, ValueError if the file is closed."""
         line = encode(record) + b"\n"

@@ -111,9 +111,10 @@ def _processes_with(file: Path) -> dict[int, str]:
 
 
 NEWEST_CHECKPOINT = ".newest_checkpoint"
-FILES = frozenset(
-    {"profile.toml", "metrics.jsonl", "evaluations.jsonl", "rollouts.jsonl", "log.jsonl", NEWEST_CHECKPOINT}
-)
+PREVIOUS_LOG = "log.1.jsonl"
+"""The event log before log.jsonl, after log.jsonl has reached its maximum size."""
+LINES = frozenset({"metrics.jsonl", "evaluations.jsonl", "rollouts.jsonl", "log.jsonl", PREVIOUS_LOG})
+FILES = LINES | {"profile.toml", NEWEST_CHECKPOINT}
 ATROPOS = "atropos"
 DIRECTORIES = frozenset({"checkpoints", "adapters", ATROPOS})
 ATROPOS_FILES = re.compile(r"[A-Za-z0-9_-]+\.(log|log\.1|json)|env_checkpoints")

@@ -159,13 +159,10 @@ def flag_modules() -> set[str]:
 
 def _train(trace: ModuleTrace, *flags: str) -> None:
     trace.install()
-    from clotho.run.cli import prepare_or_exit
+    from clotho.__main__ import main
 
     with tempfile.TemporaryDirectory() as directory:
-        run = prepare_or_exit([*RUN, *flags, "--run-dir", f"{directory}/run"])
-        from pipeline import train
-
-        status = run.start(train)
+        status = main([*RUN, *flags, "--run-dir", f"{directory}/run"])
     sys.setprofile(None)
     if status or not trace.ended:
         raise RuntimeError(f"the run ended with status {status} before the traced path was complete")

@@ -33,7 +33,8 @@ def test_events_are_lines_with_their_fields(tmp_path: Path) -> None:
     """The terminal shows warnings only: one short line, with markup and escapes as text."""
     console, screen = terminal()
     log = structlog.get_logger("module", actor="learner")
-    with event_log(tmp_path / "log.jsonl", console):
+    with event_log(console) as sink:
+        sink.open(tmp_path / "log.jsonl")
         log.debug("debug_event")
         log.info("step", version=7, loss=float("nan"), text="\ud800")
         log.warning("[red]drift[/]", largest=0.07, text="\x1b[2J" + "x" * 500)
@@ -52,7 +53,8 @@ def test_events_are_lines_with_their_fields(tmp_path: Path) -> None:
 def test_exceptions_are_complete_in_the_file_and_short_on_the_terminal(tmp_path: Path) -> None:
     """The file has the traceback."""
     console, screen = terminal()
-    with event_log(tmp_path / "log.jsonl", console):
+    with event_log(console) as sink:
+        sink.open(tmp_path / "log.jsonl")
         try:
             raise ValueError("no such thing")
         except ValueError:
@@ -65,7 +67,8 @@ def test_standard_logging_is_forwarded_and_the_configuration_is_restored(tmp_pat
     """Only records of level warning and above, and Python warnings."""
     console, _ = terminal()
     before, handlers = structlog.get_config(), list(logging.getLogger().handlers)
-    with event_log(tmp_path / "log.jsonl", console):
+    with event_log(console) as sink:
+        sink.open(tmp_path / "log.jsonl")
         logging.getLogger("hypercorn.error").info("chatter")
         logging.getLogger("hypercorn.error").warning("slow %s", "client")
         with warnings.catch_warnings():
@@ -87,7 +90,8 @@ def test_a_full_disk_loses_events_without_an_exception(tmp_path: Path, monkeypat
 
     monkeypatch.setattr(JsonlWriter, "append", fail)
     console, screen = terminal()
-    with event_log(tmp_path / "log.jsonl", console):
+    with event_log(console) as sink:
+        sink.open(tmp_path / "log.jsonl")
         for _ in range(3):
             structlog.get_logger().info("step")
     assert screen.getvalue().splitlines() == [

@@ -47,6 +47,7 @@ async def test_requests_are_counted_exactly() -> None:
 
 
 SNAPSHOT = RunSnapshot(
+    events_lost=4,
     engine=EngineSnapshot(
         sequences_running=5,
         sequences_waiting=2,
@@ -106,6 +107,7 @@ METRICS = {
     "clotho_sampled_tokens": "counter",
     "clotho_engine_failed_requests": "counter",
     "clotho_engine_listener_errors": "counter",
+    "clotho_log_events_lost": "counter",
     "clotho_completions": "counter",
     "clotho_step": "gauge",
     "clotho_weights_version": "gauge",
@@ -153,6 +155,7 @@ async def test_metrics_have_exactly_these_names_and_types() -> None:
         ("clotho_completions_total", {"finish_reason": "stop"}, 8),
         ("clotho_engine_failed_requests_total", {}, 1),
         ("clotho_engine_listener_errors_total", {}, 2),
+        ("clotho_log_events_lost_total", {}, 4),
         ("clotho_step", {}, 9),
         ("clotho_weights_version", {}, 7),
         ("clotho_reward_mean", {}, 0.5),

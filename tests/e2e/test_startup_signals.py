@@ -1,0 +1,83 @@
+"""SIGINT, SIGTERM and SIGHUP before training end the process silently and leave no half-made run directory."""
+
+from __future__ import annotations
+
+import re
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.pipeline_process import Run, RunResult, run
+
+SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+STEPS = ("--steps", "2")
+
+needs_proc = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="Linux shows which signals are handled")
+
+
+def handles_signals(running: Run) -> bool:
+    """Whether the process has installed its handlers. Python itself does not handle SIGTERM."""
+    status = Path(f"/proc/{running.process.pid}/status").read_text(encoding="ascii")
+    caught = re.search(r"SigCgt:\s*([0-9a-f]+)", status)
+    return caught is not None and bool(int(caught[1], 16) >> (signal.SIGTERM - 1) & 1)
+
+
+def interrupt(running: Run, number: signal.Signals, condition: Callable[[], bool]) -> RunResult:
+    """Send the signal when the condition is true, and wait for the end."""
+    while not condition():
+        assert running.process.poll() is None, running.finish()
+        threading.Event().wait(0.001)
+    running.send(number)
+    return running.finish()
+
+
+@needs_proc
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_during_the_first_imports_ends_the_process_silently(tmp_path: Path, number: signal.Signals) -> None:
+    """From the first line of the program on. The exit status is that of a shell."""
+    with Run(tmp_path / "run", *STEPS) as running:
+        result = interrupt(running, number, lambda: handles_signals(running))
+    assert (result.status, result.out, result.err) == (128 + number, "", "")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_before_the_run_begins_removes_the_empty_run_directory(tmp_path: Path, number: signal.Signals) -> None:
+    """The lock file is created first; nothing else is written until all inputs have been checked."""
+    run_dir = tmp_path / "new" / "run"
+    with Run(run_dir, *STEPS) as running:
+        result = interrupt(running, number, (run_dir / ".lock").exists)
+    assert (result.status, result.out, result.err) == (128 + number, "", "")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_a_signal_after_the_run_has_begun_leaves_a_run_that_can_be_resumed(tmp_path: Path) -> None:
+    """A drain, if the actors have started already."""
+    with Run(tmp_path / "run", *STEPS) as running:
+        result = interrupt(running, signal.SIGTERM, (tmp_path / "run" / "profile.toml").exists)
+    assert result.status in (128 + signal.SIGTERM, 0)
+    assert result.err == ""
+    resumed = run(tmp_path / "run", *STEPS, "--resume")
+    assert resumed.status == 0, resumed
+
+
+@needs_proc
+@pytest.mark.slow
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_at_any_moment_of_the_start_is_silent(tmp_path: Path, number: signal.Signals) -> None:
+    """At 40 moments of the first four seconds after the handlers were installed. A late signal drains the run."""
+    for moment in range(40):
+        run_dir = tmp_path / str(moment)
+        with Run(run_dir, *STEPS) as running:
+            while not handles_signals(running):
+                assert running.process.poll() is None
+            threading.Event().wait(0.1 * moment)
+            result = interrupt(running, number, lambda: True)
+        assert result.status in (128 + number, 0), (moment, result)
+        assert result.err == "", moment
+        begun = (run_dir / ".run_id").exists()
+        assert begun or not run_dir.exists(), moment
