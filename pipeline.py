@@ -41,6 +41,7 @@ from actors.prompter import Prompter
 from actors.scorer import Scorer
 from clotho.atropos.api import AtroposApi
 from clotho.atropos.client import Registration
+from clotho.atropos.commands import require_server
 from clotho.atropos.mock import MockAtropos
 from clotho.atropos.processes import AtroposServer, Environment
 from clotho.atropos.reader import GroupReader
@@ -48,6 +49,16 @@ from clotho.atropos.reader import Policy as PolicyBounds
 from clotho.atropos.source import BatchSource
 from clotho.atropos.validation import Bounds
 from clotho.config.schema import Profile
+from clotho.config.sections_run import (
+    AtroposSource,
+    EnvironmentSource,
+    HeldOutEvaluation,
+    HttpServer,
+    MockSource,
+    NoServer,
+    RunningServer,
+    StartedServer,
+)
 from clotho.cpu import load_blas
 from clotho.monitoring.collapse_detection import CollapseMonitor
 from clotho.monitoring.event_log import EventSink, event_log
@@ -122,10 +133,10 @@ def wire(
     custom = CustomActors(profile.actors, services(context))
     scored: Channel[GroupOutcome] = custom.channel("scored", capacity.scored)
     reports: Channel[StepReport | GroupsEnded | EvalReport] = custom.channel("reports", capacity.reports)
-    receivers = ["broadcaster", "checkpointer", *(["evaluator"] if profile.eval.enabled else [])]
+    receivers = ["broadcaster", "checkpointer", *(["evaluator"] if isinstance(profile.eval, HeldOutEvaluation) else [])]
     updates = {name: Queue[PolicyUpdated](f"updates.{name}", capacity=1) for name in receivers}
-    if profile.atropos.enabled:
-        rollouts = wire_environments(context, custom, scored, atropos_url=atropos_url)
+    if isinstance(profile.atropos, AtroposSource):
+        rollouts = wire_environments(context, profile.atropos, custom, scored, atropos_url=atropos_url)
     else:
         rollouts = wire_rollouts(context, custom, scored)
     source = group_source(context, rollouts.source.actor, rollouts.first.queues[0])
@@ -216,7 +227,7 @@ def wire_training(
         ),
         steps=profile.steps,
         synchronous=not profile.asynchronous,
-        from_environments=profile.atropos.enabled,
+        from_environments=isinstance(profile.atropos, AtroposSource),
     )
     broadcaster = custom.actor(
         "broadcaster",
@@ -249,12 +260,15 @@ def wire_training(
         parameters=context.policy_learner.parameters,
         loadable=lambda parameters: finish(context.executor.submit(lambda: policy.loadable(parameters))),
     )
-    evaluators = [wire_evaluator(context, custom, updates["evaluator"], reports)] if profile.eval.enabled else []
+    evaluators = []
+    if isinstance(profile.eval, HeldOutEvaluation):
+        evaluators = [wire_evaluator(context, profile.eval, custom, updates["evaluator"], reports)]
     return [*evaluators, checkpointer, broadcaster, learner]
 
 
 def wire_evaluator(
     context: RunContext,
+    settings: HeldOutEvaluation,
     custom: CustomActors,
     updates: Queue[PolicyUpdated],
     reports: Channel[StepReport | GroupsEnded | EvalReport],
@@ -278,7 +292,7 @@ def wire_evaluator(
         policy=context.policy,
         held_out=context.held_out,
         sampling=profile.sampling,
-        settings=profile.eval,
+        settings=settings,
         engine=profile.engine,
         base=start if step == 0 else base,
         start=start,
@@ -326,7 +340,12 @@ def wire_rollouts(context: RunContext, custom: CustomActors, scored: Channel[Gro
 
 
 def wire_environments(
-    context: RunContext, custom: CustomActors, scored: Channel[GroupOutcome], *, atropos_url: str
+    context: RunContext,
+    settings: AtroposSource,
+    custom: CustomActors,
+    scored: Channel[GroupOutcome],
+    *,
+    atropos_url: str,
 ) -> Rollouts:
     """The actor that receives groups from environments."""
     profile, policy, state = context.profile, context.policy, context.state
@@ -339,13 +358,13 @@ def wire_environments(
         recompute=context.recompute_logprobs,
         sampling=profile.sampling,
         learner=profile.learner,
-        settings=profile.atropos,
+        missing_logprobs=settings.missing_logprobs if isinstance(settings, EnvironmentSource) else "refuse",
     )
     fetcher = custom.actor(
         "atropos_fetcher",
         AtroposFetcher,
         outbox=scored.outbox(),
-        source=batch_source(context, atropos_url=atropos_url),
+        source=batch_source(context, settings, atropos_url=atropos_url),
         reader=reader,
         weights=context.weights,
         replacements=context.replacements,
@@ -356,24 +375,25 @@ def wire_environments(
         groups=context.total_groups,
         batch_size=profile.learner.batch_size,
         max_batches_ahead=profile.rollouts.max_batches_ahead,
-        settings=profile.atropos,
+        settings=settings,
     )
     return Rollouts(children=[fetcher], channels=[], source=fetcher, first=scored)
 
 
-def batch_source(context: RunContext, *, atropos_url: str) -> BatchSource:
+def batch_source(context: RunContext, settings: AtroposSource, *, atropos_url: str) -> BatchSource:
     """The Atropos API server, or its mock."""
     profile, sampling = context.profile, context.profile.sampling
-    if profile.atropos.mock:
+    if isinstance(settings, MockSource):
+        server = require_server(profile)
         return MockAtropos(
             context.address,
-            api_key=profile.server.api_key,
+            api_key=server.api_key,
             make_prompt=context.prompts.prompt,
             first_prompt=context.state.prompted if context.state else 0,
             rewards=context.rewards,
             sampling=sampling,
             batch_size=profile.learner.batch_size,
-            max_choices=profile.server.max_choices,
+            max_choices=server.max_choices,
         )
     return AtroposApi(
         atropos_url,
@@ -384,8 +404,8 @@ def batch_source(context: RunContext, *, atropos_url: str) -> BatchSource:
             save_checkpoint_interval=max(1, profile.checkpoint.interval),
             num_steps=profile.steps,
         ),
-        reset=profile.atropos.reset,
-        poll_seconds=profile.atropos.poll_seconds,
+        reset=not isinstance(settings, RunningServer) or settings.reset,
+        poll_seconds=settings.poll_seconds,
     )
 
 
@@ -399,21 +419,23 @@ def wire_services(context: RunContext, monitor: RunMonitor, listener: socket.soc
         on_recovered=monitor.on_recovery,
     )
     guards = [permanent(watchdog), permanent(Guard("decode engine", context.engine_failure))]
-    if listener is None:
+    settings = context.profile.server
+    if listener is None or isinstance(settings, NoServer):
         return guards
-    server = ApiServer(monitor.server_context(), listener=listener, on_request=monitor.count_request)
+    server = ApiServer(monitor.server_context(settings), listener=listener, on_request=monitor.count_request)
     return [permanent(server, SERVER_RESTARTS), *guards]
 
 
 def wire_atropos(context: RunContext) -> tuple[AtroposServer | None, list[Child]]:
     """The Atropos API server, if the run starts one, and the processes of the environments."""
     profile, logs = context.profile, context.directory.path / "atropos"
-    server = AtroposServer(profile, directory=logs) if profile.atropos.python and not profile.atropos.url else None
+    atropos = profile.atropos
+    server = AtroposServer(atropos.python, directory=logs) if isinstance(atropos, StartedServer) else None
     environments = [
         Environment(
             section,
             profile,
-            server_url=server.url if server else profile.atropos.url,
+            server_url=server.url if server else running_url(profile),
             server_starts=lambda: server.starts if server else 0,
             policy_url=context.address,
             directory=logs,
@@ -421,6 +443,11 @@ def wire_atropos(context: RunContext) -> tuple[AtroposServer | None, list[Child]
         for section in profile.environments
     ]
     return server, [permanent(environment) for environment in environments]
+
+
+def running_url(profile: Profile) -> str:
+    """The address of the Atropos API server that the run connects to; empty without one."""
+    return profile.atropos.url if isinstance(profile.atropos, RunningServer) else ""
 
 
 def report_failure(name: str, error: Exception) -> None:
@@ -435,7 +462,8 @@ async def train(profile: Profile, directory: RunDirectory, console: Console) -> 
     """
     with ExitStack() as stack:
         events = stack.enter_context(event_log(console))
-        listener = stack.enter_context(listen(profile.server)) if profile.server.enabled else None
+        server = profile.server
+        listener = stack.enter_context(listen(server)) if isinstance(server, HttpServer) else None
         executor = ComputeExecutor(decode_share=profile.engine.decode_share)
         executor.start()
         stack.callback(executor.stop)
@@ -449,7 +477,7 @@ async def train(profile: Profile, directory: RunDirectory, console: Console) -> 
             log.info("run_resumed", step=context.resumed_from)
         supervisor = Supervisor(on_failure=report_failure)
         atropos_server, environments = wire_atropos(context)
-        atropos_url = atropos_server.url if atropos_server else profile.atropos.url
+        atropos_url = atropos_server.url if atropos_server else running_url(profile)
         wiring = wire(context, console=console, children=supervisor.status, atropos_url=atropos_url, events=events)
         servers = [permanent(atropos_server)] if atropos_server else []
         children = [

@@ -14,7 +14,7 @@ from msgspec import Raw
 
 from clotho.atropos.reader import placeholder_prompt
 from clotho.atropos.source import Backoff, BatchSource, Reader
-from clotho.config.schema import AtroposSection
+from clotho.config.sections_run import AtroposSource
 from clotho.runtime.latest import Latest, wait_until
 from protocols.queues import EndOfStream, Outbox
 from protocols.rollout import Discarded, GroupOutcome
@@ -60,7 +60,7 @@ class AtroposFetcher:
         groups: int,
         batch_size: int,
         max_batches_ahead: int,
-        settings: AtroposSection,
+        settings: AtroposSource,
     ) -> None:
         """lost: groups that were in flight before a resume, with their environment.
 

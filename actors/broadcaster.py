@@ -10,7 +10,7 @@ import anyio
 import structlog
 from anyio.abc import TaskStatus
 
-from clotho.config.schema import KvPolicy, ParitySection
+from clotho.config.sections_run import KvPolicy, ParityCheck, ParitySection
 from clotho.inference import DecodeEngine
 from clotho.models.policy import Policy
 from clotho.runtime.compute_thread import ComputeExecutor, finish
@@ -86,7 +86,8 @@ class Broadcaster:
         self._inbox, self._weights = inbox, weights
         self._executor, self._policy, self._engine = executor, policy, engine
         self._settings, self._kv_policy, self._temperature = settings, kv_policy, temperature
-        self._sample = _split(parity_prompt, settings.tokens)
+        self._parity_tokens = settings.tokens if isinstance(settings, ParityCheck) else 0
+        self._sample = _split(parity_prompt, self._parity_tokens)
         self._swap_times = swap_times
         self._forcing: TeacherForcing | None = None
         self.largest_drift = 0.0
@@ -105,7 +106,7 @@ class Broadcaster:
             self._swap_times.add(await finish(self._executor.submit_steps(self._swap(update))))
             if report.trained:
                 group = report.trained[0].scored.group
-                self._sample = (group.prompt.tokens, group.completions[0].tokens[: self._settings.tokens])
+                self._sample = (group.prompt.tokens, group.completions[0].tokens[: self._parity_tokens])
         self._weights.put(WeightsReady(version=report.version, step=report.step, fingerprint=report.fingerprint))
         if report.trained:
             await self._check_parity()
@@ -127,18 +128,18 @@ class Broadcaster:
         return seconds
 
     async def _check_parity(self) -> None:
-        prompt, completion = self._sample
-        if not completion or not self._settings.tokens:
+        (prompt, completion), settings = self._sample, self._settings
+        if not completion or not isinstance(settings, ParityCheck):
             return
         parity: ParityReport = await finish(self._executor.submit(lambda: self._compare(prompt, completion)))
         self.largest_drift = max(self.largest_drift, parity.max_difference)
-        if not parity.max_difference <= self._settings.stop_nats:  # NaN counts as exceeding the threshold
+        if not parity.max_difference <= settings.stop_nats:  # NaN counts as exceeding the threshold
             raise ParityError(
                 f"the log-probabilities of sampler and learner differ by {parity.max_difference:.3g} nats at version "
-                f"{self._policy.version} (parity.stop_nats = {self._settings.stop_nats:g}): "
+                f"{self._policy.version} (parity.stop_nats = {settings.stop_nats:g}): "
                 "the served weights are not the trained weights"
             )
-        if parity.max_difference > self._settings.warn_nats:
+        if parity.max_difference > settings.warn_nats:
             log.warning("parity_drift", nats=parity.max_difference, version=self._policy.version)
 
     def _compare(self, prompt: tuple[int, ...], completion: tuple[int, ...]) -> ParityReport:

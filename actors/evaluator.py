@@ -12,7 +12,7 @@ from anyio.abc import TaskStatus
 from msgspec import Struct
 from msgspec.structs import replace
 
-from clotho.config.schema import EngineSection, EvalSection
+from clotho.config.sections_run import EngineSection, HeldOutEvaluation
 from clotho.inference.greedy import greedy_completions
 from clotho.models.policy import Policy
 from clotho.runtime.compute_thread import ComputeExecutor, finish
@@ -50,7 +50,7 @@ class Evaluator:
         policy: Policy,
         held_out: HeldOut,
         sampling: Sampling,
-        settings: EvalSection,
+        settings: HeldOutEvaluation,
         engine: EngineSection,
         base: Pinned | None,
         start: Pinned,

@@ -11,7 +11,7 @@ import structlog
 from msgspec import Struct
 from msgspec.structs import replace
 
-from clotho.config.schema import LearnerSection
+from clotho.config.sections_training import LearnerSection
 from clotho.models.machine import random_state
 from clotho.monitoring.collapse_detection import CollapseMonitor, CollapseResponse
 from clotho.runtime.compute_thread import ComputeExecutor, finish

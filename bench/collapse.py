@@ -59,7 +59,7 @@ def measure(rate: float, seed: int) -> CollapseRun:
     common += ["--seed", str(seed)]
     watched = ["--steps", "30", "--eval.interval", "1", "--eval.problems-between", PROBLEMS]
     warned = run_pipeline([*common, *watched])
-    rescue = [*common, "--collapse-detection.on-collapse", "rollback", "--eval.interval", "0"]
+    rescue = [*common, "--collapse-detection", "rollback", "--eval.interval", "0"]
     saved = run_pipeline(rescue)
     tripped, sign = first_trip(warned)
     curve = [(step, accuracy) for step, _, accuracy in accuracies(warned)]

@@ -51,7 +51,7 @@ def measure(models: Sequence[str], shares: Sequence[float], repeats: int) -> lis
 
 def measure_runs(share: float, seeds: int) -> list[Measurement]:
     """Measure runs of the default profile, one per seed."""
-    arguments = ["--profile", "local-m3", "--eval.enabled", "false", "--steps", str(STEPS)]
+    arguments = ["--profile", "local-m3", "--eval", "off", "--steps", str(STEPS)]
     arguments += ["--engine.decode-share", str(share)]
     return list(of_runs(share, [rates(run_pipeline([*arguments, "--seed", str(seed)])) for seed in range(seeds)]))
 

@@ -70,7 +70,7 @@ def first_update() -> FirstUpdate:
     """Run the default profile for one update. Raises subprocess.CalledProcessError if it fails."""
     with tempfile.TemporaryDirectory() as directory:
         run = Path(directory, "run")
-        options = ["--steps", "1", "--eval.enabled", "false", "--server.port", "0", "--run-dir", str(run)]
+        options = ["--steps", "1", "--eval", "off", "--server.port", "0", "--run-dir", str(run)]
         began = time.time()
         command = [sys.executable, "pipeline.py", "--profile", "local-m3", *options]
         subprocess.run(command, cwd=ROOT, check=True, stdout=sys.stderr)

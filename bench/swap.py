@@ -47,7 +47,7 @@ def measure(models: Sequence[str], repeats: int) -> list[Measurement]:
 
 def measure_runs(count: int, steps: int) -> list[Measurement]:
     """Measure swaps in runs of the default profile, one per seed."""
-    arguments = ["--profile", "local-m3", "--eval.enabled", "false", "--steps", str(steps)]
+    arguments = ["--profile", "local-m3", "--eval", "off", "--steps", str(steps)]
     swaps = [swap_seconds(run_pipeline([*arguments, "--seed", str(seed)])) for seed in range(count)]
     return list(of_runs(swaps))
 

@@ -106,7 +106,7 @@ class DivergenceError(ClothoError, RuntimeError):
 
 
 class CollapseError(ClothoError, RuntimeError):
-    """The policy collapses or exploits its rewards, and the profile says to stop (`collapse_detection.on_collapse`)."""
+    """The policy collapses or exploits its rewards, and the profile says to stop (`collapse_detection`)."""
 
 
 class AdapterError(ClothoError, RuntimeError):

@@ -9,8 +9,8 @@ from msgspec import convert, to_builtins
 
 from clotho.config.keys import choices, chosen_types, keys
 from clotho.config.objectives import Advantage
-from clotho.config.schema import LearnerSection, PolicySection
-from clotho.config.sections_data import AdapterMethod
+from clotho.config.sections_data import AdapterMethod, PolicySection
+from clotho.config.sections_training import LearnerSection
 
 OBJECTIVES = tuple(name for name in choices()["learner.objective.type"] if name != "custom")
 """Names of the built-in objectives."""

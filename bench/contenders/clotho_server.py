@@ -13,8 +13,8 @@ from collections.abc import Sequence
 
 import anyio
 
-from clotho.config.schema import EngineSection, ModelSection, PolicySection, ServerSection
-from clotho.config.sections_data import FullMethod
+from clotho.config.sections_data import FullMethod, ModelSection, PolicySection
+from clotho.config.sections_run import EngineSection, HttpServer
 from clotho.inference import DecodeEngine
 from clotho.models.policy import Policy, load_policy
 from clotho.runtime.compute_thread import ComputeExecutor
@@ -36,7 +36,7 @@ def services(policy: Policy, engine: DecodeEngine, executor: ComputeExecutor, po
     return ServerContext(
         sampler=Sampler(executor.submit, engine),
         tokenizer=policy.tokenizer,
-        settings=ServerSection(port=port),
+        settings=HttpServer(port=port),
         sampling=Sampling(max_tokens=64),
         prompt_logprobs=_refuse,
         weights=lambda: WeightsReady(version=0, step=0, fingerprint=policy.fingerprint),

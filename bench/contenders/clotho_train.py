@@ -15,7 +15,7 @@ from bench.runs import Record, run_pipeline
 FLAGS = "CLOTHO_BENCH_FLAGS"
 """Environment variable with additional flags of this contender for all cases."""
 
-NO_COLLAPSE_DETECTION = "--collapse-detection.on-collapse off"
+NO_COLLAPSE_DETECTION = "--collapse-detection off"
 """Disables the measurement of policy movement per update, which the other trainers do not have."""
 
 PROFILES = ROOT / "bench" / "wall_clock_profiles"

@@ -13,7 +13,7 @@ import msgspec
 from anyio.to_thread import run_sync
 from msgspec import Raw, Struct
 
-from clotho.config.addresses import is_loopback
+from clotho.config.rules import is_loopback
 from protocols.errors import ProfileError
 
 GZIP = 31  # zlib window bits for the gzip format

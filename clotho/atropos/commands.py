@@ -12,8 +12,9 @@ from typing import Any
 
 from msgspec import Struct
 
-from clotho.config.group_sizes import batch_sequences, group_size, max_queued_batches, reserved_share
-from clotho.config.schema import EnvironmentSection, Profile
+from clotho.atropos.group_sizes import batch_sequences, group_size, max_queued_batches, require_fillable, reserved_share
+from clotho.config.schema import Profile
+from clotho.config.sections_run import EnvironmentSection, EnvironmentSource, HttpServer
 from protocols.errors import ProfileError
 from protocols.sampling import PARAMETERS
 
@@ -52,13 +53,26 @@ def require_atroposlib(python: str) -> None:
 
 
 def require_environments(profile: Profile) -> None:
-    """Raise ProfileError unless the interpreter and the scripts of a profile's environments exist."""
-    if not profile.atropos.python:
+    """Raise ProfileError unless a profile's environments can fill a batch, and interpreter and scripts exist."""
+    require_fillable(profile)
+    if not (python := interpreter(profile)):
         return
-    require_atroposlib(profile.atropos.python)
+    require_atroposlib(python)
     for section in profile.environments:
         if not Path(section.script).is_file():
             raise ProfileError(f"environments: {section.name!r}: the script {section.script} does not exist")
+
+
+def interpreter(profile: Profile) -> str:
+    """Return `atropos.python`; empty if the run starts no environments."""
+    return profile.atropos.python if isinstance(profile.atropos, EnvironmentSource) else ""
+
+
+def require_server(profile: Profile) -> HttpServer:
+    """Return the settings of the HTTP server. Raises ProfileError without one: environments sample over HTTP."""
+    if isinstance(profile.server, HttpServer):
+        return profile.server
+    raise ProfileError('server = "off" contradicts atropos: environments sample over HTTP')
 
 
 def _install_command(python: str) -> str:
@@ -114,7 +128,7 @@ def environment_command(section: EnvironmentSection, profile: Profile, *, server
     """
     flags: dict[str, Any] = _flags(section, profile, server_url, reachable(policy_url))
     flags |= {name if "." in name else f"env.{name}": value for name, value in section.options.items()}
-    key = profile.server.api_key
+    key = require_server(profile).api_key
     secret = flags["openai.api_key"] if key or "openai.api_key" in section.options else ""
     in_file = [name for name, value in flags.items() if isinstance(value, list | dict) or (secret and value == secret)]
     settings: dict[str, dict[str, Any]] = {}
@@ -123,7 +137,7 @@ def environment_command(section: EnvironmentSection, profile: Profile, *, server
         settings.setdefault(section_name, {})[field] = flags.pop(name)
     offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"} if Path(_model(profile)).is_dir() else {}
     sampling = json.dumps({name: getattr(profile.sampling, name) for name in FORWARDED})
-    python = find_interpreter(profile.atropos.python)
+    python = find_interpreter(interpreter(profile))
     return Command(
         argv=(
             *(python, str(RUN_ENVIRONMENT), section.script, "serve"),
@@ -141,7 +155,7 @@ def reachable(url: str) -> str:
 
 
 def _flags(section: EnvironmentSection, profile: Profile, server_url: str, policy_url: str) -> dict[str, Any]:
-    model, batch = _model(profile), batch_sequences(profile)
+    model, batch, server = _model(profile), batch_sequences(profile), require_server(profile)
     sizes = {other.name: group_size(other, profile) for other in profile.environments}
     flags: dict[str, Any] = {
         "slurm": False,
@@ -158,9 +172,9 @@ def _flags(section: EnvironmentSection, profile: Profile, server_url: str, polic
         "env.inference_weight": section.weight,
         "openai.base_url": f"{policy_url}/v1",
         "openai.server_type": "vllm",
-        "openai.model_name": profile.server.model_name,
+        "openai.model_name": server.model_name,
         "openai.tokenizer_name": model,
-        "openai.api_key": f"{profile.server.api_key or 'clotho'}:{section.name}",
+        "openai.api_key": f"{server.api_key or 'clotho'}:{section.name}",
     }
     if (share := reserved_share(section, profile)) is not None:
         flags["env.min_batch_allocation"] = share

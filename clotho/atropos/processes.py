@@ -23,7 +23,8 @@ from msgspec import Struct, json
 from clotho.atropos.commands import Command, environment_command, server_command
 from clotho.atropos.parent_watchdog import GRACE_SECONDS
 from clotho.atropos.source import Backoff
-from clotho.config.schema import EnvironmentSection, Profile
+from clotho.config.schema import Profile
+from clotho.config.sections_run import EnvironmentSection
 from clotho.runtime.supervisor import RestartCounter, RestartPolicy
 from protocols.errors import ActorError, ProfileError, visible
 
@@ -310,11 +311,11 @@ class AtroposServer(ProcessActor):
     url: address of the server.
     """
 
-    def __init__(self, profile: Profile, *, directory: Path) -> None:
-        """directory: for the logs of the processes."""
+    def __init__(self, python: str, *, directory: Path) -> None:
+        """python: the interpreter. directory: for the logs of the processes."""
         port = _free_port()
         self.url = f"http://127.0.0.1:{port}"
-        command = server_command(profile.atropos.python, port=port)
+        command = server_command(python, port=port)
         super().__init__("atropos server", command, ProcessLog(directory / f"{SERVER_LOG}.log"))
 
     async def monitor(self) -> None:

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from hashlib import blake2b
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from anyio.to_thread import run_sync
@@ -31,8 +31,7 @@ from clotho.atropos.validation import (
     teacher_tokens,
 )
 from clotho.config.objectives import BatchAdvantage, EnvironmentAdvantage
-from clotho.config.schema import AtroposSection, LearnerSection
-from clotho.config.sections_training import EnvironmentReference
+from clotho.config.sections_training import EnvironmentReference, LearnerSection
 from protocols.errors import GenerationError
 from protocols.prompt import Problem, Prompt
 from protocols.rollout import (
@@ -241,11 +240,11 @@ class GroupReader:
         recompute: Recompute,
         sampling: Sampling,
         learner: LearnerSection,
-        settings: AtroposSection,
+        missing_logprobs: Literal["recompute", "refuse"],
     ) -> None:
         """sample_log: completions that the engine sampled for environments."""
         self._sample_log, self._policy, self._recompute = sample_log, policy, recompute
-        self._sampling, self._learner, self._settings = sampling, learner, settings
+        self._sampling, self._learner, self._missing_logprobs = sampling, learner, missing_logprobs
         self._names = EnvironmentNames()
         self._recent = RecentGroups()
 
@@ -302,7 +301,7 @@ class GroupReader:
                 raise InvalidGroup(
                     f"tokens[{i}][{start}:{end}]: not in the sample log, so its top_p/top_k/min_p support is unknown"
                 )
-            if sequence.missing and self._settings.missing_logprobs == "refuse":
+            if sequence.missing and self._missing_logprobs == "refuse":
                 start, end = sequence.missing[0]
                 raise InvalidGroup(
                     f"inference_logprobs: missing, and tokens[{i}][{start}:{end}] is not in the sample log "

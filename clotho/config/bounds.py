@@ -1,13 +1,21 @@
-"""Numeric types of profile keys, by range."""
+"""Types that sections of a profile share: numbers by range, and types of a tagged union."""
 
 from __future__ import annotations
 
 from typing import Annotated
 
-from msgspec import Meta
+from msgspec import Meta, Struct
 
 Positive = Annotated[int, Meta(ge=1)]
 NonNegative = Annotated[int, Meta(ge=0)]
 PositiveFloat = Annotated[float, Meta(gt=0.0)]
 NonNegativeFloat = Annotated[float, Meta(ge=0.0)]
 Fraction = Annotated[float, Meta(ge=0.0, le=1.0)]
+PositiveFraction = Annotated[float, Meta(gt=0.0, le=1.0)]
+FractionBelowOne = Annotated[float, Meta(ge=0.0, lt=1.0)]
+AboveOne = Annotated[float, Meta(gt=1.0)]
+ModuleName = Annotated[str, Meta(pattern=r"^[\w.]+:\w+$", title="module:name")]
+
+
+class Variant(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type"):
+    """One type of a tagged union. The key `type` of the table names it."""

@@ -24,6 +24,7 @@ from clotho.config.keys import keys as known
 from clotho.config.nearest import did_you_mean
 from clotho.config.rules import first_complaint
 from clotho.config.schema import Profile
+from clotho.config.sections_run import HttpServer
 from clotho.storage.atomic_files import replace_file
 from protocols.errors import ProfileError, visible
 
@@ -314,14 +315,18 @@ def _put(tree: dict[str, Any], path: str, value: Any) -> None:
 def resolved_toml(profile: Profile, *, mask_secrets: bool = False) -> str:
     """The resolved profile as TOML; loading it gives an equal profile. mask_secrets: hide the API key."""
     tree = _without_none(msgspec.to_builtins(profile))
-    if mask_secrets and profile.server.api_key:
+    if mask_secrets and _api_key(profile):
         tree["server"]["api_key"] = MASK
     return tomli_w.dumps(tree)
 
 
 def write_profile(profile: Profile, path: Path) -> None:
     """Write the resolved profile atomically. Only its owner can read it if it contains an API key."""
-    replace_file(path, [resolved_toml(profile).encode()], mode=0o600 if profile.server.api_key else 0o666)
+    replace_file(path, [resolved_toml(profile).encode()], mode=0o600 if _api_key(profile) else 0o666)
+
+
+def _api_key(profile: Profile) -> str:
+    return profile.server.api_key if isinstance(profile.server, HttpServer) else ""
 
 
 def _without_none(value: Any) -> Any:

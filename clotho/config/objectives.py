@@ -8,13 +8,18 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from msgspec import Meta, Struct
+from msgspec import Meta, field
 
-from clotho.config.bounds import NonNegativeFloat, Positive, PositiveFloat
-
-
-class Variant(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type"):
-    """One type of a tagged union. The key `type` of the table names it."""
+from clotho.config.bounds import (
+    Fraction,
+    FractionBelowOne,
+    ModuleName,
+    NonNegativeFloat,
+    Positive,
+    PositiveFloat,
+    PositiveFraction,
+    Variant,
+)
 
 
 class NormalizedAdvantage(Variant, frozen=True, kw_only=True):
@@ -24,9 +29,7 @@ class NormalizedAdvantage(Variant, frozen=True, kw_only=True):
         Literal["population", "sample"],
         Meta(description="Standard deviation that divides the rewards: population divides by n, sample by n - 1."),
     ] = "population"
-    epsilon: Annotated[
-        PositiveFloat, Meta(description="Constant that is added to the standard deviation of rewards.")
-    ] = 1e-4
+    epsilon: Annotated[PositiveFloat, Meta(description="Constant added to the standard deviation of rewards.")] = 1e-4
 
 
 class GroupAdvantage(NormalizedAdvantage, frozen=True, kw_only=True, tag="group"):
@@ -53,14 +56,15 @@ class EnvironmentAdvantage(Variant, frozen=True, kw_only=True, tag="environment"
     """Advantages per token, which every group must contain."""
 
 
-Advantage = (
-    GroupAdvantage
-    | MeanAdvantage
-    | LeaveOneOutAdvantage
-    | BatchAdvantage
-    | BatchCentredAdvantage
-    | EnvironmentAdvantage
-)
+Normalized = GroupAdvantage | BatchAdvantage | BatchCentredAdvantage
+Advantage = Annotated[
+    Normalized | MeanAdvantage | LeaveOneOutAdvantage | EnvironmentAdvantage,
+    Meta(description="How advantages follow from rewards; advantages per token in a group take precedence."),
+]
+
+
+WeightLow = Annotated[Fraction, Meta(description="Lower bound of the importance weight.")]
+WeightHigh = Annotated[float, Meta(ge=1.0, description="Upper bound of the importance weight.")]
 
 
 class NoCorrection(Variant, frozen=True, kw_only=True, tag="none"):
@@ -70,8 +74,8 @@ class NoCorrection(Variant, frozen=True, kw_only=True, tag="none"):
 class BoundedCorrection(Variant, frozen=True, kw_only=True):
     """A correction by the ratio of the policy at the start of the batch to the rollout policy."""
 
-    low: Annotated[float, Meta(ge=0.0, le=1.0, description="Lower bound of the importance weight.")] = 0.0
-    high: Annotated[float, Meta(ge=1.0, description="Upper bound of the importance weight.")] = 2.0
+    low: WeightLow = 0.0
+    high: WeightHigh = 2.0
 
 
 class TruncateCorrection(BoundedCorrection, frozen=True, kw_only=True, tag="truncate"):
@@ -81,8 +85,8 @@ class TruncateCorrection(BoundedCorrection, frozen=True, kw_only=True, tag="trun
 class MaskCorrection(BoundedCorrection, frozen=True, kw_only=True, tag="mask"):
     """Tokens whose importance weight is out of bounds are ignored; the others keep it (IcePop)."""
 
-    low: Annotated[float, Meta(ge=0.0, le=1.0, description="Lower bound of the importance weight.")] = 0.5
-    high: Annotated[float, Meta(ge=1.0, description="Upper bound of the importance weight.")] = 5.0
+    low: WeightLow = 0.5
+    high: WeightHigh = 5.0
 
 
 class TruncateSequenceCorrection(BoundedCorrection, frozen=True, kw_only=True, tag="truncate_sequence"):
@@ -96,18 +100,16 @@ class RejectSequenceCorrection(BoundedCorrection, frozen=True, kw_only=True, tag
 class RejectGeometricCorrection(BoundedCorrection, frozen=True, kw_only=True, tag="reject_geometric"):
     """Completions are ignored if the geometric mean of their importance weights is out of bounds."""
 
-    low: Annotated[float, Meta(ge=0.0, le=1.0, description="Lower bound of the importance weight.")] = 0.99
-    high: Annotated[float, Meta(ge=1.0, description="Upper bound of the importance weight.")] = 1.01
+    low: WeightLow = 0.99
+    high: WeightHigh = 1.01
 
 
-ImportanceCorrection = (
-    NoCorrection
-    | TruncateCorrection
-    | MaskCorrection
-    | TruncateSequenceCorrection
-    | RejectSequenceCorrection
-    | RejectGeometricCorrection
-)
+TokenCorrection = TruncateCorrection | MaskCorrection
+SequenceCorrection = TruncateSequenceCorrection | RejectSequenceCorrection | RejectGeometricCorrection
+Correction = Annotated[
+    NoCorrection | TokenCorrection | SequenceCorrection,
+    Meta(description="Importance weight for the mismatch between the rollout policy and the batch-start policy."),
+]
 
 
 class NoOverlongPenalty(Variant, frozen=True, kw_only=True, tag="none"):
@@ -117,94 +119,50 @@ class NoOverlongPenalty(Variant, frozen=True, kw_only=True, tag="none"):
 class LinearOverlongPenalty(Variant, frozen=True, kw_only=True, tag="linear"):
     """A penalty that grows linearly over the last tokens before `sampling.max_tokens` (DAPO, section 3.4)."""
 
-    buffer: Annotated[
-        Positive, Meta(description="Number of tokens before sampling.max_tokens over which the overlong penalty grows.")
-    ]
-    max_penalty: Annotated[
-        PositiveFloat, Meta(description="Penalty that is subtracted from the reward at sampling.max_tokens.")
-    ] = 1.0
+    buffer: Annotated[Positive, Meta(description="Number of tokens over which the overlong penalty grows.")]
+    max_penalty: Annotated[PositiveFloat, Meta(description="Penalty at the length sampling.max_tokens.")] = 1.0
 
 
-OverlongPenalty = NoOverlongPenalty | LinearOverlongPenalty
-
-AdvantageField = Annotated[
-    Advantage,
-    Meta(
-        description="How advantages are computed from rewards. "
-        "Groups that contain advantages per token always use those instead."
-    ),
+OverlongPenalty = Annotated[
+    NoOverlongPenalty | LinearOverlongPenalty, Meta(description="Penalty for completions near sampling.max_tokens.")
 ]
 Aggregation = Annotated[
     Literal["token_mean", "sequence_mean", "token_sum", "group_mean"],
-    Meta(
-        description="How token losses are averaged: token_mean over all tokens of the batch, sequence_mean over "
-        "the means "
-        "of completions, token_sum with the constant sampling.max_tokens per completion, group_mean over the means of "
-        "groups."
-    ),
-]
-Correction = Annotated[
-    ImportanceCorrection,
-    Meta(description="Importance weight for the mismatch between the rollout policy and the batch-start policy."),
+    Meta(description="Mean of token losses over tokens, over sequence or group means, or over sampling.max_tokens."),
 ]
 RatioReference = Annotated[
     Literal["sampler", "batch_start", "batch_start_interpolated"],
-    Meta(
-        description="Policy in the denominator of the importance ratio: sampler is the rollout policy; "
-        "batch_start is the "
-        "learner at the start of the batch; batch_start_interpolated approximates it without a forward pass."
-    ),
+    Meta(description="Denominator of the importance ratio: rollout policy, batch-start policy, or its approximation."),
 ]
 ClipLow = Annotated[
-    float,
-    Meta(gt=0.0, le=1.0, description="The lower end of the clip range is 1 - clip_low (dppo_tv: a probability)."),
+    PositiveFraction, Meta(description="The lower end of the clip range is 1 - clip_low (dppo_tv: a probability).")
 ]
 ClipHigh = Annotated[
     PositiveFloat, Meta(description="The upper end of the clip range is 1 + clip_high (dppo_tv: a probability).")
 ]
 MaxRatio = Annotated[
     NonNegativeFloat,
-    Meta(
-        description="Dynamic sampling replaces zero-variance groups until this multiple of learner.batch_size has been "
-        "sampled; 0 turns it off."
-    ),
+    Meta(description="Limit of groups per update, as a multiple of learner.batch_size; 0 disables dynamic sampling."),
 ]
 
 
 class ObjectiveSettings(Variant, frozen=True, kw_only=True):
     """The settings that every objective has."""
 
-    advantage: AdvantageField = GroupAdvantage()
+    advantage: Advantage = GroupAdvantage()
     loss_aggregation: Aggregation = "sequence_mean"
-    overlong_penalty: Annotated[
-        OverlongPenalty, Meta(description="Penalty for completions that nearly reach sampling.max_tokens.")
-    ] = NoOverlongPenalty()
-    mask_truncated: Annotated[
-        bool, Meta(description="Ignore completions that were truncated at sampling.max_tokens.")
-    ] = False
+    overlong_penalty: OverlongPenalty = NoOverlongPenalty()
+    mask_truncated: Annotated[bool, Meta(description="Ignore completions that were truncated.")] = False
     dynamic_sampling_max_ratio: MaxRatio = 0.0
     outlier_low: Annotated[
-        float,
-        Meta(
-            ge=0.0,
-            lt=1.0,
-            description="Completions with a token whose learner-to-sampler ratio is below this bound are ignored; 0 "
-            "disables the bound.",
-        ),
+        FractionBelowOne, Meta(description="Completions with a lower learner-to-sampler ratio are ignored; 0: none.")
     ] = 0.0
     outlier_high: Annotated[
-        NonNegativeFloat,
-        Meta(
-            description="Completions with a token whose learner-to-sampler ratio exceeds this bound are ignored; 0 "
-            "disables the bound."
-        ),
+        NonNegativeFloat, Meta(description="Completions with a higher learner-to-sampler ratio are ignored; 0: none.")
     ] = 0.0
     off_policy_mask: Annotated[
         NonNegativeFloat,
-        Meta(
-            description="Completions with negative advantage are ignored if their mean log(sampler / learner) exceeds "
-            "this many nats; 0 disables the mask."
-        ),
+        Meta(description="Limit in nats of mean log(sampler / learner) where the advantage is negative; 0: none."),
     ] = 0.0
 
 
@@ -222,10 +180,7 @@ class ClippedObjective(RatioObjective, frozen=True, kw_only=True):
     clip_high: ClipHigh = 0.2
     dual_clip: Annotated[
         NonNegativeFloat,
-        Meta(
-            description="Dual-clip constant c: for a negative advantage A the token loss is at most c |A|; 0 "
-            "disables it."
-        ),
+        Meta(description="For a negative advantage A the loss is at most dual_clip x |A|; 0: no limit."),
     ] = 0.0
 
 
@@ -236,7 +191,7 @@ class Grpo(ClippedObjective, frozen=True, kw_only=True, tag="grpo"):
 class DrGrpo(ClippedObjective, frozen=True, kw_only=True, tag="dr_grpo"):
     """GRPO without division by the standard deviation and by the length (arXiv:2503.20783)."""
 
-    advantage: AdvantageField = MeanAdvantage()
+    advantage: Advantage = MeanAdvantage()
     loss_aggregation: Aggregation = "token_sum"
 
 
@@ -279,13 +234,13 @@ class Cispo(RatioObjective, frozen=True, kw_only=True, tag="cispo"):
 class Rloo(ClippedObjective, frozen=True, kw_only=True, tag="rloo"):
     """REINFORCE leave-one-out with one ratio per completion (arXiv:2402.14740)."""
 
-    advantage: AdvantageField = LeaveOneOutAdvantage()
+    advantage: Advantage = LeaveOneOutAdvantage()
 
 
 class Reinforce(RatioObjective, frozen=True, kw_only=True, tag="reinforce"):
     """The policy gradient without a clip range (Williams, 1992)."""
 
-    advantage: AdvantageField = MeanAdvantage()
+    advantage: Advantage = MeanAdvantage()
     loss_aggregation: Aggregation = "token_mean"
     ratio_reference: RatioReference = "batch_start"
     importance_correction: Correction = TruncateCorrection()
@@ -294,7 +249,7 @@ class Reinforce(RatioObjective, frozen=True, kw_only=True, tag="reinforce"):
 class ReinforcePlusPlus(ClippedObjective, frozen=True, kw_only=True, tag="reinforce_plus_plus"):
     """REINFORCE++ with advantages normalized over the batch (arXiv:2501.03262)."""
 
-    advantage: AdvantageField = BatchCentredAdvantage()
+    advantage: Advantage = BatchCentredAdvantage()
     loss_aggregation: Aggregation = "token_mean"
 
 
@@ -309,55 +264,28 @@ class PpoDecoupled(ClippedObjective, frozen=True, kw_only=True, tag="ppo_decoupl
 class DppoTv(ObjectiveSettings, frozen=True, kw_only=True, tag="dppo_tv"):
     """Divergence PPO: a trust region in probabilities instead of ratios (arXiv:2602.04879)."""
 
-    advantage: AdvantageField = MeanAdvantage()
+    advantage: Advantage = MeanAdvantage()
     loss_aggregation: Aggregation = "token_mean"
     clip_low: ClipLow = 0.2
     clip_high: ClipHigh = 0.2
-    quadratic_kl: Annotated[
-        NonNegativeFloat, Meta(description="Coefficient of the squared log-ratio in the loss of dppo_tv.")
-    ] = 1e-3
+    quadratic_kl: Annotated[NonNegativeFloat, Meta(description="Coefficient of the squared log-ratio.")] = 1e-3
 
 
 class Sapo(RatioObjective, frozen=True, kw_only=True, tag="sapo"):
     """Soft Adaptive Policy Optimization: a sigmoid instead of a clip range (arXiv:2511.20347)."""
 
-    sapo_tau_pos: Annotated[
-        PositiveFloat, Meta(description="Temperature of SAPO's sigmoid for positive advantages.")
-    ] = 1.0
-    sapo_tau_neg: Annotated[
-        PositiveFloat, Meta(description="Temperature of SAPO's sigmoid for advantages of zero or below.")
-    ] = 1.05
+    sapo_tau_pos: Annotated[PositiveFloat, Meta(description="Sigmoid temperature for positive advantages.")] = 1.0
+    sapo_tau_neg: Annotated[PositiveFloat, Meta(description="Sigmoid temperature for other advantages.")] = 1.05
 
 
 class Custom(ClippedObjective, frozen=True, kw_only=True, tag="custom"):
     """A function of your own, `objective(logp_N, tokens, settings) -> PolicyLoss`."""
 
-    function: Annotated[
-        str,
-        Meta(
-            pattern=r"^[\w.]+:\w+$",
-            title="module:function",
-            description="Objective function as module:function; it receives these settings as its third argument.",
-        ),
-    ]
-    options: Annotated[
-        dict[str, Any], Meta(description="Further settings that the objective function reads from settings.options.")
-    ] = {}
+    function: Annotated[ModuleName, Meta(title="module:function", description="Objective as module:function.")]
+    options: Annotated[dict[str, Any], Meta(description="Settings that the function reads as settings.options.")] = (
+        field(default_factory=dict)
+    )
 
 
-Objective = (
-    Grpo
-    | DrGrpo
-    | Bnpo
-    | Dapo
-    | Gspo
-    | GspoToken
-    | Cispo
-    | Rloo
-    | Reinforce
-    | ReinforcePlusPlus
-    | PpoDecoupled
-    | DppoTv
-    | Sapo
-    | Custom
-)
+PaperObjective = Grpo | DrGrpo | Bnpo | Dapo | Gspo | GspoToken | Cispo | Rloo | Reinforce | ReinforcePlusPlus
+Objective = PaperObjective | PpoDecoupled | DppoTv | Sapo | Custom

@@ -1,149 +1,166 @@
-"""Rules between settings. The range of a single setting is in its struct."""
+"""Rules between settings. The range of a single setting is in its struct.
+
+Most rules are rows of two tables. A condition reads the resolved profile by key path. A rule applies only if the chosen
+types have its key.
+"""
 
 from __future__ import annotations
 
-import re
+import ipaddress
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
 
-from clotho.config.addresses import is_loopback
-from clotho.config.effects import OBJECTIVE, RATIO, Complaint, custom_stage, without_effect
-from clotho.config.group_sizes import batch_sequences, group_size, reserved_share, unfillable
-from clotho.config.nearest import nearest
-from clotho.config.objectives import (
-    ClippedObjective,
-    EnvironmentAdvantage,
-    LinearOverlongPenalty,
-    NoCorrection,
-    RatioObjective,
-)
-from clotho.config.schema import ActorSection, Profile
-from clotho.config.sections_data import AdapterMethod
-from clotho.config.sections_training import (
-    BufferedReplay,
-    ConstantSchedule,
-    EnvironmentReference,
-    RewardKLPenalty,
-)
+import msgspec
+
+from clotho.config.keys import chosen_types, keys, settable
+from clotho.config.nearest import did_you_mean
+from clotho.config.schema import Profile
+from clotho.config.sections_run import NoAtropos, NoEvaluation
 from protocols.sampling import PARAMETERS, in_use, unlearnable
 
-Rule = Callable[[Profile], Iterable[Complaint]]
+Values = dict[str, Any]
+"""A resolved profile by key path; the arrays `rewards`, `actors` and `environments` are tuples of structs."""
+
+
+class Complaint(NamedTuple):
+    """An invalid key, and a sentence with the reason and the remedy.
+
+    decided_by: the keys that leave it without effect. If a higher layer set such a key, the invalid key returns to its
+    default and is not refused.
+    """
+
+    key: str
+    text: str
+    decided_by: tuple[str, ...] = ()
+
+
+class Rule(NamedTuple):
+    """A condition (profile, value) under which keys are refused. In the reason, `{}` is the value, `v` the profile."""
+
+    keys: str
+    refused: Callable[[Values, Any], bool]
+    reason: str
+    decided_by: str = ""
+
+
+RATIO = "learner.objective.ratio_reference"
+ADVANTAGE = "learner.objective.advantage.type"
+OVERLONG = "learner.objective.overlong_penalty.type"
+MAX_RATIO = "learner.objective.dynamic_sampling_max_ratio"
+CLIP_RANGE = " ".join(f"learner.objective.{key}" for key in ("clip_low", "clip_high", "dual_clip"))
+SIGMOID = "learner.objective.sapo_tau_pos learner.objective.sapo_tau_neg"
+
+
+def one_step(v: Values) -> bool:
+    """Whether there is one optimizer step per batch, so that its policy is the policy at the start of the batch."""
+    return bool(v["learner.update_epochs"] * v["learner.num_minibatches"] == 1)
+
+
+def custom_flow(v: Values) -> bool:
+    """Whether groups pass through a custom actor, which may add data that built-in actors do not."""
+    return any(actor.is_in_group_flow for actor in v["actors"])
+
+
+# fmt: off
+NO_EFFECT = (
+    Rule("environments", lambda v, _: not v.get("atropos.python"), "no atropos.python is set, which runs them",
+         "atropos.type atropos.python"),
+    Rule(f"queues.prompts queues.rollouts {MAX_RATIO} {OVERLONG}", lambda v, _: v["atropos.type"] != "off",
+         "groups and their rewards come from environments (atropos)", "atropos.type"),
+    Rule("learner.distillation_weight", lambda v, _: v["atropos.type"] == "off",
+         "only environments (atropos) send a teacher's alternatives", "atropos.type"),
+    Rule("policy.method.scaling", lambda v, _: v["policy.method.alpha"] is None,
+         "it defines policy.method.alpha, which is not set", "policy.method.alpha policy.method.scale"),
+    Rule("learner.lora_plus", lambda v, _: v["policy.method.type"] == "full",
+         'policy.method = "full" trains no adapter', "policy.method.type"),
+    Rule("rollouts.max_batches_ahead learner.max_staleness", lambda v, _: not v["async"],
+         "with async = false no batch is sampled ahead", "async"),
+    Rule("data.heldout_fraction", lambda v, _: bool(v["data.heldout"]),
+         "data.heldout names the held-out problems", "data.heldout"),
+    Rule("checkpoint.interval eval.interval learner.kl_penalty.reference.interval", lambda v, x: x >= v["steps"],
+         "it must be less than steps = {v[steps]}; the end of the run does not depend on it", "steps"),
+    Rule("checkpoint.keep_last", lambda v, _: v["checkpoint.interval"] == 0,
+         "checkpoint.interval = 0 writes one checkpoint, at the end", "checkpoint.interval"),
+    Rule("eval.problems_between", lambda v, _: v["eval.interval"] == 0,
+         "eval.interval = 0 disables evaluation during training", "eval.interval"),
+    Rule("collapse_detection.kl_high", lambda v, _: v["learner.kl_penalty.type"] == "none",
+         'learner.kl_penalty = "none" means that no divergence is computed', "learner.kl_penalty.type"),
+    Rule("collapse_detection.empty_format_high", lambda v, _: not custom_flow(v) and
+         (v["atropos.type"] != "off" or "format" not in {reward.name for reward in v["rewards"]}),
+         'no reward is named "format"', "rewards actors atropos.type"),
+    Rule(f"{CLIP_RANGE} {SIGMOID}",
+         lambda v, _: v.get(RATIO, "sampler") != "sampler" and one_step(v) and v["learner.objective.type"] != "custom",
+         f'with {RATIO} = "batch_start" and one optimizer step per batch the importance ratio is always 1; see '
+         "learner.update_epochs and learner.num_minibatches", f"{RATIO} learner.update_epochs learner.num_minibatches"),
+)
+"""Settings that are refused unless they have their default. Ordered: a row precedes rows that depend on its keys."""
+
+CONTRADICTIONS = (
+    Rule("policy.method.alpha", lambda v, x: None not in (x, v["policy.method.scale"]),
+         "and policy.method.scale exclude each other"),
+    Rule("policy.method.num_layers", lambda v, x: x == 0, "must be -1 (all blocks) or positive, not 0"),
+    Rule("policy.method.dropout", lambda v, x: x > 0 and v["policy.grad_checkpoint"],
+         "= {} and policy.grad_checkpoint exclude each other: a recomputed block would sample another dropout mask"),
+    Rule("learner.objective.importance_correction.type", lambda v, x: x != "none" and v[RATIO] == "sampler",
+         f'= "{{}}" corrects the mismatch with the sampler a second time, because {RATIO} = "sampler" includes it; '
+         f'set {RATIO} = "batch_start"'),
+    Rule(RATIO, lambda v, x: x == "batch_start_interpolated" and one_step(v),
+         '= "{}" has no effect with one optimizer step per batch: use "batch_start"'),
+    Rule("learner.objective.outlier_high learner.objective.dual_clip", lambda v, x: 0 < x <= 1,
+         "must be 0 (off) or greater than 1, not {}"),
+    Rule(MAX_RATIO, lambda v, x: x > 0 and int(x * v["learner.batch_size"]) <= v["learner.batch_size"],
+         "= {} must allow at least one group more than learner.batch_size = {v[learner.batch_size]}"),
+    Rule(MAX_RATIO, lambda v, x: x > 0 and any((a.mode, a.at) == ("replace", "learner") for a in v["actors"]),
+         "belongs to the built-in learner, which a custom actor replaces"),
+    Rule(ADVANTAGE, lambda v, x: x == "environment" and v["atropos.type"] == "off" and not custom_flow(v),
+         '= "{}" needs groups with advantages per token: from environments (atropos) or from a custom actor'),
+    Rule(f"{OVERLONG} learner.kl_penalty.type",
+         lambda v, x: x in ("linear", "reward") and v[ADVANTAGE] == "environment",
+         '= "{}" has no effect: learner.objective.advantage = "environment" ignores rewards'),
+    Rule("learner.kl_penalty.reference.type", lambda v, x: x == "environment" and v["atropos.type"] == "off",
+         '= "{}" needs groups from environments (atropos)'),
+    Rule("learner.num_minibatches", lambda v, x: x > v["learner.batch_size"] + v.get("replay.groups", 0),
+         "= {} must be at most the number of groups per update: learner.batch_size and replay.groups"),
+    Rule("parity.warn_nats", lambda v, x: x > v["parity.stop_nats"],
+         "= {} must be at most parity.stop_nats = {v[parity.stop_nats]}"),
+    Rule("replay.groups", lambda v, x: x > v["replay.capacity"],
+         "= {} must be at most replay.capacity = {v[replay.capacity]}"),
+    Rule("sampling.max_tokens", lambda v, x: x >= v["engine.kv_cache_tokens"],
+         "= {} must be less than engine.kv_cache_tokens = {v[engine.kv_cache_tokens]}"),
+    Rule("learner.objective.overlong_penalty.buffer", lambda v, x: x >= v["sampling.max_tokens"],
+         "= {} must be less than sampling.max_tokens = {v[sampling.max_tokens]}"),
+    Rule("learner.schedule.min_learning_rate", lambda v, x: x > v["learner.optimizer.learning_rate"],
+         "= {} must be at most learner.optimizer.learning_rate = {v[learner.optimizer.learning_rate]}",
+         "learner.optimizer.learning_rate learner.optimizer.type"),
+    Rule("data.answer_key", lambda v, x: x == v["data.prompt_key"], 'and data.prompt_key are both "{}"'),
+    Rule("data.heldout_fraction", lambda v, x: x == 0 and not v["data.heldout"] and v["eval.type"] != "off",
+         '= 0 means no held-out problems: set data.heldout, or eval = "off"'),
+    Rule("run_dir", lambda v, x: not x or "{" in x.replace("{profile}", ""),
+         'must name a directory, and {{profile}} is the only placeholder, not "{}"'),
+    Rule("rewards", lambda v, x: all(reward.weight == 0 for reward in x),
+         "need a weight other than 0, because every advantage would be 0"),
+    Rule("rewards", lambda v, x: v["eval.type"] != "off" and not any(reward.correct for reward in x),
+         'need one with correct = true for evaluation; mark one, or set eval = "off"'),
+    Rule("server.host", lambda v, x: not v["server.api_key"] and not is_loopback(x),
+         '= "{}" is reachable from other machines: set server.api_key, or bind 127.0.0.1'),
+    Rule("atropos.python", lambda v, x: not x and v["atropos.type"] == "start", "must name an interpreter, not '{}'"),
+    Rule("atropos.python", lambda v, x: bool(x) and not v["environments"],
+         "starts environments: list at least one in [[environments]]"),
+    Rule("server.type", lambda v, x: x == "off" and v["atropos.type"] != "off",
+         '= "{}" contradicts atropos: environments sample over HTTP'),
+    Rule("async", lambda v, x: not x and v["atropos.type"] != "off",
+         "= false and atropos exclude each other: environments run ahead of the learner; learner.max_staleness limits "
+         "how far"),
+)
+"""Settings that are refused in any case."""
+# fmt: on
 
 
 def first_complaint(profile: Profile) -> Complaint | None:
     """The complaint of the first violated rule; None if the profile is valid."""
-    return next((complaint for rule in RULES for complaint in rule(profile)), None)
-
-
-def batch_start_ratio(profile: Profile) -> Iterator[Complaint]:
-    """An importance correction needs a batch-start ratio reference; interpolation needs several optimizer steps."""
-    objective = profile.learner.objective
-    if not isinstance(objective, RatioObjective):
-        return
-    if objective.ratio_reference == "sampler" and not isinstance(objective.importance_correction, NoCorrection):
-        yield Complaint(
-            f"{OBJECTIVE}.importance_correction",
-            f"{OBJECTIVE}.importance_correction would correct the mismatch with the sampler a second time, because "
-            f'{RATIO} = "sampler" includes it; set {RATIO} = "batch_start"',
-        )
-    if objective.ratio_reference == "batch_start_interpolated" and (
-        profile.learner.update_epochs * profile.learner.num_minibatches == 1
-    ):
-        yield Complaint(
-            RATIO,
-            f'{RATIO} = "batch_start_interpolated" has no effect with one optimizer step per batch: use "batch_start"',
-        )
-
-
-def bounds_off_or_above_one(profile: Profile) -> Iterator[Complaint]:
-    """An upper bound of the importance ratio is greater than 1, or 0 to turn it off."""
-    objective = profile.learner.objective
-    bounds = {"outlier_high": objective.outlier_high}
-    if isinstance(objective, ClippedObjective):
-        bounds["dual_clip"] = objective.dual_clip
-    for name, value in bounds.items():
-        if 0 < value <= 1:
-            yield Complaint(
-                f"{OBJECTIVE}.{name}", f"{OBJECTIVE}.{name} must be 0 (off) or greater than 1, not {value:g}"
-            )
-
-
-def dynamic_sampling(profile: Profile) -> Iterator[Complaint]:
-    """Dynamic sampling, if it is on, can replace at least one group of a batch."""
-    ratio, size = profile.learner.objective.dynamic_sampling_max_ratio, profile.learner.batch_size
-    if ratio > 0 and int(ratio * size) <= size:
-        key = f"{OBJECTIVE}.dynamic_sampling_max_ratio"
-        yield Complaint(key, f"{key} = {ratio:g} must allow at least one group more than learner.batch_size = {size}")
-
-
-def supplied_by_groups(profile: Profile) -> Iterator[Complaint]:
-    """The type `environment` needs groups that contain the values; its advantages exclude penalties in the reward."""
-    objective, penalty = profile.learner.objective, profile.learner.kl_penalty
-    if isinstance(objective.advantage, EnvironmentAdvantage):
-        if not profile.atropos.enabled and not custom_stage(profile):
-            yield Complaint(
-                f"{OBJECTIVE}.advantage",
-                f'{OBJECTIVE}.advantage = "environment" needs groups with advantages per token: from environments '
-                "(atropos.enabled = true) or from a custom actor",
-            )
-        for key, used in (
-            (f"{OBJECTIVE}.overlong_penalty", isinstance(objective.overlong_penalty, LinearOverlongPenalty)),
-            ("learner.kl_penalty", isinstance(penalty, RewardKLPenalty)),
-        ):
-            if used:
-                yield Complaint(key, f'{key} has no effect: {OBJECTIVE}.advantage = "environment" ignores rewards')
-    if isinstance(profile.learner.reference, EnvironmentReference) and not profile.atropos.enabled:
-        key = "learner.kl_penalty.reference"
-        yield Complaint(key, f'{key} = "environment" needs atropos.enabled = true')
-
-
-def limits(profile: Profile) -> Iterator[Complaint]:
-    """A setting that another setting limits does not exceed it."""
-    learner, sampling, replay = profile.learner, profile.sampling, profile.replay
-    pairs: list[tuple[str, float, str, float]] = [
-        ("parity.warn_nats", profile.parity.warn_nats, "parity.stop_nats", profile.parity.stop_nats),
-        (
-            "learner.num_minibatches",
-            learner.num_minibatches,
-            "the number of groups per update",
-            learner.batch_size + (replay.groups if isinstance(replay, BufferedReplay) else 0),
-        ),
-        ("sampling.max_tokens", sampling.max_tokens, "engine.kv_cache_tokens - 1", profile.engine.kv_cache_tokens - 1),
-    ]
-    if isinstance(replay, BufferedReplay):
-        pairs.append(("replay.groups", replay.groups, "replay.capacity", replay.capacity))
-    if not isinstance(learner.schedule, ConstantSchedule):
-        highest = learner.optimizer.learning_rate
-        lowest = learner.schedule.min_learning_rate
-        pairs.append(("learner.schedule.min_learning_rate", lowest, "learner.optimizer.learning_rate", highest))
-    if isinstance(learner.objective.overlong_penalty, LinearOverlongPenalty):
-        key = f"{OBJECTIVE}.overlong_penalty.buffer"
-        pairs.append(
-            (key, learner.objective.overlong_penalty.buffer, "sampling.max_tokens - 1", sampling.max_tokens - 1)
-        )
-    decided_by = {"learner.schedule.min_learning_rate": ("learner.optimizer.learning_rate", "learner.optimizer.type")}
-    for key, value, limit, highest in pairs:
-        if value > highest:
-            yield Complaint(key, f"{key} = {value:g} must be at most {limit} = {highest:g}", decided_by.get(key, ()))
-
-
-def adapter(profile: Profile) -> Iterator[Complaint]:
-    """An adapter has scale or alpha, not both, and at least one block; recomputed blocks have no dropout."""
-    method = profile.policy.method
-    if not isinstance(method, AdapterMethod):
-        return
-    if method.scale is not None and method.alpha is not None:
-        yield Complaint("policy.method.alpha", "policy.method.scale and policy.method.alpha exclude each other")
-    if method.num_layers == 0:
-        yield Complaint(
-            "policy.method.num_layers", "policy.method.num_layers must be -1 (all blocks) or positive, not 0"
-        )
-    if profile.policy.grad_checkpoint and method.dropout > 0:
-        yield Complaint(
-            "policy.method.dropout",
-            f"policy.method.dropout = {method.dropout:g} and policy.grad_checkpoint exclude each other: a recomputed "
-            "block would sample another dropout mask",
-        )
+    checks = (learnable_distribution, violated_rows, custom_actors, environments)
+    return next((complaint for check in checks for complaint in check(profile)), None)
 
 
 def learnable_distribution(profile: Profile) -> Iterator[Complaint]:
@@ -151,193 +168,89 @@ def learnable_distribution(profile: Profile) -> Iterator[Complaint]:
     if (found := unlearnable(profile.sampling)) is not None:
         yield Complaint(f"sampling.{found.parameter}", f"sampling.{found.reason}")
     for name in in_use(profile.sampling, affects="report"):
-        neutral = PARAMETERS[name].neutral
-        yield Complaint(
-            f"sampling.{name}", f"sampling.{name} must be {neutral} in training: only API requests report it"
-        )
+        text = f"sampling.{name} must be {PARAMETERS[name].neutral} in training: only API requests report it"
+        yield Complaint(f"sampling.{name}", text)
 
 
-def data(profile: Profile) -> Iterator[Complaint]:
-    """Prompt and answer are different columns, evaluation has held-out problems, and run_dir is a directory."""
-    data = profile.data
-    if data.prompt_key == data.answer_key:
-        yield Complaint("data.answer_key", f"data.prompt_key and data.answer_key are both {data.prompt_key!r}")
-    if profile.eval.enabled and not data.heldout and data.heldout_fraction == 0:
-        yield Complaint(
-            "data.heldout_fraction",
-            "data.heldout_fraction = 0 means no held-out problems: set data.heldout, or eval.enabled = false",
-        )
-    if not profile.run_dir:
-        yield Complaint("run_dir", "run_dir must name a directory")
-    for name in re.findall(r"{(.*?)}", profile.run_dir):
-        if name != "profile":
-            yield Complaint("run_dir", f"run_dir: unknown placeholder {{{name}}}; the only one is {{profile}}")
+def violated_rows(profile: Profile) -> Iterator[Complaint]:
+    """The complaints of both tables."""
+    arrays = {"rewards": profile.rewards, "actors": profile.actors, "environments": profile.environments}
+    v: Values = _by_path(msgspec.to_builtins(profile), "") | arrays
+    chosen = chosen_types(v)
+    for rule in (*NO_EFFECT, *CONTRADICTIONS):
+        for key in rule.keys.split():
+            variant = settable()[key].variant(chosen)
+            if variant and rule.refused(v, v[key]) and not (rule in NO_EFFECT and v[key] == variant.default):
+                reason = rule.reason.format(v[key], v=v)
+                text = f"{key.removesuffix('.type')} {'has no effect: ' if rule in NO_EFFECT else ''}{reason}"
+                yield Complaint(key, text, tuple(rule.decided_by.split()))
 
 
-def rewards(profile: Profile) -> Iterator[Complaint]:
-    """Rewards are distinct, at least one weight is not 0, and evaluation has a reward with correct = true."""
-    for name, count in Counter(reward.name for reward in profile.rewards).items():
-        if count > 1:
-            yield Complaint("rewards", f"rewards: {name} is listed {count} times; list it once, with all its types")
-    if all(reward.weight == 0 for reward in profile.rewards):
-        yield Complaint("rewards", "rewards: every weight is 0, so every advantage would be 0")
-    if profile.eval.enabled and not any(reward.correct for reward in profile.rewards):
-        yield Complaint(
-            "rewards", "rewards: evaluation needs a reward with correct = true; mark one, or set eval.enabled = false"
-        )
-
-
-def server_address(profile: Profile) -> Iterator[Complaint]:
-    """A server that other machines can reach has an API key."""
-    server = profile.server
-    if server.enabled and not server.api_key and not is_loopback(server.host):
-        yield Complaint(
-            "server.host",
-            f"server.host = {server.host!r} is reachable from other machines: set server.api_key, or bind 127.0.0.1",
-        )
+def _by_path(tree: dict[str, Any], prefix: str) -> Values:
+    found: Values = {}
+    for name, value in tree.items():
+        path = prefix + name
+        found |= _by_path(value, f"{path}.") if isinstance(value, dict) and path not in keys() else {path: value}
+    return found
 
 
 ACTORS = ("prompter", "generator", "scorer", "learner", "broadcaster", "checkpointer", "evaluator", "monitor")
 SERVICES = ("server", "watchdog", "decode engine", "atropos server")
 QUEUES = ("prompts", "rollouts", "scored", "reports")
 FETCHER = "atropos_fetcher"
-FETCHED = (*ACTORS[:3], *QUEUES[:2])
-"""Actors and queues that the fetcher replaces if environments send the groups."""
+"""The actor that takes the place of the first three actors and the first two queues if environments send the groups."""
 
 
 def custom_actors(profile: Profile) -> Iterator[Complaint]:
     """Each custom actor has its own name and a valid position."""
-    for name, count in Counter(actor.name for actor in profile.actors).items():
-        if count > 1:
-            yield Complaint("actors", f"actors: {count} are named {name!r}")
-    for place, count in Counter(actor.at for actor in profile.actors if actor.mode == "replace").items():
-        if count > 1:
-            yield Complaint("actors", f"actors: {count} replace {place}")
+    fetched = not isinstance(profile.atropos, NoAtropos)
+    actors, queues = ((FETCHER, *ACTORS[3:]), QUEUES[2:]) if fetched else (ACTORS, QUEUES)
     services = {*SERVICES, *(f"environment {environment.name}" for environment in profile.environments)}
+    yield from _repeated("actors", "name", (actor.name for actor in profile.actors))
+    yield from _repeated("actors", "place", (actor.at for actor in profile.actors if actor.mode == "replace"))
     for actor in profile.actors:
-        yield from _place(actor, environments=profile.atropos.enabled)
-        if actor.name in services or (
-            actor.name in (*ACTORS, FETCHER) and (actor.mode, actor.at) != ("replace", actor.name)
-        ):
-            yield Complaint("actors", f"actors: {actor.name!r} is the name of a built-in actor or service")
-        if actor.is_in_group_flow and actor.restart not in (None, "transient"):
-            yield Complaint(
-                "actors",
-                f"actors: groups pass through {actor.name!r}: restart must be 'transient', not {actor.restart!r}",
-            )
-        if actor.mode == "replace" and actor.at == "evaluator" and not profile.eval.enabled:
-            yield Complaint("actors", f"actors: {actor.name!r} replaces the evaluator, but eval.enabled = false")
-        if actor.mode == "replace" and actor.at == "learner" and profile.learner.objective.dynamic_sampling_max_ratio:
-            key = f"{OBJECTIVE}.dynamic_sampling_max_ratio"
-            yield Complaint(key, f"{key} belongs to the built-in learner, which {actor.name!r} replaces")
+        places = {"replace": actors, "add": ("",)}.get(actor.mode, queues)
+        if actor.at not in places:
+            where = f"at one of {', '.join(places)}" if actor.mode != "add" else "without `at`"
+            text = f"({actor.mode}) must be {where}, not {actor.at!r}{did_you_mean(actor.at, places)}"
+        elif actor.name in {*services, *ACTORS, FETCHER} and (actor.mode, actor.at) != ("replace", actor.name):
+            text = "is the name of a built-in actor or service"
+        elif actor.is_in_group_flow and actor.restart not in (None, "transient"):
+            text = f"must have the restart policy transient, because groups pass through it, not {actor.restart}"
+        elif actor.mode == "replace" and actor.at == "evaluator" and isinstance(profile.eval, NoEvaluation):
+            text = 'replaces the evaluator, but eval = "off"'
+        else:
+            continue
+        yield Complaint("actors", f"actors: {actor.name!r} {text}")
 
 
-def _place(actor: ActorSection, *, environments: bool) -> Iterator[Complaint]:
-    if actor.mode == "add":
-        if actor.at:
-            yield Complaint("actors", f"actors: {actor.name!r} has mode 'add' and takes no `at`, not {actor.at!r}")
-        return
-    places: tuple[str, ...] = ACTORS if actor.mode == "replace" else QUEUES
-    if environments:
-        fetcher = (FETCHER,) if actor.mode == "replace" else ()
-        places = (*fetcher, *(place for place in places if place not in FETCHED))
-    if actor.at in places:
-        return
-    if environments and actor.at in FETCHED:
-        hint = f"; with atropos.enabled = true complete groups come from the {FETCHER}"
-    elif not environments and actor.at == FETCHER:
-        hint = "; it exists with atropos.enabled = true"
-    else:
-        hint = f"; did you mean {guess}?" if (guess := nearest(actor.at, places)) else ""
-    yield Complaint(
-        "actors",
-        f"actors: {actor.name!r} ({actor.mode}) must be at one of {', '.join(places)}, not {actor.at!r}{hint}",
-    )
-
-
-OPTION_KEYS = {
-    "group_size": "group_size",
-    "inference_weight": "weight",
-    "min_batch_allocation": "min_batch_allocation",
-}
+OPTION_KEYS = {"group_size": "group_size", "inference_weight": "weight", "min_batch_allocation": "min_batch_allocation"}
 """Flags of an environment's script that keys of [[environments]] set."""
 
 API_SERVER = "api-server"
-ROUNDING = 1e-9
-
-
-def group_source(profile: Profile) -> Iterator[Complaint]:
-    """Groups come from a running API server, from a started API server with environments, or from the mock."""
-    atropos = profile.atropos
-    if not atropos.enabled:
-        return
-    if not atropos.mock and not atropos.url and not atropos.python:
-        yield Complaint(
-            "atropos.enabled",
-            "atropos.enabled = true needs a source of groups: atropos.url of a running API server, atropos.python with "
-            "[[environments]] to start both, or atropos.mock = true",
-        )
-    if not atropos.mock and atropos.python and not profile.environments:
-        what = "environments" if atropos.url else "an API server and the environments"
-        yield Complaint("atropos.python", f"atropos.python starts {what}: list at least one in [[environments]]")
-    if not profile.server.enabled:
-        yield Complaint(
-            "server.enabled", "server.enabled = false contradicts atropos.enabled: environments sample over HTTP"
-        )
-    if not profile.asynchronous:
-        yield Complaint(
-            "async",
-            "async = false and atropos.enabled = true exclude each other: environments run ahead of the learner; "
-            "learner.max_staleness limits how far",
-        )
 
 
 def environments(profile: Profile) -> Iterator[Complaint]:
-    """Environments have distinct names, shares that fit into a batch, and group sizes that fill it."""
-    listed = profile.environments
-    for name, count in Counter(environment.name.casefold() for environment in listed).items():
-        if count > 1:
-            yield Complaint("environments", f"environments: {count} are named {name!r}; case does not count")
-        if name == API_SERVER:
-            yield Complaint("environments", f"environments: {name!r} is the name of the server's log; choose another")
-    for environment in listed:
+    """Environments have distinct names, and their options do not repeat keys."""
+    names = [environment.name.casefold() for environment in profile.environments]
+    yield from _repeated("environments", "name", [API_SERVER, *names])
+    for environment in profile.environments:
         for option in environment.options:
             if key := OPTION_KEYS.get(option.removeprefix("env.")):
                 text = f"environments: {environment.name!r}: set {key} by its key, not as an option"
                 yield Complaint("environments", text)
-    yield from (Complaint("environments", f"environments: {text}") for text in _shares(profile))
 
 
-def _shares(profile: Profile) -> Iterator[str]:
-    listed = profile.environments
-    total = sum(environment.min_batch_allocation or 0.0 for environment in listed)
-    if total > 1.0 + ROUNDING:
-        yield f"min_batch_allocation adds up to {total:g}; it must be at most 1"
-    batch, shares = batch_sequences(profile), {one.name: reserved_share(one, profile) for one in listed}
-    for name, share in shares.items():
-        if share is not None and int(batch * share) == 0:
-            yield f"the share of {name!r} is less than one group of a batch: raise it"
-        if share is None and sum(other or 0.0 for other in shares.values()) >= 1.0 - ROUNDING:
-            yield f"min_batch_allocation of the others leaves no share for {name!r}"
-    if len(listed) == 1 and listed[0].weight != 1.0 and not profile.atropos.url:
-        yield f"weight has no effect: {listed[0].name!r} is the only one"
-    if complaint := unfillable(batch, {one.name: group_size(one, profile) for one in listed}):
-        yield complaint
+def _repeated(key: str, what: str, values: Iterable[str]) -> Iterator[Complaint]:
+    for value, count in Counter(values).items():
+        if count > 1:
+            yield Complaint(key, f"{key}: the {what} {value!r} is taken; every {what} must be different")
 
 
-RULES: tuple[Rule, ...] = (
-    adapter,
-    learnable_distribution,
-    without_effect,
-    batch_start_ratio,
-    bounds_off_or_above_one,
-    dynamic_sampling,
-    supplied_by_groups,
-    limits,
-    data,
-    rewards,
-    server_address,
-    custom_actors,
-    group_source,
-    environments,
-)
+def is_loopback(host: str) -> bool:
+    """Return True if `host` is `localhost` (in any case) or a loopback IP address, with or without IPv6 brackets."""
+    name = host.removeprefix("[").removesuffix("]")
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return name.lower() == "localhost"

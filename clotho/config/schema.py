@@ -7,13 +7,7 @@ from typing import Annotated
 from msgspec import Meta, Struct, field
 
 from clotho.config.bounds import Positive
-from clotho.config.sections_data import (
-    DataSection,
-    ModelSection,
-    PolicySection,
-    RewardSection,
-    SamplingSection,
-)
+from clotho.config.sections_data import DataSection, ModelSection, PolicySection, RewardSection, SamplingSection
 from clotho.config.sections_run import (
     ActorSection,
     AtroposSection,
@@ -21,38 +15,17 @@ from clotho.config.sections_run import (
     EngineSection,
     EnvironmentSection,
     EvalSection,
-    KvPolicy,
+    HeldOutEvaluation,
+    HttpServer,
     MonitorSection,
+    NoAtropos,
+    ParityCheck,
     ParitySection,
     QueuesSection,
     RolloutsSection,
     ServerSection,
 )
-from clotho.config.sections_training import CollapseDetectionSection, LearnerSection, NoReplay, ReplaySection
-
-__all__ = [
-    "ActorSection",
-    "AtroposSection",
-    "CheckpointSection",
-    "CollapseDetectionSection",
-    "DataSection",
-    "EngineSection",
-    "EnvironmentSection",
-    "EvalSection",
-    "KvPolicy",
-    "LearnerSection",
-    "ModelSection",
-    "MonitorSection",
-    "ParitySection",
-    "PolicySection",
-    "Profile",
-    "QueuesSection",
-    "ReplaySection",
-    "RewardSection",
-    "RolloutsSection",
-    "SamplingSection",
-    "ServerSection",
-]
+from clotho.config.sections_training import CollapseSection, LearnerSection, NoReplay, ReplaySection, WarnOnCollapse
 
 
 class Profile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -72,13 +45,13 @@ class Profile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     policy: PolicySection = PolicySection()
     sampling: SamplingSection = SamplingSection()
     learner: LearnerSection = LearnerSection()
-    replay: Annotated[ReplaySection, Meta(description="Groups that are trained on more than once.")] = NoReplay()
-    collapse_detection: CollapseDetectionSection = CollapseDetectionSection()
-    parity: ParitySection = ParitySection()
+    replay: ReplaySection = NoReplay()
+    collapse_detection: CollapseSection = WarnOnCollapse()
+    parity: ParitySection = ParityCheck()
     checkpoint: CheckpointSection = CheckpointSection()
-    eval: EvalSection = EvalSection()
-    server: ServerSection = ServerSection()
-    atropos: AtroposSection = AtroposSection()
+    eval: EvalSection = HeldOutEvaluation()
+    server: ServerSection = HttpServer()
+    atropos: AtroposSection = NoAtropos()
     environments: tuple[EnvironmentSection, ...] = ()
     engine: EngineSection = EngineSection()
     rollouts: RolloutsSection = RolloutsSection()

@@ -7,8 +7,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from clotho.config.bounds import Positive, PositiveFloat
-from clotho.config.objectives import Variant
+from clotho.config.bounds import FractionBelowOne, Positive, PositiveFloat, Variant
 from protocols.sampling import Sampling
 
 
@@ -21,14 +20,9 @@ class ModelSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         Meta(description="Type of computation; auto is float32 on the CPU and the checkpoint's type on a GPU."),
     ] = "auto"
     dequantize: Annotated[
-        bool,
-        Meta(
-            description="Expand a quantized base model when it is loaded: faster on the CPU, several times the memory."
-        ),
+        bool, Meta(description="Expand a quantized base model on loading: faster on the CPU, several times the memory.")
     ] = False
-    trust_remote_code: Annotated[
-        bool, Meta(description="Let the model and its tokenizer run the Python code that their repository contains.")
-    ] = False
+    trust_remote_code: Annotated[bool, Meta(description="Run the Python code in the model's repository.")] = False
 
 
 class AdapterMethod(Variant, frozen=True, kw_only=True):
@@ -48,27 +42,18 @@ class AdapterMethod(Variant, frozen=True, kw_only=True):
     ] = None
     scaling: Annotated[
         Literal["standard", "rank_stabilized"],
-        Meta(
-            description="Scale that alpha stands for: standard is alpha / rank, rank_stabilized is alpha / sqrt(rank)."
-        ),
+        Meta(description="Scale that alpha stands for: alpha / rank, or alpha / sqrt(rank) if rank_stabilized."),
     ] = "standard"
-    dropout: Annotated[
-        float, Meta(ge=0.0, lt=1.0, description="Dropout probability at the adapter's input during training.")
-    ] = 0.0
+    dropout: Annotated[FractionBelowOne, Meta(description="Dropout probability at the adapter's input.")] = 0.0
     num_layers: Annotated[
-        int,
-        Meta(ge=-1, description="Number of transformer blocks with an adapter, counted from the last; -1 means all."),
+        int, Meta(ge=-1, description="Number of transformer blocks with an adapter, from the last; -1 means all.")
     ] = -1
     target_modules: Annotated[
         tuple[str, ...],
         Meta(description="Linear layers with an adapter, such as self_attn.q_proj or q_proj; an empty list means all."),
     ] = ()
-    train_embeddings: Annotated[
-        bool, Meta(description="Also train the token embeddings in full; they must not be quantized.")
-    ] = False
-    train_head: Annotated[bool, Meta(description="Also train the output head in full; it must not be quantized.")] = (
-        False
-    )
+    train_embeddings: Annotated[bool, Meta(description="Also train the token embeddings, if not quantized.")] = False
+    train_head: Annotated[bool, Meta(description="Also train the output head, if not quantized.")] = False
 
     @property
     def effective_scale(self) -> float:
@@ -92,12 +77,13 @@ class FullMethod(Variant, frozen=True, kw_only=True, tag="full"):
     """All weights of the base model are trained."""
 
 
+Method = Annotated[Lora | Dora | FullMethod, Meta(description="Training method: LoRA, DoRA, or all weights.")]
+
+
 class PolicySection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """[policy] The trainable parameters."""
 
-    method: Annotated[Lora | Dora | FullMethod, Meta(description="Training method: LoRA, DoRA, or all weights.")] = (
-        Lora()
-    )
+    method: Method = Lora()
     grad_checkpoint: Annotated[
         bool, Meta(description="Recompute each block's activations in the backward pass: less memory, more time.")
     ] = False
@@ -117,16 +103,14 @@ class DataSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         str, Meta(description="File of the held-out problems; if empty, heldout_fraction of data.train is held out.")
     ] = ""
     heldout_fraction: Annotated[
-        float, Meta(ge=0.0, lt=1.0, description="Fraction of data.train that is held out if data.heldout is empty.")
+        FractionBelowOne, Meta(description="Fraction of data.train that is held out if data.heldout is empty.")
     ] = 0.1
     prompt_key: Annotated[str, Meta(min_length=1, description="Column of the prompt.")] = "prompt"
     answer_key: Annotated[str, Meta(min_length=1, description="Column of the correct answer.")] = "answer"
     type_key: Annotated[str, Meta(min_length=1, description="Column of the problem's type.")] = "type"
     default_type: Annotated[str, Meta(description="Type of problems whose line names no type.")] = "problem"
     system: Annotated[str, Meta(description="System message before every prompt; an empty text means none.")] = ""
-    shuffle: Annotated[
-        bool, Meta(description="Shuffle the problems in every epoch; otherwise they keep the order of the file.")
-    ] = True
+    shuffle: Annotated[bool, Meta(description="Shuffle the problems in every epoch.")] = True
 
 
 class RewardSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -134,38 +118,21 @@ class RewardSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     name: Annotated[
         str,
-        Meta(
-            min_length=1,
-            description="Reward function: a built-in name such as format or math_eval, or a function of your own as "
-            "module:function or path/to/file.py:function.",
-        ),
+        Meta(min_length=1, description="Name of a built-in function, module:function, or path/file.py:function."),
     ]
     weight: Annotated[float, Meta(description="Weight of the reward function's value in the sum.")] = 1.0
     types: Annotated[
-        tuple[str, ...],
-        Meta(description="Types of problems that the reward function applies to; an empty list means all."),
+        tuple[str, ...], Meta(description="Types of problems that the function applies to; an empty list means all.")
     ] = ()
-    timeout_seconds: Annotated[
-        PositiveFloat, Meta(description="A call of the reward function that takes longer discards its group.")
-    ] = 10.0
-    correct: Annotated[
-        bool, Meta(description="Evaluation counts an answer as correct if this reward function returns 1.")
-    ] = False
+    timeout_seconds: Annotated[PositiveFloat, Meta(description="A longer call discards its group.")] = 10.0
+    correct: Annotated[bool, Meta(description="An answer counts as correct in evaluation if the value is 1.")] = False
     run_in: Annotated[
         Literal["auto", "process", "thread"],
-        Meta(
-            description="Where the reward function runs: auto is process for a function of your own and thread for a "
-            "built-in function."
-        ),
+        Meta(description="Where the function runs; auto is process for your own functions, thread for built-in ones."),
     ] = "auto"
     max_workers: Annotated[
-        Positive | None,
-        Meta(description="Largest number of worker processes of the reward function; without a value it is 8."),
+        Positive | None, Meta(description="Largest number of worker processes; without a value it is 8.")
     ] = None
     memory_limit_mb: Annotated[
-        Positive | None,
-        Meta(
-            description="A worker process that uses more memory is ended, and its group is discarded; without a value "
-            "the limit is 4096 MB."
-        ),
+        Positive | None, Meta(description="Memory in MB at which a worker process is ended; without a value 4096.")
     ] = None

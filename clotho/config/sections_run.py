@@ -6,26 +6,26 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
-from clotho.config.bounds import NonNegative, Positive, PositiveFloat
+from clotho.config.bounds import ModuleName, NonNegative, Positive, PositiveFloat, PositiveFraction, Variant
 
 KvPolicy = Literal["keep", "recompute", "drain"]
 
 
-class ParitySection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """[parity] Comparison of the log-probabilities of the sampler with those of the learner."""
+class NoParityCheck(Variant, frozen=True, kw_only=True, tag="off"):
+    """The log-probabilities are not compared."""
 
-    tokens: Annotated[
-        NonNegative,
-        Meta(
-            description="Number of tokens in the parity check at the start and after every weight swap; 0 disables it."
-        ),
-    ] = 4
-    warn_nats: Annotated[
-        PositiveFloat, Meta(description="A larger difference in the parity check, in nats, is logged as a warning.")
-    ] = 0.05
-    stop_nats: Annotated[
-        PositiveFloat, Meta(description="A larger difference in the parity check, in nats, ends the run.")
-    ] = 0.5
+
+class ParityCheck(Variant, frozen=True, kw_only=True, tag="check"):
+    """The log-probabilities are compared at the start and after every weight swap."""
+
+    tokens: Annotated[Positive, Meta(description="Number of tokens that a parity check compares.")] = 4
+    warn_nats: Annotated[PositiveFloat, Meta(description="A larger difference in nats is logged as a warning.")] = 0.05
+    stop_nats: Annotated[PositiveFloat, Meta(description="A larger difference in nats ends the run.")] = 0.5
+
+
+ParitySection = Annotated[
+    NoParityCheck | ParityCheck, Meta(description="Comparison of the log-probabilities of sampler and learner.")
+]
 
 
 class CheckpointSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -36,15 +36,17 @@ class CheckpointSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     ] = 10
     keep_last: Annotated[Positive, Meta(description="Number of checkpoints that stay on disk.")] = 3
     adapter_path: Annotated[
-        str,
-        Meta(description="Directory that also receives the final adapter; if empty, only RUN_DIR/adapters does."),
+        str, Meta(description="Directory that also receives the final adapter; if empty, only RUN_DIR/adapters does.")
     ] = ""
 
 
-class EvalSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """[eval] Greedy accuracy on held-out problems: before, after and during training."""
+class NoEvaluation(Variant, frozen=True, kw_only=True, tag="off"):
+    """The policy is not evaluated."""
 
-    enabled: Annotated[bool, Meta(description="Evaluate the policy on held-out problems.")] = True
+
+class HeldOutEvaluation(Variant, frozen=True, kw_only=True, tag="heldout"):
+    """Greedy accuracy on held-out problems: before, after and during training."""
+
     interval: Annotated[
         NonNegative,
         Meta(description="Number of steps between evaluations; 0 evaluates before and after training only."),
@@ -57,52 +59,46 @@ class EvalSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     ] = 0
 
 
-class ServerSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """[server] The OpenAI-compatible HTTP server."""
+EvalSection = Annotated[
+    NoEvaluation | HeldOutEvaluation, Meta(description="Evaluation of the policy on held-out problems.")
+]
 
-    enabled: Annotated[bool, Meta(description="Serve the policy over HTTP during the run.")] = True
+
+class NoServer(Variant, frozen=True, kw_only=True, tag="off"):
+    """The policy is not served."""
+
+
+class HttpServer(Variant, frozen=True, kw_only=True, tag="http"):
+    """The policy is served over HTTP during the run."""
+
     host: Annotated[str, Meta(description="Address that the HTTP server binds.")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535, description="Port of the HTTP server; 0 takes any free port.")] = 8000
     api_key: Annotated[
         str, Meta(description="API key that every client must send; required unless the host is a loopback address.")
     ] = ""
     model_name: Annotated[str, Meta(description="Name of the policy in /v1/models.")] = "policy"
-    max_concurrent: Annotated[
-        Positive, Meta(description="Number of requests that are processed at once; further requests wait.")
-    ] = 256
-    max_choices: Annotated[
-        Positive, Meta(description="Maximum number of completions of one request: prompts times n.")
-    ] = 64
+    max_concurrent: Annotated[Positive, Meta(description="Requests that are processed at once; others wait.")] = 256
+    max_choices: Annotated[Positive, Meta(description="Maximum completions of a request: prompts times n.")] = 64
     max_body_bytes: Annotated[Positive, Meta(description="Maximum size of a request body in bytes.")] = 4_194_304
-    body_seconds: Annotated[
-        PositiveFloat, Meta(description="Maximum time in seconds in which a request body must arrive.")
-    ] = 30.0
+    body_seconds: Annotated[PositiveFloat, Meta(description="Time in which a request body must arrive.")] = 30.0
+
+
+ServerSection = Annotated[NoServer | HttpServer, Meta(description="OpenAI-compatible HTTP server of the run.")]
 
 
 class EngineSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """[engine] The decode engine."""
 
     max_num_seqs: Annotated[Positive, Meta(description="Maximum number of sequences that are decoded at once.")] = 256
-    kv_cache_tokens: Annotated[
-        Positive, Meta(description="Capacity of the KV cache of all running sequences, in tokens.")
-    ] = 262_144
+    kv_cache_tokens: Annotated[Positive, Meta(description="Tokens of all running sequences in the KV cache.")] = 262_144
     prefix_cache_tokens: Annotated[NonNegative, Meta(description="Capacity of the prefix cache, in tokens.")] = 16_384
     prefill_chunk: Annotated[Positive, Meta(description="Maximum number of prompt tokens per prefill step.")] = 2048
     decode_share: Annotated[
-        float,
-        Meta(
-            ge=0.05,
-            le=0.95,
-            description="Fraction of the compute thread's time for decoding while the learner has work.",
-        ),
+        float, Meta(ge=0.05, le=0.95, description="Fraction of compute time for decoding while the learner has work.")
     ] = 0.5
     kv_policy: Annotated[
         KvPolicy,
-        Meta(
-            description="KV cache of running sequences after a weight swap: keep it, recompute it with the new "
-            "weights, or "
-            "drain the running sequences before the swap."
-        ),
+        Meta(description="KV cache after a weight swap: keep it, recompute it, or drain the sequences before."),
     ] = "keep"
 
 
@@ -127,28 +123,15 @@ class ActorSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """[[actors]] An actor of your own."""
 
     name: Annotated[str, Meta(min_length=1, description="Name of the custom actor in logs, errors and statistics.")]
-    factory: Annotated[
-        str,
-        Meta(pattern=r"^[\w.]+:\w+$", title="module:name", description="Class of the custom actor, as module:Class."),
-    ]
+    factory: Annotated[ModuleName, Meta(description="Class of the custom actor, as module:Class.")]
     mode: Annotated[
         Literal["replace", "insert", "tap", "add"],
-        Meta(
-            description="Position of the custom actor: replace the actor `at`, insert into or tap the queue "
-            "`at`, or add "
-            "an actor without queues."
-        ),
+        Meta(description="Position: replace the actor `at`, insert into or tap the queue `at`, or add without queues."),
     ]
-    at: Annotated[
-        str, Meta(description="Actor or queue that the custom actor replaces, is inserted into, or taps.")
-    ] = ""
+    at: Annotated[str, Meta(description="Actor that is replaced, or queue that is tapped or inserted into.")] = ""
     restart: Annotated[
         Literal["permanent", "transient", "temporary"] | None,
-        Meta(
-            description="Restart policy of the custom actor, as in Erlang/OTP; the default depends on its "
-            "position in the "
-            "pipeline."
-        ),
+        Meta(description="Restart policy of the custom actor, as in Erlang/OTP; the default depends on its position."),
     ] = None
     options: Annotated[dict[str, Any], Meta(description="Keyword arguments for the custom actor's class.")] = {}
 
@@ -172,50 +155,59 @@ class MonitorSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     cache_limit_mb: Annotated[Positive, Meta(description="Limit of MLX's cache of freed buffers, in MiB.")] = 512
 
 
-class AtroposSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """[atropos] Groups from Atropos environments."""
+class NoAtropos(Variant, frozen=True, kw_only=True, tag="off"):
+    """Groups are sampled from the problems of data.train."""
 
-    enabled: Annotated[
-        bool, Meta(description="Train on groups from environments instead of data.train; evaluation does not change.")
-    ] = False
-    url: Annotated[
-        str,
-        Meta(
-            pattern=r"^(https?://[^\s/]+\S*)?$",
-            title="http://HOST:PORT",
-            description="Address of a running Atropos API server; if empty, atropos.python starts one.",
-        ),
-    ] = ""
-    python: Annotated[
-        str,
-        Meta(description="Python interpreter with atroposlib, which runs the API server and the [[environments]]."),
-    ] = ""
-    mock: Annotated[
-        bool, Meta(description="Make groups from data.train and [[rewards]] over the HTTP API, without atroposlib.")
-    ] = False
-    reset: Annotated[
-        bool,
-        Meta(
-            description="Clear the state that a running Atropos API server keeps from another trainer; false "
-            "resumes it."
-        ),
-    ] = True
-    missing_logprobs: Annotated[
-        Literal["recompute", "refuse"],
-        Meta(
-            description="Tokens without a log-probability in the group and in the sample log: recompute it with the "
-            "serving weights, or refuse the group."
-        ),
-    ] = "refuse"
-    max_tokens: Annotated[
-        int, Meta(ge=2, description="Maximum length of an environment's sequence in tokens; longer ones are refused.")
-    ] = 2048
-    poll_seconds: Annotated[
-        float, Meta(ge=0.05, le=60.0, description="Longest pause between two requests to the Atropos API server.")
-    ] = 1.0
+
+class AtroposSource(Variant, frozen=True, kw_only=True):
+    """Groups come through the Atropos API instead of data.train; evaluation does not change."""
+
+    max_tokens: Annotated[int, Meta(ge=2, description="Longer sequences of environments are refused.")] = 2048
+    poll_seconds: Annotated[float, Meta(ge=0.05, le=60.0, description="Longest pause between two requests.")] = 1.0
     patience_seconds: Annotated[
         PositiveFloat, Meta(description="A warning names the missing environments after this long without a group.")
     ] = 60.0
+
+
+Interpreter = Annotated[str, Meta(description="Python interpreter with atroposlib, which runs the [[environments]].")]
+
+
+class EnvironmentSource(AtroposSource, frozen=True, kw_only=True):
+    """Groups come from environments."""
+
+    python: Interpreter = ""
+    missing_logprobs: Annotated[
+        Literal["recompute", "refuse"],
+        Meta(description="Recompute log-probabilities that are missing in group and sample log, or refuse the group."),
+    ] = "refuse"
+
+
+class StartedServer(EnvironmentSource, frozen=True, kw_only=True, tag="start"):
+    """The run starts an Atropos API server and the [[environments]]."""
+
+    python: Interpreter
+
+
+class RunningServer(EnvironmentSource, frozen=True, kw_only=True, tag="connect"):
+    """The run connects to an Atropos API server that is already running."""
+
+    url: Annotated[
+        str,
+        Meta(pattern=r"^https?://[^\s/]+\S*$", title="http://HOST:PORT", description="Address of the API server."),
+    ]
+    reset: Annotated[
+        bool, Meta(description="Clear the state that the server keeps from another trainer; false resumes it.")
+    ] = True
+
+
+class MockSource(AtroposSource, frozen=True, kw_only=True, tag="mock"):
+    """The run itself makes groups from data.train and [[rewards]] over the HTTP API, without atroposlib."""
+
+
+AtroposSection = Annotated[
+    NoAtropos | StartedServer | RunningServer | MockSource,
+    Meta(description="Source of groups: data.train, or environments through an Atropos API server."),
+]
 
 
 class EnvironmentSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -223,29 +215,19 @@ class EnvironmentSection(Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     name: Annotated[
         str,
-        Meta(
-            pattern=r"^[A-Za-z0-9_-]{1,32}$",
-            title="letters, digits, - and _, at most 32",
-            description="Name of the environment in logs and metrics.",
-        ),
+        Meta(pattern=r"^[A-Za-z0-9_-]{1,32}$", title="letters, digits, - and _, at most 32"),
+        Meta(description="Name of the environment in logs and metrics."),
     ]
-    script: Annotated[
-        str, Meta(min_length=1, description="Python file of the environment, run with its serve command.")
-    ]
-    weight: Annotated[
-        PositiveFloat, Meta(description="Share of every batch, relative to the weights of the other environments.")
-    ] = 1.0
+    script: Annotated[str, Meta(min_length=1, description="Python file of the environment, run with serve.")]
+    weight: Annotated[PositiveFloat, Meta(description="Relative share of the environment in every batch.")] = 1.0
     group_size: Annotated[
         Annotated[int, Meta(ge=2, le=4096)] | None,
         Meta(description="Completions per prompt of this environment; the default is sampling.group_size."),
     ] = None
     min_batch_allocation: Annotated[
-        Annotated[float, Meta(gt=0.0, le=1.0)] | None,
+        PositiveFraction | None,
         Meta(description="Minimum fraction of every batch for this environment; the default follows from its weight."),
     ] = None
     options: Annotated[
-        dict[str, Any],
-        Meta(
-            description="Further flags of the environment's script as --env.KEY VALUE; a key with a dot is a full flag."
-        ),
+        dict[str, Any], Meta(description="Further flags of the script, as --env.KEY; a key with a dot is a full flag.")
     ] = {}

@@ -6,30 +6,32 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from clotho.config.bounds import Fraction, NonNegative, NonNegativeFloat, Positive, PositiveFloat
-from clotho.config.objectives import Grpo, Objective, Variant
-
-LearningRate = Annotated[
+from clotho.config.bounds import (
+    AboveOne,
+    Fraction,
+    FractionBelowOne,
+    NonNegative,
+    NonNegativeFloat,
+    Positive,
     PositiveFloat,
-    Meta(
-        description="Highest learning rate, reached after the warm-up. Lion needs about a tenth of AdamW's, SGD more."
-    ),
-]
-Beta1 = Annotated[float, Meta(ge=0.0, lt=1.0, description="Decay of the moving average of the gradient.")]
-Beta2 = Annotated[float, Meta(ge=0.0, lt=1.0, description="Decay of the moving average of the squared gradient.")]
-Epsilon = Annotated[
-    PositiveFloat, Meta(description="Constant that is added to the root of the average squared gradient.")
-]
-Momentum = Annotated[float, Meta(ge=0.0, lt=1.0, description="Share of the accumulated gradient that each step keeps.")]
+    PositiveFraction,
+    Variant,
+)
+from clotho.config.objectives import Grpo, Objective
+
+Beta1 = Annotated[FractionBelowOne, Meta(description="Decay of the moving average of the gradient.")]
+Beta2 = Annotated[FractionBelowOne, Meta(description="Decay of the moving average of the squared gradient.")]
+Epsilon = Annotated[PositiveFloat, Meta(description="Constant added to the root of the average squared gradient.")]
+Momentum = Annotated[FractionBelowOne, Meta(description="Share of the accumulated gradient that each step keeps.")]
 
 
 class OptimizerSettings(Variant, frozen=True, kw_only=True):
     """The settings that every optimizer has."""
 
-    learning_rate: LearningRate = 1e-5
-    weight_decay: Annotated[
-        NonNegativeFloat, Meta(description="Decoupled weight decay per step, as a multiple of the learning rate.")
-    ] = 0.0
+    learning_rate: Annotated[
+        PositiveFloat, Meta(description="Highest learning rate; Lion needs about a tenth of AdamW's, SGD more.")
+    ] = 1e-5
+    weight_decay: Annotated[NonNegativeFloat, Meta(description="Decoupled weight decay per unit of step size.")] = 0.0
 
 
 class AdamW(OptimizerSettings, frozen=True, kw_only=True, tag="adamw"):
@@ -68,33 +70,31 @@ class Sgd(OptimizerSettings, frozen=True, kw_only=True, tag="sgd"):
 
 Optimizer = AdamW | Adafactor | Lion | Muon | Sgd
 
-MinLearningRate = Annotated[
-    NonNegativeFloat, Meta(description="Learning rate that the schedule reaches one step after the last.")
-]
-
 
 class ScheduleSettings(Variant, frozen=True, kw_only=True):
     """The settings that every schedule has."""
 
-    warmup_steps: Annotated[
-        NonNegative, Meta(description="Number of steps over which the learning rate rises linearly from zero.")
-    ] = 0
+    warmup_steps: Annotated[NonNegative, Meta(description="Steps of the linear rise of the learning rate.")] = 0
 
 
 class ConstantSchedule(ScheduleSettings, frozen=True, kw_only=True, tag="constant"):
     """The learning rate stays constant after the warm-up."""
 
 
-class LinearSchedule(ScheduleSettings, frozen=True, kw_only=True, tag="linear"):
+class DecaySchedule(ScheduleSettings, frozen=True, kw_only=True):
+    """A schedule whose learning rate falls after the warm-up."""
+
+    min_learning_rate: Annotated[
+        NonNegativeFloat, Meta(description="Learning rate that the schedule reaches one step after the last.")
+    ] = 0.0
+
+
+class LinearSchedule(DecaySchedule, frozen=True, kw_only=True, tag="linear"):
     """The learning rate falls linearly after the warm-up."""
 
-    min_learning_rate: MinLearningRate = 0.0
 
-
-class CosineSchedule(ScheduleSettings, frozen=True, kw_only=True, tag="cosine"):
+class CosineSchedule(DecaySchedule, frozen=True, kw_only=True, tag="cosine"):
     """The learning rate falls along half a cosine after the warm-up."""
-
-    min_learning_rate: MinLearningRate = 0.0
 
 
 Schedule = ConstantSchedule | LinearSchedule | CosineSchedule
@@ -107,17 +107,13 @@ class BaseReference(Variant, frozen=True, kw_only=True, tag="base"):
 class SnapshotReference(Variant, frozen=True, kw_only=True, tag="snapshot"):
     """A snapshot of the policy."""
 
-    interval: Annotated[
-        NonNegative, Meta(description="Number of updates between two snapshots; 0 keeps the first snapshot.")
-    ] = 0
+    interval: Annotated[NonNegative, Meta(description="Updates between two snapshots; 0 keeps the first.")] = 0
 
 
 class AverageReference(Variant, frozen=True, kw_only=True, tag="average"):
     """An exponential moving average of the policy."""
 
-    decay: Annotated[
-        float, Meta(gt=0.0, lt=1.0, description="Share of itself that the moving average keeps at every update.")
-    ] = 0.99
+    decay: Annotated[float, Meta(gt=0.0, lt=1.0, description="Share that the average keeps per update.")] = 0.99
 
 
 class EnvironmentReference(Variant, frozen=True, kw_only=True, tag="environment"):
@@ -134,8 +130,11 @@ class FixedCoefficient(Variant, frozen=True, kw_only=True, tag="fixed"):
 class AdaptiveCoefficient(Variant, frozen=True, kw_only=True, tag="adaptive"):
     """The coefficient of the KL penalty follows the measured divergence (arXiv:1909.08593)."""
 
-    target: Annotated[PositiveFloat, Meta(description="Divergence from the reference, in nats per token, to aim at.")]
+    target: Annotated[PositiveFloat, Meta(description="Divergence from the reference to aim at, in nats per token.")]
     horizon: Annotated[Positive, Meta(description="Number of updates over which the coefficient adapts.")] = 100
+
+
+Control = Annotated[FixedCoefficient | AdaptiveCoefficient, Meta(description="Whether the KL coefficient adapts.")]
 
 
 class NoKLPenalty(Variant, frozen=True, kw_only=True, tag="none"):
@@ -150,26 +149,23 @@ class KLPenalty(Variant, frozen=True, kw_only=True):
         Literal["k1", "k2", "k3", "abs"],
         Meta(description="KL estimator per token; k2 is half the squared log-ratio, which others call mse."),
     ] = "k3"
-    control: Annotated[
-        FixedCoefficient | AdaptiveCoefficient, Meta(description="Whether the coefficient of the KL penalty adapts.")
-    ] = FixedCoefficient()
+    control: Control = FixedCoefficient()
     reference: Annotated[Reference, Meta(description="Reference policy of the KL penalty.")] = BaseReference()
 
 
 class LossKLPenalty(KLPenalty, frozen=True, kw_only=True, tag="loss"):
     """The KL penalty is added to the loss."""
 
-    importance_weighted: Annotated[
-        bool,
-        Meta(
-            description="Weight the KL estimate by the importance ratio, so that its gradient is the gradient of the "
-            "divergence."
-        ),
-    ] = False
+    importance_weighted: Annotated[bool, Meta(description="Weight the estimate by the importance ratio.")] = False
 
 
 class RewardKLPenalty(KLPenalty, frozen=True, kw_only=True, tag="reward"):
     """The KL penalty is subtracted from the reward."""
+
+
+EntropyCoefficient = Annotated[
+    NonNegativeFloat, Meta(description="Coefficient of the entropy bonus at the first update.")
+]
 
 
 class NoEntropyBonus(Variant, frozen=True, kw_only=True, tag="none"):
@@ -179,24 +175,16 @@ class NoEntropyBonus(Variant, frozen=True, kw_only=True, tag="none"):
 class FixedEntropyBonus(Variant, frozen=True, kw_only=True, tag="fixed"):
     """An entropy bonus whose coefficient is constant or decays."""
 
-    coef: Annotated[NonNegativeFloat, Meta(description="Coefficient of the entropy bonus at the first update.")]
-    decay: Annotated[
-        float,
-        Meta(gt=0.0, le=1.0, description="Factor that multiplies the coefficient of the entropy bonus every update."),
-    ] = 1.0
+    coef: EntropyCoefficient
+    decay: Annotated[PositiveFraction, Meta(description="Factor of the entropy coefficient per update.")] = 1.0
 
 
 class AdaptiveEntropyBonus(Variant, frozen=True, kw_only=True, tag="adaptive"):
     """An entropy bonus whose coefficient follows the measured entropy (arXiv:2505.22312)."""
 
-    coef: Annotated[NonNegativeFloat, Meta(description="Coefficient of the entropy bonus at the first update.")] = 0.0
-    target: Annotated[
-        PositiveFloat, Meta(description="Entropy in nats per token below which the coefficient of the bonus rises.")
-    ]
-    step: Annotated[
-        PositiveFloat,
-        Meta(description="Amount by which the coefficient of the entropy bonus rises or falls every update."),
-    ] = 1e-4
+    coef: EntropyCoefficient = 0.0
+    target: Annotated[PositiveFloat, Meta(description="Entropy in nats per token below which the coefficient rises.")]
+    step: Annotated[PositiveFloat, Meta(description="Change of the entropy coefficient per update.")] = 1e-4
 
 
 class LearnerSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -206,47 +194,26 @@ class LearnerSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     optimizer: Annotated[Optimizer, Meta(description="Optimizer that turns gradients into steps.")] = AdamW()
     schedule: Annotated[Schedule, Meta(description="Learning rate after the warm-up.")] = CosineSchedule()
     kl_penalty: Annotated[
-        NoKLPenalty | LossKLPenalty | RewardKLPenalty,
-        Meta(description="Penalty for the divergence from a reference policy, in the loss or in the reward."),
+        NoKLPenalty | LossKLPenalty | RewardKLPenalty, Meta(description="Penalty for the divergence from a reference.")
     ] = NoKLPenalty()
     entropy_bonus: Annotated[
         NoEntropyBonus | FixedEntropyBonus | AdaptiveEntropyBonus, Meta(description="Bonus for the policy's entropy.")
     ] = NoEntropyBonus()
     distillation_weight: Annotated[
-        NonNegativeFloat,
-        Meta(
-            description="Coefficient of the cross-entropy with a teacher's alternatives, which environments may send."
-        ),
+        NonNegativeFloat, Meta(description="Coefficient of the cross-entropy with a teacher's alternatives.")
     ] = 0.0
     batch_size: Annotated[Positive, Meta(description="Number of prompts (groups) per update.")] = 16
     update_epochs: Annotated[Positive, Meta(description="Number of passes over each batch.")] = 1
     num_minibatches: Annotated[Positive, Meta(description="Number of optimizer steps per pass over the batch.")] = 1
-    micro_batch_tokens: Annotated[
-        Positive,
-        Meta(description="Number of padded tokens per forward and backward pass; it does not change the gradient."),
-    ] = 1024
+    micro_batch_tokens: Annotated[Positive, Meta(description="Padded tokens per forward and backward pass.")] = 1024
     layout: Annotated[
         Literal["auto", "padded", "packed", "shared"],
-        Meta(
-            description="Layout of a micro-batch: padded rows, several sequences packed into a row, or the prompt of a "
-            "group shared by its completions; auto takes the cheaper of padded and shared."
-        ),
+        Meta(description="Rows of a micro-batch: padded, packed, or with a shared prompt; auto: padded or shared."),
     ] = "auto"
-    max_grad_norm: Annotated[
-        NonNegativeFloat, Meta(description="Global norm to which gradients are clipped; 0 disables clipping.")
-    ] = 1.0
-    lora_plus: Annotated[
-        float,
-        Meta(
-            ge=1.0, description="Learning rate of the adapter's B matrices as a multiple of the learning rate (LoRA+)."
-        ),
-    ] = 1.0
-    max_staleness: Annotated[
-        NonNegative, Meta(description="Groups sampled by weights older than this many versions are discarded.")
-    ] = 4
-    max_bad_steps: Annotated[
-        Positive, Meta(description="The run ends after this many updates in a row with non-finite numbers.")
-    ] = 5
+    max_grad_norm: Annotated[NonNegativeFloat, Meta(description="Limit on the gradient's norm; 0 means none.")] = 1.0
+    lora_plus: Annotated[float, Meta(ge=1.0, description="Factor of the B matrices' learning rate (LoRA+).")] = 1.0
+    max_staleness: Annotated[NonNegative, Meta(description="Groups that are more versions old are discarded.")] = 4
+    max_bad_steps: Annotated[Positive, Meta(description="Limit of non-finite updates in a row; then the run ends.")] = 5
 
     @property
     def reference(self) -> Reference | None:
@@ -274,9 +241,7 @@ class PriorityReplay(ReplayPriority, frozen=True, kw_only=True, tag="priority"):
 class WeightedReplay(ReplayPriority, frozen=True, kw_only=True, tag="weighted"):
     """Groups are sampled in proportion to priority ** exponent."""
 
-    exponent: Annotated[
-        PositiveFloat, Meta(description="Exponent of the priority in weighted sampling from the replay buffer.")
-    ] = 1.0
+    exponent: Annotated[PositiveFloat, Meta(description="Exponent of the priority in weighted sampling.")] = 1.0
 
 
 class NoReplay(Variant, frozen=True, kw_only=True, tag="off"):
@@ -291,31 +256,22 @@ class BufferedReplay(Variant, frozen=True, kw_only=True, tag="buffer"):
     sampling: Annotated[
         UniformReplay | PriorityReplay | WeightedReplay, Meta(description="How replayed groups are chosen.")
     ] = UniformReplay()
-    max_age: Annotated[
-        Positive, Meta(description="Groups older than this many policy versions leave the replay buffer.")
-    ] = 16
+    max_age: Annotated[Positive, Meta(description="Age in policy versions at which a group leaves the buffer.")] = 16
 
 
-ReplaySection = NoReplay | BufferedReplay
+ReplaySection = Annotated[NoReplay | BufferedReplay, Meta(description="Groups that are trained on more than once.")]
 
 
-class CollapseDetectionSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """[collapse_detection] Signs of a collapsing policy or of reward hacking, and the response."""
+class NoCollapseDetection(Variant, frozen=True, kw_only=True, tag="off"):
+    """Batches are not checked."""
 
-    on_collapse: Annotated[
-        Literal["off", "warn", "stop", "rollback"],
-        Meta(
-            description="Response to a collapse: ignore it, log a warning, stop the run, or return to the last "
-            "good policy."
-        ),
-    ] = "warn"
+
+class CollapseChecks(Variant, frozen=True, kw_only=True):
+    """Signs of a collapsing policy or of reward hacking."""
+
     patience: Annotated[
         Positive,
-        Meta(
-            description="Number of bad updates in a row that count as a collapse; one is enough if it moves the "
-            "policy by "
-            "five times update_kl_high."
-        ),
+        Meta(description="Bad updates in a row that count as a collapse; one is enough at five times update_kl_high."),
     ] = 2
     window: Annotated[
         Positive, Meta(description="Number of healthy updates whose median defines the normal value of each statistic.")
@@ -331,41 +287,44 @@ class CollapseDetectionSection(Struct, frozen=True, kw_only=True, forbid_unknown
         Meta(description="Upper limit on the divergence from the reference, in nats per token; needs a KL penalty."),
     ] = 2.0
     reward_drop: Annotated[
-        float,
-        Meta(
-            gt=0.0,
-            le=1.0,
-            description="Largest drop of the mean reward, as a fraction of its best value above the worst.",
-        ),
+        PositiveFraction, Meta(description="Largest drop of the mean reward, as a fraction of its range.")
     ] = 0.3
     entropy_low: Annotated[
-        float,
-        Meta(ge=0.0, lt=1.0, description="Lower limit on the entropy, as a fraction of its highest normal value."),
+        FractionBelowOne, Meta(description="Lower limit on the entropy, as a fraction of its highest normal value.")
     ] = 0.01
     entropy_high: Annotated[
-        float, Meta(gt=1.0, description="Upper limit on the entropy, as a multiple of its lowest normal value.")
+        AboveOne, Meta(description="Upper limit on the entropy, as a multiple of its lowest normal value.")
     ] = 4.0
     length_high: Annotated[
-        float, Meta(gt=1.0, description="Upper limit on the mean completion length, as a multiple of its normal value.")
+        AboveOne, Meta(description="Upper limit on the mean completion length, as a multiple of its normal value.")
     ] = 4.0
     truncated_high: Annotated[
-        float,
-        Meta(
-            gt=0.0, le=1.0, description="Largest rise of the fraction of truncated completions above its lowest normal."
-        ),
+        PositiveFraction, Meta(description="Largest rise of the fraction of truncated completions.")
     ] = 0.3
     empty_format_high: Annotated[
-        float,
-        Meta(
-            gt=0.0,
-            le=1.0,
-            description="Largest rise of the fraction of completions that only the reward named format gives "
-            "full marks.",
-        ),
+        PositiveFraction,
+        Meta(description="Largest rise of the fraction of completions that only the reward named format rewards."),
     ] = 0.35
+
+
+class WarnOnCollapse(CollapseChecks, frozen=True, kw_only=True, tag="warn"):
+    """A collapse is logged as a warning."""
+
+
+class StopOnCollapse(CollapseChecks, frozen=True, kw_only=True, tag="stop"):
+    """A collapse ends the run."""
+
+
+class RollBackOnCollapse(CollapseChecks, frozen=True, kw_only=True, tag="rollback"):
+    """After a collapse, the run returns to the last healthy policy with a smaller learning rate."""
+
     rollback_rate: Annotated[
-        float, Meta(gt=0.0, le=1.0, description="Factor that multiplies the learning rate after each rollback.")
+        PositiveFraction, Meta(description="Factor that multiplies the learning rate after each rollback.")
     ] = 0.3
-    max_rollbacks: Annotated[
-        Positive, Meta(description="The run ends when it would need more rollbacks than this.")
-    ] = 3
+    max_rollbacks: Annotated[Positive, Meta(description="The run ends at the collapse after these rollbacks.")] = 3
+
+
+CollapseSection = Annotated[
+    NoCollapseDetection | WarnOnCollapse | StopOnCollapse | RollBackOnCollapse,
+    Meta(description="Response to signs of a collapsing policy or of reward hacking."),
+]

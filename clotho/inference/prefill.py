@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 import structlog
 
-from clotho.config.schema import EngineSection
+from clotho.config.sections_run import EngineSection
 from clotho.cpu.interface import PromptState
 from clotho.inference.cache_layout import CacheLayout, evaluation_mode
 from clotho.inference.prefix_cache import PrefixCache

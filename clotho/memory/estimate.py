@@ -13,9 +13,10 @@ from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
 from msgspec.structs import replace
 
-from clotho.config.schema import ModelSection, Profile
-from clotho.config.sections_data import FullMethod
-from clotho.config.sections_training import AverageReference, BaseReference, SnapshotReference
+from clotho.config.schema import Profile
+from clotho.config.sections_data import FullMethod, ModelSection
+from clotho.config.sections_run import AtroposSource
+from clotho.config.sections_training import AverageReference, BaseReference, RollBackOnCollapse, SnapshotReference
 from clotho.cpu.interface import spare_columns
 from clotho.inference.cache_layout import AttentionLeaf, CacheLayout, StateLeaf
 from clotho.inference.prefix_cache import MAX_ENTRIES
@@ -96,7 +97,7 @@ def learning_bytes(base: nn.Module, profile: Profile) -> LearningBytes:
         optimizer=optimizer,
         reference=average + snapshot + initial,
         rollback=2 * (trained + optimizer + average + taken_anew)
-        if profile.collapse_detection.on_collapse == "rollback"
+        if isinstance(profile.collapse_detection, RollBackOnCollapse)
         else 0,
         midway=trained + optimizer if several else 0,
         update=float32 + trained + optimizer + average + largest,
@@ -258,7 +259,7 @@ def _itemsize(model: nn.Module, config: dict[str, Any]) -> int:
 
 def _longest(profile: Profile, prompt_tokens: int, context: int) -> tuple[int, int]:
     """Return the length of the longest training sequence, and the largest number of its tokens that are sampled."""
-    if profile.atropos.enabled:
+    if isinstance(profile.atropos, AtroposSource):
         length = min(profile.atropos.max_tokens, context)
         return length, length - 1
     length = min(prompt_tokens + profile.sampling.max_tokens, context)

@@ -17,7 +17,7 @@ PARTS = (
         "reference weights",
         "learner.kl_penalty = none, learner.kl_penalty.reference = base, or policy.method = lora",
     ),
-    ("rollback", "weights for rollbacks", f"collapse_detection.on_collapse = stop; {ADAPTER}"),
+    ("rollback", "weights for rollbacks", f"collapse_detection = stop; {ADAPTER}"),
     (
         "midway",
         "weights between optimizer steps",

@@ -17,7 +17,7 @@ import mlx.nn as nn
 from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
 from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS, dequantize_model, load_model
 
-from clotho.config.schema import ModelSection
+from clotho.config.sections_data import ModelSection
 from clotho.models.parameters import flat
 from protocols.errors import ModelError
 from protocols.summary import PolicyDescription

@@ -15,8 +15,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from msgspec.structs import replace
 
-from clotho.config.schema import ModelSection, PolicySection
-from clotho.config.sections_data import FullMethod
+from clotho.config.sections_data import FullMethod, ModelSection, PolicySection
 from clotho.cpu.layers import install_cpu_layers
 from clotho.models.gradient_checkpoint import checkpointed_blocks
 from clotho.models.loading import context_length, describe_model, load_base

@@ -20,7 +20,7 @@ from typing import Literal
 import structlog
 from msgspec import Struct
 
-from clotho.config.schema import CollapseDetectionSection
+from clotho.config.sections_training import CollapseChecks, CollapseSection, RollBackOnCollapse, WarnOnCollapse
 from protocols.collapse import BaselineStatistics, BatchStatistics, CollapseState, CollapseVerdict, GroupStatistics
 from protocols.errors import CollapseError
 from protocols.sampling import Completion
@@ -134,7 +134,7 @@ def _finite(value: float | None) -> float | None:
 class CollapseDetector:
     """Keeps the baseline statistics of a run and assesses every batch."""
 
-    def __init__(self, settings: CollapseDetectionSection, state: CollapseState | None = None) -> None:
+    def __init__(self, settings: CollapseChecks, state: CollapseState | None = None) -> None:
         """state: result of `state()` of another detector; the verdicts then continue as if it were the same one."""
         self._settings = settings
         self._state = state or CollapseState()
@@ -190,26 +190,26 @@ class CollapseDetector:
         )
 
 
-Check = Callable[[BatchStatistics, CollapseState, CollapseDetectionSection], Iterator[str]]
+Check = Callable[[BatchStatistics, CollapseState, CollapseChecks], Iterator[str]]
 """A check yields a warning if it triggers, otherwise nothing."""
 
 
-def _check_update_kl(batch: BatchStatistics, state: CollapseState, settings: CollapseDetectionSection) -> Iterator[str]:
+def _check_update_kl(batch: BatchStatistics, state: CollapseState, settings: CollapseChecks) -> Iterator[str]:
     if batch.update_kl is not None and batch.update_kl > settings.update_kl_high:
         yield f"the update changed the policy by {batch.update_kl:.2g} nats per token"
 
 
-def _check_ess(batch: BatchStatistics, state: CollapseState, settings: CollapseDetectionSection) -> Iterator[str]:
+def _check_ess(batch: BatchStatistics, state: CollapseState, settings: CollapseChecks) -> Iterator[str]:
     if batch.ess is not None and batch.ess < settings.ess_low:
         yield f"the effective sample size is {batch.ess:.1%} of the tokens"
 
 
-def _check_kl(batch: BatchStatistics, state: CollapseState, settings: CollapseDetectionSection) -> Iterator[str]:
+def _check_kl(batch: BatchStatistics, state: CollapseState, settings: CollapseChecks) -> Iterator[str]:
     if batch.kl is not None and batch.kl > settings.kl_high:
         yield f"the KL divergence to the reference policy is {batch.kl:.2g} nats per token"
 
 
-def _check_reward(batch: BatchStatistics, state: CollapseState, settings: CollapseDetectionSection) -> Iterator[str]:
+def _check_reward(batch: BatchStatistics, state: CollapseState, settings: CollapseChecks) -> Iterator[str]:
     """Trigger if the reward lost more than `reward_drop` of (baseline - lowest reward), and more than noise explains.
 
     The baselines of several environments are weighted by their shares of the batch, so that a different mixture of
@@ -226,7 +226,7 @@ def _check_reward(batch: BatchStatistics, state: CollapseState, settings: Collap
         yield f"the mean reward fell from {baseline:.3g} to {batch.reward:.3g}"
 
 
-def _check_entropy(batch: BatchStatistics, state: CollapseState, settings: CollapseDetectionSection) -> Iterator[str]:
+def _check_entropy(batch: BatchStatistics, state: CollapseState, settings: CollapseChecks) -> Iterator[str]:
     least, most = state.baseline.entropy_least, state.baseline.entropy_most
     if batch.entropy is None or least is None or most is None:
         return
@@ -236,19 +236,19 @@ def _check_entropy(batch: BatchStatistics, state: CollapseState, settings: Colla
         yield f"the entropy fell from {most:.2g} to {batch.entropy:.2g} nats"
 
 
-def _check_length(batch: BatchStatistics, state: CollapseState, settings: CollapseDetectionSection) -> Iterator[str]:
+def _check_length(batch: BatchStatistics, state: CollapseState, settings: CollapseChecks) -> Iterator[str]:
     baseline = state.baseline.length
     if batch.length is not None and baseline is not None and batch.length > settings.length_high * baseline:
         yield f"the completion length grew from {baseline:.0f} to {batch.length:.0f} tokens"
 
 
-def _check_truncated(batch: BatchStatistics, state: CollapseState, settings: CollapseDetectionSection) -> Iterator[str]:
+def _check_truncated(batch: BatchStatistics, state: CollapseState, settings: CollapseChecks) -> Iterator[str]:
     baseline = state.baseline.truncated
     if batch.truncated is not None and baseline is not None and batch.truncated > baseline + settings.truncated_high:
         yield f"{batch.truncated:.0%} of completions are truncated, compared with {baseline:.0%} in the baseline"
 
 
-def _check_format(batch: BatchStatistics, state: CollapseState, settings: CollapseDetectionSection) -> Iterator[str]:
+def _check_format(batch: BatchStatistics, state: CollapseState, settings: CollapseChecks) -> Iterator[str]:
     baseline, content = state.baseline.empty_form, state.baseline.content
     if batch.empty_form is None or batch.content is None or baseline is None or content is None:
         return
@@ -287,38 +287,38 @@ class CollapseResponse(Struct, frozen=True, kw_only=True):
 
 
 class CollapseMonitor:
-    """Assesses every batch and decides the response that `collapse_detection.on_collapse` configures."""
+    """Assesses every batch and decides the response that the type of `[collapse_detection]` configures."""
 
-    def __init__(self, settings: CollapseDetectionSection, *, state: CollapseState, rollbacks: int) -> None:
+    def __init__(self, settings: CollapseSection, *, state: CollapseState, rollbacks: int) -> None:
         """state, rollbacks: from the checkpoint of a resumed run, or `CollapseState()` and 0."""
-        self._settings = settings
-        self._detector = CollapseDetector(settings, state)
+        self._settings, self._state = settings, state
+        self._detector = CollapseDetector(settings, state) if isinstance(settings, CollapseChecks) else None
         self.rollbacks = rollbacks
         self._tripped = False
 
     @property
     def rollback_rate(self) -> float:
         """Factor of the learning rate per rollback."""
-        return self._settings.rollback_rate
+        return self._settings.rollback_rate if isinstance(self._settings, RollBackOnCollapse) else 1.0
 
     def state(self) -> CollapseState:
         """Return the state of the detector, for a checkpoint."""
-        return self._detector.state()
+        return self._detector.state() if self._detector else self._state
 
     def assess(self, report: StepReport) -> CollapseResponse:
         """Assess a batch. The action `rollback` also resets the baseline statistics.
 
         After `max_rollbacks` rollbacks the action is `stop`.
         """
-        if self._settings.on_collapse == "off":
+        if self._detector is None:
             return CollapseResponse(warnings=(), action="none")
         verdict = self._detector.observe(report)
         first, self._tripped = verdict.tripped and not self._tripped, verdict.tripped
         if first:
             log.warning("collapse_detected", step=report.step, warnings="; ".join(verdict.warnings))
-        if not verdict.tripped or self._settings.on_collapse == "warn":
+        if not verdict.tripped or isinstance(self._settings, WarnOnCollapse):
             return CollapseResponse(warnings=verdict.warnings, action="none")
-        if self._settings.on_collapse == "stop" or self.rollbacks >= self._settings.max_rollbacks:
+        if not isinstance(self._settings, RollBackOnCollapse) or self.rollbacks >= self._settings.max_rollbacks:
             return CollapseResponse(warnings=verdict.warnings, action="stop")
         self.rollbacks += 1
         self._detector.reset()
@@ -330,5 +330,5 @@ class CollapseMonitor:
         rollbacks = f" after {self.rollbacks} rollbacks (collapse_detection.max_rollbacks)" if self.rollbacks else ""
         return CollapseError(
             f"the policy collapsed at step {report.step}{rollbacks}: {'; '.join(report.collapse_warnings)}. An earlier "
-            "checkpoint may be better; lower the learning rate, or change collapse_detection.on_collapse"
+            "checkpoint may be better; lower the learning rate, or change collapse_detection"
         )

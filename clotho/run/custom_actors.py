@@ -9,7 +9,8 @@ from typing import Any, Generic, ParamSpec, TypeVar
 
 from msgspec import Struct, structs
 
-from clotho.config.schema import ActorSection, Profile
+from clotho.config.schema import Profile
+from clotho.config.sections_run import ActorSection
 from clotho.models.tokenizer import ChatTokenizer
 from clotho.runtime.latest import Latest
 from clotho.runtime.queues import Queue, QueueEnd

@@ -9,6 +9,7 @@ from typing import Any
 import structlog
 from msgspec import structs
 
+from clotho.config.sections_run import HttpServer, NoAtropos
 from clotho.models.machine import peak_memory
 from clotho.monitoring.summary import resume_command
 from clotho.monitoring.terminal_text import relative_path
@@ -137,13 +138,13 @@ class RunMonitor:
             listener_errors=stats.listener_errors,
         )
 
-    def server_context(self) -> ServerContext:
+    def server_context(self, settings: HttpServer) -> ServerContext:
         """The HTTP server's interface to the run."""
         context, profile = self._context, self._context.profile
         return ServerContext(
             sampler=context.sampler,
             tokenizer=context.policy.tokenizer,
-            settings=profile.server,
+            settings=settings,
             sampling=profile.sampling,
             prompt_logprobs=context.prompt_logprobs,
             weights=lambda: context.weights.value,
@@ -151,8 +152,8 @@ class RunMonitor:
             snapshot=self.snapshot,
             context_length=context.policy.context_length,
             vocab_size=context.policy.vocab_size,
-            sample_log=context.sample_log if profile.atropos.enabled else NullSampleLog(),
-            record_supports=profile.atropos.enabled,
+            sample_log=NullSampleLog() if isinstance(profile.atropos, NoAtropos) else context.sample_log,
+            record_supports=not isinstance(profile.atropos, NoAtropos),
         )
 
     def summary(self, accounting: GroupAccounting, *, complete: bool) -> RunSummary:

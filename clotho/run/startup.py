@@ -15,7 +15,8 @@ from clotho.atropos.commands import require_environments
 from clotho.config.load import load_profile, write_profile
 from clotho.config.objectives import BatchAdvantage, EnvironmentAdvantage, LinearOverlongPenalty
 from clotho.config.schema import Profile
-from clotho.config.sections_training import BaseReference
+from clotho.config.sections_run import HeldOutEvaluation, NoEvaluation, RunningServer
+from clotho.config.sections_training import BaseReference, NoCollapseDetection, RollBackOnCollapse
 from clotho.inference import DecodeEngine
 from clotho.inference.sample_log import SampleLog, token_cost
 from clotho.inference.sampling import validate
@@ -146,7 +147,7 @@ def _require_importable(profile: Profile) -> None:
     for section in profile.actors:
         load_factory(section)
     require_environments(profile)
-    if profile.atropos.url:
+    if isinstance(profile.atropos, RunningServer):
         require_address(profile.atropos.url)
 
 
@@ -166,16 +167,15 @@ def _load_compute(profile: Profile) -> tuple[Policy, PolicyLearner, DecodeEngine
         )
     keep_reference = isinstance(profile.learner.reference, BaseReference)
     policy = load_policy(profile.model, profile.policy, seed=profile.seed, keep_reference=keep_reference)
+    collapse = profile.collapse_detection
     learner = PolicyLearner(
         policy,
         profile.learner,
         profile.sampling,
         steps=profile.steps,
         seed=profile.seed,
-        rollback_window=profile.collapse_detection.window
-        if profile.collapse_detection.on_collapse == "rollback"
-        else 0,
-        measure_update_kl=profile.collapse_detection.on_collapse != "off",
+        rollback_window=collapse.window if isinstance(collapse, RollBackOnCollapse) else 0,
+        measure_update_kl=not isinstance(collapse, NoCollapseDetection),
     )
     return policy, learner, DecodeEngine(policy, profile.engine), estimate
 
@@ -194,7 +194,7 @@ def _load_prompts(profile: Profile, policy: Policy, rewards: RewardRunner) -> tu
     longest = max(prompts.longest_prompt, held_out.longest_prompt)
     _require_short_prompts(longest, policy.context_length, profile)
     _require_valid_requests(longest, policy, profile)
-    if profile.eval.enabled and profile.eval.problems > len(held_out.problems):
+    if isinstance(profile.eval, HeldOutEvaluation) and profile.eval.problems > len(held_out.problems):
         log.warning(
             "fewer_heldout_problems_than_requested",
             key="eval.problems",
@@ -245,14 +245,14 @@ def _require_correct_rewards(profile: Profile, held_out: HeldOut, rewards: Rewar
 
     Raises ProfileError if no held-out problem has such a reward.
     """
-    if not profile.eval.enabled:
+    if isinstance(profile.eval, NoEvaluation):
         return ()
     types = {problem.type for problem in held_out.problems}
     missing = rewards.types_without_correct(types)
     if missing and len(missing) == len(types):
         raise ProfileError(
             f"rewards: no reward with correct = true applies to the held-out problems, which have the types "
-            f"{', '.join(missing[:MAX_LISTED_TYPES])}: add such a reward, or set eval.enabled = false"
+            f'{", ".join(missing[:MAX_LISTED_TYPES])}: add such a reward, or set eval = "off"'
         )
     return tuple(
         f"no reward with correct = true applies to held-out problems of type {kind}: they count as ungraded"

@@ -18,7 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from clotho.config.addresses import is_loopback
+from clotho.config.rules import is_loopback
 from clotho.runtime.daemon_threads import DaemonThreads, NoThreadError, OvertimeError
 from clotho.serving.auth import ApiKeyMiddleware, LocalOriginMiddleware, client_label
 from clotho.serving.bodies import RequestBodies

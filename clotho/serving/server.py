@@ -13,8 +13,8 @@ from anyio.abc import TaskStatus
 from hypercorn.asyncio import serve
 from hypercorn.config import Config
 
-from clotho.config.addresses import is_loopback
-from clotho.config.schema import ServerSection
+from clotho.config.rules import is_loopback
+from clotho.config.sections_run import HttpServer
 from clotho.serving.app import build_app
 from clotho.serving.limits import ConcurrencyLimit
 from clotho.serving.services import ServerContext
@@ -25,7 +25,7 @@ BACKLOG = 1024
 OPEN_FILES = 8192
 
 
-def listen(settings: ServerSection) -> socket.socket:
+def listen(settings: HttpServer) -> socket.socket:
     """Bind the configured address and listen on it.
 
     Also raises this process's limit of open files, because every connection is an open file and some systems start with

@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol
 
 from msgspec import Struct
 
-from clotho.config.schema import ServerSection
+from clotho.config.sections_run import HttpServer
 from protocols.sampling import Completion, CompletionDone, PromptLogprobs, SampleRequest, Sampling, TokenSampled
 from protocols.step import WeightsReady
 
@@ -154,7 +154,7 @@ class ServerContext(Struct, frozen=True, kw_only=True):
 
     sampler: SamplerClient
     tokenizer: Tokenizer
-    settings: ServerSection
+    settings: HttpServer
     sampling: Sampling
     prompt_logprobs: Callable[[tuple[int, ...], int], Awaitable[PromptLogprobs]]
     weights: Callable[[], WeightsReady]

@@ -11,8 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from clotho.config.objectives import EnvironmentAdvantage, RatioObjective
-from clotho.config.schema import LearnerSection
-from clotho.config.sections_training import EnvironmentReference, KLPenalty, RewardKLPenalty
+from clotho.config.sections_training import EnvironmentReference, KLPenalty, LearnerSection, RewardKLPenalty
 from clotho.models.parameters import Parameters
 from clotho.models.policy import TrainablePolicy
 from clotho.scoring.layouts.micro_batches import build_micro_batches

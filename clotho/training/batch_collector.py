@@ -7,8 +7,7 @@ from itertools import chain
 from math import isfinite
 
 from clotho.config.objectives import EnvironmentAdvantage
-from clotho.config.schema import LearnerSection
-from clotho.config.sections_training import EnvironmentReference
+from clotho.config.sections_training import EnvironmentReference, LearnerSection
 from protocols.rollout import Discarded, DiscardReason, GroupOutcome, ScoredGroup
 
 

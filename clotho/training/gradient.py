@@ -7,7 +7,7 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from clotho.config.objectives import RatioObjective
-from clotho.config.schema import LearnerSection
+from clotho.config.sections_training import LearnerSection
 from clotho.models.parameters import Parameters, flat, nested
 from clotho.models.policy import TrainablePolicy
 from clotho.scoring.sequences import MicroBatch

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from clotho.config.schema import LearnerSection
+from clotho.config.sections_training import LearnerSection
 from clotho.models.parameters import Arrays, Parameters, flat, nested
 from clotho.models.policy import TrainablePolicy
 from clotho.scoring.teacher_forcing import TeacherForcing

@@ -22,9 +22,8 @@ import mlx.core as mx
 import mlx.optimizers as optim
 import numpy as np
 
-from clotho.config.schema import LearnerSection
 from clotho.config.sections_training import Adafactor as AdafactorSettings
-from clotho.config.sections_training import AdamW, Lion, Muon, Optimizer, Sgd
+from clotho.config.sections_training import AdamW, LearnerSection, Lion, Muon, Optimizer, Sgd
 from clotho.models.parameters import Arrays
 
 MUON_UPDATE_RMS = 0.2

@@ -7,8 +7,13 @@ from contextlib import contextmanager
 
 import mlx.core as mx
 
-from clotho.config.schema import LearnerSection
-from clotho.config.sections_training import AverageReference, BaseReference, EnvironmentReference, SnapshotReference
+from clotho.config.sections_training import (
+    AverageReference,
+    BaseReference,
+    EnvironmentReference,
+    LearnerSection,
+    SnapshotReference,
+)
 from clotho.models.parameters import Arrays, Parameters, flat, nested
 from clotho.models.policy import TrainablePolicy
 

@@ -9,8 +9,7 @@ from statistics import fmean
 import numpy as np
 from numpy.typing import NDArray
 
-from clotho.config.schema import ReplaySection
-from clotho.config.sections_training import BufferedReplay, PriorityReplay, WeightedReplay
+from clotho.config.sections_training import BufferedReplay, PriorityReplay, ReplaySection, WeightedReplay
 from protocols.rollout import ScoredGroup
 from protocols.step import ReplayGroup, TrainedGroup
 

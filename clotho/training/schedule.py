@@ -6,8 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
-from clotho.config.schema import LearnerSection
-from clotho.config.sections_training import ConstantSchedule, CosineSchedule, LinearSchedule, Schedule
+from clotho.config.sections_training import ConstantSchedule, CosineSchedule, LearnerSection, LinearSchedule, Schedule
 
 
 def constant(progress: float) -> float:

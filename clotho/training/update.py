@@ -44,7 +44,8 @@ import mlx.core as mx
 from msgspec import Struct
 from msgspec.structs import replace
 
-from clotho.config.schema import LearnerSection, SamplingSection
+from clotho.config.sections_data import SamplingSection
+from clotho.config.sections_training import LearnerSection
 from clotho.models.machine import random_state, restore_random_state
 from clotho.models.parameters import Arrays, Parameters, fingerprint, flat
 from clotho.models.policy import TrainablePolicy

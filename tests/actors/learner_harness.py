@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from actors.learner import Learner, LearnerProgress
-from clotho.config.schema import CollapseDetectionSection, ReplaySection
-from clotho.config.sections_training import NoReplay
+from clotho.config.sections_training import CollapseSection, NoCollapseDetection, NoReplay, ReplaySection
 from clotho.monitoring.collapse_detection import CollapseMonitor
 from clotho.runtime.compute_thread import ComputeExecutor
 from clotho.runtime.latest import Latest
@@ -33,6 +32,9 @@ def discarded_group(group_id: int) -> Discarded:
     return Discarded(prompt=prompt(group_id), reason="reward_error", detail="raised")
 
 
+OFF = NoCollapseDetection()
+
+
 class LearnerHarness:
     """A learner of a small policy, with a reader on each outbox."""
 
@@ -43,13 +45,12 @@ class LearnerHarness:
         *,
         progress: LearnerProgress | None = None,
         replay: ReplaySection | None = None,
-        collapse_detection: CollapseDetectionSection | None = None,
+        collapse_detection: CollapseSection = OFF,
         collapse_state: CollapseState | None = None,
         steps: int = 100,
         from_environments: bool = False,
         **keys: Any,
     ) -> None:
-        collapse_detection = collapse_detection or CollapseDetectionSection(on_collapse="off")
         keys = {"batch_size": 2, "learning_rate": 1e-2, "schedule": "constant", **keys}
         self.policy = BigramPolicy()
         self.policy_learner = executor.submit(

@@ -11,7 +11,7 @@ from structlog.testing import capture_logs
 from actors.atropos_fetcher import IN_FLIGHT_KEPT
 from clotho.atropos.api import AtroposApi
 from clotho.atropos.client import Registration
-from clotho.config.schema import AtroposSection
+from clotho.config.sections_run import AtroposSource
 from protocols.errors import ProfileError
 from protocols.queues import EndOfStream, QueueClosed
 from protocols.rollout import Discarded, ScoredGroup
@@ -104,7 +104,7 @@ async def test_a_drained_or_completed_fetcher_ends_from_every_wait(where: str, e
     harnesses: dict[str, Callable[[], FetcherHarness]] = {
         "opening": lambda: FetcherHarness(source=Source([], reachable=False)),
         "asking": FetcherHarness,
-        "pausing": lambda: FetcherHarness([None] * 10_000, settings=AtroposSection(poll_seconds=60.0)),
+        "pausing": lambda: FetcherHarness([None] * 10_000, settings=AtroposSource(poll_seconds=60.0)),
         "held back": lambda: FetcherHarness([["a", "a"], ["a"]], ahead=0),
     }
     harness = harnesses[where]()
@@ -137,7 +137,7 @@ async def test_fetched_groups_are_sent_after_a_drain(end: str) -> None:
 
 async def test_a_long_wait_is_logged_with_its_reason() -> None:
     """One log event per expired patience interval."""
-    settings = AtroposSection(poll_seconds=0.05, patience_seconds=1e-9)
+    settings = AtroposSource(poll_seconds=0.05, patience_seconds=1e-9)
     harness = FetcherHarness([None, None, ["a"]], settings=settings)
     with capture_logs() as logs:
         async with anyio.create_task_group() as tasks:

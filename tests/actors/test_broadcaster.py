@@ -17,7 +17,7 @@ from msgspec import structs
 
 from actors import broadcaster as module
 from actors.broadcaster import Broadcaster, SwapTimes
-from clotho.config.schema import KvPolicy, ParitySection
+from clotho.config.sections_run import KvPolicy, NoParityCheck, ParityCheck, ParitySection
 from clotho.models.parameters import flat
 from clotho.runtime.compute_thread import ComputeExecutor
 from clotho.runtime.latest import Latest
@@ -41,17 +41,25 @@ def executor() -> Iterator[ComputeExecutor]:
         yield running
 
 
+PARITY = ParityCheck()
+
+
 class BroadcasterHarness:
     """A broadcaster of a tiny policy and its engine."""
 
     def __init__(
-        self, executor: ComputeExecutor, directory: Path, *, kv_policy: KvPolicy = "keep", **settings: Any
+        self,
+        executor: ComputeExecutor,
+        directory: Path,
+        *,
+        kv_policy: KvPolicy = "keep",
+        parity: ParitySection = PARITY,
     ) -> None:
         self.executor = executor
         self.policy, self.engine = served_policy(executor, directory)
         self.weights = Latest[WeightsReady]("weights")
         self.swap_times = SwapTimes()
-        self.settings, self.kv_policy = ParitySection(**settings), kv_policy
+        self.settings, self.kv_policy = parity, kv_policy
 
     def update(self, *, step: int, version: int, shift: float = 0.0, trained: bool = True) -> PolicyUpdated:
         """Return the update of a batch: the initial weights with `shift` added to every parameter."""
@@ -133,7 +141,7 @@ async def test_running_sequences_follow_the_kv_cache_policy(
     executor: ComputeExecutor, tmp_path: Path, policy: KvPolicy, versions: set[int]
 ) -> None:
     """Each token has the version of the weights that sampled it. Under `drain`, a running sequence has one version."""
-    harness = BroadcasterHarness(executor, tmp_path, kv_policy=policy, tokens=0)
+    harness = BroadcasterHarness(executor, tmp_path, kv_policy=policy, parity=NoParityCheck())
     broadcaster = harness.broadcaster(harness.update(step=1, version=1, shift=0.3))
     sampler = Sampler(executor.submit, harness.engine)
     request = SampleRequest(
@@ -169,7 +177,7 @@ async def test_the_parity_check_warns_and_stops_at_its_thresholds(
     executor: ComputeExecutor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`warn_nats` and `stop_nats` apply at the start and after each swap, to the tokens of the last update."""
-    harness = BroadcasterHarness(executor, tmp_path, warn_nats=0.01, stop_nats=0.1)
+    harness = BroadcasterHarness(executor, tmp_path, parity=ParityCheck(warn_nats=0.01, stop_nats=0.1))
     differences, probed = iter([0.001, 0.05, 0.2]), []
 
     def probe(policy: Any, engine: Any, prompt: Any, completion: Any, **_: Any) -> ParityReport:
@@ -199,9 +207,9 @@ async def test_the_broadcaster_is_ready_after_the_first_parity_check(executor: C
     assert 0 < seen[0] < 1e-3
 
 
-async def test_zero_tokens_turn_the_parity_check_off(executor: ComputeExecutor, tmp_path: Path) -> None:
-    """With `tokens = 0` NaN weights are served."""
-    harness = BroadcasterHarness(executor, tmp_path, tokens=0)
+async def test_the_parity_check_can_be_turned_off(executor: ComputeExecutor, tmp_path: Path) -> None:
+    """With `parity = "off"` NaN weights are served."""
+    harness = BroadcasterHarness(executor, tmp_path, parity=NoParityCheck())
     broadcaster = harness.broadcaster(harness.update(step=1, version=1, shift=float("nan")))
     await broadcaster.run()
     assert (harness.policy.version, broadcaster.largest_drift) == (1, 0.0)

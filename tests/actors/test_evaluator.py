@@ -12,7 +12,7 @@ import pytest
 from mlx.utils import tree_map
 
 from actors.evaluator import Evaluator, Pinned
-from clotho.config.schema import EngineSection, EvalSection
+from clotho.config.sections_run import EngineSection, HeldOutEvaluation
 from clotho.inference.greedy import greedy_completions
 from clotho.runtime.compute_thread import ComputeExecutor
 from clotho.runtime.queues import Queue
@@ -95,7 +95,7 @@ class EvaluatorHarness:
                 is_correct=self.is_correct,
             ),
             sampling=SAMPLING,
-            settings=EvalSection(**settings),
+            settings=HeldOutEvaluation(**settings),
             engine=GENERATOR,
             base=pinned if base else None,
             start=Pinned(step=start, version=start, parameters=self.policy.trainable()),

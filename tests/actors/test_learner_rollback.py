@@ -9,8 +9,13 @@ from typing import Any
 import anyio
 import pytest
 
-from clotho.config.schema import CollapseDetectionSection
-from clotho.config.sections_training import BufferedReplay
+from clotho.config.sections_training import (
+    BufferedReplay,
+    CollapseSection,
+    RollBackOnCollapse,
+    StopOnCollapse,
+    WarnOnCollapse,
+)
 from clotho.runtime.compute_thread import ComputeExecutor
 from protocols.collapse import BaselineStatistics, CollapseState
 from protocols.errors import CollapseError, DivergenceError
@@ -36,7 +41,7 @@ async def test_a_rollback_publishes_the_restored_weights_under_a_new_version(exe
     Groups of the collapsed policy are discarded, and the group accounting continues.
     """
     outcomes = [trainable_group(0), trainable_group(1), trainable_group(2, version=1), trainable_group(3, version=2)]
-    collapse_detection = CollapseDetectionSection(on_collapse="rollback", **TOUCHY)
+    collapse_detection = RollBackOnCollapse(**TOUCHY)
     harness = LearnerHarness(
         executor, outcomes, collapse_detection=collapse_detection, replay=BufferedReplay(capacity=4)
     )
@@ -53,15 +58,17 @@ async def test_a_rollback_publishes_the_restored_weights_under_a_new_version(exe
     assert second.update.learning_rate == pytest.approx(1e-2 * collapse_detection.rollback_rate)
 
 
-@pytest.mark.parametrize(("keys", "batches"), [({"on_collapse": "stop"}, 1), ({"on_collapse": "rollback"}, 2)])
+@pytest.mark.parametrize(
+    ("collapse_detection", "batches"),
+    [(StopOnCollapse(**TOUCHY), 1), (RollBackOnCollapse(**TOUCHY, max_rollbacks=1), 2)],
+)
 async def test_a_collapse_ends_the_run_if_no_rollback_is_allowed(
-    executor: ComputeExecutor, keys: dict[str, Any], batches: int
+    executor: ComputeExecutor, collapse_detection: CollapseSection, batches: int
 ) -> None:
-    """With `on_collapse = "stop"`, or after the last allowed rollback.
+    """With the type `stop`, or after the last allowed rollback.
 
     The update is sent first, for the last checkpoint.
     """
-    collapse_detection = CollapseDetectionSection(**TOUCHY, max_rollbacks=1, **keys)
     harness = LearnerHarness(
         executor,
         [trainable_group(group_id, version=group_id) for group_id in range(6)],
@@ -75,7 +82,7 @@ async def test_a_collapse_ends_the_run_if_no_rollback_is_allowed(
 @pytest.mark.parametrize(
     ("keys", "error"),
     [
-        ({"collapse_detection": CollapseDetectionSection(on_collapse="stop", **TOUCHY)}, CollapseError),
+        ({"collapse_detection": StopOnCollapse(**TOUCHY)}, CollapseError),
         ({"outcome": trainable_group(0, logprob=math.nan), "max_bad_steps": 1}, DivergenceError),
     ],
 )
@@ -112,7 +119,7 @@ async def test_a_batch_without_an_update_does_not_count_as_healthy(executor: Com
         discarded_group(4),
         discarded_group(5),
     ]
-    harness = LearnerHarness(executor, outcomes, collapse_detection=CollapseDetectionSection(on_collapse="rollback"))
+    harness = LearnerHarness(executor, outcomes, collapse_detection=RollBackOnCollapse())
     assert [report.version for report in await harness.run()] == [1, 1, 1]
     assert executor.submit(lambda: harness.policy_learner.state()["rollback.healthy_updates"].item()).result() == 1
 
@@ -120,7 +127,7 @@ async def test_a_batch_without_an_update_does_not_count_as_healthy(executor: Com
 async def test_a_rollback_resets_the_count_of_bad_steps(executor: ComputeExecutor) -> None:
     """Non-finite updates of the collapsed policy do not end the restored run."""
     collapse_state = CollapseState(baseline=BaselineStatistics(length=0.1))
-    collapse_detection = CollapseDetectionSection(on_collapse="rollback", patience=1)
+    collapse_detection = RollBackOnCollapse(patience=1)
     outcomes = [trainable_group(0, logprob=math.nan), trainable_group(1, version=1)]
     harness = LearnerHarness(
         executor,
@@ -138,9 +145,7 @@ async def test_a_rollback_resets_the_count_of_bad_steps(executor: ComputeExecuto
 async def test_a_warning_changes_no_weights(executor: ComputeExecutor) -> None:
     """The report has the signs. Weights and versions equal those of a run without collapse detection."""
     outcomes = [trainable_group(group_id) for group_id in range(4)]
-    warned = await LearnerHarness(
-        executor, outcomes, collapse_detection=CollapseDetectionSection(on_collapse="warn", **TOUCHY)
-    ).run()
+    warned = await LearnerHarness(executor, outcomes, collapse_detection=WarnOnCollapse(**TOUCHY)).run()
     silent = await LearnerHarness(executor, outcomes).run()
     assert all(report.collapse_warnings for report in warned)
     assert not any(report.collapse_warnings for report in silent)

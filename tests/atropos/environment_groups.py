@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from msgspec import Raw
 
 from clotho.atropos.reader import GroupReader, Policy
 from clotho.atropos.validation import Bounds
-from clotho.config.schema import AtroposSection
 from clotho.inference.sample_log import SampleLog
 from protocols.rollout import Discarded, GroupOutcome, ScoredGroup
 from protocols.sampling import Completion, PromptLogprobs, SampleRequest, Sampling
@@ -68,7 +67,11 @@ class ReaderHarness:
     """A group reader, its sample log, and the arguments of all recomputations."""
 
     def __init__(
-        self, *, sampling: Sampling = SAMPLING, settings: AtroposSection | None = None, **learner: Any
+        self,
+        *,
+        sampling: Sampling = SAMPLING,
+        missing_logprobs: Literal["recompute", "refuse"] = "refuse",
+        **learner: Any,
     ) -> None:
         self.sample_log = SampleLog()
         self.recomputed: list[tuple[tuple[int, ...], float]] = []
@@ -78,7 +81,7 @@ class ReaderHarness:
             recompute=self._recompute,
             sampling=sampling,
             learner=learner_settings(**learner),
-            settings=settings or AtroposSection(),
+            missing_logprobs=missing_logprobs,
         )
 
     def record(

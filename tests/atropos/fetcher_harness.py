@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Raw
 
 from actors.atropos_fetcher import AtroposFetcher
-from clotho.config.schema import AtroposSection
+from clotho.config.sections_run import AtroposSource
 from clotho.runtime.latest import Latest
 from clotho.runtime.queues import Queue
 from protocols.prompt import Problem, Prompt
@@ -97,7 +97,7 @@ class FetcherHarness:
         self.source = source or Source(batches)
         self.reader = reader or Reader()
         defaults: dict[str, Any] = {"first_group": 0, "received": {}, "lost": {}, "ended": 0}
-        defaults["settings"] = AtroposSection(poll_seconds=0.05)
+        defaults["settings"] = AtroposSource(poll_seconds=0.05)
         self.fetcher = AtroposFetcher(
             outbox=self.scored.outbox(),
             source=self.source,

@@ -19,7 +19,7 @@ import pytest
 from msgspec import structs
 
 from clotho.atropos import processes as module
-from clotho.atropos.commands import Command
+from clotho.atropos.commands import Command, interpreter
 from clotho.atropos.processes import AtroposServer, Environment, ProcessActor, ProcessExit, ProcessLog
 from clotho.config.load import load_profile
 from protocols.errors import ActorError, ProfileError
@@ -323,7 +323,7 @@ class ServerAndEnvironment:
         section = {"name": "mine", "script": str(script), "min_batch_allocation": 0.5}
         overrides = {"atropos.python": python_with_atropos(), "environments": [section]}
         profile = load_profile("atropos-local", overrides)
-        self.server = AtroposServer(profile, directory=directory)
+        self.server = AtroposServer(interpreter(profile), directory=directory)
         self.environment = ObservedEnvironment(
             profile.environments[0],
             profile,

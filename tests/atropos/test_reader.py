@@ -9,7 +9,6 @@ from msgspec import Raw
 
 from clotho.atropos.reader import MAX_NAMES, EnvironmentNames, RecentGroups
 from clotho.atropos.validation import WireGroup, decode_group
-from clotho.config.schema import AtroposSection
 from protocols.errors import GenerationError
 from protocols.rollout import Discarded
 from protocols.sampling import PromptLogprobs, Sampling
@@ -23,8 +22,6 @@ from tests.atropos.environment_groups import (
     logprob,
     raw,
 )
-
-RECOMPUTE = AtroposSection(missing_logprobs="recompute")
 
 
 async def test_a_group_becomes_a_prompt_and_its_completions() -> None:
@@ -218,7 +215,7 @@ async def test_missing_log_probabilities_are_invalid_or_recomputed() -> None:
     """`atropos.missing_logprobs` decides; recorded spans are not recomputed."""
     fields = group((40, 41), (42,), inference_logprobs=None, overrides=[{"temperature": 0.5}, {}])
     assert "tokens[0][3:5] is not in the sample log" in await ReaderHarness().discarded(fields)
-    harness = ReaderHarness(settings=RECOMPUTE)
+    harness = ReaderHarness(missing_logprobs="recompute")
     harness.record(PROMPT, (42,), version=4)
     scored = await harness.scored(fields)
     one, other = scored.group.completions
@@ -234,7 +231,7 @@ async def test_a_failed_recomputation_discards_the_group() -> None:
     async def broken(_: tuple[int, ...], __: float) -> PromptLogprobs:
         raise GenerationError("the model's logits are not finite")
 
-    harness = ReaderHarness(settings=RECOMPUTE)
+    harness = ReaderHarness(missing_logprobs="recompute")
     harness.reader._recompute = broken
     detail = await harness.discarded(group((40,), (41,), inference_logprobs=None), "generation_error")
     assert detail == "the model's logits are not finite"

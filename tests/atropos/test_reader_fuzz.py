@@ -11,7 +11,6 @@ import pytest
 from msgspec import Raw
 
 from clotho.atropos.reader import MAX_NAMES, MAX_RECENT_GROUPS
-from clotho.config.schema import AtroposSection
 from protocols.rollout import Discarded, ScoredGroup
 from tests.atropos.environment_groups import PROMPT, ReaderHarness, conversations
 
@@ -102,7 +101,7 @@ async def test_every_group_is_scored_or_discarded_with_a_reason(seed: int) -> No
     random = Random(seed)
     reference: dict[str, Any] = random.choice([{}, {"reference": "environment", "kl_beta": 0.1}])
     harness = ReaderHarness(
-        settings=AtroposSection(missing_logprobs=random.choice(["refuse", "recompute"])),
+        missing_logprobs=random.choice(["refuse", "recompute"]),
         advantage=random.choice(["group", "environment", "batch"]),
         distillation_weight=random.choice([0.0, 1.0]),
         **reference,

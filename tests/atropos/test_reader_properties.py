@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from msgspec import Raw
 
 from clotho.atropos.client import Delivery, NotAtropos, _decoded
-from clotho.config.schema import AtroposSection
 from protocols.rollout import Discarded, DiscardReason, GroupOutcome, ScoredGroup
 from tests.atropos.environment_groups import BOUNDS, PROMPT, ReaderHarness
 from tests.atropos.fake_api import FIELDS
@@ -105,7 +104,7 @@ def readers(draw: st.DrawFn) -> ReaderHarness:
     """A reader with settings that change what a valid group is."""
     reference: dict[str, Any] = draw(st.sampled_from([{}, {"reference": "environment", "kl_beta": 0.1}]))
     return ReaderHarness(
-        settings=AtroposSection(missing_logprobs=draw(st.sampled_from(["refuse", "recompute"]))),
+        missing_logprobs=draw(st.sampled_from(["refuse", "recompute"])),
         advantage=draw(st.sampled_from(["group", "environment", "batch"])),
         distillation_weight=draw(st.sampled_from([0.0, 1.0])),
         **reference,

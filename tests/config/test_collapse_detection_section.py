@@ -6,18 +6,17 @@ from typing import Any
 
 import pytest
 
-from clotho.config.schema import CollapseDetectionSection
+from clotho.config.sections_training import RollBackOnCollapse, StopOnCollapse, WarnOnCollapse
 from clotho.monitoring.collapse_detection import CollapseMonitor, CollapseResponse
 from protocols.collapse import CollapseState
 from protocols.step import StepReport
 from tests.monitoring.collapse_reports import GOOD, batch, metrics, report
 
 HEALTHY = (*[batch(GOOD)] * 5,)
-ROLLBACK = {"on_collapse": "rollback", "patience": 1}
 
 EFFECTS: dict[str, tuple[Any, StepReport, dict[str, Any]]] = {
-    "on_collapse": ("stop", batch(GOOD._replace(ess=0.1)), {}),
-    "patience": (1, batch(GOOD._replace(ess=0.1)), {"on_collapse": "stop"}),
+    "type": (StopOnCollapse, batch(GOOD._replace(ess=0.1)), {}),
+    "patience": (1, batch(GOOD._replace(ess=0.1)), {"type": StopOnCollapse}),
     "window": (9, batch(GOOD._replace(length=99.0)), {}),
     "update_kl_high": (0.01, batch(GOOD._replace(update_kl=0.02)), {}),
     "ess_low": (0.9, batch(GOOD._replace(ess=0.8)), {}),
@@ -28,7 +27,7 @@ EFFECTS: dict[str, tuple[Any, StepReport, dict[str, Any]]] = {
     "length_high": (2.0, batch(GOOD._replace(length=50.0)), {}),
     "truncated_high": (0.1, batch(GOOD._replace(truncated=0.2)), {}),
     "empty_format_high": (0.2, batch(GOOD._replace(empty_form=0.3)), {}),
-    "max_rollbacks": (2, batch(GOOD._replace(ess=0.1)), ROLLBACK),
+    "max_rollbacks": (2, batch(GOOD._replace(ess=0.1)), {"type": RollBackOnCollapse, "patience": 1}),
 }
 """By key: another value, a batch with a different response, and other settings that the key needs."""
 
@@ -38,7 +37,8 @@ USED_BY_THE_LEARNER = {"rollback_rate"}
 
 def responses(bad: StepReport, **settings: Any) -> list[CollapseResponse]:
     """Return the responses to healthy batches and to four bad batches after them."""
-    monitor = CollapseMonitor(CollapseDetectionSection(**settings), state=CollapseState(), rollbacks=0)
+    response = settings.pop("type", WarnOnCollapse)
+    monitor = CollapseMonitor(response(**settings), state=CollapseState(), rollbacks=0)
     return [monitor.assess(one) for one in (*HEALTHY, *[bad] * 4)]
 
 
@@ -51,4 +51,4 @@ def test_every_key_changes_a_response(key: str) -> None:
 
 def test_the_table_has_every_key() -> None:
     """Keys that are not in the table are used by the learner."""
-    assert set(CollapseDetectionSection.__struct_fields__) == EFFECTS.keys() | USED_BY_THE_LEARNER
+    assert {"type", *RollBackOnCollapse.__struct_fields__} == EFFECTS.keys() | USED_BY_THE_LEARNER

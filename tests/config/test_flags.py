@@ -208,7 +208,7 @@ def test_rewards_may_be_listed_by_name() -> None:
 def test_booleans_may_stand_alone_and_optional_keys_may_be_taken_back() -> None:
     """--monitor.rollouts is true; --policy.method.scale none is as if it had never been given."""
     assert parse_arguments(["--monitor.rollouts", "--steps", "2"]).overrides == {"monitor.rollouts": True, "steps": 2}
-    assert parse_arguments(["--eval.enabled", "false"]).overrides == {"eval.enabled": False}
+    assert parse_arguments(["--eval", "off"]).overrides == {"eval.type": "off"}
     assert parse_arguments(["--policy.method.scale", "none"]).overrides == {"policy.method.scale": None}
 
 

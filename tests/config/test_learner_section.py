@@ -9,7 +9,8 @@ import pytest
 from msgspec.structs import replace
 
 from clotho.config.keys import keys
-from clotho.config.schema import LearnerSection, SamplingSection
+from clotho.config.sections_data import SamplingSection
+from clotho.config.sections_training import LearnerSection
 from clotho.models.parameters import flat
 from clotho.training.update import PolicyLearner, Update
 from protocols.errors import ProfileError

@@ -8,14 +8,15 @@ from typing import Any
 import pytest
 
 from clotho.config.load import PROFILES, load_profile, resolved_toml
+from clotho.config.sections_run import MockSource, NoAtropos, StartedServer
 from protocols.errors import ProfileError
 from tests.config.test_profile_rules import TAP, fault
 
 MINE = {"name": "mine", "script": "mine.py"}
 YOURS = {"name": "yours", "script": "yours.py"}
-URL = {"enabled": True, "url": "http://127.0.0.1:8001"}
-BOTH = {"enabled": True, "python": "python3"}
-MOCK = {"enabled": True, "mock": True}
+URL = {"type": "connect", "url": "http://127.0.0.1:8001"}
+START = {"type": "start", "python": "python3"}
+MOCK = {"type": "mock"}
 MOST, REST = MINE | {"min_batch_allocation": 0.7}, YOURS | {"min_batch_allocation": 0.4}
 REPLACE = TAP | {"mode": "replace"}
 
@@ -23,20 +24,20 @@ REPLACE = TAP | {"mode": "replace"}
 @pytest.mark.parametrize(
     ("sections", "key"),
     [
-        ({"atropos": {"url": "http://x"}}, "atropos.url"),
-        ({"atropos": {"mock": True}}, "atropos.mock"),
-        ({"atropos": {"patience_seconds": 9.0}}, "atropos.patience_seconds"),
+        ({"atropos": {"type": "off", "url": "http://x"}}, "atropos.url"),
+        ({"atropos": {"type": "off", "patience_seconds": 9.0}}, "atropos.patience_seconds"),
         ({"environments": [MINE]}, "environments"),
-        ({"atropos": {"enabled": True}}, "atropos.enabled"),
-        ({"atropos": BOTH}, "atropos.python"),
-        ({"atropos": BOTH | URL}, "atropos.python"),
+        ({"atropos": "connect"}, "atropos.url"),
+        ({"atropos": "start"}, "atropos.python"),
+        ({"atropos": START}, "atropos.python"),
+        ({"atropos": URL | {"python": "python3"}}, "atropos.python"),
         ({"atropos": URL, "environments": [MINE]}, "environments"),
-        ({"atropos": MOCK | URL}, "atropos.url"),
-        ({"atropos": MOCK | BOTH}, "atropos.python"),
+        ({"atropos": MOCK | {"url": "http://x"}}, "atropos.url"),
+        ({"atropos": MOCK | {"python": "python3"}}, "atropos.python"),
         ({"atropos": MOCK | {"missing_logprobs": "recompute"}}, "atropos.missing_logprobs"),
         ({"atropos": MOCK, "environments": [MINE]}, "environments"),
-        ({"atropos": BOTH | {"reset": False}, "environments": [MINE]}, "atropos.reset"),
-        ({"atropos": MOCK, "server": {"enabled": False}}, "server.enabled"),
+        ({"atropos": START | {"reset": False}, "environments": [MINE]}, "atropos.reset"),
+        ({"atropos": MOCK, "server": "off"}, "server"),
         ({"atropos": MOCK, "async": False}, "async"),
         (
             {"atropos": MOCK, "learner": {"objective": {"dynamic_sampling_max_ratio": 2.0}}},
@@ -44,7 +45,7 @@ REPLACE = TAP | {"mode": "replace"}
         ),
         (
             {"atropos": MOCK, "learner": {"objective": {"overlong_penalty": {"type": "linear", "buffer": 8}}}},
-            "learner.objective.overlong_penalty.type",
+            "learner.objective.overlong_penalty",
         ),
         ({"atropos": MOCK, "queues": {"prompts": 4}}, "queues.prompts"),
         ({"atropos": MOCK, "queues": {"rollouts": 4}}, "queues.rollouts"),
@@ -56,33 +57,23 @@ REPLACE = TAP | {"mode": "replace"}
             },
             "collapse_detection.empty_format_high",
         ),
-        ({"atropos": BOTH, "environments": [MINE, MINE | {"name": "MINE"}]}, "environments"),
-        ({"atropos": BOTH, "environments": [MINE | {"name": "api-server"}]}, "environments"),
+        ({"atropos": START, "environments": [MINE, MINE | {"name": "MINE"}]}, "environments"),
+        ({"atropos": START, "environments": [MINE | {"name": "api-server"}]}, "environments"),
         (
-            {"atropos": BOTH, "environments": [MOST, REST]},
-            "environments",
-        ),
-        ({"atropos": BOTH, "environments": [MINE | {"weight": 2.0}]}, "environments"),
-        (
-            {"atropos": BOTH, "environments": [MINE | {"options": {"group_size": 4}}]},
+            {"atropos": START, "environments": [MINE | {"options": {"group_size": 4}}]},
             "environments",
         ),
         (
-            {"atropos": BOTH, "environments": [MINE | {"options": {"env.inference_weight": 4}}]},
+            {"atropos": START, "environments": [MINE | {"options": {"env.inference_weight": 4}}]},
             "environments",
         ),
-        (
-            {"atropos": BOTH, "environments": [MINE, YOURS | {"group_size": 3}]},
-            "environments",
-        ),
-        ({"atropos": BOTH, "environments": [MINE | {"group_size": 256}]}, "environments"),
         ({"atropos": MOCK, "actors": [REPLACE | {"at": "prompter"}]}, "actors"),
         ({"atropos": MOCK, "actors": [TAP | {"at": "rollouts"}]}, "actors"),
         ({"atropos": MOCK, "actors": [REPLACE | {"at": "atropos_fetche"}]}, "actors"),
         ({"actors": [REPLACE | {"at": "atropos_fetcher"}]}, "actors"),
         ({"actors": [TAP | {"name": "atropos_fetcher"}]}, "actors"),
         (
-            {"atropos": BOTH, "environments": [MINE], "actors": [TAP | {"name": "environment mine"}]},
+            {"atropos": START, "environments": [MINE], "actors": [TAP | {"name": "environment mine"}]},
             "actors",
         ),
     ],
@@ -98,11 +89,11 @@ def test_a_contradiction_or_a_setting_without_effect_is_refused(sections: dict[s
         {"atropos": URL},
         {"atropos": URL | {"reset": False}},
         {"atropos": MOCK},
-        {"atropos": BOTH, "environments": [MINE]},
-        {"atropos": BOTH | URL, "environments": [MINE | {"weight": 2.0}]},
-        {"atropos": BOTH, "environments": [MINE, YOURS | {"weight": 3.0, "group_size": 4}]},
+        {"atropos": START, "environments": [MINE]},
+        {"atropos": URL | {"python": "python3"}, "environments": [MINE | {"weight": 2.0}]},
+        {"atropos": START, "environments": [MINE, YOURS | {"weight": 3.0, "group_size": 4}]},
         {
-            "atropos": BOTH,
+            "atropos": START,
             "environments": [MOST, REST | {"min_batch_allocation": 0.3}],
         },
         {"atropos": MOCK, "actors": [REPLACE | {"at": "atropos_fetcher", "name": "atropos_fetcher"}]},
@@ -116,11 +107,12 @@ def test_valid_combinations_are_allowed(sections: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("name", ["atropos", "atropos-local"])
-@pytest.mark.parametrize("overrides", [{"atropos.mock": True}, {"atropos.enabled": False}], ids=str)
+@pytest.mark.parametrize("overrides", [{"atropos": "mock"}, {"atropos": "off"}], ids=str)
 def test_a_switch_on_top_takes_the_place_of_what_a_profile_names(name: str, overrides: dict[str, Any]) -> None:
     """Neither the server nor environments of a lower layer remain."""
     found = load_profile(name, overrides)
-    assert (found.atropos.url, found.atropos.python, found.environments) == ("", "", ())
+    assert isinstance(found.atropos, MockSource | NoAtropos)
+    assert found.environments == ()
 
 
 def test_scripts_are_the_profiles_or_the_callers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,7 +120,7 @@ def test_scripts_are_the_profiles_or_the_callers(tmp_path: Path, monkeypatch: py
     monkeypatch.chdir(tmp_path)
     found = load_profile("atropos-local")
     assert found.environments[0].script == str(PROFILES / "environments" / "arithmetic.py")
-    assert found.atropos.python == ".atropos/bin/python"
+    assert found.atropos == StartedServer(python=".atropos/bin/python")
     by_flag = load_profile("atropos-local", {"environments": [MINE | {"options": {"max_num_workers": 2}}]})
     assert by_flag.environments[0].script == str(tmp_path / "mine.py")
     (tmp_path / "again.toml").write_text(resolved_toml(by_flag), encoding="utf-8")

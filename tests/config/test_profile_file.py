@@ -160,17 +160,17 @@ def test_a_type_keeps_the_defaults_of_the_objective_that_implies_it(here: Path) 
         {"async": False},
         {"policy.method": "full"},
         {"learner.schedule": "constant"},
-        {"eval.enabled": False},
-        {"server.enabled": False},
+        {"eval": "off"},
+        {"server": "off"},
         {"checkpoint.interval": 0},
-        {"parity.tokens": 0},
+        {"parity": "off"},
         {"steps": 1},
         {"learner.optimizer.learning_rate": 1e-9},
         {"learner.objective.ratio_reference": "batch_start", "learner.objective.importance_correction": "truncate"},
         {"learner.optimizer": "sgd"},
         {"learner.objective.advantage": "leave_one_out"},
-        {"collapse_detection.on_collapse": "off"},
-        {"atropos.enabled": False},
+        {"collapse_detection": "off"},
+        {"atropos": "off"},
     ],
     ids=str,
 )
@@ -180,8 +180,8 @@ def test_every_switch_works_on_top_of_every_shipped_profile(path: Path, override
 
     Not so what would have groups come from elsewhere: environments are never given up without a word.
     """
-    if overrides in ({"async": False}, {"server.enabled": False}) and load_profile(path.stem).atropos.enabled:
-        with pytest.raises(ProfileError, match=f"^command line: {next(iter(overrides))} = false"):
+    if overrides in ({"async": False}, {"server": "off"}) and path.stem.startswith("atropos"):
+        with pytest.raises(ProfileError, match=f"^command line: {next(iter(overrides))} = "):
             load_profile(path.stem, overrides)
         return
     profile = load_profile(path.stem, overrides)
@@ -207,8 +207,8 @@ def test_settings_that_lose_their_effect_fall_back_to_defaults(here: Path) -> No
          "unknown key policy.lora_rank; use policy.method.rank (lora_rank in earlier trainers)"),
         ("lr = 4\n", "unknown key or section lr; use learner.optimizer.learning_rate (lr in earlier trainers)"),
         ("[samplng]\n", "unknown key or section samplng; did you mean sampling?"),
-        ("[eval]\nzzzz = 1\n", "unknown key eval.zzzz; there are: eval.enabled, eval.interval, "
-         "eval.problems, eval.problems_between"),
+        ("[eval]\nzzzz = 1\n", "unknown key eval.zzzz; there are: eval.interval, "
+         "eval.problems, eval.problems_between, eval.type"),
         ("learner = 3\n", "learner must be a section: [learner], then one key per line"),
         ("steps = 0\n", "steps must be an integer >= 1, not 0"),
         ('steps = "ten"\n', 'steps must be an integer >= 1, not "ten"'),

@@ -9,7 +9,7 @@ import pytest
 from protocols.errors import ProfileError
 from tests.config.test_profile_rules import TAP, decoded, fault
 
-MOCK = {"enabled": True, "mock": True}
+MOCK = "mock"
 ENVIRONMENT = {"name": "environment", "factory": "a:B", "mode": "replace", "at": "scorer"}
 BATCH_START = {"ratio_reference": "batch_start"}
 TRUNCATE = {"type": "truncate", "high": 3.0}
@@ -128,7 +128,7 @@ def test_rules_with_other_sections_are_kept(sections: dict[str, Any], key: str) 
         {"atropos": MOCK, "learner": {"kl_penalty": {"type": "loss", "reference": "environment"}}},
         {"learner": {"num_minibatches": 20}, "replay": {"type": "buffer", "capacity": 8, "groups": 4}},
         {"replay": {"type": "buffer", "sampling": {"type": "weighted", "priority": "recency", "exponent": 2.0}}},
-        {"collapse_detection": {"on_collapse": "rollback", "rollback_rate": 0.5, "max_rollbacks": 1}},
+        {"collapse_detection": {"type": "rollback", "rollback_rate": 0.5, "max_rollbacks": 1}},
         {"steps": 3, "learner": {"schedule": {"warmup_steps": 5}}},
     ],
     ids=str,

@@ -9,6 +9,7 @@ import pytest
 from clotho.config.load import Layer, decode, flatten, merge
 from clotho.config.rules import first_complaint
 from clotho.config.schema import Profile
+from protocols.errors import ProfileError
 
 BASE: dict[str, Any] = {
     "model": {"path": "base"},
@@ -27,13 +28,17 @@ def decoded(**sections: Any) -> Profile:
 
 
 def fault(**sections: Any) -> str | None:
-    """The key that the first broken rule names; None if no rule is broken."""
-    complaint = first_complaint(decoded(**sections))
+    """The key that the schema or the first broken rule refuses; None if the profile is valid."""
+    try:
+        complaint = first_complaint(decoded(**sections))
+    except ProfileError as error:  # a key that the chosen type does not have, or a required key that is missing
+        return str(error).removeprefix("profile: ").split()[0]
     if complaint is None:
         return None
-    assert complaint.text.startswith((complaint.key, complaint.key.partition(".")[0]))
+    key = complaint.key.removesuffix(".type")
+    assert complaint.text.startswith((key, key.partition(".")[0]))
     assert "\n" not in complaint.text
-    return complaint.key
+    return key
 
 
 @pytest.mark.parametrize(
@@ -45,8 +50,8 @@ def fault(**sections: Any) -> str | None:
         ({"policy": {"method": {"scaling": "rank_stabilized"}}}, "policy.method.scaling"),
         ({"replay": {"type": "buffer", "capacity": 4, "groups": 5}}, "replay.groups"),
         ({"checkpoint": {"interval": 100}}, "checkpoint.interval"),
-        ({"collapse_detection": {"on_collapse": "off", "window": 9}}, "collapse_detection.window"),
-        ({"collapse_detection": {"on_collapse": "stop", "rollback_rate": 0.5}}, "collapse_detection.rollback_rate"),
+        ({"collapse_detection": {"type": "off", "window": 9}}, "collapse_detection.window"),
+        ({"collapse_detection": {"type": "stop", "rollback_rate": 0.5}}, "collapse_detection.rollback_rate"),
         ({"collapse_detection": {"kl_high": 1.0}}, "collapse_detection.kl_high"),
         ({"collapse_detection": {"empty_format_high": 0.2}}, "collapse_detection.empty_format_high"),
         ({"sampling": {"temperature": 0.0}}, "sampling.temperature"),
@@ -55,9 +60,9 @@ def fault(**sections: Any) -> str | None:
         ({"sampling": {"max_tokens": 64}, "engine": {"kv_cache_tokens": 64}}, "sampling.max_tokens"),
         ({"async": False, "rollouts": {"max_batches_ahead": 3}}, "rollouts.max_batches_ahead"),
         ({"parity": {"warn_nats": 0.6}}, "parity.warn_nats"),
-        ({"parity": {"tokens": 0, "warn_nats": 0.1}}, "parity.warn_nats"),
+        ({"parity": {"type": "off", "warn_nats": 0.1}}, "parity.warn_nats"),
         ({"checkpoint": {"interval": 0, "keep_last": 5}}, "checkpoint.keep_last"),
-        ({"eval": {"enabled": False, "interval": 5}}, "eval.interval"),
+        ({"eval": {"type": "off", "interval": 5}}, "eval.interval"),
         ({"steps": 20, "eval": {"interval": 20}}, "eval.interval"),
         ({"eval": {"problems_between": 5}}, "eval.problems_between"),
         ({"data": {"heldout": "h", "heldout_fraction": 0.2}}, "data.heldout_fraction"),
@@ -67,10 +72,9 @@ def fault(**sections: Any) -> str | None:
         ({"server": {"host": "0.0.0.0"}}, "server.host"),
         ({"server": {"host": "::"}}, "server.host"),
         ({"server": {"host": ""}}, "server.host"),
-        ({"server": {"enabled": False, "port": 9}}, "server.port"),
+        ({"server": {"type": "off", "port": 9}}, "server.port"),
         ({"rewards": [{"name": "exact"}]}, "rewards"),
         ({"rewards": [{"name": "exact", "weight": 0.0, "correct": True}]}, "rewards"),
-        ({"rewards": [{"name": "exact", "correct": True}] * 2}, "rewards"),
         ({"run_dir": ""}, "run_dir"),
         ({"run_dir": "runs/{sed}"}, "run_dir"),
         ({"actors": [TAP, TAP]}, "actors"),
@@ -80,7 +84,7 @@ def fault(**sections: Any) -> str | None:
         ({"actors": [TAP | {"mode": "add"}]}, "actors"),
         ({"actors": [TAP | {"name": "learner"}]}, "actors"),
         ({"actors": [TAP | {"name": n, "mode": "replace", "at": "scorer"} for n in "ab"]}, "actors"),
-        ({"eval": {"enabled": False}, "actors": [REPLACE_EVALUATOR]}, "actors"),
+        ({"eval": "off", "actors": [REPLACE_EVALUATOR]}, "actors"),
         (
             {"learner": {"objective": "dapo"}, "actors": [REPLACE_EVALUATOR | {"at": "learner"}]},
             "learner.objective.dynamic_sampling_max_ratio",
@@ -107,7 +111,7 @@ def test_a_contradiction_or_a_setting_without_effect_is_refused(sections: dict[s
         {"server": {"host": "0.0.0.0", "api_key": "k"}},
         {"server": {"host": "::1"}},
         {"server": {"host": "localhost"}},
-        {"eval": {"enabled": False}, "rewards": [{"name": "exact"}], "data": {"heldout_fraction": 0.0}},
+        {"eval": "off", "rewards": [{"name": "exact"}], "data": {"heldout_fraction": 0.0}},
         {"actors": [TAP, TAP | {"name": "scorer", "mode": "replace", "at": "scorer"}]},
         {"actors": [TAP | {"mode": "add", "at": ""}]},
         {"async": False},

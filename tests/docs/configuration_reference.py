@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
-from clotho.config.effects import EFFECTS
 from clotho.config.flags import SHORT, availability, default_in_words
 from clotho.config.keys import Key, Section, sections
 from clotho.config.other_trainers import accepted
-from clotho.config.rules import RULES
+from clotho.config.rules import CONTRADICTIONS, NO_EFFECT, custom_actors, environments, learnable_distribution
 from tests.docs.pages import DOCS
 
 PAGE = DOCS / "configuration.md"
@@ -83,18 +83,44 @@ def _meaning(key: Key) -> str:
 
 
 def _between() -> str:
-    rows = [f"* {' '.join((rule.__doc__ or '').split())}" for rule in RULES]
-    return "\n".join(["## Between settings", "", BETWEEN, "", *rows, ""])
+    rows = [f"| {_paths(_shown(rule.keys))} | {_cell(_reason(rule.reason))} |" for rule in CONTRADICTIONS]
+    checks = (learnable_distribution, custom_actors, environments)
+    others = [f"* {' '.join((check.__doc__ or '').split())}" for check in checks]
+    return "\n".join(
+        [
+            "## Rules between keys",
+            "",
+            BETWEEN,
+            "",
+            "| keys | rule |",
+            "|---|---|",
+            *rows,
+            "",
+            "Besides:",
+            "",
+            *others,
+            "",
+        ]
+    )
 
 
 def _effects() -> str:
     rows = [
-        f"| {_paths(rule.keys.split())} | {_paths(rule.decided_by.split())} | {_cell(rule.because)} |"
-        for rule in EFFECTS
+        f"| {_paths(_shown(rule.keys))} | {_paths(_shown(rule.decided_by))} | {_cell(_reason(rule.reason))} |"
+        for rule in NO_EFFECT
     ]
     return "\n".join(
         ["## Keys that need another", "", "| keys | decided by | refused because |", "|---|---|---|", *rows, ""]
     )
+
+
+def _shown(keys: str) -> list[str]:
+    return [key.removesuffix(".type") for key in keys.split()]
+
+
+def _reason(text: str) -> str:
+    """The reason without the values of a profile."""
+    return re.sub(r" = {v\[[\w.]+\]}", "", text).replace("{}", "VALUE").replace("{{", "{").replace("}}", "}")
 
 
 def _other_names() -> str:

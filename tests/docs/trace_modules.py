@@ -37,8 +37,8 @@ TRAINING_ACTORS = ("prompter", "generator", "scorer", "learner", "broadcaster")
 FLAG, VALUE = "--rollouts.max-batches-ahead", 37
 """The traced flag, with a value that occurs nowhere else."""
 RUN = (
-    "--profile", "local-m3", "--steps", "1", "--learner.batch-size", "8", "--eval.enabled", "false",
-    "--server.enabled", "false", "--monitor.display", "none", "--rewards", '[{name = "exact", correct = true}]',
+    "--profile", "local-m3", "--steps", "1", "--learner.batch-size", "8", "--eval", "off",
+    "--server", "off", "--monitor.display", "none", "--rewards", '[{name = "exact", correct = true}]',
 )  # fmt: skip
 Point = tuple[str, str]
 """Module path and function name."""

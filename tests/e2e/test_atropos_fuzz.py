@@ -121,7 +121,7 @@ async def test_a_flood_of_malformed_groups_is_discarded(tmp_path: Path, count: i
     profile, run_dir = tmp_path / "telling.toml", tmp_path / "run"
     profile.write_text(TELLING)
     async with api_server("real", tmp_path) as server:
-        flags = ("--steps", str(STEPS), "--atropos.enabled", "true")
+        flags = ("--steps", str(STEPS), "--atropos", "connect")
         with Run(run_dir, "--profile", str(profile), *flags, "--atropos.url", server.url) as running:
 
             async def wait_until(text: str) -> None:
@@ -160,7 +160,7 @@ async def test_environments_that_are_faster_than_training_take_no_memory_of_the_
     profile, run_dir, ahead = tmp_path / "telling.toml", tmp_path / "run", 1
     profile.write_text(TELLING)
     async with api_server("real", tmp_path) as server:
-        flags = ("--steps", str(STEPS), "--atropos.enabled", "true", "--rollouts.max-batches-ahead", str(ahead))
+        flags = ("--steps", str(STEPS), "--atropos", "connect", "--rollouts.max-batches-ahead", str(ahead))
         with Run(run_dir, "--profile", str(profile), *flags, "--atropos.url", server.url) as running:
             with anyio.fail_after(120):
                 await registered(server.http)
@@ -183,7 +183,7 @@ async def test_environments_that_are_faster_than_training_take_no_memory_of_the_
 async def test_a_silent_environment_is_reported_with_the_reason(tmp_path: Path) -> None:
     """The log names what the trainer waits for. The HTTP API serves meanwhile, and SIGTERM ends the wait."""
     async with api_server("real", tmp_path) as server:
-        flags = ("--atropos.enabled", "true", "--atropos.url", server.url, "--atropos.patience-seconds", "0.2")
+        flags = ("--atropos", "connect", "--atropos.url", server.url, "--atropos.patience-seconds", "0.2")
         with Run(tmp_path / "run", *flags, "--steps", "2") as running:
             with anyio.fail_after(120):
                 await registered(server.http)

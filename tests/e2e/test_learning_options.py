@@ -44,7 +44,7 @@ groups = 2
 sampling = "weighted"
 
 [collapse_detection]
-on_collapse = "rollback"
+type = "rollback"
 window = 2
 
 [checkpoint]
@@ -150,7 +150,7 @@ def test_non_finite_updates_end_the_run_with_its_last_good_checkpoint(tmp_path: 
 def test_a_collapsed_policy_is_rolled_back(tmp_path: Path) -> None:
     """An excessive learning rate triggers collapse detection. The final accuracy is close to the initial one."""
     flags = (
-        "--collapse-detection.on-collapse",
+        "--collapse-detection",
         "rollback",
         "--collapse-detection.window",
         "2",
@@ -169,10 +169,10 @@ def test_a_collapsed_policy_is_rolled_back(tmp_path: Path) -> None:
 
 def test_a_run_stops_at_the_first_collapse(tmp_path: Path) -> None:
     """One line has the sign, the exit status is 1, and the last batch is in the logs."""
-    flags = ("--collapse-detection.on-collapse", "stop", "--collapse-detection.window", "2")
+    flags = ("--collapse-detection", "stop", "--collapse-detection.window", "2")
     result = run(tmp_path / "run", *RUINOUS, *flags, "--steps", "12")
     assert result.status == 1, result
-    assert "collapse_detection.on_collapse" in result.err
+    assert "collapse_detection" in result.err
     recorded = metrics(tmp_path / "run")
     assert [bool(line["collapse_warnings"]) for line in recorded][-1:] == [True]
     assert f"at step {recorded[-1]['step']}:" in result.err

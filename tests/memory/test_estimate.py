@@ -10,17 +10,10 @@ import mlx.core as mx
 import msgspec
 import pytest
 
-from clotho.config.schema import (
-    CollapseDetectionSection,
-    DataSection,
-    EngineSection,
-    ModelSection,
-    PolicySection,
-    Profile,
-    RewardSection,
-    SamplingSection,
-)
-from clotho.config.sections_training import BufferedReplay
+from clotho.config.schema import Profile
+from clotho.config.sections_data import DataSection, ModelSection, PolicySection, RewardSection, SamplingSection
+from clotho.config.sections_run import EngineSection
+from clotho.config.sections_training import BufferedReplay, RollBackOnCollapse
 from clotho.inference import DecodeEngine
 from clotho.memory.estimate import estimate_memory
 from clotho.models.policy import Policy, load_policy
@@ -181,7 +174,7 @@ def test_going_back_keeps_two_older_versions(tmp_path: Path, reference: dict[str
     """Weights, optimizer state and a reference that moves, each twice; nothing where a collapse only stops the run."""
     profile = profile_of(saved(tmp_path), FULL, kl_beta=0.1, **reference)
     stopping = estimate_memory(profile.model, profile)
-    rolling = msgspec.structs.replace(profile, collapse_detection=CollapseDetectionSection(on_collapse="rollback"))
+    rolling = msgspec.structs.replace(profile, collapse_detection=RollBackOnCollapse())
     kept = stopping.trained + stopping.optimizer + stopping.reference
     assert stopping.rollback == 0
     assert estimate_memory(profile.model, rolling).rollback == 2 * kept

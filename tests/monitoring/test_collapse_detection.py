@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from clotho.config.schema import CollapseDetectionSection
+from clotho.config.sections_training import CollapseChecks, WarnOnCollapse
 from clotho.monitoring.collapse_detection import CollapseDetector, batch_statistics, group_statistics
 from protocols.collapse import BatchStatistics, CollapseState
 from protocols.rollout import ScoredGroup
@@ -17,12 +17,12 @@ from protocols.step import StepReport
 from tests.monitoring.collapse_reports import GOOD, batch, completion, discarded, metrics, report, scored
 from tests.monitoring.recorded_runs import COLLAPSED, HEALTHY, Line
 
-DEFAULTS = CollapseDetectionSection()
+DEFAULTS = WarnOnCollapse()
 
 
 def detector_with_baseline(updates: int = DEFAULTS.window, good: Line = GOOD, **settings: Any) -> CollapseDetector:
     """Return a detector with a complete baseline."""
-    detector = CollapseDetector(CollapseDetectionSection(**settings))
+    detector = CollapseDetector(WarnOnCollapse(**settings))
     for _ in range(updates):
         assert detector.observe(batch(good)).healthy
     return detector
@@ -33,7 +33,7 @@ def warnings(detector: CollapseDetector, line: Line) -> str:
     return "; ".join(detector.observe(batch(line)).warnings)
 
 
-def first_trip(lines: tuple[Line, ...], settings: CollapseDetectionSection = DEFAULTS) -> int | None:
+def first_trip(lines: tuple[Line, ...], settings: CollapseChecks = DEFAULTS) -> int | None:
     """Return the number of the update, from 1, at which the detection trips on a recorded run."""
     detector = CollapseDetector(settings)
     tripped = (number for number, line in enumerate(lines, 1) if detector.observe(batch(line)).tripped)
@@ -128,7 +128,7 @@ def test_every_threshold_is_configurable(settings: dict[str, Any], line: Line) -
 
 def test_the_kl_to_the_reference_has_a_threshold() -> None:
     """If a KL penalty is configured."""
-    detector = CollapseDetector(CollapseDetectionSection(kl_high=1.5))
+    detector = CollapseDetector(WarnOnCollapse(kl_high=1.5))
     near, far = (report(update=metrics(GOOD, kl=kl, kl_beta=0.1)) for kl in (1.4, 1.6))
     assert detector.observe(near).healthy
     assert detector.observe(far).warnings == ("the KL divergence to the reference policy is 1.6 nats per token",)
@@ -144,8 +144,8 @@ def test_different_checks_in_consecutive_updates_count_together() -> None:
 def test_patience_is_the_number_of_consecutive_updates() -> None:
     """With patience 1 the first update trips."""
     bad = batch(GOOD._replace(ess=0.1))
-    assert CollapseDetector(CollapseDetectionSection(patience=1)).observe(bad).tripped
-    detector = CollapseDetector(CollapseDetectionSection(patience=3))
+    assert CollapseDetector(WarnOnCollapse(patience=1)).observe(bad).tripped
+    detector = CollapseDetector(WarnOnCollapse(patience=3))
     assert [detector.observe(bad).tripped for _ in range(4)] == [False, False, True, True]
 
 
@@ -214,7 +214,7 @@ def _with_format(line: Line, *, format_share: float, content_share: float) -> St
 
 def test_small_batches_are_assessed_together() -> None:
     """One group of failures does not trigger, many do."""
-    detector = CollapseDetector(CollapseDetectionSection(patience=1))
+    detector = CollapseDetector(WarnOnCollapse(patience=1))
     good, bad = batch(GOOD, groups=1, spread=0.0), batch(GOOD._replace(reward=0.05), groups=1, spread=0.0)
     for _ in range(20):
         detector.observe(good)
@@ -367,7 +367,7 @@ def observe_mixture(detector: CollapseDetector, *, easy: int, hard: int, correct
 
 def test_a_different_mixture_of_environments_is_not_a_reward_drop() -> None:
     """One environment pauses, and the mean becomes that of the other."""
-    detector = CollapseDetector(CollapseDetectionSection())
+    detector = CollapseDetector(WarnOnCollapse())
     for _ in range(20):
         assert observe_mixture(detector, easy=12, hard=4) == ""
     for _ in range(5):
@@ -376,7 +376,7 @@ def test_a_different_mixture_of_environments_is_not_a_reward_drop() -> None:
 
 def test_a_drop_in_one_environment_triggers() -> None:
     """With an unchanged mixture."""
-    detector = CollapseDetector(CollapseDetectionSection())
+    detector = CollapseDetector(WarnOnCollapse())
     for _ in range(20):
         assert observe_mixture(detector, easy=12, hard=4) == ""
     assert "reward fell" in observe_mixture(detector, easy=12, hard=4, correct=0)
@@ -384,8 +384,8 @@ def test_a_drop_in_one_environment_triggers() -> None:
 
 def test_a_new_environment_has_no_baseline() -> None:
     """Until the window of the environment is full."""
-    detector = CollapseDetector(CollapseDetectionSection())
+    detector = CollapseDetector(WarnOnCollapse())
     for _ in range(20):
         assert observe_mixture(detector, easy=16, hard=0) == ""
-    for _ in range(CollapseDetectionSection().window):
+    for _ in range(WarnOnCollapse().window):
         assert observe_mixture(detector, easy=8, hard=8) == ""

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from clotho.config.keys import choices
-from clotho.config.schema import LearnerSection
+from clotho.config.sections_training import LearnerSection
 from clotho.models.parameters import flat
 from clotho.scoring.token_scores import SamplingDistribution
 from protocols.rollout import ScoredGroup

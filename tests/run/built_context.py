@@ -35,7 +35,7 @@ def tiny_profile(directory: Path, **sections: Any) -> Profile:
         "policy": {"method": {"type": "lora", "rank": 2, "scale": 2.0}},
         "sampling": {"group_size": 2, "max_tokens": 4},
         "learner": {"batch_size": 2},
-        "server": {"enabled": False},
+        "server": {"type": "off"},
         "monitor": {"display": "none"},
     }
     for name, value in sections.items():

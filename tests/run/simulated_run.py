@@ -12,8 +12,7 @@ from msgspec import Struct
 from actors.generator import Generator as GeneratorActor
 from actors.learner import Learner, LearnerProgress
 from actors.prompter import Prompter
-from clotho.config.schema import CollapseDetectionSection
-from clotho.config.sections_training import NoReplay
+from clotho.config.sections_training import NoCollapseDetection, NoReplay
 from clotho.monitoring.collapse_detection import CollapseMonitor
 from clotho.runtime.compute_thread import ComputeExecutor
 from clotho.runtime.latest import Latest
@@ -163,7 +162,7 @@ class SimulatedRun:
             replacements=self.replacements,
             logged=Latest[int]("recorded"),
             replay=ReplayBuffer(NoReplay(), seed=0),
-            collapse=CollapseMonitor(CollapseDetectionSection(on_collapse="off"), state=CollapseState(), rollbacks=0),
+            collapse=CollapseMonitor(NoCollapseDetection(), state=CollapseState(), rollbacks=0),
             steps=simulation.steps,
             synchronous=simulation.ahead == 0,
             from_environments=False,

@@ -28,11 +28,11 @@ def profile(**changes: Any) -> Profile:
     "changes",
     [
         {"steps": 500, "run_dir": "elsewhere", "async": False},
-        {"monitor": {"display": "none"}, "server": {"port": 1}, "checkpoint": {"interval": 1}},
-        {"eval": {"enabled": False}, "engine": {"max_num_seqs": 3}, "queues": {"prompts": 1}},
+        {"monitor": {"display": "none"}, "server": {"type": "http", "port": 1}, "checkpoint": {"interval": 1}},
+        {"eval": {"type": "off"}, "engine": {"max_num_seqs": 3}, "queues": {"prompts": 1}},
         {"learner": {"micro_batch_tokens": 64, "max_bad_steps": 1}, "policy": {"grad_checkpoint": True}},
         {"learner": {"max_staleness": 8}},
-        {"learner": {"layout": "packed"}, "collapse_detection": {"on_collapse": "stop", "window": 9}},
+        {"learner": {"layout": "packed"}, "collapse_detection": {"type": "stop", "window": 9}},
     ],
 )
 def test_how_a_run_is_run_may_change(changes: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from clotho.config.sections_run import HttpServer
 from clotho.run.accounting import CountedSource, GroupAccounting
 from clotho.run.context import RunContext
 from clotho.run.run_monitor import RunMonitor
@@ -48,7 +49,7 @@ async def test_a_failed_temporary_actor_is_not_an_outage_and_a_stall_is(context:
 async def test_requests_use_the_sampling_parameters_of_the_profile(context: RunContext) -> None:
     """An HTTP request without parameters samples like a rollout."""
     monitor = RunMonitor(context, queues=[], children=dict)
-    assert monitor.server_context().sampling == context.profile.sampling
+    assert monitor.server_context(HttpServer()).sampling == context.profile.sampling
 
 
 async def test_metrics_include_every_queue(context: RunContext) -> None:

@@ -10,7 +10,7 @@ import anyio
 import pytest
 from msgspec import structs
 
-from clotho.config.schema import EngineSection
+from clotho.config.sections_run import EngineSection
 from clotho.inference import DecodeEngine
 from clotho.runtime.compute_thread import ComputeExecutor
 from clotho.runtime.sampling_client import GenerationError, Sampler

@@ -9,6 +9,7 @@ from pathlib import Path
 import anyio
 from msgspec import structs
 
+from clotho.config.sections_run import HttpServer
 from clotho.inference.sample_log import SampleLog
 from clotho.run.context import RunContext
 from clotho.run.run_monitor import RunMonitor
@@ -51,7 +52,7 @@ async def serving(directory: Path) -> AsyncIterator[tuple[str, RunContext, Recor
         directory,
         model={"path": str(EMBEDDED)},
         data={"train": str(EMBEDDED / "train.jsonl")},
-        server={"enabled": True, "port": 0},
+        server={"type": "http", "port": 0},
     )
     notes = RecordedCompletions()
     async with open_context(profile) as parts:
@@ -61,7 +62,9 @@ async def serving(directory: Path) -> AsyncIterator[tuple[str, RunContext, Recor
             notes.health.append(monitor.health())
             return notes.health[-1]
 
-        services = structs.replace(monitor.server_context(), sample_log=notes, record_supports=True, health=health)
+        services = structs.replace(
+            monitor.server_context(HttpServer(port=0)), sample_log=notes, record_supports=True, health=health
+        )
         async with anyio.create_task_group() as tasks:
             url = await tasks.start(ApiServer(services, grace_seconds=1.0).run)
             yield url, parts, notes

@@ -12,7 +12,7 @@ from anyio.abc import TaskStatus
 from msgspec import structs
 from openai import AsyncOpenAI
 
-from clotho.config.schema import ServerSection
+from clotho.config.sections_run import HttpServer
 from clotho.runtime.sampling_client import Sampler
 from clotho.serving.server import ApiServer
 from clotho.serving.services import HealthReport, RunSnapshot, ServerContext
@@ -67,7 +67,7 @@ def server_context(served: Served, **settings: Any) -> ServerContext:
     return ServerContext(
         sampler=served.sampler,
         tokenizer=served.engine.tokenizer,
-        settings=structs.replace(ServerSection(port=0), **settings),
+        settings=structs.replace(HttpServer(port=0), **settings),
         sampling=Sampling(max_tokens=16),
         prompt_logprobs=served.prompt_logprobs,
         weights=lambda: served.weights,

@@ -9,7 +9,7 @@ import anyio
 import httpx
 import pytest
 
-from clotho.config.schema import ServerSection
+from clotho.config.sections_run import HttpServer
 from clotho.runtime.sampling_client import Sampler
 from clotho.serving.server import ApiServer, base_url, listen, raise_open_files_limit
 from protocols.errors import ServerError
@@ -19,10 +19,10 @@ from tests.serving.running_server import Served, server_context, serving
 
 def test_a_port_in_use_is_a_one_line_error() -> None:
     """The error contains the port; the exit status is 2."""
-    with listen(ServerSection(port=0)) as taken:
+    with listen(HttpServer(port=0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ServerError, match=f"port {port} on 127.0.0.1 is already in use") as caught:
-            listen(ServerSection(port=port))
+            listen(HttpServer(port=port))
     assert "\n" not in str(caught.value)
     assert caught.value.exit_status == 2
 
@@ -31,12 +31,12 @@ def test_a_port_in_use_is_a_one_line_error() -> None:
 def test_a_host_that_is_not_loopback_requires_an_api_key(host: str) -> None:
     """The check runs before the name is resolved."""
     with pytest.raises(ServerError, match=r"server\.api_key"):
-        listen(ServerSection(host=host, port=0))
+        listen(HttpServer(host=host, port=0))
 
 
 def test_any_address_can_be_bound_with_an_api_key() -> None:
     """0.0.0.0 with a key."""
-    with listen(ServerSection(host="0.0.0.0", port=0, api_key="secret")) as bound:
+    with listen(HttpServer(host="0.0.0.0", port=0, api_key="secret")) as bound:
         assert bound.getsockname()[0] == "0.0.0.0"
 
 
@@ -44,13 +44,13 @@ def test_any_address_can_be_bound_with_an_api_key() -> None:
 def test_an_address_that_cannot_be_bound_is_a_one_line_error(host: str) -> None:
     """An unknown name and an address of another machine."""
     with pytest.raises(ServerError, match="cannot listen on") as caught:
-        listen(ServerSection(host=host, port=0, api_key="secret"))
+        listen(HttpServer(host=host, port=0, api_key="secret"))
     assert "\n" not in str(caught.value)
 
 
 def test_the_base_url_contains_the_bound_address() -> None:
     """localhost binds 127.0.0.1."""
-    with listen(ServerSection(host="localhost", port=0)) as bound:
+    with listen(HttpServer(host="localhost", port=0)) as bound:
         assert base_url(bound) == f"http://127.0.0.1:{bound.getsockname()[1]}"
 
 
@@ -71,14 +71,14 @@ async def test_the_port_is_free_after_the_server_has_stopped() -> None:
     """Another run can use it."""
     async with serving() as served:
         port = int(served.url.rsplit(":", 1)[1])
-    listen(ServerSection(port=port)).close()
+    listen(HttpServer(port=port)).close()
 
 
 async def test_a_restarted_server_responds_again() -> None:
     """The first start uses a given socket; the supervisor may restart the server."""
     engine = FakeEngine()
     served = Served(engine, Sampler(engine.submit_call, engine))
-    listener = listen(ServerSection(port=0))
+    listener = listen(HttpServer(port=0))
     port = listener.getsockname()[1]
     server = ApiServer(server_context(served, port=port), listener=listener)
     for _ in range(2):

@@ -9,7 +9,7 @@ import anyio
 import pytest
 from openai import AsyncOpenAI
 
-from clotho.config.schema import EngineSection, ServerSection
+from clotho.config.sections_run import EngineSection, HttpServer
 from clotho.inference import DecodeEngine
 from clotho.runtime.compute_thread import ComputeExecutor
 from clotho.runtime.sampling_client import Sampler
@@ -54,7 +54,7 @@ async def serving() -> AsyncIterator[tuple[Stack, AsyncOpenAI]]:
     services = ServerContext(
         sampler=Sampler(stack.executor.submit, stack.engine),
         tokenizer=stack.source.tokenizer,
-        settings=ServerSection(port=0),
+        settings=HttpServer(port=0),
         sampling=Sampling(max_tokens=32),
         prompt_logprobs=unused_prompt_logprobs,
         weights=lambda: WeightsReady(version=0, step=0, fingerprint="base"),

@@ -13,6 +13,7 @@ import httpx
 import numpy as np
 import pytest
 
+from clotho.config.sections_run import HttpServer
 from clotho.models.parameters import flat, nested
 from clotho.run.context import RunContext
 from clotho.run.run_monitor import RunMonitor
@@ -30,7 +31,7 @@ PROMPT = [5, 9, 33, 1, 1, 17]
 @asynccontextmanager
 async def serving(directory: Path) -> AsyncIterator[tuple[RunContext, httpx.AsyncClient, Sampler]]:
     """Serve a tiny policy whose adapter has been updated."""
-    profile = tiny_profile(directory, server={"enabled": True, "port": 0})
+    profile = tiny_profile(directory, server={"type": "http", "port": 0})
     async with open_context(profile) as parts:
 
         def move() -> None:
@@ -41,7 +42,7 @@ async def serving(directory: Path) -> AsyncIterator[tuple[RunContext, httpx.Asyn
         parts.weights.put(WeightsReady(version=7, step=7, fingerprint="moved"))
         monitor = RunMonitor(parts, queues=[], children=dict)
         async with anyio.create_task_group() as tasks:
-            url = await tasks.start(ApiServer(monitor.server_context(), grace_seconds=1.0).run)
+            url = await tasks.start(ApiServer(monitor.server_context(HttpServer(port=0)), grace_seconds=1.0).run)
             async with httpx.AsyncClient(base_url=url, timeout=20) as client:
                 yield parts, client, parts.sampler
             tasks.cancel_scope.cancel()

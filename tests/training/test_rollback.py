@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from clotho.config.schema import LearnerSection
+from clotho.config.sections_training import LearnerSection
 from clotho.training.objectives.loss import LossCoefficients
 from clotho.training.optimizers import initial_state
 from clotho.training.rollback import LearnerState, RollbackPolicy, Snapshot

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 
-from clotho.config.schema import LearnerSection
 from clotho.config.sections_training import (
     AdaptiveCoefficient,
     AdaptiveEntropyBonus,
     FixedEntropyBonus,
     KLPenalty,
+    LearnerSection,
     NoEntropyBonus,
 )
 from clotho.training.objectives.loss import LossCoefficients

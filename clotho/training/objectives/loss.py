@@ -11,8 +11,7 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from clotho.config.objectives import NoCorrection, ObjectiveSettings, RatioObjective
-from clotho.config.schema import LearnerSection
-from clotho.config.sections_training import KLPenalty, LossKLPenalty
+from clotho.config.sections_training import KLPenalty, LearnerSection, LossKLPenalty
 from clotho.training.objectives.contract import Objective, ObjectiveInputs
 from clotho.training.objectives.importance_correction import correction_weights
 from clotho.training.objectives.kl import ESTIMATORS, bounded_log_ratio, k3, ratio_weighted

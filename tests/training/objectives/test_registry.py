@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from clotho.config.objectives import Custom
-from clotho.config.schema import LearnerSection
+from clotho.config.sections_training import LearnerSection
 from clotho.training.objectives.contract import ObjectiveInputs, PolicyLoss
 from clotho.training.objectives.registry import OBJECTIVES as FUNCTIONS
 from clotho.training.objectives.registry import objective

@@ -11,8 +11,10 @@ import pytest
 from msgspec import convert
 from msgspec.structs import replace
 
-from clotho.config.group_sizes import max_queued_batches, reserved_share, unfillable
+from clotho.atropos.group_sizes import max_queued_batches, require_fillable, reserved_share, unfillable
 from clotho.config.schema import Profile
+from clotho.config.sections_run import RunningServer
+from protocols.errors import ProfileError
 from tests.atropos.atroposlib_python import python_with_atropos
 
 BATCH = 24
@@ -108,9 +110,43 @@ def test_weights_divide_what_is_not_reserved_otherwise(
 ) -> None:
     """Of a batch; where there is but one environment, or others that nobody here knows, nothing is reserved."""
     named = [{"name": f"e{i}", "script": "e.py", **keys} for i, keys in enumerate(environments)]
-    profile = convert({**REST, "atropos": {"enabled": True, "python": "p"}, "environments": named}, Profile)
+    profile = convert({**REST, "atropos": {"type": "start", "python": "p"}, "environments": named}, Profile)
     assert [reserved_share(one, profile) for one in profile.environments] == pytest.approx(shares)
-    joined = replace(profile, atropos=replace(profile.atropos, url="http://127.0.0.1:1"))
+    joined = replace(profile, atropos=RunningServer(url="http://127.0.0.1:1"))
     own = zip(profile.environments, shares, strict=True)
     given = [share if one.min_batch_allocation else None for one, share in own]
     assert [reserved_share(one, joined) for one in joined.environments] == pytest.approx(given)
+
+
+@pytest.mark.parametrize(
+    "environments",
+    [
+        [{"min_batch_allocation": 0.7}, {"min_batch_allocation": 0.4}],
+        [{"min_batch_allocation": 1.0}, {}],
+        [{"weight": 99.0}, {}],
+        [{"weight": 2.0}],
+        [{}, {"group_size": 3}],
+        [{"group_size": 256}],
+    ],
+)
+def test_environments_that_cannot_fill_a_batch_are_refused(environments: list[dict[str, float]]) -> None:
+    """Shares above 1, a share without a group, a weight without effect, and groups that do not fit."""
+    named = [{"name": f"e{i}", "script": "e.py", **keys} for i, keys in enumerate(environments)]
+    profile = convert({**REST, "atropos": {"type": "start", "python": "p"}, "environments": named}, Profile)
+    with pytest.raises(ProfileError, match=r"^environments: "):
+        require_fillable(profile)
+
+
+@pytest.mark.parametrize(
+    "environments",
+    [
+        [],
+        [{}],
+        [{}, {"weight": 3.0, "group_size": 4}],
+        [{"min_batch_allocation": 0.7}, {"min_batch_allocation": 0.3}],
+    ],
+)
+def test_environments_that_fill_a_batch_are_accepted(environments: list[dict[str, float]]) -> None:
+    """With shares and group sizes that fit."""
+    named = [{"name": f"e{i}", "script": "e.py", **keys} for i, keys in enumerate(environments)]
+    require_fillable(convert({**REST, "atropos": {"type": "start", "python": "p"}, "environments": named}, Profile))

@@ -6,10 +6,12 @@ only when groups of one size fill up to the largest group size (atroposlib 0.4, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from math import nextafter
 
-from clotho.config.schema import EnvironmentSection, Profile
+from clotho.config.schema import Profile
+from clotho.config.sections_run import EnvironmentSection, RunningServer
+from protocols.errors import ProfileError
 
 ROUNDING = 1e-9
 
@@ -32,13 +34,13 @@ def reserved_share(environment: EnvironmentSection, profile: Profile) -> float |
     fills a share up to the next group, which would leave no room for the last environment.
 
     Returns None if no share can be reserved: there is only one environment, groups from other environments are possible
-    (`atropos.url`), or the other shares use the whole batch.
+    (`atropos = "connect"`), or the other shares use the whole batch.
     """
     if environment.min_batch_allocation is not None:
         return _whole_groups(environment.min_batch_allocation, environment, profile)
     others = [other for other in profile.environments if other.min_batch_allocation is None]
     left = 1.0 - sum(other.min_batch_allocation or 0.0 for other in profile.environments)
-    if len(profile.environments) == 1 or profile.atropos.url or left <= 0.0:
+    if len(profile.environments) == 1 or isinstance(profile.atropos, RunningServer) or left <= 0.0:
         return None
     return _whole_groups(left * environment.weight / sum(other.weight for other in others), environment, profile)
 
@@ -49,6 +51,29 @@ def _whole_groups(share: float, environment: EnvironmentSection, profile: Profil
     sequences = int(share * batch / size + ROUNDING) * size
     whole = sequences / batch
     return whole if int(batch * whole) == sequences else nextafter(whole, 1.0)
+
+
+def require_fillable(profile: Profile) -> None:
+    """Raise ProfileError if the environments cannot fill a batch, or if a share is empty or without effect."""
+    if (complaint := next(_complaints(profile), None)) is not None:
+        raise ProfileError(f"environments: {complaint}")
+
+
+def _complaints(profile: Profile) -> Iterator[str]:
+    listed = profile.environments
+    total = sum(environment.min_batch_allocation or 0.0 for environment in listed)
+    if total > 1.0 + ROUNDING:
+        yield f"min_batch_allocation adds up to {total:g}; it must be at most 1"
+    batch, shares = batch_sequences(profile), {one.name: reserved_share(one, profile) for one in listed}
+    for name, share in shares.items():
+        if share is not None and int(batch * share) == 0:
+            yield f"the share of {name!r} is less than one group of a batch: raise it"
+        if share is None and sum(other or 0.0 for other in shares.values()) >= 1.0 - ROUNDING:
+            yield f"min_batch_allocation of the others leaves no share for {name!r}"
+    if len(listed) == 1 and listed[0].weight != 1.0 and not isinstance(profile.atropos, RunningServer):
+        yield f"weight has no effect: {listed[0].name!r} is the only one"
+    if complaint := unfillable(batch, {one.name: group_size(one, profile) for one in listed}):
+        yield complaint
 
 
 def unfillable(batch: int, sizes: Mapping[str, int]) -> str | None:
