@@ -18,6 +18,9 @@ from protocols.sampling import Completion, CompletionDone, SampleEvent, SampleFa
 
 __all__ = ["Engine", "GenerationError", "Progress", "RequestError", "Sampler", "Submit"]
 
+MAX_UNREAD_TOKENS = 4096
+"""Maximum number of streamed tokens that wait for the caller of one call."""
+
 T = TypeVar("T")
 Progress = TokenSampled | CompletionDone
 Refusal = RequestError | GenerationError
@@ -76,22 +79,44 @@ class _Flight:
 
 
 class _Inbox:
-    """Items for the caller of one call; used in the event loop only."""
+    """Items for the caller of one call; used in the event loop only.
+
+    Holds at most `MAX_UNREAD_TOKENS` tokens. If the caller is slower, the further tokens of a completion are dropped
+    and their text moves to the tail of the completion, which contains all its tokens.
+    """
 
     def __init__(self) -> None:
         self._items: list[_Item] = []
         self._filled = asyncio.Event()
+        self._tokens = 0
+        self._dropped: dict[tuple[int, int], list[str]] = {}
 
     def put(self, item: _Item) -> None:
         """Add an item."""
+        if not isinstance(item, BaseException):
+            position, event = item
+            if isinstance(event, TokenSampled):
+                if self._drops(position, event):
+                    return
+                self._tokens += 1
+            elif isinstance(event, CompletionDone):
+                texts = self._dropped.pop((position, event.index), [])
+                item = position, structs.replace(event, tail="".join([*texts, event.tail]))
         self._items.append(item)
         self._filled.set()
+
+    def _drops(self, position: int, event: TokenSampled) -> bool:
+        key = position, event.index
+        if self._tokens >= MAX_UNREAD_TOKENS or key in self._dropped:
+            self._dropped.setdefault(key, []).append(event.text)
+            return True
+        return False
 
     async def take(self) -> list[tuple[int, Progress | Refusal]]:
         """Wait for items and return all, at least one. Raises an error that concerns all requests."""
         await self._filled.wait()
         self._filled.clear()
-        items, self._items = self._items, []
+        items, self._items, self._tokens = self._items, [], 0
         batch = []
         for item in items:
             if isinstance(item, BaseException):
@@ -105,7 +130,8 @@ class Sampler:
 
     All requests of one call reach the engine in one turn of the compute thread, in order, so that batches do not depend
     on timing. The events of one decode step share one `call_soon_threadsafe`, and a busy caller receives the events of
-    several decode steps at once. A slow caller holds at most `max_tokens + 1` events per completion.
+    several decode steps at once. If `MAX_UNREAD_TOKENS` wait for a slow caller, further tokens reach it with
+    their completion only.
 
     All methods raise ExecutorStoppedError if the compute thread has ended. Unless stated otherwise they raise
     RequestError if the engine refuses a request, and GenerationError if the engine cannot finish it.

@@ -12,6 +12,7 @@ from msgspec import structs
 
 from clotho.config.sections_run import EngineSection
 from clotho.inference import DecodeEngine
+from clotho.runtime import sampling_client
 from clotho.runtime.compute_thread import ComputeExecutor
 from clotho.runtime.sampling_client import GenerationError, Sampler
 from protocols.errors import ExecutorStoppedError, RequestError
@@ -279,3 +280,30 @@ async def test_the_event_loop_is_woken_at_most_once_per_tick(engine: FakeEngine)
         engine.allow(1)
         await engine.wait_until(lambda: engine.running == 0)
     assert hops <= 31
+
+
+async def test_the_memory_of_a_stream_that_is_not_read_is_bounded(
+    sampler: Sampler, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens beyond the bound are dropped. Their text is in the tail of the completion, which has all tokens."""
+    monkeypatch.setattr(sampling_client, "MAX_UNREAD_TOKENS", 7)
+    sent = request(seeds=(1, 2), max_tokens=50)
+    whole = await sampler.complete(sent)
+    engine.allow(1)
+    async with aclosing(sampler.stream_all([sent])) as batches:
+        events = [event for _, event in await anext(batches)]
+        engine.allow(100)
+        await engine.wait_until(lambda: engine.running == 0)
+        waiting = [event for _, event in await anext(batches)]
+        assert len(waiting) == 7 + 2
+        events += waiting
+        assert [batch async for batch in batches] == []
+    texts, done = {0: "", 1: ""}, {}
+    for event in events:
+        if isinstance(event, TokenSampled):
+            texts[event.index] += event.text
+        else:
+            texts[event.index] += event.tail
+            done[event.index] = event.completion
+    assert [done[index].tokens for index in (0, 1)] == [completion.tokens for completion in whole]
+    assert [texts[index] for index in (0, 1)] == [completion.text for completion in whole]
