@@ -13,6 +13,7 @@ BENCHMARKS = {
     "head": "Memory and time of the output head at large vocabularies, chunked and straightforward.",
     "collapse": "Whether collapse detection recognizes a destructive learning rate, and rollback saves the run.",
     "environments": "Training with Atropos environments: single-turn, multi-turn, two of different weight.",
+    "hostile_requests": "Training rate and valid requests while clients send hostile requests; end of the process.",
     "soak": "Training under load with injected faults: groups lost, requests unanswered, growth of memory.",
     "decode": "Rollout throughput by batch, group size and prompt length, beside mlx-lm and mlx-lm-lora.",
     "first_token": "Time to the first token by prompt length, beside mlx-lm.",

@@ -22,7 +22,7 @@ MAX_TOTAL_BYTES = 268_435_456
 FREE_BYTES = 65_536
 """The first bytes of a body, which do not count towards the rate."""
 
-BYTES_PER_SECOND, BURST_BYTES = 8_388_608, 33_554_432
+BYTES_PER_SECOND, BURST_BYTES = 4_194_304, 8_388_608
 """Rate at which the server reads the rest of all bodies. The work for a body is linear in its size, so the rate also
 limits the share of the processor that large bodies can take."""
 

@@ -29,6 +29,7 @@ ELSEWHERE = {
     "environments": DECODE,
     "search": DECODE,
     "quick": DECODE,
+    "hostile_requests": DECODE,
     "soak": DECODE,
     "head": LAYERS,
 }

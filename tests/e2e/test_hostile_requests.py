@@ -1,0 +1,55 @@
+"""A run under hostile requests: it serves valid requests, and a signal ends its process."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from bench.hostile_requests import HostileClients, duplicate_fields, long_prompt, post
+from tests.e2e.pipeline_process import Run, assert_recorded, metrics
+
+SETTINGS = ("--steps", "5000")
+
+
+def port_of(running: Run) -> int:
+    """Return the port of the server."""
+    return int(running.wait_for("API").split()[1].split(":")[2].split("/")[0])
+
+
+@pytest.mark.parametrize("body", [duplicate_fields, long_prompt])
+def test_a_run_ends_after_a_hostile_request(tmp_path: Path, body: Callable[[], bytes]) -> None:
+    """The request is refused with status 400. The process drains, ends with status 0, and has lost no group."""
+    with Run(tmp_path / "run", *SETTINGS) as running:
+        port = port_of(running)
+        assert post(port, body()) == 400
+        assert post(port, b'{"prompt": "1 + 1 =", "max_tokens": 4}') == 200
+        running.wait_for("reward")
+        running.send(signal.SIGTERM)
+        result = running.finish()
+    assert result.status == 0, result
+    assert result.err == ""
+    assert_recorded(tmp_path / "run", result.accounting, steps=len(metrics(tmp_path / "run")))
+
+
+@pytest.mark.slow
+def test_a_signal_ends_a_run_with_hostile_requests_in_flight(tmp_path: Path) -> None:
+    """Fifteen clients send one request after the other. A valid request succeeds. The exit status is 0."""
+    with Run(tmp_path / "run", *SETTINGS) as running:
+        port = port_of(running)
+        running.wait_for("reward")
+        clients = HostileClients(port)
+        clients.active.set()
+        try:
+            while len(clients.statuses) < 15:
+                assert post(port, b'{"prompt": "1 + 1 =", "max_tokens": 4}') == 200
+            running.send(signal.SIGTERM)
+            result = running.finish()
+        finally:
+            clients.stop()
+    assert result.status == 0, result
+    assert result.err == ""
+    assert set(clients.statuses) <= {400, 503}
+    assert_recorded(tmp_path / "run", result.accounting, steps=len(metrics(tmp_path / "run")))
