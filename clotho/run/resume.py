@@ -116,10 +116,10 @@ def find_resume_point(directory: RunDirectory) -> ResumePoint:
 
 def _no_checkpoint(directory: RunDirectory, newest: int | None, damage: Sequence[str]) -> CheckpointError:
     reached = f" of step {newest}" if newest else ""
-    reason = f"{len(damage)} damaged ({damage[0]})" if damage else f"the newest one{reached} is gone"
+    reason = damage[0] if damage else f"the newest one{reached} is gone"
     return CheckpointError(
-        f"{directory.checkpoints} has no intact checkpoint, {reason}: restore the directory from a copy, or start over "
-        "with --clean, which deletes the run"
+        f"{directory.checkpoints} has no intact checkpoint ({reason}): restore the directory from a copy, or start "
+        "over with --clean, which deletes the run"
     )
 
 

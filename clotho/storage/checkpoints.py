@@ -28,7 +28,7 @@ from clotho.storage.atomic_files import (
 )
 from clotho.storage.tensors import named_arrays, read_tensors, write_tensors
 from protocols.checkpoint import AdapterConfig, RunState
-from protocols.errors import CheckpointError, RunDirectoryError
+from protocols.errors import CheckpointError, RunDirectoryError, visible
 from protocols.step import ReplayGroup
 
 MANIFEST = "MANIFEST.json"
@@ -40,6 +40,9 @@ REQUIRED = (TENSORS, CONFIG, OPTIMIZER, STATE)
 
 JSON_LIMIT = 1 << 26
 """Largest size of a manifest or a state, in bytes. Larger files are damaged."""
+
+MESSAGE_LIMIT = 300
+"""Largest number of characters of an error in a message."""
 
 DIRECTORY_NAME = re.compile(r"step-([0-9]{6,})")
 FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")
@@ -128,7 +131,7 @@ def read_state(path: Path) -> RunState:
     try:
         state = msgspec.json.decode(_read_json(path / STATE), type=RunState)
     except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path / STATE} cannot be used: {error}") from error
+        raise CheckpointError(f"{path / STATE} cannot be used: {visible(str(error), MESSAGE_LIMIT)}") from error
     ledger = state.ledger
     if ledger.ended != ledger.all_ended_below + len(set(ledger.ended_above)):
         raise CheckpointError(f"{path / STATE} cannot be used: its group accounting does not add up")
@@ -198,7 +201,7 @@ def find_damage(directory: Path, *, sizes_only: bool = False) -> str | None:
     except CheckpointError as error:
         return str(error)
     except (OSError, ValueError, RecursionError) as error:
-        return f"{MANIFEST} or another file cannot be read: {error}"
+        return f"{MANIFEST} or another file cannot be read: {visible(str(error), MESSAGE_LIMIT)}"
     return None
 
 
@@ -206,7 +209,7 @@ def _listing_problem(directory: Path, names: Sequence[str]) -> str | None:
     """Check which files a manifest lists: only files of the directory, and all that a resumed run reads."""
     for name in names:
         if not FILE_NAME.fullmatch(name):
-            return f"{MANIFEST} lists {name[:80]!r}, which is not a file of the checkpoint"
+            return f"{MANIFEST} lists '{visible(name, 80)}', which is not a file of the checkpoint"
     read = (*REQUIRED, REPLAY) if (directory / REPLAY).exists() else REQUIRED
     missing = [name for name in read if name not in names]
     return f"{MANIFEST} does not list {', '.join(missing)}" if missing else None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from clotho.config.sections_run import CheckpointSection
 from clotho.runtime.latest import Latest
 from clotho.runtime.queues import Queue
 from clotho.storage.adapters import read_adapter
-from clotho.storage.checkpoints import read_checkpoint
+from clotho.storage.checkpoints import read_checkpoint, recorded_newest
 from protocols.accounting import LedgerState
 from protocols.checkpoint import AdapterConfig
 from protocols.errors import RunDirectoryError
@@ -114,6 +116,38 @@ async def test_a_checkpoint_waits_for_the_logs_of_its_step(tmp_path: Path) -> No
         await anyio.wait_all_tasks_blocked()
         assert not (tmp_path / "checkpoints").exists()
         checkpointer._logged.put(2)
+    assert names(tmp_path / "checkpoints") == ["step-000002"]
+
+
+async def test_the_logs_are_synced_before_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a power failure, the log files have the lines of every checkpoint that is on the disk."""
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text("{}\n")
+    synced: list[str] = []
+
+    def sync(descriptor: int) -> None:
+        published = (tmp_path / "checkpoints" / "step-000002").exists()
+        same = os.path.samestat(os.fstat(descriptor), metrics.stat())
+        synced.append("logs" if same else "published" if published else "checkpoint")
+
+    monkeypatch.setattr(os, "fsync", sync)
+    await checkpointer_of(tmp_path, filled_queue("updates", [update(2)]), interval=1).run()
+    assert synced[0] == "logs"
+    assert synced.count("logs") == 1
+    assert "checkpoint" in synced
+    assert recorded_newest(tmp_path / ".newest_checkpoint") == 2
+
+
+async def test_logs_that_cannot_be_synced_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The checkpoint is written: a resumed run reports what the log files lack."""
+
+    def fail(paths: Any) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(module, "sync_files", fail)
+    with structlog.testing.capture_logs() as logs:
+        await checkpointer_of(tmp_path, filled_queue("updates", [update(2)]), interval=1).run()
+    assert [line["event"] for line in logs] == ["log_files_not_synced", "checkpoint_written"]
     assert names(tmp_path / "checkpoints") == ["step-000002"]
 
 

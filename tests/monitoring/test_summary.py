@@ -9,9 +9,9 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from clotho.monitoring.summary import print_estimate, print_summary, resume_command
+from clotho.monitoring.summary import print_estimate, print_summary, resume_command, summary_lines
 from protocols.accounting import Balance
-from protocols.summary import MemoryEstimate, MemoryPart, RunSummary
+from protocols.summary import HistoryGap, MemoryEstimate, MemoryPart, RunSummary
 from tests.monitoring.display_examples import GAUGES, evaluation
 
 SMALL = msgspec.convert(
@@ -108,6 +108,22 @@ def test_an_unfinished_run_shows_the_command_that_continues_it() -> None:
     assert resume_command(Path("/runs/my run/profile.toml")) == (
         "python pipeline.py --profile '/runs/my run/profile.toml' --resume"
     )
+
+
+def test_the_summary_counts_the_records_that_the_histories_have() -> None:
+    """The balance counts all groups that ended. If a history lacks records, the summary has its own count beside it."""
+    gaps = (
+        HistoryGap(file="metrics.jsonl", unit="steps", missing=1),
+        HistoryGap(file="rollouts.jsonl", unit="groups", missing=3),
+        HistoryGap(file="evaluations.jsonl", unit="evaluations", missing=2),
+    )
+    lines = summary_lines(msgspec.structs.replace(summary(), history_gaps=gaps))
+    assert [text for label, text in lines if label == "records"] == [
+        "metrics.jsonl has 99 of these 100 steps",
+        "rollouts.jsonl has 797 of these 800 groups",
+        "evaluations.jsonl lacks 2 evaluations",
+    ]
+    assert "records" not in dict(summary_lines(summary()))
 
 
 def test_ungraded_held_out_problems_are_reported() -> None:

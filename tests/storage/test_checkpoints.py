@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 from collections.abc import Callable
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +20,14 @@ from clotho.storage.checkpoints import (
     SAMPLE_BYTES,
     Snapshot,
     dataset_fingerprint,
+    find_damage,
     latest_checkpoint,
     model_fingerprint,
     prune,
     read_checkpoint,
     read_state,
+    record_newest,
+    recorded_newest,
     require_same_inputs,
     tokenizer_fingerprint,
     write_checkpoint,
@@ -178,6 +184,114 @@ def test_pruning_keeps_the_newest_complete_checkpoint(tmp_path: Path) -> None:
     corrupt(tmp_path / "step-000020" / "state.json")
     prune(tmp_path, keep_last=1)
     assert names(tmp_path) == ["step-000020", "step-000030"]
+
+
+@pytest.mark.parametrize("name", ["a\0b", "/etc/passwd", "../../etc/passwd", "..", "", "state.json/x", "x" * 300])
+def test_a_manifest_cannot_name_a_file_outside_its_directory(tmp_path: Path, name: str) -> None:
+    """The checkpoint is damaged, and no such file is read."""
+    path = write_checkpoint(tmp_path, snapshot(20), keep_last=3)
+    manifest = msgspec.json.decode((path / "MANIFEST.json").read_bytes())
+    manifest["files"].append({"name": name, "size": 0, "sha256": ""})
+    (path / "MANIFEST.json").write_bytes(msgspec.json.encode(manifest))
+    damage = find_damage(path)
+    assert damage is not None
+    assert "is not a file of the checkpoint" in damage
+    assert damage.isprintable()
+
+
+@pytest.mark.parametrize("file", ["state.json", "adapters.safetensors", "replay.msgpack"])
+def test_a_manifest_lists_every_file_that_is_read(tmp_path: Path, file: str) -> None:
+    """A file without a digest could be damaged unnoticed."""
+    group = ReplayGroup(scored=scored_group([[1]], [1.0]), advantage=1.0, version=1)
+    path = write_checkpoint(tmp_path, msgspec.structs.replace(snapshot(20), replay=(group,)), keep_last=3)
+    manifest = msgspec.json.decode((path / "MANIFEST.json").read_bytes())
+    manifest["files"] = [entry for entry in manifest["files"] if entry["name"] != file]
+    (path / "MANIFEST.json").write_bytes(msgspec.json.encode(manifest))
+    assert find_damage(path) == f"MANIFEST.json does not list {file}"
+
+
+@pytest.mark.parametrize("file", ["state.json", "MANIFEST.json", "adapters.safetensors"])
+def test_special_files_in_a_checkpoint_are_damage(tmp_path: Path, file: str) -> None:
+    """A named pipe and a device have no end; neither is read."""
+    path = write_checkpoint(tmp_path, snapshot(20), keep_last=3)
+    (path / file).unlink()
+    os.mkfifo(path / file)
+    assert find_damage(path) is not None
+    (path / file).unlink()
+    (path / file).symlink_to("/dev/zero")
+    assert find_damage(path) is not None
+    assert latest_checkpoint(tmp_path).path is None
+
+
+def test_the_group_accounting_of_a_state_adds_up(tmp_path: Path) -> None:
+    """Each group that has ended was trained on or discarded."""
+    ledger = LedgerState(all_ended_below=7, ended_above=(9,), trained=6, discarded={"stale": 3})
+    write_checkpoint(tmp_path, msgspec.structs.replace(snapshot(20), state=state(20, ledger=ledger)), keep_last=3)
+    with pytest.raises(CheckpointError, match="does not add up"):
+        read_state(tmp_path / "step-000020")
+
+
+def test_pruning_ignores_a_renamed_checkpoint_and_entries_that_are_not_directories(tmp_path: Path) -> None:
+    """A run with such entries still writes checkpoints, and keeps the newest ones by their state."""
+    for step in (10, 20):
+        write_checkpoint(tmp_path, snapshot(step), keep_last=9)
+    (tmp_path / "step-000010").rename(tmp_path / "step-999999")
+    (tmp_path / "step-000001").write_text("a file")
+    (tmp_path / "step-000002").symlink_to(tmp_path / "step-000020")
+    write_checkpoint(tmp_path, snapshot(30), keep_last=1)
+    assert names(tmp_path) == ["step-000001", "step-000002", "step-000030", "step-999999"]
+    assert latest_checkpoint(tmp_path).path == tmp_path / "step-000030"
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EIO])
+def test_a_disk_that_refuses_any_sync_keeps_the_earlier_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    """Whichever sync of a checkpoint fails: one error. The next attempt succeeds."""
+    write_checkpoint(tmp_path, snapshot(10), keep_last=2)
+    synced = 0
+    for failing in count():
+        disk = RefusingDisk(code, after=failing)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", disk)
+            try:
+                write_checkpoint(tmp_path, snapshot(20 + failing), keep_last=2)
+            except RunDirectoryError as error:
+                assert os.strerror(code) in str(error)  # noqa: PT017, the loop ends at the attempt without an error
+            else:
+                synced = failing
+                break
+        found = latest_checkpoint(tmp_path)
+        assert found.path is not None
+        assert found.warnings == ()
+        assert not [name for name in names(tmp_path) if "unfinished" in name]
+    assert synced >= 7, "five files and two directories"
+    assert latest_checkpoint(tmp_path).path == tmp_path / f"step-{20 + synced:06d}"
+
+
+class RefusingDisk:
+    """Replacement for os.fsync that fails after some calls."""
+
+    def __init__(self, code: int, *, after: int) -> None:
+        self._code, self._left, self._sync = code, after, os.fsync
+
+    def __call__(self, descriptor: int) -> None:
+        self._left -= 1
+        if self._left < 0:
+            raise OSError(self._code, os.strerror(self._code))
+        self._sync(descriptor)
+
+
+def test_the_step_of_the_newest_checkpoint_is_recorded(tmp_path: Path) -> None:
+    """Without a file there was no checkpoint. A file without a step still tells that there was one."""
+    path = tmp_path / ".newest_checkpoint"
+    assert recorded_newest(path) is None
+    record_newest(path, 4)
+    record_newest(path, 1_000_000)
+    assert recorded_newest(path) == 1_000_000
+    for damaged in (b"", bytes(8), b"x", b"-5"):
+        path.write_bytes(damaged)
+        assert recorded_newest(path) == 0
 
 
 def test_a_full_disk_keeps_the_earlier_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

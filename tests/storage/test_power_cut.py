@@ -24,7 +24,7 @@ from tests.storage.power_cut.simulated_disk import (
 
 pytestmark = pytest.mark.skipif(bool(unsupported()), reason=unsupported() or "supported")
 
-CUTS = 150
+CUTS = 60
 
 WRITER = """
 import sys
@@ -39,7 +39,7 @@ async def main(disk):
     run = open_run(disk / "outer" / "run", resume=False, clean=False)
     run.begin()
     metrics = JsonlWriter(run.metrics)
-    for step in range(1, 5):
+    for step in range(1, 4):
         metrics.append({"step": step, "text": "x" * 3000})
         updates = filled_queue("updates", [update(step)])
         await checkpointer_of(run.path, updates, interval=1, keep_last=2).run()
@@ -73,7 +73,7 @@ def contents(directory: Path) -> dict[str, bytes | None]:
 
 
 def test_a_power_cut_leaves_the_reported_checkpoint_and_its_lines(tmp_path: Path) -> None:
-    """150 cuts of the changes of a checkpointer. The record is complete: all changes together give the directory."""
+    """60 cuts of the changes of a checkpointer. The record is complete: all changes together give the directory."""
     disk, journal = record(tmp_path, WRITER)
     changes = read_journal(journal)
     whole = SimulatedDisk(disk, empty=True)
@@ -106,34 +106,43 @@ def test_a_power_cut_leaves_the_reported_checkpoint_and_its_lines(tmp_path: Path
             assert reported <= newest <= step
 
 
-@pytest.mark.parametrize(
-    ("script", "possible"),
-    [
-        ("file.write_text('new')", {b"", b"new", b"\0\0\0", None}),
-        ("sync_file(write(file))", {b"new", None}),
-        ("write(file); sync_directory(disk)", {b"", b"new", b"\0\0\0"}),
-        ("sync_file(write(file)); sync_directory(disk)", {b"new"}),
-        ("write_file(disk / 'x', [b'new']); sync_directory(disk); (disk / 'x').rename(file)", {b"new", None}),
-        ("replace_file(file, [b'old']); replace_file(file, [b'new'])", {b"new"}),
-        ("replace_file(file, [b'old']); write(disk / 'x').rename(file)", {b"old", b"new", b"", b"\0\0\0"}),
-    ],
-)
-def test_a_simulated_power_cut_loses_what_was_not_synced(
-    script: str, possible: set[bytes | None], tmp_path: Path
-) -> None:
+SMALL_CHANGES: list[tuple[str, set[bytes | None]]] = [
+    ("write(file)", {b"", b"new", b"\0\0\0", None}),
+    ("sync_file(write(file))", {b"new", None}),
+    ("write(file); sync_directory(disk)", {b"", b"new", b"\0\0\0"}),
+    ("sync_file(write(file)); sync_directory(disk)", {b"new"}),
+    ("sync_file(write(disk / 'x')); sync_directory(disk); (disk / 'x').rename(file)", {b"new", None}),
+    ("replace_file(file, [b'old']); replace_file(file, [b'new'])", {b"new"}),
+    ("replace_file(file, [b'old']); write(disk / 'x').rename(file)", {b"old", b"new", b"", b"\0\0\0"}),
+]
+"""Changes of a file, and the contents that a power cut after them may leave (None: no file)."""
+
+PRELUDE = """
+import sys
+from pathlib import Path
+from clotho.storage.atomic_files import replace_file, sync_directory, sync_file
+
+def write(path):
+    path.write_text("new")
+    return path
+"""
+
+
+def test_a_simulated_power_cut_loses_what_was_not_synced(tmp_path: Path) -> None:
     """The contents of a file need an fsync of the file, and its name one of the directory."""
-    imports = "from clotho.storage.atomic_files import replace_file, sync_directory, sync_file, write_file\n"
-    setting = (
-        "import sys\nfrom pathlib import Path\ndisk = Path(sys.argv[1])\nfile = disk / 'file'\n"
-        "def write(path):\n    path.write_text('new')\n    return path\n"
+    script = PRELUDE + "".join(
+        f"disk = Path(sys.argv[1]) / '{number}'; disk.mkdir(); sync_directory(disk.parent)\n"
+        f"file = disk / 'file'; {changes}\n"
+        for number, (changes, _) in enumerate(SMALL_CHANGES)
     )
-    disk, journal = record(tmp_path, imports + setting + script)
-    found = set()
-    for seed in range(80):
+    disk, journal = record(tmp_path, script)
+    found: list[set[bytes | None]] = [set() for _ in SMALL_CHANGES]
+    for seed in range(200):
         cut = SimulatedDisk(disk, empty=True)
         for change in read_journal(journal):
             cut.apply(change)
         cut.after_cut(tmp_path / str(seed), seed)
-        path = tmp_path / str(seed) / "file"
-        found.add(path.read_bytes() if path.exists() else None)
-    assert found == possible
+        for number, contents_found in enumerate(found):
+            path = tmp_path / str(seed) / str(number) / "file"
+            contents_found.add(path.read_bytes() if path.exists() else None)
+    assert found == [possible for _, possible in SMALL_CHANGES]

@@ -199,6 +199,23 @@ def test_cleaning_does_not_follow_links(tmp_path: Path) -> None:
     assert (elsewhere / "checkpoints" / "step-000010").is_dir()
 
 
+def test_a_new_run_directory_is_durable_before_the_run_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The entry of each directory that is created is synced. After `--clean`, so is the removal of the earlier run."""
+    synced: list[int] = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.fstat(descriptor).st_ino))
+    directory = open_run(tmp_path / "a" / "b", resume=False, clean=False)
+    directory.begin()
+    assert {path.stat().st_ino for path in (tmp_path, tmp_path / "a", directory.path)} <= set(synced)
+    directory.newest_checkpoint.write_text("4")
+    directory.close()
+    synced.clear()
+    directory = open_run(tmp_path / "a" / "b", resume=False, clean=True)
+    directory.begin()
+    assert synced == [directory.path.stat().st_ino]
+    assert not directory.newest_checkpoint.exists()
+    directory.close()
+
+
 def test_leftovers_of_a_killed_run_are_removed(tmp_path: Path) -> None:
     """In the run directory, the checkpoints and the adapters."""
     path = finished_run(tmp_path / "run")
