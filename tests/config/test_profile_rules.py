@@ -115,6 +115,7 @@ def test_a_contradiction_or_a_setting_without_effect_is_refused(sections: dict[s
         {"actors": [TAP, TAP | {"name": "scorer", "mode": "replace", "at": "scorer"}]},
         {"actors": [TAP | {"mode": "add", "at": ""}]},
         {"async": False},
+        {"rewards": [{"name": "exact", "types": ["a"], "correct": True}, {"name": "exact", "types": ["b"]}]},
     ],
     ids=str,
 )
