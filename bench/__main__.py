@@ -22,6 +22,7 @@ BENCHMARKS = {
     "swap": "How long a weight swap delays decoding.",
     "overlap": "Decode rate during updates.",
     "actors_overhead": "Cost of one message through a queue, an actor and the compute thread, beside asyncio.",
+    "rewards": "Cost of scoring a group in worker processes and in threads.",
     "startup": "Time from the command to the first result, beside mlx-lm-lora and TRL.",
     "wall_clock": "Time to 0.9 held-out accuracy, synchronous and asynchronous, beside mlx-lm-lora and TRL.",
     "search": "Best settings for the default task, for mlx-lm-lora's GRPO and for Clotho.",

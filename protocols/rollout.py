@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from math import inf
 from typing import Literal
 
@@ -12,6 +13,14 @@ from protocols.sampling import Completion
 
 ZERO_VARIANCE_THRESHOLD = 1e-6
 """A group is a zero-variance group if its rewards differ by at most this value. Such a group has no advantages."""
+
+MAX_GROUP_REWARD = 1e9
+"""Largest absolute reward of a group. Squares of larger values overflow float32 statistics."""
+
+
+def bounded(rewards: Iterable[float]) -> bool:
+    """Return whether all rewards are finite and at most `MAX_GROUP_REWARD` in absolute size."""
+    return all(abs(reward) <= MAX_GROUP_REWARD for reward in rewards)
 
 
 class RolloutGroup(Struct, frozen=True, kw_only=True, tag=True):

@@ -15,13 +15,13 @@ from msgspec import Meta, Raw, Struct
 from numpy.typing import NDArray
 
 from protocols.errors import visible
-from protocols.rollout import TeacherTokens
+from protocols.rollout import MAX_GROUP_REWARD, TeacherTokens
 from protocols.sampling import MAX_TEMPERATURE, MIN_LEARNABLE_TEMPERATURE
 
 MASKED = -100
 MAX_SEQUENCES = 1024
-MAX_MAGNITUDE = 1e9
-"""Limit of scores and advantages: squares of larger values overflow float32 statistics."""
+MAX_MAGNITUDE = MAX_GROUP_REWARD
+"""Limit of scores and advantages."""
 MIN_LOGPROB, MAX_LOGPROB = -9999.0, 1e-3
 """Range of log-probabilities. Values above 0 are rounding errors."""
 MAX_IMAGES_BYTES = 1024

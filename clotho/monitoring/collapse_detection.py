@@ -23,6 +23,7 @@ from msgspec import Struct
 from clotho.config.sections_training import CollapseChecks, CollapseSection, RollBackOnCollapse, WarnOnCollapse
 from protocols.collapse import BaselineStatistics, BatchStatistics, CollapseState, CollapseVerdict, GroupStatistics
 from protocols.errors import CollapseError
+from protocols.rollout import bounded
 from protocols.sampling import Completion
 from protocols.step import StepReport
 
@@ -57,7 +58,7 @@ def group_statistics(report: StepReport) -> Iterator[GroupStatistics]:
     """Yield the statistics of every scored group of the batch, trained groups first.
 
     Stale groups are skipped, because an older policy sampled them, possibly one that was rolled back. So are groups
-    whose rewards are not all finite.
+    whose rewards are not all finite and bounded.
     """
     for trained in report.trained:
         scored = trained.scored
@@ -93,7 +94,7 @@ def batch_statistics(groups: Sequence[GroupStatistics], report: StepReport) -> B
 def _statistics(
     source: str, completions: Sequence[Completion], rewards: Sequence[float], parts: Parts
 ) -> Iterator[GroupStatistics]:
-    if not rewards or not all(map(isfinite, rewards)):
+    if not rewards or not bounded(rewards):
         return
     format_and_content = list(_format_and_content(parts, len(rewards)))
     yield GroupStatistics(

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from math import isfinite
 from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any, get_type_hints
@@ -19,7 +18,7 @@ from msgspec import Struct
 
 from protocols.errors import RunDirectoryError
 from protocols.evaluation import EvalReport
-from protocols.rollout import ScoredGroup
+from protocols.rollout import ScoredGroup, bounded
 from protocols.sampling import Completion
 from protocols.step import StepReport, UpdateMetrics
 from protocols.summary import RunGauges
@@ -174,8 +173,8 @@ def _environment(trained: list[ScoredGroup], discarded: dict[str, int]) -> Metri
 def _reward_metrics(report: StepReport) -> MetricsLine:
     rewards = [reward for group in report.trained for reward in group.scored.rewards]
     rewards += [reward for group in report.discarded for reward in group.rewards]
-    finite = [reward for reward in rewards if isfinite(reward)]
-    return {"reward/mean": _mean(finite), "reward/std": pstdev(finite) if finite else None}
+    counted = [reward for reward in rewards if bounded([reward])]
+    return {"reward/mean": _mean(counted), "reward/std": pstdev(counted) if counted else None}
 
 
 def _group_metrics(report: StepReport, discarded: Counter[tuple[str, str]]) -> MetricsLine:

@@ -8,7 +8,7 @@ from math import isfinite
 
 from clotho.config.objectives import EnvironmentAdvantage
 from clotho.config.sections_training import EnvironmentReference, LearnerSection
-from protocols.rollout import Discarded, DiscardReason, GroupOutcome, ScoredGroup
+from protocols.rollout import MAX_GROUP_REWARD, Discarded, DiscardReason, GroupOutcome, ScoredGroup, bounded
 
 
 class BatchCollector:
@@ -93,8 +93,8 @@ def _faults(
     if not any(completion.length for completion in completions):
         yield "invalid", "no completion has a token"
         return
-    if not all(map(isfinite, scored.rewards)):
-        yield "invalid", "a reward is not finite"
+    if not bounded(scored.rewards):
+        yield "invalid", f"a reward is not finite, or beyond {MAX_GROUP_REWARD:g} in absolute size"
     if isinstance(settings.objective.advantage, EnvironmentAdvantage):
         if not scored.token_advantages:
             yield (

@@ -293,6 +293,12 @@ def test_groups_without_finite_rewards_are_skipped() -> None:
     assert batch_statistics(statistics, report()) == BatchStatistics()
 
 
+@pytest.mark.parametrize("rewards", [[1e308, 1e308], [-1e308, 1e308], [2e9, 0.0]])
+def test_groups_with_huge_rewards_are_skipped(rewards: list[float]) -> None:
+    """Their sums would overflow."""
+    assert list(group_statistics(report([scored(rewards)], [discarded(scored(rewards))]))) == []
+
+
 def test_length_and_truncation_are_means_over_completions() -> None:
     """For each group."""
     (group,) = group_statistics(report([scored([0.0, 1.0], None, [completion(2), completion(6, truncated=True)])]))

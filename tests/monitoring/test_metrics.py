@@ -20,6 +20,7 @@ from clotho.monitoring.metrics import (
     read_history,
     step_metrics,
 )
+from protocols.rollout import Discarded
 from protocols.step import StepReport, TrainedGroup, UpdateMetrics
 from protocols.summary import RunGauges
 from tests.monitoring.display_examples import evaluation
@@ -99,6 +100,21 @@ def test_a_line_has_the_metrics_of_each_environment() -> None:
     assert found["environments"]["c"]["reward/mean"] is None
     assert found["completion_length/total"] == 9
     assert line()["environments"] == {}
+
+
+def test_huge_rewards_of_discarded_groups_are_not_averaged() -> None:
+    """Their sum would overflow, and the display of the run would end."""
+    group = replace(scored_group([[1], [2]], [1e308, 1e308]))
+    refused = Discarded(
+        prompt=group.group.prompt,
+        reason="invalid",
+        detail="a reward is too large",
+        completions=group.group.completions,
+        rewards=group.rewards,
+    )
+    trained = (TrainedGroup(scored=scored_group([[1], [2]], [0.0, 1.0]), advantages=(-1.0, 1.0)),)
+    found = line(trained=trained, discarded=(refused,), staleness=(0,), update=UPDATE)
+    assert (found["reward/mean"], found["reward/std"]) == (0.5, 0.5)
 
 
 def test_every_environment_metric_is_described() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import hashlib
 import math
 import os
 import re
@@ -27,6 +28,31 @@ FOREVER = 3600.0
 def misbehaves(problem: Problem, completion: str) -> Any:
     """Call the function that the completion names."""
     function = globals().get(completion.partition(" ")[0])
+    return float(len(completion)) if function is None else function(problem, completion)
+
+
+BEHAVIORS = (
+    "regex_without_end",
+    "forks_and_returns",
+    "forks_a_child_that_stays",
+    "closes_descriptors",
+    "closes_output",
+    "segmentation_fault",
+    "signals_its_group",
+    "prints_without_end",
+    "huge",
+    "works",
+)
+
+
+def behavior(prompt: str) -> str:
+    """Return the name of the function that `misbehaves_by_prompt` calls for a prompt."""
+    return BEHAVIORS[hashlib.sha256(prompt.encode()).digest()[0] % len(BEHAVIORS)]
+
+
+def misbehaves_by_prompt(problem: Problem, completion: str) -> Any:
+    """Call the function that belongs to the prompt."""
+    function = globals().get(behavior(problem.prompt))
     return float(len(completion)) if function is None else function(problem, completion)
 
 

@@ -33,6 +33,8 @@ def profile(**changes: Any) -> Profile:
         {"learner": {"micro_batch_tokens": 64, "max_bad_steps": 1}, "policy": {"grad_checkpoint": True}},
         {"learner": {"max_staleness": 8}},
         {"learner": {"layout": "packed"}, "collapse_detection": {"type": "stop", "window": 9}},
+        {"rewards": [{"name": "exact", "run_in": "thread", "max_workers": 1}, {"name": "format"}]},
+        {"rewards": [{"name": "exact", "memory_limit_mb": 9}, {"name": "format"}]},
     ],
 )
 def test_how_a_run_is_run_may_change(changes: dict[str, Any]) -> None:

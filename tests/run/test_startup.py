@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from clotho.storage.checkpoints import Snapshot, write_checkpoint
 from protocols.accounting import LedgerState
 from protocols.checkpoint import RunState
 from protocols.errors import CheckpointError, ClothoError, DatasetError, ModelError, ProfileError
+from tests.e2e.child_processes import descendants, wait_until_ended
 from tests.run.built_context import open_context, tiny_profile
 from tests.training.policies_and_groups import same_bits
 
@@ -91,6 +93,29 @@ async def test_held_out_problems_without_a_correct_reward_are_reported_or_refuse
     assert isinstance(await refusal(other), ProfileError)
     async with open_context(msgspec.structs.replace(other, eval=NoEvaluation())):
         pass
+
+
+def reward_processes() -> list[int]:
+    """Return the worker processes of this process."""
+    return [process for process, command in descendants(os.getpid()).items() if "clotho.rewards.worker" in command]
+
+
+async def test_reward_processes_start_before_the_model_is_loaded(tmp_path: Path) -> None:
+    """A function that cannot be used is refused although the model is missing, and no process is left."""
+    rewards = [{"name": "tests.rewards.sample_rewards:one_argument", "correct": True}]
+    profile = tiny_profile(tmp_path, rewards=rewards, model={"path": str(tmp_path / "missing")})
+    refused = await refusal(profile)
+    assert isinstance(refused, ProfileError)
+    assert "one_argument" in str(refused)
+    assert wait_until_ended(reward_processes())
+
+
+async def test_reward_processes_end_if_the_start_fails_later(tmp_path: Path) -> None:
+    """For example, if the model cannot be found."""
+    rewards = [{"name": "tests.rewards.sample_rewards:length", "correct": True}]
+    profile = tiny_profile(tmp_path, rewards=rewards, model={"path": str(tmp_path / "missing")})
+    assert isinstance(await refusal(profile), ModelError)
+    assert wait_until_ended(reward_processes())
 
 
 async def test_a_resumed_run_continues_at_its_checkpoint(tmp_path: Path) -> None:

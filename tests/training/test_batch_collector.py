@@ -102,7 +102,9 @@ def test_what_is_no_training_data_is_invalid() -> None:
     given = replace(GOOD, token_advantages=((1.0,), (-1.0,)))
     broken = replace(GOOD, token_advantages=((1.0,), (math.nan,)))
     assert why(scored_group([[], []], [0.0, 1.0])) == ("invalid", "no completion has a token")
-    assert why(scored_group([[1], [2]], [0.0, math.inf])) == ("invalid", "a reward is not finite")
+    for reward in (math.inf, math.nan, -1e308):
+        assert (why(scored_group([[1], [2]], [0.0, reward])) or ("",))[0] == "invalid"
+    assert why(scored_group([[1], [2]], [0.0, -1e9])) is None
     assert why(given, advantage="environment") is None
     assert why(broken) is None
     assert why(broken, advantage="environment") == ("invalid", "a token advantage is not finite")
