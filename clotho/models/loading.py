@@ -6,7 +6,7 @@ that their shapes are known without their weights.
 
 from __future__ import annotations
 
-import json
+import os
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,9 @@ from huggingface_hub.errors import GatedRepoError, HFValidationError, Repository
 from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS, dequantize_model, load_model
 
 from clotho.config.sections_data import ModelSection
+from clotho.models.model_files import check_model, one_line, read_config
 from clotho.models.parameters import flat
-from protocols.errors import ModelError
+from protocols.errors import ModelError, visible
 from protocols.summary import PolicyDescription
 
 OFFLINE_PROFILE = "local-m3"
@@ -38,8 +39,18 @@ def load_base(section: ModelSection) -> tuple[nn.Module, dict[str, Any], Path]:
     try:
         mx.eval(model.parameters())
     except (ValueError, RuntimeError) as error:
-        raise ModelError(f"model {section.path} cannot be converted: {_one_line(error)}") from error
+        raise ModelError(f"model {section.path} cannot be converted: {one_line(error)}") from error
+    _require_finite(model, section)
     return model, config, directory
+
+
+def _require_finite(model: nn.Module, section: ModelSection) -> None:
+    """Refuse weights that are not finite. One sum per tensor; a sum that overflows is examined again."""
+    for name, array in flat(model.parameters()).items():
+        if not mx.issubdtype(array.dtype, mx.floating) or mx.isfinite(mx.sum(array)).item():
+            continue
+        if not mx.isfinite(array).all().item():
+            raise ModelError(f"model {section.path}: the weights are not finite: {visible(name, 100)}")
 
 
 def open_base(directory: Path, section: ModelSection) -> tuple[nn.Module, dict[str, Any]]:
@@ -48,23 +59,27 @@ def open_base(directory: Path, section: ModelSection) -> tuple[nn.Module, dict[s
     The weights have their final shapes and types and are not evaluated; only the headers of the files are read.
     Evaluating all weights at once holds no second copy. Raises `ModelError`.
     """
-    _refuse_foreign_code(directory, section)
+    _check_files(directory, section)
     try:
         model, config = load_model(directory, lazy=True, trust_remote_code=section.trust_remote_code)
     except Exception as error:  # mlx-lm raises arbitrary exceptions for malformed model files
-        raise ModelError(f"model {section.path} cannot be loaded: {_one_line(error)}") from error
+        raise ModelError(f"model {section.path} cannot be loaded: {one_line(error)}") from error
     convert(model, section)
     return model, config
 
 
 def find_model(path: str) -> Path:
     """Return the directory of the model, downloaded from the hub if `path` is not a directory. Raises `ModelError`."""
-    local = Path(path).expanduser()
-    if local.is_dir():
-        if not (local / "config.json").is_file():
+    try:
+        local = Path(path).expanduser()
+        is_directory, exists = local.is_dir(), local.exists()
+    except (OSError, ValueError, RuntimeError) as error:  # a path that is too long, or the home of an unknown user
+        raise ModelError(f"model {visible(path, 200)} cannot be found: {one_line(error)}") from error
+    if is_directory:
+        if not os.path.lexists(local / "config.json"):
             raise ModelError(f"model directory {path} has no config.json")
         return local
-    if local.exists():
+    if exists:
         raise ModelError(f"model {path} is a file; a directory with config.json and *.safetensors is expected")
     if path.startswith(("/", ".", "~")) or path.count("/") > 1:
         raise ModelError(f"model directory {path} does not exist")
@@ -92,21 +107,17 @@ def _download(repository: str) -> Path:
         ) from error
 
 
-def _refuse_foreign_code(directory: Path, section: ModelSection) -> None:
-    try:
-        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{directory / 'config.json'} cannot be read: {_one_line(error)}") from error
-    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
-        raise ModelError(f"{directory / 'config.json'} has no model_type")
-    if section.trust_remote_code:
-        return
+def _check_files(directory: Path, section: ModelSection) -> None:
+    """Refuse code of the model, and files and configurations that no library should read."""
+    config = read_config(directory)
     for key in ("model_file", "auto_map"):
-        if config.get(key):
+        if config.get(key) and not section.trust_remote_code:
             raise ModelError(
                 f"model {section.path} contains Python code ({key} in config.json); "
                 "set model.trust_remote_code = true if you trust it"
             )
+    if not config.get("model_file"):  # an architecture of the model's own states its own sizes
+        check_model(directory, config)
 
 
 def convert(model: nn.Module, section: ModelSection) -> None:
@@ -118,7 +129,7 @@ def convert(model: nn.Module, section: ModelSection) -> None:
         if dtype is not None:
             _cast(model, dtype)
     except (ValueError, RuntimeError, AttributeError) as error:
-        raise ModelError(f"model {section.path} cannot be converted: {_one_line(error)}") from error
+        raise ModelError(f"model {section.path} cannot be converted: {one_line(error)}") from error
 
 
 def _target_dtype(section: ModelSection) -> mx.Dtype | None:
@@ -139,11 +150,6 @@ def _cast(model: nn.Module, dtype: mx.Dtype) -> None:
                 module[key] = value.astype(dtype)
 
     model.apply_to_modules(cast)
-
-
-def _one_line(error: Exception) -> str:
-    lines = " ".join(str(error).split())
-    return lines[:300] or type(error).__name__
 
 
 SHAPES = Path(__file__).parents[2] / "profiles" / "shapes"

@@ -11,8 +11,18 @@ from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tokenizer_utils import load as load_tokenizer
+from transformers import PreTrainedTokenizerBase
 
+from clotho.models.chat_template import ChatTemplate
+from clotho.models.control_tokens import ControlTokens
+from clotho.models.model_files import one_line, require_tokenizer_files
 from protocols.errors import ModelError, RequestError
+
+SAMPLE_CONVERSATION = (
+    {"role": "user", "content": "a"},
+    {"role": "assistant", "content": "b"},
+    {"role": "user", "content": "c"},
+)
 
 
 class ChatTokenizer:
@@ -25,6 +35,8 @@ class ChatTokenizer:
         """Wrap mlx-lm's TokenizerWrapper, or a tokenizer of Hugging Face transformers."""
         wrapper: Any = tokenizer if isinstance(tokenizer, TokenizerWrapper) else TokenizerWrapper(tokenizer)
         self._wrapper = wrapper
+        self._template: ChatTemplate | None = None
+        self._control: ControlTokens | None = None
         self._lock = nullcontext() if getattr(wrapper._tokenizer, "is_fast", False) else threading.Lock()
         self.eos_ids: frozenset[int] = frozenset(int(t) for t in wrapper.eos_token_ids)
         self.vocab_size: int = len(wrapper)
@@ -38,11 +50,12 @@ class ChatTokenizer:
         directory = Path(path)
         if not directory.is_dir():
             raise ModelError(f"{directory} is not a directory with a tokenizer")
+        require_tokenizer_files(directory)
         extra = {"trust_remote_code": trust_remote_code, "local_files_only": True}
         try:
             return cls(load_tokenizer(directory, extra))
         except Exception as error:
-            raise ModelError(f"the tokenizer in {directory} cannot be loaded: {error}") from error
+            raise ModelError(f"the tokenizer in {directory} cannot be loaded: {one_line(error)}") from error
 
     @cached_property
     def longest_token_bytes(self) -> int:
@@ -55,7 +68,10 @@ class ChatTokenizer:
         return bool(self._wrapper.has_chat_template)
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Return the tokens of plain text, including special tokens that the tokenizer adds, such as a first one."""
+        """Return the tokens of plain text, including special tokens that the tokenizer adds, such as a first one.
+
+        The text of a control token becomes that token, because the caller has rendered the prompt.
+        """
         with self._lock:
             return tuple(int(t) for t in self._wrapper.encode(text, verbose=False))
 
@@ -64,7 +80,9 @@ class ChatTokenizer:
     ) -> tuple[int, ...]:
         """Return the tokens of a conversation in the chat template of the model.
 
-        Raises RequestError (param `messages`) if there is no template, or the template raises for these messages.
+        The text of a control token in a message is encoded as ordinary text (`clotho.models.control_tokens`). Raises
+        RequestError (param `messages`) if there is no template, or the template raises or does too much work for these
+        messages.
         """
         if not messages:
             raise RequestError("a conversation needs at least one message", param="messages")
@@ -72,13 +90,44 @@ class ChatTokenizer:
             raise RequestError("this model has no chat template; request a plain completion", param="messages")
         try:
             with self._lock:
-                text = self._wrapper.apply_chat_template(
+                control = self._control_tokens()
+                disarmed = control.disarm(messages)
+                text = self._render(disarmed.messages, add_generation_prompt)
+                if disarmed.originals:
+                    return control.encode(text, disarmed.originals)
+                return tuple(int(t) for t in self._wrapper.encode(text, add_special_tokens=False, verbose=False))
+        except RequestError:
+            raise
+        except Exception as error:
+            message = f"the chat template raised for these messages: {type(error).__name__}: {one_line(error)}"
+            raise RequestError(message, param="messages") from error
+
+    def _render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
+        tokenizer = self._wrapper._tokenizer
+        renders_itself = type(tokenizer).apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template
+        if self._wrapper._chat_template is not None or renders_itself:  # Python code of mlx-lm or a trusted model
+            return str(
+                self._wrapper.apply_chat_template(
                     [dict(m) for m in messages], tokenize=False, add_generation_prompt=add_generation_prompt
                 )
-                return tuple(int(t) for t in self._wrapper.encode(text, add_special_tokens=False, verbose=False))
-        except Exception as error:
-            message = f"the chat template raised for these messages: {type(error).__name__}: {error}"
-            raise RequestError(message, param="messages") from error
+            )
+        if self._template is None:
+            self._template = ChatTemplate(tokenizer.get_chat_template())
+        variables = tokenizer.special_tokens_map | {"enable_thinking": self._wrapper.has_thinking}
+        return self._template.render(messages, variables, add_generation_prompt=add_generation_prompt)
+
+    def _control_tokens(self) -> ControlTokens:
+        """Special tokens, tokens that end a completion, and added tokens that the template writes between turns."""
+        if self._control is None:
+            tokenizer = self._wrapper._tokenizer
+            try:
+                text = self._render(SAMPLE_CONVERSATION, False)
+                between = set(tokenizer.encode(text, add_special_tokens=False, verbose=False))
+            except Exception:  # a template can refuse this conversation
+                source = str(tokenizer.chat_template)
+                between = {token for token, entry in tokenizer.added_tokens_decoder.items() if entry.content in source}
+            self._control = ControlTokens(tokenizer, self.eos_ids | between)
+        return self._control
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of `tokens` without special tokens."""
