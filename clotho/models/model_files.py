@@ -199,8 +199,8 @@ def _require_layers(config: Mapping[str, Any], tensors: Mapping[str, TensorHeade
         for key in LAYER_KEYS:
             stated = section.get(key)
             if indices and isinstance(stated, int) and stated > max(indices) + 1:
-                found = f"the weights have {max(indices) + 1} layers"
-                raise ModelError(f"the model cannot be loaded: {path}: {key} is {stated}, and {found}")
+                stored = f"the weights have {max(indices) + 1} layers"
+                raise ModelError(f"the model cannot be loaded: {path}: {key} is {stated}, and {stored}")
 
 
 def _require_quantization(config: Mapping[str, Any], tensors: Mapping[str, TensorHeader], path: Path) -> None:
