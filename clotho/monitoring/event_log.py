@@ -159,7 +159,7 @@ class EventSink:
             self._print(" ".join(part for part in parts if part), style)
 
     def _print(self, line: str, style: str) -> None:
-        with suppress(Exception):  # no terminal is worth a run
+        with suppress(Exception, SystemExit):  # rich raises SystemExit for a closed pipe
             text = terminal_text(line, LINE_LIMIT, ascii_only=self._console.options.ascii_only)
             self._console.print(Text(text, style=style), soft_wrap=True)
 

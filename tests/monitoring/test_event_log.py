@@ -6,6 +6,8 @@ import errno
 import io
 import json
 import logging
+import sys
+import threading
 import warnings
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ import pytest
 import structlog
 from rich.console import Console
 
-from clotho.monitoring.event_log import event_log
+from clotho.monitoring.event_log import EventSink, event_log
 from clotho.storage.jsonl import JsonlWriter
 
 
@@ -98,3 +100,80 @@ def test_a_full_disk_loses_events_without_an_exception(tmp_path: Path, monkeypat
         "log.jsonl cannot be written, events are lost: [Errno 28] No space left on device",
         "log.jsonl lacks 3 events",
     ]
+
+
+class BrokenScreen(io.StringIO):
+    """A terminal that has gone."""
+
+    def write(self, text: str) -> int:
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+
+def test_a_broken_terminal_does_not_affect_the_caller_or_the_file(tmp_path: Path) -> None:
+    """Also a field whose str() fails."""
+
+    class UnprintableField:
+        def __str__(self) -> str:
+            raise RuntimeError
+
+    with event_log(Console(file=BrokenScreen())) as sink:
+        sink.open(tmp_path / "log.jsonl")
+        structlog.get_logger().warning("first")
+        structlog.get_logger().warning("second", field=UnprintableField())
+        structlog.get_logger().warning("third")
+        assert sink.lost == 1
+    assert [event["event"] for event in events(tmp_path / "log.jsonl")] == ["first", "third"]
+
+
+def test_events_before_the_file_is_open_are_written_first(tmp_path: Path) -> None:
+    """Warnings of other libraries are shown when the start has succeeded, because a refused start is one line."""
+    console, screen = terminal()
+    with event_log(console) as sink:
+        structlog.get_logger(actor="pipeline").warning("own")
+        logging.getLogger("library").warning("foreign %d", 1)
+        assert screen.getvalue() == "warning: pipeline: own\n"
+        sink.open(tmp_path / "log.jsonl")
+        structlog.get_logger().info("later")
+    assert [event["event"] for event in events(tmp_path / "log.jsonl")] == ["own", "message", "later"]
+    assert "foreign" in screen.getvalue()
+
+
+def test_the_size_of_the_log_is_bounded(tmp_path: Path) -> None:
+    """At its maximum size the file is renamed; the one before it is deleted. A long field is shortened."""
+    console, _ = terminal()
+    sink = EventSink(console, log_bytes=1000)
+    sink.open(tmp_path / "log.jsonl")
+    for number in range(100):
+        sink.write({"event": "step", "number": number})
+    sink.write({"event": "long", "text": "x" * 5_000_000})
+    sink.close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["log.1.jsonl", "log.jsonl"]
+    numbers = [event.get("number") for name in ("log.1.jsonl", "log.jsonl") for event in events(tmp_path / name)]
+    assert numbers == [*range(100 - len(numbers) + 1, 100), None]
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) < 50_000
+
+
+def test_uncaught_exceptions_of_threads_are_events(tmp_path: Path) -> None:
+    """Without the log, Python prints a traceback on stderr."""
+    console, screen = terminal()
+    hooks = threading.excepthook, sys.unraisablehook
+
+    def fail() -> None:
+        raise ValueError("in a thread")
+
+    class FailingFinalizer:
+        def __del__(self) -> None:
+            raise ValueError("in a finalizer")
+
+    with event_log(console) as sink:
+        sink.open(tmp_path / "log.jsonl")
+        thread = threading.Thread(target=fail, name="worker")
+        thread.start()
+        thread.join()
+        FailingFinalizer()
+    found = events(tmp_path / "log.jsonl")
+    assert [event["event"] for event in found] == ["thread_failed", "exception_ignored"]
+    assert found[0]["thread"] == "worker"
+    assert all("Traceback" in event["exception"] for event in found)
+    assert screen.getvalue().count("\n") == 2
+    assert (threading.excepthook, sys.unraisablehook) == hooks

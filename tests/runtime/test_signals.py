@@ -54,6 +54,22 @@ async def test_the_second_signal_stops_the_run_at_once(second: signal.Signals, s
     assert (recorded.ending, watch.exit_status) == ("stopped", status)
 
 
+async def test_a_repeated_hang_up_does_not_stop_the_run() -> None:
+    """A shell and the system both send SIGHUP when a terminal closes. A SIGTERM after it stops the run."""
+    recorded = RecordedSupervisor(transient(ScriptedActor("actor", [])))
+    with fail_after(5):
+        async with handle_signals(recorded.supervisor) as watch, create_task_group() as group:
+            group.start_soon(recorded.run)
+            await wait_all_tasks_blocked()
+            for count in range(1, 4):
+                _send(signal.SIGHUP)
+                while len(watch.received) < count:
+                    await wait_all_tasks_blocked()
+            assert (recorded.drains, recorded.ending, watch.exit_status) == (1, None, 0)
+            _send(signal.SIGTERM)
+    assert (recorded.ending, watch.exit_status) == ("stopped", 143)
+
+
 async def test_previous_handlers_are_restored() -> None:
     """After the block, and already after the second signal, so that a third one ends the process."""
     before = [signal.getsignal(number) for number in SIGNALS]
