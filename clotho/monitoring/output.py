@@ -137,7 +137,8 @@ class Output:
         """Replace `sys.stdout` and `sys.stderr`. Closed descriptors are opened on /dev/null."""
         self.stdout, self.stderr = WriteBehind(1, STDOUT), WriteBehind(2, STDERR)
         _open_standard_descriptors()
-        sys.stdout, sys.stderr = _text(self.stdout, sys.stdout), _text(self.stderr, sys.stderr)
+        sys.stdout = _text(self.stdout, sys.stdout, "replace")
+        sys.stderr = _text(self.stderr, sys.stderr, "backslashreplace")
 
     def drain(self, seconds: float | None) -> None:
         """Wait until everything is written, for at most this time per stream. None: without a limit."""
@@ -156,9 +157,9 @@ def on_output_problem(report: ProblemReport | None) -> None:
             writer.on_problem(report)
 
 
-def _text(stream: WriteBehind, replaced: TextIO | None) -> UnclosableText:
+def _text(stream: WriteBehind, replaced: TextIO | None, errors: str) -> UnclosableText:
     encoding = replaced.encoding if replaced is not None else "utf-8"
-    return UnclosableText(stream, encoding=encoding, errors="backslashreplace", newline="\n", write_through=True)
+    return UnclosableText(stream, encoding=encoding, errors=errors, newline="\n", write_through=True)
 
 
 def _open_standard_descriptors() -> None:

@@ -73,11 +73,12 @@ def test_a_reader_that_does_not_read_does_not_stop_the_run(tmp_path: Path) -> No
 
 
 CLOSING_REWARD = """
-import os, sys
+import sys
 
 def reward(problem, completion):
-    sys.stdout.close()
-    sys.stderr.close()
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.close()
     sys.stdout = sys.stderr = None
     return float(len(completion) % 2)
 """
