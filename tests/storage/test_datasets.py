@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import os
+import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
+from clotho.storage import datasets
 from clotho.storage.datasets import Columns, ProblemOrder, load_problems, split_heldout
 from protocols.errors import DatasetError
 from protocols.prompt import Problem
@@ -138,3 +145,110 @@ def test_without_shuffling_the_order_is_that_of_the_file() -> None:
     assert [order.index(group_id) for group_id in range(7)] == [0, 1, 2, 0, 1, 2, 0]
     with pytest.raises(ValueError, match="at least 1"):
         ProblemOrder(0, seed=1, shuffle=True)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "directory", "socket", "link to itself", "link to a pipe"])
+def test_only_regular_files_are_read(tmp_path: Path, kind: str) -> None:
+    """A pipe would wait for a writer, and /dev/zero has no end."""
+    path = tmp_path / "data.jsonl"
+    match kind:
+        case "pipe":
+            os.mkfifo(path)
+        case "device":
+            path.symlink_to("/dev/zero")
+        case "directory":
+            path.mkdir()
+        case "socket":
+            with socket.socket(socket.AF_UNIX) as server:
+                server.bind(str(path)[-100:] if len(str(path)) < 100 else os.path.relpath(path))
+        case "link to itself":
+            path.symlink_to(path)
+        case _:
+            os.mkfifo(tmp_path / "pipe")
+            path.symlink_to(tmp_path / "pipe")
+    with pytest.raises(DatasetError) as caught:
+        load_problems(path, columns=Columns())
+    assert "data.jsonl" in str(caught.value)
+
+
+@pytest.mark.parametrize("path", ["a\0b", "a" * 5000, "~nobody-has-this-name/x"], ids=["nul", "long", "home"])
+def test_paths_that_name_no_file_are_refused(path: str) -> None:
+    """The operating system rejects them with various exceptions."""
+    with pytest.raises(DatasetError):
+        load_problems(path, columns=Columns())
+
+
+def test_sizes_are_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes of the file, bytes of a line, and keys of a record; the line is named."""
+    sparse = tmp_path / "sparse.jsonl"
+    sparse.touch()
+    os.truncate(sparse, datasets.MAX_BYTES + 1)
+    with pytest.raises(DatasetError):
+        load_problems(sparse, columns=Columns())
+    many = json.dumps({str(key): 0 for key in range(100_000)})
+    message = refusal(tmp_path, f"{GOOD}\n{many}\n")
+    assert message.startswith("data.jsonl:2: ")
+    assert len(message) < 300
+    monkeypatch.setattr(datasets, "MAX_LINE_BYTES", 1000)
+    assert refusal(tmp_path, f"{GOOD}\n{'x' * 1001}\n").startswith("data.jsonl:2: ")
+
+
+@pytest.mark.parametrize("count", [1, 900])
+def test_messages_about_keys_are_short(tmp_path: Path, count: int) -> None:
+    """Keys from the file are shortened, and only some are shown."""
+    message = refusal(tmp_path, json.dumps({f"{key}\x1b[2J" + "k" * (5_000_000 // count): 0 for key in range(count)}))
+    assert len(message) < 700
+    assert "\x1b" not in message
+
+
+def test_answers_may_be_integers_of_any_size(tmp_path: Path) -> None:
+    """Their digits are the text."""
+    digits = "-" + "9" * 400
+    assert load(tmp_path, f'{{"prompt": "q", "answer": {digits}}}')[0].answer == digits
+
+
+RECORD_PIECES = st.sampled_from(
+    ["{", "}", "[", "]", ",", ":", '"', "prompt", '"prompt"', '"answer"', '"a"', "1", "-", "1e999", "9" * 400, "null", "true",
+     "\\u0000", "\x00", "\n", "\ufeff", " ", "NaN", "[" * 2000, GOOD]
+)  # fmt: skip
+JSON: st.SearchStrategy[Any] = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=6),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["prompt", "answer", "type", "x"]), inner)
+    ),
+    max_leaves=8,
+)
+
+
+def read_or_refuse(directory: Path, contents: bytes) -> None:
+    """Any contents give problems or one line that names the file."""
+    path = write(directory, contents)
+    try:
+        assert load_problems(path, columns=Columns())
+    except DatasetError as error:
+        assert len(str(error).splitlines()) == 1
+        assert str(path) in str(error)
+        assert len(str(error)) < len(str(path)) + 700
+
+
+CONTENTS = (
+    st.binary(max_size=60)
+    | st.lists(RECORD_PIECES, max_size=12).map(lambda pieces: "".join(pieces).encode())
+    | st.lists(JSON, max_size=4).map(lambda records: "\n".join(map(json.dumps, records)).encode())
+    | JSON.map(lambda value: json.dumps(value).encode())
+)
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+@given(contents=CONTENTS)
+def test_any_contents_are_read_or_refused(tmp_path_factory: pytest.TempPathFactory, contents: bytes) -> None:
+    """Bytes, pieces of JSON and records of wrong types cause no other exception."""
+    read_or_refuse(tmp_path_factory.getbasetemp(), contents)
+
+
+@pytest.mark.slow
+@settings(max_examples=20_000, deadline=None, suppress_health_check=list(HealthCheck))
+@given(contents=CONTENTS)
+def test_many_contents_are_read_or_refused(tmp_path_factory: pytest.TempPathFactory, contents: bytes) -> None:
+    """The same with 20,000 files."""
+    read_or_refuse(tmp_path_factory.getbasetemp(), contents)
