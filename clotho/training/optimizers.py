@@ -198,7 +198,8 @@ def state_arrays(state: OptimizerState) -> Arrays:
 def state_from_arrays(arrays: Mapping[str, mx.array], parameters: Arrays, settings: LearnerSection) -> OptimizerState:
     """Rebuild the state that `state_arrays` named, bit for bit.
 
-    Raises ValueError if names, shapes or types do not belong to this optimizer and these parameters.
+    Raises ValueError if names, shapes or types do not belong to this optimizer and these parameters, or if a value is
+    not finite.
     """
     start = initial_state(parameters, settings)
     expected = state_arrays(start)
@@ -210,6 +211,9 @@ def state_from_arrays(arrays: Mapping[str, mx.array], parameters: Arrays, settin
         raise ValueError(
             f"the optimizer state does not fit {kind} and the trainable parameters: {', '.join(wrong[:3])}"
         )
+    unusable = sorted(name for name, array in arrays.items() if not mx.isfinite(array).all().item())
+    if unusable:
+        raise ValueError(f"the optimizer state is not finite: {', '.join(unusable[:3])}")
     return OptimizerState(
         step=int(np.array(arrays["step"])),
         slots={slot: {n: arrays[f"{slot}.{n}"] for n in named} for slot, named in start.slots.items()},

@@ -208,8 +208,8 @@ def test_answers_may_be_integers_of_any_size(tmp_path: Path) -> None:
 
 
 RECORD_PIECES = st.sampled_from(
-    ["{", "}", "[", "]", ",", ":", '"', "prompt", '"prompt"', '"answer"', '"a"', "1", "-", "1e999", "9" * 400, "null", "true",
-     "\\u0000", "\x00", "\n", "\ufeff", " ", "NaN", "[" * 2000, GOOD]
+    ["{", "}", "[", "]", ",", ":", '"', "prompt", '"prompt"', '"answer"', '"a"', "1", "-", "1e999", "9" * 400, "null",
+     "true", "\\u0000", "\x00", "\n", "\ufeff", " ", "NaN", "[" * 2000, GOOD]
 )  # fmt: skip
 JSON: st.SearchStrategy[Any] = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=6),
@@ -226,9 +226,10 @@ def read_or_refuse(directory: Path, contents: bytes) -> None:
     try:
         assert load_problems(path, columns=Columns())
     except DatasetError as error:
-        assert len(str(error).splitlines()) == 1
-        assert str(path) in str(error)
-        assert len(str(error)) < len(str(path)) + 700
+        message = str(error)
+        assert len(message.splitlines()) == 1
+        assert str(path) in message
+        assert len(message) < len(str(path)) + 700
 
 
 CONTENTS = (

@@ -341,3 +341,14 @@ def test_the_global_norm_is_that_of_one_vector() -> None:
 def test_clipping_only_shortens_a_gradient(norm: float, max_norm: float, scale: float) -> None:
     """Norm 5 to 2: 0.4; norm 1 stays; a maximum of 0 turns clipping off; a zero gradient is not divided by zero."""
     assert clip_scale(norm, max_norm) == scale
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_state_that_is_not_finite_is_refused(value: float) -> None:
+    """The message names the array."""
+    adamw = settings("adamw")
+    state = state_arrays(initial_state(parameters(), adamw))
+    name = next(name for name, array in state.items() if array.ndim)
+    state[name] = mx.full(state[name].shape, value, dtype=state[name].dtype)
+    with pytest.raises(ValueError, match=name):
+        state_from_arrays(state, parameters(), adamw)
