@@ -24,7 +24,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import msgspec
-import psutil
 import structlog
 from msgspec import Struct, msgpack
 
@@ -240,6 +239,8 @@ class WorkerProcess:
         return f"ended its process with exit status {status}"
 
     def _resident_bytes(self) -> int:
+        import psutil  # only calls that take longer than `POLL_SECONDS` need it
+
         try:
             return int(psutil.Process(self._process.pid).memory_info().rss)
         except psutil.Error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import math
+import os
 import sys
 import threading
 from collections.abc import Callable
@@ -20,7 +21,16 @@ FOREVER = threading.Event()
 ENTERED: SimpleQueue[str] = SimpleQueue()
 LEAVE = threading.Event()
 
+FORKED: SimpleQueue[int] = SimpleQueue()
+
 not_a_function = 3
+
+
+def forks(problem: Problem, completion: str) -> float:
+    """Fork, and return in both processes."""
+    if child := os.fork():
+        FORKED.put(child)
+    return float(len(completion))
 
 
 def enters(problem: Problem, completion: str) -> float:

@@ -16,6 +16,7 @@ from clotho.rewards import calls
 from clotho.rewards.runner import RewardRunner
 from protocols.errors import ProfileError
 from protocols.rollout import Discarded, ScoredGroup
+from tests.e2e.child_processes import wait_until_ended
 from tests.rewards import sample_rewards
 from tests.rewards.groups import answered, group, problem
 
@@ -134,6 +135,15 @@ async def test_a_failing_reward_discards_only_its_group(
             assert isinstance(outcome, Discarded)
             assert (outcome.reason, outcome.prompt.group_id, len(outcome.completions)) == ("reward_error", 5, 2)
             assert outcome.detail.startswith(f"reward {HERE}{name} {detail}")
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Python 3.12: a fork beside other threads
+async def test_a_child_that_a_reward_forks_ends_when_the_reward_returns() -> None:
+    """Also in a thread of the run: a second run must not continue in the child."""
+    with runner(sample("forks")) as rewards:
+        outcome = await rewards.score(group("a", "abc"))
+    assert isinstance(outcome, ScoredGroup)
+    assert wait_until_ended([sample_rewards.FORKED.get(timeout=10) for _ in range(2)])
 
 
 @pytest.mark.parametrize("name", ["none", "long_only"])
