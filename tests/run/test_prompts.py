@@ -99,3 +99,10 @@ def test_invalid_files_are_reported(tmp_path: Path) -> None:
     tokenizer: ChatTokenizer = byte_tokenizer()
     with pytest.raises(ModelError, match="chat template"):
         load(tmp_path, tokenizer=tokenizer)
+
+
+def test_a_template_with_unbounded_work_is_refused(tmp_path: Path) -> None:
+    """The run ends before it starts, with the error of a request to the same template."""
+    template = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    with pytest.raises(ModelError, match="limit"):
+        load(tmp_path, tokenizer=byte_tokenizer(chat_template=template))
