@@ -124,10 +124,14 @@ def _no_checkpoint(directory: RunDirectory, newest: int | None, damage: Sequence
 
 
 def _starts_over(directory: RunDirectory) -> tuple[str, ...]:
-    steps = scan(directory.metrics, -1, MetricsRecord).later
-    if not steps:
+    steps, groups = (
+        scan(directory.metrics, -1, MetricsRecord).later,
+        scan(directory.rollouts, -1, RolloutRecord).later,
+    )
+    if not steps and not groups:
         return ()
-    return (f"the run ended before its first checkpoint: it starts over, and the records of {steps} steps are dropped",)
+    dropped = f"the records of {_counted(steps, 'step')} and {_counted(groups, 'group')} are dropped"
+    return (f"the run ended before its first checkpoint: it starts over, and {dropped}",)
 
 
 async def restore(

@@ -101,12 +101,15 @@ def test_a_run_whose_checkpoints_are_gone_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_run_that_ended_before_its_first_checkpoint_starts_over_with_a_warning(tmp_path: Path) -> None:
-    """The warning has the number of completed steps. Without a completed step there is none."""
+    """The warning has the numbers of steps and groups whose records are dropped. Without records there is none."""
     directory = checkpointed(tmp_path)
+    write_lines(directory.rollouts, [{"group_id": 0, "step": 1}])
     found = find_resume_point(directory)
     assert found.path is None
-    assert ["10 steps" in warning for warning in found.warnings] == [True]
+    assert ["10 steps" in warning and "1 group " in warning for warning in found.warnings] == [True]
     directory.metrics.unlink()
+    assert len(find_resume_point(directory).warnings) == 1
+    directory.rollouts.unlink()
     assert find_resume_point(directory).warnings == ()
 
 

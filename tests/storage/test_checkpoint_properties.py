@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from clotho.storage.checkpoints import MANIFEST, STATE, find_damage, latest_checkpoint, read_state, write_checkpoint
@@ -114,11 +114,16 @@ STATE_DOCUMENT = msgspec.to_builtins(state(2))
 STATE_BYTES = msgspec.json.encode(state(2))
 
 
+LINE_BREAK = b'{"\\n": null}'
+"""An unknown key whose name would break a message into two lines."""
+
+
 def run_examples(count: int, strategy: st.SearchStrategy[bytes], check: Callable[[bytes], None]) -> None:
-    """Check `count` examples."""
+    """Check `count` examples and `LINE_BREAK`."""
 
     @settings(max_examples=count, deadline=None, database=None, suppress_health_check=list(HealthCheck))
     @given(strategy)
+    @example(LINE_BREAK)
     def examine(contents: bytes) -> None:
         check(contents)
 
