@@ -238,6 +238,17 @@ class DecodeEngine:
         self._tokens_sampled += sampled
         return sampled
 
+    def fail_all(self, reason: str) -> None:
+        """Fail every request and free all rows. For an engine whose `tick` raised: its next tick starts afresh."""
+        for active in list(self._sender.requests.values()):
+            self._sender.fail(active, reason)
+        self._sender.closed.clear()
+        self._aborted.clear()
+        self._scheduler.clear()
+        self._prefill.restart()
+        self._prefill.forget_prefixes()
+        self._batch.drop()
+
     def _fail_running(self, reason: str) -> None:
         for slot in np.flatnonzero(self._batch.table.live):
             self._sender.fail(self._batch.leave(int(slot)).active, reason)

@@ -139,6 +139,11 @@ class Scheduler:
                 job.rows, job.admitted = [], 0
         self.waiting = deque(job for job in self.waiting if job.rows)
 
+    def clear(self) -> None:
+        """Drop all jobs."""
+        self.waiting.clear()
+        self.entering.clear()
+
     def restart(self) -> None:
         """Return admitted jobs to the head of the queue and discard all prefilled states."""
         self.waiting.extendleft(reversed(self.entering))

@@ -17,6 +17,7 @@ from clotho.run.accounting import GroupAccounting
 from clotho.run.context import RunContext
 from clotho.runtime.queues import Queue
 from clotho.runtime.supervisor import ChildState, ChildStatus
+from clotho.runtime.watchdog import EngineGuard
 from clotho.serving.services import (
     EngineSnapshot,
     HealthReport,
@@ -90,13 +91,19 @@ class RunMonitor:
         )
 
     def health(self) -> HealthReport:
-        """The state for /health. A stalled compute thread is an outage; a failed temporary actor is not."""
+        """The state for /health. A stalled compute thread and a decode engine that restarts are outages.
+
+        A failed temporary actor is not.
+        """
         children = {name: status.state.value for name, status in self._children().items()}
         failed = sorted(name for name, state in children.items() if state == ChildState.FAILED)
         busy = max(0.0, time.monotonic() - self._context.executor.busy_since)
         if self._stalled:
             detail = f"the compute thread has made no progress for {busy:.0f} seconds"
             return HealthReport(status="stalled", detail=detail, children=children, progress_seconds=busy)
+        if children.get(EngineGuard.name) == ChildState.RESTARTING:
+            detail = f"{EngineGuard.name} restarts after a failure"
+            return HealthReport(status="restarting", detail=detail, children=children, progress_seconds=busy)
         detail = f"failed: {', '.join(failed)}; the server and the training continue" if failed else ""
         return HealthReport(status="ok", detail=detail, children=children, progress_seconds=busy)
 

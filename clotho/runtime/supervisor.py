@@ -240,13 +240,15 @@ class _SupervisedTask:
 
     async def _run_with_restarts(self) -> None:
         while True:
-            self._state = ChildState.RESTARTING if self._restarts else ChildState.STARTING
+            if not self._restarts:
+                self._state = ChildState.STARTING
             began = time.monotonic()
             error = await self._run_once()
             pause = self._next_pause(error, time.monotonic() - began)
             if pause is None:
                 return self._conclude(error)
             self._restarts += 1
+            self._state = ChildState.RESTARTING
             self._error = describe_error(error or _returned())
             self._report(self.child.name, error or _returned())
             await anyio.sleep(pause)

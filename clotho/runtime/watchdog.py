@@ -1,4 +1,4 @@
-"""Watches the compute thread: reports stalls, and ends the run if the decode engine fails."""
+"""Watches the compute thread: reports stalls, and restarts the decode engine if it fails."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 import anyio
+import anyio.to_thread
+from anyio.abc import TaskStatus
+
+from clotho.runtime.compute_thread import finish
 
 
 class Watchdog:
@@ -60,13 +64,34 @@ class Watchdog:
         return self._limit / 10
 
 
-class Guard:
-    """Waits for a future that never has a result; fails with its exception."""
+class EngineGuard:
+    """Fails if the decode engine fails, after all its requests have failed. Each further `run` restarts the engine.
 
-    def __init__(self, name: str, broken: Future[None]) -> None:
-        self.name = name
-        self._broken = broken
+    broken: gets an exception if a decode step raises; never a result.
+    fail_requests: fails all requests of the engine and frees its rows. Runs in the compute thread.
+    attach: lets the compute thread decode again; returns the next `broken`.
+    """
 
-    async def run(self) -> None:
+    name = "decode engine"
+
+    def __init__(
+        self,
+        broken: Future[None],
+        *,
+        submit: Callable[[Callable[[], None]], Future[None]],
+        fail_requests: Callable[[str], None],
+        attach: Callable[[], Future[None]],
+    ) -> None:
+        self._broken, self._submit, self._fail_requests, self._attach = broken, submit, fail_requests, attach
+
+    async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         """Wait for the exception. Cancelling the guard does not cancel the future."""
-        await asyncio.shield(asyncio.wrap_future(self._broken))
+        if self._broken.done():
+            self._broken = await anyio.to_thread.run_sync(self._attach)
+        task_status.started()
+        try:
+            await asyncio.shield(asyncio.wrap_future(self._broken))
+        except Exception as error:
+            reason = f"the decode engine failed: {type(error).__name__}: {error}"
+            await finish(self._submit(lambda: self._fail_requests(reason)))
+            raise

@@ -76,7 +76,7 @@ class HealthReport(Struct, frozen=True, kw_only=True):
     children: supervised child -> state. progress_seconds: seconds since the compute thread last made progress.
     """
 
-    status: Literal["ok", "stalled", "failed"]
+    status: Literal["ok", "stalled", "restarting", "failed"]
     detail: str = ""
     children: dict[str, str] = {}
     progress_seconds: float = 0.0

@@ -13,6 +13,7 @@ from clotho.run.context import RunContext
 from clotho.run.run_monitor import RunMonitor
 from clotho.runtime.queues import Queue
 from clotho.runtime.supervisor import ChildState, ChildStatus, Restart
+from clotho.runtime.watchdog import EngineGuard
 from protocols.evaluation import EvalReport
 from tests.run.built_context import open_context, tiny_profile
 from tests.run.test_accounting import MinimalActor
@@ -25,7 +26,7 @@ async def context(tmp_path: Path) -> AsyncIterator[RunContext]:
         yield built
 
 
-async def test_a_failed_temporary_actor_is_not_an_outage_and_a_stall_is(context: RunContext) -> None:
+async def test_a_failed_temporary_actor_is_not_an_outage_and_a_stall_or_restart_is(context: RunContext) -> None:
     """/health names the failed actors."""
     states: dict[str, ChildState] = {}
 
@@ -44,6 +45,8 @@ async def test_a_failed_temporary_actor_is_not_an_outage_and_a_stall_is(context:
     assert monitor.health().status == "stalled"
     monitor.on_recovery()
     assert monitor.health().status == "ok"
+    states[EngineGuard.name] = ChildState.RESTARTING
+    assert monitor.health().status == "restarting"
 
 
 async def test_requests_use_the_sampling_parameters_of_the_profile(context: RunContext) -> None:

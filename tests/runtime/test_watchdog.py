@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 
 import anyio
 import pytest
 from anyio import create_task_group, fail_after
 
-from clotho.runtime.watchdog import Guard, Watchdog
+from clotho.runtime.watchdog import EngineGuard, Watchdog
 from tests.actors.actor_helpers import cancel_when_blocked
 
 
@@ -101,18 +102,38 @@ async def test_a_running_watchdog_reports_a_stall_and_its_recovery() -> None:
             group.cancel_scope.cancel()
 
 
-async def test_an_error_from_outside_is_the_failure_of_the_guard() -> None:
-    """The error itself is raised, so that the run ends with its name."""
+def guard(broken: Future[None], failed: list[str]) -> EngineGuard:
+    """Return a guard whose engine is attached with a new future."""
+    done: Future[None] = Future()
+    done.set_result(None)
+
+    def submit(work: Callable[[], None]) -> Future[None]:
+        work()
+        return done
+
+    return EngineGuard(broken, submit=submit, fail_requests=failed.append, attach=Future)
+
+
+async def test_an_error_of_the_engine_is_the_failure_of_the_guard() -> None:
+    """The error itself is raised, after all requests have failed. The next run attaches the engine again."""
     broken: Future[None] = Future()
+    failed: list[str] = []
+    guarded = guard(broken, failed)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(anyio.to_thread.run_sync, broken.set_exception, LookupError("a defect"))
         with pytest.raises(LookupError, match="a defect"):
-            await Guard("decode engine", broken).run()
+            await guarded.run()
+    assert len(failed) == 1
+    assert "a defect" in failed[0]
+    async with anyio.create_task_group() as tasks:
+        await tasks.start(guarded.run)
+        tasks.cancel_scope.cancel()
+    assert len(failed) == 1
 
 
 async def test_a_cancelled_guard_leaves_its_future_open() -> None:
     """The compute thread may still set the future during the shutdown, which would raise in a cancelled future."""
     broken: Future[None] = Future()
-    await cancel_when_blocked(Guard("decode engine", broken).run)
+    await cancel_when_blocked(guard(broken, []).run)
     assert not broken.cancelled()
     broken.set_exception(LookupError("late"))
