@@ -38,7 +38,7 @@ NAME = "hostile_requests"
 COMMAND = f"python -m bench {NAME}"
 DUPLICATE_FIELDS, LONG_PROMPTS = 5, 10
 PERIOD_SECONDS, QUICK_SECONDS = 20.0, 5.0
-RUN = ("--profile", "local-m3", "--steps", "100000", "--eval.enabled", "false", "--monitor.display", "none")
+RUN = ("--profile", "local-m3", "--steps", "100000", "--eval", "off", "--monitor.display", "none")
 HOST = "127.0.0.1"
 
 

@@ -22,9 +22,9 @@ MAX_TOTAL_BYTES = 268_435_456
 FREE_BYTES = 65_536
 """The first bytes of a body, which do not count towards the rate."""
 
-BYTES_PER_SECOND, BURST_BYTES = 4_194_304, 8_388_608
+BYTES_PER_SECOND, BURST_BYTES = 1_048_576, 8_388_608
 """Rate at which the server reads the rest of all bodies. The work for a body is linear in its size, so the rate also
-limits the share of the processor that large bodies can take."""
+limits the share of the processor that large bodies can take. 1 MiB is the text of about 250,000 tokens."""
 
 
 class ByteRate:
