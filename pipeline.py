@@ -81,7 +81,7 @@ from clotho.runtime.supervisor import (
     describe_error,
     permanent,
 )
-from clotho.runtime.watchdog import EngineGuard, Watchdog
+from clotho.runtime.watchdog import ENGINE_RESTARTS, Watchdog
 from clotho.serving.server import ApiServer, base_url, listen
 from clotho.storage.jsonl import JsonlWriter
 from clotho.storage.run_directory import RunDirectory
@@ -96,7 +96,6 @@ from protocols.step import GroupsEnded, PolicyUpdated, StepReport
 log = structlog.get_logger(actor="pipeline")
 
 SERVER_RESTARTS = RestartPolicy(max_restarts=3)
-ENGINE_RESTARTS = RestartPolicy(max_restarts=3, first_pause_seconds=0.5)
 
 
 class Wiring(Struct, frozen=True, kw_only=True, eq=False):
@@ -419,13 +418,7 @@ def wire_services(context: RunContext, monitor: RunMonitor, listener: socket.soc
         on_stall=monitor.on_stall,
         on_recovered=monitor.on_recovery,
     )
-    engine_guard = EngineGuard(
-        context.engine_failure,
-        submit=context.executor.submit,
-        fail_requests=context.engine.fail_all,
-        attach=lambda: context.executor.attach(context.engine),
-    )
-    guards = [permanent(watchdog), permanent(engine_guard, ENGINE_RESTARTS)]
+    guards = [permanent(watchdog), permanent(context.engine_guard(), ENGINE_RESTARTS)]
     settings = context.profile.server
     if listener is None or isinstance(settings, NoServer):
         return guards

@@ -24,6 +24,7 @@ from clotho.run.prompts import PromptBuilder
 from clotho.runtime.compute_thread import ComputeExecutor, finish
 from clotho.runtime.latest import Latest
 from clotho.runtime.sampling_client import Sampler
+from clotho.runtime.watchdog import EngineGuard
 from clotho.scoring.prompt_logprobs import prompt_logprobs
 from clotho.scoring.token_scores import SamplingDistribution
 from clotho.storage.run_directory import RunDirectory
@@ -117,6 +118,15 @@ class RunContext(Struct, frozen=True, kw_only=True, eq=False):
         chunk = self.profile.engine.prefill_chunk
         steps = prompt_logprobs(self.policy, tokens, top=0, chunk=chunk, distribution=distribution)
         return await finish(self.executor.submit_steps(steps))
+
+    def engine_guard(self) -> EngineGuard:
+        """Return the actor that restarts the decode engine if it fails."""
+        return EngineGuard(
+            self.engine_failure,
+            submit=self.executor.submit,
+            fail_requests=self.engine.fail_all,
+            attach=lambda: self.executor.attach(self.engine),
+        )
 
     def facts(self, *, blas: str) -> RunFacts:
         """The constant part of the display. blas: name of the BLAS library in use."""

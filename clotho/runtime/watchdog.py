@@ -12,6 +12,9 @@ import anyio.to_thread
 from anyio.abc import TaskStatus
 
 from clotho.runtime.compute_thread import finish
+from clotho.runtime.supervisor import RestartPolicy
+
+ENGINE_RESTARTS = RestartPolicy(max_restarts=3, first_pause_seconds=0.5)
 
 
 class Watchdog:
