@@ -20,10 +20,11 @@ from clotho.cpu.layers import install_cpu_layers
 from clotho.models.gradient_checkpoint import checkpointed_blocks
 from clotho.models.loading import context_length, describe_model, load_base
 from clotho.models.lora import AdaptedModule, fused_weights, install_adapter, open_all_weights
+from clotho.models.model_files import one_line
 from clotho.models.parameters import Parameters, ParameterSlots, fingerprint, flat, nested
 from clotho.models.tokenizer import ChatTokenizer
 from protocols.checkpoint import AdapterConfig
-from protocols.errors import ModelError
+from protocols.errors import ClothoError, ModelError
 from protocols.summary import PolicyDescription
 
 __all__ = ["Parameters", "Policy", "TrainablePolicy", "load_policy"]
@@ -37,16 +38,21 @@ def load_policy(model: ModelSection, policy: PolicySection, *, seed: int, keep_r
     """
     base, config, directory = load_base(model)
     tokenizer = ChatTokenizer.from_directory(directory, trust_remote_code=model.trust_remote_code)
-    return Policy(
-        base,
-        tokenizer,
-        policy,
-        config=config,
-        seed=seed,
-        keep_reference=keep_reference,
-        base_path=model.path,
-        directory=directory,
-    )
+    try:
+        return Policy(
+            base,
+            tokenizer,
+            policy,
+            config=config,
+            seed=seed,
+            keep_reference=keep_reference,
+            base_path=model.path,
+            directory=directory,
+        )
+    except ClothoError:
+        raise
+    except Exception as error:  # shapes and settings of a foreign model can fail anywhere in its code
+        raise ModelError(f"model {model.path} cannot be used: {type(error).__name__}: {one_line(error)}") from error
 
 
 class TrainablePolicy(Protocol):

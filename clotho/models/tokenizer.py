@@ -54,7 +54,9 @@ class ChatTokenizer:
         extra = {"trust_remote_code": trust_remote_code, "local_files_only": True}
         try:
             return cls(load_tokenizer(directory, extra))
-        except Exception as error:
+        except BaseException as error:  # a panic of the library tokenizers is no Exception
+            if isinstance(error, KeyboardInterrupt | SystemExit):
+                raise
             raise ModelError(f"the tokenizer in {directory} cannot be loaded: {one_line(error)}") from error
 
     @cached_property
