@@ -187,7 +187,16 @@ def _header(path: Path) -> dict[str, TensorHeader]:
                 if not 0 <= begin <= end <= data:
                     raise ValueError(f"the data of {name} is outside the file")
                 tensors[name] = TensorHeader(dtype=str(entry["dtype"]), shape=tuple(map(int, entry["shape"])))
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, struct.error) as error:
+    except (
+        OSError,
+        OverflowError,
+        ValueError,
+        TypeError,
+        KeyError,
+        AttributeError,
+        RecursionError,
+        struct.error,
+    ) as error:
         raise ModelError(f"{path} is no valid safetensors file: {one_line(error)}") from error
     return tensors
 
