@@ -48,6 +48,7 @@ from clotho.atropos.reader import GroupReader
 from clotho.atropos.reader import Policy as PolicyBounds
 from clotho.atropos.source import BatchSource
 from clotho.atropos.validation import Bounds
+from clotho.config.bounds import Off
 from clotho.config.schema import Profile
 from clotho.config.sections_run import (
     AtroposSource,
@@ -55,7 +56,6 @@ from clotho.config.sections_run import (
     HeldOutEvaluation,
     HttpServer,
     MockSource,
-    NoServer,
     RunningServer,
     StartedServer,
 )
@@ -420,7 +420,7 @@ def wire_services(context: RunContext, monitor: RunMonitor, listener: socket.soc
     )
     guards = [permanent(watchdog), permanent(context.engine_guard(), ENGINE_RESTARTS)]
     settings = context.profile.server
-    if listener is None or isinstance(settings, NoServer):
+    if listener is None or isinstance(settings, Off):
         return guards
     server = ApiServer(monitor.server_context(settings), listener=listener, on_request=monitor.count_request)
     return [permanent(server, SERVER_RESTARTS), *guards]

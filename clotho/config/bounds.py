@@ -1,10 +1,16 @@
-"""Types that sections of a profile share: numbers by range, and types of a tagged union."""
+"""What the sections of a profile share: descriptions, numbers by range, and types of a tagged union."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from msgspec import Meta, Struct
+
+
+def about(description: str, **constraints: Any) -> Meta:
+    """The annotation of a key: its description, and constraints as in `msgspec.Meta`."""
+    return Meta(description=description, **constraints)
+
 
 Positive = Annotated[int, Meta(ge=1)]
 NonNegative = Annotated[int, Meta(ge=0)]
@@ -19,3 +25,11 @@ ModuleName = Annotated[str, Meta(pattern=r"^[\w.]+:\w+$", title="module:name")]
 
 class Variant(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type"):
     """One type of a tagged union. The key `type` of the table names it."""
+
+
+class Off(Variant, frozen=True, kw_only=True, tag="off"):
+    """Disabled."""
+
+
+class Absent(Variant, frozen=True, kw_only=True, tag="none"):
+    """Not used."""

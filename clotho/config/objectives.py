@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from msgspec import Meta, field
+from msgspec import field
 
 from clotho.config.bounds import (
+    Absent,
     Fraction,
     FractionBelowOne,
     ModuleName,
@@ -19,17 +20,17 @@ from clotho.config.bounds import (
     PositiveFloat,
     PositiveFraction,
     Variant,
+    about,
 )
+
+Deviation = Literal["population", "sample"]
 
 
 class NormalizedAdvantage(Variant, frozen=True, kw_only=True):
     """An advantage that is divided by a standard deviation of rewards."""
 
-    deviation: Annotated[
-        Literal["population", "sample"],
-        Meta(description="Standard deviation that divides the rewards: population divides by n, sample by n - 1."),
-    ] = "population"
-    epsilon: Annotated[PositiveFloat, Meta(description="Constant added to the standard deviation of rewards.")] = 1e-4
+    deviation: Annotated[Deviation, about("Standard deviation with divisor n, or n - 1 for a sample.")] = "population"
+    epsilon: Annotated[PositiveFloat, about("Constant added to the standard deviation of rewards.")] = 1e-4
 
 
 class GroupAdvantage(NormalizedAdvantage, frozen=True, kw_only=True, tag="group"):
@@ -57,18 +58,12 @@ class EnvironmentAdvantage(Variant, frozen=True, kw_only=True, tag="environment"
 
 
 Normalized = GroupAdvantage | BatchAdvantage | BatchCentredAdvantage
-Advantage = Annotated[
-    Normalized | MeanAdvantage | LeaveOneOutAdvantage | EnvironmentAdvantage,
-    Meta(description="How advantages follow from rewards; advantages per token in a group take precedence."),
-]
+Other = MeanAdvantage | LeaveOneOutAdvantage | EnvironmentAdvantage
+Advantage = Annotated[Normalized | Other, about("How advantages follow from rewards, if groups contain no advantages.")]
 
 
-WeightLow = Annotated[Fraction, Meta(description="Lower bound of the importance weight.")]
-WeightHigh = Annotated[float, Meta(ge=1.0, description="Upper bound of the importance weight.")]
-
-
-class NoCorrection(Variant, frozen=True, kw_only=True, tag="none"):
-    """Every token has weight 1."""
+WeightLow = Annotated[Fraction, about("Lower bound of the importance weight.")]
+WeightHigh = Annotated[float, about("Upper bound of the importance weight.", ge=1.0)]
 
 
 class BoundedCorrection(Variant, frozen=True, kw_only=True):
@@ -107,43 +102,29 @@ class RejectGeometricCorrection(BoundedCorrection, frozen=True, kw_only=True, ta
 TokenCorrection = TruncateCorrection | MaskCorrection
 SequenceCorrection = TruncateSequenceCorrection | RejectSequenceCorrection | RejectGeometricCorrection
 Correction = Annotated[
-    NoCorrection | TokenCorrection | SequenceCorrection,
-    Meta(description="Importance weight for the mismatch between the rollout policy and the batch-start policy."),
+    Absent | TokenCorrection | SequenceCorrection, about("Correction of the mismatch with the rollout policy.")
 ]
-
-
-class NoOverlongPenalty(Variant, frozen=True, kw_only=True, tag="none"):
-    """Rewards do not depend on the length of the completion."""
 
 
 class LinearOverlongPenalty(Variant, frozen=True, kw_only=True, tag="linear"):
     """A penalty that grows linearly over the last tokens before `sampling.max_tokens` (DAPO, section 3.4)."""
 
-    buffer: Annotated[Positive, Meta(description="Number of tokens over which the overlong penalty grows.")]
-    max_penalty: Annotated[PositiveFloat, Meta(description="Penalty at the length sampling.max_tokens.")] = 1.0
+    buffer: Annotated[Positive, about("Number of tokens over which the overlong penalty grows.")]
+    max_penalty: Annotated[PositiveFloat, about("Penalty at the length sampling.max_tokens.")] = 1.0
 
 
-OverlongPenalty = Annotated[
-    NoOverlongPenalty | LinearOverlongPenalty, Meta(description="Penalty for completions near sampling.max_tokens.")
-]
+OverlongPenalty = Annotated[Absent | LinearOverlongPenalty, about("Penalty near sampling.max_tokens.")]
 Aggregation = Annotated[
     Literal["token_mean", "sequence_mean", "token_sum", "group_mean"],
-    Meta(description="Mean of token losses over tokens, over sequence or group means, or over sampling.max_tokens."),
+    about("Mean of token losses over tokens, over sequence or group means, or over sampling.max_tokens."),
 ]
 RatioReference = Annotated[
     Literal["sampler", "batch_start", "batch_start_interpolated"],
-    Meta(description="Denominator of the importance ratio: rollout policy, batch-start policy, or its approximation."),
+    about("Denominator of the importance ratio: rollout policy, batch-start policy, or its approximation."),
 ]
-ClipLow = Annotated[
-    PositiveFraction, Meta(description="The lower end of the clip range is 1 - clip_low (dppo_tv: a probability).")
-]
-ClipHigh = Annotated[
-    PositiveFloat, Meta(description="The upper end of the clip range is 1 + clip_high (dppo_tv: a probability).")
-]
-MaxRatio = Annotated[
-    NonNegativeFloat,
-    Meta(description="Limit of groups per update, as a multiple of learner.batch_size; 0 disables dynamic sampling."),
-]
+ClipLow = Annotated[PositiveFraction, about("Lower end of the clip range: 1 - clip_low (dppo_tv: a probability).")]
+ClipHigh = Annotated[PositiveFloat, about("Upper end of the clip range: 1 + clip_high (dppo_tv: a probability).")]
+MaxRatio = Annotated[NonNegativeFloat, about("Most groups per update, in batches; 0 disables dynamic sampling.")]
 
 
 class ObjectiveSettings(Variant, frozen=True, kw_only=True):
@@ -151,18 +132,13 @@ class ObjectiveSettings(Variant, frozen=True, kw_only=True):
 
     advantage: Advantage = GroupAdvantage()
     loss_aggregation: Aggregation = "sequence_mean"
-    overlong_penalty: OverlongPenalty = NoOverlongPenalty()
-    mask_truncated: Annotated[bool, Meta(description="Ignore completions that were truncated.")] = False
+    overlong_penalty: OverlongPenalty = Absent()
+    mask_truncated: Annotated[bool, about("Ignore completions that were truncated.")] = False
     dynamic_sampling_max_ratio: MaxRatio = 0.0
-    outlier_low: Annotated[
-        FractionBelowOne, Meta(description="Completions with a lower learner-to-sampler ratio are ignored; 0: none.")
-    ] = 0.0
-    outlier_high: Annotated[
-        NonNegativeFloat, Meta(description="Completions with a higher learner-to-sampler ratio are ignored; 0: none.")
-    ] = 0.0
+    outlier_low: Annotated[FractionBelowOne, about("Lowest learner-to-sampler ratio of completions; 0: none.")] = 0.0
+    outlier_high: Annotated[NonNegativeFloat, about("Highest learner-to-sampler ratio of completions; 0: none.")] = 0.0
     off_policy_mask: Annotated[
-        NonNegativeFloat,
-        Meta(description="Limit in nats of mean log(sampler / learner) where the advantage is negative; 0: none."),
+        NonNegativeFloat, about("Limit in nats of mean log(sampler / learner) for negative advantages; 0: none.")
     ] = 0.0
 
 
@@ -170,7 +146,7 @@ class RatioObjective(ObjectiveSettings, frozen=True, kw_only=True):
     """An objective with a choice of what its importance ratio is measured against."""
 
     ratio_reference: RatioReference = "sampler"
-    importance_correction: Correction = NoCorrection()
+    importance_correction: Correction = Absent()
 
 
 class ClippedObjective(RatioObjective, frozen=True, kw_only=True):
@@ -178,10 +154,7 @@ class ClippedObjective(RatioObjective, frozen=True, kw_only=True):
 
     clip_low: ClipLow = 0.2
     clip_high: ClipHigh = 0.2
-    dual_clip: Annotated[
-        NonNegativeFloat,
-        Meta(description="For a negative advantage A the loss is at most dual_clip x |A|; 0: no limit."),
-    ] = 0.0
+    dual_clip: Annotated[NonNegativeFloat, about("Limit of the loss, x |A|, at a negative advantage A; 0: none.")] = 0.0
 
 
 class Grpo(ClippedObjective, frozen=True, kw_only=True, tag="grpo"):
@@ -268,22 +241,22 @@ class DppoTv(ObjectiveSettings, frozen=True, kw_only=True, tag="dppo_tv"):
     loss_aggregation: Aggregation = "token_mean"
     clip_low: ClipLow = 0.2
     clip_high: ClipHigh = 0.2
-    quadratic_kl: Annotated[NonNegativeFloat, Meta(description="Coefficient of the squared log-ratio.")] = 1e-3
+    quadratic_kl: Annotated[NonNegativeFloat, about("Coefficient of the squared log-ratio.")] = 1e-3
 
 
 class Sapo(RatioObjective, frozen=True, kw_only=True, tag="sapo"):
     """Soft Adaptive Policy Optimization: a sigmoid instead of a clip range (arXiv:2511.20347)."""
 
-    sapo_tau_pos: Annotated[PositiveFloat, Meta(description="Sigmoid temperature for positive advantages.")] = 1.0
-    sapo_tau_neg: Annotated[PositiveFloat, Meta(description="Sigmoid temperature for other advantages.")] = 1.05
+    sapo_tau_pos: Annotated[PositiveFloat, about("Sigmoid temperature for positive advantages.")] = 1.0
+    sapo_tau_neg: Annotated[PositiveFloat, about("Sigmoid temperature for other advantages.")] = 1.05
 
 
 class Custom(ClippedObjective, frozen=True, kw_only=True, tag="custom"):
     """A function of your own, `objective(logp_N, tokens, settings) -> PolicyLoss`."""
 
-    function: Annotated[ModuleName, Meta(title="module:function", description="Objective as module:function.")]
-    options: Annotated[dict[str, Any], Meta(description="Settings that the function reads as settings.options.")] = (
-        field(default_factory=dict)
+    function: Annotated[ModuleName, about("Objective as module:function.", title="module:function")]
+    options: Annotated[dict[str, Any], about("Settings that the function reads as settings.options.")] = field(
+        default_factory=dict
     )
 
 

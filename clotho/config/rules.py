@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from clotho.config.bounds import Off
 from clotho.config.keys import chosen_types, keys, settable
 from clotho.config.nearest import did_you_mean
 from clotho.config.schema import Profile
-from clotho.config.sections_run import NoAtropos, NoEvaluation
 from protocols.sampling import PARAMETERS, in_use, unlearnable
 
 Values = dict[str, Any]
@@ -203,7 +203,7 @@ FETCHER = "atropos_fetcher"
 
 def custom_actors(profile: Profile) -> Iterator[Complaint]:
     """Each custom actor has its own name and a valid position."""
-    fetched = not isinstance(profile.atropos, NoAtropos)
+    fetched = not isinstance(profile.atropos, Off)
     actors, queues = ((FETCHER, *ACTORS[3:]), QUEUES[2:]) if fetched else (ACTORS, QUEUES)
     services = {*SERVICES, *(f"environment {environment.name}" for environment in profile.environments)}
     yield from _repeated("actors", "name", (actor.name for actor in profile.actors))
@@ -217,7 +217,7 @@ def custom_actors(profile: Profile) -> Iterator[Complaint]:
             text = "is the name of a built-in actor or service"
         elif actor.is_in_group_flow and actor.restart not in (None, "transient"):
             text = f"must have the restart policy transient, because groups pass through it, not {actor.restart}"
-        elif actor.mode == "replace" and actor.at == "evaluator" and isinstance(profile.eval, NoEvaluation):
+        elif actor.mode == "replace" and actor.at == "evaluator" and isinstance(profile.eval, Off):
             text = 'replaces the evaluator, but eval = "off"'
         else:
             continue

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from msgspec import Meta, Struct, field
 
-from clotho.config.bounds import Positive
+from clotho.config.bounds import Off, Positive, about
 from clotho.config.sections_data import DataSection, ModelSection, PolicySection, RewardSection, SamplingSection
 from clotho.config.sections_run import (
     ActorSection,
@@ -18,14 +18,13 @@ from clotho.config.sections_run import (
     HeldOutEvaluation,
     HttpServer,
     MonitorSection,
-    NoAtropos,
     ParityCheck,
     ParitySection,
     QueuesSection,
     RolloutsSection,
     ServerSection,
 )
-from clotho.config.sections_training import CollapseSection, LearnerSection, NoReplay, ReplaySection, WarnOnCollapse
+from clotho.config.sections_training import CollapseSection, LearnerSection, ReplaySection, WarnOnCollapse
 
 
 class Profile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -34,24 +33,22 @@ class Profile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     model: ModelSection
     data: DataSection
     rewards: Annotated[tuple[RewardSection, ...], Meta(min_length=1)]
-    steps: Annotated[Positive, Meta(description="Number of batches that the run trains on.")] = 100
-    seed: Annotated[int, Meta(ge=0, lt=2**32, description="Seed of all random number generators.")] = 0
-    asynchronous: Annotated[
-        bool, Meta(description="Sample the next batches while the learner updates; false is strictly on-policy.")
-    ] = field(name="async", default=True)
-    run_dir: Annotated[
-        str, Meta(description="Directory that the run writes to; {profile} stands for the profile's name.")
-    ] = "runs/{profile}"
+    steps: Annotated[Positive, about("Number of batches that the run trains on.")] = 100
+    seed: Annotated[int, about("Seed of all random number generators.", ge=0, lt=2**32)] = 0
+    asynchronous: Annotated[bool, about("Sample during updates; false is strictly on-policy.")] = field(
+        name="async", default=True
+    )
+    run_dir: Annotated[str, about("Directory of the run; {profile} is the name of the profile.")] = "runs/{profile}"
     policy: PolicySection = PolicySection()
     sampling: SamplingSection = SamplingSection()
     learner: LearnerSection = LearnerSection()
-    replay: ReplaySection = NoReplay()
+    replay: ReplaySection = Off()
     collapse_detection: CollapseSection = WarnOnCollapse()
     parity: ParitySection = ParityCheck()
     checkpoint: CheckpointSection = CheckpointSection()
     eval: EvalSection = HeldOutEvaluation()
     server: ServerSection = HttpServer()
-    atropos: AtroposSection = NoAtropos()
+    atropos: AtroposSection = Off()
     environments: tuple[EnvironmentSection, ...] = ()
     engine: EngineSection = EngineSection()
     rollouts: RolloutsSection = RolloutsSection()

@@ -4,34 +4,35 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from msgspec import Meta, Struct
+from msgspec import Struct
 
 from clotho.config.bounds import (
     AboveOne,
+    Absent,
     Fraction,
     FractionBelowOne,
     NonNegative,
     NonNegativeFloat,
+    Off,
     Positive,
     PositiveFloat,
     PositiveFraction,
     Variant,
+    about,
 )
 from clotho.config.objectives import Grpo, Objective
 
-Beta1 = Annotated[FractionBelowOne, Meta(description="Decay of the moving average of the gradient.")]
-Beta2 = Annotated[FractionBelowOne, Meta(description="Decay of the moving average of the squared gradient.")]
-Epsilon = Annotated[PositiveFloat, Meta(description="Constant added to the root of the average squared gradient.")]
-Momentum = Annotated[FractionBelowOne, Meta(description="Share of the accumulated gradient that each step keeps.")]
+Beta1 = Annotated[FractionBelowOne, about("Decay of the moving average of the gradient.")]
+Beta2 = Annotated[FractionBelowOne, about("Decay of the moving average of the squared gradient.")]
+Epsilon = Annotated[PositiveFloat, about("Constant added to the root of the average squared gradient.")]
+Momentum = Annotated[FractionBelowOne, about("Share of the accumulated gradient that each step keeps.")]
 
 
 class OptimizerSettings(Variant, frozen=True, kw_only=True):
     """The settings that every optimizer has."""
 
-    learning_rate: Annotated[
-        PositiveFloat, Meta(description="Highest learning rate; Lion needs about a tenth of AdamW's, SGD more.")
-    ] = 1e-5
-    weight_decay: Annotated[NonNegativeFloat, Meta(description="Decoupled weight decay per unit of step size.")] = 0.0
+    learning_rate: Annotated[PositiveFloat, about("Highest learning rate; Lion needs a tenth of AdamW's.")] = 1e-5
+    weight_decay: Annotated[NonNegativeFloat, about("Decoupled weight decay per unit of step size.")] = 0.0
 
 
 class AdamW(OptimizerSettings, frozen=True, kw_only=True, tag="adamw"):
@@ -74,7 +75,7 @@ Optimizer = AdamW | Adafactor | Lion | Muon | Sgd
 class ScheduleSettings(Variant, frozen=True, kw_only=True):
     """The settings that every schedule has."""
 
-    warmup_steps: Annotated[NonNegative, Meta(description="Steps of the linear rise of the learning rate.")] = 0
+    warmup_steps: Annotated[NonNegative, about("Steps of the linear rise of the learning rate.")] = 0
 
 
 class ConstantSchedule(ScheduleSettings, frozen=True, kw_only=True, tag="constant"):
@@ -84,9 +85,7 @@ class ConstantSchedule(ScheduleSettings, frozen=True, kw_only=True, tag="constan
 class DecaySchedule(ScheduleSettings, frozen=True, kw_only=True):
     """A schedule whose learning rate falls after the warm-up."""
 
-    min_learning_rate: Annotated[
-        NonNegativeFloat, Meta(description="Learning rate that the schedule reaches one step after the last.")
-    ] = 0.0
+    min_learning_rate: Annotated[NonNegativeFloat, about("Learning rate one step after the last.")] = 0.0
 
 
 class LinearSchedule(DecaySchedule, frozen=True, kw_only=True, tag="linear"):
@@ -107,13 +106,13 @@ class BaseReference(Variant, frozen=True, kw_only=True, tag="base"):
 class SnapshotReference(Variant, frozen=True, kw_only=True, tag="snapshot"):
     """A snapshot of the policy."""
 
-    interval: Annotated[NonNegative, Meta(description="Updates between two snapshots; 0 keeps the first.")] = 0
+    interval: Annotated[NonNegative, about("Updates between two snapshots; 0 keeps the first.")] = 0
 
 
 class AverageReference(Variant, frozen=True, kw_only=True, tag="average"):
     """An exponential moving average of the policy."""
 
-    decay: Annotated[float, Meta(gt=0.0, lt=1.0, description="Share that the average keeps per update.")] = 0.99
+    decay: Annotated[float, about("Share that the average keeps per update.", gt=0.0, lt=1.0)] = 0.99
 
 
 class EnvironmentReference(Variant, frozen=True, kw_only=True, tag="environment"):
@@ -130,108 +129,94 @@ class FixedCoefficient(Variant, frozen=True, kw_only=True, tag="fixed"):
 class AdaptiveCoefficient(Variant, frozen=True, kw_only=True, tag="adaptive"):
     """The coefficient of the KL penalty follows the measured divergence (arXiv:1909.08593)."""
 
-    target: Annotated[PositiveFloat, Meta(description="Divergence from the reference to aim at, in nats per token.")]
-    horizon: Annotated[Positive, Meta(description="Number of updates over which the coefficient adapts.")] = 100
+    target: Annotated[PositiveFloat, about("Divergence from the reference to aim at, in nats per token.")]
+    horizon: Annotated[Positive, about("Number of updates over which the coefficient adapts.")] = 100
 
 
-Control = Annotated[FixedCoefficient | AdaptiveCoefficient, Meta(description="Whether the KL coefficient adapts.")]
+Control = Annotated[FixedCoefficient | AdaptiveCoefficient, about("Whether the KL coefficient adapts.")]
 
 
-class NoKLPenalty(Variant, frozen=True, kw_only=True, tag="none"):
-    """No KL penalty and no reference policy."""
+Estimator = Literal["k1", "k2", "k3", "abs"]
 
 
 class KLPenalty(Variant, frozen=True, kw_only=True):
     """A penalty for the divergence from a reference policy."""
 
-    coef: Annotated[PositiveFloat, Meta(description="Coefficient of the KL penalty.")] = 0.04
-    estimator: Annotated[
-        Literal["k1", "k2", "k3", "abs"],
-        Meta(description="KL estimator per token; k2 is half the squared log-ratio, which others call mse."),
-    ] = "k3"
+    coef: Annotated[PositiveFloat, about("Coefficient of the KL penalty.")] = 0.04
+    estimator: Annotated[Estimator, about("KL estimator per token; k2, half the squared log-ratio, is mse.")] = "k3"
     control: Control = FixedCoefficient()
-    reference: Annotated[Reference, Meta(description="Reference policy of the KL penalty.")] = BaseReference()
+    reference: Annotated[Reference, about("Reference policy of the KL penalty.")] = BaseReference()
 
 
 class LossKLPenalty(KLPenalty, frozen=True, kw_only=True, tag="loss"):
     """The KL penalty is added to the loss."""
 
-    importance_weighted: Annotated[bool, Meta(description="Weight the estimate by the importance ratio.")] = False
+    importance_weighted: Annotated[bool, about("Weight the estimate by the importance ratio.")] = False
 
 
 class RewardKLPenalty(KLPenalty, frozen=True, kw_only=True, tag="reward"):
     """The KL penalty is subtracted from the reward."""
 
 
-EntropyCoefficient = Annotated[
-    NonNegativeFloat, Meta(description="Coefficient of the entropy bonus at the first update.")
-]
-
-
-class NoEntropyBonus(Variant, frozen=True, kw_only=True, tag="none"):
-    """No entropy bonus."""
+EntropyCoefficient = Annotated[NonNegativeFloat, about("Entropy coefficient at the first update.")]
 
 
 class FixedEntropyBonus(Variant, frozen=True, kw_only=True, tag="fixed"):
     """An entropy bonus whose coefficient is constant or decays."""
 
     coef: EntropyCoefficient
-    decay: Annotated[PositiveFraction, Meta(description="Factor of the entropy coefficient per update.")] = 1.0
+    decay: Annotated[PositiveFraction, about("Factor of the entropy coefficient per update.")] = 1.0
 
 
 class AdaptiveEntropyBonus(Variant, frozen=True, kw_only=True, tag="adaptive"):
     """An entropy bonus whose coefficient follows the measured entropy (arXiv:2505.22312)."""
 
     coef: EntropyCoefficient = 0.0
-    target: Annotated[PositiveFloat, Meta(description="Entropy in nats per token below which the coefficient rises.")]
-    step: Annotated[PositiveFloat, Meta(description="Change of the entropy coefficient per update.")] = 1e-4
+    target: Annotated[PositiveFloat, about("Entropy in nats per token below which the coefficient rises.")]
+    step: Annotated[PositiveFloat, about("Change of the entropy coefficient per update.")] = 1e-4
+
+
+AnyKLPenalty = Absent | LossKLPenalty | RewardKLPenalty
+EntropyBonus = Absent | FixedEntropyBonus | AdaptiveEntropyBonus
+Layout = Literal["auto", "padded", "packed", "shared"]
 
 
 class LearnerSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """[learner] The policy update."""
 
-    objective: Annotated[Objective, Meta(description="Objective of the learner: the loss that it minimizes.")] = Grpo()
-    optimizer: Annotated[Optimizer, Meta(description="Optimizer that turns gradients into steps.")] = AdamW()
-    schedule: Annotated[Schedule, Meta(description="Learning rate after the warm-up.")] = CosineSchedule()
-    kl_penalty: Annotated[
-        NoKLPenalty | LossKLPenalty | RewardKLPenalty, Meta(description="Penalty for the divergence from a reference.")
-    ] = NoKLPenalty()
-    entropy_bonus: Annotated[
-        NoEntropyBonus | FixedEntropyBonus | AdaptiveEntropyBonus, Meta(description="Bonus for the policy's entropy.")
-    ] = NoEntropyBonus()
-    distillation_weight: Annotated[
-        NonNegativeFloat, Meta(description="Coefficient of the cross-entropy with a teacher's alternatives.")
-    ] = 0.0
-    batch_size: Annotated[Positive, Meta(description="Number of prompts (groups) per update.")] = 16
-    update_epochs: Annotated[Positive, Meta(description="Number of passes over each batch.")] = 1
-    num_minibatches: Annotated[Positive, Meta(description="Number of optimizer steps per pass over the batch.")] = 1
-    micro_batch_tokens: Annotated[Positive, Meta(description="Padded tokens per forward and backward pass.")] = 1024
-    layout: Annotated[
-        Literal["auto", "padded", "packed", "shared"],
-        Meta(description="Rows of a micro-batch: padded, packed, or with a shared prompt; auto: padded or shared."),
-    ] = "auto"
-    max_grad_norm: Annotated[NonNegativeFloat, Meta(description="Limit on the gradient's norm; 0 means none.")] = 1.0
-    lora_plus: Annotated[float, Meta(ge=1.0, description="Factor of the B matrices' learning rate (LoRA+).")] = 1.0
-    max_staleness: Annotated[NonNegative, Meta(description="Groups that are more versions old are discarded.")] = 4
-    max_bad_steps: Annotated[Positive, Meta(description="Limit of non-finite updates in a row; then the run ends.")] = 5
+    objective: Annotated[Objective, about("Objective of the learner: the loss that it minimizes.")] = Grpo()
+    optimizer: Annotated[Optimizer, about("Optimizer that turns gradients into steps.")] = AdamW()
+    schedule: Annotated[Schedule, about("Learning rate after the warm-up.")] = CosineSchedule()
+    kl_penalty: Annotated[AnyKLPenalty, about("Penalty for the divergence from a reference.")] = Absent()
+    entropy_bonus: Annotated[EntropyBonus, about("Bonus for the policy's entropy.")] = Absent()
+    distillation_weight: Annotated[NonNegativeFloat, about("Coefficient of the cross-entropy with a teacher.")] = 0.0
+    batch_size: Annotated[Positive, about("Number of prompts (groups) per update.")] = 16
+    update_epochs: Annotated[Positive, about("Number of passes over each batch.")] = 1
+    num_minibatches: Annotated[Positive, about("Number of optimizer steps per pass over the batch.")] = 1
+    micro_batch_tokens: Annotated[Positive, about("Padded tokens per forward and backward pass.")] = 1024
+    layout: Annotated[Layout, about("Rows of a micro-batch; shared: one prompt; auto: padded or shared.")] = "auto"
+    max_grad_norm: Annotated[NonNegativeFloat, about("Limit on the gradient's norm; 0 means none.")] = 1.0
+    lora_plus: Annotated[float, about("Factor of the B matrices' learning rate (LoRA+).", ge=1.0)] = 1.0
+    max_staleness: Annotated[NonNegative, about("Groups that are more versions old are discarded.")] = 4
+    max_bad_steps: Annotated[Positive, about("Limit of non-finite updates in a row; then the run ends.")] = 5
 
     @property
     def reference(self) -> Reference | None:
         """The reference policy of the KL penalty; None without a penalty."""
-        return None if isinstance(self.kl_penalty, NoKLPenalty) else self.kl_penalty.reference
+        return None if isinstance(self.kl_penalty, Absent) else self.kl_penalty.reference
 
 
 class UniformReplay(Variant, frozen=True, kw_only=True, tag="uniform"):
     """Groups are sampled at random."""
 
 
+Priority = Literal["advantage", "recency"]
+
+
 class ReplayPriority(Variant, frozen=True, kw_only=True):
     """Groups are preferred by a priority."""
 
-    priority: Annotated[
-        Literal["advantage", "recency"],
-        Meta(description="Priority of a replayed group: its mean absolute advantage, or how recent it is."),
-    ] = "advantage"
+    priority: Annotated[Priority, about("Priority of a group: its mean |advantage|, or its age.")] = "advantage"
 
 
 class PriorityReplay(ReplayPriority, frozen=True, kw_only=True, tag="priority"):
@@ -241,69 +226,39 @@ class PriorityReplay(ReplayPriority, frozen=True, kw_only=True, tag="priority"):
 class WeightedReplay(ReplayPriority, frozen=True, kw_only=True, tag="weighted"):
     """Groups are sampled in proportion to priority ** exponent."""
 
-    exponent: Annotated[PositiveFloat, Meta(description="Exponent of the priority in weighted sampling.")] = 1.0
+    exponent: Annotated[PositiveFloat, about("Exponent of the priority in weighted sampling.")] = 1.0
 
 
-class NoReplay(Variant, frozen=True, kw_only=True, tag="off"):
-    """Each group is trained on once."""
+ReplaySampling = UniformReplay | PriorityReplay | WeightedReplay
 
 
 class BufferedReplay(Variant, frozen=True, kw_only=True, tag="buffer"):
     """Groups are kept after an update and trained on again."""
 
-    capacity: Annotated[Positive, Meta(description="Number of groups that the replay buffer keeps.")] = 64
-    groups: Annotated[Positive, Meta(description="Number of replayed groups that are added to each update.")] = 4
-    sampling: Annotated[
-        UniformReplay | PriorityReplay | WeightedReplay, Meta(description="How replayed groups are chosen.")
-    ] = UniformReplay()
-    max_age: Annotated[Positive, Meta(description="Age in policy versions at which a group leaves the buffer.")] = 16
+    capacity: Annotated[Positive, about("Number of groups that the replay buffer keeps.")] = 64
+    groups: Annotated[Positive, about("Number of replayed groups that are added to each update.")] = 4
+    sampling: Annotated[ReplaySampling, about("How replayed groups are chosen.")] = UniformReplay()
+    max_age: Annotated[Positive, about("Age in policy versions at which a group leaves the buffer.")] = 16
 
 
-ReplaySection = Annotated[NoReplay | BufferedReplay, Meta(description="Groups that are trained on more than once.")]
-
-
-class NoCollapseDetection(Variant, frozen=True, kw_only=True, tag="off"):
-    """Batches are not checked."""
+ReplaySection = Annotated[Off | BufferedReplay, about("Groups that are trained on more than once.")]
 
 
 class CollapseChecks(Variant, frozen=True, kw_only=True):
     """Signs of a collapsing policy or of reward hacking."""
 
-    patience: Annotated[
-        Positive,
-        Meta(description="Bad updates in a row that count as a collapse; one is enough at five times update_kl_high."),
-    ] = 2
-    window: Annotated[
-        Positive, Meta(description="Number of healthy updates whose median defines the normal value of each statistic.")
-    ] = 5
-    update_kl_high: Annotated[
-        PositiveFloat, Meta(description="Upper limit on the KL divergence of one update, in nats per token.")
-    ] = 0.1
-    ess_low: Annotated[
-        Fraction, Meta(description="Lower limit on the effective sample size, as a fraction of the tokens.")
-    ] = 0.3
-    kl_high: Annotated[
-        PositiveFloat,
-        Meta(description="Upper limit on the divergence from the reference, in nats per token; needs a KL penalty."),
-    ] = 2.0
-    reward_drop: Annotated[
-        PositiveFraction, Meta(description="Largest drop of the mean reward, as a fraction of its range.")
-    ] = 0.3
-    entropy_low: Annotated[
-        FractionBelowOne, Meta(description="Lower limit on the entropy, as a fraction of its highest normal value.")
-    ] = 0.01
-    entropy_high: Annotated[
-        AboveOne, Meta(description="Upper limit on the entropy, as a multiple of its lowest normal value.")
-    ] = 4.0
-    length_high: Annotated[
-        AboveOne, Meta(description="Upper limit on the mean completion length, as a multiple of its normal value.")
-    ] = 4.0
-    truncated_high: Annotated[
-        PositiveFraction, Meta(description="Largest rise of the fraction of truncated completions.")
-    ] = 0.3
+    patience: Annotated[Positive, about("Bad updates in a row until a collapse; one at 5 x update_kl_high.")] = 2
+    window: Annotated[Positive, about("Healthy updates whose median is the normal value of a statistic.")] = 5
+    update_kl_high: Annotated[PositiveFloat, about("Highest KL divergence of one update, in nats per token.")] = 0.1
+    ess_low: Annotated[Fraction, about("Lower limit on the effective sample size, as a fraction of the tokens.")] = 0.3
+    kl_high: Annotated[PositiveFloat, about("Highest divergence from the reference, in nats per token.")] = 2.0
+    reward_drop: Annotated[PositiveFraction, about("Largest drop of the mean reward, relative to its range.")] = 0.3
+    entropy_low: Annotated[FractionBelowOne, about("Lowest entropy, relative to its highest normal value.")] = 0.01
+    entropy_high: Annotated[AboveOne, about("Highest entropy, relative to its lowest normal value.")] = 4.0
+    length_high: Annotated[AboveOne, about("Highest mean completion length, relative to its normal value.")] = 4.0
+    truncated_high: Annotated[PositiveFraction, about("Largest rise of the fraction of truncated completions.")] = 0.3
     empty_format_high: Annotated[
-        PositiveFraction,
-        Meta(description="Largest rise of the fraction of completions that only the reward named format rewards."),
+        PositiveFraction, about("Largest rise of the fraction of completions with only a format reward.")
     ] = 0.35
 
 
@@ -318,13 +273,11 @@ class StopOnCollapse(CollapseChecks, frozen=True, kw_only=True, tag="stop"):
 class RollBackOnCollapse(CollapseChecks, frozen=True, kw_only=True, tag="rollback"):
     """After a collapse, the run returns to the last healthy policy with a smaller learning rate."""
 
-    rollback_rate: Annotated[
-        PositiveFraction, Meta(description="Factor that multiplies the learning rate after each rollback.")
-    ] = 0.3
-    max_rollbacks: Annotated[Positive, Meta(description="The run ends at the collapse after these rollbacks.")] = 3
+    rollback_rate: Annotated[PositiveFraction, about("Factor of the learning rate after a rollback.")] = 0.3
+    max_rollbacks: Annotated[Positive, about("The run ends at the collapse after these rollbacks.")] = 3
 
 
 CollapseSection = Annotated[
-    NoCollapseDetection | WarnOnCollapse | StopOnCollapse | RollBackOnCollapse,
-    Meta(description="Response to signs of a collapsing policy or of reward hacking."),
+    Off | WarnOnCollapse | StopOnCollapse | RollBackOnCollapse,
+    about("Response to signs of a collapsing policy or of reward hacking."),
 ]

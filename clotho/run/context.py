@@ -9,8 +9,8 @@ from msgspec import Struct
 
 from actors.broadcaster import SwapTimes
 from actors.learner import LearnerProgress
+from clotho.config.bounds import Off
 from clotho.config.schema import Profile
-from clotho.config.sections_run import NoAtropos
 from clotho.cpu import compute_path
 from clotho.inference import DecodeEngine
 from clotho.inference.sample_log import SampleLog
@@ -105,7 +105,7 @@ class RunContext(Struct, frozen=True, kw_only=True, eq=False):
     def max_sequence_tokens(self) -> int:
         """Maximum length of a sequence that an environment may send."""
         atropos, context_length = self.profile.atropos, self.policy.context_length
-        return context_length if isinstance(atropos, NoAtropos) else min(context_length, atropos.max_tokens)
+        return context_length if isinstance(atropos, Off) else min(context_length, atropos.max_tokens)
 
     async def prompt_logprobs(self, tokens: tuple[int, ...], top: int) -> PromptLogprobs:
         """Log-probabilities of a prompt under the served weights, with `top` alternatives per token."""

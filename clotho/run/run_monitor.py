@@ -9,7 +9,8 @@ from typing import Any
 import structlog
 from msgspec import structs
 
-from clotho.config.sections_run import HttpServer, NoAtropos
+from clotho.config.bounds import Off
+from clotho.config.sections_run import HttpServer
 from clotho.models.machine import peak_memory
 from clotho.monitoring.summary import resume_command
 from clotho.monitoring.terminal_text import relative_path
@@ -159,8 +160,8 @@ class RunMonitor:
             snapshot=self.snapshot,
             context_length=context.policy.context_length,
             vocab_size=context.policy.vocab_size,
-            sample_log=NullSampleLog() if isinstance(profile.atropos, NoAtropos) else context.sample_log,
-            record_supports=not isinstance(profile.atropos, NoAtropos),
+            sample_log=NullSampleLog() if isinstance(profile.atropos, Off) else context.sample_log,
+            record_supports=not isinstance(profile.atropos, Off),
         )
 
     def summary(self, accounting: GroupAccounting, *, complete: bool) -> RunSummary:

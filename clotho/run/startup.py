@@ -12,11 +12,12 @@ from actors.broadcaster import SwapTimes
 from actors.learner import LearnerProgress
 from clotho.atropos.client import require_address
 from clotho.atropos.commands import require_environments
+from clotho.config.bounds import Off
 from clotho.config.load import load_profile, write_profile
 from clotho.config.objectives import BatchAdvantage, EnvironmentAdvantage, LinearOverlongPenalty
 from clotho.config.schema import Profile
-from clotho.config.sections_run import HeldOutEvaluation, NoEvaluation, RunningServer
-from clotho.config.sections_training import BaseReference, NoCollapseDetection, RollBackOnCollapse
+from clotho.config.sections_run import HeldOutEvaluation, RunningServer
+from clotho.config.sections_training import BaseReference, RollBackOnCollapse
 from clotho.inference import DecodeEngine
 from clotho.inference.sample_log import SampleLog, token_cost
 from clotho.inference.sampling import validate
@@ -175,7 +176,7 @@ def _load_compute(profile: Profile) -> tuple[Policy, PolicyLearner, DecodeEngine
         steps=profile.steps,
         seed=profile.seed,
         rollback_window=collapse.window if isinstance(collapse, RollBackOnCollapse) else 0,
-        measure_update_kl=not isinstance(collapse, NoCollapseDetection),
+        measure_update_kl=not isinstance(collapse, Off),
     )
     return policy, learner, DecodeEngine(policy, profile.engine), estimate
 
@@ -245,7 +246,7 @@ def _require_correct_rewards(profile: Profile, held_out: HeldOut, rewards: Rewar
 
     Raises ProfileError if no held-out problem has such a reward.
     """
-    if isinstance(profile.eval, NoEvaluation):
+    if isinstance(profile.eval, Off):
         return ()
     types = {problem.type for problem in held_out.problems}
     missing = rewards.types_without_correct(types)

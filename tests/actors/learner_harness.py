@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from actors.learner import Learner, LearnerProgress
-from clotho.config.sections_training import CollapseSection, NoCollapseDetection, NoReplay, ReplaySection
+from clotho.config.bounds import Off
+from clotho.config.sections_training import CollapseSection, ReplaySection
 from clotho.monitoring.collapse_detection import CollapseMonitor
 from clotho.runtime.compute_thread import ComputeExecutor
 from clotho.runtime.latest import Latest
@@ -32,7 +33,7 @@ def discarded_group(group_id: int) -> Discarded:
     return Discarded(prompt=prompt(group_id), reason="reward_error", detail="raised")
 
 
-OFF = NoCollapseDetection()
+OFF = Off()
 
 
 class LearnerHarness:
@@ -57,7 +58,7 @@ class LearnerHarness:
             lambda: policies_and_groups.learner(self.policy, rollback_window=1, measure_update_kl=True, **keys)
         ).result()
         self.ledger, self.progress = Ledger(), progress or LearnerProgress()
-        self.replay = ReplayBuffer(replay or NoReplay(), seed=0)
+        self.replay = ReplayBuffer(replay or Off(), seed=0)
         self.replacements = Latest[int]("refills")
         self.replacements.put(0)
         self.logged = Latest[int]("recorded")

@@ -17,7 +17,8 @@ from msgspec import structs
 
 from actors import broadcaster as module
 from actors.broadcaster import Broadcaster, SwapTimes
-from clotho.config.sections_run import KvPolicy, NoParityCheck, ParityCheck, ParitySection
+from clotho.config.bounds import Off
+from clotho.config.sections_run import KvPolicy, ParityCheck, ParitySection
 from clotho.models.parameters import flat
 from clotho.runtime.compute_thread import ComputeExecutor
 from clotho.runtime.latest import Latest
@@ -141,7 +142,7 @@ async def test_running_sequences_follow_the_kv_cache_policy(
     executor: ComputeExecutor, tmp_path: Path, policy: KvPolicy, versions: set[int]
 ) -> None:
     """Each token has the version of the weights that sampled it. Under `drain`, a running sequence has one version."""
-    harness = BroadcasterHarness(executor, tmp_path, kv_policy=policy, parity=NoParityCheck())
+    harness = BroadcasterHarness(executor, tmp_path, kv_policy=policy, parity=Off())
     broadcaster = harness.broadcaster(harness.update(step=1, version=1, shift=0.3))
     sampler = Sampler(executor.submit, harness.engine)
     request = SampleRequest(
@@ -209,7 +210,7 @@ async def test_the_broadcaster_is_ready_after_the_first_parity_check(executor: C
 
 async def test_the_parity_check_can_be_turned_off(executor: ComputeExecutor, tmp_path: Path) -> None:
     """With `parity = "off"` NaN weights are served."""
-    harness = BroadcasterHarness(executor, tmp_path, parity=NoParityCheck())
+    harness = BroadcasterHarness(executor, tmp_path, parity=Off())
     broadcaster = harness.broadcaster(harness.update(step=1, version=1, shift=float("nan")))
     await broadcaster.run()
     assert (harness.policy.version, broadcaster.largest_drift) == (1, 0.0)

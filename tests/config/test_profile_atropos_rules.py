@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from clotho.config.bounds import Off
 from clotho.config.load import PROFILES, load_profile, resolved_toml
-from clotho.config.sections_run import MockSource, NoAtropos, StartedServer
+from clotho.config.sections_run import MockSource, StartedServer
 from protocols.errors import ProfileError
 from tests.config.test_profile_rules import TAP, fault
 
@@ -111,7 +112,7 @@ def test_valid_combinations_are_allowed(sections: dict[str, Any]) -> None:
 def test_a_switch_on_top_takes_the_place_of_what_a_profile_names(name: str, overrides: dict[str, Any]) -> None:
     """Neither the server nor environments of a lower layer remain."""
     found = load_profile(name, overrides)
-    assert isinstance(found.atropos, MockSource | NoAtropos)
+    assert isinstance(found.atropos, MockSource | Off)
     assert found.environments == ()
 
 

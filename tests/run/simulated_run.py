@@ -12,7 +12,7 @@ from msgspec import Struct
 from actors.generator import Generator as GeneratorActor
 from actors.learner import Learner, LearnerProgress
 from actors.prompter import Prompter
-from clotho.config.sections_training import NoCollapseDetection, NoReplay
+from clotho.config.bounds import Off
 from clotho.monitoring.collapse_detection import CollapseMonitor
 from clotho.runtime.compute_thread import ComputeExecutor
 from clotho.runtime.latest import Latest
@@ -161,8 +161,8 @@ class SimulatedRun:
             progress=self.progress,
             replacements=self.replacements,
             logged=Latest[int]("recorded"),
-            replay=ReplayBuffer(NoReplay(), seed=0),
-            collapse=CollapseMonitor(NoCollapseDetection(), state=CollapseState(), rollbacks=0),
+            replay=ReplayBuffer(Off(), seed=0),
+            collapse=CollapseMonitor(Off(), state=CollapseState(), rollbacks=0),
             steps=simulation.steps,
             synchronous=simulation.ahead == 0,
             from_environments=False,

@@ -12,9 +12,9 @@ import msgspec
 import pytest
 from mlx.utils import tree_map
 
+from clotho.config.bounds import Off
 from clotho.config.load import load_profile
 from clotho.config.schema import Profile
-from clotho.config.sections_run import NoEvaluation
 from clotho.models.machine import random_state
 from clotho.run.context import RunContext
 from clotho.storage.checkpoints import Snapshot, write_checkpoint
@@ -91,7 +91,7 @@ async def test_held_out_problems_without_a_correct_reward_are_reported_or_refuse
     held_out.write_text(json.dumps(problems[1]))
     other = tiny_profile(tmp_path, rewards=rewards, data={"heldout": str(held_out)}, run_dir=str(tmp_path / "other"))
     assert isinstance(await refusal(other), ProfileError)
-    async with open_context(msgspec.structs.replace(other, eval=NoEvaluation())):
+    async with open_context(msgspec.structs.replace(other, eval=Off())):
         pass
 
 

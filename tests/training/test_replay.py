@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from msgspec import convert
 
-from clotho.config.sections_training import BufferedReplay, NoReplay
+from clotho.config.bounds import Off
+from clotho.config.sections_training import BufferedReplay
 from clotho.training.replay import ReplayBuffer
 from protocols.rollout import ScoredGroup
 from protocols.step import TrainedGroup
@@ -47,7 +48,7 @@ def test_it_holds_the_newest_up_to_its_capacity() -> None:
     kept = buffer([1.0] * 7, capacity=3, groups=5)
     assert [one.version for one in kept.groups()] == [5, 6, 7]
     assert ids(kept.sample(version=7, step=0)) == [4, 5, 6]
-    none = ReplayBuffer(NoReplay(), seed=0, kept=kept.groups())
+    none = ReplayBuffer(Off(), seed=0, kept=kept.groups())
     assert (len(none), none.sample(version=7, step=0)) == (0, ())
 
 

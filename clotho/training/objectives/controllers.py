@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 
+from clotho.config.bounds import Absent
 from clotho.config.sections_training import (
     AdaptiveCoefficient,
     AdaptiveEntropyBonus,
     FixedEntropyBonus,
     KLPenalty,
     LearnerSection,
-    NoEntropyBonus,
 )
 from clotho.training.objectives.loss import LossCoefficients
 
@@ -23,7 +23,7 @@ def initial_loss_coefficients(settings: LearnerSection) -> LossCoefficients:
     penalty, bonus = settings.kl_penalty, settings.entropy_bonus
     return LossCoefficients(
         penalty.coef if isinstance(penalty, KLPenalty) else 0.0,
-        0.0 if isinstance(bonus, NoEntropyBonus) else bonus.coef,
+        0.0 if isinstance(bonus, Absent) else bonus.coef,
     )
 
 

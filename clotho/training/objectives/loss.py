@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from clotho.config.objectives import NoCorrection, ObjectiveSettings, RatioObjective
+from clotho.config.bounds import Absent
+from clotho.config.objectives import ObjectiveSettings, RatioObjective
 from clotho.config.sections_training import KLPenalty, LearnerSection, LossKLPenalty
 from clotho.training.objectives.contract import Objective, ObjectiveInputs
 from clotho.training.objectives.importance_correction import correction_weights
@@ -77,7 +78,7 @@ def policy_loss(
     if (
         isinstance(chosen, RatioObjective)
         and chosen.ratio_reference == "sampler"
-        and not isinstance(chosen.importance_correction, NoCorrection)
+        and not isinstance(chosen.importance_correction, Absent)
     ):
         raise ValueError("an importance correction needs ratio_reference = 'batch_start': it would count twice")
     tokens = _tokens(logp_N, inputs, chosen)
