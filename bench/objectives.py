@@ -22,10 +22,10 @@ from msgspec import Struct
 
 from bench.fingerprint import ROOT, Fingerprint, describe_fingerprint, fingerprint
 from bench.runs import Record, accuracies, run_pipeline
-from clotho.config.keys import choices
+from clotho.config.keys import CHOICES
 
 NAME = "objectives"
-OBJECTIVES = tuple(name for name in choices()["learner.objective.type"] if name != "custom")
+OBJECTIVES = tuple(name for name in CHOICES["learner.objective.type"] if name != "custom")
 RESULTS = ROOT / "bench" / "results" / "objectives.jsonl"
 
 

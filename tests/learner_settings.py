@@ -7,12 +7,12 @@ from typing import Any
 
 from msgspec import convert, to_builtins
 
-from clotho.config.keys import choices, chosen_types, keys
+from clotho.config.keys import CHOICES, KEYS, chosen_types
 from clotho.config.objectives import Advantage
 from clotho.config.sections_data import AdapterMethod, PolicySection
 from clotho.config.sections_training import LearnerSection
 
-OBJECTIVES = tuple(name for name in choices()["learner.objective.type"] if name != "custom")
+OBJECTIVES = tuple(name for name in CHOICES["learner.objective.type"] if name != "custom")
 """Names of the built-in objectives."""
 
 SHORT = {
@@ -115,7 +115,7 @@ def path_of(name: str) -> str:
     """The path below `learner` of a short name."""
     if name in SHORT:
         return SHORT[name]
-    paths = [path for path in keys() if path.startswith("learner.") and path.endswith(f".{name}")]
+    paths = [path for path in KEYS if path.startswith("learner.") and path.endswith(f".{name}")]
     assert len(paths) == 1, f"{name} is not one setting: {paths}"
     return paths[0].removeprefix("learner.")
 
@@ -123,7 +123,7 @@ def path_of(name: str) -> str:
 def _nested(values: dict[str, Any]) -> dict[str, Any]:
     """The [learner] table of these values by path, with the defaults of the chosen types; removes the used values."""
     chosen, tree = chosen_types(values), dict[str, Any]()
-    for path, key in keys().items():
+    for path, key in KEYS.items():
         variant = next((variant for variant in key.variants if variant.types.items() <= chosen.items()), None)
         if variant is None:
             continue

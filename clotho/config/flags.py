@@ -6,31 +6,34 @@ import json
 import tomllib
 from collections.abc import Sequence
 from textwrap import fill
-from typing import Any
+from typing import Annotated, Any
 
 from msgspec import Struct, inspect
 
 from clotho.config import keys
-from clotho.config.keys import REQUIRED, TYPE, Key, Section, Variant, converted, flag_of, members_of, shown
+from clotho.config.bounds import about
+from clotho.config.keys import REQUIRED, SECTIONS, SETTABLE, Key, Section, converted, flag_of, members_of, shown
 from clotho.config.nearest import did_you_mean
 from clotho.config.other_trainers import accepted, advice
 from protocols.errors import ProfileError, visible
 
-DEFAULT_PROFILE = "local-m3"
+
+class Arguments(Struct, frozen=True, kw_only=True):
+    """A parsed command line.
+
+    overrides: settings by key path, as `load_profile` takes them.
+    help: None, `` for the common flags, `all`, or the path of a table or a key.
+    """
+
+    profile: Annotated[str, about("Settings to start from: a name or a .toml file.")] = "local-m3"
+    resume: Annotated[bool, about("Continue the run in the run directory from its last complete checkpoint.")] = False
+    clean: Annotated[bool, about("Delete the earlier run in the run directory.")] = False
+    dry_run: Annotated[bool, about("Print the resolved profile and a memory estimate, and exit.")] = False
+    overrides: dict[str, Any] = {}
+    help: str | None = None
 
 
-def _own(name: str, annotation: Any, text: str, default: Any = False) -> Key:
-    """A flag that is not a key of profiles."""
-    shape = inspect.type_info(annotation)
-    return Key(path=name, annotation=annotation, shape=shape, help=text, variants=[Variant({}, default)])
-
-
-OWN = {
-    "profile": _own("profile", str, "Settings to start from: a name or a .toml file.", DEFAULT_PROFILE),
-    "resume": _own("resume", bool, "Continue the run in the run directory from its last complete checkpoint."),
-    "clean": _own("clean", bool, "Delete the earlier run in the run directory."),
-    "dry_run": _own("dry_run", bool, "Print the resolved profile and a memory estimate, and exit."),
-}
+OWN = {name: key for name, key in keys.read_sections(Arguments)[""].keys.items() if key.help}
 """Flags that are not keys of a profile."""
 
 SHORT = {"model": "model.path", "dataset": "data.train"}
@@ -43,25 +46,11 @@ COMMON = (
 )  # fmt: skip
 """The keys that `--help` shows, besides the profile and the switches."""
 
-HELP_FLAGS = ("-h", "--help", "--help-all")
-ALL = "all"
 TABLES = (inspect.StructType, inspect.DictType, inspect.TupleType)
 """Types of values that a flag gives as TOML or JSON."""
 
-
-class Arguments(Struct, frozen=True, kw_only=True):
-    """A parsed command line.
-
-    overrides: settings by key path, as `load_profile` takes them.
-    help: None, `` for the common flags, `all`, or the path of a table or a key.
-    """
-
-    profile: str = DEFAULT_PROFILE
-    overrides: dict[str, Any] = {}
-    resume: bool = False
-    clean: bool = False
-    dry_run: bool = False
-    help: str | None = None
+WIDTH, INDENT = 116, " " * 6
+USAGE = "usage: python pipeline.py [--profile NAME|FILE.toml] [--KEY VALUE ...]"
 
 
 def parse_arguments(argv: Sequence[str]) -> Arguments:
@@ -71,9 +60,11 @@ def parse_arguments(argv: Sequence[str]) -> Arguments:
     list is a repeated flag, or TOML or JSON. Raises ProfileError for an unknown flag, a value that is not allowed, or
     flags that contradict each other. Arrays of tables are checked with the profile.
     """
-    topic = _help_topic(argv)
-    if topic is not None:
-        return Arguments(help=topic)
+    for word, following in zip(argv, [*argv[1:], ""], strict=False):
+        flag, _, topic = word.partition("=")
+        if flag in ("-h", "--help", "--help-all"):
+            topic = topic or ("" if following.startswith("-") else following)
+            return Arguments(help="all" if flag == "--help-all" else topic.replace("-", "_"))
     values: dict[str, Any] = {}
     flags: dict[str, str] = {}
     words = list(reversed(argv))
@@ -99,32 +90,25 @@ def parse_arguments(argv: Sequence[str]) -> Arguments:
     return Arguments(**own, overrides=values)
 
 
-def _help_topic(argv: Sequence[str]) -> str | None:
-    """The word after `--help`; None if the command line has no help flag."""
-    for place, word in enumerate(argv):
-        flag, _, topic = word.partition("=")
-        if flag in HELP_FLAGS:
-            following = argv[place + 1] if place + 1 < len(argv) and not argv[place + 1].startswith("-") else ""
-            return ALL if flag == "--help-all" else (topic or following).replace("-", "_")
-    return None
-
-
 def _targets(flag: str, before: list[str]) -> list[Key]:
     """The keys that a flag sets. before: paths of the flags before it. Raises ProfileError for an unknown flag."""
     name = flag[2:].replace("-", "_")
     if flag[:2] != "--" or not name:
-        last = keys.settable().get(before[-1]) if before else None
-        hint = f"repeat {last.flag} for every value of the list" if last and _is(last, inspect.VarTupleType) else ""
-        hint = advice(flag, flag_of) or hint or "every setting is a flag, see --help"
+        last = SETTABLE.get(before[-1]) if before else None
+        repeat = (
+            f"repeat {flag_of(last.path)} for every value of the list"
+            if last and _is(last, inspect.VarTupleType)
+            else ""
+        )
+        hint = advice(flag, flag_of) or repeat or "every setting is a flag, see --help"
         raise ProfileError(f"unexpected argument {visible(flag, 60)!r}: {hint}")
     if key := OWN.get(name) or keys.flag_key(SHORT.get(name, name)):
         return [key]
     if name in accepted():
-        return [keys.settable()[path] for path in accepted()[name]]
+        return [SETTABLE[path] for path in accepted()[name]]
     table = name.rpartition(".")[0]
-    candidates = [*keys.settable(), *OWN, *SHORT, *(() if table else accepted())]
-    hint = keys.suggestion(name, candidates, flag_of) or "see --help"
-    hint = f"did you mean {flag_of(table)}?" if table in keys.settable() else hint
+    hint = f"did you mean {flag_of(table)}?" if table in SETTABLE else ""
+    hint = hint or keys.suggestion(name, [*SETTABLE, *OWN, *SHORT, *(() if table else accepted())], flag_of)
     raise ProfileError(f"unknown flag {visible(flag, 60)}; {hint}")
 
 
@@ -135,7 +119,7 @@ def _is(key: Key, kind: type[inspect.Type]) -> bool:
 def _value(key: Key, text: str, flag: str) -> Any:
     """The value that the text of a flag stands for. Raises ProfileError."""
     first, *optional = members_of(key.shape)
-    items = first.item_type if isinstance(first, inspect.VarTupleType) else None
+    items = getattr(first, "item_type", None)
     value: Any = text
     if text == "none" and optional:
         return None
@@ -148,7 +132,7 @@ def _value(key: Key, text: str, flag: str) -> Any:
             raise ProfileError(f"{flag} must be {key.allowed}, written as TOML or JSON, not {shown(text)}") from None
     value = [value] if items and not isinstance(value, list) else value
     custom = key.path == "learner.objective.type" and ":" in text
-    return value if custom or keys.is_array(key) else converted(key, value, flag, text=True)
+    return value if custom or keys.array_items(key.shape) else converted(key, value, flag, text=True)
 
 
 def _structured(text: str) -> Any:
@@ -158,30 +142,24 @@ def _structured(text: str) -> Any:
         return json.loads(text)
 
 
-WIDTH = 116
-INDENT = " " * 6
-USAGE = "usage: python pipeline.py [--profile NAME|FILE.toml] [--KEY VALUE ...]"
-
-
 def help_text(topic: str = "", width: int = WIDTH) -> str:
     """The help text of the common flags (``), of every flag (`all`), or of the flags of one table or key.
 
     Lines are wrapped at `width`. Raises ProfileError if there is no such table or key.
     """
-    tables = [section.name for section in keys.sections() if section.name]
+    own = [USAGE, *(_key_help(key, width) for key in OWN.values())]
     if topic == "":
-        common = [*OWN.values(), *(key for path in COMMON if (key := keys.flag_key(path)))]
-        top = ", ".join(name for name in tables if "." not in name)
+        top = ", ".join(name for name in SECTIONS if name and "." not in name)
         more = fill(f"--help-all shows every flag, --help SECTION the flags of one section: {top}.", width)
-        return "\n".join([USAGE, *(_key_help(key, width, brief=True) for key in common), more]) + "\n"
-    found = [section for section in keys.sections() if topic == ALL or f"{section.name}.".startswith(f"{topic}.")]
-    parts = [_section_help(section, width) for section in found]
-    if topic == ALL:
-        parts = [USAGE, "\n".join(_key_help(key, width) for key in OWN.values()), *parts]
+        return (
+            "\n".join([*own, *(_key_help(key, width) for path in COMMON if (key := keys.flag_key(path))), more]) + "\n"
+        )
+    found = [section for name, section in SECTIONS.items() if topic == "all" or f"{name}.".startswith(f"{topic}.")]
+    parts = [*(["\n".join(own)] if topic == "all" else []), *(_section_help(section, width) for section in found)]
     if not parts and (key := keys.flag_key(SHORT.get(topic, topic))) is not None:
         parts = [_key_help(key, width)]
     if not parts:
-        hint = did_you_mean(topic, [*tables, *keys.settable()])
+        hint = did_you_mean(topic, [*filter(None, SECTIONS), *SETTABLE])
         raise ProfileError(f"--help {visible(topic, 60)}: no section or key of this name{hint}; see --help")
     return "\n\n".join(parts) + "\n"
 
@@ -191,18 +169,15 @@ def _section_help(section: Section, width: int) -> str:
     lines = [fill(f"{name}  {section.title}".strip(), width, subsequent_indent="  ")]
     for kind, text in section.types.items():
         lines.append(fill(f"{kind}: {text}", width, initial_indent="  ", subsequent_indent=INDENT))
-    if section.repeated:
-        lines.append(f"  --{section.name} '[{{...}}, ...]'   tables, as TOML or JSON, of:")
     return "\n".join([*lines, *(_key_help(key, width) for key in section.keys.values())])
 
 
-def _key_help(key: Key, width: int, *, brief: bool = False) -> str:
-    """Flag, allowed values, default and description of a key. brief: only the first sentence of the description."""
-    known = key.path in keys.settable() or key.path in OWN
-    flag = next((flag_of(name) for name, path in SHORT.items() if path == key.path), key.flag)
-    head = f"  {flag if known else '  ' + key.path.rpartition('.')[2]}  {key.allowed}  ({default_in_words(key)})"
-    text = key.help.partition(". ")[0].removesuffix(".") + "." if brief else key.help
-    text = f"{text} {availability(key)}".strip()
+def _key_help(key: Key, width: int) -> str:
+    """Flag, allowed values, default and description of a key."""
+    flag = flag_of(next((name for name, path in SHORT.items() if path == key.path), key.path))
+    name = flag if key.path in SETTABLE or key.path in OWN else f"  {key.path.rpartition('.')[2]}"
+    head = f"  {name}  {key.allowed}  ({default_in_words(key)})"
+    text = f"{key.help} {availability(key)}".strip()
     head = fill(head, width, subsequent_indent=INDENT, break_on_hyphens=False)
     return f"{head}\n{fill(text, width, initial_indent=INDENT, subsequent_indent=INDENT)}"
 
@@ -216,9 +191,7 @@ def default_in_words(key: Key) -> str:
         for types, value in values:
             tags.setdefault(types[choice], []).append(value)
         usual = {tag: max(found, key=found.count) for tag, found in tags.items()}
-        rare = {
-            " with ".join(reversed(types.values())): value for types, value in values if value != usual[types[choice]]
-        }
+        rare = {" with ".join(reversed(types.values())): v for types, v in values if v != usual[types[choice]]}
         described.append((len(rare), usual, rare))
     if not described:
         return values[0][1]
@@ -238,7 +211,7 @@ def availability(key: Key) -> str:
     """A sentence that names the types that have a key; empty if every type has it."""
     for choice in reversed(key.variants[0].types):
         if having := keys.types_of(key, choice):
-            lacking = [name for name in keys.choices()[choice] if name not in having]
+            lacking = [name for name in keys.CHOICES[choice] if name not in having]
             which, types = ("Only", list(having)) if len(having) <= len(lacking) + 1 else ("Not", lacking)
-            return f"{which} with {choice.removesuffix(f'.{TYPE}')} = {' or '.join(types)}."
+            return f"{which} with {choice.removesuffix(f'.{keys.TYPE}')} = {' or '.join(types)}."
     return ""

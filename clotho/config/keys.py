@@ -10,8 +10,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
-from functools import cache
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Literal, NamedTuple
 
 import msgspec
@@ -22,17 +21,11 @@ from clotho.config.other_trainers import advice
 from clotho.config.schema import Profile
 from protocols.errors import ProfileError, visible
 
-REQUIRED = msgspec.NODEFAULT
-"""Stands for the default of a key without a default."""
+REQUIRED, TYPE = msgspec.NODEFAULT, "type"
+"""The default of a key without a default, and the tag field of every union."""
 
-TYPE = "type"
-"""The tag field of every union."""
-
-HANDICAP = 0.15
-"""Keys of other tables are suggested only if their similarity is larger by this value."""
-
-MAX_DEPTH, MAX_INTEGER = 32, 2**53
-"""Limits of every value: nested lists and tables, and the size of integers."""
+HANDICAP, MAX_DEPTH, MAX_INTEGER = 0.15, 32, 2**53
+"""Additional similarity that a suggestion of another table needs, and limits of values: levels and size of integers."""
 
 
 class Variant(NamedTuple):
@@ -56,11 +49,6 @@ class Key(Struct, frozen=True, kw_only=True):
     variants: list[Variant]
 
     @property
-    def flag(self) -> str:
-        """The flag that sets the key."""
-        return flag_of(self.path)
-
-    @property
     def allowed(self) -> str:
         """The allowed values, in words: `an integer >= 1`, `one of keep, drain`."""
         return _in_words(self.shape)
@@ -71,10 +59,7 @@ class Key(Struct, frozen=True, kw_only=True):
 
 
 class Section(Struct, frozen=True, kw_only=True):
-    """A table of the profile. name: its path, empty at the top. types: description of each type of a union.
-
-    repeated: the table is an array of tables.
-    """
+    """A table, or an array of tables (repeated), of the profile. types: the description of each type of a union."""
 
     name: str
     title: str = ""
@@ -83,70 +68,44 @@ class Section(Struct, frozen=True, kw_only=True):
     keys: dict[str, Key] = {}
 
 
-@cache
-def _schema() -> tuple[dict[str, Section], dict[str, Key]]:
-    """All tables, and the keys whose values are arrays of tables."""
+def read_sections(root: type[Struct]) -> dict[str, Section]:
+    """The tables of a struct by path (empty at the top), in the order of the fields, nested tables after parents."""
     tables: dict[str, Section] = {}
-    arrays: dict[str, Key] = {}
 
     def visit(struct: Any, name: str, types: dict[str, str], defaults: Any, *, repeated: bool = False) -> None:
         """Add the keys of a table under one combination of types. defaults: an instance with the defaults, or None."""
         table = tables.setdefault(name, Section(name=name, title=_title(struct), repeated=repeated))
         for field, annotated in zip(struct.fields, msgspec.structs.fields(struct.cls), strict=True):
-            path = f"{name}.{field.encode_name}".lstrip(".")
-            default = field.default_factory() if callable(field.default_factory) else field.default
-            if type(defaults) is struct.cls:
-                default = getattr(defaults, field.name)
-            text, members = _extra(field.type, "description"), members_of(field.type)
-            key = Key(path=path, annotation=annotated.type, shape=field.type, help=text, variants=[])
-            if items := is_array(key):
+            path, shape, annotation = f"{name}.{field.encode_name}".lstrip("."), field.type, annotated.type
+            given = field.default_factory() if callable(field.default_factory) else field.default
+            given = getattr(defaults, field.name) if type(defaults) is struct.cls else given
+            text, owner, key_path, default = _extra(shape, "description"), table, path, given
+            first, *others = members = members_of(shape)
+            union = {str(member.tag): member for member in members if isinstance(member, inspect.StructType)}
+            if isinstance(first, inspect.StructType) and not others and first.tag is None:
+                visit(first, path, types, given)
+                continue
+            if items := array_items(shape):
                 visit(items, path, types, None, repeated=True)
-                key = msgspec.structs.replace(key, help=tables[path].title)
-                arrays.setdefault(path, key).variants.append(Variant(types, default))
-            elif not isinstance(members[0], inspect.StructType):
-                table.keys.setdefault(path, key).variants.append(Variant(types, default))
-            elif members[0].tag is None:
-                visit(members[0], path, types, default)
-            else:
-                union = {str(member.tag): member for member in members if isinstance(member, inspect.StructType)}
-                section = tables.setdefault(path, Section(name=path))
-                section.types.update({tag: _title(member) for tag, member in union.items()})
-                key = _choice(path, tuple(union), text)
-                tag = default if default is REQUIRED else type(default).__struct_config__.tag
-                section.keys.setdefault(key.path, key).variants.append(Variant(types, tag))
-                for tag, member in union.items():
-                    visit(member, path, {**types, key.path: tag}, default)
+                text = tables[path].title
+            elif union:
+                owner, key_path = tables.setdefault(path, Section(name=path)), f"{path}.{TYPE}"
+                owner.types.update({tag: _title(member) for tag, member in union.items()})
+                default = given if given is REQUIRED else type(given).__struct_config__.tag
+                tags: Any = tuple(union)
+                shape, annotation = inspect.LiteralType(tags), Literal[tags]
+            key = Key(path=key_path, annotation=annotation, shape=shape, help=text, variants=[])
+            owner.keys.setdefault(key_path, key).variants.append(Variant(types, default))
+            for tag, member in union.items():
+                visit(member, path, {**types, key_path: tag}, given)
 
-    visit(inspect.type_info(Profile), "", {}, None)
-    return tables, arrays
-
-
-def sections() -> tuple[Section, ...]:
-    """All tables: the top of the file first, then in the order of the structs, nested tables after their parents."""
-    return tuple(_schema()[0].values())
-
-
-@cache
-def keys() -> dict[str, Key]:
-    """All keys by path, including keys inside arrays of tables."""
-    return {path: key for section in sections() for path, key in section.keys.items()}
-
-
-@cache
-def settable() -> dict[str, Key]:
-    """The keys that have a flag, by path: keys outside arrays of tables, and each array of tables as a whole."""
-    return {p: key for table in sections() if not table.repeated for p, key in table.keys.items()} | _schema()[1]
-
-
-@cache
-def choices() -> dict[str, tuple[str, ...]]:
-    """The types of every union, by choice, for example `learner.optimizer.type`; outer unions precede inner ones."""
-    return {f"{section.name}.{TYPE}": tuple(section.types) for section in sections() if section.types}
+    visit(inspect.type_info(root), "", {}, None)
+    return tables
 
 
 def flag_key(name: str) -> Key | None:
     """The key that a flag sets. name: the flag without leading dashes, which is the path of a key or of a union."""
-    return settable().get(name) or settable().get(f"{name}.{TYPE}")
+    return SETTABLE.get(name) or SETTABLE.get(f"{name}.{TYPE}")
 
 
 def flag_of(path: str) -> str:
@@ -157,14 +116,14 @@ def flag_of(path: str) -> str:
 def types_of(key: Key, choice: str) -> tuple[str, ...]:
     """The types of the union at `choice` that have the key; empty if every type has it."""
     found = dict.fromkeys(variant.types[choice] for variant in key.variants if choice in variant.types)
-    return () if found.keys() == set(choices()[choice]) else tuple(found)
+    return () if found.keys() == set(CHOICES[choice]) else tuple(found)
 
 
 def chosen_types(values: Mapping[str, Any]) -> dict[str, str]:
     """The type of every union in a profile with these settings, by choice."""
     chosen: dict[str, str] = {}
-    for path in choices():
-        if (variant := keys()[path].variant(chosen)) is not None:
+    for path in CHOICES:
+        if (variant := KEYS[path].variant(chosen)) is not None:
             chosen[path] = values.get(path, variant.default)
     return chosen
 
@@ -179,21 +138,23 @@ def why_unavailable(key: Key, chosen: Mapping[str, str]) -> str | None:
     return f"{key.path} is not a setting of {union} {chosen.get(choice)!r}; it belongs to {', '.join(needed[choice])}"
 
 
-def suggestion(path: str, candidates: Iterable[str], spelled: Callable[[str], str] = str) -> str:
-    """The end of the refusal of the unknown key, table or flag `path`; empty if no candidate is similar.
+def suggestion(path: str, candidates: Collection[str], spelled: Callable[[str], str] = str) -> str:
+    """The end of the refusal of the unknown key, table or flag `path`. spelled: how a suggested path is written.
 
-    A name of another trainer leads to the corresponding key. Otherwise candidates of the same table are preferred to
-    those of other tables. spelled: how a suggested path is written.
+    A name of another trainer leads to the corresponding key. Otherwise the most similar candidate is suggested, if
+    possible of the same table; if no candidate is similar, the keys and types of the table are listed.
     """
     table, _, name = path.rpartition(".")
     if hint := advice(path, spelled) or advice(name, spelled):
         return hint
-    ranked = []
-    for candidate in candidates:
-        parent, _, last = candidate.removesuffix(f".{TYPE}").rpartition(".")
-        ranked.append((similarity(name, last) - (HANDICAP if parent != table else 0), candidate))
-    best, found = max(ranked)
-    return f"did you mean {spelled(found)}?" if best >= CUTOFF else ""
+    parents = {candidate: candidate.removesuffix(f".{TYPE}").rpartition(".") for candidate in candidates}
+    ranks = {c: similarity(name, last) - HANDICAP * (parent != table) for c, (parent, _, last) in parents.items()}
+    best = max(ranks, key=ranks.__getitem__)
+    if ranks[best] >= CUTOFF:
+        return f"did you mean {spelled(best)}?"
+    beside = [c for c in sorted(candidates) if table in (parents[c][0], c.removesuffix(f".{TYPE}"))]
+    there = [f"{spelled(c)} ({', '.join(CHOICES[c])})" if c in CHOICES else spelled(c) for c in beside if c != table]
+    return f"there are: {', '.join(there)}" if there and (table or spelled is str) else "see --help"
 
 
 def shown(value: object) -> str:
@@ -229,9 +190,9 @@ def _mistake(key: Key, value: Any, error: str) -> str:
     allowed = key.allowed
     if place and isinstance(items, inspect.VarTupleType):
         value, allowed = value[int(place)], _in_words(items.item_type)
-    if name and isinstance(value, dict) and (field := keys().get(f"{key.path}.{name}")):
+    if name and isinstance(value, dict) and (field := KEYS.get(f"{key.path}.{name}")):
         value, inside, allowed = value.get(name), f"{inside}.{name}", field.allowed
-    hint = did_you_mean(value, choices()[key.path]) if key.path in choices() and isinstance(value, str) else ""
+    hint = did_you_mean(value, CHOICES[key.path]) if key.path in CHOICES and isinstance(value, str) else ""
     return f"{inside} must be {allowed}, not {shown(value)}{hint}"
 
 
@@ -256,10 +217,9 @@ def members_of(shape: inspect.Type) -> tuple[inspect.Type, ...]:
     return tuple(members_of(part)[0] for part in shape.types) if isinstance(shape, inspect.UnionType) else (shape,)
 
 
-def is_array(key: Key) -> inspect.StructType | None:
-    """The struct of an array of tables; None for other keys."""
-    first = members_of(key.shape)[0]
-    items = first.item_type if isinstance(first, inspect.VarTupleType) else None
+def array_items(shape: inspect.Type) -> inspect.StructType | None:
+    """The struct of an array of tables; None for other types."""
+    items = getattr(members_of(shape)[0], "item_type", None)
     return items if isinstance(items, inspect.StructType) else None
 
 
@@ -288,17 +248,23 @@ def _in_words(shape: inspect.Type) -> str:
     return words.get(type(shape), "a table")
 
 
-def _choice(union: str, tags: tuple[str, ...], text: str) -> Key:
-    """The key of the type of a union."""
-    tag: Any = Literal[tags]
-    return Key(path=f"{union}.{TYPE}", annotation=tag, shape=inspect.LiteralType(tags), help=text, variants=[])
-
-
 def _extra(shape: inspect.Type, name: str) -> str:
     return str((shape.extra_json_schema or {}).get(name, "")) if isinstance(shape, inspect.Metadata) else ""
 
 
 def _title(struct: inspect.StructType) -> str:
-    """The first paragraph of the docstring, without the name of the section in front."""
-    first = (struct.cls.__doc__ or "").strip().partition("\n\n")[0]
-    return re.sub(r"^\[+[\w.]+\]+ ", "", " ".join(first.split()))
+    """The first paragraph of the docstring."""
+    return " ".join((struct.cls.__doc__ or "").partition("\n\n")[0].split())
+
+
+SECTIONS = read_sections(Profile)
+"""All tables of a profile by path."""
+
+KEYS = {path: key for section in SECTIONS.values() for path, key in section.keys.items()}
+"""All keys by path, including arrays of tables and the keys inside."""
+
+SETTABLE = {path: key for path, key in KEYS.items() if not SECTIONS[path.rpartition(".")[0]].repeated}
+"""The keys that have a flag, by path: keys outside arrays of tables, and each array of tables as a whole."""
+
+CHOICES = {f"{name}.{TYPE}": tuple(section.types) for name, section in SECTIONS.items() if section.types}
+"""The types of every union, by choice, for example `learner.optimizer.type`; outer unions precede inner ones."""

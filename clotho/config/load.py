@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import stat
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import reduce
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,8 +19,7 @@ import tomli_w
 from msgspec import Struct
 
 from clotho.config import keys
-from clotho.config.keys import REQUIRED, TYPE, chosen_types, converted, settable, shown
-from clotho.config.keys import keys as known
+from clotho.config.keys import CHOICES, KEYS, REQUIRED, SECTIONS, SETTABLE, TYPE, chosen_types, shown
 from clotho.config.nearest import did_you_mean
 from clotho.config.rules import first_complaint
 from clotho.config.schema import Profile
@@ -31,12 +30,11 @@ from protocols.errors import ProfileError, visible
 PROFILES = Path(__file__).resolve().parents[2] / "profiles"
 """Directory of the shipped profiles."""
 
-COMMAND_LINE = "command line"
-MAX_BYTES, MAX_FILES = 2**20, 16
-"""Limits on the size of a profile, and on the number of files that extend each other."""
+COMMAND_LINE, MASK = "command line", "********"
+"""The name of the layer of flags, and the text that hides an API key."""
 
-MAX_NAME, MAX_PATH = 255, 4000
-"""Limits on the length of a file name and of a path, in bytes."""
+MAX_BYTES, MAX_FILES, MAX_NAME, MAX_PATH = 2**20, 16, 255, 4000
+"""Limits: bytes of a profile, files that extend each other, and bytes of a file name and of a path."""
 
 INPUT_PATHS = ("model.path", "data.train", "data.heldout")
 CALLERS_PATHS = ("run_dir", "checkpoint.adapter_path", "atropos.python")
@@ -49,13 +47,11 @@ OWN = {"learner.objective.type": "learner.objective.", "learner.optimizer.type":
 """Settings that never pass to another type, by choice: an objective is the recipe of one paper."""
 
 DISPLACES = {
-    "policy.method.scale": ("policy.method.alpha",),
-    "policy.method.alpha": ("policy.method.scale",),
-    "data.train": ("data.heldout",),
+    "policy.method.scale": "policy.method.alpha",
+    "policy.method.alpha": "policy.method.scale",
+    "data.train": "data.heldout",
 }
 """A layer that sets the first key but not the second removes the value of the second from lower layers."""
-
-MASK = "********"
 
 
 class Layer(NamedTuple):
@@ -77,11 +73,6 @@ class Merged(Struct, frozen=True, kw_only=True):
         number = self.origin.get(path, self.origin.get(f"{path}.{TYPE}"))
         return [label for label in self.labels if label != COMMAND_LINE][-1] if number is None else self.labels[number]
 
-    def reset(self, path: str, layer: int) -> None:
-        """Give a key its default because of the settings of `layer`."""
-        self.values.pop(path, None)
-        self.origin[path] = layer
-
 
 def load_profile(name_or_path: str, overrides: Mapping[str, Any] | None = None) -> Profile:
     """Load a profile, with `overrides` (by key path, such as `learner.batch_size`) as its highest layer.
@@ -92,26 +83,35 @@ def load_profile(name_or_path: str, overrides: Mapping[str, Any] | None = None) 
     of any profile. Raises ProfileError with a message of one line.
     """
     path = profile_path(name_or_path)
-    merged = merge([*file_layers(path), *([override_layer(overrides)] if overrides else [])])
+    flags = located(flatten(dict(overrides or {}), COMMAND_LINE), Path.cwd(), COMMAND_LINE)
+    merged = merge([*file_layers(path), *([Layer(label=COMMAND_LINE, values=flags)] if overrides else [])])
     profile = decode(merged)
     while (complaint := first_complaint(profile)) is not None:
         cause = max((merged.origin.get(other, -1) for other in complaint.decided_by), default=-1)
         if merged.origin.get(complaint.key, -1) >= cause:
             raise ProfileError(f"{merged.label(complaint.key)}: {complaint.text}")
-        merged.reset(complaint.key, cause)
+        merged.values.pop(complaint.key, None)
+        merged.origin[complaint.key] = cause  # the layer whose settings reset the key
         profile = decode(merged)
     return msgspec.structs.replace(profile, run_dir=profile.run_dir.replace("{profile}", path.stem))
 
 
-def profile_path(name_or_path: str) -> Path:
-    """The file of a profile. A value that ends in .toml or contains a separator is a path, others are shipped names."""
-    if name_or_path.endswith(".toml") or os.sep in name_or_path:
-        return Path(os.path.expanduser(name_or_path))
-    if not os.path.isfile(path := PROFILES / f"{name_or_path}.toml"):
+def profile_path(name: str, extending: Path | None = None) -> Path:
+    """The file of a profile: a path if the name ends in .toml or contains a separator, otherwise a shipped profile.
+
+    extending: the file whose `extends` contains the name. Paths are relative to it, and files beside it come first.
+    """
+    directory = extending.parent if extending else Path()
+    if name.endswith(".toml") or os.sep in name:
+        return directory / os.path.expanduser(name)
+    beside, shipped = directory / f"{name}.toml", PROFILES / f"{name}.toml"
+    if extending and extending != beside and os.path.isfile(beside):
+        return beside
+    if not os.path.isfile(shipped):
         there = sorted(found.stem for found in PROFILES.glob("*.toml"))
-        hint = did_you_mean(name_or_path, there)
-        raise ProfileError(f"no profile {visible(name_or_path, 60)!r}: there are {', '.join(there)}{hint}")
-    return path
+        hint = did_you_mean(name, there)
+        raise ProfileError(f"no profile {visible(name, 60)!r}: there are {', '.join(there)}{hint}")
+    return shipped
 
 
 def file_layers(path: Path, above: tuple[Path, ...] = ()) -> list[Layer]:
@@ -127,15 +127,7 @@ def file_layers(path: Path, above: tuple[Path, ...] = ()) -> list[Layer]:
     layer = Layer(label=label, values=located(flatten(table, label), path.parent, label))
     if not isinstance(base, str):
         raise ProfileError(f"{label}: extends must be a profile's name or path, not {shown(base)}")
-    return [*file_layers(_extended(base, path), (*above, path)), layer] if base else [layer]
-
-
-def _extended(base: str, path: Path) -> Path:
-    """The file that `extends` names: a file beside the profile, or a shipped profile."""
-    if base.endswith(".toml") or os.sep in base:
-        return path.parent / os.path.expanduser(base)
-    sibling = path.parent / f"{base}.toml"
-    return sibling if sibling != path and os.path.isfile(sibling) else profile_path(base)
+    return [*file_layers(profile_path(base, path), (*above, path)), layer] if base else [layer]
 
 
 def read_toml(path: Path, label: str) -> dict[str, Any]:
@@ -160,25 +152,16 @@ def read_toml(path: Path, label: str) -> dict[str, Any]:
         raise ProfileError(f"{label}: is not valid TOML: {visible(' '.join(str(error).split()), 200)}") from error
 
 
-def override_layer(overrides: Mapping[str, Any]) -> Layer:
-    """The layer of the command line; paths in its values are relative to the working directory."""
-    tree: dict[str, Any] = {}
-    for path, value in overrides.items():
-        _put(tree, f"{path}.{TYPE}" if f"{path}.{TYPE}" in keys.choices() and isinstance(value, str) else path, value)
-    return Layer(label=COMMAND_LINE, values=located(flatten(tree, COMMAND_LINE), Path.cwd(), COMMAND_LINE))
-
-
 def flatten(table: dict[str, Any], label: str, prefix: str = "") -> dict[str, Any]:
-    """The settings of a table by key path. Raises ProfileError, with a suggestion, for an unknown key or section.
+    """The settings of a table by key path. Raises ProfileError, with a keys.suggestion, for an unknown key or section.
 
     `optimizer = "muon"` is short for `optimizer = { type = "muon" }`, and `objective = "module:function"` for the type
     `custom` with that function.
     """
-    tables = {section.name: section for section in keys.sections()}
     flat: dict[str, Any] = {}
     for name, value in table.items():
         path = prefix + name
-        section = tables.get(path)
+        section = SECTIONS.get(path)
         if section is None:
             _require_known(path, label)
             custom = path == "learner.objective.type" and isinstance(value, str) and ":" in value
@@ -197,43 +180,38 @@ def flatten(table: dict[str, Any], label: str, prefix: str = "") -> dict[str, An
 
 
 def _require_known(path: str, label: str) -> None:
-    if path in known():
-        return
-    there = [*known(), *filter(None, (section.name for section in keys.sections()))]
-    table = path.rpartition(".")[0]
-    beside = ", ".join(sorted(other for other in there if other.rpartition(".")[0] == table))
-    hint = keys.suggestion(path, there) or f"there are: {beside}"
-    raise ProfileError(f"{label}: unknown {'key' if table else 'key or section'} {visible(path, 60)}; {hint}")
+    if path not in KEYS:
+        hint = keys.suggestion(path, {*KEYS, *filter(None, SECTIONS)})
+        raise ProfileError(f"{label}: unknown {'key' if '.' in path else 'key or section'} {visible(path, 60)}; {hint}")
 
 
 def located(values: dict[str, Any], directory: Path, label: str) -> dict[str, Any]:
     """The settings with absolute input paths.
 
     A path that starts with `./` or `../`, or that exists in `directory`, is relative to `directory`. Other data files
-    and scripts are relative to the working directory; other models are names of repositories.
+    and scripts are relative to the working directory; other models are names of repositories. Raises ProfileError for
+    text that cannot be a path.
     """
 
-    def absolute(written: object, *, repository: bool = False) -> object:
+    def checked(key: str, written: Any) -> Any:
         if not isinstance(written, str) or not written:
             return written
-        relative = os.path.expanduser(written)
-        here = os.path.abspath(directory / relative)
-        if f"{written}/".startswith(("./", "../")) or os.path.isabs(relative) or os.path.exists(here):
+        found = os.path.expanduser(written)
+        size, longest = len(found), max(len(name.encode("utf-8", "replace")) for name in found.split("/"))
+        if found.startswith("~") or "\0" in found or longest > MAX_NAME or size > MAX_PATH:
+            raise ProfileError(f"{label}: {key} cannot be a path: {shown(written)}")
+        here = os.path.abspath(directory / found)
+        if key in CALLERS_PATHS:
+            return found
+        if f"{written}/".startswith(("./", "../")) or os.path.isabs(found) or os.path.exists(here):
             return here
-        return written if repository and not os.path.exists(relative) else os.path.abspath(relative)
+        return written if key == "model.path" and not os.path.exists(found) else os.path.abspath(found)
 
-    found = dict(values)
-    for key in (*INPUT_PATHS, *CALLERS_PATHS):
-        path = os.path.expanduser(str(found.get(key, ""))).encode("utf-8", "replace")
-        if path.startswith(b"~") or max(map(len, path.split(b"/"))) > MAX_NAME or len(path) > MAX_PATH:
-            raise ProfileError(f"{label}: {key} cannot be a path: {shown(found[key])}")
-    found |= {key: absolute(found[key], repository=key == "model.path") for key in INPUT_PATHS if key in found}
-    callers = {key: found[key] for key in CALLERS_PATHS if isinstance(found.get(key), str)}
-    found |= {key: os.path.expanduser(path) if path.startswith("~") else path for key, path in callers.items()}
+    found = values | {key: checked(key, values[key]) for key in (*INPUT_PATHS, *CALLERS_PATHS) if key in values}
     if environments := found.get("environments"):
         found["environments"] = [
-            {key: absolute(value) if key == "script" else value for key, value in table.items()}
-            for table in environments
+            table | {key: checked(f"environments[{number}].script", table[key]) for key in table if key == "script"}
+            for number, table in enumerate(environments)
         ]
     return found
 
@@ -247,7 +225,7 @@ def merge(layers: list[Layer]) -> Merged:
     merged = Merged(labels=tuple(layer.label for layer in layers), values={}, origin={})
     for number, layer in enumerate(layers):
         given = {**dict(_implied(merged.values, layer.values)), **layer.values}
-        gone = {old for path in given for old in DISPLACES.get(path, ()) if old not in given}
+        gone = {old for path, old in DISPLACES.items() if path in given and old not in given}
         gone |= {path for path, value in given.items() if value is None} | set(_stale(merged.values, given))
         for path in gone & merged.values.keys():
             del merged.values[path], merged.origin[path]
@@ -260,10 +238,10 @@ def merge(layers: list[Layer]) -> Merged:
 def _implied(values: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """The types that the settings of a layer imply, by choice."""
     chosen = chosen_types({**values, **given})
-    for choice in keys.choices():
+    for choice in CHOICES:
         if choice not in given and chosen.get(choice) in EMPTY_TYPES:
-            below = [path for path in given if path.startswith(choice.removesuffix(TYPE)) and path in known()]
-            yield from ((choice, keys.types_of(known()[path], choice)[0]) for path in below[:1])
+            below = [path for path in given if path.startswith(choice.removesuffix(TYPE)) and path in KEYS]
+            yield from ((choice, keys.types_of(KEYS[path], choice)[0]) for path in below[:1])
 
 
 def _stale(values: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[str]:
@@ -272,9 +250,9 @@ def _stale(values: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[str]
     A setting passes to another type if both types have the key with the same default, except the settings in `OWN`.
     """
     left, before = dict(values), chosen_types(values)
-    for path, _ in sorted(values.items(), key=_types_first):
+    for path in types_first(values):
         after = chosen_types({**left, **given})
-        old, new = settable()[path].variant(before), settable()[path].variant(after)
+        old, new = SETTABLE[path].variant(before), SETTABLE[path].variant(after)
         changed = [choice for choice in (old.types if old else ()) if before[choice] != after.get(choice)]
         own = any(path.startswith(OWN.get(choice, " ")) for choice in changed)
         if old and changed and (own or new is None or new.default != old.default):
@@ -285,26 +263,25 @@ def _stale(values: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[str]
 def decode(merged: Merged) -> Profile:
     """Build the profile. Raises ProfileError for a setting that is missing, unavailable or not allowed."""
     checked: dict[str, Any] = {}
-    for path, value in sorted(merged.values.items(), key=_types_first):
-        label, key = merged.label(path), settable()[path]
-        checked[path] = converted(key, value, f"{label}: {path.removesuffix(f'.{TYPE}')}")
+    for path in types_first(merged.values):
+        label, key = merged.label(path), SETTABLE[path]
+        checked[path] = keys.converted(key, merged.values[path], f"{label}: {path.removesuffix(f'.{TYPE}')}")
         if (why := keys.why_unavailable(key, chosen_types(merged.values))) is not None:
             raise ProfileError(f"{label}: {why}")
     tree, chosen = dict[str, Any](), chosen_types(checked)
-    for path, key in settable().items():
+    for path, key in sorted(SETTABLE.items(), key=lambda setting: "." not in setting[0]):
         if (variant := key.variant(chosen)) is not None:
             value = checked.get(path, variant.default)
             if value is REQUIRED:
-                what = f"[[{path}]]" if keys.is_array(key) else path
+                what = f"[[{path}]]" if keys.array_items(key.shape) else path
                 raise ProfileError(f"{merged.label(path.rpartition('.')[0])}: {what} is missing: {key.help}")
             _put(tree, path, value)
     return msgspec.convert(tree, Profile)
 
 
-def _types_first(setting: tuple[str, Any]) -> tuple[bool, int, str]:
-    """Sorts settings: the types of outer unions, of inner unions, then all other keys."""
-    path = setting[0]
-    return path not in keys.choices(), path.count("."), path
+def types_first(paths: Iterable[str]) -> list[str]:
+    """The types of outer unions, of inner unions, then all other keys."""
+    return sorted(paths, key=lambda path: (path not in CHOICES, path.count("."), path))
 
 
 def _put(tree: dict[str, Any], path: str, value: Any) -> None:

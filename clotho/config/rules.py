@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from clotho.config.bounds import Off
-from clotho.config.keys import chosen_types, keys, settable
+from clotho.config.keys import KEYS, SETTABLE, chosen_types
 from clotho.config.nearest import did_you_mean
 from clotho.config.schema import Profile
 from protocols.sampling import PARAMETERS, in_use, unlearnable
@@ -179,7 +179,7 @@ def violated_rows(profile: Profile) -> Iterator[Complaint]:
     chosen = chosen_types(v)
     for rule in (*NO_EFFECT, *CONTRADICTIONS):
         for key in rule.keys.split():
-            variant = settable()[key].variant(chosen)
+            variant = SETTABLE[key].variant(chosen)
             if variant and rule.refused(v, v[key]) and not (rule in NO_EFFECT and v[key] == variant.default):
                 reason = rule.reason.format(v[key], v=v)
                 text = f"{key.removesuffix('.type')} {'has no effect: ' if rule in NO_EFFECT else ''}{reason}"
@@ -190,7 +190,7 @@ def _by_path(tree: dict[str, Any], prefix: str) -> Values:
     found: Values = {}
     for name, value in tree.items():
         path = prefix + name
-        found |= _by_path(value, f"{path}.") if isinstance(value, dict) and path not in keys() else {path: value}
+        found |= _by_path(value, f"{path}.") if isinstance(value, dict) and path not in KEYS else {path: value}
     return found
 
 

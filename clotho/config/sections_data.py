@@ -17,7 +17,7 @@ Rank = Annotated[str, Meta(pattern=r"^[\w.]+=[1-9]\d*$", title="name=rank")]
 
 
 class ModelSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """[model] The base model."""
+    """The base model."""
 
     path: Annotated[str, about("Directory of the base model, or its Hugging Face repository.", min_length=1)]
     dtype: Annotated[Dtype, about("Type of computation; auto: float32 on the CPU, the checkpoint's on a GPU.")] = "auto"
@@ -65,20 +65,20 @@ Method = Annotated[Lora | Dora | FullMethod, about("Training method: LoRA, DoRA,
 
 
 class PolicySection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """[policy] The trainable parameters."""
+    """The trainable parameters."""
 
     method: Method = Lora()
     grad_checkpoint: Annotated[bool, about("Recompute activations of blocks: less memory, more time.")] = False
 
 
 class SamplingSection(Sampling, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """[sampling] Sampling parameters of the rollouts."""
+    """Sampling parameters of the rollouts."""
 
     group_size: Annotated[int, about("Number of completions per prompt.", ge=2, le=4096)] = 8
 
 
 class DataSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """[data] Problems for training and evaluation, as JSON lines or one JSON list."""
+    """Problems for training and evaluation, as JSON lines or one JSON list."""
 
     train: Annotated[str, about("File of the problems for training.", min_length=1)]
     heldout: Annotated[str, about("File of the held-out problems; empty: a part of data.train.")] = ""
@@ -94,7 +94,7 @@ class DataSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 class RewardSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """[[rewards]] One reward function; the reward of a completion is the weighted sum of those that apply."""
+    """One reward function; the reward of a completion is the weighted sum of those that apply."""
 
     name: Annotated[str, about("Name of a built-in function, module:function, or path/file.py:function.", min_length=1)]
     weight: Annotated[float, about("Weight of the reward function's value in the sum.")] = 1.0

@@ -23,7 +23,7 @@ ParitySection = Annotated[Off | ParityCheck, about("Comparison of sampler and le
 
 
 class CheckpointSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """[checkpoint] Checkpoints of the whole run."""
+    """Checkpoints of the whole run."""
 
     interval: Annotated[NonNegative, about("Steps between checkpoints; 0 writes one at the end.")] = 10
     keep_last: Annotated[Positive, about("Number of checkpoints that stay on disk.")] = 3
@@ -58,7 +58,7 @@ ServerSection = Annotated[Off | HttpServer, about("OpenAI-compatible HTTP server
 
 
 class EngineSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """[engine] The decode engine."""
+    """The decode engine."""
 
     max_num_seqs: Annotated[Positive, about("Maximum number of sequences that are decoded at once.")] = 256
     kv_cache_tokens: Annotated[Positive, about("Tokens of all running sequences in the KV cache.")] = 262_144
@@ -69,13 +69,13 @@ class EngineSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class RolloutsSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """[rollouts] How far rollouts run ahead of the learner."""
+    """How far rollouts run ahead of the learner."""
 
     max_batches_ahead: Annotated[Positive, about("Limit of batches in progress beyond the batch in training.")] = 2
 
 
 class QueuesSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """[queues] Capacities of the queues between actors; a full queue blocks its sender."""
+    """Capacities of the queues between actors; a full queue blocks its sender."""
 
     prompts: Annotated[Positive, about("Capacity of the queue from the prompter to the generator.")] = 16
     rollouts: Annotated[Positive, about("Capacity of the queue from the generator to the scorer.")] = 16
@@ -89,7 +89,7 @@ Display = Literal["auto", "live", "plain", "none"]
 
 
 class ActorSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """[[actors]] An actor of your own."""
+    """An actor of your own."""
 
     name: Annotated[str, about("Name of the custom actor in logs, errors and statistics.", min_length=1)]
     factory: Annotated[ModuleName, about("Class of the custom actor, as module:Class.")]
@@ -105,7 +105,7 @@ class ActorSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class MonitorSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """[monitor] Output of the run."""
+    """Output of the run."""
 
     display: Annotated[Display, about("Terminal output; auto: live on a terminal, plain lines elsewhere.")] = "auto"
     rollouts: Annotated[bool, about("Write every rollout to rollouts.jsonl.")] = True
@@ -162,7 +162,7 @@ GroupSize = Annotated[int, Meta(ge=2, le=4096)]
 
 
 class EnvironmentSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """[[environments]] One Atropos environment, whose process is started and supervised by the run."""
+    """One Atropos environment, whose process is started and supervised by the run."""
 
     name: Annotated[EnvironmentName, about("Name of the environment in logs and metrics.")]
     script: Annotated[str, about("Python file of the environment, run with serve.", min_length=1)]

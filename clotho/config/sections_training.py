@@ -182,7 +182,7 @@ Layout = Literal["auto", "padded", "packed", "shared"]
 
 
 class LearnerSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """[learner] The policy update."""
+    """The policy update."""
 
     objective: Annotated[Objective, about("Objective of the learner: the loss that it minimizes.")] = Grpo()
     optimizer: Annotated[Optimizer, about("Optimizer that turns gradients into steps.")] = AdamW()

@@ -39,6 +39,9 @@ MAY_DIFFER = (
 )
 """Keys and sections that a resumed run may change: the length of the run and its operation, not its results."""
 
+REAL_SERVERS = {"start", "connect"}
+"""Types of `atropos` with the same groups: who starts the Atropos API server does not change the results."""
+
 REWARD_KEYS_THAT_MAY_DIFFER = re.compile(r"rewards\.\d+\.(run_in|max_workers|memory_limit_mb)")
 
 
@@ -48,6 +51,8 @@ def refuse_if_incompatible(old: Profile, new: Profile, *, written: Path) -> None
     written: the file of the run's profile, with which the run can be resumed.
     """
     before, after = _keys(msgspec.to_builtins(old)), _keys(msgspec.to_builtins(new))
+    if {before["atropos.type"], after["atropos.type"]} == REAL_SERVERS:
+        after["atropos.type"] = before["atropos.type"]
     differing = [
         f"{key}: {before.get(key)} -> {after.get(key)}"
         for key in sorted(before | after)

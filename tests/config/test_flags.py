@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from clotho.config.flags import Arguments, parse_arguments
-from clotho.config.keys import REQUIRED, Key, converted, flag_key, settable
+from clotho.config.keys import REQUIRED, SETTABLE, Key, converted, flag_key, flag_of
 from clotho.config.load import load_profile
 from clotho.config.objectives import Custom, Grpo, PpoDecoupled, TruncateCorrection
 from clotho.config.other_trainers import accepted, by_name, counterparts
@@ -30,16 +30,16 @@ def example(key: Key) -> str:
 def accepts(key: Key, text: str) -> bool:
     """Whether a text of a flag becomes a value of the key."""
     try:
-        converted(key, parse_arguments([key.flag, text]).overrides[key.path], "", text=True)
+        converted(key, parse_arguments([flag_of(key.path), text]).overrides[key.path], "", text=True)
     except ProfileError:
         return False
     return True
 
 
-@pytest.mark.parametrize("path", sorted(settable()))
+@pytest.mark.parametrize("path", sorted(SETTABLE))
 def test_every_key_is_a_flag(path: str) -> None:
     """With dashes or underscores, with a space or `=`; read as the key's own type."""
-    key = settable()[path]
+    key = SETTABLE[path]
     text = example(key)
     dashed = parse_arguments([f"--{path.replace('_', '-')}", text]).overrides
     assert dashed.keys() == {path}
@@ -53,9 +53,9 @@ def test_every_key_is_a_flag(path: str) -> None:
 def test_a_name_of_an_earlier_trainer_that_means_the_same_is_accepted(name: str) -> None:
     """It sets the keys of its row in the table, with `_` or `-`."""
     paths = accepted()[name]
-    overrides = parse_arguments([f"--{name.replace('_', '-')}", example(settable()[paths[0]])]).overrides
+    overrides = parse_arguments([f"--{name.replace('_', '-')}", example(SETTABLE[paths[0]])]).overrides
     assert overrides.keys() == set(paths)
-    assert parse_arguments([f"--{name}={example(settable()[paths[0]])}"]).overrides == overrides
+    assert parse_arguments([f"--{name}={example(SETTABLE[paths[0]])}"]).overrides == overrides
 
 
 def test_a_command_line_of_an_earlier_trainer_gives_a_valid_profile() -> None:
@@ -104,7 +104,7 @@ def test_a_name_with_another_meaning_is_refused_with_the_right_key(name: str) ->
         parse_arguments([f"--{name.replace('_', '-')}", "1"])
     key = flag_key(REFUSED[name])
     assert key
-    assert f"use {key.flag} ({name} in " in str(caught.value)
+    assert f"use {flag_of(key.path)} ({name} in " in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["wandb", "wandb-group", "quantize", "max-prompt-length", "use-vllm"])
@@ -134,7 +134,7 @@ def test_every_key_of_the_table_exists_and_every_name_is_in_one_row() -> None:
 
 def test_no_name_of_the_table_hides_a_flag() -> None:
     """A flag of the program is never looked up in the table."""
-    assert {name for name in by_name() if name in settable() and by_name()[name].keys != (name,)} == set()
+    assert {name for name in by_name() if name in SETTABLE and by_name()[name].keys != (name,)} == set()
 
 
 def test_one_word_chooses_the_type_of_a_union() -> None:
@@ -229,6 +229,9 @@ def test_the_same_value_may_be_given_twice() -> None:
         ("--step 3", "unknown flag --step; did you mean --steps?"),
         ("--resum", "unknown flag --resum; did you mean --resume?"),
         ("--rewards.weight 2", "unknown flag --rewards.weight; did you mean --rewards?"),
+        ("--server.enabled 1", "unknown flag --server.enabled; there are: --server.api-key, --server.body-seconds, "
+         "--server.host, --server.max-body-bytes, --server.max-choices, --server.max-concurrent, "
+         "--server.model-name, --server.port, --server (off, http)"),
         ("--qqqqqqqq", "unknown flag --qqqqqqqq; see --help"),
         ("--sampling.stop a b", "unexpected argument 'b': repeat --sampling.stop for every value of the list"),
         ("train.jsonl", "unexpected argument 'train.jsonl': every setting is a flag, see --help"),

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from clotho.__main__ import main
 from clotho.config.flags import COMMON, OWN, SHORT, help_text, parse_arguments
-from clotho.config.keys import keys, settable
+from clotho.config.keys import KEYS, SETTABLE
 from clotho.config.load import MAX_BYTES, MAX_FILES, PROFILES, load_profile, resolved_toml
 from clotho.config.other_trainers import by_name
 from clotho.config.schema import Profile
@@ -40,9 +40,7 @@ values = st.recursive(
     ),
     max_leaves=6,
 )
-paths = st.one_of(
-    st.sampled_from([*keys(), *settable()]), st.sampled_from(sorted({p.rpartition(".")[0] for p in keys()}))
-)
+paths = st.one_of(st.sampled_from([*KEYS, *SETTABLE]), st.sampled_from(sorted({p.rpartition(".")[0] for p in KEYS})))
 lines = st.tuples(paths, values).map(lambda pair: f"{pair[0] or 'extends'} = {pair[1]}")
 profiles = st.one_of(
     st.text(),
@@ -52,7 +50,7 @@ profiles = st.one_of(
     ),
 )
 flags = st.one_of(
-    st.sampled_from(sorted({*settable(), *OWN, *SHORT, *COMMON, *by_name()})).map(lambda name: f"--{name}"),
+    st.sampled_from(sorted({*SETTABLE, *OWN, *SHORT, *COMMON, *by_name()})).map(lambda name: f"--{name}"),
     st.text(max_size=8).map(lambda name: f"--{name}"),
 )
 words = st.one_of(flags, values, st.text(max_size=8), st.tuples(flags, values).map("=".join))
@@ -212,6 +210,9 @@ def test_few_profiles_extend_each_other(tmp_path: Path) -> None:
         ["--dataset", "\udcff"],
         ["--checkpoint.adapter-path", "x" * 5000],
         ["--checkpoint.adapter-path", "~nobody-here/a"],
+        ["--environments", f"[{{name = 'e', script = '{'x' * 5000}'}}]"],
+        ["--environments", '[{name = "e", script = "a\\u0000b"}]'],
+        ["--environments", "[{name = 'e', script = '~nobody-here/e.py'}]"],
     ],
     ids=lambda argv: "_".join(word[:24].encode("unicode_escape").decode() for word in argv),
 )

@@ -8,7 +8,7 @@ import mlx.core as mx
 import pytest
 from msgspec.structs import replace
 
-from clotho.config.keys import keys
+from clotho.config.keys import KEYS
 from clotho.config.sections_data import SamplingSection
 from clotho.config.sections_training import LearnerSection
 from clotho.models.parameters import flat
@@ -147,7 +147,7 @@ def test_no_key_of_the_learner_was_forgotten() -> None:
     """Every other key decides only how an update is computed, or takes effect in an actor."""
     known = {f"learner.{path_of(name)}" for name in EFFECTS.keys() | SAME_BY_LAW | IN_THE_ACTORS - {"overlong_penalty"}}
     known |= {"learner.lora_plus", "learner.objective.function", "learner.objective.options"}
-    found = {path for path in keys() if path.startswith("learner.") and ".overlong_penalty." not in path}
+    found = {path for path in KEYS if path.startswith("learner.") and ".overlong_penalty." not in path}
     assert {path.removesuffix(".type") for path in found} == {path.removesuffix(".type") for path in known} | {
         "learner.kl_penalty.control",
         "learner.entropy_bonus",

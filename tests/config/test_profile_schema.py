@@ -8,55 +8,55 @@ from collections import Counter
 import pytest
 
 from clotho.config.flags import COMMON, SHORT, availability, default_in_words, help_text
-from clotho.config.keys import REQUIRED, choices, flag_key, keys, sections, settable, types_of
+from clotho.config.keys import CHOICES, KEYS, REQUIRED, SECTIONS, SETTABLE, flag_key, flag_of, types_of
 from clotho.config.schema import Profile
 from protocols.errors import ProfileError
 
 
 def test_every_key_has_help_and_says_what_is_allowed() -> None:
     """A key without a description cannot be understood from --help."""
-    assert [key.path for key in keys().values() if not key.help] == []
-    table = {key.path for key in keys().values() if key.allowed == "a table"}
+    assert [key.path for key in KEYS.values() if not key.help] == []
+    table = {key.path for key in KEYS.values() if key.allowed == "a table"}
     assert {path.rpartition(".")[2] for path in table} == {"options"}
 
 
 def test_the_schema_covers_every_field_of_every_section() -> None:
     """Flags and manual are made from it: a field that is missing here could not be set or found."""
-    assert {section.name for section in sections()} >= {"", "model", "policy", "sampling", "rewards", "actors"}
+    assert {section.name for section in SECTIONS.values()} >= {"", "model", "policy", "sampling", "rewards", "actors"}
     top = set(Profile.__struct_encode_fields__)
-    assert top == {key.path.partition(".")[0] for key in keys().values()}
+    assert top == {key.path.partition(".")[0] for key in KEYS.values()}
 
 
 def test_types_defaults_and_bounds_are_read_from_the_annotations() -> None:
     """The words of an error message are the struct's own bounds."""
-    assert keys()["learner.optimizer.learning_rate"].allowed == "a number > 0"
-    assert keys()["policy.method.scale"].allowed == "a number > 0 or none"
-    assert keys()["seed"].allowed == "an integer >= 0 and < 4294967296"
-    assert keys()["engine.kv_policy"].allowed == "one of drain, keep, recompute"
-    assert keys()["sampling.logit_bias"].allowed == "a list, each [an integer >= 0, a number >= -100 and <= 100]"
-    assert keys()["policy.method.ranks"].allowed == "a list, each text of the form name=rank"
-    assert keys()["model.path"].variants[0].default is REQUIRED
-    assert keys()["sampling.top_p"].help.startswith("Nucleus")
+    assert KEYS["learner.optimizer.learning_rate"].allowed == "a number > 0"
+    assert KEYS["policy.method.scale"].allowed == "a number > 0 or none"
+    assert KEYS["seed"].allowed == "an integer >= 0 and < 4294967296"
+    assert KEYS["engine.kv_policy"].allowed == "one of drain, keep, recompute"
+    assert KEYS["sampling.logit_bias"].allowed == "a list, each [an integer >= 0, a number >= -100 and <= 100]"
+    assert KEYS["policy.method.ranks"].allowed == "a list, each text of the form name=rank"
+    assert KEYS["model.path"].variants[0].default is REQUIRED
+    assert KEYS["sampling.top_p"].help.startswith("Nucleus")
 
 
 def test_the_key_of_a_union_has_its_types() -> None:
     """The first type of the union is the default unless the field says otherwise."""
-    assert choices()["learner.schedule.type"] == ("constant", "linear", "cosine")
-    assert keys()["learner.schedule.type"].variants[0].default == "cosine"
+    assert CHOICES["learner.schedule.type"] == ("constant", "linear", "cosine")
+    assert KEYS["learner.schedule.type"].variants[0].default == "cosine"
 
 
 def test_a_key_of_a_union_names_the_types_that_have_it_and_their_defaults() -> None:
     """The defaults of an objective are the values of its paper."""
-    key = keys()["learner.objective.clip_high"]
+    key = KEYS["learner.objective.clip_high"]
     assert types_of(key, "learner.objective.type")[:2] == ("grpo", "dr_grpo")
     assert availability(key) == "Not with learner.objective = reinforce or sapo."
     assert default_in_words(key) == "0.2; 0.28 for dapo; 0.0004 for gspo, gspo_token; 4.0 for cispo"
-    assert availability(keys()["learner.optimizer.learning_rate"]) == ""
+    assert availability(KEYS["learner.optimizer.learning_rate"]) == ""
 
 
 def test_every_description_is_a_sentence_and_no_two_are_alike() -> None:
     """A description makes sense alone: it begins with a capital letter and ends with a full stop."""
-    descriptions = {path: key.help for path, key in keys().items()}
+    descriptions = {path: key.help for path, key in KEYS.items()}
     assert [path for path, text in descriptions.items() if not re.fullmatch(r"[A-Z]\S* \S+ .*\.", text)] == []
     assert [text for text, count in Counter(descriptions.values()).items() if count > 1] == []
 
@@ -64,10 +64,10 @@ def test_every_description_is_a_sentence_and_no_two_are_alike() -> None:
 def test_the_help_of_everything_names_every_flag_and_stays_narrow() -> None:
     """`--help-all` shows the full schema."""
     text = help_text("all", width=80)
-    arrays = {section.name for section in sections() if section.repeated}
-    shown = [key.flag for path, key in settable().items() if path not in arrays and path not in SHORT.values()]
+    arrays = {section.name for section in SECTIONS.values() if section.repeated}
+    shown = [flag_of(path) for path in SETTABLE if path not in arrays and path not in SHORT.values()]
     assert [flag for flag in shown if f"  {flag}  " not in text] == []
-    inner = [path.rpartition(".")[2] for section in sections() if section.repeated for path in section.keys]
+    inner = [path.rpartition(".")[2] for section in SECTIONS.values() if section.repeated for path in section.keys]
     assert [name for name in inner if f"    {name}  " not in text] == []
     assert "required" in text
     assert all(len(line) <= 120 for line in text.splitlines())
@@ -87,9 +87,9 @@ def test_the_short_help_shows_the_twenty_most_used_flags_on_one_screen() -> None
 def test_the_help_of_a_section_is_complete() -> None:
     """Every key with its allowed values, its default and its description."""
     text = " ".join(help_text("learner").split())
-    for key in keys().values():
+    for key in KEYS.values():
         if key.path.startswith("learner."):
-            for part in (key.flag, key.allowed, default_in_words(key), key.help):
+            for part in (flag_of(key.path), key.allowed, default_in_words(key), key.help):
                 assert " ".join(part.split()) in text
     assert "--sampling" not in help_text("learner")
 

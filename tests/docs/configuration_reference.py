@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 
 from clotho.config.flags import SHORT, availability, default_in_words
-from clotho.config.keys import Key, Section, sections
+from clotho.config.keys import SECTIONS, Key, Section
 from clotho.config.other_trainers import accepted
 from clotho.config.rules import CONTRADICTIONS, NO_EFFECT, custom_actors, environments, learnable_distribution
 from tests.docs.pages import DOCS
@@ -57,7 +57,7 @@ def configuration_page() -> str:
     """The page in Markdown."""
     parts = [
         INTRODUCTION,
-        *(_section(section) for section in sections()),
+        *(_section(section) for section in SECTIONS.values()),
         _between(),
         _effects(),
         _other_names(),

@@ -30,7 +30,7 @@ def test_the_modules_of_a_path_are_those_that_execute(path: str) -> None:
     assert listed(path) == traced(path)
 
 
-@pytest.mark.parametrize("path", ["training", "request"])
+@pytest.mark.parametrize("path", PATHS)
 def test_a_path_has_few_modules(path: str) -> None:
     """A reader follows the path from file to file."""
     assert len(listed(path)) <= MAX_MODULES[path]

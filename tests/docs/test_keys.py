@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from clotho.config.keys import keys
+from clotho.config.keys import KEYS
 from clotho.config.other_trainers import counterparts
 from tests.docs.pages import DOCS, ROOT
 
 PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
-PATHS = set(keys())
+PATHS = set(KEYS)
 SECTIONS = {path.partition(".")[0] for path in PATHS if "." in path}
 FILES = (".py", ".md", ".toml", ".jsonl", ".json", ".txt", ".log")
 FOREIGN = {

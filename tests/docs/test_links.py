@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from clotho.config.keys import keys
+from clotho.config.keys import KEYS
 from tests.docs.pages import DOCS, ROOT
 
 PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
@@ -35,8 +35,6 @@ def test_every_relative_link_has_a_target(page: Path) -> None:
 def test_troubleshooting_lists_every_check_of_the_collapse_detection() -> None:
     """A check is a threshold: a key that ends in high, low or drop."""
     page = (DOCS / "troubleshooting.md").read_text(encoding="utf-8")
-    thresholds = [
-        path.partition(".")[2] for path in keys() if re.match(r"collapse_detection\..*_(high|low|drop)$", path)
-    ]
+    thresholds = [path.partition(".")[2] for path in KEYS if re.match(r"collapse_detection\..*_(high|low|drop)$", path)]
     assert len(thresholds) > 5
     assert [name for name in thresholds if f"`{name}`" not in page] == []

@@ -148,7 +148,7 @@ def training_modules() -> set[str]:
 def flag_modules() -> set[str]:
     """Modules that a flag passes from the command line to the actor that uses its value."""
     trace = ModuleTrace(
-        begin=("clotho/run/cli.py", "prepare"),
+        begin=("clotho/__main__.py", "prepare"),
         end=("clotho/config/load.py", "load_profile"),
         constructed=("actors/generator.py", "__init__"),
         carrying=True,

@@ -14,9 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from clotho.__main__ import main
+from clotho.__main__ import PreparedRun, main, prepare
 from clotho.monitoring.failure_report import COMPLAINT_LIMIT
-from clotho.run.cli import PreparedRun, prepare
 from clotho.storage.run_directory import open_run
 from protocols.errors import visible
 from tests.e2e.conftest import CompletedRun

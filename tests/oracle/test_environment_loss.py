@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from clotho.config.keys import choices
+from clotho.config.keys import CHOICES
 from clotho.config.sections_training import LearnerSection
 from clotho.models.parameters import flat
 from clotho.scoring.token_scores import SamplingDistribution
@@ -20,7 +20,7 @@ from tests.training.policies_and_groups import BigramPolicy, whole_gradient
 BIAS = ((3, 0.4), (0, -0.2))
 BESIDE: dict[str, Any] = {"kl_beta": 0.1, "entropy_weight": 0.05, "distillation_weight": 0.3}
 CASES: dict[str, dict[str, Any]] = {
-    **{f"{name}, its recipe": {"objective": name} for name in choices()["learner.objective.type"] if name != "custom"},
+    **{f"{name}, its recipe": {"objective": name} for name in CHOICES["learner.objective.type"] if name != "custom"},
     **{f"advantage {kind}": {"advantage": kind} for kind in ("mean", "leave_one_out", "batch", "batch_centred")},
     **{
         f"aggregation {kind}": {"loss_aggregation": kind}

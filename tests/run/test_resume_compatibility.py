@@ -42,6 +42,26 @@ def test_how_a_run_is_run_may_change(changes: dict[str, Any]) -> None:
     refuse_if_incompatible(profile(), profile(**changes), written=Path("runs/x/profile.toml"))
 
 
+ENVIRONMENTS: dict[str, Any] = {"environments": [{"name": "e", "script": "e.py"}]}
+STARTED = ENVIRONMENTS | {"atropos": {"type": "start", "python": "p"}}
+CONNECTED = ENVIRONMENTS | {"atropos": {"type": "connect", "python": "q", "url": "http://127.0.0.1:1", "reset": False}}
+
+
+@pytest.mark.parametrize(("old", "new"), [(STARTED, CONNECTED), (CONNECTED, STARTED)])
+def test_a_resumed_run_may_start_the_api_server_or_connect_to_one(old: dict[str, Any], new: dict[str, Any]) -> None:
+    """The groups of the environments are the same."""
+    refuse_if_incompatible(profile(**old), profile(**new), written=Path("runs/x/profile.toml"))
+
+
+@pytest.mark.parametrize("kind", ["off", "mock"])
+def test_a_resumed_run_may_not_change_the_source_of_its_groups(kind: str) -> None:
+    """Environments and data.train have different problems."""
+    with pytest.raises(CheckpointError, match=r"atropos\.type: connect -> "):
+        refuse_if_incompatible(
+            profile(**CONNECTED), profile(atropos={"type": kind}), written=Path("runs/x/profile.toml")
+        )
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

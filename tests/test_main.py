@@ -13,7 +13,7 @@ import pytest
 
 from clotho.__main__ import main
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 HEAVY = {"mlx_lm", "transformers", "starlette", "clotho.run.startup"}
 
 
@@ -55,6 +55,21 @@ def test_a_directory_without_a_run_is_not_resumed(
     assert main(["--resume", "--run-dir", str(tmp_path / "run-2"), "--server.port", "0"]) == 2
     assert f"did you mean {tmp_path / 'run-1'}?" in capsys.readouterr().err
     assert sorted(path.name for path in (tmp_path / "run-2").iterdir()) == entries
+
+
+@pytest.mark.parametrize("flags", [["--dry-run"], []], ids=["dry run", "run"])
+def test_environments_that_cannot_fill_a_batch_are_refused_before_the_run(
+    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A dry run checks group sizes too, and writes nothing."""
+    monkeypatch.chdir(tmp_path)
+    environments = "[{name = 'e', script = 'e.py', group_size = 256}]"
+    assert main(["--profile", "atropos-local", "--environments", environments, *flags]) == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.startswith("clotho: environments: ")
+    assert "group_size" in output.err
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_installed_command_is_the_same_program() -> None:
