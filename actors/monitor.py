@@ -89,7 +89,7 @@ class Monitor:
                 raise
             finally:
                 self.logged.close()
-                self._display.close()
+                self._close(self._display)
                 for writer in (self._metrics_file, self._evaluations_file, self._rollouts_file):
                     if writer is not None:
                         writer.close()
@@ -162,7 +162,13 @@ class Monitor:
         except Exception:
             log.warning("display_failed", exc_info=True)
             self._display, failed = NoDisplay(), self._display
-            failed.close()
+            self._close(failed)
+
+    def _close(self, display: Display) -> None:
+        try:
+            display.close()
+        except Exception:
+            log.warning("display_not_closed", exc_info=True)
 
     def _view(self) -> RunView:
         first = () if self._first_evaluation is None else (self._first_evaluation,)

@@ -10,6 +10,7 @@ the terminal, HTTP error body) passes its text through `visible`.
 from __future__ import annotations
 
 import unicodedata
+from collections.abc import Callable
 
 INVISIBLE = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
 """Unicode categories that `visible` escapes: control and format characters, surrogates, unassigned, line separators."""
@@ -31,13 +32,36 @@ def visible(text: str, limit: int, *, keep_end: int = 0) -> str:
     return f"{shown[: max(0, limit - 1 - len(end))]}…{end}"
 
 
+def error_text(error: BaseException) -> str:
+    """Return `str(error)`, or a substitute if the class of the error fails to produce it."""
+    try:
+        return str(error)
+    except Exception:
+        return "(str() of the exception failed)"
+
+
+def as_exception(error: BaseException) -> Exception:
+    """Return an error of another thread in a form that a task may raise.
+
+    SystemExit, KeyboardInterrupt and panics of native libraries would end the event loop; RuntimeError replaces them.
+    """
+    if isinstance(error, Exception):
+        return error
+    replacement = RuntimeError(f"{type(error).__name__}: {error_text(error)}")
+    replacement.__cause__ = error
+    return replacement
+
+
 def _escaped(text: str) -> str:
+    return escape_invisible(text, lambda character: character.encode("unicode_escape").decode("ascii"))
+
+
+def escape_invisible(text: str, escape: Callable[[str], str]) -> str:
+    """Replace control and format characters, except the joiner of emoji sequences, by `escape(character)`."""
     if text.isascii() and text.isprintable():
         return text
     return "".join(
-        character.encode("unicode_escape").decode("ascii")
-        if unicodedata.category(character) in INVISIBLE and character != JOINER
-        else character
+        escape(character) if unicodedata.category(character) in INVISIBLE and character != JOINER else character
         for character in text
     )
 

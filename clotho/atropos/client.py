@@ -5,15 +5,16 @@ The size of a response body is limited after decompression.
 
 from __future__ import annotations
 
+import math
 import zlib
 from typing import Any, TypeVar
 
 import httpx
 import msgspec
-from anyio.to_thread import run_sync
 from msgspec import Raw, Struct
 
 from clotho.config.rules import is_loopback
+from clotho.runtime.daemon_threads import DaemonThreads
 from protocols.errors import ProfileError
 
 GZIP = 31  # zlib window bits for the gzip format
@@ -127,6 +128,7 @@ class ApiClient:
         """transport: replaces the network in tests."""
         base = require_address(url)
         self.shown = str(base.copy_with(username=None, password=None, query=None)).rstrip("/")
+        self._threads = DaemonThreads("batch", 1, wait_seconds=math.inf, work_seconds=math.inf)
         self._http = httpx.AsyncClient(
             base_url=base,
             transport=transport,
@@ -158,7 +160,7 @@ class ApiClient:
             content = await self._body("GET", "/batch")
         except httpx.HTTPError as error:
             raise ServerUnavailable(_transport_error("GET", "/batch", error)) from error
-        return await run_sync(_decoded, content, "GET /batch", Delivery)
+        return await self._threads.run(lambda: _decoded(content, "GET /batch", Delivery))
 
     async def status(self) -> Status:
         """Return the state of the server's queue."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
@@ -9,7 +10,6 @@ from hashlib import blake2b
 from typing import Any, Literal
 
 import numpy as np
-from anyio.to_thread import run_sync
 from msgspec import Raw, Struct
 from numpy.typing import NDArray
 
@@ -32,6 +32,7 @@ from clotho.atropos.validation import (
 )
 from clotho.config.objectives import BatchAdvantage, EnvironmentAdvantage
 from clotho.config.sections_training import EnvironmentReference, LearnerSection
+from clotho.runtime.daemon_threads import DaemonThreads
 from protocols.errors import GenerationError
 from protocols.prompt import Problem, Prompt
 from protocols.rollout import (
@@ -245,6 +246,7 @@ class GroupReader:
         """sample_log: completions that the engine sampled for environments."""
         self._sample_log, self._policy, self._recompute = sample_log, policy, recompute
         self._sampling, self._learner, self._missing_logprobs = sampling, learner, missing_logprobs
+        self._threads = DaemonThreads("groups", 1, wait_seconds=math.inf, work_seconds=math.inf)
         self._names = EnvironmentNames()
         self._recent = RecentGroups()
 
@@ -252,16 +254,16 @@ class GroupReader:
         """Read a group. version: policy version that serves now. Never raises because of the contents of `raw`."""
         discard = partial(self._discarded, raw, group_id)
         try:
-            valid = await run_sync(self._validate, raw, version)
+            valid = await self._threads.run(lambda: self._validate(raw, version))
             if any(sequence.missing for sequence in valid.sequences):
                 await self._recompute_missing(valid)
-            return await run_sync(self._message, valid, group_id)
+            return await self._threads.run(lambda: self._message(valid, group_id))
         except _Duplicate:
-            return await run_sync(discard, "duplicate", "an equal group has been received before")
+            return await discard("duplicate", "an equal group has been received before")
         except InvalidGroup as error:
-            return await run_sync(discard, "invalid", str(error))
+            return await discard("invalid", str(error))
         except GenerationError as error:
-            return await run_sync(discard, "generation_error", str(error))
+            return await discard("generation_error", str(error))
 
     def _validate(self, raw: Raw, version: int) -> ValidGroup:
         group = decode_group(raw)
@@ -331,7 +333,6 @@ class GroupReader:
             context_length=self._policy.bounds.context_length,
         )
 
-    def _discarded(self, raw: Raw, group_id: int, reason: DiscardReason, detail: str) -> Discarded:
-        return Discarded(
-            prompt=placeholder_prompt(group_id, self._names.name(environment_id(raw))), reason=reason, detail=detail
-        )
+    async def _discarded(self, raw: Raw, group_id: int, reason: DiscardReason, detail: str) -> Discarded:
+        source = await self._threads.run(lambda: self._names.name(environment_id(raw)))
+        return Discarded(prompt=placeholder_prompt(group_id, source), reason=reason, detail=detail)

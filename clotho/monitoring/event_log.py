@@ -21,6 +21,7 @@ from clotho.monitoring.output import STDOUT, on_output_problem
 from clotho.monitoring.terminal_text import terminal_text
 from clotho.storage.jsonl import JsonlWriter
 from clotho.storage.run_directory import PREVIOUS_LOG
+from protocols.errors import error_text
 
 TERMINAL_STYLES = {"warning": "yellow", "error": "bold red", "critical": "bold red"}
 """Levels that the terminal shows, with their style."""
@@ -101,7 +102,7 @@ class EventSink:
     def open(self, path: Path) -> None:
         """Open the file and write the events so far. Raises RunDirectoryError if the file cannot be opened."""
         with self._lock:
-            self._writer, self._name = JsonlWriter(path), path.name
+            self._writer, self._name = JsonlWriter(path, terminal_safe=True), path.name
             early, self._early = self._early, []
             for event in early:
                 self._append(event)
@@ -140,11 +141,11 @@ class EventSink:
         except Exception as error:  # a value can also fail to be encoded
             self._lost += 1
             if self._lost == 1:
-                self._print(f"{self._name} cannot be written, events are lost: {error}", "yellow")
+                self._print(f"{self._name} cannot be written, events are lost: {error_text(error)}", "yellow")
 
     def _rotate(self, writer: JsonlWriter) -> None:
         os.replace(writer.path, writer.path.with_name(PREVIOUS_LOG))
-        self._writer = JsonlWriter(writer.path)
+        self._writer = JsonlWriter(writer.path, terminal_safe=True)
         writer.close()
 
     def _show(self, event: EventDict) -> None:

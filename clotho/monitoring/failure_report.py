@@ -9,7 +9,7 @@ import traceback
 from datetime import UTC
 from pathlib import Path
 
-from protocols.errors import ClothoError, visible
+from protocols.errors import ClothoError, error_text, visible
 
 COMPLAINT_LIMIT = 1000
 """Maximum number of characters of a line on stderr."""
@@ -24,7 +24,7 @@ def report(error: BaseException, *, log: Path | None = None) -> int:
     The traceback of an unexpected error, or of the unexpected cause of a ClothoError, is appended to the event log. If
     there is no event log yet, a temporary file receives it. log: path of the event log.
     """
-    message, notes = _text(error), getattr(error, "__notes__", ())
+    message, notes = error_text(error), getattr(error, "__notes__", ())
     status, unexpected = 1, error
     if isinstance(error, ClothoError):
         status, cause = error.exit_status, error.__cause__
@@ -47,13 +47,6 @@ def complain(message: str, *notes: str) -> None:
     """Print one line on stderr, and one indented line per note. The text can quote input."""
     for line in (f"clotho: {message}", *(f"  {note}" for note in notes)):
         sys.stderr.write(visible(line, COMPLAINT_LIMIT, keep_end=COMPLAINT_LIMIT // 2) + "\n")
-
-
-def _text(error: BaseException) -> str:
-    try:
-        return str(error)
-    except Exception:
-        return "(str() of the exception failed)"
 
 
 def _record(trace: str, log: Path | None) -> Path | None:
@@ -79,7 +72,7 @@ def _append_event(trace: str, log: Path) -> None:
 
     from clotho.storage.jsonl import JsonlWriter
 
-    writer = JsonlWriter(log)
+    writer = JsonlWriter(log, terminal_safe=True)
     try:
         now = datetime.now(UTC).isoformat()
         writer.append({"time": now, "level": "critical", "event": "run_failed", "exception": trace})

@@ -31,7 +31,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 from msgspec import Struct
 
-from protocols.errors import ClothoError, ExecutorStoppedError
+from protocols.errors import ClothoError, ExecutorStoppedError, as_exception
 
 T = TypeVar("T")
 
@@ -241,9 +241,9 @@ class ComputeExecutor:
     def _tick(self) -> None:
         try:
             self._tokens[self._company()] += self._ticker.tick()
-        except Exception as error:
+        except BaseException as error:
             self._ticker = _NoTicker()
-            self._broken.set_exception(error)
+            self._broken.set_exception(as_exception(error))
 
     def _step(self) -> None:
         job = self._steps.popleft()
@@ -257,7 +257,7 @@ class ComputeExecutor:
                 job.future.set_result(stop.value)
         except BaseException as error:
             if job.future.set_running_or_notify_cancel():
-                job.future.set_exception(error)
+                job.future.set_exception(as_exception(error))
         else:
             self._steps.append(job)
 
@@ -295,7 +295,7 @@ def _settle(future: Future[T], call: Callable[[], T]) -> None:
     try:
         future.set_result(call())
     except BaseException as error:
-        future.set_exception(error)
+        future.set_exception(as_exception(error))
 
 
 class WorkCancelled(ClothoError, RuntimeError):

@@ -16,6 +16,8 @@ from typing import Generic, TypeVar, cast
 
 import anyio
 
+from protocols.errors import as_exception
+
 T = TypeVar("T")
 
 
@@ -35,7 +37,7 @@ class DaemonThreads:
     """At most `limit` functions run at once, each in a daemon thread of its own. Used from one event loop.
 
     A function waits at most `wait_seconds` for a free thread and runs at most `work_seconds`. The thread of an
-    interrupted function counts towards `limit` until it has ended.
+    interrupted function counts towards `limit` until it has ended. Both times can be math.inf.
     """
 
     def __init__(self, name: str, limit: int, *, wait_seconds: float, work_seconds: float) -> None:
@@ -43,7 +45,7 @@ class DaemonThreads:
         self._wait_seconds, self._work_seconds = wait_seconds, work_seconds
 
     async def run(self, work: Callable[[], T]) -> T:
-        """Return the result of `work`, or raise its exception. Cancellation interrupts `work`.
+        """Return the result of `work`, or raise its exception as `as_exception` does. Cancellation interrupts `work`.
 
         Raises NoThreadError if no thread became free, and OvertimeError if `work` exceeded its time limit.
         """
@@ -80,12 +82,14 @@ class _Call(Generic[T]):
 
     def run(self) -> None:
         result: T | None = None
-        error: BaseException | None = None
+        error: Exception | None = None
         try:
             try:
                 result = self._work()
-            except Exception as raised:
-                error = raised
+            except _Interrupted:
+                raise
+            except BaseException as raised:
+                error = as_exception(raised)
             self._end()
         except _Interrupted:
             with self._lock:
@@ -102,7 +106,7 @@ class _Call(Generic[T]):
             for _ in range(100):  # CPython raises it at one of the next bytecodes
                 time.sleep(0)
 
-    def _settle(self, result: T | None, error: BaseException | None) -> None:
+    def _settle(self, result: T | None, error: Exception | None) -> None:
         self._on_end()
         if self.outcome.done():
             return

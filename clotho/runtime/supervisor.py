@@ -16,7 +16,7 @@ import anyio
 from anyio.abc import TaskGroup, TaskStatus
 from msgspec import Struct
 
-from protocols.errors import ActorError, ClothoError
+from protocols.errors import ActorError, ClothoError, error_text
 from protocols.queues import Closable, QueueClosed
 
 
@@ -146,7 +146,7 @@ class ChildStatus(Struct, frozen=True, kw_only=True):
 
 def describe_error(error: Exception) -> str:
     """Format an error on one line; the type is included unless the error is a ClothoError."""
-    return str(error) if isinstance(error, ClothoError) else f"{type(error).__name__}: {error}"
+    return error_text(error) if isinstance(error, ClothoError) else f"{type(error).__name__}: {error_text(error)}"
 
 
 def _single_error(error: Exception) -> Exception:

@@ -13,6 +13,7 @@ from anyio.abc import TaskStatus
 
 from clotho.runtime.compute_thread import finish
 from clotho.runtime.supervisor import RestartPolicy
+from protocols.errors import error_text
 
 ENGINE_RESTARTS = RestartPolicy(max_restarts=3, first_pause_seconds=0.5)
 
@@ -95,6 +96,6 @@ class EngineGuard:
         try:
             await asyncio.shield(asyncio.wrap_future(self._broken))
         except Exception as error:
-            reason = f"the decode engine failed: {type(error).__name__}: {error}"
+            reason = f"the decode engine failed: {type(error).__name__}: {error_text(error)}"
             await finish(self._submit(lambda: self._fail_requests(reason)))
             raise

@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Struct
 
 from clotho.storage.atomic_files import replace_file, sync_directory
-from protocols.errors import RunDirectoryError
+from protocols.errors import RunDirectoryError, escape_invisible
 
 TAIL_BYTES = 1 << 20
 """Size of the blocks that are searched for the last newline."""
@@ -26,9 +26,12 @@ class JsonlWriter:
     on a full disk) leaves no partial line and raises OSError; later writes are attempted again. Thread-safe.
     """
 
-    def __init__(self, path: Path) -> None:
-        """Open or create the file. Raises RunDirectoryError if the file cannot be opened."""
-        self.path = path
+    def __init__(self, path: Path, *, terminal_safe: bool = False) -> None:
+        """Open or create the file. Raises RunDirectoryError if the file cannot be opened.
+
+        terminal_safe: write control and format characters as JSON escapes, so that a terminal can show the file.
+        """
+        self.path, self._terminal_safe = path, terminal_safe
         self._lock = threading.Lock()
         try:
             # Without O_APPEND, because on Linux O_APPEND makes pwrite ignore its offset.
@@ -46,7 +49,7 @@ class JsonlWriter:
 
     def append(self, record: Any) -> None:
         """Append one record. Raises OSError if the write fails, ValueError if the file is closed."""
-        line = encode(record) + b"\n"
+        line = encode(record, terminal_safe=self._terminal_safe) + b"\n"
         with self._lock:
             if self._file < 0:
                 raise ValueError(f"{self.path} is closed")
@@ -78,15 +81,22 @@ class JsonlWriter:
         return 0
 
 
-def encode(record: Any) -> bytes:
+def encode(record: Any, *, terminal_safe: bool = False) -> bytes:
     """Encode a record as JSON on one line.
 
     NaN and infinities become null, lone surrogates become U+FFFD, and objects of unknown types become their `str`.
+    terminal_safe: the characters that `protocols.errors.visible` escapes become JSON escapes.
     """
     try:
-        return msgspec.json.encode(record, enc_hook=str)
+        line = msgspec.json.encode(record, enc_hook=str)
     except UnicodeEncodeError:
-        return msgspec.json.encode(_without_surrogates(msgspec.to_builtins(record, enc_hook=str)))
+        line = msgspec.json.encode(_without_surrogates(msgspec.to_builtins(record, enc_hook=str)))
+    return escape_invisible(line.decode(), _json_escape).encode() if terminal_safe else line
+
+
+def _json_escape(character: str) -> str:
+    units = character.encode("utf-16-be")
+    return "".join(f"\\u{units[at : at + 2].hex()}" for at in range(0, len(units), 2))
 
 
 def _without_surrogates(value: Any) -> Any:

@@ -157,6 +157,25 @@ async def test_a_failing_display_is_closed_and_the_files_are_still_written(tmp_p
     assert len(lines(tmp_path / "metrics.jsonl")) == 3
 
 
+class UnclosableDisplay(FailingDisplay):
+    """A display that fails at the second view, and fails again when it is closed."""
+
+    def close(self) -> None:
+        super().close()
+        raise RuntimeError("the terminal is still gone")
+
+
+async def test_a_display_that_cannot_be_closed_does_not_end_the_monitor(tmp_path: Path) -> None:
+    """Neither after its failure nor at the end of the run. Both failures are logged, and the files are complete."""
+    failing, late = UnclosableDisplay(), UnclosableDisplay()
+    with structlog.testing.capture_logs() as logs:
+        await observe(tmp_path, step(1), step(2), step(3), display=failing)
+        await observe(tmp_path, display=late)
+    assert [entry["event"] for entry in logs] == ["display_failed", "display_not_closed", "display_not_closed"]
+    assert (failing.closed, late.closed) == (1, 1)
+    assert len(lines(tmp_path / "metrics.jsonl")) == 3
+
+
 async def test_after_a_failure_the_inbox_is_read_to_its_end(tmp_path: Path) -> None:
     """The learner never waits for a failed monitor; the failure is raised at the end."""
     gauges = iter([RunGauges()])

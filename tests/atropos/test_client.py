@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import gzip
+import threading
 import tracemalloc
 from collections.abc import AsyncIterator
 
 import httpx
 import pytest
+from anyio import create_task_group
+from anyio.lowlevel import checkpoint
 
+from clotho.atropos import client
 from clotho.atropos.client import BodyBroken, BodyTooLarge, read_bounded
 
 MEGABYTE = 2**20
@@ -69,3 +73,26 @@ async def test_a_malformed_body_is_an_error(content: bytes, encoding: str) -> No
     """Truncated bodies and unexpected encodings."""
     with pytest.raises(BodyBroken):
         await read_bounded(response_of(content, encoding=encoding), 1000)
+
+
+async def test_a_batch_that_is_being_parsed_delays_neither_a_stop_nor_the_exit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parsing runs in a daemon thread, which is abandoned when the client is cancelled."""
+    begun, gate, daemons = threading.Event(), threading.Event(), list[bool]()
+
+    def parse(*_: object) -> None:
+        daemons.append(threading.current_thread().daemon)
+        begun.set()
+        assert gate.wait(30)
+        daemons.clear()
+
+    monkeypatch.setattr(client, "_decoded", parse)
+    server = httpx.MockTransport(lambda _: response_of(b"{}"))
+    api = client.ApiClient("http://127.0.0.1:1", server)
+    async with create_task_group() as tasks:
+        tasks.start_soon(api.batch)
+        while not begun.is_set():
+            await checkpoint()
+        tasks.cancel_scope.cancel()
+    assert daemons == [True]
+    gate.set()
+    await api.close()

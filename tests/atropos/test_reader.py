@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
+from anyio import create_task_group
+from anyio.lowlevel import checkpoint
 from msgspec import Raw
 
 from clotho.atropos.reader import MAX_NAMES, EnvironmentNames, RecentGroups
@@ -279,6 +282,27 @@ async def test_untrusted_text_in_a_detail_is_short_and_printable() -> None:
 def wire(**fields: Any) -> WireGroup:
     """Return a decoded group."""
     return decode_group(raw(group((40, 41), (42,)) | fields))
+
+
+async def test_a_group_that_is_being_read_delays_neither_a_stop_nor_the_exit() -> None:
+    """Reading runs in a daemon thread, which is abandoned when the reader is cancelled."""
+    harness, begun, gate, daemons = ReaderHarness(), threading.Event(), threading.Event(), list[bool]()
+
+    class Stuck:
+        def find(self, *_: Any, **__: Any) -> None:
+            daemons.append(threading.current_thread().daemon)
+            begun.set()
+            assert gate.wait(30)
+            daemons.clear()
+
+    harness.reader._sample_log = Stuck()
+    async with create_task_group() as tasks:
+        tasks.start_soon(harness.outcome, group((40, 41), (42,)))
+        while not begun.is_set():
+            await checkpoint()
+        tasks.cancel_scope.cancel()
+    assert daemons == [True]
+    gate.set()
 
 
 def test_an_equal_group_is_recognised() -> None:

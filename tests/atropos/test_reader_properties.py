@@ -8,7 +8,7 @@ from typing import Any, get_args
 import anyio
 import msgspec
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import Raw
 
@@ -146,38 +146,32 @@ def check_scored(outcome: ScoredGroup) -> None:
         assert not rows or [len(row) for row in rows] == [len(completion.tokens) for completion in completions]
 
 
-def examples_of(count: int) -> settings:
-    """The same examples in every run."""
-    checks = list(HealthCheck)
-    return settings(max_examples=count, deadline=None, database=None, derandomize=True, suppress_health_check=checks)
+profiles = pytest.mark.parametrize("profile", ["repeatable", pytest.param("many", marks=pytest.mark.slow)])
 
 
-examples = pytest.mark.parametrize("count", [200, pytest.param(20_000, marks=pytest.mark.slow)])
-
-
-@examples
-def test_every_group_is_scored_or_refused_with_a_reason(count: int) -> None:
+@profiles
+def test_every_group_is_scored_or_refused_with_a_reason(profile: str) -> None:
     """Also if the same group is sent again, and under every setting that changes what a valid group is."""
     scored: list[bool] = []
 
-    @examples_of(count)
+    @settings.get_profile(profile)
     @given(readers(), groups(), st.integers(0, 2**40))
     def check(harness: ReaderHarness, raw: Raw, group_id: int) -> None:
         scored.append(isinstance(check_group(harness, raw, group_id), ScoredGroup))
 
     check()
-    assert len(scored) >= count
+    assert len(scored) >= settings.get_profile(profile).max_examples
     assert 0.05 < sum(scored) / len(scored) < 0.95
 
 
-@examples
-def test_every_response_is_a_batch_or_not_of_an_api_server(count: int) -> None:
+@profiles
+def test_every_response_is_a_batch_or_not_of_an_api_server(profile: str) -> None:
     """A body that is not a batch raises NotAtropos, whatever its bytes are."""
     bodies = st.binary(max_size=200) | st.builds(
         lambda batch, cut: msgspec.json.encode({"batch": batch})[:cut], values | st.lists(values), st.integers(1, 400)
     )
 
-    @examples_of(count)
+    @settings.get_profile(profile)
     @given(bodies | literals)
     def check(body: bytes) -> None:
         try:

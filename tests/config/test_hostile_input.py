@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from clotho.__main__ import main
@@ -21,8 +21,7 @@ from protocols.errors import ProfileError
 
 HOSTILE = "\x1b[2J\u202e\x00\n"
 SHIPPED = (PROFILES / "local-m3.toml").read_text(encoding="utf-8")
-FAST = settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck), database=None)
-SLOW = settings(FAST, max_examples=20_000)
+FAST, SLOW = settings.get_profile("repeatable"), settings.get_profile("many")
 
 scalars = st.one_of(
     st.sampled_from(["true", "1", "0", "-1", "inf", "nan", "1e400", "9" * 30, '""', '"none"', '"gspo"', "1979-05-27"]),

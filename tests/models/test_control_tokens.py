@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.tokenizer_utils import NewlineTokenizer
 from tokenizers import Tokenizer
@@ -16,8 +16,7 @@ from protocols.errors import RequestError
 from tests.models.tokenizer_families import CHATML, FAMILIES, family
 from tests.small_models import byte_tokenizer
 
-FAST = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
-SLOW = settings(max_examples=20_000, deadline=None, suppress_health_check=list(HealthCheck))
+FAST, SLOW = settings(max_examples=60), settings.get_profile("many")
 
 
 def user(*contents: Any) -> list[dict[str, Any]]:

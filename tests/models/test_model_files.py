@@ -12,7 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from clotho.config.sections_data import ModelSection
@@ -22,8 +22,6 @@ from clotho.models.tokenizer import ChatTokenizer
 from protocols.errors import ModelError
 from tests.learner_settings import policy_settings
 from tests.saved_models import CONFIG, save
-
-SETTINGS = {"deadline": None, "suppress_health_check": list(HealthCheck)}
 
 
 @pytest.fixture(scope="module")
@@ -256,7 +254,7 @@ def mutate_and_load(saved: Path, target: Path, data: st.DataObject) -> None:
         assert len(message) < 1000
 
 
-@settings(max_examples=100, **SETTINGS)  # type: ignore[arg-type]
+@settings(max_examples=100)
 @given(data=st.data())
 def test_damaged_directories_load_or_are_refused(
     saved: Path, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
@@ -266,7 +264,7 @@ def test_damaged_directories_load_or_are_refused(
 
 
 @pytest.mark.slow
-@settings(max_examples=20_000, **SETTINGS)  # type: ignore[arg-type]
+@settings.get_profile("many")
 @given(data=st.data())
 def test_many_damaged_directories_load_or_are_refused(
     saved: Path, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject

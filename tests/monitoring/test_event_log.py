@@ -18,6 +18,7 @@ from rich.console import Console
 
 from clotho.monitoring.event_log import EventSink, event_log
 from clotho.storage.jsonl import JsonlWriter
+from protocols.errors import visible
 
 
 def events(path: Path) -> list[dict[str, Any]]:
@@ -50,6 +51,39 @@ def test_events_are_lines_with_their_fields(tmp_path: Path) -> None:
     assert screen.getvalue().startswith("warning: learner: [red]drift[/] largest=0.07 text=\\x1b[2Jxxx")
     assert screen.getvalue().count("\n") == 1
     assert "\x1b" not in screen.getvalue()
+
+
+def test_the_file_can_be_shown_on_a_terminal(tmp_path: Path) -> None:
+    """Control and format characters are JSON escapes, also in keys and beyond U+FFFF. The values are unchanged."""
+    hostile = "\x1b[2J\x7f\x9b\u202e\u2066\u200b\U000e0041é✓"
+    with event_log(terminal()[0]) as sink:
+        sink.open(tmp_path / "log.jsonl")
+        structlog.get_logger().info("step", text=hostile, **{"\u009bkey": 1})
+    text = (tmp_path / "log.jsonl").read_text(encoding="utf-8")
+    assert visible(text[:-1], 1000) == text[:-1]
+    assert "é✓" in text
+    (event,) = events(tmp_path / "log.jsonl")
+    assert (event["text"], event["\u009bkey"]) == (hostile, 1)
+
+
+def test_an_exception_without_text_loses_one_event(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`str()` of the exception that a write raises can fail; the caller that logs is not affected."""
+
+    def refuse(self: JsonlWriter, record: object) -> None:
+        raise SilentError
+
+    monkeypatch.setattr(JsonlWriter, "append", refuse)
+    with event_log(terminal()[0]) as sink:
+        sink.open(tmp_path / "log.jsonl")
+        structlog.get_logger().info("step")
+    assert sink.lost == 1
+
+
+class SilentError(Exception):
+    """An exception whose str() fails."""
+
+    def __str__(self) -> str:
+        raise ValueError("no text")
 
 
 def test_exceptions_are_complete_in_the_file_and_short_on_the_terminal(tmp_path: Path) -> None:

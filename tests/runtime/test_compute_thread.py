@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import threading
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
@@ -179,6 +180,36 @@ def test_a_failing_tick_is_reported_and_the_thread_continues(executor: ComputeEx
     with pytest.raises(RuntimeError, match="no more memory"):
         broken.result(5)
     assert executor.submit(lambda: 1).result(5) == 1
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, asyncio.CancelledError, GeneratorExit])
+def test_no_exception_ends_the_thread(executor: ComputeExecutor, kind: type[BaseException]) -> None:
+    """Calls, jobs and decode steps can raise exceptions that would end an event loop; their futures raise
+    RuntimeError instead, and the thread continues.
+    """
+
+    def fail() -> int:
+        raise kind("stop")
+
+    def job() -> Generator[None, None, None]:
+        yield
+        fail()
+
+    broken = executor.attach(FailingTicker(fail))
+    for future in (broken, executor.submit(fail), executor.submit_steps(job())):
+        error = future.exception(5)
+        assert isinstance(error, RuntimeError)
+        assert isinstance(error.__cause__, kind)
+    assert executor.submit(lambda: 7).result(5) == 7
+
+
+class FailingTicker:
+    """A decode engine that fails."""
+
+    has_work = True
+
+    def __init__(self, tick: Callable[[], int]) -> None:
+        self.tick = tick
 
 
 def test_an_executor_between_turns_is_not_busy() -> None:

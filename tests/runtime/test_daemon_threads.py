@@ -34,6 +34,19 @@ async def test_the_result_or_the_exception_of_the_function_is_returned() -> None
             await pool.run(fail)
 
 
+async def test_an_exception_that_would_end_the_event_loop_is_replaced() -> None:
+    """SystemExit, KeyboardInterrupt and panics of native libraries become RuntimeError. The thread is free again."""
+    pool = threads()
+    for kind in (SystemExit, KeyboardInterrupt, BaseException):
+
+        def fail(kind: type[BaseException] = kind) -> None:
+            raise kind("stop")
+
+        with pytest.raises(RuntimeError, match=kind.__name__), anyio.fail_after(10):
+            await pool.run(fail)
+    assert await threads_free(pool) == 1
+
+
 async def test_a_function_waits_for_a_free_thread() -> None:
     """Without one in time, NoThreadError. The thread is free again when its function has ended."""
     pool, gate = threads(wait_seconds=0.05), threading.Event()

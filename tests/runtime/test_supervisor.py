@@ -99,6 +99,26 @@ async def test_a_failure_ends_the_run_with_the_name_of_the_actor() -> None:
     assert recorded.supervisor.status()["actor"].error == "ZeroDivisionError: a zero"
 
 
+class SilentError(Exception):
+    """An exception whose str() fails."""
+
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+async def test_a_failure_without_text_ends_the_run_with_the_name_of_the_actor() -> None:
+    """`str()` of the exception fails; the class is named."""
+    actor = ScriptedActor("learner", [])
+    recorded = RecordedSupervisor(transient(actor))
+    actor.fail(SilentError())
+    with fail_after(5):
+        await recorded.run()
+    assert isinstance(recorded.error, ActorError)
+    assert isinstance(recorded.error.__cause__, SilentError)
+    assert "'learner' failed: SilentError" in str(recorded.error)
+    assert recorded.states() == {"learner": "failed"}
+
+
 async def test_a_cancellation_from_elsewhere_is_a_failure() -> None:
     """An actor that awaits a cancelled future must not end silently."""
     foreign: asyncio.Future[None] = asyncio.get_running_loop().create_future()

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 from anyio.from_thread import start_blocking_portal
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
@@ -84,13 +84,11 @@ def post() -> Iterator[Post]:
         yield lambda route, body: portal.call(send, route, body)
 
 
-@pytest.mark.parametrize("examples", [200, pytest.param(20_000, marks=pytest.mark.slow)])
-def test_no_body_is_an_error_of_the_server_and_the_next_request_succeeds(post: Post, examples: int) -> None:
+@pytest.mark.parametrize("profile", ["repeatable", pytest.param("many", marks=pytest.mark.slow)])
+def test_no_body_is_an_error_of_the_server_and_the_next_request_succeeds(post: Post, profile: str) -> None:
     """The status is 200, or 4xx with an error object. The event log has no exception."""
 
-    @settings(
-        max_examples=examples, deadline=None, database=None, suppress_health_check=list(HealthCheck), derandomize=True
-    )
+    @settings.get_profile(profile)
     @given(request=requests())
     def check(request: tuple[str, bytes]) -> None:
         answer = post(*request)

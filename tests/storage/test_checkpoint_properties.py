@@ -10,15 +10,13 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from clotho.storage.checkpoints import MANIFEST, STATE, find_damage, latest_checkpoint, read_state, write_checkpoint
 from protocols.checkpoint import RunState
 from protocols.errors import CheckpointError
 from tests.storage.test_checkpoints import snapshot, state
-
-FAST, SLOW = 200, 20_000
 
 names = st.sampled_from(
     ["state.json", "adapters.safetensors", "a\0b", "/etc/passwd", "../../etc/passwd", "..", ".", "", "x" * 300, "a/b"]
@@ -109,7 +107,7 @@ def examples(tmp_path_factory: pytest.TempPathFactory) -> Examples:
     return Examples(tmp_path_factory.mktemp("run"))
 
 
-COUNTS = pytest.mark.parametrize("count", [FAST, pytest.param(SLOW, marks=pytest.mark.slow)])
+PROFILES = pytest.mark.parametrize("profile", ["repeatable", pytest.param("many", marks=pytest.mark.slow)])
 STATE_DOCUMENT = msgspec.to_builtins(state(2))
 STATE_BYTES = msgspec.json.encode(state(2))
 
@@ -118,10 +116,10 @@ LINE_BREAK = b'{"\\n": null}'
 """An unknown key whose name would break a message into two lines."""
 
 
-def run_examples(count: int, strategy: st.SearchStrategy[bytes], check: Callable[[bytes], None]) -> None:
-    """Check `count` examples and `LINE_BREAK`."""
+def run_examples(profile: str, strategy: st.SearchStrategy[bytes], check: Callable[[bytes], None]) -> None:
+    """Check the examples of a profile and `LINE_BREAK`."""
 
-    @settings(max_examples=count, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @settings.get_profile(profile)
     @given(strategy)
     @example(LINE_BREAK)
     def examine(contents: bytes) -> None:
@@ -130,18 +128,18 @@ def run_examples(count: int, strategy: st.SearchStrategy[bytes], check: Callable
     examine()
 
 
-@COUNTS
-def test_any_manifest_is_valid_or_damaged(examples: Examples, count: int) -> None:
+@PROFILES
+def test_any_manifest_is_valid_or_damaged(examples: Examples, profile: str) -> None:
     """Documents of the right form with foreign names, numbers and types, and torn files."""
     strategy = (manifests | documents).map(encoded) | torn(examples.manifest)
-    run_examples(count, strategy, examples.check_manifest)
+    run_examples(profile, strategy, examples.check_manifest)
 
 
-@COUNTS
-def test_any_state_is_valid_or_damaged(examples: Examples, count: int) -> None:
+@PROFILES
+def test_any_state_is_valid_or_damaged(examples: Examples, profile: str) -> None:
     """States with foreign values, and torn files, whose manifest agrees."""
     strategy = changed(STATE_DOCUMENT).map(encoded) | torn(STATE_BYTES)
-    run_examples(count, strategy, examples.check_state)
+    run_examples(profile, strategy, examples.check_state)
 
 
 def encoded(document: Any) -> bytes:

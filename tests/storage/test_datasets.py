@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from clotho.storage import datasets
@@ -240,7 +240,6 @@ CONTENTS = (
 )
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
 @given(contents=CONTENTS)
 def test_any_contents_are_read_or_refused(tmp_path_factory: pytest.TempPathFactory, contents: bytes) -> None:
     """Bytes, pieces of JSON and records of wrong types cause no other exception."""
@@ -248,7 +247,7 @@ def test_any_contents_are_read_or_refused(tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.mark.slow
-@settings(max_examples=20_000, deadline=None, suppress_health_check=list(HealthCheck))
+@settings.get_profile("many")
 @given(contents=CONTENTS)
 def test_many_contents_are_read_or_refused(tmp_path_factory: pytest.TempPathFactory, contents: bytes) -> None:
     """The same with 20,000 files."""
