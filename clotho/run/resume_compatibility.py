@@ -35,6 +35,7 @@ MAY_DIFFER = (
     "learner.layout",
     "learner.max_bad_steps",
     "learner.max_staleness",
+    "learner.max_turn_ms",
     "learner.micro_batch_tokens",
 )
 """Keys and sections that a resumed run may change: the length of the run and its operation, not its results."""

@@ -8,6 +8,7 @@ from typing import cast
 import mlx.core as mx
 
 from clotho.models.head import SplitModel
+from clotho.models.stages import mark
 from clotho.scoring.token_scores import (
     SampledTokens,
     SamplingDistribution,
@@ -73,6 +74,7 @@ class HeadScores:
                 totals, slope_n_V = slopes(self._split.head(hidden_n_D), sampled.at(rows))
                 _, (gradient_n_D,) = mx.vjp(self._split.head, [hidden_n_D], [slope_n_V])
                 chunks.append((totals.logp_N, totals.entropy_N, gradient_n_D))
+                mark("head", chunks[-1], work=hidden_n_D.shape[0])
             logp_N, entropy_N, gradient_N_D = (mx.concatenate(list(parts)) for parts in zip(*chunks, strict=True))
             return logp_N, entropy_N, gradient_N_D
 
@@ -103,6 +105,7 @@ class HeadScores:
         for rows in self._chunks(hidden_N_D):
             hidden_n_D = _depends_on(chunks[-1] if chunks else (), hidden_N_D[rows])
             chunks.append(Totals(*scoring(sampled.at(rows))(self._split.head(hidden_n_D))))
+            mark("head", chunks[-1], work=hidden_n_D.shape[0])
         return Totals(*(mx.concatenate(list(parts)) for parts in zip(*chunks, strict=True)))
 
     def _backward(
@@ -121,6 +124,7 @@ class HeadScores:
             _, gradients = mx.vjp(chunk, [hidden_n_D, *weights.values()], list(cotangents.at(rows)))
             chunks.append(gradients[0])
             sums = [total + gradient for total, gradient in zip(sums, gradients[1:], strict=True)]
+            mark("head gradient", [chunks[-1], *sums], work=hidden_n_D.shape[0])
         narrow = (total.astype(array.dtype) for total, array in zip(sums, weights.values(), strict=True))
         return mx.concatenate(chunks), dict(zip(weights, narrow, strict=True))
 

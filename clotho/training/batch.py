@@ -22,6 +22,7 @@ from clotho.training.gradient import FixedLogprobs, LossConfig, compute_logprobs
 from clotho.training.objectives.aggregation import loss_weights
 from clotho.training.objectives.kl import ESTIMATORS
 from clotho.training.reference_policy import ReferencePolicy
+from clotho.training.turns import TurnBudget
 from protocols.rollout import ScoredGroup, TeacherTokens
 from protocols.sampling import Completion
 
@@ -240,6 +241,7 @@ def prepare(
     loss_config: LossConfig,
     max_tokens: int,
     seed: Sequence[int],
+    turns: TurnBudget,
 ) -> Generator[None, None, TrainingBatch]:
     """Prepare an update from `parameters`. Yields between forward passes, with the served weights in the model.
 
@@ -262,7 +264,7 @@ def prepare(
     minis = deal(compute_advantages(groups, (), settings))
     references = _given_logprobs(minis) if reference_from_groups(settings) else None
     if reference.needed:
-        references = yield from _scored(minis, forcing, loss_config, reference.computing)
+        references = yield from _scored(minis, policy, forcing, loss_config, reference.computing, turns)
     in_reward = references is not None and isinstance(settings.kl_penalty, RewardKLPenalty)
     penalties = _penalties(groups, minis, references, loss_config) if in_reward and references else ()
     token_advantages = compute_advantages(groups, penalties, settings)
@@ -270,7 +272,7 @@ def prepare(
         minis = deal(token_advantages)
     proximals = None
     if _proximal_needed(settings, len(minis)):
-        proximals = yield from _scored(minis, forcing, loss_config, lambda: policy.using(parameters))
+        proximals = yield from _scored(minis, policy, forcing, loss_config, lambda: policy.using(parameters), turns)
     fixed_logprobs = tuple(
         tuple(
             FixedLogprobs(references[m][k] if references else None, proximals[m][k] if proximals else None)
@@ -289,15 +291,22 @@ def _proximal_needed(settings: LearnerSection, minis: int) -> bool:
 
 
 def _scored(
-    minis: Sequence[Minibatch], forcing: TeacherForcing, loss_config: LossConfig, computing: Computing
+    minis: Sequence[Minibatch],
+    policy: TrainablePolicy,
+    forcing: TeacherForcing,
+    loss_config: LossConfig,
+    computing: Computing,
+    turns: TurnBudget,
 ) -> Generator[None, None, Scores]:
     scores: Scores = []
     for mini in minis:
         scores.append([])
         for micro in mini.micro_batches:
-            with computing():
-                scores[-1].append(compute_logprobs(forcing, micro, loss_config.distribution))
-            yield
+            logp_N = yield from compute_logprobs(
+                policy, forcing, micro, loss_config.distribution, computing=computing(), turns=turns
+            )
+            scores[-1].append(logp_N)
+            yield from turns.pause()
     return scores
 
 

@@ -1,7 +1,13 @@
-"""Loss and gradient of one micro-batch, evaluated; the served weights are in the model afterwards."""
+"""Loss and gradient of one micro-batch, evaluated in turns of bounded length.
+
+The graph is built in one turn, inside which the model computes with the learner's weights. Its evaluation may take
+several turns; between them, the served weights are in the model.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -10,12 +16,14 @@ from clotho.config.objectives import RatioObjective
 from clotho.config.sections_training import LearnerSection
 from clotho.models.parameters import Parameters, flat, nested
 from clotho.models.policy import TrainablePolicy
+from clotho.models.stages import Stage, block_of
 from clotho.scoring.sequences import MicroBatch
 from clotho.scoring.teacher_forcing import TeacherForcing
 from clotho.scoring.token_scores import SamplingDistribution, TokenScores
 from clotho.training.objectives.contract import Objective
 from clotho.training.objectives.importance_correction import interpolated_proximal
 from clotho.training.objectives.loss import LossCoefficients, LossInputs, MetricSums, policy_loss
+from clotho.training.turns import TurnBudget
 
 
 class LossConfig(NamedTuple):
@@ -72,12 +80,33 @@ def micro_batch_gradient(
     *,
     loss_config: LossConfig,
     position: StepPosition,
-) -> Gradient:
+    turns: TurnBudget,
+) -> Generator[None, None, Gradient]:
     """Return the gradient of one micro-batch's loss with respect to `parameters`. Gradients of micro-batches add up.
 
     Gradients are float32. Only trainable parameters are differentiated. No tracer and no changed mode stays in the
-    model. Tokens count as on-policy while the weights are those of the start of the update.
+    model. Tokens count as on-policy while the weights are those of the start of the update. Yields between turns, with
+    the served weights in the model.
     """
+    gradient, stages = _gradient_graph(
+        policy, forcing, parameters, micro, fixed_logprobs, loss_config=loss_config, position=position, turns=turns
+    )
+    yield from turns.evaluate(stages, _in_order_of_blocks(gradient))
+    return gradient
+
+
+def _gradient_graph(
+    policy: TrainablePolicy,
+    forcing: TeacherForcing,
+    parameters: Parameters,
+    micro: MicroBatch,
+    fixed_logprobs: FixedLogprobs,
+    *,
+    loss_config: LossConfig,
+    position: StepPosition,
+    turns: TurnBudget,
+) -> tuple[Gradient, list[Stage]]:
+    """Build the graph of the gradient, and return its stages."""
     inputs = _inputs(micro, fixed_logprobs, position)
     logp_only = loss_config.loss_coefficients.entropy_coef == 0.0 and micro.table.teacher is None
     chosen = loss_config.settings.objective
@@ -113,19 +142,48 @@ def micro_batch_gradient(
 
     # While it traces, MLX puts its tracers into the very containers it is given; others read the learner's.
     own = nested(flat(parameters))
-    with policy.using(parameters), policy.training_mode():
+    with (
+        policy.using(parameters),
+        policy.training_mode(),
+        turns.recorded(policy.model, gradients=True) as stages,
+    ):
         (value, metrics, logp_N), tree = mx.value_and_grad(loss)(own)
-        gradient = Gradient({n: g.astype(mx.float32) for n, g in flat(tree).items()}, value, metrics, logp_N)
-        _evaluate(gradient)
-    return gradient
+    arrays = {name: array.astype(mx.float32) for name, array in flat(tree).items()}
+    return Gradient(arrays, value, metrics, logp_N), stages.take(arrays)
 
 
-def compute_logprobs(forcing: TeacherForcing, micro: MicroBatch, distribution: SamplingDistribution) -> mx.array:
-    """Return the log-probabilities of a micro-batch's tokens under the current weights: (N,) float32, evaluated."""
+def compute_logprobs(
+    policy: TrainablePolicy,
+    forcing: TeacherForcing,
+    micro: MicroBatch,
+    distribution: SamplingDistribution,
+    *,
+    computing: AbstractContextManager[None],
+    turns: TurnBudget,
+) -> Generator[None, None, mx.array]:
+    """Return the log-probabilities of a micro-batch's tokens: (N,) float32, evaluated.
+
+    computing: the model computes with the weights in question inside this context. Yields between turns, with the
+    served weights in the model.
+    """
+    logp_N, stages = _logprobs_graph(policy, forcing, micro, distribution, computing=computing, turns=turns)
+    yield from turns.evaluate(stages, logp_N)
+    return logp_N
+
+
+def _logprobs_graph(
+    policy: TrainablePolicy,
+    forcing: TeacherForcing,
+    micro: MicroBatch,
+    distribution: SamplingDistribution,
+    *,
+    computing: AbstractContextManager[None],
+    turns: TurnBudget,
+) -> tuple[mx.array, list[Stage]]:
     unaided = micro._replace(table=micro.table._replace(teacher=None))
-    scores: TokenScores = forcing(unaided, distribution=distribution)
-    mx.eval(scores.logp_N)
-    return scores.logp_N
+    with computing, turns.recorded(policy.model, gradients=False) as stages:
+        scores: TokenScores = forcing(unaided, distribution=distribution)
+    return scores.logp_N, stages.take()
 
 
 def add_gradients(total: Gradient | None, part: Gradient) -> Gradient:
@@ -158,15 +216,7 @@ def _inputs(micro: MicroBatch, fixed_logprobs: FixedLogprobs, position: StepPosi
     )
 
 
-def _evaluate(gradient: Gradient) -> None:
-    """Evaluate block by block: in the names' order (0, 1, 10, 11, 2 ...) recomputed activations would stay alive."""
-
-    def place(name: str) -> list[tuple[int, str]]:
-        return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
-
-    mx.eval(
-        [gradient.arrays[name] for name in sorted(gradient.arrays, key=place)],
-        gradient.loss,
-        gradient.metrics,
-        gradient.logp_N,
-    )
+def _in_order_of_blocks(gradient: Gradient) -> tuple[list[mx.array], Gradient]:
+    """Put the gradients first, block by block: in the names' order (0, 1, 10, 11, 2 ...) activations stay alive."""
+    names = sorted(gradient.arrays, key=block_of)
+    return [gradient.arrays[name] for name in names], gradient

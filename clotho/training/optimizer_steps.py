@@ -17,6 +17,7 @@ from clotho.training.batch import TrainingBatch
 from clotho.training.gradient import Gradient, LossConfig, StepPosition, add_gradients, micro_batch_gradient
 from clotho.training.objectives.loss import LossCoefficients
 from clotho.training.optimizers import OptimizerState, apply_step, clip_scale, global_norm
+from clotho.training.turns import TurnBudget
 from protocols.step import UpdateMetrics
 
 
@@ -85,6 +86,7 @@ def take_optimizer_steps(
     version: int,
     learning_rate: float,
     totals: MetricTotals,
+    turns: TurnBudget,
 ) -> Generator[None, None, OptimizerProgress | None]:
     """Take one step for every minibatch of every epoch; return None if a loss or gradient is not finite.
 
@@ -101,13 +103,20 @@ def take_optimizer_steps(
         for micro, fixed_logprobs in zip(
             batch.minibatches[index].micro_batches, batch.fixed_logprobs[index], strict=True
         ):
-            part = micro_batch_gradient(
-                policy, forcing, progress.parameters, micro, fixed_logprobs, loss_config=loss_config, position=position
+            part = yield from micro_batch_gradient(
+                policy,
+                forcing,
+                progress.parameters,
+                micro,
+                fixed_logprobs,
+                loss_config=loss_config,
+                position=position,
+                turns=turns,
             )
             total = add_gradients(total, part)
             if number == 0:
                 progress = progress._replace(initial_logp=(*progress.initial_logp, part.logp_N))
-            yield
+            yield from turns.pause()
         assert total is not None
         norm = float(np.array(global_norm(total.arrays)))
         if not totals.add(total, norm=norm):

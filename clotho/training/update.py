@@ -68,6 +68,7 @@ from clotho.training.rollback import (
     with_prefix,
 )
 from clotho.training.schedule import learning_rate
+from clotho.training.turns import TurnBudget
 from clotho.training.update_kl import update_kl
 from protocols.rollout import ScoredGroup
 from protocols.sampling import require_learnable
@@ -131,6 +132,7 @@ class PolicyLearner:
         self._distribution = SamplingDistribution(sampling.temperature, sampling.logit_bias)
         self._objective = objective(learner.objective)
         self._forcing = TeacherForcing(policy.model, policy.vocab_size, layout=learner.layout)
+        self._turns = TurnBudget(learner.max_turn_ms / 1000.0)
         self._reference = ReferencePolicy(policy, learner)
         self._adapter_check = AdapterCheck()
         self._start_from_served()
@@ -148,7 +150,7 @@ class PolicyLearner:
     def update(
         self, groups: Sequence[ScoredGroup], *, step: int | None = None, replayed: Sequence[ScoredGroup] = ()
     ) -> Generator[None, None, Update]:
-        """Train on a batch of groups; yields after every pass, with the served weights in the model.
+        """Train on a batch of groups; yields after every turn, with the served weights in the model.
 
         step: number of batches before this one, which selects the learning rate; by default the number of updates
         applied. replayed: groups from the replay buffer to train on as well. Raises ValueError if the policy sampled no
@@ -178,6 +180,7 @@ class PolicyLearner:
             restore_random_state(before)
 
     def _compute(self, groups: Sequence[ScoredGroup], step: int) -> Generator[None, None, _Computed]:
+        self._turns.begin()
         loss_config = LossConfig(self._settings, self._objective, self._distribution, self._state.loss_coefficients)
         batch = yield from prepare(
             groups,
@@ -188,6 +191,7 @@ class PolicyLearner:
             loss_config=loss_config,
             max_tokens=self._max_tokens,
             seed=(self._seed, step),
+            turns=self._turns,
         )
         rate = learning_rate(step, steps=self._steps, settings=self._settings) * self._state.rate_factor
         totals = MetricTotals()
@@ -200,6 +204,7 @@ class PolicyLearner:
             version=self.version,
             learning_rate=rate,
             totals=totals,
+            turns=self._turns,
         )
         metrics = totals.metrics(
             tokens=batch.tokens,
@@ -223,6 +228,7 @@ class PolicyLearner:
             after=progress.parameters,
             distribution=self._distribution,
             micro_batch_tokens=self._settings.micro_batch_tokens,
+            turns=self._turns,
         )
         return kl
 

@@ -18,6 +18,7 @@ from clotho.scoring.token_scores import SamplingDistribution
 from clotho.training.batch import Minibatch, temperature_of
 from clotho.training.gradient import compute_logprobs
 from clotho.training.objectives.kl import MAX_LOG_RATIO
+from clotho.training.turns import TurnBudget
 from protocols.rollout import ScoredGroup
 
 COMPLETIONS = 32
@@ -41,6 +42,7 @@ def update_kl(
     after: Parameters,
     distribution: SamplingDistribution,
     micro_batch_tokens: int,
+    turns: TurnBudget,
 ) -> Generator[None, None, float]:
     """Estimate KL(policy before || policy after) in nats per token, by k3 on some completions of a minibatch.
 
@@ -53,9 +55,11 @@ def update_kl(
     sequences = [one.sequence for one in sampled]
     total, tokens = 0.0, 0
     for micro in build_micro_batches(sequences, layout=forcing.layout, budget=micro_batch_tokens):
-        with policy.using(after):
-            after_N = np.array(compute_logprobs(forcing, micro, distribution), dtype=np.float64)
-        yield
+        logp_N = yield from compute_logprobs(
+            policy, forcing, micro, distribution, computing=policy.using(after), turns=turns
+        )
+        after_N = np.array(logp_N, dtype=np.float64)
+        yield from turns.pause()
         before_N = np.concatenate([sampled[member].before_T for member in micro.members])
         d_N = np.clip(after_N[: len(before_N)] - before_N, -MAX_LOG_RATIO, MAX_LOG_RATIO)
         total += float(np.sum(np.expm1(d_N) - d_N))

@@ -23,6 +23,7 @@ from clotho.training.gradient import LossConfig, StepPosition, micro_batch_gradi
 from clotho.training.objectives.controllers import initial_loss_coefficients
 from clotho.training.objectives.registry import objective
 from clotho.training.reference_policy import ReferencePolicy
+from clotho.training.turns import TurnBudget
 from clotho.training.update import PolicyLearner
 from protocols.prompt import Problem, Prompt
 from protocols.rollout import RolloutGroup, ScoredGroup
@@ -31,6 +32,8 @@ from tests.learner_settings import learner_settings, policy_settings
 
 Result = TypeVar("Result")
 VOCAB = 32
+UNDIVIDED = TurnBudget(0.0)
+"""Every evaluation is one turn."""
 
 
 class Bigram(nn.Module):
@@ -201,12 +204,22 @@ def whole_gradient(
         loss_config=loss_config,
         max_tokens=max_tokens,
         seed=(0,),
+        turns=UNDIVIDED,
     )
     batch = finish(job)
     total, arrays = 0.0, {name: np.zeros(array.shape) for name, array in flat(policy.trainable()).items()}
     for micro, known in zip(batch.minibatches[0].micro_batches, batch.fixed_logprobs[0], strict=True):
-        part = micro_batch_gradient(
-            policy, forcing, policy.trainable(), micro, known, loss_config=loss_config, position=StepPosition(0, 0.0)
+        part = finish(
+            micro_batch_gradient(
+                policy,
+                forcing,
+                policy.trainable(),
+                micro,
+                known,
+                loss_config=loss_config,
+                position=StepPosition(0, 0.0),
+                turns=UNDIVIDED,
+            )
         )
         total += float(part.loss)
         for name, array in part.arrays.items():

@@ -18,7 +18,15 @@ from clotho.training.gradient import compute_logprobs
 from protocols.rollout import ScoredGroup, TeacherTokens
 from tests.learner_settings import learner_settings
 from tests.training.environment_groups import environment_groups
-from tests.training.policies_and_groups import BigramPolicy, finish, learner, same_bits, scored_group, tiny_policy
+from tests.training.policies_and_groups import (
+    UNDIVIDED,
+    BigramPolicy,
+    finish,
+    learner,
+    same_bits,
+    scored_group,
+    tiny_policy,
+)
 
 
 def taught(group: ScoredGroup, tokens: tuple[int, ...], logprobs: tuple[float, ...]) -> ScoredGroup:
@@ -98,7 +106,9 @@ def test_log_probabilities_that_are_known_before_a_gradient_ask_no_teacher() -> 
         [group], compute_advantages([group], (), settings), settings=settings, max_tokens=9, layout="padded", seed=(0,)
     )
     (micro,) = mini.micro_batches
-    forcing = Watching(BigramPolicy().model, 5)
+    policy = BigramPolicy()
+    forcing = Watching(policy.model, 5)
     assert forcing(micro, distribution=SamplingDistribution(1.0)).cross_entropy_N is not None
-    compute_logprobs(forcing, micro, SamplingDistribution(1.0))
+    computing = policy.using(policy.trainable())
+    finish(compute_logprobs(policy, forcing, micro, SamplingDistribution(1.0), computing=computing, turns=UNDIVIDED))
     assert asked == [True, False]

@@ -21,13 +21,27 @@ from clotho.training.objectives.contract import ObjectiveInputs, PolicyLoss
 from clotho.training.objectives.controllers import initial_loss_coefficients
 from clotho.training.objectives.registry import objective
 from clotho.training.reference_policy import ReferencePolicy
+from clotho.training.turns import TurnBudget
 from protocols.rollout import ScoredGroup
 from tests.learner_settings import learner_settings
-from tests.training.policies_and_groups import BigramPolicy, finish, random_groups, same_bits, scored_group, tiny_policy
+from tests.training.policies_and_groups import (
+    UNDIVIDED,
+    BigramPolicy,
+    finish,
+    random_groups,
+    same_bits,
+    scored_group,
+    tiny_policy,
+)
 
 
 def gradients(
-    policy: TrainablePolicy, groups: list[ScoredGroup], *, budget: int = 10_000, **keys: Any
+    policy: TrainablePolicy,
+    groups: list[ScoredGroup],
+    *,
+    budget: int = 10_000,
+    turns: TurnBudget = UNDIVIDED,
+    **keys: Any,
 ) -> list[Gradient]:
     """Gradients of every micro-batch of a batch, at the served parameters."""
     plain = {"loss_aggregation": "token_mean", "clip_high": 0.28, "layout": "padded", "micro_batch_tokens": budget}
@@ -37,8 +51,17 @@ def gradients(
     )
     forcing = TeacherForcing(policy.model, policy.vocab_size, layout=settings.layout)
     return [
-        micro_batch_gradient(
-            policy, forcing, policy.trainable(), micro, known, loss_config=loss_config, position=StepPosition(0, 0.0)
+        finish(
+            micro_batch_gradient(
+                policy,
+                forcing,
+                policy.trainable(),
+                micro,
+                known,
+                loss_config=loss_config,
+                position=StepPosition(0, 0.0),
+                turns=turns,
+            )
         )
         for micro, known in prepared(policy, groups, loss_config)
     ]
@@ -57,6 +80,7 @@ def prepared(
         loss_config=loss_config,
         max_tokens=100,
         seed=(0,),
+        turns=UNDIVIDED,
     )
     batch = finish(job)
     return list(zip(batch.minibatches[0].micro_batches, batch.fixed_logprobs[0], strict=True))
@@ -199,7 +223,7 @@ def test_whoever_holds_the_parameters_never_sees_a_tracer() -> None:
 
     loss_config = LossConfig(settings, looking, SamplingDistribution(1.0), initial_loss_coefficients(settings))
     micro, known = prepared(policy, random_groups(32), loss_config)[0]
-    micro_batch_gradient(
+    job = micro_batch_gradient(
         policy,
         TeacherForcing(policy.model, 32),
         parameters,
@@ -207,7 +231,9 @@ def test_whoever_holds_the_parameters_never_sees_a_tracer() -> None:
         known,
         loss_config=loss_config,
         position=StepPosition(0, 0),
+        turns=UNDIVIDED,
     )
+    finish(job)
     assert seen == [True]
 
 

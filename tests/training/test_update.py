@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Generator
 from functools import partial
 from typing import Any
 
@@ -114,9 +115,9 @@ def test_a_gradient_that_is_not_finite_leaves_weights_and_moments_bit_equal(
     assert same_bits(learners[0].state(), learners[1].state())
 
 
-def poisoned_gradient(bad: float, *args: Any, **kwargs: Any) -> Gradient:
+def poisoned_gradient(bad: float, *args: Any, **kwargs: Any) -> Generator[None, None, Gradient]:
     """Put one bad number into the gradient of the last array."""
-    gradient = micro_batch_gradient(*args, **kwargs)
+    gradient = yield from micro_batch_gradient(*args, **kwargs)
     name = max(gradient.arrays)
     array = np.array(gradient.arrays[name])
     array.flat[-1] = bad

@@ -1,0 +1,136 @@
+"""Stages of a computation graph: arrays that are evaluated one after another, with other work in between.
+
+MLX builds the graph of a micro-batch first and computes it on evaluation. Evaluating the output of a block first, then
+that of the next block, and so on, computes the same nodes in the same way as one evaluation of the result. Stages
+therefore change neither results nor memory; they divide the time of an evaluation into parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Literal, NamedTuple, cast
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+Kind = Literal["block", "head", "head gradient", "block gradient", "other gradients", "optimizer"]
+
+
+class Stage(NamedTuple):
+    """Arrays that are evaluated together.
+
+    work: size of the computation, in a unit that depends on the kind only: positions, rows or parameters. Two stages of
+    a kind take times in proportion to their work.
+    """
+
+    kind: Kind
+    arrays: Sequence[mx.array]
+    work: int
+
+
+class Stages:
+    """The stages of one graph, in the order of the computation: blocks, then chunks of the head, then gradients."""
+
+    def __init__(self) -> None:
+        self._forward: list[Stage] = []
+        self._positions: dict[int, int] = {}
+        self._cotangents: dict[int, list[mx.array]] = {}
+
+    @property
+    def has_blocks(self) -> bool:
+        """Whether the graph contains the output of a block."""
+        return bool(self._positions)
+
+    def mark(self, stage: Stage) -> None:
+        """Record the next stage."""
+        self._forward.append(stage)
+
+    def block(self, index: int, x: Any, output: Any) -> None:
+        """Record the output of block number `index` for the input `x`, (B, S, D)."""
+        arrays = [array for _, array in cast(list[Any], tree_flatten(output)) if isinstance(array, mx.array)]
+        positions = x.size // x.shape[-1] if isinstance(x, mx.array) else 1
+        self._positions[index] = self._positions.get(index, 0) + positions
+        self._forward.append(Stage("block", arrays, positions))
+
+    def watched(self, index: int, x: mx.array) -> mx.array:
+        """Return the input `x` of a block; its cotangent will be recorded when the backward pass is built."""
+
+        @mx.custom_function
+        def watch(x: mx.array) -> mx.array:
+            return x
+
+        @watch.vjp
+        def record(x: mx.array, cotangent: mx.array, output: mx.array) -> mx.array:
+            self._cotangents.setdefault(index, []).append(cotangent)
+            return cotangent
+
+        return cast(mx.array, watch(x))
+
+    def take(self, gradients: dict[str, mx.array] | None = None) -> list[Stage]:
+        """Return all stages; with gradients by parameter name, the backward pass follows, from last to first block.
+
+        A stage of the backward pass contains the gradients of one block and the cotangents of its inputs, because the
+        next stage would otherwise hold the activations of two blocks. The arrays now belong to the caller.
+        """
+        forward, positions, cotangents = self._forward, self._positions, self._cotangents
+        self._forward, self._positions, self._cotangents = [], {}, {}
+        by_block: dict[int, list[mx.array]] = {index: cotangents.get(index, []) for index in positions}
+        others: list[mx.array] = []
+        for name, array in (gradients or {}).items():
+            by_block.get(block_of(name), others).append(array)
+        backward = [
+            Stage("block gradient", by_block[index], positions[index]) for index in sorted(by_block, reverse=True)
+        ]
+        rest = Stage("other gradients", others, sum(array.size for array in others))
+        return [stage for stage in (*forward, *backward, rest) if stage.arrays]
+
+
+def block_of(name: str) -> int:
+    """Return the number of the block that a parameter belongs to; -1 for parameters outside the blocks."""
+    return next((int(part) for part in name.split(".") if part.isdigit()), -1)
+
+
+_current: ContextVar[Stages | None] = ContextVar("stages", default=None)
+
+
+def mark(kind: Kind, arrays: Sequence[mx.array], *, work: int) -> None:
+    """Record a stage of the graph that is being built, if any stages are recorded."""
+    stages = _current.get()
+    if stages is not None:
+        stages.mark(Stage(kind, arrays, work))
+
+
+@contextmanager
+def recorded_stages(blocks: Sequence[nn.Module], *, gradients: bool) -> Iterator[Stages]:
+    """Record the stages of the graph that is built inside the context. gradients: it has a backward pass.
+
+    The blocks change their class for the duration of the context.
+    """
+    stages = Stages()
+    plain = [type(block) for block in blocks]
+    token = _current.set(stages)
+    try:
+        for index, (block, cls) in enumerate(zip(blocks, plain, strict=True)):
+            block.__class__ = _recording_class(cls, index, stages, gradients=gradients)
+        yield stages
+    finally:
+        _current.reset(token)
+        for block, cls in zip(blocks, plain, strict=True):
+            block.__class__ = cls
+
+
+def _recording_class(cls: type[Any], index: int, stages: Stages, *, gradients: bool) -> type[Any]:
+    forward = cls.__call__
+
+    def call(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        x = args[0] if args else None
+        if gradients and isinstance(x, mx.array):
+            args = (stages.watched(index, x), *args[1:])
+        output = forward(block, *args, **kwargs)
+        stages.block(index, x, output)
+        return output
+
+    return type(cls.__name__, (cls,), {"__call__": call})

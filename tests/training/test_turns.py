@@ -1,0 +1,248 @@
+"""Turns of the learner: bounded parts of an evaluation, with decode steps in between."""
+
+from __future__ import annotations
+
+import re
+from itertools import product
+from pathlib import Path
+from typing import Any, cast
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from structlog.testing import capture_logs
+
+from clotho.models.machine import random_state
+from clotho.models.parameters import flat, nested
+from clotho.models.policy import Policy, TrainablePolicy
+from clotho.models.stages import Stage
+from clotho.training.turns import TurnBudget
+from clotho.training.update import Update
+from protocols.rollout import ScoredGroup
+from tests.learner_settings import policy_settings
+from tests.small_models import ATTENTION, tiny
+from tests.training.policies_and_groups import (
+    UNDIVIDED,
+    BigramPolicy,
+    finish,
+    learner,
+    random_groups,
+    same_bits,
+    tiny_policy,
+)
+from tests.training.test_gradient import gradients
+
+FAMILIES = ("qwen3", "llama", "gemma3_text", "qwen3_moe")
+CASES = [*product(FAMILIES, ("padded", "packed", "shared")), ("lfm2", "padded")]
+VOCABULARY = 64
+SHORT = 1e-9
+"""A `learner.max_turn_ms` that nothing fits into: every stage has a turn of its own."""
+
+
+def policy_of(family: str, **section: Any) -> Policy:
+    """A random model of a family with an adapter on every linear layer."""
+    settings = policy_settings(**{"rank": 4, "scale": 2.0, **section})
+    config = {"model_type": family, **ATTENTION, "vocab_size": VOCABULARY}
+    return Policy(tiny(family), cast(Any, None), settings, config=config, seed=0, keep_reference=True)
+
+
+def groups() -> list[ScoredGroup]:
+    """Groups whose completions share a prompt."""
+    return random_groups(VOCABULARY, groups=3, size=4)
+
+
+class ScriptedTime:
+    """A clock that advances by evaluations only: each array takes `cost` seconds. evaluated: arrays per evaluation."""
+
+    def __init__(self, cost: float) -> None:
+        self.now, self.cost, self.evaluated = 0.0, cost, list[int]()
+
+    def __call__(self) -> float:
+        return self.now
+
+    def evaluate(self, arrays: Any) -> None:
+        self.evaluated.append(len(arrays))
+        self.now += self.cost * len(arrays)
+
+
+def stages(count: int, *, kind: Any = "block") -> list[Stage]:
+    """Stages of one array each."""
+    return [Stage(kind, [mx.array(0)], 1) for _ in range(count)]
+
+
+def one_stage_per_turn() -> TurnBudget:
+    """A new budget."""
+    return TurnBudget(SHORT / 1000)
+
+
+@pytest.mark.parametrize("grad_checkpoint", [False, True])
+@pytest.mark.parametrize(("family", "layout"), CASES)
+def test_turns_change_no_bit_of_the_gradient(family: str, layout: str, grad_checkpoint: bool) -> None:
+    """Every family and layout, with and without recomputed blocks; state-space layers have padded rows only."""
+    policy = policy_of(family, grad_checkpoint=grad_checkpoint)
+    whole = gradients(policy, groups(), layout=layout)
+    divided = gradients(policy, groups(), layout=layout, turns=one_stage_per_turn())
+    for one, other in zip(whole, divided, strict=True):
+        assert same_bits(one.arrays, other.arrays)
+        assert float(one.loss) == float(other.loss)
+
+
+@pytest.mark.parametrize(
+    ("section", "keys"),
+    [
+        ({"kind": "dora"}, {}),
+        ({"kind": "full"}, {}),
+        ({"kind": "full", "grad_checkpoint": True}, {"entropy_weight": 0.05}),
+        ({"dropout": 0.3}, {}),
+        ({}, {"kl_beta": 0.1}),
+        ({}, {"entropy_weight": 0.05}),
+        ({"dropout": 0.3}, {"kl_beta": 0.1, "entropy_weight": 0.05}),
+    ],
+)
+def test_turns_change_no_bit_with_any_method_or_penalty(section: dict[str, Any], keys: dict[str, Any]) -> None:
+    """Dropout samples the same masks, because they belong to the graph, which is built in one turn."""
+    policy = policy_of("qwen3", **section)
+    found = []
+    for turns in (UNDIVIDED, one_stage_per_turn()):
+        mx.random.seed(3)
+        found.append(gradients(policy, groups(), layout="shared", turns=turns, **keys))
+    for one, other in zip(*found, strict=True):
+        assert same_bits(one.arrays, other.arrays)
+
+
+@pytest.mark.parametrize("kind", ["lora", "full"])
+def test_work_between_turns_does_not_change_an_update(kind: str) -> None:
+    """Decode steps, random numbers and a weight swap between all turns: the update is that of an undivided one."""
+    updates: list[Update] = []
+    for milliseconds in (0, SHORT):
+        policy = policy_of("llama", kind=kind, **({} if kind == "full" else {"dropout": 0.2}))
+        one = learner(policy, micro_batch_tokens=48, kl_beta=0.1, max_turn_ms=milliseconds, measure_update_kl=True)
+        served = policy.trainable()
+        logits = np.array(policy.model(mx.array([[1, 2, 3]])))
+        mx.random.seed(11)
+        job, turns = one.update(groups()), 0
+        for _ in _until_end(job, updates):
+            turns += 1
+            if milliseconds:
+                state = random_state()
+                assert not policy.model.training
+                assert np.array(policy.model(mx.array([[1, 2, 3]]))).tobytes() == logits.tobytes()
+                other = {name: array + 0.01 * turns for name, array in flat(served).items()}
+                policy.publish(nested(other), version=turns, step=turns, fingerprint="other")
+                logits = np.array(policy.model(mx.array([[1, 2, 3]])))
+                mx.eval(mx.random.normal((3,), key=mx.random.key(turns)))
+                assert random_state() == state
+        assert turns > (30 if milliseconds else 1)
+    assert same_bits(updates[0].parameters, updates[1].parameters)
+    assert updates[0].metrics == updates[1].metrics
+
+
+def _until_end(job: Any, results: list[Any]) -> Any:
+    results.append((yield from job))
+
+
+def test_an_update_that_is_closed_between_blocks_changes_nothing() -> None:
+    """After any number of turns: weights, optimizer, and the weights and the mode of the model."""
+    policy = tiny_policy(dropout=0.2)
+    one = learner(policy, max_turn_ms=SHORT, micro_batch_tokens=24)
+    before, state = one.parameters, one.state()
+    tokens = mx.array([[1, 2, 3]])
+    logits = np.array(policy.model(tokens))
+    total = sum(1 for _ in learner(policy, max_turn_ms=SHORT, micro_batch_tokens=24).update(random_groups(32)))
+    assert total > 20
+    for turns in range(1, total, 7):
+        job = one.update(random_groups(32))
+        for _ in range(turns):
+            next(job)
+        job.close()
+        assert np.array(policy.model(tokens)).tobytes() == logits.tobytes()
+        assert not policy.model.training
+    assert same_bits(one.parameters, before)
+    assert same_bits(one.state(), state)
+
+
+def matrix_products(results: Any, path: Path) -> int:
+    """Number of matrix products in the graph that are not computed yet."""
+    mx.export_to_dot(str(path), results)
+    return len(re.findall(r'label ?= ?"(?:Matmul|AddMM|GatherMM|QuantizedMatmul)', path.read_text()))
+
+
+@pytest.mark.parametrize("layers", [4, 8])
+def test_a_turn_computes_at_most_one_block(layers: int, tmp_path: Path) -> None:
+    """Counted in matrix products: the largest turn of a model of any depth is the backward pass of one block."""
+    model = tiny("llama", num_hidden_layers=layers)
+    budget = one_stage_per_turn()
+    parameters = model.trainable_parameters()
+
+    def loss(parameters: Any) -> mx.array:
+        model.update(parameters)
+        return cast(mx.array, model(mx.arange(24)[None] % 7).square().mean())
+
+    with budget.recorded(model, gradients=True) as recorded:
+        value, tree = mx.value_and_grad(loss)(nested(flat(parameters)))
+    model.update(parameters)
+    arrays = flat(tree)
+    results = [*arrays.values(), value]
+    left, largest = matrix_products(results, tmp_path / "graph"), 0
+    everything = left
+    for _ in budget.evaluate(recorded.take(arrays), results):
+        now = matrix_products(results, tmp_path / "graph")
+        left, largest = now, max(largest, left - now)
+    per_block = 9  # seven linear layers and two products of attention
+    assert 3 * per_block * layers <= everything
+    assert 0 < largest <= 2 * per_block + 2
+
+
+def test_stages_share_a_turn_until_it_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A budget of five stages: the first is measured alone, then four, then five in each turn."""
+    clock = ScriptedTime(0.01)
+    monkeypatch.setattr(mx, "eval", clock.evaluate)
+    budget = TurnBudget(0.0501, clock=clock)
+    began, longest = 0.0, 0.0
+    for _ in budget.evaluate(stages(14), []):
+        longest, began = max(longest, clock.now - began), clock.now
+    assert clock.evaluated == [1, 4, 5, 0, 0]
+    assert longest <= 0.0501
+
+
+def test_an_evaluation_that_fits_is_not_divided(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once times are known, everything is one evaluation of the results, without a yield."""
+    clock = ScriptedTime(0.01)
+    monkeypatch.setattr(mx, "eval", clock.evaluate)
+    budget = TurnBudget(1.0, clock=clock)
+    finish(budget.evaluate(stages(1), []))
+    clock.evaluated.clear()
+    assert list(budget.evaluate(stages(20), ["result"])) == []
+    assert clock.evaluated == [1, 1]
+
+
+def test_turns_become_shorter_when_blocks_become_slower(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Longer sequences, or a machine with other work: the expected times follow the measured ones."""
+    clock = ScriptedTime(0.01)
+    monkeypatch.setattr(mx, "eval", clock.evaluate)
+    budget = TurnBudget(0.101, clock=clock)
+    finish(budget.evaluate(stages(30), []))
+    clock.cost = 0.04
+    finish(budget.evaluate(stages(200), []))
+    assert clock.evaluated[-3] == 2
+
+
+def test_a_model_without_blocks_is_computed_in_one_turn_with_one_warning() -> None:
+    """The gradient is the same, and the log says once that turns are not divided."""
+    policy: TrainablePolicy = BigramPolicy()
+    budget = one_stage_per_turn()
+    expected = gradients(policy, random_groups(5))
+    with capture_logs() as logs:
+        found = [gradients(policy, random_groups(5), turns=budget) for _ in range(2)]
+    assert all(same_bits(one[0].arrays, expected[0].arrays) for one in found)
+    assert [entry["event"] for entry in logs] == ["learner_turns_not_divided"]
+
+
+def test_without_a_limit_an_update_yields_after_each_micro_batch_only() -> None:
+    """`max_turn_ms = 0` records no stages."""
+
+    def turns(limit: float) -> int:
+        one = learner(tiny_policy(), micro_batch_tokens=24, max_turn_ms=limit)
+        return sum(1 for _ in one.update(random_groups(32)))
+
+    assert turns(0.0) == turns(1e9) < turns(SHORT)
