@@ -1,0 +1,152 @@
+"""The tokenizer of a GGUF file: vocabulary, merges, special tokens and chat template from the file's metadata."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import generate_merges
+
+from clotho.models.gguf import GgufFile
+from protocols.errors import ModelError
+
+PREFIX = "tokenizer.ggml"
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4
+"""Types of tokens (llama.cpp, `llama_token_type`)."""
+
+LLAMA3_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+"""How Llama 3 splits text into words (llama.cpp, `LLAMA_VOCAB_PRE_TYPE_LLAMA3`)."""
+
+SPACE = "\u2581"
+"""The character that stands for a space in the vocabulary of SentencePiece."""
+
+
+def gguf_tokenizer(file: GgufFile) -> TokenizerWrapper:
+    """Build the tokenizer. Raises ModelError if the kind of tokenizer is not supported, or a part is missing."""
+    tokens = _texts(file, "tokens")
+    kind = file.metadata.get(f"{PREFIX}.model")
+    if kind == "gpt2":
+        tokenizer = _byte_level(file, tokens)
+    elif kind == "llama":
+        tokenizer = _sentence_piece(file, tokens)
+    else:
+        raise ModelError(f"{file.path}: the tokenizer {str(kind)[:40]!r} is not supported, only 'gpt2' and 'llama'")
+    _add_special_tokens(tokenizer, file, tokens)
+    bos, eos, unknown, padding = (_token(file, tokens, name) for name in ("bos", "eos", "unknown", "padding"))
+    if eos is None:
+        raise ModelError(f"{file.path}: {PREFIX}.eos_token_id is missing: nothing would end a completion")
+    if _flag(file, "add_bos_token", default=kind == "llama") and bos is not None:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, tokens.index(bos))]
+        )
+    template = file.metadata.get("tokenizer.chat_template")
+    fast: Any = PreTrainedTokenizerFast  # unannotated
+    return TokenizerWrapper(
+        fast(
+            tokenizer_object=tokenizer,
+            bos_token=bos,
+            eos_token=eos,
+            unk_token=unknown,
+            pad_token=padding or eos,
+            chat_template=template if isinstance(template, str) else None,
+            clean_up_tokenization_spaces=False,
+        )
+    )
+
+
+def _byte_level(file: GgufFile, tokens: list[str]) -> Tokenizer:
+    """BPE over bytes, as in GPT-2, SmolLM and Llama 3."""
+    written = [merge.split(" ") for merge in _texts(file, "merges")]
+    if any(len(merge) != 2 for merge in written):
+        raise ModelError(f"{file.path}: {PREFIX}.merges must be pairs of tokens")
+    merges = [(first, second) for first, second in written]
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    splitter = file.metadata.get(f"{PREFIX}.pre", "default")
+    try:
+        tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=splitter == "llama-bpe"))
+    except Exception as error:  # the library raises a bare Exception
+        raise ModelError(f"{file.path}: {PREFIX}.merges do not fit the tokens: {str(error)[:200]}") from error
+    match splitter:
+        case "smollm":
+            words = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        case "llama-bpe":
+            words = [
+                pre_tokenizers.Split(Regex(LLAMA3_WORDS), "isolated"),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            ]
+        case "gpt-2" | "default":
+            words = [pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        case _:
+            raise ModelError(
+                f"{file.path}: the pre-tokenizer {str(splitter)[:40]!r} is not supported, "
+                "only smollm, llama-bpe and gpt-2"
+            )
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(words)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _sentence_piece(file: GgufFile, tokens: list[str]) -> Tokenizer:
+    """BPE over characters with byte fallback, as in Llama 2: merges follow from the scores of the tokens."""
+    scores = _numbers(file, "scores", tokens)
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    merges = generate_merges(vocabulary, dict(zip(tokens, map(float, scores), strict=True)))
+    unknown = _token(file, tokens, "unknown")
+    tokenizer = Tokenizer(
+        models.BPE(vocab=vocabulary, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
+    )
+    prefixed = _flag(file, "add_space_prefix", default=True)
+    steps = [normalizers.Prepend(SPACE)] if prefixed else []
+    tokenizer.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", SPACE)])
+    strip = [decoders.Strip(" ", 1, 0)] if prefixed else []
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+    )
+    return tokenizer
+
+
+def _add_special_tokens(tokenizer: Tokenizer, file: GgufFile, tokens: list[str]) -> None:
+    """Declare the control tokens, and the tokens that are matched as a whole before text is split."""
+    kinds = list(zip(tokens, _numbers(file, "token_type", tokens), strict=True))
+    tokenizer.add_special_tokens(
+        [AddedToken(token, normalized=False, special=True) for token, kind in kinds if kind in (CONTROL, UNKNOWN)]
+    )
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token, kind in kinds if kind == USER_DEFINED])
+
+
+def _texts(file: GgufFile, name: str) -> list[str]:
+    value = file.metadata.get(f"{PREFIX}.{name}")
+    if not isinstance(value, list) or not value or not all(isinstance(text, str) for text in value):
+        raise ModelError(f"{file.path}: {PREFIX}.{name} must be a list of texts")
+    return value
+
+
+def _numbers(file: GgufFile, name: str, tokens: list[str]) -> list[Any]:
+    """Return one number for each token."""
+    value = file.metadata.get(f"{PREFIX}.{name}")
+    if not isinstance(value, mx.array) or value.shape != (len(tokens),):
+        raise ModelError(f"{file.path}: {PREFIX}.{name} must hold one number for each of the {len(tokens)} tokens")
+    return list(np.array(value))
+
+
+def _token(file: GgufFile, tokens: list[str], name: str) -> str | None:
+    """Return the special token of this name; None if the file has none."""
+    value = file.metadata.get(f"{PREFIX}.{name}_token_id")
+    if not isinstance(value, mx.array) or value.size != 1:
+        return None
+    index = int(np.array(value))
+    if not 0 <= index < len(tokens):
+        raise ModelError(f"{file.path}: {PREFIX}.{name}_token_id = {index} is not one of {len(tokens)} tokens")
+    return tokens[index]
+
+
+def _flag(file: GgufFile, name: str, *, default: bool) -> bool:
+    value = file.metadata.get(f"{PREFIX}.{name}")
+    return bool(value.item()) if isinstance(value, mx.array) and value.size == 1 else default
