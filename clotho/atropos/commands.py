@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 from collections.abc import Mapping
@@ -57,6 +58,11 @@ def require_environments(profile: Profile) -> None:
     require_fillable(profile)
     if not (python := interpreter(profile)):
         return
+    if profile.environments and profile.model.path.lower().endswith(".gguf"):
+        raise ProfileError(
+            "model.path: environments read the tokenizer from a directory, not from a GGUF file: convert it with "
+            f"python -m clotho.run.convert_gguf {shlex.quote(profile.model.path)} DIRECTORY"
+        )
     require_atroposlib(python)
     for section in profile.environments:
         if not Path(section.script).is_file():

@@ -19,7 +19,7 @@ Rank = Annotated[str, Meta(pattern=r"^[\w.]+=[1-9]\d*$", title="name=rank")]
 class ModelSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The base model."""
 
-    path: Annotated[str, about("Directory of the base model, or its Hugging Face repository.", min_length=1)]
+    path: Annotated[str, about("Model directory, GGUF file, package:NAME/FILE or hub repository.", min_length=1)]
     dtype: Annotated[Dtype, about("Type of computation; auto: float32 on the CPU, the checkpoint's on a GPU.")] = "auto"
     dequantize: Annotated[bool, about("Expand a quantized model: faster on the CPU, more memory.")] = False
     trust_remote_code: Annotated[bool, about("Run the Python code in the model's repository.")] = False

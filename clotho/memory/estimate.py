@@ -37,6 +37,7 @@ from clotho.models.loading import (
     context_length,
     describe_model,
     find_model,
+    is_local,
     open_base,
     open_shape,
     setting,
@@ -162,9 +163,9 @@ def estimate_memory(model: ModelSection, profile: Profile, *, prompt_tokens: int
 
 def _open(model: ModelSection) -> tuple[nn.Module, dict[str, Any], bool]:
     """Return the unevaluated model, its configuration, and whether the configuration ships with the project."""
-    local = _local_directory(model.path)
+    local = _local_files(model.path)
     if local is not None:
-        return *open_base(local, model), False
+        return *open_base(local, model, read_weights=False), False
     shape = shipped_shape(model.path)
     if shape is None:
         raise ModelError(
@@ -174,9 +175,9 @@ def _open(model: ModelSection) -> tuple[nn.Module, dict[str, Any], bool]:
     return *open_shape(shape, model), True
 
 
-def _local_directory(path: str) -> Path | None:
-    """Return the directory of the model without using the network; None if there is none. Raises ModelError."""
-    if Path(path).expanduser().exists() or path.startswith(("/", ".", "~")) or path.count("/") > 1:
+def _local_files(path: str) -> Path | None:
+    """Return directory or GGUF file of the model without using the network; None if not found. Raises ModelError."""
+    if is_local(path):
         return find_model(path)
     try:
         found = huggingface_hub.snapshot_download(path, allow_patterns=DEFAULT_ALLOW_PATTERNS, local_files_only=True)

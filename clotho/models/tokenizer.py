@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from clotho.models.chat_template import ChatTemplate
 from clotho.models.control_tokens import ControlTokens
+from clotho.models.gguf_tokenizer import gguf_tokenizer
 from clotho.models.model_files import one_line, require_tokenizer_files
 from protocols.errors import ModelError, RequestError
 
@@ -42,12 +43,16 @@ class ChatTokenizer:
         self.vocab_size: int = len(wrapper)
 
     @classmethod
-    def from_directory(cls, path: str | Path, *, trust_remote_code: bool = False) -> ChatTokenizer:
-        """Load from the directory of a model, without network. Code of the model runs only if `trust_remote_code`.
+    def from_files(cls, path: str | Path, *, trust_remote_code: bool = False) -> ChatTokenizer:
+        """Load from the directory or GGUF file of a model, without network.
+
+        Code of the model runs only if `trust_remote_code`.
 
         Raises ModelError if the tokenizer cannot be loaded.
         """
         directory = Path(path)
+        if directory.is_file():
+            return cls(gguf_tokenizer(directory))
         if not directory.is_dir():
             raise ModelError(f"{directory} is not a directory with a tokenizer")
         require_tokenizer_files(directory)

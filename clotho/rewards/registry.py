@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 
 from clotho.config.nearest import did_you_mean
-from clotho.rewards import choice_correctness, exact, jaccard, math_eval, tag_format
+from clotho.rewards import choice_correctness, exact, jaccard, last_number, math_eval, tag_format
 from clotho.runtime.user_code import import_user_module
 from protocols.errors import ProfileError
 from protocols.prompt import Problem
@@ -21,6 +21,7 @@ RewardFunction = Callable[[Problem, str], float | Awaitable[float | None] | None
 BUILT_IN: dict[str, RewardFunction] = {
     "format": tag_format.reward,
     "math_eval": math_eval.reward,
+    "last_number": last_number.reward,
     "jaccard": jaccard.reward,
     "choice_correctness": choice_correctness.reward,
     "exact": exact.reward,

@@ -255,18 +255,32 @@ def require_same_inputs(state: RunState, inputs: Mapping[str, str]) -> None:
 
 
 SAMPLE_BYTES = 65_536
+GGUF_HEADER_BYTES = 32 * 2**20
+"""Larger than the header of any model in use: vocabulary and merges have at most about 15 MB."""
+
 WEIGHT_FILES = ("*.safetensors", "config.json")
 TOKENIZER_FILES = ("tokenizer*", "*.jinja", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt")
 
 
-def model_fingerprint(directory: Path) -> str:
-    """Return a fingerprint of configuration and weights. Of a large file only size, beginning and end are read."""
-    return _fingerprint(_matching(directory, WEIGHT_FILES))
+def model_fingerprint(model: Path) -> str:
+    """Return a fingerprint of configuration and weights of a directory, or of a GGUF file.
+
+    Of a large file only size, beginning and end are read.
+    """
+    if not model.is_dir():
+        return _fingerprint([model], with_names=False)
+    return _fingerprint(_matching(model, WEIGHT_FILES))
 
 
-def tokenizer_fingerprint(directory: Path) -> str:
-    """Return a fingerprint of vocabulary, merges and chat template."""
-    return _fingerprint(_matching(directory, TOKENIZER_FILES), whole=True)
+def tokenizer_fingerprint(model: Path) -> str:
+    """Return a fingerprint of vocabulary, merges and chat template of a directory.
+
+    For a GGUF file, which begins with them, it is a fingerprint of its first bytes.
+    """
+    if not model.is_dir():
+        with model.open("rb") as file:
+            return hashlib.sha256(file.read(GGUF_HEADER_BYTES)).hexdigest()[:16]
+    return _fingerprint(_matching(model, TOKENIZER_FILES), whole=True)
 
 
 def dataset_fingerprint(*paths: Path) -> str:

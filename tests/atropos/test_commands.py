@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from clotho.atropos.commands import (
     Command,
@@ -253,8 +254,8 @@ def test_the_symbolic_link_of_a_virtual_environment_is_kept(tmp_path: Path, monk
     assert find_interpreter("python") == str(tmp_path / "bin" / "python")
 
 
-def test_the_script_of_an_environment_must_exist(tmp_path: Path) -> None:
-    """Profiles without environments of their own need no script."""
+def test_script_and_tokenizer_of_an_environment_must_exist(tmp_path: Path) -> None:
+    """Profiles without environments need no script. Environments read no tokenizer from a GGUF file."""
     python = program(tmp_path / "python", "exit 0")
     environments = [{"name": "mine", "script": str(tmp_path / "mine.py")}]
     profile = load_profile("atropos-local", {"atropos.python": python, "environments": environments})
@@ -262,5 +263,7 @@ def test_the_script_of_an_environment_must_exist(tmp_path: Path) -> None:
         require_environments(profile)
     (tmp_path / "mine.py").touch()
     require_environments(profile)
+    with pytest.raises(ProfileError, match=r"convert_gguf m\.gguf"):
+        require_environments(replace(profile, model=replace(profile.model, path="m.gguf")))
     require_environments(load_profile("atropos"))
     require_environments(load_profile("local-m3"))

@@ -95,7 +95,7 @@ def test_short_responses_are_an_error() -> None:
 
 def test_the_served_model_never_samples_its_end_token(tmp_path: Path) -> None:
     """The embedded files are not modified."""
-    tokenizer = ChatTokenizer.from_directory(write_model(EMBEDDED, tmp_path / "model"))
+    tokenizer = ChatTokenizer.from_files(write_model(EMBEDDED, tmp_path / "model"))
     assert tokenizer.eos_ids == {0}
     assert "<|im_start|>assistant" in "".join(
         tokenizer.token_text(token) for token in tokenizer.render_chat([{"role": "user", "content": "1 + 1"}])

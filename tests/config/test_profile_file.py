@@ -248,7 +248,7 @@ def test_a_mistake_is_named_on_one_line(text: str, message: str, here: Path) -> 
     ("text", "message"),
     [
         ("[model]\npath = \n", "is not valid TOML: Invalid value (at line 2, column 8)"),
-        ("", "model.path is missing: Directory of the base model, or its Hugging Face repository."),
+        ("", "model.path is missing: Model directory, GGUF file, package:NAME/FILE or hub repository."),
         ('[model]\npath = "x"\n', "data.train is missing: File of the problems for training."),
         ('[model]\npath = "x"\n[data]\ntrain = "y"\n', "[[rewards]] is missing: One reward "
          "function; the reward of a completion is the weighted sum of those that apply."),

@@ -45,7 +45,7 @@ at = "scored"
 @cache
 def policy_tokenizer() -> ChatTokenizer:
     """Return the tokenizer of `local-m3`."""
-    return ChatTokenizer.from_directory(REPOSITORY / "profiles" / "embedded")
+    return ChatTokenizer.from_files(REPOSITORY / "profiles" / "embedded")
 
 
 def valid(number: int) -> dict[str, Any]:

@@ -11,9 +11,10 @@ import mlx.core as mx
 import numpy as np
 from gguf import GGMLQuantizationType as Quantization
 from mlx_lm.models import llama
-from tokenizers import Tokenizer
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from clotho.models.gguf import IN_BLOCK, TOP_LEVEL
+from clotho.models.gguf_tokenizer import LLAMA3_WORDS, SPACE
 from clotho.models.parameters import flat
 
 CONFIG: dict[str, Any] = {
@@ -31,6 +32,16 @@ CONFIG: dict[str, Any] = {
     "tie_word_embeddings": True,
 }
 TOKENS_1_T = mx.array([[5, 90, 133, 2, 217, 60, 299]])
+CONTROL = ["<|start|>", "<|end|>"]
+CORPUS = ["the policy that learns is the policy that serves", "23 + 456 = 479, isn't it?", "Größe, 東京 and naïve"] * 4
+WORDS: dict[str, list[Any]] = {
+    "smollm": [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)],
+    "gpt-2": [pre_tokenizers.ByteLevel(add_prefix_space=False)],
+    "llama-bpe": [
+        pre_tokenizers.Split(Regex(LLAMA3_WORDS), "isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+    ],
+}
 NAMES = {ours: theirs for theirs, ours in (TOP_LEVEL | IN_BLOCK).items()}
 
 
@@ -72,7 +83,8 @@ def write(
     if tokenizer is not None:
         _add_tokenizer(writer, tokenizer)
     for key, value in (metadata or {}).items():
-        (writer.add_string if isinstance(value, str) else writer.add_uint32)(key, value)
+        add = {str: writer.add_string, bool: writer.add_bool}.get(type(value), writer.add_uint32)
+        add(key, value)
     for name, array in flat(model.parameters()).items():
         values = np.array(array.astype(mx.float32))
         stored = quantization if values.ndim == 2 else Quantization.F32
@@ -88,6 +100,19 @@ def write(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def byte_level(words: str) -> Tokenizer:
+    """A byte-level BPE tokenizer of 300 tokens."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(WORDS[words])
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=CONTROL, initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    return tokenizer
 
 
 def _gguf_name(name: str, config: dict[str, Any]) -> tuple[str, int]:
@@ -107,16 +132,44 @@ def _neighbouring_pairs(values: np.ndarray[Any, Any], heads: int) -> np.ndarray[
     return values.reshape(heads, 2, rows // 2, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
 
 
+def sentence_piece() -> Tokenizer:
+    """A BPE tokenizer with byte fallback, as Hugging Face converts those of SentencePiece."""
+    tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), normalizers.Replace(" ", SPACE)])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=pieces, show_progress=False)
+    tokenizer.train_from_iterator([text.replace(" ", SPACE) for text in CORPUS], trainer)
+    data = json.loads(tokenizer.to_str())
+    data["added_tokens"] = [entry for entry in data["added_tokens"] if not entry["content"].startswith("<0x")]
+    return Tokenizer.from_str(json.dumps(data))
+
+
 def _add_tokenizer(writer: Any, tokenizer: Tokenizer) -> None:
-    """A byte-level BPE tokenizer; its tokens in angle brackets are control tokens, the last one ends a completion."""
+    """Add a tokenizer; its tokens in angle brackets are control tokens."""
     vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
     tokens = [token for token, _ in vocabulary]
-    merges = json.loads(tokenizer.to_str())["model"]["merges"]
-    control = [token for token in tokens if token.startswith("<|")]
-    writer.add_tokenizer_model("gpt2")
     writer.add_token_list(tokens)
-    writer.add_token_types([gguf.TokenType.CONTROL if token in control else gguf.TokenType.NORMAL for token in tokens])
-    writer.add_token_merges([" ".join(merge) if isinstance(merge, list) else merge for merge in merges])
-    writer.add_eos_token_id(tokens.index(control[-1]))
-    writer.add_bos_token_id(tokens.index(control[0]))
+    if "<unk>" in tokens:
+        writer.add_tokenizer_model("llama")
+        writer.add_token_scores([-float(index) for index in range(len(tokens))])
+        writer.add_token_types([_piece_type(token) for token in tokens])
+        writer.add_unk_token_id(tokens.index("<unk>"))
+        bos, eos = "<s>", "</s>"
+    else:
+        merges = json.loads(tokenizer.to_str())["model"]["merges"]
+        kinds = [gguf.TokenType.CONTROL if token.startswith("<|") else gguf.TokenType.NORMAL for token in tokens]
+        writer.add_tokenizer_model("gpt2")
+        writer.add_token_types(kinds)
+        writer.add_token_merges([" ".join(merge) if isinstance(merge, list) else merge for merge in merges])
+        bos, eos = CONTROL
+    writer.add_bos_token_id(tokens.index(bos))
+    writer.add_eos_token_id(tokens.index(eos))
     writer.add_add_bos_token(False)
+
+
+def _piece_type(token: str) -> gguf.TokenType:
+    special = {"<unk>": gguf.TokenType.UNKNOWN, "<s>": gguf.TokenType.CONTROL, "</s>": gguf.TokenType.CONTROL}
+    return special.get(token, gguf.TokenType.BYTE if token.startswith("<0x") else gguf.TokenType.NORMAL)

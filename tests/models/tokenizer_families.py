@@ -100,7 +100,7 @@ def family(name: str) -> ChatTokenizer:
     gemma = ["<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"]
     match name:
         case "embedded":
-            return ChatTokenizer.from_directory(EMBEDDED)
+            return ChatTokenizer.from_files(EMBEDDED)
         case "qwen":
             return _wrapped(_byte_level(), chatml, CHATML, bos="<|endoftext|>", eos="<|im_end|>")
         case "qwen with strip":

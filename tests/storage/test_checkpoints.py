@@ -394,6 +394,20 @@ def test_the_tokenizer_fingerprint_covers_vocabulary_and_template(tmp_path: Path
     assert tokenizer_fingerprint(tmp_path) != before
 
 
+def test_the_fingerprints_of_a_gguf_file_do_not_depend_on_its_name(tmp_path: Path) -> None:
+    """Weights are sampled at the end of the file, metadata and tokenizer at its beginning."""
+    one, two = tmp_path / "one.gguf", tmp_path / "two.gguf"
+    one.write_bytes(bytes(3 * SAMPLE_BYTES))
+    two.write_bytes(bytes(3 * SAMPLE_BYTES))
+    assert model_fingerprint(one) == model_fingerprint(two)
+    assert tokenizer_fingerprint(one) == tokenizer_fingerprint(two)
+    two.write_bytes(bytes(3 * SAMPLE_BYTES - 1) + b"1")
+    assert model_fingerprint(one) != model_fingerprint(two)
+    two.write_bytes(b"1" + bytes(3 * SAMPLE_BYTES - 1))
+    assert model_fingerprint(one) != model_fingerprint(two)
+    assert tokenizer_fingerprint(one) != tokenizer_fingerprint(two)
+
+
 def test_the_dataset_fingerprint_covers_every_byte(tmp_path: Path) -> None:
     """The path does not matter."""
     one, two = tmp_path / "one.jsonl", tmp_path / "two.jsonl"
