@@ -83,8 +83,12 @@ def write(
     if tokenizer is not None:
         _add_tokenizer(writer, tokenizer)
     for key, value in (metadata or {}).items():
-        add = {str: writer.add_string, bool: writer.add_bool}.get(type(value), writer.add_uint32)
-        add(key, value)
+        if isinstance(value, str):
+            writer.add_string(key, value)
+        elif isinstance(value, bool):
+            writer.add_bool(key, value)
+        else:
+            writer.add_uint32(key, value)
     for name, array in flat(model.parameters()).items():
         values = np.array(array.astype(mx.float32))
         stored = quantization if values.ndim == 2 else Quantization.F32

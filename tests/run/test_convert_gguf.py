@@ -34,7 +34,7 @@ def test_mlx_lm_computes_with_the_directory_as_clotho_with_the_file(tmp_path: Pa
     section = ModelSection(path=str(file))
     policy = load_policy(section, policy_settings(kind="lora"), seed=0, keep_reference=False)
     write_adapter(tmp_path / "adapters", policy.trainable(), policy.adapter_config)
-    model, tokenizer = mlx_lm.load(str(directory), adapter_path=str(tmp_path / "adapters"))
+    model, tokenizer, *_ = mlx_lm.load(str(directory), adapter_path=str(tmp_path / "adapters"))
     model.set_dtype(mx.float32)
     assert mx.allclose(model(TOKENS_1_T), policy.model(TOKENS_1_T), atol=1e-4).item()
     assert tuple(tokenizer.encode("the policy<|end|>")) == policy.tokenizer.encode("the policy<|end|>")
