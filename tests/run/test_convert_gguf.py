@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import mlx_lm
@@ -39,7 +40,8 @@ def test_mlx_lm_computes_with_the_directory_as_clotho_with_the_file(tmp_path: Pa
     assert mx.allclose(model(TOKENS_1_T), policy.model(TOKENS_1_T), atol=1e-4).item()
     assert tuple(tokenizer.encode("the policy<|end|>")) == policy.tokenizer.encode("the policy<|end|>")
     assert tokenizer.eos_token_ids == policy.tokenizer.eos_ids
-    assert tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "hi"
+    render: Any = tokenizer.apply_chat_template  # unannotated
+    assert render([{"role": "user", "content": "hi"}], tokenize=False) == "hi"
 
 
 def test_an_existing_directory_is_never_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
