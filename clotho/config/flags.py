@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import tomllib
 from collections.abc import Sequence
+from contextlib import suppress
 from textwrap import fill
 from typing import Annotated, Any
 
@@ -19,11 +20,7 @@ from protocols.errors import ProfileError, visible
 
 
 class Arguments(Struct, frozen=True, kw_only=True):
-    """A parsed command line.
-
-    overrides: settings by key path, as `load_profile` takes them.
-    help: None, `` for the common flags, `all`, or the path of a table or a key.
-    """
+    """A parsed command line. overrides: settings by key path. help: the argument of `help_text`, or None."""
 
     profile: Annotated[str, about("Settings to start from: a name or a .toml file.")] = "local-m3"
     resume: Annotated[bool, about("Continue the run in the run directory from its last complete checkpoint.")] = False
@@ -127,7 +124,9 @@ def _value(key: Key, text: str, flag: str) -> Any:
         return [{"name": name, "correct": name != "format"} for name in text.split(",")]
     if isinstance(items or first, TABLES) or (items and text.startswith("[")):
         try:
-            value = _structured(text)
+            with suppress(tomllib.TOMLDecodeError):
+                value = tomllib.loads(f"value = {text}")["value"]
+            value = json.loads(text) if value is text else value
         except (ValueError, RecursionError):
             raise ProfileError(f"{flag} must be {key.allowed}, written as TOML or JSON, not {shown(text)}") from None
     value = [value] if items and not isinstance(value, list) else value
@@ -135,18 +134,8 @@ def _value(key: Key, text: str, flag: str) -> Any:
     return value if custom or keys.array_items(key.shape) else converted(key, value, flag, text=True)
 
 
-def _structured(text: str) -> Any:
-    try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        return json.loads(text)
-
-
 def help_text(topic: str = "", width: int = WIDTH) -> str:
-    """The help text of the common flags (``), of every flag (`all`), or of the flags of one table or key.
-
-    Lines are wrapped at `width`. Raises ProfileError if there is no such table or key.
-    """
+    """The help text of the common flags (``), every flag (`all`), or one table or key; ProfileError if unknown."""
     own = [USAGE, *(_key_help(key, width) for key in OWN.values())]
     if topic == "":
         top = ", ".join(name for name in SECTIONS if name and "." not in name)

@@ -1,8 +1,7 @@
 """The keys of a profile, read from its structs, and the check of a value against its key.
 
-Flags, error messages, `--help` and the reference page are generated from these keys. A struct is a table. A union of
-structs with the tag field `type` is a table whose keys depend on its type. The path of the type is `TABLE.type`; the
-flag `--TABLE` is short for `--TABLE.type`. A choice is the path of the type of a union.
+A struct is a table. A union of structs with the tag field `type` is a table whose keys depend on its type. A choice is
+the path of the type of a union, `TABLE.type`; the flag `--TABLE` is short for `--TABLE.type`.
 """
 
 from __future__ import annotations
@@ -36,11 +35,7 @@ class Variant(NamedTuple):
 
 
 class Key(Struct, frozen=True, kw_only=True):
-    """One setting.
-
-    path: `learner.batch_size`; `rewards.weight` in an array of tables; `learner.optimizer.type` for the type of a
-    union. shape: type of the value. variants: one for each combination of types that has the key.
-    """
+    """One setting. shape: the type of its value. variants: one for each combination of types that has the key."""
 
     path: str
     annotation: Any
@@ -166,10 +161,9 @@ def shown(value: object) -> str:
 
 
 def converted(key: Key, value: Any, where: str, *, text: bool = False) -> Any:
-    """The value as the type of its key.
+    """The value as the type of its key. where: the key in the error. text: numbers may be texts, as in a flag.
 
-    where: names the key in the error. text: numbers and booleans may be texts, as in a flag. Raises ProfileError with
-    the allowed values and the value found.
+    Raises ProfileError with the allowed values and the value found.
     """
     flaw, found = _flaw(value), value
     try:

@@ -1,8 +1,4 @@
-"""Profiles: layers are read from files and flags, merged, checked and decoded; the resolved profile is written.
-
-The layers are, lowest first: the files that the profile extends, the profile, and the command line. Errors name the
-layer, the key, the allowed values and the value found.
-"""
+"""Profiles: layers (extended files, the profile, flags) are read, merged and decoded; resolved profiles are written."""
 
 from __future__ import annotations
 
@@ -40,9 +36,6 @@ INPUT_PATHS = ("model.path", "data.train", "data.heldout")
 CALLERS_PATHS = ("run_dir", "checkpoint.adapter_path", "atropos.python")
 """Keys whose paths are always relative to the working directory."""
 
-EMPTY_TYPES = ("none", "off")
-"""Types without settings."""
-
 OWN = {"learner.objective.type": "learner.objective.", "learner.optimizer.type": "learner.optimizer.learning_rate"}
 """Settings that never pass to another type, by choice: an objective is the recipe of one paper."""
 
@@ -75,12 +68,10 @@ class Merged(Struct, frozen=True, kw_only=True):
 
 
 def load_profile(name_or_path: str, overrides: Mapping[str, Any] | None = None) -> Profile:
-    """Load a profile, with `overrides` (by key path, such as `learner.batch_size`) as its highest layer.
+    """Load a profile, with `overrides` (by key path) as its highest layer. Raises ProfileError.
 
-    name_or_path: the name of a shipped profile, or the path of a .toml file. A file with `extends = "name"` is a layer
-    on top of another profile. `{profile}` in run_dir becomes the file's stem. If the settings of a higher layer leave
-    a setting of a lower layer without effect, the lower setting returns to its default: `--async false` works on top
-    of any profile. Raises ProfileError with a message of one line.
+    If the settings of a higher layer leave a setting of a lower layer without effect, the lower setting returns to its
+    default: `--async false` works on top of any profile. `{profile}` in run_dir becomes the stem of the file.
     """
     path = profile_path(name_or_path)
     flags = located(flatten(dict(overrides or {}), COMMAND_LINE), Path.cwd(), COMMAND_LINE)
@@ -239,7 +230,7 @@ def _implied(values: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[tu
     """The types that the settings of a layer imply, by choice."""
     chosen = chosen_types({**values, **given})
     for choice in CHOICES:
-        if choice not in given and chosen.get(choice) in EMPTY_TYPES:
+        if choice not in given and chosen.get(choice) in ("none", "off"):
             below = [path for path in given if path.startswith(choice.removesuffix(TYPE)) and path in KEYS]
             yield from ((choice, keys.types_of(KEYS[path], choice)[0]) for path in below[:1])
 
@@ -275,7 +266,8 @@ def decode(merged: Merged) -> Profile:
             if value is REQUIRED:
                 what = f"[[{path}]]" if keys.array_items(key.shape) else path
                 raise ProfileError(f"{merged.label(path.rpartition('.')[0])}: {what} is missing: {key.help}")
-            _put(tree, path, value)
+            *tables, name = path.split(".")
+            reduce(lambda table, part: table.setdefault(part, {}), tables, tree)[name] = value
     return msgspec.convert(tree, Profile)
 
 
@@ -284,26 +276,18 @@ def types_first(paths: Iterable[str]) -> list[str]:
     return sorted(paths, key=lambda path: (path not in CHOICES, path.count("."), path))
 
 
-def _put(tree: dict[str, Any], path: str, value: Any) -> None:
-    *tables, name = path.split(".")
-    reduce(lambda table, part: table.setdefault(part, {}), tables, tree)[name] = value
-
-
 def resolved_toml(profile: Profile, *, mask_secrets: bool = False) -> str:
     """The resolved profile as TOML; loading it gives an equal profile. mask_secrets: hide the API key."""
     tree = _without_none(msgspec.to_builtins(profile))
-    if mask_secrets and _api_key(profile):
+    if mask_secrets and tree["server"].get("api_key"):
         tree["server"]["api_key"] = MASK
     return tomli_w.dumps(tree)
 
 
 def write_profile(profile: Profile, path: Path) -> None:
     """Write the resolved profile atomically. Only its owner can read it if it contains an API key."""
-    replace_file(path, [resolved_toml(profile).encode()], mode=0o600 if _api_key(profile) else 0o666)
-
-
-def _api_key(profile: Profile) -> str:
-    return profile.server.api_key if isinstance(profile.server, HttpServer) else ""
+    secret = isinstance(profile.server, HttpServer) and profile.server.api_key
+    replace_file(path, [resolved_toml(profile).encode()], mode=0o600 if secret else 0o666)
 
 
 def _without_none(value: Any) -> Any:

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from difflib import SequenceMatcher
 
-CUTOFF = 0.6
-"""Minimum similarity of a suggestion."""
-LONGEST = 100
-"""Number of characters that are compared."""
+CUTOFF, LONGEST = 0.6, 100
+"""Minimum similarity of a suggestion, and number of characters that are compared."""
 
 
 def similarity(left: str, right: str) -> float:
     """Similarity of two names, from 0 to 1. Case, `-` and `_` are ignored."""
-    return SequenceMatcher(None, _plain(left), _plain(right)).ratio()
+    plain_left, plain_right = (name[:LONGEST].lower().replace("-", "_") for name in (left, right))
+    return SequenceMatcher(None, plain_left, plain_right).ratio()
 
 
 def nearest(word: str, candidates: Iterable[str], *, cutoff: float = CUTOFF) -> str | None:
@@ -27,7 +26,3 @@ def did_you_mean(word: str, candidates: Iterable[str], *, cutoff: float = CUTOFF
     """The end of an error message: `; did you mean X?`; empty if no candidate is similar."""
     guess = nearest(word, candidates, cutoff=cutoff)
     return "" if guess is None else f"; did you mean {guess}?"
-
-
-def _plain(text: str) -> str:
-    return text[:LONGEST].lower().replace("-", "_")

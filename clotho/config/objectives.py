@@ -24,6 +24,8 @@ from clotho.config.bounds import (
 )
 
 Deviation = Literal["population", "sample"]
+WeightLow = Annotated[Fraction, about("Lower bound of the importance weight.")]
+WeightHigh = Annotated[float, about("Upper bound of the importance weight.", ge=1.0)]
 
 
 class NormalizedAdvantage(Variant, frozen=True, kw_only=True):
@@ -60,10 +62,6 @@ class EnvironmentAdvantage(Variant, frozen=True, kw_only=True, tag="environment"
 Normalized = GroupAdvantage | BatchAdvantage | BatchCentredAdvantage
 Other = MeanAdvantage | LeaveOneOutAdvantage | EnvironmentAdvantage
 Advantage = Annotated[Normalized | Other, about("How advantages follow from rewards, if groups contain no advantages.")]
-
-
-WeightLow = Annotated[Fraction, about("Lower bound of the importance weight.")]
-WeightHigh = Annotated[float, about("Upper bound of the importance weight.", ge=1.0)]
 
 
 class BoundedCorrection(Variant, frozen=True, kw_only=True):
@@ -114,14 +112,10 @@ class LinearOverlongPenalty(Variant, frozen=True, kw_only=True, tag="linear"):
 
 
 OverlongPenalty = Annotated[Absent | LinearOverlongPenalty, about("Penalty near sampling.max_tokens.")]
-Aggregation = Annotated[
-    Literal["token_mean", "sequence_mean", "token_sum", "group_mean"],
-    about("Mean of token losses over tokens, over sequence or group means, or over sampling.max_tokens."),
-]
-RatioReference = Annotated[
-    Literal["sampler", "batch_start", "batch_start_interpolated"],
-    about("Denominator of the importance ratio: rollout policy, batch-start policy, or its approximation."),
-]
+AnyMean = Literal["token_mean", "sequence_mean", "token_sum", "group_mean"]
+Aggregation = Annotated[AnyMean, about("Mean of token losses by token, sequence, sampling.max_tokens or group.")]
+Denominator = Literal["sampler", "batch_start", "batch_start_interpolated"]
+RatioReference = Annotated[Denominator, about("Denominator of the importance ratio; interpolated: an approximation.")]
 ClipLow = Annotated[PositiveFraction, about("Lower end of the clip range: 1 - clip_low (dppo_tv: a probability).")]
 ClipHigh = Annotated[PositiveFloat, about("Upper end of the clip range: 1 + clip_high (dppo_tv: a probability).")]
 MaxRatio = Annotated[NonNegativeFloat, about("Most groups per update, in batches; 0 disables dynamic sampling.")]

@@ -1,8 +1,4 @@
-"""Names of settings in TRL, verl, mlx-lm, mlx-lm-lora and earlier MLX trainers: the table `other_trainers.toml`.
-
-An unknown key or flag is looked up in this table before the nearest name is suggested. The page on coming from other
-trainers shows the same table.
-"""
+"""Names of settings in TRL, verl, mlx-lm, mlx-lm-lora and earlier MLX trainers: the table `other_trainers.toml`."""
 
 from __future__ import annotations
 
@@ -32,16 +28,12 @@ class Counterpart(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     earlier: tuple[str, ...] = ()
     same: tuple[str, ...] = ()
 
-    def used_by(self, name: str) -> list[str]:
-        """The systems that use a name for the setting."""
-        return [label for system, label in SYSTEMS.items() if name in getattr(self, system)]
-
 
 @cache
 def counterparts() -> tuple[Counterpart, ...]:
     """All rows. The table is read only if a name is unknown."""
-    text = Path(__file__).with_suffix(".toml").read_bytes()
-    return msgspec.toml.decode(text, type=dict[str, tuple[Counterpart, ...]])["setting"]
+    table = Path(__file__).with_suffix(".toml").read_bytes()
+    return msgspec.toml.decode(table, type=dict[str, tuple[Counterpart, ...]])["setting"]
 
 
 @cache
@@ -57,14 +49,10 @@ def accepted() -> dict[str, tuple[str, ...]]:
 
 
 def advice(name: str, spelled: Callable[[str], str] = str) -> str | None:
-    """The end of an error message that names the alternative; None if no other trainer uses the name.
-
-    spelled: how a key is written in the message.
-    """
+    """The end of a message that names the alternative; None if no trainer uses the name. spelled: writes a key."""
     name = name.replace("-", "_")
     if (row := by_name().get(name)) is None:
         return None
-    used_by = f"{name} in {', '.join(row.used_by(name))}"
-    if not row.keys:
-        return f"there is no such setting ({used_by}); {row.note}"
-    return f"use {' and '.join(map(spelled, row.keys))} ({used_by})" + (f"; {row.note}" if row.note else "")
+    used_by = f"{name} in {', '.join(label for system, label in SYSTEMS.items() if name in getattr(row, system))}"
+    use = f"use {' and '.join(map(spelled, row.keys))}" if row.keys else "there is no such setting"
+    return f"{use} ({used_by})" + (f"; {row.note}" if row.note else "")

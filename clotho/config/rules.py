@@ -1,8 +1,4 @@
-"""Rules between settings. The range of a single setting is in its struct.
-
-Most rules are rows of two tables. A condition reads the resolved profile by key path. A rule applies only if the chosen
-types have its key.
-"""
+"""Rules between settings: rows of two tables, which apply only if the chosen types have their keys, and functions."""
 
 from __future__ import annotations
 
@@ -19,15 +15,13 @@ from clotho.config.nearest import did_you_mean
 from clotho.config.schema import Profile
 from protocols.sampling import PARAMETERS, in_use, unlearnable
 
-Values = dict[str, Any]
-"""A resolved profile by key path; the arrays `rewards`, `actors` and `environments` are tuples of structs."""
+Values = dict[str, Any]  # a resolved profile by key path; arrays of tables are tuples of structs
 
 
 class Complaint(NamedTuple):
     """An invalid key, and a sentence with the reason and the remedy.
 
-    decided_by: the keys that leave it without effect. If a higher layer set such a key, the invalid key returns to its
-    default and is not refused.
+    decided_by: keys that leave it without effect; if a higher layer set such a key, the invalid key gets its default.
     """
 
     key: str
@@ -45,7 +39,7 @@ class Rule(NamedTuple):
 
 
 RATIO = "learner.objective.ratio_reference"
-ADVANTAGE = "learner.objective.advantage.type"
+ADVANTAGE, FROM_GROUPS = "learner.objective.advantage.type", "environment"
 OVERLONG = "learner.objective.overlong_penalty.type"
 MAX_RATIO = "learner.objective.dynamic_sampling_max_ratio"
 CLIP_RANGE = " ".join(f"learner.objective.{key}" for key in ("clip_low", "clip_high", "dual_clip"))
@@ -64,8 +58,8 @@ def custom_flow(v: Values) -> bool:
 
 # fmt: off
 NO_EFFECT = (
-    Rule("environments", lambda v, _: not v.get("atropos.python"), "no atropos.python is set, which runs them",
-         "atropos.type atropos.python"),
+    Rule("environments", lambda v, _: not v.get("atropos.python"),
+         "no atropos.python is set, which runs them", "atropos.type atropos.python"),
     Rule(f"queues.prompts queues.rollouts {MAX_RATIO} {OVERLONG}", lambda v, _: v["atropos.type"] != "off",
          "groups and their rewards come from environments (atropos)", "atropos.type"),
     Rule("learner.distillation_weight", lambda v, _: v["atropos.type"] == "off",
@@ -91,8 +85,8 @@ NO_EFFECT = (
          'no reward is named "format"', "rewards actors atropos.type"),
     Rule(f"{CLIP_RANGE} {SIGMOID}",
          lambda v, _: v.get(RATIO, "sampler") != "sampler" and one_step(v) and v["learner.objective.type"] != "custom",
-         f'with {RATIO} = "batch_start" and one optimizer step per batch the importance ratio is always 1; see '
-         "learner.update_epochs and learner.num_minibatches", f"{RATIO} learner.update_epochs learner.num_minibatches"),
+         "with one optimizer step per batch (learner.update_epochs, learner.num_minibatches) the importance ratio is 1",
+         f"{RATIO} learner.update_epochs learner.num_minibatches"),
 )
 """Settings that are refused unless they have their default. Ordered: a row precedes rows that depend on its keys."""
 
@@ -103,8 +97,7 @@ CONTRADICTIONS = (
     Rule("policy.method.dropout", lambda v, x: x > 0 and v["policy.grad_checkpoint"],
          "= {} and policy.grad_checkpoint exclude each other: a recomputed block would sample another dropout mask"),
     Rule("learner.objective.importance_correction.type", lambda v, x: x != "none" and v[RATIO] == "sampler",
-         f'= "{{}}" corrects the mismatch with the sampler a second time, because {RATIO} = "sampler" includes it; '
-         f'set {RATIO} = "batch_start"'),
+         f'= "{{}}" corrects the mismatch with the sampler a second time: set {RATIO} = "batch_start"'),
     Rule(RATIO, lambda v, x: x == "batch_start_interpolated" and one_step(v),
          '= "{}" has no effect with one optimizer step per batch: use "batch_start"'),
     Rule("learner.objective.outlier_high learner.objective.dual_clip", lambda v, x: 0 < x <= 1,
@@ -115,8 +108,7 @@ CONTRADICTIONS = (
          "belongs to the built-in learner, which a custom actor replaces"),
     Rule(ADVANTAGE, lambda v, x: x == "environment" and v["atropos.type"] == "off" and not custom_flow(v),
          '= "{}" needs groups with advantages per token: from environments (atropos) or from a custom actor'),
-    Rule(f"{OVERLONG} learner.kl_penalty.type",
-         lambda v, x: x in ("linear", "reward") and v[ADVANTAGE] == "environment",
+    Rule(f"{OVERLONG} learner.kl_penalty.type", lambda v, x: x in ("linear", "reward") and v[ADVANTAGE] == FROM_GROUPS,
          '= "{}" has no effect: learner.objective.advantage = "environment" ignores rewards'),
     Rule("learner.kl_penalty.reference.type", lambda v, x: x == "environment" and v["atropos.type"] == "off",
          '= "{}" needs groups from environments (atropos)'),
@@ -131,8 +123,7 @@ CONTRADICTIONS = (
     Rule("learner.objective.overlong_penalty.buffer", lambda v, x: x >= v["sampling.max_tokens"],
          "= {} must be less than sampling.max_tokens = {v[sampling.max_tokens]}"),
     Rule("learner.schedule.min_learning_rate", lambda v, x: x > v["learner.optimizer.learning_rate"],
-         "= {} must be at most learner.optimizer.learning_rate = {v[learner.optimizer.learning_rate]}",
-         "learner.optimizer.learning_rate learner.optimizer.type"),
+         "= {} exceeds learner.optimizer.learning_rate", "learner.optimizer.learning_rate learner.optimizer.type"),
     Rule("data.answer_key", lambda v, x: x == v["data.prompt_key"], 'and data.prompt_key are both "{}"'),
     Rule("data.heldout_fraction", lambda v, x: x == 0 and not v["data.heldout"] and v["eval.type"] != "off",
          '= 0 means no held-out problems: set data.heldout, or eval = "off"'),
@@ -150,8 +141,7 @@ CONTRADICTIONS = (
     Rule("server.type", lambda v, x: x == "off" and v["atropos.type"] != "off",
          '= "{}" contradicts atropos: environments sample over HTTP'),
     Rule("async", lambda v, x: not x and v["atropos.type"] != "off",
-         "= false and atropos exclude each other: environments run ahead of the learner; learner.max_staleness limits "
-         "how far"),
+         "= false and atropos exclude each other: environments run ahead; learner.max_staleness limits how far"),
 )
 """Settings that are refused in any case."""
 # fmt: on
@@ -227,18 +217,16 @@ def custom_actors(profile: Profile) -> Iterator[Complaint]:
 OPTION_KEYS = {"group_size": "group_size", "inference_weight": "weight", "min_batch_allocation": "min_batch_allocation"}
 """Flags of an environment's script that keys of [[environments]] set."""
 
-API_SERVER = "api-server"
-
 
 def environments(profile: Profile) -> Iterator[Complaint]:
     """Environments have distinct names, and their options do not repeat keys."""
     names = [environment.name.casefold() for environment in profile.environments]
-    yield from _repeated("environments", "name", [API_SERVER, *names])
+    yield from _repeated("environments", "name", ["api-server", *names])
     for environment in profile.environments:
         for option in environment.options:
             if key := OPTION_KEYS.get(option.removeprefix("env.")):
-                text = f"environments: {environment.name!r}: set {key} by its key, not as an option"
-                yield Complaint("environments", text)
+                why = f"environments: {environment.name!r}: set {key} by its key, not as an option"
+                yield Complaint("environments", why)
 
 
 def _repeated(key: str, what: str, values: Iterable[str]) -> Iterator[Complaint]:

@@ -6,25 +6,11 @@ from typing import Annotated
 
 from msgspec import Meta, Struct, field
 
+from clotho.config import sections_run, sections_training
 from clotho.config.bounds import Off, Positive, about
 from clotho.config.sections_data import DataSection, ModelSection, PolicySection, RewardSection, SamplingSection
-from clotho.config.sections_run import (
-    ActorSection,
-    AtroposSection,
-    CheckpointSection,
-    EngineSection,
-    EnvironmentSection,
-    EvalSection,
-    HeldOutEvaluation,
-    HttpServer,
-    MonitorSection,
-    ParityCheck,
-    ParitySection,
-    QueuesSection,
-    RolloutsSection,
-    ServerSection,
-)
-from clotho.config.sections_training import CollapseSection, LearnerSection, ReplaySection, WarnOnCollapse
+
+Asynchronous = Annotated[bool, about("Sample during updates; false is strictly on-policy.")]
 
 
 class Profile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -35,23 +21,21 @@ class Profile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     rewards: Annotated[tuple[RewardSection, ...], Meta(min_length=1)]
     steps: Annotated[Positive, about("Number of batches that the run trains on.")] = 100
     seed: Annotated[int, about("Seed of all random number generators.", ge=0, lt=2**32)] = 0
-    asynchronous: Annotated[bool, about("Sample during updates; false is strictly on-policy.")] = field(
-        name="async", default=True
-    )
+    asynchronous: Asynchronous = field(name="async", default=True)
     run_dir: Annotated[str, about("Directory of the run; {profile} is the name of the profile.")] = "runs/{profile}"
     policy: PolicySection = PolicySection()
     sampling: SamplingSection = SamplingSection()
-    learner: LearnerSection = LearnerSection()
-    replay: ReplaySection = Off()
-    collapse_detection: CollapseSection = WarnOnCollapse()
-    parity: ParitySection = ParityCheck()
-    checkpoint: CheckpointSection = CheckpointSection()
-    eval: EvalSection = HeldOutEvaluation()
-    server: ServerSection = HttpServer()
-    atropos: AtroposSection = Off()
-    environments: tuple[EnvironmentSection, ...] = ()
-    engine: EngineSection = EngineSection()
-    rollouts: RolloutsSection = RolloutsSection()
-    queues: QueuesSection = QueuesSection()
-    monitor: MonitorSection = MonitorSection()
-    actors: tuple[ActorSection, ...] = ()
+    learner: sections_training.LearnerSection = sections_training.LearnerSection()
+    replay: sections_training.ReplaySection = Off()
+    collapse_detection: sections_training.CollapseSection = sections_training.WarnOnCollapse()
+    parity: sections_run.ParitySection = sections_run.ParityCheck()
+    checkpoint: sections_run.CheckpointSection = sections_run.CheckpointSection()
+    eval: sections_run.EvalSection = sections_run.HeldOutEvaluation()
+    server: sections_run.ServerSection = sections_run.HttpServer()
+    atropos: sections_run.AtroposSection = Off()
+    environments: tuple[sections_run.EnvironmentSection, ...] = ()
+    engine: sections_run.EngineSection = sections_run.EngineSection()
+    rollouts: sections_run.RolloutsSection = sections_run.RolloutsSection()
+    queues: sections_run.QueuesSection = sections_run.QueuesSection()
+    monitor: sections_run.MonitorSection = sections_run.MonitorSection()
+    actors: tuple[sections_run.ActorSection, ...] = ()

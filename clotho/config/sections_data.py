@@ -82,9 +82,7 @@ class DataSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     train: Annotated[str, about("File of the problems for training.", min_length=1)]
     heldout: Annotated[str, about("File of the held-out problems; empty: a part of data.train.")] = ""
-    heldout_fraction: Annotated[FractionBelowOne, about("Fraction of data.train that is held out without a file.")] = (
-        0.1
-    )
+    heldout_fraction: Annotated[FractionBelowOne, about("Fraction of data.train that is held out.")] = 0.1
     prompt_key: Annotated[str, about("Column of the prompt.", min_length=1)] = "prompt"
     answer_key: Annotated[str, about("Column of the correct answer.", min_length=1)] = "answer"
     type_key: Annotated[str, about("Column of the problem's type.", min_length=1)] = "type"

@@ -8,6 +8,13 @@ from msgspec import Meta, Struct
 
 from clotho.config.bounds import ModuleName, NonNegative, Off, Positive, PositiveFloat, PositiveFraction, Variant, about
 
+Mode = Literal["replace", "insert", "tap", "add"]
+Restart = Literal["permanent", "transient", "temporary"]
+Display = Literal["auto", "live", "plain", "none"]
+EnvironmentName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,32}$", title="letters, digits, - and _, at most 32")]
+GroupSize = Annotated[int, Meta(ge=2, le=4096)]
+Interpreter = Annotated[str, about("Python interpreter with atroposlib, which runs the [[environments]].")]
+Missing = Literal["recompute", "refuse"]
 KvPolicy = Literal["keep", "recompute", "drain"]
 
 
@@ -83,11 +90,6 @@ class QueuesSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     reports: Annotated[Positive, about("Capacity of the queues of step reports from the learner.")] = 4
 
 
-Mode = Literal["replace", "insert", "tap", "add"]
-Restart = Literal["permanent", "transient", "temporary"]
-Display = Literal["auto", "live", "plain", "none"]
-
-
 class ActorSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """An actor of your own."""
 
@@ -109,9 +111,7 @@ class MonitorSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     display: Annotated[Display, about("Terminal output; auto: live on a terminal, plain lines elsewhere.")] = "auto"
     rollouts: Annotated[bool, about("Write every rollout to rollouts.jsonl.")] = True
-    watchdog_seconds: Annotated[
-        PositiveFloat, about("Time without progress of the compute thread until a warning.")
-    ] = 120.0
+    watchdog_seconds: Annotated[PositiveFloat, about("Time until a stalled compute thread is reported.")] = 120.0
     cache_limit_mb: Annotated[Positive, about("Limit of MLX's cache of freed buffers, in MiB.")] = 512
 
 
@@ -123,16 +123,11 @@ class AtroposSource(Variant, frozen=True, kw_only=True):
     patience_seconds: Annotated[PositiveFloat, about("Time without groups until a warning names environments.")] = 60.0
 
 
-Interpreter = Annotated[str, about("Python interpreter with atroposlib, which runs the [[environments]].")]
-
-
 class EnvironmentSource(AtroposSource, frozen=True, kw_only=True):
     """Groups come from environments."""
 
     python: Interpreter = ""
-    missing_logprobs: Annotated[
-        Literal["recompute", "refuse"], about("Recompute missing log-probabilities, or refuse the group.")
-    ] = "refuse"
+    missing_logprobs: Annotated[Missing, about("Recompute missing log-probabilities, or refuse the group.")] = "refuse"
 
 
 class StartedServer(EnvironmentSource, frozen=True, kw_only=True, tag="start"):
@@ -155,10 +150,6 @@ class MockSource(AtroposSource, frozen=True, kw_only=True, tag="mock"):
 AtroposSection = Annotated[
     Off | StartedServer | RunningServer | MockSource, about("Source of groups: data.train or an API server.")
 ]
-
-
-EnvironmentName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,32}$", title="letters, digits, - and _, at most 32")]
-GroupSize = Annotated[int, Meta(ge=2, le=4096)]
 
 
 class EnvironmentSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

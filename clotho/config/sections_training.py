@@ -22,6 +22,10 @@ from clotho.config.bounds import (
 )
 from clotho.config.objectives import Grpo, Objective
 
+Estimator = Literal["k1", "k2", "k3", "abs"]
+Layout = Literal["auto", "padded", "packed", "shared"]
+Priority = Literal["advantage", "recency"]
+EntropyCoefficient = Annotated[NonNegativeFloat, about("Entropy coefficient at the first update.")]
 Beta1 = Annotated[FractionBelowOne, about("Decay of the moving average of the gradient.")]
 Beta2 = Annotated[FractionBelowOne, about("Decay of the moving average of the squared gradient.")]
 Epsilon = Annotated[PositiveFloat, about("Constant added to the root of the average squared gradient.")]
@@ -136,9 +140,6 @@ class AdaptiveCoefficient(Variant, frozen=True, kw_only=True, tag="adaptive"):
 Control = Annotated[FixedCoefficient | AdaptiveCoefficient, about("Whether the KL coefficient adapts.")]
 
 
-Estimator = Literal["k1", "k2", "k3", "abs"]
-
-
 class KLPenalty(Variant, frozen=True, kw_only=True):
     """A penalty for the divergence from a reference policy."""
 
@@ -158,9 +159,6 @@ class RewardKLPenalty(KLPenalty, frozen=True, kw_only=True, tag="reward"):
     """The KL penalty is subtracted from the reward."""
 
 
-EntropyCoefficient = Annotated[NonNegativeFloat, about("Entropy coefficient at the first update.")]
-
-
 class FixedEntropyBonus(Variant, frozen=True, kw_only=True, tag="fixed"):
     """An entropy bonus whose coefficient is constant or decays."""
 
@@ -178,7 +176,6 @@ class AdaptiveEntropyBonus(Variant, frozen=True, kw_only=True, tag="adaptive"):
 
 AnyKLPenalty = Absent | LossKLPenalty | RewardKLPenalty
 EntropyBonus = Absent | FixedEntropyBonus | AdaptiveEntropyBonus
-Layout = Literal["auto", "padded", "packed", "shared"]
 
 
 class LearnerSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -209,9 +206,6 @@ class LearnerSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 class UniformReplay(Variant, frozen=True, kw_only=True, tag="uniform"):
     """Groups are sampled at random."""
-
-
-Priority = Literal["advantage", "recency"]
 
 
 class ReplayPriority(Variant, frozen=True, kw_only=True):
@@ -258,9 +252,7 @@ class CollapseChecks(Variant, frozen=True, kw_only=True):
     entropy_high: Annotated[AboveOne, about("Highest entropy, relative to its lowest normal value.")] = 4.0
     length_high: Annotated[AboveOne, about("Highest mean completion length, relative to its normal value.")] = 4.0
     truncated_high: Annotated[PositiveFraction, about("Largest rise of the fraction of truncated completions.")] = 0.3
-    empty_format_high: Annotated[
-        PositiveFraction, about("Largest rise of the fraction of completions with only a format reward.")
-    ] = 0.35
+    empty_format_high: Annotated[PositiveFraction, about("Largest rise of the share with only a format reward.")] = 0.35
 
 
 class WarnOnCollapse(CollapseChecks, frozen=True, kw_only=True, tag="warn"):
@@ -279,6 +271,5 @@ class RollBackOnCollapse(CollapseChecks, frozen=True, kw_only=True, tag="rollbac
 
 
 CollapseSection = Annotated[
-    Off | WarnOnCollapse | StopOnCollapse | RollBackOnCollapse,
-    about("Response to signs of a collapsing policy or of reward hacking."),
+    Off | WarnOnCollapse | StopOnCollapse | RollBackOnCollapse, about("Response to a collapse or to reward hacking.")
 ]
