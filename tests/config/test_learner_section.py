@@ -72,7 +72,7 @@ EFFECTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "update_epochs": (2, {}),
     "num_minibatches": (2, {}),
 }
-SAME_BY_LAW = {"micro_batch_tokens", "layout"}
+SAME_BY_LAW = {"micro_batch_tokens", "max_turn_ms", "layout"}
 """They decide how an update is computed, never what it is: their tests compare results."""
 
 IN_THE_ACTORS = {
