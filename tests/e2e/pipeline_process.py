@@ -134,6 +134,12 @@ def run(run_dir: Path, *flags: str, environment: dict[str, str] | None = None) -
         return running.finish()
 
 
+def resume_flag(run_dir: Path) -> tuple[str, ...]:
+    """Return `--resume` if the directory holds a run; a start that was cut off early leaves an empty directory."""
+    holds_run = run_dir.is_dir() and any(not entry.name.startswith(".") for entry in run_dir.iterdir())
+    return ("--resume",) if holds_run else ()
+
+
 def lines(path: Path) -> list[dict[str, Any]]:
     """Return all records of a JSON Lines file."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]

@@ -116,17 +116,21 @@ def test_hostile_profiles_are_shown_as_one_visible_line(
 
 
 @pytest.mark.parametrize(
-    "record",
-    [{f"key{i}": 0 for i in range(100_000)}, {"k" * 5_000_000: 0}, {HOSTILE: 0}],
+    ("record", "part"),
+    [
+        ({f"key{i}": 0 for i in range(100_000)}, "mine.jsonl:1: has 100000 keys"),
+        ({"k" * 5_000_000: 0}, "data.prompt_key"),
+        ({HOSTILE: 0}, "data.prompt_key"),
+    ],
     ids=["many keys", "long key", "hostile key"],
 )
 def test_hostile_records_of_a_dataset_are_shown_as_one_visible_line(
-    tmp_path: Path, error_line: Complaint, record: dict[str, int]
+    tmp_path: Path, error_line: Complaint, record: dict[str, int], part: str
 ) -> None:
     """A record without the prompt is described by its keys, which can be long or many."""
     dataset = tmp_path / "mine.jsonl"
     dataset.write_text(json.dumps(record))
-    assert "data.prompt_key" in error_line("--dataset", str(dataset))
+    assert part in error_line("--dataset", str(dataset))
 
 
 def test_an_unimportable_actor_or_reward_is_named(tmp_path: Path, error_line: Complaint) -> None:

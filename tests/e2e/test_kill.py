@@ -13,7 +13,7 @@ import pytest
 
 from clotho.storage.atomic_files import UNFINISHED
 from clotho.storage.checkpoints import latest_checkpoint, read_state
-from tests.e2e.pipeline_process import BATCH, Run, RunResult, assert_recorded, lines, run
+from tests.e2e.pipeline_process import BATCH, Run, RunResult, assert_recorded, lines, resume_flag, run
 
 TELLING = """
 extends = "local-m3"
@@ -42,13 +42,12 @@ def killed_and_resumed(
     """
     profile = run_dir.parent / "telling.toml"
     profile.write_text(TELLING)
-    lives = ("--profile", str(profile), *flags, "--resume")
-    run_dir.mkdir()
+    lives = ("--profile", str(profile), *flags)
     moments = random.Random(kills)
     during_checkpoints, resumed = 0, []
     for _ in range(kills):
         before = unfinished(run_dir)
-        with Run(run_dir, *lives) as running:
+        with Run(run_dir, *lives, *resume_flag(run_dir)) as running:
             steps = moments.choice([None, None, 0, 1, 2])
             if steps is None and moments.random() < 0.5:
                 assert running.kill(after_seconds=moments.uniform(0.0, STARTING_SECONDS))
@@ -66,7 +65,7 @@ def killed_and_resumed(
         resumed.append(read_state(found.path).step if found.path else 0)
     record_property("kills_during_checkpoints", during_checkpoints)
     record_property("resumed_from_steps", resumed)
-    return run(run_dir, *lives)
+    return run(run_dir, *lives, *resume_flag(run_dir))
 
 
 def has_new_checkpoint(run_dir: Path, before: set[str]) -> bool:

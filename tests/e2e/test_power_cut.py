@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from clotho.storage.checkpoints import latest_checkpoint, read_state
-from tests.e2e.pipeline_process import RunResult, run
+from tests.e2e.pipeline_process import RunResult, resume_flag, run
 from tests.e2e.test_kill import adapter_settings, check_result
 from tests.storage.power_cut.simulated_disk import (
     Change,
@@ -44,16 +44,12 @@ class PowerCuts:
         journal = self._tmp_path / "journal"
         journal.unlink(missing_ok=True)
         environment = recording(self._library, directory, journal)
-        result = run(directory / "run", *self._flags, *self.resume_flag(directory), environment=environment)
+        result = run(directory / "run", *self._flags, *resume_flag(directory / "run"), environment=environment)
         return result, read_journal(journal)
 
     def resume(self, directory: Path) -> RunResult:
         """Resume the run, or start it if nothing of it had reached the disk."""
-        return run(directory / "run", *self._flags, *self.resume_flag(directory))
-
-    def resume_flag(self, directory: Path) -> tuple[str, ...]:
-        """Return `--resume` if there is a run directory."""
-        return ("--resume",) if (directory / "run").exists() else ()
+        return run(directory / "run", *self._flags, *resume_flag(directory / "run"))
 
     def cut(self, disk: SimulatedDisk, changes: Iterable[Change], target: Path, *, seed: int) -> None:
         """Write what a power cut after these changes leaves, and check that it has the reported checkpoints."""

@@ -46,7 +46,7 @@ def test_metrics_and_evaluations_cover_all_steps(finished: CompletedRun) -> None
 def test_a_run_leaves_profile_log_checkpoints_and_adapter(finished: CompletedRun) -> None:
     """No other files and no partial files."""
     run_dir = finished.run_dir
-    entries = {entry.name for entry in run_dir.iterdir()} - {".lock", ".run_id"}
+    entries = {entry.name for entry in run_dir.iterdir()} - {".lock", ".run_id", ".newest_checkpoint"}
     assert entries == {
         "profile.toml",
         "metrics.jsonl",

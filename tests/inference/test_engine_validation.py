@@ -135,7 +135,7 @@ def test_extreme_but_valid_parameters_are_accepted() -> None:
         temperature=100.0, top_k=10**9, repetition_penalty=10.0, logit_bias=((7, 100.0),), max_tokens=3, top_logprobs=20
     )
     answer = submit_request(engine, (1, 2), wild, (2**64 - 1,))
-    cold = submit_request(engine, (1, 2), Sampling(temperature=1e-6, max_tokens=3, ignore_eos=True))
+    cold = submit_request(engine, (1, 2), Sampling(temperature=1e-5, max_tokens=3, ignore_eos=True))
     run(engine)
     assert not answer.failures
     assert not cold.failures
