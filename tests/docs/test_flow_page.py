@@ -9,11 +9,7 @@ import pytest
 
 from tests.docs.trace_modules import PATHS, listed, traced
 
-<<<<<<< HEAD
-MAX_MODULES = {"training": 66, "request": 25, "flag": 8}
-=======
-MAX_MODULES = {"training": 65, "request": 28, "flag": 8}
->>>>>>> a8a53f1 (End-to-end tests follow the refusal to resume an empty directory, and the place of tracebacks)
+MAX_MODULES = {"training": 66, "request": 28, "flag": 8}
 ROOT = Path(__file__).parents[2]
 
 
