@@ -154,7 +154,8 @@ def help_text(topic: str = "", width: int = WIDTH) -> str:
 
 
 def _section_help(section: Section, width: int) -> str:
-    name = f"[[{section.name}]]" if section.repeated else f"[{section.name}]" if section.name else "top of the file"
+    name = f"[{section.name}]" if section.name else "top of the file"
+    name = f"[{name}] or --{section.name} '[{{...}}, ...]' in TOML or JSON" if section.repeated else name
     lines = [fill(f"{name}  {section.title}".strip(), width, subsequent_indent="  ")]
     for kind, text in section.types.items():
         lines.append(fill(f"{kind}: {text}", width, initial_indent="  ", subsequent_indent=INDENT))

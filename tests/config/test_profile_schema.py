@@ -94,6 +94,11 @@ def test_the_help_of_a_section_is_complete() -> None:
     assert "--sampling" not in help_text("learner")
 
 
+def test_the_help_of_an_array_of_tables_shows_its_flag() -> None:
+    """The flag takes all tables at once."""
+    assert "--rewards '[{...}, ...]'" in help_text("rewards")
+
+
 def test_help_for_one_key_is_its_row() -> None:
     """`--help steps` and `--help sampling.top-k`."""
     assert help_text("steps").startswith("  --steps  an integer >= 1  (100)")
