@@ -144,7 +144,7 @@ def read_toml(path: Path, label: str) -> dict[str, Any]:
 
 
 def flatten(table: dict[str, Any], label: str, prefix: str = "") -> dict[str, Any]:
-    """The settings of a table by key path. Raises ProfileError, with a keys.suggestion, for an unknown key or section.
+    """The settings of a table by key path. Raises ProfileError, with a suggestion, for an unknown key or section.
 
     `optimizer = "muon"` is short for `optimizer = { type = "muon" }`, and `objective = "module:function"` for the type
     `custom` with that function.
