@@ -132,3 +132,10 @@ def test_an_environment_without_a_script_is_named() -> None:
     """By its number."""
     with pytest.raises(ProfileError, match=r"^command line: environments\[0\].script is missing$"):
         load_profile("atropos-local", {"environments": [{"name": "mine"}]})
+
+
+@pytest.mark.parametrize("script", ["x" * 5000, "a/" * 2500 + "e.py", "a\0b", "~nobody-here/e.py"])
+def test_a_script_that_cannot_be_a_path_is_refused_with_its_key(script: str) -> None:
+    """Long names, long paths, NUL and unknown users."""
+    with pytest.raises(ProfileError, match=r"^command line: environments\[0\]\.script cannot be a path"):
+        load_profile("atropos-local", {"environments": [MINE | {"script": script}]})
