@@ -9,10 +9,10 @@ import anyio
 from clotho.runtime.latest import Latest, wait_until
 from clotho.runtime.sampling_client import GenerationError, Sampler
 from protocols.errors import RequestError
-from protocols.prompt import Prompt, completion_seeds
+from protocols.prompt import Prompt
 from protocols.queues import EndOfStream, Inbox, Outbox
 from protocols.rollout import Discarded, RolloutGroup
-from protocols.sampling import Completion, SampleRequest, Sampling
+from protocols.sampling import Completion, SampleRequest, Sampling, completion_seeds
 from protocols.step import WeightsReady
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from hashlib import blake2b
-
 from msgspec import Struct
+
+from protocols.sampling import derive
 
 
 class Problem(Struct, frozen=True, kw_only=True):
@@ -31,17 +31,6 @@ class Prompt(Struct, frozen=True, kw_only=True, tag=True):
     source: str = ""
 
 
-def derive(seed: int, *path: int | str) -> int:
-    """A 64-bit seed derived from `seed` and `path`: the first 8 bytes of BLAKE2b over `seed/path[0]/path[1]/...`."""
-    text = "/".join(str(part) for part in (seed, *path))
-    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
-
-
 def group_seed(run_seed: int, group_id: int) -> int:
     """The seed of one group."""
     return derive(run_seed, "group", group_id)
-
-
-def completion_seeds(seed: int, count: int) -> tuple[int, ...]:
-    """One seed per completion of a group."""
-    return tuple(derive(seed, "completion", index) for index in range(count))

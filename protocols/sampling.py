@@ -7,6 +7,7 @@ The annotations of `Sampling` are the table: type, range, default, neutral value
 
 from __future__ import annotations
 
+from hashlib import blake2b
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 from msgspec import Meta, Struct
@@ -392,3 +393,14 @@ class PromptLogprobs(Struct, frozen=True, kw_only=True):
         """Raise ValueError if the fields differ in length."""
         if len(self.logprobs) != len(self.top_logprobs):
             raise ValueError(f"{len(self.logprobs)} logprobs of a prompt have {len(self.top_logprobs)} top_logprobs")
+
+
+def derive(seed: int, *path: int | str) -> int:
+    """A 64-bit seed derived from `seed` and `path`: the first 8 bytes of BLAKE2b over `seed/path[0]/path[1]/...`."""
+    text = "/".join(str(part) for part in (seed, *path))
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def completion_seeds(seed: int, count: int) -> tuple[int, ...]:
+    """One seed per completion of a group."""
+    return tuple(derive(seed, "completion", index) for index in range(count))

@@ -19,7 +19,7 @@ from clotho.config.sections_run import AtroposSource
 from clotho.config.sections_training import AverageReference, BaseReference, RollBackOnCollapse, SnapshotReference
 from clotho.cpu.interface import spare_columns
 from clotho.inference.cache_layout import AttentionLeaf, CacheLayout, StateLeaf
-from clotho.inference.prefix_cache import MAX_ENTRIES
+from clotho.inference.prefill import MAX_ENTRIES
 from clotho.memory.activations import (
     FLOAT32,
     activation_bytes,

@@ -17,11 +17,10 @@ import jinja2
 import msgspec
 from msgspec import Meta, Struct, structs
 
+from clotho.serving.bodies import json_object
 from clotho.serving.errors import ApiError, invalid_field
-from clotho.serving.json_body import json_object
 from clotho.serving.services import ServerContext
 from protocols.errors import visible
-from protocols.prompt import completion_seeds
 from protocols.sampling import (
     MAX_LOGIT_BIAS,
     MAX_STOP_TOKENS,
@@ -33,6 +32,7 @@ from protocols.sampling import (
     TopLogprobs,
     below_least_positive,
     can_record_support,
+    completion_seeds,
 )
 
 Prompt = tuple[int, ...]

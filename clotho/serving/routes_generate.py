@@ -12,8 +12,8 @@ from typing import Any
 
 from msgspec import UNSET, Struct, UnsetType, structs
 
+from clotho.serving.bodies import json_object
 from clotho.serving.errors import invalid_field
-from clotho.serving.json_body import json_object
 from clotho.serving.native import GenerationResult, NativeFields, NativeRequest, ServedBy, decode_known, served_by
 from clotho.serving.openai_requests import (
     Limit,

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from clotho.serving.json_body import json_object
+from clotho.serving.bodies import json_object
 from clotho.serving.native import GenerationResult, NativeFields, NativeRequest, ServedBy, decode_known, served_by
 from clotho.serving.openai_requests import build_request, check_choices, check_model, tokenize
 from clotho.serving.openai_responses import LOWEST, finish_reason

@@ -18,7 +18,8 @@ from msgspec import Struct
 
 from clotho.config.nearest import nearest
 from protocols.errors import DatasetError, visible
-from protocols.prompt import Problem, derive
+from protocols.prompt import Problem
+from protocols.sampling import derive
 
 MAX_BYTES = 4 * 2**30
 MAX_LINE_BYTES = 32 * 2**20

@@ -13,10 +13,10 @@ from clotho.runtime.latest import Latest
 from clotho.runtime.queues import Queue
 from clotho.runtime.sampling_client import Engine, Sampler, Submit
 from protocols.errors import ExecutorStoppedError, RequestError
-from protocols.prompt import Prompt, completion_seeds
+from protocols.prompt import Prompt
 from protocols.queues import EndOfStream, Inbox, Outbox, QueueClosed
 from protocols.rollout import Discarded, RolloutGroup
-from protocols.sampling import SampleEvent, SampleRequest, Sampling
+from protocols.sampling import SampleEvent, SampleRequest, Sampling, completion_seeds
 from protocols.step import WeightsReady
 from tests.actors.actor_helpers import filled_queue, prompt, receive_all, run_and_receive
 from tests.fakes import FakeEngine, fake_token

@@ -48,8 +48,8 @@ class ModuleTrace:
     """Records the modules whose functions execute while it is active, in all threads.
 
     begin, end: the functions whose call starts and whose return stops the trace. constructed: after the end, also
-    record the modules on the call stack of this function. actors: on the event loop, record only tasks of these actors.
-    carrying: record only functions with an argument that contains the traced flag or its value.
+    record the modules on the call stack of this function. actors: record only tasks of these actors, and their calls in
+    other threads. carrying: record only functions with an argument that contains the traced flag or its value.
     """
 
     def __init__(
@@ -92,8 +92,11 @@ class ModuleTrace:
     def _on_path(self, frame: FrameType) -> bool:
         if self._carrying:
             return any(_contains_flag(argument) for argument in list(frame.f_locals.values()))
-        if not self._actors or threading.current_thread() is not threading.main_thread():
+        if not self._actors:
             return True
+        if threading.current_thread() is not threading.main_thread():
+            called = [module for module in _stack(frame) if module.startswith("actors/")]
+            return all(module in {f"actors/{actor}.py" for actor in self._actors} for module in called)
         try:
             task = asyncio.current_task()
         except RuntimeError:

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from clotho.inference.cache_layout import CacheLayout
-from clotho.inference.prefix_cache import PrefixCache, common_prefix
+from clotho.inference.prefill import PrefixCache, common_prefix
 from protocols.sampling import Sampling
 from tests.inference.engine_helpers import SAMPLED, complete_alone, make_engine, make_prompt, run, submit_request
 from tests.small_models import tiny_source

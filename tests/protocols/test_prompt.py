@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from protocols.prompt import completion_seeds, derive, group_seed
+from protocols.prompt import group_seed
+from protocols.sampling import completion_seeds, derive
 
 
 def test_equal_paths_give_equal_seeds_and_different_paths_do_not() -> None:
