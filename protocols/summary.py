@@ -118,7 +118,7 @@ class MachineDescription(Struct, frozen=True, kw_only=True):
 class MemoryEstimate(Struct, frozen=True, kw_only=True):
     """Estimated peak bytes of arrays, with full caches.
 
-    base: frozen weights. trained: the adapter, and weights that are trained in full.
+    base: frozen weights. trained: the adapter, with its copy in a 16-bit compute type, and weights trained in full.
     optimizer: optimizer state, including float32 copies of narrower weights.
     reference: weights of the reference policy for the KL penalty. rollback: the two older versions for rollbacks.
     midway: weights and optimizer state between the optimizer steps of one update.

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 from mlx_lm.models import qwen3
@@ -62,6 +63,15 @@ def random_model(shape: Shape, *, seed: int = 0) -> Any:
     """The model in float32, evaluated."""
     mx.random.seed(seed)
     model: Any = qwen3.Model(qwen3.ModelArgs(**configuration(shape)))
+    mx.eval(model.parameters())
+    return model
+
+
+def quantized_model(shape: Shape, *, seed: int = 0) -> Any:
+    """The model with 4-bit weights in groups of 64 and bfloat16 elsewhere, evaluated."""
+    model = random_model(shape, seed=seed)
+    model.set_dtype(mx.bfloat16)
+    nn.quantize(model, group_size=64, bits=4)
     mx.eval(model.parameters())
     return model
 

@@ -5,8 +5,8 @@ if layers share it); the output of every linear layer; a second copy of outputs 
 rotation, because that operation keeps its own result; and a row of attention probabilities per head. For a gated MLP of
 width I, a residual stream of width D, queries of width Q, and keys and values of width K each, that is
 4 D + 5 I + 3 Q + 4 K + heads * sequence numbers. On the CPU backend, whose gradients are in closed form (`clotho.cpu`),
-it is 4 D + 3 I + 3 Q + 3 K + heads * sequence in float32. Adapters are float32: with a 16-bit base, each adapted layer
-also keeps a float32 copy of its input. DoRA keeps the outputs of its layers once more and computes with whole weights.
+it is 4 D + 3 I + 3 Q + 3 K + heads * sequence in float32. With a 16-bit base, each layer with DoRA also keeps a float32
+copy of its input. DoRA keeps the outputs of its layers once more and computes with whole weights.
 
 The formula was measured on transformers on the CPU. It is less accurate, in both directions, for blocks that are mostly
 not linear layers (state-space models, convolutions), for mixtures of experts, whose sorted copies of tokens are not
@@ -70,18 +70,18 @@ def kept_per_token(block: nn.Module, *, full: bool, itemsize: int, experts: int)
         if not isinstance(module, LINEAR):
             continue
         outer = name.rpartition(".")[0]
-        adapted = "lora_a" in modules[outer]
+        adapted, dora = "lora_a" in modules[outer], "m" in modules[outer]
         parent, _, last = (outer if adapted else name).rpartition(".")
         copies = experts if isinstance(module, (SwitchLinear, QuantizedSwitchLinear)) else 1
         width_in, width_out = _widths(module)
         returns = last in TO_RESIDUAL
         once = returns or (last in KEPT_ONCE and itemsize == FLOAT32 and computes_on_host())
         kept += copies * width_out * itemsize * (1 if once else 2)
-        if adapted and itemsize < FLOAT32:
+        if dora and itemsize < FLOAT32:
             kept += copies * width_in * FLOAT32
         elif adapted or full:
             inputs[parent, width_in, returns] = copies * width_in * itemsize
-        if adapted and "m" in modules[outer]:
+        if dora:
             kept += copies * width_out * itemsize
     return kept + sum(inputs.values())
 

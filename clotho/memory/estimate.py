@@ -30,6 +30,7 @@ from clotho.memory.activations import (
     logits_bytes,
 )
 from clotho.memory.micro_batch import MicroBatchShape, largest_micro_batch, most_groups
+from clotho.models.folded_lora import converted_bytes
 from clotho.models.loading import (
     DTYPES,
     HIDDEN_KEYS,
@@ -143,7 +144,7 @@ def estimate_memory(model: ModelSection, profile: Profile, *, prompt_tokens: int
     logits = logits_bytes(micro, vocabulary)
     estimate = MemoryEstimate(
         base=weights - learning.in_full,
-        trained=learning.trained,
+        trained=learning.trained + converted_bytes(base, _itemsize(base, config)),
         optimizer=learning.optimizer,
         reference=learning.reference,
         rollback=learning.rollback,

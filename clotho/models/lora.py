@@ -225,7 +225,9 @@ def _replaced_modules(model: nn.Module, before: dict[str, nn.Module]) -> tuple[A
     return tuple(found)
 
 
-class _Call(NamedTuple):
+class Call(NamedTuple):
+    """A call of a module: its first argument and its result."""
+
     module: nn.Module
     given: Any
     result: Any
@@ -245,7 +247,7 @@ def token_weights(model: nn.Module, *, embeddings: bool, head: bool) -> dict[str
         if isinstance(module, (nn.Embedding, nn.Linear)) and id(module) not in inside
     }
     tokens_1_2 = mx.zeros((1, 2), dtype=mx.int32)
-    with _watched(candidates.values()) as calls:
+    with watched_calls(candidates.values()) as calls:
         logits_1_2_V = model(tokens_1_2)
     looked_up = [call.module for call in calls if isinstance(call.module, nn.Embedding) and call.given is tokens_1_2]
     ends = [call.module for call in calls if isinstance(call.module, nn.Linear) and _ends_in(call, logits_1_2_V)]
@@ -260,14 +262,14 @@ def token_weights(model: nn.Module, *, embeddings: bool, head: bool) -> dict[str
     return {name: module for name, module in candidates.items() if any(module is one for one in wanted)}
 
 
-def _ends_in(call: _Call, logits_1_2_V: mx.array) -> bool:
+def _ends_in(call: Call, logits_1_2_V: mx.array) -> bool:
     return isinstance(call.result, mx.array) and call.result.shape[-1] == logits_1_2_V.shape[-1]
 
 
 @contextmanager
-def _watched(modules: Iterable[nn.Module]) -> Iterator[list[_Call]]:
+def watched_calls(modules: Iterable[nn.Module]) -> Iterator[list[Call]]:
     """Record every call of `modules` inside the context, by changing their class."""
-    calls: list[_Call] = []
+    calls: list[Call] = []
     plain = [(module, type(module)) for module in modules]
     try:
         for module, cls in plain:
@@ -278,10 +280,10 @@ def _watched(modules: Iterable[nn.Module]) -> Iterator[list[_Call]]:
             module.__class__ = cls
 
 
-def _watching(cls: type[Any], calls: list[_Call]) -> type[Any]:
+def _watching(cls: type[Any], calls: list[Call]) -> type[Any]:
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         result = cls.__call__(module, *args, **kwargs)
-        calls.append(_Call(module, args[0] if args else None, result))
+        calls.append(Call(module, args[0] if args else None, result))
         return result
 
     return type(cls.__name__, (cls,), {"__call__": call})

@@ -112,6 +112,10 @@ class ParameterSlots:
         """Return the arrays that the model computes with."""
         return [container[key] for container, key in self._slots]
 
+    def named(self, leaves: list[mx.array]) -> Arrays:
+        """Return the arrays by parameter name."""
+        return dict(zip(self.names, leaves, strict=True))
+
     def assign(self, leaves: list[mx.array]) -> None:
         """Let the model compute with these arrays, which `leaves` must have checked."""
         for (container, key), array in zip(self._slots, leaves, strict=True):

@@ -17,6 +17,7 @@ from msgspec.structs import replace
 
 from clotho.config.sections_data import FullMethod, ModelSection, PolicySection
 from clotho.cpu.layers import install_cpu_layers
+from clotho.models.folded_lora import FoldedAdapter
 from clotho.models.gradient_checkpoint import checkpointed_blocks
 from clotho.models.loading import context_length, describe_model, load_base
 from clotho.models.lora import AdaptedModule, fused_weights, install_adapter, open_all_weights
@@ -125,6 +126,8 @@ class Policy:
         if not self._served:
             raise ModelError("this model has no trainable parameters")
         mx.eval(self._served)
+        self._folded = FoldedAdapter(model)
+        self._serve_folded(self._served)
         self._overrides: list[list[mx.array]] = []
         beside = set(adapter_config.trained_weights)
         self._in_full = [i for i, name in enumerate(self._slots.names) if not adapted or name in beside]
@@ -145,6 +148,7 @@ class Policy:
         """
         started = time.perf_counter()
         leaves = self._slots.leaves(parameters)
+        self._serve_folded(leaves)
         if not self._overrides:
             self._slots.assign(leaves)
         self._served = leaves
@@ -210,6 +214,10 @@ class Policy:
             weights |= fused_weights(self._adapted)
             mx.eval(weights)
         return nested(weights), AdapterConfig(fine_tune_type="full", num_layers=-1, model=self.adapter_config.model)
+
+    def _serve_folded(self, leaves: list[mx.array]) -> None:
+        if self._folded.groups:
+            self._folded.serve(self._slots.named(leaves))
 
     @contextmanager
     def _computing(self, leaves: list[mx.array]) -> Iterator[None]:

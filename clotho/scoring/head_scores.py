@@ -7,6 +7,7 @@ from typing import cast
 
 import mlx.core as mx
 
+from clotho.cpu import computes_on_host
 from clotho.models.head import SplitModel
 from clotho.models.stages import mark
 from clotho.scoring.token_scores import (
@@ -21,18 +22,19 @@ from clotho.scoring.token_scores import (
 
 __all__ = ["HeadScores", "SampledTokens", "SamplingDistribution", "TokenScores", "rows_at_once", "token_scores"]
 
-MAX_LOGITS = 2**20
-"""Maximum number of logits (rows x vocabulary) of a chunk."""
+MAX_LOGITS = {"host": 2**20, "gpu": 2**24}
+"""Maximum number of logits (rows x vocabulary) of a chunk: on the host a chunk should stay in the cache."""
 
-MIN_ROWS = 32
-"""Minimum number of rows of a chunk: each chunk reads all weights of the head."""
+MIN_ROWS = {"host": 32, "gpu": 128}
+"""Minimum number of rows of a chunk: each chunk reads all weights of the head, and a GPU needs many rows to be busy."""
 
 Weights = dict[str, mx.array]
 
 
 def rows_at_once(vocab_size: int) -> int:
     """Return the number of rows of a chunk."""
-    return max(MIN_ROWS, MAX_LOGITS // vocab_size)
+    where = "host" if computes_on_host() else "gpu"
+    return max(MIN_ROWS[where], MAX_LOGITS[where] // vocab_size)
 
 
 class HeadScores:

@@ -16,6 +16,7 @@ from clotho.config.sections_run import EngineSection
 from clotho.config.sections_training import BufferedReplay, RollBackOnCollapse
 from clotho.inference import DecodeEngine
 from clotho.memory.estimate import estimate_memory
+from clotho.models.folded_lora import converted_bytes
 from clotho.models.policy import Policy, load_policy
 from clotho.training.update import PolicyLearner
 from protocols.errors import ModelError
@@ -129,12 +130,17 @@ def test_nothing_is_read_to_make_an_estimate(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dequantize", [False, True])
 def test_weights_count_as_they_will_be_after_loading(tmp_path: Path, dequantize: bool) -> None:
-    """Base and trained weights, after dequantising and casting, are exactly the bytes that the loaded policy holds."""
+    """Base and trained weights, after dequantising and casting, are exactly the bytes that the loaded policy holds.
+
+    The adapter counts twice: in float32, and in the compute type of the decode engine.
+    """
     profile = profile_of(save(tmp_path, bits=4, dtype=mx.bfloat16), policy_settings(rank=4))
     section = ModelSection(path=str(tmp_path), dtype="float16", dequantize=dequantize)
     estimate = estimate_memory(section, profile)
     policy = load_policy(section, profile.policy, seed=0, keep_reference=False)
-    assert estimate.base + estimate.trained == policy.description.bytes
+    converted = converted_bytes(policy.model, mx.float16.size)
+    assert converted > 0
+    assert estimate.base + estimate.trained == policy.description.bytes + converted
 
 
 def test_a_reference_is_counted_only_where_one_is_kept(tmp_path: Path) -> None:

@@ -1,0 +1,154 @@
+"""Number of operations in the graph of a decode step or of a micro-batch, as Metal would run them.
+
+The number of operations bounds the speed of small models on a GPU: each operation costs the host time to encode, and
+each kernel costs the device time to start. The counts depend on the depth of a model and not on its widths, and they
+are the same on every machine.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, cast
+from unittest.mock import patch
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+
+from clotho.config.sections_run import EngineSection
+from clotho.inference import DecodeEngine
+from clotho.models.parameters import Parameters, flat, nested
+from clotho.models.policy import Policy
+from clotho.scoring.layouts.micro_batches import build_micro_batches
+from clotho.scoring.sequences import scored_only
+from clotho.scoring.teacher_forcing import TeacherForcing
+from clotho.scoring.token_scores import SamplingDistribution
+from protocols.sampling import SampleRequest, Sampling
+
+VIEWS = frozenset(
+    {
+        "AsStrided",
+        "Broadcast",
+        "BroadcastAxes",
+        "Checkpoint",
+        "CustomTransforms",
+        "ExpandDims",
+        "Flatten",
+        "NumberOfElements",
+        "Reshape",
+        "Slice",
+        "Split",
+        "Squeeze",
+        "StopGradient",
+        "Transpose",
+        "Unflatten",
+        "View",
+    }
+)
+"""Operations without a kernel: views of their inputs, and nodes that only change the order or the gradient."""
+
+OPERATION = re.compile(r'^\{ \d+ \[label ="([^"]*)", shape=rectangle\]; \}$', re.MULTILINE)
+
+
+class GraphCounts(NamedTuple):
+    """Number of operations of a graph, and number of operations with a kernel of their own."""
+
+    nodes: int
+    kernels: int
+
+
+def operations(arrays: Sequence[mx.array]) -> Counter[str]:
+    """Return the operations that must run before `arrays` are known, by name. The arrays are not evaluated."""
+    graph = io.StringIO()
+    mx.export_to_dot(graph, *arrays)
+    return Counter(OPERATION.findall(graph.getvalue()))
+
+
+def count(arrays: Sequence[mx.array]) -> GraphCounts:
+    """Count the operations that must run before `arrays` are known. The arrays are not evaluated."""
+    found = operations(arrays)
+    found.pop("Depends", None)
+    return GraphCounts(found.total(), sum(number for name, number in found.items() if name not in VIEWS))
+
+
+@contextmanager
+def fused_operations() -> Iterator[None]:
+    """Let norms, rotations, attention and dequantization be one operation each inside the context, as on Metal.
+
+    The CPU backend builds them from many operations. Arrays of the context have the right shapes and types, and
+    meaningless values. Attention over several queries stays unfused, as in a gradient on Metal.
+    """
+    usual: Any = mx.fast.scaled_dot_product_attention
+
+    def attention(queries: mx.array, keys: mx.array, values: mx.array, **options: Any) -> mx.array:
+        if queries.shape[-2] > 1:
+            return cast(mx.array, usual(queries, keys, values, **options))
+        mask = options.get("mask")
+        return _one_operation(queries, keys, values, *([mask] if isinstance(mask, mx.array) else []))
+
+    def dequantized(w: mx.array, /, scales: mx.array, biases: mx.array | None = None, **options: Any) -> mx.array:
+        result = mx.zeros((*scales.shape[:-1], scales.shape[-1] * options["group_size"]), scales.dtype)
+        mx.eval(result)
+        return _one_operation(result, w, scales, *([] if biases is None else [biases]))
+
+    with (
+        patch.multiple(mx.fast, rms_norm=_one_operation, rope=_one_operation, scaled_dot_product_attention=attention),
+        patch.object(mx, "dequantize", dequantized),
+    ):
+        yield
+
+
+def _one_operation(x: mx.array, *inputs: Any, **_: Any) -> mx.array:
+    """Return an array like `x` by one operation, whose gradient is one more, and which waits for all inputs."""
+    arrays = [array for array in inputs if isinstance(array, mx.array)]
+    return mx.depends([mx.sin(x)], arrays)[0] if arrays else mx.sin(x)
+
+
+def decode_step(policy: Policy, *, rows: int, prompt: int = 16) -> GraphCounts:
+    """Count the operations of one decode step with sampling, for `rows` rows of equal length.
+
+    The policy must decode on the device path. The policy may not be used afterwards: its engine holds meaningless
+    values.
+    """
+    engine = DecodeEngine(policy, EngineSection(max_num_seqs=rows))
+    sampling = Sampling(max_tokens=policy.context_length - prompt, ignore_eos=True)
+    request = SampleRequest(prompt=tuple(range(prompt)), sampling=sampling, seeds=tuple(range(rows)))
+    engine.submit(request, lambda _: None)
+    while engine.running < rows:
+        engine.tick()
+    engine.tick()
+    started: list[GraphCounts] = []
+    usual: Any = mx.async_eval
+
+    def counted(*trees: Any) -> None:
+        leaves: Any = tree_flatten(list(trees))
+        started.append(count([leaf for _, leaf in leaves if isinstance(leaf, mx.array)]))
+        usual(*trees)
+
+    with fused_operations(), patch.object(mx, "async_eval", counted):
+        engine.tick()
+    (step,) = started
+    return step
+
+
+def micro_batch(policy: Policy, *, sequences: int, prompt: int, completion: int) -> GraphCounts:
+    """Count the operations of the gradient of one group's log-probabilities; nothing is evaluated.
+
+    The prompt goes through the blocks once (layout "shared"). The operations of an objective, which do not depend on
+    the model, are not counted.
+    """
+    group = [scored_only(tuple(range(prompt)), tuple(range(completion))) for _ in range(sequences)]
+    (micro,) = build_micro_batches(group, layout="shared", budget=sequences * (prompt + completion))
+    forcing = TeacherForcing(policy.model, policy.vocab_size, layout="shared")
+
+    def loss(traced: Parameters) -> mx.array:
+        with policy.using(traced):
+            return mx.sum(forcing(micro, distribution=SamplingDistribution(1.0), logp_only=True).logp_N)
+
+    own = nested(flat(policy.trainable()))
+    with fused_operations(), policy.using(policy.trainable()), policy.training_mode():
+        value, gradient = mx.value_and_grad(loss)(own)
+        return count([value, *(array.astype(mx.float32) for array in flat(gradient).values())])

@@ -1,0 +1,67 @@
+"""Limits on the number of operations of a decode step and of a micro-batch on the device path."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import pytest
+
+import clotho.cpu
+from bench.contenders.shapes import Shape, configuration, quantized_model
+from bench.graph_counts import GraphCounts, count, decode_step, fused_operations, micro_batch
+from bench.shapes import make_policy
+from clotho.config.sections_data import Lora, PolicySection
+from clotho.models.policy import Policy
+from clotho.scoring import head_scores
+
+LAYERS = 28
+"""Depth of Qwen3-0.6B. The counts do not depend on the widths, which are small here."""
+
+QWEN3_VOCABULARY = 151_936
+
+
+@pytest.fixture(autouse=True)
+def _device_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compute as on a GPU: without the kernels of the CPU backend."""
+    monkeypatch.setattr(clotho.cpu, "KERNELS_ENABLED", False)
+
+
+def make(*, vocabulary: int, adapted: int = -1, grad_checkpoint: bool = False) -> Policy:
+    """Return a policy with 4-bit weights, and with LoRA on the last `adapted` blocks."""
+    shape = Shape(LAYERS, width=128, heads=2, key_heads=1, feed_forward=128, vocabulary=vocabulary)
+    section = PolicySection(method=Lora(num_layers=adapted), grad_checkpoint=grad_checkpoint)
+    return make_policy(quantized_model(shape), configuration(shape), section=section)
+
+
+def test_views_are_nodes_and_not_kernels() -> None:
+    """A reshape and a slice start no kernel; a product starts one."""
+    x = mx.zeros((4, 6))
+    mx.eval(x)
+    assert count([(x @ x.T)[:2]]) == GraphCounts(nodes=3, kernels=1)
+
+
+def test_fused_operations_are_one_node_inside_the_context_only() -> None:
+    """On the CPU, a norm consists of many operations."""
+    x, weight = mx.ones((2, 8)), mx.ones((8,))
+    mx.eval(x, weight)
+    with fused_operations():
+        assert count([mx.fast.rms_norm(x, weight, 1e-6)]) == GraphCounts(1, 1)
+    assert count([mx.fast.rms_norm(x, weight, 1e-6)]).kernels > 3
+
+
+def test_a_decode_step_with_lora_has_at_most_950_kernels() -> None:
+    """With LoRA on every linear layer. The layers of mlx-lm need 1,747 kernels and 3,037 nodes."""
+    step = decode_step(make(vocabulary=1024), rows=32)
+    assert step.kernels <= 950
+    assert step.nodes <= 1500
+
+
+def test_a_micro_batch_of_2048_tokens_has_at_most_9300_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four completions with LoRA on 16 of 28 blocks, checkpointed, with as many chunks of the head as in Qwen3.
+
+    The layers of mlx-lm and chunks of 32 rows need 10,536 kernels.
+    """
+    rows = head_scores.rows_at_once(QWEN3_VOCABULARY)
+    monkeypatch.setattr(head_scores, "rows_at_once", lambda _: rows)
+    policy = make(vocabulary=1024, adapted=16, grad_checkpoint=True)
+    counts = micro_batch(policy, sequences=4, prompt=128, completion=384)
+    assert 8000 < counts.kernels <= 9300
