@@ -128,6 +128,7 @@ class _Inbox:
 class Sampler:
     """Samples completions for all clients in one event loop: rollouts, evaluation and HTTP.
 
+    Requests from another event loop raise RuntimeError while requests of the first one run.
     All requests of one call reach the engine in one turn of the compute thread, in order, so that batches do not depend
     on timing. The events of one decode step share one `call_soon_threadsafe`, and a busy caller receives the events of
     several decode steps at once. If `MAX_UNREAD_TOKENS` wait for a slow caller, further tokens reach it with
@@ -207,7 +208,7 @@ class Sampler:
         self, requests: Sequence[SampleRequest]
     ) -> AsyncGenerator[list[tuple[int, Progress | Refusal]], None]:
         """Yield batches of events until each request has ended; the last event of a failed request is its error."""
-        self._loop = asyncio.get_running_loop()
+        self._use(asyncio.get_running_loop())
         inbox = _Inbox()
         unfinished = {position: len(request.seeds) for position, request in enumerate(requests)}
         flight = _Flight(self._engine, requests, partial(self._post, inbox))
@@ -227,6 +228,15 @@ class Sampler:
             self._running -= len(unfinished)
             if unfinished:
                 self._withdraw(flight, tuple(unfinished))
+
+    def _use(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Deliver to this event loop. Raises RuntimeError if another event loop has requests."""
+        with self._lock:
+            if self._running and loop is not self._loop:
+                raise RuntimeError(
+                    "the sampler has requests of another event loop: one event loop may use it at a time"
+                )
+            self._loop = loop
 
     def _started(self, inbox: _Inbox, future: Future[None]) -> None:
         """Report that the requests could not be submitted. Called in any thread."""

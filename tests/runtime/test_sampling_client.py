@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing
+from typing import Any
 
 import anyio
 import pytest
@@ -16,7 +17,7 @@ from clotho.runtime import sampling_client
 from clotho.runtime.compute_thread import ComputeExecutor
 from clotho.runtime.sampling_client import GenerationError, Sampler
 from protocols.errors import ExecutorStoppedError, RequestError
-from protocols.sampling import CompletionDone, SampleRequest, Sampling, TokenSampled
+from protocols.sampling import Completion, CompletionDone, SampleRequest, Sampling, TokenSampled
 from tests.fakes import FakeEngine
 from tests.small_models import tiny_source
 
@@ -307,3 +308,53 @@ async def test_the_memory_of_a_stream_that_is_not_read_is_bounded(
             done[event.index] = event.completion
     assert [done[index].tokens for index in (0, 1)] == [completion.tokens for completion in whole]
     assert [texts[index] for index in (0, 1)] == [completion.text for completion in whole]
+
+
+async def test_the_memory_of_many_unread_streams_is_bounded(
+    sampler: Sampler, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each stream holds at most the permitted number of tokens, one end per completion, and the text of the rest."""
+    monkeypatch.setattr(sampling_client, "MAX_UNREAD_TOKENS", 7)
+    inboxes: list[Any] = []
+
+    class KnownInbox(sampling_client._Inbox):
+        def __init__(self) -> None:
+            super().__init__()
+            inboxes.append(self)
+
+    monkeypatch.setattr(sampling_client, "_Inbox", KnownInbox)
+    sent = request(seeds=(1, 2), max_tokens=60)
+    engine.allow(60)
+    whole = await sampler.complete(sent)
+    inboxes.clear()
+    async with AsyncExitStack() as stack:
+        for _ in range(20):
+            batches = await stack.enter_async_context(aclosing(sampler.stream_all([sent])))
+            engine.allow(1)
+            await anext(batches)
+            engine.allow(59)
+            await engine.wait_until(lambda: engine.running == 0)
+        await engine.wait_until(lambda: all(not inbox._dropped for inbox in inboxes))
+        assert len(inboxes) == 20
+        held = [item[1] for inbox in inboxes for item in inbox._items]
+        assert sum(isinstance(event, TokenSampled) for event in held) == 20 * 7
+        ends = [event for event in held if isinstance(event, CompletionDone)]
+        assert len(held) == 20 * 7 + len(ends)
+        assert len(ends) == 20 * 2
+        texts = [len(completion.text) for completion in whole]
+        assert sum(len(end.tail) for end in ends) <= 20 * sum(texts)
+
+
+async def test_another_event_loop_is_refused_while_requests_run(sampler: Sampler, engine: FakeEngine) -> None:
+    """A delivery to the wrong event loop would wake nobody."""
+
+    def ask_elsewhere() -> list[Completion]:
+        return anyio.run(sampler.complete, request(max_tokens=2))
+
+    engine.allow(0)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(sampler.complete, request())
+        await engine.wait_until(lambda: engine.running == 1)
+        with pytest.raises(RuntimeError, match="event loop"), anyio.fail_after(10):
+            await anyio.to_thread.run_sync(ask_elsewhere, abandon_on_cancel=True)
+        engine.allow(100)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import json
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from typing import cast
 
 import anyio
+import httpx
+import mlx.core as mx
+import numpy as np
 import pytest
 from openai import AsyncOpenAI
 
@@ -109,6 +114,74 @@ async def test_the_completions_of_a_prompt_do_not_depend_on_other_prompts() -> N
             alone = await client.completions.create(model="policy", prompt=prompt, n=2, seed=3, max_tokens=12)
             for choice in alone.choices:
                 assert choice.text == together.choices[number * 2 + choice.index].text
+
+
+def break_logits(stack: Stack) -> None:
+    """Make the logits after token 200 NaN."""
+    embedding = stack.source.model.model.embed_tokens
+    embedding.weight = mx.where(mx.arange(len(embedding.weight))[:, None] == 200, float("nan"), embedding.weight)
+
+
+def break_prefill(stack: Stack) -> None:
+    """Let the model raise for prompts that contain token 200."""
+    embed = stack.source.model.model.embed_tokens
+
+    def refuse(tokens: mx.array) -> mx.array:
+        if (np.array(tokens) == 200).any():
+            raise RuntimeError("refused by the test")
+        return cast(mx.array, embed(tokens))
+
+    stack.source.model.model.embed_tokens = refuse
+
+
+def break_detokenization(stack: Stack) -> None:
+    """Let the tokenizer raise for completions of token 201; in a stream, after the first tokens."""
+    tokenizer = stack.source.tokenizer
+    decode, calls = tokenizer.decode, list[Sequence[int]]()
+
+    def refuse(tokens: Sequence[int]) -> str:
+        if 201 in tokens:
+            calls.append(tokens)
+        if 201 in tokens and (len(tokens) >= 40 or len(calls) > 3):
+            raise ValueError("refused by the test")
+        return decode(tokens)
+
+    tokenizer.decode = refuse  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    ("fault", "stream_status"), [(break_logits, 500), (break_prefill, 500), (break_detokenization, 200)]
+)
+async def test_a_request_that_fails_in_the_engine_fails_alone(
+    fault: Callable[[Stack], None], stream_status: int
+) -> None:
+    """Status 500, or the error event of a stream that has begun. A request beside it and later requests succeed."""
+    never = {"200": -100, "201": -100}
+    good = {"prompt": "x", "max_tokens": 60, "ignore_eos": True, "logit_bias": never}
+    bad = {"prompt": [200] * 20, "max_tokens": 40, "temperature": 0, "logit_bias": {"200": -100, "201": 100}}
+    answers: dict[str, httpx.Response] = {}
+    async with serving() as (stack, client), httpx.AsyncClient(base_url=str(client.base_url), timeout=30) as http:
+        await anyio.to_thread.run_sync(stack.executor.submit(lambda: fault(stack)).result)
+
+        async def post(name: str, fields: dict[str, object]) -> None:
+            answers[name] = await http.post("completions", json=fields)
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(post, "beside", good)
+            tasks.start_soon(post, "whole", bad)
+            tasks.start_soon(post, "stream", bad | {"stream": True})
+        await post("after", good)
+        assert await stack.rows() == 0
+    assert {name: answer.status_code for name, answer in answers.items()} == {
+        "beside": 200, "whole": 500, "stream": stream_status, "after": 200,
+    }  # fmt: skip
+    assert answers["whole"].json()["error"]["code"] == "generation_failed"
+    if stream_status == 500:
+        assert answers["stream"].json()["error"]["code"] == "generation_failed"
+        return
+    *_, error, done = answers["stream"].text.strip().split("\n\n")
+    assert json.loads(error.removeprefix("data: "))["error"]["code"] == "generation_failed"
+    assert done == "data: [DONE]"
 
 
 async def test_a_disconnect_aborts_the_completions_of_a_model() -> None:

@@ -24,7 +24,7 @@ from tests.storage.power_cut.simulated_disk import (
 
 pytestmark = pytest.mark.skipif(bool(unsupported()), reason=unsupported() or "supported")
 
-CUTS = 60
+CUTS = 15
 
 WRITER = """
 import sys
