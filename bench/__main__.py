@@ -18,6 +18,7 @@ BENCHMARKS = {
     "decode": "Rollout throughput by batch, group size and prompt length, beside mlx-lm and mlx-lm-lora.",
     "first_token": "Time to the first token by prompt length, beside mlx-lm.",
     "update": "Time and peak memory of one policy update, beside mlx-lm-lora and TRL.",
+    "real": "A real language model: rollouts and one update, beside mlx-lm and mlx-lm-lora.",
     "http": "HTTP throughput and time to first token with 1 to 64 clients, beside mlx_lm.server.",
     "swap": "How long a weight swap delays decoding.",
     "overlap": "Decode rate during updates.",

@@ -36,6 +36,7 @@ PAGE_ORDER = (
     "decode",
     "first_token",
     "update",
+    "real",
     "http",
     "swap",
     "overlap",

@@ -1,10 +1,12 @@
-"""Qwen3 shapes with random weights for every contender on MLX: equal seeds give equal weights and prompts.
+"""Models for every contender on MLX: Qwen3 shapes with random weights, the embedded policy, and a real model.
 
-Only the shape matters for speed and memory, and nothing is downloaded. Works in both environments.
+Equal seeds give equal weights and prompts. Only the shape matters for speed and memory, and nothing is downloaded.
+Works in both environments.
 """
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,9 +15,13 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 from mlx_lm.models import qwen3
-from mlx_lm.utils import load_model
+from mlx_lm.utils import dequantize_model, load_model
 
 EMBEDDED = "embedded"
+REAL = "SmolLM2-135M"
+REAL_DIRECTORY = "CLOTHO_BENCH_REAL_MODEL"
+"""Environment variable with the model directory of `REAL`, as `clotho.run.convert_gguf` writes it."""
+
 DIRECTORY = Path(__file__).resolve().parents[2] / "profiles" / "embedded"
 
 
@@ -81,6 +87,8 @@ def named_model(name: str, *, vocabulary: int = 0, seed: int = 0) -> tuple[Any, 
 
     Raises KeyError for unknown names and ValueError if the embedded policy is requested with another vocabulary.
     """
+    if name == REAL:
+        return real_model(Path(os.environ[REAL_DIRECTORY]))
     if name == EMBEDDED:
         model, config = load_model(DIRECTORY)
         if vocabulary not in (0, config["vocab_size"]):
@@ -89,6 +97,15 @@ def named_model(name: str, *, vocabulary: int = 0, seed: int = 0) -> tuple[Any, 
     shape = SHAPES[name]
     shape = shape._replace(vocabulary=vocabulary or shape.vocabulary)
     return random_model(shape, seed=seed), configuration(shape)
+
+
+def real_model(directory: Path) -> tuple[Any, dict[str, Any]]:
+    """The model of a directory, dequantized to float32 and evaluated."""
+    model, config = load_model(directory)
+    model = dequantize_model(model)
+    model.set_dtype(mx.float32)
+    mx.eval(model.parameters())
+    return model, config
 
 
 def random_prompts(count: int, length: int, vocabulary: int, *, seed: int = 0) -> list[list[int]]:

@@ -20,6 +20,7 @@ SENTENCES = {
     "startup": DECODE,
     "wall_clock": DECODE,
     "scaling": DECODE,
+    "real": DECODE,
     "update": LAYERS,
 }
 ELSEWHERE = {
