@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from typing import Any, NamedTuple, Protocol, Self, runtime_checkable
+from typing import Any, NamedTuple, Self
 
 import mlx.core as mx
 from mlx_lm.models import base
@@ -22,17 +22,6 @@ NAME = "scaled_dot_product_attention"
 original = base.scaled_dot_product_attention
 
 
-@runtime_checkable
-class AttentionCache(Protocol):
-    """A cache that computes attention itself."""
-
-    def attend(
-        self, queries: mx.array, keys: mx.array, values: mx.array, *, scale: float, mask: mx.array | None
-    ) -> mx.array | None:
-        """Return (B, heads, queries, size), or None if mlx-lm should compute attention."""
-        ...
-
-
 def attention(
     queries: mx.array,
     keys: mx.array,
@@ -42,9 +31,14 @@ def attention(
     mask: Any,
     sinks: mx.array | None = None,
 ) -> mx.array:
-    """Let the cache compute attention if it can. Name and arguments are mlx-lm's."""
-    if sinks is None and isinstance(cache, AttentionCache):
-        attended = cache.attend(queries, keys, values, scale=scale, mask=mask)
+    """Let the cache compute attention if it has a method `attend`. Name and arguments are mlx-lm's.
+
+    `attend(queries, keys, values, scale=, mask=)` returns (B, heads, queries, size), or None if mlx-lm should compute
+    attention.
+    """
+    own = getattr(cache, "attend", None) if sinks is None else None
+    if own is not None:
+        attended: mx.array | None = own(queries, keys, values, scale=scale, mask=mask)
         if attended is not None:
             return attended
     usual: mx.array = original(queries, keys, values, cache, scale, mask, sinks)
