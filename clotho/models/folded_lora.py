@@ -67,6 +67,7 @@ class LayerGroup:
     def serve(self, folded: FoldedWeights) -> None:
         """Use `folded` whenever the layers hold the weights that it was computed from."""
         self._folded = folded
+        self._input, self._low_rank, self._waiting = (), None, set()
 
     def a(self, dtype: mx.Dtype) -> mx.array:
         """Return A of all layers side by side, for the current weights."""
