@@ -28,7 +28,7 @@ def count(problem, completion):
 
 def test_every_built_in_reward_is_loaded_by_name() -> None:
     """Each of them gives a correct answer the reward 1."""
-    assert set(BUILT_IN) == {"format", "math_eval", "jaccard", "choice_correctness", "exact"}
+    assert set(BUILT_IN) == {"format", "math_eval", "last_number", "jaccard", "choice_correctness", "exact"}
     for name in BUILT_IN:
         answer = "B" if name == "choice_correctness" else "42"
         assert load_reward(name)(problem(answer), answered(answer)) == 1.0
@@ -74,7 +74,8 @@ def test_a_file_that_cannot_be_imported_is_refused(tmp_path: Path, content: str 
         ("Format", "did you mean format"),
         (
             "zzz",
-            "use format, math_eval, jaccard, choice_correctness, exact, module:function, or path/to/file.py:function",
+            "use format, math_eval, last_number, jaccard, choice_correctness, exact, module:function, or "
+            "path/to/file.py:function",
         ),
         ("", "use format"),
         (":length", "malformed"),
