@@ -49,13 +49,13 @@ from clotho.atropos.reader import Policy as PolicyBounds
 from clotho.atropos.source import BatchSource
 from clotho.atropos.validation import Bounds
 from clotho.config.bounds import Off
-from clotho.config.schema import Profile
-from clotho.config.sections_run import (
+from clotho.config.schema import (
     AtroposSource,
     EnvironmentSource,
     HeldOutEvaluation,
     HttpServer,
     MockSource,
+    Profile,
     RunningServer,
     StartedServer,
 )

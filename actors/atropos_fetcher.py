@@ -14,7 +14,7 @@ from msgspec import Raw
 
 from clotho.atropos.reader import placeholder_prompt
 from clotho.atropos.source import Backoff, BatchSource, Reader
-from clotho.config.sections_run import AtroposSource
+from clotho.config.schema import AtroposSource
 from clotho.runtime.latest import Latest, wait_until
 from protocols.queues import EndOfStream, Outbox
 from protocols.rollout import Discarded, GroupOutcome

@@ -10,7 +10,7 @@ import anyio
 import structlog
 from anyio.abc import TaskStatus
 
-from clotho.config.sections_run import KvPolicy, ParityCheck, ParitySection
+from clotho.config.schema import KvPolicy, ParityCheck, ParitySection
 from clotho.inference import DecodeEngine
 from clotho.models.policy import Policy
 from clotho.runtime.compute_thread import ComputeExecutor, finish

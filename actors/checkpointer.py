@@ -11,7 +11,7 @@ import structlog
 from anyio.to_thread import run_sync
 from msgspec.structs import replace
 
-from clotho.config.sections_run import CheckpointSection
+from clotho.config.schema import CheckpointSection
 from clotho.runtime.latest import Latest, reached
 from clotho.storage.adapters import write_adapter
 from clotho.storage.checkpoints import Snapshot, record_newest, write_checkpoint

@@ -12,7 +12,7 @@ from anyio.abc import TaskStatus
 from msgspec import Struct
 from msgspec.structs import replace
 
-from clotho.config.sections_run import EngineSection, HeldOutEvaluation
+from clotho.config.schema import EngineSection, HeldOutEvaluation
 from clotho.inference.greedy import greedy_completions
 from clotho.models.policy import Policy
 from clotho.runtime.compute_thread import ComputeExecutor, finish

@@ -18,7 +18,7 @@ from unittest.mock import patch
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from clotho.config.sections_run import EngineSection
+from clotho.config.schema import EngineSection
 from clotho.inference import DecodeEngine
 from clotho.models.parameters import Parameters, flat, nested
 from clotho.models.policy import Policy

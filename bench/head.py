@@ -26,7 +26,7 @@ from msgspec import Struct
 
 from bench.fingerprint import ROOT, Fingerprint, describe_fingerprint, fingerprint
 from bench.shapes import random_policy
-from clotho.config.sections_data import SamplingSection
+from clotho.config.schema import SamplingSection
 from clotho.config.sections_training import LearnerSection
 from clotho.models.policy import Policy
 from clotho.scoring.head_scores import SamplingDistribution, TokenScores

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import anyio
 
 from bench.tables import markdown
-from clotho.config.sections_data import RewardSection
+from clotho.config.schema import RewardSection
 from clotho.rewards.runner import RewardRunner
 from protocols.prompt import Problem, Prompt
 from protocols.rollout import RolloutGroup, ScoredGroup

@@ -123,6 +123,10 @@ def prepare(argv: Sequence[str]) -> PreparedRun | int:
         return 0
     profile = load_profile(arguments.profile, arguments.overrides)
     require_fillable(profile)
+    if profile.actors:
+        from clotho.run.custom_actors import require_positions
+
+        require_positions(profile)
     if arguments.dry_run:
         return dry_run(profile, console)
     path = Path(os.path.expanduser(profile.run_dir))
@@ -142,8 +146,7 @@ def prepare(argv: Sequence[str]) -> PreparedRun | int:
 
 def refuse_missing_run(path: Path) -> None:
     """Raise `RunDirectoryError` if there is no run to resume in a directory, naming the nearest run beside it."""
-    from clotho.config.nearest import did_you_mean
-    from protocols.errors import RunDirectoryError
+    from protocols.errors import RunDirectoryError, did_you_mean
 
     try:
         if path.is_dir() and any(not entry.name.startswith(".") for entry in path.iterdir()):

@@ -10,7 +10,8 @@ the terminal, HTTP error body) passes its text through `visible`.
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from difflib import SequenceMatcher
 
 INVISIBLE = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
 """Unicode categories that `visible` escapes: control and format characters, surrogates, unassigned, line separators."""
@@ -143,3 +144,26 @@ class ActorError(ClothoError, RuntimeError):
 
 class ExecutorStoppedError(ClothoError, RuntimeError):
     """Work was submitted to a compute thread that has stopped."""
+
+
+CUTOFF, LONGEST = 0.6, 100
+"""Minimum similarity of a suggestion, and number of characters that are compared."""
+
+
+def similarity(left: str, right: str) -> float:
+    """Similarity of two names, from 0 to 1. Case, `-` and `_` are ignored."""
+    plain_left, plain_right = (name[:LONGEST].lower().replace("-", "_") for name in (left, right))
+    return SequenceMatcher(None, plain_left, plain_right).ratio()
+
+
+def nearest(word: str, candidates: Iterable[str], *, cutoff: float = CUTOFF) -> str | None:
+    """The candidate that is most similar to `word`, or None if none reaches `cutoff`."""
+    scored = [(similarity(word, candidate), candidate) for candidate in candidates]
+    best, candidate = max(scored, default=(-1.0, ""))
+    return candidate if best >= cutoff else None
+
+
+def did_you_mean(word: str, candidates: Iterable[str], *, cutoff: float = CUTOFF) -> str:
+    """The end of an error message: `; did you mean X?`; empty if no candidate is similar."""
+    guess = nearest(word, candidates, cutoff=cutoff)
+    return "" if guess is None else f"; did you mean {guess}?"

@@ -9,7 +9,7 @@ from msgspec import convert, to_builtins
 
 from clotho.config.keys import CHOICES, KEYS, chosen_types
 from clotho.config.objectives import Advantage
-from clotho.config.sections_data import AdapterMethod, PolicySection
+from clotho.config.schema import AdapterMethod, PolicySection
 from clotho.config.sections_training import LearnerSection
 
 OBJECTIVES = tuple(name for name in CHOICES["learner.objective.type"] if name != "custom")

@@ -6,7 +6,7 @@ from bench.contenders.decoding import timed, work
 from bench.contenders.semantics import SEMANTICS
 from bench.contenders.worker import Case, MeasureOnce, serve
 from bench.shapes import make_policy
-from clotho.config.sections_run import EngineSection
+from clotho.config.schema import EngineSection
 from clotho.inference import DecodeEngine
 from protocols.sampling import CompletionDone, SampleEvent, SampleRequest, Sampling
 

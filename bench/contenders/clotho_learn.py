@@ -9,7 +9,7 @@ from bench.contenders.semantics import SEMANTICS
 from bench.contenders.shapes import named_model, random_prompts
 from bench.contenders.worker import Case, MeasureOnce, Metrics, serve
 from bench.shapes import make_policy
-from clotho.config.sections_data import PolicySection, SamplingSection
+from clotho.config.schema import PolicySection, SamplingSection
 from clotho.config.sections_training import LearnerSection
 from clotho.training.update import PolicyLearner, Update
 from protocols.prompt import Problem, Prompt

@@ -13,8 +13,7 @@ from bench.contenders.semantics import SEMANTICS
 from bench.contenders.shapes import named_model, random_prompts
 from bench.contenders.worker import Case, MeasureOnce, serve
 from bench.shapes import make_policy
-from clotho.config.sections_data import Lora, PolicySection, SamplingSection
-from clotho.config.sections_run import EngineSection
+from clotho.config.schema import EngineSection, Lora, PolicySection, SamplingSection
 from clotho.config.sections_training import LearnerSection
 from clotho.inference import DecodeEngine
 from clotho.runtime.compute_thread import ComputeExecutor

@@ -13,8 +13,7 @@ from collections.abc import Sequence
 
 import anyio
 
-from clotho.config.sections_data import FullMethod, ModelSection, PolicySection
-from clotho.config.sections_run import EngineSection, HttpServer
+from clotho.config.schema import EngineSection, FullMethod, HttpServer, ModelSection, PolicySection
 from clotho.inference import DecodeEngine
 from clotho.models.policy import Policy, load_policy
 from clotho.runtime.compute_thread import ComputeExecutor

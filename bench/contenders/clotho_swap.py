@@ -12,8 +12,7 @@ from bench.contenders.semantics import SEMANTICS
 from bench.contenders.shapes import named_model, random_prompts
 from bench.contenders.worker import Case, MeasureOnce, serve
 from bench.shapes import make_policy
-from clotho.config.sections_data import FullMethod, PolicySection
-from clotho.config.sections_run import EngineSection
+from clotho.config.schema import EngineSection, FullMethod, PolicySection
 from clotho.inference import DecodeEngine
 from clotho.models.parameters import Parameters
 from clotho.models.policy import Policy

@@ -8,7 +8,7 @@ from bench.contenders.semantics import SEMANTICS
 from bench.contenders.shapes import named_model
 from bench.contenders.worker import Case, MeasureOnce, serve
 from bench.shapes import make_policy
-from clotho.config.sections_data import Lora, PolicySection, SamplingSection
+from clotho.config.schema import Lora, PolicySection, SamplingSection
 from clotho.config.sections_training import AdamW, ConstantSchedule, LearnerSection
 from clotho.training.update import PolicyLearner
 

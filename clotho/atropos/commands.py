@@ -14,8 +14,7 @@ from typing import Any
 from msgspec import Struct
 
 from clotho.atropos.group_sizes import batch_sequences, group_size, max_queued_batches, require_fillable, reserved_share
-from clotho.config.schema import Profile
-from clotho.config.sections_run import EnvironmentSection, EnvironmentSource, HttpServer
+from clotho.config.schema import EnvironmentSection, EnvironmentSource, HttpServer, Profile
 from protocols.errors import ProfileError
 from protocols.sampling import PARAMETERS
 

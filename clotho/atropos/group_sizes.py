@@ -6,11 +6,12 @@ only when groups of one size fill up to the largest group size (atroposlib 0.4, 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from math import nextafter
 
-from clotho.config.schema import Profile
-from clotho.config.sections_run import EnvironmentSection, RunningServer
+from clotho.config.schema import EnvironmentSection, Profile, RunningServer
 from protocols.errors import ProfileError
 
 ROUNDING = 1e-9
@@ -53,10 +54,23 @@ def _whole_groups(share: float, environment: EnvironmentSection, profile: Profil
     return whole if int(batch * whole) == sequences else nextafter(whole, 1.0)
 
 
+OPTION_KEYS = {"group_size": "group_size", "inference_weight": "weight", "min_batch_allocation": "min_batch_allocation"}
+"""Flags of an environment's script that keys of [[environments]] set."""
+
+
 def require_fillable(profile: Profile) -> None:
-    """Raise ProfileError if the environments cannot fill a batch, or if a share is empty or without effect."""
-    if (complaint := next(_complaints(profile), None)) is not None:
+    """Raise ProfileError if the environments cannot fill a batch, or if a name, an option or a share is not valid."""
+    if (complaint := next(chain(_settings(profile), _complaints(profile)), None)) is not None:
         raise ProfileError(f"environments: {complaint}")
+
+
+def _settings(profile: Profile) -> Iterator[str]:
+    names = Counter(["api-server", *(environment.name.casefold() for environment in profile.environments)])
+    yield from (f"the name {name!r} is taken; every name must be different" for name in names if names[name] > 1)
+    for environment in profile.environments:
+        for option in environment.options:
+            if key := OPTION_KEYS.get(option.removeprefix("env.")):
+                yield f"{environment.name!r}: set {key} by its key, not as an option"
 
 
 def _complaints(profile: Profile) -> Iterator[str]:

@@ -13,7 +13,7 @@ import structlog
 from msgspec import Raw, Struct
 
 from clotho.atropos.validation import MASKED
-from clotho.config.sections_data import SamplingSection
+from clotho.config.schema import SamplingSection
 from protocols.prompt import Prompt
 from protocols.rollout import GroupOutcome, RolloutGroup
 from protocols.sampling import PARAMETERS, Completion, FinishReason

@@ -23,8 +23,7 @@ from msgspec import Struct, json
 from clotho.atropos.commands import Command, environment_command, server_command
 from clotho.atropos.parent_watchdog import GRACE_SECONDS
 from clotho.atropos.source import Backoff
-from clotho.config.schema import Profile
-from clotho.config.sections_run import EnvironmentSection
+from clotho.config.schema import EnvironmentSection, Profile
 from clotho.runtime.supervisor import RestartCounter, RestartPolicy
 from protocols.errors import ActorError, ProfileError, visible
 

@@ -14,9 +14,8 @@ from msgspec import Struct, inspect
 from clotho.config import keys
 from clotho.config.bounds import about
 from clotho.config.keys import REQUIRED, SECTIONS, SETTABLE, Key, Section, converted, flag_of, members_of, shown
-from clotho.config.nearest import did_you_mean
 from clotho.config.other_trainers import accepted, advice
-from protocols.errors import ProfileError, visible
+from protocols.errors import ProfileError, did_you_mean, visible
 
 
 class Arguments(Struct, frozen=True, kw_only=True):

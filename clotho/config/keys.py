@@ -15,10 +15,9 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 from msgspec import Struct, inspect
 
-from clotho.config.nearest import CUTOFF, did_you_mean, similarity
 from clotho.config.other_trainers import advice
 from clotho.config.schema import Profile
-from protocols.errors import ProfileError, visible
+from protocols.errors import CUTOFF, ProfileError, did_you_mean, similarity, visible
 
 REQUIRED, TYPE = msgspec.NODEFAULT, "type"
 """The default of a key without a default, and the tag field of every union."""

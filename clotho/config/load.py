@@ -16,12 +16,10 @@ from msgspec import Struct
 
 from clotho.config import keys
 from clotho.config.keys import CHOICES, KEYS, REQUIRED, SECTIONS, SETTABLE, TYPE, chosen_types, shown
-from clotho.config.nearest import did_you_mean
 from clotho.config.rules import first_complaint
-from clotho.config.schema import Profile
-from clotho.config.sections_run import HttpServer
+from clotho.config.schema import HttpServer, Profile
 from clotho.storage.atomic_files import replace_file
-from protocols.errors import ProfileError, visible
+from protocols.errors import ProfileError, did_you_mean, visible
 
 PROFILES = Path(__file__).resolve().parents[2] / "profiles"
 """Directory of the shipped profiles."""

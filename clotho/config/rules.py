@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import ipaddress
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import msgspec
 
-from clotho.config.bounds import Off
 from clotho.config.keys import KEYS, SETTABLE, chosen_types
-from clotho.config.nearest import did_you_mean
 from clotho.config.schema import Profile
 from protocols.sampling import PARAMETERS, in_use, unlearnable
 
@@ -149,7 +146,7 @@ CONTRADICTIONS = (
 
 def first_complaint(profile: Profile) -> Complaint | None:
     """The complaint of the first violated rule; None if the profile is valid."""
-    checks = (learnable_distribution, violated_rows, custom_actors, environments)
+    checks = (learnable_distribution, violated_rows)
     return next((complaint for check in checks for complaint in check(profile)), None)
 
 
@@ -182,57 +179,6 @@ def _by_path(tree: dict[str, Any], prefix: str) -> Values:
         path = prefix + name
         found |= _by_path(value, f"{path}.") if isinstance(value, dict) and path not in KEYS else {path: value}
     return found
-
-
-ACTORS = ("prompter", "generator", "scorer", "learner", "broadcaster", "checkpointer", "evaluator", "monitor")
-SERVICES = ("server", "watchdog", "decode engine", "atropos server")
-QUEUES = ("prompts", "rollouts", "scored", "reports")
-FETCHER = "atropos_fetcher"
-"""The actor that takes the place of the first three actors and the first two queues if environments send the groups."""
-
-
-def custom_actors(profile: Profile) -> Iterator[Complaint]:
-    """Each custom actor has its own name and a valid position."""
-    fetched = not isinstance(profile.atropos, Off)
-    actors, queues = ((FETCHER, *ACTORS[3:]), QUEUES[2:]) if fetched else (ACTORS, QUEUES)
-    services = {*SERVICES, *(f"environment {environment.name}" for environment in profile.environments)}
-    yield from _repeated("actors", "name", (actor.name for actor in profile.actors))
-    yield from _repeated("actors", "place", (actor.at for actor in profile.actors if actor.mode == "replace"))
-    for actor in profile.actors:
-        places = {"replace": actors, "add": ("",)}.get(actor.mode, queues)
-        if actor.at not in places:
-            where = f"at one of {', '.join(places)}" if actor.mode != "add" else "without `at`"
-            text = f"({actor.mode}) must be {where}, not {actor.at!r}{did_you_mean(actor.at, places)}"
-        elif actor.name in {*services, *ACTORS, FETCHER} and (actor.mode, actor.at) != ("replace", actor.name):
-            text = "is the name of a built-in actor or service"
-        elif actor.is_in_group_flow and actor.restart not in (None, "transient"):
-            text = f"must have the restart policy transient, because groups pass through it, not {actor.restart}"
-        elif actor.mode == "replace" and actor.at == "evaluator" and isinstance(profile.eval, Off):
-            text = 'replaces the evaluator, but eval = "off"'
-        else:
-            continue
-        yield Complaint("actors", f"actors: {actor.name!r} {text}")
-
-
-OPTION_KEYS = {"group_size": "group_size", "inference_weight": "weight", "min_batch_allocation": "min_batch_allocation"}
-"""Flags of an environment's script that keys of [[environments]] set."""
-
-
-def environments(profile: Profile) -> Iterator[Complaint]:
-    """Environments have distinct names, and their options do not repeat keys."""
-    names = [environment.name.casefold() for environment in profile.environments]
-    yield from _repeated("environments", "name", ["api-server", *names])
-    for environment in profile.environments:
-        for option in environment.options:
-            if key := OPTION_KEYS.get(option.removeprefix("env.")):
-                why = f"environments: {environment.name!r}: set {key} by its key, not as an option"
-                yield Complaint("environments", why)
-
-
-def _repeated(key: str, what: str, values: Iterable[str]) -> Iterator[Complaint]:
-    for value, count in Counter(values).items():
-        if count > 1:
-            yield Complaint(key, f"{key}: the {what} {value!r} is taken; every {what} must be different")
 
 
 def is_loopback(host: str) -> bool:

@@ -15,7 +15,7 @@ import numpy as np
 import structlog
 from msgspec import Struct
 
-from clotho.config.sections_run import EngineSection
+from clotho.config.schema import EngineSection
 from clotho.cpu.interface import PrefilledPrompt, PromptState
 from clotho.cpu.kv_cache import HostKVCache
 from clotho.cpu.supported import make_host_decoder

@@ -9,7 +9,7 @@ from typing import Any
 import mlx.nn as nn
 from msgspec.structs import replace
 
-from clotho.config.sections_run import EngineSection
+from clotho.config.schema import EngineSection
 from clotho.inference import DecodeEngine
 from clotho.models.policy import Parameters, Policy
 from clotho.models.tokenizer import ChatTokenizer

@@ -14,7 +14,7 @@ import numpy as np
 import structlog
 from msgspec import Struct
 
-from clotho.config.sections_run import EngineSection
+from clotho.config.schema import EngineSection
 from clotho.cpu.interface import PromptState
 from clotho.inference.cache_layout import CacheLayout, evaluation_mode
 from clotho.inference.scheduler import ActiveRequest, PrefillJob

@@ -13,9 +13,7 @@ from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
 from msgspec.structs import replace
 
-from clotho.config.schema import Profile
-from clotho.config.sections_data import FullMethod, ModelSection
-from clotho.config.sections_run import AtroposSource
+from clotho.config.schema import AtroposSource, FullMethod, ModelSection, Profile
 from clotho.config.sections_training import AverageReference, BaseReference, RollBackOnCollapse, SnapshotReference
 from clotho.cpu.interface import spare_columns
 from clotho.inference.cache_layout import AttentionLeaf, CacheLayout, StateLeaf

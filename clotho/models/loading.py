@@ -18,7 +18,7 @@ import mlx.nn as nn
 from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
 from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS, dequantize_model, load_model
 
-from clotho.config.sections_data import ModelSection
+from clotho.config.schema import ModelSection
 from clotho.models.gguf import open_gguf
 from clotho.models.model_files import check_model, one_line, read_config
 from clotho.models.parameters import flat

@@ -12,11 +12,10 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from mlx_lm.tuner.utils import linear_to_lora_layers
 from msgspec import Struct
 
-from clotho.config.nearest import nearest
-from clotho.config.sections_data import AdapterMethod, Dora
+from clotho.config.schema import AdapterMethod, Dora
 from clotho.models.parameters import flat, locate
 from protocols.checkpoint import AdapterConfig, LoRAParameters
-from protocols.errors import ModelError
+from protocols.errors import ModelError, nearest
 
 LINEAR = (nn.Linear, nn.QuantizedLinear, SwitchLinear, QuantizedSwitchLinear)
 

@@ -15,7 +15,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from msgspec.structs import replace
 
-from clotho.config.sections_data import FullMethod, ModelSection, PolicySection
+from clotho.config.schema import FullMethod, ModelSection, PolicySection
 from clotho.cpu.layers import install_cpu_layers
 from clotho.models.folded_lora import FoldedAdapter
 from clotho.models.gradient_checkpoint import checkpointed_blocks

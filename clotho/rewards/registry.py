@@ -9,10 +9,9 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import ModuleType
 
-from clotho.config.nearest import did_you_mean
 from clotho.rewards import choice_correctness, exact, jaccard, last_number, math_eval, tag_format
 from clotho.runtime.user_code import import_user_module
-from protocols.errors import ProfileError
+from protocols.errors import ProfileError, did_you_mean
 from protocols.prompt import Problem
 
 RewardFunction = Callable[[Problem, str], float | Awaitable[float | None] | None]

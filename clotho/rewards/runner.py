@@ -12,7 +12,7 @@ import anyio
 import structlog
 from msgspec import Struct
 
-from clotho.config.sections_data import RewardSection
+from clotho.config.schema import RewardSection
 from clotho.rewards.calls import Caller, WorkerLoop, WorkerThreads
 from clotho.rewards.overlong import OVERLONG, Overlong
 from clotho.rewards.registry import BUILT_IN, is_async, load_reward, split_name

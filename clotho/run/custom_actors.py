@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Generic, ParamSpec, TypeVar
 
 from msgspec import Struct, structs
 
-from clotho.config.schema import Profile
-from clotho.config.sections_run import ActorSection
+from clotho.config.bounds import Off
+from clotho.config.schema import ActorSection, Profile
 from clotho.models.tokenizer import ChatTokenizer
 from clotho.runtime.latest import Latest
 from clotho.runtime.queues import Queue, QueueEnd
 from clotho.runtime.sampling_client import Sampler
 from clotho.runtime.supervisor import Child, Restart, RestartPolicy, Runnable, temporary, transient
 from clotho.runtime.user_code import import_user_module
-from protocols.errors import ProfileError
+from protocols.errors import ProfileError, did_you_mean
 from protocols.queues import Inbox, Outbox, QueueClosed
 from protocols.step import WeightsReady
 
@@ -206,6 +207,39 @@ class CustomActors:
             held_ends=tuple(_flat(ends.values())),
             ends_with_input=restart is Restart.TEMPORARY and "inbox" in ends,
         )
+
+
+ACTORS = ("prompter", "generator", "scorer", "learner", "broadcaster", "checkpointer", "evaluator", "monitor")
+SERVICES = ("server", "watchdog", "decode engine", "atropos server")
+QUEUES = ("prompts", "rollouts", "scored", "reports")
+FETCHER = "atropos_fetcher"
+"""The actor that takes the place of the first three actors and the first two queues if environments send the groups."""
+
+
+def require_positions(profile: Profile) -> None:
+    """Raise ProfileError unless every custom actor of a profile has its own name and a valid position."""
+    fetched = not isinstance(profile.atropos, Off)
+    actors, queues = ((FETCHER, *ACTORS[3:]), QUEUES[2:]) if fetched else (ACTORS, QUEUES)
+    services = {*SERVICES, *(f"environment {environment.name}" for environment in profile.environments)}
+    replaced = [actor.at for actor in profile.actors if actor.mode == "replace"]
+    for what, values in (("name", [actor.name for actor in profile.actors]), ("place", replaced)):
+        for value, count in Counter(values).items():
+            if count > 1:
+                raise ProfileError(f"actors: the {what} {value!r} is taken; every {what} must be different")
+    for actor in profile.actors:
+        places = {"replace": actors, "add": ("",)}.get(actor.mode, queues)
+        if actor.at not in places:
+            where = f"at one of {', '.join(places)}" if actor.mode != "add" else "without `at`"
+            text = f"({actor.mode}) must be {where}, not {actor.at!r}{did_you_mean(actor.at, places)}"
+        elif actor.name in {*services, *ACTORS, FETCHER} and (actor.mode, actor.at) != ("replace", actor.name):
+            text = "is the name of a built-in actor or service"
+        elif actor.is_in_group_flow and actor.restart not in (None, "transient"):
+            text = f"must have the restart policy transient, because groups pass through it, not {actor.restart}"
+        elif actor.mode == "replace" and actor.at == "evaluator" and isinstance(profile.eval, Off):
+            text = 'replaces the evaluator, but eval = "off"'
+        else:
+            continue
+        raise ProfileError(f"actors: {actor.name!r} {text}")
 
 
 def load_factory(section: ActorSection) -> Factory:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 
-from clotho.config.schema import Profile
-from clotho.config.sections_data import DataSection
+from clotho.config.schema import DataSection, Profile
 from clotho.models.tokenizer import ChatTokenizer
 from clotho.storage.datasets import Columns, HeldOutSplit, ProblemOrder, load_problems, split_heldout
 from protocols.errors import ModelError, ProfileError, RequestError

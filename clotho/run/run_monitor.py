@@ -10,7 +10,7 @@ import structlog
 from msgspec import structs
 
 from clotho.config.bounds import Off
-from clotho.config.sections_run import HttpServer
+from clotho.config.schema import HttpServer
 from clotho.models.machine import peak_memory
 from clotho.monitoring.summary import resume_command
 from clotho.monitoring.terminal_text import relative_path

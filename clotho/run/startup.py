@@ -15,8 +15,7 @@ from clotho.atropos.commands import require_environments
 from clotho.config.bounds import Off
 from clotho.config.load import load_profile, write_profile
 from clotho.config.objectives import BatchAdvantage, EnvironmentAdvantage, LinearOverlongPenalty
-from clotho.config.schema import Profile
-from clotho.config.sections_run import HeldOutEvaluation, RunningServer
+from clotho.config.schema import HeldOutEvaluation, Profile, RunningServer
 from clotho.config.sections_training import BaseReference, RollBackOnCollapse
 from clotho.inference import DecodeEngine
 from clotho.inference.sample_log import SampleLog, token_cost

@@ -14,7 +14,7 @@ from hypercorn.asyncio import serve
 from hypercorn.config import Config
 
 from clotho.config.rules import is_loopback
-from clotho.config.sections_run import HttpServer
+from clotho.config.schema import HttpServer
 from clotho.serving.app import build_app
 from clotho.serving.limits import ConcurrencyLimit
 from clotho.serving.services import ServerContext

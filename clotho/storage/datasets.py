@@ -16,8 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
-from clotho.config.nearest import nearest
-from protocols.errors import DatasetError, visible
+from protocols.errors import DatasetError, nearest, visible
 from protocols.prompt import Problem
 from protocols.sampling import derive
 

@@ -44,14 +44,13 @@ import mlx.core as mx
 from msgspec import Struct
 from msgspec.structs import replace
 
-from clotho.config.sections_data import SamplingSection
+from clotho.config.schema import SamplingSection
 from clotho.config.sections_training import LearnerSection
 from clotho.models.machine import random_state, restore_random_state
 from clotho.models.parameters import Arrays, Parameters, fingerprint, flat
 from clotho.models.policy import TrainablePolicy
 from clotho.scoring.teacher_forcing import TeacherForcing
 from clotho.scoring.token_scores import SamplingDistribution
-from clotho.training.adapter_check import AdapterCheck
 from clotho.training.batch import PerTokenAdvantages, TrainingBatch, prepare
 from clotho.training.gradient import LossConfig
 from clotho.training.objectives.controllers import initial_loss_coefficients, next_loss_coefficients
@@ -69,7 +68,7 @@ from clotho.training.rollback import (
 )
 from clotho.training.schedule import learning_rate
 from clotho.training.turns import TurnBudget
-from clotho.training.update_kl import update_kl
+from clotho.training.update_checks import AdapterCheck, update_kl
 from protocols.rollout import ScoredGroup
 from protocols.sampling import require_learnable
 from protocols.step import UpdateMetrics

@@ -9,8 +9,7 @@ from typing import Any, TypeVar
 
 import anyio
 
-from clotho.config.sections_data import ModelSection
-from clotho.config.sections_run import EngineSection
+from clotho.config.schema import EngineSection, ModelSection
 from clotho.inference import DecodeEngine
 from clotho.models.policy import Policy, load_policy
 from clotho.runtime.compute_thread import ComputeExecutor

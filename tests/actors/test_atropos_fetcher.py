@@ -11,7 +11,7 @@ from structlog.testing import capture_logs
 from actors.atropos_fetcher import IN_FLIGHT_KEPT
 from clotho.atropos.api import AtroposApi
 from clotho.atropos.client import Registration
-from clotho.config.sections_run import AtroposSource
+from clotho.config.schema import AtroposSource
 from protocols.errors import ProfileError
 from protocols.queues import EndOfStream, QueueClosed
 from protocols.rollout import Discarded, ScoredGroup

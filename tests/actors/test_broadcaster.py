@@ -18,7 +18,7 @@ from msgspec import structs
 from actors import broadcaster as module
 from actors.broadcaster import Broadcaster, SwapTimes
 from clotho.config.bounds import Off
-from clotho.config.sections_run import KvPolicy, ParityCheck, ParitySection
+from clotho.config.schema import KvPolicy, ParityCheck, ParitySection
 from clotho.models.parameters import flat
 from clotho.runtime.compute_thread import ComputeExecutor
 from clotho.runtime.latest import Latest

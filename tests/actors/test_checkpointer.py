@@ -14,7 +14,7 @@ import structlog
 
 from actors import checkpointer as module
 from actors.checkpointer import Checkpointer
-from clotho.config.sections_run import CheckpointSection
+from clotho.config.schema import CheckpointSection
 from clotho.runtime.latest import Latest
 from clotho.runtime.queues import Queue
 from clotho.storage.adapters import read_adapter

@@ -12,7 +12,7 @@ import pytest
 from mlx.utils import tree_map
 
 from actors.evaluator import Evaluator, Pinned
-from clotho.config.sections_run import EngineSection, HeldOutEvaluation
+from clotho.config.schema import EngineSection, HeldOutEvaluation
 from clotho.inference.greedy import greedy_completions
 from clotho.runtime.compute_thread import ComputeExecutor
 from clotho.runtime.queues import Queue

@@ -7,7 +7,7 @@ import anyio
 import pytest
 
 from actors.scorer import Scorer
-from clotho.config.sections_data import RewardSection
+from clotho.config.schema import RewardSection
 from clotho.rewards.runner import RewardRunner
 from clotho.runtime.queues import Queue
 from protocols.rollout import Discarded, GroupOutcome, RolloutGroup, ScoredGroup

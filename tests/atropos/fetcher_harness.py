@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Raw
 
 from actors.atropos_fetcher import AtroposFetcher
-from clotho.config.sections_run import AtroposSource
+from clotho.config.schema import AtroposSource
 from clotho.runtime.latest import Latest
 from clotho.runtime.queues import Queue
 from protocols.prompt import Problem, Prompt

@@ -12,8 +12,7 @@ from msgspec import convert
 from msgspec.structs import replace
 
 from clotho.atropos.group_sizes import max_queued_batches, require_fillable, reserved_share, unfillable
-from clotho.config.schema import Profile
-from clotho.config.sections_run import RunningServer
+from clotho.config.schema import Profile, RunningServer
 from protocols.errors import ProfileError
 from tests.atropos.atroposlib_python import python_with_atropos
 

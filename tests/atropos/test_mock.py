@@ -12,7 +12,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from clotho.atropos.mock import MockAtropos
-from clotho.config.sections_data import SamplingSection
+from clotho.config.schema import SamplingSection
 from protocols.prompt import Prompt
 from protocols.rollout import Discarded, GroupOutcome, RolloutGroup, ScoredGroup
 from tests.actors.actor_helpers import prompt

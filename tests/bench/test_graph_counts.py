@@ -9,7 +9,7 @@ import clotho.cpu
 from bench.contenders.shapes import Shape, configuration, quantized_model
 from bench.graph_counts import GraphCounts, count, decode_step, fused_operations, micro_batch
 from bench.shapes import make_policy
-from clotho.config.sections_data import Lora, PolicySection
+from clotho.config.schema import Lora, PolicySection
 from clotho.models.policy import Policy
 from clotho.scoring import head_scores
 

@@ -19,7 +19,7 @@ from bench.contenders.deferred_evaluation import EVALUATED, UPDATED
 from bench.measurement import Measurement
 from bench.runs import Record
 from clotho.config.load import load_profile
-from clotho.config.sections_data import Lora
+from clotho.config.schema import Lora
 from clotho.rewards import choice_correctness, math_eval, tag_format
 from protocols.prompt import Problem
 from protocols.sampling import Completion, SampleRequest, Sampling

@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from clotho.config.keys import KEYS
-from clotho.config.sections_data import SamplingSection
+from clotho.config.schema import SamplingSection
 from clotho.config.sections_training import LearnerSection
 from clotho.models.parameters import flat
 from clotho.training.update import PolicyLearner, Update

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from clotho.config.nearest import did_you_mean, nearest
+from protocols.errors import did_you_mean, nearest
 
 ROOT = Path(__file__).parents[2]
 
@@ -42,4 +42,4 @@ def test_only_one_module_compares_names() -> None:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.Import | ast.ImportFrom) and "difflib" in ast.unparse(node)
     ]
-    assert importers == ["clotho/config/nearest.py"]
+    assert importers == ["protocols/errors.py"]

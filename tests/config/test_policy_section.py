@@ -7,7 +7,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from clotho.config.sections_data import AdapterMethod
+from clotho.config.schema import AdapterMethod
 from clotho.models.parameters import flat
 from clotho.models.policy import Policy
 from tests.training.policies_and_groups import finish, learner, random_groups, tiny_policy

@@ -9,7 +9,7 @@ import pytest
 
 from clotho.config.bounds import Off
 from clotho.config.load import PROFILES, load_profile, resolved_toml
-from clotho.config.sections_run import MockSource, StartedServer
+from clotho.config.schema import MockSource, StartedServer
 from protocols.errors import ProfileError
 from tests.config.test_profile_rules import TAP, fault
 

@@ -18,7 +18,7 @@ from clotho.config.objectives import (
     PpoDecoupled,
     RejectSequenceCorrection,
 )
-from clotho.config.sections_data import Dora, Lora
+from clotho.config.schema import Dora, Lora
 from clotho.config.sections_training import AdamW, AverageReference, ConstantSchedule, Lion, Muon, RewardKLPenalty
 from protocols.errors import ProfileError
 

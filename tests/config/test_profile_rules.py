@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 
+from clotho.atropos.group_sizes import require_fillable
 from clotho.config.load import Layer, decode, flatten, merge
 from clotho.config.rules import first_complaint
 from clotho.config.schema import Profile
+from clotho.run.custom_actors import require_positions
 from protocols.errors import ProfileError
 
 BASE: dict[str, Any] = {
@@ -28,11 +30,14 @@ def decoded(**sections: Any) -> Profile:
 
 
 def fault(**sections: Any) -> str | None:
-    """The key that the schema or the first broken rule refuses; None if the profile is valid."""
+    """The key that the schema, the first broken rule or a later check refuses; None if the profile is valid."""
     try:
-        complaint = first_complaint(decoded(**sections))
+        profile = decoded(**sections)
+        if (complaint := first_complaint(profile)) is None:
+            require_fillable(profile)
+            require_positions(profile)
     except ProfileError as error:  # a key that the chosen type does not have, or a required key that is missing
-        return str(error).removeprefix("profile: ").split()[0]
+        return str(error).removeprefix("profile: ").split()[0].removesuffix(":")
     if complaint is None:
         return None
     key = complaint.key.removesuffix(".type")

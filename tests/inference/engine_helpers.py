@@ -11,7 +11,7 @@ import mlx.nn as nn
 import numpy as np
 from numpy.typing import NDArray
 
-from clotho.config.sections_run import EngineSection
+from clotho.config.schema import EngineSection
 from clotho.inference import DecodeEngine
 from protocols.sampling import (
     Completion,

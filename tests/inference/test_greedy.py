@@ -10,8 +10,7 @@ import mlx.core as mx
 import pytest
 from mlx.utils import tree_map
 
-from clotho.config.sections_data import ModelSection
-from clotho.config.sections_run import EngineSection
+from clotho.config.schema import EngineSection, ModelSection
 from clotho.inference import DecodeEngine
 from clotho.inference import greedy as evaluation
 from clotho.inference.greedy import greedy_completions

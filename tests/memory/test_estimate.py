@@ -10,9 +10,15 @@ import mlx.core as mx
 import msgspec
 import pytest
 
-from clotho.config.schema import Profile
-from clotho.config.sections_data import DataSection, ModelSection, PolicySection, RewardSection, SamplingSection
-from clotho.config.sections_run import EngineSection
+from clotho.config.schema import (
+    DataSection,
+    EngineSection,
+    ModelSection,
+    PolicySection,
+    Profile,
+    RewardSection,
+    SamplingSection,
+)
 from clotho.config.sections_training import BufferedReplay, RollBackOnCollapse
 from clotho.inference import DecodeEngine
 from clotho.memory.estimate import estimate_memory

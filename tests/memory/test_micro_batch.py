@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from clotho.config.bounds import Off
-from clotho.config.schema import Profile
-from clotho.config.sections_data import DataSection, ModelSection, RewardSection, SamplingSection
+from clotho.config.schema import DataSection, ModelSection, Profile, RewardSection, SamplingSection
 from clotho.config.sections_training import BufferedReplay, ReplaySection
 from clotho.memory.micro_batch import BlockPass, MicroBatchShape, largest_micro_batch
 from tests.learner_settings import learner_settings

@@ -15,7 +15,7 @@ from mlx_lm.tuner.lora import LoRALinear, LoRASwitchLinear
 
 import clotho.cpu
 from bench.graph_counts import operations
-from clotho.config.sections_data import Dora, Lora, PolicySection
+from clotho.config.schema import Dora, Lora, PolicySection
 from clotho.models.folded_lora import FoldedLoRALinear, FoldedLoRASwitchLinear
 from clotho.models.lora import LINEAR, install_adapter
 from clotho.models.parameters import Parameters, flat, nested

@@ -13,7 +13,7 @@ import pytest
 from gguf import GGMLQuantizationType as Quantization
 from huggingface_hub.errors import LocalEntryNotFoundError
 
-from clotho.config.sections_data import ModelSection
+from clotho.config.schema import ModelSection
 from clotho.models.loading import SHAPES, find_model, open_base, open_shape, shipped_shape
 from clotho.models.parameters import flat
 from clotho.models.policy import load_policy

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from mlx_lm.utils import quantize_model
 
-from clotho.config.sections_data import Lora
+from clotho.config.schema import Lora
 from clotho.models.lora import (
     install_adapter,
     is_quantized,

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from clotho.config.sections_data import ModelSection
+from clotho.config.schema import ModelSection
 from clotho.models.loading import open_base
 from clotho.models.policy import load_policy
 from clotho.models.tokenizer import ChatTokenizer

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from mlx.utils import tree_map
 
-from clotho.config.sections_data import ModelSection, PolicySection
+from clotho.config.schema import ModelSection, PolicySection
 from clotho.models.parameters import flat
 from clotho.models.policy import Policy, load_policy
 from clotho.storage.adapters import write_adapter

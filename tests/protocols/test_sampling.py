@@ -11,8 +11,7 @@ import pytest
 from msgspec import structs
 
 from clotho.config.rules import learnable_distribution
-from clotho.config.schema import Profile
-from clotho.config.sections_data import SamplingSection
+from clotho.config.schema import Profile, SamplingSection
 from clotho.cpu.sampling import sample_on_cpu
 from clotho.inference.sample_log import unlearnable_reason
 from clotho.inference.sampling import row_parameters, sample, validate

@@ -72,7 +72,7 @@ def test_abandoning_a_call_as_it_finishes_does_not_affect_later_calls() -> None:
 HANGING = """
 import anyio
 from clotho.rewards.runner import RewardRunner
-from clotho.config.sections_data import RewardSection
+from clotho.config.schema import RewardSection
 from tests.rewards.groups import group
 
 async def main():

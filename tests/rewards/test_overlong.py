@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from clotho.config.sections_data import RewardSection
+from clotho.config.schema import RewardSection
 from clotho.rewards.overlong import Overlong
 from clotho.rewards.runner import RewardRunner
 from protocols.errors import ProfileError

@@ -11,7 +11,7 @@ from typing import Literal
 import anyio
 import pytest
 
-from clotho.config.sections_data import RewardSection
+from clotho.config.schema import RewardSection
 from clotho.rewards import calls
 from clotho.rewards.runner import RewardRunner
 from protocols.errors import ProfileError

@@ -15,7 +15,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from actors.scorer import Scorer
-from clotho.config.sections_data import RewardSection
+from clotho.config.schema import RewardSection
 from clotho.rewards import worker_pool
 from clotho.rewards.runner import RewardRunner
 from clotho.runtime.queues import Queue
@@ -270,7 +270,7 @@ async def test_a_cancelled_call_ends_its_process(tmp_path: Path) -> None:
 
 PARENT = """
 import anyio, sys
-from clotho.config.sections_data import RewardSection
+from clotho.config.schema import RewardSection
 from clotho.rewards.runner import RewardRunner
 from tests.rewards.groups import group, problem
 

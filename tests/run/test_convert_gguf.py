@@ -10,7 +10,7 @@ import mlx_lm
 import pytest
 from gguf import GGMLQuantizationType as Quantization
 
-from clotho.config.sections_data import ModelSection
+from clotho.config.schema import ModelSection
 from clotho.models.policy import load_policy
 from clotho.run.convert_gguf import main
 from clotho.storage.adapters import write_adapter

@@ -17,7 +17,7 @@ import pytest
 from msgspec import convert
 
 from actors.prompter import Prompter
-from clotho.config.sections_run import ActorSection
+from clotho.config.schema import ActorSection
 from clotho.run.custom_actors import Channel, CustomActors, Services, Tee, load_factory
 from clotho.runtime.latest import Latest
 from clotho.runtime.queues import Queue

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from clotho.config.sections_run import HttpServer
+from clotho.config.schema import HttpServer
 from clotho.run.accounting import CountedSource, GroupAccounting
 from clotho.run.context import RunContext
 from clotho.run.run_monitor import RunMonitor

@@ -11,7 +11,7 @@ import anyio
 import pytest
 from msgspec import structs
 
-from clotho.config.sections_run import EngineSection
+from clotho.config.schema import EngineSection
 from clotho.inference import DecodeEngine
 from clotho.runtime import sampling_client
 from clotho.runtime.compute_thread import ComputeExecutor

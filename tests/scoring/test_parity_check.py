@@ -10,7 +10,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
-from clotho.config.sections_run import EngineSection
+from clotho.config.schema import EngineSection
 from clotho.cpu import computes_on_host
 from clotho.cpu.decoder import HostDecoder
 from clotho.inference import DecodeEngine

@@ -9,7 +9,7 @@ from pathlib import Path
 import anyio
 from msgspec import structs
 
-from clotho.config.sections_run import HttpServer
+from clotho.config.schema import HttpServer
 from clotho.inference.sample_log import SampleLog
 from clotho.run.context import RunContext
 from clotho.run.run_monitor import RunMonitor

@@ -12,7 +12,7 @@ from anyio.abc import TaskStatus
 from msgspec import structs
 from openai import AsyncOpenAI
 
-from clotho.config.sections_run import HttpServer
+from clotho.config.schema import HttpServer
 from clotho.runtime.sampling_client import Sampler
 from clotho.serving.server import ApiServer
 from clotho.serving.services import HealthReport, RunSnapshot, ServerContext

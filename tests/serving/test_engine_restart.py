@@ -8,7 +8,7 @@ import anyio
 import httpx
 import pytest
 
-from clotho.config.sections_run import HttpServer
+from clotho.config.schema import HttpServer
 from clotho.runtime.sampling_client import Sampler
 from clotho.runtime.supervisor import ChildState, RestartPolicy, Supervisor, permanent
 from clotho.runtime.watchdog import EngineGuard

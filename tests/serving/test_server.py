@@ -9,7 +9,7 @@ import anyio
 import httpx
 import pytest
 
-from clotho.config.sections_run import HttpServer
+from clotho.config.schema import HttpServer
 from clotho.runtime.sampling_client import Sampler
 from clotho.serving.server import ApiServer, base_url, listen, raise_open_files_limit
 from protocols.errors import ServerError

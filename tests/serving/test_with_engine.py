@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from openai import AsyncOpenAI
 
-from clotho.config.sections_run import EngineSection, HttpServer
+from clotho.config.schema import EngineSection, HttpServer
 from clotho.inference import DecodeEngine
 from clotho.runtime.compute_thread import ComputeExecutor
 from clotho.runtime.sampling_client import Sampler

@@ -13,7 +13,7 @@ import httpx
 import numpy as np
 import pytest
 
-from clotho.config.sections_run import HttpServer
+from clotho.config.schema import HttpServer
 from clotho.models.parameters import flat, nested
 from clotho.run.context import RunContext
 from clotho.run.run_monitor import RunMonitor

@@ -13,7 +13,7 @@ import pytest
 from mlx.utils import tree_map
 from msgspec.structs import replace
 
-from clotho.config.sections_data import ModelSection, PolicySection
+from clotho.config.schema import ModelSection, PolicySection
 from clotho.models.policy import Policy, load_policy
 from clotho.storage.adapters import (
     CONFIG,

@@ -12,7 +12,7 @@ import numpy as np
 from mlx.utils import tree_map
 from mlx_lm.models import qwen3
 
-from clotho.config.sections_data import SamplingSection
+from clotho.config.schema import SamplingSection
 from clotho.config.sections_training import LearnerSection
 from clotho.models.parameters import Parameters, flat
 from clotho.models.policy import Policy, TrainablePolicy

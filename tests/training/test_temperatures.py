@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from clotho.config.sections_data import SamplingSection
+from clotho.config.schema import SamplingSection
 from clotho.models.parameters import flat
 from clotho.scoring.layouts.micro_batches import build_micro_batches
 from clotho.scoring.sequences import scored_only
