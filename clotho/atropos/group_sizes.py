@@ -59,7 +59,7 @@ OPTION_KEYS = {"group_size": "group_size", "inference_weight": "weight", "min_ba
 
 
 def require_fillable(profile: Profile) -> None:
-    """Raise ProfileError if the environments cannot fill a batch, or if a name, an option or a share is not valid."""
+    """Environments can fill a batch, and their names, options and shares are valid; ProfileError otherwise."""
     if (complaint := next(chain(_settings(profile), _complaints(profile)), None)) is not None:
         raise ProfileError(f"environments: {complaint}")
 

@@ -217,7 +217,7 @@ FETCHER = "atropos_fetcher"
 
 
 def require_positions(profile: Profile) -> None:
-    """Raise ProfileError unless every custom actor of a profile has its own name and a valid position."""
+    """Every custom actor has its own name and a valid position; ProfileError otherwise."""
     fetched = not isinstance(profile.atropos, Off)
     actors, queues = ((FETCHER, *ACTORS[3:]), QUEUES[2:]) if fetched else (ACTORS, QUEUES)
     services = {*SERVICES, *(f"environment {environment.name}" for environment in profile.environments)}

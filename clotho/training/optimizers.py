@@ -1,5 +1,7 @@
 """Optimizers: the update rules of `mlx.optimizers`, with float32 masters, LoRA+ rates and decoupled weight decay.
 
+The learning rate of a step follows from the schedule, a function of the step alone.
+
 A step is a function of arrays: parameters, gradients and state in, new parameters and new state out. No array that is
 passed in changes, so the caller undoes a step by keeping the old arrays. The rule computes in float32. A parameter of
 a narrower type (full-weight training in bfloat16) has a float32 master copy in the state, and the new parameter is the
@@ -14,8 +16,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
+from types import MappingProxyType
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -23,7 +26,18 @@ import mlx.optimizers as optim
 import numpy as np
 
 from clotho.config.sections_training import Adafactor as AdafactorSettings
-from clotho.config.sections_training import AdamW, LearnerSection, Lion, Muon, Optimizer, Sgd
+from clotho.config.sections_training import (
+    AdamW,
+    ConstantSchedule,
+    CosineSchedule,
+    LearnerSection,
+    LinearSchedule,
+    Lion,
+    Muon,
+    Optimizer,
+    Schedule,
+    Sgd,
+)
 from clotho.models.parameters import Arrays
 
 MUON_UPDATE_RMS = 0.2
@@ -224,3 +238,40 @@ def state_from_arrays(arrays: Mapping[str, mx.array], parameters: Arrays, settin
 def state_bytes(parameters: Arrays, settings: LearnerSection) -> int:
     """Return the bytes of a state. Only names, shapes and types of the parameters count: they may be lazy."""
     return sum(array.nbytes for array in state_arrays(initial_state(parameters, settings)).values())
+
+
+def constant(progress: float) -> float:
+    """Return 1 for every progress in [0, 1]."""
+    return 1.0
+
+
+def linear(progress: float) -> float:
+    """Return 1 - progress."""
+    return 1.0 - progress
+
+
+def cosine(progress: float) -> float:
+    """Return half a cosine from 1 to 0: SGDR (arXiv:1608.03983), equation 5, without restarts."""
+    return 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+SCHEDULES: Mapping[type[Schedule], Callable[[float], float]] = MappingProxyType(
+    {ConstantSchedule: constant, LinearSchedule: linear, CosineSchedule: cosine}
+)
+"""`learner.schedule` -> decay(progress): 1 at progress 0 is the full rate, 0 is the minimum."""
+
+
+def learning_rate(step: int, *, steps: int, settings: LearnerSection) -> float:
+    """Return the learning rate of update `step` (from 0) of `steps`; positive for each of these updates.
+
+    Warmup: rate * (step + 1) / warmup_steps. Then decay with progress (step - warmup_steps) / (steps - warmup_steps),
+    as in Transformers' `get_cosine_schedule_with_warmup`: the first update after the warmup has the full rate, and the
+    minimum is reached one step after the last update. Beyond `steps` (a run resumed with fewer steps) it stays there.
+    """
+    schedule, highest = settings.schedule, settings.optimizer.learning_rate
+    lowest = 0.0 if isinstance(schedule, ConstantSchedule) else schedule.min_learning_rate
+    warmup = schedule.warmup_steps
+    if step < warmup:
+        return highest * (step + 1) / warmup
+    progress = (step - warmup) / (steps - warmup) if step < steps else 1.0
+    return lowest + (highest - lowest) * SCHEDULES[type(schedule)](progress)

@@ -26,8 +26,8 @@ An update passes through these modules, in this order:
 6. `optimizers` clips that gradient by its global norm and applies the update rule to new arrays. A loss or gradient
    that is not finite ends the update here: the old parameters and the old optimizer state are still in place. A
    gradient of exactly zero takes no step.
-7. `update_kl` measures how far the update moved the policy, if collapse detection needs it.
-8. `update` applies the result: `adapter_check` raises if an adapter does not move, `objectives.controllers` computes
+7. `update_checks` measures how far the update moved the policy, if collapse detection needs it.
+8. `update` applies the result: `update_checks` raises if an adapter does not move, `objectives.controllers` computes
    the loss coefficients of the next update, the reference policy follows if it is a moving one, and parameters,
    optimizer state, version and weights hash change together. The learner then publishes the new weights.
 
@@ -56,7 +56,7 @@ from clotho.training.gradient import LossConfig
 from clotho.training.objectives.controllers import initial_loss_coefficients, next_loss_coefficients
 from clotho.training.objectives.registry import objective
 from clotho.training.optimizer_steps import MetricTotals, OptimizerProgress, take_optimizer_steps
-from clotho.training.optimizers import initial_state
+from clotho.training.optimizers import initial_state, learning_rate
 from clotho.training.reference_policy import ReferencePolicy
 from clotho.training.rollback import (
     LearnerState,
@@ -66,7 +66,6 @@ from clotho.training.rollback import (
     state_from_arrays,
     with_prefix,
 )
-from clotho.training.schedule import learning_rate
 from clotho.training.turns import TurnBudget
 from clotho.training.update_checks import AdapterCheck, update_kl
 from protocols.rollout import ScoredGroup

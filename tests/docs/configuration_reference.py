@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from clotho.atropos.group_sizes import require_fillable
 from clotho.config.flags import SHORT, availability, default_in_words
 from clotho.config.keys import SECTIONS, Key, Section
 from clotho.config.other_trainers import accepted
-from clotho.config.rules import CONTRADICTIONS, NO_EFFECT, custom_actors, environments, learnable_distribution
+from clotho.config.rules import CONTRADICTIONS, NO_EFFECT, learnable_distribution
+from clotho.run.custom_actors import require_positions
 from tests.docs.pages import DOCS
 
 PAGE = DOCS / "configuration.md"
@@ -84,7 +86,7 @@ def _meaning(key: Key) -> str:
 
 def _between() -> str:
     rows = [f"| {_paths(_shown(rule.keys))} | {_cell(_reason(rule.reason))} |" for rule in CONTRADICTIONS]
-    checks = (learnable_distribution, custom_actors, environments)
+    checks = (learnable_distribution, require_positions, require_fillable)
     others = [f"* {' '.join((check.__doc__ or '').split())}" for check in checks]
     return "\n".join(
         [

@@ -13,8 +13,7 @@ from mlx.utils import tree_map
 import clotho.cpu
 from bench.contenders.shapes import Shape, configuration, quantized_model, random_model
 from bench.shapes import make_policy
-from clotho.config.sections_data import Lora, PolicySection
-from clotho.config.sections_run import EngineSection
+from clotho.config.schema import EngineSection, Lora, PolicySection
 from clotho.inference import DecodeEngine
 from clotho.models.lora import install_adapter
 from clotho.models.parameters import flat, nested

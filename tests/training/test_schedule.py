@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from clotho.training.schedule import learning_rate
+from clotho.training.optimizers import learning_rate
 from tests.learner_settings import learner_settings
 
 

@@ -1,4 +1,4 @@
-"""Checks of an update: k3 on a few completions, in passes as small as those of a gradient, and adapters that never move."""
+"""Checks of an update: k3 on a few completions, in passes as small as those of a gradient, and unmoved adapters."""
 
 from __future__ import annotations
 
