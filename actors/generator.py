@@ -97,6 +97,7 @@ class Generator:
                 sampling=self._sampling,
                 seeds=completion_seeds(prompt.seed, self._group_size),
                 record_support=True,  # the learner evaluates the sampling distribution
+                background=True,
             )
             for prompt in batch
         ]

@@ -178,6 +178,7 @@ class Learner:
             staleness=tuple(version - group.scored.group.oldest_version for group in trained),
             update=update.metrics if update else None,
             train_seconds=time.monotonic() - began,
+            longest_turn_seconds=self._executor.take_longest_learner_turn(),
             wait_seconds=wait_seconds,
             replaced=batch.replaced,
             replayed=len(replayed),

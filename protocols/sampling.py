@@ -293,6 +293,7 @@ class SampleRequest(Struct, frozen=True, kw_only=True):
     reuse_prefix: read the prompt's KV cache from the prefix cache and store it there.
     record_support: report which tokens could have been sampled at each position (`Completion.supports`) if top-p, top-k
         or min-p exclude any; requires 1 <= top_k <= MAX_SUPPORT.
+    background: nobody waits for the first token, as with rollouts; other requests are started first.
     """
 
     prompt: tuple[int, ...]
@@ -301,6 +302,7 @@ class SampleRequest(Struct, frozen=True, kw_only=True):
     stream: bool = False
     reuse_prefix: bool = False
     record_support: bool = False
+    background: bool = False
 
 
 class Completion(Struct, frozen=True, kw_only=True):

@@ -97,7 +97,8 @@ class StepReport(Struct, frozen=True, kw_only=True, tag=True):
     trained, discarded: every group that ended since the last report.
     staleness: per trained group, the learner's version minus the group's oldest version.
     update: None if the batch had no group to train on.
-    train_seconds: wall-clock time of the update. wait_seconds: time spent waiting for groups before it.
+    train_seconds: wall-clock time of the update. longest_turn_seconds: longest time that the update kept the compute
+    thread from decoding. wait_seconds: time spent waiting for groups before it.
     replaced: number of groups that were replaced by another group (`learner.objective.dynamic_sampling_max_ratio`).
     replayed: number of groups from the replay buffer.
     collapse_warnings: symptoms of collapse that the batch shows, as text.
@@ -113,6 +114,7 @@ class StepReport(Struct, frozen=True, kw_only=True, tag=True):
     update: UpdateMetrics | None
     train_seconds: float
     wait_seconds: float
+    longest_turn_seconds: float = 0.0
     replaced: int = 0
     replayed: int = 0
     collapse_warnings: tuple[str, ...] = ()

@@ -132,7 +132,7 @@ class DecodeEngine:
         active = ActiveRequest(self._requests, request, listener, limit, open=len(request.seeds))
         rows = [self._row(active, index) for index in range(len(request.seeds))]
         self._sender.requests[active.request_id] = active
-        self._scheduler.waiting.append(PrefillJob(active, request.prompt, rows))
+        self._scheduler.add(PrefillJob(active, request.prompt, rows))
         return active.request_id
 
     def _row(self, active: ActiveRequest, index: int) -> Row:
@@ -196,7 +196,8 @@ class DecodeEngine:
 
     def _fill(self) -> None:
         table = self._batch.table
-        admitted = self._scheduler.admit(table.running, table.longest_reserved)
+        background = sum(row is not None and row.active.request.background for row in table.rows)
+        admitted = self._scheduler.admit(table.running, table.longest_reserved, background)
         self._prefill.add(admitted, self._source.version)
         ready = self._prefill.advance(self._source.version, idle=not table.running, fail=self._sender.fail)
         try:
@@ -284,7 +285,7 @@ class DecodeEngine:
         interrupted = self._interrupt() if kv_policy == "recompute" else []
         self._prefill.restart()
         self._scheduler.restart()
-        self._scheduler.waiting.extendleft(reversed(interrupted))
+        self._scheduler.requeue(interrupted)
 
     def _interrupt(self) -> list[PrefillJob]:
         """Remove every running row from the batch, with the tokens it has sampled."""

@@ -71,7 +71,8 @@ def greedy_completions(
         ahead = min(len(prompts), len(answers) + 2 * settings.max_num_seqs)  # a full batch, and as many waiting
         while submitted < ahead:
             engine.submit(
-                SampleRequest(prompt=prompts[submitted], sampling=greedy, seeds=(0,)), partial(receive, submitted)
+                SampleRequest(prompt=prompts[submitted], sampling=greedy, seeds=(0,), background=True),
+                partial(receive, submitted),
             )
             submitted += 1
         with policy.using(parameters):

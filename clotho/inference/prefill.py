@@ -17,7 +17,7 @@ from msgspec import Struct
 from clotho.config.schema import EngineSection
 from clotho.cpu.interface import PromptState
 from clotho.inference.cache_layout import CacheLayout, evaluation_mode
-from clotho.inference.scheduler import ActiveRequest, PrefillJob
+from clotho.inference.scheduler import ActiveRequest, PrefillJob, insert
 
 log = structlog.get_logger(__name__)
 
@@ -123,7 +123,10 @@ class Prefill:
             if job.active.request.reuse_prefix and not job.computed:
                 self._look_up(job, version)
             job.computed = job.computed or len(job.tokens) == 1
-            (self._ready if job.computed else self._waiting).append(job)
+            if job.computed:
+                self._ready.append(job)
+            else:
+                insert(self._waiting, job)
 
     def _look_up(self, job: PrefillJob, version: int) -> None:
         hit = self.prefixes.find(version, job.tokens[:-1])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from clotho.cpu.interface import PromptState
@@ -76,13 +76,35 @@ MAX_WAITING_REQUESTS = 4096
 """Further requests are refused with a RequestError whose param is `queue`."""
 
 
+CLIENT_ROWS = 8
+"""Requests of clients may use this fraction of `max_num_seqs` more rows (1/8): rollouts often use all of them."""
+
+
+def client_rows(max_num_seqs: int) -> int:
+    """Return the number of rows beyond `max_num_seqs` that background requests cannot use."""
+    return max_num_seqs // CLIENT_ROWS
+
+
+def insert(queue: deque[PrefillJob], job: PrefillJob, *, first: bool = False) -> None:
+    """Insert a job before all background jobs, or behind all jobs if it is a background job itself.
+
+    first: insert it before the jobs of its kind instead of behind them.
+    """
+    background = job.active.request.background
+    foreground = next((i for i, other in enumerate(queue) if other.active.request.background), len(queue))
+    at = (foreground if background else 0) if first else (len(queue) if background else foreground)
+    queue.insert(at, job)
+
+
 class Scheduler:
     """The waiting jobs in order, and the admitted jobs that are being prefilled.
 
     Rows are admitted while rows x longest reserved length <= kv_cache_tokens, because every row's cache is as long as
     the longest. The full length (prompt and maximum completion) is reserved on admission, so a row that has started can
-    always finish. The first job in the queue is never overtaken. When the batch is full, rows are admitted in waves: as
-    soon as an eighth of max_num_seqs is free, because each admission costs a prefill pass.
+    always finish. Background jobs wait behind requests of clients; otherwise, the first job in the queue is never
+    overtaken. Beside background rows, clients may use `client_rows` more rows than max_num_seqs, so that they need not
+    wait until a rollout ends. When the batch is full, rows are admitted in waves: as soon as an eighth of max_num_seqs
+    is free, because each admission costs a prefill pass.
     """
 
     def __init__(self, max_num_seqs: int, kv_cache_tokens: int) -> None:
@@ -91,6 +113,15 @@ class Scheduler:
         self._max_num_seqs = max_num_seqs
         self._kv_cache_tokens = kv_cache_tokens
         self._wave = max(1, max_num_seqs // 8)
+
+    def add(self, job: PrefillJob) -> None:
+        """Add a new job to the queue."""
+        insert(self.waiting, job)
+
+    def requeue(self, jobs: Sequence[PrefillJob]) -> None:
+        """Return jobs to the head of the queue, in their order."""
+        for job in reversed(jobs):
+            insert(self.waiting, job, first=True)
 
     @property
     def rows(self) -> int:
@@ -107,21 +138,27 @@ class Scheduler:
         if len(self.waiting) >= MAX_WAITING_REQUESTS or self.rows + rows > MAX_WAITING_ROWS:
             raise RequestError(f"{self.rows} completions are waiting; try again later", param="queue")
 
-    def admit(self, running: int, longest: int) -> list[PrefillJob]:
-        """Admit jobs whose rows fit beside `running` rows of at most `longest` tokens; set their `admitted`."""
+    def admit(self, running: int, longest: int, background: int = 0) -> list[PrefillJob]:
+        """Admit jobs whose rows fit beside `running` rows of at most `longest` tokens; set their `admitted`.
+
+        background: how many of the running rows belong to background requests.
+        """
         admitted = []
         for job in self.entering:
             running, longest = running + job.admitted, max(longest, job.active.reserved)
+            background += job.admitted if job.active.request.background else 0
         while self.waiting:
             job = self.waiting[0]
             length = max(longest, job.active.reserved)
-            room = min(self._max_num_seqs, self._kv_cache_tokens // length) - running
+            more = 0 if job.active.request.background else min(background, client_rows(self._max_num_seqs))
+            room = min(self._max_num_seqs + more, self._kv_cache_tokens // length) - running
             if room < min(len(job.rows), self._wave) and (running or room < 1):
                 break
             job.admitted = min(len(job.rows), room)
             self.entering.append(self.waiting.popleft())
             admitted.append(job)
             running, longest = running + job.admitted, length
+            background += job.admitted if job.active.request.background else 0
         return admitted
 
     def entered(self, job: PrefillJob) -> None:
@@ -130,7 +167,7 @@ class Scheduler:
         job.rows = job.rows[job.admitted :]
         job.admitted = 0
         if job.rows:
-            self.waiting.appendleft(job)
+            self.requeue([job])
 
     def forget(self, active: ActiveRequest) -> None:
         """Drop all rows of a request that are not in the batch."""
@@ -146,7 +183,7 @@ class Scheduler:
 
     def restart(self) -> None:
         """Return admitted jobs to the head of the queue and discard all prefilled states."""
-        self.waiting.extendleft(reversed(self.entering))
+        self.requeue(self.entering)
         self.entering = []
         for job in self.waiting:
             job.admitted, job.computed, job.state, job.state_tokens = 0, False, None, 0

@@ -13,11 +13,12 @@ from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
 from msgspec.structs import replace
 
-from clotho.config.schema import AtroposSource, FullMethod, ModelSection, Profile
+from clotho.config.schema import AtroposSource, FullMethod, HttpServer, ModelSection, Profile
 from clotho.config.sections_training import AverageReference, BaseReference, RollBackOnCollapse, SnapshotReference
 from clotho.cpu.interface import spare_columns
 from clotho.inference.cache_layout import AttentionLeaf, CacheLayout, StateLeaf
 from clotho.inference.prefill import MAX_ENTRIES
+from clotho.inference.scheduler import client_rows
 from clotho.memory.activations import (
     FLOAT32,
     activation_bytes,
@@ -138,7 +139,9 @@ def estimate_memory(model: ModelSection, profile: Profile, *, prompt_tokens: int
     length, completion = _longest(profile, prompt_tokens, context_length(config))
     micro = largest_micro_batch(profile, prompt=length - completion, completion=completion)
     vocabulary = describe_model(base, config).vocab_size
-    rows = max(1, min(profile.engine.max_num_seqs, profile.engine.kv_cache_tokens // length))
+    seqs = profile.engine.max_num_seqs
+    clients = client_rows(seqs) if isinstance(profile.server, HttpServer) else 0
+    rows = max(1, min(seqs + clients, profile.engine.kv_cache_tokens // length))
     logits = logits_bytes(micro, vocabulary)
     estimate = MemoryEstimate(
         base=weights - learning.in_full,

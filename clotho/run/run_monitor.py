@@ -119,6 +119,7 @@ class RunMonitor:
             reward_mean=sum(rewards) / len(rewards) if rewards else None,
             staleness_mean=sum(staleness) / len(staleness) if staleness else None,
             staleness_max=max(staleness, default=None),
+            learner_turn_seconds=report.longest_turn_seconds if report else None,
             swap_seconds=context.swap_times.last,
             groups_trained=groups.trained,
             discarded=groups.discarded,

@@ -5,12 +5,12 @@ Three kinds of work take turns:
 * **calls** (`submit`): short functions such as a weight swap or a new request. They run in order of arrival, before
   any other work;
 * **jobs** (`submit_steps`): long cooperative computations, written as generators. A turn is one `next()`: one
-  micro-batch of an update, for example. Several jobs take turns round-robin;
+  part of a micro-batch, for example. Several jobs take turns round-robin;
 * **decode steps** (`attach`): a turn samples one token for every running sequence.
 
 If jobs and the decode engine both have work, the next turn belongs to the side that has used less time in proportion
 to its share (stride scheduling by wall-clock time). `decode_share` is the share of decoding. A side that was idle gets
-no credit for the idle time. Turns are not interrupted, so the longest micro-batch is the longest pause of the HTTP API.
+no credit for the idle time. Turns are not interrupted, so the longest turn is the longest pause of the HTTP API.
 
 `finish` waits in the event loop for a future of the compute thread.
 """
@@ -112,6 +112,7 @@ class ComputeExecutor:
         self._tokens = dict.fromkeys(_Company, 0)
         self._seconds = dict.fromkeys(_Company, 0.0)
         self._decode_seconds = 0.0
+        self._longest_learner_turn = 0.0
         self._over = threading.Event()
         self._thread = threading.Thread(target=_live, args=([self._serve],), name="compute", daemon=True)
 
@@ -188,6 +189,11 @@ class ComputeExecutor:
             seconds=self._decode_seconds,
         )
 
+    def take_longest_learner_turn(self) -> float:
+        """Return the duration in seconds of the longest turn of a learner's job since the last call. Thread-safe."""
+        longest, self._longest_learner_turn = self._longest_learner_turn, 0.0
+        return longest
+
     def _serve(self) -> None:
         try:
             while not self._stopping.is_set():
@@ -228,7 +234,10 @@ class ComputeExecutor:
             self._decode_seconds += seconds
             self._seconds[company] += seconds
         elif steps:
+            learning = self._steps[0].learning
             seconds = self._timed(self._step)
+            if learning:
+                self._longest_learner_turn = max(self._longest_learner_turn, seconds)
             self._steps_clock.charge(seconds)
             if contended:
                 self._seconds[company] += seconds

@@ -137,6 +137,7 @@ class _SnapshotCollector(Collector):
             ("clotho_reward_mean", "Mean reward of the last batch.", snapshot.reward_mean),
             ("clotho_staleness_mean", "Mean staleness of the last batch, in versions.", snapshot.staleness_mean),
             ("clotho_staleness_max", "Largest staleness of the last batch, in versions.", snapshot.staleness_max),
+            ("clotho_learner_turn_seconds", "Longest turn of the last update.", snapshot.learner_turn_seconds),
             ("clotho_swap_seconds", "Duration of the last weight swap.", snapshot.swap_seconds),
         ):
             if value is not None:

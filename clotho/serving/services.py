@@ -124,7 +124,8 @@ class QueueSnapshot(Struct, frozen=True, kw_only=True):
 class RunSnapshot(Struct, frozen=True, kw_only=True):
     """The state of the training run for /metrics. A value is None until it has been measured.
 
-    swap_seconds: duration of the latest weight swap. discarded: reason -> groups. environments_trained,
+    swap_seconds: duration of the latest weight swap. learner_turn_seconds: longest turn of the learner in the latest
+    update. discarded: reason -> groups. environments_trained,
     environments_discarded: environment -> groups. restarts: supervised child -> restarts.
     events_lost: number of events that log.jsonl lacks because it could not be written.
     """
@@ -134,6 +135,7 @@ class RunSnapshot(Struct, frozen=True, kw_only=True):
     staleness_mean: float | None = None
     staleness_max: int | None = None
     swap_seconds: float | None = None
+    learner_turn_seconds: float | None = None
     groups_trained: int = 0
     discarded: dict[str, int] = {}
     environments_trained: dict[str, int] = {}

@@ -76,7 +76,7 @@ class TurnBudget:
         if not self._seconds:
             stages.clear()
         stages.reverse()
-        fresh = False
+        count, fresh = len(stages), False
         while stages:
             part = self._next_part(stages, fresh=fresh)
             fresh = not part
@@ -84,10 +84,12 @@ class TurnBudget:
                 yield from self.pause()
                 continue
             work = [(stage.kind, stage.work) for stage in part]
-            arrays = [stage.arrays for stage in part] if stages else results
-            del part
             before = self._clock()
-            mx.eval(arrays)
+            if len(part) == count:
+                part.clear()
+                mx.eval(results)
+            while part:  # one after another: MLX would recompute checkpointed blocks of several stages at once
+                mx.eval(part.pop(0).arrays)
             self._measure(work, self._clock() - before)
         mx.eval(results)
 

@@ -10,9 +10,11 @@ import mlx.core as mx
 import msgspec
 import pytest
 
+from clotho.config.bounds import Off
 from clotho.config.schema import (
     DataSection,
     EngineSection,
+    HttpServer,
     ModelSection,
     PolicySection,
     Profile,
@@ -37,16 +39,25 @@ MODEL = CONFIG | {"num_hidden_layers": 4, "hidden_size": 128, "intermediate_size
 ADAPTER, FULL = policy_settings(rank=8), policy_settings(kind="full")
 
 
+UNDIVIDED = {"batch_size": GROUPS, "micro_batch_tokens": 512, "layout": "padded", "max_turn_ms": 0.0}
+
+
 def profile_of(directory: Path, policy: PolicySection, **learner: Any) -> Profile:
-    """One update of two groups of eight, in two micro-batches; nothing but those rows is decoded."""
+    """One update of two groups of eight, in two micro-batches; nothing but those rows is decoded.
+
+    Turns are not divided, because an evaluation in parts needs less memory.
+    """
     return Profile(
         model=ModelSection(path=str(directory), dtype="float32"),
         data=DataSection(train="train.jsonl"),
         rewards=(RewardSection(name="exact"),),
         policy=policy,
         sampling=SamplingSection(max_tokens=COMPLETION, group_size=SIZE),
-        learner=learner_settings(**{"batch_size": GROUPS, "micro_batch_tokens": 512, "layout": "padded", **learner}),
+        learner=learner_settings(
+            **{"batch_size": GROUPS, "micro_batch_tokens": 512, "layout": "padded", "max_turn_ms": 0.0, **learner}
+        ),
         engine=EngineSection(max_num_seqs=GROUPS * SIZE, prefix_cache_tokens=0),
+        server=Off(),
     )
 
 
@@ -122,6 +133,14 @@ def test_the_minimum_counts_the_cache_of_one_sequence(tmp_path: Path) -> None:
     many, few = (estimate_memory(each.model, each) for each in (profile, fewer))
     assert many.one_sequence * GROUPS * SIZE == many.caches
     assert many.total > few.total > few.minimum == many.minimum
+
+
+def test_the_rows_of_http_clients_beside_rollouts_are_counted(tmp_path: Path) -> None:
+    """With the HTTP server, an eighth more rows than `engine.max_num_seqs` can be decoded."""
+    profile = profile_of(saved(tmp_path), ADAPTER)
+    served = msgspec.structs.replace(profile, server=HttpServer())
+    alone, beside = (estimate_memory(each.model, each).caches for each in (profile, served))
+    assert beside * 8 == alone * 9
 
 
 def test_nothing_is_read_to_make_an_estimate(tmp_path: Path) -> None:

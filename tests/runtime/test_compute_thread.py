@@ -290,3 +290,23 @@ async def test_work_cancelled_by_its_thread_raises_an_error() -> None:
     future.cancel()
     with fail_after(5), pytest.raises(WorkCancelled):
         await finish(future)
+
+
+def test_the_longest_turn_of_the_learner_is_measured_since_the_last_reading() -> None:
+    """Turns of other jobs do not count; reading resets the value."""
+    clock = Clock()
+    executor = ComputeExecutor(decode_share=0.5, clock=clock)
+
+    def job(*seconds: float) -> Generator[None, None, None]:
+        for turn in seconds:
+            clock.now += turn
+            yield
+
+    executor.start()
+    try:
+        executor.submit_steps(job(0.5, 2.0, 0.25), learning=True).result(5)
+        executor.submit_steps(job(9.0)).result(5)
+        assert executor.take_longest_learner_turn() == 2.0
+        assert executor.take_longest_learner_turn() == 0.0
+    finally:
+        executor.stop()
