@@ -65,6 +65,7 @@ def test_an_environment_trains_the_policy(tmp_path: Path, atropos: tuple[str, st
     assert {group["environment"] for group in lines(tmp_path / "run" / "rollouts.jsonl")} == {"arithmetic"}
 
 
+@pytest.mark.slow
 def test_killed_processes_restart_and_no_group_is_trained_on_twice(tmp_path: Path, atropos: tuple[str, str]) -> None:
     """API server and environment are restarted and training continues. A killed trainer resumes."""
     profile, run_dir = tmp_path / "telling.toml", tmp_path / "run"

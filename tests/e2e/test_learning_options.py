@@ -6,6 +6,8 @@ import json
 import math
 from pathlib import Path
 
+import pytest
+
 from tests.e2e.pipeline_process import BATCH, Run, assert_recorded, lines, metrics, run
 
 EVERYTHING = """
@@ -83,6 +85,7 @@ RUINOUS = (
 )
 
 
+@pytest.mark.slow
 def test_the_complete_learner_state_survives_a_kill(tmp_path: Path) -> None:
     """With dynamic sampling, replay, controllers, a moving reference policy and rollback the adapter of the resumed
     run is identical.

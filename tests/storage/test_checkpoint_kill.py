@@ -27,7 +27,7 @@ while True:
                      keep_last=1)
     print(step, flush=True)
 """
-KILLS = 8
+KILLS = 5
 
 
 def test_a_kill_never_loses_a_finished_checkpoint(tmp_path: Path) -> None:
