@@ -39,14 +39,9 @@ from actors.learner import Learner
 from actors.monitor import Monitor
 from actors.prompter import Prompter
 from actors.scorer import Scorer
-from clotho.atropos.api import AtroposApi
-from clotho.atropos.client import Registration
-from clotho.atropos.commands import require_server
-from clotho.atropos.mock import MockAtropos
 from clotho.atropos.processes import AtroposServer, Environment
 from clotho.atropos.reader import GroupReader
 from clotho.atropos.reader import Policy as PolicyBounds
-from clotho.atropos.source import BatchSource
 from clotho.atropos.validation import Bounds
 from clotho.config.bounds import Off
 from clotho.config.schema import (
@@ -54,9 +49,7 @@ from clotho.config.schema import (
     EnvironmentSource,
     HeldOutEvaluation,
     HttpServer,
-    MockSource,
     Profile,
-    RunningServer,
     StartedServer,
 )
 from clotho.cpu import load_blas
@@ -65,6 +58,7 @@ from clotho.monitoring.event_log import EventSink, event_log
 from clotho.monitoring.live_display import make_display
 from clotho.monitoring.summary import print_summary
 from clotho.run.accounting import GroupAccounting, group_source
+from clotho.run.batch_source import batch_source, running_url
 from clotho.run.context import RunContext
 from clotho.run.custom_actors import Channel, CustomActors, Services
 from clotho.run.run_monitor import RunMonitor
@@ -380,35 +374,6 @@ def wire_environments(
     return Rollouts(children=[fetcher], channels=[], source=fetcher, first=scored)
 
 
-def batch_source(context: RunContext, settings: AtroposSource, *, atropos_url: str) -> BatchSource:
-    """The Atropos API server, or its mock."""
-    profile, sampling = context.profile, context.profile.sampling
-    if isinstance(settings, MockSource):
-        server = require_server(profile)
-        return MockAtropos(
-            context.address,
-            api_key=server.api_key,
-            make_prompt=context.prompts.prompt,
-            first_prompt=context.state.prompted if context.state else 0,
-            rewards=context.rewards,
-            sampling=sampling,
-            batch_size=profile.learner.batch_size,
-            max_choices=server.max_choices,
-        )
-    return AtroposApi(
-        atropos_url,
-        registration=Registration(
-            batch_size=profile.learner.batch_size * sampling.group_size,
-            max_token_len=context.max_sequence_tokens + 1,  # the server's bound is exclusive
-            checkpoint_dir=str((context.directory.path / "atropos").absolute()),
-            save_checkpoint_interval=max(1, profile.checkpoint.interval),
-            num_steps=profile.steps,
-        ),
-        reset=not isinstance(settings, RunningServer) or settings.reset,
-        poll_seconds=settings.poll_seconds,
-    )
-
-
 def wire_services(context: RunContext, monitor: RunMonitor, listener: socket.socket | None) -> list[Child]:
     """The HTTP server, the watchdog of the compute thread, and the guard of the decode engine."""
     watchdog = Watchdog(
@@ -443,11 +408,6 @@ def wire_atropos(context: RunContext) -> tuple[AtroposServer | None, list[Child]
         for section in profile.environments
     ]
     return server, [permanent(environment) for environment in environments]
-
-
-def running_url(profile: Profile) -> str:
-    """The address of the Atropos API server that the run connects to; empty without one."""
-    return profile.atropos.url if isinstance(profile.atropos, RunningServer) else ""
 
 
 def report_failure(name: str, error: Exception) -> None:

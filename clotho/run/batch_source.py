@@ -1,0 +1,45 @@
+"""The source of groups of a run with environments: a running or started Atropos API server, or its mock."""
+
+from __future__ import annotations
+
+from clotho.atropos.api import AtroposApi
+from clotho.atropos.client import Registration
+from clotho.atropos.commands import require_server
+from clotho.atropos.mock import MockAtropos
+from clotho.atropos.source import BatchSource
+from clotho.config.schema import AtroposSource, MockSource, Profile, RunningServer
+from clotho.run.context import RunContext
+
+
+def batch_source(context: RunContext, settings: AtroposSource, *, atropos_url: str) -> BatchSource:
+    """The Atropos API server, or its mock."""
+    profile, sampling = context.profile, context.profile.sampling
+    if isinstance(settings, MockSource):
+        server = require_server(profile)
+        return MockAtropos(
+            context.address,
+            api_key=server.api_key,
+            make_prompt=context.prompts.prompt,
+            first_prompt=context.state.prompted if context.state else 0,
+            rewards=context.rewards,
+            sampling=sampling,
+            batch_size=profile.learner.batch_size,
+            max_choices=server.max_choices,
+        )
+    return AtroposApi(
+        atropos_url,
+        registration=Registration(
+            batch_size=profile.learner.batch_size * sampling.group_size,
+            max_token_len=context.max_sequence_tokens + 1,  # the server's bound is exclusive
+            checkpoint_dir=str((context.directory.path / "atropos").absolute()),
+            save_checkpoint_interval=max(1, profile.checkpoint.interval),
+            num_steps=profile.steps,
+        ),
+        reset=not isinstance(settings, RunningServer) or settings.reset,
+        poll_seconds=settings.poll_seconds,
+    )
+
+
+def running_url(profile: Profile) -> str:
+    """The address of the Atropos API server that the run connects to; empty without one."""
+    return profile.atropos.url if isinstance(profile.atropos, RunningServer) else ""
