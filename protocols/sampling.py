@@ -298,6 +298,7 @@ class SampleRequest(Struct, frozen=True, kw_only=True):
         or min-p exclude any; requires 1 <= top_k <= MAX_SUPPORT.
     background: nobody waits for the first token, as with rollouts; other requests are started first.
     weights: what samples: `POLICY`, `BASE`, or the name of a loaded adapter.
+    request_id: name under which a client can abort the request; empty if it has none.
     """
 
     prompt: tuple[int, ...]
@@ -308,6 +309,7 @@ class SampleRequest(Struct, frozen=True, kw_only=True):
     record_support: bool = False
     background: bool = False
     weights: str = POLICY
+    request_id: str = ""
 
 
 class Completion(Struct, frozen=True, kw_only=True):

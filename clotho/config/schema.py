@@ -176,6 +176,7 @@ class HttpServer(Variant, frozen=True, kw_only=True, tag="http"):
     max_body_bytes: Annotated[Positive, about("Maximum size of a request body in bytes.")] = 4_194_304
     body_seconds: Annotated[PositiveFloat, about("Time in which a request body must arrive.")] = 30.0
     adapters: AdaptersSection = AdaptersSection()
+    shutdown_seconds: Annotated[PositiveFloat, about("Time in which running requests may finish at the end.")] = 10.0
 
 
 ServerSection = Annotated[Off | HttpServer, about("OpenAI-compatible HTTP server of the run.")]
