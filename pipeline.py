@@ -61,6 +61,7 @@ from clotho.run.accounting import GroupAccounting, group_source
 from clotho.run.batch_source import batch_source, running_url
 from clotho.run.context import RunContext
 from clotho.run.custom_actors import Channel, CustomActors, Services
+from clotho.run.process_signals import process_signals
 from clotho.run.run_monitor import RunMonitor
 from clotho.run.startup import build_context
 from clotho.runtime.compute_thread import ComputeExecutor, finish
@@ -75,7 +76,7 @@ from clotho.runtime.supervisor import (
     describe_error,
     permanent,
 )
-from clotho.runtime.watchdog import ENGINE_RESTARTS
+from clotho.runtime.watchdog import ENGINE_RESTARTS, Watchdog
 from clotho.serving.server import ApiServer, base_url, listen
 from clotho.storage.jsonl import JsonlWriter
 from clotho.storage.run_directory import RunDirectory
@@ -90,9 +91,6 @@ from protocols.step import GroupsEnded, PolicyUpdated, StepReport
 log = structlog.get_logger(actor="pipeline")
 
 SERVER_RESTARTS = RestartPolicy(max_restarts=3)
-
-GRACE_SECONDS = 10.0
-"""Minimum time for the clean-up of a stopped actor."""
 
 
 class Wiring(Struct, frozen=True, kw_only=True, eq=False):
@@ -379,10 +377,14 @@ def wire_environments(
 
 def wire_services(context: RunContext, monitor: RunMonitor, listener: socket.socket | None) -> list[Child]:
     """The HTTP server, the watchdog of the compute thread, and the guard of the decode engine."""
-    guards = [
-        permanent(monitor.serving.watchdog(context.profile.monitor)),
-        permanent(context.engine_guard(), ENGINE_RESTARTS),
-    ]
+    watchdog = Watchdog(
+        "watchdog",
+        lambda: context.executor.busy_since,
+        limit_seconds=context.profile.monitor.watchdog_seconds,
+        on_stall=monitor.on_stall,
+        on_recovered=monitor.on_recovery,
+    )
+    guards = [permanent(watchdog), permanent(context.engine_guard(), ENGINE_RESTARTS)]
     settings = context.profile.server
     if listener is None or isinstance(settings, Off):
         return guards
@@ -427,15 +429,15 @@ async def train(profile: Profile, directory: RunDirectory, console: Console) -> 
         executor.start()
         stack.callback(executor.stop)
         address = base_url(listener) if listener else ""
-        context = await build_context(profile, directory, executor, address=address)
+        slow_seconds = profile.monitor.watchdog_seconds
+        context = await build_context(profile, directory, executor, address=address, slow_seconds=slow_seconds)
         stack.callback(context.rewards.close)
         events.open(directory.log)
         for warning in context.warnings:
             log.warning(warning)
         if context.resumed_from is not None:
             log.info("run_resumed", step=context.resumed_from)
-        grace = server.shutdown_seconds if isinstance(server, HttpServer) else 0.0
-        supervisor = Supervisor(on_failure=report_failure, grace_seconds=max(GRACE_SECONDS, grace))
+        supervisor = Supervisor(on_failure=report_failure)
         atropos_server, environments = wire_atropos(context)
         atropos_url = atropos_server.url if atropos_server else running_url(profile)
         wiring = wire(context, console=console, children=supervisor.status, atropos_url=atropos_url, events=events)
@@ -457,4 +459,7 @@ async def train(profile: Profile, directory: RunDirectory, console: Console) -> 
             ending = await supervisor.run(children, on_drain=drain)
         log.info("run_statistics", **structs.asdict(wiring.monitor.snapshot()))
         print_summary(console, wiring.monitor.summary(wiring.accounting, complete=ending is not Ending.STOPPED))
+        if ending is Ending.STOPPED and not executor.stop(timeout=signals.seconds_left):
+            log.error("computation_abandoned", hint="it did not end in time, so the process ends without it")
+            process_signals.exit(signals.exit_status)
         return signals.exit_status

@@ -6,7 +6,8 @@ A soak run: the training of `local-m3` under load, with faults at random moments
 
 Sixteen clients send requests, some of them invalid, and some of the clients hang up. At moments that follow from the
 seed, faults are injected: hostile requests, failing rewards, SIGSTOP, a closed or full output, and SIGKILL with
-`--resume`. The last life is drained with SIGTERM. Then the run's files must contain every group exactly once. The exit
+`--resume`. All kills are in the first third. The last life takes the rest of the time, so that growth of memory can be
+told from warmup, and is drained with SIGTERM. Then the run's files must contain every group exactly once. The exit
 status is 1 if a group is lost or duplicated, a request is unanswered or answered with an unexpected status, or a life
 ends in another way than intended.
 """
@@ -32,13 +33,15 @@ from msgspec import Struct
 
 from bench.fingerprint import ROOT, Fingerprint, describe_fingerprint, fingerprint
 from bench.soak_clients import CLIENTS, HOSTILE, Outcomes, Target, hostile, run_clients
-from bench.soak_process import Growth, Life, Process, small_disk_available
+from bench.soak_process import WARM_UP_SECONDS, Growth, Life, Process, small_disk_available
 from bench.soak_rewards import FAULTS as REWARD_FAULTS
 from bench.soak_rewards import TIMEOUT_SECONDS
 
 NAME = "soak"
 RESULTS = ROOT / "bench" / "results" / "soak.jsonl"
-KILLS = 4
+KILLS, KILLED_FRACTION = 4, 1.0 / 3.0
+"""Number of kills, and the part of the soak that they divide into lives."""
+
 STARTS = 3
 KILL, STOP, CLOSE_OUTPUT, FILL_DISK = "SIGKILL and --resume", "SIGSTOP", "closed output", "full disk under the output"
 FULL_OUTPUT = "output to a full device"
@@ -136,8 +139,8 @@ class Fault(NamedTuple):
 def plan(seconds: float, seed: int, *, kills: int = KILLS) -> list[Fault]:
     """The faults of a soak run in order. Each life but the last ends with a kill, and has one fault of its output."""
     draw = random.Random(seed)
-    parts = kills + 1
-    killed = [seconds * (number + draw.uniform(-0.15, 0.15)) / parts for number in range(1, parts)]
+    life = KILLED_FRACTION * seconds / kills
+    killed = [life * (number + draw.uniform(-0.15, 0.15)) for number in range(1, kills + 1)]
     faults = [Fault(at, KILL) for at in killed]
     for kinds, per_minute in PER_MINUTE:
         count = max(1, round(per_minute * seconds / 60.0))
@@ -346,23 +349,36 @@ def table(results: Sequence[SoakRun]) -> str:
         *((f"- {kind}", f"{count:,}") for kind, count in one.faults.items()),
     ]
     text = ["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows), ""]
-    heading = ["life", "end", "output", "seconds", "steps so far", "resident MB", "with child processes", "descriptors"]
-    text += ["| " + " | ".join(heading) + " |", "|---" * 3 + "|" + "---:|" * 5]
+    heading = ["life", "end", "output", "seconds", "steps so far", "peak resident MB"]
+    text += ["| " + " | ".join(heading) + " |", "|---" * 3 + "|" + "---:|" * 3]
     for number, life in enumerate(one.lives, start=1):
-        cells = [str(number), life.end, life.output, f"{life.seconds:.0f}", f"{life.steps:,}"]
-        cells += [_growth(grown) for grown in (life.resident, life.with_children, life.descriptors)]
+        cells = [
+            str(number),
+            life.end,
+            life.output,
+            f"{life.seconds:.0f}",
+            f"{life.steps:,}",
+            f"{life.peak_resident:,.0f}",
+        ]
         text.append("| " + " | ".join(cells) + " |")
+    heading = ["last life", "by minute after warmup", "growth per hour", "95 % interval"]
+    text += ["", "| " + " | ".join(heading) + " |", "|---|---|---:|---:|"]
+    for life in one.lives[-1:]:
+        text += _growth("resident MB", life.resident)
+        text += _growth("resident MB with child processes", life.with_children)
+        text += _growth("descriptors", life.descriptors)
     note = (
-        "Growth after the first 90 s of a life: median of the first third to median of the last third (slope of the "
-        "regression line per minute)."
+        f"Warmup: the first {WARM_UP_SECONDS:g} s of a life. By minute: medians. Growth: median slope of all pairs of "
+        "minutes (Theil-Sen)."
     )
     return "\n".join([*text, "", f"{note} {describe_fingerprint(one.fingerprint)}. `{one.command}`"])
 
 
-def _growth(grown: Growth | None) -> str:
+def _growth(name: str, grown: Growth | None) -> list[str]:
     if grown is None:
-        return "-"
-    return f"{grown.first:,.0f} to {grown.last:,.0f} ({grown.slope_per_minute:+.1f})"
+        return []
+    values = " ".join(f"{value:.0f}" for value in grown.by_minute)
+    return [f"| {name} | {values} | {grown.per_hour:+.1f} | {grown.low:+.1f} to {grown.high:+.1f} |"]
 
 
 def main(argv: Sequence[str]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import resource
 import shutil
@@ -12,11 +13,11 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import combinations
 from pathlib import Path
 from typing import NamedTuple
 
 import httpx
-import numpy as np
 from msgspec import Struct
 
 from bench.fingerprint import ROOT
@@ -25,7 +26,11 @@ from bench.soak_rewards import VARIABLE
 
 START_SECONDS = 180.0
 END_SECONDS = 300.0
-WARM_UP_SECONDS = 90.0
+WARM_UP_SECONDS = 120.0
+MIN_MINUTES, MIN_SAMPLES = 5, 10
+"""Minimum number of minutes after warmup, and of samples in a minute that counts."""
+
+NORMAL_95 = 1.96
 PAGE = resource.getpagesize()
 MB = 1e6
 DISK_BYTES = 256 * 1024
@@ -45,43 +50,54 @@ class Sample(NamedTuple):
 
 
 class Growth(Struct, frozen=True, kw_only=True):
-    """Growth of one quantity after warmup. first, last: median of the first and of the last third.
+    """Growth of one quantity after warmup. by_minute: its median in each minute.
 
-    slope_per_minute: of the least-squares line.
+    per_hour: median slope of all pairs of minutes (Theil-Sen). low, high: its 95 % confidence interval (Sen 1968,
+    doi:10.1080/01621459.1968.10480934), which treats the minutes as independent.
     """
 
-    first: float
-    last: float
-    slope_per_minute: float
+    by_minute: tuple[float, ...]
+    per_hour: float
+    low: float
+    high: float
 
 
 class Life(Struct, frozen=True, kw_only=True):
     """One start of the process. end: "killed", "drained" or the exit status. output: where stdout and stderr went.
 
-    resident, with_children: in MB.
+    resident, with_children: in MB; None for a short life. peak_resident: in MB, warmup included.
     """
 
     seconds: float
     end: str
     output: str
     steps: int
+    peak_resident: float
     resident: Growth | None
     with_children: Growth | None
     descriptors: Growth | None
 
 
 def growth(samples: Sequence[Sample], values: Sequence[float]) -> Growth | None:
-    """Growth over all samples after warmup; None if there are fewer than 30 of them."""
-    measured = zip(samples, values, strict=True)
-    kept = [(sample.seconds, value) for sample, value in measured if sample.seconds >= WARM_UP_SECONDS]
-    if len(kept) < 30:
+    """Growth over all samples after warmup; None if they are of fewer than `MIN_MINUTES` minutes."""
+    minutes: dict[int, list[float]] = {}
+    for sample, value in zip(samples, values, strict=True):
+        if sample.seconds >= WARM_UP_SECONDS:
+            minutes.setdefault(int((sample.seconds - WARM_UP_SECONDS) // 60.0), []).append(value)
+    medians = {minute: statistics.median(found) for minute, found in minutes.items() if len(found) >= MIN_SAMPLES}
+    if len(medians) < MIN_MINUTES:
         return None
-    seconds, value = np.array(kept).T
-    third = len(kept) // 3
+    slopes = sorted(
+        60.0 * (medians[later] - medians[earlier]) / (later - earlier) for earlier, later in combinations(medians, 2)
+    )
+    count = len(medians)
+    spread = NORMAL_95 * math.sqrt(count * (count - 1) * (2 * count + 5) / 18.0)
+    first, last = int((len(slopes) - spread) / 2.0), math.ceil((len(slopes) + spread) / 2.0)
     return Growth(
-        first=statistics.median(value[:third].tolist()),
-        last=statistics.median(value[-third:].tolist()),
-        slope_per_minute=60.0 * float(np.polyfit(seconds, value, 1)[0]),
+        by_minute=tuple(medians.values()),
+        per_hour=statistics.median(slopes),
+        low=slopes[max(0, first - 1)],
+        high=slopes[min(len(slopes) - 1, last)],
     )
 
 
@@ -223,6 +239,7 @@ class Process:
             end=end,
             output=self.output,
             steps=steps,
+            peak_resident=max((sample.resident for sample in self.samples), default=0) / MB,
             resident=growth(self.samples, [sample.resident / MB for sample in self.samples]),
             with_children=growth(self.samples, [sample.with_children / MB for sample in self.samples]),
             descriptors=growth(self.samples, [float(sample.descriptors) for sample in self.samples]),

@@ -155,15 +155,6 @@ class HeldOutEvaluation(Variant, frozen=True, kw_only=True, tag="heldout"):
 EvalSection = Annotated[Off | HeldOutEvaluation, about("Evaluation of the policy on held-out problems.")]
 
 
-class AdaptersSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """LoRA adapters that clients may load."""
-
-    root: Annotated[str, about("Directory of adapters that clients may load; empty: clients load none.")] = ""
-    max_loaded: Annotated[Positive, about("Adapters that are loaded at once; the least recently used leave.")] = 16
-    max_bytes: Annotated[Positive, about("Size of all loaded adapters in float32, in bytes.")] = 1_073_741_824
-    max_rank: Annotated[Positive, about("Maximum rank of an adapter.")] = 128
-
-
 class HttpServer(Variant, frozen=True, kw_only=True, tag="http"):
     """The policy is served over HTTP during the run."""
 
@@ -175,8 +166,6 @@ class HttpServer(Variant, frozen=True, kw_only=True, tag="http"):
     max_choices: Annotated[Positive, about("Maximum completions of a request: prompts times n.")] = 64
     max_body_bytes: Annotated[Positive, about("Maximum size of a request body in bytes.")] = 4_194_304
     body_seconds: Annotated[PositiveFloat, about("Time in which a request body must arrive.")] = 30.0
-    adapters: AdaptersSection = AdaptersSection()
-    shutdown_seconds: Annotated[PositiveFloat, about("Time in which running requests may finish at the end.")] = 10.0
 
 
 ServerSection = Annotated[Off | HttpServer, about("OpenAI-compatible HTTP server of the run.")]
@@ -229,7 +218,7 @@ class MonitorSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     display: Annotated[Display, about("Terminal output; auto: live on a terminal, plain lines elsewhere.")] = "auto"
     rollouts: Annotated[bool, about("Write every rollout to rollouts.jsonl.")] = True
-    watchdog_seconds: Annotated[PositiveFloat, about("Time until a stalled compute thread is reported.")] = 120.0
+    watchdog_seconds: Annotated[PositiveFloat, about("Time until a stalled turn or a slow start is reported.")] = 120.0
     cache_limit_mb: Annotated[Positive, about("Limit of MLX's cache of freed buffers, in MiB.")] = 512
 
 

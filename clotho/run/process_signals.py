@@ -1,4 +1,4 @@
-"""SIGINT, SIGTERM and SIGHUP before and after training: they end the process at once, without a traceback.
+"""SIGINT, SIGTERM and SIGHUP before and after training end the process at once, without a traceback.
 
 During training, `clotho.runtime.signals` handles them instead. This module imports almost nothing, because the program
 installs the handlers before its other imports, which take a second.
@@ -11,6 +11,7 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
+from typing import NoReturn
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -54,10 +55,14 @@ class ProcessSignals:
             return
         for handled in SIGNALS:
             signal.signal(handled, signal.SIG_IGN)
+        self.exit(128 + number)
+
+    def exit(self, status: int) -> NoReturn:
+        """End the process after the registered clean-up, without waiting for any thread."""
         for clean_up in reversed(self._clean_up):
             with suppress(Exception):
                 clean_up()
-        os._exit(128 + number)
+        os._exit(status)
 
 
 process_signals = ProcessSignals()

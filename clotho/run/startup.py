@@ -15,14 +15,13 @@ from clotho.atropos.commands import require_environments
 from clotho.config.bounds import Off
 from clotho.config.load import load_profile, write_profile
 from clotho.config.objectives import BatchAdvantage, EnvironmentAdvantage, LinearOverlongPenalty
-from clotho.config.schema import HeldOutEvaluation, Profile, RunningServer, ServerSection
+from clotho.config.schema import HeldOutEvaluation, Profile, RunningServer
 from clotho.config.sections_training import BaseReference, RollBackOnCollapse
 from clotho.inference import DecodeEngine
 from clotho.inference.sample_log import SampleLog, token_cost
 from clotho.inference.sampling import validate
 from clotho.memory.estimate import estimate_memory
 from clotho.memory.report import too_large
-from clotho.models.adapter_store import AdapterStore
 from clotho.models.loading import find_model
 from clotho.models.machine import limit_buffer_cache, physical_memory
 from clotho.models.policy import Policy, load_policy
@@ -37,6 +36,7 @@ from clotho.run.resume_compatibility import refuse_if_incompatible
 from clotho.runtime.compute_thread import ComputeExecutor, finish
 from clotho.runtime.latest import Latest
 from clotho.runtime.sampling_client import Sampler
+from clotho.runtime.watchdog import StartupWatch
 from clotho.storage.checkpoints import dataset_fingerprint, model_fingerprint, tokenizer_fingerprint
 from clotho.storage.run_directory import RunDirectory
 from clotho.training.ledger import Ledger
@@ -55,34 +55,55 @@ log = structlog.get_logger(actor="pipeline")
 
 
 async def build_context(
-    profile: Profile, directory: RunDirectory, executor: ComputeExecutor, *, address: str = ""
+    profile: Profile,
+    directory: RunDirectory,
+    executor: ComputeExecutor,
+    *,
+    address: str = "",
+    slow_seconds: float = 120.0,
 ) -> RunContext:
     """Load and check all inputs of a run, cheap checks first; then lock the run directory.
 
-    address: base URL of the HTTP server.
+    address: base URL of the HTTP server. slow_seconds: a phase that takes longer is reported.
     Raises the errors of `protocols.errors`. The run directory is unchanged unless the directory itself is the problem.
     """
-    _require_importable(profile)
-    rewards = _build_rewards(profile)
+    watch = StartupWatch(limit_seconds=slow_seconds, on_slow=_report_slow)
+    with watch.phase("custom actors, environments and rewards"):
+        _require_importable(profile)
+        rewards = _build_rewards(profile)
     try:
-        return await _build_context(profile, directory, executor, rewards, address=address)
+        return await _build_context(profile, directory, executor, rewards, watch, address=address)
     except BaseException:
         rewards.close()
         raise
 
 
+def _report_slow(phase: str, seconds: float) -> None:
+    log.warning("start_takes_long", phase=phase, seconds=round(seconds), hint="interrupt to end the process")
+
+
 async def _build_context(
-    profile: Profile, directory: RunDirectory, executor: ComputeExecutor, rewards: RewardRunner, *, address: str
+    profile: Profile,
+    directory: RunDirectory,
+    executor: ComputeExecutor,
+    rewards: RewardRunner,
+    watch: StartupWatch,
+    *,
+    address: str,
 ) -> RunContext:
     loading = executor.submit(lambda: _load_compute(profile))
-    await rewards.start()
-    policy, policy_learner, engine, estimate = await finish(loading)
-    warmup = executor.submit(lambda: run_warmup_step(policy_learner, profile, context=policy.context_length))
+    with watch.phase("worker processes of rewards"):
+        await rewards.start()
+    with watch.phase("model and tokenizer"):
+        policy, policy_learner, engine, estimate = await finish(loading)
     engine_failure = executor.attach(engine)
-    prompts, held_out = await run_sync(lambda: _load_prompts(profile, policy, rewards))
-    ungraded = _require_correct_rewards(profile, held_out, rewards)
-    inputs = await run_sync(lambda: _fingerprint_inputs(profile))
-    await finish(warmup)
+    warmup = executor.submit(lambda: run_warmup_step(policy_learner, profile, context=policy.context_length))
+    with watch.phase("problems"):
+        prompts, held_out = await run_sync(lambda: _load_prompts(profile, policy, rewards))
+        ungraded = _require_correct_rewards(profile, held_out, rewards)
+        inputs = await run_sync(lambda: _fingerprint_inputs(profile))
+    with watch.phase("warmup step"):
+        await finish(warmup)
     if directory.resumed and directory.profile.exists():
         refuse_if_incompatible(load_profile(str(directory.profile)), profile, written=directory.profile)
     directory.begin()
@@ -178,14 +199,7 @@ def _load_compute(profile: Profile) -> tuple[Policy, PolicyLearner, DecodeEngine
         rollback_window=collapse.window if isinstance(collapse, RollBackOnCollapse) else 0,
         measure_update_kl=not isinstance(collapse, Off),
     )
-    return policy, learner, DecodeEngine(policy, profile.engine, adapter_store(policy, profile.server)), estimate
-
-
-def adapter_store(policy: Policy, server: ServerSection) -> AdapterStore | None:
-    """Return the adapters that clients can use beside the policy; None without a server."""
-    if isinstance(server, Off):
-        return None
-    return AdapterStore(policy.model, server.adapters, adapted=policy.adapted, base_is_served=policy.keeps_base)
+    return policy, learner, DecodeEngine(policy, profile.engine), estimate
 
 
 def _build_rewards(profile: Profile) -> RewardRunner:

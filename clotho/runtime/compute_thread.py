@@ -120,12 +120,16 @@ class ComputeExecutor:
         """Start the thread."""
         self._thread.start()
 
-    def stop(self, *, timeout: float | None = None) -> None:
-        """Finish the current turn and cancel all other work. Calling it again has no effect."""
+    def stop(self, *, timeout: float | None = None) -> bool:
+        """Finish the current turn and cancel all other work. Calling it again has no effect.
+
+        Returns False if the current turn takes longer than `timeout` seconds.
+        """
         self._stopping.set()
         self._calls.put(None)
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
-            self._over.wait(timeout)
+            return self._over.wait(timeout)
+        return True
 
     def submit(self, call: Callable[[], T]) -> Future[T]:
         """Run `call` in the compute thread between turns. The future gets its result or its exception.

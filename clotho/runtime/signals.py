@@ -1,4 +1,4 @@
-"""Signals during training: the first drains the run, the second stops it at once, the third ends the process.
+"""Signals during training: the first drains the run, the second stops it, the third ends the process at once.
 
 SIGHUP, which a closed terminal sends once or twice, only drains; an ignored SIGHUP (`nohup`) stays ignored.
 """
@@ -6,12 +6,20 @@ SIGHUP, which a closed terminal sends once or twice, only drains; an ignored SIG
 from __future__ import annotations
 
 import asyncio
+import math
 import signal
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Protocol
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+STOP_SECONDS = 10.0
+"""Time from the second signal until a computation that has not ended is abandoned."""
+
+MIN_WAIT_SECONDS = 0.5
+"""Minimum time that a computation has, if the actors needed the time above to stop."""
 
 
 class Stoppable(Protocol):
@@ -27,9 +35,11 @@ class Stoppable(Protocol):
 class SignalWatch:
     """Handles the signals; `received` lists them in order."""
 
-    def __init__(self, target: Stoppable) -> None:
+    def __init__(self, target: Stoppable, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.received: list[signal.Signals] = []
         self._stopped_by: signal.Signals | None = None
+        self._deadline = math.inf
+        self._clock = clock
         self._target = target
         self._previous = {number: signal.getsignal(number) for number in SIGNALS}
 
@@ -37,6 +47,11 @@ class SignalWatch:
     def exit_status(self) -> int:
         """0 without a stop; after a stop 128 + the signal number (130 or 143), as in shells."""
         return 128 + self._stopped_by if self._stopped_by else 0
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Time for a computation that is still running; None without a stop."""
+        return max(MIN_WAIT_SECONDS, self._deadline - self._clock()) if self._stopped_by else None
 
     def install(self) -> None:
         """Install the handlers in the running event loop. Raises RuntimeError outside the main thread."""
@@ -59,7 +74,7 @@ class SignalWatch:
         if len(self.received) == 1:
             self._target.drain()
         elif number != signal.SIGHUP:
-            self._stopped_by = number
+            self._stopped_by, self._deadline = number, self._clock() + STOP_SECONDS
             self.restore()  # a third signal ends the process at once
             self._target.stop()
 

@@ -1,11 +1,13 @@
-"""Watches the compute thread: reports stalls, and restarts the decode engine if it fails."""
+"""Watches the start and the compute thread: reports stalls, and restarts the decode engine if it fails."""
 
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 
 import anyio
 import anyio.to_thread
@@ -66,6 +68,33 @@ class Watchdog:
             self.stalled = True
             self._on_stall(silent)
         return self._limit / 10
+
+
+class StartupWatch:
+    """Reports phases of the start that take long. Uses threads, because user code can block the event loop.
+
+    on_slow: called in a thread with the name of the phase and its seconds so far, every `limit_seconds` of a phase.
+    """
+
+    thread_name = "startup watch"
+
+    def __init__(self, *, limit_seconds: float, on_slow: Callable[[str, float], None]) -> None:
+        self._limit, self._on_slow = limit_seconds, on_slow
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Watch the block."""
+        ended = threading.Event()
+        threading.Thread(target=self._watch, args=(name, ended), name=self.thread_name, daemon=True).start()
+        try:
+            yield
+        finally:
+            ended.set()
+
+    def _watch(self, name: str, ended: threading.Event) -> None:
+        began = time.monotonic()
+        while not ended.wait(self._limit):
+            self._on_slow(name, time.monotonic() - began)
 
 
 class EngineGuard:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 from numpy.typing import NDArray
 
 from clotho.inference.cache_layout import evaluation_mode
-from clotho.models.parameters import Parameters
+from clotho.models.policy import TrainablePolicy
 from clotho.scoring.head_scores import rows_at_once
 from clotho.scoring.token_scores import SampledTokens, SamplingDistribution, scoring
 from protocols.errors import GenerationError
@@ -23,30 +21,8 @@ MODEL_DISTRIBUTION = SamplingDistribution(temperature=1.0)
 Alternatives = tuple[tuple[int, float], ...]
 
 
-class ScoredPolicy(Protocol):
-    """The part of a policy or of a base model that scores prompts."""
-
-    @property
-    def model(self) -> nn.Module:
-        """The model as mlx-lm builds it."""
-
-    @property
-    def version(self) -> int:
-        """The served version."""
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of logits."""
-
-    def trainable(self) -> Parameters:
-        """Return the tree of the served trainable parameters."""
-
-    def using(self, parameters: Parameters, /) -> AbstractContextManager[None]:
-        """Compute with these parameters inside the context."""
-
-
 def prompt_logprobs(
-    policy: ScoredPolicy,
+    policy: TrainablePolicy,
     tokens: Sequence[int],
     *,
     top: int,

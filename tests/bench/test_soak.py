@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import msgspec
@@ -47,13 +48,25 @@ def test_a_plan_has_every_kind_of_fault_within_the_soak(seed: int) -> None:
 
 def test_growth_is_measured_after_warmup() -> None:
     """100 bytes per second after warmup; the memory of the warmup does not count."""
-    samples = [Sample(float(second), 0, 0, 0) for second in range(int(WARM_UP_SECONDS) + 90)]
+    samples = [Sample(float(second), 0, 0, 0) for second in range(int(WARM_UP_SECONDS) + 600)]
     values = [1e9 if sample.seconds < WARM_UP_SECONDS else 100.0 * sample.seconds for sample in samples]
     grown = growth(samples, values)
     assert grown is not None
-    assert grown.slope_per_minute == pytest.approx(6000.0)
-    assert grown.last - grown.first == pytest.approx(6000.0)
-    assert growth(samples[:100], values[:100]) is None
+    assert grown.per_hour == grown.low == grown.high == pytest.approx(360_000.0)
+    assert len(grown.by_minute) == 10
+    short = int(WARM_UP_SECONDS) + 200
+    assert growth(samples[:short], values[:short]) is None
+
+
+def test_noise_without_growth_has_an_interval_around_zero() -> None:
+    """The interval is a few times wider than the slope, and a single high minute does not move it."""
+    draw = random.Random(0)
+    samples = [Sample(WARM_UP_SECONDS + second, 0, 0, 0) for second in range(1200)]
+    level = {minute: draw.gauss(900.0, 3.0) for minute in range(20)} | {12: 2000.0}
+    grown = growth(samples, [level[int(sample.seconds - WARM_UP_SECONDS) // 60] for sample in samples])
+    assert grown is not None
+    assert grown.low < 0.0 < grown.high
+    assert grown.high - grown.low < 60.0
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import zlib
-from typing import Any
+from typing import Any, NoReturn
 
 from protocols.prompt import Problem
 from protocols.rollout import Discarded
@@ -46,6 +46,24 @@ class FailingStage:
                     raise LookupError("raised by the test")
                 await self._outbox.send(message)
                 passed += 1
+
+
+class EngineBreaker:
+    """A tap on the scored groups. After the first group, every step of the decode engine raises."""
+
+    def __init__(self, *, name: str, services: Any, inbox: Any) -> None:
+        self.name, self._inbox, self._engine = name, inbox, services.sampler._engine
+
+    async def run(self) -> None:
+        """Break the engine, and read until the groups end."""
+        async with self._inbox:
+            async for _ in self._inbox:
+                self._engine._remove_ended = raise_defect
+
+
+def raise_defect() -> NoReturn:
+    """Fail."""
+    raise LookupError("raised by the test")
 
 
 class StepPrinter:

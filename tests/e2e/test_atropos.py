@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,27 @@ def test_an_environment_trains_the_policy(tmp_path: Path, atropos: tuple[str, st
     errors = [line["environments"]["arithmetic"]["logprob_error_max"] for line in recorded if "environments" in line]
     assert max(errors) < 1e-5
     assert {group["environment"] for group in lines(tmp_path / "run" / "rollouts.jsonl")} == {"arithmetic"}
+
+
+@pytest.mark.slow
+def test_a_signal_drains_a_run_with_groups_in_flight(tmp_path: Path, atropos: tuple[str, str]) -> None:
+    """SIGTERM while the environment works: exit status 0, received groups are trained on or discarded, and no process
+    remains.
+    """
+    profile, run_dir = tmp_path / "telling.toml", tmp_path / "run"
+    profile.write_text(TELLING)
+    with Run(run_dir, "--profile", str(profile), *atropos, "--steps", "5000") as running:
+        running.wait_for("step reported")
+        below = list(descendants(running.process.pid))
+        running.send(signal.SIGTERM)
+        result = running.finish()
+    assert (result.status, result.err) == (0, ""), result
+    assert wait_until_ended(below)
+    received, trained, discarded, _ = environment_accounting(result)
+    assert received == result.accounting.prompted
+    groups = lines(run_dir / "rollouts.jsonl")
+    assert len({group["group_id"] for group in groups}) == len(groups) == trained + discarded
+    assert [line["step"] for line in lines(run_dir / "metrics.jsonl")][-1] >= 1
 
 
 @pytest.mark.slow

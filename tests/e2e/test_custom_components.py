@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
+from clotho.runtime.watchdog import ENGINE_RESTARTS
+from tests.e2e.child_processes import descendants, wait_until_ended
 from tests.e2e.custom_components import reward_behavior
-from tests.e2e.pipeline_process import BATCH, assert_recorded, lines, run
+from tests.e2e.pipeline_process import BATCH, Run, assert_recorded, lines, run
 
 MISBEHAVING_REWARD = """
 extends = "local-m3"
@@ -33,6 +36,16 @@ name = "failing"
 factory = "tests.e2e.custom_components:FailingStage"
 mode = "insert"
 at = "{queue}"
+"""
+
+ENGINE_BREAKER = """
+extends = "local-m3"
+
+[[actors]]
+name = "engine_breaker"
+factory = "tests.e2e.custom_components:EngineBreaker"
+mode = "tap"
+at = "scored"
 """
 
 DETAILS = {"raises": "raised by the test", "nan": "returned nan", "hangs": "took longer than 0.3 s"}
@@ -70,6 +83,31 @@ def test_a_failing_inserted_actor_ends_the_run_with_its_name(tmp_path: Path, que
     assert line.startswith("clotho: actor 'failing' failed: LookupError: raised by the test; ")
     (failure,) = (event for event in lines(tmp_path / "run" / "log.jsonl") if event["event"] == "run_failed")
     assert 'raise LookupError("raised by the test")' in failure["exception"]
+
+
+@pytest.mark.slow
+def test_a_decode_engine_that_fails_too_often_ends_the_process(tmp_path: Path) -> None:
+    """After its restarts: exit status 1, one line with its name, and no process below. No group is lost: the failed
+    groups are discarded with the reason, and the resumed run ends every group exactly once.
+    """
+    run_dir = tmp_path / "run"
+    (tmp_path / "breaker.toml").write_text(ENGINE_BREAKER)
+    flags = ("--profile", str(tmp_path / "breaker.toml"), "--steps", "5000", "--checkpoint.interval", "1")
+    with Run(run_dir, *flags) as running:
+        running.wait_for("reward")
+        below = list(descendants(running.process.pid))
+        result = running.finish()
+    assert result.status == 1, result
+    (line,) = result.err.splitlines()
+    assert line.startswith("clotho: actor 'decode engine' failed: LookupError: raised by the test")
+    assert wait_until_ended(below)
+    failures = [event for event in lines(run_dir / "log.jsonl") if event["event"] == "actor_failed"]
+    assert [event["actor"] for event in failures] == ["decode engine"] * ENGINE_RESTARTS.max_restarts
+    newest = max((run_dir / "checkpoints").glob("step-*"))
+    steps = -(-json.loads((newest / "state.json").read_text())["prompted"] // BATCH)
+    resumed = run(run_dir, "--steps", str(steps), "--resume")
+    assert resumed.status == 0, resumed
+    assert_recorded(run_dir, resumed.accounting, steps=steps)
 
 
 def test_groups_of_a_failed_generation_are_sampled_once_more(tmp_path: Path) -> None:

@@ -47,6 +47,29 @@ def test_the_server_answers_with_the_newest_weights_until_a_drain(tmp_path: Path
     assert_recorded(tmp_path / "run", resumed.accounting, steps=steps + 2)
 
 
+@pytest.mark.slow
+def test_the_second_signal_ends_a_run_whose_computation_hangs(tmp_path: Path) -> None:
+    """The process abandons the computation. Nothing is lost: the run can be resumed."""
+    run_dir, request = tmp_path / "run", tmp_path / "hang"
+    flags = (*SETTINGS, "--learner.objective", "tests.e2e.hanging_code:objective")
+    environment = {"CLOTHO_TEST_HANG": str(request)}
+    with Run(run_dir, *flags, "--steps", "5000", environment=environment) as running:
+        running.wait_for("reward")
+        request.touch()
+        running.wait_for("hanging")
+        running.send(signal.SIGTERM)
+        running.wait_for("draining")
+        running.send(signal.SIGTERM)
+        result = running.finish()
+    assert (result.status, result.err) == (128 + signal.SIGTERM, ""), result
+    assert lines(run_dir / "log.jsonl")[-1]["event"] == "computation_abandoned"
+    assert result.accounting.carried_over > 0
+    steps = -(-result.accounting.prompted // BATCH)
+    resumed = run(run_dir, *flags, "--steps", str(steps), "--resume")
+    assert resumed.status == 0, resumed
+    assert_recorded(run_dir, resumed.accounting, steps=steps)
+
+
 def versions_of_responses(address: str, run_dir: Path) -> list[int]:
     """Return the distinct versions of consecutive responses, up to the third."""
     versions: list[int] = []

@@ -54,6 +54,35 @@ def test_a_signal_before_the_run_begins_removes_the_empty_run_directory(tmp_path
     assert not list(tmp_path.iterdir())
 
 
+MODULE = "tests.e2e.hanging_code"
+REWARD = f'[{{name = "{MODULE}:reward", correct = true, run_in = "%s"}}]'
+ACTOR = f'[{{name = "tap", factory = "{MODULE}:Tap", mode = "tap", at = "reports"}}]'
+slow = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("part", "flags", "phase"),
+    [
+        pytest.param("warmup", ("--learner.objective", f"{MODULE}:objective"), "phase=warmup step"),
+        pytest.param("import", ("--actors", ACTOR), "phase=custom actors", marks=slow),
+        pytest.param("import", ("--rewards", REWARD % "thread"), "phase=custom actors", marks=slow),
+        pytest.param("import", ("--rewards", REWARD % "process"), "phase=worker processes", marks=slow),
+    ],
+)
+def test_a_start_that_hangs_is_reported_and_ends_with_a_signal(
+    tmp_path: Path, part: str, flags: tuple[str, ...], phase: str
+) -> None:
+    """Code of the user hangs. A line names the phase of the start. The first SIGTERM ends the process."""
+    settings = (*STEPS, "--monitor.watchdog-seconds", "0.2", *flags)
+    with Run(tmp_path / "run", *settings, environment={"CLOTHO_TEST_HANG": part}) as running:
+        line = running.wait_for(phase)
+        running.send(signal.SIGTERM)
+        result = running.finish()
+    assert "start_takes_long" in line
+    assert (result.status, result.err) == (128 + signal.SIGTERM, "")
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.slow
 def test_a_signal_after_the_run_has_begun_leaves_a_run_that_can_be_resumed(tmp_path: Path) -> None:
     """A drain, if the actors have started already."""

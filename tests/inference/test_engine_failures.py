@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 import pytest
 
 from clotho.cpu.decoder import HostDecoder
+from clotho.cpu.interface import PrefilledPrompt
+from clotho.cpu.kv_cache import HostKVCache
+from clotho.inference.kv_cache import BatchKVCache
 from protocols.sampling import CompletionDone, SampleEvent, SampleRequest, Sampling
 from tests.inference.engine_helpers import (
     GREEDY,
@@ -140,10 +145,10 @@ def test_a_failed_detokenization_fails_only_its_own_request() -> None:
     engine = make_engine(source)
     decode = source.tokenizer.decode
 
-    def refuse_short(tokens: Any, *, skip_special_tokens: bool = True) -> str:
+    def refuse_short(tokens: Any) -> str:
         if len(tokens) == 3:
             raise ValueError("no such token")
-        return decode(tokens, skip_special_tokens=skip_special_tokens)
+        return decode(tokens)
 
     source.tokenizer.decode = refuse_short  # type: ignore[method-assign]
     bad = submit_request(engine, make_prompt(4), Sampling(max_tokens=3, ignore_eos=True))
@@ -151,3 +156,80 @@ def test_a_failed_detokenization_fails_only_its_own_request() -> None:
     run(engine)
     assert "no such token" in bad.failures[0]
     assert len(good.completions[0].tokens) == 12
+
+
+@pytest.fixture(params=[HostKVCache, BatchKVCache])
+def cache_class(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> type[HostKVCache | BatchKVCache]:
+    """Decode with each of the two KV caches."""
+    if request.param is BatchKVCache:
+        monkeypatch.setattr("clotho.inference.engine.make_host_decoder", lambda model: None)
+    chosen: type[HostKVCache | BatchKVCache] = request.param
+    return chosen
+
+
+def spoil(cache: Any, slots: Sequence[int] | slice) -> None:
+    """Overwrite the keys of some slots with NaN."""
+    if isinstance(cache, HostKVCache):
+        for keys, _ in cache._columns:
+            keys[:, slots] = np.nan
+    else:
+        for leaf in cache.leaves:
+            leaf.keys[slots if isinstance(slots, slice) else mx.array(list(slots))] = np.nan
+
+
+def test_a_prompt_that_cannot_join_fails_alone(
+    cache_class: type[HostKVCache | BatchKVCache], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its slots are partly written. Prompts that join in the same step, running rows and later rows are unchanged."""
+    source = tiny_source()
+    engine = make_engine(source)
+    enter = cache_class.enter
+
+    def refuse(self: Any, slots: Sequence[int], prompt: PrefilledPrompt) -> None:
+        enter(self, slots, prompt)
+        if prompt.tokens == 19:
+            spoil(self, slots)
+            raise MemoryError("refused by the test")
+
+    monkeypatch.setattr(cache_class, "enter", refuse)
+    long = Sampling(max_tokens=40, ignore_eos=True)
+    running = submit_request(engine, (9,) * 30, long)
+    tick_until(engine, lambda: engine.stats().tokens_sampled >= 4)
+    before, bad, behind = (submit_request(engine, (2,) * count, long, (7, 8)) for count in (18, 20, 19))
+    tick_until(engine, lambda: bool(bad.failures))
+    after = submit_request(engine, (1, 2, 3), long)
+    run(engine)
+    assert ["refused by the test" in reason for reason in bad.failures] == [True]
+    assert engine.stats().failed == 1
+    answers = {(9,) * 30: running, (2,) * 18: before, (2,) * 19: behind, (1, 2, 3): after}
+    for prompt, answer in answers.items():
+        assert answer.completions[0].tokens == complete_alone(source, prompt, long).tokens
+
+
+@pytest.mark.parametrize("failures", [1, 100])
+def test_rows_are_computed_again_if_a_prompt_gets_no_room(
+    cache_class: type[HostKVCache | BatchKVCache], monkeypatch: pytest.MonkeyPatch, failures: int
+) -> None:
+    """The KV caches of running rows may be moved in part only. A prompt for which no attempt succeeds fails alone."""
+    source = tiny_source()
+    engine = make_engine(source)
+    make_room, left = cache_class.make_room, [failures]
+
+    def refuse(self: Any, positions_B: Any, live_B: Any, prompts: Sequence[PrefilledPrompt]) -> None:
+        make_room(self, positions_B, live_B, prompts)
+        if left[0] and any(prompt.tokens == 19 for prompt in prompts):
+            left[0] -= 1
+            spoil(self, slice(None))
+            raise MemoryError("refused by the test")
+
+    monkeypatch.setattr(cache_class, "make_room", refuse)
+    long = Sampling(max_tokens=40, ignore_eos=True)
+    running = submit_request(engine, (9,) * 30, long, (7, 8))
+    tick_until(engine, lambda: engine.stats().tokens_sampled >= 4)
+    beside, large = (submit_request(engine, (2,) * count, long) for count in (18, 20))
+    run(engine)
+    assert len(large.failures) == (failures > 1)
+    answers = {(9,) * 30: running, (2,) * 18: beside} | ({(2,) * 20: large} if failures == 1 else {})
+    for prompt, answer in answers.items():
+        assert answer.completions[0].tokens == complete_alone(source, prompt, long).tokens
+    assert [len(completion.tokens) for completion in running.completions] == [40, 40]

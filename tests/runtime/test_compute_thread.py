@@ -246,6 +246,23 @@ def test_a_stopped_executor_cancels_waiting_work_and_refuses_more() -> None:
         executor.submit(lambda: 1)
 
 
+def test_a_turn_that_does_not_end_is_reported() -> None:
+    """`stop` returns False after its timeout, and True when the turn has ended."""
+    executor = ComputeExecutor(decode_share=0.5)
+    executor.start()
+    begun, free = threading.Event(), threading.Event()
+
+    def occupy() -> bool:
+        begun.set()
+        return free.wait(20)
+
+    executor.submit(occupy)
+    assert begun.wait(20)
+    assert not executor.stop(timeout=0.01)
+    free.set()
+    assert executor.stop(timeout=20)
+
+
 async def test_finish_returns_the_result_or_raises_the_error_of_the_work() -> None:
     """The error is raised as in its thread."""
     with ThreadPoolExecutor(1) as pool, fail_after(5):

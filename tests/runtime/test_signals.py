@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from anyio import create_task_group, fail_after, to_thread, wait_all_tasks_blocked
 
-from clotho.runtime.signals import SIGNALS, SignalWatch, handle_signals
+from clotho.runtime.signals import MIN_WAIT_SECONDS, SIGNALS, STOP_SECONDS, SignalWatch, handle_signals
 from clotho.runtime.supervisor import transient
 from tests.runtime.scripted_actors import RecordedSupervisor, ScriptedActor
 
@@ -52,6 +52,17 @@ async def test_the_second_signal_stops_the_run_at_once(second: signal.Signals, s
             assert recorded.ending is None
             _send(second)
     assert (recorded.ending, watch.exit_status) == ("stopped", status)
+
+
+async def test_a_computation_has_ten_seconds_after_the_second_signal() -> None:
+    """Without a limit before the second signal. At least half a second, if the actors took longer to stop."""
+    times = iter([100.0, 100.0, 104.0, 164.0])
+    watch = SignalWatch(RecordedSupervisor().supervisor, clock=lambda: next(times))
+    watch._on_signal(signal.SIGTERM)
+    assert watch.seconds_left is None
+    watch._on_signal(signal.SIGTERM)
+    left = [watch.seconds_left for _ in range(3)]
+    assert left == [STOP_SECONDS, STOP_SECONDS - 4.0, MIN_WAIT_SECONDS]
 
 
 async def test_a_repeated_hang_up_does_not_stop_the_run() -> None:

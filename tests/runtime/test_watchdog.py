@@ -6,6 +6,8 @@ The guard ends the run with errors from outside the actors.
 from __future__ import annotations
 
 import math
+import queue
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -14,7 +16,7 @@ import anyio
 import pytest
 from anyio import create_task_group, fail_after
 
-from clotho.runtime.watchdog import EngineGuard, Watchdog
+from clotho.runtime.watchdog import EngineGuard, StartupWatch, Watchdog
 from tests.actors.actor_helpers import cancel_when_blocked
 
 
@@ -74,6 +76,20 @@ def test_the_next_check_is_at_the_limit() -> None:
     harness = _WatchdogHarness()
     assert harness.check_at(103.0) == 7.0
     assert harness.check_at(110.0) == 1.0
+
+
+def test_a_slow_phase_of_the_start_is_reported() -> None:
+    """Repeatedly, by its name, although the thread of the phase is blocked; not after its end."""
+    reports: queue.SimpleQueue[tuple[str, float]] = queue.SimpleQueue()
+    watch = StartupWatch(limit_seconds=0.01, on_slow=lambda *report: reports.put(report))
+    with watch.phase("model"):
+        slow = [reports.get(timeout=20) for _ in range(3)]
+        threads = [thread for thread in threading.enumerate() if thread.name == StartupWatch.thread_name]
+    for thread in threads:
+        thread.join(20)
+    assert [name for name, _ in slow] == ["model"] * 3
+    assert slow == sorted(slow)
+    assert not any(thread.is_alive() for thread in threads)
 
 
 def test_a_limit_of_zero_is_refused() -> None:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import socket
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 
 import anyio
 import httpx
 import pytest
-from anyio.abc import SocketStream
+from anyio.abc import SocketAttribute, SocketStream
+from hypercorn.asyncio.tcp_server import TCPServer
+from hypercorn.events import Event, RawData
 from structlog.testing import capture_logs
 
 from clotho.serving import limits, openai_responses
@@ -16,6 +21,7 @@ from protocols.errors import RequestError
 from tests.serving.running_server import Served, serving
 
 SMALL = 100_000
+SMALL_BUFFER = 4096
 
 
 async def connect(served: Served) -> SocketStream:
@@ -143,6 +149,36 @@ async def test_a_request_of_a_client_that_does_not_read_is_cancelled(monkeypatch
                 await anyio.lowlevel.checkpoint()
 
 
+async def test_the_bytes_that_wait_for_slow_clients_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four clients do not read. Each stream has at most one write that its client has not accepted."""
+    monkeypatch.setattr(limits, "SEND_SECONDS", 600.0)
+    send, writes, transports = TCPServer.protocol_send, list[int](), set[asyncio.WriteTransport]()
+
+    async def recorded(self: TCPServer, event: Event) -> None:
+        if isinstance(event, RawData):
+            self.writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SMALL_BUFFER)
+            writes.append(len(event.data))
+            transports.add(self.writer.transport)
+        await send(self, event)
+
+    monkeypatch.setattr(TCPServer, "protocol_send", recorded)
+    body = b'{"prompt": "x", "stream": true, "n": 2, "max_tokens": 300, "ignore_eos": true, "logprobs": 20}'
+    async with serving() as served, AsyncExitStack() as stack:
+        for _ in range(4):
+            stream = await stack.enter_async_context(await connect(served))
+            raw = stream.extra(SocketAttribute.raw_socket)
+            raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SMALL_BUFFER)
+            await stream.send(head(f"Content-Length: {len(body)}") + body)
+        await served.engine.wait_until(lambda: len(served.engine.requests) == 4 and not served.engine.running)
+        with anyio.fail_after(20):
+            while len(transports) < 4 or not all(transport.get_write_buffer_size() for transport in transports):
+                await anyio.lowlevel.checkpoint()
+        waiting = [transport.get_write_buffer_size() for transport in transports]
+        (high,) = {transport.get_write_buffer_limits()[1] for transport in transports}
+        assert sum(writes) > 4 * high
+        assert max(waiting) <= high + max(writes)
+
+
 LONG = {"prompt": "x", "max_tokens": 400, "ignore_eos": True}
 
 
@@ -268,7 +304,7 @@ async def test_a_full_queue_is_a_503_with_retry_after(monkeypatch: pytest.Monkey
 
 async def test_a_shutdown_rejects_queued_requests_immediately() -> None:
     """Running requests keep their grace period."""
-    async with serving(shutdown_seconds=10.0, max_concurrent=1) as served:
+    async with serving(grace_seconds=10, max_concurrent=1) as served:
         served.engine.allow(3)
         answer = await begin_stream(served)
         replies: list[httpx.Response] = []
@@ -352,7 +388,7 @@ async def test_an_unexpected_exception_is_a_500_without_details(monkeypatch: pyt
 async def test_running_requests_finish_during_the_grace_period() -> None:
     """The stream is complete."""
     text = b""
-    async with serving(shutdown_seconds=10.0) as served:
+    async with serving(grace_seconds=10) as served:
         served.engine.allow(3)
         answer = await begin_stream(served, seed=1)
 
@@ -371,7 +407,7 @@ async def test_running_requests_finish_during_the_grace_period() -> None:
 async def test_requests_are_cancelled_after_the_grace_period() -> None:
     """A stream ends with an error and [DONE], another request with status 503."""
     outcome: dict[str, str] = {}
-    async with serving(shutdown_seconds=0.1) as served:
+    async with serving(grace_seconds=0.1) as served:
         served.engine.allow(3)
         answer = await begin_stream(served)
 
