@@ -76,7 +76,7 @@ from clotho.runtime.supervisor import (
     describe_error,
     permanent,
 )
-from clotho.runtime.watchdog import ENGINE_RESTARTS, Watchdog
+from clotho.runtime.watchdog import ENGINE_RESTARTS
 from clotho.serving.server import ApiServer, base_url, listen
 from clotho.storage.jsonl import JsonlWriter
 from clotho.storage.run_directory import RunDirectory
@@ -91,6 +91,9 @@ from protocols.step import GroupsEnded, PolicyUpdated, StepReport
 log = structlog.get_logger(actor="pipeline")
 
 SERVER_RESTARTS = RestartPolicy(max_restarts=3)
+
+GRACE_SECONDS = 10.0
+"""Minimum time for the clean-up of a stopped actor."""
 
 
 class Wiring(Struct, frozen=True, kw_only=True, eq=False):
@@ -377,14 +380,10 @@ def wire_environments(
 
 def wire_services(context: RunContext, monitor: RunMonitor, listener: socket.socket | None) -> list[Child]:
     """The HTTP server, the watchdog of the compute thread, and the guard of the decode engine."""
-    watchdog = Watchdog(
-        "watchdog",
-        lambda: context.executor.busy_since,
-        limit_seconds=context.profile.monitor.watchdog_seconds,
-        on_stall=monitor.on_stall,
-        on_recovered=monitor.on_recovery,
-    )
-    guards = [permanent(watchdog), permanent(context.engine_guard(), ENGINE_RESTARTS)]
+    guards = [
+        permanent(monitor.serving.watchdog(context.profile.monitor)),
+        permanent(context.engine_guard(), ENGINE_RESTARTS),
+    ]
     settings = context.profile.server
     if listener is None or isinstance(settings, Off):
         return guards
@@ -437,7 +436,8 @@ async def train(profile: Profile, directory: RunDirectory, console: Console) -> 
             log.warning(warning)
         if context.resumed_from is not None:
             log.info("run_resumed", step=context.resumed_from)
-        supervisor = Supervisor(on_failure=report_failure)
+        grace = server.shutdown_seconds if isinstance(server, HttpServer) else 0.0
+        supervisor = Supervisor(on_failure=report_failure, grace_seconds=max(GRACE_SECONDS, grace))
         atropos_server, environments = wire_atropos(context)
         atropos_url = atropos_server.url if atropos_server else running_url(profile)
         wiring = wire(context, console=console, children=supervisor.status, atropos_url=atropos_url, events=events)

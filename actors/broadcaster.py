@@ -115,7 +115,7 @@ class Broadcaster:
         if self._kv_policy == "drain":
             self._engine.admission_paused = True
             try:
-                while self._engine.running:
+                while self._engine.policy_rows:
                     self._engine.tick()
                     yield
             finally:

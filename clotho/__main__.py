@@ -54,6 +54,8 @@ def _run(argv: Sequence[str]) -> tuple[int, bool]:
     """Return the exit status, and whether a run was started."""
     is_training = False
     try:
+        if list(argv[:1]) == ["serve"]:
+            return serve(argv[1:])
         prepared = prepare(argv)
         if not isinstance(prepared, PreparedRun):
             return prepared, False
@@ -67,6 +69,27 @@ def _run(argv: Sequence[str]) -> tuple[int, bool]:
         from clotho.monitoring.failure_report import report
 
         return report(error), is_training
+
+
+def serve(argv: Sequence[str]) -> tuple[int, bool]:
+    """Run the command `serve`; the result is that of `_run`. argv: the arguments after the command."""
+    from clotho.cpu import load_blas
+
+    load_blas()  # before the first import of MLX
+    from rich.console import Console
+
+    from clotho.config.serving import load_serving, serve_help
+
+    console = Console(file=sys.stdout)
+    if (text := serve_help(argv)) is not None:
+        console.print(text, markup=False, highlight=False, soft_wrap=True, end="")
+        return 0, False
+    arguments = load_serving(argv)
+    import anyio
+
+    from clotho.run.serve import serve as run_server
+
+    return anyio.run(run_server, arguments, console), True
 
 
 class PreparedRun:

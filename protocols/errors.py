@@ -12,6 +12,7 @@ from __future__ import annotations
 import unicodedata
 from collections.abc import Callable, Iterable
 from difflib import SequenceMatcher
+from typing import Literal
 
 INVISIBLE = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
 """Unicode categories that `visible` escapes: control and format characters, surrogates, unassigned, line separators."""
@@ -136,6 +137,21 @@ class CollapseError(ClothoError, RuntimeError):
 
 class AdapterError(ClothoError, RuntimeError):
     """The adapter keeps its initial value although it is trained."""
+
+
+AdapterRefusal = Literal["missing", "invalid", "exists", "unknown", "full", "disabled"]
+"""Why an adapter is refused: its files do not exist, do not fit, the name is taken or unknown, no space, no root."""
+
+
+class AdapterRequestError(ClothoError, ValueError):
+    """An adapter cannot be loaded or unloaded; nothing has changed."""
+
+    exit_status = 2
+
+    def __init__(self, message: str, *, reason: AdapterRefusal) -> None:
+        """reason: kind of the refusal."""
+        super().__init__(message)
+        self.reason: AdapterRefusal = reason
 
 
 class ActorError(ClothoError, RuntimeError):

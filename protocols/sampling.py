@@ -29,6 +29,9 @@ MAX_TEMPERATURE = 100.0
 MAX_TOP_LOGPROBS = 20
 MAX_LOGIT_BIAS, MAX_STOP_TOKENS = 1024, 128
 
+POLICY, BASE = "@policy", "@base"
+"""Values of `SampleRequest.weights` beside the names of loaded adapters: the policy, and the model without adapter."""
+
 FinishReason = Literal["stop", "length", "abort"]
 
 Affects = Literal["distribution", "length", "report"]
@@ -294,6 +297,8 @@ class SampleRequest(Struct, frozen=True, kw_only=True):
     record_support: report which tokens could have been sampled at each position (`Completion.supports`) if top-p, top-k
         or min-p exclude any; requires 1 <= top_k <= MAX_SUPPORT.
     background: nobody waits for the first token, as with rollouts; other requests are started first.
+    weights: what samples: `POLICY`, `BASE`, or the name of a loaded adapter.
+    request_id: name under which a client can abort the request; empty if it has none.
     """
 
     prompt: tuple[int, ...]
@@ -303,6 +308,8 @@ class SampleRequest(Struct, frozen=True, kw_only=True):
     reuse_prefix: bool = False
     record_support: bool = False
     background: bool = False
+    weights: str = POLICY
+    request_id: str = ""
 
 
 class Completion(Struct, frozen=True, kw_only=True):
@@ -320,6 +327,8 @@ class Completion(Struct, frozen=True, kw_only=True):
     top_logprobs: per token, up to `Sampling.top_logprobs` pairs (token, log-probability), most probable first.
     supports: per token, the tokens that could have been sampled, as little-endian uint32 in ascending order; empty if
         they were not requested or the support is the whole vocabulary.
+    weights: what sampled: `POLICY`, `BASE` or the name of an adapter; `versions` are then those of the adapter.
+    fingerprint: of the adapter that sampled; empty for the policy, whose version names its weights.
     """
 
     tokens: tuple[int, ...]
@@ -331,6 +340,8 @@ class Completion(Struct, frozen=True, kw_only=True):
     top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
     supports: tuple[bytes, ...] = ()
     sampled: tuple[bool, ...] = ()
+    weights: str = POLICY
+    fingerprint: str = ""
 
     @property
     def length(self) -> int:

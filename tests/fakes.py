@@ -28,7 +28,7 @@ class CharacterTokenizer:
     vocab_size = 97
     longest_token_bytes = 4  # a character outside ASCII
 
-    def encode(self, text: str, /) -> tuple[int, ...]:
+    def encode(self, text: str, /, *, add_special_tokens: bool = True) -> tuple[int, ...]:
         """Return one token per character. Characters outside ASCII become a question mark."""
         return tuple(95 if one == "\n" else ord(one) - 32 if " " <= one <= "~" else 31 for one in text)
 
@@ -39,9 +39,9 @@ class CharacterTokenizer:
         lines = [f"{message['role']}: {message['content']}\n" for message in messages]
         return self.encode("".join(lines) + ("assistant: " if add_generation_prompt else ""))
 
-    def decode(self, tokens: Sequence[int], /) -> str:
+    def decode(self, tokens: Sequence[int], /, *, skip_special_tokens: bool = True) -> str:
         """Return the characters."""
-        return "".join(self.token_text(token) for token in tokens if token != END)
+        return "".join(self.token_text(token) for token in tokens if token != END or not skip_special_tokens)
 
     def token_text(self, token: int, /) -> str:
         """Return one character, or the name of the end token."""

@@ -19,7 +19,7 @@ from clotho.models.policy import Policy, load_policy
 from clotho.runtime.compute_thread import ComputeExecutor
 from clotho.runtime.sampling_client import Sampler
 from clotho.serving.server import ApiServer
-from clotho.serving.services import HealthReport, RunSnapshot, ServerContext
+from clotho.serving.services import HealthReport, RunSnapshot, ServedModel, ServerContext
 from protocols.sampling import PromptLogprobs, Sampling
 from protocols.step import WeightsReady
 
@@ -32,13 +32,18 @@ def assemble(model: str) -> tuple[Policy, DecodeEngine]:
 
 def services(policy: Policy, engine: DecodeEngine, executor: ComputeExecutor, port: int) -> ServerContext:
     """Return the server context of a run."""
+
+    def weights() -> WeightsReady:
+        return WeightsReady(version=0, step=0, fingerprint=policy.fingerprint)
+
     return ServerContext(
         sampler=Sampler(executor.submit, engine),
         tokenizer=policy.tokenizer,
         settings=HttpServer(port=port),
         sampling=Sampling(max_tokens=64),
         prompt_logprobs=_refuse,
-        weights=lambda: WeightsReady(version=0, step=0, fingerprint=policy.fingerprint),
+        weights=weights,
+        models=lambda: (ServedModel(id="policy", root="policy", weights=weights),),
         health=lambda: HealthReport(status="ok"),
         snapshot=RunSnapshot,
         context_length=policy.context_length,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from textwrap import fill
 from typing import Annotated, Any
@@ -13,7 +13,7 @@ from msgspec import Struct, inspect
 
 from clotho.config import keys
 from clotho.config.bounds import about
-from clotho.config.keys import REQUIRED, SECTIONS, SETTABLE, Key, Section, converted, flag_of, members_of, shown
+from clotho.config.keys import KEYS, REQUIRED, SECTIONS, SETTABLE, Key, Section, converted, flag_of, members_of, shown
 from clotho.config.other_trainers import accepted, advice
 from protocols.errors import ProfileError, did_you_mean, visible
 
@@ -46,7 +46,7 @@ TABLES = (inspect.StructType, inspect.DictType, inspect.TupleType)
 """Types of values that a flag gives as TOML or JSON."""
 
 WIDTH, INDENT = 116, " " * 6
-USAGE = "usage: python pipeline.py [--profile NAME|FILE.toml] [--KEY VALUE ...]"
+USAGE = "usage: python pipeline.py [--profile NAME|FILE.toml] [--KEY VALUE ...]   (serve a model: see serve --help)"
 
 
 def parse_arguments(argv: Sequence[str]) -> Arguments:
@@ -56,17 +56,33 @@ def parse_arguments(argv: Sequence[str]) -> Arguments:
     list is a repeated flag, or TOML or JSON. Raises ProfileError for an unknown flag, a value that is not allowed, or
     flags that contradict each other. Arrays of tables are checked with the profile.
     """
+    if (topic := help_topic(argv)) is not None:
+        return Arguments(help=topic)
+    values = parse_flags(argv, OWN)
+    own = {name: values.pop(name) for name in OWN if name in values}
+    if own.get("resume") and own.get("clean"):
+        raise ProfileError("--resume continues a run and --clean deletes it: choose one")
+    return Arguments(**own, overrides=values)
+
+
+def help_topic(argv: Sequence[str]) -> str | None:
+    """The argument of `help_text` that a command line requests; None if it requests no help."""
     for word, following in zip(argv, [*argv[1:], ""], strict=False):
         flag, _, topic = word.partition("=")
         if flag in ("-h", "--help", "--help-all"):
             topic = topic or ("" if following.startswith("-") else following)
-            return Arguments(help="all" if flag == "--help-all" else topic.replace("-", "_"))
+            return "all" if flag == "--help-all" else topic.replace("-", "_")
+    return None
+
+
+def parse_flags(argv: Sequence[str], own: Mapping[str, Key]) -> dict[str, Any]:
+    """The values of flags by key path. own: flags of the command that no profile has. Raises ProfileError."""
     values: dict[str, Any] = {}
     flags: dict[str, str] = {}
     words = list(reversed(argv))
     while words:
         flag, equals, text = words.pop().partition("=")
-        targets = _targets(flag, [*flags])
+        targets = _targets(flag, [*flags], own)
         if not equals:
             follows = bool(words) and not words[-1].startswith("--")
             if not follows and not _is(targets[0], inspect.BoolType):
@@ -80,13 +96,10 @@ def parse_arguments(argv: Sequence[str]) -> Arguments:
                 what = "is given twice" if flags[path] == flag else f"and {flag} contradict each other"
                 raise ProfileError(f"{flags[path]} {what}: {shown(values[path])} and {shown(value)}")
             values[path], flags[path] = value, flag
-    own = {name: values.pop(name) for name in OWN if name in values}
-    if own.get("resume") and own.get("clean"):
-        raise ProfileError("--resume continues a run and --clean deletes it: choose one")
-    return Arguments(**own, overrides=values)
+    return values
 
 
-def _targets(flag: str, before: list[str]) -> list[Key]:
+def _targets(flag: str, before: list[str], own: Mapping[str, Key]) -> list[Key]:
     """The keys that a flag sets. before: paths of the flags before it. Raises ProfileError for an unknown flag."""
     name = flag[2:].replace("-", "_")
     if flag[:2] != "--" or not name:
@@ -98,13 +111,13 @@ def _targets(flag: str, before: list[str]) -> list[Key]:
         )
         hint = advice(flag, flag_of) or repeat or "every setting is a flag, see --help"
         raise ProfileError(f"unexpected argument {visible(flag, 60)!r}: {hint}")
-    if key := OWN.get(name) or keys.flag_key(SHORT.get(name, name)):
+    if key := own.get(name) or keys.flag_key(SHORT.get(name, name)):
         return [key]
     if name in accepted():
         return [SETTABLE[path] for path in accepted()[name]]
     table = name.rpartition(".")[0]
     hint = f"did you mean {flag_of(table)}?" if table in SETTABLE else ""
-    hint = hint or keys.suggestion(name, [*SETTABLE, *OWN, *SHORT, *(() if table else accepted())], flag_of)
+    hint = hint or keys.suggestion(name, [*SETTABLE, *own, *SHORT, *(() if table else accepted())], flag_of)
     raise ProfileError(f"unknown flag {visible(flag, 60)}; {hint}")
 
 
@@ -135,17 +148,17 @@ def _value(key: Key, text: str, flag: str) -> Any:
 
 def help_text(topic: str = "", width: int = WIDTH) -> str:
     """The help text of the common flags (``), every flag (`all`), or one table or key; ProfileError if unknown."""
-    own = [USAGE, *(_key_help(key, width) for key in OWN.values())]
+    own = [USAGE, *(key_help(key, width) for key in OWN.values())]
     if topic == "":
         top = ", ".join(name for name in SECTIONS if name and "." not in name)
         more = fill(f"--help-all shows every flag, --help SECTION the flags of one section: {top}.", width)
         return (
-            "\n".join([*own, *(_key_help(key, width) for path in COMMON if (key := keys.flag_key(path))), more]) + "\n"
+            "\n".join([*own, *(key_help(key, width) for path in COMMON if (key := keys.flag_key(path))), more]) + "\n"
         )
     found = [section for name, section in SECTIONS.items() if topic == "all" or f"{name}.".startswith(f"{topic}.")]
     parts = [*(["\n".join(own)] if topic == "all" else []), *(_section_help(section, width) for section in found)]
     if not parts and (key := keys.flag_key(SHORT.get(topic, topic))) is not None:
-        parts = [_key_help(key, width)]
+        parts = [key_help(key, width)]
     if not parts:
         hint = did_you_mean(topic, [*filter(None, SECTIONS), *SETTABLE])
         raise ProfileError(f"--help {visible(topic, 60)}: no section or key of this name{hint}; see --help")
@@ -158,13 +171,13 @@ def _section_help(section: Section, width: int) -> str:
     lines = [fill(f"{name}  {section.title}".strip(), width, subsequent_indent="  ")]
     for kind, text in section.types.items():
         lines.append(fill(f"{kind}: {text}", width, initial_indent="  ", subsequent_indent=INDENT))
-    return "\n".join([*lines, *(_key_help(key, width) for key in section.keys.values())])
+    return "\n".join([*lines, *(key_help(key, width) for key in section.keys.values())])
 
 
-def _key_help(key: Key, width: int) -> str:
+def key_help(key: Key, width: int = WIDTH) -> str:
     """Flag, allowed values, default and description of a key."""
     flag = flag_of(next((name for name, path in SHORT.items() if path == key.path), key.path))
-    name = flag if key.path in SETTABLE or key.path in OWN else f"  {key.path.rpartition('.')[2]}"
+    name = f"  {key.path.rpartition('.')[2]}" if key.path in KEYS and key.path not in SETTABLE else flag
     head = f"  {name}  {key.allowed}  ({default_in_words(key)})"
     text = f"{key.help} {availability(key)}".strip()
     head = fill(head, width, subsequent_indent=INDENT, break_on_hyphens=False)

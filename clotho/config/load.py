@@ -8,7 +8,7 @@ import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from functools import reduce
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import tomli_w
@@ -43,6 +43,9 @@ DISPLACES = {
     "data.train": "data.heldout",
 }
 """A layer that sets the first key but not the second removes the value of the second from lower layers."""
+
+
+P = TypeVar("P", bound=Struct)
 
 
 class Layer(NamedTuple):
@@ -251,6 +254,11 @@ def _stale(values: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[str]
 
 def decode(merged: Merged) -> Profile:
     """Build the profile. Raises ProfileError for a setting that is missing, unavailable or not allowed."""
+    return decode_tables(merged, Profile)
+
+
+def decode_tables(merged: Merged, kind: type[P]) -> P:
+    """Build a struct with some or all tables of a profile. Raises ProfileError as `decode`."""
     checked: dict[str, Any] = {}
     for path in types_first(merged.values):
         label, key = merged.label(path), SETTABLE[path]
@@ -259,14 +267,14 @@ def decode(merged: Merged) -> Profile:
             raise ProfileError(f"{label}: {why}")
     tree, chosen = dict[str, Any](), chosen_types(checked)
     for path, key in sorted(SETTABLE.items(), key=lambda setting: "." not in setting[0]):
-        if (variant := key.variant(chosen)) is not None:
+        if path.partition(".")[0] in kind.__struct_encode_fields__ and (variant := key.variant(chosen)) is not None:
             value = checked.get(path, variant.default)
             if value is REQUIRED:
                 what = f"[[{path}]]" if keys.array_items(key.shape) else path
                 raise ProfileError(f"{merged.label(path.rpartition('.')[0])}: {what} is missing: {key.help}")
             *tables, name = path.split(".")
             reduce(lambda table, part: table.setdefault(part, {}), tables, tree)[name] = value
-    return msgspec.convert(tree, Profile)
+    return msgspec.convert(tree, kind)
 
 
 def types_first(paths: Iterable[str]) -> list[str]:

@@ -155,6 +155,15 @@ class HeldOutEvaluation(Variant, frozen=True, kw_only=True, tag="heldout"):
 EvalSection = Annotated[Off | HeldOutEvaluation, about("Evaluation of the policy on held-out problems.")]
 
 
+class AdaptersSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """LoRA adapters that clients may load."""
+
+    root: Annotated[str, about("Directory of adapters that clients may load; empty: clients load none.")] = ""
+    max_loaded: Annotated[Positive, about("Adapters that are loaded at once; the least recently used leave.")] = 16
+    max_bytes: Annotated[Positive, about("Size of all loaded adapters in float32, in bytes.")] = 1_073_741_824
+    max_rank: Annotated[Positive, about("Maximum rank of an adapter.")] = 128
+
+
 class HttpServer(Variant, frozen=True, kw_only=True, tag="http"):
     """The policy is served over HTTP during the run."""
 
@@ -166,6 +175,8 @@ class HttpServer(Variant, frozen=True, kw_only=True, tag="http"):
     max_choices: Annotated[Positive, about("Maximum completions of a request: prompts times n.")] = 64
     max_body_bytes: Annotated[Positive, about("Maximum size of a request body in bytes.")] = 4_194_304
     body_seconds: Annotated[PositiveFloat, about("Time in which a request body must arrive.")] = 30.0
+    adapters: AdaptersSection = AdaptersSection()
+    shutdown_seconds: Annotated[PositiveFloat, about("Time in which running requests may finish at the end.")] = 10.0
 
 
 ServerSection = Annotated[Off | HttpServer, about("OpenAI-compatible HTTP server of the run.")]

@@ -5,9 +5,11 @@ The weights are the MLX arrays of the model, looked up at every use.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -15,7 +17,9 @@ import numpy as np
 from mlx_lm.tuner.lora import LoRALinear
 from numpy.typing import NDArray
 
+from clotho.cpu.adapter_segments import Arrangement, LowRank
 from clotho.cpu.blas import Floats, Matrix, matrix, multiply
+from clotho.cpu.interface import RowAdapter
 from clotho.cpu.layers import rope_frequencies
 
 
@@ -131,8 +135,9 @@ class ParameterVector:
 class Projection:
     """A linear layer, y = x W + b, plus scale (x A) B if it has a LoRA adapter."""
 
-    def __init__(self, layer: nn.Module) -> None:
-        """layer: an `nn.Linear`, or a `LoRALinear` over one."""
+    def __init__(self, layer: nn.Module, name: str) -> None:
+        """layer: an `nn.Linear`, or a `LoRALinear` over one. name: its name in the model."""
+        self.name = name
         base: Any = layer
         self._scale, self.rank = 0.0, 0
         if isinstance(layer, LoRALinear):
@@ -144,15 +149,30 @@ class Projection:
         self._bias = ParameterVector((base, "bias", 1)) if "bias" in base else None
         self.outputs: int = base.weight.shape[0]
 
-    def __call__(self, x: Matrix, out: Matrix, low_rank: Mapping[int, Matrix], *, add: bool = False) -> None:
-        """Write y to `out`. add: add y to the values in `out` instead. low_rank: buffers for x A, by rank."""
+    def __call__(self, x: Matrix, out: Matrix, low_rank: LowRankBuffers, *, add: bool = False) -> None:
+        """Write y to `out`. add: add y to the values in `out` instead. low_rank: buffers for x A."""
         if self._bias is not None:
             np.add(out.array if add else 0.0, self._bias(), out=out.array)
             add = True
         multiply(x, self._weights(), out, add=add)
-        if self.rank:
+        if low_rank.arrangement is not None:
+            self._add_segments(x, out, low_rank, low_rank.arrangement)
+        elif self.rank:
             multiply(x, self._a(), low_rank[self.rank])
             multiply(low_rank[self.rank], self._b(), out, scale=self._scale, add=True)
+
+    def _own(self) -> LowRank | None:
+        """Return the matrices of the policy's adapter."""
+        return LowRank(self._a(), self._b(), self._scale) if self.rank else None
+
+    def _add_segments(self, x: Matrix, out: Matrix, low_rank: LowRankBuffers, arrangement: Arrangement) -> None:
+        """Add the low-rank products of all rows, one adapter after another."""
+        for segment in arrangement.segments:
+            own = self._own() if segment.layers is None else segment.layers.get(self.name)
+            if own is not None:
+                z = arrangement.rows_of(low_rank[own.a.array.shape[1]], segment)
+                multiply(arrangement.rows_of(x, segment), own.a, z)
+                multiply(z, own.b, arrangement.rows_of(out, segment), scale=own.scale, add=True)
 
 
 class RMSNorm:
@@ -195,10 +215,25 @@ class LayerCaches(NamedTuple):
     prompts: list[dict[int, tuple[Floats, Floats]]]
 
 
+class LowRankBuffers:
+    """Buffers for x A by rank, and the arrangement of the rows if they have several adapters."""
+
+    def __init__(self, rows: int) -> None:
+        self.arrangement: Arrangement | None = None
+        self._rows = rows
+        self._by_rank: dict[int, Matrix] = {}
+
+    def __getitem__(self, rank: int) -> Matrix:
+        buffer = self._by_rank.get(rank)
+        if buffer is None:
+            buffer = self._by_rank[rank] = _empty(self._rows, rank)
+        return buffer
+
+
 class StepBuffers(NamedTuple):
     """Buffers of a decode step of B rows, reused by all blocks.
 
-    heads: queries, keys and values of all heads. parts: views of the three in it. low_rank: by rank.
+    heads: queries, keys and values of all heads. parts: views of the three in it.
     """
 
     x: Matrix
@@ -208,31 +243,27 @@ class StepBuffers(NamedTuple):
     attended: Matrix
     gate: Matrix
     up: Matrix
-    low_rank: dict[int, Matrix]
+    low_rank: LowRankBuffers
     spare_B_F: Floats
 
 
 class DecoderBlock:
     """The layers of one transformer block."""
 
-    def __init__(self, block: Any) -> None:
+    def __init__(self, block: Any, name: str) -> None:
         attention, mlp = block.self_attn, block.mlp
         self.heads, self.key_heads = attention.n_heads, attention.n_kv_heads
         self.before_attention, self.before_mlp = RMSNorm(block.input_layernorm), RMSNorm(block.post_attention_layernorm)
-        self.qkv = [Projection(attention[name]) for name in ("q_proj", "k_proj", "v_proj")]
-        self.output = Projection(attention.o_proj)
-        self.gate, self.up, self.down = (Projection(mlp[name]) for name in ("gate_proj", "up_proj", "down_proj"))
+        self.qkv = [Projection(attention[key], f"{name}.self_attn.{key}") for key in ("q_proj", "k_proj", "v_proj")]
+        self.output = Projection(attention.o_proj, f"{name}.self_attn.o_proj")
+        self.gate, self.up, self.down = (
+            Projection(mlp[key], f"{name}.mlp.{key}") for key in ("gate_proj", "up_proj", "down_proj")
+        )
         self.scale = np.float32(attention.scale)
         self.head_norm: ParameterVector | None = None
         if "q_norm" in attention:
             parts = ((attention.q_norm, "weight", self.heads), (attention.k_norm, "weight", self.key_heads))
             self.head_norm, self.eps = ParameterVector(*parts), float(attention.q_norm.eps)
-
-    @property
-    def ranks(self) -> set[int]:
-        """Ranks of the adapters of its layers; 0 for a layer without adapter."""
-        layers = (*self.qkv, self.output, self.gate, self.up, self.down)
-        return {one.rank for one in layers}
 
 
 class HostDecoder:
@@ -240,27 +271,58 @@ class HostDecoder:
 
     def __init__(self, model: nn.Module) -> None:
         inner: Any = model.model
-        self._blocks = [DecoderBlock(block) for block in inner.layers]
+        self._blocks = [DecoderBlock(block, f"model.layers.{n}") for n, block in enumerate(inner.layers)]
         self._norm = RMSNorm(inner.norm)
         self._embeddings = WeightMatrix(inner.embed_tokens, "weight", transposed=True)
-        self._head = Projection(model.lm_head) if "lm_head" in model else TiedHead(self._embeddings, inner.embed_tokens)
+        self._head: Projection | TiedHead = TiedHead(self._embeddings, inner.embed_tokens)
+        if "lm_head" in model:
+            self._head = Projection(model.lm_head, "lm_head")
         attention = inner.layers[0].self_attn
         rope: Any = attention.rope
         self._frequency_H = as_numpy(rope_frequencies(rope.dims, rope.base)) * np.float32(rope.scale)
         self.depth = len(self._blocks)
         self.key_shape: tuple[int, int] = (attention.n_kv_heads, rope.dims)
         self._repeats = attention.n_heads // attention.n_kv_heads
-        self._ranks = {self._head.rank, *(rank for block in self._blocks for rank in block.ranks)} - {0}
         self._buffers: StepBuffers | None = None
+        self._arrangement: Arrangement | None = None
+        self._matrices: WeakKeyDictionary[RowAdapter, dict[str, LowRank]] = WeakKeyDictionary()
 
     def query_shape(self, rows: int) -> tuple[int, int, int, int]:
         """Return the shape of the queries of `rows` rows, (K, B, R, D)."""
         heads, size = self.key_shape
         return heads, rows, self._repeats, size
 
+    @contextmanager
+    def computing(self, adapter_B: Sequence[RowAdapter | None]) -> Iterator[None]:
+        """Decode inside the context: row b uses adapter_B[b]; None for the policy."""
+        buffers = self._buffers_for(len(adapter_B))
+        key = tuple(0 if adapter is None else adapter.version or -1 for adapter in adapter_B)
+        if any(key) and (self._arrangement is None or self._arrangement.key != key):
+            self._arrangement = Arrangement(key, [None if one is None else self._of(one) for one in adapter_B])
+        buffers.low_rank.arrangement = self._arrangement if any(key) else None
+        try:
+            yield
+        finally:
+            buffers.low_rank.arrangement = None
+
+    def _of(self, adapter: RowAdapter) -> dict[str, LowRank]:
+        """Return the matrices of an adapter, by layer."""
+        layers = self._matrices.get(adapter)
+        if layers is None:
+            layers = self._matrices[adapter] = {
+                name: LowRank(
+                    _matrix(adapter.arrays[f"{name}.lora_a"]), _matrix(adapter.arrays[f"{name}.lora_b"]), scale
+                )
+                for name, scale in adapter.scales.items()
+            }
+        return layers
+
     def logits(self, token_B: NDArray[np.int32], position_B: NDArray[np.int32], layers: LayerCaches) -> Floats:
         """Compute the logits, (B, V), in a new array. The keys and values of the tokens go into the last columns."""
         buffers = self._buffers_for(len(token_B))
+        arrangement = buffers.low_rank.arrangement
+        if arrangement is not None:
+            token_B, position_B = arrangement.sorted(token_B), arrangement.sorted(position_B)
         np.take(self._embeddings().array.T, token_B, axis=0, out=buffers.x.array, mode="clip")
         angle_B_1_H = (position_B.astype(np.float32)[:, None] * self._frequency_H)[:, None]
         angles = np.cos(angle_B_1_H), np.sin(angle_B_1_H)
@@ -273,9 +335,20 @@ class HostDecoder:
                 swiglu_in_place(buffers.gate.array, buffers.up.array, buffers.spare_B_F)
                 block.down(buffers.gate, buffers.x, buffers.low_rank, add=True)
             self._norm(buffers.x.array, buffers.normed.array)
-            logits = _empty(len(token_B), self._head.outputs)
-            self._head(buffers.normed, logits, buffers.low_rank)
-        return logits.array
+            return self._head_logits(buffers)
+
+    def _head_logits(self, buffers: StepBuffers) -> Floats:
+        """Compute the logits of `buffers.normed` in the order of the slots."""
+        head, arrangement = self._head, buffers.low_rank.arrangement
+        sorts_logits = arrangement is not None and arrangement.changes(head.name, by_policy=head.rank > 0)
+        if arrangement is not None and not sorts_logits:
+            buffers.normed.array[:] = arrangement.by_slot(buffers.normed.array)
+        logits = _empty(len(buffers.x.array), head.outputs)
+        head(buffers.normed, logits, buffers.low_rank)
+        if arrangement is None or not sorts_logits:
+            return logits.array
+        arrangement.release(logits)
+        return arrangement.by_slot(logits.array)
 
     def _attend(
         self,
@@ -287,7 +360,7 @@ class HostDecoder:
         prompts: dict[int, tuple[Floats, Floats]],
     ) -> None:
         """Add the attention output of a block to the residual stream."""
-        B, (K, D), R = len(buffers.x.array), self.key_shape, self._repeats
+        B, (K, D), R, arrangement = len(buffers.x.array), self.key_shape, self._repeats, buffers.low_rank.arrangement
         block.before_attention(buffers.x.array, buffers.normed.array)
         for projection, part in zip(block.qkv, buffers.parts, strict=True):
             projection(buffers.normed, part, buffers.low_rank)
@@ -297,6 +370,8 @@ class HostDecoder:
             rotated_B_N_D *= inverse_rms(rotated_B_N_D, block.eps)
             rotated_B_N_D *= block.head_norm()
         rotate(rotated_B_N_D, *angles)
+        if arrangement is not None:
+            heads_B_N_D = arrangement.by_slot(heads_B_N_D)
         queries_B_K_R_D = heads_B_N_D[:, : block.heads].reshape(B, K, R, D)
         np.multiply(queries_B_K_R_D.transpose(1, 0, 2, 3), block.scale, out=attention.query_K_B_R_D)
         keys, values = columns
@@ -305,6 +380,8 @@ class HostDecoder:
         sum_K_B_R_D, weight_K_B_R_1 = attention.attend(keys, values, prompts)
         attended_B_K_R_D = buffers.attended.array.reshape(B, K, R, D)
         np.divide(sum_K_B_R_D, weight_K_B_R_1, out=attended_B_K_R_D.transpose(1, 0, 2, 3))
+        if arrangement is not None:
+            buffers.attended.array[:] = arrangement.sorted(buffers.attended.array)
         block.output(buffers.attended, buffers.x, buffers.low_rank, add=True)
 
     def _buffers_for(self, rows: int) -> StepBuffers:
@@ -314,6 +391,7 @@ class HostDecoder:
             width, inner = self._embeddings().array.shape[0], block.gate.outputs
             starts = np.cumsum([0, *(one.outputs for one in block.qkv)]).tolist()
             heads = _empty(rows, starts[-1])
+            self._arrangement = None
             self._buffers = StepBuffers(
                 x=_empty(rows, width),
                 normed=_empty(rows, width),
@@ -322,7 +400,7 @@ class HostDecoder:
                 attended=_empty(rows, block.heads * self.key_shape[1]),
                 gate=_empty(rows, inner),
                 up=_empty(rows, inner),
-                low_rank={rank: _empty(rows, rank) for rank in self._ranks},
+                low_rank=LowRankBuffers(rows),
                 spare_B_F=np.empty((rows, inner), np.float32),
             )
         return self._buffers
@@ -331,12 +409,12 @@ class HostDecoder:
 class TiedHead:
     """A head that uses the embedding matrix."""
 
-    rank = 0
+    name, rank = "", 0
 
     def __init__(self, embeddings: WeightMatrix, module: Any) -> None:
         self._embeddings, self.outputs = embeddings, int(module.weight.shape[0])
 
-    def __call__(self, x: Matrix, out: Matrix, low_rank: Mapping[int, Matrix]) -> None:
+    def __call__(self, x: Matrix, out: Matrix, low_rank: LowRankBuffers) -> None:
         """Write the logits to `out`."""
         multiply(x, self._embeddings(), out)
 
@@ -349,6 +427,10 @@ def rotate(x_B_N_D: Floats, cosine_B_1_H: Floats, sine_B_1_H: Floats) -> None:
     x_B_N_D *= np.concatenate([cosine_B_1_H, cosine_B_1_H], axis=-1)
     first -= rotated_first
     second += rotated_second
+
+
+def _matrix(array: mx.array) -> Matrix:
+    return matrix(as_numpy(array))
 
 
 def _empty(rows: int, columns: int) -> Matrix:

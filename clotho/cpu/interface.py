@@ -5,7 +5,8 @@ The engine's GPU implementation (`clotho.inference`) uses the same types.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import NamedTuple, Protocol
 
 import mlx.core as mx
 from msgspec import Struct
@@ -30,6 +31,30 @@ class PrefilledPrompt(NamedTuple):
     rows: int
     tokens: int
     state: PromptState | None
+
+
+class RowAdapter(Protocol):
+    """The adapter of a row: evaluated float32 matrices `LAYER.lora_a` and `LAYER.lora_b`, and scales by layer.
+
+    version: a number that no other adapter has; 0 for the base model, which has no matrices.
+    """
+
+    @property
+    def version(self) -> int:
+        """Identifies the adapter."""
+        ...
+
+    @property
+    def arrays(self) -> Mapping[str, mx.array]:
+        """A (inputs, rank) and B (rank, outputs) of every layer."""
+        ...
+
+    @property
+    def scales(self) -> Mapping[str, float]:
+        """The absolute scale of every layer."""
+        ...
+
+    def __hash__(self) -> int: ...
 
 
 class Filters(NamedTuple):

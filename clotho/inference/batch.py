@@ -18,8 +18,10 @@ from numpy.typing import NDArray
 from clotho.cpu.interface import PADDING, PrefilledPrompt, RowParameters, SampledRows, Supports
 from clotho.cpu.sampling import can_sample_on_cpu, sample_on_cpu
 from clotho.inference.cache_layout import Logits, RowCaches
+from clotho.inference.prefill import Computing
 from clotho.inference.sampling import row_parameters, sample, uniforms
 from clotho.inference.scheduler import PrefillJob, Row
+from clotho.models.adapter_store import LoadedAdapter
 
 INITIAL_COLUMNS = 64
 """Initial number of tokens per row in the arrays of a slot table."""
@@ -31,6 +33,7 @@ class SlotTable:
     positions: tokens in the row's KV cache after all launched steps. launched, sampled: tokens launched, and tokens
     read.
     limit: maximum length. stops_at_eos: whether the model's end tokens end the row. needs_processing: see `Row`.
+    adapter: version of the row's adapter, -1 for the base model, 0 for the policy.
     reserved: maximum number of tokens of prompt and completion.
     """
 
@@ -47,6 +50,7 @@ class SlotTable:
         self.stops_at_eos = np.zeros(0, dtype=np.bool_)
         self.needs_processing = np.zeros(0, dtype=np.bool_)
         self.reserved = np.zeros(0, dtype=np.int64)
+        self.adapter = np.zeros(0, dtype=np.int64)
         self._token = np.zeros((0, INITIAL_COLUMNS), dtype=np.int32)
         self._logprob = np.zeros((0, INITIAL_COLUMNS), dtype=np.float32)
         self._version = np.zeros((0, INITIAL_COLUMNS), dtype=np.int64)
@@ -81,7 +85,7 @@ class SlotTable:
 
     def _arrays(self) -> tuple[str, ...]:
         names = ("serial", "seed", "positions", "launched", "sampled", "limit", "stops_at_eos", "needs_processing")
-        return (*names, "reserved", "_token", "_logprob", "_version")
+        return (*names, "reserved", "adapter", "_token", "_logprob", "_version")
 
     def enter(self, slot: int, row: Row, tokens: int) -> None:
         """Put a row with `tokens` tokens in its KV cache into a free slot; it keeps tokens sampled before."""
@@ -91,7 +95,7 @@ class SlotTable:
         self.positions[slot], self.reserved[slot] = tokens, row.active.reserved
         self.launched[slot] = self.sampled[slot] = before
         self.limit[slot], self.stops_at_eos[slot] = row.active.limit, not request.sampling.ignore_eos
-        self.needs_processing[slot] = row.needs_processing
+        self.needs_processing[slot], self.adapter[slot] = row.needs_processing, row.active.weights_version
         self._reserve_columns(before)
         self._token[slot, :before], self._logprob[slot, :before] = row.tokens, row.logprobs
         self._version[slot, :before] = row.versions
@@ -104,20 +108,35 @@ class SlotTable:
         row.tokens = self._token[slot, :sampled].tolist()
         row.logprobs = self._logprob[slot, :sampled].tolist()
         row.versions = self._version[slot, :sampled].tolist()
-        self.rows[slot], self.serial[slot], self.positions[slot] = None, 0, 0
+        self.rows[slot], self.serial[slot], self.positions[slot], self.adapter[slot] = None, 0, 0, 0
         return row
 
     def tokens_of(self, slot: int) -> list[int]:
         """Return the tokens that the row in `slot` has sampled so far."""
         return [int(t) for t in self._token[slot, : self.sampled[slot]]]
 
+    def adapters(self) -> list[LoadedAdapter | None]:
+        """Return the adapter of every slot, None for the policy; that of another row for free slots."""
+        live = [row for row in self.rows if row is not None]
+        return [(live[0] if row is None else row).active.adapter for row in self.rows]
+
+    def versions(self, slots: NDArray[np.int64], policy_version: int) -> NDArray[np.int64]:
+        """Return the version of the weights that sample in these slots."""
+        adapter_N = self.adapter[slots]
+        version_N: NDArray[np.int64] = np.where(adapter_N == 0, policy_version, np.maximum(adapter_N, 0))
+        return version_N
+
     def record(
-        self, slots: NDArray[np.int64], token_N: NDArray[np.int32], logp_N: NDArray[np.float32], version: int
+        self,
+        slots: NDArray[np.int64],
+        token_N: NDArray[np.int32],
+        logp_N: NDArray[np.float32],
+        version_N: NDArray[np.int64],
     ) -> NDArray[np.bool_]:
         """Store one sampled token per slot; return which rows end with it, by an end token or by length."""
         at_N = self.sampled[slots]
         self._reserve_columns(int(at_N.max()) + 1)
-        self._token[slots, at_N], self._logprob[slots, at_N], self._version[slots, at_N] = token_N, logp_N, version
+        self._token[slots, at_N], self._logprob[slots, at_N], self._version[slots, at_N] = token_N, logp_N, version_N
         self.sampled[slots] = at_N + 1
         ended_N: NDArray[np.bool_] = self.is_end(slots, token_N) | (at_N + 1 >= self.limit[slots])
         return ended_N
@@ -140,13 +159,14 @@ class SlotTable:
 class StepOutput:
     """Tokens of a finished step, for the N rows that are still in the batch. top_*: (N, n) if any row needs them.
 
-    supports: as in `Completion.supports`, by index in N, for rows that record them.
+    version_N: versions of the weights that sampled. supports: as in `Completion.supports`, by index in N, for rows that
+    record them.
     """
 
     slot_N: NDArray[np.int64]
     token_N: NDArray[np.int32]
     logp_N: NDArray[np.float32]
-    version: int
+    version_N: NDArray[np.int64]
     supports: dict[int, bytes]
     top_token_N: NDArray[np.uint32] | None = None
     top_logp_N: NDArray[np.float32] | None = None
@@ -154,7 +174,9 @@ class StepOutput:
 
 @dataclass(eq=False, slots=True)
 class Step:
-    """A launched step for N rows. version: policy version that computes it. known: its tokens are already on the host.
+    """A launched step for N rows. known: its tokens are already on the host.
+
+    version_N: versions of the weights that compute it.
 
     at_N: index of each row in the sampled arrays. slot_N: its current slot, -1 if it left. serial_N: its serial number.
     """
@@ -163,7 +185,7 @@ class Step:
     at_N: NDArray[np.int64]
     slot_N: NDArray[np.int64]
     serial_N: NDArray[np.int64]
-    version: int
+    version_N: NDArray[np.int64]
     known: bool
 
     def read(self, serial_B: NDArray[np.int64]) -> StepOutput | None:
@@ -175,7 +197,7 @@ class Step:
             return None
         at_N = self.at_N[stays_N]
         supports = _supports(sampled.supports, at_N) if sampled.supports is not None else {}
-        output = StepOutput(self.slot_N[stays_N], token_B[at_N], logp_B[at_N], self.version, supports)
+        output = StepOutput(self.slot_N[stays_N], token_B[at_N], logp_B[at_N], self.version_N[stays_N], supports)
         if sampled.top_token_B_N is not None and sampled.top_logp_B_N is not None:
             output.top_token_N = np.array(sampled.top_token_B_N)[at_N]
             output.top_logp_N = np.array(sampled.top_logp_B_N)[at_N]
@@ -201,8 +223,15 @@ class Batch:
     Index spaces: B slots, free ones included; N rows of one step or output.
     """
 
-    def __init__(self, make_caches: Callable[[int], RowCaches], end_tokens: frozenset[int], vocabulary: int) -> None:
-        """make_caches: returns the KV caches for a number of rows."""
+    def __init__(
+        self,
+        make_caches: Callable[[int], RowCaches],
+        end_tokens: frozenset[int],
+        vocabulary: int,
+        computing: Computing,
+    ) -> None:
+        """make_caches: returns the KV caches for a number of rows. computing: selects the adapters of the rows."""
+        self._computing = computing
         self.vocabulary = vocabulary
         self.table = SlotTable(end_tokens, vocabulary)
         self.inflight: Step | None = None
@@ -335,7 +364,7 @@ class Batch:
         parameters, slot = self._row_parameters(), np.flatnonzero(due)
         on_cpu = can_sample_on_cpu(parameters)
         input_B = self._inputs()
-        logits_B_V = self._cache.logits(input_B, table.positions, due)
+        logits_B_V = self._logits(self._cache, input_B, due)
         uniform_B_2 = None if parameters.all_greedy else uniforms(table.seed, table.launched)
         table.launched[slot] += 1
         table.positions[slot] += 1
@@ -344,7 +373,17 @@ class Batch:
         else:
             sampled = self._sample_on_gpu(logits_B_V, input_B, uniform_B_2, parameters)
         self._input = sampled.token_B
-        return Step(sampled=sampled, at_N=slot, slot_N=slot, serial_N=table.serial[slot], version=version, known=on_cpu)
+        version_N = table.versions(slot, version)
+        serial_N = table.serial[slot]
+        return Step(sampled=sampled, at_N=slot, slot_N=slot, serial_N=serial_N, version_N=version_N, known=on_cpu)
+
+    def _logits(self, cache: RowCaches, input_B: mx.array, due: NDArray[np.bool_]) -> Logits:
+        """Compute the logits of every row with its adapter."""
+        table = self.table
+        if not table.adapter.any():
+            return cache.logits(input_B, table.positions, due)
+        with self._computing(table.adapters()):
+            return cache.logits(input_B, table.positions, due)
 
     def _sample_on_cpu(
         self, logits_B_V: Logits, uniform_B_2: NDArray[np.float32] | None, parameters: RowParameters

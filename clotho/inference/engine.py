@@ -7,6 +7,7 @@ one thread creates it, submits requests to it, and calls `tick()` while `has_wor
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Literal, Protocol
 
 import mlx.core as mx
@@ -16,6 +17,7 @@ import structlog
 from msgspec import Struct
 
 from clotho.config.schema import EngineSection
+from clotho.cpu.decoder import HostDecoder
 from clotho.cpu.interface import PrefilledPrompt, PromptState
 from clotho.cpu.kv_cache import HostKVCache
 from clotho.cpu.supported import make_host_decoder
@@ -23,12 +25,17 @@ from clotho.inference.batch import Batch, StepOutput
 from clotho.inference.cache_layout import CacheLayout, RowCaches, evaluation_mode
 from clotho.inference.kv_cache import BatchKVCache, probe_batching
 from clotho.inference.outputs import EventSender, OutputProcessor
-from clotho.inference.prefill import Prefill
+from clotho.inference.prefill import ALL_KINDS, POLICY_KIND, Prefill
 from clotho.inference.sampling import validate
 from clotho.inference.scheduler import ActiveRequest, Listener, PrefillJob, Row, Scheduler
 from clotho.inference.stop_strings import IncrementalDetokenizer
+from clotho.models.adapter_files import AdapterContents
+from clotho.models.adapter_rows import AdapterRows
+from clotho.models.adapter_store import AdapterStore, LoadedAdapter
 from clotho.models.tokenizer import ChatTokenizer
-from protocols.sampling import SampleRequest
+from protocols.adapter import AdapterInfo
+from protocols.errors import AdapterRequestError, RequestError
+from protocols.sampling import POLICY, SampleRequest
 
 log = structlog.get_logger(__name__)
 
@@ -93,12 +100,16 @@ class DecodeEngine:
 
     A completion is a function of (weights, prompt, sampling, seed): other rows do not change it, up to the rounding of
     matrix products whose shape depends on the batch. The same requests in the same order form the same batches.
+    Rows of one step may use the policy, the base model and different adapters. A request keeps the version of its
+    adapter until it ends, also if the name is loaded again or unloaded; with `engine.kv_policy = "recompute"`, a reload
+    moves running rows to the new version.
     admission_paused: while True, no waiting row enters the batch; running rows finish.
     """
 
-    def __init__(self, source: ServedModel, settings: EngineSection) -> None:
+    def __init__(self, source: ServedModel, settings: EngineSection, adapters: AdapterStore | None = None) -> None:
         """Read the KV cache layout of the model, and put the model into evaluation mode.
 
+        adapters: adapters of the same model; without a store, all requests must use the policy.
         Call this in the thread that owns MLX. Raises ModelError if the model's rows cannot share a batch.
         """
         source.model.eval()
@@ -107,10 +118,13 @@ class DecodeEngine:
         self._settings = settings
         self._layout = layout = CacheLayout(source.model)
         probe_batching(layout)
-        self._make_caches = _cache_factory(layout)
-        self._batch = Batch(self._make_caches, source.tokenizer.eos_ids, source.vocab_size)
+        self._adapters, self._adapter_rows = adapters, _LazyRows(adapters)
+        decoder = make_host_decoder(source.model)
+        self._make_caches = _cache_factory(layout, decoder)
+        self._computing = self._adapter_rows.computing if decoder is None else decoder.computing
+        self._batch = Batch(self._make_caches, source.tokenizer.eos_ids, source.vocab_size, self._computing)
         self._scheduler = Scheduler(settings.max_num_seqs, settings.kv_cache_tokens)
-        self._prefill = Prefill(layout, settings)
+        self._prefill = Prefill(layout, settings, self._adapter_rows.computing)
         self._sender = EventSender(source.tokenizer)
         self._outputs = OutputProcessor(self._batch, self._sender)
         self._aborted: list[int] = []
@@ -128,12 +142,23 @@ class DecodeEngine:
             request, vocabulary=source.vocab_size, context=source.context_length, cache_tokens=cache_tokens
         )
         self._scheduler.check(len(request.seeds))
+        adapter = self._adapter(request.weights)
         self._requests += 1
-        active = ActiveRequest(self._requests, request, listener, limit, open=len(request.seeds))
+        active = ActiveRequest(self._requests, request, listener, limit, open=len(request.seeds), adapter=adapter)
         rows = [self._row(active, index) for index in range(len(request.seeds))]
         self._sender.requests[active.request_id] = active
         self._scheduler.add(PrefillJob(active, request.prompt, rows))
         return active.request_id
+
+    def _adapter(self, weights: str) -> LoadedAdapter | None:
+        if weights == POLICY:
+            return None
+        if self._adapters is None:
+            raise RequestError("this engine samples from the policy only", param="model")
+        try:
+            return self._adapters.use(weights)
+        except AdapterRequestError as error:
+            raise RequestError(str(error), param="model") from error
 
     def _row(self, active: ActiveRequest, index: int) -> Row:
         self._rows += 1
@@ -154,6 +179,11 @@ class DecodeEngine:
     def running(self) -> int:
         """Number of rows in the batch."""
         return self._batch.table.running
+
+    @property
+    def policy_rows(self) -> int:
+        """Number of rows in the batch that a weight swap of the policy concerns."""
+        return sum(row is not None and self._uses_policy(row.active) for row in self._batch.table.rows)
 
     @property
     def has_work(self) -> bool:
@@ -268,8 +298,8 @@ class DecodeEngine:
         self._sender.closed.clear()
         self._aborted.clear()
         self._scheduler.clear()
-        self._prefill.restart()
-        self._prefill.forget_prefixes()
+        self._prefill.restart_all()
+        self._prefill.forget_prefixes(ALL_KINDS)
         self._batch.drop()
 
     def _fail_running(self, reason: str) -> None:
@@ -277,47 +307,108 @@ class DecodeEngine:
             self._sender.fail(self._batch.leave(int(slot)).active, reason)
         self._batch.drop()
 
-    def teacher_forced_logits(self, prompt: Sequence[int], tokens: Sequence[int], *, rows: int) -> Iterator[mx.array]:
+    def teacher_forced_logits(
+        self, prompt: Sequence[int], tokens: Sequence[int], *, rows: int, weights: str = POLICY
+    ) -> Iterator[mx.array]:
         """Yield the logits before each of `tokens`, (rows, V), evaluated, from decode steps of `rows` equal rows.
 
-        Uses a batch of its own; running rows are not affected.
+        Uses a batch of its own; running rows are not affected. weights: as in `SampleRequest`.
         """
+        adapter_B = [self._adapter(weights)] * rows
         *before, last = prompt
         caches = self._make_caches(rows)
         positions_B, all_B = np.full(rows, len(before), dtype=np.int32), np.ones(rows, dtype=np.bool_)
-        prefilled = PrefilledPrompt(rows=rows, tokens=len(before), state=_prefilled_state(self._layout, before))
+        with self._adapter_rows.computing(adapter_B[:1]):
+            state = _prefilled_state(self._layout, before)
+        prefilled = PrefilledPrompt(rows=rows, tokens=len(before), state=state)
         caches.make_room(positions_B, ~all_B, [prefilled])
         caches.enter(range(rows), prefilled)
         for token in (last, *tokens[:-1]):
-            logits_B_V = mx.array(caches.logits(np.full(rows, token, dtype=np.int32), positions_B, all_B))
+            with self._computing(adapter_B):
+                logits_B_V = mx.array(caches.logits(np.full(rows, token, dtype=np.int32), positions_B, all_B))
             mx.eval(logits_B_V, *caches.arrays)
             yield logits_B_V
             positions_B = positions_B + 1
 
     def weights_changed(self, kv_policy: Literal["keep", "recompute", "drain"]) -> None:
-        """Handle a weight swap that just happened. The prefix cache is emptied.
+        """Handle a weight swap of the policy that just happened. Its prefixes leave the prefix cache.
 
         keep: KV caches stay as the old weights computed them. recompute: running rows return to the head of the queue
-        and continue after their KV caches are recomputed. drain: the caller let running rows finish under
-        `admission_paused`; prompts prefilled for rows that have not started are discarded.
+        and continue after their KV caches are recomputed. drain: the caller let `policy_rows` finish under
+        `admission_paused`; prompts prefilled for rows that have not started are discarded. Rows of adapters and of the
+        base model are not affected, unless the policy trains the base weights.
         """
-        self._prefill.forget_prefixes()
-        if kv_policy == "keep":
-            return
-        interrupted = self._interrupt() if kv_policy == "recompute" else []
-        self._prefill.restart()
-        self._scheduler.restart()
+        self._prefill.forget_prefixes((POLICY_KIND,) if self._keeps_base else ALL_KINDS)
+        if kv_policy != "keep":
+            self._restart(self._uses_policy, interrupt=kv_policy == "recompute")
+
+    @property
+    def _keeps_base(self) -> bool:
+        return self._adapters is None or self._adapters.base is not None
+
+    def _uses_policy(self, active: ActiveRequest) -> bool:
+        return active.adapter is None or not self._keeps_base
+
+    def _restart(self, concerns: Callable[[ActiveRequest], bool], *, interrupt: bool) -> None:
+        """Discard prefilled prompts of requests that `concerns` names. interrupt: also KV caches of running rows."""
+        interrupted = self._interrupt(concerns) if interrupt else []
+        jobs = [job for job in self._scheduler.pending if concerns(job.active)]
+        self._prefill.restart(jobs)
+        self._scheduler.restart(jobs)
         self._scheduler.requeue(interrupted)
 
-    def _interrupt(self) -> list[PrefillJob]:
-        """Remove every running row from the batch, with the tokens it has sampled."""
+    def _interrupt(self, concerns: Callable[[ActiveRequest], bool]) -> list[PrefillJob]:
+        """Remove running rows from the batch, with the tokens they have sampled."""
         batch = self._batch
         if batch.inflight is not None:
             step, batch.inflight = batch.inflight, None
             self._process(batch.read(step))
-        rows = [batch.leave(int(slot)) for slot in np.flatnonzero(batch.table.live)]
-        batch.drop()
+        slots = [slot for slot, row in enumerate(batch.table.rows) if row is not None and concerns(row.active)]
+        rows = [batch.leave(slot) for slot in slots]
+        if not self.running:
+            batch.drop()
         return [PrefillJob(row.active, (*row.active.request.prompt, *row.tokens), [row]) for row in rows]
+
+    def load_adapter(
+        self, name: str, contents: AdapterContents, *, replace: bool = False, keep: bool = False
+    ) -> AdapterInfo:
+        """Load an adapter under a name. Arguments and errors are those of `AdapterStore.load`."""
+        store = self._require_store()
+        old = store.find(name)
+        self._adapter_rows.require(contents)
+        loaded = store.load(name, contents, replace=replace, keep=keep, in_use=self._adapters_in_use())
+        if old is not None and self._settings.kv_policy == "recompute":
+            moved = [active for active in self._sender.requests.values() if active.adapter is old]
+            for active in moved:
+                active.adapter = loaded
+            self._restart(lambda active: active.adapter is loaded, interrupt=True)
+        self._release_adapters(store)
+        return loaded.info
+
+    def unload_adapter(self, name: str) -> AdapterInfo:
+        """Forget the name of an adapter; its requests finish. Raises AdapterRequestError for an unknown name."""
+        store = self._require_store()
+        unloaded = store.unload(name)
+        self._release_adapters(store)
+        return unloaded.info
+
+    def loaded_adapters(self) -> tuple[AdapterInfo, ...]:
+        """Describe the loaded adapters, in the order of their names."""
+        return () if self._adapters is None else self._adapters.loaded()
+
+    def _require_store(self) -> AdapterStore:
+        if self._adapters is None:
+            raise AdapterRequestError("this engine samples from the policy only", reason="disabled")
+        return self._adapters
+
+    def _adapters_in_use(self) -> list[LoadedAdapter]:
+        return [active.adapter for active in self._sender.requests.values() if active.adapter is not None]
+
+    def _release_adapters(self, store: AdapterStore) -> None:
+        """Free what belongs to adapters that are neither loaded nor in use."""
+        kept = {info.version for info in store.loaded()} | {one.version for one in self._adapters_in_use()}
+        self._adapter_rows.keep(kept)
+        self._prefill.prefixes.remove(lambda key: key[0] != POLICY_KIND and key[1] not in {0, *kept})
 
     def stats(self) -> EngineStats:
         """Return gauges and counters."""
@@ -337,8 +428,36 @@ class DecodeEngine:
         )
 
 
-def _cache_factory(layout: CacheLayout) -> Callable[[int], RowCaches]:
-    decoder = make_host_decoder(layout.model)
+class _LazyRows:
+    """`AdapterRows`, made when it is first needed: it examines the model."""
+
+    def __init__(self, adapters: AdapterStore | None) -> None:
+        self._adapters = adapters
+        self._rows: AdapterRows | None = None
+
+    def _get(self) -> AdapterRows:
+        if self._rows is None:
+            assert self._adapters is not None
+            self._rows = AdapterRows(self._adapters)
+        return self._rows
+
+    def computing(self, adapter_B: Sequence[LoadedAdapter | None]) -> AbstractContextManager[None]:
+        """Compute row b with adapter_B[b] inside the context."""
+        if all(adapter is None for adapter in adapter_B):
+            return nullcontext()
+        return self._get().computing(adapter_B)
+
+    def require(self, contents: AdapterContents) -> None:
+        """Raise AdapterRequestError if the model does not compute with a layer of the adapter."""
+        self._get().require(contents)
+
+    def keep(self, versions: set[int]) -> None:
+        """Release converted matrices of all adapters but these."""
+        if self._rows is not None:
+            self._rows.keep(versions)
+
+
+def _cache_factory(layout: CacheLayout, decoder: HostDecoder | None) -> Callable[[int], RowCaches]:
     return (lambda rows: BatchKVCache(layout, rows)) if decoder is None else (lambda rows: HostKVCache(decoder, rows))
 
 

@@ -83,6 +83,8 @@ class EventSender:
             stop_reason=stop_reason,
             top_logprobs=tuple(row.top_logprobs),
             supports=tuple(row.supports),
+            weights=row.active.request.weights,
+            fingerprint=row.active.adapter.fingerprint if row.active.adapter is not None else "",
         )
 
 
@@ -103,7 +105,7 @@ class OutputProcessor:
         if not finite_N.all():
             self._fail(output, np.flatnonzero(~finite_N).tolist())
         end_N = table.is_end(output.slot_N, output.token_N)
-        ended_N = table.record(output.slot_N, output.token_N, output.logp_N, output.version)
+        ended_N = table.record(output.slot_N, output.token_N, output.logp_N, output.version_N)
         for n, support in output.supports.items():
             self._row(output, n).supports.append(support)
         endings: dict[int, Ending] = {}
@@ -142,9 +144,9 @@ class OutputProcessor:
         return ("stop", row.text.stopped) if row.text is not None and row.text.stopped is not None else None
 
     def _stream(self, row: Row, output: StepOutput, n: int, text: str, top: tuple[tuple[int, float], ...]) -> None:
-        token, logprob = int(output.token_N[n]), float(output.logp_N[n])
+        token, logprob, version = int(output.token_N[n]), float(output.logp_N[n]), int(output.version_N[n])
         event = TokenSampled(
-            index=row.index, token=token, logprob=logprob, version=output.version, text=text, top_logprobs=top
+            index=row.index, token=token, logprob=logprob, version=version, text=text, top_logprobs=top
         )
         self._sender.send(row.active, event)
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager
 
 import mlx.core as mx
 import numpy as np
@@ -18,6 +19,7 @@ from clotho.config.schema import EngineSection
 from clotho.cpu.interface import PromptState
 from clotho.inference.cache_layout import CacheLayout, evaluation_mode
 from clotho.inference.scheduler import ActiveRequest, PrefillJob, insert
+from clotho.models.adapter_store import LoadedAdapter
 
 log = structlog.get_logger(__name__)
 
@@ -28,16 +30,33 @@ To start prompts together, at most this many tokens of a prefix cache hit are di
 """
 
 
+WeightsKey = tuple[int, int]
+"""Identifies the weights that computed a KV cache: (POLICY_KIND, policy version), or (ADAPTER_KIND, version of an
+adapter); the base model is version 0 of the adapters."""
+
+POLICY_KIND, ADAPTER_KIND = ALL_KINDS = (0, 1)
+
+Computing = Callable[[Sequence[LoadedAdapter | None]], AbstractContextManager[None]]
+"""Returns a context in which row b of a forward pass uses the adapter at index b; None for the policy."""
+
+
+def weights_key(active: ActiveRequest, version: int) -> WeightsKey:
+    """Return the key of the weights of a request. version: policy version."""
+    return (POLICY_KIND, version) if active.adapter is None else (ADAPTER_KIND, active.adapter.version)
+
+
 class PrefillBatch:
     """Prompts that are prefilled together: all but the last token of each.
 
     jobs: of similar (padded) or equal length. They continue from the number of tokens that every job has computed.
+    keys: the weights of every job. swapped: kinds of weights that changed since the start.
     """
 
-    def __init__(self, layout: CacheLayout, jobs: Sequence[PrefillJob], *, version: int) -> None:
+    def __init__(self, layout: CacheLayout, jobs: Sequence[PrefillJob], computing: Computing, *, version: int) -> None:
         self.jobs = list(jobs)
-        self.version = version
-        self.single_version = True  # no weight swap since the start
+        self.keys = [weights_key(job.active, version) for job in jobs]
+        self.swapped: set[int] = set()
+        self._computing = computing
         self._layout = layout
         self._done = min(job.state_tokens for job in jobs)
         self._length = max(len(job.tokens) - 1 for job in jobs)
@@ -58,7 +77,7 @@ class PrefillBatch:
         if count <= 0:
             return 0
         chunk = mx.array(self._token_B_T[:, self._done : self._done + count])
-        with evaluation_mode(self._layout.model):
+        with self._computing([job.active.adapter for job in self.jobs]), evaluation_mode(self._layout.model):
             self._layout.model(chunk, cache=self._cache)
         mx.async_eval([c.state for c in self._cache])
         self._done += count
@@ -108,7 +127,9 @@ def _can_prefill_together(jobs: Sequence[PrefillJob], limit: int | None, budget:
 class Prefill:
     """Jobs before they join the batch: those that wait for prefill, those in progress, and the prefix cache."""
 
-    def __init__(self, layout: CacheLayout, settings: EngineSection) -> None:
+    def __init__(self, layout: CacheLayout, settings: EngineSection, computing: Computing) -> None:
+        """computing: selects the adapters of the rows of a forward pass."""
+        self._computing = computing
         self.prefixes = PrefixCache(layout, settings.prefix_cache_tokens)
         self.computed_tokens = self.hits = self.misses = 0
         self._layout = layout
@@ -129,7 +150,7 @@ class Prefill:
                 insert(self._waiting, job)
 
     def _look_up(self, job: PrefillJob, version: int) -> None:
-        hit = self.prefixes.find(version, job.tokens[:-1])
+        hit = self.prefixes.find(weights_key(job.active, version), job.tokens[:-1])
         if hit is None:
             self.misses += 1
             return
@@ -156,7 +177,7 @@ class Prefill:
         return ready
 
     def _begin(self, jobs: list[PrefillJob], version: int) -> None:
-        self._batch = PrefillBatch(self._layout, jobs, version=version)
+        self._batch = PrefillBatch(self._layout, jobs, self._computing, version=version)
 
     def _advance(self, batch: PrefillBatch) -> None:
         self.computed_tokens += batch.advance(self._chunk)
@@ -171,9 +192,9 @@ class Prefill:
     def _finish(self, batch: PrefillBatch) -> None:
         batch.finish()
         self._batch = None
-        for job in batch.jobs:
-            if job.active.request.reuse_prefix and job.state is not None and batch.single_version:
-                self.prefixes.store(batch.version, job.tokens[:-1], job.state)
+        for job, key in zip(batch.jobs, batch.keys, strict=True):
+            if job.active.request.reuse_prefix and job.state is not None and key[0] not in batch.swapped:
+                self.prefixes.store(key, job.tokens[:-1], job.state)
         self._ready.extend(batch.jobs)
 
     def _run(
@@ -189,23 +210,33 @@ class Prefill:
                 fail(job.active, f"prefill failed: {error}")
             self._ready.extend(jobs)
 
-    def forget_prefixes(self) -> None:
-        """Empty the prefix cache. Prompts in progress will not be stored in it."""
-        self.prefixes.clear()
+    def forget_prefixes(self, kinds: Collection[int]) -> None:
+        """Remove prefixes of these kinds of weights. Their prompts in progress will not be stored."""
+        self.prefixes.remove(lambda key: key[0] in kinds)
         if self._batch is not None:
-            self._batch.single_version = False
+            self._batch.swapped |= set(kinds)
 
-    def restart(self) -> None:
+    def restart_all(self) -> None:
         """Drop all jobs, which will be admitted again."""
         self._waiting.clear()
         self._ready.clear()
         self._batch = None
 
+    def restart(self, jobs: Sequence[PrefillJob]) -> None:
+        """Drop `jobs`, which will be admitted again; other jobs of their batch start again."""
+        concerned = {id(job) for job in jobs}
+        self._ready = [job for job in self._ready if id(job) not in concerned]
+        others = [job for job in self._waiting if id(job) not in concerned]
+        if self._batch is not None and any(id(job) in concerned for job in self._batch.jobs):
+            others = [*(job for job in self._batch.jobs if id(job) not in concerned), *others]
+            self._batch = None
+        self._waiting = deque(others)
+
 
 MAX_ENTRIES = 256
 
-Key = tuple[int, tuple[int, ...]]
-"""Policy version and tokens of a prompt."""
+Key = tuple[WeightsKey, tuple[int, ...]]
+"""Weights and tokens of a prompt."""
 
 
 class PrefixHit(Struct, frozen=True, kw_only=True):
@@ -225,10 +256,10 @@ class PrefixCache:
         self._entries: OrderedDict[Key, PromptState] = OrderedDict()
         self._sorted: list[Key] = []
 
-    def find(self, version: int, tokens: tuple[int, ...]) -> PrefixHit | None:
+    def find(self, weights: WeightsKey, tokens: tuple[int, ...]) -> PrefixHit | None:
         """Return the state that covers most of `tokens`: a whole entry, or the common prefix of one."""
-        found = [(common_prefix(key[1], tokens), key) for key in self._candidates(version, tokens)]
-        common, key = max(found, default=(0, (version, ())))
+        found = [(common_prefix(key[1], tokens), key) for key in self._candidates(weights, tokens)]
+        common, key = max(found, default=(0, (weights, ())))
         if not common:
             return None
         state = self._entries[key] if common == len(key[1]) else self._layout.trimmed(self._entries[key], common)
@@ -236,26 +267,26 @@ class PrefixCache:
         self._entries.move_to_end(key)
         return PrefixHit(state=state, tokens=common)
 
-    def _candidates(self, version: int, tokens: tuple[int, ...]) -> Iterator[Key]:
+    def _candidates(self, weights: WeightsKey, tokens: tuple[int, ...]) -> Iterator[Key]:
         """Return the entries that may cover most of `tokens`: its neighbours in lexicographic order.
 
         If states cannot be truncated, only an entry that is a prefix of `tokens` counts; it precedes `tokens`.
         """
         if self._layout.right_padding_limit is None:
-            at = bisect_left(self._sorted, (version, tokens))
-            yield from (key for key in self._sorted[max(0, at - 1) : at + 1] if key[0] == version)
+            at = bisect_left(self._sorted, (weights, tokens))
+            yield from (key for key in self._sorted[max(0, at - 1) : at + 1] if key[0] == weights)
             return
-        while (at := bisect_right(self._sorted, (version, tokens))) and self._sorted[at - 1][0] == version:
+        while (at := bisect_right(self._sorted, (weights, tokens))) and self._sorted[at - 1][0] == weights:
             entry = self._sorted[at - 1][1]
             common = common_prefix(entry, tokens)
             if common == len(entry):
-                yield version, entry
+                yield weights, entry
                 return
             tokens = tokens[:common]
 
-    def store(self, version: int, tokens: tuple[int, ...], state: PromptState) -> None:
+    def store(self, weights: WeightsKey, tokens: tuple[int, ...], state: PromptState) -> None:
         """Store a copy of the state after `tokens`."""
-        key = (version, tokens)
+        key = (weights, tokens)
         if not tokens or len(tokens) > self._capacity or key in self._entries:
             return
         copied = tuple(tuple(mx.contiguous(array) for array in arrays) for arrays in state)
@@ -268,11 +299,12 @@ class PrefixCache:
             self._sorted.remove(oldest)
             self.tokens -= len(oldest[1])
 
-    def clear(self) -> None:
-        """Remove all entries."""
-        self._entries.clear()
-        self._sorted.clear()
-        self.tokens = 0
+    def remove(self, concerns: Callable[[WeightsKey], bool]) -> None:
+        """Remove all entries of the weights that `concerns` names."""
+        for key in [key for key in self._entries if concerns(key[0])]:
+            del self._entries[key]
+            self.tokens -= len(key[1])
+        self._sorted = sorted(self._entries)
 
 
 def common_prefix(a: tuple[int, ...], b: tuple[int, ...]) -> int:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from clotho.cpu.interface import PromptState
 from clotho.inference.stop_strings import IncrementalDetokenizer
+from clotho.models.adapter_store import LoadedAdapter
 from protocols.errors import RequestError
 from protocols.sampling import SampleEvent, SampleRequest
 
@@ -16,13 +17,23 @@ Listener = Callable[[SampleEvent], None]
 
 @dataclass(eq=False, slots=True)
 class ActiveRequest:
-    """An accepted request. limit: maximum length of a completion, given the context. open: unfinished completions."""
+    """An accepted request.
+
+    limit: maximum length of a completion, given the context. open: unfinished completions. adapter: the adapter that
+    samples; None for the policy.
+    """
 
     request_id: int
     request: SampleRequest
     listener: Listener
     limit: int
     open: int
+    adapter: LoadedAdapter | None = None
+
+    @property
+    def weights_version(self) -> int:
+        """Version of the adapter, -1 for the base model, 0 for the policy."""
+        return 0 if self.adapter is None else self.adapter.version or -1
 
     @property
     def reserved(self) -> int:
@@ -181,9 +192,10 @@ class Scheduler:
         self.waiting.clear()
         self.entering.clear()
 
-    def restart(self) -> None:
-        """Return admitted jobs to the head of the queue and discard all prefilled states."""
-        self.requeue(self.entering)
-        self.entering = []
-        for job in self.waiting:
+    def restart(self, jobs: Sequence[PrefillJob]) -> None:
+        """Return the admitted ones of `jobs` to the head of the queue, and discard the prefilled states of `jobs`."""
+        concerned = {id(job) for job in jobs}
+        self.requeue([job for job in self.entering if id(job) in concerned])
+        self.entering = [job for job in self.entering if id(job) not in concerned]
+        for job in jobs:
             job.admitted, job.computed, job.state, job.state_tokens = 0, False, None, 0

@@ -13,7 +13,7 @@ from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
 from msgspec.structs import replace
 
-from clotho.config.schema import AtroposSource, FullMethod, HttpServer, ModelSection, Profile
+from clotho.config.schema import AtroposSource, EngineSection, FullMethod, HttpServer, ModelSection, Profile
 from clotho.config.sections_training import AverageReference, BaseReference, RollBackOnCollapse, SnapshotReference
 from clotho.cpu.interface import spare_columns
 from clotho.inference.cache_layout import AttentionLeaf, CacheLayout, StateLeaf
@@ -47,7 +47,7 @@ from clotho.models.lora import install_adapter, open_all_weights
 from clotho.models.parameters import flat
 from clotho.training.optimizers import state_bytes
 from protocols.errors import ModelError
-from protocols.sampling import PARAMETERS, in_use
+from protocols.sampling import PARAMETERS, Sampling, in_use
 from protocols.summary import MemoryEstimate
 
 
@@ -156,11 +156,41 @@ def estimate_memory(model: ModelSection, profile: Profile, *, prompt_tokens: int
         activations=_activations(base, config, layout, micro, profile, logits=logits),
         logits=logits,
         update=learning.update,
-        decode=_draw_copies(profile) * rows * vocabulary * FLOAT32,
+        decode=_draw_copies(profile.sampling) * rows * vocabulary * FLOAT32,
         one_sequence=_caches(layout, 1, length),
         shipped_shape=shipped,
     )
     return replace(estimate, margin=int(MARGIN * estimate.turn))
+
+
+def serving_memory(model: ModelSection, engine: EngineSection, sampling: Sampling) -> MemoryEstimate:
+    """Estimate the peak bytes of MLX arrays of a server without a learner; see `estimate_memory`.
+
+    Clients may request longer completions than `sampling.max_tokens`; `engine.kv_cache_tokens` limits their caches.
+    """
+    base, config, shipped = _open(model)
+    layout = CacheLayout(base)
+    length = min(PROMPT_TOKENS + sampling.max_tokens, context_length(config))
+    rows = max(1, min(engine.max_num_seqs, engine.kv_cache_tokens // length))
+    decode = _draw_copies(sampling) * rows * describe_model(base, config).vocab_size * FLOAT32
+    return MemoryEstimate(
+        base=sum(array.nbytes for array in flat(base.parameters()).values()),
+        trained=0,
+        optimizer=0,
+        reference=0,
+        rollback=0,
+        midway=0,
+        caches=_caches(layout, rows, length),
+        prefixes=_prefixes(layout, engine.prefix_cache_tokens, min(PROMPT_TOKENS, length)),
+        gradients=0,
+        activations=0,
+        logits=0,
+        update=0,
+        decode=decode,
+        margin=int(MARGIN * decode),
+        one_sequence=_caches(layout, 1, length),
+        shipped_shape=shipped,
+    )
 
 
 def _open(model: ModelSection) -> tuple[nn.Module, dict[str, Any], bool]:
@@ -190,8 +220,8 @@ def _local_files(path: str) -> Path | None:
     return Path(found)
 
 
-def _draw_copies(profile: Profile) -> int:
-    return DECODE_COPIES + sum(PARAMETERS[name].logits_copies for name in in_use(profile.sampling))
+def _draw_copies(sampling: Sampling) -> int:
+    return DECODE_COPIES + sum(PARAMETERS[name].logits_copies for name in in_use(sampling))
 
 
 def _caches(layout: CacheLayout, rows: int, tokens: int) -> int:

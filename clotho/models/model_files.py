@@ -17,7 +17,7 @@ import types
 import typing
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from mlx_lm.utils import _get_classes
 from msgspec import Struct
@@ -47,10 +47,12 @@ BITS = {"affine": (2, 3, 4, 5, 6, 8), "mxfp4": (4,), "mxfp8": (8,), "nvfp4": (4,
 
 
 class TensorHeader(Struct, frozen=True, kw_only=True):
-    """A tensor of a safetensors file."""
+    """A tensor of a safetensors file. begin, bytes: position and size of its data."""
 
     dtype: str
     shape: tuple[int, ...]
+    begin: int
+    bytes: int
 
 
 def one_line(error: BaseException) -> str:
@@ -172,12 +174,22 @@ def _headers(directory: Path) -> dict[str, TensorHeader]:
 
 def _header(path: Path) -> dict[str, TensorHeader]:
     try:
-        size = path.stat().st_size
         with path.open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            if length > min(MAX_HEADER_BYTES, size - 8):
-                raise ValueError(f"its header states a length of {length} bytes")
-            entries = json.loads(file.read(length))
+            return read_header(file, path.stat().st_size, MAX_HEADER_BYTES)[0]
+    except (OSError, ModelError) as error:
+        raise ModelError(f"{path} is no valid safetensors file: {one_line(error)}") from error
+
+
+def read_header(file: BinaryIO, size: int, limit: int) -> tuple[dict[str, TensorHeader], int]:
+    """Read the header of a safetensors file of `size` bytes; return the tensors by name, and where their data begins.
+
+    limit: maximum size of the header. Raises ModelError if the header is invalid.
+    """
+    try:
+        (length,) = struct.unpack("<Q", file.read(8))
+        if length > min(limit, size - 8):
+            raise ValueError(f"its header states a length of {length} bytes")
+        entries = json.loads(file.read(length))
         if not isinstance(entries, dict):
             raise TypeError("its header is not an object")
         tensors, data = {}, size - 8 - length
@@ -186,7 +198,8 @@ def _header(path: Path) -> dict[str, TensorHeader]:
                 begin, end = entry["data_offsets"]
                 if not 0 <= begin <= end <= data:
                     raise ValueError(f"the data of {name} is outside the file")
-                tensors[name] = TensorHeader(dtype=str(entry["dtype"]), shape=tuple(map(int, entry["shape"])))
+                shape = tuple(map(int, entry["shape"]))
+                tensors[name] = TensorHeader(dtype=str(entry["dtype"]), shape=shape, begin=begin, bytes=end - begin)
     except (
         OSError,
         OverflowError,
@@ -197,8 +210,8 @@ def _header(path: Path) -> dict[str, TensorHeader]:
         RecursionError,
         struct.error,
     ) as error:
-        raise ModelError(f"{path} is no valid safetensors file: {one_line(error)}") from error
-    return tensors
+        raise ModelError(one_line(error)) from error
+    return tensors, 8 + length
 
 
 def _require_layers(config: Mapping[str, Any], tensors: Mapping[str, TensorHeader], path: Path) -> None:

@@ -136,6 +136,16 @@ class Policy:
         self.step = 0
         self.fingerprint = fingerprint(self.trainable())
 
+    @property
+    def adapted(self) -> tuple[AdaptedModule, ...]:
+        """The modules that hold the policy's adapter."""
+        return self._adapted
+
+    @property
+    def keeps_base(self) -> bool:
+        """Whether the weights of the base model are frozen."""
+        return not self._in_full
+
     def trainable(self) -> Parameters:
         """Return the tree of the served parameters; changing the tree does not change the policy."""
         return self._slots.tree(self._served)

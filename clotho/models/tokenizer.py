@@ -74,13 +74,14 @@ class ChatTokenizer:
         """Whether conversations can be rendered."""
         return bool(self._wrapper.has_chat_template)
 
-    def encode(self, text: str) -> tuple[int, ...]:
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
         """Return the tokens of plain text, including special tokens that the tokenizer adds, such as a first one.
 
         The text of a control token becomes that token, because the caller has rendered the prompt.
         """
         with self._lock:
-            return tuple(int(t) for t in self._wrapper.encode(text, verbose=False))
+            found = self._wrapper.encode(text, add_special_tokens=add_special_tokens, verbose=False)
+            return tuple(int(token) for token in found)
 
     def render_chat(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
@@ -136,9 +137,13 @@ class ChatTokenizer:
             self._control = ControlTokens(tokenizer, self.eos_ids | between)
         return self._control
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of `tokens` without special tokens."""
-        return str(self._wrapper.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+    def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Return the text of `tokens`, without special tokens unless they are requested."""
+        return str(
+            self._wrapper.decode(
+                list(tokens), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+            )
+        )
 
     def token_text(self, token: int) -> str:
         """Return one token as text, special tokens by name; an incomplete character becomes U+FFFD."""

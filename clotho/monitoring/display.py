@@ -190,14 +190,19 @@ def print_line(console: Console, line: str) -> None:
     console.print(Text(terminal_text(line, LINE_LIMIT, ascii_only=console.options.ascii_only)), soft_wrap=True)
 
 
-def fact_lines(facts: RunFacts) -> Iterator[str]:
-    """Return the lines of the startup screen: machine, compute path, policy, memory, address, run directory, resume."""
-    machine, policy = facts.machine, facts.policy
+def machine_lines(machine: MachineDescription, compute_path: str) -> Iterator[str]:
+    """Return the lines about the machine and about what computes."""
     yield (
         f"machine  {machine.processor}, {machine.cores} cores, {memory(machine.memory_bytes)}, {machine.system}; "
         f"MLX {machine.mlx_version} on {machine.backend} ({machine.device}); BLAS {machine.blas}"
     )
-    yield f"compute  {facts.compute_path}"
+    yield f"compute  {compute_path}"
+
+
+def fact_lines(facts: RunFacts) -> Iterator[str]:
+    """Return the lines of the startup screen: machine, compute path, policy, memory, address, run directory, resume."""
+    policy = facts.policy
+    yield from machine_lines(facts.machine, facts.compute_path)
     bits = f", {policy.quantization_bits} bits" if policy.quantization_bits else ""
     yield (
         f"policy   {facts.model}: {policy.architecture}, {size(policy.parameters)} parameters, {policy.layers} layers"

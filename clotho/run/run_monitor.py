@@ -6,36 +6,26 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import structlog
 from msgspec import structs
 
 from clotho.config.bounds import Off
-from clotho.config.schema import HttpServer
+from clotho.config.schema import FullMethod, HttpServer
 from clotho.models.machine import peak_memory
 from clotho.monitoring.summary import resume_command
 from clotho.monitoring.terminal_text import relative_path
 from clotho.run.accounting import GroupAccounting
 from clotho.run.context import RunContext
+from clotho.run.serving_state import ServingState
 from clotho.runtime.queues import Queue
-from clotho.runtime.supervisor import ChildState, ChildStatus
-from clotho.runtime.watchdog import EngineGuard
-from clotho.serving.services import (
-    EngineSnapshot,
-    HealthReport,
-    NullSampleLog,
-    QueueSnapshot,
-    RunSnapshot,
-    ServerContext,
-)
+from clotho.runtime.supervisor import ChildStatus
+from clotho.serving.services import NullSampleLog, QueueSnapshot, RunSnapshot, ServedModel, ServerContext
 from protocols.summary import QueueGauge, RunGauges, RunSummary
-
-log = structlog.get_logger(actor="pipeline")
 
 
 class RunMonitor:
     """Reads the state that actors share through the context, and counts events that belong to no actor.
 
-    All methods but the coroutines return at once.
+    serving: the state of the served engine. All methods return at once.
     """
 
     def __init__(
@@ -50,25 +40,20 @@ class RunMonitor:
 
         events_lost: number of events that the event log could not write.
         """
-        self._context, self._queues, self._children = context, queues, children
-        self._events_lost = events_lost
+        self._context, self._queues, self._events_lost = context, queues, events_lost
         self._began = time.monotonic()
-        self._stalled = False
         self._api_requests = 0
+        self.serving = ServingState(
+            context.executor,
+            context.engine,
+            kv_cache_tokens=context.profile.engine.kv_cache_tokens,
+            children=children,
+            continues="the server and the training continue",
+        )
 
     def count_request(self) -> None:
         """Count a request that the HTTP server has admitted."""
         self._api_requests += 1
-
-    def on_stall(self, seconds: float) -> None:
-        """Record that the compute thread has made no progress for `seconds`."""
-        self._stalled = True
-        log.error("compute_thread_stalled", seconds=round(seconds, 1))
-
-    def on_recovery(self) -> None:
-        """Record that the compute thread makes progress again."""
-        self._stalled = False
-        log.warning("compute_thread_recovered")
 
     def gauges(self) -> RunGauges:
         """Current metrics for the display and metrics.jsonl."""
@@ -91,23 +76,6 @@ class RunMonitor:
             peak_memory_bytes=peak_memory(),
         )
 
-    def health(self) -> HealthReport:
-        """The state for /health. A stalled compute thread and a decode engine that restarts are outages.
-
-        A failed temporary actor is not.
-        """
-        children = {name: status.state.value for name, status in self._children().items()}
-        failed = sorted(name for name, state in children.items() if state == ChildState.FAILED)
-        busy = max(0.0, time.monotonic() - self._context.executor.busy_since)
-        if self._stalled:
-            detail = f"the compute thread has made no progress for {busy:.0f} seconds"
-            return HealthReport(status="stalled", detail=detail, children=children, progress_seconds=busy)
-        if children.get(EngineGuard.name) == ChildState.RESTARTING:
-            detail = f"{EngineGuard.name} restarts after a failure"
-            return HealthReport(status="restarting", detail=detail, children=children, progress_seconds=busy)
-        detail = f"failed: {', '.join(failed)}; the server and the training continue" if failed else ""
-        return HealthReport(status="ok", detail=detail, children=children, progress_seconds=busy)
-
     def snapshot(self) -> RunSnapshot:
         """Current metrics for /metrics."""
         context, report = self._context, self._context.progress.last_report
@@ -115,7 +83,7 @@ class RunMonitor:
         rewards = [reward for group in report.trained for reward in group.scored.rewards] if report else []
         staleness = report.staleness if report else ()
         return RunSnapshot(
-            engine=self._engine_snapshot(),
+            engine=self.serving.engine_snapshot(),
             reward_mean=sum(rewards) / len(rewards) if rewards else None,
             staleness_mean=sum(staleness) / len(staleness) if staleness else None,
             staleness_max=max(staleness, default=None),
@@ -126,38 +94,29 @@ class RunMonitor:
             environments_trained={name: counts.trained for name, counts in groups.sources.items()},
             environments_discarded={name: counts.ended - counts.trained for name, counts in groups.sources.items()},
             queues=tuple(QueueSnapshot(**structs.asdict(queue.stats())) for queue in self._queues),
-            restarts={name: status.restarts for name, status in self._children().items()},
+            restarts=self.serving.restarts(),
             events_lost=self._events_lost(),
-        )
-
-    def _engine_snapshot(self) -> EngineSnapshot:
-        stats = self._context.engine.stats()
-        return EngineSnapshot(
-            sequences_running=stats.running_rows,
-            sequences_waiting=stats.waiting_rows,
-            cache_usage=stats.cache_tokens / self._context.profile.engine.kv_cache_tokens,
-            prefix_queries=stats.prefix_hits + stats.prefix_misses,
-            prefix_hits=stats.prefix_hits,
-            prefix_tokens=stats.prefix_cache_tokens,
-            prefill_tokens=stats.prefill_tokens,
-            decode_steps=stats.decode_steps,
-            tokens_sampled=stats.tokens_sampled,
-            finished=stats.finished,
-            failed=stats.failed,
-            listener_errors=stats.listener_errors,
         )
 
     def server_context(self, settings: HttpServer) -> ServerContext:
         """The HTTP server's interface to the run."""
         context, profile = self._context, self._context.profile
+        adapted = not isinstance(profile.policy.method, FullMethod)
+        policy = ServedModel(
+            id=settings.model_name,
+            parent=relative_path(profile.model.path) if adapted else None,
+            root=relative_path(profile.model.path),
+            weights=lambda: context.weights.value,
+        )
         return ServerContext(
+            models=lambda: (policy,),
             sampler=context.sampler,
             tokenizer=context.policy.tokenizer,
             settings=settings,
             sampling=profile.sampling,
             prompt_logprobs=context.prompt_logprobs,
             weights=lambda: context.weights.value,
-            health=self.health,
+            health=self.serving.health,
             snapshot=self.snapshot,
             context_length=context.policy.context_length,
             vocab_size=context.policy.vocab_size,

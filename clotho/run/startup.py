@@ -15,13 +15,14 @@ from clotho.atropos.commands import require_environments
 from clotho.config.bounds import Off
 from clotho.config.load import load_profile, write_profile
 from clotho.config.objectives import BatchAdvantage, EnvironmentAdvantage, LinearOverlongPenalty
-from clotho.config.schema import HeldOutEvaluation, Profile, RunningServer
+from clotho.config.schema import HeldOutEvaluation, Profile, RunningServer, ServerSection
 from clotho.config.sections_training import BaseReference, RollBackOnCollapse
 from clotho.inference import DecodeEngine
 from clotho.inference.sample_log import SampleLog, token_cost
 from clotho.inference.sampling import validate
 from clotho.memory.estimate import estimate_memory
 from clotho.memory.report import too_large
+from clotho.models.adapter_store import AdapterStore
 from clotho.models.loading import find_model
 from clotho.models.machine import limit_buffer_cache, physical_memory
 from clotho.models.policy import Policy, load_policy
@@ -199,7 +200,14 @@ def _load_compute(profile: Profile) -> tuple[Policy, PolicyLearner, DecodeEngine
         rollback_window=collapse.window if isinstance(collapse, RollBackOnCollapse) else 0,
         measure_update_kl=not isinstance(collapse, Off),
     )
-    return policy, learner, DecodeEngine(policy, profile.engine), estimate
+    return policy, learner, DecodeEngine(policy, profile.engine, adapter_store(policy, profile.server)), estimate
+
+
+def adapter_store(policy: Policy, server: ServerSection) -> AdapterStore | None:
+    """Return the adapters that clients can use beside the policy; None without a server."""
+    if isinstance(server, Off):
+        return None
+    return AdapterStore(policy.model, server.adapters, adapted=policy.adapted, base_is_served=policy.keeps_base)
 
 
 def _build_rewards(profile: Profile) -> RewardRunner:

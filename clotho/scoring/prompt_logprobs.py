@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 from numpy.typing import NDArray
 
 from clotho.inference.cache_layout import evaluation_mode
-from clotho.models.policy import TrainablePolicy
+from clotho.models.parameters import Parameters
 from clotho.scoring.head_scores import rows_at_once
 from clotho.scoring.token_scores import SampledTokens, SamplingDistribution, scoring
 from protocols.errors import GenerationError
@@ -21,8 +23,30 @@ MODEL_DISTRIBUTION = SamplingDistribution(temperature=1.0)
 Alternatives = tuple[tuple[int, float], ...]
 
 
+class ScoredPolicy(Protocol):
+    """The part of a policy or of a base model that scores prompts."""
+
+    @property
+    def model(self) -> nn.Module:
+        """The model as mlx-lm builds it."""
+
+    @property
+    def version(self) -> int:
+        """The served version."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of logits."""
+
+    def trainable(self) -> Parameters:
+        """Return the tree of the served trainable parameters."""
+
+    def using(self, parameters: Parameters, /) -> AbstractContextManager[None]:
+        """Compute with these parameters inside the context."""
+
+
 def prompt_logprobs(
-    policy: TrainablePolicy,
+    policy: ScoredPolicy,
     tokens: Sequence[int],
     *,
     top: int,

@@ -18,6 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from clotho import __version__
 from clotho.config.rules import is_loopback
 from clotho.runtime.daemon_threads import DaemonThreads, NoThreadError, OvertimeError
 from clotho.serving.auth import ApiKeyMiddleware, LocalOriginMiddleware, client_label
@@ -40,17 +41,22 @@ from clotho.serving.openai_responses import (
     ResponseBuilder,
     ResponseFormat,
 )
+from clotho.serving.prompt_scores import PromptedBuilder
 from clotho.serving.routes_generate import parse_generate_request
+from clotho.serving.routes_tokenize import detokenize, tokenize_text
+from clotho.serving.routes_tokens import parse_tokens_request
 from clotho.serving.routes_trl import parse_trl_request
-from clotho.serving.services import RecordingSampler, ServerContext
+from clotho.serving.services import Health, RecordingSampler, ServerContext, Version
 from clotho.serving.streaming import EventStream, event_stream
-from protocols.sampling import Completion
+from protocols.sampling import Completion, PromptLogprobs
 from protocols.step import WeightsReady
 
 T = TypeVar("T")
 VERSION_HEADER = "x-clotho-weights-version"
 TOKENIZE_SECONDS = 10.0
 TOKENIZER_THREADS = 4
+NOTHING = Completion(tokens=(), logprobs=(), versions=(), text="", finish_reason="length")
+"""The completion of a request with `max_tokens: 0`."""
 LARGE_BODY_BYTES = 65_536
 """Larger bodies are parsed in a thread of their own, so that they do not delay others."""
 
@@ -67,13 +73,22 @@ def build_app(context: ServerContext, limit: ConcurrencyLimit) -> Starlette:
         middleware.append(Middleware(ApiKeyMiddleware, key=context.settings.api_key))
     settings = context.settings
     bodies = RequestBodies(max_bytes=settings.max_body_bytes, seconds=settings.body_seconds)
-    gets = {"/health": handlers.health, "/metrics": handlers.metrics, "/v1/models": handlers.models}
+    gets = {
+        "/health": handlers.health,
+        "/metrics": handlers.metrics,
+        "/openapi.json": handlers.openapi,
+        "/version": handlers.version,
+        "/v1/models": handlers.models,
+    }
     posts = {
         "/v1/completions": handlers.completions,
         "/v1/chat/completions": handlers.chat_completions,
         "/generate": handlers.generate,
         "/v1/generate": handlers.trl_generate,
         "/v1/generate/": handlers.trl_generate,
+        "/inference/v1/generate": handlers.tokens_generate,
+        "/tokenize": handlers.tokenize,
+        "/detokenize": handlers.detokenize,
     }
     middleware.append(Middleware(AdmissionMiddleware, paths=frozenset(posts), limit=limit, bodies=bodies))
     return Starlette(
@@ -84,19 +99,6 @@ def build_app(context: ServerContext, limit: ConcurrencyLimit) -> Starlette:
         middleware=middleware,
         exception_handlers=EXCEPTION_HANDLERS,
     )
-
-
-class Health(Struct, frozen=True, kw_only=True):
-    """The body of the response of GET /health."""
-
-    status: str
-    detail: str
-    model: str
-    weights_version: int
-    step: int
-    fingerprint: str
-    progress_seconds: float
-    children: dict[str, str]
 
 
 class _Handlers:
@@ -127,10 +129,18 @@ class _Handlers:
         return Response(self._metrics.render(), headers={"content-type": CONTENT_TYPE_LATEST})
 
     async def models(self, _: Request) -> Response:
-        version = self._context.weights().version
-        name, length = self._context.settings.model_name, self._context.context_length
-        card = ModelCard(id=name, root=name, created=self._started, max_model_len=length, weights_version=version)
-        return _json(ModelList(data=[card]), version)
+        cards = [
+            ModelCard(
+                id=model.id,
+                root=model.root,
+                parent=model.parent,
+                created=self._started,
+                max_model_len=self._context.context_length,
+                weights_version=model.weights().version,
+            )
+            for model in self._context.models()
+        ]
+        return _json(ModelList(data=cards), self._context.weights().version)
 
     async def completions(self, http: Request) -> Response:
         return await self._openai(http, parse_completion_request, CompletionFormat())
@@ -144,9 +154,26 @@ class _Handlers:
     async def trl_generate(self, http: Request) -> Response:
         return await self._native(http, parse_trl_request)
 
+    async def tokens_generate(self, http: Request) -> Response:
+        return await self._native(http, parse_tokens_request)
+
+    async def tokenize(self, http: Request) -> Response:
+        return _json(await self._parse(tokenize_text, http), self._context.weights().version)
+
+    async def detokenize(self, http: Request) -> Response:
+        return _json(await self._parse(detokenize, http), self._context.weights().version)
+
+    async def openapi(self, _: Request) -> Response:
+        from clotho.serving.openapi import document
+
+        return Response(document(), media_type="application/json")
+
+    async def version(self, _: Request) -> Response:
+        return _json(Version(version=__version__), self._context.weights().version)
+
     async def _native(self, http: Request, parser: RequestParser[NativeRequest]) -> Response:
         native = await self._parse(parser, http)
-        started, weights = time.monotonic(), self._context.weights()
+        started, weights = time.monotonic(), native.request.model.weights()
         self._metrics.request_started(native.request)
         result = await until_disconnect(http.receive, self._result(http, native, weights))
         body = native.respond(result)
@@ -156,30 +183,30 @@ class _Handlers:
     async def _result(self, http: Request, native: NativeRequest, weights: WeightsReady) -> GenerationResult:
         """Complete the prompts, then score the prompt if requested.
 
-        The prompt is scored last, so that a request that the engine rejects costs no forward pass. One prompt is scored
-        at a time, because each uses a KV cache of its own.
+        The prompt is scored last, so that a request that the engine rejects costs no forward pass.
         """
         results = await self._sampler(http).complete_all(native.request.samples)
         prompt = None
         if native.prompt_logprobs is not None:
-            async with self._scoring:
-                tokens = native.request.samples[0].prompt
-                prompt = await self._context.prompt_logprobs(tokens, native.prompt_logprobs)
-        return GenerationResult(completions=tuple(chain.from_iterable(results)), weights=weights, prompt=prompt)
+            (prompt,) = await self._score(native.request, native.prompt_logprobs)
+        completions = tuple(chain.from_iterable(results))
+        return GenerationResult(model=native.request.model.id, completions=completions, weights=weights, prompt=prompt)
 
     async def _openai(
         self, http: Request, parser: RequestParser[ValidatedRequest], response_format: ResponseFormat
     ) -> Response:
         request = await self._parse(parser, http)
-        started, weights, sampler = time.monotonic(), self._context.weights(), self._sampler(http)
+        started, weights, sampler = time.monotonic(), request.model.weights(), self._sampler(http)
         self._metrics.request_started(request)
-        builder = ResponseBuilder(response_format, request, self._context, weights)
+        builder = await self._builder(http, response_format, request, weights)
 
         def finished(completions: Sequence[Completion]) -> None:
             self._metrics.request_finished(completions, time.monotonic() - started)
 
         if not request.stream:
-            results = await until_disconnect(http.receive, sampler.complete_all(request.samples))
+            results = [[NOTHING] * request.n for _ in request.prompts]
+            if request.samples:
+                results = await until_disconnect(http.receive, sampler.complete_all(request.samples))
             body = builder.whole(results)
             finished([completion for group in results for completion in group])
             return _json(body, weights.version)
@@ -188,6 +215,22 @@ class _Handlers:
         first = await until_disconnect(http.receive, anext(batches))
         self._metrics.first_token(time.monotonic() - started)
         return EventStream(event_stream(builder, first, batches, finished), {VERSION_HEADER: str(weights.version)})
+
+    async def _builder(
+        self, http: Request, response_format: ResponseFormat, request: ValidatedRequest, weights: WeightsReady
+    ) -> ResponseBuilder:
+        """Return the builder of the response. If the response contains scores of prompts, compute them first."""
+        if not request.echo and request.prompt_logprobs is None:
+            return ResponseBuilder(response_format, request, self._context, weights)
+        builder = PromptedBuilder(response_format, request, self._context, weights)
+        if (top := request.scored_alternatives) is not None:
+            builder.scored = await until_disconnect(http.receive, self._score(request, top))
+        return builder
+
+    async def _score(self, request: ValidatedRequest, top: int) -> list[PromptLogprobs]:
+        """Score the prompts of a request, one at a time, because each uses a KV cache of its own."""
+        async with self._scoring:
+            return [await self._context.prompt_logprobs(prompt, top) for prompt in request.prompts]
 
     def _sampler(self, http: Request) -> RecordingSampler:
         """Return the sampler for the client of this request."""

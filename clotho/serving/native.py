@@ -22,7 +22,6 @@ from clotho.serving.openai_requests import (
     without_unsupported,
 )
 from clotho.serving.openai_responses import WeightsVersions, weights_versions
-from clotho.serving.services import ServerContext
 from protocols.sampling import Completion, PromptLogprobs
 from protocols.step import WeightsReady
 
@@ -32,9 +31,10 @@ MAX_IGNORED_FIELDS, MAX_FIELD_NAME = 16, 64
 # Unsupported field -> the accepted values. Any other value would change the completion or the response format.
 UNSUPPORTED_NATIVE: dict[str, tuple[object, ...]] = {
     **{name: UNSUPPORTED[name] for name in (
-        "presence_penalty", "frequency_penalty", "best_of", "echo", "suffix", "min_tokens", "response_format",
-        "structured_outputs", "truncate_prompt_tokens", "allowed_token_ids", "bad_words",
+        "presence_penalty", "frequency_penalty", "best_of", "suffix", "min_tokens", "response_format",
+        "structured_outputs", "allowed_token_ids", "bad_words",
     )},
+    "echo": (False,), "truncate_prompt_tokens": (),
     "stream": (False,), "use_beam_search": (False,), "logits_processors": ([],), "multi_modal_data": ({},),
     "lora_request": (), "lora_path": (), "guided_json": (), "guided_regex": (), "guided_choice": (),
     "guided_grammar": (), "guided_decoding": (), "guided_decoding_regex": (), "generation_kwargs": ({},),
@@ -57,10 +57,11 @@ class NativeFields(GenerationFields, frozen=True, kw_only=True, forbid_unknown_f
 class GenerationResult(Struct, frozen=True, kw_only=True):
     """The result of a request.
 
-    completions: of all prompts, ordered by prompt. weights: policy version when the request arrived.
-    prompt: log-probabilities of the prompt, if requested.
+    model: id of the model. completions: of all prompts, ordered by prompt. weights: policy version when the request
+    arrived. prompt: log-probabilities of the prompt, if requested.
     """
 
+    model: str
     completions: tuple[Completion, ...]
     weights: WeightsReady
     prompt: PromptLogprobs | None
@@ -112,12 +113,10 @@ def decode_known(fields: dict[str, Any], kind: type[F]) -> tuple[F, tuple[str, .
     return decoded, tuple(name[:MAX_FIELD_NAME] for name in ignored[:MAX_IGNORED_FIELDS])
 
 
-def served_by(
-    completions: Sequence[Completion], result: GenerationResult, ignored: tuple[str, ...], context: ServerContext
-) -> dict[str, Any]:
+def served_by(completions: Sequence[Completion], result: GenerationResult, ignored: tuple[str, ...]) -> dict[str, Any]:
     """Return the fields of `ServedBy` for a response with these completions."""
     return {
-        "model": context.settings.model_name,
+        "model": result.model,
         "weights_version": result.weights.version,
         "system_fingerprint": result.weights.fingerprint,
         "weights_versions": [weights_versions(completion.versions) for completion in completions],

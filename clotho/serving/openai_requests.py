@@ -19,7 +19,7 @@ from msgspec import Meta, Struct, structs
 
 from clotho.serving.bodies import json_object
 from clotho.serving.errors import ApiError, invalid_field
-from clotho.serving.services import ServerContext
+from clotho.serving.services import ServedModel, ServerContext
 from protocols.errors import visible
 from protocols.sampling import (
     MAX_LOGIT_BIAS,
@@ -40,8 +40,12 @@ Prompt = tuple[int, ...]
 MAX_MESSAGES = 2048
 """Maximum number of messages of a conversation, and of parts of one message."""
 
+MAX_LISTED_MODELS = 8
+"""Maximum number of names that the refusal of an unknown model lists."""
+
 Seed = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Limit = Annotated[int, Meta(ge=1)]
+RequestId = Annotated[str, Meta(min_length=1, max_length=64)]
 
 IGNORED = frozenset({
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls",
@@ -52,11 +56,11 @@ IGNORED = frozenset({
 UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],), "function_call": ("none", "auto"),
     "response_format": ({"type": "text"},), "presence_penalty": (0,), "frequency_penalty": (0,),
-    "best_of": (1,), "echo": (False,), "suffix": ("",), "min_tokens": (0,), "prompt_logprobs": (),
+    "best_of": (1,), "suffix": ("",), "min_tokens": (0,),
     "modalities": (["text"],), "audio": (), "prediction": (), "reasoning_effort": ("none",), "web_search_options": (),
-    "skip_special_tokens": (True,), "include_stop_str_in_output": (False,), "return_tokens_as_token_ids": (False,),
-    "continue_final_message": (False,), "chat_template": (), "chat_template_kwargs": ({},),
-    "truncate_prompt_tokens": (), "allowed_token_ids": (), "bad_words": ([],), "structured_outputs": (),
+    "skip_special_tokens": (True,), "include_stop_str_in_output": (False,),
+    "continue_final_message": (False,), "chat_template": (), "chat_template_kwargs": ({},), "allowed_token_ids": (),
+    "bad_words": ([],), "structured_outputs": (),
 }  # fmt: skip
 
 
@@ -103,10 +107,30 @@ class GenerationFields(SamplingFields, frozen=True, kw_only=True, forbid_unknown
     return_token_ids: bool | None = None
 
 
-class CompletionRequest(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The body of POST /v1/completions. prompt: a string, a list of token IDs, or a list of either."""
+class OpenaiFields(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Fields that both OpenAI endpoints share.
+
+    echo: repeat the prompt before the completion; in a conversation, the last message if it is the assistant's.
+    prompt_logprobs: alternatives to return per prompt token. return_tokens_as_token_ids: tokens of log-probabilities
+    are named `token_id:ID`. truncate_prompt_tokens: keep this number of last prompt tokens; -1: as many as fit into the
+    context. request_id: name under which the request can be aborted.
+    """
+
+    echo: bool | None = None
+    prompt_logprobs: TopLogprobs | None = None
+    return_tokens_as_token_ids: bool | None = None
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None = None
+    request_id: RequestId | None = None
+
+
+class CompletionRequest(OpenaiFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The body of POST /v1/completions. prompt: a string, a list of token IDs, or a list of either.
+
+    max_tokens: 0 samples nothing, and requires `echo`.
+    """
 
     prompt: str | list[str | TokenId | list[TokenId]]
+    max_tokens: Annotated[int, Meta(ge=0)] | None = None
     logprobs: TopLogprobs | None = None
 
 
@@ -126,10 +150,13 @@ class Message(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     refusal: str | None = None
 
 
-class ChatRequest(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+Messages = Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
+
+
+class ChatRequest(OpenaiFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The body of POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
+    messages: Messages
     max_completion_tokens: Limit | None = None
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
@@ -139,23 +166,37 @@ class ChatRequest(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fi
 class ValidatedRequest(Struct, frozen=True, kw_only=True):
     """A validated request: one `SampleRequest` per prompt, with `n` completions each.
 
-    top_logprobs: alternatives to return per token; None: return no log-probabilities.
+    model: the model that the request names. samples: empty if nothing is sampled. top_logprobs: alternatives to return
+    per token; None: return no log-probabilities. echo: the text of each prompt, to be repeated; empty: not repeated.
+    prompt_logprobs: alternatives to return per prompt token; None: return no log-probabilities of prompts.
     """
 
+    model: ServedModel
+    prompts: tuple[Prompt, ...]
     samples: tuple[SampleRequest, ...]
     n: int
     top_logprobs: int | None
     stream: bool
     include_usage: bool
     return_token_ids: bool
+    return_tokens_as_token_ids: bool = False
+    echo: tuple[str, ...] = ()
+    prompt_logprobs: int | None = None
 
     @property
     def prompt_tokens(self) -> int:
         """Number of tokens of all prompts; each prompt counts once."""
-        return sum(len(sample.prompt) for sample in self.samples)
+        return sum(map(len, self.prompts))
+
+    @property
+    def scored_alternatives(self) -> int | None:
+        """Number of alternatives for which the prompts are scored; None: they are not scored."""
+        shown = [self.prompt_logprobs, self.top_logprobs if self.echo else None]
+        return max((count for count in shown if count is not None), default=None)
 
 
 R = TypeVar("R", bound=GenerationFields)
+T = TypeVar("T")
 
 
 def decode(body: bytes, kind: type[R]) -> R:
@@ -193,39 +234,82 @@ def validation_error(error: msgspec.ValidationError) -> ApiError:
 def parse_completion_request(body: bytes, context: ServerContext) -> ValidatedRequest:
     """Parse the body of /v1/completions. Raises ApiError."""
     fields = decode(body, CompletionRequest)
-    check_model(fields.model, context)
+    model = find_served(fields.model, context)
     texts = _split_prompts(fields.prompt)
     check_choices(fields.n, len(texts), "prompt", context)
-    prompts = [tokenize(prompt, context) for prompt in texts]
-    return build_request(fields, prompts, "prompt", fields.max_tokens, fields.logprobs, context)
+    prompts = [_truncated(tokenize(prompt, context), fields, context) for prompt in texts]
+    limit = fields.max_tokens or None
+    request = build_request(fields, prompts, "prompt", limit, fields.logprobs, context, model=model)
+    echo = tuple(
+        text if isinstance(text, str) and fields.truncate_prompt_tokens is None else _decoded(prompt, context)
+        for text, prompt in zip(texts if fields.echo else (), prompts, strict=False)
+    )
+    if fields.max_tokens == 0:
+        if not echo or fields.stream:
+            raise invalid_field("max_tokens", "0 requires echo: true, without stream")
+        request = structs.replace(request, samples=())
+    return _with_options(request, fields, echo)
 
 
 def parse_chat_request(body: bytes, context: ServerContext) -> ValidatedRequest:
     """Parse the body of /v1/chat/completions and apply the chat template. Raises ApiError."""
     fields = decode(body, ChatRequest)
-    check_model(fields.model, context)
+    model = find_served(fields.model, context)
     if fields.top_logprobs is not None and not fields.logprobs:
         raise invalid_field("top_logprobs", "requires logprobs: true")
     limit = fields.max_completion_tokens
     if limit is not None and fields.max_tokens not in (None, limit):
         raise invalid_field("max_tokens", "differs from max_completion_tokens; set only one of the two")
     check_choices(fields.n, 1, "messages", context)
-    messages = [_text_message(message, index) for index, message in enumerate(fields.messages)]
-    _check_length(sum(len(message["content"].encode()) for message in messages), "messages", context)
-    generation_prompt = fields.add_generation_prompt is not False
-    prompt = _run_tokenizer(
-        lambda: context.tokenizer.render_chat(messages, add_generation_prompt=generation_prompt), "messages"
-    )
+    messages = text_messages(fields.messages)
+    prompt = render_prompt(messages, context, add_generation_prompt=fields.add_generation_prompt is not False)
+    prompt = _truncated(prompt, fields, context)
     top_logprobs = (fields.top_logprobs or 0) if fields.logprobs else None
-    return build_request(fields, [prompt], "messages", limit or fields.max_tokens, top_logprobs, context)
+    request = build_request(
+        fields, [prompt], "messages", limit or fields.max_tokens, top_logprobs, context, model=model
+    )
+    echoed = fields.echo and messages[-1]["role"] == "assistant"
+    return _with_options(request, fields, (messages[-1]["content"],) if echoed else ())
 
 
-def check_model(model: str | None, context: ServerContext) -> None:
-    """Raise ApiError with status 404 for any model name but the served one; None stands for the served model."""
-    served = context.settings.model_name
-    if model is not None and model != served:
-        message = f"The model '{visible(model, 200)}' does not exist; use {served!r}."
-        raise ApiError(404, message, param="model", code="model_not_found")
+def _truncated(prompt: Prompt, fields: OpenaiFields, context: ServerContext) -> Prompt:
+    """Keep the last tokens of a prompt, if the request says so."""
+    kept = fields.truncate_prompt_tokens
+    if kept is None:
+        return prompt
+    if kept == 0:
+        raise invalid_field("truncate_prompt_tokens", "must be -1 or at least 1")
+    return prompt[-(context.context_length - 1 if kept == -1 else kept) :]
+
+
+def _decoded(prompt: Prompt, context: ServerContext) -> str:
+    """Return the text of a prompt."""
+    check_tokens("prompt", prompt, context)
+    return context.tokenizer.decode(prompt, skip_special_tokens=False)
+
+
+def _with_options(request: ValidatedRequest, fields: OpenaiFields, echo: tuple[str, ...]) -> ValidatedRequest:
+    """Add the options of the response."""
+    if fields.prompt_logprobs is not None and fields.stream:
+        raise invalid_field("prompt_logprobs", "not available with stream: true")
+    return structs.replace(
+        request,
+        echo=echo,
+        prompt_logprobs=fields.prompt_logprobs,
+        return_tokens_as_token_ids=bool(fields.return_tokens_as_token_ids),
+        samples=tuple(structs.replace(sample, request_id=fields.request_id or "") for sample in request.samples),
+    )
+
+
+def find_served(name: str | None, context: ServerContext) -> ServedModel:
+    """Return the model that a request names; without a name, the first one. Raises ApiError with status 404."""
+    models = context.models()
+    for model in models:
+        if name is None or name == model.id or name in model.aliases:
+            return model
+    known = ", ".join(repr(model.id) for model in models[:MAX_LISTED_MODELS])
+    message = f"The model '{visible(name or '', 200)}' does not exist; use one of {known}."
+    raise ApiError(404, message, param="model", code="model_not_found")
 
 
 def _split_prompts(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]:
@@ -241,12 +325,14 @@ def _split_prompts(prompt: str | list[str | int | list[int]]) -> list[str | list
     return [tokens] if tokens else [*texts, *lists]
 
 
-def tokenize(prompt: str | list[int], context: ServerContext, *, param: str = "prompt") -> Prompt:
+def tokenize(
+    prompt: str | list[int], context: ServerContext, *, param: str = "prompt", add_special_tokens: bool = True
+) -> Prompt:
     """Return the token IDs of a prompt; a list of token IDs is returned unchanged."""
     if isinstance(prompt, list):
         return tuple(prompt)
     _check_length(len(prompt.encode()), param, context)
-    return _run_tokenizer(lambda: context.tokenizer.encode(prompt), param)
+    return run_tokenizer(lambda: context.tokenizer.encode(prompt, add_special_tokens=add_special_tokens), param)
 
 
 def check_choices(n: int | None, prompts: int, param: str, context: ServerContext) -> None:
@@ -270,12 +356,25 @@ def _check_length(text_bytes: int, param: str, context: ServerContext) -> None:
         raise invalid_field(param, f"{length}, at most {limit} bytes")
 
 
-def _run_tokenizer(encode: Callable[[], Prompt], param: str) -> Prompt:
+def run_tokenizer(work: Callable[[], T], param: str) -> T:
     """Run the tokenizer or the chat template; their exceptions become 400 errors."""
     try:
-        return tuple(encode())
+        return work()
     except (jinja2.TemplateError, ValueError, TypeError, KeyError) as error:
         raise invalid_field(param, f"cannot be tokenized: {error}") from error
+
+
+def text_messages(messages: list[Message]) -> list[dict[str, Any]]:
+    """Return the messages of a conversation for the chat template."""
+    return [_text_message(message, index) for index, message in enumerate(messages)]
+
+
+def render_prompt(messages: list[dict[str, Any]], context: ServerContext, *, add_generation_prompt: bool) -> Prompt:
+    """Apply the chat template. Raises ApiError."""
+    _check_length(sum(len(message["content"].encode()) for message in messages), "messages", context)
+    return run_tokenizer(
+        lambda: context.tokenizer.render_chat(messages, add_generation_prompt=add_generation_prompt), "messages"
+    )
 
 
 def _text_message(message: Message, index: int) -> dict[str, Any]:
@@ -297,12 +396,16 @@ def build_request(
     top_logprobs: int | None,
     context: ServerContext,
     *,
+    model: ServedModel,
     fit_context: bool = False,
+    record_support: bool = False,
+    request_id: str = "",
 ) -> ValidatedRequest:
     """Combine the fields of a request with the server's defaults. Raises ApiError. Requires `check_choices`.
 
-    param: name of the request field that contains the prompts. top_logprobs: see `ValidatedRequest`.
+    param: name of the request field that contains the prompts. model, top_logprobs: see `ValidatedRequest`.
     fit_context: reduce a `max_tokens` that does not fit into the context instead of rejecting it.
+    record_support, request_id: see `SampleRequest`.
     """
     n = fields.n or 1
     if fields.stream_options is not None and not fields.stream:
@@ -313,13 +416,16 @@ def build_request(
     seed = fields.seed if fields.seed is not None else secrets.randbits(63)
     prompt_seeds = [seed + (0 if fields.seed is not None else index) for index in range(len(prompts))]
     return ValidatedRequest(
+        model=model,
+        prompts=tuple(prompts),
         samples=tuple(
             SampleRequest(
                 prompt=prompt,
                 sampling=_limit_to_context(sampling, prompt, param, None if fit_context else max_tokens, context),
                 seeds=completion_seeds(prompt_seed, n),
                 reuse_prefix=True,
-                record_support=context.record_supports and can_record_support(sampling),
+                record_support=(context.record_supports or record_support) and can_record_support(sampling),
+                request_id=request_id,
             )
             for prompt, prompt_seed in zip(prompts, prompt_seeds, strict=True)
         ),
@@ -351,12 +457,13 @@ def _sampling(fields: GenerationFields, top_logprobs: int | None, context: Serve
         raise validation_error(error) from error
     if (name := below_least_positive(sampling)) is not None:
         raise invalid_field(name, f"{getattr(sampling, name):g} is not {PARAMETERS[name].allowed}")
-    _check_tokens("stop_token_ids", sampling.stop_token_ids, context)
-    _check_tokens("logit_bias", tuple(token for token, _ in sampling.logit_bias), context)
+    check_tokens("stop_token_ids", sampling.stop_token_ids, context)
+    check_tokens("logit_bias", tuple(token for token, _ in sampling.logit_bias), context)
     return sampling
 
 
-def _check_tokens(param: str, tokens: Prompt, context: ServerContext) -> None:
+def check_tokens(param: str, tokens: Prompt, context: ServerContext) -> None:
+    """Raise ApiError if a token is not in the vocabulary. param: name of the request field that contains it."""
     largest = max(tokens, default=0)
     if largest >= context.vocab_size:
         raise invalid_field(param, f"token {largest} is not in the vocabulary of {context.vocab_size} tokens")
@@ -368,7 +475,7 @@ def _limit_to_context(
     """Check the prompt and limit max_tokens to the rest of the context; `required` tokens must fit."""
     if not prompt:
         raise invalid_field(param, "must not be empty")
-    _check_tokens(param, prompt, context)
+    check_tokens(param, prompt, context)
     room = context.context_length - len(prompt)
     if room < 1:
         raise invalid_field(param, f"{len(prompt)} tokens fill the context of {context.context_length} tokens")

@@ -6,13 +6,12 @@ import secrets
 import time
 from collections.abc import Sequence
 from itertools import chain
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from msgspec import UNSET, Struct, UnsetType
 
 from clotho.serving.openai_requests import ValidatedRequest
 from clotho.serving.services import ServerContext, Tokenizer
-from protocols.errors import GenerationError
 from protocols.sampling import Completion
 from protocols.step import WeightsReady
 
@@ -45,12 +44,13 @@ class ChatLogprobs(Struct, frozen=True, kw_only=True):
 class CompletionLogprobs(Struct, frozen=True, kw_only=True):
     """Log-probabilities in the format of /v1/completions: natural log, under the sampling distribution, parallel lists.
 
-    text_offset: number of characters of token text before each token.
+    text_offset: number of characters of token text before each token. The first token of an echoed prompt has no
+    log-probability, because it has no context.
     """
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: Sequence[float | None]
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 
@@ -102,6 +102,32 @@ def _alternative(token: int, logprob: float, tokenizer: Tokenizer) -> TokenAlter
     return TokenAlternative(token=text, logprob=max(logprob, LOWEST), bytes=encoded)
 
 
+class TokenIdTexts:
+    """The names `token_id:ID` in place of the texts of tokens."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+    def token_text(self, token: int, /) -> str:
+        """Return the name of a token."""
+        return f"token_id:{token}"
+
+
+class PromptToken(Struct, frozen=True, kw_only=True):
+    """One token at a position of a prompt, in the format of vLLM. rank: 1 is the most probable; null if unknown."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str
+
+
+PromptPosition = dict[int, PromptToken]
+"""Token -> log-probability at one position: the token of the prompt first, then the alternatives."""
+
+PromptPositions = list[PromptPosition | None] | UnsetType
 TokenIds = tuple[int, ...] | UnsetType
 
 
@@ -141,6 +167,7 @@ class CompletionChoice(Struct, frozen=True, kw_only=True):
     weights_versions: WeightsVersions | None
     token_ids: TokenIds = UNSET
     prompt_token_ids: TokenIds = UNSET
+    prompt_logprobs: PromptPositions = UNSET
 
 
 class AssistantMessage(Struct, frozen=True, kw_only=True):
@@ -213,7 +240,7 @@ class CompletionFormat:
         return UNSET
 
     def _prompt_of(self, chunk: Chunk, request: ValidatedRequest) -> tuple[int, ...]:
-        return request.samples[chunk.index // request.n].prompt
+        return request.prompts[chunk.index // request.n]
 
 
 class ChatFormat:
@@ -242,7 +269,7 @@ class ChatFormat:
 
     def prompt_token_ids(self, request: ValidatedRequest) -> TokenIds:
         """Return the token IDs of the prompt if the request has `return_token_ids`."""
-        return request.samples[0].prompt if request.return_token_ids else UNSET
+        return request.prompts[0] if request.return_token_ids else UNSET
 
 
 def whole_chunk(completion: Completion, index: int) -> Chunk:
@@ -254,16 +281,9 @@ def whole_chunk(completion: Completion, index: int) -> Chunk:
         logprobs=completion.logprobs,
         versions=completion.versions,
         top_logprobs=completion.top_logprobs,
-        finish_reason=finish_reason(completion),
+        finish_reason=completion.finish_reason,
         stop_reason=completion.stop_reason,
     )
-
-
-def finish_reason(completion: Completion) -> str:
-    """Return the finish reason. Raises GenerationError for an aborted completion: the OpenAI API has no such reason."""
-    if completion.finish_reason == "abort":
-        raise GenerationError("the completion was aborted")
-    return completion.finish_reason
 
 
 def weights_versions(versions: Sequence[int]) -> WeightsVersions | None:
@@ -295,10 +315,11 @@ class ResponseBody(Struct, frozen=True, kw_only=True):
     weights_version: int
     usage: Usage | UnsetType | None = UNSET
     prompt_token_ids: TokenIds = UNSET
+    prompt_logprobs: PromptPositions = UNSET
 
 
 class ModelCard(Struct, frozen=True, kw_only=True):
-    """The policy as an entry of /v1/models."""
+    """One model as an entry of /v1/models. parent: id of the base model; null for a base model."""
 
     id: str
     created: int
@@ -307,7 +328,7 @@ class ModelCard(Struct, frozen=True, kw_only=True):
     weights_version: int
     object: str = "model"
     owned_by: str = "clotho"
-    parent: None = None
+    parent: str | None = None
 
 
 class ModelList(Struct, frozen=True, kw_only=True):
@@ -327,29 +348,34 @@ class ResponseBuilder:
         context: ServerContext,
         weights: WeightsReady,
     ) -> None:
+        """weights: version of the request's model when the request arrived."""
         self.request = request
-        self.tokenizer: Tokenizer = context.tokenizer
+        names = TokenIdTexts(context.tokenizer) if request.return_tokens_as_token_ids else context.tokenizer
+        self.tokenizer: Tokenizer = names
         self._format, self._weights = response_format, weights
-        self._model = context.settings.model_name
+        self._model = request.model.id
         self._id = f"{response_format.id_prefix}-{secrets.token_hex(12)}"
         self._created = int(time.time())
 
     def whole(self, results: Sequence[Sequence[Completion]]) -> ResponseBody:
         """Return the whole response; choice `i * n + j` is completion j of prompt i."""
         chunks = [whole_chunk(completion, index) for index, completion in enumerate(chain.from_iterable(results))]
-        choices = [self._format.choice(chunk, self.request, self.tokenizer, whole=True) for chunk in chunks]
+        choices = [self._choice(chunk, whole=True) for chunk in chunks]
         prompt = self._format.prompt_token_ids(self.request)
         return self._body(self._format.whole, choices, prompt, self._usage(sum(len(chunk.tokens) for chunk in chunks)))
 
     def streamed(self, chunk: Chunk, *, opening: bool) -> ResponseBody:
         """Return the body of one streamed chunk; the `opening` body of a stream contains `prompt_token_ids`."""
-        choice = self._format.choice(chunk, self.request, self.tokenizer, whole=False)
+        choice = self._choice(chunk, whole=False)
         prompt = self._format.prompt_token_ids(self.request) if opening else UNSET
         return self._body(self._format.streamed, [choice], prompt, None if self.request.include_usage else UNSET)
 
     def streamed_usage(self, completion_tokens: int) -> ResponseBody:
         """Return the last body of a stream with `include_usage`."""
         return self._body(self._format.streamed, [], UNSET, self._usage(completion_tokens))
+
+    def _choice(self, chunk: Chunk, *, whole: bool) -> Choice:
+        return self._format.choice(chunk, self.request, self.tokenizer, whole=whole)
 
     def _body(
         self, name: str, choices: Sequence[Choice], prompt: TokenIds, usage: Usage | UnsetType | None

@@ -20,10 +20,10 @@ from clotho.serving.openai_requests import (
     Seed,
     build_request,
     check_choices,
-    check_model,
+    find_served,
     tokenize,
 )
-from clotho.serving.openai_responses import LOWEST, Alternatives, finish_reason
+from clotho.serving.openai_responses import LOWEST, Alternatives
 from clotho.serving.services import ServerContext, Tokenizer
 from protocols.sampling import Completion, TokenId, TopLogprobs
 
@@ -87,21 +87,23 @@ class VllmResponse(ServedBy, frozen=True, kw_only=True):
 def parse_vllm_request(body_fields: dict[str, Any], context: ServerContext) -> NativeRequest:
     """Parse a request in vLLM's format. Raises ApiError."""
     fields, ignored = decode_known(body_fields, VllmRequest)
-    check_model(fields.model, context)
+    model = find_served(fields.model, context)
     check_choices(fields.n, 1, "prompt", context)
     text = fields.prompt if isinstance(fields.prompt, str) else None
     tokens = tokenize(fields.prompt if isinstance(fields.prompt, str) else fields.prompt.prompt_token_ids, context)
-    request = build_request(fields, [tokens], "prompt", fields.max_tokens, fields.logprobs, context, fit_context=True)
+    request = build_request(
+        fields, [tokens], "prompt", fields.max_tokens, fields.logprobs, context, model=model, fit_context=True
+    )
 
     def respond(result: GenerationResult) -> VllmResponse:
         return VllmResponse(
-            **served_by(result.completions, result, ignored, context),
+            **served_by(result.completions, result, ignored),
             text=[completion.text for completion in result.completions],
             prompt=text,
             prompt_token_ids=tokens,
             token_ids=[completion.tokens for completion in result.completions],
             logprobs=None if fields.logprobs is None else [_completion_positions(one) for one in result.completions],
-            finish_reasons=[finish_reason(completion) for completion in result.completions],
+            finish_reasons=[completion.finish_reason for completion in result.completions],
             stop_reasons=[completion.stop_reason for completion in result.completions],
             prompt_logprobs=_prompt_positions(tokens, result),
             prompt_weights_version=result.prompt.version if result.prompt else UNSET,
@@ -181,8 +183,9 @@ def parse_sglang_request(body_fields: dict[str, Any], context: ServerContext) ->
     """Parse a request in SGLang's format. Raises ApiError."""
     fields, ignored = decode_known(body_fields, SglangRequest)
     params, ignored_params = decode_known(fields.sampling_params or {}, SglangParams)
-    for model in (fields.model, params.model):
-        check_model(model, context)
+    model = find_served(fields.model or params.model, context)
+    if params.model is not None:
+        find_served(params.model, context)
     if (fields.text is None) == (fields.input_ids is None):
         raise invalid_field("input_ids", "set either input_ids or text")
     param = "text" if fields.input_ids is None else "input_ids"
@@ -192,13 +195,13 @@ def parse_sglang_request(body_fields: dict[str, Any], context: ServerContext) ->
         params = structs.replace(params, seed=params.sampling_seed)
     limit = params.max_new_tokens or params.max_completion_tokens or params.max_tokens
     top = (fields.top_logprobs_num or 0) if fields.return_logprob else None
-    request = build_request(params, [tokens], param, limit, top, context, fit_context=True)
+    request = build_request(params, [tokens], param, limit, top, context, model=model, fit_context=True)
     all_ignored = (*ignored, *(f"sampling_params.{name}" for name in ignored_params))
     request_id = fields.rid[:64] if fields.rid else secrets.token_hex(16)
 
     def choice(index: int, completion: Completion, result: GenerationResult) -> SglangResponse:
         meta = MetaInfo(
-            **served_by([completion], result, all_ignored, context),
+            **served_by([completion], result, all_ignored),
             id=request_id if request.n == 1 else f"{request_id}-{index}",
             finish_reason=_sglang_finish_reason(completion),
             prompt_tokens=len(tokens),
@@ -218,7 +221,7 @@ def parse_sglang_request(body_fields: dict[str, Any], context: ServerContext) ->
 
 
 def _sglang_finish_reason(completion: Completion) -> FinishReason:
-    reason = finish_reason(completion)
+    reason = completion.finish_reason
     if reason == "length":
         return FinishReason(type=reason, length=len(completion.tokens))
     return FinishReason(type=reason, matched=UNSET if completion.stop_reason is None else completion.stop_reason)

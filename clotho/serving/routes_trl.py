@@ -8,8 +8,8 @@ from msgspec import Meta
 
 from clotho.serving.bodies import json_object
 from clotho.serving.native import GenerationResult, NativeFields, NativeRequest, ServedBy, decode_known, served_by
-from clotho.serving.openai_requests import build_request, check_choices, check_model, tokenize
-from clotho.serving.openai_responses import LOWEST, finish_reason
+from clotho.serving.openai_requests import build_request, check_choices, find_served, tokenize
+from clotho.serving.openai_responses import LOWEST
 from clotho.serving.services import ServerContext
 from protocols.sampling import TokenId
 
@@ -32,18 +32,18 @@ class TrlResponse(ServedBy, frozen=True, kw_only=True):
 def parse_trl_request(body: bytes, context: ServerContext) -> NativeRequest:
     """Parse the body of /v1/generate. Raises ApiError."""
     fields, ignored = decode_known(json_object(body), TrlRequest)
-    check_model(fields.model, context)
+    model = find_served(fields.model, context)
     check_choices(fields.n, len(fields.prompts), "prompts", context)
     prompts = [tokenize(prompt, context, param="prompts") for prompt in fields.prompts]
-    request = build_request(fields, prompts, "prompts", fields.max_tokens, None, context, fit_context=True)
+    request = build_request(fields, prompts, "prompts", fields.max_tokens, None, context, model=model, fit_context=True)
 
     def respond(result: GenerationResult) -> TrlResponse:
         return TrlResponse(
-            **served_by(result.completions, result, ignored, context),
+            **served_by(result.completions, result, ignored),
             prompt_ids=prompts,
             completion_ids=[completion.tokens for completion in result.completions],
             logprobs=[[max(value, LOWEST) for value in completion.logprobs] for completion in result.completions],
-            finish_reasons=[finish_reason(completion) for completion in result.completions],
+            finish_reasons=[completion.finish_reason for completion in result.completions],
         )
 
     return NativeRequest(request=request, respond=respond)

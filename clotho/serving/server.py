@@ -20,7 +20,6 @@ from clotho.serving.limits import ConcurrencyLimit
 from clotho.serving.services import ServerContext
 from protocols.errors import ServerError
 
-GRACE_SECONDS = 10.0
 BACKLOG = 1024
 OPEN_FILES = 8192
 
@@ -62,8 +61,8 @@ def raise_open_files_limit(limit: int) -> None:
 class ApiServer:
     """The HTTP API as an actor: `await task_group.start(server.run)` returns the base URL when the server is ready.
 
-    Cancellation stops the admission of requests, gives running requests `grace_seconds` to finish, and ends the rest
-    with an error response.
+    Cancellation stops the admission of requests, gives running requests `server.shutdown_seconds` to finish, and ends
+    the rest with an error response.
     """
 
     name = "server"
@@ -74,13 +73,12 @@ class ApiServer:
         *,
         listener: socket.socket | None = None,
         on_request: Callable[[], None] = lambda: None,
-        grace_seconds: float = GRACE_SECONDS,
     ) -> None:
         """listener: a socket from `listen`, bound before the run starts; None: bind in `run`.
 
         on_request: called for each admitted request.
         """
-        self._context, self._listener, self._grace_seconds = context, listener, grace_seconds
+        self._context, self._listener = context, listener
         self._on_request = on_request
         self.limit = self._new_limit()
 
@@ -111,7 +109,7 @@ class ApiServer:
                 await anyio.sleep_forever()
             finally:
                 with anyio.CancelScope(shield=True):
-                    await limit.drain(self._grace_seconds)
+                    await limit.drain(self._context.settings.shutdown_seconds)
                 stop.set()
 
 

@@ -21,8 +21,12 @@ class Tokenizer(Protocol):
         """Maximum number of bytes of text that one token stands for."""
         ...
 
-    def encode(self, text: str, /) -> tuple[int, ...]:
-        """Return the token IDs of a text."""
+    def encode(self, text: str, /, *, add_special_tokens: bool = True) -> tuple[int, ...]:
+        """Return the token IDs of a text, with the special tokens that the tokenizer adds, such as a first one."""
+        ...
+
+    def decode(self, tokens: Sequence[int], /, *, skip_special_tokens: bool = True) -> str:
+        """Return the text of tokens, without special tokens unless they are requested."""
         ...
 
     def render_chat(
@@ -80,6 +84,25 @@ class HealthReport(Struct, frozen=True, kw_only=True):
     detail: str = ""
     children: dict[str, str] = {}
     progress_seconds: float = 0.0
+
+
+class Health(Struct, frozen=True, kw_only=True):
+    """The body of the response of GET /health."""
+
+    status: str
+    detail: str
+    model: str
+    weights_version: int
+    step: int
+    fingerprint: str
+    progress_seconds: float
+    children: dict[str, str]
+
+
+class Version(Struct, frozen=True, kw_only=True):
+    """The body of the response of GET /version."""
+
+    version: str
 
 
 class EngineSnapshot(Struct, frozen=True, kw_only=True):
@@ -145,9 +168,26 @@ class RunSnapshot(Struct, frozen=True, kw_only=True):
     events_lost: int = 0
 
 
+class ServedModel(Struct, frozen=True, kw_only=True):
+    """One model that requests can name: the policy, the base model, or an adapter.
+
+    id: its name in responses. aliases: further names that requests may use. parent: id of the base model of an adapter
+    or of a policy; None for a base model. root: origin of the weights, as the operator wrote it. weights: returns the
+    version that serves now.
+    """
+
+    id: str
+    aliases: frozenset[str] = frozenset()
+    parent: str | None = None
+    root: str
+    weights: Callable[[], WeightsReady]
+
+
 class ServerContext(Struct, frozen=True, kw_only=True):
     """The server's interface to the rest of the program.
 
+    models: the models that requests can name; the first one serves requests without a name. A name is looked up here
+    and nowhere else: it never becomes a path or the name of a repository.
     sampling: defaults for fields that a request does not set. weights: returns the policy version that serves now.
     prompt_logprobs: (tokens, top) -> log-probabilities of a prompt with `top` alternatives per token; can be cancelled.
     context_length: maximum number of prompt and completion tokens. sample_log: records completions of clients.
@@ -160,6 +200,7 @@ class ServerContext(Struct, frozen=True, kw_only=True):
     sampling: Sampling
     prompt_logprobs: Callable[[tuple[int, ...], int], Awaitable[PromptLogprobs]]
     weights: Callable[[], WeightsReady]
+    models: Callable[[], Sequence[ServedModel]]
     health: Callable[[], HealthReport]
     snapshot: Callable[[], RunSnapshot]
     context_length: int

@@ -15,7 +15,7 @@ from starlette.responses import StreamingResponse
 from starlette.types import Send
 
 from clotho.serving.errors import to_api_error
-from clotho.serving.openai_responses import Chunk, ResponseBuilder, finish_reason
+from clotho.serving.openai_responses import Chunk, ResponseBuilder
 from protocols.sampling import Completion, CompletionDone, TokenSampled
 
 Batch = list[tuple[int, TokenSampled | CompletionDone]]
@@ -124,6 +124,6 @@ class _StreamProgress:
             logprobs=completion.logprobs[sent:],
             versions=completion.versions,
             top_logprobs=completion.top_logprobs[sent:],
-            finish_reason=finish_reason(completion),
+            finish_reason=completion.finish_reason,
             stop_reason=completion.stop_reason,
         )

@@ -11,7 +11,7 @@ import pytest
 from mlx_lm.tuner.lora import LoRALinear
 
 from clotho.cpu.blas import Floats, matrix
-from clotho.cpu.decoder import ParameterVector, Projection, RMSNorm, WeightMatrix, swiglu_in_place
+from clotho.cpu.decoder import LowRankBuffers, ParameterVector, Projection, RMSNorm, WeightMatrix, swiglu_in_place
 from clotho.cpu.layers import input_major
 from tests.cpu.supported_models import needs_cpu
 
@@ -42,7 +42,8 @@ def linear(*, bias: bool, adapted: bool = False, laid_out_by_inputs: bool = Fals
 def projected(projection: Projection, x: Floats, before: Floats | None = None) -> Floats:
     """What a projection writes, or adds to what is there."""
     out = np.full((len(x), OUTPUTS), np.nan, np.float32) if before is None else before.copy()
-    low_rank = {RANK: matrix(np.full((len(x), RANK), np.nan, np.float32))}
+    low_rank = LowRankBuffers(len(x))
+    low_rank[RANK].array[:] = np.nan
     projection(matrix(x), matrix(out), low_rank, add=before is not None)
     return out
 
@@ -53,7 +54,7 @@ def projected(projection: Projection, x: Floats, before: Floats | None = None) -
 def test_a_projection_is_the_layer_that_it_was_made_of(bias: bool, adapted: bool, laid_out_by_inputs: bool) -> None:
     """Bias and adapter included, written or added, whichever way its weights lie."""
     layer = linear(bias=bias, adapted=adapted, laid_out_by_inputs=laid_out_by_inputs)
-    projection = Projection(layer)
+    projection = Projection(layer, "layer")
     assert (projection.outputs, projection.rank) == (OUTPUTS, RANK if adapted else 0)
     x, before = rows_of(WIDTH), rows_of(OUTPUTS, seed=1)
     expected = np.array(layer(mx.array(x)))
@@ -64,7 +65,7 @@ def test_a_projection_is_the_layer_that_it_was_made_of(bias: bool, adapted: bool
 def test_a_projection_follows_every_parameter_of_its_layer() -> None:
     """Weights, bias and both halves of the adapter are swapped one after the other."""
     layer = linear(bias=True, adapted=True)
-    projection, x = Projection(layer), rows_of(WIDTH)
+    projection, x = Projection(layer, "layer"), rows_of(WIDTH)
     previous = projected(projection, x)
     for module, key in ((layer.linear, "weight"), (layer.linear, "bias"), (layer, "lora_a"), (layer, "lora_b")):
         module[key] = module[key] * 1.5

@@ -25,6 +25,7 @@ import pytest
 
 from clotho.config.flags import parse_arguments
 from clotho.config.load import load_profile
+from clotho.config.serving import load_serving, serve_help
 from tests.docs.pages import DOCS, ROOT, Block, blocks
 
 PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
@@ -65,7 +66,11 @@ def test_commands_that_are_not_executed_have_a_reason_and_valid_flags(page: Path
         if block.comment.startswith(SKIPPED):
             assert len(block.comment) > len(SKIPPED)
             for command in PIPELINE.findall(block.text.replace("\\\n", " ")):
-                arguments = parse_arguments(shlex.split(command)[2:])
+                words = shlex.split(command)[2:]
+                if words[:1] == ["serve"]:
+                    assert serve_help(words[1:]) or load_serving(words[1:])
+                    continue
+                arguments = parse_arguments(words)
                 if not arguments.help:
                     load_profile(arguments.profile, arguments.overrides)
 

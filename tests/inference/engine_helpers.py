@@ -65,7 +65,7 @@ def submit_request(
     prompt: Sequence[int],
     sampling: Sampling = SAMPLED,
     seeds: Sequence[int] = (7,),
-    **options: bool,
+    **options: Any,
 ) -> RecordedEvents:
     """Submit a request. Its events are recorded as the engine ticks."""
     answer = RecordedEvents()

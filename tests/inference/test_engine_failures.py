@@ -145,10 +145,10 @@ def test_a_failed_detokenization_fails_only_its_own_request() -> None:
     engine = make_engine(source)
     decode = source.tokenizer.decode
 
-    def refuse_short(tokens: Any) -> str:
+    def refuse_short(tokens: Any, *, skip_special_tokens: bool = True) -> str:
         if len(tokens) == 3:
             raise ValueError("no such token")
-        return decode(tokens)
+        return decode(tokens, skip_special_tokens=skip_special_tokens)
 
     source.tokenizer.decode = refuse_short  # type: ignore[method-assign]
     bad = submit_request(engine, make_prompt(4), Sampling(max_tokens=3, ignore_eos=True))

@@ -70,10 +70,10 @@ def test_the_longest_prefix_is_found(architecture: str) -> None:
     cache, chance = PrefixCache(layout, 10_000), random.Random(0)
     kept = {tuple(chance.choices((1, 2), k=chance.randint(1, 9))) for _ in range(60)}
     for tokens in kept:
-        cache.store(0, tokens, ())
-        cache.store(1, tokens[::-1], ())
+        cache.store((0, 0), tokens, ())
+        cache.store((0, 1), tokens[::-1], ())
     for _ in range(200):
         prompt = tuple(chance.choices((1, 2), k=chance.randint(1, 12)))
         usable = [common_prefix(entry, prompt) for entry in kept if cut or prompt[: len(entry)] == entry]
-        hit = cache.find(0, prompt)
+        hit = cache.find((0, 0), prompt)
         assert (hit.tokens if hit else 0) == max(usable, default=0)

@@ -37,16 +37,16 @@ async def test_a_failed_temporary_actor_is_not_an_outage_and_a_stall_or_restart_
         }
 
     monitor = RunMonitor(context, queues=[], children=children)
-    assert (monitor.health().status, monitor.health().detail) == ("ok", "")
+    assert (monitor.serving.health().status, monitor.serving.health().detail) == ("ok", "")
     states.update(monitor=ChildState.FAILED, learner=ChildState.RUNNING)
-    assert monitor.health().status == "ok"
-    assert "failed: monitor" in monitor.health().detail
-    monitor.on_stall(130.0)
-    assert monitor.health().status == "stalled"
-    monitor.on_recovery()
-    assert monitor.health().status == "ok"
+    assert monitor.serving.health().status == "ok"
+    assert "failed: monitor" in monitor.serving.health().detail
+    monitor.serving.on_stall(130.0)
+    assert monitor.serving.health().status == "stalled"
+    monitor.serving.on_recovery()
+    assert monitor.serving.health().status == "ok"
     states[EngineGuard.name] = ChildState.RESTARTING
-    assert monitor.health().status == "restarting"
+    assert monitor.serving.health().status == "restarting"
 
 
 async def test_requests_use_the_sampling_parameters_of_the_profile(context: RunContext) -> None:

@@ -59,13 +59,16 @@ async def serving(directory: Path) -> AsyncIterator[tuple[str, RunContext, Recor
         monitor = RunMonitor(parts, queues=[], children=dict)
 
         def health() -> HealthReport:
-            notes.health.append(monitor.health())
+            notes.health.append(monitor.serving.health())
             return notes.health[-1]
 
         services = structs.replace(
-            monitor.server_context(HttpServer(port=0)), sample_log=notes, record_supports=True, health=health
+            monitor.server_context(HttpServer(port=0, shutdown_seconds=1.0)),
+            sample_log=notes,
+            record_supports=True,
+            health=health,
         )
         async with anyio.create_task_group() as tasks:
-            url = await tasks.start(ApiServer(services, grace_seconds=1.0).run)
+            url = await tasks.start(ApiServer(services).run)
             yield url, parts, notes
             tasks.cancel_scope.cancel()

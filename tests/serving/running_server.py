@@ -15,7 +15,7 @@ from openai import AsyncOpenAI
 from clotho.config.schema import HttpServer
 from clotho.runtime.sampling_client import Sampler
 from clotho.serving.server import ApiServer
-from clotho.serving.services import HealthReport, RunSnapshot, ServerContext
+from clotho.serving.services import HealthReport, RunSnapshot, ServedModel, ServerContext
 from protocols.sampling import PromptLogprobs, Sampling
 from protocols.step import WeightsReady
 from tests.fakes import CharacterTokenizer, FakeEngine
@@ -67,10 +67,19 @@ def server_context(served: Served, **settings: Any) -> ServerContext:
     return ServerContext(
         sampler=served.sampler,
         tokenizer=served.engine.tokenizer,
-        settings=structs.replace(HttpServer(port=0), **settings),
+        settings=structs.replace(HttpServer(port=0, shutdown_seconds=1.0), **settings),
         sampling=Sampling(max_tokens=16),
         prompt_logprobs=served.prompt_logprobs,
         weights=lambda: served.weights,
+        models=lambda: (
+            ServedModel(
+                id=settings.get("model_name", "policy"),
+                aliases=frozenset({"models/base-alias"}),
+                parent="models/base",
+                root="models/base",
+                weights=lambda: served.weights,
+            ),
+        ),
         health=lambda: served.health,
         snapshot=lambda: served.snapshot,
         context_length=CONTEXT,
@@ -79,14 +88,12 @@ def server_context(served: Served, **settings: Any) -> ServerContext:
 
 
 @asynccontextmanager
-async def serving(*, grace_seconds: float = 1.0, **settings: Any) -> AsyncIterator[Served]:
+async def serving(**settings: Any) -> AsyncIterator[Served]:
     """Serve on a free port until the block ends; keyword arguments are keys of [server]."""
     engine = FakeEngine()
     engine.version = 3
     served = Served(engine, Sampler(engine.submit_call, engine))
-    served.server = ApiServer(
-        server_context(served, **settings), on_request=served.count_request, grace_seconds=grace_seconds
-    )
+    served.server = ApiServer(server_context(served, **settings), on_request=served.count_request)
 
     async def run(*, task_status: TaskStatus[str]) -> None:
         with served.scope:

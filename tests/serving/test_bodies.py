@@ -96,7 +96,7 @@ async def test_the_memory_of_all_bodies_is_bounded(monkeypatch: pytest.MonkeyPat
 
 async def test_a_shutdown_ends_a_request_whose_body_is_incomplete() -> None:
     """Immediately, with status 503."""
-    async with serving(grace_seconds=10) as served:
+    async with serving(shutdown_seconds=10.0) as served:
         (stream,) = await stalled(served, 1)
         async with stream:
             assert (await served.post(TEXT, prompt="good")).status_code == 200

@@ -13,11 +13,10 @@ from clotho.runtime.sampling_client import Sampler
 from clotho.runtime.supervisor import ChildState, RestartPolicy, Supervisor, permanent
 from clotho.runtime.watchdog import EngineGuard
 from clotho.serving.server import ApiServer, base_url, listen
-from clotho.serving.services import HealthReport, RunSnapshot, ServerContext
+from clotho.serving.services import HealthReport, RunSnapshot, ServedModel, ServerContext
 from protocols.errors import ActorError
 from protocols.sampling import Sampling
-from protocols.step import WeightsReady
-from tests.serving.test_with_engine import Stack, unused_prompt_logprobs
+from tests.serving.test_with_engine import Stack, base_weights, unused_prompt_logprobs
 
 LONG = {"prompt": "x", "max_tokens": 400, "ignore_eos": True}
 
@@ -26,7 +25,7 @@ class SupervisedServer:
     """A server and an engine with a tiny model, supervised as in a run."""
 
     def __init__(self, *, max_restarts: int) -> None:
-        self.stack, self.broken, settings = Stack(), 0, HttpServer(port=0)
+        self.stack, self.broken, settings = Stack(), 0, HttpServer(port=0, shutdown_seconds=1.0)
         listener = listen(settings)
         self.url, self.supervisor = base_url(listener), Supervisor(on_failure=lambda *_: None)
         executor, engine = self.stack.executor, self.stack.engine
@@ -36,7 +35,8 @@ class SupervisedServer:
             settings=settings,
             sampling=Sampling(max_tokens=4),
             prompt_logprobs=unused_prompt_logprobs,
-            weights=lambda: WeightsReady(version=0, step=0, fingerprint="base"),
+            weights=base_weights,
+            models=lambda: (ServedModel(id="policy", root="policy", weights=base_weights),),
             health=lambda: HealthReport(status="restarting" if self.restarts else "ok"),
             snapshot=RunSnapshot,
             context_length=self.stack.source.context_length,
@@ -49,7 +49,7 @@ class SupervisedServer:
             attach=lambda: executor.attach(engine),
         )
         policy = RestartPolicy(max_restarts=max_restarts, first_pause_seconds=0.2)
-        self.children = [permanent(ApiServer(services, listener=listener, grace_seconds=1.0)), permanent(guard, policy)]
+        self.children = [permanent(ApiServer(services, listener=listener)), permanent(guard, policy)]
 
     @property
     def restarts(self) -> bool:

@@ -304,7 +304,7 @@ async def test_a_full_queue_is_a_503_with_retry_after(monkeypatch: pytest.Monkey
 
 async def test_a_shutdown_rejects_queued_requests_immediately() -> None:
     """Running requests keep their grace period."""
-    async with serving(grace_seconds=10, max_concurrent=1) as served:
+    async with serving(shutdown_seconds=10.0, max_concurrent=1) as served:
         served.engine.allow(3)
         answer = await begin_stream(served)
         replies: list[httpx.Response] = []
@@ -388,7 +388,7 @@ async def test_an_unexpected_exception_is_a_500_without_details(monkeypatch: pyt
 async def test_running_requests_finish_during_the_grace_period() -> None:
     """The stream is complete."""
     text = b""
-    async with serving(grace_seconds=10) as served:
+    async with serving(shutdown_seconds=10.0) as served:
         served.engine.allow(3)
         answer = await begin_stream(served, seed=1)
 
@@ -407,7 +407,7 @@ async def test_running_requests_finish_during_the_grace_period() -> None:
 async def test_requests_are_cancelled_after_the_grace_period() -> None:
     """A stream ends with an error and [DONE], another request with status 503."""
     outcome: dict[str, str] = {}
-    async with serving(grace_seconds=0.1) as served:
+    async with serving(shutdown_seconds=0.1) as served:
         served.engine.allow(3)
         answer = await begin_stream(served)
 

@@ -52,11 +52,10 @@ async def test_tokens_before_a_failure_are_written() -> None:
         builder, events = await builder_and_events(served)
         position, last = events[-1]
         assert isinstance(last, CompletionDone)
-        aborted = msgspec.structs.replace(last.completion, finish_reason="abort")
-        ending = msgspec.structs.replace(last, completion=aborted)
+        ending = msgspec.structs.replace(last, completion=None)
         written = b"".join(await writes(builder, [[*events[:3], (position, ending)]]))
         chunks = written.removesuffix(DONE).decode().strip().split("\n\n")
         bodies = [json.loads(chunk.removeprefix("data: ")) for chunk in chunks]
         assert written.endswith(DONE)
         assert [len(body["choices"]) for body in bodies[:3]] == [1, 1, 1]
-        assert "aborted" in bodies[3]["error"]["message"]
+        assert bodies[3]["error"]["code"] == "internal_error"

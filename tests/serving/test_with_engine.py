@@ -19,7 +19,7 @@ from clotho.inference import DecodeEngine
 from clotho.runtime.compute_thread import ComputeExecutor
 from clotho.runtime.sampling_client import Sampler
 from clotho.serving.server import ApiServer
-from clotho.serving.services import HealthReport, RunSnapshot, ServerContext
+from clotho.serving.services import HealthReport, RunSnapshot, ServedModel, ServerContext
 from protocols.sampling import PromptLogprobs, Sampling
 from protocols.step import WeightsReady
 from tests.small_models import FixedSource, byte_tokenizer, tiny_source
@@ -47,6 +47,11 @@ class Stack:
         return stats.running_rows + stats.waiting_rows
 
 
+def base_weights() -> WeightsReady:
+    """Return the version of the weights, which never changes."""
+    return WeightsReady(version=0, step=0, fingerprint="base")
+
+
 async def unused_prompt_logprobs(_: tuple[int, ...], __: int) -> PromptLogprobs:
     """Fail: the OpenAI endpoints do not score prompts."""
     raise NotImplementedError
@@ -59,10 +64,11 @@ async def serving() -> AsyncIterator[tuple[Stack, AsyncOpenAI]]:
     services = ServerContext(
         sampler=Sampler(stack.executor.submit, stack.engine),
         tokenizer=stack.source.tokenizer,
-        settings=HttpServer(port=0),
+        settings=HttpServer(port=0, shutdown_seconds=1.0),
         sampling=Sampling(max_tokens=32),
         prompt_logprobs=unused_prompt_logprobs,
-        weights=lambda: WeightsReady(version=0, step=0, fingerprint="base"),
+        weights=base_weights,
+        models=lambda: (ServedModel(id="policy", root="policy", weights=base_weights),),
         health=lambda: HealthReport(status="ok"),
         snapshot=RunSnapshot,
         context_length=stack.source.context_length,
@@ -70,7 +76,7 @@ async def serving() -> AsyncIterator[tuple[Stack, AsyncOpenAI]]:
     )
     try:
         async with anyio.create_task_group() as tasks:
-            url = await tasks.start(ApiServer(services, grace_seconds=1.0).run)
+            url = await tasks.start(ApiServer(services).run)
             async with AsyncOpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0, timeout=30) as client:
                 yield stack, client
             tasks.cancel_scope.cancel()
@@ -139,12 +145,12 @@ def break_detokenization(stack: Stack) -> None:
     tokenizer = stack.source.tokenizer
     decode, calls = tokenizer.decode, list[Sequence[int]]()
 
-    def refuse(tokens: Sequence[int]) -> str:
+    def refuse(tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         if 201 in tokens:
             calls.append(tokens)
         if 201 in tokens and (len(tokens) >= 40 or len(calls) > 3):
             raise ValueError("refused by the test")
-        return decode(tokens)
+        return decode(tokens, skip_special_tokens=skip_special_tokens)
 
     tokenizer.decode = refuse  # type: ignore[method-assign]
 

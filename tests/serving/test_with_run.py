@@ -42,7 +42,7 @@ async def serving(directory: Path) -> AsyncIterator[tuple[RunContext, httpx.Asyn
         parts.weights.put(WeightsReady(version=7, step=7, fingerprint="moved"))
         monitor = RunMonitor(parts, queues=[], children=dict)
         async with anyio.create_task_group() as tasks:
-            url = await tasks.start(ApiServer(monitor.server_context(HttpServer(port=0)), grace_seconds=1.0).run)
+            url = await tasks.start(ApiServer(monitor.server_context(HttpServer(port=0, shutdown_seconds=1.0))).run)
             async with httpx.AsyncClient(base_url=url, timeout=20) as client:
                 yield parts, client, parts.sampler
             tasks.cancel_scope.cancel()

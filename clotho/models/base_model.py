@@ -1,0 +1,52 @@
+"""A base model that is served without training."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import mlx.nn as nn
+
+from clotho.config.schema import ModelSection
+from clotho.cpu.layers import install_cpu_layers
+from clotho.models.loading import context_length, describe_model, load_base
+from clotho.models.model_files import one_line
+from clotho.models.parameters import Parameters
+from clotho.models.tokenizer import ChatTokenizer
+from protocols.errors import ClothoError, ModelError
+
+
+class BaseModel:
+    """A base model as the decode engine samples from it: nothing is trained, so the version is always 0.
+
+    files: directory or GGUF file of model and tokenizer.
+    """
+
+    version = 0
+
+    def __init__(self, section: ModelSection) -> None:
+        """Load model and tokenizer, in the compute thread. Raises ModelError."""
+        model, config, files = load_base(section)
+        self.tokenizer = ChatTokenizer.from_files(files, trust_remote_code=section.trust_remote_code)
+        try:
+            model.freeze()
+            model.eval()
+            install_cpu_layers(model)
+            self.description = describe_model(model, config)
+        except ClothoError:
+            raise
+        except Exception as error:  # shapes and settings of a foreign model can fail anywhere in its code
+            raise ModelError(
+                f"model {section.path} cannot be used: {type(error).__name__}: {one_line(error)}"
+            ) from error
+        self.model: nn.Module = model
+        self.files = files
+        self.vocab_size = self.description.vocab_size
+        self.context_length = context_length(config)
+
+    def trainable(self) -> Parameters:
+        """Return an empty tree."""
+        return {}
+
+    def using(self, _: Parameters) -> AbstractContextManager[None]:
+        """Return a context without effect."""
+        return nullcontext()

@@ -1,0 +1,206 @@
+"""The command `serve`: a model behind the HTTP API, without a learner and without a run directory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import ExitStack
+from pathlib import Path
+
+import anyio
+import structlog
+from anyio.abc import TaskStatus
+from msgspec import Struct
+from rich.console import Console
+
+from clotho.config.serving import ServeArguments
+from clotho.cpu import compute_path, load_blas
+from clotho.inference import DecodeEngine
+from clotho.memory.estimate import serving_memory
+from clotho.models.base_model import BaseModel
+from clotho.models.loading import find_model
+from clotho.models.machine import describe_machine, limit_buffer_cache, physical_memory
+from clotho.monitoring.display import machine_lines, print_line
+from clotho.monitoring.event_log import event_log
+from clotho.monitoring.terminal_text import memory, relative_path, size
+from clotho.run.serving_state import ServingState
+from clotho.runtime.compute_thread import ComputeExecutor, finish
+from clotho.runtime.sampling_client import Sampler
+from clotho.runtime.signals import handle_signals
+from clotho.runtime.supervisor import RestartPolicy, Supervisor, describe_error, permanent, transient
+from clotho.runtime.watchdog import ENGINE_RESTARTS, EngineGuard
+from clotho.scoring.prompt_logprobs import prompt_logprobs
+from clotho.serving.server import ApiServer, base_url, listen
+from clotho.serving.services import RunSnapshot, ServedModel, ServerContext
+from clotho.storage.checkpoints import model_fingerprint
+from protocols.errors import ProfileError
+from protocols.sampling import PromptLogprobs
+from protocols.step import WeightsReady
+
+log = structlog.get_logger(actor="serve")
+
+SERVER_RESTARTS = RestartPolicy(max_restarts=3)
+
+
+class Serving(Struct, frozen=True, kw_only=True, eq=False):
+    """A loaded model with its engine.
+
+    fingerprint: of the files of the weights. engine_failure: gets an exception if a decode step raises.
+    """
+
+    arguments: ServeArguments
+    executor: ComputeExecutor
+    base: BaseModel
+    fingerprint: str
+    engine: DecodeEngine
+    engine_failure: Future[None]
+    sampler: Sampler
+
+    def models(self) -> tuple[ServedModel, ...]:
+        """The models that requests can name."""
+        section, settings = self.arguments.profile.model, self.arguments.profile.server
+        weights = WeightsReady(version=0, step=0, fingerprint=self.fingerprint)
+        aliases = frozenset({settings.model_name, section.path, str(self.base.files), *_repository(self.base.files)})
+        root = relative_path(section.path)
+        return (ServedModel(id=root, aliases=aliases - {root}, root=root, weights=lambda: weights),)
+
+    async def prompt_logprobs(self, tokens: tuple[int, ...], top: int) -> PromptLogprobs:
+        """Log-probabilities of a prompt, with `top` alternatives per token."""
+        steps = prompt_logprobs(self.base, tokens, top=top, chunk=self.arguments.profile.engine.prefill_chunk)
+        return await finish(self.executor.submit_steps(steps))
+
+    def server_context(self, state: ServingState) -> ServerContext:
+        """The HTTP server's interface to the engine."""
+        profile, models = self.arguments.profile, self.models()
+        return ServerContext(
+            models=lambda: models,
+            sampler=self.sampler,
+            tokenizer=self.base.tokenizer,
+            settings=profile.server,
+            sampling=profile.sampling,
+            prompt_logprobs=self.prompt_logprobs,
+            weights=models[0].weights,
+            health=state.health,
+            snapshot=lambda: RunSnapshot(engine=state.engine_snapshot(), restarts=state.restarts()),
+            context_length=self.base.context_length,
+            vocab_size=self.base.vocab_size,
+        )
+
+
+class UntilDrained:
+    """The actor whose end ends the server: it shows the start-up screen and waits for `drain`."""
+
+    name = "serving"
+
+    def __init__(self, on_ready: Callable[[], None]) -> None:
+        self._on_ready, self._drained = on_ready, anyio.Event()
+
+    def drain(self) -> None:
+        """End."""
+        self._drained.set()
+
+    async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
+        """Call `on_ready`, and wait for `drain`."""
+        self._on_ready()
+        task_status.started()
+        await self._drained.wait()
+
+
+async def serve(arguments: ServeArguments, console: Console) -> int:
+    """Serve until a signal arrives, and return the exit status: 0, or 128 plus the number of the second signal.
+
+    The first signal drains: no request is admitted any more, and running requests have `server.shutdown_seconds` to
+    finish. Raises ClothoError if the model cannot be served or an actor fails.
+    """
+    profile = arguments.profile
+    settings = profile.server
+    with ExitStack() as stack:
+        stack.enter_context(event_log(console))
+        listener = stack.enter_context(listen(settings))
+        executor = ComputeExecutor(decode_share=profile.engine.decode_share)
+        executor.start()
+        stack.callback(executor.stop)
+        base, engine = await finish(executor.submit(lambda: load(arguments)))
+        serving = Serving(
+            arguments=arguments,
+            executor=executor,
+            base=base,
+            fingerprint=model_fingerprint(base.files),
+            engine=engine,
+            engine_failure=executor.attach(engine),
+            sampler=Sampler(executor.submit, engine),
+        )
+        supervisor = Supervisor(on_failure=_report_failure, grace_seconds=settings.shutdown_seconds + 5.0)
+        state = ServingState(
+            executor, engine, kv_cache_tokens=profile.engine.kv_cache_tokens, children=supervisor.status
+        )
+        address = base_url(listener)
+        until_drained = UntilDrained(lambda: show(console, serving, address))
+        children = [
+            permanent(state.watchdog(profile.monitor)),
+            permanent(_guard(serving), ENGINE_RESTARTS),
+            permanent(ApiServer(serving.server_context(state), listener=listener), SERVER_RESTARTS),
+            transient(until_drained),
+        ]
+
+        def drain() -> None:
+            log.warning("draining", hint="running requests finish; interrupt again to stop at once")
+            until_drained.drain()
+
+        async with handle_signals(supervisor) as signals:
+            await supervisor.run(children, on_drain=drain)
+        return signals.exit_status
+
+
+def load(arguments: ServeArguments) -> tuple[BaseModel, DecodeEngine]:
+    """Load the model and create its engine, in the compute thread. Raises ModelError or ProfileError."""
+    profile = arguments.profile
+    limit_buffer_cache(profile.monitor.cache_limit_mb * 2**20)
+    find_model(profile.model.path)
+    needed, available = serving_memory(profile.model, profile.engine, profile.sampling), physical_memory()
+    if needed.minimum > available:
+        raise ProfileError(
+            f"the server needs at least {memory(needed.minimum)} of memory and this machine has {memory(available)}: "
+            "choose a smaller or quantized model (model.path), or model.dtype or model.dequantize = false"
+        )
+    base = BaseModel(profile.model)
+    return base, DecodeEngine(base, profile.engine)
+
+
+def show(console: Console, serving: Serving, address: str) -> None:
+    """Print the start-up screen."""
+    for line in screen(serving, address):
+        print_line(console, line)
+
+
+def screen(serving: Serving, address: str) -> Iterator[str]:
+    """Return the lines of the start-up screen: machine, compute path, model, memory, names, address."""
+    profile, base = serving.arguments.profile, serving.base.description
+    yield from machine_lines(describe_machine(blas=load_blas()), compute_path(load_blas()))
+    bits = f", {base.quantization_bits} bits" if base.quantization_bits else ""
+    yield (
+        f"model    {relative_path(profile.model.path)}: {base.architecture}, {size(base.parameters)} parameters, "
+        f"{base.layers} layers{bits}, {base.dtype}; context {base.context_length} tokens, {memory(base.bytes)}"
+    )
+    names = [model.id for model in serving.models()]
+    yield f"serves   {', '.join(names)}"
+    yield f"API      {address}/v1"
+
+
+def _guard(serving: Serving) -> EngineGuard:
+    return EngineGuard(
+        serving.engine_failure,
+        submit=serving.executor.submit,
+        fail_requests=serving.engine.fail_all,
+        attach=lambda: serving.executor.attach(serving.engine),
+    )
+
+
+def _report_failure(name: str, error: Exception) -> None:
+    log.warning("actor_failed", actor=name, error=describe_error(error))
+
+
+def _repository(files: Path) -> list[str]:
+    """The name OWNER/NAME of a hub repository whose files are in the local cache; empty for other files."""
+    found = [part for part in files.parts if part.startswith("models--")]
+    return [found[-1].removeprefix("models--").replace("--", "/")] if found else []

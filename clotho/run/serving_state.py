@@ -1,0 +1,94 @@
+"""The state of the served engine as seen from outside: health and metrics."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import structlog
+
+from clotho.config.schema import MonitorSection
+from clotho.inference import DecodeEngine
+from clotho.runtime.compute_thread import ComputeExecutor
+from clotho.runtime.supervisor import ChildState, ChildStatus
+from clotho.runtime.watchdog import EngineGuard, Watchdog
+from clotho.serving.services import EngineSnapshot, HealthReport
+
+log = structlog.get_logger(actor="pipeline")
+
+
+class ServingState:
+    """Reads the state of the compute thread, the engine and the supervised actors. All methods return at once."""
+
+    def __init__(
+        self,
+        executor: ComputeExecutor,
+        engine: DecodeEngine,
+        *,
+        kv_cache_tokens: int,
+        children: Callable[[], dict[str, ChildStatus]],
+        continues: str = "the server continues",
+    ) -> None:
+        """children: status of the supervised actors, by name. continues: what a failed temporary actor does not end."""
+        self._executor, self._engine, self._kv_cache_tokens = executor, engine, kv_cache_tokens
+        self._children, self._continues = children, continues
+        self._stalled = False
+
+    def watchdog(self, settings: MonitorSection) -> Watchdog:
+        """Return the actor that reports stalls of the compute thread."""
+        return Watchdog(
+            "watchdog",
+            lambda: self._executor.busy_since,
+            limit_seconds=settings.watchdog_seconds,
+            on_stall=self.on_stall,
+            on_recovered=self.on_recovery,
+        )
+
+    def on_stall(self, seconds: float) -> None:
+        """Record that the compute thread has made no progress for `seconds`."""
+        self._stalled = True
+        log.error("compute_thread_stalled", seconds=round(seconds, 1))
+
+    def on_recovery(self) -> None:
+        """Record that the compute thread makes progress again."""
+        self._stalled = False
+        log.warning("compute_thread_recovered")
+
+    def health(self) -> HealthReport:
+        """The state for /health. A stalled compute thread and a decode engine that restarts are outages.
+
+        A failed temporary actor is not.
+        """
+        children = {name: status.state.value for name, status in self._children().items()}
+        failed = sorted(name for name, state in children.items() if state == ChildState.FAILED)
+        busy = max(0.0, time.monotonic() - self._executor.busy_since)
+        if self._stalled:
+            detail = f"the compute thread has made no progress for {busy:.0f} seconds"
+            return HealthReport(status="stalled", detail=detail, children=children, progress_seconds=busy)
+        if children.get(EngineGuard.name) == ChildState.RESTARTING:
+            detail = f"{EngineGuard.name} restarts after a failure"
+            return HealthReport(status="restarting", detail=detail, children=children, progress_seconds=busy)
+        detail = f"failed: {', '.join(failed)}; {self._continues}" if failed else ""
+        return HealthReport(status="ok", detail=detail, children=children, progress_seconds=busy)
+
+    def restarts(self) -> dict[str, int]:
+        """Number of restarts of each supervised actor."""
+        return {name: status.restarts for name, status in self._children().items()}
+
+    def engine_snapshot(self) -> EngineSnapshot:
+        """The engine's part of /metrics."""
+        stats = self._engine.stats()
+        return EngineSnapshot(
+            sequences_running=stats.running_rows,
+            sequences_waiting=stats.waiting_rows,
+            cache_usage=stats.cache_tokens / self._kv_cache_tokens,
+            prefix_queries=stats.prefix_hits + stats.prefix_misses,
+            prefix_hits=stats.prefix_hits,
+            prefix_tokens=stats.prefix_cache_tokens,
+            prefill_tokens=stats.prefill_tokens,
+            decode_steps=stats.decode_steps,
+            tokens_sampled=stats.tokens_sampled,
+            finished=stats.finished,
+            failed=stats.failed,
+            listener_errors=stats.listener_errors,
+        )

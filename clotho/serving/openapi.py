@@ -1,0 +1,138 @@
+"""The OpenAPI document of the HTTP API, generated from the structs of requests and responses."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import msgspec
+
+from clotho import __version__
+from clotho.serving.errors import ErrorBody
+from clotho.serving.openai_requests import ChatRequest, CompletionRequest
+from clotho.serving.openai_responses import ChatChoice, CompletionChoice, ModelList, ResponseBody
+from clotho.serving.routes_generate import SglangRequest, SglangResponse, VllmRequest, VllmResponse
+from clotho.serving.routes_tokenize import (
+    DetokenizeRequest,
+    DetokenizeResponse,
+    TokenizeChatRequest,
+    TokenizeRequest,
+    TokenizeResponse,
+)
+from clotho.serving.routes_tokens import TokensRequest, TokensResponse
+from clotho.serving.routes_trl import TrlRequest, TrlResponse
+from clotho.serving.services import Health, Version
+
+
+class ChatResponse(ResponseBody, frozen=True, kw_only=True):
+    """The body of a response of /v1/chat/completions, or of one streamed chunk."""
+
+    choices: Sequence[ChatChoice]
+
+
+class CompletionResponse(ResponseBody, frozen=True, kw_only=True):
+    """The body of a response of /v1/completions, or of one streamed chunk."""
+
+    choices: Sequence[CompletionChoice]
+
+
+REF = "#/components/schemas/{name}"
+JSON, TEXT, EVENTS = "application/json", "text/plain", "text/event-stream"
+
+
+class Operation(NamedTuple):
+    """One method of one path.
+
+    requests, responses: structs of the body, each one alternative; without responses, the response is text. streams:
+    the response can be a stream of server-sent events. query: name of each query parameter -> its JSON schema.
+    """
+
+    method: str
+    summary: str
+    requests: tuple[type, ...] = ()
+    responses: tuple[type, ...] = ()
+    streams: bool = False
+    query: dict[str, Any] = {}  # noqa: RUF012, never changed
+
+
+OPERATIONS: dict[str, Operation] = {
+    "/v1/chat/completions": Operation("post", "Complete a conversation", (ChatRequest,), (ChatResponse,), streams=True),
+    "/v1/completions": Operation("post", "Complete prompts", (CompletionRequest,), (CompletionResponse,), streams=True),
+    "/generate": Operation(
+        "post",
+        "Sample completions of one prompt (vLLM, SGLang)",
+        (VllmRequest, SglangRequest),
+        (VllmResponse, SglangResponse),
+    ),
+    "/v1/generate": Operation("post", "Sample completions of many prompts (TRL)", (TrlRequest,), (TrlResponse,)),
+    "/inference/v1/generate": Operation(
+        "post", "Token IDs in, token IDs and log-probabilities out", (TokensRequest,), (TokensResponse,)
+    ),
+    "/tokenize": Operation(
+        "post", "Convert text or a conversation to tokens", (TokenizeRequest, TokenizeChatRequest), (TokenizeResponse,)
+    ),
+    "/detokenize": Operation("post", "Convert tokens to text", (DetokenizeRequest,), (DetokenizeResponse,)),
+    "/v1/models": Operation("get", "List the models that requests can name", responses=(ModelList,)),
+    "/health": Operation("get", "State of the server; status 503 unless it is ok", responses=(Health,)),
+    "/version": Operation("get", "Version of Clotho", responses=(Version,)),
+    "/metrics": Operation("get", "Metrics in the text format of Prometheus"),
+}
+"""Every operation of the API, by path. A path with a trailing slash is not listed twice."""
+
+
+@cache
+def document() -> bytes:
+    """Return the document as JSON."""
+    types = {kind for one in OPERATIONS.values() for kind in (*one.requests, *one.responses)} | {ErrorBody}
+    ordered = sorted(types, key=lambda kind: kind.__name__)
+    _, components = msgspec.json.schema_components(ordered, ref_template=REF)
+    return msgspec.json.encode(
+        {
+            "openapi": "3.1.0",
+            "info": {"title": "Clotho", "version": __version__, "description": "HTTP API of a Clotho server."},
+            "paths": {path: {one.method: _operation(path, one)} for path, one in OPERATIONS.items()},
+            "components": {
+                "schemas": {name: _with_description(schema) for name, schema in components.items()},
+                "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+            },
+            "security": [{}, {"key": []}],
+        }
+    )
+
+
+def _operation(path: str, one: Operation) -> dict[str, Any]:
+    content = (
+        {JSON: {"schema": _alternatives(one.responses)}} if one.responses else {TEXT: {"schema": {"type": "string"}}}
+    )
+    if one.streams:
+        content[EVENTS] = {"schema": {"type": "string"}}
+    found: dict[str, Any] = {
+        "operationId": path.strip("/").replace("/", "_").replace(".", "_"),
+        "summary": one.summary,
+        "parameters": [
+            {"name": name, "in": "query", "required": False, "schema": schema} for name, schema in one.query.items()
+        ],
+        "responses": {
+            "200": {"description": "Success", "content": content},
+            "default": {"description": "Error", "content": {JSON: {"schema": _reference(ErrorBody)}}},
+        },
+    }
+    if one.requests:
+        found["requestBody"] = {"required": True, "content": {JSON: {"schema": _alternatives(one.requests)}}}
+    return found
+
+
+def _alternatives(kinds: tuple[type, ...]) -> dict[str, Any]:
+    return _reference(kinds[0]) if len(kinds) == 1 else {"anyOf": [_reference(kind) for kind in kinds]}
+
+
+def _reference(kind: type) -> dict[str, Any]:
+    return {"$ref": REF.format(name=kind.__name__)}
+
+
+def _with_description(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return a schema whose description is plain text."""
+    text = schema.get("description")
+    return schema | {"description": inspect.cleandoc(text)} if isinstance(text, str) else schema

@@ -1,0 +1,103 @@
+"""POST /tokenize and /detokenize in the formats of vLLM: text or a conversation to token IDs, and back."""
+
+from __future__ import annotations
+
+import msgspec
+from msgspec import Struct
+
+from clotho.serving.bodies import json_object
+from clotho.serving.errors import invalid_field
+from clotho.serving.openai_requests import (
+    Messages,
+    check_tokens,
+    find_served,
+    render_prompt,
+    run_tokenizer,
+    text_messages,
+    tokenize,
+    validation_error,
+)
+from clotho.serving.services import ServerContext
+from protocols.sampling import TokenId
+
+
+class TokenizeRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The body of POST /tokenize with a text. add_special_tokens: those that the tokenizer adds to a prompt."""
+
+    prompt: str
+    model: str | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class TokenizeChatRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The body of POST /tokenize with a conversation."""
+
+    messages: Messages
+    model: str | None = None
+    add_generation_prompt: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class TokenizeResponse(Struct, frozen=True, kw_only=True):
+    """The tokens of a text. token_strs: the text of each token, if requested."""
+
+    count: int
+    max_model_len: int
+    tokens: tuple[int, ...]
+    token_strs: list[str] | None
+
+
+class DetokenizeRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The body of POST /detokenize."""
+
+    tokens: list[TokenId]
+    model: str | None = None
+
+
+class DetokenizeResponse(Struct, frozen=True, kw_only=True):
+    """The text of tokens, special tokens included."""
+
+    prompt: str
+
+
+def tokenize_text(body: bytes, context: ServerContext) -> TokenizeResponse:
+    """Return the response of /tokenize. Raises ApiError."""
+    fields = json_object(body)
+    if "messages" in fields and "prompt" in fields:
+        raise invalid_field("messages", "set either prompt or messages")
+    try:
+        request: TokenizeRequest | TokenizeChatRequest
+        if "messages" in fields:
+            request = msgspec.convert(fields, TokenizeChatRequest)
+        else:
+            request = msgspec.convert(fields, TokenizeRequest)
+    except msgspec.ValidationError as error:
+        raise validation_error(error) from error
+    find_served(request.model, context)
+    if isinstance(request, TokenizeChatRequest):
+        tokens = render_prompt(
+            text_messages(request.messages), context, add_generation_prompt=request.add_generation_prompt is not False
+        )
+    else:
+        special = request.add_special_tokens is not False
+        tokens = tokenize(request.prompt, context, add_special_tokens=special)
+    return TokenizeResponse(
+        count=len(tokens),
+        max_model_len=context.context_length,
+        tokens=tokens,
+        token_strs=[context.tokenizer.token_text(token) for token in tokens] if request.return_token_strs else None,
+    )
+
+
+def detokenize(body: bytes, context: ServerContext) -> DetokenizeResponse:
+    """Return the response of /detokenize. Raises ApiError."""
+    try:
+        request = msgspec.convert(json_object(body), DetokenizeRequest)
+    except msgspec.ValidationError as error:
+        raise validation_error(error) from error
+    find_served(request.model, context)
+    check_tokens("tokens", tuple(request.tokens), context)
+    return DetokenizeResponse(
+        prompt=run_tokenizer(lambda: context.tokenizer.decode(request.tokens, skip_special_tokens=False), "tokens")
+    )

@@ -1,0 +1,113 @@
+"""POST /inference/v1/generate, vLLM's route for tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.fakes import CharacterTokenizer
+from tests.serving.embedded_server import serving as serving_embedded
+from tests.serving.running_server import CONTEXT, Served, serving
+
+ROUTE = "/inference/v1/generate"
+IDS = [5, 9, 33]
+
+
+async def generate(served: Served, **params: Any) -> Any:
+    """Return the response to a request with these sampling parameters."""
+    answer = await served.post(ROUTE, model="policy", token_ids=IDS, sampling_params=params)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+async def test_a_client_of_the_token_route_gets_tokens_with_log_probabilities() -> None:
+    """A client reads the limit of /v1/models, sends tokens, and checks one log-probability per sampled token."""
+    async with serving() as served:
+        (card,) = (await served.http.get("/v1/models")).json()["data"]
+        assert card["max_model_len"] == CONTEXT
+        params = {
+            "stop_token_ids": [96], "logprobs": 1, "skip_special_tokens": False, "max_tokens": 12, "temperature": 1.0,
+        }  # fmt: skip
+        body = {"model": card["id"], "token_ids": IDS, "sampling_params": params, "cache_salt": "v3", "priority": 0}
+        answer = (await served.post(ROUTE, **body)).json()
+        (choice,) = answer["choices"]
+        assert served.engine.requests[0].prompt == tuple(IDS)
+        assert choice["finish_reason"] in ("stop", "length")
+        content = choice["logprobs"]["content"]
+        assert [entry["token"] for entry in content] == [f"token_id:{token}" for token in choice["token_ids"]]
+        assert all(-9999.0 < entry["logprob"] <= 0 for entry in content)
+        assert [len(entry["top_logprobs"]) for entry in content] == [1] * len(content)
+        usage = answer["usage"]
+        assert usage["prompt_tokens"] == len(IDS)
+        assert usage["completion_tokens"] == len(choice["token_ids"])
+        assert answer["weights_versions"] == [{"first": 3, "last": 3}]
+        assert "cache_salt" in answer["ignored_fields"]
+
+
+async def test_a_request_has_the_id_that_its_client_gave() -> None:
+    """Otherwise a random one."""
+    async with serving() as served:
+        given = (await served.post(ROUTE, token_ids=IDS, request_id="mine")).json()
+        assert given["request_id"] == "mine"
+        assert served.engine.requests[0].request_id == "mine"
+        assert len((await generate(served))["request_id"]) == 32
+
+
+async def test_prompt_logprobs_have_one_entry_per_token() -> None:
+    """The first token has no context."""
+    async with serving() as served:
+        found = (await generate(served, prompt_logprobs=2, max_tokens=1))["prompt_logprobs"]
+        assert found[0] is None
+        assert [position[str(token)]["logprob"] for token, position in zip(IDS[1:], found[1:], strict=True)] == [
+            -token / 8 for token in IDS[1:]
+        ]
+        assert [len(position) for position in found[1:]] == [2, 2]
+        text = CharacterTokenizer().token_text(IDS[1])
+        assert found[1][str(IDS[1])] == {"logprob": -IDS[1] / 8, "rank": 1, "decoded_token": text}
+        assert (await generate(served))["prompt_logprobs"] is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({}, "token_ids"),
+        ({"token_ids": []}, "token_ids"),
+        ({"token_ids": [97]}, "token_ids"),
+        ({"token_ids": [-1]}, "token_ids"),
+        ({"token_ids": "text"}, "token_ids"),
+        ({"token_ids": IDS, "sampling_params": {"temperature": -1}}, "temperature"),
+        ({"token_ids": IDS, "sampling_params": {"logprobs": 21}}, "logprobs"),
+        ({"token_ids": IDS, "sampling_params": {"n": 100}}, "n"),
+        ({"token_ids": IDS, "sampling_params": {"top_p": 0.5}, "return_sampling_mask": True}, "return_sampling_mask"),
+        ({"token_ids": IDS, "stream": True}, "stream"),
+        ({"token_ids": IDS, "request_id": ""}, "request_id"),
+    ],
+)
+async def test_an_invalid_request_is_refused(fields: dict[str, Any], param: str) -> None:
+    """The error names the field."""
+    async with serving() as served:
+        answer = await served.post(ROUTE, **fields)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == param
+
+
+async def test_the_sampling_mask_contains_the_tokens_that_could_be_sampled(tmp_path: Path) -> None:
+    """The sampled token is one of the `top_k`; without filters, the mask is null."""
+    async with serving_embedded(tmp_path) as (url, _, _), httpx.AsyncClient(base_url=url, timeout=30) as client:
+        body = {"token_ids": IDS, "return_sampling_mask": True}
+        params = {"top_k": 4, "max_tokens": 6, "logprobs": 4, "ignore_eos": True}
+        (choice,) = (await client.post(ROUTE, json=body | {"sampling_params": params})).json()["choices"]
+        assert len(choice["sampling_mask"]) == 6
+        for token, mask, entry in zip(
+            choice["token_ids"], choice["sampling_mask"], choice["logprobs"]["content"], strict=True
+        ):
+            assert token in mask
+            assert len(mask) == 4
+            assert {one["token"] for one in entry["top_logprobs"]} == {f"token_id:{kept}" for kept in mask}
+        (free,) = (await client.post(ROUTE, json=body)).json()["choices"]
+        assert free["sampling_mask"] is None
+        (plain,) = (await client.post(ROUTE, json={"token_ids": IDS})).json()["choices"]
+        assert "sampling_mask" not in plain
