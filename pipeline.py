@@ -379,9 +379,10 @@ def wire_environments(
 
 
 def wire_services(context: RunContext, monitor: RunMonitor, listener: socket.socket | None) -> list[Child]:
-    """The HTTP server, the watchdog of the compute thread, and the guard of the decode engine."""
+    """The HTTP server, the watchdog of the compute thread, the memory watch, and the guard of the decode engine."""
     guards = [
         permanent(monitor.serving.watchdog(context.profile.monitor)),
+        permanent(monitor.serving.memory_watch()),
         permanent(context.engine_guard(), ENGINE_RESTARTS),
     ]
     settings = context.profile.server

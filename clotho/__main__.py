@@ -189,12 +189,13 @@ def dry_run(profile: Profile, console: Console) -> int:
 
     console.print(resolved_toml(profile, mask_secrets=True), markup=False, highlight=False, soft_wrap=True)
     from clotho.memory.estimate import estimate_memory
-    from clotho.memory.report import describe
-    from clotho.models.machine import physical_memory
+    from clotho.memory.report import describe, describe_limit
+    from clotho.models.machine import memory_limit
     from clotho.monitoring.summary import print_estimate
 
     estimate = estimate_memory(profile.model, profile)
-    print_estimate(console, estimate, describe(estimate), physical_memory())
+    limit = memory_limit()
+    print_estimate(console, estimate, describe(estimate), limit.bytes, describe_limit(limit))
     return 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
 from msgspec import Struct
 
@@ -23,7 +24,8 @@ class RunGauges(Struct, frozen=True, kw_only=True):
 
     tokens_sampled, decode_seconds: totals of the decode engine, requests of HTTP clients included.
     decode_rate_idle, decode_rate_learning: tokens per second of decoding alone, and while the learner has work.
-    rows_running: number of sequences that are being decoded. api_requests: number of requests of HTTP clients.
+    rows_running: number of sequences that are being decoded. rows_limit: how many are decoded at once at most;
+    memory pressure lowers it. api_requests: number of requests of HTTP clients.
     swaps: number of weight swaps; swap_seconds_*: duration of the last, median and longest swap.
     peak_memory_bytes: peak memory of arrays.
     """
@@ -34,6 +36,7 @@ class RunGauges(Struct, frozen=True, kw_only=True):
     decode_rate_idle: float | None = None
     decode_rate_learning: float | None = None
     rows_running: int = 0
+    rows_limit: int = 0
     api_requests: int = 0
     swaps: int = 0
     swap_seconds_last: float | None = None
@@ -113,6 +116,18 @@ class MachineDescription(Struct, frozen=True, kw_only=True):
     mlx_version: str
     blas: str
     system: str
+
+
+class MemoryLimit(Struct, frozen=True, kw_only=True):
+    """Memory that the arrays of a run may take. installed: memory of the machine, or of a GPU with its own memory.
+
+    source: what sets the limit: the recommended working-set size of Metal, the memory of a GPU, the control group
+    (container) of the process, or the installed memory.
+    """
+
+    bytes: int
+    source: Literal["metal", "gpu", "cgroup", "installed"]
+    installed: int
 
 
 class MemoryEstimate(Struct, frozen=True, kw_only=True):

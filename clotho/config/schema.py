@@ -231,6 +231,7 @@ class MonitorSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     rollouts: Annotated[bool, about("Write every rollout to rollouts.jsonl.")] = True
     watchdog_seconds: Annotated[PositiveFloat, about("Time until a stalled turn or a slow start is reported.")] = 120.0
     cache_limit_mb: Annotated[Positive, about("Limit of MLX's cache of freed buffers, in MiB.")] = 512
+    wired_limit_mb: Annotated[NonNegative, about("Memory that macOS keeps resident on Metal, in MiB; 0: none.")] = 0
 
 
 class AtroposSource(Variant, frozen=True, kw_only=True):

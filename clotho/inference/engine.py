@@ -43,7 +43,8 @@ log = structlog.get_logger(__name__)
 class EngineStats(Struct, frozen=True, kw_only=True):
     """Current gauges, and counters since the engine was created.
 
-    running_rows, waiting_rows: completions that are decoded, and completions that wait.
+    running_rows, waiting_rows: completions that are decoded, and completions that wait. rows_limit: how many are
+    decoded at once at most.
     cache_tokens: tokens that the KV cache of running rows holds memory for. prefix_cache_tokens: tokens in the prefix
     cache. tokens_sampled: tokens reported, without wasted samples. prefill_tokens: prompt tokens computed, with
     padding.
@@ -54,6 +55,7 @@ class EngineStats(Struct, frozen=True, kw_only=True):
 
     running_rows: int
     waiting_rows: int
+    rows_limit: int
     cache_tokens: int
     prefix_cache_tokens: int
     tokens_sampled: int
@@ -174,6 +176,10 @@ class DecodeEngine:
         """
         if request_id in self._sender.requests:
             self._aborted.append(request_id)
+
+    def limit_rows(self, rows: int) -> None:
+        """Decode at most `rows` sequences at once, and at most `engine.max_num_seqs`. Running rows above it finish."""
+        self._scheduler.max_num_seqs = max(1, min(rows, self._settings.max_num_seqs))
 
     @property
     def running(self) -> int:
@@ -415,6 +421,7 @@ class DecodeEngine:
         return EngineStats(
             running_rows=self.running,
             waiting_rows=self._scheduler.rows,
+            rows_limit=self._scheduler.max_num_seqs,
             cache_tokens=self._batch.cache_tokens,
             prefix_cache_tokens=self._prefill.prefixes.tokens,
             tokens_sampled=self._tokens_sampled,

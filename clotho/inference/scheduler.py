@@ -119,11 +119,11 @@ class Scheduler:
     """
 
     def __init__(self, max_num_seqs: int, kv_cache_tokens: int) -> None:
+        """max_num_seqs: can be changed later; running rows above a lower value finish."""
         self.waiting: deque[PrefillJob] = deque()
         self.entering: list[PrefillJob] = []
-        self._max_num_seqs = max_num_seqs
+        self.max_num_seqs = max_num_seqs
         self._kv_cache_tokens = kv_cache_tokens
-        self._wave = max(1, max_num_seqs // 8)
 
     def add(self, job: PrefillJob) -> None:
         """Add a new job to the queue."""
@@ -154,16 +154,16 @@ class Scheduler:
 
         background: how many of the running rows belong to background requests.
         """
-        admitted = []
+        admitted, wave = [], max(1, self.max_num_seqs // 8)
         for job in self.entering:
             running, longest = running + job.admitted, max(longest, job.active.reserved)
             background += job.admitted if job.active.request.background else 0
         while self.waiting:
             job = self.waiting[0]
             length = max(longest, job.active.reserved)
-            more = 0 if job.active.request.background else min(background, client_rows(self._max_num_seqs))
-            room = min(self._max_num_seqs + more, self._kv_cache_tokens // length) - running
-            if room < min(len(job.rows), self._wave) and (running or room < 1):
+            more = 0 if job.active.request.background else min(background, client_rows(self.max_num_seqs))
+            room = min(self.max_num_seqs + more, self._kv_cache_tokens // length) - running
+            if room < min(len(job.rows), wave) and (running or room < 1):
                 break
             job.admitted = min(len(job.rows), room)
             self.entering.append(self.waiting.popleft())

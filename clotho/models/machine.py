@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import cast
@@ -12,7 +13,14 @@ from typing import cast
 import mlx.core as mx
 import numpy as np
 
-from protocols.summary import MachineDescription
+from protocols.errors import ProfileError
+from protocols.summary import MachineDescription, MemoryLimit
+
+CGROUP = Path("/sys/fs/cgroup")
+CGROUP_MEMBERSHIP = Path("/proc/self/cgroup")
+
+LEAST_CACHE = 64 * 2**20
+"""Bytes of freed buffers that MLX may keep even if the estimate of the run leaves no memory for them."""
 
 
 def describe_machine(*, blas: str) -> MachineDescription:
@@ -34,6 +42,58 @@ def describe_machine(*, blas: str) -> MachineDescription:
 def physical_memory() -> int:
     """Return the installed memory in bytes."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def memory_limit() -> MemoryLimit:
+    """Return how much memory the arrays of a run may take.
+
+    On Metal, this is the recommended working-set size of the device: two thirds to three quarters of the installed
+    memory, or the value of `sudo sysctl iogpu.wired_limit_mb=...`. On a GPU with memory of its own, it is that memory.
+    On the CPU, it is the installed memory, or the limit of the control group (container) if that is smaller.
+    """
+    installed = physical_memory()
+    if mx.default_device().type != mx.cpu:
+        info = mx.device_info(mx.default_device())
+        if recommended := int(info.get("max_recommended_working_set_size", 0)):
+            return MemoryLimit(bytes=recommended, source="metal", installed=int(info.get("memory_size", installed)))
+        if own := int(info.get("total_memory", 0)):
+            return MemoryLimit(bytes=own, source="gpu", installed=own)
+    group = min((limit for limit, _ in _cgroups()), default=installed)
+    if group < installed:
+        return MemoryLimit(bytes=group, source="cgroup", installed=installed)
+    return MemoryLimit(bytes=installed, source="installed", installed=installed)
+
+
+def cgroup_headroom() -> int | None:
+    """Return the bytes that this process can allocate before a limit of a control group stops it; None without one.
+
+    Pages of files that the kernel can drop count as free.
+    """
+    return min((limit - used for limit, used in _cgroups()), default=None)
+
+
+def _cgroups() -> Iterator[tuple[int, int]]:
+    """Yield limit and use, in bytes, of the control groups of this process with a memory limit, ancestors included."""
+    with suppress(OSError):
+        for line in CGROUP_MEMBERSHIP.read_text(encoding="utf-8").splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers == "":
+                yield from _limited(CGROUP, path, "memory.max", "memory.current", "inactive_file")
+            elif "memory" in controllers.split(","):
+                names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+                yield from _limited(CGROUP / "memory", path, *names)
+
+
+def _limited(root: Path, path: str, limit_file: str, use_file: str, droppable: str) -> Iterator[tuple[int, int]]:
+    group = root / path.lstrip("/")
+    for directory in (group, *group.parents):
+        with suppress(OSError, ValueError):  # no such group in this namespace, or the word "max"
+            limit, used = (int((directory / name).read_text(encoding="ascii")) for name in (limit_file, use_file))
+            statistics = dict(line.split() for line in (directory / "memory.stat").read_text("ascii").splitlines())
+            if limit < physical_memory():
+                yield limit, used - int(statistics.get(droppable, 0))
+        if directory == root:
+            return
 
 
 def backend_name() -> str:
@@ -61,9 +121,28 @@ def _processor() -> str:
     return platform.processor() or platform.machine()
 
 
-def limit_buffer_cache(limit_bytes: int) -> None:
-    """Limit the freed buffers that MLX keeps for reuse; with variable lengths they would grow without limit."""
-    mx.set_cache_limit(limit_bytes)
+def limit_mlx_memory(limit: MemoryLimit, *, needed: int, cache: int) -> None:
+    """Limit the memory of MLX to `limit`, and the freed buffers that it keeps for reuse.
+
+    Above the memory limit, MLX returns freed buffers to the system, and waits for running work before it allocates.
+    MLX's default on Metal is 1.5 times the recommended working-set size. With variable lengths, freed buffers would
+    grow without limit: they get `cache` bytes, less if the estimate of the run, `needed`, leaves less of the limit.
+    """
+    mx.set_memory_limit(min(limit.bytes, mx.get_memory_limit()))
+    mx.set_cache_limit(min(cache, max(LEAST_CACHE, limit.bytes - needed)))
+
+
+def free_buffers() -> None:
+    """Return the freed buffers that MLX keeps for reuse to the system."""
+    mx.clear_cache()
+
+
+def wire_memory(limit_mb: int) -> None:
+    """Let macOS keep up to `limit_mb` MiB of arrays resident. Raises ProfileError if macOS or MLX refuses it."""
+    try:
+        mx.set_wired_limit(limit_mb * 2**20)
+    except (ValueError, RuntimeError) as error:
+        raise ProfileError(f"monitor.wired_limit_mb = {limit_mb}: {' '.join(str(error).split())}") from error
 
 
 def peak_memory() -> int:

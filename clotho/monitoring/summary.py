@@ -128,8 +128,10 @@ def _share(part: float | None, whole: float | None) -> str:
     return f" ({part / whole * 100:.0f} %)" if part is not None and whole else ""
 
 
-def print_estimate(console: Console, estimate: MemoryEstimate, parts: Sequence[MemoryPart], machine_bytes: int) -> None:
-    """Print the parts of an estimate, largest first, and the total. machine_bytes: memory of the machine."""
+def print_estimate(
+    console: Console, estimate: MemoryEstimate, parts: Sequence[MemoryPart], limit_bytes: int, limit: str
+) -> None:
+    """Print the parts of an estimate, largest first, and the total. limit_bytes, limit: memory limit and source."""
     table = Table(title=Text("estimated memory"), title_justify="left", safe_box=True)
     table.add_column(Text("part"))
     table.add_column(Text("peak"), justify="right")
@@ -137,7 +139,7 @@ def print_estimate(console: Console, estimate: MemoryEstimate, parts: Sequence[M
     for part in sorted(parts, key=lambda part: -part.bytes):
         table.add_row(Text(part.component), Text(memory(part.bytes)), Text(part.change, style="dim"))
     console.print(table)
-    console.print(Text(f"total        {memory(estimate.total)} of {memory(machine_bytes)}"), soft_wrap=True)
+    console.print(Text(f"total        {memory(estimate.total)} of {memory(limit_bytes)}: {limit}"), soft_wrap=True)
     console.print(Text(f"minimum      {memory(estimate.minimum)}, with the KV cache of one sequence"), soft_wrap=True)
     note = "the sum of the parts may be larger, because backward pass, optimizer step and decoding alternate"
     console.print(Text(note), style="dim", soft_wrap=True)

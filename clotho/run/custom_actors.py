@@ -210,7 +210,7 @@ class CustomActors:
 
 
 ACTORS = ("prompter", "generator", "scorer", "learner", "broadcaster", "checkpointer", "evaluator", "monitor")
-SERVICES = ("server", "watchdog", "decode engine", "atropos server")
+SERVICES = ("server", "watchdog", "memory watch", "decode engine", "atropos server")
 QUEUES = ("prompts", "rollouts", "scored", "reports")
 FETCHER = "atropos_fetcher"
 """The actor that takes the place of the first three actors and the first two queues if environments send the groups."""

@@ -58,16 +58,17 @@ class RunMonitor:
     def gauges(self) -> RunGauges:
         """Current metrics for the display and metrics.jsonl."""
         context, swaps = self._context, self._context.swap_times
-        rates = context.executor.rates()
+        rates, stats = context.executor.rates(), context.engine.stats()
         return RunGauges(
             queues=tuple(
                 QueueGauge(name=queue.name, depth=queue.depth, capacity=queue.capacity) for queue in self._queues
             ),
-            tokens_sampled=context.engine.stats().tokens_sampled,
+            tokens_sampled=stats.tokens_sampled,
             decode_seconds=rates.seconds,
             decode_rate_idle=rates.idle or None,
             decode_rate_learning=rates.learning or None,
-            rows_running=context.engine.running,
+            rows_running=stats.running_rows,
+            rows_limit=stats.rows_limit,
             api_requests=self._api_requests,
             swaps=swaps.count,
             swap_seconds_last=swaps.last,

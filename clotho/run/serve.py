@@ -17,9 +17,10 @@ from clotho.config.serving import ServeArguments
 from clotho.cpu import compute_path, load_blas
 from clotho.inference import DecodeEngine
 from clotho.memory.estimate import serving_memory
+from clotho.memory.report import limit_memory
 from clotho.models.base_model import BaseModel
 from clotho.models.loading import find_model
-from clotho.models.machine import describe_machine, limit_buffer_cache, physical_memory
+from clotho.models.machine import describe_machine
 from clotho.monitoring.display import machine_lines, print_line
 from clotho.monitoring.event_log import event_log
 from clotho.monitoring.terminal_text import memory, relative_path, size
@@ -33,7 +34,6 @@ from clotho.scoring.prompt_logprobs import prompt_logprobs
 from clotho.serving.server import ApiServer, base_url, listen
 from clotho.serving.services import RunSnapshot, ServedModel, ServerContext
 from clotho.storage.checkpoints import model_fingerprint
-from protocols.errors import ProfileError
 from protocols.sampling import PromptLogprobs
 from protocols.step import WeightsReady
 
@@ -138,6 +138,7 @@ async def serve(arguments: ServeArguments, console: Console) -> int:
         until_drained = UntilDrained(lambda: show(console, serving, address))
         children = [
             permanent(state.watchdog(profile.monitor)),
+            permanent(state.memory_watch()),
             permanent(_guard(serving), ENGINE_RESTARTS),
             permanent(ApiServer(serving.server_context(state), listener=listener), SERVER_RESTARTS),
             transient(until_drained),
@@ -155,14 +156,8 @@ async def serve(arguments: ServeArguments, console: Console) -> int:
 def load(arguments: ServeArguments) -> tuple[BaseModel, DecodeEngine]:
     """Load the model and create its engine, in the compute thread. Raises ModelError or ProfileError."""
     profile = arguments.profile
-    limit_buffer_cache(profile.monitor.cache_limit_mb * 2**20)
     find_model(profile.model.path)
-    needed, available = serving_memory(profile.model, profile.engine, profile.sampling), physical_memory()
-    if needed.minimum > available:
-        raise ProfileError(
-            f"the server needs at least {memory(needed.minimum)} of memory and this machine has {memory(available)}: "
-            "choose a smaller or quantized model (model.path), or model.dtype or model.dequantize = false"
-        )
+    limit_memory(serving_memory(profile.model, profile.engine, profile.sampling), profile.monitor)
     base = BaseModel(profile.model)
     return base, DecodeEngine(base, profile.engine)
 

@@ -9,9 +9,11 @@ import structlog
 
 from clotho.config.schema import MonitorSection
 from clotho.inference import DecodeEngine
+from clotho.memory.pressure import CHECK_SECONDS, MemoryReading, MemoryWatch, read_memory
+from clotho.models.machine import free_buffers
 from clotho.runtime.compute_thread import ComputeExecutor
 from clotho.runtime.supervisor import ChildState, ChildStatus
-from clotho.runtime.watchdog import EngineGuard, Watchdog
+from clotho.runtime.watchdog import EngineGuard, PeriodicCheck, Watchdog
 from clotho.serving.services import EngineSnapshot, HealthReport
 
 log = structlog.get_logger(actor="pipeline")
@@ -43,6 +45,21 @@ class ServingState:
             on_stall=self.on_stall,
             on_recovered=self.on_recovery,
         )
+
+    def memory_watch(self, read: Callable[[], MemoryReading] = read_memory) -> PeriodicCheck:
+        """Return the actor that limits the concurrency of the decode engine under memory pressure."""
+        watch = MemoryWatch(self._engine.stats().rows_limit, apply=self._limit_rows, read=read)
+        return PeriodicCheck("memory watch", watch.check, seconds=CHECK_SECONDS)
+
+    def _limit_rows(self, rows: int) -> None:
+        """Set the limit in the compute thread; if it is lower, also free the buffers that MLX keeps for reuse."""
+
+        def limit() -> None:
+            if rows < self._engine.stats().rows_limit:
+                free_buffers()
+            self._engine.limit_rows(rows)
+
+        self._executor.submit(limit)
 
     def on_stall(self, seconds: float) -> None:
         """Record that the compute thread has made no progress for `seconds`."""
@@ -81,6 +98,7 @@ class ServingState:
         return EngineSnapshot(
             sequences_running=stats.running_rows,
             sequences_waiting=stats.waiting_rows,
+            sequences_limit=stats.rows_limit,
             cache_usage=stats.cache_tokens / self._kv_cache_tokens,
             prefix_queries=stats.prefix_hits + stats.prefix_misses,
             prefix_hits=stats.prefix_hits,

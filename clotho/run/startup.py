@@ -21,10 +21,9 @@ from clotho.inference import DecodeEngine
 from clotho.inference.sample_log import SampleLog, token_cost
 from clotho.inference.sampling import validate
 from clotho.memory.estimate import estimate_memory
-from clotho.memory.report import too_large
+from clotho.memory.report import limit_memory
 from clotho.models.adapter_store import AdapterStore
 from clotho.models.loading import find_model
-from clotho.models.machine import limit_buffer_cache, physical_memory
 from clotho.models.policy import Policy, load_policy
 from clotho.monitoring.metrics import read_history
 from clotho.rewards.overlong import Overlong
@@ -175,19 +174,9 @@ def _require_importable(profile: Profile) -> None:
 
 
 def _load_compute(profile: Profile) -> tuple[Policy, PolicyLearner, DecodeEngine, MemoryEstimate]:
-    limit_buffer_cache(profile.monitor.cache_limit_mb * 2**20)
     find_model(profile.model.path)
     estimate = estimate_memory(profile.model, profile)
-    machine_bytes = physical_memory()
-    if refusal := too_large(estimate, machine_bytes):
-        raise refusal
-    if estimate.total > machine_bytes:
-        log.warning(
-            "memory_insufficient_for_full_caches",
-            needed_gib=round(estimate.total / 2**30, 1),
-            machine_gib=round(machine_bytes / 2**30, 1),
-            smaller_with="engine.kv_cache_tokens, engine.max_num_seqs",
-        )
+    limit_memory(estimate, profile.monitor)
     keep_reference = isinstance(profile.learner.reference, BaseReference)
     policy = load_policy(profile.model, profile.policy, seed=profile.seed, keep_reference=keep_reference)
     collapse = profile.collapse_detection

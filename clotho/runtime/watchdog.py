@@ -1,4 +1,4 @@
-"""Watches the start and the compute thread: reports stalls, and restarts the decode engine if it fails."""
+"""Checks beside the actors: stalls of start and compute thread, failures of the decode engine, periodic checks."""
 
 from __future__ import annotations
 
@@ -95,6 +95,20 @@ class StartupWatch:
         began = time.monotonic()
         while not ended.wait(self._limit):
             self._on_slow(name, time.monotonic() - began)
+
+
+class PeriodicCheck:
+    """Calls `check`, which must return at once, every `seconds`, until cancelled."""
+
+    def __init__(self, name: str, check: Callable[[], None], *, seconds: float) -> None:
+        self.name, self.check = name, check
+        self._seconds = seconds
+
+    async def run(self) -> None:
+        """Check at the start and after each pause."""
+        while True:
+            self.check()
+            await anyio.sleep(self._seconds)
 
 
 class EngineGuard:

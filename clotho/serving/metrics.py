@@ -108,6 +108,7 @@ class _SnapshotCollector(Collector):
         yield _gauge(
             "vllm:num_requests_waiting", "Sequences that wait for prefill.", engine.sequences_waiting, labels=model
         )
+        yield _gauge("clotho_sequences_limit", "Sequences that are decoded at once at most.", engine.sequences_limit)
         yield _gauge("vllm:kv_cache_usage_perc", "Fraction of the KV cache in use.", engine.cache_usage, labels=model)
         for name, help_text, value in (
             ("vllm:prefix_cache_queries", "Prompts looked up in the prefix cache.", engine.prefix_queries),

@@ -108,6 +108,7 @@ class Version(Struct, frozen=True, kw_only=True):
 class EngineSnapshot(Struct, frozen=True, kw_only=True):
     """The state and the counters of the decode engine.
 
+    sequences_limit: how many sequences are decoded at once at most.
     cache_usage: fraction of the KV cache in use, in [0, 1]. prefix_queries, prefix_hits: prompts that were looked up
     and found in the prefix cache; prefix_tokens: tokens that the prefix cache holds. prefill_tokens: prompt tokens
     computed, padding included. finished: finish reason -> completions. failed: requests that ended with an error.
@@ -116,6 +117,7 @@ class EngineSnapshot(Struct, frozen=True, kw_only=True):
 
     sequences_running: int = 0
     sequences_waiting: int = 0
+    sequences_limit: int = 0
     cache_usage: float = 0.0
     prefix_queries: int = 0
     prefix_hits: int = 0

@@ -77,3 +77,28 @@ def test_a_streaming_client_gets_its_first_token_beside_a_full_batch_of_rollouts
         engine.tick()
     assert engine.running == 9
     assert events
+
+
+def test_a_lower_limit_lets_running_rows_finish_and_admits_fewer() -> None:
+    """In the engine: eight rows become two, and eight again when the limit is raised; every completion is complete."""
+    engine = make_engine(max_num_seqs=8)
+    ended: list[Any] = []
+    for salt in range(8):
+        request = SampleRequest(
+            prompt=make_prompt(5, salt), sampling=Sampling(max_tokens=12, ignore_eos=True), seeds=(0, 1, 2, 3)
+        )
+        engine.submit(request, ended.append)
+    tick_until(engine, lambda: engine.running == 8)
+    engine.limit_rows(2)
+    tick_until(engine, lambda: engine.running == 2)
+    assert engine.stats().rows_limit == 2
+    most = 0
+    while len(ended) < 14:
+        engine.tick()
+        most = max(most, engine.running)
+    assert most == 2
+    engine.limit_rows(1000)
+    assert engine.stats().rows_limit == 8
+    tick_until(engine, lambda: engine.running == 8)
+    tick_until(engine, lambda: len(ended) == 32)
+    assert {len(event.completion.tokens) for event in ended} == {12}

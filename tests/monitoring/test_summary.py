@@ -26,16 +26,16 @@ PARTS = [
 def printed(estimate: MemoryEstimate) -> str:
     """Return the printed table."""
     console = Console(file=io.StringIO(), width=120)
-    print_estimate(console, estimate, PARTS, 2**34)
+    print_estimate(console, estimate, PARTS, 2**34, "this machine has 16.0 GiB")
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
 
 def test_the_largest_part_is_first() -> None:
-    """The total is next to the memory of the machine."""
+    """The total is next to the memory limit."""
     text = printed(SMALL)
     assert text.index("base weights") < text.index("logits")
-    assert all(words in text for words in ("1 GiB", "model.path", "of 16 GiB"))
+    assert all(words in text for words in ("1 GiB", "model.path", "of 16 GiB: this machine has"))
 
 
 @pytest.mark.parametrize("shipped", [False, True])

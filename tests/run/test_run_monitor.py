@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from clotho.config.schema import HttpServer
+from clotho.memory.pressure import MemoryReading
 from clotho.run.accounting import CountedSource, GroupAccounting
 from clotho.run.context import RunContext
 from clotho.run.run_monitor import RunMonitor
@@ -83,3 +84,19 @@ async def test_the_summary_compares_the_base_policy_with_the_final_one(context: 
     summary = monitor.summary(accounting, complete=True)
     assert (summary.before, summary.after) == (report(0), report(10, final=True))
     assert (summary.evaluation_seconds, summary.steps, summary.planned_steps) == (6.0, 0, 10)
+
+
+async def test_memory_pressure_limits_the_engine_of_the_run(
+    context: RunContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The limit is a metric of /metrics and of metrics.jsonl; MLX's freed buffers are returned."""
+    freed: list[None] = []
+    monkeypatch.setattr("clotho.run.serving_state.free_buffers", lambda: freed.append(None))
+    critical = MemoryReading(level="critical", swap_bytes=0, available_bytes=0)
+    monitor = RunMonitor(context, queues=[], children=dict)
+    watch = monitor.serving.memory_watch(lambda: critical)
+    assert (monitor.snapshot().engine.sequences_limit, monitor.gauges().rows_limit) == (256, 256)
+    watch.check()
+    context.executor.submit(lambda: None).result()
+    assert (monitor.snapshot().engine.sequences_limit, monitor.gauges().rows_limit) == (128, 128)
+    assert len(freed) == 1

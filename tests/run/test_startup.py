@@ -21,6 +21,7 @@ from clotho.storage.checkpoints import Snapshot, write_checkpoint
 from protocols.accounting import LedgerState
 from protocols.checkpoint import RunState
 from protocols.errors import CheckpointError, ClothoError, DatasetError, ModelError, ProfileError
+from protocols.summary import MemoryLimit
 from tests.e2e.child_processes import descendants, wait_until_ended
 from tests.run.built_context import open_context, tiny_profile
 from tests.training.policies_and_groups import same_bits
@@ -231,3 +232,33 @@ async def test_mistakes_are_found_before_the_run_directory_changes(tmp_path: Pat
         assert isinstance(error, kind)
         assert message in str(error)
         assert not (tmp_path / "run").exists()
+
+
+async def test_a_run_that_exceeds_the_memory_limit_is_refused_before_the_directory_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The limit is that of the device. So is a wired limit on a machine where it would have no effect."""
+    monkeypatch.setattr(
+        "clotho.memory.report.memory_limit", lambda: MemoryLimit(bytes=2**12, source="metal", installed=2**13)
+    )
+    error = await refusal(tiny_profile(tmp_path))
+    assert isinstance(error, ProfileError)
+    assert error.exit_status == 2
+    monkeypatch.undo()
+    error = await refusal(tiny_profile(tmp_path, monitor={"wired_limit_mb": 1024}))
+    assert isinstance(error, ProfileError)
+    assert "monitor.wired_limit_mb" in str(error)
+    assert not (tmp_path / "run").exists()
+
+
+async def test_the_limits_of_mlx_follow_from_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory and cache always, the wired limit only if the profile sets it."""
+    set_limits: dict[str, int] = {}
+    for name in ("memory", "cache", "wired"):
+        monkeypatch.setattr(mx, f"set_{name}_limit", lambda value, name=name: set_limits.update({name: value}))
+    device = MemoryLimit(bytes=2**30, source="metal", installed=2**31)
+    monkeypatch.setattr("clotho.memory.report.memory_limit", lambda: device)
+    async with open_context(tiny_profile(tmp_path)):
+        assert set_limits == {"memory": 2**30, "cache": 512 * 2**20}
+    async with open_context(tiny_profile(tmp_path / "wired", monitor={"wired_limit_mb": 256})):
+        assert set_limits["wired"] == 256 * 2**20

@@ -16,7 +16,7 @@ import anyio
 import pytest
 from anyio import create_task_group, fail_after
 
-from clotho.runtime.watchdog import EngineGuard, StartupWatch, Watchdog
+from clotho.runtime.watchdog import EngineGuard, PeriodicCheck, StartupWatch, Watchdog
 from tests.actors.actor_helpers import cancel_when_blocked
 
 
@@ -153,3 +153,22 @@ async def test_a_cancelled_guard_leaves_its_future_open() -> None:
     await cancel_when_blocked(guard(broken, []).run)
     assert not broken.cancelled()
     broken.set_exception(LookupError("late"))
+
+
+async def test_a_periodic_check_is_called_again_and_again() -> None:
+    """Until it is cancelled."""
+    thrice = anyio.Event()
+    calls: list[None] = []
+
+    def check() -> None:
+        calls.append(None)
+        if len(calls) == 3:
+            thrice.set()
+
+    periodic = PeriodicCheck("memory watch", check, seconds=0.001)
+    with fail_after(5):
+        async with create_task_group() as group:
+            group.start_soon(periodic.run)
+            await thrice.wait()
+            group.cancel_scope.cancel()
+    assert periodic.name == "memory watch"

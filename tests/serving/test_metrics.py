@@ -51,6 +51,7 @@ SNAPSHOT = RunSnapshot(
     engine=EngineSnapshot(
         sequences_running=5,
         sequences_waiting=2,
+        sequences_limit=32,
         cache_usage=0.25,
         prefix_queries=100,
         prefix_hits=40,
@@ -102,6 +103,7 @@ METRICS = {
     "clotho_http_requests_running": "gauge",
     "clotho_http_requests_queued": "gauge",
     "clotho_sampler_requests": "gauge",
+    "clotho_sequences_limit": "gauge",
     "clotho_prefix_cache_tokens": "gauge",
     "clotho_prefill_tokens": "counter",
     "clotho_decode_steps": "counter",
@@ -150,6 +152,7 @@ async def test_metrics_have_exactly_these_names_and_types() -> None:
         ("vllm:kv_cache_usage_perc", {}, 0.25),
         ("vllm:prefix_cache_queries_total", {}, 100),
         ("vllm:prefix_cache_hits_total", {}, 40),
+        ("clotho_sequences_limit", {}, 32),
         ("clotho_prefix_cache_tokens", {}, 900),
         ("clotho_prefill_tokens_total", {}, 7000),
         ("clotho_decode_steps_total", {}, 300),
