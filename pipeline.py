@@ -47,6 +47,7 @@ from clotho.config.bounds import Off
 from clotho.config.schema import (
     AtroposSource,
     EnvironmentSource,
+    FullMethod,
     HeldOutEvaluation,
     HttpServer,
     Profile,
@@ -240,6 +241,9 @@ def wire_training(
         temperature=profile.sampling.temperature,
         parity_prompt=context.prompts.prompt(0).tokens,
         swap_times=context.swap_times,
+        layout=profile.learner.layout,
+        dropout=0.0 if isinstance(profile.policy.method, FullMethod) else profile.policy.method.dropout,
+        max_num_seqs=profile.engine.max_num_seqs,
     )
     adapter_path = [Path(settings.adapter_path).expanduser()] if settings.adapter_path else []
     checkpointer = custom.actor(

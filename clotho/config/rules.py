@@ -111,8 +111,6 @@ CONTRADICTIONS = (
          '= "{}" needs groups from environments (atropos)'),
     Rule("learner.num_minibatches", lambda v, x: x > v["learner.batch_size"] + v.get("replay.groups", 0),
          "= {} must be at most the number of groups per update: learner.batch_size and replay.groups"),
-    Rule("parity.warn_nats", lambda v, x: x > v["parity.stop_nats"],
-         "= {} must be at most parity.stop_nats = {v[parity.stop_nats]}"),
     Rule("replay.groups", lambda v, x: x > v["replay.capacity"],
          "= {} must be at most replay.capacity = {v[replay.capacity]}"),
     Rule("sampling.max_tokens", lambda v, x: x >= v["engine.kv_cache_tokens"],

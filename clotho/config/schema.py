@@ -128,9 +128,9 @@ KvPolicy = Literal["keep", "recompute", "drain"]
 class ParityCheck(Variant, frozen=True, kw_only=True, tag="check"):
     """The log-probabilities are compared at the start and after every weight swap."""
 
-    tokens: Annotated[Positive, about("Number of tokens that a parity check compares.")] = 4
-    warn_nats: Annotated[PositiveFloat, about("A larger difference in nats is logged as a warning.")] = 0.05
-    stop_nats: Annotated[PositiveFloat, about("A larger difference in nats ends the run.")] = 0.5
+    tokens: Annotated[Positive, about("Number of tokens that a parity check compares.")] = 32
+    warn_nats: Annotated[PositiveFloat | None, about("Log a larger difference of one token; none: by type.")] = None
+    stop_kl: Annotated[PositiveFloat | None, about("A larger mean KL divergence ends the run; none: by type.")] = None
 
 
 ParitySection = Annotated[Off | ParityCheck, about("Comparison of sampler and learner log-probabilities.")]

@@ -314,11 +314,12 @@ class DecodeEngine:
         self._batch.drop()
 
     def teacher_forced_logits(
-        self, prompt: Sequence[int], tokens: Sequence[int], *, rows: int, weights: str = POLICY
+        self, prompt: Sequence[int], completions: Sequence[Sequence[int]], *, rows: int, weights: str = POLICY
     ) -> Iterator[mx.array]:
-        """Yield the logits before each of `tokens`, (rows, V), evaluated, from decode steps of `rows` equal rows.
+        """Yield the logits before each token, (rows, V), evaluated, from decode steps of `rows` rows.
 
-        Uses a batch of its own; running rows are not affected. weights: as in `SampleRequest`.
+        completions: of equal lengths; row i has completion i modulo their number. Uses a batch of its own; running rows
+        are not affected. weights: as in `SampleRequest`.
         """
         adapter_B = [self._adapter(weights)] * rows
         *before, last = prompt
@@ -329,9 +330,11 @@ class DecodeEngine:
         prefilled = PrefilledPrompt(rows=rows, tokens=len(before), state=state)
         caches.make_room(positions_B, ~all_B, [prefilled])
         caches.enter(range(rows), prefilled)
-        for token in (last, *tokens[:-1]):
+        token_B_T = np.asarray(completions, dtype=np.int32)[np.arange(rows) % len(completions)]
+        for step in range(token_B_T.shape[1]):
+            token_B = token_B_T[:, step - 1] if step else np.full(rows, last, dtype=np.int32)
             with self._computing(adapter_B):
-                logits_B_V = mx.array(caches.logits(np.full(rows, token, dtype=np.int32), positions_B, all_B))
+                logits_B_V = mx.array(caches.logits(token_B, positions_B, all_B))
             mx.eval(logits_B_V, *caches.arrays)
             yield logits_B_V
             positions_B = positions_B + 1

@@ -1,24 +1,21 @@
-"""Teacher-forced log-probabilities and entropies of sampled tokens, and the parity check of sampler and learner."""
+"""Teacher-forced log-probabilities and entropies of sampled tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Protocol
+from collections.abc import Sequence
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from msgspec import Struct
 
 from clotho.models.attention import AttentionLayers
 from clotho.models.head import split_model
-from clotho.models.policy import TrainablePolicy
 from clotho.scoring.head_scores import HeadScores
 from clotho.scoring.layouts.forward import check_layout, hidden_states
 from clotho.scoring.layouts.micro_batches import build_micro_batches
 from clotho.scoring.layouts.rows import PaddedInputs
 from clotho.scoring.sequences import MicroBatch, TokenTable, scored_only
-from clotho.scoring.token_scores import SampledTokens, SamplingDistribution, Teacher, TokenScores, score, token_scores
+from clotho.scoring.token_scores import SampledTokens, SamplingDistribution, Teacher, TokenScores, score
 from protocols.errors import ModelError
 
 
@@ -69,6 +66,13 @@ class TeacherForcing:
         hidden_N_D = hidden_states(self._split, self._layers, micro.inputs)[position_N]
         return self._head(hidden_N_D, draws, logp_only=logp_only)
 
+    def logits(self, micro: MicroBatch) -> mx.array:
+        """Compute the logits that predict the tokens of the table, (N, V), in the type of the model."""
+        position_N = mx.array(micro.table.position_N)
+        if self._split is None:
+            return self._whole(micro)[position_N]
+        return self._split.head(hidden_states(self._split, self._layers, micro.inputs)[position_N])
+
     def _whole(self, micro: MicroBatch) -> mx.array:
         """Compute the logits at all positions, (B * S, V)."""
         if not isinstance(micro.inputs, PaddedInputs):
@@ -98,60 +102,3 @@ def sampled_tokens_of(table: TokenTable, distribution: SamplingDistribution) -> 
         temperature_N=temperature_N,
         teacher=None if table.teacher is None else Teacher(*map(mx.array, table.teacher)),
     )
-
-
-PARITY_ROWS = 2
-"""Rows of the decode batch of a parity check: a single row may use another matrix kernel than a batch."""
-
-
-class ParityReport(Struct, frozen=True, kw_only=True):
-    """The largest absolute difference of both log-probabilities of the same tokens, in nats; may be NaN or inf."""
-
-    tokens: int
-    max_difference: float
-
-
-class TeacherForcedDecoder(Protocol):
-    """The part of `clotho.inference.DecodeEngine` that the parity check uses."""
-
-    def teacher_forced_logits(self, prompt: Sequence[int], tokens: Sequence[int], *, rows: int) -> Iterator[mx.array]:
-        """Yield the logits before each of `tokens`, (rows, V), from decode steps of `rows` equal rows."""
-
-
-def check_parity(
-    policy: TrainablePolicy,
-    decoder: TeacherForcedDecoder,
-    prompt_tokens: Sequence[int],
-    completion_tokens: Sequence[int],
-    temperature: float,
-    *,
-    forcing: TeacherForcing | None = None,
-) -> ParityReport:
-    """Compare log-probabilities of decode steps with teacher-forced ones, under the current weights of the model.
-
-    temperature: 0 (greedy) compares at temperature 1. forcing: an existing instance to reuse.
-    Raises ValueError if the prompt or the completion is empty.
-    """
-    if not prompt_tokens or not completion_tokens:
-        raise ValueError("a parity check needs at least one token of prompt and of completion")
-    distribution = SamplingDistribution(temperature=temperature or 1.0)
-    decoded_R_T = _decoded(decoder, prompt_tokens, completion_tokens, distribution)
-    forcing = forcing or TeacherForcing(policy.model, policy.vocab_size)
-    forced = forcing.sequence(prompt_tokens, completion_tokens, distribution=distribution)
-    difference_R_T = np.abs(np.array(decoded_R_T, dtype=np.float64) - np.array(forced.logp_N, dtype=np.float64))
-    return ParityReport(
-        tokens=len(completion_tokens),
-        max_difference=float(difference_R_T.max()),
-    )
-
-
-def _decoded(
-    decoder: TeacherForcedDecoder, prompt: Sequence[int], completion: Sequence[int], distribution: SamplingDistribution
-) -> mx.array:
-    """Return the log-probabilities of decode steps, (PARITY_ROWS, T) float32."""
-    logits_T = decoder.teacher_forced_logits(prompt, completion, rows=PARITY_ROWS)
-    logp_T = [
-        token_scores(logits_R_V, mx.full((PARITY_ROWS,), token, dtype=mx.int32), distribution=distribution).logp_N
-        for token, logits_R_V in zip(completion, logits_T, strict=True)
-    ]
-    return mx.stack(logp_T, axis=1)

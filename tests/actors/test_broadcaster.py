@@ -4,7 +4,8 @@ fails.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +24,14 @@ from clotho.models.parameters import flat
 from clotho.runtime.compute_thread import ComputeExecutor
 from clotho.runtime.latest import Latest
 from clotho.runtime.sampling_client import Sampler
-from clotho.scoring.teacher_forcing import ParityReport
+from clotho.scoring.parity_check import ParityReport, ParitySample
 from protocols.accounting import LedgerState
 from protocols.errors import ParityError
 from protocols.queues import QueueClosed
 from protocols.sampling import SampleRequest, Sampling
 from protocols.step import PolicyUpdated, StepReport, TrainedGroup, WeightsReady
 from tests.actors.actor_helpers import compute_thread, filled_queue, served_policy
+from tests.run.simulated_run import METRICS
 from tests.training.policies_and_groups import scored_group
 
 PROMPT = (5, 9, 33, 2, 17, 60)
@@ -55,12 +57,13 @@ class BroadcasterHarness:
         *,
         kv_policy: KvPolicy = "keep",
         parity: ParitySection = PARITY,
+        dropout: float = 0.0,
     ) -> None:
         self.executor = executor
         self.policy, self.engine = served_policy(executor, directory)
         self.weights = Latest[WeightsReady]("weights")
         self.swap_times = SwapTimes()
-        self.settings, self.kv_policy = parity, kv_policy
+        self.settings, self.kv_policy, self.dropout = parity, kv_policy, dropout
 
     def update(self, *, step: int, version: int, shift: float = 0.0, trained: bool = True) -> PolicyUpdated:
         """Return the update of a batch: the initial weights with `shift` added to every parameter."""
@@ -107,6 +110,9 @@ class BroadcasterHarness:
             temperature=1.0,
             parity_prompt=PROMPT,
             swap_times=self.swap_times,
+            layout="auto",
+            dropout=self.dropout,
+            max_num_seqs=16,
         )
 
 
@@ -168,31 +174,98 @@ async def test_nan_log_probabilities_end_the_run(executor: ComputeExecutor, tmp_
     if probe == "at the start":
         executor.submit(lambda: harness.policy.publish(broken.parameters, version=0, step=0, fingerprint="")).result()
     broadcaster = harness.broadcaster(broken)
-    with pytest.raises(ParityError, match="differ by nan nats"):
+    with pytest.raises(ParityError, match="nan nats"):
         await broadcaster.run()
     with pytest.raises(QueueClosed):
         harness.updates.inbox()
 
 
-async def test_the_parity_check_warns_and_stops_at_its_thresholds(
-    executor: ComputeExecutor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`warn_nats` and `stop_nats` apply at the start and after each swap, to the tokens of the last update."""
-    harness = BroadcasterHarness(executor, tmp_path, parity=ParityCheck(warn_nats=0.01, stop_nats=0.1))
-    differences, probed = iter([0.001, 0.05, 0.2]), []
+def difference(*, kl: float = 0.0, nats: float = 0.0, served: float = 0.0) -> ParityReport:
+    """Return the report of a check."""
+    return ParityReport(rows=2, tokens=4, mean_kl=kl, max_difference=nats, served_kl=served)
 
-    def probe(policy: Any, engine: Any, prompt: Any, completion: Any, **_: Any) -> ParityReport:
-        probed.append((prompt, completion))
-        difference = next(differences)
-        return ParityReport(tokens=4, max_difference=difference)
+
+@pytest.mark.parametrize("last", [difference(kl=0.2), difference(served=1e-6), difference(kl=float("nan"))])
+async def test_the_mean_kl_divergence_stops_the_run(
+    executor: ComputeExecutor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: ParityReport
+) -> None:
+    """At the start and after each swap, on the tokens of the last update. Large differences of one token only warn."""
+    harness = BroadcasterHarness(executor, tmp_path, parity=ParityCheck(stop_kl=0.1))
+    found, probed = iter([difference(), difference(kl=0.09, nats=9.0), last]), []
+
+    def probe(policy: Any, engine: Any, sample: ParitySample, **_: Any) -> Generator[None, None, ParityReport]:
+        probed.append(sample)
+        yield
+        return next(found)
 
     monkeypatch.setattr(module, "check_parity", probe)
     broadcaster = harness.broadcaster(*(harness.update(step=step, version=step) for step in (1, 2, 3)))
-    with structlog.testing.capture_logs() as logs, pytest.raises(ParityError, match=r"0\.2 nats at version 2"):
+    with pytest.raises(ParityError, match="version 2"):
         await broadcaster.run()
-    assert [(line["event"], line["nats"], line["version"]) for line in logs] == [("parity_drift", 0.05, 1)]
-    assert probed == [(PROMPT[:2], PROMPT[2:]), (PROMPT[:3], (7, 8, 9, 10)), (PROMPT[:3], (7, 8, 9, 10))]
-    assert broadcaster.largest_drift == 0.2
+    assert probed[0] == ParitySample(PROMPT[:1], (PROMPT[1:],))
+    assert probed[1:] == [ParitySample(PROMPT[:3], ((7, 8, 9, 10),))] * 2
+    assert broadcaster.largest_drift == 9.0
+
+
+async def test_a_warning_per_change_of_level(
+    executor: ComputeExecutor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The largest difference of one token is logged above `warn_nats`, and again if it has doubled."""
+    harness = BroadcasterHarness(executor, tmp_path, parity=ParityCheck(warn_nats=0.1))
+    found = iter([0.05, 0.11, 0.12, 0.2, 0.23, 0.4, 0.05, 0.12])
+
+    def probe(*_: Any, **__: Any) -> Generator[None, None, ParityReport]:
+        yield
+        return difference(nats=next(found))
+
+    monkeypatch.setattr(module, "check_parity", probe)
+    broadcaster = harness.broadcaster(*(harness.update(step=step, version=step) for step in range(1, 8)))
+    with structlog.testing.capture_logs() as logs:
+        await broadcaster.run()
+    assert [(line["event"], line["nats"], line["version"]) for line in logs] == [
+        ("parity_drift", 0.11, 1),
+        ("parity_drift", 0.23, 4),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("other", "dropout", "kv_policy"),
+    [
+        ({}, 0.0, "keep"),
+        ({"staleness": (1,)}, 0.0, "keep"),
+        ({"replayed": 1}, 0.0, "keep"),
+        ({"update": None}, 0.0, "keep"),
+        ({}, 0.1, "keep"),
+        ({}, 0.0, "recompute"),
+    ],
+)
+async def test_recorded_log_probabilities_that_differ_stop_the_run(
+    executor: ComputeExecutor, tmp_path: Path, *, other: dict[str, Any], dropout: float, kv_policy: KvPolicy
+) -> None:
+    """The recorded log-probabilities of a batch belong to its prompts, unless other weights sampled some tokens."""
+    harness = BroadcasterHarness(executor, tmp_path, dropout=dropout, kv_policy=kv_policy)
+    update = harness.update(step=1, version=1)
+    metrics = structs.replace(METRICS, mismatch_kl=0.1)
+    report = structs.replace(update.report, **({"update": metrics} | other))
+    broadcaster = harness.broadcaster(structs.replace(update, report=report))
+    stops = not other and not dropout
+    with pytest.raises(ParityError, match="step 1") if stops else nullcontext():
+        await broadcaster.run()
+    assert harness.policy.version == (0 if stops else 1)
+
+
+@pytest.mark.parametrize(("kv_policy", "stops"), [("keep", False), ("recompute", True), ("drain", True)])
+async def test_kept_kv_caches_end_the_comparison_of_recorded_log_probabilities(
+    executor: ComputeExecutor, tmp_path: Path, *, kv_policy: KvPolicy, stops: bool
+) -> None:
+    """After a swap, tokens of the new version can follow a prompt whose KV cache is that of the old version."""
+    harness = BroadcasterHarness(executor, tmp_path, kv_policy=kv_policy)
+    updates = [harness.update(step=step, version=step) for step in (1, 2)]
+    metrics = structs.replace(METRICS, mismatch_kl=0.1)
+    updates[1] = structs.replace(updates[1], report=structs.replace(updates[1].report, update=metrics))
+    with pytest.raises(ParityError, match="step 2") if stops else nullcontext():
+        await harness.broadcaster(*updates).run()
+    assert harness.policy.version == (1 if stops else 2)
 
 
 async def test_the_broadcaster_is_ready_after_the_first_parity_check(executor: ComputeExecutor, tmp_path: Path) -> None:

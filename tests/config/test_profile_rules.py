@@ -64,7 +64,6 @@ def fault(**sections: Any) -> str | None:
         ({"sampling": {"top_logprobs": 2}}, "sampling.top_logprobs"),
         ({"sampling": {"max_tokens": 64}, "engine": {"kv_cache_tokens": 64}}, "sampling.max_tokens"),
         ({"async": False, "rollouts": {"max_batches_ahead": 3}}, "rollouts.max_batches_ahead"),
-        ({"parity": {"warn_nats": 0.6}}, "parity.warn_nats"),
         ({"parity": {"type": "off", "warn_nats": 0.1}}, "parity.warn_nats"),
         ({"checkpoint": {"interval": 0, "keep_last": 5}}, "checkpoint.keep_last"),
         ({"eval": {"type": "off", "interval": 5}}, "eval.interval"),

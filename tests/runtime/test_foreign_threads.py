@@ -69,7 +69,7 @@ CALLS: dict[str, Callable[[Objects], object]] = {
     "DecodeEngine.fail_all": lambda it: it.engine.fail_all("by the test"),
     "DecodeEngine.weights_changed": lambda it: it.engine.weights_changed("recompute"),
     "DecodeEngine.teacher_forced_logits": lambda it: [
-        np.array(logits).sum() for logits in it.engine.teacher_forced_logits((1, 2), (3, 4), rows=2)
+        np.array(logits).sum() for logits in it.engine.teacher_forced_logits((1, 2), ((3, 4),), rows=2)
     ],
     "Policy.publish": lambda it: it.policy.publish(it.changed, version=1, step=1, fingerprint="x"),
     "Policy.trainable": lambda it: mx.eval(it.policy.trainable()),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -15,8 +16,18 @@ from clotho.cpu import computes_on_host
 from clotho.cpu.decoder import HostDecoder
 from clotho.inference import DecodeEngine
 from clotho.models.parameters import flat, nested
-from clotho.models.policy import Policy
-from clotho.scoring.teacher_forcing import check_parity
+from clotho.models.policy import Policy, TrainablePolicy
+from clotho.scoring.parity_check import (
+    MAX_PROMPT,
+    MAX_ROWS,
+    SERVED_KL,
+    ParityReport,
+    ParitySample,
+    TeacherForcedDecoder,
+    check_parity,
+    parity_sample,
+)
+from clotho.scoring.teacher_forcing import TeacherForcing
 from tests.inference.engine_helpers import (
     SAMPLED,
     complete_alone,
@@ -27,7 +38,30 @@ from tests.inference.engine_helpers import (
     tick_until,
 )
 from tests.small_models import ARCHITECTURES, tiny_source
-from tests.training.policies_and_groups import Bigram, BigramPolicy, tiny_policy
+from tests.training.policies_and_groups import Bigram, BigramPolicy, finish, tiny_policy
+
+
+def check(
+    policy: TrainablePolicy,
+    decoder: TeacherForcedDecoder,
+    prompt: Sequence[int],
+    tokens: Sequence[int],
+    temperature: float = 1.0,
+    *,
+    rows: int = 2,
+    layout: str = "padded",
+) -> ParityReport:
+    """Check one completion."""
+    return finish(
+        check_parity(
+            policy,
+            decoder,
+            ParitySample(tuple(prompt), (tuple(tokens),)),
+            temperature,
+            rows=rows,
+            forcing=TeacherForcing(policy.model, policy.vocab_size, layout=layout),
+        )
+    )
 
 
 def engine_of(policy: Policy) -> DecodeEngine:
@@ -42,9 +76,11 @@ def test_cached_decoding_equals_teacher_forcing(temperature: float) -> None:
     policy = tiny_policy()
     moved = {name: value + 0.05 for name, value in flat(policy.trainable()).items()}
     policy.publish(nested(moved), version=1, step=1, fingerprint="moved")
-    report = check_parity(policy, engine_of(policy), (1, 2, 3), (4, 5, 6, 7, 8), temperature)
+    report = check(policy, engine_of(policy), (1, 2, 3), (4, 5, 6, 7, 8), temperature)
     assert report.tokens == 5
     assert 0.0 <= report.max_difference < 1e-4
+    assert 0.0 <= report.mean_kl < 1e-9
+    assert report.served_kl == 0.0
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -53,7 +89,7 @@ def test_every_architecture_passes_the_parity_check(architecture: str) -> None:
     source = tiny_source(architecture)
     policy = BigramPolicy(source.model, vocab_size=source.vocab_size)
     engine = DecodeEngine(source, EngineSection())
-    report = check_parity(policy, engine, range(1, 13), (4, 5, 6, 7, 8, 9), 0.8)
+    report = check(policy, engine, range(1, 13), (4, 5, 6, 7, 8, 9), 0.8)
     assert report.max_difference < 2e-4
 
 
@@ -63,8 +99,11 @@ class DoubledLogits:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
 
-    def teacher_forced_logits(self, prompt: Sequence[int], tokens: Sequence[int], *, rows: int) -> Iterator[mx.array]:
+    def teacher_forced_logits(
+        self, prompt: Sequence[int], completions: Sequence[Sequence[int]], *, rows: int
+    ) -> Iterator[mx.array]:
         """From the whole sequence before each token."""
+        (tokens,) = completions
         sequence = [*prompt, *tokens]
         for end in range(len(prompt), len(sequence)):
             yield self._model(mx.array([sequence[:end]] * rows))[:, -1] * 2.0
@@ -73,8 +112,9 @@ class DoubledLogits:
 def test_an_engine_with_other_logits_fails_the_parity_check() -> None:
     """The check compares two independent computations."""
     policy = BigramPolicy(Bigram())
-    report = check_parity(policy, DoubledLogits(policy.model), (1, 2), (3, 4), 1.0)
+    report = check(policy, DoubledLogits(policy.model), (1, 2), (3, 4), 1.0)
     assert report.max_difference > 0.1
+    assert report.mean_kl > 1e-3
 
 
 @pytest.mark.skipif(not computes_on_host(), reason="only the CPU backend decodes on the host")
@@ -84,7 +124,7 @@ def test_the_check_uses_the_computation_that_serves(monkeypatch: pytest.MonkeyPa
     engine = engine_of(policy)
     true = HostDecoder.logits
     monkeypatch.setattr(HostDecoder, "logits", lambda *given: true(*given) * np.float32(2.0))
-    assert check_parity(policy, engine, (1, 2, 3), (4, 5, 6), 1.0).max_difference > 1e-3
+    assert check(policy, engine, (1, 2, 3), (4, 5, 6), 1.0).max_difference > 1e-3
 
 
 def test_running_rows_are_unaffected_by_the_check() -> None:
@@ -93,7 +133,7 @@ def test_running_rows_are_unaffected_by_the_check() -> None:
     engine = make_engine(source)
     answer = submit_request(engine, make_prompt(6), SAMPLED, (3,))
     tick_until(engine, lambda: engine.stats().tokens_sampled == 2)
-    check_parity(BigramPolicy(source.model, vocab_size=source.vocab_size), engine, (1, 2, 3), (4, 5), 1.0)
+    check(BigramPolicy(source.model, vocab_size=source.vocab_size), engine, (1, 2, 3), (4, 5), 1.0)
     run(engine)
     assert answer.completions[0].tokens == complete_alone(source, make_prompt(6), SAMPLED, 3).tokens
 
@@ -103,7 +143,7 @@ def test_nan_weights_give_a_nan_difference() -> None:
     policy = tiny_policy()
     broken = {name: value * math.nan for name, value in flat(policy.trainable()).items()}
     policy.publish(nested(broken), version=1, step=1, fingerprint="broken")
-    assert not math.isfinite(check_parity(policy, engine_of(policy), (1, 2), (3, 4), 1.0).max_difference)
+    assert not math.isfinite(check(policy, engine_of(policy), (1, 2), (3, 4), 1.0).max_difference)
 
 
 @pytest.mark.parametrize(("prompt", "tokens"), [((), (1,)), ((1,), ())])
@@ -112,4 +152,103 @@ def test_a_check_of_zero_tokens_is_refused(prompt: tuple[int, ...], tokens: tupl
     policy = tiny_policy()
     engine = engine_of(policy)
     with pytest.raises(ValueError, match="at least one token"):
-        check_parity(policy, engine, prompt, tokens, 1.0)
+        check(policy, engine, prompt, tokens, 1.0)
+
+
+@pytest.mark.parametrize(("rows", "expected"), [(1, 3), (13, 13), (200, MAX_ROWS)])
+def test_decode_steps_have_the_rows_of_the_running_batch(
+    rows: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Matrix kernels depend on the number of rows. Completions fill the rows repeatedly."""
+    policy = tiny_policy()
+    engine, shapes = engine_of(policy), []
+    decode = engine.teacher_forced_logits
+
+    def recorded(*given: Any, **options: Any) -> Iterator[mx.array]:
+        for logits_R_V in decode(*given, **options):
+            shapes.append(logits_R_V.shape[0])
+            yield logits_R_V
+
+    monkeypatch.setattr(engine, "teacher_forced_logits", recorded)
+    sample = ParitySample((1, 2, 3), ((4, 5), (6, 7), (8, 9)))
+    forcing = TeacherForcing(policy.model, policy.vocab_size, layout="shared")
+    report = finish(check_parity(policy, engine, sample, 1.0, rows=rows, forcing=forcing))
+    assert (report.rows, report.tokens, set(shapes)) == (expected, 6, {expected})
+    assert report.max_difference < 1e-4
+
+
+def test_the_prompt_of_a_check_is_bounded() -> None:
+    """Of a long prompt, only the last tokens are used, so that a check does not delay requests."""
+    policy = tiny_policy()
+    engine, prompts = engine_of(policy), []
+    decode = engine.teacher_forced_logits
+
+    class Recording:
+        def teacher_forced_logits(self, prompt: Sequence[int], *given: Any, **options: Any) -> Iterator[mx.array]:
+            prompts.append(tuple(prompt))
+            return decode(prompt, *given, **options)
+
+    prompt = tuple(range(1, 31)) * 4
+    assert check(policy, Recording(), prompt, (3, 4)).max_difference < 1e-4
+    assert set(prompts) == {prompt[-MAX_PROMPT:]}
+
+
+def test_a_check_yields_after_every_decode_step() -> None:
+    """Other work of the compute thread runs in between, with the served weights in the model."""
+    policy = tiny_policy()
+    served = flat(policy.trainable())
+    other = nested({name: array + 0.0 for name, array in served.items()})
+    steps = check_parity(
+        policy,
+        engine_of(policy),
+        ParitySample((1, 2, 3), ((4, 5, 6), (7, 8, 9))),
+        1.0,
+        rows=2,
+        forcing=TeacherForcing(policy.model, policy.vocab_size),
+        parameters=other,
+    )
+    held = [
+        all(flat(policy.model.trainable_parameters())[name] is array for name, array in served.items()) for _ in steps
+    ]
+    assert held == [True] * 6
+
+
+def test_dropout_has_no_effect_on_a_check() -> None:
+    """The learner's side is computed in training mode, but without dropout."""
+    policy = tiny_policy(dropout=0.5)
+    moved = {name: value + 0.05 for name, value in flat(policy.trainable()).items()}
+    policy.publish(nested(moved), version=1, step=1, fingerprint="moved")
+    assert check(policy, engine_of(policy), (1, 2, 3), (4, 5, 6)).max_difference < 1e-4
+
+
+class NoisyDecoder:
+    """A decoder whose results differ between two executions."""
+
+    def __init__(self, engine: DecodeEngine) -> None:
+        self._engine = engine
+
+    def teacher_forced_logits(
+        self, prompt: Sequence[int], completions: Sequence[Sequence[int]], *, rows: int
+    ) -> Iterator[mx.array]:
+        """Add noise to the logits of the engine."""
+        for logits_R_V in self._engine.teacher_forced_logits(prompt, completions, rows=rows):
+            yield logits_R_V + 0.01 * mx.random.normal(logits_R_V.shape)
+
+
+def test_a_device_that_is_not_reproducible_passes() -> None:
+    """Then equal weights do not give equal decode steps, and only the comparison with the learner remains."""
+    policy = tiny_policy()
+    report = check(policy, NoisyDecoder(engine_of(policy)), (1, 2, 3), (4, 5, 6))
+    assert report.served_kl == 0.0
+    assert report.mean_kl > SERVED_KL
+
+
+@pytest.mark.parametrize(
+    ("lengths", "count", "steps"),
+    [([40] * 8, 8, 4), ([40], 1, 32), ([3] * 8, 8, 3), ([40, 40, 2, 2], 2, 16), ([40, 40, 11, 0], 3, 11), ([], 0, 0)],
+)
+def test_a_sample_has_enough_tokens_with_the_fewest_steps(lengths: list[int], count: int, steps: int) -> None:
+    """32 tokens, if there are as many; short completions are left out if they would cost tokens."""
+    sample = parity_sample((1, 2), [tuple(range(length)) for length in lengths], tokens=32)
+    assert (len(sample.completions), sample.steps) == (count, steps)
+    assert all(len(one) == steps for one in sample.completions)

@@ -1,0 +1,228 @@
+"""The parity check: sampler and learner compute the same distributions for the same tokens and weights.
+
+The sampler's side are decode steps with as many rows as the running batch, because matrix kernels depend on the number
+of rows. The check compares these steps with two computations.
+
+1. The learner's: traced for a gradient, in the learner's layout, because attention uses other kernels there. Both sides
+   round differently in 16 bits. `LIMITS` tells rounding from faults.
+2. The same decode steps under other references to the learner's weights, so that nothing that was prepared for the
+   served weights is used. The kernels are the same, so the results are equal bit for bit in every type. This finds
+   faults below the rounding: an adapter with a wrong scale, or one layer of an earlier version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple, Protocol
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from msgspec import Struct
+from numpy.typing import NDArray
+
+from clotho.models.parameters import Parameters, flat, nested
+from clotho.models.policy import TrainablePolicy
+from clotho.scoring.layouts.forward import UNLIMITED_BUDGET
+from clotho.scoring.layouts.micro_batches import build_micro_batches
+from clotho.scoring.sequences import scored_only
+from clotho.scoring.teacher_forcing import TeacherForcing
+from clotho.scoring.token_scores import SamplingDistribution
+
+MAX_ROWS = 32
+"""Maximum number of rows of the decode batch; Metal uses one kernel for 13 to about 500 rows."""
+
+MAX_PROMPT = 64
+"""Maximum number of prompt tokens of a check. Longer prompts lose their first tokens."""
+
+
+class ParityLimits(Struct, frozen=True, kw_only=True):
+    """Limits of a parity check, in nats.
+
+    stop_kl: maximum mean KL divergence. warn_nats: largest difference of one log-probability without a warning.
+    """
+
+    stop_kl: float
+    warn_nats: float
+
+
+SERVED_KL = 1e-9
+"""Maximum mean KL divergence of decode steps with equal weights, in nats; it is 0 if the weights are the learner's."""
+
+LIMITS = {
+    "float32": ParityLimits(stop_kl=1e-3, warn_nats=0.05),
+    "float16": ParityLimits(stop_kl=3e-3, warn_nats=0.25),
+    "bfloat16": ParityLimits(stop_kl=0.05, warn_nats=2.0),
+}
+"""Default limits by the type that the model computes in; docs/numerics.md has the measurements.
+
+Those of float32 leave room for TF32, which MLX uses for large products on recent GPUs.
+"""
+
+
+class ParityReport(Struct, frozen=True, kw_only=True):
+    """The differences between sampler and learner on the same tokens, in nats; each may be NaN or inf.
+
+    mean_kl: KL(sampler || learner) over the whole vocabulary, mean over tokens. max_difference: largest absolute
+    difference of the log-probabilities of the tokens. served_kl: mean KL divergence between decode steps with the
+    served weights and with the learner's; 0 if decode steps with the same weights are not reproducible. rows: number of
+    rows of the decode batch.
+    """
+
+    rows: int
+    tokens: int
+    mean_kl: float
+    max_difference: float
+    served_kl: float
+
+
+class TeacherForcedDecoder(Protocol):
+    """The part of `clotho.inference.DecodeEngine` that the parity check uses."""
+
+    def teacher_forced_logits(
+        self, prompt: Sequence[int], completions: Sequence[Sequence[int]], *, rows: int
+    ) -> Iterator[mx.array]:
+        """Yield the logits before each token, (rows, V), from decode steps. Completions repeat until rows are full."""
+
+
+class ParitySample(NamedTuple):
+    """Tokens of a parity check: completions of one prompt, of equal lengths."""
+
+    prompt: tuple[int, ...]
+    completions: tuple[tuple[int, ...], ...]
+
+    @property
+    def steps(self) -> int:
+        """Length of the completions; 0 without completions."""
+        return len(self.completions[0]) if self.completions else 0
+
+
+def parity_sample(prompt: Sequence[int], completions: Sequence[Sequence[int]], *, tokens: int) -> ParitySample:
+    """Choose at least `tokens` tokens, if there are as many, with the fewest decode steps.
+
+    Completions are cut to a common length; shorter ones are left out. The sample has no completions if all are empty.
+    """
+    longest = sorted((tuple(one) for one in completions[:MAX_ROWS] if one), key=len, reverse=True)
+    best: tuple[int, int] | None = None  # completions, steps
+    for count, one in enumerate(longest, start=1):
+        candidate = (count, min(len(one), -(-tokens // count)))
+        if best is None or _rank(candidate, tokens) > _rank(best, tokens):
+            best = candidate
+    count, steps = best or (0, 0)
+    return ParitySample(tuple(prompt), tuple(one[:steps] for one in longest[:count]))
+
+
+def _rank(candidate: tuple[int, int], tokens: int) -> tuple[int, int]:
+    count, steps = candidate
+    return min(tokens, count * steps), -steps
+
+
+def check_parity(
+    policy: TrainablePolicy,
+    decoder: TeacherForcedDecoder,
+    sample: ParitySample,
+    temperature: float,
+    *,
+    rows: int,
+    forcing: TeacherForcing,
+    parameters: Parameters | None = None,
+) -> Generator[None, None, ParityReport]:
+    """Compare distributions of decode steps under the served weights with those of the learner.
+
+    parameters: of the learner; None = the served ones. temperature: 0 (greedy) compares at temperature 1. rows: number
+    of rows of the decode batch; at least the number of completions is used, and at most `MAX_ROWS`. forcing: with the
+    learner's layout. Yields after every decode step, with the served weights in the model.
+    Raises ValueError if the prompt or a completion is empty.
+    """
+    if not sample.prompt or not sample.steps:
+        raise ValueError("a parity check needs at least one token of prompt and of completion")
+    rows = min(max(rows, len(sample.completions)), MAX_ROWS)
+    sample = sample._replace(prompt=sample.prompt[-MAX_PROMPT:])
+    distribution = SamplingDistribution(temperature=temperature or 1.0)
+    learner = flat(policy.trainable() if parameters is None else parameters)
+    referenced = nested({name: mx.stop_gradient(array) for name, array in learner.items()})
+    served_N_V = yield from _decoded(decoder, sample, rows, nullcontext)
+    decoded_N_V = yield from _decoded(decoder, sample, rows, lambda: policy.using(referenced))
+    learner_N_V = _traced(policy, forcing, sample, nested(learner))
+    target_N = np.concatenate([np.asarray(one, dtype=np.int32) for one in sample.completions])
+    kl_N, difference_N = _differences(served_N_V, learner_N_V, target_N, distribution)
+    served_kl = 0.0
+    if not _are_equal(served_N_V, decoded_N_V):
+        repeated_N_V = yield from _decoded(decoder, sample, rows, nullcontext)
+        if _are_equal(served_N_V, repeated_N_V):
+            served_kl = float(_differences(served_N_V, decoded_N_V, target_N, distribution)[0].mean())
+    return ParityReport(
+        rows=rows,
+        tokens=len(target_N),
+        mean_kl=float(kl_N.mean()),
+        max_difference=float(difference_N.max()),
+        served_kl=served_kl,
+    )
+
+
+def _decoded(
+    decoder: TeacherForcedDecoder,
+    sample: ParitySample,
+    rows: int,
+    computing: Callable[[], AbstractContextManager[None]],
+) -> Generator[None, None, mx.array]:
+    """Return the logits of decode steps, (N, V), by completion. Each step runs inside `computing`."""
+    steps = decoder.teacher_forced_logits(sample.prompt, sample.completions, rows=rows)
+    logits_T_n_V = []
+    for _ in range(sample.steps):
+        with computing():
+            logits_T_n_V.append(next(steps)[: len(sample.completions)])
+        yield
+    logits_n_T_V = mx.stack(logits_T_n_V, axis=1)
+    return logits_n_T_V.reshape(-1, logits_n_T_V.shape[-1])
+
+
+def _traced(policy: TrainablePolicy, forcing: TeacherForcing, sample: ParitySample, parameters: Parameters) -> mx.array:
+    """Return the logits before each token of the completions, (N, V), as the learner computes them for a gradient.
+
+    Without dropout. The gradient itself is not evaluated.
+    """
+    (micro,) = build_micro_batches(
+        [scored_only(sample.prompt, one) for one in sample.completions], layout=forcing.layout, budget=UNLIMITED_BUDGET
+    )
+
+    def summed(traced: Parameters) -> tuple[mx.array, mx.array]:
+        with policy.using(traced):
+            logits_N_V = forcing.logits(micro)
+        return mx.sum(logits_N_V), logits_N_V
+
+    with policy.training_mode():
+        for module in policy.model.modules():
+            if isinstance(module, nn.Dropout):
+                module.eval()
+        (_, logits_N_V), _ = mx.value_and_grad(summed)(parameters)
+    tokens = sum(map(len, sample.completions))
+    member_N = np.asarray(micro.members)[micro.table.sequence_N[:tokens]]
+    logits_N_V = logits_N_V[mx.array(np.argsort(member_N, kind="stable"))]
+    mx.eval(logits_N_V)
+    return logits_N_V
+
+
+def _are_equal(p_N_V: mx.array, q_N_V: mx.array) -> bool:
+    return bool(mx.array_equal(p_N_V, q_N_V, equal_nan=True).item())
+
+
+def _differences(
+    p_N_V: mx.array, q_N_V: mx.array, target_N: NDArray[np.int32], distribution: SamplingDistribution
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return KL(p || q) and the absolute difference of the targets' log-probabilities, (N,) each, from logits."""
+    kl_N, difference_N = np.zeros(len(target_N)), np.zeros(len(target_N))
+    for n, target in enumerate(target_N):
+        p_logp_V, q_logp_V = _logp(p_N_V[n], distribution), _logp(q_N_V[n], distribution)
+        kl_N[n] = np.sum(np.exp(p_logp_V) * (p_logp_V - q_logp_V))
+        difference_N[n] = abs(p_logp_V[target] - q_logp_V[target])
+    return kl_N, difference_N
+
+
+def _logp(logits_V: mx.array, distribution: SamplingDistribution) -> NDArray[np.float64]:
+    """Return log-probabilities in float64, so that the KL divergence of equal distributions is about 1e-13."""
+    z_V = np.array(logits_V.astype(mx.float32)).astype(np.float64) / distribution.temperature
+    z_V -= z_V.max()
+    log_probability_V: NDArray[np.float64] = z_V - np.log(np.exp(z_V).sum())
+    return log_probability_V

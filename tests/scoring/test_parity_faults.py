@@ -1,0 +1,156 @@
+"""Parity checks with emulated split-K products: rounding passes, and faults are found, in every type.
+
+The check runs on the path of devices, whose products differ between decode steps and whole sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from msgspec.structs import replace
+
+from clotho import cpu
+from clotho.models.parameters import Parameters, flat, nested
+from clotho.models.policy import Policy
+from clotho.scoring.parity_check import LIMITS, MAX_ROWS, SERVED_KL, ParityReport, check_parity
+from clotho.scoring.teacher_forcing import TeacherForcing
+from protocols.sampling import Sampling
+from tests.inference.engine_helpers import run, submit_request
+from tests.scoring.parity_noise import (
+    PRECISIONS,
+    deep_policy,
+    embedded_policy,
+    engine_of,
+    random_sample,
+    reports,
+)
+from tests.split_k import split_k
+from tests.training.policies_and_groups import finish, learner, scored_group
+
+Arrays = dict[str, mx.array]
+
+FAST = (("float32", 0), ("bfloat16", 4))
+ALL_PRECISIONS = [
+    pytest.param(dtype, bits, marks=() if (dtype, bits) in FAST else pytest.mark.slow) for dtype, bits in PRECISIONS
+]
+FAULT_PRECISIONS = [
+    pytest.param(dtype, bits, marks=() if (dtype, bits) == FAST[0] else pytest.mark.slow) for dtype, bits in PRECISIONS
+]
+
+
+@pytest.fixture(autouse=True)
+def device_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decode with MLX, as on a GPU."""
+    monkeypatch.setattr(cpu, "KERNELS_ENABLED", False)
+
+
+def passes(report: ParityReport, dtype: str) -> bool:
+    """Whether the broadcaster continues, without a warning."""
+    limits = LIMITS[dtype]
+    stops = not (report.mean_kl <= limits.stop_kl and report.served_kl <= SERVED_KL)
+    return not stops and report.max_difference <= limits.warn_nats
+
+
+@pytest.mark.parametrize(("dtype", "bits"), ALL_PRECISIONS)
+def test_rounding_passes(dtype: str, bits: int) -> None:
+    """Three layers. Sampler and learner differ in 16 bits, and a third of the limit is not reached."""
+    (report,) = reports(dtype, bits, layers=3, probes=1)
+    assert report.tokens == 32
+    assert passes(report, dtype)
+    assert report.mean_kl < LIMITS[dtype].stop_kl / 3
+    assert (report.mean_kl > 1e-7) == (dtype != "float32")
+
+
+def scaled(arrays: Arrays, _: Arrays) -> Arrays:
+    """The adapters, as if their scale were 10 % larger."""
+    return {name: array * 1.1 if "lora_b" in name else array for name, array in arrays.items()}
+
+
+def stale(arrays: Arrays, previous: Arrays) -> Arrays:
+    """The adapters, those of one layer from the previous version."""
+    return {name: previous[name] if ".layers.1." in name else array for name, array in arrays.items()}
+
+
+def serve(policy: Policy, arrays: Arrays) -> None:
+    """Serve these adapters. The learner has others."""
+    policy.publish(nested(arrays), version=2, step=2, fingerprint="")
+
+
+def convert(policy: Policy, arrays: Arrays) -> None:
+    """Convert these adapters to 16 bits for the served ones, as a faulty conversion would."""
+    for group in policy._folded.groups:
+        correct = group.fold(flat(policy.trainable()))
+        group.serve(group.fold(arrays)._replace(lora_a=correct.lora_a, lora_b=correct.lora_b))
+
+
+@pytest.mark.parametrize(("dtype", "bits"), ALL_PRECISIONS)
+@pytest.mark.parametrize("fault", [scaled, stale])
+@pytest.mark.parametrize("place", [serve, convert])
+def test_wrong_served_weights_are_found(
+    dtype: str, bits: int, fault: Callable[[Arrays, Arrays], Arrays], place: Callable[[Policy, Arrays], None]
+) -> None:
+    """By the first check, although rounding in 16 bits is larger than the effect. The previous version is 1e-3 away."""
+    policy = deep_policy(dtype, bits, layers=3)
+    previous = flat(policy.trainable())
+    mx.random.seed(5)
+    moved = {name: array + 1e-3 * mx.sign(mx.random.normal(array.shape)) for name, array in previous.items()}
+    mx.eval(moved)
+    serve(policy, moved)
+    assert check(policy, nested(moved)).served_kl == 0.0
+    place(policy, fault(moved, previous))
+    report = check(policy, nested(moved))
+    assert report.served_kl > 10 * SERVED_KL
+    assert not passes(report, dtype)
+
+
+def check(policy: Policy, parameters: Parameters) -> ParityReport:
+    """Check once, with split-K products. parameters: of the learner."""
+    forcing = TeacherForcing(policy.model, policy.vocab_size, layout="auto")
+    sample = random_sample(policy.vocab_size)
+    with split_k():
+        return finish(
+            check_parity(policy, engine_of(policy), sample, 1.0, rows=MAX_ROWS, forcing=forcing, parameters=parameters)
+        )
+
+
+@pytest.mark.parametrize(("dtype", "bits"), FAULT_PRECISIONS)
+@pytest.mark.parametrize("space", [False, True])
+def test_a_space_in_the_prompt_is_found(dtype: str, bits: int, *, space: bool) -> None:
+    """The mismatch of the first update compares the recorded log-probabilities with those for the learner's prompt."""
+    policy = embedded_policy(dtype, bits)
+    policy.version = 0
+    engine, groups = engine_of(policy), []
+    with split_k():
+        for number, question in enumerate(("What is 12 + 7?", "Which is larger? A) 4 B) 9")):
+            prompt = policy.tokenizer.render_chat([{"role": "user", "content": question}])
+            sampled = (*prompt, *policy.tokenizer.encode(" ")) if space else prompt
+            answer = submit_request(engine, sampled, Sampling(max_tokens=8, ignore_eos=True), tuple(range(16)))
+            run(engine)
+            group = scored_group([[1]], [0.0], prompt=prompt, group_id=number)
+            completions = tuple(answer.completions)
+            rewards = tuple(float(value) for value in np.arange(len(completions)) % 2)
+            groups.append(replace(group, group=replace(group.group, completions=completions), rewards=rewards))
+    mismatch = finish(learner(policy).update(groups)).metrics.mismatch_kl
+    assert (mismatch > 2 * LIMITS[dtype].stop_kl) if space else (mismatch < LIMITS[dtype].stop_kl / 3)
+
+
+def swaps(dtype: str, bits: int, *, layers: int, count: int) -> None:
+    """Check after every swap of random adapters; at the rows of a running batch, with split-K products."""
+    for report in reports(dtype, bits, layers=layers, probes=count):
+        assert passes(report, dtype), report
+
+
+@pytest.mark.parametrize("bits", [0, 4])
+def test_swaps_pass_without_a_warning(bits: int) -> None:
+    """Two swaps of four layers in bfloat16."""
+    swaps("bfloat16", bits, layers=4, count=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bits", [0, 4])
+def test_200_swaps_of_28_layers_pass_without_a_warning(bits: int) -> None:
+    """In bfloat16, with head size 64 and groups of 64."""
+    swaps("bfloat16", bits, layers=28, count=200)

@@ -1,0 +1,93 @@
+"""Emulates the split-K matrix products of Metal in decode steps, so that sampler and learner round as differently.
+
+Metal's kernel for products of few rows splits the inner dimension into parts, stores the partial sums in the type of
+the result, and adds them in this type. MLX's CPU backend adds all products in float32, and its rows do not depend on
+their number. Therefore 16-bit log-probabilities of decode steps and of whole sequences are equal on the CPU, and differ
+on Metal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from clotho.inference.kv_cache import BatchKVCache
+
+PART = 64
+"""Number of inputs of a partial sum; Metal's smallest."""
+
+ROWS = range(13, 513)
+"""Numbers of rows for which Metal splits the inner dimension."""
+
+
+@contextmanager
+def split_k(*, part: int = PART, rows: range = ROWS) -> Iterator[None]:
+    """Compute the linear layers of decode steps by split-K products inside the context.
+
+    Applies to plain and quantized linear layers, LoRA's base layers and tied heads, in steps of the device path with a
+    number of rows in `rows`. Prefill and teacher forcing are unchanged.
+    """
+    weights: dict[int, tuple[mx.array, mx.array]] = {}
+    decoding = [False]
+    step = BatchKVCache.logits
+
+    def logits(cache: BatchKVCache, *given: Any) -> mx.array:
+        decoding[0] = cache.rows in rows
+        try:
+            return step(cache, *given)
+        finally:
+            decoding[0] = False
+
+    def product(x: mx.array, weight: mx.array, dense: Callable[[], mx.array]) -> mx.array:
+        """Return x W^T. dense: computes the weight, (outputs, inputs)."""
+        found = weights.get(id(weight))
+        if found is None or found[0] is not weight:
+            found = weights[id(weight)] = (weight, dense().astype(mx.float32))
+            mx.eval(found)
+        return _split(x, found[1], part)
+
+    def linear(layer: Any, x: mx.array) -> mx.array:
+        if not decoding[0]:
+            usual: mx.array = plain[nn.Linear, "__call__"](layer, x)
+            return usual
+        y: mx.array = product(x, layer.weight, lambda: layer.weight)
+        return y + layer["bias"] if "bias" in layer else y
+
+    def tied(layer: Any, x: mx.array) -> mx.array:
+        if not decoding[0]:
+            usual: mx.array = plain[nn.Embedding, "as_linear"](layer, x)
+            return usual
+        return product(x, layer.weight, lambda: layer.weight)
+
+    def quantized(x: mx.array, w: mx.array, scales: mx.array, biases: mx.array, **packing: Any) -> mx.array:
+        if not decoding[0] or not packing.pop("transpose", True):
+            return packed(x, w, scales, biases, **packing)
+        return product(x, w, lambda: mx.dequantize(w, scales, biases, **packing))
+
+    plain: dict[tuple[type, str], Any] = {
+        (nn.Linear, "__call__"): nn.Linear.__call__,
+        (nn.Embedding, "as_linear"): nn.Embedding.as_linear,
+    }
+    packed = mx.quantized_matmul
+    with (
+        mock.patch.object(BatchKVCache, "logits", logits),
+        mock.patch.object(nn.Linear, "__call__", linear),
+        mock.patch.object(nn.Embedding, "as_linear", tied),
+        mock.patch.object(mx, "quantized_matmul", quantized),
+    ):
+        yield
+
+
+def _split(x: mx.array, weight_O_I: mx.array, part: int) -> mx.array:
+    total: mx.array | None = None
+    for start in range(0, weight_O_I.shape[1], part):
+        inputs = slice(start, start + part)
+        partial = (x[..., inputs].astype(mx.float32) @ weight_O_I[:, inputs].T).astype(x.dtype)
+        total = partial if total is None else total + partial
+    assert total is not None
+    return total
