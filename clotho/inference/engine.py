@@ -250,7 +250,7 @@ class DecodeEngine:
                 self._join_together(jobs)
             except Exception:
                 log.exception("join_failed")
-                self._scheduler.requeue(self._interrupt())
+                self._scheduler.requeue(self._interrupt(lambda _: True))
                 for job in jobs:
                     self._join_alone(job)
         for job in ready:
@@ -265,7 +265,7 @@ class DecodeEngine:
         try:
             self._join_together([job])
         except Exception as error:
-            self._scheduler.requeue(self._interrupt())
+            self._scheduler.requeue(self._interrupt(lambda _: True))
             self._refuse(job, error)
 
     def _refuse(self, job: PrefillJob, error: Exception) -> None:
