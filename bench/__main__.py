@@ -21,6 +21,7 @@ BENCHMARKS = {
     "real": "A real language model: rollouts and one update, beside mlx-lm and mlx-lm-lora.",
     "http": "HTTP throughput and time to first token with 1 to 64 clients, beside mlx_lm.server.",
     "swap": "How long a weight swap delays decoding.",
+    "adapters": "Decode rate of batches with one adapter, eight adapters and the base model.",
     "overlap": "Decode rate during updates.",
     "actors_overhead": "Cost of one message through a queue, an actor and the compute thread, beside asyncio.",
     "rewards": "Cost of scoring a group in worker processes and in threads.",

@@ -64,6 +64,10 @@ SEMANTICS = {
         "the new arrays, which the learner has already computed, the prefix cache is emptied, and the running "
         "sequences continue. Median and longest swap of a repeat."
     ),
+    "clotho_adapters": (
+        "Decode engine with default settings and loaded adapters; every row of the batch names its adapter. Sampled "
+        "tokens per second while all rows are decoded, with their log-probabilities; no text is produced."
+    ),
     "runs_swap": ("As the run measures it: the exchange of the arrays, median and longest of all updates of a run."),
     "clotho_overlap": (
         "Engine and learner alternate in the compute thread by `decode_share`. Sampled tokens per second of wall "

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
-from functools import cache
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -52,12 +52,81 @@ def multiply(x: Matrix, w: Matrix, out: Matrix, *, scale: float = 1.0, add: bool
         np.multiply(product, scale, out=product)
         np.add(product, out.array if add else 0.0, out=out.array)
         return
+    sgemm(*_arguments(x, w, out, scale, add))
+
+
+class Product(NamedTuple):
+    """A product for `prepared`: the arguments of `multiply`."""
+
+    x: Matrix
+    w: Matrix
+    out: Matrix
+    scale: float = 1.0
+    add: bool = False
+
+
+INTEGER, FLOAT, ADDRESS = ctypes.c_int, ctypes.c_float, ctypes.c_void_p
+ARGUMENTS: tuple[Any, ...] = (*[INTEGER] * 6, FLOAT, ADDRESS, INTEGER, ADDRESS, INTEGER, FLOAT, ADDRESS, INTEGER)
+"""Types of the arguments of `cblas_sgemm`."""
+
+
+def prepared(products: Sequence[Product]) -> Callable[[], None]:
+    """Return a function that computes independent products, with less overhead per product than `multiply`.
+
+    The caller keeps the matrices alive. The products are one call of `cblas_sgemm_batch` if the BLAS has it.
+    """
+    if not products:
+        return _nothing
+    if _sgemm() is None:
+        return partial(_multiply_all, tuple(products))
+    batch, rows = _sgemm_batch(), [_arguments(*product) for product in products]
+    if batch is None:
+        sgemm: Any = ctypes.CDLL(None)["cblas_sgemm"]
+        sgemm.restype = None
+        calls = [tuple(kind(value) for kind, value in zip(ARGUMENTS, row, strict=True)) for row in rows]
+        return partial(_call_all, sgemm, calls)
+    columns = list(zip(*rows, strict=True))[1:]
+    arrays = [_c_array(kind, column) for kind, column in zip(ARGUMENTS[1:], columns, strict=True)]
+    return partial(batch, INTEGER(ROW_MAJOR), *arrays, INTEGER(len(rows)), _c_array(INTEGER, [1] * len(rows)))
+
+
+def _c_array(kind: Any, values: Sequence[int | float]) -> Any:
+    return (kind * len(values))(*values)
+
+
+def _nothing() -> None:
+    """Compute no products."""
+
+
+def _multiply_all(products: Sequence[Product]) -> None:
+    for x, w, out, scale, add in products:
+        multiply(x, w, out, scale=scale, add=add)
+
+
+def _call_all(function: Callable[..., Any], calls: Sequence[tuple[Any, ...]]) -> None:
+    for arguments in calls:
+        function(*arguments)
+
+
+def _arguments(x: Matrix, w: Matrix, out: Matrix, scale: float, add: bool) -> tuple[int | float, ...]:
+    """Return the arguments of `cblas_sgemm`."""
     rows, columns = out.array.shape
-    inner = w.array.shape[0]
-    sgemm(
-        *(ROW_MAJOR, x.order, w.order, rows, columns, inner),
+    return (
+        *(ROW_MAJOR, x.order, w.order, rows, columns, w.array.shape[0]),
         *(scale, x.address, x.stride, w.address, w.stride, 1.0 if add else 0.0, out.address, out.stride),
     )
+
+
+@cache
+def _sgemm_batch() -> Callable[..., Any] | None:
+    """Return `cblas_sgemm_batch` of MKL; None for another BLAS."""
+    if not load_blas().startswith("mkl"):
+        return None
+    batch: Any = getattr(ctypes.CDLL(None), "cblas_sgemm_batch", None)
+    if batch is not None:
+        batch.restype = None
+    found: Callable[..., Any] | None = batch
+    return found
 
 
 @cache

@@ -156,7 +156,7 @@ class Projection:
             add = True
         multiply(x, self._weights(), out, add=add)
         if low_rank.arrangement is not None:
-            self._add_segments(x, out, low_rank, low_rank.arrangement)
+            low_rank.arrangement.add(self.name, self._own(), x, out, low_rank)
         elif self.rank:
             multiply(x, self._a(), low_rank[self.rank])
             multiply(low_rank[self.rank], self._b(), out, scale=self._scale, add=True)
@@ -164,15 +164,6 @@ class Projection:
     def _own(self) -> LowRank | None:
         """Return the matrices of the policy's adapter."""
         return LowRank(self._a(), self._b(), self._scale) if self.rank else None
-
-    def _add_segments(self, x: Matrix, out: Matrix, low_rank: LowRankBuffers, arrangement: Arrangement) -> None:
-        """Add the low-rank products of all rows, one adapter after another."""
-        for segment in arrangement.segments:
-            own = self._own() if segment.layers is None else segment.layers.get(self.name)
-            if own is not None:
-                z = arrangement.rows_of(low_rank[own.a.array.shape[1]], segment)
-                multiply(arrangement.rows_of(x, segment), own.a, z)
-                multiply(z, own.b, arrangement.rows_of(out, segment), scale=own.scale, add=True)
 
 
 class RMSNorm:
@@ -215,18 +206,16 @@ class LayerCaches(NamedTuple):
     prompts: list[dict[int, tuple[Floats, Floats]]]
 
 
-class LowRankBuffers:
+class LowRankBuffers(dict[int, Matrix]):
     """Buffers for x A by rank, and the arrangement of the rows if they have several adapters."""
 
     def __init__(self, rows: int) -> None:
+        super().__init__()
         self.arrangement: Arrangement | None = None
         self._rows = rows
-        self._by_rank: dict[int, Matrix] = {}
 
-    def __getitem__(self, rank: int) -> Matrix:
-        buffer = self._by_rank.get(rank)
-        if buffer is None:
-            buffer = self._by_rank[rank] = _empty(self._rows, rank)
+    def __missing__(self, rank: int) -> Matrix:
+        buffer = self[rank] = _empty(self._rows, rank)
         return buffer
 
 
@@ -345,10 +334,7 @@ class HostDecoder:
             buffers.normed.array[:] = arrangement.by_slot(buffers.normed.array)
         logits = _empty(len(buffers.x.array), head.outputs)
         head(buffers.normed, logits, buffers.low_rank)
-        if arrangement is None or not sorts_logits:
-            return logits.array
-        arrangement.release(logits)
-        return arrangement.by_slot(logits.array)
+        return arrangement.by_slot(logits.array) if arrangement is not None and sorts_logits else logits.array
 
     def _attend(
         self,

@@ -17,6 +17,7 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 from protocols.sampling import (
+    POLICY,
     Completion,
     FinishReason,
     SampleRequest,
@@ -97,6 +98,7 @@ class _Entry(Struct, frozen=True, gc=False):
 class SampleLog:
     """The latest completions, by prompt and tokens. Thread-safe.
 
+    Completions of adapters and of the base model are not stored, because the policy did not sample them.
     A completion that the learner cannot evaluate never replaces an equal one that it can: an evaluation at
     temperature 0 may repeat a completion sampled for training. The oldest completions are removed first.
     """
@@ -116,8 +118,8 @@ class SampleLog:
         self._prompt_hash = _hash_prompt(())
 
     def remember(self, request: SampleRequest, completion: Completion, *, client_label: str) -> None:
-        """Store a finished completion of a request, unless it was aborted or is larger than the log."""
-        if completion.finish_reason == "abort":
+        """Store a finished completion of the policy, unless it was aborted or is larger than the log."""
+        if completion.finish_reason == "abort" or request.weights != POLICY:
             return
         with self._lock:
             entry = _Entry(

@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from clotho.inference.sample_log import MAX_EQUAL, SampleLog
-from protocols.sampling import Completion, SampleRequest, Sampling
+from protocols.sampling import BASE, Completion, SampleRequest, Sampling
 
 PROMPT = (5, 9, 33)
 
@@ -177,6 +178,16 @@ def test_aborted_completions_are_not_stored() -> None:
     log = SampleLog()
     log.remember(request(), completion(3, 1, finish_reason="abort"), client_label="")
     assert log.find([*PROMPT, 3, 1], 3, 5) is None
+
+
+@pytest.mark.parametrize("weights", [BASE, "letters"])
+def test_completions_that_the_policy_did_not_sample_are_not_stored(weights: str) -> None:
+    """The learner would train on tokens of other weights."""
+    log = SampleLog()
+    log.remember(replace(request(), weights=weights), completion(3, 1), client_label="")
+    assert log.find([*PROMPT, 3, 1], 3, 5) is None
+    log.remember(request(), completion(3, 1), client_label="")
+    assert log.find([*PROMPT, 3, 1], 3, 5) is not None
 
 
 def test_a_concurrent_reader_finds_only_whole_completions() -> None:
