@@ -19,6 +19,7 @@ BENCHMARKS = {
     "first_token": "Time to the first token by prompt length, beside mlx-lm.",
     "update": "Time and peak memory of one policy update, beside mlx-lm-lora and TRL.",
     "real": "A real language model: rollouts and one update, beside mlx-lm and mlx-lm-lora.",
+    "metal": "For Mac owners, in five minutes: speed, memory, parity and determinism, as a table and a file.",
     "http": "HTTP throughput and time to first token with 1 to 64 clients, beside mlx_lm.server.",
     "swap": "How long a weight swap delays decoding.",
     "adapters": "Decode rate of batches with one adapter, eight adapters and the base model.",

@@ -68,6 +68,10 @@ class ContenderProcess:
         metrics: dict[str, float] = answer["metrics"]
         return metrics
 
+    def kill(self) -> None:
+        """End the process at once; a measurement that waits for it fails."""
+        self._process.kill()
+
     def _read(self) -> dict[str, Any]:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()

@@ -50,6 +50,21 @@ SEMANTICS = {
         "ratio of 1, entropy and other metrics, gradient clipping, AdamW. Memory is the growth of the resident set "
         "during the step; memory that the allocator kept from earlier steps does not count."
     ),
+    "clotho_metal": (
+        "Clotho on the device path, without the kernels of the CPU backend. decode: steady decode steps of all rows, "
+        "without prefill; completions of a group share a prompt. build_seconds: CPU time of the calling thread until "
+        "the graph of a step is given to MLX; host_seconds: until the step is over, waiting excluded. nodes, kernels: "
+        "operations of a decode step, and those that start a kernel on Metal. update: an update after one equal "
+        "update, with checkpointed blocks; a turn is the time for which it keeps the compute thread. peak_bytes: with "
+        "weights. mean_kl, largest_nats, served_kl: the parity check of a run, between sampler and learner and between "
+        "decode steps with the same weights. samples_equal: fraction of the completions that are equal, bit for bit, "
+        "when they are sampled again with equal seeds. updates_equal: 1 if the weights after the update are equal, bit "
+        "for bit, when it is computed again."
+    ),
+    "mlx_lm_metal": (
+        "BatchGenerator with the same weights, and the same adapter as LoRA layers of mlx-lm. decode: steady decode "
+        "steps of all rows, without prefill; log-probabilities are computed and not read."
+    ),
     "clotho_http": (
         "The HTTP server and the decode engine of a run with default settings, all weights without an adapter, and "
         "no training. The log-probability and policy version of every token are recorded by the engine."
@@ -129,6 +144,8 @@ PROGRAMS: dict[tuple[str, str], tuple[str, ...]] = {
     ("update", "clotho"): ("clotho_update",),
     ("update", "mlx-lm-lora"): ("mlx_lm_lora_update",),
     ("update", "trl"): ("trl_update",),
+    ("metal", "clotho"): ("clotho_metal",),
+    ("metal", "mlx-lm"): ("mlx_lm_metal",),
     ("http", "clotho"): ("clotho_http",),
     ("http", "mlx_lm.server"): ("mlx_lm_http",),
     ("swap", "clotho"): ("clotho_swap", "runs_swap"),

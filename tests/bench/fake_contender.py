@@ -8,6 +8,7 @@ Run with `-m`, as every contender.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 
 from bench.contenders.worker import Case, MeasureOnce, Metrics, serve
@@ -36,6 +37,8 @@ def misbehave(how: str) -> None:
             raise ValueError("no such shape")
         case "die":
             os._exit(3)
+        case "hang":
+            signal.pause()
         case "print":
             sys.stdout.write("a library is chatty\n")
             os.write(1, b"and so is its native half\n")

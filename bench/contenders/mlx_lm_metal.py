@@ -1,0 +1,109 @@
+"""mlx-lm's `BatchGenerator` on the models of `metal`, with the same adapter in mlx-lm's form."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+from unittest.mock import patch
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+from mlx_lm.generate import BatchGenerator
+from mlx_lm.sample_utils import make_sampler
+from mlx_lm.tuner.lora import LoRALinear
+from mlx_lm.tuner.utils import linear_to_lora_layers
+
+from bench.contenders.metal_model import (
+    RANK,
+    SCALE,
+    WARM_UP,
+    counted_configuration,
+    measure_steps,
+    metal_configuration,
+    packed_model,
+    random_adapter,
+)
+from bench.contenders.semantics import SEMANTICS
+from bench.contenders.shapes import random_prompts
+from bench.contenders.worker import Case, MeasureOnce, Metrics, serve
+from bench.graph_counts import GraphCounts, count, fused_operations
+
+
+def adapted(config: dict[str, Any]) -> Any:
+    """The model with LoRA layers of mlx-lm."""
+    model = packed_model(config)
+    linear_to_lora_layers(model, len(model.layers), {"rank": RANK, "scale": SCALE, "dropout": 0.0})
+    for name, module in model.named_modules():
+        if isinstance(module, LoRALinear):
+            module.lora_a = random_adapter(module.lora_a.shape, f"{name}.lora_a")
+            module.lora_b = random_adapter(module.lora_b.shape, f"{name}.lora_b")
+    mx.eval(model.parameters())
+    model.eval()
+    return model
+
+
+@lru_cache(maxsize=1)
+def _model(name: str) -> tuple[Any, int]:
+    config = metal_configuration(name)
+    return adapted(config), config["vocab_size"]
+
+
+def _decoding(model: Any, prompts: list[list[int]], *, steps: int) -> Any:
+    """A generator whose sequences have all been prefilled."""
+    rows = len(prompts)
+    generator: Any = BatchGenerator(
+        model,
+        stop_tokens=[],
+        sampler=make_sampler(1.0),
+        completion_batch_size=rows,
+        prefill_batch_size=rows,
+    )
+    generator.insert(prompts, [steps] * rows)
+    while len(generator.next_generated()) < rows:
+        pass
+    return generator
+
+
+def decode(case: Case) -> Metrics:
+    """Decode steps of all rows together, without their prefill."""
+    model, vocabulary = _model(case["model"])
+    rows, group = case["rows"], min(case["rows"], case["group"])
+    prompts = random_prompts(rows // group, case["prompt_tokens"], vocabulary)
+    repeated = [prompt for prompt in prompts for _ in range(group)]
+    generator = _decoding(model, repeated, steps=case["steps"] + WARM_UP + 8)
+    try:
+        return measure_steps(generator.next_generated, rows=rows, steps=case["steps"], seconds=case["seconds"])
+    finally:
+        generator.close()
+
+
+def graph(case: Case) -> Metrics:
+    """Operations of a decode step, on a narrow model of the same depth."""
+    config = counted_configuration(case["model"])
+    model = adapted(config)
+    generator = _decoding(model, random_prompts(case["rows"], 16, config["vocab_size"]), steps=16)
+    generator.next_generated()
+    started: list[GraphCounts] = []
+    usual: Any = mx.async_eval
+
+    def counted(*trees: Any) -> None:
+        leaves: Any = tree_flatten(list(trees))
+        started.append(count([leaf for _, leaf in leaves if isinstance(leaf, mx.array)]))
+        usual(*trees)
+
+    with fused_operations(), patch.object(mx, "async_eval", counted):
+        generator.next_generated()
+    generator.close()
+    return {"nodes": sum(one.nodes for one in started), "kernels": sum(one.kernels for one in started)}
+
+
+PHASES = {"decode": decode, "graph": graph}
+
+
+def prepare(case: Case) -> MeasureOnce:
+    """The phase that the case names."""
+    return lambda: PHASES[case["phase"]](case)
+
+
+if __name__ == "__main__":
+    serve(prepare, semantics=SEMANTICS["mlx_lm_metal"], packages=["mlx", "mlx-lm"])

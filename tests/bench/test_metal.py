@@ -1,0 +1,154 @@
+"""`metal`: the report of a Mac owner, on a tiny model and without a GPU."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+import clotho.cpu
+from bench import metal
+from bench.contenders import clotho_metal, mlx_lm_metal
+from bench.contenders.metal_model import LOGITS, SHAPES, metal_configuration, packed_model
+from bench.contenders.process import Contender
+from bench.measurement import Measurement, read
+from tests.bench.made_measurements import HERE
+
+QUICK = metal.phases(quick=True)
+
+
+@pytest.fixture(autouse=True)
+def _device_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compute as on a GPU: without the kernels of the CPU backend."""
+    monkeypatch.setattr(clotho.cpu, "KERNELS_ENABLED", False)
+
+
+def cases(phase: str, **changes: str | float) -> list[metal.Case]:
+    """The quick cases of a phase, with enough time."""
+    found = [one.case for one in QUICK if one.case["phase"] == phase]
+    return [{"model": metal.TINY, "seconds": 60.0, **case, **changes} for case in found]
+
+
+@pytest.mark.parametrize("phase", clotho_metal.PHASES)
+def test_every_phase_reports_metrics_that_the_report_knows(phase: str) -> None:
+    """Finite, with unit and direction. `partial` is a mark and no metric."""
+    for case in cases(phase):
+        metrics = clotho_metal.prepare(case)()
+        assert metrics.pop("partial", 0.0) == 0.0
+        assert metrics
+        assert set(metrics) <= set(metal.METRICS)
+        assert all(map(math.isfinite, metrics.values()))
+
+
+def test_equal_seeds_give_equal_results() -> None:
+    """On the CPU, bit for bit: completions with their log-probabilities, and updates."""
+    assert [clotho_metal.determinism(case) for case in cases("determinism")] == [{"samples_equal": 1.0}]
+    assert [clotho_metal.update(case)["updates_equal"] for case in cases("update")] == [1.0]
+
+
+def test_both_contenders_compute_the_same_function() -> None:
+    """Equal base weights and equal adapters: logits are equal up to the rounding of bfloat16, and have its range."""
+    config = metal_configuration(metal.TINY)
+    tokens_1_T = mx.array([[5, 7, 900, 3, 44]])
+    ours, theirs = clotho_metal.adapted(config).model, mlx_lm_metal.adapted(config)
+    found, expected, bare = (
+        np.array(model(tokens_1_T).astype(mx.float32)) for model in (ours, theirs, packed_model(config))
+    )
+    rounding, adapter = (found - expected).std(), (found - bare).std()
+    assert rounding < 0.05 * LOGITS
+    assert adapter > 3 * rounding
+    assert LOGITS / 2 < found.std() < 2 * LOGITS
+
+
+def test_mlx_lm_reports_the_same_metrics_and_needs_more_kernels() -> None:
+    """Its LoRA layers are not folded."""
+    for phase in ("decode", "graph"):
+        for case in cases(phase):
+            ours, theirs = clotho_metal.prepare(case)(), mlx_lm_metal.prepare(case)()
+            assert set(ours) == set(theirs)
+    assert ours["kernels"] < theirs["kernels"]
+    assert ours["nodes"] < theirs["nodes"]
+
+
+def test_a_phase_without_time_reports_what_it_has() -> None:
+    """At least one decode step and one swap; an update stops between two turns. A parity check has no result."""
+    with pytest.raises(RuntimeError):
+        clotho_metal.parity(cases("parity", seconds=1e-9)[0])
+    for phase in ("decode", "swap", "update"):
+        metrics = clotho_metal.prepare(cases(phase, seconds=1e-9)[0])()
+        assert metrics["partial"] == 1.0
+        assert set(metrics) <= {"partial", *metal.METRICS}
+
+
+def test_the_shapes_are_those_of_qwen3() -> None:
+    """Parameters in the blocks and in the tied embedding, in billions."""
+    for name, total in (("Qwen3-0.6B", 0.596), ("Qwen3-1.7B", 1.72)):
+        layers, width, heads, key_heads, feed_forward, vocabulary = SHAPES[name]
+        head = metal_configuration(name)["head_dim"]
+        block = 2 * width * head * (heads + key_heads) + 3 * width * feed_forward
+        assert (layers * block + vocabulary * width) / 1e9 == pytest.approx(total, rel=0.01)
+
+
+def fake(name: str) -> Contender:
+    """A contender that does what its cases say."""
+    return Contender(name=name, module="tests.bench.fake_contender", environment={"FAKE": name})
+
+
+def measured(*phases: metal.Phase, seconds: float) -> list[Measurement]:
+    """Measure these phases."""
+    clock = metal.Clock(seconds, [phase.weight for phase in phases])
+    return list(metal.Bench(clock, HERE).model("made", phases))
+
+
+def test_a_process_that_ends_or_hangs_costs_its_phase_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if macOS had ended it for lack of memory. The next phase has a new process."""
+    monkeypatch.setitem(metal.METRICS, "runs", ("runs", "higher"))
+    both = (fake("one"),)
+    found = measured(
+        metal.Phase({"phase": "a", "then": "die"}, both, 1.0),
+        metal.Phase({"phase": "b", "then": "hang"}, both, 0.001),
+        metal.Phase({"phase": "c"}, both, 1.0),
+        seconds=2000.0,
+    )
+    assert [(one.case["phase"], one.metric) for one in found] == [
+        ("a", metal.NOT_MEASURED), ("b", metal.NOT_MEASURED), ("c", "runs"),
+    ]  # fmt: skip
+    assert "no result within" in found[1].semantics
+    table = metal.report(found)
+    assert all(one.semantics in table for one in found[:2])
+
+
+def test_phases_after_the_end_of_the_time_are_listed() -> None:
+    """No process is started for them."""
+    phase = metal.Phase({"phase": "a"}, (Contender(name="none", module="no.such.module"),), 1.0)
+    assert [one.metric for one in measured(phase, seconds=0.5)] == [metal.NOT_MEASURED]
+
+
+def test_unused_time_is_given_to_later_phases(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shares are those of the time that is left."""
+    now = [0.0]
+    monkeypatch.setattr("bench.metal.time.monotonic", lambda: now[0])
+    clock = metal.Clock(100.0, [1.0, 1.0, 2.0])
+    assert clock.take(1.0) == 25.0
+    now[0] = 1.0
+    assert clock.take(1.0) == 33.0
+    now[0] = 60.0
+    assert (clock.take(2.0), clock.left) == (40.0, 40.0)
+
+
+@pytest.mark.slow
+def test_the_command_writes_tables_and_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every phase of the quick mode, in processes; the file has machine, versions and backend with every number."""
+    file = tmp_path / "metal.jsonl"
+    assert metal.main(["--quick", "--out", str(file)]) == 0
+    results = read(file)
+    assert {one.case["phase"] for one in results} == {"memory", *clotho_metal.PHASES}
+    assert metal.NOT_MEASURED not in {one.metric for one in results}
+    assert all(one.fingerprint == results[0].fingerprint for one in results)
+    assert {one.contender for one in results if one.metric == "tokens_per_second"} == {"clotho", "mlx-lm"}
+    table = capsys.readouterr().out
+    assert str(file) in table
+    assert all(word in table for word in ("kernels", "clotho / mlx-lm", "mean kl", "longest turn seconds"))
