@@ -51,7 +51,7 @@ def services(policy: Policy, engine: DecodeEngine, executor: ComputeExecutor, po
     )
 
 
-async def _refuse(_: tuple[int, ...], __: int) -> PromptLogprobs:
+async def _refuse(_: tuple[int, ...], __: int, ___: str) -> PromptLogprobs:
     raise NotImplementedError("no client of this server asks for them")
 
 

@@ -18,7 +18,7 @@ from clotho.config.load import COMMAND_LINE, Layer, decode_tables, file_layers, 
 from clotho.config.schema import EngineSection, HttpServer, ModelSection, MonitorSection, SamplingSection
 from protocols.errors import ProfileError, did_you_mean, visible
 
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}")
 """What the name of an adapter may be."""
 
 
@@ -128,7 +128,7 @@ def _adapters(given: Sequence[str]) -> dict[str, Path]:
     for pair in given:
         name, equals, path = pair.partition("=")
         if not equals or not path or not NAME.fullmatch(name):
-            allowed = "NAME=PATH with a name of letters, digits, `.`, `_` and `-`"
+            allowed = "NAME=PATH with a name of letters, digits and . _ : / -"
             raise ProfileError(f"--adapter must be {allowed}, not {visible(pair, 200)!r}")
         if name in found:
             raise ProfileError(f"--adapter: the name {name} is given twice")

@@ -182,6 +182,19 @@ class DecodeEngine:
         self._scheduler.max_num_seqs = max(1, min(rows, self._settings.max_num_seqs))
 
     @property
+    def adapters(self) -> AdapterStore | None:
+        """The adapters that requests can use; None if all requests use the policy."""
+        return self._adapters
+
+    def computing_as(self, weights: str) -> tuple[int | None, Callable[[], AbstractContextManager[None]]]:
+        """Return the version of an adapter, and a context in which one row of the model computes as the adapter.
+
+        weights: as in `SampleRequest`; the version of the policy is None. Raises RequestError for an unknown adapter.
+        """
+        adapter = self._adapter(weights)
+        return None if adapter is None else adapter.version, lambda: self._adapter_rows.computing([adapter])
+
+    @property
     def running(self) -> int:
         """Number of rows in the batch."""
         return self._batch.table.running

@@ -107,11 +107,6 @@ class RunContext(Struct, frozen=True, kw_only=True, eq=False):
         atropos, context_length = self.profile.atropos, self.policy.context_length
         return context_length if isinstance(atropos, Off) else min(context_length, atropos.max_tokens)
 
-    async def prompt_logprobs(self, tokens: tuple[int, ...], top: int) -> PromptLogprobs:
-        """Log-probabilities of a prompt under the served weights, with `top` alternatives per token."""
-        steps = prompt_logprobs(self.policy, tokens, top=top, chunk=self.profile.engine.prefill_chunk)
-        return await finish(self.executor.submit_steps(steps))
-
     async def recompute_logprobs(self, tokens: tuple[int, ...], temperature: float) -> PromptLogprobs:
         """Log-probabilities of tokens under the run's sampling distribution at a temperature."""
         distribution = SamplingDistribution(temperature, self.profile.sampling.logit_bias)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from msgspec import structs
@@ -15,10 +16,12 @@ from clotho.monitoring.summary import resume_command
 from clotho.monitoring.terminal_text import relative_path
 from clotho.run.accounting import GroupAccounting
 from clotho.run.context import RunContext
-from clotho.run.serving_state import ServingState
+from clotho.run.serving_state import ServingState, names_of, served_adapters
 from clotho.runtime.queues import Queue
 from clotho.runtime.supervisor import ChildStatus
 from clotho.serving.services import NullSampleLog, QueueSnapshot, RunSnapshot, ServedModel, ServerContext
+from protocols.sampling import BASE
+from protocols.step import WeightsReady
 from protocols.summary import QueueGauge, RunGauges, RunSummary
 
 
@@ -46,7 +49,8 @@ class RunMonitor:
         self.serving = ServingState(
             context.executor,
             context.engine,
-            kv_cache_tokens=context.profile.engine.kv_cache_tokens,
+            policy=context.policy,
+            settings=context.profile.engine,
             children=children,
             continues="the server and the training continue",
         )
@@ -103,19 +107,27 @@ class RunMonitor:
         """The HTTP server's interface to the run."""
         context, profile = self._context, self._context.profile
         adapted = not isinstance(profile.policy.method, FullMethod)
+        path, files = relative_path(profile.model.path), context.policy.files
         policy = ServedModel(
-            id=settings.model_name,
-            parent=relative_path(profile.model.path) if adapted else None,
-            root=relative_path(profile.model.path),
-            weights=lambda: context.weights.value,
+            id=settings.model_name, parent=path if adapted else None, root=path, weights=lambda: context.weights.value
         )
+        base = ServedModel(
+            id=path,
+            aliases=names_of(profile.model.path, files) - {path},
+            root=path,
+            weights=partial(WeightsReady, version=0, step=0, fingerprint=context.inputs["model"]),
+            source=BASE,
+        )
+        fixed = (policy, base) if context.policy.keeps_base else (policy,)
+        registry = self.serving.registry(settings)
         return ServerContext(
-            models=lambda: (policy,),
+            models=lambda: (*fixed, *served_adapters(registry.loaded.values(), path)),
+            adapters=registry,
             sampler=context.sampler,
             tokenizer=context.policy.tokenizer,
             settings=settings,
             sampling=profile.sampling,
-            prompt_logprobs=context.prompt_logprobs,
+            prompt_logprobs=self.serving.score,
             weights=lambda: context.weights.value,
             health=self.serving.health,
             snapshot=self.snapshot,

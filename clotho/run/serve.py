@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import anyio
@@ -18,23 +19,24 @@ from clotho.cpu import compute_path, load_blas
 from clotho.inference import DecodeEngine
 from clotho.memory.estimate import serving_memory
 from clotho.memory.report import limit_memory
+from clotho.models.adapter_store import AdapterStore
 from clotho.models.base_model import BaseModel
 from clotho.models.loading import find_model
 from clotho.models.machine import describe_machine
 from clotho.monitoring.display import machine_lines, print_line
 from clotho.monitoring.event_log import event_log
 from clotho.monitoring.terminal_text import memory, relative_path, size
-from clotho.run.serving_state import ServingState
+from clotho.run.serving_state import ServingState, names_of, served_adapters
 from clotho.runtime.compute_thread import ComputeExecutor, finish
 from clotho.runtime.sampling_client import Sampler
 from clotho.runtime.signals import handle_signals
 from clotho.runtime.supervisor import RestartPolicy, Supervisor, describe_error, permanent, transient
 from clotho.runtime.watchdog import ENGINE_RESTARTS, EngineGuard
-from clotho.scoring.prompt_logprobs import prompt_logprobs
+from clotho.serving.adapters import AdapterRegistry
 from clotho.serving.server import ApiServer, base_url, listen
 from clotho.serving.services import RunSnapshot, ServedModel, ServerContext
 from clotho.storage.checkpoints import model_fingerprint
-from protocols.sampling import PromptLogprobs
+from protocols.errors import ProfileError
 from protocols.step import WeightsReady
 
 log = structlog.get_logger(actor="serve")
@@ -45,41 +47,34 @@ SERVER_RESTARTS = RestartPolicy(max_restarts=3)
 class Serving(Struct, frozen=True, kw_only=True, eq=False):
     """A loaded model with its engine.
 
-    fingerprint: of the files of the weights. engine_failure: gets an exception if a decode step raises.
+    model: the base model as requests name it. engine_failure: gets an exception if a decode step raises.
     """
 
     arguments: ServeArguments
     executor: ComputeExecutor
     base: BaseModel
-    fingerprint: str
+    model: ServedModel
     engine: DecodeEngine
     engine_failure: Future[None]
     sampler: Sampler
+    registry: AdapterRegistry
 
     def models(self) -> tuple[ServedModel, ...]:
         """The models that requests can name."""
-        section, settings = self.arguments.profile.model, self.arguments.profile.server
-        weights = WeightsReady(version=0, step=0, fingerprint=self.fingerprint)
-        aliases = frozenset({settings.model_name, section.path, str(self.base.files), *_repository(self.base.files)})
-        root = relative_path(section.path)
-        return (ServedModel(id=root, aliases=aliases - {root}, root=root, weights=lambda: weights),)
-
-    async def prompt_logprobs(self, tokens: tuple[int, ...], top: int) -> PromptLogprobs:
-        """Log-probabilities of a prompt, with `top` alternatives per token."""
-        steps = prompt_logprobs(self.base, tokens, top=top, chunk=self.arguments.profile.engine.prefill_chunk)
-        return await finish(self.executor.submit_steps(steps))
+        return (self.model, *served_adapters(self.registry.loaded.values(), self.model.id))
 
     def server_context(self, state: ServingState) -> ServerContext:
         """The HTTP server's interface to the engine."""
-        profile, models = self.arguments.profile, self.models()
+        profile = self.arguments.profile
         return ServerContext(
-            models=lambda: models,
+            models=self.models,
+            adapters=self.registry,
             sampler=self.sampler,
             tokenizer=self.base.tokenizer,
             settings=profile.server,
             sampling=profile.sampling,
-            prompt_logprobs=self.prompt_logprobs,
-            weights=models[0].weights,
+            prompt_logprobs=state.score,
+            weights=self.model.weights,
             health=state.health,
             snapshot=lambda: RunSnapshot(engine=state.engine_snapshot(), restarts=state.restarts()),
             context_length=self.base.context_length,
@@ -121,19 +116,22 @@ async def serve(arguments: ServeArguments, console: Console) -> int:
         executor.start()
         stack.callback(executor.stop)
         base, engine = await finish(executor.submit(lambda: load(arguments)))
+        supervisor = Supervisor(on_failure=_report_failure, grace_seconds=settings.shutdown_seconds + 5.0)
+        state = ServingState(executor, engine, policy=base, settings=profile.engine, children=supervisor.status)
         serving = Serving(
             arguments=arguments,
             executor=executor,
             base=base,
-            fingerprint=model_fingerprint(base.files),
+            model=served_base(arguments, base.files),
             engine=engine,
             engine_failure=executor.attach(engine),
             sampler=Sampler(executor.submit, engine),
+            registry=state.registry(settings),
         )
-        supervisor = Supervisor(on_failure=_report_failure, grace_seconds=settings.shutdown_seconds + 5.0)
-        state = ServingState(
-            executor, engine, kv_cache_tokens=profile.engine.kv_cache_tokens, children=supervisor.status
-        )
+        for name, path in arguments.adapters.items():
+            if name == serving.model.id or name in serving.model.aliases:
+                raise ProfileError(f"--adapter: {name} names the model itself; choose another name")
+            await serving.registry.load(name, path, keep=True)
         address = base_url(listener)
         until_drained = UntilDrained(lambda: show(console, serving, address))
         children = [
@@ -159,7 +157,19 @@ def load(arguments: ServeArguments) -> tuple[BaseModel, DecodeEngine]:
     find_model(profile.model.path)
     limit_memory(serving_memory(profile.model, profile.engine, profile.sampling), profile.monitor)
     base = BaseModel(profile.model)
-    return base, DecodeEngine(base, profile.engine)
+    return base, DecodeEngine(base, profile.engine, AdapterStore(base.model, profile.server.adapters))
+
+
+def served_base(arguments: ServeArguments, files: Path) -> ServedModel:
+    """Return the base model as requests name it. files: where it was loaded from."""
+    path, fingerprint = arguments.profile.model.path, model_fingerprint(files)
+    root, aliases = relative_path(path), names_of(path, files) | {arguments.profile.server.model_name}
+    return ServedModel(
+        id=root,
+        aliases=aliases - {root},
+        root=root,
+        weights=partial(WeightsReady, version=0, step=0, fingerprint=fingerprint),
+    )
 
 
 def show(console: Console, serving: Serving, address: str) -> None:
@@ -193,9 +203,3 @@ def _guard(serving: Serving) -> EngineGuard:
 
 def _report_failure(name: str, error: Exception) -> None:
     log.warning("actor_failed", actor=name, error=describe_error(error))
-
-
-def _repository(files: Path) -> list[str]:
-    """The name OWNER/NAME of a hub repository whose files are in the local cache; empty for other files."""
-    found = [part for part in files.parts if part.startswith("models--")]
-    return [found[-1].removeprefix("models--").replace("--", "/")] if found else []

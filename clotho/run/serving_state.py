@@ -1,38 +1,54 @@
-"""The state of the served engine as seen from outside: health and metrics."""
+"""The served engine as the HTTP server sees it: health, metrics, models by name, and scores of prompts."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
 
 import structlog
+from msgspec import structs
 
-from clotho.config.schema import MonitorSection
+from clotho.config.schema import EngineSection, HttpServer, MonitorSection
 from clotho.inference import DecodeEngine
 from clotho.memory.pressure import CHECK_SECONDS, MemoryReading, MemoryWatch, read_memory
 from clotho.models.machine import free_buffers
-from clotho.runtime.compute_thread import ComputeExecutor
+from clotho.monitoring.terminal_text import relative_path
+from clotho.runtime.compute_thread import ComputeExecutor, finish
 from clotho.runtime.supervisor import ChildState, ChildStatus
 from clotho.runtime.watchdog import EngineGuard, PeriodicCheck, Watchdog
-from clotho.serving.services import EngineSnapshot, HealthReport
+from clotho.scoring.prompt_logprobs import ScoredPolicy, prompt_logprobs
+from clotho.serving.adapters import AdapterRegistry
+from clotho.serving.services import EngineSnapshot, HealthReport, ServedModel
+from protocols.adapter import AdapterInfo
+from protocols.sampling import PromptLogprobs
+from protocols.step import WeightsReady
 
 log = structlog.get_logger(actor="pipeline")
 
 
 class ServingState:
-    """Reads the state of the compute thread, the engine and the supervised actors. All methods return at once."""
+    """Reads the state of the compute thread, the engine and the supervised actors.
+
+    All methods but the coroutines return at once.
+    """
 
     def __init__(
         self,
         executor: ComputeExecutor,
         engine: DecodeEngine,
         *,
-        kv_cache_tokens: int,
+        policy: ScoredPolicy,
+        settings: EngineSection,
         children: Callable[[], dict[str, ChildStatus]],
         continues: str = "the server continues",
     ) -> None:
-        """children: status of the supervised actors, by name. continues: what a failed temporary actor does not end."""
-        self._executor, self._engine, self._kv_cache_tokens = executor, engine, kv_cache_tokens
+        """policy: what the engine samples from. children: status of the supervised actors, by name.
+
+        continues: what a failed temporary actor does not end.
+        """
+        self._executor, self._engine, self._policy, self._settings = executor, engine, policy, settings
         self._children, self._continues = children, continues
         self._stalled = False
 
@@ -92,6 +108,23 @@ class ServingState:
         """Number of restarts of each supervised actor."""
         return {name: status.restarts for name, status in self._children().items()}
 
+    async def score(self, tokens: tuple[int, ...], top: int, source: str) -> PromptLogprobs:
+        """Log-probabilities of a prompt under the policy, the base model or an adapter, with `top` alternatives.
+
+        source: as `SampleRequest.weights`. Raises RequestError for an unknown adapter.
+        """
+        version, computing = await finish(self._executor.submit(lambda: self._engine.computing_as(source)))
+        chunk = self._settings.prefill_chunk
+        steps = prompt_logprobs(self._policy, tokens, top=top, chunk=chunk, computing=computing)
+        scored = await finish(self._executor.submit_steps(steps))
+        return scored if version is None else structs.replace(scored, version=version)
+
+    def registry(self, settings: HttpServer) -> AdapterRegistry:
+        """Return what loads adapters for clients."""
+        store = self._engine.adapters
+        assert store is not None, "an engine behind a server has adapters"
+        return AdapterRegistry(self._executor.submit, self._engine, store.read, root=settings.adapters.root)
+
     def engine_snapshot(self) -> EngineSnapshot:
         """The engine's part of /metrics."""
         stats = self._engine.stats()
@@ -99,7 +132,7 @@ class ServingState:
             sequences_running=stats.running_rows,
             sequences_waiting=stats.waiting_rows,
             sequences_limit=stats.rows_limit,
-            cache_usage=stats.cache_tokens / self._kv_cache_tokens,
+            cache_usage=stats.cache_tokens / self._settings.kv_cache_tokens,
             prefix_queries=stats.prefix_hits + stats.prefix_misses,
             prefix_hits=stats.prefix_hits,
             prefix_tokens=stats.prefix_cache_tokens,
@@ -110,3 +143,24 @@ class ServingState:
             failed=stats.failed,
             listener_errors=stats.listener_errors,
         )
+
+
+def served_adapters(loaded: Iterable[AdapterInfo], base: str) -> tuple[ServedModel, ...]:
+    """Return loaded adapters as models that requests can name. base: id of the base model."""
+    return tuple(
+        ServedModel(
+            id=info.name,
+            parent=base,
+            root=info.path,
+            weights=partial(WeightsReady, version=info.version, step=0, fingerprint=info.fingerprint),
+            source=info.name,
+        )
+        for info in loaded
+    )
+
+
+def names_of(path: str, files: Path | None) -> frozenset[str]:
+    """Return the names of a base model in requests: its path, and the hub repository whose files it was loaded from."""
+    cached = [part for part in (files.parts if files else ()) if part.startswith("models--")]
+    repositories = [part.removeprefix("models--").replace("--", "/") for part in cached[-1:]]
+    return frozenset({path, relative_path(path), *([str(files)] if files else []), *repositories})

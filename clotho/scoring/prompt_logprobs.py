@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import mlx.core as mx
@@ -52,12 +52,14 @@ def prompt_logprobs(
     top: int,
     chunk: int,
     distribution: SamplingDistribution = MODEL_DISTRIBUTION,
+    computing: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Generator[None, None, PromptLogprobs]:
     """Score every token except the first, and return the `top` most probable tokens at its position.
 
     Uses the weights served at the first turn, also if others are published meanwhile. A turn computes at most `chunk`
     tokens and at most `rows_at_once` rows of logits, which limits its duration and memory. distribution: the
-    distribution that the tokens are scored under. Raises GenerationError if the model's logits are not finite.
+    distribution that the tokens are scored under. computing: a context in which the model computes as an adapter.
+    Raises GenerationError if the model's logits are not finite.
     """
     parameters, version = policy.trainable(), policy.version
     rows = min(chunk, rows_at_once(policy.vocab_size))
@@ -67,7 +69,7 @@ def prompt_logprobs(
     for start in range(0, len(tokens) - 1, rows):
         target_N = mx.array(list(tokens[start + 1 : start + 1 + rows]))
         token_1_N = mx.array([list(tokens[start : start + target_N.size])])
-        with policy.using(parameters), evaluation_mode(policy.model):
+        with policy.using(parameters), evaluation_mode(policy.model), computing():
             logits_N_V = policy.model(token_1_N, cache=cache)[0]
             mx.eval(logits_N_V, [layer.state for layer in cache])
         logp_N, best = _scores(logits_N_V, target_N, min(top, logits_N_V.shape[-1]), distribution)

@@ -15,7 +15,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from clotho import __version__
@@ -42,6 +42,7 @@ from clotho.serving.openai_responses import (
     ResponseFormat,
 )
 from clotho.serving.prompt_scores import PromptedBuilder
+from clotho.serving.routes_adapters import AdapterRoutes
 from clotho.serving.routes_generate import parse_generate_request
 from clotho.serving.routes_tokenize import detokenize, tokenize_text
 from clotho.serving.routes_tokens import parse_tokens_request
@@ -90,6 +91,15 @@ def build_app(context: ServerContext, limit: ConcurrencyLimit) -> Starlette:
         "/tokenize": handlers.tokenize,
         "/detokenize": handlers.detokenize,
     }
+    if context.adapters is not None:
+        adapters = _AdapterHandlers(AdapterRoutes(context.adapters))
+        gets |= {"/lora/status": adapters.status}
+        posts |= {
+            "/v1/load_lora_adapter": adapters.load,
+            "/v1/unload_lora_adapter": adapters.unload,
+            "/lora/load": adapters.load_by_path,
+            "/lora/unload": adapters.unload_by_name,
+        }
     middleware.append(Middleware(AdmissionMiddleware, paths=frozenset(posts), limit=limit, bodies=bodies))
     return Starlette(
         routes=[
@@ -99,6 +109,31 @@ def build_app(context: ServerContext, limit: ConcurrencyLimit) -> Starlette:
         middleware=middleware,
         exception_handlers=EXCEPTION_HANDLERS,
     )
+
+
+class _AdapterHandlers:
+    """The routes that load and unload adapters: of vLLM, which answer with text, and of Atropos."""
+
+    def __init__(self, routes: AdapterRoutes) -> None:
+        self._routes = routes
+
+    async def load(self, http: Request) -> Response:
+        return PlainTextResponse(await self._routes.load(await http.body()))
+
+    async def unload(self, http: Request) -> Response:
+        return PlainTextResponse(await self._routes.unload(await http.body()))
+
+    async def load_by_path(self, http: Request) -> Response:
+        return Response(
+            msgspec.json.encode(await self._routes.load_by_path(await http.body())), media_type="application/json"
+        )
+
+    async def unload_by_name(self, http: Request) -> Response:
+        status = await self._routes.unload_by_name(await http.body())
+        return Response(msgspec.json.encode(status), media_type="application/json")
+
+    async def status(self, _: Request) -> Response:
+        return Response(msgspec.json.encode(self._routes.status()), media_type="application/json")
 
 
 class _Handlers:
@@ -230,7 +265,8 @@ class _Handlers:
     async def _score(self, request: ValidatedRequest, top: int) -> list[PromptLogprobs]:
         """Score the prompts of a request, one at a time, because each uses a KV cache of its own."""
         async with self._scoring:
-            return [await self._context.prompt_logprobs(prompt, top) for prompt in request.prompts]
+            score, source = self._context.prompt_logprobs, request.model.source
+            return [await score(prompt, top, source) for prompt in request.prompts]
 
     def _sampler(self, http: Request) -> RecordingSampler:
         """Return the sampler for the client of this request."""

@@ -426,6 +426,7 @@ def build_request(
                 reuse_prefix=True,
                 record_support=(context.record_supports or record_support) and can_record_support(sampling),
                 request_id=request_id,
+                weights=model.source,
             )
             for prompt, prompt_seed in zip(prompts, prompt_seeds, strict=True)
         ),

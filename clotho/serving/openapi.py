@@ -13,6 +13,14 @@ from clotho import __version__
 from clotho.serving.errors import ErrorBody
 from clotho.serving.openai_requests import ChatRequest, CompletionRequest
 from clotho.serving.openai_responses import ChatChoice, CompletionChoice, ModelList, ResponseBody
+from clotho.serving.routes_adapters import (
+    AdapterStatus,
+    LoadAdapter,
+    LoadByPath,
+    LoadedByPath,
+    UnloadAdapter,
+    UnloadByName,
+)
 from clotho.serving.routes_generate import SglangRequest, SglangResponse, VllmRequest, VllmResponse
 from clotho.serving.routes_tokenize import (
     DetokenizeRequest,
@@ -74,6 +82,11 @@ OPERATIONS: dict[str, Operation] = {
         "post", "Convert text or a conversation to tokens", (TokenizeRequest, TokenizeChatRequest), (TokenizeResponse,)
     ),
     "/detokenize": Operation("post", "Convert tokens to text", (DetokenizeRequest,), (DetokenizeResponse,)),
+    "/v1/load_lora_adapter": Operation("post", "Load an adapter (vLLM)", (LoadAdapter,)),
+    "/v1/unload_lora_adapter": Operation("post", "Unload an adapter (vLLM)", (UnloadAdapter,)),
+    "/lora/load": Operation("post", "Load an adapter (Atropos)", (LoadByPath,), (LoadedByPath,)),
+    "/lora/unload": Operation("post", "Unload an adapter (Atropos)", (UnloadByName,), (AdapterStatus,)),
+    "/lora/status": Operation("get", "The loaded adapters (Atropos)", responses=(AdapterStatus,)),
     "/v1/models": Operation("get", "List the models that requests can name", responses=(ModelList,)),
     "/health": Operation("get", "State of the server; status 503 unless it is ok", responses=(Health,)),
     "/version": Operation("get", "Version of Clotho", responses=(Version,)),

@@ -9,7 +9,8 @@ from typing import Any, Literal, Protocol
 from msgspec import Struct
 
 from clotho.config.schema import HttpServer
-from protocols.sampling import Completion, CompletionDone, PromptLogprobs, SampleRequest, Sampling, TokenSampled
+from clotho.serving.adapters import AdapterRegistry
+from protocols.sampling import POLICY, Completion, CompletionDone, PromptLogprobs, SampleRequest, Sampling, TokenSampled
 from protocols.step import WeightsReady
 
 
@@ -175,7 +176,7 @@ class ServedModel(Struct, frozen=True, kw_only=True):
 
     id: its name in responses. aliases: further names that requests may use. parent: id of the base model of an adapter
     or of a policy; None for a base model. root: origin of the weights, as the operator wrote it. weights: returns the
-    version that serves now.
+    version that serves now. source: value of `SampleRequest.weights`.
     """
 
     id: str
@@ -183,6 +184,7 @@ class ServedModel(Struct, frozen=True, kw_only=True):
     parent: str | None = None
     root: str
     weights: Callable[[], WeightsReady]
+    source: str = POLICY
 
 
 class ServerContext(Struct, frozen=True, kw_only=True):
@@ -191,7 +193,8 @@ class ServerContext(Struct, frozen=True, kw_only=True):
     models: the models that requests can name; the first one serves requests without a name. A name is looked up here
     and nowhere else: it never becomes a path or the name of a repository.
     sampling: defaults for fields that a request does not set. weights: returns the policy version that serves now.
-    prompt_logprobs: (tokens, top) -> log-probabilities of a prompt with `top` alternatives per token; can be cancelled.
+    prompt_logprobs: (tokens, top, source) -> log-probabilities of a prompt with `top` alternatives per token; can be
+    cancelled. adapters: loads and unloads adapters for clients; None: the server has no adapters.
     context_length: maximum number of prompt and completion tokens. sample_log: records completions of clients.
     record_supports: request the support of the sampling distribution if top-k limits its size.
     """
@@ -200,7 +203,7 @@ class ServerContext(Struct, frozen=True, kw_only=True):
     tokenizer: Tokenizer
     settings: HttpServer
     sampling: Sampling
-    prompt_logprobs: Callable[[tuple[int, ...], int], Awaitable[PromptLogprobs]]
+    prompt_logprobs: Callable[[tuple[int, ...], int, str], Awaitable[PromptLogprobs]]
     weights: Callable[[], WeightsReady]
     models: Callable[[], Sequence[ServedModel]]
     health: Callable[[], HealthReport]
@@ -209,10 +212,14 @@ class ServerContext(Struct, frozen=True, kw_only=True):
     vocab_size: int
     sample_log: SampleRecorder = NullSampleLog()
     record_supports: bool = False
+    adapters: AdapterRegistry | None = None
 
 
 class RecordingSampler:
-    """The sampler of one client. Records every completion under the client's label before the client receives it."""
+    """The sampler of one client.
+
+    Records every completion of the policy under the client's label before the client receives it.
+    """
 
     def __init__(self, sampler: SamplerClient, sample_log: SampleRecorder, client_label: str) -> None:
         self._sampler, self._sample_log, self._client_label = sampler, sample_log, client_label
@@ -222,8 +229,12 @@ class RecordingSampler:
         results = await self._sampler.complete_all(requests)
         for request, completions in zip(requests, results, strict=True):
             for completion in completions:
-                self._sample_log.remember(request, completion, client_label=self._client_label)
+                self._remember(request, completion)
         return results
+
+    def _remember(self, request: SampleRequest, completion: Completion) -> None:
+        if request.weights == POLICY:
+            self._sample_log.remember(request, completion, client_label=self._client_label)
 
     async def stream_all(
         self, requests: Sequence[SampleRequest]
@@ -233,5 +244,5 @@ class RecordingSampler:
             async for batch in batches:
                 for position, event in batch:
                     if isinstance(event, CompletionDone):
-                        self._sample_log.remember(requests[position], event.completion, client_label=self._client_label)
+                        self._remember(requests[position], event.completion)
                 yield batch

@@ -51,7 +51,7 @@ def test_a_flag_of_training_is_refused(flag: str) -> None:
         ["--model", "m", "--sampling.max-tokens", "300000"],
         ["--model", "m", "--adapter", "name"],
         ["--model", "m", "--adapter", "=path"],
-        ["--model", "m", "--adapter", "a/b=path"],
+        ["--model", "m", "--adapter", "a b=path"],
         ["--model", "m", "--adapter", "a=x", "--adapter", "a=y"],
         ["--model", "m", "--resume"],
         ["--profile", "no-such-profile"],

@@ -34,7 +34,7 @@ async def output(*command: str) -> str:
 
 def test_every_block_is_a_curl_command_or_a_program() -> None:
     """The tests below run all of them."""
-    assert {language for language, _ in BLOCKS} == {"sh", "python"}
+    assert {language for language, _ in BLOCKS} == {"sh", "python", "text"}
     lines = [block for language, block in BLOCKS if language == "sh"]
     assert "".join(lines).split() == " ".join(COMMANDS).split()
 

@@ -9,13 +9,20 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import httpx
+import mlx.core as mx
+import mlx_lm
 import openai
 import pytest
+from mlx_lm.generate import generate_step
 from msgspec import Struct
+from openai import BaseModel
 
 from tests.e2e.pipeline_process import PATIENCE_SECONDS, REPOSITORY
+from tests.inference.adapter_models import write_mlx_adapter
 
 EMBEDDED = str(REPOSITORY / "profiles" / "embedded")
 
@@ -106,6 +113,57 @@ def test_a_served_model_has_the_metrics_of_a_run() -> None:
         assert finish(server.process)[0] == 0
 
 
+def test_requests_name_adapters_that_the_server_loaded_at_its_start(tmp_path: Path) -> None:
+    """Each has the base model as its parent, and samples as mlx-lm does with the adapter."""
+    mx.random.seed(0)
+    model: Any = mlx_lm.load(EMBEDDED)[0]
+    first = write_mlx_adapter(tmp_path / "first", model, rank=4, seed=1, modules=("q_proj", "v_proj"))
+    second = write_mlx_adapter(tmp_path / "second", model, rank=8, seed=2)
+    prompt = [5, 9, 33, 1]
+    with serving("--adapter", f"first={first}", "--adapter", f"second={second}") as server:
+        assert server.screen[-2].split() == ["serves", "profiles/embedded,", "first,", "second"]
+        with openai.OpenAI(base_url=server.url, api_key="none", max_retries=0) as client:
+            base, *adapters = client.models.list().data
+            parents = [(card.id, extra(card)["parent"]) for card in adapters]
+            assert parents == [("first", base.id), ("second", base.id)]
+            for name, path in ((base.id, None), ("first", first), ("second", second)):
+                answer = client.completions.create(
+                    model=name, prompt=prompt, max_tokens=12, temperature=0,
+                    extra_body={"return_token_ids": True, "ignore_eos": True, "prompt_logprobs": 0},
+                )  # fmt: skip
+                assert answer.model == name
+                (choice,) = answer.choices
+                assert extra(choice)["token_ids"] == greedy(path, prompt, 12)
+                scores = extra(choice)["prompt_logprobs"]
+                found = [next(iter(position.values()))["logprob"] for position in scores[1:]]
+                assert found == pytest.approx(scored(path, prompt), abs=1e-3)
+
+
+def extra(answer: BaseModel) -> dict[str, Any]:
+    """Return the fields that the OpenAI API does not have."""
+    assert answer.model_extra is not None
+    return answer.model_extra
+
+
+def adapted(adapter: Path | None) -> Any:
+    """Return the embedded model with an adapter, as mlx-lm loads it."""
+    loaded: Any = mlx_lm.load(EMBEDDED, adapter_path=None if adapter is None else str(adapter))
+    return loaded[0]
+
+
+def greedy(adapter: Path | None, prompt: list[int], count: int) -> list[int]:
+    """Return what mlx-lm generates."""
+    steps = generate_step(mx.array(prompt), adapted(adapter), max_tokens=count)
+    return [int(token) for token, _ in steps]
+
+
+def scored(adapter: Path | None, prompt: list[int]) -> list[float]:
+    """Return the log-probabilities of a prompt, computed with mlx-lm's model."""
+    logits = adapted(adapter)(mx.array([prompt]))[0].astype(mx.float32)
+    logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+    return [float(logprobs[index, token].item()) for index, token in enumerate(prompt[1:])]
+
+
 @pytest.mark.parametrize(
     "flags",
     [
@@ -113,6 +171,8 @@ def test_a_served_model_has_the_metrics_of_a_run() -> None:
         ["--model", str(REPOSITORY / "docs")],
         ["--model", EMBEDDED, "--steps", "3"],
         ["--model", EMBEDDED, "--server.host", "0.0.0.0"],
+        ["--model", EMBEDDED, "--adapter", "a=/no/such/adapter"],
+        ["--model", EMBEDDED, "--adapter", "policy=/no/such/adapter"],
         [],
     ],
     ids=lambda flags: " ".join(flags[-2:]),

@@ -23,7 +23,7 @@ from tests.run.test_accounting import MinimalActor
 @pytest.fixture
 async def context(tmp_path: Path) -> AsyncIterator[RunContext]:
     """A run of ten steps of two groups."""
-    async with open_context(tiny_profile(tmp_path)) as built:
+    async with open_context(tiny_profile(tmp_path, server={"type": "http", "port": 0})) as built:
         yield built
 
 

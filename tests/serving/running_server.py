@@ -40,7 +40,7 @@ class Served:
         self.http: httpx.AsyncClient
         self.openai: AsyncOpenAI
 
-    async def prompt_logprobs(self, tokens: tuple[int, ...], top: int) -> PromptLogprobs:
+    async def prompt_logprobs(self, tokens: tuple[int, ...], top: int, _: str) -> PromptLogprobs:
         """Return -t / 8 for token t; its alternatives are t, t + 1, ..., each with a log-probability lower by 1."""
         self.scored.append((tokens, top))
         return PromptLogprobs(

@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from msgspec import structs
 from openapi_spec_validator import OpenAPIV31SpecValidator
 from starlette.routing import Route
 
 from clotho import __version__
+from clotho.serving.adapters import AdapterRegistry
 from clotho.serving.app import build_app
 from clotho.serving.limits import ConcurrencyLimit
 from tests.serving.running_server import Served, server_context, serving
@@ -32,7 +34,9 @@ async def test_the_document_is_valid() -> None:
 async def test_the_document_describes_every_route() -> None:
     """With its method; a path that differs by a trailing slash is described once."""
     async with serving() as served:
-        app = build_app(server_context(served), ConcurrencyLimit(1))
+        unused: Any = None
+        registry = AdapterRegistry(served.engine.submit_call, unused, unused, root="")
+        app = build_app(structs.replace(server_context(served), adapters=registry), ConcurrencyLimit(1))
         routes = {
             (route.path.rstrip("/"), method.lower())
             for route in app.routes

@@ -52,7 +52,7 @@ def base_weights() -> WeightsReady:
     return WeightsReady(version=0, step=0, fingerprint="base")
 
 
-async def unused_prompt_logprobs(_: tuple[int, ...], __: int) -> PromptLogprobs:
+async def unused_prompt_logprobs(_: tuple[int, ...], __: int, ___: str) -> PromptLogprobs:
     """Fail: the OpenAI endpoints do not score prompts."""
     raise NotImplementedError
 

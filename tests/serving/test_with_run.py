@@ -155,3 +155,37 @@ async def test_a_disconnect_aborts_the_completions_of_the_engine(tmp_path: Path)
         left.set()
         assert (await post(client, "/generate", prompt={"prompt_token_ids": PROMPT}, max_tokens=2))["finish_reasons"]
         assert parts.engine.stats().finished["abort"] == 16
+
+
+async def test_a_run_serves_its_policy_and_its_base_model(tmp_path: Path) -> None:
+    """Requests name them; log-probabilities of prompts are those of the named model."""
+    async with serving(tmp_path) as (parts, client, _):
+        policy, base = (await client.get("/v1/models")).json()["data"]
+        assert (policy["id"], policy["parent"], policy["weights_version"]) == ("policy", base["id"], 7)
+        assert (base["parent"], base["weights_version"]) == (None, 0)
+
+        def score_base() -> list[float]:
+            with parts.policy.reference():
+                forcing = TeacherForcing(parts.policy.model, parts.policy.vocab_size)
+                scores = forcing.sequence(PROMPT[:1], PROMPT[1:], distribution=SamplingDistribution(1.0))
+                return [float(value) for value in np.array(scores.logp_N)]
+
+        expected = {
+            "policy": await learner_logprobs(parts, PROMPT[:1], PROMPT[1:], 1.0),
+            base["id"]: await finish(parts.executor.submit(score_base)),
+        }
+        for name, logprobs in expected.items():
+            body = {"model": name, "prompt": PROMPT, "echo": True, "logprobs": 0, "max_tokens": 0}
+            answer = (await client.post("/v1/completions", json=body)).json()
+            assert answer["model"] == name
+            found = answer["choices"][0]["logprobs"]["token_logprobs"]
+            assert found[1:] == pytest.approx(logprobs, abs=1e-3)
+        assert expected["policy"] != pytest.approx(expected[base["id"]], abs=1e-3)
+        sampled = {
+            name: (
+                await client.post("/v1/completions", json={"model": name, "prompt": PROMPT, "temperature": 0})
+            ).json()
+            for name in expected
+        }
+        assert sampled["policy"]["choices"][0]["weights_versions"] == {"first": 7, "last": 7}
+        assert sampled[base["id"]]["choices"][0]["weights_versions"] == {"first": 0, "last": 0}
