@@ -390,6 +390,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--out", type=Path, default=RESULTS, help="Results file to replace.")
     parser.add_argument("--keep", type=Path, help="Keep the run directory and the output in this new directory.")
     chosen = parser.parse_args(argv)
+    if sys.platform != "linux":
+        parser.error("reads the processes of the run from /proc and needs Linux")
     with tempfile.TemporaryDirectory(prefix="clotho-soak-", ignore_cleanup_errors=True) as directory:
         scratch = chosen.keep or Path(directory)
         scratch.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Fixtures of all tests, and profiles of property tests. Loads the BLAS before any test imports MLX.
+"""Fixtures, markers and lanes of all tests. Loads the BLAS before any test imports MLX.
 
 Property tests of the fast set repeat the same 200 examples in every run. Those of the slow set draw 20,000 new examples
 in every run; a failure prints the example and a `@reproduce_failure` line.
@@ -6,12 +6,19 @@ in every run; a failure prints the example and a `@reproduce_failure` line.
 
 from __future__ import annotations
 
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 from hypothesis import HealthCheck, settings
 
-from clotho.cpu import load_blas
+from clotho.cpu import computes_on_host, load_blas
+from tests import lanes
 
 load_blas()
+os.environ.setdefault("MLX_ENABLE_TF32", "0")  # float32 products of recent GPUs have 11 significant bits otherwise
 
 settings.register_profile(
     "repeatable",
@@ -31,3 +38,63 @@ settings.register_profile(
 def anyio_backend() -> str:
     """Run asynchronous tests on asyncio, as the program does."""
     return "asyncio"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option that chooses a lane for all tests."""
+    names = [name for name in lanes.LANES if name != lanes.DEFAULT.name]
+    parser.addoption("--lane", choices=names, help="Run the tests that compute in this lane only (tests/lanes.py).")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Enter the lane of `--lane`, also for fixtures that several tests share."""
+    if name := config.getoption("--lane"):
+        lanes.choose(lanes.LANES[name])
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Repeat the tests marked `lanes` in every lane, without `--lane`."""
+    if not metafunc.config.getoption("--lane") and metafunc.definition.get_closest_marker("lanes"):
+        metafunc.parametrize("lane", list(lanes.LANES), indirect=True)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Select the tests of the lanes, and skip tests of other systems."""
+    selects = _computes if config.getoption("--lane") else _is_in_fast_lane
+    kept, others = list[pytest.Item](), list[pytest.Item]()
+    for item in items:
+        (kept if selects(item) else others).append(item)
+    if others:
+        config.hook.pytest_deselected(items=others)
+        items[:] = kept
+    for item in items:
+        if sys.platform != "linux" and (marker := item.get_closest_marker("needs_linux")):
+            item.add_marker(pytest.mark.skip(reason=f"Linux only: {marker.kwargs['reason']}"))
+
+
+def _computes(item: pytest.Item) -> bool:
+    return item.path.relative_to(Path(__file__).parent).parts[0] in lanes.COMPUTING
+
+
+def _is_in_fast_lane(item: pytest.Item) -> bool:
+    """Whether a test runs without `--lane`: the arguments of its marker limit the parameters in further lanes."""
+    parameters = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+    if parameters.get("lane", lanes.DEFAULT.name) == lanes.DEFAULT.name:
+        return True
+    marker = item.get_closest_marker("lanes")
+    limits = marker.kwargs if marker else {}
+    return all(parameters[name] in chosen for name, chosen in limits.items())
+
+
+@pytest.fixture(autouse=True)
+def lane(request: pytest.FixtureRequest) -> Iterator[lanes.Lane]:
+    """Run the test in its lane."""
+    chosen = lanes.LANES[request.param] if hasattr(request, "param") else lanes.current()
+    with lanes.using(chosen):
+        if request.node.get_closest_marker("needs_cpu_path") and not computes_on_host():
+            pytest.skip("the host path is off, or the device is a GPU")
+        if request.node.get_closest_marker("needs_batch_invariance") and not lanes.is_batch_invariant():
+            pytest.skip("the 16-bit kernels of a GPU depend on the number of rows")
+        if request.node.get_closest_marker("needs_float32") and chosen.dtype != "float32":
+            pytest.skip("states an error that only float32 keeps")
+        yield chosen

@@ -12,6 +12,8 @@ from mlx_lm.models import qwen3, qwen3_moe
 from mlx_lm.utils import quantize_model, save_config, save_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from tests import lanes
+
 CONFIG: dict[str, Any] = {
     "model_type": "qwen3",
     "hidden_size": 64,
@@ -44,7 +46,12 @@ TOKENS_1_T = mx.array([[5, 9, 33, 2, 17, 60]])
 
 
 def build(config: dict[str, Any] = CONFIG, *, seed: int = 0) -> Any:
-    """A model of `config` with random weights."""
+    """A model of `config` with random weights, in the precision of the lane (tests/lanes.py)."""
+    return lanes.converted(_random(config, seed=seed))
+
+
+def _random(config: dict[str, Any], *, seed: int = 0) -> Any:
+    """A model of `config` with random weights in float32."""
     architecture = qwen3_moe if config["model_type"] == "qwen3_moe" else qwen3
     mx.random.seed(seed)
     model = architecture.Model(architecture.ModelArgs.from_dict(config))
@@ -56,19 +63,23 @@ def save(
     directory: Path,
     config: dict[str, Any] = CONFIG,
     *,
-    bits: int = 0,
-    dtype: mx.Dtype = mx.float32,
+    bits: int | None = None,
+    dtype: mx.Dtype | None = None,
     mixed: Callable[[str, Any], bool | dict[str, Any]] | None = None,
 ) -> Path:
     """Write a random model of `config` and a tokenizer to `directory`, in the form of the hub.
 
-    bits: quantise. mixed: mlx-lm's predicate, which says how to quantise a layer of this name, if at all.
+    bits: quantise; 0: do not. Without `bits` and `dtype`, the precision is that of the lane (tests/lanes.py).
+    mixed: mlx-lm's predicate, which says how to quantise a layer of this name, if at all.
     """
-    model = build(config)
-    model.set_dtype(dtype)
+    model = _random(config)
+    lane = lanes.current()
+    chosen = bits is not None or dtype is not None
+    model.set_dtype(dtype or (mx.float32 if chosen else getattr(mx, lane.dtype)))
     written = dict(config)
-    if bits:
-        model, written = quantize_model(model, written, group_size=32, bits=bits, quant_predicate=mixed)
+    if width := (bits or 0) if chosen else lane.bits:
+        size = 32 if chosen else lanes.GROUP_SIZE
+        model, written = quantize_model(model, written, group_size=size, bits=width, quant_predicate=mixed)
     save_model(directory, model)
     save_config(written, directory / "config.json")
     _save_tokenizer(directory)

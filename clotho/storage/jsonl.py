@@ -12,7 +12,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import msgspec
 from msgspec import Struct
 
-from clotho.storage.atomic_files import replace_file, sync_directory
+from clotho.storage.atomic_files import replace_file, sync, sync_directory
 from protocols.errors import RunDirectoryError, escape_invisible
 
 TAIL_BYTES = 1 << 20
@@ -208,7 +208,7 @@ def sync_files(paths: Iterable[Path]) -> None:
         if path.is_file():
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             try:
-                os.fsync(descriptor)
+                sync(descriptor)
             finally:
                 os.close(descriptor)
 

@@ -9,12 +9,10 @@ from unittest.mock import patch
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-import pytest
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.tuner.lora import LoRALinear
 from numpy.typing import NDArray
 
-from clotho.cpu import computes_on_host
 from clotho.cpu.decoder import HostDecoder
 from clotho.cpu.interface import PrefilledPrompt
 from clotho.cpu.kv_cache import HostKVCache
@@ -24,8 +22,6 @@ from tests.small_models import ARCHITECTURES, FixedSource, tiny_source
 
 PLAIN = ("qwen3", "qwen2", "llama")
 """Architectures that the host knows."""
-
-needs_cpu = pytest.mark.skipif(not computes_on_host(), reason="on a GPU models decode through MLX")
 
 
 def plain_source(architecture: str, **overrides: Any) -> FixedSource:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import sys
+
 import numpy as np
 import pytest
 
 from clotho.cpu import blas as products
+from clotho.cpu import load_blas
 from clotho.cpu.blas import Floats, matrix, multiply
 
 
@@ -69,3 +73,12 @@ def test_what_blas_cannot_read_is_refused(array: Floats) -> None:
     """It would take other numbers for it."""
     with pytest.raises(ValueError, match=r".+"):
         matrix(array)
+
+
+def test_on_macos_no_library_is_loaded_and_no_variable_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MLX uses Accelerate, and macOS has no CPU affinity to count threads with."""
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.delattr(os, "sched_getaffinity", raising=False)
+    before = dict(os.environ)
+    assert load_blas.__wrapped__() == "Accelerate"
+    assert dict(os.environ) == before

@@ -14,10 +14,10 @@ from mlx_lm.models.cache import make_prompt_cache
 from clotho.cpu.decoder import rotate
 from clotho.cpu.layers import install_cpu_layers, rope_frequencies
 from protocols.sampling import Sampling
-from tests.cpu.supported_models import PLAIN, Rows, adapt, needs_cpu, plain_source
+from tests.cpu.supported_models import PLAIN, Rows, adapt, plain_source
 from tests.inference.engine_helpers import log_softmax, make_engine, make_prompt, submit_request, tick_until
 
-pytestmark = needs_cpu
+pytestmark = pytest.mark.needs_cpu_path
 
 LENGTHS = (9, 1, 30, 2)
 """Of prompts; the shortest brings nothing that was computed."""

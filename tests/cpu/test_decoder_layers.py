@@ -13,9 +13,8 @@ from mlx_lm.tuner.lora import LoRALinear
 from clotho.cpu.blas import Floats, matrix
 from clotho.cpu.decoder import LowRankBuffers, ParameterVector, Projection, RMSNorm, WeightMatrix, swiglu_in_place
 from clotho.cpu.layers import input_major
-from tests.cpu.supported_models import needs_cpu
 
-pytestmark = needs_cpu
+pytestmark = pytest.mark.needs_cpu_path
 
 WIDTH, OUTPUTS, RANK = 6, 5, 2
 

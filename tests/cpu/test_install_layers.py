@@ -9,7 +9,6 @@ import pytest
 from mlx_lm.models import qwen3
 from mlx_lm.tuner.lora import LoRALinear
 
-from clotho.cpu import computes_on_host
 from clotho.cpu.layers import ClosedFormLoRALinear, ClosedFormRMSNorm, install_cpu_layers, swiglu
 
 
@@ -77,7 +76,7 @@ def test_gates_of_loaded_models_change_for_all_of_them() -> None:
     assert vars(qwen3)["swiglu"] is swiglu
 
 
-@pytest.mark.skipif(not computes_on_host(), reason="on a GPU weights stay as they are")
+@pytest.mark.needs_cpu_path
 def test_frozen_linear_weights_are_laid_out_by_inputs() -> None:
     """Those under an adapter too: the weights of an input lie side by side, and their values are the same."""
     model = nn.Sequential(nn.Linear(6, 4), Two().low_rank)

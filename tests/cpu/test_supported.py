@@ -18,7 +18,7 @@ from clotho.cpu.decoder import HostDecoder, LayerCaches
 from clotho.cpu.layers import install_cpu_layers
 from clotho.cpu.supported import is_supported, make_host_decoder
 from clotho.inference.cache_layout import CacheLayout
-from tests.cpu.supported_models import PLAIN, adapt, needs_cpu, plain_source
+from tests.cpu.supported_models import PLAIN, adapt, plain_source
 from tests.small_models import tiny
 
 
@@ -41,7 +41,7 @@ def taken(model: nn.Module) -> bool:
     return found
 
 
-@needs_cpu
+@pytest.mark.needs_cpu_path
 @pytest.mark.parametrize("architecture", PLAIN)
 def test_plain_transformers_in_float32_are_taken(architecture: str) -> None:
     """As they are, with an adapter, and with the layers of the CPU backend."""
@@ -53,7 +53,7 @@ def test_plain_transformers_in_float32_are_taken(architecture: str) -> None:
     assert taken(model)
 
 
-@needs_cpu
+@pytest.mark.needs_cpu_path
 def test_rotations_that_are_merely_slower_are_taken() -> None:
     """Linear scaling of positions changes no part of the model."""
     assert taken(plain_source("llama", rope_scaling={"rope_type": "linear", "factor": 2.0}).model)
@@ -127,7 +127,7 @@ def test_on_a_gpu_none_are(monkeypatch: pytest.MonkeyPatch) -> None:
     assert make_host_decoder(layout.model) is None
 
 
-@needs_cpu
+@pytest.mark.needs_cpu_path
 @pytest.mark.parametrize(("noise", "difference"), [(0.02, 0.02), (np.nan, np.inf)])
 def test_a_model_whose_numbers_would_differ_is_refused_with_a_warning(
     noise: float, difference: float, monkeypatch: pytest.MonkeyPatch
@@ -148,7 +148,7 @@ def test_a_model_whose_numbers_would_differ_is_refused_with_a_warning(
     assert logged[0]["difference"] == pytest.approx(difference, rel=1e-3)
 
 
-@needs_cpu
+@pytest.mark.needs_cpu_path
 def test_a_difference_of_rounding_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sums in another order differ in their last digits."""
     logits = HostDecoder.logits
@@ -156,7 +156,7 @@ def test_a_difference_of_rounding_is_none(monkeypatch: pytest.MonkeyPatch) -> No
     assert taken(plain_source("qwen3").model)
 
 
-@needs_cpu
+@pytest.mark.needs_cpu_path
 def test_a_layers_own_constants_are_followed() -> None:
     """A scale of scores and an epsilon that differ from layer to layer."""
     model = plain_source("qwen3").model
@@ -166,7 +166,7 @@ def test_a_layers_own_constants_are_followed() -> None:
     assert taken(model)
 
 
-@needs_cpu
+@pytest.mark.needs_cpu_path
 def test_what_looks_known_but_computes_otherwise_is_found_out() -> None:
     """One layer rotates faster than the others: all parts are known, and the logits are not."""
     model = plain_source("qwen3").model

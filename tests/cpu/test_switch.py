@@ -14,7 +14,6 @@ from clotho.cpu.kv_cache import HostKVCache
 from clotho.cpu.supported import make_host_decoder
 from clotho.inference.kv_cache import BatchKVCache
 from protocols.sampling import Completion, Sampling
-from tests.cpu.supported_models import needs_cpu
 from tests.inference.engine_helpers import make_engine, run, submit_request
 from tests.small_models import tiny_source
 
@@ -30,7 +29,7 @@ def completions(cache: type) -> list[Completion]:
     return answer.completions
 
 
-@needs_cpu
+@pytest.mark.needs_cpu_path
 def test_log_probabilities_agree_with_and_without_the_cpu_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same tokens are sampled from the same seeds, at the same log-probabilities up to rounding."""
     numpy = completions(HostKVCache)

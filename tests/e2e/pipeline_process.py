@@ -18,6 +18,8 @@ from typing import Any, Self
 
 from msgspec import Struct
 
+from tests import lanes
+
 REPOSITORY = Path(__file__).parents[2]
 BATCH = 4
 SMALL = (
@@ -64,7 +66,7 @@ class Run:
         self.run_dir = run_dir
         self._err = tempfile.TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115, closed by __exit__
         self.process = subprocess.Popen(
-            [sys.executable, "pipeline.py", "--run-dir", str(run_dir), *small, *flags],
+            [sys.executable, "pipeline.py", "--run-dir", str(run_dir), *lanes.flags(), *small, *flags],
             cwd=REPOSITORY,
             env=os.environ | {"PYTHONIOENCODING": "utf-8"} | (environment or {}),
             stdout=subprocess.PIPE,

@@ -114,7 +114,7 @@ async def registered(http: httpx.AsyncClient) -> None:
         await anyio.lowlevel.checkpoint()
 
 
-@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads how much memory another process holds")
+@pytest.mark.needs_linux(reason="/proc has the memory of another process")
 @pytest.mark.parametrize("count", [600, pytest.param(5000, marks=pytest.mark.slow)])
 async def test_a_flood_of_malformed_groups_is_discarded(tmp_path: Path, count: int) -> None:
     """Each has its reason and is counted. Training continues before, during and after the flood."""
@@ -151,7 +151,7 @@ async def test_a_flood_of_malformed_groups_is_discarded(tmp_path: Path, count: i
     assert len({group["detail"] for group in lost}) > 8
 
 
-@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads how much memory another process holds")
+@pytest.mark.needs_linux(reason="/proc has the memory of another process")
 @pytest.mark.slow
 async def test_environments_that_are_faster_than_training_take_no_memory_of_the_trainer(tmp_path: Path) -> None:
     """The trainer fetches groups for `max_batches_ahead` batches beyond the one in training. All others stay with the

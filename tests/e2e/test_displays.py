@@ -34,7 +34,7 @@ def test_a_reader_that_leaves_does_not_end_the_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has a device that is always full")
+@pytest.mark.needs_linux(reason="/dev/full")
 @pytest.mark.parametrize(
     ("redirection", "lost"),
     [

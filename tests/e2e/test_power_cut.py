@@ -13,18 +13,15 @@ from clotho.storage.checkpoints import latest_checkpoint, read_state
 from tests.e2e.pipeline_process import RunResult, resume_flag, run
 from tests.e2e.test_kill import adapter_settings, check_result
 from tests.storage.power_cut.simulated_disk import (
+    RECORDABLE,
     Change,
     SimulatedDisk,
     build_recorder,
     read_journal,
     recording,
-    unsupported,
 )
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(bool(unsupported()), reason=unsupported() or "supported"),
-]
+pytestmark = [pytest.mark.slow, *RECORDABLE]
 
 STEPS = 20
 FLAGS = ("--steps", str(STEPS), "--checkpoint.interval", "1")

@@ -15,8 +15,6 @@ from tests.e2e.pipeline_process import Run, RunResult, run
 SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
 STEPS = ("--steps", "2")
 
-needs_proc = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="Linux shows which signals are handled")
-
 
 def handles_signals(running: Run) -> bool:
     """Whether the process has installed its handlers. Python itself does not handle SIGTERM."""
@@ -34,7 +32,7 @@ def interrupt(running: Run, number: signal.Signals, condition: Callable[[], bool
     return running.finish()
 
 
-@needs_proc
+@pytest.mark.needs_linux(reason="/proc has the handled signals of a process")
 @pytest.mark.parametrize("number", SIGNALS)
 def test_a_signal_during_the_first_imports_ends_the_process_silently(tmp_path: Path, number: signal.Signals) -> None:
     """From the first line of the program on. The exit status is that of a shell."""
@@ -94,7 +92,7 @@ def test_a_signal_after_the_run_has_begun_leaves_a_run_that_can_be_resumed(tmp_p
     assert resumed.status == 0, resumed
 
 
-@needs_proc
+@pytest.mark.needs_linux(reason="/proc has the handled signals of a process")
 @pytest.mark.slow
 @pytest.mark.parametrize("number", SIGNALS)
 def test_a_signal_at_any_moment_of_the_start_is_silent(tmp_path: Path, number: signal.Signals) -> None:

@@ -22,6 +22,7 @@ from protocols.sampling import (
     Sampling,
     TokenSampled,
 )
+from tests import lanes
 from tests.small_models import FixedSource, tiny_source
 
 GREEDY = Sampling(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -142,6 +143,21 @@ def reference_greedy(model: nn.Module, prompt: Sequence[int], sampling: Sampling
     for _ in range(sampling.max_tokens):
         tokens.append(int(processed_logprobs(full_logits(model, tokens)[-1], tokens, sampling).argmax()))
     return tokens[len(prompt) :]
+
+
+def check_greedy(model: nn.Module, prompt: Sequence[int], completion: Completion, sampling: Sampling) -> None:
+    """Compare a greedy completion with one full forward pass per token.
+
+    In 16 bits on a GPU, each token is the most probable one up to the tolerance of the lane.
+    """
+    if lanes.is_batch_invariant():
+        assert list(completion.tokens) == reference_greedy(model, prompt, sampling)
+        return
+    tokens = [*prompt, *completion.tokens]
+    logits_T_V = full_logits(model, tokens)
+    for t in range(len(prompt), len(tokens)):
+        logp_V = processed_logprobs(logits_T_V[t - 1], tokens[:t], sampling)
+        assert logp_V[tokens[t]] >= logp_V.max() - lanes.atol(0.0)
 
 
 def make_prompt(length: int, salt: int = 0) -> tuple[int, ...]:

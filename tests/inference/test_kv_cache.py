@@ -11,7 +11,7 @@ import pytest
 from clotho.cpu.interface import PrefilledPrompt
 from clotho.cpu.kv_cache import NOT_SHARED, HostKVCache
 from protocols.sampling import Sampling
-from tests.cpu.supported_models import PLAIN, Rows, arrival_of, needs_cpu, plain_source
+from tests.cpu.supported_models import PLAIN, Rows, arrival_of, plain_source
 from tests.inference.engine_helpers import make_engine, make_prompt, reference_logprobs, run, submit_request, tick_until
 from tests.small_models import tiny_source
 
@@ -47,7 +47,7 @@ def worth_sharing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("clotho.cpu.kv_cache.MIN_SHARED_TOKENS", SPARED)
 
 
-@needs_cpu
+@pytest.mark.needs_cpu_path
 def test_a_group_stores_its_prompt_once() -> None:
     """The buffers of eight rows with a prompt of 200 tokens are much smaller than eight copies."""
     engine = make_engine()
@@ -56,7 +56,7 @@ def test_a_group_stores_its_prompt_once() -> None:
     assert 199 < engine.stats().cache_tokens < 8 * 199
 
 
-@needs_cpu
+@pytest.mark.needs_cpu_path
 def test_a_shared_prompt_keeps_no_larger_buffer_alive() -> None:
     """The cache of the prefill has room for more tokens and prompts and is released."""
     engine = make_engine()
@@ -68,7 +68,7 @@ def test_a_shared_prompt_keeps_no_larger_buffer_alive() -> None:
     assert all(array.flags.c_contiguous for pair in layers for array in pair)
 
 
-@needs_cpu
+@pytest.mark.needs_cpu_path
 def test_rows_without_a_shared_prompt_store_it_in_columns() -> None:
     """Sharing saves nothing for one row and costs more than it saves for a short prompt."""
     rows = Rows(plain_source("qwen3").model, 6)
@@ -104,7 +104,7 @@ def test_groups_that_join_and_leave_keep_correct_log_probabilities(architecture:
             np.testing.assert_allclose(completion.logprobs, reference, atol=1e-4)
 
 
-@needs_cpu
+@pytest.mark.needs_cpu_path
 def test_a_prompt_without_rows_is_released() -> None:
     """Prompts do not accumulate while groups replace each other or when all rows leave."""
     rows = Rows(plain_source("qwen3").model, 4)
@@ -126,7 +126,7 @@ def test_a_prompt_without_rows_is_released() -> None:
     rows.check_step()
 
 
-@needs_cpu
+@pytest.mark.needs_cpu_path
 def test_kept_rows_keep_their_prompts() -> None:
     """For any new order of slots, and if rows of one prompt are separated."""
     rows = Rows(plain_source("qwen3").model, 8)
@@ -148,7 +148,7 @@ def test_kept_rows_keep_their_prompts() -> None:
     rows.check_step()
 
 
-@needs_cpu
+@pytest.mark.needs_cpu_path
 def test_non_finite_values_of_a_cleared_slot_do_not_reach_the_next_row() -> None:
     """A masked product would give NaN: 0 times NaN is NaN."""
     rows = Rows(plain_source("qwen3").model, 2)
@@ -160,7 +160,7 @@ def test_non_finite_values_of_a_cleared_slot_do_not_reach_the_next_row() -> None
     rows.check_step()
 
 
-@needs_cpu
+@pytest.mark.needs_cpu_path
 def test_a_non_finite_prompt_affects_only_its_own_rows() -> None:
     """Other groups of the same step and later rows of the cleared slots are finite."""
     rows = Rows(plain_source("qwen3").model, 5)

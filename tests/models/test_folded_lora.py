@@ -254,11 +254,10 @@ def test_dora_layers_stay_those_of_mlx_lm() -> None:
     assert {type(module) for module in policy.model.modules() if "lora_a" in module} == {DoRALinear}
 
 
+@pytest.mark.needs_cpu_path
 def test_float32_layers_on_the_host_are_not_converted(monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU backend has its own layers, and its NumPy decoder reads the weights of mlx-lm's."""
     monkeypatch.setattr(clotho.cpu, "KERNELS_ENABLED", True)
-    if not clotho.cpu.computes_on_host():
-        pytest.skip("the device is a GPU")
     policy = make_policy("qwen3_moe", Lora(dropout=0.1))
     folded = (FoldedLoRALinear, FoldedLoRASwitchLinear)
     assert not any(isinstance(module, folded) for module in policy.model.modules())

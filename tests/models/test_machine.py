@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -35,6 +36,16 @@ def test_every_field_of_the_machine_has_a_value() -> None:
     assert machine.memory_bytes > 2**28
     assert machine.mlx_version[0].isdigit()
     assert all([machine.processor, machine.device, machine.system])
+
+
+def test_on_macos_the_processor_is_the_chip_and_all_cores_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """macOS has neither /proc nor CPU affinity."""
+    monkeypatch.delattr(os, "sched_getaffinity", raising=False)
+    monkeypatch.setattr(Path, "exists", lambda path: False)
+    monkeypatch.setattr(platform, "system", lambda: "Darwin")
+    monkeypatch.setattr(mx, "device_info", lambda device: {"device_name": "Apple M3"})
+    machine = describe_machine(blas="Accelerate")
+    assert (machine.processor, machine.cores) == ("Apple M3", os.cpu_count())
 
 
 def test_a_restored_random_state_gives_the_same_numbers() -> None:

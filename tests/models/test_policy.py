@@ -9,7 +9,6 @@ import mlx.nn as nn
 import pytest
 from mlx.utils import tree_map
 
-from clotho.cpu import computes_on_host
 from clotho.cpu.layers import install_cpu_layers
 from clotho.models.parameters import fingerprint, flat, nested
 from clotho.models.policy import Parameters, Policy
@@ -91,9 +90,9 @@ def test_publish_takes_effect_at_the_next_forward_pass() -> None:
     assert same(logits(policy), before)
 
 
-@pytest.mark.skipif(not computes_on_host(), reason="on the device path, a swap converts the adapter")
+@pytest.mark.needs_cpu_path
 def test_publish_copies_and_evaluates_no_array() -> None:
-    """Arrays that are not evaluated stay so."""
+    """Arrays that are not evaluated stay so. On the device path, a swap converts the adapter."""
     policy = make()
     published = flat(moved(policy.trainable()))
     name, unevaluated = next((name, array * 2.0) for name, array in published.items())

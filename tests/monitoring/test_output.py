@@ -18,7 +18,7 @@ from clotho.monitoring.output import MAX_WAITING_WRITES, STDOUT, UnclosableText,
 
 ROOT = Path(__file__).parents[2]
 
-needs_full_device = pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has a device that is always full")
+needs_full_device = pytest.mark.needs_linux(reason="/dev/full")
 
 
 class Lost:

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from clotho.config.schema import EngineSection
-from clotho.cpu import computes_on_host
 from clotho.cpu.decoder import HostDecoder
 from clotho.inference import DecodeEngine
 from clotho.models.parameters import flat, nested
@@ -117,7 +116,7 @@ def test_an_engine_with_other_logits_fails_the_parity_check() -> None:
     assert report.mean_kl > 1e-3
 
 
-@pytest.mark.skipif(not computes_on_host(), reason="only the CPU backend decodes on the host")
+@pytest.mark.needs_cpu_path
 def test_the_check_uses_the_computation_that_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     """If decode steps run on the host, the check compares them."""
     policy = tiny_policy()

@@ -14,6 +14,7 @@ from clotho.scoring.prompt_logprobs import prompt_logprobs
 from clotho.scoring.teacher_forcing import TeacherForcing
 from protocols.errors import GenerationError
 from protocols.sampling import PromptLogprobs
+from tests import lanes
 from tests.small_models import tiny
 from tests.training.policies_and_groups import VOCAB, BigramPolicy, finish, tiny_policy
 
@@ -27,7 +28,7 @@ def test_prompt_log_probabilities_equal_teacher_forcing(architecture: str, chunk
     policy = BigramPolicy(tiny(architecture), vocab_size=64)
     found = finish(prompt_logprobs(policy, TOKENS, top=0, chunk=chunk))
     forced = TeacherForcing(policy.model, 64).sequence(TOKENS[:1], TOKENS[1:], distribution=SamplingDistribution(1.0))
-    assert found.logprobs == pytest.approx(np.array(forced.logp_N).tolist(), abs=2e-4)
+    assert found.logprobs == pytest.approx(np.array(forced.logp_N).tolist(), abs=lanes.atol(2e-4))
 
 
 def test_the_alternatives_are_the_most_probable_tokens() -> None:
@@ -35,14 +36,16 @@ def test_the_alternatives_are_the_most_probable_tokens() -> None:
     policy = tiny_policy()
     for top in (0, 1, 5, VOCAB + 10):
         found = finish(prompt_logprobs(policy, TOKENS, top=top, chunk=4))
-        logits_S_V = np.array(policy.model(mx.array([TOKENS])), dtype=np.float64)[0]
+        logits_S_V = lanes.numpy(policy.model(mx.array([TOKENS]))).astype(np.float64)[0]
         logp_S_V = logits_S_V - np.log(np.exp(logits_S_V).sum(-1, keepdims=True))
         assert len(found.top_logprobs) == len(TOKENS) - 1
         for place, logp_V, token in zip(found.top_logprobs, logp_S_V, TOKENS[1:], strict=False):
-            assert [logprob for _, logprob in place] == pytest.approx(sorted(logp_V)[::-1][: min(top, VOCAB)], abs=1e-4)
-            assert all(logprob == pytest.approx(logp_V[other], abs=1e-4) for other, logprob in place)
+            assert [logprob for _, logprob in place] == pytest.approx(
+                sorted(logp_V)[::-1][: min(top, VOCAB)], abs=lanes.atol(1e-4)
+            )
+            assert all(logprob == pytest.approx(logp_V[other], abs=lanes.atol(1e-4)) for other, logprob in place)
             if top > VOCAB:
-                assert dict(place)[token] == pytest.approx(logp_V[token], abs=1e-4)
+                assert dict(place)[token] == pytest.approx(logp_V[token], abs=lanes.atol(1e-4))
 
 
 def test_a_temperature_applies_as_in_teacher_forcing() -> None:
@@ -52,10 +55,10 @@ def test_a_temperature_applies_as_in_teacher_forcing() -> None:
     forced = TeacherForcing(policy.model, VOCAB).sequence(
         TOKENS[:1], TOKENS[1:], distribution=SamplingDistribution(0.6)
     )
-    assert found.logprobs == pytest.approx(np.array(forced.logp_N).tolist(), abs=2e-4)
+    assert found.logprobs == pytest.approx(np.array(forced.logp_N).tolist(), abs=lanes.atol(2e-4))
     for place, token, logprob in zip(found.top_logprobs, TOKENS[1:], found.logprobs, strict=True):
-        assert dict(place)[token] == pytest.approx(logprob, abs=1e-4)
-        assert sum(math.exp(value) for _, value in place) == pytest.approx(1.0, abs=1e-4)
+        assert dict(place)[token] == pytest.approx(logprob, abs=lanes.atol(1e-4))
+        assert sum(math.exp(value) for _, value in place) == pytest.approx(1.0, abs=lanes.atol(1e-4))
 
 
 def test_a_swap_during_scoring_changes_nothing() -> None:

@@ -8,21 +8,19 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from clotho.run.resume import MetricsRecord
 from clotho.storage.atomic_files import remove_leftovers
 from clotho.storage.checkpoints import latest_checkpoint, read_state, recorded_newest
 from clotho.storage.jsonl import scan
 from tests.storage.power_cut.simulated_disk import (
+    RECORDABLE,
     SimulatedDisk,
     build_recorder,
     read_journal,
     recording,
-    unsupported,
 )
 
-pytestmark = pytest.mark.skipif(bool(unsupported()), reason=unsupported() or "supported")
+pytestmark = RECORDABLE
 
 CUTS = 15
 

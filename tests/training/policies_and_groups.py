@@ -28,6 +28,7 @@ from clotho.training.update import PolicyLearner
 from protocols.prompt import Problem, Prompt
 from protocols.rollout import RolloutGroup, ScoredGroup
 from protocols.sampling import Completion
+from tests import lanes
 from tests.learner_settings import learner_settings, policy_settings
 
 Result = TypeVar("Result")
@@ -109,11 +110,13 @@ def tiny_policy(*, tied: bool = True, **section: Any) -> Policy:
         "max_position_embeddings": 128,
         "rope_theta": 10000.0,
         "tie_word_embeddings": tied,
+        **lanes.sizes(),
     }
     mx.random.seed(7)
     model = qwen3.Model(qwen3.ModelArgs.from_dict(config))  # type: ignore[no-untyped-call]
     weights = model.parameters()  # type: ignore[no-untyped-call]
     model.update(tree_map(lambda array: array * 3.0 if array.ndim == 2 else array, weights))
+    lanes.converted(model)
     settings = policy_settings(**{"rank": 4, "scale": 2.0, **section})
     return Policy(model, cast(Any, None), settings, config=config, seed=0, keep_reference=True)
 

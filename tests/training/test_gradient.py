@@ -23,6 +23,7 @@ from clotho.training.objectives.registry import objective
 from clotho.training.reference_policy import ReferencePolicy
 from clotho.training.turns import TurnBudget
 from protocols.rollout import ScoredGroup
+from tests import lanes
 from tests.learner_settings import learner_settings
 from tests.training.policies_and_groups import (
     UNDIVIDED,
@@ -155,11 +156,13 @@ def test_any_split_into_micro_batches_gives_the_same_gradient(budget: int) -> No
     parts = gradients(policy, groups, budget=budget, kl_beta=0.1, entropy_weight=0.05)
     assert len(parts) > 1
     expected = vector(whole)
-    assert np.linalg.norm(sum(vector(part) for part in parts) - expected) < 2e-5 * np.linalg.norm(expected)
-    assert sum(float(part.loss) for part in parts) == pytest.approx(float(whole.loss), rel=1e-4, abs=1e-4)
+    assert np.linalg.norm(sum(vector(part) for part in parts) - expected) < lanes.rtol(2e-5) * np.linalg.norm(expected)
+    assert sum(float(part.loss) for part in parts) == pytest.approx(
+        float(whole.loss), rel=lanes.rtol(1e-4), abs=lanes.atol(1e-4)
+    )
     for name, sums in whole.metrics.items():
         added = np.sum([np.array(part.metrics[name]) for part in parts], axis=0)
-        np.testing.assert_allclose(added, np.array(sums), rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(added, np.array(sums), rtol=lanes.rtol(1e-4), atol=lanes.atol(1e-4))
 
 
 def test_the_order_of_groups_and_completions_does_not_matter() -> None:
@@ -175,7 +178,7 @@ def test_the_order_of_groups_and_completions_does_not_matter() -> None:
         for g in reversed(groups)
     ]
     (one,), (other,) = gradients(policy, groups), gradients(policy, shuffled)
-    assert np.linalg.norm(vector(other) - vector(one)) < 2e-5 * np.linalg.norm(vector(one))
+    assert np.linalg.norm(vector(other) - vector(one)) < lanes.rtol(2e-5) * np.linalg.norm(vector(one))
 
 
 def test_longer_padding_never_changes_the_gradient() -> None:
@@ -184,7 +187,7 @@ def test_longer_padding_never_changes_the_gradient() -> None:
     group = scored_group([[3, 4, 5], [6, 7]], [1.0, 0.0])
     neighbour = scored_group([[8] * 60] * 2, [1.0, 1.0], group_id=1)
     (alone,), (beside,) = gradients(policy, [group]), gradients(policy, [group, neighbour])
-    assert np.linalg.norm(vector(beside) * 125 / 5 - vector(alone)) < 2e-5 * np.linalg.norm(vector(alone))
+    assert np.linalg.norm(vector(beside) * 125 / 5 - vector(alone)) < lanes.rtol(2e-5) * np.linalg.norm(vector(alone))
 
 
 @pytest.mark.parametrize("grad_checkpoint", [False, True])
@@ -196,18 +199,18 @@ def test_only_the_adapter_is_differentiated(grad_checkpoint: bool) -> None:
     assert all(".lora_" in name for name in gradient.arrays)
     assert all(np.abs(np.array(g)).max() > 0 for name, g in gradient.arrays.items() if name.endswith("lora_b"))
     (expected,) = gradients(plain, random_groups(32))
-    assert np.linalg.norm(vector(gradient) - vector(expected)) < 2e-5 * np.linalg.norm(vector(expected))
+    assert np.linalg.norm(vector(gradient) - vector(expected)) < lanes.rtol(2e-5) * np.linalg.norm(vector(expected))
 
 
 def test_the_model_is_left_as_it_was() -> None:
     """Served weights, evaluation mode, no tracer, no stand-in: decoding goes on as if nothing had happened."""
     policy = tiny_policy(dropout=0.3, grad_checkpoint=True)
     tokens = mx.array([[1, 2, 3, 4]])
-    logits, served = np.array(policy.model(tokens)), policy.trainable()
+    logits, served = lanes.numpy(policy.model(tokens)), policy.trainable()
     gradients(policy, random_groups(32), budget=24, kl_beta=0.1)
     assert not any(module.training for _, module in policy.model.named_modules())
     assert same_bits(served, policy.model.trainable_parameters())
-    assert np.array(policy.model(tokens)).tobytes() == logits.tobytes()
+    assert lanes.numpy(policy.model(tokens)).tobytes() == logits.tobytes()
 
 
 def test_whoever_holds_the_parameters_never_sees_a_tracer() -> None:

@@ -13,6 +13,7 @@ from clotho.scoring.layouts.micro_batches import build_micro_batches
 from clotho.scoring.sequences import MicroBatch, TrainingSequence
 from clotho.scoring.teacher_forcing import TeacherForcing
 from protocols.sampling import Completion, Sampling
+from tests import lanes
 from tests.inference.engine_helpers import make_engine, make_prompt, run, submit_request
 from tests.small_models import FixedSource, tiny_source
 
@@ -90,7 +91,7 @@ def test_the_learner_scores_replayed_supports_as_the_sampler_drew_from_them(samp
 def adjusted_logits(source: FixedSource, prompt: tuple[int, ...], completion: Completion, s: Sampling) -> np.ndarray:
     """(Logits + bias) / temperature before every token of a completion, float64, from one forward pass."""
     tokens = [*prompt, *completion.tokens]
-    logits_T_V = np.array(source.model(mx.array([tokens[:-1]]))[0, len(prompt) - 1 :]).astype(np.float64)
+    logits_T_V = lanes.numpy(source.model(mx.array([tokens[:-1]]))[0, len(prompt) - 1 :]).astype(np.float64)
     for token, value in s.logit_bias:
         logits_T_V[:, token] += value
     adjusted: np.ndarray = logits_T_V / s.temperature

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import mlx.core as mx
-import numpy as np
 import pytest
 from structlog.testing import capture_logs
 
@@ -19,6 +18,7 @@ from clotho.models.stages import Stage
 from clotho.training.turns import TurnBudget
 from clotho.training.update import Update
 from protocols.rollout import ScoredGroup
+from tests import lanes
 from tests.learner_settings import policy_settings
 from tests.small_models import ATTENTION, tiny
 from tests.training.policies_and_groups import (
@@ -128,7 +128,7 @@ def test_work_between_turns_does_not_change_an_update(kind: str) -> None:
         policy = policy_of("llama", kind=kind, **({} if kind == "full" else {"dropout": 0.2}))
         one = learner(policy, micro_batch_tokens=48, kl_beta=0.1, max_turn_ms=milliseconds, measure_update_kl=True)
         served = policy.trainable()
-        logits = np.array(policy.model(mx.array([[1, 2, 3]])))
+        logits = lanes.numpy(policy.model(mx.array([[1, 2, 3]])))
         mx.random.seed(11)
         job, turns = one.update(groups()), 0
         for _ in _until_end(job, updates):
@@ -136,10 +136,10 @@ def test_work_between_turns_does_not_change_an_update(kind: str) -> None:
             if milliseconds:
                 state = random_state()
                 assert not policy.model.training
-                assert np.array(policy.model(mx.array([[1, 2, 3]]))).tobytes() == logits.tobytes()
+                assert lanes.numpy(policy.model(mx.array([[1, 2, 3]]))).tobytes() == logits.tobytes()
                 other = {name: array + 0.01 * turns for name, array in flat(served).items()}
                 policy.publish(nested(other), version=turns, step=turns, fingerprint="other")
-                logits = np.array(policy.model(mx.array([[1, 2, 3]])))
+                logits = lanes.numpy(policy.model(mx.array([[1, 2, 3]])))
                 mx.eval(mx.random.normal((3,), key=mx.random.key(turns)))
                 assert random_state() == state
         assert turns > (30 if milliseconds else 1)
@@ -157,7 +157,7 @@ def test_an_update_that_is_closed_between_blocks_changes_nothing() -> None:
     one = learner(policy, max_turn_ms=SHORT, micro_batch_tokens=24)
     before, state = one.parameters, one.state()
     tokens = mx.array([[1, 2, 3]])
-    logits = np.array(policy.model(tokens))
+    logits = lanes.numpy(policy.model(tokens))
     total = sum(1 for _ in learner(policy, max_turn_ms=SHORT, micro_batch_tokens=24).update(random_groups(32)))
     assert total > 20
     for turns in range(1, total, 7):
@@ -165,7 +165,7 @@ def test_an_update_that_is_closed_between_blocks_changes_nothing() -> None:
         for _ in range(turns):
             next(job)
         job.close()
-        assert np.array(policy.model(tokens)).tobytes() == logits.tobytes()
+        assert lanes.numpy(policy.model(tokens)).tobytes() == logits.tobytes()
         assert not policy.model.training
     assert same_bits(one.parameters, before)
     assert same_bits(one.state(), state)

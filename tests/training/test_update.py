@@ -18,6 +18,7 @@ from clotho.models.policy import Policy
 from clotho.training import optimizer_steps as optimization
 from clotho.training.gradient import Gradient, micro_batch_gradient
 from protocols.rollout import ScoredGroup
+from tests import lanes
 from tests.training.policies_and_groups import (
     BigramPolicy,
     completion,
@@ -65,16 +66,16 @@ def test_served_weights_are_back_at_every_yield() -> None:
     one = learner(policy, micro_batch_tokens=24)
     first = finish(one.update(random_groups(32)))
     tokens = mx.array([[1, 2, 3, 4]])
-    logits = np.array(policy.model(tokens))
+    logits = lanes.numpy(policy.model(tokens))
     turns = 0
     job = one.update(random_groups(32, seed=1))
     for turn, _ in enumerate(job):
         turns += 1
         assert not policy.model.training
-        assert np.array(policy.model(tokens)).tobytes() == logits.tobytes()
+        assert lanes.numpy(policy.model(tokens)).tobytes() == logits.tobytes()
         if turn == 1:
             policy.publish(first.parameters, version=1, step=1, fingerprint=first.fingerprint)
-            logits = np.array(policy.model(tokens))
+            logits = lanes.numpy(policy.model(tokens))
     assert turns > 3
 
 
@@ -272,7 +273,7 @@ def on_policy(policy: Policy, groups: list[ScoredGroup]) -> list[ScoredGroup]:
         for c in g.group.completions:
             tokens = (*g.group.prompt.tokens, *c.tokens)
             logits_S_V = policy.model(mx.array([tokens]))[0, :-1]
-            logp_S_V = np.array(logits_S_V - mx.logsumexp(logits_S_V, axis=-1, keepdims=True))
+            logp_S_V = lanes.numpy(logits_S_V - mx.logsumexp(logits_S_V, axis=-1, keepdims=True))
             rows = range(len(tokens) - 1 - len(c.tokens), len(tokens) - 1)
             completions.append(completion(c.tokens, [float(logp_S_V[t, tokens[t + 1]]) for t in rows]))
         result.append(replace(g, group=replace(g.group, completions=tuple(completions))))

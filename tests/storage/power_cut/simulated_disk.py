@@ -17,26 +17,27 @@ import random
 import shutil
 import struct
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
+
+import pytest
 
 PAGE = 4096
 HEADER = struct.Struct("<c7xqqqii")
 SOURCE = Path(__file__).with_name("recorder.c")
 
 
-def unsupported() -> str:
-    """Return why this machine cannot record changes; empty if it can."""
-    if sys.platform != "linux":
-        return "the recorder uses system calls of Linux"
-    return "" if compiler() else "the recorder needs a C compiler"
-
-
 def compiler() -> str | None:
     """Return the C compiler."""
     return next((path for name in ("cc", "gcc", "clang") if (path := shutil.which(name))), None)
+
+
+RECORDABLE = [
+    pytest.mark.needs_linux(reason="LD_PRELOAD"),
+    pytest.mark.skipif(compiler() is None, reason="the recorder needs a C compiler"),
+]
+"""Marks of tests that record the changes of a process."""
 
 
 def build_recorder(directory: Path) -> Path:
