@@ -96,5 +96,5 @@ def lane(request: pytest.FixtureRequest) -> Iterator[lanes.Lane]:
         if request.node.get_closest_marker("needs_batch_invariance") and not lanes.is_batch_invariant():
             pytest.skip("the 16-bit kernels of a GPU depend on the number of rows")
         if request.node.get_closest_marker("needs_float32") and chosen.dtype != "float32":
-            pytest.skip("states an error that only float32 keeps")
+            pytest.skip("the test needs float32, or chooses its precisions itself")
         yield chosen

@@ -41,6 +41,7 @@ def results(model: Two, x: mx.array) -> list[mx.array]:
     return [model(x), value, *gradients]
 
 
+@pytest.mark.needs_cpu_path
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("bias", [True, False])
 def test_norms_and_low_rank_layers_keep_values_and_gradients(training: bool, bias: bool) -> None:
@@ -70,6 +71,7 @@ def test_a_layer_in_a_narrow_type_stays_as_it_is() -> None:
     assert type(model.low_rank) is LoRALinear
 
 
+@pytest.mark.needs_cpu_path
 def test_gates_of_loaded_models_change_for_all_of_them() -> None:
     """Serving and training call one function, which is mlx-lm's by name."""
     install_cpu_layers(Two())

@@ -7,21 +7,30 @@ from pathlib import Path
 import pytest
 
 from tests import lanes
-from tests.e2e.pipeline_process import assert_recorded, lines, metrics, run
+from tests.e2e.pipeline_process import assert_recorded, metrics, run
 
 DEVICE_LANES = [lane for lane in lanes.LANES.values() if lane.on_device]
+
+
+FEW = (
+    "--learner.batch-size", "2", "--sampling.group-size", "4", "--sampling.max-tokens", "64", "--eval.problems", "4",
+    "--checkpoint.interval", "1",
+)  # fmt: skip
+"""MLX multiplies 16-bit and quantized weights slowly on the CPU."""
 
 
 @pytest.mark.parametrize("device_lane", DEVICE_LANES, ids=lambda lane: lane.name)
 def test_a_run_trains_and_resumes_in_every_lane(tmp_path: Path, device_lane: lanes.Lane) -> None:
     """Sampler and learner agree, every group ends once, and the resumed run continues at the next step."""
     with lanes.using(device_lane):
-        first = run(tmp_path / "run", "--steps", "2", "--checkpoint.interval", "1")
+        first = run(tmp_path / "run", *FEW, "--steps", "2")
         assert first.status == 0, first
-        resumed = run(tmp_path / "run", "--steps", "3", "--checkpoint.interval", "1", "--resume")
+        resumed = run(tmp_path / "run", *FEW, "--steps", "3", "--resume")
     assert resumed.status == 0, resumed
     assert_recorded(tmp_path / "run", resumed.accounting, steps=3)
     assert "host: MLX kernels" in first.out or "GPU" in first.out
-    assert any(line["update_applied"] for line in metrics(tmp_path / "run"))
-    events = [line["event"] for line in lines(tmp_path / "run" / "log.jsonl")]
-    assert "parity_check_failed" not in events
+    recorded = metrics(tmp_path / "run")
+    assert any(line["update_applied"] for line in recorded)
+    mismatches = [line["mismatch_kl"] for line in recorded if line["mismatch_kl"] is not None]
+    assert mismatches
+    assert max(mismatches) < (1e-3 if device_lane.dtype == "float32" else 1e-2)

@@ -23,6 +23,8 @@ from tests.inference.engine_helpers import GREEDY, SAMPLED, RecordedEvents, run,
 SHAPE = Shape(layers=2, width=128, heads=2, key_heads=1, feed_forward=128, vocabulary=64)
 """Heads of size 64, as in fused attention kernels, and quantization groups of 64."""
 
+pytestmark = pytest.mark.needs_float32
+
 PROMPT = (3, 1, 4, 1, 5, 9, 2, 6)
 MISMATCH = {"float32": 1e-5, "bfloat16": 0.05, "4 bits": 0.05}
 """Largest mean absolute difference of log-probabilities, in nats."""

@@ -33,6 +33,8 @@ LARGE_RANKS = Lora(rank=32)
 
 Convert = Callable[[nn.Module], None]
 
+pytestmark = pytest.mark.needs_float32
+
 
 @pytest.fixture(autouse=True)
 def _device_path(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,7 +143,7 @@ def test_16_bit_logits_equal_those_of_mlx_lm_up_to_rounding(family: str, convert
 @pytest.mark.parametrize("checkpointed", [False, True], ids=["plain", "checkpointed"])
 @pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "qwen3_moe", "falcon_h1"])
 def test_float32_gradients_equal_those_of_mlx_lm(family: str, checkpointed: bool) -> None:
-    """Within 1e-6 of the norm of the gradient, for every parameter of the adapter."""
+    """Within 2e-6 of the norm of the gradient, for every parameter of the adapter."""
     policy = make_policy(family, grad_checkpoint=checkpointed)
     usual = usual_model(policy, family, Lora())
     usual.train()
@@ -151,7 +153,7 @@ def test_float32_gradients_equal_those_of_mlx_lm(family: str, checkpointed: bool
     assert found.keys() == expected.keys()
     norm = float(np.sqrt(sum(np.square(np.array(array)).sum() for array in expected.values())))
     for name, array in expected.items():
-        assert np.linalg.norm(np.array(found[name] - array)) < 1e-6 * norm, name
+        assert np.linalg.norm(np.array(found[name] - array)) < 2e-6 * norm, name
 
 
 def test_gradients_of_a_16_bit_model_are_float32() -> None:
@@ -219,7 +221,7 @@ def test_a_weight_swap_changes_the_logits_at_once() -> None:
 def test_a_failed_forward_pass_leaves_nothing_behind() -> None:
     """A product that was computed before the failure is not used by a later pass with other weights."""
     policy = make_policy("qwen3")
-    x = mx.random.normal((2, 3, 32))
+    x = mx.random.normal((2, 3, policy.model.args.hidden_size))
     attention = policy.model.layers[0].self_attn
     attention.q_proj(x)
     policy.publish(moved(policy.trainable(), seed=2), version=2, step=2, fingerprint="2")

@@ -264,16 +264,16 @@ GPT2: dict[str, Any] = {
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_token_weights_finds_embeddings_and_head(architecture: str) -> None:
     """Doubling an embedding or the head changes the logits. No other matrix of that height remains."""
-    model = tiny(architecture)
+    model = tiny(architecture, vocab_size=80)
     tokens_1_T = mx.array([[3, 5, 8]])
     before = model(tokens_1_T)
     found = token_weights(model, embeddings=True, head=False)
     assert len(found) == 1
     (embedding,) = found.values()
     assert type(embedding) is nn.Embedding
-    embedding.weight = embedding.weight * mx.array([[2.0 if i % 2 else 0.5] for i in range(64)])
+    embedding.weight = embedding.weight * mx.array([[2.0 if i % 2 else 0.5] for i in range(80)])
     assert not mx.allclose(model(tokens_1_T), before).item()
-    tall = [name for name, module in model.named_modules() if getattr(module, "weight", before).shape[0] == 64]
+    tall = [name for name, module in model.named_modules() if getattr(module, "weight", before).shape[0] == 80]
     try:
         head = token_weights(model, embeddings=False, head=True)
     except ModelError:

@@ -14,6 +14,7 @@ import pytest
 from mlx.utils import tree_map
 
 from clotho.config.schema import ModelSection, PolicySection
+from clotho.cpu import computes_on_host
 from clotho.models.parameters import flat
 from clotho.models.policy import Policy, load_policy
 from clotho.storage.adapters import write_adapter
@@ -21,6 +22,8 @@ from tests.inference.engine_helpers import GREEDY, complete_alone, reference_gre
 from tests.learner_settings import policy_settings
 from tests.saved_models import CONFIG, MIXTURE, TOKENS_1_T, save
 from tests.small_models import FixedSource, byte_tokenizer
+
+pytestmark = pytest.mark.needs_float32
 
 PROMPT = (5, 9, 33, 2, 17, 60)
 
@@ -83,7 +86,8 @@ def learns_and_serves(base: Path, directory: Path, kind: Any) -> Policy:
     np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
     write_adapter(directory, policy.trainable(), policy.adapter_config)
     loaded = mlx_lm.load(str(base), adapter_path=str(directory))[0]
-    assert mx.array_equal(loaded(TOKENS_1_T), policy.model(TOKENS_1_T)).item()
+    tolerance = 0.0 if computes_on_host() else 1e-5  # the device path rounds the products of A and B otherwise
+    assert mx.allclose(loaded(TOKENS_1_T), policy.model(TOKENS_1_T), rtol=0.0, atol=tolerance).item()
     return policy
 
 

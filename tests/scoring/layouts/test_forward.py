@@ -48,9 +48,9 @@ def policy(architecture: str, kind: str, grad_checkpoint: bool) -> Policy:
 def test_log_probabilities_loss_and_gradients_are_those_of_the_plain_way(
     architecture: str, kind: str, grad_checkpoint: bool, layout: str
 ) -> None:
-    """Within 1e-5 relative, for every parameter; beyond the sliding window of 8 tokens, where there is one."""
+    """Within 3e-5 relative, for every parameter; beyond the sliding window of 8 tokens, where there is one."""
     found = the_way_of(layout, policy(architecture, kind, grad_checkpoint), random_sequences(RAGGED), budget=150)
-    assert largest_error(plain(architecture, kind, RAGGED), found) < lanes.rtol(1e-5)
+    assert largest_error(plain(architecture, kind, RAGGED), found) < lanes.rtol(3e-5)
 
 
 @pytest.mark.parametrize("shapes", [EVEN, ((6, (1, 1, 1)),), ((1, (7,)),), ((30, (2, 2)), (2, (25, 1)))])
@@ -59,7 +59,7 @@ def test_log_probabilities_loss_and_gradients_are_those_of_the_plain_way(
 def test_any_shape_of_a_batch_gives_the_same(layout: str, budget: int, shapes: Shapes) -> None:
     """Groups of equal size, of one-token completions, of one completion, of very different lengths; cut up or whole."""
     found = the_way_of(layout, policy("qwen3", "lora", True), random_sequences(shapes), budget=budget)
-    assert largest_error(plain("qwen3", "lora", shapes), found) < lanes.rtol(1e-5)
+    assert largest_error(plain("qwen3", "lora", shapes), found) < lanes.rtol(3e-5)
 
 
 def test_inputs_of_a_layout_that_was_not_proven_are_refused() -> None:
