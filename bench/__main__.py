@@ -21,6 +21,7 @@ BENCHMARKS = {
     "real": "A real language model: rollouts and one update, beside mlx-lm and mlx-lm-lora.",
     "metal": "For Mac owners, in five minutes: speed, memory, parity and determinism, as a table and a file.",
     "http": "HTTP throughput and time to first token with 1 to 64 clients, beside mlx_lm.server.",
+    "serve": "Throughput of the standalone server with an adapter, beside mlx_lm.server.",
     "swap": "How long a weight swap delays decoding.",
     "adapters": "Decode rate of batches with one adapter, eight adapters and the base model.",
     "overlap": "Decode rate during updates.",

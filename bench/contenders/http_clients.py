@@ -26,11 +26,13 @@ class Load(NamedTuple):
     """The requests to send.
 
     clients: number of concurrent clients, each with `answers` requests in sequence. tokens: of every response.
+    model: name of the model in requests; empty: requests name none.
     """
 
     clients: int
     tokens: int
     answers: int
+    model: str = ""
 
 
 class Rate(NamedTuple):
@@ -60,16 +62,18 @@ def first_token_seconds(port: int, load: Load) -> float:
 
 async def _all_clients(port: int, load: Load, ask: Callable[[int, Body], Awaitable[float]]) -> list[float]:
     async def one_after_the_other(client: int) -> list[float]:
-        return [await ask(port, _body(client, turn, load.tokens)) for turn in range(load.answers)]
+        return [await ask(port, _body(client, turn, load)) for turn in range(load.answers)]
 
     each = await asyncio.gather(*(one_after_the_other(client) for client in range(load.clients)))
     return [value for values in each for value in values]
 
 
-def _body(client: int, turn: int, tokens: int) -> Body:
+def _body(client: int, turn: int, load: Load) -> Body:
     """A question that no other client sends, so that no prompt is completely in a cache."""
     question = f"What is {client + 10} + {turn + 10}?"
-    return {"messages": [{"role": "user", "content": question}], "max_tokens": tokens, "temperature": 1.0}
+    named = {"model": load.model} if load.model else {}
+    messages = [{"role": "user", "content": question}]
+    return {"messages": messages, "max_tokens": load.tokens, "temperature": 1.0, **named}
 
 
 async def _answered_tokens(port: int, body: Body) -> float:

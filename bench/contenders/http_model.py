@@ -6,7 +6,9 @@ import json
 import shutil
 from pathlib import Path
 
-from mlx_lm.utils import save_config, save_model
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.utils import load_model, save_config, save_model
 
 from bench.contenders.shapes import DIRECTORY, EMBEDDED, named_model
 
@@ -34,6 +36,28 @@ def write_model(name: str, target: Path) -> Path:
     tokenizer = target / "tokenizer.json"
     text = tokenizer.read_text(encoding="utf-8").replace("<think>", "<work>").replace("</think>", "</work>")
     tokenizer.write_text(text, encoding="utf-8")
+    return target
+
+
+def write_adapter(model: Path, target: Path, *, rank: int = 8) -> Path:
+    """Write a random LoRA adapter of mlx-lm for every linear layer in the blocks of a model directory."""
+    network, _ = load_model(model, lazy=True)
+    layers = {
+        name: module.weight.shape
+        for name, module in network.named_modules()
+        if isinstance(module, nn.Linear) and ".layers." in name
+    }
+    arrays = {}
+    for number, (name, (outputs, inputs)) in enumerate(layers.items()):
+        key = mx.random.key(number)
+        arrays[f"{name}.lora_a"] = mx.random.normal((inputs, rank), key=key) * inputs**-0.5
+        arrays[f"{name}.lora_b"] = mx.random.normal((rank, outputs), key=key) * 0.02
+    keys = sorted({name.split(".layers.")[1].partition(".")[2] for name in layers})
+    parameters = {"rank": rank, "scale": 1.0, "dropout": 0.0, "keys": keys}
+    config = {"fine_tune_type": "lora", "num_layers": -1, "lora_parameters": parameters}
+    target.mkdir()
+    mx.save_safetensors(str(target / "adapters.safetensors"), arrays)
+    (target / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
     return target
 
 

@@ -7,12 +7,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 from bench.contenders.http_clients import HOST, Load, first_token_seconds, throughput
-from bench.contenders.http_model import write_model
+from bench.contenders.http_model import write_adapter, write_model
 from bench.contenders.worker import Case, MeasureOnce, serve
 
 START_SECONDS = 120.0
@@ -20,8 +21,29 @@ FULL = 0.75
 """Minimum fraction of the requested tokens; shorter responses are not comparable."""
 
 
-def serve_http_load(module: str, options: Sequence[str], *, semantics: str, packages: Sequence[str]) -> None:
-    """Answer cases of clients; `module` serves the model of the case and restarts for another model."""
+class Started(NamedTuple):
+    """What a server is started with: the directory of the model, the directory of an adapter of it, and the port."""
+
+    model: Path
+    adapter: Path
+    port: int
+
+
+Command = Callable[[Started], list[str]]
+
+
+def module_command(module: str, options: Sequence[str]) -> Command:
+    """Return the command line of a server without adapter."""
+    return lambda server: [
+        sys.executable, "-m", module, "--model", str(server.model), "--port", str(server.port), *options
+    ]  # fmt: skip
+
+
+def serve_http_load(command: Command, *, semantics: str, packages: Sequence[str], requested: str = "") -> None:
+    """Answer cases of clients; a server serves the model of the case and restarts for another model.
+
+    requested: name of the model in requests; empty: requests name none.
+    """
     with ExitStack() as running:
         started: dict[str, int] = {}
 
@@ -29,9 +51,9 @@ def serve_http_load(module: str, options: Sequence[str], *, semantics: str, pack
             if case["model"] not in started:
                 running.close()
                 started.clear()
-                started[case["model"]] = running.enter_context(_server(module, options, case["model"]))
+                started[case["model"]] = running.enter_context(_server(command, case["model"]))
             port = started[case["model"]]
-            load = Load(case["clients"], case["tokens"], case["answers"])
+            load = Load(case["clients"], case["tokens"], case["answers"], requested)
             return lambda: measure(port, load)
 
         serve(prepare, semantics=semantics, packages=packages)
@@ -46,12 +68,14 @@ def measure(port: int, load: Load) -> dict[str, float]:
 
 
 @contextmanager
-def _server(module: str, options: Sequence[str], model: str) -> Iterator[int]:
+def _server(command: Command, model: str) -> Iterator[int]:
     """Run a server on a free loopback port until the block ends."""
     with tempfile.TemporaryDirectory() as directory:
         path, port = write_model(model, Path(directory, "model")), _free_port()
-        command = [sys.executable, "-m", module, "--model", str(path), "--port", str(port), *options]
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        server = Started(path, write_adapter(path, Path(directory, "adapter")), port)
+        process = subprocess.Popen(
+            command(server), stdin=subprocess.DEVNULL, stdout=sys.stderr, stderr=subprocess.DEVNULL
+        )
         try:
             _wait_until_it_listens(process, port)
             throughput(port, Load(clients=1, tokens=1, answers=1))

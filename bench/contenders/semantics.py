@@ -79,6 +79,14 @@ SEMANTICS = {
         "the new arrays, which the learner has already computed, the prefix cache is emptied, and the running "
         "sequences continue. Median and longest swap of a repeat."
     ),
+    "clotho_serve": (
+        "`pipeline.py serve` with default settings and one adapter, which every request names. Every response is "
+        "sampled with an own seed; log-probabilities are computed for every token."
+    ),
+    "mlx_lm_serve": (
+        "mlx_lm.server with the adapter, and with decode and prompt concurrency of 64, its fastest setting. Requests "
+        "name no model."
+    ),
     "clotho_adapters": (
         "Decode engine with default settings and loaded adapters; every row of the batch names its adapter. Sampled "
         "tokens per second while all rows are decoded, with their log-probabilities; no text is produced."

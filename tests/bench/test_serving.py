@@ -12,15 +12,18 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import mlx_lm
 import pytest
 
 from bench import actors_overhead, http, overlap, startup, swap
 from bench.contenders import asyncio_messages, clotho_messages, clotho_swap, commands, http_server_load
 from bench.contenders.http_clients import Load, first_token_seconds, throughput
-from bench.contenders.http_model import write_model
+from bench.contenders.http_model import write_adapter, write_model
 from bench.contenders.shapes import EMBEDDED
 from bench.measurement import write
 from bench.runs import Record
+from clotho.config.schema import AdaptersSection
+from clotho.models.adapter_files import adapter_targets, read_adapter
 from clotho.models.tokenizer import ChatTokenizer
 
 ONE_REQUEST = Load(clients=3, tokens=8, answers=1)
@@ -194,3 +197,16 @@ def test_a_lost_message_is_an_error() -> None:
 
     with pytest.raises(RuntimeError, match="received 2 messages instead of 3"):
         asyncio.run(short())
+
+
+def test_the_adapter_of_the_benchmark_fits_its_model(tmp_path: Path) -> None:
+    """mlx-lm and Clotho read the same files, and the adapter changes every linear layer of the blocks."""
+    model = write_model(EMBEDDED, tmp_path / "model")
+    adapter = write_adapter(model, tmp_path / "adapter", rank=4)
+    loaded: Any = mlx_lm.load(str(model), adapter_path=str(adapter))[0]
+    base: Any = mlx_lm.load(str(model))[0]
+    contents = read_adapter(adapter, adapter_targets(base), AdaptersSection())
+    adapted = {name for name, module in loaded.named_modules() if "lora_a" in module}
+    assert contents.rank == 4
+    assert set(contents.scales) == adapted
+    assert len(adapted) == 7 * len(base.layers)
