@@ -127,8 +127,9 @@ def prepare(argv: Sequence[str]) -> PreparedRun | int:
 
     Exit status: 0 for help and a dry run. Raises ClothoError for bad input, before anything is written.
     """
-    from clotho.cpu import load_blas
+    from clotho.cpu import configure_malloc, load_blas
 
+    configure_malloc()
     load_blas()  # before the first import of MLX
     from rich.console import Console
 
