@@ -10,7 +10,7 @@ import pytest
 
 from clotho.cpu import blas as products
 from clotho.cpu import load_blas
-from clotho.cpu.blas import Floats, matrix, multiply
+from clotho.cpu.blas import Floats, Product, matrix, multiply, prepared
 
 
 @pytest.fixture(params=["BLAS", "NumPy"], autouse=True)
@@ -82,3 +82,21 @@ def test_on_macos_no_library_is_loaded_and_no_variable_set(monkeypatch: pytest.M
     before = dict(os.environ)
     assert load_blas.__wrapped__() == "Accelerate"
     assert dict(os.environ) == before
+
+
+@pytest.mark.parametrize("one_call", [True, False])
+def test_prepared_products_are_those_of_multiply(one_call: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one call of a BLAS that has batches of products, or one after the other; of different shapes."""
+    if not one_call:
+        monkeypatch.setattr(products, "_sgemm_batch", lambda: None)
+    outs = [(np.full((rows, 4), 3.0, np.float32), np.full((rows, 4), 3.0, np.float32)) for rows in (1, 5, 2)]
+    given = [
+        Product(matrix(numbers(len(out), inner)), matrix(numbers(inner, 4, seed=1)), matrix(out), scale, add)
+        for (out, _), inner, scale, add in zip(outs, (3, 8, 1), (1.0, -2.0, 0.5), (False, True, True), strict=True)
+    ]
+    compute = prepared(given)
+    compute()
+    for product, (out, expected) in zip(given, outs, strict=True):
+        multiply(product.x, product.w, matrix(expected), scale=product.scale, add=product.add)
+        np.testing.assert_allclose(out, expected, rtol=1e-6)
+    prepared([])()

@@ -1,0 +1,181 @@
+"""Loading adapters for clients: paths inside the root, one name at a time, and load under traffic."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import anyio
+import mlx.core as mx
+import pytest
+
+from clotho.config.schema import AdaptersSection, EngineSection
+from clotho.inference import DecodeEngine
+from clotho.models.adapter_store import AdapterStore
+from clotho.runtime.compute_thread import ComputeExecutor, finish
+from clotho.runtime.sampling_client import Sampler
+from clotho.serving.adapters import AdapterRegistry, resolve_inside
+from protocols.errors import AdapterRequestError
+from protocols.sampling import BASE, POLICY, SampleRequest, Sampling
+from tests.inference.adapter_models import write_mlx_adapter
+from tests.small_models import tiny, tiny_source
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """Write adapters below a root directory, and one beside it."""
+    model = tiny("qwen3", vocab_size=257)
+    write_mlx_adapter(tmp_path / "outside", model, seed=9)
+    write_mlx_adapter(tmp_path / "root" / "a", model, rank=4, seed=1)
+    write_mlx_adapter(tmp_path / "root" / "nested" / "b", model, rank=8, seed=2)
+    return tmp_path / "root"
+
+
+class Served:
+    """An engine with its compute thread, and a registry of adapters below a root."""
+
+    def __init__(self, root: str, limits: AdaptersSection) -> None:
+        self.executor = ComputeExecutor(decode_share=0.5)
+        self.executor.start()
+        source = self.executor.submit(lambda: tiny_source("qwen3")).result()
+        self.store = self.executor.submit(lambda: AdapterStore(source.model, limits)).result()
+        self.engine = self.executor.submit(lambda: DecodeEngine(source, EngineSection(), self.store)).result()
+        self.executor.attach(self.engine)
+        self.registry = AdapterRegistry(self.executor.submit, self.engine, self.store.read, root=root)
+        self.sampler = Sampler(self.executor.submit, self.engine)
+
+    async def sample(self, weights: str, seed: int = 0) -> tuple[int, ...]:
+        """Return the tokens of a completion."""
+        sampling = Sampling(max_tokens=8, ignore_eos=True)
+        request = SampleRequest(prompt=(1, 2, 3), sampling=sampling, seeds=(seed,), weights=weights)
+        return (await self.sampler.complete(request))[0].tokens
+
+
+@pytest.fixture
+async def served(root: Path) -> AsyncIterator[Served]:
+    """Serve adapters below the root."""
+    running = Served(str(root), AdaptersSection(max_loaded=4))
+    yield running
+    running.executor.stop()
+
+
+def test_paths_below_the_root_are_found(root: Path) -> None:
+    """Relative to the root, or absolute."""
+    assert resolve_inside(str(root), "a") == (root / "a").resolve()
+    assert resolve_inside(str(root), "nested/b/") == (root / "nested" / "b").resolve()
+    assert resolve_inside(str(root), str(root / "a")) == (root / "a").resolve()
+
+
+@pytest.mark.parametrize(
+    "given",
+    ["", ".", "..", "../outside", "a/../../outside", "nested/..", "/etc", "/", "~", "a\0b", "x" * 5000, "link",
+     "link/b", "https://host/adapter", "owner/repository"],
+)  # fmt: skip
+def test_no_path_leads_out_of_the_root(given: str, root: Path) -> None:
+    """Nor through a link, whatever it points to; repositories of the hub are paths that do not exist."""
+    (root / "link").symlink_to(root / "nested")
+    with pytest.raises(AdapterRequestError) as error:
+        resolve_inside(str(root), given)
+    assert error.value.reason in ("invalid", "missing")
+    assert "\n" not in str(error.value)
+
+
+def test_an_absolute_path_outside_the_root_is_refused_whether_it_exists_or_not(root: Path) -> None:
+    """The answer does not tell a client which files exist."""
+    refusals = []
+    for given in (root.parent / "outside", root.parent / "absent"):
+        with pytest.raises(AdapterRequestError) as error:
+            resolve_inside(str(root), str(given))
+        refusals.append((error.value.reason, str(error.value).replace("absent", "outside")))
+    assert refusals[0] == refusals[1]
+
+
+def test_a_root_that_is_a_link_is_followed(root: Path, tmp_path: Path) -> None:
+    """The operator chose the root; only paths of clients are not trusted."""
+    alias = tmp_path / "alias"
+    alias.symlink_to(root)
+    assert resolve_inside(str(alias), str(alias / "a")) == (root / "a").resolve()
+
+
+async def test_without_a_root_clients_load_nothing() -> None:
+    """The operator can still load adapters."""
+    with pytest.raises(AdapterRequestError) as error:
+        resolve_inside("", "a")
+    assert error.value.reason == "disabled"
+
+
+async def test_a_loaded_adapter_samples_until_it_is_unloaded(served: Served) -> None:
+    """The registry lists what is loaded."""
+    info = await served.registry.load_path("a", "a", replace=False)
+    assert served.registry.loaded == {"a": info}
+    assert await served.sample("a") != await served.sample(BASE)
+    await served.registry.unload("a")
+    assert served.registry.loaded == {}
+    with pytest.raises(AdapterRequestError) as error:
+        await served.registry.unload("a")
+    assert error.value.reason == "unknown"
+
+
+async def test_a_refused_adapter_changes_nothing(served: Served, root: Path) -> None:
+    """The version that is loaded stays."""
+    before = await served.registry.load_path("a", "a", replace=False)
+    tokens = await served.sample("a")
+    os.truncate(root / "nested" / "b" / "adapters.safetensors", 100)
+    with pytest.raises(AdapterRequestError) as error:
+        await served.registry.load_path("a", "nested/b", replace=True)
+    assert error.value.reason == "invalid"
+    assert served.registry.loaded == {"a": before}
+    assert await served.sample("a") == tokens
+
+
+async def test_a_taken_name_needs_replace(served: Served) -> None:
+    """The second load has a greater version."""
+    first = await served.registry.load_path("a", "a", replace=False)
+    with pytest.raises(AdapterRequestError) as error:
+        await served.registry.load_path("a", "a", replace=False)
+    assert error.value.reason == "exists"
+    assert (await served.registry.load_path("a", "nested/b", replace=True)).version > first.version
+
+
+async def swap_under_load(served: Served, swaps: int) -> int:
+    """Reload two names in turn while clients sample from both, the policy and the base model; return their count."""
+    paths, done, completed = ("a", "nested/b"), anyio.Event(), 0
+    for name in ("one", "two"):
+        await served.registry.load_path(name, "a", replace=True)
+
+    async def client(weights: str) -> None:
+        nonlocal completed
+        while not done.is_set():
+            assert len(await served.sample(weights, seed=completed)) == 8
+            completed += 1
+
+    async with anyio.create_task_group() as tasks:
+        for weights in ("one", "two", POLICY, BASE, "one"):
+            tasks.start_soon(client, weights)
+        for number in range(swaps):
+            await served.registry.load_path(("one", "two")[number % 2], paths[number // 2 % 2], replace=True)
+        done.set()
+    return completed
+
+
+async def memory(served: Served) -> int:
+    """Return the memory of all MLX arrays."""
+    return await finish(served.executor.submit(mx.get_active_memory))
+
+
+async def test_swaps_under_load_fail_no_request(served: Served) -> None:
+    """And the memory of replaced versions is freed."""
+    await swap_under_load(served, 8)
+    before = await memory(served)
+    assert await swap_under_load(served, 20) > 0
+    assert await memory(served) - before < 200_000
+
+
+@pytest.mark.slow
+async def test_a_thousand_swaps_under_load_fail_no_request_and_leave_memory_flat(served: Served) -> None:
+    """The same for a long time: an adapter of the test has more than 20 kB, so a leak of one per swap would show."""
+    await swap_under_load(served, 50)
+    before = await memory(served)
+    assert await swap_under_load(served, 1000) > 100
+    assert await memory(served) - before < 200_000
