@@ -12,7 +12,8 @@ to a report. Each phase has a time budget. What does not fit is marked as partia
 process that the system ends (too little memory) costs its phase only.
 
 Without a GPU everything runs on MLX's CPU kernels (CLOTHO_CPU_KERNELS=0). Numbers of operations are then those of
-Metal; speeds are not. `--quick` measures a tiny model in seconds, to check that the command works.
+Metal; speeds are not, and prompts have 16 tokens instead of 128. `--quick` measures a tiny model in seconds, to check
+that the command works.
 """
 
 from __future__ import annotations
@@ -45,8 +46,9 @@ TINY = "tiny"
 SECONDS = 280.0
 LEAST_SECONDS = 1.0
 """A phase with less time is not started."""
-GRACE = 3.0
-"""A phase is ended after this multiple of its time: some steps cannot be divided, and the first one loads the model."""
+GRACE, LEAST_GRACE = 3.0, 45.0
+"""A phase is ended after this multiple of its time, and not before so many seconds: some steps cannot be divided, and
+the first one loads the model."""
 NOT_MEASURED = "not_measured"
 
 Case = dict[str, str | int | float]
@@ -86,16 +88,16 @@ class Phase(NamedTuple):
     weight: float
 
 
-def phases(*, quick: bool) -> list[Phase]:
-    """All phases of a model, the most important first."""
-    rows, prompt, steps = ((1, 4), 16, 6) if quick else ((1, 4, 32), 128, 64)
+def phases(*, quick: bool, gpu: bool = False) -> list[Phase]:
+    """All phases of a model, the most important first. Without a GPU, prompts are short."""
+    rows, prompt, steps = ((1, 4), 16, 6) if quick else ((1, 4, 32), 128 if gpu else 16, 64)
     decode = [
         Phase(
             {"phase": "decode", "rows": one, "group": 8, "prompt_tokens": prompt, "steps": steps}, (OURS, MLX_LM), 1.0
         )
         for one in rows
     ]
-    prompts, group, length = (1, 2, 8) if quick else (2, 8, 128)
+    prompts, group, length = (1, 2, 8) if quick else (2, 8, prompt)
     learned: Case = {
         "phase": "update", "prompts": prompts, "group": group, "prompt_tokens": length, "completion_tokens": length,
         "micro_batch_tokens": 2048,
@@ -158,7 +160,7 @@ class Bench:
         if seconds < LEAST_SECONDS:
             yield self._failure(contender, case, "the time is over")
             return
-        limit = min(GRACE * seconds, self._clock.left)
+        limit = min(max(GRACE * seconds, LEAST_GRACE), self._clock.left)
         over = threading.Event()
         try:
             process = self._running.get(contender.name) or self._started(contender)
@@ -240,9 +242,10 @@ def _killed_after(process: ContenderProcess, seconds: float, over: threading.Eve
 
 def measure(models: Sequence[str], *, quick: bool, seconds: float) -> Iterator[Measurement]:
     """Measure all models within about `seconds`; yields each result when it is known."""
-    planned = phases(quick=quick)
+    here = fingerprint()
+    planned = phases(quick=quick, gpu=here.machine.backend != "CPU")
     weights = [phase.weight for phase in planned for _ in phase.contenders] * len(models)
-    clock, here = Clock(seconds, weights), fingerprint()
+    clock = Clock(seconds, weights)
     yield from Bench(clock, here).memory(memory_limit())
     for name in models:
         yield from Bench(clock, here).model(name, planned)
