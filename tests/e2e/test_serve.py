@@ -105,10 +105,12 @@ def test_a_served_model_has_the_metrics_of_a_run() -> None:
     """/metrics, /health and /version, behind the API key."""
     with serving("--server.api-key", "secret") as server:
         base = server.url.removesuffix("/v1")
-        assert httpx.get(f"{base}/health").json()["status"] == "ok"
+        health = httpx.get(f"{base}/health").json()
+        assert (health["status"], health["children"]["memory watch"]) == ("ok", "running")
         assert httpx.get(f"{base}/metrics").status_code == 401
         found = httpx.get(f"{base}/metrics", headers={"authorization": "Bearer secret"}).text
         assert "clotho_decode_steps_total" in found
+        assert "clotho_sequences_limit 256.0" in found
         server.process.send_signal(signal.SIGINT)
         assert finish(server.process)[0] == 0
 

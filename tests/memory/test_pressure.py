@@ -63,6 +63,14 @@ def test_swap_that_grows_within_a_minute_halves_the_limit() -> None:
     assert (limit.reason, limit.swap_growth) == ("swap", SWAP_GROWTH)
 
 
+def test_swap_that_stays_after_a_change_does_not_lower_the_limit_again() -> None:
+    """Growth counts from the last change."""
+    limit = ConcurrencyLimit(64)
+    grown = reading(swap=8 * GIB + SWAP_GROWTH)
+    assert values(limit, [reading(swap=8 * GIB), grown]) == [64, 32]
+    assert values(limit, [grown] * (CALM_CHECKS - 1)) == [32] * (CALM_CHECKS - 1)
+
+
 def test_swap_that_grows_slowly_does_not_change_the_limit() -> None:
     """Less than `SWAP_GROWTH` in any `SWAP_CHECKS` checks."""
     slow = [reading(swap=step * (SWAP_GROWTH // SWAP_CHECKS - 1)) for step in range(200)]

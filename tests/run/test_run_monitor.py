@@ -15,6 +15,7 @@ from clotho.run.run_monitor import RunMonitor
 from clotho.runtime.queues import Queue
 from clotho.runtime.supervisor import ChildState, ChildStatus, Restart
 from clotho.runtime.watchdog import EngineGuard
+from pipeline import wire_services
 from protocols.evaluation import EvalReport
 from tests.run.built_context import open_context, tiny_profile
 from tests.run.test_accounting import MinimalActor
@@ -100,3 +101,9 @@ async def test_memory_pressure_limits_the_engine_of_the_run(
     context.executor.submit(lambda: None).result()
     assert (monitor.snapshot().engine.sequences_limit, monitor.gauges().rows_limit) == (128, 128)
     assert len(freed) == 1
+
+
+async def test_a_run_watches_the_memory(context: RunContext) -> None:
+    """Beside the watchdog and the guard of the decode engine, with or without a server."""
+    names = [child.actor.name for child in wire_services(context, RunMonitor(context, queues=[], children=dict), None)]
+    assert names == ["watchdog", "memory watch", "decode engine"]
