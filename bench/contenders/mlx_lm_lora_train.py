@@ -1,9 +1,9 @@
-"""mlx-lm-lora's GRPO on the task of profile local-m3, with its own `train_grpo`, generation and batches.
+"""mlx-lm-lora's GRPO on the task of a profile, with its own `train_grpo`, generation and batches.
 
 Model, adapter (rank, scale, layers), prompts, rewards, token limit and correctness rules are those of the profile. The
-case sets the other hyperparameters; the defaults are the best that `bench.search` found. The library is not modified:
-its trainer takes the batch iterator as an argument. Between two batches the weights of the last update are in place,
-and the held-out accuracy is measured with the clock stopped.
+case sets the other hyperparameters; the defaults are the best that `bench.search` found for local-m3. The library is
+not modified: its trainer takes the batch iterator as an argument. Between two batches the weights of the last update
+are in place, and the held-out accuracy is measured with the clock stopped.
 """
 
 from __future__ import annotations
@@ -17,15 +17,22 @@ from typing import Any
 import mlx.core as mx
 import mlx.optimizers as optim
 import numpy as np
-from mlx_lm import load
 from mlx_lm.tuner.utils import linear_to_lora_layers
+from mlx_lm.utils import load_tokenizer
 from mlx_lm_lora.trainer.grpo_trainer import GRPOTrainingArgs, generate_grpo, iterate_grpo_batches, train_grpo
 
-from bench.contenders import arithmetic_task as task
+from bench.contenders.addition_task import addition
+from bench.contenders.arithmetic_task import ARITHMETIC
 from bench.contenders.semantics import SEMANTICS
+from bench.contenders.shapes import named_model
+from bench.contenders.training_task import Problem, Reward, TrainingClock, TrainingEnded, TrainingTask
 from bench.contenders.worker import Case, MeasureOnce, Metrics, serve
 
+TASKS: dict[str, Callable[[], TrainingTask]] = {"arithmetic": lambda: ARITHMETIC, "smollm2": addition}
+"""Task by the profile of the case."""
+
 BEST: Case = {
+    "profile": "arithmetic",
     "learning_rate": 2e-3,
     "batch_size": 6,
     "group_size": 2,
@@ -39,45 +46,45 @@ BEST: Case = {
     "top_k": 0,
     "updates": 1000,
     "limit": 600.0,
+    "evaluated": 1,
 }
 OPTIMIZERS: dict[str, Callable[..., optim.Optimizer]] = {"adam": optim.Adam, "adamw": optim.AdamW}
 MANY = 10**6
 EVALUATION_BATCH = 256
 
 
-def form_reward(prompts: list[str], completions: list[str], answer: list[str], types: list[str]) -> list[float]:
-    """The format reward with mlx-lm-lora's signature."""
-    return [task.has_format(text) for text in completions]
+def reward_function(reward: Reward) -> Callable[..., list[float]]:
+    """The reward with mlx-lm-lora's signature."""
+
+    def rewards(prompts: list[str], completions: list[str], answer: list[str], types: list[str]) -> list[float]:
+        return [reward(text, wanted) for text, wanted in zip(completions, answer, strict=True)]
+
+    return rewards
 
 
-def answer_reward(prompts: list[str], completions: list[str], answer: list[str], types: list[str]) -> list[float]:
-    """The correctness reward with mlx-lm-lora's signature."""
-    return [task.is_correct(text, wanted) for text, wanted in zip(completions, answer, strict=True)]
-
-
-def adapted() -> tuple[Any, Any]:
-    """The policy with a new adapter on every linear layer of its blocks, and its tokenizer."""
-    model, tokenizer = load(str(task.POLICY))[:2]
+def adapted(task: TrainingTask) -> Any:
+    """The policy with a new adapter on every linear layer of its blocks."""
+    model, _ = named_model(task.model)
     model.freeze()
-    linear_to_lora_layers(model, len(model.layers), {"rank": task.RANK, "scale": task.SCALE, "dropout": 0.0})
+    linear_to_lora_layers(model, len(model.layers), {"rank": task.rank, "scale": task.scale, "dropout": 0.0})
     mx.eval(model.parameters())
-    return model, tokenizer
+    return model
 
 
-def rendered(tokenizer: Any, question: task.Problem) -> list[int]:
+def rendered(tokenizer: Any, task: TrainingTask, question: Problem) -> list[int]:
     """The tokens of the prompt."""
-    message = [{"role": "user", "content": question.prompt}]
-    text = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+    text = tokenizer.apply_chat_template(task.messages(question), tokenize=False, add_generation_prompt=True)
     return list(tokenizer.encode(text, add_special_tokens=False))
 
 
-def greedy_accuracy(model: Any, tokenizer: Any, asked: list[task.Problem], prompts: list[list[int]]) -> float:
+def greedy_accuracy(model: Any, tokenizer: Any, task: TrainingTask) -> float:
     """Held-out accuracy of the model."""
+    asked = task.held_out()
     _, texts, _ = generate_grpo(
         model=model,
         tokenizer=tokenizer,
-        prompt_tokens=prompts,
-        max_tokens=task.MAX_TOKENS,
+        prompt_tokens=[rendered(tokenizer, task, question) for question in asked],
+        max_tokens=task.max_tokens,
         group_size=1,
         batch_size=EVALUATION_BATCH,
         end_token="",
@@ -89,19 +96,7 @@ def greedy_accuracy(model: Any, tokenizer: Any, asked: list[task.Problem], promp
     return task.accuracy(texts, asked)
 
 
-def training_clock(case: Case, model: Any, tokenizer: Any) -> task.TrainingClock:
-    """The clock of this run, with its limits and its evaluation."""
-    asked = task.read_problems("heldout.jsonl")
-    prompts = [rendered(tokenizer, question) for question in asked]
-    return task.TrainingClock(
-        evaluate=lambda: greedy_accuracy(model, tokenizer, asked, prompts),
-        target=case.get("target"),
-        updates=case["updates"],
-        limit=case["limit"],
-    )
-
-
-def arguments(case: Case, directory: str) -> GRPOTrainingArgs:
+def arguments(case: Case, task: TrainingTask, directory: str) -> GRPOTrainingArgs:
     """The trainer's arguments; reports and checkpoints are as rare as possible."""
     return GRPOTrainingArgs(
         batch_size=case["batch_size"],
@@ -115,8 +110,8 @@ def arguments(case: Case, directory: str) -> GRPOTrainingArgs:
         temperature=case["temperature"],
         top_p=case["top_p"],
         top_k=case["top_k"],
-        max_completion_length=task.MAX_TOKENS,
-        reward_weights=[task.FORMAT_WEIGHT, task.ANSWER_WEIGHT],
+        max_completion_length=task.max_tokens,
+        reward_weights=[weight for weight, _ in task.rewards],
         adapter_file=str(Path(directory, "adapters.safetensors")),
     )
 
@@ -125,12 +120,18 @@ def train(case: Case, seed: int) -> Metrics:
     """One run from the untrained policy."""
     np.random.seed(seed)
     mx.random.seed(seed)
-    model, tokenizer = adapted()
-    reference = load(str(task.POLICY))[0] if case["beta"] else None
-    clock = training_clock(case, model, tokenizer)
-    asked = task.read_problems("train.jsonl")
+    task = TASKS[case["profile"]]()
+    loader: Any = load_tokenizer
+    model, tokenizer = adapted(task), loader(task.directory)
+    reference = named_model(task.model)[0] if case["beta"] else None
+    clock = TrainingClock(
+        evaluate=(lambda: greedy_accuracy(model, tokenizer, task)) if case["evaluated"] else None,
+        target=case.get("target"),
+        updates=case["updates"],
+        limit=case["limit"],
+    )
     dataset: list[tuple[list[int], list[int], str, str, str]] = [
-        (rendered(tokenizer, one), [], one.prompt, one.answer, "") for one in asked
+        (rendered(tokenizer, task, one), [], one.prompt, one.answer, "") for one in task.training()
     ]
 
     def batches(**how: Any) -> Iterator[Any]:
@@ -139,15 +140,15 @@ def train(case: Case, seed: int) -> Metrics:
             yield batch
             clock.updated()
 
-    with tempfile.TemporaryDirectory() as directory, suppress(task.TrainingEnded):
+    with tempfile.TemporaryDirectory() as directory, suppress(TrainingEnded):
         train_grpo(
             model=model,
             ref_model=reference,
             tokenizer=tokenizer,
             optimizer=OPTIMIZERS[case["optimizer"]](learning_rate=case["learning_rate"]),
             train_dataset=dataset,
-            reward_funcs=[form_reward, answer_reward],
-            args=arguments(case, directory),
+            reward_funcs=[reward_function(reward) for _, reward in task.rewards],
+            args=arguments(case, task, directory),
             iterate_batches=batches,
             end_answer_token=case["stop"],
         )

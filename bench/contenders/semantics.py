@@ -126,9 +126,8 @@ SEMANTICS = {
         "and evaluated after the run, so evaluation is not counted. `from_command`: from the start of the process."
     ),
     "mlx_lm_lora_train": (
-        "Seconds of training, without loading and evaluation, until the greedy accuracy on all held-out problems "
-        "reaches the target. One process samples and trains alternately. `from_command`: from the start of the "
-        "process, imports and loading included."
+        "Seconds of training, without loading and evaluation, until the update in question. One process samples and "
+        "trains alternately. `from_command`: from the start of the process, imports and loading included."
     ),
     "trl_train": (
         "Seconds of training, without loading and evaluation, until the update in question. PyTorch on the CPU, one "

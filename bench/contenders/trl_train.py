@@ -20,8 +20,9 @@ from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback, set_seed
 from trl import GRPOConfig, GRPOTrainer
 
-from bench.contenders import arithmetic_task as task
+from bench.contenders.arithmetic_task import ANSWER_WEIGHT, ARITHMETIC, FORMAT_WEIGHT, has_format, is_correct
 from bench.contenders.semantics import SEMANTICS
+from bench.contenders.training_task import Problem, TrainingClock, TrainingEnded
 from bench.contenders.worker import Case, MeasureOnce, Metrics, serve
 
 SETTINGS: Case = {
@@ -40,38 +41,37 @@ THREADS = "TRL_BENCH_THREADS"
 
 def form_reward(completions: list[str], **others: Any) -> list[float]:
     """The format reward with TRL's signature."""
-    return [task.has_format(text) for text in completions]
+    return [has_format(text) for text in completions]
 
 
 def answer_reward(completions: list[str], answer: list[str], **others: Any) -> list[float]:
     """The correctness reward with TRL's signature."""
-    return [task.is_correct(text, wanted) for text, wanted in zip(completions, answer, strict=True)]
+    return [is_correct(text, wanted) for text, wanted in zip(completions, answer, strict=True)]
 
 
-def rendered(tokenizer: Any, question: task.Problem) -> str:
+def rendered(tokenizer: Any, question: Problem) -> str:
     """The text of the prompt."""
-    message = [{"role": "user", "content": question.prompt}]
-    return str(tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True))
+    return str(tokenizer.apply_chat_template(ARITHMETIC.messages(question), tokenize=False, add_generation_prompt=True))
 
 
 def greedy_accuracy(model: Any, tokenizer: Any) -> float:
     """Held-out accuracy of the model."""
-    asked = task.read_problems("heldout.jsonl")
+    asked = ARITHMETIC.held_out()
     prompts = [rendered(tokenizer, question) for question in asked]
     inputs = tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left", add_special_tokens=False)
     was_training = model.training
     model.eval()
     with torch.no_grad():
-        tokens_B_S = model.generate(**inputs, max_new_tokens=task.MAX_TOKENS, do_sample=False)
+        tokens_B_S = model.generate(**inputs, max_new_tokens=ARITHMETIC.max_tokens, do_sample=False)
     model.train(was_training)
     texts = tokenizer.batch_decode(tokens_B_S[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-    return task.accuracy(texts, asked)
+    return ARITHMETIC.accuracy(texts, asked)
 
 
 class ClockCallback(TrainerCallback):
     """Reports every step to the clock, and ends training when the clock says so."""
 
-    def __init__(self, clock: task.TrainingClock) -> None:
+    def __init__(self, clock: TrainingClock) -> None:
         self._clock = clock
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
@@ -82,7 +82,7 @@ class ClockCallback(TrainerCallback):
         """Record an update."""
         try:
             self._clock.updated()
-        except task.TrainingEnded:
+        except TrainingEnded:
             control.should_training_stop = True
 
 
@@ -99,8 +99,8 @@ def configuration(case: Case, directory: str, seed: int) -> GRPOConfig:
         loss_type=case["loss"],
         beta=0.0,
         temperature=1.0,
-        max_completion_length=task.MAX_TOKENS,
-        reward_weights=[task.FORMAT_WEIGHT, task.ANSWER_WEIGHT],
+        max_completion_length=ARITHMETIC.max_tokens,
+        reward_weights=[FORMAT_WEIGHT, ANSWER_WEIGHT],
         use_cpu=True,
         bf16=False,
         gradient_checkpointing=False,
@@ -114,9 +114,9 @@ def configuration(case: Case, directory: str, seed: int) -> GRPOConfig:
 def train(case: Case, seed: int) -> Metrics:
     """One run from the untrained policy."""
     set_seed(seed)
-    tokenizer = AutoTokenizer.from_pretrained(task.POLICY)
-    model = AutoModelForCausalLM.from_pretrained(task.POLICY, dtype=torch.float32)
-    asked = task.read_problems("train.jsonl")
+    tokenizer = AutoTokenizer.from_pretrained(ARITHMETIC.directory)
+    model = AutoModelForCausalLM.from_pretrained(ARITHMETIC.directory, dtype=torch.float32)
+    asked = ARITHMETIC.training()
     columns = {"prompt": [rendered(tokenizer, one) for one in asked], "answer": [one.answer for one in asked]}
     with tempfile.TemporaryDirectory() as directory:
         trainer = GRPOTrainer(
@@ -125,9 +125,11 @@ def train(case: Case, seed: int) -> Metrics:
             reward_funcs=[form_reward, answer_reward],
             train_dataset=Dataset.from_dict(columns),
             processing_class=tokenizer,
-            peft_config=LoraConfig(r=task.RANK, lora_alpha=task.SCALE * task.RANK, target_modules="all-linear"),
+            peft_config=LoraConfig(
+                r=ARITHMETIC.rank, lora_alpha=ARITHMETIC.scale * ARITHMETIC.rank, target_modules="all-linear"
+            ),
         )
-        clock = task.TrainingClock(
+        clock = TrainingClock(
             evaluate=lambda: greedy_accuracy(trainer.model, tokenizer),
             target=case["target"],
             updates=case["updates"],

@@ -12,15 +12,18 @@ import numpy as np
 import pytest
 
 from bench import wall_clock
+from bench.contenders import addition_task, clotho_train, long_tail, training_task
 from bench.contenders import arithmetic_task as task
-from bench.contenders import clotho_train, long_tail
+from bench.contenders.arithmetic_task import ARITHMETIC
 from bench.contenders.clotho_train import PROFILES
 from bench.contenders.deferred_evaluation import EVALUATED, UPDATED
+from bench.contenders.shapes import REAL_DIRECTORY
+from bench.contenders.training_task import TrainingClock, TrainingEnded
 from bench.measurement import Measurement
 from bench.runs import Record
 from clotho.config.load import load_profile
 from clotho.config.schema import Lora
-from clotho.rewards import choice_correctness, math_eval, tag_format
+from clotho.rewards import choice_correctness, last_number, math_eval, tag_format
 from protocols.prompt import Problem
 from protocols.sampling import Completion, SampleRequest, Sampling
 from tests.bench.made_measurements import measurement
@@ -52,28 +55,61 @@ def test_other_trainers_use_the_same_reward_rules(wanted: str) -> None:
 
 def test_every_answer_of_the_task_is_a_whole_number_or_a_letter() -> None:
     """These two rules cover the whole task."""
-    asked = [*task.read_problems("train.jsonl"), *task.read_problems("heldout.jsonl")]
+    asked = [*ARITHMETIC.training(), *ARITHMETIC.held_out()]
     assert all(task.NUMBER.fullmatch(one.answer) or one.answer in "ABCD" for one in asked)
-    assert task.accuracy([f"<answer>{one.answer}</answer>" for one in asked], asked) == 1.0
+    assert ARITHMETIC.accuracy([f"<answer>{one.answer}</answer>" for one in asked], asked) == 1.0
 
 
 def test_the_task_of_other_trainers_equals_the_profile() -> None:
     """Adapter, token limit and reward weights."""
     profile = load_profile("local-m3", {})
     assert isinstance(profile.policy.method, Lora)
-    assert (profile.policy.method.rank, profile.policy.method.effective_scale) == (task.RANK, task.SCALE)
-    assert profile.sampling.max_tokens == task.MAX_TOKENS
-    assert [reward.weight for reward in profile.rewards] == [task.FORMAT_WEIGHT, task.ANSWER_WEIGHT, task.ANSWER_WEIGHT]
+    assert (profile.policy.method.rank, profile.policy.method.effective_scale) == (ARITHMETIC.rank, ARITHMETIC.scale)
+    assert profile.sampling.max_tokens == ARITHMETIC.max_tokens
+    form, answer = (weight for weight, _ in ARITHMETIC.rewards)
+    assert [reward.weight for reward in profile.rewards] == [form, answer, answer]
+
+
+ADDITION_TEXTS = (
+    "132", "47 + 85 = 132.", "132.", "132.0", "132.5", "1,132", "The answer is **132**!", "-132", "131 or 132",
+    "132 or 131", "", "no number", "x132", "132 apples", "47+85=132", "13 2",
+)  # fmt: skip
+
+
+def test_other_trainers_use_the_same_rule_for_sums() -> None:
+    """The rule is duplicated because the contenders lack the dependencies of ours."""
+    problem = Problem(prompt="47 + 85 =", answer="132", type="")
+    ours = {text: last_number.reward(problem, text) for text in ADDITION_TEXTS}
+    assert {text: addition_task.is_correct(text, "132") for text in ADDITION_TEXTS} == ours
+    assert set(ours.values()) == {0.0, 1.0}
+
+
+def test_the_addition_task_of_other_trainers_equals_the_profile(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Adapter, token limit, system message, problems and rewards."""
+    monkeypatch.setenv(REAL_DIRECTORY, str(tmp_path))
+    found, profile = addition_task.addition(), load_profile("smollm2")
+    assert isinstance(profile.policy.method, Lora)
+    assert (found.rank, found.scale) == (profile.policy.method.rank, profile.policy.method.effective_scale)
+    assert (found.max_tokens, found.system) == (profile.sampling.max_tokens, profile.data.system)
+    assert [reward.name for reward in profile.rewards] == ["last_number"]
+    assert [str(found.problems / "train.jsonl"), str(found.problems / "heldout.jsonl")] == [
+        str(Path(profile.data.train).resolve()),
+        str(Path(profile.data.heldout).resolve()),
+    ]
+    first = found.held_out()[0]
+    assert found.messages(first)[-1] == {"role": "user", "content": first.prompt}
 
 
 def test_training_ends_at_the_target_accuracy() -> None:
     """Accuracy is measured after every update."""
     accuracies = iter([0.5, 0.8, 0.91])
-    clock = task.TrainingClock(evaluate=lambda: next(accuracies), target=0.9, updates=10, limit=1e9)
+    clock = TrainingClock(evaluate=lambda: next(accuracies), target=0.9, updates=10, limit=1e9)
     clock.begin()
     clock.updated()
     clock.updated()
-    with pytest.raises(task.TrainingEnded):
+    with pytest.raises(TrainingEnded):
         clock.updated()
     assert clock.metrics()["updates"] == 3
     assert clock.metrics()["accuracy"] == 0.91
@@ -88,26 +124,35 @@ def test_evaluation_time_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None
         return 0.0
 
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(task, "busy_seconds", lambda: 20.0 + now[0])
-    clock = task.TrainingClock(evaluate=evaluate, target=0.9, updates=3, limit=1e9)
+    monkeypatch.setattr(training_task, "busy_seconds", lambda: 20.0 + now[0])
+    clock = TrainingClock(evaluate=evaluate, target=0.9, updates=3, limit=1e9)
     clock.begin()
     for _ in range(2):
         now[0] += 1
         clock.updated()
     now[0] += 1
-    with pytest.raises(task.TrainingEnded):
+    with pytest.raises(TrainingEnded):
         clock.updated()
     assert clock.seconds == 3
     assert clock.metrics()["from_command"] == 23
 
 
+def test_accuracy_need_not_be_measured() -> None:
+    """For equal work, only time counts."""
+    clock = TrainingClock(evaluate=None, target=None, updates=1, limit=1e9)
+    clock.begin()
+    with pytest.raises(TrainingEnded):
+        clock.updated()
+    assert "accuracy" not in clock.metrics()
+
+
 def test_without_a_target_accuracy_is_measured_once() -> None:
     """After the last update."""
-    clock = task.TrainingClock(evaluate=lambda: 0.7, target=None, updates=2, limit=1e9)
+    clock = TrainingClock(evaluate=lambda: 0.7, target=None, updates=2, limit=1e9)
     clock.begin()
     clock.updated()
     assert clock.accuracy == 0.0
-    with pytest.raises(task.TrainingEnded):
+    with pytest.raises(TrainingEnded):
         clock.updated()
     assert clock.accuracy == 0.7
 

@@ -30,6 +30,8 @@ from tests.scoring.parity_noise import (
 from tests.split_k import split_k
 from tests.training.policies_and_groups import finish, learner, scored_group
 
+pytestmark = pytest.mark.needs_float32
+
 Arrays = dict[str, mx.array]
 
 FAST = (("float32", 0), ("bfloat16", 4))

