@@ -2,7 +2,7 @@
 
 Measures rollout throughput beside mlx-lm and mlx-lm-lora, with completions of random tokens that never end early.
 
-    python -m bench decode [--repeats 5] [--out bench/results/decode.jsonl]
+    python -m bench decode [--repeats 5] [--only adapter] [--quick] [--out bench/results/decode.jsonl]
 
 The first case is a typical GRPO batch: 4 prompts of 128 tokens, 8 completions of 64 tokens each, temperature 1, all 32
 sequences at once. The other cases vary one setting: the number of prompts, the group size for 32 sequences, and the
@@ -15,6 +15,10 @@ do when the caller knows the groups. The batch size that its trainer uses is mea
 peak is the matrix operations per second that a contender needs (two per weight and computed token; attention and
 discarded work do not count), divided by those of one large matrix product in the same process. Contenders use one BLAS
 thread on two cores, the default of a Clotho run; the first case is repeated with two threads.
+
+The cases with an adapter compare what a Mac runs: MLX's kernels compute everything (CLOTHO_CPU_KERNELS=0), and every
+linear layer of the blocks has LoRA matrices of rank 8, the same numbers in both programs. mlx-lm uses its own LoRA
+layers. The kernels are those of MLX's CPU backend, so the ratios are not those of a Mac.
 """
 
 from __future__ import annotations
@@ -30,8 +34,10 @@ from bench.benchmark import Benchmark, run_benchmark
 from bench.charts import draw_lines
 from bench.contenders import decoding
 from bench.contenders.process import Contender, Metric, measure_interleaved
+from bench.contenders.rollouts import RANK
 from bench.measurement import Measurement, results_path
 from bench.tables import closing, side_by_side
+from clotho.cpu import SWITCH
 
 NAME = "decode"
 COMMAND = "python -m bench decode"
@@ -52,6 +58,10 @@ PEAK = Metric(name="peak_fraction", unit="peak_fraction", better="higher")
 PEAK_NOTE = (
     "The fraction of peak counts all matrix operations of a contender, including prompts that it prefills repeatedly."
 )
+ADAPTER_TITLE = (
+    "tokens per second with an adapter (rank 8 on every linear layer of the blocks) and without Clotho's CPU kernels "
+    "(higher is better)"
+)
 THREADS = 2
 ROWS = 32
 
@@ -60,6 +70,15 @@ def case(model: str, *, prompts: int = 4, group: int = 8, prompt_tokens: int = 1
     """One case; the defaults are the first case."""
     return {"model": model, "prompts": prompts, "group": group, "prompt_tokens": prompt_tokens, "new_tokens": 64}
 
+
+ADAPTER: Case = {"adapter": f"rank {RANK}"}
+"""What the cases with an adapter have besides the others. Clotho decodes them with MLX's kernels."""
+
+ADAPTED: tuple[Case, ...] = (
+    case("6m") | ADAPTER,
+    case("6m", prompts=ROWS, group=1) | ADAPTER,
+    case("6m", prompt_tokens=512) | ADAPTER,
+)
 
 SWEEPS: tuple[Case, ...] = (
     *(case("6m", prompts=prompts) for prompts in (1, 2, 8, 16)),
@@ -77,12 +96,23 @@ def measure(repeats: int) -> list[Measurement]:
         *_interleaved(peers, [case("25m")], three),
         *with_threads([case("6m"), case("25m")], three),
         *_interleaved(peers, SWEEPS, two),
+        *with_adapter(ADAPTED, three),
     ]
 
 
 def measure_quickly() -> list[Measurement]:
     """Measure the first case once with the embedded policy."""
     return _interleaved([OURS, MLX_LM, MLX_LM_LORA], [case("embedded")], 1)
+
+
+def with_adapter(cases: Sequence[Case], repeats: int) -> list[Measurement]:
+    """Measure cases with an adapter, without the kernels of the CPU backend."""
+    return _interleaved([replace(OURS, environment={SWITCH: "0"}), MLX_LM], cases, repeats)
+
+
+def measure_adapter(repeats: int, quick: bool) -> list[Measurement]:
+    """Measure the cases with an adapter; in quick mode the first case once with the embedded policy."""
+    return with_adapter([case("embedded") | ADAPTER], 1) if quick else with_adapter(ADAPTED, repeats)
 
 
 def with_threads(cases: Sequence[Case], repeats: int) -> list[Measurement]:
@@ -98,7 +128,7 @@ def _interleaved(contenders: Sequence[Contender], cases: Sequence[Case], repeats
 
 def is_first(case: Case) -> bool:
     """Whether a case differs from the first case only in the model or the number of BLAS threads."""
-    return (case["prompts"], case["group"], case["prompt_tokens"]) == (4, 8, 128)
+    return (case["prompts"], case["group"], case["prompt_tokens"]) == (4, 8, 128) and "adapter" not in case
 
 
 SWEEP_FILTERS: tuple[Callable[[Case], bool], ...] = (
@@ -116,7 +146,7 @@ def sweep(results: Sequence[Measurement], belongs: Callable[[Case], bool]) -> li
 
 
 def _plain(one: Measurement) -> bool:
-    return "blas_threads" not in one.case and one.contender != AS_CALLED.name
+    return "blas_threads" not in one.case and "adapter" not in one.case and one.contender != AS_CALLED.name
 
 
 def read(path: Path = RESULTS) -> Sequence[Measurement]:
@@ -125,16 +155,21 @@ def read(path: Path = RESULTS) -> Sequence[Measurement]:
 
 
 def table(results: Sequence[Measurement]) -> str:
-    """The first case, its fraction of peak, and the sweeps."""
+    """The first case, its fraction of peak, the sweeps, and the cases with an adapter, as far as they were measured."""
     first = [one for one in results if is_first(one.case)]
     alone = [one for one in first if "blas_threads" not in one.case]
     threaded = [one for one in first if "blas_threads" in one.case]
-    parts = [side_by_side(alone, RATE.name), side_by_side(alone, PEAK.name)]
-    if threaded:
-        parts += [side_by_side(threaded, RATE.name), side_by_side(threaded, PEAK.name)]
+    parts = []
+    for found in (alone, threaded):
+        if found:
+            parts += [side_by_side(found, RATE.name), side_by_side(found, PEAK.name)]
     sweeps = [sweep(results, belongs) for belongs in SWEEP_FILTERS]
     parts += [side_by_side(found, RATE.name) for found in sweeps if len({str(one.case) for one in found}) > 1]
-    return "\n\n".join([*parts, PEAK_NOTE, closing(results)])
+    notes = [PEAK_NOTE] if parts else []
+    adapted = [one for one in results if "adapter" in one.case]
+    if adapted:
+        parts.append(side_by_side(adapted, RATE.name, title=ADAPTER_TITLE))
+    return "\n\n".join([*parts, *notes, closing(results)])
 
 
 def draw(results: Sequence[Measurement], target: Path) -> None:
@@ -155,5 +190,6 @@ BENCHMARK = Benchmark(
     results=RESULTS,
     measure=lambda repeats, quick: measure_quickly() if quick else measure(repeats),
     table=table,
+    parts={"adapter": measure_adapter},
 )
 main = partial(run_benchmark, BENCHMARK)

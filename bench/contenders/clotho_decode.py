@@ -2,19 +2,36 @@
 
 from __future__ import annotations
 
-from bench.contenders.decoding import timed, work
+from typing import Any
+
+from mlx.utils import tree_unflatten
+
+from bench.contenders.decoding import adapter_weights, timed, work
+from bench.contenders.rollouts import RANK, SCALE
 from bench.contenders.semantics import SEMANTICS
 from bench.contenders.worker import Case, MeasureOnce, serve
 from bench.shapes import make_policy
-from clotho.config.schema import EngineSection
+from clotho.config.schema import EngineSection, Lora, PolicySection
 from clotho.inference import DecodeEngine
+from clotho.models.parameters import flat
+from clotho.models.policy import Policy
 from protocols.sampling import CompletionDone, SampleEvent, SampleRequest, Sampling
 
 
+def policy_of(case: Case, model: Any, config: dict[str, Any]) -> Policy:
+    """A policy without an adapter, or with one if the case has the key `adapter`."""
+    if "adapter" not in case:
+        return make_policy(model, config)
+    policy = make_policy(model, config, section=PolicySection(method=Lora(rank=RANK, scale=SCALE)))
+    shapes = {name: array.shape for name, array in flat(policy.trainable()).items()}
+    policy.publish(tree_unflatten(list(adapter_weights(shapes).items())), version=1, step=1, fingerprint="")
+    return policy
+
+
 def prepare(case: Case) -> MeasureOnce:
-    """An engine on the bare model, without an adapter; no prefix cache is reused between runs."""
+    """An engine; no prefix cache is reused between runs."""
     ready = work(case)
-    engine = DecodeEngine(make_policy(ready.model, ready.config), EngineSection())
+    engine = DecodeEngine(policy_of(case, ready.model, ready.config), EngineSection())
     sampling = Sampling(max_tokens=ready.new_tokens, ignore_eos=True)
 
     def generate() -> int:

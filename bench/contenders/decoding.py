@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -47,6 +47,16 @@ def work(case: Case) -> Work:
     model.eval()
     prompts = random_prompts(case["prompts"], case["prompt_tokens"], config["vocab_size"])
     return Work(model, config, prompts, case["group"], case["new_tokens"])
+
+
+def adapter_weights(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, mx.array]:
+    """Random numbers for the matrices of an adapter, equal for equal names and shapes; evaluated."""
+    keys = mx.random.split(mx.random.key(0), len(shapes))
+    weights = {
+        name: 0.02 * mx.random.normal(shapes[name], key=key) for name, key in zip(sorted(shapes), keys, strict=True)
+    }
+    mx.eval(weights)
+    return weights
 
 
 def timed(work: Work, generate: Callable[[], int], *, prefilled: int) -> MeasureOnce:

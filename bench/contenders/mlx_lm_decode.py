@@ -4,17 +4,33 @@ from __future__ import annotations
 
 from typing import Any
 
+import mlx.core as mx
+from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.sample_utils import make_sampler
+from mlx_lm.tuner.utils import linear_to_lora_layers
 
-from bench.contenders.decoding import timed, work
+from bench.contenders.decoding import adapter_weights, timed, work
+from bench.contenders.rollouts import RANK, SCALE
 from bench.contenders.semantics import SEMANTICS
 from bench.contenders.worker import Case, MeasureOnce, serve
+
+
+def adapt(model: Any) -> None:
+    """Give the model the adapter of the other contender, in mlx-lm's own layers."""
+    model.freeze()
+    linear_to_lora_layers(model, len(model.layers), {"rank": RANK, "scale": SCALE, "dropout": 0.0})
+    named: Any = tree_flatten(model.trainable_parameters())
+    model.update(tree_unflatten(list(adapter_weights({name: array.shape for name, array in named}).items())))
+    model.eval()
+    mx.eval(model.parameters())
 
 
 def prepare(case: Case) -> MeasureOnce:
     """A new generator per run, as in `batch_generate`."""
     ready = work(case)
+    if "adapter" in case:
+        adapt(ready.model)
     prompts = ready.repeated
     sampler = make_sampler(1.0)
 

@@ -26,11 +26,15 @@ state."""
 
 
 class PrefilledPrompt(NamedTuple):
-    """A prompt whose first `tokens` tokens are computed, for `rows` rows. state: None if `tokens` is 0."""
+    """A prompt whose first `tokens` tokens are computed, for `rows` rows. state: None if `tokens` is 0.
+
+    reserved: maximum number of tokens of a row, prompt and completion.
+    """
 
     rows: int
     tokens: int
     state: PromptState | None
+    reserved: int
 
 
 class RowAdapter(Protocol):
@@ -58,11 +62,12 @@ class RowAdapter(Protocol):
 
 
 class Filters(NamedTuple):
-    """Top-p (infinity = off), top-k (vocabulary size = off) and min-p (0 = off) of every row."""
+    """Top-p (infinity = off), top-k (vocabulary size = off) and min-p (0 = off) of the rows that have any of them."""
 
-    top_p_B: mx.array
-    top_k_B: mx.array
-    min_p_B: mx.array
+    row_R: mx.array
+    top_p_R: mx.array
+    top_k_R: mx.array
+    min_p_R: mx.array
 
 
 class RowLogitBias(NamedTuple):
@@ -70,6 +75,13 @@ class RowLogitBias(NamedTuple):
 
     token_B_K: mx.array
     value_B_K: mx.array
+
+
+class Alternatives(NamedTuple):
+    """The rows that report their most probable tokens, and the largest number that any row reports."""
+
+    row_R: mx.array
+    number: int
 
 
 class SupportRecording(NamedTuple):
@@ -83,7 +95,6 @@ class RowParameters(Struct, frozen=True, kw_only=True):
     """Sampling parameters of B rows as arrays; None if no row uses the parameter.
 
     all_greedy: no row samples at random. greedy_B: the rows that decode greedily, if only some do.
-    top_logprobs: the largest number of alternatives that any row reports.
     """
 
     all_greedy: bool
@@ -92,7 +103,7 @@ class RowParameters(Struct, frozen=True, kw_only=True):
     filters: Filters | None = None
     penalty_B: mx.array | None = None
     bias: RowLogitBias | None = None
-    top_logprobs: int = 0
+    alternatives: Alternatives | None = None
     recording: SupportRecording | None = None
 
 
@@ -104,7 +115,10 @@ class Supports(NamedTuple):
 
 
 class SampledRows(NamedTuple):
-    """One token per row. `top_*` have shape (B, n), most probable first; None if no row reports alternatives."""
+    """One token per row. `top_*` have shape (B, n), most probable first; None if no row reports alternatives.
+
+    Rows that report none have log-probabilities of minus infinity.
+    """
 
     token_B: mx.array
     logp_B: mx.array

@@ -20,17 +20,15 @@ def apply_filters(x_B_V: NDArray[np.float32], filters: Filters) -> None:
     Sorts no more tokens than the largest top-k of any row.
     """
     vocabulary = x_B_V.shape[1]
-    top_p_B, top_k_B, min_p_B = np.array(filters.top_p_B), np.array(filters.top_k_B), np.array(filters.min_p_B)
-    row_F = np.flatnonzero(np.isfinite(top_p_B) | (top_k_B < vocabulary) | (min_p_B > 0.0))
-    if not row_F.size:  # min-p is 0 in float32
-        return
-    x_F_V, top_k_F_1 = x_B_V[row_F], top_k_B[row_F, None]
+    row_F, top_p_F_1 = np.array(filters.row_R), np.array(filters.top_p_R)[:, None]
+    top_k_F_1, min_p_F_1 = np.array(filters.top_k_R)[:, None], np.array(filters.min_p_R)[:, None]
+    x_F_V = x_B_V[row_F]
     width = int(top_k_F_1.max())
     top_F_W = np.sort(np.partition(x_F_V, vocabulary - width, axis=-1)[:, vocabulary - width :], axis=-1)[:, ::-1]
     prob_F_W = _probabilities(top_F_W, x_F_V)
     before_F_W = np.cumsum(prob_F_W, axis=-1) - prob_F_W
-    count_F_1 = np.minimum(top_k_F_1, np.count_nonzero(before_F_W < top_p_B[row_F, None], axis=-1, keepdims=True))
-    floor_F_1 = min_p_B[row_F, None] * prob_F_W[:, :1]
+    count_F_1 = np.minimum(top_k_F_1, np.count_nonzero(before_F_W < top_p_F_1, axis=-1, keepdims=True))
+    floor_F_1 = min_p_F_1 * prob_F_W[:, :1]
     count_F_1 = np.minimum(count_F_1, np.count_nonzero(prob_F_W >= floor_F_1, axis=-1, keepdims=True))
     count_F_1 = np.maximum(count_F_1, 1)
     last_F_1 = np.take_along_axis(top_F_W, count_F_1 - 1, axis=-1)
@@ -70,7 +68,7 @@ def support_tokens(x_R_V: NDArray[np.float32], width: int) -> NDArray[np.uint32]
 
 def can_sample_on_cpu(parameters: RowParameters) -> bool:
     """Whether `sample_on_cpu` applies: on the host, without repetition penalty and without alternatives."""
-    return parameters.penalty_B is None and not parameters.top_logprobs and computes_on_host()
+    return parameters.penalty_B is None and parameters.alternatives is None and computes_on_host()
 
 
 def sample_on_cpu(

@@ -97,7 +97,7 @@ def _relative_difference(model: nn.Module, decoder: HostDecoder) -> float:
     expected_V = np.array(model(mx.array([[last]]), cache=cache)[0, -1])
     mx.eval(state)
     host_cache = HostKVCache(decoder, 1)
-    prompt = PrefilledPrompt(rows=1, tokens=len(before), state=state)
+    prompt = PrefilledPrompt(rows=1, tokens=len(before), state=state, reserved=len(before) + 1)
     position_B, live_B = np.array([len(before)], np.int32), np.array([True])
     host_cache.make_room(position_B, ~live_B, [prompt])
     host_cache.enter([0], prompt)

@@ -264,7 +264,7 @@ class Batch:
         if self._cache is None or not self.table.running:
             self._restart(wanted)
         assert self._cache is not None
-        prompts = [PrefilledPrompt(rows=job.admitted, tokens=len(job.tokens) - 1, state=job.state) for job in jobs]
+        prompts = [PrefilledPrompt(job.admitted, len(job.tokens) - 1, job.state, job.active.reserved) for job in jobs]
         if not self._cache.has_room(prompts):
             self._compact()  # the limit on the KV cache counts no free slots, so free them before columns grow
         self._grow(wanted - (self.slots - self.table.running))

@@ -29,6 +29,12 @@ class AttentionLeaf(Struct, frozen=True, kw_only=True):
     value_shape: tuple[int, int]
     dtype: mx.Dtype
 
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of the keys and values of one token."""
+        (key_heads, key_size), (value_heads, value_size) = self.key_shape, self.value_shape
+        return int((key_heads * key_size + value_heads * value_size) * self.dtype.size)
+
 
 class StateLeaf(Struct, frozen=True, kw_only=True):
     """A fixed-size state (convolution, state space): one array per entry; shapes exclude the batch."""
@@ -43,8 +49,9 @@ Leaf = AttentionLeaf | StateLeaf
 class CacheLayout:
     """The caches of one model, derived from a forward pass of one token that is never evaluated.
 
-    mask_axes: number of axes of attention masks, set by `probe_batching`. Raises ModelError for caches that cannot hold
-    several sequences.
+    `probe_batching` sets: mask_axes, number of axes of attention masks; query_heads, number of query heads if it is the
+    same in all layers and they take masks as given; shares_prompts, whether rows can share a prompt. Raises ModelError
+    for caches that cannot hold several sequences.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -52,6 +59,8 @@ class CacheLayout:
         cache = self.fresh()
         model(mx.zeros((1, 1), dtype=mx.int32), cache=cache)
         self.mask_axes = 4
+        self.query_heads: int | None = None
+        self.shares_prompts = False
         self.leaves = tuple(_leaf(c) for c in flatten(cache))
         self._nested = tuple(len(c.caches) if isinstance(c, CacheList) else 0 for c in cache)
 
@@ -69,6 +78,12 @@ class CacheLayout:
             return 0
         windows = [leaf.window for leaf in self.leaves if isinstance(leaf, AttentionLeaf) and leaf.window is not None]
         return min(windows, default=None)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of the keys and values of one token, in the largest layer that attends to all tokens."""
+        whole = (leaf for leaf in self.leaves if isinstance(leaf, AttentionLeaf) and leaf.window is None)
+        return max((leaf.token_bytes for leaf in whole), default=0)
 
     def nest(self, flat: Sequence[Any]) -> list[Any]:
         """Arrange flat caches in the structure that the model's layers expect."""

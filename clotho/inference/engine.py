@@ -22,8 +22,9 @@ from clotho.cpu.interface import PrefilledPrompt, PromptState
 from clotho.cpu.kv_cache import HostKVCache
 from clotho.cpu.supported import make_host_decoder
 from clotho.inference.batch import Batch, StepOutput
+from clotho.inference.batching_probe import probe_batching
 from clotho.inference.cache_layout import CacheLayout, RowCaches, evaluation_mode
-from clotho.inference.kv_cache import BatchKVCache, probe_batching
+from clotho.inference.kv_cache import BatchKVCache
 from clotho.inference.outputs import EventSender, OutputProcessor
 from clotho.inference.prefill import ALL_KINDS, POLICY_KIND, Prefill
 from clotho.inference.sampling import validate
@@ -122,7 +123,7 @@ class DecodeEngine:
         probe_batching(layout)
         self._adapters, self._adapter_rows = adapters, _LazyRows(adapters)
         decoder = make_host_decoder(source.model)
-        self._make_caches = _cache_factory(layout, decoder)
+        self._make_caches = _cache_factory(layout, decoder, settings.kv_cache_tokens)
         self._computing = self._adapter_rows.computing if decoder is None else decoder.computing
         self._batch = Batch(self._make_caches, source.tokenizer.eos_ids, source.vocab_size, self._computing)
         self._scheduler = Scheduler(settings.max_num_seqs, settings.kv_cache_tokens)
@@ -340,10 +341,10 @@ class DecodeEngine:
         positions_B, all_B = np.full(rows, len(before), dtype=np.int32), np.ones(rows, dtype=np.bool_)
         with self._adapter_rows.computing(adapter_B[:1]):
             state = _prefilled_state(self._layout, before)
-        prefilled = PrefilledPrompt(rows=rows, tokens=len(before), state=state)
+        token_B_T = np.asarray(completions, dtype=np.int32)[np.arange(rows) % len(completions)]
+        prefilled = PrefilledPrompt(rows, len(before), state, reserved=len(prompt) + token_B_T.shape[1])
         caches.make_room(positions_B, ~all_B, [prefilled])
         caches.enter(range(rows), prefilled)
-        token_B_T = np.asarray(completions, dtype=np.int32)[np.arange(rows) % len(completions)]
         for step in range(token_B_T.shape[1]):
             token_B = token_B_T[:, step - 1] if step else np.full(rows, last, dtype=np.int32)
             with self._computing(adapter_B):
@@ -480,8 +481,10 @@ class _LazyRows:
             self._rows.keep(versions)
 
 
-def _cache_factory(layout: CacheLayout, decoder: HostDecoder | None) -> Callable[[int], RowCaches]:
-    return (lambda rows: BatchKVCache(layout, rows)) if decoder is None else (lambda rows: HostKVCache(decoder, rows))
+def _cache_factory(layout: CacheLayout, decoder: HostDecoder | None, limit: int) -> Callable[[int], RowCaches]:
+    if decoder is None:
+        return lambda rows: BatchKVCache(layout, rows, limit)
+    return lambda rows: HostKVCache(decoder, rows)
 
 
 def _prefilled_state(layout: CacheLayout, tokens: Sequence[int]) -> PromptState | None:

@@ -4,107 +4,189 @@ Terms: a column is one token position of the shared buffers (rows, heads, column
 row writes its next key into the same column, one slice for the whole batch, and a row of n tokens occupies the n
 columns before it. Attention does not depend on the order of keys once positions are rotated into them, so columns
 need not equal positions. A row joins by copying its prompt to the left of the current column; nothing is realigned.
-When the columns run out, the visible ones are copied to the front of a larger buffer. A sliding window sees fewer
-columns.
+Buffers are allocated for the tokens that the rows can still sample. When the columns run out, because rows joined
+later, the visible ones are copied to the front of a new buffer. A sliding window sees fewer columns.
+
+Prompts of several rows can be stored once instead (`clotho.inference.shared_prompts`), in layers that attend to all
+tokens; the tokens of a shared prompt are in no column.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import ArraysCache
 from numpy.typing import NDArray
 
-from clotho.cpu.interface import PrefilledPrompt, PromptState, spare_columns
+from clotho.cpu.interface import PrefilledPrompt, spare_columns
 from clotho.inference.cache_layout import AttentionLeaf, CacheLayout, StateLeaf, evaluation_mode, set_state
-from protocols.errors import ModelError
+from clotho.inference.shared_prompts import PromptArrays, SharedPrompts, grouped_attention
+from clotho.models.attention import install_cache_attention
+
+
+class Ahead(NamedTuple):
+    """What limits the columns to allocate ahead. steps: number of tokens that a row can still sample, at most.
+
+    columns: number of columns that the limit on the KV cache allows.
+    """
+
+    steps: int
+    columns: int
+
+
+MIN_SAVED_BYTES = {"cpu": 2**20, "gpu": 2**23}
+"""Minimum number of bytes of keys and values per layer that shared prompts must save in a step: rows beyond the first x
+tokens x bytes of a token, summed over the prompts that join. Shared prompts need eleven more kernels per layer."""
 
 
 class ColumnState:
     """The columns of all layers with the same attention window.
 
-    window: maximum number of tokens that a layer attends to, the newest included; None = all.
-    column: index of the next column to write. capacity: number of columns of the buffers.
+    window: maximum number of tokens that a layer attends to, the newest included; None = all. prompts: shared prompts
+    of these layers; None = every row has a copy of its prompt. limit: maximum number of columns to allocate for tokens
+    that rows can still sample. column: index of the next column to write. capacity: number of columns of the buffers.
     """
 
-    def __init__(self, window: int | None, mask_axes: int = 4) -> None:
+    def __init__(self, layout: CacheLayout, window: int | None) -> None:
         self.window = window
-        self._mask_axes = mask_axes
+        self.prompts: SharedPrompts | None = None
+        self._layout = layout
         self.capacity = 0
         self.column = 0
         self.caches: list[LayerKVCache] = []
         self.first = 0
         self.offset_B = mx.array([0])
-        self._positions_B: NDArray[np.int32] = np.zeros(1, dtype=np.int32)
+        self._held_B: NDArray[np.int32] = np.zeros(1, dtype=np.int32)
         self._uniform = True
         self._masks: dict[int | None, mx.array | None] = {}
+        self._biases: dict[mx.Dtype, mx.array] = {}
 
     def visible(self, tokens: int) -> int:
         """Return how many of a row's `tokens` a layer attends to."""
         return tokens if self.window is None else min(tokens, self.window)
 
-    def move(self, longest: int, column: int) -> None:
-        """Move the visible columns of rows with up to `longest` tokens so that they end before `column`."""
+    def held(self, positions_B: NDArray[np.int32]) -> NDArray[np.int32]:
+        """Return how many of the `positions_B` tokens of each row are in columns."""
+        if self.prompts is None:
+            return positions_B
+        held_B: NDArray[np.int32] = np.maximum(positions_B - self.prompts.tokens_B, 0)
+        return held_B
+
+    def move(self, longest: int, column: int, ahead: Ahead, slots: Sequence[int] | None = None) -> None:
+        """Move the visible columns of rows with up to `longest` tokens so that they end before `column`.
+
+        slots: rows to keep, in this order; None = all.
+        """
         kept = min(self.visible(longest), self.column)
-        capacity = column + spare_columns(column)
+        capacity = column + self._ahead(column, ahead)
+        index_N = None if slots is None else mx.array(np.asarray(slots, dtype=np.int32))
         for cache in self.caches:
-            cache.keys = _moved(cache.keys, self.column - kept, self.column, column, capacity)
-            cache.values = _moved(cache.values, self.column - kept, self.column, column, capacity)
+            cache.keys = _moved(cache.keys, self.column - kept, self.column, column, capacity, index_N)
+            cache.values = _moved(cache.values, self.column - kept, self.column, column, capacity, index_N)
         self.column, self.capacity = column, capacity
 
-    def begin(self, positions_B: NDArray[np.int32], live_B: NDArray[np.bool_], offset_B: mx.array) -> None:
+    def _ahead(self, column: int, ahead: Ahead) -> int:
+        """Return how many columns to allocate behind `column`: for all tokens that rows can still sample, if allowed.
+
+        With a window, few columns: a copy of the window costs less than columns that no row sees.
+        """
+        least = spare_columns(column)
+        if self.window is not None:
+            return least
+        return max(1, min(ahead.steps, max(least, ahead.columns - column)))
+
+    def begin(
+        self, positions_B: NDArray[np.int32], live_B: NDArray[np.bool_], offset_B: mx.array, ahead: Ahead
+    ) -> None:
         """Prepare a step that appends one token to every row, which has `positions_B` tokens."""
-        longest = int(positions_B[live_B].max())
+        held_B = self.held(positions_B)
+        longest = int(held_B[live_B].max())
         if self.column >= self.capacity:
-            self.move(longest, self.visible(longest))
+            self.move(longest, self.visible(longest), ahead)
         self.first = self.column + 1 - self.visible(longest + 1)
         self.offset_B = offset_B
-        self._positions_B = positions_B
-        self._uniform = bool((positions_B[live_B] >= self.visible(longest + 1) - 1).all())
-        self._masks = {}
+        self._held_B = held_B
+        self._uniform = bool((held_B[live_B] >= self.visible(longest + 1) - 1).all())
+        self._masks, self._biases = {}, {}
+        if self.prompts is not None:
+            self.prompts.begin(live_B)
 
     def mask(self, window: int | None, *, as_array: bool) -> mx.array | None:
         """Return which visible columns each row attends to, (B, 1, 1, columns); None = all.
 
-        window: a narrower window than this state's hides older columns. The mask has one more axis for models that add
-        it to scores in groups of heads.
+        window: a narrower window than this state's hides older columns. If the number of query heads is known, the mask
+        has an axis of this length, and is contiguous: otherwise, Metal copies it in every layer. The mask has one more
+        axis for models that add it to scores in groups of heads.
         """
         extent = self.column + 1 - self.first
         narrow = window is not None and window < extent
-        if self._uniform and not narrow and not as_array:
+        unused = self.prompts is not None  # `LayerKVCache.attend` uses `bias`
+        if (self._uniform or unused) and not narrow and not as_array:
             return None
         key = window if narrow else None
         if key not in self._masks:
-            age_C = mx.arange(extent - 1, -1, -1)
-            mask_B_C = age_C[None] <= mx.array(self._positions_B)[:, None]
-            if key is not None:
-                mask_B_C = mask_B_C & (age_C[None] < key)
-            self._masks[key] = mask_B_C.reshape(mask_B_C.shape[0], *[1] * (self._mask_axes - 2), extent)
+            self._masks[key] = self._new_mask(extent, key)
         return self._masks[key]
+
+    def _new_mask(self, extent: int, window: int | None) -> mx.array:
+        age_C = mx.arange(extent - 1, -1, -1)
+        mask_B_C = age_C[None] <= mx.array(self._held_B)[:, None]
+        if window is not None:
+            mask_B_C = mask_B_C & (age_C[None] < window)
+        rows, heads = mask_B_C.shape[0], self._layout.query_heads
+        if heads is None:
+            return mask_B_C.reshape(rows, *[1] * (self._layout.mask_axes - 2), extent)
+        return mx.contiguous(mx.broadcast_to(mask_B_C[:, None, None], (rows, heads, 1, extent)))
+
+    def bias(self, dtype: mx.Dtype) -> mx.array:
+        """Return what to add to the scores of own columns: minus infinity for columns before the first of a row."""
+        if dtype not in self._biases:
+            extent = self.column + 1 - self.first
+            if self._uniform:
+                self._biases[dtype] = mx.zeros(1, dtype)
+            else:
+                hidden_B_C = np.arange(extent - 1, -1, -1) > self._held_B[:, None]
+                bias_B_C = np.where(hidden_B_C, np.float32(-np.inf), np.float32(0.0))
+                self._biases[dtype] = mx.array(bias_B_C[:, None, None]).astype(dtype)
+        return self._biases[dtype]
 
     def end(self) -> None:
         """Finish the step: the current column is written."""
         self.column += 1
 
 
-def _moved(x: mx.array, start: int, stop: int, column: int, capacity: int) -> mx.array:
-    rows, heads, _, size = x.shape
+def _moved(x: mx.array, start: int, stop: int, column: int, capacity: int, index_N: mx.array | None) -> mx.array:
+    kept = x[:, :, start:stop] if index_N is None else x[:, :, start:stop][index_N]
+    rows, heads, _, size = kept.shape
     left = mx.zeros((rows, heads, column - (stop - start), size), x.dtype)
     right = mx.zeros((rows, heads, capacity - column, size), x.dtype)
-    return mx.concatenate([left, x[:, :, start:stop], right], axis=2)
+    return mx.concatenate([left, kept, right], axis=2)
 
 
 class LayerKVCache:
-    """The KV cache of one attention layer, with the interface that mlx-lm's models use while decoding."""
+    """The KV cache of one attention layer, with the interface that mlx-lm's models use while decoding.
 
-    def __init__(self, columns: ColumnState, keys: mx.array, values: mx.array) -> None:
+    keys, values: of the columns, (rows, heads, columns, size). prompts: the shared prompts of this layer, if it shares
+    prompts.
+    """
+
+    def __init__(self, columns: ColumnState, leaf: AttentionLeaf, rows: int) -> None:
+        (key_heads, key_size), (value_heads, value_size) = leaf.key_shape, leaf.value_shape
         self.columns = columns
-        self.keys = keys
-        self.values = values
+        self.prompts: PromptArrays | None = None
+        self._leaf = leaf
+        self.keys = mx.zeros((rows, key_heads, 0, key_size), leaf.dtype)
+        self.values = mx.zeros((rows, value_heads, 0, value_size), leaf.dtype)
         columns.caches.append(self)
+
+    def share(self, prompts: SharedPrompts | None) -> None:
+        """Hold shared prompts from now on, or none."""
+        self.prompts = None if prompts is None else PromptArrays(self._leaf)
+        if prompts is not None and self.prompts is not None:
+            prompts.layers.append(self.prompts)
 
     @property
     def offset(self) -> mx.array:
@@ -129,15 +211,26 @@ class LayerKVCache:
             raise ValueError(f"a decode cache takes one token at a time, not {N}")
         return self.columns.mask(window_size, as_array=return_array)
 
+    def attend(
+        self, queries: mx.array, keys: mx.array, values: mx.array, *, scale: float, mask: mx.array | None
+    ) -> mx.array | None:
+        """Compute attention over shared prompts and own columns; None if no prompt is shared, so that mlx-lm does it.
+
+        The mask is not used: `ColumnState.bias` and the prompts' lengths replace it.
+        """
+        shared = self.columns.prompts
+        if shared is None or self.prompts is None:
+            return None
+        key_heads = keys.shape[1]
+        indices = shared.indices(key_heads, queries.shape[1] // key_heads, queries.dtype)
+        bias_B_C = self.columns.bias(queries.dtype)
+        return grouped_attention(queries, (keys, values), self.prompts, indices, bias_B_C, scale)
+
     def write(self, slots: slice, keys: mx.array, values: mx.array) -> None:
         """Store the keys and values of a prompt, (1, heads, tokens, size), to the left of the current column."""
         column, tokens = self.columns.column, keys.shape[2]
         self.keys[slots, :, column - tokens : column] = keys
         self.values[slots, :, column - tokens : column] = values
-
-    def take(self, slot_N: mx.array) -> None:
-        """Keep only the rows of these slots, in this order."""
-        self.keys, self.values = self.keys[slot_N], self.values[slot_N]
 
     def grow(self, rows: int) -> None:
         """Append `rows` empty slots."""
@@ -159,68 +252,145 @@ def _grown(x: mx.array, rows: int) -> mx.array:
 
 
 class BatchKVCache:
-    """KV caches of `rows` slots in MLX. nested: the caches in the structure that the model expects."""
+    """KV caches of `rows` slots in MLX. nested: the caches in the structure that the model expects.
 
-    def __init__(self, layout: CacheLayout, rows: int) -> None:
+    reserved_B: maximum number of tokens of each row, prompt and completion. prompts: None if no prompt is shared.
+    """
+
+    def __init__(
+        self, layout: CacheLayout, rows: int, limit: int, layer_type: type[LayerKVCache] = LayerKVCache
+    ) -> None:
+        """limit: maximum number of tokens of all rows, `engine.kv_cache_tokens`."""
         self.layout = layout
         self.rows = rows
+        self.reserved_B = np.zeros(rows, dtype=np.int64)
+        self.prompts: SharedPrompts | None = None
         self.columns: dict[int | None, ColumnState] = {}
-        self.leaves: list[Any] = [self._make(leaf) for leaf in layout.leaves]
+        self.leaves: list[Any] = [self._make(leaf, layer_type) for leaf in layout.leaves]
         self.nested = layout.nest(self.leaves)
+        self._limit = limit
+        self._shares = False
 
-    def _make(self, leaf: AttentionLeaf | StateLeaf) -> Any:
+    def _make(self, leaf: AttentionLeaf | StateLeaf, layer_type: type[LayerKVCache]) -> Any:
         if isinstance(leaf, StateLeaf):
             cache = ArraysCache(len(leaf.shapes))
             shapes = zip(leaf.shapes, leaf.dtypes, strict=True)
             set_state(cache, [mx.zeros((self.rows, *shape), dtype) for shape, dtype in shapes])
             return cache
-        columns = self.columns.setdefault(leaf.window, ColumnState(leaf.window, self.layout.mask_axes))
-        (key_heads, key_size), (value_heads, value_size) = leaf.key_shape, leaf.value_shape
-        keys = mx.zeros((self.rows, key_heads, 0, key_size), leaf.dtype)
-        values = mx.zeros((self.rows, value_heads, 0, value_size), leaf.dtype)
-        return LayerKVCache(columns, keys, values)
+        columns = self.columns.setdefault(leaf.window, ColumnState(self.layout, leaf.window))
+        return layer_type(columns, leaf, self.rows)
 
     def has_room(self, prompts: Sequence[PrefilledPrompt]) -> bool:
         """Whether the prompts fit to the left of the current column."""
-        incoming = max(prompt.tokens for prompt in prompts)
-        return all(state.capacity and state.visible(incoming) <= state.column for state in self.columns.values())
+        shares = self._are_shared(prompts)
+        return all(
+            state.capacity and self._columns_needed(state, prompts, shares=shares) <= state.column
+            for state in self.columns.values()
+        )
 
     def make_room(
         self, positions_B: NDArray[np.int32], live_B: NDArray[np.bool_], prompts: Sequence[PrefilledPrompt]
     ) -> None:
         """Move columns so that the prompts fit to the left of the current one. Live rows have `positions_B` tokens."""
-        incoming, longest = max(prompt.tokens for prompt in prompts), int(positions_B.max(initial=0, where=live_B))
+        self.reserved_B[~live_B] = 0
+        if self.prompts is not None:
+            self.prompts.remove(np.flatnonzero(~live_B).tolist())
+            self._drop_unused_prompts()
+        self._shares = self._are_shared(prompts)
+        if self._shares:
+            self._shared().reserve([prompt for prompt in prompts if _can_be_shared(prompt)])
+        steps = max(prompt.reserved - prompt.tokens for prompt in prompts)
+        ahead = self._ahead(positions_B, live_B, steps)
         for columns in self.columns.values():
-            needed = columns.visible(incoming)
+            longest = int(columns.held(positions_B).max(initial=0, where=live_B))
+            needed = self._columns_needed(columns, prompts, shares=self._shares)
             if needed > columns.column or not columns.capacity:
-                columns.move(longest, max(needed, columns.visible(longest)))
+                columns.move(longest, max(needed, columns.visible(longest)), ahead)
+
+    def _are_shared(self, prompts: Sequence[PrefilledPrompt]) -> bool:
+        """Whether prompts of several rows are stored once: if it saves enough, and the limit allows the worst case.
+
+        Beside shared prompts, it always saves enough. In the worst case, one row uses as many columns as it has
+        reserved, and so do all others.
+        """
+        shared = [prompt for prompt in prompts if _can_be_shared(prompt)]
+        if not shared or not self.layout.shares_prompts:
+            return False
+        where = "cpu" if mx.default_device() == mx.Device(mx.cpu) else "gpu"
+        saved = sum((prompt.rows - 1) * prompt.tokens for prompt in shared) * self.layout.token_bytes
+        if self.prompts is None and saved < MIN_SAVED_BYTES[where]:
+            return False
+        longest, number, own_B = max(prompt.tokens for prompt in shared), 1 + len(shared), self.reserved_B
+        if self.prompts is not None:
+            longest, number = max(longest, self.prompts.room), number + len(self.prompts.tokens_F)
+            own_B = own_B - self.prompts.tokens_B
+        joining = max(prompt.reserved - prompt.tokens * _can_be_shared(prompt) for prompt in prompts)
+        return max(int(own_B.max(initial=0)), joining) * self.rows + longest * number <= self._limit
+
+    def _shared(self) -> SharedPrompts:
+        """Return the shared prompts, which are empty at first."""
+        if self.prompts is None:
+            install_cache_attention()
+            self._share(SharedPrompts(self.rows))
+        assert self.prompts is not None
+        return self.prompts
+
+    def _share(self, prompts: SharedPrompts | None) -> None:
+        self.prompts = self.columns[None].prompts = prompts
+        for cache in self.columns[None].caches:
+            cache.share(prompts)
+
+    def _drop_unused_prompts(self) -> None:
+        if self.prompts is not None and not self.prompts.active:
+            self._share(None)
+
+    def _columns_needed(self, columns: ColumnState, prompts: Sequence[PrefilledPrompt], *, shares: bool) -> int:
+        shares = shares and columns.prompts is not None
+        tokens = (prompt.tokens for prompt in prompts if not (shares and _can_be_shared(prompt)))
+        return columns.visible(max(tokens, default=0))
+
+    def _ahead(self, positions_B: NDArray[np.int32], live_B: NDArray[np.bool_], steps: int = 0) -> Ahead:
+        """steps: number of tokens that rows which join can sample."""
+        present = int((self.reserved_B - positions_B).max(initial=0, where=live_B))
+        shared = self.prompts.tokens if self.prompts is not None else 0
+        return Ahead(max(steps, present), (self._limit - shared) // max(1, self.rows))
 
     def enter(self, slots: Sequence[int], prompt: PrefilledPrompt) -> None:
-        """Store a copy of a prompt in each of the slots."""
-        for run in _runs(slots):
-            self._write(run, prompt.state)
+        """Store a prompt for slots: one shared copy, if `make_room` found that it saves enough, or one copy per slot.
 
-    def _write(self, slots: slice, state: PromptState | None) -> None:
+        Layers with a window and states other than keys and values have a copy per slot in any case.
+        """
+        self.reserved_B[list(slots)] = prompt.reserved
+        shared, number = self.prompts, 0
+        if shared is not None and self._shares and _can_be_shared(prompt):
+            number = shared.add(slots, prompt.tokens)
+        elif shared is not None:
+            shared.remove(slots)
         for i, leaf in enumerate(self.leaves):
-            if isinstance(leaf, LayerKVCache):
-                if state is not None:
-                    leaf.write(slots, *state[i])
+            state = prompt.state[i] if prompt.state is not None else None
+            if number and state is not None and isinstance(leaf, LayerKVCache) and leaf.prompts is not None:
+                leaf.prompts.write(number, *state)
             else:
-                for e, array in enumerate(leaf.cache):
-                    array[slots] = state[i][e] if state is not None else 0.0
+                for run in _runs(slots):
+                    _write(leaf, run, state)
+        if shared is not None and number:
+            shared.evaluate()
 
     def take(self, slots: Sequence[int], positions_N: NDArray[np.int32]) -> None:
         """Keep only these slots, in this order, with `positions_N` tokens, and free unused columns."""
+        self.rows = len(slots)
+        self.reserved_B = self.reserved_B[list(slots)]
+        if self.prompts is not None:
+            self.prompts.take(slots)
+            self._drop_unused_prompts()
+        ahead = self._ahead(positions_N, np.ones(self.rows, dtype=np.bool_))
+        for columns in self.columns.values():
+            longest = int(columns.held(positions_N).max(initial=0))
+            columns.move(longest, columns.visible(longest), ahead, slots)
         index_N = mx.array(np.asarray(slots, dtype=np.int32))
         for leaf in self.leaves:
-            if isinstance(leaf, LayerKVCache):
-                leaf.take(index_N)
-            else:
+            if not isinstance(leaf, LayerKVCache):
                 leaf.filter(index_N)
-        self.rows = len(slots)
-        longest = int(positions_N.max(initial=0))
-        for columns in self.columns.values():
-            columns.move(longest, columns.visible(longest))
 
     def grow(self, rows: int) -> None:
         """Append empty slots."""
@@ -230,15 +400,21 @@ class BatchKVCache:
             else:
                 leaf.cache = [mx.concatenate([a, mx.zeros((rows, *a.shape[1:]), a.dtype)]) for a in leaf.cache]
         self.rows += rows
+        self.reserved_B = np.append(self.reserved_B, np.zeros(rows, dtype=np.int64))
+        if self.prompts is not None:
+            self.prompts.grow(rows)
 
     def clear(self, slot: int) -> None:
-        """Zero one slot."""
+        """Zero one slot, and the prompt that it shares."""
+        number = 0 if self.prompts is None else int(self.prompts.prompt_B[slot])
         for leaf in self.leaves:
-            if isinstance(leaf, LayerKVCache):
-                leaf.clear(slot)
-            else:
+            if not isinstance(leaf, LayerKVCache):
                 for array in leaf.cache:
                     array[slot] = 0.0
+                continue
+            leaf.clear(slot)
+            if number and leaf.prompts is not None:
+                leaf.prompts.clear(number)
 
     def logits(
         self, token_B: mx.array | NDArray[np.int32], positions_B: NDArray[np.int32], due_B: NDArray[np.bool_]
@@ -254,8 +430,9 @@ class BatchKVCache:
     def begin(self, positions_B: NDArray[np.int32], live_B: NDArray[np.bool_]) -> None:
         """Prepare a step that appends one token to every row, which has `positions_B` tokens."""
         offset_B = mx.array(positions_B)
+        ahead = self._ahead(positions_B, live_B)
         for columns in self.columns.values():
-            columns.begin(positions_B, live_B, offset_B)
+            columns.begin(positions_B, live_B, offset_B, ahead)
 
     @property
     def arrays(self) -> list[mx.array]:
@@ -264,8 +441,23 @@ class BatchKVCache:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens that the largest buffers hold."""
-        return self.rows * max((state.capacity for state in self.columns.values()), default=0)
+        """Number of tokens that the largest buffers hold, shared prompts included."""
+        shared = self.prompts.tokens if self.prompts is not None else 0
+        return self.rows * max((state.capacity for state in self.columns.values()), default=0) + shared
+
+
+def _can_be_shared(prompt: PrefilledPrompt) -> bool:
+    return prompt.rows > 1 and prompt.state is not None
+
+
+def _write(leaf: Any, slots: slice, state: tuple[mx.array, ...] | None) -> None:
+    """Store a copy of a layer's state in each of the slots. state: None for a prompt of one token."""
+    if isinstance(leaf, LayerKVCache):
+        if state is not None:
+            leaf.write(slots, *state)
+        return
+    for e, array in enumerate(leaf.cache):
+        array[slots] = state[e] if state is not None else 0.0
 
 
 def _runs(slots: Sequence[int]) -> list[slice]:
@@ -277,34 +469,3 @@ def _runs(slots: Sequence[int]) -> list[slice]:
         else:
             runs.append(slice(slot, slot + 1))
     return runs
-
-
-MASK_AXES = (4, 5)
-"""Axes of attention masks: (B, heads, queries, keys), or with heads split into groups."""
-
-
-def probe_batching(layout: CacheLayout) -> None:
-    """Find out whether the model decodes rows of different lengths in one step, and set the layout's mask axes.
-
-    The step is built but not evaluated. Raises ModelError if the model cannot decode it.
-    """
-    heads = max((leaf.key_shape[0] for leaf in layout.leaves if isinstance(leaf, AttentionLeaf)), default=1)
-    reason: Exception | None = None
-    for layout.mask_axes in MASK_AXES:
-        try:
-            shape = _step_shape(layout, rows=heads + 1)  # with as many rows as heads, a wrong axis would go unnoticed
-        except ValueError as error:
-            reason = error
-            continue
-        if shape[:2] == (heads + 1, 1):
-            return
-    raise ModelError(f"this model cannot decode several sequences at once: {reason}")
-
-
-def _step_shape(layout: CacheLayout, rows: int) -> tuple[int, ...]:
-    cache = BatchKVCache(layout, rows)
-    positions_B, live_B = np.arange(rows, dtype=np.int32) % 3, np.ones(rows, dtype=np.bool_)
-    cache.make_room(positions_B, live_B, [PrefilledPrompt(rows=1, tokens=2, state=None)])
-    cache.begin(positions_B, live_B)
-    logits: mx.array = layout.model(mx.zeros((rows, 1), dtype=mx.int32), cache=cache.nested)
-    return tuple(logits.shape)

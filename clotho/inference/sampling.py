@@ -21,6 +21,7 @@ from clotho.cpu.interface import (
     BLOCK,
     ONE_STAGE,
     PADDING,
+    Alternatives,
     Filters,
     RowLogitBias,
     RowParameters,
@@ -58,7 +59,7 @@ def row_parameters(
         filters=_filters(used, vocabulary),
         penalty_B=_array_unless([s.repetition_penalty for s in used], 1.0),
         bias=_bias(used),
-        top_logprobs=max(s.top_logprobs for s in used),
+        alternatives=_alternatives(used),
         recording=_recording([row for row in sorted(recorded) if truncates(used[row], vocabulary)], used, vocabulary),
     )
 
@@ -74,23 +75,35 @@ def _array_unless(values: Sequence[float], neutral: float) -> mx.array | None:
 
 
 def _filters(used: Sequence[Sampling], vocabulary: int) -> Filters | None:
-    """Return the filters of all rows, or None if no row has any. Greedy rows keep every token."""
-    filtered = [s if truncates(s, vocabulary) else DEFAULT for s in used]
-    if all(s is DEFAULT for s in filtered):
+    """Return the filters of the rows that have any. Greedy rows keep every token."""
+    filtered = [(row, s) for row, s in enumerate(used) if truncates(s, vocabulary)]
+    if not filtered:
         return None
-    top_k = [s.top_k if 0 < s.top_k < vocabulary else vocabulary for s in filtered]
     # With top_p = 1, tokens stay even if the rounded prefix sum before them is already 1.
-    top_p = np.array([s.top_p if s.top_p < 1.0 else np.inf for s in filtered], dtype=np.float32)
-    min_p = np.array([s.min_p for s in filtered], dtype=np.float32)
-    k = np.array(top_k, dtype=np.int32)
-    return Filters(mx.array(top_p), mx.array(k), mx.array(min_p))
+    top_p = [s.top_p if s.top_p < 1.0 else np.inf for _, s in filtered]
+    top_k = [s.top_k if 0 < s.top_k < vocabulary else vocabulary for _, s in filtered]
+    return Filters(
+        _indices(row for row, _ in filtered),
+        mx.array(np.array(top_p, dtype=np.float32)),
+        mx.array(np.array(top_k, dtype=np.int32)),
+        mx.array(np.array([s.min_p for _, s in filtered], dtype=np.float32)),
+    )
+
+
+def _indices(rows: Iterable[int]) -> mx.array:
+    return mx.array(np.array(list(rows), dtype=np.int32))
+
+
+def _alternatives(used: Sequence[Sampling]) -> Alternatives | None:
+    rows = [row for row, s in enumerate(used) if s.top_logprobs]
+    return Alternatives(_indices(rows), max(used[row].top_logprobs for row in rows)) if rows else None
 
 
 def _recording(rows: Sequence[int], used: Sequence[Sampling], vocabulary: int) -> SupportRecording | None:
     if not rows:
         return None
     width = max(used[row].top_k for row in rows)
-    return SupportRecording(mx.array(np.array(rows, dtype=np.int32)), min(width, vocabulary))
+    return SupportRecording(_indices(rows), min(width, vocabulary))
 
 
 def _bias(used: Sequence[Sampling]) -> RowLogitBias | None:
@@ -117,7 +130,7 @@ def sample(
     """
     x_B_V = process_logits(logits_B_V.astype(mx.float32), parameters, seen_B_V)
     if parameters.filters is not None:
-        x_B_V = mx.where(filter_mask(x_B_V, parameters.filters), x_B_V, -mx.inf)
+        x_B_V = apply_filters(x_B_V, parameters.filters)
     peak_B_1 = mx.max(x_B_V, axis=-1, keepdims=True)
     weight_B_V = mx.exp(x_B_V - peak_B_1)
     if uniform_B_2 is None:
@@ -130,9 +143,8 @@ def sample(
     log_total_B = peak_B_1[:, 0] + mx.log(total_B)
     logp_B = mx.take_along_axis(x_B_V, token_B[:, None], axis=-1)[:, 0] - log_total_B
     sampled = SampledRows(token_B, logp_B)
-    if parameters.top_logprobs:
-        top = alternatives(x_B_V - log_total_B[:, None], parameters.top_logprobs)
-        sampled = SampledRows(token_B, logp_B, *top)
+    if parameters.alternatives is not None:
+        sampled = SampledRows(token_B, logp_B, *_most_probable(x_B_V, log_total_B, parameters.alternatives))
     if parameters.recording is None:
         return sampled
     token_R_K = support_tokens(x_B_V[parameters.recording.row_R], parameters.recording.width)
@@ -152,25 +164,39 @@ def process_logits(x_B_V: mx.array, parameters: RowParameters, seen_B_V: mx.arra
     return x_B_V
 
 
-def filter_mask(x_B_V: mx.array, filters: Filters) -> mx.array:
+def apply_filters(x_B_V: mx.array, filters: Filters) -> mx.array:
+    """Return the logits with those of excluded tokens at minus infinity. Only rows with filters are computed."""
+    x_R_V = x_B_V if filters.row_R.size == x_B_V.shape[0] else x_B_V[filters.row_R]
+    x_R_V = mx.where(filter_mask(x_R_V, filters), x_R_V, -mx.inf)
+    return x_R_V if filters.row_R.size == x_B_V.shape[0] else _replaced(x_B_V, filters.row_R, x_R_V)
+
+
+def _replaced(x_B_V: mx.array, row_R: mx.array, x_R_V: mx.array) -> mx.array:
+    """Return an array with other values in some rows."""
+    replaced = mx.array(x_B_V)  # assignment would change the caller's array
+    replaced[row_R] = x_R_V
+    return replaced
+
+
+def filter_mask(x_R_V: mx.array, filters: Filters) -> mx.array:
     """Return which tokens top-p, top-k and min-p keep. Of equal logits, the lowest identifiers are kept.
 
     Each filter keeps a prefix of the tokens in descending order of probability, so all three together keep the
     shortest: top-p the fewest tokens whose probabilities reach p, top-k the first k, min-p those of at least min_p x
     the largest.
     """
-    sorted_B_V = -mx.sort(-x_B_V, axis=-1)
-    count_B_1 = filters.top_k_B[:, None]
-    prob_B_V = mx.softmax(sorted_B_V, axis=-1)
-    before_B_V = mx.cumsum(prob_B_V, axis=-1) - prob_B_V
-    count_B_1 = mx.minimum(count_B_1, mx.sum(before_B_V < filters.top_p_B[:, None], axis=-1, keepdims=True))
-    floor_B_1 = filters.min_p_B[:, None] * prob_B_V[:, :1]
-    count_B_1 = mx.maximum(mx.minimum(count_B_1, mx.sum(prob_B_V >= floor_B_1, axis=-1, keepdims=True)), 1)
-    last_B_1 = mx.take_along_axis(sorted_B_V, count_B_1 - 1, axis=-1)
-    above_B_V = x_B_V > last_B_1
-    tie_B_V = x_B_V == last_B_1
-    spare_B_1 = count_B_1 - mx.sum(above_B_V, axis=-1, keepdims=True)
-    return above_B_V | (tie_B_V & (mx.cumsum(tie_B_V.astype(mx.int32), axis=-1) <= spare_B_1))
+    sorted_R_V = -mx.sort(-x_R_V, axis=-1)
+    count_R_1 = filters.top_k_R[:, None]
+    prob_R_V = mx.softmax(sorted_R_V, axis=-1)
+    before_R_V = mx.cumsum(prob_R_V, axis=-1) - prob_R_V
+    count_R_1 = mx.minimum(count_R_1, mx.sum(before_R_V < filters.top_p_R[:, None], axis=-1, keepdims=True))
+    floor_R_1 = filters.min_p_R[:, None] * prob_R_V[:, :1]
+    count_R_1 = mx.maximum(mx.minimum(count_R_1, mx.sum(prob_R_V >= floor_R_1, axis=-1, keepdims=True)), 1)
+    last_R_1 = mx.take_along_axis(sorted_R_V, count_R_1 - 1, axis=-1)
+    above_R_V = x_R_V > last_R_1
+    tie_R_V = x_R_V == last_R_1
+    spare_R_1 = count_R_1 - mx.sum(above_R_V, axis=-1, keepdims=True)
+    return above_R_V | (tie_R_V & (mx.cumsum(tie_R_V.astype(mx.int32), axis=-1) <= spare_R_1))
 
 
 def support_tokens(x_R_V: mx.array, width: int) -> mx.array:
@@ -212,11 +238,20 @@ def invert_cdf(weight_B_N: mx.array, uniform_B_1: mx.array) -> tuple[mx.array, m
     return index_B, total_B_1[:, 0]
 
 
-def alternatives(logp_B_V: mx.array, count: int) -> tuple[mx.array, mx.array]:
+def _most_probable(x_B_V: mx.array, log_total_B: mx.array, wanted: Alternatives) -> tuple[mx.array, mx.array]:
+    """Return the most probable tokens of the rows that report them, in arrays of all rows."""
+    logp_R_V = x_B_V[wanted.row_R] - log_total_B[wanted.row_R][:, None]
+    token_R_N, logp_R_N = alternatives(logp_R_V, wanted.number)
+    shape = (x_B_V.shape[0], token_R_N.shape[1])
+    token_B_N, logp_B_N = mx.zeros(shape, token_R_N.dtype), mx.full(shape, -mx.inf)
+    return _replaced(token_B_N, wanted.row_R, token_R_N), _replaced(logp_B_N, wanted.row_R, logp_R_N)
+
+
+def alternatives(logp_R_V: mx.array, count: int) -> tuple[mx.array, mx.array]:
     """Return the `count` most probable tokens per row and their log-probabilities; ties by lowest identifier."""
-    count = min(count, logp_B_V.shape[-1])
-    token_B_N = mx.argsort(-logp_B_V, axis=-1)[:, :count]
-    return token_B_N, mx.take_along_axis(logp_B_V, token_B_N, axis=-1)
+    count = min(count, logp_R_V.shape[-1])
+    token_R_N = mx.argsort(-logp_R_V, axis=-1)[:, :count]
+    return token_R_N, mx.take_along_axis(logp_R_V, token_R_N, axis=-1)
 
 
 GOLDEN_RATIO = np.uint64(0x9E3779B97F4A7C15)

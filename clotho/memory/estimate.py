@@ -230,7 +230,7 @@ def _caches(layout: CacheLayout, rows: int, tokens: int) -> int:
     for leaf in layout.leaves:
         if isinstance(leaf, AttentionLeaf):
             visible = tokens if leaf.window is None else min(tokens, leaf.window)
-            total += rows * (visible + spare_columns(visible)) * _token_bytes(leaf)
+            total += rows * (visible + spare_columns(visible)) * leaf.token_bytes
         else:
             total += rows * _state_bytes(leaf)
     return total
@@ -242,15 +242,10 @@ def _prefixes(layout: CacheLayout, tokens: int, prompt: int) -> int:
     total = 0
     for leaf in layout.leaves:
         if isinstance(leaf, AttentionLeaf):
-            total += min(tokens, entries * (leaf.window or tokens)) * _token_bytes(leaf)
+            total += min(tokens, entries * (leaf.window or tokens)) * leaf.token_bytes
         else:
             total += entries * _state_bytes(leaf)
     return total
-
-
-def _token_bytes(leaf: AttentionLeaf) -> int:
-    (key_heads, key_size), (value_heads, value_size) = leaf.key_shape, leaf.value_shape
-    return (key_heads * key_size + value_heads * value_size) * leaf.dtype.size
 
 
 def _state_bytes(leaf: StateLeaf) -> int:

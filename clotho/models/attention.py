@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import copy
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
 from typing import Any, NamedTuple, Self
 
 import mlx.core as mx
@@ -45,11 +48,24 @@ def attention(
     return usual
 
 
-def install_cache_attention() -> None:
-    """Replace mlx-lm's function by `attention` in all of its model modules that are loaded."""
-    for name, module in list(sys.modules.items()):
-        if name.startswith("mlx_lm.models.") and vars(module).get(NAME) is original:
-            setattr(module, NAME, attention)
+def install_cache_attention() -> list[ModuleType]:
+    """Replace mlx-lm's function by `attention` in all of its model modules that are loaded; return those changed."""
+    loaded = list(sys.modules.items())
+    changed = [m for name, m in loaded if name.startswith("mlx_lm.models.") and vars(m).get(NAME) is original]
+    for module in changed:
+        setattr(module, NAME, attention)
+    return changed
+
+
+@contextmanager
+def cache_attention() -> Iterator[None]:
+    """Replace mlx-lm's function by `attention` inside the context."""
+    changed = install_cache_attention()
+    try:
+        yield
+    finally:
+        for module in changed:
+            setattr(module, NAME, original)
 
 
 KeysAndValues = tuple[mx.array, ...]

@@ -10,6 +10,7 @@ import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
 
+import clotho.cpu
 from bench import decode, first_token, scaling
 from bench.contenders import (
     clotho_decode,
@@ -24,6 +25,7 @@ from bench.contenders.shapes import Shape, named_model, products, random_model, 
 from bench.contenders.worker import Case, MeasureOnce
 from bench.measurement import Measurement, read
 from bench.tables import unique
+from clotho.cpu import SWITCH
 from tests.bench.made_measurements import measurement
 
 TINY = Shape(layers=2, width=64, heads=2, key_heads=1, feed_forward=128, vocabulary=100)
@@ -145,7 +147,7 @@ def test_the_first_case_has_every_peer(
     """Each sweep has a table that includes the first case."""
     page = decode.table(decode.measure(5))
     titles = [line for line in page.splitlines() if line.startswith("**")]
-    assert [title.startswith("**tokens per second") for title in titles] == [True, False, True, False, *[True] * 3]
+    assert [title.startswith("**tokens per second") for title in titles] == [True, False, True, False, *[True] * 4]
     assert "clotho / mlx-lm-lora, as its trainer calls it" in page.splitlines()[2]
     sweeps = [decode.sweep(decode.measure(1), belongs) for belongs in decode.SWEEP_FILTERS]
     assert [[one.case for one in found].count(decode.case("6m")) for found in sweeps] == [6, 6, 6]
@@ -157,7 +159,7 @@ def test_slow_cases_have_fewer_repeats(
 ) -> None:
     """The setting of mlx-lm-lora's trainer, the slowest, is measured in one case."""
     decode.measure(5)
-    assert [repeats for _, _, repeats in measured_calls] == [5, 3, 3, 2]
+    assert [repeats for _, _, repeats in measured_calls] == [5, 3, 3, 2, 3]
     assert [len(cases) for contenders, cases, _ in measured_calls if decode.AS_CALLED in contenders] == [1]
 
 
@@ -206,3 +208,47 @@ def test_results_can_be_drawn(
     question.main(["--repeats", "1", "--out", str(tmp_path / "results.jsonl")])
     question.draw(question.read(tmp_path / "results.jsonl"), tmp_path / "image.svg")
     assert (tmp_path / "image.svg").read_text().startswith("<?xml")
+
+
+def test_the_adapter_part_is_measured_without_cpu_kernels_beside_mlx_lm(
+    measured_calls: list[tuple[Sequence[Contender], Sequence[Case], int]],
+) -> None:
+    """Groups of eight and of one. The cases belong to no sweep."""
+    found = decode.measure_adapter(3, quick=False)
+    ((contenders, cases, repeats),) = measured_calls
+    assert [one.name for one in contenders] == ["clotho", "mlx-lm"]
+    assert contenders[0].environment == {SWITCH: "0"}
+    assert repeats == 3
+    assert {(case["prompts"], case["group"]) for case in cases} == {(4, 8), (32, 1)}
+    assert not any(decode.is_first(one.case) for one in found)
+    assert not any(decode.sweep(found, belongs) for belongs in decode.SWEEP_FILTERS)
+
+
+def test_one_part_replaces_its_own_results_only(
+    measured_calls: list[tuple[Sequence[Contender], Sequence[Case], int]], tmp_path: Path
+) -> None:
+    """`--only adapter` keeps the results of other cases in the file, and the table has both."""
+    path = tmp_path / "results.jsonl"
+    decode.main(["--quick", "--out", str(path)])
+    before = read(path)
+    for _ in range(2):
+        assert decode.main(["--only", "adapter", "--quick", "--out", str(path)]) == 0
+    after = read(path)
+    assert list(after[: len(before)]) == list(before)
+    assert {one.contender for one in after[len(before) :]} == {"clotho", "mlx-lm"}
+    assert all("adapter" in one.case for one in after[len(before) :])
+    assert len(after) == len(before) + 4
+    assert "adapter" in decode.table(after)
+
+
+def test_both_contenders_decode_with_the_same_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The logits of Clotho's folded layers equal those of mlx-lm's LoRA layers, and differ from the base model's."""
+    monkeypatch.setattr(clotho.cpu, "KERNELS_ENABLED", False)
+    tokens_1_S = mx.arange(1, 7)[None]
+    model, config = named_model("embedded")
+    bare = model(tokens_1_S)
+    ours = clotho_decode.policy_of(SMALL | decode.ADAPTER, model, config).model(tokens_1_S)
+    other, _ = named_model("embedded")
+    mlx_lm_decode.adapt(other)
+    assert mx.allclose(ours, other(tokens_1_S), atol=1e-3).item()
+    assert not mx.allclose(ours, bare, atol=0.1).item()

@@ -25,9 +25,9 @@ def _device_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clotho.cpu, "KERNELS_ENABLED", False)
 
 
-def make(*, vocabulary: int, adapted: int = -1, grad_checkpoint: bool = False) -> Policy:
+def make(*, vocabulary: int, layers: int = LAYERS, adapted: int = -1, grad_checkpoint: bool = False) -> Policy:
     """Return a policy with 4-bit weights, and with LoRA on the last `adapted` blocks."""
-    shape = Shape(LAYERS, width=128, heads=2, key_heads=1, feed_forward=128, vocabulary=vocabulary)
+    shape = Shape(layers, width=128, heads=2, key_heads=1, feed_forward=128, vocabulary=vocabulary)
     section = PolicySection(method=Lora(num_layers=adapted), grad_checkpoint=grad_checkpoint)
     return make_policy(quantized_model(shape), configuration(shape), section=section)
 
@@ -53,6 +53,15 @@ def test_a_decode_step_with_lora_has_at_most_950_kernels() -> None:
     step = decode_step(make(vocabulary=1024), rows=32)
     assert step.kernels <= 950
     assert step.nodes <= 1500
+
+
+def test_shared_prompts_cost_at_most_eleven_kernels_per_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A concatenation, which is one operation here, is two kernels on Metal."""
+    monkeypatch.setattr("clotho.inference.kv_cache.MIN_SAVED_BYTES", {"cpu": 10**9})
+    copied = decode_step(make(vocabulary=256, layers=2), rows=8)
+    monkeypatch.setattr("clotho.inference.kv_cache.MIN_SAVED_BYTES", {"cpu": 1})
+    shared = decode_step(make(vocabulary=256, layers=2), rows=8)
+    assert 0 < shared.kernels - copied.kernels <= 2 * 10
 
 
 def test_a_micro_batch_of_2048_tokens_has_at_most_9300_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,7 @@
-"""Helpers: tiny models that are decoded on the host, their prompts as they arrive, and the logits they must give."""
+"""Helpers: tiny models that are decoded on the host, their prompts as they arrive, and the logits they must give.
+
+`Rows` also serves the tests of the cache in MLX.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +19,15 @@ from numpy.typing import NDArray
 from clotho.cpu.decoder import HostDecoder
 from clotho.cpu.interface import PrefilledPrompt
 from clotho.cpu.kv_cache import HostKVCache
-from clotho.inference.cache_layout import CacheLayout
+from clotho.inference.cache_layout import CacheLayout, RowCaches
 from tests.inference.engine_helpers import full_logits
 from tests.small_models import ARCHITECTURES, FixedSource, tiny_source
 
 PLAIN = ("qwen3", "qwen2", "llama")
 """Architectures that the host knows."""
+
+RESERVED = 100
+"""Number of tokens that a row can sample."""
 
 
 def plain_source(architecture: str, **overrides: Any) -> FixedSource:
@@ -60,20 +66,21 @@ def arrival_of(layout: CacheLayout, tokens: Sequence[int], rows: int = 1) -> Pre
     """Compute the prompt of so many rows whose next input is the last of `tokens`, as the engine does."""
     held = len(tokens) - 1
     if not held:
-        return PrefilledPrompt(rows=rows, tokens=0, state=None)
+        return PrefilledPrompt(rows=rows, tokens=0, state=None, reserved=RESERVED)
     cache = layout.fresh()
     layout.model(mx.array([list(tokens[:-1])]), cache=cache)
     state = layout.extract(cache, 0, held)
     mx.eval(state)
-    return PrefilledPrompt(rows=rows, tokens=held, state=state)
+    return PrefilledPrompt(rows=rows, tokens=held, state=state, reserved=held + RESERVED)
 
 
 class Rows:
-    """Rows of a cache on the host, each with all of its tokens, the newest of which the cache has not seen yet."""
+    """Rows of a cache, each with all of its tokens, the newest of which the cache has not seen yet."""
 
-    def __init__(self, model: nn.Module, slots: int) -> None:
+    def __init__(self, model: nn.Module, slots: int, cache: RowCaches | None = None) -> None:
+        """cache: by default one on the host."""
         self.layout = CacheLayout(model)
-        self.cache = HostKVCache(HostDecoder(model), slots)
+        self.cache: Any = cache or HostKVCache(HostDecoder(model), slots)
         self.tokens: list[tuple[int, ...]] = [(0,)] * slots
         self.live_B = np.zeros(slots, dtype=np.bool_)
 
@@ -89,8 +96,7 @@ class Rows:
     def put(self, slots: Sequence[int], tokens: Sequence[int], arrival: PrefilledPrompt) -> None:
         """Let rows join with what was computed of their prompt."""
         self.live_B[list(slots)] = False
-        if not self.cache.has_room([arrival]):
-            self.cache.make_room(self.positions_B, self.live_B, [arrival])
+        self.cache.make_room(self.positions_B, self.live_B, [arrival])
         self.cache.enter(slots, arrival)
         for slot in slots:
             self.tokens[slot], self.live_B[slot] = tuple(tokens), True
@@ -104,7 +110,7 @@ class Rows:
     def step(self) -> NDArray[np.float32]:
         """Compute the logits of every row, (B, V), and let each go on with another token."""
         newest_B = np.array([tokens[-1] for tokens in self.tokens], dtype=np.int32)
-        logits_B_V = self.cache.logits(newest_B, self.positions_B, self.live_B)
+        logits_B_V = np.array(self.cache.logits(newest_B, self.positions_B, self.live_B))
         self.tokens = [(*tokens, (5 * tokens[-1] + slot + 1) % 256) for slot, tokens in enumerate(self.tokens)]
         return logits_B_V
 

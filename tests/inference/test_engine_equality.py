@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+import clotho.cpu
 from protocols.sampling import Sampling
 from tests import lanes
 from tests.inference.engine_helpers import (
@@ -18,16 +19,16 @@ from tests.inference.engine_helpers import (
 )
 from tests.small_models import ARCHITECTURES, tiny_source
 
+MODES = ("host", "host, prompts shared", "MLX", "MLX, prompts shared")
 
-@pytest.fixture(
-    params=["sampled by the host", "sampled by the host, prompts shared", "sampled on the device"], autouse=True
-)
+
+@pytest.fixture(params=MODES, autouse=True)
 def engine_mode(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run each test with tokens read at once and with prompts stored once or once per row, and as on a GPU."""
-    shared = request.param == "sampled by the host, prompts shared"
+    """Run each test on the host and as on a GPU, with prompts stored once or once per row."""
+    shared = request.param.endswith("prompts shared")
     monkeypatch.setattr("clotho.cpu.kv_cache.MIN_SHARED_TOKENS", 1 if shared else 10**9)
-    if request.param == "sampled on the device":
-        monkeypatch.setattr("clotho.inference.batch.can_sample_on_cpu", lambda plan: False)
+    monkeypatch.setattr("clotho.inference.kv_cache.MIN_SAVED_BYTES", {"cpu": 1 if shared else 10**9})
+    monkeypatch.setattr(clotho.cpu, "KERNELS_ENABLED", request.param.startswith("host"))
 
 
 LENGTHS = (1, 13, 30, 2, 21)

@@ -1,4 +1,4 @@
-"""The host KV cache writes columns in place and stores a shared prompt once."""
+"""KV caches write columns in place, allocate them for whole completions, and store a shared prompt once."""
 
 from __future__ import annotations
 
@@ -8,8 +8,13 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+import clotho.cpu
 from clotho.cpu.interface import PrefilledPrompt
 from clotho.cpu.kv_cache import NOT_SHARED, HostKVCache
+from clotho.inference import DecodeEngine
+from clotho.inference.batching_probe import probe_batching
+from clotho.inference.cache_layout import CacheLayout
+from clotho.inference.kv_cache import BatchKVCache, ColumnState
 from protocols.sampling import Sampling
 from tests.cpu.supported_models import PLAIN, Rows, arrival_of, plain_source
 from tests.inference.engine_helpers import make_engine, make_prompt, reference_logprobs, run, submit_request, tick_until
@@ -33,6 +38,70 @@ def test_columns_are_written_in_place(architecture: str, here: bool, monkeypatch
         keys = cache._columns[0][0] if isinstance(cache, HostKVCache) else np.array(cache.leaves[0].keys, copy=False)
         buffers.add(keys.__array_interface__["data"][0])
     assert len(buffers) == 1
+
+
+def buffers(engine: DecodeEngine) -> int:
+    """Return the number of columns that the buffers of the running rows have."""
+    cache = engine._batch._cache
+    assert isinstance(cache, BatchKVCache)
+    columns: int = cache.leaves[0].keys.shape[2]
+    return columns
+
+
+def test_buffers_are_allocated_for_whole_completions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The buffers of a batch have as many columns as its rows can use and are never moved."""
+    monkeypatch.setattr(clotho.cpu, "KERNELS_ENABLED", False)
+    engine = make_engine()
+    submit_request(engine, make_prompt(8), Sampling(max_tokens=200, ignore_eos=True), (1, 2))
+    tick_until(engine, lambda: engine.running == 2)
+    monkeypatch.delattr(ColumnState, "move")
+    columns = set()
+    while engine.running == 2:
+        columns.add(buffers(engine))
+        engine.tick()
+    assert columns == {208}
+
+
+def test_buffers_ahead_are_within_the_limit_on_the_kv_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of different age would need more columns than either: long ones behind the current one, new ones ahead."""
+    monkeypatch.setattr(clotho.cpu, "KERNELS_ENABLED", False)
+    engine = make_engine(kv_cache_tokens=480)
+    sampling = Sampling(max_tokens=120, ignore_eos=True)
+    answer = submit_request(engine, make_prompt(120), sampling)
+    for _ in range(100):
+        engine.tick()
+    submit_request(engine, make_prompt(120, 1), sampling)
+    while engine.has_work:
+        engine.tick()
+        assert engine.stats().cache_tokens <= 480
+    assert len(answer.completions[0].tokens) == 120
+
+
+@pytest.mark.parametrize("unequal", [True, False])
+def test_a_step_builds_one_contiguous_mask(unequal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All layers get the same array with an axis for query heads, which Metal need not copy; equal rows need none."""
+    monkeypatch.setattr(clotho.cpu, "KERNELS_ENABLED", False)
+    masks: list[mx.array | None] = []
+    usual: Any = mx.fast.scaled_dot_product_attention
+
+    def recorded(*args: mx.array, mask: mx.array | None, **options: Any) -> mx.array:
+        masks.append(mask)
+        result: mx.array = usual(*args, mask=mask, **options)
+        return result
+
+    layout = CacheLayout(tiny_source("qwen3").model)
+    probe_batching(layout)
+    rows = Rows(layout.model, 2, cache=BatchKVCache(layout, 2, 1000))
+    rows.enter([0], make_prompt(9))
+    rows.enter([1], make_prompt(5 if unequal else 9, 1))
+    monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", recorded)
+    rows.step()
+    first, second = masks
+    assert first is second
+    assert (first is not None) == unequal
+    if first is not None:
+        assert first.shape == (2, 4, 1, 9)
+        assert np.array(first, copy=False).flags.c_contiguous
 
 
 LONG = Sampling(max_tokens=40, ignore_eos=True)
@@ -110,7 +179,7 @@ def test_a_prompt_without_rows_is_released() -> None:
     rows = Rows(plain_source("qwen3").model, 4)
 
     def shared() -> int:
-        return rows.cache.tokens - rows.cache.rows * rows.cache.capacity
+        return int(rows.cache.tokens - rows.cache.rows * rows.cache.capacity)
 
     rows.enter([0, 1], make_prompt(151))
     assert shared() == 150

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 from clotho.cpu.interface import PADDING
 from clotho.cpu.sampling import apply_filters
 from clotho.cpu.sampling import support_tokens as support_tokens_on_cpu
+from clotho.inference.sampling import apply_filters as filter_on_device
 from clotho.inference.sampling import (
     choose_token,
     filter_mask,
@@ -94,7 +96,7 @@ def test_unused_sampling_parameters_allocate_no_arrays() -> None:
     assert not plan.all_greedy
     unused = (plan.greedy_B, plan.inverse_temperature_B, plan.filters, plan.penalty_B, plan.bias)
     assert all(setting is None for setting in unused)
-    assert plan.top_logprobs == 0
+    assert plan.alternatives is None
     assert plan.recording is None
 
 
@@ -153,7 +155,37 @@ def kept_on_device(x_B_V: np.ndarray, settings: list[Sampling]) -> np.ndarray:
     """Return which of the possible tokens the mask keeps."""
     filters = row_parameters(settings, x_B_V.shape[1]).filters
     assert filters is not None
-    return np.array(filter_mask(mx.array(x_B_V), filters)) & (x_B_V > -np.inf)
+    left_B_V = np.array(filter_on_device(mx.array(x_B_V), filters))
+    kept_B_V = left_B_V > -np.inf
+    np.testing.assert_array_equal(left_B_V[kept_B_V], x_B_V[kept_B_V])
+    return kept_B_V
+
+
+def test_filters_and_alternatives_are_computed_for_the_rows_that_use_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sorts of a whole vocabulary are slow. Other rows keep their logits."""
+    sorted_rows: list[int] = []
+    for name in ("sort", "argsort"):
+        usual: Any = getattr(mx, name)
+
+        def recorded(x: mx.array, *, axis: int, usual: Any = usual) -> mx.array:
+            sorted_rows.append(x.shape[0])
+            result: mx.array = usual(x, axis=axis)
+            return result
+
+        monkeypatch.setattr(mx, name, recorded)
+    settings = [Sampling(), Sampling(top_k=1), None, Sampling(top_logprobs=2), Sampling(top_p=0.5, top_logprobs=1)]
+    x_B_V = mx.array(np.random.default_rng(1).normal(size=(5, 600)).astype(np.float32))
+    uniform = mx.array(uniforms(np.arange(5, dtype=np.uint64), np.zeros(5, dtype=np.int64)))
+    sampled = sample(x_B_V, uniform, row_parameters(settings, 600), None)
+    assert sorted_rows == [2, 2]
+    assert sampled.top_token_B_N is not None
+    assert sampled.top_logp_B_N is not None
+    assert sampled.top_token_B_N.shape == (5, 2)
+    assert np.isfinite(np.array(sampled.top_logp_B_N)[3:]).all()
+    for row, setting in enumerate(settings):
+        alone = sample(x_B_V[row : row + 1], uniform[row : row + 1], row_parameters([setting], 600), None)
+        assert int(sampled.token_B[row]) == int(alone.token_B[0])
+        assert float(sampled.logp_B[row]) == pytest.approx(float(alone.logp_B[0]), abs=1e-6)
 
 
 def test_top_k_keeps_exactly_k_tokens_among_ties() -> None:
