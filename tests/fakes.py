@@ -7,10 +7,10 @@ it against the contract of the real engine.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from random import Random
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import anyio
 
@@ -71,6 +71,7 @@ class FakeEngine:
         self._changed = threading.Condition()
         self._allowed = 10**9
         self._ticking = False
+        self.held: Literal["nothing", "admission", "everything"] = "nothing"
 
     def submit_call(self, work: Callable[[], T], /) -> Future[T]:
         """Run in the compute thread, or raise ExecutorStoppedError as the executor does."""
@@ -99,6 +100,23 @@ class FakeEngine:
         if self._running.pop(request_id, None) is not None:
             self.aborted.append(request_id)
         self._schedule()
+
+    def abort_clients(self, request_ids: Collection[str] | None, /) -> int:
+        """End requests by their names as aborted; None: all."""
+        found = [
+            number
+            for number in self._running
+            if request_ids is None or self.requests[number - 1].request_id in request_ids
+        ]
+        for number in found:
+            rows, listener = self._running.pop(number)
+            for row in rows:
+                listener(self._done(row, self.tokenizer.decode(row.tokens), "abort", None))
+        self._schedule()
+        return len(found)
+
+    def release_caches(self) -> None:
+        """Do nothing: there are no caches."""
 
     def fail(self, reason: str) -> None:
         """Fail all running requests. Called in the compute thread."""

@@ -177,6 +177,7 @@ class HttpServer(Variant, frozen=True, kw_only=True, tag="http"):
     body_seconds: Annotated[PositiveFloat, about("Time in which a request body must arrive.")] = 30.0
     adapters: AdaptersSection = AdaptersSection()
     shutdown_seconds: Annotated[PositiveFloat, about("Time in which running requests may finish at the end.")] = 10.0
+    allow_pause: Annotated[bool, about("Clients may pause the decode engine, and with it the rollouts.")] = False
 
 
 ServerSection = Annotated[Off | HttpServer, about("OpenAI-compatible HTTP server of the run.")]

@@ -51,8 +51,8 @@ class ServeArguments(Struct, frozen=True, kw_only=True):
 OWN = {name: key for name, key in keys.read_sections(ServeFlags)[""].keys.items() if key.help}
 
 NOT_SERVED = frozenset({
-    "sampling.group_size", "sampling.top_logprobs", "server.type", "engine.kv_policy", "monitor.display",
-    "monitor.rollouts",
+    "sampling.group_size", "sampling.top_logprobs", "server.type", "server.allow_pause", "engine.kv_policy",
+    "monitor.display", "monitor.rollouts",
 })  # fmt: skip
 """Keys of the tables of `ServingProfile` that concern training only."""
 

@@ -6,8 +6,8 @@ one thread creates it, submits requests to it, and calls `tick()` while `has_wor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Literal, Protocol
 
 import mlx.core as mx
@@ -31,8 +31,9 @@ from clotho.inference.sampling import validate
 from clotho.inference.scheduler import ActiveRequest, Listener, PrefillJob, Row, Scheduler
 from clotho.inference.stop_strings import IncrementalDetokenizer
 from clotho.models.adapter_files import AdapterContents
-from clotho.models.adapter_rows import AdapterRows
+from clotho.models.adapter_rows import LazyAdapterRows
 from clotho.models.adapter_store import AdapterStore, LoadedAdapter
+from clotho.models.machine import free_buffers
 from clotho.models.tokenizer import ChatTokenizer
 from protocols.adapter import AdapterInfo
 from protocols.errors import AdapterRequestError, RequestError
@@ -107,6 +108,7 @@ class DecodeEngine:
     adapter until it ends, also if the name is loaded again or unloaded; with `engine.kv_policy = "recompute"`, a reload
     moves running rows to the new version.
     admission_paused: while True, no waiting row enters the batch; running rows finish.
+    held: what clients hold: nothing, the admission of waiting rows, or everything: running rows stand still too.
     """
 
     def __init__(self, source: ServedModel, settings: EngineSection, adapters: AdapterStore | None = None) -> None:
@@ -117,11 +119,12 @@ class DecodeEngine:
         """
         source.model.eval()
         self.admission_paused = False
+        self.held: Literal["nothing", "admission", "everything"] = "nothing"
         self._source = source
         self._settings = settings
         self._layout = layout = CacheLayout(source.model)
         probe_batching(layout)
-        self._adapters, self._adapter_rows = adapters, _LazyRows(adapters)
+        self._adapters, self._adapter_rows = adapters, LazyAdapterRows(adapters)
         decoder = make_host_decoder(source.model)
         self._make_caches = _cache_factory(layout, decoder, settings.kv_cache_tokens)
         self._computing = self._adapter_rows.computing if decoder is None else decoder.computing
@@ -178,6 +181,24 @@ class DecodeEngine:
         if request_id in self._sender.requests:
             self._aborted.append(request_id)
 
+    def abort_clients(self, request_ids: Collection[str] | None) -> int:
+        """Abort requests by their `request_id`; None: all requests that are not `background`. Returns their number."""
+        found = [
+            active.request_id
+            for active in self._sender.requests.values()
+            if (not active.request.background if request_ids is None else active.request.request_id in request_ids)
+        ]
+        self._aborted += found
+        return len(found)
+
+    def release_caches(self) -> None:
+        """Empty the prefix cache, and return unused memory to the system. Running rows keep their KV caches."""
+        self._prefill.forget_prefixes(ALL_KINDS)
+        if not self.running:
+            self._batch.inflight = None
+            self._batch.drop()
+        free_buffers()
+
     def limit_rows(self, rows: int) -> None:
         """Decode at most `rows` sequences at once, and at most `engine.max_num_seqs`. Running rows above it finish."""
         self._scheduler.max_num_seqs = max(1, min(rows, self._settings.max_num_seqs))
@@ -208,8 +229,15 @@ class DecodeEngine:
     @property
     def has_work(self) -> bool:
         """Whether the next step has anything to do."""
-        busy = self.running or self._batch.inflight or self._aborted or self._sender.closed
-        return bool(busy or (not self.admission_paused and (self._scheduler.waiting or self._scheduler.entering)))
+        ended = self._aborted or self._sender.closed
+        if self.held == "everything":
+            return bool(ended)
+        busy = self.running or self._batch.inflight or ended
+        return bool(busy or (self._admits and (self._scheduler.waiting or self._scheduler.entering)))
+
+    @property
+    def _admits(self) -> bool:
+        return not self.admission_paused and self.held == "nothing"
 
     def tick(self) -> int:
         """Remove ended rows, prefill at most one chunk, and decode one token per running row.
@@ -217,7 +245,9 @@ class DecodeEngine:
         Returns the number of tokens reported. An exception fails the requests concerned, never the engine.
         """
         self._remove_ended()
-        if not self.admission_paused:
+        if self.held == "everything":
+            return 0
+        if self._admits:
             self._fill()
         return self._decode()
 
@@ -450,35 +480,6 @@ class DecodeEngine:
             failed=self._sender.failed,
             listener_errors=self._sender.listener_errors,
         )
-
-
-class _LazyRows:
-    """`AdapterRows`, made when it is first needed: it examines the model."""
-
-    def __init__(self, adapters: AdapterStore | None) -> None:
-        self._adapters = adapters
-        self._rows: AdapterRows | None = None
-
-    def _get(self) -> AdapterRows:
-        if self._rows is None:
-            assert self._adapters is not None
-            self._rows = AdapterRows(self._adapters)
-        return self._rows
-
-    def computing(self, adapter_B: Sequence[LoadedAdapter | None]) -> AbstractContextManager[None]:
-        """Compute row b with adapter_B[b] inside the context."""
-        if all(adapter is None for adapter in adapter_B):
-            return nullcontext()
-        return self._get().computing(adapter_B)
-
-    def require(self, contents: AdapterContents) -> None:
-        """Raise AdapterRequestError if the model does not compute with a layer of the adapter."""
-        self._get().require(contents)
-
-    def keep(self, versions: set[int]) -> None:
-        """Release converted matrices of all adapters but these."""
-        if self._rows is not None:
-            self._rows.keep(versions)
 
 
 def _cache_factory(layout: CacheLayout, decoder: HostDecoder | None, limit: int) -> Callable[[int], RowCaches]:

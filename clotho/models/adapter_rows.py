@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -453,3 +453,32 @@ def _mask(index_B: NDArray[np.int64], owners: tuple[int, ...]) -> mx.array | Non
 
 def _are_same(some: Sequence[Any], others: Sequence[Any]) -> bool:
     return len(some) == len(others) and all(a is b for a, b in zip(some, others, strict=True))
+
+
+class LazyAdapterRows:
+    """`AdapterRows`, made when it is first needed: it examines the model."""
+
+    def __init__(self, adapters: AdapterStore | None) -> None:
+        self._adapters = adapters
+        self._rows: AdapterRows | None = None
+
+    def _get(self) -> AdapterRows:
+        if self._rows is None:
+            assert self._adapters is not None
+            self._rows = AdapterRows(self._adapters)
+        return self._rows
+
+    def computing(self, adapter_B: Sequence[LoadedAdapter | None]) -> AbstractContextManager[None]:
+        """Compute row b with adapter_B[b] inside the context."""
+        if all(adapter is None for adapter in adapter_B):
+            return nullcontext()
+        return self._get().computing(adapter_B)
+
+    def require(self, contents: AdapterContents) -> None:
+        """Raise AdapterRequestError if the model does not compute with a layer of the adapter."""
+        self._get().require(contents)
+
+    def keep(self, versions: set[int]) -> None:
+        """Release converted matrices of all adapters but these."""
+        if self._rows is not None:
+            self._rows.keep(versions)

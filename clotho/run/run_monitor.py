@@ -123,6 +123,7 @@ class RunMonitor:
         return ServerContext(
             models=lambda: (*fixed, *served_adapters(registry.loaded.values(), path)),
             adapters=registry,
+            control=self.serving.control(may_pause=settings.allow_pause),
             sampler=context.sampler,
             tokenizer=context.policy.tokenizer,
             settings=settings,

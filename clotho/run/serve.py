@@ -69,6 +69,7 @@ class Serving(Struct, frozen=True, kw_only=True, eq=False):
         return ServerContext(
             models=self.models,
             adapters=self.registry,
+            control=state.control(may_pause=True),
             sampler=self.sampler,
             tokenizer=self.base.tokenizer,
             settings=profile.server,

@@ -20,6 +20,7 @@ from clotho.runtime.supervisor import ChildState, ChildStatus
 from clotho.runtime.watchdog import EngineGuard, PeriodicCheck, Watchdog
 from clotho.scoring.prompt_logprobs import ScoredPolicy, prompt_logprobs
 from clotho.serving.adapters import AdapterRegistry
+from clotho.serving.control import EngineControl
 from clotho.serving.services import EngineSnapshot, HealthReport, ServedModel
 from protocols.adapter import AdapterInfo
 from protocols.sampling import PromptLogprobs
@@ -124,6 +125,10 @@ class ServingState:
         store = self._engine.adapters
         assert store is not None, "an engine behind a server has adapters"
         return AdapterRegistry(self._executor.submit, self._engine, store.read, root=settings.adapters.root)
+
+    def control(self, *, may_pause: bool) -> EngineControl:
+        """Return what lets clients pause the engine and abort requests."""
+        return EngineControl(self._executor.submit, self._engine, may_pause=may_pause)
 
     def engine_snapshot(self) -> EngineSnapshot:
         """The engine's part of /metrics."""

@@ -43,6 +43,7 @@ from clotho.serving.openai_responses import (
 )
 from clotho.serving.prompt_scores import PromptedBuilder
 from clotho.serving.routes_adapters import AdapterRoutes
+from clotho.serving.routes_control import ControlHandlers
 from clotho.serving.routes_generate import parse_generate_request
 from clotho.serving.routes_tokenize import detokenize, tokenize_text
 from clotho.serving.routes_tokens import parse_tokens_request
@@ -100,11 +101,26 @@ def build_app(context: ServerContext, limit: ConcurrencyLimit) -> Starlette:
             "/lora/load": adapters.load_by_path,
             "/lora/unload": adapters.unload_by_name,
         }
+    controls = {}
+    if context.control is not None:
+        control = ControlHandlers(context.control, bodies)
+        gets |= {"/is_paused": control.is_paused, "/is_sleeping": control.is_sleeping}
+        controls = {
+            "/pause": control.pause,
+            "/resume": control.resume,
+            "/sleep": control.sleep,
+            "/wake_up": control.wake_up,
+            "/abort_requests": control.abort_requests,
+            "/abort_request": control.abort_request,
+            "/pause_generation": control.pause_generation,
+            "/continue_generation": control.resume,
+            "/flush_cache": control.flush_cache,
+        }
     middleware.append(Middleware(AdmissionMiddleware, paths=frozenset(posts), limit=limit, bodies=bodies))
     return Starlette(
         routes=[
             *(Route(path, handler) for path, handler in gets.items()),
-            *(Route(path, handler, methods=["POST"]) for path, handler in posts.items()),
+            *(Route(path, handler, methods=["POST"]) for path, handler in (posts | controls).items()),
         ],
         middleware=middleware,
         exception_handlers=EXCEPTION_HANDLERS,

@@ -169,6 +169,7 @@ class ValidatedRequest(Struct, frozen=True, kw_only=True):
     model: the model that the request names. samples: empty if nothing is sampled. top_logprobs: alternatives to return
     per token; None: return no log-probabilities. echo: the text of each prompt, to be repeated; empty: not repeated.
     prompt_logprobs: alternatives to return per prompt token; None: return no log-probabilities of prompts.
+    request_id: name under which the request can be aborted.
     """
 
     model: ServedModel
@@ -182,6 +183,7 @@ class ValidatedRequest(Struct, frozen=True, kw_only=True):
     return_tokens_as_token_ids: bool = False
     echo: tuple[str, ...] = ()
     prompt_logprobs: int | None = None
+    request_id: str = ""
 
     @property
     def prompt_tokens(self) -> int:
@@ -239,7 +241,9 @@ def parse_completion_request(body: bytes, context: ServerContext) -> ValidatedRe
     check_choices(fields.n, len(texts), "prompt", context)
     prompts = [_truncated(tokenize(prompt, context), fields, context) for prompt in texts]
     limit = fields.max_tokens or None
-    request = build_request(fields, prompts, "prompt", limit, fields.logprobs, context, model=model)
+    request = build_request(
+        fields, prompts, "prompt", limit, fields.logprobs, context, model=model, request_id=fields.request_id or ""
+    )
     echo = tuple(
         text if isinstance(text, str) and fields.truncate_prompt_tokens is None else _decoded(prompt, context)
         for text, prompt in zip(texts if fields.echo else (), prompts, strict=False)
@@ -266,7 +270,14 @@ def parse_chat_request(body: bytes, context: ServerContext) -> ValidatedRequest:
     prompt = _truncated(prompt, fields, context)
     top_logprobs = (fields.top_logprobs or 0) if fields.logprobs else None
     request = build_request(
-        fields, [prompt], "messages", limit or fields.max_tokens, top_logprobs, context, model=model
+        fields,
+        [prompt],
+        "messages",
+        limit or fields.max_tokens,
+        top_logprobs,
+        context,
+        model=model,
+        request_id=fields.request_id or "",
     )
     echoed = fields.echo and messages[-1]["role"] == "assistant"
     return _with_options(request, fields, (messages[-1]["content"],) if echoed else ())
@@ -297,7 +308,6 @@ def _with_options(request: ValidatedRequest, fields: OpenaiFields, echo: tuple[s
         echo=echo,
         prompt_logprobs=fields.prompt_logprobs,
         return_tokens_as_token_ids=bool(fields.return_tokens_as_token_ids),
-        samples=tuple(structs.replace(sample, request_id=fields.request_id or "") for sample in request.samples),
     )
 
 
@@ -408,6 +418,7 @@ def build_request(
     record_support, request_id: see `SampleRequest`.
     """
     n = fields.n or 1
+    request_id = request_id or secrets.token_hex(12)
     if fields.stream_options is not None and not fields.stream:
         raise invalid_field("stream_options", "requires stream: true")
     sampling = _sampling(fields, top_logprobs, context)
@@ -435,6 +446,7 @@ def build_request(
         stream=bool(fields.stream),
         include_usage=bool(fields.stream_options and fields.stream_options.include_usage),
         return_token_ids=bool(fields.return_token_ids),
+        request_id=request_id,
     )
 
 

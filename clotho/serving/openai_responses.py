@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections.abc import Sequence
 from itertools import chain
@@ -354,7 +353,7 @@ class ResponseBuilder:
         self.tokenizer: Tokenizer = names
         self._format, self._weights = response_format, weights
         self._model = request.model.id
-        self._id = f"{response_format.id_prefix}-{secrets.token_hex(12)}"
+        self._id = f"{response_format.id_prefix}-{request.request_id}"
         self._created = int(time.time())
 
     def whole(self, results: Sequence[Sequence[Completion]]) -> ResponseBody:

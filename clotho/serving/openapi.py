@@ -5,11 +5,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import msgspec
 
 from clotho import __version__
+from clotho.serving.control import PauseMode
 from clotho.serving.errors import ErrorBody
 from clotho.serving.openai_requests import ChatRequest, CompletionRequest
 from clotho.serving.openai_responses import ChatChoice, CompletionChoice, ModelList, ResponseBody
@@ -20,6 +21,14 @@ from clotho.serving.routes_adapters import (
     LoadedByPath,
     UnloadAdapter,
     UnloadByName,
+)
+from clotho.serving.routes_control import (
+    AbortRequest,
+    AbortRequests,
+    ControlStatus,
+    Paused,
+    PauseGeneration,
+    Sleeping,
 )
 from clotho.serving.routes_generate import SglangRequest, SglangResponse, VllmRequest, VllmResponse
 from clotho.serving.routes_tokenize import (
@@ -65,6 +74,10 @@ class Operation(NamedTuple):
     query: dict[str, Any] = {}  # noqa: RUF012, never changed
 
 
+MODE = {"type": "string", "enum": [*get_args(PauseMode)], "default": "abort"}
+PAUSE = {"mode": MODE, "clear_cache": {"type": "boolean", "default": True}}
+LEVEL = {"mode": MODE, "level": {"type": "integer", "enum": [0, 1], "default": 1}}
+
 OPERATIONS: dict[str, Operation] = {
     "/v1/chat/completions": Operation("post", "Complete a conversation", (ChatRequest,), (ChatResponse,), streams=True),
     "/v1/completions": Operation("post", "Complete prompts", (CompletionRequest,), (CompletionResponse,), streams=True),
@@ -82,6 +95,17 @@ OPERATIONS: dict[str, Operation] = {
         "post", "Convert text or a conversation to tokens", (TokenizeRequest, TokenizeChatRequest), (TokenizeResponse,)
     ),
     "/detokenize": Operation("post", "Convert tokens to text", (DetokenizeRequest,), (DetokenizeResponse,)),
+    "/pause": Operation("post", "Pause the decode engine (vLLM)", responses=(ControlStatus,), query=PAUSE),
+    "/resume": Operation("post", "Continue (vLLM)", responses=(ControlStatus,)),
+    "/is_paused": Operation("get", "Whether the engine is paused (vLLM)", responses=(Paused,)),
+    "/sleep": Operation("post", "Pause and free caches (vLLM)", responses=(ControlStatus,), query=LEVEL),
+    "/wake_up": Operation("post", "Continue after sleep (vLLM)", responses=(ControlStatus,)),
+    "/is_sleeping": Operation("get", "Whether the engine sleeps (vLLM)", responses=(Sleeping,)),
+    "/abort_requests": Operation("post", "Abort requests (vLLM)", (AbortRequests,), (ControlStatus,)),
+    "/abort_request": Operation("post", "Abort a request (SGLang)", (AbortRequest,), (ControlStatus,)),
+    "/pause_generation": Operation("post", "Pause (SGLang)", (PauseGeneration,), (ControlStatus,)),
+    "/continue_generation": Operation("post", "Continue (SGLang)", responses=(ControlStatus,)),
+    "/flush_cache": Operation("post", "Empty the prefix cache (SGLang)", responses=(ControlStatus,)),
     "/v1/load_lora_adapter": Operation("post", "Load an adapter (vLLM)", (LoadAdapter,)),
     "/v1/unload_lora_adapter": Operation("post", "Unload an adapter (vLLM)", (UnloadAdapter,)),
     "/lora/load": Operation("post", "Load an adapter (Atropos)", (LoadByPath,), (LoadedByPath,)),

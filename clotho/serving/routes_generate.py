@@ -195,9 +195,11 @@ def parse_sglang_request(body_fields: dict[str, Any], context: ServerContext) ->
         params = structs.replace(params, seed=params.sampling_seed)
     limit = params.max_new_tokens or params.max_completion_tokens or params.max_tokens
     top = (fields.top_logprobs_num or 0) if fields.return_logprob else None
-    request = build_request(params, [tokens], param, limit, top, context, model=model, fit_context=True)
-    all_ignored = (*ignored, *(f"sampling_params.{name}" for name in ignored_params))
     request_id = fields.rid[:64] if fields.rid else secrets.token_hex(16)
+    request = build_request(
+        params, [tokens], param, limit, top, context, model=model, fit_context=True, request_id=request_id
+    )
+    all_ignored = (*ignored, *(f"sampling_params.{name}" for name in ignored_params))
 
     def choice(index: int, completion: Completion, result: GenerationResult) -> SglangResponse:
         meta = MetaInfo(

@@ -10,6 +10,7 @@ from msgspec import Struct
 
 from clotho.config.schema import HttpServer
 from clotho.serving.adapters import AdapterRegistry
+from clotho.serving.control import EngineControl
 from protocols.sampling import POLICY, Completion, CompletionDone, PromptLogprobs, SampleRequest, Sampling, TokenSampled
 from protocols.step import WeightsReady
 
@@ -195,6 +196,7 @@ class ServerContext(Struct, frozen=True, kw_only=True):
     sampling: defaults for fields that a request does not set. weights: returns the policy version that serves now.
     prompt_logprobs: (tokens, top, source) -> log-probabilities of a prompt with `top` alternatives per token; can be
     cancelled. adapters: loads and unloads adapters for clients; None: the server has no adapters.
+    control: pauses the engine and aborts requests; None: the server has no such routes.
     context_length: maximum number of prompt and completion tokens. sample_log: records completions of clients.
     record_supports: request the support of the sampling distribution if top-k limits its size.
     """
@@ -213,6 +215,7 @@ class ServerContext(Struct, frozen=True, kw_only=True):
     sample_log: SampleRecorder = NullSampleLog()
     record_supports: bool = False
     adapters: AdapterRegistry | None = None
+    control: EngineControl | None = None
 
 
 class RecordingSampler:

@@ -14,6 +14,7 @@ from openai import AsyncOpenAI
 
 from clotho.config.schema import HttpServer
 from clotho.runtime.sampling_client import Sampler
+from clotho.serving.control import EngineControl
 from clotho.serving.server import ApiServer
 from clotho.serving.services import HealthReport, RunSnapshot, ServedModel, ServerContext
 from protocols.sampling import PromptLogprobs, Sampling
@@ -82,6 +83,7 @@ def server_context(served: Served, **settings: Any) -> ServerContext:
         ),
         health=lambda: served.health,
         snapshot=lambda: served.snapshot,
+        control=EngineControl(served.engine.submit_call, served.engine, may_pause=True),
         context_length=CONTEXT,
         vocab_size=CharacterTokenizer.vocab_size,
     )

@@ -12,6 +12,7 @@ from starlette.routing import Route
 from clotho import __version__
 from clotho.serving.adapters import AdapterRegistry
 from clotho.serving.app import build_app
+from clotho.serving.control import EngineControl
 from clotho.serving.limits import ConcurrencyLimit
 from tests.serving.running_server import Served, server_context, serving
 
@@ -36,7 +37,9 @@ async def test_the_document_describes_every_route() -> None:
     async with serving() as served:
         unused: Any = None
         registry = AdapterRegistry(served.engine.submit_call, unused, unused, root="")
-        app = build_app(structs.replace(server_context(served), adapters=registry), ConcurrencyLimit(1))
+        control = EngineControl(served.engine.submit_call, unused, may_pause=True)
+        context = structs.replace(server_context(served), adapters=registry, control=control)
+        app = build_app(context, ConcurrencyLimit(1))
         routes = {
             (route.path.rstrip("/"), method.lower())
             for route in app.routes

@@ -57,11 +57,9 @@ async def unused_prompt_logprobs(_: tuple[int, ...], __: int, ___: str) -> Promp
     raise NotImplementedError
 
 
-@asynccontextmanager
-async def serving() -> AsyncIterator[tuple[Stack, AsyncOpenAI]]:
-    """Serve a tiny model."""
-    stack = Stack()
-    services = ServerContext(
+def services_of(stack: Stack) -> ServerContext:
+    """Return the server context of a tiny model."""
+    return ServerContext(
         sampler=Sampler(stack.executor.submit, stack.engine),
         tokenizer=stack.source.tokenizer,
         settings=HttpServer(port=0, shutdown_seconds=1.0),
@@ -74,6 +72,13 @@ async def serving() -> AsyncIterator[tuple[Stack, AsyncOpenAI]]:
         context_length=stack.source.context_length,
         vocab_size=stack.source.vocab_size,
     )
+
+
+@asynccontextmanager
+async def serving() -> AsyncIterator[tuple[Stack, AsyncOpenAI]]:
+    """Serve a tiny model."""
+    stack = Stack()
+    services = services_of(stack)
     try:
         async with anyio.create_task_group() as tasks:
             url = await tasks.start(ApiServer(services).run)
