@@ -56,10 +56,11 @@ SEMANTICS = {
         "the graph of a step is given to MLX; host_seconds: until the step is over, waiting excluded. nodes, kernels: "
         "operations of a decode step, and those that start a kernel on Metal. update: an update after one equal "
         "update, with checkpointed blocks; a turn is the time for which it keeps the compute thread. peak_bytes: with "
-        "weights. mean_kl, largest_nats, served_kl: the parity check of a run, between sampler and learner and between "
-        "decode steps with the same weights. samples_equal: fraction of the completions that are equal, bit for bit, "
-        "when they are sampled again with equal seeds. updates_equal: 1 if the weights after the update are equal, bit "
-        "for bit, when it is computed again."
+        "weights. swap_seconds: with the rest of the decode step that runs at the time. mean_kl, largest_nats, "
+        "served_kl: the parity check of a run, between sampler and learner and between decode steps with the same "
+        "weights. samples_equal: fraction of the completions that are equal, bit for bit, when they are sampled again "
+        "with equal seeds. updates_equal: 1 if the weights after the update are equal, bit for bit, when it is "
+        "computed again."
     ),
     "mlx_lm_metal": (
         "BatchGenerator with the same weights, and the same adapter as LoRA layers of mlx-lm. decode: steady decode "

@@ -62,7 +62,8 @@ def test_a_restored_random_state_gives_the_same_numbers() -> None:
 
 @pytest.fixture
 def control_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory in place of the control groups of Linux; the process is in no group at first."""
+    """A directory in place of the control groups of Linux; the process is in no group at first, and uses the CPU."""
+    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.cpu))
     monkeypatch.setattr(machine, "CGROUP", tmp_path / "cgroup")
     monkeypatch.setattr(machine, "CGROUP_MEMBERSHIP", tmp_path / "membership")
     monkeypatch.setattr(machine, "physical_memory", lambda: 16 * GIB)

@@ -244,7 +244,9 @@ async def test_a_run_that_exceeds_the_memory_limit_is_refused_before_the_directo
     error = await refusal(tiny_profile(tmp_path))
     assert isinstance(error, ProfileError)
     assert error.exit_status == 2
-    monkeypatch.undo()
+    monkeypatch.setattr(
+        "clotho.memory.report.memory_limit", lambda: MemoryLimit(bytes=2**33, source="installed", installed=2**33)
+    )
     error = await refusal(tiny_profile(tmp_path, monitor={"wired_limit_mb": 1024}))
     assert isinstance(error, ProfileError)
     assert "monitor.wired_limit_mb" in str(error)
