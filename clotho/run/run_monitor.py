@@ -119,7 +119,7 @@ class RunMonitor:
             source=BASE,
         )
         fixed = (policy, base) if context.policy.keeps_base else (policy,)
-        registry = self.serving.registry(settings)
+        registry = self.serving.registry(settings, fixed)
         return ServerContext(
             models=lambda: (*fixed, *served_adapters(registry.loaded.values(), path)),
             adapters=registry,

@@ -36,7 +36,6 @@ from clotho.serving.adapters import AdapterRegistry
 from clotho.serving.server import ApiServer, base_url, listen
 from clotho.serving.services import RunSnapshot, ServedModel, ServerContext
 from clotho.storage.checkpoints import model_fingerprint
-from protocols.errors import ProfileError
 from protocols.step import WeightsReady
 
 log = structlog.get_logger(actor="serve")
@@ -119,19 +118,18 @@ async def serve(arguments: ServeArguments, console: Console) -> int:
         base, engine = await finish(executor.submit(lambda: load(arguments)))
         supervisor = Supervisor(on_failure=_report_failure, grace_seconds=settings.shutdown_seconds + 5.0)
         state = ServingState(executor, engine, policy=base, settings=profile.engine, children=supervisor.status)
+        model = served_base(arguments, base.files)
         serving = Serving(
             arguments=arguments,
             executor=executor,
             base=base,
-            model=served_base(arguments, base.files),
+            model=model,
             engine=engine,
             engine_failure=executor.attach(engine),
             sampler=Sampler(executor.submit, engine),
-            registry=state.registry(settings),
+            registry=state.registry(settings, [model]),
         )
         for name, path in arguments.adapters.items():
-            if name == serving.model.id or name in serving.model.aliases:
-                raise ProfileError(f"--adapter: {name} names the model itself; choose another name")
             await serving.registry.load(name, path, keep=True)
         address = base_url(listener)
         until_drained = UntilDrained(lambda: show(console, serving, address))

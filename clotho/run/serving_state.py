@@ -120,11 +120,12 @@ class ServingState:
         scored = await finish(self._executor.submit_steps(steps))
         return scored if version is None else structs.replace(scored, version=version)
 
-    def registry(self, settings: HttpServer) -> AdapterRegistry:
-        """Return what loads adapters for clients."""
+    def registry(self, settings: HttpServer, models: Iterable[ServedModel]) -> AdapterRegistry:
+        """Return what loads adapters for clients. models: whose names no adapter may have."""
         store = self._engine.adapters
         assert store is not None, "an engine behind a server has adapters"
-        return AdapterRegistry(self._executor.submit, self._engine, store.read, root=settings.adapters.root)
+        root, reserved = settings.adapters.root, frozenset().union(*({one.id, *one.aliases} for one in models))
+        return AdapterRegistry(self._executor.submit, self._engine, store.read, root=root, reserved=reserved)
 
     def control(self, *, may_pause: bool) -> EngineControl:
         """Return what lets clients pause the engine and abort requests."""

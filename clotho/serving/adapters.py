@@ -44,15 +44,23 @@ class AdapterRegistry:
     loaded: the loaded adapters by name, as of the last change. loads: number of successful loads.
     """
 
-    def __init__(self, submit: Submit, engine: AdapterEngine, read: Callable[[Path], Any], *, root: str) -> None:
-        """read: reads and validates an adapter directory, in any thread. root: directory of the adapters; empty: none.
+    def __init__(
+        self,
+        submit: Submit,
+        engine: AdapterEngine,
+        read: Callable[[Path], Any],
+        *,
+        root: str,
+        reserved: frozenset[str] = frozenset(),
+    ) -> None:
+        """read: reads and validates an adapter directory, in any thread. reserved: names of other models.
 
-        Clients can then load no adapter.
+        root: directory of the adapters; if it is empty, clients can load no adapter.
         """
         self.loaded: dict[str, AdapterInfo] = {}
         self.loads = 0
         self._submit, self._engine, self._read = submit, engine, read
-        self._root = root
+        self._root, self._reserved = root, reserved
         self._reader = DaemonThreads("adapter", 1, wait_seconds=READ_SECONDS, work_seconds=READ_SECONDS)
         self._lock = anyio.Lock()
 
@@ -65,6 +73,8 @@ class AdapterRegistry:
 
         replace: load a new version if the name is taken. The files are read outside the compute thread.
         """
+        if name in self._reserved:
+            raise AdapterRequestError(f"{name} is the name of another model; choose another name", reason="invalid")
         async with self._lock:
             if name in self.loaded and not replace:
                 raise AdapterRequestError(f"the adapter {name} is already loaded; set load_inplace", reason="exists")

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import msgspec
 from msgspec import Struct
 
 from clotho.serving.adapters import AdapterRegistry
 from clotho.serving.bodies import json_object
 from clotho.serving.errors import ApiError, invalid_field, overloaded
-from clotho.serving.native import decode_known
+from clotho.serving.openai_requests import validation_error
 from protocols.adapter import AdapterInfo
 from protocols.errors import AdapterRefusal, AdapterRequestError
+
+Body = TypeVar("Body", bound=Struct)
 
 STATUS: dict[AdapterRefusal, int] = {"missing": 404, "unknown": 404, "exists": 400, "invalid": 400, "disabled": 403}
 """HTTP status of a refusal; a server without space answers 503."""
@@ -74,19 +77,19 @@ class AdapterRoutes:
 
     async def load(self, body: bytes) -> str:
         """Serve POST /v1/load_lora_adapter; return the text of the response. Raises ApiError."""
-        fields, _ = decode_known(json_object(body), LoadAdapter)
+        fields = _decoded(body, LoadAdapter)
         await self._load(fields.lora_name, fields.lora_path, replace=fields.load_inplace)
         return f"Success: LoRA adapter '{fields.lora_name}' added successfully."
 
     async def unload(self, body: bytes) -> str:
         """Serve POST /v1/unload_lora_adapter; return the text of the response. Raises ApiError."""
-        fields, _ = decode_known(json_object(body), UnloadAdapter)
+        fields = _decoded(body, UnloadAdapter)
         await self._unload(fields.lora_name)
         return f"Success: LoRA adapter '{fields.lora_name}' removed successfully."
 
     async def load_by_path(self, body: bytes) -> LoadedByPath:
         """Serve POST /lora/load, which replaces an adapter of the same name. Raises ApiError."""
-        fields, _ = decode_known(json_object(body), LoadByPath)
+        fields = _decoded(body, LoadByPath)
         name = fields.adapter_name or Path(fields.adapter_path).name
         if not name:
             raise invalid_field("adapter_path", "names no directory")
@@ -103,7 +106,7 @@ class AdapterRoutes:
 
     async def unload_by_name(self, body: bytes) -> AdapterStatus:
         """Serve POST /lora/unload. Raises ApiError."""
-        fields, _ = decode_known(json_object(body or b"{}"), UnloadByName)
+        fields = _decoded(body or b"{}", UnloadByName)
         name = fields.adapter_name or self._active
         if name is not None:
             await self._unload(name)
@@ -127,6 +130,14 @@ class AdapterRoutes:
             await self._registry.unload(name)
         except AdapterRequestError as error:
             raise _refusal(error) from error
+
+
+def _decoded(body: bytes, kind: type[Body]) -> Body:
+    """Decode a body; unknown fields are ignored, as in vLLM. Raises ApiError that names the invalid field."""
+    try:
+        return msgspec.convert(json_object(body), kind)
+    except msgspec.ValidationError as error:
+        raise validation_error(error) from error
 
 
 def _refusal(error: AdapterRequestError) -> ApiError:

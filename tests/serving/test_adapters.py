@@ -10,46 +10,18 @@ import anyio
 import mlx.core as mx
 import pytest
 
-from clotho.config.schema import AdaptersSection, EngineSection
-from clotho.inference import DecodeEngine
-from clotho.models.adapter_store import AdapterStore
-from clotho.runtime.compute_thread import ComputeExecutor, finish
-from clotho.runtime.sampling_client import Sampler
-from clotho.serving.adapters import AdapterRegistry, resolve_inside
+from clotho.config.schema import AdaptersSection
+from clotho.runtime.compute_thread import finish
+from clotho.serving.adapters import resolve_inside
 from protocols.errors import AdapterRequestError
-from protocols.sampling import BASE, POLICY, SampleRequest, Sampling
-from tests.inference.adapter_models import write_mlx_adapter
-from tests.small_models import tiny, tiny_source
+from protocols.sampling import BASE, POLICY
+from tests.serving.adapter_server import Served, write_root
 
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     """Write adapters below a root directory, and one beside it."""
-    model = tiny("qwen3", vocab_size=257)
-    write_mlx_adapter(tmp_path / "outside", model, seed=9)
-    write_mlx_adapter(tmp_path / "root" / "a", model, rank=4, seed=1)
-    write_mlx_adapter(tmp_path / "root" / "nested" / "b", model, rank=8, seed=2)
-    return tmp_path / "root"
-
-
-class Served:
-    """An engine with its compute thread, and a registry of adapters below a root."""
-
-    def __init__(self, root: str, limits: AdaptersSection) -> None:
-        self.executor = ComputeExecutor(decode_share=0.5)
-        self.executor.start()
-        source = self.executor.submit(lambda: tiny_source("qwen3")).result()
-        self.store = self.executor.submit(lambda: AdapterStore(source.model, limits)).result()
-        self.engine = self.executor.submit(lambda: DecodeEngine(source, EngineSection(), self.store)).result()
-        self.executor.attach(self.engine)
-        self.registry = AdapterRegistry(self.executor.submit, self.engine, self.store.read, root=root)
-        self.sampler = Sampler(self.executor.submit, self.engine)
-
-    async def sample(self, weights: str, seed: int = 0) -> tuple[int, ...]:
-        """Return the tokens of a completion."""
-        sampling = Sampling(max_tokens=8, ignore_eos=True)
-        request = SampleRequest(prompt=(1, 2, 3), sampling=sampling, seeds=(seed,), weights=weights)
-        return (await self.sampler.complete(request))[0].tokens
+    return write_root(tmp_path)
 
 
 @pytest.fixture
@@ -136,6 +108,15 @@ async def test_a_taken_name_needs_replace(served: Served) -> None:
         await served.registry.load_path("a", "a", replace=False)
     assert error.value.reason == "exists"
     assert (await served.registry.load_path("a", "nested/b", replace=True)).version > first.version
+
+
+async def test_no_adapter_takes_the_name_of_another_model(served: Served) -> None:
+    """Requests would not reach it."""
+    for name in ("policy", "models/base"):
+        with pytest.raises(AdapterRequestError) as error:
+            await served.registry.load_path(name, "a", replace=True)
+        assert error.value.reason == "invalid"
+    assert served.registry.loaded == {}
 
 
 async def swap_under_load(served: Served, swaps: int) -> int:
