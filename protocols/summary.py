@@ -191,3 +191,15 @@ class MemoryPart(Struct, frozen=True, kw_only=True):
     component: str
     bytes: int
     change: str
+
+
+class Distribution(Struct, frozen=True, kw_only=True):
+    """Values in buckets, for a Prometheus histogram.
+
+    bounds: upper bounds of the buckets, without infinity. counts: number of values per bucket; the last bucket has no
+    upper bound. total: sum of all values.
+    """
+
+    bounds: tuple[float, ...]
+    counts: tuple[int, ...]
+    total: float

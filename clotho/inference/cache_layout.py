@@ -90,6 +90,17 @@ class CacheLayout:
         rest = iter(flat)
         return [_hybrid([next(rest) for _ in range(n)]) if n else next(rest) for n in self._nested]
 
+    def prefilled(self, tokens: Sequence[int]) -> PromptState | None:
+        """Return the evaluated state after `tokens`; None without tokens."""
+        if not tokens:
+            return None
+        cache = self.fresh()
+        with evaluation_mode(self.model):
+            self.model(mx.array([list(tokens)]), cache=cache)
+        state = self.extract(cache, 0, len(tokens))
+        mx.eval(state)
+        return state
+
     def extract(self, cache: Sequence[Any], row: int, tokens: int) -> PromptState:
         """Return the first `tokens` tokens of one row of a cache as lazy slices, without a copy."""
         return tuple(_extracted(c, row, tokens) for c in flatten(cache))

@@ -18,12 +18,12 @@ from msgspec import Struct
 
 from clotho.config.schema import EngineSection
 from clotho.cpu.decoder import HostDecoder
-from clotho.cpu.interface import PrefilledPrompt, PromptState
+from clotho.cpu.interface import PrefilledPrompt
 from clotho.cpu.kv_cache import HostKVCache
 from clotho.cpu.supported import make_host_decoder
 from clotho.inference.batch import Batch, StepOutput
 from clotho.inference.batching_probe import probe_batching
-from clotho.inference.cache_layout import CacheLayout, RowCaches, evaluation_mode
+from clotho.inference.cache_layout import CacheLayout, RowCaches
 from clotho.inference.kv_cache import BatchKVCache
 from clotho.inference.outputs import EventSender, OutputProcessor
 from clotho.inference.prefill import ALL_KINDS, POLICY_KIND, Prefill
@@ -38,6 +38,7 @@ from clotho.models.tokenizer import ChatTokenizer
 from protocols.adapter import AdapterInfo
 from protocols.errors import AdapterRequestError, RequestError
 from protocols.sampling import POLICY, SampleRequest
+from protocols.summary import Distribution
 
 log = structlog.get_logger(__name__)
 
@@ -52,7 +53,8 @@ class EngineStats(Struct, frozen=True, kw_only=True):
     padding.
     prefix_hits, prefix_misses: prompts found and not found in the prefix cache. decode_steps: number of decode steps.
     finished: completions by finish reason. failed: requests that failed. listener_errors: requests that were closed
-    because their listener raised.
+    because their listener raised. preempted: rows that left the batch and will continue. timings: distributions of
+    durations and of the tokens of a step.
     """
 
     running_rows: int
@@ -68,6 +70,8 @@ class EngineStats(Struct, frozen=True, kw_only=True):
     finished: dict[str, int]
     failed: int
     listener_errors: int
+    preempted: int
+    timings: dict[str, Distribution]
 
 
 class ServedModel(Protocol):
@@ -134,7 +138,7 @@ class DecodeEngine:
         self._sender = EventSender(source.tokenizer)
         self._outputs = OutputProcessor(self._batch, self._sender)
         self._aborted: list[int] = []
-        self._requests = self._rows = self._tokens_sampled = self._decode_steps = 0
+        self._requests = self._rows = self._tokens_sampled = self._decode_steps = self._preempted = 0
 
     def submit(self, request: SampleRequest, listener: Listener) -> int:
         """Accept a request and return its id. Later steps call `listener`, which must return at once.
@@ -370,7 +374,7 @@ class DecodeEngine:
         caches = self._make_caches(rows)
         positions_B, all_B = np.full(rows, len(before), dtype=np.int32), np.ones(rows, dtype=np.bool_)
         with self._adapter_rows.computing(adapter_B[:1]):
-            state = _prefilled_state(self._layout, before)
+            state = self._layout.prefilled(before)
         token_B_T = np.asarray(completions, dtype=np.int32)[np.arange(rows) % len(completions)]
         prefilled = PrefilledPrompt(rows, len(before), state, reserved=len(prompt) + token_B_T.shape[1])
         caches.make_room(positions_B, ~all_B, [prefilled])
@@ -418,6 +422,7 @@ class DecodeEngine:
             self._process(batch.read(step))
         slots = [slot for slot, row in enumerate(batch.table.rows) if row is not None and concerns(row.active)]
         rows = [batch.leave(slot) for slot in slots]
+        self._preempted += len(rows)
         if not self.running:
             batch.drop()
         return [PrefillJob(row.active, (*row.active.request.prompt, *row.tokens), [row]) for row in rows]
@@ -479,6 +484,8 @@ class DecodeEngine:
             finished=dict(self._sender.finished),
             failed=self._sender.failed,
             listener_errors=self._sender.listener_errors,
+            preempted=self._preempted,
+            timings=self._sender.timings.distributions(),
         )
 
 
@@ -486,14 +493,3 @@ def _cache_factory(layout: CacheLayout, decoder: HostDecoder | None, limit: int)
     if decoder is None:
         return lambda rows: BatchKVCache(layout, rows, limit)
     return lambda rows: HostKVCache(decoder, rows)
-
-
-def _prefilled_state(layout: CacheLayout, tokens: Sequence[int]) -> PromptState | None:
-    if not tokens:
-        return None
-    cache = layout.fresh()
-    with evaluation_mode(layout.model):
-        layout.model(mx.array([list(tokens)]), cache=cache)
-    state = layout.extract(cache, 0, len(tokens))
-    mx.eval(state)
-    return state

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
+from time import perf_counter
 
 import numpy as np
 import structlog
@@ -11,15 +13,65 @@ from clotho.inference.batch import Batch, StepOutput
 from clotho.inference.scheduler import ActiveRequest, Row
 from clotho.models.tokenizer import ChatTokenizer
 from protocols.sampling import Completion, CompletionDone, FinishReason, SampleEvent, SampleFailed, TokenSampled
+from protocols.summary import Distribution
 
 log = structlog.get_logger(__name__)
+
+SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+BOUNDS: dict[str, tuple[float, ...]] = {
+    "iteration_tokens_total": (1, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096),
+    "inter_token_latency_seconds": SECONDS,
+    "request_queue_time_seconds": SECONDS,
+    "request_prefill_time_seconds": SECONDS,
+    "request_decode_time_seconds": SECONDS,
+}
+"""Upper bounds of the buckets of each distribution, by name."""
+
+
+class Timings:
+    """Durations of requests and steps, as distributions with the names of vLLM's metrics.
+
+    Requests in the background count in the distributions of steps only.
+    """
+
+    def __init__(self) -> None:
+        self._counts = {name: [0] * (len(bounds) + 1) for name, bounds in BOUNDS.items()}
+        self._totals = dict.fromkeys(BOUNDS, 0.0)
+        self._last_step = 0.0
+
+    def step(self, tokens: int, *, more: bool) -> None:
+        """Record a decode step. more: rows remain in the batch, so that the next step follows this one."""
+        now = perf_counter()
+        self._observe("iteration_tokens_total", tokens)
+        if self._last_step:
+            self._observe("inter_token_latency_seconds", now - self._last_step, tokens)
+        self._last_step = now if more else 0.0
+
+    def finished(self, active: ActiveRequest) -> None:
+        """Record a request whose completions have all ended."""
+        if active.request.background or not active.started:
+            return
+        self._observe("request_queue_time_seconds", active.admitted - active.submitted)
+        self._observe("request_prefill_time_seconds", active.started - active.admitted)
+        self._observe("request_decode_time_seconds", perf_counter() - active.started)
+
+    def distributions(self) -> dict[str, Distribution]:
+        """Return all distributions by name."""
+        return {
+            name: Distribution(bounds=bounds, counts=tuple(self._counts[name]), total=self._totals[name])
+            for name, bounds in BOUNDS.items()
+        }
+
+    def _observe(self, name: str, value: float, times: int = 1) -> None:
+        self._counts[name][bisect_left(BOUNDS[name], value)] += times
+        self._totals[name] += value * times
 
 
 class EventSender:
     """Sends events to listeners. A listener that raises loses its own request only.
 
     requests: by id. closed: requests that failed, whose rows have to leave. finished: completions by finish reason.
-    failed: requests that failed. listener_errors: requests whose listener raised.
+    failed: requests that failed. listener_errors: requests whose listener raised. timings: of requests and steps.
     """
 
     def __init__(self, tokenizer: ChatTokenizer) -> None:
@@ -27,6 +79,7 @@ class EventSender:
         self.closed: list[ActiveRequest] = []
         self.finished: Counter[str] = Counter()
         self.failed = self.listener_errors = 0
+        self.timings = Timings()
         self._tokenizer = tokenizer
 
     def send(self, active: ActiveRequest, event: SampleEvent) -> None:
@@ -67,6 +120,7 @@ class EventSender:
         self.send(active, CompletionDone(index=row.index, completion=completion, tail=tail))
         active.open -= 1
         if not active.open:
+            self.timings.finished(active)
             self.requests.pop(active.request_id, None)
 
     def _completion(self, row: Row, reason: FinishReason, stop_reason: str | int | None) -> Completion:
@@ -117,6 +171,7 @@ class OutputProcessor:
                 endings[n] = ending
         for n, ending in sorted(endings.items()):
             self._sender.done(self._batch.leave(int(output.slot_N[n])), *ending)
+        self._sender.timings.step(len(output.slot_N), more=table.running > 0)
         return len(output.slot_N)
 
     def _row(self, output: StepOutput, n: int) -> Row:

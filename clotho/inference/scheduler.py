@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from time import perf_counter
 
 from clotho.cpu.interface import PromptState
 from clotho.inference.stop_strings import IncrementalDetokenizer
@@ -20,7 +21,8 @@ class ActiveRequest:
     """An accepted request.
 
     limit: maximum length of a completion, given the context. open: unfinished completions. adapter: the adapter that
-    samples; None for the policy.
+    samples; None for the policy. submitted, admitted, started: time of submission, of the first admission, and of the
+    entry of the first row into the batch, in seconds of `perf_counter`; 0 if that has not happened.
     """
 
     request_id: int
@@ -29,6 +31,9 @@ class ActiveRequest:
     limit: int
     open: int
     adapter: LoadedAdapter | None = None
+    submitted: float = field(default_factory=perf_counter)
+    admitted: float = 0.0
+    started: float = 0.0
 
     @property
     def weights_version(self) -> int:
@@ -166,6 +171,7 @@ class Scheduler:
             if room < min(len(job.rows), wave) and (running or room < 1):
                 break
             job.admitted = min(len(job.rows), room)
+            job.active.admitted = job.active.admitted or perf_counter()
             self.entering.append(self.waiting.popleft())
             admitted.append(job)
             running, longest = running + job.admitted, length
@@ -175,6 +181,7 @@ class Scheduler:
     def entered(self, job: PrefillJob) -> None:
         """Remove a job whose admitted rows are in the batch; its other rows return to the head of the queue."""
         self.entering.remove(job)
+        job.active.started = job.active.started or perf_counter()
         job.rows = job.rows[job.admitted :]
         job.admitted = 0
         if job.rows:

@@ -148,6 +148,8 @@ class ServingState:
             finished=stats.finished,
             failed=stats.failed,
             listener_errors=stats.listener_errors,
+            preempted=stats.preempted,
+            timings=stats.timings,
         )
 
 

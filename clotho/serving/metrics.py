@@ -7,18 +7,29 @@ Metrics with the meaning of a vLLM metric have vLLM's name, so that vLLM's dashb
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from clotho.serving.limits import ConcurrencyLimit
 from clotho.serving.openai_requests import ValidatedRequest
 from clotho.serving.services import EngineSnapshot, QueueSnapshot, RunSnapshot, ServerContext
 from protocols.sampling import Completion
+from protocols.summary import Distribution
 
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536)
+TIMINGS = {
+    "iteration_tokens_total": "Tokens sampled in a decode step.",
+    "inter_token_latency_seconds": "Time between two tokens of a sequence.",
+    "request_queue_time_seconds": "Time from the submission of a request to its admission.",
+    "request_prefill_time_seconds": "Time from the admission of a request until its first sequence is decoded.",
+    "request_decode_time_seconds": "Time from then until the last token of the request.",
+}
+"""Descriptions of the distributions that the engine measures, by name."""
+
 CHOICES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
@@ -115,6 +126,11 @@ class _SnapshotCollector(Collector):
             ("vllm:prefix_cache_hits", "Prompts found in the prefix cache.", engine.prefix_hits),
         ):
             yield _counter(name, help_text, {"": value}, labels=model)
+        yield _counter(
+            "vllm:num_preemptions", "Sequences that left the batch to continue.", {"": engine.preempted}, labels=model
+        )
+        for name, found in engine.timings.items():
+            yield _histogram(f"vllm:{name}", TIMINGS[name], found, model)
         yield _gauge("clotho_prefix_cache_tokens", "Tokens that the prefix cache holds.", engine.prefix_tokens)
         for name, help_text, value in (
             ("clotho_prefill_tokens", "Prompt tokens computed, without padding.", engine.prefill_tokens),
@@ -181,6 +197,14 @@ def _queues(queues: Sequence[QueueSnapshot]) -> Iterator[Metric]:
         ),
     ):
         yield _counter(name, help_text, values, by="queue")
+
+
+def _histogram(name: str, help_text: str, found: Distribution, labels: Mapping[str, str]) -> Metric:
+    family = HistogramMetricFamily(name, help_text, labels=list(labels))
+    bounds = [*(str(float(bound)) for bound in found.bounds), "+Inf"]
+    buckets = list(zip(bounds, accumulate(found.counts), strict=True))
+    family.add_metric(list(labels.values()), buckets, found.total)
+    return family
 
 
 def _gauge(name: str, help_text: str, value: float, *, labels: Mapping[str, str] | None = None) -> Metric:

@@ -13,6 +13,7 @@ from clotho.serving.adapters import AdapterRegistry
 from clotho.serving.control import EngineControl
 from protocols.sampling import POLICY, Completion, CompletionDone, PromptLogprobs, SampleRequest, Sampling, TokenSampled
 from protocols.step import WeightsReady
+from protocols.summary import Distribution
 
 
 class Tokenizer(Protocol):
@@ -114,7 +115,8 @@ class EngineSnapshot(Struct, frozen=True, kw_only=True):
     cache_usage: fraction of the KV cache in use, in [0, 1]. prefix_queries, prefix_hits: prompts that were looked up
     and found in the prefix cache; prefix_tokens: tokens that the prefix cache holds. prefill_tokens: prompt tokens
     computed, padding included. finished: finish reason -> completions. failed: requests that ended with an error.
-    listener_errors: requests that were aborted because their listener raised an exception.
+    listener_errors: requests that were aborted because their listener raised an exception. preempted: rows that left
+    the batch and continue later. timings: distributions of durations, by name.
     """
 
     sequences_running: int = 0
@@ -130,6 +132,8 @@ class EngineSnapshot(Struct, frozen=True, kw_only=True):
     finished: dict[str, int] = {}
     failed: int = 0
     listener_errors: int = 0
+    preempted: int = 0
+    timings: dict[str, Distribution] = {}
 
 
 class QueueSnapshot(Struct, frozen=True, kw_only=True):

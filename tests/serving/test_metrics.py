@@ -7,8 +7,10 @@ import anyio.lowlevel
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from clotho.serving.metrics import TIMINGS
 from clotho.serving.services import EngineSnapshot, HealthReport, QueueSnapshot, RunSnapshot
 from protocols.step import WeightsReady
+from protocols.summary import Distribution
 from tests.serving.running_server import Served, serving
 
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
@@ -56,6 +58,8 @@ SNAPSHOT = RunSnapshot(
         prefix_queries=100,
         prefix_hits=40,
         prefix_tokens=900,
+        preempted=6,
+        timings=dict.fromkeys(TIMINGS, Distribution(bounds=(0.1, 1.0), counts=(2, 3, 4), total=12.5)),
         prefill_tokens=7000,
         decode_steps=300,
         tokens_sampled=1200,
@@ -95,6 +99,12 @@ METRICS = {
     "vllm:request_params_max_tokens": "histogram",
     "vllm:request_prompt_tokens": "histogram",
     "vllm:request_generation_tokens": "histogram",
+    "vllm:iteration_tokens_total": "histogram",
+    "vllm:inter_token_latency_seconds": "histogram",
+    "vllm:request_queue_time_seconds": "histogram",
+    "vllm:request_prefill_time_seconds": "histogram",
+    "vllm:request_decode_time_seconds": "histogram",
+    "vllm:num_preemptions": "counter",
     "vllm:num_requests_running": "gauge",
     "vllm:num_requests_waiting": "gauge",
     "vllm:kv_cache_usage_perc": "gauge",
@@ -152,6 +162,12 @@ async def test_metrics_have_exactly_these_names_and_types() -> None:
         ("vllm:kv_cache_usage_perc", {}, 0.25),
         ("vllm:prefix_cache_queries_total", {}, 100),
         ("vllm:prefix_cache_hits_total", {}, 40),
+        ("vllm:num_preemptions_total", {}, 6),
+        ("vllm:inter_token_latency_seconds_bucket", {"le": "0.1"}, 2),
+        ("vllm:inter_token_latency_seconds_bucket", {"le": "1.0"}, 5),
+        ("vllm:inter_token_latency_seconds_bucket", {"le": "+Inf"}, 9),
+        ("vllm:inter_token_latency_seconds_count", {}, 9),
+        ("vllm:inter_token_latency_seconds_sum", {}, 12.5),
         ("clotho_sequences_limit", {}, 32),
         ("clotho_prefix_cache_tokens", {}, 900),
         ("clotho_prefill_tokens_total", {}, 7000),
