@@ -51,6 +51,7 @@ from clotho.config.schema import (
     HeldOutEvaluation,
     HttpServer,
     Profile,
+    RemoteGeneration,
     StartedServer,
 )
 from clotho.cpu import load_blas
@@ -58,15 +59,18 @@ from clotho.monitoring.collapse_detection import CollapseMonitor
 from clotho.monitoring.event_log import EventSink, event_log
 from clotho.monitoring.live_display import make_display
 from clotho.monitoring.summary import print_summary
+from clotho.remote.sampler import RemoteSampler
 from clotho.run.accounting import GroupAccounting, group_source
 from clotho.run.batch_source import batch_source, running_url
 from clotho.run.context import RunContext
 from clotho.run.custom_actors import Channel, CustomActors, Services
 from clotho.run.process_signals import process_signals
+from clotho.run.remote_sampling import remote_sampler
 from clotho.run.run_monitor import RunMonitor
 from clotho.run.startup import build_context
 from clotho.runtime.compute_thread import ComputeExecutor, finish
 from clotho.runtime.queues import Queue
+from clotho.runtime.sampling_client import GroupSampler
 from clotho.runtime.signals import handle_signals
 from clotho.runtime.supervisor import (
     Child,
@@ -76,6 +80,7 @@ from clotho.runtime.supervisor import (
     Supervisor,
     describe_error,
     permanent,
+    transient,
 )
 from clotho.runtime.watchdog import ENGINE_RESTARTS
 from clotho.serving.server import ApiServer, base_url, listen
@@ -134,22 +139,28 @@ def wire(
     reports: Channel[StepReport | GroupsEnded | EvalReport] = custom.channel("reports", capacity.reports)
     receivers = ["broadcaster", "checkpointer", *(["evaluator"] if isinstance(profile.eval, HeldOutEvaluation) else [])]
     updates = {name: Queue[PolicyUpdated](f"updates.{name}", capacity=1) for name in receivers}
+    remote = wire_remote(context, updates)
     if isinstance(profile.atropos, AtroposSource):
         rollouts = wire_environments(context, profile.atropos, custom, scored, atropos_url=atropos_url)
     else:
-        rollouts = wire_rollouts(context, custom, scored)
+        rollouts = wire_rollouts(context, custom, scored, remote or context.sampler)
     source = group_source(context, rollouts.source.actor, rollouts.first.queues[0])
     group_channels: list[Channel[Any]] = [*rollouts.channels, scored]
     accounting = GroupAccounting(context, source, [queue for channel in group_channels for queue in channel.queues])
     channels: list[Channel[Any]] = [scored, reports, *rollouts.channels]
     queues = [queue for channel in channels for queue in (*channel.queues, *channel.copies)]
     run_monitor = RunMonitor(
-        context, queues=[*queues, *updates.values()], children=children, events_lost=lambda: events.lost
+        context,
+        queues=[*queues, *updates.values()],
+        children=children,
+        events_lost=lambda: events.lost,
+        remote_tokens=lambda: remote.tokens_sampled if remote else 0,
     )
     flow = [
         wire_monitor(context, custom, reports, run_monitor, console),
         *reports.children,
         *scored.children,
+        *([transient(remote)] if remote else []),
         *wire_training(context, custom, scored, reports, updates, accounting),
         *rollouts.children,
     ]
@@ -303,7 +314,18 @@ def wire_evaluator(
     )
 
 
-def wire_rollouts(context: RunContext, custom: CustomActors, scored: Channel[GroupOutcome]) -> Rollouts:
+def wire_remote(context: RunContext, updates: dict[str, Queue[PolicyUpdated]]) -> RemoteSampler | None:
+    """The sampler on remote inference servers, which receives every update; None if the run's own engine samples."""
+    settings = context.profile.generator
+    if not isinstance(settings, RemoteGeneration):
+        return None
+    updates["remote_sampler"] = Queue[PolicyUpdated]("updates.remote_sampler", capacity=1)
+    return remote_sampler(context, settings, updates["remote_sampler"].inbox())
+
+
+def wire_rollouts(
+    context: RunContext, custom: CustomActors, scored: Channel[GroupOutcome], sampler: GroupSampler
+) -> Rollouts:
     """The actors that make groups from the run's own dataset."""
     profile, learner = context.profile, context.profile.learner
     prompts: Channel[Prompt | Discarded] = custom.channel("prompts", profile.queues.prompts)
@@ -317,7 +339,7 @@ def wire_rollouts(context: RunContext, custom: CustomActors, scored: Channel[Gro
         outbox=rollouts.outbox(),
         weights=context.weights,
         replacements=context.replacements,
-        sampler=context.sampler,
+        sampler=sampler,
         sampling=profile.sampling,
         group_size=profile.sampling.group_size,
         batch_size=learner.batch_size,

@@ -66,6 +66,26 @@ class SwapTimes:
         return max(self._seconds, default=None)
 
 
+def swap_weights(
+    policy: Policy, engine: DecodeEngine, kv_policy: KvPolicy, parameters: Parameters, ready: WeightsReady
+) -> Generator[None, None, float]:
+    """Serve `parameters` from now on, as a job of the compute thread; return the duration of the swap in seconds.
+
+    With the KV policy `drain`, running rows finish first. Raises ValueError if the parameters are not the policy's.
+    """
+    if kv_policy == "drain":
+        engine.admission_paused = True
+        try:
+            while engine.policy_rows:
+                engine.tick()
+                yield
+        finally:
+            engine.admission_paused = False
+    seconds = policy.publish(parameters, version=ready.version, step=ready.step, fingerprint=ready.fingerprint)
+    engine.weights_changed(kv_policy)
+    return seconds
+
+
 class Broadcaster:
     """Swaps the served weights between decode steps, then announces the version.
 
@@ -126,28 +146,14 @@ class Broadcaster:
         report = update.report
         self._check_recorded(report)
         if report.version != self._policy.version:
-            self._swap_times.add(await finish(self._executor.submit_steps(self._swap(update))))
+            ready = WeightsReady(version=report.version, step=report.step, fingerprint=report.fingerprint)
+            swap = swap_weights(self._policy, self._engine, self._kv_policy, update.parameters, ready)
+            self._swap_times.add(await finish(self._executor.submit_steps(swap)))
             self._parameters = update.parameters
             self._choose_sample(report)
         self._weights.put(WeightsReady(version=report.version, step=report.step, fingerprint=report.fingerprint))
         if report.trained:
             await self._check_parity()
-
-    def _swap(self, update: PolicyUpdated) -> Generator[None, None, float]:
-        if self._kv_policy == "drain":
-            self._engine.admission_paused = True
-            try:
-                while self._engine.policy_rows:
-                    self._engine.tick()
-                    yield
-            finally:
-                self._engine.admission_paused = False
-        report = update.report
-        seconds = self._policy.publish(
-            update.parameters, version=report.version, step=report.step, fingerprint=report.fingerprint
-        )
-        self._engine.weights_changed(self._kv_policy)
-        return seconds
 
     def _choose_sample(self, report: StepReport) -> None:
         if report.trained and isinstance(self._settings, ParityCheck):

@@ -7,7 +7,7 @@ from contextlib import aclosing, suppress
 import anyio
 
 from clotho.runtime.latest import Latest, wait_until
-from clotho.runtime.sampling_client import GenerationError, Sampler
+from clotho.runtime.sampling_client import GenerationError, GroupSampler
 from protocols.errors import RequestError
 from protocols.prompt import Prompt
 from protocols.queues import EndOfStream, Inbox, Outbox
@@ -41,7 +41,7 @@ class Generator:
         outbox: Outbox[RolloutGroup | Discarded],
         weights: Latest[WeightsReady],
         replacements: Latest[int],
-        sampler: Sampler,
+        sampler: GroupSampler,
         sampling: Sampling,
         group_size: int,
         batch_size: int,

@@ -127,6 +127,10 @@ class ParityError(ClothoError, RuntimeError):
     """Sampler and learner compute different log-probabilities for the same tokens."""
 
 
+class RemoteError(ClothoError, RuntimeError):
+    """No remote inference server can be used."""
+
+
 class DivergenceError(ClothoError, RuntimeError):
     """Too many consecutive updates were not finite. The last good checkpoint is kept."""
 

@@ -8,6 +8,7 @@
                  protocols, config, storage, and each other as `MAY_IMPORT` says; never asyncio, anyio or HTTP
     rewards      protocols, config
     atropos      protocols, config, runtime, inference.sample_log
+    remote       protocols, config, runtime, storage
     serving      protocols, config, runtime; no mathematics
     monitoring   protocols, config, storage
     actors       everything below; never one another, `serving` or `run`
@@ -48,6 +49,7 @@ MAY_IMPORT = {
     "memory": {"protocols", "config", "cpu", "models", "inference", "scoring", "training"},
     "rewards": {"protocols", "config", "runtime"},
     "atropos": {"protocols", "config", "runtime", "inference"},
+    "remote": {"protocols", "config", "runtime", "storage"},
     "serving": {"protocols", "config", "runtime"},
     "monitoring": {"protocols", "config", "storage"},
     "actors": {

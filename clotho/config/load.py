@@ -17,7 +17,7 @@ from msgspec import Struct
 from clotho.config import keys
 from clotho.config.keys import CHOICES, KEYS, REQUIRED, SECTIONS, SETTABLE, TYPE, chosen_types, shown
 from clotho.config.rules import first_complaint
-from clotho.config.schema import HttpServer, Profile
+from clotho.config.schema import Profile
 from clotho.storage.atomic_files import replace_file
 from protocols.errors import ProfileError, did_you_mean, visible
 
@@ -283,17 +283,21 @@ def types_first(paths: Iterable[str]) -> list[str]:
 
 
 def resolved_toml(profile: Profile, *, mask_secrets: bool = False) -> str:
-    """The resolved profile as TOML; loading it gives an equal profile. mask_secrets: hide the API key."""
+    """The resolved profile as TOML; loading it gives an equal profile. mask_secrets: hide the API keys."""
     tree = _without_none(msgspec.to_builtins(profile))
-    if mask_secrets and tree["server"].get("api_key"):
-        tree["server"]["api_key"] = MASK
+    for table in _tables_with_secrets(tree) if mask_secrets else ():
+        table["api_key"] = MASK
     return tomli_w.dumps(tree)
 
 
 def write_profile(profile: Profile, path: Path) -> None:
     """Write the resolved profile atomically. Only its owner can read it if it contains an API key."""
-    secret = isinstance(profile.server, HttpServer) and profile.server.api_key
+    secret = _tables_with_secrets(msgspec.to_builtins(profile))
     replace_file(path, [resolved_toml(profile).encode()], mode=0o600 if secret else 0o666)
+
+
+def _tables_with_secrets(tree: dict[str, Any]) -> list[dict[str, Any]]:
+    return [tree[name] for name in ("server", "generator") if tree[name].get("api_key")]
 
 
 def _without_none(value: Any) -> Any:

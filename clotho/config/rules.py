@@ -135,6 +135,10 @@ CONTRADICTIONS = (
          "starts environments: list at least one in [[environments]]"),
     Rule("server.type", lambda v, x: x == "off" and v["atropos.type"] != "off",
          '= "{}" contradicts atropos: environments sample over HTTP'),
+    Rule("server.accept_weights", lambda v, x: x,
+         "belongs to the command serve: a training run serves its own weights"),
+    Rule("generator.type", lambda v, x: x == "remote" and v["atropos.type"] != "off",
+         '= "{}" contradicts atropos: environments sample on the HTTP server of the run'),
     Rule("async", lambda v, x: not x and v["atropos.type"] != "off",
          "= false and atropos exclude each other: environments run ahead; learner.max_staleness limits how far"),
 )

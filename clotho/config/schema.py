@@ -177,6 +177,7 @@ class HttpServer(Variant, frozen=True, kw_only=True, tag="http"):
     body_seconds: Annotated[PositiveFloat, about("Time in which a request body must arrive.")] = 30.0
     adapters: AdaptersSection = AdaptersSection()
     shutdown_seconds: Annotated[PositiveFloat, about("Time in which running requests may finish at the end.")] = 10.0
+    accept_weights: Annotated[bool, about("Serve the weights that the training run of another process sends.")] = False
     allow_pause: Annotated[bool, about("Clients may pause the decode engine, and with it the rollouts.")] = False
 
 
@@ -198,6 +199,26 @@ class RolloutsSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """How far rollouts run ahead of the learner."""
 
     max_batches_ahead: Annotated[Positive, about("Limit of batches in progress beyond the batch in training.")] = 2
+
+
+ServerUrl = Annotated[str, Meta(pattern=r"^https?://[^\s/]+\S*$", title="http://HOST:PORT")]
+
+
+class LocalGeneration(Variant, frozen=True, kw_only=True, tag="local"):
+    """Rollouts are sampled by the decode engine of the run."""
+
+
+class RemoteGeneration(Variant, frozen=True, kw_only=True, tag="remote"):
+    """Rollouts are sampled by inference servers, which get the weights of the run over HTTP."""
+
+    server_url: Annotated[tuple[ServerUrl, ...], about("Addresses of inference servers.", min_length=1)]
+    api_key: Annotated[str, about("API key of the inference servers.")] = ""
+    sync_interval: Annotated[Positive, about("Send the weights after every so many updates.")] = 1
+    group_seconds: Annotated[PositiveFloat, about("Time in which a server must finish a group.")] = 600.0
+    patience_seconds: Annotated[PositiveFloat, about("Time without a usable server until the run ends.")] = 300.0
+
+
+GeneratorSection = Annotated[LocalGeneration | RemoteGeneration, about("Where rollouts are sampled.")]
 
 
 class QueuesSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -310,6 +331,7 @@ class Profile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     atropos: AtroposSection = Off()
     environments: tuple[EnvironmentSection, ...] = ()
     engine: EngineSection = EngineSection()
+    generator: GeneratorSection = LocalGeneration()
     rollouts: RolloutsSection = RolloutsSection()
     queues: QueuesSection = QueuesSection()
     monitor: MonitorSection = MonitorSection()

@@ -15,7 +15,14 @@ from clotho.config.bounds import about
 from clotho.config.flags import WIDTH, help_topic, key_help, parse_flags
 from clotho.config.keys import SETTABLE, flag_of
 from clotho.config.load import COMMAND_LINE, Layer, decode_tables, file_layers, flatten, located, merge, profile_path
-from clotho.config.schema import EngineSection, HttpServer, ModelSection, MonitorSection, SamplingSection
+from clotho.config.schema import (
+    EngineSection,
+    HttpServer,
+    ModelSection,
+    MonitorSection,
+    PolicySection,
+    SamplingSection,
+)
 from protocols.errors import ProfileError, did_you_mean, visible
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}")
@@ -23,9 +30,13 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}")
 
 
 class ServingProfile(Struct, frozen=True, kw_only=True):
-    """The settings of a standalone server: the tables of a profile that apply to it."""
+    """The settings of a standalone server: the tables of a profile that apply to it.
+
+    policy: the trainable parameters of the training run whose weights the server accepts.
+    """
 
     model: ModelSection
+    policy: PolicySection
     sampling: SamplingSection
     server: HttpServer
     engine: EngineSection
@@ -52,7 +63,7 @@ OWN = {name: key for name, key in keys.read_sections(ServeFlags)[""].keys.items(
 
 NOT_SERVED = frozenset({
     "sampling.group_size", "sampling.top_logprobs", "server.type", "server.allow_pause", "engine.kv_policy",
-    "monitor.display", "monitor.rollouts",
+    "monitor.display", "monitor.rollouts", "policy.grad_checkpoint",
 })  # fmt: skip
 """Keys of the tables of `ServingProfile` that concern training only."""
 
@@ -110,6 +121,8 @@ def load_serving(argv: Sequence[str]) -> ServeArguments:
     if "model.path" not in merged.values:
         raise ProfileError("serve needs a model: --model DIRECTORY, FILE.gguf, package:NAME/FILE or a hub repository")
     profile = decode_tables(merged, ServingProfile)
+    if not profile.server.accept_weights and (unused := [path for path in values if path.startswith("policy.")]):
+        raise ProfileError(f"{flag_of(unused[0])} has no effect without --server.accept-weights true")
     limit = profile.engine.kv_cache_tokens
     if profile.sampling.max_tokens >= limit:
         raise ProfileError(

@@ -63,6 +63,12 @@ def fingerprint(parameters: Any) -> str:
     return digest.hexdigest()[:16]
 
 
+def layout(parameters: Parameters) -> str:
+    """Return 16 hexadecimal digits of the SHA-256 of the names, types and shapes of a parameter tree."""
+    lines = [f"{name} {array.dtype} {array.shape}\n" for name, array in flat(parameters).items()]
+    return hashlib.sha256("".join(lines).encode()).hexdigest()[:16]
+
+
 def _parts(array: mx.array) -> list[mx.array]:
     """Return the evaluated sums of the whole blocks of an array, and the rest of the array."""
     block = BLOCK * 8 // array.itemsize

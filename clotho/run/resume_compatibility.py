@@ -20,6 +20,7 @@ MAY_DIFFER = (
     "eval",
     "server",
     "engine",
+    "generator",
     "rollouts",
     "queues",
     "monitor",

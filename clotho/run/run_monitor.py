@@ -38,12 +38,15 @@ class RunMonitor:
         queues: Sequence[Queue[Any]],
         children: Callable[[], dict[str, ChildStatus]],
         events_lost: Callable[[], int] = lambda: 0,
+        remote_tokens: Callable[[], int] = lambda: 0,
     ) -> None:
         """queues: all queues of the run. children: status of the supervised actors, by name.
 
-        events_lost: number of events that the event log could not write.
+        events_lost: number of events that the event log could not write. remote_tokens: number of tokens that remote
+        inference servers sampled.
         """
         self._context, self._queues, self._events_lost = context, queues, events_lost
+        self._remote_tokens = remote_tokens
         self._began = time.monotonic()
         self._api_requests = 0
         self.serving = ServingState(
@@ -67,7 +70,7 @@ class RunMonitor:
             queues=tuple(
                 QueueGauge(name=queue.name, depth=queue.depth, capacity=queue.capacity) for queue in self._queues
             ),
-            tokens_sampled=stats.tokens_sampled,
+            tokens_sampled=stats.tokens_sampled + self._remote_tokens(),
             decode_seconds=rates.seconds,
             decode_rate_idle=rates.idle or None,
             decode_rate_learning=rates.learning or None,

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack
-from functools import partial
-from pathlib import Path
 
 import anyio
 import structlog
@@ -23,18 +21,22 @@ from clotho.models.adapter_store import AdapterStore
 from clotho.models.base_model import BaseModel
 from clotho.models.loading import find_model
 from clotho.models.machine import describe_machine
+from clotho.models.policy import Policy, load_policy
 from clotho.monitoring.display import machine_lines, print_line
 from clotho.monitoring.event_log import event_log
 from clotho.monitoring.terminal_text import memory, relative_path, size
+from clotho.run.policy_receiver import SwappingReceiver
 from clotho.run.serving_state import ServingState, names_of, served_adapters
+from clotho.run.startup import adapter_store
 from clotho.runtime.compute_thread import ComputeExecutor, finish
+from clotho.runtime.latest import Latest
 from clotho.runtime.sampling_client import Sampler
 from clotho.runtime.signals import handle_signals
 from clotho.runtime.supervisor import RestartPolicy, Supervisor, describe_error, permanent, transient
 from clotho.runtime.watchdog import ENGINE_RESTARTS, EngineGuard
 from clotho.serving.adapters import AdapterRegistry
 from clotho.serving.server import ApiServer, base_url, listen
-from clotho.serving.services import RunSnapshot, ServedModel, ServerContext
+from clotho.serving.services import NullPolicyReceiver, PolicyReceiver, RunSnapshot, ServedModel, ServerContext
 from clotho.storage.checkpoints import model_fingerprint
 from protocols.step import WeightsReady
 
@@ -46,13 +48,15 @@ SERVER_RESTARTS = RestartPolicy(max_restarts=3)
 class Serving(Struct, frozen=True, kw_only=True, eq=False):
     """A loaded model with its engine.
 
-    model: the base model as requests name it. engine_failure: gets an exception if a decode step raises.
+    base: the policy of a training run if the server accepts weights. model: the base as requests name it.
+    weights: the served weights. engine_failure: gets an exception if a decode step raises.
     """
 
     arguments: ServeArguments
     executor: ComputeExecutor
-    base: BaseModel
+    base: BaseModel | Policy
     model: ServedModel
+    weights: Latest[WeightsReady]
     engine: DecodeEngine
     engine_failure: Future[None]
     sampler: Sampler
@@ -79,7 +83,14 @@ class Serving(Struct, frozen=True, kw_only=True, eq=False):
             snapshot=lambda: RunSnapshot(engine=state.engine_snapshot(), restarts=state.restarts()),
             context_length=self.base.context_length,
             vocab_size=self.base.vocab_size,
+            receiver=self.receiver(),
         )
+
+    def receiver(self) -> PolicyReceiver:
+        """The interface for training runs of other processes."""
+        if not isinstance(self.base, Policy):
+            return NullPolicyReceiver()
+        return SwappingReceiver(self.base, self.engine, self.executor, self.weights, kv_policy="keep")
 
 
 class UntilDrained:
@@ -116,14 +127,16 @@ async def serve(arguments: ServeArguments, console: Console) -> int:
         executor.start()
         stack.callback(executor.stop)
         base, engine = await finish(executor.submit(lambda: load(arguments)))
+        weights = served_weights(arguments, base)
         supervisor = Supervisor(on_failure=_report_failure, grace_seconds=settings.shutdown_seconds + 5.0)
         state = ServingState(executor, engine, policy=base, settings=profile.engine, children=supervisor.status)
-        model = served_base(arguments, base.files)
+        model = served_base(arguments, base, weights)
         serving = Serving(
             arguments=arguments,
             executor=executor,
             base=base,
             model=model,
+            weights=weights,
             engine=engine,
             engine_failure=executor.attach(engine),
             sampler=Sampler(executor.submit, engine),
@@ -150,25 +163,33 @@ async def serve(arguments: ServeArguments, console: Console) -> int:
         return signals.exit_status
 
 
-def load(arguments: ServeArguments) -> tuple[BaseModel, DecodeEngine]:
+def load(arguments: ServeArguments) -> tuple[BaseModel | Policy, DecodeEngine]:
     """Load the model and create its engine, in the compute thread. Raises ModelError or ProfileError."""
     profile = arguments.profile
     find_model(profile.model.path)
     limit_memory(serving_memory(profile.model, profile.engine, profile.sampling), profile.monitor)
-    base = BaseModel(profile.model)
-    return base, DecodeEngine(base, profile.engine, AdapterStore(base.model, profile.server.adapters))
+    if not profile.server.accept_weights:
+        base = BaseModel(profile.model)
+        return base, DecodeEngine(base, profile.engine, AdapterStore(base.model, profile.server.adapters))
+    policy = load_policy(profile.model, profile.policy, seed=0, keep_reference=False)
+    return policy, DecodeEngine(policy, profile.engine, adapter_store(policy, profile.server))
 
 
-def served_base(arguments: ServeArguments, files: Path) -> ServedModel:
-    """Return the base model as requests name it. files: where it was loaded from."""
-    path, fingerprint = arguments.profile.model.path, model_fingerprint(files)
+def served_weights(arguments: ServeArguments, base: BaseModel | Policy) -> Latest[WeightsReady]:
+    """Return the cell of the served weights; before weights are sent, the fingerprint is that of the base."""
+    weights = Latest[WeightsReady]("weights")
+    files = base.files or find_model(arguments.profile.model.path)
+    fingerprint = base.fingerprint if isinstance(base, Policy) else model_fingerprint(files)
+    weights.put(WeightsReady(version=0, step=0, fingerprint=fingerprint))
+    return weights
+
+
+def served_base(arguments: ServeArguments, base: BaseModel | Policy, weights: Latest[WeightsReady]) -> ServedModel:
+    """Return the base model, or the policy, as requests name it."""
+    path = arguments.profile.model.path
+    files = base.files or find_model(path)
     root, aliases = relative_path(path), names_of(path, files) | {arguments.profile.server.model_name}
-    return ServedModel(
-        id=root,
-        aliases=aliases - {root},
-        root=root,
-        weights=partial(WeightsReady, version=0, step=0, fingerprint=fingerprint),
-    )
+    return ServedModel(id=root, aliases=aliases - {root}, root=root, weights=lambda: weights.value)
 
 
 def show(console: Console, serving: Serving, address: str) -> None:

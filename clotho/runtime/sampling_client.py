@@ -16,7 +16,7 @@ from msgspec import structs
 from protocols.errors import ExecutorStoppedError, GenerationError, RequestError
 from protocols.sampling import Completion, CompletionDone, SampleEvent, SampleFailed, SampleRequest, TokenSampled
 
-__all__ = ["Engine", "GenerationError", "Progress", "RequestError", "Sampler", "Submit"]
+__all__ = ["Engine", "GenerationError", "GroupSampler", "Progress", "Refusal", "RequestError", "Sampler", "Submit"]
 
 MAX_UNREAD_TOKENS = 4096
 """Maximum number of streamed tokens that wait for the caller of one call."""
@@ -44,6 +44,16 @@ class Engine(Protocol):
 
     def abort(self, request_id: int, /) -> None:
         """Free the rows of a request. A request that has ended is ignored."""
+        ...
+
+
+class GroupSampler(Protocol):
+    """Samples groups of completions: `Sampler`, or servers on other machines."""
+
+    def groups(
+        self, requests: Sequence[SampleRequest], /
+    ) -> AsyncGenerator[tuple[int, list[Completion] | Refusal], None]:
+        """Yield (position, completions or the error) for each request when it has ended."""
         ...
 
 

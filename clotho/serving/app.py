@@ -45,6 +45,7 @@ from clotho.serving.prompt_scores import PromptedBuilder
 from clotho.serving.routes_adapters import AdapterRoutes
 from clotho.serving.routes_control import ControlHandlers
 from clotho.serving.routes_generate import parse_generate_request
+from clotho.serving.routes_remote import get_policy, parse_rollout_call, put_policy, rollout_answer
 from clotho.serving.routes_tokenize import detokenize, tokenize_text
 from clotho.serving.routes_tokens import parse_tokens_request
 from clotho.serving.routes_trl import parse_trl_request
@@ -80,6 +81,7 @@ def build_app(context: ServerContext, limit: ConcurrencyLimit) -> Starlette:
         "/metrics": handlers.metrics,
         "/openapi.json": handlers.openapi,
         "/version": handlers.version,
+        "/v1/policy": handlers.policy,
         "/v1/models": handlers.models,
     }
     posts = {
@@ -91,6 +93,7 @@ def build_app(context: ServerContext, limit: ConcurrencyLimit) -> Starlette:
         "/inference/v1/generate": handlers.tokens_generate,
         "/tokenize": handlers.tokenize,
         "/detokenize": handlers.detokenize,
+        "/v1/rollouts": handlers.rollouts,
     }
     if context.adapters is not None:
         adapters = _AdapterHandlers(AdapterRoutes(context.adapters))
@@ -121,6 +124,7 @@ def build_app(context: ServerContext, limit: ConcurrencyLimit) -> Starlette:
         routes=[
             *(Route(path, handler) for path, handler in gets.items()),
             *(Route(path, handler, methods=["POST"]) for path, handler in (posts | controls).items()),
+            Route("/v1/policy/weights", handlers.replace_policy, methods=["PUT"]),
         ],
         middleware=middleware,
         exception_handlers=EXCEPTION_HANDLERS,
@@ -221,6 +225,20 @@ class _Handlers:
 
     async def version(self, _: Request) -> Response:
         return _json(Version(version=__version__), self._context.weights().version)
+
+    async def policy(self, _: Request) -> Response:
+        return await get_policy(self._context)
+
+    async def replace_policy(self, http: Request) -> Response:
+        return await put_policy(http, self._context)
+
+    async def rollouts(self, http: Request) -> Response:
+        request = await self._parse(parse_rollout_call, http)
+        started, weights = time.monotonic(), self._context.weights()
+        self._metrics.request_started(request)
+        (completions,) = await until_disconnect(http.receive, self._context.sampler.complete_all(request.samples))
+        self._metrics.request_finished(completions, time.monotonic() - started)
+        return _json(rollout_answer(tuple(completions), self._context), weights.version)
 
     async def _native(self, http: Request, parser: RequestParser[NativeRequest]) -> Response:
         native = await self._parse(parser, http)

@@ -41,6 +41,7 @@ from clotho.serving.routes_tokenize import (
 from clotho.serving.routes_tokens import TokensRequest, TokensResponse
 from clotho.serving.routes_trl import TrlRequest, TrlResponse
 from clotho.serving.services import Health, Version
+from protocols.remote import RolloutAnswer, RolloutCall, ServedPolicy
 
 
 class ChatResponse(ResponseBody, frozen=True, kw_only=True):
@@ -56,14 +57,15 @@ class CompletionResponse(ResponseBody, frozen=True, kw_only=True):
 
 
 REF = "#/components/schemas/{name}"
-JSON, TEXT, EVENTS = "application/json", "text/plain", "text/event-stream"
+JSON, TEXT, EVENTS, BYTES = "application/json", "text/plain", "text/event-stream", "application/octet-stream"
 
 
 class Operation(NamedTuple):
     """One method of one path.
 
     requests, responses: structs of the body, each one alternative; without responses, the response is text. streams:
-    the response can be a stream of server-sent events. query: name of each query parameter -> its JSON schema.
+    the response can be a stream of server-sent events. query: name of each query parameter -> its JSON schema. binary:
+    the body of the request is bytes.
     """
 
     method: str
@@ -72,6 +74,7 @@ class Operation(NamedTuple):
     responses: tuple[type, ...] = ()
     streams: bool = False
     query: dict[str, Any] = {}  # noqa: RUF012, never changed
+    binary: bool = False
 
 
 MODE = {"type": "string", "enum": [*get_args(PauseMode)], "default": "abort"}
@@ -111,6 +114,11 @@ OPERATIONS: dict[str, Operation] = {
     "/lora/load": Operation("post", "Load an adapter (Atropos)", (LoadByPath,), (LoadedByPath,)),
     "/lora/unload": Operation("post", "Unload an adapter (Atropos)", (UnloadByName,), (AdapterStatus,)),
     "/lora/status": Operation("get", "The loaded adapters (Atropos)", responses=(AdapterStatus,)),
+    "/v1/rollouts": Operation("post", "Sample a group of a training run", (RolloutCall,), (RolloutAnswer,)),
+    "/v1/policy": Operation(
+        "get", "The policy that a training run of another process sends", responses=(ServedPolicy,)
+    ),
+    "/v1/policy/weights": Operation("put", "Replace the weights of the policy", responses=(ServedPolicy,), binary=True),
     "/v1/models": Operation("get", "List the models that requests can name", responses=(ModelList,)),
     "/health": Operation("get", "State of the server; status 503 unless it is ok", responses=(Health,)),
     "/version": Operation("get", "Version of Clotho", responses=(Version,)),
@@ -156,6 +164,8 @@ def _operation(path: str, one: Operation) -> dict[str, Any]:
             "default": {"description": "Error", "content": {JSON: {"schema": _reference(ErrorBody)}}},
         },
     }
+    if one.binary:
+        found["requestBody"] = {"required": True, "content": {BYTES: {"schema": {"type": "string"}}}}
     if one.requests:
         found["requestBody"] = {"required": True, "content": {JSON: {"schema": _alternatives(one.requests)}}}
     return found

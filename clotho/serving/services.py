@@ -11,6 +11,8 @@ from msgspec import Struct
 from clotho.config.schema import HttpServer
 from clotho.serving.adapters import AdapterRegistry
 from clotho.serving.control import EngineControl
+from protocols.errors import CheckpointError
+from protocols.remote import ServedPolicy
 from protocols.sampling import POLICY, Completion, CompletionDone, PromptLogprobs, SampleRequest, Sampling, TokenSampled
 from protocols.step import WeightsReady
 from protocols.summary import Distribution
@@ -75,6 +77,27 @@ class NullSampleLog:
 
     def remember(self, request: SampleRequest, completion: Completion, /, *, client_label: str) -> None:
         """Record nothing."""
+
+
+class PolicyReceiver(Protocol):
+    """The served policy as a remote training run sees it, and the way in which it replaces the weights."""
+
+    @property
+    def max_bytes(self) -> int:
+        """Maximum size of weights that are sent."""
+        ...
+
+    def served(self) -> ServedPolicy:
+        """Return the policy that the engine samples from. Raises CheckpointError if the server accepts no weights."""
+        ...
+
+    def fingerprint(self, version: int, /) -> str:
+        """Return the fingerprint of a policy version; empty if the version is not known any more."""
+        ...
+
+    async def receive(self, tensors: bytes, ready: WeightsReady, /, *, run_id: str) -> ServedPolicy:
+        """Serve the weights in the bytes of a safetensors file. Raises CheckpointError if they are not suitable."""
+        ...
 
 
 class HealthReport(Struct, frozen=True, kw_only=True):
@@ -192,6 +215,24 @@ class ServedModel(Struct, frozen=True, kw_only=True):
     source: str = POLICY
 
 
+class NullPolicyReceiver:
+    """A `PolicyReceiver` of a server that accepts no weights."""
+
+    max_bytes = 0
+
+    def served(self) -> ServedPolicy:
+        """Refuse."""
+        raise CheckpointError("this server does not accept weights; start it with --server.accept-weights true")
+
+    def fingerprint(self, _: int) -> str:
+        """Return the fingerprint of an unknown version."""
+        return ""
+
+    async def receive(self, _: bytes, __: WeightsReady, *, run_id: str) -> ServedPolicy:
+        """Refuse."""
+        return self.served()
+
+
 class ServerContext(Struct, frozen=True, kw_only=True):
     """The server's interface to the rest of the program.
 
@@ -203,6 +244,7 @@ class ServerContext(Struct, frozen=True, kw_only=True):
     control: pauses the engine and aborts requests; None: the server has no such routes.
     context_length: maximum number of prompt and completion tokens. sample_log: records completions of clients.
     record_supports: request the support of the sampling distribution if top-k limits its size.
+    receiver: the interface for training runs of other processes that sample their rollouts here.
     """
 
     sampler: SamplerClient
@@ -220,6 +262,7 @@ class ServerContext(Struct, frozen=True, kw_only=True):
     record_supports: bool = False
     adapters: AdapterRegistry | None = None
     control: EngineControl | None = None
+    receiver: PolicyReceiver = NullPolicyReceiver()
 
 
 class RecordingSampler:

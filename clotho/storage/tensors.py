@@ -7,6 +7,7 @@ MLX reads the files, because the array loaders of the library go through NumPy, 
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten
-from safetensors import SafetensorError, TensorSpec, serialize_file
+from safetensors import SafetensorError, TensorSpec, serialize, serialize_file
 
 from clotho.storage.atomic_files import FileDigest, sync_file
 from protocols.errors import CheckpointError
@@ -34,7 +35,48 @@ def write_tensors(path: Path, arrays: Mapping[str, mx.array]) -> FileDigest:
     must be in an unfinished directory. Raises OSError if the disk refuses.
     """
     buffers = {name: _bytes(array) for name, array in arrays.items()}
-    specs = {
+    path.touch(exist_ok=False)
+    mode = path.stat().st_mode
+    try:
+        serialize_file(_specs(arrays, buffers), path, metadata=METADATA)
+    except SafetensorError as error:
+        raise OSError(f"{path.name}: {error}") from error
+    path.chmod(mode)  # the library creates files that only their owner can read
+    return sync_file(path)
+
+
+def tensor_bytes(arrays: Mapping[str, mx.array]) -> bytes:
+    """Return the bytes of the file that `write_tensors` writes; from any thread."""
+    buffers = {name: _bytes(array) for name, array in arrays.items()}
+    return serialize(_specs(arrays, buffers), metadata=METADATA)
+
+
+def parse_tensors(content: bytes) -> dict[str, mx.array]:
+    """Read all arrays of the bytes of a safetensors file, in the compute thread. Raises CheckpointError."""
+    return _evaluated(io.BytesIO(content), "the safetensors data")
+
+
+def read_tensors(path: Path) -> dict[str, mx.array]:
+    """Read all arrays of a safetensors file, in the compute thread. Raises CheckpointError if the file is damaged."""
+    if path.suffix != ".safetensors":
+        raise CheckpointError(f"{path} is not a .safetensors file; other formats are not supported")
+    return _evaluated(str(path), str(path))
+
+
+def _evaluated(source: Any, name: str) -> dict[str, mx.array]:
+    try:
+        arrays = mx.load(source, format="safetensors")
+        assert isinstance(arrays, dict)
+        mx.eval(arrays)
+    except (RuntimeError, ValueError, OSError) as error:
+        raise CheckpointError(f"{name} cannot be read: {' '.join(str(error).split())[:300]}") from error
+    return arrays
+
+
+def _specs(
+    arrays: Mapping[str, mx.array], buffers: Mapping[str, np.ndarray[Any, np.dtype[np.uint8]]]
+) -> dict[str, TensorSpec]:
+    return {
         name: TensorSpec(
             dtype=str(arrays[name].dtype).removeprefix("mlx.core."),
             shape=list(arrays[name].shape),
@@ -43,27 +85,6 @@ def write_tensors(path: Path, arrays: Mapping[str, mx.array]) -> FileDigest:
         )
         for name, buffer in buffers.items()
     }
-    path.touch(exist_ok=False)
-    mode = path.stat().st_mode
-    try:
-        serialize_file(specs, path, metadata=METADATA)
-    except SafetensorError as error:
-        raise OSError(f"{path.name}: {error}") from error
-    path.chmod(mode)  # the library creates files that only their owner can read
-    return sync_file(path)
-
-
-def read_tensors(path: Path) -> dict[str, mx.array]:
-    """Read all arrays of a safetensors file, in the compute thread. Raises CheckpointError if the file is damaged."""
-    if path.suffix != ".safetensors":
-        raise CheckpointError(f"{path} is not a .safetensors file; other formats are not supported")
-    try:
-        arrays = mx.load(str(path), format="safetensors")
-        assert isinstance(arrays, dict)
-        mx.eval(arrays)
-    except (RuntimeError, ValueError, OSError) as error:
-        raise CheckpointError(f"{path} cannot be read: {' '.join(str(error).split())[:300]}") from error
-    return arrays
 
 
 def _bytes(array: mx.array) -> np.ndarray[Any, np.dtype[np.uint8]]:

@@ -229,10 +229,10 @@ def test_the_same_value_may_be_given_twice() -> None:
         ("--step 3", "unknown flag --step; did you mean --steps?"),
         ("--resum", "unknown flag --resum; did you mean --resume?"),
         ("--rewards.weight 2", "unknown flag --rewards.weight; did you mean --rewards?"),
-        ("--server.enabled 1", "unknown flag --server.enabled; there are: --server.allow-pause, --server.api-key, "
-         "--server.body-seconds, --server.host, --server.max-body-bytes, --server.max-choices, "
-         "--server.max-concurrent, --server.model-name, --server.port, --server.shutdown-seconds, "
-         "--server (off, http)"),
+        ("--server.enabled 1", "unknown flag --server.enabled; there are: --server.accept-weights, "
+         "--server.allow-pause, --server.api-key, --server.body-seconds, --server.host, --server.max-body-bytes, "
+         "--server.max-choices, --server.max-concurrent, --server.model-name, --server.port, "
+         "--server.shutdown-seconds, --server (off, http)"),
         ("--qqqqqqqq", "unknown flag --qqqqqqqq; see --help"),
         ("--sampling.stop a b", "unexpected argument 'b': repeat --sampling.stop for every value of the list"),
         ("train.jsonl", "unexpected argument 'train.jsonl': every setting is a flag, see --help"),

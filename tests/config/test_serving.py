@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from clotho.config.keys import flag_of
 from clotho.config.serving import APPLICABLE, COMMON, load_serving, serve_help
 from protocols.errors import ProfileError
 
@@ -76,7 +77,7 @@ def test_help_shows_the_settings_of_a_server_only() -> None:
     common, everything = serve_help(["--help"]), serve_help(["--help-all"])
     assert common is not None
     assert everything is not None
-    assert all(f"--{path.replace('_', '-')}" in everything for path in APPLICABLE if path != "model.path")
+    assert all(flag_of(path) in everything for path in APPLICABLE if path != "model.path")
     assert "--model" in common
     assert "--adapter" in common
     assert "learner" not in everything

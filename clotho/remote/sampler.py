@@ -1,0 +1,317 @@
+"""Samples rollouts on remote inference servers, and keeps the weights of the servers current.
+
+A group is sampled by one server. A server gets groups only while it serves weights that are new enough. If a server
+fails, answers with wrong data or is not heard from, its groups are requested again from other servers; it gets groups
+again when it has the newest weights and has passed a probe.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+
+import anyio
+import structlog
+from anyio.to_thread import run_sync
+from msgspec import Struct, structs
+
+from clotho.remote.server import RemoteFailure, RemoteServer
+from clotho.runtime.latest import Latest
+from clotho.runtime.sampling_client import Refusal
+from clotho.storage.tensors import named_arrays, tensor_bytes
+from protocols.errors import GenerationError, RemoteError, RequestError
+from protocols.queues import Inbox
+from protocols.remote import MAX_LISTED_VERSIONS, RolloutAnswer, ServedPolicy
+from protocols.sampling import Completion, PromptLogprobs, SampleRequest, Sampling, derive
+from protocols.step import PolicyUpdated, WeightsReady
+
+log = structlog.get_logger(actor="remote_sampler")
+
+HEARTBEAT_SECONDS = 1.0
+"""Pause between two questions about the state of a server."""
+
+LONGEST_PAUSE_SECONDS = 3.0
+"""Longest pause between two attempts to reach a failed server. The pause doubles from the heartbeat."""
+
+PROBE_TOKENS, PROBE_SECONDS = 32, 30.0
+"""Number of tokens whose log-probabilities a probe compares, and time between two probes of a server in use."""
+
+MAX_PROBE_NATS = 0.1
+"""Largest mean difference of log-probabilities between a server and the learner."""
+
+Recompute = Callable[[tuple[int, ...], float], Awaitable[PromptLogprobs]]
+"""Returns the log-probabilities of tokens under the served policy of this process, at a temperature."""
+
+
+class Weights(Struct, frozen=True, kw_only=True, eq=False):
+    """Weights that servers should serve. parameters: tree of evaluated arrays."""
+
+    ready: WeightsReady
+    parameters: object
+
+
+class _Place:
+    """A server, its state and its requests in flight.
+
+    version: served weights; None while the server gets no groups. failures: failed attempts since the last good one.
+    owned: it serves weights that this run sent. probed_at: time of the last probe that it passed.
+    """
+
+    def __init__(self, server: RemoteServer) -> None:
+        self.server = server
+        self.version: int | None = None
+        self.rows = 0
+        self.calls: set[anyio.CancelScope] = set()
+        self.failures = 0
+        self.owned = False
+        self.probed_at = -math.inf
+
+    def close(self) -> None:
+        """Give the server no further groups, and take back its groups in flight."""
+        self.version, self.probed_at = None, -math.inf
+        for scope in self.calls:
+            scope.cancel()
+
+
+class RemoteSampler:
+    """The sampler of the generator if rollouts are sampled on remote servers; also a supervised child that runs.
+
+    retries: number of groups that were requested again. tokens_sampled: tokens of all groups that were completed.
+    """
+
+    name = "remote_sampler"
+
+    def __init__(
+        self,
+        servers: Sequence[RemoteServer],
+        *,
+        updates: Inbox[PolicyUpdated],
+        weights: Latest[WeightsReady],
+        start: Weights,
+        layout: str,
+        run_id: str,
+        sync_interval: int,
+        probe_prompt: tuple[int, ...],
+        recompute: Recompute,
+        sampling: Sampling,
+        patience_seconds: float,
+    ) -> None:
+        """weights: served by this process. start: the weights at the start. layout: as in `ServedPolicy`.
+
+        sync_interval: weights are sent after every so many versions. probe_prompt: tokens of the probe.
+        patience_seconds: the run fails if no server can be used for this time.
+        """
+        self._places = [_Place(server) for server in servers]
+        self._updates, self._weights = updates, weights
+        self._layout, self._run_id = layout, run_id
+        self._sync_interval, self._patience_seconds = sync_interval, patience_seconds
+        self._probe_prompt, self._recompute = probe_prompt, recompute
+        self._probe_sampling = Sampling(
+            temperature=sampling.temperature, logit_bias=sampling.logit_bias, max_tokens=PROBE_TOKENS, ignore_eos=True
+        )
+        self._short_sampling = structs.replace(sampling, max_tokens=1)
+        self._target = Latest[Weights]("remote_weights")
+        self._target.put(start)
+        self._fingerprints = {start.ready.version: start.ready.fingerprint}
+        self._changed = Latest[int]("remote_servers")
+        self._changed.put(0)
+        self._encoded: tuple[int, bytes] | None = None
+        self._encoding = anyio.Lock()
+        self.retries = self.tokens_sampled = 0
+
+    async def run(self) -> None:
+        """Keep the servers current until the learner has ended.
+
+        Raises RemoteError if no server can be used for `patience_seconds`.
+        """
+        async with self._updates, anyio.create_task_group() as tasks:
+            for place in self._places:
+                tasks.start_soon(self._keep_current, place)
+            tasks.start_soon(self._watch)
+            async for update in self._updates:
+                self._announce(update)
+            tasks.cancel_scope.cancel()
+        for place in self._places:
+            await place.server.close()
+
+    def _announce(self, update: PolicyUpdated) -> None:
+        report = update.report
+        self._fingerprints[report.version] = report.fingerprint
+        while len(self._fingerprints) > MAX_LISTED_VERSIONS:
+            del self._fingerprints[min(self._fingerprints)]
+        sent = self._target.value.ready
+        if report.version >= sent.version + self._sync_interval or (
+            report.rolled_back and report.version > sent.version
+        ):
+            ready = WeightsReady(version=report.version, step=report.step, fingerprint=report.fingerprint)
+            self._target.put(Weights(ready=ready, parameters=update.parameters))
+
+    async def _watch(self) -> None:
+        """Raise RemoteError once no server could be used for the permitted time."""
+        while True:
+            with anyio.move_on_after(self._patience_seconds) as waiting:
+                await self._changed.wait_until(lambda _: any(place.version is not None for place in self._places))
+            if waiting.cancelled_caught:
+                names = ", ".join(place.server.name for place in self._places)
+                raise RemoteError(
+                    f"no remote inference server could be used for {self._patience_seconds:g} seconds ({names}): start "
+                    "one, and continue the run with --resume"
+                )
+            await self._changed.wait_until(lambda _: all(place.version is None for place in self._places))
+
+    async def _keep_current(self, place: _Place) -> None:
+        """Send the newest weights to a server, and ask for its state in between."""
+        while True:
+            revision = self._target.revision
+            try:
+                await self._update(place)
+                place.failures = 0
+            except RemoteFailure as failure:
+                self._fail(place, failure)
+                await anyio.sleep(min(HEARTBEAT_SECONDS * 2 ** min(place.failures - 1, 8), LONGEST_PAUSE_SECONDS))
+            else:
+                with anyio.move_on_after(HEARTBEAT_SECONDS):
+                    await self._target.changed(revision)
+
+    async def _update(self, place: _Place) -> None:
+        served, target = await place.server.served(), self._target.value
+        self._require_compatible(served, place)
+        if (served.version, served.fingerprint) != (target.ready.version, target.ready.fingerprint):
+            served = await place.server.push(await self._bytes(target), target.ready)
+        place.owned = True
+        if anyio.current_time() >= place.probed_at + PROBE_SECONDS:
+            await self._probe(place)
+            place.probed_at = anyio.current_time()
+        if place.version is None:
+            log.info("remote_server_ready", server=place.server.name, version=served.version)
+        if place.version != served.version:
+            place.version = served.version
+            self._wake()
+
+    def _require_compatible(self, served: ServedPolicy, place: _Place) -> None:
+        if place.owned and served.run_id not in ("", self._run_id):
+            raise RemoteFailure("serves the weights of another run")
+        if served.layout != self._layout:
+            raise RemoteFailure("has other trainable parameters: start it with the same model and [policy] settings")
+
+    async def _bytes(self, target: Weights) -> bytes:
+        """The weights as bytes of a safetensors file, encoded once for all servers."""
+        async with self._encoding:
+            if self._encoded is None or self._encoded[0] != target.ready.version:
+                self._encoded = target.ready.version, await run_sync(tensor_bytes, named_arrays(target.parameters))
+            return self._encoded[1]
+
+    async def _probe(self, place: _Place) -> None:
+        """Compare log-probabilities of a server with those of this process.
+
+        Nothing is compared if the weights of this process or of the server change meanwhile. The probe includes a
+        request with the sampling parameters of the run, which the server might refuse.
+        """
+        seeds = (derive(0, "probe", self._target.value.ready.version),)
+        request = SampleRequest(prompt=self._probe_prompt, sampling=self._probe_sampling, seeds=seeds)
+        try:
+            await place.server.sample(structs.replace(request, sampling=self._short_sampling, record_support=True))
+            answer = await place.server.sample(request)
+        except RequestError as error:
+            raise RemoteFailure(f"refuses the probe: {error}") from error
+        self._require_known(answer)
+        completion = answer.completions[0]
+        version = completion.versions[0]
+        await self._weights.wait_until(lambda weights: weights.version >= version)
+        scored = await self._recompute((*self._probe_prompt, *completion.tokens), self._probe_sampling.temperature)
+        if scored.version != version or completion.versions[-1] != version:
+            return
+        ours = scored.logprobs[-len(completion.tokens) :]
+        difference = sum(abs(a - b) for a, b in zip(completion.logprobs, ours, strict=True)) / len(ours)
+        if not difference <= MAX_PROBE_NATS:
+            raise RemoteFailure(f"computes other log-probabilities: {difference:.3g} nats per token from the learner's")
+
+    def _require_known(self, answer: RolloutAnswer) -> None:
+        for version, fingerprint in answer.fingerprints.items():
+            if self._fingerprints.get(version) != fingerprint:
+                raise RemoteFailure(f"sampled with weights that are not version {version} of this run")
+
+    def _fail(self, place: _Place, failure: RemoteFailure) -> None:
+        """Take a server out of use until it has answered again."""
+        place.failures += 1
+        if place.version is not None or place.failures == 1:
+            log.warning("remote_server_failed", server=place.server.name, reason=str(failure))
+        place.close()
+        self._wake()
+
+    def _wake(self) -> None:
+        self._changed.put(self._changed.value + 1)
+
+    async def groups(
+        self, requests: Sequence[SampleRequest]
+    ) -> AsyncGenerator[tuple[int, list[Completion] | Refusal], None]:
+        """Yield (position, completions) for each request when its last completion is finished.
+
+        A request that a server refuses yields its error once instead; the other requests continue.
+        """
+        done: asyncio.Queue[tuple[int, list[Completion] | Refusal | BaseException]] = asyncio.Queue()
+
+        async def one(position: int, request: SampleRequest) -> None:
+            try:
+                done.put_nowait((position, await self.complete(request)))
+            except BaseException as error:
+                done.put_nowait((position, error))
+                raise
+
+        tasks = [asyncio.create_task(one(position, request)) for position, request in enumerate(requests)]
+        try:
+            for _ in requests:
+                position, outcome = await done.get()
+                if isinstance(outcome, BaseException) and not isinstance(outcome, RequestError | GenerationError):
+                    raise outcome
+                yield position, outcome
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def complete(self, request: SampleRequest) -> list[Completion]:
+        """Return one completion per seed, from whichever server finishes first with valid data.
+
+        Raises RequestError if a server refuses the request.
+        """
+        while True:
+            place, oldest = await self._free_place()
+            place.rows += len(request.seeds)
+            try:
+                with anyio.CancelScope() as scope:
+                    place.calls.add(scope)
+                    try:
+                        return await self._sample(place, request, oldest)
+                    finally:
+                        place.calls.discard(scope)
+            except RequestError as refusal:
+                log.warning("remote_server_refused_group", server=place.server.name, reason=str(refusal))
+                raise
+            except RemoteFailure as failure:
+                self._fail(place, failure)
+            finally:
+                place.rows -= len(request.seeds)
+                self._wake()
+            self.retries += 1
+            log.warning("group_requested_again", server=place.server.name)
+
+    async def _sample(self, place: _Place, request: SampleRequest, oldest: int) -> list[Completion]:
+        answer = await place.server.sample(structs.replace(request, stream=False))
+        self._require_known(answer)
+        for completion in answer.completions:
+            if min(completion.versions) < oldest:
+                raise RemoteFailure(f"sampled with version {min(completion.versions)}, which is older than {oldest}")
+        self.tokens_sampled += sum(len(completion.tokens) for completion in answer.completions)
+        return list(answer.completions)
+
+    async def _free_place(self) -> tuple[_Place, int]:
+        """Wait for a server with new enough weights; return the one with the fewest rows, and the oldest version."""
+        while True:
+            revision = self._changed.revision
+            oldest = self._weights.value.version - self._sync_interval + 1
+            usable = [place for place in self._places if place.version is not None and place.version >= oldest]
+            if usable:
+                return min(usable, key=lambda place: place.rows), oldest
+            await self._changed.changed(revision)

@@ -1,0 +1,187 @@
+"""The HTTP client of one remote inference server, and the checks of its responses."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TypeVar
+
+import httpx
+import msgspec
+from msgspec import Struct
+
+from clotho.config.rules import is_loopback
+from protocols.errors import ProfileError, RequestError, visible
+from protocols.remote import RolloutAnswer, RolloutCall, ServedPolicy
+from protocols.sampling import Completion, SampleRequest
+from protocols.step import WeightsReady
+
+T = TypeVar("T", bound=Struct)
+
+STATE_SECONDS = 5.0
+"""Time in which a server must report its state. A server that does not is treated as failed."""
+
+BYTES_PER_TOKEN, FREE_BYTES = 4096, 1_048_576
+"""Limit on the size of a response: for each token that may be sampled, and in addition."""
+
+VERSION_HEADER, STEP_HEADER = "x-clotho-weights-version", "x-clotho-weights-step"
+FINGERPRINT_HEADER, RUN_HEADER = "x-clotho-weights-fingerprint", "x-clotho-run-id"
+
+
+class RemoteFailure(Exception):
+    """A server does not respond, responds with an error, or returns data that cannot be correct."""
+
+
+def server_address(url: str) -> httpx.URL:
+    """Parse the address of a server. Raises ProfileError if it is not a valid address."""
+    try:
+        address = httpx.URL(url)
+        is_valid = address.scheme in ("http", "https") and address.host and 1 <= (address.port or 80) <= 65535
+    except (httpx.InvalidURL, UnicodeError) as error:
+        raise ProfileError(f"generator.server_url: {visible(url, 200)} is not a valid address: {error}") from error
+    if not is_valid:
+        raise ProfileError(f"generator.server_url: {visible(url, 200)} is not an address such as http://HOST:PORT")
+    return address
+
+
+class RemoteServer:
+    """One server. Every method but `close` raises RemoteFailure if the server fails.
+
+    name: the address without credentials, for logs.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        api_key: str = "",
+        run_id: str = "",
+        timeout_seconds: float = 600.0,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        """run_id: names this run to the server. timeout_seconds: time for one group. transport: for tests.
+
+        Raises ProfileError if `url` is not a valid address.
+        """
+        address = server_address(url)
+        self.name = str(address.copy_with(username=None, password=None, query=None)).rstrip("/")
+        self._timeout_seconds = timeout_seconds
+        headers = {RUN_HEADER: run_id} | ({"authorization": f"Bearer {api_key}"} if api_key else {})
+        self._http = httpx.AsyncClient(
+            base_url=address,
+            transport=transport,
+            headers=headers,
+            limits=httpx.Limits(max_connections=None, keepalive_expiry=2.0),
+            follow_redirects=False,
+            trust_env=not is_loopback(address.host),
+        )
+
+    async def served(self) -> ServedPolicy:
+        """Return the policy that the server samples from."""
+        return await self._call("GET", "/v1/policy", ServedPolicy, seconds=STATE_SECONDS)
+
+    async def push(self, tensors: bytes, weights: WeightsReady) -> ServedPolicy:
+        """Send weights as the bytes of a safetensors file, and return the policy that the server samples from now."""
+        headers = {
+            "content-type": "application/octet-stream",
+            VERSION_HEADER: str(weights.version),
+            STEP_HEADER: str(weights.step),
+            FINGERPRINT_HEADER: weights.fingerprint,
+        }
+        seconds = self._timeout_seconds
+        served = await self._call(
+            "PUT", "/v1/policy/weights", ServedPolicy, body=tensors, headers=headers, seconds=seconds
+        )
+        if (served.version, served.fingerprint) != (weights.version, weights.fingerprint):
+            raise RemoteFailure(f"serves version {served.version} after version {weights.version} was sent")
+        return served
+
+    async def sample(self, request: SampleRequest) -> RolloutAnswer:
+        """Return one completion per seed. Raises RequestError if the server refuses the request."""
+        answer = await self._call(
+            "POST",
+            "/v1/rollouts",
+            RolloutAnswer,
+            body=msgspec.json.encode(RolloutCall.of(request)),
+            headers={"content-type": "application/json"},
+            seconds=self._timeout_seconds,
+            max_bytes=FREE_BYTES + BYTES_PER_TOKEN * len(request.seeds) * request.sampling.max_tokens,
+        )
+        if len(answer.completions) != len(request.seeds):
+            raise RemoteFailure(f"returned {len(answer.completions)} completions for {len(request.seeds)} seeds")
+        for completion in answer.completions:
+            _check(completion, request, answer.fingerprints)
+        return answer
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._http.aclose()
+
+    async def _call(
+        self,
+        method: str,
+        path: str,
+        kind: type[T],
+        *,
+        seconds: float,
+        body: bytes = b"",
+        headers: Mapping[str, str] | None = None,
+        max_bytes: int = FREE_BYTES,
+    ) -> T:
+        timeout = httpx.Timeout(connect=STATE_SECONDS, read=seconds, write=seconds, pool=seconds)
+        try:
+            async with self._http.stream(
+                method, path, content=body, headers=dict(headers or {}), timeout=timeout
+            ) as response:
+                content = await _read(response, max_bytes)
+                status = response.status_code
+        except httpx.HTTPError as error:
+            raise RemoteFailure(f"{method} {path}: {type(error).__name__}: {visible(str(error), 200)}") from error
+        if status != 200:
+            raise _refusal(f"{method} {path}", status, content)
+        try:
+            return msgspec.json.decode(content, type=kind)
+        except (msgspec.MsgspecError, ValueError) as error:
+            raise RemoteFailure(f"{method} {path}: not a valid response: {visible(str(error), 200)}") from error
+
+
+async def _read(response: httpx.Response, max_bytes: int) -> bytes:
+    chunks, size = [], 0
+    async for chunk in response.aiter_raw():
+        size += len(chunk)
+        if size > max_bytes:
+            raise RemoteFailure(f"a response is larger than {max_bytes} bytes")
+        chunks.append(chunk)
+    return b"".join(chunks)
+
+
+class _Detail(Struct, frozen=True, kw_only=True):
+    message: str = ""
+    param: str | None = None
+
+
+class _Refusal(Struct, frozen=True, kw_only=True):
+    error: _Detail = _Detail()
+
+
+def _refusal(call: str, status: int, content: bytes) -> RemoteFailure | RequestError:
+    try:
+        detail = msgspec.json.decode(content, type=_Refusal).error
+    except (msgspec.MsgspecError, ValueError):
+        detail = _Detail()
+    if status == 400 and detail.param is not None:
+        return RequestError(visible(detail.message, 500), param=visible(detail.param, 100))
+    return RemoteFailure(f"{call}: status {status} {visible(detail.message, 300)}".rstrip())
+
+
+def _check(completion: Completion, request: SampleRequest, fingerprints: Mapping[int, str]) -> None:
+    """Raise RemoteFailure if a completion cannot be an answer to the request."""
+    limit = request.sampling.max_tokens
+    if not 1 <= len(completion.tokens) <= limit:
+        raise RemoteFailure(f"returned a completion of {len(completion.tokens)} tokens; at least 1, at most {limit}")
+    if any(token < 0 for token in completion.tokens):
+        raise RemoteFailure("returned a negative token")
+    if not all(math.isfinite(logprob) and logprob <= 1e-3 for logprob in completion.logprobs):
+        raise RemoteFailure("returned a log-probability that is not finite or above 0")
+    if missing := {version for version in completion.versions if version not in fingerprints}:
+        raise RemoteFailure(f"returned no fingerprint of version {min(missing)}")

@@ -1,0 +1,100 @@
+"""The served policy of this process as a remote training run sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+
+import anyio
+
+from actors.broadcaster import swap_weights
+from clotho.config.schema import KvPolicy
+from clotho.inference import DecodeEngine
+from clotho.models.parameters import fingerprint, flat, layout, nested
+from clotho.models.policy import Policy
+from clotho.runtime.compute_thread import ComputeExecutor, finish
+from clotho.runtime.latest import Latest
+from clotho.storage.adapters import tensor_problems
+from clotho.storage.tensors import named_arrays, parse_tensors
+from protocols.errors import CheckpointError
+from protocols.remote import MAX_LISTED_VERSIONS, ServedPolicy
+from protocols.step import WeightsReady
+
+HEADER_BYTES = 1_048_576
+"""Size of a safetensors header and of padding, in addition to the weights."""
+
+
+class SwappingReceiver:
+    """A `PolicyReceiver` that serves the weights which a training run of another process sends.
+
+    Weights are checked completely before anything changes: names, shapes, types, finite values and fingerprint. They
+    are swapped in between two decode steps. max_bytes: maximum size of the weights.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        engine: DecodeEngine,
+        executor: ComputeExecutor,
+        weights: Latest[WeightsReady],
+        *,
+        kv_policy: KvPolicy,
+    ) -> None:
+        """weights: announces the served weights."""
+        self._policy, self._engine, self._executor = policy, engine, executor
+        self._weights, self._kv_policy = weights, kv_policy
+        parameters = policy.trainable()
+        self._layout = layout(parameters)
+        self.max_bytes = sum(array.nbytes for array in flat(parameters).values()) + HEADER_BYTES
+        self._fingerprints = {weights.value.version: weights.value.fingerprint}
+        self._run_id = ""
+        self._swapping = anyio.Lock()
+
+    def served(self) -> ServedPolicy:
+        """Return the policy that the engine samples from."""
+        weights = self._weights.value
+        return ServedPolicy(
+            version=weights.version,
+            step=weights.step,
+            fingerprint=weights.fingerprint,
+            run_id=self._run_id,
+            layout=self._layout,
+            vocab_size=self._policy.vocab_size,
+            context_length=self._policy.context_length,
+        )
+
+    def fingerprint(self, version: int) -> str:
+        """Return the fingerprint of a policy version; empty if the version is not known any more."""
+        return self._fingerprints.get(version, "")
+
+    async def receive(self, tensors: bytes, ready: WeightsReady, *, run_id: str) -> ServedPolicy:
+        """Serve the weights in the bytes of a safetensors file.
+
+        Raises CheckpointError, and changes nothing, if the weights are not those of this policy or are damaged.
+        """
+        async with self._swapping:
+            known = dict(self._fingerprints)
+            self._remember(ready)  # a request may end before this coroutine learns of the swap
+            try:
+                await finish(self._executor.submit_steps(self._swap(tensors, ready)))
+            except BaseException:
+                self._fingerprints = known
+                raise
+            self._run_id = run_id
+            self._weights.put(ready)
+        return self.served()
+
+    def _remember(self, ready: WeightsReady) -> None:
+        self._fingerprints.pop(ready.version, None)
+        self._fingerprints[ready.version] = ready.fingerprint
+        while len(self._fingerprints) > MAX_LISTED_VERSIONS:
+            del self._fingerprints[next(iter(self._fingerprints))]
+
+    def _swap(self, tensors: bytes, ready: WeightsReady) -> Generator[None, None, float]:
+        arrays = parse_tensors(tensors)
+        if problems := tensor_problems(arrays, named_arrays(self._policy.trainable())):
+            raise CheckpointError("; ".join(problems[:3]))
+        parameters = nested(arrays)
+        if (found := fingerprint(parameters)) != ready.fingerprint:
+            raise CheckpointError(f"their fingerprint is {found}, not {ready.fingerprint}")
+        yield
+        return (yield from swap_weights(self._policy, self._engine, self._kv_policy, parameters, ready))

@@ -1,0 +1,61 @@
+"""A run whose rollouts are sampled by inference servers in processes of their own, which are killed and stopped."""
+
+from __future__ import annotations
+
+import json
+import signal
+from contextlib import ExitStack
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.e2e.pipeline_process import Run
+from tests.e2e.test_serve import Server, serving
+
+ACCEPTS = ("--server.accept-weights", "true", "--profile", "local-m3")
+
+
+def flags(*servers: Server) -> tuple[str, ...]:
+    """Return the flags of a run that uses these servers."""
+    urls = [part for server in servers for part in ("--generator.server-url", server.url.removesuffix("/v1"))]
+    return ("--generator", "remote", *urls)
+
+
+def events(run_dir: Path, name: str) -> list[dict[str, object]]:
+    """Return the events of this name."""
+    path = run_dir / "log.jsonl"
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    return [event for event in map(json.loads, lines) if event["event"] == name]
+
+
+@pytest.mark.slow
+def test_a_run_survives_servers_that_are_killed_stopped_and_continued(tmp_path: Path) -> None:
+    """Every group ends once, and all rollouts come from the servers; the continued server gets groups again."""
+    run_dir = tmp_path / "run"
+    with ExitStack() as stack:
+        killed, stopped, steady = (stack.enter_context(serving(*ACCEPTS)) for _ in range(3))
+        with Run(run_dir, "--steps", "12", *flags(killed, stopped, steady)) as run:
+            run.wait_until(lambda: len(events(run_dir, "remote_server_ready")) >= 3)
+            killed.process.send_signal(signal.SIGKILL)
+            stopped.process.send_signal(signal.SIGSTOP)
+            run.wait_until(lambda: len(events(run_dir, "remote_server_failed")) >= 2)
+            stopped.process.send_signal(signal.SIGCONT)
+            result = run.finish()
+        served = httpx.get(f"{steady.url.removesuffix('/v1')}/v1/policy").json()
+    assert result.status == 0, result.err
+    assert result.accounting.prompted == 12 * 4
+    metrics = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    hashes = {line["policy_version"]: line["weights_hash"] for line in metrics}
+    assert hashes.get(served["version"], served["fingerprint"]) == served["fingerprint"]
+    assert served["version"] > 0
+
+
+def test_a_run_without_a_server_fails_with_its_address(tmp_path: Path) -> None:
+    """After the permitted time; the run can be continued."""
+    flags = ("--generator", "remote", "--generator.server-url", "http://127.0.0.1:9")
+    with Run(tmp_path / "run", "--steps", "1", "--generator.patience-seconds", "0.5", *flags) as run:
+        result = run.finish()
+    assert result.status == 1
+    assert "http://127.0.0.1:9" in result.err
+    assert "--resume" in result.err

@@ -1,0 +1,224 @@
+"""Rollouts of remote inference servers: current weights, faults without a lost or repeated group, and wrong data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import aclosing
+from pathlib import Path
+
+import anyio
+import anyio.lowlevel
+import httpx
+import msgspec
+import pytest
+
+from clotho.remote import sampler as module
+from clotho.remote.sampler import RemoteSampler
+from protocols.errors import RemoteError, RequestError
+from protocols.sampling import Completion, SampleRequest, Sampling
+from tests.remote.inference_server import InferenceServer, TrainingRun, group, running, servers, until
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ask servers for their state, and give up on one, after a fraction of the usual time."""
+    monkeypatch.setattr(module, "HEARTBEAT_SECONDS", 0.02)
+    monkeypatch.setattr(module, "LONGEST_PAUSE_SECONDS", 0.05)
+
+
+def tokens(groups: Sequence[Sequence[Completion]]) -> list[list[tuple[int, ...]]]:
+    """Return the tokens of all completions, which their seeds determine; log-probabilities are rounded by batch."""
+    return [[completion.tokens for completion in completions] for completions in groups]
+
+
+async def sampled(sampler: RemoteSampler, requests: Sequence[SampleRequest]) -> list[list[Completion]]:
+    """Return the completions of every group; each group ends exactly once."""
+    done: dict[int, list[Completion]] = {}
+    async with aclosing(sampler.groups(requests)) as outcomes:
+        async for position, outcome in outcomes:
+            assert position not in done
+            assert isinstance(outcome, list), outcome
+            done[position] = outcome
+    return [done[position] for position in range(len(requests))]
+
+
+async def test_groups_are_sampled_by_all_servers(tmp_path: Path) -> None:
+    """A group goes to the server with the fewest rows in flight."""
+    with servers(tmp_path, 3) as [local, one, other]:
+        sampler = TrainingRun(local).sampler(one.client(8001), other.client(8002))
+        async with running(sampler, usable=2):
+            groups = await sampled(sampler, [group(seed) for seed in range(8)])
+    assert [len(completions) for completions in groups] == [2] * 8
+    for server in (one, other):
+        assert server.connection.calls.count("POST /v1/rollouts") >= 3
+
+
+async def test_a_group_starts_only_on_the_newest_weights(tmp_path: Path) -> None:
+    """The new weights are announced first; the group waits until a server has them."""
+    with servers(tmp_path, 2) as [local, remote]:
+        run = TrainingRun(local)
+        sampler = run.sampler(remote.client())
+        async with running(sampler):
+            await sampled(sampler, [group()])
+            for version in (1, 2):
+                digest = await run.update(version)
+                [completions] = await sampled(sampler, [group()])
+                assert {v for completion in completions for v in completion.versions} == {version}
+                assert remote.policy.fingerprint == digest
+
+
+async def test_weights_are_sent_after_every_interval(tmp_path: Path) -> None:
+    """With `sync_interval = 2`, a server may be one version behind, and gets every second version."""
+    with servers(tmp_path, 2) as [local, remote]:
+        run = TrainingRun(local)
+        sampler = run.sampler(remote.client(), sync_interval=2)
+        async with running(sampler):
+            versions = []
+            for version in range(1, 5):
+                await run.update(version)
+                [completions] = await sampled(sampler, [group()])
+                versions.append(completions[0].versions[0])
+    assert versions == [0, 2, 2, 4]
+
+
+@pytest.mark.parametrize("fault", ["down", "hangs"])
+async def test_groups_of_a_failed_server_are_sampled_elsewhere(tmp_path: Path, fault: str) -> None:
+    """A killed process refuses connections; a stopped one does not answer. Both get groups again when they answer."""
+    with servers(tmp_path, 3) as [local, one, other]:
+        sampler = TrainingRun(local).sampler(one.client(8001), other.client(8002))
+        async with running(sampler, usable=2):
+            expected = tokens(await sampled(sampler, [group(seed) for seed in range(4)]))
+            setattr(one.connection, fault, True)
+            assert tokens(await sampled(sampler, [group(seed) for seed in range(4)])) == expected
+            await until(lambda: sampler._places[0].version is None)
+            one.connection.calls.clear()
+            setattr(one.connection, fault, False)
+            await until(lambda: sampler._places[0].version is not None)
+            assert tokens(await sampled(sampler, [group(seed) for seed in range(4)])) == expected
+            assert "POST /v1/rollouts" in one.connection.calls
+
+
+async def test_a_restarted_server_gets_the_current_weights(tmp_path: Path) -> None:
+    """It serves its initial weights after the restart, and no group until it has been updated."""
+    with servers(tmp_path, 3) as [local, first, restarted]:
+        run = TrainingRun(local)
+        client = first.client()
+        sampler = run.sampler(client)
+        async with running(sampler):
+            await run.update(1)
+            await sampled(sampler, [group()])
+            first.connection._inner = restarted.connection._inner
+            [completions] = await sampled(sampler, [group()])
+            assert {v for completion in completions for v in completion.versions} == {1}
+        assert restarted.policy.version == 1
+
+
+def older(request: httpx.Request, body: bytes) -> bytes:
+    """Name another fingerprint in the answers to rollouts."""
+    return body.replace(b'"fingerprints":{"0":"', b'"fingerprints":{"0":"x') if "rollouts" in request.url.path else body
+
+
+def shifted(request: httpx.Request, body: bytes) -> bytes:
+    """Change the log-probabilities in the answers to rollouts."""
+    if "rollouts" not in request.url.path:
+        return body
+    fields = msgspec.json.decode(body)
+    for completion in fields["completions"]:
+        completion["logprobs"] = [logprob - 0.5 for logprob in completion["logprobs"]]
+    return msgspec.json.encode(fields)
+
+
+def garbage(request: httpx.Request, body: bytes) -> bytes:
+    """Return no JSON."""
+    return b"\xff" + body if "rollouts" in request.url.path else body
+
+
+@pytest.mark.parametrize("change", [older, shifted, garbage])
+async def test_a_server_with_wrong_data_gets_no_groups(tmp_path: Path, change: module.Recompute) -> None:
+    """Other fingerprints, other log-probabilities than the learner's, or no JSON: the probe fails."""
+    with servers(tmp_path, 3) as [local, wrong, right]:
+        wrong.connection.change = change  # type: ignore[assignment]
+        sampler = TrainingRun(local).sampler(wrong.client(8001), right.client(8002))
+        async with running(sampler):
+            await until(lambda: sampler._places[0].failures > 1)
+            await sampled(sampler, [group(seed) for seed in range(4)])
+            assert sampler._places[0].version is None
+
+
+async def test_wrong_data_of_a_server_in_use_is_sampled_again(tmp_path: Path) -> None:
+    """The server passed the probe and then names another fingerprint."""
+    with servers(tmp_path, 3) as [local, wrong, right]:
+        sampler = TrainingRun(local).sampler(wrong.client(8001), right.client(8002))
+        async with running(sampler, usable=2):
+            expected = tokens(await sampled(sampler, [group(seed) for seed in range(4)]))
+            wrong.connection.change = older
+            assert tokens(await sampled(sampler, [group(seed) for seed in range(4)])) == expected
+    assert sampler.retries >= 1
+
+
+@pytest.mark.parametrize("reason", ["layout", "other run"])
+async def test_a_server_that_is_not_suitable_gets_neither_weights_nor_groups(tmp_path: Path, reason: str) -> None:
+    """It has other trainable parameters, or another run has sent its weights meanwhile."""
+    with servers(tmp_path, 2) as [local, remote]:
+        run = TrainingRun(local)
+        sampler = run.sampler(remote.client(), **({"layout": "other"} if reason == "layout" else {}))
+        if reason == "other run":
+            sampler._places[0].owned = True
+            remote.receiver._run_id = "another"
+        async with running(sampler, usable=0):
+            await until(lambda: sampler._places[0].failures > 1)
+        assert not {"PUT /v1/policy/weights", "POST /v1/rollouts"} & set(remote.connection.calls)
+
+
+async def test_a_request_that_a_server_refuses_ends_with_its_error(tmp_path: Path) -> None:
+    """The other requests of the call continue."""
+    with servers(tmp_path, 2) as [local, remote]:
+        sampler = TrainingRun(local).sampler(remote.client())
+        async with running(sampler):
+            refused = group(prompt=(9999,), sampling=Sampling(max_tokens=2))
+            async with aclosing(sampler.groups([refused, group()])) as results:
+                outcomes = {position: outcome async for position, outcome in results}
+    assert isinstance(outcomes[0], RequestError)
+    assert isinstance(outcomes[1], list)
+
+
+async def test_the_run_fails_without_a_usable_server(tmp_path: Path) -> None:
+    """After the permitted time, with the names of the servers."""
+    with servers(tmp_path, 2) as [local, remote]:
+        remote.connection.down = True
+        sampler = TrainingRun(local).sampler(remote.client(8003), patience_seconds=0.05)
+        with pytest.RaisesGroup(RemoteError, flatten_subgroups=True) as failed:
+            await sampler.run()
+        assert "http://127.0.0.1:8003" in str(failed.value.exceptions[0])
+
+
+async def test_the_sampler_ends_with_the_learner(tmp_path: Path) -> None:
+    """The queue of updates ends."""
+    with servers(tmp_path, 2) as [local, remote]:
+        run = TrainingRun(local)
+        sampler = run.sampler(remote.client())
+        with anyio.fail_after(30):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(sampler.run)
+                run.outbox.close()
+
+
+async def test_cancelled_groups_end_on_the_server(tmp_path: Path) -> None:
+    """The consumer leaves; no request stays in flight."""
+    with servers(tmp_path, 2) as [local, remote]:
+        sampler = TrainingRun(local).sampler(remote.client())
+        async with running(sampler):
+            await sampled(sampler, [group()])
+            remote.connection.holds = True
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(sampled, sampler, [group(1), group(2)])
+                await until(lambda: sampler._places[0].rows == 4)
+                tasks.cancel_scope.cancel()
+            assert sampler._places[0].rows == 0
+
+
+def test_the_harness_has_equal_policies(tmp_path: Path) -> None:
+    """Otherwise a probe would fail."""
+    with servers(tmp_path, 2) as [one, other]:
+        assert isinstance(one, InferenceServer)
+        assert one.policy.fingerprint == other.policy.fingerprint
