@@ -28,11 +28,14 @@ def engine_mode(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     shared = request.param.endswith("prompts shared")
     monkeypatch.setattr("clotho.cpu.kv_cache.MIN_SHARED_TOKENS", 1 if shared else 10**9)
     monkeypatch.setattr("clotho.inference.kv_cache.MIN_SAVED_BYTES", {"cpu": 1 if shared else 10**9})
-    monkeypatch.setattr(clotho.cpu, "KERNELS_ENABLED", request.param.startswith("host"))
+    if request.param.startswith("MLX"):
+        monkeypatch.setattr(clotho.cpu, "KERNELS_ENABLED", False)
+    if shared and lanes.current().dtype != "float32":
+        pytest.skip("16-bit results are rounded in another order; see test_shared_prompts.py")
 
 
 LENGTHS = (1, 13, 30, 2, 21)
-ON_DEVICE = ("sampled on the device",)
+ON_DEVICE = ("MLX",)
 
 
 @pytest.mark.lanes(engine_mode=ON_DEVICE, architecture=("qwen3", "gemma3_text", "qwen3_moe"))
