@@ -20,6 +20,9 @@ from structlog.testing import capture_logs
 from tests.serving.running_server import Served, serving
 
 REQUESTS, MANY_REQUESTS = 200, 20_000
+PATIENCE_SECONDS = 300.0
+"""Time limit of a request. No assertion depends on it."""
+
 GROWTH_BYTES = 64 << 20
 """Maximum growth of the process over the second half of the requests."""
 
@@ -30,7 +33,7 @@ def served() -> Iterator[tuple[Served, httpx.Client]]:
     with (
         start_blocking_portal() as portal,
         portal.wrap_async_context_manager(serving()) as server,
-        httpx.Client(base_url=server.url, timeout=30) as client,
+        httpx.Client(base_url=server.url, timeout=PATIENCE_SECONDS) as client,
     ):
         yield server, client
 
@@ -54,7 +57,7 @@ def fuzz(count: int) -> None:
         @settings(max_examples=count, deadline=None, database=None, suppress_health_check=list(HealthCheck))
         @given(cases(client.get("/openapi.json").json()))
         def send(case: Any) -> None:
-            answer = case.call(base_url=str(client.base_url), session=None, timeout=30)
+            answer = case.call(base_url=str(client.base_url), session=None, timeout=PATIENCE_SECONDS)
             memory.append(process.memory_info().rss)
             assert answer.status_code < 500 or answer.status_code == 503, (case.as_curl_command(), answer.text)
             if answer.status_code >= 400:
