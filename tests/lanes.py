@@ -44,9 +44,9 @@ class Lane(Struct, frozen=True, kw_only=True):
     on_device: without the host path. bits: of the quantized weights; 0: not quantized.
 
     atol: largest difference of two log-probabilities of one token that two computations of the same value give, in
-    nats. rtol: largest relative difference of two sums over a micro-batch, such as a gradient. In float32 each test
-    states its tolerance. bfloat16 has 8 significant bits: logits between 8 and 16 are multiples of 2^-4, and every
-    layer rounds its result to 2^-8 of it. The same holds in 4 bits, whose products are in bfloat16.
+    nats. rtol: largest relative difference of two sums over a micro-batch, such as the gradient of one matrix. In
+    float32 each test states its tolerance. bfloat16 has 8 significant bits: logits between 8 and 16 are multiples of
+    2^-4, and every layer rounds its result to 2^-8 of it. The same holds in 4 bits, whose products are in bfloat16.
     """
 
     name: str
@@ -63,8 +63,8 @@ LANES = {
     for lane in (
         DEFAULT,
         Lane(name="float32"),
-        Lane(name="bfloat16", dtype="bfloat16", atol=0.1, rtol=0.05),
-        Lane(name="4bit", dtype="bfloat16", bits=4, atol=0.1, rtol=0.05),
+        Lane(name="bfloat16", dtype="bfloat16", atol=0.1, rtol=0.25),
+        Lane(name="4bit", dtype="bfloat16", bits=4, atol=0.1, rtol=0.25),
     )
 }
 
@@ -131,6 +131,12 @@ def _target_dtype(section: Any) -> mx.Dtype | None:
     from clotho.models.loading import DTYPES
 
     return None if section.dtype == "auto" else DTYPES[section.dtype]
+
+
+def skip_full_training(kind: str) -> None:
+    """Skip a test of full training in a lane of quantized weights, which have no gradient."""
+    if kind == "full" and _current.bits:
+        pytest.skip("full training needs unquantized weights")
 
 
 def sizes(**others: int) -> dict[str, int]:

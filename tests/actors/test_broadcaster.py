@@ -268,6 +268,7 @@ async def test_kept_kv_caches_end_the_comparison_of_recorded_log_probabilities(
     assert harness.policy.version == (1 if stops else 2)
 
 
+@pytest.mark.needs_float32
 async def test_the_broadcaster_is_ready_after_the_first_parity_check(executor: ComputeExecutor, tmp_path: Path) -> None:
     """Actors that start later wait for the check, but not for an update."""
     broadcaster, seen = BroadcasterHarness(executor, tmp_path).broadcaster(), []

@@ -119,6 +119,7 @@ def test_other_layers_in_known_places_are_not() -> None:
     assert [taken(model) for model in (block, embeddings)] == [False] * 2
 
 
+@pytest.mark.needs_float32
 def test_on_a_gpu_none_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its kernels are fast already, and its memory is far."""
     monkeypatch.setattr("clotho.cpu.supported.computes_on_host", lambda: False)

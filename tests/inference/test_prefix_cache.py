@@ -9,6 +9,7 @@ from tests.inference.engine_helpers import SAMPLED, complete_alone, make_engine,
 from tests.small_models import tiny_source
 
 
+@pytest.mark.needs_float32
 @pytest.mark.parametrize("architecture", ["qwen3", "gemma3_text", "lfm2", "falcon_h1"])
 def test_a_cached_prefix_is_not_prefilled_again(architecture: str) -> None:
     """For exact hits and longer prompts. Completions equal those without a cache."""

@@ -104,6 +104,7 @@ def test_full_training_trains_floating_point_parameters_only() -> None:
     assert len(trainable(model)) == len(flat(model.parameters())) - 1
 
 
+@pytest.mark.needs_float32
 def test_dora_trains_a_magnitude_per_output() -> None:
     """It starts as the norm of the weight's row (arXiv:2402.09353, section 4.3), so version 0 equals the base."""
     model = build()

@@ -282,6 +282,7 @@ def test_gradient_checkpointing_gives_equal_gradients() -> None:
     assert block.__call__ is of_block
 
 
+@pytest.mark.needs_float32
 def test_the_description_separates_magnitudes_and_embeddings() -> None:
     """DoRA's magnitudes count to the adapter, trained embeddings to the base."""
     policy = make(kind="dora", rank=4, target_modules=("self_attn.q_proj",), train_embeddings=True)
@@ -292,6 +293,7 @@ def test_the_description_separates_magnitudes_and_embeddings() -> None:
     assert found.bytes == 4 * (found.parameters + adapter)
 
 
+@pytest.mark.needs_float32
 def test_the_description_counts_base_and_adapter_parameters() -> None:
     """The numbers follow from the configuration."""
     policy = make(rank=4, target_modules=("self_attn.q_proj",))

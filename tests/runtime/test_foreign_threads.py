@@ -7,13 +7,13 @@ from typing import Any
 
 import anyio
 import mlx.core as mx
-import numpy as np
 import pytest
 from mlx.utils import tree_map
 
 from clotho.runtime.compute_thread import ComputeExecutor
 from clotho.runtime.sampling_client import Sampler
 from protocols.sampling import SampleRequest, Sampling
+from tests import lanes
 from tests.serving.test_with_engine import Stack
 from tests.training.policies_and_groups import tiny_policy
 
@@ -53,7 +53,7 @@ def computed(objects: Objects) -> object:
     with policy.using(objects.changed), policy.training_mode():
         mx.eval(policy.model(tokens))
     with policy.reference():
-        return np.array(mx.sum(policy.model(tokens))).item()
+        return mx.sum(policy.model(tokens)).item()
 
 
 CALLS: dict[str, Callable[[Objects], object]] = {
@@ -69,7 +69,7 @@ CALLS: dict[str, Callable[[Objects], object]] = {
     "DecodeEngine.fail_all": lambda it: it.engine.fail_all("by the test"),
     "DecodeEngine.weights_changed": lambda it: it.engine.weights_changed("recompute"),
     "DecodeEngine.teacher_forced_logits": lambda it: [
-        np.array(logits).sum() for logits in it.engine.teacher_forced_logits((1, 2), ((3, 4),), rows=2)
+        lanes.numpy(logits).sum() for logits in it.engine.teacher_forced_logits((1, 2), ((3, 4),), rows=2)
     ],
     "Policy.publish": lambda it: it.policy.publish(it.changed, version=1, step=1, fingerprint="x"),
     "Policy.trainable": lambda it: mx.eval(it.policy.trainable()),

@@ -17,6 +17,8 @@ from clotho.scoring.token_scores import SampledTokens, SamplingDistribution, Tea
 from tests.small_models import tiny
 from tests.training.policies_and_groups import Bigram
 
+pytestmark = pytest.mark.needs_float32
+
 VOCAB = 64
 LAW = SamplingDistribution(0.7, ((5, 1.5), (60, -0.5)))
 TOKENS = mx.array([[3, 1, 4, 1, 5, 9, 2, 6], [2, 7, 1, 8, 2, 8, 1, 8]])

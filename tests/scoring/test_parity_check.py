@@ -27,6 +27,7 @@ from clotho.scoring.parity_check import (
     parity_sample,
 )
 from clotho.scoring.teacher_forcing import TeacherForcing
+from tests import lanes
 from tests.inference.engine_helpers import (
     SAMPLED,
     complete_alone,
@@ -89,7 +90,7 @@ def test_every_architecture_passes_the_parity_check(architecture: str) -> None:
     policy = BigramPolicy(source.model, vocab_size=source.vocab_size)
     engine = DecodeEngine(source, EngineSection())
     report = check(policy, engine, range(1, 13), (4, 5, 6, 7, 8, 9), 0.8)
-    assert report.max_difference < 2e-4
+    assert report.max_difference < lanes.atol(2e-4)
 
 
 class DoubledLogits:

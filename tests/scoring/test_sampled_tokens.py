@@ -17,6 +17,7 @@ from clotho.scoring.token_scores import SamplingDistribution
 from clotho.training.update import Update
 from protocols.rollout import ScoredGroup
 from protocols.sampling import Completion
+from tests import lanes
 from tests.learner_settings import OBJECTIVES, learner_settings
 from tests.training.environment_groups import environment_groups, with_completions
 from tests.training.policies_and_groups import (
@@ -100,7 +101,7 @@ def naive_loss(policy: Policy, weights: dict[str, mx.array], group: ScoredGroup)
     losses = []
     for i, c in enumerate(group.group.completions):
         tokens = (*group.group.prompt.tokens, *c.tokens)
-        logits_S_V = policy.model(mx.array([tokens[:-1]]))[0]
+        logits_S_V = policy.model(mx.array([tokens[:-1]]))[0].astype(mx.float32)
         logp_S_V = logits_S_V - mx.logsumexp(logits_S_V, axis=-1, keepdims=True)
         for t in np.flatnonzero(c.sampled).tolist():
             logp = logp_S_V[len(group.group.prompt.tokens) + t - 1, c.tokens[t]]
@@ -120,6 +121,7 @@ def nearly_on_policy(policy: Policy, group: ScoredGroup) -> ScoredGroup:
     return with_completions(group, completions)
 
 
+@pytest.mark.needs_float32
 @pytest.mark.parametrize("layout", ["padded", "packed", "shared"])
 def test_two_turns_of_a_transformer_equal_a_naive_evaluation(layout: Any) -> None:
     """Rewards 1 0: advantages +-1. The reference is MLX's derivative of the plain formula, to 1e-5 of its size."""
@@ -178,22 +180,22 @@ def test_on_policy_metrics_use_only_sampled_tokens() -> None:
     """The mismatch is 0 if the sampler is the learner, for any version of unsampled tokens."""
     policy = tiny_policy()
     tokens = (1, 2, 3, 4, 20, 21, 5)
-    logits_S_V = policy.model(mx.array([tokens[:-1]]))[0]
+    logits_S_V = policy.model(mx.array([tokens[:-1]]))[0].astype(mx.float32)
     logp_S_V = np.array(logits_S_V - mx.logsumexp(logits_S_V, axis=-1, keepdims=True))
     sampled = (True, True, False, False, True)
     logprobs = [float(logp_S_V[t + 1, tokens[t + 2]]) if yes else 0.0 for t, yes in enumerate(sampled)]
     one = replace(completion(tokens[2:], logprobs), sampled=sampled)
     group = with_completions(scored_group([[3], [4]], [1.0, 0.0]), [one, one])
     metrics = finish(learner(policy).update([group])).metrics
-    assert metrics.mismatch_kl == pytest.approx(0.0, abs=1e-6)
-    assert (metrics.ratio_mean, metrics.ess) == pytest.approx((1.0, 1.0), abs=1e-5)
+    assert metrics.mismatch_kl == pytest.approx(0.0, abs=lanes.atol(1e-6))
+    assert (metrics.ratio_mean, metrics.ess) == pytest.approx((1.0, 1.0), abs=lanes.atol(1e-5))
 
 
 def reference_logprobs(policy: Policy, parameters: Any, group: ScoredGroup, i: int) -> np.ndarray:
     """Return the log-probability of the sampled tokens of a completion at its temperature."""
     prompt, c = group.group.prompt.tokens, group.group.completions[i]
     with policy.using(parameters):
-        logits = policy.model(mx.array([[*prompt, *c.tokens]]))[0, len(prompt) - 1 : -1]
+        logits = policy.model(mx.array([[*prompt, *c.tokens]]))[0, len(prompt) - 1 : -1].astype(mx.float32)
         logits = logits / (group.temperatures[i] if group.temperatures else 1.0)
         logp = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
         logp_T = np.array(mx.take_along_axis(logp, mx.array(c.tokens)[:, None], axis=-1)[:, 0], dtype=np.float64)
@@ -215,7 +217,7 @@ def test_the_update_kl_is_measured_on_sampled_tokens(budget: int, temperatures: 
             for i in (0, 1)
         ]
     )
-    assert update.metrics.update_kl == pytest.approx(np.mean(np.exp(ratio_N) - 1.0 - ratio_N), rel=1e-3)
+    assert update.metrics.update_kl == pytest.approx(np.mean(np.exp(ratio_N) - 1.0 - ratio_N), rel=lanes.rtol(1e-3))
 
 
 def test_a_full_sampled_mask_equals_no_mask() -> None:

@@ -28,6 +28,8 @@ from tests.training.policies_and_groups import (
     tiny_policy,
 )
 
+pytestmark = pytest.mark.needs_float32
+
 
 def taught(group: ScoredGroup, tokens: tuple[int, ...], logprobs: tuple[float, ...]) -> ScoredGroup:
     """The same group; a teacher says the same at each of its tokens."""

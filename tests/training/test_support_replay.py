@@ -85,7 +85,7 @@ def test_the_learner_scores_replayed_supports_as_the_sampler_drew_from_them(samp
         micro_batches = build_micro_batches(sequences, layout=layout, budget=budget)
         difference_N = learner_differences(source, micro_batches, layout, law_of(sampling))
         assert len(difference_N) == sum(len(sequence.tokens) for sequence in sequences)
-        np.testing.assert_allclose(difference_N, 0.0, atol=TOLERANCE)
+        np.testing.assert_allclose(difference_N, 0.0, atol=lanes.atol(TOLERANCE))
 
 
 def adjusted_logits(source: FixedSource, prompt: tuple[int, ...], completion: Completion, s: Sampling) -> np.ndarray:
@@ -123,7 +123,7 @@ def test_scoring_over_the_whole_vocabulary_is_off_by_the_log_of_the_kept_mass(sa
     bias_N = learner_differences(source, micro_batches, "padded", law_of(sampling))
     expected_N = np.concatenate([log_kept_mass(source, prompt, one, sampling) for _, prompt, one in completions])
     assert np.median(expected_N) < -0.02
-    np.testing.assert_allclose(bias_N, expected_N, atol=TOLERANCE)
+    np.testing.assert_allclose(bias_N, expected_N, atol=lanes.atol(TOLERANCE))
 
 
 @pytest.mark.parametrize("architecture", ["gemma2", "lfm2", "mixtral"])
@@ -139,7 +139,7 @@ def test_other_architectures_replay_their_supports_too(architecture: str) -> Non
             support_N_K[n, : len(support) // 4] = np.frombuffer(support, dtype="<u4")
         target_N = mx.array(np.array(completion.tokens, dtype=np.int32))
         scores = token_scores(logits_N_V, target_N, distribution=law_of(sampling), support_N_K=mx.array(support_N_K))
-        np.testing.assert_allclose(np.array(scores.logp_N), completion.logprobs, atol=TOLERANCE)
+        np.testing.assert_allclose(np.array(scores.logp_N), completion.logprobs, atol=lanes.atol(TOLERANCE))
         entropy_N = np.array(scores.entropy_N)
         sizes_N = np.count_nonzero(support_N_K >= 0, axis=-1)
         assert (entropy_N >= -1e-5).all()

@@ -41,6 +41,7 @@ SHORT = 1e-9
 
 def policy_of(family: str, **section: Any) -> Policy:
     """A random model of a family with an adapter on every linear layer."""
+    lanes.skip_full_training(section.get("kind", "lora"))
     settings = policy_settings(**{"rank": 4, "scale": 2.0, **section})
     config = {"model_type": family, **ATTENTION, "vocab_size": VOCABULARY}
     return Policy(tiny(family), cast(Any, None), settings, config=config, seed=0, keep_reference=True)

@@ -87,7 +87,9 @@ def test_the_split_into_micro_batches_does_not_change_the_update(budget: int) ->
         for tokens in (8192, budget)
     ]
     for name, value in flat(updates[0].parameters).items():
-        np.testing.assert_allclose(np.array(flat(updates[1].parameters)[name]), np.array(value), atol=1e-5)
+        np.testing.assert_allclose(
+            np.array(flat(updates[1].parameters)[name]), np.array(value), atol=1e-2 * lanes.rtol(1e-3)
+        )
     assert updates[1].metrics.loss == pytest.approx(updates[0].metrics.loss, abs=lanes.atol(5e-6))
     assert updates[1].metrics.grad_norm == pytest.approx(updates[0].metrics.grad_norm, rel=lanes.rtol(2e-5))
 
@@ -222,6 +224,7 @@ def test_lora_b_moves_off_zero() -> None:
         assert np.abs(np.array(value - start[name])).max() > 1e-4, name
 
 
+@pytest.mark.needs_float32
 @pytest.mark.parametrize("kind", ["lora", "full"])
 def test_compiled_and_uncompiled_functions_of_a_model_give_the_same_update(kind: str) -> None:
     """The models of mlx-lm contain functions that `mx.compile` compiles. A compiled function that keeps a weight
@@ -246,8 +249,8 @@ def test_metrics_of_a_fresh_sampler() -> None:
     policy = tiny_policy()
     groups = on_policy(policy, random_groups(32))
     metrics = finish(learner(policy).update(groups)).metrics
-    assert metrics.ratio_mean == pytest.approx(1.0, abs=1e-5)
-    assert metrics.mismatch_kl == pytest.approx(0.0, abs=1e-6)
+    assert metrics.ratio_mean == pytest.approx(1.0, abs=lanes.atol(1e-5))
+    assert metrics.mismatch_kl == pytest.approx(0.0, abs=lanes.atol(1e-6) ** 2 + 1e-6)
     assert metrics.clip_fraction == 0.0
     assert metrics.trained_tokens == sum(len(c.tokens) for g in groups for c in g.group.completions)
     assert 0.0 < metrics.entropy < math.log(32)
@@ -272,7 +275,7 @@ def on_policy(policy: Policy, groups: list[ScoredGroup]) -> list[ScoredGroup]:
         completions = []
         for c in g.group.completions:
             tokens = (*g.group.prompt.tokens, *c.tokens)
-            logits_S_V = policy.model(mx.array([tokens]))[0, :-1]
+            logits_S_V = policy.model(mx.array([tokens]))[0, :-1].astype(mx.float32)
             logp_S_V = lanes.numpy(logits_S_V - mx.logsumexp(logits_S_V, axis=-1, keepdims=True))
             rows = range(len(tokens) - 1 - len(c.tokens), len(tokens) - 1)
             completions.append(completion(c.tokens, [float(logp_S_V[t, tokens[t + 1]]) for t in rows]))
@@ -294,7 +297,7 @@ def test_the_policy_learns_to_say_what_is_rewarded() -> None:
     rng = np.random.default_rng(0)
 
     def probabilities() -> np.ndarray:
-        p_V = np.array(mx.softmax(policy.model(mx.array([[1, 2]]))[0, -1]), dtype=np.float64)
+        p_V = lanes.numpy(mx.softmax(policy.model(mx.array([[1, 2]]))[0, -1])).astype(np.float64)
         return np.asarray(p_V / p_V.sum())
 
     target = int(np.abs(probabilities() - 0.05).argmin())

@@ -116,6 +116,7 @@ class Factored(nn.Module):
         return y + mx.linalg.qr(y, stream=mx.cpu)[0][..., :1]
 
 
+@pytest.mark.needs_float32
 def test_a_model_that_has_no_gradient_is_refused_in_one_line() -> None:
     """With what MLX says of it."""
     policy, profile = tiny_policy(), a_profile()

@@ -14,6 +14,7 @@ from clotho.scoring.head_scores import SamplingDistribution, TokenScores, token_
 from clotho.scoring.layouts.micro_batches import build_micro_batches
 from clotho.scoring.sequences import TrainingSequence
 from clotho.scoring.teacher_forcing import TeacherForcing
+from tests import lanes
 from tests.learner_settings import policy_settings
 from tests.small_models import tiny
 
@@ -52,13 +53,17 @@ def random_sequences(shapes: Shapes, *, seed: int = 0) -> list[TrainingSequence]
 
 def policy_of(architecture: str, *, kind: str = "lora", **section: Any) -> Policy:
     """A tiny model with an adapter that has moved, or with all weights trained."""
+    lanes.skip_full_training(kind)
     settings = policy_settings(**{"kind": kind, "rank": 2, "scale": 2.0, **section})
     config = {"model_type": architecture, "vocab_size": VOCAB}
     policy = Policy(
         tiny(architecture, vocab_size=VOCAB), cast(Any, None), settings, config=config, seed=0, keep_reference=False
     )
     key = mx.random.key(1)
-    moved = {name: a + 0.05 * mx.random.normal(a.shape, key=key) for name, a in flat(policy.trainable()).items()}
+    moved = {
+        name: (a + 0.05 * mx.random.normal(a.shape, key=key)).astype(a.dtype)
+        for name, a in flat(policy.trainable()).items()
+    }
     policy.publish(nested(moved), version=1, step=1, fingerprint="moved")
     return policy
 
@@ -88,7 +93,7 @@ def the_plain_way(policy: Policy, sequences: Sequence[TrainingSequence]) -> Outc
     (value, logp), gradient = mx.value_and_grad(loss)(policy.trainable())
     policy.model.eval()
     return Outcome(
-        [np.array(a) for a in logp], float(np.array(value)), {n: np.array(g) for n, g in flat(gradient).items()}
+        [lanes.numpy(a) for a in logp], float(np.array(value)), {n: lanes.numpy(g) for n, g in flat(gradient).items()}
     )
 
 
@@ -110,7 +115,7 @@ def the_way_of(layout: str, policy: Policy, sequences: Sequence[TrainingSequence
             (value, logp_N), tree = mx.value_and_grad(loss)(policy.trainable())
             total += float(np.array(value))
             for name, array in flat(tree).items():
-                gradient[name] = gradient.get(name, 0.0) + np.array(array, dtype=np.float64)
+                gradient[name] = gradient.get(name, 0.0) + lanes.numpy(array).astype(np.float64)
         for b, member in enumerate(micro.members):
             mine_N = np.flatnonzero(micro.table.sequence_N == b)[: len(sequences[member].tokens)]
             logp[member] = np.array(logp_N)[mine_N]
