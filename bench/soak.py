@@ -15,6 +15,7 @@ ends in another way than intended.
 from __future__ import annotations
 
 import argparse
+import platform
 import random
 import signal
 import socket
@@ -390,7 +391,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--out", type=Path, default=RESULTS, help="Results file to replace.")
     parser.add_argument("--keep", type=Path, help="Keep the run directory and the output in this new directory.")
     chosen = parser.parse_args(argv)
-    if sys.platform != "linux":
+    if platform.system() != "Linux":
         parser.error("reads the processes of the run from /proc and needs Linux")
     with tempfile.TemporaryDirectory(prefix="clotho-soak-", ignore_cleanup_errors=True) as directory:
         scratch = chosen.keep or Path(directory)

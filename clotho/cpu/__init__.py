@@ -17,6 +17,7 @@ from __future__ import annotations
 import ctypes
 import ctypes.util
 import os
+import platform
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
@@ -58,7 +59,7 @@ def load_blas() -> str:
     for bit. One core stays free for the event loop and for MLX's own kernels, because a matrix product that waits for a
     thread without a core is many times slower. Variables that are already set (MKL_NUM_THREADS, ...) are not changed.
     """
-    if sys.platform == "darwin":
+    if platform.system() == "Darwin":
         return "Accelerate"
     if "mlx.core" in sys.modules:
         return "as loaded with MLX"

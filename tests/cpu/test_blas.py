@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import sys
+import platform
 
 import numpy as np
 import pytest
@@ -77,7 +77,7 @@ def test_what_blas_cannot_read_is_refused(array: Floats) -> None:
 
 def test_on_macos_no_library_is_loaded_and_no_variable_set(monkeypatch: pytest.MonkeyPatch) -> None:
     """MLX uses Accelerate, and macOS has no CPU affinity to count threads with."""
-    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setattr(platform, "system", lambda: "Darwin")
     monkeypatch.delattr(os, "sched_getaffinity", raising=False)
     before = dict(os.environ)
     assert load_blas.__wrapped__() == "Accelerate"

@@ -57,12 +57,13 @@ def _wait_until_ended(pid: int) -> bool:
             return True
         finally:
             queue.close()
-    try:
-        watched = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return True
-    try:
-        ready, _, _ = select.select([watched], [], [], PATIENCE_SECONDS)
-        return bool(ready)
-    finally:
-        os.close(watched)
+    else:
+        try:
+            watched = os.pidfd_open(pid)
+        except ProcessLookupError:
+            return True
+        try:
+            ready, _, _ = select.select([watched], [], [], PATIENCE_SECONDS)
+            return bool(ready)
+        finally:
+            os.close(watched)

@@ -54,6 +54,7 @@ def greedy_reference(policy: Policy, parameters: Any, prompt: tuple[int, ...], c
     return tuple(tokens[len(prompt) :])
 
 
+@pytest.mark.lanes
 def test_completions_are_greedy_and_in_the_order_of_the_prompts(policy: Policy) -> None:
     """Each token is the most probable one under the pinned weights and has their version."""
     pinned = moved(policy, 0.4)

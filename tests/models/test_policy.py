@@ -80,6 +80,7 @@ def test_publish_installs_the_given_arrays() -> None:
     assert 0 < seconds < 1
 
 
+@pytest.mark.lanes
 def test_publish_takes_effect_at_the_next_forward_pass() -> None:
     """Publishing the previous weights restores every bit."""
     policy = make()

@@ -70,6 +70,7 @@ def engine_of(policy: Policy) -> DecodeEngine:
     return DecodeEngine(policy, EngineSection())
 
 
+@pytest.mark.lanes
 @pytest.mark.parametrize("temperature", [1.0, 0.5, 0.0])
 def test_cached_decoding_equals_teacher_forcing(temperature: float) -> None:
     """To 1e-4 nats in float32, with a changed adapter, at any temperature. Greedy counts as temperature 1."""

@@ -29,6 +29,7 @@ def reference_scores(logits_V: np.ndarray, target: int, distribution: SamplingDi
     return float(np.log(p_V[target])), float(-(p_V * np.log(p_V)).sum())
 
 
+@pytest.mark.lanes(layout=("padded", "shared"))
 @pytest.mark.parametrize("distribution", [SamplingDistribution(1.0), SamplingDistribution(0.6, ((2, 1.5), (9, -2.0)))])
 @pytest.mark.parametrize("layout", ["padded", "packed", "shared", "auto"])
 def test_scores_equal_those_of_single_forward_passes(layout: str, distribution: SamplingDistribution) -> None:

@@ -143,6 +143,7 @@ def test_the_whole_gradient_equals_finite_differences_of_a_float64_oracle() -> N
     assert float(gradient.loss) == pytest.approx(loss(weights), abs=1e-6)
 
 
+@pytest.mark.lanes(budget=(24,))
 @pytest.mark.parametrize("budget", [1, 24, 64])
 def test_any_split_into_micro_batches_gives_the_same_gradient(budget: int) -> None:
     """The denominator is the whole update's, so parts add up to the whole, and so do the metrics.

@@ -32,6 +32,7 @@ from tests.training.policies_and_groups import (
 )
 
 
+@pytest.mark.lanes
 def test_an_update_makes_new_parameters_and_leaves_the_served_ones() -> None:
     """Nothing serves the new weights before somebody publishes them; their fingerprint and version are new."""
     policy = tiny_policy()
@@ -60,6 +61,7 @@ def test_the_next_update_starts_from_the_newest_parameters_served_or_not() -> No
     assert results[0].version == results[1].version == 2
 
 
+@pytest.mark.lanes
 def test_served_weights_are_back_at_every_yield() -> None:
     """Decode ticks run in between; also when new weights are published in the middle of an update."""
     policy = tiny_policy(dropout=0.2)
@@ -183,6 +185,7 @@ def test_an_abandoned_update_changes_nothing() -> None:
     assert same_bits(one.state(), state)
 
 
+@pytest.mark.lanes(kind=("lora",))
 @pytest.mark.parametrize("kind", ["lora", "full"])
 def test_a_restored_learner_continues_bit_for_bit(kind: str) -> None:
     """Weights and optimizer state of a checkpoint are all there is: update 3 is the same in another process."""
@@ -244,6 +247,7 @@ def test_compiled_and_uncompiled_functions_of_a_model_give_the_same_update(kind:
     assert largest_difference(*parameters) < 1e-6
 
 
+@pytest.mark.lanes
 def test_metrics_of_a_fresh_sampler() -> None:
     """A sampler that is the learner: ratio 1, no mismatch, nothing clipped, and the mean advantage is zero."""
     policy = tiny_policy()
@@ -290,6 +294,7 @@ def test_the_step_places_an_update_in_the_schedule() -> None:
     assert finish(one.update(random_groups(5))).metrics.learning_rate == pytest.approx(1e-2 - 9e-3 / 5)
 
 
+@pytest.mark.lanes
 def test_the_policy_learns_to_say_what_is_rewarded() -> None:
     """Reward 1 for one token of 32, said one time in twenty at first: most of the mass after 30 updates."""
     policy = tiny_policy()
