@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, ge
 
 from msgspec import Meta, Struct
 
+from protocols.constraints import Constraint
 from protocols.errors import ProfileError
 
 MAX_SUPPORT = 256
@@ -28,6 +29,7 @@ MIN_REPETITION_PENALTY = 0.01
 MAX_TEMPERATURE = 100.0
 MAX_TOP_LOGPROBS = 20
 MAX_LOGIT_BIAS, MAX_STOP_TOKENS = 1024, 128
+MAX_ALLOWED_TOKENS, MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS = 65_536, 1024, 64
 
 POLICY, BASE = "@policy", "@base"
 """Values of `SampleRequest.weights` beside the names of loaded adapters: the policy, and the model without adapter."""
@@ -68,14 +70,18 @@ StopString = Annotated[str, Meta(min_length=1, max_length=256)]
 TokenId = Annotated[int, Meta(ge=0)]
 LogitBias = Annotated[float, Meta(ge=-100.0, le=100.0)]
 TopLogprobs = Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)]
+BadWord = Annotated[tuple[TokenId, ...], Meta(min_length=1, max_length=MAX_BAD_WORD_TOKENS)]
 
 
 class Sampling(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How one sequence is sampled. The defaults sample from the model's own distribution.
 
-    Order of application: logit bias, repetition penalty, temperature, then top-p, top-k and min-p. With temperature 0
-    decoding is greedy, and the log-probabilities are those of the distribution at temperature 1.
-    The repetition penalty is that of CTRL (arXiv:1909.05858).
+    Order of application: excluded tokens (allowed tokens, bad words, minimum length), logit bias, repetition penalty,
+    frequency and presence penalty, temperature, then top-p, top-k and min-p. With temperature 0 decoding is greedy, and
+    the log-probabilities are those of the distribution at temperature 1. An exclusion that would leave no token does
+    not apply.
+    The repetition penalty is that of CTRL (arXiv:1909.05858); it counts the tokens of the prompt. The frequency and
+    presence penalties are those of the OpenAI API; like vLLM's, they count sampled tokens only.
     """
 
     temperature: Annotated[
@@ -124,6 +130,28 @@ class Sampling(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             le=10.0,
         ),
     ] = 1.0
+    presence_penalty: Annotated[
+        float,
+        _row(
+            "Subtracted from the logits of tokens that the completion contains.",
+            neutral=0.0,
+            learner="cannot evaluate",
+            logits_copies=3,
+            ge=-2.0,
+            le=2.0,
+        ),
+    ] = 0.0
+    frequency_penalty: Annotated[
+        float,
+        _row(
+            "Subtracted from the logit of a token once per occurrence in the completion.",
+            neutral=0.0,
+            learner="cannot evaluate",
+            logits_copies=3,
+            ge=-2.0,
+            le=2.0,
+        ),
+    ] = 0.0
     logit_bias: Annotated[
         tuple[tuple[TokenId, LogitBias], ...],
         _row(
@@ -139,6 +167,36 @@ class Sampling(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             "Maximum number of tokens of a completion, its stop token included.", neutral=None, affects="length", ge=1
         ),
     ] = 256
+    min_tokens: Annotated[
+        int,
+        _row(
+            "Number of tokens before which no end token is sampled and no stop string ends a completion.",
+            neutral=0,
+            learner="cannot evaluate",
+            logits_copies=1,
+            ge=0,
+        ),
+    ] = 0
+    allowed_token_ids: Annotated[
+        tuple[TokenId, ...],
+        _row(
+            "Tokens that may be sampled; empty allows all.",
+            neutral=(),
+            learner="cannot evaluate",
+            logits_copies=1,
+            max_length=MAX_ALLOWED_TOKENS,
+        ),
+    ] = ()
+    bad_words: Annotated[
+        tuple[BadWord, ...],
+        _row(
+            "Sequences of tokens that a completion never contains: the last token is excluded after the others.",
+            neutral=(),
+            learner="cannot evaluate",
+            logits_copies=1,
+            max_length=MAX_BAD_WORDS,
+        ),
+    ] = ()
     stop: Annotated[
         tuple[StopString, ...],
         _row(
@@ -223,6 +281,11 @@ PARAMETERS: dict[str, SamplingParameter] = {
 }
 
 
+def excludes_tokens(sampling: Sampling) -> bool:
+    """Whether some tokens cannot be sampled at some positions, whatever their logits."""
+    return bool(sampling.min_tokens or sampling.allowed_token_ids or sampling.bad_words)
+
+
 def below_least_positive(sampling: Sampling) -> str | None:
     """Return the name of a parameter that is above 0 and below its lowest positive value; None if there is none."""
     for name, parameter in PARAMETERS.items():
@@ -270,7 +333,10 @@ def unlearnable(sampling: Sampling) -> Unlearnable | None:
             f"{MIN_LEARNABLE_TEMPERATURE:g}",
         )
     for name in in_use(sampling, learner="cannot evaluate"):
-        value, neutral = getattr(sampling, name), PARAMETERS[name].neutral
+        parameter = PARAMETERS[name]
+        if not parameter.is_scalar:
+            return Unlearnable(name, f"{name} is set: the learner cannot evaluate it; remove it")
+        value, neutral = getattr(sampling, name), parameter.neutral
         return Unlearnable(name, f"{name} = {value:g}: the learner cannot evaluate it; set it to {neutral:g}")
     if restricts_support(sampling) and not can_record_support(sampling):
         name = in_use(sampling, learner="replays support")[0] if sampling.top_k == 0 else "top_k"
@@ -299,6 +365,9 @@ class SampleRequest(Struct, frozen=True, kw_only=True):
     background: nobody waits for the first token, as with rollouts; other requests are started first.
     weights: what samples: `POLICY`, `BASE`, or the name of a loaded adapter.
     request_id: name under which a client can abort the request; empty if it has none.
+    constraint: each completion is a sentence of this grammar, unless `max_tokens` ends it early. The log-probabilities
+        are those of the constrained distribution.
+    special_tokens: the text includes special tokens.
     """
 
     prompt: tuple[int, ...]
@@ -310,6 +379,8 @@ class SampleRequest(Struct, frozen=True, kw_only=True):
     background: bool = False
     weights: str = POLICY
     request_id: str = ""
+    constraint: Constraint | None = None
+    special_tokens: bool = False
 
 
 class Completion(Struct, frozen=True, kw_only=True):
@@ -382,9 +453,13 @@ class CompletionDone(Struct, frozen=True, kw_only=True, tag=True):
 
 
 class SampleFailed(Struct, frozen=True, kw_only=True, tag=True):
-    """Decode engine -> client: the request failed and has no further events."""
+    """Decode engine -> client: the request failed and has no further events.
+
+    param: the field of the request that caused the failure; empty if it is no fault of the request.
+    """
 
     reason: str
+    param: str = ""
 
 
 SampleEvent = TokenSampled | CompletionDone | SampleFailed

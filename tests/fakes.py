@@ -14,11 +14,23 @@ from typing import Any, Literal, TypeVar
 
 import anyio
 
+from protocols.constraints import Constraint, ConstraintState, Grammar
 from protocols.errors import ExecutorStoppedError, RequestError
 from protocols.sampling import Completion, CompletionDone, SampleEvent, SampleFailed, SampleRequest, TokenSampled
 
 T = TypeVar("T")
 END = 96
+
+
+class FakeConstraint:
+    """A constraint that records what it was compiled from."""
+
+    def __init__(self, grammar: Grammar, vocabulary: int) -> None:
+        self.grammar, self.vocabulary = grammar, vocabulary
+
+    def start(self) -> ConstraintState:
+        """Fail: the fake engine constrains nothing."""
+        raise NotImplementedError
 
 
 class CharacterTokenizer:
@@ -27,21 +39,33 @@ class CharacterTokenizer:
     eos_ids = frozenset({END})
     vocab_size = 97
     longest_token_bytes = 4  # a character outside ASCII
+    chat_template = "{{ messages }} {{ tools }} <tool_call>"
 
     def encode(self, text: str, /, *, add_special_tokens: bool = True) -> tuple[int, ...]:
         """Return one token per character. Characters outside ASCII become a question mark."""
         return tuple(95 if one == "\n" else ord(one) - 32 if " " <= one <= "~" else 31 for one in text)
 
     def render_chat(
-        self, messages: Sequence[Mapping[str, Any]], /, *, add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        /,
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] = (),
+        variables: Mapping[str, Any] | None = None,
     ) -> tuple[int, ...]:
         """Return one line per message."""
+        del tools, variables
         lines = [f"{message['role']}: {message['content']}\n" for message in messages]
         return self.encode("".join(lines) + ("assistant: " if add_generation_prompt else ""))
 
     def decode(self, tokens: Sequence[int], /, *, skip_special_tokens: bool = True) -> str:
         """Return the characters."""
         return "".join(self.token_text(token) for token in tokens if token != END or not skip_special_tokens)
+
+    def compile_grammar(self, grammar: Grammar, vocabulary: int, /) -> Constraint:
+        """Return a constraint that the fake engine does not apply."""
+        return FakeConstraint(grammar, vocabulary)
 
     def token_text(self, token: int, /) -> str:
         """Return one character, or the name of the end token."""

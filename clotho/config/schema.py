@@ -123,6 +123,8 @@ GroupSize = Annotated[int, Meta(ge=2, le=4096)]
 Interpreter = Annotated[str, about("Python interpreter with atroposlib, which runs the [[environments]].")]
 Missing = Literal["recompute", "refuse"]
 KvPolicy = Literal["keep", "recompute", "drain"]
+ToolParser = Literal["auto", "hermes", "llama3_json", "mistral"]
+ReasoningParser = Literal["auto", "off"]
 
 
 class ParityCheck(Variant, frozen=True, kw_only=True, tag="check"):
@@ -179,6 +181,8 @@ class HttpServer(Variant, frozen=True, kw_only=True, tag="http"):
     shutdown_seconds: Annotated[PositiveFloat, about("Time in which running requests may finish at the end.")] = 10.0
     accept_weights: Annotated[bool, about("Serve the weights that the training run of another process sends.")] = False
     allow_pause: Annotated[bool, about("Clients may pause the decode engine, and with it the rollouts.")] = False
+    tool_parser: Annotated[ToolParser, about("Format of tool calls; auto: from the chat template.")] = "auto"
+    reasoning_parser: Annotated[ReasoningParser, about("auto: separate <think> blocks from the content; off.")] = "auto"
 
 
 ServerSection = Annotated[Off | HttpServer, about("OpenAI-compatible HTTP server of the run.")]

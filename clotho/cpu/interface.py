@@ -9,7 +9,9 @@ from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 
 import mlx.core as mx
+import numpy as np
 from msgspec import Struct
+from numpy.typing import NDArray
 
 BLOCK = 128
 """Tokens per block of two-stage sampling."""
@@ -84,6 +86,24 @@ class Alternatives(NamedTuple):
     number: int
 
 
+class CountPenalties(NamedTuple):
+    """The R rows with a presence or frequency penalty, in ascending order. presence, frequency: float32."""
+
+    row_R: NDArray[np.int32]
+    presence_R: NDArray[np.float32]
+    frequency_R: NDArray[np.float32]
+
+
+class TokenMasks(NamedTuple):
+    """The R rows of a step that may not sample every token, in ascending order.
+
+    word_R_W: bit i of word w is set if token 32 w + i may be sampled; at least one is.
+    """
+
+    row_R: NDArray[np.int32]
+    word_R_W: NDArray[np.uint32]
+
+
 class SupportRecording(NamedTuple):
     """The rows that record their support, and the maximum size of a support."""
 
@@ -104,6 +124,7 @@ class RowParameters(Struct, frozen=True, kw_only=True):
     penalty_B: mx.array | None = None
     bias: RowLogitBias | None = None
     alternatives: Alternatives | None = None
+    count_penalties: CountPenalties | None = None
     recording: SupportRecording | None = None
 
 

@@ -6,12 +6,14 @@ there, because a launch returns when most of its work is done. Tests compare bot
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
 from clotho.cpu import computes_on_host
-from clotho.cpu.interface import BLOCK, ONE_STAGE, PADDING, Filters, RowParameters, SampledRows, Supports
+from clotho.cpu.interface import BLOCK, ONE_STAGE, PADDING, Filters, RowParameters, SampledRows, Supports, TokenMasks
 
 
 def apply_filters(x_B_V: NDArray[np.float32], filters: Filters) -> None:
@@ -72,10 +74,20 @@ def can_sample_on_cpu(parameters: RowParameters) -> bool:
 
 
 def sample_on_cpu(
-    x_B_V: NDArray[np.float32], uniform_B_2: NDArray[np.float32] | None, parameters: RowParameters
+    x_B_V: NDArray[np.float32],
+    uniform_B_2: NDArray[np.float32] | None,
+    parameters: RowParameters,
+    *,
+    sampled_R_T: Sequence[NDArray[np.int32]] = (),
+    masks: TokenMasks | None = None,
 ) -> SampledRows:
-    """Sample one token per row, as `inference.sampling.sample` does. Overwrites the logits."""
-    _process_logits(x_B_V, parameters)
+    """Sample one token per row, as `inference.sampling.sample` does. Overwrites the logits.
+
+    sampled_R_T: tokens of the completions of the rows of `parameters.count_penalties`.
+    """
+    if masks is not None:
+        _exclude_tokens(x_B_V, masks)
+    _process_logits(x_B_V, parameters, sampled_R_T)
     x_B_V -= x_B_V.max(axis=-1, keepdims=True)
     weight_B_V = np.exp(x_B_V)
     if uniform_B_2 is None:
@@ -93,11 +105,26 @@ def sample_on_cpu(
     return sampled._replace(supports=Supports(parameters.recording.row_R, token_R_K))
 
 
-def _process_logits(x_B_V: NDArray[np.float32], parameters: RowParameters) -> None:
-    """Apply logit bias, temperature and filters in place."""
+def _exclude_tokens(x_B_V: NDArray[np.float32], masks: TokenMasks) -> None:
+    """Set the logits of tokens that may not be sampled to minus infinity, in place."""
+    bytes_R_K = masks.word_R_W.astype("<u4", copy=False).view(np.uint8)
+    allowed_R_V = np.unpackbits(bytes_R_K, axis=-1, count=x_B_V.shape[1], bitorder="little").view(np.bool_)
+    for row, allowed_V in zip(masks.row_R.tolist(), allowed_R_V, strict=True):
+        x_B_V[row, ~allowed_V] = -np.inf
+
+
+def _process_logits(
+    x_B_V: NDArray[np.float32], parameters: RowParameters, sampled_R_T: Sequence[NDArray[np.int32]]
+) -> None:
+    """Apply logit bias, penalties, temperature and filters in place."""
     if parameters.bias is not None:
         row_B_1 = np.arange(len(x_B_V))[:, None]
         np.add.at(x_B_V, (row_B_1, np.array(parameters.bias.token_B_K)), np.array(parameters.bias.value_B_K))
+    if parameters.count_penalties is not None:
+        for row, presence, frequency, token_T in zip(*parameters.count_penalties, sampled_R_T, strict=True):
+            token_N, count_N = np.unique(token_T, return_counts=True)
+            x_B_V[row, token_N] -= frequency * count_N.astype(np.float32)
+            x_B_V[row, token_N] -= presence
     if parameters.inverse_temperature_B is not None:
         x_B_V *= np.array(parameters.inverse_temperature_B)[:, None]
     if parameters.filters is not None:

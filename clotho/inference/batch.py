@@ -15,12 +15,20 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from clotho.cpu.interface import PADDING, PrefilledPrompt, RowParameters, SampledRows, Supports
+from clotho.cpu.interface import (
+    PADDING,
+    PrefilledPrompt,
+    RowParameters,
+    SampledRows,
+    Supports,
+    TokenMasks,
+)
 from clotho.cpu.sampling import can_sample_on_cpu, sample_on_cpu
 from clotho.inference.cache_layout import Logits, RowCaches
 from clotho.inference.prefill import Computing
 from clotho.inference.sampling import row_parameters, sample, uniforms
 from clotho.inference.scheduler import PrefillJob, Row
+from clotho.inference.token_masks import MaskedRows, sampled_counts
 from clotho.models.adapter_store import LoadedAdapter
 
 INITIAL_COLUMNS = 64
@@ -113,7 +121,11 @@ class SlotTable:
 
     def tokens_of(self, slot: int) -> list[int]:
         """Return the tokens that the row in `slot` has sampled so far."""
-        return [int(t) for t in self._token[slot, : self.sampled[slot]]]
+        return [int(t) for t in self.sampled_tokens(slot)]
+
+    def sampled_tokens(self, slot: int) -> NDArray[np.int32]:
+        """Return the tokens that the row in `slot` has sampled so far, as a view."""
+        return self._token[slot, : self.sampled[slot]]
 
     def adapters(self) -> list[LoadedAdapter | None]:
         """Return the adapter of every slot, None for the policy; that of another row for free slots."""
@@ -242,6 +254,8 @@ class Batch:
         self._first_input: dict[int, int] = {}  # slot -> first input of a row that just joined
         self._parameters: RowParameters | None = None
         self._seen: mx.array | None = None
+        self._counts: mx.array | None = None
+        self._masked: MaskedRows | None = None
         self._waste = 0.0
 
     @property
@@ -300,6 +314,7 @@ class Batch:
         self.table = SlotTable(self._end_tokens, self.vocabulary)
         self.table.grow(rows)
         self._cache, self._input, self._first_input, self._seen = self._make_caches(rows), None, {}, None
+        self._parameters, self._counts, self._masked = None, None, None
         self._waste = 0.0
 
     def _grow(self, rows: int) -> None:
@@ -366,12 +381,13 @@ class Batch:
         input_B = self._inputs()
         logits_B_V = self._logits(self._cache, input_B, due)
         uniform_B_2 = None if parameters.all_greedy else uniforms(table.seed, table.launched)
+        masks = self._masks(logits_B_V, due) if self._masked is not None else None
+        if on_cpu:
+            sampled = self._sample_on_cpu(logits_B_V, uniform_B_2, parameters, masks)
+        else:
+            sampled = self._sample_on_gpu(logits_B_V, input_B, uniform_B_2, parameters, masks)
         table.launched[slot] += 1
         table.positions[slot] += 1
-        if on_cpu:
-            sampled = self._sample_on_cpu(logits_B_V, uniform_B_2, parameters)
-        else:
-            sampled = self._sample_on_gpu(logits_B_V, input_B, uniform_B_2, parameters)
         self._input = sampled.token_B
         version_N = table.versions(slot, version)
         serial_N = table.serial[slot]
@@ -385,15 +401,30 @@ class Batch:
         with self._computing(table.adapters()):
             return cache.logits(input_B, table.positions, due)
 
+    def _masks(self, logits_B_V: Logits, due: NDArray[np.bool_]) -> TokenMasks | None:
+        """Start the evaluation of the logits, and compute the masks meanwhile."""
+        assert self._cache is not None
+        assert self._masked is not None
+        if isinstance(logits_B_V, mx.array):
+            mx.async_eval(logits_B_V, self._cache.arrays)
+        return self._masked.at_step(due, self.table.launched, self.table.tokens_of)
+
     def _sample_on_cpu(
-        self, logits_B_V: Logits, uniform_B_2: NDArray[np.float32] | None, parameters: RowParameters
+        self,
+        logits_B_V: Logits,
+        uniform_B_2: NDArray[np.float32] | None,
+        parameters: RowParameters,
+        masks: TokenMasks | None,
     ) -> SampledRows:
         """Wait for the logits and sample in NumPy."""
         assert self._cache is not None
         if isinstance(logits_B_V, mx.array):
             mx.async_eval(logits_B_V, self._cache.arrays)
             logits_B_V = np.array(logits_B_V.astype(mx.float32))
-        return sample_on_cpu(logits_B_V, uniform_B_2, parameters)
+        sampled_R_T = []
+        if parameters.count_penalties is not None:
+            sampled_R_T = [self.table.sampled_tokens(slot) for slot in parameters.count_penalties.row_R.tolist()]
+        return sample_on_cpu(logits_B_V, uniform_B_2, parameters, sampled_R_T=sampled_R_T, masks=masks)
 
     def _sample_on_gpu(
         self,
@@ -401,6 +432,7 @@ class Batch:
         input_B: mx.array,
         uniform_B_2: NDArray[np.float32] | None,
         parameters: RowParameters,
+        masks: TokenMasks | None,
     ) -> SampledRows:
         """Sample in MLX, and start the evaluation of everything that the step writes."""
         assert self._cache is not None
@@ -408,8 +440,14 @@ class Batch:
         if self._seen is not None:
             self._seen[mx.arange(self.slots), input_B] = True
             written.append(self._seen)
+        if parameters.count_penalties is not None and self._counts is not None:
+            row_R = parameters.count_penalties.row_R
+            is_sampled_R = mx.array(self.table.launched[row_R] > 0)  # the first input is a token of the prompt
+            input_R = input_B[mx.array(row_R)]
+            self._counts = self._counts.at[mx.arange(len(row_R)), input_R].add(is_sampled_R)
+            written.append(self._counts)
         uniform = None if uniform_B_2 is None else mx.array(uniform_B_2)
-        sampled = sample(mx.array(logits_B_V), uniform, parameters, self._seen)
+        sampled = sample(mx.array(logits_B_V), uniform, parameters, self._seen, count_R_V=self._counts, masks=masks)
         mx.async_eval([a for a in sampled if a is not None], written)
         return sampled
 
@@ -432,7 +470,19 @@ class Batch:
             settings = [row.active.request.sampling if row is not None else None for row in rows]
             self._parameters = row_parameters(settings, self.vocabulary, recorded=recorded)
             self._seen = self._seen_tokens() if self._parameters.penalty_B is not None else None
+            on_cpu = can_sample_on_cpu(self._parameters)
+            penalties = None if on_cpu else self._parameters.count_penalties
+            self._counts = sampled_counts(penalties, self.table, self.vocabulary) if penalties is not None else None
+            masked = any(row is not None and row.is_masked for row in rows)
+            self._masked = MaskedRows(rows, self._end_tokens, self.vocabulary) if masked else None
         return self._parameters
+
+    @property
+    def needs_tokens(self) -> bool:
+        """Whether the next step depends on the tokens of the step in flight, which must be read first."""
+        parameters = self._row_parameters()
+        counts_on_host = parameters.count_penalties is not None and can_sample_on_cpu(parameters)
+        return counts_on_host or (self._masked is not None and self._masked.needs_tokens)
 
     def _seen_tokens(self) -> mx.array:
         """Mark the tokens of rows with a repetition penalty, except the newest, which each step adds itself."""

@@ -172,9 +172,7 @@ class DecodeEngine:
 
     def _row(self, active: ActiveRequest, index: int) -> Row:
         self._rows += 1
-        request = active.request
-        needs_text = request.stream or request.sampling.stop
-        text = IncrementalDetokenizer(self._source.tokenizer, request.sampling.stop) if needs_text else None
+        text = IncrementalDetokenizer.of(self._source.tokenizer, active.request) if active.needs_text else None
         return Row(active, index, serial=self._rows, text=text)
 
     def abort(self, request_id: int) -> None:
@@ -325,20 +323,25 @@ class DecodeEngine:
         sampled = 0
         try:
             batch.compact()
+            if batch.inflight is not None and batch.needs_tokens:
+                sampled = self._read_inflight()
             previous, step = batch.inflight, batch.launch(self._source.version)
             batch.inflight = step
             self._decode_steps += step is not None
             if previous is not None:
-                sampled = self._process(batch.read(previous))
+                sampled += self._process(batch.read(previous))
             if step is not None and step.known:
-                batch.inflight = None
-                sampled += self._process(batch.read(step))
+                sampled += self._read_inflight()
         except Exception as error:
             log.exception("decode_step_failed")
             self._fail_running(f"a decode step failed: {error}")
         if batch.slots and batch.inflight is None and not self.running:
             batch.drop()
         return sampled
+
+    def _read_inflight(self) -> int:
+        step, self._batch.inflight = self._batch.inflight, None
+        return self._process(self._batch.read(step)) if step is not None else 0
 
     def _process(self, output: StepOutput | None) -> int:
         sampled = self._outputs.process(output) if output is not None else 0
@@ -417,9 +420,7 @@ class DecodeEngine:
     def _interrupt(self, concerns: Callable[[ActiveRequest], bool]) -> list[PrefillJob]:
         """Remove running rows from the batch, with the tokens they have sampled."""
         batch = self._batch
-        if batch.inflight is not None:
-            step, batch.inflight = batch.inflight, None
-            self._process(batch.read(step))
+        self._read_inflight()
         slots = [slot for slot, row in enumerate(batch.table.rows) if row is not None and concerns(row.active)]
         rows = [batch.leave(slot) for slot in slots]
         self._preempted += len(rows)

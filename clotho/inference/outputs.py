@@ -12,6 +12,7 @@ import structlog
 from clotho.inference.batch import Batch, StepOutput
 from clotho.inference.scheduler import ActiveRequest, Row
 from clotho.models.tokenizer import ChatTokenizer
+from protocols.errors import RequestError
 from protocols.sampling import Completion, CompletionDone, FinishReason, SampleEvent, SampleFailed, TokenSampled
 from protocols.summary import Distribution
 
@@ -96,11 +97,11 @@ class EventSender:
     def _close(self, active: ActiveRequest) -> None:
         self.closed.append(self.requests.pop(active.request_id))
 
-    def fail(self, active: ActiveRequest, reason: str) -> None:
-        """Report that a request failed, and close it."""
+    def fail(self, active: ActiveRequest, reason: str, param: str = "") -> None:
+        """Report that a request failed, and close it. param: see `SampleFailed`."""
         if active.request_id in self.requests:
             self.failed += 1
-            self.send(active, SampleFailed(reason=reason))
+            self.send(active, SampleFailed(reason=reason, param=param))
         if active.request_id in self.requests:  # unless the listener raised
             self._close(active)
 
@@ -189,6 +190,11 @@ class OutputProcessor:
         except Exception as error:
             self._sender.fail(row.active, f"token {token} could not be decoded: {error}")
             return None
+        try:
+            completes = row.constraint is not None and row.constraint.accept(token)
+        except RequestError as error:
+            self._sender.fail(row.active, str(error), param=error.param or "")
+            return None
         top = _alternatives(output, n, request.sampling.top_logprobs)
         if request.sampling.top_logprobs:
             row.top_logprobs.append(top)
@@ -196,6 +202,8 @@ class OutputProcessor:
             self._stream(row, output, n, text, top)
         if ends or stops:
             return "stop", token
+        if completes:
+            return "stop", None
         return ("stop", row.text.stopped) if row.text is not None and row.text.stopped is not None else None
 
     def _stream(self, row: Row, output: StepOutput, n: int, text: str, top: tuple[tuple[int, float], ...]) -> None:

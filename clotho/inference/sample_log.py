@@ -130,7 +130,7 @@ class SampleLog:
                 completion.supports,
                 completion.finish_reason,
                 client_label,
-                unlearnable_reason(request.sampling, support_recorded=bool(completion.supports), logit_bias=self._bias),
+                self._unlearnable(request, completion),
             )
             if entry.cost > self._capacity:
                 return
@@ -164,6 +164,11 @@ class SampleLog:
         if len(found) > 1 and logprobs is not None:
             return min(found, key=lambda sampled: float(np.abs(sampled.logprobs - logprobs).max()))
         return found[0] if found else None
+
+    def _unlearnable(self, request: SampleRequest, completion: Completion) -> str:
+        if request.constraint is not None:
+            return "the completion was constrained by a grammar, which the learner cannot evaluate"
+        return unlearnable_reason(request.sampling, support_recorded=bool(completion.supports), logit_bias=self._bias)
 
     def _key(self, prompt: tuple[int, ...], tokens: tuple[int, ...]) -> bytes:
         """Return the key of a completion. The prompt of consecutive completions of one request is hashed once."""

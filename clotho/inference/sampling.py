@@ -1,8 +1,8 @@
 """From sampling parameters to tokens: validation of requests, parameters of a batch as arrays, and sampling.
 
 Sampling functions take a batch of logits (B, V) in float32 and stay on the device. Parameters that no row uses cost
-nothing: without filters there is no sort, without repetition penalty no table of previous tokens, and without recorded
-supports none are collected. `clotho.cpu.sampling` implements the same algorithm in NumPy.
+nothing: without filters there is no sort, without penalties no table of previous tokens, without excluded tokens no
+mask, and without recorded supports none are collected. `clotho.cpu.sampling` implements the same algorithm in NumPy.
 
 Random numbers depend on (seed, position) only, so a row samples the same tokens whatever its neighbours are.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Collection, Iterable, Sequence
+from itertools import chain
 
 import mlx.core as mx
 import msgspec
@@ -22,12 +23,14 @@ from clotho.cpu.interface import (
     ONE_STAGE,
     PADDING,
     Alternatives,
+    CountPenalties,
     Filters,
     RowLogitBias,
     RowParameters,
     SampledRows,
     SupportRecording,
     Supports,
+    TokenMasks,
 )
 from protocols.errors import RequestError
 from protocols.sampling import (
@@ -60,6 +63,7 @@ def row_parameters(
         penalty_B=_array_unless([s.repetition_penalty for s in used], 1.0),
         bias=_bias(used),
         alternatives=_alternatives(used),
+        count_penalties=_count_penalties(used),
         recording=_recording([row for row in sorted(recorded) if truncates(used[row], vocabulary)], used, vocabulary),
     )
 
@@ -118,17 +122,36 @@ def _bias(used: Sequence[Sampling]) -> RowLogitBias | None:
     return RowLogitBias(mx.array(token_B_K), mx.array(value_B_K))
 
 
+def _count_penalties(used: Sequence[Sampling]) -> CountPenalties | None:
+    rows = [row for row, sampling in enumerate(used) if sampling.presence_penalty or sampling.frequency_penalty]
+    if not rows:
+        return None
+    presence = np.array([used[row].presence_penalty for row in rows], dtype=np.float32)
+    frequency = np.array([used[row].frequency_penalty for row in rows], dtype=np.float32)
+    return CountPenalties(np.array(rows, dtype=np.int32), presence, frequency)
+
+
 def sample(
-    logits_B_V: mx.array, uniform_B_2: mx.array | None, parameters: RowParameters, seen_B_V: mx.array | None
+    logits_B_V: mx.array,
+    uniform_B_2: mx.array | None,
+    parameters: RowParameters,
+    seen_B_V: mx.array | None,
+    *,
+    count_R_V: mx.array | None = None,
+    masks: TokenMasks | None = None,
 ) -> SampledRows:
     """Sample one token per row by inverting the distribution function; greedy rows take the most probable token.
 
-    Order: logit bias, repetition penalty, temperature, then top-p, top-k, min-p. Temperature and filters do not apply
+    Order: masks, logit bias, penalties, temperature, then top-p, top-k, min-p. Temperature and filters do not apply
     to greedy rows, so their log-probabilities are those at temperature 1.
     uniform_B_2: two uniforms in (0, 1) per row; None if all rows are greedy.
     seen_B_V: tokens of prompt and completion so far; None if no row has a repetition penalty.
+    count_R_V: number of occurrences of each token in the completions of the rows of `parameters.count_penalties`.
     """
-    x_B_V = process_logits(logits_B_V.astype(mx.float32), parameters, seen_B_V)
+    x_B_V = logits_B_V.astype(mx.float32)
+    if masks is not None:
+        x_B_V = exclude_tokens(x_B_V, masks)
+    x_B_V = process_logits(x_B_V, parameters, seen_B_V, count_R_V)
     if parameters.filters is not None:
         x_B_V = apply_filters(x_B_V, parameters.filters)
     peak_B_1 = mx.max(x_B_V, axis=-1, keepdims=True)
@@ -151,14 +174,35 @@ def sample(
     return sampled._replace(supports=Supports(parameters.recording.row_R, token_R_K))
 
 
-def process_logits(x_B_V: mx.array, parameters: RowParameters, seen_B_V: mx.array | None) -> mx.array:
-    """Apply logit bias, repetition penalty (CTRL, arXiv:1909.05858, equation 4, by sign) and temperature."""
+def exclude_tokens(x_B_V: mx.array, masks: TokenMasks) -> mx.array:
+    """Set the logits of tokens that may not be sampled to minus infinity. Other rows keep their logits."""
+    word_R_W_1, row_R = mx.array(masks.word_R_W)[..., None], mx.array(masks.row_R)
+    bit_R_W_K = mx.bitwise_and(mx.right_shift(word_R_W_1, mx.arange(32, dtype=mx.uint32)), 1)
+    allowed_R_V = bit_R_W_K.reshape(len(masks.row_R), -1)[:, : x_B_V.shape[-1]].astype(mx.bool_)
+    limit_R_V = mx.where(allowed_R_V, mx.inf, -mx.inf)
+    return x_B_V.at[row_R].minimum(limit_R_V)
+
+
+def process_logits(
+    x_B_V: mx.array, parameters: RowParameters, seen_B_V: mx.array | None, count_R_V: mx.array | None = None
+) -> mx.array:
+    """Apply logit bias, penalties and temperature.
+
+    The repetition penalty is that of CTRL (arXiv:1909.05858, equation 4, by sign). Frequency and presence penalty:
+    x - frequency x count - presence x [count > 0], as in the OpenAI API.
+    """
     if parameters.bias is not None:
         rows_B_1 = mx.arange(x_B_V.shape[0])[:, None]
         x_B_V = x_B_V.at[rows_B_1, parameters.bias.token_B_K].add(parameters.bias.value_B_K)
     if parameters.penalty_B is not None and seen_B_V is not None:
         penalty_B_1 = parameters.penalty_B[:, None]
         x_B_V = mx.where(seen_B_V, mx.where(x_B_V > 0, x_B_V / penalty_B_1, x_B_V * penalty_B_1), x_B_V)
+    if parameters.count_penalties is not None and count_R_V is not None:
+        row_R = mx.array(parameters.count_penalties.row_R)
+        frequency_R_1 = mx.array(parameters.count_penalties.frequency_R)[:, None]
+        presence_R_1 = mx.array(parameters.count_penalties.presence_R)[:, None]
+        x_B_V = x_B_V.at[row_R].subtract(frequency_R_1 * count_R_V)
+        x_B_V = x_B_V.at[row_R].subtract(presence_R_1 * (count_R_V > 0))
     if parameters.inverse_temperature_B is not None:
         x_B_V = x_B_V * parameters.inverse_temperature_B[:, None]
     return x_B_V
@@ -299,6 +343,8 @@ def validate(request: SampleRequest, *, vocabulary: int, context: int, cache_tok
         raise RequestError(message, param="prompt")
     _check_seeds(request.seeds)
     _check_sampling(request.sampling, vocabulary)
+    if request.constraint is not None:
+        _check_constrained(request.sampling)
     _check_support(request, vocabulary)
     limit = min(request.sampling.max_tokens, context - len(request.prompt))
     if len(request.prompt) + limit > cache_tokens:
@@ -340,6 +386,17 @@ def _check_sampling(sampling: Sampling, vocabulary: int) -> None:
         raise RequestError(message, param=low)
     _check_tokens((token for token, _ in sampling.logit_bias), vocabulary, "logit_bias")
     _check_tokens(sampling.stop_token_ids, vocabulary, "stop_token_ids")
+    _check_tokens(sampling.allowed_token_ids, vocabulary, "allowed_token_ids")
+    _check_tokens(chain.from_iterable(sampling.bad_words), vocabulary, "bad_words")
+    if sampling.min_tokens > sampling.max_tokens:
+        message = f"min_tokens is {sampling.min_tokens}; max_tokens is {sampling.max_tokens}"
+        raise RequestError(message, param="min_tokens")
+
+
+def _check_constrained(sampling: Sampling) -> None:
+    for name in ("allowed_token_ids", "ignore_eos"):
+        if getattr(sampling, name):
+            raise RequestError(f"{name} cannot be combined with a grammar", param=name)
 
 
 def _check_support(request: SampleRequest, vocabulary: int) -> None:

@@ -10,8 +10,9 @@ from time import perf_counter
 from clotho.cpu.interface import PromptState
 from clotho.inference.stop_strings import IncrementalDetokenizer
 from clotho.models.adapter_store import LoadedAdapter
+from protocols.constraints import ConstraintState
 from protocols.errors import RequestError
-from protocols.sampling import SampleEvent, SampleRequest
+from protocols.sampling import SampleEvent, SampleRequest, excludes_tokens
 
 Listener = Callable[[SampleEvent], None]
 
@@ -41,6 +42,11 @@ class ActiveRequest:
         return 0 if self.adapter is None else self.adapter.version or -1
 
     @property
+    def needs_text(self) -> bool:
+        """Whether the text of a completion is needed before its end, or with special tokens."""
+        return bool(self.request.stream or self.request.sampling.stop or self.request.special_tokens)
+
+    @property
     def reserved(self) -> int:
         """Maximum number of tokens of the prompt and one completion."""
         return len(self.request.prompt) + self.limit
@@ -50,24 +56,36 @@ class ActiveRequest:
 class Row:
     """One completion. `tokens`, `logprobs` and `versions` are filled in when it leaves the batch.
 
-    top_logprobs, supports: per token sampled so far, if the request needs them.
+    top_logprobs, supports: per token sampled so far, if the request needs them. constraint: has accepted every token
+    sampled so far.
     """
 
     active: ActiveRequest
     index: int
     serial: int
     text: IncrementalDetokenizer | None = None
+    constraint: ConstraintState | None = field(default=None, init=False)
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     top_logprobs: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
     supports: list[bytes] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        """Begin the constraint of the request."""
+        constraint = self.active.request.constraint
+        self.constraint = constraint.start() if constraint is not None else None
+
     @property
     def needs_processing(self) -> bool:
-        """Whether every token must be processed one by one: for text, stop tokens or alternatives."""
-        request = self.active.request
-        return self.text is not None or bool(request.sampling.stop_token_ids or request.sampling.top_logprobs)
+        """Whether every token must be processed one by one: for text, a constraint, stop tokens or alternatives."""
+        sampling = self.active.request.sampling
+        return bool(self.text or self.constraint or sampling.stop_token_ids or sampling.top_logprobs)
+
+    @property
+    def is_masked(self) -> bool:
+        """Whether some tokens cannot be sampled at some steps, whatever their logits."""
+        return self.constraint is not None or excludes_tokens(self.active.request.sampling)
 
 
 @dataclass(eq=False, slots=True)

@@ -73,12 +73,12 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any], *, add_generation_prompt: bool
     ) -> str:
-        """Render a conversation. variables: further names that the template may use.
+        """Render a conversation. variables: further names that the template may use, such as `tools`.
 
         Raises WorkLimitError, and every exception that the template causes.
         """
         BUDGET.set(Budget(2**62))
-        size = sum(size_and_depth(message)[0] for message in messages)
+        size = sum(size_and_depth(value)[0] for value in (*messages, variables.get("tools", [])))
         BUDGET.set(Budget(WORK + WORK_PER_INPUT * size))
         left = MAX_OUTPUT_CHARACTERS + 2 * size
         chunks = []

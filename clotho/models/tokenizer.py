@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tokenizer_utils import load as load_tokenizer
@@ -17,13 +18,20 @@ from clotho.models.chat_template import ChatTemplate
 from clotho.models.control_tokens import ControlTokens
 from clotho.models.gguf_tokenizer import gguf_tokenizer
 from clotho.models.model_files import one_line, require_tokenizer_files
+from protocols.constraints import Constraint, Grammar
 from protocols.errors import ModelError, RequestError
+
+if TYPE_CHECKING:
+    from clotho.models.constraints import GrammarCompiler
 
 SAMPLE_CONVERSATION = (
     {"role": "user", "content": "a"},
     {"role": "assistant", "content": "b"},
     {"role": "user", "content": "c"},
 )
+
+
+NO_VARIABLES: Mapping[str, Any] = MappingProxyType({})
 
 
 class ChatTokenizer:
@@ -39,6 +47,8 @@ class ChatTokenizer:
         self._template: ChatTemplate | None = None
         self._control: ControlTokens | None = None
         self._lock = nullcontext() if getattr(wrapper._tokenizer, "is_fast", False) else threading.Lock()
+        self._compilers: dict[int, GrammarCompiler] = {}
+        self._grammar_lock = threading.Lock()
         self.eos_ids: frozenset[int] = frozenset(int(t) for t in wrapper.eos_token_ids)
         self.vocab_size: int = len(wrapper)
 
@@ -83,14 +93,29 @@ class ChatTokenizer:
             found = self._wrapper.encode(text, add_special_tokens=add_special_tokens, verbose=False)
             return tuple(int(token) for token in found)
 
+    @property
+    def chat_template(self) -> str:
+        """The source of the chat template; empty if there is none, or Python code renders conversations."""
+        if not self.has_chat_template or self._renders_itself:
+            return ""
+        return str(self._wrapper._tokenizer.get_chat_template())
+
     def render_chat(
-        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] = (),
+        variables: Mapping[str, Any] | None = None,
     ) -> tuple[int, ...]:
         """Return the tokens of a conversation in the chat template of the model.
 
-        The text of a control token in a message is encoded as ordinary text (`clotho.models.control_tokens`). Raises
-        RequestError (param `messages`) if there is no template, or the template raises or does too much work for these
-        messages.
+        tools: definitions of functions in the format of the OpenAI API. variables: further names that the template may
+        use. The text of a control token in a message or in a tool is encoded as ordinary text
+        (`clotho.models.control_tokens`).
+
+        Raises RequestError (param `messages`) if there is no template, or the template raises or does too much work for
+        these messages.
         """
         if not messages:
             raise RequestError("a conversation needs at least one message", param="messages")
@@ -99,8 +124,9 @@ class ChatTokenizer:
         try:
             with self._lock:
                 control = self._control_tokens()
-                disarmed = control.disarm(messages)
-                text = self._render(disarmed.messages, add_generation_prompt)
+                disarmed = control.disarm([*messages, *tools])
+                plain, plain_tools = disarmed.messages[: len(messages)], disarmed.messages[len(messages) :]
+                text = self._render(plain, add_generation_prompt, plain_tools, variables or {})
                 if disarmed.originals:
                     return control.encode(text, disarmed.originals)
                 return tuple(int(t) for t in self._wrapper.encode(text, add_special_tokens=False, verbose=False))
@@ -110,19 +136,36 @@ class ChatTokenizer:
             message = f"the chat template raised for these messages: {type(error).__name__}: {one_line(error)}"
             raise RequestError(message, param="messages") from error
 
-    def _render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
+    @property
+    def _renders_itself(self) -> bool:
+        """Whether Python code of mlx-lm or of a trusted model renders conversations."""
+        own_code = type(self._wrapper._tokenizer).apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template
+        return self._wrapper._chat_template is not None or own_code
+
+    def _render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool,
+        tools: Sequence[Mapping[str, Any]] = (),
+        variables: Mapping[str, Any] = NO_VARIABLES,
+    ) -> str:
         tokenizer = self._wrapper._tokenizer
-        renders_itself = type(tokenizer).apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template
-        if self._wrapper._chat_template is not None or renders_itself:  # Python code of mlx-lm or a trusted model
+        if self._renders_itself:
             return str(
                 self._wrapper.apply_chat_template(
-                    [dict(m) for m in messages], tokenize=False, add_generation_prompt=add_generation_prompt
+                    [dict(m) for m in messages],
+                    tokenize=False,
+                    add_generation_prompt=add_generation_prompt,
+                    **({"tools": [dict(tool) for tool in tools]} if tools else {}),
+                    **variables,
                 )
             )
         if self._template is None:
             self._template = ChatTemplate(tokenizer.get_chat_template())
-        variables = tokenizer.special_tokens_map | {"enable_thinking": self._wrapper.has_thinking}
-        return self._template.render(messages, variables, add_generation_prompt=add_generation_prompt)
+        names = tokenizer.special_tokens_map | {"enable_thinking": self._wrapper.has_thinking, **variables}
+        if tools:
+            names["tools"] = [dict(tool) for tool in tools]
+        return self._template.render(messages, names, add_generation_prompt=add_generation_prompt)
 
     def _control_tokens(self) -> ControlTokens:
         """Special tokens, tokens that end a completion, and added tokens that the template writes between turns."""
@@ -144,6 +187,22 @@ class ChatTokenizer:
                 list(tokens), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
             )
         )
+
+    def compile_grammar(self, grammar: Grammar, vocabulary: int) -> Constraint:
+        """Compile a grammar for models whose logits have the width `vocabulary`.
+
+        Raises RequestError, which names the field, if the grammar is not usable, or this tokenizer has none.
+        """
+        from clotho.models.constraints import GrammarCompiler  # takes 50 ms to import and 1 s to construct
+
+        with self._grammar_lock:
+            if vocabulary not in self._compilers:
+                try:
+                    compiler = GrammarCompiler(self._wrapper._tokenizer, self.eos_ids, vocabulary)
+                except ValueError as error:
+                    raise RequestError(f"{grammar.param}: {error}", param=grammar.param) from error
+                self._compilers[vocabulary] = compiler
+        return self._compilers[vocabulary].compile(grammar)
 
     def token_text(self, token: int) -> str:
         """Return one token as text, special tokens by name; an incomplete character becomes U+FFFD."""

@@ -281,4 +281,6 @@ class Sampler:
 
 
 def _outcome(event: SampleEvent | RequestError) -> Progress | Refusal:
-    return GenerationError(event.reason) if isinstance(event, SampleFailed) else event
+    if not isinstance(event, SampleFailed):
+        return event
+    return RequestError(event.reason, param=event.param) if event.param else GenerationError(event.reason)

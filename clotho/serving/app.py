@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import anyio
 import msgspec
-from msgspec import Struct
+from msgspec import Struct, structs
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
@@ -23,7 +23,8 @@ from clotho.config.rules import is_loopback
 from clotho.runtime.daemon_threads import DaemonThreads, NoThreadError, OvertimeError
 from clotho.serving.auth import ApiKeyMiddleware, LocalOriginMiddleware, client_label
 from clotho.serving.bodies import RequestBodies
-from clotho.serving.errors import EXCEPTION_HANDLERS, ApiError, overloaded
+from clotho.serving.completion_requests import parse_completion_request
+from clotho.serving.errors import EXCEPTION_HANDLERS, ApiError, invalid_field, overloaded
 from clotho.serving.limits import (
     AdmissionMiddleware,
     ConcurrencyLimit,
@@ -32,7 +33,7 @@ from clotho.serving.limits import (
 )
 from clotho.serving.metrics import ServerMetrics
 from clotho.serving.native import GenerationResult, NativeRequest
-from clotho.serving.openai_requests import ValidatedRequest, parse_chat_request, parse_completion_request
+from clotho.serving.openai_requests import ValidatedRequest, parse_chat_request
 from clotho.serving.openai_responses import (
     ChatFormat,
     CompletionFormat,
@@ -60,6 +61,7 @@ TOKENIZE_SECONDS = 10.0
 TOKENIZER_THREADS = 4
 NOTHING = Completion(tokens=(), logprobs=(), versions=(), text="", finish_reason="length")
 """The completion of a request with `max_tokens: 0`."""
+COMPILE_SECONDS = 10.0
 LARGE_BODY_BYTES = 65_536
 """Larger bodies are parsed in a thread of their own, so that they do not delay others."""
 
@@ -163,6 +165,7 @@ class _Handlers:
         limits = {"wait_seconds": TOKENIZE_SECONDS, "work_seconds": TOKENIZE_SECONDS}
         self._small_bodies = DaemonThreads("request", TOKENIZER_THREADS, **limits)
         self._large_bodies = DaemonThreads("large-request", 1, **limits)
+        self._grammars = DaemonThreads("grammar", 2, wait_seconds=COMPILE_SECONDS, work_seconds=COMPILE_SECONDS)
         self._scoring = anyio.CapacityLimiter(1)
         self._started = int(time.time())
 
@@ -242,6 +245,7 @@ class _Handlers:
 
     async def _native(self, http: Request, parser: RequestParser[NativeRequest]) -> Response:
         native = await self._parse(parser, http)
+        native = structs.replace(native, request=await self._compiled(native.request))
         started, weights = time.monotonic(), native.request.model.weights()
         self._metrics.request_started(native.request)
         result = await until_disconnect(http.receive, self._result(http, native, weights))
@@ -264,7 +268,7 @@ class _Handlers:
     async def _openai(
         self, http: Request, parser: RequestParser[ValidatedRequest], response_format: ResponseFormat
     ) -> Response:
-        request = await self._parse(parser, http)
+        request = await self._compiled(await self._parse(parser, http))
         started, weights, sampler = time.monotonic(), request.model.weights(), self._sampler(http)
         self._metrics.request_started(request)
         builder = await self._builder(http, response_format, request, weights)
@@ -318,6 +322,21 @@ class _Handlers:
         except OvertimeError:
             message = f"The tokenization took longer than {TOKENIZE_SECONDS:g} seconds; shorten the prompt."
             raise ApiError(400, message) from None
+
+    async def _compiled(self, request: ValidatedRequest) -> ValidatedRequest:
+        """Compile the grammar of a request in a daemon thread, if it has one."""
+        grammar = request.grammar
+        if grammar is None:
+            return request
+        work = partial(self._context.tokenizer.compile_grammar, grammar, self._context.vocab_size)
+        try:
+            constraint = await self._grammars.run(work)
+        except NoThreadError:
+            raise overloaded("Other grammars are being compiled; retry later.") from None
+        except OvertimeError:
+            raise invalid_field(grammar.param, f"took longer than {COMPILE_SECONDS:g} seconds to compile") from None
+        samples = tuple(structs.replace(sample, constraint=constraint) for sample in request.samples)
+        return structs.replace(request, samples=samples)
 
 
 def _json(body: Struct | list[Struct], version: int, *, status: int = 200) -> Response:

@@ -31,15 +31,12 @@ MAX_IGNORED_FIELDS, MAX_FIELD_NAME = 16, 64
 # Unsupported field -> the accepted values. Any other value would change the completion or the response format.
 UNSUPPORTED_NATIVE: dict[str, tuple[object, ...]] = {
     **{name: UNSUPPORTED[name] for name in (
-        "presence_penalty", "frequency_penalty", "best_of", "suffix", "min_tokens", "response_format",
-        "structured_outputs", "allowed_token_ids", "bad_words",
+        "best_of", "suffix",
     )},
     "echo": (False,), "truncate_prompt_tokens": (),
     "stream": (False,), "use_beam_search": (False,), "logits_processors": ([],), "multi_modal_data": ({},),
-    "lora_request": (), "lora_path": (), "guided_json": (), "guided_regex": (), "guided_choice": (),
-    "guided_grammar": (), "guided_decoding": (), "guided_decoding_regex": (), "generation_kwargs": ({},),
-    "structured_outputs_regex": (), "min_new_tokens": (0,), "json_schema": (), "regex": (), "ebnf": (),
-    "structural_tag": (), "stop_regex": ([], ""), "custom_logit_processor": (), "custom_params": ({},),
+    "lora_request": (), "lora_path": (), "guided_decoding": (), "generation_kwargs": ({},), "structural_tag": (),
+    "stop_regex": ([], ""), "custom_logit_processor": (), "custom_params": ({},),
     "image_data": ([],), "images": ([],), "audio_data": ([],), "video_data": ([],), "input_embeds": (),
 }  # fmt: skip
 

@@ -8,9 +8,10 @@ The functions are synchronous and thread-safe: tokenization of long texts runs i
 
 from __future__ import annotations
 
+import json
 import re
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Optional, TypeVar
 
 import jinja2
@@ -19,9 +20,14 @@ from msgspec import Meta, Struct, structs
 
 from clotho.serving.bodies import json_object
 from clotho.serving.errors import ApiError, invalid_field
-from clotho.serving.services import ServedModel, ServerContext
-from protocols.errors import visible
+from clotho.serving.reasoning import END_THINK, MessageParser, reasoning_variables, with_parts
+from clotho.serving.services import ServedModel, ServerContext, find_served
+from clotho.serving.structured_outputs import ConstraintFields, bad_words, requested_grammar
+from clotho.serving.tool_calls import MAX_TOOLS, NO_TOOLS, Tool, ToolCall, ToolChoice, message_fields, use_tools
+from protocols.constraints import Grammar
 from protocols.sampling import (
+    MAX_ALLOWED_TOKENS,
+    MAX_BAD_WORDS,
     MAX_LOGIT_BIAS,
     MAX_STOP_TOKENS,
     PARAMETERS,
@@ -40,27 +46,22 @@ Prompt = tuple[int, ...]
 MAX_MESSAGES = 2048
 """Maximum number of messages of a conversation, and of parts of one message."""
 
-MAX_LISTED_MODELS = 8
-"""Maximum number of names that the refusal of an unknown model lists."""
-
 Seed = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Limit = Annotated[int, Meta(ge=1)]
 RequestId = Annotated[str, Meta(min_length=1, max_length=64)]
+BadWordText = Annotated[str, Meta(min_length=1, max_length=256)]
 
 IGNORED = frozenset({
-    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls",
+    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
     "reasoning",  # the reasoning effort of a hosted model
 })  # fmt: skip
 
 # Unsupported field -> the values that are accepted because they request nothing.
 UNSUPPORTED: dict[str, tuple[object, ...]] = {
-    "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],), "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},), "presence_penalty": (0,), "frequency_penalty": (0,),
-    "best_of": (1,), "suffix": ("",), "min_tokens": (0,),
-    "modalities": (["text"],), "audio": (), "prediction": (), "reasoning_effort": ("none",), "web_search_options": (),
+    "functions": ([],), "function_call": ("none", "auto"), "best_of": (1,), "suffix": ("",),
+    "modalities": (["text"],), "audio": (), "prediction": (), "web_search_options": (),
     "skip_special_tokens": (True,), "include_stop_str_in_output": (False,),
-    "continue_final_message": (False,), "chat_template": (), "chat_template_kwargs": ({},), "allowed_token_ids": (),
-    "bad_words": ([],), "structured_outputs": (),
+    "continue_final_message": (False,), "chat_template": (), "chat_template_kwargs": ({},),
 }  # fmt: skip
 
 
@@ -79,13 +80,14 @@ SCALAR_PARAMETERS = tuple(
 
 if TYPE_CHECKING:
 
-    class SamplingFields(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    class SamplingFields(ConstraintFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
         """The fields of `SCALAR_PARAMETERS`. A field that is null or absent takes the server's default."""
 
 else:
     SamplingFields = msgspec.defstruct(
         "SamplingFields",
         [(name, Optional[PARAMETERS[name].annotation], None) for name in SCALAR_PARAMETERS],  # noqa: UP045
+        bases=(ConstraintFields,),
         frozen=True,
         kw_only=True,
         forbid_unknown_fields=True,
@@ -104,6 +106,8 @@ class GenerationFields(SamplingFields, frozen=True, kw_only=True, forbid_unknown
     logit_bias: Annotated[dict[TokenId, LogitBias], Meta(max_length=MAX_LOGIT_BIAS)] | None = None
     stop: str | list[str] | None = None
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_STOP_TOKENS)] | None = None
+    allowed_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_ALLOWED_TOKENS)] | None = None
+    bad_words: Annotated[list[BadWordText], Meta(max_length=MAX_BAD_WORDS // 2)] | None = None
     return_token_ids: bool | None = None
 
 
@@ -123,17 +127,6 @@ class OpenaiFields(GenerationFields, frozen=True, kw_only=True, forbid_unknown_f
     request_id: RequestId | None = None
 
 
-class CompletionRequest(OpenaiFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The body of POST /v1/completions. prompt: a string, a list of token IDs, or a list of either.
-
-    max_tokens: 0 samples nothing, and requires `echo`.
-    """
-
-    prompt: str | list[str | TokenId | list[TokenId]]
-    max_tokens: Annotated[int, Meta(ge=0)] | None = None
-    logprobs: TopLogprobs | None = None
-
-
 class ContentPart(Struct, frozen=True, kw_only=True):
     """One part of a message. Only parts of type `text` are supported; fields of other types are not decoded."""
 
@@ -142,12 +135,18 @@ class ContentPart(Struct, frozen=True, kw_only=True):
 
 
 class Message(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One message of a conversation. `developer` is rendered as `system`; `name` and `refusal` are not rendered."""
+    """One message of a conversation. `developer` is rendered as `system`; `refusal` is not rendered.
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[ContentPart], Meta(max_length=MAX_MESSAGES)]
+    tool_calls, reasoning_content: of the assistant; the content may then be absent. tool_call_id, name: of a tool.
+    """
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | Annotated[list[ContentPart], Meta(max_length=MAX_MESSAGES)] | None = None
     name: str | None = None
     refusal: str | None = None
+    tool_calls: Annotated[list[ToolCall], Meta(min_length=1, max_length=MAX_TOOLS)] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
 
 
 Messages = Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
@@ -161,6 +160,11 @@ class ChatRequest(OpenaiFields, frozen=True, kw_only=True, forbid_unknown_fields
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
     add_generation_prompt: bool | None = None
+    tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    separate_reasoning: bool | None = None
 
 
 class ValidatedRequest(Struct, frozen=True, kw_only=True):
@@ -169,7 +173,8 @@ class ValidatedRequest(Struct, frozen=True, kw_only=True):
     model: the model that the request names. samples: empty if nothing is sampled. top_logprobs: alternatives to return
     per token; None: return no log-probabilities. echo: the text of each prompt, to be repeated; empty: not repeated.
     prompt_logprobs: alternatives to return per prompt token; None: return no log-probabilities of prompts.
-    request_id: name under which the request can be aborted.
+    request_id: name under which the request can be aborted. grammar: constrains every completion; not compiled yet.
+    message_parser: makes the parser of reasoning and tool calls of one completion.
     """
 
     model: ServedModel
@@ -184,6 +189,8 @@ class ValidatedRequest(Struct, frozen=True, kw_only=True):
     echo: tuple[str, ...] = ()
     prompt_logprobs: int | None = None
     request_id: str = ""
+    grammar: Grammar | None = None
+    message_parser: Callable[[], MessageParser] | None = None
 
     @property
     def prompt_tokens(self) -> int:
@@ -233,28 +240,6 @@ def validation_error(error: msgspec.ValidationError) -> ApiError:
     return ApiError(400, f"{param}: {message}" if path and param else message, param=param)
 
 
-def parse_completion_request(body: bytes, context: ServerContext) -> ValidatedRequest:
-    """Parse the body of /v1/completions. Raises ApiError."""
-    fields = decode(body, CompletionRequest)
-    model = find_served(fields.model, context)
-    texts = _split_prompts(fields.prompt)
-    check_choices(fields.n, len(texts), "prompt", context)
-    prompts = [_truncated(tokenize(prompt, context), fields, context) for prompt in texts]
-    limit = fields.max_tokens or None
-    request = build_request(
-        fields, prompts, "prompt", limit, fields.logprobs, context, model=model, request_id=fields.request_id or ""
-    )
-    echo = tuple(
-        text if isinstance(text, str) and fields.truncate_prompt_tokens is None else _decoded(prompt, context)
-        for text, prompt in zip(texts if fields.echo else (), prompts, strict=False)
-    )
-    if fields.max_tokens == 0:
-        if not echo or fields.stream:
-            raise invalid_field("max_tokens", "0 requires echo: true, without stream")
-        request = structs.replace(request, samples=())
-    return _with_options(request, fields, echo)
-
-
 def parse_chat_request(body: bytes, context: ServerContext) -> ValidatedRequest:
     """Parse the body of /v1/chat/completions and apply the chat template. Raises ApiError."""
     fields = decode(body, ChatRequest)
@@ -265,9 +250,23 @@ def parse_chat_request(body: bytes, context: ServerContext) -> ValidatedRequest:
     if limit is not None and fields.max_tokens not in (None, limit):
         raise invalid_field("max_tokens", "differs from max_completion_tokens; set only one of the two")
     check_choices(fields.n, 1, "messages", context)
-    messages = text_messages(fields.messages)
-    prompt = render_prompt(messages, context, add_generation_prompt=fields.add_generation_prompt is not False)
-    prompt = _truncated(prompt, fields, context)
+    messages = text_messages(fields.messages, context)
+    tools, variables = NO_TOOLS, {}
+    if fields.tools or fields.tool_choice not in (None, "none", "auto"):
+        tools = use_tools(
+            fields.tools or [],
+            fields.tool_choice,
+            parallel=fields.parallel_tool_calls is not False,
+            template=context.tokenizer.chat_template,
+            setting=context.settings.tool_parser,
+            encode=lambda mark: encode_plain(mark, "tools", context),
+        )
+    if fields.reasoning_effort is not None:
+        variables = reasoning_variables(fields.reasoning_effort, context.tokenizer.chat_template)
+    prompt = render_prompt(
+        messages, context, add_generation_prompt=fields.add_generation_prompt, tools=tools.rendered, variables=variables
+    )
+    prompt = truncated(prompt, fields, context)
     top_logprobs = (fields.top_logprobs or 0) if fields.logprobs else None
     request = build_request(
         fields,
@@ -278,12 +277,17 @@ def parse_chat_request(body: bytes, context: ServerContext) -> ValidatedRequest:
         context,
         model=model,
         request_id=fields.request_id or "",
+        grammars=tools.grammars,
     )
     echoed = fields.echo and messages[-1]["role"] == "assistant"
-    return _with_options(request, fields, (messages[-1]["content"],) if echoed else ())
+    request = with_options(request, fields, (messages[-1]["content"],) if echoed else ())
+    reasons = context.settings.reasoning_parser != "off" and END_THINK in context.tokenizer.chat_template
+    if not reasons and tools.format is None:
+        return request
+    return with_parts(request, tools, context.tokenizer.token_text, reasons, fields.separate_reasoning)
 
 
-def _truncated(prompt: Prompt, fields: OpenaiFields, context: ServerContext) -> Prompt:
+def truncated(prompt: Prompt, fields: OpenaiFields, context: ServerContext) -> Prompt:
     """Keep the last tokens of a prompt, if the request says so."""
     kept = fields.truncate_prompt_tokens
     if kept is None:
@@ -293,13 +297,7 @@ def _truncated(prompt: Prompt, fields: OpenaiFields, context: ServerContext) -> 
     return prompt[-(context.context_length - 1 if kept == -1 else kept) :]
 
 
-def _decoded(prompt: Prompt, context: ServerContext) -> str:
-    """Return the text of a prompt."""
-    check_tokens("prompt", prompt, context)
-    return context.tokenizer.decode(prompt, skip_special_tokens=False)
-
-
-def _with_options(request: ValidatedRequest, fields: OpenaiFields, echo: tuple[str, ...]) -> ValidatedRequest:
+def with_options(request: ValidatedRequest, fields: OpenaiFields, echo: tuple[str, ...]) -> ValidatedRequest:
     """Add the options of the response."""
     if fields.prompt_logprobs is not None and fields.stream:
         raise invalid_field("prompt_logprobs", "not available with stream: true")
@@ -311,38 +309,9 @@ def _with_options(request: ValidatedRequest, fields: OpenaiFields, echo: tuple[s
     )
 
 
-def find_served(name: str | None, context: ServerContext) -> ServedModel:
-    """Return the model that a request names; without a name, the first one. Raises ApiError with status 404."""
-    models = context.models()
-    for model in models:
-        if name is None or name == model.id or name in model.aliases:
-            return model
-    known = ", ".join(repr(model.id) for model in models[:MAX_LISTED_MODELS])
-    message = f"The model '{visible(name or '', 200)}' does not exist; use one of {known}."
-    raise ApiError(404, message, param="model", code="model_not_found")
-
-
-def _split_prompts(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]:
-    if isinstance(prompt, str):
-        return [prompt]
-    texts = [part for part in prompt if isinstance(part, str)]
-    tokens = [part for part in prompt if isinstance(part, int)]
-    lists = [part for part in prompt if isinstance(part, list)]
-    if not prompt:
-        raise invalid_field("prompt", "must not be empty")
-    if len(prompt) not in (len(texts), len(tokens), len(lists)):
-        raise invalid_field("prompt", "mixes strings, tokens and lists of tokens; use one kind")
-    return [tokens] if tokens else [*texts, *lists]
-
-
-def tokenize(
-    prompt: str | list[int], context: ServerContext, *, param: str = "prompt", add_special_tokens: bool = True
-) -> Prompt:
-    """Return the token IDs of a prompt; a list of token IDs is returned unchanged."""
-    if isinstance(prompt, list):
-        return tuple(prompt)
-    _check_length(len(prompt.encode()), param, context)
-    return run_tokenizer(lambda: context.tokenizer.encode(prompt, add_special_tokens=add_special_tokens), param)
+def encode_plain(text: str, param: str, context: ServerContext) -> Prompt:
+    """Return the tokens of a text without the special tokens that the tokenizer adds to a prompt."""
+    return run_tokenizer(lambda: context.tokenizer.encode(text, add_special_tokens=False), param)
 
 
 def check_choices(n: int | None, prompts: int, param: str, context: ServerContext) -> None:
@@ -358,7 +327,7 @@ def check_choices(n: int | None, prompts: int, param: str, context: ServerContex
         raise invalid_field(param, f"{total} exceed this server's limit of {limit} completions per request")
 
 
-def _check_length(text_bytes: int, param: str, context: ServerContext) -> None:
+def check_length(text_bytes: int, param: str, context: ServerContext) -> None:
     """Refuse a text that does not fit into the context even if every token is the longest one, before tokenization."""
     limit = context.context_length * context.tokenizer.longest_token_bytes
     if text_bytes > limit:
@@ -374,28 +343,45 @@ def run_tokenizer(work: Callable[[], T], param: str) -> T:
         raise invalid_field(param, f"cannot be tokenized: {error}") from error
 
 
-def text_messages(messages: list[Message]) -> list[dict[str, Any]]:
+def text_messages(messages: list[Message], context: ServerContext) -> list[dict[str, Any]]:
     """Return the messages of a conversation for the chat template."""
-    return [_text_message(message, index) for index, message in enumerate(messages)]
+    return [_text_message(message, index, context) for index, message in enumerate(messages)]
 
 
-def render_prompt(messages: list[dict[str, Any]], context: ServerContext, *, add_generation_prompt: bool) -> Prompt:
+def render_prompt(
+    messages: list[dict[str, Any]],
+    context: ServerContext,
+    *,
+    add_generation_prompt: bool | None,
+    tools: Sequence[dict[str, Any]] = (),
+    variables: Mapping[str, Any] | None = None,
+) -> Prompt:
     """Apply the chat template. Raises ApiError."""
-    _check_length(sum(len(message["content"].encode()) for message in messages), "messages", context)
+    size = sum(len(message["content"].encode()) for message in messages)
+    check_length(size + sum(len(json.dumps(tool)) for tool in tools), "tools" if tools else "messages", context)
     return run_tokenizer(
-        lambda: context.tokenizer.render_chat(messages, add_generation_prompt=add_generation_prompt), "messages"
+        lambda: context.tokenizer.render_chat(
+            messages, add_generation_prompt=add_generation_prompt is not False, tools=tools, variables=variables
+        ),
+        "messages",
     )
 
 
-def _text_message(message: Message, index: int) -> dict[str, Any]:
+def _text_message(message: Message, index: int, context: ServerContext) -> dict[str, Any]:
     content = message.content
+    special = message.role == "tool" or message.tool_calls or message.tool_call_id or message.reasoning_content
+    extra = message_fields(message, index, context.tokenizer.chat_template) if special else {}
+    if content is None:
+        if not message.tool_calls:
+            raise invalid_field("messages", f"message {index} has no content")
+        content = ""
     if not isinstance(content, str):
         for part in content:
             if part.type != "text" or part.text is None:
                 kind = part.type[:64]
                 raise invalid_field("messages", f"message {index} has a part of type {kind!r}; only text is supported")
         content = "".join(part.text or "" for part in content)
-    return {"role": "system" if message.role == "developer" else message.role, "content": content}
+    return {"role": "system" if message.role == "developer" else message.role, "content": content, **extra}
 
 
 def build_request(
@@ -410,18 +396,24 @@ def build_request(
     fit_context: bool = False,
     record_support: bool = False,
     request_id: str = "",
+    grammars: Sequence[Grammar] = (),
 ) -> ValidatedRequest:
     """Combine the fields of a request with the server's defaults. Raises ApiError. Requires `check_choices`.
 
     param: name of the request field that contains the prompts. model, top_logprobs: see `ValidatedRequest`.
     fit_context: reduce a `max_tokens` that does not fit into the context instead of rejecting it.
-    record_support, request_id: see `SampleRequest`.
+    record_support, request_id: see `SampleRequest`. grammars: those of fields that other endpoints lack.
     """
     n = fields.n or 1
     request_id = request_id or secrets.token_hex(12)
     if fields.stream_options is not None and not fields.stream:
         raise invalid_field("stream_options", "requires stream: true")
     sampling = _sampling(fields, top_logprobs, context)
+    grammar = None
+    if grammars or any(getattr(fields, name) is not None for name in ConstraintFields.__struct_fields__):
+        grammar = requested_grammar(fields, grammars)
+    if grammar is not None and getattr(fields, "ignore_eos", None) is None:
+        sampling = structs.replace(sampling, ignore_eos=False)
     if max_tokens is not None:
         sampling = structs.replace(sampling, max_tokens=max_tokens)
     seed = fields.seed if fields.seed is not None else secrets.randbits(63)
@@ -447,6 +439,7 @@ def build_request(
         include_usage=bool(fields.stream_options and fields.stream_options.include_usage),
         return_token_ids=bool(fields.return_token_ids),
         request_id=request_id,
+        grammar=grammar,
     )
 
 
@@ -464,6 +457,10 @@ def _sampling(fields: GenerationFields, top_logprobs: int | None, context: Serve
         values["stop_token_ids"] = tuple(fields.stop_token_ids)
     if fields.logit_bias is not None:
         values["logit_bias"] = tuple(fields.logit_bias.items())
+    if fields.allowed_token_ids is not None:
+        values["allowed_token_ids"] = tuple(fields.allowed_token_ids)
+    if fields.bad_words is not None:
+        values["bad_words"] = bad_words(fields.bad_words, lambda text: encode_plain(text, "bad_words", context))
     try:
         sampling = msgspec.convert({**values, "top_logprobs": top_logprobs or 0}, Sampling)
     except msgspec.ValidationError as error:
@@ -472,6 +469,7 @@ def _sampling(fields: GenerationFields, top_logprobs: int | None, context: Serve
         raise invalid_field(name, f"{getattr(sampling, name):g} is not {PARAMETERS[name].allowed}")
     check_tokens("stop_token_ids", sampling.stop_token_ids, context)
     check_tokens("logit_bias", tuple(token for token, _ in sampling.logit_bias), context)
+    check_tokens("allowed_token_ids", sampling.allowed_token_ids, context)
     return sampling
 
 
@@ -496,4 +494,7 @@ def _limit_to_context(
         used = f"the prompt uses {len(prompt)} of the context's {context.context_length} tokens"
         message = f"{required} tokens do not fit: {used}"
         raise invalid_field("max_tokens", message)
-    return structs.replace(sampling, max_tokens=min(sampling.max_tokens, room))
+    limit = min(sampling.max_tokens, room)
+    if sampling.min_tokens > limit:
+        raise invalid_field("min_tokens", f"{sampling.min_tokens} exceeds the maximum of {limit} tokens")
+    return structs.replace(sampling, max_tokens=limit)

@@ -10,7 +10,9 @@ from typing import Any, Literal, Protocol
 from msgspec import UNSET, Struct, UnsetType
 
 from clotho.serving.openai_requests import ValidatedRequest
+from clotho.serving.reasoning import MessageParser
 from clotho.serving.services import ServerContext, Tokenizer
+from clotho.serving.tool_calls import ToolCallDelta, call_deltas
 from protocols.sampling import Completion
 from protocols.step import WeightsReady
 
@@ -173,7 +175,9 @@ class AssistantMessage(Struct, frozen=True, kw_only=True):
     """A message, or its new part in a stream."""
 
     role: Literal["assistant"] | UnsetType = UNSET
-    content: str | UnsetType = UNSET
+    content: str | UnsetType | None = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
 
 class ChatChoice(Struct, frozen=True, kw_only=True):
@@ -243,22 +247,30 @@ class CompletionFormat:
 
 
 class ChatFormat:
-    """Format of /v1/chat/completions."""
+    """Format of /v1/chat/completions, for one request."""
 
     id_prefix, whole, streamed = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def __init__(self) -> None:
+        self._parsers: dict[int, MessageParser] = {}
 
     def choice(self, chunk: Chunk, request: ValidatedRequest, tokenizer: Tokenizer, *, whole: bool) -> ChatChoice:
         """Return the choice; the first chunk of a choice contains the role."""
         message = AssistantMessage(
             role="assistant" if chunk.first else UNSET, content=chunk.text if chunk.text or chunk.first else UNSET
         )
+        finish_reason = chunk.finish_reason
+        if request.message_parser is not None:
+            parser = self._parsers.setdefault(chunk.index, request.message_parser())
+            message = _parsed_message(chunk, parser, whole=whole)
+            finish_reason = "tool_calls" if finish_reason == "stop" and parser.has_calls else finish_reason
         logprobs = None
         if request.top_logprobs is not None:
             logprobs = chat_logprobs(chunk.tokens, chunk.logprobs, chunk.top_logprobs, tokenizer)
         return ChatChoice(
             index=chunk.index,
             logprobs=logprobs,
-            finish_reason=chunk.finish_reason,
+            finish_reason=finish_reason,
             stop_reason=chunk.stop_reason,
             weights_versions=weights_versions(chunk.versions),
             message=message if whole else UNSET,
@@ -269,6 +281,26 @@ class ChatFormat:
     def prompt_token_ids(self, request: ValidatedRequest) -> TokenIds:
         """Return the token IDs of the prompt if the request has `return_token_ids`."""
         return request.prompts[0] if request.return_token_ids else UNSET
+
+
+def _parsed_message(chunk: Chunk, parser: MessageParser, *, whole: bool) -> AssistantMessage:
+    """Return the parts of a message that are final with a chunk."""
+    delta = parser.push(chunk.text, last=chunk.finish_reason is not None)
+    content: str | UnsetType | None = delta.content or ("" if chunk.first else UNSET)
+    if whole and not delta.content and (delta.calls or delta.reasoning):
+        content = None
+    return AssistantMessage(
+        role="assistant" if chunk.first else UNSET,
+        content=content,
+        reasoning_content=delta.reasoning or UNSET,
+        tool_calls=call_deltas(delta.calls, whole=whole) if delta.calls else UNSET,
+    )
+
+
+def _is_empty(choice: Choice) -> bool:
+    """Whether a streamed choice contains nothing, because the parser of the message holds its text back."""
+    is_open = choice.finish_reason is None and choice.logprobs is None and not choice.token_ids
+    return is_open and isinstance(choice, ChatChoice) and choice.delta == AssistantMessage()
 
 
 def whole_chunk(completion: Completion, index: int) -> Chunk:
@@ -363,9 +395,14 @@ class ResponseBuilder:
         prompt = self._format.prompt_token_ids(self.request)
         return self._body(self._format.whole, choices, prompt, self._usage(sum(len(chunk.tokens) for chunk in chunks)))
 
-    def streamed(self, chunk: Chunk, *, opening: bool) -> ResponseBody:
-        """Return the body of one streamed chunk; the `opening` body of a stream contains `prompt_token_ids`."""
+    def streamed(self, chunk: Chunk, *, opening: bool) -> ResponseBody | None:
+        """Return the body of one streamed chunk; the `opening` body of a stream contains `prompt_token_ids`.
+
+        Returns None if the chunk contains nothing that is final.
+        """
         choice = self._choice(chunk, whole=False)
+        if self.request.message_parser is not None and _is_empty(choice):
+            return None
         prompt = self._format.prompt_token_ids(self.request) if opening else UNSET
         return self._body(self._format.streamed, [choice], prompt, None if self.request.include_usage else UNSET)
 

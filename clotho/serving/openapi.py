@@ -10,9 +10,10 @@ from typing import Any, NamedTuple, get_args
 import msgspec
 
 from clotho import __version__
+from clotho.serving.completion_requests import CompletionRequest
 from clotho.serving.control import PauseMode
 from clotho.serving.errors import ErrorBody
-from clotho.serving.openai_requests import ChatRequest, CompletionRequest
+from clotho.serving.openai_requests import ChatRequest
 from clotho.serving.openai_responses import ChatChoice, CompletionChoice, ModelList, ResponseBody
 from clotho.serving.routes_adapters import (
     AdapterStatus,

@@ -8,23 +8,19 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
-from msgspec import UNSET, Struct, UnsetType, structs
+from msgspec import UNSET, Meta, Struct, UnsetType, structs
 
 from clotho.serving.bodies import json_object
+from clotho.serving.completion_requests import tokenize
 from clotho.serving.errors import invalid_field
 from clotho.serving.native import GenerationResult, NativeFields, NativeRequest, ServedBy, decode_known, served_by
-from clotho.serving.openai_requests import (
-    Limit,
-    Seed,
-    build_request,
-    check_choices,
-    find_served,
-    tokenize,
-)
+from clotho.serving.openai_requests import Limit, Seed, build_request, check_choices
 from clotho.serving.openai_responses import LOWEST, Alternatives
-from clotho.serving.services import ServerContext, Tokenizer
+from clotho.serving.services import ServerContext, Tokenizer, find_served
+from clotho.serving.structured_outputs import Schema, json_grammar
+from protocols.constraints import Grammar
 from protocols.sampling import Completion, TokenId, TopLogprobs
 
 Position = dict[int, float]
@@ -131,11 +127,15 @@ def _positions(tokens: Sequence[int], logprobs: Sequence[float], top: Sequence[A
 
 
 class SglangParams(NativeFields, frozen=True, kw_only=True):
-    """`sampling_params`; max_new_tokens has precedence over its other names."""
+    """`sampling_params`; max_new_tokens and min_new_tokens have precedence over their other names."""
 
     max_new_tokens: Limit | None = None
     max_completion_tokens: Limit | None = None
+    min_new_tokens: Annotated[int, Meta(ge=0)] | None = None
     sampling_seed: Seed | None = None
+    json_schema: Schema | None = None
+    regex: str | None = None
+    ebnf: str | None = None
 
 
 class SglangRequest(Struct, frozen=True, kw_only=True):
@@ -193,11 +193,23 @@ def parse_sglang_request(body_fields: dict[str, Any], context: ServerContext) ->
     tokens = tokenize(fields.text or "" if fields.input_ids is None else fields.input_ids, context, param=param)
     if params.sampling_seed is not None:
         params = structs.replace(params, seed=params.sampling_seed)
+    if params.min_new_tokens is not None:
+        params = structs.replace(params, min_tokens=params.min_new_tokens)
     limit = params.max_new_tokens or params.max_completion_tokens or params.max_tokens
     top = (fields.top_logprobs_num or 0) if fields.return_logprob else None
+    grammars = _sglang_grammars(params)
     request_id = fields.rid[:64] if fields.rid else secrets.token_hex(16)
     request = build_request(
-        params, [tokens], param, limit, top, context, model=model, fit_context=True, request_id=request_id
+        params,
+        [tokens],
+        param,
+        limit,
+        top,
+        context,
+        model=model,
+        fit_context=True,
+        request_id=request_id,
+        grammars=grammars,
     )
     all_ignored = (*ignored, *(f"sampling_params.{name}" for name in ignored_params))
 
@@ -220,6 +232,15 @@ def parse_sglang_request(body_fields: dict[str, Any], context: ServerContext) ->
         return choices if request.n > 1 else choices[0]
 
     return NativeRequest(request=request, respond=respond)
+
+
+def _sglang_grammars(params: SglangParams) -> list[Grammar]:
+    found = [json_grammar(params.json_schema, "json_schema")] if params.json_schema is not None else []
+    if params.regex is not None:
+        found.append(Grammar(kind="regex", text=params.regex, param="regex"))
+    if params.ebnf is not None:
+        found.append(Grammar(kind="grammar", text=params.ebnf, param="ebnf"))
+    return found
 
 
 def _sglang_finish_reason(completion: Completion) -> FinishReason:

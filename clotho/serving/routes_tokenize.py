@@ -6,18 +6,17 @@ import msgspec
 from msgspec import Struct
 
 from clotho.serving.bodies import json_object
+from clotho.serving.completion_requests import tokenize
 from clotho.serving.errors import invalid_field
 from clotho.serving.openai_requests import (
     Messages,
     check_tokens,
-    find_served,
     render_prompt,
     run_tokenizer,
     text_messages,
-    tokenize,
     validation_error,
 )
-from clotho.serving.services import ServerContext
+from clotho.serving.services import ServerContext, find_served
 from protocols.sampling import TokenId
 
 
@@ -76,9 +75,8 @@ def tokenize_text(body: bytes, context: ServerContext) -> TokenizeResponse:
         raise validation_error(error) from error
     find_served(request.model, context)
     if isinstance(request, TokenizeChatRequest):
-        tokens = render_prompt(
-            text_messages(request.messages), context, add_generation_prompt=request.add_generation_prompt is not False
-        )
+        messages = text_messages(request.messages, context)
+        tokens = render_prompt(messages, context, add_generation_prompt=request.add_generation_prompt is not False)
     else:
         special = request.add_special_tokens is not False
         tokens = tokenize(request.prompt, context, add_special_tokens=special)

@@ -7,10 +7,12 @@ from typing import Annotated
 from msgspec import Meta
 
 from clotho.serving.bodies import json_object
+from clotho.serving.completion_requests import tokenize
 from clotho.serving.native import GenerationResult, NativeFields, NativeRequest, ServedBy, decode_known, served_by
-from clotho.serving.openai_requests import build_request, check_choices, find_served, tokenize
+from clotho.serving.openai_requests import build_request, check_choices
 from clotho.serving.openai_responses import LOWEST
-from clotho.serving.services import ServerContext
+from clotho.serving.services import ServerContext, find_served
+from protocols.constraints import Grammar
 from protocols.sampling import TokenId
 
 
@@ -18,6 +20,8 @@ class TrlRequest(NativeFields, frozen=True, kw_only=True):
     """The request body. prompts: strings or lists of token IDs."""
 
     prompts: Annotated[list[str | list[TokenId]], Meta(min_length=1)]
+    guided_decoding_regex: str | None = None
+    structured_outputs_regex: str | None = None
 
 
 class TrlResponse(ServedBy, frozen=True, kw_only=True):
@@ -35,7 +39,12 @@ def parse_trl_request(body: bytes, context: ServerContext) -> NativeRequest:
     model = find_served(fields.model, context)
     check_choices(fields.n, len(fields.prompts), "prompts", context)
     prompts = [tokenize(prompt, context, param="prompts") for prompt in fields.prompts]
-    request = build_request(fields, prompts, "prompts", fields.max_tokens, None, context, model=model, fit_context=True)
+    named = {"guided_decoding_regex": fields.guided_decoding_regex}
+    named["structured_outputs_regex"] = fields.structured_outputs_regex
+    grammars = [Grammar(kind="regex", text=text, param=name) for name, text in named.items() if text is not None]
+    request = build_request(
+        fields, prompts, "prompts", fields.max_tokens, None, context, model=model, fit_context=True, grammars=grammars
+    )
 
     def respond(result: GenerationResult) -> TrlResponse:
         return TrlResponse(

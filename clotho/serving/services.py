@@ -11,7 +11,9 @@ from msgspec import Struct
 from clotho.config.schema import HttpServer
 from clotho.serving.adapters import AdapterRegistry
 from clotho.serving.control import EngineControl
-from protocols.errors import CheckpointError
+from clotho.serving.errors import ApiError
+from protocols.constraints import Constraint, Grammar
+from protocols.errors import CheckpointError, visible
 from protocols.remote import ServedPolicy
 from protocols.sampling import POLICY, Completion, CompletionDone, PromptLogprobs, SampleRequest, Sampling, TokenSampled
 from protocols.step import WeightsReady
@@ -34,14 +36,29 @@ class Tokenizer(Protocol):
         """Return the text of tokens, without special tokens unless they are requested."""
         ...
 
+    @property
+    def chat_template(self) -> str:
+        """The source of the chat template; empty if there is none."""
+        ...
+
     def render_chat(
-        self, messages: Sequence[Mapping[str, Any]], /, *, add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        /,
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] = (),
+        variables: Mapping[str, Any] | None = None,
     ) -> tuple[int, ...]:
-        """Apply the chat template and return the token IDs."""
+        """Apply the chat template and return the token IDs. variables: further names that the template may use."""
         ...
 
     def token_text(self, token: int, /) -> str:
         """Return the text of one token."""
+        ...
+
+    def compile_grammar(self, grammar: Grammar, vocabulary: int, /) -> Constraint:
+        """Compile a grammar for logits of the width `vocabulary`. Raises RequestError if it is not usable."""
         ...
 
 
@@ -296,3 +313,18 @@ class RecordingSampler:
                     if isinstance(event, CompletionDone):
                         self._remember(requests[position], event.completion)
                 yield batch
+
+
+MAX_LISTED_MODELS = 8
+"""Maximum number of names that the refusal of an unknown model lists."""
+
+
+def find_served(name: str | None, context: ServerContext) -> ServedModel:
+    """Return the model that a request names; without a name, the first one. Raises ApiError with status 404."""
+    models = context.models()
+    for model in models:
+        if name is None or name == model.id or name in model.aliases:
+            return model
+    known = ", ".join(repr(model.id) for model in models[:MAX_LISTED_MODELS])
+    message = f"The model '{visible(name or '', 200)}' does not exist; use one of {known}."
+    raise ApiError(404, message, param="model", code="model_not_found")

@@ -55,8 +55,11 @@ async def event_stream(
             async for batch in _prepend(first, rest):
                 for position, event in batch:
                     chunk = progress.next_chunk(position, event)
-                    if _has_content(chunk, builder, opening=opening):
-                        events.append(server_sent(builder.streamed(chunk, opening=opening)))
+                    if not _has_content(chunk, builder, opening=opening):
+                        continue
+                    body = builder.streamed(chunk, opening=opening)
+                    if body is not None:
+                        events.append(server_sent(body))
                         opening = False
                 if events:
                     yield b"".join(events)

@@ -105,9 +105,25 @@ def log_softmax(x_V: NDArray[np.float64]) -> NDArray[np.float64]:
     return result
 
 
-def processed_logprobs(logits_V: NDArray[np.float64], seen: Sequence[int], s: Sampling) -> NDArray[np.float64]:
-    """Return log-probabilities after all logits processors, computed as the documentation of Sampling defines them."""
+def processed_logprobs(
+    logits_V: NDArray[np.float64],
+    seen: Sequence[int],
+    s: Sampling,
+    sampled: Sequence[int] = (),
+    end_tokens: Sequence[int] = (),
+) -> NDArray[np.float64]:
+    """Return log-probabilities after all logits processors, computed as the documentation of Sampling defines them.
+
+    seen: tokens of prompt and completion. sampled: tokens of the completion.
+    """
     x = logits_V.copy()
+    for token in range(len(x)):
+        forbidden = bool(s.allowed_token_ids) and token not in s.allowed_token_ids
+        ends = token in s.stop_token_ids or (token in end_tokens and not s.ignore_eos)
+        forbidden |= ends and len(sampled) < s.min_tokens
+        forbidden |= any(tuple([*sampled, token][-len(word) :]) == word for word in s.bad_words)
+        x[token] = -np.inf if forbidden else x[token] - s.frequency_penalty * list(sampled).count(token)
+        x[token] -= s.presence_penalty * (token in sampled)
     for token, value in s.logit_bias:
         x[token] += value
     for token in set(seen):
@@ -133,7 +149,10 @@ def reference_logprobs(
     logits_T_V = full_logits(model, tokens)
     start = len(prompt)
     return np.array(
-        [processed_logprobs(logits_T_V[t - 1], tokens[:t], sampling)[tokens[t]] for t in range(start, len(tokens))]
+        [
+            processed_logprobs(logits_T_V[t - 1], tokens[:t], sampling, tokens[start:t], (256,))[tokens[t]]
+            for t in range(start, len(tokens))
+        ]
     )
 
 

@@ -99,19 +99,30 @@ SETTINGS = (
     Sampling(max_tokens=13, ignore_eos=True),
 )
 
+COUNTING = (
+    Sampling(temperature=0.0, frequency_penalty=1.5, presence_penalty=0.5, max_tokens=20, ignore_eos=True),
+    Sampling(frequency_penalty=-0.8, logit_bias=((5, 4.0),), max_tokens=16, ignore_eos=True),
+    Sampling(max_tokens=13, ignore_eos=True),
+    Sampling(presence_penalty=-2.0, top_k=9, allowed_token_ids=tuple(range(40, 70)), max_tokens=18, ignore_eos=True),
+    Sampling(min_tokens=9, logit_bias=((256, 20.0), (70, 20.0)), stop_token_ids=(70,), max_tokens=24),
+    Sampling(allowed_token_ids=(3, 5, 8), bad_words=((3, 5), (8,), (5, 5, 5)), max_tokens=24, temperature=0.0),
+    Sampling(bad_words=((80,),), logit_bias=((80, 5.0), (81, 4.0)), top_p=0.8, min_p=0.1, max_tokens=11),
+)
+
 
 @pytest.mark.lanes(engine_mode=ON_DEVICE)
 @pytest.mark.needs_batch_invariance
-def test_sampling_parameters_apply_per_row() -> None:
+@pytest.mark.parametrize("settings", [SETTINGS, COUNTING, SETTINGS + COUNTING], ids=["filters", "counts", "all"])
+def test_sampling_parameters_apply_per_row(settings: tuple[Sampling, ...]) -> None:
     """Rows with all kinds of parameters in one batch sample as they do alone, with correct log-probabilities."""
     source = tiny_source()
     engine = make_engine(source)
     answers = []
-    for i, sampling in enumerate(SETTINGS):
+    for i, sampling in enumerate(settings):
         answers.append(submit_request(engine, make_prompt(5 + i, i), sampling, (i,)))
         engine.tick()
     run(engine)
-    for i, (sampling, answer) in enumerate(zip(SETTINGS, answers, strict=True)):
+    for i, (sampling, answer) in enumerate(zip(settings, answers, strict=True)):
         completion = answer.completions[0]
         assert completion.tokens == complete_alone(source, make_prompt(5 + i, i), sampling, i).tokens
         reference = reference_logprobs(source.model, make_prompt(5 + i, i), completion, sampling)

@@ -155,6 +155,11 @@ def test_supports_are_stored_and_count_towards_the_bound() -> None:
     [
         ({"temperature": 0.0}, "temperature = 0"),
         ({"repetition_penalty": 1.1}, "repetition_penalty = 1.1"),
+        ({"presence_penalty": 0.5}, "presence_penalty = 0.5"),
+        ({"frequency_penalty": -0.5}, "frequency_penalty = -0.5"),
+        ({"min_tokens": 2}, "min_tokens = 2"),
+        ({"allowed_token_ids": (3,)}, "allowed_token_ids"),
+        ({"bad_words": ((3,),)}, "bad_words"),
         ({"logit_bias": ((3, 1.0),)}, "logit_bias"),
         ({}, "logit_bias"),
         ({"logit_bias": ((7, -3.0), (5, 2.0)), "top_p": 0.9}, "top_p = 0.9"),

@@ -174,7 +174,12 @@ async def test_every_sampling_parameter_reaches_the_engine() -> None:
             logit_bias={"7": -3},
             max_tokens=4,
             stop="zz",
+            presence_penalty=0.25,
+            frequency_penalty=-0.5,
             extra_body={
+                "min_tokens": 2,
+                "allowed_token_ids": [5, 6],
+                "bad_words": ["ab", " c"],
                 "top_k": 10**9,
                 "min_p": 0.1,
                 "repetition_penalty": 1.2,
@@ -186,6 +191,9 @@ async def test_every_sampling_parameter_reaches_the_engine() -> None:
         assert (sampling.temperature, sampling.top_p, sampling.min_p) == (0.5, 0.9, 0.1)
         assert (sampling.top_k, sampling.repetition_penalty) == (0, 1.2)
         assert (sampling.logit_bias, sampling.stop) == (((7, -3.0),), ("zz",))
+        assert (sampling.presence_penalty, sampling.frequency_penalty, sampling.min_tokens) == (0.25, -0.5, 2)
+        assert sampling.allowed_token_ids == (5, 6)
+        assert sampling.bad_words == (served.engine.tokenizer.encode("ab"), served.engine.tokenizer.encode("c"))
         assert (sampling.stop_token_ids, sampling.ignore_eos, sampling.max_tokens) == ((END,), True, 4)
 
 

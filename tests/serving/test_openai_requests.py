@@ -88,9 +88,15 @@ BAD_FIELDS: list[tuple[str, dict[str, Any]]] = [
     ("logit_bias", {"logit_bias": {str(token): 0 for token in range(1025)}}),
     ("stop_token_ids", {"stop_token_ids": [1] * 129}),
     ("suffix", {"suffix": "end"}),
-    ("presence_penalty", {"presence_penalty": 0.5}),
-    ("frequency_penalty", {"frequency_penalty": -1}),
-    ("min_tokens", {"min_tokens": 3}),
+    ("presence_penalty", {"presence_penalty": 2.5}),
+    ("frequency_penalty", {"frequency_penalty": -3}),
+    ("min_tokens", {"min_tokens": -1}),
+    ("min_tokens", {"min_tokens": 4, "max_tokens": 3}),
+    ("allowed_token_ids", {"allowed_token_ids": [VOCABULARY]}),
+    ("allowed_token_ids", {"allowed_token_ids": "a"}),
+    ("bad_words", {"bad_words": [""]}),
+    ("bad_words", {"bad_words": ["x" * 100]}),
+    ("bad_words", {"bad_words": "x"}),
 ]
 
 BAD_CHATS: list[tuple[str, dict[str, Any]]] = [
@@ -113,7 +119,28 @@ BAD_CHATS: list[tuple[str, dict[str, Any]]] = [
     ("messages", {"messages": [{"role": "user", "content": "x" * CONTEXT}]}),
     ("tools", {"tools": [{"type": "function"}]}),
     ("tool_choice", {"tool_choice": "required"}),
-    ("response_format", {"response_format": {"type": "json_object"}}),
+    ("tools", {"tools": [{"type": "function", "function": {"name": "a b"}}]}),
+    ("tools", {"tools": [{"type": "function", "function": {"name": "a"}}] * 2}),
+    ("tool_choice", {"tool_choice": {"type": "function", "function": {"name": "f"}}}),
+    ("response_format", {"response_format": {"type": "json_schema"}}),
+    ("response_format", {"response_format": {"type": "xml"}}),
+    ("guided_regex", {"guided_regex": "a", "guided_json": {}}),
+    ("structured_outputs", {"structured_outputs": {}}),
+    ("structured_outputs", {"structured_outputs": {"regex": "a", "choice": ["a"]}}),
+    ("guided_choice", {"guided_choice": []}),
+    ("guided_regex", {"guided_json": {}, "guided_regex": "a"}),
+    ("reasoning_effort", {"reasoning_effort": "high"}),
+    ("reasoning_effort", {"reasoning_effort": "much"}),
+    ("messages", {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "["}}]}]}),
+    (
+        "messages",
+        {
+            "messages": [
+                {"role": "user", "content": "a", "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}
+            ]
+        },
+    ),
+    ("messages", {"messages": [{"role": "user", "content": "a", "tool_call_id": "1"}]}),
     ("top_logprobs", {"top_logprobs": 2}),
     ("top_logprobs", {"logprobs": True, "top_logprobs": 21}),
     ("logprobs", {"logprobs": 3}),

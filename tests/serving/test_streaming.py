@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator
 import msgspec
 import pytest
 
-from clotho.serving.openai_requests import parse_completion_request
+from clotho.serving.completion_requests import parse_completion_request
 from clotho.serving.openai_responses import CompletionFormat, ResponseBuilder
 from clotho.serving.streaming import DONE, Batch, event_stream
 from protocols.sampling import CompletionDone

@@ -1,0 +1,121 @@
+"""Which tokens the rows of a batch may sample at a step, and how often each row has sampled which token.
+
+A mask is a row of 32-bit words with one bit per token, computed on the host. An exclusion that would leave no token
+does not apply: the end token that completes a constraint is sampled before `min_tokens` if nothing else is possible.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from typing import Protocol
+
+import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
+
+from clotho.cpu.interface import CountPenalties, TokenMasks
+from clotho.inference.scheduler import Row
+
+
+class MaskedRows:
+    """The rows of a batch that cannot sample every token at every step.
+
+    needs_tokens: whether the mask of a row depends on its last tokens, which must have been read before the next step.
+    """
+
+    def __init__(self, rows: Sequence[Row | None], end_tokens: Collection[int], vocabulary: int) -> None:
+        """rows: by slot."""
+        masked = [(slot, row) for slot, row in enumerate(rows) if row is not None and row.is_masked]
+        self.needs_tokens = any(row.constraint or row.active.request.sampling.bad_words for _, row in masked)
+        self._rows = [(slot, _RowMask(row, end_tokens, vocabulary)) for slot, row in masked]
+
+    def at_step(
+        self, live: NDArray[np.bool_], launched: NDArray[np.int64], tokens_of: Callable[[int], list[int]]
+    ) -> TokenMasks | None:
+        """Return the masks of the next step; None if every row may sample every token.
+
+        live, launched: by slot. tokens_of: returns the tokens that the row of a slot has sampled.
+        """
+        slots, masks = [], []
+        for slot, row in self._rows:
+            if not live[slot]:
+                continue
+            mask = row.at_step(int(launched[slot]), partial(tokens_of, slot))
+            if mask is not None:
+                slots.append(slot)
+                masks.append(mask)
+        return TokenMasks(np.array(slots, dtype=np.int32), np.stack(masks)) if slots else None
+
+
+class _RowMask:
+    def __init__(self, row: Row, end_tokens: Collection[int], vocabulary: int) -> None:
+        sampling = row.active.request.sampling
+        self._constraint = row.constraint
+        self._bad_words = sampling.bad_words
+        self._min_tokens = sampling.min_tokens
+        self._full_W = _full(vocabulary)
+        ends = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else end_tokens)}
+        self._not_end_W = self._without([token for token in ends if token < vocabulary])
+        allowed = sampling.allowed_token_ids
+        self._allowed_W = self._full_W & ~self._without(allowed) if allowed else None
+
+    def at_step(self, launched: int, tokens: Callable[[], list[int]]) -> NDArray[np.uint32] | None:
+        """Return the mask before token `launched` of the completion; None if every token may be sampled."""
+        mask_W = self._allowed_W
+        if self._constraint is not None:
+            mask_W = np.frombuffer(self._constraint.allowed(), dtype="<u4")
+        if self._bad_words and (last := self._completing(tokens())):
+            mask_W = self._exclude(mask_W, self._without(last))
+        if launched < self._min_tokens:
+            mask_W = self._exclude(mask_W, self._not_end_W)
+        return mask_W
+
+    def _completing(self, tokens: list[int]) -> list[int]:
+        """Return the tokens that would complete a bad word."""
+        return [
+            word[-1]
+            for word in self._bad_words
+            if len(word) <= len(tokens) + 1 and tokens[len(tokens) + 1 - len(word) :] == list(word[:-1])
+        ]
+
+    def _exclude(self, mask_W: NDArray[np.uint32] | None, kept_W: NDArray[np.uint32]) -> NDArray[np.uint32]:
+        mask_W = self._full_W if mask_W is None else mask_W
+        both_W: NDArray[np.uint32] = mask_W & kept_W
+        return both_W if both_W.any() else mask_W
+
+    def _without(self, tokens: Collection[int]) -> NDArray[np.uint32]:
+        """Return the mask that excludes `tokens`."""
+        mask_W = self._full_W.copy()
+        token_N = np.array(sorted(set(tokens)), dtype=np.uint32)
+        np.bitwise_and.at(mask_W, token_N >> np.uint32(5), ~(np.uint32(1) << (token_N & np.uint32(31))))
+        return mask_W
+
+
+def _full(vocabulary: int) -> NDArray[np.uint32]:
+    """Return the mask of all tokens; the bits behind the vocabulary are not set."""
+    mask_W = np.full((vocabulary + 31) // 32, 0xFFFFFFFF, dtype=np.uint32)
+    mask_W[-1] >>= np.uint32(-vocabulary % 32)
+    return mask_W
+
+
+class SampledTokens(Protocol):
+    """The tokens of the rows of a batch, by slot."""
+
+    launched: NDArray[np.int64]
+    """Number of tokens whose sampling has started."""
+
+    def sampled_tokens(self, slot: int) -> NDArray[np.int32]:
+        """Return the tokens that have been read."""
+        ...
+
+
+def sampled_counts(penalties: CountPenalties, table: SampledTokens, vocabulary: int) -> mx.array:
+    """Count the sampled tokens of rows with a presence or frequency penalty, (R, V), except the newest of each row.
+
+    The next step adds the newest token, which is its input, so that the host need not wait for it.
+    """
+    count_R_V = np.zeros((len(penalties.row_R), vocabulary), dtype=np.float32)
+    for count_V, slot in zip(count_R_V, penalties.row_R.tolist(), strict=True):
+        np.add.at(count_V, table.sampled_tokens(slot)[: max(0, int(table.launched[slot]) - 1)], 1)
+    return mx.array(count_R_V)

@@ -1,0 +1,140 @@
+"""Grammars: every completed text is a sentence, and no grammar stops the program."""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import cache
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from clotho.models import constraints
+from protocols.constraints import Constraint, Grammar, GrammarKind
+from protocols.errors import RequestError
+from tests.small_models import byte_tokenizer
+
+END = 256
+TOKENIZER = byte_tokenizer()
+
+SCHEMAS: tuple[dict[str, Any], ...] = (
+    {"type": "object"},
+    {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"enum": ["x", 2, None]}}, "required": ["b"]},
+    {"type": "array", "items": {"type": "number", "minimum": -3, "maximum": 8.5}, "minItems": 1, "maxItems": 4},
+    {"anyOf": [{"type": "boolean"}, {"const": "ünï"}, {"type": "string", "maxLength": 4}]},
+    {
+        "type": "object",
+        "properties": {"day": {"type": "string", "format": "date"}, "id": {"type": "string", "pattern": "^[a-z]{2}$"}},
+        "required": ["day", "id"],
+        "additionalProperties": False,
+    },
+    {
+        "$defs": {"a": {"anyOf": [{"type": "array", "items": {"$ref": "#/$defs/a"}, "maxItems": 2}, {"const": 1}]}},
+        "$ref": "#/$defs/a",
+    },
+    {"type": "integer", "multipleOf": 7, "minimum": 0, "maximum": 1000},
+)  # fmt: skip
+
+
+@cache
+def compiled(kind: GrammarKind, text: str, reasoning: str = "none") -> Constraint:
+    """Compile a grammar for the byte tokenizer."""
+    grammar = Grammar(kind=kind, text=text, param="field", reasoning=reasoning)  # type: ignore[arg-type]
+    return TOKENIZER.compile_grammar(grammar, END + 1)
+
+
+def random_text(constraint: Constraint, seed: int, *, most: int = 3000) -> str | None:
+    """Choose allowed tokens at random until the text is complete; None if it does not end."""
+    random, state, tokens = np.random.default_rng(seed), constraint.start(), list[int]()
+    for _ in range(most):
+        bits = np.unpackbits(np.frombuffer(state.allowed(), dtype=np.uint8), bitorder="little")
+        allowed = np.flatnonzero(bits)
+        token = END if END in allowed and random.random() < 0.3 else int(random.choice(allowed))
+        done = state.accept(token)
+        if token == END or done:
+            return bytes(tokens if token == END else [*tokens, token]).decode()
+        tokens.append(token)
+    return None
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.sampled_from(SCHEMAS), st.integers(0, 2**32))
+def test_every_completed_text_is_valid_for_its_schema(schema: dict[str, Any], seed: int) -> None:
+    """The validator is the library jsonschema."""
+    text = random_text(compiled("json_schema", json.dumps(schema)), seed)
+    if text is not None:
+        jsonschema.validate(json.loads(text), schema, format_checker=jsonschema.FormatChecker())
+
+
+PATTERNS = (r"[a-f]{3}|xyz", r"[0-9]{1,3}(\.[0-9]{1,3}){3}", r"(ab|c)*d?", r"[^\n]{0,5}é")
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.sampled_from(PATTERNS), st.integers(0, 2**32))
+def test_every_completed_text_matches_its_regular_expression(pattern: str, seed: int) -> None:
+    """The whole text, in Unicode."""
+    text = random_text(compiled("regex", pattern), seed)
+    assert text is None or re.fullmatch(pattern, text)
+
+
+@pytest.mark.parametrize("text", ['root ::= "a" ("b" | "c")* "d"', 'start: "a" ("b" | "c")* "d"'])
+def test_context_free_grammars_have_two_syntaxes(text: str) -> None:
+    """GBNF, as xgrammar and llama.cpp use it, and Lark."""
+    for seed in range(5):
+        assert re.fullmatch("a[bc]*d", random_text(compiled("grammar", text), seed) or "")
+
+
+def test_a_grammar_can_follow_a_block_of_reasoning() -> None:
+    """A prompt may have opened the block; the content behind it is a sentence."""
+    text = random_text(compiled("regex", "[ab]{3}", "possible"), 1) or ""
+    assert re.fullmatch(r"(?s:(<think>.*</think>\n{0,2})?[ab]{3})", text)
+    state, seen = compiled("regex", "[ab]{3}", "open").start(), b"free \xc3\xa9 text</think>\n\nab"
+    for token in seen:
+        assert not state.accept(token)
+    assert state.accept(ord("a"))
+
+
+HOSTILE: tuple[tuple[GrammarKind, str], ...] = (
+    ("regex", "(a{1000}){1000}"),
+    ("regex", "("),
+    ("regex", "(?=a)b"),
+    ("regex", r"[^\s\S]"),
+    ("regex", "a" * 100_000),
+    ("json_schema", "[]"),
+    ("json_schema", "{"),
+    ("json_schema", '{"type": "nope"}'),
+    ("json_schema", '{"type": "string", "minLength": 5, "maxLength": 1}'),
+    ("json_schema", '{"$ref": "http://127.0.0.1:1/x"}'),
+    ("json_schema", '{"$ref": "file:///etc/passwd"}'),
+    ("json_schema", '{"not": {}}'),
+    ("json_schema", '{"a":' * 500 + "1" + "}" * 500),
+    ("grammar", "root ::= root"),
+    ("grammar", "root ::= " + "(" * 3000 + '"a"' + ")" * 3000),
+    ("grammar", 'root ::= ("a" "b"'),
+    ("grammar", "start: <[99999]>"),
+)
+
+
+def test_unusable_grammars_are_refused_with_the_name_of_the_field(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Invalid, too large, too slow to compile, without a sentence, or with references to other documents."""
+    monkeypatch.setattr(constraints, "CHECK_SECONDS", 1.5)
+    for kind, text in HOSTILE:
+        with pytest.raises(RequestError) as raised:
+            compiled(kind, text)
+        assert raised.value.param == "field"
+        assert "\n" not in str(raised.value)
+
+
+def test_the_work_per_token_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A completion that has used its CPU time fails at its next token, and names the field."""
+    constraint = compiled("regex", "(ab)*")
+    monkeypatch.setattr(constraints, "FIRST_SECONDS", -1.0)
+    state = constraint.start()
+    assert state.allowed()
+    with pytest.raises(RequestError) as raised:
+        state.accept(ord("a"))
+    assert raised.value.param == "field"
