@@ -232,7 +232,7 @@ async def test_prompts_are_scored_one_at_a_time_and_a_disconnect_cancels_the_sco
     entered, left = [anyio.Event(), anyio.Event()], anyio.Event()
     started: list[tuple[int, ...]] = []
 
-    async def score(tokens: tuple[int, ...], top: int) -> PromptLogprobs:
+    async def score(tokens: tuple[int, ...], top: int, source: str) -> PromptLogprobs:
         started.append(tokens)
         entered[len(started) - 1].set()
         if len(started) == 1:
