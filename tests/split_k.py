@@ -1,9 +1,9 @@
 """Emulates the split-K matrix products of Metal in decode steps, so that sampler and learner round as differently.
 
 Metal's kernel for products of few rows splits the inner dimension into parts, stores the partial sums in the type of
-the result, and adds them in this type. MLX's CPU backend adds all products in float32, and its rows do not depend on
-their number. Therefore 16-bit log-probabilities of decode steps and of whole sequences are equal on the CPU, and differ
-on Metal.
+the result, and adds them in this type. On MLX's CPU backend, the result of a row does not depend on the number of
+rows. Therefore 16-bit log-probabilities of decode steps and of whole sequences are equal on the CPU, and differ on
+Metal.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ def split_k(*, part: int = PART, rows: range = ROWS) -> Iterator[None]:
     """Compute the linear layers of decode steps by split-K products inside the context.
 
     Applies to plain and quantized linear layers, LoRA's base layers and tied heads, in steps of the device path with a
-    number of rows in `rows`. Prefill and teacher forcing are unchanged.
+    number of rows in `rows`. In prefill and teacher forcing, products with quantized weights are added in float32, as
+    on Metal; MLX's CPU kernels for quantized weights add them in 16 bits.
     """
-    weights: dict[int, tuple[mx.array, mx.array]] = {}
+    weights = _Float32Weights()
     decoding = [False]
     step = BatchKVCache.logits
 
@@ -44,12 +45,11 @@ def split_k(*, part: int = PART, rows: range = ROWS) -> Iterator[None]:
             decoding[0] = False
 
     def product(x: mx.array, weight: mx.array, dense: Callable[[], mx.array]) -> mx.array:
-        """Return x W^T. dense: computes the weight, (outputs, inputs)."""
-        found = weights.get(id(weight))
-        if found is None or found[0] is not weight:
-            found = weights[id(weight)] = (weight, dense().astype(mx.float32))
-            mx.eval(found)
-        return _split(x, found[1], part)
+        """Return x W^T, in decode steps by split-K. dense: computes the weight, (outputs, inputs)."""
+        weight_O_I = weights.of(weight, dense)
+        if not decoding[0]:
+            return (x.astype(mx.float32) @ weight_O_I.T).astype(x.dtype)
+        return _split(x, weight_O_I, part)
 
     def linear(layer: Any, x: mx.array) -> mx.array:
         if not decoding[0]:
@@ -65,8 +65,8 @@ def split_k(*, part: int = PART, rows: range = ROWS) -> Iterator[None]:
         return product(x, layer.weight, lambda: layer.weight)
 
     def quantized(x: mx.array, w: mx.array, scales: mx.array, biases: mx.array, **packing: Any) -> mx.array:
-        if not decoding[0] or not packing.pop("transpose", True):
-            return packed(x, w, scales, biases, **packing)
+        if not packing.pop("transpose", True):
+            return packed(x, w, scales, biases, transpose=False, **packing)
         return product(x, w, lambda: mx.dequantize(w, scales, biases, **packing))
 
     plain: dict[tuple[type, str], Any] = {
@@ -81,6 +81,21 @@ def split_k(*, part: int = PART, rows: range = ROWS) -> Iterator[None]:
         mock.patch.object(mx, "quantized_matmul", quantized),
     ):
         yield
+
+
+class _Float32Weights:
+    """Weights in float32, each computed once."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, tuple[mx.array, mx.array]] = {}
+
+    def of(self, weight: mx.array, dense: Callable[[], mx.array]) -> mx.array:
+        """Return the weight, (outputs, inputs). dense: computes it."""
+        found = self._found.get(id(weight))
+        if found is None or found[0] is not weight:
+            found = self._found[id(weight)] = (weight, dense().astype(mx.float32))
+            mx.eval(found)
+        return found[1]
 
 
 def _split(x: mx.array, weight_O_I: mx.array, part: int) -> mx.array:
