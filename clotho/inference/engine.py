@@ -26,7 +26,7 @@ from clotho.inference.batching_probe import probe_batching
 from clotho.inference.cache_layout import CacheLayout, RowCaches
 from clotho.inference.kv_cache import BatchKVCache
 from clotho.inference.outputs import EventSender, OutputProcessor
-from clotho.inference.prefill import ALL_KINDS, POLICY_KIND, Prefill
+from clotho.inference.prefill import ALL_KINDS, POLICY_KIND, Prefill, pass_context
 from clotho.inference.sampling import validate
 from clotho.inference.scheduler import ActiveRequest, Listener, PrefillJob, Row, Scheduler
 from clotho.inference.stop_strings import IncrementalDetokenizer
@@ -166,6 +166,7 @@ class DecodeEngine:
         if self._adapters is None:
             raise RequestError("this engine samples from the policy only", param="model")
         try:
+            self._adapter_rows.prepare()
             return self._adapters.use(weights)
         except AdapterRequestError as error:
             raise RequestError(str(error), param="model") from error
@@ -216,7 +217,8 @@ class DecodeEngine:
         weights: as in `SampleRequest`; the version of the policy is None. Raises RequestError for an unknown adapter.
         """
         adapter = self._adapter(weights)
-        return None if adapter is None else adapter.version, lambda: self._adapter_rows.computing([adapter])
+        version = None if adapter is None else adapter.version
+        return version, lambda: pass_context(self._adapter_rows.computing, [adapter])
 
     @property
     def running(self) -> int:
@@ -376,7 +378,7 @@ class DecodeEngine:
         *before, last = prompt
         caches = self._make_caches(rows)
         positions_B, all_B = np.full(rows, len(before), dtype=np.int32), np.ones(rows, dtype=np.bool_)
-        with self._adapter_rows.computing(adapter_B[:1]):
+        with pass_context(self._adapter_rows.computing, adapter_B[:1]):
             state = self._layout.prefilled(before)
         token_B_T = np.asarray(completions, dtype=np.int32)[np.arange(rows) % len(completions)]
         prefilled = PrefilledPrompt(rows, len(before), state, reserved=len(prompt) + token_B_T.shape[1])
@@ -384,7 +386,7 @@ class DecodeEngine:
         caches.enter(range(rows), prefilled)
         for step in range(token_B_T.shape[1]):
             token_B = token_B_T[:, step - 1] if step else np.full(rows, last, dtype=np.int32)
-            with self._computing(adapter_B):
+            with pass_context(self._computing, adapter_B):
                 logits_B_V = mx.array(caches.logits(token_B, positions_B, all_B))
             mx.eval(logits_B_V, *caches.arrays)
             yield logits_B_V
@@ -437,8 +439,7 @@ class DecodeEngine:
         self._adapter_rows.require(contents)
         loaded = store.load(name, contents, replace=replace, keep=keep, in_use=self._adapters_in_use())
         if old is not None and self._settings.kv_policy == "recompute":
-            moved = [active for active in self._sender.requests.values() if active.adapter is old]
-            for active in moved:
+            for active in filter(lambda one: one.adapter is old, self._sender.requests.values()):
                 active.adapter = loaded
             self._restart(lambda active: active.adapter is loaded, interrupt=True)
         self._release_adapters(store)

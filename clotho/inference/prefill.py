@@ -8,7 +8,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right, insort
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 
 import mlx.core as mx
 import numpy as np
@@ -38,6 +38,11 @@ POLICY_KIND, ADAPTER_KIND = ALL_KINDS = (0, 1)
 
 Computing = Callable[[Sequence[LoadedAdapter | None]], AbstractContextManager[None]]
 """Returns a context in which row b of a forward pass uses the adapter at index b; None for the policy."""
+
+
+def pass_context(computing: Computing, adapter_B: Sequence[LoadedAdapter | None]) -> AbstractContextManager[None]:
+    """Return the context of a forward pass; it is empty if all rows use the policy."""
+    return nullcontext() if all(adapter is None for adapter in adapter_B) else computing(adapter_B)
 
 
 def weights_key(active: ActiveRequest, version: int) -> WeightsKey:
@@ -77,7 +82,8 @@ class PrefillBatch:
         if count <= 0:
             return 0
         chunk = mx.array(self._token_B_T[:, self._done : self._done + count])
-        with self._computing([job.active.adapter for job in self.jobs]), evaluation_mode(self._layout.model):
+        adapters = [job.active.adapter for job in self.jobs]
+        with pass_context(self._computing, adapters), evaluation_mode(self._layout.model):
             self._layout.model(chunk, cache=self._cache)
         mx.async_eval([c.state for c in self._cache])
         self._done += count

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -297,24 +297,36 @@ class AdapterRows:
         by_module = {id(module): layer for module, layer in zip(modules, layers.values(), strict=True)}
         with watched_calls(modules) as calls:
             store.model(mx.zeros((1, 2), dtype=mx.int32))
+        self._experts = _experts(store.model)
         together: dict[tuple[int, bool], list[Layer]] = {}
         inputs: dict[tuple[int, bool], Any] = {}
         for call in calls:
-            layer = by_module.pop(id(call.module), None)
-            if layer is not None:
+            layer = by_module.get(id(call.module))
+            if layer is not None and self._computes(layer):
+                del by_module[id(call.module)]
                 key = id(call.given), layer.is_switch
                 together.setdefault(key, []).append(layer)
                 inputs[key] = call.given
+        self._unreached = {layer.name for layer in by_module.values()}
         self._groups = tuple(Group(members, inputs[key].dtype) for key, members in together.items())
-        self._experts = _experts(store.model)
         self._mixed: tuple[tuple[Mixed, ...], ...] = tuple(
             tuple(self._make(layer, group, index) for index, layer in enumerate(group.layers)) for group in self._groups
         )
-        self._unreached = {layer.name for layer in by_module.values()}
         self._policy_layers = [layer for group in self._groups for layer in group.layers if layer.in_bank]
         self._of_one: dict[int, Bank] = {}
         self._of_several: OrderedDict[tuple[int, ...], Bank] = OrderedDict()
         self._route: Route | None = None
+
+    def _computes(self, layer: Layer) -> bool:
+        """Whether this module can compute the layer: experts must be those of mlx-lm's usual mixtures.
+
+        Raises AdapterRequestError if it cannot and the policy has an adapter there.
+        """
+        if not layer.is_switch or layer.name.rpartition(".")[0] in self._experts:
+            return True
+        if layer.policy is None:
+            return False
+        raise AdapterRequestError(f"{layer.name}: only the policy can be served with this layer", reason="invalid")
 
     def _make(self, layer: Layer, group: Group, index: int) -> Mixed:
         if layer.is_switch:
@@ -322,10 +334,10 @@ class AdapterRows:
         return MixedLinear(layer, group, index)
 
     def require(self, contents: AdapterContents) -> None:
-        """Raise AdapterRequestError if the model does not compute with a layer that the adapter changes."""
+        """Raise AdapterRequestError if the adapter changes a layer that a pass does not reach, or cannot compute."""
         unreached = sorted(self._unreached & contents.scales.keys())
         if unreached:
-            raise AdapterRequestError(f"{contents.path}: an adapter of {unreached[0]} has no effect", reason="invalid")
+            raise AdapterRequestError(f"{contents.path}: {unreached[0]} cannot have an adapter", reason="invalid")
 
     def keep(self, versions: set[int]) -> None:
         """Release converted matrices of all adapters but these; running rows convert theirs again."""
@@ -337,9 +349,6 @@ class AdapterRows:
     @contextmanager
     def computing(self, adapter_B: RowAdapters) -> Iterator[None]:
         """Build the graph of a pass inside the context: row b uses adapter_B[b]."""
-        if all(adapter is None for adapter in adapter_B):
-            yield
-            return
         self._use(self._route_of(adapter_B))
         replaced: list[tuple[Any, Any, Any]] = []
         try:
@@ -462,7 +471,8 @@ class LazyAdapterRows:
         self._adapters = adapters
         self._rows: AdapterRows | None = None
 
-    def _get(self) -> AdapterRows:
+    def prepare(self) -> AdapterRows:
+        """Examine the model. Raises AdapterRequestError if its rows can only use the policy."""
         if self._rows is None:
             assert self._adapters is not None
             self._rows = AdapterRows(self._adapters)
@@ -470,13 +480,11 @@ class LazyAdapterRows:
 
     def computing(self, adapter_B: Sequence[LoadedAdapter | None]) -> AbstractContextManager[None]:
         """Compute row b with adapter_B[b] inside the context."""
-        if all(adapter is None for adapter in adapter_B):
-            return nullcontext()
-        return self._get().computing(adapter_B)
+        return self.prepare().computing(adapter_B)
 
     def require(self, contents: AdapterContents) -> None:
         """Raise AdapterRequestError if the model does not compute with a layer of the adapter."""
-        self._get().require(contents)
+        self.prepare().require(contents)
 
     def keep(self, versions: set[int]) -> None:
         """Release converted matrices of all adapters but these."""

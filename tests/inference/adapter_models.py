@@ -31,7 +31,7 @@ def random_matrices(
     random = np.random.default_rng(seed)
     arrays = {}
     for name, target in sorted(targets.items()):
-        if "layers." not in name or (modules and name.rpartition(".")[2] not in modules):
+        if name.rpartition(".")[2] not in modules if modules else "layers." not in name:
             continue
         for matrix in ("lora_a", "lora_b"):
             shape = target.shape(matrix, rank)
@@ -40,13 +40,21 @@ def random_matrices(
 
 
 def write_mlx_adapter(
-    directory: Path, model: nn.Module, *, rank: int = 4, scale: float = 1.0, seed: int = 1, modules: Sequence[str] = ()
+    directory: Path,
+    model: nn.Module,
+    *,
+    rank: int = 4,
+    scale: float = 1.0,
+    seed: int = 1,
+    modules: Sequence[str] = (),
+    size: float = 0.3,
 ) -> Path:
-    """Write an adapter as mlx-lm does."""
-    arrays = random_matrices(adapter_targets(model), rank, seed=seed, modules=modules)
+    """Write an adapter as mlx-lm does. size: standard deviation of the matrices."""
+    arrays = random_matrices(adapter_targets(model), rank, seed=seed, modules=modules, size=size)
     directory.mkdir(parents=True, exist_ok=True)
     save_file(arrays, directory / "adapters.safetensors")
-    keys = sorted({name.rpartition(".lora_")[0].split(".", 3)[3] for name in arrays})
+    names = {name.rpartition(".lora_")[0] for name in arrays}
+    keys = sorted({name.split(".", 3)[3] if "layers." in name else name for name in names})
     config = {
         "fine_tune_type": "lora",
         "num_layers": -1,

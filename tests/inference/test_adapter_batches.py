@@ -5,14 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import numpy as np
 import pytest
+from mlx_lm.tuner.utils import load_adapters
 
 import clotho.cpu
+from bench.contenders.shapes import Shape, quantized_model, random_model
 from protocols.sampling import BASE, POLICY
 from tests.inference.adapter_models import ATTENTION_ONLY, engine_with_adapters, generated, write_mlx_adapter
 from tests.inference.engine_helpers import GREEDY, SAMPLED, make_prompt, run, submit_request
-from tests.small_models import tiny, tiny_source
+from tests.small_models import FixedSource, byte_tokenizer, tiny, tiny_source
 
 ARCHITECTURES = ["qwen3", "llama", "gemma3_text", "qwen3_moe", "lfm2"]
 """Two dense transformers that the CPU backend decodes, a sliding window, a mixture of experts, a convolution."""
@@ -77,3 +80,66 @@ def test_log_probabilities_equal_those_of_serving_the_adapter_alone(architecture
         for one, other in zip(answer.completions, together[name].completions, strict=True):
             assert one.tokens == other.tokens
             assert np.abs(np.array(one.logprobs) - np.array(other.logprobs)).max() < 1e-4
+
+
+@pytest.mark.usefixtures("path")
+def test_an_adapter_may_change_the_output_head(tmp_path: Path) -> None:
+    """Only the rows of that adapter get other logits."""
+    model = tiny("llama", vocab_size=257)
+    head = write_mlx_adapter(tmp_path / "head", model, rank=6, seed=1, modules=("lm_head", "q_proj"))
+    plain = write_mlx_adapter(tmp_path / "plain", model, rank=3, seed=2)
+    adapters = {"head": head, "plain": plain}
+    engine, store = engine_with_adapters(tiny_source("llama"), adapters)
+    assert any(info.targets[0] == "lm_head" for info in store.loaded())
+    names = ["plain", BASE, "head", "plain"]
+    answers = [submit_request(engine, make_prompt(7, salt), GREEDY, weights=name) for salt, name in enumerate(names)]
+    run(engine)
+    for salt, (name, answer) in enumerate(zip(names, answers, strict=True)):
+        expected = generated("llama", adapters.get(name), make_prompt(7, salt), GREEDY.max_tokens)
+        assert list(answer.completions[0].tokens) == expected, name
+
+
+MISMATCH = {"bfloat16": 0.05, "4 bits": 0.05}
+"""Largest mean absolute difference of log-probabilities, in nats."""
+
+SHAPE = Shape(layers=2, width=128, heads=2, key_heads=1, feed_forward=128, vocabulary=257)
+"""Heads and quantization groups of 64."""
+
+
+def low_precision(kind: str) -> Any:
+    """Return the model in bfloat16, or with 4-bit weights."""
+    if kind == "4 bits":
+        return quantized_model(SHAPE)
+    model = random_model(SHAPE)
+    model.set_dtype(mx.bfloat16)
+    return model
+
+
+@pytest.mark.parametrize("kind", MISMATCH)
+def test_models_of_low_precision_compute_every_row_with_its_adapter(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU: for the same tokens, the log-probabilities are those of mlx-lm's layers in one pass."""
+    monkeypatch.setattr(clotho.cpu, "KERNELS_ENABLED", False)
+    adapters = {
+        name: write_mlx_adapter(tmp_path / name, low_precision(kind), rank=rank, seed=rank, size=0.05)
+        for name, rank in (("wide", 8), ("narrow", 4))
+    }
+    source = FixedSource(low_precision(kind), byte_tokenizer(), SHAPE.vocabulary)
+    engine, _ = engine_with_adapters(source, adapters)
+    prompt = make_prompt(9)
+    answers = {name: submit_request(engine, prompt, SAMPLED, weights=name) for name in (*adapters, POLICY, BASE)}
+    run(engine)
+    different = {}
+    for name, answer in answers.items():
+        usual = low_precision(kind)
+        if name in adapters:
+            load_adapters(usual, str(adapters[name]))
+        usual.eval()
+        completion = answer.completions[0]
+        logits_T_V = usual(mx.array([[*prompt, *completion.tokens]]))[0, len(prompt) - 1 : -1].astype(mx.float32)
+        logp_T_V = np.array(logits_T_V - mx.logsumexp(logits_T_V, axis=-1, keepdims=True))
+        expected_T = logp_T_V[np.arange(len(completion.tokens)), list(completion.tokens)]
+        assert np.abs(np.array(completion.logprobs) - expected_T).mean() < MISMATCH[kind], name
+        different[name] = expected_T
+    assert np.abs(different["wide"] - different[BASE]).mean() > MISMATCH[kind]
