@@ -367,7 +367,7 @@ class SampleRequest(Struct, frozen=True, kw_only=True):
     request_id: name under which a client can abort the request; empty if it has none.
     constraint: each completion is a sentence of this grammar, unless `max_tokens` ends it early. The log-probabilities
         are those of the constrained distribution.
-    special_tokens: the text includes special tokens.
+    special_tokens: the text includes special tokens. include_stop: the text includes the stop string or stop token.
     """
 
     prompt: tuple[int, ...]
@@ -381,6 +381,7 @@ class SampleRequest(Struct, frozen=True, kw_only=True):
     request_id: str = ""
     constraint: Constraint | None = None
     special_tokens: bool = False
+    include_stop: bool = False
 
 
 class Completion(Struct, frozen=True, kw_only=True):

@@ -53,11 +53,15 @@ class CharacterTokenizer:
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] = (),
         variables: Mapping[str, Any] | None = None,
+        continue_final_message: bool = False,
     ) -> tuple[int, ...]:
-        """Return one line per message."""
-        del tools, variables
+        """Return one line per message, and one for variables."""
+        del tools
         lines = [f"{message['role']}: {message['content']}\n" for message in messages]
-        return self.encode("".join(lines) + ("assistant: " if add_generation_prompt else ""))
+        text = (f"{dict(variables)}\n" if variables else "") + "".join(lines)
+        if continue_final_message:
+            return self.encode(text.removesuffix("\n"))
+        return self.encode(text + ("assistant: " if add_generation_prompt else ""))
 
     def decode(self, tokens: Sequence[int], /, *, skip_special_tokens: bool = True) -> str:
         """Return the characters."""

@@ -186,7 +186,8 @@ class OutputProcessor:
         request, token = row.active.request, int(output.token_N[n])
         stops = token in request.sampling.stop_token_ids
         try:
-            text = row.text.push(token) if row.text is not None and not (ends or stops) else ""
+            shown = request.include_stop or not (ends or stops)
+            text = row.text.push(token) if row.text is not None and shown else ""
         except Exception as error:
             self._sender.fail(row.active, f"token {token} could not be decoded: {error}")
             return None

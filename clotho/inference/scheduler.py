@@ -44,7 +44,8 @@ class ActiveRequest:
     @property
     def needs_text(self) -> bool:
         """Whether the text of a completion is needed before its end, or with special tokens."""
-        return bool(self.request.stream or self.request.sampling.stop or self.request.special_tokens)
+        request = self.request
+        return bool(request.stream or request.sampling.stop or request.special_tokens or request.include_stop)
 
     @property
     def reserved(self) -> int:

@@ -28,13 +28,23 @@ class IncrementalDetokenizer:
     """
 
     def __init__(
-        self, decoder: TokenDecoder, stops: tuple[str, ...] = (), *, special: bool = False, min_tokens: int = 0
+        self,
+        decoder: TokenDecoder,
+        stops: tuple[str, ...] = (),
+        *,
+        special: bool = False,
+        include_stop: bool = False,
+        min_tokens: int = 0,
     ) -> None:
-        """special: `text` includes special tokens. min_tokens: stop strings are searched behind this many tokens."""
+        """special: `text` includes special tokens. include_stop: `text` ends with the stop string.
+
+        min_tokens: stop strings are searched behind this many tokens.
+        """
         self.text = ""
         self.stopped: str | None = None
         self._decode = partial(decoder.decode, skip_special_tokens=False) if special else decoder.decode
         self._stops = stops
+        self._include_stop = include_stop
         self._longest = max((len(s) for s in stops), default=0)
         self._min_tokens = min_tokens
         self._searched_from = 0  # the character from which stop strings are searched
@@ -47,7 +57,13 @@ class IncrementalDetokenizer:
     def of(cls, decoder: TokenDecoder, request: SampleRequest) -> IncrementalDetokenizer:
         """Return the detokenizer of one completion of a request."""
         sampling = request.sampling
-        return cls(decoder, sampling.stop, special=request.special_tokens, min_tokens=sampling.min_tokens)
+        return cls(
+            decoder,
+            sampling.stop,
+            special=request.special_tokens,
+            include_stop=request.include_stop,
+            min_tokens=sampling.min_tokens,
+        )
 
     def push(self, token: int) -> str:
         """Add a token; return the text that is final with it."""
@@ -78,7 +94,7 @@ class IncrementalDetokenizer:
         found = [(at, stop) for stop in self._stops if (at := self.text.find(stop, start)) >= 0]
         if found:
             at, self.stopped = min(found, key=lambda f: f[0])
-            self.text = self.text[:at]
+            self.text = self.text[: at + len(self.stopped) if self._include_stop else at]
 
     def _held(self) -> int:
         """Return how many characters at the end may be the beginning of a stop string."""

@@ -107,12 +107,13 @@ class ChatTokenizer:
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] = (),
         variables: Mapping[str, Any] | None = None,
+        continue_final_message: bool = False,
     ) -> tuple[int, ...]:
         """Return the tokens of a conversation in the chat template of the model.
 
         tools: definitions of functions in the format of the OpenAI API. variables: further names that the template may
-        use. The text of a control token in a message or in a tool is encoded as ordinary text
-        (`clotho.models.control_tokens`).
+        use. continue_final_message: end with the content of the last message. The text of a control token in a message,
+        a tool or a variable is encoded as ordinary text (`clotho.models.control_tokens`).
 
         Raises RequestError (param `messages`) if there is no template, or the template raises or does too much work for
         these messages.
@@ -124,11 +125,13 @@ class ChatTokenizer:
         try:
             with self._lock:
                 control = self._control_tokens()
-                disarmed = control.disarm([*messages, *tools])
-                plain, plain_tools = disarmed.messages[: len(messages)], disarmed.messages[len(messages) :]
-                text = self._render(plain, add_generation_prompt, plain_tools, variables or {})
-                if disarmed.originals:
-                    return control.encode(text, disarmed.originals)
+                found = control.disarm([*messages, *tools, variables or {}])
+                plain, plain_tools = found.messages[: len(messages)], found.messages[len(messages) : -1]
+                text = self._render(plain, add_generation_prompt, plain_tools, found.messages[-1])
+                if continue_final_message:
+                    text = _until_content(text, str(plain[-1]["content"]))
+                if found.originals:
+                    return control.encode(text, found.originals)
                 return tuple(int(t) for t in self._wrapper.encode(text, add_special_tokens=False, verbose=False))
         except RequestError:
             raise
@@ -207,3 +210,14 @@ class ChatTokenizer:
     def token_text(self, token: int) -> str:
         """Return one token as text, special tokens by name; an incomplete character becomes U+FFFD."""
         return str(self._wrapper.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
+def _until_content(text: str, content: str) -> str:
+    """Return a rendered conversation up to the end of the content of its last message.
+
+    Raises RequestError if the template does not render the content as it is.
+    """
+    for shown in (content.lstrip(), content.strip()):
+        if (at := text.rfind(shown)) >= 0:
+            return text[: at + len(shown)]
+    raise RequestError("the chat template changes the last message, so it cannot be continued", param="messages")

@@ -7,8 +7,8 @@ from typing import Annotated
 from msgspec import Meta, structs
 
 from clotho.serving.errors import invalid_field
+from clotho.serving.openai_fields import OpenaiFields
 from clotho.serving.openai_requests import (
-    OpenaiFields,
     Prompt,
     ValidatedRequest,
     build_request,

@@ -12,15 +12,8 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
-from clotho.serving.openai_requests import (
-    IGNORED,
-    UNSUPPORTED,
-    GenerationFields,
-    ValidatedRequest,
-    is_same,
-    validation_error,
-    without_unsupported,
-)
+from clotho.serving.openai_fields import IGNORED, UNSUPPORTED, GenerationFields
+from clotho.serving.openai_requests import ValidatedRequest, is_same, validation_error, without_unsupported
 from clotho.serving.openai_responses import WeightsVersions, weights_versions
 from protocols.sampling import Completion, PromptLogprobs
 from protocols.step import WeightsReady
@@ -42,7 +35,7 @@ UNSUPPORTED_NATIVE: dict[str, tuple[object, ...]] = {
 
 # Field that affects only the text -> its effective value. Other values are ignored.
 TEXT_ONLY: dict[str, bool] = {
-    "skip_special_tokens": True, "spaces_between_special_tokens": True, "include_stop_str_in_output": False,
+    "spaces_between_special_tokens": True,
     "no_stop_trim": False, "detokenize": True,
 }  # fmt: skip
 

@@ -1,7 +1,4 @@
-"""Request bodies of the OpenAI API, and their conversion to sampling requests.
-
-Decoding is strict: a field that is unknown, unsupported, of the wrong type or out of range causes a 400 error that
-names the field. Only the fields of `IGNORED` are dropped, because they cannot change a completion.
+"""Requests of the OpenAI API: decoding, rendering of conversations, and conversion to sampling requests.
 
 The functions are synchronous and thread-safe: tokenization of long texts runs in a worker thread.
 """
@@ -12,30 +9,32 @@ import json
 import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Optional, TypeVar
+from typing import Any, TypeVar
 
 import jinja2
 import msgspec
-from msgspec import Meta, Struct, structs
+from msgspec import Struct, structs
 
 from clotho.serving.bodies import json_object
 from clotho.serving.errors import ApiError, invalid_field
+from clotho.serving.openai_fields import (
+    IGNORED,
+    SCALAR_PARAMETERS,
+    UNSUPPORTED,
+    ChatRequest,
+    GenerationFields,
+    Message,
+    OpenaiFields,
+)
 from clotho.serving.reasoning import END_THINK, MessageParser, reasoning_variables, with_parts
 from clotho.serving.services import ServedModel, ServerContext, find_served
 from clotho.serving.structured_outputs import ConstraintFields, bad_words, requested_grammar
-from clotho.serving.tool_calls import MAX_TOOLS, NO_TOOLS, Tool, ToolCall, ToolChoice, message_fields, use_tools
+from clotho.serving.tool_calls import NO_TOOLS, message_fields, use_tools
 from protocols.constraints import Grammar
 from protocols.sampling import (
-    MAX_ALLOWED_TOKENS,
-    MAX_BAD_WORDS,
-    MAX_LOGIT_BIAS,
-    MAX_STOP_TOKENS,
     PARAMETERS,
-    LogitBias,
     SampleRequest,
     Sampling,
-    TokenId,
-    TopLogprobs,
     below_least_positive,
     can_record_support,
     completion_seeds,
@@ -43,128 +42,8 @@ from protocols.sampling import (
 
 Prompt = tuple[int, ...]
 
-MAX_MESSAGES = 2048
-"""Maximum number of messages of a conversation, and of parts of one message."""
-
-Seed = Annotated[int, Meta(ge=0, le=2**63 - 1)]
-Limit = Annotated[int, Meta(ge=1)]
-RequestId = Annotated[str, Meta(min_length=1, max_length=64)]
-BadWordText = Annotated[str, Meta(min_length=1, max_length=256)]
-
-IGNORED = frozenset({
-    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
-    "reasoning",  # the reasoning effort of a hosted model
-})  # fmt: skip
-
-# Unsupported field -> the values that are accepted because they request nothing.
-UNSUPPORTED: dict[str, tuple[object, ...]] = {
-    "functions": ([],), "function_call": ("none", "auto"), "best_of": (1,), "suffix": ("",),
-    "modalities": (["text"],), "audio": (), "prediction": (), "web_search_options": (),
-    "skip_special_tokens": (True,), "include_stop_str_in_output": (False,),
-    "continue_final_message": (False,), "chat_template": (), "chat_template_kwargs": ({},),
-}  # fmt: skip
-
-
-class StreamOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Options of a stream. include_usage: send a last chunk with token counts."""
-
-    include_usage: bool = False
-
-
-SCALAR_PARAMETERS = tuple(
-    name
-    for name, parameter in PARAMETERS.items()
-    if parameter.is_scalar and parameter.affects != "report" and name != "max_tokens"
-)
-"""Sampling parameters that a request sets with one field of the same name, type and range."""
-
-if TYPE_CHECKING:
-
-    class SamplingFields(ConstraintFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
-        """The fields of `SCALAR_PARAMETERS`. A field that is null or absent takes the server's default."""
-
-else:
-    SamplingFields = msgspec.defstruct(
-        "SamplingFields",
-        [(name, Optional[PARAMETERS[name].annotation], None) for name in SCALAR_PARAMETERS],  # noqa: UP045
-        bases=(ConstraintFields,),
-        frozen=True,
-        kw_only=True,
-        forbid_unknown_fields=True,
-    )
-
-
-class GenerationFields(SamplingFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Fields that all generation requests share. A field that is null or absent takes the server's default."""
-
-    model: str | None = None
-    n: Annotated[int, Meta(ge=1)] | None = None
-    seed: Seed | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    max_tokens: Limit | None = None
-    logit_bias: Annotated[dict[TokenId, LogitBias], Meta(max_length=MAX_LOGIT_BIAS)] | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_STOP_TOKENS)] | None = None
-    allowed_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_ALLOWED_TOKENS)] | None = None
-    bad_words: Annotated[list[BadWordText], Meta(max_length=MAX_BAD_WORDS // 2)] | None = None
-    return_token_ids: bool | None = None
-
-
-class OpenaiFields(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Fields that both OpenAI endpoints share.
-
-    echo: repeat the prompt before the completion; in a conversation, the last message if it is the assistant's.
-    prompt_logprobs: alternatives to return per prompt token. return_tokens_as_token_ids: tokens of log-probabilities
-    are named `token_id:ID`. truncate_prompt_tokens: keep this number of last prompt tokens; -1: as many as fit into the
-    context. request_id: name under which the request can be aborted.
-    """
-
-    echo: bool | None = None
-    prompt_logprobs: TopLogprobs | None = None
-    return_tokens_as_token_ids: bool | None = None
-    truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None = None
-    request_id: RequestId | None = None
-
-
-class ContentPart(Struct, frozen=True, kw_only=True):
-    """One part of a message. Only parts of type `text` are supported; fields of other types are not decoded."""
-
-    type: str
-    text: str | None = None
-
-
-class Message(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One message of a conversation. `developer` is rendered as `system`; `refusal` is not rendered.
-
-    tool_calls, reasoning_content: of the assistant; the content may then be absent. tool_call_id, name: of a tool.
-    """
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[ContentPart], Meta(max_length=MAX_MESSAGES)] | None = None
-    name: str | None = None
-    refusal: str | None = None
-    tool_calls: Annotated[list[ToolCall], Meta(min_length=1, max_length=MAX_TOOLS)] | None = None
-    tool_call_id: str | None = None
-    reasoning_content: str | None = None
-
-
-Messages = Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
-
-
-class ChatRequest(OpenaiFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The body of POST /v1/chat/completions."""
-
-    messages: Messages
-    max_completion_tokens: Limit | None = None
-    logprobs: bool | None = None
-    top_logprobs: TopLogprobs | None = None
-    add_generation_prompt: bool | None = None
-    tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
-    parallel_tool_calls: bool | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
-    separate_reasoning: bool | None = None
+RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "tokenize", "conversation"})
+"""Variables of chat templates that requests do not set by `chat_template_kwargs`."""
 
 
 class ValidatedRequest(Struct, frozen=True, kw_only=True):
@@ -263,8 +142,15 @@ def parse_chat_request(body: bytes, context: ServerContext) -> ValidatedRequest:
         )
     if fields.reasoning_effort is not None:
         variables = reasoning_variables(fields.reasoning_effort, context.tokenizer.chat_template)
+    if fields.chat_template_kwargs is not None:
+        variables = {**variables, **fields.chat_template_kwargs}
     prompt = render_prompt(
-        messages, context, add_generation_prompt=fields.add_generation_prompt, tools=tools.rendered, variables=variables
+        messages,
+        context,
+        add_generation_prompt=fields.add_generation_prompt,
+        tools=tools.rendered,
+        variables=variables,
+        continues=bool(fields.continue_final_message),
     )
     prompt = truncated(prompt, fields, context)
     top_logprobs = (fields.top_logprobs or 0) if fields.logprobs else None
@@ -355,13 +241,24 @@ def render_prompt(
     add_generation_prompt: bool | None,
     tools: Sequence[dict[str, Any]] = (),
     variables: Mapping[str, Any] | None = None,
+    continues: bool = False,
 ) -> Prompt:
-    """Apply the chat template. Raises ApiError."""
+    """Apply the chat template. continues: the completion continues the last message. Raises ApiError."""
+    if reserved := [name for name in variables or {} if name in RESERVED or name.endswith("_token")]:
+        raise invalid_field("chat_template_kwargs", f"{reserved[0]} cannot be set by a request")
+    if continues and add_generation_prompt:
+        raise invalid_field("continue_final_message", "excludes add_generation_prompt: true")
+    if continues and (messages[-1]["role"] != "assistant" or not messages[-1]["content"].strip()):
+        raise invalid_field("continue_final_message", "requires a last message of the assistant with a content")
     size = sum(len(message["content"].encode()) for message in messages)
     check_length(size + sum(len(json.dumps(tool)) for tool in tools), "tools" if tools else "messages", context)
     return run_tokenizer(
         lambda: context.tokenizer.render_chat(
-            messages, add_generation_prompt=add_generation_prompt is not False, tools=tools, variables=variables
+            messages,
+            add_generation_prompt=add_generation_prompt is not False and not continues,
+            tools=tools,
+            variables=variables,
+            continue_final_message=continues,
         ),
         "messages",
     )
@@ -430,6 +327,8 @@ def build_request(
                 record_support=(context.record_supports or record_support) and can_record_support(sampling),
                 request_id=request_id,
                 weights=model.source,
+                special_tokens=fields.skip_special_tokens is False,
+                include_stop=bool(fields.include_stop_str_in_output),
             )
             for prompt, prompt_seed in zip(prompts, prompt_seeds, strict=True)
         ),

@@ -13,7 +13,7 @@ from clotho import __version__
 from clotho.serving.completion_requests import CompletionRequest
 from clotho.serving.control import PauseMode
 from clotho.serving.errors import ErrorBody
-from clotho.serving.openai_requests import ChatRequest
+from clotho.serving.openai_fields import ChatRequest
 from clotho.serving.openai_responses import ChatChoice, CompletionChoice, ModelList, ResponseBody
 from clotho.serving.routes_adapters import (
     AdapterStatus,

@@ -138,6 +138,9 @@ def with_parts(
     """Add the parser of reasoning and tool calls to a request, and permit reasoning before a constrained content."""
     tail = [token_text(token) for token in request.prompts[0][-PROMPT_TAIL:]]
     parts = MessageParts(tools, tail, reasons=reasons, separate=separate is not False)
-    samples = tuple(structs.replace(sample, special_tokens=tools.format is not None) for sample in request.samples)
+    samples = tuple(
+        structs.replace(sample, special_tokens=sample.special_tokens or tools.format is not None)
+        for sample in request.samples
+    )
     grammar = parts.behind_reasoning(request.grammar) if request.grammar is not None else None
     return structs.replace(request, samples=samples, grammar=grammar, message_parser=parts.parser)

@@ -14,7 +14,8 @@ from starlette.responses import Response
 from clotho.serving.bodies import RequestBodies, json_object
 from clotho.serving.control import EngineControl, PauseMode
 from clotho.serving.errors import invalid_field
-from clotho.serving.openai_requests import RequestId, validation_error
+from clotho.serving.openai_fields import RequestId
+from clotho.serving.openai_requests import validation_error
 
 SGLANG_MODES: dict[str, PauseMode] = {"abort": "abort", "in_place": "keep", "retract": "keep"}
 """SGLang's names of the modes. Requests that are retracted keep their KV cache here."""

@@ -16,7 +16,8 @@ from clotho.serving.bodies import json_object
 from clotho.serving.completion_requests import tokenize
 from clotho.serving.errors import invalid_field
 from clotho.serving.native import GenerationResult, NativeFields, NativeRequest, ServedBy, decode_known, served_by
-from clotho.serving.openai_requests import Limit, Seed, build_request, check_choices
+from clotho.serving.openai_fields import Limit, Seed
+from clotho.serving.openai_requests import build_request, check_choices
 from clotho.serving.openai_responses import LOWEST, Alternatives
 from clotho.serving.services import ServerContext, Tokenizer, find_served
 from clotho.serving.structured_outputs import Schema, json_grammar

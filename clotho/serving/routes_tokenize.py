@@ -8,14 +8,8 @@ from msgspec import Struct
 from clotho.serving.bodies import json_object
 from clotho.serving.completion_requests import tokenize
 from clotho.serving.errors import invalid_field
-from clotho.serving.openai_requests import (
-    Messages,
-    check_tokens,
-    render_prompt,
-    run_tokenizer,
-    text_messages,
-    validation_error,
-)
+from clotho.serving.openai_fields import Messages, TemplateVariables
+from clotho.serving.openai_requests import check_tokens, render_prompt, run_tokenizer, text_messages, validation_error
 from clotho.serving.services import ServerContext, find_served
 from protocols.sampling import TokenId
 
@@ -35,6 +29,8 @@ class TokenizeChatRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     messages: Messages
     model: str | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: TemplateVariables | None = None
     return_token_strs: bool | None = None
 
 
@@ -76,7 +72,13 @@ def tokenize_text(body: bytes, context: ServerContext) -> TokenizeResponse:
     find_served(request.model, context)
     if isinstance(request, TokenizeChatRequest):
         messages = text_messages(request.messages, context)
-        tokens = render_prompt(messages, context, add_generation_prompt=request.add_generation_prompt is not False)
+        tokens = render_prompt(
+            messages,
+            context,
+            add_generation_prompt=request.add_generation_prompt,
+            variables=request.chat_template_kwargs,
+            continues=bool(request.continue_final_message),
+        )
     else:
         special = request.add_special_tokens is not False
         tokens = tokenize(request.prompt, context, add_special_tokens=special)

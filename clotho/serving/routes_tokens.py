@@ -11,7 +11,8 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from clotho.serving.bodies import json_object
 from clotho.serving.errors import invalid_field
 from clotho.serving.native import GenerationResult, NativeFields, NativeRequest, ServedBy, decode_known, served_by
-from clotho.serving.openai_requests import RequestId, build_request, check_choices
+from clotho.serving.openai_fields import RequestId
+from clotho.serving.openai_requests import build_request, check_choices
 from clotho.serving.openai_responses import ChatLogprobs, PromptPosition, TokenIdTexts, Usage, chat_logprobs
 from clotho.serving.prompt_scores import prompt_positions
 from clotho.serving.services import ServerContext, find_served

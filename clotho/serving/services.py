@@ -49,8 +49,12 @@ class Tokenizer(Protocol):
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] = (),
         variables: Mapping[str, Any] | None = None,
+        continue_final_message: bool = False,
     ) -> tuple[int, ...]:
-        """Apply the chat template and return the token IDs. variables: further names that the template may use."""
+        """Apply the chat template and return the token IDs. variables: further names that the template may use.
+
+        continue_final_message: end with the content of the last message, so that the completion continues it.
+        """
         ...
 
     def token_text(self, token: int, /) -> str:

@@ -128,8 +128,8 @@ async def test_ignored_fields_are_listed_in_the_response() -> None:
         assert "ignored_fields" not in await vllm_generate(
             served, skip_special_tokens=True, tools=None, user="u", min_tokens=0
         )
-        answer = await vllm_generate(served, priority=1, skip_special_tokens=False, **{"x" * 1000: 1})
-        assert answer["ignored_fields"] == ["priority", "skip_special_tokens", "x" * 64]
+        answer = await vllm_generate(served, priority=1, no_stop_trim=True, **{"x" * 1000: 1})
+        assert answer["ignored_fields"] == ["priority", "no_stop_trim", "x" * 64]
         many = {f"field{number}": 1 for number in range(100)}
         assert len((await vllm_generate(served, **many))["ignored_fields"]) == 16
 

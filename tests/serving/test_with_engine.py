@@ -25,6 +25,7 @@ from protocols.step import WeightsReady
 from tests.small_models import FixedSource, byte_tokenizer, tiny_source
 
 TEMPLATE = (
+    "{% if mood %}mood: {{ mood }}\n{% endif %}"
     "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
@@ -221,3 +222,57 @@ async def wait_for_rows(stack: Stack) -> None:
     with anyio.fail_after(10):
         while not await stack.rows():
             pass
+
+
+@pytest.mark.parametrize(
+    ("bias", "fields", "plain", "full"),
+    [
+        ("256", {"ignore_eos": True, "max_tokens": 2}, "", "<|end|><|end|>"),
+        ("65", {"stop": "AAA"}, "", "AAA"),
+        ("65", {"stop_token_ids": [65]}, "", "A"),
+    ],
+    ids=["special token", "stop string", "stop token"],
+)
+async def test_a_text_can_include_special_tokens_and_what_stopped_it(
+    bias: str, fields: dict[str, object], plain: str, full: str
+) -> None:
+    """`skip_special_tokens` and `include_stop_str_in_output` of vLLM; a stream has the same text."""
+    body = {"model": "policy", "prompt": "x", "temperature": 0, "logit_bias": {bias: 100}, **fields}
+    options = {"skip_special_tokens": False, "include_stop_str_in_output": True}
+    async with serving() as (_, client), httpx.AsyncClient(base_url=str(client.base_url), timeout=30) as http:
+        for extra, text in (({}, plain), (options, full)):
+            answer = (await http.post("completions", json=body | extra)).json()
+            assert answer["choices"][0]["text"] == text
+            streamed = await http.post("completions", json=body | extra | {"stream": True})
+            chunks = [json.loads(line[6:]) for line in streamed.text.split("\n\n") if line.startswith("data: {")]
+            assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == text
+
+
+async def test_a_conversation_sets_variables_of_the_template_and_continues_its_last_message() -> None:
+    """The prompt is that of the rendered template; /tokenize shows it."""
+    talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "I think "}]
+    async with serving() as (_, client), httpx.AsyncClient(base_url=str(client.base_url), timeout=30) as http:
+
+        async def prompt(**fields: object) -> str:
+            answer = await http.post("chat/completions", json={"messages": talk, "max_tokens": 1, **fields})
+            assert answer.status_code == 200, answer.text
+            (root,) = [str(client.base_url).removesuffix("/v1/")]
+            tokens = (await http.post(f"{root}/tokenize", json={"messages": talk, **fields})).json()["tokens"]
+            assert answer.json()["usage"]["prompt_tokens"] == len(tokens)
+            return bytes(tokens).decode()
+
+        assert await prompt() == "user: hi\nassistant: I think \nassistant: "
+        continued = await prompt(continue_final_message=True, add_generation_prompt=False)
+        assert continued == "user: hi\nassistant: I think "
+        shown = await prompt(chat_template_kwargs={"mood": "calm"}, add_generation_prompt=False)
+        assert shown == "mood: calm\nuser: hi\nassistant: I think \n"
+        for fields, param in (
+            ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+            ({"continue_final_message": True, "messages": talk[:1]}, "continue_final_message"),
+            ({"chat_template_kwargs": {"messages": "x"}}, "chat_template_kwargs"),
+            ({"chat_template_kwargs": {"eos_token": "x"}}, "chat_template_kwargs"),
+            ({"chat_template_kwargs": {"a b": 1}}, "chat_template_kwargs"),
+            ({"chat_template_kwargs": {"a": [1]}}, "chat_template_kwargs"),
+        ):
+            refused = await http.post("chat/completions", json={"messages": talk, "max_tokens": 1} | fields)
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)

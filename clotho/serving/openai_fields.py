@@ -1,0 +1,157 @@
+"""Fields of requests, as the structs that decode the bodies.
+
+Decoding is strict: a field that is unknown, unsupported, of the wrong type or out of range causes a 400 error that
+names the field. Only the fields of `IGNORED` are dropped, because they cannot change a completion.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Literal, Optional
+
+import msgspec
+from msgspec import Meta, Struct
+
+from clotho.serving.structured_outputs import ConstraintFields
+from clotho.serving.tool_calls import MAX_TOOLS, Tool, ToolCall, ToolChoice
+from protocols.sampling import (
+    MAX_ALLOWED_TOKENS,
+    MAX_BAD_WORDS,
+    MAX_LOGIT_BIAS,
+    MAX_STOP_TOKENS,
+    PARAMETERS,
+    LogitBias,
+    TokenId,
+    TopLogprobs,
+)
+
+MAX_MESSAGES = 2048
+"""Maximum number of messages of a conversation, and of parts of one message."""
+
+Seed = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+Limit = Annotated[int, Meta(ge=1)]
+RequestId = Annotated[str, Meta(min_length=1, max_length=64)]
+BadWordText = Annotated[str, Meta(min_length=1, max_length=256)]
+
+IGNORED = frozenset({
+    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
+    "reasoning",  # the reasoning effort of a hosted model
+})  # fmt: skip
+
+# Unsupported field -> the values that are accepted because they request nothing.
+UNSUPPORTED: dict[str, tuple[object, ...]] = {
+    "functions": ([],), "function_call": ("none", "auto"), "best_of": (1,), "suffix": ("",),
+    "modalities": (["text"],), "audio": (), "prediction": (), "web_search_options": (),
+    "chat_template": (),
+}  # fmt: skip
+
+
+class StreamOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Options of a stream. include_usage: send a last chunk with token counts."""
+
+    include_usage: bool = False
+
+
+SCALAR_PARAMETERS = tuple(
+    name
+    for name, parameter in PARAMETERS.items()
+    if parameter.is_scalar and parameter.affects != "report" and name != "max_tokens"
+)
+"""Sampling parameters that a request sets with one field of the same name, type and range."""
+
+if TYPE_CHECKING:
+
+    class SamplingFields(ConstraintFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+        """The fields of `SCALAR_PARAMETERS`. A field that is null or absent takes the server's default."""
+
+else:
+    SamplingFields = msgspec.defstruct(
+        "SamplingFields",
+        [(name, Optional[PARAMETERS[name].annotation], None) for name in SCALAR_PARAMETERS],  # noqa: UP045
+        bases=(ConstraintFields,),
+        frozen=True,
+        kw_only=True,
+        forbid_unknown_fields=True,
+    )
+
+
+class GenerationFields(SamplingFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Fields that all generation requests share. A field that is null or absent takes the server's default."""
+
+    model: str | None = None
+    n: Annotated[int, Meta(ge=1)] | None = None
+    seed: Seed | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: Limit | None = None
+    logit_bias: Annotated[dict[TokenId, LogitBias], Meta(max_length=MAX_LOGIT_BIAS)] | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_STOP_TOKENS)] | None = None
+    allowed_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_ALLOWED_TOKENS)] | None = None
+    bad_words: Annotated[list[BadWordText], Meta(max_length=MAX_BAD_WORDS // 2)] | None = None
+    return_token_ids: bool | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+
+
+class OpenaiFields(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Fields that both OpenAI endpoints share.
+
+    echo: repeat the prompt before the completion; in a conversation, the last message if it is the assistant's.
+    prompt_logprobs: alternatives to return per prompt token. return_tokens_as_token_ids: tokens of log-probabilities
+    are named `token_id:ID`. truncate_prompt_tokens: keep this number of last prompt tokens; -1: as many as fit into the
+    context. request_id: name under which the request can be aborted.
+    """
+
+    echo: bool | None = None
+    prompt_logprobs: TopLogprobs | None = None
+    return_tokens_as_token_ids: bool | None = None
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None = None
+    request_id: RequestId | None = None
+
+
+class ContentPart(Struct, frozen=True, kw_only=True):
+    """One part of a message. Only parts of type `text` are supported; fields of other types are not decoded."""
+
+    type: str
+    text: str | None = None
+
+
+class Message(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One message of a conversation. `developer` is rendered as `system`; `refusal` is not rendered.
+
+    tool_calls, reasoning_content: of the assistant; the content may then be absent. tool_call_id, name: of a tool.
+    """
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | Annotated[list[ContentPart], Meta(max_length=MAX_MESSAGES)] | None = None
+    name: str | None = None
+    refusal: str | None = None
+    tool_calls: Annotated[list[ToolCall], Meta(min_length=1, max_length=MAX_TOOLS)] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+
+
+Messages = Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
+
+
+TemplateVariable = Annotated[str, Meta(pattern=r"^[A-Za-z][A-Za-z0-9_]{0,63}$")]
+TemplateValue = bool | int | float | Annotated[str, Meta(max_length=256)]
+TemplateVariables = Annotated[dict[TemplateVariable, TemplateValue], Meta(max_length=16)]
+"""Variables of the chat template that a request sets, such as `enable_thinking`."""
+
+
+class ChatRequest(OpenaiFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The body of POST /v1/chat/completions."""
+
+    messages: Messages
+    max_completion_tokens: Limit | None = None
+    logprobs: bool | None = None
+    top_logprobs: TopLogprobs | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: TemplateVariables | None = None
+    tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    separate_reasoning: bool | None = None
