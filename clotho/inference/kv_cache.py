@@ -155,7 +155,7 @@ class ColumnState:
             else:
                 hidden_B_C = np.arange(extent - 1, -1, -1) > self._held_B[:, None]
                 bias_B_C = np.where(hidden_B_C, np.float32(-np.inf), np.float32(0.0))
-                self._biases[dtype] = mx.array(bias_B_C[:, None, None]).astype(dtype)
+                self._biases[dtype] = mx.array(bias_B_C[:, None, None, None]).astype(dtype)
         return self._biases[dtype]
 
     def end(self) -> None:

@@ -41,12 +41,13 @@ class RowGroups(NamedTuple):
 class GroupIndices(NamedTuple):
     """Row groups as indices into lists of queries, for K key heads and R query heads per key head.
 
-    query_N: query of each (F, K, G, R). place_N: place in that list of each query (B, K, R). bias: (F, 1, 1, P), or one
-    number if all prompts have the same length. read, tokens: which prompts the step reads, and how many tokens.
+    query: number of the query of each (F, K, G R). place: place of each query in that list, (B, K, R, 1). bias: (F, 1,
+    1, P), or one number if all prompts have the same length. read, tokens: which prompts the step reads, and how many
+    tokens.
     """
 
-    query_N: mx.array
-    place_N: mx.array
+    query: mx.array
+    place: mx.array
     bias: mx.array
     read: slice
     tokens: int
@@ -59,6 +60,18 @@ class PromptArrays:
         (key_heads, key_size), (value_heads, value_size) = leaf.key_shape, leaf.value_shape
         self.keys = mx.zeros((1, key_heads, 0, key_size), leaf.dtype)
         self.values = mx.zeros((1, value_heads, 0, value_size), leaf.dtype)
+        self._views: tuple[mx.array, mx.array] | None = None
+
+    def views(self, groups: GroupIndices) -> tuple[mx.array, mx.array]:
+        """Return the keys (F, K, D, P) and values (F, K, P, D) that a step reads; the same until `forget_views`."""
+        if self._views is None:
+            keys, values = (held[groups.read, :, : groups.tokens] for held in (self.keys, self.values))
+            self._views = keys.swapaxes(-1, -2), values
+        return self._views
+
+    def forget_views(self) -> None:
+        """Forget the views, because groups have changed, or because a write would copy arrays that have views."""
+        self._views = None
 
     def reserve(self, prompts: int, tokens: int) -> None:
         """Allocate larger arrays unless there is room for so many prompts and tokens."""
@@ -66,6 +79,7 @@ class PromptArrays:
 
     def write(self, number: int, keys: mx.array, values: mx.array) -> None:
         """Store a prompt, (1, K, tokens, D), for which there is room."""
+        self.forget_views()
         for held, new in ((self.keys, keys), (self.values, values)):
             held[number, :, : new.shape[2]] = new[0]
             held[number, :, new.shape[2] :] = 0.0
@@ -77,6 +91,7 @@ class PromptArrays:
 
     def clear(self, number: int) -> None:
         """Zero a prompt."""
+        self.forget_views()
         self.keys[number] = 0.0
         self.values[number] = 0.0
 
@@ -172,6 +187,8 @@ class SharedPrompts:
         """Prepare a step. Groups are computed again when rows have joined or moved. live_B: rows that are used."""
         if self._groups is None:
             self._groups, self._indices = self._grouped(live_B), {}
+            for layer in self.layers:
+                layer.forget_views()
 
     def _grouped(self, live_B: NDArray[np.bool_]) -> RowGroups:
         first = NOT_SHARED if (self.prompt_B[live_B] == NOT_SHARED).any() else NOT_SHARED + 1
@@ -196,15 +213,16 @@ class SharedPrompts:
 
 
 def _indices(groups: RowGroups, key_heads: int, repeats: int, dtype: mx.Dtype) -> GroupIndices:
-    width = groups.row_F_G.shape[1]
+    (prompts, width), rows = groups.row_F_G.shape, len(groups.cell_B)
     head_K_1, repeat_R = np.arange(key_heads)[:, None], np.arange(repeats)
     query_F_K_G_R = (groups.row_F_G[:, None, :, None] * key_heads + head_K_1[:, :, None]) * repeats + repeat_R
     prompt_B, cell_B = np.divmod(groups.cell_B, width)
     place_B_K_1 = (prompt_B[:, None, None] * key_heads + head_K_1) * width + cell_B[:, None, None]
+    place_B_K_R = place_B_K_1 * repeats + repeat_R
     bias = groups.bias_F_P[:, None, None] if np.isinf(groups.bias_F_P).any() else np.zeros(1, dtype=np.float32)
     return GroupIndices(
-        mx.array(query_F_K_G_R.ravel().astype(np.int32)),
-        mx.array((place_B_K_1 * repeats + repeat_R).ravel().astype(np.int32)),
+        mx.array(query_F_K_G_R.astype(np.int32).reshape(prompts, key_heads, width * repeats)),
+        mx.array(place_B_K_R.astype(np.int32).reshape(rows, key_heads, repeats, 1)),
         mx.array(bias).astype(dtype),
         groups.read,
         groups.bias_F_P.shape[1],
@@ -215,29 +233,25 @@ def grouped_attention(
     queries: mx.array,
     own: tuple[mx.array, mx.array],
     prompts: PromptArrays,
-    indices: GroupIndices,
+    groups: GroupIndices,
     bias_B_C: mx.array,
     scale: float,
 ) -> mx.array:
     """Compute attention of one query per row, (B, K R, 1, D), over the prompt of its group and its own columns.
 
-    own: keys and values, (B, K, C, D). bias_B_C: added to the scores of own columns, (B, 1, 1, C) or one number. Each
-    query has a product of its own with the values, which is a product of a vector: Metal pads small matrices.
+    own: keys and values, (B, K, C, D). bias_B_C: added to the scores of own columns, (B, 1, 1, 1, C) or one number.
+    Rows of own columns are multiplied one by one, as vectors: Metal pads small matrices.
     """
     keys, values = own
-    prompt_keys = prompts.keys[indices.read, :, : indices.tokens]
-    prompt_values = prompts.values[indices.read, :, : indices.tokens]
-    B, heads, _, D = queries.shape
-    F, K, P, _ = prompt_keys.shape
-    R = heads // K
-    query_N_D = mx.take(queries.reshape(-1, D), indices.query_N, axis=0)
-    score_F = mx.addmm(indices.bias, query_N_D.reshape(F, K, -1, D), prompt_keys.swapaxes(-1, -2), alpha=scale)
-    score_B_P = mx.take(score_F.reshape(-1, P), indices.place_N, axis=0).reshape(B, K, R, P)
-    score_B_C = mx.addmm(bias_B_C, queries.reshape(B, K, R, D), keys.swapaxes(-1, -2), alpha=scale)
-    weight = mx.softmax(mx.concatenate([score_B_P, score_B_C], axis=-1), axis=-1, precise=True)
-    weight_N_P = mx.take(weight[..., :P].reshape(-1, P), indices.query_N, axis=0)
-    part_F = weight_N_P.reshape(F, K, -1, P) @ prompt_values
-    part_B = mx.take(part_F.reshape(-1, part_F.shape[-1]), indices.place_N, axis=0)
-    part_B = part_B.reshape(B, K, R, 1, -1)
-    attended = mx.addmm(part_B, weight[..., None, P:], values[:, :, None])
-    return attended.reshape(B, heads, 1, -1)
+    prompt_keys, prompt_values = prompts.views(groups)
+    (B, heads, _, D), K, P = queries.shape, keys.shape[1], groups.tokens
+    query_B = queries.reshape(B, K, heads // K, 1, D)
+    query_F = mx.take(queries.reshape(-1, D), groups.query, axis=0)
+    score_F = mx.addmm(groups.bias, query_F, prompt_keys, alpha=scale)
+    score_P = mx.take(score_F.reshape(-1, P), groups.place, axis=0)
+    score_C = mx.addmm(bias_B_C, query_B, keys.swapaxes(-1, -2)[:, :, None], alpha=scale)
+    weight = mx.softmax(mx.concatenate([score_P, score_C], axis=-1), axis=-1, precise=True)
+    weight_P, weight_C = mx.split(weight, [P], axis=-1)
+    part_F = mx.take(weight_P.reshape(-1, P), groups.query, axis=0) @ prompt_values
+    part = mx.take(part_F.reshape(-1, part_F.shape[-1]), groups.place, axis=0)
+    return mx.addmm(part, weight_C, values[:, :, None]).reshape(B, heads, 1, -1)
