@@ -73,8 +73,9 @@ def _run(argv: Sequence[str]) -> tuple[int, bool]:
 
 def serve(argv: Sequence[str]) -> tuple[int, bool]:
     """Run the command `serve`; the result is that of `_run`. argv: the arguments after the command."""
-    from clotho.cpu import load_blas
+    from clotho.cpu import configure_malloc, load_blas
 
+    configure_malloc()
     load_blas()  # before the first import of MLX
     from rich.console import Console
 
