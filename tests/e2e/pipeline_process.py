@@ -64,9 +64,10 @@ class Run:
         self, run_dir: Path, *flags: str, environment: dict[str, str] | None = None, small: tuple[str, ...] = SMALL
     ) -> None:
         self.run_dir = run_dir
+        lane = () if any(flag.startswith("--model") for flag in flags) else lanes.flags()
         self._err = tempfile.TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115, closed by __exit__
         self.process = subprocess.Popen(
-            [sys.executable, "pipeline.py", "--run-dir", str(run_dir), *lanes.flags(), *small, *flags],
+            [sys.executable, "pipeline.py", "--run-dir", str(run_dir), *lane, *small, *flags],
             cwd=REPOSITORY,
             env=os.environ | {"PYTHONIOENCODING": "utf-8"} | (environment or {}),
             stdout=subprocess.PIPE,

@@ -7,25 +7,31 @@ from pathlib import Path
 import pytest
 
 from tests import lanes
-from tests.e2e.pipeline_process import assert_recorded, metrics, run
+from tests.e2e.pipeline_process import Run, assert_recorded, metrics
 
-DEVICE_LANES = [lane for lane in lanes.LANES.values() if lane.on_device]
+DEVICE_LANES = [
+    pytest.param(lane, id=lane.name, marks=pytest.mark.slow if lane.bits else ())
+    for lane in lanes.LANES.values()
+    if lane.on_device
+]
 
 
 FEW = (
-    "--learner.batch-size", "2", "--sampling.group-size", "4", "--sampling.max-tokens", "64", "--eval.problems", "4",
-    "--checkpoint.interval", "1",
+    "--server.port", "0", "--learner.batch-size", "2", "--sampling.group-size", "4", "--sampling.max-tokens", "64",
+    "--eval.problems", "4", "--checkpoint.interval", "1",
 )  # fmt: skip
 """MLX multiplies 16-bit and quantized weights slowly on the CPU."""
 
 
-@pytest.mark.parametrize("device_lane", DEVICE_LANES, ids=lambda lane: lane.name)
+@pytest.mark.parametrize("device_lane", DEVICE_LANES)
 def test_a_run_trains_and_resumes_in_every_lane(tmp_path: Path, device_lane: lanes.Lane) -> None:
     """Sampler and learner agree, every group ends once, and the resumed run continues at the next step."""
     with lanes.using(device_lane):
-        first = run(tmp_path / "run", *FEW, "--steps", "2")
+        with Run(tmp_path / "run", "--steps", "2", small=FEW) as running:
+            first = running.finish()
         assert first.status == 0, first
-        resumed = run(tmp_path / "run", *FEW, "--steps", "3", "--resume")
+        with Run(tmp_path / "run", "--steps", "3", "--resume", small=FEW) as running:
+            resumed = running.finish()
     assert resumed.status == 0, resumed
     assert_recorded(tmp_path / "run", resumed.accounting, steps=3)
     assert "host: MLX kernels" in first.out or "GPU" in first.out
