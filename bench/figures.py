@@ -38,6 +38,7 @@ PAGE_ORDER = (
     "update",
     "real",
     "http",
+    "hostile_requests",
     "swap",
     "overlap",
     "actors_overhead",

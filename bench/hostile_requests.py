@@ -29,6 +29,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+from bench import measurement
 from bench.benchmark import Benchmark, run_benchmark
 from bench.fingerprint import ROOT, fingerprint
 from bench.measurement import Measurement, results_path
@@ -36,6 +37,7 @@ from bench.tables import report
 
 NAME = "hostile_requests"
 COMMAND = f"python -m bench {NAME}"
+RESULTS = results_path(NAME)
 DUPLICATE_FIELDS, LONG_PROMPTS = 5, 10
 PERIOD_SECONDS, QUICK_SECONDS = 20.0, 5.0
 RUN = ("--profile", "local-m3", "--steps", "100000", "--eval", "off", "--monitor.display", "none")
@@ -201,6 +203,11 @@ def measurements(alone: Sequence[Period], attacked: Sequence[Period], exit_secon
     return [*found, ended]
 
 
+def read(path: Path = RESULTS) -> Sequence[Measurement]:
+    """Read all results; an empty list if the file does not exist."""
+    return measurement.read(path)
+
+
 def table(results: Sequence[Measurement]) -> str:
     """Format the results as Markdown, with the median ratio of the training rates, pair by pair."""
     rates = [one.values for one in results if one.metric == "steps_per_second"]
@@ -213,7 +220,7 @@ BENCHMARK = Benchmark(
     about=__doc__,
     repeats=3,
     quick="measure one pair of five seconds",
-    results=results_path(NAME),
+    results=RESULTS,
     measure=lambda repeats, quick: measure(1, QUICK_SECONDS) if quick else measure(repeats, PERIOD_SECONDS),
     table=table,
 )
