@@ -62,7 +62,7 @@ UPDATE: Case = {
 MEMORY: Case = UPDATE | {"task": "memory"}
 EQUAL: Case = {
     "task": "equal work", "profile": PROFILE, "updates": 3, "batch_size": 8, "group_size": 8, "learning_rate": 1e-4,
-    "loss": "bnpo", "stop": "", "temperature": 1.0, "top_p": 1.0, "top_k": 0, "limit": 1e6, "evaluated": 0,
+    "loss": "bnpo", "stop": "", "temperature": 0.6, "top_p": 1.0, "top_k": 0, "limit": 1e6, "evaluated": 0,
 }  # fmt: skip
 LEARNING: Case = {"task": "learning", "profile": PROFILE}
 FEW = {"prompts": 2, "group": 2}
