@@ -40,6 +40,7 @@ PAGE_ORDER = (
     "http",
     "hostile_requests",
     "swap",
+    "adapters",
     "overlap",
     "actors_overhead",
     "startup",

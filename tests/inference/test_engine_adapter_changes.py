@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import mlx.core as mx
 import numpy as np
 import pytest
 from mlx.utils import tree_map
@@ -71,6 +72,24 @@ def test_the_policy_recompute_moves_running_rows_to_the_new_version(tmp_path: Pa
     continued = submit_request(engine, (*PROMPT, *completion.tokens[:changed]), rest, weights="a")
     run(engine)
     assert continued.completions[0].tokens == completion.tokens[changed:]
+
+
+def test_replaced_versions_leave_no_memory(tmp_path: Path) -> None:
+    """Neither their matrices nor what prompts and decode steps computed from them."""
+    old, new = two_versions(tmp_path)
+    engine, store = engine_with_adapters(tiny_source(), {"a": old})
+    contents = store.read(new)
+
+    def reload_and_sample(times: int) -> int:
+        for _ in range(times):
+            engine.load_adapter("a", contents, replace=True)
+            submit_request(engine, PROMPT, GREEDY, weights="a")
+            submit_request(engine, PROMPT, GREEDY, weights=BASE)
+            run(engine)
+        return mx.get_active_memory()
+
+    before = reload_and_sample(3)
+    assert reload_and_sample(20) - before < 2 * contents.bytes
 
 
 def test_rows_of_an_unloaded_adapter_finish(tmp_path: Path) -> None:
