@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 THINK, END_THINK = "<think>", "</think>"
 """The marks around the reasoning of a model."""
 
-PROMPT_TAIL = 8
-"""Number of last tokens of a prompt in which a chat template may open the reasoning."""
+PROMPT_TAIL = 16
+"""Number of last tokens of a prompt in which a chat template may open or close the reasoning."""
 
 
 class MessageDelta(Struct, frozen=True, kw_only=True):

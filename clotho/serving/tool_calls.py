@@ -259,19 +259,21 @@ def call_grammar(
         tokens = encode(text)
         return f"<[{tokens[0]}]>" if len(tokens) == 1 else json.dumps(text)
 
-    more = MAX_CALLS - 1 if parallel else 0
+    def calls(separator: str) -> str:
+        return f'call ("{separator}" call){{0,{MAX_CALLS - 1}}}' if parallel else "call"
+
     if call_format == "hermes":
-        start = f'call ("\\n" call){{0,{more}}}'
+        start = calls("\\n")
         head, tail = ('{mark} "\\n{{\\"name\\": \\"{name}\\", \\"arguments\\": "', f'"}}\\n" {mark("</tool_call>")}')
         begin = mark("<tool_call>")
     elif call_format == "llama3_json":
-        start, begin = f'call ("; " call){{0,{more}}}', ""
+        start, begin = calls("; "), ""
         head, tail = '{mark} "{{\\"name\\": \\"{name}\\", \\"parameters\\": "', '"}"'
     elif has_args_mark:
-        start, begin = f"call{{1,{more + 1}}}", mark("[TOOL_CALLS]")
+        start, begin = f"call{{1,{MAX_CALLS}}}" if parallel else "call", mark("[TOOL_CALLS]")
         head, tail = f'{{mark}} "{{name}}" {mark("[ARGS]")}', ""
     else:
-        start, begin = f'{mark("[TOOL_CALLS]")} / ?/ "[" call (", " call){{0,{more}}} "]"', ""
+        start, begin = f'{mark("[TOOL_CALLS]")} / ?/ "[" {calls(", ")} "]"', ""
         head, tail = '{mark} "{{\\"name\\": \\"{name}\\", \\"arguments\\": "', '"}"'
     rules = [f"start: {start}", "call: " + " | ".join(f"call_{i}" for i in range(len(tools)))]
     for i, tool in enumerate(tools):

@@ -9,7 +9,7 @@ import string
 from collections.abc import Sequence
 from typing import Literal
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from clotho.serving.tool_calls import CallDelta, ToolFormat, refuse_constant
 
@@ -76,20 +76,23 @@ class ToolCallParser:
 
     def push(self, text: str, *, last: bool) -> tuple[str, tuple[CallDelta, ...]]:
         """Add text; return the content and the parts of calls that are final with it, in order among themselves."""
-        content, calls = [], []
+        content = ""
+        calls: dict[int, CallDelta] = {}
         for part in self._step.push(text, last=last):
             if isinstance(part, str):
-                content.append(part)
-            elif part.name is not None:
-                self._calls += 1
-                if self._calls == 1 or self._parallel:
-                    calls.append(self._delta(part, new_call_id(self._format)))
-            elif self._calls == 1 or self._parallel:
-                calls.append(self._delta(part, None))
-        return "".join(content), tuple(calls)
-
-    def _delta(self, part: _CallPart, call_id: str | None) -> CallDelta:
-        return CallDelta(index=self._calls - 1, id=call_id, name=part.name, arguments=part.arguments)
+                content += part
+                continue
+            self._calls += part.name is not None
+            index = self._calls - 1
+            if index and not self._parallel:
+                continue
+            begun = calls.get(index)
+            if begun is not None:
+                calls[index] = structs.replace(begun, arguments=begun.arguments + part.arguments)
+            else:
+                call_id = new_call_id(self._format) if part.name is not None else None
+                calls[index] = CallDelta(index=index, id=call_id, name=part.name, arguments=part.arguments)
+        return content, tuple(calls.values())
 
 
 class _CallPart(Struct, frozen=True):

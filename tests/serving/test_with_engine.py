@@ -34,11 +34,11 @@ TEMPLATE = (
 class Stack:
     """The engine and its compute thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, template: str = TEMPLATE) -> None:
         self.executor = ComputeExecutor(decode_share=0.5)
         self.executor.start()
         self.source: FixedSource = self.executor.submit(lambda: tiny_source("qwen3")).result()
-        self.source.tokenizer = byte_tokenizer(chat_template=TEMPLATE)
+        self.source.tokenizer = byte_tokenizer(chat_template=template)
         self.engine = self.executor.submit(lambda: DecodeEngine(self.source, EngineSection())).result()
         self.executor.attach(self.engine)
 
@@ -76,9 +76,9 @@ def services_of(stack: Stack) -> ServerContext:
 
 
 @asynccontextmanager
-async def serving() -> AsyncIterator[tuple[Stack, AsyncOpenAI]]:
+async def serving(template: str = TEMPLATE) -> AsyncIterator[tuple[Stack, AsyncOpenAI]]:
     """Serve a tiny model."""
-    stack = Stack()
+    stack = Stack(template)
     services = services_of(stack)
     try:
         async with anyio.create_task_group() as tasks:

@@ -1,0 +1,144 @@
+"""Tool calls and reasoning in the text of a completion. The result does not depend on how the text arrives."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from clotho.serving.reasoning import MessageParser, ReasoningSplitter
+from clotho.serving.tool_calls import ToolFormat
+from clotho.serving.tool_parsers import ToolCallParser
+
+Parsed = tuple[str, str, list[tuple[str, str]]]
+
+CALL = '{"name": "f", "arguments": {"x": "a}\\"</tool_call>{"}}'
+NO_NAME = '<tool_call>{"name": 5, "arguments": {}}</tool_call>'
+NO_NUMBER = '<tool_call>{"name": "f", "arguments": {"x": NaN}}</tool_call>'
+LLAMA = '{"name": "f", "parameters": {"x": 1}}'
+
+TEXTS: tuple[tuple[ToolFormat, str, str, list[tuple[str, dict[str, Any]]]], ...] = (
+    ("hermes", "no call", "no call", []),
+    ("hermes", f"Hi <tool_call>\n{CALL}\n</tool_call>\n", "Hi ", [("f", {"x": 'a}"</tool_call>{'})]),
+    ("hermes", f"<tool_call>{CALL}</tool_call>\n<tool_call>{CALL}", "", [("f", {"x": 'a}"</tool_call>{'})] * 2),
+    ("hermes", "<tool_call>{nonsense</tool_call> end", "<tool_call>{nonsense</tool_call> end", []),
+    ("hermes", '<tool_call>{"name": "f", "arg', '<tool_call>{"name": "f", "arg', []),
+    ("hermes", NO_NAME, NO_NAME, []),
+    ("hermes", NO_NUMBER, NO_NUMBER, []),
+    ("hermes", f"a <tool_cal b <tool_call>{CALL}</tool_call> c", "a <tool_cal b c", [("f", {"x": 'a}"</tool_call>{'})]),
+    ("llama3_json", LLAMA, "", [("f", {"x": 1})]),
+    ("llama3_json", f"<|python_tag|>{LLAMA}; {LLAMA}", "", [("f", {"x": 1})] * 2),
+    ("llama3_json", f"Sure: {LLAMA}", f"Sure: {LLAMA}", []),
+    ("llama3_json", '{"city": "Oslo"}', '{"city": "Oslo"}', []),
+    ("mistral", f"ok[TOOL_CALLS] [{CALL}, {CALL}]", "ok", [("f", {"x": 'a}"</tool_call>{'})] * 2),
+    ("mistral", '[TOOL_CALLS]f[ARGS]{"x": 1}[TOOL_CALLS]g{"y": 2}', "", [("f", {"x": 1}), ("g", {"y": 2})]),
+    ("mistral", "[TOOL_CALLS] [broken", "[TOOL_CALLS] [broken", []),
+)  # fmt: skip
+
+
+def parse(parser: MessageParser, pieces: list[str]) -> Parsed:
+    """Feed a parser, and join the parts that it returns."""
+    content, reasoning, calls = "", "", dict[int, list[str]]()
+    for index, piece in enumerate(pieces):
+        delta = parser.push(piece, last=index == len(pieces) - 1)
+        content, reasoning = content + delta.content, reasoning + delta.reasoning
+        for call in delta.calls:
+            assert (call.name is not None) == (call.id is not None) == (call.index not in calls)
+            calls.setdefault(call.index, [call.name or "", ""])[1] += call.arguments
+    return content, reasoning, [(name, arguments) for name, arguments in calls.values()]
+
+
+def cuts(draw: st.DrawFn, text: str) -> list[str]:
+    """Cut a text into pieces."""
+    at = sorted(draw(st.lists(st.integers(0, len(text)), max_size=len(text))))
+    return [text[a:b] for a, b in zip([0, *at], [*at, len(text)], strict=True)]
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.sampled_from(TEXTS), st.data())
+def test_calls_are_found_however_the_text_arrives(
+    case: tuple[ToolFormat, str, str, list[tuple[str, dict[str, Any]]]], data: st.DataObject
+) -> None:
+    """A call that is not complete, or no valid JSON, or not of the format, stays text."""
+    call_format, text, content, calls = case
+    pieces = data.draw(st.composite(lambda draw: cuts(draw, text))())
+    parser = MessageParser(None, ToolCallParser(call_format, enforced=False, parallel=True))
+    found, _, found_calls = parse(parser, pieces)
+    assert found == content
+    assert [(name, json.loads(arguments)) for name, arguments in found_calls] == calls
+    assert parser.has_calls == bool(calls)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from(
+        (
+            ("hermes", f"<tool_call>\n{CALL}\n</tool_call>\n<tool_call>\n{CALL}\n</tool_call>"),
+            ("llama3_json", LLAMA.replace("1", '"a}\\""') + "; " + LLAMA),
+            ("mistral", f"[TOOL_CALLS] [{CALL}, {CALL}]"),
+            ("mistral", '[TOOL_CALLS]f[ARGS]{"x": 1}[TOOL_CALLS]g[ARGS]{"y": 2}'),
+        )
+    ),
+    st.data(),
+)
+def test_arguments_of_enforced_calls_are_returned_as_they_arrive(
+    case: tuple[ToolFormat, str], data: st.DataObject
+) -> None:
+    """The text of the arguments is that of the completion, in any division."""
+    call_format, text = case
+    pieces = data.draw(st.composite(lambda draw: cuts(draw, text))())
+    enforced = parse(MessageParser(None, ToolCallParser(call_format, enforced=True, parallel=True)), pieces)
+    free = parse(MessageParser(None, ToolCallParser(call_format, enforced=False, parallel=True)), [text])
+    assert enforced[0] == ""
+    assert [(name, json.loads(arguments)) for name, arguments in enforced[2]] == [
+        (name, json.loads(arguments)) for name, arguments in free[2]
+    ]
+
+
+def test_arguments_of_a_truncated_enforced_call_are_returned() -> None:
+    """Like OpenAI's, they are a prefix of JSON; without a name, the text stays content."""
+    text = '<tool_call>\n{"name": "f", "arguments": {"x": "abc'
+    parser = MessageParser(None, ToolCallParser("hermes", enforced=True, parallel=True))
+    assert parse(parser, [text]) == ("", "", [("f", '{"x": "abc')])
+    parser = MessageParser(None, ToolCallParser("hermes", enforced=True, parallel=True))
+    assert parse(parser, ['<tool_call>\n{"na']) == ('<tool_call>\n{"na', "", [])
+
+
+def test_without_parallel_calls_only_the_first_is_returned() -> None:
+    """`parallel_tool_calls: false`."""
+    parser = MessageParser(None, ToolCallParser("hermes", enforced=False, parallel=False))
+    _, _, calls = parse(parser, [f"<tool_call>{CALL}</tool_call><tool_call>{CALL}</tool_call>"])
+    assert len(calls) == 1
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.sampled_from(
+        (
+            (False, "<think>\nwhy\n</think>\n\nanswer\n", "why", "answer\n"),
+            (False, "answer </think>", "", "answer </think>"),
+            (False, "\n<think>a<b</thin </think>c", "a<b</thin ", "c"),
+            (False, "<thin", "", "<thin"),
+            (False, "<think>never ends\n", "never ends", ""),
+            (True, "\nwhy\n\n</think>\n\n\nanswer", "why", "answer"),
+            (True, "why</think>", "why", ""),
+            (True, "", "", ""),
+        )
+    ),
+    st.data(),
+)
+def test_reasoning_is_separated_however_the_text_arrives(case: tuple[bool, str, str, str], data: st.DataObject) -> None:
+    """The prompt may have opened it; newlines beside the marks belong to neither part."""
+    opened, text, reasoning, content = case
+    pieces = data.draw(st.composite(lambda draw: cuts(draw, text))())
+    assert parse(MessageParser(ReasoningSplitter(opened=opened), None), pieces)[:2] == (content, reasoning)
+
+
+@pytest.mark.parametrize("mark", ["<think>", "</think>"])
+def test_marks_in_the_content_stay(mark: str) -> None:
+    """Only the first block is reasoning."""
+    parser = MessageParser(ReasoningSplitter(opened=False), None)
+    assert parse(parser, [f"<think>a</think>b{mark}c"])[:2] == (f"b{mark}c", "a")
