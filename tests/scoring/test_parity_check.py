@@ -219,7 +219,7 @@ def test_dropout_has_no_effect_on_a_check() -> None:
     policy = tiny_policy(dropout=0.5)
     moved = {name: value + 0.05 for name, value in flat(policy.trainable()).items()}
     policy.publish(nested(moved), version=1, step=1, fingerprint="moved")
-    assert check(policy, engine_of(policy), (1, 2, 3), (4, 5, 6)).max_difference < 1e-4
+    assert check(policy, engine_of(policy), (1, 2, 3), (4, 5, 6)).max_difference < lanes.atol(1e-4)
 
 
 class NoisyDecoder:
