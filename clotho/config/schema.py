@@ -182,7 +182,9 @@ class HttpServer(Variant, frozen=True, kw_only=True, tag="http"):
     accept_weights: Annotated[bool, about("Serve the weights that the training run of another process sends.")] = False
     allow_pause: Annotated[bool, about("Clients may pause the decode engine, and with it the rollouts.")] = False
     tool_parser: Annotated[ToolParser, about("Format of tool calls; auto: from the chat template.")] = "auto"
-    reasoning_parser: Annotated[ReasoningParser, about("auto: separate <think> blocks from the content; off.")] = "auto"
+    reasoning_parser: Annotated[
+        ReasoningParser, about("Separation of <think> blocks from the content of a message: auto or off.")
+    ] = "auto"
 
 
 ServerSection = Annotated[Off | HttpServer, about("OpenAI-compatible HTTP server of the run.")]

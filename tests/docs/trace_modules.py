@@ -66,6 +66,7 @@ class ModuleTrace:
         self.active = False
         self.ended = False
         self._seen: set[CodeType] = set()
+        self._points: dict[CodeType, Point | None] = {}
         self.modules: set[str] = set()
 
     def install(self) -> None:
@@ -76,9 +77,11 @@ class ModuleTrace:
     def __call__(self, frame: FrameType, event: str, _: object) -> None:
         """Handle one call or return of a Python function."""
         code = frame.f_code
-        if not code.co_filename.startswith(OURS):
+        if code not in self._points:
+            self._points[code] = _point(code)
+        point = self._points[code]
+        if point is None or (event == "call" and code in self._seen and point != self._constructed):
             return
-        point = str(Path(code.co_filename).relative_to(ROOT)), code.co_name
         if event == "return" and self.active and point == self._end:
             self.active, self.ended = False, True
         elif event == "call" and self.ended and point == self._constructed:
@@ -103,6 +106,13 @@ class ModuleTrace:
             return False
         name = task.get_name() if task else ""
         return any(name == actor or name.startswith(f"actors.{actor}.") for actor in self._actors)
+
+
+def _point(code: CodeType) -> Point | None:
+    """Module path and function name of our code; None for other code."""
+    if not code.co_filename.startswith(OURS):
+        return None
+    return str(Path(code.co_filename).relative_to(ROOT)), code.co_name
 
 
 def _stack(frame: FrameType | None) -> list[str]:
