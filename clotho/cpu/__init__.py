@@ -65,7 +65,7 @@ def load_blas() -> str:
         return "as loaded with MLX"
     os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
     os.environ.setdefault("MKL_THREADING_LAYER", "INTEL")
-    threads = str(max(1, len(os.sched_getaffinity(0)) - 1))
+    threads = str(max(1, _cores() - 1))
     os.environ.setdefault("MKL_NUM_THREADS", threads)
     os.environ.setdefault("OPENBLAS_NUM_THREADS", threads)
     for path in _candidates():
@@ -75,6 +75,15 @@ def load_blas() -> str:
             continue
         return Path(path).name.split(".so")[0].removeprefix("lib")
     return REFERENCE_BLAS
+
+
+def _cores() -> int:
+    """Return the number of cores that this process may use."""
+    if sys.platform == "linux":
+        cores = len(os.sched_getaffinity(0))
+    else:
+        cores = os.cpu_count() or 1
+    return cores
 
 
 MALLOC = (("MALLOC_ARENA_MAX", -8, 1), ("MALLOC_MMAP_THRESHOLD_", -3, 2**20), ("MALLOC_TRIM_THRESHOLD_", -1, 2**26))
