@@ -90,15 +90,11 @@ def serve_help(argv: Sequence[str]) -> str | None:
     if topic and not found:
         hint = did_you_mean(topic, list(APPLICABLE))
         raise ProfileError(f"--help {visible(topic, 60)}: `serve` has no section or key of this name{hint}")
-    own = [USAGE, *(key_help(key) for key in OWN.values())] if topic in ("", "all") else []
+    own = [USAGE, *map(key_help, OWN.values())] if topic in ("", "all") else []
     listed = found if topic else [APPLICABLE[path] for path in COMMON]
     tables = ", ".join(ServingProfile.__struct_fields__)
-    more = (
-        []
-        if topic
-        else [fill(f"--help-all shows every flag, --help SECTION the flags of one section: {tables}.", WIDTH)]
-    )
-    return "\n".join([*own, *(key_help(key) for key in listed), *more]) + "\n"
+    more = f"--help-all shows every flag, --help SECTION the flags of one section: {tables}."
+    return "\n".join([*own, *map(key_help, listed), *([] if topic else [fill(more, WIDTH)])]) + "\n"
 
 
 def load_serving(argv: Sequence[str]) -> ServeArguments:
@@ -109,11 +105,8 @@ def load_serving(argv: Sequence[str]) -> ServeArguments:
     """
     values = parse_flags(argv, OWN)
     own = ServeFlags(**{name: values.pop(name) for name in OWN if name in values})
-    for path in values:
-        if path not in APPLICABLE:
-            raise ProfileError(
-                f"{flag_of(path)} is a setting of training runs; `serve` does not use it: see serve --help"
-            )
+    if unused := [path for path in values if path not in APPLICABLE]:
+        raise ProfileError(f"{flag_of(unused[0])} is a setting of training runs, which serve ignores: see serve --help")
     flags = located(flatten(values, COMMAND_LINE), Path.cwd(), COMMAND_LINE)
     layers = file_layers(profile_path(own.profile)) if own.profile else []
     used = [Layer(label=layer.label, values=_applicable(layer.values)) for layer in layers]
