@@ -98,7 +98,7 @@ def adapter_settings(run_dir: Path) -> dict[str, Any]:
     return {key: value for key, value in settings.items() if key != "run_id"}
 
 
-@pytest.mark.parametrize("kills", [2, pytest.param(25, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [1, pytest.param(25, marks=pytest.mark.slow)])
 def test_a_killed_synchronous_run_ends_with_identical_bytes(
     tmp_path: Path, kills: int, record_property: Callable[[str, object], None]
 ) -> None:
@@ -113,7 +113,7 @@ def test_a_killed_synchronous_run_ends_with_identical_bytes(
     assert adapter_settings(tmp_path / "run") == adapter_settings(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("kills", [2, pytest.param(25, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [1, pytest.param(25, marks=pytest.mark.slow)])
 def test_a_killed_asynchronous_run_loses_no_group(
     tmp_path: Path, kills: int, record_property: Callable[[str, object], None]
 ) -> None:

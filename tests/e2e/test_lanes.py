@@ -10,7 +10,7 @@ from tests import lanes
 from tests.e2e.pipeline_process import Run, assert_recorded, metrics
 
 DEVICE_LANES = [
-    pytest.param(lane, id=lane.name, marks=pytest.mark.slow if lane.bits else ())
+    pytest.param(lane, id=lane.name, marks=() if lane.name == "float32" else pytest.mark.slow)
     for lane in lanes.LANES.values()
     if lane.on_device
 ]
