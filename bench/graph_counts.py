@@ -107,6 +107,21 @@ def _one_operation(x: mx.array, *inputs: Any, **_: Any) -> mx.array:
     return mx.depends([mx.sin(x)], arrays)[0] if arrays else mx.sin(x)
 
 
+@contextmanager
+def counted_evaluations() -> Iterator[list[GraphCounts]]:
+    """Within the block, count every graph that `mx.async_eval` starts, with fused operations, before it is computed."""
+    started: list[GraphCounts] = []
+    usual: Any = mx.async_eval
+
+    def counted(*trees: Any) -> None:
+        leaves: Any = tree_flatten(list(trees))
+        started.append(count([leaf for _, leaf in leaves if isinstance(leaf, mx.array)]))
+        usual(*trees)
+
+    with fused_operations(), patch.object(mx, "async_eval", counted):
+        yield started
+
+
 def decode_step(policy: Policy, *, rows: int, prompt: int = 16) -> GraphCounts:
     """Count the operations of one decode step with sampling, for `rows` rows of equal length.
 
@@ -120,15 +135,7 @@ def decode_step(policy: Policy, *, rows: int, prompt: int = 16) -> GraphCounts:
     while engine.running < rows:
         engine.tick()
     engine.tick()
-    started: list[GraphCounts] = []
-    usual: Any = mx.async_eval
-
-    def counted(*trees: Any) -> None:
-        leaves: Any = tree_flatten(list(trees))
-        started.append(count([leaf for _, leaf in leaves if isinstance(leaf, mx.array)]))
-        usual(*trees)
-
-    with fused_operations(), patch.object(mx, "async_eval", counted):
+    with counted_evaluations() as started:
         engine.tick()
     (step,) = started
     return step

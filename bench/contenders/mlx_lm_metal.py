@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from functools import lru_cache
 from typing import Any
-from unittest.mock import patch
 
 import mlx.core as mx
-from mlx.utils import tree_flatten
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.sample_utils import make_sampler
 from mlx_lm.tuner.lora import LoRALinear
@@ -26,7 +24,7 @@ from bench.contenders.metal_model import (
 from bench.contenders.semantics import SEMANTICS
 from bench.contenders.shapes import random_prompts
 from bench.contenders.worker import Case, MeasureOnce, Metrics, serve
-from bench.graph_counts import GraphCounts, count, fused_operations
+from bench.graph_counts import counted_evaluations
 
 
 def adapted(config: dict[str, Any]) -> Any:
@@ -83,15 +81,7 @@ def graph(case: Case) -> Metrics:
     model = adapted(config)
     generator = _decoding(model, random_prompts(case["rows"], 16, config["vocab_size"]), steps=16)
     generator.next_generated()
-    started: list[GraphCounts] = []
-    usual: Any = mx.async_eval
-
-    def counted(*trees: Any) -> None:
-        leaves: Any = tree_flatten(list(trees))
-        started.append(count([leaf for _, leaf in leaves if isinstance(leaf, mx.array)]))
-        usual(*trees)
-
-    with fused_operations(), patch.object(mx, "async_eval", counted):
+    with counted_evaluations() as started:
         generator.next_generated()
     generator.close()
     return {"nodes": sum(one.nodes for one in started), "kernels": sum(one.kernels for one in started)}
