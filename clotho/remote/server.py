@@ -12,7 +12,15 @@ from msgspec import Struct
 
 from clotho.config.rules import is_loopback
 from protocols.errors import ProfileError, RequestError, visible
-from protocols.remote import RolloutAnswer, RolloutCall, ServedPolicy
+from protocols.remote import (
+    FINGERPRINT_HEADER,
+    RUN_HEADER,
+    STEP_HEADER,
+    VERSION_HEADER,
+    RolloutAnswer,
+    RolloutCall,
+    ServedPolicy,
+)
 from protocols.sampling import Completion, SampleRequest
 from protocols.step import WeightsReady
 
@@ -23,9 +31,6 @@ STATE_SECONDS = 5.0
 
 BYTES_PER_TOKEN, FREE_BYTES = 4096, 1_048_576
 """Limit on the size of a response: for each token that may be sampled, and in addition."""
-
-VERSION_HEADER, STEP_HEADER = "x-clotho-weights-version", "x-clotho-weights-step"
-FINGERPRINT_HEADER, RUN_HEADER = "x-clotho-weights-fingerprint", "x-clotho-run-id"
 
 
 class RemoteFailure(Exception):

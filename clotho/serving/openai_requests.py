@@ -26,10 +26,10 @@ from clotho.serving.openai_fields import (
     Message,
     OpenaiFields,
 )
-from clotho.serving.reasoning import END_THINK, MessageParser, reasoning_variables, with_parts
+from clotho.serving.reasoning import END_THINK, PROMPT_TAIL, MessageParser, MessageParts, reasoning_variables
 from clotho.serving.services import ServedModel, ServerContext, find_served
 from clotho.serving.structured_outputs import ConstraintFields, bad_words, requested_grammar
-from clotho.serving.tool_calls import NO_TOOLS, message_fields, use_tools
+from clotho.serving.tool_calls import NO_TOOLS, ToolUse, message_fields, use_tools
 from protocols.constraints import Grammar
 from protocols.sampling import (
     PARAMETERS,
@@ -181,6 +181,20 @@ def truncated(prompt: Prompt, fields: OpenaiFields, context: ServerContext) -> P
     if kept == 0:
         raise invalid_field("truncate_prompt_tokens", "must be -1 or at least 1")
     return prompt[-(context.context_length - 1 if kept == -1 else kept) :]
+
+
+def with_parts(
+    request: ValidatedRequest, tools: ToolUse, token_text: Callable[[int], str], reasons: bool, separate: bool | None
+) -> ValidatedRequest:
+    """Add the parser of reasoning and tool calls to a request, and permit reasoning before a constrained content."""
+    tail = [token_text(token) for token in request.prompts[0][-PROMPT_TAIL:]]
+    parts = MessageParts(tools, tail, reasons=reasons, separate=separate is not False)
+    samples = tuple(
+        structs.replace(sample, special_tokens=sample.special_tokens or tools.format is not None)
+        for sample in request.samples
+    )
+    grammar = parts.behind_reasoning(request.grammar) if request.grammar is not None else None
+    return structs.replace(request, samples=samples, grammar=grammar, message_parser=parts.parser)
 
 
 def with_options(request: ValidatedRequest, fields: OpenaiFields, echo: tuple[str, ...]) -> ValidatedRequest:

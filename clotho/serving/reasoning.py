@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 from msgspec import Struct, structs
 
@@ -11,9 +11,6 @@ from clotho.serving.errors import invalid_field
 from clotho.serving.tool_calls import CallDelta, ToolUse
 from clotho.serving.tool_parsers import ToolCallParser, held_back
 from protocols.constraints import Grammar
-
-if TYPE_CHECKING:
-    from clotho.serving.openai_requests import ValidatedRequest
 
 THINK, END_THINK = "<think>", "</think>"
 """The marks around the reasoning of a model."""
@@ -130,17 +127,3 @@ class MessageParts:
         if tools.format is not None:
             calls = ToolCallParser(tools.format, enforced=bool(tools.grammars), parallel=tools.parallel)
         return MessageParser(ReasoningSplitter(opened=self._opened) if self._separate else None, calls)
-
-
-def with_parts(
-    request: ValidatedRequest, tools: ToolUse, token_text: Callable[[int], str], reasons: bool, separate: bool | None
-) -> ValidatedRequest:
-    """Add the parser of reasoning and tool calls to a request, and permit reasoning before a constrained content."""
-    tail = [token_text(token) for token in request.prompts[0][-PROMPT_TAIL:]]
-    parts = MessageParts(tools, tail, reasons=reasons, separate=separate is not False)
-    samples = tuple(
-        structs.replace(sample, special_tokens=sample.special_tokens or tools.format is not None)
-        for sample in request.samples
-    )
-    grammar = parts.behind_reasoning(request.grammar) if request.grammar is not None else None
-    return structs.replace(request, samples=samples, grammar=grammar, message_parser=parts.parser)

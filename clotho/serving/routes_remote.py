@@ -15,12 +15,18 @@ from clotho.serving.errors import ApiError, invalid_field
 from clotho.serving.openai_requests import ValidatedRequest, validation_error
 from clotho.serving.services import ServerContext
 from protocols.errors import CheckpointError
-from protocols.remote import RolloutAnswer, RolloutCall, ServedPolicy
+from protocols.remote import (
+    FINGERPRINT_HEADER,
+    RUN_HEADER,
+    STEP_HEADER,
+    VERSION_HEADER,
+    RolloutAnswer,
+    RolloutCall,
+    ServedPolicy,
+)
 from protocols.sampling import Completion
 from protocols.step import WeightsReady
 
-VERSION_HEADER, STEP_HEADER = "x-clotho-weights-version", "x-clotho-weights-step"
-FINGERPRINT_HEADER, RUN_HEADER = "x-clotho-weights-fingerprint", "x-clotho-run-id"
 MAX_NAME = 64
 """Maximum length of a fingerprint and of the name of a run."""
 

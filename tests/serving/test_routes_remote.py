@@ -11,8 +11,8 @@ import httpx
 import mlx.core as mx
 import pytest
 
-from clotho.serving.routes_remote import FINGERPRINT_HEADER, STEP_HEADER, VERSION_HEADER
 from clotho.storage.tensors import named_arrays, tensor_bytes
+from protocols.remote import FINGERPRINT_HEADER, STEP_HEADER, VERSION_HEADER
 from tests.remote.inference_server import InferenceServer, servers
 
 Arrays = dict[str, mx.array]
