@@ -296,9 +296,17 @@ def test_extends_in_a_circle_is_refused(here: Path) -> None:
         load_profile("a.toml")
 
 
-def test_an_api_key_is_kept_from_other_eyes(here: Path) -> None:
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"server.api_key": "s3cret"},
+        {"generator.type": "remote", "generator.server_url": ["http://host:1"], "generator.api_key": "s3cret"},
+    ],
+    ids=["server", "generator"],
+)
+def test_an_api_key_is_kept_from_other_eyes(here: Path, settings: dict[str, Any]) -> None:
     """The record is readable by its owner only; what is printed hides the key."""
-    profile = load_profile("local-m3", {"server.api_key": "s3cret"})
+    profile = load_profile("local-m3", settings)
     write_profile(profile, here / "profile.toml")
     assert stat.S_IMODE((here / "profile.toml").stat().st_mode) == 0o600
     assert load_profile("./profile.toml") == profile

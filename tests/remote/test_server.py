@@ -109,6 +109,21 @@ async def test_sent_weights_are_served(tmp_path: Path) -> None:
         assert after.completions != before.completions
 
 
+async def test_the_api_key_is_sent_with_every_call() -> None:
+    """As a bearer token."""
+    seen: list[str] = []
+
+    def record(request: httpx.Request) -> httpx.Response:
+        seen.append(request.headers["authorization"])
+        return httpx.Response(401, stream=httpx.ByteStream(b""))
+
+    server = RemoteServer("http://server", api_key="s3cret", transport=httpx.MockTransport(record))
+    for call in (server.served(), server.sample(group())):
+        with pytest.raises(RemoteFailure, match="401"):
+            await call
+    assert seen == ["Bearer s3cret"] * 2
+
+
 @pytest.mark.parametrize("url", ["", "host:80", "ftp://host", "http://", "http://host:99999", "http://[::1"])
 def test_an_invalid_address_is_refused(url: str) -> None:
     """Before the run starts."""
