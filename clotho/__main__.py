@@ -186,18 +186,20 @@ def refuse_missing_run(path: Path) -> None:
 
 
 def dry_run(profile: Profile, console: Console) -> int:
-    """Print the resolved profile and the memory that its run would take; write nothing."""
+    """Print the resolved profile, the memory of its run and the contents of its dataset; write nothing."""
     from clotho.config.load import resolved_toml
 
     console.print(resolved_toml(profile, mask_secrets=True), markup=False, highlight=False, soft_wrap=True)
-    from clotho.memory.estimate import estimate_memory
+    from clotho.memory.estimate import estimate_memory, local_files
     from clotho.memory.report import describe, describe_limit
     from clotho.models.machine import memory_limit
-    from clotho.monitoring.summary import print_estimate
+    from clotho.monitoring.summary import print_dataset, print_estimate
+    from clotho.run.prompts import inspect_dataset
 
     estimate = estimate_memory(profile.model, profile)
     limit = memory_limit()
     print_estimate(console, estimate, describe(estimate), limit.bytes, describe_limit(limit))
+    print_dataset(console, *inspect_dataset(profile, local_files(profile.model.path)))
     return 0
 
 

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from msgspec import Struct
 
 from protocols.sampling import derive
 
 
 class Problem(Struct, frozen=True, kw_only=True):
-    """One line of a dataset. type: selects the reward functions that apply."""
+    """One record of a dataset.
+
+    prompt: the text of the last message before the completion. type: selects the reward functions that apply.
+    messages: the whole conversation before the completion, if the record is a conversation; otherwise empty.
+    tools: definitions of functions for the chat template. extra: the other columns of the record, as JSON values.
+    """
 
     prompt: str
     answer: str
     type: str
+    messages: tuple[dict[str, Any], ...] = ()
+    tools: tuple[dict[str, Any], ...] = ()
+    extra: dict[str, Any] = {}
 
 
 class Prompt(Struct, frozen=True, kw_only=True, tag=True):

@@ -130,6 +130,36 @@ class MemoryLimit(Struct, frozen=True, kw_only=True):
     installed: int
 
 
+class DatasetReport(Struct, frozen=True, kw_only=True):
+    """What the datasets of a run contain.
+
+    problems: numbers of problems for training, by type. heldout: number of held-out problems. duplicates: problems for
+    training whose prompt occurs before them. overlap: held-out problems whose prompt is also trained on. fingerprint:
+    of all problems.
+    """
+
+    problems: dict[str, int]
+    heldout: int
+    duplicates: int
+    overlap: int
+    fingerprint: str
+
+
+class PromptReport(Struct, frozen=True, kw_only=True):
+    """The rendered prompts of a run.
+
+    shortest, median, longest: lengths of the prompts for training, in tokens. removed, removed_heldout: problems that
+    `data.max_prompt_tokens` removed. first: the first prompt as the model receives it.
+    """
+
+    shortest: int
+    median: float
+    longest: int
+    removed: int
+    removed_heldout: int
+    first: str
+
+
 class MemoryEstimate(Struct, frozen=True, kw_only=True):
     """Estimated peak bytes of arrays, with full caches.
 

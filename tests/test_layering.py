@@ -3,7 +3,8 @@
     protocols    the standard library and msgspec
     config       protocols; schema of profiles, flags
     runtime      protocols, config; knows nothing about RL
-    storage      protocols, config
+    data, storage
+                 protocols, config
     cpu, models, inference, scoring, training, memory
                  protocols, config, storage, and each other as `MAY_IMPORT` says; never asyncio, anyio or HTTP
     rewards      protocols, config
@@ -40,6 +41,7 @@ MAY_IMPORT = {
     "protocols": set[str](),
     "config": {"protocols", "storage"},
     "runtime": {"protocols", "config"},
+    "data": {"protocols", "config"},
     "storage": {"protocols", "config"},
     "cpu": {"protocols"},
     "models": {"protocols", "config", "cpu"},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import stat
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
@@ -30,7 +31,7 @@ COMMAND_LINE, MASK = "command line", "********"
 MAX_BYTES, MAX_FILES, MAX_NAME, MAX_PATH = 2**20, 16, 255, 4000
 """Limits: bytes of a profile, files that extend each other, and bytes of a file name and of a path."""
 
-INPUT_PATHS = ("model.path", "data.train", "data.heldout")
+INPUT_PATHS = ("model.path", "model.chat_template", "data.train", "data.heldout")
 CALLERS_PATHS = ("run_dir", "checkpoint.adapter_path", "atropos.python")
 """Keys whose paths are always relative to the working directory."""
 
@@ -38,11 +39,15 @@ OWN = {"learner.objective.type": "learner.objective.", "learner.optimizer.type":
 """Settings that never pass to another type, by choice: an objective is the recipe of one paper."""
 
 DISPLACES = {
-    "policy.method.scale": "policy.method.alpha",
-    "policy.method.alpha": "policy.method.scale",
-    "data.train": "data.heldout",
+    "policy.method.scale": ("policy.method.alpha",),
+    "policy.method.alpha": ("policy.method.scale",),
+    "data.train": ("data.heldout", "data.subset", "data.train_split", "data.heldout_split", "data.type_weights"),
+    "model.path": ("model.chat_template", "model.chat_template_kwargs"),
 }
-"""A layer that sets the first key but not the second removes the value of the second from lower layers."""
+"""A layer that sets the first key removes the values of the others, unless it sets them, from lower layers."""
+
+HUB_DATASET = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+FILE_SUFFIXES = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow", ".feather", ".txt")
 
 
 P = TypeVar("P", bound=Struct)
@@ -181,8 +186,8 @@ def located(values: dict[str, Any], directory: Path, label: str) -> dict[str, An
     """The settings with absolute input paths.
 
     A path that starts with `./` or `../`, or that exists in `directory`, is relative to `directory`. Other data files
-    and scripts are relative to the working directory; other models are names of repositories. Raises ProfileError for
-    text that cannot be a path.
+    and scripts are relative to the working directory; other models, and datasets in the form OWNER/NAME, are names of
+    repositories. Raises ProfileError for text that cannot be a path.
     """
 
     def checked(key: str, written: Any) -> Any:
@@ -197,7 +202,8 @@ def located(values: dict[str, Any], directory: Path, label: str) -> dict[str, An
             return found
         if f"{written}/".startswith(("./", "../")) or os.path.isabs(found) or os.path.exists(here):
             return here
-        return written if key == "model.path" and not os.path.exists(found) else os.path.abspath(found)
+        in_hub = key == "model.path" or (key.startswith("data.") and is_hub_dataset(written))
+        return written if in_hub and not os.path.exists(found) else os.path.abspath(found)
 
     found = values | {key: checked(key, values[key]) for key in (*INPUT_PATHS, *CALLERS_PATHS) if key in values}
     if environments := found.get("environments"):
@@ -206,6 +212,11 @@ def located(values: dict[str, Any], directory: Path, label: str) -> dict[str, An
             for number, table in enumerate(environments)
         ]
     return found
+
+
+def is_hub_dataset(name: str) -> bool:
+    """Whether a dataset that does not exist as a file or directory can be the name of a repository, OWNER/NAME."""
+    return HUB_DATASET.fullmatch(name) is not None and not name.lower().endswith(FILE_SUFFIXES)
 
 
 def merge(layers: list[Layer]) -> Merged:
@@ -217,7 +228,7 @@ def merge(layers: list[Layer]) -> Merged:
     merged = Merged(labels=tuple(layer.label for layer in layers), values={}, origin={})
     for number, layer in enumerate(layers):
         given = {**dict(_implied(merged.values, layer.values)), **layer.values}
-        gone = {old for path, old in DISPLACES.items() if path in given and old not in given}
+        gone = {old for path, others in DISPLACES.items() if path in given for old in others if old not in given}
         gone |= {path for path, value in given.items() if value is None} | set(_stale(merged.values, given))
         for path in gone & merged.values.keys():
             del merged.values[path], merged.origin[path]

@@ -11,6 +11,7 @@ from clotho.config.bounds import (
     FractionBelowOne,
     ModuleName,
     NonNegative,
+    NonNegativeFloat,
     Off,
     Positive,
     PositiveFloat,
@@ -32,6 +33,8 @@ class ModelSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     path: Annotated[str, about("Model directory, GGUF file, package:NAME/FILE or hub repository.", min_length=1)]
     dtype: Annotated[Dtype, about("Type of computation; auto: float32 on the CPU, the checkpoint's on a GPU.")] = "auto"
+    chat_template: Annotated[str, about("File of a chat template; empty: the template of the model.")] = ""
+    chat_template_kwargs: Annotated[dict[str, Any], about("Variables of the chat template, in every prompt.")] = {}
     dequantize: Annotated[bool, about("Expand a quantized model: faster on the CPU, more memory.")] = False
     trust_remote_code: Annotated[bool, about("Run the Python code in the model's repository.")] = False
 
@@ -89,15 +92,24 @@ class SamplingSection(Sampling, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class DataSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Problems for training and evaluation, as JSON lines or one JSON list."""
+    """Problems for training and evaluation: files, directories, or datasets of the Hugging Face hub."""
 
-    train: Annotated[str, about("File of the problems for training.", min_length=1)]
-    heldout: Annotated[str, about("File of the held-out problems; empty: a part of data.train.")] = ""
+    train: Annotated[str, about("Dataset for training: file, directory, or OWNER/NAME on the hub.", min_length=1)]
+    heldout: Annotated[str, about("Dataset of the held-out problems; empty: a part of data.train.")] = ""
+    subset: Annotated[str, about("Configuration of a dataset on the hub; empty: its default.")] = ""
+    train_split: Annotated[str, about("Split of a directory, or on the hub, for training.", min_length=1)] = "train"
+    heldout_split: Annotated[str, about("Split that is held out; empty: data.heldout_fraction of data.train.")] = ""
     heldout_fraction: Annotated[FractionBelowOne, about("Fraction of data.train that is held out.")] = 0.1
-    prompt_key: Annotated[str, about("Column of the prompt.", min_length=1)] = "prompt"
-    answer_key: Annotated[str, about("Column of the correct answer.", min_length=1)] = "answer"
+    prompt_key: Annotated[str, about("Column of the prompt: text or chat messages.", min_length=1)] = "prompt"
+    messages_key: Annotated[str, about("Column of chat messages, if there is no prompt.", min_length=1)] = "messages"
+    answer_key: Annotated[str, about("Column of the correct answer; empty: the problems have none.")] = "answer"
+    answer_pattern: Annotated[str, about("Regular expression that finds the answer in its column; empty: all.")] = ""
     type_key: Annotated[str, about("Column of the problem's type.", min_length=1)] = "type"
-    default_type: Annotated[str, about("Type of problems whose line names no type.")] = "problem"
+    default_type: Annotated[str, about("Type of problems whose record names no type.")] = "problem"
+    type_weights: Annotated[
+        dict[str, NonNegativeFloat], about("How often problems of a type occur in an epoch, by type; otherwise once.")
+    ] = {}
+    max_prompt_tokens: Annotated[NonNegative, about("Longer prompts are removed and reported; 0: no limit.")] = 0
     system: Annotated[str, about("System message before every prompt; an empty text means none.")] = ""
     shuffle: Annotated[bool, about("Shuffle the problems in every epoch.")] = True
 

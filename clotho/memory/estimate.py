@@ -195,7 +195,7 @@ def serving_memory(model: ModelSection, engine: EngineSection, sampling: Samplin
 
 def _open(model: ModelSection) -> tuple[nn.Module, dict[str, Any], bool]:
     """Return the unevaluated model, its configuration, and whether the configuration ships with the project."""
-    local = _local_files(model.path)
+    local = local_files(model.path)
     if local is not None:
         return *open_base(local, model, read_weights=False), False
     shape = shipped_shape(model.path)
@@ -207,7 +207,7 @@ def _open(model: ModelSection) -> tuple[nn.Module, dict[str, Any], bool]:
     return *open_shape(shape, model), True
 
 
-def _local_files(path: str) -> Path | None:
+def local_files(path: str) -> Path | None:
     """Return directory or GGUF file of the model without using the network; None if not found. Raises ModelError."""
     if is_local(path):
         return find_model(path)

@@ -26,7 +26,7 @@ class BaseModel:
     def __init__(self, section: ModelSection) -> None:
         """Load model and tokenizer, in the compute thread. Raises ModelError."""
         model, config, files = load_base(section)
-        self.tokenizer = ChatTokenizer.from_files(files, trust_remote_code=section.trust_remote_code)
+        self.tokenizer = ChatTokenizer.of_model(files, section)
         try:
             model.freeze()
             model.eval()

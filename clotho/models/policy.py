@@ -38,7 +38,7 @@ def load_policy(model: ModelSection, policy: PolicySection, *, seed: int, keep_r
     needs none. Raises `ModelError` if the model cannot be loaded or does not support the settings in `policy`.
     """
     base, config, files = load_base(model)
-    tokenizer = ChatTokenizer.from_files(files, trust_remote_code=model.trust_remote_code)
+    tokenizer = ChatTokenizer.of_model(files, model)
     try:
         return Policy(
             base,

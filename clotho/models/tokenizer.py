@@ -10,16 +10,18 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from jinja2 import TemplateError
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 from transformers import PreTrainedTokenizerBase
 
-from clotho.models.chat_template import ChatTemplate
+from clotho.config.schema import ModelSection
+from clotho.models.chat_template import MAX_TEMPLATE_CHARACTERS, ChatTemplate
 from clotho.models.control_tokens import ControlTokens
 from clotho.models.gguf_tokenizer import gguf_tokenizer
 from clotho.models.model_files import one_line, require_tokenizer_files
 from protocols.constraints import Constraint, Grammar
-from protocols.errors import ModelError, RequestError
+from protocols.errors import ModelError, RequestError, visible
 
 if TYPE_CHECKING:
     from clotho.models.constraints import GrammarCompiler
@@ -40,10 +42,14 @@ class ChatTokenizer:
     eos_ids: tokens that end a completion. vocab_size: number of tokens; the model's logits may be wider.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
-        """Wrap mlx-lm's TokenizerWrapper, or a tokenizer of Hugging Face transformers."""
+    def __init__(self, tokenizer: Any, *, template: str = "", variables: Mapping[str, Any] = NO_VARIABLES) -> None:
+        """Wrap mlx-lm's TokenizerWrapper, or a tokenizer of Hugging Face transformers.
+
+        template: source of a chat template that replaces the model's. variables: of the template, in every prompt.
+        """
         wrapper: Any = tokenizer if isinstance(tokenizer, TokenizerWrapper) else TokenizerWrapper(tokenizer)
         self._wrapper = wrapper
+        self._replacement, self._variables = template, dict(variables)
         self._template: ChatTemplate | None = None
         self._control: ControlTokens | None = None
         self._lock = nullcontext() if getattr(wrapper._tokenizer, "is_fast", False) else threading.Lock()
@@ -53,26 +59,45 @@ class ChatTokenizer:
         self.vocab_size: int = len(wrapper)
 
     @classmethod
-    def from_files(cls, path: str | Path, *, trust_remote_code: bool = False) -> ChatTokenizer:
+    def from_files(
+        cls,
+        path: str | Path,
+        *,
+        trust_remote_code: bool = False,
+        chat_template: str = "",
+        variables: Mapping[str, Any] = NO_VARIABLES,
+    ) -> ChatTokenizer:
         """Load from the directory or GGUF file of a model, without network.
 
-        Code of the model runs only if `trust_remote_code`.
+        Code of the model runs only if `trust_remote_code`. chat_template: file of a template that replaces the model's;
+        empty: none. variables: of the template, in every prompt.
 
-        Raises ModelError if the tokenizer cannot be loaded.
+        Raises ModelError if the tokenizer or the chat template of the profile cannot be loaded.
         """
         directory = Path(path)
+        template = _read_template(chat_template)
         if directory.is_file():
-            return cls(gguf_tokenizer(directory))
+            return cls(gguf_tokenizer(directory), template=template, variables=variables)
         if not directory.is_dir():
             raise ModelError(f"{directory} is not a directory with a tokenizer")
         require_tokenizer_files(directory)
         extra = {"trust_remote_code": trust_remote_code, "local_files_only": True}
         try:
-            return cls(load_tokenizer(directory, extra))
+            return cls(load_tokenizer(directory, extra), template=template, variables=variables)
         except BaseException as error:  # a panic of the library tokenizers is no Exception
             if isinstance(error, KeyboardInterrupt | SystemExit):
                 raise
             raise ModelError(f"the tokenizer in {directory} cannot be loaded: {one_line(error)}") from error
+
+    @classmethod
+    def of_model(cls, files: Path, section: ModelSection) -> ChatTokenizer:
+        """Load from the directory or GGUF file of the model of a profile, as `from_files`."""
+        return cls.from_files(
+            files,
+            trust_remote_code=section.trust_remote_code,
+            chat_template=section.chat_template,
+            variables=section.chat_template_kwargs,
+        )
 
     @cached_property
     def longest_token_bytes(self) -> int:
@@ -82,7 +107,7 @@ class ChatTokenizer:
     @property
     def has_chat_template(self) -> bool:
         """Whether conversations can be rendered."""
-        return bool(self._wrapper.has_chat_template)
+        return bool(self._replacement or self._wrapper.has_chat_template)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
         """Return the tokens of plain text, including special tokens that the tokenizer adds, such as a first one.
@@ -98,7 +123,7 @@ class ChatTokenizer:
         """The source of the chat template; empty if there is none, or Python code renders conversations."""
         if not self.has_chat_template or self._renders_itself:
             return ""
-        return str(self._wrapper._tokenizer.get_chat_template())
+        return self._replacement or str(self._wrapper._tokenizer.get_chat_template())
 
     def render_chat(
         self,
@@ -142,6 +167,8 @@ class ChatTokenizer:
     @property
     def _renders_itself(self) -> bool:
         """Whether Python code of mlx-lm or of a trusted model renders conversations."""
+        if self._replacement:
+            return False
         own_code = type(self._wrapper._tokenizer).apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template
         return self._wrapper._chat_template is not None or own_code
 
@@ -160,12 +187,13 @@ class ChatTokenizer:
                     tokenize=False,
                     add_generation_prompt=add_generation_prompt,
                     **({"tools": [dict(tool) for tool in tools]} if tools else {}),
-                    **variables,
+                    **(self._variables | dict(variables)),
                 )
             )
         if self._template is None:
-            self._template = ChatTemplate(tokenizer.get_chat_template())
-        names = tokenizer.special_tokens_map | {"enable_thinking": self._wrapper.has_thinking, **variables}
+            self._template = ChatTemplate(self.chat_template)
+        names = tokenizer.special_tokens_map | {"enable_thinking": self._wrapper.has_thinking}
+        names |= self._variables | dict(variables)
         if tools:
             names["tools"] = [dict(tool) for tool in tools]
         return self._template.render(messages, names, add_generation_prompt=add_generation_prompt)
@@ -178,7 +206,7 @@ class ChatTokenizer:
                 text = self._render(SAMPLE_CONVERSATION, False)
                 between = set(tokenizer.encode(text, add_special_tokens=False, verbose=False))
             except Exception:  # a template can refuse this conversation
-                source = str(tokenizer.chat_template)
+                source = self._replacement or str(tokenizer.chat_template)
                 between = {token for token, entry in tokenizer.added_tokens_decoder.items() if entry.content in source}
             self._control = ControlTokens(tokenizer, self.eos_ids | between)
         return self._control
@@ -210,6 +238,24 @@ class ChatTokenizer:
     def token_text(self, token: int) -> str:
         """Return one token as text, special tokens by name; an incomplete character becomes U+FFFD."""
         return str(self._wrapper.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
+def _read_template(name: str) -> str:
+    """Return the text of the file of a chat template; empty for no name. Raises ModelError."""
+    if not name:
+        return ""
+    try:
+        with Path(name).expanduser().open(encoding="utf-8") as file:
+            source = file.read(MAX_TEMPLATE_CHARACTERS + 1)
+        ChatTemplate(source)
+    except (OSError, RuntimeError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else one_line(error)
+        raise ModelError(f"model.chat_template {visible(name, 200)} cannot be read: {reason}") from error
+    except (ValueError, TemplateError, RecursionError, SyntaxError) as error:
+        raise ModelError(f"model.chat_template {visible(name, 200)} cannot be used: {one_line(error)}") from error
+    if not source.strip():
+        raise ModelError(f"model.chat_template {visible(name, 200)} is empty")
+    return source
 
 
 def _until_content(text: str, content: str) -> str:

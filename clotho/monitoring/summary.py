@@ -1,4 +1,4 @@
-"""Summary at the end of a run, and the table of the memory estimate for `--dry-run`."""
+"""Summary at the end of a run, and the tables of `--dry-run`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from clotho.monitoring.terminal_text import (
     terminal_text,
 )
 from protocols.accounting import Balance
-from protocols.summary import HistoryGap, MemoryEstimate, MemoryPart, RunSummary
+from protocols.summary import DatasetReport, HistoryGap, MemoryEstimate, MemoryPart, PromptReport, RunSummary
 
 LABEL_WIDTH = 13
 LINE_LIMIT = 4000
@@ -146,3 +146,21 @@ def print_estimate(
     if estimate.shipped_shape:
         note = "the model is not on this machine; the estimate uses the configuration that ships with the project"
         console.print(Text(note), style="dim", soft_wrap=True)
+
+
+def print_dataset(console: Console, dataset: DatasetReport, prompts: PromptReport | None) -> None:
+    """Print problems by type, repeated problems, and the prompts; these need the tokenizer of the model."""
+    lines = [
+        ("dataset", f"{sum(dataset.problems.values())} problems for training, {dataset.heldout} held out"),
+        *(("", f"{count} of type {kind}") for kind, count in sorted(dataset.problems.items())),
+        ("repeated", f"{dataset.duplicates} prompts for training, {dataset.overlap} held-out prompts in training"),
+    ]
+    if prompts is not None:
+        lines += [
+            ("removed", f"{prompts.removed} problems for training, {prompts.removed_heldout} held-out problems"),
+            ("prompts", f"{prompts.shortest} to {prompts.longest} tokens, median {prompts.median:g}"),
+            ("first prompt", prompts.first),
+        ]
+    for label, text in lines:
+        shown = terminal_text(f"{label:<{LABEL_WIDTH}}{text}", LINE_LIMIT, ascii_only=console.options.ascii_only)
+        console.print(Text(shown), soft_wrap=True)

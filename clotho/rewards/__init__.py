@@ -8,6 +8,7 @@ or the same signature as `async def`, or an object with such a `__call__`.
 
 Arguments:
     problem: `problem.prompt`, `problem.answer` (the reference answer) and `problem.type`: strings from the dataset.
+        `problem.extra`: the other columns, by name. `problem.messages`: the conversation, if the problem is one.
     completion: the decoded completion, without the prompt and without a matched stop string.
 
 Return value:

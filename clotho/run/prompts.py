@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+import msgspec
+from msgspec import Struct
 
 from clotho.config.schema import DataSection, Profile
+from clotho.data.order import HeldOutSplit, ProblemOrder, split_heldout
+from clotho.data.problems import Columns, conversation, load_problems, problems_fingerprint
+from clotho.data.records import Source
 from clotho.models.tokenizer import ChatTokenizer
-from clotho.storage.datasets import Columns, HeldOutSplit, ProblemOrder, load_problems, split_heldout
-from protocols.errors import ModelError, ProfileError, RequestError
+from protocols.errors import DatasetError, ModelError, ProfileError, RequestError
 from protocols.evaluation import HeldOut
 from protocols.prompt import Problem, Prompt, group_seed
+from protocols.summary import DatasetReport, PromptReport
 
 MAX_LISTED_TYPES = 10
 """Number of problem types that an error message lists."""
@@ -19,11 +29,17 @@ class PromptBuilder:
     """Builds the prompt of each group: a pure function of (dataset, seed, group_id)."""
 
     def __init__(
-        self, problems: Sequence[Problem], prompts: Sequence[tuple[int, ...]], *, seed: int, shuffle: bool
+        self,
+        problems: Sequence[Problem],
+        prompts: Sequence[tuple[int, ...]],
+        *,
+        seed: int,
+        shuffle: bool,
+        weights: Mapping[str, float],
     ) -> None:
-        """prompts: the rendered prompt of each problem, in the same order."""
+        """prompts: the rendered prompt of each problem, in the same order. weights: of types, see `ProblemOrder`."""
         self._problems, self._prompts, self._seed = problems, prompts, seed
-        self._order = ProblemOrder(len(problems), seed=seed, shuffle=shuffle)
+        self._order = ProblemOrder([p.type for p in problems], weights=weights, seed=seed, shuffle=shuffle)
 
     @property
     def longest_prompt(self) -> int:
@@ -41,21 +57,65 @@ class PromptBuilder:
         )
 
 
+class LoadedPrompts(Struct, frozen=True, kw_only=True, eq=False):
+    """The prompts of a run, with what the dataset contains."""
+
+    builder: PromptBuilder
+    held_out: HeldOut
+    dataset: DatasetReport
+    prompts: PromptReport
+
+
 def load_prompts(
     profile: Profile, tokenizer: ChatTokenizer, is_correct: Callable[[Problem, str], Awaitable[bool | None]]
-) -> tuple[PromptBuilder, HeldOut]:
-    """Read, split and render the problems of a profile.
+) -> LoadedPrompts:
+    """Read, split, render and filter the problems of a profile.
 
     Raises DatasetError; ModelError if the chat template cannot render a problem; ProfileError for a reward that applies
     to no problem.
     """
-    split = _split(profile.data, profile.seed)
-    _require_applicable_rewards(profile, {problem.type for problem in (*split.train, *split.heldout)})
-    train, held_out = (_render(problems, profile.data.system, tokenizer) for problems in (split.train, split.heldout))
-    return (
-        PromptBuilder(split.train, train, seed=profile.seed, shuffle=profile.data.shuffle),
-        HeldOut(problems=split.heldout, prompts=held_out, is_correct=is_correct),
+    data, split = profile.data, read_split(profile)
+    train = _render(split.train, data, tokenizer)
+    held_out = _render(split.heldout, data, tokenizer)
+    return LoadedPrompts(
+        builder=PromptBuilder(
+            train.problems, train.prompts, seed=profile.seed, shuffle=data.shuffle, weights=data.type_weights
+        ),
+        held_out=HeldOut(problems=held_out.problems, prompts=held_out.prompts, is_correct=is_correct),
+        dataset=_dataset_report(split),
+        prompts=_prompt_report(split, train, held_out, tokenizer),
     )
+
+
+def inspect_dataset(profile: Profile, model: Path | None) -> tuple[DatasetReport, PromptReport | None]:
+    """Read the problems of a profile; render and filter them if the files of the model are on this machine.
+
+    Raises the errors of `load_prompts`.
+    """
+    split = read_split(profile)
+    dataset = _dataset_report(split)
+    ProblemOrder([p.type for p in split.train], weights=profile.data.type_weights, seed=0, shuffle=False)
+    if model is None:
+        return dataset, None
+    tokenizer = ChatTokenizer.of_model(model, profile.model)
+    train, held_out = (_render(problems, profile.data, tokenizer) for problems in (split.train, split.heldout))
+    return dataset, _prompt_report(split, train, held_out, tokenizer)
+
+
+def dataset_warnings(loaded: LoadedPrompts) -> tuple[str, ...]:
+    """Sentences about removed problems, and about held-out problems in training."""
+    found, dataset, prompts = [], loaded.dataset, loaded.prompts
+    if prompts.removed or prompts.removed_heldout:
+        found.append(
+            f"{prompts.removed} problems and {prompts.removed_heldout} held-out problems were removed, because their "
+            "prompts have more than data.max_prompt_tokens tokens"
+        )
+    if dataset.overlap:
+        found.append(
+            f"{dataset.overlap} of {dataset.heldout} held-out problems are also trained on, so that held-out accuracy "
+            "does not show generalization: remove these prompts from one of the two datasets"
+        )
+    return tuple(found)
 
 
 def _require_applicable_rewards(profile: Profile, types: set[str]) -> None:
@@ -67,19 +127,82 @@ def _require_applicable_rewards(profile: Profile, types: set[str]) -> None:
             )
 
 
-def _split(data: DataSection, seed: int) -> HeldOutSplit:
+def read_split(profile: Profile) -> HeldOutSplit:
+    """Read and split the problems of a profile. Raises DatasetError, and ProfileError as `load_prompts`."""
+    data = profile.data
     columns = Columns(
-        prompt=data.prompt_key, answer=data.answer_key, type=data.type_key, default_type=data.default_type
+        prompt=data.prompt_key,
+        messages=data.messages_key,
+        answer=data.answer_key,
+        answer_pattern=data.answer_pattern,
+        type=data.type_key,
+        default_type=data.default_type,
     )
-    problems = load_problems(data.train, columns=columns)
-    if not data.heldout:
-        return split_heldout(problems, data.heldout_fraction, seed)
-    return HeldOutSplit(train=tuple(problems), heldout=tuple(load_problems(data.heldout, columns=columns)))
+    problems = load_problems(Source(path=data.train, subset=data.subset, split=data.train_split), columns=columns)
+    if data.heldout or data.heldout_split:
+        path, subset = (data.heldout, "") if data.heldout else (data.train, data.subset)
+        if data.heldout_split and Path(path).expanduser().is_file():
+            raise DatasetError(
+                f"data.heldout_split names a part of a directory or of a dataset on the hub, not of {path}"
+            )
+        held_out = load_problems(Source(path=path, subset=subset, split=data.heldout_split), columns=columns)
+        split = HeldOutSplit(train=tuple(problems), heldout=tuple(held_out))
+    else:
+        split = split_heldout(problems, data.heldout_fraction, profile.seed)
+    _require_applicable_rewards(profile, {problem.type for problem in (*split.train, *split.heldout)})
+    return split
 
 
-def _render(problems: Sequence[Problem], system: str, tokenizer: ChatTokenizer) -> list[tuple[int, ...]]:
-    opening = [{"role": "system", "content": system}] if system else []
-    try:
-        return [tokenizer.render_chat([*opening, {"role": "user", "content": problem.prompt}]) for problem in problems]
-    except RequestError as error:
-        raise ModelError(f"the model's chat template cannot render the problems: {error}") from error
+class _Rendered(NamedTuple):
+    """Problems with their prompts, index by index, after the removal of long prompts."""
+
+    problems: list[Problem]
+    prompts: list[tuple[int, ...]]
+
+
+def _render(problems: Sequence[Problem], data: DataSection, tokenizer: ChatTokenizer) -> _Rendered:
+    kept, limit = _Rendered([], []), data.max_prompt_tokens
+    for problem in problems:
+        try:
+            prompt = tokenizer.render_chat(conversation(problem, data.system), tools=problem.tools)
+        except RequestError as error:
+            raise ModelError(f"the model's chat template cannot render the problems: {error}") from error
+        if not limit or len(prompt) <= limit:
+            kept.problems.append(problem)
+            kept.prompts.append(prompt)
+    if problems and not kept.problems:
+        raise DatasetError(f"every prompt of a dataset has more than data.max_prompt_tokens = {limit} tokens")
+    return kept
+
+
+def _identity(problem: Problem) -> bytes:
+    """The conversation and its tools; problems with equal ones have the same prompt."""
+    return msgspec.json.encode((conversation(problem, ""), problem.tools))
+
+
+def _dataset_report(split: HeldOutSplit) -> DatasetReport:
+    train, held_out = (
+        [msgspec.json.encode(conversation(p, "")) for p in part] for part in (split.train, split.heldout)
+    )
+    trained = set(train)
+    return DatasetReport(
+        problems=dict(Counter(problem.type for problem in split.train)),
+        heldout=len(held_out),
+        duplicates=len(train) - len(trained),
+        overlap=sum(prompt in trained for prompt in held_out),
+        fingerprint=problems_fingerprint(split.train, split.heldout),
+    )
+
+
+def _prompt_report(
+    split: HeldOutSplit, train: _Rendered, held_out: _Rendered, tokenizer: ChatTokenizer
+) -> PromptReport:
+    lengths = sorted(map(len, train.prompts))
+    return PromptReport(
+        shortest=lengths[0],
+        median=median(lengths),
+        longest=lengths[-1],
+        removed=len(split.train) - len(train.problems),
+        removed_heldout=len(split.heldout) - len(held_out.problems),
+        first=tokenizer.decode(train.prompts[0], skip_special_tokens=False),
+    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TypeVar
 
 import structlog
@@ -30,14 +29,14 @@ from clotho.rewards.overlong import Overlong
 from clotho.rewards.runner import RewardRunner
 from clotho.run.context import RunContext
 from clotho.run.custom_actors import load_factory
-from clotho.run.prompts import MAX_LISTED_TYPES, PromptBuilder, load_prompts
+from clotho.run.prompts import MAX_LISTED_TYPES, LoadedPrompts, dataset_warnings, load_prompts
 from clotho.run.resume import find_resume_point, restore, restore_histories
 from clotho.run.resume_compatibility import refuse_if_incompatible
 from clotho.runtime.compute_thread import ComputeExecutor, finish
 from clotho.runtime.latest import Latest
 from clotho.runtime.sampling_client import Sampler
 from clotho.runtime.watchdog import StartupWatch
-from clotho.storage.checkpoints import dataset_fingerprint, model_fingerprint, tokenizer_fingerprint
+from clotho.storage.checkpoints import model_fingerprint, tokenizer_fingerprint
 from clotho.storage.run_directory import RunDirectory
 from clotho.training.ledger import Ledger
 from clotho.training.update import PolicyLearner
@@ -99,9 +98,10 @@ async def _build_context(
     engine_failure = executor.attach(engine)
     warmup = executor.submit(lambda: run_warmup_step(policy_learner, profile, context=policy.context_length))
     with watch.phase("problems"):
-        prompts, held_out = await run_sync(lambda: _load_prompts(profile, policy, rewards))
+        loaded = await run_sync(lambda: _load_prompts(profile, policy, rewards))
+        prompts, held_out = loaded.builder, loaded.held_out
         ungraded = _require_correct_rewards(profile, held_out, rewards)
-        inputs = await run_sync(lambda: _fingerprint_inputs(profile))
+        inputs = await run_sync(lambda: _fingerprint_inputs(profile, loaded))
     with watch.phase("warmup step"):
         await finish(warmup)
     if directory.resumed and directory.profile.exists():
@@ -135,7 +135,7 @@ async def _build_context(
         replay=replay,
         estimated_memory=estimate.total,
         history_gaps=restored.gaps,
-        warnings=(*ungraded, *found.warnings, *restored.warnings),
+        warnings=(*dataset_warnings(loaded), *ungraded, *found.warnings, *restored.warnings),
         address=address,
         sampler=Sampler(executor.submit, engine),
         ledger=ledger,
@@ -207,10 +207,11 @@ def _build_rewards(profile: Profile) -> RewardRunner:
     return RewardRunner(profile.rewards, overlong=overlong, keep_zero_variance=not within_group)
 
 
-def _load_prompts(profile: Profile, policy: Policy, rewards: RewardRunner) -> tuple[PromptBuilder, HeldOut]:
+def _load_prompts(profile: Profile, policy: Policy, rewards: RewardRunner) -> LoadedPrompts:
     """The prompts of the run, checked against the context length and the engine's limits."""
-    prompts, held_out = load_prompts(profile, policy.tokenizer, rewards.is_correct)
-    longest = max(prompts.longest_prompt, held_out.longest_prompt)
+    loaded = load_prompts(profile, policy.tokenizer, rewards.is_correct)
+    held_out = loaded.held_out
+    longest = max(loaded.builder.longest_prompt, held_out.longest_prompt)
     _require_short_prompts(longest, policy.context_length, profile)
     _require_valid_requests(longest, policy, profile)
     if isinstance(profile.eval, HeldOutEvaluation) and profile.eval.problems > len(held_out.problems):
@@ -220,14 +221,14 @@ def _load_prompts(profile: Profile, policy: Policy, rewards: RewardRunner) -> tu
             requested=profile.eval.problems,
             available=len(held_out.problems),
         )
-    return prompts, held_out
+    return loaded
 
 
 def _require_short_prompts(longest: int, context: int, profile: Profile) -> None:
     if longest >= context:
         raise ProfileError(
             f"the longest prompt of {profile.data.train} and its held-out problems has {longest} tokens, and the "
-            f"policy's context length is {context}: shorten the prompt, or choose another model"
+            f"policy's context length is {context}: set data.max_prompt_tokens, or choose another model"
         )
 
 
@@ -249,13 +250,12 @@ def _require_valid_requests(longest: int, policy: Policy, profile: Profile) -> N
         ) from error
 
 
-def _fingerprint_inputs(profile: Profile) -> dict[str, str]:
+def _fingerprint_inputs(profile: Profile, loaded: LoadedPrompts) -> dict[str, str]:
     model = find_model(profile.model.path)
-    files = [Path(name).expanduser() for name in (profile.data.train, profile.data.heldout) if name]
     return {
         "model": model_fingerprint(model),
-        "tokenizer": tokenizer_fingerprint(model),
-        "dataset": dataset_fingerprint(*files),
+        "tokenizer": tokenizer_fingerprint(model, profile.model.chat_template),
+        "dataset": loaded.dataset.fingerprint,
     }
 
 

@@ -272,20 +272,18 @@ def model_fingerprint(model: Path) -> str:
     return _fingerprint(_matching(model, WEIGHT_FILES))
 
 
-def tokenizer_fingerprint(model: Path) -> str:
+def tokenizer_fingerprint(model: Path, chat_template: str = "") -> str:
     """Return a fingerprint of vocabulary, merges and chat template of a directory.
 
-    For a GGUF file, which begins with them, it is a fingerprint of its first bytes.
+    For a GGUF file, which begins with them, it is a fingerprint of its first bytes. chat_template: file of a template
+    that replaces the model's.
     """
-    if not model.is_dir():
-        with model.open("rb") as file:
-            return hashlib.sha256(file.read(GGUF_HEADER_BYTES)).hexdigest()[:16]
-    return _fingerprint(_matching(model, TOKENIZER_FILES), whole=True)
-
-
-def dataset_fingerprint(*paths: Path) -> str:
-    """Return a fingerprint of the contents of dataset files, in the given order; their paths do not matter."""
-    return _fingerprint(paths, whole=True, with_names=False)
+    replaced = [Path(chat_template).expanduser()] if chat_template else []
+    if model.is_dir():
+        return _fingerprint([*_matching(model, TOKENIZER_FILES), *replaced], whole=True)
+    with model.open("rb") as file:
+        header = hashlib.sha256(file.read(GGUF_HEADER_BYTES)).hexdigest()[:16]
+    return f"{header}-{_fingerprint(replaced, whole=True)}" if replaced else header
 
 
 def _write_manifest(directory: Path, files: list[FileDigest]) -> None:

@@ -78,6 +78,16 @@ def test_paths_are_the_files_or_the_callers(here: Path) -> None:
     assert by_flag.data.train == str(here / "my.jsonl")
 
 
+def test_a_dataset_of_the_hub_keeps_its_name(here: Path) -> None:
+    """A name OWNER/NAME without the suffix of a file; an existing file of this name is preferred."""
+    assert load_profile(written(here, MINIMAL), {"data.train": "owner/name"}).data.train == "owner/name"
+    for file in ("owner/name.jsonl", "owner/name/deep", "name"):
+        assert load_profile(written(here, MINIMAL), {"data.train": file}).data.train == str(here / file)
+    (here / "owner").mkdir()
+    (here / "owner" / "name").touch()
+    assert load_profile(written(here, MINIMAL), {"data.train": "owner/name"}).data.train == str(here / "owner/name")
+
+
 def test_a_higher_layer_wins_key_by_key_and_replaces_lists(here: Path) -> None:
     """`extends` is a deep merge; a list is one value."""
     written(here, "steps = 5\n[learner]\nbatch_size = 3\n[learner.objective]\nclip_low = 0.1\n" + MINIMAL, "base.toml")
@@ -249,7 +259,8 @@ def test_a_mistake_is_named_on_one_line(text: str, message: str, here: Path) -> 
     [
         ("[model]\npath = \n", "is not valid TOML: Invalid value (at line 2, column 8)"),
         ("", "model.path is missing: Model directory, GGUF file, package:NAME/FILE or hub repository."),
-        ('[model]\npath = "x"\n', "data.train is missing: File of the problems for training."),
+        ('[model]\npath = "x"\n', "data.train is missing: Dataset for training: file, directory, or OWNER/NAME on the "
+         "hub."),
         ('[model]\npath = "x"\n[data]\ntrain = "y"\n', "[[rewards]] is missing: One reward "
          "function; the reward of a completion is the weighted sum of those that apply."),
         ('rewards = 3\n', "rewards must be a list of tables: [[rewards]], then one key per line"),

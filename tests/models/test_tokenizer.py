@@ -79,6 +79,22 @@ def test_a_tokenizer_is_loaded_from_a_model_directory(tmp_path: Path) -> None:
     assert tokenizer.has_chat_template
 
 
+def test_a_template_of_the_profile_replaces_that_of_the_model(tmp_path: Path) -> None:
+    """Its variables are set in every prompt, unless a request sets them."""
+    file = tmp_path / "chat.jinja"
+    file.write_text("{{ tone }}:{{ messages[0].content }}")
+    directory = saved(tmp_path)
+    tokenizer = ChatTokenizer.from_files(directory, chat_template=str(file), variables={"tone": "calm"})
+    messages = [{"role": "user", "content": "A"}]
+    assert tokenizer.decode(tokenizer.render_chat(messages)) == "calm:A"
+    assert tokenizer.decode(tokenizer.render_chat(messages, variables={"tone": "loud"})) == "loud:A"
+    assert tokenizer.chat_template == file.read_text()
+    for contents in (b"{% for", b" ", b"\xff", None):
+        file.unlink() if contents is None else file.write_bytes(contents)
+        with pytest.raises(ModelError, match=r"model\.chat_template"):
+            ChatTokenizer.from_files(directory, chat_template=str(file))
+
+
 def test_a_directory_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     """A missing directory, an empty one, and a damaged file."""
     for directory in (tmp_path / "missing", tmp_path):

@@ -12,7 +12,7 @@ from msgspec import convert
 
 from clotho.config.schema import Profile
 from clotho.models.tokenizer import ChatTokenizer
-from clotho.run.prompts import PromptBuilder, load_prompts
+from clotho.run.prompts import PromptBuilder, dataset_warnings, inspect_dataset, load_prompts
 from protocols.errors import DatasetError, ModelError
 from protocols.evaluation import HeldOut
 from protocols.prompt import Problem, group_seed
@@ -25,6 +25,17 @@ async def is_correct(problem: Problem, text: str) -> bool:
     raise AssertionError
 
 
+def profile_of(directory: Path, *, seed: int = 0, **data: Any) -> Profile:
+    """A profile that trains on `train.jsonl` of a directory. data: other settings of [data]."""
+    settings = {
+        "model": {"path": "base"},
+        "data": {"train": str(directory / "train.jsonl"), **data},
+        "rewards": [{"name": "exact", "correct": True}],
+        "seed": seed,
+    }
+    return convert(settings, Profile)
+
+
 def load(
     directory: Path, *, count: int = 20, seed: int = 0, tokenizer: ChatTokenizer | None = None, **data: Any
 ) -> tuple[PromptBuilder, HeldOut]:
@@ -32,16 +43,9 @@ def load(
     path = directory / "train.jsonl"
     lines = [json.dumps({"prompt": f"1 + {i}?", "answer": str(1 + i), "type": "sum"}) for i in range(count)]
     path.write_text("\n".join(lines))
-    profile = convert(
-        {
-            "model": {"path": "base"},
-            "data": {"train": str(path), **data},
-            "rewards": [{"name": "exact", "correct": True}],
-            "seed": seed,
-        },
-        Profile,
-    )
-    return load_prompts(profile, tokenizer or cast(ChatTokenizer, CharacterTokenizer()), is_correct)
+    profile = profile_of(directory, seed=seed, **data)
+    loaded = load_prompts(profile, tokenizer or cast(ChatTokenizer, CharacterTokenizer()), is_correct)
+    return loaded.builder, loaded.held_out
 
 
 def test_a_prompt_depends_only_on_seed_and_group_id(tmp_path: Path) -> None:
@@ -106,3 +110,41 @@ def test_a_template_with_unbounded_work_is_refused(tmp_path: Path) -> None:
     template = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
     with pytest.raises(ModelError, match="limit"):
         load(tmp_path, tokenizer=byte_tokenizer(chat_template=template))
+
+
+def test_long_prompts_are_removed_and_counted(tmp_path: Path) -> None:
+    """From training and from the held-out problems. A limit that removes every problem is refused."""
+    long = {"prompt": "x" * 300, "answer": "", "type": "sum"}
+    short = {"prompt": "1 + 1?", "answer": "2", "type": "sum"}
+    for name, records in (("train", [short, long, short]), ("heldout", [long, short])):
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, records)))
+    profile = profile_of(tmp_path, heldout=str(tmp_path / "heldout.jsonl"), max_prompt_tokens=100)
+    loaded = load_prompts(profile, cast(ChatTokenizer, CharacterTokenizer()), is_correct)
+    assert (loaded.prompts.removed, loaded.prompts.removed_heldout, loaded.prompts.longest) == (1, 1, 24)
+    assert (loaded.dataset.duplicates, loaded.dataset.overlap) == (1, 2)
+    assert len(dataset_warnings(loaded)) == 2
+    assert {loaded.builder.prompt(group).problem.prompt for group in range(4)} == {"1 + 1?"}
+    with pytest.raises(DatasetError, match="max_prompt_tokens"):
+        load_prompts(profile_of(tmp_path, max_prompt_tokens=1), cast(ChatTokenizer, CharacterTokenizer()), is_correct)
+
+
+def test_weights_of_types_determine_the_prompts(tmp_path: Path) -> None:
+    """A type of weight 0 is not trained on; an unknown type is refused with the key."""
+    records = [{"prompt": f"{kind} {n}", "answer": "", "type": kind} for kind in ("easy", "hard") for n in range(3)]
+    (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, records)))
+    profile = profile_of(tmp_path, heldout_fraction=0.0, type_weights={"easy": 0.0})
+    builder = load_prompts(profile, cast(ChatTokenizer, CharacterTokenizer()), is_correct).builder
+    assert {builder.prompt(group).problem.type for group in range(9)} == {"hard"}
+    with pytest.raises(DatasetError, match=r"data\.type_weights"):
+        inspect_dataset(profile_of(tmp_path, type_weights={"esay": 2.0}), None)
+
+
+def test_a_split_of_a_directory_can_be_held_out(tmp_path: Path) -> None:
+    """`data.heldout_split` names another split of the same dataset."""
+    for split in ("train", "test"):
+        (tmp_path / f"{split}.jsonl").write_text(json.dumps({"prompt": split, "answer": ""}))
+    dataset, prompts = inspect_dataset(profile_of(tmp_path, train=str(tmp_path), heldout_split="test"), None)
+    assert (dataset.problems, dataset.heldout, dataset.overlap, prompts) == ({"problem": 1}, 1, 0, None)
+    file = str(tmp_path / "train.jsonl")
+    with pytest.raises(DatasetError, match=r"data\.heldout_split"):
+        inspect_dataset(profile_of(tmp_path, train=file, heldout_split="test"), None)

@@ -19,7 +19,6 @@ from clotho.storage import atomic_files
 from clotho.storage.checkpoints import (
     SAMPLE_BYTES,
     Snapshot,
-    dataset_fingerprint,
     find_damage,
     latest_checkpoint,
     model_fingerprint,
@@ -408,13 +407,12 @@ def test_the_fingerprints_of_a_gguf_file_do_not_depend_on_its_name(tmp_path: Pat
     assert tokenizer_fingerprint(one) != tokenizer_fingerprint(two)
 
 
-def test_the_dataset_fingerprint_covers_every_byte(tmp_path: Path) -> None:
-    """The path does not matter."""
-    one, two = tmp_path / "one.jsonl", tmp_path / "two.jsonl"
-    one.write_bytes(bytes(5 * SAMPLE_BYTES))
-    two.write_bytes(bytes(5 * SAMPLE_BYTES))
-    assert dataset_fingerprint(one) == dataset_fingerprint(two) != dataset_fingerprint(one, two)
-    contents = bytearray(5 * SAMPLE_BYTES)
-    contents[len(contents) // 2] = 1
-    two.write_bytes(contents)
-    assert dataset_fingerprint(one) != dataset_fingerprint(two)
+def test_the_tokenizer_fingerprint_covers_a_chat_template_of_the_profile(tmp_path: Path) -> None:
+    """A file that replaces the template of the model, for a directory and for a GGUF file."""
+    template, model, gguf = tmp_path / "chat.jinja", tmp_path / "model", tmp_path / "model.gguf"
+    template.write_text("{{ messages }}")
+    model.mkdir()
+    (model / "tokenizer.json").write_text("{}")
+    gguf.write_bytes(b"GGUF")
+    for files in (model, gguf):
+        assert tokenizer_fingerprint(files) != tokenizer_fingerprint(files, str(template))

@@ -1,4 +1,4 @@
-"""Datasets: reading, errors with file and line, held-out split, order of problems."""
+"""Problems: columns, conversations, answers, and errors with file and line."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from clotho.storage import datasets
-from clotho.storage.datasets import Columns, ProblemOrder, load_problems, split_heldout
+from clotho.data import records
+from clotho.data.problems import Columns, conversation, load_problems, problems_fingerprint
+from clotho.data.records import Source
 from protocols.errors import DatasetError
 from protocols.prompt import Problem
 
@@ -29,7 +30,12 @@ def write(tmp_path: Path, contents: str | bytes) -> Path:
 
 def load(tmp_path: Path, contents: str | bytes, columns: Columns | None = None) -> list[Problem]:
     """Load a dataset with these contents."""
-    return load_problems(write(tmp_path, contents), columns=columns or Columns())
+    return load_problems(Source(path=str(write(tmp_path, contents))), columns=columns or Columns())
+
+
+def read(path: str | Path) -> list[Problem]:
+    """Load a dataset with the default columns."""
+    return load_problems(Source(path=str(path)), columns=Columns())
 
 
 def refusal(tmp_path: Path, contents: str | bytes, columns: Columns | None = None) -> str:
@@ -59,6 +65,73 @@ def test_columns_can_be_renamed_and_types_defaulted(tmp_path: Path) -> None:
     assert found == [Problem(prompt="q", answer="a", type="gsm")]
 
 
+TURNS = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "1+1?"},
+    {"role": "assistant", "content": "2"},
+    {"role": "user", "content": "2+2?"},
+]
+
+
+def test_a_conversation_is_the_prompt_up_to_the_last_message_of_the_user(tmp_path: Path) -> None:
+    """In the column of messages or of the prompt. The assistant's last message is the answer if no column has one."""
+    answered = [*TURNS, {"role": "assistant", "content": "4", "name": None}]
+    expected = Problem(prompt="2+2?", answer="4", type="problem", messages=tuple(TURNS))
+    assert load(tmp_path, json.dumps({"messages": answered})) == [expected]
+    assert load(tmp_path, json.dumps({"prompt": TURNS, "answer": 4})) == [expected]
+    assert load(tmp_path, json.dumps({"prompt": answered, "answer": 5}))[0].answer == "5"
+    record = {"messages": TURNS, "prompt": "the prompt has priority", "answer": "a"}
+    assert load(tmp_path, json.dumps(record))[0].messages == ()
+
+
+def test_a_system_message_of_the_problem_replaces_that_of_the_profile(tmp_path: Path) -> None:
+    """A conversation has one system message at most."""
+    with_system, without = load(
+        tmp_path, "\n".join(json.dumps({"prompt": turns, "answer": ""}) for turns in (TURNS, TURNS[1:2]))
+    )
+    assert conversation(with_system, "Other.") == TURNS
+    assert conversation(without, "Other.") == [{"role": "system", "content": "Other."}, TURNS[1]]
+    assert conversation(without, "") == TURNS[1:2]
+
+
+def test_other_columns_are_passed_on_as_json_values(tmp_path: Path) -> None:
+    """Rewards read them in `problem.extra`. The tools of a conversation may be JSON text."""
+    tool = {"type": "function", "function": {"name": "add"}}
+    record = {"prompt": "q", "answer": "a", "tools": json.dumps([tool]), "level": 3, "tests": ["x", {"y": 1.5}]}
+    (found,) = load(tmp_path, json.dumps(record))
+    assert (found.tools, found.extra) == ((tool,), {"level": 3, "tests": ["x", {"y": 1.5}]})
+
+
+def test_the_answer_is_the_last_match_of_a_pattern(tmp_path: Path) -> None:
+    """As in GSM8K, whose answers end in `#### 72`. An answer without a match is refused with its line."""
+    columns = Columns(answer_pattern=r"####\s*(.+)")
+    line = json.dumps({"prompt": "q", "answer": "3 #### 4 and 6 * 12\n#### 72"})
+    assert load(tmp_path, line, columns)[0].answer == "72"
+    assert load(tmp_path, line, Columns(answer_pattern=r"[0-9]+"))[0].answer == "72"
+    assert "data.jsonl:2: answer does not contain" in refusal(tmp_path, f"{line}\n{GOOD}", columns)
+    assert "data.answer_pattern" in refusal(tmp_path, line, Columns(answer_pattern="("))
+
+
+def test_problems_may_have_no_answer(tmp_path: Path) -> None:
+    """For rewards that judge the completion alone: the name of the column is empty."""
+    assert load(tmp_path, '{"prompt": "q"}', Columns(answer="")) == [Problem(prompt="q", answer="", type="problem")]
+
+
+def test_the_fingerprint_depends_on_the_problems_alone(tmp_path: Path) -> None:
+    """The same problems in another form resume a run; any other text, order or division into parts does not."""
+    lines, listed = load(tmp_path, f"{GOOD}\n{GOOD}"), load(tmp_path, f"[{GOOD}, {GOOD}]")
+    other = load(tmp_path, GOOD.replace("1+1", "1+2"))
+    found = {
+        problems_fingerprint(lines),
+        problems_fingerprint(lines, []),
+        problems_fingerprint(lines[:1], lines[1:]),
+        problems_fingerprint([*lines, *other]),
+        problems_fingerprint([*other, *lines]),
+    }
+    assert len(found) == 5
+    assert problems_fingerprint(listed) in found
+
+
 @pytest.mark.parametrize(("value", "text"), [("7", "7"), ("2.50", "2.5"), ("-1e3", "-1000.0"), ("true", "true")])
 def test_answers_that_are_not_text_become_json_text(tmp_path: Path, value: str, text: str) -> None:
     """Numbers and booleans."""
@@ -79,7 +152,13 @@ def test_a_malformed_line_is_named(tmp_path: Path) -> None:
         ('{"text": "q"}', "no key 'prompt', only 'text'; set data.prompt_key"),
         ("{}", "no key 'prompt', only none"),
         ('{"prompt": " ", "answer": "a"}', "prompt is empty"),
-        ('{"prompt": [{"role": "user"}], "answer": "a"}', "prompt must be text (not chat messages), not a list"),
+        ('{"prompt": [{"role": "user"}], "answer": "a"}', "prompt[0].content must be text, not null"),
+        ('{"prompt": ["q"], "answer": "a"}', "prompt[0] must be a JSON object, not text"),
+        ('{"prompt": [{"content": "q"}], "answer": "a"}', "prompt[0].role must be text that is not empty, not null"),
+        ('{"prompt": [], "answer": "a"}', "prompt must be text or a list of chat messages, not a list"),
+        ('{"messages": [{"role": "system", "content": "q"}], "answer": "a"}', "messages has no message of the role"),
+        ('{"prompt": "q", "answer": "a", "tools": "{"}', "tools is not valid JSON"),
+        ('{"prompt": "q", "answer": "a", "tools": [1]}', "tools must be a list of at most"),
         ('{"prompt": "q", "answer": null}', "answer must be text or a number, not null"),
         ('{"prompt": "q", "answer": ["a"]}', "answer must be text or a number, not a list"),
         ('{"prompt": "q", "answer": "a", "type": 3}', "type must be text that is not empty, not a number"),
@@ -95,56 +174,14 @@ def test_an_invalid_record_is_refused_with_the_reason(tmp_path: Path, line: str,
 def test_files_without_problems_are_refused(tmp_path: Path) -> None:
     """Missing, a directory, empty, blank, an invalid list, invalid UTF-8, deep nesting."""
     with pytest.raises(DatasetError, match=r"nowhere\.jsonl does not exist"):
-        load_problems(tmp_path / "nowhere.jsonl", columns=Columns())
-    with pytest.raises(DatasetError, match="cannot be read"):
-        load_problems(tmp_path, columns=Columns())
+        read(tmp_path / "nowhere.jsonl")
+    with pytest.raises(DatasetError, match="is a directory"):
+        read(tmp_path)
     for empty in ("", "\n \n", "[]", "\ufeff"):
         assert "is empty" in refusal(tmp_path, empty)
     assert "starts like a JSON list" in refusal(tmp_path, f"[{GOOD}")
     assert "data.jsonl:1: not valid JSON" in refusal(tmp_path, b'{"prompt": "\xff"}')
     assert "data.jsonl" in refusal(tmp_path, '{"a":' * 100_000)
-
-
-def test_the_split_is_disjoint_complete_and_a_function_of_the_seed() -> None:
-    """The held-out count is rounded up; both parts keep the order of the file."""
-    problems = [Problem(prompt=str(index), answer="", type="t") for index in range(25)]
-    split, again = split_heldout(problems, 0.1, seed=3), split_heldout(problems, 0.1, seed=3)
-    assert split == again
-    assert split != split_heldout(problems, 0.1, seed=4)
-    assert len(split.heldout) == 3
-    assert sorted((*split.train, *split.heldout), key=problems.index) == problems
-    assert list(split.train) == sorted(split.train, key=problems.index)
-    assert split_heldout(problems, 0.0, seed=3).heldout == ()
-
-
-def test_a_split_without_training_problems_is_refused() -> None:
-    """One problem cannot be split."""
-    with pytest.raises(DatasetError, match="too few"):
-        split_heldout([Problem(prompt="q", answer="a", type="t")], 0.1, seed=0)
-
-
-def test_every_epoch_has_every_problem_once_in_a_different_order() -> None:
-    """The permutation depends only on seed and epoch."""
-    order = ProblemOrder(50, seed=1, shuffle=True)
-    first, second = ([order.index(epoch * 50 + i) for i in range(50)] for epoch in (0, 1))
-    assert sorted(first) == sorted(second) == list(range(50))
-    assert first != second != list(range(50))
-    assert [ProblemOrder(50, seed=2, shuffle=True).index(i) for i in range(50)] != first
-
-
-def test_the_order_is_a_pure_function() -> None:
-    """A resumed run maps a group id to the same problem."""
-    order, fresh = ProblemOrder(7, seed=1, shuffle=True), ProblemOrder(7, seed=1, shuffle=True)
-    forwards = [order.index(group_id) for group_id in range(70)]
-    assert [fresh.index(group_id) for group_id in reversed(range(70))] == forwards[::-1]
-
-
-def test_without_shuffling_the_order_is_that_of_the_file() -> None:
-    """In every epoch."""
-    order = ProblemOrder(3, seed=1, shuffle=False)
-    assert [order.index(group_id) for group_id in range(7)] == [0, 1, 2, 0, 1, 2, 0]
-    with pytest.raises(ValueError, match="at least 1"):
-        ProblemOrder(0, seed=1, shuffle=True)
 
 
 @pytest.mark.parametrize("kind", ["pipe", "device", "directory", "socket", "link to itself", "link to a pipe"])
@@ -167,7 +204,7 @@ def test_only_regular_files_are_read(tmp_path: Path, kind: str) -> None:
             os.mkfifo(tmp_path / "pipe")
             path.symlink_to(tmp_path / "pipe")
     with pytest.raises(DatasetError) as caught:
-        load_problems(path, columns=Columns())
+        read(path)
     assert "data.jsonl" in str(caught.value)
 
 
@@ -175,21 +212,21 @@ def test_only_regular_files_are_read(tmp_path: Path, kind: str) -> None:
 def test_paths_that_name_no_file_are_refused(path: str) -> None:
     """The operating system rejects them with various exceptions."""
     with pytest.raises(DatasetError):
-        load_problems(path, columns=Columns())
+        read(path)
 
 
 def test_sizes_are_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bytes of the file, bytes of a line, and keys of a record; the line is named."""
     sparse = tmp_path / "sparse.jsonl"
     sparse.touch()
-    os.truncate(sparse, datasets.MAX_BYTES + 1)
+    os.truncate(sparse, records.MAX_BYTES + 1)
     with pytest.raises(DatasetError):
-        load_problems(sparse, columns=Columns())
+        read(sparse)
     many = json.dumps({str(key): 0 for key in range(100_000)})
     message = refusal(tmp_path, f"{GOOD}\n{many}\n")
     assert message.startswith("data.jsonl:2: ")
     assert len(message) < 300
-    monkeypatch.setattr(datasets, "MAX_LINE_BYTES", 1000)
+    monkeypatch.setattr(records, "MAX_LINE_BYTES", 1000)
     assert refusal(tmp_path, f"{GOOD}\n{'x' * 1001}\n").startswith("data.jsonl:2: ")
 
 
@@ -224,7 +261,7 @@ def read_or_refuse(directory: Path, contents: bytes) -> None:
     """Any contents give problems or one line that names the file."""
     path = write(directory, contents)
     try:
-        assert load_problems(path, columns=Columns())
+        assert read(path)
     except DatasetError as error:
         message = str(error)
         assert len(message.splitlines()) == 1

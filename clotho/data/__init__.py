@@ -1,0 +1,1 @@
+"""Datasets: files and repositories to problems, their order, and the report on a dataset."""
