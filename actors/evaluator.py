@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import defaultdict
 from contextlib import suppress
 from typing import Any
 
@@ -15,6 +14,7 @@ from msgspec.structs import replace
 from clotho.config.schema import EngineSection, HeldOutEvaluation
 from clotho.inference.greedy import greedy_completions
 from clotho.models.policy import Policy
+from clotho.rewards.accuracy import accuracy, grade
 from clotho.runtime.compute_thread import ComputeExecutor, finish
 from clotho.runtime.queues import Queue
 from protocols.evaluation import EvalReport, HeldOut
@@ -122,20 +122,16 @@ class Evaluator:
                 )
             )
         )
-        by_type: dict[str, list[bool]] = defaultdict(list)
-        for problem, completion in zip(problems, completions, strict=True):
-            correct = await self._held_out.is_correct(problem, completion.text)
-            if correct is not None:
-                by_type[problem.type].append(correct)
-        graded = sum(map(len, by_type.values()))
-        correct_answers = sum(map(sum, by_type.values()))
+        texts = [completion.text for completion in completions]
+        found = accuracy(problems, await grade(problems, texts, self._held_out.is_correct))
         return EvalReport(
             step=pinned.step,
             version=pinned.version,
-            problems=graded,
-            ungraded=len(problems) - graded,
-            accuracy=correct_answers / graded if graded else 0.0,
-            by_type={kind: sum(answers) / len(answers) for kind, answers in sorted(by_type.items())},
+            problems=found.problems,
+            ungraded=found.ungraded,
+            accuracy=found.overall.value,
+            interval=(found.overall.low, found.overall.high),
+            by_type={kind: share.value for kind, share in found.by_type.items()},
             completion_tokens=sum(len(completion.tokens) for completion in completions),
             seconds=time.monotonic() - began,
             final=pinned.final,

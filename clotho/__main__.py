@@ -56,6 +56,8 @@ def _run(argv: Sequence[str]) -> tuple[int, bool]:
     try:
         if list(argv[:1]) == ["serve"]:
             return serve(argv[1:])
+        if list(argv[:1]) == ["eval"]:
+            return evaluate(argv[1:]), False
         prepared = prepare(argv)
         if not isinstance(prepared, PreparedRun):
             return prepared, False
@@ -91,6 +93,28 @@ def serve(argv: Sequence[str]) -> tuple[int, bool]:
     from clotho.run.serve import serve as run_server
 
     return anyio.run(run_server, arguments, console), True
+
+
+def evaluate(argv: Sequence[str]) -> int:
+    """Run the command `eval`; the exit status. argv: the arguments after the command."""
+    from clotho.cpu import configure_malloc, load_blas
+
+    configure_malloc()
+    load_blas()  # before the first import of MLX
+    from rich.console import Console
+
+    from clotho.config.evaluation import evaluation_help, load_evaluation
+
+    console = Console(file=sys.stdout)
+    if (text := evaluation_help(argv)) is not None:
+        console.print(text, markup=False, highlight=False, soft_wrap=True, end="")
+        return 0
+    arguments = load_evaluation(argv)
+    import anyio
+
+    from clotho.run.evaluate import evaluate as run_evaluation
+
+    return anyio.run(run_evaluation, arguments, console)
 
 
 class PreparedRun:

@@ -30,8 +30,9 @@ class EvalReport(Struct, frozen=True, kw_only=True, tag=True):
     """Evaluator -> monitor. Greedy accuracy of one policy version on held-out problems.
 
     problems: number of problems that a reward with `correct = true` applies to. ungraded: number of problems that no
-    such reward applies to; they do not count towards the accuracy. accuracy: share of correct answers among
-    `problems`; 0 if there are none. by_type: accuracy for each type of problem. final: evaluated after the last update.
+    such reward applies to; they do not count towards the accuracy. accuracy: share of correct answers among `problems`;
+    0 if there are none. interval: interval of 95 % of the accuracy. by_type: accuracy for each type of problem. final:
+    evaluated after the last update.
     """
 
     step: int
@@ -39,6 +40,7 @@ class EvalReport(Struct, frozen=True, kw_only=True, tag=True):
     problems: int
     ungraded: int = 0
     accuracy: float
+    interval: tuple[float, float]
     by_type: dict[str, float]
     completion_tokens: int
     seconds: float

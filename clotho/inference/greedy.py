@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from typing import Any
 
@@ -39,6 +39,47 @@ class PinnedWeights:
         self.context_length = policy.context_length
 
 
+def greedy(sampling: Sampling) -> Sampling:
+    """The sampling parameters of a greedy completion with the same limits and penalties."""
+    return replace(sampling, **NEUTRAL_FILTERS, temperature=0.0)
+
+
+def complete_all(
+    engine: DecodeEngine, requests: Sequence[SampleRequest], tick: Callable[[], object], *, rows: int
+) -> Generator[None, None, list[list[Completion]]]:
+    """Decode requests with an engine, one decode step per turn.
+
+    tick: computes a decode step. rows: `engine.max_num_seqs`; twice as many completions are requested ahead.
+    Returns the completions of each request, in the order of its seeds. Raises RequestError if a prompt does not fit,
+    and RuntimeError if a request fails.
+    """
+    answers: dict[int, dict[int, Completion]] = {index: {} for index in range(len(requests))}
+    failures: list[str] = []
+    finished = 0
+
+    def receive(index: int, event: SampleEvent) -> None:
+        nonlocal finished
+        match event:
+            case CompletionDone():
+                answers[index][event.index] = event.completion
+                finished += 1
+            case SampleFailed():
+                failures.append(event.reason)
+
+    submitted, started = 0, 0
+    while submitted < len(requests) or engine.has_work:
+        ahead = finished + 2 * rows  # a full batch, and as many waiting
+        while submitted < len(requests) and started < ahead:
+            request = requests[submitted]
+            engine.submit(replace(request, background=True), partial(receive, submitted))
+            submitted, started = submitted + 1, started + len(request.seeds)
+        tick()
+        if failures:
+            raise RuntimeError(f"evaluation failed: {failures[0]}")
+        yield
+    return [[answers[index][i] for i in range(len(request.seeds))] for index, request in enumerate(requests)]
+
+
 def greedy_completions(
     policy: Policy,
     parameters: Parameters,
@@ -51,33 +92,14 @@ def greedy_completions(
     """Decode every prompt greedily with `parameters`, independent of the served weights; one decode step per turn.
 
     Uses an engine of its own over the same base weights, so its KV caches and batches are separate from the served
-    ones. Returns the completions in the order of the prompts. Raises RequestError if a prompt does not fit, and
-    RuntimeError if a request fails.
+    ones. Returns the completions in the order of the prompts. Raises the errors of `complete_all`.
     """
     engine = DecodeEngine(PinnedWeights(policy, version), settings)
-    greedy = replace(sampling, **NEUTRAL_FILTERS, temperature=0.0)
-    answers: dict[int, Completion] = {}
-    failures: list[str] = []
 
-    def receive(index: int, event: SampleEvent) -> None:
-        match event:
-            case CompletionDone():
-                answers[index] = event.completion
-            case SampleFailed():
-                failures.append(event.reason)
-
-    submitted = 0
-    while submitted < len(prompts) or engine.has_work:
-        ahead = min(len(prompts), len(answers) + 2 * settings.max_num_seqs)  # a full batch, and as many waiting
-        while submitted < ahead:
-            engine.submit(
-                SampleRequest(prompt=prompts[submitted], sampling=greedy, seeds=(0,), background=True),
-                partial(receive, submitted),
-            )
-            submitted += 1
+    def tick() -> None:
         with policy.using(parameters):
             engine.tick()
-        if failures:
-            raise RuntimeError(f"evaluation failed: {failures[0]}")
-        yield
-    return [answers[index] for index in range(len(prompts))]
+
+    requests = [SampleRequest(prompt=prompt, sampling=greedy(sampling), seeds=(0,)) for prompt in prompts]
+    completions = yield from complete_all(engine, requests, tick, rows=settings.max_num_seqs)
+    return [completion for (completion,) in completions]

@@ -84,6 +84,7 @@ EVALUATION_METRICS = {
     "step": "Step whose weights were evaluated; 0 is the initial policy.",
     "policy_version": "Version of these weights.",
     "accuracy": "Fraction of the graded held-out problems that greedy decoding answers correctly.",
+    "accuracy_interval": "Interval of 95 % of the accuracy (Wilson).",
     "accuracy_by_type": "Accuracy by type of problem.",
     "problems": "Number of graded problems: those that a reward with `correct = true` applies to.",
     "ungraded": "Number of problems that no reward with `correct = true` applies to.",
@@ -221,6 +222,7 @@ class EvaluationRecord(Struct, frozen=True, kw_only=True):
     step: int
     policy_version: int
     accuracy: float
+    accuracy_interval: tuple[float, float]
     accuracy_by_type: dict[str, float]
     problems: int
     ungraded: int
@@ -236,6 +238,7 @@ def evaluation_record(report: EvalReport, *, run_seconds: float) -> EvaluationRe
         step=report.step,
         policy_version=report.version,
         accuracy=report.accuracy,
+        accuracy_interval=report.interval,
         accuracy_by_type=report.by_type,
         problems=report.problems,
         ungraded=report.ungraded,
@@ -302,6 +305,7 @@ def _report(record: EvaluationRecord) -> EvalReport:
         problems=record.problems,
         ungraded=record.ungraded,
         accuracy=record.accuracy,
+        interval=record.accuracy_interval,
         by_type=record.accuracy_by_type,
         completion_tokens=record.completion_tokens,
         seconds=record.evaluation_seconds,

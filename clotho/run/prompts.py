@@ -11,6 +11,7 @@ from typing import NamedTuple
 import msgspec
 from msgspec import Struct
 
+from clotho.config.evaluation import EvaluationProfile
 from clotho.config.schema import DataSection, Profile
 from clotho.data.order import HeldOutSplit, ProblemOrder, split_heldout
 from clotho.data.problems import Columns, conversation, load_problems, problems_fingerprint
@@ -75,8 +76,8 @@ def load_prompts(
     to no problem.
     """
     data, split = profile.data, read_split(profile)
-    train = _render(split.train, data, tokenizer)
-    held_out = _render(split.heldout, data, tokenizer)
+    train = render(split.train, data, tokenizer)
+    held_out = render(split.heldout, data, tokenizer)
     return LoadedPrompts(
         builder=PromptBuilder(
             train.problems, train.prompts, seed=profile.seed, shuffle=data.shuffle, weights=data.type_weights
@@ -98,7 +99,7 @@ def inspect_dataset(profile: Profile, model: Path | None) -> tuple[DatasetReport
     if model is None:
         return dataset, None
     tokenizer = ChatTokenizer.of_model(model, profile.model)
-    train, held_out = (_render(problems, profile.data, tokenizer) for problems in (split.train, split.heldout))
+    train, held_out = (render(problems, profile.data, tokenizer) for problems in (split.train, split.heldout))
     return dataset, _prompt_report(split, train, held_out, tokenizer)
 
 
@@ -118,7 +119,7 @@ def dataset_warnings(loaded: LoadedPrompts) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _require_applicable_rewards(profile: Profile, types: set[str]) -> None:
+def _require_applicable_rewards(profile: Profile | EvaluationProfile, types: set[str]) -> None:
     for reward in profile.rewards:
         if reward.types and types.isdisjoint(reward.types):
             raise ProfileError(
@@ -127,7 +128,7 @@ def _require_applicable_rewards(profile: Profile, types: set[str]) -> None:
             )
 
 
-def read_split(profile: Profile) -> HeldOutSplit:
+def read_split(profile: Profile | EvaluationProfile) -> HeldOutSplit:
     """Read and split the problems of a profile. Raises DatasetError, and ProfileError as `load_prompts`."""
     data = profile.data
     columns = Columns(
@@ -153,15 +154,16 @@ def read_split(profile: Profile) -> HeldOutSplit:
     return split
 
 
-class _Rendered(NamedTuple):
+class Rendered(NamedTuple):
     """Problems with their prompts, index by index, after the removal of long prompts."""
 
     problems: list[Problem]
     prompts: list[tuple[int, ...]]
 
 
-def _render(problems: Sequence[Problem], data: DataSection, tokenizer: ChatTokenizer) -> _Rendered:
-    kept, limit = _Rendered([], []), data.max_prompt_tokens
+def render(problems: Sequence[Problem], data: DataSection, tokenizer: ChatTokenizer) -> Rendered:
+    """Render problems as prompts and remove long ones. Raises ModelError; DatasetError if no problem remains."""
+    kept, limit = Rendered([], []), data.max_prompt_tokens
     for problem in problems:
         try:
             prompt = tokenizer.render_chat(conversation(problem, data.system), tools=problem.tools)
@@ -194,9 +196,7 @@ def _dataset_report(split: HeldOutSplit) -> DatasetReport:
     )
 
 
-def _prompt_report(
-    split: HeldOutSplit, train: _Rendered, held_out: _Rendered, tokenizer: ChatTokenizer
-) -> PromptReport:
+def _prompt_report(split: HeldOutSplit, train: Rendered, held_out: Rendered, tokenizer: ChatTokenizer) -> PromptReport:
     lengths = sorted(map(len, train.prompts))
     return PromptReport(
         shortest=lengths[0],

@@ -23,6 +23,7 @@ from pathlib import Path
 
 import pytest
 
+from clotho.config.evaluation import evaluation_help, load_evaluation
 from clotho.config.flags import parse_arguments
 from clotho.config.load import load_profile
 from clotho.config.serving import load_serving, serve_help
@@ -70,6 +71,9 @@ def test_commands_that_are_not_executed_have_a_reason_and_valid_flags(page: Path
                 if words[:1] == ["serve"]:
                     assert serve_help(words[1:]) or load_serving(words[1:])
                     continue
+                if words[:1] == ["eval"]:
+                    assert evaluation_help(words[1:]) or load_evaluation(words[1:])
+                    continue
                 arguments = parse_arguments(words)
                 if not arguments.help:
                     load_profile(arguments.profile, arguments.overrides)
@@ -91,8 +95,9 @@ def script(block: Block, port: int) -> str:
 
 
 def server_flag(command: str, port: int) -> str:
-    """The flag that sets the port, if the command starts a run."""
-    return "" if "--help" in command or "--server." in command else f"--server.port {port}"
+    """The flag that sets the port, if the command starts a server: a run, or `serve`."""
+    other = re.match(r"python pipeline\.py (?!serve\b)[a-z]", command)
+    return "" if other or "--help" in command or "--server." in command else f"--server.port {port}"
 
 
 def environment(directory: Path) -> dict[str, str]:

@@ -106,6 +106,6 @@ def step(
 def evaluation(number: int, accuracy: float, *, final: bool = False) -> EvalReport:
     """Return the evaluation of a step."""
     return EvalReport(
-        step=number, version=number, problems=500, accuracy=accuracy, by_type={"arithmetic": accuracy, "word": 0.25},
-        completion_tokens=4000, seconds=2.0, final=final,
+        step=number, version=number, problems=500, accuracy=accuracy, interval=(0.0, 1.0),
+        by_type={"arithmetic": accuracy, "word": 0.25}, completion_tokens=4000, seconds=2.0, final=final,
     )  # fmt: skip

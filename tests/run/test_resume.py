@@ -29,8 +29,8 @@ STATE = replace(
 )  # fmt: skip
 ENDED = (0, 1, 2, 3, 4, 5, 6, 9)
 EVALUATION = {
-    "policy_version": 0, "accuracy": 0.25, "accuracy_by_type": {}, "problems": 2, "ungraded": 0,
-    "completion_tokens": 8, "time/evaluation": 0.5, "time/run": 1.0, "final": False,
+    "policy_version": 0, "accuracy": 0.25, "accuracy_interval": [0.0, 1.0], "accuracy_by_type": {}, "problems": 2,
+    "ungraded": 0, "completion_tokens": 8, "time/evaluation": 0.5, "time/run": 1.0, "final": False,
 }  # fmt: skip
 
 

@@ -73,8 +73,8 @@ async def test_the_summary_compares_the_base_policy_with_the_final_one(context: 
 
     def report(step: int, *, final: bool = False) -> EvalReport:
         return EvalReport(
-            step=step, version=step, problems=2, accuracy=step / 10, by_type={}, completion_tokens=0, seconds=2.0,
-            final=final,
+            step=step, version=step, problems=2, accuracy=step / 10, interval=(0.0, 1.0), by_type={},
+            completion_tokens=0, seconds=2.0, final=final,
         )  # fmt: skip
 
     monitor = RunMonitor(context, queues=[], children=dict)

@@ -49,7 +49,8 @@ async def write_step(profile: Profile, *, step: int = 3, measured: bool = True) 
 
         state = parts.executor.submit(write).result()
         evaluation = {
-            "step": 0, "policy_version": 0, "accuracy": 0.25, "accuracy_by_type": {"echo": 0.25}, "problems": 2,
+            "step": 0, "policy_version": 0, "accuracy": 0.25, "accuracy_interval": [0.0, 1.0],
+            "accuracy_by_type": {"echo": 0.25}, "problems": 2,
             "ungraded": 0, "completion_tokens": 8, "time/evaluation": 0.5, "time/run": 1.0, "final": False,
         }  # fmt: skip
         if measured:
@@ -83,7 +84,10 @@ async def test_a_new_run_starts_at_step_zero(tmp_path: Path) -> None:
 async def test_held_out_problems_without_a_correct_reward_are_reported_or_refused(tmp_path: Path) -> None:
     """A warning for each such type, and an error if no held-out problem has a correct reward."""
     held_out = tmp_path / "heldout.jsonl"
-    problems = [{"prompt": "1?", "answer": "1", "type": "echo"}, {"prompt": "2?", "answer": "2", "type": "other"}]
+    problems = [
+        {"prompt": "held out 1?", "answer": "1", "type": "echo"},
+        {"prompt": "held out 2?", "answer": "2", "type": "other"},
+    ]
     held_out.write_text("\n".join(json.dumps(problem) for problem in problems))
     rewards = [{"name": "format"}, {"name": "exact", "correct": True, "types": ["echo"]}]
     profile = tiny_profile(tmp_path, rewards=rewards, data={"heldout": str(held_out)})
