@@ -56,6 +56,11 @@ def _run(argv: Sequence[str]) -> tuple[int, bool]:
     try:
         if list(argv[:1]) == ["serve"]:
             return serve(argv[1:])
+        if list(argv[:1]) == ["import-profile"]:
+            from clotho.config.migration import import_command
+
+            sys.stdout.write(import_command(argv[1:]))
+            return 0, False
         if list(argv[:1]) == ["eval"]:
             return evaluate(argv[1:]), False
         prepared = prepare(argv)

@@ -129,6 +129,15 @@ def file_layers(path: Path, above: tuple[Path, ...] = ()) -> list[Layer]:
 
 def read_toml(path: Path, label: str) -> dict[str, Any]:
     """Read a TOML file. Raises ProfileError if it cannot be read or parsed."""
+    text = read_text(path, label)
+    try:
+        return tomllib.loads(text)
+    except (ValueError, RecursionError, MemoryError) as error:
+        raise ProfileError(f"{label}: is not valid TOML: {visible(' '.join(str(error).split()), 200)}") from error
+
+
+def read_text(path: Path, label: str) -> str:
+    """Read a regular text file of limited size. Raises ProfileError."""
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):
             raise ProfileError(f"{label}: is not a regular file")
@@ -136,7 +145,7 @@ def read_toml(path: Path, label: str) -> dict[str, Any]:
             text = file.read(MAX_BYTES + 1)
         if len(text) > MAX_BYTES:
             raise ProfileError(f"{label}: is larger than {MAX_BYTES} bytes")
-        return tomllib.loads(text.decode("utf-8-sig"))
+        return text.decode("utf-8-sig")
     except ProfileError:
         raise
     except FileNotFoundError:
@@ -145,8 +154,8 @@ def read_toml(path: Path, label: str) -> dict[str, Any]:
         raise ProfileError(f"{label}: cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ProfileError(f"{label}: is not UTF-8 text (byte {error.start})") from error
-    except (ValueError, RecursionError, MemoryError) as error:
-        raise ProfileError(f"{label}: is not valid TOML: {visible(' '.join(str(error).split()), 200)}") from error
+    except ValueError as error:  # a NUL in the path
+        raise ProfileError(f"{label}: cannot be read: {error}") from error
 
 
 def flatten(table: dict[str, Any], label: str, prefix: str = "") -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.docs import configuration_reference, message_reference, name_reference
+from tests.docs import configuration_reference, message_reference, migration_reference, name_reference
 from tests.docs.pages import between
 
 
@@ -14,6 +14,11 @@ def test_the_message_reference_is_up_to_date() -> None:
 def test_the_table_of_names_is_up_to_date() -> None:
     """Regenerate it with `python -m tests.docs.name_reference`."""
     assert between(name_reference.PAGE, "names") == name_reference.table()
+
+
+def test_the_tables_of_earlier_systems_are_up_to_date() -> None:
+    """Regenerate them with `python -m tests.docs.migration_reference`."""
+    assert between(migration_reference.PAGE, "systems") == migration_reference.tables()
 
 
 def test_the_configuration_page_is_up_to_date() -> None:
