@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import structlog
-from msgspec import Struct, structs
+from msgspec import Struct, structs, to_builtins
 from rich.console import Console
 
 from actors.atropos_fetcher import AtroposFetcher
@@ -268,6 +268,7 @@ def wire_training(
         adapter_config=policy.adapter_config,
         run_id=context.directory.run_id,
         settings=settings,
+        best=context.best,
         state=accounting.run_state,
         logged=context.logged,
         parameters=context.policy_learner.parameters,
@@ -307,7 +308,7 @@ def wire_evaluator(
         sampling=profile.sampling,
         settings=settings,
         engine=profile.engine,
-        base=start if step == 0 else base,
+        base=start if step == 0 and context.history.before is None else base,
         start=start,
         steps=profile.steps,
         reports=context.evaluations,
@@ -352,7 +353,7 @@ def wire_rollouts(
         Prompter,
         outbox=prompts.outbox(),
         make=context.prompts.prompt,
-        group_ids=context.ledger.unended(None if limit else context.total_groups),
+        group_ids=context.ledger.unended(None if limit else context.total_groups + context.replacements.value),
         batch_size=learner.batch_size,
         replacements=context.replacements,
         ended=context.ledger.ended,
@@ -461,7 +462,9 @@ async def train(profile: Profile, directory: RunDirectory, console: Console) -> 
         events.open(directory.log)
         for warning in context.warnings:
             log.warning(warning)
-        if context.resumed_from is not None:
+        if context.origin is not None:
+            log.info("run_started_from", **to_builtins(context.origin))
+        elif context.resumed_from is not None:
             log.info("run_resumed", step=context.resumed_from)
         grace = server.shutdown_seconds if isinstance(server, HttpServer) else 0.0
         supervisor = Supervisor(on_failure=report_failure, grace_seconds=max(GRACE_SECONDS, grace))
@@ -485,7 +488,9 @@ async def train(profile: Profile, directory: RunDirectory, console: Console) -> 
         async with handle_signals(supervisor) as signals:
             ending = await supervisor.run(children, on_drain=drain)
         log.info("run_statistics", **structs.asdict(wiring.monitor.snapshot()))
-        print_summary(console, wiring.monitor.summary(wiring.accounting, complete=ending is not Ending.STOPPED))
+        complete = ending is not Ending.STOPPED
+        best = context.best.finish(profile.checkpoint.keep_last) if complete else context.best.update()
+        print_summary(console, wiring.monitor.summary(wiring.accounting, best=best, complete=complete))
         if ending is Ending.STOPPED and not executor.stop(timeout=signals.seconds_left):
             log.error("computation_abandoned", hint="it did not end in time, so the process ends without it")
             process_signals.exit(signals.exit_status)

@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from clotho.config.schema import CheckpointSection
 from clotho.runtime.latest import Latest, reached
 from clotho.storage.adapters import write_adapter
+from clotho.storage.best_checkpoint import BestCheckpointKeeper
 from clotho.storage.checkpoints import Snapshot, record_newest, write_checkpoint
 from clotho.storage.jsonl import sync_files
 from protocols.checkpoint import AdapterConfig, RunState
@@ -49,6 +50,7 @@ class Checkpointer:
         adapter_config: AdapterConfig,
         run_id: str,
         settings: CheckpointSection,
+        best: BestCheckpointKeeper,
         state: Callable[[PolicyUpdated], RunState],
         logged: Latest[int],
         parameters: Any,
@@ -56,6 +58,7 @@ class Checkpointer:
     ) -> None:
         """newest: file that records the step of the newest checkpoint. histories: the log files.
 
+        best: decides which checkpoints are never pruned.
         state: builds the part of a checkpoint that is not tensors. logged: last step in the log files.
         parameters: the weights at the start. loadable: converts parameters to those that mlx-lm loads.
         """
@@ -63,7 +66,7 @@ class Checkpointer:
         self._directory, self._newest, self._histories = directory, newest, histories
         self._adapter_directories = adapter_directories
         self._adapter_config, self._settings, self._state = adapter_config, settings, state
-        self._run_id, self._logged = run_id, logged
+        self._run_id, self._logged, self._best = run_id, logged, best
         self._parameters, self._loadable = parameters, loadable
 
     async def run(self) -> None:
@@ -95,8 +98,15 @@ class Checkpointer:
             adapter_config=self._adapter_config,
             replay=update.replay,
         )
-        write = partial(write_checkpoint, self._directory, snapshot, keep_last=self._settings.keep_last)
-        path = await run_sync(write)
+        path = await run_sync(
+            partial(
+                write_checkpoint,
+                self._directory,
+                snapshot,
+                keep_last=self._settings.keep_last,
+                kept=self._best.kept,
+            )
+        )
         await run_sync(record_newest, self._newest, update.report.step)
         log.info("checkpoint_written", step=update.report.step, path=str(path))
 

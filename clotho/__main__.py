@@ -19,6 +19,7 @@ from clotho.run.process_signals import process_signals
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from clotho.config.flags import Arguments
     from clotho.config.schema import Profile
     from clotho.storage.run_directory import RunDirectory
 
@@ -63,6 +64,8 @@ def _run(argv: Sequence[str]) -> tuple[int, bool]:
             return 0, False
         if list(argv[:1]) == ["eval"]:
             return evaluate(argv[1:]), False
+        if list(argv[:1]) == ["show"]:
+            return show(argv[1:]), False
         prepared = prepare(argv)
         if not isinstance(prepared, PreparedRun):
             return prepared, False
@@ -122,6 +125,16 @@ def evaluate(argv: Sequence[str]) -> int:
     return anyio.run(run_evaluation, arguments, console)
 
 
+def show(argv: Sequence[str]) -> int:
+    """Run the command `show`; return the exit status. argv: the arguments after the command."""
+    from clotho.cpu import load_blas
+
+    load_blas()  # before the first import of MLX
+    from clotho.run.show import show as run_show
+
+    return run_show(argv)
+
+
 class PreparedRun:
     """A profile, and the run directory that this process owns for it."""
 
@@ -175,6 +188,7 @@ def prepare(argv: Sequence[str]) -> PreparedRun | int:
     if arguments.help is not None:
         console.print(help_text(arguments.help), markup=False, highlight=False, soft_wrap=True, end="")
         return 0
+    fork = find_fork(arguments) if arguments.fork else None
     profile = load_profile(arguments.profile, arguments.overrides)
     require_fillable(profile)
     if profile.actors:
@@ -184,10 +198,14 @@ def prepare(argv: Sequence[str]) -> PreparedRun | int:
     if arguments.dry_run:
         return dry_run(profile, console)
     path = Path(os.path.expanduser(profile.run_dir))
+    if fork is not None:
+        refuse_same_run(path, fork)
     if arguments.resume:
         refuse_missing_run(path)
     with process_signals.postponed():
-        directory = open_run(path, resume=arguments.resume, clean=arguments.clean)
+        directory = open_run(
+            path, resume=arguments.resume, clean=arguments.clean, resume_step=arguments.resume_step, fork=fork
+        )
         process_signals.before_exit(directory.close)
     try:
         if profile.checkpoint.adapter_path:
@@ -196,6 +214,21 @@ def prepare(argv: Sequence[str]) -> PreparedRun | int:
         directory.close()
         raise
     return PreparedRun(profile, directory, console)
+
+
+def find_fork(arguments: Arguments) -> Path:
+    """Return the checkpoint that `--fork` names. Raises RunDirectoryError or CheckpointError if there is none."""
+    from clotho.storage.run_paths import find_checkpoint
+
+    return find_checkpoint(arguments.fork, "--fork").absolute()
+
+
+def refuse_same_run(path: Path, fork: Path) -> None:
+    """Raise `RunDirectoryError` if a fork would use the run directory of its source."""
+    from protocols.errors import RunDirectoryError
+
+    if path.resolve() in fork.resolve().parents:
+        raise RunDirectoryError(f"--fork: {path} is the forked run itself: choose another --run-dir")
 
 
 def refuse_missing_run(path: Path) -> None:

@@ -47,6 +47,37 @@ class RunState(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     evaluated: tuple[int, ...] = ()
 
 
+class BestCheckpoint(Struct, frozen=True, kw_only=True):
+    """`best.json` of a run directory: the checkpoint with the highest held-out accuracy.
+
+    accuracy: share of correct answers among `problems` held-out problems.
+    """
+
+    step: Count
+    accuracy: float
+    problems: Count
+
+
+class Origin(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """`lineage.json` of a run directory: the weights that a run started from, if these are not the base model alone.
+
+    path: the adapter directory, or the checkpoint of the forked run. sha256: digest of its tensors.
+    step, run_id: of the forked run, or of the run that wrote the adapter. settings: keys that differ from the forked
+    run, as `key: old -> new`. inputs: names of the inputs (model, tokenizer, dataset) that differ.
+    base_model: the base model that the adapter's file names.
+    """
+
+    kind: Literal["adapter", "fork"]
+    path: str
+    sha256: str
+    step: int | None = None
+    run_id: str = ""
+    format: str = ""
+    base_model: str = ""
+    settings: tuple[str, ...] = ()
+    inputs: tuple[str, ...] = ()
+
+
 class LoRAParameters(Struct, frozen=True, kw_only=True):
     """The `lora_parameters` of mlx-lm: y = W x + scale * (x A) B.
 
@@ -61,6 +92,14 @@ class LoRAParameters(Struct, frozen=True, kw_only=True):
     keys: tuple[str, ...]
 
 
+class BaseQuantization(Struct, frozen=True, kw_only=True):
+    """How the base model was quantized at load (`model.quantize`)."""
+
+    bits: int
+    group_size: int
+    mode: Literal["affine", "mxfp4", "nvfp4", "mxfp8"]
+
+
 class AdapterConfig(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """`adapter_config.json`, as `mlx_lm.load(base, adapter_path=...)` reads it. A resumed run compares it.
 
@@ -70,7 +109,7 @@ class AdapterConfig(Struct, frozen=True, kw_only=True, omit_defaults=True):
     mlx-lm ignores the remaining fields.
     ranks: rank of each module in `keys` whose rank is below `lora_parameters.rank`.
     trained_weights: names of weights that are trained in full beside the adapter.
-    model: the base model.
+    model: the base model. base_quantization: how it was quantized at load; None if it was not.
     run_id: the run that wrote the adapter; empty in checkpoints.
     """
 
@@ -80,4 +119,5 @@ class AdapterConfig(Struct, frozen=True, kw_only=True, omit_defaults=True):
     ranks: dict[str, int] = field(default_factory=dict)
     trained_weights: tuple[str, ...] = ()
     model: str = ""
+    base_quantization: BaseQuantization | None = None
     run_id: str = ""

@@ -8,6 +8,7 @@ from typing import Literal
 from msgspec import Struct
 
 from protocols.accounting import Balance
+from protocols.checkpoint import BestCheckpoint
 from protocols.evaluation import EvalReport
 
 
@@ -64,6 +65,7 @@ class RunSummary(Struct, frozen=True, kw_only=True):
     training_seconds: time from the first prompt to the last update. update_seconds: total time of updates since the run
     began. evaluation_seconds: total time of evaluations. total_seconds: duration of this process.
     base_model: directory or repository. adapter: the adapter directory, which mlx-lm loads.
+    best: the checkpoint with the highest held-out accuracy; None without evaluations. best_path: its directory.
     resume_command: command line that continues the run.
     history_gaps: what the history files lack.
     """
@@ -83,6 +85,8 @@ class RunSummary(Struct, frozen=True, kw_only=True):
     adapter: str
     resume_command: str
     history_gaps: tuple[HistoryGap, ...] = ()
+    best: BestCheckpoint | None = None
+    best_path: str = ""
 
 
 class PolicyDescription(Struct, frozen=True, kw_only=True):

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from msgspec import Struct, inspect
 
 from clotho.config import keys
-from clotho.config.bounds import about
+from clotho.config.bounds import NonNegative, about
 from clotho.config.keys import KEYS, REQUIRED, SECTIONS, SETTABLE, Key, Section, converted, flag_of, members_of, shown
 from clotho.config.other_trainers import accepted, advice
 from protocols.errors import ProfileError, did_you_mean, visible
@@ -22,7 +22,15 @@ class Arguments(Struct, frozen=True, kw_only=True):
     """A parsed command line. overrides: settings by key path. help: the argument of `help_text`, or None."""
 
     profile: Annotated[str, about("Settings to start from: a name or a .toml file.")] = "local-m3"
-    resume: Annotated[bool, about("Continue the run in the run directory from its last complete checkpoint.")] = False
+    resume: Annotated[
+        bool, about("Continue the run in the run directory from its last complete checkpoint; see --resume-step.")
+    ] = False
+    resume_step: Annotated[
+        NonNegative | None, about("Continue the run from this checkpoint; what is later moves to superseded/.")
+    ] = None
+    fork: Annotated[
+        str, about("Start from the state of another run: RUN or RUN@STEP; its profile applies without --profile.")
+    ] = ""
     clean: Annotated[bool, about("Delete the earlier run in the run directory.")] = False
     dry_run: Annotated[bool, about("Print the resolved profile and a memory estimate, and exit.")] = False
     overrides: dict[str, Any] = {}
@@ -31,6 +39,9 @@ class Arguments(Struct, frozen=True, kw_only=True):
 
 OWN = {name: key for name, key in keys.read_sections(Arguments)[""].keys.items() if key.help}
 """Flags that are not keys of a profile."""
+
+RARE = frozenset({"resume_step", "fork"})
+"""Flags in `OWN` that `--help` leaves to `--help-all`."""
 
 SHORT = {"model": "model.path", "dataset": "data.train"}
 """Short names of flags, with their keys."""
@@ -46,7 +57,7 @@ TABLES = (inspect.StructType, inspect.DictType, inspect.TupleType)
 """Types of values that a flag gives as TOML or JSON."""
 
 WIDTH, INDENT = 116, " " * 6
-USAGE = "usage: python pipeline.py [--profile NAME|FILE.toml] [--KEY VALUE ...]   (serve a model: see serve --help)"
+USAGE = "usage: python pipeline.py [--profile NAME|FILE.toml] [--KEY VALUE ...]   (other commands: serve, eval, show)"
 
 
 def parse_arguments(argv: Sequence[str]) -> Arguments:
@@ -60,9 +71,26 @@ def parse_arguments(argv: Sequence[str]) -> Arguments:
         return Arguments(help=topic)
     values = parse_flags(argv, OWN)
     own = {name: values.pop(name) for name in OWN if name in values}
-    if own.get("resume") and own.get("clean"):
+    own["resume"] = own.get("resume", False) or own.get("resume_step") is not None
+    if own["resume"] and own.get("clean"):
         raise ProfileError("--resume continues a run and --clean deletes it: choose one")
+    if own.get("fork"):
+        _require_new_run(own, values)
     return Arguments(**own, overrides=values)
+
+
+def _require_new_run(own: dict[str, Any], values: dict[str, Any]) -> None:
+    """Check the flags beside --fork. Without --profile, the profile of the forked run applies."""
+    if own["resume"]:
+        raise ProfileError("--resume continues a run and --fork starts a new one: choose one")
+    if values.get("policy.adapter"):
+        raise ProfileError("--fork and --policy.adapter both give the initial weights: choose one")
+    if "profile" not in own:
+        from clotho.storage.run_paths import run_profile  # imports MLX, which other command lines do not need
+
+        if "run_dir" not in values:
+            raise ProfileError("--fork starts a new run with the profile of another: name its directory with --run-dir")
+        own["profile"] = str(run_profile(own["fork"]))
 
 
 def help_topic(argv: Sequence[str]) -> str | None:
@@ -148,7 +176,7 @@ def _value(key: Key, text: str, flag: str) -> Any:
 
 def help_text(topic: str = "", width: int = WIDTH) -> str:
     """The help text of the common flags (``), every flag (`all`), or one table or key; ProfileError if unknown."""
-    own = [USAGE, *(key_help(key, width) for key in OWN.values())]
+    own = [USAGE, *(key_help(key, width) for name, key in OWN.items() if topic == "all" or name not in RARE)]
     if topic == "":
         top = ", ".join(name for name in SECTIONS if name and "." not in name)
         more = fill(f"--help-all shows every flag, --help SECTION the flags of one section: {top}.", width)

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct, field
 
 from clotho.config.bounds import (
+    Absent,
     FractionBelowOne,
     ModuleName,
     NonNegative,
@@ -28,6 +29,17 @@ RunIn = Literal["auto", "process", "thread"]
 Rank = Annotated[str, Meta(pattern=r"^[\w.]+=[1-9]\d*$", title="name=rank")]
 
 
+QuantizationMode = Literal["affine", "mxfp4", "nvfp4", "mxfp8"]
+
+
+class QuantizeAtLoad(Variant, frozen=True, kw_only=True, tag="at_load"):
+    """The weights of a full-precision model are quantized when it is loaded, as mlx_lm.convert does."""
+
+    bits: Annotated[Positive | None, about("Bits per weight; none: that of the mode, 4 or 8.")] = None
+    group_size: Annotated[Positive | None, about("Weights that share a scale; none: that of the mode.")] = None
+    mode: Annotated[QuantizationMode, about("Format of the quantized weights.")] = "affine"
+
+
 class ModelSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The base model."""
 
@@ -36,6 +48,7 @@ class ModelSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     chat_template: Annotated[str, about("File of a chat template; empty: the template of the model.")] = ""
     chat_template_kwargs: Annotated[dict[str, Any], about("Variables of the chat template, in every prompt.")] = {}
     dequantize: Annotated[bool, about("Expand a quantized model: faster on the CPU, more memory.")] = False
+    quantize: Annotated[Absent | QuantizeAtLoad, about("Quantization of a full-precision model.")] = Absent()
     trust_remote_code: Annotated[bool, about("Run the Python code in the model's repository.")] = False
 
 

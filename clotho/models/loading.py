@@ -18,10 +18,11 @@ import mlx.nn as nn
 from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
 from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS, dequantize_model, load_model
 
-from clotho.config.schema import ModelSection
+from clotho.config.schema import ModelSection, QuantizeAtLoad
 from clotho.models.gguf import open_gguf
 from clotho.models.model_files import check_model, one_line, read_config
 from clotho.models.parameters import flat
+from clotho.models.quantization import quantize_base
 from protocols.errors import ModelError, visible
 from protocols.summary import PolicyDescription
 
@@ -42,6 +43,9 @@ def load_base(section: ModelSection) -> tuple[nn.Module, dict[str, Any], Path]:
     files = find_model(section.path)
     model, config = open_base(files, section)
     try:
+        if isinstance(section.quantize, QuantizeAtLoad):
+            for array in flat(model.parameters()).values():  # one by one, so that few weights are in full precision
+                mx.eval(array)
         mx.eval(model.parameters())
     except (ValueError, RuntimeError) as error:
         raise ModelError(f"model {section.path} cannot be converted: {one_line(error)}") from error
@@ -67,14 +71,14 @@ def open_base(files: Path, section: ModelSection, *, read_weights: bool = True) 
     """
     if not files.is_dir():
         model, config = open_gguf(files, read_weights=read_weights)
-        convert(model, section)
+        convert(model, section, config)
         return model, config
     _check_files(files, section)
     try:
         model, config = load_model(files, lazy=True, trust_remote_code=section.trust_remote_code)
     except Exception as error:  # mlx-lm raises arbitrary exceptions for malformed model files
         raise ModelError(f"model {section.path} cannot be loaded: {one_line(error)}") from error
-    convert(model, section)
+    convert(model, section, config)
     return model, config
 
 
@@ -167,14 +171,20 @@ def _check_files(directory: Path, section: ModelSection) -> None:
         check_model(directory, config)
 
 
-def convert(model: nn.Module, section: ModelSection) -> None:
-    """Dequantize and cast according to `section`, without evaluation. Raises `ModelError`."""
+def convert(model: nn.Module, section: ModelSection, config: dict[str, Any]) -> None:
+    """Dequantize or quantize, and cast according to `section`, without evaluation. Raises `ModelError`."""
+    if section.dequantize and isinstance(section.quantize, QuantizeAtLoad):
+        raise ModelError("model.dequantize and model.quantize exclude each other: set one of the two")
     try:
         if section.dequantize:
             dequantize_model(model)
+        if isinstance(section.quantize, QuantizeAtLoad):
+            quantize_base(model, config, section.quantize, path=section.path)
         dtype = _target_dtype(section)
         if dtype is not None:
             _cast(model, dtype)
+    except ModelError:
+        raise
     except (ValueError, RuntimeError, AttributeError) as error:
         raise ModelError(f"model {section.path} cannot be converted: {one_line(error)}") from error
 
@@ -219,7 +229,7 @@ def open_shape(directory: Path, section: ModelSection) -> tuple[nn.Module, dict[
     model.set_dtype(DTYPES[config["torch_dtype"]])
     if packing := config.get("quantization"):
         nn.quantize(model, group_size=packing["group_size"], bits=packing["bits"])
-    convert(model, section)
+    convert(model, section, config)
     return model, config
 
 

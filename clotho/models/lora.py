@@ -160,7 +160,8 @@ def open_all_weights(model: nn.Module) -> AdapterConfig:
     """Make every floating-point parameter trainable. Raises `ModelError` if the base model is quantized."""
     if is_quantized(model):
         raise ModelError(
-            "quantized weights cannot be trained in full: use policy.method = lora, or model.dequantize = true"
+            "quantized weights cannot be trained in full: use policy.method = lora, model.dequantize = true, or no "
+            "model.quantize"
         )
 
     def freeze_integers(_: str, module: nn.Module) -> None:

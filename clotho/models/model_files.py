@@ -104,7 +104,7 @@ def check_model(directory: Path, config: Mapping[str, Any]) -> None:
     require_tokenizer_files(directory)
     require_bounded_sizes(config, path)
     _require_types(config, path)
-    tensors = _headers(directory)
+    tensors = read_model_headers(directory)
     if tensors:
         _require_layers(config, tensors, path)
         _require_quantization(config, tensors, path)
@@ -162,17 +162,18 @@ def _mismatch(value: Any, kind: Any) -> str:
     return "true or false" if kinds == {bool} else "text" if kinds == {str} else "a number"
 
 
-def _headers(directory: Path) -> dict[str, TensorHeader]:
-    """Return the tensors of all weight files, by name."""
+def read_model_headers(directory: Path) -> dict[str, TensorHeader]:
+    """Return the tensors of all weight files of a model directory, by name. Raises ModelError."""
     tensors: dict[str, TensorHeader] = {}
     for path in _entries(directory):
         if path.match("model*.safetensors"):
-            require_file(path)
-            tensors |= _header(path)
+            tensors |= read_tensor_headers(path)
     return tensors
 
 
-def _header(path: Path) -> dict[str, TensorHeader]:
+def read_tensor_headers(path: Path) -> dict[str, TensorHeader]:
+    """Return the tensors of a safetensors file, by name. Raises ModelError."""
+    require_file(path)
     try:
         with path.open("rb") as file:
             return read_header(file, path.stat().st_size, MAX_HEADER_BYTES)[0]

@@ -15,7 +15,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from msgspec.structs import replace
 
-from clotho.config.schema import FullMethod, ModelSection, PolicySection
+from clotho.config.schema import FullMethod, ModelSection, PolicySection, QuantizeAtLoad
 from clotho.cpu.layers import install_cpu_layers
 from clotho.models.folded_lora import FoldedAdapter
 from clotho.models.gradient_checkpoint import checkpointed_blocks
@@ -23,8 +23,9 @@ from clotho.models.loading import context_length, describe_model, load_base
 from clotho.models.lora import AdaptedModule, fused_weights, install_adapter, open_all_weights
 from clotho.models.model_files import one_line
 from clotho.models.parameters import Parameters, ParameterSlots, fingerprint, flat, nested
+from clotho.models.quantization import quantization_of
 from clotho.models.tokenizer import ChatTokenizer
-from protocols.checkpoint import AdapterConfig
+from protocols.checkpoint import AdapterConfig, BaseQuantization
 from protocols.errors import ClothoError, ModelError
 from protocols.summary import PolicyDescription
 
@@ -48,6 +49,7 @@ def load_policy(model: ModelSection, policy: PolicySection, *, seed: int, keep_r
             seed=seed,
             keep_reference=keep_reference,
             base_path=model.path,
+            base_quantization=quantization_of(model.quantize) if isinstance(model.quantize, QuantizeAtLoad) else None,
             files=files,
         )
     except ClothoError:
@@ -99,11 +101,13 @@ class Policy:
         seed: int,
         keep_reference: bool,
         base_path: str = "",
+        base_quantization: BaseQuantization | None = None,
         files: Path | None = None,
     ) -> None:
         """Make the parameters of the method trainable in `model`, whose mlx-lm configuration is `config`.
 
-        base_path: name of the base model in the adapter's file. files: directory or GGUF file of that model.
+        base_path, base_quantization: the base model, as the adapter's file describes it.
+        files: directory or GGUF file of that model.
         """
         adapted: tuple[AdaptedModule, ...] = ()
         if isinstance(section.method, FullMethod):
@@ -116,7 +120,7 @@ class Policy:
         self.files = files
         self.tokenizer = tokenizer
         self.grad_checkpoint = section.grad_checkpoint
-        self.adapter_config = replace(adapter_config, model=base_path)
+        self.adapter_config = replace(adapter_config, model=base_path, base_quantization=base_quantization)
         self.description: PolicyDescription = describe_model(model, config)
         self.vocab_size = self.description.vocab_size
         self.context_length = context_length(config)

@@ -252,11 +252,12 @@ def evaluation_record(report: EvalReport, *, run_seconds: float) -> EvaluationRe
 class RunHistory(Struct, frozen=True, kw_only=True):
     """What the earlier processes of a run recorded.
 
-    seconds: age of the run. before: evaluation of the base policy; after: the newest evaluation with `final`; None if
-    there is none.
+    seconds: age of the run. evaluations: all evaluations, oldest first. before: evaluation of the base policy; after:
+    the newest evaluation with `final`; None if there is none.
     """
 
     seconds: float
+    evaluations: tuple[EvalReport, ...] = ()
     before: EvalReport | None
     after: EvalReport | None
 
@@ -279,6 +280,7 @@ def read_history(metrics: Path, evaluations: Path) -> RunHistory:
     reports = [_report(record) for record in records]
     return RunHistory(
         seconds=max(ages, default=0.0),
+        evaluations=tuple(reports),
         before=next((report for report in reports if report.step == 0 and not report.final), None),
         after=next((report for report in reversed(reports) if report.final), None),
     )

@@ -90,6 +90,9 @@ def summary_lines(summary: RunSummary) -> Iterator[tuple[str, str]]:
         f"{milliseconds(gauges.swap_seconds_max)}",
     )
     yield "memory", f"peak {memory(gauges.peak_memory_bytes)}"
+    if (best := summary.best) is not None:
+        accuracy = f"held-out accuracy {percent(best.accuracy)} of {best.problems} problems"
+        yield "best", f"step {best.step}, {accuracy}: {summary.best_path}"
     yield "adapter", summary.adapter
     model, adapter = shlex.quote(summary.base_model), shlex.quote(summary.adapter)
     if summary.base_model.lower().endswith(".gguf"):  # mlx-lm reads models from directories only

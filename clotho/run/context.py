@@ -27,10 +27,11 @@ from clotho.runtime.sampling_client import Sampler
 from clotho.runtime.watchdog import EngineGuard
 from clotho.scoring.prompt_logprobs import prompt_logprobs
 from clotho.scoring.token_scores import SamplingDistribution
+from clotho.storage.best_checkpoint import BestCheckpointKeeper
 from clotho.storage.run_directory import RunDirectory
 from clotho.training.ledger import Ledger
 from clotho.training.update import PolicyLearner
-from protocols.checkpoint import RunState
+from protocols.checkpoint import Origin, RunState
 from protocols.evaluation import EvalReport, HeldOut
 from protocols.sampling import PromptLogprobs
 from protocols.step import ReplayGroup, WeightsReady
@@ -44,6 +45,7 @@ class RunContext(Struct, frozen=True, kw_only=True, eq=False):
     inputs: fingerprints of model, tokenizer and dataset.
     state: the checkpoint that the run resumes from. history: evaluations from before the last start.
     history_gaps: records that the checkpoint covers and that the history files lack.
+    origin: what the run started from; None for the base model alone. best: finds the best checkpoint.
     base: parameters before the first update, if they still need to be evaluated after a resume.
     replay: groups of the checkpoint's replay buffer.
     estimated_memory: estimated peak, in bytes. warnings: to be logged when the run starts.
@@ -69,6 +71,8 @@ class RunContext(Struct, frozen=True, kw_only=True, eq=False):
     state: RunState | None
     history: RunHistory
     history_gaps: tuple[HistoryGap, ...]
+    origin: Origin | None
+    best: BestCheckpointKeeper
     base: Any | None
     replay: tuple[ReplayGroup, ...]
     estimated_memory: int

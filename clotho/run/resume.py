@@ -19,18 +19,25 @@ from clotho.models.machine import restore_random_state
 from clotho.models.policy import Policy
 from clotho.monitoring.metrics import EvaluationRecord
 from clotho.runtime.compute_thread import ComputeExecutor, finish
+from clotho.storage.atomic_files import copy_file, make_directory, new_directory, sync_directory
+from clotho.storage.best_checkpoint import INITIAL
 from clotho.storage.checkpoints import (
+    checkpoint_path,
+    checkpoint_steps,
+    find_damage,
     latest_checkpoint,
     read_checkpoint,
     read_state,
+    record_newest,
     recorded_newest,
     require_same_inputs,
 )
 from clotho.storage.jsonl import Record, Scan, rewrite, scan
 from clotho.storage.run_directory import RunDirectory
+from clotho.storage.run_paths import chosen_checkpoint
 from clotho.training.update import PolicyLearner
 from protocols.checkpoint import RunState
-from protocols.errors import CheckpointError
+from protocols.errors import CheckpointError, RunDirectoryError
 from protocols.step import ReplayGroup
 from protocols.summary import HistoryGap
 
@@ -52,6 +59,12 @@ class RestoredHistories(Struct, frozen=True, kw_only=True):
 
     warnings: tuple[str, ...] = ()
     gaps: tuple[HistoryGap, ...] = ()
+
+
+class StepRecord(Struct, frozen=True, kw_only=True):
+    """The key that the lines of all histories have."""
+
+    step: int
 
 
 class MetricsRecord(Struct, frozen=True, kw_only=True):
@@ -96,22 +109,69 @@ class Difference:
 def find_resume_point(directory: RunDirectory) -> ResumePoint:
     """Find the newest intact checkpoint of a resumed run.
 
-    Raises CheckpointError if the run has written checkpoints and none is intact. A run that ended before its first
-    checkpoint starts over, with a warning if it had completed steps.
+    Raises CheckpointError if the run has written checkpoints and none is intact; the checkpoint of the initial weights
+    does not count. A run that ended before its first checkpoint starts over, with a warning if it had completed steps.
+    With `--resume-step`, the checkpoint of this step is used, and CheckpointError is raised if it is not intact.
     """
     if not directory.resumed:
         return ResumePoint()
+    if directory.resume_step is not None:
+        return _chosen(directory, directory.resume_step)
     found = latest_checkpoint(directory.checkpoints)
     newest = recorded_newest(directory.newest_checkpoint)
-    if found.path is None:
-        if found.warnings or newest is not None:
-            raise _no_checkpoint(directory, newest, found.warnings)
-        return ResumePoint(warnings=_starts_over(directory))
-    step = read_state(found.path).step
+    step = read_state(found.path).step if found.path else INITIAL
+    if step == INITIAL and (found.warnings or newest is not None):
+        raise _no_checkpoint(directory, newest, found.warnings)
+    if found.path is None or step == INITIAL:
+        return ResumePoint(path=found.path, warnings=_starts_over(directory))
     if newest is not None and newest > step and not (directory.checkpoints / f"step-{newest:06d}").exists():
         lost = f"the checkpoint of step {newest} is gone: the run resumes from step {step}"
         return ResumePoint(path=found.path, warnings=(*found.warnings, lost))
     return ResumePoint(path=found.path, warnings=found.warnings)
+
+
+def _chosen(directory: RunDirectory, step: int) -> ResumePoint:
+    path = chosen_checkpoint(directory.checkpoints, step, "--resume-step")
+    if damage := find_damage(path):
+        raise CheckpointError(f"--resume-step {step}: checkpoint {path} is damaged: {damage}")
+    return ResumePoint(path=path)
+
+
+def set_aside(directory: RunDirectory, step: int) -> tuple[str, ...]:
+    """Move everything of a run that is later than a step to a new entry of `superseded/`; nothing is deleted.
+
+    Later checkpoints are moved, newest first, so that a kill leaves a run that can be resumed. The histories are
+    copied, because `restore_histories` then reduces them to the step. Return a message if anything was later. Raises
+    RunDirectoryError if the disk refuses.
+    """
+    later = [number for number in checkpoint_steps(directory.checkpoints) if number > step]
+    histories = (directory.metrics, directory.evaluations, directory.rollouts)
+    lines = sum(scan(path, step, StepRecord).later for path in histories)
+    if not later and not lines:
+        return ()
+    try:
+        make_directory(directory.superseded)
+        place = directory.superseded / f"{len(list(directory.superseded.iterdir())) + 1:03d}-after-step-{step:06d}"
+        with new_directory(place) as unfinished:
+            for path in histories:
+                if path.is_file():
+                    copy_file(path, unfinished / path.name)
+            (unfinished / "checkpoints").mkdir()
+        for number in later:
+            moved = checkpoint_path(directory.checkpoints, number)
+            moved.rename(place / "checkpoints" / moved.name)
+        sync_directory(place / "checkpoints")
+        sync_directory(directory.checkpoints)
+        record_newest(directory.newest_checkpoint, step)
+    except OSError as error:
+        raise RunDirectoryError(
+            f"what is later than step {step} cannot be moved to {directory.superseded}: {error.strerror or error}"
+        ) from error
+    moved_steps = f" ({_ranges(later)})" if later else ""
+    return (
+        f"the run continues from step {step}: {_counted(len(later), 'later checkpoint')}{moved_steps} and a copy of "
+        f"the histories, with {_counted(lines, 'later line')}, are in {place}",
+    )
 
 
 def _no_checkpoint(directory: RunDirectory, newest: int | None, damage: Sequence[str]) -> CheckpointError:

@@ -52,19 +52,27 @@ def refuse_if_incompatible(old: Profile, new: Profile, *, written: Path) -> None
 
     written: the file of the run's profile, with which the run can be resumed.
     """
-    before, after = _keys(msgspec.to_builtins(old)), _keys(msgspec.to_builtins(new))
-    if {before["atropos.type"], after["atropos.type"]} == REAL_SERVERS:
-        after["atropos.type"] = before["atropos.type"]
+    types = {old.atropos.__struct_config__.tag, new.atropos.__struct_config__.tag}
     differing = [
-        f"{key}: {before.get(key)} -> {after.get(key)}"
-        for key in sorted(before | after)
-        if before.get(key) != after.get(key) and not _may_differ(key)
+        text
+        for key, text in differences(old, new).items()
+        if not (_may_differ(key) or (key == "atropos.type" and types == REAL_SERVERS))
     ]
     if differing:
         raise CheckpointError(
             f"cannot resume with other settings ({'; '.join(differing)}): resume with the settings of the run, "
             f"--profile {written} --resume"
         )
+
+
+def differences(old: Profile, new: Profile) -> dict[str, str]:
+    """Return the keys with different values, each with the text `key: old -> new`; API keys are hidden."""
+    before, after = _keys(msgspec.to_builtins(old)), _keys(msgspec.to_builtins(new))
+    return {
+        key: f"{key}: {before.get(key)} -> {after.get(key)}" if not key.endswith("api_key") else f"{key}: changed"
+        for key in sorted(before | after)
+        if before.get(key) != after.get(key)
+    }
 
 
 def _may_differ(key: str) -> bool:

@@ -20,6 +20,8 @@ from clotho.run.serving_state import ServingState, names_of, served_adapters
 from clotho.runtime.queues import Queue
 from clotho.runtime.supervisor import ChildStatus
 from clotho.serving.services import NullSampleLog, QueueSnapshot, RunSnapshot, ServedModel, ServerContext
+from clotho.storage.checkpoints import checkpoint_path
+from protocols.checkpoint import BestCheckpoint
 from protocols.sampling import BASE
 from protocols.step import WeightsReady
 from protocols.summary import QueueGauge, RunGauges, RunSummary
@@ -141,8 +143,8 @@ class RunMonitor:
             record_supports=not isinstance(profile.atropos, Off),
         )
 
-    def summary(self, accounting: GroupAccounting, *, complete: bool) -> RunSummary:
-        """The end of the run. complete: every actor has returned."""
+    def summary(self, accounting: GroupAccounting, *, best: BestCheckpoint | None = None, complete: bool) -> RunSummary:
+        """The end of the run. best: the best checkpoint. complete: every actor has returned."""
         context, progress = self._context, self._context.progress
         first = next((report for report in context.evaluations if report.step == 0 and not report.final), None)
         last = next((report for report in context.evaluations if report.final), None)
@@ -160,6 +162,8 @@ class RunMonitor:
             total_seconds=time.monotonic() - self._began,
             base_model=relative_path(context.profile.model.path),
             adapter=relative_path(context.directory.adapters),
+            best=best,
+            best_path=relative_path(checkpoint_path(context.directory.checkpoints, best.step)) if best else "",
             resume_command=resume_command(context.directory.profile),
             history_gaps=context.history_gaps,
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import structlog
 from anyio.to_thread import run_sync
@@ -12,7 +12,7 @@ from actors.learner import LearnerProgress
 from clotho.atropos.client import require_address
 from clotho.atropos.commands import require_environments
 from clotho.config.bounds import Off
-from clotho.config.load import load_profile, write_profile
+from clotho.config.load import write_profile
 from clotho.config.objectives import BatchAdvantage, EnvironmentAdvantage, LinearOverlongPenalty
 from clotho.config.schema import HeldOutEvaluation, Profile, RunningServer, ServerSection
 from clotho.config.sections_training import BaseReference, RollBackOnCollapse
@@ -24,18 +24,18 @@ from clotho.memory.report import limit_memory
 from clotho.models.adapter_store import AdapterStore
 from clotho.models.loading import find_model
 from clotho.models.policy import Policy, load_policy
-from clotho.monitoring.metrics import read_history
+from clotho.monitoring.metrics import RunHistory, read_history
 from clotho.rewards.overlong import Overlong
 from clotho.rewards.runner import RewardRunner
 from clotho.run.context import RunContext
 from clotho.run.custom_actors import load_factory
 from clotho.run.prompts import MAX_LISTED_TYPES, LoadedPrompts, dataset_warnings, load_prompts
-from clotho.run.resume import find_resume_point, restore, restore_histories
-from clotho.run.resume_compatibility import refuse_if_incompatible
+from clotho.run.starting_point import Fork, begin, publish_fork, restore_learner
 from clotho.runtime.compute_thread import ComputeExecutor, finish
 from clotho.runtime.latest import Latest
 from clotho.runtime.sampling_client import Sampler
 from clotho.runtime.watchdog import StartupWatch
+from clotho.storage.best_checkpoint import BestCheckpointKeeper
 from clotho.storage.checkpoints import model_fingerprint, tokenizer_fingerprint
 from clotho.storage.run_directory import RunDirectory
 from clotho.training.ledger import Ledger
@@ -43,9 +43,9 @@ from clotho.training.update import PolicyLearner
 from clotho.training.warmup_step import run_warmup_step
 from protocols.checkpoint import RunState
 from protocols.errors import ProfileError, RequestError
-from protocols.evaluation import HeldOut
+from protocols.evaluation import EvalReport, HeldOut
 from protocols.sampling import SampleRequest, restricts_support
-from protocols.step import ReplayGroup, WeightsReady
+from protocols.step import WeightsReady
 from protocols.summary import MemoryEstimate
 
 T = TypeVar("T")
@@ -90,11 +90,12 @@ async def _build_context(
     *,
     address: str,
 ) -> RunContext:
-    loading = executor.submit(lambda: _load_compute(profile))
+    loading = executor.submit(lambda: _load_compute(profile, directory))
     with watch.phase("worker processes of rewards"):
         await rewards.start()
     with watch.phase("model and tokenizer"):
-        policy, policy_learner, engine, estimate = await finish(loading)
+        compute = await finish(loading)
+    policy, policy_learner, engine = compute.policy, compute.learner, compute.engine
     engine_failure = executor.attach(engine)
     warmup = executor.submit(lambda: run_warmup_step(policy_learner, profile, context=policy.context_length))
     with watch.phase("problems"):
@@ -104,19 +105,12 @@ async def _build_context(
         inputs = await run_sync(lambda: _fingerprint_inputs(profile, loaded))
     with watch.phase("warmup step"):
         await finish(warmup)
-    if directory.resumed and directory.profile.exists():
-        refuse_if_incompatible(load_profile(str(directory.profile)), profile, written=directory.profile)
-    directory.begin()
-    base = policy.trainable()
-    found = find_resume_point(directory)
-    state: RunState | None = None
-    replay: tuple[ReplayGroup, ...] = ()
-    if found.path is not None:
-        state, replay = await restore(found.path, executor, policy, policy_learner, inputs)
-    restored = restore_histories(directory, state, profile)
+    start = await begin(profile, directory, executor, policy, policy_learner, compute.fork, inputs)
+    state = start.state
     write_profile(profile, directory.profile)
     history = read_history(directory.metrics, directory.evaluations)
     ledger, progress = Ledger(state.ledger if state else None), _progress(state)
+    evaluations: list[EvalReport] = []
     return RunContext(
         profile=profile,
         directory=directory,
@@ -131,11 +125,12 @@ async def _build_context(
         inputs=inputs,
         state=state,
         history=history,
-        base=base if state and not history.before else None,
-        replay=replay,
-        estimated_memory=estimate.total,
-        history_gaps=restored.gaps,
-        warnings=(*dataset_warnings(loaded), *ungraded, *found.warnings, *restored.warnings),
+        base=start.initial if state and not history.before else None,
+        replay=start.replay,
+        estimated_memory=compute.estimate.total,
+        history_gaps=start.gaps,
+        origin=start.origin,
+        warnings=(*dataset_warnings(loaded), *ungraded, *start.warnings),
         address=address,
         sampler=Sampler(executor.submit, engine),
         ledger=ledger,
@@ -147,7 +142,20 @@ async def _build_context(
         logged=Latest[int]("logged"),
         sample_log=SampleLog(capacity_tokens=_sample_log_tokens(profile), logit_bias=profile.sampling.logit_bias),
         swap_times=SwapTimes(),
-        evaluations=[],
+        evaluations=evaluations,
+        best=_best_checkpoint(profile, directory, history, evaluations),
+    )
+
+
+def _best_checkpoint(
+    profile: Profile, directory: RunDirectory, history: RunHistory, evaluations: list[EvalReport]
+) -> BestCheckpointKeeper:
+    interval = profile.eval.interval if isinstance(profile.eval, HeldOutEvaluation) else 0
+    return BestCheckpointKeeper(
+        checkpoints=directory.checkpoints,
+        marker=directory.best,
+        reports=lambda: [*history.evaluations, *evaluations],
+        is_evaluated=lambda step: interval > 0 and step % interval == 0,
     )
 
 
@@ -173,12 +181,23 @@ def _require_importable(profile: Profile) -> None:
         require_address(profile.atropos.url)
 
 
-def _load_compute(profile: Profile) -> tuple[Policy, PolicyLearner, DecodeEngine, MemoryEstimate]:
+class LoadedCompute(NamedTuple):
+    """What the compute thread loads. fork: the checkpoint of another run with which the run starts."""
+
+    policy: Policy
+    learner: PolicyLearner
+    engine: DecodeEngine
+    estimate: MemoryEstimate
+    fork: Fork | None
+
+
+def _load_compute(profile: Profile, directory: RunDirectory) -> LoadedCompute:
     find_model(profile.model.path)
     estimate = estimate_memory(profile.model, profile)
     limit_memory(estimate, profile.monitor)
     keep_reference = isinstance(profile.learner.reference, BaseReference)
     policy = load_policy(profile.model, profile.policy, seed=profile.seed, keep_reference=keep_reference)
+    fork = publish_fork(policy, directory.fork) if directory.fork else None
     collapse = profile.collapse_detection
     learner = PolicyLearner(
         policy,
@@ -189,7 +208,10 @@ def _load_compute(profile: Profile) -> tuple[Policy, PolicyLearner, DecodeEngine
         rollback_window=collapse.window if isinstance(collapse, RollBackOnCollapse) else 0,
         measure_update_kl=not isinstance(collapse, Off),
     )
-    return policy, learner, DecodeEngine(policy, profile.engine, adapter_store(policy, profile.server)), estimate
+    if fork is not None:
+        fork = restore_learner(learner, fork)
+    engine = DecodeEngine(policy, profile.engine, adapter_store(policy, profile.server))
+    return LoadedCompute(policy, learner, engine, estimate, fork)
 
 
 def adapter_store(policy: Policy, server: ServerSection) -> AdapterStore | None:

@@ -22,6 +22,9 @@ UNFINISHED = ".unfinished-"
 REPLACED = ".replaced-"
 """Part of the name of a directory that is being replaced, between the two renames."""
 
+COPY_BYTES = 1 << 20
+"""Number of bytes that are copied at a time."""
+
 NO_FULL_SYNC = frozenset({errno.ENOTSUP, errno.EINVAL, errno.ENOTTY})
 """Errors of a file system of macOS that does not know F_FULLFSYNC."""
 
@@ -69,6 +72,12 @@ def write_file(path: Path, chunks: Iterable[bytes], *, mode: int = 0o666) -> Fil
         file.flush()
         sync(file.fileno())
     return FileDigest(name=path.name, size=size, sha256=digest.hexdigest())
+
+
+def copy_file(source: Path, destination: Path) -> FileDigest:
+    """Copy a file to a new file and sync it to disk, as `write_file` does."""
+    with source.open("rb") as file:
+        return write_file(destination, iter(lambda: file.read(COPY_BYTES), b""))
 
 
 def sync_file(path: Path) -> FileDigest:

@@ -9,7 +9,7 @@ import hashlib
 import re
 import shutil
 import stat
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -88,9 +88,12 @@ class LatestCheckpoint(Struct, frozen=True, kw_only=True):
     warnings: tuple[str, ...]
 
 
-def write_checkpoint(directory: Path, snapshot: Snapshot, *, keep_last: int) -> Path:
+def write_checkpoint(
+    directory: Path, snapshot: Snapshot, *, keep_last: int, kept: Callable[[], Collection[int]] = tuple
+) -> Path:
     """Write `directory`/step-000050, then remove older checkpoints beyond `keep_last`; from any thread.
 
+    kept: returns the steps of checkpoints that stay in any case; called after the checkpoint is written.
     A kill at any time leaves the earlier checkpoints, with or without the complete new one. Raises RunDirectoryError if
     a write fails; the earlier checkpoints are then unchanged.
     """
@@ -104,7 +107,7 @@ def write_checkpoint(directory: Path, snapshot: Snapshot, *, keep_last: int) -> 
             if snapshot.replay:
                 files.append(write_file(unfinished / REPLAY, [msgspec.msgpack.encode(snapshot.replay)]))
             _write_manifest(unfinished, files)
-        prune(directory, keep_last)
+        prune(directory, keep_last, kept=kept())
     except OSError as error:
         raise RunDirectoryError(
             f"checkpoint {path} cannot be written: {error.strerror or error}; earlier checkpoints are unchanged"
@@ -141,9 +144,13 @@ def read_state(path: Path) -> RunState:
 def record_newest(path: Path, step: int) -> None:
     """Record the step of the newest checkpoint outside the directory of checkpoints, atomically and durably.
 
-    Raises RunDirectoryError if the disk refuses.
+    Step 0 removes the record: a run with nothing but its initial weights can start over without a loss. Raises
+    RunDirectoryError if the disk refuses.
     """
     try:
+        if step == 0:
+            path.unlink(missing_ok=True)
+            return
         replace_file(path, [f"{step}\n".encode()])
     except OSError as error:
         raise RunDirectoryError(f"{path} cannot be written: {error.strerror or error}") from error
@@ -227,9 +234,10 @@ def _read_json(path: Path) -> bytes:
     return path.read_bytes()
 
 
-def prune(directory: Path, keep_last: int) -> None:
+def prune(directory: Path, keep_last: int, *, kept: Collection[int] = ()) -> None:
     """Keep the newest `keep_last` complete checkpoints; remove all others that are older than the newest complete one.
 
+    kept: steps of checkpoints that stay in any case and do not count towards `keep_last`.
     Only the newest checkpoint is read completely; for the others only sizes are compared. The newest complete
     checkpoint is always kept.
     """
@@ -237,10 +245,10 @@ def prune(directory: Path, keep_last: int) -> None:
     if newest is None:
         return
     older = [path for path in _newest_first(directory) if _step(path) < _step(newest)]
-    complete = [path for path in older if find_damage(path, sizes_only=True) is None]
-    kept = set(complete[: keep_last - 1])
+    complete = [path for path in older if _step(path) not in kept and find_damage(path, sizes_only=True) is None]
+    staying = set(complete[: keep_last - 1])
     for path in older:
-        if path not in kept and path.is_dir() and not path.is_symlink():
+        if path not in staying and _step(path) not in kept and path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
 
 
@@ -298,6 +306,16 @@ def _read_replay(path: Path) -> tuple[ReplayGroup, ...]:
         return msgspec.msgpack.decode(path.read_bytes(), type=tuple[ReplayGroup, ...])
     except (OSError, msgspec.MsgspecError) as error:
         raise CheckpointError(f"{path} cannot be used: {error}") from error
+
+
+def checkpoint_path(directory: Path, step: int) -> Path:
+    """Return the path of the checkpoint of a step."""
+    return directory / _name(step)
+
+
+def checkpoint_steps(directory: Path) -> list[int]:
+    """Return the steps of all checkpoints, complete or not, newest first."""
+    return [_step(path) for path in _newest_first(directory)]
 
 
 def _newest_first(directory: Path) -> list[Path]:

@@ -202,6 +202,19 @@ def rewrite(found: Scan[T], step: int, record: type[T]) -> None:
         raise RunDirectoryError(f"{found.path} cannot be rewritten: {error.strerror or error}") from error
 
 
+def copy_until(source: Path, destination: Path, step: int, record: type[T]) -> None:
+    """Write the records of `source` up to a step to `destination`, atomically. Without `source`, nothing is written.
+
+    record: as for `scan`. Raises RunDirectoryError if the disk refuses.
+    """
+    if not source.is_file():
+        return
+    try:
+        replace_file(destination, _lines_until(source, step, record))
+    except OSError as error:
+        raise RunDirectoryError(f"{source} cannot be copied to {destination}: {error.strerror or error}") from error
+
+
 def sync_files(paths: Iterable[Path]) -> None:
     """Sync the contents of those files that exist to disk. Raises OSError if the disk refuses."""
     for path in paths:

@@ -111,14 +111,17 @@ def _processes_with(file: Path) -> dict[int, str]:
 
 
 NEWEST_CHECKPOINT = ".newest_checkpoint"
+BEST, LINEAGE, SUPERSEDED = "best.json", "lineage.json", "superseded"
 PREVIOUS_LOG = "log.1.jsonl"
 """The event log before log.jsonl, after log.jsonl has reached its maximum size."""
 LINES = frozenset({"metrics.jsonl", "evaluations.jsonl", "rollouts.jsonl", "log.jsonl", PREVIOUS_LOG})
-FILES = LINES | {"profile.toml", NEWEST_CHECKPOINT}
+FILES = LINES | {"profile.toml", NEWEST_CHECKPOINT, BEST, LINEAGE}
 ATROPOS = "atropos"
-DIRECTORIES = frozenset({"checkpoints", "adapters", ATROPOS})
+DIRECTORIES = frozenset({"checkpoints", "adapters", ATROPOS, SUPERSEDED})
 ATROPOS_FILES = re.compile(r"[A-Za-z0-9_-]+\.(log|log\.1|json)|env_checkpoints")
 """Entries of the directory of child processes: output, settings, and checkpoints of atroposlib environments."""
+SUPERSEDED_NAME = re.compile(r"[0-9]{3,}-after-step-[0-9]{6,}")
+"""Entries of the directory of what `--resume-step` has set aside."""
 RUN_ID = ".run_id"
 IGNORED = frozenset({LOCK, RUN_ID, ".DS_Store"})
 """Entries that neither make a directory a run directory nor prevent cleaning."""
@@ -129,14 +132,26 @@ class RunDirectory:
 
     Nothing in the directory changes before `begin`, so that a refused run leaves no trace.
 
-    resumed: whether the directory held a run that continues now. run_id: identifies the run across restarts; adapters
-    that the run writes carry it. `--clean` keeps the id, so that the new run may overwrite the adapters of the old one.
+    resumed: whether the directory held a run that continues now. resume_step: step of the checkpoint from which it
+    continues; None for the newest. fork: checkpoint of another run that the run starts from. run_id: identifies the run
+    across restarts; adapters that the run writes carry it. `--clean` keeps the id, so that the new run may overwrite
+    the adapters of the old one.
     """
 
-    def __init__(self, path: Path, lock: RunLock, *, resumed: bool, clean: bool, created: list[Path]) -> None:
+    def __init__(
+        self,
+        path: Path,
+        lock: RunLock,
+        *,
+        resumed: bool,
+        clean: bool,
+        created: list[Path],
+        resume_step: int | None = None,
+        fork: Path | None = None,
+    ) -> None:
         """clean: delete the earlier run in `begin`. created: directories that `open_run` created, innermost first."""
         self.path = path
-        self.resumed = resumed
+        self.resumed, self.resume_step, self.fork = resumed, resume_step, fork
         id_file = path / RUN_ID
         self.run_id = id_file.read_text().strip() if id_file.is_file() else uuid.uuid4().hex
         self._lock, self._clean, self._created = lock, clean, created
@@ -177,6 +192,21 @@ class RunDirectory:
         return self.path / NEWEST_CHECKPOINT
 
     @property
+    def best(self) -> Path:
+        """File that names the best checkpoint."""
+        return self.path / BEST
+
+    @property
+    def lineage(self) -> Path:
+        """File that describes the weights that the run started from; absent if these are the base model alone."""
+        return self.path / LINEAGE
+
+    @property
+    def superseded(self) -> Path:
+        """Directory of checkpoints and histories that `--resume-step` has set aside."""
+        return self.path / SUPERSEDED
+
+    @property
     def checkpoints(self) -> Path:
         """Directory of the checkpoints, one directory each."""
         return self.path / "checkpoints"
@@ -202,7 +232,7 @@ class RunDirectory:
             if self._clean:
                 _clean(self.path)
                 sync_directory(self.path)  # a power failure cannot bring back checkpoints of the earlier run
-            for directory in (self.path, self.checkpoints, self.adapters):
+            for directory in (self.path, self.checkpoints, self.adapters, self.superseded):
                 remove_leftovers(directory)
             if not (self.path / RUN_ID).exists():
                 replace_file(self.path / RUN_ID, [f"{self.run_id}\n".encode()])
@@ -217,25 +247,27 @@ class RunDirectory:
         self._created = []
 
 
-def open_run(path: Path, *, resume: bool, clean: bool) -> RunDirectory:
+def open_run(
+    path: Path, *, resume: bool, clean: bool, resume_step: int | None = None, fork: Path | None = None
+) -> RunDirectory:
     """Lock `path` as the run directory of this process; nothing in it changes before `RunDirectory.begin`.
 
     An earlier run in the directory is continued with `resume`, deleted in `begin` with `clean`, and refused otherwise.
-    Files that no run writes are never deleted. Raises RunDirectoryError if the directory holds another run
-    or other files, is in use, or is not writable.
+    resume_step, fork: as in `RunDirectory`. Files that no run writes are never deleted. Raises RunDirectoryError if the
+    directory holds another run or other files, is in use, or is not writable.
     """
     if resume and clean:
         raise RunDirectoryError("--resume continues the run and --clean deletes it: choose one")
     path = Path(path).expanduser()
     try:
-        return _open(path, resume=resume, clean=clean)
+        return _open(path, resume=resume, clean=clean, resume_step=resume_step, fork=fork)
     except RunDirectoryError:
         raise
     except OSError as error:
         raise RunDirectoryError(f"run directory {path} cannot be used: {error.strerror or error}") from error
 
 
-def _open(path: Path, *, resume: bool, clean: bool) -> RunDirectory:
+def _open(path: Path, *, resume: bool, clean: bool, resume_step: int | None, fork: Path | None) -> RunDirectory:
     if path.exists() and not path.is_dir():
         raise RunDirectoryError(f"run directory {path} is a file: choose another --run-dir")
     created = [directory for directory in (path, *path.parents) if not directory.exists()]
@@ -262,7 +294,8 @@ def _open(path: Path, *, resume: bool, clean: bool) -> RunDirectory:
     except BaseException:
         lock.release()
         raise
-    return RunDirectory(path, lock, resumed=resume and holds_run, clean=clean, created=created)
+    resumed = resume and holds_run
+    return RunDirectory(path, lock, resumed=resumed, clean=clean, created=created, resume_step=resume_step, fork=fork)
 
 
 def _entries(path: Path) -> set[str]:
@@ -315,6 +348,8 @@ def _is_run_entry(inner: Path) -> bool:
         return True
     if inner.parent.name == ATROPOS:
         return ATROPOS_FILES.fullmatch(inner.name) is not None
+    if inner.parent.name == SUPERSEDED:
+        return SUPERSEDED_NAME.fullmatch(inner.name) is not None and inner.is_dir() and not inner.is_symlink()
     if inner.name in (TENSORS, CONFIG):
         return True
     return DIRECTORY_NAME.fullmatch(inner.name) is not None and inner.is_dir() and not inner.is_symlink()

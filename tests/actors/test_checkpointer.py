@@ -18,6 +18,7 @@ from clotho.config.schema import CheckpointSection
 from clotho.runtime.latest import Latest
 from clotho.runtime.queues import Queue
 from clotho.storage.adapters import read_adapter
+from clotho.storage.best_checkpoint import BestCheckpointKeeper
 from clotho.storage.checkpoints import read_checkpoint, recorded_newest
 from protocols.accounting import LedgerState
 from protocols.checkpoint import AdapterConfig
@@ -68,6 +69,12 @@ def checkpointer_of(
         adapter_config=ADAPTER,
         run_id="run",
         settings=CheckpointSection(**settings),
+        best=BestCheckpointKeeper(
+            checkpoints=directory / "checkpoints",
+            marker=directory / "best.json",
+            reports=lambda: (),
+            is_evaluated=lambda step: False,
+        ),
         state=lambda update: state(update.report.step),
         logged=cell,
         parameters=parameters(0.0),

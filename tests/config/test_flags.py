@@ -107,7 +107,7 @@ def test_a_name_with_another_meaning_is_refused_with_the_right_key(name: str) ->
     assert f"use {flag_of(key.path)} ({name} in " in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["wandb", "wandb-group", "quantize", "use-vllm"])
+@pytest.mark.parametrize("name", ["wandb", "wandb-group", "use-vllm"])
 def test_a_name_without_a_counterpart_is_refused_in_one_sentence(name: str) -> None:
     """The refusal says that there is no such setting, and what holds instead."""
     with pytest.raises(ProfileError, match=f"unknown flag --{name}; there is no such setting .*; "):

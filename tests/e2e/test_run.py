@@ -49,6 +49,7 @@ def test_a_run_leaves_profile_log_checkpoints_and_adapter(finished: CompletedRun
     entries = {entry.name for entry in run_dir.iterdir()} - {".lock", ".run_id", ".newest_checkpoint"}
     assert entries == {
         "profile.toml",
+        "best.json",
         "metrics.jsonl",
         "evaluations.jsonl",
         "rollouts.jsonl",

@@ -44,9 +44,11 @@ def tiny_profile(directory: Path, **sections: Any) -> Profile:
 
 
 @asynccontextmanager
-async def open_context(profile: Profile, *, resume: bool = False) -> AsyncIterator[RunContext]:
-    """Yield the context of a run, and release its run directory at the end."""
-    directory = open_run(Path(profile.run_dir), resume=resume, clean=False)
+async def open_context(
+    profile: Profile, *, resume: bool = False, resume_step: int | None = None, fork: Path | None = None
+) -> AsyncIterator[RunContext]:
+    """Yield the context of a run, and release its run directory at the end. fork: checkpoint of another run."""
+    directory = open_run(Path(profile.run_dir), resume=resume, clean=False, resume_step=resume_step, fork=fork)
     try:
         with compute_thread() as executor:
             parts = await build_context(profile, directory, executor)
