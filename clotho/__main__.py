@@ -55,17 +55,8 @@ def _run(argv: Sequence[str]) -> tuple[int, bool]:
     """Return the exit status, and whether a run was started."""
     is_training = False
     try:
-        if list(argv[:1]) == ["serve"]:
-            return serve(argv[1:])
-        if list(argv[:1]) == ["import-profile"]:
-            from clotho.config.migration import import_command
-
-            sys.stdout.write(import_command(argv[1:]))
-            return 0, False
-        if list(argv[:1]) == ["eval"]:
-            return evaluate(argv[1:]), False
-        if list(argv[:1]) == ["show"]:
-            return show(argv[1:]), False
+        if argv and (command := COMMANDS.get(argv[0])):
+            return command(argv[1:])
         prepared = prepare(argv)
         if not isinstance(prepared, PreparedRun):
             return prepared, False
@@ -103,8 +94,8 @@ def serve(argv: Sequence[str]) -> tuple[int, bool]:
     return anyio.run(run_server, arguments, console), True
 
 
-def evaluate(argv: Sequence[str]) -> int:
-    """Run the command `eval`; the exit status. argv: the arguments after the command."""
+def evaluate(argv: Sequence[str]) -> tuple[int, bool]:
+    """Run the command `eval`; as `serve`."""
     from clotho.cpu import configure_malloc, load_blas
 
     configure_malloc()
@@ -116,23 +107,49 @@ def evaluate(argv: Sequence[str]) -> int:
     console = Console(file=sys.stdout)
     if (text := evaluation_help(argv)) is not None:
         console.print(text, markup=False, highlight=False, soft_wrap=True, end="")
-        return 0
+        return 0, False
     arguments = load_evaluation(argv)
     import anyio
 
     from clotho.run.evaluate import evaluate as run_evaluation
 
-    return anyio.run(run_evaluation, arguments, console)
+    return anyio.run(run_evaluation, arguments, console), False
 
 
-def show(argv: Sequence[str]) -> int:
-    """Run the command `show`; return the exit status. argv: the arguments after the command."""
+def convert(argv: Sequence[str]) -> tuple[int, bool]:
+    """Run the command `convert`; as `serve`."""
+    from clotho.cpu import load_blas
+
+    load_blas()  # before the first import of MLX
+    from rich.console import Console
+
+    from clotho.artifacts.convert import run
+
+    return run(argv, Console(file=sys.stdout)), False
+
+
+def import_profile(argv: Sequence[str]) -> tuple[int, bool]:
+    """Run the command `import-profile`; as `serve`."""
+    from clotho.config.migration import import_command
+
+    sys.stdout.write(import_command(argv))
+    return 0, False
+
+
+def show(argv: Sequence[str]) -> tuple[int, bool]:
+    """Run the command `show`; as `serve`."""
     from clotho.cpu import load_blas
 
     load_blas()  # before the first import of MLX
     from clotho.run.show import show as run_show
 
-    return run_show(argv)
+    return run_show(argv), False
+
+
+COMMANDS = {
+    "serve": serve, "eval": evaluate, "show": show, "convert": convert, "import-profile": import_profile,
+}  # fmt: skip
+"""The commands besides a run, by the word after the program's name. They return as `_run`."""
 
 
 class PreparedRun:

@@ -158,6 +158,22 @@ class AdapterRequestError(ClothoError, ValueError):
         self.reason: AdapterRefusal = reason
 
 
+ArtifactRefusal = Literal["exists", "unreadable", "inexpressible", "base", "rounding", "unwritable"]
+"""Why an artifact is refused: the path exists, the source is none, the format cannot express it, the base model is
+unknown or does not fit, the quantization loses the change, or the disk refuses."""
+
+
+class ArtifactError(ClothoError, ValueError):
+    """An adapter or a model cannot be converted, merged or written; nothing has been written."""
+
+    exit_status = 2
+
+    def __init__(self, message: str, *, reason: ArtifactRefusal) -> None:
+        """reason: kind of the refusal."""
+        super().__init__(message)
+        self.reason: ArtifactRefusal = reason
+
+
 class ActorError(ClothoError, RuntimeError):
     """An actor failed and is not restarted. Names the actor; its error is chained."""
 

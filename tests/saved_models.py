@@ -82,11 +82,12 @@ def save(
         model, written = quantize_model(model, written, group_size=size, bits=width, quant_predicate=mixed)
     save_model(directory, model)
     save_config(written, directory / "config.json")
-    _save_tokenizer(directory)
+    save_tokenizer(directory)
     return directory
 
 
-def _save_tokenizer(directory: Path) -> None:
+def save_tokenizer(directory: Path) -> None:
+    """Write a tokenizer of 64 tokens."""
     vocabulary = {"<pad>": 0, "<end>": 1, "<unk>": 2} | {chr(ord("0") + i): 3 + i for i in range(61)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")

@@ -12,6 +12,7 @@
     remote       protocols, config, runtime, storage
     serving      protocols, config, runtime; no mathematics
     monitoring   protocols, config, storage
+    artifacts    protocols, config, storage, models, monitoring
     actors       everything below; never one another, `serving` or `run`
     run, pipeline.py  everything
 
@@ -54,6 +55,7 @@ MAY_IMPORT = {
     "remote": {"protocols", "config", "runtime", "storage"},
     "serving": {"protocols", "config", "runtime"},
     "monitoring": {"protocols", "config", "storage"},
+    "artifacts": {"protocols", "config", "storage", "models", "monitoring"},
     "actors": {
         "protocols", "config", "runtime", "storage", "models", "inference", "scoring", "training", "memory",
         "rewards", "atropos", "monitoring",

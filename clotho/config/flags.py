@@ -57,7 +57,10 @@ TABLES = (inspect.StructType, inspect.DictType, inspect.TupleType)
 """Types of values that a flag gives as TOML or JSON."""
 
 WIDTH, INDENT = 116, " " * 6
-USAGE = "usage: python pipeline.py [--profile NAME|FILE.toml] [--KEY VALUE ...]   (other commands: serve, eval, show)"
+USAGE = (
+    "usage: python pipeline.py [--profile NAME|FILE.toml] [--KEY VALUE ...]\n"
+    "   or: python pipeline.py serve|eval|show|convert|import-profile ... (see --help of each)"
+)
 
 
 def parse_arguments(argv: Sequence[str]) -> Arguments:

@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -42,6 +42,9 @@ IN_BLOCK = {
     "ffn_down": "mlp.down_proj",
 }
 BLOCK_TENSOR = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias|scales|biases)")
+Rows = TypeVar("Rows", mx.array, np.ndarray[Any, Any])
+"""A matrix or a tensor whose first axis are the outputs of a projection."""
+
 ROPE_FACTORS = "rope_freqs.weight"
 """Divisors of the rotation frequencies, which Llama 3.1 and later models have."""
 
@@ -163,12 +166,21 @@ def _renamed(file: GgufFile, tensors: Mapping[str, mx.array]) -> dict[str, mx.ar
 
 
 def _half_rotation(tensor: mx.array, heads: int, name: str, path: Path) -> mx.array:
-    """Reorder the rows of each head from neighbouring pairs (0, 1), (2, 3) to halves (0, d/2), (1, d/2 + 1)."""
+    """Reorder the rows of each head for mlx-lm. Raises ModelError if they are not heads of even size."""
     rows = tensor.shape[0]
     if rows % (2 * heads):
         raise ModelError(f"{path}: {name} has {rows} rows, which are not {heads} heads of even size")
-    pairs = tensor.reshape(heads, rows // heads // 2, 2, *tensor.shape[1:])
-    return pairs.swapaxes(1, 2).reshape(tensor.shape)
+    return half_rotation(tensor, heads)
+
+
+def half_rotation(rows: Rows, heads: int) -> Rows:
+    """Reorder the rows of each head from neighbouring pairs (0, 1), (2, 3) to halves (0, d/2), (1, d/2 + 1)."""
+    return rows.reshape(heads, -1, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
+
+
+def pair_rotation(rows: Rows, heads: int) -> Rows:
+    """Reorder the rows of each head from halves to neighbouring pairs, the inverse of `half_rotation`."""
+    return rows.reshape(heads, 2, -1, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
 
 
 def _configuration(file: GgufFile, weights: Mapping[str, mx.array]) -> dict[str, Any]:

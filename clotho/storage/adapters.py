@@ -116,7 +116,7 @@ def write_adapter(directory: Path, parameters: Any, config: AdapterConfig) -> No
             with new_directory(directory) as unfinished:
                 fill_adapter(unfinished, parameters, config)
             return
-        text = _encode(config)
+        text = encode_config(config)
         if not _has_contents(directory / CONFIG, text):
             (directory / TENSORS).unlink(missing_ok=True)
             sync_directory(directory)
@@ -131,7 +131,7 @@ def fill_adapter(directory: Path, parameters: Any, config: AdapterConfig) -> lis
     """Write the files of an adapter to an unfinished directory."""
     return [
         write_tensors(directory / TENSORS, pad_ranks(named_arrays(parameters), config)),
-        write_file(directory / CONFIG, [_encode(config)]),
+        write_file(directory / CONFIG, [encode_config(config)]),
     ]
 
 
@@ -196,7 +196,8 @@ def _settings(config: AdapterConfig) -> dict[str, object]:
     }
 
 
-def _encode(config: AdapterConfig) -> bytes:
+def encode_config(config: AdapterConfig) -> bytes:
+    """Return the contents of `adapter_config.json`."""
     return msgspec.json.format(msgspec.json.encode(config, order="sorted"), indent=2) + b"\n"
 
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 import io
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -21,6 +22,14 @@ from clotho.storage.atomic_files import FileDigest, sync_file
 from protocols.errors import CheckpointError
 
 METADATA = {"format": "mlx"}
+
+
+class StoredTensor(NamedTuple):
+    """A tensor as a file stores it. dtype: `float32`, `bfloat16` and so on. data: its bytes in row-major order."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: np.ndarray[Any, np.dtype[np.uint8]]
 
 
 def named_arrays(tree: Any) -> dict[str, mx.array]:
@@ -34,11 +43,17 @@ def write_tensors(path: Path, arrays: Mapping[str, mx.array]) -> FileDigest:
     The file is a function of names and values: dtypes in descending order, then names. Not atomic by itself: `path`
     must be in an unfinished directory. Raises OSError if the disk refuses.
     """
-    buffers = {name: _bytes(array) for name, array in arrays.items()}
+    return write_stored(path, _stored(arrays))
+
+
+def write_stored(
+    path: Path, tensors: Mapping[str, StoredTensor], metadata: Mapping[str, str] = MappingProxyType(METADATA)
+) -> FileDigest:
+    """Write tensors to a new safetensors file as `write_tensors` does."""
     path.touch(exist_ok=False)
     mode = path.stat().st_mode
     try:
-        serialize_file(_specs(arrays, buffers), path, metadata=METADATA)
+        serialize_file(_specs(tensors), path, metadata=dict(metadata))
     except SafetensorError as error:
         raise OSError(f"{path.name}: {error}") from error
     path.chmod(mode)  # the library creates files that only their owner can read
@@ -47,8 +62,8 @@ def write_tensors(path: Path, arrays: Mapping[str, mx.array]) -> FileDigest:
 
 def tensor_bytes(arrays: Mapping[str, mx.array]) -> bytes:
     """Return the bytes of the file that `write_tensors` writes; from any thread."""
-    buffers = {name: _bytes(array) for name, array in arrays.items()}
-    return serialize(_specs(arrays, buffers), metadata=METADATA)
+    tensors = _stored(arrays)
+    return serialize(_specs(tensors), metadata=METADATA)
 
 
 def parse_tensors(content: bytes) -> dict[str, mx.array]:
@@ -73,17 +88,18 @@ def _evaluated(source: Any, name: str) -> dict[str, mx.array]:
     return arrays
 
 
-def _specs(
-    arrays: Mapping[str, mx.array], buffers: Mapping[str, np.ndarray[Any, np.dtype[np.uint8]]]
-) -> dict[str, TensorSpec]:
+def _stored(arrays: Mapping[str, mx.array]) -> dict[str, StoredTensor]:
     return {
-        name: TensorSpec(
-            dtype=str(arrays[name].dtype).removeprefix("mlx.core."),
-            shape=list(arrays[name].shape),
-            data_ptr=buffer.ctypes.data,
-            data_len=buffer.nbytes,
-        )
-        for name, buffer in buffers.items()
+        name: StoredTensor(str(array.dtype).removeprefix("mlx.core."), array.shape, _bytes(array))
+        for name, array in arrays.items()
+    }
+
+
+def _specs(tensors: Mapping[str, StoredTensor]) -> dict[str, TensorSpec]:
+    """Return descriptions that point to the bytes of the tensors, which must stay alive."""
+    return {
+        name: TensorSpec(dtype=dtype, shape=list(shape), data_ptr=data.ctypes.data, data_len=data.nbytes)
+        for name, (dtype, shape, data) in tensors.items()
     }
 
 

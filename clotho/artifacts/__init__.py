@@ -1,0 +1,1 @@
+"""Artifacts after training: adapters in other formats, and models with a merged adapter."""

@@ -1,0 +1,38 @@
+"""The command lines of the commands that work on artifacts."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import NoReturn
+
+from rich.console import Console
+
+from protocols.errors import ProfileError, visible
+
+
+class CommandParser(argparse.ArgumentParser):
+    """A parser whose errors are a ProfileError. In flags, `-` and `_` are equal, as in flags of runs."""
+
+    def __init__(self, command: str, description: str) -> None:
+        """command: the word after `pipeline.py`."""
+        super().__init__(
+            prog=f"python pipeline.py {command}", description=description, allow_abbrev=False, add_help=False
+        )
+        self.add_argument("-h", "--help", action="store_true", help="show this text")
+        self.command = command
+
+    def error(self, message: str) -> NoReturn:
+        """Raise ProfileError."""
+        raise ProfileError(f"{self.command}: {visible(message, 300)}; see {self.command} --help")
+
+    def parsed(self, argv: Sequence[str], console: Console) -> argparse.Namespace | None:
+        """Parse the arguments after the command. Raises ProfileError; returns None after it has printed the help."""
+        if {"-h", "--help"} & set(argv):
+            console.print(self.format_help(), markup=False, highlight=False, soft_wrap=True, end="")
+            return None
+        words = []
+        for word in argv:
+            flag, equals, value = word.partition("=")
+            words.append(flag.replace("_", "-") + equals + value if word.startswith("--") else word)
+        return self.parse_args(words)
