@@ -136,6 +136,14 @@ def import_profile(argv: Sequence[str]) -> tuple[int, bool]:
     return 0, False
 
 
+def push(argv: Sequence[str]) -> tuple[int, bool]:
+    """Run the command `push`; as `serve`."""
+    from clotho.run.push import push_command
+
+    sys.stdout.write(push_command(argv))
+    return 0, False
+
+
 def show(argv: Sequence[str]) -> tuple[int, bool]:
     """Run the command `show`; as `serve`."""
     from clotho.cpu import load_blas
@@ -147,7 +155,7 @@ def show(argv: Sequence[str]) -> tuple[int, bool]:
 
 
 COMMANDS = {
-    "serve": serve, "eval": evaluate, "show": show, "convert": convert, "import-profile": import_profile,
+    "serve": serve, "eval": evaluate, "show": show, "convert": convert, "push": push, "import-profile": import_profile,
 }  # fmt: skip
 """The commands besides a run, by the word after the program's name. They return as `_run`."""
 

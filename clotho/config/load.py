@@ -46,7 +46,7 @@ DISPLACES = {
 }
 """A layer that sets the first key removes the values of the others, unless it sets them, from lower layers."""
 
-HUB_DATASET = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+HUB_REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 FILE_SUFFIXES = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow", ".feather", ".txt")
 
 
@@ -225,7 +225,7 @@ def located(values: dict[str, Any], directory: Path, label: str) -> dict[str, An
 
 def is_hub_dataset(name: str) -> bool:
     """Whether a dataset that does not exist as a file or directory can be the name of a repository, OWNER/NAME."""
-    return HUB_DATASET.fullmatch(name) is not None and not name.lower().endswith(FILE_SUFFIXES)
+    return HUB_REPOSITORY.fullmatch(name) is not None and not name.lower().endswith(FILE_SUFFIXES)
 
 
 def merge(layers: list[Layer]) -> Merged:

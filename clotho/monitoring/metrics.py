@@ -286,14 +286,19 @@ def read_history(metrics: Path, evaluations: Path) -> RunHistory:
     )
 
 
-def evaluated_steps(evaluations: Path, *, until: int) -> tuple[int, ...]:
-    """Return the step of each line of evaluations.jsonl up to the step `until`, without lines that are not valid."""
-    steps = []
+def read_evaluations(evaluations: Path) -> tuple[EvaluationRecord, ...]:
+    """Return the lines of evaluations.jsonl, without lines that are not valid."""
+    found = []
     with suppress(OSError):
         for line in _lines(evaluations):
             with suppress(msgspec.MsgspecError):
-                steps.append(msgspec.json.decode(line, type=EvaluationRecord).step)
-    return tuple(step for step in steps if step <= until)
+                found.append(msgspec.json.decode(line, type=EvaluationRecord))
+    return tuple(found)
+
+
+def evaluated_steps(evaluations: Path, *, until: int) -> tuple[int, ...]:
+    """Return the step of each valid line of evaluations.jsonl up to the step `until`."""
+    return tuple(record.step for record in read_evaluations(evaluations) if record.step <= until)
 
 
 def _lines(path: Path) -> list[bytes]:

@@ -1,0 +1,201 @@
+"""The command `push`: upload an adapter, a model or a run to the Hugging Face hub, with a model card."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+from huggingface_hub import CommitOperationAdd, HfApi
+from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
+from msgspec import Struct
+
+from clotho.config import keys
+from clotho.config.bounds import about
+from clotho.config.flags import help_topic, key_help, parse_flags
+from clotho.config.load import HUB_REPOSITORY, load_profile, resolved_toml
+from clotho.monitoring.model_card import CURVES, card_head, curves, model_card, read_run, usage
+from clotho.monitoring.terminal_text import size
+from protocols.errors import ClothoError, ProfileError, visible
+
+USAGE = "usage: python pipeline.py push PATH OWNER/NAME [--private true] [--dry-run]"
+CARD, PROFILE = "README.md", "profile.toml"
+SUFFIXES = (".json", ".jsonl", ".safetensors", ".jinja", ".model", ".txt", ".gguf", ".npz", ".md", ".svg")
+TEXT_SUFFIXES = (".json", ".jsonl", ".jinja", ".txt", ".md", ".svg", ".toml")
+SECRET_NAMES = re.compile(r"TOKEN|SECRET|PASSWORD|API_?KEY|CREDENTIAL", re.IGNORECASE)
+SECRET_TEXTS = re.compile(rb"\b(?:hf_[A-Za-z0-9]{20,}|sk-[A-Za-z0-9_-]{20,}|ghp_[A-Za-z0-9]{20,}|AKIA[A-Z0-9]{16})\b")
+SHORTEST_SECRET = 8
+"""Length of the shortest value of an environment variable that counts as a secret."""
+
+
+class PushError(ClothoError):
+    """The hub refused an upload, or cannot be reached."""
+
+    exit_status = 2
+
+
+class PushFlags(Struct, frozen=True, kw_only=True):
+    """The flags of `push`."""
+
+    private: Annotated[bool, about("Create the repository as a private one.")] = False
+    dry_run: Annotated[bool, about("List the files and their sizes, and print the model card; upload nothing.")] = False
+    base_model: Annotated[str, about("Name of the base model on the hub; empty: the name in the artifact.")] = ""
+    message: Annotated[str, about("Message of the commit.", min_length=1)] = "Upload from Clotho"
+
+
+class Upload(Struct, frozen=True, kw_only=True):
+    """One file of the repository: a file of this machine, or contents."""
+
+    name: str
+    source: Path | bytes
+
+    @property
+    def bytes(self) -> int:
+        """Its size."""
+        return len(self.source) if isinstance(self.source, bytes) else self.source.stat().st_size
+
+
+OWN = {name: key for name, key in keys.read_sections(PushFlags)[""].keys.items() if key.help}
+
+
+def push_command(argv: Sequence[str]) -> str:
+    """Run `push`; return the text to print. Raises ProfileError or PushError; nothing is uploaded then."""
+    if help_topic(argv) is not None:
+        return "\n".join([USAGE, *map(key_help, OWN.values())]) + "\n"
+    places = [word for word in argv[:2] if not word.startswith("-")]
+    if len(places) != 2:
+        raise ProfileError(f"push needs a path and the name of a repository: {USAGE.removeprefix('usage: ')}")
+    flags = PushFlags(**parse_flags(argv[2:], OWN))
+    path, name = Path(places[0]).expanduser(), places[1]
+    if not HUB_REPOSITORY.fullmatch(name):
+        raise ProfileError(f"{visible(name, 100)} is not OWNER/NAME, a name of a repository of the hub")
+    uploads = sorted(uploads_of(path, name, flags.base_model), key=lambda upload: upload.name)
+    require_no_secrets(uploads)
+    listed = "".join(f"{size(upload.bytes):>8}B  {upload.name}\n" for upload in uploads)
+    if flags.dry_run:
+        card = next(_contents(upload).decode(errors="replace") for upload in uploads if upload.name == CARD)
+        return f"{listed}\n{card}"
+    return f"{listed}pushed to {upload_all(name, uploads, flags)}\n"
+
+
+def uploads_of(path: Path, name: str, base_model: str) -> Iterator[Upload]:
+    """The files to upload for a run directory, an adapter directory or a model directory. Raises ProfileError."""
+    if not path.is_dir():
+        raise ProfileError(f"{visible(str(path), 200)} is not a directory with a run, an adapter or a model")
+    if (path / PROFILE).is_file():
+        yield from _run_uploads(path, name, base_model)
+    elif (path / "adapter_config.json").is_file():
+        base = base_model or _base_of(path / "adapter_config.json")
+        yield from _artifact(path, "adapter_config.json", base)
+        if not (path / CARD).is_file():
+            text = (
+                f"{card_head(base)}\n\n# {name}\n\nAn adapter for `{base}`.\n\n{usage(name, base, is_adapter=True)}\n"
+            )
+            yield Upload(name=CARD, source=text.encode())
+    elif (path / "config.json").is_file():
+        yield from _files(path)
+        if not (path / CARD).is_file():
+            text = f"{card_head(base_model or name)}\n\n# {name}\n\n{usage(name, name, is_adapter=False)}\n"
+            yield Upload(name=CARD, source=text.encode())
+    else:
+        raise ProfileError(f"{visible(str(path), 200)} contains no {PROFILE}, adapter_config.json or config.json")
+
+
+def _run_uploads(path: Path, name: str, base_model: str) -> Iterator[Upload]:
+    adapter = path / "adapters"
+    if not adapter.is_dir() or not any(adapter.iterdir()):
+        raise ProfileError(f"run {path} has no trained weights in {adapter}: let it end, or push a checkpoint")
+    settings = tomllib.loads(resolved_toml(load_profile(str(path / PROFILE)), mask_secrets=True))
+    base = base_model or _public(settings["model"]["path"])
+    facts = read_run(path, settings, base)
+    yield from _artifact(adapter, "adapter_config.json", base)
+    yield Upload(name=CARD, source=model_card(name, facts).encode())
+    yield Upload(name=CURVES, source=curves(facts).encode())
+    text = resolved_toml(load_profile(str(path / PROFILE)), mask_secrets=True)
+    yield Upload(name=f"training/{PROFILE}", source=text.replace(str(Path.home()), "~").encode())
+    for history in ("metrics.jsonl", "evaluations.jsonl"):
+        if (path / history).is_file():
+            yield Upload(name=f"training/{history}", source=path / history)
+
+
+def _artifact(path: Path, config: str, base: str) -> Iterator[Upload]:
+    """The files of an adapter. The path of a base model on this machine becomes the name of the base model."""
+    for upload in _files(path):
+        if upload.name != config:
+            yield upload
+            continue
+        values = json.loads(_contents(upload))
+        for key in ("model", "base_model_name_or_path"):
+            if key in values:
+                values[key] = base
+        yield Upload(name=config, source=json.dumps(values, indent=2).encode())
+
+
+def _files(path: Path) -> Iterator[Upload]:
+    for file in sorted(path.iterdir()):
+        if file.is_file() and not file.name.startswith(".") and file.suffix in SUFFIXES:
+            yield Upload(name=file.name, source=file)
+
+
+def _base_of(config: Path) -> str:
+    try:
+        values: Mapping[str, Any] = json.loads(config.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ProfileError(f"{config} cannot be read: {visible(str(error), 200)}") from error
+    found = values.get("model") or values.get("base_model_name_or_path")
+    if not isinstance(found, str):
+        raise ProfileError(f"{config} does not name the base model: set --base-model")
+    return _public(found)
+
+
+def _public(path: str) -> str:
+    """The name of a base model: a local path is reduced to its last part."""
+    return path.rstrip("/").rpartition("/")[2] if path.startswith(("/", "~", ".")) or Path(path).exists() else path
+
+
+def require_no_secrets(uploads: Sequence[Upload]) -> None:
+    """Raise PushError if a text file contains a token, or the value of an environment variable with a secret."""
+    values = {
+        value.encode(): name
+        for name, value in os.environ.items()
+        if SECRET_NAMES.search(name) and len(value) >= SHORTEST_SECRET
+    }
+    for upload in uploads:
+        if not upload.name.endswith(TEXT_SUFFIXES):
+            continue
+        contents = _contents(upload)
+        found = next((name for value, name in values.items() if value in contents), "")
+        if found or SECRET_TEXTS.search(contents):
+            what = f"the value of the environment variable {found}" if found else "what looks like an access token"
+            raise PushError(f"{upload.name} contains {what}: remove it; nothing was uploaded")
+
+
+def upload_all(name: str, uploads: Sequence[Upload], flags: PushFlags) -> str:
+    """Create the repository if it does not exist, and upload all files in one commit; returns its address."""
+    api = HfApi(library_name="clotho")
+    operations = [
+        CommitOperationAdd(
+            path_in_repo=upload.name,
+            path_or_fileobj=upload.source if isinstance(upload.source, bytes) else str(upload.source),
+        )
+        for upload in uploads
+    ]
+    try:
+        api.create_repo(name, private=flags.private or None, exist_ok=True)
+        return str(api.create_commit(name, operations, commit_message=flags.message).commit_url)
+    except LocalTokenNotFoundError as error:
+        raise PushError("there is no access token for the hub: log in with `hf auth login`") from error
+    except HfHubHTTPError as error:
+        reason = visible(" ".join(str(error).split()), 200)
+        raise PushError(f"the hub refused the upload to {name}: {reason}") from error
+    except Exception as error:  # the exceptions of an HTTP library that differs between versions of the client
+        reason = visible(" ".join(str(error).split()) or type(error).__name__, 200)
+        raise PushError(f"the upload to {name} failed: {reason}") from error
+
+
+def _contents(upload: Upload) -> bytes:
+    return upload.source if isinstance(upload.source, bytes) else upload.source.read_bytes()
