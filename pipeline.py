@@ -64,7 +64,7 @@ from clotho.run.accounting import GroupAccounting, group_source
 from clotho.run.batch_source import batch_source, running_url
 from clotho.run.context import RunContext
 from clotho.run.custom_actors import Channel, CustomActors, Services
-from clotho.run.process_signals import process_signals
+from clotho.run.process_signals import finish_computation
 from clotho.run.remote_sampling import remote_sampler
 from clotho.run.run_monitor import RunMonitor
 from clotho.run.startup import build_context
@@ -491,7 +491,5 @@ async def train(profile: Profile, directory: RunDirectory, console: Console) -> 
         complete = ending is not Ending.STOPPED
         best = context.best.finish(profile.checkpoint.keep_last) if complete else context.best.update()
         print_summary(console, wiring.monitor.summary(wiring.accounting, best=best, complete=complete))
-        if ending is Ending.STOPPED and not executor.stop(timeout=signals.seconds_left):
-            log.error("computation_abandoned", hint="it did not end in time, so the process ends without it")
-            process_signals.exit(signals.exit_status)
+        finish_computation(executor, signals)
         return signals.exit_status

@@ -202,6 +202,7 @@ class HttpServer(Variant, frozen=True, kw_only=True, tag="http"):
     max_choices: Annotated[Positive, about("Maximum completions of a request: prompts times n.")] = 64
     max_body_bytes: Annotated[Positive, about("Maximum size of a request body in bytes.")] = 4_194_304
     body_seconds: Annotated[PositiveFloat, about("Time in which a request body must arrive.")] = 30.0
+    send_seconds: Annotated[PositiveFloat, about("Time after which a client that does not read is cut off.")] = 30.0
     adapters: AdaptersSection = AdaptersSection()
     shutdown_seconds: Annotated[PositiveFloat, about("Time in which running requests may finish at the end.")] = 10.0
     accept_weights: Annotated[bool, about("Serve the weights that the training run of another process sends.")] = False

@@ -11,7 +11,11 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
+
+if TYPE_CHECKING:
+    from clotho.runtime.compute_thread import ComputeExecutor
+    from clotho.runtime.signals import SignalWatch
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -67,3 +71,18 @@ class ProcessSignals:
 
 process_signals = ProcessSignals()
 """The handlers of this process; without `install`, they have no effect."""
+
+
+def finish_computation(executor: ComputeExecutor, signals: SignalWatch) -> None:
+    """After a second signal, end the computation, or end the process without it.
+
+    The computation has `signals.seconds_left` for its current turn. Without a second signal, nothing is done.
+    """
+    seconds = signals.seconds_left
+    if seconds is None or executor.stop(timeout=seconds):
+        return
+    import structlog
+
+    log = structlog.get_logger(actor="pipeline")
+    log.error("computation_abandoned", hint="it did not end in time, so the process ends without it")
+    process_signals.exit(signals.exit_status)

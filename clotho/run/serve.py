@@ -26,8 +26,9 @@ from clotho.monitoring.display import machine_lines, print_line
 from clotho.monitoring.event_log import event_log
 from clotho.monitoring.terminal_text import memory, relative_path, size
 from clotho.run.policy_receiver import SwappingReceiver
+from clotho.run.process_signals import finish_computation
 from clotho.run.serving_state import ServingState, names_of, served_adapters
-from clotho.run.startup import adapter_store
+from clotho.run.startup import adapter_store, startup_watch
 from clotho.runtime.compute_thread import ComputeExecutor, finish
 from clotho.runtime.latest import Latest
 from clotho.runtime.sampling_client import Sampler
@@ -126,7 +127,9 @@ async def serve(arguments: ServeArguments, console: Console) -> int:
         executor = ComputeExecutor(decode_share=profile.engine.decode_share)
         executor.start()
         stack.callback(executor.stop)
-        base, engine = await finish(executor.submit(lambda: load(arguments)))
+        watch = startup_watch(profile.monitor.watchdog_seconds)
+        with watch.phase("model and tokenizer"):
+            base, engine = await finish(executor.submit(lambda: load(arguments)))
         weights = served_weights(arguments, base)
         supervisor = Supervisor(on_failure=_report_failure, grace_seconds=settings.shutdown_seconds + 5.0)
         state = ServingState(executor, engine, policy=base, settings=profile.engine, children=supervisor.status)
@@ -142,8 +145,9 @@ async def serve(arguments: ServeArguments, console: Console) -> int:
             sampler=Sampler(executor.submit, engine),
             registry=state.registry(settings, [model]),
         )
-        for name, path in arguments.adapters.items():
-            await serving.registry.load(name, path, keep=True)
+        with watch.phase("adapters"):
+            for name, path in arguments.adapters.items():
+                await serving.registry.load(name, path, keep=True)
         address = base_url(listener)
         until_drained = UntilDrained(lambda: show(console, serving, address))
         children = [
@@ -160,6 +164,7 @@ async def serve(arguments: ServeArguments, console: Console) -> int:
 
         async with handle_signals(supervisor) as signals:
             await supervisor.run(children, on_drain=drain)
+        finish_computation(executor, signals)
         return signals.exit_status
 
 

@@ -66,7 +66,7 @@ async def build_context(
     address: base URL of the HTTP server. slow_seconds: a phase that takes longer is reported.
     Raises the errors of `protocols.errors`. The run directory is unchanged unless the directory itself is the problem.
     """
-    watch = StartupWatch(limit_seconds=slow_seconds, on_slow=_report_slow)
+    watch = startup_watch(slow_seconds)
     with watch.phase("custom actors, environments and rewards"):
         _require_importable(profile)
         rewards = _build_rewards(profile)
@@ -75,6 +75,11 @@ async def build_context(
     except BaseException:
         rewards.close()
         raise
+
+
+def startup_watch(slow_seconds: float) -> StartupWatch:
+    """Return the watch that logs a phase of the start when it takes longer than `slow_seconds`."""
+    return StartupWatch(limit_seconds=slow_seconds, on_slow=_report_slow)
 
 
 def _report_slow(phase: str, seconds: float) -> None:
@@ -105,10 +110,11 @@ async def _build_context(
         inputs = await run_sync(lambda: _fingerprint_inputs(profile, loaded))
     with watch.phase("warmup step"):
         await finish(warmup)
-    start = await begin(profile, directory, executor, policy, policy_learner, compute.fork, inputs)
-    state = start.state
-    write_profile(profile, directory.profile)
-    history = read_history(directory.metrics, directory.evaluations)
+    with watch.phase("checkpoint and histories"):
+        start = await begin(profile, directory, executor, policy, policy_learner, compute.fork, inputs)
+        state = start.state
+        write_profile(profile, directory.profile)
+        history = read_history(directory.metrics, directory.evaluations)
     ledger, progress = Ledger(state.ledger if state else None), _progress(state)
     evaluations: list[EvalReport] = []
     return RunContext(

@@ -20,6 +20,9 @@ from protocols.errors import as_exception
 
 T = TypeVar("T")
 
+FIRST_RETRY_SECONDS, MAX_RETRY_SECONDS = 0.05, 1.0
+"""Time between two interrupts of the same call; it doubles each time."""
+
 
 class NoThreadError(Exception):
     """No thread became free in time."""
@@ -69,44 +72,49 @@ class DaemonThreads:
                 raise  # `work` itself raised TimeoutError
             raise OvertimeError from None
         finally:
-            call.interrupt(thread.ident or 0)
+            call.interrupt(thread)
 
 
 class _Call(Generic[T]):
-    """One call. `run` executes in the thread; the other methods in the event loop."""
+    """One call. `run` executes in the thread; the other methods in the event loop.
+
+    The thread takes `_left` when it has left the work, and never releases it: after that, nothing interrupts it.
+    """
 
     def __init__(self, work: Callable[[], T], loop: asyncio.AbstractEventLoop, ended: Callable[[], None]) -> None:
         self.outcome: asyncio.Future[T] = loop.create_future()
         self._work, self._loop, self._on_end = work, loop, ended
-        self._lock, self._ended, self._interrupted = threading.Lock(), False, False
+        self._left = threading.RLock()
+        self._interrupts, self._retry_seconds = 0, FIRST_RETRY_SECONDS
+        self._settled = False
 
     def run(self) -> None:
         result: T | None = None
         error: Exception | None = None
-        try:
+        with suppress(_Interrupted):
             try:
                 result = self._work()
             except _Interrupted:
                 raise
             except BaseException as raised:
                 error = as_exception(raised)
-            self._end()
-        except _Interrupted:
-            with self._lock:
-                self._ended = True
+            self._leave()
+        self._leave()
         with suppress(RuntimeError):  # the event loop is closed
             self._loop.call_soon_threadsafe(self._settle, result, error)
 
-    def _end(self) -> None:
+    def _leave(self) -> None:
         """Refuse further interrupts, and let one be raised that has not been raised yet."""
-        with self._lock:
-            self._ended = True
-            interrupted = self._interrupted
-        if interrupted:
-            for _ in range(100):  # CPython raises it at one of the next bytecodes
-                time.sleep(0)
+        with suppress(_Interrupted):
+            self._left.acquire()
+            if self._interrupts:
+                for _ in range(100):  # CPython raises it at one of the next bytecodes
+                    time.sleep(0)
 
     def _settle(self, result: T | None, error: Exception | None) -> None:
+        if self._settled:
+            return
+        self._settled = True
         self._on_end()
         if self.outcome.done():
             return
@@ -115,10 +123,22 @@ class _Call(Generic[T]):
         else:
             self.outcome.set_result(cast(T, result))
 
-    def interrupt(self, thread_id: int) -> None:
-        """Interrupt the work unless it has ended."""
-        with self._lock:
-            if not self._ended:
-                self._interrupted = True
-                raised = ctypes.py_object(_Interrupted)
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread_id), raised)
+    def interrupt(self, thread: threading.Thread) -> None:
+        """Interrupt the work, and repeat that until the thread has left the work.
+
+        Python drops an exception that is raised inside a finalizer or a callback of a weak reference, and the work can
+        catch it.
+        """
+        if not self._left.acquire(blocking=False):
+            return
+        try:
+            if not thread.is_alive():  # an interrupt ended the thread before it could report its end
+                self._settle(None, None)
+                return
+            self._interrupts += 1
+            raised = ctypes.py_object(_Interrupted)
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), raised)
+        finally:
+            self._left.release()
+        self._loop.call_later(self._retry_seconds, self.interrupt, thread)
+        self._retry_seconds = min(2.0 * self._retry_seconds, MAX_RETRY_SECONDS)

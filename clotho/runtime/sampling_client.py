@@ -18,8 +18,8 @@ from protocols.sampling import Completion, CompletionDone, SampleEvent, SampleFa
 
 __all__ = ["Engine", "GenerationError", "GroupSampler", "Progress", "Refusal", "RequestError", "Sampler", "Submit"]
 
-MAX_UNREAD_TOKENS = 4096
-"""Maximum number of streamed tokens that wait for the caller of one call."""
+MAX_UNREAD_TOKENS = 1024
+"""Maximum number of streamed tokens that wait for the caller of one call. Each alternative of a token counts as one."""
 
 T = TypeVar("T")
 Progress = TokenSampled | CompletionDone
@@ -99,28 +99,35 @@ class _Inbox:
         self._items: list[_Item] = []
         self._filled = asyncio.Event()
         self._tokens = 0
-        self._dropped: dict[tuple[int, int], list[str]] = {}
+        self._shown: dict[tuple[int, int], int] = {}
+        self._dropped: set[tuple[int, int]] = set()
 
     def put(self, item: _Item) -> None:
         """Add an item."""
         if not isinstance(item, BaseException):
             position, event = item
             if isinstance(event, TokenSampled):
-                if self._drops(position, event):
+                if self._drops((position, event.index), event):
                     return
-                self._tokens += 1
             elif isinstance(event, CompletionDone):
-                texts = self._dropped.pop((position, event.index), [])
-                item = position, structs.replace(event, tail="".join([*texts, event.tail]))
+                item = position, self._with_dropped_text((position, event.index), event)
         self._items.append(item)
         self._filled.set()
 
-    def _drops(self, position: int, event: TokenSampled) -> bool:
-        key = position, event.index
+    def _drops(self, key: tuple[int, int], event: TokenSampled) -> bool:
         if self._tokens >= MAX_UNREAD_TOKENS or key in self._dropped:
-            self._dropped.setdefault(key, []).append(event.text)
+            self._dropped.add(key)
             return True
+        self._tokens += 1 + len(event.top_logprobs)
+        self._shown[key] = self._shown.get(key, 0) + len(event.text)
         return False
+
+    def _with_dropped_text(self, key: tuple[int, int], event: CompletionDone) -> CompletionDone:
+        shown = self._shown.pop(key, 0)
+        if key not in self._dropped:
+            return event
+        self._dropped.remove(key)
+        return structs.replace(event, tail=event.completion.text[shown:])
 
     async def take(self) -> list[tuple[int, Progress | Refusal]]:
         """Wait for items and return all, at least one. Raises an error that concerns all requests."""

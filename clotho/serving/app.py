@@ -71,12 +71,12 @@ RequestParser = Callable[[bytes, ServerContext], T]
 def build_app(context: ServerContext, limit: ConcurrencyLimit) -> Starlette:
     """Return the application. Middleware from the outside in: unread bodies, local origin, API key, admission."""
     handlers = _Handlers(context, limit)
-    middleware = [Middleware(UnreadBodyMiddleware)]
-    if is_loopback(context.settings.host):
-        middleware.append(Middleware(LocalOriginMiddleware, host=context.settings.host))
-    if context.settings.api_key:
-        middleware.append(Middleware(ApiKeyMiddleware, key=context.settings.api_key))
     settings = context.settings
+    middleware = [Middleware(UnreadBodyMiddleware, send_seconds=settings.send_seconds)]
+    if is_loopback(settings.host):
+        middleware.append(Middleware(LocalOriginMiddleware, host=settings.host))
+    if settings.api_key:
+        middleware.append(Middleware(ApiKeyMiddleware, key=settings.api_key))
     bodies = RequestBodies(max_bytes=settings.max_body_bytes, seconds=settings.body_seconds)
     gets = {
         "/health": handlers.health,

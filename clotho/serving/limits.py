@@ -23,7 +23,6 @@ from clotho.serving.errors import ApiError, overloaded
 from clotho.serving.streaming import DONE, server_sent
 
 LINGER_SECONDS = 2.0
-SEND_SECONDS = 30.0
 MAX_QUEUED_REQUESTS = 4096
 """Requests that may wait for admission. The server queues requests instead of rejecting them because clients such as
 Atropos give up after three attempts within seconds, and the work for the whole group would be lost."""
@@ -38,11 +37,11 @@ class UnreadBodyMiddleware:
     """Reads the rest of a request body when the response is ready, and cancels requests of clients that do not read.
 
     After an early response the connection stays open for up to `LINGER_SECONDS`, so that the client can read the
-    response before the connection closes. A request is cancelled if its client does not accept data for `SEND_SECONDS`.
+    response before the connection closes. A request is cancelled if its client does not accept data for `send_seconds`.
     """
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
+    def __init__(self, app: ASGIApp, *, send_seconds: float) -> None:
+        self._app, self._send_seconds = app, send_seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on."""
@@ -50,13 +49,13 @@ class UnreadBodyMiddleware:
             await self._app(scope, receive, send)
             return
         with anyio.CancelScope() as request_scope:
-            connection = _Connection(receive, send, request_scope)
+            connection = _Connection(receive, send, request_scope, self._send_seconds)
             await self._app(scope, connection.receive, connection.send)
 
 
 class _Connection:
-    def __init__(self, receive: Receive, send: Send, scope: anyio.CancelScope) -> None:
-        self._receive, self._send, self._scope = receive, send, scope
+    def __init__(self, receive: Receive, send: Send, scope: anyio.CancelScope, send_seconds: float) -> None:
+        self._receive, self._send, self._scope, self._send_seconds = receive, send, scope, send_seconds
         self._body_ended = False
 
     async def receive(self) -> Message:
@@ -65,7 +64,7 @@ class _Connection:
         return message
 
     async def send(self, message: Message) -> None:
-        self._scope.deadline = anyio.current_time() + SEND_SECONDS
+        self._scope.deadline = anyio.current_time() + self._send_seconds
         if message["type"] != "http.response.body" or message.get("more_body", False) or await self._body_is_read():
             await self._send(message)
         else:

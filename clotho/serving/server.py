@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import resource
 import socket
@@ -10,8 +11,11 @@ from contextlib import suppress
 
 import anyio
 from anyio.abc import TaskStatus
-from hypercorn.asyncio import serve
+from hypercorn.asyncio.tcp_server import TCPServer
+from hypercorn.asyncio.worker_context import WorkerContext
 from hypercorn.config import Config
+from hypercorn.utils import wrap_app
+from starlette.types import ASGIApp
 
 from clotho.config.rules import is_loopback
 from clotho.config.schema import HttpServer
@@ -22,6 +26,14 @@ from protocols.errors import ServerError
 
 BACKLOG = 1024
 OPEN_FILES = 8192
+SOCKET_BUFFER_BYTES = 65_536
+"""Bytes of a connection that the system keeps for its client. By default, Linux keeps up to 4 MB."""
+
+BUFFER_BYTES = 32_768
+"""Bytes of a connection that may wait for its client before the next write has to wait."""
+
+END_SECONDS = 3.0
+"""Time in which connections may send what waits for their clients, when the server stops."""
 
 
 def listen(settings: HttpServer) -> socket.socket:
@@ -45,6 +57,7 @@ def listen(settings: HttpServer) -> socket.socket:
             advice = "stop the other program, or choose another port with --server.port (0: any free port)"
             raise ServerError(f"port {port} on {host} is already in use: {advice}") from error
         raise ServerError(f"cannot listen on {host} port {port}: {error}") from error
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)  # connections inherit it
     raise_open_files_limit(OPEN_FILES)
     return listener
 
@@ -89,28 +102,84 @@ class ApiServer:
         """Serve until cancelled; a second call binds the address again. Raises ServerError if it cannot be bound."""
         listener, self._listener = self._listener or listen(self._context.settings), None
         self.limit = limit = self._new_limit()
-        address, ready, stop = base_url(listener), anyio.Event(), anyio.Event()
-
-        async def until_stopped() -> None:
-            ready.set()
-            await stop.wait()
-
-        async def serve_shielded() -> None:
+        settings = self._context.settings
+        connections = Connections(build_app(self._context, limit), send_seconds=settings.send_seconds)
+        server = await asyncio.start_server(connections.handle, sock=listener, backlog=BACKLOG)
+        try:
+            task_status.started(base_url(listener))
+            await connections.watch()
+        finally:
             with anyio.CancelScope(shield=True):
-                app = build_app(self._context, limit)
-                await serve(app, _config(listener), shutdown_trigger=until_stopped)  # type: ignore[arg-type]
-            group.cancel_scope.cancel()
+                await limit.drain(settings.shutdown_seconds)
+                server.close()
+                await connections.end()
 
-        async with anyio.create_task_group() as group:
-            group.start_soon(serve_shielded)
-            try:
-                await ready.wait()
-                task_status.started(address)
-                await anyio.sleep_forever()
-            finally:
-                with anyio.CancelScope(shield=True):
-                    await limit.drain(self._context.settings.shutdown_seconds)
-                stop.set()
+
+class Connections:
+    """The connections of a server, with Hypercorn's protocols on them.
+
+    Hypercorn's own server keeps a connection until its client has read everything. A client that does not read would
+    then hold memory for ever, and the server would not end.
+    """
+
+    def __init__(self, app: ASGIApp, *, send_seconds: float) -> None:
+        """send_seconds: time after which a client that reads nothing is disconnected."""
+        self._app, self._send_seconds = wrap_app(app, 0, "asgi"), send_seconds  # type: ignore[arg-type]
+        self._config, self._context = _config(), WorkerContext(None)
+        self._clients: dict[asyncio.Task[None], ClientWriter] = {}
+
+    async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Serve one connection until it ends."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._clients[task] = client = ClientWriter(reader, writer)
+        try:
+            await TCPServer(self._app, asyncio.get_running_loop(), self._config, self._context, {}, reader, client)
+        finally:
+            del self._clients[task]
+
+    async def watch(self) -> None:
+        """Disconnect clients that do not read, until cancelled."""
+        while True:
+            await anyio.sleep(self._send_seconds / 4)
+            for client in self._clients.values():
+                client.disconnect_if_idle(self._send_seconds)
+
+    async def end(self) -> None:
+        """Close idle connections at once, and all others after `END_SECONDS`."""
+        await self._context.terminated.set()
+        if self._clients:
+            await asyncio.wait(self._clients, timeout=END_SECONDS)
+        for task, client in self._clients.items():
+            client.transport.abort()
+            task.cancel()
+        if self._clients:
+            await asyncio.wait(self._clients)
+
+
+class ClientWriter(asyncio.StreamWriter):
+    """The writing side of a connection, with a small buffer, and a count of the bytes that the client has accepted."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        loop = asyncio.get_running_loop()
+        super().__init__(writer.transport, writer.transport.get_protocol(), reader, loop)
+        self.transport.set_write_buffer_limits(high=BUFFER_BYTES)
+        self._written, self._accepted, self._accepted_at = 0, 0, anyio.current_time()
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        """Send data, or let the data wait for the client."""
+        if not self.transport.get_write_buffer_size():
+            self._accepted_at = anyio.current_time()
+        self._written += len(data)
+        super().write(data)
+
+    def disconnect_if_idle(self, seconds: float) -> None:
+        """Close the connection at once if data wait for the client and it has accepted none for `seconds`."""
+        waiting, now = self.transport.get_write_buffer_size(), anyio.current_time()
+        if self._written - waiting > self._accepted:
+            self._accepted, self._accepted_at = self._written - waiting, now
+        elif waiting and now - self._accepted_at >= seconds:
+            self.transport.abort()
 
 
 def base_url(listener: socket.socket) -> str:
@@ -119,20 +188,17 @@ def base_url(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def _config(listener: socket.socket) -> Config:
+def _config() -> Config:
     """Return Hypercorn's settings.
 
     read_timeout stays unset because it also closes connections whose client waits for its response. `RequestBodies`
     limits the time for request bodies, and keep_alive_timeout limits the time for headers and idle connections.
     """
     config = Config()
-    config.bind = [f"fd://{listener.detach()}"]
-    config.backlog = BACKLOG
     config.include_server_header = False
     config.accesslog = None
     config.errorlog = None
     config.h11_max_incomplete_size = 16 * 1024
     config.h2_max_concurrent_streams = 100
     config.keep_alive_timeout = 5.0
-    config.graceful_timeout = 3.0
     return config

@@ -1,7 +1,8 @@
 """Streaming with server-sent events. Every stream ends with `data: [DONE]`, also after an error.
 
-All tokens that are available when the server writes are sent in one write. A write per token would cost more than the
-tokens, and an event loop with many streams would fall behind the engine.
+Tokens that are available when the server writes share writes of about `WRITE_BYTES`. A write per token would cost more
+than the tokens, and an event loop with many streams would fall behind the engine. Larger writes would take memory for
+clients that do not read.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from protocols.sampling import Completion, CompletionDone, TokenSampled
 
 Batch = list[tuple[int, TokenSampled | CompletionDone]]
 DONE = b"data: [DONE]\n\n"
+WRITE_BYTES = 16_384
 
 
 def server_sent(body: Struct) -> bytes:
@@ -48,7 +50,7 @@ async def event_stream(
 ) -> AsyncGenerator[bytes, None]:
     """Yield the events of a stream. Calls `finished` with the completions if every one ended without an error."""
     progress = _StreamProgress(builder)
-    events: list[bytes] = []
+    events, size = list[bytes](), 0
     opening = True
     async with aclosing(rest):
         try:
@@ -60,10 +62,13 @@ async def event_stream(
                     body = builder.streamed(chunk, opening=opening)
                     if body is not None:
                         events.append(server_sent(body))
-                        opening = False
+                        opening, size = False, size + len(events[-1])
+                    if size >= WRITE_BYTES:
+                        yield b"".join(events)
+                        events, size = [], 0
                 if events:
                     yield b"".join(events)
-                    events.clear()
+                    events, size = [], 0
             finished(progress.completions)
             if builder.request.include_usage:
                 tokens = sum(len(completion.tokens) for completion in progress.completions)

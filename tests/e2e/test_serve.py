@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -35,10 +36,10 @@ class Server(Struct, frozen=True, kw_only=True):
     url: str
 
 
-def launch(*flags: str) -> subprocess.Popen[str]:
-    """Start `pipeline.py serve` in a process of its own."""
+def launch(*flags: str, program: Sequence[str] = ("pipeline.py",)) -> subprocess.Popen[str]:
+    """Start `pipeline.py serve`, or the command of another program, in a process of its own."""
     return subprocess.Popen(
-        [sys.executable, "pipeline.py", "serve", *flags],
+        [sys.executable, *program, "serve", *flags],
         cwd=REPOSITORY,
         env=os.environ | {"PYTHONIOENCODING": "utf-8"},
         stdout=subprocess.PIPE,
@@ -49,9 +50,9 @@ def launch(*flags: str) -> subprocess.Popen[str]:
 
 
 @contextmanager
-def serving(*flags: str) -> Iterator[Server]:
+def serving(*flags: str, program: Sequence[str] = ("pipeline.py",)) -> Iterator[Server]:
     """Serve the embedded model until the block ends."""
-    process = launch("--model", EMBEDDED, "--server.port", "0", *flags)
+    process = launch("--model", EMBEDDED, "--server.port", "0", *flags, program=program)
     watch = threading.Timer(PATIENCE_SECONDS, process.kill)
     watch.start()
     try:
@@ -99,6 +100,40 @@ def test_a_server_answers_by_every_name_of_its_model_and_drains() -> None:
             assert [chunk.choices[0].finish_reason for chunk in stream][-1] == "length"
         status, _, err = finish(server.process)
         assert (status, err) == (0, "")
+
+
+HANGING = """
+import ctypes, sys
+from clotho.cpu import load_blas
+load_blas()
+from clotho.inference import DecodeEngine
+
+def hang(engine):
+    print("hanging", flush=True)
+    ctypes.CDLL(None).sleep(3600)
+
+DecodeEngine.tick = hang
+from clotho.__main__ import main
+sys.exit(main())
+"""
+
+
+@pytest.mark.slow
+def test_the_second_signal_ends_a_server_whose_computation_hangs() -> None:
+    """The process abandons the computation and its request."""
+    with serving("--server.shutdown-seconds", "0.2", program=("-c", HANGING)) as server:
+        host, port = server.url.removeprefix("http://").removesuffix("/v1").split(":")
+        body = b'{"prompt": "x"}'
+        lines = ["POST /v1/completions HTTP/1.1", "Host: localhost", f"Content-Length: {len(body)}"]
+        with socket.create_connection((host, int(port))) as client:
+            client.sendall("\r\n".join([*lines, "Content-Type: application/json", "", ""]).encode() + body)
+            assert server.process.stdout is not None
+            for line in ("hanging", "draining"):
+                assert any(line in printed for printed in server.process.stdout)
+                server.process.send_signal(signal.SIGTERM)
+            status, out, err = finish(server.process)
+    assert (status, err) == (128 + signal.SIGTERM, "")
+    assert "computation_abandoned" in out
 
 
 def test_a_served_model_has_the_metrics_of_a_run() -> None:

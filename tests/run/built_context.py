@@ -51,7 +51,8 @@ async def open_context(
     directory = open_run(Path(profile.run_dir), resume=resume, clean=False, resume_step=resume_step, fork=fork)
     try:
         with compute_thread() as executor:
-            parts = await build_context(profile, directory, executor)
+            slow_seconds = profile.monitor.watchdog_seconds
+            parts = await build_context(profile, directory, executor, slow_seconds=slow_seconds)
             try:
                 yield parts
             finally:

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from typing import NoReturn
 
+import anyio
 import pytest
+from structlog.testing import capture_logs
 
-from clotho.run.process_signals import SIGNALS
+from clotho.run.process_signals import SIGNALS, finish_computation
+from clotho.runtime import signals
+from clotho.runtime.compute_thread import ComputeExecutor
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = """
@@ -75,3 +82,53 @@ def test_an_ignored_hang_up_stays_ignored() -> None:
     code = "os.kill(os.getpid(), signal.SIGHUP)\n" + WAIT
     status, _, _ = run_program(code, signal.SIGTERM, before="signal.signal(signal.SIGHUP, signal.SIG_IGN)")
     assert status == 143
+
+
+class Exited(Exception):
+    """Raised instead of the end of the process."""
+
+
+class Target:
+    """A supervisor without actors."""
+
+    def drain(self) -> None:
+        """Do nothing."""
+
+    def stop(self) -> None:
+        """Do nothing."""
+
+
+async def test_a_computation_that_hangs_after_the_second_signal_is_abandoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process ends with the status of the signal. Without a second signal, the computation may continue."""
+
+    def leave(status: int) -> NoReturn:
+        raise Exited(status)
+
+    monkeypatch.setattr(os, "_exit", leave)
+    monkeypatch.setattr(signals, "STOP_SECONDS", 0.0)
+    monkeypatch.setattr(signals, "MIN_WAIT_SECONDS", 0.01)
+    executor, begun, gate = ComputeExecutor(decode_share=0.5), threading.Event(), threading.Event()
+    executor.start()
+    try:
+
+        def hang() -> None:
+            begun.set()
+            gate.wait()
+
+        executor.submit(hang)
+        begun.wait()
+        async with signals.handle_signals(Target()) as watch:
+            for expected in (0, 128 + signal.SIGTERM):
+                finish_computation(executor, watch)
+                signal.raise_signal(signal.SIGTERM)
+                with anyio.fail_after(10):
+                    while len(watch.received) < 1 + bool(expected):
+                        await anyio.lowlevel.checkpoint()
+                assert watch.exit_status == expected
+        with capture_logs() as logged, pytest.raises(Exited, match=str(128 + signal.SIGTERM)):
+            finish_computation(executor, watch)
+        assert [line["event"] for line in logged] == ["computation_abandoned"]
+    finally:
+        gate.set()
+    assert executor.stop(timeout=10.0)
+    finish_computation(executor, watch)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ from clotho.config.bounds import Off
 from clotho.config.load import load_profile
 from clotho.config.schema import Profile
 from clotho.models.machine import random_state
+from clotho.run import resume, startup
 from clotho.run.context import RunContext
-from clotho.storage.checkpoints import Snapshot, write_checkpoint
+from clotho.storage.checkpoints import Snapshot, read_checkpoint, write_checkpoint
 from protocols.accounting import LedgerState
 from protocols.checkpoint import RunState
 from protocols.errors import CheckpointError, ClothoError, DatasetError, ModelError, ProfileError
@@ -67,6 +69,26 @@ async def refusal(profile: Profile, *, resume: bool = False) -> ClothoError:
             raise AssertionError("it was assembled")
     assert "\n" not in str(caught.value)
     return caught.value
+
+
+async def test_a_checkpoint_that_takes_long_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As every phase of the start."""
+    profile = tiny_profile(tmp_path, monitor={"watchdog_seconds": 0.01})
+    await write_step(profile)
+    reported = threading.Event()
+
+    def note(phase: str, seconds: float) -> None:
+        if phase == "checkpoint and histories":
+            reported.set()
+
+    def slow(path: Path, **expected: Any) -> Any:
+        assert reported.wait(20)
+        return read_checkpoint(path, **expected)
+
+    monkeypatch.setattr(startup, "_report_slow", note)
+    monkeypatch.setattr(resume, "read_checkpoint", slow)
+    async with open_context(profile, resume=True) as parts:
+        assert parts.progress.step == 3
 
 
 async def test_a_new_run_starts_at_step_zero(tmp_path: Path) -> None:

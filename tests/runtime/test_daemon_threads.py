@@ -73,6 +73,32 @@ async def test_a_function_beyond_its_time_limit_is_interrupted() -> None:
     assert await threads_free(pool) == 1
 
 
+async def test_an_interrupt_without_effect_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python drops exceptions of finalizers, and a function can catch the interrupt."""
+    pool, dropped, caught = threads(work_seconds=0.05), list[str](), list[str]()
+    monkeypatch.setattr(sys, "unraisablehook", lambda report: dropped.append(report.exc_type.__name__))
+
+    class Endless:
+        def __del__(self) -> None:
+            while True:
+                pass
+
+    def endless() -> None:
+        Endless()
+        try:
+            while True:
+                pass
+        except BaseException as error:
+            caught.append(type(error).__name__)
+        while True:
+            pass
+
+    with pytest.raises(OvertimeError):
+        await pool.run(endless)
+    assert await threads_free(pool) == 1
+    assert dropped == caught == ["_Interrupted"]
+
+
 async def test_a_cancelled_caller_interrupts_its_function() -> None:
     """The thread of an endless loop is free again."""
     pool, begun = threads(), threading.Event()

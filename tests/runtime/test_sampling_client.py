@@ -345,6 +345,16 @@ async def test_the_memory_of_many_unread_streams_is_bounded(
         assert sum(len(end.tail) for end in ends) <= 20 * sum(texts)
 
 
+async def test_alternatives_count_towards_the_tokens_that_wait() -> None:
+    """A token with 20 alternatives takes the memory of 21 tokens."""
+    alternatives = tuple((token, -1.0) for token in range(20))
+    inbox = sampling_client._Inbox()
+    for token in range(1000):
+        event = TokenSampled(index=0, token=token, logprob=-1.0, version=0, text="a", top_logprobs=alternatives)
+        inbox.put((0, event))
+    assert len(await inbox.take()) == -(-sampling_client.MAX_UNREAD_TOKENS // 21)
+
+
 async def test_another_event_loop_is_refused_while_requests_run(sampler: Sampler, engine: FakeEngine) -> None:
     """A delivery to the wrong event loop would wake nobody."""
 

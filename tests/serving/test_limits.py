@@ -12,11 +12,9 @@ import anyio
 import httpx
 import pytest
 from anyio.abc import SocketAttribute, SocketStream
-from hypercorn.asyncio.tcp_server import TCPServer
-from hypercorn.events import Event, RawData
 from structlog.testing import capture_logs
 
-from clotho.serving import limits, openai_responses
+from clotho.serving import limits, openai_responses, server
 from protocols.errors import RequestError
 from tests.serving.running_server import Served, serving
 
@@ -136,49 +134,82 @@ async def test_idle_connections_do_not_block_requests() -> None:
                 await stream.aclose()
 
 
-async def test_a_request_of_a_client_that_does_not_read_is_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine aborts the request after SEND_SECONDS."""
-    monkeypatch.setattr(limits, "SEND_SECONDS", 0.2)
-    body = b'{"prompt": "x", "stream": true, "n": 64, "max_tokens": 500, "ignore_eos": true, "logprobs": 20}'
-    async with serving() as served, await connect(served) as stream:
-        await stream.send(head(f"Content-Length: {len(body)}") + body)
-        await served.engine.wait_until(lambda: served.engine.running == 64)
-        await served.engine.wait_until(lambda: served.engine.running == 0)
+async def stream_unread(served: Served, stack: AsyncExitStack) -> SocketStream:
+    """Request a stream with small buffers of the sockets, and do not read it."""
+    body = b'{"prompt": "x", "stream": true, "n": 8, "max_tokens": 400, "ignore_eos": true}'
+    stream = await stack.enter_async_context(await connect(served))
+    stream.extra(SocketAttribute.raw_socket).setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SMALL_BUFFER)
+    await stream.send(head(f"Content-Length: {len(body)}") + body)
+    return stream
+
+
+@pytest.fixture
+def clients(monkeypatch: pytest.MonkeyPatch) -> list[server.ClientWriter]:
+    """Return the clients that have connected; their sockets have small buffers."""
+    connected: list[server.ClientWriter] = []
+
+    class KnownWriter(server.ClientWriter):
+        def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            super().__init__(reader, writer)
+            writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SMALL_BUFFER)
+            connected.append(self)
+
+    monkeypatch.setattr(server, "ClientWriter", KnownWriter)
+    return connected
+
+
+async def test_a_client_that_does_not_read_is_disconnected(clients: list[server.ClientWriter]) -> None:
+    """After `server.send_seconds`. The engine aborts the request, and the data that wait for the client are dropped."""
+    async with serving(send_seconds=0.2) as served, AsyncExitStack() as stack:
+        stream = await stream_unread(served, stack)
+        await served.engine.wait_until(lambda: served.engine.running == 8)
+        (client,) = clients
         with anyio.fail_after(10):
-            while served.sampler.running:
+            while served.engine.running or served.sampler.running:
                 await anyio.lowlevel.checkpoint()
+            while not client.transport.is_closing() or client.transport.get_write_buffer_size():
+                await anyio.lowlevel.checkpoint()
+        assert not (await read_all(stream)).endswith(b"0\r\n\r\n")
 
 
-async def test_the_bytes_that_wait_for_slow_clients_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_server_ends_although_a_client_does_not_read(
+    clients: list[server.ClientWriter], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Data that wait for clients are dropped END_SECONDS after the requests have ended."""
+    monkeypatch.setattr(server, "END_SECONDS", 0.05)
+    async with AsyncExitStack() as stack:
+        with anyio.fail_after(20):
+            async with serving(shutdown_seconds=0.1) as served:
+                await stream_unread(served, stack)
+                await served.engine.wait_until(lambda: served.engine.running == 8)
+                while not clients[0].transport.get_write_buffer_size():
+                    await anyio.lowlevel.checkpoint()
+
+
+async def test_the_bytes_that_wait_for_slow_clients_are_bounded(
+    clients: list[server.ClientWriter], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Four clients do not read. Each stream has at most one write that its client has not accepted."""
-    monkeypatch.setattr(limits, "SEND_SECONDS", 600.0)
-    send, writes, transports = TCPServer.protocol_send, list[int](), set[asyncio.WriteTransport]()
+    write, writes = server.ClientWriter.write, list[int]()
 
-    async def recorded(self: TCPServer, event: Event) -> None:
-        if isinstance(event, RawData):
-            self.writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SMALL_BUFFER)
-            writes.append(len(event.data))
-            transports.add(self.writer.transport)
-        await send(self, event)
+    def recorded(self: server.ClientWriter, data: bytes | bytearray | memoryview) -> None:
+        writes.append(len(data))
+        write(self, data)
 
-    monkeypatch.setattr(TCPServer, "protocol_send", recorded)
-    body = b'{"prompt": "x", "stream": true, "n": 2, "max_tokens": 400, "ignore_eos": true, "logprobs": 20}'
-    async with serving() as served, AsyncExitStack() as stack:
+    monkeypatch.setattr(server.ClientWriter, "write", recorded)
+    async with serving(send_seconds=600.0) as served, AsyncExitStack() as stack:
         served.engine.allow(0)
         for _ in range(4):
-            stream = await stack.enter_async_context(await connect(served))
-            raw = stream.extra(SocketAttribute.raw_socket)
-            raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SMALL_BUFFER)
-            await stream.send(head(f"Content-Length: {len(body)}") + body)
-        await served.engine.wait_until(lambda: served.engine.running == 8)
-        for _ in range(100):  # few tokens per write
-            served.engine.allow(1)
-            await served.engine.wait_until(lambda: served.engine._allowed == 0)
-        waiting = [transport.get_write_buffer_size() for transport in transports]
-        (high,) = {transport.get_write_buffer_limits()[1] for transport in transports}
-        assert len(waiting) == 4
-        assert 0 < min(waiting) <= max(waiting) <= high + max(writes)
-        assert max(writes) < high
+            await stream_unread(served, stack)
+        await served.engine.wait_until(lambda: served.engine.running == 32)
+        served.engine.allow(100)
+        await served.engine.wait_until(lambda: served.engine._allowed == 0)
+        with anyio.fail_after(10):
+            while min(client.transport.get_write_buffer_size() for client in clients) <= server.BUFFER_BYTES:
+                await anyio.lowlevel.checkpoint()
+        assert len(clients) == 4
+        assert max(writes) < server.BUFFER_BYTES
+        assert max(client.transport.get_write_buffer_size() for client in clients) <= server.BUFFER_BYTES + max(writes)
         served.engine.allow(10**6)
 
 

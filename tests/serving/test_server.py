@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import resource
 
@@ -11,7 +12,7 @@ import pytest
 
 from clotho.config.schema import HttpServer
 from clotho.runtime.sampling_client import Sampler
-from clotho.serving.server import ApiServer, base_url, listen, raise_open_files_limit
+from clotho.serving.server import ApiServer, ClientWriter, base_url, listen, raise_open_files_limit
 from protocols.errors import ServerError
 from tests.fakes import FakeEngine
 from tests.serving.running_server import Served, server_context, serving
@@ -102,3 +103,62 @@ def test_a_low_limit_of_open_files_is_raised() -> None:
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (300, before[1])
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+class FakeTransport(asyncio.WriteTransport):
+    """A transport whose buffer the test sets."""
+
+    waiting, aborted = 0, False
+    protocol: asyncio.BaseProtocol
+
+    def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
+        """Keep the protocol."""
+        self.protocol = protocol
+
+    def get_protocol(self) -> asyncio.BaseProtocol:
+        """Return the protocol."""
+        return self.protocol
+
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
+        """Do nothing."""
+
+    def get_write_buffer_size(self) -> int:
+        """Return what the test set."""
+        return self.waiting
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        """Keep the data."""
+        self.waiting += len(data)
+
+    def abort(self) -> None:
+        """Note the call."""
+        self.aborted = True
+
+    def is_closing(self) -> bool:
+        """Return True, so that nobody closes it."""
+        return True
+
+
+async def test_a_client_that_accepts_any_data_in_time_stays_connected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time counts from the last byte that was accepted, or from the first write that waits."""
+    transport, now = FakeTransport(), 100.0
+    reader, loop = asyncio.StreamReader(), asyncio.get_running_loop()
+    transport.set_protocol(asyncio.StreamReaderProtocol(reader))
+    client = ClientWriter(reader, asyncio.StreamWriter(transport, transport.get_protocol(), reader, loop))
+    monkeypatch.setattr(anyio, "current_time", lambda: now)
+    now = 1000.0
+    client.disconnect_if_idle(30.0)  # nothing waits
+    client.write(b"x" * 1000)
+    for accepted in (1, 1, 998, 0):
+        now += 29.0
+        transport.waiting -= accepted
+        client.disconnect_if_idle(30.0)
+    assert not transport.aborted
+    client.write(b"y")
+    now += 29.0
+    client.write(b"z")
+    client.disconnect_if_idle(30.0)
+    assert not transport.aborted
+    now += 1.0
+    client.disconnect_if_idle(30.0)
+    assert transport.aborted

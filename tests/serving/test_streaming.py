@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator
 import msgspec
 import pytest
 
+from clotho.serving import streaming
 from clotho.serving.completion_requests import parse_completion_request
 from clotho.serving.openai_responses import CompletionFormat, ResponseBuilder
 from clotho.serving.streaming import DONE, Batch, event_stream
@@ -44,6 +45,19 @@ async def test_events_that_arrive_together_are_written_together(fields: dict[str
         assert len(together) == 2
         assert len(one_by_one) > len(together)
         assert b"".join(together) == b"".join(one_by_one)
+
+
+async def test_the_size_of_writes_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A write ends with the event that reaches WRITE_BYTES; the bytes of the stream are the same."""
+    async with serving() as served:
+        builder, events = await builder_and_events(served, logprobs=2)
+        longest = max(map(len, await writes(builder, [[event] for event in events])))
+        together = await writes(builder, [events])
+        monkeypatch.setattr(streaming, "WRITE_BYTES", 2 * longest)
+        split = await writes(builder, [events])
+        assert len(split) > len(together)
+        assert max(map(len, split)) < 3 * longest
+        assert b"".join(split) == b"".join(together)
 
 
 async def test_tokens_before_a_failure_are_written() -> None:
