@@ -148,7 +148,7 @@ def _training(settings: Mapping[str, Any]) -> str:
 
 
 def _lines(path: Path) -> list[Mapping[str, Any]]:
-    found = []
+    found: list[Mapping[str, Any]] = []
     for line in path.read_bytes().splitlines() if path.exists() else ():
         try:
             value = json.loads(line)
