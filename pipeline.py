@@ -93,6 +93,7 @@ from protocols.evaluation import EvalReport
 from protocols.prompt import Prompt
 from protocols.rollout import Discarded, GroupOutcome, RolloutGroup
 from protocols.step import GroupsEnded, PolicyUpdated, StepReport
+from protocols.summary import RemoteGauges
 
 log = structlog.get_logger(actor="pipeline")
 
@@ -154,7 +155,7 @@ def wire(
         queues=[*queues, *updates.values()],
         children=children,
         events_lost=lambda: events.lost,
-        remote_tokens=lambda: remote.tokens_sampled if remote else 0,
+        remote=remote.gauges if remote else RemoteGauges,
     )
     flow = [
         wire_monitor(context, custom, reports, run_monitor, console),

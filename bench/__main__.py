@@ -23,6 +23,7 @@ BENCHMARKS = {
     "http": "HTTP throughput and time to first token with 1 to 64 clients, beside mlx_lm.server.",
     "serve": "Throughput of the standalone server with an adapter, beside mlx_lm.server.",
     "swap": "How long a weight swap delays decoding.",
+    "remote": "Latency of new weights for an inference server: over HTTP, by path and by a restart.",
     "adapters": "Decode rate of batches with one adapter, eight adapters and the base model.",
     "overlap": "Decode rate during updates.",
     "actors_overhead": "Cost of one message through a queue, an actor and the compute thread, beside asyncio.",

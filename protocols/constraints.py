@@ -6,14 +6,41 @@ from typing import Literal, Protocol
 
 from msgspec import Struct
 
-GrammarKind = Literal["json_schema", "regex", "choice", "grammar", "lark"]
+GrammarKind = Literal["json_schema", "regex", "choice", "grammar", "lark", "tagged"]
+
+
+class Tag(Struct, frozen=True, kw_only=True):
+    """A part of a text that a grammar constrains: it begins with the trigger.
+
+    begin: text that begins with the trigger. body: an expression of Lark. end: text. An empty trigger means that the
+    part is at the beginning of the text.
+    """
+
+    trigger: str
+    begin: str
+    body: str
+    end: str
+
+
+class TaggedText(Struct, frozen=True, kw_only=True):
+    """Any text in which every trigger begins one of the tags.
+
+    rules: of Lark, which the bodies name. content: the rule of a text without tags, which then is no other text. once:
+    the text ends behind the first tag. first: regular expression of the first character of text, if not any.
+    """
+
+    tags: tuple[Tag, ...]
+    rules: str = ""
+    content: str = ""
+    once: bool = False
+    first: str = ""
 
 
 class Grammar(Struct, frozen=True, kw_only=True):
     """A grammar, not compiled yet.
 
     kind, text: a JSON schema; a regular expression; a JSON list of strings; a context-free grammar in the syntax of
-        Lark or GBNF; or a Lark grammar of this program.
+        Lark or GBNF; a Lark grammar of this program; or the JSON of a `TaggedText`.
     param: the field of the request that contains it. reasoning: whether the completion begins inside `<think>` (open),
         may begin with a block of it (possible), or has none.
     """

@@ -8,7 +8,9 @@ from protocols.sampling import Completion, SampleRequest, Sampling
 
 VERSION_HEADER, STEP_HEADER = "x-clotho-weights-version", "x-clotho-weights-step"
 FINGERPRINT_HEADER, RUN_HEADER = "x-clotho-weights-fingerprint", "x-clotho-run-id"
-"""Headers of a request that sends weights: of the weights, and the run that they belong to."""
+FILE_HEADER = "x-clotho-weights-file"
+"""Headers of a request that sends weights: of the weights, the run that they belong to, and the file that contains
+them, if the body does not."""
 
 MAX_LISTED_VERSIONS = 64
 """Number of policy versions whose fingerprints a server and a trainer remember."""

@@ -12,6 +12,49 @@ from protocols.checkpoint import BestCheckpoint
 from protocols.evaluation import EvalReport
 
 
+class Distribution(Struct, frozen=True, kw_only=True):
+    """Values in buckets, for a Prometheus histogram.
+
+    bounds: upper bounds of the buckets, without infinity. counts: number of values per bucket; the last bucket has no
+    upper bound. total: sum of all values.
+    """
+
+    bounds: tuple[float, ...]
+    counts: tuple[int, ...]
+    total: float
+
+
+class RemoteServerGauge(Struct, frozen=True, kw_only=True):
+    """State of a remote inference server. Totals count since the last start; None means that it gets no groups.
+
+    state: `ready` gets groups, `updating` gets weights, `failed` could not be used at the last attempt.
+    version: policy version that it serves. lag: versions behind the weights that the run serves.
+    rows: completions in flight. groups: groups requested from it. failures: failed attempts and groups.
+    push_seconds: time until it served the last weights that it got. pushes: distribution of this time.
+    """
+
+    name: str
+    state: Literal["ready", "updating", "failed"]
+    version: int | None
+    lag: int | None
+    rows: int
+    groups: int
+    failures: int
+    push_seconds: float | None
+    pushes: Distribution
+
+
+class RemoteGauges(Struct, frozen=True, kw_only=True):
+    """State of all remote inference servers. Totals count since the last start.
+
+    tokens_sampled: of completed groups. requested_again: groups that were requested again from another server.
+    """
+
+    tokens_sampled: int = 0
+    requested_again: int = 0
+    servers: tuple[RemoteServerGauge, ...] = ()
+
+
 class QueueGauge(Struct, frozen=True, kw_only=True):
     """State of a queue. depth, capacity: number of messages."""
 
@@ -28,7 +71,7 @@ class RunGauges(Struct, frozen=True, kw_only=True):
     rows_running: number of sequences that are being decoded. rows_limit: how many are decoded at once at most;
     memory pressure lowers it. api_requests: number of requests of HTTP clients.
     swaps: number of weight swaps; swap_seconds_*: duration of the last, median and longest swap.
-    peak_memory_bytes: peak memory of arrays.
+    peak_memory_bytes: peak memory of arrays. remote: remote inference servers.
     """
 
     queues: tuple[QueueGauge, ...] = ()
@@ -44,6 +87,7 @@ class RunGauges(Struct, frozen=True, kw_only=True):
     swap_seconds_median: float | None = None
     swap_seconds_max: float | None = None
     peak_memory_bytes: int = 0
+    remote: RemoteGauges = RemoteGauges()
 
 
 Gauges = Callable[[], RunGauges]
@@ -225,15 +269,3 @@ class MemoryPart(Struct, frozen=True, kw_only=True):
     component: str
     bytes: int
     change: str
-
-
-class Distribution(Struct, frozen=True, kw_only=True):
-    """Values in buckets, for a Prometheus histogram.
-
-    bounds: upper bounds of the buckets, without infinity. counts: number of values per bucket; the last bucket has no
-    upper bound. total: sum of all values.
-    """
-
-    bounds: tuple[float, ...]
-    counts: tuple[int, ...]
-    total: float

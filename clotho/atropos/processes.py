@@ -6,13 +6,11 @@ import os
 import re
 import signal
 import socket
-import sys
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from subprocess import PIPE, STDOUT
 
 import anyio
 import httpx
@@ -21,9 +19,9 @@ from anyio.abc import Process, TaskStatus
 from msgspec import Struct, json
 
 from clotho.atropos.commands import Command, environment_command, server_command
-from clotho.atropos.parent_watchdog import GRACE_SECONDS
 from clotho.atropos.source import Backoff
 from clotho.config.schema import EnvironmentSection, Profile
+from clotho.runtime.child_process import end_child, start_child
 from clotho.runtime.supervisor import RestartCounter, RestartPolicy
 from protocols.errors import ActorError, ProfileError, visible
 
@@ -39,7 +37,6 @@ EXCEPTION = re.compile(r"[\w.]*(Error|Exception|Exit|Interrupt)\b")
 """Start of the last line of a traceback."""
 ORNAMENTS = " \t\xb7^~|=-_*#"
 
-WATCHDOG = (sys.executable, "-I", "-S", str(Path(__file__).with_name("parent_watchdog.py")), "--")
 EXIT_POLICY = RestartPolicy(max_restarts=19, first_pause_seconds=0.5, longest_pause_seconds=8.0)
 """Limits the restarts after exits of any kind."""
 FAILURE_POLICY = RestartPolicy(max_restarts=4)
@@ -255,15 +252,13 @@ class ProcessActor:
     async def _process(self) -> AsyncIterator[Process]:
         """Start the process; end it and its process group when the block ends."""
         settings = self._write_settings()
-        argv = [*WATCHDOG, *self._command.argv, *([f"--config={settings}"] if settings else [])]
-        process = await anyio.open_process(
-            argv, stdin=PIPE, stdout=PIPE, stderr=STDOUT, env=self._command.variables, start_new_session=True
-        )
+        argv = [*self._command.argv, *([f"--config={settings}"] if settings else [])]
+        process = await start_child(argv, variables=self._command.variables)
         try:
             yield process
         finally:
             with anyio.CancelScope(shield=True):
-                await _end(process)
+                await end_child(process)
             if settings:
                 settings.unlink(missing_ok=True)
 
@@ -284,17 +279,6 @@ class ProcessActor:
         with open(descriptor, "wb") as file:
             file.write(json.encode(self._command.settings))
         return path
-
-
-async def _end(process: Process) -> None:
-    """Let the parent watchdog end the process group; kill the watchdog if that takes too long."""
-    if process.returncode is None:
-        process.terminate()
-        with anyio.move_on_after(GRACE_SECONDS + 2.0):
-            await process.wait()
-    if process.returncode is None:
-        process.kill()
-    await process.aclose()
 
 
 def _signal_name(status: int) -> str:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from clotho.config.keys import KEYS, SETTABLE, chosen_types
-from clotho.config.schema import Profile
+from clotho.config.schema import Profile, RemoteGeneration, RestartedServers
 from protocols.sampling import PARAMETERS, in_use, unlearnable
 
 Values = dict[str, Any]  # a resolved profile by key path; arrays of tables are tuples of structs
@@ -61,6 +61,8 @@ NO_EFFECT = (
          "groups and their rewards come from environments (atropos)", "atropos.type"),
     Rule("learner.distillation_weight", lambda v, _: v["atropos.type"] == "off",
          "only environments (atropos) send a teacher's alternatives", "atropos.type"),
+    Rule("generator.api_key", lambda v, _: v["generator.weights.type"] == "restart",
+         "mlx_lm.server has no API key", "generator.weights.type"),
     Rule("policy.method.scaling", lambda v, _: v["policy.method.alpha"] is None,
          "it defines policy.method.alpha, which is not set", "policy.method.alpha policy.method.scale"),
     Rule("learner.lora_plus", lambda v, _: v["policy.method.type"] == "full",
@@ -135,7 +137,7 @@ CONTRADICTIONS = (
          "starts environments: list at least one in [[environments]]"),
     Rule("server.type", lambda v, x: x == "off" and v["atropos.type"] != "off",
          '= "{}" contradicts atropos: environments sample over HTTP'),
-    Rule("server.accept_weights", lambda v, x: x,
+    Rule("server.accept_weights server.weights_root", lambda v, x: bool(x),
          "belongs to the command serve: a training run serves its own weights"),
     Rule("generator.type", lambda v, x: x == "remote" and v["atropos.type"] != "off",
          '= "{}" contradicts atropos: environments sample on the HTTP server of the run'),
@@ -148,7 +150,7 @@ CONTRADICTIONS = (
 
 def first_complaint(profile: Profile) -> Complaint | None:
     """The complaint of the first violated rule; None if the profile is valid."""
-    checks = (learnable_distribution, violated_rows)
+    checks = (learnable_distribution, distribution_of_mlx_lm, violated_rows)
     return next((complaint for check in checks for complaint in check(profile)), None)
 
 
@@ -159,6 +161,17 @@ def learnable_distribution(profile: Profile) -> Iterator[Complaint]:
     for name in in_use(profile.sampling, affects="report"):
         text = f"sampling.{name} must be {PARAMETERS[name].neutral} in training: only API requests report it"
         yield Complaint(f"sampling.{name}", text)
+
+
+def distribution_of_mlx_lm(profile: Profile) -> Iterator[Complaint]:
+    """The servers of `generator.weights = "restart"` know the log-probabilities of the model's distribution only."""
+    generator = profile.generator
+    if not isinstance(generator, RemoteGeneration) or not isinstance(generator.weights, RestartedServers):
+        return
+    for name in (*in_use(profile.sampling, affects="distribution"), *in_use(profile.sampling, affects="length")):
+        if name not in ("max_tokens", "logit_bias"):
+            reason = 'generator.weights = "restart" samples with mlx_lm.server, which has no log-probabilities for it'
+            yield Complaint(f"sampling.{name}", f"sampling.{name} must be {PARAMETERS[name].neutral}: {reason}")
 
 
 def violated_rows(profile: Profile) -> Iterator[Complaint]:

@@ -148,7 +148,7 @@ GroupSize = Annotated[int, Meta(ge=2, le=4096)]
 Interpreter = Annotated[str, about("Python interpreter with atroposlib, which runs the [[environments]].")]
 Missing = Literal["recompute", "refuse"]
 KvPolicy = Literal["keep", "recompute", "drain"]
-ToolParser = Literal["auto", "hermes", "llama3_json", "mistral"]
+ToolParser = Literal["auto", "hermes", "qwen3_coder", "llama3_json", "pythonic", "mistral"]
 ReasoningParser = Literal["auto", "off"]
 
 
@@ -206,6 +206,7 @@ class HttpServer(Variant, frozen=True, kw_only=True, tag="http"):
     adapters: AdaptersSection = AdaptersSection()
     shutdown_seconds: Annotated[PositiveFloat, about("Time in which running requests may finish at the end.")] = 10.0
     accept_weights: Annotated[bool, about("Serve the weights that the training run of another process sends.")] = False
+    weights_root: Annotated[str, about("Directory of weights that a training run shares by path; empty: none.")] = ""
     allow_pause: Annotated[bool, about("Clients may pause the decode engine, and with it the rollouts.")] = False
     tool_parser: Annotated[ToolParser, about("Format of tool calls; auto: from the chat template.")] = "auto"
     reasoning_parser: Annotated[
@@ -240,10 +241,30 @@ class LocalGeneration(Variant, frozen=True, kw_only=True, tag="local"):
     """Rollouts are sampled by the decode engine of the run."""
 
 
+class PushedWeights(Variant, frozen=True, kw_only=True, tag="push"):
+    """The run sends its weights to the servers over HTTP."""
+
+
+class SharedWeights(Variant, frozen=True, kw_only=True, tag="path"):
+    """The run writes its weights to a directory, from which the servers read them."""
+
+    directory: Annotated[str, about("Directory that the servers know as server.weights_root.", min_length=1)]
+
+
+class RestartedServers(Variant, frozen=True, kw_only=True, tag="restart"):
+    """The run starts mlx_lm.server at each address, and restarts it with each new adapter."""
+
+    start_seconds: Annotated[PositiveFloat, about("Time in which a started server must answer.")] = 120.0
+
+
+Delivery = Annotated[PushedWeights | SharedWeights | RestartedServers, about("How servers get the weights.")]
+
+
 class RemoteGeneration(Variant, frozen=True, kw_only=True, tag="remote"):
-    """Rollouts are sampled by inference servers, which get the weights of the run over HTTP."""
+    """Rollouts are sampled by inference servers, which get the weights of the run."""
 
     server_url: Annotated[tuple[ServerUrl, ...], about("Addresses of inference servers.", min_length=1)]
+    weights: Delivery = PushedWeights()
     api_key: Annotated[str, about("API key of the inference servers.")] = ""
     sync_interval: Annotated[Positive, about("Send the weights after every so many updates.")] = 1
     group_seconds: Annotated[PositiveFloat, about("Time in which a server must finish a group.")] = 600.0

@@ -114,7 +114,8 @@ def load_serving(argv: Sequence[str]) -> ServeArguments:
     if "model.path" not in merged.values:
         raise ProfileError("serve needs a model: --model DIRECTORY, FILE.gguf, package:NAME/FILE or a hub repository")
     profile = decode_tables(merged, ServingProfile)
-    if not profile.server.accept_weights and (unused := [path for path in values if path.startswith("policy.")]):
+    needs = ("policy.", "server.weights_root")
+    if not profile.server.accept_weights and (unused := [path for path in values if path.startswith(needs)]):
         raise ProfileError(f"{flag_of(unused[0])} has no effect without --server.accept-weights true")
     limit = profile.engine.kv_cache_tokens
     if profile.sampling.max_tokens >= limit:

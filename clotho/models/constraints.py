@@ -13,7 +13,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 from llguidance.hf import from_tokenizer
 
 from clotho.models.model_files import one_line
-from protocols.constraints import Grammar
+from protocols.constraints import Grammar, TaggedText
 from protocols.errors import RequestError
 
 MAX_GRAMMAR_BYTES = 65_536
@@ -83,6 +83,8 @@ class GrammarCompiler:
                 raise
             raise ValueError(f"the tokenizer permits no constrained decoding: {one_line(error)}") from error
         self._marks = {mark: _mark(tokenizer, mark) for mark in (THINK, END_THINK)}
+        special = {one.content: token for token, one in tokenizer.added_tokens_decoder.items() if one.special}
+        self._special = {text: f"<[{token}]>" for text, token in special.items() if token < vocabulary}
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
         """Compile a grammar.
@@ -92,7 +94,7 @@ class GrammarCompiler:
         if len(grammar.text.encode()) > MAX_GRAMMAR_BYTES:
             raise _refused(grammar, f"it has more than {MAX_GRAMMAR_BYTES} bytes")
         try:
-            definition = _definition(grammar)
+            definition = _definition(grammar, self._special)
             if grammar.reasoning != "none":
                 definition = self._behind_reasoning(definition, is_open=grammar.reasoning == "open")
             _check(definition)
@@ -189,8 +191,8 @@ def _refused(grammar: Grammar, reason: str) -> RequestError:
     return RequestError(f"{grammar.param}: the grammar is not usable: {reason}", param=grammar.param)
 
 
-def _definition(grammar: Grammar) -> str:
-    """Return a grammar in the format of the library. Raises ValueError."""
+def _definition(grammar: Grammar, special: Mapping[str, str]) -> str:
+    """Return a grammar in the format of the library. special: special tokens by their text. Raises ValueError."""
     match grammar.kind:
         case "json_schema":
             schema = msgspec.json.decode(grammar.text)
@@ -204,8 +206,35 @@ def _definition(grammar: Grammar) -> str:
         case "choice":
             choices = " | ".join(json.dumps(choice) for choice in json.loads(grammar.text))
             return str(LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {choices}"))
+        case "tagged":
+            text = msgspec.json.decode(grammar.text, type=TaggedText)
+            return str(LLMatcher.grammar_from_lark(_tagged_text(text, special)))
         case "grammar":
             return grammar_from("grammar", grammar.text)
+
+
+def _tagged_text(text: TaggedText, special: Mapping[str, str]) -> str:
+    """Return the Lark grammar of a text with tags. No text contains special tokens; other triggers end it at once."""
+
+    def literal(words: str) -> str:
+        parts = re.split("(" + "|".join(map(re.escape, special)) + ")", words) if special else [words]
+        return " ".join(special.get(part, json.dumps(part, ensure_ascii=False)) for part in parts if part) or '""'
+
+    lines, heads = [text.rules], dict[str, str]()
+    for number, tag in enumerate(text.tags):
+        if text.content or text.first or not tag.trigger:
+            head = literal(tag.trigger)
+        elif tag.trigger in special:
+            head = f"TEXT {special[tag.trigger]}"
+        else:
+            head = heads.setdefault(tag.trigger, f"trigger_{len(heads)}")
+        behind = literal(tag.begin.removeprefix(tag.trigger))
+        lines.append(f"tag_{number}: {head} {behind} {tag.body} {literal(tag.end)}")
+    lines += [f"{head}[lazy]: TEXT {json.dumps(trigger, ensure_ascii=False)}" for trigger, head in heads.items()]
+    lines.append(rf"TEXT: /(\s*{text.first}(?s:.*))?/" if text.first else "TEXT: /(?s:.*)/")
+    tags, end = " | ".join(f"tag_{number}" for number in range(len(text.tags))), text.content or "TEXT"
+    several = f"({tags})+ | {end}" if text.content else f"({tags})* {end}"
+    return "\n".join(["%llguidance {}", f"start: {f'{tags} | {end}' if text.once else several}", *lines])
 
 
 def json_options() -> JsonCompileOptions:

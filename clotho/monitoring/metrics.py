@@ -66,6 +66,7 @@ METRICS = {
     "collapse_warnings": "Checks of the collapse detection that this step triggered, as text.",
     "rolled_back": "Whether the weights are those of an earlier version again.",
     "environments": "Metrics of each Atropos environment, by name.",
+    "remote_servers": "State of each remote inference server, by address; totals since the last start.",
 }
 """Every key of metrics.jsonl with a description. docs/operating.md contains this table."""
 
@@ -79,6 +80,16 @@ ENVIRONMENT_METRICS = {
     "those of the engine; null if none could be compared.",
 }
 """Every key of an entry of `environments`."""
+
+REMOTE_METRICS = {
+    "state": "State: `ready` (gets groups), `updating` (gets weights), or `failed` (at the last attempt to use it).",
+    "version": "Policy version that it serves; null while it gets no groups.",
+    "lag": "Versions that it is behind the run; null while it gets no groups.",
+    "groups": "Number of groups requested from it.",
+    "failures": "Number of failed attempts and groups.",
+    "push_seconds": "Time until it served the last weights that it got.",
+}
+"""Every key of an entry of `remote_servers`."""
 
 EVALUATION_METRICS = {
     "step": "Step whose weights were evaluated; 0 is the initial policy.",
@@ -141,6 +152,9 @@ def step_metrics(
         "collapse_warnings": report.collapse_warnings,
         "rolled_back": report.rolled_back,
         "environments": environment_metrics([group.scored for group in report.trained], discarded),
+        "remote_servers": {
+            one.name: {key: getattr(one, key) for key in REMOTE_METRICS} for one in now.gauges.remote.servers
+        },
     }
 
 

@@ -9,30 +9,35 @@ from __future__ import annotations
 
 import asyncio
 import math
+from bisect import bisect_left
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from typing import Protocol
 
 import anyio
 import structlog
-from anyio.to_thread import run_sync
-from msgspec import Struct, structs
+from msgspec import structs
 
-from clotho.remote.server import RemoteFailure, RemoteServer
+from clotho.remote.server import RemoteFailure
+from clotho.remote.weights import Weights
 from clotho.runtime.latest import Latest
 from clotho.runtime.sampling_client import Refusal
-from clotho.storage.tensors import named_arrays, tensor_bytes
 from protocols.errors import GenerationError, RemoteError, RequestError
 from protocols.queues import Inbox
 from protocols.remote import MAX_LISTED_VERSIONS, RolloutAnswer, ServedPolicy
 from protocols.sampling import Completion, PromptLogprobs, SampleRequest, Sampling, derive
 from protocols.step import PolicyUpdated, WeightsReady
+from protocols.summary import Distribution, RemoteGauges, RemoteServerGauge
 
 log = structlog.get_logger(actor="remote_sampler")
 
 HEARTBEAT_SECONDS = 1.0
 """Pause between two questions about the state of a server."""
 
-LONGEST_PAUSE_SECONDS = 3.0
-"""Longest pause between two attempts to reach a failed server. The pause doubles from the heartbeat."""
+LONGEST_PAUSE_SECONDS = 1.5
+"""Longest pause between two attempts to reach a failed server. The pause doubles from `HEARTBEAT_SECONDS` / 2.
+
+With the time for a connection (`CONNECT_SECONDS`), a server that comes back is found in less than 4 seconds.
+"""
 
 PROBE_TOKENS, PROBE_SECONDS = 32, 30.0
 """Number of tokens whose log-probabilities a probe compares, and time between two probes of a server in use."""
@@ -40,25 +45,55 @@ PROBE_TOKENS, PROBE_SECONDS = 32, 30.0
 MAX_PROBE_NATS = 0.1
 """Largest mean difference of log-probabilities between a server and the learner."""
 
+PUSH_BOUNDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
+"""Bounds of the histogram of push latencies, in seconds."""
+
 Recompute = Callable[[tuple[int, ...], float], Awaitable[PromptLogprobs]]
 """Returns the log-probabilities of tokens under the served policy of this process, at a temperature."""
 
 
-class Weights(Struct, frozen=True, kw_only=True, eq=False):
-    """Weights that servers should serve. parameters: tree of evaluated arrays."""
+class InferenceServer(Protocol):
+    """A server that samples with the weights that it was given. Its methods raise RemoteFailure if it fails.
 
-    ready: WeightsReady
-    parameters: object
+    name: for logs and metrics. restarts: new weights need a restart, which requests in flight do not survive.
+    """
+
+    @property
+    def name(self) -> str:
+        """The address without credentials."""
+        ...
+
+    @property
+    def restarts(self) -> bool:
+        """Whether new weights need a restart."""
+        ...
+
+    async def served(self) -> ServedPolicy:
+        """Return the policy that the server samples from."""
+        ...
+
+    async def push(self, weights: Weights) -> ServedPolicy:
+        """Have the server sample with weights, and return the policy that it samples from now."""
+        ...
+
+    async def sample(self, request: SampleRequest) -> RolloutAnswer:
+        """Return one completion per seed. Raises RequestError if the server refuses the request."""
+        ...
+
+    async def close(self) -> None:
+        """Close the connections, and end what was started for this server."""
+        ...
 
 
 class _Place:
     """A server, its state and its requests in flight.
 
     version: served weights; None while the server gets no groups. failures: failed attempts since the last good one.
-    owned: it serves weights that this run sent. probed_at: time of the last probe that it passed.
+    owned: it serves weights that this run sent. probed_at: time of the last probe that it passed. groups,
+    all_failures, push_seconds (of the last push): for metrics.
     """
 
-    def __init__(self, server: RemoteServer) -> None:
+    def __init__(self, server: InferenceServer) -> None:
         self.server = server
         self.version: int | None = None
         self.rows = 0
@@ -66,6 +101,34 @@ class _Place:
         self.failures = 0
         self.owned = False
         self.probed_at = -math.inf
+        self.groups = self.all_failures = 0
+        self.push_seconds: float | None = None
+        self._pushes, self._total_push_seconds = [0] * (len(PUSH_BOUNDS) + 1), 0.0
+
+    def pushed(self, seconds: float) -> None:
+        """Record the time until the server served new weights."""
+        self.push_seconds = seconds
+        self._pushes[bisect_left(PUSH_BOUNDS, seconds)] += 1
+        self._total_push_seconds += seconds
+
+    @property
+    def in_use(self) -> bool:
+        """Whether it gets groups, or completes groups before it is restarted."""
+        return self.version is not None or bool(self.calls)
+
+    def gauge(self, newest: int) -> RemoteServerGauge:
+        """Return the metrics. newest: the version that this process serves."""
+        return RemoteServerGauge(
+            name=self.server.name,
+            state="ready" if self.version is not None else "failed" if self.failures else "updating",
+            version=self.version,
+            lag=None if self.version is None else max(0, newest - self.version),
+            rows=self.rows,
+            groups=self.groups,
+            failures=self.all_failures,
+            push_seconds=self.push_seconds,
+            pushes=Distribution(bounds=PUSH_BOUNDS, counts=tuple(self._pushes), total=self._total_push_seconds),
+        )
 
     def close(self) -> None:
         """Give the server no further groups, and take back its groups in flight."""
@@ -77,14 +140,14 @@ class _Place:
 class RemoteSampler:
     """The sampler of the generator if rollouts are sampled on remote servers; also a supervised child that runs.
 
-    retries: number of groups that were requested again. tokens_sampled: tokens of all groups that were completed.
+    retries: number of groups that were requested again.
     """
 
     name = "remote_sampler"
 
     def __init__(
         self,
-        servers: Sequence[RemoteServer],
+        servers: Sequence[InferenceServer],
         *,
         updates: Inbox[PolicyUpdated],
         weights: Latest[WeightsReady],
@@ -116,24 +179,33 @@ class RemoteSampler:
         self._fingerprints = {start.ready.version: start.ready.fingerprint}
         self._changed = Latest[int]("remote_servers")
         self._changed.put(0)
-        self._encoded: tuple[int, bytes] | None = None
-        self._encoding = anyio.Lock()
-        self.retries = self.tokens_sampled = 0
+        self.retries = self._tokens_sampled = 0
+
+    def gauges(self) -> RemoteGauges:
+        """Return the metrics of all servers."""
+        return RemoteGauges(
+            tokens_sampled=self._tokens_sampled,
+            requested_again=self.retries,
+            servers=tuple(place.gauge(self._weights.value.version) for place in self._places),
+        )
 
     async def run(self) -> None:
         """Keep the servers current until the learner has ended.
 
         Raises RemoteError if no server can be used for `patience_seconds`.
         """
-        async with self._updates, anyio.create_task_group() as tasks:
-            for place in self._places:
-                tasks.start_soon(self._keep_current, place)
-            tasks.start_soon(self._watch)
-            async for update in self._updates:
-                self._announce(update)
-            tasks.cancel_scope.cancel()
-        for place in self._places:
-            await place.server.close()
+        try:
+            async with self._updates, anyio.create_task_group() as tasks:
+                for place in self._places:
+                    tasks.start_soon(self._keep_current, place)
+                tasks.start_soon(self._watch)
+                async for update in self._updates:
+                    self._announce(update)
+                tasks.cancel_scope.cancel()
+        finally:
+            with anyio.CancelScope(shield=True):
+                for place in self._places:
+                    await place.server.close()
 
     def _announce(self, update: PolicyUpdated) -> None:
         report = update.report
@@ -151,14 +223,14 @@ class RemoteSampler:
         """Raise RemoteError once no server could be used for the permitted time."""
         while True:
             with anyio.move_on_after(self._patience_seconds) as waiting:
-                await self._changed.wait_until(lambda _: any(place.version is not None for place in self._places))
+                await self._changed.wait_until(lambda _: any(place.in_use for place in self._places))
             if waiting.cancelled_caught:
                 names = ", ".join(place.server.name for place in self._places)
                 raise RemoteError(
                     f"no remote inference server could be used for {self._patience_seconds:g} seconds ({names}): start "
                     "one, and continue the run with --resume"
                 )
-            await self._changed.wait_until(lambda _: all(place.version is None for place in self._places))
+            await self._changed.wait_until(lambda _: not any(place.in_use for place in self._places))
 
     async def _keep_current(self, place: _Place) -> None:
         """Send the newest weights to a server, and ask for its state in between."""
@@ -169,7 +241,7 @@ class RemoteSampler:
                 place.failures = 0
             except RemoteFailure as failure:
                 self._fail(place, failure)
-                await anyio.sleep(min(HEARTBEAT_SECONDS * 2 ** min(place.failures - 1, 8), LONGEST_PAUSE_SECONDS))
+                await anyio.sleep(min(HEARTBEAT_SECONDS * 2.0 ** min(place.failures - 2, 8), LONGEST_PAUSE_SECONDS))
             else:
                 with anyio.move_on_after(HEARTBEAT_SECONDS):
                     await self._target.changed(revision)
@@ -178,7 +250,7 @@ class RemoteSampler:
         served, target = await place.server.served(), self._target.value
         self._require_compatible(served, place)
         if (served.version, served.fingerprint) != (target.ready.version, target.ready.fingerprint):
-            served = await place.server.push(await self._bytes(target), target.ready)
+            served = await self._push(place)
         place.owned = True
         if anyio.current_time() >= place.probed_at + PROBE_SECONDS:
             await self._probe(place)
@@ -195,12 +267,15 @@ class RemoteSampler:
         if served.layout != self._layout:
             raise RemoteFailure("has other trainable parameters: start it with the same model and [policy] settings")
 
-    async def _bytes(self, target: Weights) -> bytes:
-        """The weights as bytes of a safetensors file, encoded once for all servers."""
-        async with self._encoding:
-            if self._encoded is None or self._encoded[0] != target.ready.version:
-                self._encoded = target.ready.version, await run_sync(tensor_bytes, named_arrays(target.parameters))
-            return self._encoded[1]
+    async def _push(self, place: _Place) -> ServedPolicy:
+        """Give a server the newest weights; before a restart, its groups in flight are completed."""
+        if place.server.restarts:
+            place.version, place.probed_at = None, -math.inf
+            await self._changed.wait_until(lambda _: not place.rows)
+        began = anyio.current_time()
+        served = await place.server.push(self._target.value)
+        place.pushed(anyio.current_time() - began)
+        return served
 
     async def _probe(self, place: _Place) -> None:
         """Compare log-probabilities of a server with those of this process.
@@ -235,6 +310,7 @@ class RemoteSampler:
     def _fail(self, place: _Place, failure: RemoteFailure) -> None:
         """Take a server out of use until it has answered again."""
         place.failures += 1
+        place.all_failures += 1
         if place.version is not None or place.failures == 1:
             log.warning("remote_server_failed", server=place.server.name, reason=str(failure))
         place.close()
@@ -279,6 +355,7 @@ class RemoteSampler:
         while True:
             place, oldest = await self._free_place()
             place.rows += len(request.seeds)
+            place.groups += 1
             try:
                 with anyio.CancelScope() as scope:
                     place.calls.add(scope)
@@ -303,7 +380,7 @@ class RemoteSampler:
         for completion in answer.completions:
             if min(completion.versions) < oldest:
                 raise RemoteFailure(f"sampled with version {min(completion.versions)}, which is older than {oldest}")
-        self.tokens_sampled += sum(len(completion.tokens) for completion in answer.completions)
+        self._tokens_sampled += sum(len(completion.tokens) for completion in answer.completions)
         return list(answer.completions)
 
     async def _free_place(self) -> tuple[_Place, int]:

@@ -11,6 +11,7 @@ import msgspec
 from msgspec import Struct
 
 from clotho.config.rules import is_loopback
+from clotho.remote.weights import Delivery, OverHttp, Weights
 from protocols.errors import ProfileError, RequestError, visible
 from protocols.remote import (
     FINGERPRINT_HEADER,
@@ -22,12 +23,11 @@ from protocols.remote import (
     ServedPolicy,
 )
 from protocols.sampling import Completion, SampleRequest
-from protocols.step import WeightsReady
 
 T = TypeVar("T", bound=Struct)
 
-STATE_SECONDS = 5.0
-"""Time in which a server must report its state. A server that does not is treated as failed."""
+STATE_SECONDS, CONNECT_SECONDS = 5.0, 2.0
+"""Time in which a server must report its state, and accept a connection. A server that does not has failed."""
 
 BYTES_PER_TOKEN, FREE_BYTES = 4096, 1_048_576
 """Limit on the size of a response: for each token that may be sampled, and in addition."""
@@ -50,10 +50,12 @@ def server_address(url: str) -> httpx.URL:
 
 
 class RemoteServer:
-    """One server. Every method but `close` raises RemoteFailure if the server fails.
+    """One server that replaces its weights on request. Every method but `close` raises RemoteFailure if it fails.
 
     name: the address without credentials, for logs.
     """
+
+    restarts = False
 
     def __init__(
         self,
@@ -62,15 +64,18 @@ class RemoteServer:
         api_key: str = "",
         run_id: str = "",
         timeout_seconds: float = 600.0,
+        delivery: Delivery | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        """run_id: names this run to the server. timeout_seconds: time for one group. transport: for tests.
+        """run_id: names this run to the server. timeout_seconds: time for one group.
 
+        delivery: how weights reach the server; None means over HTTP. transport: for tests.
         Raises ProfileError if `url` is not a valid address.
         """
         address = server_address(url)
         self.name = str(address.copy_with(username=None, password=None, query=None)).rstrip("/")
         self._timeout_seconds = timeout_seconds
+        self._delivery = delivery or OverHttp()
         headers = {RUN_HEADER: run_id} | ({"authorization": f"Bearer {api_key}"} if api_key else {})
         self._http = httpx.AsyncClient(
             base_url=address,
@@ -85,20 +90,24 @@ class RemoteServer:
         """Return the policy that the server samples from."""
         return await self._call("GET", "/v1/policy", ServedPolicy, seconds=STATE_SECONDS)
 
-    async def push(self, tensors: bytes, weights: WeightsReady) -> ServedPolicy:
-        """Send weights as the bytes of a safetensors file, and return the policy that the server samples from now."""
-        headers = {
-            "content-type": "application/octet-stream",
-            VERSION_HEADER: str(weights.version),
-            STEP_HEADER: str(weights.step),
-            FINGERPRINT_HEADER: weights.fingerprint,
+    async def push(self, weights: Weights) -> ServedPolicy:
+        """Have the server replace its weights, and return the policy that it samples from now."""
+        ready = weights.ready
+        body, headers = await self._delivery.body(weights)
+        headers |= {
+            VERSION_HEADER: str(ready.version),
+            STEP_HEADER: str(ready.step),
+            FINGERPRINT_HEADER: ready.fingerprint,
         }
         seconds = self._timeout_seconds
-        served = await self._call(
-            "PUT", "/v1/policy/weights", ServedPolicy, body=tensors, headers=headers, seconds=seconds
-        )
-        if (served.version, served.fingerprint) != (weights.version, weights.fingerprint):
-            raise RemoteFailure(f"serves version {served.version} after version {weights.version} was sent")
+        try:
+            served = await self._call(
+                "PUT", "/v1/policy/weights", ServedPolicy, body=body, headers=headers, seconds=seconds
+            )
+        except RequestError as error:
+            raise RemoteFailure(f"refuses the weights: {error}") from error
+        if (served.version, served.fingerprint) != (ready.version, ready.fingerprint):
+            raise RemoteFailure(f"serves version {served.version} after version {ready.version} was sent")
         return served
 
     async def sample(self, request: SampleRequest) -> RolloutAnswer:
@@ -133,7 +142,7 @@ class RemoteServer:
         headers: Mapping[str, str] | None = None,
         max_bytes: int = FREE_BYTES,
     ) -> T:
-        timeout = httpx.Timeout(connect=STATE_SECONDS, read=seconds, write=seconds, pool=seconds)
+        timeout = httpx.Timeout(connect=CONNECT_SECONDS, read=seconds, write=seconds, pool=seconds)
         try:
             async with self._http.stream(
                 method, path, content=body, headers=dict(headers or {}), timeout=timeout

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import re
+import stat
 from collections.abc import Generator
+from pathlib import Path
 
 import anyio
+from anyio.to_thread import run_sync
 
 from actors.broadcaster import swap_weights
 from clotho.config.schema import KvPolicy
@@ -15,9 +20,12 @@ from clotho.runtime.compute_thread import ComputeExecutor, finish
 from clotho.runtime.latest import Latest
 from clotho.storage.adapters import tensor_problems
 from clotho.storage.tensors import named_arrays, parse_tensors
-from protocols.errors import CheckpointError
+from protocols.errors import CheckpointError, visible
 from protocols.remote import MAX_LISTED_VERSIONS, ServedPolicy
 from protocols.step import WeightsReady
+
+FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}\.safetensors")
+"""Names of files that a training run shares by path; a name never leads out of the directory."""
 
 HEADER_BYTES = 1_048_576
 """Size of a safetensors header and of padding, in addition to the weights."""
@@ -38,8 +46,10 @@ class SwappingReceiver:
         weights: Latest[WeightsReady],
         *,
         kv_policy: KvPolicy,
+        root: str = "",
     ) -> None:
-        """weights: announces the served weights."""
+        """weights: announces the served weights. root: directory of weights that are shared by path; empty: none."""
+        self._root = Path(root).expanduser() if root else None
         self._policy, self._engine, self._executor = policy, engine, executor
         self._weights, self._kv_policy = weights, kv_policy
         parameters = policy.trainable()
@@ -65,6 +75,14 @@ class SwappingReceiver:
     def fingerprint(self, version: int) -> str:
         """Return the fingerprint of a policy version; empty if the version is not known any more."""
         return self._fingerprints.get(version, "")
+
+    async def read(self, name: str) -> bytes:
+        """Return the content of a file in the directory of shared weights. Raises CheckpointError."""
+        if self._root is None:
+            raise CheckpointError("this server reads no files; start it with --server.weights-root DIRECTORY")
+        if not FILE_NAME.fullmatch(name):
+            raise CheckpointError(f"{visible(name, 80)!r} is not the name of a .safetensors file")
+        return await run_sync(_read, self._root / name, self.max_bytes)
 
     async def receive(self, tensors: bytes, ready: WeightsReady, *, run_id: str) -> ServedPolicy:
         """Serve the weights in the bytes of a safetensors file.
@@ -98,3 +116,16 @@ class SwappingReceiver:
             raise CheckpointError(f"their fingerprint is {found}, not {ready.fingerprint}")
         yield
         return (yield from swap_weights(self._policy, self._engine, self._kv_policy, parameters, ready))
+
+
+def _read(path: Path, max_bytes: int) -> bytes:
+    try:
+        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise CheckpointError(f"{path.name} is not a file")
+            content = file.read(max_bytes + 1)
+    except OSError as error:
+        raise CheckpointError(f"{path.name} cannot be read: {error.strerror or error}") from error
+    if len(content) > max_bytes:
+        raise CheckpointError(f"{path.name} is larger than {max_bytes} bytes")
+    return content

@@ -2,32 +2,87 @@
 
 from __future__ import annotations
 
-from clotho.config.schema import RemoteGeneration
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from clotho.config.schema import RemoteGeneration, RestartedServers, SharedWeights
 from clotho.models.parameters import layout
-from clotho.remote.sampler import RemoteSampler, Weights
+from clotho.remote.mlx_server import MlxServer
+from clotho.remote.sampler import InferenceServer, RemoteSampler
 from clotho.remote.server import RemoteServer
+from clotho.remote.weights import Delivery, OverHttp, SharedDirectory, Weights
 from clotho.run.context import RunContext
+from clotho.runtime.compute_thread import finish
+from protocols.checkpoint import AdapterConfig
+from protocols.errors import ProfileError
 from protocols.queues import Inbox
+from protocols.remote import ServedPolicy
 from protocols.step import PolicyUpdated
 
 
 def remote_sampler(context: RunContext, settings: RemoteGeneration, updates: Inbox[PolicyUpdated]) -> RemoteSampler:
-    """Return the sampler. Raises ProfileError if an address is not valid."""
-    run_id = context.directory.run_id
+    """Return the sampler. Raises ProfileError if a server cannot be used with these settings."""
     parameters = context.policy_learner.parameters
+    restarts = isinstance(settings.weights, RestartedServers)
+    make = _restarted(context, settings) if restarts else _replacing(context, settings)
     return RemoteSampler(
-        [
-            RemoteServer(url, api_key=settings.api_key, run_id=run_id, timeout_seconds=settings.group_seconds)
-            for url in dict.fromkeys(settings.server_url)
-        ],
+        [make(url) for url in dict.fromkeys(settings.server_url)],
         updates=updates,
         weights=context.weights,
         start=Weights(ready=context.weights.value, parameters=parameters),
         layout=layout(parameters),
-        run_id=run_id,
+        run_id=context.directory.run_id,
         sync_interval=settings.sync_interval,
         probe_prompt=context.prompts.prompt(0).tokens,
         recompute=context.recompute_logprobs,
         sampling=context.profile.sampling,
         patience_seconds=settings.patience_seconds,
+    )
+
+
+def _replacing(context: RunContext, settings: RemoteGeneration) -> Callable[[str], InferenceServer]:
+    """Servers of this project, which replace their weights."""
+    run_id = context.directory.run_id
+    delivery: Delivery = OverHttp()
+    if isinstance(settings.weights, SharedWeights):
+        delivery = SharedDirectory(Path(settings.weights.directory).expanduser(), run_id)
+    return lambda url: RemoteServer(
+        url, api_key=settings.api_key, run_id=run_id, timeout_seconds=settings.group_seconds, delivery=delivery
+    )
+
+
+def _restarted(context: RunContext, settings: RemoteGeneration) -> Callable[[str], InferenceServer]:
+    """Servers of mlx-lm, which the run starts."""
+    policy, profile, weights = context.policy, context.profile, settings.weights
+    assert isinstance(weights, RestartedServers)
+    if policy.files is None or not policy.files.is_dir():
+        raise ProfileError(
+            f"generator.weights: mlx_lm.server loads no {profile.model.path}; it needs a model directory of mlx-lm"
+        )
+    files = policy.files
+
+    async def loadable(parameters: Any) -> tuple[object, AdapterConfig]:
+        return await finish(context.executor.submit(lambda: policy.loadable(parameters)))
+
+    unstarted = ServedPolicy(
+        version=-1,
+        step=-1,
+        fingerprint="",
+        run_id=context.directory.run_id,
+        layout=layout(context.policy_learner.parameters),
+        vocab_size=policy.vocab_size,
+        context_length=policy.context_length,
+    )
+    return lambda url: MlxServer(
+        url,
+        model=files.absolute(),
+        tokenizer=policy.tokenizer,
+        loadable=loadable,
+        unstarted=unstarted,
+        directory=context.directory.remote,
+        concurrency=profile.engine.max_num_seqs,
+        start_seconds=weights.start_seconds,
+        timeout_seconds=settings.group_seconds,
+        options=("--trust-remote-code",) if profile.model.trust_remote_code else (),
     )

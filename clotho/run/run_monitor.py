@@ -24,7 +24,7 @@ from clotho.storage.checkpoints import checkpoint_path
 from protocols.checkpoint import BestCheckpoint
 from protocols.sampling import BASE
 from protocols.step import WeightsReady
-from protocols.summary import QueueGauge, RunGauges, RunSummary
+from protocols.summary import QueueGauge, RemoteGauges, RunGauges, RunSummary
 
 
 class RunMonitor:
@@ -40,15 +40,14 @@ class RunMonitor:
         queues: Sequence[Queue[Any]],
         children: Callable[[], dict[str, ChildStatus]],
         events_lost: Callable[[], int] = lambda: 0,
-        remote_tokens: Callable[[], int] = lambda: 0,
+        remote: Callable[[], RemoteGauges] = RemoteGauges,
     ) -> None:
         """queues: all queues of the run. children: status of the supervised actors, by name.
 
-        events_lost: number of events that the event log could not write. remote_tokens: number of tokens that remote
-        inference servers sampled.
+        events_lost: number of events that the event log could not write. remote: state of remote inference servers.
         """
         self._context, self._queues, self._events_lost = context, queues, events_lost
-        self._remote_tokens = remote_tokens
+        self._remote = remote
         self._began = time.monotonic()
         self._api_requests = 0
         self.serving = ServingState(
@@ -67,12 +66,12 @@ class RunMonitor:
     def gauges(self) -> RunGauges:
         """Current metrics for the display and metrics.jsonl."""
         context, swaps = self._context, self._context.swap_times
-        rates, stats = context.executor.rates(), context.engine.stats()
+        rates, stats, remote = context.executor.rates(), context.engine.stats(), self._remote()
         return RunGauges(
             queues=tuple(
                 QueueGauge(name=queue.name, depth=queue.depth, capacity=queue.capacity) for queue in self._queues
             ),
-            tokens_sampled=stats.tokens_sampled + self._remote_tokens(),
+            tokens_sampled=stats.tokens_sampled + remote.tokens_sampled,
             decode_seconds=rates.seconds,
             decode_rate_idle=rates.idle or None,
             decode_rate_learning=rates.learning or None,
@@ -84,6 +83,7 @@ class RunMonitor:
             swap_seconds_median=swaps.median,
             swap_seconds_max=swaps.longest,
             peak_memory_bytes=peak_memory(),
+            remote=remote,
         )
 
     def snapshot(self) -> RunSnapshot:
@@ -106,6 +106,7 @@ class RunMonitor:
             queues=tuple(QueueSnapshot(**structs.asdict(queue.stats())) for queue in self._queues),
             restarts=self.serving.restarts(),
             events_lost=self._events_lost(),
+            remote=self._remote(),
         )
 
     def server_context(self, settings: HttpServer) -> ServerContext:

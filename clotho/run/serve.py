@@ -91,7 +91,8 @@ class Serving(Struct, frozen=True, kw_only=True, eq=False):
         """The interface for training runs of other processes."""
         if not isinstance(self.base, Policy):
             return NullPolicyReceiver()
-        return SwappingReceiver(self.base, self.engine, self.executor, self.weights, kv_policy="keep")
+        root = self.arguments.profile.server.weights_root
+        return SwappingReceiver(self.base, self.engine, self.executor, self.weights, kv_policy="keep", root=root)
 
 
 class UntilDrained:

@@ -50,7 +50,7 @@ from clotho.serving.routes_remote import get_policy, parse_rollout_call, put_pol
 from clotho.serving.routes_tokenize import detokenize, tokenize_text
 from clotho.serving.routes_tokens import parse_tokens_request
 from clotho.serving.routes_trl import parse_trl_request
-from clotho.serving.services import Health, RecordingSampler, ServerContext, Version
+from clotho.serving.services import Health, RecordingSampler, ServedModel, ServerContext, Version, find_served
 from clotho.serving.streaming import EventStream, event_stream
 from protocols.sampling import Completion, PromptLogprobs
 from protocols.step import WeightsReady
@@ -85,6 +85,7 @@ def build_app(context: ServerContext, limit: ConcurrencyLimit) -> Starlette:
         "/version": handlers.version,
         "/v1/policy": handlers.policy,
         "/v1/models": handlers.models,
+        "/v1/models/{name:path}": handlers.model,
     }
     posts = {
         "/v1/completions": handlers.completions,
@@ -187,18 +188,22 @@ class _Handlers:
         return Response(self._metrics.render(), headers={"content-type": CONTENT_TYPE_LATEST})
 
     async def models(self, _: Request) -> Response:
-        cards = [
-            ModelCard(
-                id=model.id,
-                root=model.root,
-                parent=model.parent,
-                created=self._started,
-                max_model_len=self._context.context_length,
-                weights_version=model.weights().version,
-            )
-            for model in self._context.models()
-        ]
+        cards = [self._card(model) for model in self._context.models()]
         return _json(ModelList(data=cards), self._context.weights().version)
+
+    async def model(self, http: Request) -> Response:
+        card = self._card(find_served(http.path_params["name"], self._context))
+        return _json(card, card.weights_version)
+
+    def _card(self, model: ServedModel) -> ModelCard:
+        return ModelCard(
+            id=model.id,
+            root=model.root,
+            parent=model.parent,
+            created=self._started,
+            max_model_len=self._context.context_length,
+            weights_version=model.weights().version,
+        )
 
     async def completions(self, http: Request) -> Response:
         return await self._openai(http, parse_completion_request, CompletionFormat())

@@ -10,14 +10,20 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+    StateSetMetricFamily,
+)
 from prometheus_client.registry import Collector
 
 from clotho.serving.limits import ConcurrencyLimit
 from clotho.serving.openai_requests import ValidatedRequest
 from clotho.serving.services import EngineSnapshot, QueueSnapshot, RunSnapshot, ServerContext
 from protocols.sampling import Completion
-from protocols.summary import Distribution
+from protocols.summary import Distribution, RemoteGauges
 
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536)
@@ -101,6 +107,7 @@ class _SnapshotCollector(Collector):
         yield from self._engine(snapshot.engine)
         yield from self._training(snapshot)
         yield from _queues(snapshot.queues)
+        yield from _remote(snapshot.remote)
         yield _counter("clotho_child_restarts", "Restarts of a supervised child.", snapshot.restarts, by="child")
         yield _counter("clotho_log_events_lost", "Events that could not be logged.", {"": snapshot.events_lost})
 
@@ -130,7 +137,7 @@ class _SnapshotCollector(Collector):
             "vllm:num_preemptions", "Sequences that left the batch to continue.", {"": engine.preempted}, labels=model
         )
         for name, found in engine.timings.items():
-            yield _histogram(f"vllm:{name}", TIMINGS[name], found, model)
+            yield _histogram(f"vllm:{name}", TIMINGS[name], {self._context.settings.model_name: found}, "model_name")
         yield _gauge("clotho_prefix_cache_tokens", "Tokens that the prefix cache holds.", engine.prefix_tokens)
         for name, help_text, value in (
             ("clotho_prefill_tokens", "Prompt tokens computed, without padding.", engine.prefill_tokens),
@@ -199,11 +206,54 @@ def _queues(queues: Sequence[QueueSnapshot]) -> Iterator[Metric]:
         yield _counter(name, help_text, values, by="queue")
 
 
-def _histogram(name: str, help_text: str, found: Distribution, labels: Mapping[str, str]) -> Metric:
-    family = HistogramMetricFamily(name, help_text, labels=list(labels))
-    bounds = [*(str(float(bound)) for bound in found.bounds), "+Inf"]
-    buckets = list(zip(bounds, accumulate(found.counts), strict=True))
-    family.add_metric(list(labels.values()), buckets, found.total)
+def _remote(remote: RemoteGauges) -> Iterator[Metric]:
+    servers = remote.servers
+    if not servers:
+        return
+    state = StateSetMetricFamily("clotho_remote_server_state", "State of an inference server.", labels=["server"])
+    for one in servers:
+        state.add_metric([one.name], {name: one.state == name for name in ("ready", "updating", "failed")})
+    yield state
+    for name, help_text, gauges in (
+        (
+            "clotho_remote_server_weights_version",
+            "Policy version that a server in use serves.",
+            {one.name: one.version for one in servers if one.version is not None},
+        ),
+        (
+            "clotho_remote_server_lag_versions",
+            "Versions that a server in use is behind the run.",
+            {one.name: one.lag for one in servers if one.lag is not None},
+        ),
+        ("clotho_remote_server_rows", "Completions in flight on a server.", {one.name: one.rows for one in servers}),
+    ):
+        yield _gauges(name, help_text, gauges, by="server")
+    for name, help_text, counts in (
+        ("clotho_remote_server_groups", "Groups requested from a server.", {one.name: one.groups for one in servers}),
+        (
+            "clotho_remote_server_failures",
+            "Failed attempts and groups of a server.",
+            {one.name: one.failures for one in servers},
+        ),
+    ):
+        yield _counter(name, help_text, counts, by="server")
+    yield _counter(
+        "clotho_remote_groups_requested_again", "Groups requested again elsewhere.", {"": remote.requested_again}
+    )
+    yield _histogram(
+        "clotho_remote_server_push_seconds",
+        "Time until a server served new weights.",
+        {one.name: one.pushes for one in servers},
+        "server",
+    )
+
+
+def _histogram(name: str, help_text: str, found: Mapping[str, Distribution], by: str) -> Metric:
+    family = HistogramMetricFamily(name, help_text, labels=[by])
+    for key, one in found.items():
+        bounds = [*(str(float(bound)) for bound in one.bounds), "+Inf"]
+        buckets = list(zip(bounds, accumulate(one.counts), strict=True))
+        family.add_metric([key], buckets, one.total)
     return family
 
 
@@ -213,10 +263,10 @@ def _gauge(name: str, help_text: str, value: float, *, labels: Mapping[str, str]
     return family
 
 
-def _gauges(name: str, help_text: str, values: Mapping[str, float]) -> Metric:
-    family = GaugeMetricFamily(name, help_text, labels=["queue"])
-    for queue, value in values.items():
-        family.add_metric([queue], value)
+def _gauges(name: str, help_text: str, values: Mapping[str, float], *, by: str = "queue") -> Metric:
+    family = GaugeMetricFamily(name, help_text, labels=[by])
+    for key, value in values.items():
+        family.add_metric([key], value)
     return family
 
 

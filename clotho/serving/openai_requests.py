@@ -29,7 +29,8 @@ from clotho.serving.openai_fields import (
 from clotho.serving.reasoning import END_THINK, PROMPT_TAIL, MessageParser, MessageParts, reasoning_variables
 from clotho.serving.services import ServedModel, ServerContext, find_served
 from clotho.serving.structured_outputs import ConstraintFields, bad_words, requested_grammar
-from clotho.serving.tool_calls import NO_TOOLS, ToolUse, message_fields, use_tools
+from clotho.serving.tool_calls import NO_TOOLS, ToolUse, message_fields
+from clotho.serving.tool_grammars import use_tools
 from protocols.constraints import Grammar
 from protocols.sampling import (
     PARAMETERS,
@@ -139,7 +140,10 @@ def parse_chat_request(body: bytes, context: ServerContext) -> ValidatedRequest:
             template=context.tokenizer.chat_template,
             setting=context.settings.tool_parser,
             encode=lambda mark: encode_plain(mark, "tools", context),
+            output=fields.response_format,
         )
+        if tools.grammars and not tools.enforced:  # the grammar contains the format
+            fields = structs.replace(fields, response_format=None)
     if fields.reasoning_effort is not None:
         variables = reasoning_variables(fields.reasoning_effort, context.tokenizer.chat_template)
     if fields.chat_template_kwargs is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple, get_args
@@ -14,7 +15,7 @@ from clotho.serving.completion_requests import CompletionRequest
 from clotho.serving.control import PauseMode
 from clotho.serving.errors import ErrorBody
 from clotho.serving.openai_fields import ChatRequest
-from clotho.serving.openai_responses import ChatChoice, CompletionChoice, ModelList, ResponseBody
+from clotho.serving.openai_responses import ChatChoice, CompletionChoice, ModelCard, ModelList, ResponseBody
 from clotho.serving.routes_adapters import (
     AdapterStatus,
     LoadAdapter,
@@ -121,6 +122,7 @@ OPERATIONS: dict[str, Operation] = {
     ),
     "/v1/policy/weights": Operation("put", "Replace the weights of the policy", responses=(ServedPolicy,), binary=True),
     "/v1/models": Operation("get", "List the models that requests can name", responses=(ModelList,)),
+    "/v1/models/{name}": Operation("get", "One model by its name", responses=(ModelCard,)),
     "/health": Operation("get", "State of the server; status 503 unless it is ok", responses=(Health,)),
     "/version": Operation("get", "Version of Clotho", responses=(Version,)),
     "/metrics": Operation("get", "Metrics in the text format of Prometheus"),
@@ -155,10 +157,14 @@ def _operation(path: str, one: Operation) -> dict[str, Any]:
     if one.streams:
         content[EVENTS] = {"schema": {"type": "string"}}
     found: dict[str, Any] = {
-        "operationId": path.strip("/").replace("/", "_").replace(".", "_"),
+        "operationId": re.sub("[{}]", "", path).strip("/").replace("/", "_").replace(".", "_"),
         "summary": one.summary,
         "parameters": [
-            {"name": name, "in": "query", "required": False, "schema": schema} for name, schema in one.query.items()
+            *({"name": name, "in": "query", "required": False, "schema": schema} for name, schema in one.query.items()),
+            *(
+                {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+                for name in re.findall(r"\{(\w+)\}", path)
+            ),
         ],
         "responses": {
             "200": {"description": "Success", "content": content},

@@ -125,5 +125,7 @@ class MessageParts:
         tools = self._tools
         calls = None
         if tools.format is not None:
-            calls = ToolCallParser(tools.format, enforced=bool(tools.grammars), parallel=tools.parallel)
+            calls = ToolCallParser(
+                tools.format, enforced=tools.enforced, parallel=tools.parallel, parameters=tools.parameters
+            )
         return MessageParser(ReasoningSplitter(opened=self._opened) if self._separate else None, calls)

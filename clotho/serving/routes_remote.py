@@ -16,6 +16,7 @@ from clotho.serving.openai_requests import ValidatedRequest, validation_error
 from clotho.serving.services import ServerContext
 from protocols.errors import CheckpointError
 from protocols.remote import (
+    FILE_HEADER,
     FINGERPRINT_HEADER,
     RUN_HEADER,
     STEP_HEADER,
@@ -73,13 +74,16 @@ def _served(context: ServerContext) -> ServedPolicy:
 
 
 async def put_policy(http: Request, context: ServerContext) -> Response:
-    """Serve the weights in the body, which is a safetensors file. Responds with the served policy."""
+    """Serve the weights in the body, or in the file that a header names. Responds with the served policy."""
     _served(context)
     ready = WeightsReady(
         version=_number(http, VERSION_HEADER), step=_number(http, STEP_HEADER), fingerprint=_name(http)
     )
-    tensors = await _body(http, context.receiver.max_bytes)
+    file = http.headers.get(FILE_HEADER)
+    tensors = await _body(http, context.receiver.max_bytes) if file is None else b""
     try:
+        if file is not None:
+            tensors = await context.receiver.read(file)
         served = await context.receiver.receive(tensors, ready, run_id=http.headers.get(RUN_HEADER, "")[:MAX_NAME])
     except CheckpointError as error:
         raise ApiError(400, f"The weights cannot be served: {error}", code="invalid_weights") from error

@@ -17,7 +17,7 @@ from protocols.errors import CheckpointError, visible
 from protocols.remote import ServedPolicy
 from protocols.sampling import POLICY, Completion, CompletionDone, PromptLogprobs, SampleRequest, Sampling, TokenSampled
 from protocols.step import WeightsReady
-from protocols.summary import Distribution
+from protocols.summary import Distribution, RemoteGauges
 
 
 class Tokenizer(Protocol):
@@ -116,6 +116,10 @@ class PolicyReceiver(Protocol):
         """Return the fingerprint of a policy version; empty if the version is not known any more."""
         ...
 
+    async def read(self, name: str, /) -> bytes:
+        """Return the content of a file in the directory of shared weights. Raises CheckpointError."""
+        ...
+
     async def receive(self, tensors: bytes, ready: WeightsReady, /, *, run_id: str) -> ServedPolicy:
         """Serve the weights in the bytes of a safetensors file. Raises CheckpointError if they are not suitable."""
         ...
@@ -203,6 +207,7 @@ class RunSnapshot(Struct, frozen=True, kw_only=True):
     update. discarded: reason -> groups. environments_trained,
     environments_discarded: environment -> groups. restarts: supervised child -> restarts.
     events_lost: number of events that log.jsonl lacks because it could not be written.
+    remote: remote inference servers that sample rollouts.
     """
 
     engine: EngineSnapshot = EngineSnapshot()
@@ -218,6 +223,7 @@ class RunSnapshot(Struct, frozen=True, kw_only=True):
     queues: tuple[QueueSnapshot, ...] = ()
     restarts: dict[str, int] = {}
     events_lost: int = 0
+    remote: RemoteGauges = RemoteGauges()
 
 
 class ServedModel(Struct, frozen=True, kw_only=True):
@@ -248,6 +254,11 @@ class NullPolicyReceiver:
     def fingerprint(self, _: int) -> str:
         """Return the fingerprint of an unknown version."""
         return ""
+
+    async def read(self, _: str) -> bytes:
+        """Refuse."""
+        self.served()
+        return b""
 
     async def receive(self, _: bytes, __: WeightsReady, *, run_id: str) -> ServedPolicy:
         """Refuse."""

@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from clotho.serving.errors import invalid_field
-from protocols.constraints import Grammar, GrammarKind
+from protocols.constraints import Grammar, GrammarKind, Tag, TaggedText
 from protocols.sampling import MAX_BAD_WORD_TOKENS
 
 Choices = Annotated[list[str], Meta(min_length=1, max_length=4096)]
@@ -29,11 +29,29 @@ class JsonSchema(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     strict: bool | None = None
 
 
-class OutputFormat(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """OpenAI's `response_format`."""
+class Structure(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A part of a text that a schema constrains, between two texts; `begin` starts with a trigger."""
 
-    type: Literal["text", "json_object", "json_schema"]
+    begin: Annotated[str, Meta(min_length=1, max_length=256)]
+    schema: dict[str, Any] = {}
+    end: Annotated[str, Meta(max_length=256)] = ""
+
+
+class StructuralTag(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Structures in a text that is free otherwise: a trigger begins one of the structures that start with it."""
+
+    structures: Annotated[list[Structure], Meta(min_length=1, max_length=128)]
+    triggers: Annotated[list[Annotated[str, Meta(min_length=1, max_length=256)]], Meta(min_length=1, max_length=128)]
+    type: Literal["structural_tag"] = "structural_tag"
+
+
+class OutputFormat(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """OpenAI's `response_format`, and vLLM's type structural_tag, whose fields are those of `StructuralTag`."""
+
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchema | None = None
+    structures: list[Any] | None = None
+    triggers: list[Any] | None = None
 
 
 class StructuredOutputs(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -44,6 +62,7 @@ class StructuredOutputs(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     choice: Choices | None = None
     grammar: str | None = None
     json_object: bool | None = None
+    structural_tag: str | None = None
 
 
 class ConstraintFields(Struct, frozen=True, kw_only=True):
@@ -63,12 +82,8 @@ def requested_grammar(fields: ConstraintFields, others: Sequence[Grammar] = ()) 
     others: grammars that further fields of the request name.
     """
     found = list(others)
-    output = fields.response_format
-    if output is not None and output.type != "text":
-        if (output.type == "json_schema") != (output.json_schema is not None):
-            raise invalid_field("response_format", "type json_schema requires json_schema, and no other type has one")
-        schema = output.json_schema.schema if output.json_schema is not None else ANY_OBJECT
-        found.append(json_grammar(schema, "response_format"))
+    if fields.response_format is not None:
+        found += _output_grammar(fields.response_format)
     if fields.structured_outputs is not None:
         found += _structured(fields.structured_outputs)
     if fields.guided_json is not None:
@@ -85,6 +100,41 @@ def requested_grammar(fields: ConstraintFields, others: Sequence[Grammar] = ()) 
     return found[0] if found else None
 
 
+def _output_grammar(output: OutputFormat) -> list[Grammar]:
+    if output.type == "structural_tag":
+        tag = {"structures": output.structures, "triggers": output.triggers}
+        return [structural_grammar(tag, "response_format")]
+    schema = output_schema(output)
+    return [] if schema is None else [json_grammar(schema, "response_format")]
+
+
+def output_schema(output: OutputFormat) -> dict[str, Any] | None:
+    """Return the JSON schema of a `response_format`; None for text. Raises ApiError."""
+    needed = {"json_schema": "json_schema", "structural_tag": "structures"}
+    for kind, name in needed.items():
+        if (output.type == kind) != (getattr(output, name) is not None):
+            raise invalid_field("response_format", f"type {kind} requires {name}, and no other type has one")
+    if output.json_schema is not None:
+        return output.json_schema.schema
+    return ANY_OBJECT if output.type == "json_object" else None
+
+
+def structural_grammar(fields: Any, param: str) -> Grammar:
+    """Return the grammar of a text with structures. Raises ApiError."""
+    try:
+        tag = msgspec.convert(fields, StructuralTag)
+    except msgspec.ValidationError as error:
+        raise invalid_field(param, str(error)) from error
+    tags = []
+    for one in tag.structures:
+        trigger = max((text for text in tag.triggers if one.begin.startswith(text)), key=len, default=None)
+        if trigger is None:
+            raise invalid_field(param, f"{one.begin[:64]!r} begins with no trigger")
+        tags.append(Tag(trigger=trigger, begin=one.begin, body=f"%json {json.dumps(one.schema)}", end=one.end))
+    text = msgspec.json.encode(TaggedText(tags=tuple(tags))).decode()
+    return Grammar(kind="tagged", text=text, param=param)
+
+
 def _structured(fields: StructuredOutputs) -> list[Grammar]:
     param = "structured_outputs"
     found = []
@@ -98,8 +148,13 @@ def _structured(fields: StructuredOutputs) -> list[Grammar]:
         found.append(Grammar(kind="grammar", text=fields.grammar, param=param))
     if fields.json_object:
         found.append(json_grammar(ANY_OBJECT, param))
+    if fields.structural_tag is not None:
+        try:
+            found.append(structural_grammar(msgspec.json.decode(fields.structural_tag), param))
+        except msgspec.DecodeError as error:
+            raise invalid_field(param, f"structural_tag: {error}") from error
     if len(found) != 1:
-        raise invalid_field(param, "set exactly one of json, regex, choice, grammar and json_object")
+        raise invalid_field(param, "set exactly one of json, regex, choice, grammar, json_object and structural_tag")
     return found
 
 

@@ -1,13 +1,12 @@
-"""Tools of a chat request: definitions, the grammar that enforces a call, and calls in the text of a completion."""
+"""Tools of a chat request: definitions, calls in messages, and calls in responses."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, NoReturn, Protocol
 
-import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from clotho.serving.errors import invalid_field
@@ -15,11 +14,13 @@ from protocols.constraints import Grammar
 
 MAX_TOOLS, MAX_CALLS = 128, 32
 
-ToolFormat = Literal["hermes", "llama3_json", "mistral"]
+ToolFormat = Literal["hermes", "qwen3_coder", "llama3_json", "pythonic", "mistral"]
 """How a model writes tool calls:
 
     hermes       <tool_call>{"name": ..., "arguments": ...}</tool_call> for each call (Hermes, Qwen)
+    qwen3_coder  <tool_call><function=...> and <parameter=...>VALUE</parameter> for each parameter (Qwen3-Coder)
     llama3_json  {"name": ..., "parameters": ...}, separated by semicolons (Llama 3)
+    pythonic     a list of Python calls with keyword arguments: [f(x=1), g(y="a")] (Llama 3.2, Llama 4)
     mistral      [TOOL_CALLS] and a list of {"name": ..., "arguments": ...}, or [TOOL_CALLS]name[ARGS]{...} per call
 """
 
@@ -162,6 +163,11 @@ def knows_tools(template: str) -> bool:
     return bool(re.search(r"\btools\b", template))
 
 
+def is_text_parameter(schema: Any) -> bool:
+    """Whether the value of a parameter is text in formats that write other values as JSON."""
+    return isinstance(schema, dict) and schema.get("type") == "string"
+
+
 def call_deltas(calls: Sequence[CallDelta], *, whole: bool) -> list[ToolCallDelta]:
     """Return calls in the format of a response."""
     return [
@@ -178,106 +184,17 @@ def call_deltas(calls: Sequence[CallDelta], *, whole: bool) -> list[ToolCallDelt
 class ToolUse(Struct, frozen=True, kw_only=True):
     """The tools of a validated request.
 
-    rendered: for the chat template. format: None if no calls are expected. grammars: the one that enforces a call, if
-    any. parallel: whether several calls are permitted.
+    rendered: for the chat template. format: None if no calls are expected. grammars: the one of calls, if any.
+    enforced: the completion is calls and nothing else. parallel: whether several calls are permitted. parameters: JSON
+    schemas of the parameters of each function.
     """
 
     rendered: list[dict[str, Any]]
     format: ToolFormat | None
-    grammars: tuple[Grammar, ...]
-    parallel: bool
-
-
-NO_TOOLS = ToolUse(rendered=[], format=None, grammars=(), parallel=True)
-
-
-def tool_format(template: str, setting: str) -> ToolFormat:
-    """Return the format of a model's tool calls, from its chat template unless it is set. Raises ApiError."""
-    if not knows_tools(template):
-        raise invalid_field("tools", "the chat template of this model knows no tools")
-    known: dict[str, ToolFormat] = {one: one for one in ("hermes", "llama3_json", "mistral")}
-    if setting in known:
-        return known[setting]
-    if "[TOOL_CALLS]" in template:
-        return "mistral"
-    if "<tool_call>" in template and "<function=" not in template:
-        return "hermes"
-    if "<|python_tag|>" in template or ("ipython" in template and '"parameters"' in template):
-        return "llama3_json"
-    raise invalid_field("tools", "the format of this model's tool calls is unknown; set server.tool_parser")
-
-
-def use_tools(
-    tools: Sequence[Tool],
-    choice: Literal["none", "auto", "required"] | ToolChoice | None,
-    *,
-    parallel: bool,
-    template: str,
-    setting: str,
-    encode: Callable[[str], tuple[int, ...]],
-) -> ToolUse:
-    """Return how a request uses its tools. Raises ApiError.
-
-    With tool_choice none, the chat template receives no tools. encode: returns the tokens of a mark such as
-    `[TOOL_CALLS]`, which a grammar names by its token if it is one.
-    """
-    if not tools:
-        raise invalid_field("tool_choice", "requires tools")
-    names = [tool.function.name for tool in tools]
-    if len(set(names)) < len(names):
-        raise invalid_field("tools", "two functions have the same name")
-    if choice == "none":
-        return NO_TOOLS
-    found = tool_format(template, setting)
-    forced = list(tools)
-    if isinstance(choice, ToolChoice):
-        forced = [tool for tool in tools if tool.function.name == choice.function.name]
-        if not forced:
-            raise invalid_field("tool_choice", f"no tool has the name {choice.function.name[:64]!r}")
-        parallel = False
     grammars: tuple[Grammar, ...] = ()
-    if choice == "required" or isinstance(choice, ToolChoice):
-        text = call_grammar(forced, found, parallel=parallel, has_args_mark="[ARGS]" in template, encode=encode)
-        grammars = (Grammar(kind="lark", text=text, param="tools"),)
-    rendered = [msgspec.to_builtins(tool) for tool in tools]
-    for tool in rendered:
-        tool["function"] = {name: value for name, value in tool["function"].items() if value is not None}
-    return ToolUse(rendered=rendered, format=found, grammars=grammars, parallel=parallel)
+    enforced: bool = False
+    parallel: bool = True
+    parameters: dict[str, dict[str, Any]] = {}
 
 
-def call_grammar(
-    tools: Sequence[Tool],
-    call_format: ToolFormat,
-    *,
-    parallel: bool,
-    has_args_mark: bool,
-    encode: Callable[[str], tuple[int, ...]],
-) -> str:
-    """Return the grammar of one call, or of up to `MAX_CALLS`, in the syntax of llguidance's Lark."""
-
-    def mark(text: str) -> str:
-        tokens = encode(text)
-        return f"<[{tokens[0]}]>" if len(tokens) == 1 else json.dumps(text)
-
-    def calls(separator: str) -> str:
-        return f'call ("{separator}" call){{0,{MAX_CALLS - 1}}}' if parallel else "call"
-
-    if call_format == "hermes":
-        start = calls("\\n")
-        head, tail = ('{mark} "\\n{{\\"name\\": \\"{name}\\", \\"arguments\\": "', f'"}}\\n" {mark("</tool_call>")}')
-        begin = mark("<tool_call>")
-    elif call_format == "llama3_json":
-        start, begin = calls("; "), ""
-        head, tail = '{mark} "{{\\"name\\": \\"{name}\\", \\"parameters\\": "', '"}"'
-    elif has_args_mark:
-        start, begin = f"call{{1,{MAX_CALLS}}}" if parallel else "call", mark("[TOOL_CALLS]")
-        head, tail = f'{{mark}} "{{name}}" {mark("[ARGS]")}', ""
-    else:
-        start, begin = f'{mark("[TOOL_CALLS]")} / ?/ "[" {calls(", ")} "]"', ""
-        head, tail = '{mark} "{{\\"name\\": \\"{name}\\", \\"arguments\\": "', '"}"'
-    rules = [f"start: {start}", "call: " + " | ".join(f"call_{i}" for i in range(len(tools)))]
-    for i, tool in enumerate(tools):
-        schema = {"type": "object", **(tool.function.parameters or {"properties": {}, "additionalProperties": False})}
-        rules.append(f"call_{i}: {head.format(mark=begin, name=tool.function.name)} args_{i} {tail}")
-        rules.append(f"args_{i}: %json {json.dumps(schema)}")
-    return "\n".join(["%llguidance {}", *rules])
+NO_TOOLS = ToolUse(rendered=[], format=None)

@@ -116,10 +116,12 @@ PREVIOUS_LOG = "log.1.jsonl"
 """The event log before log.jsonl, after log.jsonl has reached its maximum size."""
 LINES = frozenset({"metrics.jsonl", "evaluations.jsonl", "rollouts.jsonl", "log.jsonl", PREVIOUS_LOG})
 FILES = LINES | {"profile.toml", NEWEST_CHECKPOINT, BEST, LINEAGE}
-ATROPOS = "atropos"
-DIRECTORIES = frozenset({"checkpoints", "adapters", ATROPOS, SUPERSEDED})
+ATROPOS, REMOTE = "atropos", "remote"
+DIRECTORIES = frozenset({"checkpoints", "adapters", ATROPOS, REMOTE, SUPERSEDED})
 ATROPOS_FILES = re.compile(r"[A-Za-z0-9_-]+\.(log|log\.1|json)|env_checkpoints")
 """Entries of the directory of child processes: output, settings, and checkpoints of atroposlib environments."""
+REMOTE_FILES = re.compile(r"mlx-lm-[0-9]+(\.log)?")
+"""Entries of the directory of inference servers that the run starts: adapters and output."""
 SUPERSEDED_NAME = re.compile(r"[0-9]{3,}-after-step-[0-9]{6,}")
 """Entries of the directory of what `--resume-step` has set aside."""
 RUN_ID = ".run_id"
@@ -220,6 +222,11 @@ class RunDirectory:
     def atropos(self) -> Path:
         """Directory for output and files of the environment processes."""
         return self.path / ATROPOS
+
+    @property
+    def remote(self) -> Path:
+        """Directory for adapters and output of inference servers that the run starts."""
+        return self.path / REMOTE
 
     def begin(self) -> None:
         """Take the directory into use: delete the earlier run if requested, and remove leftovers of a kill.
@@ -350,6 +357,8 @@ def _is_run_entry(inner: Path) -> bool:
         return ATROPOS_FILES.fullmatch(inner.name) is not None
     if inner.parent.name == SUPERSEDED:
         return SUPERSEDED_NAME.fullmatch(inner.name) is not None and inner.is_dir() and not inner.is_symlink()
+    if inner.parent.name == REMOTE:
+        return REMOTE_FILES.fullmatch(inner.name) is not None
     if inner.name in (TENSORS, CONFIG):
         return True
     return DIRECTORY_NAME.fullmatch(inner.name) is not None and inner.is_dir() and not inner.is_symlink()

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from bench import collapse, environments, figures, head, objectives, soak
+from bench import collapse, environments, figures, head, objectives, remote, soak
 from bench.__main__ import BENCHMARKS
 from bench.collapse import CollapseRun
 from bench.environments import EnvironmentRun, permutation_test
@@ -66,11 +66,13 @@ def test_missing_results_are_named_on_one_line(
     page.write_text("".join(f"<!-- {name}:begin -->\nold\n<!-- {name}:end -->\n" for name in TABLES))
     monkeypatch.setattr(figures, "ROOT", tmp_path)
     monkeypatch.setattr(figures, "RESULTS", tmp_path / "learning.jsonl")
-    for question, results in ((objectives, [OUTCOME]), (head, []), (collapse, []), (environments, []), (soak, [])):
-        monkeypatch.setattr(question, "read", lambda results=results: results)
+    monkeypatch.setattr(objectives, "read", lambda: [OUTCOME])
+    for question in (head, collapse, environments, soak, remote):
+        monkeypatch.setattr(question, "read", list)
     assert figures.main([]) == 1
     assert capsys.readouterr().err == (
-        "bench: no results, unchanged: learning, head, collapse, environments, soak (run python -m bench NAME)\n"
+        "bench: no results, unchanged: learning, head, collapse, environments, soak, remote "
+        "(run python -m bench NAME)\n"
     )
     assert "0.960" in page.read_text()
     assert page.read_text().count("\nold\n") == 3

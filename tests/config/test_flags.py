@@ -232,7 +232,8 @@ def test_the_same_value_may_be_given_twice() -> None:
         ("--server.enabled 1", "unknown flag --server.enabled; there are: --server.accept-weights, "
          "--server.allow-pause, --server.api-key, --server.body-seconds, --server.host, --server.max-body-bytes, "
          "--server.max-choices, --server.max-concurrent, --server.model-name, --server.port, "
-         "--server.reasoning-parser, --server.shutdown-seconds, --server.tool-parser, --server (off, http)"),
+         "--server.reasoning-parser, --server.shutdown-seconds, --server.tool-parser, --server (off, http), "
+         "--server.weights-root"),
         ("--qqqqqqqq", "unknown flag --qqqqqqqq; see --help"),
         ("--sampling.stop a b", "unexpected argument 'b': repeat --sampling.stop for every value of the list"),
         ("train.jsonl", "unexpected argument 'train.jsonl': every setting is a flag, see --help"),

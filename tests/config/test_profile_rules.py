@@ -20,6 +20,9 @@ BASE: dict[str, Any] = {
 }
 
 TAP = {"name": "mine", "factory": "a:B", "mode": "tap", "at": "scored"}
+RESTARTED: dict[str, Any] = {
+    "type": "remote", "server_url": ["http://127.0.0.1:1"], "weights": {"type": "restart"},
+}  # fmt: skip
 REPLACE_EVALUATOR = TAP | {"mode": "replace", "at": "evaluator"}
 
 
@@ -51,6 +54,11 @@ def fault(**sections: Any) -> str | None:
     [
         ({"policy": {"method": {"scale": 1.0, "alpha": 8.0}}}, "policy.method.alpha"),
         ({"policy": {"method": {"num_layers": 0}}}, "policy.method.num_layers"),
+        ({"generator": RESTARTED, "sampling": {"temperature": 0.7}}, "sampling.temperature"),
+        ({"generator": RESTARTED, "sampling": {"top_k": 9}}, "sampling.top_k"),
+        ({"generator": RESTARTED, "sampling": {"stop": ["x"]}}, "sampling.stop"),
+        ({"generator": RESTARTED | {"api_key": "k"}}, "generator.api_key"),
+        ({"server": {"weights_root": "shared"}}, "server.weights_root"),
         ({"policy": {"method": {"dropout": 0.1}, "grad_checkpoint": True}}, "policy.method.dropout"),
         ({"policy": {"method": {"scaling": "rank_stabilized"}}}, "policy.method.scaling"),
         ({"replay": {"type": "buffer", "capacity": 4, "groups": 5}}, "replay.groups"),

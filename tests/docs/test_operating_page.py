@@ -8,7 +8,7 @@ from typing import get_args
 
 import pytest
 
-from clotho.monitoring.metrics import ENVIRONMENT_METRICS, EVALUATION_METRICS, METRICS
+from clotho.monitoring.metrics import ENVIRONMENT_METRICS, EVALUATION_METRICS, METRICS, REMOTE_METRICS
 from protocols.rollout import DiscardReason
 
 PAGE = (Path(__file__).parents[2] / "docs" / "operating.md").read_text(encoding="utf-8")
@@ -19,6 +19,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "operating.md").read_text(encoding=
     [
         ("key of metrics.jsonl", METRICS),
         ("key of an environment", ENVIRONMENT_METRICS),
+        ("key of a remote server", REMOTE_METRICS),
         ("key of evaluations.jsonl", EVALUATION_METRICS),
     ],
 )
@@ -30,7 +31,12 @@ def test_the_page_has_the_tables_of_metrics(head: str, descriptions: Mapping[str
 
 def test_every_description_is_a_sentence() -> None:
     """It starts with a capital letter and ends with a period."""
-    for text in (*METRICS.values(), *ENVIRONMENT_METRICS.values(), *EVALUATION_METRICS.values()):
+    for text in (
+        *METRICS.values(),
+        *ENVIRONMENT_METRICS.values(),
+        *REMOTE_METRICS.values(),
+        *EVALUATION_METRICS.values(),
+    ):
         assert text[0].isupper()
         assert text.endswith(".")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import socket
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -49,6 +50,72 @@ def test_a_run_survives_servers_that_are_killed_stopped_and_continued(tmp_path: 
     hashes = {line["policy_version"]: line["weights_hash"] for line in metrics}
     assert hashes.get(served["version"], served["fingerprint"]) == served["fingerprint"]
     assert served["version"] > 0
+
+
+def accuracy(run_dir: Path) -> tuple[float, float]:
+    """Return the accuracy of the first and of the last evaluation."""
+    lines = (run_dir / "evaluations.jsonl").read_text(encoding="utf-8").splitlines()
+    found = [json.loads(line)["accuracy"] for line in lines]
+    return found[0], found[-1]
+
+
+@pytest.mark.slow
+def test_a_run_samples_on_mlx_lm_servers_that_it_restarts_with_each_adapter(tmp_path: Path) -> None:
+    """The versions of the rollouts are those of the adapters, and no server of the run stays behind."""
+    run_dir = tmp_path / "run"
+    port = free_port()
+    remote = ("--generator", "remote", "--generator.server-url", f"http://127.0.0.1:{port}")
+    with Run(run_dir, "--steps", "4", "--async", "false", *remote, "--generator.weights", "restart") as run:
+        result = run.finish()
+    assert result.status == 0, result.err
+    assert result.accounting.prompted == 4 * 4
+    assert not events(run_dir, "remote_server_failed")
+    assert len(events(run_dir, "remote_server_ready")) > 1
+    metrics = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert metrics[-1]["policy_version"] > 1
+    assert all(line["mismatch_kl"] < 1e-6 for line in metrics if line["update_applied"])
+    (server,) = metrics[-1]["remote_servers"].values()
+    assert server["groups"] == 4 * 4
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"http://127.0.0.1:{port}/health")
+
+
+@pytest.mark.slow
+def test_a_run_shares_its_weights_by_path(tmp_path: Path) -> None:
+    """Two servers read each version from the directory, and serve its fingerprint."""
+    run_dir, shared = tmp_path / "run", tmp_path / "shared"
+    accepts = (*ACCEPTS, "--server.weights-root", str(shared))
+    by_path = ("--generator.weights", "path", "--generator.weights.directory", str(shared))
+    with ExitStack() as stack:
+        pair = [stack.enter_context(serving(*accepts)) for _ in range(2)]
+        with Run(run_dir, "--steps", "4", *flags(*pair), *by_path) as run:
+            result = run.finish()
+    assert result.status == 0, result.err
+    metrics = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert len(metrics[-1]["remote_servers"]) == 2
+    assert not events(run_dir, "remote_server_failed")
+    assert [path.suffix for path in shared.iterdir()] == [".safetensors"]
+
+
+@pytest.mark.slow
+def test_a_run_with_two_servers_learns_as_much_as_without(tmp_path: Path) -> None:
+    """The complete default profile, with every rollout from the servers."""
+    run_dir = tmp_path / "run"
+    with ExitStack() as stack:
+        pair = [stack.enter_context(serving(*ACCEPTS)) for _ in range(2)]
+        with Run(run_dir, *flags(*pair), small=("--server.port", "0")) as run:
+            result = run.finish()
+    assert result.status == 0, result.err
+    before, after = accuracy(run_dir)
+    assert before < 0.5
+    assert after > 0.85
+
+
+def free_port() -> int:
+    """Return a free port."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        number: int = probe.getsockname()[1]
+        return number
 
 
 def test_a_run_without_a_server_fails_with_its_address(tmp_path: Path) -> None:

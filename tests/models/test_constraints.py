@@ -9,11 +9,14 @@ from typing import Any
 
 import jsonschema
 import numpy as np
+import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from clotho.models import constraints
+from clotho.serving.tool_calls import Function, Tool, ToolFormat
+from clotho.serving.tool_grammars import strict_calls
 from protocols.constraints import Constraint, Grammar, GrammarKind
 from protocols.errors import RequestError
 from tests.small_models import byte_tokenizer
@@ -98,6 +101,56 @@ def test_a_grammar_can_follow_a_block_of_reasoning() -> None:
     assert state.accept(ord("a"))
 
 
+STRICT = Tool(
+    type="function",
+    function=Function(
+        name="f",
+        strict=True,
+        parameters={"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]},
+    ),
+)
+LOOSE = Tool(type="function", function=Function(name="g"))
+
+
+def allowed_after(constraint: Constraint, text: str) -> set[str] | None:
+    """Return the characters that may follow a text; None if the text is not allowed."""
+    state = constraint.start()
+    for token in text.encode():
+        if not state.allowed()[token // 8] >> token % 8 & 1:
+            return None
+        state.accept(token)
+    bits = np.unpackbits(np.frombuffer(state.allowed(), dtype=np.uint8), bitorder="little")
+    return {"end" if token == END else chr(token) for token in np.flatnonzero(bits)}
+
+
+STRICT_CALLS: tuple[tuple[ToolFormat, bool, str, str, str], ...] = (
+    ("hermes", False, 'Hi <tool_call>\n{"name": "', 'f", "arguments": {"', 'g", "arguments": {"'),
+    ("qwen3_coder", False, "Hi <tool_call>\n<function=", "f>\n<parameter=", "g>\n<"),
+    ("llama3_json", False, '{"name": "', 'f", "parameters": {"', 'g", "parameters": {"'),
+    ("pythonic", False, "[", "f(", "g("),
+    ("mistral", False, 'Hi [TOOL_CALLS] [{"name": "', 'f", "arguments": {"', 'g", "arguments": {"'),
+    ("mistral", True, "Hi [TOOL_CALLS]", 'f[ARGS]{"', 'g[ARGS]{"'),
+)
+
+
+@pytest.mark.parametrize("case", STRICT_CALLS, ids=[f"{one[0]} {one[1]}" for one in STRICT_CALLS])
+def test_calls_of_strict_functions_follow_their_schema_and_text_is_free(
+    case: tuple[ToolFormat, bool, str, str, str],
+) -> None:
+    """A function that is not strict has any arguments; no other function can be called."""
+    call_format, has_args_mark, begin, strict, loose = case
+    grammar = strict_calls([STRICT, LOOSE], call_format, parallel=True, has_args_mark=has_args_mark, content=None)
+    constraint = compiled(grammar.kind, grammar.text)
+    assert allowed_after(constraint, "Hi, 2 < 3 {[") == allowed_after(constraint, "Hi")
+    assert "end" in (allowed_after(constraint, "Hi") or ())
+    names = allowed_after(constraint, begin)
+    assert names is not None
+    assert {"f", "g"} <= names <= {"f", "g", " "}
+    assert allowed_after(constraint, begin + strict) == {"x"}
+    any_arguments = allowed_after(constraint, begin + loose) or set()
+    assert any_arguments == {"qwen3_coder": {"/"}, "pythonic": {")"}}.get(call_format) or len(any_arguments) > 20
+
+
 HOSTILE: tuple[tuple[GrammarKind, str], ...] = (
     ("regex", "(a{1000}){1000}"),
     ("regex", "("),
@@ -127,6 +180,18 @@ def test_unusable_grammars_are_refused_with_the_name_of_the_field(monkeypatch: p
             compiled(kind, text)
         assert raised.value.param == "field"
         assert "\n" not in str(raised.value)
+
+
+def test_a_grammar_that_takes_too_long_to_compile_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its process is killed, the field is named, and the next grammar is compiled."""
+    monkeypatch.setattr(constraints, "CHECK", "import time; time.sleep(600)")
+    monkeypatch.setattr(constraints, "CHECK_SECONDS", 0.2)
+    with pytest.raises(RequestError, match="longer than") as raised:
+        compiled("regex", "slow to compile")
+    assert raised.value.param == "field"
+    assert [child for child in psutil.Process().children() if "time.sleep(600)" in child.cmdline()] == []
+    monkeypatch.undo()
+    assert random_text(compiled("regex", "quick"), 0) == "quick"
 
 
 def test_the_work_per_token_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from clotho.monitoring.metrics import (
     ENVIRONMENT_METRICS,
     EVALUATION_METRICS,
     METRICS,
+    REMOTE_METRICS,
     UPDATE_METRICS,
     Measurement,
     evaluation_record,
@@ -22,7 +23,7 @@ from clotho.monitoring.metrics import (
 )
 from protocols.rollout import Discarded
 from protocols.step import StepReport, TrainedGroup, UpdateMetrics
-from protocols.summary import RunGauges
+from protocols.summary import Distribution, RemoteGauges, RemoteServerGauge, RunGauges
 from tests.monitoring.display_examples import evaluation
 from tests.training.policies_and_groups import scored_group
 
@@ -121,6 +122,22 @@ def test_every_environment_metric_is_described() -> None:
     """The table has exactly the keys of an entry."""
     found = line(trained=(sent_by("a", [0.0, 1.0], None),), staleness=(0,), update=UPDATE)
     assert found["environments"]["a"].keys() == ENVIRONMENT_METRICS.keys()
+
+
+def test_the_state_of_each_remote_server_is_part_of_the_line() -> None:
+    """By address, with the keys of the table."""
+    server = RemoteServerGauge(
+        name="http://a:1", state="ready", version=6, lag=1, rows=8, groups=21, failures=3, push_seconds=0.02,
+        pushes=Distribution(bounds=(), counts=(1,), total=0.02),
+    )  # fmt: skip
+    now = Measurement(seconds=1.0, gauges=RunGauges(remote=RemoteGauges(servers=(server,))))
+    found = json.loads(msgspec.json.encode(step_metrics(EMPTY, now=now, before=now)))["remote_servers"]
+    assert found == {
+        "http://a:1": {
+            "state": "ready", "version": 6, "lag": 1, "groups": 21, "failures": 3, "push_seconds": 0.02,
+        }
+    }  # fmt: skip
+    assert found["http://a:1"].keys() == REMOTE_METRICS.keys()
 
 
 def test_every_key_of_an_evaluation_is_described() -> None:

@@ -14,8 +14,9 @@ from mlx.utils import tree_map
 
 from clotho.config.schema import HttpServer, SamplingSection
 from clotho.models.parameters import fingerprint, layout
-from clotho.remote.sampler import RemoteSampler, Weights
+from clotho.remote.sampler import RemoteSampler
 from clotho.remote.server import RemoteServer
+from clotho.remote.weights import Weights
 from clotho.run.policy_receiver import SwappingReceiver
 from clotho.runtime.compute_thread import finish
 from clotho.runtime.latest import Latest
@@ -48,13 +49,15 @@ class Connection(httpx.AsyncBaseTransport):
     """The connection to a server.
 
     down: requests fail. hangs: as with a stopped process, requests get no answer; questions about the state run out of
-    time at once. holds: rollouts get no answer. change: replaces the bodies of responses. calls: requests.
+    time at once. holds: rollouts get no answer. delayed: rollouts wait for it. change: replaces the bodies of
+    responses. calls: requests.
     """
 
     def __init__(self, app: Any) -> None:
         self._inner = httpx.ASGITransport(app)
         self.down = self.hangs = self.holds = False
         self.change: Change | None = None
+        self.delayed: anyio.Event | None = None
         self.calls: list[str] = []
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
@@ -66,6 +69,8 @@ class Connection(httpx.AsyncBaseTransport):
             raise httpx.ReadTimeout("out of time")
         if self.hangs or (self.holds and request.method == "POST"):
             await anyio.sleep_forever()
+        if self.delayed and request.method == "POST":
+            await self.delayed.wait()
         response = await self._inner.handle_async_request(request)
         if self.change is None:
             return response
@@ -76,13 +81,17 @@ class Connection(httpx.AsyncBaseTransport):
 class InferenceServer:
     """A tiny policy behind the application of the HTTP server."""
 
-    def __init__(self, stack: ExitStack, directory: Path, *, accepts_weights: bool = True) -> None:
+    def __init__(
+        self, stack: ExitStack, directory: Path, *, accepts_weights: bool = True, weights_root: str = ""
+    ) -> None:
         self.executor = stack.enter_context(compute_thread())
         self.policy, self.engine = served_policy(self.executor, directory)
         self.executor.attach(self.engine)
         self.weights = Latest[WeightsReady]("weights")
         self.weights.put(WeightsReady(version=0, step=0, fingerprint=self.policy.fingerprint))
-        self.receiver = SwappingReceiver(self.policy, self.engine, self.executor, self.weights, kv_policy="keep")
+        self.receiver = SwappingReceiver(
+            self.policy, self.engine, self.executor, self.weights, kv_policy="keep", root=weights_root
+        )
         model = ServedModel(id="policy", root="policy", weights=lambda: self.weights.value)
         context = ServerContext(
             sampler=Sampler(self.executor.submit, self.engine),

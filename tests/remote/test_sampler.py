@@ -192,6 +192,56 @@ async def test_the_run_fails_without_a_usable_server(tmp_path: Path) -> None:
         assert "http://127.0.0.1:8003" in str(failed.value.exceptions[0])
 
 
+async def test_a_server_is_restarted_when_its_groups_are_completed(tmp_path: Path) -> None:
+    """Groups in flight are not lost, and no group starts on the old weights meanwhile."""
+    with servers(tmp_path, 2) as [local, remote]:
+        run = TrainingRun(local)
+        client = remote.client()
+        client.restarts = True
+        sampler = run.sampler(client)
+        async with running(sampler), anyio.create_task_group() as tasks:
+            remote.connection.delayed = anyio.Event()
+            groups: list[Completion] = []
+
+            async def one() -> None:
+                groups.extend((await sampled(sampler, [group()]))[0])
+
+            tasks.start_soon(one)
+            await until(lambda: sampler._places[0].rows == 2)
+            await run.update(1)
+            await until(lambda: sampler._places[0].version is None)
+            assert sampler._places[0].in_use
+            assert "PUT /v1/policy/weights" not in remote.connection.calls
+            remote.connection.delayed.set()
+            await until(lambda: sampler._places[0].version == 1)
+    assert [completion.versions[0] for completion in groups] == [0, 0]
+    assert sampler.retries == 0
+
+
+async def test_the_metrics_count_groups_failures_and_pushes(tmp_path: Path) -> None:
+    """The lag is counted from the weights that the run serves."""
+    with servers(tmp_path, 2) as [local, remote]:
+        run = TrainingRun(local)
+        sampler = run.sampler(remote.client(), sync_interval=2)
+        (before,) = sampler.gauges().servers
+        assert (before.state, before.version, before.lag) == ("updating", None, None)
+        async with running(sampler):
+            await run.update(1)
+            await sampled(sampler, [group()])
+            (behind,) = sampler.gauges().servers
+            assert (behind.state, behind.version, behind.lag, behind.groups) == ("ready", 0, 1, 1)
+            await run.update(2)
+            await until(lambda: sampler._places[0].version == 2)
+            remote.connection.down = True
+            await until(lambda: sampler._places[0].version is None)
+            (failed,) = sampler.gauges().servers
+    assert (failed.state, failed.version, failed.name) == ("failed", None, "http://127.0.0.1:8000")
+    assert failed.failures >= 1
+    assert sum(failed.pushes.counts) == 1
+    assert failed.push_seconds == failed.pushes.total
+    assert sampler.gauges().tokens_sampled > 0
+
+
 async def test_the_sampler_ends_with_the_learner(tmp_path: Path) -> None:
     """The queue of updates ends."""
     with servers(tmp_path, 2) as [local, remote]:

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from clotho.remote.server import RemoteFailure, RemoteServer, server_address
-from clotho.storage.tensors import named_arrays, tensor_bytes
+from clotho.remote.weights import Weights
 from protocols.errors import ProfileError, RequestError
 from protocols.sampling import Sampling
 from protocols.step import WeightsReady
@@ -102,7 +102,7 @@ async def test_sent_weights_are_served(tmp_path: Path) -> None:
         parameters, digest = server.moved(0.5)
         before = await server.client().sample(group())
         ready = WeightsReady(version=4, step=5, fingerprint=digest)
-        served = await server.client().push(tensor_bytes(named_arrays(parameters)), ready)
+        served = await server.client().push(Weights(ready=ready, parameters=parameters))
         assert (served.version, served.step, served.fingerprint, served.run_id) == (4, 5, digest, "run")
         after = await server.client().sample(group())
         assert after.fingerprints == {4: digest}

@@ -9,7 +9,7 @@ from typing import Any
 import jsonschema
 import openai
 import pytest
-from openai import AsyncOpenAI
+from openai import AsyncOpenAI, BaseModel
 
 from tests.serving.test_with_engine import serving
 
@@ -37,6 +37,8 @@ TEMPLATES = {
     "llama3_json": "{% if tools %}<|python_tag|>{% endif %}" + PLAIN,
     "mistral list": "{% if tools %}[TOOL_CALLS]{% endif %}" + PLAIN,
     "mistral names": "{% if tools %}[TOOL_CALLS][ARGS]{% endif %}" + PLAIN,
+    "qwen3_coder": "{% if tools %}<tool_call><function={% endif %}" + PLAIN,
+    "pythonic": "{% if tools %}[f(x=1)]{% endif %}" + PLAIN,
 }
 LIMITS: dict[str, Any] = {"model": "policy", "messages": USER, "max_tokens": 400, "temperature": 0.7, "seed": 3}
 
@@ -71,6 +73,26 @@ async def test_each_field_constrains_the_completion_of_both_apis() -> None:
             text = await client.completions.create(model="policy", prompt="x", max_tokens=40, extra_body=extra)
             assert re.fullmatch(pattern, chat.choices[0].message.content or "")
             assert re.fullmatch(pattern, text.choices[0].text)
+
+
+async def test_structures_constrain_the_text_behind_their_triggers() -> None:
+    """Other text is free. vLLM's two fields have the same form."""
+    tag = {"structures": [{"begin": "a=", "schema": {"type": "integer"}, "end": ";"}], "triggers": ["a"]}
+    forms: list[dict[str, Any]] = [
+        {"response_format": {"type": "structural_tag", **tag}},
+        {"structured_outputs": {"structural_tag": json.dumps(tag)}},
+    ]
+    async with serving() as (_, client):
+        for extra in forms:
+            answer = await client.chat.completions.create(**LIMITS, n=4, extra_body=extra | {"logit_bias": {"97": 3}})
+            texts = [choice.message.content or "" for choice in answer.choices]
+            assert any("a=" in text for text in texts)
+            for text in texts:
+                assert re.fullmatch(r"(?s:([^a]|a=-?\d+;)*(a|a=|a=-?\d*)?)", text)
+        wrong = {"response_format": {"type": "structural_tag", **tag, "triggers": ["b"]}}
+        with pytest.raises(openai.BadRequestError) as raised:
+            await client.chat.completions.create(**LIMITS, extra_body=wrong)
+        assert raised.value.param == "response_format"
 
 
 async def test_an_unusable_grammar_is_refused_and_the_next_request_succeeds() -> None:
@@ -117,6 +139,19 @@ async def test_an_enforced_tool_call_is_valid_whole_and_streamed(template: str) 
             jsonschema.validate(json.loads(call.function.arguments), SCHEMA if call.function.name == "f" else {})
             streamed = await streamed_message(client, **fields)
             assert streamed == ("", [[call.function.name, call.function.arguments]], "tool_calls")
+
+
+async def test_strict_functions_permit_text_and_a_format_of_the_content() -> None:
+    """With `auto`, a completion without calls is free text, or follows its schema."""
+    strict: list[Any] = [{"type": "function", "function": {**TOOLS[0]["function"], "strict": True}}]
+    output = {"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA}}
+    async with serving(TEMPLATES["hermes"]) as (_, client):
+        create = client.chat.completions.create
+        free = await create(**{**LIMITS, "max_tokens": 40}, tools=strict)
+        assert free.choices[0].message.content
+        assert free.choices[0].message.tool_calls is None
+        whole = await create(**LIMITS, tools=strict, response_format=output, extra_body={"logit_bias": {"60": -100}})  # type: ignore[call-overload]
+        jsonschema.validate(json.loads(whole.choices[0].message.content), SCHEMA)
 
 
 async def test_the_answer_of_a_tool_is_part_of_the_next_prompt() -> None:
@@ -174,3 +209,51 @@ async def test_reasoning_is_a_field_of_its_own_and_precedes_a_constrained_conten
         quick = (await create(**LIMITS, reasoning_effort="none", extra_body=extra)).choices[0].message
         assert re.fullmatch("[ab]{4}", quick.content or "")
         assert "reasoning_content" not in (quick.model_extra or {})
+
+
+class Answer(BaseModel):
+    """The schema of an answer, as users of the client write it."""
+
+    n: int
+    ok: bool
+
+
+async def test_the_helpers_of_the_client_parse_answers_and_calls() -> None:
+    """`parse` with a class, and `stream` with a strict function, whose events accumulate."""
+    tool = openai.pydantic_function_tool(Answer, name="answer")
+    async with serving(TEMPLATES["hermes"]) as (_, client):
+        chat = client.chat.completions
+        parsed = (await chat.parse(**LIMITS, response_format=Answer)).choices[0].message.parsed
+        assert isinstance(parsed, Answer)
+        async with chat.stream(**LIMITS, tools=[tool], tool_choice="required") as stream:
+            kinds = {event.type async for event in stream}
+            (call, *_) = (await stream.get_final_completion()).choices[0].message.tool_calls or []
+        assert {"chunk", "tool_calls.function.arguments.delta", "tool_calls.function.arguments.done"} <= kinds
+        assert isinstance(call.function.parsed_arguments, Answer)
+
+
+async def test_parallel_calls_of_a_stream_have_an_index_and_an_id_of_their_own() -> None:
+    """Every call that a grammar enforces validates."""
+    async with serving(TEMPLATES["mistral list"]) as (_, client):
+        fields: dict[str, Any] = {"tools": TOOLS[1:], "tool_choice": "required"}
+        content, calls, reason = await streamed_message(
+            client, **{**fields, "extra_body": {"logit_bias": {"93": -100}}}
+        )
+        assert content == ""
+        assert len(calls) > 1
+        assert reason == "length"
+        assert {name for name, _ in calls} == {"no_arguments"}
+
+
+async def test_reasoning_and_content_are_streamed_in_fields_of_their_own() -> None:
+    """Joined, they are those of the whole message."""
+    extra = {"guided_regex": "[ab]{4}", "logit_bias": {"60": 6}}
+    async with serving(THINKING) as (_, client):
+        create = client.chat.completions.create
+        whole = (await create(**LIMITS, reasoning_effort="low", extra_body=extra)).choices[0].message
+        content, reasoning = "", ""
+        async for chunk in await create(**LIMITS, reasoning_effort="low", extra_body=extra, stream=True):
+            content += chunk.choices[0].delta.content or ""
+            reasoning += (chunk.choices[0].delta.model_extra or {}).get("reasoning_content") or ""
+        assert reasoning == (whole.model_extra or {})["reasoning_content"]
+        assert content == (whole.content or "")

@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from clotho.serving.metrics import TIMINGS
 from clotho.serving.services import EngineSnapshot, HealthReport, QueueSnapshot, RunSnapshot
 from protocols.step import WeightsReady
-from protocols.summary import Distribution
+from protocols.summary import Distribution, RemoteGauges, RemoteServerGauge
 from tests.serving.running_server import Served, serving
 
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
@@ -88,6 +88,22 @@ SNAPSHOT = RunSnapshot(
         ),
     ),
     restarts={"server": 1},
+    remote=RemoteGauges(
+        requested_again=13,
+        servers=(
+            RemoteServerGauge(
+                name="http://a:1",
+                state="ready",
+                version=6,
+                lag=1,
+                rows=8,
+                groups=21,
+                failures=14,
+                push_seconds=0.02,
+                pushes=Distribution(bounds=(0.05,), counts=(9, 1), total=1.75),
+            ),
+        ),
+    ),
 )
 METRICS = {
     "vllm:prompt_tokens": "counter",
@@ -140,6 +156,14 @@ METRICS = {
     "clotho_queue_send_wait_seconds": "counter",
     "clotho_queue_receive_wait_seconds": "counter",
     "clotho_child_restarts": "counter",
+    "clotho_remote_server_state": "gauge",
+    "clotho_remote_server_weights_version": "gauge",
+    "clotho_remote_server_lag_versions": "gauge",
+    "clotho_remote_server_rows": "gauge",
+    "clotho_remote_server_groups": "counter",
+    "clotho_remote_server_failures": "counter",
+    "clotho_remote_groups_requested_again": "counter",
+    "clotho_remote_server_push_seconds": "histogram",
 }
 """Every metric of /metrics with its type. In the text format, the name of a counter ends in `_total`."""
 
@@ -195,6 +219,16 @@ async def test_metrics_have_exactly_these_names_and_types() -> None:
         ("clotho_queue_send_wait_seconds_total", {"queue": "prompts"}, 1.25),
         ("clotho_queue_receive_wait_seconds_total", {"queue": "prompts"}, 0.5),
         ("clotho_child_restarts_total", {"child": "server"}, 1),
+        ("clotho_remote_server_state", {"server": "http://a:1", "clotho_remote_server_state": "ready"}, 1),
+        ("clotho_remote_server_state", {"server": "http://a:1", "clotho_remote_server_state": "failed"}, 0),
+        ("clotho_remote_server_weights_version", {"server": "http://a:1"}, 6),
+        ("clotho_remote_server_lag_versions", {"server": "http://a:1"}, 1),
+        ("clotho_remote_server_rows", {"server": "http://a:1"}, 8),
+        ("clotho_remote_server_groups_total", {"server": "http://a:1"}, 21),
+        ("clotho_remote_server_failures_total", {"server": "http://a:1"}, 14),
+        ("clotho_remote_groups_requested_again_total", {}, 13),
+        ("clotho_remote_server_push_seconds_bucket", {"server": "http://a:1", "le": "0.05"}, 9),
+        ("clotho_remote_server_push_seconds_sum", {"server": "http://a:1"}, 1.75),
     ],
 )
 async def test_a_scrape_shows_the_current_state_of_the_run(name: str, labels: dict[str, str], value: float) -> None:

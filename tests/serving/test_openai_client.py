@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import openai
 import pytest
 from openai.types.chat import ChatCompletionUserMessageParam
@@ -227,9 +229,47 @@ async def test_the_list_of_models_contains_the_policy() -> None:
         models = (await served.openai.models.list()).data
         assert [model.id for model in models] == ["my-policy"]
         assert (models[0].model_extra or {})["max_model_len"] == CONTEXT
+        assert await served.openai.models.retrieve("my-policy") == models[0]
+        with pytest.raises(openai.NotFoundError):
+            await served.openai.models.retrieve("no/such model")
         with pytest.raises(openai.NotFoundError) as caught:
             await served.openai.completions.create(model="policy", prompt="x")
         assert caught.value.param == "model"
+
+
+async def test_fields_of_vllm_work_through_extra_body() -> None:
+    """Prompts are repeated and scored, and tokens are named by their ids, whole and streamed."""
+    body = {"prompt_logprobs": 1, "return_tokens_as_token_ids": True, "return_token_ids": True}
+    fields: dict[str, Any] = {"model": "policy", "prompt": "abc", "seed": 1, "max_tokens": 3, "logprobs": 1}
+    async with serving() as served:
+        create = served.openai.completions.create
+        answer = await create(**fields, echo=True, extra_body=body)
+        (choice,) = answer.choices
+        extra = choice.model_extra or {}
+        assert choice.text.startswith("abc")
+        assert choice.logprobs is not None
+        assert choice.logprobs.tokens is not None
+        named = [int(text.removeprefix("token_id:")) for text in choice.logprobs.tokens]
+        assert named[-len(extra["token_ids"]) :] == extra["token_ids"]
+        assert [position is None for position in extra["prompt_logprobs"]] == [True, False, False]
+        texts = [chunk.choices[0].text async for chunk in await create(**fields, echo=True, stream=True)]
+        assert "".join(texts) == choice.text
+
+
+async def test_a_conversation_has_roles_parts_and_limits_of_the_api() -> None:
+    """`developer`, a list of text parts, and `max_completion_tokens`."""
+    messages: list[Any] = [
+        {"role": "developer", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": "2+"}, {"type": "text", "text": "2?"}]},
+    ]
+    async with serving() as served:
+        answer = await served.openai.chat.completions.create(
+            model="policy", messages=messages, max_completion_tokens=2, extra_body={"ignore_eos": True}
+        )
+        assert answer.usage is not None
+        assert answer.usage.completion_tokens == 2
+        rendered = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2?"}]
+        assert served.engine.requests[0].prompt == CharacterTokenizer().render_chat(rendered)
 
 
 async def test_the_model_is_optional() -> None:

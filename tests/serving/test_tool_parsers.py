@@ -20,6 +20,23 @@ NO_NAME = '<tool_call>{"name": 5, "arguments": {}}</tool_call>'
 NO_NUMBER = '<tool_call>{"name": "f", "arguments": {"x": NaN}}</tool_call>'
 LLAMA = '{"name": "f", "parameters": {"x": 1}}'
 
+XML = (
+    "<function=f>\n<parameter=x>\n12\n</parameter>\n<parameter=t>\n 12 <b>\n</tool_call>\n</parameter>\n"
+    '<parameter=o>\n{"a": [true, null]}\n</parameter>\n<parameter=free>\n7\n</parameter>\n'
+    "<parameter=either>\n5\n</parameter>\n<parameter=flag>\nTrue\n</parameter>\n</function>"
+)
+XML_ARGUMENTS: dict[str, Any] = {
+    "x": 12, "t": " 12 <b>\n</tool_call>", "o": {"a": [True, None]}, "free": "7", "either": "5", "flag": True,
+}  # fmt: skip
+PARAMETERS: dict[str, Any] = {
+    "f": {
+        "x": {"type": "integer"}, "t": {"type": "string"}, "o": {"type": "object"}, "flag": {"type": "boolean"},
+        "either": {"type": ["string", "null"]},
+    }
+}  # fmt: skip
+PYTHON = """[f(x=1, t="a)]", u='it\\'s', l=[1.5, None, {"k": True}], b=false), g.h()]"""
+PYTHON_ARGUMENTS: dict[str, Any] = {"x": 1, "t": "a)]", "u": "it's", "l": [1.5, None, {"k": True}], "b": False}
+
 TEXTS: tuple[tuple[ToolFormat, str, str, list[tuple[str, dict[str, Any]]]], ...] = (
     ("hermes", "no call", "no call", []),
     ("hermes", f"Hi <tool_call>\n{CALL}\n</tool_call>\n", "Hi ", [("f", {"x": 'a}"</tool_call>{'})]),
@@ -36,6 +53,21 @@ TEXTS: tuple[tuple[ToolFormat, str, str, list[tuple[str, dict[str, Any]]]], ...]
     ("mistral", f"ok[TOOL_CALLS] [{CALL}, {CALL}]", "ok", [("f", {"x": 'a}"</tool_call>{'})] * 2),
     ("mistral", '[TOOL_CALLS]f[ARGS]{"x": 1}[TOOL_CALLS]g{"y": 2}', "", [("f", {"x": 1}), ("g", {"y": 2})]),
     ("mistral", "[TOOL_CALLS] [broken", "[TOOL_CALLS] [broken", []),
+    ("qwen3_coder", f"Hi <tool_call>\n{XML}\n</tool_call>", "Hi ", [("f", XML_ARGUMENTS)]),
+    ("qwen3_coder", f"<tool_call>\n{XML}\n</tool_call>\n<tool_call>{XML}", "", [("f", XML_ARGUMENTS)] * 2),
+    ("qwen3_coder", f"{XML} end", "end", [("f", XML_ARGUMENTS)]),
+    ("qwen3_coder", "<tool_call>\n<function=g></function></tool_call>", "", [("g", {})]),
+    ("qwen3_coder", "<tool_call><function=f>x</function> y", "<tool_call><function=f>x</function> y", []),
+    ("qwen3_coder", "<tool_call><function=f><param", "<tool_call><function=f><param", []),
+    ("qwen3_coder", "a < b <tool> <functio", "a < b <tool> <functio", []),
+    ("pythonic", PYTHON, "", [("f", PYTHON_ARGUMENTS), ("g.h", {})]),
+    ("pythonic", f"<|python_start|>{PYTHON}<|python_end|>", "", [("f", PYTHON_ARGUMENTS), ("g.h", {})]),
+    ("pythonic", f"Sure: {PYTHON}", f"Sure: {PYTHON}", []),
+    ("pythonic", "[1, 2] and [f(x=1)]", "[1, 2] and [f(x=1)]", []),
+    ("pythonic", "[f(x=__import__('os'))]", "[f(x=__import__('os'))]", []),
+    ("pythonic", "[f(1)]", "[f(1)]", []),
+    ("pythonic", "[" * 50 + "f()" + "]" * 50, "[" * 50 + "f()" + "]" * 50, []),
+    ("pythonic", "[f(x='a", "[f(x='a", []),
 )  # fmt: skip
 
 
@@ -65,7 +97,7 @@ def test_calls_are_found_however_the_text_arrives(
     """A call that is not complete, or no valid JSON, or not of the format, stays text."""
     call_format, text, content, calls = case
     pieces = data.draw(st.composite(lambda draw: cuts(draw, text))())
-    parser = MessageParser(None, ToolCallParser(call_format, enforced=False, parallel=True))
+    parser = MessageParser(None, ToolCallParser(call_format, enforced=False, parallel=True, parameters=PARAMETERS))
     found, _, found_calls = parse(parser, pieces)
     assert found == content
     assert [(name, json.loads(arguments)) for name, arguments in found_calls] == calls
@@ -80,6 +112,8 @@ def test_calls_are_found_however_the_text_arrives(
             ("llama3_json", LLAMA.replace("1", '"a}\\""') + "; " + LLAMA),
             ("mistral", f"[TOOL_CALLS] [{CALL}, {CALL}]"),
             ("mistral", '[TOOL_CALLS]f[ARGS]{"x": 1}[TOOL_CALLS]g[ARGS]{"y": 2}'),
+            ("qwen3_coder", f"<tool_call>\n{XML}\n</tool_call>\n<tool_call>\n<function=g>\n</function>\n</tool_call>"),
+            ("pythonic", '[f(x=1, t="a)],\\"", l=[1.5, {"k": true}], b=false), g()]'),
         )
     ),
     st.data(),
@@ -90,8 +124,13 @@ def test_arguments_of_enforced_calls_are_returned_as_they_arrive(
     """The text of the arguments is that of the completion, in any division."""
     call_format, text = case
     pieces = data.draw(st.composite(lambda draw: cuts(draw, text))())
-    enforced = parse(MessageParser(None, ToolCallParser(call_format, enforced=True, parallel=True)), pieces)
-    free = parse(MessageParser(None, ToolCallParser(call_format, enforced=False, parallel=True)), [text])
+    parsers = [
+        ToolCallParser(call_format, enforced=enforced, parallel=True, parameters=PARAMETERS)
+        for enforced in (True, False)
+    ]
+    enforced, free = (
+        parse(MessageParser(None, one), part) for one, part in zip(parsers, (pieces, [text]), strict=True)
+    )
     assert enforced[0] == ""
     assert [(name, json.loads(arguments)) for name, arguments in enforced[2]] == [
         (name, json.loads(arguments)) for name, arguments in free[2]
@@ -105,6 +144,17 @@ def test_arguments_of_a_truncated_enforced_call_are_returned() -> None:
     assert parse(parser, [text]) == ("", "", [("f", '{"x": "abc')])
     parser = MessageParser(None, ToolCallParser("hermes", enforced=True, parallel=True))
     assert parse(parser, ['<tool_call>\n{"na']) == ('<tool_call>\n{"na', "", [])
+
+
+def test_arguments_of_enforced_calls_in_other_forms_arrive_before_the_call_is_complete() -> None:
+    """Each parameter in the XML form, each piece of a value in the Python form."""
+    begun = XML[: XML.index("<parameter=o>")]
+    parser = ToolCallParser("qwen3_coder", enforced=True, parallel=True, parameters=PARAMETERS)
+    assert parse(MessageParser(None, parser), [f"<tool_call>\n{begun}"])[2] == [
+        ("f", '{"x": 12, "t": " 12 <b>\\n</tool_call>"')
+    ]
+    parser = ToolCallParser("pythonic", enforced=True, parallel=True)
+    assert parse(MessageParser(None, parser), ['[f(x=1, t="ab'])[2] == [("f", '{"x": 1, "t": "ab')]
 
 
 def test_without_parallel_calls_only_the_first_is_returned() -> None:

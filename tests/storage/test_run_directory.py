@@ -28,6 +28,8 @@ def finished_run(path: Path) -> Path:
     (path / "atropos" / "env_checkpoints" / "arithmetic_0").mkdir(parents=True)
     for name in ("api-server.log", "arithmetic.log", "arithmetic.log.1", "arithmetic.json"):
         (path / "atropos" / name).write_text("")
+    (path / "remote" / "mlx-lm-8080").mkdir(parents=True)
+    (path / "remote" / "mlx-lm-8080.log").write_text("")
     return path
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from clotho.atropos import parent_watchdog as watchdog
+from clotho.runtime import parent_watchdog as watchdog
 
 PYTHON = sys.executable
 WATCHDOG = [PYTHON, "-I", "-S", watchdog.__file__, "--"]
