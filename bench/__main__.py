@@ -25,6 +25,7 @@ BENCHMARKS = {
     "swap": "How long a weight swap delays decoding.",
     "remote": "Latency of new weights for an inference server: over HTTP, by path and by a restart.",
     "adapters": "Decode rate of batches with one adapter, eight adapters and the base model.",
+    "speculation": "Tokens per forward pass and decode rate of speculative rollouts, by epoch.",
     "overlap": "Decode rate during updates.",
     "actors_overhead": "Cost of one message through a queue, an actor and the compute thread, beside asyncio.",
     "rewards": "Cost of scoring a group in worker processes and in threads.",

@@ -42,6 +42,7 @@ PAGE_ORDER = (
     "hostile_requests",
     "swap",
     "adapters",
+    "speculation",
     "overlap",
     "actors_overhead",
     "startup",

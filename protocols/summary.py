@@ -63,11 +63,29 @@ class QueueGauge(Struct, frozen=True, kw_only=True):
     capacity: int
 
 
+class SpeculationCounts(Struct, frozen=True, kw_only=True):
+    """Speculation of the decode engine since it was created.
+
+    drafts: number of drafts. draft_tokens: number of their tokens. accepted_by_position: how many drafts had their
+    first, second, ... token accepted; the sum is the number of accepted tokens.
+    """
+
+    drafts: int = 0
+    draft_tokens: int = 0
+    accepted_by_position: tuple[int, ...] = ()
+
+    @property
+    def accepted_tokens(self) -> int:
+        """Number of accepted tokens of all drafts."""
+        return sum(self.accepted_by_position)
+
+
 class RunGauges(Struct, frozen=True, kw_only=True):
     """State of a run at one moment. Totals count since the last start; None means not measured yet.
 
     tokens_sampled, decode_seconds: totals of the decode engine, requests of HTTP clients included.
     decode_rate_idle, decode_rate_learning: tokens per second of decoding alone, and while the learner has work.
+    speculation: drafts of the decode engine.
     rows_running: number of sequences that are being decoded. rows_limit: how many are decoded at once at most;
     memory pressure lowers it. api_requests: number of requests of HTTP clients.
     swaps: number of weight swaps; swap_seconds_*: duration of the last, median and longest swap.
@@ -79,6 +97,7 @@ class RunGauges(Struct, frozen=True, kw_only=True):
     decode_seconds: float = 0.0
     decode_rate_idle: float | None = None
     decode_rate_learning: float | None = None
+    speculation: SpeculationCounts = SpeculationCounts()
     rows_running: int = 0
     rows_limit: int = 0
     api_requests: int = 0

@@ -217,6 +217,26 @@ class HttpServer(Variant, frozen=True, kw_only=True, tag="http"):
 ServerSection = Annotated[Off | HttpServer, about("OpenAI-compatible HTTP server of the run.")]
 
 
+class Drafts(Variant, frozen=True, kw_only=True):
+    """Where the drafts of speculation come from."""
+
+    max_draft: Annotated[int, about("Maximum number of tokens of a draft.", ge=1, le=32)] = 6
+    always: Annotated[bool, about("Speculate also where it lowers the tokens per second.")] = False
+
+
+class HistoryDrafts(Drafts, frozen=True, kw_only=True, tag="history"):
+    """Drafts are earlier rollouts of the same prompt."""
+
+    stored_tokens: Annotated[Positive, about("Tokens of earlier rollouts that are stored.")] = 2_097_152
+
+
+class PromptDrafts(Drafts, frozen=True, kw_only=True, tag="prompt"):
+    """Drafts are what followed the same tokens earlier in the prompt or the completion."""
+
+
+Speculation = Annotated[Off | HistoryDrafts | PromptDrafts, about("Several tokens per forward pass, from drafts.")]
+
+
 class EngineSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The decode engine."""
 
@@ -226,6 +246,7 @@ class EngineSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     prefill_chunk: Annotated[Positive, about("Maximum number of prompt tokens per prefill step.")] = 2048
     decode_share: Annotated[float, about("Share of compute time for decoding during updates.", ge=0.05, le=0.95)] = 0.5
     kv_policy: Annotated[KvPolicy, about("KV cache at a weight swap: keep, recompute, or drain sequences.")] = "keep"
+    speculation: Speculation = Off()
 
 
 class RolloutsSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from clotho.cpu.adapter_segments import Arrangement, LowRank
 from clotho.cpu.blas import Floats, Matrix, matrix, multiply
-from clotho.cpu.interface import RowAdapter
+from clotho.cpu.interface import DraftedTokens, RowAdapter
 from clotho.cpu.layers import rope_frequencies
 
 
@@ -47,9 +47,12 @@ class DecodeAttention:
         *,
         shared: list[SharedPrompt],
         columns: int,
-        mask_B_S: Floats | None,
+        mask_B_Q_S: Floats | None,
     ) -> None:
-        """columns: number of visible columns. mask_B_S: `MASKED_SCORE` at keys that a row cannot attend to, else 0."""
+        """columns: number of visible columns.
+
+        mask_B_Q_S: `MASKED_SCORE` at keys that a query cannot attend to, else 0; Q is R, or 1 for all queries.
+        """
         K, B, R, D = shape_K_B_R_D
         longest = max((one.tokens for one in shared), default=0)
         self.query_K_B_R_D = np.empty(shape_K_B_R_D, np.float32)
@@ -57,7 +60,7 @@ class DecodeAttention:
         # Zeros, because scores that no product writes must be finite.
         self._score_K_B_R_S = np.zeros((K, B, R, longest + columns), np.float32)
         self._column_score_K_B_R_C = self._score_K_B_R_S[..., longest:]
-        self._mask_B_1_S = None if mask_B_S is None else mask_B_S[:, None]
+        self._mask_B_Q_S = mask_B_Q_S
         self._shared = [
             (
                 one.key,
@@ -79,14 +82,67 @@ class DecodeAttention:
         np.matmul(self.query_K_B_R_D, keys_K_B_C_D.swapaxes(-1, -2), out=self._column_score_K_B_R_C)
         for key, query_K_Q_D, score_K_Q_P, _ in self._shared:
             np.matmul(query_K_Q_D, prompts[key][0].swapaxes(-1, -2), out=score_K_Q_P)
-        if self._mask_B_1_S is not None:
-            score_K_B_R_S += self._mask_B_1_S
+        if self._mask_B_Q_S is not None:
+            score_K_B_R_S += self._mask_B_Q_S
         score_K_B_R_S -= score_K_B_R_S.max(axis=-1, keepdims=True)
         np.exp(score_K_B_R_S, out=score_K_B_R_S)
         np.matmul(self._column_score_K_B_R_C, values_K_B_C_D, out=self.result_K_B_R_D)
         for key, _, score_K_Q_P, result_K_Q_D in self._shared:
             result_K_Q_D += np.matmul(score_K_Q_P, prompts[key][1])
         return self.result_K_B_R_D, score_K_B_R_S.sum(axis=-1, keepdims=True)
+
+    def put_queries(self, queries_B_K_R_D: Floats, scale: np.float32) -> None:
+        """Store the scaled queries of the step."""
+        np.multiply(queries_B_K_R_D.transpose(1, 0, 2, 3), scale, out=self.query_K_B_R_D)
+
+    def write(self, columns_K_B_C_D: Floats, new_B_K_D: Floats) -> None:
+        """Write the new keys, or the new values, of the step into its columns."""
+        columns_K_B_C_D[:, :, -1] = new_B_K_D.transpose(1, 0, 2)
+
+    def divide(self, sum_K_B_R_D: Floats, weight_K_B_R_1: Floats, out_B_K_R_D: Floats) -> None:
+        """Write the quotients of the results of `attend` to `out`."""
+        np.divide(sum_K_B_R_D, weight_K_B_R_1, out=out_B_K_R_D.transpose(1, 0, 2, 3))
+
+
+class VerifyAttention(DecodeAttention):
+    """Attention of a verification: T queries per row, of its newest token and its draft.
+
+    The T x R queries of a row and a key head are those of one token; rows with shorter drafts have unused queries. A
+    row writes into columns of its own. N tokens are computed, as listed in `DraftedTokens`.
+    """
+
+    def __init__(
+        self,
+        shape_K_B_R_D: tuple[int, int, int, int],
+        tokens: DraftedTokens,
+        *,
+        shared: list[SharedPrompt],
+        columns: int,
+        start_B: NDArray[np.int64],
+        mask_B_T_S: Floats,
+    ) -> None:
+        """start_B: column of the newest token of each row, counted from the first visible column."""
+        (K, B, R, D), T = shape_K_B_R_D, tokens.width
+        mask_B_Q_S = np.repeat(mask_B_T_S, R, axis=1)
+        super().__init__((K, B, T * R, D), shared=shared, columns=columns, mask_B_Q_S=mask_B_Q_S)
+        self.query_K_B_R_D[:] = 0.0
+        self._shape_K_B_T_R_D = (K, B, T, R, D)
+        self._row_N, self._index_N = tokens.row_N, tokens.index_N
+        self._column_N = start_B[tokens.row_N] + tokens.index_N
+
+    def put_queries(self, queries_B_K_R_D: Floats, scale: np.float32) -> None:
+        """Store the scaled queries of the N tokens."""
+        query_K_B_T_R_D = self.query_K_B_R_D.reshape(self._shape_K_B_T_R_D)
+        query_K_B_T_R_D[:, self._row_N, self._index_N] = queries_B_K_R_D.transpose(1, 0, 2, 3) * scale
+
+    def write(self, columns_K_B_C_D: Floats, new_B_K_D: Floats) -> None:
+        """Write the new keys, or the new values, of the N tokens into the columns of their rows."""
+        columns_K_B_C_D[:, self._row_N, self._column_N] = new_B_K_D.transpose(1, 0, 2)
+
+    def divide(self, sum_K_B_R_D: Floats, weight_K_B_R_1: Floats, out_B_K_R_D: Floats) -> None:
+        """Write the quotients of the N tokens to `out`."""
+        quotient_K_B_T_R_D = (sum_K_B_R_D / weight_K_B_R_1).reshape(self._shape_K_B_T_R_D)
+        out_B_K_R_D[:] = quotient_K_B_T_R_D[:, self._row_N, self._index_N].transpose(1, 0, 2, 3)
 
 
 def as_numpy(array: mx.array) -> Floats:
@@ -307,7 +363,7 @@ class HostDecoder:
         return layers
 
     def logits(self, token_B: NDArray[np.int32], position_B: NDArray[np.int32], layers: LayerCaches) -> Floats:
-        """Compute the logits, (B, V), in a new array. The keys and values of the tokens go into the last columns."""
+        """Compute the logits, (B, V), in a new array. `layers.attention` writes the keys and values of the tokens."""
         buffers = self._buffers_for(len(token_B))
         arrangement = buffers.low_rank.arrangement
         if arrangement is not None:
@@ -359,13 +415,12 @@ class HostDecoder:
         if arrangement is not None:
             heads_B_N_D = arrangement.by_slot(heads_B_N_D)
         queries_B_K_R_D = heads_B_N_D[:, : block.heads].reshape(B, K, R, D)
-        np.multiply(queries_B_K_R_D.transpose(1, 0, 2, 3), block.scale, out=attention.query_K_B_R_D)
+        attention.put_queries(queries_B_K_R_D, block.scale)
         keys, values = columns
-        keys[:, :, -1] = heads_B_N_D[:, block.heads : block.heads + K].transpose(1, 0, 2)
-        values[:, :, -1] = heads_B_N_D[:, block.heads + K :].transpose(1, 0, 2)
+        attention.write(keys, heads_B_N_D[:, block.heads : block.heads + K])
+        attention.write(values, heads_B_N_D[:, block.heads + K :])
         sum_K_B_R_D, weight_K_B_R_1 = attention.attend(keys, values, prompts)
-        attended_B_K_R_D = buffers.attended.array.reshape(B, K, R, D)
-        np.divide(sum_K_B_R_D, weight_K_B_R_1, out=attended_B_K_R_D.transpose(1, 0, 2, 3))
+        attention.divide(sum_K_B_R_D, weight_K_B_R_1, buffers.attended.array.reshape(B, K, R, D))
         if arrangement is not None:
             buffers.attended.array[:] = arrangement.sorted(buffers.attended.array)
         block.output(buffers.attended, buffers.x, buffers.low_rank, add=True)

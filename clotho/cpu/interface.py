@@ -5,7 +5,7 @@ The engine's GPU implementation (`clotho.inference`) uses the same types.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import mlx.core as mx
@@ -37,6 +37,51 @@ class PrefilledPrompt(NamedTuple):
     tokens: int
     state: PromptState | None
     reserved: int
+
+
+class DraftedTokens(NamedTuple):
+    """The N tokens of a verification: for every row its newest token, then its draft.
+
+    row_N: row of each token, ascending. index_N: index of each token in its row; 0 is the newest sampled token.
+    length_B: number of tokens of each row, at least 1.
+    """
+
+    token_N: NDArray[np.int32]
+    row_N: NDArray[np.int64]
+    index_N: NDArray[np.int64]
+    length_B: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, newest_B: NDArray[np.int32], drafts: Mapping[int, Sequence[int]]) -> DraftedTokens:
+        """Arrange the newest token of every row and the drafts of some rows."""
+        length_B = np.ones(len(newest_B), dtype=np.int64)
+        for row, draft in drafts.items():
+            length_B[row] += len(draft)
+        row_N = np.repeat(np.arange(len(newest_B)), length_B)
+        first_B = np.cumsum(length_B) - length_B
+        token_N = np.empty(len(row_N), dtype=np.int32)
+        token_N[first_B] = newest_B
+        for row, draft in drafts.items():
+            first = int(first_B[row]) + 1
+            token_N[first : first + len(draft)] = draft
+        return cls(token_N, row_N, np.arange(len(row_N)) - first_B[row_N], length_B)
+
+    @property
+    def width(self) -> int:
+        """Largest number of tokens of a row."""
+        return int(self.length_B.max())
+
+    @property
+    def first_B(self) -> NDArray[np.int64]:
+        """Position of the newest token of every row among the N tokens."""
+        first_B: NDArray[np.int64] = np.cumsum(self.length_B) - self.length_B
+        return first_B
+
+    def padded(self, value_N: NDArray[np.int32]) -> NDArray[np.int32]:
+        """Return one value per token as (B, width), filled up with -1."""
+        value_B_T = np.full((len(self.length_B), self.width), -1, dtype=np.int32)
+        value_B_T[self.row_N, self.index_N] = value_N
+        return value_B_T
 
 
 class RowAdapter(Protocol):

@@ -3,6 +3,9 @@
 Columns are those of `clotho.inference.kv_cache`: rows are right-aligned, a step writes one column for all rows, and a
 row that joins copies its prompt to the left of that column. A prompt of several rows is stored once instead if that
 saves enough memory (shared prefixes: Hydragen, arXiv:2402.05099).
+
+After a verification, rows have kept different numbers of tokens. Their newest token is then in different columns: a row
+lags behind the column that is written next. The columns are aligned again when they are moved.
 """
 
 from __future__ import annotations
@@ -14,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from clotho.cpu.blas import Floats
-from clotho.cpu.decoder import DecodeAttention, HostDecoder, LayerCaches, SharedPrompt, as_numpy
-from clotho.cpu.interface import PrefilledPrompt, spare_columns
+from clotho.cpu.decoder import DecodeAttention, HostDecoder, LayerCaches, SharedPrompt, VerifyAttention, as_numpy
+from clotho.cpu.interface import DraftedTokens, PrefilledPrompt, spare_columns
 from clotho.cpu.layers import MASKED_SCORE
 
 MIN_SHARED_TOKENS = 256
@@ -32,9 +35,11 @@ class HostKVCache:
     """
 
     arrays: Sequence[mx.array] = ()
+    computes_tokens_as_rows = True
 
     def __init__(self, decoder: HostDecoder, rows: int) -> None:
         self.rows = rows
+        self._lag_B = np.zeros(rows, dtype=np.int64)
         self.column = self.capacity = 0
         self.prompt_B = np.full(rows, NOT_SHARED, dtype=np.int64)
         self._decoder = decoder
@@ -64,6 +69,7 @@ class HostKVCache:
     def enter(self, slots: Sequence[int], prompt: PrefilledPrompt) -> None:
         """Store a prompt for slots: one shared copy if that saves enough memory, otherwise one copy per slot."""
         self.prompt_B[list(slots)] = NOT_SHARED
+        self._lag_B[list(slots)] = 0
         self._drop_unused_prompts()
         if prompt.state is None:
             return
@@ -89,6 +95,7 @@ class HostKVCache:
     def grow(self, rows: int) -> None:
         """Append empty slots."""
         self.prompt_B = np.append(self.prompt_B, np.full(rows, NOT_SHARED))
+        self._lag_B = np.append(self._lag_B, np.zeros(rows, dtype=np.int64))
         self.rows += rows
         self._shared = None
         self._columns = [(self._grown(keys), self._grown(values)) for keys, values in self._columns]
@@ -105,17 +112,66 @@ class HostKVCache:
         """Append one token to every row of `positions_B` tokens; return the logits, (B, V), in a new array."""
         held_B = self._held(positions_B)
         longest = int(held_B[due_B].max())
-        if self.column >= self.capacity:
+        if self.column >= self.capacity or self.is_lagging:
             self._move_columns(longest, longest)
         first, last = self.column - longest, self.column + 1
         attention = self._attention(np.minimum(held_B, longest), longest + 1, due_B)
-        layers = LayerCaches(
-            attention=attention,
-            columns=[(keys[:, :, first:last], values[:, :, first:last]) for keys, values in self._columns],
-            prompts=[{key: layers[n] for key, layers in self._prompts.items()} for n in range(len(self._columns))],
-        )
+        layers = self._layers(attention, slice(first, last))
         self.column = last
         return self._decoder.logits(np.array(token_B), positions_B, layers)
+
+    def _layers(self, attention: DecodeAttention, columns: slice) -> LayerCaches:
+        return LayerCaches(
+            attention=attention,
+            columns=[(keys[:, :, columns], values[:, :, columns]) for keys, values in self._columns],
+            prompts=[{key: layers[n] for key, layers in self._prompts.items()} for n in range(len(self._columns))],
+        )
+
+    @property
+    def is_lagging(self) -> bool:
+        """Whether the newest tokens of the rows are in different columns."""
+        return bool(self._lag_B.any())
+
+    def verify(self, tokens: DraftedTokens, positions_B: NDArray[np.int32], due_B: NDArray[np.bool_]) -> Floats:
+        """Compute the logits of the newest token and the draft of every row, (N, V), in a new array.
+
+        `keep` must follow: until then, no row has kept a token.
+        """
+        held_B = np.where(due_B, self._held(positions_B), 0)
+        self._lag_B[~due_B] = 0
+        if self.column + tokens.width > self.capacity:
+            self._move_columns(int(held_B.max()), int(held_B.max()))
+        start_B = self.column - self._lag_B
+        first, last = int((start_B - held_B).min()), self.column + tokens.width
+        shared = self._shared_groups()
+        attention = VerifyAttention(
+            self._decoder.query_shape(self.rows),
+            tokens,
+            shared=shared,
+            columns=last - first,
+            start_B=start_B - first,
+            mask_B_T_S=self._verify_mask(held_B, start_B - first, tokens.width, last - first),
+        )
+        position_N = positions_B[tokens.row_N] + tokens.index_N
+        return self._decoder.logits(tokens.token_N, position_N, self._layers(attention, slice(first, last)))
+
+    def _verify_mask(self, held_B: NDArray[np.int32], start_B: NDArray[np.int64], width: int, columns: int) -> Floats:
+        """Return what is added to the scores of each of the T tokens of a row: prompts first, then columns."""
+        longest = max((one.tokens for one in self._shared_groups()), default=0)
+        mask_B_T_S = np.zeros((self.rows, width, longest + columns), np.float32)
+        mask_B_T_S[:, :, :longest] = np.where(np.arange(longest) >= self._shared_tokens()[:, None], MASKED_SCORE, 0.0)[
+            :, None
+        ]
+        behind_B_C = np.arange(columns) - start_B[:, None]
+        hidden_B_T_C = (behind_B_C < -held_B[:, None])[:, None] | (behind_B_C[:, None] > np.arange(width)[:, None])
+        mask_B_T_S[:, :, longest:][hidden_B_T_C] = MASKED_SCORE
+        return mask_B_T_S
+
+    def keep(self, kept_B: NDArray[np.int64]) -> None:
+        """Keep the first `kept_B` tokens of each row of the verification; the next step overwrites the others."""
+        end_B = self.column - self._lag_B + kept_B
+        self.column = int(end_B.max())
+        self._lag_B = np.where(kept_B > 0, self.column - end_B, 0)
 
     def _attention(self, held_B: NDArray[np.int32], columns: int, due_B: NDArray[np.bool_]) -> DecodeAttention:
         """Compute which keys each row attends to. Rows that are not due attend to their newest token."""
@@ -126,8 +182,8 @@ class HostKVCache:
         mask_B_S[:, :longest][np.arange(longest) >= tokens_B[:, None]] = MASKED_SCORE
         mask_B_S[:, longest:][np.arange(columns)[::-1] > held_B[:, None]] = MASKED_SCORE
         any_masked = bool((tokens_B[due_B] < longest).any() or (held_B[due_B] < columns - 1).any())
-        shape_K_B_R_D = self._decoder.query_shape(self.rows)
-        return DecodeAttention(shape_K_B_R_D, shared=shared, columns=columns, mask_B_S=mask_B_S if any_masked else None)
+        shape_K_B_R_D, mask_B_1_S = self._decoder.query_shape(self.rows), mask_B_S[:, None] if any_masked else None
+        return DecodeAttention(shape_K_B_R_D, shared=shared, columns=columns, mask_B_Q_S=mask_B_1_S)
 
     def _held(self, positions_B: NDArray[np.int32]) -> NDArray[np.int32]:
         """Return how many tokens each row has in columns."""
@@ -160,14 +216,19 @@ class HostKVCache:
         kept = min(longest, self.column)
         start, stop = self.column - kept, self.column
         self.capacity = column + spare_columns(column)
+        rows, lag_B = slice(None) if slots is None else slots, self._lag_B if self.is_lagging else None
 
         def moved_columns(held: Floats) -> Floats:
             moved = _zeros(self._decoder, self.rows, self.capacity)
-            moved[:, :, column - kept : column] = held[:, slice(None) if slots is None else slots, start:stop]
+            if lag_B is None:
+                moved[:, :, column - kept : column] = held[:, rows, start:stop]
+            else:
+                column_B_C = np.maximum(np.arange(start, stop) - lag_B[rows, None], 0)
+                moved[:, :, column - kept : column] = np.take_along_axis(held[:, rows], column_B_C[None, ..., None], 2)
             return moved
 
         self._columns = [(moved_columns(keys), moved_columns(values)) for keys, values in self._columns]
-        self.column = column
+        self.column, self._lag_B = column, np.zeros(self.rows, dtype=np.int64)
 
     def _grown(self, held: Floats) -> Floats:
         grown = _zeros(self._decoder, self.rows, held.shape[2])

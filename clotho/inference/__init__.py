@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
-from clotho.inference.engine import DecodeEngine, EngineStats, ServedModel
+from clotho.inference.engine import DecodeEngine, ServedModel
+from clotho.inference.outputs import EngineStats
 
 __all__ = ["DecodeEngine", "EngineStats", "ServedModel"]

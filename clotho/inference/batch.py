@@ -188,7 +188,7 @@ class StepOutput:
 class Step:
     """A launched step for N rows. known: its tokens are already on the host.
 
-    version_N: versions of the weights that compute it.
+    version_N: versions of the weights that compute it. more: further tokens of the same step, in order.
 
     at_N: index of each row in the sampled arrays. slot_N: its current slot, -1 if it left. serial_N: its serial number.
     """
@@ -199,6 +199,7 @@ class Step:
     serial_N: NDArray[np.int64]
     version_N: NDArray[np.int64]
     known: bool
+    more: tuple[Step, ...] = ()
 
     def read(self, serial_B: NDArray[np.int64]) -> StepOutput | None:
         """Wait for the step; return the tokens of rows that are still in their slots, None if there are none."""

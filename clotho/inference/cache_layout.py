@@ -17,7 +17,7 @@ from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from clotho.cpu.interface import PrefilledPrompt, PromptState
+from clotho.cpu.interface import DraftedTokens, PrefilledPrompt, PromptState
 from protocols.errors import ModelError
 
 
@@ -235,6 +235,32 @@ class RowCaches(Protocol):
 
         due_B: rows whose logits are used.
         """
+        ...
+
+
+class VerifyingCaches(RowCaches, Protocol):
+    """KV caches whose steps can verify drafts: several tokens per row, of which each row keeps some.
+
+    `clotho.inference.verification.VerifyingKVCache` implements it in MLX, `clotho.cpu.kv_cache.HostKVCache` in NumPy.
+    computes_tokens_as_rows: whether adapters are selected per token of a verification, or per row.
+    """
+
+    computes_tokens_as_rows: bool
+
+    @property
+    def is_lagging(self) -> bool:
+        """Whether the rows have kept different numbers of tokens, so that a step without drafts moves columns."""
+        ...
+
+    def verify(self, tokens: DraftedTokens, positions_B: NDArray[np.int32], due_B: NDArray[np.bool_]) -> Logits:
+        """Return the logits of the newest token and the draft of every row, (N, V), in a new array.
+
+        `keep` must follow: until then, no row has kept a token.
+        """
+        ...
+
+    def keep(self, kept_B: NDArray[np.int64]) -> None:
+        """Keep the first `kept_B` tokens of each row of the verification, 0 for rows that are not due."""
         ...
 
 

@@ -8,27 +8,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
+from time import perf_counter
 from typing import Literal, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import structlog
-from msgspec import Struct
 
+from clotho.config.bounds import Off
 from clotho.config.schema import EngineSection
 from clotho.cpu.decoder import HostDecoder
 from clotho.cpu.interface import PrefilledPrompt
 from clotho.cpu.kv_cache import HostKVCache
 from clotho.cpu.supported import make_host_decoder
-from clotho.inference.batch import Batch, StepOutput
+from clotho.inference.batch import Batch, Step
 from clotho.inference.batching_probe import probe_batching
 from clotho.inference.cache_layout import CacheLayout, RowCaches
 from clotho.inference.kv_cache import BatchKVCache
-from clotho.inference.outputs import EventSender, OutputProcessor
+from clotho.inference.outputs import EngineStats, EventSender, OutputProcessor
 from clotho.inference.prefill import ALL_KINDS, POLICY_KIND, Prefill, pass_context
 from clotho.inference.sampling import validate
 from clotho.inference.scheduler import ActiveRequest, Listener, PrefillJob, Row, Scheduler
+from clotho.inference.speculative_batch import SpeculativeBatch, verifying_caches
 from clotho.inference.stop_strings import IncrementalDetokenizer
 from clotho.models.adapter_files import AdapterContents
 from clotho.models.adapter_rows import LazyAdapterRows
@@ -38,40 +40,9 @@ from clotho.models.tokenizer import ChatTokenizer
 from protocols.adapter import AdapterInfo
 from protocols.errors import AdapterRequestError, RequestError
 from protocols.sampling import POLICY, SampleRequest
-from protocols.summary import Distribution
+from protocols.summary import SpeculationCounts
 
 log = structlog.get_logger(__name__)
-
-
-class EngineStats(Struct, frozen=True, kw_only=True):
-    """Current gauges, and counters since the engine was created.
-
-    running_rows, waiting_rows: completions that are decoded, and completions that wait. rows_limit: how many are
-    decoded at once at most.
-    cache_tokens: tokens that the KV cache of running rows holds memory for. prefix_cache_tokens: tokens in the prefix
-    cache. tokens_sampled: tokens reported, without wasted samples. prefill_tokens: prompt tokens computed, with
-    padding.
-    prefix_hits, prefix_misses: prompts found and not found in the prefix cache. decode_steps: number of decode steps.
-    finished: completions by finish reason. failed: requests that failed. listener_errors: requests that were closed
-    because their listener raised. preempted: rows that left the batch and will continue. timings: distributions of
-    durations and of the tokens of a step.
-    """
-
-    running_rows: int
-    waiting_rows: int
-    rows_limit: int
-    cache_tokens: int
-    prefix_cache_tokens: int
-    tokens_sampled: int
-    prefill_tokens: int
-    prefix_hits: int
-    prefix_misses: int
-    decode_steps: int
-    finished: dict[str, int]
-    failed: int
-    listener_errors: int
-    preempted: int
-    timings: dict[str, Distribution]
 
 
 class ServedModel(Protocol):
@@ -130,12 +101,20 @@ class DecodeEngine:
         probe_batching(layout)
         self._adapters, self._adapter_rows = adapters, LazyAdapterRows(adapters)
         decoder = make_host_decoder(source.model)
-        self._make_caches = _cache_factory(layout, decoder, settings.kv_cache_tokens)
         self._computing = self._adapter_rows.computing if decoder is None else decoder.computing
-        self._batch = Batch(self._make_caches, source.tokenizer.eos_ids, source.vocab_size, self._computing)
+        end_tokens, vocabulary, speculation = source.tokenizer.eos_ids, source.vocab_size, settings.speculation
+        self._speculative: SpeculativeBatch | None = None
+        if isinstance(speculation, Off):
+            self._make_caches = _cache_factory(layout, decoder, settings.kv_cache_tokens)
+            self._batch = Batch(self._make_caches, end_tokens, vocabulary, self._computing)
+        else:
+            make_caches = verifying_caches(layout, decoder, settings.kv_cache_tokens)
+            batch = SpeculativeBatch(make_caches, end_tokens, vocabulary, self._computing, settings=speculation)
+            self._make_caches, self._batch, self._speculative = make_caches, batch, batch
         self._scheduler = Scheduler(settings.max_num_seqs, settings.kv_cache_tokens)
         self._prefill = Prefill(layout, settings, self._adapter_rows.computing)
         self._sender = EventSender(source.tokenizer)
+        self._sender.completed = None if self._speculative is None else self._speculative.drafter.finished
         self._outputs = OutputProcessor(self._batch, self._sender)
         self._aborted: list[int] = []
         self._requests = self._rows = self._tokens_sampled = self._decode_steps = self._preempted = 0
@@ -321,7 +300,7 @@ class DecodeEngine:
         self._sender.fail(job.active, f"the prompt could not join the batch: {error}")
 
     def _decode(self) -> int:
-        batch = self._batch
+        batch, began = self._batch, perf_counter()
         sampled = 0
         try:
             batch.compact()
@@ -331,9 +310,11 @@ class DecodeEngine:
             batch.inflight = step
             self._decode_steps += step is not None
             if previous is not None:
-                sampled += self._process(batch.read(previous))
+                sampled += self._process(previous)
             if step is not None and step.known:
                 sampled += self._read_inflight()
+            if self._speculative is not None:
+                self._speculative.observe(perf_counter() - began, sampled)
         except Exception as error:
             log.exception("decode_step_failed")
             self._fail_running(f"a decode step failed: {error}")
@@ -343,12 +324,15 @@ class DecodeEngine:
 
     def _read_inflight(self) -> int:
         step, self._batch.inflight = self._batch.inflight, None
-        return self._process(self._batch.read(step)) if step is not None else 0
+        return self._process(step) if step is not None else 0
 
-    def _process(self, output: StepOutput | None) -> int:
-        sampled = self._outputs.process(output) if output is not None else 0
-        self._tokens_sampled += sampled
-        return sampled
+    def _process(self, step: Step) -> int:
+        outputs = map(self._batch.read, (step, *step.more))  # one after the other: rows that end have no more tokens
+        tokens = [self._outputs.process(output) for output in outputs if output is not None]
+        if tokens:
+            self._sender.timings.step(tokens[0], sum(tokens), more=self.running > 0)
+        self._tokens_sampled += sum(tokens)
+        return sum(tokens)
 
     def fail_all(self, reason: str) -> None:
         """Fail every request and free all rows. For an engine whose `tick` raised: its next tick starts afresh."""
@@ -488,6 +472,7 @@ class DecodeEngine:
             listener_errors=self._sender.listener_errors,
             preempted=self._preempted,
             timings=self._sender.timings.distributions(),
+            speculation=SpeculationCounts() if self._speculative is None else self._speculative.counts,
         )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import mlx.nn as nn
 from msgspec.structs import replace
 
+from clotho.config.bounds import Off
 from clotho.config.schema import EngineSection
 from clotho.inference import DecodeEngine
 from clotho.models.policy import Parameters, Policy
@@ -94,7 +95,7 @@ def greedy_completions(
     Uses an engine of its own over the same base weights, so its KV caches and batches are separate from the served
     ones. Returns the completions in the order of the prompts. Raises the errors of `complete_all`.
     """
-    engine = DecodeEngine(PinnedWeights(policy, version), settings)
+    engine = DecodeEngine(PinnedWeights(policy, version), replace(settings, speculation=Off()))
 
     def tick() -> None:
         with policy.using(parameters):

@@ -262,6 +262,8 @@ class BatchKVCache:
     reserved_B: maximum number of tokens of each row, prompt and completion. prompts: None if no prompt is shared.
     """
 
+    columns_type = ColumnState
+
     def __init__(
         self, layout: CacheLayout, rows: int, limit: int, layer_type: type[LayerKVCache] = LayerKVCache
     ) -> None:
@@ -282,7 +284,7 @@ class BatchKVCache:
             shapes = zip(leaf.shapes, leaf.dtypes, strict=True)
             set_state(cache, [mx.zeros((self.rows, *shape), dtype) for shape, dtype in shapes])
             return cache
-        columns = self.columns.setdefault(leaf.window, ColumnState(self.layout, leaf.window))
+        columns = self.columns.setdefault(leaf.window, self.columns_type(self.layout, leaf.window))
         return layer_type(columns, leaf, self.rows)
 
     def has_room(self, prompts: Sequence[PrefilledPrompt]) -> bool:

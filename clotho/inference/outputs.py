@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
+from collections.abc import Callable
 from time import perf_counter
 
 import numpy as np
 import structlog
+from msgspec import Struct
 
 from clotho.inference.batch import Batch, StepOutput
 from clotho.inference.scheduler import ActiveRequest, Row
 from clotho.models.tokenizer import ChatTokenizer
 from protocols.errors import RequestError
 from protocols.sampling import Completion, CompletionDone, FinishReason, SampleEvent, SampleFailed, TokenSampled
-from protocols.summary import Distribution
+from protocols.summary import Distribution, SpeculationCounts
 
 log = structlog.get_logger(__name__)
 
@@ -40,12 +42,12 @@ class Timings:
         self._totals = dict.fromkeys(BOUNDS, 0.0)
         self._last_step = 0.0
 
-    def step(self, tokens: int, *, more: bool) -> None:
+    def step(self, rows: int, tokens: int, *, more: bool) -> None:
         """Record a decode step. more: rows remain in the batch, so that the next step follows this one."""
         now = perf_counter()
         self._observe("iteration_tokens_total", tokens)
         if self._last_step:
-            self._observe("inter_token_latency_seconds", now - self._last_step, tokens)
+            self._observe("inter_token_latency_seconds", now - self._last_step, rows)
         self._last_step = now if more else 0.0
 
     def finished(self, active: ActiveRequest) -> None:
@@ -68,11 +70,44 @@ class Timings:
         self._totals[name] += value * times
 
 
+class EngineStats(Struct, frozen=True, kw_only=True):
+    """Current gauges, and counters since the engine was created.
+
+    running_rows, waiting_rows: completions that are decoded, and completions that wait. rows_limit: how many are
+    decoded at once at most.
+    cache_tokens: tokens that the KV cache of running rows holds memory for. prefix_cache_tokens: tokens in the prefix
+    cache. tokens_sampled: tokens reported, without wasted samples. prefill_tokens: prompt tokens computed, with
+    padding.
+    prefix_hits, prefix_misses: prompts found and not found in the prefix cache. decode_steps: number of decode steps.
+    finished: completions by finish reason. failed: requests that failed. listener_errors: requests that were closed
+    because their listener raised. preempted: rows that left the batch and will continue. timings: distributions of
+    durations and of the tokens of a step. speculation: drafts and their accepted tokens.
+    """
+
+    running_rows: int
+    waiting_rows: int
+    rows_limit: int
+    cache_tokens: int
+    prefix_cache_tokens: int
+    tokens_sampled: int
+    prefill_tokens: int
+    prefix_hits: int
+    prefix_misses: int
+    decode_steps: int
+    finished: dict[str, int]
+    failed: int
+    listener_errors: int
+    preempted: int
+    timings: dict[str, Distribution]
+    speculation: SpeculationCounts
+
+
 class EventSender:
     """Sends events to listeners. A listener that raises loses its own request only.
 
     requests: by id. closed: requests that failed, whose rows have to leave. finished: completions by finish reason.
     failed: requests that failed. listener_errors: requests whose listener raised. timings: of requests and steps.
+    completed: called with each row that has finished and was not aborted; None: nothing is called.
     """
 
     def __init__(self, tokenizer: ChatTokenizer) -> None:
@@ -81,6 +116,7 @@ class EventSender:
         self.finished: Counter[str] = Counter()
         self.failed = self.listener_errors = 0
         self.timings = Timings()
+        self.completed: Callable[[Row], None] | None = None
         self._tokenizer = tokenizer
 
     def send(self, active: ActiveRequest, event: SampleEvent) -> None:
@@ -118,6 +154,8 @@ class EventSender:
             self.fail(active, f"the completion could not be decoded: {error}")
             return
         self.finished[reason] += 1
+        if self.completed is not None and reason != "abort":
+            self.completed(row)
         self.send(active, CompletionDone(index=row.index, completion=completion, tail=tail))
         active.open -= 1
         if not active.open:
@@ -172,7 +210,6 @@ class OutputProcessor:
                 endings[n] = ending
         for n, ending in sorted(endings.items()):
             self._sender.done(self._batch.leave(int(output.slot_N[n])), *ending)
-        self._sender.timings.step(len(output.slot_N), more=table.running > 0)
         return len(output.slot_N)
 
     def _row(self, output: StepOutput, n: int) -> Row:

@@ -237,15 +237,16 @@ def grouped_attention(
     bias_B_C: mx.array,
     scale: float,
 ) -> mx.array:
-    """Compute attention of one query per row, (B, K R, 1, D), over the prompt of its group and its own columns.
+    """Compute attention of the queries of each row, (B, K R, T, D), over the prompt of its group and its own columns.
 
-    own: keys and values, (B, K, C, D). bias_B_C: added to the scores of own columns, (B, 1, 1, 1, C) or one number.
+    own: keys and values, (B, K, C, D). groups: indices for R T query heads per key head. bias_B_C: added to the scores
+    of own columns, (B, 1, 1 or R T, 1, C) or one number.
     Rows of own columns are multiplied one by one, as vectors: Metal pads small matrices.
     """
     keys, values = own
     prompt_keys, prompt_values = prompts.views(groups)
-    (B, heads, _, D), K, P = queries.shape, keys.shape[1], groups.tokens
-    query_B = queries.reshape(B, K, heads // K, 1, D)
+    (B, heads, T, D), K, P = queries.shape, keys.shape[1], groups.tokens
+    query_B = queries.reshape(B, K, heads // K * T, 1, D)
     query_F = mx.take(queries.reshape(-1, D), groups.query, axis=0)
     score_F = mx.addmm(groups.bias, query_F, prompt_keys, alpha=scale)
     score_P = mx.take(score_F.reshape(-1, P), groups.place, axis=0)
@@ -254,4 +255,4 @@ def grouped_attention(
     weight_P, weight_C = mx.split(weight, [P], axis=-1)
     part_F = mx.take(weight_P.reshape(-1, P), groups.query, axis=0) @ prompt_values
     part = mx.take(part_F.reshape(-1, part_F.shape[-1]), groups.place, axis=0)
-    return mx.addmm(part, weight_C, values[:, :, None]).reshape(B, heads, 1, -1)
+    return mx.addmm(part, weight_C, values[:, :, None]).reshape(B, heads, T, -1)

@@ -56,6 +56,8 @@ METRICS = {
     "included.",
     "decode_tokens_per_second/idle": "Tokens per second of decoding while the learner has no work.",
     "decode_tokens_per_second/learning": "Tokens per second of decoding while an update is computed.",
+    "speculation/draft_tokens": "Tokens of the drafts that the engine verified since the line before.",
+    "speculation/accepted_tokens": "Accepted tokens of these drafts, each without a forward pass of its own.",
     "sequences_limit": "Sequences that are decoded at once at most; memory pressure lowers `engine.max_num_seqs`.",
     "time/decode": "Seconds that the compute thread spent on decoding since the line before.",
     "time/update": "Seconds from the start to the end of the update.",
@@ -129,6 +131,7 @@ def step_metrics(
     discarded.update((group.prompt.source, group.reason) for group in report.discarded)
     seconds = now.seconds - before.seconds
     sampled = now.gauges.tokens_sampled - before.gauges.tokens_sampled
+    speculation, speculated = now.gauges.speculation, before.gauges.speculation
     return {
         "step": report.step,
         "policy_version": report.version,
@@ -142,6 +145,8 @@ def step_metrics(
         "tokens_per_second": sampled / seconds if seconds > 0 else None,
         "decode_tokens_per_second/idle": now.gauges.decode_rate_idle,
         "decode_tokens_per_second/learning": now.gauges.decode_rate_learning,
+        "speculation/draft_tokens": speculation.draft_tokens - speculated.draft_tokens,
+        "speculation/accepted_tokens": speculation.accepted_tokens - speculated.accepted_tokens,
         "sequences_limit": now.gauges.rows_limit,
         "time/decode": now.gauges.decode_seconds - before.gauges.decode_seconds,
         "time/update": report.train_seconds,

@@ -75,6 +75,7 @@ class RunMonitor:
             decode_seconds=rates.seconds,
             decode_rate_idle=rates.idle or None,
             decode_rate_learning=rates.learning or None,
+            speculation=stats.speculation,
             rows_running=stats.running_rows,
             rows_limit=stats.rows_limit,
             api_requests=self._api_requests,

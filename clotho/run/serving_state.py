@@ -150,6 +150,7 @@ class ServingState:
             listener_errors=stats.listener_errors,
             preempted=stats.preempted,
             timings=stats.timings,
+            speculation=stats.speculation,
         )
 
 

@@ -23,7 +23,7 @@ from clotho.serving.limits import ConcurrencyLimit
 from clotho.serving.openai_requests import ValidatedRequest
 from clotho.serving.services import EngineSnapshot, QueueSnapshot, RunSnapshot, ServerContext
 from protocols.sampling import Completion
-from protocols.summary import Distribution, RemoteGauges
+from protocols.summary import Distribution, RemoteGauges, SpeculationCounts
 
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536)
@@ -136,6 +136,7 @@ class _SnapshotCollector(Collector):
         yield _counter(
             "vllm:num_preemptions", "Sequences that left the batch to continue.", {"": engine.preempted}, labels=model
         )
+        yield from _speculation(engine.speculation, model)
         for name, found in engine.timings.items():
             yield _histogram(f"vllm:{name}", TIMINGS[name], {self._context.settings.model_name: found}, "model_name")
         yield _gauge("clotho_prefix_cache_tokens", "Tokens that the prefix cache holds.", engine.prefix_tokens)
@@ -182,6 +183,22 @@ class _SnapshotCollector(Collector):
         ):
             if groups:
                 yield _counter(name, help_text, groups, by="environment")
+
+
+def _speculation(counts: SpeculationCounts, labels: Mapping[str, str]) -> Iterator[Metric]:
+    for name, help_text, value in (
+        ("drafts", "Drafts that the engine verified.", counts.drafts),
+        ("draft_tokens", "Tokens of these drafts.", counts.draft_tokens),
+        ("accepted_tokens", "Accepted tokens of these drafts.", counts.accepted_tokens),
+    ):
+        yield _counter(f"vllm:spec_decode_num_{name}", help_text, {"": value}, labels=labels)
+    yield _counter(
+        "vllm:spec_decode_num_accepted_tokens_per_pos",
+        "Accepted tokens by position in the draft.",
+        {str(position): number for position, number in enumerate(counts.accepted_by_position)},
+        labels=labels,
+        by="position",
+    )
 
 
 def _queues(queues: Sequence[QueueSnapshot]) -> Iterator[Metric]:

@@ -17,7 +17,7 @@ from protocols.errors import CheckpointError, visible
 from protocols.remote import ServedPolicy
 from protocols.sampling import POLICY, Completion, CompletionDone, PromptLogprobs, SampleRequest, Sampling, TokenSampled
 from protocols.step import WeightsReady
-from protocols.summary import Distribution, RemoteGauges
+from protocols.summary import Distribution, RemoteGauges, SpeculationCounts
 
 
 class Tokenizer(Protocol):
@@ -164,7 +164,8 @@ class EngineSnapshot(Struct, frozen=True, kw_only=True):
     and found in the prefix cache; prefix_tokens: tokens that the prefix cache holds. prefill_tokens: prompt tokens
     computed, padding included. finished: finish reason -> completions. failed: requests that ended with an error.
     listener_errors: requests that were aborted because their listener raised an exception. preempted: rows that left
-    the batch and continue later. timings: distributions of durations, by name.
+    the batch and continue later. timings: distributions of durations, by name. speculation: drafts and their accepted
+    tokens.
     """
 
     sequences_running: int = 0
@@ -182,6 +183,7 @@ class EngineSnapshot(Struct, frozen=True, kw_only=True):
     listener_errors: int = 0
     preempted: int = 0
     timings: dict[str, Distribution] = {}
+    speculation: SpeculationCounts = SpeculationCounts()
 
 
 class QueueSnapshot(Struct, frozen=True, kw_only=True):

@@ -23,7 +23,7 @@ from clotho.monitoring.metrics import (
 )
 from protocols.rollout import Discarded
 from protocols.step import StepReport, TrainedGroup, UpdateMetrics
-from protocols.summary import Distribution, RemoteGauges, RemoteServerGauge, RunGauges
+from protocols.summary import Distribution, RemoteGauges, RemoteServerGauge, RunGauges, SpeculationCounts
 from tests.monitoring.display_examples import evaluation
 from tests.training.policies_and_groups import scored_group
 
@@ -54,6 +54,18 @@ def test_the_histogram_counts_trained_groups_by_staleness() -> None:
     assert list(found["staleness/histogram"].items()) == [("0", 2), ("2", 2), ("11", 1)]
     assert (found["staleness/mean"], found["staleness/max"]) == (3.0, 11)
     assert line()["staleness/histogram"] == {}
+
+
+def test_speculation_is_counted_since_the_line_before() -> None:
+    """The engine counts since it was created."""
+    before, now = (
+        Measurement(
+            seconds=1.0, gauges=RunGauges(speculation=SpeculationCounts(draft_tokens=n, accepted_by_position=a))
+        )
+        for n, a in ((10, (3, 1)), (25, (8, 5)))
+    )
+    found = step_metrics(EMPTY, now=now, before=before)
+    assert (found["speculation/draft_tokens"], found["speculation/accepted_tokens"]) == (15, 9)
 
 
 def test_every_key_is_described_and_every_description_has_a_key() -> None:

@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from clotho.serving.metrics import TIMINGS
 from clotho.serving.services import EngineSnapshot, HealthReport, QueueSnapshot, RunSnapshot
 from protocols.step import WeightsReady
-from protocols.summary import Distribution, RemoteGauges, RemoteServerGauge
+from protocols.summary import Distribution, RemoteGauges, RemoteServerGauge, SpeculationCounts
 from tests.serving.running_server import Served, serving
 
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
@@ -66,6 +66,7 @@ SNAPSHOT = RunSnapshot(
         finished={"stop": 8, "length": 3},
         failed=1,
         listener_errors=2,
+        speculation=SpeculationCounts(drafts=20, draft_tokens=70, accepted_by_position=(15, 9)),
     ),
     reward_mean=0.5,
     staleness_mean=1.5,
@@ -121,6 +122,10 @@ METRICS = {
     "vllm:request_prefill_time_seconds": "histogram",
     "vllm:request_decode_time_seconds": "histogram",
     "vllm:num_preemptions": "counter",
+    "vllm:spec_decode_num_drafts": "counter",
+    "vllm:spec_decode_num_draft_tokens": "counter",
+    "vllm:spec_decode_num_accepted_tokens": "counter",
+    "vllm:spec_decode_num_accepted_tokens_per_pos": "counter",
     "vllm:num_requests_running": "gauge",
     "vllm:num_requests_waiting": "gauge",
     "vllm:kv_cache_usage_perc": "gauge",
@@ -187,6 +192,10 @@ async def test_metrics_have_exactly_these_names_and_types() -> None:
         ("vllm:prefix_cache_queries_total", {}, 100),
         ("vllm:prefix_cache_hits_total", {}, 40),
         ("vllm:num_preemptions_total", {}, 6),
+        ("vllm:spec_decode_num_drafts_total", {}, 20),
+        ("vllm:spec_decode_num_draft_tokens_total", {}, 70),
+        ("vllm:spec_decode_num_accepted_tokens_total", {}, 24),
+        ("vllm:spec_decode_num_accepted_tokens_per_pos_total", {"position": "1"}, 9),
         ("vllm:inter_token_latency_seconds_bucket", {"le": "0.1"}, 2),
         ("vllm:inter_token_latency_seconds_bucket", {"le": "1.0"}, 5),
         ("vllm:inter_token_latency_seconds_bucket", {"le": "+Inf"}, 9),
