@@ -40,13 +40,9 @@ from actors.monitor import Monitor
 from actors.prompter import Prompter
 from actors.scorer import Scorer
 from clotho.atropos.processes import AtroposServer, Environment
-from clotho.atropos.reader import GroupReader
-from clotho.atropos.reader import Policy as PolicyBounds
-from clotho.atropos.validation import Bounds
 from clotho.config.bounds import Off
 from clotho.config.schema import (
     AtroposSource,
-    EnvironmentSource,
     FullMethod,
     HeldOutEvaluation,
     HttpServer,
@@ -61,9 +57,9 @@ from clotho.monitoring.live_display import make_display
 from clotho.monitoring.summary import print_summary
 from clotho.remote.sampler import RemoteSampler
 from clotho.run.accounting import GroupAccounting, group_source
-from clotho.run.batch_source import batch_source, running_url
+from clotho.run.batch_source import batch_source, group_reader, running_url
 from clotho.run.context import RunContext
-from clotho.run.custom_actors import Channel, CustomActors, Services
+from clotho.run.custom_actors import Channel, CustomActors
 from clotho.run.process_signals import finish_computation
 from clotho.run.remote_sampling import remote_sampler
 from clotho.run.run_monitor import RunMonitor
@@ -135,7 +131,7 @@ def wire(
     events: the event log.
     """
     profile, capacity = context.profile, context.profile.queues
-    custom = CustomActors(profile.actors, services(context))
+    custom = CustomActors(profile.actors, context.services())
     scored: Channel[GroupOutcome] = custom.channel("scored", capacity.scored)
     reports: Channel[StepReport | GroupsEnded | EvalReport] = custom.channel("reports", capacity.reports)
     receivers = ["broadcaster", "checkpointer", *(["evaluator"] if isinstance(profile.eval, HeldOutEvaluation) else [])]
@@ -166,17 +162,6 @@ def wire(
         *rollouts.children,
     ]
     return Wiring(children=[*custom.added(), *flow], source=source, accounting=accounting, monitor=run_monitor)
-
-
-def services(context: RunContext) -> Services:
-    """What custom actors may use."""
-    return Services(
-        profile=context.profile,
-        directory=context.directory.path,
-        sampler=context.sampler,
-        tokenizer=context.policy.tokenizer,
-        weights=context.weights,
-    )
 
 
 def wire_monitor(
@@ -374,24 +359,13 @@ def wire_environments(
     atropos_url: str,
 ) -> Rollouts:
     """The actor that receives groups from environments."""
-    profile, policy, state = context.profile, context.policy, context.state
-    reader = GroupReader(
-        sample_log=context.sample_log,
-        policy=PolicyBounds(
-            bounds=Bounds(vocab_size=policy.vocab_size, context_length=context.max_sequence_tokens),
-            decode=policy.tokenizer.decode,
-        ),
-        recompute=context.recompute_logprobs,
-        sampling=profile.sampling,
-        learner=profile.learner,
-        missing_logprobs=settings.missing_logprobs if isinstance(settings, EnvironmentSource) else "refuse",
-    )
+    profile, state = context.profile, context.state
     fetcher = custom.actor(
         "atropos_fetcher",
         AtroposFetcher,
         outbox=scored.outbox(),
         source=batch_source(context, settings, atropos_url=atropos_url),
-        reader=reader,
+        reader=group_reader(context, settings),
         weights=context.weights,
         replacements=context.replacements,
         first_group=state.prompted if state else 0,

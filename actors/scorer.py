@@ -69,10 +69,12 @@ class _Slot:
         self._outcome: GroupOutcome | None = None
 
     def fill(self, outcome: GroupOutcome) -> None:
+        """Set the outcome."""
         self._outcome = outcome
         self._filled.set()
 
     async def outcome(self) -> GroupOutcome:
+        """Wait for the outcome."""
         await self._filled.wait()
         if self._outcome is None:
             raise RuntimeError("the slot was marked as filled without an outcome")

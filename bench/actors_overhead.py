@@ -26,6 +26,7 @@ from bench.tables import report
 NAME = "actors_overhead"
 COMMAND = f"python -m bench {NAME}"
 RESULTS = results_path(NAME)
+read = partial(measurement.read, RESULTS)
 CONTENDERS = (
     Contender(name="clotho", module="bench.contenders.clotho_messages"),
     Contender(name="asyncio", module="bench.contenders.asyncio_messages"),
@@ -42,11 +43,6 @@ def cases(messages: int) -> list[Case]:
         for capacity in (1, 16)
     ]
     return [*found, {"path": "compute thread", "capacity": 1, "messages": messages // 5}]
-
-
-def read(path: Path = RESULTS) -> Sequence[Measurement]:
-    """Read all results; an empty list if the file does not exist."""
-    return measurement.read(path)
 
 
 def table(results: Sequence[Measurement]) -> str:

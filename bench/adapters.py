@@ -30,6 +30,7 @@ from bench.tables import closing, markdown, side_by_side
 NAME = "adapters"
 COMMAND = f"python -m bench {NAME}"
 RESULTS = results_path(NAME)
+read = partial(measurement.read, RESULTS)
 RATE = Metric(name="tokens_per_second", unit="tokens/s", better="higher")
 KINDS = {
     "base": "0",
@@ -73,11 +74,6 @@ def measure_all(repeats: int, quick: bool) -> list[Measurement]:
     if quick:
         return measure(["6m"], 3)
     return [*measure(["6m", "25m"], repeats), *measure(["6m"], repeats, kernels=False)]
-
-
-def read(path: Path = RESULTS) -> Sequence[Measurement]:
-    """Read all results; an empty list if the file does not exist."""
-    return measurement.read(path)
 
 
 def table(results: Sequence[Measurement]) -> str:

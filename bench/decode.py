@@ -42,6 +42,7 @@ from clotho.cpu import SWITCH
 NAME = "decode"
 COMMAND = "python -m bench decode"
 RESULTS = results_path(NAME)
+read = partial(measurement.read, RESULTS)
 Case = dict[str, str | int | float]
 
 OURS = Contender(name="clotho", module="bench.contenders.clotho_decode")
@@ -147,11 +148,6 @@ def sweep(results: Sequence[Measurement], belongs: Callable[[Case], bool]) -> li
 
 def _plain(one: Measurement) -> bool:
     return "blas_threads" not in one.case and "adapter" not in one.case and one.contender != AS_CALLED.name
-
-
-def read(path: Path = RESULTS) -> Sequence[Measurement]:
-    """Read all results; an empty list if the file does not exist."""
-    return measurement.read(path)
 
 
 def table(results: Sequence[Measurement]) -> str:

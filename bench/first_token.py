@@ -25,6 +25,7 @@ from bench.tables import report
 NAME = "first_token"
 COMMAND = "python -m bench first_token"
 RESULTS = results_path(NAME)
+read = partial(measurement.read, RESULTS)
 Case = dict[str, str | int | float]
 
 CONTENDERS = (
@@ -39,11 +40,6 @@ def measure(models: Sequence[str], lengths: Sequence[int], repeats: int) -> list
     """Measure every model with every prompt length; two warmup runs per case."""
     cases: list[Case] = [{"model": model, "prompt_tokens": length} for model in models for length in lengths]
     return measure_interleaved(NAME, CONTENDERS, cases, [SECONDS], repeats=repeats, command=COMMAND, warm_up=2)
-
-
-def read(path: Path = RESULTS) -> Sequence[Measurement]:
-    """Read all results; an empty list if the file does not exist."""
-    return measurement.read(path)
 
 
 def table(results: Sequence[Measurement]) -> str:

@@ -38,6 +38,7 @@ from bench.tables import report
 NAME = "hostile_requests"
 COMMAND = f"python -m bench {NAME}"
 RESULTS = results_path(NAME)
+read = partial(measurement.read, RESULTS)
 DUPLICATE_FIELDS, LONG_PROMPTS = 5, 10
 PERIOD_SECONDS, QUICK_SECONDS = 20.0, 5.0
 RUN = ("--profile", "local-m3", "--steps", "100000", "--eval", "off", "--monitor.display", "none")
@@ -201,11 +202,6 @@ def measurements(alone: Sequence[Period], attacked: Sequence[Period], exit_secon
         semantics="from SIGTERM to the end of the process",
     )
     return [*found, ended]
-
-
-def read(path: Path = RESULTS) -> Sequence[Measurement]:
-    """Read all results; an empty list if the file does not exist."""
-    return measurement.read(path)
 
 
 def table(results: Sequence[Measurement]) -> str:

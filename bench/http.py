@@ -28,6 +28,7 @@ from bench.tables import report
 NAME = "http"
 COMMAND = f"python -m bench {NAME}"
 RESULTS = results_path(NAME)
+read = partial(measurement.read, RESULTS)
 CONTENDERS = (
     Contender(name="clotho", module="bench.contenders.clotho_http"),
     Contender(name="mlx_lm.server", module="bench.contenders.mlx_lm_http", foreign=True),
@@ -51,11 +52,6 @@ def measure(
         for count in clients
     ]
     return measure_interleaved(NAME, contenders, cases, METRICS, repeats=repeats, command=COMMAND)
-
-
-def read(path: Path = RESULTS) -> Sequence[Measurement]:
-    """Read all results; an empty list if the file does not exist."""
-    return measurement.read(path)
 
 
 def table(results: Sequence[Measurement]) -> str:

@@ -31,6 +31,7 @@ from bench.tables import report
 NAME = "overlap"
 COMMAND = f"python -m bench {NAME}"
 RESULTS = results_path(NAME)
+read = partial(measurement.read, RESULTS)
 OURS = Contender(name="clotho", module="bench.contenders.clotho_overlap")
 METRICS = (
     Metric(name="idle", unit="tokens/s", better="higher"),
@@ -82,11 +83,6 @@ def of_runs(share: float, found: Sequence[Rates]) -> Iterator[Measurement]:
             command=COMMAND,
             fingerprint=here,
         )
-
-
-def read(path: Path = RESULTS) -> Sequence[Measurement]:
-    """Read all results; an empty list if the file does not exist."""
-    return measurement.read(path)
 
 
 def table(results: Sequence[Measurement]) -> str:

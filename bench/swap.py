@@ -29,6 +29,7 @@ from bench.tables import report
 NAME = "swap"
 COMMAND = f"python -m bench {NAME}"
 RESULTS = results_path(NAME)
+read = partial(measurement.read, RESULTS)
 OURS = Contender(name="clotho", module="bench.contenders.clotho_swap")
 METRICS = (
     Metric(name="swap_seconds", unit="seconds", better="lower"),
@@ -74,11 +75,6 @@ def of_runs(swaps: Sequence[Sequence[float]]) -> Iterator[Measurement]:
             command=COMMAND,
             fingerprint=here,
         )
-
-
-def read(path: Path = RESULTS) -> Sequence[Measurement]:
-    """Read all results; an empty list if the file does not exist."""
-    return measurement.read(path)
 
 
 def table(results: Sequence[Measurement]) -> str:

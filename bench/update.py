@@ -40,6 +40,7 @@ from bench.tables import report
 NAME = "update"
 COMMAND = "python -m bench update"
 RESULTS = results_path(NAME)
+read = partial(measurement.read, RESULTS)
 Case = dict[str, str | int | float]
 
 OURS = Contender(name="clotho", module="bench.contenders.clotho_update")
@@ -100,11 +101,6 @@ def measure_quickly() -> list[Measurement]:
 
 def _interleaved(contenders: Sequence[Contender], cases: Sequence[Case], repeats: int) -> list[Measurement]:
     return measure_interleaved(NAME, contenders, cases, METRICS, repeats=repeats, command=COMMAND)
-
-
-def read(path: Path = RESULTS) -> Sequence[Measurement]:
-    """Read all results; an empty list if the file does not exist."""
-    return measurement.read(path)
 
 
 def table(results: Sequence[Measurement]) -> str:

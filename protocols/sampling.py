@@ -8,18 +8,14 @@ The annotations of `Sampling` are the table: type, range, default, neutral value
 from __future__ import annotations
 
 from hashlib import blake2b
-from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from msgspec import Meta, Struct
 
 from protocols.constraints import Constraint
-from protocols.errors import ProfileError
 
 MAX_SUPPORT = 256
 """Maximum number of tokens per position whose identifiers are recorded for the learner."""
-
-MIN_LEARNABLE_TEMPERATURE = 1e-3
-"""Lowest temperature that the learner trains on. Below it, sampling is greedy for all practical purposes."""
 
 MIN_TEMPERATURE = 1e-5
 """Lowest temperature above 0. The quotient of a float16 logit (at most 65504), changed by the lowest repetition penalty
@@ -294,13 +290,6 @@ def below_least_positive(sampling: Sampling) -> str | None:
     return None
 
 
-class Unlearnable(NamedTuple):
-    """The parameter that the learner cannot evaluate, and the reason."""
-
-    parameter: str
-    reason: str
-
-
 def in_use(sampling: Sampling, **row: str) -> list[str]:
     """Return the names of parameters that differ from their neutral value and match `row` (field of a row = value)."""
     return [
@@ -318,40 +307,6 @@ def restricts_support(sampling: Sampling) -> bool:
 def can_record_support(sampling: Sampling) -> bool:
     """Whether top-k limits the support to a size that is recorded."""
     return 1 <= sampling.top_k <= MAX_SUPPORT
-
-
-def unlearnable(sampling: Sampling) -> Unlearnable | None:
-    """Return why the learner cannot evaluate this sampling distribution; None if it can.
-
-    This is the only definition of the rule. The profile, the learner, the sample log and the readers of environments'
-    groups use it.
-    """
-    if not sampling.temperature >= MIN_LEARNABLE_TEMPERATURE:
-        return Unlearnable(
-            "temperature",
-            f"temperature = {sampling.temperature:g} is greedy decoding: the learner needs a temperature of at least "
-            f"{MIN_LEARNABLE_TEMPERATURE:g}",
-        )
-    for name in in_use(sampling, learner="cannot evaluate"):
-        parameter = PARAMETERS[name]
-        if not parameter.is_scalar:
-            return Unlearnable(name, f"{name} is set: the learner cannot evaluate it; remove it")
-        value, neutral = getattr(sampling, name), parameter.neutral
-        return Unlearnable(name, f"{name} = {value:g}: the learner cannot evaluate it; set it to {neutral:g}")
-    if restricts_support(sampling) and not can_record_support(sampling):
-        name = in_use(sampling, learner="replays support")[0] if sampling.top_k == 0 else "top_k"
-        return Unlearnable(
-            name,
-            f"{name} = {getattr(sampling, name):g}: set top_k to 1 to {MAX_SUPPORT}, because the learner needs the set "
-            f"of tokens that could be sampled, and the engine records at most {MAX_SUPPORT} tokens per position",
-        )
-    return None
-
-
-def require_learnable(sampling: Sampling) -> None:
-    """Raise ProfileError if the learner cannot evaluate this sampling distribution."""
-    if (found := unlearnable(sampling)) is not None:
-        raise ProfileError(f"sampling.{found.reason}")
 
 
 class SampleRequest(Struct, frozen=True, kw_only=True):

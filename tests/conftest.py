@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+import clotho.cpu
 from clotho.cpu import computes_on_host, load_blas
 from tests import lanes
 
@@ -38,6 +39,12 @@ settings.register_profile(
 def anyio_backend() -> str:
     """Run asynchronous tests on asyncio, as the program does."""
     return "asyncio"
+
+
+@pytest.fixture
+def device_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compute as on a GPU: without the kernels of the CPU backend."""
+    monkeypatch.setattr(clotho.cpu, "KERNELS_ENABLED", False)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -15,8 +15,9 @@ from msgspec import Meta, Raw, Struct
 from numpy.typing import NDArray
 
 from protocols.errors import visible
+from protocols.learnability import MIN_LEARNABLE_TEMPERATURE
 from protocols.rollout import MAX_GROUP_REWARD, TeacherTokens
-from protocols.sampling import MAX_TEMPERATURE, MIN_LEARNABLE_TEMPERATURE
+from protocols.sampling import MAX_TEMPERATURE
 
 MASKED = -100
 MAX_SEQUENCES = 1024

@@ -10,7 +10,8 @@ import msgspec
 
 from clotho.config.keys import KEYS, SETTABLE, chosen_types
 from clotho.config.schema import Profile, RemoteGeneration, RestartedServers
-from protocols.sampling import PARAMETERS, in_use, unlearnable
+from protocols.learnability import unlearnable
+from protocols.sampling import PARAMETERS, in_use
 
 Values = dict[str, Any]  # a resolved profile by key path; arrays of tables are tuples of structs
 

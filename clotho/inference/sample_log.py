@@ -16,6 +16,7 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
+from protocols.learnability import unlearnable
 from protocols.sampling import (
     POLICY,
     Completion,
@@ -25,7 +26,6 @@ from protocols.sampling import (
     can_record_support,
     in_use,
     restricts_support,
-    unlearnable,
 )
 
 TOKEN_BYTES, SUPPORT_BYTES, COMPLETION_BYTES = 8, 40, 256

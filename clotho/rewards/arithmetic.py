@@ -198,6 +198,7 @@ class _Parser:
 
     @property
     def next(self) -> str | None:
+        """The next token, which is not consumed; None at the end."""
         return self._tokens[self._position] if self._position < len(self._tokens) else None
 
     def _take(self) -> str:
@@ -227,6 +228,7 @@ class _Parser:
                 return _power(left, right)
 
     def sum(self, depth: int) -> Fraction:
+        """Parse and compute a sum. depth: number of enclosing parentheses and signs."""
         value = self._product(depth)
         while self.next in ("+", "-"):
             value = self._apply(self._take(), value, self._product(depth))

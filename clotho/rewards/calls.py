@@ -135,6 +135,8 @@ class WorkerThreads:
 
 
 class _ThreadCall(Generic[T]):
+    """A call in a worker thread. ended, abandoned: under the lock of `WorkerThreads`."""
+
     def __init__(self, threads: WorkerThreads, worker: _Worker, work: Callable[[], T]) -> None:
         self.future: Future[T] = Future()
         self.future.set_running_or_notify_cancel()
@@ -146,13 +148,17 @@ class _ThreadCall(Generic[T]):
 
     @property
     def alive(self) -> bool:
+        """Whether the thread still computes the call."""
         return not self.ended and self._worker.is_alive()
 
     def abandon(self) -> None:
+        """Interrupt the call. Its result has no receiver."""
         self._threads.abandon(self._worker, self)
 
 
 class _Worker(threading.Thread):
+    """A thread that computes one call after another, until it receives None or a call is abandoned."""
+
     def __init__(self, threads: WorkerThreads) -> None:
         super().__init__(name="reward", daemon=True)
         self.inbox: SimpleQueue[_ThreadCall[Any] | None] = SimpleQueue()
@@ -202,6 +208,8 @@ class WorkerLoop:
 
 
 class _LoopCall(Generic[T]):
+    """A call in the event loop of a `WorkerLoop`."""
+
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.future: Future[T] = Future()
         self.future.set_running_or_notify_cancel()
@@ -211,9 +219,11 @@ class _LoopCall(Generic[T]):
 
     @property
     def alive(self) -> bool:
+        """Whether the call has not ended."""
         return not self._loop.is_closed() and (self._task is None or not self._task.done())
 
     def begin(self, work: Callable[[], Coroutine[Any, Any, T]]) -> None:
+        """Start the coroutine. Called in the event loop."""
         self._task = self._loop.create_task(self._run(work))
         if self._abandoned:
             self._task.cancel()
@@ -229,6 +239,7 @@ class _LoopCall(Generic[T]):
             self.future.set_result(result)
 
     def abandon(self) -> None:
+        """Cancel the call. Its result has no receiver."""
         self._abandoned = True
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._cancel)

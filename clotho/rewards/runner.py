@@ -49,6 +49,7 @@ class _Component(Struct, frozen=True, kw_only=True):
         return self.section.name
 
     def applies_to(self, problem_type: str) -> bool:
+        """Whether the function scores problems of this type."""
         return not self.section.types or problem_type in self.section.types
 
 

@@ -1,4 +1,4 @@
-"""The source of groups of a run with environments: a running or started Atropos API server, or its mock."""
+"""Groups of a run with environments: a running or started Atropos API server, or its mock, and the reader of groups."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ from clotho.atropos.api import AtroposApi
 from clotho.atropos.client import Registration
 from clotho.atropos.commands import require_server
 from clotho.atropos.mock import MockAtropos
+from clotho.atropos.reader import GroupReader
+from clotho.atropos.reader import Policy as PolicyBounds
 from clotho.atropos.source import BatchSource
-from clotho.config.schema import AtroposSource, MockSource, Profile, RunningServer
+from clotho.atropos.validation import Bounds
+from clotho.config.schema import AtroposSource, EnvironmentSource, MockSource, Profile, RunningServer
 from clotho.run.context import RunContext
 
 
@@ -37,6 +40,22 @@ def batch_source(context: RunContext, settings: AtroposSource, *, atropos_url: s
         ),
         reset=not isinstance(settings, RunningServer) or settings.reset,
         poll_seconds=settings.poll_seconds,
+    )
+
+
+def group_reader(context: RunContext, settings: AtroposSource) -> GroupReader:
+    """The reader that validates groups and looks up how their tokens were sampled."""
+    profile, policy = context.profile, context.policy
+    return GroupReader(
+        sample_log=context.sample_log,
+        policy=PolicyBounds(
+            bounds=Bounds(vocab_size=policy.vocab_size, context_length=context.max_sequence_tokens),
+            decode=policy.tokenizer.decode,
+        ),
+        recompute=context.recompute_logprobs,
+        sampling=profile.sampling,
+        learner=profile.learner,
+        missing_logprobs=settings.missing_logprobs if isinstance(settings, EnvironmentSource) else "refuse",
     )
 
 

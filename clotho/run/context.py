@@ -20,6 +20,7 @@ from clotho.monitoring.display import RunFacts
 from clotho.monitoring.metrics import RunHistory
 from clotho.monitoring.terminal_text import relative_path
 from clotho.rewards.runner import RewardRunner
+from clotho.run.custom_actors import Services
 from clotho.run.prompts import PromptBuilder
 from clotho.runtime.compute_thread import ComputeExecutor, finish
 from clotho.runtime.latest import Latest
@@ -125,6 +126,16 @@ class RunContext(Struct, frozen=True, kw_only=True, eq=False):
             submit=self.executor.submit,
             fail_requests=self.engine.fail_all,
             attach=lambda: self.executor.attach(self.engine),
+        )
+
+    def services(self) -> Services:
+        """What custom actors may use."""
+        return Services(
+            profile=self.profile,
+            directory=self.directory.path,
+            sampler=self.sampler,
+            tokenizer=self.policy.tokenizer,
+            weights=self.weights,
         )
 
     def facts(self, *, blas: str) -> RunFacts:

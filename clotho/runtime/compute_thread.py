@@ -62,6 +62,8 @@ class DecodeRates(Struct, frozen=True, kw_only=True):
 
 
 class _NoTicker:
+    """The ticker without an engine."""
+
     has_work = False
 
     def tick(self) -> int:
@@ -92,6 +94,7 @@ class _Clock:
         self.used = 0.0
 
     def charge(self, seconds: float) -> None:
+        """Add the time of one turn."""
         self.used += seconds / self.share
 
 

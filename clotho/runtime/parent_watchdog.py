@@ -2,10 +2,14 @@
 
 The script is standalone: it uses only the standard library of Python 3.9, on Linux and macOS. The parent holds the
 other end of standard input and never writes to it. That end closes when the parent dies, also by SIGKILL.
+
+On Linux, the watchdog reaps the orphans of the command. The first process of a container often does not; the process
+group would then exist until the end of the grace period.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import select
 import signal
@@ -16,6 +20,7 @@ import time
 GRACE_SECONDS = 5.0
 """Time from SIGTERM to SIGKILL."""
 POLL_SECONDS = 0.02
+PR_SET_CHILD_SUBREAPER = 36
 USAGE, CANNOT_EXECUTE, NOT_FOUND = 2, 126, 127
 
 
@@ -25,6 +30,8 @@ def main(arguments: list[str]) -> int:
         sys.stderr.write("usage: parent_watchdog.py -- COMMAND...\n")
         return USAGE
     wakeup = _wake_on_signals()
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     try:
         child = subprocess.Popen(arguments[1:], stdin=subprocess.DEVNULL, start_new_session=True)
     except OSError as error:
@@ -77,8 +84,9 @@ def _end_group(child: subprocess.Popen[bytes]) -> None:
 
 
 def _send(child: subprocess.Popen[bytes], number: int) -> bool:
-    """Send a signal to the process group; return True if a process of the group is alive. Reaps the command."""
+    """Send a signal to the process group; return True if a process of the group is alive. Reaps ended processes."""
     child.poll()
+    _reap_orphans(child)
     try:
         os.killpg(child.pid, number)
     except ProcessLookupError:
@@ -86,6 +94,21 @@ def _send(child: subprocess.Popen[bytes], number: int) -> bool:
     except PermissionError:  # macOS raises this for a group that contains only zombies
         return child.poll() is None
     return True
+
+
+def _reap_orphans(child: subprocess.Popen[bytes]) -> None:
+    """On Linux, reap the ended processes of the command's process group, except the command, which `Popen` reaps."""
+    if sys.platform != "linux":
+        return
+    try:
+        while ended := os.waitid(os.P_PGID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            if ended.si_pid == child.pid:
+                if child.poll() is None:
+                    return
+            else:
+                os.waitpid(ended.si_pid, 0)
+    except ChildProcessError:
+        return
 
 
 if __name__ == "__main__":

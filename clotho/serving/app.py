@@ -160,6 +160,8 @@ class _AdapterHandlers:
 
 
 class _Handlers:
+    """The routes of all other endpoints, each named after its endpoint."""
+
     def __init__(self, context: ServerContext, limit: ConcurrencyLimit) -> None:
         self._context = context
         self._metrics = ServerMetrics(context, limit)

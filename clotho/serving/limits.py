@@ -54,6 +54,8 @@ class UnreadBodyMiddleware:
 
 
 class _Connection:
+    """One request with its response. scope: ends the request if the client does not accept data in time."""
+
     def __init__(self, receive: Receive, send: Send, scope: anyio.CancelScope, send_seconds: float) -> None:
         self._receive, self._send, self._scope, self._send_seconds = receive, send, scope, send_seconds
         self._body_ended = False

@@ -68,8 +68,8 @@ from clotho.training.rollback import (
 )
 from clotho.training.turns import TurnBudget
 from clotho.training.update_checks import AdapterCheck, update_kl
+from protocols.learnability import require_learnable
 from protocols.rollout import ScoredGroup
-from protocols.sampling import require_learnable
 from protocols.step import UpdateMetrics
 
 

@@ -14,8 +14,10 @@ from clotho.inference import DecodeEngine
 from clotho.models.policy import Policy, load_policy
 from clotho.runtime.compute_thread import ComputeExecutor
 from clotho.runtime.queues import Queue
+from protocols.accounting import LedgerState
 from protocols.prompt import Problem, Prompt
 from protocols.queues import Inbox
+from protocols.step import PolicyUpdated, StepReport, TrainedGroup
 from tests.learner_settings import policy_settings
 from tests.saved_models import save
 
@@ -66,6 +68,30 @@ async def cancel_when_blocked(run: Callable[[], Coroutine[Any, Any, None]]) -> N
             tasks.start_soon(run)
             await anyio.wait_all_tasks_blocked()
             tasks.cancel_scope.cancel()
+
+
+def policy_updated(
+    parameters: Any,
+    *,
+    step: int,
+    version: int,
+    fingerprint: str = "f",
+    trained: tuple[TrainedGroup, ...] = (),
+    optimizer: Any = None,
+    random_state: tuple[int, ...] = (),
+    ledger: LedgerState | None = None,
+    **fields: Any,
+) -> PolicyUpdated:
+    """Return the update of a batch. fields: of `PolicyUpdated`."""
+    report = StepReport(
+        step=step, version=version, fingerprint=fingerprint, trained=trained, discarded=(),
+        staleness=(0,) * len(trained), update=None, train_seconds=0.0, wait_seconds=0.0,
+    )  # fmt: skip
+    counts = {"bad_steps": 0, "train_seconds": 0.0, "trained_tokens": 0} | fields
+    return PolicyUpdated(
+        report=report, parameters=parameters, optimizer={} if optimizer is None else optimizer,
+        random_state=random_state, ledger=ledger or LedgerState(), **counts,
+    )  # fmt: skip
 
 
 @contextmanager

@@ -4,7 +4,7 @@ fails.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -25,23 +25,15 @@ from clotho.runtime.compute_thread import ComputeExecutor
 from clotho.runtime.latest import Latest
 from clotho.runtime.sampling_client import Sampler
 from clotho.scoring.parity_check import ParityReport, ParitySample
-from protocols.accounting import LedgerState
 from protocols.errors import ParityError
 from protocols.queues import QueueClosed
 from protocols.sampling import SampleRequest, Sampling
-from protocols.step import PolicyUpdated, StepReport, TrainedGroup, WeightsReady
-from tests.actors.actor_helpers import compute_thread, filled_queue, served_policy
+from protocols.step import PolicyUpdated, TrainedGroup, WeightsReady
+from tests.actors.actor_helpers import filled_queue, policy_updated, served_policy
 from tests.run.simulated_run import METRICS
 from tests.training.policies_and_groups import scored_group
 
 PROMPT = (5, 9, 33, 2, 17, 60)
-
-
-@pytest.fixture
-def executor() -> Iterator[ComputeExecutor]:
-    """A compute thread."""
-    with compute_thread() as running:
-        yield running
 
 
 PARITY = ParityCheck()
@@ -68,32 +60,18 @@ class BroadcasterHarness:
     def update(self, *, step: int, version: int, shift: float = 0.0, trained: bool = True) -> PolicyUpdated:
         """Return the update of a batch: the initial weights with `shift` added to every parameter."""
         scored = scored_group([[7, 8, 9, 10]], [1.0], prompt=PROMPT[:3])
-        report = StepReport(
-            step=step,
-            version=version,
-            fingerprint=f"of {version}",
-            trained=(TrainedGroup(scored=scored, advantages=(1.0,)),) if trained else (),
-            discarded=(),
-            staleness=(0,) if trained else (),
-            update=None,
-            train_seconds=0.0,
-            wait_seconds=0.0,
-        )
 
         def moved() -> Any:
             parameters = tree_map(lambda array: array + shift, self.policy.trainable())
             mx.eval(parameters)
             return parameters
 
-        return PolicyUpdated(
-            report=report,
-            parameters=self.executor.submit(moved).result(),
-            optimizer={},
-            random_state=(),
-            ledger=LedgerState(),
-            bad_steps=0,
-            train_seconds=0.0,
-            trained_tokens=0,
+        return policy_updated(
+            self.executor.submit(moved).result(),
+            step=step,
+            version=version,
+            fingerprint=f"of {version}",
+            trained=(TrainedGroup(scored=scored, advantages=(1.0,)),) if trained else (),
         )
 
     def broadcaster(self, *updates: PolicyUpdated) -> Broadcaster:

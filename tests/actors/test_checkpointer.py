@@ -8,83 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import anyio
-import mlx.core as mx
 import pytest
 import structlog
 
 from actors import checkpointer as module
-from actors.checkpointer import Checkpointer
-from clotho.config.schema import CheckpointSection
-from clotho.runtime.latest import Latest
-from clotho.runtime.queues import Queue
 from clotho.storage.adapters import read_adapter
-from clotho.storage.best_checkpoint import BestCheckpointKeeper
 from clotho.storage.checkpoints import read_checkpoint, recorded_newest
-from protocols.accounting import LedgerState
-from protocols.checkpoint import AdapterConfig
 from protocols.errors import RunDirectoryError
 from protocols.queues import QueueClosed
-from protocols.step import PolicyUpdated, ReplayGroup, StepReport
 from tests.actors.actor_helpers import filled_queue
-from tests.storage.test_checkpoints import ADAPTER, names, state
-from tests.training.policies_and_groups import same_bits, scored_group
-
-
-def parameters(value: float = 0.0) -> dict[str, Any]:
-    """Return a small parameter tree."""
-    tree = {"layers": [{}, {"lora_a": mx.full((3, 2), value), "lora_b": mx.full((2, 3), value)}]}
-    mx.eval(tree)
-    return tree
-
-
-def replay(step: int) -> tuple[ReplayGroup, ...]:
-    """Return a replay buffer with one group that was trained on in this step."""
-    return (ReplayGroup(scored=scored_group([[1]], [1.0], group_id=step), advantage=0.5, version=step),)
-
-
-def update(step: int) -> PolicyUpdated:
-    """Return the update of a step. Every parameter equals `step`."""
-    report = StepReport(
-        step=step, version=step, fingerprint="f", trained=(), discarded=(), staleness=(), update=None,
-        train_seconds=0.0, wait_seconds=0.0,
-    )  # fmt: skip
-    return PolicyUpdated(
-        report=report, parameters=parameters(float(step)), optimizer=parameters(-float(step)), random_state=(1, 2),
-        ledger=LedgerState(), bad_steps=0, train_seconds=0.0, trained_tokens=0, replay=replay(step),
-    )  # fmt: skip
-
-
-def checkpointer_of(
-    directory: Path, updates: Queue[PolicyUpdated], *, logged: int = 1000, **settings: Any
-) -> Checkpointer:
-    """Return a checkpointer whose logs are written up to step `logged`."""
-    cell = Latest[int]("logged")
-    cell.put(logged)
-    return Checkpointer(
-        inbox=updates.inbox(),
-        directory=directory / "checkpoints",
-        newest=directory / ".newest_checkpoint",
-        histories=[directory / "metrics.jsonl"],
-        adapter_directories=[directory / "adapters", directory / "elsewhere"],
-        adapter_config=ADAPTER,
-        run_id="run",
-        settings=CheckpointSection(**settings),
-        best=BestCheckpointKeeper(
-            checkpoints=directory / "checkpoints",
-            marker=directory / "best.json",
-            reports=lambda: (),
-            is_evaluated=lambda step: False,
-        ),
-        state=lambda update: state(update.report.step),
-        logged=cell,
-        parameters=parameters(0.0),
-        loadable=as_they_are,
-    )
-
-
-async def as_they_are(parameters: Any) -> tuple[Any, AdapterConfig]:
-    """Return the settings of an adapter that mlx-lm loads."""
-    return parameters, ADAPTER
+from tests.actors.checkpointer_harness import checkpointer_of, parameters, replay, update
+from tests.storage.made_checkpoints import ADAPTER, names, state
+from tests.training.policies_and_groups import same_bits
 
 
 @pytest.mark.parametrize(

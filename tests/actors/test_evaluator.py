@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,25 +16,17 @@ from clotho.config.schema import EngineSection, HeldOutEvaluation
 from clotho.inference.greedy import greedy_completions
 from clotho.runtime.compute_thread import ComputeExecutor
 from clotho.runtime.queues import Queue
-from protocols.accounting import LedgerState
 from protocols.evaluation import EvalReport, HeldOut
 from protocols.prompt import Problem
 from protocols.queues import EndOfStream, QueueClosed
 from protocols.sampling import Sampling
-from protocols.step import PolicyUpdated, StepReport
-from tests.actors.actor_helpers import cancel_when_blocked, compute_thread, filled_queue, receive_all, served_policy
+from protocols.step import PolicyUpdated
+from tests.actors.actor_helpers import cancel_when_blocked, filled_queue, policy_updated, receive_all, served_policy
 
 SAMPLING = Sampling(max_tokens=4, ignore_eos=True)
 GENERATOR = EngineSection(max_num_seqs=4)
 PROMPTS = [(5, 9), (33, 2, 17), (60,), (7, 8, 9), (10, 11), (12,)]
 KINDS = ["sum", "sum", "sum", "word", "word", "word"]
-
-
-@pytest.fixture
-def executor() -> Iterator[ComputeExecutor]:
-    """A compute thread."""
-    with compute_thread() as running:
-        yield running
 
 
 class EvaluatorHarness:
@@ -70,14 +62,7 @@ class EvaluatorHarness:
 
     def update(self, step: int, shift: float = 0.0) -> PolicyUpdated:
         """Return the update of a batch."""
-        report = StepReport(
-            step=step, version=step, fingerprint="", trained=(), discarded=(), staleness=(), update=None,
-            train_seconds=0.0, wait_seconds=0.0,
-        )  # fmt: skip
-        return PolicyUpdated(
-            report=report, parameters=self.moved(shift), optimizer={}, random_state=(), ledger=LedgerState(),
-            bad_steps=0, train_seconds=0.0, trained_tokens=0,
-        )  # fmt: skip
+        return policy_updated(self.moved(shift), step=step, version=step)
 
     def evaluator(
         self, updates: Queue[PolicyUpdated], *, base: bool = True, start: int = 0, **settings: Any

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator
 
 import pytest
 
@@ -15,18 +14,11 @@ from clotho.config.sections_training import BufferedReplay
 from clotho.runtime.compute_thread import ComputeExecutor
 from protocols.errors import DivergenceError, ExecutorStoppedError
 from protocols.queues import EndOfStream, QueueClosed
-from tests.actors.actor_helpers import cancel_when_blocked, compute_thread, receive_all
+from tests.actors.actor_helpers import cancel_when_blocked, receive_all
 from tests.actors.learner_harness import LearnerHarness, discarded_group, trainable_group
 from tests.training.policies_and_groups import scored_group
 
 NAN = float("nan")
-
-
-@pytest.fixture
-def executor() -> Iterator[ComputeExecutor]:
-    """Yield a compute thread."""
-    with compute_thread() as running:
-        yield running
 
 
 async def test_a_batch_yields_one_update_on_every_outbox(executor: ComputeExecutor) -> None:

@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-import pytest
 from msgspec.structs import replace
 
 from actors.learner import MAX_DISCARDED_HELD, LearnerProgress
 from clotho.runtime.compute_thread import ComputeExecutor
 from protocols.accounting import SourceCounts
 from protocols.rollout import Discarded, GroupOutcome, ScoredGroup
-from tests.actors.actor_helpers import compute_thread
 from tests.actors.learner_harness import LearnerHarness, discarded_group, trainable_group
-
-
-@pytest.fixture
-def executor() -> Iterator[ComputeExecutor]:
-    """Yield a compute thread."""
-    with compute_thread() as running:
-        yield running
 
 
 def group_of_environment(name: str, outcome: GroupOutcome) -> GroupOutcome:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import anyio
@@ -19,17 +18,9 @@ from clotho.config.sections_training import (
 from clotho.runtime.compute_thread import ComputeExecutor
 from protocols.collapse import BaselineStatistics, CollapseState
 from protocols.errors import CollapseError, DivergenceError
-from tests.actors.actor_helpers import compute_thread, receive_all
+from tests.actors.actor_helpers import receive_all
 from tests.actors.learner_harness import LearnerHarness, discarded_group, trainable_group
 from tests.training import policies_and_groups
-
-
-@pytest.fixture
-def executor() -> Iterator[ComputeExecutor]:
-    """Yield a compute thread."""
-    with compute_thread() as running:
-        yield running
-
 
 TOUCHY: dict[str, Any] = {"update_kl_high": 1e-9, "patience": 1}
 """Alarms that trip at every update."""

@@ -134,3 +134,20 @@ class ReaderHarness:
         rest = tokens[1:]
         logprobs = tuple(-math.log(2 + token) for token in rest)
         return PromptLogprobs(version=9, logprobs=logprobs, top_logprobs=((),) * len(rest))
+
+
+def complete_group() -> dict[str, Any]:
+    """Return a group with all fields."""
+    fields = conversations((PROMPT, (40, 41), (50,), (42,)), (PROMPT, (43, 44)), (PROMPT, (45,)))
+    lengths = [len(tokens) for tokens in fields["tokens"]]
+    return fields | {
+        "advantages": [[0.5] * length for length in lengths],
+        "ref_logprobs": [[-0.5] * length for length in lengths],
+        "messages": [[{"role": "user", "content": "?"}]] * 3,
+        "generation_params": {"temperature": 1.0},
+        "overrides": [{"set_advantage_to_zero": True}, {"temperature": 0.5}, {}],
+        "group_overrides": {"group_size": 3, "temperature": 0.7},
+        "images": None,
+        "distill_token_ids": [[[1, 2]] * length for length in lengths],
+        "distill_logprobs": [[[-1.0, -2.0]] * length for length in lengths],
+    }

@@ -317,22 +317,28 @@ class ObservedEnvironment(Environment):
 
 
 class ServerAndEnvironment:
-    """An API server, an environment, and a client that registers a trainer."""
+    """An API server, the idle environment, and a client that registers a trainer."""
 
-    def __init__(self, directory: Path, script: Path) -> None:
+    def __init__(self, directory: Path) -> None:
+        script = directory.with_name("idle.py")
         section = {"name": "mine", "script": str(script), "min_batch_allocation": 0.5}
         overrides = {"atropos.python": python_with_atropos(), "environments": [section]}
-        profile = load_profile("atropos-local", overrides)
-        self.server = AtroposServer(interpreter(profile), directory=directory)
-        self.environment = ObservedEnvironment(
-            profile.environments[0],
-            profile,
+        self._profile, self._directory, self._script = load_profile("atropos-local", overrides), directory, script
+        self.server = AtroposServer(interpreter(self._profile), directory=directory)
+        self.environment = self.make_environment(IDLE)
+        self.client = httpx.AsyncClient(base_url=self.server.url, trust_env=False)
+
+    def make_environment(self, text: str) -> ObservedEnvironment:
+        """Return the environment of the profile with this script. It has not started."""
+        self._script.write_text(text, encoding="utf-8")
+        return ObservedEnvironment(
+            self._profile.environments[0],
+            self._profile,
             server_url=self.server.url,
             server_starts=lambda: self.server.starts,
             policy_url=POLICY_URL,
-            directory=directory,
+            directory=self._directory,
         )
-        self.client = httpx.AsyncClient(base_url=self.server.url, trust_env=False)
 
     async def register_trainer(self) -> None:
         """Register a trainer and poll once; environments can register afterwards."""
@@ -345,31 +351,23 @@ class ServerAndEnvironment:
         return float(answer.json()["unallocated_fraction"])
 
 
-@pytest.fixture
-def script(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
-    """Return the path of a script: the idle environment, or the given text."""
-    path = tmp_path / "idle.py"
-    path.write_text(getattr(request, "param", IDLE), encoding="utf-8")
-    return path
+async def test_killed_processes_restart_and_end_with_the_run(tmp_path: Path) -> None:
+    """An environment waits for the API server, because atroposlib would exit without one.
 
-
-async def test_killed_processes_restart_and_end_with_the_run(
-    tmp_path: Path, script: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A killed environment is disconnected from the server and registers again.
-
-    A killed server restarts at the same address, and the environment registers again.
+    A killed environment is disconnected from the server and registers again. A killed server restarts at the same
+    address, and the environment registers again.
     """
-    monkeypatch.setattr(module, "EXIT_POLICY", structs.replace(module.EXIT_POLICY, first_pause_seconds=0.0))
-    running = ServerAndEnvironment(tmp_path / "atropos", script)
+    running = ServerAndEnvironment(tmp_path / "atropos")
     async with AsyncExitStack() as ends:
         ends.callback(running.environment.close)
         await ends.enter_async_context(running.client)
         with anyio.fail_after(START_TIMEOUT_SECONDS):
             async with anyio.create_task_group() as group:
+                await group.start(running.environment.run)
+                await anyio.wait_all_tasks_blocked()
+                assert running.environment.starts == 0
                 await group.start(running.server.run)
                 await running.register_trainer()
-                await group.start(running.environment.run)
                 pid = await running.environment.number(r"pid (\d+)")
                 assert await running.environment.number(r"Initialized env with id (\d+)") == 0
                 assert await running.unallocated(0) == 0.5
@@ -394,45 +392,31 @@ def _server_pid(directory: Path) -> int:
     return int(re.findall(r"Started server process \[(\d+)\]", log)[-1])
 
 
-@pytest.mark.parametrize(
-    ("script", "says"),
-    [
-        ("import nowhere", "ModuleNotFoundError: No module named 'nowhere'"),
-        (IDLE.replace('print("pid"', 'raise ValueError("no data'), "SyntaxError"),
-        (IDLE.replace("async def setup(self):", "async def setup(self):\n        1 / 0"), "ZeroDivisionError"),
-    ],
-    ids=["import", "syntax", "setup"],
-    indirect=["script"],
-)
-async def test_a_script_that_fails_at_its_first_start_ends_the_run(tmp_path: Path, script: Path, says: str) -> None:
+FAILING = {
+    "import nowhere": "ModuleNotFoundError: No module named 'nowhere'",
+    IDLE.replace('print("pid"', 'raise ValueError("no data'): "SyntaxError",
+    IDLE.replace("async def setup(self):", "async def setup(self):\n        1 / 0"): "ZeroDivisionError",
+}
+"""Scripts, each with the exception at its start."""
+
+
+async def test_a_script_that_fails_at_its_first_start_ends_the_run(tmp_path: Path) -> None:
     """The error contains the exception of the script on one line."""
-    running = ServerAndEnvironment(tmp_path / "atropos", script)
-    async with AsyncExitStack() as ends:
-        ends.callback(running.environment.close)
-        await ends.enter_async_context(running.client)
+    running = ServerAndEnvironment(tmp_path / "atropos")
+    running.environment.close()
+    errors = []
+    async with running.client:
         with anyio.fail_after(START_TIMEOUT_SECONDS):
             async with anyio.create_task_group() as group:
                 await group.start(running.server.run)
-                with pytest.raises(ProfileError, match=says) as caught:
-                    await running.environment.run()
+                for text in FAILING:
+                    environment = running.make_environment(text)
+                    with pytest.raises(ProfileError) as caught:
+                        await environment.run()
+                    environment.close()
+                    errors.append(str(caught.value))
                 group.cancel_scope.cancel()
-    assert "\n" not in str(caught.value)
-    assert f"{tmp_path}/atropos/mine.log); after correcting it" in str(caught.value)
-
-
-async def test_an_environment_waits_for_the_api_server(tmp_path: Path, script: Path) -> None:
-    """Without this, atroposlib would exit."""
-    running = ServerAndEnvironment(tmp_path / "atropos", script)
-    async with AsyncExitStack() as ends:
-        ends.callback(running.environment.close)
-        await ends.enter_async_context(running.client)
-        with anyio.fail_after(START_TIMEOUT_SECONDS):
-            async with anyio.create_task_group() as group:
-                await group.start(running.environment.run)
-                await anyio.wait_all_tasks_blocked()
-                assert running.environment.starts == 0
-                await group.start(running.server.run)
-                await running.environment.number(r"pid (\d+)")
-                await running.register_trainer()
-                assert await running.environment.number(r"Initialized env with id (\d+)") == 0
-                group.cancel_scope.cancel()
+    for error, says in zip(errors, FAILING.values(), strict=True):
+        assert says in error
+        assert "\n" not in error
+        assert f"{tmp_path}/atropos/mine.log); after correcting it" in error

@@ -12,7 +12,7 @@ from msgspec import Raw
 
 from clotho.atropos.reader import MAX_NAMES, MAX_RECENT_GROUPS
 from protocols.rollout import Discarded, ScoredGroup
-from tests.atropos.environment_groups import PROMPT, ReaderHarness, conversations
+from tests.atropos.environment_groups import PROMPT, ReaderHarness, complete_group, conversations
 
 VALUES: list[Any] = [
     None,
@@ -39,23 +39,6 @@ VALUES: list[Any] = [
     {},
 ]
 LITERALS = [b"NaN", b"Infinity", b"-Infinity", b"1e999", b"9" * 400, b'"\xff"', b"[" * 2000 + b"]" * 2000, b"", b"}"]
-
-
-def complete_group() -> dict[str, Any]:
-    """Return a group with all fields."""
-    fields = conversations((PROMPT, (40, 41), (50,), (42,)), (PROMPT, (43, 44)), (PROMPT, (45,)))
-    lengths = [len(tokens) for tokens in fields["tokens"]]
-    return fields | {
-        "advantages": [[0.5] * length for length in lengths],
-        "ref_logprobs": [[-0.5] * length for length in lengths],
-        "messages": [[{"role": "user", "content": "?"}]] * 3,
-        "generation_params": {"temperature": 1.0},
-        "overrides": [{"set_advantage_to_zero": True}, {"temperature": 0.5}, {}],
-        "group_overrides": {"group_size": 3, "temperature": 0.7},
-        "images": None,
-        "distill_token_ids": [[[1, 2]] * length for length in lengths],
-        "distill_logprobs": [[[-1.0, -2.0]] * length for length in lengths],
-    }
 
 
 def mutate(value: Any, random: Random) -> Any:

@@ -14,9 +14,8 @@ from msgspec import Raw
 
 from clotho.atropos.client import Delivery, NotAtropos, _decoded
 from protocols.rollout import Discarded, DiscardReason, GroupOutcome, ScoredGroup
-from tests.atropos.environment_groups import BOUNDS, PROMPT, ReaderHarness
+from tests.atropos.environment_groups import BOUNDS, PROMPT, ReaderHarness, complete_group
 from tests.atropos.fake_api import FIELDS
-from tests.atropos.test_reader_fuzz import complete_group
 
 TIMEOUT_SECONDS = 60.0
 """Upper limit for reading one group. No assertion depends on it."""

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
+from msgspec import structs
+
+from bench.contenders.process import Contender, Metric
+from bench.contenders.worker import Case
 from bench.fingerprint import fingerprint
 from bench.measurement import Measurement
 
 HERE = fingerprint()
+Calls = list[tuple[Sequence[Contender], Sequence[Case], int]]
+"""Contenders, cases and repeats of measurements."""
 
 
 def measurement(
@@ -34,3 +41,29 @@ def measurement(
         command="python -m bench decode",
         fingerprint=HERE,
     )
+
+
+def made_up(calls: Calls) -> Callable[..., list[Measurement]]:
+    """Return a replacement of `measure_interleaved` that records its arguments; every value is 1."""
+
+    def measure(
+        question: str,
+        contenders: Sequence[Contender],
+        cases: Sequence[Case],
+        metrics: Sequence[Metric],
+        *,
+        repeats: int,
+        **_: Any,
+    ) -> list[Measurement]:
+        calls.append((contenders, cases, repeats))
+        return [
+            structs.replace(
+                measurement([1.0] * repeats, contender=who.name, metric=metric.name, unit=metric.unit, **case),
+                question=question,
+            )
+            for case in cases
+            for who in contenders
+            for metric in metrics
+        ]
+
+    return measure

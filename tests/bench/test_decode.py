@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +20,12 @@ from bench.contenders import (
     mlx_lm_decode,
     mlx_lm_first_token,
 )
-from bench.contenders.process import Contender, Metric
 from bench.contenders.shapes import Shape, named_model, products, random_model, random_prompts
 from bench.contenders.worker import Case, MeasureOnce
-from bench.measurement import Measurement, read
+from bench.measurement import read
 from bench.tables import unique
 from clotho.cpu import SWITCH
-from tests.bench.made_measurements import measurement
+from tests.bench.made_measurements import Calls, made_up
 
 TINY = Shape(layers=2, width=64, heads=2, key_heads=1, feed_forward=128, vocabulary=100)
 SMALL: Case = {"model": "embedded", "prompts": 2, "group": 3, "prompt_tokens": 5, "new_tokens": 4}
@@ -39,30 +38,11 @@ def peak(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def measured_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Sequence[Contender], Sequence[Case], int]]:
+def measured_calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     """Replaces the measurement and records its arguments."""
-    calls: list[tuple[Sequence[Contender], Sequence[Case], int]] = []
-
-    def made_up(
-        question: str,
-        contenders: Sequence[Contender],
-        cases: Sequence[Case],
-        metrics: Sequence[Metric],
-        *,
-        repeats: int,
-        command: str,
-        warm_up: int = 1,
-    ) -> list[Measurement]:
-        calls.append((contenders, cases, repeats))
-        return [
-            measurement([1.0] * repeats, contender=who.name, metric=metric.name, unit=metric.unit, **case)
-            for case in cases
-            for who in contenders
-            for metric in metrics
-        ]
-
+    calls: Calls = []
     for question in (decode, first_token, scaling):
-        monkeypatch.setattr(question, "measure_interleaved", made_up)
+        monkeypatch.setattr(question, "measure_interleaved", made_up(calls))
     return calls
 
 
@@ -142,7 +122,7 @@ def test_every_update_is_applied() -> None:
 
 
 def test_the_first_case_has_every_peer(
-    measured_calls: list[tuple[Sequence[Contender], Sequence[Case], int]],
+    measured_calls: Calls,
 ) -> None:
     """Each sweep has a table that includes the first case."""
     page = decode.table(decode.measure(5))
@@ -155,7 +135,7 @@ def test_the_first_case_has_every_peer(
 
 
 def test_slow_cases_have_fewer_repeats(
-    measured_calls: list[tuple[Sequence[Contender], Sequence[Case], int]],
+    measured_calls: Calls,
 ) -> None:
     """The setting of mlx-lm-lora's trainer, the slowest, is measured in one case."""
     decode.measure(5)
@@ -164,7 +144,7 @@ def test_slow_cases_have_fewer_repeats(
 
 
 def test_two_threads_are_set_in_the_environment_and_recorded_in_the_case(
-    measured_calls: list[tuple[Sequence[Contender], Sequence[Case], int]],
+    measured_calls: Calls,
 ) -> None:
     """Contender names stay the same, so that ratios exist."""
     found = decode.with_threads([decode.case("6m")], 1)
@@ -176,7 +156,7 @@ def test_two_threads_are_set_in_the_environment_and_recorded_in_the_case(
 @pytest.mark.parametrize("question", [decode, first_token, scaling])
 def test_quick_mode_writes_results_of_the_same_format(
     question: Any,
-    measured_calls: list[tuple[Sequence[Contender], Sequence[Case], int]],
+    measured_calls: Calls,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -188,7 +168,7 @@ def test_quick_mode_writes_results_of_the_same_format(
 
 
 def test_a_case_in_several_sweeps_is_measured_once(
-    measured_calls: list[tuple[Sequence[Contender], Sequence[Case], int]],
+    measured_calls: Calls,
 ) -> None:
     """Decoding and updates are measured in separate processes."""
     results = scaling.measure(scaling.all_cases(), 1)
@@ -200,18 +180,18 @@ def test_a_case_in_several_sweeps_is_measured_once(
 @pytest.mark.parametrize("question", [decode, first_token, scaling])
 def test_results_can_be_drawn(
     question: Any,
-    measured_calls: list[tuple[Sequence[Contender], Sequence[Case], int]],
+    measured_calls: Calls,
     tmp_path: Path,
 ) -> None:
     """For docs/benchmarks.md."""
     pytest.importorskip("matplotlib")
     question.main(["--repeats", "1", "--out", str(tmp_path / "results.jsonl")])
-    question.draw(question.read(tmp_path / "results.jsonl"), tmp_path / "image.svg")
+    question.draw(read(tmp_path / "results.jsonl"), tmp_path / "image.svg")
     assert (tmp_path / "image.svg").read_text().startswith("<?xml")
 
 
 def test_the_adapter_part_is_measured_without_cpu_kernels_beside_mlx_lm(
-    measured_calls: list[tuple[Sequence[Contender], Sequence[Case], int]],
+    measured_calls: Calls,
 ) -> None:
     """Groups of eight and of one. The cases belong to no sweep."""
     found = decode.measure_adapter(3, quick=False)
@@ -224,9 +204,7 @@ def test_the_adapter_part_is_measured_without_cpu_kernels_beside_mlx_lm(
     assert not any(decode.sweep(found, belongs) for belongs in decode.SWEEP_FILTERS)
 
 
-def test_one_part_replaces_its_own_results_only(
-    measured_calls: list[tuple[Sequence[Contender], Sequence[Case], int]], tmp_path: Path
-) -> None:
+def test_one_part_replaces_its_own_results_only(measured_calls: Calls, tmp_path: Path) -> None:
     """`--only adapter` keeps the results of other cases in the file, and the table has both."""
     path = tmp_path / "results.jsonl"
     decode.main(["--quick", "--out", str(path)])

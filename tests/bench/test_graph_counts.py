@@ -5,7 +5,6 @@ from __future__ import annotations
 import mlx.core as mx
 import pytest
 
-import clotho.cpu
 from bench.contenders.shapes import Shape, configuration, quantized_model
 from bench.graph_counts import GraphCounts, count, decode_step, fused_operations, micro_batch
 from bench.shapes import make_policy
@@ -13,16 +12,12 @@ from clotho.config.schema import Lora, PolicySection
 from clotho.models.policy import Policy
 from clotho.scoring import head_scores
 
+pytestmark = pytest.mark.usefixtures("device_path")
+
 LAYERS = 28
 """Depth of Qwen3-0.6B. The counts do not depend on the widths, which are small here."""
 
 QWEN3_VOCABULARY = 151_936
-
-
-@pytest.fixture(autouse=True)
-def _device_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compute as on a GPU: without the kernels of the CPU backend."""
-    monkeypatch.setattr(clotho.cpu, "KERNELS_ENABLED", False)
 
 
 def make(*, vocabulary: int, layers: int = LAYERS, adapted: int = -1, grad_checkpoint: bool = False) -> Policy:

@@ -9,7 +9,6 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-import clotho.cpu
 from bench import metal
 from bench.contenders import clotho_metal, mlx_lm_metal
 from bench.contenders.metal_model import LOGITS, SHAPES, metal_configuration, packed_model
@@ -17,13 +16,9 @@ from bench.contenders.process import Contender
 from bench.measurement import Measurement, read
 from tests.bench.made_measurements import HERE
 
+pytestmark = pytest.mark.usefixtures("device_path")
+
 QUICK = metal.phases(quick=True)
-
-
-@pytest.fixture(autouse=True)
-def _device_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compute as on a GPU: without the kernels of the CPU backend."""
-    monkeypatch.setattr(clotho.cpu, "KERNELS_ENABLED", False)
 
 
 def cases(phase: str, **changes: str | float) -> list[metal.Case]:

@@ -7,22 +7,20 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import msgspec
 import pytest
 from gguf import GGMLQuantizationType as Quantization
 
 from bench import real
 from bench.contenders import clotho_train
-from bench.contenders.process import Contender, Metric
+from bench.contenders.process import Contender
 from bench.contenders.shapes import REAL, REAL_DIRECTORY, named_model
-from bench.contenders.worker import Case
-from bench.measurement import Measurement
+from bench.measurement import Measurement, read
 from bench.runs import Record
 from clotho.config.bounds import Off
 from clotho.config.flags import parse_arguments
 from clotho.config.load import load_profile
 from clotho.run.convert_gguf import convert
-from tests.bench.made_measurements import measurement
+from tests.bench.made_measurements import made_up
 from tests.models.gguf_files import TOKENS_1_T, build, byte_level, write
 
 
@@ -38,28 +36,6 @@ def test_contenders_read_the_converted_model_in_float32(tmp_path: Path, monkeypa
     assert mx.allclose(loaded(TOKENS_1_T), model(TOKENS_1_T), atol=0.1).item()
 
 
-def made_up(
-    question: str,
-    contenders: Sequence[Contender],
-    cases: Sequence[Case],
-    metrics: Sequence[Metric],
-    *,
-    repeats: int,
-    **_: object,
-) -> list[Measurement]:
-    """Return the value 1 for every metric and repeat."""
-    return [
-        msgspec.structs.replace(
-            measurement([1.0] * repeats, contender=one.name, metric=metric.name, unit=metric.unit),
-            question=question,
-            case=case,
-        )
-        for one in contenders
-        for case in cases
-        for metric in metrics
-    ]
-
-
 @pytest.fixture
 def directories(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Replaces the measurement by `made_up`, and records the model directory of every contender."""
@@ -67,7 +43,7 @@ def directories(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def measured(question: str, contenders: Sequence[Contender], *given: Any, **options: Any) -> list[Measurement]:
         found.extend(one.environment[REAL_DIRECTORY] for one in contenders if REAL_DIRECTORY in one.environment)
-        return made_up(question, contenders, *given, **options)
+        return made_up([])(question, contenders, *given, **options)
 
     monkeypatch.setattr(real, "convert", lambda model, directory: found.append(str(directory)))
     monkeypatch.setattr(real, "measure_interleaved", measured)
@@ -87,7 +63,7 @@ def test_parts_are_measured_alone(tmp_path: Path, capsys: pytest.CaptureFixture[
     out = tmp_path / "real.jsonl"
     for parts in (["rollouts", "equal-work"], ["update"], ["memory"], ["update"]):
         assert real.main(["--part", *parts, "--repeats", "2", "--out", str(out)]) == 0
-    found = [(one.case["task"], one.contender, one.metric, len(one.values)) for one in real.read(out)]
+    found = [(one.case["task"], one.contender, one.metric, len(one.values)) for one in read(out)]
     both = ("clotho", "mlx-lm-lora")
     assert sorted(found) == sorted(
         [
@@ -97,7 +73,7 @@ def test_parts_are_measured_alone(tmp_path: Path, capsys: pytest.CaptureFixture[
             *(("equal work", one, "seconds", 2) for one in both),
         ]
     )
-    table = real.table(real.read(out))
+    table = real.table(read(out))
     assert capsys.readouterr().out.endswith(table + "\n")
     assert table.count("**") == 2 * 4
 

@@ -20,7 +20,7 @@ from bench.contenders import asyncio_messages, clotho_messages, clotho_swap, com
 from bench.contenders.http_clients import Load, first_token_seconds, throughput
 from bench.contenders.http_model import write_adapter, write_model
 from bench.contenders.shapes import EMBEDDED
-from bench.measurement import write
+from bench.measurement import read, write
 from bench.runs import Record
 from clotho.config.schema import AdaptersSection
 from clotho.models.adapter_files import adapter_targets, read_adapter
@@ -174,7 +174,7 @@ def test_results_of_runs_are_written_and_formatted(tmp_path: Path) -> None:
     """In the same format as all measurements."""
     results = [*overlap.of_runs(0.7, [{"idle": 4.0, "learning": 3.0, "kept": 0.75}])]
     write(tmp_path / "overlap.jsonl", results)
-    assert overlap.read(tmp_path / "overlap.jsonl") == results
+    assert read(tmp_path / "overlap.jsonl") == results
     assert "| embedded, a run of local-m3 | 0.7 |" in overlap.table(results)
     (sampled, updated) = startup.of_runs([startup.FirstUpdate(6.5, 7.0)])
     assert (sampled.values, updated.values) == ([6.5], [7.0])

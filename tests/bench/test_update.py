@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import mlx.core as mx
@@ -12,11 +11,10 @@ import pytest
 from bench import update
 from bench.contenders import clotho_update
 from bench.contenders.clotho_learn import groups
-from bench.contenders.process import Contender, Metric
 from bench.contenders.rollouts import measured, rollouts
 from bench.contenders.worker import Case
-from bench.measurement import Measurement, read
-from tests.bench.made_measurements import measurement
+from bench.measurement import read
+from tests.bench.made_measurements import Calls, made_up
 
 SMALL: Case = {
     "model": "embedded", "vocabulary": 384, "prompts": 2, "group": 4, "prompt_tokens": 5, "completion_tokens": 3,
@@ -24,28 +22,10 @@ SMALL: Case = {
 
 
 @pytest.fixture
-def measured_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Sequence[Contender], Sequence[Case], int]]:
+def measured_calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     """Replaces the measurement and records its arguments."""
-    calls: list[tuple[Sequence[Contender], Sequence[Case], int]] = []
-
-    def made_up(
-        question: str,
-        contenders: Sequence[Contender],
-        cases: Sequence[Case],
-        metrics: Sequence[Metric],
-        *,
-        repeats: int,
-        command: str,
-    ) -> list[Measurement]:
-        calls.append((contenders, cases, repeats))
-        return [
-            measurement([1.0] * repeats, contender=who.name, metric=metric.name, unit=metric.unit, **case)
-            for case in cases
-            for who in contenders
-            for metric in metrics
-        ]
-
-    monkeypatch.setattr(update, "measure_interleaved", made_up)
+    calls: Calls = []
+    monkeypatch.setattr(update, "measure_interleaved", made_up(calls))
     return calls
 
 
@@ -80,7 +60,7 @@ def test_peak_memory_excludes_earlier_allocations() -> None:
 
 
 def test_every_case_has_the_same_number_of_tokens(
-    measured_calls: list[tuple[Sequence[Contender], Sequence[Case], int]],
+    measured_calls: Calls,
 ) -> None:
     """Longer completions are fewer. Each case is measured once."""
     update.measure(5)
@@ -92,7 +72,7 @@ def test_every_case_has_the_same_number_of_tokens(
 
 
 def test_quick_mode_writes_results_of_the_same_format(
-    measured_calls: list[tuple[Sequence[Contender], Sequence[Case], int]],
+    measured_calls: Calls,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -108,9 +88,7 @@ def test_quick_mode_writes_results_of_the_same_format(
     assert {repeats for _, _, repeats in measured_calls} == {1}
 
 
-def test_memory_can_be_drawn_against_the_vocabulary(
-    measured_calls: list[tuple[Sequence[Contender], Sequence[Case], int]], tmp_path: Path
-) -> None:
+def test_memory_can_be_drawn_against_the_vocabulary(measured_calls: Calls, tmp_path: Path) -> None:
     """For the cases of one model and one length."""
     pytest.importorskip("matplotlib")
     update.draw(update.measure(1), tmp_path / "image.svg")

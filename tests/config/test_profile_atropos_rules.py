@@ -11,7 +11,7 @@ from clotho.config.bounds import Off
 from clotho.config.load import PROFILES, load_profile, resolved_toml
 from clotho.config.schema import MockSource, StartedServer
 from protocols.errors import ProfileError
-from tests.config.test_profile_rules import TAP, fault
+from tests.config.profile_faults import TAP, fault
 
 MINE = {"name": "mine", "script": "mine.py"}
 YOURS = {"name": "yours", "script": "yours.py"}

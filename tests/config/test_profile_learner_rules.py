@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from protocols.errors import ProfileError
-from tests.config.test_profile_rules import TAP, decoded, fault
+from tests.config.profile_faults import TAP, decoded, fault
 
 MOCK = "mock"
 ENVIRONMENT = {"name": "environment", "factory": "a:B", "mode": "replace", "at": "scorer"}

@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from clotho.__main__ import main
 from clotho.config.load import PROFILES, load_profile
 from tests.atropos.atroposlib_python import python_with_atropos
 
@@ -62,14 +62,13 @@ def test_every_command_is_covered_by_a_test_below() -> None:
 
 
 @pytest.mark.parametrize("arguments", RUNS, ids=" ".join)
-def test_a_run_accepts_its_flags(arguments: list[str], tmp_path: Path) -> None:
+def test_a_run_accepts_its_flags(arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A dry run loads the profile and the model, and estimates the memory."""
     model = str(ROOT / "profiles" / "embedded")
     python = ["--atropos.python", python_with_atropos()] if "atropos-local" in arguments else []
     given = [model if argument == "MODEL" else argument for argument in arguments]
-    command = [sys.executable, "pipeline.py", *given, *python, "--dry-run", "--run-dir", str(tmp_path / "run")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    status = main([*given, *python, "--dry-run", "--run-dir", str(tmp_path / "run")])
+    assert status == 0, capsys.readouterr().err
 
 
 def test_the_api_server_of_atroposlib_accepts_its_flags() -> None:

@@ -1,7 +1,8 @@
 """Records the modules of the three paths on docs/flow.md, and writes them into the page.
 
-    python -m tests.docs.trace_modules training|request|flag     print the modules of one path as JSON
-    python -m tests.docs.trace_modules write                     replace the three lists of docs/flow.md
+    python -m tests.docs.trace_modules run DIRECTORY    print the modules of the paths of a run as JSON
+    python -m tests.docs.trace_modules server           print the modules of the path of a chat request
+    python -m tests.docs.trace_modules write            replace the three lists of docs/flow.md
 
 A module is on a path if one of its functions executes. Executing the module body (an import) does not count. The CPU
 backend is off and its package `clotho/cpu` is not listed, so that the lists are those of a GPU on every platform.
@@ -12,6 +13,7 @@ from __future__ import annotations
 import ast
 import asyncio
 import http.client
+import importlib
 import json
 import os
 import re
@@ -21,7 +23,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -32,20 +34,24 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "flow.md"
 OURS = tuple(f"{ROOT}/{name}" for name in ("actors/", "clotho/", "protocols/", "pipeline.py"))
 CPU_BACKEND = "clotho/cpu/"
-PATHS = ("training", "request", "flag")
+TRACED = {"training": "run", "flag": "run", "request": "server"}
+"""The paths, each with the process that executes it."""
 TRAINING_ACTORS = ("prompter", "generator", "scorer", "learner", "broadcaster")
+PUBLISHED = ("clotho/models/policy.py", "publish")
 FLAG, VALUE = "--rollouts.max-batches-ahead", 37
 """The traced flag, with a value that occurs nowhere else."""
 RUN = (
-    "--profile", "local-m3", "--steps", "1", "--learner.batch-size", "8", "--eval", "off",
+    "--profile", "local-m3", "--steps", "1", "--learner.batch-size", "4", "--sampling.group-size", "4",
+    "--sampling.max-tokens", "64", "--eval", "off",
     "--server", "off", "--monitor.display", "none", "--rewards", '[{name = "exact", correct = true}]',
 )  # fmt: skip
 Point = tuple[str, str]
 """Module path and function name."""
+TraceFunction = Callable[[FrameType, str, Any], Any]
 
 
 class ModuleTrace:
-    """Records the modules whose functions execute while it is active, in all threads.
+    """Records the modules whose functions execute while it is active, in all threads that a `Tracer` observes.
 
     begin, end: the functions whose call starts and whose return stops the trace. constructed: after the end, also
     record the modules on the call stack of this function. actors: record only tasks of these actors, and their calls in
@@ -61,34 +67,25 @@ class ModuleTrace:
         actors: tuple[str, ...] = (),
         carrying: bool = False,
     ) -> None:
-        self._begin, self._end, self._constructed, self._actors = begin, end, constructed, actors
+        self._begin, self.end, self._constructed, self._actors = begin, end, constructed, actors
         self._carrying = carrying
         self.active = False
         self.ended = False
         self._seen: set[CodeType] = set()
-        self._points: dict[CodeType, Point | None] = {}
         self.modules: set[str] = set()
 
-    def install(self) -> None:
-        """Trace this thread and every thread that starts from now on."""
-        threading.setprofile(self)
-        sys.setprofile(self)
-
-    def __call__(self, frame: FrameType, event: str, _: object) -> None:
-        """Handle one call or return of a Python function."""
+    def observe(self, frame: FrameType, event: str, point: Point) -> None:
+        """Handle one call or return of one of our functions."""
         code = frame.f_code
-        if code not in self._points:
-            self._points[code] = _point(code)
-        point = self._points[code]
-        if point is None or (event == "call" and code in self._seen and point != self._constructed):
+        if event == "call" and code in self._seen and point != self._constructed:
             return
-        if event == "return" and self.active and point == self._end:
+        if event == "return" and self.active and point == self.end:
             self.active, self.ended = False, True
         elif event == "call" and self.ended and point == self._constructed:
             self.modules |= set(_stack(frame))
         elif event == "call":
             self.active = self.active or (point == self._begin and not self.ended)
-            if self.active and code not in self._seen and not _importing(frame) and self._on_path(frame):
+            if self.active and code not in self._seen and self._on_path(frame) and not _importing(frame):
                 self._seen.add(code)
                 self.modules.add(point[0])
 
@@ -106,6 +103,44 @@ class ModuleTrace:
             return False
         name = task.get_name() if task else ""
         return any(name == actor or name.startswith(f"actors.{actor}.") for actor in self._actors)
+
+
+class Tracer:
+    """Passes the calls of our functions, and the ends of traces, to traces. on_end: called when the last has ended."""
+
+    def __init__(self, *traces: ModuleTrace, on_end: Callable[[], object] = lambda: None) -> None:
+        self._traces, self._on_end = traces, on_end
+        self._points: dict[CodeType, Point | None] = {}
+        self._ends = {trace.end for trace in traces}
+
+    def install(self) -> None:
+        """Observe this thread and every thread that starts from now on."""
+        threading.settrace(self)
+        sys.settrace(self)
+
+    def __call__(self, frame: FrameType, event: str, _: object) -> TraceFunction | None:
+        """Handle a call. Returns a function that handles the return, if a trace ends with it."""
+        code = frame.f_code
+        if code not in self._points:
+            self._points[code] = _point(code)
+        point = self._points[code]
+        if point is None:
+            return None
+        for trace in self._traces:
+            trace.observe(frame, event, point)
+        if point not in self._ends:
+            return None
+        frame.f_trace_lines = False
+        return self._on_return
+
+    def _on_return(self, frame: FrameType, event: str, _: object) -> TraceFunction:
+        point = self._points[frame.f_code]
+        if event == "return" and point is not None:
+            for trace in self._traces:
+                trace.observe(frame, event, point)
+            if all(trace.ended for trace in self._traces):
+                self._on_end()
+        return self._on_return
 
 
 def _point(code: CodeType) -> Point | None:
@@ -149,40 +184,42 @@ def _importing(frame: FrameType | None) -> bool:
     return False
 
 
-def training_modules() -> set[str]:
-    """Modules from the first prompt of a run to its first published policy version."""
-    trace = ModuleTrace(
-        begin=("actors/prompter.py", "run"), end=("clotho/models/policy.py", "publish"), actors=TRAINING_ACTORS
-    )
-    _train(trace, "--async", "false")
-    return trace.modules
+def run_modules(directory: str) -> None:
+    """Print the modules of two paths of one run, and end the process when both are complete.
 
+    training: from the first prompt to the first published policy version. flag: from the command line to the actor that
+    uses the value of the flag.
+    """
+    from clotho.__main__ import main
 
-def flag_modules() -> set[str]:
-    """Modules that a flag passes from the command line to the actor that uses its value."""
-    trace = ModuleTrace(
+    importlib.import_module("pipeline")  # imports need no trace
+    training = ModuleTrace(begin=("actors/prompter.py", "run"), end=PUBLISHED, actors=TRAINING_ACTORS)
+    flag = ModuleTrace(
         begin=("clotho/__main__.py", "prepare"),
         end=("clotho/config/load.py", "load_profile"),
         constructed=("actors/generator.py", "__init__"),
         carrying=True,
     )
-    _train(trace, FLAG, str(VALUE))
-    return trace.modules
+
+    def finish() -> None:
+        write_modules(training=training, flag=flag)
+        os._exit(0)
+
+    Tracer(training, flag, on_end=finish).install()
+    status = main([*RUN, FLAG, str(VALUE), "--run-dir", f"{directory}/run"])
+    raise RuntimeError(f"the run ended with status {status} before the traced paths were complete")
 
 
-def _train(trace: ModuleTrace, *flags: str) -> None:
-    trace.install()
-    from clotho.__main__ import main
-
-    with tempfile.TemporaryDirectory() as directory:
-        status = main([*RUN, *flags, "--run-dir", f"{directory}/run"])
-    sys.setprofile(None)
-    if status or not trace.ended:
-        raise RuntimeError(f"the run ended with status {status} before the traced path was complete")
+def write_modules(**traces: ModuleTrace) -> None:
+    """Print the modules of paths as one line of JSON."""
+    sys.stdout.write(json.dumps({path: sorted(trace.modules) for path, trace in traces.items()}) + "\n")
+    sys.stdout.flush()
 
 
-def request_modules() -> set[str]:
-    """Modules from the ASGI application to the response of one chat request to the embedded policy."""
+def server_modules() -> None:
+    """Print the modules from the ASGI application to the response of one chat request to the embedded policy."""
+    from bench.contenders.clotho_server import main
+
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     trace = ModuleTrace()
@@ -192,13 +229,10 @@ def request_modules() -> set[str]:
         trace.active = True
         ask(port, patience=0.0)
         trace.active = False
-        sys.stdout.write(json.dumps(sorted(trace.modules)) + "\n")
-        sys.stdout.flush()
+        write_modules(request=trace)
         os._exit(0)  # the server of the main thread runs until the process ends
 
-    trace.install()
-    from bench.contenders.clotho_server import main
-
+    Tracer(trace).install()
     threading.Thread(target=client).start()
     main(["--model", str(ROOT / "profiles" / "embedded"), "--port", str(port)])
     raise RuntimeError("the server ended before the request")
@@ -224,15 +258,16 @@ def ask(port: int, *, patience: float) -> None:
         return
 
 
-def traced(path: str) -> list[str]:
-    """Run one path in its own process and return its modules."""
+def traced(process: str) -> dict[str, list[str]]:
+    """Execute the paths of one process, and return the modules of each."""
     environment = os.environ | {"CLOTHO_CPU_KERNELS": "0"}
-    command = [sys.executable, "-m", "tests.docs.trace_modules", path]
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    with tempfile.TemporaryDirectory() as directory:
+        command = [sys.executable, "-m", "tests.docs.trace_modules", process, directory]
+        result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     if result.returncode:
         raise RuntimeError(result.stderr)
-    modules: list[str] = json.loads(result.stdout.splitlines()[-1])
-    return [module for module in modules if not module.startswith(CPU_BACKEND)]
+    found: dict[str, list[str]] = json.loads(result.stdout.splitlines()[-1])
+    return {path: [one for one in modules if not one.startswith(CPU_BACKEND)] for path, modules in found.items()}
 
 
 def listed(path: str) -> list[str]:
@@ -242,9 +277,9 @@ def listed(path: str) -> list[str]:
     return re.findall(r"^\| `([\w/]+\.py)` \|", section, re.MULTILINE)
 
 
-def write(path: str) -> None:
+def write(path: str, modules: list[str]) -> None:
     """Replace the list of a path on the page: one row per module with the first sentence of its docstring."""
-    rows = [f"| `{module}` | {_subject(module)} |" for module in traced(path)]
+    rows = [f"| `{module}` | {_subject(module)} |" for module in modules]
     table = "\n".join([f"| module ({len(rows)}) | subject |", "|---|---|", *rows])
     before, begin, rest = PAGE.read_text(encoding="utf-8").partition(f"<!-- {path}:begin -->")
     _, end, after = rest.partition(f"<!-- {path}:end -->")
@@ -257,10 +292,14 @@ def _subject(module: str) -> str:
 
 
 if __name__ == "__main__":
-    chosen = sys.argv[1]
-    if chosen == "write":
-        for name in sys.argv[2:] or PATHS:
-            write(name)
-    else:
-        functions = {"training": training_modules, "request": request_modules, "flag": flag_modules}
-        sys.stdout.write(json.dumps(sorted(functions[chosen]())) + "\n")
+    match sys.argv[1:]:
+        case ["run", place]:
+            run_modules(place)
+        case ["server", *_]:
+            server_modules()
+        case ["write"]:
+            for name in sorted(set(TRACED.values())):
+                for path, modules in traced(name).items():
+                    write(path, modules)
+        case _:
+            sys.exit(__doc__)

@@ -1,7 +1,10 @@
-"""Small runs of `python pipeline.py` in processes of their own, and the files they write."""
+"""Small runs of the program, in processes of their own or in this one, and the files they write."""
 
 from __future__ import annotations
 
+import faulthandler
+import gc
+import io
 import json
 import os
 import re
@@ -11,13 +14,14 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from msgspec import Struct
 
+from clotho.__main__ import main
 from tests import lanes
 
 REPOSITORY = Path(__file__).parents[2]
@@ -25,6 +29,14 @@ BATCH = 4
 SMALL = (
     "--server.port", "0", "--learner.batch-size", str(BATCH), "--sampling.group-size", "4", "--eval.problems", "32",
 )  # fmt: skip
+PRINTED_STEPS = """
+[[actors]]
+name = "telling"
+factory = "tests.e2e.custom_components:StepPrinter"
+mode = "tap"
+at = "reports"
+"""
+"""Part of a profile: a line is printed after every step."""
 PATIENCE_SECONDS = 240.0
 """Upper limit of a run. No assertion depends on it."""
 
@@ -64,10 +76,9 @@ class Run:
         self, run_dir: Path, *flags: str, environment: dict[str, str] | None = None, small: tuple[str, ...] = SMALL
     ) -> None:
         self.run_dir = run_dir
-        lane = () if any(flag.startswith("--model") for flag in flags) else lanes.flags()
         self._err = tempfile.TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115, closed by __exit__
         self.process = subprocess.Popen(
-            [sys.executable, "pipeline.py", "--run-dir", str(run_dir), *lane, *small, *flags],
+            [sys.executable, "pipeline.py", "--run-dir", str(run_dir), *lane_flags(flags), *small, *flags],
             cwd=REPOSITORY,
             env=os.environ | {"PYTHONIOENCODING": "utf-8"} | (environment or {}),
             stdout=subprocess.PIPE,
@@ -131,10 +142,27 @@ class Run:
         return False
 
 
-def run(run_dir: Path, *flags: str, environment: dict[str, str] | None = None) -> RunResult:
-    """Run to the end."""
-    with Run(run_dir, *flags, environment=environment) as running:
-        return running.finish()
+def run(
+    run_dir: Path, *flags: str, environment: dict[str, str] | None = None, small: tuple[str, ...] = SMALL
+) -> RunResult:
+    """Run to the end: in this process, which has loaded the modules, or with an environment in a process of its own."""
+    if environment is not None:
+        with Run(run_dir, *flags, environment=environment, small=small) as running:
+            return running.finish()
+    out, err = io.StringIO(), io.StringIO()
+    faulthandler.dump_traceback_later(PATIENCE_SECONDS, exit=True)
+    try:
+        with redirect_stdout(out), redirect_stderr(err):
+            status = main(["--run-dir", str(run_dir), *lane_flags(flags), *small, *flags])
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+        gc.unfreeze()
+    return RunResult(status=status, out=out.getvalue(), err=err.getvalue())
+
+
+def lane_flags(flags: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the flags of the model in the current lane; none if `flags` choose a model."""
+    return () if any(flag.startswith("--model") for flag in flags) else lanes.flags()
 
 
 def resume_flag(run_dir: Path) -> tuple[str, ...]:

@@ -10,17 +10,9 @@ import pytest
 
 from tests.atropos.atroposlib_python import python_with_atropos
 from tests.e2e.child_processes import descendants, find, kill, wait_until_ended
-from tests.e2e.pipeline_process import BATCH, Run, RunResult, lines, run
+from tests.e2e.pipeline_process import BATCH, PRINTED_STEPS, Run, RunResult, lines, run
 
-TELLING = """
-extends = "atropos-local"
-
-[[actors]]
-name = "telling"
-factory = "tests.e2e.custom_components:StepPrinter"
-mode = "tap"
-at = "reports"
-"""
+TELLING = f'extends = "atropos-local"\n{PRINTED_STEPS}'
 
 OF_ENVIRONMENT = re.compile(r"arithmetic: received (\d+) = trained (\d+) \+ discarded (\d+) \+ carried over (\d+)")
 
@@ -39,14 +31,23 @@ def environment_accounting(result: RunResult) -> tuple[int, int, int, int]:
     return received, trained, discarded, carried_over
 
 
-def test_an_environment_trains_the_policy(tmp_path: Path, atropos: tuple[str, str]) -> None:
-    """A short run of the shipped profile: the accuracy rises, rollout log-probabilities are used, and no process
-    remains.
-    """
-    flags = ("--profile", "atropos-local", *atropos, "--steps", "10")
+@pytest.mark.slow
+def test_an_environment_raises_the_accuracy(tmp_path: Path, atropos: tuple[str, str]) -> None:
+    """Ten steps of the shipped profile."""
     small = ("--server.port", "0", "--eval.problems", "128")
-    with Run(tmp_path / "run", *flags, small=small) as running:
-        running.wait_for("step  1/10")
+    with Run(tmp_path / "run", "--profile", "atropos-local", *atropos, "--steps", "10", small=small) as running:
+        result = running.finish()
+    assert result.status == 0, result
+    evaluations = lines(tmp_path / "run" / "evaluations.jsonl")
+    before, after = [line["accuracy"] for line in evaluations if line["problems"] == 128]
+    assert after > before + 0.1
+
+
+def test_an_environment_trains_the_policy(tmp_path: Path, atropos: tuple[str, str]) -> None:
+    """A short run of the shipped profile: rollout log-probabilities are used, and no process remains."""
+    small = ("--server.port", "0", "--learner.batch-size", str(BATCH), "--eval", "off")
+    with Run(tmp_path / "run", "--profile", "atropos-local", *atropos, "--steps", "2", small=small) as running:
+        running.wait_for("step 1/2")
         started = descendants(running.process.pid)
         assert {part for part in ("run_api", "arithmetic.py") for command in started.values() if part in command} == {
             "run_api",
@@ -56,11 +57,9 @@ def test_an_environment_trains_the_policy(tmp_path: Path, atropos: tuple[str, st
     assert result.status == 0, result
     assert wait_until_ended(list(started))
     received, trained, _, carried_over = environment_accounting(result)
-    assert (received, trained, carried_over) == (result.accounting.prompted, 10 * 16, 0)
+    assert (received, trained, carried_over) == (result.accounting.prompted, 2 * BATCH, 0)
     recorded = lines(tmp_path / "run" / "metrics.jsonl")
-    evaluations = lines(tmp_path / "run" / "evaluations.jsonl")
-    before, after = [line["accuracy"] for line in evaluations if line["problems"] == 128]
-    assert after > before + 0.1
+    assert any(line["update_applied"] for line in recorded)
     errors = [line["environments"]["arithmetic"]["logprob_error_max"] for line in recorded if "environments" in line]
     assert max(errors) < 1e-5
     assert {group["environment"] for group in lines(tmp_path / "run" / "rollouts.jsonl")} == {"arithmetic"}

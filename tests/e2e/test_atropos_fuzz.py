@@ -17,7 +17,7 @@ import pytest
 
 from clotho.models.tokenizer import ChatTokenizer
 from tests.atropos.api_servers import JSON, ApiServerUnderTest, api_server
-from tests.e2e.pipeline_process import BATCH, REPOSITORY, Run, lines
+from tests.e2e.pipeline_process import BATCH, PRINTED_STEPS, REPOSITORY, Run, lines
 
 GROUP = 4
 STEPS = 3
@@ -26,14 +26,9 @@ GROWTH = 32 * 2**20
 """Bytes that a run may grow by under the flood: less than the groups themselves would take."""
 POSTED_AT_ONCE = 200
 
-TELLING = """
+TELLING = f"""
 extends = "local-m3"
-[[actors]]
-name = "telling"
-factory = "tests.e2e.custom_components:StepPrinter"
-mode = "tap"
-at = "reports"
-
+{PRINTED_STEPS}
 [[actors]]
 name = "telling_groups"
 factory = "tests.e2e.custom_components:GroupPrinter"

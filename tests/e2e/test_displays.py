@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.pipeline_process import REPOSITORY, SMALL, Run, lines, metrics
+from tests.e2e.pipeline_process import REPOSITORY, SMALL, Run, lines, metrics, run
 
 STEPS = 3
 FLAGS = ("--steps", str(STEPS))
@@ -128,8 +128,7 @@ def test_a_terminal_that_closes_drains_the_run(tmp_path: Path) -> None:
 def test_a_secret_is_in_no_output_and_no_log(tmp_path: Path) -> None:
     """The API key is in the resolved profile only, which a resumed run reads."""
     secret = "s3cret-api-key-of-this-test"
-    with Run(tmp_path / "run", "--steps", "1", "--server.api-key", secret) as running:
-        result = running.finish()
+    result = run(tmp_path / "run", "--steps", "1", "--server.api-key", secret)
     assert result.status == 0, result
     assert secret not in result.out + result.err
     holders = [

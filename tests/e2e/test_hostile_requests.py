@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,13 +18,13 @@ def port_of(running: Run) -> int:
     return int(running.wait_for("API").split()[1].split(":")[2].split("/")[0])
 
 
-@pytest.mark.parametrize("body", [duplicate_fields, long_prompt])
-def test_a_run_ends_after_a_hostile_request(tmp_path: Path, body: Callable[[], bytes]) -> None:
-    """The request is refused with status 400. The process drains, ends with status 0, and has lost no group."""
+def test_a_run_ends_after_hostile_requests(tmp_path: Path) -> None:
+    """Each request is refused with status 400. The process drains, ends with status 0, and has lost no group."""
     with Run(tmp_path / "run", *SETTINGS) as running:
         port = port_of(running)
-        assert post(port, body()) == 400
-        assert post(port, b'{"prompt": "1 + 1 =", "max_tokens": 4}') == 200
+        for body in (duplicate_fields, long_prompt):
+            assert post(port, body()) == 400, body
+            assert post(port, b'{"prompt": "1 + 1 =", "max_tokens": 4}') == 200, body
         running.wait_for("reward")
         running.send(signal.SIGTERM)
         result = running.finish()

@@ -13,17 +13,9 @@ import pytest
 
 from clotho.storage.atomic_files import UNFINISHED
 from clotho.storage.checkpoints import latest_checkpoint, read_state
-from tests.e2e.pipeline_process import BATCH, Run, RunResult, assert_recorded, lines, resume_flag, run
+from tests.e2e.pipeline_process import BATCH, PRINTED_STEPS, Run, RunResult, assert_recorded, lines, resume_flag, run
 
-TELLING = """
-extends = "local-m3"
-
-[[actors]]
-name = "telling"
-factory = "tests.e2e.custom_components:StepPrinter"
-mode = "tap"
-at = "reports"
-"""
+TELLING = f'extends = "local-m3"\n{PRINTED_STEPS}'
 
 STARTING_SECONDS, STEP_SECONDS = 3.0, 0.3
 """Some kills come within so long of the start, the others within so long of a line that the run printed."""

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests import lanes
-from tests.e2e.pipeline_process import Run, assert_recorded, metrics
+from tests.e2e.pipeline_process import assert_recorded, metrics, run
 
 DEVICE_LANES = [
     pytest.param(lane, id=lane.name, marks=() if lane.name == "float32" else pytest.mark.slow)
@@ -27,11 +27,9 @@ FEW = (
 def test_a_run_trains_and_resumes_in_every_lane(tmp_path: Path, device_lane: lanes.Lane) -> None:
     """Sampler and learner agree, every group ends once, and the resumed run continues at the next step."""
     with lanes.using(device_lane):
-        with Run(tmp_path / "run", "--steps", "2", small=FEW) as running:
-            first = running.finish()
+        first = run(tmp_path / "run", "--steps", "2", small=FEW)
         assert first.status == 0, first
-        with Run(tmp_path / "run", "--steps", "3", "--resume", small=FEW) as running:
-            resumed = running.finish()
+        resumed = run(tmp_path / "run", "--steps", "3", "--resume", small=FEW)
     assert resumed.status == 0, resumed
     assert_recorded(tmp_path / "run", resumed.accounting, steps=3)
     assert "host: MLX kernels" in first.out or "GPU" in first.out

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from pathlib import Path
 
 import pytest
 
+from tests.e2e import custom_objective
 from tests.e2e.pipeline_process import BATCH, Run, assert_recorded, lines, metrics, run
 
 EVERYTHING = """
@@ -135,6 +137,7 @@ def test_non_finite_updates_end_the_run_with_its_last_good_checkpoint(tmp_path: 
     run_dir = tmp_path / "run"
     objective = "tests.e2e.custom_objective:nan_after_eight_calls"
     flags = ("--learner.objective", objective, "--learner.max-bad-steps", "2", "--checkpoint.interval", "1")
+    custom_objective.CALLS = itertools.count(1)
     result = run(run_dir, *flags, "--steps", "12")
     assert result.status == 1, result
     recorded = metrics(run_dir)
@@ -145,6 +148,7 @@ def test_non_finite_updates_end_the_run_with_its_last_good_checkpoint(tmp_path: 
     assert all(set(line["groups/discarded_by_reason"]) <= {"not_finite", "zero_variance"} for line in bad)
     newest = max((run_dir / "checkpoints").glob("step-*"))
     assert json.loads((newest / "state.json").read_text())["fingerprint"] == good[-1]["weights_hash"]
+    custom_objective.CALLS = itertools.count(1)
     again = run(run_dir, *flags, "--resume", "--steps", str(len(recorded) + 2))
     assert again.status == 0, again
     assert_recorded(run_dir, again.accounting, steps=len(recorded) + 2)

@@ -11,6 +11,7 @@ import mlx.nn as nn
 import numpy as np
 from numpy.typing import NDArray
 
+from bench.contenders.shapes import Shape, quantized_model, random_model
 from clotho.config.schema import EngineSection
 from clotho.inference import DecodeEngine
 from protocols.sampling import (
@@ -54,6 +55,16 @@ class RecordedEvents:
         """Return the streamed text of one completion, tail included."""
         tails = [e.tail for e in self.events if isinstance(e, CompletionDone) and e.index == index]
         return "".join([e.text for e in self.streamed(index)] + tails)
+
+
+def base_model(shape: Shape, precision: str) -> Any:
+    """Return a model with random weights in "float32", "bfloat16" or "4 bits"."""
+    if precision == "4 bits":
+        return quantized_model(shape)
+    model = random_model(shape)
+    if precision == "bfloat16":
+        model.set_dtype(mx.bfloat16)
+    return model
 
 
 def make_engine(source: FixedSource | None = None, **settings: Any) -> DecodeEngine:

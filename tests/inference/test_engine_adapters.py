@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx.utils import tree_map
 
-import clotho.cpu
-from bench.contenders.shapes import Shape, configuration, quantized_model, random_model
+from bench.contenders.shapes import Shape, configuration
 from bench.shapes import make_policy
 from clotho.config.schema import EngineSection, Lora, PolicySection
 from clotho.inference import DecodeEngine
 from clotho.models.lora import install_adapter
 from clotho.models.parameters import flat, nested
 from clotho.models.policy import Policy
-from tests.inference.engine_helpers import GREEDY, SAMPLED, RecordedEvents, run, submit_request
+from tests.inference.engine_helpers import GREEDY, SAMPLED, RecordedEvents, base_model, run, submit_request
+
+pytestmark = pytest.mark.usefixtures("device_path")
 
 SHAPE = Shape(layers=2, width=128, heads=2, key_heads=1, feed_forward=128, vocabulary=64)
 """Heads of size 64, as in fused attention kernels, and quantization groups of 64."""
@@ -30,25 +29,9 @@ MISMATCH = {"float32": 1e-5, "bfloat16": 0.05, "4 bits": 0.05}
 """Largest mean absolute difference of log-probabilities, in nats."""
 
 
-@pytest.fixture(autouse=True)
-def _device_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compute as on a GPU: without the kernels of the CPU backend."""
-    monkeypatch.setattr(clotho.cpu, "KERNELS_ENABLED", False)
-
-
-def base(precision: str) -> Any:
-    """Return the base model."""
-    if precision == "4 bits":
-        return quantized_model(SHAPE)
-    model = random_model(SHAPE)
-    if precision == "bfloat16":
-        model.set_dtype(mx.bfloat16)
-    return model
-
-
 def adapted_policy(precision: str) -> Policy:
     """Return a policy whose adapter changes the logits."""
-    policy = make_policy(base(precision), configuration(SHAPE), section=PolicySection(method=Lora()))
+    policy = make_policy(base_model(SHAPE, precision), configuration(SHAPE), section=PolicySection(method=Lora()))
     mx.random.seed(1)
     moved = tree_map(lambda array: array + 0.02 * mx.random.normal(array.shape), policy.trainable())
     mx.eval(moved)
@@ -67,7 +50,7 @@ def forced_logprobs(model: nn.Module, tokens: tuple[int, ...]) -> np.ndarray:
 def test_sampled_and_greedy_log_probabilities_equal_those_of_mlx_lm(precision: str) -> None:
     """For the same tokens: rows of the engine, and one pass of mlx-lm's own LoRA layers with the same weights."""
     policy = adapted_policy(precision)
-    usual = base(precision)
+    usual = base_model(SHAPE, precision)
     install_adapter(usual, Lora(), seed=0)
     usual.update(nested(flat(policy.trainable())))
     engine = DecodeEngine(policy, EngineSection())

@@ -24,15 +24,11 @@ from tests.inference.engine_helpers import (
 )
 from tests.small_models import FixedSource, byte_tokenizer, tiny_source
 
+pytestmark = pytest.mark.usefixtures("read_mode")
+"""Both implementations of sampling."""
+
 END = 256
 CHOICES = ("yes", "yesterday", "no", "nöon", "\U0001f600!")
-
-
-@pytest.fixture(params=["sampled by the host", "sampled on the device"], autouse=True)
-def sampling_mode(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run each test with both implementations of sampling."""
-    if request.param == "sampled on the device":
-        monkeypatch.setattr("clotho.inference.batch.can_sample_on_cpu", lambda plan: False)
 
 
 def compiled(kind: GrammarKind, text: str) -> Constraint:

@@ -27,14 +27,8 @@ from tests.inference.engine_helpers import (
 )
 from tests.small_models import tiny_source
 
-
-@pytest.fixture(params=["sampled by the host", "sampled on the device"], autouse=True)
-def read_mode(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run each test with tokens read at once, and with tokens read one step later, as on a GPU."""
-    if request.param == "sampled on the device":
-        monkeypatch.setattr("clotho.inference.batch.can_sample_on_cpu", lambda plan: False)
-
-
+pytestmark = pytest.mark.usefixtures("read_mode")
+"""Tokens are read at once, and one step later."""
 END = 256
 
 

@@ -25,13 +25,8 @@ from tests.inference.engine_helpers import (
 )
 from tests.small_models import FixedSource, tiny_source
 
-
-@pytest.fixture(params=["sampled by the host", "sampled on the device"], autouse=True)
-def read_mode(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run each test with tokens read at once, and with tokens read one step later, as on a GPU."""
-    if request.param == "sampled on the device":
-        monkeypatch.setattr("clotho.inference.batch.can_sample_on_cpu", lambda plan: False)
-
+pytestmark = pytest.mark.usefixtures("read_mode")
+"""Tokens are read at once, and one step later."""
 
 NUCLEUS = Sampling(temperature=0.5, top_p=0.6, top_k=20, max_tokens=12, ignore_eos=True)
 LETTERS = Sampling(top_k=2, logit_bias=((97, 30.0), (98, 30.0)), max_tokens=12, ignore_eos=True)

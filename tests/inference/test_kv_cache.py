@@ -23,12 +23,10 @@ from tests.small_models import tiny_source
 
 
 @pytest.mark.needs_float32
-@pytest.mark.parametrize("here", [True, False], ids=["sampled by the host", "sampled on the device"])
+@pytest.mark.usefixtures("read_mode")
 @pytest.mark.parametrize("architecture", ["gemma2", "qwen3"])
-def test_columns_are_written_in_place(architecture: str, here: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_columns_are_written_in_place(architecture: str) -> None:
     """No buffer is copied between decode steps, neither by MLX nor on the host."""
-    if not here:
-        monkeypatch.setattr("clotho.inference.batch.can_sample_on_cpu", lambda plan: False)
     engine = make_engine(tiny_source(architecture))
     submit_request(engine, make_prompt(8), Sampling(max_tokens=30, ignore_eos=True), (1, 2))
     tick_until(engine, lambda: engine.running == 2)

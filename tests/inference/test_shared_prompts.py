@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import clotho.cpu
-from bench.contenders.shapes import Shape, configuration, quantized_model, random_model
+from bench.contenders.shapes import Shape, configuration
 from bench.shapes import make_policy
 from clotho.config.schema import EngineSection, PolicySection
 from clotho.inference import DecodeEngine
@@ -20,7 +20,15 @@ from clotho.inference.kv_cache import BatchKVCache
 from clotho.inference.shared_prompts import SharedPrompts
 from protocols.sampling import Sampling
 from tests.cpu.supported_models import Rows, arrival_of
-from tests.inference.engine_helpers import make_engine, make_prompt, reference_logprobs, run, submit_request, tick_until
+from tests.inference.engine_helpers import (
+    base_model,
+    make_engine,
+    make_prompt,
+    reference_logprobs,
+    run,
+    submit_request,
+    tick_until,
+)
 from tests.small_models import ARCHITECTURES, tiny_source
 
 LIMIT = 65_536
@@ -186,20 +194,10 @@ MISMATCH = {"float32": 1e-5, "bfloat16": 0.05, "4 bits": 0.05}
 """Largest mean absolute difference of log-probabilities, in nats."""
 
 
-def random_base(precision: str) -> Any:
-    """Return a model."""
-    if precision == "4 bits":
-        return quantized_model(SHAPE)
-    model = random_model(SHAPE)
-    if precision == "bfloat16":
-        model.set_dtype(mx.bfloat16)
-    return model
-
-
 @pytest.mark.parametrize("precision", MISMATCH)
 def test_groups_that_join_and_leave_keep_correct_log_probabilities(precision: str) -> None:
     """Groups of different sizes and prompts join at different times. Each row equals one full forward pass."""
-    policy = make_policy(random_base(precision), configuration(SHAPE), section=PolicySection())
+    policy = make_policy(base_model(SHAPE, precision), configuration(SHAPE), section=PolicySection())
     engine = DecodeEngine(policy, EngineSection(max_num_seqs=9))
     submitted = []
     for i, (length, rows) in enumerate([(20, 4), (9, 3), (14, 1), (20, 5), (6, 2)]):

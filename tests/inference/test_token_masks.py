@@ -128,11 +128,9 @@ def test_rows_without_exclusions_keep_their_bits() -> None:
         assert set(np.array(found.token_B)[1::2].tolist()) <= {0, 2}
 
 
-@pytest.mark.parametrize("on_host", [True, False])
-def test_an_exclusion_that_leaves_no_token_does_not_apply(on_host: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("read_mode")
+def test_an_exclusion_that_leaves_no_token_does_not_apply() -> None:
     """The only allowed token is the end token, before the minimum length."""
-    if not on_host:
-        monkeypatch.setattr("clotho.inference.batch.can_sample_on_cpu", lambda plan: False)
     engine = make_engine()
     answer = submit_request(engine, (1, 2), Sampling(allowed_token_ids=(256,), min_tokens=3, bad_words=((256,),)))
     run(engine)
@@ -153,13 +151,9 @@ def test_no_stop_string_is_found_in_the_minimum_length() -> None:
     assert (straddling.text, straddling.stopped) == ("xxab", None)
 
 
-@pytest.mark.parametrize("on_host", [True, False])
-def test_a_stop_string_ends_a_completion_behind_the_minimum_length(
-    on_host: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("read_mode")
+def test_a_stop_string_ends_a_completion_behind_the_minimum_length() -> None:
     """The same request without a minimum length ends at its first token."""
-    if not on_host:
-        monkeypatch.setattr("clotho.inference.batch.can_sample_on_cpu", lambda plan: False)
     lengths = []
     for min_tokens in (0, 5):
         engine = make_engine()

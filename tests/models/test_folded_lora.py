@@ -23,6 +23,8 @@ from clotho.models.policy import Policy
 from clotho.models.tokenizer import ChatTokenizer
 from tests.small_models import tiny
 
+pytestmark = pytest.mark.usefixtures("device_path")
+
 NO_TOKENIZER = cast(ChatTokenizer, None)
 TOKENS_2_T = mx.array([[3, 1, 4, 1, 5, 9, 2, 6], [2, 7, 1, 8, 2, 8, 1, 8]])
 FAMILIES = ("qwen3", "llama", "gemma2", "gemma3_text", "qwen3_moe", "mixtral", "mamba2", "lfm2", "falcon_h1")
@@ -34,12 +36,6 @@ LARGE_RANKS = Lora(rank=32)
 Convert = Callable[[nn.Module], None]
 
 pytestmark = pytest.mark.needs_float32
-
-
-@pytest.fixture(autouse=True)
-def _device_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compute as on a GPU: without the kernels of the CPU backend."""
-    monkeypatch.setattr(clotho.cpu, "KERNELS_ENABLED", False)
 
 
 def in_bfloat16(model: nn.Module) -> None:

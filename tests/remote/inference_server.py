@@ -27,10 +27,9 @@ from clotho.scoring.token_scores import SamplingDistribution
 from clotho.serving.app import build_app
 from clotho.serving.limits import ConcurrencyLimit
 from clotho.serving.services import HealthReport, NullPolicyReceiver, RunSnapshot, ServedModel, ServerContext
-from protocols.accounting import LedgerState
 from protocols.sampling import POLICY, PromptLogprobs, SampleRequest, completion_seeds
-from protocols.step import PolicyUpdated, StepReport, WeightsReady
-from tests.actors.actor_helpers import compute_thread, served_policy
+from protocols.step import PolicyUpdated, WeightsReady
+from tests.actors.actor_helpers import compute_thread, policy_updated, served_policy
 
 PROMPT = (5, 9, 33, 2, 17, 60)
 SAMPLING = SamplingSection(temperature=1.0, max_tokens=6, ignore_eos=True)
@@ -161,27 +160,7 @@ class TrainingRun:
     async def update(self, version: int, shift: float = 0.05, *, announce: bool = True) -> str:
         """Send the update of a batch, and announce it as the broadcaster does; return the fingerprint."""
         parameters, digest = self.local.moved(shift)
-        report = StepReport(
-            step=version,
-            version=version,
-            fingerprint=digest,
-            trained=(),
-            discarded=(),
-            staleness=(),
-            update=None,
-            train_seconds=0.0,
-            wait_seconds=0.0,
-        )
-        update = PolicyUpdated(
-            report=report,
-            parameters=parameters,
-            optimizer={},
-            random_state=(),
-            ledger=LedgerState(),
-            bad_steps=0,
-            train_seconds=0.0,
-            trained_tokens=0,
-        )
+        update = policy_updated(parameters, step=version, version=version, fingerprint=digest)
         publish: dict[str, Any] = {"version": version, "step": version, "fingerprint": digest}
         self.local.executor.submit(lambda: self.local.policy.publish(parameters, **publish)).result()
         await self.outbox.send(update)

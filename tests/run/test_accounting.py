@@ -18,8 +18,7 @@ from clotho.training.ledger import Ledger
 from protocols.accounting import GroupSource, LedgerState
 from protocols.checkpoint import RunState
 from protocols.prompt import Prompt
-from protocols.step import PolicyUpdated, StepReport
-from tests.actors.actor_helpers import filled_queue, prompt
+from tests.actors.actor_helpers import filled_queue, policy_updated, prompt
 from tests.run.built_context import open_context, tiny_profile
 
 LEDGER = LedgerState(all_ended_below=3, ended_above=(6,), trained=2, discarded={"stale": 1, "zero_variance": 1})
@@ -127,14 +126,9 @@ async def test_a_source_that_implements_the_protocol_is_used_itself(context: Run
 async def test_checkpoint_totals_include_earlier_starts(context: RunContext) -> None:
     """Sampled tokens are added; the learner's values are kept unchanged."""
     context = resumed(context, prompted=9)
-    report = StepReport(
-        step=3, version=2, fingerprint="f", trained=(), discarded=(), staleness=(), update=None, train_seconds=0.0,
-        wait_seconds=0.0,
-    )  # fmt: skip
-    update = PolicyUpdated(
-        report=report, parameters={}, optimizer={}, random_state=(1, 2), ledger=LEDGER, bad_steps=1, train_seconds=7.0,
-        trained_tokens=60,
-    )  # fmt: skip
+    update = policy_updated(
+        {}, step=3, version=2, random_state=(1, 2), ledger=LEDGER, bad_steps=1, train_seconds=7.0, trained_tokens=60
+    )
     assert accounting(context, prompter(context)).run_state(update) == RunState(
         step=3, version=2, fingerprint="f", ledger=LEDGER, prompted=9, random_state=(1, 2), bad_steps=1,
         train_seconds=7.0, sampled_tokens=100, trained_tokens=60, inputs=context.inputs,

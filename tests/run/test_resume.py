@@ -20,7 +20,7 @@ from protocols.checkpoint import RunState
 from protocols.errors import CheckpointError
 from protocols.summary import HistoryGap
 from tests.run.built_context import tiny_profile
-from tests.storage.test_checkpoints import corrupt, snapshot, state
+from tests.storage.made_checkpoints import corrupt, snapshot, state
 
 STEPS, GROUPS = 3, 8
 STATE = replace(

@@ -16,7 +16,7 @@ from clotho.config.load import write_profile
 from clotho.storage.checkpoints import write_checkpoint
 from tests.run.built_context import tiny_profile
 from tests.saved_models import save
-from tests.storage.test_checkpoints import snapshot
+from tests.storage.made_checkpoints import snapshot
 
 EVALUATION = {
     "policy_version": 0, "accuracy_by_type": {}, "problems": 8, "ungraded": 0, "completion_tokens": 8,

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 
 import anyio
-from anyio import TASK_STATUS_IGNORED
+from anyio import TASK_STATUS_IGNORED, create_task_group, fail_after, wait_all_tasks_blocked
 from anyio.abc import TaskStatus
 
 from clotho.runtime.supervisor import Child, Supervisor
@@ -87,6 +88,15 @@ class RecordedSupervisor:
             self.error = error
         finally:
             self.ended.set()
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Run the supervisor beside the block, which begins when all actors wait; it has five seconds."""
+        with fail_after(5):
+            async with create_task_group() as group:
+                group.start_soon(self.run)
+                await wait_all_tasks_blocked()
+                yield
 
     def reported_failures(self) -> Sequence[str]:
         """Return the failures passed to `on_failure`."""

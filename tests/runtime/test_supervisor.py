@@ -16,11 +16,8 @@ async def test_children_start_in_order_and_stop_in_reverse() -> None:
     events: list[str] = []
     first, actor, last = ScriptedActor("first", events), ScriptedActor("actor", events), ScriptedActor("last", events)
     recorded = RecordedSupervisor(permanent(first), transient(actor), permanent(last))
-    with fail_after(5):
-        async with create_task_group() as group:
-            group.start_soon(recorded.run)
-            await wait_all_tasks_blocked()
-            actor.finish()
+    async with recorded.running():
+        actor.finish()
     assert events == ["start first", "start actor", "start last", "stop actor", "stop last", "stop first"]
     assert (recorded.ending, recorded.error) == ("finished", None)
     assert recorded.states() == {"first": "stopped", "actor": "done", "last": "stopped"}
@@ -31,16 +28,13 @@ async def test_a_child_with_a_handshake_delays_the_children_after_it() -> None:
     events: list[str] = []
     server, actor = ScriptedServer("server", events), ScriptedActor("actor", events)
     recorded = RecordedSupervisor(permanent(server), transient(actor))
-    with fail_after(5):
-        async with create_task_group() as group:
-            group.start_soon(recorded.run)
-            await wait_all_tasks_blocked()
-            assert events == ["start server"]
-            assert recorded.states() == {"server": "starting", "actor": "waiting"}
-            server.ready_allowed.set()
-            await wait_all_tasks_blocked()
-            assert events[1:] == ["ready server", "start actor"]
-            actor.finish()
+    async with recorded.running():
+        assert events == ["start server"]
+        assert recorded.states() == {"server": "starting", "actor": "waiting"}
+        server.ready_allowed.set()
+        await wait_all_tasks_blocked()
+        assert events[1:] == ["ready server", "start actor"]
+        actor.finish()
     assert recorded.ending == "finished"
 
 
@@ -67,11 +61,8 @@ async def test_a_failure_ends_a_run_that_waits_for_a_handshake() -> None:
     events: list[str] = []
     actor, server = ScriptedActor("actor", events), ScriptedServer("server", events)
     recorded = RecordedSupervisor(transient(actor), permanent(server), transient(ScriptedActor("last", events)))
-    with fail_after(5):
-        async with create_task_group() as group:
-            group.start_soon(recorded.run)
-            await wait_all_tasks_blocked()
-            actor.fail()
+    async with recorded.running():
+        actor.fail()
     assert str(recorded.error) == "actor 'actor' failed: ValueError: failed by the test"
     assert events == ["start actor", "start server", "stop actor", "stop server"]
 
@@ -86,11 +77,8 @@ async def test_a_failure_ends_the_run_with_the_name_of_the_actor() -> None:
     )
     recorded = RecordedSupervisor(transient(before), transient(actor), transient(after))
     cause = ZeroDivisionError("a zero")
-    with fail_after(5):
-        async with create_task_group() as group:
-            group.start_soon(recorded.run)
-            await wait_all_tasks_blocked()
-            actor.fail(ExceptionGroup("unhandled", [ExceptionGroup("inner", [cause])]))
+    async with recorded.running():
+        actor.fail(ExceptionGroup("unhandled", [ExceptionGroup("inner", [cause])]))
     assert isinstance(recorded.error, ActorError)
     assert str(recorded.error) == "actor 'actor' failed: ZeroDivisionError: a zero"
     assert recorded.error.__cause__ is cause
@@ -140,15 +128,12 @@ async def test_the_failure_of_a_temporary_child_is_only_reported() -> None:
     events: list[str] = []
     monitor, actor = ScriptedActor("monitor", events), ScriptedActor("actor", events)
     recorded = RecordedSupervisor(temporary(monitor), transient(actor))
-    with fail_after(5):
-        async with create_task_group() as group:
-            group.start_soon(recorded.run)
-            await wait_all_tasks_blocked()
-            monitor.fail()
-            await wait_all_tasks_blocked()
-            assert recorded.states() == {"monitor": "failed", "actor": "running"}
-            assert recorded.reported_failures() == ["monitor: failed by the test"]
-            actor.finish()
+    async with recorded.running():
+        monitor.fail()
+        await wait_all_tasks_blocked()
+        assert recorded.states() == {"monitor": "failed", "actor": "running"}
+        assert recorded.reported_failures() == ["monitor: failed by the test"]
+        actor.finish()
     assert (recorded.ending, monitor.starts) == ("finished", 1)
 
 
@@ -161,15 +146,12 @@ async def test_the_run_lasts_until_every_transient_child_has_returned() -> None:
         ScriptedActor("monitor", events),
     )
     recorded = RecordedSupervisor(transient(first), temporary(monitor), transient(second))
-    with fail_after(5):
-        async with create_task_group() as group:
-            group.start_soon(recorded.run)
-            await wait_all_tasks_blocked()
-            monitor.finish()
-            second.finish()
-            await wait_all_tasks_blocked()
-            assert recorded.ending is None
-            first.finish()
+    async with recorded.running():
+        monitor.finish()
+        second.finish()
+        await wait_all_tasks_blocked()
+        assert recorded.ending is None
+        first.finish()
     assert recorded.ending == "finished"
 
 
@@ -178,15 +160,12 @@ async def test_a_drain_ends_the_source_once_and_lets_all_children_finish() -> No
     events: list[str] = []
     actor = ScriptedActor("actor", events)
     recorded = RecordedSupervisor(transient(actor))
-    with fail_after(5):
-        async with create_task_group() as group:
-            group.start_soon(recorded.run)
-            await wait_all_tasks_blocked()
-            recorded.supervisor.drain()
-            recorded.supervisor.drain()
-            await wait_all_tasks_blocked()
-            assert (recorded.drains, recorded.states()) == (1, {"actor": "running"})
-            actor.finish()
+    async with recorded.running():
+        recorded.supervisor.drain()
+        recorded.supervisor.drain()
+        await wait_all_tasks_blocked()
+        assert (recorded.drains, recorded.states()) == (1, {"actor": "running"})
+        actor.finish()
     assert (recorded.ending, recorded.states()) == ("drained", {"actor": "done"})
 
 
@@ -198,12 +177,9 @@ async def test_a_stop_cancels_all_children_at_once() -> None:
         permanent(ScriptedServer("server", events)),
         transient(ScriptedActor("last", events)),
     )
-    with fail_after(5):
-        async with create_task_group() as group:
-            group.start_soon(recorded.run)
-            await wait_all_tasks_blocked()
-            recorded.supervisor.drain()
-            recorded.supervisor.stop()
+    async with recorded.running():
+        recorded.supervisor.drain()
+        recorded.supervisor.stop()
     assert (recorded.ending, recorded.failures) == ("stopped", [])
     assert recorded.states() == {"actor": "stopped", "server": "stopped", "last": "waiting"}
 

@@ -36,14 +36,11 @@ async def test_a_permanent_child_is_restarted_after_a_return() -> None:
     """It has to serve until the run ends."""
     server, actor = ScriptedActor("server", []), ScriptedActor("actor", [])
     recorded = RecordedSupervisor(permanent(server, RestartPolicy(max_restarts=1)), transient(actor))
-    with fail_after(5):
-        async with create_task_group() as group:
-            group.start_soon(recorded.run)
-            await wait_all_tasks_blocked()
-            server.finish()
-            await wait_all_tasks_blocked()
-            assert (server.starts, recorded.states()["server"]) == (2, "running")
-            server.finish()
+    async with recorded.running():
+        server.finish()
+        await wait_all_tasks_blocked()
+        assert (server.starts, recorded.states()["server"]) == (2, "running")
+        server.finish()
     assert str(recorded.error) == (
         "actor 'server' failed: RuntimeError: returned, but it must run as long as the run goes on"
     )
@@ -70,18 +67,15 @@ async def test_a_restarted_child_repeats_its_handshake() -> None:
     server, actor = ScriptedServer("server", []), ScriptedActor("actor", [])
     server.ready_allowed.set()
     recorded = RecordedSupervisor(permanent(server, RestartPolicy(max_restarts=1)), transient(actor))
-    with fail_after(5):
-        async with create_task_group() as group:
-            group.start_soon(recorded.run)
-            await wait_all_tasks_blocked()
-            server.ready_allowed = type(server.ready_allowed)()
-            server.fail()
-            await wait_all_tasks_blocked()
-            assert recorded.states() == {"server": "restarting", "actor": "running"}
-            server.ready_allowed.set()
-            await wait_all_tasks_blocked()
-            assert recorded.states()["server"] == "running"
-            actor.finish()
+    async with recorded.running():
+        server.ready_allowed = type(server.ready_allowed)()
+        server.fail()
+        await wait_all_tasks_blocked()
+        assert recorded.states() == {"server": "restarting", "actor": "running"}
+        server.ready_allowed.set()
+        await wait_all_tasks_blocked()
+        assert recorded.states()["server"] == "running"
+        actor.finish()
 
 
 class _SquaringActor:

@@ -80,13 +80,10 @@ async def test_sent_messages_are_processed_before_the_run_ends() -> None:
     recorded = RecordedSupervisor(
         permanent(ScriptedActor("disk", [])), temporary(writing, ends_with_input=True), transient(speaking)
     )
-    with fail_after(5):
-        async with create_task_group() as group:
-            group.start_soon(recorded.run)
-            await wait_all_tasks_blocked()
-            assert recorded.states() == {"disk": "running", "writing": "running", "speaking": "done"}
-            assert writing.events == []
-            writing.may_write.set()
+    async with recorded.running():
+        assert recorded.states() == {"disk": "running", "writing": "running", "speaking": "done"}
+        assert writing.events == []
+        writing.may_write.set()
     assert writing.events == ["first", "second", "last"]
     assert (recorded.ending, recorded.failures) == ("finished", [])
     assert recorded.states() == {"disk": "stopped", "writing": "done", "speaking": "done"}
@@ -108,11 +105,8 @@ async def test_a_stop_cancels_consumers_at_once() -> None:
     """The ending of the run does not change."""
     speaking, writing = _producer_and_consumer()
     recorded = RecordedSupervisor(temporary(writing, ends_with_input=True), transient(speaking), grace_seconds=60)
-    with fail_after(5):
-        async with create_task_group() as group:
-            group.start_soon(recorded.run)
-            await wait_all_tasks_blocked()
-            recorded.supervisor.stop()
+    async with recorded.running():
+        recorded.supervisor.stop()
     assert (recorded.ending, recorded.failures, writing.events) == ("finished", [], [])
 
 
@@ -135,15 +129,12 @@ async def test_a_clean_up_completes_before_the_previous_child_is_stopped() -> No
         _ShieldedCleanUp("files", events),
     )
     recorded = RecordedSupervisor(transient(actor), permanent(disk), permanent(files))
-    with fail_after(5):
-        async with create_task_group() as group:
-            group.start_soon(recorded.run)
-            await wait_all_tasks_blocked()
-            actor.finish()
-            await wait_all_tasks_blocked()
-            assert events[-1] == "tidy files"
-            assert recorded.states()["disk"] == "running"
-            files.tidied.set()
+    async with recorded.running():
+        actor.finish()
+        await wait_all_tasks_blocked()
+        assert events[-1] == "tidy files"
+        assert recorded.states()["disk"] == "running"
+        files.tidied.set()
     assert events[-3:] == ["tidy files", "stop files", "stop disk"]
     assert recorded.failures == []
 
@@ -152,11 +143,8 @@ async def test_a_clean_up_beyond_the_grace_period_is_cancelled_and_reported() ->
     """The run always ends."""
     events: list[str] = []
     recorded = RecordedSupervisor(permanent(_ShieldedCleanUp("files", events)), grace_seconds=0.02)
-    with fail_after(5):
-        async with create_task_group() as group:
-            group.start_soon(recorded.run)
-            await wait_all_tasks_blocked()
-            recorded.supervisor.stop()
+    async with recorded.running():
+        recorded.supervisor.stop()
     assert (recorded.ending, events) == ("stopped", ["tidy files"])
     assert recorded.reported_failures() == ["files: its clean-up was cut off after 0.02 s"]
 
@@ -165,11 +153,8 @@ async def test_a_failure_during_the_shutdown_is_a_note_on_the_first_failure() ->
     """The first failure is raised. No failure is lost."""
     actor, files = ScriptedActor("actor", []), _FailingCleanUp("files", [])
     recorded = RecordedSupervisor(permanent(files, RestartPolicy(max_restarts=3)), transient(actor))
-    with fail_after(5):
-        async with create_task_group() as group:
-            group.start_soon(recorded.run)
-            await wait_all_tasks_blocked()
-            actor.fail()
+    async with recorded.running():
+        actor.fail()
     assert str(recorded.error) == "actor 'actor' failed: ValueError: failed by the test"
     assert getattr(recorded.error, "__notes__", []) == [
         "while the run was ending, actor 'files' failed too: OSError: disk full"
@@ -199,11 +184,8 @@ async def test_a_producer_whose_reader_was_stopped_has_not_failed() -> None:
     recorded = RecordedSupervisor(
         transient(Producer("producer", [])), transient(consumer), transient(actor := ScriptedActor("actor", []))
     )
-    with fail_after(5):
-        async with create_task_group() as group:
-            group.start_soon(recorded.run)
-            await wait_all_tasks_blocked()
-            actor.fail()
+    async with recorded.running():
+        actor.fail()
     assert recorded.states() == {"producer": "stopped", "consumer": "stopped", "actor": "failed"}
     assert recorded.failures == []
     with pytest.raises(QueueClosed):
@@ -233,15 +215,12 @@ async def test_a_stop_cancels_all_children_before_it_waits() -> None:
     events: list[str] = []
     first, second = _ShieldedCleanUp("first", events), _ShieldedCleanUp("second", events)
     recorded = RecordedSupervisor(permanent(first), permanent(second))
-    with fail_after(5):
-        async with create_task_group() as group:
-            group.start_soon(recorded.run)
-            await wait_all_tasks_blocked()
-            recorded.supervisor.stop()
-            await wait_all_tasks_blocked()
-            assert sorted(events) == ["tidy first", "tidy second"]
-            first.tidied.set()
-            second.tidied.set()
+    async with recorded.running():
+        recorded.supervisor.stop()
+        await wait_all_tasks_blocked()
+        assert sorted(events) == ["tidy first", "tidy second"]
+        first.tidied.set()
+        second.tidied.set()
     assert recorded.failures == []
 
 

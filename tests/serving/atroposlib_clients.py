@@ -113,10 +113,6 @@ class Clients:
         loop.cancel()
         return {"healthy": server.server_healthy}
 
-    async def endless(self, kind: str) -> dict[str, Any]:
-        """Sample a group until this process is killed."""
-        return await self.managed(kind, f"{kind}-endless", n=GROUP, max_tokens=900, ignore_eos=True)
-
 
 async def main(url: str, tokenizer: str, checks: list[str]) -> None:
     """Run the checks `kind-method` one after the other."""

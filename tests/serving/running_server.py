@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import cached_property
 from typing import Any
 
 import anyio
@@ -39,7 +40,11 @@ class Served:
         self.requests = 0
         self.scope = anyio.CancelScope()
         self.http: httpx.AsyncClient
-        self.openai: AsyncOpenAI
+
+    @cached_property
+    def openai(self) -> AsyncOpenAI:
+        """A client of OpenAI, which takes as long to construct as the server."""
+        return AsyncOpenAI(base_url=f"{self.url}/v1", api_key="any", max_retries=0, timeout=20)
 
     async def prompt_logprobs(self, tokens: tuple[int, ...], top: int, _: str) -> PromptLogprobs:
         """Return -t / 8 for token t; its alternatives are t, t + 1, ..., each with a log-probability lower by 1."""
@@ -104,11 +109,10 @@ async def serving(**settings: Any) -> AsyncIterator[Served]:
     try:
         async with anyio.create_task_group() as tasks:
             served.url = await tasks.start(run)
-            async with (
-                httpx.AsyncClient(base_url=served.url, timeout=20, headers=JSON) as served.http,
-                AsyncOpenAI(base_url=f"{served.url}/v1", api_key="any", max_retries=0, timeout=20) as served.openai,
-            ):
+            async with httpx.AsyncClient(base_url=served.url, timeout=20, headers=JSON, verify=False) as served.http:
                 yield served
+            if "openai" in vars(served):
+                await served.openai.close()
             served.stop()
     finally:
         engine.close()

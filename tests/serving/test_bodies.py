@@ -10,11 +10,11 @@ from anyio.abc import SocketStream
 from starlette.datastructures import Headers
 from starlette.types import Message
 
-from clotho.serving import bodies
+from clotho.serving import bodies, limits
 from clotho.serving.bodies import MAX_ELEMENTS, ByteRate, RequestBodies, json_object, require_json
 from clotho.serving.errors import ApiError
+from tests.serving.raw_connections import connect, head, read_all
 from tests.serving.running_server import Served, serving
-from tests.serving.test_limits import connect, head, read_all
 
 TEXT = "/v1/completions"
 JSON_ROUTES = (TEXT, "/v1/chat/completions", "/generate", "/v1/generate", "/v1/generate/")
@@ -68,6 +68,13 @@ async def test_stalled_bodies_hold_no_slot() -> None:
             await stream.aclose()
 
 
+@pytest.fixture
+def _short_linger(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Connections of refused requests close soon."""
+    monkeypatch.setattr(limits, "LINGER_SECONDS", 0.05)
+
+
+@pytest.mark.usefixtures("_short_linger")
 async def test_the_oldest_incomplete_body_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its request ends with status 503 and Retry-After; later requests are served."""
     monkeypatch.setattr(bodies, "MAX_INCOMPLETE", 1)
@@ -81,6 +88,7 @@ async def test_the_oldest_incomplete_body_gives_way(monkeypatch: pytest.MonkeyPa
         assert b"retry-after: 1" in answer[1].lower()
 
 
+@pytest.mark.usefixtures("_short_linger")
 async def test_the_memory_of_all_bodies_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """The oldest incomplete body gives way. The memory is free when the requests have ended."""
     monkeypatch.setattr(bodies, "MAX_TOTAL_BYTES", 1000)
@@ -94,6 +102,7 @@ async def test_the_memory_of_all_bodies_is_bounded(monkeypatch: pytest.MonkeyPat
         assert (await served.post(TEXT, prompt="x", user="u" * 800)).status_code == 200
 
 
+@pytest.mark.usefixtures("_short_linger")
 async def test_a_shutdown_ends_a_request_whose_body_is_incomplete() -> None:
     """Immediately, with status 503."""
     async with serving(shutdown_seconds=10.0) as served:

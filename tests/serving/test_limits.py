@@ -16,34 +16,11 @@ from structlog.testing import capture_logs
 
 from clotho.serving import limits, openai_responses, server
 from protocols.errors import RequestError
+from tests.serving.raw_connections import connect, head, read_all
 from tests.serving.running_server import Served, serving
 
 SMALL = 100_000
 SMALL_BUFFER = 4096
-
-
-async def connect(served: Served) -> SocketStream:
-    """Open a TCP connection."""
-    host, port = served.url.removeprefix("http://").split(":")
-    return await anyio.connect_tcp(host, int(port))
-
-
-async def read_all(stream: SocketStream) -> bytes:
-    """Read until the server closes the connection."""
-    received = b""
-    with anyio.fail_after(10):
-        try:
-            while True:
-                received += await stream.receive()
-        except anyio.EndOfStream:
-            return received
-
-
-def head(*lines: str, path: str = "/v1/completions") -> bytes:
-    """Return the head of a POST request."""
-    return "\r\n".join(
-        [f"POST {path} HTTP/1.1", "Host: localhost", "Content-Type: application/json", *lines, "", ""]
-    ).encode()
 
 
 async def chunks(count: int, size: int) -> AsyncIterator[bytes]:

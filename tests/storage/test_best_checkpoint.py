@@ -10,7 +10,7 @@ from clotho.storage.best_checkpoint import BestCheckpointKeeper, read_best
 from clotho.storage.checkpoints import checkpoint_steps, write_checkpoint
 from protocols.checkpoint import BestCheckpoint
 from protocols.evaluation import EvalReport
-from tests.storage.test_checkpoints import snapshot
+from tests.storage.made_checkpoints import snapshot
 
 
 def report(step: int, accuracy: float, *, problems: int = 10) -> EvalReport:

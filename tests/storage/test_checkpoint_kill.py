@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 import mlx.core as mx
 from clotho.storage.checkpoints import Snapshot, write_checkpoint
-from tests.storage.test_checkpoints import ADAPTER, state
+from tests.storage.made_checkpoints import ADAPTER, state
 directory, step = Path(sys.argv[1]), int(sys.argv[2])
 tree = {"w": mx.random.normal((300, 1000))}
 mx.eval(tree)

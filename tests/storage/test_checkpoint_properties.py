@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from clotho.storage.checkpoints import MANIFEST, STATE, find_damage, latest_checkpoint, read_state, write_checkpoint
 from protocols.checkpoint import RunState
 from protocols.errors import CheckpointError
-from tests.storage.test_checkpoints import snapshot, state
+from tests.storage.made_checkpoints import snapshot, state
 
 names = st.sampled_from(
     ["state.json", "adapters.safetensors", "a\0b", "/etc/passwd", "../../etc/passwd", "..", ".", "", "x" * 300, "a/b"]

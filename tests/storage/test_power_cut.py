@@ -31,7 +31,7 @@ import anyio
 from clotho.storage.jsonl import JsonlWriter
 from clotho.storage.run_directory import open_run
 from tests.actors.actor_helpers import filled_queue
-from tests.actors.test_checkpointer import checkpointer_of, update
+from tests.actors.checkpointer_harness import checkpointer_of, update
 
 async def main(disk):
     run = open_run(disk / "outer" / "run", resume=False, clean=False)

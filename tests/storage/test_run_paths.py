@@ -9,7 +9,7 @@ import pytest
 from clotho.storage.checkpoints import write_checkpoint
 from clotho.storage.run_paths import find_checkpoint, run_of, run_profile, split_step
 from protocols.errors import CheckpointError, ClothoError, RunDirectoryError
-from tests.storage.test_checkpoints import snapshot
+from tests.storage.made_checkpoints import snapshot
 
 
 @pytest.fixture
