@@ -34,7 +34,7 @@ from msgspec import Struct
 
 from bench.fingerprint import ROOT, Fingerprint, describe_fingerprint, fingerprint
 from bench.soak_clients import CLIENTS, HOSTILE, Outcomes, Target, hostile, run_clients
-from bench.soak_process import WARM_UP_SECONDS, Growth, Life, Process, small_disk_available
+from bench.soak_process import MEMORY_FILE, WARM_UP_SECONDS, Growth, Life, Process, small_disk_available
 from bench.soak_rewards import FAULTS as REWARD_FAULTS
 from bench.soak_rewards import TIMEOUT_SECONDS
 
@@ -79,6 +79,12 @@ interval = 5
 interval = 200
 problems_between = 64
 problems = 64
+
+[[actors]]
+name = "memory probe"
+factory = "bench.soak_memory:MemoryProbe"
+mode = "add"
+options = {{ file = "%s" }}
 """
 
 
@@ -160,7 +166,7 @@ class Soak:
         self._draw = random.Random(seed)
         self._run_dir = scratch / "run"
         (scratch / "faults").mkdir()
-        (scratch / "soak.toml").write_text(PROFILE, encoding="utf-8")
+        (scratch / "soak.toml").write_text(PROFILE % (scratch / MEMORY_FILE), encoding="utf-8")
         self._target, self._outcomes = Target(_free_port()), Outcomes()
         self._outputs = ["pipe", "small disk" if small_disk_available() else "/dev/full", "/dev/full"]
         self._faults: Counter[str] = Counter()
@@ -367,6 +373,8 @@ def table(results: Sequence[SoakRun]) -> str:
     for life in one.lives[-1:]:
         text += _growth("resident MB", life.resident)
         text += _growth("resident MB with child processes", life.with_children)
+        text += _growth("in use outside of MLX, MB", life.in_use)
+        text += _growth("arrays of MLX, MB", life.arrays)
         text += _growth("descriptors", life.descriptors)
     note = (
         f"Warmup: the first {WARM_UP_SECONDS:g} s of a life. By minute: medians. Growth: median slope of all pairs of "

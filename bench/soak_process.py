@@ -18,10 +18,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import httpx
+import msgspec
 from msgspec import Struct
 
 from bench.fingerprint import ROOT
 from bench.soak_clients import HOST
+from bench.soak_memory import MemoryInUse
 from bench.soak_rewards import VARIABLE
 
 START_SECONDS = 180.0
@@ -33,6 +35,9 @@ MIN_MINUTES, MIN_SAMPLES = 5, 10
 NORMAL_95 = 1.96
 PAGE = resource.getpagesize()
 MB = 1e6
+MEMORY_FILE = "memory.jsonl"
+"""Samples of `bench.soak_memory`, in the scratch directory."""
+
 DISK_BYTES = 256 * 1024
 IN_SMALL_DISK = 'mount -t tmpfs -o size={size} none "$0" && exec "$@" >"$0/output" 2>&1'
 
@@ -66,6 +71,7 @@ class Life(Struct, frozen=True, kw_only=True):
     """One start of the process. end: "killed", "drained" or the exit status. output: where stdout and stderr went.
 
     resident, with_children: in MB; None for a short life. peak_resident: in MB, warmup included.
+    in_use, arrays: `MemoryInUse.other` and `MemoryInUse.mlx`, in MB.
     """
 
     seconds: float
@@ -76,14 +82,19 @@ class Life(Struct, frozen=True, kw_only=True):
     resident: Growth | None
     with_children: Growth | None
     descriptors: Growth | None
+    in_use: Growth | None = None
+    arrays: Growth | None = None
 
 
-def growth(samples: Sequence[Sample], values: Sequence[float]) -> Growth | None:
-    """Growth over all samples after warmup; None if they are of fewer than `MIN_MINUTES` minutes."""
+def growth(seconds: Sequence[float], values: Sequence[float]) -> Growth | None:
+    """Growth of all values after warmup; None if they are of fewer than `MIN_MINUTES` minutes.
+
+    seconds: time of each value since the start of the process.
+    """
     minutes: dict[int, list[float]] = {}
-    for sample, value in zip(samples, values, strict=True):
-        if sample.seconds >= WARM_UP_SECONDS:
-            minutes.setdefault(int((sample.seconds - WARM_UP_SECONDS) // 60.0), []).append(value)
+    for at, value in zip(seconds, values, strict=True):
+        if at >= WARM_UP_SECONDS:
+            minutes.setdefault(int((at - WARM_UP_SECONDS) // 60.0), []).append(value)
     medians = {minute: statistics.median(found) for minute, found in minutes.items() if len(found) >= MIN_SAMPLES}
     if len(medians) < MIN_MINUTES:
         return None
@@ -234,16 +245,28 @@ class Process:
 
     def life(self, *, end: str, steps: int) -> Life:
         """The summary of this life."""
+        seconds = [sample.seconds for sample in self.samples]
+        in_use = self._memory_in_use()
+        measured = [sample.at - self._began for sample in in_use]
         return Life(
             seconds=self.seconds,
             end=end,
             output=self.output,
             steps=steps,
             peak_resident=max((sample.resident for sample in self.samples), default=0) / MB,
-            resident=growth(self.samples, [sample.resident / MB for sample in self.samples]),
-            with_children=growth(self.samples, [sample.with_children / MB for sample in self.samples]),
-            descriptors=growth(self.samples, [float(sample.descriptors) for sample in self.samples]),
+            resident=growth(seconds, [sample.resident / MB for sample in self.samples]),
+            with_children=growth(seconds, [sample.with_children / MB for sample in self.samples]),
+            descriptors=growth(seconds, [float(sample.descriptors) for sample in self.samples]),
+            in_use=growth(measured, [sample.other / MB for sample in in_use]),
+            arrays=growth(measured, [sample.mlx / MB for sample in in_use]),
         )
+
+    def _memory_in_use(self) -> list[MemoryInUse]:
+        """The samples of this life that the process has written."""
+        file = self._scratch / MEMORY_FILE
+        lines = file.read_bytes().splitlines(keepends=True) if file.exists() else []
+        complete = [msgspec.json.decode(line, type=MemoryInUse) for line in lines if line.endswith(b"\n")]
+        return [sample for sample in complete if sample.at >= self._began]
 
 
 def _resident(pid: int) -> int:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
+import mlx.core as mx
 import msgspec
 import pytest
 from msgspec.structs import replace
 
 from bench.fingerprint import fingerprint
 from bench.soak import CLOSE_OUTPUT, KILL, KILLS, PER_MINUTE, Groups, SoakRun, groups_of, plan, table
-from bench.soak_process import WARM_UP_SECONDS, Sample, growth
+from bench.soak_memory import memory_in_use
+from bench.soak_process import WARM_UP_SECONDS, growth
 from bench.soak_rewards import FAULTS, VARIABLE, reward
 
 GOOD = SoakRun(
@@ -48,25 +50,43 @@ def test_a_plan_has_every_kind_of_fault_within_the_soak(seed: int) -> None:
 
 def test_growth_is_measured_after_warmup() -> None:
     """100 bytes per second after warmup; the memory of the warmup does not count."""
-    samples = [Sample(float(second), 0, 0, 0) for second in range(int(WARM_UP_SECONDS) + 600)]
-    values = [1e9 if sample.seconds < WARM_UP_SECONDS else 100.0 * sample.seconds for sample in samples]
-    grown = growth(samples, values)
+    seconds = [float(second) for second in range(int(WARM_UP_SECONDS) + 600)]
+    values = [1e9 if second < WARM_UP_SECONDS else 100.0 * second for second in seconds]
+    grown = growth(seconds, values)
     assert grown is not None
     assert grown.per_hour == grown.low == grown.high == pytest.approx(360_000.0)
     assert len(grown.by_minute) == 10
     short = int(WARM_UP_SECONDS) + 200
-    assert growth(samples[:short], values[:short]) is None
+    assert growth(seconds[:short], values[:short]) is None
 
 
 def test_noise_without_growth_has_an_interval_around_zero() -> None:
     """The interval is a few times wider than the slope, and a single high minute does not move it."""
     draw = random.Random(0)
-    samples = [Sample(WARM_UP_SECONDS + second, 0, 0, 0) for second in range(1200)]
+    seconds = [WARM_UP_SECONDS + second for second in range(1200)]
     level = {minute: draw.gauss(900.0, 3.0) for minute in range(20)} | {12: 2000.0}
-    grown = growth(samples, [level[int(sample.seconds - WARM_UP_SECONDS) // 60] for sample in samples])
+    grown = growth(seconds, [level[int(second - WARM_UP_SECONDS) // 60] for second in seconds])
     assert grown is not None
     assert grown.low < 0.0 < grown.high
     assert grown.high - grown.low < 60.0
+
+
+@pytest.mark.needs_linux(reason="mallinfo2 is a function of glibc")
+def test_memory_in_use_is_that_of_arrays_or_of_other_blocks() -> None:
+    """20 MB of each. MLX's cache of freed buffers is not in use."""
+    size = 20_000_000
+    before = memory_in_use()
+    block = bytearray(size)
+    with_block = memory_in_use()
+    array = mx.ones(size // 4)
+    mx.eval(array)
+    with_array = memory_in_use()
+    assert with_block.other - before.other == pytest.approx(size, rel=0.1)
+    assert with_array.mlx - with_block.mlx == pytest.approx(size, rel=0.1)
+    assert abs(with_array.other - with_block.other) < 0.1 * size
+    del block, array
+    after = memory_in_use()
+    assert abs(after.other - before.other) + abs(after.mlx - before.mlx) < 0.1 * size
 
 
 @pytest.mark.parametrize(
