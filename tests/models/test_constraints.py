@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -15,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from clotho.models import constraints
+from clotho.models.tokenizer import ChatTokenizer
 from clotho.serving.tool_calls import Function, Tool, ToolFormat
 from clotho.serving.tool_grammars import strict_calls
 from protocols.constraints import Constraint, Grammar, GrammarKind
@@ -22,6 +24,7 @@ from protocols.errors import RequestError
 from tests.small_models import byte_tokenizer
 
 END = 256
+EMBEDDED = Path(__file__).parents[2] / "profiles" / "embedded"
 TOKENIZER = byte_tokenizer()
 
 SCHEMAS: tuple[dict[str, Any], ...] = (
@@ -99,6 +102,16 @@ def test_a_grammar_can_follow_a_block_of_reasoning() -> None:
     for token in seen:
         assert not state.accept(token)
     assert state.accept(ord("a"))
+
+
+def test_marks_that_are_tokens_are_named_by_their_number() -> None:
+    """The embedded tokenizer has a token for `</think>`; the grammar of a tool call names tokens in the same way."""
+    tokenizer = ChatTokenizer.from_files(EMBEDDED)
+    (end,) = tokenizer.encode("</think>", add_special_tokens=False)
+    grammar = Grammar(kind="regex", text="[ab]{2}", param="field", reasoning="open")
+    state = tokenizer.compile_grammar(grammar, tokenizer.vocab_size).start()
+    a, b = (tokenizer.encode(text, add_special_tokens=False)[0] for text in "ab")
+    assert [state.accept(token) for token in (b, a, end, b, a)] == [False, False, False, False, True]
 
 
 STRICT = Tool(
