@@ -11,6 +11,7 @@ import gc
 import os
 import sys
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from clotho.config.flags import Arguments
+    from clotho.config.load import Layer
     from clotho.config.schema import Profile
     from clotho.storage.run_directory import RunDirectory
 
@@ -214,7 +216,7 @@ def prepare(argv: Sequence[str]) -> PreparedRun | int:
         console.print(help_text(arguments.help), markup=False, highlight=False, soft_wrap=True, end="")
         return 0
     fork = find_fork(arguments) if arguments.fork else None
-    profile = load_profile(arguments.profile, arguments.overrides)
+    profile = load_profile(arguments.profile, arguments.overrides, adjust=partial(adjusted, arguments))
     require_fillable(profile)
     if profile.actors:
         from clotho.run.custom_actors import require_positions
@@ -239,6 +241,26 @@ def prepare(argv: Sequence[str]) -> PreparedRun | int:
         directory.close()
         raise
     return PreparedRun(profile, directory, console)
+
+
+def adjusted(arguments: Arguments, layers: list[Layer]) -> list[Layer]:
+    """Return the layers of a profile with the settings of the adapter that the run starts from, if there is one.
+
+    A fork starts from the weights of its source, whatever these had started from. A resumed run needs the adapter only
+    for settings that its command line lacks.
+    """
+    key = "policy.adapter"
+    if arguments.fork:
+        return [
+            layer._replace(values={**layer.values, key: ""} if key in layer.values else layer.values)
+            for layer in layers
+        ]
+    named = [layer.values[key] for layer in layers if key in layer.values]
+    if not named or not named[-1]:
+        return layers
+    from clotho.run.adapter_settings import exists, with_adapter
+
+    return layers if arguments.resume and not exists(named[-1]) else with_adapter(layers)
 
 
 def find_fork(arguments: Arguments) -> Path:

@@ -6,7 +6,7 @@ import os
 import re
 import stat
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import reduce
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -25,13 +25,13 @@ from protocols.errors import ProfileError, did_you_mean, visible
 PROFILES = Path(__file__).resolve().parents[2] / "profiles"
 """Directory of the shipped profiles."""
 
-COMMAND_LINE, MASK = "command line", "********"
-"""The name of the layer of flags, and the text that hides an API key."""
+COMMAND_LINE, ADAPTER, MASK = "command line", "policy.adapter", "********"
+"""The names of the layers of flags and of the settings of an adapter, and the text that hides an API key."""
 
 MAX_BYTES, MAX_FILES, MAX_NAME, MAX_PATH = 2**20, 16, 255, 4000
 """Limits: bytes of a profile, files that extend each other, and bytes of a file name and of a path."""
 
-INPUT_PATHS = ("model.path", "model.chat_template", "data.train", "data.heldout")
+INPUT_PATHS = ("model.path", "model.chat_template", "policy.adapter", "data.train", "data.heldout")
 CALLERS_PATHS = ("run_dir", "checkpoint.adapter_path", "atropos.python")
 """Keys whose paths are always relative to the working directory."""
 
@@ -70,18 +70,25 @@ class Merged(Struct, frozen=True, kw_only=True):
     def label(self, path: str) -> str:
         """The label of the layer that set a key; the label of the profile if no layer did."""
         number = self.origin.get(path, self.origin.get(f"{path}.{TYPE}"))
-        return [label for label in self.labels if label != COMMAND_LINE][-1] if number is None else self.labels[number]
+        files = [label for label in self.labels if label not in (COMMAND_LINE, ADAPTER)]
+        return files[-1] if number is None else self.labels[number]
 
 
-def load_profile(name_or_path: str, overrides: Mapping[str, Any] | None = None) -> Profile:
+def load_profile(
+    name_or_path: str,
+    overrides: Mapping[str, Any] | None = None,
+    *,
+    adjust: Callable[[list[Layer]], list[Layer]] = list,
+) -> Profile:
     """Load a profile, with `overrides` (by key path) as its highest layer. Raises ProfileError.
 
+    adjust: changes the layers, lowest first, before they are combined.
     If the settings of a higher layer leave a setting of a lower layer without effect, the lower setting returns to its
     default: `--async false` works on top of any profile. `{profile}` in run_dir becomes the stem of the file.
     """
     path = profile_path(name_or_path)
     flags = located(flatten(dict(overrides or {}), COMMAND_LINE), Path.cwd(), COMMAND_LINE)
-    merged = merge([*file_layers(path), *([Layer(label=COMMAND_LINE, values=flags)] if overrides else [])])
+    merged = merge(adjust([*file_layers(path), *([Layer(label=COMMAND_LINE, values=flags)] if overrides else [])]))
     profile = decode(merged)
     while (complaint := first_complaint(profile)) is not None:
         cause = max((merged.origin.get(other, -1) for other in complaint.decided_by), default=-1)

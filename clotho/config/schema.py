@@ -95,6 +95,7 @@ class PolicySection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """The trainable parameters."""
 
     method: Method = Lora()
+    adapter: Annotated[str, about("Adapter, checkpoint, RUN or RUN@STEP to start from; its rank and scale apply.")] = ""
     grad_checkpoint: Annotated[bool, about("Recompute activations of blocks: less memory, more time.")] = False
 
 

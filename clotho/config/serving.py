@@ -63,7 +63,7 @@ OWN = {name: key for name, key in keys.read_sections(ServeFlags)[""].keys.items(
 
 NOT_SERVED = frozenset({
     "sampling.group_size", "sampling.top_logprobs", "server.type", "server.allow_pause", "engine.kv_policy",
-    "monitor.display", "monitor.rollouts", "policy.grad_checkpoint",
+    "monitor.display", "monitor.rollouts", "policy.grad_checkpoint", "policy.adapter",
 })  # fmt: skip
 """Keys of the tables of `ServingProfile` that concern training only."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
@@ -30,6 +31,14 @@ def nested(arrays: dict[str, mx.array]) -> Parameters:
     """Rebuild the nested tree of `flat`, lists of layers included. Arrays are shared, not copied."""
     tree: Parameters = tree_unflatten(list(arrays.items())) if arrays else {}
     return tree
+
+
+def as_parameters(values: Mapping[str, Any], like: Arrays) -> Arrays:
+    """Return NumPy or MLX arrays as evaluated MLX arrays; an array has the type of the same name in `like`, if any."""
+    arrays = {name: value if isinstance(value, mx.array) else mx.array(value) for name, value in values.items()}
+    arrays = {name: array.astype(like[name].dtype) if name in like else array for name, array in arrays.items()}
+    mx.eval(arrays)
+    return arrays
 
 
 BLOCK = 1 << 15

@@ -23,7 +23,7 @@ from clotho.models.model_files import TensorHeader, read_config, read_model_head
 from clotho.run.starting_point import read_origin
 from clotho.storage.best_checkpoint import read_best
 from clotho.storage.checkpoints import MANIFEST, STATE, checkpoint_path, checkpoint_steps, find_damage, read_state
-from clotho.storage.run_directory import BEST, LINEAGE, RUN_ID
+from clotho.storage.run_directory import BEST, LINEAGE, read_run_id
 from clotho.storage.run_paths import find_checkpoint, run_of, split_step
 from protocols.checkpoint import RunState
 from protocols.errors import ClothoError, ModelError, RunDirectoryError, visible
@@ -103,7 +103,7 @@ def describe_run(path: Path) -> Description:
     return {
         "kind": "run",
         "path": str(path),
-        "run_id": _text(path / RUN_ID),
+        "run_id": read_run_id(path) or None,
         "step": metrics.get("step", steps[0] if steps else 0),
         "planned_steps": profile.steps if profile else None,
         "policy_version": metrics.get("policy_version"),
@@ -400,9 +400,3 @@ def _parameters(tensors: Mapping[str, TensorHeader], quantization: Mapping[str, 
 def _size(path: Path) -> int:
     """Return the size of the files in a directory."""
     return sum(entry.lstat().st_size for entry in path.rglob("*") if entry.is_file() and not entry.is_symlink())
-
-
-def _text(path: Path) -> str | None:
-    if not path.is_file() or path.stat().st_size > SMALL_FILE:
-        return None
-    return path.read_text(encoding="utf-8", errors="replace").strip()[:64]

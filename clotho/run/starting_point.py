@@ -33,7 +33,7 @@ from clotho.storage.adapters import TENSORS, read_adapter_config
 from clotho.storage.atomic_files import digest_file, replace_file
 from clotho.storage.checkpoints import Checkpoint, Snapshot, read_checkpoint, record_newest, write_checkpoint
 from clotho.storage.jsonl import copy_until
-from clotho.storage.run_directory import RUN_ID, RunDirectory
+from clotho.storage.run_directory import RunDirectory, read_run_id
 from clotho.storage.run_paths import run_of
 from clotho.training.update import PolicyLearner
 from protocols.accounting import LedgerState
@@ -105,12 +105,15 @@ async def begin(
     executor: ComputeExecutor,
     policy: Policy,
     learner: PolicyLearner,
+    *,
     fork: Fork | None,
+    origin: Origin | None,
     inputs: dict[str, str],
 ) -> StartingPoint:
     """Take the run directory into use, and restore or write the state that the run starts from.
 
-    inputs: fingerprints of model, tokenizer and dataset. Raises CheckpointError or RunDirectoryError.
+    origin: the adapter whose weights are served; None without one. inputs: fingerprints of model, tokenizer and
+    dataset. Raises CheckpointError or RunDirectoryError.
     """
     if directory.resumed and directory.profile.exists():
         refuse_if_incompatible(load_profile(str(directory.profile)), profile, written=directory.profile)
@@ -124,8 +127,10 @@ async def begin(
     warnings = found.warnings
     if found.path is not None:
         state, replay = await restore(found.path, executor, policy, learner, inputs)
-    elif not isinstance(profile.policy.method, FullMethod):
+    elif origin is not None or not isinstance(profile.policy.method, FullMethod):
         snapshot = await finish(executor.submit(lambda: _snapshot(policy, learner, None, inputs)))
+        if origin is not None:
+            await run_sync(write_origin, directory.lineage, origin)
         await run_sync(lambda: _write_first(directory, snapshot, keep_last=profile.checkpoint.keep_last))
     if directory.resume_step is not None:
         warnings += await run_sync(set_aside, directory, directory.resume_step)
@@ -134,6 +139,7 @@ async def begin(
         state=state,
         replay=replay,
         initial=initial,
+        origin=origin if found.path is None else None,
         gaps=restored.gaps,
         warnings=(*warnings, *restored.warnings),
     )
@@ -227,7 +233,7 @@ def _fork_origin(checkpoint: Path, profile: Profile, state: RunState, inputs: tu
     settings: tuple[str, ...] = ()
     run_id = ""
     if run is not None:
-        run_id = _text(run / RUN_ID)
+        run_id = read_run_id(run)
         try:
             before = load_profile(str(run / "profile.toml"))
         except ClothoError:
@@ -244,10 +250,6 @@ def _fork_origin(checkpoint: Path, profile: Profile, state: RunState, inputs: tu
         settings=settings,
         inputs=inputs,
     )
-
-
-def _text(path: Path) -> str:
-    return path.read_text(encoding="utf-8", errors="replace").strip()[:64] if path.is_file() else ""
 
 
 def write_origin(path: Path, origin: Origin) -> None:

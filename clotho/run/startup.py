@@ -29,19 +29,20 @@ from clotho.rewards.overlong import Overlong
 from clotho.rewards.runner import RewardRunner
 from clotho.run.context import RunContext
 from clotho.run.custom_actors import load_factory
+from clotho.run.initial_adapter import publish_first_checkpoint, publish_initial, read_initial
 from clotho.run.prompts import MAX_LISTED_TYPES, LoadedPrompts, dataset_warnings, load_prompts
 from clotho.run.starting_point import Fork, begin, publish_fork, restore_learner
 from clotho.runtime.compute_thread import ComputeExecutor, finish
 from clotho.runtime.latest import Latest
 from clotho.runtime.sampling_client import Sampler
 from clotho.runtime.watchdog import StartupWatch
-from clotho.storage.best_checkpoint import BestCheckpointKeeper
-from clotho.storage.checkpoints import model_fingerprint, tokenizer_fingerprint
+from clotho.storage.best_checkpoint import INITIAL, BestCheckpointKeeper
+from clotho.storage.checkpoints import checkpoint_path, checkpoint_steps, model_fingerprint, tokenizer_fingerprint
 from clotho.storage.run_directory import RunDirectory
 from clotho.training.ledger import Ledger
 from clotho.training.update import PolicyLearner
 from clotho.training.warmup_step import run_warmup_step
-from protocols.checkpoint import RunState
+from protocols.checkpoint import Origin, RunState
 from protocols.errors import ProfileError, RequestError
 from protocols.evaluation import EvalReport, HeldOut
 from protocols.sampling import SampleRequest, restricts_support
@@ -111,7 +112,16 @@ async def _build_context(
     with watch.phase("warmup step"):
         await finish(warmup)
     with watch.phase("checkpoint and histories"):
-        start = await begin(profile, directory, executor, policy, policy_learner, compute.fork, inputs)
+        start = await begin(
+            profile,
+            directory,
+            executor,
+            policy,
+            policy_learner,
+            fork=compute.fork,
+            origin=compute.origin,
+            inputs=inputs,
+        )
         state = start.state
         write_profile(profile, directory.profile)
         history = read_history(directory.metrics, directory.evaluations)
@@ -188,22 +198,37 @@ def _require_importable(profile: Profile) -> None:
 
 
 class LoadedCompute(NamedTuple):
-    """What the compute thread loads. fork: the checkpoint of another run with which the run starts."""
+    """What the compute thread loads. fork: the checkpoint of another run with which the run starts.
+
+    origin: the adapter that was read; None without one, or if the first checkpoint of the run has its weights.
+    """
 
     policy: Policy
     learner: PolicyLearner
     engine: DecodeEngine
     estimate: MemoryEstimate
     fork: Fork | None
+    origin: Origin | None
 
 
 def _load_compute(profile: Profile, directory: RunDirectory) -> LoadedCompute:
     find_model(profile.model.path)
+    starts_from_adapter = bool(profile.policy.adapter) and directory.fork is None
+    from_checkpoint = starts_from_adapter and directory.resumed and INITIAL in checkpoint_steps(directory.checkpoints)
+    initial = (
+        read_initial(profile.policy.adapter, profile.model.path)
+        if starts_from_adapter and not from_checkpoint
+        else None
+    )
     estimate = estimate_memory(profile.model, profile)
     limit_memory(estimate, profile.monitor)
     keep_reference = isinstance(profile.learner.reference, BaseReference)
     policy = load_policy(profile.model, profile.policy, seed=profile.seed, keep_reference=keep_reference)
     fork = publish_fork(policy, directory.fork) if directory.fork else None
+    if initial is not None:
+        publish_initial(policy, initial)
+    elif from_checkpoint:
+        publish_first_checkpoint(policy, checkpoint_path(directory.checkpoints, INITIAL))
     collapse = profile.collapse_detection
     learner = PolicyLearner(
         policy,
@@ -217,7 +242,7 @@ def _load_compute(profile: Profile, directory: RunDirectory) -> LoadedCompute:
     if fork is not None:
         fork = restore_learner(learner, fork)
     engine = DecodeEngine(policy, profile.engine, adapter_store(policy, profile.server))
-    return LoadedCompute(policy, learner, engine, estimate, fork)
+    return LoadedCompute(policy, learner, engine, estimate, fork, initial.origin if initial else None)
 
 
 def adapter_store(policy: Policy, server: ServerSection) -> AdapterStore | None:

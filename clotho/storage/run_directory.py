@@ -129,6 +129,12 @@ IGNORED = frozenset({LOCK, RUN_ID, ".DS_Store"})
 """Entries that neither make a directory a run directory nor prevent cleaning."""
 
 
+def read_run_id(run: Path) -> str:
+    """Return the id of the run in a directory; empty if there is none."""
+    path = run / RUN_ID
+    return path.read_text(encoding="utf-8", errors="replace").strip()[:64] if path.is_file() else ""
+
+
 class RunDirectory:
     """The paths of one run. This process owns the directory until `close`.
 

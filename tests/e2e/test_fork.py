@@ -1,4 +1,4 @@
-"""A fork continues another run in a run directory of its own."""
+"""New runs that start from other runs: a fork continues with the whole state, another run with the adapter."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.pipeline_process import lines, run
+from clotho.artifacts.convert import convert
+from tests.e2e.conftest import CompletedRun
+from tests.e2e.pipeline_process import REPOSITORY, lines, run
 
 
 @pytest.mark.slow
@@ -31,3 +33,18 @@ def test_a_synchronous_fork_repeats_the_updates_of_the_other_run(tmp_path: Path)
     kept = tmp_path / "whole" / "superseded" / "001-after-step-000002"
     assert [line["step"] for line in lines(kept / "metrics.jsonl")] == [1, 2, 3, 4]
     assert (kept / "checkpoints" / "step-000004").is_dir()
+
+
+@pytest.mark.slow
+def test_the_accuracy_at_step_0_is_that_of_the_adapter(tmp_path: Path, finished: CompletedRun) -> None:
+    """From the final adapter of a run, and from the same adapter in the format of PEFT."""
+    peft = tmp_path / "peft"
+    convert(finished.run_dir / "adapters", peft, "peft", model=str(REPOSITORY / "profiles" / "embedded"))
+    final = lines(finished.run_dir / "evaluations.jsonl")[-1]
+    for name, adapter in (("mlx", finished.run_dir), ("peft", peft)):
+        result = run(tmp_path / name, "--steps", "1", "--policy.adapter", str(adapter))
+        assert result.status == 0, result
+        first = lines(tmp_path / name / "evaluations.jsonl")[0]
+        assert (first["step"], first["accuracy"], first["accuracy_by_type"]) == (
+            0, final["accuracy"], final["accuracy_by_type"],
+        )  # fmt: skip
