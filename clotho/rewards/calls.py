@@ -47,6 +47,8 @@ class Caller:
         """Return the value of every function for every text. Raises RewardError."""
         names = ", ".join(self.names)
         self._hanging = [call for call in self._hanging if call.alive]
+        for call in self._hanging if self._loop is None else ():
+            call.abandon()  # again: Python drops an interrupt that is raised inside a finalizer
         if len(self._hanging) >= MAX_HANGING_CALLS:
             raise RewardError(f"reward {names} was not called: {len(self._hanging)} earlier calls still hang")
         call = self._start(problem, texts)
@@ -128,7 +130,7 @@ class WorkerThreads:
     def abandon(self, worker: _Worker, call: _ThreadCall[Any]) -> None:
         """Abandon a call. Its thread is interrupted if possible, and is not used again."""
         with self._lock:
-            if call.ended or call.abandoned:
+            if not call.alive:
                 return
             call.abandoned = True
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(worker.ident or 0), ctypes.py_object(Interrupted))

@@ -6,9 +6,14 @@ import subprocess
 import sys
 import threading
 
+import anyio
 import pytest
 
-from clotho.rewards.calls import WorkerThreads
+from clotho.rewards.calls import Caller, WorkerThreads
+from clotho.rewards.values import Reward, RewardError
+from protocols.prompt import Problem
+
+PROBLEM = Problem(prompt="?", answer="1", type="echo")
 
 
 def test_an_idle_thread_is_reused() -> None:
@@ -57,6 +62,38 @@ def test_an_abandoned_python_loop_is_interrupted() -> None:
     assert not call.alive
     assert threads.start(lambda: 7).future.result(timeout=10) == 7
     threads.close()
+
+
+async def test_an_abandoned_call_is_interrupted_again_at_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python drops an exception that is raised inside a finalizer."""
+    dropped: list[str] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda report: dropped.append(report.exc_type.__name__))
+
+    class Endless:
+        def __del__(self) -> None:
+            while True:
+                pass
+
+    def reward(problem: Problem, completion: str) -> float:
+        if completion == "endless":
+            Endless()
+            while True:
+                pass
+        return 1.0
+
+    caller = Caller([Reward(name="mine", function=reward)], timeout_seconds=0.05, threads=WorkerThreads())
+    with pytest.raises(RewardError, match="took longer"):
+        await caller(PROBLEM, ["endless"])
+    with anyio.fail_after(10):
+        while not dropped:
+            await anyio.lowlevel.checkpoint()
+        caller._timeout_seconds = 10.0
+        (hanging,) = caller._hanging
+        assert hanging.alive
+        assert await caller(PROBLEM, ["good"]) == [(1.0,)]
+        while hanging.alive:
+            await anyio.lowlevel.checkpoint()
+    assert dropped == ["Interrupted"]
 
 
 def test_abandoning_a_call_as_it_finishes_does_not_affect_later_calls() -> None:
