@@ -79,7 +79,7 @@ from clotho.runtime.supervisor import (
     transient,
 )
 from clotho.runtime.watchdog import ENGINE_RESTARTS
-from clotho.serving.server import ApiServer, base_url, listen
+from clotho.serving.server import ApiServer, base_url, listen, while_loading
 from clotho.storage.jsonl import JsonlWriter
 from clotho.storage.run_directory import RunDirectory
 from clotho.training.replay import ReplayBuffer
@@ -241,6 +241,7 @@ def wire_training(
         layout=profile.learner.layout,
         dropout=0.0 if isinstance(profile.policy.method, FullMethod) else profile.policy.method.dropout,
         max_num_seqs=profile.engine.max_num_seqs,
+        turns=context.policy_learner.turns,
     )
     adapter_path = [Path(settings.adapter_path).expanduser()] if settings.adapter_path else []
     checkpointer = custom.actor(
@@ -294,6 +295,7 @@ def wire_evaluator(
         sampling=profile.sampling,
         settings=settings,
         engine=profile.engine,
+        turns=trained.turns,
         base=start if step == 0 and context.history.before is None else base,
         start=start,
         steps=profile.steps,
@@ -432,7 +434,8 @@ async def train(profile: Profile, directory: RunDirectory, console: Console) -> 
         stack.callback(executor.stop)
         address = base_url(listener) if listener else ""
         slow_seconds = profile.monitor.watchdog_seconds
-        context = await build_context(profile, directory, executor, address=address, slow_seconds=slow_seconds)
+        loading = build_context(profile, directory, executor, address=address, slow_seconds=slow_seconds)
+        context = await while_loading(listener, server, loading)
         stack.callback(context.rewards.close)
         events.open(directory.log)
         for warning in context.warnings:

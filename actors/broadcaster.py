@@ -14,6 +14,7 @@ from clotho.config.schema import KvPolicy, ParityCheck, ParitySection
 from clotho.inference import DecodeEngine
 from clotho.models.parameters import Parameters
 from clotho.models.policy import Policy
+from clotho.models.turns import TurnBudget
 from clotho.runtime.compute_thread import ComputeExecutor, finish
 from clotho.runtime.latest import Latest
 from clotho.scoring.parity_check import (
@@ -116,16 +117,17 @@ class Broadcaster:
         layout: str,
         dropout: float,
         max_num_seqs: int,
+        turns: TurnBudget,
     ) -> None:
         """parity_prompt: tokens for parity checks before the first group has been trained on.
 
-        layout, dropout: of the learner. max_num_seqs: of the engine, the number of rows of a check while no row is
-        running.
+        layout, dropout, turns: of the learner. max_num_seqs: of the engine, the number of rows of a check while no row
+        is running.
         """
         self._inbox, self._weights = inbox, weights
         self._executor, self._policy, self._engine = executor, policy, engine
         self._settings, self._kv_policy, self._temperature = settings, kv_policy, temperature
-        self._layout, self._dropout, self._max_num_seqs = layout, dropout, max_num_seqs
+        self._layout, self._dropout, self._max_num_seqs, self._turns = layout, dropout, max_num_seqs, turns
         self._limits = _limits(settings, policy.description.dtype)
         self._sample = _split(parity_prompt, settings.tokens if isinstance(settings, ParityCheck) else 0)
         self._swap_times = swap_times
@@ -148,7 +150,7 @@ class Broadcaster:
         if report.version != self._policy.version:
             ready = WeightsReady(version=report.version, step=report.step, fingerprint=report.fingerprint)
             swap = swap_weights(self._policy, self._engine, self._kv_policy, update.parameters, ready)
-            self._swap_times.add(await finish(self._executor.submit_steps(swap)))
+            self._swap_times.add(await finish(self._executor.submit_steps(swap, kind="swap")))
             self._parameters = update.parameters
             self._choose_sample(report)
         self._weights.put(WeightsReady(version=report.version, step=report.step, fingerprint=report.fingerprint))
@@ -183,7 +185,7 @@ class Broadcaster:
         sample, limits = self._sample, self._limits
         if not sample.steps or limits is None:
             return
-        parity: ParityReport = await finish(self._executor.submit_steps(self._compare(sample)))
+        parity: ParityReport = await finish(self._executor.submit_steps(self._compare(sample), kind="parity"))
         self.largest_drift = max(self.largest_drift, parity.max_difference)
         differ = f"differ at version {self._policy.version}: the served weights are not the trained weights"
         self._stop_above(limits.stop_kl, parity.mean_kl, differ)
@@ -213,6 +215,7 @@ class Broadcaster:
                 rows=self._engine.running or self._max_num_seqs,
                 forcing=self._forcing,
                 parameters=self._parameters,
+                turns=self._turns,
             )
         )
 

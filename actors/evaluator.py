@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from clotho.config.schema import EngineSection, HeldOutEvaluation
 from clotho.inference.greedy import greedy_completions
 from clotho.models.policy import Policy
+from clotho.models.turns import TurnBudget
 from clotho.rewards.accuracy import accuracy, grade
 from clotho.runtime.compute_thread import ComputeExecutor, finish
 from clotho.runtime.queues import Queue
@@ -52,6 +53,7 @@ class Evaluator:
         sampling: Sampling,
         settings: HeldOutEvaluation,
         engine: EngineSection,
+        turns: TurnBudget,
         base: Pinned | None,
         start: Pinned,
         steps: int,
@@ -59,12 +61,13 @@ class Evaluator:
     ) -> None:
         """base: the policy before its first update; None if it was evaluated before a resume.
 
+        turns: limits the duration of prefill in one turn.
         start: the weights at the start; `final` if the last evaluation before a resume evaluated these weights.
         reports: every report is appended to this list.
         """
         self._inbox, self._outbox = inbox, outbox
         self._executor, self._policy, self._held_out = executor, policy, held_out
-        self._sampling, self._settings, self._engine = sampling, settings, engine
+        self._sampling, self._settings, self._engine, self._turns = sampling, settings, engine, turns
         self._base, self._newest, self._steps = base, start, steps
         self._reports = reports
 
@@ -119,7 +122,9 @@ class Evaluator:
                     prompts=self._held_out.prompts[: len(problems)],
                     sampling=self._sampling,
                     settings=self._engine,
-                )
+                    turns=self._turns,
+                ),
+                kind="evaluation",
             )
         )
         texts = [completion.text for completion in completions]

@@ -163,7 +163,7 @@ class Learner:
             log.warning("dynamic_sampling_limit_reached", prompted=batch.requested, trainable=len(batch.fresh))
         fresh = sorted(batch.fresh, key=_group_id)
         replayed = self._replay.sample(version=version, step=step) if fresh else ()
-        update, state = await finish(self._executor.submit_steps(self._update(fresh, replayed), learning=True))
+        update, state = await finish(self._executor.submit_steps(self._update(fresh, replayed), kind="update"))
         trained, refused = _ends(fresh, update)
         discarded = [*sorted(batch.discarded, key=_group_id), *refused]
         self._record(trained, discarded)

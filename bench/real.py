@@ -15,6 +15,9 @@ early. `decode` describes the contenders.
 update, memory: an update trains an adapter on 64 random completions of 24 tokens after prompts of 48 tokens. `update`
 describes the contenders and the peak memory, which needs one repeat only.
 
+turns: the update with the micro-batches of the profile, with turns of limited length and without a limit
+(`learner.max_turn_ms`). The ratio of the speeds shows what the limit costs.
+
 equal-work: seconds for 3 updates of 8 groups of 8 completions on the problems of profile smollm2, with its adapter,
 rewards and token limit. Loading and evaluation are not counted. The number of completions is equal; the number of
 tokens depends on the policy and is only similar. Every run is a process of its own.
@@ -37,6 +40,7 @@ from msgspec.structs import replace
 
 from bench import decode, measurement, update
 from bench.contenders.clotho_train import FLAGS, NO_COLLAPSE_DETECTION
+from bench.contenders.clotho_update import MAX_TURN_MS
 from bench.contenders.process import Contender, Metric, measure_interleaved
 from bench.contenders.shapes import REAL, REAL_DIRECTORY
 from bench.fingerprint import fingerprint
@@ -61,6 +65,7 @@ UPDATE: Case = {
     "task": "update", "model": REAL, "vocabulary": VOCABULARY, "prompts": 8, "group": 8, "prompt_tokens": 48,
     "completion_tokens": 24,
 }  # fmt: skip
+TURNS: Case = UPDATE | {"task": "turns", "micro_batch_tokens": 1024}
 MEMORY: Case = UPDATE | {"task": "memory"}
 EQUAL: Case = {
     "task": "equal work", "profile": PROFILE, "updates": 3, "batch_size": 8, "group_size": 8, "learning_rate": 1e-4,
@@ -76,6 +81,8 @@ LEARNED = (
     Metric(name="accuracy", unit="share", better="higher"),
     SECONDS,
 )
+LONGEST_TURN = Metric(name="longest_turn_seconds", unit="seconds", better="lower")
+UNDIVIDED = replace(update.OURS, name="clotho, undivided", environment={MAX_TURN_MS: "0"})
 SEMANTICS = "A training run of the profile, one seed per value."
 OURS = Contender(
     name="clotho", module="bench.contenders.clotho_train", environment={FLAGS: f"--eval off {NO_COLLAPSE_DETECTION}"}
@@ -84,6 +91,7 @@ MLX_LM_LORA = Contender(name="mlx-lm-lora", module="bench.contenders.mlx_lm_lora
 SHOWN: Mapping[str, Sequence[Metric]] = {
     "rollouts": (decode.RATE,),
     "update": (SPEED,),
+    "turns": (SPEED, LONGEST_TURN),
     "memory": (PEAK,),
     "equal work": (SECONDS,),
     "learning": LEARNED,
@@ -101,6 +109,12 @@ def measure_update(repeats: int, *, quick: bool) -> list[Measurement]:
     """Clotho and mlx-lm-lora."""
     case = UPDATE | FEW | {"completion_tokens": 4} if quick else UPDATE
     return _interleaved((update.OURS, update.MLX_LM_LORA), case, [SPEED, SECONDS], repeats)
+
+
+def measure_turns(repeats: int, *, quick: bool) -> list[Measurement]:
+    """Clotho with and without a limit on turns."""
+    case = TURNS | FEW | {"completion_tokens": 4} if quick else TURNS
+    return _interleaved((update.OURS, UNDIVIDED), case, [SPEED, LONGEST_TURN], repeats)
 
 
 def measure_memory(_: int, *, quick: bool) -> list[Measurement]:
@@ -152,6 +166,7 @@ def measure_learning(seeds: Sequence[int], *, quick: bool) -> list[Measurement]:
 PARTS: Mapping[str, Callable[..., list[Measurement]]] = {
     "rollouts": measure_rollouts,
     "update": measure_update,
+    "turns": measure_turns,
     "memory": measure_memory,
     "equal-work": measure_equal_work,
 }

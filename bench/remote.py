@@ -80,7 +80,8 @@ class Trainer(Struct, frozen=True, kw_only=True):
 
     async def score(self, tokens: tuple[int, ...], _: float) -> PromptLogprobs:
         """Log-probabilities of tokens under the policy."""
-        return await finish(self.executor.submit_steps(prompt_logprobs(self.policy, tokens, top=0, chunk=256)))
+        steps = prompt_logprobs(self.policy, tokens, top=0, chunk=256)
+        return await finish(self.executor.submit_steps(steps, kind="scoring"))
 
 
 @contextmanager

@@ -75,7 +75,7 @@ class ComputeThreadLoad:
                 yield from self._learner.update(self._groups)
 
         began, before = time.perf_counter(), self._sampled()
-        work = self.executor.submit_steps(updates(), learning=True)
+        work = self.executor.submit_steps(updates(), kind="update")
         time.sleep(SECONDS)
         over.set()
         work.result()

@@ -1,31 +1,58 @@
-"""Clotho's policy update, one step at a time, as the compute thread runs it."""
+"""Clotho's policy update, one turn at a time, as the compute thread runs it."""
 
 from __future__ import annotations
 
-from bench.contenders.clotho_learn import finished, groups
+import os
+import time
+
+from bench.contenders.clotho_learn import groups
 from bench.contenders.rollouts import RANK, RATE, SCALE, measured, rollouts
 from bench.contenders.semantics import SEMANTICS
 from bench.contenders.shapes import named_model
-from bench.contenders.worker import Case, MeasureOnce, serve
+from bench.contenders.worker import Case, MeasureOnce, Metrics, serve
 from bench.shapes import make_policy
 from clotho.config.schema import Lora, PolicySection, SamplingSection
 from clotho.config.sections_training import AdamW, ConstantSchedule, LearnerSection
 from clotho.training.update import PolicyLearner
+
+MAX_TURN_MS = "CLOTHO_BENCH_MAX_TURN_MS"
+"""Environment variable with `learner.max_turn_ms`; the default of the profile without it."""
 
 
 def prepare(case: Case) -> MeasureOnce:
     """A learner and one batch that every run trains on."""
     model, config = named_model(case["model"], vocabulary=case["vocabulary"])
     policy = make_policy(model, config, section=PolicySection(method=Lora(rank=RANK, scale=SCALE)))
-    settings = LearnerSection(optimizer=AdamW(learning_rate=RATE), schedule=ConstantSchedule())
+    defaults = LearnerSection()
+    settings = LearnerSection(
+        optimizer=AdamW(learning_rate=RATE),
+        schedule=ConstantSchedule(),
+        micro_batch_tokens=case.get("micro_batch_tokens", defaults.micro_batch_tokens),
+        max_turn_ms=float(os.environ.get(MAX_TURN_MS, defaults.max_turn_ms)),
+    )
     learner = PolicyLearner(policy, settings, SamplingSection(max_tokens=case["completion_tokens"]), steps=1)
     batch, tokens = groups(case), rollouts(case).tokens
+    longest = 0.0
 
     def update() -> None:
-        if not finished(learner, batch).applied:
-            raise RuntimeError("the update was not applied")
+        nonlocal longest
+        turns, longest = learner.update(batch), 0.0
+        while True:
+            began = time.perf_counter()
+            try:
+                next(turns)
+            except StopIteration as end:
+                if not end.value.applied:
+                    raise RuntimeError("the update was not applied") from None
+                return
+            finally:
+                longest = max(longest, time.perf_counter() - began)
 
-    return lambda: measured(update, tokens)
+    def once() -> Metrics:
+        metrics = measured(update, tokens)
+        return {**metrics, "longest_turn_seconds": longest}
+
+    return once
 
 
 if __name__ == "__main__":

@@ -191,7 +191,7 @@ class LearnerSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     update_epochs: Annotated[Positive, about("Number of passes over each batch.")] = 1
     num_minibatches: Annotated[Positive, about("Number of optimizer steps per pass over the batch.")] = 1
     micro_batch_tokens: Annotated[Positive, about("Padded tokens per forward and backward pass.")] = 1024
-    max_turn_ms: Annotated[NonNegativeFloat, about("Longest turn of an update in ms; 0: no limit.")] = 250.0
+    max_turn_ms: Annotated[NonNegativeFloat, about("Longest turn of updates and prefill in ms; 0: no limit.")] = 250.0
     layout: Annotated[Layout, about("Rows of a micro-batch; shared: one prompt; auto: padded or shared.")] = "auto"
     max_grad_norm: Annotated[NonNegativeFloat, about("Limit on the gradient's norm; 0 means none.")] = 1.0
     lora_plus: Annotated[float, about("Factor of the B matrices' learning rate (LoRA+).", ge=1.0)] = 1.0

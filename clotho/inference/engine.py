@@ -37,6 +37,7 @@ from clotho.models.adapter_rows import LazyAdapterRows
 from clotho.models.adapter_store import AdapterStore, LoadedAdapter
 from clotho.models.machine import free_buffers
 from clotho.models.tokenizer import ChatTokenizer
+from clotho.models.turns import TurnBudget
 from protocols.adapter import AdapterInfo
 from protocols.errors import AdapterRequestError, RequestError
 from protocols.sampling import POLICY, SampleRequest
@@ -51,27 +52,22 @@ class ServedModel(Protocol):
     @property
     def model(self) -> nn.Module:
         """The model as mlx-lm builds it. Its parameters may be swapped between steps."""
-        ...
 
     @property
     def tokenizer(self) -> ChatTokenizer:
         """Converts tokens to text, and names the tokens that end a completion."""
-        ...
 
     @property
     def version(self) -> int:
         """The served policy version."""
-        ...
 
     @property
     def vocab_size(self) -> int:
         """Width of the logits."""
-        ...
 
     @property
     def context_length(self) -> int:
         """Maximum number of tokens of prompt and completion."""
-        ...
 
 
 class DecodeEngine:
@@ -86,10 +82,17 @@ class DecodeEngine:
     held: what clients hold: nothing, the admission of waiting rows, or everything: running rows stand still too.
     """
 
-    def __init__(self, source: ServedModel, settings: EngineSection, adapters: AdapterStore | None = None) -> None:
+    def __init__(
+        self,
+        source: ServedModel,
+        settings: EngineSection,
+        adapters: AdapterStore | None = None,
+        *,
+        turns: TurnBudget | None = None,
+    ) -> None:
         """Read the KV cache layout of the model, and put the model into evaluation mode.
 
-        adapters: adapters of the same model; without a store, all requests must use the policy.
+        adapters: adapters of the same model; without a store, all requests must use the policy. turns: limits prefill.
         Call this in the thread that owns MLX. Raises ModelError if the model's rows cannot share a batch.
         """
         source.model.eval()
@@ -112,7 +115,7 @@ class DecodeEngine:
             batch = SpeculativeBatch(make_caches, end_tokens, vocabulary, self._computing, settings=speculation)
             self._make_caches, self._batch, self._speculative = make_caches, batch, batch
         self._scheduler = Scheduler(settings.max_num_seqs, settings.kv_cache_tokens)
-        self._prefill = Prefill(layout, settings, self._adapter_rows.computing)
+        self._prefill = Prefill(layout, settings, self._adapter_rows.computing, turns)
         self._sender = EventSender(source.tokenizer)
         self._sender.completed = None if self._speculative is None else self._speculative.drafter.finished
         self._outputs = OutputProcessor(self._batch, self._sender)
@@ -219,19 +222,32 @@ class DecodeEngine:
         return bool(busy or (self._admits and (self._scheduler.waiting or self._scheduler.entering)))
 
     @property
+    def is_urgent(self) -> bool:
+        """Whether a client waits for the first token of a completion."""
+        sampled = self._batch.table.sampled
+        return self._admits and (self._scheduler.client_waits or not all(sampled[slot] for slot in self._clients()))
+
+    def _clients(self) -> list[int]:
+        """Return the slots of rows that are not background work."""
+        return [slot for slot, row in enumerate(self._batch.table.rows) if row and not row.active.request.background]
+
+    @property
     def _admits(self) -> bool:
         return not self.admission_paused and self.held == "nothing"
 
     def tick(self) -> int:
         """Remove ended rows, prefill at most one chunk, and decode one token per running row.
 
-        Returns the number of tokens reported. An exception fails the requests concerned, never the engine.
+        Returns the number of tokens reported. If a chunk takes several turns, rollouts are decoded in the last one, so
+        that batches do not depend on durations. An exception fails the requests concerned, never the engine.
         """
         self._remove_ended()
         if self.held == "everything":
             return 0
         if self._admits:
             self._fill()
+            if self._prefill.is_interrupted and not self._clients():
+                return 0
         return self._decode()
 
     def _remove_ended(self) -> None:
@@ -259,7 +275,7 @@ class DecodeEngine:
 
     def _fill(self) -> None:
         table = self._batch.table
-        background = sum(row is not None and row.active.request.background for row in table.rows)
+        background = table.running - len(self._clients())
         admitted = self._scheduler.admit(table.running, table.longest_reserved, background)
         self._prefill.add(admitted, self._source.version)
         ready = self._prefill.advance(self._source.version, idle=not table.running, fail=self._sender.fail)

@@ -14,6 +14,7 @@ from clotho.config.schema import EngineSection
 from clotho.inference import DecodeEngine
 from clotho.models.policy import Parameters, Policy
 from clotho.models.tokenizer import ChatTokenizer
+from clotho.models.turns import TurnBudget
 from protocols.sampling import (
     PARAMETERS,
     Completion,
@@ -89,13 +90,15 @@ def greedy_completions(
     prompts: Sequence[tuple[int, ...]],
     sampling: Sampling,
     settings: EngineSection,
+    turns: TurnBudget | None = None,
 ) -> Generator[None, None, list[Completion]]:
     """Decode every prompt greedily with `parameters`, independent of the served weights; one decode step per turn.
 
     Uses an engine of its own over the same base weights, so its KV caches and batches are separate from the served
-    ones. Returns the completions in the order of the prompts. Raises the errors of `complete_all`.
+    ones. turns: limits the duration of prefill in one turn. Returns the completions in the order of the prompts. Raises
+    the errors of `complete_all`.
     """
-    engine = DecodeEngine(PinnedWeights(policy, version), replace(settings, speculation=Off()))
+    engine = DecodeEngine(PinnedWeights(policy, version), replace(settings, speculation=Off()), turns=turns)
 
     def tick() -> None:
         with policy.using(parameters):

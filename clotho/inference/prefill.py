@@ -1,5 +1,7 @@
 """Prefill: the KV caches of prompts, several at once if their lengths allow, one chunk per step of the engine.
 
+Beside a learner, a chunk is evaluated in turns of bounded length, and prompts of clients before those of rollouts.
+
 The prefix cache keeps KV caches of prompts for requests with the same beginning: LRU, never across policy versions.
 """
 
@@ -7,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import mlx.core as mx
@@ -20,6 +22,7 @@ from clotho.cpu.interface import PromptState
 from clotho.inference.cache_layout import CacheLayout, evaluation_mode
 from clotho.inference.scheduler import ActiveRequest, PrefillJob, insert
 from clotho.models.adapter_store import LoadedAdapter
+from clotho.models.turns import TurnBudget
 
 log = structlog.get_logger(__name__)
 
@@ -57,11 +60,19 @@ class PrefillBatch:
     keys: the weights of every job. swapped: kinds of weights that changed since the start.
     """
 
-    def __init__(self, layout: CacheLayout, jobs: Sequence[PrefillJob], computing: Computing, *, version: int) -> None:
+    def __init__(
+        self,
+        layout: CacheLayout,
+        jobs: Sequence[PrefillJob],
+        computing: Computing,
+        turns: TurnBudget | None,
+        *,
+        version: int,
+    ) -> None:
         self.jobs = list(jobs)
         self.keys = [weights_key(job.active, version) for job in jobs]
         self.swapped: set[int] = set()
-        self._computing = computing
+        self._computing, self._turns = computing, turns
         self._layout = layout
         self._done = min(job.state_tokens for job in jobs)
         self._length = max(len(job.tokens) - 1 for job in jobs)
@@ -70,24 +81,54 @@ class PrefillBatch:
         for b, job in enumerate(jobs):
             token_B_T[b, : len(job.tokens) - 1] = job.tokens[:-1]
         self._token_B_T = token_B_T
+        self._parts: Generator[None, None, None] | None = None
 
     @property
     def remaining(self) -> int:
-        """Number of tokens not yet computed, padding included."""
+        """Number of tokens of which no chunk has been started, padding included."""
         return (self._length - self._done) * len(self.jobs)
 
+    @property
+    def background(self) -> bool:
+        """Whether no client waits for these prompts."""
+        return all(job.active.request.background for job in self.jobs)
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether the evaluation of a chunk continues in the next turn."""
+        return self._parts is not None
+
     def advance(self, budget: int) -> int:
-        """Start the next chunk of at most `budget` tokens (at least one per prompt); return its size."""
-        count = min(max(1, budget // len(self.jobs)), self._length - self._done)
-        if count <= 0:
-            return 0
+        """Start the next chunk of at most `budget` tokens (at least one per prompt); return its size.
+
+        With a limit on turns, a chunk is evaluated for the rest of the turn. If that was not enough, the next call
+        continues with the chunk and returns 0.
+        """
+        count = 0
+        if self._parts is None:
+            count = min(max(1, budget // len(self.jobs)), self._length - self._done)
+            if count <= 0:
+                return 0
+            self._start(count)
+        if self._parts is not None and next(self._parts, self) is self:
+            self._parts = None
+        return count * len(self.jobs)
+
+    def _start(self, count: int) -> None:
         chunk = mx.array(self._token_B_T[:, self._done : self._done + count])
         adapters = [job.active.adapter for job in self.jobs]
-        with pass_context(self._computing, adapters), evaluation_mode(self._layout.model):
-            self._layout.model(chunk, cache=self._cache)
-        mx.async_eval([c.state for c in self._cache])
+        model, turns = self._layout.model, self._turns
         self._done += count
-        return count * len(self.jobs)
+        with pass_context(self._computing, adapters), evaluation_mode(model):
+            if turns is None:
+                model(chunk, cache=self._cache)
+                mx.async_eval([c.state for c in self._cache])
+                return
+            turns.begin()
+            with turns.recorded(model, gradients=False) as stages:
+                model(chunk, cache=self._cache)
+        blocks = [stage._replace(kind="prefill") for stage in stages.take()[:-1]]  # nothing reads the last output
+        self._parts = turns.evaluate(blocks, [c.state for c in self._cache])
 
     def finish(self) -> None:
         """Wait for the evaluation and set the state of each job. Raises what the evaluation raised."""
@@ -110,9 +151,14 @@ def _common_state(layout: CacheLayout, jobs: Sequence[PrefillJob]) -> PromptStat
 
 
 def select(waiting: deque[PrefillJob], layout: CacheLayout, budget: int) -> list[PrefillJob]:
-    """Remove from `waiting` the first job and all that can be prefilled with it, within `budget` padded tokens."""
+    """Remove from `waiting` the first job and all that can be prefilled with it, within `budget` padded tokens.
+
+    Prompts of clients do not wait for those of background requests.
+    """
     chosen = [waiting.popleft()]
     for job in list(waiting):
+        if job.active.request.background != chosen[0].active.request.background:
+            break
         if _can_prefill_together([*chosen, job], layout.right_padding_limit, budget):
             chosen.append(job)
             waiting.remove(job)
@@ -131,18 +177,25 @@ def _can_prefill_together(jobs: Sequence[PrefillJob], limit: int | None, budget:
 
 
 class Prefill:
-    """Jobs before they join the batch: those that wait for prefill, those in progress, and the prefix cache."""
+    """Jobs before they join the batch: those that wait for prefill, those in progress, and the prefix cache.
 
-    def __init__(self, layout: CacheLayout, settings: EngineSection, computing: Computing) -> None:
-        """computing: selects the adapters of the rows of a forward pass."""
-        self._computing = computing
+    is_interrupted: the latest turn ended within the evaluation of a chunk.
+    """
+
+    def __init__(
+        self, layout: CacheLayout, settings: EngineSection, computing: Computing, turns: TurnBudget | None = None
+    ) -> None:
+        """computing: selects the adapters of the rows of a forward pass. turns: limits turns; None: no limit."""
+        self._computing, self._turns = computing, turns
         self.prefixes = PrefixCache(layout, settings.prefix_cache_tokens)
         self.computed_tokens = self.hits = self.misses = 0
+        self.is_interrupted = False
         self._layout = layout
         self._chunk = settings.prefill_chunk
         self._waiting: deque[PrefillJob] = deque()
         self._ready: list[PrefillJob] = []
-        self._batch: PrefillBatch | None = None
+        self._batches: list[PrefillBatch] = []
+        """At most one of clients, then at most one of background requests."""
 
     def add(self, jobs: Sequence[PrefillJob], version: int) -> None:
         """Add admitted jobs. Jobs that need no prefill, or that the prefix cache covers, are ready at once."""
@@ -165,77 +218,96 @@ class Prefill:
         job.computed = hit.tokens == len(job.tokens) - 1
 
     def advance(self, version: int, *, idle: bool, fail: Callable[[ActiveRequest, str], None]) -> list[PrefillJob]:
-        """Start at most one chunk; return the jobs that are ready to join.
+        """Start or continue at most one chunk; return the jobs that are ready to join.
 
-        The next call waits for a started chunk; if `idle`, this call does, because nothing else can run meanwhile.
-        An exception fails the requests concerned, and their jobs are returned without rows.
+        The next call waits for a started chunk. This call does if `idle`, because nothing else can run meanwhile, and
+        for prompts of clients beside a learner, whose turn would come before the next call. An exception fails the
+        requests concerned, and their jobs are returned without rows.
         """
         self._collect(fail)
-        if self._batch is None and self._waiting:
-            jobs = select(self._waiting, self._layout, self._chunk)
-            self._run(lambda: self._begin(jobs, version), jobs, fail)
-        if self._batch is not None:
-            batch = self._batch
-            self._run(lambda: self._advance(batch), batch.jobs, fail)
-        if idle and not self._ready:
+        batch = self._next_batch(version, fail)
+        if batch is not None:
+            self._run(self._advance, batch, fail)
+        self.is_interrupted = batch is not None and batch.is_interrupted
+        if (idle and not self._ready) or (self._turns is not None and batch is not None and not batch.background):
             self._collect(fail)
         ready, self._ready = self._ready, []
         return ready
 
-    def _begin(self, jobs: list[PrefillJob], version: int) -> None:
-        self._batch = PrefillBatch(self._layout, jobs, self._computing, version=version)
+    def _next_batch(self, version: int, fail: Callable[[ActiveRequest, str], None]) -> PrefillBatch | None:
+        """Return the batch to work on: one of clients before one of background requests."""
+        first = self._batches[0] if self._batches else None
+        if self._waiting and (first is None or (first.background and not self._waiting[0].active.request.background)):
+            jobs = select(self._waiting, self._layout, self._chunk)
+            self._begin(jobs, version, fail)
+        return self._batches[0] if self._batches else None
+
+    def _begin(self, jobs: list[PrefillJob], version: int, fail: Callable[[ActiveRequest, str], None]) -> None:
+        try:
+            batch = PrefillBatch(self._layout, jobs, self._computing, self._turns, version=version)
+        except Exception as error:
+            self._failed(jobs, error, fail)
+        else:
+            self._batches.insert(0, batch)
 
     def _advance(self, batch: PrefillBatch) -> None:
         self.computed_tokens += batch.advance(self._chunk)
 
     def _collect(self, fail: Callable[[ActiveRequest, str], None]) -> None:
-        """Finish the batch in progress if all of its chunks have been started."""
-        batch = self._batch
-        if batch is None or batch.remaining:
-            return
-        self._run(lambda: self._finish(batch), batch.jobs, fail)
+        """Finish the batches all of whose chunks have been started, unless a chunk continues."""
+        for batch in list(self._batches):
+            if not batch.remaining and not batch.is_interrupted:
+                self._run(self._finish, batch, fail)
 
     def _finish(self, batch: PrefillBatch) -> None:
         batch.finish()
-        self._batch = None
+        self._batches.remove(batch)
         for job, key in zip(batch.jobs, batch.keys, strict=True):
             if job.active.request.reuse_prefix and job.state is not None and key[0] not in batch.swapped:
                 self.prefixes.store(key, job.tokens[:-1], job.state)
         self._ready.extend(batch.jobs)
 
     def _run(
-        self, step: Callable[[], None], jobs: list[PrefillJob], fail: Callable[[ActiveRequest, str], None]
+        self,
+        step: Callable[[PrefillBatch], None],
+        batch: PrefillBatch,
+        fail: Callable[[ActiveRequest, str], None],
     ) -> None:
         try:
-            step()
+            step(batch)
         except Exception as error:
-            log.exception("prefill_failed", requests=[job.active.request_id for job in jobs])
-            self._batch = None
-            for job in jobs:
-                job.rows, job.admitted = [], 0
-                fail(job.active, f"prefill failed: {error}")
-            self._ready.extend(jobs)
+            if batch in self._batches:
+                self._batches.remove(batch)
+            self._failed(batch.jobs, error, fail)
+
+    def _failed(self, jobs: Sequence[PrefillJob], error: Exception, fail: Callable[[ActiveRequest, str], None]) -> None:
+        log.error("prefill_failed", requests=[job.active.request_id for job in jobs], exc_info=error)
+        for job in jobs:
+            job.rows, job.admitted = [], 0
+            fail(job.active, f"prefill failed: {error}")
+        self._ready.extend(jobs)
 
     def forget_prefixes(self, kinds: Collection[int]) -> None:
         """Remove prefixes of these kinds of weights. Their prompts in progress will not be stored."""
         self.prefixes.remove(lambda key: key[0] in kinds)
-        if self._batch is not None:
-            self._batch.swapped |= set(kinds)
+        for batch in self._batches:
+            batch.swapped |= set(kinds)
 
     def restart_all(self) -> None:
         """Drop all jobs, which will be admitted again."""
         self._waiting.clear()
         self._ready.clear()
-        self._batch = None
+        self._batches.clear()
 
     def restart(self, jobs: Sequence[PrefillJob]) -> None:
-        """Drop `jobs`, which will be admitted again; other jobs of their batch start again."""
+        """Drop `jobs`, which will be admitted again; other jobs of their batches start again."""
         concerned = {id(job) for job in jobs}
         self._ready = [job for job in self._ready if id(job) not in concerned]
         others = [job for job in self._waiting if id(job) not in concerned]
-        if self._batch is not None and any(id(job) in concerned for job in self._batch.jobs):
-            others = [*(job for job in self._batch.jobs if id(job) not in concerned), *others]
-            self._batch = None
+        for batch in reversed(self._batches):
+            if any(id(job) in concerned for job in batch.jobs):
+                others = [*(job for job in batch.jobs if id(job) not in concerned), *others]
+                self._batches.remove(batch)
         self._waiting = deque(others)
 
 

@@ -164,6 +164,12 @@ class Scheduler:
         return sum(len(job.rows) for job in self.pending)
 
     @property
+    def client_waits(self) -> bool:
+        """Whether a row of a client is not in the batch yet."""
+        first = [self.waiting[0]] if self.waiting else []  # clients come first
+        return any(not job.active.request.background for job in [*first, *self.entering])
+
+    @property
     def pending(self) -> list[PrefillJob]:
         """All jobs with rows that are not in the batch yet, in order."""
         return [*self.entering, *self.waiting]

@@ -16,7 +16,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-Kind = Literal["block", "head", "head gradient", "block gradient", "other gradients", "optimizer"]
+Kind = Literal["block", "prefill", "head", "head gradient", "block gradient", "other gradients", "optimizer"]
 
 
 class Stage(NamedTuple):

@@ -116,8 +116,9 @@ class RunContext(Struct, frozen=True, kw_only=True, eq=False):
         """Log-probabilities of tokens under the run's sampling distribution at a temperature."""
         distribution = SamplingDistribution(temperature, self.profile.sampling.logit_bias)
         chunk = self.profile.engine.prefill_chunk
-        steps = prompt_logprobs(self.policy, tokens, top=0, chunk=chunk, distribution=distribution)
-        return await finish(self.executor.submit_steps(steps))
+        turns = self.policy_learner.turns
+        steps = prompt_logprobs(self.policy, tokens, top=0, chunk=chunk, distribution=distribution, turns=turns)
+        return await finish(self.executor.submit_steps(steps, kind="scoring"))
 
     def engine_guard(self) -> EngineGuard:
         """Return the actor that restarts the decode engine if it fails."""

@@ -109,7 +109,8 @@ async def evaluate(arguments: EvaluationArguments, console: Console) -> int:
         for name in (*([BASE_NAME] if flags.base else []), *arguments.adapters):
             log.info("evaluating", policy=name, problems=len(rendered.problems))
             requests = requests_of(profile, rendered, BASE if name == BASE_NAME else name, flags.samples)
-            completions = await finish(executor.submit_steps(_decode(engine, requests, profile.engine.max_num_seqs)))
+            steps = _decode(engine, requests, profile.engine.max_num_seqs)
+            completions = await finish(executor.submit_steps(steps, kind="evaluation"))
             records = await graded(rendered, completions, rewards.is_correct)
             results[name] = result_of(rendered, records, results.get(BASE_NAME))
     found = Evaluation(

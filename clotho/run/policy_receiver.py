@@ -93,7 +93,7 @@ class SwappingReceiver:
             known = dict(self._fingerprints)
             self._remember(ready)  # a request may end before this coroutine learns of the swap
             try:
-                await finish(self._executor.submit_steps(self._swap(tensors, ready)))
+                await finish(self._executor.submit_steps(self._swap(tensors, ready), kind="swap"))
             except BaseException:
                 self._fingerprints = known
                 raise

@@ -56,6 +56,7 @@ class RunMonitor:
             policy=context.policy,
             settings=context.profile.engine,
             children=children,
+            turns=context.policy_learner.turns,
             continues="the server and the training continue",
         )
 

@@ -36,7 +36,7 @@ from clotho.runtime.signals import handle_signals
 from clotho.runtime.supervisor import RestartPolicy, Supervisor, describe_error, permanent, transient
 from clotho.runtime.watchdog import ENGINE_RESTARTS, EngineGuard
 from clotho.serving.adapters import AdapterRegistry
-from clotho.serving.server import ApiServer, base_url, listen
+from clotho.serving.server import ApiServer, base_url, listen, while_loading
 from clotho.serving.services import NullPolicyReceiver, PolicyReceiver, RunSnapshot, ServedModel, ServerContext
 from clotho.storage.checkpoints import model_fingerprint
 from protocols.step import WeightsReady
@@ -130,7 +130,8 @@ async def serve(arguments: ServeArguments, console: Console) -> int:
         stack.callback(executor.stop)
         watch = startup_watch(profile.monitor.watchdog_seconds)
         with watch.phase("model and tokenizer"):
-            base, engine = await finish(executor.submit(lambda: load(arguments)))
+            loading = finish(executor.submit(lambda: load(arguments)))
+            base, engine = await while_loading(listener, settings, loading)
         weights = served_weights(arguments, base)
         supervisor = Supervisor(on_failure=_report_failure, grace_seconds=settings.shutdown_seconds + 5.0)
         state = ServingState(executor, engine, policy=base, settings=profile.engine, children=supervisor.status)

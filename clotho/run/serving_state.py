@@ -14,6 +14,7 @@ from clotho.config.schema import EngineSection, HttpServer, MonitorSection
 from clotho.inference import DecodeEngine
 from clotho.memory.pressure import CHECK_SECONDS, MemoryReading, MemoryWatch, read_memory
 from clotho.models.machine import free_buffers
+from clotho.models.turns import UNDIVIDED, TurnBudget
 from clotho.monitoring.terminal_text import relative_path
 from clotho.runtime.compute_thread import ComputeExecutor, finish
 from clotho.runtime.supervisor import ChildState, ChildStatus
@@ -43,14 +44,15 @@ class ServingState:
         policy: ScoredPolicy,
         settings: EngineSection,
         children: Callable[[], dict[str, ChildStatus]],
+        turns: TurnBudget = UNDIVIDED,
         continues: str = "the server continues",
     ) -> None:
         """policy: what the engine samples from. children: status of the supervised actors, by name.
 
-        continues: what a failed temporary actor does not end.
+        turns: limits the turns in which prompts are scored. continues: what a failed temporary actor does not end.
         """
         self._executor, self._engine, self._policy, self._settings = executor, engine, policy, settings
-        self._children, self._continues = children, continues
+        self._children, self._turns, self._continues = children, turns, continues
         self._stalled = False
 
     def watchdog(self, settings: MonitorSection) -> Watchdog:
@@ -116,8 +118,8 @@ class ServingState:
         """
         version, computing = await finish(self._executor.submit(lambda: self._engine.computing_as(source)))
         chunk = self._settings.prefill_chunk
-        steps = prompt_logprobs(self._policy, tokens, top=top, chunk=chunk, computing=computing)
-        scored = await finish(self._executor.submit_steps(steps))
+        steps = prompt_logprobs(self._policy, tokens, top=top, chunk=chunk, computing=computing, turns=self._turns)
+        scored = await finish(self._executor.submit_steps(steps, kind="scoring"))
         return scored if version is None else structs.replace(scored, version=version)
 
     def registry(self, settings: HttpServer, models: Iterable[ServedModel]) -> AdapterRegistry:
@@ -133,7 +135,7 @@ class ServingState:
 
     def engine_snapshot(self) -> EngineSnapshot:
         """The engine's part of /metrics."""
-        stats = self._engine.stats()
+        stats, turns = self._engine.stats(), self._executor.turn_times()
         return EngineSnapshot(
             sequences_running=stats.running_rows,
             sequences_waiting=stats.waiting_rows,
@@ -151,6 +153,8 @@ class ServingState:
             preempted=stats.preempted,
             timings=stats.timings,
             speculation=stats.speculation,
+            turns={kind: times.seconds for kind, times in turns.items()},
+            longest_turns={kind: times.longest for kind, times in turns.items()},
         )
 
 

@@ -241,7 +241,7 @@ def _load_compute(profile: Profile, directory: RunDirectory) -> LoadedCompute:
     )
     if fork is not None:
         fork = restore_learner(learner, fork)
-    engine = DecodeEngine(policy, profile.engine, adapter_store(policy, profile.server))
+    engine = DecodeEngine(policy, profile.engine, adapter_store(policy, profile.server), turns=learner.turns)
     return LoadedCompute(policy, learner, engine, estimate, fork, initial.origin if initial else None)
 
 

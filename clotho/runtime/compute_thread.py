@@ -10,7 +10,9 @@ Three kinds of work take turns:
 
 If jobs and the decode engine both have work, the next turn belongs to the side that has used less time in proportion
 to its share (stride scheduling by wall-clock time). `decode_share` is the share of decoding. A side that was idle gets
-no credit for the idle time. Turns are not interrupted, so the longest turn is the longest pause of the HTTP API.
+no credit for the idle time. While a client waits for a first token, decode steps come first; jobs get this time back,
+and it is limited to `URGENT_SECONDS`. Turns are not interrupted, so the longest turn is the longest pause of the HTTP
+API.
 
 `finish` waits in the event loop for a future of the compute thread.
 """
@@ -23,17 +25,57 @@ import math
 import queue
 import threading
 import time
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from enum import Enum, auto
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar, get_args
 
 from msgspec import Struct
 
 from protocols.errors import ClothoError, ExecutorStoppedError, as_exception
+from protocols.summary import Distribution
 
 T = TypeVar("T")
+
+JobKind = Literal["update", "swap", "parity", "evaluation", "scoring"]
+TurnKind = Literal["call", "decode"] | JobKind
+"""What a turn computes. Jobs: an update of the learner, a weight swap, a parity check, an evaluation, or the scoring of
+given tokens."""
+
+URGENT_SECONDS = 1.0
+"""Largest time that jobs may be owed for urgent decode steps."""
+
+KINDS: tuple[TurnKind, ...] = ("call", "decode", *get_args(JobKind))
+TURN_SECONDS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+"""Upper bounds of the buckets of durations of turns."""
+
+
+class TurnTimes(Struct, frozen=True, kw_only=True):
+    """Durations of the turns of one kind, in seconds. longest: the longest one since the start."""
+
+    seconds: Distribution
+    longest: float
+
+
+class _TurnClock:
+    """Counts the turns of one kind by duration."""
+
+    def __init__(self) -> None:
+        self._counts = [0] * (len(TURN_SECONDS) + 1)
+        self._total = self._longest = 0.0
+
+    def add(self, seconds: float) -> None:
+        """Count a turn."""
+        self._counts[bisect_left(TURN_SECONDS, seconds)] += 1
+        self._total += seconds
+        self._longest = max(self._longest, seconds)
+
+    def times(self) -> TurnTimes:
+        """Return the durations so far. Thread-safe."""
+        seconds = Distribution(bounds=TURN_SECONDS, counts=tuple(self._counts), total=self._total)
+        return TurnTimes(seconds=seconds, longest=self._longest)
 
 
 class Ticker(Protocol):
@@ -42,6 +84,10 @@ class Ticker(Protocol):
     @property
     def has_work(self) -> bool:
         """Whether a decode step has anything to do."""
+
+    @property
+    def is_urgent(self) -> bool:
+        """Whether a client waits for a first token."""
 
     def tick(self) -> int:
         """Run one decode step and return the number of sampled tokens."""
@@ -64,7 +110,7 @@ class DecodeRates(Struct, frozen=True, kw_only=True):
 class _NoTicker:
     """The ticker without an engine."""
 
-    has_work = False
+    has_work = is_urgent = False
 
     def tick(self) -> int:
         return 0
@@ -79,11 +125,11 @@ class _Company(Enum):
 
 
 class _Job(NamedTuple):
-    """A cooperative job. learning: it belongs to the learner."""
+    """A cooperative job."""
 
     steps: Generator[None, None, Any]
     future: Future[Any]
-    learning: bool
+    kind: JobKind
 
 
 class _Clock:
@@ -115,6 +161,7 @@ class ComputeExecutor:
         self._tokens = dict.fromkeys(_Company, 0)
         self._seconds = dict.fromkeys(_Company, 0.0)
         self._decode_seconds = 0.0
+        self._turns = {kind: _TurnClock() for kind in KINDS}
         self._longest_learner_turn = 0.0
         self._over = threading.Event()
         self._thread = threading.Thread(target=_live, args=([self._serve],), name="compute", daemon=True)
@@ -145,18 +192,18 @@ class ComputeExecutor:
         self._calls.put((call, future))
         return future
 
-    def submit_steps(self, steps: Generator[None, None, T], *, learning: bool = False) -> Future[T]:
+    def submit_steps(self, steps: Generator[None, None, T], *, kind: JobKind) -> Future[T]:
         """Run a cooperative job, one `next()` per turn. The return value of the generator is the future's result.
 
-        learning: the job belongs to the learner; the decode rate beside such jobs is measured separately. Cancelling
-        the future closes the generator at its next turn.
+        kind: durations of turns are measured by kind, and decode rates separately beside updates. Cancelling the future
+        closes the generator at its next turn.
         """
         future: Future[T] = Future()
 
         def enqueue() -> None:
             if not self._steps:
                 self._steps_clock.used = max(self._steps_clock.used, self._ticks_clock.used)
-            self._steps.append(_Job(steps, future, learning))
+            self._steps.append(_Job(steps, future, kind))
 
         def give_up(enqueued: Future[None]) -> None:
             if enqueued.cancelled():
@@ -196,6 +243,10 @@ class ComputeExecutor:
             seconds=self._decode_seconds,
         )
 
+    def turn_times(self) -> dict[TurnKind, TurnTimes]:
+        """Return the durations of turns by kind, of all kinds. Thread-safe."""
+        return {kind: clock.times() for kind, clock in self._turns.items()}
+
     def take_longest_learner_turn(self) -> float:
         """Return the duration in seconds of the longest turn of a learner's job since the last call. Thread-safe."""
         longest, self._longest_learner_turn = self._longest_learner_turn, 0.0
@@ -224,7 +275,7 @@ class ComputeExecutor:
             return False
         call, future = item
         if future.set_running_or_notify_cancel():
-            self._timed(lambda: _settle(future, call))
+            self._timed(lambda: _settle(future, call), "call")
         return True
 
     def _turn(self) -> None:
@@ -235,24 +286,29 @@ class ComputeExecutor:
             self._ticks_clock.used = self._steps_clock.used = level
         self._contended = contended
         company = self._company()
-        if ticks and (not steps or self._ticks_clock.used <= self._steps_clock.used):
-            seconds = self._timed(self._tick)
+        if ticks and (not steps or self._decoding_is_next()):
+            seconds = self._timed(self._tick, "decode")
             self._ticks_clock.charge(seconds)
             self._decode_seconds += seconds
             self._seconds[company] += seconds
         elif steps:
-            learning = self._steps[0].learning
-            seconds = self._timed(self._step)
-            if learning:
+            kind = self._steps[0].kind
+            seconds = self._timed(self._step, kind)
+            if kind == "update":
                 self._longest_learner_turn = max(self._longest_learner_turn, seconds)
             self._steps_clock.charge(seconds)
             if contended:
                 self._seconds[company] += seconds
 
+    def _decoding_is_next(self) -> bool:
+        """Whether decoding has used less of its share, or is urgent and has not used much more."""
+        ahead = (self._ticks_clock.used - self._steps_clock.used) * self._steps_clock.share
+        return ahead <= 0.0 or (self._ticker.is_urgent and ahead < URGENT_SECONDS)
+
     def _company(self) -> _Company:
         if not self._steps:
             return _Company.NONE
-        return _Company.LEARNER if any(job.learning for job in self._steps) else _Company.OTHER
+        return _Company.LEARNER if any(job.kind == "update" for job in self._steps) else _Company.OTHER
 
     def _tick(self) -> None:
         try:
@@ -277,11 +333,13 @@ class ComputeExecutor:
         else:
             self._steps.append(job)
 
-    def _timed(self, turn: Callable[[], None]) -> float:
+    def _timed(self, turn: Callable[[], None], kind: TurnKind) -> float:
         self._busy_since = begin = self._clock()
         turn()
         self._busy_since = math.inf
-        return self._clock() - begin
+        seconds = self._clock() - begin
+        self._turns[kind].add(seconds)
+        return seconds
 
     def _cancel_everything(self) -> None:
         for job in self._steps:

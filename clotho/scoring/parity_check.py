@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from clotho.models.parameters import Parameters, flat, nested
 from clotho.models.policy import TrainablePolicy
+from clotho.models.turns import UNDIVIDED, TurnBudget
 from clotho.scoring.layouts.forward import UNLIMITED_BUDGET
 from clotho.scoring.layouts.micro_batches import build_micro_batches
 from clotho.scoring.sequences import scored_only
@@ -32,6 +33,9 @@ from clotho.scoring.token_scores import SamplingDistribution
 
 MAX_ROWS = 32
 """Maximum number of rows of the decode batch; Metal uses one kernel for 13 to about 500 rows."""
+
+TOKENS_PER_TURN = 8
+"""Number of tokens whose distributions are compared in one turn."""
 
 MAX_PROMPT = 64
 """Maximum number of prompt tokens of a check. Longer prompts lose their first tokens."""
@@ -127,12 +131,13 @@ def check_parity(
     rows: int,
     forcing: TeacherForcing,
     parameters: Parameters | None = None,
+    turns: TurnBudget = UNDIVIDED,
 ) -> Generator[None, None, ParityReport]:
     """Compare distributions of decode steps under the served weights with those of the learner.
 
     parameters: of the learner; None = the served ones. temperature: 0 (greedy) compares at temperature 1. rows: number
     of rows of the decode batch; at least the number of completions is used, and at most `MAX_ROWS`. forcing: with the
-    learner's layout. Yields after every decode step, with the served weights in the model.
+    learner's layout. turns: limits the duration of turns. Yields between turns, with the served weights in the model.
     Raises ValueError if the prompt or a completion is empty.
     """
     if not sample.prompt or not sample.steps:
@@ -144,14 +149,15 @@ def check_parity(
     referenced = nested({name: mx.stop_gradient(array) for name, array in learner.items()})
     served_N_V = yield from _decoded(decoder, sample, rows, nullcontext)
     decoded_N_V = yield from _decoded(decoder, sample, rows, lambda: policy.using(referenced))
-    learner_N_V = _traced(policy, forcing, sample, nested(learner))
+    learner_N_V = yield from _traced(policy, forcing, sample, nested(learner), turns)
     target_N = np.concatenate([np.asarray(one, dtype=np.int32) for one in sample.completions])
-    kl_N, difference_N = _differences(served_N_V, learner_N_V, target_N, distribution)
+    kl_N, difference_N = yield from _differences(served_N_V, learner_N_V, target_N, distribution)
     served_kl = 0.0
     if not _are_equal(served_N_V, decoded_N_V):
         repeated_N_V = yield from _decoded(decoder, sample, rows, nullcontext)
         if _are_equal(served_N_V, repeated_N_V):
-            served_kl = float(_differences(served_N_V, decoded_N_V, target_N, distribution)[0].mean())
+            served_kl_N, _ = yield from _differences(served_N_V, decoded_N_V, target_N, distribution)
+            served_kl = float(served_kl_N.mean())
     return ParityReport(
         rows=rows,
         tokens=len(target_N),
@@ -178,11 +184,14 @@ def _decoded(
     return logits_n_T_V.reshape(-1, logits_n_T_V.shape[-1])
 
 
-def _traced(policy: TrainablePolicy, forcing: TeacherForcing, sample: ParitySample, parameters: Parameters) -> mx.array:
+def _traced(
+    policy: TrainablePolicy, forcing: TeacherForcing, sample: ParitySample, parameters: Parameters, turns: TurnBudget
+) -> Generator[None, None, mx.array]:
     """Return the logits before each token of the completions, (N, V), as the learner computes them for a gradient.
 
     Without dropout. The gradient itself is not evaluated.
     """
+    turns.begin()
     (micro,) = build_micro_batches(
         [scored_only(sample.prompt, one) for one in sample.completions], layout=forcing.layout, budget=UNLIMITED_BUDGET
     )
@@ -192,7 +201,7 @@ def _traced(policy: TrainablePolicy, forcing: TeacherForcing, sample: ParitySamp
             logits_N_V = forcing.logits(micro)
         return mx.sum(logits_N_V), logits_N_V
 
-    with policy.training_mode():
+    with policy.training_mode(), turns.recorded(policy.model, gradients=False) as stages:
         for module in policy.model.modules():
             if isinstance(module, nn.Dropout):
                 module.eval()
@@ -200,7 +209,7 @@ def _traced(policy: TrainablePolicy, forcing: TeacherForcing, sample: ParitySamp
     tokens = sum(map(len, sample.completions))
     member_N = np.asarray(micro.members)[micro.table.sequence_N[:tokens]]
     logits_N_V = logits_N_V[mx.array(np.argsort(member_N, kind="stable"))]
-    mx.eval(logits_N_V)
+    yield from turns.evaluate(stages.take(), logits_N_V)
     return logits_N_V
 
 
@@ -210,10 +219,12 @@ def _are_equal(p_N_V: mx.array, q_N_V: mx.array) -> bool:
 
 def _differences(
     p_N_V: mx.array, q_N_V: mx.array, target_N: NDArray[np.int32], distribution: SamplingDistribution
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+) -> Generator[None, None, tuple[NDArray[np.float64], NDArray[np.float64]]]:
     """Return KL(p || q) and the absolute difference of the targets' log-probabilities, (N,) each, from logits."""
     kl_N, difference_N = np.zeros(len(target_N)), np.zeros(len(target_N))
     for n, target in enumerate(target_N):
+        if n % TOKENS_PER_TURN == 0:
+            yield
         p_logp_V, q_logp_V = _logp(p_N_V[n], distribution), _logp(q_N_V[n], distribution)
         kl_N[n] = np.sum(np.exp(p_logp_V) * (p_logp_V - q_logp_V))
         difference_N[n] = abs(p_logp_V[target] - q_logp_V[target])

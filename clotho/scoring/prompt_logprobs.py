@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from clotho.inference.cache_layout import evaluation_mode
 from clotho.models.parameters import Parameters
+from clotho.models.turns import UNDIVIDED, TurnBudget
 from clotho.scoring.head_scores import rows_at_once
 from clotho.scoring.token_scores import SampledTokens, SamplingDistribution, scoring
 from protocols.errors import GenerationError
@@ -53,12 +54,14 @@ def prompt_logprobs(
     chunk: int,
     distribution: SamplingDistribution = MODEL_DISTRIBUTION,
     computing: Callable[[], AbstractContextManager[None]] = nullcontext,
+    turns: TurnBudget = UNDIVIDED,
 ) -> Generator[None, None, PromptLogprobs]:
     """Score every token except the first, and return the `top` most probable tokens at its position.
 
-    Uses the weights served at the first turn, also if others are published meanwhile. A turn computes at most `chunk`
-    tokens and at most `rows_at_once` rows of logits, which limits its duration and memory. distribution: the
-    distribution that the tokens are scored under. computing: a context in which the model computes as an adapter.
+    Uses the weights served at the first turn, also if others are published meanwhile. A forward pass computes at most
+    `chunk` tokens and at most `rows_at_once` rows of logits, which limits its memory. distribution: the distribution
+    that the tokens are scored under. computing: a context in which the model computes as an adapter. turns: limits the
+    duration of turns.
     Raises GenerationError if the model's logits are not finite.
     """
     parameters, version = policy.trainable(), policy.version
@@ -69,9 +72,15 @@ def prompt_logprobs(
     for start in range(0, len(tokens) - 1, rows):
         target_N = mx.array(list(tokens[start + 1 : start + 1 + rows]))
         token_1_N = mx.array([list(tokens[start : start + target_N.size])])
-        with policy.using(parameters), evaluation_mode(policy.model), computing():
+        turns.begin()
+        with (
+            policy.using(parameters),
+            evaluation_mode(policy.model),
+            computing(),
+            turns.recorded(policy.model, gradients=False) as stages,
+        ):
             logits_N_V = policy.model(token_1_N, cache=cache)[0]
-            mx.eval(logits_N_V, [layer.state for layer in cache])
+        yield from turns.evaluate(stages.take(), [logits_N_V, [layer.state for layer in cache]])
         logp_N, best = _scores(logits_N_V, target_N, min(top, logits_N_V.shape[-1]), distribution)
         logprobs += logp_N.tolist()
         alternatives += best

@@ -6,26 +6,36 @@ import asyncio
 import errno
 import resource
 import socket
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from typing import TypeVar
 
 import anyio
+import msgspec
 from anyio.abc import TaskStatus
 from hypercorn.asyncio.tcp_server import TCPServer
 from hypercorn.asyncio.worker_context import WorkerContext
 from hypercorn.config import Config
 from hypercorn.utils import wrap_app
-from starlette.types import ASGIApp
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 
+from clotho.config.bounds import Off
 from clotho.config.rules import is_loopback
-from clotho.config.schema import HttpServer
+from clotho.config.schema import HttpServer, ServerSection
 from clotho.serving.app import build_app
-from clotho.serving.limits import ConcurrencyLimit
-from clotho.serving.services import ServerContext
+from clotho.serving.errors import ApiError
+from clotho.serving.limits import ConcurrencyLimit, UnreadBodyMiddleware
+from clotho.serving.services import Health, ServerContext
 from protocols.errors import ServerError
+
+T = TypeVar("T")
 
 BACKLOG = 1024
 OPEN_FILES = 8192
+RETRY_SECONDS = 2
+"""Value of `Retry-After` while the model is loaded."""
+
 SOCKET_BUFFER_BYTES = 65_536
 """Bytes of a connection that the system keeps for its client. By default, Linux keeps up to 4 MB."""
 
@@ -70,6 +80,49 @@ def raise_open_files_limit(limit: int) -> None:
     if soft != resource.RLIM_INFINITY and soft < allowed:
         with suppress(ValueError, OSError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+
+
+async def while_loading(listener: socket.socket | None, settings: ServerSection, loading: Awaitable[T]) -> T:
+    """Wait for `loading`, and answer every HTTP request with status 503 meanwhile. The listener stays open."""
+    if listener is None or isinstance(settings, Off):
+        return await loading
+    connections = Connections(_loading_app(settings), send_seconds=settings.send_seconds)
+    server = await asyncio.start_server(connections.handle, sock=listener.dup(), backlog=BACKLOG)
+    try:
+        return await loading
+    finally:
+        with anyio.CancelScope(shield=True):
+            server.close()
+            await connections.end()
+
+
+def _loading_app(settings: HttpServer) -> ASGIApp:
+    """Return an application that answers every request with status 503; the body of /health is a `Health`."""
+    detail = "The model is being loaded; retry later."
+    health = Health(
+        status="loading",
+        detail=detail,
+        model=settings.model_name,
+        weights_version=0,
+        step=0,
+        fingerprint="",
+        progress_seconds=0.0,
+        children={},
+    )
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        headers = {"retry-after": str(RETRY_SECONDS)}
+        if scope["http_version"] != "2":
+            headers["connection"] = "close"  # the next request goes to the server that is ready then
+        response = ApiError(503, detail, code="loading", headers=headers).response()
+        if scope["path"] == "/health":
+            body = msgspec.json.encode(health)
+            response = Response(body, status_code=503, headers=headers, media_type="application/json")
+        await response(scope, receive, send)
+
+    return UnreadBodyMiddleware(app, send_seconds=settings.send_seconds)
 
 
 class ApiServer:

@@ -165,7 +165,7 @@ class EngineSnapshot(Struct, frozen=True, kw_only=True):
     computed, padding included. finished: finish reason -> completions. failed: requests that ended with an error.
     listener_errors: requests that were aborted because their listener raised an exception. preempted: rows that left
     the batch and continue later. timings: distributions of durations, by name. speculation: drafts and their accepted
-    tokens.
+    tokens. turns, longest_turns: durations of the turns of the compute thread, by kind, in seconds.
     """
 
     sequences_running: int = 0
@@ -184,6 +184,8 @@ class EngineSnapshot(Struct, frozen=True, kw_only=True):
     preempted: int = 0
     timings: dict[str, Distribution] = {}
     speculation: SpeculationCounts = SpeculationCounts()
+    turns: dict[str, Distribution] = {}
+    longest_turns: dict[str, float] = {}
 
 
 class QueueSnapshot(Struct, frozen=True, kw_only=True):

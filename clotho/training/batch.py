@@ -14,6 +14,7 @@ from clotho.config.objectives import EnvironmentAdvantage, RatioObjective
 from clotho.config.sections_training import EnvironmentReference, KLPenalty, LearnerSection, RewardKLPenalty
 from clotho.models.parameters import Parameters
 from clotho.models.policy import TrainablePolicy
+from clotho.models.turns import TurnBudget
 from clotho.scoring.layouts.micro_batches import build_micro_batches
 from clotho.scoring.sequences import MicroBatch, TeacherRows, TrainingSequence, sampled_mask_T
 from clotho.scoring.teacher_forcing import TeacherForcing
@@ -22,7 +23,6 @@ from clotho.training.gradient import FixedLogprobs, LossConfig, compute_logprobs
 from clotho.training.objectives.aggregation import loss_weights
 from clotho.training.objectives.kl import ESTIMATORS
 from clotho.training.reference_policy import ReferencePolicy
-from clotho.training.turns import TurnBudget
 from protocols.rollout import ScoredGroup, TeacherTokens
 from protocols.sampling import Completion
 

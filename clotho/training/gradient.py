@@ -17,13 +17,13 @@ from clotho.config.sections_training import LearnerSection
 from clotho.models.parameters import Parameters, flat, nested
 from clotho.models.policy import TrainablePolicy
 from clotho.models.stages import Stage, block_of
+from clotho.models.turns import TurnBudget
 from clotho.scoring.sequences import MicroBatch
 from clotho.scoring.teacher_forcing import TeacherForcing
 from clotho.scoring.token_scores import SamplingDistribution, TokenScores
 from clotho.training.objectives.contract import Objective
 from clotho.training.objectives.importance_correction import interpolated_proximal
 from clotho.training.objectives.loss import LossCoefficients, LossInputs, MetricSums, policy_loss
-from clotho.training.turns import TurnBudget
 
 
 class LossConfig(NamedTuple):

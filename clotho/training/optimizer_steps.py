@@ -12,12 +12,12 @@ import numpy as np
 from clotho.config.sections_training import LearnerSection
 from clotho.models.parameters import Arrays, Parameters, flat, nested
 from clotho.models.policy import TrainablePolicy
+from clotho.models.turns import TurnBudget
 from clotho.scoring.teacher_forcing import TeacherForcing
 from clotho.training.batch import TrainingBatch
 from clotho.training.gradient import Gradient, LossConfig, StepPosition, add_gradients, micro_batch_gradient
 from clotho.training.objectives.loss import LossCoefficients
 from clotho.training.optimizers import OptimizerState, apply_step, clip_scale, global_norm
-from clotho.training.turns import TurnBudget
 from protocols.step import UpdateMetrics
 
 
@@ -91,8 +91,8 @@ def take_optimizer_steps(
     """Take one step for every minibatch of every epoch; return None if a loss or gradient is not finite.
 
     version: policy version of the weights before the first step. totals: receives the metrics. A gradient of exactly
-    zero takes no step, because momentum and weight decay would move the weights. Yields after every micro-batch, with
-    the served weights in the model.
+    zero takes no step, because momentum and weight decay would move the weights. Yields after every micro-batch and
+    step, with the served weights in the model.
     """
     progress = start
     count = loss_config.settings.update_epochs * len(batch.minibatches)
@@ -124,6 +124,7 @@ def take_optimizer_steps(
         if norm > 0.0:
             scale = clip_scale(norm, loss_config.settings.max_grad_norm)
             progress = _step(progress, total.arrays, loss_config.settings, learning_rate=learning_rate, scale=scale)
+            yield from turns.pause()
     return progress
 
 

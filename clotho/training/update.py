@@ -49,6 +49,7 @@ from clotho.config.sections_training import LearnerSection
 from clotho.models.machine import random_state, restore_random_state
 from clotho.models.parameters import Arrays, Parameters, fingerprint, flat
 from clotho.models.policy import TrainablePolicy
+from clotho.models.turns import TurnBudget
 from clotho.scoring.teacher_forcing import TeacherForcing
 from clotho.scoring.token_scores import SamplingDistribution
 from clotho.training.batch import PerTokenAdvantages, TrainingBatch, prepare
@@ -66,7 +67,6 @@ from clotho.training.rollback import (
     state_from_arrays,
     with_prefix,
 )
-from clotho.training.turns import TurnBudget
 from clotho.training.update_checks import AdapterCheck, update_kl
 from protocols.learnability import require_learnable
 from protocols.rollout import ScoredGroup
@@ -102,7 +102,8 @@ class _Computed(NamedTuple):
 class PolicyLearner:
     """Holds the newest parameters and the state that training carries from update to update.
 
-    The newest parameters need not be published before the next update starts from them.
+    The newest parameters need not be published before the next update starts from them. turns: limits the turns of
+    updates.
     """
 
     def __init__(
@@ -130,7 +131,7 @@ class PolicyLearner:
         self._distribution = SamplingDistribution(sampling.temperature, sampling.logit_bias)
         self._objective = objective(learner.objective)
         self._forcing = TeacherForcing(policy.model, policy.vocab_size, layout=learner.layout)
-        self._turns = TurnBudget(learner.max_turn_ms / 1000.0)
+        self.turns = TurnBudget(learner.max_turn_ms / 1000.0)
         self._reference = ReferencePolicy(policy, learner)
         self._adapter_check = AdapterCheck()
         self._start_from_served()
@@ -178,7 +179,7 @@ class PolicyLearner:
             restore_random_state(before)
 
     def _compute(self, groups: Sequence[ScoredGroup], step: int) -> Generator[None, None, _Computed]:
-        self._turns.begin()
+        self.turns.begin()
         loss_config = LossConfig(self._settings, self._objective, self._distribution, self._state.loss_coefficients)
         batch = yield from prepare(
             groups,
@@ -189,7 +190,7 @@ class PolicyLearner:
             loss_config=loss_config,
             max_tokens=self._max_tokens,
             seed=(self._seed, step),
-            turns=self._turns,
+            turns=self.turns,
         )
         rate = learning_rate(step, steps=self._steps, settings=self._settings) * self._state.rate_factor
         totals = MetricTotals()
@@ -202,7 +203,7 @@ class PolicyLearner:
             version=self.version,
             learning_rate=rate,
             totals=totals,
-            turns=self._turns,
+            turns=self.turns,
         )
         metrics = totals.metrics(
             tokens=batch.tokens,
@@ -226,7 +227,7 @@ class PolicyLearner:
             after=progress.parameters,
             distribution=self._distribution,
             micro_batch_tokens=self._settings.micro_batch_tokens,
-            turns=self._turns,
+            turns=self.turns,
         )
         return kl
 

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from clotho.models.parameters import Arrays, Parameters
 from clotho.models.policy import TrainablePolicy
+from clotho.models.turns import TurnBudget
 from clotho.scoring.layouts.micro_batches import build_micro_batches
 from clotho.scoring.sequences import TrainingSequence, sampled_mask_T, scored_only
 from clotho.scoring.teacher_forcing import TeacherForcing
@@ -21,7 +22,6 @@ from clotho.scoring.token_scores import SamplingDistribution
 from clotho.training.batch import Minibatch, temperature_of
 from clotho.training.gradient import compute_logprobs
 from clotho.training.objectives.kl import MAX_LOG_RATIO
-from clotho.training.turns import TurnBudget
 from protocols.errors import AdapterError
 from protocols.rollout import ScoredGroup
 

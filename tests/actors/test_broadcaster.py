@@ -21,6 +21,7 @@ from actors.broadcaster import Broadcaster, SwapTimes
 from clotho.config.bounds import Off
 from clotho.config.schema import KvPolicy, ParityCheck, ParitySection
 from clotho.models.parameters import flat
+from clotho.models.turns import UNDIVIDED
 from clotho.runtime.compute_thread import ComputeExecutor
 from clotho.runtime.latest import Latest
 from clotho.runtime.sampling_client import Sampler
@@ -91,6 +92,7 @@ class BroadcasterHarness:
             layout="auto",
             dropout=self.dropout,
             max_num_seqs=16,
+            turns=UNDIVIDED,
         )
 
 

@@ -14,6 +14,7 @@ from mlx.utils import tree_map
 from actors.evaluator import Evaluator, Pinned
 from clotho.config.schema import EngineSection, HeldOutEvaluation
 from clotho.inference.greedy import greedy_completions
+from clotho.models.turns import UNDIVIDED
 from clotho.runtime.compute_thread import ComputeExecutor
 from clotho.runtime.queues import Queue
 from protocols.evaluation import EvalReport, HeldOut
@@ -82,6 +83,7 @@ class EvaluatorHarness:
             sampling=SAMPLING,
             settings=HeldOutEvaluation(**settings),
             engine=GENERATOR,
+            turns=UNDIVIDED,
             base=pinned if base else None,
             start=Pinned(step=start, version=start, parameters=self.policy.trainable()),
             steps=10,
@@ -93,7 +95,7 @@ class EvaluatorHarness:
         steps = greedy_completions(
             self.policy, parameters, version=0, prompts=PROMPTS, sampling=SAMPLING, settings=GENERATOR
         )
-        return [completion.text for completion in self.executor.submit_steps(steps).result()]
+        return [completion.text for completion in self.executor.submit_steps(steps, kind="evaluation").result()]
 
 
 def steps(reports: Sequence[EvalReport]) -> list[tuple[int, bool]]:

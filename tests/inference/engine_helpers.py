@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from bench.contenders.shapes import Shape, quantized_model, random_model
 from clotho.config.schema import EngineSection
 from clotho.inference import DecodeEngine
+from clotho.models.turns import TurnBudget
 from protocols.sampling import (
     Completion,
     CompletionDone,
@@ -67,9 +68,9 @@ def base_model(shape: Shape, precision: str) -> Any:
     return model
 
 
-def make_engine(source: FixedSource | None = None, **settings: Any) -> DecodeEngine:
+def make_engine(source: FixedSource | None = None, *, turns: TurnBudget | None = None, **settings: Any) -> DecodeEngine:
     """Make an engine over `source`, or a tiny Qwen3."""
-    return DecodeEngine(source or tiny_source(), EngineSection(**settings))
+    return DecodeEngine(source or tiny_source(), EngineSection(**settings), turns=turns)
 
 
 def submit_request(

@@ -3,14 +3,30 @@
 from __future__ import annotations
 
 import random
+from collections import deque
 
 import pytest
 
 from clotho.inference.cache_layout import CacheLayout
-from clotho.inference.prefill import PrefixCache, common_prefix
-from protocols.sampling import Sampling
-from tests.inference.engine_helpers import SAMPLED, complete_alone, make_engine, make_prompt, run, submit_request
+from clotho.inference.prefill import PrefixCache, common_prefix, select
+from clotho.inference.scheduler import ActiveRequest, PrefillJob
+from clotho.models.turns import UNDIVIDED, TurnBudget
+from protocols.sampling import SampleRequest, Sampling
+from tests.inference.engine_helpers import (
+    SAMPLED,
+    complete_alone,
+    make_engine,
+    make_prompt,
+    run,
+    submit_request,
+)
 from tests.small_models import tiny_source
+
+
+def prefill_job(*, background: bool) -> PrefillJob:
+    """A job of a prompt of five tokens."""
+    request = SampleRequest(prompt=(1, 2, 3, 4, 5), sampling=SAMPLED, seeds=(0,), background=background)
+    return PrefillJob(ActiveRequest(0, request, lambda _: None, 12, open=1), request.prompt, [])
 
 
 @pytest.mark.parametrize("architecture", ["qwen3", "gemma3_text", "lfm2", "falcon_h1"])
@@ -77,3 +93,86 @@ def test_the_longest_prefix_is_found(architecture: str) -> None:
         usable = [common_prefix(entry, prompt) for entry in kept if cut or prompt[: len(entry)] == entry]
         hit = cache.find((0, 0), prompt)
         assert (hit.tokens if hit else 0) == max(usable, default=0)
+
+
+def at_once() -> TurnBudget:
+    """A limit that nothing fits into: every block of a chunk has a turn of its own."""
+    return TurnBudget(1e-12)
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "gemma3_text", "lfm2", "falcon_h1"])
+def test_turns_change_neither_results_nor_batches(architecture: str) -> None:
+    """Two rounds of background prompts of several chunks: equal bits, and the same decode steps with the same rows."""
+    found = []
+    for turns in (None, UNDIVIDED, at_once()):
+        engine = make_engine(tiny_source(architecture), prefill_chunk=16, turns=turns)
+        answers = [
+            submit_request(engine, make_prompt(length, length), SAMPLED, (1, 2), background=True, reuse_prefix=True)
+            for length in (5, 33, 18)
+        ]
+        while not engine.running:
+            engine.tick()
+        answers.append(submit_request(engine, make_prompt(40, 40), SAMPLED, (3,), background=True))
+        run(engine)
+        completions = [(one.tokens, one.logprobs) for answer in answers for one in answer.completions]
+        stats = engine.stats()
+        found.append((completions, stats.decode_steps, stats.prefill_tokens, stats.timings["iteration_tokens_total"]))
+    assert found[0] == found[1] == found[2]
+
+
+def test_a_chunk_is_computed_in_many_turns() -> None:
+    """One block per turn, in which no rollout is decoded. The engine has work until the chunk is complete."""
+    source = tiny_source(num_hidden_layers=6)
+    engine = make_engine(source, turns=at_once())
+    submit_request(engine, make_prompt(30), SAMPLED, background=True)
+    turns = 0
+    while not engine.running:
+        assert engine.has_work
+        assert engine.stats().decode_steps == 0
+        engine.tick()
+        turns += 1
+    assert turns >= 5
+
+
+def test_a_client_does_not_wait_for_the_prefill_of_rollouts() -> None:
+    """Between two turns of a chunk, the prompt of a client is prefilled, joins the batch and is decoded."""
+    source = tiny_source(num_hidden_layers=6)
+    engine = make_engine(source, prefill_chunk=8, turns=at_once())
+    rollouts = submit_request(engine, make_prompt(40, 1), SAMPLED, (1, 2), background=True)
+    engine.tick()
+    urgent = [engine.is_urgent]
+    client = submit_request(engine, make_prompt(6, 2), SAMPLED, (3,), stream=True)
+    while not client.streamed():
+        urgent.append(engine.is_urgent)
+        assert engine.running <= 1
+        engine.tick()
+    assert urgent == [False, *[True] * (len(urgent) - 1)]
+    assert not engine.is_urgent
+    assert engine.running == 1  # the client alone
+    run(engine)
+    assert client.completions[0].tokens == complete_alone(source, make_prompt(6, 2), SAMPLED, 3).tokens
+    for completion, seed in zip(rollouts.completions, (1, 2), strict=True):
+        assert completion.tokens == complete_alone(source, make_prompt(40, 1), SAMPLED, seed).tokens
+
+
+def test_a_batch_of_rollouts_contains_no_prompt_of_a_client() -> None:
+    """A client would wait for all of its prompts."""
+    layout = CacheLayout(tiny_source().model)
+    jobs = [prefill_job(background=background) for background in (False, False, True, True)]
+    waiting = deque(jobs)
+    assert select(waiting, layout, 1000) == jobs[:2]
+    assert select(waiting, layout, 1000) == jobs[2:]
+
+
+def test_a_weight_swap_between_two_turns_of_a_chunk_restarts_its_prompts() -> None:
+    """With the KV policy `recompute`; the prompts of both kinds of batches are prefilled again."""
+    source = tiny_source(num_hidden_layers=6)
+    engine = make_engine(source, prefill_chunk=8, turns=at_once())
+    answers = [submit_request(engine, make_prompt(40, salt), SAMPLED, (salt,), background=salt == 1) for salt in (1, 2)]
+    for _ in range(3):
+        engine.tick()
+    source.version += 1
+    engine.weights_changed("recompute")
+    run(engine)
+    assert [one.versions for answer in answers for one in answer.completions] == [(1,) * 12] * 2
+    assert engine.stats().prefill_tokens >= 2 * 39

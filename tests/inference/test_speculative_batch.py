@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import NormalDist
+from typing import Any
 
 import numpy as np
 import pytest
@@ -284,7 +285,7 @@ def chi_square_p_value(table: NDArray[np.int64]) -> float:
     return 1.0 - NormalDist(1.0 - spread, math.sqrt(spread)).cdf((statistic / freedom) ** (1.0 / 3.0))
 
 
-def sample_many(source: FixedSource, first_seed: int, **settings: object) -> tuple[list[Completion], DecodeEngine]:
+def sample_many(source: FixedSource, first_seed: int, **settings: Any) -> tuple[list[Completion], DecodeEngine]:
     """Sample 100,000 tokens from one prompt with four possible tokens at every position."""
     engine = make_engine(source, **settings)
     sampling = Sampling(top_k=4, max_tokens=20, ignore_eos=True)

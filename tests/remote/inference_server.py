@@ -117,7 +117,7 @@ class InferenceServer:
         steps = prompt_logprobs(
             self.policy, tokens, top=top, chunk=64, distribution=SamplingDistribution(1.0, SAMPLING.logit_bias)
         )
-        return await finish(self.executor.submit_steps(steps))
+        return await finish(self.executor.submit_steps(steps, kind="scoring"))
 
     def moved(self, shift: float) -> tuple[Any, str]:
         """Return the served parameters with `shift` added to every parameter, and their fingerprint."""

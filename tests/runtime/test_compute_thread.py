@@ -7,11 +7,12 @@ import math
 import threading
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import pairwise
 
 import pytest
 from anyio import create_task_group, fail_after, wait_all_tasks_blocked
 
-from clotho.runtime.compute_thread import ComputeExecutor, WorkCancelled, finish
+from clotho.runtime.compute_thread import URGENT_SECONDS, ComputeExecutor, WorkCancelled, finish
 from protocols.errors import ExecutorStoppedError
 
 
@@ -40,6 +41,7 @@ class Spinner:
     def __init__(self, tokens: int, clock: Clock) -> None:
         self.left, self.clock = tokens, clock
         self.order: list[str] = []
+        self.is_urgent = False
 
     @property
     def has_work(self) -> bool:
@@ -76,7 +78,7 @@ def test_an_error_is_raised_at_the_caller_and_the_thread_continues(executor: Com
 
 def test_a_cooperative_job_returns_the_value_of_its_generator(executor: ComputeExecutor) -> None:
     """The result of `submit_steps` is the generator's return value."""
-    assert executor.submit_steps(counting_job([], "done", 3)).result(5) == "done"
+    assert executor.submit_steps(counting_job([], "done", 3), kind="scoring").result(5) == "done"
 
 
 def test_cooperative_jobs_alternate(executor: ComputeExecutor) -> None:
@@ -84,7 +86,7 @@ def test_cooperative_jobs_alternate(executor: ComputeExecutor) -> None:
     order: list[str] = []
     gate = threading.Event()
     executor.submit(gate.wait)
-    both = [executor.submit_steps(counting_job(order, label, 5)) for label in "ab"]
+    both = [executor.submit_steps(counting_job(order, label, 5), kind="scoring") for label in "ab"]
     gate.set()
     for future in both:
         future.result(5)
@@ -102,7 +104,7 @@ def test_calls_run_before_the_next_turn_of_a_job(executor: ComputeExecutor) -> N
                 executor.submit(lambda: order.append("call"))
             yield
 
-    executor.submit_steps(job()).result(5)
+    executor.submit_steps(job(), kind="scoring").result(5)
     assert order == ["turn 0", "call", "turn 1", "turn 2"]
 
 
@@ -121,7 +123,7 @@ def test_decoding_gets_its_share_while_a_job_runs(share: float) -> None:
 
     executor.start()
     executor.attach(spinner)
-    executor.submit_steps(job(), learning=True).result(30)
+    executor.submit_steps(job(), kind="update").result(30)
     executor.stop(timeout=10)
     first, last = spinner.order.index("step"), len(spinner.order) - 1 - spinner.order[::-1].index("step")
     ticks = spinner.order[first:last].count("tick")
@@ -162,7 +164,7 @@ def test_a_cancelled_job_is_closed_at_its_next_turn(executor: ComputeExecutor) -
         finally:
             closed.set()
 
-    future = executor.submit_steps(job())
+    future = executor.submit_steps(job(), kind="scoring")
     executor.submit(lambda: None).result(5)
     assert future.cancel()
     assert closed.wait(5)
@@ -196,7 +198,7 @@ def test_no_exception_ends_the_thread(executor: ComputeExecutor, kind: type[Base
         fail()
 
     broken = executor.attach(FailingTicker(fail))
-    for future in (broken, executor.submit(fail), executor.submit_steps(job())):
+    for future in (broken, executor.submit(fail), executor.submit_steps(job(), kind="scoring")):
         error = future.exception(5)
         assert isinstance(error, RuntimeError)
         assert isinstance(error.__cause__, kind)
@@ -206,7 +208,7 @@ def test_no_exception_ends_the_thread(executor: ComputeExecutor, kind: type[Base
 class FailingTicker:
     """A decode engine that fails."""
 
-    has_work = True
+    has_work, is_urgent = True, False
 
     def __init__(self, tick: Callable[[], int]) -> None:
         self.tick = tick
@@ -235,7 +237,7 @@ def test_a_stopped_executor_cancels_waiting_work_and_refuses_more() -> None:
 
     turn = executor.submit(occupy)
     assert begun.wait(5)
-    waiting, long = executor.submit(lambda: 1), executor.submit_steps(counting_job([], "x", 10**9))
+    waiting, long = executor.submit(lambda: 1), executor.submit_steps(counting_job([], "x", 10**9), kind="scoring")
     executor.stop(timeout=0)
     gate.set()
     executor.stop(timeout=5)
@@ -321,9 +323,63 @@ def test_the_longest_turn_of_the_learner_is_measured_since_the_last_reading() ->
 
     executor.start()
     try:
-        executor.submit_steps(job(0.5, 2.0, 0.25), learning=True).result(5)
-        executor.submit_steps(job(9.0)).result(5)
+        executor.submit_steps(job(0.5, 2.0, 0.25), kind="update").result(5)
+        executor.submit_steps(job(9.0), kind="scoring").result(5)
         assert executor.take_longest_learner_turn() == 2.0
         assert executor.take_longest_learner_turn() == 0.0
     finally:
         executor.stop()
+
+
+def test_turns_are_measured_by_kind() -> None:
+    """Number, total and longest duration of calls, decode steps and each kind of job; kinds without a turn are zero."""
+    clock = Clock()
+    executor = ComputeExecutor(decode_share=0.5, clock=clock)
+    spinner = Spinner(3, clock)
+
+    def job(*seconds: float) -> Generator[None, None, None]:
+        for turn in seconds:
+            clock.now += turn
+            yield
+
+    executor.start()
+    try:
+        executor.submit_steps(job(0.5, 2.0), kind="parity").result(5)
+        executor.attach(spinner)
+        executor.submit_steps(job(0.5), kind="update").result(5)
+        while executor.submit(lambda: spinner.has_work).result(5):
+            pass
+        found = executor.turn_times()
+    finally:
+        executor.stop()
+    assert found["parity"].longest == 2.0
+    assert found["parity"].seconds.total == 2.5
+    assert sum(found["parity"].seconds.counts) == 3  # the last one returns the result
+    assert sum(found["decode"].seconds.counts) == 3
+    assert found["decode"].longest == pytest.approx(0.001)
+    assert found["update"].longest == 0.5
+    assert found["evaluation"].longest == sum(found["evaluation"].seconds.counts) == 0
+
+
+def test_urgent_decode_steps_come_before_jobs_up_to_a_limit() -> None:
+    """They exceed the share of decoding by `URGENT_SECONDS`; then both sides alternate by share."""
+    clock = Clock()
+    executor = ComputeExecutor(decode_share=0.5, clock=clock)
+    spinner = Spinner(10**6, clock)
+
+    def job() -> Generator[None, None, None]:
+        for _ in range(400):
+            clock.now += 0.01
+            spinner.is_urgent = True
+            spinner.order.append("step")
+            yield
+
+    executor.start()
+    executor.attach(spinner)
+    executor.submit_steps(job(), kind="update").result(30)
+    executor.stop(timeout=10)
+    steps = [at for at, what in enumerate(spinner.order) if what == "step"]
+    between = [after - before - 1 for before, after in pairwise(steps)]
+    assert max(between) * 0.001 == pytest.approx(URGENT_SECONDS, abs=0.02)
+    late = between[len(between) // 2 :]
+    assert sum(late) * 0.001 == pytest.approx(len(late) * 0.01, rel=0.02)

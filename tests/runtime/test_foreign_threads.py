@@ -58,7 +58,9 @@ def computed(objects: Objects) -> object:
 
 CALLS: dict[str, Callable[[Objects], object]] = {
     "ComputeExecutor.submit": lambda it: it.executor.submit(lambda: mx.ones(3).sum().item()).result(30),
-    "ComputeExecutor.submit_steps": lambda it: it.executor.submit_steps(step for step in (None, None)).result(30),
+    "ComputeExecutor.submit_steps": lambda it: it.executor.submit_steps(
+        (step for step in (None, None)), kind="update"
+    ).result(30),
     "ComputeExecutor.attach": lambda it: it.executor.attach(it.engine),
     "ComputeExecutor.rates": lambda it: (it.executor.rates(), it.executor.busy_since),
     "ComputeExecutor.stop": lambda it: it.executor.stop(timeout=30),

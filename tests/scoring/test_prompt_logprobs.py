@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from clotho.models.parameters import flat, nested
+from clotho.models.turns import TurnBudget
 from clotho.scoring.head_scores import SamplingDistribution
 from clotho.scoring.prompt_logprobs import prompt_logprobs
 from clotho.scoring.teacher_forcing import TeacherForcing
@@ -61,11 +62,15 @@ def test_a_temperature_applies_as_in_teacher_forcing() -> None:
         assert sum(math.exp(value) for _, value in place) == pytest.approx(1.0, abs=lanes.atol(1e-4))
 
 
-def test_a_swap_during_scoring_changes_nothing() -> None:
-    """One version scores the whole prompt, and the result names it. The new version serves afterwards."""
+@pytest.mark.parametrize("limit", [0.0, 1e-12])
+def test_a_swap_during_scoring_changes_nothing(limit: float) -> None:
+    """One version scores the whole prompt, and the result names it. The new version serves afterwards.
+
+    Nor does a limit on turns, which divides a chunk between blocks.
+    """
     policy = tiny_policy()
     whole = finish(prompt_logprobs(policy, TOKENS, top=0, chunk=4))
-    steps = prompt_logprobs(policy, TOKENS, top=0, chunk=4)
+    steps = prompt_logprobs(policy, TOKENS, top=0, chunk=4, turns=TurnBudget(limit))
     next(steps)
     moved = nested({name: value + 0.2 for name, value in flat(policy.trainable()).items()})
     policy.publish(moved, version=1, step=1, fingerprint="moved")

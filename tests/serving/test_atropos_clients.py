@@ -240,7 +240,7 @@ async def test_a_killed_environment_aborts_its_completions(tmp_path: Path) -> No
             running.set()
             assert left.wait(60)
 
-        parts.executor.submit_steps(hold())
+        parts.executor.submit_steps(hold(), kind="scoring")
         async with await anyio.open_process([sys.executable, "-c", ENDLESS, url]) as process:
             assert await anyio.to_thread.run_sync(running.wait, 60)
             process.kill()

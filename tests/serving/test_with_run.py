@@ -144,7 +144,7 @@ async def test_a_disconnect_aborts_the_completions_of_the_engine(tmp_path: Path)
             running.set()
             assert left.wait(20)
 
-        parts.executor.submit_steps(hold())
+        parts.executor.submit_steps(hold(), kind="scoring")
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(lambda: client.post("/generate", json=endless))
             assert await anyio.to_thread.run_sync(running.wait, 10)

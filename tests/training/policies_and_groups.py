@@ -16,6 +16,7 @@ from clotho.config.schema import SamplingSection
 from clotho.config.sections_training import LearnerSection
 from clotho.models.parameters import Parameters, flat
 from clotho.models.policy import Policy, TrainablePolicy
+from clotho.models.turns import UNDIVIDED
 from clotho.scoring.teacher_forcing import TeacherForcing
 from clotho.scoring.token_scores import SamplingDistribution
 from clotho.training.batch import prepare
@@ -23,7 +24,6 @@ from clotho.training.gradient import LossConfig, StepPosition, micro_batch_gradi
 from clotho.training.objectives.controllers import initial_loss_coefficients
 from clotho.training.objectives.registry import objective
 from clotho.training.reference_policy import ReferencePolicy
-from clotho.training.turns import TurnBudget
 from clotho.training.update import PolicyLearner
 from protocols.prompt import Problem, Prompt
 from protocols.rollout import RolloutGroup, ScoredGroup
@@ -33,8 +33,6 @@ from tests.learner_settings import learner_settings, policy_settings
 
 Result = TypeVar("Result")
 VOCAB = 32
-UNDIVIDED = TurnBudget(0.0)
-"""Every evaluation is one turn."""
 
 
 class Bigram(nn.Module):

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
+from clotho.models.turns import UNDIVIDED
 from clotho.scoring.sequences import MicroBatch
 from clotho.scoring.teacher_forcing import TeacherForcing
 from clotho.scoring.token_scores import SamplingDistribution, TokenScores
@@ -19,7 +20,6 @@ from protocols.rollout import ScoredGroup, TeacherTokens
 from tests.learner_settings import learner_settings
 from tests.training.environment_groups import environment_groups
 from tests.training.policies_and_groups import (
-    UNDIVIDED,
     BigramPolicy,
     finish,
     learner,

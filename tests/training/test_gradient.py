@@ -12,6 +12,7 @@ import pytest
 from clotho.config.objectives import Objective
 from clotho.models.parameters import flat, nested
 from clotho.models.policy import TrainablePolicy
+from clotho.models.turns import UNDIVIDED, TurnBudget
 from clotho.scoring.head_scores import SamplingDistribution
 from clotho.scoring.sequences import MicroBatch
 from clotho.scoring.teacher_forcing import TeacherForcing
@@ -21,12 +22,10 @@ from clotho.training.objectives.contract import ObjectiveInputs, PolicyLoss
 from clotho.training.objectives.controllers import initial_loss_coefficients
 from clotho.training.objectives.registry import objective
 from clotho.training.reference_policy import ReferencePolicy
-from clotho.training.turns import TurnBudget
 from protocols.rollout import ScoredGroup
 from tests import lanes
 from tests.learner_settings import learner_settings
 from tests.training.policies_and_groups import (
-    UNDIVIDED,
     BigramPolicy,
     finish,
     random_groups,

@@ -1,7 +1,8 @@
-"""Turns of the learner: the evaluation of a graph, divided into parts that take at most a given time.
+"""Turns: the evaluation of a graph, divided into parts that take at most a given time.
 
-Between two turns, the compute thread runs decode steps, requests and weight swaps. They see the served weights, because
-a graph is complete before its first part is evaluated, and refers to its own arrays.
+Updates, parity checks and prefill beside a learner are divided. Between two turns, the compute thread runs decode
+steps, requests and weight swaps. They see the served weights, because a graph is complete before its first part is
+evaluated, and refers to its own arrays.
 """
 
 from __future__ import annotations
@@ -117,3 +118,7 @@ class TurnBudget:
         ratio = min(LARGEST_CORRECTION, seconds / expected) if expected else 1.0
         for kind in {kind for kind, _ in work}:
             self._rates[kind] *= 1.0 + ADAPTATION * (ratio - 1.0)
+
+
+UNDIVIDED = TurnBudget(0.0)
+"""No limit: an evaluation is one turn."""

@@ -15,14 +15,13 @@ from clotho.models.machine import random_state
 from clotho.models.parameters import flat, nested
 from clotho.models.policy import Policy, TrainablePolicy
 from clotho.models.stages import Stage
-from clotho.training.turns import TurnBudget
+from clotho.models.turns import UNDIVIDED, TurnBudget
 from clotho.training.update import Update
 from protocols.rollout import ScoredGroup
 from tests import lanes
 from tests.learner_settings import policy_settings
 from tests.small_models import ATTENTION, tiny
 from tests.training.policies_and_groups import (
-    UNDIVIDED,
     BigramPolicy,
     finish,
     learner,
