@@ -42,9 +42,9 @@ def test_the_accuracy_at_step_0_is_that_of_the_adapter(tmp_path: Path, finished:
     convert(finished.run_dir / "adapters", peft, "peft", model=str(REPOSITORY / "profiles" / "embedded"))
     final = lines(finished.run_dir / "evaluations.jsonl")[-1]
     for name, adapter in (("mlx", finished.run_dir), ("peft", peft)):
-        result = run(tmp_path / name, "--steps", "1", "--policy.adapter", str(adapter))
+        result = run(tmp_path / f"from-{name}", "--steps", "1", "--policy.adapter", str(adapter))
         assert result.status == 0, result
-        first = lines(tmp_path / name / "evaluations.jsonl")[0]
+        first = lines(tmp_path / f"from-{name}" / "evaluations.jsonl")[0]
         assert (first["step"], first["accuracy"], first["accuracy_by_type"]) == (
             0, final["accuracy"], final["accuracy_by_type"],
         )  # fmt: skip

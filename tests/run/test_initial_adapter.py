@@ -25,7 +25,7 @@ from clotho.storage.atomic_files import digest_file
 from clotho.storage.checkpoints import Snapshot, write_checkpoint
 from protocols.errors import ClothoError, ProfileError
 from tests.run.built_context import open_context, tiny_profile
-from tests.storage.test_checkpoints import state
+from tests.storage.made_checkpoints import state
 from tests.training.policies_and_groups import same_bits
 
 pytestmark = pytest.mark.needs_float32
@@ -107,7 +107,7 @@ async def started(directory: Path, adapter: object) -> AsyncIterator[RunContext]
         yield parts
 
 
-@pytest.mark.parametrize("kind", TRAINED)
+@pytest.mark.parametrize("kind", ["ranks", "last blocks", "dora", "head", "full"])
 async def test_a_run_starts_with_the_weights_of_a_checkpoint(tmp_path: Path, kind: str) -> None:
     """Method, rank, scale and layers come from the checkpoint. The first checkpoint and the lineage record it."""
     path, weights = await trained(tmp_path, kind)
@@ -127,7 +127,7 @@ async def test_a_run_starts_with_the_weights_of_a_checkpoint(tmp_path: Path, kin
     assert origin.sha256 == digest_file(path / "adapters.safetensors").sha256
 
 
-@pytest.mark.parametrize("form", ["peft", "npz", "gguf"])
+@pytest.mark.parametrize("form", ["peft", *(pytest.param(form, marks=pytest.mark.slow) for form in ("npz", "gguf"))])
 async def test_a_run_starts_with_an_adapter_of_another_format(tmp_path: Path, form: Any) -> None:
     """The values are those of mlx-lm's form."""
     path, weights = await trained(tmp_path, "ranks" if form == "npz" else "lora")

@@ -38,17 +38,16 @@ async def test_a_run_that_trains_an_adapter_begins_with_a_checkpoint_of_its_init
         assert checkpoint_steps(parts.directory.checkpoints) == []
 
 
-@pytest.mark.parametrize("steps", [0, 5])
-async def test_a_run_that_was_killed_before_its_first_update_starts_over(tmp_path: Path, steps: int) -> None:
-    """With the same initial weights, and with a warning if it had completed steps."""
+async def test_a_run_that_was_killed_before_its_first_update_starts_over(tmp_path: Path) -> None:
+    """With the same initial weights, and with a warning that has the number of its steps."""
     profile = tiny_profile(tmp_path)
     async with open_context(profile) as parts:
         fingerprint = parts.policy.fingerprint
-        lines = [{"step": number, "time/run": 1.0} for number in range(1, steps + 1)]
+        lines = [{"step": number, "time/run": 1.0} for number in range(1, 6)]
         parts.directory.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
     async with open_context(profile, resume=True) as parts:
         assert (parts.resumed_from, parts.policy.fingerprint) == (0, fingerprint)
-        assert ["5 steps" in warning for warning in parts.warnings] == [True] * bool(steps)
+        assert ["5 steps" in warning for warning in parts.warnings] == [True]
         assert parts.directory.metrics.read_bytes() == b""
 
 
