@@ -183,6 +183,7 @@ def wire_monitor(
         evaluations=JsonlWriter(directory.evaluations),
         rollouts=JsonlWriter(directory.rollouts) if settings.rollouts else None,
         logged=context.logged,
+        signal=context.signal,
         first_step=context.progress.step,
         seconds_before=context.history.seconds,
     )
@@ -421,9 +422,10 @@ def report_failure(name: str, error: Exception) -> None:
 
 
 async def train(profile: Profile, directory: RunDirectory, console: Console) -> int:
-    """Run a profile to its end, and return the exit status: 0, or 128 plus the number of the signal that stopped it.
+    """Run a profile to its end, and return the exit status.
 
-    Raises ClothoError if the profile is invalid or the run fails.
+    It is 0, 1 if no update was applied, or 128 plus the number of the signal that stopped the run. Raises ClothoError
+    if the profile is invalid or the run fails.
     """
     with ExitStack() as stack:
         events = stack.enter_context(event_log(console))
@@ -468,6 +470,7 @@ async def train(profile: Profile, directory: RunDirectory, console: Console) -> 
         log.info("run_statistics", **structs.asdict(wiring.monitor.snapshot()))
         complete = ending is not Ending.STOPPED
         best = context.best.finish(profile.checkpoint.keep_last) if complete else context.best.update()
-        print_summary(console, wiring.monitor.summary(wiring.accounting, best=best, complete=complete))
+        summary = wiring.monitor.summary(wiring.accounting, best=best, complete=complete)
+        print_summary(console, summary)
         finish_computation(executor, signals)
-        return signals.exit_status
+        return signals.exit_status or int(summary.is_untrained)

@@ -13,6 +13,7 @@ from anyio import to_thread
 from clotho.monitoring.display import Display, NoDisplay, RunView, Sample, sample
 from clotho.monitoring.metrics import Measurement, MetricsLine, evaluation_record, step_metrics
 from clotho.monitoring.rollout_log import rollout_records
+from clotho.monitoring.training_signal import TrainingSignal
 from clotho.runtime.latest import Latest
 from clotho.storage.jsonl import JsonlWriter
 from protocols.evaluation import EvalReport
@@ -54,6 +55,7 @@ class Monitor:
         evaluations: JsonlWriter,
         rollouts: JsonlWriter | None,
         logged: Latest[int],
+        signal: TrainingSignal,
         first_step: int = 0,
         seconds_before: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
@@ -61,7 +63,7 @@ class Monitor:
         """rollouts: None disables the rollout log. first_step, seconds_before: step and age of a resumed run."""
         self._inbox, self._gauges, self._display = inbox, gauges, display
         self._metrics_file, self._evaluations_file, self._rollouts_file = metrics, evaluations, rollouts
-        self.logged = logged
+        self.logged, self._signal = logged, signal
         self._step, self._first_step = first_step, first_step
         self._seconds_before, self._clock, self._started_at = seconds_before, clock, clock()
         self._last = Measurement(seconds=seconds_before, gauges=gauges())
@@ -106,7 +108,14 @@ class Monitor:
 
     async def _observe_step(self, report: StepReport) -> None:
         now = Measurement(seconds=self._age(), gauges=self._gauges())
-        metrics = step_metrics(report, now=now, before=self._last, discarded_between=self._discarded_between)
+        self._signal.observe(report)
+        metrics = step_metrics(
+            report,
+            now=now,
+            before=self._last,
+            discarded_between=self._discarded_between,
+            warnings=tuple(self._signal.active),
+        )
         self._discarded_between.clear()
         self._last, self._step, self._latest = now, report.step, metrics
         self._trained += len(report.trained)
@@ -120,6 +129,7 @@ class Monitor:
         self.logged.put(report.step)
 
     async def _observe_groups(self, report: GroupsEnded) -> None:
+        self._signal.observe(report)
         self._discarded.update(group.reason for group in report.discarded)
         self._discarded_between.update((group.prompt.source, group.reason) for group in report.discarded)
         if self._rollouts_file is not None:

@@ -130,7 +130,7 @@ class RunSummary(Struct, frozen=True, kw_only=True):
     base_model: directory or repository. adapter: the adapter directory, which mlx-lm loads.
     best: the checkpoint with the highest held-out accuracy; None without evaluations. best_path: its directory.
     resume_command: command line that continues the run.
-    history_gaps: what the history files lack.
+    history_gaps: what the history files lack. warnings: findings about the rewards that apply at the end, as text.
     """
 
     steps: int
@@ -150,6 +150,12 @@ class RunSummary(Struct, frozen=True, kw_only=True):
     history_gaps: tuple[HistoryGap, ...] = ()
     best: BestCheckpoint | None = None
     best_path: str = ""
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def is_untrained(self) -> bool:
+        """Whether all batches were consumed, and none changed the weights."""
+        return self.version == 0 and 0 < self.planned_steps <= self.steps
 
 
 class PolicyDescription(Struct, frozen=True, kw_only=True):

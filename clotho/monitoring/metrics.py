@@ -39,6 +39,8 @@ METRICS = {
     "time/run": "Age of the run in seconds, summed over restarts.",
     "reward/mean": "Mean reward of all scored completions, trained on or discarded.",
     "reward/std": "Standard deviation of these rewards.",
+    "rewards": "Of each reward function: `mean` and `std` of its values, and `count`, the number of values; a function "
+    "that applied to no completion is missing.",
     **UPDATE_METRICS,
     "groups/trained": "Number of groups that the step trained on.",
     "groups/discarded": "Number of groups that were discarded since the line before.",
@@ -66,6 +68,8 @@ METRICS = {
     "time/weight_swap": "Seconds of the latest weight swap.",
     "peak_memory_bytes": "Peak memory of MLX arrays since the process started.",
     "collapse_warnings": "Checks of the collapse detection that this step triggered, as text.",
+    "warnings": "Findings about the rewards that apply: `no_reward`, `always_rewarded`, `rewards_fail`, "
+    "`constant_reward_part`, `truncated_without_reward`.",
     "rolled_back": "Whether the weights are those of an earlier version again.",
     "environments": "Metrics of each Atropos environment, by name.",
     "remote_servers": "State of each remote inference server, by address; totals since the last start.",
@@ -122,10 +126,12 @@ def step_metrics(
     now: Measurement,
     before: Measurement,
     discarded_between: Mapping[tuple[str, str], int] = {},
+    warnings: Sequence[str] = (),
 ) -> MetricsLine:
     """Return the line of metrics.jsonl for a report, with the change of the gauges since the line before.
 
     discarded_between: number of groups that were discarded while the batch was collected, by (environment, reason).
+    warnings: names of the findings about the rewards that apply now.
     """
     discarded = Counter(discarded_between)
     discarded.update((group.prompt.source, group.reason) for group in report.discarded)
@@ -138,6 +144,7 @@ def step_metrics(
         "weights_hash": report.fingerprint,
         "time/run": now.seconds,
         **_reward_metrics(report),
+        "rewards": reward_parts(report),
         **dict.fromkeys(UPDATE_METRICS),
         **(msgspec.structs.asdict(report.update) if report.update else {}),
         **_group_metrics(report, discarded),
@@ -155,6 +162,7 @@ def step_metrics(
         "time/weight_swap": now.gauges.swap_seconds_last,
         "peak_memory_bytes": now.gauges.peak_memory_bytes,
         "collapse_warnings": report.collapse_warnings,
+        "warnings": list(warnings),
         "rolled_back": report.rolled_back,
         "environments": environment_metrics([group.scored for group in report.trained], discarded),
         "remote_servers": {
@@ -199,6 +207,19 @@ def _reward_metrics(report: StepReport) -> MetricsLine:
     rewards += [reward for group in report.discarded for reward in group.rewards]
     counted = [reward for reward in rewards if bounded([reward])]
     return {"reward/mean": _mean(counted), "reward/std": pstdev(counted) if counted else None}
+
+
+def reward_parts(report: StepReport) -> dict[str, MetricsLine]:
+    """Return mean, standard deviation and number of the values of each reward function."""
+    values: defaultdict[str, list[float]] = defaultdict(list)
+    for parts in (*(t.scored.parts for t in report.trained), *(d.parts for d in report.discarded)):
+        for name, found in parts.items():
+            values[name] += [value for value in found if value is not None and bounded([value])]
+    return {
+        name: {"mean": fmean(found), "std": pstdev(found), "count": len(found)}
+        for name, found in sorted(values.items())
+        if found
+    }
 
 
 def _group_metrics(report: StepReport, discarded: Counter[tuple[str, str]]) -> MetricsLine:

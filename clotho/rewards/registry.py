@@ -27,6 +27,16 @@ BUILT_IN: dict[str, RewardFunction] = {
 }
 """Built-in reward functions: synchronous, and with a bounded cost for every text."""
 
+EXPECTED = {
+    "format": "<think>...</think><answer>...</answer>, and nothing else",
+    "math_eval": "the value of the answer inside <answer>...</answer>",
+    "last_number": "the answer as the last number of the text",
+    "jaccard": "words of the answer inside <answer>...</answer>",
+    "choice_correctness": "the letter or text of the correct option inside <answer>...</answer>",
+    "exact": "the answer itself inside <answer>...</answer>",
+}
+"""What a built-in function expects of a completion."""
+
 ALLOWED = f"use {', '.join(BUILT_IN)}, module:function, or path/to/file.py:function"
 
 

@@ -19,6 +19,7 @@ from clotho.models.policy import Policy
 from clotho.monitoring.display import RunFacts
 from clotho.monitoring.metrics import RunHistory
 from clotho.monitoring.terminal_text import relative_path
+from clotho.monitoring.training_signal import TrainingSignal
 from clotho.rewards.runner import RewardRunner
 from clotho.run.custom_actors import Services
 from clotho.run.prompts import PromptBuilder
@@ -54,7 +55,8 @@ class RunContext(Struct, frozen=True, kw_only=True, eq=False):
 
     Shared state, with the actor that writes it:
     weights: the served weights (broadcaster). replacements: number of groups that are replaced by others (learner).
-    logged: last step in the log files (monitor). progress, ledger: of the learner. swap_times: of the broadcaster.
+    logged: last step in the log files, signal: findings about the rewards (monitor). progress, ledger: of the learner.
+    swap_times: of the broadcaster.
     evaluations: reports since the last start (evaluator). sample_log: completions of HTTP clients (server).
     """
 
@@ -85,6 +87,7 @@ class RunContext(Struct, frozen=True, kw_only=True, eq=False):
     weights: Latest[WeightsReady]
     replacements: Latest[int]
     logged: Latest[int]
+    signal: TrainingSignal
     sample_log: SampleLog
     swap_times: SwapTimes
     evaluations: list[EvalReport]

@@ -25,7 +25,9 @@ from clotho.models.adapter_store import AdapterStore
 from clotho.models.loading import find_model
 from clotho.models.policy import Policy, load_policy
 from clotho.monitoring.metrics import RunHistory, read_history
+from clotho.monitoring.training_signal import TrainingSignal
 from clotho.rewards.overlong import Overlong
+from clotho.rewards.registry import EXPECTED
 from clotho.rewards.runner import RewardRunner
 from clotho.run.context import RunContext
 from clotho.run.custom_actors import load_factory
@@ -156,6 +158,7 @@ async def _build_context(
         ),
         replacements=_cell("replacements", ledger.ended - progress.step * profile.learner.batch_size),
         logged=Latest[int]("logged"),
+        signal=TrainingSignal(EXPECTED),
         sample_log=SampleLog(capacity_tokens=_sample_log_tokens(profile), logit_bias=profile.sampling.logit_bias),
         swap_times=SwapTimes(),
         evaluations=evaluations,

@@ -108,6 +108,7 @@ def _loading_app(settings: HttpServer) -> ASGIApp:
         fingerprint="",
         progress_seconds=0.0,
         children={},
+        warnings=(),
     )
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:

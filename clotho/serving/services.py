@@ -129,12 +129,14 @@ class HealthReport(Struct, frozen=True, kw_only=True):
     """The state of the program. Any status but `ok` is reported with HTTP status 503.
 
     children: supervised child -> state. progress_seconds: seconds since the compute thread last made progress.
+    warnings: problems of the training that are no outage.
     """
 
     status: Literal["ok", "stalled", "restarting", "failed"]
     detail: str = ""
     children: dict[str, str] = {}
     progress_seconds: float = 0.0
+    warnings: tuple[str, ...] = ()
 
 
 class Health(Struct, frozen=True, kw_only=True):
@@ -148,6 +150,7 @@ class Health(Struct, frozen=True, kw_only=True):
     fingerprint: str
     progress_seconds: float
     children: dict[str, str]
+    warnings: tuple[str, ...]
 
 
 class Version(Struct, frozen=True, kw_only=True):

@@ -15,6 +15,7 @@ from anyio import create_task_group, fail_after, wait_all_tasks_blocked
 from actors.monitor import Monitor
 from clotho.monitoring.display import NoDisplay, RunView
 from clotho.monitoring.metrics import METRICS
+from clotho.monitoring.training_signal import TrainingSignal
 from clotho.runtime.latest import Latest
 from clotho.runtime.queues import Queue
 from clotho.runtime.supervisor import temporary, transient
@@ -232,6 +233,7 @@ def monitor_of(queue: Queue[StepReport | EvalReport], metrics: JsonlWriter) -> M
         evaluations=JsonlWriter(metrics.path.with_name("evaluations.jsonl")),
         rollouts=None,
         logged=Latest[int]("logged"),
+        signal=TrainingSignal({}),
     )
 
 
