@@ -39,6 +39,7 @@ PAGE_ORDER = (
     "update",
     "real",
     "http",
+    "serve",
     "hostile_requests",
     "swap",
     "adapters",

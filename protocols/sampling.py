@@ -318,11 +318,12 @@ class SampleRequest(Struct, frozen=True, kw_only=True):
     record_support: report which tokens could have been sampled at each position (`Completion.supports`) if top-p, top-k
         or min-p exclude any; requires 1 <= top_k <= MAX_SUPPORT.
     background: nobody waits for the first token, as with rollouts; other requests are started first.
-    weights: what samples: `POLICY`, `BASE`, or the name of a loaded adapter.
-    request_id: name under which a client can abort the request; empty if it has none.
-    constraint: each completion is a sentence of this grammar, unless `max_tokens` ends it early. The log-probabilities
-        are those of the constrained distribution.
+    weights: what samples: `POLICY`, `BASE`, or an adapter's name. request_id: name for aborts; empty if it has none.
+    constraint: grammar of every completion, unless `max_tokens` ends it early; log-probabilities are constrained too.
     special_tokens: the text includes special tokens. include_stop: the text includes the stop string or stop token.
+    client: who sends the request; requests are admitted fairly between clients. wait_seconds: maximum time until the
+        admission, after which the request fails. answer_seconds: maximum time from the admission, after which its
+        completions end with the finish reason `length`. 0: no limit.
     """
 
     prompt: tuple[int, ...]
@@ -337,6 +338,14 @@ class SampleRequest(Struct, frozen=True, kw_only=True):
     constraint: Constraint | None = None
     special_tokens: bool = False
     include_stop: bool = False
+    client: str = ""
+    wait_seconds: float = 0.0
+    answer_seconds: float = 0.0
+
+    @property
+    def most_tokens(self) -> int:
+        """Maximum number of tokens that the request computes: the prompt once, and every completion."""
+        return len(self.prompt) + len(self.seeds) * self.sampling.max_tokens
 
 
 class Completion(Struct, frozen=True, kw_only=True):
@@ -409,10 +418,7 @@ class CompletionDone(Struct, frozen=True, kw_only=True, tag=True):
 
 
 class SampleFailed(Struct, frozen=True, kw_only=True, tag=True):
-    """Decode engine -> client: the request failed and has no further events.
-
-    param: the field of the request that caused the failure; empty if it is no fault of the request.
-    """
+    """Decode engine -> client: the request failed. param: the field that is the cause; empty if no field is."""
 
     reason: str
     param: str = ""
@@ -424,8 +430,7 @@ SampleEvent = TokenSampled | CompletionDone | SampleFailed
 class PromptLogprobs(Struct, frozen=True, kw_only=True):
     """Log-probabilities of given tokens under the policy at temperature 1, without filters.
 
-    version: policy version that computed them.
-    logprobs: natural logarithms, one for each token except the first.
+    version: policy version that computed them. logprobs: natural logarithms, one for each token except the first.
     top_logprobs: at the same positions, the most probable (token, log-probability) pairs, best first.
     """
 

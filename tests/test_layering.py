@@ -6,7 +6,8 @@
     data, storage
                  protocols, config
     cpu, models, inference, scoring, training, memory
-                 protocols, config, storage, and each other as `MAY_IMPORT` says; never asyncio, anyio or HTTP
+                 protocols, config, storage, runtime, and each other as `MAY_IMPORT` says; never asyncio, anyio or
+                 HTTP
     rewards      protocols, config
     atropos      protocols, config, runtime, inference.sample_log
     remote       protocols, config, runtime, storage
@@ -46,7 +47,7 @@ MAY_IMPORT = {
     "storage": {"protocols", "config"},
     "cpu": {"protocols"},
     "models": {"protocols", "config", "cpu"},
-    "inference": {"protocols", "config", "cpu", "models"},
+    "inference": {"protocols", "config", "cpu", "models", "runtime"},
     "scoring": {"protocols", "config", "cpu", "models", "inference", "training"},
     "training": {"protocols", "config", "cpu", "models", "inference", "scoring", "runtime"},
     "memory": {"protocols", "config", "cpu", "models", "inference", "scoring", "training"},

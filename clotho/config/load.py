@@ -31,7 +31,9 @@ COMMAND_LINE, ADAPTER, MASK = "command line", "policy.adapter", "********"
 MAX_BYTES, MAX_FILES, MAX_NAME, MAX_PATH = 2**20, 16, 255, 4000
 """Limits: bytes of a profile, files that extend each other, and bytes of a file name and of a path."""
 
-INPUT_PATHS = ("model.path", "model.chat_template", "policy.adapter", "data.train", "data.heldout")
+INPUT_PATHS = (
+    "model.path", "model.chat_template", "policy.adapter", "data.train", "data.heldout", "server.api_keys_file",
+)  # fmt: skip
 CALLERS_PATHS = ("run_dir", "checkpoint.adapter_path", "atropos.python")
 """Keys whose paths are always relative to the working directory."""
 

@@ -198,7 +198,12 @@ class HttpServer(Variant, frozen=True, kw_only=True, tag="http"):
     host: Annotated[str, about("Address that the HTTP server binds.")] = "127.0.0.1"
     port: Annotated[int, about("Port of the HTTP server; 0 takes any free port.", ge=0, le=65535)] = 8000
     api_key: Annotated[str, about("API key of clients; required unless the host is a loopback address.")] = ""
+    api_keys_file: Annotated[str, about("TOML file of API keys with names and limits; empty: none.")] = ""
     model_name: Annotated[str, about("Name of the policy in /v1/models.")] = "policy"
+    max_queue_seconds: Annotated[NonNegativeFloat, about("Time until a request is admitted; 0: no limit.")] = 1200.0
+    max_answer_seconds: Annotated[
+        NonNegativeFloat, about("Time from the admission in which a request is answered; 0: no limit.")
+    ] = 3600.0
     max_concurrent: Annotated[Positive, about("Requests that are processed at once; others wait.")] = 256
     max_choices: Annotated[Positive, about("Maximum completions of a request: prompts times n.")] = 64
     max_body_bytes: Annotated[Positive, about("Maximum size of a request body in bytes.")] = 4_194_304
@@ -246,6 +251,7 @@ class EngineSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     prefix_cache_tokens: Annotated[NonNegative, about("Capacity of the prefix cache, in tokens.")] = 16_384
     prefill_chunk: Annotated[Positive, about("Maximum number of prompt tokens per prefill step.")] = 2048
     decode_share: Annotated[float, about("Share of compute time for decoding during updates.", ge=0.05, le=0.95)] = 0.5
+    rollout_share: Annotated[float, about("Share of rows that clients leave to waiting rollouts.", ge=0, le=1)] = 0.5
     kv_policy: Annotated[KvPolicy, about("KV cache at a weight swap: keep, recompute, or drain sequences.")] = "keep"
     speculation: Speculation = Off()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from clotho.inference.engine import DecodeEngine, ServedModel
-from clotho.inference.outputs import EngineStats
+from clotho.inference.engine import DecodeEngine
+from clotho.inference.interface import EngineStats, ServedModel
 
 __all__ = ["DecodeEngine", "EngineStats", "ServedModel"]

@@ -6,13 +6,13 @@ one thread creates it, submits requests to it, and calls `tick()` while `has_wor
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from time import perf_counter
-from typing import Literal, Protocol
+from typing import Literal
 
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
 import structlog
 
@@ -25,8 +25,9 @@ from clotho.cpu.supported import make_host_decoder
 from clotho.inference.batch import Batch, Step
 from clotho.inference.batching_probe import probe_batching
 from clotho.inference.cache_layout import CacheLayout, RowCaches
+from clotho.inference.interface import EngineStats, ServedModel
 from clotho.inference.kv_cache import BatchKVCache
-from clotho.inference.outputs import EngineStats, EventSender, OutputProcessor
+from clotho.inference.outputs import EventSender, OutputProcessor
 from clotho.inference.prefill import ALL_KINDS, POLICY_KIND, Prefill, pass_context
 from clotho.inference.sampling import validate
 from clotho.inference.scheduler import ActiveRequest, Listener, PrefillJob, Row, Scheduler
@@ -36,7 +37,6 @@ from clotho.models.adapter_files import AdapterContents
 from clotho.models.adapter_rows import LazyAdapterRows
 from clotho.models.adapter_store import AdapterStore, LoadedAdapter
 from clotho.models.machine import free_buffers
-from clotho.models.tokenizer import ChatTokenizer
 from clotho.models.turns import TurnBudget
 from protocols.adapter import AdapterInfo
 from protocols.errors import AdapterRequestError, RequestError
@@ -45,29 +45,8 @@ from protocols.summary import SpeculationCounts
 
 log = structlog.get_logger(__name__)
 
-
-class ServedModel(Protocol):
-    """What the engine samples from: a model, its tokenizer, and the served policy version."""
-
-    @property
-    def model(self) -> nn.Module:
-        """The model as mlx-lm builds it. Its parameters may be swapped between steps."""
-
-    @property
-    def tokenizer(self) -> ChatTokenizer:
-        """Converts tokens to text, and names the tokens that end a completion."""
-
-    @property
-    def version(self) -> int:
-        """The served policy version."""
-
-    @property
-    def vocab_size(self) -> int:
-        """Width of the logits."""
-
-    @property
-    def context_length(self) -> int:
-        """Maximum number of tokens of prompt and completion."""
+LIMIT_CHECK_SECONDS = 0.05
+"""Time between two checks for requests that have exceeded a limit on their time."""
 
 
 class DecodeEngine:
@@ -114,12 +93,14 @@ class DecodeEngine:
             make_caches = verifying_caches(layout, decoder, settings.kv_cache_tokens)
             batch = SpeculativeBatch(make_caches, end_tokens, vocabulary, self._computing, settings=speculation)
             self._make_caches, self._batch, self._speculative = make_caches, batch, batch
-        self._scheduler = Scheduler(settings.max_num_seqs, settings.kv_cache_tokens)
+        self._scheduler = Scheduler(settings.max_num_seqs, settings.kv_cache_tokens, settings.rollout_share)
         self._prefill = Prefill(layout, settings, self._adapter_rows.computing, turns)
-        self._sender = EventSender(source.tokenizer)
+        self._sender = EventSender(source.tokenizer, self._scheduler.refund)
         self._sender.completed = None if self._speculative is None else self._speculative.drafter.finished
         self._outputs = OutputProcessor(self._batch, self._sender)
         self._aborted: list[int] = []
+        self._limits_checked = 0.0
+        self._timed_out: Counter[str] = Counter()
         self._requests = self._rows = self._tokens_sampled = self._decode_steps = self._preempted = 0
 
     def submit(self, request: SampleRequest, listener: Listener) -> int:
@@ -219,7 +200,7 @@ class DecodeEngine:
         if self.held == "everything":
             return bool(ended)
         busy = self.running or self._batch.inflight or ended
-        return bool(busy or (self._admits and (self._scheduler.waiting or self._scheduler.entering)))
+        return bool(busy or (self._admits and self._scheduler.has_waiting))
 
     @property
     def is_urgent(self) -> bool:
@@ -251,16 +232,32 @@ class DecodeEngine:
         return self._decode()
 
     def _remove_ended(self) -> None:
-        """Free the rows of requests that were aborted, or closed because they failed."""
+        """Free the rows of requests that were aborted, exceeded a limit on their time, or were closed by a failure."""
         aborted, self._aborted = self._aborted, []
         for request_id in aborted:
             active = self._sender.requests.get(request_id)
             if active is not None:
                 for row in self._withdraw(active, clear=False):
                     self._sender.done(row, "abort")
+        self._end_overdue()
         closed, self._sender.closed = self._sender.closed, []
         for active in closed:
             self._withdraw(active, clear=True)
+
+    def _end_overdue(self) -> None:
+        """Refuse requests that waited too long for admission, and end those that have been answered for too long."""
+        now = perf_counter()
+        if now < self._limits_checked + LIMIT_CHECK_SECONDS:
+            return
+        self._limits_checked = now
+        for active in [active for active in self._sender.requests.values() if active.deadline <= now]:
+            self._timed_out["answer" if active.admitted else "queue"] += 1
+            if not active.admitted:
+                waited = f"waited {active.request.wait_seconds:.0f} seconds for admission"
+                self._sender.fail(active, f"the request {waited}; try again later", param="queue")
+                continue
+            for row in self._withdraw(active, clear=False):
+                self._sender.done(row, "length")
 
     def _withdraw(self, active: ActiveRequest, *, clear: bool) -> list[Row]:
         """Remove all rows of a request from the batch and the queue; return them in order of their index."""
@@ -475,6 +472,7 @@ class DecodeEngine:
         return EngineStats(
             running_rows=self.running,
             waiting_rows=self._scheduler.rows,
+            waiting_clients=self._scheduler.waiting_clients,
             rows_limit=self._scheduler.max_num_seqs,
             cache_tokens=self._batch.cache_tokens,
             prefix_cache_tokens=self._prefill.prefixes.tokens,
@@ -487,6 +485,7 @@ class DecodeEngine:
             failed=self._sender.failed,
             listener_errors=self._sender.listener_errors,
             preempted=self._preempted,
+            timed_out=dict(self._timed_out),
             timings=self._sender.timings.distributions(),
             speculation=SpeculationCounts() if self._speculative is None else self._speculative.counts,
         )

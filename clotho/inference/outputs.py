@@ -9,14 +9,13 @@ from time import perf_counter
 
 import numpy as np
 import structlog
-from msgspec import Struct
 
 from clotho.inference.batch import Batch, StepOutput
 from clotho.inference.scheduler import ActiveRequest, Row
 from clotho.models.tokenizer import ChatTokenizer
 from protocols.errors import RequestError
 from protocols.sampling import Completion, CompletionDone, FinishReason, SampleEvent, SampleFailed, TokenSampled
-from protocols.summary import Distribution, SpeculationCounts
+from protocols.summary import Distribution
 
 log = structlog.get_logger(__name__)
 
@@ -70,38 +69,6 @@ class Timings:
         self._totals[name] += value * times
 
 
-class EngineStats(Struct, frozen=True, kw_only=True):
-    """Current gauges, and counters since the engine was created.
-
-    running_rows, waiting_rows: completions that are decoded, and completions that wait. rows_limit: how many are
-    decoded at once at most.
-    cache_tokens: tokens that the KV cache of running rows holds memory for. prefix_cache_tokens: tokens in the prefix
-    cache. tokens_sampled: tokens reported, without wasted samples. prefill_tokens: prompt tokens computed, with
-    padding.
-    prefix_hits, prefix_misses: prompts found and not found in the prefix cache. decode_steps: number of decode steps.
-    finished: completions by finish reason. failed: requests that failed. listener_errors: requests that were closed
-    because their listener raised. preempted: rows that left the batch and will continue. timings: distributions of
-    durations and of the tokens of a step. speculation: drafts and their accepted tokens.
-    """
-
-    running_rows: int
-    waiting_rows: int
-    rows_limit: int
-    cache_tokens: int
-    prefix_cache_tokens: int
-    tokens_sampled: int
-    prefill_tokens: int
-    prefix_hits: int
-    prefix_misses: int
-    decode_steps: int
-    finished: dict[str, int]
-    failed: int
-    listener_errors: int
-    preempted: int
-    timings: dict[str, Distribution]
-    speculation: SpeculationCounts
-
-
 class EventSender:
     """Sends events to listeners. A listener that raises loses its own request only.
 
@@ -110,14 +77,15 @@ class EventSender:
     completed: called with each row that has finished and was not aborted; None: nothing is called.
     """
 
-    def __init__(self, tokenizer: ChatTokenizer) -> None:
+    def __init__(self, tokenizer: ChatTokenizer, refund: Callable[[ActiveRequest, int], None]) -> None:
+        """refund: called for every finished completion with the number of tokens below its maximum."""
         self.requests: dict[int, ActiveRequest] = {}
         self.closed: list[ActiveRequest] = []
         self.finished: Counter[str] = Counter()
         self.failed = self.listener_errors = 0
         self.timings = Timings()
         self.completed: Callable[[Row], None] | None = None
-        self._tokenizer = tokenizer
+        self._tokenizer, self._refund = tokenizer, refund
 
     def send(self, active: ActiveRequest, event: SampleEvent) -> None:
         """Call a listener unless its request is closed. If the listener raises, close the request."""
@@ -154,6 +122,7 @@ class EventSender:
             self.fail(active, f"the completion could not be decoded: {error}")
             return
         self.finished[reason] += 1
+        self._refund(active, active.request.sampling.max_tokens - len(row.tokens))
         if self.completed is not None and reason != "abort":
             self.completed(row)
         self.send(active, CompletionDone(index=row.index, completion=completion, tail=tail))

@@ -1,6 +1,7 @@
 """Prefill: the KV caches of prompts, several at once if their lengths allow, one chunk per step of the engine.
 
-Beside a learner, a chunk is evaluated in turns of bounded length, and prompts of clients before those of rollouts.
+Long prompts of clients take turns. Beside a learner, a chunk is evaluated in turns of bounded length, and prompts of
+clients before those of rollouts.
 
 The prefix cache keeps KV caches of prompts for requests with the same beginning: LRU, never across policy versions.
 """
@@ -20,7 +21,7 @@ from msgspec import Struct
 from clotho.config.schema import EngineSection
 from clotho.cpu.interface import PromptState
 from clotho.inference.cache_layout import CacheLayout, evaluation_mode
-from clotho.inference.scheduler import ActiveRequest, PrefillJob, insert
+from clotho.inference.scheduler import ActiveRequest, PrefillJob
 from clotho.models.adapter_store import LoadedAdapter
 from clotho.models.turns import TurnBudget
 
@@ -179,6 +180,11 @@ def _can_prefill_together(jobs: Sequence[PrefillJob], limit: int | None, budget:
 class Prefill:
     """Jobs before they join the batch: those that wait for prefill, those in progress, and the prefix cache.
 
+    Prompts of clients come before background requests. Batches of clients take turns of one chunk: every second chunk
+    begins a batch of waiting prompts, if there are any, and the others continue the batches in progress in turn. With b
+    such batches, a waiting prompt begins within two chunks per batch of waiting prompts before it, and a batch in
+    progress continues every 2 b chunks.
+
     is_interrupted: the latest turn ended within the evaluation of a chunk.
     """
 
@@ -195,7 +201,8 @@ class Prefill:
         self._waiting: deque[PrefillJob] = deque()
         self._ready: list[PrefillJob] = []
         self._batches: list[PrefillBatch] = []
-        """At most one of clients, then at most one of background requests."""
+        """Those of clients in the order of their turns, then at most one of background requests."""
+        self._begins_next = True
 
     def add(self, jobs: Sequence[PrefillJob], version: int) -> None:
         """Add admitted jobs. Jobs that need no prefill, or that the prefix cache covers, are ready at once."""
@@ -206,7 +213,14 @@ class Prefill:
             if job.computed:
                 self._ready.append(job)
             else:
-                insert(self._waiting, job)
+                self._insert(job)
+
+    def _insert(self, job: PrefillJob) -> None:
+        """Insert a job before all background jobs, or behind all jobs if it is a background job itself."""
+        at = len(self._waiting)
+        if not job.active.request.background:
+            at = next((i for i, other in enumerate(self._waiting) if other.active.request.background), at)
+        self._waiting.insert(at, job)
 
     def _look_up(self, job: PrefillJob, version: int) -> None:
         hit = self.prefixes.find(weights_key(job.active, version), job.tokens[:-1])
@@ -228,6 +242,7 @@ class Prefill:
         batch = self._next_batch(version, fail)
         if batch is not None:
             self._run(self._advance, batch, fail)
+            self._end_turn(batch)
         self.is_interrupted = batch is not None and batch.is_interrupted
         if (idle and not self._ready) or (self._turns is not None and batch is not None and not batch.background):
             self._collect(fail)
@@ -235,12 +250,23 @@ class Prefill:
         return ready
 
     def _next_batch(self, version: int, fail: Callable[[ActiveRequest, str], None]) -> PrefillBatch | None:
-        """Return the batch to work on: one of clients before one of background requests."""
+        """Return the batch to work on."""
         first = self._batches[0] if self._batches else None
-        if self._waiting and (first is None or (first.background and not self._waiting[0].active.request.background)):
+        client_waits = bool(self._waiting) and not self._waiting[0].active.request.background
+        has_turn = first is None or first.background or (self._begins_next and not first.is_interrupted)
+        if self._waiting and (first is None or (client_waits and has_turn)):
             jobs = select(self._waiting, self._layout, self._chunk)
             self._begin(jobs, version, fail)
         return self._batches[0] if self._batches else None
+
+    def _end_turn(self, batch: PrefillBatch) -> None:
+        """If a chunk of clients is complete, let their other batches have the next turns."""
+        if batch.background or batch.is_interrupted:
+            return
+        self._begins_next = not self._begins_next
+        if batch in self._batches:
+            self._batches.remove(batch)
+            self._batches.insert(sum(not one.background for one in self._batches), batch)
 
     def _begin(self, jobs: list[PrefillJob], version: int, fail: Callable[[ActiveRequest, str], None]) -> None:
         try:

@@ -1,7 +1,8 @@
-"""Requests and rows of the engine, and the scheduler: first come, first served, within limits on rows and KV cache."""
+"""Requests and rows of the engine, and the scheduler: fair between clients, within limits on rows and KV cache."""
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from time import perf_counter
 from clotho.cpu.interface import PromptState
 from clotho.inference.stop_strings import IncrementalDetokenizer
 from clotho.models.adapter_store import LoadedAdapter
+from clotho.runtime.fair_queue import Account, FairQueue
 from protocols.constraints import ConstraintState
 from protocols.errors import RequestError
 from protocols.sampling import SampleEvent, SampleRequest, excludes_tokens
@@ -23,7 +25,8 @@ class ActiveRequest:
 
     limit: maximum length of a completion, given the context. open: unfinished completions. adapter: the adapter that
     samples; None for the policy. submitted, admitted, started: time of submission, of the first admission, and of the
-    entry of the first row into the batch, in seconds of `perf_counter`; 0 if that has not happened.
+    entry of the first row into the batch, in seconds of `perf_counter`; 0 if that has not happened. account: of the
+    client in the fair queue; None for rollouts.
     """
 
     request_id: int
@@ -35,6 +38,7 @@ class ActiveRequest:
     submitted: float = field(default_factory=perf_counter)
     admitted: float = 0.0
     started: float = 0.0
+    account: Account[PrefillJob] | None = None
 
     @property
     def weights_version(self) -> int:
@@ -46,6 +50,14 @@ class ActiveRequest:
         """Whether the text of a completion is needed before its end, or with special tokens."""
         request = self.request
         return bool(request.stream or request.sampling.stop or request.special_tokens or request.include_stop)
+
+    @property
+    def deadline(self) -> float:
+        """Time at which the request has waited for its admission, or been answered since then, for too long."""
+        begin, limit = self.submitted, self.request.wait_seconds
+        if self.admitted:
+            begin, limit = self.admitted, self.request.answer_seconds
+        return begin + limit if limit else math.inf
 
     @property
     def reserved(self) -> int:
@@ -120,43 +132,67 @@ def client_rows(max_num_seqs: int) -> int:
     return max_num_seqs // CLIENT_ROWS
 
 
-def insert(queue: deque[PrefillJob], job: PrefillJob, *, first: bool = False) -> None:
-    """Insert a job before all background jobs, or behind all jobs if it is a background job itself.
-
-    first: insert it before the jobs of its kind instead of behind them.
-    """
-    background = job.active.request.background
-    foreground = next((i for i, other in enumerate(queue) if other.active.request.background), len(queue))
-    at = (foreground if background else 0) if first else (len(queue) if background else foreground)
-    queue.insert(at, job)
-
-
 class Scheduler:
     """The waiting jobs in order, and the admitted jobs that are being prefilled.
 
     Rows are admitted while rows x longest reserved length <= kv_cache_tokens, because every row's cache is as long as
     the longest. The full length (prompt and maximum completion) is reserved on admission, so a row that has started can
-    always finish. Background jobs wait behind requests of clients; otherwise, the first job in the queue is never
-    overtaken. Beside background rows, clients may use `client_rows` more rows than max_num_seqs, so that they need not
-    wait until a rollout ends. When the batch is full, rows are admitted in waves: as soon as an eighth of max_num_seqs
-    is free, because each admission costs a prefill pass.
+    always finish. When the batch is full, rows are admitted in waves: as soon as an eighth of max_num_seqs is free,
+    because each admission costs a prefill pass. The job that is next in order is never overtaken.
+
+    Order between clients: a `FairQueue` of requests, whose cost is `SampleRequest.most_tokens`. When a request ends,
+    the tokens that it did not use are refunded.
+    Order between clients and rollouts (background jobs): requests of clients are admitted before waiting rollouts.
+    Beside rollouts, clients may use `client_rows` more rows than max_num_seqs, so that they need not wait until a
+    rollout ends. While rollouts wait, no further request of a client is admitted once clients hold the rows that
+    `rollout_share` leaves them, so that requests of clients cannot stop a training run.
+    Jobs that were admitted before, in part or until an interruption, continue before other jobs of their kind.
     """
 
-    def __init__(self, max_num_seqs: int, kv_cache_tokens: int) -> None:
-        """max_num_seqs: can be changed later; running rows above a lower value finish."""
-        self.waiting: deque[PrefillJob] = deque()
+    def __init__(self, max_num_seqs: int, kv_cache_tokens: int, rollout_share: float = 0.5) -> None:
+        """max_num_seqs: can be changed later; running rows above a lower value finish.
+
+        rollout_share: share of the rows that waiting rollouts keep from clients.
+        """
         self.entering: list[PrefillJob] = []
         self.max_num_seqs = max_num_seqs
-        self._kv_cache_tokens = kv_cache_tokens
+        self._kv_cache_tokens, self._rollout_share = kv_cache_tokens, rollout_share
+        self._returned: deque[PrefillJob] = deque()
+        self._clients = FairQueue[PrefillJob]()
+        self._rollouts: deque[PrefillJob] = deque()
+
+    @property
+    def waiting(self) -> list[PrefillJob]:
+        """The jobs that are not admitted: those of clients, client by client, then rollouts."""
+        return [*self._returned, *(self._clients if self._clients.length else ()), *self._rollouts]
+
+    @property
+    def has_waiting(self) -> bool:
+        """Whether a job is not in the batch yet."""
+        return bool(self.entering or self._returned or self._rollouts or self._clients.length)
+
+    @property
+    def waiting_clients(self) -> int:
+        """Number of clients with requests that have not been admitted."""
+        return self._clients.clients if self._clients.length else 0
 
     def add(self, job: PrefillJob) -> None:
         """Add a new job to the queue."""
-        insert(self.waiting, job)
+        request = job.active.request
+        if request.background:
+            self._rollouts.append(job)
+        else:
+            job.active.account = self._clients.put(request.client, job, request.most_tokens)
 
     def requeue(self, jobs: Sequence[PrefillJob]) -> None:
-        """Return jobs to the head of the queue, in their order."""
+        """Return admitted jobs to the head of the queue, in their order."""
         for job in reversed(jobs):
-            insert(self.waiting, job, first=True)
+            (self._rollouts if job.active.request.background else self._returned).appendleft(job)
+
+    def refund(self, active: ActiveRequest, tokens: int) -> None:
+        """Credit the client of an admitted request with tokens that the request did not use."""
+        if active.account is not None and active.admitted:
+            self._clients.refund(active.account, tokens)
 
     @property
     def rows(self) -> int:
@@ -166,8 +202,8 @@ class Scheduler:
     @property
     def client_waits(self) -> bool:
         """Whether a row of a client is not in the batch yet."""
-        first = [self.waiting[0]] if self.waiting else []  # clients come first
-        return any(not job.active.request.background for job in [*first, *self.entering])
+        waits = self._returned or self._clients.length
+        return bool(waits) or any(not job.active.request.background for job in self.entering)
 
     @property
     def pending(self) -> list[PrefillJob]:
@@ -176,7 +212,8 @@ class Scheduler:
 
     def check(self, rows: int) -> None:
         """Raise RequestError if `rows` more rows exceed the limit on waiting rows or requests."""
-        if len(self.waiting) >= MAX_WAITING_REQUESTS or self.rows + rows > MAX_WAITING_ROWS:
+        requests = len(self._returned) + len(self._rollouts) + self._clients.length
+        if requests >= MAX_WAITING_REQUESTS or self.rows + rows > MAX_WAITING_ROWS:
             raise RequestError(f"{self.rows} completions are waiting; try again later", param="queue")
 
     def admit(self, running: int, longest: int, background: int = 0) -> list[PrefillJob]:
@@ -188,20 +225,39 @@ class Scheduler:
         for job in self.entering:
             running, longest = running + job.admitted, max(longest, job.active.reserved)
             background += job.admitted if job.active.request.background else 0
-        while self.waiting:
-            job = self.waiting[0]
+        while (following := self._next(running - background)) is not None:
+            job = following
             length = max(longest, job.active.reserved)
             more = 0 if job.active.request.background else min(background, client_rows(self.max_num_seqs))
             room = min(self.max_num_seqs + more, self._kv_cache_tokens // length) - running
             if room < min(len(job.rows), wave) and (running or room < 1):
                 break
+            self._take(job)
             job.admitted = min(len(job.rows), room)
             job.active.admitted = job.active.admitted or perf_counter()
-            self.entering.append(self.waiting.popleft())
+            self.entering.append(job)
             admitted.append(job)
             running, longest = running + job.admitted, length
             background += job.admitted if job.active.request.background else 0
         return admitted
+
+    def _next(self, held: int) -> PrefillJob | None:
+        """Return the job that is next in order. held: number of rows that clients hold."""
+        if self._returned:
+            return self._returned[0]
+        kept = int(self.max_num_seqs * self._rollout_share)
+        if self._rollouts and (not self._clients.length or held >= max(1, self.max_num_seqs - kept)):
+            return self._rollouts[0]
+        return self._clients.peek() if self._clients.length else None
+
+    def _take(self, job: PrefillJob) -> None:
+        """Remove the job that `_next` returned."""
+        if job.active.request.background:
+            self._rollouts.popleft()
+        elif self._returned:
+            self._returned.popleft()
+        else:
+            self._clients.take()
 
     def entered(self, job: PrefillJob) -> None:
         """Remove a job whose admitted rows are in the batch; its other rows return to the head of the queue."""
@@ -217,12 +273,18 @@ class Scheduler:
         for job in self.pending:
             if job.active is active:
                 job.rows, job.admitted = [], 0
-        self.waiting = deque(job for job in self.waiting if job.rows)
+        if active.request.background:
+            self._rollouts = deque(job for job in self._rollouts if job.rows)
+        else:
+            self._returned = deque(job for job in self._returned if job.rows)
+            self._clients.remove(lambda job: not job.rows)
 
     def clear(self) -> None:
         """Drop all jobs."""
-        self.waiting.clear()
         self.entering.clear()
+        self._returned.clear()
+        self._rollouts.clear()
+        self._clients.clear()
 
     def restart(self, jobs: Sequence[PrefillJob]) -> None:
         """Return the admitted ones of `jobs` to the head of the queue, and discard the prefilled states of `jobs`."""

@@ -13,7 +13,15 @@ from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
 from msgspec.structs import replace
 
-from clotho.config.schema import AtroposSource, EngineSection, FullMethod, HttpServer, ModelSection, Profile
+from clotho.config.schema import (
+    AdaptersSection,
+    AtroposSource,
+    EngineSection,
+    FullMethod,
+    HttpServer,
+    ModelSection,
+    Profile,
+)
 from clotho.config.sections_training import AverageReference, BaseReference, RollBackOnCollapse, SnapshotReference
 from clotho.cpu.interface import spare_columns
 from clotho.inference.cache_layout import AttentionLeaf, CacheLayout, StateLeaf
@@ -29,6 +37,8 @@ from clotho.memory.activations import (
     logits_bytes,
 )
 from clotho.memory.micro_batch import MicroBatchShape, largest_micro_batch, most_groups
+from clotho.models.adapter_files import adapter_targets
+from clotho.models.adapter_rows import KEPT_BANKS
 from clotho.models.folded_lora import converted_bytes
 from clotho.models.loading import (
     DTYPES,
@@ -135,6 +145,8 @@ def estimate_memory(model: ModelSection, profile: Profile, *, prompt_tokens: int
     base, config, shipped = _open(model)
     layout = CacheLayout(base)
     weights = sum(array.nbytes for array in flat(base.parameters()).values())
+    limits = profile.server.adapters if isinstance(profile.server, HttpServer) else AdaptersSection()
+    adapters = _adapters(base, config, limits) if limits.root else 0
     learning = learning_bytes(base, profile)
     length, completion = _longest(profile, prompt_tokens, context_length(config))
     micro = largest_micro_batch(profile, prompt=length - completion, completion=completion)
@@ -157,15 +169,19 @@ def estimate_memory(model: ModelSection, profile: Profile, *, prompt_tokens: int
         logits=logits,
         update=learning.update,
         decode=_draw_copies(profile.sampling) * rows * vocabulary * FLOAT32,
+        adapters=adapters,
         one_sequence=_caches(layout, 1, length),
         shipped_shape=shipped,
     )
     return replace(estimate, margin=int(MARGIN * estimate.turn))
 
 
-def serving_memory(model: ModelSection, engine: EngineSection, sampling: Sampling) -> MemoryEstimate:
+def serving_memory(
+    model: ModelSection, engine: EngineSection, sampling: Sampling, adapters: AdaptersSection | None = None
+) -> MemoryEstimate:
     """Estimate the peak bytes of MLX arrays of a server without a learner; see `estimate_memory`.
 
+    adapters: limits of the adapters that are loaded; None if none can be loaded.
     Clients may request longer completions than `sampling.max_tokens`; `engine.kv_cache_tokens` limits their caches.
     """
     base, config, shipped = _open(model)
@@ -187,6 +203,7 @@ def serving_memory(model: ModelSection, engine: EngineSection, sampling: Samplin
         logits=0,
         update=0,
         decode=decode,
+        adapters=_adapters(base, config, adapters) if adapters is not None else 0,
         margin=int(MARGIN * decode),
         one_sequence=_caches(layout, 1, length),
         shipped_shape=shipped,
@@ -222,6 +239,17 @@ def local_files(path: str) -> Path | None:
 
 def _draw_copies(sampling: Sampling) -> int:
     return DECODE_COPIES + sum(PARAMETERS[name].logits_copies for name in in_use(sampling))
+
+
+def _adapters(base: nn.Module, config: dict[str, Any], limits: AdaptersSection) -> int:
+    """Return the bytes of the largest adapters that the limits allow, with their copies in the compute type.
+
+    The device path keeps one copy of each adapter, and `KEPT_BANKS` copies for passes with several adapters.
+    """
+    targets = adapter_targets(base).values()
+    per_rank = sum(max(1, one.experts) * (one.inputs + one.outputs) for one in targets)
+    loaded = min(limits.max_bytes, limits.max_loaded * limits.max_rank * per_rank * FLOAT32)
+    return loaded + (1 + KEPT_BANKS) * loaded * _itemsize(base, config) // FLOAT32
 
 
 def _caches(layout: CacheLayout, rows: int, tokens: int) -> int:

@@ -77,7 +77,7 @@ class AdapterStore:
     """Loaded adapters by name, the least recently used one first.
 
     If the limits are exceeded, the least recently used adapters without requests are evicted. Adapters that were loaded
-    with `keep` are never evicted.
+    with `keep` are never evicted. Replaced and unloaded versions count until the last of their requests ends.
 
     targets: the linear layers of the model. adapted: modules that hold the policy's own adapter.
     base: the base model as an adapter without matrices; None if the base weights are trained in full.
@@ -156,9 +156,10 @@ class AdapterStore:
     def _to_evict(self, name: str, size: int, in_use: Collection[LoadedAdapter]) -> list[str]:
         """Return the adapters that must leave before `size` bytes can be loaded under `name`."""
         others = {other: adapter for other, adapter in self._loaded.items() if other != name}
-        busy = {adapter.version for adapter in in_use}
+        busy = {adapter.version: adapter for adapter in in_use}
         evicted: list[str] = []
-        total = size + sum(adapter.bytes for adapter in others.values())
+        held = busy | {adapter.version: adapter for adapter in others.values()}
+        total = size + sum(adapter.bytes for adapter in held.values())
         for other, adapter in others.items():
             if total <= self.limits.max_bytes and len(others) - len(evicted) < self.limits.max_loaded:
                 break
@@ -167,8 +168,8 @@ class AdapterStore:
                 total -= adapter.bytes
         if total > self.limits.max_bytes or len(others) - len(evicted) >= self.limits.max_loaded:
             raise AdapterRequestError(
-                f"no space for {size} bytes: {len(others)} adapters with {total - size} bytes are loaded, of at most "
-                f"{self.limits.max_loaded} with {self.limits.max_bytes} bytes, and no more can be evicted",
+                f"no space for {size} bytes: {len(others)} adapters are loaded, and {total - size} bytes in use, of "
+                f"at most {self.limits.max_loaded} with {self.limits.max_bytes} bytes, and no more can be evicted",
                 reason="full",
             )
         return evicted

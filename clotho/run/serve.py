@@ -174,7 +174,8 @@ def load(arguments: ServeArguments) -> tuple[BaseModel | Policy, DecodeEngine]:
     """Load the model and create its engine, in the compute thread. Raises ModelError or ProfileError."""
     profile = arguments.profile
     find_model(profile.model.path)
-    limit_memory(serving_memory(profile.model, profile.engine, profile.sampling), profile.monitor)
+    adapters = profile.server.adapters if arguments.adapters or profile.server.adapters.root else None
+    limit_memory(serving_memory(profile.model, profile.engine, profile.sampling, adapters), profile.monitor)
     if not profile.server.accept_weights:
         base = BaseModel(profile.model)
         return base, DecodeEngine(base, profile.engine, AdapterStore(base.model, profile.server.adapters))

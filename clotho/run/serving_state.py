@@ -139,6 +139,7 @@ class ServingState:
         return EngineSnapshot(
             sequences_running=stats.running_rows,
             sequences_waiting=stats.waiting_rows,
+            clients_waiting=stats.waiting_clients,
             sequences_limit=stats.rows_limit,
             cache_usage=stats.cache_tokens / self._settings.kv_cache_tokens,
             prefix_queries=stats.prefix_hits + stats.prefix_misses,
@@ -151,6 +152,7 @@ class ServingState:
             failed=stats.failed,
             listener_errors=stats.listener_errors,
             preempted=stats.preempted,
+            timed_out=stats.timed_out,
             timings=stats.timings,
             speculation=stats.speculation,
             turns={kind: times.seconds for kind, times in turns.items()},

@@ -21,7 +21,7 @@ from starlette.routing import Route
 from clotho import __version__
 from clotho.config.rules import is_loopback
 from clotho.runtime.daemon_threads import DaemonThreads, NoThreadError, OvertimeError
-from clotho.serving.auth import ApiKeyMiddleware, LocalOriginMiddleware, client_label
+from clotho.serving.auth import ClientMiddleware, Clients, LocalOriginMiddleware, client_of
 from clotho.serving.bodies import RequestBodies
 from clotho.serving.completion_requests import parse_completion_request
 from clotho.serving.errors import EXCEPTION_HANDLERS, ApiError, invalid_field, overloaded
@@ -50,7 +50,7 @@ from clotho.serving.routes_remote import get_policy, parse_rollout_call, put_pol
 from clotho.serving.routes_tokenize import detokenize, tokenize_text
 from clotho.serving.routes_tokens import parse_tokens_request
 from clotho.serving.routes_trl import parse_trl_request
-from clotho.serving.services import Health, RecordingSampler, ServedModel, ServerContext, Version, find_served
+from clotho.serving.services import ClientSampler, Health, ServedModel, ServerContext, Version, find_served
 from clotho.serving.streaming import EventStream, event_stream
 from protocols.sampling import Completion, PromptLogprobs
 from protocols.step import WeightsReady
@@ -69,14 +69,17 @@ RequestParser = Callable[[bytes, ServerContext], T]
 
 
 def build_app(context: ServerContext, limit: ConcurrencyLimit) -> Starlette:
-    """Return the application. Middleware from the outside in: unread bodies, local origin, API key, admission."""
-    handlers = _Handlers(context, limit)
+    """Return the application. Middleware from the outside in: unread bodies, local origin, client, admission.
+
+    Raises ProfileError if the file of API keys is not valid.
+    """
+    clients = Clients(context.settings)
+    handlers = _Handlers(context, limit, clients)
     settings = context.settings
     middleware = [Middleware(UnreadBodyMiddleware, send_seconds=settings.send_seconds)]
     if is_loopback(settings.host):
         middleware.append(Middleware(LocalOriginMiddleware, host=settings.host))
-    if settings.api_key:
-        middleware.append(Middleware(ApiKeyMiddleware, key=settings.api_key))
+    middleware.append(Middleware(ClientMiddleware, clients=clients))
     bodies = RequestBodies(max_bytes=settings.max_body_bytes, seconds=settings.body_seconds)
     gets = {
         "/health": handlers.health,
@@ -162,9 +165,9 @@ class _AdapterHandlers:
 class _Handlers:
     """The routes of all other endpoints, each named after its endpoint."""
 
-    def __init__(self, context: ServerContext, limit: ConcurrencyLimit) -> None:
+    def __init__(self, context: ServerContext, limit: ConcurrencyLimit, clients: Clients) -> None:
         self._context = context
-        self._metrics = ServerMetrics(context, limit)
+        self._metrics = ServerMetrics(context, limit, clients.quotas)
         limits = {"wait_seconds": TOKENIZE_SECONDS, "work_seconds": TOKENIZE_SECONDS}
         self._small_bodies = DaemonThreads("request", TOKENIZER_THREADS, **limits)
         self._large_bodies = DaemonThreads("large-request", 1, **limits)
@@ -247,7 +250,7 @@ class _Handlers:
         request = await self._parse(parse_rollout_call, http)
         started, weights = time.monotonic(), self._context.weights()
         self._metrics.request_started(request)
-        (completions,) = await until_disconnect(http.receive, self._context.sampler.complete_all(request.samples))
+        (completions,) = await until_disconnect(http.receive, self._sampler(http).complete_all(request.samples))
         self._metrics.request_finished(completions, time.monotonic() - started)
         return _json(rollout_answer(tuple(completions), self._context), weights.version)
 
@@ -269,7 +272,7 @@ class _Handlers:
         results = await self._sampler(http).complete_all(native.request.samples)
         prompt = None
         if native.prompt_logprobs is not None:
-            (prompt,) = await self._score(native.request, native.prompt_logprobs)
+            (prompt,) = await self._score(http, native.request, native.prompt_logprobs)
         completions = tuple(chain.from_iterable(results))
         return GenerationResult(model=native.request.model.id, completions=completions, weights=weights, prompt=prompt)
 
@@ -305,19 +308,22 @@ class _Handlers:
             return ResponseBuilder(response_format, request, self._context, weights)
         builder = PromptedBuilder(response_format, request, self._context, weights)
         if (top := request.scored_alternatives) is not None:
-            builder.scored = await until_disconnect(http.receive, self._score(request, top))
+            builder.scored = await until_disconnect(http.receive, self._score(http, request, top))
         return builder
 
-    async def _score(self, request: ValidatedRequest, top: int) -> list[PromptLogprobs]:
+    async def _score(self, http: Request, request: ValidatedRequest, top: int) -> list[PromptLogprobs]:
         """Score the prompts of a request, one at a time, because each uses a KV cache of its own."""
+        with client_of(http.scope).reserved(request.prompt_tokens):
+            return await self._score_in_turn(request, top)
+
+    async def _score_in_turn(self, request: ValidatedRequest, top: int) -> list[PromptLogprobs]:
         async with self._scoring:
             score, source = self._context.prompt_logprobs, request.model.source
             return [await score(prompt, top, source) for prompt in request.prompts]
 
-    def _sampler(self, http: Request) -> RecordingSampler:
+    def _sampler(self, http: Request) -> ClientSampler:
         """Return the sampler for the client of this request."""
-        label = client_label(http.headers.get("authorization", ""), key=self._context.settings.api_key)
-        return RecordingSampler(self._context.sampler, self._context.sample_log, label)
+        return ClientSampler(self._context, client_of(http.scope))
 
     async def _parse(self, parser: RequestParser[T], http: Request) -> T:
         """Validate and tokenize a request in a daemon thread; an endless chat template fails only its request."""

@@ -1,15 +1,21 @@
-"""Access control: the API key, and protection of a loopback server against requests from other web sites."""
+"""Access control: clients by API key or address, and protection of a loopback server from other web sites."""
 
 from __future__ import annotations
 
-import hmac
 import re
+import time
+from contextlib import AbstractContextManager, nullcontext
+from ipaddress import IPv6Address, ip_address, ip_network
 from urllib.parse import urlsplit
 
+from msgspec import Struct
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from clotho.config.api_keys import key_digest, read_api_keys
+from clotho.config.schema import HttpServer
 from clotho.serving.errors import ApiError
+from clotho.serving.quotas import Quota, Reservation
 
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
 OPEN_ROUTES = frozenset({"/health"})
@@ -45,39 +51,99 @@ class LocalOriginMiddleware:
         return name in self._names or f"[{name}]" in self._names
 
 
-class ApiKeyMiddleware:
-    """Requires `Authorization: Bearer KEY` or `Bearer KEY:LABEL` on every path except /health."""
+class Client(Struct, frozen=True, kw_only=True):
+    """The client of a request.
 
-    def __init__(self, app: ASGIApp, *, key: str) -> None:
-        self._app, self._key = app, key
+    name: that of its API key in `server.api_keys_file`, else its network address; on a loopback address with its label.
+    label: name that the client gives itself. quota: of its key. arrived: time of arrival, in seconds of `monotonic`.
+    """
+
+    name: str
+    label: str = ""
+    quota: Quota | None = None
+    arrived: float
+
+    def request(self) -> AbstractContextManager[None]:
+        """Count a request of this client until its end. Raises ApiError with status 429."""
+        return nullcontext() if self.quota is None else self.quota.request()
+
+    def reserved(self, tokens: int) -> AbstractContextManager[Reservation]:
+        """Count tokens of a request of this client until its end. Raises ApiError with status 429 or 400."""
+        return nullcontext(Reservation()) if self.quota is None else self.quota.reserved(tokens)
+
+
+class Clients:
+    """Identifies clients by their API key, or by their address.
+
+    quotas: by the name of the key.
+    """
+
+    def __init__(self, settings: HttpServer) -> None:
+        """Read `server.api_keys_file`. Raises ProfileError."""
+        named = read_api_keys(settings.api_keys_file)
+        self.quotas = {key.name: Quota(key.limits) for key in named}
+        self._names = {key.digest: key.name for key in named}
+        if settings.api_key:
+            self._names.setdefault(key_digest(settings.api_key.encode()), "")
+
+    def find(self, scope: Scope) -> Client | None:
+        """Return the client of a request; None if the server has keys and the request has none of them."""
+        authorization, now = Headers(scope=scope).get("authorization", ""), time.monotonic()
+        token = authorization.removeprefix(BEARER) if authorization.startswith(BEARER) else ""
+        before, colon, label = token.rpartition(":")
+        label = label if colon and LABEL.fullmatch(label) else ""
+        if self._names:
+            whole, labelled = (self._names.get(key_digest(part.encode("latin-1"))) for part in (token, before))
+            name = labelled if whole is None else whole
+            if name is None:
+                return None
+            label = label if whole is None else ""
+            if name:
+                return Client(name=name, label=label, quota=self.quotas[name], arrived=now)
+        return Client(name=_address(scope, label), label=label, arrived=now)
+
+
+def _address(scope: Scope, label: str) -> str:
+    """Return the address of a client: the network of 64 bits for IPv6, and its label behind a loopback address."""
+    host = scope["client"][0] if scope.get("client") else ""
+    try:
+        address = ip_address(host)
+    except ValueError:
+        return str(host)
+    if isinstance(address, IPv6Address) and address.ipv4_mapped is not None:
+        address = address.ipv4_mapped
+    if address.is_loopback:
+        return f"{address}/{label}"
+    return str(address) if address.version == 4 else str(ip_network((int(address), 64), strict=False))
+
+
+CLIENT = "clotho.client"
+"""Key of the `Client` in the scope of a request."""
+
+
+class ClientMiddleware:
+    """Identifies the client of every request. With API keys, every path except /health requires one.
+
+    A key is sent as `Authorization: Bearer KEY` or `Bearer KEY:LABEL`.
+    """
+
+    def __init__(self, app: ASGIApp, *, clients: Clients) -> None:
+        self._app, self._clients = app, clients
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, or respond with 401."""
-        is_open = scope["type"] == "lifespan" or scope["path"] in OPEN_ROUTES
-        if is_open or has_key(Headers(scope=scope).get("authorization", ""), self._key):
-            await self._app(scope, receive, send)
-        else:
+        client = None if scope["type"] == "lifespan" else self._clients.find(scope)
+        if client is None and scope["type"] != "lifespan" and scope["path"] not in OPEN_ROUTES:
             headers = {"www-authenticate": "Bearer"}
             message = "A valid API key is required; send the header `Authorization: Bearer KEY`."
             error = ApiError(401, message, code="invalid_api_key", headers=headers)
             await error.response()(scope, receive, send)
+        else:
+            await self._app({**scope, CLIENT: client}, receive, send)
 
 
-def has_key(authorization: str, key: str) -> bool:
-    """Return True if the Authorization header contains the key, with or without a label. Compares in constant time."""
-    expected = (BEARER + key).encode()
-    whole = hmac.compare_digest(authorization.encode("latin-1"), expected)
-    before_label = hmac.compare_digest(authorization.rpartition(":")[0].encode("latin-1"), expected)
-    return whole | before_label
-
-
-def client_label(authorization: str, *, key: str) -> str:
-    """Return the label of the client: the part of the bearer token after the last colon.
-
-    Returns an empty string if there is no label, or if the label is not 1 to 32 letters, digits, `-` and `_`.
-    """
-    unlabelled = key and authorization.encode("latin-1") == (BEARER + key).encode()
-    if unlabelled or not authorization.startswith(BEARER):
-        return ""
-    _, found, label = authorization.rpartition(":")
-    return label if found and LABEL.fullmatch(label) else ""
+def client_of(scope: Scope) -> Client:
+    """Return the client of a request that has passed `ClientMiddleware`."""
+    client = scope[CLIENT]
+    assert isinstance(client, Client)
+    return client

@@ -48,12 +48,14 @@ class ApiError(Exception):
         *,
         param: str | None = None,
         code: str | None = None,
+        error_type: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
+        """error_type: without one, whether the request or the server is the cause."""
         message = visible(message, MESSAGE_LIMIT, keep_end=MESSAGE_LIMIT // 4)
         param = None if param is None else visible(param, PARAM_LIMIT)
         super().__init__(message)
-        error_type = INVALID if status < 500 else SERVER
+        error_type = error_type or (INVALID if status < 500 else SERVER)
         self.status = status
         self.body = ErrorBody(error=ErrorDetail(message=message, type=error_type, param=param, code=code))
         self.headers = dict(headers or {})

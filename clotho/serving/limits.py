@@ -8,7 +8,6 @@ response that is sent before the whole body has arrived (401, 413, 503) would th
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from typing import TypeVar
@@ -18,14 +17,18 @@ from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from clotho.runtime.fair_queue import FairQueue
+from clotho.serving.auth import Client, client_of
 from clotho.serving.bodies import RequestBodies
 from clotho.serving.errors import ApiError, overloaded
 from clotho.serving.streaming import DONE, server_sent
 
 LINGER_SECONDS = 2.0
 MAX_QUEUED_REQUESTS = 4096
-"""Requests that may wait for admission. The server queues requests instead of rejecting them because clients such as
-Atropos give up after three attempts within seconds, and the work for the whole group would be lost."""
+"""Requests that may wait for admission; twice as many with those of clients that have less than an equal part.
+
+The server queues requests instead of rejecting them because clients such as Atropos give up after three attempts within
+seconds, and the work for the whole group would be lost."""
 SHUTTING_DOWN = ApiError(
     503, "The server is shutting down; retry later.", code="shutting_down", headers={"retry-after": "5"}
 )
@@ -126,16 +129,21 @@ async def until_disconnect(receive: Receive, work: Awaitable[T]) -> T:
 
 
 class ConcurrencyLimit:
-    """At most `limit` requests run at the same time; further requests wait in a first-in, first-out queue.
+    """At most `limit` requests run at the same time; further requests wait in a queue that is fair between clients.
 
+    Every request counts alike in this queue; requests of one client are admitted in order of arrival. A full queue
+    still takes requests of clients that have less than an equal part of it, up to twice its size.
     No request is admitted after `drain` has been called. `on_admitted` is called for every admitted request.
     """
 
-    def __init__(self, limit: int, *, on_admitted: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, limit: int, *, on_admitted: Callable[[], None] | None = None, wait_seconds: float = 0.0) -> None:
+        """wait_seconds: maximum time in the queue; 0: no limit."""
         self._on_admitted = on_admitted
+        self._wait_seconds = wait_seconds or math.inf
         self.closing = False
+        self.timed_out = 0
         self._free = limit
-        self._queue: deque[anyio.Event] = deque()
+        self._queue = FairQueue[anyio.Event]()
         self._waiting: set[anyio.CancelScope] = set()
         self._running: set[anyio.CancelScope] = set()
         self._idle = anyio.Event()
@@ -143,17 +151,19 @@ class ConcurrencyLimit:
     @property
     def queued(self) -> int:
         """Number of requests that wait for admission."""
-        return len(self._queue)
+        return self._queue.length
 
     @property
     def running(self) -> int:
         """Number of requests that are admitted and not finished."""
         return len(self._running)
 
-    @property
-    def is_full(self) -> bool:
-        """Whether neither a request can be admitted nor the queue has room."""
-        return not self._free and len(self._queue) >= MAX_QUEUED_REQUESTS
+    def is_full(self, client: Client) -> bool:
+        """Return whether neither a request of this client can be admitted nor the queue has room for it."""
+        if self._free or self._queue.length < MAX_QUEUED_REQUESTS:
+            return False
+        part = MAX_QUEUED_REQUESTS // (self._queue.clients + 1)
+        return self._queue.waiting(client.name) >= part or self._queue.length >= 2 * MAX_QUEUED_REQUESTS
 
     @contextmanager
     def waiting(self, scope: anyio.CancelScope) -> Iterator[None]:
@@ -165,16 +175,17 @@ class ConcurrencyLimit:
             self._waiting.discard(scope)
 
     @asynccontextmanager
-    async def admitted(self, scope: anyio.CancelScope, receive: Receive) -> AsyncIterator[None]:
+    async def admitted(self, scope: anyio.CancelScope, receive: Receive, client: Client) -> AsyncIterator[None]:
         """Wait for admission and count as running until the block ends.
 
         scope: cancelled by `drain`. receive: of the request. Raises ClientDisconnect if the client disconnects while
-        the request waits.
+        the request waits, and ApiError with status 503 if it waits for too long.
         """
         with self.waiting(scope):
-            await self._acquire(receive)
+            await self._acquire(receive, client)
         self._running.add(scope)
-        self._on_admitted()
+        if self._on_admitted is not None:
+            self._on_admitted()
         try:
             yield
         finally:
@@ -183,25 +194,29 @@ class ConcurrencyLimit:
             if self.closing and not self._running:
                 self._idle.set()
 
-    async def _acquire(self, receive: Receive) -> None:
+    async def _acquire(self, receive: Receive, client: Client) -> None:
         """Take a free slot, or wait until `_release` passes one on."""
         if self._free:
             self._free -= 1
             return
         admitted = anyio.Event()
-        self._queue.append(admitted)
+        self._queue.put(client.name, admitted, 1.0)
         try:
-            await until_disconnect(receive, admitted.wait())
-        except BaseException:
+            with anyio.fail_after(self._wait_seconds):
+                await until_disconnect(receive, admitted.wait())
+        except BaseException as error:
             if admitted.is_set():
                 self._release()
             else:
-                self._queue.remove(admitted)
+                self._queue.remove(lambda one: one is admitted)
+            if isinstance(error, TimeoutError):
+                self.timed_out += 1
+                raise overloaded(f"The request waited {self._wait_seconds:g} seconds; retry later.") from None
             raise
 
     def _release(self) -> None:
-        if self._queue:
-            self._queue.popleft().set()
+        if self._queue.length:
+            self._queue.take().set()
         else:
             self._free += 1
 
@@ -222,7 +237,8 @@ class AdmissionMiddleware:
     """Reads the body of every POST request to `paths`, then applies the concurrency limit.
 
     A request whose body has not arrived completely holds no slot. Responds with 503 and Retry-After if the queue is
-    full, and with the error of `RequestBodies` for a body that is refused.
+    full, with 429 if the quota of the client is used up, and with the error of `RequestBodies` for a body that is
+    refused.
     """
 
     def __init__(self, app: ASGIApp, *, paths: Collection[str], limit: ConcurrencyLimit, bodies: RequestBodies) -> None:
@@ -234,7 +250,7 @@ class AdmissionMiddleware:
             await self._app(scope, receive, send)
         elif self._limit.closing:
             await SHUTTING_DOWN.response()(scope, receive, send)
-        elif self._limit.is_full:
+        elif self._limit.is_full(client_of(scope)):
             await self._full().response()(scope, receive, send)
         else:
             await self._admit(scope, receive, send)
@@ -264,12 +280,14 @@ class AdmissionMiddleware:
                 await send({"type": "http.response.body", "body": server_sent(SHUTTING_DOWN.body) + DONE})
 
     async def _run(self, request_scope: anyio.CancelScope, scope: Scope, receive: Receive, send: Send) -> None:
+        client = client_of(scope)
         async with AsyncExitStack() as stack:
+            stack.enter_context(client.request())
             with self._limit.waiting(request_scope):
                 body = await stack.enter_async_context(self._bodies.read(scope, receive))
-            if self._limit.is_full:
+            if self._limit.is_full(client):
                 raise self._full()
-            await stack.enter_async_context(self._limit.admitted(request_scope, receive))
+            await stack.enter_async_context(self._limit.admitted(request_scope, receive, client))
             await self._app(scope, _replay(body, receive), send)
 
 

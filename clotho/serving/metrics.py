@@ -21,6 +21,7 @@ from prometheus_client.registry import Collector
 
 from clotho.serving.limits import ConcurrencyLimit
 from clotho.serving.openai_requests import ValidatedRequest
+from clotho.serving.quotas import Quota
 from clotho.serving.services import EngineSnapshot, QueueSnapshot, RunSnapshot, ServerContext
 from protocols.sampling import Completion
 from protocols.summary import Distribution, RemoteGauges, SpeculationCounts
@@ -42,9 +43,10 @@ CHOICES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 class ServerMetrics:
     """Counters and histograms of HTTP requests; `render` adds the state of the server, the engine and the run."""
 
-    def __init__(self, context: ServerContext, limit: ConcurrencyLimit) -> None:
+    def __init__(self, context: ServerContext, limit: ConcurrencyLimit, quotas: Mapping[str, Quota]) -> None:
+        """quotas: of the API keys, by name."""
         self._registry = CollectorRegistry()
-        self._registry.register(_SnapshotCollector(context, limit))
+        self._registry.register(_SnapshotCollector(context, limit, quotas))
         self._model = context.settings.model_name
         self._prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens of HTTP requests.")
         self._generated_tokens = self._counter("vllm:generation_tokens", "Tokens sampled for HTTP requests.")
@@ -98,8 +100,8 @@ class ServerMetrics:
 class _SnapshotCollector(Collector):
     """Reads the state of the server, the engine and the run for every scrape."""
 
-    def __init__(self, context: ServerContext, limit: ConcurrencyLimit) -> None:
-        self._context, self._limit = context, limit
+    def __init__(self, context: ServerContext, limit: ConcurrencyLimit, quotas: Mapping[str, Quota]) -> None:
+        self._context, self._limit, self._quotas = context, limit, quotas
 
     def collect(self) -> Iterable[Metric]:
         snapshot = self._context.snapshot()
@@ -117,6 +119,13 @@ class _SnapshotCollector(Collector):
         yield _gauge(
             "clotho_sampler_requests", "Sampling requests in flight, of all clients.", self._context.sampler.running
         )
+        refused = CounterMetricFamily(
+            "clotho_rate_limited_requests", "Requests refused by the quota of their API key.", labels=["key", "limit"]
+        )
+        for name, quota in self._quotas.items():
+            for limit, count in quota.refused.items():
+                refused.add_metric([name, limit], count)
+        yield refused
 
     def _engine(self, engine: EngineSnapshot) -> Iterator[Metric]:
         model = {"model_name": self._context.settings.model_name}
@@ -126,6 +135,12 @@ class _SnapshotCollector(Collector):
         yield _gauge(
             "vllm:num_requests_waiting", "Sequences that wait for prefill.", engine.sequences_waiting, labels=model
         )
+        yield _gauge(
+            "clotho_clients_waiting", "Clients with requests that wait for the engine.", engine.clients_waiting
+        )
+        timed_out = {"queue": self._limit.timed_out + engine.timed_out.get("queue", 0)}
+        timed_out["answer"] = engine.timed_out.get("answer", 0)
+        yield _counter("clotho_timed_out_requests", "Requests that exceeded a limit on time.", timed_out, by="limit")
         yield _gauge("clotho_sequences_limit", "Sequences that are decoded at once at most.", engine.sequences_limit)
         yield _gauge("vllm:kv_cache_usage_perc", "Fraction of the KV cache in use.", engine.cache_usage, labels=model)
         for name, help_text, value in (

@@ -20,6 +20,7 @@ from hypercorn.utils import wrap_app
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from clotho.config.api_keys import read_api_keys
 from clotho.config.bounds import Off
 from clotho.config.rules import is_loopback
 from clotho.config.schema import HttpServer, ServerSection
@@ -51,12 +52,13 @@ def listen(settings: HttpServer) -> socket.socket:
 
     Also raises this process's limit of open files, because every connection is an open file and some systems start with
     a limit of 256. Raises ServerError if the address cannot be bound, or if it is not a loopback address and there is
-    no API key.
+    no API key; ProfileError if the file of API keys is not valid.
     """
     host, port = settings.host, settings.port
-    if not settings.api_key and not is_loopback(host):
+    if not (read_api_keys(settings.api_keys_file) or settings.api_key or is_loopback(host)):
         raise ServerError(
-            f"server.host {host!r} is reachable from other machines: set server.api_key, or bind 127.0.0.1"
+            f"server.host {host!r} is reachable from other machines: set server.api_keys_file or server.api_key, or "
+            "bind 127.0.0.1"
         )
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -140,7 +142,7 @@ class ApiServer:
         context: ServerContext,
         *,
         listener: socket.socket | None = None,
-        on_request: Callable[[], None] = lambda: None,
+        on_request: Callable[[], None] | None = None,
     ) -> None:
         """listener: a socket from `listen`, bound before the run starts; None: bind in `run`.
 
@@ -151,7 +153,10 @@ class ApiServer:
         self.limit = self._new_limit()
 
     def _new_limit(self) -> ConcurrencyLimit:
-        return ConcurrencyLimit(self._context.settings.max_concurrent, on_admitted=self._on_request)
+        settings = self._context.settings
+        return ConcurrencyLimit(
+            settings.max_concurrent, on_admitted=self._on_request, wait_seconds=settings.max_queue_seconds
+        )
 
     async def run(self, *, task_status: TaskStatus[str] = anyio.TASK_STATUS_IGNORED) -> None:
         """Serve until cancelled; a second call binds the address again. Raises ServerError if it cannot be bound."""

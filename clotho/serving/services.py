@@ -1,15 +1,17 @@
-"""Everything that the routes use from the rest of the program, and the sampler that records what clients receive."""
+"""Everything that the routes use from the rest of the program, and the sampler of one client."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, Literal, Protocol
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from clotho.config.schema import HttpServer
 from clotho.serving.adapters import AdapterRegistry
+from clotho.serving.auth import Client
 from clotho.serving.control import EngineControl
 from clotho.serving.errors import ApiError
 from protocols.constraints import Constraint, Grammar
@@ -162,7 +164,8 @@ class Version(Struct, frozen=True, kw_only=True):
 class EngineSnapshot(Struct, frozen=True, kw_only=True):
     """The state and the counters of the decode engine.
 
-    sequences_limit: how many sequences are decoded at once at most.
+    clients_waiting: clients with requests that wait for admission. timed_out: requests that exceeded a limit on their
+    time, by limit. sequences_limit: how many sequences are decoded at once at most.
     cache_usage: fraction of the KV cache in use, in [0, 1]. prefix_queries, prefix_hits: prompts that were looked up
     and found in the prefix cache; prefix_tokens: tokens that the prefix cache holds. prefill_tokens: prompt tokens
     computed, padding included. finished: finish reason -> completions. failed: requests that ended with an error.
@@ -173,6 +176,7 @@ class EngineSnapshot(Struct, frozen=True, kw_only=True):
 
     sequences_running: int = 0
     sequences_waiting: int = 0
+    clients_waiting: int = 0
     sequences_limit: int = 0
     cache_usage: float = 0.0
     prefix_queries: int = 0
@@ -185,6 +189,7 @@ class EngineSnapshot(Struct, frozen=True, kw_only=True):
     failed: int = 0
     listener_errors: int = 0
     preempted: int = 0
+    timed_out: dict[str, int] = {}
     timings: dict[str, Distribution] = {}
     speculation: SpeculationCounts = SpeculationCounts()
     turns: dict[str, Distribution] = {}
@@ -304,38 +309,68 @@ class ServerContext(Struct, frozen=True, kw_only=True):
     receiver: PolicyReceiver = NullPolicyReceiver()
 
 
-class RecordingSampler:
+class ClientSampler:
     """The sampler of one client.
 
-    Records every completion of the policy under the client's label before the client receives it.
+    Names the client and the limits on time in every request, except rollouts. Reserves the tokens of the requests in
+    the quota of the client. Records every completion of the policy under the client's label before the client receives
+    it, except completions of rollouts, which the training run records itself.
     """
 
-    def __init__(self, sampler: SamplerClient, sample_log: SampleRecorder, client_label: str) -> None:
-        self._sampler, self._sample_log, self._client_label = sampler, sample_log, client_label
+    def __init__(self, context: ServerContext, client: Client) -> None:
+        self._sampler, self._sample_log = context.sampler, context.sample_log
+        self._settings, self._client = context.settings, client
 
     async def complete_all(self, requests: Sequence[SampleRequest]) -> list[list[Completion]]:
         """Complete every request. Cancellation aborts every request, and no completion is recorded."""
-        results = await self._sampler.complete_all(requests)
-        for request, completions in zip(requests, results, strict=True):
-            for completion in completions:
-                self._remember(request, completion)
+        with self._client.reserved(_most_tokens(requests)) as reservation:
+            results = await self._sampler.complete_all(self._limited(requests))
+            for request, completions in zip(requests, results, strict=True):
+                for completion in completions:
+                    self._remember(request, completion)
+                    reservation.unused += request.sampling.max_tokens - len(completion.tokens)
         return results
 
+    def _limited(self, requests: Sequence[SampleRequest]) -> list[SampleRequest]:
+        """Return the requests with the name of the client and the limits on their time."""
+        settings, client = self._settings, self._client
+        wait = settings.max_queue_seconds
+        if wait:
+            wait = max(SHORTEST_WAIT, wait - (time.monotonic() - client.arrived))
+        return [
+            request
+            if request.background
+            else structs.replace(
+                request, client=client.name, wait_seconds=wait, answer_seconds=settings.max_answer_seconds
+            )
+            for request in requests
+        ]
+
     def _remember(self, request: SampleRequest, completion: Completion) -> None:
-        if request.weights == POLICY:
-            self._sample_log.remember(request, completion, client_label=self._client_label)
+        if request.weights == POLICY and not request.background:
+            self._sample_log.remember(request, completion, client_label=self._client.label)
 
     async def stream_all(
         self, requests: Sequence[SampleRequest]
     ) -> AsyncGenerator[list[tuple[int, TokenSampled | CompletionDone]], None]:
         """Yield batches of events, each with the index of its request; closing the generator aborts the requests."""
-        async with aclosing(self._sampler.stream_all(requests)) as batches:
-            async for batch in batches:
-                for position, event in batch:
-                    if isinstance(event, CompletionDone):
-                        self._remember(requests[position], event.completion)
-                yield batch
+        with self._client.reserved(_most_tokens(requests)) as reservation:
+            async with aclosing(self._sampler.stream_all(self._limited(requests))) as batches:
+                async for batch in batches:
+                    for position, event in batch:
+                        if isinstance(event, CompletionDone):
+                            request = requests[position]
+                            self._remember(request, event.completion)
+                            reservation.unused += request.sampling.max_tokens - len(event.completion.tokens)
+                    yield batch
 
+
+def _most_tokens(requests: Sequence[SampleRequest]) -> int:
+    return sum(request.most_tokens for request in requests)
+
+
+SHORTEST_WAIT = 0.001
+"""Time in seconds that a request may at least wait for its admission to the engine."""
 
 MAX_LISTED_MODELS = 8
 """Maximum number of names that the refusal of an unknown model lists."""

@@ -16,6 +16,7 @@ SENTENCES = {
     "decode": DECODE,
     "first_token": DECODE,
     "http": DECODE,
+    "serve": DECODE,
     "overlap": DECODE,
     "startup": DECODE,
     "wall_clock": DECODE,

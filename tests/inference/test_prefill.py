@@ -78,6 +78,42 @@ def test_a_long_cached_prefix_is_not_recomputed_for_a_batch() -> None:
     assert engine.stats().prefill_tokens - before == 2 + 61
 
 
+def test_a_long_prompt_takes_turns_with_others() -> None:
+    """While a prompt of many chunks is computed, short prompts begin in every second step; results do not change."""
+    source = tiny_source()
+    engine = make_engine(source, prefill_chunk=8)
+    prompts = [make_prompt(120), *(make_prompt(7, salt) for salt in (1, 2, 3))]
+    long = submit_request(engine, prompts[0], Sampling(max_tokens=4))
+    engine.tick()
+    shorts = []
+    for prompt in prompts[1:]:
+        shorts.append(submit_request(engine, prompt, Sampling(max_tokens=30, ignore_eos=True)))
+        before = engine.running
+        for _ in range(3):
+            engine.tick()
+        assert engine.running == before + 1
+    assert not long.events
+    run(engine)
+    for prompt, answer, most in zip(prompts, [long, *shorts], (4, 30, 30, 30), strict=True):
+        sampling = Sampling(max_tokens=most, ignore_eos=most == 30)
+        assert answer.completions[0].tokens == complete_alone(source, prompt, sampling).tokens
+
+
+def test_two_long_prompts_share_the_turns() -> None:
+    """The shorter of two long prompts is complete first, although it arrived last; both keep their results."""
+    source = tiny_source()
+    engine = make_engine(source, prefill_chunk=8)
+    prompts = make_prompt(200), make_prompt(50, 1)
+    answers = [submit_request(engine, prompt, Sampling(max_tokens=3)) for prompt in prompts]
+    while not answers[1].completions:
+        engine.tick()
+    assert not answers[0].completions
+    assert engine.stats().prefill_tokens < 150
+    run(engine)
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert answer.completions[0].tokens == complete_alone(source, prompt, Sampling(max_tokens=3)).tokens
+
+
 @pytest.mark.parametrize("architecture", ["qwen3", "lfm2"])
 def test_the_longest_prefix_is_found(architecture: str) -> None:
     """The result equals a comparison with every entry."""

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from clotho.inference.scheduler import ActiveRequest, PrefillJob, Row, Scheduler, client_rows
-from protocols.sampling import SampleRequest, Sampling
-from tests.inference.engine_helpers import make_engine, make_prompt, tick_until
+from protocols.sampling import SampleFailed, SampleRequest, Sampling
+from tests.inference.engine_helpers import make_engine, make_prompt, submit_request, tick_until
 
 
-def job(name: int, rows: int, *, background: bool, tokens: int = 10) -> PrefillJob:
+def job(name: int, rows: int, *, background: bool = False, tokens: int = 10, client: str = "") -> PrefillJob:
     """A job of `rows` completions of `tokens` tokens, prompt included."""
-    request = SampleRequest(prompt=(1,), sampling=Sampling(), seeds=tuple(range(rows)), background=background)
+    request = SampleRequest(
+        prompt=(1,),
+        sampling=Sampling(max_tokens=tokens - 1),
+        seeds=tuple(range(rows)),
+        background=background,
+        client=client,
+    )
     active = ActiveRequest(name, request, lambda event: None, limit=tokens - 1, open=rows)
     return PrefillJob(active, (1,), [Row(active, index, serial=index + 1) for index in range(rows)])
 
@@ -60,6 +68,112 @@ def test_the_rest_of_a_split_rollout_waits_behind_clients() -> None:
     scheduler.add(job(3, 1, background=False))
     scheduler.entered(first)
     assert [one.active.request_id for one in scheduler.waiting] == [3, 1, 2]
+
+
+def test_clients_are_admitted_in_turn_by_the_tokens_that_they_request() -> None:
+    """The requests of one client wait behind each other: a new client waits for one of them, not for all."""
+    scheduler = Scheduler(max_num_seqs=1, kv_cache_tokens=10_000)
+    for name in (1, 2, 3, 4):
+        scheduler.add(job(name, 1, client="many", tokens=200))
+    assert scheduler.waiting_clients == 1
+    order = [finish_one(scheduler)]
+    for name in (5, 6, 7, 8):
+        scheduler.add(job(name, 1, client="few", tokens=100))
+    assert scheduler.waiting_clients == 2
+    order += [finish_one(scheduler) for _ in range(7)]
+    assert order == [1, 5, 6, 2, 7, 8, 3, 4]
+
+
+def finish_one(scheduler: Scheduler) -> int:
+    """Admit the next request, let it enter and leave the batch, and return its name."""
+    (first,) = scheduler.admit(0, 0)
+    scheduler.entered(first)
+    return first.active.request_id
+
+
+def test_a_request_that_never_started_gets_no_refund() -> None:
+    """A client cannot gain a turn by requests that it aborts while they wait."""
+    scheduler = Scheduler(max_num_seqs=1, kv_cache_tokens=10_000)
+    for name in (1, 2):
+        scheduler.add(job(name, 1, client="a", tokens=100))
+    scheduler.add(job(3, 1, client="b", tokens=100))
+    aborted = job(4, 1, client="a", tokens=1000)
+    scheduler.add(aborted)
+    assert [finish_one(scheduler), finish_one(scheduler)] == [1, 3]
+    scheduler.add(job(5, 1, client="b", tokens=100))
+    scheduler.forget(aborted.active)
+    scheduler.refund(aborted.active, 1000)
+    assert [finish_one(scheduler), finish_one(scheduler)] == [2, 5]
+    assert not scheduler.has_waiting
+
+
+def test_waiting_rollouts_keep_their_share_of_the_rows_from_clients() -> None:
+    """Clients have all rows while no rollout waits; then they get no further row beyond their share."""
+    scheduler = Scheduler(max_num_seqs=8, kv_cache_tokens=10_000, rollout_share=0.5)
+    for name in range(12):
+        scheduler.add(job(name, 1, client=f"client {name}"))
+    assert len(admitted(scheduler)) == 8
+    for held in list(scheduler.entering):
+        scheduler.entered(held)
+    for name in (20, 21, 22):
+        scheduler.add(job(name, 2, background=True))
+    assert admitted(scheduler, running=6, longest=10) == [20]
+    assert admitted(scheduler, running=3, longest=10) == [8, 21]
+
+
+def test_a_share_of_0_prefers_clients_always() -> None:
+    """A share of 1 leaves clients one row."""
+    for share, expected in ((0.0, [1, 2, 3, 4]), (1.0, [1, 9, 2, 3])):
+        scheduler = Scheduler(max_num_seqs=4, kv_cache_tokens=10_000, rollout_share=share)
+        for name in (1, 2, 3, 4):
+            scheduler.add(job(name, 1))
+        scheduler.add(job(9, 1, background=True))
+        assert admitted(scheduler) == expected
+
+
+def test_a_request_of_one_client_does_not_wait_for_the_queue_of_another_one() -> None:
+    """In the engine: 460,000 tokens of one client wait, and a request of another client ends after two of its own."""
+    engine = make_engine(max_num_seqs=2)
+    ended: list[str] = []
+    flood = Sampling(max_tokens=60, ignore_eos=True)
+    for number in range(1000):
+        prompt = make_prompt(400, number % 7)
+        request = SampleRequest(prompt=prompt, sampling=flood, seeds=(number,), client="flood")
+        engine.submit(request, lambda event: ended.append("flood"))
+    engine.tick()
+    visitor = SampleRequest(prompt=make_prompt(9), sampling=Sampling(max_tokens=4), seeds=(1,), client="visitor")
+    engine.submit(visitor, lambda event: ended.append("visitor"))
+    tick_until(engine, lambda: "visitor" in ended)
+    assert len(ended) <= 3
+
+
+def test_a_request_that_waits_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the param `queue`, which the server answers with status 503. The running request is not affected."""
+    monkeypatch.setattr("clotho.inference.engine.LIMIT_CHECK_SECONDS", 0.0)
+    engine = make_engine(max_num_seqs=1)
+    running = submit_request(engine, make_prompt(5), Sampling(max_tokens=20, ignore_eos=True), wait_seconds=1e6)
+    engine.tick()
+    waiting = submit_request(engine, make_prompt(6), wait_seconds=1e-9)
+    patient = submit_request(engine, make_prompt(7))
+    tick_until(engine, lambda: bool(waiting.events))
+    (refusal,) = waiting.events
+    assert isinstance(refusal, SampleFailed)
+    assert refusal.param == "queue"
+    tick_until(engine, lambda: not engine.has_work)
+    assert len(running.completions[0].tokens) == 20
+    assert len(patient.completions) == 1
+    assert engine.stats().timed_out == {"queue": 1}
+
+
+def test_an_answer_that_takes_too_long_ends_with_its_tokens_so_far() -> None:
+    """The finish reason is `length`, and the request streams its tokens until then."""
+    engine = make_engine(max_num_seqs=4)
+    sampling = Sampling(max_tokens=1_000_000, ignore_eos=True)
+    late = submit_request(engine, make_prompt(5), sampling, (1, 2), stream=True, answer_seconds=0.02)
+    tick_until(engine, lambda: not engine.has_work, most=1_000_000)
+    assert [one.finish_reason for one in late.completions] == ["length", "length"]
+    assert [len(one.tokens) for one in late.completions] == [len(late.streamed(index)) for index in (0, 1)]
+    assert engine.stats().timed_out == {"answer": 1}
 
 
 def test_a_streaming_client_gets_its_first_token_beside_a_full_batch_of_rollouts() -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from clotho.config.bounds import Off
 from clotho.config.schema import (
+    AdaptersSection,
     DataSection,
     EngineSection,
     HttpServer,
@@ -23,7 +24,7 @@ from clotho.config.schema import (
 )
 from clotho.config.sections_training import BufferedReplay, RollBackOnCollapse
 from clotho.inference import DecodeEngine
-from clotho.memory.estimate import estimate_memory
+from clotho.memory.estimate import estimate_memory, serving_memory
 from clotho.models.folded_lora import converted_bytes
 from clotho.models.policy import Policy, load_policy
 from clotho.training.update import PolicyLearner
@@ -149,6 +150,26 @@ def test_the_rows_of_http_clients_beside_rollouts_are_counted(tmp_path: Path) ->
     served = msgspec.structs.replace(profile, server=HttpServer())
     alone, beside = (estimate_memory(each.model, each).caches for each in (profile, served))
     assert beside * 8 == alone * 9
+
+
+def test_adapters_that_clients_may_load_are_counted(tmp_path: Path) -> None:
+    """Up to `max_bytes`, or the largest adapters that the other limits allow; with their copies in the compute type."""
+    profile = profile_of(saved(tmp_path), ADAPTER)
+
+    def adapters(**limits: Any) -> int:
+        section = AdaptersSection(**limits)
+        served = msgspec.structs.replace(profile, server=HttpServer(adapters=section))
+        estimate = estimate_memory(served.model, served)
+        if section.root:
+            alone = serving_memory(profile.model, profile.engine, profile.sampling, section)
+            assert estimate.adapters == alone.adapters
+            assert alone.total - alone.minimum > alone.adapters
+        return estimate.adapters
+
+    assert adapters() == 0
+    assert adapters(root="adapters", max_bytes=1000) == 4 * 1000
+    smaller = adapters(root="adapters", max_loaded=2, max_rank=8)
+    assert smaller * 4 == adapters(root="adapters", max_loaded=4, max_rank=16) > 0
 
 
 def test_nothing_is_read_to_make_an_estimate(tmp_path: Path) -> None:

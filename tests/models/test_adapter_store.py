@@ -77,6 +77,19 @@ def test_the_size_of_all_adapters_is_limited(directory: Path) -> None:
     assert names(store) == ["b", "c"]
 
 
+def test_replaced_versions_count_until_their_requests_end(directory: Path) -> None:
+    """Reloads under load cannot exceed `max_bytes`; the version in use is not evicted for them."""
+    contents = make_store().read(directory)
+    store = make_store(10, max_bytes=2 * contents.bytes + contents.bytes // 2)
+    first = store.load("a", contents)
+    second = store.load("a", contents, replace=True, in_use=[first])
+    with pytest.raises(AdapterRequestError) as refusal:
+        store.load("a", contents, replace=True, in_use=[first, second])
+    assert refusal.value.reason == "full"
+    assert store.find("a") is second
+    assert store.load("a", contents, replace=True, in_use=[second]).version > second.version
+
+
 def test_a_taken_name_needs_a_replacement(directory: Path) -> None:
     """A replacement has a greater version, and does not count twice towards the limits."""
     store, contents = make_store(1), make_store().read(directory)

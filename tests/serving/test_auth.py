@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from clotho.config.schema import HttpServer
+from clotho.serving.auth import Clients
 from tests.serving.running_server import serving
 
 ROUTES = [
@@ -42,6 +44,29 @@ async def test_requests_with_the_key_succeed() -> None:
         for key in ("secret", "secret:environment", "secret:", "secret:not a label"):
             client = served.openai.with_options(api_key=key)
             assert (await client.completions.create(model="policy", prompt="x", max_tokens=1)).choices
+
+
+@pytest.mark.parametrize(
+    ("address", "name"),
+    [
+        ("127.0.0.1", "127.0.0.1/label"),
+        ("::1", "::1/label"),
+        ("::ffff:127.0.0.1", "127.0.0.1/label"),
+        ("192.0.2.7", "192.0.2.7"),
+        ("::ffff:192.0.2.7", "192.0.2.7"),
+        ("2001:db8:1:2:3:4:5:6", "2001:db8:1:2::/64"),
+        ("unix", "unix"),
+        (None, ""),
+    ],
+)
+def test_a_client_without_a_key_of_its_own_is_an_address(address: str | None, name: str) -> None:
+    """With IPv6, a network of 64 bits. A label distinguishes clients of this machine only, because it can be chosen."""
+    for settings, key in ((HttpServer(), "any"), (HttpServer(api_key="secret"), "secret")):
+        headers = [(b"authorization", f"Bearer {key}:label".encode())]
+        scope = {"type": "http", "headers": headers, "client": address and (address, 5000)}
+        client = Clients(settings).find(scope)
+        assert client is not None
+        assert (client.name, client.label, client.quota) == (name, "label", None)
 
 
 @pytest.mark.parametrize("host", ["evil.com", "evil.com:8000", "localhost.evil.com", "", "127.0.0.1.evil.com", "[::1"])

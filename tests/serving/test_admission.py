@@ -1,0 +1,67 @@
+"""The admission of requests: fair between clients, and limited in time."""
+
+from __future__ import annotations
+
+import anyio
+import pytest
+
+from clotho.serving import limits
+from clotho.serving.auth import Client
+from tests.serving.running_server import serving
+from tests.serving.test_limits import begin_stream, wait_for_queue
+
+
+async def test_waiting_requests_are_admitted_fairly_between_clients() -> None:
+    """On a loopback address, a label makes a client of its own: it waits for one request of another client."""
+    async with serving(max_concurrent=1) as served:
+        served.engine.allow(2)
+        answer = await begin_stream(served)
+        finished: list[str] = []
+
+        async def post(prompt: str, label: str) -> None:
+            body, headers = {"prompt": prompt, "max_tokens": 1}, {"authorization": f"Bearer none:{label}"}
+            assert (await served.http.post("/v1/completions", json=body, headers=headers)).status_code == 200
+            finished.append(prompt)
+
+        async with anyio.create_task_group() as tasks:
+            for number, prompt in enumerate(("m1", "m2", "m3", "v1")):
+                tasks.start_soon(post, prompt, "many" if prompt.startswith("m") else "visitor")
+                await wait_for_queue(served, number + 1)
+            served.engine.allow(10**6)
+            await answer.aread()
+        assert finished == ["m1", "v1", "m2", "m3"]
+        assert [request.client for request in served.engine.requests[1:3]] == ["127.0.0.1/many", "127.0.0.1/visitor"]
+
+
+async def test_a_request_that_waits_too_long_for_admission_is_a_503() -> None:
+    """Its place in the queue is free again. The engine gets the time that is left of the limit."""
+    async with serving(max_concurrent=1, max_queue_seconds=0.05, max_answer_seconds=7.0) as served:
+        served.engine.allow(2)
+        answer = await begin_stream(served)
+        late = await served.post("/v1/completions", prompt="x")
+        assert (late.status_code, late.headers["retry-after"]) == (503, "1")
+        assert late.json()["error"]["code"] == "overloaded"
+        assert served.server.limit.queued == 0
+        assert 'clotho_timed_out_requests_total{limit="queue"} 1.0' in (await served.http.get("/metrics")).text
+        served.engine.allow(10**6)
+        await answer.aread()
+        (request,) = served.engine.requests
+        assert 0 < request.wait_seconds <= 0.05
+        assert request.answer_seconds == 7.0
+
+
+def test_a_full_queue_takes_requests_of_clients_with_less_than_an_equal_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One client cannot keep others out of the queue; a queue of twice the size takes none."""
+    monkeypatch.setattr(limits, "MAX_QUEUED_REQUESTS", 4)
+    limit = limits.ConcurrencyLimit(0)
+    many, *others = (Client(name=str(number), arrived=0.0) for number in range(9))
+    assert not limit.is_full(many)
+    for _ in range(4):
+        limit._queue.put(many.name, anyio.Event(), 1.0)
+    assert limit.is_full(many)
+    for client in others[:3]:
+        assert not limit.is_full(client)
+        limit._queue.put(client.name, anyio.Event(), 1.0)
+    assert limit.is_full(others[0])
+    limit._queue.put(many.name, anyio.Event(), 1.0)
+    assert limit.is_full(others[7])
