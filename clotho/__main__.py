@@ -130,6 +130,18 @@ def convert(argv: Sequence[str]) -> tuple[int, bool]:
     return run(argv, Console(file=sys.stdout)), False
 
 
+def merge(argv: Sequence[str]) -> tuple[int, bool]:
+    """Run the command `merge`; as `serve`."""
+    from clotho.cpu import load_blas
+
+    load_blas()  # before the first import of MLX
+    from rich.console import Console
+
+    from clotho.run.merge import run
+
+    return run(argv, Console(file=sys.stdout)), False
+
+
 def import_profile(argv: Sequence[str]) -> tuple[int, bool]:
     """Run the command `import-profile`; as `serve`."""
     from clotho.config.migration import import_command
@@ -157,7 +169,8 @@ def show(argv: Sequence[str]) -> tuple[int, bool]:
 
 
 COMMANDS = {
-    "serve": serve, "eval": evaluate, "show": show, "convert": convert, "push": push, "import-profile": import_profile,
+    "serve": serve, "eval": evaluate, "show": show, "convert": convert, "merge": merge, "push": push,
+    "import-profile": import_profile,
 }  # fmt: skip
 """The commands besides a run, by the word after the program's name. They return as `_run`."""
 

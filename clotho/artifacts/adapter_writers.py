@@ -177,6 +177,7 @@ def _in_mlx_layout(adapter: Adapter, form: FormatName) -> tuple[dict[str, Floats
         ),
         ranks={key: rank for key, rank in sorted(ranks.items()) if rank < largest},
         model=adapter.base_name,
+        base_quantization=adapter.base_quantization,
     )
     return padded(adapter.arrays, largest), config
 

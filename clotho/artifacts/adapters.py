@@ -43,6 +43,7 @@ from clotho.models.gguf import half_rotation
 from clotho.models.gguf_header import BF16, F16, F32, GgufHeader
 from clotho.models.gguf_header import read_header as read_gguf_header
 from clotho.models.model_files import TensorHeader
+from protocols.checkpoint import BaseQuantization
 from protocols.errors import ArtifactError, visible
 
 UNLIMITED = AdaptersSection(max_bytes=2**50, max_rank=2**20)
@@ -57,7 +58,8 @@ class Adapter(Struct, frozen=True, kw_only=True, eq=False):
 
     arrays: `MODULE.lora_a`, `MODULE.lora_b`, and with DoRA `MODULE.m`, in mlx-lm's layout as float32.
     dtypes: type in the file of each array; the conversion of the values to it is exact. ranks: without padding.
-    targets: the layers. base: the base model if it is on this machine. base_name: its name.
+    targets: the layers. base: the base model if it is on this machine. base_name: its name. base_quantization: how a
+    run quantized the base model at load.
     """
 
     path: Path
@@ -70,6 +72,7 @@ class Adapter(Struct, frozen=True, kw_only=True, eq=False):
     is_dora: bool
     dropout: float
     base_name: str
+    base_quantization: BaseQuantization | None = None
     base: Base | None = field(default=None)
 
     @property
@@ -146,6 +149,7 @@ def _adapter(
         is_dora=config.is_dora,
         dropout=config.dropout,
         base_name=config.base,
+        base_quantization=config.base_quantization if isinstance(config, MlxLmConfig) else None,
         base=base,
     )
 

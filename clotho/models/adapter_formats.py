@@ -24,6 +24,7 @@ import msgspec
 from msgspec import Struct, field
 
 from clotho.models.model_files import one_line
+from protocols.checkpoint import BaseQuantization
 from protocols.errors import AdapterRequestError, visible
 
 CONFIG = "adapter_config.json"
@@ -157,7 +158,7 @@ class _LoRAParameters(Struct, frozen=True, kw_only=True):
 class MlxLmConfig(Struct, frozen=True, kw_only=True):
     """The part of mlx-lm's configuration that changes what an adapter computes, and what conversions keep.
 
-    ranks: see `AdapterConfig`. model: name of the base model.
+    ranks, base_quantization: see `AdapterConfig`. model: name of the base model.
     """
 
     lora_parameters: _LoRAParameters
@@ -165,6 +166,7 @@ class MlxLmConfig(Struct, frozen=True, kw_only=True):
     trained_weights: tuple[str, ...] = ()
     ranks: dict[str, int] = field(default_factory=dict)
     model: str | None = None
+    base_quantization: BaseQuantization | None = None
 
     @property
     def is_dora(self) -> bool:

@@ -69,16 +69,20 @@ def open_base(files: Path, section: ModelSection, *, read_weights: bool = True) 
     are read, and evaluating all weights at once holds no second copy. The weights of a GGUF file are read here, unless
     `read_weights` is false; they must then not be evaluated. Raises `ModelError`.
     """
+    model, config = open_stored(files, section, read_weights=read_weights)
+    convert(model, section, config)
+    return model, config
+
+
+def open_stored(files: Path, section: ModelSection, *, read_weights: bool = True) -> tuple[nn.Module, dict[str, Any]]:
+    """Build the base model as `open_base`, with the quantization and the types of its files."""
     if not files.is_dir():
-        model, config = open_gguf(files, read_weights=read_weights)
-        convert(model, section, config)
-        return model, config
+        return open_gguf(files, read_weights=read_weights)
     _check_files(files, section)
     try:
         model, config = load_model(files, lazy=True, trust_remote_code=section.trust_remote_code)
     except Exception as error:  # mlx-lm raises arbitrary exceptions for malformed model files
         raise ModelError(f"model {section.path} cannot be loaded: {one_line(error)}") from error
-    convert(model, section, config)
     return model, config
 
 

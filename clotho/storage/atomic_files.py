@@ -60,7 +60,7 @@ def make_directory(path: Path) -> None:
         sync_directory(directory.parent)
 
 
-def write_file(path: Path, chunks: Iterable[bytes], *, mode: int = 0o666) -> FileDigest:
+def write_file(path: Path, chunks: Iterable[bytes | memoryview], *, mode: int = 0o666) -> FileDigest:
     """Write a new file and sync it to disk. Not atomic by itself: `path` must be in an unfinished directory."""
     digest = hashlib.sha256()
     size = 0

@@ -25,6 +25,7 @@ CLASSES = {
 }
 OTHER_SETTINGS: dict[str, dict[str, Any]] = {
     "gemma2": {
+        "query_pre_attn_scalar": 8,
         "hidden_activation": "gelu_pytorch_tanh",
         "final_logit_softcapping": 30.0,
         "attn_logit_softcapping": 50.0,

@@ -1,0 +1,220 @@
+"""The weights of a model with an adapter merged into them, as arrays that are evaluated layer by layer.
+
+With LoRA the merged weight is W + scale (A B)^T, with DoRA m / |W + scale (A B)^T| per row times that sum
+(arXiv:2402.09353). The arithmetic is float32, also for quantized weights; the result is then cast, or quantized.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal, NamedTuple
+
+import mlx.core as mx
+import mlx.nn as nn
+from msgspec import Struct
+
+from clotho.artifacts.adapters import Adapter
+from clotho.models.adapter_formats import expert_layer
+from clotho.models.loading import DTYPES
+from clotho.models.parameters import Arrays, flat
+from protocols.errors import ArtifactError
+
+ModelFormat = Literal["mlx", "hf", "gguf"]
+
+
+class Packing(NamedTuple):
+    """How weights are quantized."""
+
+    bits: int
+    group_size: int
+    mode: str = "affine"
+
+
+class MergeSettings(Struct, frozen=True, kw_only=True):
+    """How merged weights are stored.
+
+    dequantize: expand quantized weights. quantize: quantize all layers; None: keep the quantization of the base model.
+    dtype: type of floating weights; `auto`: that of the base model, or of the scales of quantized weights.
+    """
+
+    format: ModelFormat = "mlx"
+    dequantize: bool = False
+    quantize: Packing | None = None
+    dtype: str = "auto"
+
+
+class MergedLayer(NamedTuple):
+    """Arrays of a layer that are evaluated together.
+
+    arrays: by name, not evaluated. change: for a layer with an adapter, the sums of squares of the change, of the
+    stored change, of their difference, and the number of weights, (4,); None for other layers.
+    """
+
+    arrays: Arrays
+    change: mx.array | None
+
+
+def merged_layers(model: nn.Module, adapter: Adapter, settings: MergeSettings) -> list[MergedLayer]:
+    """Return all layers of the merged model, by the names of the format; nothing is evaluated.
+
+    model: the base model with the types of its files, not evaluated. It must not be used afterwards.
+    """
+    modules = dict(model.named_modules())
+    by_module: dict[str, Arrays] = {}
+    for name, array in flat(model.parameters()).items():
+        module, _, key = name.rpartition(".")
+        by_module.setdefault(module, {})[key] = array
+    return [_merged(name, modules[name], arrays, adapter, settings) for name, arrays in by_module.items()]
+
+
+def _merged(name: str, module: nn.Module, own: Arrays, adapter: Adapter, settings: MergeSettings) -> MergedLayer:
+    stored = packing_of(module)
+    packed = _output_packing(module, own, stored, settings)
+    arrays, change = dict(own), None
+    if name in adapter.ranks or packed != stored:
+        before = full_weight(own, stored)
+        after = with_adapter(before, adapter, name) if name in adapter.ranks else before
+        for key in ("weight", "scales", "biases"):
+            arrays.pop(key, None)
+        dtype = _dtype(own, stored, settings)
+        arrays |= _packed(after, packed, dtype) if packed else {"weight": after.astype(dtype)}
+        if name in adapter.ranks:
+            wanted, kept = after - before, full_weight(arrays, packed) - before
+            parts = (wanted.square().sum(), kept.square().sum(), (kept - wanted).square().sum())
+            change = mx.stack([*parts, mx.array(wanted.size, mx.float32)])
+    if settings.dtype != "auto":
+        dtype = DTYPES[settings.dtype]
+        arrays = {key: a.astype(dtype) if mx.issubdtype(a.dtype, mx.floating) else a for key, a in arrays.items()}
+    prefix = f"{name}." if name else ""
+    named = {f"{prefix}{key}": array for key, array in arrays.items()}
+    return MergedLayer(_separate_experts(name, named) if settings.format == "hf" else named, change)
+
+
+def packing_of(module: nn.Module) -> Packing | None:
+    """Return the quantization of a layer; None if its weights are not quantized."""
+    if "scales" not in module:
+        return None
+    return Packing(int(module.bits), int(module.group_size), str(getattr(module, "mode", "affine")))
+
+
+def _output_packing(module: nn.Module, own: Arrays, stored: Packing | None, settings: MergeSettings) -> Packing | None:
+    if settings.dequantize:
+        return None
+    chosen = settings.quantize
+    if chosen is None or "weight" not in own:
+        return stored
+    if stored is None and not hasattr(module, "to_quantized"):
+        return None
+    width = own["weight"].shape[-1] * (32 // stored.bits if stored and 32 % stored.bits == 0 else 1)
+    if stored is not None and 32 % stored.bits:
+        width = own["scales"].shape[-1] * stored.group_size
+    return None if width % chosen.group_size else chosen
+
+
+def full_weight(arrays: Mapping[str, mx.array], packing: Packing | None) -> mx.array:
+    """Return the weights of a layer as float32."""
+    if packing is None:
+        return arrays["weight"].astype(mx.float32)
+    scales, biases = arrays["scales"], arrays.get("biases")
+    if mx.issubdtype(scales.dtype, mx.floating):
+        scales = scales.astype(mx.float32)
+    return mx.dequantize(
+        arrays["weight"],
+        scales,
+        None if biases is None else biases.astype(mx.float32),
+        group_size=packing.group_size,
+        bits=packing.bits,
+        mode=packing.mode,
+        dtype=mx.float32,
+    )
+
+
+def with_adapter(weight: mx.array, adapter: Adapter, name: str) -> mx.array:
+    """Return a float32 weight with the adapter of a layer. Axes of experts come first."""
+    a, b = (mx.array(adapter.arrays[f"{name}.{matrix}"]) for matrix in ("lora_a", "lora_b"))
+    scale = adapter.scales[name]
+    target = adapter.targets[name]
+    if target.experts:
+        merged = weight + scale * (b @ a)
+    elif target.embedding:
+        merged = weight + scale * (a @ b)
+    else:
+        merged = weight + scale * (b.T @ a.T)
+    if not adapter.is_dora:
+        return merged
+    magnitude = mx.array(adapter.arrays[f"{name}.m"])
+    return (magnitude / mx.linalg.norm(merged, axis=1))[:, None] * merged
+
+
+def _packed(weight: mx.array, packing: Packing, dtype: mx.Dtype) -> Arrays:
+    parts = mx.quantize(weight, packing.group_size, packing.bits, packing.mode)
+    cast = [part.astype(dtype) if part.dtype == mx.float32 else part for part in parts]
+    return dict(zip(("weight", "scales", "biases"), cast, strict=False))
+
+
+def _dtype(own: Arrays, stored: Packing | None, settings: MergeSettings) -> mx.Dtype:
+    if settings.dtype != "auto":
+        return DTYPES[settings.dtype]
+    found = own["weight" if stored is None else "scales"].dtype
+    return found if mx.issubdtype(found, mx.floating) else mx.bfloat16
+
+
+def _separate_experts(module: str, arrays: Arrays) -> Arrays:
+    """Return arrays by the names of Hugging Face, with the experts of a mixture one by one."""
+    if expert_layer(module, "") == module:
+        return arrays
+    found: Arrays = {}
+    for name, array in arrays.items():
+        key = name.rpartition(".")[2]
+        found |= {f"{expert_layer(module, f'.{number}')}.{key}": array[number] for number in range(array.shape[0])}
+    return found
+
+
+def require_layers(model: nn.Module, adapter: Adapter, path: str) -> None:
+    """Raise ArtifactError if the model lacks a layer of the adapter."""
+    lacking = sorted(adapter.ranks.keys() - dict(model.named_modules()).keys())
+    if lacking:
+        raise ArtifactError(f"{path} has no layer {lacking[0]}, which the adapter changes", reason="base")
+
+
+class Change(Struct, frozen=True, kw_only=True):
+    """What storing has left of the change of all adapted layers.
+
+    relative_error: size of the rounding error relative to the change. rms, rounding_rms: root mean squares.
+    layers, lost: number of adapted layers, and of those whose rounding error is at least as large as their change.
+    """
+
+    layers: int
+    lost: int
+    relative_error: float
+    rms: float
+    rounding_rms: float
+
+
+def summarize(changes: Iterator[list[float]] | list[list[float]]) -> Change:
+    """Return the sum over layers. changes: see `MergedLayer`."""
+    rows = list(changes)
+    wanted, _, error, weights = (sum(row[index] for row in rows) for index in range(4))
+    return Change(
+        layers=len(rows),
+        lost=sum(row[2] >= row[0] > 0 for row in rows),
+        relative_error=(error / wanted) ** 0.5 if wanted else 0.0,
+        rms=(wanted / weights) ** 0.5,
+        rounding_rms=(error / weights) ** 0.5,
+    )
+
+
+def merged_config(config: Mapping[str, Any], settings: MergeSettings, dtype: str) -> dict[str, Any]:
+    """Return the configuration of the merged model. dtype: the most common floating type of its weights."""
+    merged = dict(config)
+    if settings.dequantize or settings.quantize:
+        merged.pop("quantization", None)
+        merged.pop("quantization_config", None)
+    if settings.quantize:
+        packing = settings.quantize
+        merged["quantization"] = {"group_size": packing.group_size, "bits": packing.bits, "mode": packing.mode}
+        merged["quantization_config"] = merged["quantization"]
+    for key in ("torch_dtype", "dtype"):
+        if key in merged:
+            merged[key] = dtype
+    return merged
