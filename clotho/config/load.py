@@ -31,8 +31,9 @@ COMMAND_LINE, ADAPTER, MASK = "command line", "policy.adapter", "********"
 MAX_BYTES, MAX_FILES, MAX_NAME, MAX_PATH = 2**20, 16, 255, 4000
 """Limits: bytes of a profile, files that extend each other, and bytes of a file name and of a path."""
 
+MODELS = ("model.path", "engine.speculation.path")
 INPUT_PATHS = (
-    "model.path", "model.chat_template", "policy.adapter", "data.train", "data.heldout", "server.api_keys_file",
+    *MODELS, "model.chat_template", "policy.adapter", "data.train", "data.heldout", "server.api_keys_file",
 )  # fmt: skip
 CALLERS_PATHS = ("run_dir", "checkpoint.adapter_path", "atropos.python")
 """Keys whose paths are always relative to the working directory."""
@@ -220,7 +221,7 @@ def located(values: dict[str, Any], directory: Path, label: str) -> dict[str, An
             return found
         if f"{written}/".startswith(("./", "../")) or os.path.isabs(found) or os.path.exists(here):
             return here
-        in_hub = key == "model.path" or (key.startswith("data.") and is_hub_dataset(written))
+        in_hub = key in MODELS or (key.startswith("data.") and is_hub_dataset(written))
         return written if in_hub and not os.path.exists(found) else os.path.abspath(found)
 
     found = values | {key: checked(key, values[key]) for key in (*INPUT_PATHS, *CALLERS_PATHS) if key in values}

@@ -240,7 +240,15 @@ class PromptDrafts(Drafts, frozen=True, kw_only=True, tag="prompt"):
     """Drafts are what followed the same tokens earlier in the prompt or the completion."""
 
 
-Speculation = Annotated[Off | HistoryDrafts | PromptDrafts, about("Several tokens per forward pass, from drafts.")]
+class ModelDrafts(Drafts, frozen=True, kw_only=True, tag="model"):
+    """Drafts are samples of a smaller model with the same tokens."""
+
+    path: Annotated[str, about("Draft model: model directory, GGUF file or hub repository.", min_length=1)]
+
+
+Speculation = Annotated[
+    Off | HistoryDrafts | PromptDrafts | ModelDrafts, about("Several tokens per forward pass, from drafts.")
+]
 
 
 class EngineSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -173,6 +173,13 @@ class HostKVCache:
         self.column = int(end_B.max())
         self._lag_B = np.where(kept_B > 0, self.column - end_B, 0)
 
+    def discard(self, count_B: NDArray[np.int64]) -> None:
+        """Discard the newest `count_B` tokens of each row. If any count is not 0, rows with count 0 have no tokens."""
+        if count_B.any():
+            end_B = self.column - self._lag_B - count_B
+            self.column = int(end_B[count_B > 0].max())
+            self._lag_B = np.where(count_B > 0, self.column - end_B, 0)
+
     def _attention(self, held_B: NDArray[np.int32], columns: int, due_B: NDArray[np.bool_]) -> DecodeAttention:
         """Compute which keys each row attends to. Rows that are not due attend to their newest token."""
         shared = self._shared_groups()

@@ -263,6 +263,10 @@ class VerifyingCaches(RowCaches, Protocol):
         """Keep the first `kept_B` tokens of each row of the verification, 0 for rows that are not due."""
         ...
 
+    def discard(self, count_B: NDArray[np.int64]) -> None:
+        """Discard the newest `count_B` tokens of each row. If any count is not 0, rows with count 0 have no tokens."""
+        ...
+
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:

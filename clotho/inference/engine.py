@@ -91,7 +91,7 @@ class DecodeEngine:
             self._batch = Batch(self._make_caches, end_tokens, vocabulary, self._computing)
         else:
             make_caches = verifying_caches(layout, decoder, settings.kv_cache_tokens)
-            batch = SpeculativeBatch(make_caches, end_tokens, vocabulary, self._computing, settings=speculation)
+            batch = SpeculativeBatch(make_caches, end_tokens, vocabulary, self._computing, settings=settings)
             self._make_caches, self._batch, self._speculative = make_caches, batch, batch
         self._scheduler = Scheduler(settings.max_num_seqs, settings.kv_cache_tokens, settings.rollout_share)
         self._prefill = Prefill(layout, settings, self._adapter_rows.computing, turns)

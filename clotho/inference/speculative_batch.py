@@ -4,7 +4,8 @@ Verification is rejection sampling with a deterministic proposal (Leviathan et a
 is accepted with probability p(x), and a rejected one is replaced by a sample of p without x, where p is the sampling
 distribution of the row after penalties, temperature and filters. Both come from one sample y of p with the random
 numbers that plain decoding uses at this position: x is accepted if y = x, which has probability p(x), and otherwise y
-has the distribution of p without x. The tokens of a row are therefore those of plain decoding with the same seed, up to
+has the distribution of p without x. A draft model samples with the same random numbers; then x depends on them, and y
+is a sample of p all the same. The tokens of a row are therefore those of plain decoding with the same seed, up to
 the rounding of matrix products of other shapes, whatever the drafts are. Log-probabilities are those of p.
 """
 
@@ -17,19 +18,24 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from clotho.config.schema import Drafts, HistoryDrafts
+from clotho.config.bounds import Off
+from clotho.config.schema import Drafts, EngineSection, HistoryDrafts, ModelDrafts, ModelSection
 from clotho.cpu.decoder import HostDecoder
 from clotho.cpu.interface import DraftedTokens, Filters, RowLogitBias, RowParameters, SampledRows
 from clotho.cpu.kv_cache import HostKVCache
 from clotho.cpu.sampling import can_sample_on_cpu, sample_on_cpu
+from clotho.cpu.supported import make_host_decoder
 from clotho.inference.batch import Batch, Step
+from clotho.inference.batching_probe import probe_batching
 from clotho.inference.cache_layout import CacheLayout, Logits, VerifyingCaches
+from clotho.inference.draft_model import ModelDrafter
 from clotho.inference.drafts import Drafted, Drafter, HistoryDrafter, PromptLookupDrafter
 from clotho.inference.payoff import Payoff
 from clotho.inference.prefill import Computing
 from clotho.inference.sampling import sample, uniforms
 from clotho.inference.scheduler import PrefillJob, Row
 from clotho.inference.verification import VerifyingKVCache
+from clotho.models.loading import load_base, setting
 from protocols.errors import ModelError
 from protocols.summary import SpeculationCounts
 
@@ -53,14 +59,20 @@ class SpeculativeBatch(Batch):
         vocabulary: int,
         computing: Computing,
         *,
-        settings: Drafts,
+        settings: EngineSection,
     ) -> None:
-        """Arguments are those of `Batch`. settings: the source of drafts."""
+        """Arguments are those of `Batch`. settings: with a source of drafts.
+
+        Raises ModelError for a draft model that cannot be loaded or has another vocabulary.
+        """
         super().__init__(make_caches, end_tokens, vocabulary, computing)
-        self.drafter = make_drafter(settings)
-        self._payoff, self._max_draft = Payoff(always=settings.always), settings.max_draft
+        drafts = settings.speculation
+        if isinstance(drafts, Off):
+            raise ValueError("speculation is off")
+        self.drafter = make_drafter(drafts, vocabulary, settings.kv_cache_tokens)
+        self._payoff, self._max_draft = Payoff(always=drafts.always), drafts.max_draft
         self._drafts = self._draft_tokens = 0
-        self._accepted = np.zeros(settings.max_draft, dtype=np.int64)
+        self._accepted = np.zeros(drafts.max_draft, dtype=np.int64)
         self._launched_rows, self._has_drafts = 0, False
         self._fruitless = self._pause = 0
 
@@ -126,14 +138,25 @@ class SpeculativeBatch(Batch):
         return self._verify(cache, due, drafts, version)
 
     def _propose(self, due: NDArray[np.bool_]) -> dict[int, Sequence[int]]:
-        """Return the drafts of the rows by slot. A row samples one token more than its draft has."""
+        """Return the drafts of the rows by slot, none beyond a token that ends its row.
+
+        A row samples one token more than its draft has.
+        """
         table, rows = self.table, []
         room = np.minimum(table.limit - table.launched - 1, self._max_draft)
         for slot in np.flatnonzero(due & (room > 0)).tolist():
             row = table.rows[slot]
             if row is not None and not row.is_masked:
                 rows.append(Drafted(slot, row, table.sampled_tokens(slot), int(room[slot])))
-        return self.drafter.propose(rows)
+        drafts = self.drafter.propose(rows)
+        for slot, row, _, _ in rows:
+            ends = {*row.active.request.sampling.stop_token_ids}
+            if table.stops_at_eos[slot]:
+                ends |= self._end_tokens
+            draft = drafts.get(slot, ())
+            if not ends.isdisjoint(draft):
+                drafts[slot] = draft[: 1 + next(i for i, token in enumerate(draft) if token in ends)]
+        return drafts
 
     def _verify(
         self, cache: VerifyingCaches, due: NDArray[np.bool_], drafts: dict[int, Sequence[int]], version: int
@@ -249,9 +272,24 @@ def _tokens_of(row_R: mx.array, row_N: NDArray[np.int64]) -> tuple[mx.array, NDA
     return mx.array(index_R.astype(np.int32)), place_B[row_N][index_R]
 
 
-def make_drafter(settings: Drafts) -> Drafter:
-    """Return the source of drafts."""
-    return HistoryDrafter(settings.stored_tokens) if isinstance(settings, HistoryDrafts) else PromptLookupDrafter()
+def make_drafter(settings: Drafts, vocabulary: int, cache_tokens: int) -> Drafter:
+    """Return the source of drafts. vocabulary: width of the policy's logits. cache_tokens: `engine.kv_cache_tokens`."""
+    if isinstance(settings, HistoryDrafts):
+        return HistoryDrafter(settings.stored_tokens)
+    if not isinstance(settings, ModelDrafts):
+        return PromptLookupDrafter()
+    model, config, _ = load_base(ModelSection(path=settings.path))
+    width = setting(config, ("vocab_size",))
+    if width != vocabulary:
+        raise ModelError(
+            f"engine.speculation.path: the draft model {settings.path} has {width} tokens and the policy {vocabulary}; "
+            "give a model with the same tokenizer"
+        )
+    model.eval()
+    layout = CacheLayout(model)
+    probe_batching(layout)
+    make_caches = verifying_caches(layout, make_host_decoder(model), cache_tokens)
+    return ModelDrafter(layout, make_caches, vocabulary=vocabulary, max_draft=settings.max_draft)
 
 
 def verifying_caches(layout: CacheLayout, decoder: HostDecoder | None, limit: int) -> Callable[[int], VerifyingCaches]:

@@ -122,6 +122,13 @@ class VerifyingColumns(ColumnState):
         self.lag_B = lag_B if lag_B.any() else None
         self.width, self.writes = 1, None
 
+    def discard(self, count_B: NDArray[np.int64]) -> None:
+        """Discard the newest `count_B` tokens of each row, at least one of some row; other rows have no tokens."""
+        end_B = self.column - (0 if self.lag_B is None else self.lag_B) - count_B
+        self.column = int(end_B[count_B > 0].max())
+        lag_B = np.where(count_B > 0, self.column - end_B, 0)
+        self.lag_B = lag_B if lag_B.any() else None
+
     def entered(self, slots: Sequence[int]) -> None:
         """Prepare slots for new rows, whose tokens end at the column that is written next."""
         if self.lag_B is not None:
@@ -219,3 +226,9 @@ class VerifyingKVCache(BatchKVCache):
         """Keep the first `kept_B` tokens of each row of the verification; later steps overwrite the others."""
         for columns in self.columns.values():
             columns.keep(kept_B)
+
+    def discard(self, count_B: NDArray[np.int64]) -> None:
+        """Discard the newest `count_B` tokens of each row. If any count is not 0, rows with count 0 have no tokens."""
+        if count_B.any():
+            for columns in self.columns.values():
+                columns.discard(count_B)

@@ -126,7 +126,7 @@ def test_completions_equal_those_of_plain_decoding(engine_mode: str, monkeypatch
     source = tiny_source()
     plain = submit_all(make_engine(source), SAMPLINGS)
     drafts = OtherDrafts({prompt: answer.completions[0].tokens for prompt, answer in plain})
-    monkeypatch.setattr("clotho.inference.speculative_batch.make_drafter", lambda settings: drafts)
+    monkeypatch.setattr("clotho.inference.speculative_batch.make_drafter", lambda *_: drafts)
     engine = make_engine(source, speculation=HISTORY)
     found = submit_all(engine, SAMPLINGS)
     for (_, one), (_, other) in zip(found, plain, strict=True):
@@ -142,7 +142,7 @@ def test_rows_with_masks_or_penalties_are_exact_beside_others(monkeypatch: pytes
     samplings = (*SAMPLINGS[:3], MASKED, PENALISED)
     plain = submit_all(make_engine(source), samplings)
     drafts = OtherDrafts({prompt: answer.completions[0].tokens for prompt, answer in plain})
-    monkeypatch.setattr("clotho.inference.speculative_batch.make_drafter", lambda settings: drafts)
+    monkeypatch.setattr("clotho.inference.speculative_batch.make_drafter", lambda *_: drafts)
     engine = make_engine(source, speculation=HISTORY)
     for (_, one), (_, other) in zip(submit_all(engine, samplings), plain, strict=True):
         check_equal(one.completions, other.completions)
@@ -194,6 +194,19 @@ def test_a_completion_ends_inside_a_draft() -> None:
             run(engine)
         check_equal(answers[1].completions, answers[0].completions)
         assert engine.stats().speculation.accepted_tokens > 0
+
+
+def test_a_draft_ends_with_a_token_that_ends_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tokens behind it are not verified, so that they do not count as accepted."""
+    drafts = OtherDrafts({make_prompt(5): [256] * 40, make_prompt(6): [70] * 40, make_prompt(7): [256] * 40})
+    monkeypatch.setattr("clotho.inference.speculative_batch.make_drafter", lambda *_: drafts)
+    stopping = Sampling(max_tokens=20, logit_bias=((256, -100.0), (70, -100.0)), stop_token_ids=(70,))
+    for length, sampling, cut in ((5, stopping, True), (6, stopping, True), (7, SAMPLINGS[0], False)):
+        engine = make_engine(speculation=HISTORY)
+        submit_request(engine, make_prompt(length), sampling)
+        run(engine)
+        counts = engine.stats().speculation
+        assert (counts.draft_tokens == counts.drafts > 0) is cut
 
 
 @BOTH_PATHS
