@@ -166,6 +166,7 @@ class Search:
 
     def measurements(self) -> list[Measurement]:
         """All tried settings, best first."""
+        here = fingerprint()
         return [
             Measurement(
                 question=NAME,
@@ -178,7 +179,7 @@ class Search:
                 semantics=self._answers.semantics,
                 versions=self._answers.versions,
                 command=self._command,
-                fingerprint=fingerprint(),
+                fingerprint=here,
             )
             for settings, runs in sorted(self.tried, key=lambda one: cost_of(one[1], self._subject.cost))
             for metric, unit in ((self._subject.cost, "s"), ("accuracy", "share"))

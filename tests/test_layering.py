@@ -25,7 +25,9 @@ from __future__ import annotations
 import ast
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -76,16 +78,34 @@ def files(*places: str) -> list[Path]:
     return found
 
 
-def imports(path: Path) -> Iterator[tuple[str, int]]:
-    """Every module that a file imports, wherever in it, with the line."""
+class Contents(NamedTuple):
+    """What the rules below need of a file: imported modules with their lines, and functions with their lengths."""
+
+    imports: list[tuple[str, int]]
+    functions: list[tuple[str, int, int]]
+
+
+@cache
+def contents(path: Path) -> Contents:
+    """Parse a file."""
+    found = Contents([], [])
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            yield from ((alias.name, node.lineno) for alias in node.names)
+            found.imports.extend((alias.name, node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}:{node.lineno}: imports are absolute"
             assert node.module
-            yield node.module, node.lineno
-            yield from ((f"{node.module}.{alias.name}", node.lineno) for alias in node.names)
+            found.imports.append((node.module, node.lineno))
+            found.imports.extend((f"{node.module}.{alias.name}", node.lineno) for alias in node.names)
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            assert node.end_lineno
+            found.functions.append((node.name, node.lineno, node.end_lineno - node.lineno + 1))
+    return found
+
+
+def imports(path: Path) -> list[tuple[str, int]]:
+    """Every module that a file imports, wherever in it, with the line."""
+    return contents(path).imports
 
 
 def part_of(module: str) -> str | None:
@@ -208,11 +228,10 @@ def test_modules_are_short() -> None:
 
 def test_functions_are_short() -> None:
     """From `def` to the last line, docstring included."""
-    long = {}
-    for path in files(*PROJECT):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                length = (node.end_lineno or node.lineno) - node.lineno + 1
-                if length > LONGEST_FUNCTION:
-                    long[f"{path.relative_to(ROOT)}:{node.name}"] = length
+    long = {
+        f"{path.relative_to(ROOT)}:{name}": length
+        for path in files(*PROJECT)
+        for name, _, length in contents(path).functions
+        if length > LONGEST_FUNCTION
+    }
     assert long == {}

@@ -38,6 +38,7 @@ VALUES: list[Any] = [
     [[]],
     {},
 ]
+GROUPS = 300
 LITERALS = [b"NaN", b"Infinity", b"-Infinity", b"1e999", b"9" * 400, b'"\xff"', b"[" * 2000 + b"]" * 2000, b"", b"}"]
 
 
@@ -80,7 +81,7 @@ def mutated(random: Random) -> Raw:
 
 @pytest.mark.parametrize("seed", range(8))
 async def test_every_group_is_scored_or_discarded_with_a_reason(seed: int) -> None:
-    """A valid group after 1000 mutated groups is read correctly."""
+    """A valid group after many mutated groups is read correctly."""
     random = Random(seed)
     reference: dict[str, Any] = random.choice([{}, {"reference": "environment", "kl_beta": 0.1}])
     harness = ReaderHarness(
@@ -91,7 +92,7 @@ async def test_every_group_is_scored_or_discarded_with_a_reason(seed: int) -> No
     )
     harness.record(PROMPT, (40, 41), client_label="arithmetic")
     ends = {"scored": 0, "discarded": 0}
-    for number in range(1000):
+    for number in range(GROUPS):
         outcome = await harness.outcome(mutated(random), group_id=number)
         if isinstance(outcome, ScoredGroup):
             ends["scored"] += 1
@@ -100,7 +101,7 @@ async def test_every_group_is_scored_or_discarded_with_a_reason(seed: int) -> No
             assert 0 < len(outcome.detail) < 200
             assert outcome.detail.isprintable()
             assert (outcome.prompt.group_id, len(outcome.prompt.source) <= 32) == (number, True)
-    assert min(ends.values()) > 100
+    assert min(ends.values()) > GROUPS // 10
     good = await harness.outcome(complete_group() | {"scores": [3.0, 1.0, 2.0]})
     assert isinstance(good, ScoredGroup)
     assert good.rewards == (3.0, 1.0, 2.0)

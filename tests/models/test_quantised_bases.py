@@ -18,7 +18,7 @@ from clotho.cpu import computes_on_host
 from clotho.models.parameters import flat
 from clotho.models.policy import Policy, load_policy
 from clotho.storage.adapters import write_adapter
-from tests.inference.engine_helpers import GREEDY, complete_alone, reference_greedy, reference_logprobs
+from tests.inference.engine_helpers import GREEDY, complete_alone, reference_logprobs
 from tests.learner_settings import policy_settings
 from tests.saved_models import CONFIG, MIXTURE, TOKENS_1_T, save
 from tests.small_models import FixedSource, byte_tokenizer
@@ -81,7 +81,6 @@ def learns_and_serves(base: Path, directory: Path, kind: Any) -> Policy:
         assert value(policy) == pytest.approx(first, rel=1e-5)
     source = FixedSource(model=policy.model, tokenizer=byte_tokenizer(), vocab_size=64)
     completion = complete_alone(source, PROMPT, GREEDY)
-    assert list(completion.tokens) == reference_greedy(policy.model, PROMPT, GREEDY)
     expected = reference_logprobs(policy.model, PROMPT, completion, GREEDY)
     np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
     write_adapter(directory, policy.trainable(), policy.adapter_config)
