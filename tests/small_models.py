@@ -117,19 +117,14 @@ def _spread(name: str, array: mx.array) -> mx.array:
 
 def byte_tokenizer(*, chat_template: str | None = None) -> ChatTokenizer:
     """Tokenize every byte as itself: ids 0 to 255 are bytes, 256 is `<|end|>`, which ends a completion."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    order = {_byte_of(character): character for character in alphabet}
-    tokenizer = Tokenizer(tokenizer_models.BPE(vocab={order[b]: b for b in range(256)}, merges=[]))
+    vocabulary = {character: byte for byte, character in _byte_characters().items()}
+    tokenizer = Tokenizer(tokenizer_models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken("<|end|>", special=True, normalized=False)])
     wrap: Any = PreTrainedTokenizerFast
     fast = wrap(tokenizer_object=tokenizer, eos_token="<|end|>", chat_template=chat_template)
     return ChatTokenizer(fast)
-
-
-def _byte_of(character: str) -> int:
-    return {c: b for b, c in _byte_characters().items()}[character]
 
 
 def _byte_characters() -> dict[int, str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -15,7 +17,7 @@ from clotho.inference.stop_strings import IncrementalDetokenizer
 from clotho.inference.token_masks import MaskedRows
 from protocols.sampling import Sampling
 from tests.inference.engine_helpers import RecordedEvents, make_engine, processed_logprobs, run, submit_request
-from tests.small_models import byte_tokenizer, tiny_source
+from tests.small_models import FixedSource, byte_tokenizer, tiny_source
 
 VOCABULARY = 45
 END = 44
@@ -39,11 +41,17 @@ def samplings(draw: st.DrawFn) -> Sampling:
     )
 
 
+@cache
+def shared_source() -> FixedSource:
+    """Return one model for all examples."""
+    return tiny_source()
+
+
 class Rows:
     """Rows in the middle of their completions."""
 
     def __init__(self, rows: list[tuple[Sampling, list[int]]]) -> None:
-        engine = make_engine(tiny_source(vocab_size=257))
+        engine = make_engine(shared_source())
         self.rows = rows
         self.settings = [sampling for sampling, _ in rows]
         self.sampled = [tokens for _, tokens in rows]
