@@ -73,7 +73,12 @@ class Run:
     """`python pipeline.py` in a process of its own with redirected output. The `with` block kills it at its end."""
 
     def __init__(
-        self, run_dir: Path, *flags: str, environment: dict[str, str] | None = None, small: tuple[str, ...] = SMALL
+        self,
+        run_dir: Path,
+        *flags: str,
+        environment: dict[str, str] | None = None,
+        small: tuple[str, ...] = SMALL,
+        patience_seconds: float = PATIENCE_SECONDS,
     ) -> None:
         self.run_dir = run_dir
         self._err = tempfile.TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115, closed by __exit__
@@ -87,7 +92,7 @@ class Run:
             encoding="utf-8",
         )
         self._out: list[str] = []
-        self._watch = threading.Timer(PATIENCE_SECONDS, self.process.kill)
+        self._watch = threading.Timer(patience_seconds, self.process.kill)
         self._watch.start()
 
     def __enter__(self) -> Self:

@@ -14,6 +14,9 @@ import pytest
 from tests.e2e.pipeline_process import Run
 from tests.e2e.test_serve import Server, serving
 
+LONG_SECONDS = 1800.0
+"""Upper limit of a complete run. No assertion depends on it."""
+
 ACCEPTS = ("--server.accept-weights", "true", "--profile", "local-m3")
 
 
@@ -102,8 +105,8 @@ def test_a_run_with_two_servers_learns_as_much_as_without(tmp_path: Path) -> Non
     """The complete default profile, with every rollout from the servers."""
     run_dir = tmp_path / "run"
     with ExitStack() as stack:
-        pair = [stack.enter_context(serving(*ACCEPTS)) for _ in range(2)]
-        with Run(run_dir, *flags(*pair), small=("--server.port", "0")) as run:
+        pair = [stack.enter_context(serving(*ACCEPTS, patience_seconds=LONG_SECONDS)) for _ in range(2)]
+        with Run(run_dir, *flags(*pair), small=("--server.port", "0"), patience_seconds=LONG_SECONDS) as run:
             result = run.finish()
     assert result.status == 0, result.err
     before, after = accuracy(run_dir)

@@ -50,10 +50,12 @@ def launch(*flags: str, program: Sequence[str] = ("pipeline.py",)) -> subprocess
 
 
 @contextmanager
-def serving(*flags: str, program: Sequence[str] = ("pipeline.py",)) -> Iterator[Server]:
+def serving(
+    *flags: str, program: Sequence[str] = ("pipeline.py",), patience_seconds: float = PATIENCE_SECONDS
+) -> Iterator[Server]:
     """Serve the embedded model until the block ends."""
     process = launch("--model", EMBEDDED, "--server.port", "0", *flags, program=program)
-    watch = threading.Timer(PATIENCE_SECONDS, process.kill)
+    watch = threading.Timer(patience_seconds, process.kill)
     watch.start()
     try:
         assert process.stdout is not None

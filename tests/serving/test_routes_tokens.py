@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
 import pytest
 
 from tests.fakes import CharacterTokenizer
@@ -45,6 +46,24 @@ async def test_a_client_of_the_token_route_gets_tokens_with_log_probabilities() 
         assert usage["completion_tokens"] == len(choice["token_ids"])
         assert answer["weights_versions"] == [{"first": 3, "last": 3}]
         assert "cache_salt" in answer["ignored_fields"]
+
+
+async def test_the_client_of_openai_reaches_the_route_outside_of_v1() -> None:
+    """As renderers' client does: an absolute address, and the model and its limit from `/v1/models`."""
+    async with serving() as served:
+        cards: Any = await served.openai.get("/models", cast_to=dict[str, Any])
+        (limit,) = [card["max_model_len"] for card in cards["data"] if card["id"] == "policy"]
+        root = str(served.openai.base_url).rstrip("/").removesuffix("/v1")
+        params = {"stop_token_ids": [96], "logprobs": 1, "skip_special_tokens": False, "max_tokens": 4}
+        body = {"model": "policy", "token_ids": IDS * (limit // len(IDS) - 2), "sampling_params": params}
+        answer = await served.openai.post(f"{root}{ROUTE}", cast_to=httpx.Response, body=body)
+        (choice,) = answer.json()["choices"]
+        assert len(choice["token_ids"]) == len(choice["logprobs"]["content"]) <= 4
+        with pytest.raises(openai.BadRequestError) as refused:
+            await served.openai.post(
+                f"{root}{ROUTE}", cast_to=httpx.Response, body={**body, "token_ids": IDS * (limit // len(IDS) + 1)}
+            )
+        assert refused.value.param == "token_ids"
 
 
 async def test_a_request_has_the_id_that_its_client_gave() -> None:
