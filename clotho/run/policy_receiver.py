@@ -27,6 +27,9 @@ from protocols.step import WeightsReady
 FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}\.safetensors")
 """Names of files that a training run shares by path; a name never leads out of the directory."""
 
+ONE_TURN_BYTES = 16 * 2**20
+"""Larger weights are verified in a turn of the compute thread of their own, before the turn of the swap."""
+
 HEADER_BYTES = 1_048_576
 """Size of a safetensors header and of padding, in addition to the weights."""
 
@@ -114,7 +117,8 @@ class SwappingReceiver:
         parameters = nested(arrays)
         if (found := fingerprint(parameters)) != ready.fingerprint:
             raise CheckpointError(f"their fingerprint is {found}, not {ready.fingerprint}")
-        yield
+        if self.max_bytes > ONE_TURN_BYTES:
+            yield
         return (yield from swap_weights(self._policy, self._engine, self._kv_policy, parameters, ready))
 
 
