@@ -13,12 +13,14 @@ from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
 from msgspec.structs import replace
 
+from clotho.config.bounds import Off
 from clotho.config.schema import (
     AdaptersSection,
     AtroposSource,
     EngineSection,
     FullMethod,
     HttpServer,
+    ModelDrafts,
     ModelSection,
     Profile,
 )
@@ -155,20 +157,21 @@ def estimate_memory(model: ModelSection, profile: Profile, *, prompt_tokens: int
     clients = client_rows(seqs) if isinstance(profile.server, HttpServer) else 0
     rows = max(1, min(seqs + clients, profile.engine.kv_cache_tokens // length))
     logits = logits_bytes(micro, vocabulary)
+    draft_weights, draft_caches = _draft_model(profile.engine, rows, length)
     estimate = MemoryEstimate(
-        base=weights - learning.in_full,
+        base=weights - learning.in_full + draft_weights,
         trained=learning.trained + converted_bytes(base, _itemsize(base, config)),
         optimizer=learning.optimizer,
         reference=learning.reference,
         rollback=learning.rollback,
         midway=learning.midway,
-        caches=_caches(layout, rows, length),
+        caches=_caches(layout, rows, length) + draft_caches,
         prefixes=_prefixes(layout, profile.engine.prefix_cache_tokens, min(prompt_tokens, length)),
         gradients=learning.gradient * (2 if micro.several else 1),
         activations=_activations(base, config, layout, micro, profile, logits=logits),
         logits=logits,
         update=learning.update,
-        decode=_draw_copies(profile.sampling) * rows * vocabulary * FLOAT32,
+        decode=_draw_copies(profile.sampling) * rows * _tokens_of_step(profile.engine) * vocabulary * FLOAT32,
         adapters=adapters,
         one_sequence=_caches(layout, 1, length),
         shipped_shape=shipped,
@@ -188,15 +191,17 @@ def serving_memory(
     layout = CacheLayout(base)
     length = min(PROMPT_TOKENS + sampling.max_tokens, context_length(config))
     rows = max(1, min(engine.max_num_seqs, engine.kv_cache_tokens // length))
-    decode = _draw_copies(sampling) * rows * describe_model(base, config).vocab_size * FLOAT32
+    vocabulary = describe_model(base, config).vocab_size
+    decode = _draw_copies(sampling) * rows * _tokens_of_step(engine) * vocabulary * FLOAT32
+    draft_weights, draft_caches = _draft_model(engine, rows, length)
     return MemoryEstimate(
-        base=sum(array.nbytes for array in flat(base.parameters()).values()),
+        base=sum(array.nbytes for array in flat(base.parameters()).values()) + draft_weights,
         trained=0,
         optimizer=0,
         reference=0,
         rollback=0,
         midway=0,
-        caches=_caches(layout, rows, length),
+        caches=_caches(layout, rows, length) + draft_caches,
         prefixes=_prefixes(layout, engine.prefix_cache_tokens, min(PROMPT_TOKENS, length)),
         gradients=0,
         activations=0,
@@ -239,6 +244,20 @@ def local_files(path: str) -> Path | None:
 
 def _draw_copies(sampling: Sampling) -> int:
     return DECODE_COPIES + sum(PARAMETERS[name].logits_copies for name in in_use(sampling))
+
+
+def _tokens_of_step(engine: EngineSection) -> int:
+    """Return how many tokens of a row a decode step computes at most."""
+    return 1 if isinstance(engine.speculation, Off) else 1 + engine.speculation.max_draft
+
+
+def _draft_model(engine: EngineSection, rows: int, tokens: int) -> tuple[int, int]:
+    """Return the bytes of the weights of the draft model and of its KV caches; 0 without a draft model."""
+    if not isinstance(engine.speculation, ModelDrafts):
+        return 0, 0
+    draft, _, _ = _open(ModelSection(path=engine.speculation.path))
+    weights = sum(array.nbytes for array in flat(draft.parameters()).values())
+    return weights, _caches(CacheLayout(draft), rows, tokens + engine.speculation.max_draft)
 
 
 def _adapters(base: nn.Module, config: dict[str, Any], limits: AdaptersSection) -> int:
