@@ -25,8 +25,8 @@ pytestmark = pytest.mark.needs_cpu_path
 
 
 def stored(directory: Path, config: dict[str, Any] = CONFIG) -> Path:
-    """Write a model in bfloat16 whose configuration states this type."""
-    save(directory, config | {"torch_dtype": "bfloat16"}, dtype=mx.bfloat16)
+    """Write a model in float32 whose configuration states bfloat16, the type in which mlx-lm quantizes it."""
+    save(directory, config | {"torch_dtype": "bfloat16"}, dtype=mx.float32)
     return directory
 
 

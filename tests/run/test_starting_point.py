@@ -9,13 +9,16 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
+from actors.prompter import Prompter
 from clotho.config.schema import Profile
 from clotho.models.machine import random_state
 from clotho.run.context import RunContext
+from clotho.run.custom_actors import CustomActors
 from clotho.run.starting_point import read_origin
 from clotho.storage.adapters import TENSORS
 from clotho.storage.atomic_files import digest_file
 from clotho.storage.checkpoints import checkpoint_steps, find_damage, read_checkpoint, read_state, recorded_newest
+from pipeline import wire_rollouts
 from protocols.errors import CheckpointError
 from tests.run.built_context import open_context, tiny_profile
 from tests.run.test_startup import write_step
@@ -102,7 +105,13 @@ async def test_a_fork_may_change_what_a_resumed_run_may_not(tmp_path: Path) -> N
         "data": {"train": str(tmp_path / "other.jsonl")},
         "policy": {"method": {"type": "lora", "rank": 2, "scale": 2.0, "dropout": 0.5}},
     }
-    parts = await forked(tiny_profile(tmp_path, **changed), source)
+    profile = tiny_profile(tmp_path, **changed)
+    async with open_context(profile, fork=source) as parts:
+        custom = CustomActors((), parts.services())
+        rollouts = wire_rollouts(parts, custom, custom.channel("scored", 1), parts.sampler)
+        assert isinstance(rollouts.source.actor, Prompter)
+        assert len(list(rollouts.source.actor._group_ids)) == 7 * 3, "the groups of the 7 other steps"
+        assert read_state(parts.directory.checkpoints / "step-000003").inputs == parts.inputs
     origin = read_origin(parts.directory.lineage)
     assert origin is not None
     assert [text.partition(":")[0] for text in origin.settings] == [
@@ -110,7 +119,8 @@ async def test_a_fork_may_change_what_a_resumed_run_may_not(tmp_path: Path) -> N
     ]  # fmt: skip
     assert origin.inputs == ("dataset",)
     assert ["dataset" in warning for warning in parts.warnings if "inputs" in warning] == [True]
-    assert parts.total_groups + parts.replacements.value == 6 + 7 * 3, "the groups of the 7 other steps"
+    async with open_context(profile, resume=True) as parts:
+        assert parts.resumed_from == 3
 
 
 async def test_a_fork_with_another_optimizer_starts_its_state_anew(tmp_path: Path) -> None:

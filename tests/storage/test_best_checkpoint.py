@@ -64,10 +64,12 @@ def test_the_best_checkpoint_is_never_pruned(writer: Writer) -> None:
 
 
 def test_the_initial_checkpoint_is_never_pruned(writer: Writer) -> None:
-    """A run can start again from its initial weights."""
-    for step in (0, 1, 3):
+    """A run can start again from its initial weights, whatever their evaluation was."""
+    writer.write(0)
+    writer.reports += [report(0, 0.1), report(1, 0.2)]
+    for step in (1, 3):
         writer.write(step)
-    assert checkpoint_steps(writer.directory) == [3, 0]
+    assert checkpoint_steps(writer.directory) == [3, 1, 0]
 
 
 def test_a_checkpoint_waits_for_its_evaluation(writer: Writer) -> None:

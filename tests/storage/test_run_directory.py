@@ -18,8 +18,10 @@ from protocols.errors import RunDirectoryError
 def finished_run(path: Path) -> Path:
     """Create the directory of a finished run."""
     path.mkdir(parents=True)
-    for name in ("profile.toml", "metrics.jsonl", "evaluations.jsonl", "rollouts.jsonl", "log.jsonl"):
+    for name in ("metrics.jsonl", "evaluations.jsonl", "rollouts.jsonl", "log.jsonl", "best.json", "lineage.json"):
         (path / name).write_text("")
+    (path / "profile.toml").write_text("")
+    (path / "superseded" / "001-after-step-000004" / "checkpoints").mkdir(parents=True)
     checkpoint = path / "checkpoints" / "step-000010"
     checkpoint.mkdir(parents=True)
     (checkpoint / "state.json").write_text("{}")
@@ -178,7 +180,15 @@ def test_a_directory_with_other_files_is_not_changed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "foreign", ["notes.txt", "checkpoints/mine", "adapters/merged.gguf", "checkpoints/step-1.txt", "atropos/mine.py"]
+    "foreign",
+    [
+        "notes.txt",
+        "checkpoints/mine",
+        "adapters/merged.gguf",
+        "checkpoints/step-1.txt",
+        "atropos/mine.py",
+        "superseded/mine.txt",
+    ],
 )
 def test_cleaning_checks_every_file_before_deleting(tmp_path: Path, foreign: str) -> None:
     """With one foreign file at any level, nothing is deleted."""
