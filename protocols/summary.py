@@ -84,7 +84,9 @@ class RunGauges(Struct, frozen=True, kw_only=True):
     """State of a run at one moment. Totals count since the last start; None means not measured yet.
 
     tokens_sampled, decode_seconds: totals of the decode engine, requests of HTTP clients included.
-    decode_rate_idle, decode_rate_learning: tokens per second of decoding alone, and while the learner has work.
+    decode_rate_idle, decode_rate_learning: tokens per second of decoding alone, and while the learner has work; the
+    number of sequences differs between both. decode_share_learning: fraction of the compute time of the latter that
+    decoding took.
     speculation: drafts of the decode engine.
     rows_running: number of sequences that are being decoded. rows_limit: how many are decoded at once at most;
     memory pressure lowers it. api_requests: number of requests of HTTP clients.
@@ -97,6 +99,7 @@ class RunGauges(Struct, frozen=True, kw_only=True):
     decode_seconds: float = 0.0
     decode_rate_idle: float | None = None
     decode_rate_learning: float | None = None
+    decode_share_learning: float | None = None
     speculation: SpeculationCounts = SpeculationCounts()
     rows_running: int = 0
     rows_limit: int = 0

@@ -63,8 +63,8 @@ LANES = {
     for lane in (
         DEFAULT,
         Lane(name="float32"),
-        Lane(name="bfloat16", dtype="bfloat16", atol=0.1, rtol=0.25),
-        Lane(name="4bit", dtype="bfloat16", bits=4, atol=0.1, rtol=0.25),
+        Lane(name="bfloat16", dtype="bfloat16", atol=0.1, rtol=0.15),
+        Lane(name="4bit", dtype="bfloat16", bits=4, atol=0.1, rtol=0.15),
     )
 }
 

@@ -87,10 +87,12 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 
 
 LANE_SIZES: dict[str, dict[str, Any]] = {
+    "gemma2": {"query_pre_attn_scalar": 64.0},
+    "gemma3_text": {"query_pre_attn_scalar": 64},
     "qwen3_moe": {"moe_intermediate_size": 64},
     "lfm2": {"block_dim": 64, "block_ff_dim": 128},
 }
-"""Sizes of `ARCHITECTURES` that depend on the hidden size, or that 4-bit groups of 64 divide."""
+"""Sizes of `ARCHITECTURES` that depend on the hidden size or the head size, or that 4-bit groups of 64 divide."""
 
 
 def tiny(architecture: str, *, vocab_size: int = 64, seed: int = 0, **overrides: Any) -> nn.Module:

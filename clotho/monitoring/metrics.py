@@ -54,8 +54,8 @@ METRICS = {
     "completion_length/mean": "Mean number of tokens per completion.",
     "completion_length/total": "Total number of completion tokens of the step.",
     "truncated_fraction": "Fraction of completions that reached `sampling.max_tokens` or the context length.",
-    "tokens_per_second": "Tokens sampled per second of wall-clock time since the line before, requests to the HTTP API "
-    "included.",
+    "tokens_per_second": "Completion tokens of the step per second of wall-clock time since the line before, whenever "
+    "they were sampled.",
     "decode_tokens_per_second/idle": "Tokens per second of decoding while the learner has no work.",
     "decode_tokens_per_second/learning": "Tokens per second of decoding while an update is computed.",
     "speculation/draft_tokens": "Tokens of the drafts that the engine verified since the line before.",
@@ -136,7 +136,7 @@ def step_metrics(
     discarded = Counter(discarded_between)
     discarded.update((group.prompt.source, group.reason) for group in report.discarded)
     seconds = now.seconds - before.seconds
-    sampled = now.gauges.tokens_sampled - before.gauges.tokens_sampled
+    completions = _completion_metrics(report)
     speculation, speculated = now.gauges.speculation, before.gauges.speculation
     return {
         "step": report.step,
@@ -148,8 +148,8 @@ def step_metrics(
         **dict.fromkeys(UPDATE_METRICS),
         **(msgspec.structs.asdict(report.update) if report.update else {}),
         **_group_metrics(report, discarded),
-        **_completion_metrics(report),
-        "tokens_per_second": sampled / seconds if seconds > 0 else None,
+        **completions,
+        "tokens_per_second": completions["completion_length/total"] / seconds if seconds > 0 else None,
         "decode_tokens_per_second/idle": now.gauges.decode_rate_idle,
         "decode_tokens_per_second/learning": now.gauges.decode_rate_learning,
         "speculation/draft_tokens": speculation.draft_tokens - speculated.draft_tokens,

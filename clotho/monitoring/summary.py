@@ -82,7 +82,7 @@ def summary_lines(summary: RunSummary) -> Iterator[tuple[str, str]]:
         "decoding",
         f"{size(gauges.tokens_sampled)} tokens, {number(rate, '.0f')} tokens/s over the whole run; decoding alone "
         f"{number(gauges.decode_rate_idle, '.0f')}, during updates {number(gauges.decode_rate_learning, '.0f')}"
-        + _share(gauges.decode_rate_learning, gauges.decode_rate_idle),
+        + _share(gauges.decode_share_learning),
     )
     yield (
         "weight swaps",
@@ -131,8 +131,8 @@ def _gap(gap: HistoryGap, summary: RunSummary) -> str:
     return f"{gap.file} has {total - gap.missing} of these {total} {gap.unit}"
 
 
-def _share(part: float | None, whole: float | None) -> str:
-    return f" ({part / whole * 100:.0f} %)" if part is not None and whole else ""
+def _share(share: float | None) -> str:
+    return f" in {share * 100:.0f} % of the time" if share is not None else ""
 
 
 def print_estimate(

@@ -76,6 +76,7 @@ class RunMonitor:
             decode_seconds=rates.seconds,
             decode_rate_idle=rates.idle or None,
             decode_rate_learning=rates.learning or None,
+            decode_share_learning=rates.share or None,
             speculation=stats.speculation,
             rows_running=stats.running_rows,
             rows_limit=stats.rows_limit,

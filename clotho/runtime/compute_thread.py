@@ -97,12 +97,13 @@ class DecodeRates(Struct, frozen=True, kw_only=True):
     """Decode rates of the attached engine, in tokens per second; 0 if not measured.
 
     idle: while no job had work. learning: while the learner had work. Neither includes time that was shared with other
-    jobs, such as an evaluation.
+    jobs, such as an evaluation. share: fraction of the time of `learning` that decoding took; 0 if not measured.
     tokens, seconds: totals of decoding, under any load.
     """
 
     idle: float
     learning: float
+    share: float
     tokens: int
     seconds: float
 
@@ -160,7 +161,7 @@ class ComputeExecutor:
         self._stopping = threading.Event()
         self._tokens = dict.fromkeys(_Company, 0)
         self._seconds = dict.fromkeys(_Company, 0.0)
-        self._decode_seconds = 0.0
+        self._decode_seconds = self._learning_decode_seconds = 0.0
         self._turns = {kind: _TurnClock() for kind in KINDS}
         self._longest_learner_turn = 0.0
         self._over = threading.Event()
@@ -239,6 +240,7 @@ class ComputeExecutor:
         return DecodeRates(
             idle=rate(_Company.NONE),
             learning=rate(_Company.LEARNER),
+            share=self._learning_decode_seconds / (self._seconds[_Company.LEARNER] or 1.0),
             tokens=sum(self._tokens.values()),
             seconds=self._decode_seconds,
         )
@@ -291,6 +293,7 @@ class ComputeExecutor:
             self._ticks_clock.charge(seconds)
             self._decode_seconds += seconds
             self._seconds[company] += seconds
+            self._learning_decode_seconds += seconds if company is _Company.LEARNER else 0.0
         elif steps:
             kind = self._steps[0].kind
             seconds = self._timed(self._step, kind)

@@ -20,6 +20,7 @@ GAUGES = RunGauges(
     decode_seconds=7.5,
     decode_rate_idle=2000.0,
     decode_rate_learning=1100.0,
+    decode_share_learning=0.52,
     rows_running=64,
     api_requests=2,
     swaps=9,

@@ -129,6 +129,7 @@ def test_decoding_gets_its_share_while_a_job_runs(share: float) -> None:
     ticks = spinner.order[first:last].count("tick")
     assert ticks / (ticks + 40 * 4) == pytest.approx(share, abs=0.05)
     assert executor.rates().learning == pytest.approx(1000 * share, rel=0.1)
+    assert executor.rates().share == pytest.approx(share, abs=0.05)
 
 
 def test_decoding_alone_is_measured_apart_from_decoding_beside_a_job() -> None:
