@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -68,8 +69,9 @@ def test_a_few_completions_speak_for_a_large_batch() -> None:
 
 def test_a_pass_is_no_larger_than_one_of_a_gradient() -> None:
     """The memory of an update is bounded by `micro_batch_tokens`, this measurement included."""
+    keys: dict[str, Any] = {"micro_batch_tokens": 1, "max_turn_ms": 0.0}
     turns = [
-        len(list(learner(tiny_policy(), measure_update_kl=on, micro_batch_tokens=1).update(random_groups(32))))
+        len(list(learner(tiny_policy(), measure_update_kl=on, **keys).update(random_groups(32))))
         for on in (False, True)
     ]
     assert turns[1] - turns[0] == 12
