@@ -55,6 +55,7 @@ from clotho.monitoring.collapse_detection import CollapseMonitor
 from clotho.monitoring.event_log import EventSink, event_log
 from clotho.monitoring.live_display import make_display
 from clotho.monitoring.summary import print_summary
+from clotho.monitoring.trackers import close_trackers
 from clotho.remote.sampler import RemoteSampler
 from clotho.run.accounting import GroupAccounting, group_source
 from clotho.run.batch_source import batch_source, group_reader, running_url
@@ -184,6 +185,7 @@ def wire_monitor(
         rollouts=JsonlWriter(directory.rollouts) if settings.rollouts else None,
         logged=context.logged,
         signal=context.signal,
+        trackers=context.trackers,
         first_step=context.progress.step,
         seconds_before=context.history.seconds,
     )
@@ -439,6 +441,7 @@ async def train(profile: Profile, directory: RunDirectory, console: Console) -> 
         loading = build_context(profile, directory, executor, address=address, slow_seconds=slow_seconds)
         context = await while_loading(listener, server, loading)
         stack.callback(context.rewards.close)
+        stack.callback(close_trackers, context.trackers)
         events.open(directory.log)
         for warning in context.warnings:
             log.warning(warning)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import structlog
@@ -13,6 +13,7 @@ from anyio import to_thread
 from clotho.monitoring.display import Display, NoDisplay, RunView, Sample, sample
 from clotho.monitoring.metrics import Measurement, MetricsLine, evaluation_record, step_metrics
 from clotho.monitoring.rollout_log import rollout_records
+from clotho.monitoring.trackers import Tracker, evaluation_values, step_records
 from clotho.monitoring.training_signal import TrainingSignal
 from clotho.runtime.latest import Latest
 from clotho.storage.jsonl import JsonlWriter
@@ -56,6 +57,7 @@ class Monitor:
         rollouts: JsonlWriter | None,
         logged: Latest[int],
         signal: TrainingSignal,
+        trackers: Sequence[Tracker] = (),
         first_step: int = 0,
         seconds_before: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
@@ -63,7 +65,7 @@ class Monitor:
         """rollouts: None disables the rollout log. first_step, seconds_before: step and age of a resumed run."""
         self._inbox, self._gauges, self._display = inbox, gauges, display
         self._metrics_file, self._evaluations_file, self._rollouts_file = metrics, evaluations, rollouts
-        self.logged, self._signal = logged, signal
+        self.logged, self._signal, self._trackers = logged, signal, trackers
         self._step, self._first_step = first_step, first_step
         self._seconds_before, self._clock, self._started_at = seconds_before, clock, clock()
         self._last = Measurement(seconds=seconds_before, gauges=gauges())
@@ -123,6 +125,9 @@ class Monitor:
         if metrics["reward/mean"] is not None:
             self._rewards.append(metrics["reward/mean"])
         self._sample = sample(report) or self._sample
+        for tracker in self._trackers:
+            for record in step_records(report, metrics, tracker.completions):
+                tracker.put(record)
         if self._rollouts_file is not None:
             await self._write(self._rollouts_file, rollout_records(report))
         await self._write(self._metrics_file, [metrics])
@@ -140,6 +145,8 @@ class Monitor:
             self._first_evaluation = report
         else:
             self._evaluations.append(report)
+        for tracker in self._trackers:
+            tracker.put(evaluation_values(report))
         await self._write(self._evaluations_file, [evaluation_record(report, run_seconds=self._age())])
 
     async def _write(self, file: JsonlWriter, records: Iterable[Any]) -> None:

@@ -231,6 +231,10 @@ def prepare(argv: Sequence[str]) -> PreparedRun | int:
     fork = find_fork(arguments) if arguments.fork else None
     profile = load_profile(arguments.profile, arguments.overrides, adjust=partial(adjusted, arguments))
     require_fillable(profile)
+    if profile.trackers:
+        from clotho.monitoring.trackers import require_trackers
+
+        require_trackers(profile.trackers)
     if profile.actors:
         from clotho.run.custom_actors import require_positions
 

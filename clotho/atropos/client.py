@@ -75,7 +75,7 @@ class Registration(Struct, frozen=True, kw_only=True):
     """Trainer -> API server. batch_size: in sequences. max_token_len: every sequence must have fewer tokens.
 
     checkpoint_dir, save_checkpoint_interval: where and how often environments may save their own state.
-    num_steps: number of steps of the run.
+    num_steps: number of steps of the run. wandb_project, wandb_group: of the run, for environments that report there.
     """
 
     batch_size: int
@@ -83,6 +83,8 @@ class Registration(Struct, frozen=True, kw_only=True):
     checkpoint_dir: str
     save_checkpoint_interval: int
     num_steps: int
+    wandb_project: str = ""
+    wandb_group: str = ""
 
 
 class Delivery(Struct, frozen=True, kw_only=True):
@@ -146,9 +148,7 @@ class ApiClient:
     async def register(self, registration: Registration, *, step: int) -> None:
         """Register a trainer that has completed `step` steps. Has no effect if a trainer is already registered."""
         fields = msgspec.structs.asdict(registration)
-        await self._content(
-            "POST", "/register", fields | {"wandb_group": "", "wandb_project": "", "starting_step": step}
-        )
+        await self._content("POST", "/register", fields | {"starting_step": step})
 
     async def reset(self) -> None:
         """Clear the trainer, the environments and the groups of the server."""

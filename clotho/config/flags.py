@@ -165,6 +165,8 @@ def _value(key: Key, text: str, flag: str) -> Any:
         return None
     if key.path == "rewards" and not text.startswith(("[", "{")):
         return [{"name": name, "correct": name != "format"} for name in text.split(",")]
+    if key.path == "trackers" and not text.startswith(("[", "{")):
+        return [{"name": name} for name in text.split(",")]
     if isinstance(items or first, TABLES) or (items and text.startswith("[")):
         try:
             with suppress(tomllib.TOMLDecodeError):

@@ -74,6 +74,9 @@ NO_EFFECT = (
          "data.heldout or data.heldout_split names the held-out problems", "data.heldout data.heldout_split"),
     Rule("checkpoint.interval eval.interval learner.kl_penalty.reference.interval", lambda v, x: x >= v["steps"],
          "it must be less than steps = {v[steps]}; the end of the run does not depend on it", "steps"),
+    Rule("tracking.run_name tracking.tags", lambda v, _: not v["trackers"], "no [[trackers]] are listed", "trackers"),
+    Rule("tracking.project tracking.group", lambda v, _: not v["trackers"] and v["atropos.type"] == "off",
+         "no [[trackers]] are listed", "trackers atropos.type"),
     Rule("checkpoint.keep_last", lambda v, _: v["checkpoint.interval"] == 0,
          "checkpoint.interval = 0 writes one checkpoint, at the end", "checkpoint.interval"),
     Rule("eval.problems_between", lambda v, _: v["eval.interval"] == 0,
@@ -123,7 +126,8 @@ CONTRADICTIONS = (
     Rule("learner.schedule.min_learning_rate", lambda v, x: x > v["learner.optimizer.learning_rate"],
          "= {} exceeds learner.optimizer.learning_rate", "learner.optimizer.learning_rate learner.optimizer.type"),
     Rule("data.answer_key", lambda v, x: x == v["data.prompt_key"], 'and data.prompt_key are both "{}"'),
-    Rule("data.heldout_fraction", lambda v, x: x == 0 and not v["data.heldout"] and v["eval.type"] != "off",
+    Rule("data.heldout_fraction", lambda v, x: x == 0 and not v["data.heldout"] + v["data.heldout_split"]
+         and v["eval.type"] != "off",
          '= 0 means no held-out problems: set data.heldout, or eval = "off"'),
     Rule("run_dir", lambda v, x: not x or "{" in x.replace("{profile}", ""),
          'must name a directory, and {{profile}} is the only placeholder, not "{}"'),
@@ -178,6 +182,7 @@ def distribution_of_mlx_lm(profile: Profile) -> Iterator[Complaint]:
 def violated_rows(profile: Profile) -> Iterator[Complaint]:
     """The complaints of both tables."""
     arrays = {"rewards": profile.rewards, "actors": profile.actors, "environments": profile.environments}
+    arrays["trackers"] = profile.trackers
     v: Values = _by_path(msgspec.to_builtins(profile), "") | arrays
     chosen = chosen_types(v)
     for rule in (*NO_EFFECT, *CONTRADICTIONS):

@@ -345,6 +345,23 @@ class MonitorSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     wired_limit_mb: Annotated[NonNegative, about("Memory that macOS keeps resident on Metal, in MiB; 0: none.")] = 0
 
 
+class TrackingSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Names of the run in trackers; an Atropos API server receives project and group too."""
+
+    project: Annotated[str, about("Project of the run; empty: clotho.")] = ""
+    group: Annotated[str, about("Group of runs that belong together; empty: none.")] = ""
+    run_name: Annotated[str, about("Name of the run; empty: that of the run directory.")] = ""
+    tags: Annotated[tuple[str, ...], about("Labels of the run.")] = ()
+
+
+class TrackerSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One experiment tracker, which gets metrics, evaluations, completions and warnings."""
+
+    name: Annotated[Literal["wandb", "trackio", "tensorboard"], about("The tracker.")]
+    mode: Annotated[Literal["online", "offline"], about("wandb only: offline stores files for wandb sync.")] = "online"
+    completions: Annotated[NonNegative, about("Completions in the table of a step; 0: no table.")] = 8
+
+
 class AtroposSource(Variant, frozen=True, kw_only=True):
     """Groups come through the Atropos API instead of data.train; evaluation does not change."""
 
@@ -424,4 +441,6 @@ class Profile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     rollouts: RolloutsSection = RolloutsSection()
     queues: QueuesSection = QueuesSection()
     monitor: MonitorSection = MonitorSection()
+    tracking: TrackingSection = TrackingSection()
+    trackers: tuple[TrackerSection, ...] = ()
     actors: tuple[ActorSection, ...] = ()

@@ -37,6 +37,8 @@ def batch_source(context: RunContext, settings: AtroposSource, *, atropos_url: s
             checkpoint_dir=str((context.directory.path / "atropos").absolute()),
             save_checkpoint_interval=max(1, profile.checkpoint.interval),
             num_steps=profile.steps,
+            wandb_project=profile.tracking.project,
+            wandb_group=profile.tracking.group,
         ),
         reset=not isinstance(settings, RunningServer) or settings.reset,
         poll_seconds=settings.poll_seconds,

@@ -19,6 +19,7 @@ from clotho.models.policy import Policy
 from clotho.monitoring.display import RunFacts
 from clotho.monitoring.metrics import RunHistory
 from clotho.monitoring.terminal_text import relative_path
+from clotho.monitoring.trackers import Tracker
 from clotho.monitoring.training_signal import TrainingSignal
 from clotho.rewards.runner import RewardRunner
 from clotho.run.custom_actors import Services
@@ -50,6 +51,7 @@ class RunContext(Struct, frozen=True, kw_only=True, eq=False):
     origin: what the run started from; None for the base model alone. best: finds the best checkpoint.
     base: parameters before the first update, if they still need to be evaluated after a resume.
     replay: groups of the checkpoint's replay buffer.
+    trackers: experiment trackers, which are already running.
     estimated_memory: estimated peak, in bytes. warnings: to be logged when the run starts.
     address: base URL of the HTTP server; empty without a server.
 
@@ -88,6 +90,7 @@ class RunContext(Struct, frozen=True, kw_only=True, eq=False):
     replacements: Latest[int]
     logged: Latest[int]
     signal: TrainingSignal
+    trackers: tuple[Tracker, ...]
     sample_log: SampleLog
     swap_times: SwapTimes
     evaluations: list[EvalReport]

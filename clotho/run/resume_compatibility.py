@@ -24,6 +24,8 @@ MAY_DIFFER = (
     "rollouts",
     "queues",
     "monitor",
+    "tracking",
+    "trackers",
     "actors",
     "collapse_detection",
     "atropos.missing_logprobs",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tomllib
 from typing import NamedTuple, TypeVar
 
 import structlog
@@ -12,7 +13,7 @@ from actors.learner import LearnerProgress
 from clotho.atropos.client import require_address
 from clotho.atropos.commands import require_environments
 from clotho.config.bounds import Off
-from clotho.config.load import write_profile
+from clotho.config.load import resolved_toml, write_profile
 from clotho.config.objectives import BatchAdvantage, EnvironmentAdvantage, LinearOverlongPenalty
 from clotho.config.schema import HeldOutEvaluation, Profile, RunningServer, ServerSection
 from clotho.config.sections_training import BaseReference, RollBackOnCollapse
@@ -25,6 +26,7 @@ from clotho.models.adapter_store import AdapterStore
 from clotho.models.loading import find_model
 from clotho.models.policy import Policy, load_policy
 from clotho.monitoring.metrics import RunHistory, read_history
+from clotho.monitoring.trackers import TrackedRun, open_trackers
 from clotho.monitoring.training_signal import TrainingSignal
 from clotho.rewards.overlong import Overlong
 from clotho.rewards.registry import EXPECTED
@@ -159,6 +161,7 @@ async def _build_context(
         replacements=_cell("replacements", ledger.ended - progress.step * profile.learner.batch_size),
         logged=Latest[int]("logged"),
         signal=TrainingSignal(EXPECTED),
+        trackers=open_trackers(profile.tracking, profile.trackers, _tracked(profile, directory)),
         sample_log=SampleLog(capacity_tokens=_sample_log_tokens(profile), logit_bias=profile.sampling.logit_bias),
         swap_times=SwapTimes(),
         evaluations=evaluations,
@@ -333,6 +336,11 @@ def _require_correct_rewards(profile: Profile, held_out: HeldOut, rewards: Rewar
         f"no reward with correct = true applies to held-out problems of type {kind}: they count as ungraded"
         for kind in missing[:MAX_LISTED_TYPES]
     )
+
+
+def _tracked(profile: Profile, directory: RunDirectory) -> TrackedRun:
+    settings = tomllib.loads(resolved_toml(profile, mask_secrets=True))
+    return TrackedRun(id=directory.run_id, name=directory.path.name, directory=directory.path, settings=settings)
 
 
 def _progress(state: RunState | None) -> LearnerProgress:

@@ -134,7 +134,7 @@ def test_an_imported_profile_has_the_settings_of_the_old_file() -> None:
     assert profile["policy"]["method"]["alpha"] == 32
     assert (profile["steps"], profile["engine"]["max_num_seqs"]) == (10000, 8)
     left = {sentence.split(" = ")[0].rpartition(".")[2] for sentence in found.left}
-    assert left == {"wandb_group", "rollout_batch_size", "lock_timeout_ms"}
+    assert left == {"rollout_batch_size", "lock_timeout_ms"}
     local = tomllib.loads(import_profile(LOCAL_RUN, "old.toml").text)
     assert (local["extends"], local["checkpoint"]["interval"]) == ("local-m3", 1)
     assert "entropy_bonus" not in local["learner"]
