@@ -89,7 +89,7 @@ async def test_an_abandoned_call_is_interrupted_again_at_the_next_call(monkeypat
             await anyio.lowlevel.checkpoint()
         caller._timeout_seconds = 10.0
         (hanging,) = caller._hanging
-        assert hanging.alive
+        assert [call.alive for call in caller._hanging] == [True]
         assert await caller(PROBLEM, ["good"]) == [(1.0,)]
         while hanging.alive:
             await anyio.lowlevel.checkpoint()
