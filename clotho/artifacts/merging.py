@@ -64,12 +64,19 @@ def merged_layers(model: nn.Module, adapter: Adapter, settings: MergeSettings) -
     for name, array in flat(model.parameters()).items():
         module, _, key = name.rpartition(".")
         by_module.setdefault(module, {})[key] = array
-    return [_merged(name, modules[name], arrays, adapter, settings) for name, arrays in by_module.items()]
+    packings = {name: packing_of(module) for name, module in modules.items()}
+    chosen: Mapping[str, Packing | None] = packings
+    if settings.dequantize or settings.quantize:
+        chosen = dict(new_packings(model, settings.quantize))
+    return [
+        _merged(name, arrays, packings[name], chosen.get(name), adapter, settings) for name, arrays in by_module.items()
+    ]
 
 
-def _merged(name: str, module: nn.Module, own: Arrays, adapter: Adapter, settings: MergeSettings) -> MergedLayer:
-    stored = packing_of(module)
-    packed = _output_packing(module, own, stored, settings)
+def _merged(
+    name: str, own: Arrays, stored: Packing | None, packed: Packing | None, adapter: Adapter, settings: MergeSettings
+) -> MergedLayer:
+    """Return a layer. stored, packed: its quantization in the base model and in the merged model."""
     arrays, change = dict(own), None
     if name in adapter.ranks or packed != stored:
         before = full_weight(own, stored)
@@ -97,18 +104,22 @@ def packing_of(module: nn.Module) -> Packing | None:
     return Packing(int(module.bits), int(module.group_size), str(getattr(module, "mode", "affine")))
 
 
-def _output_packing(module: nn.Module, own: Arrays, stored: Packing | None, settings: MergeSettings) -> Packing | None:
-    if settings.dequantize:
-        return None
-    chosen = settings.quantize
-    if chosen is None or "weight" not in own:
-        return stored
-    if stored is None and not hasattr(module, "to_quantized"):
-        return None
-    width = own["weight"].shape[-1] * (32 // stored.bits if stored and 32 % stored.bits == 0 else 1)
-    if stored is not None and 32 % stored.bits:
-        width = own["scales"].shape[-1] * stored.group_size
-    return None if width % chosen.group_size else chosen
+def new_packings(model: nn.Module, quantize: Packing | None) -> dict[str, Packing]:
+    """Return the quantization of every layer that `quantize` applies to; the architecture can choose another one."""
+    if quantize is None:
+        return {}
+    choose = getattr(model, "quant_predicate", None) or (lambda *_: True)
+    found = {}
+    for name, module in model.named_modules():
+        stored = packing_of(module)
+        if "weight" not in module or (stored is None and not hasattr(module, "to_quantized")):
+            continue
+        chosen = choose(name, module)
+        own = quantize._replace(**chosen) if isinstance(chosen, dict) else quantize
+        width = module.scales.shape[-1] * stored.group_size if stored else module.weight.shape[-1]
+        if chosen and width % own.group_size == 0:
+            found[name] = own
+    return found
 
 
 def full_weight(arrays: Mapping[str, mx.array], packing: Packing | None) -> mx.array:
@@ -204,15 +215,20 @@ def summarize(changes: Iterator[list[float]] | list[list[float]]) -> Change:
     )
 
 
-def merged_config(config: Mapping[str, Any], settings: MergeSettings, dtype: str) -> dict[str, Any]:
-    """Return the configuration of the merged model. dtype: the most common floating type of its weights."""
+def merged_config(
+    config: Mapping[str, Any], settings: MergeSettings, packings: Mapping[str, Packing], dtype: str
+) -> dict[str, Any]:
+    """Return the configuration of the merged model.
+
+    packings: see `new_packings`. dtype: the most common floating type of the weights.
+    """
     merged = dict(config)
     if settings.dequantize or settings.quantize:
         merged.pop("quantization", None)
         merged.pop("quantization_config", None)
     if settings.quantize:
-        packing = settings.quantize
-        merged["quantization"] = {"group_size": packing.group_size, "bits": packing.bits, "mode": packing.mode}
+        others = {name: packing._asdict() for name, packing in packings.items() if packing != settings.quantize}
+        merged["quantization"] = {**settings.quantize._asdict(), **others}
         merged["quantization_config"] = merged["quantization"]
     for key in ("torch_dtype", "dtype"):
         if key in merged:

@@ -15,6 +15,7 @@ from clotho.artifacts.adapters import Adapter, read_adapter_of
 from clotho.artifacts.command_line import CommandParser
 from clotho.artifacts.convert import require_new, write_new
 from clotho.artifacts.fidelity import Fidelity, compare
+from clotho.artifacts.gguf_model import write_gguf_model
 from clotho.artifacts.gguf_names import ARCHITECTURES
 from clotho.artifacts.merging import (
     MergeSettings,
@@ -22,6 +23,7 @@ from clotho.artifacts.merging import (
     Packing,
     merged_config,
     merged_layers,
+    new_packings,
     require_layers,
     summarize,
 )
@@ -30,13 +32,13 @@ from clotho.config.load import load_profile
 from clotho.config.schema import ModelSection, QuantizeAtLoad
 from clotho.data.problems import Columns, conversation, load_problems
 from clotho.data.records import Source
-from clotho.models.loading import find_model, open_stored
+from clotho.models.loading import open_stored
 from clotho.models.model_files import BITS, GROUP_SIZES
 from clotho.models.quantization import quantize_base
 from clotho.models.tokenizer import ChatTokenizer
 from clotho.monitoring.display import print_line
 from clotho.monitoring.terminal_text import memory, percent
-from clotho.storage.atomic_files import write_file
+from clotho.storage.atomic_files import replace_file
 from protocols.errors import ArtifactError, ProfileError
 
 REPORT = "merge_report.json"
@@ -60,8 +62,10 @@ def parser() -> CommandParser:
     found = CommandParser("merge", "Merge an adapter into the weights of its base model, and report what is lost.")
     found.add_argument("--model", default="", help="base model; default: the one that the adapter names")
     found.add_argument("--adapter", required=True, type=Path, help="directory of an adapter, run or checkpoint")
-    found.add_argument("--output", required=True, type=Path, metavar="DIR", help="new directory")
-    found.add_argument("--format", default="mlx", choices=get_args(ModelFormat)[:2], help="mlx-lm or Hugging Face")
+    found.add_argument(
+        "--output", required=True, type=Path, metavar="DIR", help="new directory; with --format gguf a new file *.gguf"
+    )
+    found.add_argument("--format", default="mlx", choices=get_args(ModelFormat), help="mlx-lm, Hugging Face, llama.cpp")
     found.add_argument("--dequantize", action="store_true", help="expand the weights of a quantized base model")
     found.add_argument("--quantize-bits", type=int, metavar="N", help="quantize all layers with N bits per weight")
     found.add_argument("--group-size", type=int, default=64, metavar="N", help="weights that share a scale")
@@ -108,8 +112,8 @@ def settings_of(arguments: argparse.Namespace) -> MergeSettings:
         packing = Packing(bits, arguments.group_size)
     if packing and arguments.dequantize:
         raise ProfileError("merge: --dequantize and --quantize-bits contradict each other")
-    if packing and arguments.format == "hf":
-        raise ProfileError("merge: transformers does not read mlx's quantization: use --format mlx")
+    if packing and arguments.format != "mlx":
+        raise ProfileError("merge: --quantize-bits is a quantization of mlx, which only --format mlx can store")
     if arguments.prompts < 1:
         raise ProfileError(f"merge: --prompts must be at least 1, not {arguments.prompts}")
     return MergeSettings(
@@ -136,8 +140,13 @@ def merge(
     """
     if not clean:
         require_new(output)
-    elif output.exists() and not (output / REPORT).is_file():
-        raise ArtifactError(f"{output} is no directory that merge wrote: delete it yourself", reason="exists")
+    elif output.exists() and not report_path(output).is_file():
+        raise ArtifactError(f"{output} was not written by merge: delete it yourself", reason="exists")
+    if (settings.format == "gguf") != (output.suffix == ".gguf"):
+        raise ArtifactError(
+            f"{output}: the format gguf is a file with the suffix .gguf, the others are directories",
+            reason="unwritable",
+        )
     adapter = read_adapter_of(adapter_path, model)
     if adapter.base is None:
         named = f"{adapter.base_name!r} is not on this machine" if adapter.base_name else "the adapter names none"
@@ -149,15 +158,35 @@ def merge(
     _require_expressible(adapter, settings)
     tokens = comparison_prompts(adapter, section, dataset, adapter_path, prompts)
     found: list[Fidelity] = []
-    write_new(
-        output, lambda directory: found.append(_write(directory, adapter, section, settings, tokens, accept_loss))
-    )
+
+    def write(path: Path) -> None:
+        weights = _write(path, adapter, section, settings)
+        fidelity = compare(tokens, base=section, merged=path, adapter=adapter, weights=summarize(weights))
+        if not fidelity.keeps_change and not accept_loss:
+            raise ArtifactError(loss_message(fidelity), reason="rounding")
+        report = {"base": section.path, "adapter": str(adapter.path), "settings": settings, "fidelity": fidelity}
+        place = path / REPORT if path.is_dir() else report_path(output)
+        replace_file(place, [msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n"])
+        found.append(fidelity)
+
+    write_new(output, write, is_file=settings.format == "gguf")
     return found[0]
+
+
+def report_path(output: Path) -> Path:
+    """Return the path of the report: in a directory, or beside a file."""
+    return output.with_suffix(f".{REPORT}") if output.suffix == ".gguf" else output / REPORT
 
 
 def _require_expressible(adapter: Adapter, settings: MergeSettings) -> None:
     base = adapter.base
     assert base is not None
+    if settings.format == "gguf" and base.files.is_dir():
+        raise ArtifactError(
+            "gguf: the base model must be a GGUF file; of a directory, write --format hf, and convert the result with "
+            "llama.cpp's convert_hf_to_gguf.py",
+            reason="inexpressible",
+        )
     if settings.format != "hf":
         return
     if base.architecture not in ARCHITECTURES:
@@ -172,40 +201,26 @@ def _require_expressible(adapter: Adapter, settings: MergeSettings) -> None:
         )
 
 
-def _write(
-    directory: Path,
-    adapter: Adapter,
-    section: ModelSection,
-    settings: MergeSettings,
-    prompts: list[tuple[int, ...]],
-    accept_loss: bool,
-) -> Fidelity:
-    """Write all files, then compare the written weights. Raises ArtifactError if storing loses the change."""
-    files = find_model(section.path)
+def _write(path: Path, adapter: Adapter, section: ModelSection, settings: MergeSettings) -> list[list[float]]:
+    """Write all files; return the changes of layers."""
+    assert adapter.base is not None
+    if settings.format == "gguf":
+        return write_gguf_model(path, adapter.base, adapter, settings)
+    files = adapter.base.files
     model, config = open_stored(files, section)
     if isinstance(section.quantize, QuantizeAtLoad):
         quantize_base(model, config, section.quantize, path=section.path)
         config = config | {"quantization": structs.asdict(section.quantize)}
     require_layers(model, adapter, section.path)
+    packings = new_packings(model, settings.quantize)
     layers = merged_layers(model, adapter, settings)
     del model
-    merged = merged_config(config, settings, common_dtype(layers))
+    merged = merged_config(config, settings, packings, common_dtype(layers))
     if settings.format == "hf" and "architectures" not in merged and config["model_type"] in CLASSES:
         merged["architectures"] = [CLASSES[config["model_type"]]]
-    changes = write_weights(directory, layers, {"format": "pt" if settings.format == "hf" else "mlx"})
-    write_beside(directory, files, merged)
-    fidelity = compare(
-        prompts,
-        base=section,
-        merged=directory,
-        adapter=adapter,
-        weights=summarize(changes),
-    )
-    if not fidelity.keeps_change and not accept_loss:
-        raise ArtifactError(loss_message(fidelity), reason="rounding")
-    report = {"base": section.path, "adapter": str(adapter.path), "settings": settings, "fidelity": fidelity}
-    write_file(directory / REPORT, [msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n"])
-    return fidelity
+    changes = write_weights(path, layers, {"format": "pt" if settings.format == "hf" else "mlx"})
+    write_beside(path, files, merged)
+    return changes
 
 
 def loss_message(fidelity: Fidelity) -> str:
@@ -254,7 +269,7 @@ def _conversations(dataset: str, adapter_path: Path, count: int) -> Iterator[tup
 def report_lines(fidelity: Fidelity, output: Path) -> Iterator[str]:
     """Return the lines that describe a merged model."""
     change = fidelity.weights
-    size = sum(path.stat().st_size for path in output.iterdir())
+    size = sum(path.stat().st_size for path in (output.iterdir() if output.is_dir() else [output]))
     yield f"wrote    {output}, {memory(size)}"
     yield (
         f"weights  {change.layers} layers changed by {change.rms:.3g} (rms); rounding {change.rounding_rms:.3g}, "

@@ -37,7 +37,10 @@ OTHER_SETTINGS: dict[str, dict[str, Any]] = {
 TOKENS = (5, 9, 33, 2, 17, 60, 41)
 
 PYTHON = "CLOTHO_PEFT_PYTHON"
+"""Variable that names an interpreter with PyTorch, transformers and PEFT."""
+
 LLAMA_CPP = "CLOTHO_LLAMA_CPP_PYTHON"
+"""Variable that names an interpreter with xllamacpp, which contains llama.cpp."""
 
 
 def config_of(architecture: str, **settings: Any) -> dict[str, Any]:
@@ -80,9 +83,10 @@ def python_with(variable: str) -> str:
     return python
 
 
-def run_python(python: str, module: str, *arguments: object) -> None:
-    """Run a module of the tests in another interpreter."""
-    root = Path(__file__).parents[2]
-    command = [python, str(root / "tests" / "artifacts" / f"{module}.py"), *map(str, arguments)]
+def run_jobs(python: str, module: str, jobs: object, directory: Path) -> None:
+    """Run a module of the tests in another interpreter; its jobs are in a file of `directory`."""
+    file = directory / f"{module}.json"
+    file.write_text(json.dumps(jobs))
+    command = [python, str(Path(__file__).with_name(f"{module}.py")), str(file)]
     result = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"HF_HUB_OFFLINE": "1"})
     assert result.returncode == 0, result.stderr[-3000:]

@@ -1,13 +1,13 @@
-"""Runs transformers and PEFT, which are not installed beside the project.
+"""Runs transformers and PEFT, which are not installed beside the project: `python hugging_face.py JOBS.json`.
 
-python hugging_face.py logits MODEL ADAPTER OUT.npy TOKEN...    ADAPTER may be "none"
-python hugging_face.py adapter MODEL OUT_DIRECTORY SETTING...   a new random adapter, settings of LoraConfig as JSON
+A job `adapter` writes a random adapter with the settings of LoraConfig. A job `logits` writes the logits of tokens.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,31 +22,32 @@ def base(path: str) -> Any:
     return model.eval()
 
 
-def logits(path: str, adapter: str, out: str, *tokens: str) -> None:
-    """Write the logits of tokens."""
-    model = base(path)
-    if adapter != "none":
-        model = peft.PeftModel.from_pretrained(model, adapter).eval()
-    with torch.inference_mode():
-        found = model(torch.tensor([[int(token) for token in tokens]])).logits[0]
-    np.save(out, found.float().numpy())
-
-
-def adapter(path: str, out: str, settings: str) -> None:
+def adapter(*, model: str, out: str, settings: dict[str, Any]) -> None:
     """Write an adapter whose B is not zero."""
     torch.manual_seed(0)
-    model = peft.get_peft_model(base(path), peft.LoraConfig(task_type="CAUSAL_LM", **json.loads(settings)))
+    adapted = peft.get_peft_model(base(model), peft.LoraConfig(task_type="CAUSAL_LM", **settings))
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for name, parameter in adapted.named_parameters():
             if "lora_B" in name:
                 parameter.normal_(std=0.05)
             elif "magnitude" in name:
                 parameter.mul_(1.1)
-    model.save_pretrained(out)
+    adapted.save_pretrained(out)
+
+
+def logits(*, model: str, out: str, tokens: list[int], adapter: str = "") -> None:
+    """Write the logits of tokens."""
+    found = base(model)
+    if adapter:
+        found = peft.PeftModel.from_pretrained(found, adapter).eval()
+    with torch.inference_mode():
+        np.save(out, found(torch.tensor([tokens])).logits[0].float().numpy())
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "logits":
-        logits(*sys.argv[2:])
-    else:
-        adapter(*sys.argv[2:])
+    for job in json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")):
+        kind = job.pop("kind")
+        if kind == "adapter":
+            adapter(**job)
+        else:
+            logits(**job)

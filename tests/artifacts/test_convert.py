@@ -25,7 +25,7 @@ from clotho.storage.adapters import write_adapter
 from clotho.storage.tensors import read_tensors
 from protocols.errors import ArtifactError
 from tests.artifacts import hub_models
-from tests.artifacts.hub_models import PYTHON, SHAPES, TOKENS, logits, python_with, run_python
+from tests.artifacts.hub_models import SHAPES, logits
 from tests.inference.adapter_models import write_mlx_adapter
 from tests.learner_settings import policy_settings
 from tests.models.test_adapter_files import write_raw
@@ -302,33 +302,3 @@ def test_the_command_says_what_it_read_and_wrote(
 def test_alpha_divided_by_the_rank_is_the_scale(scale: float, rank: int) -> None:
     """Bit for bit, although the quotient of two decimal numbers is rounded."""
     assert quotient(alpha_of(scale, rank), rank) == scale
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("architecture", SHAPES)
-def test_peft_computes_what_mlx_lm_computes(architecture: str, bases: dict[str, Path], tmp_path: Path) -> None:
-    """In both directions: our adapter in PEFT, and an adapter of PEFT here, plain, with patterns, rsLoRA and DoRA."""
-    python, base = python_with(PYTHON), bases[architecture]
-    tokens = [str(token) for token in TOKENS]
-
-    def difference(ours: Path, theirs: Path) -> float:
-        run_python(python, "hugging_face", "logits", base, theirs, tmp_path / "logits.npy", *tokens)
-        expected = np.load(tmp_path / "logits.npy")
-        return float(np.abs(logits(load_adapters(load_model(base)[0], str(ours))) - expected).max())
-
-    convert(adapter(tmp_path / "a", base, scale=0.5), tmp_path / "peft", "peft")
-    assert difference(tmp_path / "a", tmp_path / "peft") <= 1e-4
-    convert(dora(tmp_path / "d", base), tmp_path / "peft-dora", "peft")
-    assert difference(tmp_path / "d", tmp_path / "peft-dora") <= 1e-4
-    for number, settings in enumerate(
-        (
-            {"r": 4, "lora_alpha": 6, "target_modules": "all-linear"},
-            {"r": 4, "lora_alpha": 6, "target_modules": ["q_proj", "up_proj"], "layers_to_transform": [1]},
-            {"r": 4, "lora_alpha": 6, "rank_pattern": {"v_proj": 2}, "alpha_pattern": {"v_proj": 3}},
-            {"r": 4, "lora_alpha": 6, "use_rslora": True, "use_dora": True},
-        )
-    ):
-        place = tmp_path / f"theirs-{number}"
-        run_python(python, "hugging_face", "adapter", base, place, json.dumps(settings))
-        convert(place, tmp_path / f"ours-{number}", "mlx")
-        assert difference(tmp_path / f"ours-{number}", place) <= 1e-4

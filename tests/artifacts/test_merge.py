@@ -12,6 +12,8 @@ from unittest.mock import patch
 import mlx.core as mx
 import numpy as np
 import pytest
+from gguf import GGMLQuantizationType as Quantization
+from gguf import GGUFReader
 from mlx_lm import load
 from mlx_lm.tuner.utils import load_adapters
 from mlx_lm.utils import load_model
@@ -20,11 +22,15 @@ from safetensors.numpy import load_file, save_file
 from clotho.__main__ import main
 from clotho.artifacts import model_writer
 from clotho.artifacts.merging import MergeSettings, Packing
+from clotho.config.schema import ModelSection
+from clotho.models.loading import open_base
 from clotho.run.merge import REPORT, merge
 from protocols.errors import ArtifactError
 from tests.artifacts import hub_models
 from tests.artifacts.hub_models import logits
 from tests.artifacts.test_convert import adapter, config, dora, embedding, set_config
+from tests.inference.adapter_models import write_mlx_adapter
+from tests.models.gguf_files import build, byte_level, write
 
 ROOT = Path(__file__).parents[2]
 FULL = MergeSettings(dtype="float32")
@@ -126,6 +132,16 @@ def test_all_layers_can_be_quantized(bases: dict[str, Path], tmp_path: Path) -> 
     assert np.abs(logits(model) - expected(bases["tied embeddings"], source)).max() < 0.5
 
 
+def test_an_architecture_can_choose_the_bits_of_a_layer(tmp_path: Path) -> None:
+    """mlx-lm stores the router of a mixture of Qwen3 in 8 bits."""
+    base = hub_models.save(tmp_path / "base", "qwen3_moe", hidden_size=64, moe_intermediate_size=64)
+    source = adapter(tmp_path / "a", base, scale=0.5)
+    merge("", source, tmp_path / "merged", MergeSettings(quantize=Packing(4, 32)), accept_loss=True)
+    model, _ = load_model(tmp_path / "merged")
+    assert model.layers[0].mlp.gate.bits == 8
+    assert model.layers[0].mlp.switch_mlp.up_proj.bits == 4
+
+
 def test_the_comparison_is_the_kl_divergence_of_the_tokens(bases: dict[str, Path], tmp_path: Path) -> None:
     """Computed here with mlx-lm and NumPy on the same prompts."""
     base = bases["biases"]
@@ -184,6 +200,31 @@ def test_large_models_are_written_in_several_files(bases: dict[str, Path], tmp_p
     assert np.abs(merged_logits(tmp_path / "merged") - expected(bases["biases"], source)).max() <= 1e-4
 
 
+@pytest.mark.parametrize("quantization", [Quantization.F32, Quantization.Q8_0], ids=str)
+def test_a_gguf_file_stays_one(quantization: Quantization, tmp_path: Path) -> None:
+    """Its metadata, tokenizer and other tensors are copied; changed tensors keep their type unless dequantized."""
+    model = build()
+    metadata = {"tokenizer.ggml.pre": "smollm"}
+    base = write(
+        tmp_path / "base.gguf", model, quantization=quantization, tokenizer=byte_level("smollm"), metadata=metadata
+    )
+    source = set_config(write_mlx_adapter(tmp_path / "a", model, rank=4, scale=0.5), model=str(base))
+    found = merge("", source, tmp_path / "merged.gguf", MergeSettings(format="gguf"))
+    opened, _ = open_base(tmp_path / "merged.gguf", ModelSection(path=str(base), dtype="float32"))
+    stored, _ = open_base(base, ModelSection(path=str(base), dtype="float32"))
+    difference = np.abs(logits(opened) - logits(load_adapters(stored, str(source)))).max()
+    assert difference <= (1e-4 if quantization == Quantization.F32 else 0.2)
+    assert found.keeps_change
+    before, after = GGUFReader(base), GGUFReader(tmp_path / "merged.gguf")
+    assert {tensor.name: tensor.tensor_type for tensor in before.tensors} == {
+        tensor.name: tensor.tensor_type for tensor in after.tensors
+    }
+    keys = [key for key in before.fields if not key.startswith("GGUF.")]
+    assert all(before.fields[key].contents() == after.fields[key].contents() for key in keys)
+    settings = MergeSettings(format="gguf", dequantize=True, dtype="float32")
+    assert merge("", source, tmp_path / "full.gguf", settings).mean_kl < 1e-6
+
+
 def test_the_command_reports_and_never_overwrites(
     bases: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -204,6 +245,8 @@ def test_the_command_reports_and_never_overwrites(
         [*new, "--dequantize", "--quantize-bits", "4"],
         [*new, "--quantize-bits", "7"],
         [*new, "--quantize-bits", "4", "--format", "hf"],
+        [*new, "--format", "gguf"],
+        [*new[:-1], str(tmp_path / "new.gguf"), "--format", "gguf"],
         [*new, "--prompts", "0"],
         [*new, "--model", str(bases["experts"])],
         [*new, "--dataset", str(tmp_path / "nothing.jsonl")],
