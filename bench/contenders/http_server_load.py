@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import socket
 import subprocess
 import sys
@@ -77,7 +78,7 @@ def _server(command: Command, model: str) -> Iterator[int]:
             command(server), stdin=subprocess.DEVNULL, stdout=sys.stderr, stderr=subprocess.DEVNULL
         )
         try:
-            _wait_until_it_listens(process, port)
+            _wait_until_it_is_ready(process, port)
             throughput(port, Load(clients=1, tokens=1, answers=1))
             yield port
         finally:
@@ -85,15 +86,19 @@ def _server(command: Command, model: str) -> Iterator[int]:
             process.wait()
 
 
-def _wait_until_it_listens(process: subprocess.Popen[bytes], port: int) -> None:
-    """Raises RuntimeError if the server exits or does not listen in time."""
+def _wait_until_it_is_ready(process: subprocess.Popen[bytes], port: int) -> None:
+    """Raises RuntimeError if the server exits, or does not listen or still loads its model after `START_SECONDS`."""
     until = time.monotonic() + START_SECONDS
     while time.monotonic() < until and process.poll() is None:
-        with closing(socket.socket()) as probe:
-            if probe.connect_ex((HOST, port)) == 0:
-                return
+        with closing(http.client.HTTPConnection(HOST, port, timeout=START_SECONDS)) as probe:
+            try:
+                probe.request("GET", "/health")
+                if probe.getresponse().status != http.HTTPStatus.SERVICE_UNAVAILABLE:
+                    return
+            except ConnectionError:
+                pass
         time.sleep(0.05)
-    raise RuntimeError(f"the server does not listen; exit status {process.poll()}")
+    raise RuntimeError(f"the server is not ready; exit status {process.poll()}")
 
 
 def _free_port() -> int:

@@ -141,7 +141,8 @@ class Scheduler:
     because each admission costs a prefill pass. The job that is next in order is never overtaken.
 
     Order between clients: a `FairQueue` of requests, whose cost is `SampleRequest.most_tokens`. When a request ends,
-    the tokens that it did not use are refunded.
+    the tokens that it did not use are refunded. A request that arrives while no request of a client waits is next, and
+    its client is not charged.
     Order between clients and rollouts (background jobs): requests of clients are admitted before waiting rollouts.
     Beside rollouts, clients may use `client_rows` more rows than max_num_seqs, so that they need not wait until a
     rollout ends. While rollouts wait, no further request of a client is admitted once clients hold the rows that
@@ -157,37 +158,40 @@ class Scheduler:
         self.entering: list[PrefillJob] = []
         self.max_num_seqs = max_num_seqs
         self._kv_cache_tokens, self._rollout_share = kv_cache_tokens, rollout_share
-        self._returned: deque[PrefillJob] = deque()
+        self._first: deque[PrefillJob] = deque()
         self._clients = FairQueue[PrefillJob]()
         self._rollouts: deque[PrefillJob] = deque()
 
     @property
     def waiting(self) -> list[PrefillJob]:
         """The jobs that are not admitted: those of clients, client by client, then rollouts."""
-        return [*self._returned, *(self._clients if self._clients.length else ()), *self._rollouts]
+        return [*self._first, *(self._clients if self._clients.length else ()), *self._rollouts]
 
     @property
     def has_waiting(self) -> bool:
         """Whether a job is not in the batch yet."""
-        return bool(self.entering or self._returned or self._rollouts or self._clients.length)
+        return bool(self.entering or self._first or self._rollouts or self._clients.length)
 
     @property
     def waiting_clients(self) -> int:
         """Number of clients with requests that have not been admitted."""
-        return self._clients.clients if self._clients.length else 0
+        queued = self._clients if self._clients.length else ()
+        return len({job.active.request.client for job in (*self._first, *queued)})
 
     def add(self, job: PrefillJob) -> None:
         """Add a new job to the queue."""
         request = job.active.request
         if request.background:
             self._rollouts.append(job)
+        elif not self._first and not self._clients.length:
+            self._first.append(job)
         else:
             job.active.account = self._clients.put(request.client, job, request.most_tokens)
 
     def requeue(self, jobs: Sequence[PrefillJob]) -> None:
         """Return admitted jobs to the head of the queue, in their order."""
         for job in reversed(jobs):
-            (self._rollouts if job.active.request.background else self._returned).appendleft(job)
+            (self._rollouts if job.active.request.background else self._first).appendleft(job)
 
     def refund(self, active: ActiveRequest, tokens: int) -> None:
         """Credit the client of an admitted request with tokens that the request did not use."""
@@ -202,7 +206,7 @@ class Scheduler:
     @property
     def client_waits(self) -> bool:
         """Whether a row of a client is not in the batch yet."""
-        waits = self._returned or self._clients.length
+        waits = self._first or self._clients.length
         return bool(waits) or any(not job.active.request.background for job in self.entering)
 
     @property
@@ -212,7 +216,7 @@ class Scheduler:
 
     def check(self, rows: int) -> None:
         """Raise RequestError if `rows` more rows exceed the limit on waiting rows or requests."""
-        requests = len(self._returned) + len(self._rollouts) + self._clients.length
+        requests = len(self._first) + len(self._rollouts) + self._clients.length
         if requests >= MAX_WAITING_REQUESTS or self.rows + rows > MAX_WAITING_ROWS:
             raise RequestError(f"{self.rows} completions are waiting; try again later", param="queue")
 
@@ -243,19 +247,18 @@ class Scheduler:
 
     def _next(self, held: int) -> PrefillJob | None:
         """Return the job that is next in order. held: number of rows that clients hold."""
-        if self._returned:
-            return self._returned[0]
-        kept = int(self.max_num_seqs * self._rollout_share)
-        if self._rollouts and (not self._clients.length or held >= max(1, self.max_num_seqs - kept)):
+        client = self._first[0] if self._first else self._clients.peek() if self._clients.length else None
+        most = max(1, self.max_num_seqs - int(self.max_num_seqs * self._rollout_share))
+        if self._rollouts and (client is None or (held >= most and not client.active.admitted)):
             return self._rollouts[0]
-        return self._clients.peek() if self._clients.length else None
+        return client
 
     def _take(self, job: PrefillJob) -> None:
         """Remove the job that `_next` returned."""
         if job.active.request.background:
             self._rollouts.popleft()
-        elif self._returned:
-            self._returned.popleft()
+        elif self._first:
+            self._first.popleft()
         else:
             self._clients.take()
 
@@ -276,13 +279,14 @@ class Scheduler:
         if active.request.background:
             self._rollouts = deque(job for job in self._rollouts if job.rows)
         else:
-            self._returned = deque(job for job in self._returned if job.rows)
-            self._clients.remove(lambda job: not job.rows)
+            self._first = deque(job for job in self._first if job.rows)
+            if self._clients.length:
+                self._clients.remove(lambda job: not job.rows)
 
     def clear(self) -> None:
         """Drop all jobs."""
         self.entering.clear()
-        self._returned.clear()
+        self._first.clear()
         self._rollouts.clear()
         self._clients.clear()
 

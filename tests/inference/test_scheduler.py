@@ -81,7 +81,7 @@ def test_clients_are_admitted_in_turn_by_the_tokens_that_they_request() -> None:
         scheduler.add(job(name, 1, client="few", tokens=100))
     assert scheduler.waiting_clients == 2
     order += [finish_one(scheduler) for _ in range(7)]
-    assert order == [1, 5, 6, 2, 7, 8, 3, 4]
+    assert order == [1, 2, 5, 6, 3, 7, 8, 4]
 
 
 def finish_one(scheduler: Scheduler) -> int:
@@ -99,11 +99,12 @@ def test_a_request_that_never_started_gets_no_refund() -> None:
     scheduler.add(job(3, 1, client="b", tokens=100))
     aborted = job(4, 1, client="a", tokens=1000)
     scheduler.add(aborted)
-    assert [finish_one(scheduler), finish_one(scheduler)] == [1, 3]
+    assert [finish_one(scheduler) for _ in range(3)] == [1, 2, 3]
     scheduler.add(job(5, 1, client="b", tokens=100))
     scheduler.forget(aborted.active)
     scheduler.refund(aborted.active, 1000)
-    assert [finish_one(scheduler), finish_one(scheduler)] == [2, 5]
+    scheduler.add(job(6, 1, client="a", tokens=100))
+    assert [finish_one(scheduler), finish_one(scheduler)] == [5, 6]
     assert not scheduler.has_waiting
 
 
@@ -119,6 +120,10 @@ def test_waiting_rollouts_keep_their_share_of_the_rows_from_clients() -> None:
         scheduler.add(job(name, 2, background=True))
     assert admitted(scheduler, running=6, longest=10) == [20]
     assert admitted(scheduler, running=3, longest=10) == [8, 21]
+    scheduler = Scheduler(max_num_seqs=8, kv_cache_tokens=10_000, rollout_share=0.5)
+    scheduler.add(job(20, 1, background=True))
+    scheduler.add(job(30, 1))
+    assert admitted(scheduler, running=7, longest=10) == [20, 30]
 
 
 def test_a_share_of_0_prefers_clients_always() -> None:
