@@ -4,10 +4,10 @@
 
 Each contender is a synchronous run of local-m3 on its first 128 problems: one epoch is 8 steps of 16 groups with 8
 completions each, and the policy is trained in between. `always` keeps speculation on; without it, a run turns
-speculation off where it does not pay. *tokens_per_forward* is the number of completion tokens divided by the number of
-forward passes over a row that sampled them, 1 without drafts. *decode_rate* is completion tokens per second of
-decoding, prefill included. Epochs are counted from 1. On the CPU, decoding is bound by computation: a forward pass over
-several tokens of a row costs more than over one.
+speculation off where it does not pay. *tokens_per_forward* is the number of sampled tokens divided by the number of
+forward passes over a row that sampled them, 1 without drafts. *decode_rate* is sampled tokens per second of decoding,
+prefill included. Epochs are counted from 1. On the CPU, decoding is bound by computation: a forward pass over several
+tokens of a row costs more than over one.
 """
 
 from __future__ import annotations
@@ -44,13 +44,15 @@ CONTENDERS: Mapping[str, Sequence[str]] = {
 
 
 def epochs(metrics: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, float]]:
-    """Yield the metrics of each epoch of a run."""
+    """Yield the metrics of each epoch of a run. Discarded groups count: the engine has sampled them too."""
+    ages = [0.0, *(line["time/run"] for line in metrics)]
+    sampled = [line["tokens_per_second"] * (ages[i + 1] - ages[i]) for i, line in enumerate(metrics)]
     for first in range(0, len(metrics), STEPS_OF_EPOCH):
         lines = metrics[first : first + STEPS_OF_EPOCH]
-        tokens = sum(line["completion_length/total"] for line in lines)
-        accepted = sum(line["speculation/accepted_tokens"] for line in lines)
+        tokens = sum(sampled[first : first + STEPS_OF_EPOCH])
+        passes = sum(line["speculation/passes"] for line in lines) or tokens
         seconds = sum(line["time/decode"] for line in lines)
-        yield {PER_FORWARD.name: tokens / (tokens - accepted), RATE.name: tokens / seconds}
+        yield {PER_FORWARD.name: tokens / passes, RATE.name: tokens / seconds}
 
 
 def measure(contenders: Sequence[str], repeats: int) -> list[Measurement]:

@@ -66,10 +66,12 @@ class QueueGauge(Struct, frozen=True, kw_only=True):
 class SpeculationCounts(Struct, frozen=True, kw_only=True):
     """Speculation of the decode engine since it was created.
 
-    drafts: number of drafts. draft_tokens: number of their tokens. accepted_by_position: how many drafts had their
+    passes: number of forward passes over a row, with or without a draft; 0 if speculation is off. drafts: number of
+    drafts. draft_tokens: number of their tokens. accepted_by_position: how many drafts had their
     first, second, ... token accepted; the sum is the number of accepted tokens.
     """
 
+    passes: int = 0
     drafts: int = 0
     draft_tokens: int = 0
     accepted_by_position: tuple[int, ...] = ()

@@ -71,7 +71,7 @@ class SpeculativeBatch(Batch):
             raise ValueError("speculation is off")
         self.drafter = make_drafter(drafts, vocabulary, settings.kv_cache_tokens)
         self._payoff, self._max_draft = Payoff(always=drafts.always), drafts.max_draft
-        self._drafts = self._draft_tokens = 0
+        self._passes = self._drafts = self._draft_tokens = 0
         self._accepted = np.zeros(drafts.max_draft, dtype=np.int64)
         self._launched_rows, self._has_drafts = 0, False
         self._fruitless = self._pause = 0
@@ -80,7 +80,10 @@ class SpeculativeBatch(Batch):
     def counts(self) -> SpeculationCounts:
         """Drafts and their tokens since the engine was created."""
         return SpeculationCounts(
-            drafts=self._drafts, draft_tokens=self._draft_tokens, accepted_by_position=tuple(self._accepted.tolist())
+            passes=self._passes,
+            drafts=self._drafts,
+            draft_tokens=self._draft_tokens,
+            accepted_by_position=tuple(self._accepted.tolist()),
         )
 
     def leave(self, slot: int) -> Row:
@@ -125,6 +128,7 @@ class SpeculativeBatch(Batch):
         if self._cache is None or not due.any():
             return None
         self._launched_rows = table.running
+        self._passes += int(np.count_nonzero(due))
         if not self._speculates:
             self._pause = max(0, self._pause - 1)
             return super().launch(version)

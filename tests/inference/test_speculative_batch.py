@@ -159,6 +159,8 @@ def test_rollouts_of_the_same_prompt_are_drafts_of_later_ones(engine_mode: str) 
         answers.append(submit_request(engine, prompt, sampling, seeds, background=True))
         run(engine)
         steps.append(engine.stats().decode_steps - before)
+        if len(steps) == 2:
+            assert engine.stats().speculation.passes == sum(steps)
     assert steps[:2] == [20, 4]
     assert answers[0].completions[0].tokens == answers[1].completions[0].tokens
     for completion in answers[2].completions:

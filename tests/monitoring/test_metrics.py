@@ -58,14 +58,14 @@ def test_the_histogram_counts_trained_groups_by_staleness() -> None:
 
 def test_speculation_is_counted_since_the_line_before() -> None:
     """The engine counts since it was created."""
-    before, now = (
-        Measurement(
-            seconds=1.0, gauges=RunGauges(speculation=SpeculationCounts(draft_tokens=n, accepted_by_position=a))
-        )
-        for n, a in ((10, (3, 1)), (25, (8, 5)))
-    )
+    counts = [
+        SpeculationCounts(passes=passes, draft_tokens=drafted, accepted_by_position=accepted)
+        for passes, drafted, accepted in ((4, 10, (3, 1)), (9, 25, (8, 5)))
+    ]
+    before, now = (Measurement(seconds=1.0, gauges=RunGauges(speculation=one)) for one in counts)
     found = step_metrics(EMPTY, now=now, before=before)
-    assert (found["speculation/draft_tokens"], found["speculation/accepted_tokens"]) == (15, 9)
+    names = ("passes", "draft_tokens", "accepted_tokens")
+    assert [found[f"speculation/{name}"] for name in names] == [5, 15, 9]
 
 
 def test_every_key_is_described_and_every_description_has_a_key() -> None:
