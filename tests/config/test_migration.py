@@ -83,7 +83,8 @@ def test_the_counterpart_of_every_flag_is_a_valid_command_line(row: Row) -> None
 @pytest.mark.parametrize("row", TRIED)
 def test_the_counterpart_of_every_flag_passes_a_dry_run(row: Row, tmp_path: Path) -> None:
     """The dataset, the memory and the profile are checked as before a run."""
-    assert main([*row.new, "--dry-run", "--run-dir", str(tmp_path / "run")]) == 0
+    run_dir = () if "--run-dir" in row.new else ("--run-dir", str(tmp_path / "run"))
+    assert main([*row.new, "--dry-run", *run_dir]) == 0
 
 
 @pytest.mark.parametrize(
