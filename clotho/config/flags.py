@@ -58,8 +58,7 @@ TABLES = (inspect.StructType, inspect.DictType, inspect.TupleType)
 
 WIDTH, INDENT = 116, " " * 6
 USAGE = (
-    "usage: python pipeline.py [--profile NAME|FILE.toml] [--KEY VALUE ...]\n"
-    "   or: python pipeline.py serve|eval|show|convert|merge|push|import-profile ... (see --help of each)"
+    "usage: python pipeline.py [--profile NAME] [--KEY VALUE ...] | serve|eval|show|convert|merge|push|import-profile"
 )
 
 
