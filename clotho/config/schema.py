@@ -357,8 +357,10 @@ class TrackingSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 class TrackerSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One experiment tracker, which gets metrics, evaluations, completions and warnings."""
 
-    name: Annotated[Literal["wandb", "trackio", "tensorboard"], about("The tracker.")]
-    mode: Annotated[Literal["online", "offline"], about("wandb only: offline stores files for wandb sync.")] = "online"
+    name: Annotated[Literal["wandb", "trackio", "tensorboard"], about("The library that the run reports to.")]
+    mode: Annotated[Literal["online", "offline"], about("Offline stores files for wandb sync; only for wandb.")] = (
+        "online"
+    )
     completions: Annotated[NonNegative, about("Completions in the table of a step; 0: no table.")] = 8
 
 

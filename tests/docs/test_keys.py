@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from clotho.config.keys import KEYS
+from clotho.config.migration import systems
 from clotho.config.other_trainers import counterparts
 from tests.docs.pages import DOCS, ROOT
 
@@ -18,6 +19,7 @@ FILES = (".py", ".md", ".toml", ".jsonl", ".json", ".txt", ".log")
 FOREIGN = {
     name for row in counterparts() for names in (row.trl, row.verl, row.mlx_lm, row.mlx_lm_lora) for name in names
 }
+FOREIGN |= {row.old for system in systems() for row in system.row if row.kind == "key"}
 CODE = re.compile(r"`([a-z_]+(?:\.[a-z_0-9]+)+)(?: = [^`]+)?`")
 
 
