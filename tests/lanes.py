@@ -140,6 +140,15 @@ def skip_full_training(kind: str) -> None:
         pytest.skip("full training needs unquantized weights")
 
 
+def skip_quantized() -> None:
+    """Skip a test that trains embeddings or a head, or that quantizes the model itself, in a lane of quantized weights.
+
+    The learner trains unquantized embeddings and heads only.
+    """
+    if _current.bits:
+        pytest.skip("the test needs unquantized weights")
+
+
 def sizes(**others: int) -> dict[str, int]:
     """Return sizes of a model whose head size and group size are 64; none in the default lane."""
     if not _current.on_device:

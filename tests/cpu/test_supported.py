@@ -109,6 +109,7 @@ def test_adapters_of_another_kind_are_not(name: str) -> None:
     assert not taken(model)
 
 
+@pytest.mark.needs_float32
 def test_other_layers_in_known_places_are_not() -> None:
     """A block of a user's own, or embeddings that are more than a table."""
     block, embeddings = plain_source("qwen3").model, plain_source("qwen3").model

@@ -20,6 +20,7 @@ from clotho.models.loading import open_base
 from clotho.models.policy import load_policy
 from clotho.models.tokenizer import ChatTokenizer
 from protocols.errors import ModelError
+from tests import lanes
 from tests.learner_settings import policy_settings
 from tests.saved_models import CONFIG, save
 
@@ -91,6 +92,8 @@ def rewrite_config(path: Path, **changes: object) -> None:
 )
 def test_hostile_configurations_are_refused(directory: Path, changes: dict[str, object]) -> None:
     """Wrong types, absurd sizes, and quantization that the weights do not have."""
+    if "quantization" in changes:
+        lanes.skip_quantized()
     rewrite_config(directory, **changes)
     refusal(directory)
 
@@ -170,6 +173,7 @@ def test_a_header_longer_than_its_file_is_refused(directory: Path) -> None:
     assert "model.safetensors" in refusal(directory)
 
 
+@pytest.mark.needs_float32
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.float16])
 def test_weights_that_are_not_finite_are_named(directory: Path, value: float, dtype: mx.Dtype) -> None:

@@ -13,6 +13,7 @@ from clotho.cpu.layers import install_cpu_layers
 from clotho.models.parameters import fingerprint, flat, nested
 from clotho.models.policy import Parameters, Policy
 from clotho.models.tokenizer import ChatTokenizer
+from tests import lanes
 from tests.learner_settings import policy_settings
 from tests.saved_models import CONFIG, MIXTURE, TOKENS_1_T, UNTIED, build
 
@@ -188,6 +189,8 @@ def test_publish_inside_using_takes_effect_after_the_block() -> None:
 )
 def test_the_reference_policy_equals_the_base_bit_for_bit(config: dict[str, Any], section: dict[str, Any]) -> None:
     """Also after many updates. The policy is restored afterwards."""
+    if "train_embeddings" in section:
+        lanes.skip_quantized()
     base = base_logits(config)
     policy = make(config, keep_reference=True, **section)
     policy.publish(moved(policy.trainable()), version=1, step=1, fingerprint="")
@@ -209,6 +212,7 @@ def test_the_reference_policy_equals_the_base_bit_for_bit(config: dict[str, Any]
 
 def test_initial_embeddings_and_head_are_kept_only_if_required() -> None:
     """The reference policy uses the arrays of the base. An adapter alone needs no copy."""
+    lanes.skip_quantized()
     model = build(UNTIED)
     initial = (model.model.embed_tokens.weight, model.lm_head.weight)
     section = policy_settings(train_embeddings=True, train_head=True)
@@ -225,6 +229,7 @@ def test_initial_embeddings_and_head_are_kept_only_if_required() -> None:
 
 def test_full_training_keeps_a_frozen_reference_only_if_required() -> None:
     """Every floating-point parameter is trainable. Without the copy, the error says how to keep it."""
+    lanes.skip_full_training("full")
     policy = make(kind="full", keep_reference=True)
     base = logits(policy)
     assert flat(policy.trainable()).keys() == flat(policy.model.parameters()).keys()
