@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 
 GRACE_SECONDS = 5.0
 """Time from SIGTERM to SIGKILL."""
@@ -98,17 +99,13 @@ def _send(child: subprocess.Popen[bytes], number: int) -> bool:
 
 def _reap_orphans(child: subprocess.Popen[bytes]) -> None:
     """On Linux, reap the ended processes of the command's process group, except the command, which `Popen` reaps."""
-    if sys.platform != "linux":
-        return
-    try:
-        while ended := os.waitid(os.P_PGID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
-            if ended.si_pid == child.pid:
-                if child.poll() is None:
+    if sys.platform == "linux":
+        with suppress(ChildProcessError):
+            while ended := os.waitid(os.P_PGID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+                if ended.si_pid != child.pid:
+                    os.waitpid(ended.si_pid, 0)
+                elif child.poll() is None:
                     return
-            else:
-                os.waitpid(ended.si_pid, 0)
-    except ChildProcessError:
-        return
 
 
 if __name__ == "__main__":
