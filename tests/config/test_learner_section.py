@@ -156,8 +156,8 @@ def test_no_key_of_the_learner_was_forgotten() -> None:
 
 def test_the_budget_of_a_micro_batch_decides_how_often_an_update_yields() -> None:
     """Smaller parts, more turns for everyone else."""
-    assert len(list(learner(BigramPolicy(), micro_batch_tokens=24).update(random_groups(5)))) > 1
-    assert len(list(learner(BigramPolicy()).update(random_groups(5)))) == 1
+    turns = len(list(learner(BigramPolicy()).update(random_groups(5))))
+    assert len(list(learner(BigramPolicy(), micro_batch_tokens=24).update(random_groups(5)))) > turns
 
 
 @pytest.mark.parametrize(
