@@ -115,6 +115,9 @@ async def test_a_failed_engine_fails_its_requests_and_restarts() -> None:
             assert text.endswith("data: [DONE]\n\n")
             await post("next", max_tokens=2)
             assert answers["next"].status_code == 200
+            with anyio.fail_after(20):
+                while served.restarts:  # the engine decodes before its guard has reported that it runs
+                    await anyio.lowlevel.checkpoint()
             assert (await http.get("/health")).status_code == 200
             assert await served.stack.rows() == 0
             served.supervisor.stop()
