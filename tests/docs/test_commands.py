@@ -21,6 +21,7 @@ import sys
 import time
 from pathlib import Path
 
+import httpx
 import pytest
 
 from clotho.config.evaluation import evaluation_help, load_evaluation
@@ -125,7 +126,7 @@ def run_beside(block: Block, during: Block, directory: Path, port: int) -> None:
         command, cwd=directory, env=environment(directory), stdout=log, stderr=subprocess.STDOUT
     )
     try:
-        while not listens(port):
+        while not is_ready(port):
             assert background.poll() is None, Path(log.name).read_text(encoding="utf-8")[-3000:]
             time.sleep(0.05)
         run(script(during, port), directory, port)
@@ -135,10 +136,12 @@ def run_beside(block: Block, during: Block, directory: Path, port: int) -> None:
         log.close()
 
 
-def listens(port: int) -> bool:
-    """Whether a server accepts connections on loopback."""
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) == 0
+def is_ready(port: int) -> bool:
+    """Whether a server on loopback has loaded its model."""
+    try:
+        return httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200
+    except httpx.HTTPError:
+        return False
 
 
 def free_port() -> int:
