@@ -144,7 +144,7 @@ def merge(argv: Sequence[str]) -> tuple[int, bool]:
 
 def import_profile(argv: Sequence[str]) -> tuple[int, bool]:
     """Run the command `import-profile`; as `serve`."""
-    from clotho.config.migration import import_command
+    from clotho.run.migration import import_command
 
     sys.stdout.write(import_command(argv))
     return 0, False

@@ -12,8 +12,8 @@ from msgspec import Struct
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from clotho.config.api_keys import key_digest, read_api_keys
 from clotho.config.schema import HttpServer
+from clotho.serving.api_keys import key_digest, read_api_keys
 from clotho.serving.errors import ApiError
 from clotho.serving.quotas import Quota, Reservation
 

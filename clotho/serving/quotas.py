@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from clotho.config.api_keys import KeyLimits
+from clotho.serving.api_keys import KeyLimits
 from clotho.serving.errors import ApiError
 
 RETRY_SECONDS = 1

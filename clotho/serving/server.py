@@ -20,10 +20,10 @@ from hypercorn.utils import wrap_app
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from clotho.config.api_keys import read_api_keys
 from clotho.config.bounds import Off
 from clotho.config.rules import is_loopback
 from clotho.config.schema import HttpServer, ServerSection
+from clotho.serving.api_keys import read_api_keys
 from clotho.serving.app import build_app
 from clotho.serving.errors import ApiError
 from clotho.serving.limits import ConcurrencyLimit, UnreadBodyMiddleware

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
-from clotho.config.api_keys import KeyLimits
 from clotho.serving import auth
+from clotho.serving.api_keys import KeyLimits
 from clotho.serving.errors import ApiError
 from clotho.serving.quotas import Quota
 from tests.serving.running_server import Served, serving

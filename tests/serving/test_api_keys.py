@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from clotho.config.api_keys import KeyLimits, key_digest, read_api_keys
 from clotho.config.load import load_profile, resolved_toml, write_profile
+from clotho.serving.api_keys import KeyLimits, key_digest, read_api_keys
 from protocols.errors import ProfileError
 
 SECRET = "s3cret-of-alice"
