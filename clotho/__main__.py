@@ -91,7 +91,7 @@ def serve(argv: Sequence[str]) -> tuple[int, bool]:
     arguments = load_serving(argv)
     import anyio
 
-    from clotho.run.serve import serve as run_server
+    from clotho.commands.serve import serve as run_server
 
     return anyio.run(run_server, arguments, console), True
 
@@ -113,7 +113,7 @@ def evaluate(argv: Sequence[str]) -> tuple[int, bool]:
     arguments = load_evaluation(argv)
     import anyio
 
-    from clotho.run.evaluate import evaluate as run_evaluation
+    from clotho.commands.evaluate import evaluate as run_evaluation
 
     return anyio.run(run_evaluation, arguments, console), False
 
@@ -137,14 +137,14 @@ def merge(argv: Sequence[str]) -> tuple[int, bool]:
     load_blas()  # before the first import of MLX
     from rich.console import Console
 
-    from clotho.run.merge import run
+    from clotho.commands.merge import run
 
     return run(argv, Console(file=sys.stdout)), False
 
 
 def import_profile(argv: Sequence[str]) -> tuple[int, bool]:
     """Run the command `import-profile`; as `serve`."""
-    from clotho.run.migration import import_command
+    from clotho.commands.migration import import_command
 
     sys.stdout.write(import_command(argv))
     return 0, False
@@ -152,7 +152,7 @@ def import_profile(argv: Sequence[str]) -> tuple[int, bool]:
 
 def push(argv: Sequence[str]) -> tuple[int, bool]:
     """Run the command `push`; as `serve`."""
-    from clotho.run.push import push_command
+    from clotho.commands.push import push_command
 
     sys.stdout.write(push_command(argv))
     return 0, False
@@ -163,7 +163,7 @@ def show(argv: Sequence[str]) -> tuple[int, bool]:
     from clotho.cpu import load_blas
 
     load_blas()  # before the first import of MLX
-    from clotho.run.show import show as run_show
+    from clotho.commands.show import show as run_show
 
     return run_show(argv), False
 

@@ -14,8 +14,10 @@
     serving      protocols, config, runtime; no mathematics
     monitoring   protocols, config, storage
     artifacts    protocols, config, storage, models, monitoring
-    actors       everything below; never one another, `serving` or `run`
-    run, pipeline.py  everything
+    actors       everything below; never one another, `serving`, `run` or `commands`
+    run          everything but `commands`
+    commands, pipeline.py
+                 everything
 
 MLX lives in the mathematics and in storage. `profiles`, `bench` and `tests` are no part of the running program.
 """
@@ -66,7 +68,7 @@ MAY_IMPORT = {
 }  # fmt: skip
 """Packages, each with those that it may import besides itself. `run` and `pipeline` may import everything."""
 
-WIRING = {"run", "pipeline", "clotho"}
+WIRING = {"run", "commands", "pipeline", "clotho"}
 LONGEST_MODULE, LONGEST_FUNCTION = 500, 80
 
 
@@ -143,6 +145,17 @@ def test_packages_import_only_what_their_rule_allows() -> None:
             target = part_of(module)
             if target not in (None, part, "clotho", *MAY_IMPORT[part]):
                 wrong.append(f"{path.relative_to(ROOT)}:{line}: {part} imports {module}")
+    assert wrong == []
+
+
+def test_a_run_knows_nothing_of_the_other_commands() -> None:
+    """The commands are built from the parts of a run, and not the other way round."""
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line}: {module}"
+        for path in files("clotho/run", "pipeline.py")
+        for module, line in imports(path)
+        if part_of(module) == "commands"
+    ]
     assert wrong == []
 
 

@@ -22,9 +22,9 @@ from safetensors.numpy import load_file, save_file
 from clotho.__main__ import main
 from clotho.artifacts import model_writer
 from clotho.artifacts.merging import MergeSettings, Packing
+from clotho.commands.merge import REPORT, merge
 from clotho.config.schema import ModelSection
 from clotho.models.loading import open_base
-from clotho.run.merge import REPORT, merge
 from protocols.errors import ArtifactError
 from tests.artifacts import hub_models
 from tests.artifacts.hub_models import logits

@@ -15,9 +15,9 @@ from mlx_lm.utils import load_model
 
 from clotho.artifacts.convert import convert
 from clotho.artifacts.merging import MergeSettings
+from clotho.commands.merge import merge
 from clotho.config.schema import ModelSection
 from clotho.models.loading import find_model, open_base
-from clotho.run.merge import merge
 from tests.artifacts import hub_models
 from tests.artifacts.hub_models import LLAMA_CPP, PYTHON, SHAPES, TOKENS, logits, python_with, run_jobs
 from tests.artifacts.test_convert import adapter, dora, set_config

@@ -16,10 +16,10 @@ from bench.contenders.process import Contender
 from bench.contenders.shapes import REAL, REAL_DIRECTORY, named_model
 from bench.measurement import Measurement, read
 from bench.runs import Record
+from clotho.commands.convert_gguf import convert
 from clotho.config.bounds import Off
 from clotho.config.flags import parse_arguments
 from clotho.config.load import load_profile
-from clotho.run.convert_gguf import convert
 from tests.bench.made_measurements import made_up
 from tests.models.gguf_files import TOKENS_1_T, build, byte_level, write
 

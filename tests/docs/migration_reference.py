@@ -1,4 +1,4 @@
-"""Generates the tables of docs/migrating.md from `clotho.run.migration`.
+"""Generates the tables of docs/migrating.md from `clotho.commands.migration`.
 
 python -m tests.docs.migration_reference
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import shlex
 
-from clotho.run.migration import Row, systems
+from clotho.commands.migration import Row, systems
 from tests.docs.pages import DOCS, replace_between
 
 PAGE = DOCS / "migrating.md"

@@ -14,8 +14,8 @@ import huggingface_hub
 import pytest
 
 from clotho.__main__ import main
+from clotho.commands.push import push_command
 from clotho.config.load import load_profile, resolved_toml
-from clotho.run.push import push_command
 from protocols.errors import ProfileError
 
 EVALUATION = {

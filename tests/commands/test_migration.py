@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from clotho.__main__ import main
+from clotho.commands.migration import Row, import_profile, systems
 from clotho.config.flags import parse_arguments
 from clotho.config.keys import KEYS, SECTIONS
 from clotho.config.load import load_profile
-from clotho.run.migration import Row, import_profile, systems
 from protocols.errors import ProfileError
 
 ROWS = [(system.name, row) for system in systems() for row in system.row]

@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from clotho.commands.descriptions import describe
 from clotho.monitoring.terminal_text import duration, memory, percent, terminal_text
-from clotho.run.descriptions import describe
 from clotho.storage.jsonl import encode
 from protocols.errors import ProfileError, visible
 

@@ -10,9 +10,9 @@ import mlx_lm
 import pytest
 from gguf import GGMLQuantizationType as Quantization
 
+from clotho.commands.convert_gguf import main
 from clotho.config.schema import ModelSection
 from clotho.models.policy import load_policy
-from clotho.run.convert_gguf import main
 from clotho.storage.adapters import write_adapter
 from tests.learner_settings import policy_settings
 from tests.models.gguf_files import TOKENS_1_T, build, byte_level, write

@@ -1,4 +1,4 @@
-"""Convert a GGUF file to a model directory: `python -m clotho.run.convert_gguf MODEL DIRECTORY`.
+"""Convert a GGUF file to a model directory: `python -m clotho.commands.convert_gguf MODEL DIRECTORY`.
 
 mlx-lm and Atropos environments read models and tokenizers from directories only. The weights keep their values and
 quantization, so an adapter of the GGUF file suits the directory.
@@ -50,7 +50,7 @@ def convert(model: str, directory: Path) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Convert the model that the command line names; return the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m clotho.run.convert_gguf", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m clotho.commands.convert_gguf", description=__doc__)
     parser.add_argument("model", help="a GGUF file, or package:NAME/FILE")
     parser.add_argument("directory", type=Path, help="directory to write; must not exist")
     arguments = parser.parse_args(argv)
