@@ -76,70 +76,67 @@ def _run(argv: Sequence[str]) -> tuple[int, bool]:
 
 def serve(argv: Sequence[str]) -> tuple[int, bool]:
     """Run the command `serve`; the result is that of `_run`. argv: the arguments after the command."""
-    from clotho.cpu import configure_malloc, load_blas
-
-    configure_malloc()
-    load_blas()  # before the first import of MLX
-    from rich.console import Console
-
+    _before_mlx()
     from clotho.config.serving import load_serving, serve_help
 
-    console = Console(file=sys.stdout)
     if (text := serve_help(argv)) is not None:
-        console.print(text, markup=False, highlight=False, soft_wrap=True, end="")
-        return 0, False
+        return _show_help(text)
     arguments = load_serving(argv)
     import anyio
 
     from clotho.commands.serve import serve as run_server
 
-    return anyio.run(run_server, arguments, console), True
+    return anyio.run(run_server, arguments, _console()), True
 
 
 def evaluate(argv: Sequence[str]) -> tuple[int, bool]:
     """Run the command `eval`; as `serve`."""
-    from clotho.cpu import configure_malloc, load_blas
-
-    configure_malloc()
-    load_blas()  # before the first import of MLX
-    from rich.console import Console
-
+    _before_mlx()
     from clotho.config.evaluation import evaluation_help, load_evaluation
 
-    console = Console(file=sys.stdout)
     if (text := evaluation_help(argv)) is not None:
-        console.print(text, markup=False, highlight=False, soft_wrap=True, end="")
-        return 0, False
+        return _show_help(text)
     arguments = load_evaluation(argv)
     import anyio
 
     from clotho.commands.evaluate import evaluate as run_evaluation
 
-    return anyio.run(run_evaluation, arguments, console), False
+    return anyio.run(run_evaluation, arguments, _console()), False
+
+
+def _before_mlx() -> None:
+    """Prepare the process for MLX, before its first import."""
+    from clotho.cpu import configure_malloc, load_blas
+
+    configure_malloc()
+    load_blas()
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    return Console(file=sys.stdout)  # user code may replace sys.stdout
+
+
+def _show_help(text: str) -> tuple[int, bool]:
+    _console().print(text, markup=False, highlight=False, soft_wrap=True, end="")
+    return 0, False
 
 
 def convert(argv: Sequence[str]) -> tuple[int, bool]:
     """Run the command `convert`; as `serve`."""
-    from clotho.cpu import load_blas
-
-    load_blas()  # before the first import of MLX
-    from rich.console import Console
-
+    _before_mlx()
     from clotho.artifacts.convert import run
 
-    return run(argv, Console(file=sys.stdout)), False
+    return run(argv, _console()), False
 
 
 def merge(argv: Sequence[str]) -> tuple[int, bool]:
     """Run the command `merge`; as `serve`."""
-    from clotho.cpu import load_blas
-
-    load_blas()  # before the first import of MLX
-    from rich.console import Console
-
+    _before_mlx()
     from clotho.commands.merge import run
 
-    return run(argv, Console(file=sys.stdout)), False
+    return run(argv, _console()), False
 
 
 def import_profile(argv: Sequence[str]) -> tuple[int, bool]:
@@ -160,9 +157,7 @@ def push(argv: Sequence[str]) -> tuple[int, bool]:
 
 def show(argv: Sequence[str]) -> tuple[int, bool]:
     """Run the command `show`; as `serve`."""
-    from clotho.cpu import load_blas
-
-    load_blas()  # before the first import of MLX
+    _before_mlx()
     from clotho.commands.show import show as run_show
 
     return run_show(argv), False
@@ -210,12 +205,7 @@ def prepare(argv: Sequence[str]) -> PreparedRun | int:
 
     Exit status: 0 for help and a dry run. Raises ClothoError for bad input, before anything is written.
     """
-    from clotho.cpu import configure_malloc, load_blas
-
-    configure_malloc()
-    load_blas()  # before the first import of MLX
-    from rich.console import Console
-
+    _before_mlx()
     from clotho.atropos.group_sizes import require_fillable
     from clotho.config.flags import help_text, parse_arguments
     from clotho.config.load import load_profile
@@ -223,11 +213,10 @@ def prepare(argv: Sequence[str]) -> PreparedRun | int:
     from clotho.storage.run_directory import open_run
     from protocols.errors import ClothoError
 
-    console = Console(file=sys.stdout)  # user code may replace sys.stdout
+    console = _console()
     arguments = parse_arguments(argv)
     if arguments.help is not None:
-        console.print(help_text(arguments.help), markup=False, highlight=False, soft_wrap=True, end="")
-        return 0
+        return _show_help(help_text(arguments.help))[0]
     fork = find_fork(arguments) if arguments.fork else None
     profile = load_profile(arguments.profile, arguments.overrides, adjust=partial(adjusted, arguments))
     require_fillable(profile)
@@ -314,8 +303,6 @@ def refuse_missing_run(path: Path) -> None:
 def dry_run(profile: Profile, console: Console) -> int:
     """Print the resolved profile, the memory of its run and the contents of its dataset; write nothing."""
     from clotho.config.load import resolved_toml
-
-    console.print(resolved_toml(profile, mask_secrets=True), markup=False, highlight=False, soft_wrap=True)
     from clotho.memory.estimate import estimate_memory, local_files
     from clotho.memory.report import describe, describe_limit
     from clotho.models.machine import memory_limit
@@ -323,9 +310,11 @@ def dry_run(profile: Profile, console: Console) -> int:
     from clotho.run.prompts import inspect_dataset
 
     estimate = estimate_memory(profile.model, profile)
+    dataset, prompts = inspect_dataset(profile, local_files(profile.model.path))
     limit = memory_limit()
+    console.print(resolved_toml(profile, mask_secrets=True), markup=False, highlight=False, soft_wrap=True)
     print_estimate(console, estimate, describe(estimate), limit.bytes, describe_limit(limit))
-    print_dataset(console, *inspect_dataset(profile, local_files(profile.model.path)))
+    print_dataset(console, dataset, prompts)
     return 0
 
 

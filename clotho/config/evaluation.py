@@ -63,6 +63,12 @@ class EvaluationArguments(Struct, frozen=True, kw_only=True):
 
 OWN = {name: key for name, key in keys.read_sections(EvaluationFlags)[""].keys.items() if key.help}
 USED = ("model", "data", "sampling", "engine", "monitor", "rewards", "seed")
+NOT_EVALUATED = frozenset({
+    "sampling.group_size", "sampling.top_logprobs", "data.shuffle", "data.type_weights", "engine.decode_share",
+    "engine.kv_policy", "engine.rollout_share", "monitor.display", "monitor.rollouts", "monitor.watchdog_seconds",
+})  # fmt: skip
+"""Keys of these tables that concern training or serving only."""
+
 COMMON = ("model.path", "data.train", "data.heldout", "rewards", "sampling.max_tokens", "sampling.temperature", "seed")
 USAGE = "usage: python pipeline.py eval --profile P [--model M] [--adapter [NAME=]PATH ...] [--KEY VALUE ...]"
 
@@ -95,7 +101,7 @@ def load_evaluation(argv: Sequence[str]) -> EvaluationArguments:
 
 
 def _applies(path: str) -> bool:
-    return path.partition(".")[0] in USED
+    return path.partition(".")[0] in USED and path not in NOT_EVALUATED
 
 
 def _applicable(values: dict[str, Any]) -> dict[str, Any]:

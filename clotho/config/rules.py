@@ -131,6 +131,8 @@ CONTRADICTIONS = (
          '= 0 means no held-out problems: set data.heldout, or eval = "off"'),
     Rule("run_dir", lambda v, x: not x or "{" in x.replace("{profile}", ""),
          'must name a directory, and {{profile}} is the only placeholder, not "{}"'),
+    Rule("trackers", lambda v, x: any(one.mode != "online" and one.name != "wandb" for one in x),
+         'take mode = "offline" for wandb only; trackio and tensorboard always write to this machine'),
     Rule("rewards", lambda v, x: all(reward.weight == 0 for reward in x),
          "need a weight other than 0, because every advantage would be 0"),
     Rule("rewards", lambda v, x: v["eval.type"] != "off" and not any(reward.correct for reward in x),

@@ -29,7 +29,8 @@ DELIMITERS: Mapping[str, str] = MappingProxyType({".csv": ",", ".tsv": "\t"})
 COLUMNAR = (".parquet", ".arrow", ".feather")
 SUFFIXES = (".jsonl", ".json", ".ndjson", *DELIMITERS, *COLUMNAR)
 
-INSTALL = "pip install 'clotho[datasets]'"
+INSTALL = "pip install datasets"
+"""The command that installs both libraries; pyarrow is a dependency of datasets."""
 
 Records = Iterator[tuple[str, Any]]
 """Place of each record, for error messages, and the record."""
@@ -64,9 +65,14 @@ def read_records(source: Source) -> Records:
         return _from_directory(path, source)
     if not exists and is_hub_dataset(source.path):
         return _from_hub(source)
-    if source.subset:
-        raise DatasetError(f"data.subset names a part of a dataset on the hub, and {name} is a file")
+    _require_no_subset(source, path)
     return _from_file(path)
+
+
+def _require_no_subset(source: Source, file: Path) -> None:
+    if source.subset:
+        name = visible(str(file), 200)
+        raise DatasetError(f"data.subset names a configuration of a dataset on the hub, and {name} is a file")
 
 
 def _from_file(path: Path) -> Records:
@@ -85,6 +91,7 @@ def _from_directory(path: Path, source: Source) -> Records:
         raise DatasetError(f"dataset {path} is a directory: name a split in data.train_split or data.heldout_split")
     for suffix in SUFFIXES:
         if (file := path / f"{source.split}{suffix}").is_file():
+            _require_no_subset(source, file)
             return _from_file(file)
     library = _library("datasets", f"dataset {path} is a directory without a file {source.split}.jsonl")
     saved = any((path / name).is_file() for name in ("state.json", "dataset_dict.json"))

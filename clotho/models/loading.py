@@ -105,6 +105,8 @@ def find_model(path: str) -> Path:
     try:
         local = _in_package(path) if path.startswith(PACKAGE) else Path(path).expanduser()
         is_directory, exists = local.is_dir(), local.exists()
+    except ModelError:
+        raise
     except (OSError, ValueError, RuntimeError) as error:  # a path that is too long, or the home of an unknown user
         raise ModelError(f"model {visible(path, 200)} cannot be found: {one_line(error)}") from error
     if is_directory:

@@ -161,9 +161,8 @@ class TensorBoardBackend:
         library: Any = importlib.import_module("tensorboardX")
         self._writer = library.SummaryWriter(str(run.directory / "tensorboard"), flush_secs=10)
         self._writer.add_text("profile", f"```\n{run.settings}\n```", 0)
-        self._writer.add_text(
-            "run", f"{tracking.project or PROJECT} {tracking.group} {' '.join(tracking.tags)}".strip(), 0
-        )
+        names = (tracking.project or PROJECT, tracking.group, tracking.run_name or run.name, *tracking.tags)
+        self._writer.add_text("run", " ".join(filter(None, names)), 0)
 
     def write(self, record: Record) -> None:
         """Write one record."""

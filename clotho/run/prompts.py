@@ -22,6 +22,9 @@ from protocols.evaluation import HeldOut
 from protocols.prompt import Problem, Prompt, group_seed
 from protocols.summary import DatasetReport, PromptReport
 
+DEFAULT_SPLIT = "train"
+"""Default of `data.train_split`; a file, which has no splits, accepts no other."""
+
 MAX_LISTED_TYPES = 10
 """Number of problem types that an error message lists."""
 
@@ -139,6 +142,8 @@ def read_split(profile: Profile | EvaluationProfile) -> HeldOutSplit:
         type=data.type_key,
         default_type=data.default_type,
     )
+    if data.train_split != DEFAULT_SPLIT and Path(data.train).expanduser().is_file():
+        raise DatasetError(f"data.train_split names a split, and {data.train} is a file, which has no splits")
     problems = load_problems(Source(path=data.train, subset=data.subset, split=data.train_split), columns=columns)
     if data.heldout or data.heldout_split:
         path, subset = (data.heldout, "") if data.heldout else (data.train, data.subset)

@@ -35,7 +35,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     evaluations = [EVALUATION | {"step": step, "accuracy": step / 10} for step in (0, 4, 8)]
     (run / "evaluations.jsonl").write_text("".join(json.dumps(line) + "\n" for line in evaluations))
     (run / "best.json").write_text('{"step": 8, "accuracy": 0.8, "problems": 8}')
-    (run / "lineage.json").write_text('{"kind": "adapter", "path": "/tmp/a", "sha256": "0a"}')
+    (run / "lineage.json").write_text('{"kind": "adapter", "path": "adapters/a", "sha256": "0a"}')
     (run / ".run_id").write_text("0123\n")
     for step in (4, 8):
         write_checkpoint(run / "checkpoints", snapshot(step), keep_last=9)
@@ -69,7 +69,7 @@ def test_a_run_is_described(place: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert found["evaluations"]["first"]["accuracy"] == 0.0
     assert found["evaluations"]["best"]["step"] == 8
     assert (found["checkpoints"]["steps"], found["checkpoints"]["incomplete"]) == ([4, 8], [])
-    assert found["lineage"] == {"kind": "adapter", "path": "/tmp/a", "sha256": "0a"}
+    assert found["lineage"] == {"kind": "adapter", "path": "adapters/a", "sha256": "0a"}
 
 
 @pytest.mark.parametrize("name", ["run@4", "run/checkpoints/step-000004"])

@@ -26,6 +26,7 @@ def test_the_settings_of_a_profile_that_concern_evaluation_apply() -> None:
         [],
         ["--model", "m"],
         ["--profile", "local-m3", "--steps", "3"],
+        ["--profile", "local-m3", "--sampling.group-size", "4"],
         ["--profile", "local-m3", "--adapter", "="],
         ["--profile", "local-m3", "--adapter", "a=x", "--adapter", "a=y"],
         ["--profile", "local-m3", "--adapter", "base=x"],

@@ -144,5 +144,6 @@ def test_a_missing_library_is_named_with_the_command_that_installs_it(monkeypatc
 
 def test_a_file_has_no_subset(tmp_path: Path) -> None:
     """The setting would have no effect."""
-    write_lines(tmp_path / "data.jsonl", ROWS)
-    assert "data.subset" in refusal(tmp_path / "data.jsonl", subset="main")
+    write_lines(tmp_path / "train.jsonl", ROWS)
+    assert "data.subset" in refusal(tmp_path / "train.jsonl", subset="main")
+    assert "data.subset" in refusal(tmp_path, subset="main", split="train")

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
+from clotho.config.load import load_profile
 from clotho.config.schema import TrackerSection, TrackingSection
 from clotho.monitoring import trackers
 from clotho.monitoring.trackers import (
@@ -194,3 +195,10 @@ def test_a_missing_library_is_refused_with_the_command_that_installs_it(monkeypa
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ProfileError, match="pip install tensorboardX"):
         require_trackers(sections)
+
+
+def test_only_wandb_has_an_offline_mode() -> None:
+    """The other trackers write to this machine in any case, so that the setting would have no effect."""
+    load_profile("local-m3", {"trackers": [{"name": "wandb", "mode": "offline"}]})
+    with pytest.raises(ProfileError, match="trackers"):
+        load_profile("local-m3", {"trackers": [{"name": "tensorboard", "mode": "offline"}]})

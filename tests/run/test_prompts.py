@@ -148,3 +148,5 @@ def test_a_split_of_a_directory_can_be_held_out(tmp_path: Path) -> None:
     file = str(tmp_path / "train.jsonl")
     with pytest.raises(DatasetError, match=r"data\.heldout_split"):
         inspect_dataset(profile_of(tmp_path, train=file, heldout_split="test"), None)
+    with pytest.raises(DatasetError, match=r"data\.train_split"):
+        inspect_dataset(profile_of(tmp_path, train=file, train_split="test", heldout=file), None)

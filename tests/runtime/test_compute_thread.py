@@ -7,6 +7,7 @@ import math
 import threading
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -312,16 +313,17 @@ async def test_work_cancelled_by_its_thread_raises_an_error() -> None:
         await finish(future)
 
 
+def timed_job(clock: Clock, *seconds: float) -> Generator[None, None, None]:
+    """A job whose turns take this long."""
+    for turn in seconds:
+        clock.now += turn
+        yield
+
+
 def test_the_longest_turn_of_the_learner_is_measured_since_the_last_reading() -> None:
     """Turns of other jobs do not count; reading resets the value."""
     clock = Clock()
-    executor = ComputeExecutor(decode_share=0.5, clock=clock)
-
-    def job(*seconds: float) -> Generator[None, None, None]:
-        for turn in seconds:
-            clock.now += turn
-            yield
-
+    executor, job = ComputeExecutor(decode_share=0.5, clock=clock), partial(timed_job, clock)
     executor.start()
     try:
         executor.submit_steps(job(0.5, 2.0, 0.25), kind="update").result(5)
@@ -336,13 +338,7 @@ def test_turns_are_measured_by_kind() -> None:
     """Number, total and longest duration of calls, decode steps and each kind of job; kinds without a turn are zero."""
     clock = Clock()
     executor = ComputeExecutor(decode_share=0.5, clock=clock)
-    spinner = Spinner(3, clock)
-
-    def job(*seconds: float) -> Generator[None, None, None]:
-        for turn in seconds:
-            clock.now += turn
-            yield
-
+    spinner, job = Spinner(3, clock), partial(timed_job, clock)
     executor.start()
     try:
         executor.submit_steps(job(0.5, 2.0), kind="parity").result(5)
