@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import importlib
 import os
 import sys
 from collections.abc import Awaitable, Callable, Sequence
@@ -123,50 +124,23 @@ def _show_help(text: str) -> tuple[int, bool]:
     return 0, False
 
 
-def convert(argv: Sequence[str]) -> tuple[int, bool]:
-    """Run the command `convert`; as `serve`."""
-    _before_mlx()
-    from clotho.artifacts.convert import run
+def _command(module: str) -> Callable[[Sequence[str]], tuple[int, bool]]:
+    """The command of a module of `clotho.commands`, whose `run` takes the arguments and a console."""
 
-    return run(argv, _console()), False
+    def run(argv: Sequence[str]) -> tuple[int, bool]:
+        _before_mlx()
+        found = importlib.import_module(f"clotho.commands.{module}")
+        return int(found.run(argv, _console())), False
 
-
-def merge(argv: Sequence[str]) -> tuple[int, bool]:
-    """Run the command `merge`; as `serve`."""
-    _before_mlx()
-    from clotho.commands.merge import run
-
-    return run(argv, _console()), False
-
-
-def import_profile(argv: Sequence[str]) -> tuple[int, bool]:
-    """Run the command `import-profile`; as `serve`."""
-    from clotho.commands.migration import import_command
-
-    sys.stdout.write(import_command(argv))
-    return 0, False
-
-
-def push(argv: Sequence[str]) -> tuple[int, bool]:
-    """Run the command `push`; as `serve`."""
-    from clotho.commands.push import push_command
-
-    sys.stdout.write(push_command(argv))
-    return 0, False
-
-
-def show(argv: Sequence[str]) -> tuple[int, bool]:
-    """Run the command `show`; as `serve`."""
-    _before_mlx()
-    from clotho.commands.show import show as run_show
-
-    return run_show(argv), False
+    return run
 
 
 COMMANDS = {
-    "serve": serve, "eval": evaluate, "show": show, "convert": convert, "merge": merge, "push": push,
-    "import-profile": import_profile,
-}  # fmt: skip
+    "serve": serve,
+    "eval": evaluate,
+    **{name: _command(name) for name in ("show", "convert", "merge", "push")},
+    "import-profile": _command("migration"),
+}
 """The commands besides a run, by the word after the program's name. They return as `_run`."""
 
 

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from clotho.commands.command_line import require_new_file
 from clotho.config.evaluation import EvaluationArguments, EvaluationProfile
 from clotho.config.schema import AdaptersSection
 from clotho.inference import DecodeEngine
@@ -132,9 +133,7 @@ async def evaluate(arguments: EvaluationArguments, console: Console) -> int:
 def new_file(name: str) -> Path:
     """Return the path of a file that does not exist, in a directory that exists. Raises ProfileError."""
     path = Path(name).expanduser()
-    if path.exists() or not path.parent.is_dir():
-        why = "exists already" if path.exists() else "is in a directory that does not exist"
-        raise ProfileError(f"--output {path} {why}: name a new file")
+    require_new_file(path)
     return path
 
 

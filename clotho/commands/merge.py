@@ -12,8 +12,6 @@ from msgspec import structs
 from rich.console import Console
 
 from clotho.artifacts.adapters import Adapter, read_adapter_of
-from clotho.artifacts.command_line import CommandParser
-from clotho.artifacts.convert import require_new, write_new
 from clotho.artifacts.fidelity import Fidelity, compare
 from clotho.artifacts.gguf_model import write_gguf_model
 from clotho.artifacts.gguf_names import ARCHITECTURES
@@ -28,6 +26,8 @@ from clotho.artifacts.merging import (
     summarize,
 )
 from clotho.artifacts.model_writer import common_dtype, write_beside, write_weights
+from clotho.commands.command_line import CommandParser
+from clotho.commands.convert import require_new, write_new
 from clotho.config.load import load_profile
 from clotho.config.schema import ModelSection, QuantizeAtLoad
 from clotho.data.problems import Columns, conversation, load_problems

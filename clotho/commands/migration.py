@@ -13,8 +13,12 @@ from typing import Any, Literal
 import msgspec
 import tomli_w
 from msgspec import Struct
+from rich.console import Console
+from rich.text import Text
 
+from clotho.commands.command_line import CommandParser, require_new_file
 from clotho.config.load import read_text
+from clotho.monitoring.display import print_line
 from clotho.storage.atomic_files import replace_file
 from protocols.errors import ProfileError, visible
 
@@ -60,28 +64,31 @@ def systems() -> tuple[System, ...]:
     return msgspec.toml.decode(table, type=dict[str, tuple[System, ...]])["system"]
 
 
-def import_command(argv: Sequence[str]) -> str:
-    """Run the command `import-profile OLD.toml [NEW.toml]`; return the text to print. Raises ProfileError.
+def parser() -> CommandParser:
+    """Return the parser of the command line."""
+    found = CommandParser("import-profile", "Convert a TOML file of an earlier system to a profile.")
+    found.add_argument("old", metavar="OLD.toml", help="file of the earlier system")
+    found.add_argument("new", metavar="NEW.toml", nargs="?", default="", help="profile to write; default: print it")
+    return found
 
-    Without NEW.toml, the profile itself is printed, and the settings that were not carried over are its comments.
-    """
-    if argv[:1] in (["--help"], ["-h"]):
-        return "usage: python pipeline.py import-profile OLD.toml [NEW.toml]\n"
-    if not 1 <= len(argv) <= 2 or any(word.startswith("-") for word in argv):
-        raise ProfileError(
-            "import-profile needs the old file, and optionally a new one: import-profile OLD.toml NEW.toml"
-        )
-    source = Path(argv[0]).expanduser()
-    found = import_profile(read_text(source, visible(argv[0], 200)), visible(argv[0], 200))
-    if len(argv) == 1:
-        return found.text
-    target = Path(argv[1]).expanduser()
-    if target.exists() or not target.parent.is_dir():
-        why = "exists already" if target.exists() else "is in a directory that does not exist"
-        raise ProfileError(f"{visible(argv[1], 200)} {why}: name a new file")
+
+def run(argv: Sequence[str], console: Console) -> int:
+    """Convert a file; return the exit status. Settings that are not carried over are comments. Raises ProfileError."""
+    arguments = parser().parsed(argv, console)
+    if arguments is None:
+        return 0
+    label = visible(arguments.old, 200)
+    found = import_profile(read_text(Path(arguments.old).expanduser(), label), label)
+    if not arguments.new:
+        console.print(Text(found.text), soft_wrap=True, end="")
+        return 0
+    target = Path(arguments.new).expanduser()
+    require_new_file(target)
     replace_file(target, [found.text.encode()])
-    left = "".join(f"not carried over: {sentence}\n" for sentence in found.left)
-    return f"{left}wrote {target}; check it with: python pipeline.py --profile {target} --dry-run\n"
+    for sentence in found.left:
+        print_line(console, f"not carried over: {sentence}")
+    print_line(console, f"wrote {target}; check it with: python pipeline.py --profile {target} --dry-run")
+    return 0
 
 
 def import_profile(text: str, label: str) -> ImportedProfile:

@@ -8,21 +8,21 @@ import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 from huggingface_hub import CommitOperationAdd, HfApi
 from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
 from msgspec import Struct
+from rich.console import Console
+from rich.text import Text
 
-from clotho.config import keys
-from clotho.config.bounds import about
-from clotho.config.flags import help_topic, key_help, parse_flags
+from clotho.commands.command_line import CommandParser
 from clotho.config.load import HUB_REPOSITORY, load_profile, resolved_toml
+from clotho.monitoring.display import print_line
 from clotho.monitoring.model_card import CURVES, card_head, curves, model_card, read_run, usage
 from clotho.monitoring.terminal_text import size
 from protocols.errors import ClothoError, ProfileError, visible
 
-USAGE = "usage: python pipeline.py push PATH OWNER/NAME [--private true] [--dry-run]"
 CARD, PROFILE = "README.md", "profile.toml"
 SUFFIXES = (".json", ".jsonl", ".safetensors", ".jinja", ".model", ".txt", ".gguf", ".npz", ".md", ".svg")
 TEXT_SUFFIXES = (".json", ".jsonl", ".jinja", ".txt", ".md", ".svg", ".toml")
@@ -38,15 +38,6 @@ class PushError(ClothoError):
     exit_status = 2
 
 
-class PushFlags(Struct, frozen=True, kw_only=True):
-    """The flags of `push`."""
-
-    private: Annotated[bool, about("Create the repository as a private one.")] = False
-    dry_run: Annotated[bool, about("List the files and their sizes, and print the model card; upload nothing.")] = False
-    base_model: Annotated[str, about("Name of the base model on the hub; empty: the name in the artifact.")] = ""
-    message: Annotated[str, about("Message of the commit.", min_length=1)] = "Upload from Clotho"
-
-
 class Upload(Struct, frozen=True, kw_only=True):
     """One file of the repository: a file of this machine, or contents."""
 
@@ -59,27 +50,38 @@ class Upload(Struct, frozen=True, kw_only=True):
         return len(self.source) if isinstance(self.source, bytes) else self.source.stat().st_size
 
 
-OWN = {name: key for name, key in keys.read_sections(PushFlags)[""].keys.items() if key.help}
+def parser() -> CommandParser:
+    """Return the parser of the command line."""
+    found = CommandParser("push", "Upload a run, an adapter or a model to the Hugging Face hub, with a model card.")
+    found.add_argument("path", metavar="PATH", type=Path, help="directory of a run, an adapter or a model")
+    found.add_argument("name", metavar="OWNER/NAME", help="repository, which is created if it does not exist")
+    found.add_argument("--private", action="store_true", help="create the repository as a private one")
+    found.add_argument("--dry-run", action="store_true", help="list the files and print the card; upload nothing")
+    found.add_argument("--base-model", default="", metavar="NAME", help="base model on the hub; default: as recorded")
+    found.add_argument("--message", default="Upload from Clotho", help="message of the commit")
+    return found
 
 
-def push_command(argv: Sequence[str]) -> str:
-    """Run `push`; return the text to print. Raises ProfileError or PushError; nothing is uploaded then."""
-    if help_topic(argv) is not None:
-        return "\n".join([USAGE, *map(key_help, OWN.values())]) + "\n"
-    places = [word for word in argv[:2] if not word.startswith("-")]
-    if len(places) != 2:
-        raise ProfileError(f"push needs a path and the name of a repository: {USAGE.removeprefix('usage: ')}")
-    flags = PushFlags(**parse_flags(argv[2:], OWN))
-    path, name = Path(places[0]).expanduser(), places[1]
+def run(argv: Sequence[str], console: Console) -> int:
+    """Upload; return the exit status. Raises ProfileError or PushError; nothing is uploaded then."""
+    arguments = parser().parsed(argv, console)
+    if arguments is None:
+        return 0
+    name = arguments.name
     if not HUB_REPOSITORY.fullmatch(name):
         raise ProfileError(f"{visible(name, 100)} is not OWNER/NAME, a name of a repository of the hub")
-    uploads = sorted(uploads_of(path, name, flags.base_model), key=lambda upload: upload.name)
+    found = uploads_of(arguments.path.expanduser(), name, arguments.base_model)
+    uploads = sorted(found, key=lambda upload: upload.name)
     require_no_secrets(uploads)
-    listed = "".join(f"{size(upload.bytes):>8}B  {upload.name}\n" for upload in uploads)
-    if flags.dry_run:
+    for upload in uploads:
+        print_line(console, f"{size(upload.bytes):>8}B  {upload.name}")
+    if arguments.dry_run:
         card = next(_contents(upload).decode(errors="replace") for upload in uploads if upload.name == CARD)
-        return f"{listed}\n{card}"
-    return f"{listed}pushed to {upload_all(name, uploads, flags)}\n"
+        console.print(Text(f"\n{card}"), soft_wrap=True, end="")
+    else:
+        address = upload_all(name, uploads, message=arguments.message, private=arguments.private)
+        print_line(console, f"pushed to {address}")
+    return 0
 
 
 def uploads_of(path: Path, name: str, base_model: str) -> Iterator[Upload]:
@@ -174,7 +176,7 @@ def require_no_secrets(uploads: Sequence[Upload]) -> None:
             raise PushError(f"{upload.name} contains {what}: remove it; nothing was uploaded")
 
 
-def upload_all(name: str, uploads: Sequence[Upload], flags: PushFlags) -> str:
+def upload_all(name: str, uploads: Sequence[Upload], *, message: str, private: bool) -> str:
     """Create the repository if it does not exist, and upload all files in one commit; returns its address."""
     api = HfApi(library_name="clotho")
     operations = [
@@ -185,8 +187,8 @@ def upload_all(name: str, uploads: Sequence[Upload], flags: PushFlags) -> str:
         for upload in uploads
     ]
     try:
-        api.create_repo(name, private=flags.private or None, exist_ok=True)
-        return str(api.create_commit(name, operations, commit_message=flags.message).commit_url)
+        api.create_repo(name, private=private or None, exist_ok=True)
+        return str(api.create_commit(name, operations, commit_message=message).commit_url)
     except LocalTokenNotFoundError as error:
         raise PushError("there is no access token for the hub: log in with `hf auth login`") from error
     except HfHubHTTPError as error:

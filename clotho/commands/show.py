@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,40 +10,37 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from clotho.commands.command_line import CommandParser
 from clotho.commands.descriptions import describe
 from clotho.monitoring.terminal_text import duration, memory, percent, terminal_text
 from clotho.storage.jsonl import encode
-from protocols.errors import ProfileError, visible
 
-USAGE = "usage: python pipeline.py show PATH [PATH] [--json]"
-HELP = f"""{USAGE}
-  PATH    a run directory, RUN@STEP, a checkpoint, an adapter (mlx-lm, PEFT), a model directory or a GGUF file;
-          with two paths, the values that differ are shown
-  --json  print JSON instead of a table
-Only small files, headers of tensors and the ends of histories are read. Nothing is written.
-"""
 VALUE_LIMIT = 400
 """Largest number of characters of a value in the table."""
 
 
-def show(argv: Sequence[str]) -> int:
-    """Run the command; return the exit status. argv: the arguments after the command.
+def parser() -> CommandParser:
+    """Return the parser of the command line."""
+    found = CommandParser(
+        "show",
+        "Describe a run directory, RUN@STEP, a checkpoint, an adapter, a model directory or a GGUF file; with two "
+        "paths, the values that differ. Only small files, headers of tensors and the ends of histories are read.",
+    )
+    found.add_argument("path", metavar="PATH", help="what to describe")
+    found.add_argument("other", metavar="PATH", nargs="?", default="", help="what to compare it with")
+    found.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    return found
 
-    Raises ProfileError for a wrong command line, and the errors of `describe`.
-    """
-    console = Console(file=sys.stdout)
-    if any(word in ("-h", "--help") for word in argv):
-        console.print(HELP, markup=False, highlight=False, soft_wrap=True, end="")
+
+def run(argv: Sequence[str], console: Console) -> int:
+    """Describe what the paths name; return the exit status. Raises the errors of `describe`."""
+    arguments = parser().parsed(argv, console)
+    if arguments is None:
         return 0
-    flags = [word for word in argv if word.startswith("-")]
-    paths = [word for word in argv if not word.startswith("-")]
-    if unknown := [flag for flag in flags if flag != "--json"]:
-        raise ProfileError(f"show: unknown flag {visible(unknown[0], 60)}; {USAGE}")
-    if not 1 <= len(paths) <= 2:
-        raise ProfileError(f"show needs one path, or two to compare, not {len(paths)}; {USAGE}")
+    paths = [arguments.path, *([arguments.other] if arguments.other else [])]
     found = [describe(path) for path in paths]
     changed = differences(*found) if len(found) == 2 else {}
-    if flags:
+    if arguments.json:
         document = found[0] if len(found) == 1 else {"left": found[0], "right": found[1], "differences": changed}
         text = msgspec.json.format(encode(document, terminal_safe=True), indent=2).decode()
         console.print(text, markup=False, highlight=False, soft_wrap=True)

@@ -28,7 +28,7 @@ from clotho.models.loading import open_base
 from protocols.errors import ArtifactError
 from tests.artifacts import hub_models
 from tests.artifacts.hub_models import logits
-from tests.artifacts.test_convert import adapter, config, dora, embedding, set_config
+from tests.commands.test_convert import adapter, config, dora, embedding, set_config
 from tests.inference.adapter_models import write_mlx_adapter
 from tests.models.gguf_files import build, byte_level, write
 

@@ -13,14 +13,14 @@ import pytest
 from mlx_lm.tuner.utils import load_adapters
 from mlx_lm.utils import load_model
 
-from clotho.artifacts.convert import convert
 from clotho.artifacts.merging import MergeSettings
+from clotho.commands.convert import convert
 from clotho.commands.merge import merge
 from clotho.config.schema import ModelSection
 from clotho.models.loading import find_model, open_base
 from tests.artifacts import hub_models
 from tests.artifacts.hub_models import LLAMA_CPP, PYTHON, SHAPES, TOKENS, logits, python_with, run_jobs
-from tests.artifacts.test_convert import adapter, dora, set_config
+from tests.commands.test_convert import adapter, dora, set_config
 from tests.inference.adapter_models import write_mlx_adapter
 from tests.models.gguf_files import build, byte_level, write
 

@@ -14,9 +14,7 @@ import huggingface_hub
 import pytest
 
 from clotho.__main__ import main
-from clotho.commands.push import push_command
 from clotho.config.load import load_profile, resolved_toml
-from protocols.errors import ProfileError
 
 EVALUATION = {
     "step": 0, "policy_version": 0, "accuracy": 0.25, "accuracy_interval": [0.2, 0.3],
@@ -101,7 +99,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 
 def test_a_run_is_uploaded_with_card_curves_and_histories(run: Path, hub: Hub) -> None:
     """In one commit. No file contains the API key or the home directory."""
-    assert "pushed to" in push_command([str(run), "me/name", "--private", "true"])
+    assert main(["push", str(run), "me/name", "--private"]) == 0
     assert hub.created["name"] == "name"
     assert set(hub.files) == {
         "README.md", "adapter_config.json", "adapters.safetensors", "curves.svg", "training/evaluations.jsonl",
@@ -114,9 +112,10 @@ def test_a_run_is_uploaded_with_card_curves_and_histories(run: Path, hub: Hub) -
         assert str(Path.home()).encode() + b"/" not in contents
 
 
-def test_the_card_has_the_held_out_accuracy_and_the_settings(run: Path) -> None:
+def test_the_card_has_the_held_out_accuracy_and_the_settings(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """A dry run prints the card and the list of files, and uploads nothing."""
-    text = push_command([str(run), "me/name", "--dry-run", "--base-model", "Qwen/Qwen3-0.6B"])
+    assert main(["push", str(run), "me/name", "--dry-run", "--base-model", "Qwen/Qwen3-0.6B"]) == 0
+    text = capfd.readouterr().out
     for part in ("base_model: Qwen/Qwen3-0.6B", "25.0%", "75.0%", "| objective | grpo |", "3 updates", "curves.svg"):
         assert part in text
 
@@ -128,7 +127,7 @@ def test_adapters_and_models_are_uploaded_with_their_own_card(config: str, tmp_p
     (tmp_path / "README.md").write_text("mine")
     (tmp_path / "model.safetensors").write_bytes(bytes(8))
     (tmp_path / "notes.py").write_text("print()")
-    push_command([str(tmp_path), "me/name"])
+    assert main(["push", str(tmp_path), "me/name"]) == 0
     assert set(hub.files) == {config, "README.md", "model.safetensors"}
     assert hub.files["README.md"] == b"mine"
 
@@ -153,8 +152,7 @@ def test_a_file_with_a_secret_is_not_uploaded(
 )
 def test_arguments_that_cannot_be_used_are_refused(words: list[str], tmp_path: Path) -> None:
     """A path of a run, an adapter or a model, and the name of a repository."""
-    with pytest.raises(ProfileError):
-        push_command([str(tmp_path) if word == "." else word for word in words])
+    assert main(["push", *(str(tmp_path) if word == "." else word for word in words)]) == 2
 
 
 def test_a_hub_that_cannot_be_reached_is_one_line(

@@ -125,7 +125,7 @@ def test_the_table_and_the_help_have_one_line_for_each_value(place: Path, capsys
         assert main(["show", *words]) == 0
         assert "\x1b" not in capsys.readouterr().out
     assert main(["show", "--help"]) == 0
-    assert "show PATH" in capsys.readouterr().out
+    assert "PATH [PATH]" in capsys.readouterr().out
 
 
 def make_pipe(path: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from clotho.artifacts.convert import convert
+from clotho.commands.convert import convert
 from tests.e2e.conftest import CompletedRun
 from tests.e2e.pipeline_process import REPOSITORY, lines, run
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from mlx.utils import tree_map
 
-from clotho.artifacts.convert import convert
+from clotho.commands.convert import convert
 from clotho.config.load import Layer, load_profile
 from clotho.config.schema import AdapterMethod, Profile
 from clotho.models.parameters import flat

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NoReturn
 
 from rich.console import Console
@@ -36,3 +37,10 @@ class CommandParser(argparse.ArgumentParser):
             flag, equals, value = word.partition("=")
             words.append(flag.replace("_", "-") + equals + value if word.startswith("--") else word)
         return self.parse_args(words)
+
+
+def require_new_file(path: Path) -> None:
+    """Raise ProfileError if a path exists, or its directory does not exist."""
+    if path.exists() or not path.parent.is_dir():
+        why = "exists already" if path.exists() else "is in a directory that does not exist"
+        raise ProfileError(f"{visible(str(path), 200)} {why}: name a new file")

@@ -16,7 +16,7 @@ from mlx_lm.utils import load_model
 from safetensors.numpy import load_file, save_file
 
 from clotho.__main__ import main
-from clotho.artifacts.convert import convert
+from clotho.commands.convert import convert
 from clotho.config.schema import ModelSection
 from clotho.models.adapter_formats import FormatName, alpha_of, quotient
 from clotho.models.gguf import half_rotation

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from clotho.artifacts.adapter_writers import WRITERS
 from clotho.artifacts.adapters import Adapter, read_adapter_of
-from clotho.artifacts.command_line import CommandParser
+from clotho.commands.command_line import CommandParser
 from clotho.models.adapter_formats import FormatName
 from clotho.monitoring.display import print_line
 from clotho.monitoring.terminal_text import memory
