@@ -116,7 +116,7 @@ class Monitor:
             now=now,
             before=self._last,
             discarded_between=self._discarded_between,
-            warnings=tuple(self._signal.active),
+            findings=self._signal.findings,
         )
         self._discarded_between.clear()
         self._last, self._step, self._latest = now, report.step, metrics

@@ -10,6 +10,7 @@ from msgspec import Struct
 from protocols.accounting import Balance
 from protocols.checkpoint import BestCheckpoint
 from protocols.evaluation import EvalReport
+from protocols.finding import Finding
 
 
 class Distribution(Struct, frozen=True, kw_only=True):
@@ -135,7 +136,7 @@ class RunSummary(Struct, frozen=True, kw_only=True):
     base_model: directory or repository. adapter: the adapter directory, which mlx-lm loads.
     best: the checkpoint with the highest held-out accuracy; None without evaluations. best_path: its directory.
     resume_command: command line that continues the run.
-    history_gaps: what the history files lack. warnings: findings about the rewards that apply at the end, as text.
+    history_gaps: what the history files lack. findings: the findings that apply at the end.
     """
 
     steps: int
@@ -155,7 +156,7 @@ class RunSummary(Struct, frozen=True, kw_only=True):
     history_gaps: tuple[HistoryGap, ...] = ()
     best: BestCheckpoint | None = None
     best_path: str = ""
-    warnings: tuple[str, ...] = ()
+    findings: tuple[Finding, ...] = ()
 
     @property
     def is_untrained(self) -> bool:

@@ -18,6 +18,7 @@ from msgspec import Struct
 
 from protocols.errors import RunDirectoryError
 from protocols.evaluation import EvalReport
+from protocols.finding import Finding
 from protocols.rollout import ScoredGroup, bounded
 from protocols.sampling import Completion
 from protocols.step import StepReport, UpdateMetrics
@@ -70,8 +71,8 @@ METRICS = {
     "time/weight_swap": "Seconds of the latest weight swap.",
     "peak_memory_bytes": "Peak memory of MLX arrays since the process started.",
     "collapse_warnings": "Checks of the collapse detection that this step triggered, as text.",
-    "warnings": "Findings about the rewards that apply: `no_reward`, `always_rewarded`, `rewards_fail`, "
-    "`constant_reward_part`, `truncated_without_reward`.",
+    "findings": "Findings that apply at the step, each with `name`, `severity`, `fact`, `consequence`, `advice` and "
+    "`example`.",
     "rolled_back": "Whether the weights are those of an earlier version again.",
     "environments": "Metrics of each Atropos environment, by name.",
     "remote_servers": "State of each remote inference server, by address; totals since the last start.",
@@ -128,12 +129,12 @@ def step_metrics(
     now: Measurement,
     before: Measurement,
     discarded_between: Mapping[tuple[str, str], int] = {},
-    warnings: Sequence[str] = (),
+    findings: Sequence[Finding] = (),
 ) -> MetricsLine:
     """Return the line of metrics.jsonl for a report, with the change of the gauges since the line before.
 
     discarded_between: number of groups that were discarded while the batch was collected, by (environment, reason).
-    warnings: names of the findings about the rewards that apply now.
+    findings: the findings that apply now.
     """
     discarded = Counter(discarded_between)
     discarded.update((group.prompt.source, group.reason) for group in report.discarded)
@@ -165,7 +166,7 @@ def step_metrics(
         "time/weight_swap": now.gauges.swap_seconds_last,
         "peak_memory_bytes": now.gauges.peak_memory_bytes,
         "collapse_warnings": report.collapse_warnings,
-        "warnings": list(warnings),
+        "findings": findings,
         "rolled_back": report.rolled_back,
         "environments": environment_metrics([group.scored for group in report.trained], discarded),
         "remote_servers": {

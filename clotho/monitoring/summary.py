@@ -93,8 +93,8 @@ def summary_lines(summary: RunSummary) -> Iterator[tuple[str, str]]:
     if (best := summary.best) is not None:
         accuracy = f"held-out accuracy {percent(best.accuracy)} of {best.problems} problems"
         yield "best", f"step {best.step}, {accuracy}: {summary.best_path}"
-    for warning in summary.warnings:
-        yield "warning", warning
+    for finding in summary.findings:
+        yield finding.severity, finding.text
     if summary.is_untrained:
         yield "untrained", "no update was applied, so the adapter is the initial one"
     yield "adapter", summary.adapter

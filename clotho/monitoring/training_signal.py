@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping
-from typing import Literal
 
 import structlog
 from msgspec import Struct
 
 from protocols.errors import visible
+from protocols.finding import Finding
 from protocols.rollout import ZERO_VARIANCE_THRESHOLD, bounded
 from protocols.sampling import Completion
 from protocols.step import GroupsEnded, StepReport
@@ -34,17 +34,6 @@ MOSTLY = 0.9
 
 MAX_SHOWN = 300
 """Characters of a completion or an error that a finding shows."""
-
-Name = Literal["rewards_fail", "no_reward", "always_rewarded", "constant_reward_part", "truncated_without_reward"]
-
-
-class Finding(Struct, frozen=True, kw_only=True):
-    """A problem of the run. fact: what was observed. advice: what to do. example: a completion or an error."""
-
-    name: Name
-    fact: str
-    advice: str
-    example: str = ""
 
 
 class Observed(Struct, frozen=True, kw_only=True):
@@ -68,12 +57,12 @@ class TrainingSignal:
         self._groups: deque[Observed] = deque(maxlen=WINDOW)
         self._failed = 0
         self._error = ""
-        self.active: dict[Name, Finding] = {}
+        self.active: dict[str, Finding] = {}
 
     @property
-    def warnings(self) -> tuple[str, ...]:
-        """The findings that apply now, one sentence each."""
-        return tuple(f"{finding.fact}; {finding.advice}" for finding in self.active.values())
+    def findings(self) -> tuple[Finding, ...]:
+        """The findings that apply now."""
+        return tuple(self.active.values())
 
     def observe(self, report: StepReport | GroupsEnded) -> None:
         """Take the groups of a report into account, and log new findings."""
@@ -90,7 +79,14 @@ class TrainingSignal:
         for name in found.keys() - self.active.keys():
             finding = found[name]
             example = {"example": finding.example} if finding.example else {}
-            log.warning("training_signal", finding=name, fact=finding.fact, advice=finding.advice, **example)
+            log.warning(
+                "training_signal",
+                finding=name,
+                fact=finding.fact,
+                consequence=finding.consequence,
+                advice=finding.advice,
+                **example,
+            )
         for gone in self.active.keys() - found.keys():
             log.info("training_signal_recovered", finding=gone)
         self.active = found
@@ -110,7 +106,9 @@ class TrainingSignal:
         if self._failed >= FEWEST_GROUPS:
             yield Finding(
                 name="rewards_fail",
-                fact=f"a reward failed for each of the last {self._failed} groups, which were discarded",
+                severity="error",
+                fact=f"a reward failed for each of the last {self._failed} groups",
+                consequence="groups without rewards are discarded, so nothing is learned",
                 advice="correct the reward function; the log has the traceback",
                 example=visible(self._error, MAX_SHOWN),
             )
@@ -128,8 +126,13 @@ class TrainingSignal:
         described = f" ({', '.join(f'{name} {value:g}' for name, value in parts.items())})" if parts else ""
         fact = f"all {len(rewards)} completions of the last {len(self._groups)} groups have the reward {rewards[0]:g}"
         if any(value > 0 for value in parts.values()) and min(parts.values()) > 0:
-            advice = "nothing can be learned from problems that are always solved: choose harder problems"
-            return Finding(name="always_rewarded", fact=f"{fact}{described}", advice=advice)
+            return Finding(
+                name="always_rewarded",
+                severity="error",
+                fact=f"{fact}{described}",
+                consequence="nothing can be learned from problems that are always solved",
+                advice="choose harder problems",
+            )
         expected = "; ".join(f"{name} expects {self._expected[name]}" for name in parts if name in self._expected)
         advice = (
             "compare the example with what the rewards expect, state the format in data.system, or choose other rewards"
@@ -137,7 +140,9 @@ class TrainingSignal:
         group = self._groups[-1]
         return Finding(
             name="no_reward",
+            severity="error",
             fact=f"{fact}{described}" + (f"; {expected}" if expected else ""),
+            consequence="equal rewards have no advantages, so nothing is learned",
             advice=advice,
             example=visible(f"{group.prompt} -> {group.completions[0].text}", MAX_SHOWN, keep_end=100),
         )
@@ -149,8 +154,10 @@ class TrainingSignal:
             expected = f"; it expects {self._expected[name]}" if name in self._expected else ""
             yield Finding(
                 name="constant_reward_part",
+                severity="warning",
                 fact=f"the reward {name} is {values[0]:g} for each of the last {len(values)} completions{expected}",
-                advice="a reward that never varies teaches nothing: correct it, or remove it from the profile",
+                consequence="a reward that never varies teaches nothing",
+                advice=f"correct the reward {name}, or remove it from the profile",
             )
             return
 
@@ -161,8 +168,10 @@ class TrainingSignal:
         if len(truncated) >= MOSTLY * len(completions) and unrewarded:
             yield Finding(
                 name="truncated_without_reward",
+                severity="warning",
                 fact=f"{len(truncated)} of {len(completions)} completions reached the token limit, and none of these "
                 "earned a reward",
+                consequence="most of the sampled tokens are wasted, and the policy learns only from short completions",
                 advice="raise sampling.max_tokens, or check that the end token of the model is sampled",
             )
 

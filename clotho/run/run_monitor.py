@@ -139,7 +139,7 @@ class RunMonitor:
             sampling=profile.sampling,
             prompt_logprobs=self.serving.score,
             weights=lambda: context.weights.value,
-            health=lambda: structs.replace(self.serving.health(), warnings=context.signal.warnings),
+            health=lambda: structs.replace(self.serving.health(), findings=context.signal.findings),
             snapshot=self.snapshot,
             context_length=context.policy.context_length,
             vocab_size=context.policy.vocab_size,
@@ -170,5 +170,5 @@ class RunMonitor:
             best_path=relative_path(checkpoint_path(context.directory.checkpoints, best.step)) if best else "",
             resume_command=resume_command(context.directory.profile),
             history_gaps=context.history_gaps,
-            warnings=context.signal.warnings,
+            findings=context.signal.findings,
         )

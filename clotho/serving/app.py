@@ -186,7 +186,7 @@ class _Handlers:
             fingerprint=weights.fingerprint,
             progress_seconds=report.progress_seconds,
             children=report.children,
-            warnings=report.warnings,
+            findings=report.findings,
         )
         return _json(body, weights.version, status=200 if report.status == "ok" else 503)
 

@@ -110,7 +110,7 @@ def _loading_app(settings: HttpServer) -> ASGIApp:
         fingerprint="",
         progress_seconds=0.0,
         children={},
-        warnings=(),
+        findings=(),
     )
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:

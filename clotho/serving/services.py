@@ -16,6 +16,7 @@ from clotho.serving.control import EngineControl
 from clotho.serving.errors import ApiError
 from protocols.constraints import Constraint, Grammar
 from protocols.errors import CheckpointError, visible
+from protocols.finding import Finding
 from protocols.remote import ServedPolicy
 from protocols.sampling import POLICY, Completion, CompletionDone, PromptLogprobs, SampleRequest, Sampling, TokenSampled
 from protocols.step import WeightsReady
@@ -131,14 +132,14 @@ class HealthReport(Struct, frozen=True, kw_only=True):
     """The state of the program. Any status but `ok` is reported with HTTP status 503.
 
     children: supervised child -> state. progress_seconds: seconds since the compute thread last made progress.
-    warnings: problems of the training that are no outage.
+    findings: problems of the training that are no outage.
     """
 
     status: Literal["ok", "stalled", "restarting", "failed"]
     detail: str = ""
     children: dict[str, str] = {}
     progress_seconds: float = 0.0
-    warnings: tuple[str, ...] = ()
+    findings: tuple[Finding, ...] = ()
 
 
 class Health(Struct, frozen=True, kw_only=True):
@@ -152,7 +153,7 @@ class Health(Struct, frozen=True, kw_only=True):
     fingerprint: str
     progress_seconds: float
     children: dict[str, str]
-    warnings: tuple[str, ...]
+    findings: tuple[Finding, ...]
 
 
 class Version(Struct, frozen=True, kw_only=True):

@@ -40,7 +40,7 @@ LINE: dict[str, Any] = {
     "kl": None,
     "update_applied": True,
     "rewards": {"format": {"mean": 0.25}},
-    "warnings": [],
+    "findings": [],
 }
 
 

@@ -51,7 +51,8 @@ def test_a_first_batch_without_any_reward_is_a_finding_with_an_example() -> None
     assert (event["finding"], event["log_level"]) == ("no_reward", "warning")
     assert EXPECTED["format"] in event["fact"]
     assert event["example"].startswith("What is 2 + 2? -> 4 (0)")
-    assert len(signal.warnings) == 1
+    (finding,) = signal.findings
+    assert (finding.severity, finding.consequence != "") == ("error", True)
 
 
 @pytest.mark.parametrize(
@@ -87,7 +88,7 @@ def test_a_finding_ends_when_the_fault_ends() -> None:
         for report in (groups(4), groups(4), groups(4, (0.0, 1.0))):
             signal.observe(report)
     assert [event["event"] for event in events] == ["training_signal", "training_signal_recovered"]
-    assert signal.warnings == ()
+    assert signal.findings == ()
 
 
 def test_a_part_that_is_always_one_is_no_finding() -> None:

@@ -306,7 +306,7 @@ async def test_health_reports_the_weights_and_the_state_of_the_run() -> None:
             "fingerprint": "f3",
             "progress_seconds": 0.5,
             "children": {"learner": "running"},
-            "warnings": [],
+            "findings": [],
         }
         for status in ("stalled", "failed"):
             served.health = HealthReport(status=status, detail="no progress for 130 s")
