@@ -7,6 +7,7 @@ in every run; a failure prints the example and a `@reproduce_failure` line.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -51,6 +52,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the option that chooses a lane for all tests."""
     names = [name for name in lanes.LANES if name != lanes.DEFAULT.name]
     parser.addoption("--lane", choices=names, help="Run the tests that compute in this lane only (tests/lanes.py).")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def hang_up_is_not_ignored() -> None:
+    """Restore the default of SIGHUP, which tests that run under `nohup`, and their children, inherit as ignored."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def pytest_configure(config: pytest.Config) -> None:
