@@ -1,8 +1,159 @@
-// The overview: state of the run, findings, where every group is, and the charts.
+// The overview: state of the run, findings, where every group is, and the charts of all metrics.
+import { Board, CHART_HELP, last, lines } from "./charts.js";
 import { fill, h } from "./element.js";
+import { bytes, duration, missing, MISSING, number, percent } from "./format.js";
 
-export function show(container, parameters, context) {
-  const title = h("h1", null, context.run.name);
-  fill(container, title);
-  return { update() {}, close() {} };
+export function show(container, parameters, { runId, overview, link, source: { get, Columns } }) {
+	const tables = { metrics: new Columns("step"), evaluations: new Columns("step", "final") };
+	const { metrics, evaluations } = tables;
+	const marks = [];
+	const head = h("div");
+	const sections = h("div");
+	const filter = h("input", { type: "search", placeholder: "filter", "aria-label": "Filter of the other metrics", oninput: others });
+	const heading = h("h2");
+	const rest = h("div.grid");
+	const more = h("details", { ontoggle: others }, h("summary", heading), filter, rest);
+	const board = new Board("step", marksOn);
+	const drawn = new Map();
+	const none = h("p.muted");
+	let timer = null;
+
+	const along = (table) => table.get(board.axis === "step" ? "step" : "time/run");
+
+	function marksOn() {
+		const [steps, versions, accuracy] = [metrics.get("step"), metrics.get("policy_version"), evaluations.get("accuracy")];
+		const x = along(metrics);
+		return [
+			...x.flatMap((at, row) => (row && versions[row] !== versions[row - 1] ? [{ x: at, kind: "swap", text: `weight swap to version ${versions[row]}` }] : [])),
+			...along(evaluations).map((at, row) => ({ x: at, kind: "evaluation", text: `evaluation ${percent(accuracy[row])}` })),
+			...marks.map((mark) => ({ ...mark, x: x[steps.indexOf(mark.step)], text: `${mark.kind} ${mark.name}` })),
+		];
+	}
+
+	function add(chart, host) {
+		const table = tables[chart.table ?? "metrics"];
+		host.append(board.add({ ...chart, hide: true, data: () => ({ x: along(table), series: lines(chart.series, table) }) }));
+	}
+
+	function build() {
+		for (const section of new Set(overview.charts.map((chart) => chart.section))) {
+			const grid = h("div.grid");
+			sections.append(h("h2", section), grid);
+			overview.charts.filter((chart) => chart.section === section).forEach((chart) => add(chart, grid));
+		}
+	}
+
+	// Charts of the columns that no chart of the catalogue shows.
+	function others() {
+		const known = [...overview.hidden_columns.map((column) => ({ column, label: "" })), ...overview.charts.flatMap((chart) => (chart.table ? [] : chart.series))];
+		const shown = new Set(lines(known, metrics).map(({ column }) => column));
+		const found = Object.keys(metrics.columns).filter((name) => !shown.has(name) && last(metrics.get(name)) !== undefined).sort();
+		const wanted = new Set(more.open ? found.filter((name) => name.includes(filter.value.trim())) : []);
+		heading.textContent = `Other metrics (${found.length})`;
+		more.hidden = !found.length;
+		for (const [name, figure] of drawn) {
+			if (wanted.has(name)) continue;
+			board.remove(figure);
+			drawn.delete(name);
+		}
+		const before = drawn.size;
+		for (const name of wanted) {
+			if (drawn.has(name)) continue;
+			const format = name.includes("bytes") ? "bytes" : /^time\/|seconds$/.test(name) ? "seconds" : "number";
+			add({ id: name, title: name, format, description: overview.descriptions[name] ?? overview.descriptions[name.split("/")[0]], series: [{ label: name.split("/").at(-1), column: name }] }, rest);
+			drawn.set(name, rest.lastChild);
+		}
+		if (drawn.size > before) board.refresh();
+	}
+
+	function header() {
+		const open = [...head.querySelectorAll("[open]")].map(({ id }) => id);
+		const { findings = [], preflight, planned_steps: planned, step } = overview;
+		const names = findings.map(({ name }) => name);
+		const early = (preflight?.findings ?? []).filter(({ name }) => !names.includes(name));
+		fill(head, h("h1", overview.name), h("p.state", stateText(overview)),
+			planned && h("progress", { max: planned, value: step ?? 0, "aria-label": "Steps" }),
+			findings.map((found) => finding(found, "", open)), early.map((found) => finding(found, "at the start", open)), tiles(), groups());
+	}
+
+	function tiles() {
+		const latest = (name, table = metrics) => last(table.get(name));
+		const tile = (label, value, ...detail) => h("div.card", h("dt", label), h("dd", value), h("dd", detail));
+		const [low, high] = ["low", "high"].map((end) => latest(`accuracy_interval/${end}`, evaluations));
+		const { outcomes } = overview;
+		const ended = total(outcomes);
+		return h("dl.tiles",
+			tile("Reward", number(latest("reward/mean")), "± ", number(latest("reward/std"))),
+			tile("Held-out accuracy", percent(latest("accuracy", evaluations)), low && `${percent(low)} to ${percent(high)}`, evaluations.length > 1 && ` · first ${percent(evaluations.get("accuracy")[0])}`),
+			tile("Tokens per second", number(latest("tokens_per_second")), "decoding alone ", number(latest("decode_tokens_per_second/idle"))),
+			tile("Groups trained on", ended ? percent((outcomes.trained ?? 0) / ended) : MISSING, `${number(outcomes.trained ?? 0)} of ${number(ended)}`),
+			tile("Truncated", percent(latest("truncated_fraction")), "mean length ", number(latest("completion_length/mean"))),
+			tile("Peak memory", bytes(latest("peak_memory_bytes")), "MLX arrays"));
+	}
+
+	// Where every group is: the stages of groups in progress, and the outcomes of the others.
+	function groups() {
+		const { outcomes, in_flight: stages, descriptions } = overview;
+		const most = Math.max(...Object.values(outcomes));
+		const share = (count) => count / total(outcomes);
+		return h("section.card.where", h("h3", "Where every group is"),
+			stages && h("ol.flow", ["queued", "decoding", "scoring", "waiting"].map((name) => h("li", h("b", number(stages[name])), name === "waiting" ? " waiting for the learner" : ` ${name}`))),
+			total(outcomes) ? h("table", Object.entries(outcomes).sort((a, b) => (b[0] === "trained") - (a[0] === "trained") || b[1] - a[1]).map(([name, count]) => h("tr", null,
+				h("th", { scope: "row" }, h("a", { href: link(`#/groups?outcome=${name}`) }, name.replaceAll("_", " "))),
+				h("td.num", number(count)), h("td.num", percent(share(count))),
+				h("td", { class: `bar ${name}` }, h("span", { style: { width: `${(100 * count) / most}%` } })), h("td.why", descriptions[`outcomes/${name}`]))))
+				: h("p.muted", "No group has ended yet."));
+	}
+
+	function changed() {
+		timer ??= setTimeout(() => {
+			timer = null;
+			header();
+			board.refresh();
+			others();
+			const empty = board.charts.filter(({ figure }) => figure.hidden).map(({ definition }) => definition.title);
+			none.textContent = empty.length ? `No values yet: ${empty.join(", ")}` : "";
+		}, 250);
+	}
+
+	async function load() {
+		const [found, lines, tests] = await Promise.all(["overview", "metrics", "evaluations"].map((name) => get(`runs/${runId}/${name}`)));
+		overview = found;
+		metrics.load(lines.columns);
+		evaluations.load(tests.columns);
+		marks.push(...(lines.marks ?? []));
+		build();
+		changed();
+	}
+
+	fill(container, head, board.toolbar({}), sections, none, more);
+	load().catch((error) => fill(head, h("p.error", { role: "alert" }, error.message)));
+	return {
+		update(kind, data) {
+			if (kind === "overview") overview = { ...overview, ...data };
+			if (tables[kind]?.add(data.columns) && data.marks) marks.push(...data.marks);
+			if (sections.firstChild) changed();
+		},
+		close() {
+			clearTimeout(timer);
+			board.close();
+		},
+		keys: { ...board.keys, "/": () => { more.open = true; filter.focus(); } },
+		help: CHART_HELP,
+	};
+}
+
+const total = (outcomes) => Object.values(outcomes).reduce((sum, count) => sum + count, 0);
+
+export function stateText({ live, step, planned_steps: planned, seconds, seconds_left: left, waiting_for: waiting, policy_version: version }) {
+	const at = `step ${number(step)} of ${number(planned)}, policy version ${number(version)}`;
+	if (!live) return `${step < planned ? "Ended" : "Finished"} after ${duration(seconds)} at ${at}`;
+	return `Live: ${at} · ${duration(seconds)} so far, ${missing(left) ? "time left unknown" : `about ${duration(left)} left`} · ${waiting ? `waits for ${waiting}` : "computes an update"}`;
+}
+
+export function finding({ name, severity, fact, consequence, advice, example }, when, open = []) {
+	return h("article.card.finding", { "data-severity": severity },
+		h("p", h("b.severity", severity === "error" ? "Error" : "Warning", when && ` ${when}`, ": "), h("b", fact), " ", h("span.chip", name)),
+		h("p", consequence), h("p", h("b", "Do: "), advice),
+		example && h("details", { id: `example-${name}`, open: open.includes(`example-${name}`) }, h("summary", "Example"), h("pre", example)));
 }

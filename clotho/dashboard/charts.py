@@ -1,0 +1,156 @@
+"""The charts of the overview: sections, titles, and the columns of metrics.jsonl and evaluations.jsonl that they show."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+from msgspec import Struct
+
+from clotho.monitoring.metrics import EVALUATION_METRICS, METRICS
+
+Format = Literal["number", "percent", "bytes", "seconds"]
+
+
+class Line(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One line of a chart.
+
+    column: name of a column. A `*` stands for all columns that match; the label then contains the matching text.
+    spread: column with the standard deviation, drawn as a band. low, high: columns with the edges of the band.
+    """
+
+    label: str
+    column: str
+    spread: str | None = None
+    low: str | None = None
+    high: str | None = None
+    dash: bool = False
+
+
+class Chart(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One chart of the overview. table: the file of its columns."""
+
+    id: str
+    section: str
+    title: str
+    series: tuple[Line, ...]
+    description: str = ""
+    format: Format = "number"
+    table: Literal["metrics", "evaluations"] = "metrics"
+
+
+HIDDEN = (
+    "step", "policy_version", "time/run", "reward/std", "update_applied", "rolled_back", "collapse_warnings",
+    "rewards/*/std", "rewards/*/count",
+)  # fmt: skip
+"""Columns without a chart: the axes, counters of other charts, and what the page shows as marks."""
+
+_ONE_DEVIATION = "The band is one standard deviation."
+
+
+def _chart(section: str, title: str, *series: Line, note: str = "", **other: Any) -> Chart:
+    """Return a chart with the descriptions of its metrics."""
+    descriptions = EVALUATION_METRICS if other.get("table") == "evaluations" else METRICS
+    texts = dict.fromkeys(descriptions.get(line.column.split("/*")[0], "") for line in series)
+    name = title.lower().replace(" ", "-")
+    return Chart(
+        id=name,
+        section=section,
+        title=title,
+        series=series,
+        description=" ".join(filter(None, (*texts, note))),
+        **other,
+    )
+
+
+def _line(label: str, column: str, **other: Any) -> Line:
+    return Line(label=label, column=column, **other)
+
+
+CHARTS = (
+    _chart("Learning", "Reward", _line("mean", "reward/mean", spread="reward/std"), note=_ONE_DEVIATION),
+    _chart("Learning", "Reward by part", _line("*", "rewards/*/mean", spread="rewards/*/std"), note=_ONE_DEVIATION),
+    _chart(
+        "Learning",
+        "Held-out accuracy",
+        _line("accuracy", "accuracy", low="accuracy_interval/low", high="accuracy_interval/high"),
+        _line("*", "accuracy_by_type/*", dash=True),
+        note="The band is the interval of 95 %.",
+        table="evaluations",
+        format="percent",
+    ),
+    _chart("Learning", "Failures of rewards", _line("*", "rewards/*/failures")),
+    _chart("Update", "Loss", _line("loss", "loss"), _line("distillation", "distillation_loss")),
+    _chart("Update", "KL", _line("to the reference policy", "kl"), _line("of the update", "update_kl")),
+    _chart("Update", "Entropy", _line("entropy", "entropy")),
+    _chart(
+        "Update",
+        "Clip fraction",
+        _line("clipped", "clip_fraction"),
+        _line("rejected", "rejected_fraction"),
+        format="percent",
+    ),
+    _chart("Update", "Gradient norm", _line("norm", "grad_norm")),
+    _chart("Update", "Learning rate", _line("rate", "learning_rate")),
+    _chart("Off-policy", "Staleness", _line("mean", "staleness/mean"), _line("max", "staleness/max")),
+    _chart("Off-policy", "Effective sample size", _line("share of the tokens", "ess"), format="percent"),
+    _chart("Off-policy", "Mismatch of sampler and learner", _line("KL", "mismatch_kl")),
+    _chart("Off-policy", "Importance ratio", _line("mean", "ratio_mean")),
+    _chart("Completions", "Completion length", _line("mean", "completion_length/mean")),
+    _chart("Completions", "Truncation", _line("truncated", "truncated_fraction"), format="percent"),
+    _chart(
+        "Completions", "Groups per step", _line("trained", "groups/trained"), _line("discarded", "groups/discarded")
+    ),
+    _chart("Completions", "Discards by reason", _line("*", "groups/discarded_by_reason/*")),
+    _chart(
+        "Speed",
+        "Tokens per second",
+        _line("completions", "tokens_per_second"),
+        _line("decoding, learner idle", "decode_tokens_per_second/idle"),
+        _line("decoding, learning", "decode_tokens_per_second/learning"),
+    ),
+    _chart(
+        "Speed",
+        "Seconds per step",
+        _line("update", "time/update"),
+        _line("wait for rollouts", "time/wait_for_rollouts"),
+        _line("decode", "time/decode"),
+        format="seconds",
+    ),
+    _chart(
+        "Speed",
+        "Delays of decoding",
+        _line("longest turn of the learner", "time/longest_learner_turn"),
+        _line("weight swap", "time/weight_swap"),
+        format="seconds",
+    ),
+    _chart(
+        "Machine",
+        "Memory",
+        _line("MLX, peak", "peak_memory_bytes"),
+        _line("process", "resources/resident_bytes"),
+        _line("available", "resources/available_bytes"),
+        format="bytes",
+    ),
+    _chart(
+        "Machine",
+        "Swap",
+        _line("in use", "resources/swap_bytes"),
+        _line("change", "resources/swap_change_bytes"),
+        format="bytes",
+    ),
+    _chart(
+        "Machine",
+        "Load",
+        _line("CPU", "resources/cpu_share"),
+        _line("GPU", "resources/gpu_share"),
+        format="percent",
+    ),
+    _chart("Machine", "Power", _line("watts", "resources/power_watts")),
+)
+
+
+def chart_catalogue() -> list[dict[str, Any]]:
+    """Return the charts as JSON objects."""
+    found: list[dict[str, Any]] = msgspec.to_builtins(CHARTS)
+    return found

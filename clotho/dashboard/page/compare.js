@@ -1,0 +1,85 @@
+// The comparison of runs: charts with one line per run, last values with differences, and the settings that differ.
+import { Board, CHART_HELP, last, lines } from "./charts.js";
+import { fill, h } from "./element.js";
+import { missing, MISSING, number } from "./format.js";
+import { flat } from "./settings.js";
+
+export function show(container, parameters, { runs, source: { get, Columns } }) {
+	const chosen = new Set(runs.map(({ id }) => id).slice(0, 6));
+	const loaded = new Map();
+	const board = new Board("step");
+	const grid = h("div.grid");
+	const values = h("div.card.table-wrap");
+	const settings = h("div.card.table-wrap");
+	const filter = h("input", { type: "search", placeholder: "filter the metrics", "aria-label": "Filter of the metrics", oninput: draw });
+	const boxes = runs.map(({ id, name }) => h("label", h("input", {
+		type: "checkbox", checked: chosen.has(id), onchange: ({ target }) => { chosen[target.checked ? "add" : "delete"](id); load(); },
+	}), name));
+	let timer = null;
+
+	const shown = () => [...chosen].sort((a, b) => a - b).map((id) => loaded.get(id)).filter(Boolean);
+
+	async function load() {
+		await Promise.all([...chosen].filter((id) => !loaded.has(id)).map(async (id) => {
+			const [overview, metrics, evaluations] = await Promise.all(["overview", "metrics", "evaluations"].map((name) => get(`runs/${id}/${name}`)));
+			const run = { id, name: runs.find((one) => one.id === id).name, overview, metrics: new Columns("step"), evaluations: new Columns("step", "final") };
+			run.metrics.load(metrics.columns);
+			run.evaluations.load(evaluations.columns);
+			loaded.set(id, run);
+		}));
+		draw();
+	}
+
+	// The lines of all runs on one axis, with null where a run has no value.
+	function data(table, column) {
+		const found = shown().map((run) => ({ x: run[table].get(board.axis === "step" ? "step" : "time/run"), values: run[table].get(column), label: run.name }));
+		const x = [...new Set(found.flatMap((run) => run.x))].filter((at) => !missing(at)).sort((a, b) => a - b);
+		return {
+			x,
+			series: found.map((run) => {
+				const at = new Map(run.x.map((value, row) => [value, run.values[row]]));
+				return { label: run.label, values: x.map((value) => at.get(value) ?? null) };
+			}),
+		};
+	}
+
+	// The columns of all runs.
+	const all = (table) => ({ columns: Object.assign({}, ...shown().map((run) => run[table].columns)), get: () => [] });
+
+	function draw() {
+		const [first, ...rest] = shown();
+		board.charts.map(({ figure }) => figure).forEach((figure) => board.remove(figure));
+		if (!first) return;
+		const metrics = first.overview.charts.flatMap((chart) => lines(chart.series, all(chart.table ?? "metrics")).map(({ column, label }) => ({ ...chart, column, id: column, title: chart.series.length > 1 || label !== column ? `${chart.title}: ${label}` : chart.title, table: chart.table ?? "metrics" })))
+			.filter(({ column, title }) => `${column} ${title}`.toLowerCase().includes(filter.value.trim().toLowerCase()));
+		for (const chart of metrics) grid.append(board.add({ ...chart, span: true, hide: true, data: () => data(chart.table, chart.column) }));
+		board.refresh();
+		const ends = (chart, run) => last(run[chart.table].get(chart.column));
+		const change = (value, base) => (missing(value) || missing(base) ? "" : ` (${value - base < 0 ? "−" : "+"}${number(Math.abs(value - base))})`);
+		fill(values, h("h3", "Last values, with the difference to the first run"), h("table", null,
+			h("thead", h("tr", h("th", "metric"), shown().map(({ name }) => h("th.num", name)))),
+			metrics.map((chart) => h("tr", h("th", { scope: "row" }, chart.title), h("td.num", number(ends(chart, first))),
+				rest.map((run) => h("td.num", number(ends(chart, run)), h("small", change(ends(chart, run), ends(chart, first)))))))));
+		const profiles = shown().map(({ overview }) => new Map(flat(overview.profile ?? {})));
+		const differing = [...new Set(profiles.flatMap((profile) => [...profile.keys()]))].filter((key) => new Set(profiles.map((profile) => profile.get(key))).size > 1);
+		fill(settings, h("h3", "Settings that differ"), differing.length ? h("table.mono",
+			h("thead", h("tr", h("th", "key"), shown().map(({ name }) => h("th", name)))),
+			differing.map((key) => h("tr", h("th", { scope: "row" }, key), profiles.map((profile) => h("td", String(profile.get(key) ?? MISSING)))))) : h("p.muted", "None"));
+	}
+
+	fill(container, h("h1", "Compare"), runs.length < 2 && h("p.muted", "One run is open. Several: pipeline.py view RUN RUN …"),
+		h("div.toolbar", boxes), settings, board.toolbar({ marks: false }, filter), grid, values);
+	load().catch((error) => fill(grid, h("p.error", { role: "alert" }, error.message)));
+	return {
+		update(kind, data) {
+			const run = loaded.get(runs.find(({ live }) => live)?.id);
+			if (run?.[kind] instanceof Columns && run[kind].add(data.columns)) timer ??= setTimeout(() => { timer = null; board.refresh(); }, 1000);
+		},
+		close() {
+			clearTimeout(timer);
+			board.close();
+		},
+		keys: { ...board.keys, "/": () => filter.focus() },
+		help: CHART_HELP,
+	};
+}

@@ -1,0 +1,77 @@
+// The timeline: what the compute thread does, weight swaps, rows in flight, depths of the queues, and waits of the learner.
+import { Board, CHART_HELP, LANE, lines } from "./charts.js";
+import { fill, h } from "./element.js";
+import { duration } from "./format.js";
+
+const LANES = ["other", "learn", "decode"];
+const TEXTS = {
+	lanes: "Share of the time that the one compute thread spends on decoding, on learning and on other work. The remainder is idle. Vertical lines are weight swaps.",
+	rows: "Sequences that are decoded at the same time.",
+	queues: "Messages that wait in each queue between two actors. A queue that stays full names the slower of its two ends.",
+	version: "Policy version that the engine samples with.",
+};
+
+export function show(container, parameters, { runId, source: { get, Columns } }) {
+	const table = new Columns("t");
+	const swaps = new Set();
+	const board = new Board("time", () => [...swaps].map((x) => ({ x, kind: "swap", text: "weight swap" })));
+	const waits = h("section.card.where");
+	let timer = null;
+
+	// The share of each kind of work between two lines.
+	function lanes() {
+		const x = table.get("t");
+		return {
+			x,
+			series: LANES.map((label, base) => {
+				const seconds = table.get(label);
+				return { label, base, values: x.map((t, row) => base + LANE * Math.min(1, seconds[row] / (t - (x[row - 1] ?? 0)) || 0)) };
+			}).reverse(),
+		};
+	}
+
+	function waiting() {
+		const [x, texts, sums] = [table.get("t"), table.get("waiting"), new Map()];
+		const [low, high] = board.range ?? [0, Infinity];
+		x.forEach((t, row) => {
+			const text = texts[row]?.replace(/\d+/g, "…");
+			if (text && t >= low && t <= high) sums.set(text, (sums.get(text) ?? 0) + t - (x[row - 1] ?? 0));
+		});
+		const whole = Math.min(high, x.at(-1) ?? 0) - low;
+		const rows = [...sums].sort((a, b) => b[1] - a[1]);
+		fill(waits, h("h3", "What the learner waits for"), rows.length ? h("table", rows.map(([text, seconds]) => h("tr", h("th", { scope: "row" }, text),
+			h("td.num", duration(seconds)), h("td.bar", h("span", { style: { width: `${(100 * seconds) / whole}%` } }))))) : h("p.muted", "It did not wait."));
+	}
+
+	function changed() {
+		timer ??= setTimeout(() => {
+			timer = null;
+			board.refresh();
+		}, 250);
+	}
+
+	const chart = (id, title, series) => board.add({ id, title, description: TEXTS[id], empty: "No timeline: the run wrote no timeline.jsonl", data: () => ({ x: table.get("t"), series: lines(series, table) }) });
+	board.zoomed = waiting;
+	fill(container, h("h1", "Timeline"), board.toolbar({ axis: false, smoothing: false }),
+		board.add({ id: "lanes", title: "Compute thread", description: TEXTS.lanes, empty: "No timeline: the run wrote no timeline.jsonl", lanes: LANES, range: [0, 3], format: "percent", data: lanes }),
+		h("div.grid.below", chart("rows", "Rows in flight", [{ label: "rows", column: "rows" }]), chart("queues", "Depth of the queues", [{ label: "*", column: "queues/*" }]),
+			chart("version", "Policy version", [{ label: "version", column: "version" }])), waits);
+	get(`runs/${runId}/timeline`).then((found) => {
+		table.load(found.columns);
+		found.swaps.forEach((t) => swaps.add(t));
+		changed();
+	}, (error) => container.append(h("p.error", { role: "alert" }, error.message)));
+	return {
+		update(kind, data) {
+			if (kind !== "timeline") return;
+			data.swaps.forEach((t) => swaps.add(t));
+			if (table.add(data.columns)) changed();
+		},
+		close() {
+			clearTimeout(timer);
+			board.close();
+		},
+		keys: board.keys,
+		help: CHART_HELP,
+	};
+}
