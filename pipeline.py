@@ -52,6 +52,7 @@ from clotho.config.schema import (
 )
 from clotho.cpu import load_blas
 from clotho.monitoring.collapse_detection import CollapseMonitor
+from clotho.monitoring.display import RunFacts
 from clotho.monitoring.event_log import EventSink, event_log
 from clotho.monitoring.live_display import make_display
 from clotho.monitoring.summary import print_summary
@@ -63,8 +64,9 @@ from clotho.run.context import RunContext
 from clotho.run.custom_actors import Channel, CustomActors
 from clotho.run.process_signals import finish_computation
 from clotho.run.remote_sampling import remote_sampler
-from clotho.run.run_monitor import RunMonitor
+from clotho.run.run_monitor import RunMonitor, loading_page
 from clotho.run.startup import build_context
+from clotho.run.timeline import timeline_recorder
 from clotho.runtime.compute_thread import ComputeExecutor, finish
 from clotho.runtime.queues import Queue
 from clotho.runtime.sampling_client import GroupSampler
@@ -77,6 +79,7 @@ from clotho.runtime.supervisor import (
     Supervisor,
     describe_error,
     permanent,
+    temporary,
     transient,
 )
 from clotho.runtime.watchdog import ENGINE_RESTARTS
@@ -154,8 +157,10 @@ def wire(
         events_lost=lambda: events.lost,
         remote=remote.gauges if remote else RemoteGauges,
     )
+    facts = context.facts(blas=load_blas())
     flow = [
-        wire_monitor(context, custom, reports, run_monitor, console),
+        temporary(timeline_recorder(context, facts, [*queues, *updates.values()])),
+        wire_monitor(context, custom, reports, run_monitor, console, facts),
         *reports.children,
         *scored.children,
         *([transient(remote)] if remote else []),
@@ -171,6 +176,7 @@ def wire_monitor(
     reports: Channel[StepReport | GroupsEnded | EvalReport],
     run_monitor: RunMonitor,
     console: Console,
+    facts: RunFacts,
 ) -> Child:
     """The monitor. Without the default monitor, no actor waits for the log files."""
     settings, directory = context.profile.monitor, context.directory
@@ -179,7 +185,7 @@ def wire_monitor(
         Monitor,
         inbox=reports.inbox(),
         gauges=run_monitor.gauges,
-        display=make_display(settings.display, console, context.facts(blas=load_blas()), run_monitor.gauges),
+        display=make_display(settings.display, console, facts, run_monitor.gauges),
         metrics=JsonlWriter(directory.metrics),
         evaluations=JsonlWriter(directory.evaluations),
         rollouts=JsonlWriter(directory.rollouts) if settings.rollouts else None,
@@ -439,7 +445,7 @@ async def train(profile: Profile, directory: RunDirectory, console: Console) -> 
         address = base_url(listener) if listener else ""
         slow_seconds = profile.monitor.watchdog_seconds
         loading = build_context(profile, directory, executor, address=address, slow_seconds=slow_seconds)
-        context = await while_loading(listener, server, loading)
+        context = await while_loading(listener, server, loading, page=loading_page(server))
         stack.callback(context.rewards.close)
         stack.callback(close_trackers, context.trackers)
         events.open(directory.log)

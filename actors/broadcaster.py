@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import time
 from collections import deque
 from collections.abc import Generator
 
@@ -45,11 +46,17 @@ class SwapTimes:
     def __init__(self) -> None:
         self.count = 0
         self._seconds: deque[float] = deque(maxlen=SWAPS_KEPT)
+        self._ended: deque[float] = deque(maxlen=SWAPS_KEPT)
 
     def add(self, seconds: float) -> None:
-        """Record a swap."""
+        """Record a swap that ends now."""
         self.count += 1
         self._seconds.append(seconds)
+        self._ended.append(time.monotonic())
+
+    def ended_after(self, count: int) -> list[float]:
+        """Return when the swaps after the first `count` ended, in seconds of `monotonic`."""
+        return list(self._ended)[-(self.count - count) :] if self.count > count else []
 
     @property
     def last(self) -> float | None:

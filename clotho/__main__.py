@@ -138,7 +138,7 @@ def _command(module: str) -> Callable[[Sequence[str]], tuple[int, bool]]:
 COMMANDS = {
     "serve": serve,
     "eval": evaluate,
-    **{name: _command(name) for name in ("show", "convert", "merge", "push")},
+    **{name: _command(name) for name in ("show", "view", "convert", "merge", "push")},
     "import-profile": _command("migration"),
 }
 """The commands besides a run, by the word after the program's name. They return as `_run`."""

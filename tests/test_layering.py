@@ -14,6 +14,7 @@
     serving      protocols, config, runtime; no mathematics
     monitoring   protocols, config, storage
     artifacts    protocols, config, storage, models, monitoring
+    dashboard    protocols, config, storage, monitoring, serving; never MLX
     actors       everything below; never one another, `serving`, `run` or `commands`
     run          everything but `commands`
     commands, pipeline.py
@@ -61,6 +62,7 @@ MAY_IMPORT = {
     "serving": {"protocols", "config", "runtime"},
     "monitoring": {"protocols", "config", "storage"},
     "artifacts": {"protocols", "config", "storage", "models", "monitoring"},
+    "dashboard": {"protocols", "config", "storage", "monitoring", "serving"},
     "actors": {
         "protocols", "config", "runtime", "storage", "models", "inference", "scoring", "training", "memory",
         "rewards", "atropos", "monitoring",

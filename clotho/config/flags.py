@@ -57,9 +57,8 @@ TABLES = (inspect.StructType, inspect.DictType, inspect.TupleType)
 """Types of values that a flag gives as TOML or JSON."""
 
 WIDTH, INDENT = 116, " " * 6
-USAGE = (
-    "usage: python pipeline.py [--profile NAME] [--KEY VALUE ...] | serve|eval|show|convert|merge|push|import-profile"
-)
+COMMANDS = "serve|eval|show|view|convert|merge|push|import-profile"
+USAGE = f"usage: python pipeline.py [--profile NAME] [--KEY VALUE ...] | {COMMANDS}"
 
 
 def parse_arguments(argv: Sequence[str]) -> Arguments:

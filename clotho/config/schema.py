@@ -213,6 +213,7 @@ class HttpServer(Variant, frozen=True, kw_only=True, tag="http"):
     shutdown_seconds: Annotated[PositiveFloat, about("Time in which running requests may finish at the end.")] = 10.0
     accept_weights: Annotated[bool, about("Serve the weights that the training run of another process sends.")] = False
     weights_root: Annotated[str, about("Directory of weights that a training run shares by path; empty: none.")] = ""
+    dashboard: Annotated[bool, about("Show the run to browsers, on the page at / of the server.")] = True
     allow_pause: Annotated[bool, about("Clients may pause the decode engine, and with it the rollouts.")] = False
     tool_parser: Annotated[ToolParser, about("Format of tool calls; auto: from the chat template.")] = "auto"
     reasoning_parser: Annotated[

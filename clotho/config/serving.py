@@ -62,8 +62,8 @@ class ServeArguments(Struct, frozen=True, kw_only=True):
 OWN = {name: key for name, key in keys.read_sections(ServeFlags)[""].keys.items() if key.help}
 
 NOT_SERVED = frozenset({
-    "sampling.group_size", "sampling.top_logprobs", "server.type", "server.allow_pause", "engine.kv_policy",
-    "monitor.display", "monitor.rollouts", "policy.grad_checkpoint", "policy.adapter",
+    "sampling.group_size", "sampling.top_logprobs", "server.type", "server.allow_pause", "server.dashboard",
+    "engine.kv_policy", "monitor.display", "monitor.rollouts", "policy.grad_checkpoint", "policy.adapter",
 })  # fmt: skip
 """Keys of the tables of `ServingProfile` that concern training only."""
 

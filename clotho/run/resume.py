@@ -153,7 +153,7 @@ def set_aside(directory: RunDirectory, step: int) -> tuple[str, ...]:
         make_directory(directory.superseded)
         place = directory.superseded / f"{len(list(directory.superseded.iterdir())) + 1:03d}-after-step-{step:06d}"
         with new_directory(place) as unfinished:
-            for path in histories:
+            for path in (*histories, directory.timeline):
                 if path.is_file():
                     copy_file(path, unfinished / path.name)
             (unfinished / "checkpoints").mkdir()

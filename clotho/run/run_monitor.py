@@ -7,10 +7,13 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import anyio
 from msgspec import structs
+from starlette.routing import Route
+from starlette.types import ASGIApp
 
 from clotho.config.bounds import Off
-from clotho.config.schema import FullMethod, HttpServer
+from clotho.config.schema import FullMethod, HttpServer, ServerSection
 from clotho.models.machine import peak_memory
 from clotho.monitoring.summary import resume_command
 from clotho.monitoring.terminal_text import relative_path
@@ -19,12 +22,28 @@ from clotho.run.context import RunContext
 from clotho.run.serving_state import ServingState, names_of, served_adapters
 from clotho.runtime.queues import Queue
 from clotho.runtime.supervisor import ChildStatus
-from clotho.serving.services import NullSampleLog, QueueSnapshot, RunSnapshot, ServedModel, ServerContext
+from clotho.serving.services import (
+    NullSampleLog,
+    QueueSnapshot,
+    RunSnapshot,
+    ServedModel,
+    ServerContext,
+    no_routes,
+)
 from clotho.storage.checkpoints import checkpoint_path
 from protocols.checkpoint import BestCheckpoint
 from protocols.sampling import BASE
 from protocols.step import WeightsReady
 from protocols.summary import QueueGauge, RemoteGauges, RunGauges, RunSummary
+
+
+def loading_page(server: ServerSection) -> ASGIApp | None:
+    """Return the page that the server shows while the model is loaded; None without a dashboard."""
+    if isinstance(server, Off) or not server.dashboard:
+        return None
+    from clotho.dashboard.page_files import page_app
+
+    return page_app()
 
 
 class RunMonitor:
@@ -145,7 +164,14 @@ class RunMonitor:
             vocab_size=context.policy.vocab_size,
             sample_log=NullSampleLog() if isinstance(profile.atropos, Off) else context.sample_log,
             record_supports=not isinstance(profile.atropos, Off),
+            dashboard=self._dashboard_routes if settings.dashboard else no_routes,
         )
+
+    def _dashboard_routes(self, stopped: anyio.Event) -> Sequence[Route]:
+        """Return the routes of the dashboard. stopped: set when the server stops."""
+        from clotho.dashboard.routes import Dashboard, run_of_server
+
+        return Dashboard([run_of_server(self._context.directory.path)], stopped).routes()
 
     def summary(self, accounting: GroupAccounting, *, best: BestCheckpoint | None = None, complete: bool) -> RunSummary:
         """The end of the run. best: the best checkpoint. complete: every actor has returned."""

@@ -131,6 +131,7 @@ def build_app(context: ServerContext, limit: ConcurrencyLimit) -> Starlette:
             *(Route(path, handler) for path, handler in gets.items()),
             *(Route(path, handler, methods=["POST"]) for path, handler in (posts | controls).items()),
             Route("/v1/policy/weights", handlers.replace_policy, methods=["PUT"]),
+            *context.dashboard(limit.stopped),
         ],
         middleware=middleware,
         exception_handlers=EXCEPTION_HANDLERS,

@@ -18,7 +18,10 @@ from clotho.serving.errors import ApiError
 from clotho.serving.quotas import Quota, Reservation
 
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
-OPEN_ROUTES = frozenset({"/health"})
+OPEN_ROUTES = frozenset({"/health", "/"})
+OPEN_FILES = "/dashboard/static/"
+"""Paths that need no key: they return no data of the run. A browser cannot send a key when it loads a page."""
+
 BEARER = "Bearer "
 LABEL = re.compile(r"[A-Za-z0-9_-]{1,32}")
 
@@ -122,7 +125,7 @@ CLIENT = "clotho.client"
 
 
 class ClientMiddleware:
-    """Identifies the client of every request. With API keys, every path except /health requires one.
+    """Identifies the client of every request. With API keys, every path requires one, except those of `is_open`.
 
     A key is sent as `Authorization: Bearer KEY` or `Bearer KEY:LABEL`.
     """
@@ -133,13 +136,18 @@ class ClientMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, or respond with 401."""
         client = None if scope["type"] == "lifespan" else self._clients.find(scope)
-        if client is None and scope["type"] != "lifespan" and scope["path"] not in OPEN_ROUTES:
+        if client is None and scope["type"] != "lifespan" and not is_open(scope["path"]):
             headers = {"www-authenticate": "Bearer"}
             message = "A valid API key is required; send the header `Authorization: Bearer KEY`."
             error = ApiError(401, message, code="invalid_api_key", headers=headers)
             await error.response()(scope, receive, send)
         else:
             await self._app({**scope, CLIENT: client}, receive, send)
+
+
+def is_open(path: str) -> bool:
+    """Return whether a path needs no key."""
+    return path in OPEN_ROUTES or path.startswith(OPEN_FILES)
 
 
 def client_of(scope: Scope) -> Client:

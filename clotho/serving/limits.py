@@ -134,6 +134,8 @@ class ConcurrencyLimit:
     Every request counts alike in this queue; requests of one client are admitted in order of arrival. A full queue
     still takes requests of clients that have less than an equal part of it, up to twice its size.
     No request is admitted after `drain` has been called. `on_admitted` is called for every admitted request.
+
+    stopped: set by `drain`.
     """
 
     def __init__(self, limit: int, *, on_admitted: Callable[[], None] | None = None, wait_seconds: float = 0.0) -> None:
@@ -141,6 +143,7 @@ class ConcurrencyLimit:
         self._on_admitted = on_admitted
         self._wait_seconds = wait_seconds or math.inf
         self.closing = False
+        self.stopped = anyio.Event()
         self.timed_out = 0
         self._free = limit
         self._queue = FairQueue[anyio.Event]()
@@ -223,6 +226,7 @@ class ConcurrencyLimit:
     async def drain(self, grace_seconds: float) -> None:
         """Stop admission, cancel the queued requests, wait for the running requests, then cancel the rest."""
         self.closing = True
+        self.stopped.set()
         for scope in tuple(self._waiting):
             scope.cancel()
         if not self._running:

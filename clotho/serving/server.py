@@ -25,6 +25,7 @@ from clotho.config.rules import is_loopback
 from clotho.config.schema import HttpServer, ServerSection
 from clotho.serving.api_keys import read_api_keys
 from clotho.serving.app import build_app
+from clotho.serving.auth import is_open
 from clotho.serving.errors import ApiError
 from clotho.serving.limits import ConcurrencyLimit, UnreadBodyMiddleware
 from clotho.serving.services import Health, ServerContext
@@ -84,11 +85,16 @@ def raise_open_files_limit(limit: int) -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
 
 
-async def while_loading(listener: socket.socket | None, settings: ServerSection, loading: Awaitable[T]) -> T:
-    """Wait for `loading`, and answer every HTTP request with status 503 meanwhile. The listener stays open."""
+async def while_loading(
+    listener: socket.socket | None, settings: ServerSection, loading: Awaitable[T], *, page: ASGIApp | None = None
+) -> T:
+    """Wait for `loading`, and answer HTTP requests with status 503 meanwhile. The listener stays open.
+
+    page: answers requests for paths that need no key, such as the page of the dashboard.
+    """
     if listener is None or isinstance(settings, Off):
         return await loading
-    connections = Connections(_loading_app(settings), send_seconds=settings.send_seconds)
+    connections = Connections(_loading_app(settings, page), send_seconds=settings.send_seconds)
     server = await asyncio.start_server(connections.handle, sock=listener.dup(), backlog=BACKLOG)
     try:
         return await loading
@@ -98,8 +104,11 @@ async def while_loading(listener: socket.socket | None, settings: ServerSection,
             await connections.end()
 
 
-def _loading_app(settings: HttpServer) -> ASGIApp:
-    """Return an application that answers every request with status 503; the body of /health is a `Health`."""
+def _loading_app(settings: HttpServer, page: ASGIApp | None) -> ASGIApp:
+    """Return an application that answers requests with status 503; the body of /health is a `Health`.
+
+    page: as for `while_loading`.
+    """
     detail = "The model is being loaded; retry later."
     health = Health(
         status="loading",
@@ -115,6 +124,9 @@ def _loading_app(settings: HttpServer) -> ASGIApp:
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
+            return
+        if page is not None and scope["path"] != "/health" and is_open(scope["path"]):
+            await page(scope, receive, send)
             return
         headers = {"retry-after": str(RETRY_SECONDS)}
         if scope["http_version"] != "2":

@@ -7,7 +7,9 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequen
 from contextlib import aclosing
 from typing import Any, Literal, Protocol
 
+import anyio
 from msgspec import Struct, structs
+from starlette.routing import Route
 
 from clotho.config.schema import HttpServer
 from clotho.serving.adapters import AdapterRegistry
@@ -278,6 +280,11 @@ class NullPolicyReceiver:
         return self.served()
 
 
+def no_routes(_: anyio.Event) -> Sequence[Route]:
+    """Return no routes: the server has no dashboard."""
+    return ()
+
+
 class ServerContext(Struct, frozen=True, kw_only=True):
     """The server's interface to the rest of the program.
 
@@ -290,6 +297,7 @@ class ServerContext(Struct, frozen=True, kw_only=True):
     context_length: maximum number of prompt and completion tokens. sample_log: records completions of clients.
     record_supports: request the support of the sampling distribution if top-k limits its size.
     receiver: the interface for training runs of other processes that sample their rollouts here.
+    dashboard: returns the routes of the dashboard; its argument is set when the server stops.
     """
 
     sampler: SamplerClient
@@ -308,6 +316,7 @@ class ServerContext(Struct, frozen=True, kw_only=True):
     adapters: AdapterRegistry | None = None
     control: EngineControl | None = None
     receiver: PolicyReceiver = NullPolicyReceiver()
+    dashboard: Callable[[anyio.Event], Sequence[Route]] = no_routes
 
 
 class ClientSampler:

@@ -114,8 +114,9 @@ NEWEST_CHECKPOINT = ".newest_checkpoint"
 BEST, LINEAGE, SUPERSEDED = "best.json", "lineage.json", "superseded"
 PREVIOUS_LOG = "log.1.jsonl"
 """The event log before log.jsonl, after log.jsonl has reached its maximum size."""
-LINES = frozenset({"metrics.jsonl", "evaluations.jsonl", "rollouts.jsonl", "log.jsonl", PREVIOUS_LOG})
-FILES = LINES | {"profile.toml", NEWEST_CHECKPOINT, BEST, LINEAGE}
+FACTS, PREFLIGHT, TIMELINE = "facts.json", "preflight.json", "timeline.jsonl"
+LINES = frozenset({"metrics.jsonl", "evaluations.jsonl", "rollouts.jsonl", TIMELINE, "log.jsonl", PREVIOUS_LOG})
+FILES = LINES | {"profile.toml", FACTS, PREFLIGHT, NEWEST_CHECKPOINT, BEST, LINEAGE}
 ATROPOS, REMOTE = "atropos", "remote"
 DIRECTORIES = frozenset({"checkpoints", "adapters", ATROPOS, REMOTE, SUPERSEDED})
 ATROPOS_FILES = re.compile(r"[A-Za-z0-9_-]+\.(log|log\.1|json)|env_checkpoints")
@@ -183,6 +184,16 @@ class RunDirectory:
     def rollouts(self) -> Path:
         """Rollout log, one JSON line per group, trained on or discarded."""
         return self.path / "rollouts.jsonl"
+
+    @property
+    def timeline(self) -> Path:
+        """Use of the compute thread and depths of the queues, about one JSON line per second."""
+        return self.path / TIMELINE
+
+    @property
+    def facts(self) -> Path:
+        """Facts about machine, model and server of the last start."""
+        return self.path / FACTS
 
     @property
     def log(self) -> Path:

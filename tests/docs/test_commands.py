@@ -24,6 +24,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from clotho.commands import view
 from clotho.config.evaluation import evaluation_help, load_evaluation
 from clotho.config.flags import parse_arguments
 from clotho.config.load import load_profile
@@ -74,6 +75,9 @@ def test_commands_that_are_not_executed_have_a_reason_and_valid_flags(page: Path
                     continue
                 if words[:1] == ["eval"]:
                     assert evaluation_help(words[1:]) or load_evaluation(words[1:])
+                    continue
+                if words[:1] == ["view"]:
+                    assert view.parser().parse_args(words[1:])
                     continue
                 arguments = parse_arguments(words)
                 if not arguments.help:

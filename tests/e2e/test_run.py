@@ -54,6 +54,8 @@ def test_a_run_leaves_profile_log_checkpoints_and_adapter(finished: CompletedRun
         "evaluations.jsonl",
         "rollouts.jsonl",
         "log.jsonl",
+        "timeline.jsonl",
+        "facts.json",
         "checkpoints",
         "adapters",
     }

@@ -1,0 +1,172 @@
+"""The overview of a run: progress, what the run waits for, settings, findings, and where every group is."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections import Counter
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from clotho.config.keys import REQUIRED, SETTABLE, chosen_types
+from clotho.config.load import MASK, flatten
+from clotho.dashboard.growing_file import read_small
+from clotho.dashboard.histories import decoded, number
+from clotho.dashboard.run_files import RunFiles
+from clotho.monitoring.metrics import EVALUATION_METRICS, METRICS
+from clotho.storage.jsonl import encode
+from clotho.storage.run_directory import FACTS, PREFLIGHT
+from protocols.errors import ProfileError
+
+SMALL_FILE = 1 << 22
+"""Larger files of one object are not read."""
+
+STAGES = ("queued", "decoding", "scoring", "waiting")
+"""Where a group in flight can be: before the engine, in the engine, in the scorer, and at the learner."""
+
+SECRET = re.compile(r"(^|_)(api_key|token|secret|password)$", re.IGNORECASE)
+"""Names of settings whose values are hidden."""
+
+STEPS_OF_PACE = 20
+"""Number of steps that the estimate of the remaining time is based on."""
+
+MAX_TEXT = 500
+"""Characters of the text that says what the run waits for."""
+
+OUTCOMES = {
+    "trained": "An update trained on the group.",
+    "zero_variance": "All rewards are equal, so that the group has no gradient.",
+    "stale": "The group is older than learner.max_staleness, or was sampled before a rollback.",
+    "reward_error": "A reward function failed, exceeded a limit, or returned no valid number.",
+    "generation_error": "The engine could not finish the group.",
+    "invalid": "The group failed validation.",
+    "not_finite": "The update of the group was not finite and was skipped.",
+    "duplicate": "An environment had sent the group before.",
+    "surplus": "The group arrived after the last batch of the run.",
+    "lost": "An environment had sent the group before a restart.",
+}
+"""What happened to a group, by outcome."""
+
+DESCRIPTIONS = {
+    **METRICS,
+    **{f"evaluations/{name}": text for name, text in EVALUATION_METRICS.items()},
+    **{f"outcomes/{name}": text for name, text in OUTCOMES.items()},
+}
+"""The description of every metric and outcome."""
+
+
+class Settings(NamedTuple):
+    """The resolved profile of a run with hidden secrets, and the settings that differ from their defaults, by key."""
+
+    profile: dict[str, Any]
+    changes: dict[str, Any] = {}  # noqa: RUF012, never changed
+
+
+def overview(files: RunFiles, name: str, *, is_live: bool) -> dict[str, Any]:
+    """Return the state of a run. name: of the run. is_live: whether a process continues the run."""
+    settings = read_settings(files.directory)
+    latest, now = files.metrics.latest, files.timeline.latest
+    planned = _integer(settings.profile.get("steps"))
+    seconds = max(_seconds(now.get("t")), _seconds(latest.get("time/run")))
+    findings = latest.get("findings")
+    return {
+        "name": name,
+        "live": is_live,
+        "step": _integer(latest.get("step")) or 0,
+        "planned_steps": planned,
+        "seconds": seconds,
+        "seconds_left": _seconds_left(files, planned, seconds) if is_live else None,
+        "waiting_for": str(now.get("waiting", ""))[:MAX_TEXT] if is_live else "",
+        "policy_version": _integer(latest.get("policy_version")) or 0,
+        "profile": settings.profile or None,
+        "profile_changes": settings.changes,
+        "facts": _object(files.directory / FACTS),
+        "preflight": _object(files.directory / PREFLIGHT),
+        "findings": findings if isinstance(findings, list) else [],
+        "outcomes": _outcomes(files),
+        "in_flight": _in_flight(now) if is_live else None,
+    }
+
+
+def constants() -> dict[str, Any]:
+    """Return the keys of the response that are the same for every run. Events do not have them."""
+    return {"descriptions": DESCRIPTIONS}
+
+
+def _outcomes(files: RunFiles) -> dict[str, int]:
+    """Return the number of ended groups by outcome. Without rollouts.jsonl, they follow from the metrics."""
+    if files.groups.end and not files.groups.first:
+        return dict(Counter(files.groups.column("outcome")))
+    prefix = "groups/discarded_by_reason/"
+    columns = files.metrics.columns()
+    found = {name.removeprefix(prefix): columns[name] for name in columns if name.startswith(prefix)}
+    counts = {"trained": columns.get("groups/trained", []), **found}
+    return {name: int(sum(value for value in values if value)) for name, values in counts.items() if values}
+
+
+def _seconds_left(files: RunFiles, planned: int | None, seconds: float) -> float | None:
+    """Estimate the remaining time from the newest steps; None before the first step."""
+    ends = [end for end in files.metrics.column("time/run")[-STEPS_OF_PACE - 1 :] if isinstance(end, int | float)]
+    step = _integer(files.metrics.latest.get("step"))
+    if planned is None or step is None or not ends:
+        return None
+    pace = (ends[-1] - ends[0]) / (len(ends) - 1) if len(ends) > 1 else ends[-1] / max(step, 1)
+    return max(0.0, float((planned - step) * pace - max(0.0, seconds - ends[-1])))
+
+
+def read_settings(directory: Path) -> Settings:
+    """Return the resolved profile of a run; empty if it cannot be read."""
+    return _settings(read_small(directory / "profile.toml", SMALL_FILE) or b"")
+
+
+@lru_cache(maxsize=8)
+def _settings(text: bytes) -> Settings:
+    """Return the settings in the text of a profile. Keys of other versions are not among the changes."""
+    try:
+        profile = _masked(tomllib.loads(text.decode()))
+        values = flatten(profile, "profile.toml")
+        chosen = chosen_types(values)
+    except ProfileError:
+        return Settings(profile)
+    except (ValueError, RecursionError):
+        return Settings({})
+    changes = {}
+    for path, value in values.items():
+        variant = SETTABLE[path].variant(chosen) if path in SETTABLE else None
+        default = REQUIRED if variant is None else variant.default
+        if default is REQUIRED or msgspec.json.decode(encode(default)) != value:
+            changes[path] = value
+    return Settings(profile, changes)
+
+
+def _masked(value: Any, name: str = "") -> Any:
+    if isinstance(value, dict):
+        return {key: _masked(item, key) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_masked(item, name) for item in value]
+    if isinstance(value, str):
+        return MASK if value and SECRET.search(name) else value
+    return value if isinstance(value, bool | int | float) else str(value)
+
+
+def _object(path: Path) -> dict[str, Any] | None:
+    data = read_small(path, SMALL_FILE)
+    return None if data is None else decoded(data)
+
+
+def _in_flight(now: Mapping[str, Any]) -> dict[str, int]:
+    groups = now.get("groups")
+    counts = groups if isinstance(groups, dict) else {}
+    return {stage: value if isinstance(value := counts.get(stage), int) else 0 for stage in STAGES}
+
+
+def _integer(value: object) -> int | None:
+    return value if isinstance(value, int) and abs(value) < 2**53 else None
+
+
+def _seconds(value: object) -> float:
+    return float(number(value) or 0.0) if isinstance(value, int | float) else 0.0

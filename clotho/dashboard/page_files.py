@@ -1,0 +1,80 @@
+"""The page of the dashboard: static files, with headers that restrict what a browser executes.
+
+The files contain no secrets, so that browsers load them without an API key. The page sends the key with its requests
+for data.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import anyio
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from clotho.serving.errors import EXCEPTION_HANDLERS, ApiError
+
+PAGE = Path(__file__).parent / "page"
+INDEX = "index.html"
+STATIC = "/dashboard/static/"
+"""The path of all files but the page itself. `clotho.serving.auth` opens it."""
+
+TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".svg": "image/svg+xml",
+    ".LICENSE": "text/plain; charset=utf-8",
+}
+"""The media type of a file by the end of its name. Other files are not served."""
+
+HEADERS = {
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-cache",
+}
+
+
+def page_names() -> frozenset[str]:
+    """Return the names of the files of the page, relative to its directory."""
+    return frozenset(
+        path.relative_to(PAGE).as_posix() for path in PAGE.rglob("*") if path.is_file() and path.suffix in TYPES
+    )
+
+
+def page_routes() -> list[Route]:
+    """Return the routes of the page and its files."""
+    names = page_names()
+
+    async def page(http: Request) -> Response:
+        return await _file(http, INDEX)
+
+    async def static(http: Request) -> Response:
+        name = http.path_params["name"]
+        if name not in names:
+            raise ApiError(404, "The dashboard has no file of this name.")
+        return await _file(http, name)
+
+    return [Route("/", page), Route(STATIC + "{name:path}", static)]
+
+
+def page_app() -> Starlette:
+    """Return an application that has the page and its files only."""
+    return Starlette(routes=page_routes(), exception_handlers=EXCEPTION_HANDLERS)
+
+
+async def _file(http: Request, name: str) -> Response:
+    """Return a file, or status 304 if the client has it."""
+    path = PAGE / name
+    data = await anyio.Path(path).read_bytes()
+    tag = f'"{hashlib.sha256(data).hexdigest()[:32]}"'
+    headers = HEADERS | {"etag": tag}
+    known = {one.strip().removeprefix("W/") for one in http.headers.get("if-none-match", "").split(",")}
+    if known & {tag, "*"}:
+        return Response(status_code=304, headers=headers)
+    return Response(data, headers=headers, media_type=TYPES[path.suffix])
