@@ -54,9 +54,11 @@ from clotho.cpu import load_blas
 from clotho.monitoring.collapse_detection import CollapseMonitor
 from clotho.monitoring.display import RunFacts
 from clotho.monitoring.event_log import EventSink, event_log
+from clotho.monitoring.forecast import RunForecast
 from clotho.monitoring.live_display import make_display
 from clotho.monitoring.summary import print_summary
 from clotho.monitoring.trackers import close_trackers
+from clotho.preflight.start import log_findings
 from clotho.remote.sampler import RemoteSampler
 from clotho.run.accounting import GroupAccounting, group_source
 from clotho.run.batch_source import batch_source, group_reader, running_url
@@ -192,6 +194,7 @@ def wire_monitor(
         logged=context.logged,
         signal=context.signal,
         trackers=context.trackers,
+        forecast=RunForecast(context.plan, began=context.history.seconds),
         first_step=context.progress.step,
         seconds_before=context.history.seconds,
     )
@@ -451,6 +454,7 @@ async def train(profile: Profile, directory: RunDirectory, console: Console) -> 
         events.open(directory.log)
         for warning in context.warnings:
             log.warning(warning)
+        log_findings(context.preflight)
         if context.origin is not None:
             log.info("run_started_from", **to_builtins(context.origin))
         elif context.resumed_from is not None:

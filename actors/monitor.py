@@ -11,6 +11,7 @@ import structlog
 from anyio import to_thread
 
 from clotho.monitoring.display import Display, NoDisplay, RunView, Sample, sample
+from clotho.monitoring.forecast import RunForecast
 from clotho.monitoring.metrics import Measurement, MetricsLine, evaluation_record, step_metrics
 from clotho.monitoring.rollout_log import rollout_records
 from clotho.monitoring.trackers import Tracker, evaluation_values, step_records
@@ -58,15 +59,19 @@ class Monitor:
         logged: Latest[int],
         signal: TrainingSignal,
         trackers: Sequence[Tracker] = (),
+        forecast: RunForecast | None = None,
         first_step: int = 0,
         seconds_before: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """rollouts: None disables the rollout log. first_step, seconds_before: step and age of a resumed run."""
+        """rollouts: None disables the rollout log. forecast: None shows no remaining time.
+
+        first_step, seconds_before: step and age of a resumed run.
+        """
         self._inbox, self._gauges, self._display = inbox, gauges, display
         self._metrics_file, self._evaluations_file, self._rollouts_file = metrics, evaluations, rollouts
         self.logged, self._signal, self._trackers = logged, signal, trackers
-        self._step, self._first_step = first_step, first_step
+        self._step, self._forecast = first_step, forecast
         self._seconds_before, self._clock, self._started_at = seconds_before, clock, clock()
         self._last = Measurement(seconds=seconds_before, gauges=gauges())
         self._failed_writes: Counter[str] = Counter()
@@ -120,6 +125,8 @@ class Monitor:
         )
         self._discarded_between.clear()
         self._last, self._step, self._latest = now, report.step, metrics
+        if self._forecast is not None:
+            self._forecast.add_step(metrics)
         self._trained += len(report.trained)
         self._discarded.update(group.reason for group in report.discarded)
         if metrics["reward/mean"] is not None:
@@ -145,6 +152,8 @@ class Monitor:
             self._first_evaluation = report
         else:
             self._evaluations.append(report)
+        if self._forecast is not None:
+            self._forecast.add_evaluation(report)
         for tracker in self._trackers:
             tracker.put(evaluation_values(report))
         await self._write(self._evaluations_file, [evaluation_record(report, run_seconds=self._age())])
@@ -189,10 +198,11 @@ class Monitor:
 
     def _view(self) -> RunView:
         first = () if self._first_evaluation is None else (self._first_evaluation,)
+        age = self._age()
         return RunView(
             step=self._step,
-            first_step=self._first_step,
-            seconds=self._clock() - self._started_at,
+            seconds=age - self._seconds_before,
+            seconds_left=None if self._forecast is None else self._forecast.seconds_left(age),
             trained=self._trained,
             discarded=dict(self._discarded),
             rewards=tuple(self._rewards),

@@ -10,6 +10,7 @@ import errno
 import gc
 import importlib
 import os
+import platform
 import sys
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from clotho.storage.run_directory import RunDirectory
 
     Train = Callable[[Profile, RunDirectory, Console], Awaitable[int]]
+
+RELAXED_GPU_TIMEOUT = "AGX_RELAX_CDM_CTXSTORE_TIMEOUT"
 
 EXIT_SECONDS = 5.0
 """How long the end of a run waits for a terminal or a pipe that does not accept the last lines."""
@@ -106,9 +109,15 @@ def evaluate(argv: Sequence[str]) -> tuple[int, bool]:
 
 
 def _before_mlx() -> None:
-    """Prepare the process for MLX, before its first import."""
+    """Prepare the process for MLX, before its first import.
+
+    On macOS, `AGX_RELAX_CDM_CTXSTORE_TIMEOUT=1` makes the GPU driver end less work that delays the display. The
+    variable is private to the driver and does not suffice on every Mac: a display that is on is still a finding.
+    """
     from clotho.cpu import configure_malloc, load_blas
 
+    if platform.system() == "Darwin":
+        os.environ.setdefault(RELAXED_GPU_TIMEOUT, "1")
     configure_malloc()
     load_blas()
 
@@ -138,7 +147,7 @@ def _command(module: str) -> Callable[[Sequence[str]], tuple[int, bool]]:
 COMMANDS = {
     "serve": serve,
     "eval": evaluate,
-    **{name: _command(name) for name in ("show", "view", "convert", "merge", "push")},
+    **{name: _command(name) for name in ("doctor", "show", "view", "convert", "merge", "push")},
     "import-profile": _command("migration"),
 }
 """The commands besides a run, by the word after the program's name. They return as `_run`."""

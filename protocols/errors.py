@@ -86,6 +86,16 @@ class DatasetError(ClothoError, ValueError):
     exit_status = 2
 
 
+class RecordsError(DatasetError):
+    """Records of a dataset are malformed. invalid: how many of `records`. The message is about the first one."""
+
+    def __init__(self, message: str, *, invalid: int, records: int) -> None:
+        """message: about the first malformed record."""
+        more = f"; {invalid} of {records} records are malformed" if invalid > 1 else ""
+        super().__init__(f"{message}{more}")
+        self.first, self.invalid, self.records = message, invalid, records
+
+
 class ModelError(ClothoError, ValueError):
     """A model cannot be found, read or trained with these settings."""
 

@@ -15,6 +15,7 @@
     monitoring   protocols, config, storage
     artifacts    protocols, config, storage, models, monitoring
     dashboard    protocols, config, storage, monitoring, serving; never MLX
+    preflight    everything below; never serving, atropos, remote, actors, `run` or `commands`
     actors       everything below; never one another, `serving`, `run` or `commands`
     run          everything but `commands`
     commands, pipeline.py
@@ -63,6 +64,10 @@ MAY_IMPORT = {
     "monitoring": {"protocols", "config", "storage"},
     "artifacts": {"protocols", "config", "storage", "models", "monitoring"},
     "dashboard": {"protocols", "config", "storage", "monitoring", "serving"},
+    "preflight": {
+        "protocols", "config", "runtime", "data", "storage", "cpu", "models", "inference", "scoring", "training",
+        "memory", "rewards", "monitoring",
+    },
     "actors": {
         "protocols", "config", "runtime", "storage", "models", "inference", "scoring", "training", "memory",
         "rewards", "atropos", "monitoring",

@@ -57,7 +57,7 @@ TABLES = (inspect.StructType, inspect.DictType, inspect.TupleType)
 """Types of values that a flag gives as TOML or JSON."""
 
 WIDTH, INDENT = 116, " " * 6
-COMMANDS = "serve|eval|show|view|convert|merge|push|import-profile"
+COMMANDS = "doctor|serve|eval|show|view|convert|merge|push|import-profile"
 USAGE = f"usage: python pipeline.py [--profile NAME] [--KEY VALUE ...] | {COMMANDS}"
 
 

@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Struct
 
 from clotho.data.records import Source, read_records
-from protocols.errors import DatasetError, nearest, visible
+from protocols.errors import DatasetError, RecordsError, nearest, visible
 from protocols.prompt import Problem
 
 MAX_KEYS = 1_000
@@ -64,9 +64,23 @@ def load_problems(source: Source, *, columns: Columns) -> list[Problem]:
     """Read all problems of a dataset, in its order.
 
     Blank lines and a byte order mark are ignored. Answers that are numbers or booleans become their JSON text. Raises
-    DatasetError with the place of the first invalid record (`FILE:LINE`), or if the dataset cannot be read or is empty.
+    RecordsError with the place of the first invalid record (`FILE:LINE`) and the number of invalid records, and
+    DatasetError if the dataset cannot be read or is empty.
     """
-    problems = [_problem(record, columns, where) for where, record in read_records(source)]
+    _ = columns.pattern  # raises for an expression that is not valid
+    problems: list[Problem] = []
+    first, invalid = "", 0
+    try:
+        for where, record in read_records(source):
+            try:
+                problems.append(_problem(record, columns, where))
+            except DatasetError as error:
+                first, invalid = first or str(error), invalid + 1
+    except DatasetError:  # the rest of the file cannot be read
+        if not invalid:
+            raise
+    if invalid:
+        raise RecordsError(first, invalid=invalid, records=invalid + len(problems))
     if not problems:
         raise DatasetError(f"dataset {visible(source.path, 200)} is empty")
     return problems
@@ -91,6 +105,8 @@ def conversation(problem: Problem, system: str) -> list[Mapping[str, Any]]:
 
 
 def _problem(record: Any, columns: Columns, where: str) -> Problem:
+    if isinstance(record, DatasetError):
+        raise record
     if not isinstance(record, dict):
         raise DatasetError(f"{where}: must be a JSON object, not {_kind(record)}")
     if len(record) > MAX_KEYS:

@@ -33,7 +33,7 @@ INSTALL = "pip install datasets"
 """The command that installs both libraries; pyarrow is a dependency of datasets."""
 
 Records = Iterator[tuple[str, Any]]
-"""Place of each record, for error messages, and the record."""
+"""Place of each record, for error messages, and the record or the DatasetError of a line that is not valid JSON."""
 
 
 class Source(Struct, frozen=True, kw_only=True):
@@ -53,7 +53,8 @@ def read_records(source: Source) -> Records:
 
     A file is read by its suffix (`SUFFIXES`); without one of them, the file contains JSON lines or a JSON list. A
     directory contains one file per split, named after the split (`train.jsonl`), or was written by the library
-    `datasets`. Raises DatasetError if the dataset is missing, unreadable, too large or malformed.
+    `datasets`. A DatasetError takes the place of a line that is not valid JSON. Raises DatasetError if the dataset is
+    missing, unreadable, too large or malformed.
     """
     name = visible(source.path, 200)
     try:
@@ -168,10 +169,12 @@ def _json_records(path: Path, text: bytes) -> Records:
             raise DatasetError(f"{path}:{number}: has {len(line)} bytes; at most {MAX_LINE_BYTES} are permitted")
         if not line.strip():
             continue
+        record: Any
         try:
-            yield f"{path}:{number}", msgspec.json.decode(line)
+            record = msgspec.json.decode(line)
         except (ValueError, RecursionError) as error:
-            raise DatasetError(f"{path}:{number}: not valid JSON: {error}") from error
+            record = DatasetError(f"{path}:{number}: not valid JSON: {error}")
+        yield f"{path}:{number}", record
 
 
 def _csv_records(path: Path, contents: bytes, delimiter: str) -> Records:

@@ -74,25 +74,20 @@ class RunFacts(Struct, frozen=True, kw_only=True):
 class RunView(Struct, frozen=True, kw_only=True):
     """State of a run after a report.
 
-    step: number of batches consumed; first_step: that number when the process started. seconds: since the process
-    started. trained, discarded: number of groups. rewards: mean rewards of the latest batches, oldest first.
-    evaluations: the first and the latest ones. latest: the latest line of metrics.jsonl.
+    step: number of batches consumed. seconds: since the process started. seconds_left: estimated time until the end of
+    the run; None before the first batch. trained, discarded: number of groups. rewards: mean rewards of the latest
+    batches, oldest first. evaluations: the first and the latest ones. latest: the latest line of metrics.jsonl.
     """
 
     step: int = 0
-    first_step: int = 0
     seconds: float = 0.0
+    seconds_left: float | None = None
     trained: int = 0
     discarded: dict[str, int] = {}
     rewards: tuple[float, ...] = ()
     evaluations: tuple[EvalReport, ...] = ()
     latest: MetricsLine | None = None
     sample: Sample | None = None
-
-    def seconds_left(self, steps: int) -> float | None:
-        """Return the estimated remaining time; None before the first batch."""
-        done = self.step - self.first_step
-        return self.seconds / done * (steps - self.step) if done > 0 else None
 
 
 class Display(Protocol):
@@ -171,7 +166,7 @@ class PlainDisplay:
             f"  loss {number(latest['loss'], '.4f'):>7}  kl {number(latest['kl'], '.4f'):>7}"
             f"  entropy {number(latest['entropy']):>5}  staleness {number(latest['staleness/mean'], '.1f'):>3}"
             f"  {number(latest['tokens_per_second'], '.0f'):>6} tokens/s  {duration(view.seconds):>7}"
-            f"  left {duration(view.seconds_left(self._facts.steps)):>7}{discarded}"
+            f"  left {duration(view.seconds_left):>7}{discarded}"
         )
 
     def _position(self, step: int) -> str:

@@ -92,7 +92,7 @@ class Screen:
 
     def _progress(self, width: int, ascii_only: bool) -> Group:
         view, steps = self._view, self._steps
-        left = view.seconds_left(steps)
+        left = view.seconds_left
         if left is not None:
             left = max(0.0, left - (self._seconds - view.seconds))
         text = f"step {view.step}/{steps}  {duration(self._seconds)} elapsed, {duration(left)} left"

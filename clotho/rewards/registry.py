@@ -27,6 +27,9 @@ BUILT_IN: dict[str, RewardFunction] = {
 }
 """Built-in reward functions: synchronous, and with a bounded cost for every text."""
 
+ANSWER_REWARDS = ("math_eval", "jaccard", "choice_correctness", "exact")
+"""Built-in functions that read the answer inside <answer>...</answer>."""
+
 EXPECTED = {
     "format": "<think>...</think><answer>...</answer>, and nothing else",
     "math_eval": "the value of the answer inside <answer>...</answer>",

@@ -17,6 +17,7 @@ from clotho.inference.sample_log import SampleLog
 from clotho.models.machine import describe_machine
 from clotho.models.policy import Policy
 from clotho.monitoring.display import RunFacts
+from clotho.monitoring.forecast import Plan
 from clotho.monitoring.metrics import RunHistory
 from clotho.monitoring.terminal_text import relative_path
 from clotho.monitoring.trackers import Tracker
@@ -36,6 +37,7 @@ from clotho.training.ledger import Ledger
 from clotho.training.update import PolicyLearner
 from protocols.checkpoint import Origin, RunState
 from protocols.evaluation import EvalReport, HeldOut
+from protocols.finding import Finding
 from protocols.sampling import PromptLogprobs
 from protocols.step import ReplayGroup, WeightsReady
 from protocols.summary import HistoryGap
@@ -52,7 +54,8 @@ class RunContext(Struct, frozen=True, kw_only=True, eq=False):
     base: parameters before the first update, if they still need to be evaluated after a resume.
     replay: groups of the checkpoint's replay buffer.
     trackers: experiment trackers, which are already running.
-    estimated_memory: estimated peak, in bytes. warnings: to be logged when the run starts.
+    estimated_memory: estimated peak, in bytes. warnings: to be logged when the run starts. preflight: findings of the
+    checks at the start.
     address: base URL of the HTTP server; empty without a server.
 
     Shared state, with the actor that writes it:
@@ -82,6 +85,7 @@ class RunContext(Struct, frozen=True, kw_only=True, eq=False):
     replay: tuple[ReplayGroup, ...]
     estimated_memory: int
     warnings: tuple[str, ...]
+    preflight: tuple[Finding, ...]
     address: str
     sampler: Sampler
     ledger: Ledger
@@ -101,6 +105,14 @@ class RunContext(Struct, frozen=True, kw_only=True, eq=False):
         if self.state is not None:
             return self.state.step
         return 0 if self.directory.resumed else None
+
+    @property
+    def plan(self) -> Plan:
+        """What the run still does, for the forecast of its end."""
+        settings, steps = self.profile.eval, self.profile.steps
+        if isinstance(settings, Off):
+            return Plan(steps=steps, evaluates=False)
+        return Plan(steps=steps, evaluates=True, interval=settings.interval, between=settings.problems_between)
 
     @property
     def total_groups(self) -> int:

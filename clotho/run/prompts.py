@@ -46,6 +46,11 @@ class PromptBuilder:
         self._order = ProblemOrder([p.type for p in problems], weights=weights, seed=seed, shuffle=shuffle)
 
     @property
+    def problems(self) -> Sequence[Problem]:
+        """The problems for training, without those that were removed."""
+        return self._problems
+
+    @property
     def longest_prompt(self) -> int:
         """Number of tokens of the longest prompt."""
         return max(map(len, self._prompts))

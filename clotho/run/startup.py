@@ -28,6 +28,7 @@ from clotho.models.policy import Policy, load_policy
 from clotho.monitoring.metrics import RunHistory, read_history
 from clotho.monitoring.trackers import TrackedRun, open_trackers
 from clotho.monitoring.training_signal import TrainingSignal
+from clotho.preflight.start import PreflightReport, start_findings, write_report
 from clotho.rewards.overlong import Overlong
 from clotho.rewards.registry import EXPECTED
 from clotho.rewards.runner import RewardRunner
@@ -113,6 +114,7 @@ async def _build_context(
         prompts, held_out = loaded.builder, loaded.held_out
         ungraded = _require_correct_rewards(profile, held_out, rewards)
         inputs = await run_sync(lambda: _fingerprint_inputs(profile, loaded))
+        preflight = await run_sync(start_findings, profile, policy.tokenizer, prompts.problems, compute.estimate)
     with watch.phase("warmup step"):
         await finish(warmup)
     with watch.phase("checkpoint and histories"):
@@ -128,6 +130,7 @@ async def _build_context(
         )
         state = start.state
         write_profile(profile, directory.profile)
+        write_report(directory.preflight, PreflightReport(findings=preflight))
         history = read_history(directory.metrics, directory.evaluations)
     ledger, progress = Ledger(state.ledger if state else None), _progress(state)
     evaluations: list[EvalReport] = []
@@ -151,6 +154,7 @@ async def _build_context(
         history_gaps=start.gaps,
         origin=start.origin,
         warnings=(*dataset_warnings(loaded), *ungraded, *start.warnings),
+        preflight=preflight,
         address=address,
         sampler=Sampler(executor.submit, engine),
         ledger=ledger,

@@ -111,10 +111,10 @@ def _processes_with(file: Path) -> dict[int, str]:
 
 
 NEWEST_CHECKPOINT = ".newest_checkpoint"
-BEST, LINEAGE, SUPERSEDED = "best.json", "lineage.json", "superseded"
+BEST, LINEAGE, PREFLIGHT, SUPERSEDED = "best.json", "lineage.json", "preflight.json", "superseded"
 PREVIOUS_LOG = "log.1.jsonl"
 """The event log before log.jsonl, after log.jsonl has reached its maximum size."""
-FACTS, PREFLIGHT, TIMELINE = "facts.json", "preflight.json", "timeline.jsonl"
+FACTS, TIMELINE = "facts.json", "timeline.jsonl"
 LINES = frozenset({"metrics.jsonl", "evaluations.jsonl", "rollouts.jsonl", TIMELINE, "log.jsonl", PREVIOUS_LOG})
 FILES = LINES | {"profile.toml", FACTS, PREFLIGHT, NEWEST_CHECKPOINT, BEST, LINEAGE}
 ATROPOS, REMOTE = "atropos", "remote"
@@ -219,6 +219,11 @@ class RunDirectory:
     def lineage(self) -> Path:
         """File that describes the weights that the run started from; absent if these are the base model alone."""
         return self.path / LINEAGE
+
+    @property
+    def preflight(self) -> Path:
+        """Findings of the checks at the last start, and the forecast of a rehearsal (JSON)."""
+        return self.path / PREFLIGHT
 
     @property
     def superseded(self) -> Path:

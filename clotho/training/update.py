@@ -171,12 +171,20 @@ class PolicyLearner:
 
     def compute_and_discard(self, groups: Sequence[ScoredGroup]) -> None:
         """Compute the first update from these groups, and discard it together with the random numbers that it used."""
+        for _ in self.rehearse(groups, step=0):
+            pass
+
+    def rehearse(self, groups: Sequence[ScoredGroup], *, step: int) -> Generator[None, None, UpdateMetrics | None]:
+        """Compute the update of a step and return its metrics; None if it is not finite. Nothing changes.
+
+        step: selects the learning rate. The random numbers that the update used are available again afterwards.
+        """
         before = random_state()
         try:
-            for _ in self._compute(groups, 0):
-                pass
+            computed = yield from self._compute(groups, step)
         finally:
             restore_random_state(before)
+        return computed.metrics if computed.progress is not None else None
 
     def _compute(self, groups: Sequence[ScoredGroup], step: int) -> Generator[None, None, _Computed]:
         self.turns.begin()

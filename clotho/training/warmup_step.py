@@ -33,13 +33,8 @@ def run_warmup_step(learner: PolicyLearner, profile: Profile, *, context: int) -
     that was never touched, kernels that must be compiled. context: context length of the model. Raises ModelError if
     MLX or a custom objective raises another error.
     """
-    size = dummy_batch_size(profile, context=context)
-    whole, rest = divmod(size.completions, profile.sampling.group_size)
-    counts = [profile.sampling.group_size] * whole + [rest] * (rest > 0)
     try:
-        learner.compute_and_discard(
-            [_dummy_group(number, count, size.tokens, profile) for number, count in enumerate(counts)]
-        )
+        learner.compute_and_discard(dummy_groups(profile, dummy_batch_size(profile, context=context)))
         mx.clear_cache()  # buffers of shapes that do not occur again
     except ClothoError:
         raise
@@ -48,6 +43,13 @@ def run_warmup_step(learner: PolicyLearner, profile: Profile, *, context: int) -
         objective = chosen.function if isinstance(chosen, Custom) else chosen.__struct_config__.tag
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise ModelError(f"model {profile.model.path} cannot be trained by objective {objective}: {reason}") from error
+
+
+def dummy_groups(profile: Profile, size: DummyBatchSize) -> list[ScoredGroup]:
+    """Return groups of made-up completions."""
+    whole, rest = divmod(size.completions, profile.sampling.group_size)
+    counts = [profile.sampling.group_size] * whole + [rest] * (rest > 0)
+    return [_dummy_group(number, count, size.tokens, profile) for number, count in enumerate(counts)]
 
 
 def dummy_batch_size(profile: Profile, *, context: int) -> DummyBatchSize:

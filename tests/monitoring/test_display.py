@@ -23,6 +23,7 @@ def view(number: int = 40, seconds: float = 20.0) -> RunView:
     return RunView(
         step=number,
         seconds=seconds,
+        seconds_left=30.0,
         trained=600,
         discarded={"zero_variance": 30, "stale": 2},
         rewards=tuple(i / 40 for i in range(40)),

@@ -1,0 +1,158 @@
+"""A rehearsal of one step: decode rate, one update whose result is discarded, parity, and the forecast of the run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from clotho.config.bounds import Off
+from clotho.config.schema import FullMethod, HeldOutEvaluation, Profile
+from clotho.inference import DecodeEngine
+from clotho.models.policy import Policy
+from clotho.preflight.completions import draw
+from clotho.preflight.start import Forecast
+from clotho.runtime.sampling_client import GroupSampler
+from clotho.scoring.parity_check import LIMITS, ParityReport, check_parity, parity_sample
+from clotho.scoring.teacher_forcing import TeacherForcing
+from clotho.training.update import PolicyLearner
+from clotho.training.warmup_step import dummy_batch_size, dummy_groups
+from protocols.finding import Finding
+from protocols.prompt import Prompt
+from protocols.rollout import RolloutGroup, ScoredGroup
+from protocols.sampling import Sampling
+from protocols.step import UpdateMetrics
+
+RATE_TOKENS = 32
+"""Length of the completions with which the decode rate is measured."""
+
+UPDATE_KL_HIGH = 0.1
+"""KL divergence of one update, in nats per token, that is a finding without collapse detection."""
+
+
+class Rehearsed(Struct, frozen=True, kw_only=True):
+    """Measurements of a rehearsal.
+
+    completion_tokens: mean length. update_seconds: one update of a whole batch. longest_turn_seconds: longest turn of
+    the learner.
+    """
+
+    completion_tokens: float
+    decode_tokens_per_second: float
+    update_seconds: float
+    longest_turn_seconds: float
+
+
+async def decode_rate(
+    sampler: GroupSampler, prompts: Callable[[int], Prompt], profile: Profile, *, clock: Callable[[], float]
+) -> float:
+    """Measure the decode rate in tokens per second, with as many sequences as the run decodes at once."""
+    size = profile.sampling.group_size
+    rows = min(profile.engine.max_num_seqs, profile.learner.batch_size * size)
+    sampling: Sampling = replace(
+        profile.sampling, max_tokens=min(RATE_TOKENS, profile.sampling.max_tokens), ignore_eos=True, stop=()
+    )
+    began = clock()
+    groups = await draw(sampler, [prompts(i) for i in range(-(-rows // size))], sampling, count=min(size, rows))
+    return sum(completion.length for group in groups for completion in group.completions) / (clock() - began)
+
+
+def update_time(
+    learner: PolicyLearner, profile: Profile, *, context: int, positions: float
+) -> Generator[None, None, float]:
+    """Measure an update of made-up completions, and return the expected time of an update of `positions` tokens.
+
+    positions: tokens of all completions, and of one prompt per group, because the completions of a group share it.
+    """
+    size = dummy_batch_size(profile, context=context)
+    groups = dummy_groups(profile, size)
+    began = time.perf_counter()
+    yield from learner.rehearse(groups, step=0)
+    return (time.perf_counter() - began) * positions / (size.tokens * (size.completions + len(groups)))
+
+
+def forecast(profile: Profile, rehearsed: Rehearsed, *, heldout: int) -> Forecast:
+    """Return the expected duration of the run. heldout: number of held-out problems."""
+    completions = profile.learner.batch_size * profile.sampling.group_size
+    decoding = completions * rehearsed.completion_tokens / rehearsed.decode_tokens_per_second
+    per_step = decoding + rehearsed.update_seconds
+    evaluated = 0
+    if isinstance(profile.eval, HeldOutEvaluation):
+        whole = min(profile.eval.problems or heldout, heldout)
+        between = min(profile.eval.problems_between or whole, heldout)
+        due = (profile.steps - 1) // profile.eval.interval if profile.eval.interval else 0
+        evaluated = 2 * whole + due * between
+    evaluations = evaluated * rehearsed.completion_tokens / rehearsed.decode_tokens_per_second
+    return Forecast(
+        seconds=profile.steps * per_step + evaluations,
+        seconds_per_step=per_step,
+        decode_tokens_per_second=rehearsed.decode_tokens_per_second,
+        update_seconds=rehearsed.update_seconds,
+        evaluation_seconds=evaluations,
+        longest_turn_seconds=rehearsed.longest_turn_seconds,
+    )
+
+
+def trainable(outcomes: Sequence[object]) -> list[ScoredGroup]:
+    """Return the groups with different rewards."""
+    return [outcome for outcome in outcomes if isinstance(outcome, ScoredGroup)]
+
+
+def update_findings(metrics: UpdateMetrics | None, profile: Profile) -> Iterator[Finding]:
+    """Yield the findings about a rehearsed update. metrics: None if the update was not finite."""
+    if metrics is None:
+        yield Finding(
+            name="update_not_finite",
+            severity="error",
+            fact="loss or gradient of the rehearsed update is not finite",
+            consequence="such updates are skipped, so nothing is learned",
+            advice='set model.dtype = "float32" or "bfloat16", or lower learner.optimizer.learning_rate',
+        )
+        return
+    collapse = profile.collapse_detection
+    limit = UPDATE_KL_HIGH if isinstance(collapse, Off) else collapse.update_kl_high
+    if metrics.update_kl is not None and not metrics.update_kl <= limit:
+        rate = metrics.learning_rate
+        yield Finding(
+            name="update_too_large",
+            severity="warning",
+            fact=f"one update with the learning rate {rate:g} moves the policy by {metrics.update_kl:.3g} nats per "
+            f"token (limit {limit:g})",
+            consequence="the policy collapses within a few updates",
+            advice=f"--learner.optimizer.learning-rate {rate / 10:g}, or a lower policy.method.scale",
+        )
+
+
+def check_decoding(
+    policy: Policy, engine: DecodeEngine, profile: Profile, group: RolloutGroup
+) -> Generator[None, None, ParityReport]:
+    """Compare the log-probabilities of sampler and learner on a group, in the compute thread."""
+    tokens = 64 if isinstance(profile.parity, Off) else profile.parity.tokens
+    return (
+        yield from check_parity(
+            policy,
+            engine,
+            parity_sample(group.prompt.tokens, [completion.tokens for completion in group.completions], tokens=tokens),
+            temperature=profile.sampling.temperature,
+            rows=profile.engine.max_num_seqs,
+            forcing=TeacherForcing(policy.model, policy.vocab_size, layout=profile.learner.layout),
+        )
+    )
+
+
+def parity_findings(report: ParityReport, profile: Profile, dtype: str) -> Iterator[Finding]:
+    """Yield a finding if the log-probabilities differ. dtype: type that the model computes in."""
+    usual = LIMITS.get(dtype, LIMITS["bfloat16"])
+    limit = usual.stop_kl if isinstance(profile.parity, Off) else profile.parity.stop_kl or usual.stop_kl
+    if not report.mean_kl <= limit:
+        full = isinstance(profile.policy.method, FullMethod)
+        yield Finding(
+            name="parity_differs",
+            severity="error",
+            fact=f"the log-probabilities of sampler and learner differ by a mean KL divergence of {report.mean_kl:.3g} "
+            f"nats (limit {limit:g})",
+            consequence="the run ends at its first parity check, because the served policy is not the trained policy",
+            advice='set model.dtype = "float32"' + ("" if full else ", or check the scale of policy.adapter"),
+        )

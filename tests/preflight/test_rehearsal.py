@@ -1,0 +1,54 @@
+"""What a rehearsal measures becomes findings and a forecast."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from clotho.preflight.rehearsal import Rehearsed, forecast, parity_findings, update_findings
+from clotho.scoring.parity_check import ParityReport
+from tests.run.built_context import tiny_profile
+from tests.run.simulated_run import METRICS
+
+REHEARSED = Rehearsed(
+    completion_tokens=50.0, decode_tokens_per_second=100.0, update_seconds=2.0, longest_turn_seconds=0.25
+)
+
+
+def test_the_forecast_adds_decoding_updates_and_evaluations(tmp_path: Path) -> None:
+    """Ten steps of 2 x 2 completions of 50 tokens, and 20 held-out problems before, after and every 4 steps."""
+    profile = tiny_profile(tmp_path, eval={"type": "heldout", "interval": 4, "problems_between": 10})
+    found = forecast(profile, REHEARSED, heldout=20)
+    assert found.seconds_per_step == pytest.approx(2.0 + 2.0)
+    assert found.evaluation_seconds == pytest.approx((20 + 20 + 2 * 10) * 0.5)
+    assert found.seconds == pytest.approx(10 * 4.0 + 30.0)
+    without = forecast(tiny_profile(tmp_path, eval="off"), REHEARSED, heldout=20)
+    assert without.seconds == pytest.approx(10 * 4.0)
+
+
+@pytest.mark.parametrize(("kl", "expected"), [(0.01, []), (None, []), (0.5, ["update_too_large"])])
+def test_a_rehearsed_update_that_moves_the_policy_far_is_a_finding(
+    kl: float | None, expected: list[str], tmp_path: Path
+) -> None:
+    """The limit is that of the collapse detection; the advice is a lower learning rate."""
+    metrics = replace(METRICS, update_kl=kl, learning_rate=0.5)
+    found = list(update_findings(metrics, tiny_profile(tmp_path)))
+    assert [finding.name for finding in found] == expected
+    assert all("--learner.optimizer.learning-rate 0.05" in finding.advice for finding in found)
+
+
+def test_an_update_that_is_not_finite_is_a_finding(tmp_path: Path) -> None:
+    """The advice names the type of computation."""
+    (finding,) = update_findings(None, tiny_profile(tmp_path))
+    assert finding.name == "update_not_finite"
+    assert "model.dtype" in finding.advice
+
+
+@pytest.mark.parametrize(("kl", "count"), [(1e-9, 0), (1.0, 1), (float("nan"), 1)])
+def test_different_log_probabilities_are_a_finding(kl: float, count: int, tmp_path: Path) -> None:
+    """NaN exceeds every limit."""
+    report = ParityReport(rows=2, tokens=8, mean_kl=kl, max_difference=0.0, served_kl=0.0)
+    found = list(parity_findings(report, tiny_profile(tmp_path), "float32"))
+    assert [finding.name for finding in found] == ["parity_differs"] * count
