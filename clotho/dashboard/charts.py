@@ -1,4 +1,4 @@
-"""The charts of the overview: sections, titles, and the columns of metrics.jsonl and evaluations.jsonl that they show."""
+"""The charts of the overview: sections, titles, and the columns of metrics.jsonl and evaluations.jsonl."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ CHARTS = (
         format="percent",
     ),
     _chart("Learning", "Failures of rewards", _line("*", "rewards/*/failures")),
-    _chart("Update", "Loss", _line("loss", "loss"), _line("distillation", "distillation_loss")),
+    _chart("Update", "Loss", _line("loss", "loss")),
     _chart("Update", "KL", _line("to the reference policy", "kl"), _line("of the update", "update_kl")),
     _chart("Update", "Entropy", _line("entropy", "entropy")),
     _chart(

@@ -153,7 +153,7 @@ class Chart {
 
 	collect() {
 		const { x, series } = this.definition.data();
-		this.series = series.filter((line) => last(line.values) !== undefined);
+		this.series = series.filter((line) => last(line.values) !== undefined).map((line, at) => ({ ...line, dash: line.dash || at > 5 }));
 		this.x = this.series.length ? x : [];
 	}
 
@@ -167,7 +167,7 @@ class Chart {
 
 	// Per series: the line, the measured values if the line is smoothed, and both edges of the band.
 	rows() {
-		const factor = this.board.smoothing;
+		const factor = this.definition.table === "evaluations" ? 0 : this.board.smoothing;
 		const drawn = (values) => (values && factor ? smooth(values, factor) : values);
 		const rows = this.series.flatMap(({ values, low, high }) => [drawn(values), factor ? values : null, drawn(high), drawn(low)]);
 		return [this.x, ...rows.map((row) => row ?? this.x.map(() => null))];
@@ -197,7 +197,7 @@ class Chart {
 			const stroke = colour(`s${(at % 6) + 1}`);
 			const none = { show, stroke: null, points: { show: false } };
 			const area = base === undefined ? { spanGaps: span, points: { size: 5, filter: span ? undefined : isolated } } : { points: { show: false }, paths: uPlot.paths.stepped({ align: -1 }), fill: `${stroke}66`, fillTo: base };
-			if (high) bands.push({ series: [4 * at + 3, 4 * at + 4], fill: `${stroke}26` });
+			if (high) bands.push({ series: [4 * at + 3, 4 * at + 4], fill: stroke + (this.series.length > 1 ? "14" : "26") });
 			return [{ show, stroke, width: 1.6, dash: dash && [5, 4], ...area }, { ...none, stroke: `${stroke}55` }, none, none];
 		});
 		const axis = { stroke: colour("muted"), font: FONT, ticks: { show: false }, grid: { stroke: colour("grid"), width: 1 } };
