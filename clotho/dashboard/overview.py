@@ -14,6 +14,7 @@ import msgspec
 
 from clotho.config.keys import REQUIRED, SETTABLE, chosen_types
 from clotho.config.load import MASK, flatten
+from clotho.dashboard.charts import HIDDEN, chart_catalogue
 from clotho.dashboard.growing_file import read_small
 from clotho.dashboard.histories import decoded, number
 from clotho.dashboard.run_files import RunFiles
@@ -94,7 +95,7 @@ def overview(files: RunFiles, name: str, *, is_live: bool) -> dict[str, Any]:
 
 def constants() -> dict[str, Any]:
     """Return the keys of the response that are the same for every run. Events do not have them."""
-    return {"descriptions": DESCRIPTIONS}
+    return {"descriptions": DESCRIPTIONS, "charts": chart_catalogue(), "hidden_columns": HIDDEN}
 
 
 def _outcomes(files: RunFiles) -> dict[str, int]:
