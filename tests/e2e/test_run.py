@@ -70,6 +70,19 @@ def test_a_run_leaves_profile_log_checkpoints_and_adapter(finished: CompletedRun
     assert (run_dir / "adapters" / "adapters.safetensors").read_bytes() == final
 
 
+def test_the_timeline_accounts_for_the_compute_thread(finished: CompletedRun) -> None:
+    """It has every weight swap, and ends with the last step, when no group is in flight."""
+    timeline, recorded = lines(finished.run_dir / "timeline.jsonl"), metrics(finished.run_dir)
+    times = [line["t"] for line in timeline]
+    assert times == sorted(times)
+    assert sum(line["decode"] for line in timeline) >= sum(line["time/decode"] for line in recorded) - 1e-3
+    assert sum(line["learn"] for line in timeline) > 0
+    assert len([time for line in timeline for time in line["swaps"]]) == recorded[-1]["policy_version"]
+    last = timeline[-1]
+    assert (last["step"], last["version"]) == (finished.steps, recorded[-1]["policy_version"])
+    assert set(last["groups"].values()) == {0}
+
+
 def test_a_synchronous_run_samples_with_the_newest_weights(synchronous: CompletedRun) -> None:
     """`--async false`: the staleness is 0 in every update, and the groups of step s are sampled after update s - 1."""
     recorded = metrics(synchronous.run_dir)
