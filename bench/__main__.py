@@ -33,14 +33,15 @@ BENCHMARKS = {
     "wall_clock": "Time to 0.9 held-out accuracy, synchronous and asynchronous, beside mlx-lm-lora and TRL.",
     "search": "Best settings for the default task, for mlx-lm-lora's GRPO and for Clotho.",
     "scaling": "Decoding and updates by model and batch size.",
+    "dashboard": "Time until the list of groups of the dashboard is shown, sorted, filtered and scrolled.",
     "quick": "Regression check in 30 seconds, Clotho only; exit status 1 if a part is ten times slower.",
     "compare": "Compare two sets of results; also --compare BEFORE AFTER.",
     "figures": "Write the charts and tables of the documentation from the results.",
     "screenshot": "Capture the terminal display of the default run.",
 }
 
-OPTIONAL = ("matplotlib", "pyte")
-"""Packages that only the charts and screenshots need."""
+OPTIONAL = ("matplotlib", "playwright", "pyte")
+"""Packages that only the charts, the screenshots and the measurements in a browser need."""
 
 
 def main() -> int:

@@ -6,10 +6,14 @@ for data.
 
 from __future__ import annotations
 
+import gzip
 import hashlib
+import re
+from functools import lru_cache
 from pathlib import Path
 
 import anyio
+from anyio import to_thread
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
@@ -38,6 +42,9 @@ HEADERS = {
     "referrer-policy": "no-referrer",
     "cache-control": "no-cache",
 }
+
+GZIP = re.compile(r"\bgzip\b(?!\s*;\s*q=0(?:\.0*)?\s*(?:,|$))")
+"""An `Accept-Encoding` that accepts gzip."""
 
 
 def page_names() -> frozenset[str]:
@@ -69,12 +76,21 @@ def page_app() -> Starlette:
 
 
 async def _file(http: Request, name: str) -> Response:
-    """Return a file, or status 304 if the client has it."""
+    """Return a file, compressed if the client accepts gzip, or status 304 if the client has it."""
     path = PAGE / name
     data = await anyio.Path(path).read_bytes()
+    headers = HEADERS | {"vary": "accept-encoding"}
+    if GZIP.search(http.headers.get("accept-encoding", "")):
+        data = await to_thread.run_sync(_compressed, data)
+        headers["content-encoding"] = "gzip"
     tag = f'"{hashlib.sha256(data).hexdigest()[:32]}"'
-    headers = HEADERS | {"etag": tag}
+    headers["etag"] = tag
     known = {one.strip().removeprefix("W/") for one in http.headers.get("if-none-match", "").split(",")}
     if known & {tag, "*"}:
         return Response(status_code=304, headers=headers)
     return Response(data, headers=headers, media_type=TYPES[path.suffix])
+
+
+@lru_cache(maxsize=64)
+def _compressed(data: bytes) -> bytes:
+    return gzip.compress(data, mtime=0)

@@ -10,7 +10,7 @@ from starlette.testclient import TestClient
 from clotho.dashboard.page_files import PAGE, page_app, page_names
 
 MAX_BYTES = 120_000
-"""Size of the page with its chart library; licences not counted."""
+"""Bytes that a browser receives for the page with its chart library; licences not counted."""
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def test_every_file_has_headers_that_restrict_the_browser(client: TestClient) ->
         assert answer.headers["referrer-policy"] == "no-referrer"
         head = client.head(f"/{name}")
         assert (head.status_code, head.content) == (200, b"")
-        assert head.headers["content-length"] == str(len(answer.content))
+        assert head.headers["content-length"] == answer.headers["content-length"]
 
 
 def test_a_copy_in_the_browser_is_validated(client: TestClient) -> None:
@@ -42,10 +42,25 @@ def test_a_copy_in_the_browser_is_validated(client: TestClient) -> None:
     assert client.get("/", headers={"if-none-match": '"other"'}).status_code == 200
 
 
-def test_the_page_is_small() -> None:
-    """All files together, without licences."""
-    sizes = {name: (PAGE / name).stat().st_size for name in page_names() if not name.endswith(".LICENSE")}
+def test_the_page_is_small(client: TestClient) -> None:
+    """All files together, compressed as a browser receives them, without licences."""
+    names = [name for name in page_names() if not name.endswith((".LICENSE", ".html"))]
+    answers = {name: client.get(f"/dashboard/static/{name}", headers={"accept-encoding": "gzip"}) for name in names}
+    sizes = {name: int(answer.headers["content-length"]) for name, answer in answers.items()}
     assert sum(sizes.values()) <= MAX_BYTES, sizes
+
+
+@pytest.mark.parametrize(
+    ("accepted", "encoding"), [("gzip, br", "gzip"), ("br;q=1, gzip;q=0", None), ("identity", None)]
+)
+def test_a_file_is_compressed_for_clients_that_accept_it(
+    client: TestClient, accepted: str, encoding: str | None
+) -> None:
+    """Compressed or not, a client reads the same text; caches keep both forms apart."""
+    answer = client.get("/dashboard/static/app.js", headers={"accept-encoding": accepted})
+    assert answer.headers.get("content-encoding") == encoding
+    assert answer.headers["vary"] == "accept-encoding"
+    assert answer.text == (PAGE / "app.js").read_text(encoding="utf-8")
 
 
 def test_no_text_becomes_markup_and_nothing_comes_from_elsewhere() -> None:

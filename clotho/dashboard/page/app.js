@@ -3,6 +3,8 @@ import { fill, h } from "./element.js";
 import { duration, number } from "./format.js";
 import { Columns, exported, get, loadRuns, runs, subscribe, takeKey, useKey } from "./source.js";
 import { show as showCompare } from "./compare.js";
+import { show as showGroup } from "./group.js";
+import { show as showGroups } from "./groups.js";
 import { show as showOverview } from "./overview.js";
 import { show as showSettings } from "./settings.js";
 import { show as showTimeline } from "./timeline.js";
@@ -10,6 +12,8 @@ import { show as showTimeline } from "./timeline.js";
 const PAGES = {
 	"": { title: "Overview", key: "o", show: showOverview },
 	timeline: { title: "Timeline", key: "t", show: showTimeline },
+	groups: { title: "Groups", key: "g", show: showGroups },
+	"groups/": { title: "Group", show: showGroup },
 	compare: { title: "Compare", key: "c", show: showCompare },
 	settings: { title: "Settings", key: "s", show: showSettings },
 };

@@ -1,0 +1,77 @@
+// The tokens of a completion: their colours by one of their values, the legend, and all values of one token.
+import { h } from "./element.js";
+import { missing, number } from "./format.js";
+import { exact, visible } from "./text.js";
+
+export const OVERLAYS = {
+	sampled_logprob: "log-probability at sampling", learner_logprob: "log-probability at learning", ratio: "importance ratio",
+	version: "policy version", advantage: "advantage", cut: "cut", gradient_share: "share of the gradient", none: "nothing",
+};
+const CUTS = ["not cut", "clip range", "importance correction", "mask", "not trained on"];
+
+// Orange, blue and purple differ for all common kinds of colour blindness. Text stays readable on 60 % of a colour.
+const [ORANGE, BLUE, PURPLE] = ["225, 105, 0", "25, 105, 235", "150, 60, 215"];
+const CUT_COLOURS = [BLUE, ORANGE, BLUE, PURPLE, "130, 130, 130"];
+const limited = (low, value, high) => Math.max(low, Math.min(high, value));
+
+// The scale of a value over the completions of a group; null if no token has the value. at(value): position from -1 to 1.
+// stops: values of the legend.
+export function scaleOf(name, completions) {
+	let [low, high] = [Infinity, -Infinity];
+	for (const value of completions.flatMap((completion) => completion?.[name] ?? [])) {
+		if (!missing(value)) [low, high] = [Math.min(low, value), Math.max(high, value)];
+	}
+	if (low > high) return null;
+	const size = Math.max(-low, high) || 1;
+	const factor = limited(Math.log(1.05), Math.max(-Math.log(low), Math.log(high)), Math.log(4));
+	const ends = [-1, -0.5, 0, 0.5, 1];
+	const surprise = { at: (value) => Math.sqrt(limited(0, -value / 8, 1)), stops: [0, -0.5, -2, -4.5, -8] };
+	return {
+		sampled_logprob: surprise,
+		learner_logprob: surprise,
+		ratio: { at: (value) => limited(-1, Math.log(value) / factor, 1), stops: ends.map((end) => Math.exp(end * factor)) },
+		version: { at: (value) => 0.15 + (0.85 * (value - low)) / (high - low || 1), colour: BLUE,
+			stops: [...new Set([0, 0.25, 0.5, 0.75, 1].map((end) => Math.round(low + end * (high - low))))] },
+		advantage: { at: (value) => value / size, stops: ends.map((end) => end * size) },
+		cut: { at: Math.sign, stops: [0, 1, 2, 3, 4] },
+		gradient_share: { at: (value) => Math.sqrt(value / size), stops: [0, 0.25, 0.5, 1].map((end) => end ** 2 * size), colour: PURPLE },
+	}[name];
+}
+
+function paint(element, name, scale, value) {
+	const at = missing(value) ? 0 : scale.at(value);
+	const colour = name === "cut" ? CUT_COLOURS[value] : scale.colour ?? (at < 0 ? BLUE : ORANGE);
+	if (at) element.style.backgroundColor = `rgba(${colour}, ${(0.6 * Math.abs(at)).toFixed(3)})`;
+	element.classList.toggle("low", at < -0.1);
+	return element;
+}
+
+export function legend(name, scale) {
+	const swatch = (cut) => h("i", { class: `swatch cut${cut}` }, "ab");
+	const stops = scale.stops.map((value, i) => h("li", paint(swatch(name === "cut" ? value : 0), name, scale, value),
+		name === "cut" ? CUTS[value] : `${i === 4 && value === -8 ? "≤ " : ""}${number(value)}`));
+	const notes = { ratio: "hatched: below 1", advantage: "hatched: below 0", version: "a bar marks each new version" };
+	return h("ul.scale", stops, notes[name] && h("li", notes[name]),
+		name !== "cut" && [h("li.muted", "no gradient:"), [1, 2, 3, 4].map((cut) => h("li", swatch(cut), CUTS[cut]))]);
+}
+
+// The elements of the tokens from `start` to `end`, each with its position as `at`.
+export function elements(values, start, end, { name, scale, symbols }) {
+	return values.text.slice(start, end).map((text, i) => {
+		const at = start + i;
+		const isSwap = at > 0 && values.version[at] !== values.version[at - 1];
+		const element = h("span", { class: `t cut${values.cut[at]}${isSwap ? " swap" : ""}` }, symbols ? visible(text) : text);
+		element.at = at;
+		return scale ? paint(element, name, scale, values[name][at]) : element;
+	});
+}
+
+// All values of one token, as numbers.
+export function tokenTable(values, at) {
+	const row = (title, name, text, note) => h("tr", h("th", { scope: "row" }, title), h("td", h("span", { "data-value": name }, text), h("span.muted", note)));
+	const { none, cut, ...numbers } = OVERLAYS;
+	return h("table", row("token", "text", h("code", visible(values.text[at]) || "part of a character")), row("id", "token", values.tokens[at]),
+		row("position", "position", `${number(at + 1)} of ${number(values.tokens.length)}`), row(cut, "cut", CUTS[values.cut[at]]),
+		Object.entries(numbers).map(([name, title]) => row(title, name, exact(values[name][at]),
+			name.endsWith("logprob") && !missing(values[name][at]) && ` p = ${number(Math.exp(values[name][at]))}`)));
+}
