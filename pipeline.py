@@ -66,7 +66,7 @@ from clotho.run.context import RunContext
 from clotho.run.custom_actors import Channel, CustomActors
 from clotho.run.process_signals import finish_computation
 from clotho.run.remote_sampling import remote_sampler
-from clotho.run.run_monitor import RunMonitor, loading_page
+from clotho.run.run_monitor import RunMonitor, loading_page, token_value_writer
 from clotho.run.startup import build_context
 from clotho.run.timeline import timeline_recorder
 from clotho.runtime.compute_thread import ComputeExecutor, finish
@@ -191,6 +191,7 @@ def wire_monitor(
         metrics=JsonlWriter(directory.metrics),
         evaluations=JsonlWriter(directory.evaluations),
         rollouts=JsonlWriter(directory.rollouts) if settings.rollouts else None,
+        tokens=token_value_writer(context),
         logged=context.logged,
         signal=context.signal,
         trackers=context.trackers,

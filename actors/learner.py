@@ -277,5 +277,5 @@ def _ends(groups: list[ScoredGroup], update: Update | None) -> tuple[list[Traine
         return [], [discard(group, "not_finite", "loss or gradient was not finite") for group in groups]
     if not update.applied:
         return [], [discard(group, "zero_variance", "the gradient of the batch was exactly zero") for group in groups]
-    pairs = zip(groups, update.advantages, strict=True)
-    return [TrainedGroup(scored=group, advantages=advantages) for group, advantages in pairs], []
+    rows = zip(groups, update.advantages, update.tokens or ((),) * len(groups), strict=True)
+    return [TrainedGroup(scored=group, advantages=advantages, tokens=tokens) for group, advantages, tokens in rows], []

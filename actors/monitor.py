@@ -14,6 +14,7 @@ from clotho.monitoring.display import Display, NoDisplay, RunView, Sample, sampl
 from clotho.monitoring.forecast import RunForecast
 from clotho.monitoring.metrics import Measurement, MetricsLine, evaluation_record, step_metrics
 from clotho.monitoring.rollout_log import rollout_records
+from clotho.monitoring.token_values import TokenValueWriter
 from clotho.monitoring.trackers import Tracker, evaluation_values, step_records
 from clotho.monitoring.training_signal import TrainingSignal
 from clotho.runtime.latest import Latest
@@ -37,7 +38,7 @@ class Monitor:
 
     metrics.jsonl has one line per step, rollouts.jsonl one line per group, evaluations.jsonl one line per evaluation;
     each file is in order of `step`. An evaluation runs beside the training, so that its line may be written after the
-    metrics of later steps; hence the separate file.
+    metrics of later steps; hence the separate file. Per-token values have one file per step.
 
     A file that cannot be written is reported once and attempted again with the next line. After any other failure the
     inbox is read to its end, so that no actor waits for the monitor. Then the failure is raised.
@@ -56,6 +57,7 @@ class Monitor:
         metrics: JsonlWriter,
         evaluations: JsonlWriter,
         rollouts: JsonlWriter | None,
+        tokens: TokenValueWriter | None = None,
         logged: Latest[int],
         signal: TrainingSignal,
         trackers: Sequence[Tracker] = (),
@@ -64,12 +66,13 @@ class Monitor:
         seconds_before: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """rollouts: None disables the rollout log. forecast: None shows no remaining time.
+        """rollouts, tokens: None writes no rollout log or no per-token values. forecast: None shows no remaining time.
 
         first_step, seconds_before: step and age of a resumed run.
         """
         self._inbox, self._gauges, self._display = inbox, gauges, display
         self._metrics_file, self._evaluations_file, self._rollouts_file = metrics, evaluations, rollouts
+        self._tokens = tokens
         self.logged, self._signal, self._trackers = logged, signal, trackers
         self._step, self._forecast = first_step, forecast
         self._seconds_before, self._clock, self._started_at = seconds_before, clock, clock()
@@ -90,6 +93,7 @@ class Monitor:
                 self._show(start=True)
                 async for report in self._inbox:
                     await self._observe(report)
+                await self._write_tokens()
             except Exception:
                 log.error("monitor_failed", exc_info=True)
                 self.logged.close()
@@ -139,6 +143,8 @@ class Monitor:
             await self._write(self._rollouts_file, rollout_records(report))
         await self._write(self._metrics_file, [metrics])
         self.logged.put(report.step)
+        await self._add_tokens(report)
+        await self._write_tokens()
 
     async def _observe_groups(self, report: GroupsEnded) -> None:
         self._signal.observe(report)
@@ -146,6 +152,7 @@ class Monitor:
         self._discarded_between.update((group.prompt.source, group.reason) for group in report.discarded)
         if self._rollouts_file is not None:
             await self._write(self._rollouts_file, rollout_records(report))
+        await self._add_tokens(report)
 
     async def _observe_evaluation(self, report: EvalReport) -> None:
         if self._first_evaluation is None:
@@ -159,15 +166,26 @@ class Monitor:
         await self._write(self._evaluations_file, [evaluation_record(report, run_seconds=self._age())])
 
     async def _write(self, file: JsonlWriter, records: Iterable[Any]) -> None:
-        """Append records in a worker thread. If writing fails, the records are lost and the run continues."""
+        """Append records to a file."""
 
         def append() -> None:
             for record in records:
                 file.append(record)
 
-        name = file.path.name
+        await self._attempt(file.path.name, append)
+
+    async def _add_tokens(self, report: StepReport | GroupsEnded) -> None:
+        if self._tokens is not None:
+            await to_thread.run_sync(self._tokens.add, report)
+
+    async def _write_tokens(self) -> None:
+        if self._tokens is not None and self._tokens.pending:
+            await self._attempt(self._tokens.path.name, self._tokens.write)
+
+    async def _attempt(self, name: str, write: Callable[[], None]) -> None:
+        """Write in a worker thread. If writing fails, the data are lost and the run continues."""
         try:
-            await to_thread.run_sync(append)
+            await to_thread.run_sync(write)
         except OSError as error:
             self._failed_writes[name] += 1
             if self._failed_writes[name] == 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import IntEnum
 from typing import Annotated, Any
 
 from msgspec import Meta, Struct
@@ -9,6 +10,38 @@ from msgspec import Meta, Struct
 from protocols.accounting import LedgerState
 from protocols.collapse import CollapseState
 from protocols.rollout import Discarded, ScoredGroup
+
+
+class Cut(IntEnum):
+    """What limits the gradient of a token in an update. If several apply: a mask, a rejection, a clip, a truncation.
+
+    NONE: nothing.
+    CLIP: the objective clips the token. Clipped surrogates give it no gradient; `cispo` bounds its weight.
+    CORRECTION: an importance correction rejects the token or truncates its weight.
+    MASK: a mask excludes the token: tokens that the policy did not sample, truncated completions, completions of which
+        the environment sets the advantage to 0, outliers and the off-policy mask.
+    NOT_TRAINED: the group was discarded.
+    """
+
+    NONE = 0
+    CLIP = 1
+    CORRECTION = 2
+    MASK = 3
+    NOT_TRAINED = 4
+
+
+class TokenValues(Struct, frozen=True, kw_only=True):
+    """What an update computed for each token of one completion: arrays as bytes, one little-endian number per token.
+
+    learner_logprob: float32, nats; at the first gradient of the update that used the token, NaN without any.
+    advantage: float32. cut: uint8, a value of `Cut`.
+    gradient_share: float32. |d loss / d logp| at that first gradient, divided by its sum over the tokens of the update.
+    """
+
+    learner_logprob: bytes
+    advantage: bytes
+    cut: bytes
+    gradient_share: bytes
 
 
 class ReplayGroup(Struct, frozen=True, kw_only=True):
@@ -24,10 +57,14 @@ class ReplayGroup(Struct, frozen=True, kw_only=True):
 
 
 class TrainedGroup(Struct, frozen=True, kw_only=True):
-    """A group that was trained on. advantages: one per completion."""
+    """A group that was trained on. advantages: one per completion.
+
+    tokens: one entry per completion; empty if per-token values are off (`monitor.token_values_mb`).
+    """
 
     scored: ScoredGroup
     advantages: tuple[float, ...]
+    tokens: tuple[TokenValues, ...] = ()
 
 
 class UpdateMetrics(Struct, frozen=True, kw_only=True):

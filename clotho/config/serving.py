@@ -63,7 +63,8 @@ OWN = {name: key for name, key in keys.read_sections(ServeFlags)[""].keys.items(
 
 NOT_SERVED = frozenset({
     "sampling.group_size", "sampling.top_logprobs", "server.type", "server.allow_pause", "server.dashboard",
-    "engine.kv_policy", "monitor.display", "monitor.rollouts", "policy.grad_checkpoint", "policy.adapter",
+    "engine.kv_policy", "monitor.display", "monitor.rollouts", "monitor.token_values_mb", "policy.grad_checkpoint",
+    "policy.adapter",
 })  # fmt: skip
 """Keys of the tables of `ServingProfile` that concern training only."""
 

@@ -18,6 +18,7 @@ from clotho.config.schema import Profile
 from clotho.models.machine import restore_random_state
 from clotho.models.policy import Policy
 from clotho.monitoring.metrics import EvaluationRecord
+from clotho.monitoring.token_values import token_files
 from clotho.runtime.compute_thread import ComputeExecutor, finish
 from clotho.storage.atomic_files import copy_file, make_directory, new_directory, sync_directory
 from clotho.storage.best_checkpoint import INITIAL
@@ -140,9 +141,9 @@ def _chosen(directory: RunDirectory, step: int) -> ResumePoint:
 def set_aside(directory: RunDirectory, step: int) -> tuple[str, ...]:
     """Move everything of a run that is later than a step to a new entry of `superseded/`; nothing is deleted.
 
-    Later checkpoints are moved, newest first, so that a kill leaves a run that can be resumed. The histories are
-    copied, because `restore_histories` then reduces them to the step. Return a message if anything was later. Raises
-    RunDirectoryError if the disk refuses.
+    Later checkpoints are moved, newest first, so that a kill leaves a run that can be resumed; so are the per-token
+    values of later steps. The histories are copied, because `restore_histories` then reduces them to the step. Return a
+    message if anything was later. Raises RunDirectoryError if the disk refuses.
     """
     later = [number for number in checkpoint_steps(directory.checkpoints) if number > step]
     histories = (directory.metrics, directory.evaluations, directory.rollouts)
@@ -157,6 +158,10 @@ def set_aside(directory: RunDirectory, step: int) -> tuple[str, ...]:
                 if path.is_file():
                     copy_file(path, unfinished / path.name)
             (unfinished / "checkpoints").mkdir()
+            (unfinished / directory.tokens.name).mkdir()
+        for number, path in token_files(directory.tokens).items():
+            if number > step:
+                path.rename(place / directory.tokens.name / path.name)
         for number in later:
             moved = checkpoint_path(directory.checkpoints, number)
             moved.rename(place / "checkpoints" / moved.name)
@@ -222,6 +227,8 @@ def _restore(path: Path, policy: Policy, learner: PolicyLearner) -> tuple[Replay
 def restore_histories(directory: RunDirectory, state: RunState | None, profile: Profile) -> RestoredHistories:
     """Truncate the histories to the step of the checkpoint, repair them, and compare them with the checkpoint.
 
+    Per-token values of later steps are deleted.
+
     metrics.jsonl must have each step once, rollouts.jsonl each group that has ended once, evaluations.jsonl the
     evaluations that it had when the checkpoint was written. Lines that are missing are reported; they are not needed
     to continue. All files are read before the first one is changed. Raises RunDirectoryError if one cannot be read
@@ -234,6 +241,7 @@ def restore_histories(directory: RunDirectory, state: RunState | None, profile: 
     rewrite(metrics, step, MetricsRecord)
     rewrite(evaluations, step, EvaluationRecord)
     rewrite(rollouts, step, RolloutRecord)
+    _delete_token_values(directory, step)
     warnings = [*_repairs(metrics), *_repairs(evaluations), *_repairs(rollouts)]
     if state is None or _replaces_monitor(profile):
         return RestoredHistories(warnings=tuple(warnings))
@@ -250,6 +258,15 @@ def restore_histories(directory: RunDirectory, state: RunState | None, profile: 
         warnings=(*warnings, *(line for difference in differences for line in difference.messages())),
         gaps=tuple(difference.gap for difference in differences if difference.missing),
     )
+
+
+def _delete_token_values(directory: RunDirectory, step: int) -> None:
+    try:
+        for number, path in token_files(directory.tokens).items():
+            if number > step:
+                path.unlink()
+    except OSError as error:
+        raise RunDirectoryError(f"{directory.tokens} cannot be changed: {error.strerror or error}") from error
 
 
 def _steps(found: Scan[T]) -> Counter[int]:

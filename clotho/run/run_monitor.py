@@ -14,9 +14,11 @@ from starlette.types import ASGIApp
 
 from clotho.config.bounds import Off
 from clotho.config.schema import FullMethod, HttpServer, ServerSection
+from clotho.inference.token_texts import TokenTexts
 from clotho.models.machine import peak_memory
 from clotho.monitoring.summary import resume_command
 from clotho.monitoring.terminal_text import relative_path
+from clotho.monitoring.token_values import TokenValueWriter
 from clotho.run.accounting import GroupAccounting
 from clotho.run.context import RunContext
 from clotho.run.serving_state import ServingState, names_of, served_adapters
@@ -44,6 +46,15 @@ def loading_page(server: ServerSection) -> ASGIApp | None:
     from clotho.dashboard.page_files import page_app
 
     return page_app()
+
+
+def token_value_writer(context: RunContext) -> TokenValueWriter | None:
+    """Return the writer of per-token values; None if the profile disables them."""
+    tokenizer, limit = context.policy.tokenizer, context.profile.monitor.token_values_mb
+    if not limit:
+        return None
+    texts = TokenTexts(tokenizer, tokenizer.encode("a", add_special_tokens=False)[-1])
+    return TokenValueWriter(context.directory.tokens, limit_bytes=limit << 20, texts=texts)
 
 
 class RunMonitor:

@@ -248,6 +248,7 @@ def _load_compute(profile: Profile, directory: RunDirectory) -> LoadedCompute:
         seed=profile.seed,
         rollback_window=collapse.window if isinstance(collapse, RollBackOnCollapse) else 0,
         measure_update_kl=not isinstance(collapse, Off),
+        token_values=profile.monitor.token_values_mb > 0,
     )
     if fork is not None:
         fork = restore_learner(learner, fork)

@@ -117,12 +117,14 @@ PREVIOUS_LOG = "log.1.jsonl"
 FACTS, TIMELINE = "facts.json", "timeline.jsonl"
 LINES = frozenset({"metrics.jsonl", "evaluations.jsonl", "rollouts.jsonl", TIMELINE, "log.jsonl", PREVIOUS_LOG})
 FILES = LINES | {"profile.toml", FACTS, PREFLIGHT, NEWEST_CHECKPOINT, BEST, LINEAGE}
-ATROPOS, REMOTE = "atropos", "remote"
-DIRECTORIES = frozenset({"checkpoints", "adapters", ATROPOS, REMOTE, SUPERSEDED})
+ATROPOS, REMOTE, TOKENS = "atropos", "remote", "tokens"
+DIRECTORIES = frozenset({"checkpoints", "adapters", ATROPOS, REMOTE, TOKENS, SUPERSEDED})
 ATROPOS_FILES = re.compile(r"[A-Za-z0-9_-]+\.(log|log\.1|json)|env_checkpoints")
 """Entries of the directory of child processes: output, settings, and checkpoints of atroposlib environments."""
 REMOTE_FILES = re.compile(r"mlx-lm-[0-9]+(\.log)?")
 """Entries of the directory of inference servers that the run starts: adapters and output."""
+TOKEN_FILES = re.compile(r"step-[0-9]{6,}\.safetensors")
+"""Entries of the directory of per-token values (`clotho.monitoring.token_values`)."""
 SUPERSEDED_NAME = re.compile(r"[0-9]{3,}-after-step-[0-9]{6,}")
 """Entries of the directory of what `--resume-step` has set aside."""
 RUN_ID = ".run_id"
@@ -196,6 +198,11 @@ class RunDirectory:
         return self.path / FACTS
 
     @property
+    def tokens(self) -> Path:
+        """Directory of per-token values, one file per step."""
+        return self.path / TOKENS
+
+    @property
     def log(self) -> Path:
         """Event log, one JSON line per event."""
         return self.path / "log.jsonl"
@@ -261,7 +268,7 @@ class RunDirectory:
             if self._clean:
                 _clean(self.path)
                 sync_directory(self.path)  # a power failure cannot bring back checkpoints of the earlier run
-            for directory in (self.path, self.checkpoints, self.adapters, self.superseded):
+            for directory in (self.path, self.checkpoints, self.adapters, self.tokens, self.superseded):
                 remove_leftovers(directory)
             if not (self.path / RUN_ID).exists():
                 replace_file(self.path / RUN_ID, [f"{self.run_id}\n".encode()])
@@ -381,6 +388,8 @@ def _is_run_entry(inner: Path) -> bool:
         return SUPERSEDED_NAME.fullmatch(inner.name) is not None and inner.is_dir() and not inner.is_symlink()
     if inner.parent.name == REMOTE:
         return REMOTE_FILES.fullmatch(inner.name) is not None
+    if inner.parent.name == TOKENS:
+        return TOKEN_FILES.fullmatch(inner.name) is not None
     if inner.name in (TENSORS, CONFIG):
         return True
     return DIRECTORY_NAME.fullmatch(inner.name) is not None and inner.is_dir() and not inner.is_symlink()

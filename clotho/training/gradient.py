@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import AbstractContextManager
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import mlx.core as mx
 
@@ -59,16 +59,30 @@ class StepPosition(NamedTuple):
     progress: float
 
 
+class TokenGradient(NamedTuple):
+    """The gradient of the loss at each token of a micro-batch: (N,).
+
+    slope_N: d loss / d logp, float32: the derivative of the whole loss with respect to the log-probability of the
+    sampled token, that is, of the objective with its correction and of a KL penalty in the loss. Entropy bonus and
+    distillation depend on the whole distribution, not on this number, and are not in it. cut_N: what limits the
+    gradient, a value of `Cut`.
+    """
+
+    slope_N: mx.array
+    cut_N: mx.array
+
+
 class Gradient(NamedTuple):
     """Gradient of a micro-batch's loss by parameter name, with the loss and the metrics; evaluated.
 
-    logp_N: log-probabilities of the tokens under the weights of the gradient.
+    logp_N: log-probabilities of the tokens under the weights of the gradient. tokens: empty unless requested.
     """
 
     arrays: dict[str, mx.array]
     loss: mx.array
     metrics: MetricSums
     logp_N: mx.array
+    tokens: tuple[TokenGradient, ...] = ()
 
 
 def micro_batch_gradient(
@@ -81,15 +95,25 @@ def micro_batch_gradient(
     loss_config: LossConfig,
     position: StepPosition,
     turns: TurnBudget,
+    token_gradients: bool = False,
 ) -> Generator[None, None, Gradient]:
     """Return the gradient of one micro-batch's loss with respect to `parameters`. Gradients of micro-batches add up.
 
     Gradients are float32. Only trainable parameters are differentiated. No tracer and no changed mode stays in the
     model. Tokens count as on-policy while the weights are those of the start of the update. Yields between turns, with
-    the served weights in the model.
+    the served weights in the model. token_gradients: also return the gradient at each token, which the backward pass
+    contains already.
     """
     gradient, stages = _gradient_graph(
-        policy, forcing, parameters, micro, fixed_logprobs, loss_config=loss_config, position=position, turns=turns
+        policy,
+        forcing,
+        parameters,
+        micro,
+        fixed_logprobs,
+        loss_config=loss_config,
+        position=position,
+        turns=turns,
+        token_gradients=token_gradients,
     )
     yield from turns.evaluate(stages, _in_order_of_blocks(gradient))
     return gradient
@@ -105,6 +129,7 @@ def _gradient_graph(
     loss_config: LossConfig,
     position: StepPosition,
     turns: TurnBudget,
+    token_gradients: bool,
 ) -> tuple[Gradient, list[Stage]]:
     """Build the graph of the gradient, and return its stages."""
     inputs = _inputs(micro, fixed_logprobs, position)
@@ -116,7 +141,9 @@ def _gradient_graph(
         and position.progress > 0
     )
 
-    def loss(traced: Parameters) -> tuple[mx.array, MetricSums, mx.array]:
+    slopes: list[mx.array] = []
+
+    def loss(traced: Parameters) -> tuple[mx.array, MetricSums, mx.array, mx.array]:
         with policy.using(traced):
             scores: TokenScores = forcing(micro, distribution=loss_config.distribution, logp_only=logp_only)
         seen = inputs
@@ -129,8 +156,8 @@ def _gradient_graph(
                 version_current=position.version + position.progress,
             )
             seen = inputs._replace(proximal_N=proximal_N)
-        value, metrics = policy_loss(
-            scores.logp_N,
+        value, metrics, cut_N = policy_loss(
+            _watched(scores.logp_N, slopes) if token_gradients else scores.logp_N,
             scores.entropy_N,
             seen,
             cross_entropy_N=scores.cross_entropy_N,
@@ -138,7 +165,7 @@ def _gradient_graph(
             loss_coefficients=loss_config.loss_coefficients,
             objective=loss_config.objective,
         )
-        return value, metrics, mx.stop_gradient(scores.logp_N)
+        return value, metrics, mx.stop_gradient(scores.logp_N), cut_N
 
     # While it traces, MLX puts its tracers into the very containers it is given; others read the learner's.
     own = nested(flat(parameters))
@@ -147,9 +174,26 @@ def _gradient_graph(
         policy.training_mode(),
         turns.recorded(policy.model, gradients=True) as stages,
     ):
-        (value, metrics, logp_N), tree = mx.value_and_grad(loss)(own)
+        (value, metrics, logp_N, cut_N), tree = mx.value_and_grad(loss)(own)
     arrays = {name: array.astype(mx.float32) for name, array in flat(tree).items()}
-    return Gradient(arrays, value, metrics, logp_N), stages.take(arrays)
+    slope_N = slopes[0] if slopes else mx.zeros_like(logp_N)  # a custom loss may not depend on log-probabilities
+    tokens = (TokenGradient(slope_N, cut_N),) if token_gradients else ()
+    return Gradient(arrays, value, metrics, logp_N, tokens), stages.take(arrays)
+
+
+def _watched(logp_N: mx.array, slopes: list[mx.array]) -> mx.array:
+    """Return the log-probabilities unchanged; their cotangent is appended when the backward pass is built."""
+
+    @mx.custom_function
+    def watch(logp_N: mx.array) -> mx.array:
+        return logp_N
+
+    @watch.vjp
+    def record(logp_N: mx.array, cotangent_N: mx.array, output_N: mx.array) -> mx.array:
+        slopes.append(cotangent_N)
+        return cotangent_N
+
+    return cast(mx.array, watch(logp_N))
 
 
 def compute_logprobs(
@@ -187,7 +231,7 @@ def _logprobs_graph(
 
 
 def add_gradients(total: Gradient | None, part: Gradient) -> Gradient:
-    """Return the sum of two gradients, evaluated, with the `logp_N` of the first; `part` itself if it is the first."""
+    """Return the sum of two gradients, evaluated, with the tokens of the first; `part` itself if it is the first."""
     if total is None:
         return part
     arrays = {name: array + part.arrays[name] for name, array in total.arrays.items()}

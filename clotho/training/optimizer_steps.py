@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
+from numpy.typing import NDArray
 
 from clotho.config.sections_training import LearnerSection
 from clotho.models.parameters import Arrays, Parameters, flat, nested
 from clotho.models.policy import TrainablePolicy
 from clotho.models.turns import TurnBudget
+from clotho.scoring.sequences import MicroBatch, sampled_mask_T
 from clotho.scoring.teacher_forcing import TeacherForcing
-from clotho.training.batch import TrainingBatch
+from clotho.training.batch import Minibatch, TrainingBatch
 from clotho.training.gradient import Gradient, LossConfig, StepPosition, add_gradients, micro_batch_gradient
 from clotho.training.objectives.loss import LossCoefficients
 from clotho.training.optimizers import OptimizerState, apply_step, clip_scale, global_norm
-from protocols.step import UpdateMetrics
+from protocols.rollout import ScoredGroup
+from protocols.step import Cut, TokenValues, UpdateMetrics
 
 
 class MetricTotals:
@@ -61,6 +64,66 @@ class MetricTotals:
         )
 
 
+class TokenRecord:
+    """Collects the values of every token from the first gradient of an update that uses the token."""
+
+    def __init__(self) -> None:
+        self._origins: list[tuple[int, int]] = []
+        self._lengths: list[NDArray[np.int64]] = []
+        self._logp: list[NDArray[np.float32]] = []
+        self._slopes: list[NDArray[np.float32]] = []
+        self._cuts: list[NDArray[np.uint8]] = []
+
+    def add(self, mini: Minibatch, micro: MicroBatch, gradient: Gradient) -> None:
+        """Add the tokens of a micro-batch. gradient: with `tokens`."""
+        (found,) = gradient.tokens
+        table = micro.table
+        trained = int(np.count_nonzero(table.loss_mask_N))  # padding is at the end
+        self._origins += [mini.origins[member] for member in micro.members]
+        self._lengths.append(np.bincount(table.sequence_N[:trained], minlength=micro.sequences))
+        self._logp.append(np.array(gradient.logp_N)[:trained])
+        self._slopes.append(np.abs(np.array(found.slope_N)[:trained]))
+        self._cuts.append(np.array(found.cut_N)[:trained])
+
+    def values(self, groups: Sequence[ScoredGroup], batch: TrainingBatch) -> tuple[tuple[TokenValues, ...], ...]:
+        """Return the values of each completion of the first groups of the update, in its little-endian form."""
+        ends = np.cumsum(np.concatenate(self._lengths))[:-1]
+        slope_N = np.concatenate(self._slopes)
+        total = float(slope_N.sum(dtype=np.float64))
+        share_N = (slope_N / total if total > 0 else np.zeros_like(slope_N)).astype("<f4")
+        columns = (np.concatenate(self._logp).astype("<f4"), np.concatenate(self._cuts), share_N)
+        parts = zip(*(np.split(column_N, ends) for column_N in columns), strict=True)
+        found = dict(zip(self._origins, parts, strict=True))
+        return tuple(
+            tuple(
+                _completion_values(group, i, batch.advantages[g][i], found.get((g, i)))
+                for i in range(len(group.rewards))
+            )
+            for g, group in enumerate(groups)
+        )
+
+
+def _completion_values(
+    group: ScoredGroup, i: int, advantage_T: NDArray[np.float64], found: tuple[NDArray[np.generic], ...] | None
+) -> TokenValues:
+    """Return the values of a completion. found: log-probability, cut and share of its sampled tokens, if trained on."""
+    completion = group.group.completions[i]
+    T = len(completion.tokens)
+    logp_T, share_T = np.full(T, np.nan, dtype="<f4"), np.zeros(T, dtype="<f4")
+    cut_T = np.full(T, Cut.MASK, dtype=np.uint8)
+    if found is not None:
+        sampled_T = sampled_mask_T(completion) if completion.sampled else slice(None)
+        logp_T[sampled_T], cut_T[sampled_T], share_T[sampled_T] = found
+    if group.zero_advantage and group.zero_advantage[i]:
+        cut_T[:] = Cut.MASK
+    return TokenValues(
+        learner_logprob=logp_T.tobytes(),
+        advantage=advantage_T.astype("<f4").tobytes(),
+        cut=cut_T.tobytes(),
+        gradient_share=share_T.tobytes(),
+    )
+
+
 class OptimizerProgress(NamedTuple):
     """Result of the optimizer steps taken so far.
 
@@ -87,12 +150,13 @@ def take_optimizer_steps(
     learning_rate: float,
     totals: MetricTotals,
     turns: TurnBudget,
+    record: TokenRecord | None = None,
 ) -> Generator[None, None, OptimizerProgress | None]:
     """Take one step for every minibatch of every epoch; return None if a loss or gradient is not finite.
 
-    version: policy version of the weights before the first step. totals: receives the metrics. A gradient of exactly
-    zero takes no step, because momentum and weight decay would move the weights. Yields after every micro-batch and
-    step, with the served weights in the model.
+    version: policy version of the weights before the first step. totals: receives the metrics. record: receives the
+    tokens. A gradient of exactly zero takes no step, because momentum and weight decay would move the weights. Yields
+    after every micro-batch and step, with the served weights in the model.
     """
     progress = start
     count = loss_config.settings.update_epochs * len(batch.minibatches)
@@ -100,9 +164,8 @@ def take_optimizer_steps(
         index = number % len(batch.minibatches)
         position = StepPosition(version, number / count)
         total: Gradient | None = None
-        for micro, fixed_logprobs in zip(
-            batch.minibatches[index].micro_batches, batch.fixed_logprobs[index], strict=True
-        ):
+        mini, recorder = batch.minibatches[index], record if number == index else None
+        for micro, fixed_logprobs in zip(mini.micro_batches, batch.fixed_logprobs[index], strict=True):
             part = yield from micro_batch_gradient(
                 policy,
                 forcing,
@@ -112,7 +175,10 @@ def take_optimizer_steps(
                 loss_config=loss_config,
                 position=position,
                 turns=turns,
+                token_gradients=recorder is not None,
             )
+            if recorder is not None:
+                recorder.add(mini, micro, part)
             total = add_gradients(total, part)
             if number == 0:
                 progress = progress._replace(initial_logp=(*progress.initial_logp, part.logp_N))

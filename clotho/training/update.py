@@ -22,7 +22,8 @@ An update passes through these modules, in this order:
 
    The objective function (`objectives.token_level`, `objectives.sequence_level`) maps importance ratio and advantage
    to a token loss; `objectives.importance_correction` gives w_t. The loss also returns the sums of its metrics.
-   The gradients of the micro-batches add up to the gradient of the minibatch, in float32.
+   The gradients of the micro-batches add up to the gradient of the minibatch, in float32. The values of single tokens
+   (`TokenRecord`) are by-products of the first gradient that uses each token.
 6. `optimizers` clips that gradient by its global norm and applies the update rule to new arrays. A loss or gradient
    that is not finite ends the update here: the old parameters and the old optimizer state are still in place. A
    gradient of exactly zero takes no step.
@@ -56,7 +57,7 @@ from clotho.training.batch import PerTokenAdvantages, TrainingBatch, prepare
 from clotho.training.gradient import LossConfig
 from clotho.training.objectives.controllers import initial_loss_coefficients, next_loss_coefficients
 from clotho.training.objectives.registry import objective
-from clotho.training.optimizer_steps import MetricTotals, OptimizerProgress, take_optimizer_steps
+from clotho.training.optimizer_steps import MetricTotals, OptimizerProgress, TokenRecord, take_optimizer_steps
 from clotho.training.optimizers import initial_state, learning_rate
 from clotho.training.reference_policy import ReferencePolicy
 from clotho.training.rollback import (
@@ -70,7 +71,7 @@ from clotho.training.rollback import (
 from clotho.training.update_checks import AdapterCheck, update_kl
 from protocols.learnability import require_learnable
 from protocols.rollout import ScoredGroup
-from protocols.step import UpdateMetrics
+from protocols.step import TokenValues, UpdateMetrics
 
 
 class Update(Struct, frozen=True, kw_only=True):
@@ -78,6 +79,8 @@ class Update(Struct, frozen=True, kw_only=True):
 
     parameters, version, fingerprint: the newest weights, unchanged if the update was not applied.
     advantages: per group and completion, the mean over the tokens that the policy sampled.
+    tokens: per group and completion, the values of its tokens; empty if they are not recorded, or the update was not
+    applied.
     applied: whether the weights changed. finite: False if a loss or gradient was not finite. Not applied but finite
     means that the gradient was exactly zero.
     """
@@ -89,6 +92,7 @@ class Update(Struct, frozen=True, kw_only=True):
     advantages: tuple[tuple[float, ...], ...]
     applied: bool
     finite: bool
+    tokens: tuple[tuple[TokenValues, ...], ...] = ()
 
 
 class _Computed(NamedTuple):
@@ -97,6 +101,7 @@ class _Computed(NamedTuple):
     batch: TrainingBatch
     progress: OptimizerProgress | None
     metrics: UpdateMetrics
+    record: TokenRecord | None
 
 
 class PolicyLearner:
@@ -116,18 +121,21 @@ class PolicyLearner:
         seed: int = 0,
         rollback_window: int = 0,
         measure_update_kl: bool = False,
+        token_values: bool = False,
     ) -> None:
         """Start from the served parameters.
 
         steps: length of the learning-rate schedule. seed: for dealing groups to minibatches.
         rollback_window: number of healthy updates after which `roll_back` may return to a policy; 0 keeps none.
         measure_update_kl: measure how far each update moves the policy (`UpdateMetrics.update_kl`).
+        token_values: return the values of tokens (`Update.tokens`).
         Raises ProfileError if the learner cannot evaluate the sampling distribution or cannot load the objective, and
         ModelError if the model does not support the layout.
         """
         require_learnable(sampling)
         self._policy, self._settings, self._steps, self._seed = policy, learner, steps, seed
         self._max_tokens, self._measure_update_kl = sampling.max_tokens, measure_update_kl
+        self._token_values = token_values
         self._distribution = SamplingDistribution(sampling.temperature, sampling.logit_bias)
         self._objective = objective(learner.objective)
         self._forcing = TeacherForcing(policy.model, policy.vocab_size, layout=learner.layout)
@@ -156,7 +164,7 @@ class PolicyLearner:
         token.
         """
         step = self._state.updates if step is None else step
-        batch, progress, metrics = yield from self._compute([*groups, *replayed], step)
+        batch, progress, metrics, record = yield from self._compute([*groups, *replayed], step)
         if progress is not None and metrics.update_applied:
             self._apply(progress, metrics)
         return Update(
@@ -167,6 +175,7 @@ class PolicyLearner:
             advantages=_per_completion(groups, batch.advantages),
             applied=metrics.update_applied,
             finite=progress is not None,
+            tokens=record.values(groups, batch) if record is not None and metrics.update_applied else (),
         )
 
     def compute_and_discard(self, groups: Sequence[ScoredGroup]) -> None:
@@ -201,7 +210,7 @@ class PolicyLearner:
             turns=self.turns,
         )
         rate = learning_rate(step, steps=self._steps, settings=self._settings) * self._state.rate_factor
-        totals = MetricTotals()
+        totals, record = MetricTotals(), TokenRecord() if self._token_values else None
         progress = yield from take_optimizer_steps(
             batch,
             OptimizerProgress(self.parameters, self._state.optimizer),
@@ -212,6 +221,7 @@ class PolicyLearner:
             learning_rate=rate,
             totals=totals,
             turns=self.turns,
+            record=record,
         )
         metrics = totals.metrics(
             tokens=batch.tokens,
@@ -221,7 +231,7 @@ class PolicyLearner:
         )
         if progress is not None and metrics.update_applied and self._measure_update_kl:
             metrics = replace(metrics, update_kl=(yield from self._update_kl(groups, batch, progress)))
-        return _Computed(batch, progress, metrics)
+        return _Computed(batch, progress, metrics, record)
 
     def _update_kl(
         self, groups: Sequence[ScoredGroup], batch: TrainingBatch, progress: OptimizerProgress

@@ -16,6 +16,7 @@ from actors.monitor import Monitor
 from clotho.monitoring.display import NoDisplay, RunView
 from clotho.monitoring.forecast import Plan, RunForecast
 from clotho.monitoring.metrics import METRICS
+from clotho.monitoring.token_values import TokenValueWriter, read_group
 from clotho.monitoring.training_signal import TrainingSignal
 from clotho.runtime.latest import Latest
 from clotho.runtime.queues import Queue
@@ -135,6 +136,24 @@ async def test_a_full_disk_is_reported_once(tmp_path: Path, monkeypatch: pytest.
     assert logs[1]["failed_writes"] == 4
     assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == [5, 6, 7]
     assert len(lines(tmp_path / "rollouts.jsonl")) == 7
+
+
+async def test_per_token_values_that_cannot_be_written_are_reported_once(tmp_path: Path) -> None:
+    """The other files are written, and the monitor continues."""
+    (tmp_path / "tokens").touch()
+    writer = TokenValueWriter(tmp_path / "tokens", limit_bytes=1 << 20, texts=lambda tokens, text: [""] * len(tokens))
+    with structlog.testing.capture_logs() as logs:
+        reports = (step(number, discarded=(discarded(number),)) for number in range(1, 4))
+        await observe(tmp_path, *reports, tokens=writer)
+    assert [(entry["event"], entry["file"]) for entry in logs] == [("write_failed", "tokens")]
+    assert len(lines(tmp_path / "metrics.jsonl")) == 3
+
+
+async def test_groups_that_ended_after_the_last_batch_have_per_token_values(tmp_path: Path) -> None:
+    """They are written when the inbox has ended."""
+    writer = TokenValueWriter(tmp_path / "tokens", limit_bytes=1 << 20, texts=lambda tokens, text: [""] * len(tokens))
+    await observe(tmp_path, step(1), GroupsEnded(step=2, discarded=(discarded(7),)), tokens=writer)
+    assert len(read_group(tmp_path, 2, 7)) == 2
 
 
 class FailingDisplay(NoDisplay):

@@ -58,6 +58,7 @@ def test_a_run_leaves_profile_log_checkpoints_and_adapter(finished: CompletedRun
         "facts.json",
         "checkpoints",
         "adapters",
+        "tokens",
     }
     assert tomllib.loads((run_dir / "profile.toml").read_text())["steps"] == finished.steps
     assert [line["step"] for line in lines(run_dir / "log.jsonl") if line["event"] == "checkpoint_written"] == [2, 4, 6]

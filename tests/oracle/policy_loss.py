@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -142,6 +143,61 @@ def kept(e: Example, frozen: list[float], s: Any) -> bool:
         return False
     drift = float(np.mean([e.behaviour[t] - frozen[t] for t in e.indices()]))
     return not (s.off_policy_mask and sign_of(e) < 0 and drift > s.off_policy_mask)
+
+
+def is_clipped(e: Example, t: int, logp: list[float], anchor: list[float], s: Any) -> bool:
+    """Whether the objective limits a token: its loss is flat, or its weight is bounded."""
+    A, logs = e.advantage[t], [a - b for a, b in zip(logp, anchor, strict=True)]
+    own = [logs[u] for u in e.indices()]
+    if s.objective in ("reinforce", "sapo"):
+        return False
+    if s.objective == "dppo_tv":
+        moved = math.exp(logp[t]) - math.exp(e.behaviour[t])
+        return (A > 0 and moved > s.clip_high) or (A < 0 and moved < -s.clip_low)
+    log_ratio = {"gspo": np.mean(own), "gspo_token": np.mean(own), "rloo": np.sum(own)}.get(s.objective, logs[t])
+    r = math.exp(float(log_ratio))
+    if s.objective == "cispo":
+        return not 1 - s.clip_low <= r <= 1 + s.clip_high
+    return (A > 0 and r > 1 + s.clip_high) or (A < 0 and (r < 1 - s.clip_low or 0 < s.dual_clip < r))
+
+
+def cuts(e: Example, logp: list[float], settings: Any) -> list[int]:
+    """What limits each token at the first step: 3 a mask, 2 a rejection, 1 a clip, 2 a truncation, or 0."""
+    s = short_names(settings)
+    by_sampler = s.ratio_reference == "sampler"
+    anchor = e.behaviour if by_sampler else logp
+    given = [1.0] * len(logp) if by_sampler else weights(e, anchor, s)
+    logs = [0.0 if by_sampler else a - b for a, b in zip(anchor, e.behaviour, strict=True)]
+    whole = math.exp(sum(logs[t] for t in e.indices()))
+    found = []
+    for t, weight in enumerate(given):
+        raw = {"truncate": math.exp(logs[t]), "truncate_sequence": whole}.get(s.correction, weight)
+        if not e.learned[t] or not kept(e, logp, s):
+            found.append(3)
+        elif weight == 0:
+            found.append(2)
+        elif is_clipped(e, t, logp, anchor, s):
+            found.append(1)
+        else:
+            found.append(2 if weight != raw else 0)
+    return found
+
+
+def gradient_shares(batch: Sequence[Example], logp: Rows, *, settings: Any, max_tokens: int) -> Rows:
+    """|d loss / d logp| of every token at the first step, divided by the sum of the batch; by central differences."""
+    rows = []
+    for e, row in zip(batch, logp, strict=True):
+        scale = share(e, batch, short_names(settings), max_tokens) / share(e, [e], short_names(settings), max_tokens)
+        alone = partial(_loss_of_one, e, row, settings, max_tokens)
+        rows.append([abs(scale * x) for x in slopes(alone, [row])[0]])
+    total = sum(map(sum, rows))
+    return [[x / total for x in row] for row in rows]
+
+
+def _loss_of_one(e: Example, frozen: list[float], settings: Any, max_tokens: int, logp: Rows) -> float:
+    """The loss of a batch of one example, at the first step, without entropy bonus."""
+    none = [[0.0] * len(frozen)]
+    return loss([e], logp, [frozen], none, settings=settings, max_tokens=max_tokens, several_steps=False)
 
 
 def kl(e: Example, t: int, logp: list[float], sampler: list[float], s: Any) -> float:

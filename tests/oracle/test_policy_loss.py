@@ -119,7 +119,7 @@ def test_loss_and_gradient_equal_the_loops(case: str, several_steps: bool) -> No
         )
 
     def fast(logp_N: mx.array, entropy_N: mx.array) -> mx.array:
-        value, _ = policy_loss(
+        value, _, _ = policy_loss(
             logp_N,
             entropy_N,
             inputs(examples, settings, several_steps=several_steps),

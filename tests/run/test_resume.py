@@ -12,6 +12,7 @@ import pytest
 from msgspec.structs import replace
 
 from clotho.config.schema import Profile
+from clotho.monitoring.token_values import token_file, token_files
 from clotho.run.resume import RestoredHistories, find_resume_point, restore_histories
 from clotho.storage.checkpoints import record_newest, write_checkpoint
 from clotho.storage.run_directory import RunDirectory, open_run
@@ -158,6 +159,17 @@ def test_complete_histories_are_truncated_without_a_message(directory: RunDirect
     """The files then end at the step of the checkpoint. An evaluation that ended after the checkpoint is kept."""
     assert restore_histories(directory, STATE, profile) == RestoredHistories()
     assert [len(path.read_bytes().splitlines()) for path in directory.histories[:3]] == [STEPS, 4, GROUPS]
+
+
+def test_per_token_values_of_later_steps_are_deleted(directory: RunDirectory, profile: Profile) -> None:
+    """The resumed run writes them again. A run that starts over deletes all."""
+    directory.tokens.mkdir()
+    for step in (STEPS - 1, STEPS, STEPS + 1):
+        token_file(directory.tokens, step).touch()
+    restore_histories(directory, STATE, profile)
+    assert list(token_files(directory.tokens)) == [STEPS - 1, STEPS]
+    restore_histories(directory, None, profile)
+    assert list(token_files(directory.tokens)) == []
 
 
 def drop_line(number: int) -> Callable[[Path], object]:

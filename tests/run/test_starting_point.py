@@ -12,6 +12,7 @@ import pytest
 from actors.prompter import Prompter
 from clotho.config.schema import Profile
 from clotho.models.machine import random_state
+from clotho.monitoring.token_values import token_file, token_files
 from clotho.run.context import RunContext
 from clotho.run.custom_actors import CustomActors
 from clotho.run.starting_point import read_origin
@@ -158,6 +159,9 @@ async def test_a_run_resumes_from_a_chosen_step_and_keeps_what_is_later(tmp_path
     """Later checkpoints and the histories move to `superseded/`, and a warning says where."""
     profile = tiny_profile(tmp_path)
     await write_step(profile)
+    tokens = tmp_path / "run" / "tokens"
+    tokens.mkdir()
+    token_file(tokens, 3).touch()
     async with open_context(profile, resume=True, resume_step=0) as parts:
         assert (parts.resumed_from, parts.progress.step, parts.history.before is not None) == (0, 0, True)
         assert ["superseded" in warning and "(3)" in warning for warning in parts.warnings] == [True]
@@ -165,6 +169,7 @@ async def test_a_run_resumes_from_a_chosen_step_and_keeps_what_is_later(tmp_path
         assert parts.directory.metrics.read_bytes() == b""
     kept = tmp_path / "run" / "superseded" / "001-after-step-000000"
     assert find_damage(kept / "checkpoints" / "step-000003") is None
+    assert (list(token_files(kept / "tokens")), list(token_files(tokens))) == ([3], [])
     assert len((kept / "metrics.jsonl").read_text().splitlines()) == 5
     async with open_context(profile, resume=True) as parts:
         assert parts.resumed_from == 0

@@ -30,6 +30,8 @@ def finished_run(path: Path) -> Path:
     (path / "atropos" / "env_checkpoints" / "arithmetic_0").mkdir(parents=True)
     for name in ("api-server.log", "arithmetic.log", "arithmetic.log.1", "arithmetic.json"):
         (path / "atropos" / name).write_text("")
+    (path / "tokens").mkdir()
+    (path / "tokens" / "step-000010.safetensors").write_text("")
     (path / "remote" / "mlx-lm-8080").mkdir(parents=True)
     (path / "remote" / "mlx-lm-8080.log").write_text("")
     return path
@@ -188,6 +190,7 @@ def test_a_directory_with_other_files_is_not_changed(tmp_path: Path) -> None:
         "checkpoints/step-1.txt",
         "atropos/mine.py",
         "superseded/mine.txt",
+        "tokens/mine.safetensors",
     ],
 )
 def test_cleaning_checks_every_file_before_deleting(tmp_path: Path, foreign: str) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
+from typing import NamedTuple
 
 import mlx.core as mx
 
@@ -102,24 +103,51 @@ def off_policy_mask(learner_N: mx.array, tokens: ObjectiveInputs, delta: float) 
     return tokens.spread_N((~dropped_B).astype(mx.float32))
 
 
+class CorrectionWeights(NamedTuple):
+    """Factors of the loss of each token, (N,), without gradient.
+
+    weight_N: product of the importance correction and of the masks that are on. limited_N: true where the correction
+    truncates or rejects. kept_N: product of the masks, 1 or 0.
+    """
+
+    weight_N: mx.array
+    limited_N: mx.array
+    kept_N: mx.array
+
+
 def correction_weights(
     learner_N: mx.array, proximal_N: mx.array, tokens: ObjectiveInputs, settings: ObjectiveSettings
-) -> mx.array:
-    """Return the product of the importance correction and of the masks that are on: (N,), without gradient.
+) -> CorrectionWeights:
+    """Return the weights of the importance correction and of the masks that are on.
 
     learner_N: log-probabilities under the current policy. proximal_N: under the policy at the start of the batch.
     """
     log_ratio_N = mx.stop_gradient(proximal_N) - tokens.rollout_logp_N
-    weight_N = mx.ones_like(log_ratio_N)
+    weight_N = kept_N = mx.ones_like(log_ratio_N)
+    limited_N = mx.zeros(log_ratio_N.shape, dtype=mx.bool_)
     if isinstance(settings, RatioObjective) and isinstance(settings.importance_correction, BoundedCorrection):
         correction = settings.importance_correction
         weight_N = CORRECTIONS[type(correction)](log_ratio_N, tokens, correction.low, correction.high)
+        limited_N = _limited(weight_N, log_ratio_N, tokens, correction)
     if settings.outlier_low > 0 or settings.outlier_high > 0:
         moved_N = learner_N - tokens.rollout_logp_N
-        weight_N = weight_N * without_outliers(moved_N, tokens, settings.outlier_low, settings.outlier_high)
+        kept_N = without_outliers(moved_N, tokens, settings.outlier_low, settings.outlier_high)
+        weight_N = weight_N * kept_N
     if settings.off_policy_mask > 0:
-        weight_N = weight_N * off_policy_mask(learner_N, tokens, settings.off_policy_mask)
-    return weight_N
+        on_policy_N = off_policy_mask(learner_N, tokens, settings.off_policy_mask)
+        weight_N, kept_N = weight_N * on_policy_N, kept_N * on_policy_N
+    return CorrectionWeights(weight_N, limited_N, kept_N)
+
+
+def _limited(
+    weight_N: mx.array, log_ratio_N: mx.array, tokens: ObjectiveInputs, correction: BoundedCorrection
+) -> mx.array:
+    """Return where a correction truncates the weight or rejects the token, (N,)."""
+    if isinstance(correction, TruncateCorrection):
+        return weight_N != mx.exp(log_ratio_N)
+    if isinstance(correction, TruncateSequenceCorrection):
+        return weight_N != tokens.spread_N(mx.exp(tokens.sum_B(log_ratio_N)))
+    return weight_N == 0
 
 
 def _inside(value_B: mx.array, low: float, high: float) -> mx.array:

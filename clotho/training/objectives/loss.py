@@ -14,8 +14,9 @@ from clotho.config.bounds import Absent
 from clotho.config.objectives import ObjectiveSettings, RatioObjective
 from clotho.config.sections_training import KLPenalty, LearnerSection, LossKLPenalty
 from clotho.training.objectives.contract import Objective, ObjectiveInputs
-from clotho.training.objectives.importance_correction import correction_weights
+from clotho.training.objectives.importance_correction import CorrectionWeights, correction_weights
 from clotho.training.objectives.kl import ESTIMATORS, bounded_log_ratio, k3, ratio_weighted
+from protocols.step import Cut
 
 
 class LossInputs(NamedTuple):
@@ -62,8 +63,10 @@ def policy_loss(
     loss_coefficients: LossCoefficients,
     objective: Objective,
     cross_entropy_N: mx.array | None = None,
-) -> tuple[mx.array, MetricSums]:
-    """Return the loss of one micro-batch, to be minimized, and its metrics. Losses of micro-batches add up.
+) -> tuple[mx.array, MetricSums, mx.array]:
+    """Return the loss of one micro-batch, to be minimized, its metrics, and what limits the gradient of each token.
+
+    Losses of micro-batches add up. The limits are values of `Cut`, (N,) uint8.
 
     L = sum_t c_t * m_t * (w_t * L_t + kl_beta * KL_t - entropy_coef * H_t + distillation_weight * C_t)
 
@@ -83,8 +86,8 @@ def policy_loss(
         raise ValueError("an importance correction needs ratio_reference = 'batch_start': it would count twice")
     tokens = _tokens(logp_N, inputs, chosen)
     token_loss = objective(logp_N, tokens, chosen)
-    correction_N = correction_weights(logp_N, tokens.old_logp_N, tokens, chosen)
-    loss_N = correction_N * token_loss.loss_N
+    correction = correction_weights(logp_N, tokens.old_logp_N, tokens, chosen)
+    loss_N = correction.weight_N * token_loss.loss_N
     kl_N = _penalty(logp_N, inputs, settings)
     if loss_coefficients.kl_beta > 0 and isinstance(settings.kl_penalty, LossKLPenalty):
         loss_N = loss_N + loss_coefficients.kl_beta * kl_N
@@ -101,12 +104,21 @@ def policy_loss(
         "clip_fraction": (token_loss.clipped_N, mask_N),
         "ratio_mean": (ratio_N, mask_N),
         "ratio_squared_mean": (mx.square(ratio_N), mask_N),
-        "rejected_fraction": (correction_N == 0, mask_N),
+        "rejected_fraction": (correction.weight_N == 0, mask_N),
         "mismatch_kl": (k3(inputs.rollout_logp_N, logp_N), inputs.on_policy_mask_N * mask_N),
     }
     if cross_entropy_N is not None and inputs.teacher_mask_N is not None:
         means["distillation_loss"] = (cross_entropy_N, inputs.teacher_mask_N * mask_N)
-    return loss, {name: _sum_and_count(value_N, mask_N) for name, (value_N, mask_N) in means.items()}
+    sums = {name: _sum_and_count(value_N, mask_N) for name, (value_N, mask_N) in means.items()}
+    return loss, sums, _cut(inputs.loss_mask_N, correction, token_loss.clipped_N)
+
+
+def _cut(loss_mask_N: mx.array, correction: CorrectionWeights, clipped_N: mx.array) -> mx.array:
+    """Return what limits the gradient of each token: a mask before a rejection, a clip and a truncation."""
+    truncated_N = mx.where(correction.limited_N, Cut.CORRECTION, Cut.NONE)
+    cut_N = mx.where(clipped_N != 0, Cut.CLIP, truncated_N)
+    cut_N = mx.where(correction.limited_N & (correction.weight_N == 0), Cut.CORRECTION, cut_N)
+    return mx.where(loss_mask_N * correction.kept_N == 0, Cut.MASK, cut_N).astype(mx.uint8)
 
 
 def _sum_and_count(value_N: mx.array, mask_N: mx.array) -> mx.array:

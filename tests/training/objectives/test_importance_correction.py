@@ -102,10 +102,11 @@ def test_a_correction_and_the_masks_multiply() -> None:
         ratio_reference="batch_start", correction="truncate", correction_high=2.0, outlier_high=4.0
     )
     learner_N = float_array(rollout_logp_N + np.log([3.0, 0.5, 1.1, 5.0, 1.0]))
-    weight_N = np.array(
-        correction_weights(learner_N, float_array(rollout_logp_N + np.log(RATIOS)), seen, settings.objective)
-    )
+    proximal_N = float_array(rollout_logp_N + np.log(RATIOS))
+    weight_N, limited_N, kept_N = map(np.array, correction_weights(learner_N, proximal_N, seen, settings.objective))
     np.testing.assert_allclose(weight_N, [2.0, 0.5, 1.1, 0.0, 0.0], rtol=1e-5)
+    assert limited_N.tolist() == [True, False, False, False, True]
+    assert kept_N.tolist() == [1.0, 1.0, 1.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize(
@@ -117,7 +118,11 @@ def test_weights_have_no_gradient(keys: dict[str, Any]) -> None:
     """Neither with respect to the learner nor to the proximal policy, even if both are equal."""
     logp_N, seen = random_tokens(20)
     settings = learner_settings(ratio_reference="batch_start", **keys)
-    gradient_N = mx.grad(lambda logp_N: mx.sum(correction_weights(logp_N, logp_N, seen, settings.objective)))(logp_N)
+
+    def total(logp_N: mx.array) -> mx.array:
+        return mx.sum(correction_weights(logp_N, logp_N, seen, settings.objective).weight_N)
+
+    gradient_N = mx.grad(total)(logp_N)
     assert np.array(gradient_N).tolist() == [0.0] * 20
 
 

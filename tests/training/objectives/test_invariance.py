@@ -62,7 +62,7 @@ class Batch:
             sequences=len(completions),
         )
         loss_coefficients = initial_loss_coefficients(self.settings)
-        (loss, metrics), gradient_N = mx.value_and_grad(
+        (loss, metrics, _), gradient_N = mx.value_and_grad(
             lambda logp_N: policy_loss(
                 logp_N,
                 float_array(self.entropy_N[at_N]),

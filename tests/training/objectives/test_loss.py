@@ -54,7 +54,7 @@ def differentiate(
             objective=objective(settings.objective),
         )
 
-    (value, sums), (by_logp_N, by_entropy_N) = mx.value_and_grad(loss, argnums=(0, 1))(logp_N, entropy_N)
+    (value, sums, _), (by_logp_N, by_entropy_N) = mx.value_and_grad(loss, argnums=(0, 1))(logp_N, entropy_N)
     return value.item(), np.array(by_logp_N), np.array(by_entropy_N), sums
 
 
