@@ -1,6 +1,6 @@
 """On Linux, Clotho's decode step is NumPy and BLAS (clotho/cpu); nothing here was measured on Metal.
 
-Measures throughput and time to first token of the HTTP API with 1 to 64 clients, beside mlx_lm.server.
+Measures throughput and time to first token of the standalone server with 1 to 64 clients, beside mlx_lm.server.
 
     python -m bench http [--repeats 3] [--out bench/results/http.jsonl]
 
@@ -30,8 +30,8 @@ COMMAND = f"python -m bench {NAME}"
 RESULTS = results_path(NAME)
 read = partial(measurement.read, RESULTS)
 CONTENDERS = (
-    Contender(name="clotho", module="bench.contenders.clotho_http"),
-    Contender(name="mlx_lm.server", module="bench.contenders.mlx_lm_http", foreign=True),
+    Contender(name="clotho", module="bench.contenders.clotho_serve"),
+    Contender(name="mlx_lm.server", module="bench.contenders.mlx_lm_serve", foreign=True),
 )
 METRICS = (
     Metric(name="tokens_per_second", unit="tokens/s", better="higher"),
@@ -47,7 +47,7 @@ def measure(
 ) -> list[Measurement]:
     """Measure every number of clients with every model."""
     cases: list[Case] = [
-        {"model": model, "clients": count, "tokens": TOKENS, "answers": ANSWERS}
+        {"model": model, "clients": count, "tokens": TOKENS, "answers": ANSWERS, "streamed": ANSWERS}
         for model in models
         for count in clients
     ]

@@ -1,15 +1,15 @@
 """On Linux, Clotho's decode step is NumPy and BLAS (clotho/cpu); nothing here was measured on Metal.
 
-Measures the throughput of the standalone server with one adapter, for 16 and 64 clients, beside mlx_lm.server with
-the same adapter.
+Measures the throughput of the standalone server with and without an adapter, for 16 and 64 clients, beside
+mlx_lm.server with the same files.
 
     python -m bench serve [--repeats 3] [--out bench/results/serve.jsonl]
 
-`python pipeline.py serve --model M --adapter bench=PATH` and `mlx_lm.server --model M --adapter-path PATH` load the
+`python pipeline.py serve --model M [--adapter bench=PATH]` and `mlx_lm.server --model M [--adapter-path PATH]` load the
 same files, are separate processes on loopback, and alternate. The adapter has rank 8 on every linear layer of the
-blocks. Load and metrics are those of `python -m bench http`: four complete responses of 64 tokens per client, then
-four streamed ones. Models: the embedded policy, and a random Qwen3 shape of 6 layers of width 256 with the same
-tokenizer.
+blocks; `adapter rank` 0 means no adapter. The load is that of `python -m bench http`, with three complete responses of
+64 tokens per client and no streamed ones. Models: the embedded policy, and a random Qwen3 shape of 6 layers of width
+256 with the same tokenizer.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from bench import measurement
 from bench.benchmark import Benchmark, run_benchmark
 from bench.charts import draw_lines
 from bench.contenders.process import Contender, measure_interleaved
-from bench.http import ANSWERS, METRICS, MODELS, TOKENS, Case
+from bench.http import METRICS, MODELS, TOKENS, Case
 from bench.measurement import Measurement, ratios, results_path
 from bench.tables import closing, markdown, side_by_side
 
@@ -36,41 +36,53 @@ CONTENDERS = (
     Contender(name=OURS, module="bench.contenders.clotho_serve"),
     Contender(name=THEIRS, module="bench.contenders.mlx_lm_serve", foreign=True),
 )
+RATE = METRICS[0]
 TARGETS = {16: 3.0, 64: 4.0}
 """Clients -> target of the ratio of the rates."""
+RANKS, ANSWERS = (0, 8), 3
 
 
 def measure(
-    models: Sequence[str], clients: Sequence[int], repeats: int, contenders: Sequence[Contender] = CONTENDERS
+    models: Sequence[str],
+    clients: Sequence[int],
+    repeats: int,
+    contenders: Sequence[Contender] = CONTENDERS,
+    ranks: Sequence[int] = RANKS,
 ) -> list[Measurement]:
-    """Measure every number of clients with every model."""
+    """Measure every number of clients with every model and adapter."""
     cases: list[Case] = [
-        {"model": model, "clients": count, "tokens": TOKENS, "answers": ANSWERS, "rank": 8}
+        {
+            "model": model,
+            "adapter_rank": rank,
+            "clients": count,
+            "tokens": TOKENS,
+            "answers": ANSWERS,
+            "streamed": 0,
+        }
         for model in models
+        for rank in ranks
         for count in clients
     ]
-    return measure_interleaved(NAME, contenders, cases, METRICS, repeats=repeats, command=COMMAND)
+    return measure_interleaved(NAME, contenders, cases, [RATE], repeats=repeats, command=COMMAND)
 
 
 def table(results: Sequence[Measurement]) -> str:
     """The rates, and their ratios with the targets."""
     rows = []
-    rates = [one for one in results if one.metric == METRICS[0].name]
-    for mine in (one for one in rates if one.contender == OURS):
-        for other in (one for one in rates if one.contender == THEIRS and one.case == mine.case):
+    for mine in (one for one in results if one.contender == OURS):
+        for other in (one for one in results if one.contender == THEIRS and one.case == mine.case):
             found = ratios(mine, other)
             shown = f"{statistics.median(found):.2f} ({min(found):.2f} to {max(found):.2f})"
             target = f"{TARGETS[int(mine.case['clients'])]:.1f}"
-            rows.append([str(mine.case["model"]), str(mine.case["clients"]), shown, target])
-    ratio_table = markdown(["model", "clients", f"{OURS} / {THEIRS}", "target"], rows, text_columns=2)
-    tables = [side_by_side(results, metric.name) for metric in METRICS]
-    return "\n\n".join([*tables, ratio_table, closing(results)])
+            rows.append([*(str(mine.case[key]) for key in ("model", "adapter_rank", "clients")), shown, target])
+    ratio_table = markdown(["model", "adapter rank", "clients", f"{OURS} / {THEIRS}", "target"], rows, text_columns=3)
+    return "\n\n".join([side_by_side(results, RATE.name), ratio_table, closing(results)])
 
 
 def draw(results: Sequence[Measurement], target: Path) -> None:
-    """Draw tokens per second of the embedded policy against the number of clients."""
-    mine = [one for one in results if one.case["model"] == MODELS[0]]
-    draw_lines(mine, METRICS[0].name, "clients", target, title="Server with an adapter, embedded policy")
+    """Draw tokens per second of the embedded policy with an adapter against the number of clients."""
+    mine = [one for one in results if one.case["model"] == MODELS[0] and one.case["adapter_rank"]]
+    draw_lines(mine, RATE.name, "clients", target, title="Server with an adapter, embedded policy")
 
 
 BENCHMARK = Benchmark(

@@ -1,4 +1,4 @@
-"""Clotho's standalone server with an adapter under load."""
+"""Clotho's standalone server under load."""
 
 from __future__ import annotations
 
@@ -12,18 +12,12 @@ ADAPTER = "bench"
 
 def command(server: Started) -> list[str]:
     """Return the command line of the server."""
-    settings = [
-        "--model",
-        str(server.model),
-        "--server.port",
-        str(server.port),
-        "--adapter",
-        f"{ADAPTER}={server.adapter}",
-    ]
-    return [sys.executable, "-m", "clotho", "serve", *settings]
+    settings = ["--model", str(server.model), "--server.port", str(server.port)]
+    adapter = ["--adapter", f"{ADAPTER}={server.adapter}"] if server.adapter is not None else []
+    return [sys.executable, "-m", "clotho", "serve", *settings, *adapter]
 
 
 if __name__ == "__main__":
     serve_http_load(
-        command, semantics=SEMANTICS["clotho_serve"], packages=["mlx", "mlx-lm", "hypercorn"], requested=ADAPTER
+        command, semantics=SEMANTICS["clotho_serve"], packages=["mlx", "mlx-lm", "hypercorn"], adapter_name=ADAPTER
     )

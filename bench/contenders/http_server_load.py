@@ -23,57 +23,59 @@ FULL = 0.75
 
 
 class Started(NamedTuple):
-    """What a server is started with: the directory of the model, the directory of an adapter of it, and the port."""
+    """What a server is started with: the directory of the model, the directory of an adapter or None, and the port."""
 
     model: Path
-    adapter: Path
+    adapter: Path | None
     port: int
 
 
 Command = Callable[[Started], list[str]]
 
 
-def module_command(module: str, options: Sequence[str]) -> Command:
-    """Return the command line of a server without adapter."""
-    return lambda server: [
-        sys.executable, "-m", module, "--model", str(server.model), "--port", str(server.port), *options
-    ]  # fmt: skip
+def serve_http_load(command: Command, *, semantics: str, packages: Sequence[str], adapter_name: str = "") -> None:
+    """Answer cases of clients; a server serves model and adapter of the case and restarts for others.
 
-
-def serve_http_load(command: Command, *, semantics: str, packages: Sequence[str], requested: str = "") -> None:
-    """Answer cases of clients; a server serves the model of the case and restarts for another model.
-
-    requested: name of the model in requests; empty: requests name none.
+    A case has a model, `adapter_rank` (0, the default: no adapter), the fields of `Load`, and `streamed`: the number of
+    streamed responses of each client. adapter_name: name of the adapter in requests; empty: requests name none.
     """
     with ExitStack() as running:
-        started: dict[str, int] = {}
+        started: dict[tuple[str, int], int] = {}
 
         def prepare(case: Case) -> MeasureOnce:
-            if case["model"] not in started:
+            served = case["model"], case.get("adapter_rank", 0)
+            if served not in started:
                 running.close()
                 started.clear()
-                started[case["model"]] = running.enter_context(_server(command, case["model"]))
-            port = started[case["model"]]
-            load = Load(case["clients"], case["tokens"], case["answers"], requested)
-            return lambda: measure(port, load)
+                started[served] = running.enter_context(_server(command, *served))
+            port = started[served]
+            load = Load(case["clients"], case["tokens"], case["answers"], adapter_name if served[1] else "")
+            return lambda: measure(port, load, streamed=case["streamed"])
 
         serve(prepare, semantics=semantics, packages=packages)
 
 
-def measure(port: int, load: Load) -> dict[str, float]:
-    """Measure complete responses, then streamed ones. Raises ValueError if responses are shorter than requested."""
+def measure(port: int, load: Load, *, streamed: int) -> dict[str, float]:
+    """Measure complete responses, then `streamed` streamed ones of each client.
+
+    Raises ValueError if responses are shorter than requested.
+    """
     rate = throughput(port, load)
     if rate.answer_tokens < FULL * load.tokens:
         raise ValueError(f"responses of {rate.answer_tokens:.1f} tokens instead of {load.tokens}")
-    return {"tokens_per_second": rate.tokens_per_second, "first_token_seconds": first_token_seconds(port, load)}
+    metrics = {"tokens_per_second": rate.tokens_per_second}
+    if streamed:
+        metrics["first_token_seconds"] = first_token_seconds(port, load._replace(answers=streamed))
+    return metrics
 
 
 @contextmanager
-def _server(command: Command, model: str) -> Iterator[int]:
-    """Run a server on a free loopback port until the block ends."""
+def _server(command: Command, model: str, rank: int) -> Iterator[int]:
+    """Run a server on a free loopback port until the block ends. rank: of the adapter; 0: no adapter."""
     with tempfile.TemporaryDirectory() as directory:
         path, port = write_model(model, Path(directory, "model")), _free_port()
-        server = Started(path, write_adapter(path, Path(directory, "adapter")), port)
+        adapter = write_adapter(path, Path(directory, "adapter"), rank=rank) if rank else None
+        server = Started(path, adapter, port)
         process = subprocess.Popen(
             command(server), stdin=subprocess.DEVNULL, stdout=sys.stderr, stderr=subprocess.DEVNULL
         )

@@ -66,27 +66,19 @@ SEMANTICS = {
         "BatchGenerator with the same weights, and the same adapter as LoRA layers of mlx-lm. decode: steady decode "
         "steps of all rows, without prefill; log-probabilities are computed and not read."
     ),
-    "clotho_http": (
-        "The HTTP server and the decode engine of a run with default settings, all weights without an adapter, and "
-        "no training. The log-probability and policy version of every token are recorded by the engine."
-    ),
-    "mlx_lm_http": (
-        "`python -m mlx_lm server --decode-concurrency 64 --prompt-concurrency 64`, so that all clients fit into "
-        "one batch. Its listen backlog is increased, because it resets connections of 16 simultaneous clients "
-        "otherwise."
-    ),
     "clotho_swap": (
         "Everything that the broadcaster runs in the compute thread for one update: the served parameters become "
         "the new arrays, which the learner has already computed, the prefix cache is emptied, and the running "
         "sequences continue. Median and longest swap of a repeat."
     ),
     "clotho_serve": (
-        "`pipeline.py serve` with default settings and one adapter, which every request names. Every response is "
-        "sampled with an own seed; log-probabilities are computed for every token."
+        "`pipeline.py serve` with default settings. If there is an adapter, every request names it. Every response is "
+        "sampled with its own seed, and log-probabilities are computed for every token."
     ),
     "mlx_lm_serve": (
-        "mlx_lm.server with the adapter, and with decode and prompt concurrency of 64, its fastest setting. Requests "
-        "name no model."
+        "`python -m mlx_lm server --decode-concurrency 64 --prompt-concurrency 64`, so that all clients fit into "
+        "one batch. Its listen backlog is increased, because it resets connections of 16 simultaneous clients "
+        "otherwise. Requests name no model."
     ),
     "clotho_adapters": (
         "Decode engine with default settings and loaded adapters; every row of the batch names its adapter. Sampled "
@@ -154,8 +146,9 @@ PROGRAMS: dict[tuple[str, str], tuple[str, ...]] = {
     ("update", "trl"): ("trl_update",),
     ("metal", "clotho"): ("clotho_metal",),
     ("metal", "mlx-lm"): ("mlx_lm_metal",),
-    ("http", "clotho"): ("clotho_http",),
-    ("http", "mlx_lm.server"): ("mlx_lm_http",),
+    ("http", "mlx_lm.server"): ("mlx_lm_serve",),
+    ("serve", "clotho"): ("clotho_serve",),
+    ("serve", "mlx_lm.server"): ("mlx_lm_serve",),
     ("swap", "clotho"): ("clotho_swap", "runs_swap"),
     ("overlap", "clotho"): ("clotho_overlap", "runs_overlap"),
     ("actors_overhead", "clotho"): ("clotho_messages",),

@@ -1,24 +1,34 @@
-"""Decoding a plain pre-norm transformer (Llama, Qwen2, Qwen3) in NumPy: one token for every row of a batch per step.
-
-The weights are the MLX arrays of the model, looked up at every use.
-"""
+"""Decoding a plain pre-norm transformer (Llama, Qwen2, Qwen3) in NumPy: one token for every row of a batch per step."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx_lm.tuner.lora import LoRALinear
 from numpy.typing import NDArray
 
-from clotho.cpu.adapter_segments import Arrangement, LowRank
-from clotho.cpu.blas import Floats, Matrix, matrix, multiply
+from clotho.cpu.adapter_segments import Arrangement, GroupLowRank
+from clotho.cpu.blas import Floats, Matrix, matrix
+from clotho.cpu.decoder_layers import (
+    LowRankBuffers,
+    ParameterVector,
+    Projection,
+    ProjectionGroup,
+    RMSNorm,
+    TiedHead,
+    WeightMatrix,
+    as_numpy,
+    empty,
+    inverse_rms,
+    projections,
+    rotate,
+    swiglu_in_place,
+)
 from clotho.cpu.interface import DraftedTokens, RowAdapter
 from clotho.cpu.layers import rope_frequencies
 
@@ -145,134 +155,12 @@ class VerifyAttention(DecodeAttention):
         out_B_K_R_D[:] = quotient_K_B_T_R_D[:, self._row_N, self._index_N].transpose(1, 0, 2, 3)
 
 
-def as_numpy(array: mx.array) -> Floats:
-    """Return a NumPy view of an evaluated float32 array."""
-    return np.array(array, copy=False)
-
-
-class WeightMatrix:
-    """A matrix parameter of a module, (inputs, outputs). Follows the module through weight swaps."""
-
-    def __init__(self, module: nn.Module, key: str, *, transposed: bool) -> None:
-        """transposed: the module stores it as (outputs, inputs)."""
-        self._module: dict[str, Any] = module
-        self._key, self._transposed = key, transposed
-        self._array: mx.array | None = None
-        self._matrix: Matrix | None = None
-
-    def __call__(self) -> Matrix:
-        """Return the current matrix."""
-        array = self._module[self._key]
-        if array is not self._array or self._matrix is None:
-            values = as_numpy(array)
-            self._array, self._matrix = array, matrix(values.T if self._transposed else values)
-        return self._matrix
-
-
-class ParameterVector:
-    """Concatenated one-dimensional parameters of modules, each repeated. Follows the modules through weight swaps."""
-
-    def __init__(self, *parts: tuple[nn.Module, str, int]) -> None:
-        """parts: module, key, and number of repetitions of its parameter."""
-        self._parts: tuple[tuple[dict[str, Any], str, int], ...] = parts
-        self._arrays: list[mx.array] = []
-        self._values: Floats = np.zeros(0, np.float32)
-
-    def __call__(self) -> Floats:
-        """Return the current parameters, (repeats, size)."""
-        arrays = [module[key] for module, key, _ in self._parts]
-        if len(arrays) != len(self._arrays) or any(a is not b for a, b in zip(arrays, self._arrays, strict=True)):
-            times = [times for _, _, times in self._parts]
-            rows = [np.tile(as_numpy(array), (n, 1)) for array, n in zip(arrays, times, strict=True)]
-            self._arrays, self._values = arrays, np.concatenate(rows)
-        return self._values
-
-
-class Projection:
-    """A linear layer, y = x W + b, plus scale (x A) B if it has a LoRA adapter."""
-
-    def __init__(self, layer: nn.Module, name: str) -> None:
-        """layer: an `nn.Linear`, or a `LoRALinear` over one. name: its name in the model."""
-        self.name = name
-        base: Any = layer
-        self._scale, self.rank = 0.0, 0
-        if isinstance(layer, LoRALinear):
-            base = layer.linear
-            self._scale, self.rank = float(layer.scale), layer.lora_a.shape[1]
-            self._a = WeightMatrix(layer, "lora_a", transposed=False)
-            self._b = WeightMatrix(layer, "lora_b", transposed=False)
-        self._weights = WeightMatrix(base, "weight", transposed=True)
-        self._bias = ParameterVector((base, "bias", 1)) if "bias" in base else None
-        self.outputs: int = base.weight.shape[0]
-
-    def __call__(self, x: Matrix, out: Matrix, low_rank: LowRankBuffers, *, add: bool = False) -> None:
-        """Write y to `out`. add: add y to the values in `out` instead. low_rank: buffers for x A."""
-        if self._bias is not None:
-            np.add(out.array if add else 0.0, self._bias(), out=out.array)
-            add = True
-        multiply(x, self._weights(), out, add=add)
-        if low_rank.arrangement is not None:
-            low_rank.arrangement.add(self.name, self._own(), x, out, low_rank)
-        elif self.rank:
-            multiply(x, self._a(), low_rank[self.rank])
-            multiply(low_rank[self.rank], self._b(), out, scale=self._scale, add=True)
-
-    def _own(self) -> LowRank | None:
-        """Return the matrices of the policy's adapter."""
-        return LowRank(self._a(), self._b(), self._scale) if self.rank else None
-
-
-class RMSNorm:
-    """x / rms(x) * weight over the last axis."""
-
-    def __init__(self, module: nn.Module) -> None:
-        """module: an `nn.RMSNorm`."""
-        self._weight, self.eps = ParameterVector((module, "weight", 1)), float(module.eps)
-
-    def __call__(self, x_B_W: Floats, out_B_W: Floats) -> None:
-        """Write the normalised x to `out`."""
-        np.multiply(x_B_W, inverse_rms(x_B_W, self.eps), out=out_B_W)
-        out_B_W *= self._weight()
-
-
-def inverse_rms(x: Floats, eps: float) -> Floats:
-    """Return 1 / sqrt(mean of squares + eps) over the last axis, which keeps size 1."""
-    squares: Floats = np.vecdot(x, x)[..., None]
-    squares *= np.float32(1.0 / x.shape[-1])
-    squares += np.float32(eps)
-    np.sqrt(squares, out=squares)
-    np.divide(np.float32(1.0), squares, out=squares)
-    return squares
-
-
-def swiglu_in_place(gate: Floats, up: Floats, spare: Floats) -> None:
-    """Replace `gate` by silu(gate) * up. spare: a buffer of the same shape."""
-    np.negative(gate, out=spare)
-    np.exp(spare, out=spare)
-    spare += 1.0
-    np.divide(gate, spare, out=gate)
-    gate *= up
-
-
 class LayerCaches(NamedTuple):
     """KV caches per layer: visible columns (K, B, C, D), the last one not yet written, and shared prompts by key."""
 
     attention: DecodeAttention
     columns: list[tuple[Floats, Floats]]
     prompts: list[dict[int, tuple[Floats, Floats]]]
-
-
-class LowRankBuffers(dict[int, Matrix]):
-    """Buffers for x A by rank, and the arrangement of the rows if they have several adapters."""
-
-    def __init__(self, rows: int) -> None:
-        super().__init__()
-        self.arrangement: Arrangement | None = None
-        self._rows = rows
-
-    def __missing__(self, rank: int) -> Matrix:
-        buffer = self[rank] = _empty(self._rows, rank)
-        return buffer
 
 
 class StepBuffers(NamedTuple):
@@ -299,11 +187,10 @@ class DecoderBlock:
         attention, mlp = block.self_attn, block.mlp
         self.heads, self.key_heads = attention.n_heads, attention.n_kv_heads
         self.before_attention, self.before_mlp = RMSNorm(block.input_layernorm), RMSNorm(block.post_attention_layernorm)
-        self.qkv = [Projection(attention[key], f"{name}.self_attn.{key}") for key in ("q_proj", "k_proj", "v_proj")]
-        self.output = Projection(attention.o_proj, f"{name}.self_attn.o_proj")
-        self.gate, self.up, self.down = (
-            Projection(mlp[key], f"{name}.mlp.{key}") for key in ("gate_proj", "up_proj", "down_proj")
-        )
+        self.qkv = projections(attention, f"{name}.self_attn", "q_proj", "k_proj", "v_proj")
+        self.output = projections(attention, f"{name}.self_attn", "o_proj")
+        self.gate_up = projections(mlp, f"{name}.mlp", "gate_proj", "up_proj")
+        self.down = projections(mlp, f"{name}.mlp", "down_proj")
         self.scale = np.float32(attention.scale)
         self.head_norm: ParameterVector | None = None
         if "q_norm" in attention:
@@ -319,9 +206,9 @@ class HostDecoder:
         self._blocks = [DecoderBlock(block, f"model.layers.{n}") for n, block in enumerate(inner.layers)]
         self._norm = RMSNorm(inner.norm)
         self._embeddings = WeightMatrix(inner.embed_tokens, "weight", transposed=True)
-        self._head: Projection | TiedHead = TiedHead(self._embeddings, inner.embed_tokens)
+        self._head: ProjectionGroup | TiedHead = TiedHead(self._embeddings, inner.embed_tokens)
         if "lm_head" in model:
-            self._head = Projection(model.lm_head, "lm_head")
+            self._head = ProjectionGroup(Projection(model.lm_head, "lm_head"))
         attention = inner.layers[0].self_attn
         rope: Any = attention.rope
         self._frequency_H = as_numpy(rope_frequencies(rope.dims, rope.base)) * np.float32(rope.scale)
@@ -330,7 +217,7 @@ class HostDecoder:
         self._repeats = attention.n_heads // attention.n_kv_heads
         self._buffers: StepBuffers | None = None
         self._arrangement: Arrangement | None = None
-        self._matrices: WeakKeyDictionary[RowAdapter, dict[str, LowRank]] = WeakKeyDictionary()
+        self._matrices: WeakKeyDictionary[RowAdapter, dict[str, GroupLowRank]] = WeakKeyDictionary()
 
     def query_shape(self, rows: int) -> tuple[int, int, int, int]:
         """Return the shape of the queries of `rows` rows, (K, B, R, D)."""
@@ -350,17 +237,16 @@ class HostDecoder:
         finally:
             buffers.low_rank.arrangement = None
 
-    def _of(self, adapter: RowAdapter) -> dict[str, LowRank]:
-        """Return the matrices of an adapter, by layer."""
-        layers = self._matrices.get(adapter)
-        if layers is None:
-            layers = self._matrices[adapter] = {
-                name: LowRank(
-                    _matrix(adapter.arrays[f"{name}.lora_a"]), _matrix(adapter.arrays[f"{name}.lora_b"]), scale
-                )
-                for name, scale in adapter.scales.items()
-            }
-        return layers
+    def _of(self, adapter: RowAdapter) -> dict[str, GroupLowRank]:
+        """Return the matrices of an adapter, by group of layers."""
+        found = self._matrices.get(adapter)
+        if found is None:
+            blocks = [(one.qkv, one.output, one.gate_up, one.down) for one in self._blocks]
+            groups = [*chain.from_iterable(blocks), *([self._head] if isinstance(self._head, ProjectionGroup) else [])]
+            matrices = {group.name: group.of(adapter) for group in groups}
+            found = {name: one for name, one in matrices.items() if one is not None}
+            self._matrices[adapter] = found
+        return found
 
     def logits(self, token_B: NDArray[np.int32], position_B: NDArray[np.int32], layers: LayerCaches) -> Floats:
         """Compute the logits, (B, V), in a new array. `layers.attention` writes the keys and values of the tokens."""
@@ -375,21 +261,20 @@ class HostDecoder:
             for block, columns, prompts in zip(self._blocks, layers.columns, layers.prompts, strict=True):
                 self._attend(block, buffers, angles, layers.attention, columns, prompts)
                 block.before_mlp(buffers.x.array, buffers.normed.array)
-                block.gate(buffers.normed, buffers.gate, buffers.low_rank)
-                block.up(buffers.normed, buffers.up, buffers.low_rank)
+                block.gate_up(buffers.normed, (buffers.gate, buffers.up), buffers.low_rank)
                 swiglu_in_place(buffers.gate.array, buffers.up.array, buffers.spare_B_F)
-                block.down(buffers.gate, buffers.x, buffers.low_rank, add=True)
+                block.down(buffers.gate, (buffers.x,), buffers.low_rank, add=True)
             self._norm(buffers.x.array, buffers.normed.array)
             return self._head_logits(buffers)
 
     def _head_logits(self, buffers: StepBuffers) -> Floats:
         """Compute the logits of `buffers.normed` in the order of the slots."""
         head, arrangement = self._head, buffers.low_rank.arrangement
-        sorts_logits = arrangement is not None and arrangement.changes(head.name, by_policy=head.rank > 0)
+        sorts_logits = arrangement is not None and arrangement.changes(head.name, by_policy=any(head.own()))
         if arrangement is not None and not sorts_logits:
             buffers.normed.array[:] = arrangement.by_slot(buffers.normed.array)
-        logits = _empty(len(buffers.x.array), head.outputs)
-        head(buffers.normed, logits, buffers.low_rank)
+        logits = empty(len(buffers.x.array), head.outputs)
+        head(buffers.normed, (logits,), buffers.low_rank)
         return arrangement.by_slot(logits.array) if arrangement is not None and sorts_logits else logits.array
 
     def _attend(
@@ -404,8 +289,7 @@ class HostDecoder:
         """Add the attention output of a block to the residual stream."""
         B, (K, D), R, arrangement = len(buffers.x.array), self.key_shape, self._repeats, buffers.low_rank.arrangement
         block.before_attention(buffers.x.array, buffers.normed.array)
-        for projection, part in zip(block.qkv, buffers.parts, strict=True):
-            projection(buffers.normed, part, buffers.low_rank)
+        block.qkv(buffers.normed, buffers.parts, buffers.low_rank)
         heads_B_N_D = buffers.heads.array.reshape(B, -1, D)
         rotated_B_N_D = heads_B_N_D[:, : block.heads + K]
         if block.head_norm is not None:
@@ -423,56 +307,25 @@ class HostDecoder:
         attention.divide(sum_K_B_R_D, weight_K_B_R_1, buffers.attended.array.reshape(B, K, R, D))
         if arrangement is not None:
             buffers.attended.array[:] = arrangement.sorted(buffers.attended.array)
-        block.output(buffers.attended, buffers.x, buffers.low_rank, add=True)
+        block.output(buffers.attended, (buffers.x,), buffers.low_rank, add=True)
 
     def _buffers_for(self, rows: int) -> StepBuffers:
         """Return buffers for `rows` rows; those of the last step if it had the same number."""
         if self._buffers is None or len(self._buffers.x.array) != rows:
             block = self._blocks[0]
-            width, inner = self._embeddings().array.shape[0], block.gate.outputs
-            starts = np.cumsum([0, *(one.outputs for one in block.qkv)]).tolist()
-            heads = _empty(rows, starts[-1])
+            width, inner = self._embeddings().array.shape[0], block.gate_up.outputs
+            starts = np.cumsum([0, *(one.outputs for one in block.qkv.projections)]).tolist()
+            heads = empty(rows, starts[-1])
             self._arrangement = None
             self._buffers = StepBuffers(
-                x=_empty(rows, width),
-                normed=_empty(rows, width),
+                x=empty(rows, width),
+                normed=empty(rows, width),
                 heads=heads,
                 parts=[matrix(heads.array[:, start:stop]) for start, stop in pairwise(starts)],
-                attended=_empty(rows, block.heads * self.key_shape[1]),
-                gate=_empty(rows, inner),
-                up=_empty(rows, inner),
+                attended=empty(rows, block.heads * self.key_shape[1]),
+                gate=empty(rows, inner),
+                up=empty(rows, inner),
                 low_rank=LowRankBuffers(rows),
                 spare_B_F=np.empty((rows, inner), np.float32),
             )
         return self._buffers
-
-
-class TiedHead:
-    """A head that uses the embedding matrix."""
-
-    name, rank = "", 0
-
-    def __init__(self, embeddings: WeightMatrix, module: Any) -> None:
-        self._embeddings, self.outputs = embeddings, int(module.weight.shape[0])
-
-    def __call__(self, x: Matrix, out: Matrix, low_rank: LowRankBuffers) -> None:
-        """Write the logits to `out`."""
-        multiply(x, self._embeddings(), out)
-
-
-def rotate(x_B_N_D: Floats, cosine_B_1_H: Floats, sine_B_1_H: Floats) -> None:
-    """Apply rotary position embeddings to halves of heads, in place; H is D / 2 (RoFormer, arXiv:2104.09864, 3.2.2)."""
-    half = x_B_N_D.shape[-1] // 2
-    first, second = x_B_N_D[..., :half], x_B_N_D[..., half:]
-    rotated_first, rotated_second = second * sine_B_1_H, first * sine_B_1_H
-    x_B_N_D *= np.concatenate([cosine_B_1_H, cosine_B_1_H], axis=-1)
-    first -= rotated_first
-    second += rotated_second
-
-
-def _matrix(array: mx.array) -> Matrix:
-    return matrix(as_numpy(array))
-
-
-def _empty(rows: int, columns: int) -> Matrix:
-    return matrix(np.empty((rows, columns), np.float32))

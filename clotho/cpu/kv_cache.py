@@ -17,7 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from clotho.cpu.blas import Floats
-from clotho.cpu.decoder import DecodeAttention, HostDecoder, LayerCaches, SharedPrompt, VerifyAttention, as_numpy
+from clotho.cpu.decoder import DecodeAttention, HostDecoder, LayerCaches, SharedPrompt, VerifyAttention
+from clotho.cpu.decoder_layers import as_numpy
 from clotho.cpu.interface import DraftedTokens, PrefilledPrompt, spare_columns
 from clotho.cpu.layers import MASKED_SCORE
 

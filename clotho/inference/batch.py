@@ -15,14 +15,7 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from clotho.cpu.interface import (
-    PADDING,
-    PrefilledPrompt,
-    RowParameters,
-    SampledRows,
-    Supports,
-    TokenMasks,
-)
+from clotho.cpu.interface import PADDING, PrefilledPrompt, RowParameters, SampledRows, Supports, TokenMasks
 from clotho.cpu.sampling import can_sample_on_cpu, sample_on_cpu
 from clotho.inference.cache_layout import Logits, RowCaches
 from clotho.inference.prefill import Computing
@@ -38,8 +31,7 @@ INITIAL_COLUMNS = 64
 class SlotTable:
     """What the host knows of the slots of a batch, as arrays by slot. A slot without a row has serial 0.
 
-    positions: tokens in the row's KV cache after all launched steps. launched, sampled: tokens launched, and tokens
-    read.
+    positions: tokens in the row's KV cache after all launched steps. launched, sampled: tokens launched, and read.
     limit: maximum length. stops_at_eos: whether the model's end tokens end the row. needs_processing: see `Row`.
     adapter: version of the row's adapter, -1 for the base model, 0 for the policy.
     reserved: maximum number of tokens of prompt and completion.
@@ -47,6 +39,7 @@ class SlotTable:
 
     def __init__(self, end_tokens: frozenset[int], vocabulary: int) -> None:
         self.rows: list[Row | None] = []
+        self._adapters: list[LoadedAdapter | None] = []
         self._is_end_V = np.zeros(vocabulary, dtype=np.bool_)
         self._is_end_V[[t for t in end_tokens if 0 <= t < vocabulary]] = True
         self.serial = np.zeros(0, dtype=np.int64)
@@ -128,9 +121,15 @@ class SlotTable:
         return self._token[slot, : self.sampled[slot]]
 
     def adapters(self) -> list[LoadedAdapter | None]:
-        """Return the adapter of every slot, None for the policy; that of another row for free slots."""
-        live = [row for row in self.rows if row is not None]
-        return [(live[0] if row is None else row).active.adapter for row in self.rows]
+        """Return the adapter of every slot, None for the policy.
+
+        Free slots have the adapter that they had, if a row uses it: what was prepared for the last step stays usable.
+        """
+        live, before = [row.active.adapter for row in self.rows if row is not None], self._adapters
+        before = before if len(before) == len(self.rows) else live[:1] * len(self.rows)
+        free = [one if one in live else live[0] for one in before] if len(live) < len(self.rows) else before
+        self._adapters = [one if row is None else row.active.adapter for row, one in zip(self.rows, free, strict=True)]
+        return self._adapters
 
     def versions(self, slots: NDArray[np.int64], policy_version: int) -> NDArray[np.int64]:
         """Return the version of the weights that sample in these slots."""
@@ -188,9 +187,8 @@ class StepOutput:
 class Step:
     """A launched step for N rows. known: its tokens are already on the host.
 
-    version_N: versions of the weights that compute it. more: further tokens of the same step, in order.
-
-    at_N: index of each row in the sampled arrays. slot_N: its current slot, -1 if it left. serial_N: its serial number.
+    version_N: versions of the weights that compute it. more: further tokens of the same step, in order. at_N: index of
+    each row in the sampled arrays. slot_N: its current slot, -1 if it left. serial_N: its serial number.
     """
 
     sampled: SampledRows

@@ -10,9 +10,12 @@ import asyncio
 import ctypes
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Generic, TypeVar, cast
+from functools import partial
+from queue import SimpleQueue
+from typing import Any, Generic, TypeVar, cast
 
 import anyio
 
@@ -37,15 +40,19 @@ class _Interrupted(BaseException):
 
 
 class DaemonThreads:
-    """At most `limit` functions run at once, each in a daemon thread of its own. Used from one event loop.
+    """At most `limit` functions run at once, each in a daemon thread. Used from one event loop.
 
-    A function waits at most `wait_seconds` for a free thread and runs at most `work_seconds`. The thread of an
-    interrupted function counts towards `limit` until it has ended. Both times can be math.inf.
+    A thread starts when a function finds no idle thread, and then waits for further functions, because the start of a
+    thread blocks the event loop until another thread releases the interpreter lock. A function waits at most
+    `wait_seconds` for a free thread and runs at most `work_seconds`. The thread of an interrupted function counts
+    towards `limit` until the function has ended, and runs no further function. Both times can be math.inf.
     """
 
     def __init__(self, name: str, limit: int, *, wait_seconds: float, work_seconds: float) -> None:
         self._name, self._free = name, anyio.Semaphore(limit)
         self._wait_seconds, self._work_seconds = wait_seconds, work_seconds
+        self._idle: list[_Worker] = []
+        weakref.finalize(self, _dismiss, self._idle)
 
     async def run(self, work: Callable[[], T]) -> T:
         """Return the result of `work`, or raise its exception as `as_exception` does. Cancellation interrupts `work`.
@@ -57,13 +64,13 @@ class DaemonThreads:
                 await self._free.acquire()
         except TimeoutError:
             raise NoThreadError from None
-        call = _Call(work, asyncio.get_running_loop(), self._free.release)
-        thread = threading.Thread(target=call.run, name=self._name, daemon=True)
         try:
-            thread.start()
+            worker = self._idle.pop() if self._idle else _Worker(self._name)
         except BaseException:
             self._free.release()
             raise
+        call = _Call(work, asyncio.get_running_loop(), partial(self._ended, worker))
+        worker.calls.put(call)
         try:
             async with asyncio.timeout(self._work_seconds):
                 return await call.outcome
@@ -72,7 +79,32 @@ class DaemonThreads:
                 raise  # `work` itself raised TimeoutError
             raise OvertimeError from None
         finally:
-            call.interrupt(thread)
+            call.interrupt(worker.thread)
+
+    def _ended(self, worker: _Worker, is_interrupted: bool) -> None:
+        if not is_interrupted:
+            self._idle.append(worker)
+        self._free.release()
+
+
+class _Worker:
+    """A thread that runs one call after the other. None ends it."""
+
+    def __init__(self, name: str) -> None:
+        self.calls: SimpleQueue[_Call[Any] | None] = SimpleQueue()
+        self.thread = threading.Thread(target=_serve, args=(self.calls,), name=name, daemon=True)
+        self.thread.start()
+
+
+def _serve(calls: SimpleQueue[_Call[Any] | None]) -> None:
+    while (call := calls.get()) is not None and call.run():
+        del call  # an idle thread holds no result
+
+
+def _dismiss(idle: list[_Worker]) -> None:
+    """End the idle threads of a pool that is no longer used."""
+    for worker in idle:
+        worker.calls.put(None)
 
 
 class _Call(Generic[T]):
@@ -81,14 +113,16 @@ class _Call(Generic[T]):
     The thread takes `_left` when it has left the work, and never releases it: after that, nothing interrupts it.
     """
 
-    def __init__(self, work: Callable[[], T], loop: asyncio.AbstractEventLoop, ended: Callable[[], None]) -> None:
+    def __init__(self, work: Callable[[], T], loop: asyncio.AbstractEventLoop, on_end: Callable[[bool], None]) -> None:
+        """on_end: called in the event loop when the call has left its thread, with whether it was interrupted."""
         self.outcome: asyncio.Future[T] = loop.create_future()
-        self._work, self._loop, self._on_end = work, loop, ended
+        self._work, self._loop, self._on_end = work, loop, on_end
         self._left = threading.RLock()
         self._interrupts, self._retry_seconds = 0, FIRST_RETRY_SECONDS
         self._settled = False
 
-    def run(self) -> None:
+    def run(self) -> bool:
+        """Run the work; return whether the thread can run further calls."""
         result: T | None = None
         error: Exception | None = None
         with suppress(_Interrupted):
@@ -100,8 +134,11 @@ class _Call(Generic[T]):
                 error = as_exception(raised)
             self._leave()
         self._leave()
-        with suppress(RuntimeError):  # the event loop is closed
+        try:
             self._loop.call_soon_threadsafe(self._settle, result, error)
+        except RuntimeError:  # the event loop is closed
+            return False
+        return not self._interrupts
 
     def _leave(self) -> None:
         """Refuse further interrupts, and let one be raised that has not been raised yet."""
@@ -115,7 +152,7 @@ class _Call(Generic[T]):
         if self._settled:
             return
         self._settled = True
-        self._on_end()
+        self._on_end(self._interrupts > 0)
         if self.outcome.done():
             return
         if error is not None:

@@ -147,9 +147,9 @@ class Sampler:
 
     Requests from another event loop raise RuntimeError while requests of the first one run.
     All requests of one call reach the engine in one turn of the compute thread, in order, so that batches do not depend
-    on timing. The events of one decode step share one `call_soon_threadsafe`, and a busy caller receives the events of
-    several decode steps at once. If `MAX_UNREAD_TOKENS` wait for a slow caller, further tokens reach it with
-    their completion only.
+    on timing. The events of one decode step share one `call_soon_threadsafe` after the step, and a busy caller receives
+    the events of several decode steps at once. If `MAX_UNREAD_TOKENS` wait for a slow caller, further tokens reach it
+    with their completion only.
 
     All methods raise ExecutorStoppedError if the compute thread has ended. Unless stated otherwise they raise
     RequestError if the engine refuses a request, and GenerationError if the engine cannot finish it.
@@ -257,10 +257,11 @@ class Sampler:
 
     def _started(self, inbox: _Inbox, future: Future[None]) -> None:
         """Report that the requests could not be submitted. Called in any thread."""
+        error = None if future.cancelled() else future.exception()
         if future.cancelled():
-            self._post(inbox, ExecutorStoppedError("the compute thread ended before the request began"))
-        elif (error := future.exception()) is not None:
-            self._post(inbox, error)
+            error = ExecutorStoppedError("the compute thread ended before the request began")
+        if error is not None and self._is_first(inbox, error):
+            self._wake()
 
     def _withdraw(self, flight: _Flight, positions: Sequence[int]) -> None:
         flight.withdrawn = True
@@ -269,12 +270,27 @@ class Sampler:
             self._submit(partial(flight.abort, positions))
 
     def _post(self, inbox: _Inbox, item: _Item) -> None:
-        """Pass an item from the compute thread to the loop. The first item after a delivery schedules the next one."""
+        """Pass an item from the compute thread to the loop. The first item after a delivery schedules the next one.
+
+        The loop is woken after the turn of the compute thread. A wake-up within a decode step would let the loop take
+        the interpreter lock from the step, and several wake-ups would follow for the other rows of the step.
+        """
+        if self._is_first(inbox, item):
+            try:
+                self._submit(_end_turn).add_done_callback(self._wake)
+            except ExecutorStoppedError:
+                self._wake()
+
+    def _is_first(self, inbox: _Inbox, item: _Item) -> bool:
+        """Add an item; return whether it is the first one after a delivery, so that the loop must be woken."""
         with self._lock:
             self._arrived.append((inbox, item))
-            if self._hop_scheduled or self._loop is None:
-                return
-            self._hop_scheduled = True
+            first, self._hop_scheduled = not self._hop_scheduled, True
+            return first
+
+    def _wake(self, _: Future[None] | None = None) -> None:
+        """Schedule a delivery. Called in any thread."""
+        assert self._loop is not None
         # A closed loop has no waiting callers.
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._deliver)
@@ -285,6 +301,10 @@ class Sampler:
             self._hop_scheduled = False
         for inbox, item in arrived:
             inbox.put(item)
+
+
+def _end_turn() -> None:
+    """Do nothing: when this call is done, the turn of the compute thread has ended."""
 
 
 def _outcome(event: SampleEvent | RequestError) -> Progress | Refusal:

@@ -37,21 +37,58 @@ class Structure(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     end: Annotated[str, Meta(max_length=256)] = ""
 
 
+Triggers = Annotated[list[Annotated[str, Meta(min_length=1, max_length=256)]], Meta(min_length=1, max_length=128)]
+
+
 class StructuralTag(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Structures in a text that is free otherwise: a trigger begins one of the structures that start with it."""
+    """Structures in a text that is free otherwise: a trigger begins one of the structures that start with it.
+
+    stop_after_first: the text ends behind the first structure.
+    """
 
     structures: Annotated[list[Structure], Meta(min_length=1, max_length=128)]
-    triggers: Annotated[list[Annotated[str, Meta(min_length=1, max_length=256)]], Meta(min_length=1, max_length=128)]
+    triggers: Triggers
     type: Literal["structural_tag"] = "structural_tag"
+    stop_after_first: bool = False
+
+
+class SchemaContent(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The content of a tag in XGrammar's form: JSON that a schema validates."""
+
+    type: Literal["json_schema"]
+    json_schema: dict[str, Any]
+
+
+class FormatTag(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A `Structure` in XGrammar's form."""
+
+    begin: Annotated[str, Meta(min_length=1, max_length=256)]
+    content: SchemaContent
+    end: Annotated[str, Meta(max_length=256)]
+    type: Literal["tag"] = "tag"
+
+
+class TriggeredTags(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A `StructuralTag` in XGrammar's form, which vLLM's field `format` has. at_least_one: must be false."""
+
+    type: Literal["triggered_tags"]
+    triggers: Triggers
+    tags: Annotated[list[FormatTag], Meta(min_length=1, max_length=128)]
+    at_least_one: bool = False
+    stop_after_first: bool = False
 
 
 class OutputFormat(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """OpenAI's `response_format`, and vLLM's type structural_tag, whose fields are those of `StructuralTag`."""
+    """OpenAI's `response_format`, and vLLM's type structural_tag.
+
+    The latter has the fields of `StructuralTag`, or in `format` those of `TriggeredTags`.
+    """
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchema | None = None
     structures: list[Any] | None = None
     triggers: list[Any] | None = None
+    format: dict[str, Any] | None = None
 
 
 class StructuredOutputs(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -102,7 +139,8 @@ def requested_grammar(fields: ConstraintFields, others: Sequence[Grammar] = ()) 
 
 def _output_grammar(output: OutputFormat) -> list[Grammar]:
     if output.type == "structural_tag":
-        tag = {"structures": output.structures, "triggers": output.triggers}
+        given = {"structures": output.structures, "triggers": output.triggers, "format": output.format}
+        tag = {name: value for name, value in given.items() if value is not None}
         return [structural_grammar(tag, "response_format")]
     schema = output_schema(output)
     return [] if schema is None else [json_grammar(schema, "response_format")]
@@ -110,10 +148,10 @@ def _output_grammar(output: OutputFormat) -> list[Grammar]:
 
 def output_schema(output: OutputFormat) -> dict[str, Any] | None:
     """Return the JSON schema of a `response_format`; None for text. Raises ApiError."""
-    needed = {"json_schema": "json_schema", "structural_tag": "structures"}
-    for kind, name in needed.items():
-        if (output.type == kind) != (getattr(output, name) is not None):
-            raise invalid_field("response_format", f"type {kind} requires {name}, and no other type has one")
+    if (output.type == "json_schema") != (output.json_schema is not None):
+        raise invalid_field("response_format", "type json_schema requires json_schema, and no other type has one")
+    if output.type != "structural_tag" and (output.structures is not None or output.format is not None):
+        raise invalid_field("response_format", "only type structural_tag has structures or a format")
     if output.json_schema is not None:
         return output.json_schema.schema
     return ANY_OBJECT if output.type == "json_object" else None
@@ -122,7 +160,7 @@ def output_schema(output: OutputFormat) -> dict[str, Any] | None:
 def structural_grammar(fields: Any, param: str) -> Grammar:
     """Return the grammar of a text with structures. Raises ApiError."""
     try:
-        tag = msgspec.convert(fields, StructuralTag)
+        tag = msgspec.convert(_structures(fields), StructuralTag)
     except msgspec.ValidationError as error:
         raise invalid_field(param, str(error)) from error
     tags = []
@@ -131,8 +169,21 @@ def structural_grammar(fields: Any, param: str) -> Grammar:
         if trigger is None:
             raise invalid_field(param, f"{one.begin[:64]!r} begins with no trigger")
         tags.append(Tag(trigger=trigger, begin=one.begin, body=f"%json {json.dumps(one.schema)}", end=one.end))
-    text = msgspec.json.encode(TaggedText(tags=tuple(tags))).decode()
+    text = msgspec.json.encode(TaggedText(tags=tuple(tags), once=tag.stop_after_first)).decode()
     return Grammar(kind="tagged", text=text, param=param)
+
+
+def _structures(fields: Any) -> Any:
+    """Return the fields of a `StructuralTag`. Raises msgspec.ValidationError."""
+    if not isinstance(fields, dict) or "format" not in fields:
+        return fields
+    if fields.keys() - {"type", "format"}:
+        raise msgspec.ValidationError("format cannot be combined with other fields")
+    form = msgspec.convert(fields["format"], TriggeredTags)
+    if form.at_least_one:
+        raise msgspec.ValidationError("at_least_one: true is not supported")
+    structures = [{"begin": one.begin, "schema": one.content.json_schema, "end": one.end} for one in form.tags]
+    return {"triggers": form.triggers, "stop_after_first": form.stop_after_first, "structures": structures}
 
 
 def _structured(fields: StructuredOutputs) -> list[Grammar]:

@@ -16,7 +16,15 @@ import mlx_lm
 import pytest
 
 from bench import actors_overhead, http, overlap, startup, swap
-from bench.contenders import asyncio_messages, clotho_messages, clotho_swap, commands, http_server_load
+from bench.contenders import (
+    asyncio_messages,
+    clotho_messages,
+    clotho_serve,
+    clotho_swap,
+    commands,
+    http_server_load,
+    mlx_lm_serve,
+)
 from bench.contenders.http_clients import Load, first_token_seconds, throughput
 from bench.contenders.http_model import write_adapter, write_model
 from bench.contenders.shapes import EMBEDDED
@@ -93,7 +101,27 @@ def test_the_first_token_is_the_first_event_with_text() -> None:
 def test_short_responses_are_an_error() -> None:
     """Their throughput would not be comparable."""
     with fake_server(limit=2) as (port, _), pytest.raises(ValueError, match=r"responses of 2\.0 tokens"):
-        http_server_load.measure(port, ONE_REQUEST)
+        http_server_load.measure(port, ONE_REQUEST, streamed=1)
+
+
+def test_first_tokens_are_measured_only_if_responses_are_streamed() -> None:
+    """`bench serve` measures complete responses only."""
+    with fake_server() as (port, asked):
+        assert http_server_load.measure(port, ONE_REQUEST, streamed=0).keys() == {"tokens_per_second"}
+        assert len(asked) == 3
+        measured = http_server_load.measure(port, ONE_REQUEST, streamed=2)
+    assert measured.keys() == {"tokens_per_second", "first_token_seconds"}
+    assert sum(bool(body.get("stream")) for body in asked) == 6
+
+
+def test_servers_are_started_with_an_adapter_only_if_the_case_has_one(tmp_path: Path) -> None:
+    """Both servers read the same files."""
+    for contender in (clotho_serve, mlx_lm_serve):
+        plain = contender.command(http_server_load.Started(tmp_path / "model", None, 1))
+        adapted = contender.command(http_server_load.Started(tmp_path / "model", tmp_path / "adapter", 1))
+        assert str(tmp_path / "model") in plain
+        assert adapted[: len(plain)] == plain
+        assert str(tmp_path / "adapter") in adapted[-1]
 
 
 def test_the_served_model_never_samples_its_end_token(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from mlx.utils import tree_map
 from mlx_lm.models.cache import make_prompt_cache
 
-from clotho.cpu.decoder import rotate
+from clotho.cpu.decoder_layers import rotate
 from clotho.cpu.layers import install_cpu_layers, rope_frequencies
 from protocols.sampling import Sampling
 from tests.cpu.supported_models import PLAIN, Rows, adapt, plain_source

@@ -11,7 +11,14 @@ import pytest
 from mlx_lm.tuner.lora import LoRALinear
 
 from clotho.cpu.blas import Floats, matrix
-from clotho.cpu.decoder import LowRankBuffers, ParameterVector, Projection, RMSNorm, WeightMatrix, swiglu_in_place
+from clotho.cpu.decoder_layers import (
+    LowRankBuffers,
+    ParameterVector,
+    Projection,
+    RMSNorm,
+    WeightMatrix,
+    swiglu_in_place,
+)
 from clotho.cpu.layers import input_major
 
 pytestmark = pytest.mark.needs_cpu_path

@@ -218,7 +218,7 @@ def write_modules(**traces: ModuleTrace) -> None:
 
 def server_modules() -> None:
     """Print the modules from the ASGI application to the response of one chat request to the embedded policy."""
-    from bench.contenders.clotho_server import main
+    from tests.docs.run_server import serve
 
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
@@ -234,7 +234,7 @@ def server_modules() -> None:
 
     Tracer(trace).install()
     threading.Thread(target=client).start()
-    main(["--model", str(ROOT / "profiles" / "embedded"), "--port", str(port)])
+    serve(str(ROOT / "profiles" / "embedded"), port)
     raise RuntimeError("the server ended before the request")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 import threading
@@ -97,6 +98,52 @@ async def test_an_interrupt_without_effect_is_repeated(monkeypatch: pytest.Monke
         await pool.run(endless)
     assert await threads_free(pool) == 1
     assert dropped == caught == ["_Interrupted"]
+
+
+async def test_a_thread_runs_further_functions_unless_it_was_interrupted() -> None:
+    """An exception of a function does not end its thread. Functions that run at once have threads of their own."""
+    pool, both = threads(2), threading.Barrier(2)
+
+    def meet() -> threading.Thread:
+        both.wait(10)
+        return threading.current_thread()
+
+    async def collect() -> None:
+        found.append(await pool.run(meet))
+
+    first = await pool.run(threading.current_thread)
+    with pytest.raises(ZeroDivisionError):
+        await pool.run(lambda: 1 // 0)
+    found = list[threading.Thread]()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(collect)
+        tasks.start_soon(collect)
+    assert first in found
+    assert len(set(found)) == 2
+    with anyio.move_on_after(0.01):
+        await pool.run(endless)
+    with anyio.fail_after(10):
+        while sum(thread.is_alive() for thread in found) == 2:
+            await anyio.lowlevel.checkpoint()
+    (alive,) = [thread for thread in found if thread.is_alive()]
+    assert await pool.run(threading.current_thread) is alive
+
+
+def endless() -> None:
+    """Run until an interrupt."""
+    while True:
+        pass
+
+
+async def test_the_threads_of_a_pool_that_is_no_longer_used_end() -> None:
+    """So that a process that starts many servers keeps no threads."""
+    pool = threads()
+    thread = await pool.run(threading.current_thread)
+    assert thread.is_alive()
+    del pool
+    gc.collect()
+    thread.join(10)
+    assert not thread.is_alive()
 
 
 async def test_a_cancelled_caller_interrupts_its_function() -> None:

@@ -76,11 +76,16 @@ async def test_each_field_constrains_the_completion_of_both_apis() -> None:
 
 
 async def test_structures_constrain_the_text_behind_their_triggers() -> None:
-    """Other text is free. vLLM's two fields have the same form."""
+    """Other text is free. vLLM's two fields have the same two forms."""
     tag = {"structures": [{"begin": "a=", "schema": {"type": "integer"}, "end": ";"}], "triggers": ["a"]}
+    content = {"type": "json_schema", "json_schema": {"type": "integer"}}
+    tags = [{"type": "tag", "begin": "a=", "content": content, "end": ";"}]
+    newer = {"type": "structural_tag", "format": {"type": "triggered_tags", "triggers": ["a"], "tags": tags}}
     forms: list[dict[str, Any]] = [
         {"response_format": {"type": "structural_tag", **tag}},
         {"structured_outputs": {"structural_tag": json.dumps(tag)}},
+        {"response_format": newer},
+        {"structured_outputs": {"structural_tag": json.dumps(newer)}},
     ]
     async with serving() as (_, client):
         for extra in forms:
@@ -90,9 +95,11 @@ async def test_structures_constrain_the_text_behind_their_triggers() -> None:
             for text in texts:
                 assert re.fullmatch(r"(?s:([^a]|a=-?\d+;)*(a|a=|a=-?\d*)?)", text)
         wrong = {"response_format": {"type": "structural_tag", **tag, "triggers": ["b"]}}
-        with pytest.raises(openai.BadRequestError) as raised:
-            await client.chat.completions.create(**LIMITS, extra_body=wrong)
-        assert raised.value.param == "response_format"
+        both = {"response_format": newer | tag}
+        for refused in (wrong, both):
+            with pytest.raises(openai.BadRequestError) as raised:
+                await client.chat.completions.create(**LIMITS, extra_body=refused)
+            assert raised.value.param == "response_format"
 
 
 async def test_an_unusable_grammar_is_refused_and_the_next_request_succeeds() -> None:

@@ -1,15 +1,9 @@
-"""Clotho's HTTP API and decode engine without training, until the process is terminated.
-
-    python -m bench.contenders.clotho_server --model DIRECTORY --port PORT
+"""The HTTP API of a run without training, for the trace of a chat request.
 
 Built from the parts of a run: compute thread, policy, engine, sampler and HTTP server.
 """
 
 from __future__ import annotations
-
-import argparse
-import sys
-from collections.abc import Sequence
 
 import anyio
 
@@ -55,18 +49,10 @@ async def _refuse(_: tuple[int, ...], __: int, ___: str) -> PromptLogprobs:
     raise NotImplementedError("no client of this server asks for them")
 
 
-def main(argv: Sequence[str]) -> None:
-    """Serve until terminated."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--port", type=int, required=True)
-    chosen = parser.parse_args(argv)
+def serve(model: str, port: int) -> None:
+    """Serve the model of a directory until the process ends."""
     executor = ComputeExecutor(decode_share=0.5)
     executor.start()
-    policy, engine = executor.submit(lambda: assemble(chosen.model)).result()
+    policy, engine = executor.submit(lambda: assemble(model)).result()
     executor.attach(engine)
-    anyio.run(ApiServer(services(policy, engine, executor, chosen.port)).run)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
+    anyio.run(ApiServer(services(policy, engine, executor, port)).run)
