@@ -12,8 +12,8 @@ results of the other parts.
 rollouts: 8 prompts of 48 random tokens with 8 completions of 64 tokens each, without an adapter; completions never end
 early. `decode` describes the contenders.
 
-update, memory: an update trains an adapter on 64 random completions of 24 tokens after prompts of 48 tokens. `update`
-describes the contenders and the peak memory, which needs one repeat only.
+update, memory: an update trains an adapter on 64 random completions of 24 tokens after prompts of 48 tokens, with and
+without `policy.grad_checkpoint`. `update` describes the contenders and the peak memory, which needs one repeat only.
 
 turns: the update with the micro-batches of the profile, with turns of limited length and without a limit
 (`learner.max_turn_ms`). The ratio of the speeds shows what the limit costs.
@@ -40,7 +40,7 @@ from msgspec.structs import replace
 
 from bench import decode, measurement, update
 from bench.contenders.clotho_train import FLAGS, NO_COLLAPSE_DETECTION
-from bench.contenders.clotho_update import MAX_TURN_MS
+from bench.contenders.clotho_update import GRAD_CHECKPOINT, MAX_TURN_MS
 from bench.contenders.process import Contender, Metric, measure_interleaved
 from bench.contenders.shapes import REAL, REAL_DIRECTORY
 from bench.fingerprint import fingerprint
@@ -83,6 +83,8 @@ LEARNED = (
 )
 LONGEST_TURN = Metric(name="longest_turn_seconds", unit="seconds", better="lower")
 UNDIVIDED = replace(update.OURS, name="clotho, undivided", environment={MAX_TURN_MS: "0"})
+RECOMPUTED = replace(update.OURS, name="clotho, grad_checkpoint", environment={GRAD_CHECKPOINT: "1"})
+UPDATES = (update.OURS, RECOMPUTED, update.MLX_LM_LORA)
 SEMANTICS = "A training run of the profile, one seed per value."
 OURS = Contender(
     name="clotho", module="bench.contenders.clotho_train", environment={FLAGS: f"--eval off {NO_COLLAPSE_DETECTION}"}
@@ -106,9 +108,9 @@ def measure_rollouts(repeats: int, *, quick: bool) -> list[Measurement]:
 
 
 def measure_update(repeats: int, *, quick: bool) -> list[Measurement]:
-    """Clotho and mlx-lm-lora."""
+    """Clotho, with stored and with recomputed activations, and mlx-lm-lora."""
     case = UPDATE | FEW | {"completion_tokens": 4} if quick else UPDATE
-    return _interleaved((update.OURS, update.MLX_LM_LORA), case, [SPEED, SECONDS], repeats)
+    return _interleaved(UPDATES, case, [SPEED, SECONDS], repeats)
 
 
 def measure_turns(repeats: int, *, quick: bool) -> list[Measurement]:
@@ -118,9 +120,9 @@ def measure_turns(repeats: int, *, quick: bool) -> list[Measurement]:
 
 
 def measure_memory(_: int, *, quick: bool) -> list[Measurement]:
-    """Clotho and mlx-lm-lora, once: memory does not vary."""
+    """The contenders of `update`, once: memory does not vary."""
     case = MEMORY | FEW | {"completion_tokens": 4} if quick else MEMORY
-    return _interleaved((update.OURS, update.MLX_LM_LORA), case, [PEAK], 1)
+    return _interleaved(UPDATES, case, [PEAK], 1)
 
 
 def measure_equal_work(repeats: int, *, quick: bool) -> list[Measurement]:

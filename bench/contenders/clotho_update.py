@@ -17,12 +17,15 @@ from clotho.training.update import PolicyLearner
 
 MAX_TURN_MS = "CLOTHO_BENCH_MAX_TURN_MS"
 """Environment variable with `learner.max_turn_ms`; the default of the profile without it."""
+GRAD_CHECKPOINT = "CLOTHO_BENCH_GRAD_CHECKPOINT"
+"""Environment variable that turns on `policy.grad_checkpoint`."""
 
 
 def prepare(case: Case) -> MeasureOnce:
     """A learner and one batch that every run trains on."""
     model, config = named_model(case["model"], vocabulary=case["vocabulary"])
-    policy = make_policy(model, config, section=PolicySection(method=Lora(rank=RANK, scale=SCALE)))
+    section = PolicySection(method=Lora(rank=RANK, scale=SCALE), grad_checkpoint=GRAD_CHECKPOINT in os.environ)
+    policy = make_policy(model, config, section=section)
     defaults = LearnerSection()
     settings = LearnerSection(
         optimizer=AdamW(learning_rate=RATE),
