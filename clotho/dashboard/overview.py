@@ -18,6 +18,7 @@ from clotho.dashboard.charts import HIDDEN, chart_catalogue
 from clotho.dashboard.growing_file import read_small
 from clotho.dashboard.histories import decoded, number
 from clotho.dashboard.run_files import RunFiles
+from clotho.monitoring.forecast import STEP_METRICS, WINDOW, EvaluationTime, Plan, StepTime, seconds_left
 from clotho.monitoring.metrics import EVALUATION_METRICS, METRICS
 from clotho.storage.jsonl import encode
 from clotho.storage.run_directory import FACTS, PREFLIGHT
@@ -31,9 +32,6 @@ STAGES = ("queued", "decoding", "scoring", "waiting")
 
 SECRET = re.compile(r"(^|_)(api_key|token|secret|password)$", re.IGNORECASE)
 """Names of settings whose values are hidden."""
-
-STEPS_OF_PACE = 20
-"""Number of steps that the estimate of the remaining time is based on."""
 
 MAX_TEXT = 500
 """Characters of the text that says what the run waits for."""
@@ -80,7 +78,7 @@ def overview(files: RunFiles, name: str, *, is_live: bool) -> dict[str, Any]:
         "step": _integer(latest.get("step")) or 0,
         "planned_steps": planned,
         "seconds": seconds,
-        "seconds_left": _seconds_left(files, planned, seconds) if is_live else None,
+        "seconds_left": _seconds_left(files, settings.profile, seconds) if is_live else None,
         "waiting_for": str(now.get("waiting", ""))[:MAX_TEXT] if is_live else "",
         "policy_version": _integer(latest.get("policy_version")) or 0,
         "profile": settings.profile or None,
@@ -109,14 +107,30 @@ def _outcomes(files: RunFiles) -> dict[str, int]:
     return {name: int(sum(value for value in values if value)) for name, values in counts.items() if values}
 
 
-def _seconds_left(files: RunFiles, planned: int | None, seconds: float) -> float | None:
-    """Estimate the remaining time from the newest steps; None before the first step."""
-    ends = [end for end in files.metrics.column("time/run")[-STEPS_OF_PACE - 1 :] if isinstance(end, int | float)]
-    step = _integer(files.metrics.latest.get("step"))
-    if planned is None or step is None or not ends:
+def _seconds_left(files: RunFiles, profile: Mapping[str, Any], seconds: float) -> float | None:
+    """Estimate the remaining time as the display does; None before the first step."""
+    lines = files.metrics.columns()
+    step, steps = _integer(files.metrics.latest.get("step")), _integer(profile.get("steps"))
+    if step is None or steps is None or not lines.keys() >= set(STEP_METRICS.values()):
         return None
-    pace = (ends[-1] - ends[0]) / (len(ends) - 1) if len(ends) > 1 else ends[-1] / max(step, 1)
-    return max(0.0, float((planned - step) * pace - max(0.0, seconds - ends[-1])))
+    values = [[_seconds(value) for value in lines[key][-WINDOW:]] for key in STEP_METRICS.values()]
+    times = [StepTime(*row) for row in zip(*values, strict=True)]
+    first = None
+    evaluated = files.evaluations.columns()
+    if (counts := evaluated.get("problems")) and not evaluated.get("step", [0])[0]:
+        duration = _seconds(evaluated.get("time/evaluation", [0.0])[0])
+        first = EvaluationTime(problems=_integer(counts[0]) or 0, seconds=duration)
+    left = seconds_left(_plan(profile, steps), step, times, first)
+    return None if left is None else max(0.0, left - max(0.0, seconds - times[-1].end))
+
+
+def _plan(profile: Mapping[str, Any], steps: int) -> Plan:
+    """Return what the run of a resolved profile does."""
+    settings = profile.get("eval")
+    if not isinstance(settings, dict) or settings.get("type") == "off":
+        return Plan(steps=steps, evaluates=False)
+    interval, between = (_integer(settings.get(key)) or 0 for key in ("interval", "problems_between"))
+    return Plan(steps=steps, evaluates=True, interval=interval, between=between)
 
 
 def read_settings(directory: Path) -> Settings:

@@ -27,7 +27,7 @@ WINDOW = 64
 """Number of the latest steps that the forecast uses."""
 
 
-class StepTime(Struct, frozen=True, kw_only=True):
+class StepTime(Struct, frozen=True):
     """The measurements of one step. end: age of the run in seconds. sampled, trained: tokens. groups: trained groups.
 
     decode, update, wait: seconds of decoding, of the update (with the decoding beside it), and of waiting for groups.
@@ -37,9 +37,9 @@ class StepTime(Struct, frozen=True, kw_only=True):
     decode: float
     update: float
     wait: float
-    sampled: int
-    trained: int
-    groups: int
+    sampled: float
+    trained: float
+    groups: float
 
 
 class EvaluationTime(Struct, frozen=True, kw_only=True):
@@ -61,17 +61,21 @@ class Plan(Struct, frozen=True, kw_only=True):
     between: int = 0
 
 
+STEP_METRICS = {
+    "end": "time/run",
+    "decode": "time/decode",
+    "update": "time/update",
+    "wait": "time/wait_for_rollouts",
+    "sampled": "completion_length/total",
+    "trained": "trained_tokens",
+    "groups": "groups/trained",
+}
+"""Fields of `StepTime`, in their order, with their keys in metrics.jsonl."""
+
+
 def step_time(metrics: Mapping[str, Any]) -> StepTime:
-    """Return the measurements of one line of metrics.jsonl."""
-    return StepTime(
-        end=metrics["time/run"],
-        decode=metrics["time/decode"],
-        update=metrics["time/update"],
-        wait=metrics["time/wait_for_rollouts"],
-        sampled=metrics["completion_length/total"],
-        trained=metrics["trained_tokens"] or 0,
-        groups=metrics["groups/trained"],
-    )
+    """Return the measurements of one line of metrics.jsonl; null counts as 0. Raises KeyError if a key is missing."""
+    return StepTime(**{field: metrics[key] or 0 for field, key in STEP_METRICS.items()})
 
 
 def seconds_left(
