@@ -288,6 +288,9 @@ async def _rehearse(found: Diagnosis, context: RunContext) -> None:
     found.add("stop reasons", f"of {len(completions)} completions: {stop_reasons(completions)}")
     outcomes = [await context.rewards.score(group) for group in groups] if isinstance(profile.atropos, Off) else []
     if outcomes:
+        found.add("system message", profile.data.system or "none")
+        for name in dict.fromkeys(reward.name for reward in profile.rewards if reward.name in EXPECTED):
+            found.add(f"{name} expects", EXPECTED[name])
         for name, values in reward_rows(outcomes):
             found.add(f"reward: {name}", values)
         found.findings += completion_findings(outcomes, EXPECTED)
@@ -329,12 +332,16 @@ async def _forecast(found: Diagnosis, context: RunContext, groups: Sequence[Roll
     found.forecast = estimated = forecast(profile, rehearsed, heldout=len(context.held_out.problems))
     found.add("decoding", f"{rate:.0f} tokens/s, {length:.0f} tokens per completion")
     turn, limit = estimated.longest_turn_seconds * 1000, profile.learner.max_turn_ms
-    found.add("update", f"{seconds:.2g} s; longest turn {turn:.0f} ms (learner.max_turn_ms = {limit:g})")
+    found.add("update", f"{_time(seconds)}; longest turn {turn:.0f} ms (learner.max_turn_ms = {limit:g})")
     found.add(
         "forecast",
-        f"{profile.steps} steps of {estimated.seconds_per_step:.2g} s and {duration(estimated.evaluation_seconds)} of "
+        f"{profile.steps} steps of {_time(estimated.seconds_per_step)} and {_time(estimated.evaluation_seconds)} of "
         f"evaluation: the run takes about {duration(estimated.seconds)}",
     )
+
+
+def _time(seconds: float) -> str:
+    return duration(seconds) if seconds >= 60 else f"{seconds:.2g} s"
 
 
 def show(console: Console, found: Diagnosis) -> None:
