@@ -23,6 +23,7 @@ BENCHMARKS = {
     "http": "HTTP throughput and time to first token with 1 to 64 clients, beside mlx_lm.server.",
     "serve": "Throughput of the standalone server with an adapter, beside mlx_lm.server.",
     "swap": "How long a weight swap delays decoding.",
+    "save": "How long saving a checkpoint delays decoding.",
     "remote": "Latency of new weights for an inference server: over HTTP, by path and by a restart.",
     "adapters": "Decode rate of batches with one adapter, eight adapters and the base model.",
     "speculation": "Tokens per forward pass and decode rate of speculative rollouts, by epoch.",

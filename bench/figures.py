@@ -42,6 +42,7 @@ PAGE_ORDER = (
     "serve",
     "hostile_requests",
     "swap",
+    "save",
     "adapters",
     "speculation",
     "overlap",

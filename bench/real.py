@@ -6,7 +6,7 @@ Measures a real language model: rollouts, updates and equal work beside other ML
     python -m bench real [--part PART ...] [--repeats 3] [--seeds 0 1 2] [--quick] [--out bench/results/real.jsonl]
 
 The model is SmolLM2-135M-Instruct, dequantized to float32. The contenders read the same weights from a directory in
-mlx-lm's form, which `clotho.commands.convert_gguf` writes. Each part can be measured alone; a results file keeps the
+mlx-lm's form, which `python pipeline.py convert` writes. Each part can be measured alone; a results file keeps the
 results of the other parts.
 
 rollouts: 8 prompts of 48 random tokens with 8 completions of 64 tokens each, without an adapter; completions never end
@@ -47,7 +47,7 @@ from bench.fingerprint import fingerprint
 from bench.measurement import Measurement, results_path
 from bench.runs import accuracies, run_pipeline
 from bench.tables import closing, side_by_side
-from clotho.commands.convert_gguf import convert
+from clotho.commands.convert import convert_model
 
 NAME = "real"
 COMMAND = "python -m bench real"
@@ -199,7 +199,7 @@ def _model_directory() -> Iterator[Path]:
     """Yield a directory with the model, in mlx-lm's form."""
     with tempfile.TemporaryDirectory() as directory:
         model = Path(directory, "model")
-        convert(MODEL, model)
+        convert_model(MODEL, model)
         yield model
 
 

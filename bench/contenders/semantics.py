@@ -71,6 +71,11 @@ SEMANTICS = {
         "the new arrays, which the learner has already computed, the prefix cache is emptied, and the running "
         "sequences continue. Median and longest swap of a repeat."
     ),
+    "clotho_save": (
+        "Longest and median decode step while a thread saves checkpoints, minus the median decode step without other "
+        "work; the longest step without other work, minus this median; and the duration of a checkpoint, from the "
+        "first byte to the removal of the one before."
+    ),
     "clotho_serve": (
         "`pipeline.py serve` with default settings. If there is an adapter, every request names it. Every response is "
         "sampled with its own seed, and log-probabilities are computed for every token."
@@ -150,6 +155,7 @@ PROGRAMS: dict[tuple[str, str], tuple[str, ...]] = {
     ("serve", "clotho"): ("clotho_serve",),
     ("serve", "mlx_lm.server"): ("mlx_lm_serve",),
     ("swap", "clotho"): ("clotho_swap", "runs_swap"),
+    ("save", "clotho"): ("clotho_save",),
     ("overlap", "clotho"): ("clotho_overlap", "runs_overlap"),
     ("actors_overhead", "clotho"): ("clotho_messages",),
     ("actors_overhead", "asyncio"): ("asyncio_messages",),

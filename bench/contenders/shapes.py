@@ -20,7 +20,7 @@ from mlx_lm.utils import dequantize_model, load_model
 EMBEDDED = "embedded"
 REAL = "SmolLM2-135M"
 REAL_DIRECTORY = "CLOTHO_BENCH_REAL_MODEL"
-"""Environment variable with the model directory of `REAL`, as `clotho.commands.convert_gguf` writes it."""
+"""Environment variable with the model directory of `REAL`, as `python pipeline.py convert` writes it."""
 
 DIRECTORY = Path(__file__).resolve().parents[2] / "profiles" / "embedded"
 

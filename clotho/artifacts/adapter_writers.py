@@ -16,6 +16,7 @@ from clotho.artifacts.gguf_names import BLOCK, architecture_of, block_relative, 
 from clotho.models.adapter_files import Floats
 from clotho.models.adapter_formats import (
     CONFIG,
+    EMBEDDING,
     MATRIX_AXES,
     MLX_LM_TENSORS,
     NPZ_TENSORS,
@@ -59,13 +60,17 @@ def write_npz(directory: Path, adapter: Adapter) -> None:
 
 def write_peft(directory: Path, adapter: Adapter) -> None:
     """Write the files of PEFT to a new directory. Experts become separate layers."""
-    _refuse_embeddings("peft", adapter)
+    if adapter.base is None or "lm_head" not in adapter.base.targets or adapter.is_dora:
+        _refuse_embeddings("peft", adapter)
     _refuse_unknown_names("peft", adapter)
+    _refuse_weights("peft", adapter)
     tensors: dict[str, StoredTensor] = {}
     for name, array in adapter.arrays.items():
         module, _, matrix = name.rpartition(".")
         dtype, theirs = adapter.dtypes[name], HUGGING_FACE[matrix]
-        if adapter.targets[module].experts:
+        if adapter.targets[module].embedding:
+            tensors[f"base_model.model.{module}.{EMBEDDING}{matrix[-1].upper()}"] = _stored(array.T, dtype)
+        elif adapter.targets[module].experts:
             for expert, own in enumerate(array):
                 layer = expert_layer(module, f".{expert}")
                 tensors[f"base_model.model.{layer}.{theirs}"] = _stored(own, dtype)
@@ -110,6 +115,7 @@ def write_gguf(path: Path, adapter: Adapter) -> None:
     llama.cpp computes the scale as alpha / rank. If this differs between layers of one scale, matrices of smaller ranks
     are padded with zeros, which does not change A B.
     """
+    _refuse_weights("gguf", adapter)
     _refuse("gguf", "magnitudes of DoRA", adapter.ranks if adapter.is_dora else ())
     _refuse_embeddings("gguf", adapter)
     base = adapter.base
@@ -154,6 +160,7 @@ WRITERS: Mapping[FormatName, Callable[[Path, Adapter], None]] = {
 
 def _in_mlx_layout(adapter: Adapter, form: FormatName) -> tuple[dict[str, Floats], AdapterConfig]:
     """Return the matrices with one rank, and the configuration. Raises ArtifactError."""
+    _refuse_weights(form, adapter)
     scales = set(adapter.scales.values())
     if len(scales) > 1:
         shown = ", ".join(f"{scale:g}" for scale in sorted(scales)[:MAX_SHOWN])
@@ -247,12 +254,17 @@ def _number(value: float) -> int | float:
 
 
 def _refuse_embeddings(form: FormatName, adapter: Adapter) -> None:
-    """Refuse embeddings: with tied weights, mlx-lm adapts the head too, and other libraries do not."""
+    """Refuse embeddings: if the head shares their weights, mlx-lm adapts it too, and other libraries do not."""
     _refuse(form, "adapters of embeddings", (module for module, target in adapter.targets.items() if target.embedding))
 
 
+def _refuse_weights(form: FormatName, adapter: Adapter) -> None:
+    _refuse(form, "weights that replace those of the base model", adapter.weights)
+
+
 def _refuse_unknown_names(form: FormatName, adapter: Adapter) -> None:
-    unknown = (name for name in adapter.ranks if not name.startswith("model.layers.") and name != "lm_head")
+    known = ("lm_head", "model.embed_tokens")
+    unknown = (name for name in adapter.ranks if not name.startswith("model.layers.") and name not in known)
     _refuse(form, "layers whose Hugging Face names are unknown", unknown)
 
 

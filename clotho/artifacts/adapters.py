@@ -7,12 +7,14 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+import mlx.core as mx
 import numpy as np
 from msgspec import Struct, field
+from msgspec.structs import replace
 
 from clotho.artifacts.base import Base, open_base_model, recorded_base
 from clotho.artifacts.gguf_names import ARCHITECTURES, gguf_names, heads_key
-from clotho.config.schema import AdaptersSection
+from clotho.config.schema import AdaptersSection, ModelSection
 from clotho.models.adapter_files import (
     AdapterContents,
     AdapterSource,
@@ -30,6 +32,7 @@ from clotho.models.adapter_formats import (
     MATRIX_AXES,
     NPZ,
     PEFT,
+    WEIGHTS,
     AdapterFormat,
     Config,
     FormatName,
@@ -42,13 +45,19 @@ from clotho.models.adapter_formats import (
 from clotho.models.gguf import half_rotation
 from clotho.models.gguf_header import BF16, F16, F32, GgufHeader
 from clotho.models.gguf_header import read_header as read_gguf_header
+from clotho.models.loading import open_stored
 from clotho.models.model_files import TensorHeader
+from clotho.models.parameters import flat
 from protocols.checkpoint import BaseQuantization
 from protocols.errors import ArtifactError, visible
 
 UNLIMITED = AdaptersSection(max_bytes=2**50, max_rank=2**20)
 """Limits of an adapter that the user chose, not a client."""
 
+MAX_SHOWN = 5
+"""Number of weights that a message names."""
+
+HEAD, EMBEDDINGS = "lm_head.weight", "model.embed_tokens.weight"
 TEXT_MODEL = re.compile(r"model\.layers\.\d+\..+|lm_head|model\.embed_tokens")
 """Names of layers that are the same in mlx-lm and Hugging Face."""
 
@@ -59,7 +68,7 @@ class Adapter(Struct, frozen=True, kw_only=True, eq=False):
     arrays: `MODULE.lora_a`, `MODULE.lora_b`, and with DoRA `MODULE.m`, in mlx-lm's layout as float32.
     dtypes: type in the file of each array; the conversion of the values to it is exact. ranks: without padding.
     targets: the layers. base: the base model if it is on this machine. base_name: its name. base_quantization: how a
-    run quantized the base model at load.
+    run quantized the base model at load. weights: by parameter, the weights that replace those of the base model.
     """
 
     path: Path
@@ -74,6 +83,11 @@ class Adapter(Struct, frozen=True, kw_only=True, eq=False):
     base_name: str
     base_quantization: BaseQuantization | None = None
     base: Base | None = field(default=None)
+    weights: dict[str, Floats] = field(default_factory=dict)
+
+    def changes(self, module: str) -> bool:
+        """Whether a layer has a weight of its own, or matrices."""
+        return module in self.ranks or f"{module}.weight" in self.weights
 
     @property
     def bytes(self) -> int:
@@ -96,9 +110,96 @@ def read_adapter_of(path: Path, model: str = "") -> Adapter:
     form = NPZ if path.suffix == ".npz" or _has_npz_only(directory, config) else format_of(config)
     base = base or recorded_base(config.base, directory, *directory.parents[:3])
     opened = _opened_npz(directory / NPZ.tensors) if form is NPZ else opened_tensors(directory / form.tensors, 2**50)
-    with opened as source:
-        contents = validated(source, form, config, _targets(source, form, base), UNLIMITED)
-    return _adapter(path, form, contents, config, base, _targets(source, form, base))
+    with opened as file:
+        matrices, stored = _divided(file) if form is PEFT else (file, {})
+        targets = _targets(matrices, form, base)
+        contents = validated(matrices, form, config, targets, UNLIMITED)
+        weights = replaced_weights(file, stored, base) if stored else {}
+    for name in (config.modules_to_save or ()) if isinstance(config, PeftConfig) else ():
+        if not any(is_named(parameter.rpartition(".")[0], name) for parameter in stored):
+            raise ArtifactError(
+                f"{directory}: modules_to_save names {visible(name, 100)}, and the file has no weights of it",
+                reason="unreadable",
+            )
+    found = _adapter(path, form, contents, config, base, targets)
+    if form is PEFT:
+        _require_head(found)
+    return replace(found, weights=weights)
+
+
+def _divided(source: AdapterSource) -> tuple[AdapterSource, dict[str, str]]:
+    """Return a file of PEFT without weights in full, and the name in the file of each parameter with such a weight."""
+    weights = {
+        name: f"{found['module']}.{found['key']}"
+        for name in source.headers
+        if PEFT.parse(name) is None and (found := WEIGHTS.fullmatch(name))
+    }
+    matrices = {name: header for name, header in source.headers.items() if name not in weights}
+    return AdapterSource(source.path, matrices, source.read), {ours: name for name, ours in weights.items()}
+
+
+def replaced_weights(source: AdapterSource, stored: Mapping[str, str], base: Base | None) -> dict[str, Floats]:
+    """Return the weights of a PEFT file that differ from those of the base model, by the names of mlx-lm.
+
+    PEFT stores `modules_to_save`, and copies of embeddings and heads that have an adapter. Raises ArtifactError for
+    weights that the base model lacks, quantizes or shares between embeddings and head.
+    """
+    shown = ", ".join(visible(name, 100) for name in sorted(stored)[:MAX_SHOWN])
+    if base is None:
+        raise ArtifactError(
+            f"{source.path} has weights in full, which only a comparison with the base model explains: {shown}; name "
+            "it: --model MODEL",
+            reason="base",
+        )
+    if base.architecture not in ARCHITECTURES:
+        raise ArtifactError(
+            f"{source.path}: weights in full ({shown}) of {visible(base.architecture, 60)}, which mlx-lm and Hugging "
+            "Face name differently, are not supported",
+            reason="inexpressible",
+        )
+    model, _ = open_stored(base.files, ModelSection(path=base.path))
+    own = flat(model.parameters())
+    found: dict[str, Floats] = {}
+    for name, tensor in stored.items():
+        is_shared = "lm_head" not in base.targets and name in (HEAD, EMBEDDINGS)
+        expected = own.get(EMBEDDINGS if is_shared else name)
+        if expected is None or not mx.issubdtype(expected.dtype, mx.floating):
+            what = "is not a layer of the base model" if expected is None else "is quantized in the base model"
+            raise ArtifactError(f"{source.path}: {visible(name, 100)} {what}", reason="inexpressible")
+        header = source.headers[tensor]
+        fits = header.shape == expected.shape and header.bytes == expected.size * DTYPES.get(header.dtype, 0)
+        values = source.read(tensor) if fits else None
+        if values is None or not np.isfinite(values).all():
+            raise ArtifactError(
+                f"{source.path}: {visible(tensor, 100)} is not finite, or has not the shape {expected.shape} of the "
+                "base model",
+                reason="base",
+            )
+        if np.array_equal(values, np.array(expected.astype(mx.float32))):
+            continue
+        if is_shared:
+            raise ArtifactError(
+                f"{source.path}: {visible(name, 100)} was trained in full; in PEFT, embeddings and head are then two "
+                "weights, and in the base model they are one",
+                reason="inexpressible",
+            )
+        found[name] = values
+    return found
+
+
+def _require_head(adapter: Adapter) -> None:
+    """Refuse matrices of embeddings that are also the head: mlx-lm adapts both, PEFT the embeddings only."""
+    adapted = [module for module, target in adapter.targets.items() if target.embedding]
+    if adapted and adapter.is_dora:
+        raise ArtifactError(
+            f"{adapter.path}: {adapted[0]}: DoRA of embeddings is not supported", reason="inexpressible"
+        )
+    if adapted and (adapter.base is None or "lm_head" not in adapter.base.targets):
+        why = "name the base model: --model MODEL" if adapter.base is None else "this base model shares them"
+        raise ArtifactError(
+            f"{adapter.path}: PEFT does not adapt a head that shares the weights of {adapted[0]}, mlx-lm does; {why}",
+            reason="inexpressible" if adapter.base else "base",
+        )
 
 
 def _directory(path: Path) -> Path:

@@ -118,6 +118,7 @@ def streamed_log_probabilities(build: Callable[[], nn.Module], tokens_B_S: mx.ar
 
 def attached(model: nn.Module, adapter: Adapter) -> nn.Module:
     """Return the model with mlx-lm's layers for the adapter; nothing is evaluated."""
+    model.update(tree_unflatten([(name, mx.array(values)) for name, values in adapter.weights.items()]))
     modules = dict(model.named_modules())
     layers = [(name, _layer(modules[name], adapter, name)) for name in adapter.ranks]
     model.update_modules(tree_unflatten(layers))

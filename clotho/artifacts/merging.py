@@ -42,6 +42,11 @@ class MergeSettings(Struct, frozen=True, kw_only=True):
     quantize: Packing | None = None
     dtype: str = "auto"
 
+    @property
+    def expands(self) -> bool:
+        """Whether quantized weights of the base model are expanded, to be stored as they are or quantized anew."""
+        return self.dequantize or self.quantize is not None
+
 
 class MergedLayer(NamedTuple):
     """Arrays of a layer that are evaluated together.
@@ -54,17 +59,33 @@ class MergedLayer(NamedTuple):
     change: mx.array | None
 
 
+class Weights(NamedTuple):
+    """The weights of a base model, not evaluated. arguments: those of mlx-lm's model.
+
+    arrays, packings: arrays by key, and the quantization, of every layer.
+    """
+
+    arguments: Any
+    arrays: dict[str, Arrays]
+    packings: dict[str, Packing | None]
+
+
+def weights_of(model: nn.Module) -> Weights:
+    """Return the weights of a model layer by layer."""
+    by_module: dict[str, Arrays] = {}
+    for name, array in flat(model.parameters()).items():
+        module, _, key = name.rpartition(".")
+        by_module.setdefault(module, {})[key] = array
+    packings = {name: packing_of(module) for name, module in model.named_modules()}
+    return Weights(getattr(model, "args", None), by_module, packings)
+
+
 def merged_layers(model: nn.Module, adapter: Adapter, settings: MergeSettings) -> list[MergedLayer]:
     """Return all layers of the merged model, by the names of the format; nothing is evaluated.
 
     model: the base model with the types of its files, not evaluated. It must not be used afterwards.
     """
-    modules = dict(model.named_modules())
-    by_module: dict[str, Arrays] = {}
-    for name, array in flat(model.parameters()).items():
-        module, _, key = name.rpartition(".")
-        by_module.setdefault(module, {})[key] = array
-    packings = {name: packing_of(module) for name, module in modules.items()}
+    _, by_module, packings = weights_of(model)
     chosen: Mapping[str, Packing | None] = packings
     if settings.dequantize or settings.quantize:
         chosen = dict(new_packings(model, settings.quantize))
@@ -78,14 +99,16 @@ def _merged(
 ) -> MergedLayer:
     """Return a layer. stored, packed: its quantization in the base model and in the merged model."""
     arrays, change = dict(own), None
-    if name in adapter.ranks or packed != stored:
+    if (bias := adapter.weights.get(f"{name}.bias")) is not None:
+        arrays["bias"] = mx.array(bias).astype(own["bias"].dtype)
+    if adapter.changes(name) or packed != stored:
         before = full_weight(own, stored)
-        after = with_adapter(before, adapter, name) if name in adapter.ranks else before
+        after = with_adapter(before, adapter, name)
         for key in ("weight", "scales", "biases"):
             arrays.pop(key, None)
-        dtype = _dtype(own, stored, settings)
+        dtype = stored_dtype(own, stored, settings)
         arrays |= _packed(after, packed, dtype) if packed else {"weight": after.astype(dtype)}
-        if name in adapter.ranks:
+        if adapter.changes(name):
             wanted, kept = after - before, full_weight(arrays, packed) - before
             parts = (wanted.square().sum(), kept.square().sum(), (kept - wanted).square().sum())
             change = mx.stack([*parts, mx.array(wanted.size, mx.float32)])
@@ -141,7 +164,11 @@ def full_weight(arrays: Mapping[str, mx.array], packing: Packing | None) -> mx.a
 
 
 def with_adapter(weight: mx.array, adapter: Adapter, name: str) -> mx.array:
-    """Return a float32 weight with the adapter of a layer. Axes of experts come first."""
+    """Return a float32 weight as an adapter changes it: replaced, or with matrices. Axes of experts come first."""
+    if (own := adapter.weights.get(f"{name}.weight")) is not None:
+        weight = mx.array(own)
+    if name not in adapter.ranks:
+        return weight
     a, b = (mx.array(adapter.arrays[f"{name}.{matrix}"]) for matrix in ("lora_a", "lora_b"))
     scale = adapter.scales[name]
     target = adapter.targets[name]
@@ -163,7 +190,8 @@ def _packed(weight: mx.array, packing: Packing, dtype: mx.Dtype) -> Arrays:
     return dict(zip(("weight", "scales", "biases"), cast, strict=False))
 
 
-def _dtype(own: Arrays, stored: Packing | None, settings: MergeSettings) -> mx.Dtype:
+def stored_dtype(own: Arrays, stored: Packing | None, settings: MergeSettings) -> mx.Dtype:
+    """Return the type of floating weights of a layer. stored: its quantization in the base model."""
     if settings.dtype != "auto":
         return DTYPES[settings.dtype]
     found = own["weight" if stored is None else "scales"].dtype

@@ -60,7 +60,7 @@ def require_environments(profile: Profile) -> None:
     if profile.environments and profile.model.path.lower().endswith(".gguf"):
         raise ProfileError(
             "model.path: environments read the tokenizer from a directory, not from a GGUF file: convert it with "
-            f"python -m clotho.commands.convert_gguf {shlex.quote(profile.model.path)} DIRECTORY"
+            f"python pipeline.py convert {shlex.quote(profile.model.path)} DIRECTORY --to mlx"
         )
     require_atroposlib(python)
     for section in profile.environments:

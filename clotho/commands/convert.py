@@ -1,4 +1,4 @@
-"""The command `convert`: an adapter in another format."""
+"""The command `convert`: an adapter in another format, or a GGUF file as a model directory."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import get_args
 
+import msgspec
 from msgspec.structs import replace
 from rich.console import Console
 
@@ -13,16 +14,31 @@ from clotho.artifacts.adapter_writers import WRITERS
 from clotho.artifacts.adapters import Adapter, read_adapter_of
 from clotho.commands.command_line import CommandParser
 from clotho.models.adapter_formats import FormatName
+from clotho.models.gguf import open_gguf
+from clotho.models.gguf_header import read_header
+from clotho.models.gguf_tokenizer import gguf_tokenizer
+from clotho.models.loading import GGUF, PACKAGE, find_model
+from clotho.models.parameters import flat
 from clotho.monitoring.display import print_line
 from clotho.monitoring.terminal_text import memory
-from clotho.storage.atomic_files import make_directory, new_directory, replaced_from_directory
-from protocols.errors import ArtifactError
+from clotho.storage.atomic_files import make_directory, new_directory, replaced_from_directory, write_file
+from clotho.storage.tensors import write_tensors
+from protocols.errors import ArtifactError, ProfileError
 
 
 def parser() -> CommandParser:
     """Return the parser of the command line."""
-    found = CommandParser("convert", "Convert an adapter to another format, exactly; refuse what cannot be expressed.")
-    found.add_argument("source", metavar="SRC", type=Path, help="directory of an adapter, run or checkpoint; GGUF file")
+    found = CommandParser(
+        "convert",
+        "Convert an adapter to another format, exactly; refuse what cannot be expressed. With --to mlx, a model in a "
+        "GGUF file becomes a directory.",
+    )
+    found.add_argument(
+        "source",
+        metavar="SRC",
+        type=Path,
+        help="directory of an adapter, run or checkpoint; GGUF file",
+    )
     found.add_argument("destination", metavar="DST", type=Path, help="new directory; with --to gguf a new file *.gguf")
     found.add_argument("--to", required=True, choices=get_args(FormatName), help="format to write")
     found.add_argument("--model", default="", help="base model; default: the one that the adapter names, if it is here")
@@ -37,8 +53,15 @@ def run(argv: Sequence[str], console: Console) -> int:
     arguments = parser().parsed(argv, console)
     if arguments is None:
         return 0
+    source = arguments.source.expanduser()
+    if is_model(source):
+        if arguments.to != "mlx" or arguments.model or arguments.base_name:
+            raise ProfileError(f"convert: {source} is a model: convert it with --to mlx, without other flags")
+        convert_model(str(source), arguments.destination.expanduser())
+        print_line(console, f"wrote    {arguments.destination} (mlx), a model")
+        return 0
     adapter = convert(
-        arguments.source.expanduser(),
+        source,
         arguments.destination.expanduser(),
         arguments.to,
         model=arguments.model,
@@ -78,6 +101,35 @@ def convert(source: Path, destination: Path, to: FormatName, *, model: str = "",
     named = replace(adapter, base_name=base_name or adapter.base_name or model)
     write_new(destination, lambda path: WRITERS[to](path, named), is_file=to == "gguf")
     return named
+
+
+def is_model(source: Path) -> bool:
+    """Whether a path is a GGUF file with a model, not with an adapter. Raises ModelError for a damaged file."""
+    if str(source).startswith(PACKAGE):
+        return True
+    is_file = source.suffix.lower() == GGUF and source.is_file()
+    return is_file and read_header(source).metadata.get("general.type") != "adapter"
+
+
+def convert_model(model: str, directory: Path) -> None:
+    """Write configuration, weights and tokenizer of a GGUF file to a new directory, for mlx-lm and environments.
+
+    The weights keep their values and quantization, so an adapter of the file suits the directory. model: a value of
+    `model.path` that names a GGUF file. The directory appears complete, and must not exist. Raises ArtifactError or
+    ModelError.
+    """
+    require_new(directory)
+    file = find_model(model)
+    network, config = open_gguf(file)
+    tokenizer = gguf_tokenizer(file)
+    config |= {"eos_token_id": sorted(tokenizer.eos_token_ids)}
+
+    def write(path: Path) -> None:
+        write_tensors(path / "model.safetensors", flat(network.parameters()))
+        write_file(path / "config.json", [msgspec.json.format(msgspec.json.encode(config), indent=2)])
+        tokenizer.save_pretrained(str(path))
+
+    write_new(directory, write)
 
 
 def require_new(destination: Path) -> None:

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from clotho.artifacts.adapters import Adapter, read_adapter_of
 from clotho.artifacts.fidelity import Fidelity, compare
-from clotho.artifacts.gguf_model import write_gguf_model
+from clotho.artifacts.gguf_model import PACKINGS, write_gguf_model, write_gguf_of_directory
 from clotho.artifacts.gguf_names import ARCHITECTURES
 from clotho.artifacts.merging import (
     MergeSettings,
@@ -24,6 +24,7 @@ from clotho.artifacts.merging import (
     new_packings,
     require_layers,
     summarize,
+    weights_of,
 )
 from clotho.artifacts.model_writer import common_dtype, write_beside, write_weights
 from clotho.commands.command_line import CommandParser
@@ -45,7 +46,7 @@ REPORT = "merge_report.json"
 MAX_TOKENS = 128
 """Number of tokens of a prompt that are compared."""
 
-CLASSES = {"llama": "LlamaForCausalLM"}
+CLASSES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 """Classes of transformers by `model_type`, for models whose files do not name their class."""
 
 QUESTIONS = (
@@ -68,7 +69,9 @@ def parser() -> CommandParser:
     found.add_argument("--format", default="mlx", choices=get_args(ModelFormat), help="mlx-lm, Hugging Face, llama.cpp")
     found.add_argument("--dequantize", action="store_true", help="expand the weights of a quantized base model")
     found.add_argument("--quantize-bits", type=int, metavar="N", help="quantize all layers with N bits per weight")
-    found.add_argument("--group-size", type=int, default=64, metavar="N", help="weights that share a scale")
+    found.add_argument(
+        "--group-size", type=int, metavar="N", help="weights that share a scale; default: 64, with --format gguf 32"
+    )
     found.add_argument(
         "--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"), help="type of floating weights"
     )
@@ -103,17 +106,19 @@ def settings_of(arguments: argparse.Namespace) -> MergeSettings:
     """Return how weights are stored. Raises ProfileError for flags that contradict each other."""
     packing = None
     if (bits := arguments.quantize_bits) is not None:
+        is_gguf = arguments.format == "gguf"
+        group_size = arguments.group_size or (32 if is_gguf else 64)
         for flag, value, allowed in (
-            ("--quantize-bits", bits, BITS["affine"]),
-            ("--group-size", arguments.group_size, GROUP_SIZES["affine"]),
+            ("--quantize-bits", bits, sorted(one.bits for one in PACKINGS) if is_gguf else BITS["affine"]),
+            ("--group-size", group_size, (32,) if is_gguf else GROUP_SIZES["affine"]),
         ):
             if value not in allowed:
                 raise ProfileError(f"merge: {flag} must be one of {', '.join(map(str, allowed))}, not {value}")
-        packing = Packing(bits, arguments.group_size)
+        packing = Packing(bits, group_size)
     if packing and arguments.dequantize:
         raise ProfileError("merge: --dequantize and --quantize-bits contradict each other")
-    if packing and arguments.format != "mlx":
-        raise ProfileError("merge: --quantize-bits is a quantization of mlx, which only --format mlx can store")
+    if packing and arguments.format == "hf":
+        raise ProfileError("merge: --quantize-bits is a quantization that --format hf cannot store")
     if arguments.prompts < 1:
         raise ProfileError(f"merge: --prompts must be at least 1, not {arguments.prompts}")
     return MergeSettings(
@@ -181,10 +186,20 @@ def report_path(output: Path) -> Path:
 def _require_expressible(adapter: Adapter, settings: MergeSettings) -> None:
     base = adapter.base
     assert base is not None
-    if settings.format == "gguf" and base.files.is_dir():
+    is_quantized = "quantization" in base.config or adapter.base_quantization is not None
+    if settings.format == "gguf" and base.files.is_file() and settings.quantize:
         raise ArtifactError(
-            "gguf: the base model must be a GGUF file; of a directory, write --format hf, and convert the result with "
-            "llama.cpp's convert_hf_to_gguf.py",
+            "gguf: a base model in a GGUF file keeps its quantization: use llama.cpp's llama-quantize afterwards",
+            reason="inexpressible",
+        )
+    if settings.format == "gguf" and base.files.is_file() and adapter.weights:
+        raise ArtifactError(
+            f"gguf: {sorted(adapter.weights)[0]} was trained in full: convert the base model to a directory first",
+            reason="inexpressible",
+        )
+    if settings.format == "gguf" and base.files.is_dir() and is_quantized and not settings.expands:
+        raise ArtifactError(
+            "gguf: llama.cpp does not read the quantization of this base model: add --dequantize or --quantize-bits 8",
             reason="inexpressible",
         )
     if settings.format != "hf":
@@ -194,7 +209,7 @@ def _require_expressible(adapter: Adapter, settings: MergeSettings) -> None:
             f"hf: mlx-lm and Hugging Face name the weights of {base.architecture!r} differently; use --format mlx",
             reason="inexpressible",
         )
-    if ("quantization" in base.config or adapter.base_quantization) and not settings.dequantize:
+    if is_quantized and not settings.dequantize:
         raise ArtifactError(
             "hf: transformers does not read the quantization of this base model: add --dequantize",
             reason="inexpressible",
@@ -204,7 +219,7 @@ def _require_expressible(adapter: Adapter, settings: MergeSettings) -> None:
 def _write(path: Path, adapter: Adapter, section: ModelSection, settings: MergeSettings) -> list[list[float]]:
     """Write all files; return the changes of layers."""
     assert adapter.base is not None
-    if settings.format == "gguf":
+    if settings.format == "gguf" and adapter.base.files.is_file():
         return write_gguf_model(path, adapter.base, adapter, settings)
     files = adapter.base.files
     model, config = open_stored(files, section)
@@ -213,6 +228,10 @@ def _write(path: Path, adapter: Adapter, section: ModelSection, settings: MergeS
         config = config | {"quantization": structs.asdict(section.quantize)}
     require_layers(model, adapter, section.path)
     packings = new_packings(model, settings.quantize)
+    if settings.format == "gguf":
+        weights, tokenizer = weights_of(model), ChatTokenizer.of_model(files, section)
+        del model
+        return write_gguf_of_directory(path, adapter.base, weights, adapter, settings, tokenizer)
     layers = merged_layers(model, adapter, settings)
     del model
     merged = merged_config(config, settings, packings, common_dtype(layers))

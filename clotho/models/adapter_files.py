@@ -126,6 +126,8 @@ def read_adapter(directory: Path, targets: Mapping[str, Target], limits: Adapter
     that do not fit the model, a rank or a size above the limits, or values that are not finite.
     """
     config = read_config(directory)
+    if isinstance(config, PeftConfig) and config.modules_to_save:
+        raise invalid(f"{directory / CONFIG}: modules_to_save is set; weights beside the adapter cannot be served")
     if config.is_dora:
         key = "use_dora is true" if isinstance(config, PeftConfig) else "fine_tune_type is dora"
         raise invalid(f"{directory / CONFIG}: {key}; only LoRA can be served beside other adapters")
@@ -218,7 +220,8 @@ def _named(source: AdapterSource, form: AdapterFormat, config: Config, targets: 
     for name, header in source.headers.items():
         found = form.parse(name)
         module, expert = resolved(found, targets, by_end) if found else ("", None)
-        if found is None or module not in targets or (found.matrix == "m" and not config.is_dora):
+        is_other = found is None or module not in targets or (found.matrix == "m" and not config.is_dora)
+        if found is None or is_other or (form is PEFT and found.embedding != targets[module].embedding):
             unknown.append(name)
             continue
         tensors.append(_Tensor(name, module, found.matrix, header, expert))

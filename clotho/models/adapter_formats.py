@@ -10,7 +10,8 @@ A layer with weight W and an adapter computes y = W x + scale (x A) B. The forma
 
 The scale of rsLoRA (arXiv:2312.03732) in PEFT is alpha / sqrt(rank). A mixture of experts has A (experts, rank, inputs)
 and B (experts, outputs, rank) in mlx, npz and gguf; PEFT stores the experts one by one. DoRA (arXiv:2402.09353) adds a
-vector of magnitudes, one per output: MODULE.m in mlx and npz, MODULE.lora_magnitude_vector in PEFT.
+vector of magnitudes, one per output: MODULE.m in mlx and npz, MODULE.lora_magnitude_vector in PEFT. PEFT names the
+matrices of an embedding MODULE.lora_embedding_A and MODULE.lora_embedding_B, and can store weights in full (`WEIGHTS`).
 """
 
 from __future__ import annotations
@@ -65,11 +66,11 @@ class Target(Struct, frozen=True, kw_only=True):
 
 
 class TensorName(NamedTuple):
-    """What the name of a tensor states. module: as the format names it. expert: of a mixture in PEFT."""
+    """What the name of a tensor states. module: as the format names it. embedding: whether PEFT adapts an embedding."""
 
     module: str
     matrix: Matrix
-    expert: int | None = None
+    embedding: bool = False
 
 
 class AdapterFormat(Struct, frozen=True, kw_only=True):
@@ -91,7 +92,7 @@ class AdapterFormat(Struct, frozen=True, kw_only=True):
         if found is None:
             return None
         matrix = MATRIX_OF.get(found["matrix"])
-        return matrix and TensorName(found["module"], matrix)
+        return matrix and TensorName(found["module"], matrix, found["matrix"].startswith(EMBEDDING))
 
     def stored(self, target: Target) -> Target:
         """Return the layer that one tensor belongs to: without stacking, a single expert."""
@@ -104,16 +105,24 @@ class AdapterFormat(Struct, frozen=True, kw_only=True):
         return shape[::-1] if self.transposed and not layer.experts else shape
 
 
+EMBEDDING = "lora_embedding_"
 MATRIX_OF: Mapping[str, Matrix] = {
     "lora_a": "lora_a", "lora_b": "lora_b", "m": "m",
     "lora_A": "lora_a", "lora_B": "lora_b", "lora_magnitude_vector": "m",
+    f"{EMBEDDING}A": "lora_a", f"{EMBEDDING}B": "lora_b",
 }  # fmt: skip
 
 MLX_LM_NAMES = re.compile(r"(?P<module>.+)\.(?P<matrix>lora_[ab]|m)")
 PEFT_NAMES = re.compile(
     r"(?:base_model\.model\.)?(?P<module>.+)\."
-    r"(?P<matrix>lora_[AB](?=(?:\.default)?\.weight$)|lora_magnitude_vector)(?:\.default)?(?:\.weight)?"
+    r"(?P<matrix>lora_[AB](?=(?:\.default)?\.weight$)|lora_embedding_[AB]|lora_magnitude_vector)(?:\.default)?(?:\.weight)?"
 )
+WEIGHTS = re.compile(
+    r"(?:base_model\.model\.)?(?P<module>(?:(?!\.lora_).)+?)(?:\.base_layer|\.modules_to_save(?:\.default)?)?\."
+    r"(?P<key>weight|bias)"
+)
+"""Weights in full in a file of PEFT: of `modules_to_save`, and copies of embeddings and heads that have an adapter."""
+
 MLX = AdapterFormat(name="mlx", tensors=MLX_LM_TENSORS, names=MLX_LM_NAMES, transposed=False, stacked=True)
 NPZ = AdapterFormat(name="npz", tensors=NPZ_TENSORS, names=MLX_LM_NAMES, transposed=False, stacked=True)
 PEFT = AdapterFormat(name="peft", tensors=PEFT_TENSORS, names=PEFT_NAMES, transposed=True, stacked=False)
@@ -272,7 +281,6 @@ def _require_plain_peft(config: PeftConfig, path: object) -> None:
     initialization = config.init_lora_weights if isinstance(config.init_lora_weights, str) else ""
     for key, unsupported in (
         ("bias", config.bias != "none"),
-        ("modules_to_save", bool(config.modules_to_save)),
         ("lora_bias", config.lora_bias),
         ("use_qalora", config.use_qalora),
         ("target_parameters", bool(config.target_parameters)),

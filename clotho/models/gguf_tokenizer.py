@@ -25,8 +25,14 @@ LLAMA3_WORDS = (
 )
 """How Llama 3 splits text into words (llama.cpp, `LLAMA_VOCAB_PRE_TYPE_LLAMA3`)."""
 
+QWEN2_WORDS = LLAMA3_WORDS.replace(r"\p{N}{1,3}", r"\p{N}")
+"""How Qwen2 splits text into words: every digit is a word (llama.cpp, `LLAMA_VOCAB_PRE_TYPE_QWEN2`)."""
+
 ENDINGS = ("eos", "eot", "eom")
 """Tokens that end a completion: end of the text, of a turn and of a message (llama.cpp, `llama_vocab_is_eog`)."""
+
+WHOLE_WORDS = ("llama-bpe",)
+"""Ways to split text with which a word of the vocabulary is one token, whatever the merges."""
 
 SPACE = "\u2581"
 """The character that stands for a space in the vocabulary of SentencePiece."""
@@ -81,35 +87,37 @@ def _tokenizer(file: GgufFile) -> TokenizerWrapper:
 
 
 def _byte_level(file: GgufFile, tokens: list[str]) -> Tokenizer:
-    """BPE over bytes, as in GPT-2, SmolLM and Llama 3."""
+    """BPE over bytes, as in GPT-2, SmolLM, Llama 3 and Qwen2."""
     written = [merge.split(" ") for merge in _texts(file, "merges")]
     if any(len(merge) != 2 for merge in written):
         raise ModelError(f"{file.path}: {PREFIX}.merges must be pairs of tokens")
     merges = [(first, second) for first, second in written]
     vocabulary = {token: index for index, token in enumerate(tokens)}
-    splitter = file.metadata.get(f"{PREFIX}.pre", "default")
+    splitter = str(file.metadata.get(f"{PREFIX}.pre", "default"))
+    if (words := splitters().get("gpt-2" if splitter == "default" else splitter)) is None:
+        raise ModelError(
+            f"{file.path}: the pre-tokenizer {visible(repr(splitter), 40)} is not supported, only "
+            f"{', '.join(splitters())}"
+        )
     try:
-        tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=splitter == "llama-bpe"))
+        tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=splitter in WHOLE_WORDS))
     except Exception as error:  # the library raises a bare Exception
         raise ModelError(f"{file.path}: {PREFIX}.merges do not fit the tokens: {str(error)[:200]}") from error
-    match splitter:
-        case "smollm":
-            words = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-        case "llama-bpe":
-            words = [
-                pre_tokenizers.Split(Regex(LLAMA3_WORDS), "isolated"),
-                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-            ]
-        case "gpt-2" | "default":
-            words = [pre_tokenizers.ByteLevel(add_prefix_space=False)]
-        case _:
-            raise ModelError(
-                f"{file.path}: the pre-tokenizer {str(splitter)[:40]!r} is not supported, "
-                "only smollm, llama-bpe and gpt-2"
-            )
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(words)
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
+
+
+def splitters() -> dict[str, list[Any]]:
+    """Return how byte-level tokenizers split text into words, by the names of llama.cpp."""
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    byte_level_only = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return {
+        "gpt-2": [byte_level],
+        "smollm": [pre_tokenizers.Digits(individual_digits=True), byte_level],
+        "llama-bpe": [pre_tokenizers.Split(Regex(LLAMA3_WORDS), "isolated"), byte_level_only],
+        "qwen2": [pre_tokenizers.Split(Regex(QWEN2_WORDS), "isolated"), byte_level_only],
+    }
 
 
 def _sentence_piece(file: GgufFile, tokens: list[str]) -> Tokenizer:

@@ -99,6 +99,12 @@ class ChatTokenizer:
             variables=section.chat_template_kwargs,
         )
 
+    @property
+    def hugging_face(self) -> PreTrainedTokenizerBase:
+        """The tokenizer of Hugging Face transformers."""
+        found: PreTrainedTokenizerBase = self._wrapper._tokenizer
+        return found
+
     @cached_property
     def longest_token_bytes(self) -> int:
         """Length in UTF-8 of the longest token of the vocabulary: no token stands for more bytes of text."""

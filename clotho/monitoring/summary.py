@@ -100,7 +100,7 @@ def summary_lines(summary: RunSummary) -> Iterator[tuple[str, str]]:
     yield "adapter", summary.adapter
     model, adapter = shlex.quote(summary.base_model), shlex.quote(summary.adapter)
     if summary.base_model.lower().endswith(".gguf"):  # mlx-lm reads models from directories only
-        yield "convert it", f"python -m clotho.commands.convert_gguf {model} base"
+        yield "convert it", f"python pipeline.py convert {model} base --to mlx"
         model = "base"
     yield "load it", f"mlx_lm.chat --model {model} --adapter-path {adapter}"
     ungraded = summary.after.ungraded if summary.after else 0

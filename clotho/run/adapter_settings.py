@@ -31,6 +31,9 @@ from protocols.errors import ClothoError, ProfileError, visible
 KEY, METHOD = ADAPTER, "policy.method."
 FILES = (".gguf", ".npz", ".safetensors")
 MAX_CONFIG_BYTES = 1 << 20
+MAX_SHOWN = 3
+"""Number of weights that an error message names."""
+
 BLOCK = re.compile(r"(?:.*\.)?(?:layers|h|blocks)\.(?P<block>\d+)\.(?P<name>.+)")
 Values = dict[str, Any]
 
@@ -134,6 +137,12 @@ def _own_values(config: AdapterConfig) -> Values:
 
 def _values(adapter: Adapter) -> Values:
     """Return the settings of LoRA or DoRA matrices. Raises ProfileError if one run cannot have all of them."""
+    if adapter.weights:
+        shown = ", ".join(visible(name, 100) for name in sorted(adapter.weights)[:MAX_SHOWN])
+        raise ProfileError(
+            f"weights in full beside the matrices ({shown}) are read from runs of Clotho only: merge the adapter, and "
+            "start from the merged model"
+        )
     ranks = _by_block(adapter.ranks)
     for name, of_blocks in ranks.items():
         if len(set(of_blocks.values())) > 1:

@@ -28,8 +28,10 @@ def adapter(*, model: str, out: str, settings: dict[str, Any]) -> None:
     adapted = peft.get_peft_model(base(model), peft.LoraConfig(task_type="CAUSAL_LM", **settings))
     with torch.no_grad():
         for name, parameter in adapted.named_parameters():
-            if "lora_B" in name:
+            if "lora_B" in name or "lora_embedding_" in name:
                 parameter.normal_(std=0.05)
+            elif "modules_to_save" in name:
+                parameter.add_(0.1 * torch.randn_like(parameter))
             elif "magnitude" in name:
                 parameter.mul_(1.1)
     adapted.save_pretrained(out)

@@ -263,7 +263,7 @@ def test_script_and_tokenizer_of_an_environment_must_exist(tmp_path: Path) -> No
         require_environments(profile)
     (tmp_path / "mine.py").touch()
     require_environments(profile)
-    with pytest.raises(ProfileError, match=r"convert_gguf m\.gguf"):
+    with pytest.raises(ProfileError, match=r"convert m\.gguf"):
         require_environments(replace(profile, model=replace(profile.model, path="m.gguf")))
     require_environments(load_profile("atropos"))
     require_environments(load_profile("local-m3"))

@@ -16,7 +16,7 @@ from bench.contenders.process import Contender
 from bench.contenders.shapes import REAL, REAL_DIRECTORY, named_model
 from bench.measurement import Measurement, read
 from bench.runs import Record
-from clotho.commands.convert_gguf import convert
+from clotho.commands.convert import convert_model
 from clotho.config.bounds import Off
 from clotho.config.flags import parse_arguments
 from clotho.config.load import load_profile
@@ -28,7 +28,7 @@ def test_contenders_read_the_converted_model_in_float32(tmp_path: Path, monkeypa
     """The directory is that of the environment variable; quantized weights are expanded."""
     model = build()
     file = write(tmp_path / "m.gguf", model, quantization=Quantization.Q8_0, tokenizer=byte_level("smollm"))
-    convert(str(file), tmp_path / "model")
+    convert_model(str(file), tmp_path / "model")
     monkeypatch.setenv(REAL_DIRECTORY, str(tmp_path / "model"))
     loaded, config = named_model(REAL)
     assert loaded.model.layers[0].mlp.up_proj.weight.dtype == mx.float32
@@ -45,7 +45,7 @@ def directories(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         found.extend(one.environment[REAL_DIRECTORY] for one in contenders if REAL_DIRECTORY in one.environment)
         return made_up([])(question, contenders, *given, **options)
 
-    monkeypatch.setattr(real, "convert", lambda model, directory: found.append(str(directory)))
+    monkeypatch.setattr(real, "convert_model", lambda model, directory: found.append(str(directory)))
     monkeypatch.setattr(real, "measure_interleaved", measured)
     return found
 

@@ -15,10 +15,11 @@ from typing import Any
 import mlx_lm
 import pytest
 
-from bench import actors_overhead, http, overlap, startup, swap
+from bench import actors_overhead, http, overlap, save, startup, swap
 from bench.contenders import (
     asyncio_messages,
     clotho_messages,
+    clotho_save,
     clotho_serve,
     clotho_swap,
     commands,
@@ -162,6 +163,18 @@ def test_swaps_are_measured_while_sequences_run(monkeypatch: pytest.MonkeyPatch)
         assert 0 < metrics["swap_seconds"] <= metrics["longest_swap_seconds"]
 
 
+def test_decode_steps_are_measured_while_checkpoints_are_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every repeat saves and removes its own checkpoints."""
+    monkeypatch.setattr(clotho_save, "SAVES", 2)
+    monkeypatch.setattr(clotho_save, "STEPS_ALONE", 3)
+    once = clotho_save.prepare({"model": EMBEDDED})
+    for _ in range(2):
+        metrics = once()
+        assert metrics.keys() == {metric.name for metric in save.METRICS}
+        assert metrics["save_seconds"] > 0
+        assert metrics["median_delay_seconds"] <= metrics["longest_delay_seconds"]
+
+
 def test_a_command_reports_wall_and_processor_time() -> None:
     """A failing command is an error."""
     metrics = commands.run(["-c", "sum(range(10_000))"])
@@ -210,7 +223,7 @@ def test_results_of_runs_are_written_and_formatted(tmp_path: Path) -> None:
 
 def test_every_description_has_its_command() -> None:
     """The command has the name of the module."""
-    for question in (actors_overhead, http, overlap, startup, swap):
+    for question in (actors_overhead, http, overlap, save, startup, swap):
         assert f"python -m bench {question.NAME}" == question.COMMAND
         assert question.COMMAND in (question.__doc__ or "")
 

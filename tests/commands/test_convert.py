@@ -1,4 +1,4 @@
-"""Conversions of adapters between the formats of mlx-lm, PEFT, NPZ and llama.cpp."""
+"""Conversions of adapters between the formats of mlx-lm, PEFT, NPZ and llama.cpp, and of GGUF files to directories."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx_lm
 import numpy as np
 import pytest
+from gguf import GGMLQuantizationType as Quantization
 from gguf import GGUFReader
 from mlx_lm.tuner.utils import load_adapters
 from mlx_lm.utils import load_model
@@ -28,6 +30,7 @@ from tests.artifacts import hub_models
 from tests.artifacts.hub_models import SHAPES, logits
 from tests.inference.adapter_models import write_mlx_adapter
 from tests.learner_settings import policy_settings
+from tests.models.gguf_files import TOKENS_1_T, build, byte_level, write
 from tests.models.test_adapter_files import write_raw
 
 Q = "model.layers.0.self_attn.q_proj"
@@ -213,6 +216,12 @@ def embedding(source: Path) -> None:
     save_file(tensors, source / TENSORS["mlx"])
 
 
+def unknown_base(source: Path) -> None:
+    """Add an adapter of the embeddings. Whether they are also the head is unknown."""
+    embedding(source)
+    set_config(source, model="owner/elsewhere")
+
+
 def half(source: Path) -> None:
     """Store bfloat16."""
     arrays = {name: mx.array(array).astype(mx.bfloat16) for name, array in load_file(source / TENSORS["mlx"]).items()}
@@ -224,7 +233,7 @@ INEXPRESSIBLE: dict[str, tuple[Callable[[Path], object] | None, str, FormatName,
     "differing ranks in NPZ": (other_rank, "peft", "npz", "q_proj"),
     "differing scales": (other_scale, "peft", "mlx", "0.75"),
     "differing scales in GGUF": (other_scale, "peft", "gguf", "alpha"),
-    "embeddings in PEFT": (embedding, "a", "peft", "model.embed_tokens"),
+    "embeddings without the base model": (unknown_base, "a", "peft", "model.embed_tokens"),
     "embeddings in GGUF": (embedding, "a", "gguf", "model.embed_tokens"),
     "bfloat16 in NPZ": (half, "a", "npz", "bfloat16"),
 }
@@ -250,6 +259,24 @@ def test_llama_cpp_has_no_magnitudes_and_not_every_architecture(bases: dict[str,
     for path, named in ((source, "DoRA"), (plain, "lfm2")):
         with pytest.raises(ArtifactError, match=named) as error:
             convert(path, tmp_path / "b.gguf", "gguf")
+        assert error.value.reason == "inexpressible"
+
+
+def test_peft_adapts_embeddings_that_are_not_the_head(bases: dict[str, Path], tmp_path: Path) -> None:
+    """Back, the file has the same bits. PEFT does not adapt a head that shares the weights, so this is refused."""
+    source = adapter(tmp_path / "a", bases["llama"])
+    embedding(source)
+    back = there_and_back(source, "peft")
+    names = load_file(tmp_path / "a-peft" / TENSORS["peft"])
+    assert names["base_model.model.model.embed_tokens.lora_embedding_A"].shape == (4, 64)
+    assert names["base_model.model.model.embed_tokens.lora_embedding_B"].shape == (32, 4)
+    assert "model.embed_tokens" in config(tmp_path / "a-peft")["target_modules"]
+    before, after = load_file(source / TENSORS["mlx"]), load_file(back / TENSORS["mlx"])
+    assert before.keys() == after.keys()
+    assert all(before[name].tobytes() == after[name].tobytes() for name in before)
+    for words in ((source, tmp_path / "b", "peft"), (tmp_path / "a-peft", tmp_path / "b", "mlx")):
+        with pytest.raises(ArtifactError, match=r"model\.embed_tokens") as error:
+            convert(*words, model=str(bases["gemma2"]))
         assert error.value.reason == "inexpressible"
 
 
@@ -302,3 +329,47 @@ def test_the_command_says_what_it_read_and_wrote(
 def test_alpha_divided_by_the_rank_is_the_scale(scale: float, rank: int) -> None:
     """Bit for bit, although the quotient of two decimal numbers is rounded."""
     assert quotient(alpha_of(scale, rank), rank) == scale
+
+
+def file_and_directory(tmp_path: Path, quantization: Quantization) -> tuple[Path, Path]:
+    """A GGUF file with a model, and the directory that the command writes."""
+    metadata = {"tokenizer.ggml.pre": "smollm", "tokenizer.chat_template": "{{ messages[0]['content'] }}"}
+    file = write(
+        tmp_path / "m.gguf", build(), quantization=quantization, tokenizer=byte_level("smollm"), metadata=metadata
+    )
+    assert main(["convert", str(file), str(tmp_path / "new" / "model"), "--to", "mlx"]) == 0
+    return file, tmp_path / "new" / "model"
+
+
+@pytest.mark.parametrize("quantization", [Quantization.Q4_1, Quantization.Q8_0, Quantization.F16], ids=str)
+def test_mlx_lm_computes_with_the_directory_of_a_gguf_file(tmp_path: Path, quantization: Quantization) -> None:
+    """What Clotho computes with the file, with the adapter of a policy of it. Quantized weights stay quantized."""
+    file, directory = file_and_directory(tmp_path, quantization)
+    section = ModelSection(path=str(file))
+    policy = load_policy(section, policy_settings(kind="lora"), seed=0, keep_reference=False)
+    write_adapter(tmp_path / "adapters", policy.trainable(), policy.adapter_config)
+    model, tokenizer, *_ = mlx_lm.load(str(directory), adapter_path=str(tmp_path / "adapters"))
+    model.set_dtype(mx.float32)
+    assert mx.allclose(model(TOKENS_1_T), policy.model(TOKENS_1_T), atol=1e-4).item()
+    assert tuple(tokenizer.encode("the policy<|end|>")) == policy.tokenizer.encode("the policy<|end|>")
+    assert tokenizer.eos_token_ids == policy.tokenizer.eos_ids
+    render: Any = tokenizer.apply_chat_template  # unannotated
+    assert render([{"role": "user", "content": "hi"}], tokenize=False) == "hi"
+
+
+def test_a_model_becomes_a_new_directory_of_mlx_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Exit status 2 and one line for an existing directory, another format, flags of adapters, and a missing file."""
+    file = write(tmp_path / "m.gguf", build(), tokenizer=byte_level("smollm"))
+    (tmp_path / "old").mkdir()
+    new = str(tmp_path / "new")
+    for arguments in (
+        [str(file), str(tmp_path / "old"), "--to", "mlx"],
+        [str(file), new, "--to", "peft"],
+        [str(file), new, "--to", "mlx", "--base-name", "owner/name"],
+        [str(tmp_path / "x.gguf"), new, "--to", "mlx"],
+        ["package:nowhere/x.gguf", new, "--to", "mlx"],
+    ):
+        assert main(["convert", *arguments]) == 2
+        assert capsys.readouterr().err.count("\n") == 1
+    assert list((tmp_path / "old").iterdir()) == []
+    assert not (tmp_path / "new").exists()

@@ -78,7 +78,7 @@ def summarized(summary: RunSummary, *, width: int = 80, encoding: str = "utf-8")
 def test_the_summary_says_how_mlx_lm_loads_the_adapter_of_a_gguf_file() -> None:
     """mlx-lm reads models from directories only, so that the file is converted first."""
     shown = summarized(msgspec.structs.replace(summary(), base_model="/models/my base.gguf"))
-    assert "clotho.commands.convert_gguf '/models/my base.gguf' base" in shown
+    assert "python pipeline.py convert '/models/my base.gguf' base --to mlx" in shown
     assert "mlx_lm.chat --model base --adapter-path" in shown
 
 
