@@ -64,6 +64,7 @@ from clotho.run.accounting import GroupAccounting, group_source
 from clotho.run.batch_source import batch_source, group_reader, running_url
 from clotho.run.context import RunContext
 from clotho.run.custom_actors import Channel, CustomActors
+from clotho.run.idle_sleep import no_idle_sleep
 from clotho.run.process_signals import finish_computation
 from clotho.run.remote_sampling import remote_sampler
 from clotho.run.run_monitor import RunMonitor, loading_page, token_value_writer
@@ -193,7 +194,7 @@ def wire_monitor(
         rollouts=JsonlWriter(directory.rollouts) if settings.rollouts else None,
         tokens=token_value_writer(context),
         logged=context.logged,
-        signal=context.signal,
+        alarms=context.alarms,
         trackers=context.trackers,
         forecast=RunForecast(context.plan, began=context.history.seconds),
         first_step=context.progress.step,
@@ -396,11 +397,12 @@ def wire_environments(
 
 
 def wire_services(context: RunContext, monitor: RunMonitor, listener: socket.socket | None) -> list[Child]:
-    """The HTTP server, the watchdog of the compute thread, the memory watch, and the guard of the decode engine."""
+    """The HTTP server, the watchdog of the compute thread, the watches of the machine, and the guard of the engine."""
     guards = [
         permanent(monitor.serving.watchdog(context.profile.monitor)),
         permanent(monitor.serving.memory_watch()),
         permanent(context.engine_guard(), ENGINE_RESTARTS),
+        temporary(monitor.resource_watch()),
     ]
     settings = context.profile.server
     if listener is None or isinstance(settings, Off):
@@ -452,6 +454,7 @@ async def train(profile: Profile, directory: RunDirectory, console: Console) -> 
         context = await while_loading(listener, server, loading, page=loading_page(server))
         stack.callback(context.rewards.close)
         stack.callback(close_trackers, context.trackers)
+        stack.enter_context(no_idle_sleep(enabled=profile.monitor.prevent_sleep))
         events.open(directory.log)
         for warning in context.warnings:
             log.warning(warning)

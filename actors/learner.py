@@ -37,7 +37,8 @@ class LearnerProgress(Struct, kw_only=True):
 
     step: number of batches consumed. bad_steps: consecutive updates that were not finite.
     train_seconds, trained_tokens: totals since the run began.
-    last_report: report of the last batch since the last start. began, last_update: monotonic seconds.
+    last_report: report of the last batch since the last start. began, last_update: monotonic seconds. updating: the
+    update of a batch is being computed.
     """
 
     step: int = 0
@@ -47,6 +48,7 @@ class LearnerProgress(Struct, kw_only=True):
     last_report: StepReport | None = None
     began: float = 0.0
     last_update: float = 0.0
+    updating: bool = False
 
 
 class Learner:
@@ -163,7 +165,9 @@ class Learner:
             log.warning("dynamic_sampling_limit_reached", prompted=batch.requested, trainable=len(batch.fresh))
         fresh = sorted(batch.fresh, key=_group_id)
         replayed = self._replay.sample(version=version, step=step) if fresh else ()
+        self._progress.updating = True
         update, state = await finish(self._executor.submit_steps(self._update(fresh, replayed), kind="update"))
+        self._progress.updating = False
         trained, refused = _ends(fresh, update)
         discarded = [*sorted(batch.discarded, key=_group_id), *refused]
         self._record(trained, discarded)
@@ -184,11 +188,11 @@ class Learner:
             replayed=len(replayed),
         )
         response = self._collapse.assess(report)
-        report = replace(report, collapse_warnings=response.warnings)
+        report = replace(report, collapse_findings=response.findings)
         if response.action == "rollback":
             report = await self._roll_back(report)
         elif update is not None and update.applied:
-            self._policy_learner.observe_health(healthy=not response.warnings)
+            self._policy_learner.observe_health(healthy=not response.findings)
         self._progress.last_report, self._progress.last_update = report, time.monotonic()
         await self._send(report, state)
         if failure := self._failure(report, response, update):

@@ -9,14 +9,15 @@ from typing import Any
 
 import structlog
 from anyio import to_thread
+from msgspec.structs import replace
 
 from clotho.monitoring.display import Display, NoDisplay, RunView, Sample, sample
 from clotho.monitoring.forecast import RunForecast
 from clotho.monitoring.metrics import Measurement, MetricsLine, evaluation_record, step_metrics
 from clotho.monitoring.rollout_log import rollout_records
+from clotho.monitoring.run_alarms import RunAlarms
 from clotho.monitoring.token_values import TokenValueWriter
-from clotho.monitoring.trackers import Tracker, evaluation_values, step_records
-from clotho.monitoring.training_signal import TrainingSignal
+from clotho.monitoring.trackers import Tracker, Warned, evaluation_values, step_records
 from clotho.runtime.latest import Latest
 from clotho.storage.jsonl import JsonlWriter
 from protocols.evaluation import EvalReport
@@ -59,7 +60,7 @@ class Monitor:
         rollouts: JsonlWriter | None,
         tokens: TokenValueWriter | None = None,
         logged: Latest[int],
-        signal: TrainingSignal,
+        alarms: RunAlarms,
         trackers: Sequence[Tracker] = (),
         forecast: RunForecast | None = None,
         first_step: int = 0,
@@ -73,13 +74,13 @@ class Monitor:
         self._inbox, self._gauges, self._display = inbox, gauges, display
         self._metrics_file, self._evaluations_file, self._rollouts_file = metrics, evaluations, rollouts
         self._tokens = tokens
-        self.logged, self._signal, self._trackers = logged, signal, trackers
+        self.logged, self._alarms, self._trackers = logged, alarms, trackers
         self._step, self._forecast = first_step, forecast
         self._seconds_before, self._clock, self._started_at = seconds_before, clock, clock()
         self._last = Measurement(seconds=seconds_before, gauges=gauges())
         self._failed_writes: Counter[str] = Counter()
         self._trained, self._discarded = 0, Counter[str]()
-        self._discarded_between = Counter[tuple[str, str]]()
+        self._discarded_between, self._failures_between = Counter[tuple[str, str]](), Counter[str]()
         self._rewards: deque[float] = deque(maxlen=MAX_REWARDS)
         self._first_evaluation: EvalReport | None = None
         self._evaluations: deque[EvalReport] = deque(maxlen=MAX_EVALUATIONS)
@@ -118,16 +119,18 @@ class Monitor:
         self._show()
 
     async def _observe_step(self, report: StepReport) -> None:
-        now = Measurement(seconds=self._age(), gauges=self._gauges())
-        self._signal.observe(report)
+        seconds, gauges = self._age(), self._gauges()
+        begun = self._alarms.observe(report, gauges)
+        now = Measurement(seconds=seconds, gauges=replace(gauges, findings=self._alarms.findings))
         metrics = step_metrics(
             report,
             now=now,
             before=self._last,
             discarded_between=self._discarded_between,
-            findings=self._signal.findings,
+            failures_between=self._failures_between,
         )
         self._discarded_between.clear()
+        self._failures_between.clear()
         self._last, self._step, self._latest = now, report.step, metrics
         if self._forecast is not None:
             self._forecast.add_step(metrics)
@@ -137,7 +140,7 @@ class Monitor:
             self._rewards.append(metrics["reward/mean"])
         self._sample = sample(report) or self._sample
         for tracker in self._trackers:
-            for record in step_records(report, metrics, tracker.completions):
+            for record in step_records(report, metrics, tracker.completions, begun=begun):
                 tracker.put(record)
         if self._rollouts_file is not None:
             await self._write(self._rollouts_file, rollout_records(report))
@@ -147,7 +150,10 @@ class Monitor:
         await self._write_tokens()
 
     async def _observe_groups(self, report: GroupsEnded) -> None:
-        self._signal.observe(report)
+        for finding in self._alarms.observe(report, self._gauges()):
+            for tracker in self._trackers:
+                tracker.put(Warned(step=report.step, text=finding.text))
+        self._failures_between.update(name for group in report.discarded for name in group.failed_rewards)
         self._discarded.update(group.reason for group in report.discarded)
         self._discarded_between.update((group.prompt.source, group.reason) for group in report.discarded)
         if self._rollouts_file is not None:

@@ -86,7 +86,7 @@ def first_trip(run: Record) -> tuple[int | None, str]:
     """The first update at which the detection triggered, with its message; None if it never did."""
     for line in run.log:
         if line["event"] == WARNING:
-            return line["step"], line["warnings"]
+            return line["step"], line["findings"]
     return None, ""
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from msgspec import Struct
 
+from protocols.finding import Finding
+
 
 class GroupStatistics(Struct, frozen=True, kw_only=True):
     """Statistics of one scored group; means and fractions over its completions.
@@ -29,7 +31,7 @@ class BatchStatistics(Struct, frozen=True, kw_only=True):
 
     reward_error: standard error of `reward`.
     rewards, shares: mean reward of each environment's groups, and their fraction of the batch.
-    entropy, kl, update_kl: nats per token. ess: fraction of the tokens.
+    entropy, kl, update_kl: nats per token. ess: fraction of the tokens. learning_rate: of the update.
     The other fields are means of those of `GroupStatistics`.
     """
 
@@ -45,6 +47,7 @@ class BatchStatistics(Struct, frozen=True, kw_only=True):
     kl: float | None = None
     ess: float | None = None
     update_kl: float | None = None
+    learning_rate: float | None = None
 
 
 class BaselineStatistics(Struct, frozen=True, kw_only=True):
@@ -86,12 +89,12 @@ class CollapseState(Struct, frozen=True, kw_only=True):
 
 
 class CollapseVerdict(Struct, frozen=True, kw_only=True):
-    """The assessment of a batch. warnings: triggered checks, as text. tripped: triggered for `patience` updates."""
+    """The assessment of a batch. findings: of the triggered checks. tripped: triggered for `patience` updates."""
 
-    warnings: tuple[str, ...]
+    findings: tuple[Finding, ...]
     tripped: bool
 
     @property
     def healthy(self) -> bool:
         """Whether the batch triggers no check."""
-        return not self.warnings
+        return not self.findings

@@ -63,6 +63,7 @@ class Discarded(Struct, frozen=True, kw_only=True, tag=True):
       lost: an environment sent the group before a restart, and it had not been trained on.
 
     rewards, parts: as in `ScoredGroup`, if the group was scored.
+    failed_rewards: names of the reward functions that failed, with the reason `reward_error`.
     """
 
     prompt: Prompt
@@ -71,6 +72,7 @@ class Discarded(Struct, frozen=True, kw_only=True, tag=True):
     completions: tuple[Completion, ...] = ()
     rewards: tuple[float, ...] = ()
     parts: dict[str, tuple[float | None, ...]] = {}
+    failed_rewards: tuple[str, ...] = ()
 
 
 class TeacherTokens(Struct, frozen=True, kw_only=True):

@@ -9,6 +9,7 @@ from msgspec import Meta, Struct
 
 from protocols.accounting import LedgerState
 from protocols.collapse import CollapseState
+from protocols.finding import Finding
 from protocols.rollout import Discarded, ScoredGroup
 
 
@@ -77,7 +78,8 @@ class UpdateMetrics(Struct, frozen=True, kw_only=True):
     kl: Annotated[
         float,
         Meta(
-            description="KL divergence between policy and reference policy, in nats per token; 0 without a KL penalty."
+            description="KL divergence between policy and reference policy, in nats per token; null without a KL "
+            "penalty."
         ),
     ]
     entropy: Annotated[float, Meta(description="Entropy of the policy, in nats per token.")]
@@ -86,7 +88,7 @@ class UpdateMetrics(Struct, frozen=True, kw_only=True):
         float,
         Meta(
             description="KL divergence between sampler and learner on tokens that the current policy version "
-            "sampled; about 1e-10 from rounding."
+            "sampled; about 1e-10 from rounding; null without such tokens."
         ),
     ]
     ratio_mean: Annotated[float, Meta(description="Mean importance ratio.")]
@@ -121,7 +123,8 @@ class UpdateMetrics(Struct, frozen=True, kw_only=True):
     distillation_loss: Annotated[
         float,
         Meta(
-            description="Mean cross-entropy with the alternatives of the teacher, in nats, over tokens that have any."
+            description="Mean cross-entropy with the alternatives of the teacher, in nats, over tokens that have any; "
+            "null without a teacher."
         ),
     ] = 0.0
 
@@ -138,7 +141,7 @@ class StepReport(Struct, frozen=True, kw_only=True, tag=True):
     thread from decoding. wait_seconds: time spent waiting for groups before it.
     replaced: number of groups that were replaced by another group (`learner.objective.dynamic_sampling_max_ratio`).
     replayed: number of groups from the replay buffer.
-    collapse_warnings: symptoms of collapse that the batch shows, as text.
+    collapse_findings: signs of a collapse that the batch shows.
     rolled_back: the weights are those of an earlier version.
     """
 
@@ -154,7 +157,7 @@ class StepReport(Struct, frozen=True, kw_only=True, tag=True):
     longest_turn_seconds: float = 0.0
     replaced: int = 0
     replayed: int = 0
-    collapse_warnings: tuple[str, ...] = ()
+    collapse_findings: tuple[Finding, ...] = ()
     rolled_back: bool = False
 
 

@@ -83,10 +83,33 @@ class SpeculationCounts(Struct, frozen=True, kw_only=True):
         return sum(self.accepted_by_position)
 
 
+class ResourceReading(Struct, frozen=True, kw_only=True):
+    """Use of the machine at one moment. None means that the machine does not report it, or not without root.
+
+    resident_bytes, cpu_share: resident memory of the process, and its CPU seconds per second since the reading before;
+    1 is one core. swap_bytes, available_bytes: of the machine. swap_change_bytes: since the first reading.
+    memory_level: memory pressure. gpu_share: fraction of the time in which the GPU works. power_watts: of the GPU
+    (NVIDIA) or of the whole machine (macOS). thermal: how much heat limits the speed. on_battery, low_power: power
+    source and power mode of the system.
+    """
+
+    resident_bytes: int | None = None
+    cpu_share: float | None = None
+    swap_bytes: int | None = None
+    swap_change_bytes: int | None = None
+    available_bytes: int | None = None
+    memory_level: Literal["normal", "warning", "critical"] | None = None
+    gpu_share: float | None = None
+    power_watts: float | None = None
+    thermal: Literal["nominal", "moderate", "heavy"] | None = None
+    on_battery: bool | None = None
+    low_power: bool | None = None
+
+
 class RunGauges(Struct, frozen=True, kw_only=True):
     """State of a run at one moment. Totals count since the last start; None means not measured yet.
 
-    tokens_sampled, decode_seconds: totals of the decode engine, requests of HTTP clients included.
+    tokens_sampled, decode_steps, decode_seconds: totals of the decode engine, requests of HTTP clients included.
     decode_rate_idle, decode_rate_learning: tokens per second of decoding alone, and while the learner has work; the
     number of sequences differs between both. decode_share_learning: fraction of the compute time of the latter that
     decoding took.
@@ -94,11 +117,13 @@ class RunGauges(Struct, frozen=True, kw_only=True):
     rows_running: number of sequences that are being decoded. rows_limit: how many are decoded at once at most;
     memory pressure lowers it. api_requests: number of requests of HTTP clients.
     swaps: number of weight swaps; swap_seconds_*: duration of the last, median and longest swap.
-    peak_memory_bytes: peak memory of arrays. remote: remote inference servers.
+    peak_memory_bytes: peak memory of arrays. remote: remote inference servers. resources: the latest reading.
+    findings: the findings that apply now. waiting_for: what the learner waits for; empty while it computes.
     """
 
     queues: tuple[QueueGauge, ...] = ()
     tokens_sampled: int = 0
+    decode_steps: int = 0
     decode_seconds: float = 0.0
     decode_rate_idle: float | None = None
     decode_rate_learning: float | None = None
@@ -113,6 +138,9 @@ class RunGauges(Struct, frozen=True, kw_only=True):
     swap_seconds_max: float | None = None
     peak_memory_bytes: int = 0
     remote: RemoteGauges = RemoteGauges()
+    resources: ResourceReading = ResourceReading()
+    findings: tuple[Finding, ...] = ()
+    waiting_for: str = ""
 
 
 Gauges = Callable[[], RunGauges]
@@ -137,6 +165,8 @@ class RunSummary(Struct, frozen=True, kw_only=True):
     best: the checkpoint with the highest held-out accuracy; None without evaluations. best_path: its directory.
     resume_command: command line that continues the run.
     history_gaps: what the history files lack. findings: the findings that apply at the end.
+    run_dir, profile: the run directory, and the resolved profile in it. files: names of the files of the run.
+    is_adapter: the training changed an adapter, not the weights of the base model.
     """
 
     steps: int
@@ -157,6 +187,10 @@ class RunSummary(Struct, frozen=True, kw_only=True):
     best: BestCheckpoint | None = None
     best_path: str = ""
     findings: tuple[Finding, ...] = ()
+    run_dir: str = ""
+    profile: str = ""
+    files: tuple[str, ...] = ()
+    is_adapter: bool = True
 
     @property
     def is_untrained(self) -> bool:

@@ -40,7 +40,7 @@ class Chart(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 HIDDEN = (
-    "step", "policy_version", "time/run", "reward/std", "update_applied", "rolled_back", "collapse_warnings",
+    "step", "policy_version", "time/run", "reward/std", "update_applied", "rolled_back",
     "rewards/*/std", "rewards/*/count",
 )  # fmt: skip
 """Columns without a chart: the axes, counters of other charts, and what the page shows as marks."""

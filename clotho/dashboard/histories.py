@@ -130,7 +130,7 @@ class History:
 
 
 class Metrics(History):
-    """metrics.jsonl. Marks are the steps at which a finding began, the training collapsed, or was rolled back."""
+    """metrics.jsonl. Marks are the steps at which a finding began, or the training was rolled back."""
 
     def body(self, start: int = 0, end: int | None = None) -> dict[str, Any]:
         """Return the columns and the marks."""
@@ -321,14 +321,12 @@ def names_of_findings(record: Mapping[str, Any]) -> set[str]:
 
 def marks_of(record: Mapping[str, Any], before: Collection[str]) -> list[dict[str, Any]]:
     """Return the marks of a line of metrics.jsonl. before: names of the findings in the line before it."""
-    step, warnings = record.get("step"), record.get("collapse_warnings")
+    step = record.get("step")
     marks = [
         {"step": step, "kind": "finding", "name": str(found.get("name")), "severity": str(found.get("severity"))}
         for found in _objects(record.get("findings"))
         if str(found.get("name")) not in before
     ]
-    if isinstance(warnings, list):
-        marks += [{"step": step, "kind": "collapse", "name": str(text)[:MAX_NAME]} for text in warnings]
     if record.get("rolled_back") is True:
         marks.append({"step": step, "kind": "rollback", "name": ""})
     return marks[:MAX_MARKS_OF_STEP]

@@ -23,6 +23,7 @@ from msgspec import Struct
 from clotho.config.sections_training import CollapseChecks, CollapseSection, RollBackOnCollapse, WarnOnCollapse
 from protocols.collapse import BaselineStatistics, BatchStatistics, CollapseState, CollapseVerdict, GroupStatistics
 from protocols.errors import CollapseError
+from protocols.finding import Finding
 from protocols.rollout import bounded
 from protocols.sampling import Completion
 from protocols.step import StepReport
@@ -88,6 +89,7 @@ def batch_statistics(groups: Sequence[GroupStatistics], report: StepReport) -> B
         kl=_finite(update.kl) if update and update.kl_beta > 0 else None,
         ess=_finite(update.ess) if update else None,
         update_kl=_nan_as_infinity(update.update_kl) if update else None,
+        learning_rate=update.learning_rate if update else None,
     )
 
 
@@ -155,20 +157,20 @@ class CollapseDetector:
         groups = (*before.groups, *new)[-max(MIN_GROUPS, len(new)) :]
         batch = batch_statistics(groups if new else (), report)
         if batch == BatchStatistics():
-            return CollapseVerdict(warnings=(), tripped=False)
-        warnings = tuple(warning for check in CHECKS for warning in check(batch, before, self._settings))
-        bad = before.bad + 1 if warnings else 0
+            return CollapseVerdict(findings=(), tripped=False)
+        findings = tuple(finding for check in CHECKS for finding in check(batch, before, self._settings))
+        bad = before.bad + 1 if findings else 0
         if batch.update_kl is not None and batch.update_kl > CERTAIN_FACTOR * self._settings.update_kl_high:
             bad = max(bad, self._settings.patience)
-        healthy = before.healthy if warnings else (*before.healthy, batch)[-self._settings.window :]
+        healthy = before.healthy if findings else (*before.healthy, batch)[-self._settings.window :]
         self._state = CollapseState(
             bad=bad,
             lowest=_min(before.lowest, *(group.lowest for group in new)),
             groups=groups[-MIN_GROUPS:],
             healthy=healthy,
-            baseline=before.baseline if warnings else self._baseline(before.baseline, healthy),
+            baseline=before.baseline if findings else self._baseline(before.baseline, healthy),
         )
-        return CollapseVerdict(warnings=warnings, tripped=bad >= self._settings.patience)
+        return CollapseVerdict(findings=findings, tripped=bad >= self._settings.patience)
 
     def _baseline(self, before: BaselineStatistics, healthy: tuple[BatchStatistics, ...]) -> BaselineStatistics:
         def window_median(values: Sequence[float | None]) -> float | None:
@@ -191,26 +193,48 @@ class CollapseDetector:
         )
 
 
-Check = Callable[[BatchStatistics, CollapseState, CollapseChecks], Iterator[str]]
-"""A check yields a warning if it triggers, otherwise nothing."""
+Check = Callable[[BatchStatistics, CollapseState, CollapseChecks], Iterator[Finding]]
+"""A check yields a finding if it triggers, otherwise nothing."""
+
+LOWER_RATE = "lower learner.optimizer.learning_rate"
 
 
-def _check_update_kl(batch: BatchStatistics, state: CollapseState, settings: CollapseChecks) -> Iterator[str]:
+def _check_update_kl(batch: BatchStatistics, state: CollapseState, settings: CollapseChecks) -> Iterator[Finding]:
     if batch.update_kl is not None and batch.update_kl > settings.update_kl_high:
-        yield f"the update changed the policy by {batch.update_kl:.2g} nats per token"
+        rate = f" from {batch.learning_rate:.2g} to {batch.learning_rate / 10:.2g}" if batch.learning_rate else ""
+        yield Finding(
+            name="update_too_large",
+            severity="error" if batch.update_kl > CERTAIN_FACTOR * settings.update_kl_high else "warning",
+            fact=f"the update changed the policy by {batch.update_kl:.2g} nats per token, more than "
+            f"{settings.update_kl_high:g} (collapse_detection.update_kl_high)",
+            consequence="such updates destroy what the policy has learned",
+            advice=f"{LOWER_RATE}{rate}, or raise learner.batch_size",
+        )
 
 
-def _check_ess(batch: BatchStatistics, state: CollapseState, settings: CollapseChecks) -> Iterator[str]:
+def _check_ess(batch: BatchStatistics, state: CollapseState, settings: CollapseChecks) -> Iterator[Finding]:
     if batch.ess is not None and batch.ess < settings.ess_low:
-        yield f"the effective sample size is {batch.ess:.1%} of the tokens"
+        yield Finding(
+            name="low_effective_sample_size",
+            severity="warning",
+            fact=f"the effective sample size is {batch.ess:.1%} of the tokens",
+            consequence="the completions are too far from the trained policy, so the gradient is mostly noise",
+            advice=f"lower rollouts.max_batches_ahead or learner.max_staleness, or {LOWER_RATE}",
+        )
 
 
-def _check_kl(batch: BatchStatistics, state: CollapseState, settings: CollapseChecks) -> Iterator[str]:
+def _check_kl(batch: BatchStatistics, state: CollapseState, settings: CollapseChecks) -> Iterator[Finding]:
     if batch.kl is not None and batch.kl > settings.kl_high:
-        yield f"the KL divergence to the reference policy is {batch.kl:.2g} nats per token"
+        yield Finding(
+            name="far_from_reference",
+            severity="warning",
+            fact=f"the KL divergence to the reference policy is {batch.kl:.2g} nats per token",
+            consequence="the policy loses abilities of the base model",
+            advice=f"raise learner.kl_penalty.coef, or {LOWER_RATE}",
+        )
 
 
-def _check_reward(batch: BatchStatistics, state: CollapseState, settings: CollapseChecks) -> Iterator[str]:
+def _check_reward(batch: BatchStatistics, state: CollapseState, settings: CollapseChecks) -> Iterator[Finding]:
     """Trigger if the reward lost more than `reward_drop` of (baseline - lowest reward), and more than noise explains.
 
     The baselines of several environments are weighted by their shares of the batch, so that a different mixture of
@@ -224,39 +248,74 @@ def _check_reward(batch: BatchStatistics, state: CollapseState, settings: Collap
     baseline = sum(share * baselines[source] for source, share in batch.shares.items())
     drop = baseline - batch.reward
     if drop > settings.reward_drop * (baseline - lowest) and drop > STANDARD_ERRORS * batch.reward_error:
-        yield f"the mean reward fell from {baseline:.3g} to {batch.reward:.3g}"
+        yield Finding(
+            name="reward_drop",
+            severity="warning",
+            fact=f"the mean reward fell from {baseline:.3g} to {batch.reward:.3g}",
+            consequence="the policy loses what it has learned",
+            advice=f"{LOWER_RATE}, and continue from an earlier checkpoint with --resume-step, or set "
+            'collapse_detection = "rollback"',
+        )
 
 
-def _check_entropy(batch: BatchStatistics, state: CollapseState, settings: CollapseChecks) -> Iterator[str]:
+def _check_entropy(batch: BatchStatistics, state: CollapseState, settings: CollapseChecks) -> Iterator[Finding]:
     least, most = state.baseline.entropy_least, state.baseline.entropy_most
     if batch.entropy is None or least is None or most is None:
         return
     if batch.entropy > max(settings.entropy_high * least, least + ENTROPY_NOISE):
-        yield f"the entropy rose from {least:.2g} to {batch.entropy:.2g} nats"
+        yield Finding(
+            name="entropy_rise",
+            severity="warning",
+            fact=f"the entropy rose from {least:.2g} to {batch.entropy:.2g} nats",
+            consequence="the policy becomes random",
+            advice=f"{LOWER_RATE} or learner.entropy_bonus",
+        )
     elif batch.entropy < settings.entropy_low * most:
-        yield f"the entropy fell from {most:.2g} to {batch.entropy:.2g} nats"
+        yield Finding(
+            name="entropy_drop",
+            severity="warning",
+            fact=f"the entropy fell from {most:.2g} to {batch.entropy:.2g} nats",
+            consequence="the completions of a group become identical, so groups have no signal",
+            advice="set learner.entropy_bonus, raise sampling.temperature, or use a larger learner.objective.clip_high",
+        )
 
 
-def _check_length(batch: BatchStatistics, state: CollapseState, settings: CollapseChecks) -> Iterator[str]:
+def _check_length(batch: BatchStatistics, state: CollapseState, settings: CollapseChecks) -> Iterator[Finding]:
     baseline = state.baseline.length
     if batch.length is not None and baseline is not None and batch.length > settings.length_high * baseline:
-        yield f"the completion length grew from {baseline:.0f} to {batch.length:.0f} tokens"
+        yield Finding(
+            name="length_growth",
+            severity="warning",
+            fact=f"the completion length grew from {baseline:.0f} to {batch.length:.0f} tokens",
+            consequence="long completions cost time, and can mean that a reward favors length",
+            advice="set learner.objective.overlong_penalty, or check whether a reward favors length",
+        )
 
 
-def _check_truncated(batch: BatchStatistics, state: CollapseState, settings: CollapseChecks) -> Iterator[str]:
+def _check_truncated(batch: BatchStatistics, state: CollapseState, settings: CollapseChecks) -> Iterator[Finding]:
     baseline = state.baseline.truncated
     if batch.truncated is not None and baseline is not None and batch.truncated > baseline + settings.truncated_high:
-        yield f"{batch.truncated:.0%} of completions are truncated, compared with {baseline:.0%} in the baseline"
+        yield Finding(
+            name="truncation_growth",
+            severity="warning",
+            fact=f"{batch.truncated:.0%} of completions are truncated, compared with {baseline:.0%} in the baseline",
+            consequence="truncated completions seldom earn a reward",
+            advice="set learner.objective.overlong_penalty, or raise sampling.max_tokens if long answers are wanted",
+        )
 
 
-def _check_format(batch: BatchStatistics, state: CollapseState, settings: CollapseChecks) -> Iterator[str]:
+def _check_format(batch: BatchStatistics, state: CollapseState, settings: CollapseChecks) -> Iterator[Finding]:
     baseline, content = state.baseline.empty_form, state.baseline.content
     if batch.empty_form is None or batch.content is None or baseline is None or content is None:
         return
     if batch.empty_form > baseline + settings.empty_format_high and batch.content <= CONTENT_DROP * content:
-        yield (
-            f"{batch.empty_form:.0%} of completions have the format without content, compared with {baseline:.0%} in "
-            "the baseline"
+        yield Finding(
+            name="format_without_content",
+            severity="warning",
+            fact=f"{batch.empty_form:.0%} of completions have the format without content, compared with "
+            f"{baseline:.0%} in the baseline",
+            consequence="the policy learns to satisfy the format reward instead of solving problems",
+            advice="lower rewards.weight of the reward format",
         )
 
 
@@ -272,6 +331,10 @@ CHECKS: tuple[Check, ...] = (
 )
 
 
+def _facts(findings: Sequence[Finding]) -> str:
+    return "; ".join(finding.fact for finding in findings)
+
+
 def _min(*values: float | None) -> float | None:
     return min((value for value in values if value is not None), default=None)
 
@@ -281,9 +344,9 @@ def _max(*values: float | None) -> float | None:
 
 
 class CollapseResponse(Struct, frozen=True, kw_only=True):
-    """Response to one batch. warnings: triggered checks, as text. action: what the learner does."""
+    """Response to one batch. findings: of the triggered checks. action: what the learner does."""
 
-    warnings: tuple[str, ...]
+    findings: tuple[Finding, ...]
     action: Literal["none", "stop", "rollback"]
 
 
@@ -312,24 +375,24 @@ class CollapseMonitor:
         After `max_rollbacks` rollbacks the action is `stop`.
         """
         if self._detector is None:
-            return CollapseResponse(warnings=(), action="none")
+            return CollapseResponse(findings=(), action="none")
         verdict = self._detector.observe(report)
         first, self._tripped = verdict.tripped and not self._tripped, verdict.tripped
         if first:
-            log.warning("collapse_detected", step=report.step, warnings="; ".join(verdict.warnings))
+            log.warning("collapse_detected", step=report.step, findings=_facts(verdict.findings))
         if not verdict.tripped or isinstance(self._settings, WarnOnCollapse):
-            return CollapseResponse(warnings=verdict.warnings, action="none")
+            return CollapseResponse(findings=verdict.findings, action="none")
         if not isinstance(self._settings, RollBackOnCollapse) or self.rollbacks >= self._settings.max_rollbacks:
-            return CollapseResponse(warnings=verdict.warnings, action="stop")
+            return CollapseResponse(findings=verdict.findings, action="stop")
         self.rollbacks += 1
         self._detector.reset()
         self._tripped = False
-        return CollapseResponse(warnings=verdict.warnings, action="rollback")
+        return CollapseResponse(findings=verdict.findings, action="rollback")
 
     def error(self, report: StepReport) -> CollapseError:
         """Return the error that ends the run."""
         rollbacks = f" after {self.rollbacks} rollbacks (collapse_detection.max_rollbacks)" if self.rollbacks else ""
         return CollapseError(
-            f"the policy collapsed at step {report.step}{rollbacks}: {'; '.join(report.collapse_warnings)}. An earlier "
+            f"the policy collapsed at step {report.step}{rollbacks}: {_facts(report.collapse_findings)}. An earlier "
             "checkpoint may be better; lower the learning rate, or change collapse_detection"
         )

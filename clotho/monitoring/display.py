@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from typing import Protocol
 
 from msgspec import Struct
@@ -11,17 +13,33 @@ from rich.console import Console
 from rich.text import Text
 
 from clotho.monitoring.metrics import MetricsLine
-from clotho.monitoring.terminal_text import duration, memory, number, percent, size, terminal_text
+from clotho.monitoring.terminal_text import (
+    duration,
+    in_lines,
+    memory,
+    number,
+    percent,
+    share,
+    size,
+    terminal_text,
+    wrapped,
+)
 from protocols.evaluation import EvalReport
 from protocols.prompt import Problem
 from protocols.step import StepReport
-from protocols.summary import MachineDescription, PolicyDescription
+from protocols.summary import Gauges, MachineDescription, PolicyDescription
 
 LINE_LIMIT = 1000
 """Maximum number of characters of a line."""
 
 SECONDS_BETWEEN_LINES = 2.0
-"""Minimum time between two step lines of the plain display."""
+"""Minimum time between two steps that the plain display writes."""
+
+REMINDER_SECONDS = 30.0
+"""Time without a line after which the plain display writes what the run waits for."""
+
+LABEL_WIDTH = 9
+"""Width of the labels of the facts."""
 
 
 class Sample(Struct, frozen=True, kw_only=True):
@@ -117,67 +135,109 @@ class NoDisplay:
 
 
 class PlainDisplay:
-    """Writes the facts, then one line per evaluation and at most one line per step every few seconds.
+    """Writes the facts, every evaluation, and a step every few seconds, in lines that fit the width of the console.
 
-    For files, pipes and simple terminals: no colors, no cursor movements.
+    If nothing was written for `REMINDER_SECONDS`, one line says what the run waits for. For files, pipes and simple
+    terminals: no colors, no cursor movements.
     """
 
-    def __init__(self, console: Console, facts: RunFacts, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._console, self._facts, self._clock = console, facts, clock
+    def __init__(
+        self, console: Console, facts: RunFacts, gauges: Gauges, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._console, self._facts, self._gauges, self._clock = console, facts, gauges, clock
         self._next_line_at, self._shown_step = 0.0, facts.resumed_from or 0
         self._evaluation: EvalReport | None = None
         self._view = RunView()
+        self._written_at = clock()
+        self._closed = threading.Event()
 
     def start(self) -> None:
         """Write the facts."""
         print_facts(self._console, self._facts)
+        threading.Thread(target=self._remind, name="reminder", daemon=True).start()
 
     def show(self, view: RunView) -> None:
         """Write a new evaluation immediately, and a new step if enough time has passed or it is the last."""
         self._view = view
         if view.evaluations and view.evaluations[-1] != self._evaluation:
             self._evaluation = view.evaluations[-1]
-            print_line(self._console, self._evaluation_line(self._evaluation))
+            self._write(self._position(self._evaluation.step), evaluation_pieces(self._evaluation))
         if view.step >= self._facts.steps or self._clock() >= self._next_line_at:
             self._show_step()
 
     def close(self) -> None:
         """Write the last step if it is not shown yet, as after a drain."""
+        self._closed.set()
         self._show_step()
+
+    def remind(self) -> None:
+        """Write what the run waits for, if nothing was written for a while."""
+        if self._clock() - self._written_at >= REMINDER_SECONDS:
+            waiting = self._gauges().waiting_for or "the update of the policy"
+            self._write(self._position(self._view.step), [f"waiting for {waiting}"])
+
+    def _remind(self) -> None:
+        while not self._closed.wait(REMINDER_SECONDS):
+            with suppress(Exception):  # a console that cannot be written
+                self.remind()
 
     def _show_step(self) -> None:
         if self._view.latest is None or self._view.step == self._shown_step:
             return
         self._shown_step, self._next_line_at = self._view.step, self._clock() + SECONDS_BETWEEN_LINES
-        print_line(self._console, self._step_line(self._view, self._view.latest))
+        self._write(self._position(self._view.step), self._step_pieces(self._view, self._view.latest))
+        indent = " " * (len(self._position(0)) + 2)
+        self._write(indent, reward_pieces(self._view.latest))
+        self._write(indent, [f"alarm {finding.name}" for finding in self._gauges().findings])
 
-    def _evaluation_line(self, report: EvalReport) -> str:
-        types = "  ".join(f"{name} {percent(accuracy)}" for name, accuracy in report.by_type.items())
-        ungraded = f" ({report.ungraded} ungraded)" if report.ungraded else ""
-        return (
-            f"{self._position(report.step)}  held-out accuracy {percent(report.accuracy)} of {report.problems}"
-            f"{ungraded}  in {duration(report.seconds)}  {types}"
-        )
+    def _write(self, start: str, pieces: Iterable[str]) -> None:
+        found = list(pieces)
+        if not found:
+            return
+        self._written_at = self._clock()
+        first = f"{start}  {found[0]}" if start.strip() else f"{start}{found[0]}"
+        for line in in_lines([first, *found[1:]], self._console.width, indent=len(self._position(0)) + 2):
+            print_line(self._console, line)
 
-    def _step_line(self, view: RunView, latest: MetricsLine) -> str:
-        discarded = f"  discarded {latest['groups/discarded']}" if latest["groups/discarded"] else ""
-        return (
-            f"{self._position(view.step)}  reward {number(latest['reward/mean']):>6}"
-            f"  loss {number(latest['loss'], '.4f'):>7}  kl {number(latest['kl'], '.4f'):>7}"
-            f"  entropy {number(latest['entropy']):>5}  staleness {number(latest['staleness/mean'], '.1f'):>3}"
-            f"  {number(latest['tokens_per_second'], '.0f'):>6} tokens/s  {duration(view.seconds):>7}"
-            f"  left {duration(view.seconds_left):>7}{discarded}"
-        )
+    def _step_pieces(self, view: RunView, latest: MetricsLine) -> Iterator[str]:
+        yield f"reward {number(latest['reward/mean']):>6}"
+        yield f"loss {number(latest['loss'], '.4f'):>7}"
+        yield f"truncated {share(latest['truncated_fraction']):>5}"
+        yield f"{number(latest['tokens_per_second'], '.0f'):>6} tokens/s"
+        yield f"kl {number(latest['kl'], '.4f')}"
+        yield f"entropy {number(latest['entropy'])}"
+        yield f"staleness {number(latest['staleness/mean'], '.1f')}"
+        yield f"{duration(view.seconds)} elapsed"
+        yield f"{duration(view.seconds_left)} left"
+        if latest["groups/discarded"]:
+            yield f"discarded {latest['groups/discarded']}"
 
     def _position(self, step: int) -> str:
         digits = len(str(self._facts.steps))
         return f"step {step:>{digits}}/{self._facts.steps}"
 
 
+def evaluation_pieces(report: EvalReport) -> Iterator[str]:
+    """Yield accuracy and duration of an evaluation, and the accuracy by type of problem."""
+    ungraded = f" ({report.ungraded} ungraded)" if report.ungraded else ""
+    yield f"held-out accuracy {percent(report.accuracy)} of {report.problems}{ungraded}"
+    yield f"in {duration(report.seconds)}"
+    for name, accuracy in report.by_type.items():
+        yield f"{name} {percent(accuracy)}"
+
+
+def reward_pieces(latest: MetricsLine) -> Iterator[str]:
+    """Yield mean, standard deviation and failures of each reward function."""
+    for name, values in latest["rewards"].items():
+        failed = f" ({values['failures']} failed)" if values["failures"] else ""
+        yield f"{name} {number(values['mean'])} sd {number(values['std'])}{failed}"
+
+
 def print_facts(console: Console, facts: RunFacts) -> None:
-    """Write the facts of a run, one line each."""
-    for line in fact_lines(facts):
-        print_line(console, line)
+    """Write the facts of a run, in lines that fit the width of the console as far as words can be separated."""
+    for text in fact_lines(facts):
+        for line in wrapped(text, console.width, indent=LABEL_WIDTH):
+            print_line(console, line)
 
 
 def print_line(console: Console, line: str) -> None:
@@ -205,6 +265,8 @@ def fact_lines(facts: RunFacts) -> Iterator[str]:
     )
     yield f"memory   at most {memory(facts.estimated_memory)} (estimate; --dry-run shows its parts)"
     yield f"API      {facts.address}/v1" if facts.address else "API      off"
+    if facts.address:
+        yield f"page     {facts.address}/"
     yield f"run      {facts.profile}, {facts.steps} steps, in {facts.run_dir}"
     if facts.resumed_from:
         yield f"resumed  from the checkpoint of step {facts.resumed_from}"

@@ -18,13 +18,17 @@ from structlog.typing import EventDict, WrappedLogger
 
 from clotho.monitoring.failure_report import complain
 from clotho.monitoring.output import STDOUT, on_output_problem
-from clotho.monitoring.terminal_text import terminal_text
+from clotho.monitoring.terminal_text import finding_lines, terminal_text
 from clotho.storage.jsonl import JsonlWriter
 from clotho.storage.run_directory import PREVIOUS_LOG
 from protocols.errors import error_text
+from protocols.finding import Finding
 
 TERMINAL_STYLES = {"warning": "yellow", "error": "bold red", "critical": "bold red"}
 """Levels that the terminal shows, with their style."""
+
+FINDING = "finding"
+"""Name of the events that report a finding. `log_finding` creates them."""
 
 FORWARDED = "message"
 """Name of the events that come from the standard library's logging."""
@@ -40,6 +44,14 @@ TEXT_LIMIT = 20_000
 """Maximum number of characters of a field in the file."""
 MAX_EARLY_EVENTS = 1000
 """Maximum number of events that are kept until the file is open."""
+
+
+def log_finding(finding: Finding, *, actor: str = "monitor") -> None:
+    """Log a finding as a warning or an error. The terminal shows all its parts."""
+    log = structlog.get_logger(actor=actor)
+    report = log.error if finding.severity == "error" else log.warning
+    fields = {key: getattr(finding, key) for key in Finding.__struct_fields__[1:]}
+    report(FINDING, finding=finding.name, **{key: value for key, value in fields.items() if value})
 
 
 @contextmanager
@@ -152,12 +164,24 @@ class EventSink:
         style = TERMINAL_STYLES.get(event.get("level", ""))
         if style is None:
             return
+        if event.get("event") == FINDING:
+            self._show_finding(event, style)
+            return
         with suppress(Exception):  # a field whose str() fails
             source = event.get("actor") or event.get("logger")
             fields = " ".join(f"{key}={value}" for key, value in event.items() if key not in FIELDS_NOT_SHOWN)
             cause = str(event.get("exception", "")).strip().splitlines()[-1:]
             parts = [f"{event['level']}:", f"{source}:" if source else "", str(event.get("event")), fields, *cause]
             self._print(" ".join(part for part in parts if part), style)
+
+    def _show_finding(self, event: EventDict, style: str) -> None:
+        """Show all parts of a finding, because the remedy is as important as the fact."""
+        with suppress(Exception):
+            finding = Finding(
+                name=event["finding"], **{key: event[key] for key in Finding.__struct_fields__[1:] if key in event}
+            )
+            for line in finding_lines(finding, self._console.width):
+                self._print(line, style)
 
     def _print(self, line: str, style: str) -> None:
         with suppress(Exception, SystemExit):  # rich raises SystemExit for a closed pipe

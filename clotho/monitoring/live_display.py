@@ -15,8 +15,19 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from clotho.monitoring.display import Display, NoDisplay, PlainDisplay, RunFacts, RunView, Sample, print_facts
-from clotho.monitoring.terminal_text import duration, memory, milliseconds, number, percent, size, terminal_text
+from clotho.monitoring.display import (
+    Display,
+    NoDisplay,
+    PlainDisplay,
+    RunFacts,
+    RunView,
+    Sample,
+    print_facts,
+    reward_pieces,
+)
+from clotho.monitoring.terminal_text import duration, memory, milliseconds, number, percent, share, size, terminal_text
+from protocols.errors import visible
+from protocols.finding import Finding
 from protocols.summary import Gauges, RunGauges
 
 log = structlog.get_logger(actor="monitor")
@@ -27,6 +38,7 @@ ASCII_LEVELS = "_.-=+*#@"
 LABEL_WIDTH = 10
 PROMPT_LIMIT = 160
 COMPLETION_LIMIT = 400
+MAX_ALARMS, MAX_FACT = 4, 200
 REDRAWS_PER_SECOND = 2
 
 Kind = Literal["auto", "live", "plain", "none"]
@@ -40,7 +52,7 @@ def make_display(kind: Kind, console: Console, facts: RunFacts, gauges: Gauges) 
         case "live":
             return LiveDisplay(console, facts, gauges)
         case "plain":
-            return PlainDisplay(console, facts)
+            return PlainDisplay(console, facts, gauges)
         case _:
             return NoDisplay()
 
@@ -65,8 +77,8 @@ def sparkline(values: Sequence[float], width: int, *, ascii_only: bool = False) 
 class Screen:
     """One frame of the live display, most important rows first, because small windows cut the end."""
 
-    def __init__(self, steps: int, view: RunView, gauges: RunGauges, seconds: float) -> None:
-        self._steps, self._view, self._gauges, self._seconds = steps, view, gauges, seconds
+    def __init__(self, facts: RunFacts, view: RunView, gauges: RunGauges, seconds: float) -> None:
+        self._facts, self._view, self._gauges, self._seconds = facts, view, gauges, seconds
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Return the rows of the frame for the width of the console."""
@@ -74,12 +86,16 @@ class Screen:
         width = max(8, options.max_width - LABEL_WIDTH - 1)
         rows: list[tuple[str, Text | Group]] = [
             ("progress", self._progress(width, ascii_only)),
+            *(("alarm", self._alarm(finding, ascii_only)) for finding in self._gauges.findings[:MAX_ALARMS]),
+            ("waiting", self._line(self._gauges.waiting_for or "-", ascii_only)),
             ("reward", self._rewards(width, ascii_only)),
+            ("rewards", self._line(self._reward_parts(), ascii_only)),
             ("held-out", self._line(self._accuracy(), ascii_only)),
             ("speed", self._line(self._speed(), ascii_only)),
             ("update", self._line(self._update(), ascii_only)),
             ("groups", self._line(self._groups(), ascii_only)),
             ("queues", self._line(self._queues(), ascii_only)),
+            ("page", self._line(f"{self._facts.address}/" if self._facts.address else "-", ascii_only)),
         ]
         if self._view.sample is not None:
             rows.append(("sample", self._sample(self._view.sample, ascii_only)))
@@ -91,7 +107,7 @@ class Screen:
         yield table
 
     def _progress(self, width: int, ascii_only: bool) -> Group:
-        view, steps = self._view, self._steps
+        view, steps = self._view, self._facts.steps
         left = view.seconds_left
         if left is not None:
             left = max(0.0, left - (self._seconds - view.seconds))
@@ -107,6 +123,15 @@ class Screen:
         text.append(sparkline(rewards, min(width - 16, 60), ascii_only=ascii_only), style="green")
         text.append(f"  {min(rewards):.2f} to {max(rewards):.2f}", style="dim")
         return text
+
+    def _alarm(self, finding: Finding, ascii_only: bool) -> Text:
+        text = f"{finding.name}: {visible(finding.fact, MAX_FACT)}; {finding.advice}"
+        line = self._line(text, ascii_only)
+        line.stylize("bold red" if finding.severity == "error" else "yellow")
+        return line
+
+    def _reward_parts(self) -> str:
+        return "  ".join(reward_pieces(self._view.latest)) if self._view.latest else "-"
 
     def _accuracy(self) -> str:
         accuracies = [f"{percent(report.accuracy)} (step {report.step})" for report in self._view.evaluations]
@@ -131,13 +156,15 @@ class Screen:
             f"kl {number(latest['kl'], '.4f')}  entropy {number(latest['entropy'])}  "
             f"clip fraction {number(latest['clip_fraction'])}  grad norm {number(latest['grad_norm'])}  "
             f"mismatch kl {number(latest['mismatch_kl'], '.1e')}  "
-            f"staleness {number(latest['staleness/mean'], '.1f')} mean, {latest['staleness/max'] or 0} max"
+            f"staleness {number(latest['staleness/mean'], '.1f')} mean, {number(latest['staleness/max'], 'd')} max"
         )
 
     def _groups(self) -> str:
         reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(self._view.discarded.items()))
         text = f"{self._view.trained} trained  {sum(self._view.discarded.values())} discarded"
-        return f"{text} ({reasons})" if reasons else text
+        text = f"{text} ({reasons})" if reasons else text
+        latest = self._view.latest
+        return f"{text}  {share(latest['truncated_fraction'] if latest else None)} of the completions truncated"
 
     def _queues(self) -> str:
         depths = "  ".join(f"{queue.name} {queue.depth}/{queue.capacity}" for queue in self._gauges.queues)
@@ -192,7 +219,7 @@ class LiveDisplay:
             return Text("")
         try:
             seconds = self._view.seconds + self._clock() - self._shown_at
-            return Screen(self._facts.steps, self._view, self._gauges(), seconds)
+            return Screen(self._facts, self._view, self._gauges(), seconds)
         except Exception:
             self._broken = True
             log.warning("display_failed", exc_info=True)

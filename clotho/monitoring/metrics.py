@@ -18,7 +18,6 @@ from msgspec import Struct
 
 from protocols.errors import RunDirectoryError
 from protocols.evaluation import EvalReport
-from protocols.finding import Finding
 from protocols.rollout import ScoredGroup, bounded
 from protocols.sampling import Completion
 from protocols.step import StepReport, UpdateMetrics
@@ -40,8 +39,9 @@ METRICS = {
     "time/run": "Age of the run in seconds, summed over restarts.",
     "reward/mean": "Mean reward of all scored completions, trained on or discarded.",
     "reward/std": "Standard deviation of these rewards.",
-    "rewards": "Of each reward function: `mean` and `std` of its values, and `count`, the number of values; a function "
-    "that applied to no completion is missing.",
+    "rewards": "Of each reward function: `mean` and `std` of its values, `count`, the number of values, and "
+    "`failures`, the number of groups for which it failed; a function that applied to no completion and never failed "
+    "is missing.",
     **UPDATE_METRICS,
     "groups/trained": "Number of groups that the step trained on.",
     "groups/discarded": "Number of groups that were discarded since the line before.",
@@ -70,7 +70,14 @@ METRICS = {
     "time/wait_for_rollouts": "Seconds that the learner waited for groups before the update.",
     "time/weight_swap": "Seconds of the latest weight swap.",
     "peak_memory_bytes": "Peak memory of MLX arrays since the process started.",
-    "collapse_warnings": "Checks of the collapse detection that this step triggered, as text.",
+    "resources/resident_bytes": "Resident memory of the process. All values of resources are from the latest reading, "
+    "which is at most about ten seconds old; null if the system does not report them.",
+    "resources/cpu_share": "CPU seconds of the process per second; 1 is one core.",
+    "resources/swap_bytes": "Used swap of the machine.",
+    "resources/swap_change_bytes": "Change of the used swap since the start of the process.",
+    "resources/available_bytes": "Memory of the machine that is available without swap.",
+    "resources/gpu_share": "Fraction of the time in which the GPU works.",
+    "resources/power_watts": "Power of the GPU (NVIDIA), or of the whole machine (Mac with a battery).",
     "findings": "Findings that apply at the step, each with `name`, `severity`, `fact`, `consequence`, `advice` and "
     "`example`.",
     "rolled_back": "Whether the weights are those of an earlier version again.",
@@ -78,6 +85,9 @@ METRICS = {
     "remote_servers": "State of each remote inference server, by address; totals since the last start.",
 }
 """Every key of metrics.jsonl with a description. docs/operating.md contains this table."""
+
+RESOURCES = tuple(name.removeprefix("resources/") for name in METRICS if name.startswith("resources/"))
+"""Fields of `ResourceReading` that metrics.jsonl contains."""
 
 ENVIRONMENT_METRICS = {
     "groups/trained": "Number of groups of the environment that the step trained on.",
@@ -129,12 +139,12 @@ def step_metrics(
     now: Measurement,
     before: Measurement,
     discarded_between: Mapping[tuple[str, str], int] = {},
-    findings: Sequence[Finding] = (),
+    failures_between: Mapping[str, int] = {},
 ) -> MetricsLine:
     """Return the line of metrics.jsonl for a report, with the change of the gauges since the line before.
 
     discarded_between: number of groups that were discarded while the batch was collected, by (environment, reason).
-    findings: the findings that apply now.
+    failures_between: number of these groups for which a reward function failed, by function.
     """
     discarded = Counter(discarded_between)
     discarded.update((group.prompt.source, group.reason) for group in report.discarded)
@@ -147,9 +157,9 @@ def step_metrics(
         "weights_hash": report.fingerprint,
         "time/run": now.seconds,
         **_reward_metrics(report),
-        "rewards": reward_parts(report),
+        "rewards": reward_parts(report, failures_between),
         **dict.fromkeys(UPDATE_METRICS),
-        **(msgspec.structs.asdict(report.update) if report.update else {}),
+        **_update_metrics(report),
         **_group_metrics(report, discarded),
         **completions,
         "tokens_per_second": completions["completion_length/total"] / seconds if seconds > 0 else None,
@@ -165,8 +175,8 @@ def step_metrics(
         "time/wait_for_rollouts": report.wait_seconds,
         "time/weight_swap": now.gauges.swap_seconds_last,
         "peak_memory_bytes": now.gauges.peak_memory_bytes,
-        "collapse_warnings": report.collapse_warnings,
-        "findings": findings,
+        **{f"resources/{key}": getattr(now.gauges.resources, key) for key in RESOURCES},
+        "findings": now.gauges.findings,
         "rolled_back": report.rolled_back,
         "environments": environment_metrics([group.scored for group in report.trained], discarded),
         "remote_servers": {
@@ -213,16 +223,38 @@ def _reward_metrics(report: StepReport) -> MetricsLine:
     return {"reward/mean": _mean(counted), "reward/std": pstdev(counted) if counted else None}
 
 
-def reward_parts(report: StepReport) -> dict[str, MetricsLine]:
-    """Return mean, standard deviation and number of the values of each reward function."""
-    values: defaultdict[str, list[float]] = defaultdict(list)
+def _update_metrics(report: StepReport) -> MetricsLine:
+    """Return the metrics of the update. A value that the update did not compute is None."""
+    update = report.update
+    if update is None:
+        return {}
+    before = report.version - int(update.update_applied)
+    on_policy = any(completion.versions[-1:] == (before,) for completion in _trained_completions(report))
+    has_teacher = any(group.scored.teacher for group in report.trained)
+    return msgspec.structs.asdict(update) | {
+        "kl": update.kl if update.kl_beta > 0 else None,
+        "mismatch_kl": update.mismatch_kl if on_policy or report.rolled_back else None,
+        "distillation_loss": update.distillation_loss if has_teacher else None,
+    }
+
+
+def reward_parts(report: StepReport, failures_between: Mapping[str, int] = {}) -> dict[str, MetricsLine]:
+    """Return mean, standard deviation and number of the values of each reward function, and its failed groups."""
+    failures = Counter(failures_between)
+    failures.update(name for group in report.discarded for name in group.failed_rewards)
+    values: defaultdict[str, list[float]] = defaultdict(list, {name: [] for name in failures})
     for parts in (*(t.scored.parts for t in report.trained), *(d.parts for d in report.discarded)):
         for name, found in parts.items():
             values[name] += [value for value in found if value is not None and bounded([value])]
     return {
-        name: {"mean": fmean(found), "std": pstdev(found), "count": len(found)}
+        name: {
+            "mean": _mean(found),
+            "std": pstdev(found) if found else None,
+            "count": len(found),
+            "failures": failures[name],
+        }
         for name, found in sorted(values.items())
-        if found
+        if found or failures[name]
     }
 
 
@@ -243,9 +275,7 @@ def _group_metrics(report: StepReport, discarded: Counter[tuple[str, str]]) -> M
 
 
 def _completion_metrics(report: StepReport) -> MetricsLine:
-    completions: list[Completion] = []
-    for trained in report.trained:
-        completions += trained.scored.group.completions
+    completions = _trained_completions(report)
     for discarded in report.discarded:
         completions += discarded.completions
     lengths = [completion.length for completion in completions]
@@ -254,6 +284,10 @@ def _completion_metrics(report: StepReport) -> MetricsLine:
         "completion_length/total": sum(lengths),
         "truncated_fraction": _mean([completion.finish_reason == "length" for completion in completions]),
     }
+
+
+def _trained_completions(report: StepReport) -> list[Completion]:
+    return [completion for trained in report.trained for completion in trained.scored.group.completions]
 
 
 def _mean(values: Sequence[float]) -> float | None:

@@ -24,6 +24,7 @@ from protocols.accounting import Balance
 from protocols.summary import DatasetReport, HistoryGap, MemoryEstimate, MemoryPart, PromptReport, RunSummary
 
 LABEL_WIDTH = 13
+PROGRAM = "python pipeline.py"
 LINE_LIMIT = 4000
 
 
@@ -62,6 +63,22 @@ def accuracy_table(summary: RunSummary, *, ascii_only: bool = False) -> Table:
 
 def summary_lines(summary: RunSummary) -> Iterator[tuple[str, str]]:
     """Yield label and text of the lines below the table."""
+    yield from _group_lines(summary)
+    yield from _speed_lines(summary)
+    yield from _result_lines(summary)
+    yield from _next_steps(summary)
+    ungraded = summary.after.ungraded if summary.after else 0
+    if ungraded:
+        yield "ungraded", f"{ungraded} held-out problems, because no reward with correct = true applies to them"
+    if summary.steps < summary.planned_steps:
+        yield (
+            "stopped",
+            f"after step {summary.steps} of {summary.planned_steps}; continue with: {summary.resume_command}",
+        )
+
+
+def _group_lines(summary: RunSummary) -> Iterator[tuple[str, str]]:
+    """Yield how the groups of the run ended."""
     yield "groups", str(summary.balance)
     if summary.balance.by_reason:
         yield "discarded", _reasons(summary.balance)
@@ -70,6 +87,10 @@ def summary_lines(summary: RunSummary) -> Iterator[tuple[str, str]]:
     for environment, balance in summary.balance.sources.items():
         discarded = f" ({_reasons(balance)})" if balance.by_reason else ""
         yield "environment", f"{environment}: {balance.in_words('received')}{discarded}"
+
+
+def _speed_lines(summary: RunSummary) -> Iterator[tuple[str, str]]:
+    """Yield times, rates and memory."""
     gauges = summary.gauges
     yield (
         "time",
@@ -90,32 +111,62 @@ def summary_lines(summary: RunSummary) -> Iterator[tuple[str, str]]:
         f"{milliseconds(gauges.swap_seconds_max)}",
     )
     yield "memory", f"peak {memory(gauges.peak_memory_bytes)}"
+
+
+def _result_lines(summary: RunSummary) -> Iterator[tuple[str, str]]:
+    """Yield what was learned and what was not, the findings, and the files."""
     if (best := summary.best) is not None:
         accuracy = f"held-out accuracy {percent(best.accuracy)} of {best.problems} problems"
         yield "best", f"step {best.step}, {accuracy}: {summary.best_path}"
+    yield "learned", _learned(summary)
+    if equal := summary.balance.by_reason.get("zero_variance", 0):
+        ended = summary.balance.trained + summary.balance.discarded
+        yield "no signal", f"{equal} of {ended} groups had equal rewards and taught nothing"
     for finding in summary.findings:
         yield finding.severity, finding.text
     if summary.is_untrained:
         yield "untrained", "no update was applied, so the adapter is the initial one"
+    yield "files", f"{', '.join(summary.files)} in {summary.run_dir}"
     yield "adapter", summary.adapter
+
+
+def _learned(summary: RunSummary) -> str:
+    """What the evaluations before and after training show."""
+    before, after = summary.before, summary.after
+    if before is None or after is None:
+        return "unknown, because the policy was not evaluated before and after training"
+    if summary.version == 0:
+        return "nothing, because no update was applied"
+    (low, high), (new_low, new_high) = before.interval, after.interval
+    overlap = low <= new_high and new_low <= high
+    return (
+        f"held-out accuracy {percent(before.accuracy)} (from {percent(low)} to {percent(high)}) before, "
+        f"{percent(after.accuracy)} (from {percent(new_low)} to {percent(new_high)}) after; the intervals of 95 % "
+        + ("overlap, so that the change can be chance" if overlap else "do not overlap")
+    )
+
+
+def _next_steps(summary: RunSummary) -> Iterator[tuple[str, str]]:
+    """Yield the commands that a user needs next."""
     model, adapter = shlex.quote(summary.base_model), shlex.quote(summary.adapter)
     if summary.base_model.lower().endswith(".gguf"):  # mlx-lm reads models from directories only
         yield "convert it", f"python pipeline.py convert {model} base --to mlx"
         model = "base"
     yield "load it", f"mlx_lm.chat --model {model} --adapter-path {adapter}"
-    ungraded = summary.after.ungraded if summary.after else 0
-    if ungraded:
-        yield "ungraded", f"{ungraded} held-out problems, because no reward with correct = true applies to them"
-    if summary.steps < summary.planned_steps:
-        yield (
-            "stopped",
-            f"after step {summary.steps} of {summary.planned_steps}; continue with: {summary.resume_command}",
-        )
+    run, profile = shlex.quote(summary.run_dir), shlex.quote(summary.profile)
+    yield "look at it", f"{PROGRAM} view {run}"
+    if summary.is_untrained:
+        yield "find out", f"{PROGRAM} doctor --profile {profile}"
+        return
+    yield "evaluate it", f"{PROGRAM} eval --profile {profile} --adapter {adapter}"
+    yield "serve it", f"{PROGRAM} serve --model {shlex.quote(summary.base_model)} --adapter policy={adapter}"
+    if summary.is_adapter:
+        yield "export it", f"{PROGRAM} convert {run} {shlex.quote(f'{summary.run_dir}.gguf')} --to gguf"
 
 
 def resume_command(profile: Path) -> str:
     """Return the command line that continues the run with this resolved profile (`RUN_DIR/profile.toml`)."""
-    return f"python pipeline.py --profile {shlex.quote(relative_path(profile))} --resume"
+    return f"{PROGRAM} --profile {shlex.quote(relative_path(profile))} --resume"
 
 
 def _reasons(balance: Balance) -> str:

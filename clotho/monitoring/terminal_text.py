@@ -2,15 +2,52 @@
 
 from __future__ import annotations
 
+import textwrap
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from protocols.errors import visible
+from protocols.finding import Finding
 
 
 def terminal_text(text: str, limit: int, *, ascii_only: bool = False) -> str:
     """Return untrusted text as `visible` does; with `ascii_only`, for terminals without Unicode."""
     shown = visible(text, limit)
     return shown.replace("…", "~").encode("ascii", "replace").decode("ascii") if ascii_only else shown
+
+
+def in_lines(pieces: Iterable[str], width: int, *, indent: int) -> Iterator[str]:
+    """Yield lines of at most `width` characters with the pieces, two spaces between; later lines are indented."""
+    line = ""
+    for piece in pieces:
+        joined = f"{line}  {piece}" if line.strip() else f"{line}{piece}"
+        if line.strip() and len(joined) > width:
+            yield line
+            joined = f"{' ' * indent}{piece}"
+        line = joined
+    if line.strip():
+        yield line
+
+
+def wrapped(text: str, width: int, *, indent: int = 0) -> list[str]:
+    """Return the lines of a text of at most `width` characters; later lines are indented. Longer words stay whole."""
+    wrapper = textwrap.TextWrapper(
+        width=max(width, indent + 10),
+        subsequent_indent=" " * indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+        drop_whitespace=True,
+    )
+    return wrapper.wrap(text)
+
+
+def finding_lines(finding: Finding, width: int = 80) -> Iterator[str]:
+    """Yield the lines that show a finding: name and fact, consequence, advice and example."""
+    yield from wrapped(f"{finding.severity}: {finding.name}: {finding.fact}", width, indent=2)
+    yield from wrapped(f"  {finding.consequence}", width, indent=2)
+    yield from wrapped(f"  do: {finding.advice}", width, indent=6)
+    if finding.example:
+        yield from wrapped(f"  example: {finding.example}", width, indent=11)
 
 
 def duration(seconds: float | None) -> str:
@@ -53,6 +90,11 @@ def milliseconds(seconds: float | None) -> str:
 def percent(fraction: float) -> str:
     """Format a fraction as a percentage: `43.4 %`."""
     return f"{fraction * 100:.1f} %"
+
+
+def share(fraction: float | None) -> str:
+    """Format a fraction as a percentage without decimals: `43 %`; `-` for None."""
+    return "-" if fraction is None else f"{fraction * 100:.0f} %"
 
 
 def relative_path(path: str | Path) -> str:

@@ -1,7 +1,7 @@
 """Checks whether the rewards contain a signal: problems that end most first runs without an error.
 
 A group whose rewards are all equal has no advantages. If every group is such a group, nothing is learned, although
-every actor works. The checks look at the groups since the last report and name the cause and the remedy.
+every actor works. The checks look at the latest groups, and name the cause and the remedy.
 """
 
 from __future__ import annotations
@@ -9,16 +9,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping
 
-import structlog
 from msgspec import Struct
 
 from protocols.errors import visible
 from protocols.finding import Finding
-from protocols.rollout import ZERO_VARIANCE_THRESHOLD, bounded
+from protocols.rollout import ZERO_VARIANCE_THRESHOLD, Discarded, bounded
 from protocols.sampling import Completion
 from protocols.step import GroupsEnded, StepReport
-
-log = structlog.get_logger(actor="monitor")
 
 FEWEST_GROUPS = 4
 """Fewer scored groups are not assessed."""
@@ -29,8 +26,14 @@ WINDOW = 32
 FEWEST_COMPLETIONS = 64
 """A reward function that returned the same value for fewer completions is not assessed."""
 
-MOSTLY = 0.9
-"""Share of truncated completions that counts as nearly all."""
+MOSTLY, OFTEN = 0.9, 0.5
+"""Shares of truncated completions that count as nearly all, and as too many."""
+
+FEWEST_BATCHES, FEWEST_BATCH_GROUPS = 3, 24
+"""Batches in a row without a signal, and groups in these batches, after which the batches are a finding."""
+
+PENALTY = "overlong"
+"""Name of the reward component that is 0 at best."""
 
 MAX_SHOWN = 300
 """Characters of a completion or an error that a finding shows."""
@@ -45,51 +48,65 @@ class Observed(Struct, frozen=True, kw_only=True):
     parts: dict[str, tuple[float | None, ...]]
 
 
-class TrainingSignal:
-    """Observes the groups of a run, and logs every finding once, until the finding no longer applies.
+class _Silence(Struct):
+    """Batches in a row that had no group to train on because of equal rewards.
 
-    active: the findings that apply now, by name.
+    correct, wrong: number of their groups by what all completions of the group were. seconds: duration of the batches.
+    """
+
+    batches: int = 0
+    correct: int = 0
+    wrong: int = 0
+    seconds: float = 0.0
+
+
+class TrainingSignal:
+    """Observes the groups of a run, and finds rewards without a signal.
+
+    expected: what each reward function expects of a completion, by name, as far as that is known.
     """
 
     def __init__(self, expected: Mapping[str, str]) -> None:
-        """expected: what each reward function expects of a completion, by name, as far as that is known."""
         self._expected = expected
         self._groups: deque[Observed] = deque(maxlen=WINDOW)
         self._failed = 0
         self._error = ""
-        self.active: dict[str, Finding] = {}
-
-    @property
-    def findings(self) -> tuple[Finding, ...]:
-        """The findings that apply now."""
-        return tuple(self.active.values())
+        self._silence = _Silence()
 
     def observe(self, report: StepReport | GroupsEnded) -> None:
-        """Take the groups of a report into account, and log new findings."""
-        for group in report.trained if isinstance(report, StepReport) else ():
-            scored = group.scored
-            self._add(scored.group.prompt.problem.prompt, scored.group.completions, scored.rewards, scored.parts)
+        """Take the groups of a report into account."""
+        if isinstance(report, StepReport):
+            for group in report.trained:
+                scored = group.scored
+                self._add(scored.group.prompt.problem.prompt, scored.group.completions, scored.rewards, scored.parts)
         for discarded in report.discarded:
             if discarded.reason == "reward_error":
                 self._failed, self._error = self._failed + 1, self._error or discarded.detail
             elif discarded.reason != "stale":
                 problem = discarded.prompt.problem.prompt
                 self._add(problem, discarded.completions, discarded.rewards, discarded.parts)
-        found = {finding.name: finding for finding in self._check()}
-        for name in found.keys() - self.active.keys():
-            finding = found[name]
-            example = {"example": finding.example} if finding.example else {}
-            log.warning(
-                "training_signal",
-                finding=name,
-                fact=finding.fact,
-                consequence=finding.consequence,
-                advice=finding.advice,
-                **example,
+        self._count(report)
+
+    def findings(self) -> Iterator[Finding]:
+        """Yield the findings that apply now."""
+        if self._failed >= FEWEST_GROUPS:
+            yield Finding(
+                name="rewards_fail",
+                severity="error",
+                fact=f"a reward failed for each of the last {self._failed} groups",
+                consequence="groups without rewards are discarded, so nothing is learned",
+                advice="correct the reward function; the event reward_failed in log.jsonl has the traceback",
+                example=visible(self._error, MAX_SHOWN),
             )
-        for gone in self.active.keys() - found.keys():
-            log.info("training_signal_recovered", finding=gone)
-        self.active = found
+        if len(self._groups) < FEWEST_GROUPS:
+            return
+        rewards = [reward for group in self._groups for reward in group.rewards]
+        if max(rewards) - min(rewards) <= ZERO_VARIANCE_THRESHOLD:
+            yield self._constant(rewards)
+            return
+        yield from self._silent()
+        yield from self._constant_parts()
+        yield from self._truncated()
 
     def _add(
         self,
@@ -102,49 +119,71 @@ class TrainingSignal:
             self._groups.append(Observed(prompt=prompt, completions=completions, rewards=rewards, parts=parts))
             self._failed, self._error = 0, ""
 
-    def _check(self) -> Iterator[Finding]:
-        if self._failed >= FEWEST_GROUPS:
-            yield Finding(
-                name="rewards_fail",
-                severity="error",
-                fact=f"a reward failed for each of the last {self._failed} groups",
-                consequence="groups without rewards are discarded, so nothing is learned",
-                advice="correct the reward function; the log has the traceback",
-                example=visible(self._error, MAX_SHOWN),
-            )
-        if len(self._groups) < FEWEST_GROUPS:
+    def _count(self, report: StepReport | GroupsEnded) -> None:
+        """Continue or end the series of batches without a signal."""
+        if isinstance(report, StepReport) and report.trained:
+            self._silence = _Silence()
             return
-        rewards = [reward for group in self._groups for reward in group.rewards]
-        if max(rewards) - min(rewards) <= ZERO_VARIANCE_THRESHOLD:
-            yield self._constant(rewards)
+        equal = [group for group in report.discarded if group.reason == "zero_variance"]
+        correct = sum(map(_is_correct, equal))
+        self._silence.correct += correct
+        self._silence.wrong += len(equal) - correct
+        if isinstance(report, StepReport) and self._silence.correct + self._silence.wrong:
+            self._silence.batches += 1
+            self._silence.seconds += report.wait_seconds + report.train_seconds
+
+    def _silent(self) -> Iterator[Finding]:
+        found = self._silence
+        if found.batches < FEWEST_BATCHES or found.correct + found.wrong < FEWEST_BATCH_GROUPS:
             return
-        yield from self._constant_parts()
-        yield from self._truncated(min(rewards))
+        harder, easier = "choose harder problems", "choose easier problems"
+        advice = f"{harder} and {easier}" if found.correct and found.wrong else harder if found.correct else easier
+        yield Finding(
+            name="no_signal",
+            severity="error",
+            fact=f"none of the last {found.batches} batches had a group with different rewards: in {found.correct} "
+            f"groups all completions were correct, in {found.wrong} all were wrong",
+            consequence=f"these batches took {found.seconds:.0f} s and taught nothing",
+            advice=f"{advice}, raise sampling.group_size or sampling.temperature, or use learner.objective dapo, which "
+            "replaces such groups",
+        )
 
     def _constant(self, rewards: list[float]) -> Finding:
         parts = {name: values[0] for name, values in self._part_values().items() if values}
         described = f" ({', '.join(f'{name} {value:g}' for name, value in parts.items())})" if parts else ""
         fact = f"all {len(rewards)} completions of the last {len(self._groups)} groups have the reward {rewards[0]:g}"
-        if any(value > 0 for value in parts.values()) and min(parts.values()) > 0:
+        cost = f", at a cost of {self._silence.seconds:.0f} s so far" if self._silence.seconds >= 1.0 else ""
+        if min((value for name, value in parts.items() if name != PENALTY), default=0.0) > 0:
             return Finding(
                 name="always_rewarded",
                 severity="error",
                 fact=f"{fact}{described}",
-                consequence="nothing can be learned from problems that are always solved",
+                consequence=f"nothing can be learned from problems that are always solved{cost}",
                 advice="choose harder problems",
             )
         expected = "; ".join(f"{name} expects {self._expected[name]}" for name in parts if name in self._expected)
-        advice = (
-            "compare the example with what the rewards expect, state the format in data.system, or choose other rewards"
-        )
+        fact = f"{fact}{described}" + (f"; {expected}" if expected else "")
         group = self._groups[-1]
+        example = visible(f"{group.prompt} -> {group.completions[0].text}", MAX_SHOWN, keep_end=100)
+        truncated, total = self._truncated_counts()
+        if truncated >= MOSTLY * total:
+            return Finding(
+                name="all_truncated",
+                severity="error",
+                fact=f"{truncated} of {total} completions reached the token limit, and {fact}",
+                consequence=f"a completion without an end earns no reward, so nothing is learned{cost}",
+                advice="raise sampling.max_tokens, ask for shorter answers in data.system, or check that the model "
+                "samples its end token",
+                example=example,
+            )
         return Finding(
             name="no_reward",
             severity="error",
-            fact=f"{fact}{described}" + (f"; {expected}" if expected else ""),
-            consequence="equal rewards have no advantages, so nothing is learned",
-            advice=advice,
-            example=visible(f"{group.prompt} -> {group.completions[0].text}", MAX_SHOWN, keep_end=100),
+            fact=fact,
+            consequence=f"equal rewards have no advantages, so nothing is learned{cost}",
+            advice="compare the example with what the rewards expect, state the format in data.system, or choose "
+            "other rewards",
+            example=example,
         )
 
     def _constant_parts(self) -> Iterator[Finding]:
@@ -161,19 +200,27 @@ class TrainingSignal:
             )
             return
 
-    def _truncated(self, lowest: float) -> Iterator[Finding]:
+    def _truncated(self) -> Iterator[Finding]:
+        """Yield a finding if too many completions are truncated and completions that end earn more."""
         completions = [(c, r) for group in self._groups for c, r in zip(group.completions, group.rewards, strict=True)]
         truncated = [reward for completion, reward in completions if completion.finish_reason == "length"]
-        unrewarded = max(truncated, default=lowest) - lowest <= ZERO_VARIANCE_THRESHOLD
-        if len(truncated) >= MOSTLY * len(completions) and unrewarded:
+        ended = [reward for completion, reward in completions if completion.finish_reason != "length"]
+        if len(truncated) < OFTEN * len(completions) or not ended:
+            return
+        if sum(truncated) / len(truncated) < sum(ended) / len(ended):
             yield Finding(
-                name="truncated_without_reward",
+                name="truncated",
                 severity="warning",
-                fact=f"{len(truncated)} of {len(completions)} completions reached the token limit, and none of these "
-                "earned a reward",
+                fact=f"{len(truncated)} of {len(completions)} completions reached the token limit, and earn less than "
+                "the others",
                 consequence="most of the sampled tokens are wasted, and the policy learns only from short completions",
-                advice="raise sampling.max_tokens, or check that the end token of the model is sampled",
+                advice="raise sampling.max_tokens, ask for shorter answers in data.system, or check that the model "
+                "samples its end token",
             )
+
+    def _truncated_counts(self) -> tuple[int, int]:
+        reasons = [completion.finish_reason for group in self._groups for completion in group.completions]
+        return reasons.count("length"), len(reasons)
 
     def _part_values(self) -> dict[str, list[float]]:
         found: dict[str, list[float]] = {}
@@ -181,3 +228,10 @@ class TrainingSignal:
             for name, values in group.parts.items():
                 found.setdefault(name, []).extend(value for value in values if value is not None)
         return {name: values for name, values in found.items() if values}
+
+
+def _is_correct(group: Discarded) -> bool:
+    """Whether the completions of a group with equal rewards earned every reward; without parts, any reward."""
+    rows = [row for name, row in group.parts.items() if name != PENALTY]
+    values = [value for row in rows for value in row if value is not None]
+    return min(values or group.rewards, default=0.0) > 0

@@ -21,7 +21,7 @@ GROUPS, COMPLETIONS = 4, 4
 MOSTLY = 0.9
 """Share of truncated completions that counts as nearly all."""
 
-EXPLAINED = frozenset({"no_reward", "truncated_without_reward"})
+EXPLAINED = frozenset({"no_reward", "all_truncated", "truncated"})
 """Findings that truncation explains."""
 
 MAX_SHOWN = 300
@@ -64,7 +64,7 @@ def completion_findings(outcomes: Sequence[GroupOutcome], expected: Mapping[str,
     drawn = [(group.prompt, completion) for group in ended for completion in group.completions]
     truncated = [(prompt, completion) for prompt, completion in drawn if completion.finish_reason == "length"]
     cut = bool(drawn) and len(truncated) >= MOSTLY * len(drawn)
-    yield from (finding for finding in signal.findings if not (cut and finding.name in EXPLAINED))
+    yield from (finding for finding in signal.findings() if not (cut and finding.name in EXPLAINED))
     if cut:
         prompt, completion = truncated[0]
         yield Finding(

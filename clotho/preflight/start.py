@@ -14,6 +14,7 @@ from clotho.config.schema import Profile
 from clotho.cpu import load_blas
 from clotho.models.machine import backend_name
 from clotho.models.tokenizer import ChatTokenizer
+from clotho.monitoring.event_log import log_finding
 from clotho.preflight.machine import MachineState, RunNeeds, disk_needed, machine_findings, read_machine
 from clotho.preflight.problems import problem_findings
 from clotho.preflight.settings import setting_findings
@@ -103,9 +104,7 @@ def template_use(profile: Profile, problems: Iterable[Problem]) -> TemplateUse:
 def log_findings(findings: Iterable[Finding]) -> None:
     """Log findings, which the terminal shows too."""
     for finding in findings:
-        fields = msgspec.structs.asdict(finding)
-        name = fields.pop("name")
-        log.warning("preflight_finding", finding=name, **{key: value for key, value in fields.items() if value})
+        log_finding(finding, actor="preflight")
 
 
 def write_report(path: Path, report: PreflightReport) -> None:

@@ -83,6 +83,7 @@ class RewardRunner:
         self._keep_zero_variance = keep_zero_variance
         self._threads = WorkerThreads()
         self._loops: list[WorkerLoop] = []
+        self._failed: set[str] = set()
         self._pools: list[WorkerPool] = []
         self._limiter = anyio.Semaphore(concurrency)
         self._components = [self._load(section) for section in sections]
@@ -109,7 +110,14 @@ class RewardRunner:
             parts = await self._values(self._applicable(problem), problem, texts)
             rewards = self._weighted_sums(problem, parts, len(texts))
         except RewardError as error:
-            return _reward_error(group, str(error))
+            self._log_first(error)
+            return Discarded(
+                prompt=group.prompt,
+                reason="reward_error",
+                detail=str(error),
+                completions=group.completions,
+                failed_rewards=error.rewards,
+            )
         if self._overlong is not None:
             penalties = tuple(map(self._overlong, group.completions))
             parts[OVERLONG] = penalties
@@ -173,6 +181,13 @@ class RewardRunner:
         caller = Caller([reward], timeout_seconds=section.timeout_seconds, threads=self._threads, loop=loop)
         return _Component(section=section, caller=caller)
 
+    def _log_first(self, error: RewardError) -> None:
+        """Log the first failure of each function, with the traceback of its exception."""
+        if not self._failed.issuperset(error.rewards):
+            self._failed.update(error.rewards)
+            traceback = {"exception": error.traceback} if error.traceback else {}
+            log.warning("reward_failed", reward=", ".join(error.rewards), error=str(error), **traceback)
+
     def _applicable(self, problem: Problem) -> list[_Component]:
         return [component for component in self._components if component.applies_to(problem.type)]
 
@@ -181,8 +196,12 @@ class RewardRunner:
     ) -> dict[str, Values]:
         values: dict[str, Values] = {component.name: (None,) * len(texts) for component in self._components}
         for caller in self._callers(components):
-            async with self._limiter:
-                rows = await caller(problem, texts)
+            try:
+                async with self._limiter:
+                    rows = await caller(problem, texts)
+            except RewardError as error:
+                error.rewards = error.rewards or caller.names
+                raise
             values |= dict(zip(caller.names, rows, strict=True))
         return values
 
@@ -221,10 +240,6 @@ def runs_in_process(section: RewardSection) -> bool:
     if section.run_in == "auto":
         return section.name not in BUILT_IN
     return section.run_in == "process"
-
-
-def _reward_error(group: RolloutGroup, detail: str) -> Discarded:
-    return Discarded(prompt=group.prompt, reason="reward_error", detail=detail, completions=group.completions)
 
 
 def _check_sections(sections: Sequence[RewardSection], *, reserved: Sequence[str]) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import math
 import os
+import traceback
 from collections.abc import Sequence
 from numbers import Real
 
@@ -18,12 +19,22 @@ from protocols.prompt import Problem
 MAX_REWARD = 1e6
 """Largest absolute reward. Squares and sums of larger values lose all precision in float32 or overflow."""
 
+MAX_TRACEBACK = 16_000
+"""Characters of the traceback of a failed function."""
+
 Values = tuple[float | None, ...]
 """One value per completion; None if the function does not apply."""
 
 
 class RewardError(ClothoError, RuntimeError):
-    """A reward function raised, exceeded a limit, ended its process or returned no valid number. Names the function."""
+    """A reward function raised, exceeded a limit, ended its process or returned no valid number. Names the function.
+
+    rewards: names of the functions that failed; empty if the caller knows them. traceback: of the function's exception.
+    """
+
+    def __init__(self, message: str, *, rewards: tuple[str, ...] = (), traceback: str = "") -> None:
+        super().__init__(message)
+        self.rewards, self.traceback = rewards, traceback
 
 
 class Interrupted(BaseException):
@@ -92,7 +103,17 @@ def _end_fork(process: int) -> None:
 
 
 def _failure(reward: Reward, error: BaseException) -> RewardError:
-    return RewardError(f"reward {reward.name} raised {_describe(error)}")
+    return RewardError(
+        f"reward {reward.name} raised {_describe(error)}", rewards=(reward.name,), traceback=_traceback(error)
+    )
+
+
+def _traceback(error: BaseException) -> str:
+    """The end of the traceback, which has the exception."""
+    try:
+        return "".join(traceback.format_exception(error))[-MAX_TRACEBACK:]
+    except Exception:  # a user's exception whose str() fails
+        return ""
 
 
 def _number(name: str, value: object) -> float | None:
@@ -101,17 +122,19 @@ def _number(name: str, value: object) -> float | None:
     if inspect.iscoroutine(value):
         value.close()
     if not isinstance(value, Real):
-        raise RewardError(f"reward {name} returned {type(value).__name__}, not a number or None")
+        raise RewardError(f"reward {name} returned {type(value).__name__}, not a number or None", rewards=(name,))
     try:
         number = float(value)
     except OverflowError:
         number = math.inf
     except Exception as error:  # a number type defined by the user
-        raise RewardError(f"reward {name} returned a number that raised {_describe(error)}") from error
+        message = f"reward {name} returned a number that raised {_describe(error)}"
+        raise RewardError(message, rewards=(name,), traceback=_traceback(error)) from error
     if not math.isfinite(number):
-        raise RewardError(f"reward {name} returned {number}")
+        raise RewardError(f"reward {name} returned {number}", rewards=(name,))
     if too_large(number):
-        raise RewardError(f"reward {name} returned {number!r}; a reward is at most {MAX_REWARD:g} in absolute size")
+        message = f"reward {name} returned {number!r}; a reward is at most {MAX_REWARD:g} in absolute size"
+        raise RewardError(message, rewards=(name,))
     return number
 
 

@@ -91,10 +91,11 @@ class Answer(Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Failure(Struct, frozen=True, kw_only=True, tag=True):
-    """Worker -> parent. The call failed; `message` is the text of the RewardError."""
+    """Worker -> parent. The call failed. message: text of the RewardError. traceback: of the function's exception."""
 
     number: int
     message: str
+    traceback: str = ""
 
 
 WorkerMessage = Ready | Refused | Answer | Failure
@@ -210,7 +211,7 @@ def _answer(reward: Reward, call: Call) -> Answer | Failure:
     try:
         return Answer(number=call.number, values=call_all(reward, call.problem, call.texts))
     except RewardError as error:
-        return Failure(number=call.number, message=str(error))
+        return Failure(number=call.number, message=str(error), traceback=error.traceback)
 
 
 async def _serve_asynchronous(channel: Channel, reward: Reward, settings: WorkerSettings) -> None:
@@ -234,4 +235,4 @@ async def _answer_asynchronous(reward: Reward, call: Call, timeout_seconds: floa
     except TimeoutError:
         return Failure(number=call.number, message=f"reward {reward.name} took longer than {timeout_seconds:g} s")
     except RewardError as error:
-        return Failure(number=call.number, message=str(error))
+        return Failure(number=call.number, message=str(error), traceback=error.traceback)

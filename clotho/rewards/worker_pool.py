@@ -145,7 +145,7 @@ class WorkerProcess:
             self.kill()
             raise
         if isinstance(message, Failure) and message.number == self._number:
-            raise RewardError(message.message)
+            raise RewardError(message.message, traceback=message.traceback)
         if not isinstance(message, Answer) or message.number != self._number or len(message.values) != len(texts):
             raise self._end("sent an invalid answer")
         if any(value is not None and too_large(value) for value in message.values):

@@ -19,9 +19,9 @@ from clotho.models.policy import Policy
 from clotho.monitoring.display import RunFacts
 from clotho.monitoring.forecast import Plan
 from clotho.monitoring.metrics import RunHistory
+from clotho.monitoring.run_alarms import RunAlarms
 from clotho.monitoring.terminal_text import relative_path
 from clotho.monitoring.trackers import Tracker
-from clotho.monitoring.training_signal import TrainingSignal
 from clotho.rewards.runner import RewardRunner
 from clotho.run.custom_actors import Services
 from clotho.run.prompts import PromptBuilder
@@ -60,7 +60,7 @@ class RunContext(Struct, frozen=True, kw_only=True, eq=False):
 
     Shared state, with the actor that writes it:
     weights: the served weights (broadcaster). replacements: number of groups that are replaced by others (learner).
-    logged: last step in the log files, signal: findings about the rewards (monitor). progress, ledger: of the learner.
+    logged: last step in the log files, alarms: findings of the run (monitor). progress, ledger: of the learner.
     swap_times: of the broadcaster.
     evaluations: reports since the last start (evaluator). sample_log: completions of HTTP clients (server).
     """
@@ -93,7 +93,7 @@ class RunContext(Struct, frozen=True, kw_only=True, eq=False):
     weights: Latest[WeightsReady]
     replacements: Latest[int]
     logged: Latest[int]
-    signal: TrainingSignal
+    alarms: RunAlarms
     trackers: tuple[Tracker, ...]
     sample_log: SampleLog
     swap_times: SwapTimes

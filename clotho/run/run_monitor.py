@@ -15,15 +15,19 @@ from starlette.types import ASGIApp
 from clotho.config.bounds import Off
 from clotho.config.schema import FullMethod, HttpServer, ServerSection
 from clotho.inference.token_texts import TokenTexts
+from clotho.memory.pressure import read_memory
 from clotho.models.machine import peak_memory
+from clotho.monitoring.resources import READ_SECONDS, ResourceProbe
 from clotho.monitoring.summary import resume_command
 from clotho.monitoring.terminal_text import relative_path
 from clotho.monitoring.token_values import TokenValueWriter
 from clotho.run.accounting import GroupAccounting
 from clotho.run.context import RunContext
 from clotho.run.serving_state import ServingState, names_of, served_adapters
+from clotho.run.timeline import RunObserver
 from clotho.runtime.queues import Queue
 from clotho.runtime.supervisor import ChildStatus
+from clotho.runtime.watchdog import PeriodicReading
 from clotho.serving.services import (
     NullSampleLog,
     QueueSnapshot,
@@ -36,7 +40,7 @@ from clotho.storage.checkpoints import checkpoint_path
 from protocols.checkpoint import BestCheckpoint
 from protocols.sampling import BASE
 from protocols.step import WeightsReady
-from protocols.summary import QueueGauge, RemoteGauges, RunGauges, RunSummary
+from protocols.summary import QueueGauge, RemoteGauges, ResourceReading, RunGauges, RunSummary
 
 
 def loading_page(server: ServerSection) -> ASGIApp | None:
@@ -78,8 +82,9 @@ class RunMonitor:
         """
         self._context, self._queues, self._events_lost = context, queues, events_lost
         self._remote = remote
+        self._observer = RunObserver(context, queues)
         self._began = time.monotonic()
-        self._api_requests = 0
+        self._api_requests, self._resources = 0, ResourceReading()
         self.serving = ServingState(
             context.executor,
             context.engine,
@@ -103,6 +108,7 @@ class RunMonitor:
                 QueueGauge(name=queue.name, depth=queue.depth, capacity=queue.capacity) for queue in self._queues
             ),
             tokens_sampled=stats.tokens_sampled + remote.tokens_sampled,
+            decode_steps=stats.decode_steps,
             decode_seconds=rates.seconds,
             decode_rate_idle=rates.idle or None,
             decode_rate_learning=rates.learning or None,
@@ -117,7 +123,20 @@ class RunMonitor:
             swap_seconds_max=swaps.longest,
             peak_memory_bytes=peak_memory(),
             remote=remote,
+            resources=self._resources,
+            findings=context.alarms.findings,
+            waiting_for="" if context.progress.updating else self._observer.waiting_for(),
         )
+
+    def resource_watch(self) -> PeriodicReading[ResourceReading]:
+        """Return the actor that reads the resources of the machine."""
+        return PeriodicReading(
+            "resource watch", ResourceProbe(read_memory).read, self._take_resources, seconds=READ_SECONDS
+        )
+
+    def _take_resources(self, reading: ResourceReading) -> None:
+        self._resources = reading
+        self._context.alarms.observe_resources(reading)
 
     def snapshot(self) -> RunSnapshot:
         """Current metrics for /metrics."""
@@ -169,7 +188,7 @@ class RunMonitor:
             sampling=profile.sampling,
             prompt_logprobs=self.serving.score,
             weights=lambda: context.weights.value,
-            health=lambda: structs.replace(self.serving.health(), findings=context.signal.findings),
+            health=lambda: structs.replace(self.serving.health(), findings=context.alarms.findings),
             snapshot=self.snapshot,
             context_length=context.policy.context_length,
             vocab_size=context.policy.vocab_size,
@@ -207,5 +226,9 @@ class RunMonitor:
             best_path=relative_path(checkpoint_path(context.directory.checkpoints, best.step)) if best else "",
             resume_command=resume_command(context.directory.profile),
             history_gaps=context.history_gaps,
-            findings=context.signal.findings,
+            findings=context.alarms.findings,
+            files=tuple(context.directory.written()),
+            is_adapter=not isinstance(context.profile.policy.method, FullMethod),
+            run_dir=relative_path(context.directory.path),
+            profile=relative_path(context.directory.profile),
         )

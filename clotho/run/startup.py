@@ -26,8 +26,8 @@ from clotho.models.adapter_store import AdapterStore
 from clotho.models.loading import find_model
 from clotho.models.policy import Policy, load_policy
 from clotho.monitoring.metrics import RunHistory, read_history
+from clotho.monitoring.run_alarms import RunAlarms
 from clotho.monitoring.trackers import TrackedRun, open_trackers
-from clotho.monitoring.training_signal import TrainingSignal
 from clotho.preflight.start import PreflightReport, start_findings, write_report
 from clotho.rewards.overlong import Overlong
 from clotho.rewards.registry import EXPECTED
@@ -164,7 +164,7 @@ async def _build_context(
         ),
         replacements=_cell("replacements", ledger.ended - progress.step * profile.learner.batch_size),
         logged=Latest[int]("logged"),
-        signal=TrainingSignal(EXPECTED),
+        alarms=RunAlarms(EXPECTED, reported=[finding.name for finding in preflight]),
         trackers=open_trackers(profile.tracking, profile.trackers, _tracked(profile, directory)),
         sample_log=SampleLog(capacity_tokens=_sample_log_tokens(profile), logit_bias=profile.sampling.logit_bias),
         swap_times=SwapTimes(),

@@ -107,8 +107,13 @@ class RunObserver:
             rows=context.engine.stats().running_rows,
             queues={queue.name: queue.depth for queue in self._queues},
             groups=stages,
-            waiting="" if learn > 0 else waits_for(context.profile, context.progress.step, stages, self._full_queue()),
+            waiting="" if learn > 0 else self.waiting_for(stages),
         )
+
+    def waiting_for(self, stages: GroupStages | None = None) -> str:
+        """Return what the learner waits for. stages: where the groups in flight are."""
+        context = self._context
+        return waits_for(context.profile, context.progress.step, stages or self._stages(), self._full_queue())
 
     def _age(self, moment: float) -> float:
         return round(self._context.history.seconds + moment - self._began, 3)

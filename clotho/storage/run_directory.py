@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import uuid
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -256,6 +257,14 @@ class RunDirectory:
     def remote(self) -> Path:
         """Directory for adapters and output of inference servers that the run starts."""
         return self.path / REMOTE
+
+    def written(self) -> Iterator[str]:
+        """Yield the names of the files of the run that exist, in alphabetical order; directories end in a slash."""
+        for path in sorted(self.path.iterdir()):
+            if path.name in FILES - {NEWEST_CHECKPOINT}:
+                yield path.name
+            elif path.name in DIRECTORIES and any(path.iterdir()):
+                yield f"{path.name}/"
 
     def begin(self) -> None:
         """Take the directory into use: delete the earlier run if requested, and remove leftovers of a kill.

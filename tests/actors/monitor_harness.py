@@ -10,7 +10,7 @@ from anyio import create_task_group, fail_after
 
 from actors.monitor import Monitor
 from clotho.monitoring.display import Display, NoDisplay, RunView
-from clotho.monitoring.training_signal import TrainingSignal
+from clotho.monitoring.run_alarms import RunAlarms
 from clotho.runtime.latest import Latest
 from clotho.runtime.queues import Queue
 from clotho.storage.jsonl import JsonlWriter
@@ -69,7 +69,7 @@ async def observe(
         evaluations=JsonlWriter(directory / "evaluations.jsonl"),
         rollouts=rollouts,
         logged=options.pop("logged", None) or Latest[int]("logged"),
-        signal=TrainingSignal({}),
+        alarms=RunAlarms({}),
         clock=Clock(),
         **options,
     )

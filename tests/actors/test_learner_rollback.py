@@ -40,7 +40,7 @@ async def test_a_rollback_publishes_the_restored_weights_under_a_new_version(exe
     first, second = await harness.run()
     update = await harness.update_inboxes[0].receive()
     assert (first.version, first.rolled_back, len(first.trained)) == (2, True, 2)
-    assert "changed the policy" in first.collapse_warnings[0]
+    assert "changed the policy" in first.collapse_findings[0].fact
     assert policies_and_groups.same_bits(update.parameters, initial)
     assert (update.rollbacks, update.replay) == (1, ())
     assert [drop.reason for drop in second.discarded] == ["stale"]
@@ -138,6 +138,6 @@ async def test_a_warning_changes_no_weights(executor: ComputeExecutor) -> None:
     outcomes = [trainable_group(group_id) for group_id in range(4)]
     warned = await LearnerHarness(executor, outcomes, collapse_detection=WarnOnCollapse(**TOUCHY)).run()
     silent = await LearnerHarness(executor, outcomes).run()
-    assert all(report.collapse_warnings for report in warned)
-    assert not any(report.collapse_warnings for report in silent)
+    assert all(report.collapse_findings for report in warned)
+    assert not any(report.collapse_findings for report in silent)
     assert [report.fingerprint for report in warned] == [report.fingerprint for report in silent]

@@ -16,8 +16,8 @@ from actors.monitor import Monitor
 from clotho.monitoring.display import NoDisplay, RunView
 from clotho.monitoring.forecast import Plan, RunForecast
 from clotho.monitoring.metrics import METRICS
+from clotho.monitoring.run_alarms import RunAlarms
 from clotho.monitoring.token_values import TokenValueWriter, read_group
-from clotho.monitoring.training_signal import TrainingSignal
 from clotho.runtime.latest import Latest
 from clotho.runtime.queues import Queue
 from clotho.runtime.supervisor import temporary, transient
@@ -256,7 +256,7 @@ def monitor_of(queue: Queue[StepReport | EvalReport], metrics: JsonlWriter) -> M
         evaluations=JsonlWriter(metrics.path.with_name("evaluations.jsonl")),
         rollouts=None,
         logged=Latest[int]("logged"),
-        signal=TrainingSignal({}),
+        alarms=RunAlarms({}),
     )
 
 

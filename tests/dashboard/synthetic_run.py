@@ -186,7 +186,6 @@ def made_metrics(shape: RunShape, groups: list[dict[str, Any]]) -> Iterator[dict
             "time/wait_for_rollouts": 1.1,
             "time/weight_swap": 0.004,
             "peak_memory_bytes": 900_000_000,
-            "collapse_warnings": [],
             "findings": [FINDING] if step == shape.steps else [],
             "rolled_back": False,
             "environments": {"gsm8k_server": {"groups/trained": 1, "reward/mean": progress}},

@@ -46,18 +46,17 @@ def test_the_metrics_mark_where_something_began(tmp_path: Path) -> None:
     """A finding that goes on has one mark; a finding that comes back has another one."""
     found = {"name": "no_reward", "severity": "error"}
     records = [{"step": step, "findings": [found] if step in (2, 3, 5) else []} for step in range(1, 6)]
-    records[3] |= {"rolled_back": True, "collapse_warnings": ["entropy fell"]}
+    records[3] |= {"rolled_back": True}
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(lines(records))
     history = Metrics(path)
     marks = [(mark["step"], mark["kind"], mark["name"]) for mark in read(history)["marks"]]
     assert marks == [
         (2, "finding", "no_reward"),
-        (4, "collapse", "entropy fell"),
         (4, "rollback", ""),
         (5, "finding", "no_reward"),
     ]
-    assert [mark["step"] for mark in history.body(2, 4)["marks"]] == [4, 4]
+    assert [mark["step"] for mark in history.body(2, 4)["marks"]] == [4]
 
 
 def test_the_timeline_lists_the_swaps_of_all_lines(run: Path) -> None:

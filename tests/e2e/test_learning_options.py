@@ -167,7 +167,7 @@ def test_a_collapsed_policy_is_rolled_back(tmp_path: Path) -> None:
     result = run(tmp_path / "run", *RUINOUS, *flags, "--steps", "12", "--async", "false")
     assert result.status == 0, result
     recorded = metrics(tmp_path / "run")
-    assert any(line["collapse_warnings"] for line in recorded)
+    assert any(line["findings"] for line in recorded)
     measured = [line["accuracy"] for line in lines(tmp_path / "run" / "evaluations.jsonl")]
     assert measured[-1] > measured[0] / 2
     versions = [line["policy_version"] for line in recorded]
@@ -181,5 +181,5 @@ def test_a_run_stops_at_the_first_collapse(tmp_path: Path) -> None:
     assert result.status == 1, result
     assert "collapse_detection" in result.err
     recorded = metrics(tmp_path / "run")
-    assert [bool(line["collapse_warnings"]) for line in recorded][-1:] == [True]
+    assert [bool(line["findings"]) for line in recorded][-1:] == [True]
     assert f"at step {recorded[-1]['step']}:" in result.err

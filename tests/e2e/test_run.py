@@ -6,6 +6,7 @@ import json
 import re
 import tomllib
 
+from clotho.monitoring.display import LABEL_WIDTH
 from clotho.monitoring.metrics import METRICS
 from tests.e2e.conftest import CompletedRun
 from tests.e2e.pipeline_process import BATCH, assert_recorded, lines, metrics
@@ -13,12 +14,13 @@ from tests.e2e.pipeline_process import BATCH, assert_recorded, lines, metrics
 
 def test_a_run_prints_its_machine_addresses_and_result(finished: CompletedRun) -> None:
     """Machine, backend, BLAS, policy, address, table and group accounting, as plain lines if redirected."""
-    out = finished.result.out
+    out = finished.result.out.replace(f"\n{' ' * LABEL_WIDTH}", " ")
     assert re.search(r"^machine  .*MLX \d.* on (CPU|GPU|METAL|CUDA).*BLAS \S", out, re.M | re.I)
     assert re.search(r"^compute  \S", out, re.M)
     assert re.search(r"^policy   .*qwen3, 493k parameters.* trained", out, re.M)
     assert re.search(r"^memory   at most \d+ MiB \(estimate", out, re.M)
     assert re.search(r"^API      http://127\.0\.0\.1:\d+/v1$", out, re.M)
+    assert re.search(r"^page     http://127\.0\.0\.1:\d+/$", out, re.M)
     assert re.search(r"^step 0/6  held-out accuracy +[\d.]+ % of 32", out, re.M)
     assert re.search(r"before \(step 0\).*after \(step 6\)", out)
     assert "\x1b" not in out
@@ -56,6 +58,7 @@ def test_a_run_leaves_profile_log_checkpoints_and_adapter(finished: CompletedRun
         "log.jsonl",
         "timeline.jsonl",
         "facts.json",
+        "preflight.json",
         "checkpoints",
         "adapters",
         "tokens",

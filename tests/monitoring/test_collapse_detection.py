@@ -30,7 +30,7 @@ def detector_with_baseline(updates: int = DEFAULTS.window, good: Line = GOOD, **
 
 def warnings(detector: CollapseDetector, line: Line) -> str:
     """Return the warnings for one more batch."""
-    return "; ".join(detector.observe(batch(line)).warnings)
+    return "; ".join(finding.fact for finding in detector.observe(batch(line)).findings)
 
 
 def first_trip(lines: tuple[Line, ...], settings: CollapseChecks = DEFAULTS) -> int | None:
@@ -66,7 +66,10 @@ def test_a_recorded_healthy_run_never_trips() -> None:
 @pytest.mark.parametrize(
     ("bad", "words"),
     [
-        (GOOD._replace(update_kl=0.11), "the update changed the policy by 0.11 nats per token"),
+        (
+            GOOD._replace(update_kl=0.11),
+            "the update changed the policy by 0.11 nats per token, more than 0.1 (collapse_detection.update_kl_high)",
+        ),
         (GOOD._replace(ess=0.29), "the effective sample size is 29.0% of the tokens"),
         (GOOD._replace(reward=0.6), "the mean reward fell from 1 to 0.6"),
         (GOOD._replace(entropy=0.26), "the entropy rose from 0.05 to 0.26 nats"),
@@ -83,7 +86,7 @@ def test_every_check_has_a_warning_and_trips_after_patience(bad: Line, words: st
     """A healthy update resets the count."""
     detector = detector_with_baseline()
     assert warnings(detector, bad) == words
-    assert not detector.observe(batch(GOOD)).warnings
+    assert not detector.observe(batch(GOOD)).findings
     verdicts = [detector.observe(batch(bad)) for _ in range(2)]
     assert [verdict.tripped for verdict in verdicts] == [False, True]
 
@@ -131,7 +134,7 @@ def test_the_kl_to_the_reference_has_a_threshold() -> None:
     detector = CollapseDetector(WarnOnCollapse(kl_high=1.5))
     near, far = (report(update=metrics(GOOD, kl=kl, kl_beta=0.1)) for kl in (1.4, 1.6))
     assert detector.observe(near).healthy
-    assert detector.observe(far).warnings == ("the KL divergence to the reference policy is 1.6 nats per token",)
+    assert [finding.name for finding in detector.observe(far).findings] == ["far_from_reference"]
 
 
 def test_different_checks_in_consecutive_updates_count_together() -> None:
@@ -193,7 +196,7 @@ def test_format_without_content_triggers_only_if_content_fell() -> None:
         for _ in range(DEFAULTS.window):
             detector.observe(_with_format(start, format_share=0.1, content_share=0.1))
         verdict = detector.observe(_with_format(start, format_share=1.0, content_share=0.2 if content_grows else 0.0))
-        assert bool(verdict.warnings) is expected
+        assert bool(verdict.findings) is expected
 
 
 def _with_format(line: Line, *, format_share: float, content_share: float) -> StepReport:
@@ -227,7 +230,7 @@ def test_small_batches_are_assessed_together() -> None:
 def test_a_drop_within_the_noise_does_not_trigger() -> None:
     """The standard error of the batch mean is large if the groups differ."""
     drop = GOOD._replace(reward=0.6)
-    assert detector_with_baseline().observe(batch(drop, spread=0.3)).warnings
+    assert detector_with_baseline().observe(batch(drop, spread=0.3)).findings
     assert detector_with_baseline().observe(batch(drop, spread=0.6)).healthy
 
 
@@ -236,7 +239,7 @@ def test_a_batch_without_statistics_changes_nothing() -> None:
     detector = detector_with_baseline()
     detector.observe(batch(GOOD._replace(ess=0.1)))
     before = detector.state()
-    assert not detector.observe(report()).warnings
+    assert not detector.observe(report()).findings
     assert detector.state() == before
     assert detector.observe(batch(GOOD._replace(ess=0.1))).tripped
 
@@ -368,7 +371,7 @@ def observe_mixture(detector: CollapseDetector, *, easy: int, hard: int, correct
     groups = [environment_group("easy", correct + i % 2) for i in range(easy)] + [
         environment_group("hard", HARD + i % 2) for i in range(hard)
     ]
-    return "; ".join(detector.observe(report(groups, (), metrics(GOOD))).warnings)
+    return "; ".join(finding.fact for finding in detector.observe(report(groups, (), metrics(GOOD))).findings)
 
 
 def test_a_different_mixture_of_environments_is_not_a_reward_drop() -> None:

@@ -8,12 +8,17 @@ import pytest
 from msgspec.structs import replace
 from rich.console import Console
 
-from clotho.monitoring.display import NoDisplay, PlainDisplay, RunView, Sample, fact_lines
+from clotho.monitoring.display import REMINDER_SECONDS, NoDisplay, PlainDisplay, RunView, Sample, fact_lines
 from clotho.monitoring.live_display import LiveDisplay, Screen, make_display, sparkline
 from clotho.monitoring.metrics import Measurement, step_metrics
+from protocols.finding import Finding
 from protocols.summary import RunGauges
-from tests.monitoring.display_examples import GAUGES, HOSTILE, discarded, evaluation, facts, step
+from tests.monitoring.display_examples import GAUGES, HOSTILE, UPDATE, discarded, evaluation, facts, step
 
+FINDING = Finding(
+    name="no_reward", severity="error", fact="[b]every reward is 0", consequence="nothing", advice="state the format"
+)
+ALARMED = replace(GAUGES, findings=(FINDING,), waiting_for="64 completions that are being decoded")
 START = Measurement(seconds=0.0, gauges=RunGauges())
 
 
@@ -51,7 +56,7 @@ def written(screen: io.TextIOWrapper) -> str:
 def test_a_frame_fits_every_width_and_neutralizes_untrusted_text(width: int, encoding: str) -> None:
     """Markup, escape sequences and control characters in prompts and completions have no effect."""
     console, screen = terminal(width, encoding=encoding)
-    console.print(Screen(100, view(), GAUGES, 21.0))
+    console.print(Screen(facts(), view(), ALARMED, 21.0))
     text = written(screen)
     assert "\x1b" not in text
     assert "\u202e" not in text
@@ -62,6 +67,11 @@ def test_a_frame_fits_every_width_and_neutralizes_untrusted_text(width: int, enc
             "43.0 % (step 0)  60.0 % (step 20)",
             "rollouts 3/16  scored 0/16  2 API requests",
             "600 trained  32 discarded",
+            "50 % of the completions truncated",
+            "no_reward: [b]every reward is 0; state the format",
+            "64 completions that are being decoded",
+            "format 0.500 sd 0.500",
+            "http://127.0.0.1:8000/ ",
             "idle 2000, learning 1100  64 sequences",
             "[bold red]x[/]",
             "1.0 mean, 1 max",
@@ -72,7 +82,7 @@ def test_a_frame_fits_every_width_and_neutralizes_untrusted_text(width: int, enc
 def test_an_empty_view_is_drawn() -> None:
     """Before the first batch."""
     console, screen = terminal(80)
-    console.print(Screen(100, RunView(), RunGauges(), 0.0))
+    console.print(Screen(facts(), RunView(), RunGauges(), 0.0))
     assert "step 0/100  0:00 elapsed, - left" in written(screen)
 
 
@@ -113,20 +123,57 @@ def test_plain_lines_are_limited_and_aligned() -> None:
     """At most one step line every two seconds, but every evaluation and the last step; no cursor movements."""
     seconds = 0.0
     screen = io.StringIO()
-    display = PlainDisplay(Console(file=screen, width=80), facts(steps=42), clock=lambda: seconds)
+    display = PlainDisplay(Console(file=screen, width=80), facts(steps=42), lambda: ALARMED, clock=lambda: seconds)
     display.start()
     head = len(screen.getvalue().splitlines())
-    assert head == 6
     for number, seconds in ((38, 0.0), (39, 1.0), (40, 2.0), (41, 2.5), (42, 2.6)):
         display.show(view(number, seconds))
     display.close()
-    lines = screen.getvalue().splitlines()[head:]
-    assert [line[:10] for line in lines] == ["step 20/42", "step 38/42", "step 40/42", "step 42/42"]
-    assert "held-out accuracy 60.0 % of 500  in 0:02  arithmetic 60.0 %  word 25.0 %" in lines[0]
-    assert len({line.index("tokens/s") for line in lines[1:]}) == 1
-    assert "loss -0.0100" in lines[1]
-    assert "discarded 1" in lines[1]
-    assert "\x1b" not in screen.getvalue()
+    lines = screen.getvalue().splitlines()
+    assert all(len(line) <= 80 for line in lines)
+    assert "page     http://127.0.0.1:8000/" in lines[:head]
+    starts = [line for line in lines[head:] if line.startswith("step")]
+    assert [line[:10] for line in starts] == ["step 20/42", "step 38/42", "step 40/42", "step 42/42"]
+    assert "held-out accuracy 60.0 % of 500  in 0:02" in starts[0]
+    assert len({line.index("tokens/s") for line in starts[1:]}) == 1
+    written = screen.getvalue()
+    for expected in ("loss -0.0100", "truncated  50 %", "discarded 1", "format 0.500 sd 0.500", "alarm no_reward"):
+        assert expected in written
+    assert "\x1b" not in written
+
+
+def test_the_plain_display_says_what_the_run_waits_for() -> None:
+    """If nothing was written for a while; an update of the policy is named too."""
+    seconds, gauges, screen = 0.0, ALARMED, io.StringIO()
+    display = PlainDisplay(Console(file=screen, width=80), facts(), lambda: gauges, clock=lambda: seconds)
+    display.remind()
+    assert screen.getvalue() == ""
+    seconds = REMINDER_SECONDS
+    display.remind()
+    display.remind()
+    assert screen.getvalue() == "step   0/100  waiting for 64 completions that are being decoded\n"
+    seconds, gauges = 2 * REMINDER_SECONDS, GAUGES
+    display.remind()
+    assert screen.getvalue().endswith("waiting for the update of the policy\n")
+
+
+def test_values_that_were_not_computed_are_missing() -> None:
+    """KL without a penalty, a step without an update, and a reward function that failed for every group."""
+    failed = replace(discarded(reason="reward_error"), rewards=(), failed_rewards=("mine",))
+    report = step(1, groups=(), discarded=(failed, failed), update=None)
+    penalized = step(2, update=replace(UPDATE, kl=0.0, kl_beta=0.0))
+    screen = io.StringIO()
+    display = PlainDisplay(Console(file=screen, width=80), facts(), lambda: GAUGES, clock=lambda: 0.0)
+    for one in (report, penalized):
+        latest = step_metrics(one, now=Measurement(seconds=1.0, gauges=GAUGES), before=START)
+        display.show(RunView(step=one.step, seconds=1.0, latest=latest))
+        display.close()
+    first, second = screen.getvalue().split("step   2/100")
+    assert "reward      -" in first
+    assert "loss       -" in first
+    assert "mine - sd - (2 failed)" in first
+    assert "kl -" in second
+    assert "0.0000" not in screen.getvalue()
 
 
 def test_the_display_depends_on_the_terminal() -> None:
@@ -152,7 +199,7 @@ def test_a_sparkline_spans_its_range_and_averages_values() -> None:
 def test_the_plain_display_shows_the_last_step_of_a_drained_run() -> None:
     """The last step is written at the end, even if the line before is recent and steps remain."""
     screen = io.StringIO()
-    display = PlainDisplay(Console(file=screen, width=80), facts(steps=42), clock=lambda: 0.0)
+    display = PlainDisplay(Console(file=screen, width=80), facts(steps=42), lambda: GAUGES, clock=lambda: 0.0)
     display.show(view(20))
     display.show(view(21))
     assert "step 21/42" not in screen.getvalue()

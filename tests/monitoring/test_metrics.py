@@ -19,11 +19,20 @@ from clotho.monitoring.metrics import (
     Measurement,
     evaluation_record,
     read_history,
+    reward_parts,
     step_metrics,
 )
+from protocols.finding import Finding
 from protocols.rollout import Discarded
 from protocols.step import StepReport, TrainedGroup, UpdateMetrics
-from protocols.summary import Distribution, RemoteGauges, RemoteServerGauge, RunGauges, SpeculationCounts
+from protocols.summary import (
+    Distribution,
+    RemoteGauges,
+    RemoteServerGauge,
+    ResourceReading,
+    RunGauges,
+    SpeculationCounts,
+)
 from tests.monitoring.display_examples import evaluation
 from tests.training.policies_and_groups import scored_group
 
@@ -80,14 +89,48 @@ def test_the_metrics_of_the_update_are_written_unchanged() -> None:
     assert [found[name] for name in UPDATE_METRICS if name in ("loss", "ess", "update_applied")] == [-0.01, True, 0.9]
 
 
-def test_a_line_has_replaced_and_replayed_groups_and_collapse_warnings() -> None:
-    """And whether the policy was rolled back."""
-    found = line(replaced=5, replayed=2, collapse_warnings=("entropy fell",), rolled_back=True)
-    assert (found["groups/replaced"], found["groups/replayed"]) == (5, 2)
-    assert (found["collapse_warnings"], found["rolled_back"]) == (["entropy fell"], True)
+def test_a_line_has_replaced_and_replayed_groups_and_whether_the_policy_was_rolled_back() -> None:
+    """0 and false in a usual step."""
+    found = line(replaced=5, replayed=2, rolled_back=True)
+    assert (found["groups/replaced"], found["groups/replayed"], found["rolled_back"]) == (5, 2, True)
     plain = line()
-    assert (plain["groups/replaced"], plain["groups/replayed"], plain["collapse_warnings"]) == (0, 0, [])
-    assert plain["rolled_back"] is False
+    assert (plain["groups/replaced"], plain["groups/replayed"], plain["rolled_back"]) == (0, 0, False)
+
+
+def test_a_line_has_the_findings_and_the_resources_of_the_gauges() -> None:
+    """A finding with all its parts, in the order of its fields. Unknown resources are null."""
+    finding = Finding(name="slow", severity="warning", fact="f", consequence="c", advice="a")
+    resources = ResourceReading(resident_bytes=5, cpu_share=1.5, swap_change_bytes=-3)
+    now = Measurement(seconds=1.0, gauges=RunGauges(findings=(finding,), resources=resources))
+    found = json.loads(msgspec.json.encode(step_metrics(EMPTY, now=now, before=now)))
+    (written,) = found["findings"]
+    assert list(written) == ["name", "severity", "fact", "consequence", "advice", "example"]
+    assert [found[f"resources/{name}"] for name in ("resident_bytes", "cpu_share", "swap_change_bytes")] == [5, 1.5, -3]
+    assert found["resources/gpu_share"] is None
+
+
+def test_values_that_an_update_did_not_compute_are_null() -> None:
+    """KL without a penalty, the mismatch without tokens of the current version, and the loss without a teacher."""
+    group = TrainedGroup(scored=scored_group([[1], [2]], [0.0, 1.0]), advantages=(-1.0, 1.0))
+    version = group.scored.group.completions[0].versions[-1]
+    plain = msgspec.structs.replace(UPDATE, kl=0.0, kl_beta=0.0)
+    on_policy = line(trained=(group,), staleness=(0,), update=plain, version=version + 1)
+    stale = line(trained=(group,), staleness=(1,), update=plain, version=version + 2)
+    assert [on_policy[name] for name in ("kl", "mismatch_kl", "distillation_loss")] == [None, 1e-6, None]
+    assert stale["mismatch_kl"] is None
+    assert line(trained=(group,), staleness=(0,), update=UPDATE)["kl"] == 0.002
+
+
+def test_the_failures_of_a_reward_function_are_counted() -> None:
+    """By function, in groups. A function without any value has no mean."""
+    scored = scored_group([[1], [2]], [0.0, 1.0])
+    failed = Discarded(prompt=scored.group.prompt, reason="reward_error", detail="", failed_rewards=("a", "b"))
+    trained = (TrainedGroup(scored=replace(scored, parts={"a": (0.0, 1.0)}), advantages=(-1.0, 1.0)),)
+    report = msgspec.structs.replace(EMPTY, trained=trained, staleness=(0,), discarded=(failed,), update=UPDATE)
+    assert reward_parts(report, {"b": 2}) == {
+        "a": {"mean": 0.5, "std": 0.5, "count": 2, "failures": 1},
+        "b": {"mean": None, "std": None, "count": 0, "failures": 3},
+    }
 
 
 def sent_by(name: str, rewards: list[float], error: float | None) -> TrainedGroup:

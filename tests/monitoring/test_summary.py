@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import shlex
 from pathlib import Path
 
 import msgspec
@@ -11,6 +12,7 @@ from rich.console import Console
 
 from clotho.monitoring.summary import print_estimate, print_summary, resume_command, summary_lines
 from protocols.accounting import Balance
+from protocols.finding import Finding
 from protocols.summary import HistoryGap, MemoryEstimate, MemoryPart, RunSummary
 from tests.monitoring.display_examples import GAUGES, evaluation
 
@@ -64,6 +66,9 @@ def summary(*, measured: bool = True) -> RunSummary:
         base_model="/models/my base",
         adapter="runs/local-m3/adapters",
         resume_command="python pipeline.py --profile runs/local-m3/profile.toml --resume",
+        run_dir="runs/local m3",
+        profile="runs/local m3/profile.toml",
+        files=("adapters/", "metrics.jsonl"),
     )
 
 
@@ -137,3 +142,46 @@ def test_ungraded_held_out_problems_are_reported() -> None:
     """They do not count towards the accuracy."""
     after = msgspec.structs.replace(evaluation(100, 0.96, final=True), ungraded=7)
     assert "7 held-out problems" in summarized(msgspec.structs.replace(summary(), after=after))
+
+
+def test_the_summary_names_files_and_next_commands() -> None:
+    """The commands evaluate, serve, convert and show the run, and can be copied."""
+    lines = dict(summary_lines(summary()))
+    assert lines["files"] == "adapters/, metrics.jsonl in runs/local m3"
+    commands = [lines[label] for label in ("look at it", "evaluate it", "serve it", "export it")]
+    words = [shlex.split(command) for command in commands]
+    assert [found[2] for found in words] == ["view", "eval", "serve", "convert"]
+    assert [word for found in words for word in found if word.startswith("runs/local m3")] == [
+        "runs/local m3",
+        "runs/local m3/profile.toml",
+        "runs/local m3",
+        "runs/local m3.gguf",
+    ]
+    assert "export it" not in dict(summary_lines(msgspec.structs.replace(summary(), is_adapter=False)))
+
+
+def test_the_summary_says_what_was_learned() -> None:
+    """Accuracy before and after with its intervals, and the groups that had no signal."""
+    before, after = evaluation(0, 0.43), evaluation(100, 0.96, final=True)
+    apart = msgspec.structs.replace(
+        summary(),
+        before=msgspec.structs.replace(before, interval=(0.39, 0.47)),
+        after=msgspec.structs.replace(after, interval=(0.94, 0.97)),
+    )
+    lines = dict(summary_lines(apart))
+    assert all(words in lines["learned"] for words in ("43.0 % (from 39.0 % to 47.0 %)", "96.0 %", "do not overlap"))
+    assert lines["no signal"] == "180 of 800 groups had equal rewards and taught nothing"
+    assert "can be chance" in dict(summary_lines(summary()))["learned"]
+    assert dict(summary_lines(summary(measured=False)))["learned"].startswith("unknown")
+
+
+def test_the_summary_of_a_run_that_learned_nothing_names_its_findings_and_the_check() -> None:
+    """The findings at the end have their consequence and their remedy."""
+    finding = Finding(name="no_reward", severity="error", fact="f", consequence="c", advice="a")
+    untrained = msgspec.structs.replace(summary(), version=0, findings=(finding,))
+    lines = dict(summary_lines(untrained))
+    assert untrained.is_untrained
+    assert lines["learned"].startswith("nothing")
+    assert lines["error"] == "f; c; a"
+    assert shlex.split(lines["find out"])[2] == "doctor"
+    assert not {"evaluate it", "serve it", "export it"} & lines.keys()

@@ -45,7 +45,7 @@ def test_findings_are_logged_with_the_fields_that_they_have() -> None:
     with capture_logs() as events:
         log_findings([WARNING])
     fields = {"finding": "few_problems", "severity": "warning", "fact": "a", "consequence": "b", "advice": "c"}
-    assert events == [{"event": "preflight_finding", "log_level": "warning", "actor": "preflight", **fields}]
+    assert events == [{"event": "finding", "log_level": "warning", "actor": "preflight", **fields}]
 
 
 def test_a_disk_that_refuses_the_file_is_logged(tmp_path: Path) -> None:

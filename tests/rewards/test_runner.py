@@ -10,6 +10,7 @@ from typing import Literal
 
 import anyio
 import pytest
+from structlog.testing import capture_logs
 
 from clotho.config.schema import RewardSection
 from clotho.rewards import calls
@@ -135,6 +136,20 @@ async def test_a_failing_reward_discards_only_its_group(
             assert isinstance(outcome, Discarded)
             assert (outcome.reason, outcome.prompt.group_id, len(outcome.completions)) == ("reward_error", 5, 2)
             assert outcome.detail.startswith(f"reward {HERE}{name} {detail}")
+
+
+@pytest.mark.parametrize("run_in", ["process", "thread"])
+async def test_the_first_failure_of_a_function_is_logged_with_its_traceback(
+    run_in: Literal["process", "thread"],
+) -> None:
+    """Once per function. Every group names the function that failed."""
+    with runner(sample("raises", run_in=run_in), RewardSection(name="format")) as rewards, capture_logs() as events:
+        outcomes = [await rewards.score(group("a", "b")) for _ in range(3)]
+    assert [getattr(outcome, "failed_rewards", None) for outcome in outcomes] == [(f"{HERE}raises",)] * 3
+    (event,) = [event for event in events if event["event"] == "reward_failed"]
+    assert (event["reward"], event["log_level"]) == (f"{HERE}raises", "warning")
+    assert event["exception"].startswith("Traceback (most recent call last)")
+    assert "sample_rewards.py" in event["exception"]
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Python 3.12: a fork beside other threads

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import anyio
+import anyio.lowlevel
 import pytest
 
 from clotho.config.schema import HttpServer
 from clotho.memory.pressure import MemoryReading
+from clotho.monitoring.resources import ResourceProbe
 from clotho.run.accounting import CountedSource, GroupAccounting
 from clotho.run.context import RunContext
 from clotho.run.run_monitor import RunMonitor
@@ -17,6 +20,7 @@ from clotho.runtime.supervisor import ChildState, ChildStatus, Restart
 from clotho.runtime.watchdog import EngineGuard
 from pipeline import wire_services
 from protocols.evaluation import EvalReport
+from protocols.summary import ResourceReading
 from tests.run.built_context import open_context, tiny_profile
 from tests.run.test_accounting import MinimalActor
 
@@ -106,4 +110,24 @@ async def test_memory_pressure_limits_the_engine_of_the_run(
 async def test_a_run_watches_the_memory(context: RunContext) -> None:
     """Beside the watchdog and the guard of the decode engine, with or without a server."""
     names = [child.actor.name for child in wire_services(context, RunMonitor(context, queues=[], children=dict), None)]
-    assert names == ["watchdog", "memory watch", "decode engine"]
+    assert names == ["watchdog", "memory watch", "decode engine", "resource watch"]
+
+
+async def test_gauges_have_the_resources_the_findings_and_what_the_learner_waits_for(
+    context: RunContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is waited for while an update is computed. /health has the findings too, and stays ok."""
+    reading = ResourceReading(on_battery=True)
+    monkeypatch.setattr(ResourceProbe, "read", lambda _: reading)
+    monitor = RunMonitor(context, queues=[], children=dict)
+    assert monitor.gauges().waiting_for
+    async with anyio.create_task_group() as group:
+        group.start_soon(monitor.resource_watch().run)
+        while monitor.gauges().resources != reading:
+            await anyio.lowlevel.checkpoint()
+        group.cancel_scope.cancel()
+    assert [finding.name for finding in monitor.gauges().findings] == ["on_battery"]
+    health = monitor.server_context(HttpServer()).health()
+    assert (health.status, [finding.name for finding in health.findings]) == ("ok", ["on_battery"])
+    context.progress.updating = True
+    assert monitor.gauges().waiting_for == ""

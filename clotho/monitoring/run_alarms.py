@@ -1,0 +1,286 @@
+"""Alarms of a run: findings about rewards, collapse, throughput and the machine, logged when they begin and end."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping
+from math import log2
+from statistics import fmean, median, stdev
+
+import structlog
+
+from clotho.monitoring.event_log import log_finding
+from clotho.monitoring.training_signal import TrainingSignal
+from protocols.finding import Finding
+from protocols.rollout import bounded
+from protocols.step import GroupsEnded, StepReport
+from protocols.summary import ResourceReading, RunGauges
+
+log = structlog.get_logger(actor="monitor")
+
+CALM_UPDATES = 4
+"""Applied updates without a sign of collapse after which its finding ends."""
+
+REWARD_GROUPS = 16
+"""Number of groups whose mean reward is compared with the best of the run."""
+
+COLLAPSED, STANDARD_ERRORS = 0.5, 4.0
+"""A collapse is the loss of this fraction of (best mean reward - lowest reward), by more than this many errors."""
+
+SLOW = 0.5
+"""A rate below this fraction of the run's best on comparable work is a finding."""
+
+FEWEST_DECODE_STEPS, FEWEST_DECODE_SECONDS = 16, 0.05
+"""Less decoding between two reports is not assessed."""
+
+RATES, SLOW_REPORTS, SLOW_SECONDS = 3, 3, 20.0
+"""Rates whose median is compared; reports in a row, and their duration, after which low rates are a finding."""
+
+SWAP_GROWTH = 256 * 2**20
+"""Growth of the used swap since the start, in bytes, that is a finding."""
+
+PRESSURE_READINGS = 2
+"""Readings in a row with memory pressure that are a finding."""
+
+
+class RunAlarms:
+    """Combines all checks during a run. Used from the event loop.
+
+    findings: the findings that apply now.
+    """
+
+    def __init__(
+        self,
+        expected: Mapping[str, str],
+        *,
+        reported: Collection[str] = (),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """expected: what each reward function expects. reported: names of findings that the start has reported."""
+        self._signal, self._collapse = TrainingSignal(expected), CollapseAlarms()
+        self._throughput, self._machine = ThroughputAlarm(clock), MachineAlarms()
+        self._reported = set(reported)
+        self._active: dict[str, Finding] = {}
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """The findings that apply now, errors first."""
+        return tuple(sorted(self._active.values(), key=lambda finding: finding.severity != "error"))
+
+    def observe(self, report: StepReport | GroupsEnded, gauges: RunGauges) -> tuple[Finding, ...]:
+        """Take a report of the learner into account, and return the findings that begin with it."""
+        self._signal.observe(report)
+        if isinstance(report, StepReport):
+            self._collapse.observe(report)
+            self._throughput.observe(report, gauges)
+        return self._refresh()
+
+    def observe_resources(self, reading: ResourceReading) -> None:
+        """Take a reading of the machine into account."""
+        self._machine.observe(reading)
+        self._refresh()
+
+    def _refresh(self) -> tuple[Finding, ...]:
+        """Log the findings that begin or end now, and return those that begin."""
+        checks = (self._signal, self._collapse, self._throughput, self._machine)
+        found = {finding.name: finding for check in checks for finding in check.findings()}
+        begun = [finding for name, finding in found.items() if name not in self._active]
+        for finding in begun:
+            if finding.name in self._reported:
+                self._reported.discard(finding.name)
+            else:
+                log_finding(finding)
+        for name in self._active.keys() - found.keys():
+            log.info("finding_over", finding=name)
+        self._active = found
+        return tuple(begun)
+
+
+class CollapseAlarms:
+    """Keeps the findings of the collapse detection while they apply, and compares the reward with its best.
+
+    A finding of the detection describes one update. It ends after `CALM_UPDATES` applied updates without it, because
+    a collapsed policy often earns equal rewards, and has no updates that could be checked. The mean reward of the
+    latest `REWARD_GROUPS` groups is compared with the highest such mean of the run.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[str, Finding] = {}
+        self._calm: dict[str, int] = {}
+        self._rewards: deque[float] = deque(maxlen=REWARD_GROUPS)
+        self._lowest: float | None = None
+        self._best: tuple[float, float] | None = None
+        self._rate: float | None = None
+
+    def observe(self, report: StepReport) -> None:
+        """Take a batch into account. A rollback ends all findings, because the weights are healthy again."""
+        if report.rolled_back:
+            self._kept, self._calm, self._best = {}, {}, None
+            self._rewards.clear()
+            return
+        new = {finding.name: finding for finding in report.collapse_findings}
+        if report.update and report.update.update_applied:
+            self._rate = report.update.learning_rate
+            self._calm = {name: self._calm[name] + 1 for name in self._kept}
+        self._kept |= new
+        self._calm |= dict.fromkeys(new, 0)
+        self._kept = {name: finding for name, finding in self._kept.items() if self._calm[name] < CALM_UPDATES}
+        for rewards in _group_rewards(report):
+            self._rewards.append(fmean(rewards))
+            self._lowest = min(rewards) if self._lowest is None else min(self._lowest, *rewards)
+        if len(self._rewards) == REWARD_GROUPS:
+            now = self._mean_and_error()
+            self._best = now if self._best is None else max(self._best, now)
+
+    def findings(self) -> Iterator[Finding]:
+        """Yield the findings that apply now."""
+        yield from self._kept.values()
+        if self._best is None or self._lowest is None or "reward_drop" in self._kept:
+            return
+        (best, best_error), (now, error) = self._best, self._mean_and_error()
+        noise = STANDARD_ERRORS * (best_error**2 + error**2) ** 0.5
+        if best - now > max(COLLAPSED * (best - self._lowest), noise):
+            rate = f" ({self._rate:.2g} in the last update)" if self._rate else ""
+            yield Finding(
+                name="reward_collapse",
+                severity="error",
+                fact=f"the mean reward fell from {best:.3g} to {now:.3g}",
+                consequence="the policy has lost what it had learned, and seldom recovers",
+                advice=f"lower learner.optimizer.learning_rate{rate} to a tenth, and continue from an earlier "
+                'checkpoint with --resume-step, or set collapse_detection = "rollback"',
+            )
+
+    def _mean_and_error(self) -> tuple[float, float]:
+        return fmean(self._rewards), stdev(self._rewards) / len(self._rewards) ** 0.5
+
+
+def _group_rewards(report: StepReport) -> Iterator[tuple[float, ...]]:
+    """Yield the rewards of each group from the run's own dataset. A mixture of environments may vary by itself."""
+    rewards = [(group.scored.group.prompt.source, group.scored.rewards) for group in report.trained]
+    rewards += [(group.prompt.source, group.rewards) for group in report.discarded if group.reason != "stale"]
+    for source, values in rewards:
+        if not source and values and bounded(values):
+            yield values
+
+
+class ThroughputAlarm:
+    """Compares the decode rate with the best of the run on comparable work.
+
+    Work is comparable if the sequences per decode step and the mean length of the completions agree within a factor of
+    about 1.4. The rate is that of the time in which the compute thread decodes, so that updates do not change it.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._before = RunGauges()
+        self._latest: dict[tuple[int, int], deque[float]] = {}
+        self._best: dict[tuple[int, int], float] = {}
+        self._slow_since: float | None = None
+        self._slow_reports = 0
+        self._rates = (0.0, 0.0)
+
+    def observe(self, report: StepReport, gauges: RunGauges) -> None:
+        """Take the decoding since the report before into account."""
+        tokens = gauges.tokens_sampled - gauges.remote.tokens_sampled
+        tokens -= self._before.tokens_sampled - self._before.remote.tokens_sampled
+        steps = gauges.decode_steps - self._before.decode_steps
+        seconds = gauges.decode_seconds - self._before.decode_seconds
+        self._before = gauges
+        lengths = [completion.length for group in report.trained for completion in group.scored.group.completions]
+        lengths += [completion.length for group in report.discarded for completion in group.completions]
+        if steps < FEWEST_DECODE_STEPS or seconds < FEWEST_DECODE_SECONDS or tokens <= 0 or not sum(lengths):
+            return
+        work = round(2 * log2(tokens / steps)), round(2 * log2(fmean(lengths)))
+        latest = self._latest.setdefault(work, deque(maxlen=RATES))
+        latest.append(tokens / seconds)
+        if len(latest) < RATES:
+            return
+        rate = median(latest)
+        best = self._best[work] = max(rate, self._best.get(work, 0.0))
+        self._rates = rate, best
+        if rate >= SLOW * best:
+            self._slow_since, self._slow_reports = None, 0
+            return
+        self._slow_reports += 1
+        if self._slow_since is None:
+            self._slow_since = self._clock()
+
+    def findings(self) -> Iterator[Finding]:
+        """Yield the finding if it applies now."""
+        if self._slow_since is None or self._slow_reports < SLOW_REPORTS:
+            return
+        if self._clock() - self._slow_since >= SLOW_SECONDS:
+            rate, best = self._rates
+            yield Finding(
+                name="slow",
+                severity="warning",
+                fact=f"decoding has {rate:.0f} tokens/s, and had {best:.0f} on comparable work earlier in this run",
+                consequence=f"the rest of the run takes {best / rate:.1f} times as long",
+                advice="close other programs, connect the power adapter, let the machine cool, and look for swap in "
+                "`metrics.jsonl` (resources/swap_change_bytes)",
+            )
+
+
+class MachineAlarms:
+    """Checks the readings of the machine."""
+
+    def __init__(self) -> None:
+        self._reading = ResourceReading()
+        self._pressed = 0
+
+    def observe(self, reading: ResourceReading) -> None:
+        """Take a reading into account."""
+        self._reading = reading
+        self._pressed = self._pressed + 1 if reading.memory_level in ("warning", "critical") else 0
+
+    def findings(self) -> Iterator[Finding]:
+        """Yield the findings that apply now."""
+        yield from self._memory()
+        reading = self._reading
+        if reading.thermal == "heavy":
+            yield Finding(
+                name="thermal_pressure",
+                severity="warning",
+                fact="the system reports heavy thermal pressure",
+                consequence="processor and GPU run at a reduced speed",
+                advice="improve the ventilation, or lower engine.max_num_seqs",
+            )
+        if reading.low_power:
+            yield Finding(
+                name="low_power_mode",
+                severity="warning",
+                fact="the low power mode is on",
+                consequence="processor and GPU run at about half of their speed",
+                advice="turn the mode off: sudo pmset -a lowpowermode 0",
+            )
+        if reading.on_battery:
+            yield Finding(
+                name="on_battery",
+                severity="warning",
+                fact="the machine runs on its battery",
+                consequence="the speed can be reduced, and the run stops when the battery is empty",
+                advice="connect the power adapter",
+            )
+
+    def _memory(self) -> Iterator[Finding]:
+        reading = self._reading
+        remedy = "close other programs, or lower engine.max_num_seqs, learner.micro_batch_tokens or sampling.max_tokens"
+        if self._pressed >= PRESSURE_READINGS and reading.memory_level is not None:
+            available = f": {reading.available_bytes / 2**30:.1f} GiB available" if reading.available_bytes else ""
+            critical = reading.memory_level == "critical"
+            yield Finding(
+                name="memory_pressure",
+                severity="error" if critical else "warning",
+                fact=f"the memory pressure is at the level {reading.memory_level}{available}",
+                consequence="the system can end the run" if critical else "the run will be slowed down by swap",
+                advice=remedy,
+            )
+        if (growth := reading.swap_change_bytes or 0) >= SWAP_GROWTH:
+            yield Finding(
+                name="swap_growing",
+                severity="warning",
+                fact=f"the used swap grew by {growth / 2**30:.1f} GiB since the start",
+                consequence="reading memory back from the disk is slower by orders of magnitude",
+                advice=remedy,
+            )
