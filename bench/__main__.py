@@ -39,9 +39,10 @@ BENCHMARKS = {
     "compare": "Compare two sets of results; also --compare BEFORE AFTER.",
     "figures": "Write the charts and tables of the documentation from the results.",
     "screenshot": "Capture the terminal display of the default run.",
+    "dashboard_screenshots": "Take pictures of the dashboard of the default run in headless Chromium.",
 }
 
-OPTIONAL = ("matplotlib", "playwright", "pyte")
+OPTIONAL = ("matplotlib", "PIL", "playwright", "pyte")
 """Packages that only the charts, the screenshots and the measurements in a browser need."""
 
 
@@ -51,7 +52,7 @@ def main() -> int:
     chosen = "compare" if argument == "--compare" else argument
     if chosen not in BENCHMARKS:
         for name, description in BENCHMARKS.items():
-            sys.stdout.write(f"{name:17}{description}\n")
+            sys.stdout.write(f"{name:22}{description}\n")
         return 0 if argument in ("-h", "--help") else 2
     try:
         status: int = import_module(f"bench.{chosen}").main(sys.argv[2:])

@@ -94,7 +94,7 @@ CHARTS = (
     _chart("Update", "Learning rate", _line("rate", "learning_rate")),
     _chart("Off-policy", "Staleness", _line("mean", "staleness/mean"), _line("max", "staleness/max")),
     _chart("Off-policy", "Effective sample size", _line("share of the tokens", "ess"), format="percent"),
-    _chart("Off-policy", "Mismatch of sampler and learner", _line("KL", "mismatch_kl")),
+    _chart("Off-policy", "Sampler mismatch", _line("KL", "mismatch_kl")),
     _chart("Off-policy", "Importance ratio", _line("mean", "ratio_mean")),
     _chart("Completions", "Completion length", _line("mean", "completion_length/mean")),
     _chart("Completions", "Truncation", _line("truncated", "truncated_fraction"), format="percent"),

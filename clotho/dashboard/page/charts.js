@@ -17,6 +17,7 @@ const FORMATS = {
 	bytes: [bytes, bytes],
 	seconds: [duration, (y, incr) => (y && y < 60 ? `${y.toFixed(decimals(incr))} s` : y ? duration(y) : "0")],
 };
+export const writer = (format = "number") => FORMATS[format][0];
 // Marks: glyph above the plot, colour.
 const MARKS = { evaluation: ["▾", "s3"], warning: ["◆", "warn"], error: ["◆", "bad"] };
 
@@ -135,7 +136,6 @@ class Chart {
 	constructor(board, definition) {
 		Object.assign(this, { board, definition, x: [], series: [], hidden: new Set() });
 		const { id, title, description } = definition;
-		this.format = FORMATS[definition.format ?? "number"];
 		this.host = h("div.plot");
 		this.legend = h("ul.legend");
 		this.figure = h("figure.card.chart", { tabindex: "0", "data-chart": id, "aria-label": title, onkeydown: (event) => this.key(event) },
@@ -189,7 +189,8 @@ class Chart {
 	}
 
 	options() {
-		const { board, definition, format: [, split] } = this;
+		const { board, definition } = this;
+		const [, split] = FORMATS[definition.format ?? "number"];
 		const { lanes, span } = definition;
 		const bands = [];
 		const series = this.series.flatMap(({ label, base, dash, high }, at) => {
@@ -234,7 +235,7 @@ class Chart {
 	write(row) {
 		this.series.forEach(({ values, base }, at) => {
 			const value = missing(row) ? last(values) : this.definition.span ? last(values.slice(0, row + 1)) : values[row];
-			this.entries[at].value.textContent = this.format[0](base === undefined || missing(value) ? value : (value - base) / LANE);
+			this.entries[at].value.textContent = writer(this.definition.format)(base === undefined || missing(value) ? value : (value - base) / LANE);
 		});
 	}
 

@@ -1,7 +1,7 @@
 // The comparison of runs: charts with one line per run, last values with differences, and the settings that differ.
-import { Board, CHART_HELP, last, lines } from "./charts.js";
+import { Board, CHART_HELP, last, lines, writer } from "./charts.js";
 import { fill, h } from "./element.js";
-import { missing, MISSING, number } from "./format.js";
+import { missing, MISSING } from "./format.js";
 import { flat } from "./settings.js";
 
 export function show(container, parameters, { runs, source: { get, Columns } }) {
@@ -47,19 +47,21 @@ export function show(container, parameters, { runs, source: { get, Columns } }) 
 	const all = (table) => ({ columns: Object.assign({}, ...shown().map((run) => run[table].columns)), get: () => [] });
 
 	function draw() {
-		const [first, ...rest] = shown();
+		const [first] = shown();
 		board.charts.map(({ figure }) => figure).forEach((figure) => board.remove(figure));
 		if (!first) return;
-		const metrics = first.overview.charts.flatMap((chart) => lines(chart.series, all(chart.table ?? "metrics")).map(({ column, label }) => ({ ...chart, column, id: column, title: chart.series.length > 1 || label !== column ? `${chart.title}: ${label}` : chart.title, table: chart.table ?? "metrics" })))
+		const metrics = first.overview.charts.flatMap((chart) => lines(chart.series, all(chart.table ?? "metrics")).map(({ column, label }) => ({ ...chart, column, id: column, title: chart.series.length > 1 || chart.series[0].label === "*" ? `${chart.title}: ${label}` : chart.title, table: chart.table ?? "metrics" })))
 			.filter(({ column, title }) => `${column} ${title}`.toLowerCase().includes(filter.value.trim().toLowerCase()));
 		for (const chart of metrics) grid.append(board.add({ ...chart, span: true, hide: true, data: () => data(chart.table, chart.column) }));
 		board.refresh();
 		const ends = (chart, run) => last(run[chart.table].get(chart.column));
-		const change = (value, base) => (missing(value) || missing(base) ? "" : ` (${value - base < 0 ? "−" : "+"}${number(Math.abs(value - base))})`);
+		const change = (write, value, base) => (missing(value) || missing(base) || value === base ? "" : ` (${value < base ? "−" : "+"}${write(Math.abs(value - base))})`);
 		fill(values, h("h3", "Last values, with the difference to the first run"), h("table", null,
 			h("thead", h("tr", h("th", "metric"), shown().map(({ name }) => h("th.num", name)))),
-			metrics.map((chart) => h("tr", h("th", { scope: "row" }, chart.title), h("td.num", number(ends(chart, first))),
-				rest.map((run) => h("td.num", number(ends(chart, run)), h("small", change(ends(chart, run), ends(chart, first)))))))));
+			metrics.filter((chart) => shown().some((run) => !missing(ends(chart, run)))).map((chart) => {
+				const write = writer(chart.format);
+				return h("tr", h("th", { scope: "row" }, chart.title), shown().map((run) => h("td.num", write(ends(chart, run)), h("small", change(write, ends(chart, run), ends(chart, first))))));
+			})));
 		const profiles = shown().map(({ overview }) => new Map(flat(overview.profile ?? {})));
 		const differing = [...new Set(profiles.flatMap((profile) => [...profile.keys()]))].filter((key) => new Set(profiles.map((profile) => profile.get(key))).size > 1);
 		fill(settings, h("h3", "Settings that differ"), differing.length ? h("table.mono",

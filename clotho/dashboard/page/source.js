@@ -43,7 +43,9 @@ export async function get(path) {
 async function request(address, headers, signal) {
 	const key = sessionStorage.getItem(KEY);
 	const all = key ? { ...headers, Authorization: `Bearer ${key}` } : headers;
-	const response = await fetch(address, { headers: all, signal, cache: "no-store" });
+	const response = await fetch(address, { headers: all, signal, cache: "no-store" }).catch((error) => {
+		throw new SourceError(0, `${error.message}. If the run has ended, show it with: pipeline.py view RUN`);
+	});
 	if (response.ok) return response;
 	const body = await response.json().catch(() => ({}));
 	throw new SourceError(response.status, body.error?.message ?? `The server answered with status ${response.status}.`);
