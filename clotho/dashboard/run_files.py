@@ -10,6 +10,7 @@ import psutil
 
 from clotho.dashboard.growing_file import read_small
 from clotho.dashboard.histories import Evaluations, Groups, History, Metrics, Timeline
+from clotho.monitoring.token_values import read_group
 from clotho.storage.run_directory import LOCK, TIMELINE
 from protocols.errors import RunDirectoryError
 
@@ -40,7 +41,10 @@ class RunFiles:
 
         record: the line of rollouts.jsonl. Raises RunDirectoryError, which says why, if there are none.
         """
-        raise RunDirectoryError(f"the run has no per-token values of group {record.get('group_id')}")
+        step, group_id = record.get("step"), record.get("group_id")
+        if not isinstance(step, int) or not isinstance(group_id, int):
+            raise RunDirectoryError("the line of the group in rollouts.jsonl has no step or no number")
+        return {"completions": read_group(self.directory, step, group_id)}
 
 
 def is_live(directory: Path) -> bool:

@@ -271,6 +271,8 @@ def _reason(directory: Path, step: int) -> str:
 
 def _read(path: Path, group_id: int) -> dict[int, CompletionTokens]:
     """Return the completions of a group by index."""
+    if path.is_symlink() or path.parent.is_symlink():
+        raise RunDirectoryError(f"{path} is a link, which is not followed")
     try:
         with safe_open(path, framework="np") as file:
             group_C, index_C = file.get_tensor("completion_group"), file.get_tensor("completion_index")
@@ -279,7 +281,7 @@ def _read(path: Path, group_id: int) -> dict[int, CompletionTokens]:
                 int(index_C[c]): _completion(file, int(start_C[c]), int(start_C[c + 1]))
                 for c in np.flatnonzero(group_C == group_id)
             }
-    except (SafetensorError, OSError, ValueError) as error:
+    except (SafetensorError, OSError, ValueError, IndexError, TypeError, OverflowError) as error:
         raise RunDirectoryError(f"{path} cannot be read: {' '.join(str(error).split())[:300]}") from error
 
 

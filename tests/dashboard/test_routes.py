@@ -56,6 +56,16 @@ async def test_groups_are_listed_searched_and_returned(run: Path) -> None:
         assert (missing.status_code, missing.json()["error"]["code"]) == (404, "no_token_values")
 
 
+async def test_the_tokens_of_a_group_are_returned_by_completion(run: Path) -> None:
+    """With their values; null for values that do not exist."""
+    record = next(group for group in made_groups(SHAPE) if group["step"] == 4 and group["outcome"] == "trained")
+    async with viewing(run) as viewed:
+        completions = (await viewed.get(f"groups/{record['group_id']}/tokens"))["completions"]
+    assert ["".join(one["text"]) for one in completions] == [one["text"] for one in record["completions"]]
+    for one in completions:
+        assert {len(values) for values in one.values()} == {len(one["tokens"])}
+
+
 async def test_metrics_evaluations_and_timeline_are_columns(run: Path) -> None:
     """A step without an update has null values."""
     async with viewing(run) as viewed:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 from msgspec.structs import replace
+from numpy.typing import NDArray
 from safetensors import safe_open
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save
 
 from clotho.monitoring import token_values
 from clotho.monitoring.token_values import (
@@ -191,7 +193,22 @@ def test_missing_and_damaged_files_are_explained(tmp_path: Path) -> None:
     for number, reason in ((2, "no per-token values of step 2"), (1, "does not contain completion 7")):
         with pytest.raises(RunDirectoryError, match=reason):
             read_group(tmp_path, number, 0) if number == 2 else read_completion(path, 0, 7)
-    path.write_bytes(path.read_bytes()[:100])
-    with pytest.raises(RunDirectoryError, match="cannot be read") as caught:
-        read_group(tmp_path, 1, 0)
-    assert "\n" not in str(caught.value)
+    arrays = load_file(path)
+    wrong: dict[str, NDArray[Any]] = {
+        "completion_start": np.array([0, 1 << 40, 1 << 41]), "text_start": np.array([9, 1, 2]),
+        "text": np.full(10, 255, np.uint8), "token": np.zeros(0, np.int32), "cut": np.zeros((2, 2)),
+    }  # fmt: skip
+    for content in (path.read_bytes()[:100], b"", *(save({**arrays, name: array}) for name, array in wrong.items())):
+        path.write_bytes(content)
+        with pytest.raises(RunDirectoryError, match="cannot be read") as caught:
+            read_group(tmp_path, 1, 0)
+        assert "\n" not in str(caught.value)
+
+
+def test_links_are_not_followed(tmp_path: Path) -> None:
+    """A run directory can come from outside."""
+    write(tmp_path / "run", step(1, groups=(group(0),)))
+    (tmp_path / "hostile").mkdir()
+    (tmp_path / "hostile" / "tokens").symlink_to(tmp_path / "run" / "tokens")
+    with pytest.raises(RunDirectoryError, match="link"):
+        read_group(tmp_path / "hostile", 1, 0)
