@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -9,6 +11,7 @@ from typing import TYPE_CHECKING, Literal
 import pytest
 
 from bench.chromium import viewing
+from clotho.storage.run_directory import LOCK
 from tests.dashboard.browser import visit
 from tests.dashboard.synthetic_run import RunShape, write_run
 from tests.dashboard.viewed_groups import (
@@ -232,3 +235,30 @@ def test_ten_thousand_groups_are_shown_completely(browser: Browser, address: str
         page.page.wait_for_selector(f".rows .group_id a:text-is('{MANY - 1}')")
         assert page.find(".rows .row").count() < 100
         assert page.find(".rows .row").last.get_attribute("aria-rowindex") == str(MANY + 1)
+
+
+def test_groups_of_a_live_run_appear(browser: Browser, tmp_path: Path) -> None:
+    """New groups are added at the top without a request for the list; a list that is scrolled does not move."""
+    directory = write_run(tmp_path / "live", RunShape(groups=60, steps=8, token_steps=0))
+    (directory / LOCK).write_text(f"{os.getpid()}\n")  # a process that exists continues the run
+    groups = read_groups(directory)
+    with viewing(directory) as address, visit(browser, address) as page:
+        wait_for_list(page)
+        page.page.wait_for_selector("[data-state=live]")
+        append_groups(directory, groups, 60)
+        page.page.wait_for_selector(".rows .group_id a:text-is('60')")
+        assert shown_ids(page)[:2] == [60, 59]
+        page.evaluate("scrollTo(0, document.body.scrollHeight)")
+        page.page.wait_for_selector(".rows .group_id a:text-is('0')")
+        before = page.find(".rows .row").last.bounding_box()
+        append_groups(directory, groups, 61)
+        page.page.wait_for_selector("[role=status]:text-is('61 groups (1 new)')")
+        assert page.find(".rows .row").last.bounding_box() == before
+        page.find("[data-key='truncated yes']").dispatch_event("click")
+        page.page.wait_for_selector("[role=status]:text-matches('of 62 groups')")
+
+
+def append_groups(directory: Path, groups: list[Group], number: int) -> None:
+    """Append a group with this number to the records of a run."""
+    with (directory / "rollouts.jsonl").open("a", encoding="utf-8") as lines:
+        lines.write(json.dumps(groups[-2] | {"group_id": number}) + "\n")

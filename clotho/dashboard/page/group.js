@@ -125,7 +125,7 @@ export function show(container, parameters, context) {
 		const note = reason || (!scale && name() !== "none" && "No token of this group has this value.");
 		return h("section.card", h("div.toolbar",
 			menu("Colour tokens by", name(), Object.entries(OVERLAYS), (value) => set("overlay", value)), h("label", symbols, "show control characters and spaces"),
-			order.length > 1 && menu("Compare", a ?? "", [["", "nothing"], ...names], (value) => set("diff", value && `${value}-${b ?? order.find((i) => i !== Number(value))}`)),
+			order.length > 1 && menu("Compare", a ?? "", [["", "nothing"], ...names], (value) => set("diff", value && `${value}-${b ?? order.findLast((i) => i !== Number(value))}`)),
 			b && [menu("with", b, names, (value) => set("diff", `${a}-${value}`)),
 				menu("by", query.get("level") ?? LEVELS[0], LEVELS.map((level) => [level, level]), (level) => set("level", level))]),
 		scale && legend(name(), scale), note && h("p.muted", note));
@@ -137,7 +137,7 @@ export function show(container, parameters, context) {
 		if (missing(left.text) || missing(right.text)) return null;
 		const found = compare(left, right, query.get("level") ?? LEVELS[0]);
 		return h("section.card", { "aria-label": "Difference" }, h("p", h("del", `only in #${a}`), " ", h("ins", `only in #${b}`),
-			h("span.muted", ` compared by ${found.level}`)), diffView(found, isShown("symbols")));
+			h("span.muted", found.runs.some(([kind]) => kind) ? ` compared by ${found.level}` : " equal texts")), diffView(found, isShown("symbols")));
 	}
 
 	// The text of a completion, one page at a time: tokens if their values exist, else plain text. A closed card shows the begin.

@@ -8,7 +8,7 @@ const OVERSCAN = 12; // rows beyond each end of the screen
 const left = {}; // where the list was left
 
 export function show(container, { query }, context) {
-	let [searches, timer] = [0, 0];
+	let [searches, timer, added, counted] = [0, 0, 0, ""];
 	const index = new GroupIndex(context);
 	const list = table((id) => context.link(`#/groups/${id}?${query}`), (column) =>
 		set("sort", query.get("sort") === `-${column}` ? column : `-${column}`));
@@ -41,7 +41,8 @@ export function show(container, { query }, context) {
 		const found = await index.select(query).catch((error) => ({ rows: [], error: error.message }));
 		if (search !== searches) return;
 		const { length, columns } = index.groups;
-		status.textContent = found.error ?? `${found.rows.length < length ? `${number(found.rows.length)} of ` : ""}${number(length)} groups`;
+		[added, counted] = [0, found.error ?? `${found.rows.length < length ? `${number(found.rows.length)} of ` : ""}${number(length)} groups`];
+		status.textContent = counted;
 		if (found.counts) choose(found.counts);
 		list.set(columns, found.rows, query.get("sort") ?? "-group_id");
 		if (left.address === String(query)) scrollTo(0, left.top);
@@ -72,12 +73,13 @@ export function show(container, { query }, context) {
 
 	refresh();
 	return {
-		// A list that is scrolled does not move when groups are added; the next change of a filter includes them.
+		// A list that is scrolled does not move when groups are added. Its next change includes them.
 		update(kind, data) {
 			if (kind !== "groups") return;
-			index.groups.add(data.columns);
+			added += index.groups.add(data.columns);
 			index.text = undefined;
 			if (list.element.getBoundingClientRect().top > 0) refresh();
+			else if (added) status.textContent = `${counted} (${number(added)} new)`;
 		},
 		close() {
 			searches += 1;
