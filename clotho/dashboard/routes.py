@@ -85,7 +85,7 @@ class FollowedRun:
         """Return the overview of the run."""
         live = await self.is_live()
         work = partial(overview, name=self.name, is_live=live)
-        return await self.call(work, reading=("metrics", "timeline", "groups"))
+        return await self.call(work, reading=KINDS)
 
     async def read_all(self) -> None:
         """Read all histories to their ends."""
