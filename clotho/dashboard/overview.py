@@ -104,7 +104,7 @@ def _outcomes(files: RunFiles) -> dict[str, int]:
     columns = files.metrics.columns()
     found = {name.removeprefix(prefix): columns[name] for name in columns if name.startswith(prefix)}
     counts = {"trained": columns.get("groups/trained", []), **found}
-    return {name: int(sum(value for value in values if value)) for name, values in counts.items() if values}
+    return {name: sum(_integer(value) or 0 for value in values) for name, values in counts.items() if values}
 
 
 def _seconds_left(files: RunFiles, profile: Mapping[str, Any], seconds: float) -> float | None:

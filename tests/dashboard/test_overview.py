@@ -19,8 +19,8 @@ from tests.dashboard.synthetic_run import RunShape, write_run
 from tests.dashboard.test_histories import JSON_VALUES
 
 KEYS = st.sampled_from([
-    *STEP_METRICS.values(), "step", "policy_version", "findings", "problems", "ungraded", "time/evaluation", "accuracy", "t",
-    "waiting", "groups", "groups/discarded_by_reason", "group_id", "outcome", "steps", "eval",
+    *STEP_METRICS.values(), "step", "policy_version", "findings", "problems", "ungraded", "time/evaluation", "accuracy",
+    "t", "waiting", "groups", "groups/discarded_by_reason", "group_id", "outcome", "steps", "eval",
 ])  # fmt: skip
 NUMBERS = st.integers() | st.floats() | st.sampled_from([0, 1, 2**53, -(2**70), 1e308, -1e308])
 RECORDS = st.lists(st.dictionaries(KEYS, NUMBERS | JSON_VALUES, max_size=8), max_size=3)
