@@ -25,7 +25,7 @@ from clotho import __version__
 from clotho.config.schema import Profile
 from clotho.monitoring.display import RunFacts, machine_lines
 from clotho.run.context import RunContext
-from clotho.runtime.queues import Queue, QueueStats
+from clotho.runtime.queues import Queue
 from clotho.storage.atomic_files import replace_file
 from clotho.storage.jsonl import encode
 from clotho.storage.run_directory import RunDirectory
@@ -80,7 +80,7 @@ class TimelineLine(Struct, frozen=True, kw_only=True):
 
 
 class RunObserver:
-    """Reads the lines of the timeline from the state of a run. Used in the event loop."""
+    """Reads the lines of the timeline from the state of a run. `waiting_for` may be called in any thread."""
 
     def __init__(self, context: RunContext, queues: Sequence[Queue[Any]]) -> None:
         """queues: all queues of the run, those of a channel in the order in which messages pass them."""
@@ -107,7 +107,7 @@ class RunObserver:
             rows=context.engine.stats().running_rows,
             queues={queue.name: queue.depth for queue in self._queues},
             groups=stages,
-            waiting="" if learn > 0 else self.waiting_for(stages),
+            waiting="" if context.progress.updating else self.waiting_for(stages),
         )
 
     def waiting_for(self, stages: GroupStages | None = None) -> str:
@@ -128,12 +128,12 @@ class RunObserver:
         return full[0].removeprefix(prefix) if full else ""
 
     def _stages(self) -> GroupStages:
-        channels = defaultdict[str, list[QueueStats]](list)
+        channels = defaultdict[str, list[Queue[Any]]](list)
         for queue in self._queues:
             name, _, part = queue.name.partition(".")
             if not part.startswith("tap") or part == "tapped":  # copies for taps do not belong to the flow
-                channels[name].append(queue.stats())
-        sent = {name: stats[0].sent for name, stats in channels.items()}
+                channels[name].append(queue)
+        sent = {name: queues[0].sent for name, queues in channels.items()}
         taken = channels["prompts"][-1].received if "prompts" in sent else 0
         sampled, scored = sent.get("rollouts", 0), sent.get("scored", 0)
         ended = self._context.ledger.ended - self._ended_before

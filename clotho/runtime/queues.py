@@ -81,6 +81,16 @@ class Queue(Generic[T]):
         """Number of messages sent and not yet received. For metrics, not for control flow."""
         return self._items.qsize()
 
+    @property
+    def sent(self) -> int:
+        """Number of messages sent. For metrics; any thread may read it."""
+        return self._sent
+
+    @property
+    def received(self) -> int:
+        """Number of messages received. For metrics; any thread may read it."""
+        return self._received
+
     def stats(self) -> QueueStats:
         """Current metrics; includes waits in progress."""
         self._thread.check()

@@ -11,6 +11,7 @@ from typing import Any
 import anyio
 import msgspec
 import pytest
+from anyio import to_thread
 from msgspec.structs import replace
 from structlog.testing import capture_logs
 
@@ -160,6 +161,9 @@ async def test_the_observer_counts_groups_by_place(tmp_path: Path) -> None:
         assert found.waiting == "groups that are decoded"
         assert len(found.swaps) == 1
         assert observer.line().swaps == ()
+        context.progress.updating = True
+        assert observer.line().waiting == ""
+        assert await to_thread.run_sync(observer.waiting_for) == "groups that are decoded"  # the display's thread
 
 
 def test_the_text_says_what_the_learner_waits_for() -> None:
