@@ -1,4 +1,4 @@
-"""Migration from earlier systems: the table `migration.toml`, and the conversion of their TOML files to profiles."""
+"""The command `import-profile`: a TOML file of an earlier system as a profile."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ import json
 import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-import msgspec
 import tomli_w
 from msgspec import Struct
 from rich.console import Console
@@ -18,6 +16,7 @@ from rich.text import Text
 
 from clotho.commands.command_line import CommandParser, require_new_file
 from clotho.config.load import read_text
+from clotho.config.other_trainers import Row, systems
 from clotho.monitoring.display import print_line
 from clotho.storage.atomic_files import replace_file
 from protocols.errors import ProfileError, visible
@@ -29,39 +28,11 @@ NULL_LINE = re.compile(r"^\s*[\w.-]+\s*=\s*null\s*(#.*)?$", re.MULTILINE)
 """A key without a value: earlier systems document `null`, which is not valid TOML."""
 
 
-class Row(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One command, flag, key, variable or route of an earlier system. `migration.toml` describes the fields."""
-
-    kind: Literal["command", "flag", "key", "variable", "route"]
-    old: str
-    new: tuple[str, ...] = ()
-    page: str = ""
-    keys: tuple[str, ...] = ()
-    values: dict[str, dict[str, Any]] = {}
-    ignored: tuple[str, ...] = ()
-    note: str = ""
-
-
-class System(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """An earlier system with its rows."""
-
-    name: str
-    title: str
-    row: tuple[Row, ...]
-
-
 class ImportedProfile(Struct, frozen=True, kw_only=True):
     """A converted TOML file. text: the profile. left: what could not be carried over, one sentence each."""
 
     text: str
     left: tuple[str, ...]
-
-
-@cache
-def systems() -> tuple[System, ...]:
-    """All earlier systems."""
-    table = Path(__file__).with_suffix(".toml").read_bytes()
-    return msgspec.toml.decode(table, type=dict[str, tuple[System, ...]])["system"]
 
 
 def parser() -> CommandParser:

@@ -14,7 +14,7 @@ from msgspec import Struct, inspect
 from clotho.config import keys
 from clotho.config.bounds import NonNegative, about
 from clotho.config.keys import KEYS, REQUIRED, SECTIONS, SETTABLE, Key, Section, converted, flag_of, members_of, shown
-from clotho.config.other_trainers import accepted, advice
+from clotho.config.other_trainers import SHORT, accepted, advice
 from protocols.errors import ProfileError, did_you_mean, visible
 
 
@@ -42,9 +42,6 @@ OWN = {name: key for name, key in keys.read_sections(Arguments)[""].keys.items()
 
 RARE = frozenset({"resume_step", "fork"})
 """Flags in `OWN` that `--help` leaves to `--help-all`."""
-
-SHORT = {"model": "model.path", "dataset": "data.train"}
-"""Short names of flags, with their keys."""
 
 COMMON = (
     "model.path", "data.train", "steps", "seed", "run_dir", "async", "rewards", "learner.objective",

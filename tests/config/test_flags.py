@@ -8,7 +8,7 @@ from clotho.config.flags import Arguments, parse_arguments
 from clotho.config.keys import REQUIRED, SETTABLE, Key, converted, flag_key, flag_of
 from clotho.config.load import load_profile
 from clotho.config.objectives import Custom, Grpo, PpoDecoupled, TruncateCorrection
-from clotho.config.other_trainers import accepted, by_name, counterparts
+from clotho.config.other_trainers import accepted, by_name, counterparts, systems
 from clotho.config.sections_training import LossKLPenalty
 from protocols.errors import ProfileError
 
@@ -141,6 +141,8 @@ def test_every_key_of_the_table_exists_and_every_name_is_in_one_row() -> None:
         for name in {*row.trl, *row.verl, *row.mlx_lm, *row.mlx_lm_lora, *row.earlier, *row.same}
     ]
     assert len(names) == len(set(names))
+    documented = {name for system in systems() for row in system.row for name in row.names}
+    assert not documented & {name for row in counterparts() for name in row.earlier}, "the other table has these"
     assert [row for row in counterparts() if not row.keys and not row.note] == []
 
 

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from clotho.__main__ import main
-from clotho.config.flags import COMMON, OWN, SHORT, help_text, parse_arguments
+from clotho.config.flags import COMMON, OWN, help_text, parse_arguments
 from clotho.config.keys import KEYS, SETTABLE
 from clotho.config.load import MAX_BYTES, MAX_FILES, PROFILES, load_profile, resolved_toml
-from clotho.config.other_trainers import by_name
+from clotho.config.other_trainers import SHORT, by_name
 from clotho.config.schema import Profile
 from protocols.errors import ProfileError
 

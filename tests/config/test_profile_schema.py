@@ -7,8 +7,9 @@ from collections import Counter
 
 import pytest
 
-from clotho.config.flags import COMMON, SHORT, availability, default_in_words, help_text
+from clotho.config.flags import COMMON, availability, default_in_words, help_text
 from clotho.config.keys import CHOICES, KEYS, REQUIRED, SECTIONS, SETTABLE, flag_key, flag_of, types_of
+from clotho.config.other_trainers import SHORT
 from clotho.config.schema import Profile
 from protocols.errors import ProfileError
 

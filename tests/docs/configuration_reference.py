@@ -6,9 +6,9 @@ import re
 from collections.abc import Sequence
 
 from clotho.atropos.group_sizes import require_fillable
-from clotho.config.flags import SHORT, availability, default_in_words
+from clotho.config.flags import availability, default_in_words
 from clotho.config.keys import SECTIONS, Key, Section
-from clotho.config.other_trainers import accepted
+from clotho.config.other_trainers import SHORT, accepted
 from clotho.config.rules import CONTRADICTIONS, NO_EFFECT, learnable_distribution
 from clotho.run.custom_actors import require_positions
 from tests.docs.pages import DOCS

@@ -1,4 +1,4 @@
-"""Generates the tables of docs/migrating.md from `clotho.commands.migration`.
+"""Generates the tables of docs/migrating.md from `clotho.config.other_trainers`.
 
 python -m tests.docs.migration_reference
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import shlex
 
-from clotho.commands.migration import Row, systems
+from clotho.config.other_trainers import Row, accepted, systems
 from tests.docs.pages import DOCS, replace_between
 
 PAGE = DOCS / "migrating.md"
@@ -19,7 +19,7 @@ def tables() -> str:
     parts = []
     for system in systems():
         lines = [f"## {system.title}", "", "| there | here | note |", "|---|---|---|"]
-        lines += [f"| `{_cell(row.old)}` | {_cell(_here(row))} | {_cell(row.note)} |" for row in system.row]
+        lines += [f"| `{_cell(row.old)}` | {_cell(_here(row))} | {_cell(_note(row))} |" for row in system.row]
         parts.append("\n".join(lines))
     return "\n\n".join(parts)
 
@@ -33,6 +33,12 @@ def _here(row: Row) -> str:
         pairs = ((old, setting) for old, found in row.values.items() for setting in found.items())
         return ", ".join(f"`{old}`: `{key} = {json.dumps(value)}`" for old, (key, value) in pairs)
     return row.page or "none"
+
+
+def _note(row: Row) -> str:
+    is_accepted = row.kind == "flag" and row.names[:1] and row.names[0] in accepted()
+    accepts = f"`{row.old.split()[0].rstrip(',')}` is accepted" if is_accepted else ""
+    return "; ".join(filter(None, (accepts, row.note)))
 
 
 def _cell(text: str) -> str:

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from clotho.commands.migration import systems
 from clotho.config.keys import KEYS
-from clotho.config.other_trainers import counterparts
+from clotho.config.other_trainers import counterparts, systems
 from tests.docs.pages import DOCS, ROOT
 
 PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
