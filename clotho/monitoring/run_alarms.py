@@ -34,7 +34,7 @@ SLOW = 0.5
 FEWEST_DECODE_STEPS, FEWEST_DECODE_SECONDS = 16, 0.05
 """Less decoding between two reports is not assessed."""
 
-RATES, SLOW_REPORTS, SLOW_SECONDS = 3, 3, 20.0
+RATES, SLOW_REPORTS, SLOW_SECONDS = 3, 5, 60.0
 """Rates whose median is compared; reports in a row, and their duration, after which low rates are a finding."""
 
 SWAP_GROWTH = 256 * 2**20
@@ -112,13 +112,14 @@ class CollapseAlarms:
         self._lowest: float | None = None
         self._best: tuple[float, float] | None = None
         self._rate: float | None = None
+        self._rolled_back = False
 
     def observe(self, report: StepReport) -> None:
-        """Take a batch into account. A rollback ends all findings, because the weights are healthy again."""
-        if report.rolled_back:
+        """Take a batch into account. After a rollback, findings end with the next batch: the weights are healthy."""
+        if self._rolled_back:
             self._kept, self._calm, self._best = {}, {}, None
             self._rewards.clear()
-            return
+        self._rolled_back = report.rolled_back
         new = {finding.name: finding for finding in report.collapse_findings}
         if report.update and report.update.update_applied:
             self._rate = report.update.learning_rate
