@@ -95,12 +95,15 @@ from protocols.collapse import CollapseState
 from protocols.evaluation import EvalReport
 from protocols.prompt import Prompt
 from protocols.rollout import Discarded, GroupOutcome, RolloutGroup
-from protocols.step import GroupsEnded, PolicyUpdated, StepReport
+from protocols.step import LearnerReport, PolicyUpdated
 from protocols.summary import RemoteGauges
 
 log = structlog.get_logger(actor="pipeline")
 
 SERVER_RESTARTS = RestartPolicy(max_restarts=3)
+
+FIRST_CHECK_SECONDS = 2.0
+"""How long the first update waits for the checks of the first batch; they take about a millisecond."""
 
 GRACE_SECONDS = 10.0
 """Minimum time for the clean-up of a stopped actor."""
@@ -140,7 +143,7 @@ def wire(
     profile, capacity = context.profile, context.profile.queues
     custom = CustomActors(profile.actors, context.services())
     scored: Channel[GroupOutcome] = custom.channel("scored", capacity.scored)
-    reports: Channel[StepReport | GroupsEnded | EvalReport] = custom.channel("reports", capacity.reports)
+    reports: Channel[LearnerReport | EvalReport] = custom.channel("reports", capacity.reports)
     receivers = ["broadcaster", "checkpointer", *(["evaluator"] if isinstance(profile.eval, HeldOutEvaluation) else [])]
     updates = {name: Queue[PolicyUpdated](f"updates.{name}", capacity=1) for name in receivers}
     remote = wire_remote(context, updates)
@@ -176,7 +179,7 @@ def wire(
 def wire_monitor(
     context: RunContext,
     custom: CustomActors,
-    reports: Channel[StepReport | GroupsEnded | EvalReport],
+    reports: Channel[LearnerReport | EvalReport],
     run_monitor: RunMonitor,
     console: Console,
     facts: RunFacts,
@@ -209,7 +212,7 @@ def wire_training(
     context: RunContext,
     custom: CustomActors,
     scored: Channel[GroupOutcome],
-    reports: Channel[StepReport | GroupsEnded | EvalReport],
+    reports: Channel[LearnerReport | EvalReport],
     updates: Mapping[str, Queue[PolicyUpdated]],
     accounting: GroupAccounting,
 ) -> list[Child]:
@@ -238,6 +241,7 @@ def wire_training(
         steps=profile.steps,
         synchronous=not profile.asynchronous,
         from_environments=isinstance(profile.atropos, AtroposSource),
+        first_check_seconds=FIRST_CHECK_SECONDS,
     )
     broadcaster = custom.actor(
         "broadcaster",
@@ -286,7 +290,7 @@ def wire_evaluator(
     settings: HeldOutEvaluation,
     custom: CustomActors,
     updates: Queue[PolicyUpdated],
-    reports: Channel[StepReport | GroupsEnded | EvalReport],
+    reports: Channel[LearnerReport | EvalReport],
 ) -> Child:
     """The evaluator. After a resume it evaluates the base policy only if that was not done before."""
     profile, step, trained = context.profile, context.progress.step, context.policy_learner

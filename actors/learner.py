@@ -23,7 +23,7 @@ from clotho.training.update import PolicyLearner, Update
 from protocols.errors import ClothoError, DivergenceError
 from protocols.queues import Inbox, Outbox, QueueClosed
 from protocols.rollout import Discarded, GroupOutcome, ScoredGroup
-from protocols.step import GroupsEnded, PolicyUpdated, StepReport, TrainedGroup
+from protocols.step import FirstBatch, GroupsEnded, LearnerReport, PolicyUpdated, StepReport, TrainedGroup
 
 log = structlog.get_logger(actor="learner")
 
@@ -69,7 +69,7 @@ class Learner:
         *,
         inbox: Inbox[GroupOutcome],
         updates: Sequence[Outbox[PolicyUpdated]],
-        reports: Outbox[StepReport | GroupsEnded],
+        reports: Outbox[LearnerReport],
         executor: ComputeExecutor,
         policy_learner: PolicyLearner,
         settings: LearnerSection,
@@ -82,6 +82,7 @@ class Learner:
         steps: int,
         synchronous: bool,
         from_environments: bool,
+        first_check_seconds: float = 0.0,
     ) -> None:
         """updates: one outbox per receiver of new weights. reports: the monitor's queue.
 
@@ -89,6 +90,8 @@ class Learner:
         logged: last step in the log files.
         synchronous: replace groups after all groups of the round have ended.
         from_environments: the groups come from environments.
+        first_check_seconds: how long the first update waits for the monitor to check the groups of the first batch; 0:
+        these groups are not sent.
         """
         self._inbox, self._updates, self._reports = inbox, updates, reports
         self._executor, self._policy_learner = executor, policy_learner
@@ -96,6 +99,7 @@ class Learner:
         self._replacements, self._logged = replacements, logged
         self._replay, self._steps = replay, steps
         self._synchronous, self._from_environments = synchronous, from_environments
+        self._first_check_seconds = first_check_seconds
         self._collapse, self._rolled_back_at = collapse, 0
         progress.began = progress.last_update = time.monotonic()
 
@@ -117,6 +121,8 @@ class Learner:
             batch.add(self._sort_out(outcome))
             if more := batch.request_replacements():
                 self._replacements.put(self._replacements.value + more)
+            if self._first_check_seconds and batch.ended >= self._settings.batch_size:
+                await self._wait_for_check(batch)
             if batch.complete and not self._over:
                 await self._consume(batch, wait_seconds=time.monotonic() - began)
                 batch, began = self._next_batch(), time.monotonic()
@@ -150,6 +156,14 @@ class Learner:
             else:
                 self._replacements.close()
         return BatchCollector(size=size, limit=limit, rounds=self._synchronous)
+
+    async def _wait_for_check(self, batch: BatchCollector) -> None:
+        """Let the monitor check the first groups of the run before the first update."""
+        seconds, self._first_check_seconds = self._first_check_seconds, 0.0
+        with suppress(QueueClosed):  # the monitor has ended
+            groups: tuple[GroupOutcome, ...] = (*batch.fresh, *batch.discarded)
+            await self._reports.send(FirstBatch(step=self._progress.step + 1, groups=groups))
+            await reached(self._logged, self._progress.step, timeout_seconds=seconds)
 
     async def _end_early(self, batch: BatchCollector) -> None:
         """Record and report the discarded groups of an incomplete batch, to bound memory."""

@@ -22,7 +22,7 @@ from clotho.runtime.latest import Latest
 from clotho.storage.jsonl import JsonlWriter
 from protocols.evaluation import EvalReport
 from protocols.queues import Inbox
-from protocols.step import GroupsEnded, StepReport
+from protocols.step import FirstBatch, GroupsEnded, LearnerReport, StepReport
 from protocols.summary import Gauges
 
 log = structlog.get_logger(actor="monitor")
@@ -52,7 +52,7 @@ class Monitor:
     def __init__(
         self,
         *,
-        inbox: Inbox[StepReport | GroupsEnded | EvalReport],
+        inbox: Inbox[LearnerReport | EvalReport],
         gauges: Gauges,
         display: Display,
         metrics: JsonlWriter,
@@ -108,12 +108,15 @@ class Monitor:
                     if writer is not None:
                         writer.close()
 
-    async def _observe(self, report: StepReport | GroupsEnded | EvalReport) -> None:
+    async def _observe(self, report: LearnerReport | EvalReport) -> None:
         match report:
             case StepReport():
                 await self._observe_step(report)
             case GroupsEnded():
                 await self._observe_groups(report)
+            case FirstBatch():
+                self._alarms.preview(report.groups)
+                self.logged.put(self._step)
             case EvalReport():
                 await self._observe_evaluation(report)
         self._show()

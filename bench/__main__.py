@@ -26,6 +26,7 @@ BENCHMARKS = {
     "save": "How long saving a checkpoint delays decoding.",
     "remote": "Latency of new weights for an inference server: over HTTP, by path and by a restart.",
     "adapters": "Decode rate of batches with one adapter, eight adapters and the base model.",
+    "forecast": "Difference of the forecast of a run's end from its actual end, by number of steps.",
     "speculation": "Tokens per forward pass and decode rate of speculative rollouts, by epoch.",
     "overlap": "Decode rate during updates.",
     "actors_overhead": "Cost of one message through a queue, an actor and the compute thread, beside asyncio.",

@@ -10,7 +10,7 @@ from msgspec import Meta, Struct
 from protocols.accounting import LedgerState
 from protocols.collapse import CollapseState
 from protocols.finding import Finding
-from protocols.rollout import Discarded, ScoredGroup
+from protocols.rollout import Discarded, GroupOutcome, ScoredGroup
 
 
 class Cut(IntEnum):
@@ -169,6 +169,21 @@ class GroupsEnded(Struct, frozen=True, kw_only=True, tag=True):
 
     step: int
     discarded: tuple[Discarded, ...]
+
+
+class FirstBatch(Struct, frozen=True, kw_only=True, tag=True):
+    """Learner -> monitor, once per start and before the first update: the groups that ended first, as many as a batch.
+
+    The monitor checks these groups before the policy changes. The groups are reported again when they are recorded.
+    step: number of their batch.
+    """
+
+    step: int
+    groups: tuple[GroupOutcome, ...]
+
+
+LearnerReport = StepReport | GroupsEnded | FirstBatch
+"""What the learner sends to the monitor."""
 
 
 class PolicyUpdated(Struct, frozen=True, kw_only=True, tag=True):

@@ -74,7 +74,8 @@ class RunFacts(Struct, frozen=True, kw_only=True):
 
     compute_path: what computes decoding and training. address: URL of the HTTP API; None if it is off. steps: of the
     whole run. resumed_from: step of the checkpoint that the run resumed from; 0 without a checkpoint; None for a new
-    run. estimated_memory: estimated peak memory of arrays in bytes.
+    run. estimated_memory: estimated peak memory of arrays in bytes. system_message: of every prompt; empty: none.
+    rewards: weight, name and expected format of every reward; empty if environments compute rewards.
     """
 
     profile: str
@@ -87,6 +88,8 @@ class RunFacts(Struct, frozen=True, kw_only=True):
     steps: int
     resumed_from: int | None = None
     estimated_memory: int
+    system_message: str = ""
+    rewards: tuple[str, ...] = ()
 
 
 class RunView(Struct, frozen=True, kw_only=True):
@@ -255,7 +258,7 @@ def machine_lines(machine: MachineDescription, compute_path: str) -> Iterator[st
 
 
 def fact_lines(facts: RunFacts) -> Iterator[str]:
-    """Return the lines of the startup screen: machine, compute path, policy, memory, address, run directory, resume."""
+    """Return the lines of the startup screen: machine, policy, memory, system message, rewards, address, run."""
     policy = facts.policy
     yield from machine_lines(facts.machine, facts.compute_path)
     bits = f", {policy.quantization_bits} bits" if policy.quantization_bits else ""
@@ -264,6 +267,9 @@ def fact_lines(facts: RunFacts) -> Iterator[str]:
         f"{bits}, {policy.dtype}; {size(policy.trainable_parameters)} trained, {memory(policy.bytes)}"
     )
     yield f"memory   at most {memory(facts.estimated_memory)} (estimate; --dry-run shows its parts)"
+    yield f"system   {facts.system_message or 'no system message'}"
+    for number_of_reward, reward in enumerate(facts.rewards or ("computed by the environments",)):
+        yield f"{'' if number_of_reward else 'rewards':<9}{reward}"
     yield f"API      {facts.address}/v1" if facts.address else "API      off"
     if facts.address:
         yield f"page     {facts.address}/"

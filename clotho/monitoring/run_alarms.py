@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from math import log2
 from statistics import fmean, median, stdev
 
@@ -13,7 +13,7 @@ import structlog
 from clotho.monitoring.event_log import log_finding
 from clotho.monitoring.training_signal import TrainingSignal
 from protocols.finding import Finding
-from protocols.rollout import bounded
+from protocols.rollout import GroupOutcome, bounded
 from protocols.step import GroupsEnded, StepReport
 from protocols.summary import ResourceReading, RunGauges
 
@@ -58,6 +58,7 @@ class RunAlarms:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """expected: what each reward function expects. reported: names of findings that the start has reported."""
+        self._expected = expected
         self._signal, self._collapse = TrainingSignal(expected), CollapseAlarms()
         self._throughput, self._machine = ThroughputAlarm(clock), MachineAlarms()
         self._reported = set(reported)
@@ -75,6 +76,14 @@ class RunAlarms:
             self._collapse.observe(report)
             self._throughput.observe(report, gauges)
         return self._refresh()
+
+    def preview(self, groups: Iterable[GroupOutcome]) -> None:
+        """Check the rewards of the first groups before the first update. A report with the same groups follows."""
+        signal = TrainingSignal(self._expected)
+        signal.observe_groups(groups)
+        for finding in signal.findings():
+            log_finding(finding)
+            self._active[finding.name] = finding
 
     def observe_resources(self, reading: ResourceReading) -> None:
         """Take a reading of the machine into account."""

@@ -7,13 +7,13 @@ every actor works. The checks look at the latest groups, and name the cause and 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from msgspec import Struct
 
 from protocols.errors import visible
 from protocols.finding import Finding
-from protocols.rollout import ZERO_VARIANCE_THRESHOLD, Discarded, bounded
+from protocols.rollout import ZERO_VARIANCE_THRESHOLD, Discarded, GroupOutcome, ScoredGroup, bounded
 from protocols.sampling import Completion
 from protocols.step import GroupsEnded, StepReport
 
@@ -34,6 +34,11 @@ FEWEST_BATCHES, FEWEST_BATCH_GROUPS = 3, 24
 
 PENALTY = "overlong"
 """Name of the reward component that is 0 at best."""
+
+LONGER = (
+    "raise sampling.max_tokens, ask for shorter answers in data.system, or check that the model samples its end token"
+)
+"""Advice about truncated completions."""
 
 MAX_SHOWN = 300
 """Characters of a completion or an error that a finding shows."""
@@ -76,16 +81,19 @@ class TrainingSignal:
     def observe(self, report: StepReport | GroupsEnded) -> None:
         """Take the groups of a report into account."""
         if isinstance(report, StepReport):
-            for group in report.trained:
-                scored = group.scored
-                self._add(scored.group.prompt.problem.prompt, scored.group.completions, scored.rewards, scored.parts)
-        for discarded in report.discarded:
-            if discarded.reason == "reward_error":
-                self._failed, self._error = self._failed + 1, self._error or discarded.detail
-            elif discarded.reason != "stale":
-                problem = discarded.prompt.problem.prompt
-                self._add(problem, discarded.completions, discarded.rewards, discarded.parts)
+            self.observe_groups(group.scored for group in report.trained)
+        self.observe_groups(report.discarded)
         self._count(report)
+
+    def observe_groups(self, groups: Iterable[GroupOutcome]) -> None:
+        """Take groups into account, as the checks of rewards and truncation need them."""
+        for group in groups:
+            if isinstance(group, ScoredGroup):
+                self._add(group.group.prompt.problem.prompt, group.group.completions, group.rewards, group.parts)
+            elif group.reason == "reward_error":
+                self._failed, self._error = self._failed + 1, self._error or group.detail
+            elif group.reason != "stale":
+                self._add(group.prompt.problem.prompt, group.completions, group.rewards, group.parts)
 
     def findings(self) -> Iterator[Finding]:
         """Yield the findings that apply now."""
@@ -172,8 +180,7 @@ class TrainingSignal:
                 severity="error",
                 fact=f"{truncated} of {total} completions reached the token limit, and {fact}",
                 consequence=f"a completion without an end earns no reward, so nothing is learned{cost}",
-                advice="raise sampling.max_tokens, ask for shorter answers in data.system, or check that the model "
-                "samples its end token",
+                advice=LONGER,
                 example=example,
             )
         return Finding(
@@ -205,7 +212,18 @@ class TrainingSignal:
         completions = [(c, r) for group in self._groups for c, r in zip(group.completions, group.rewards, strict=True)]
         truncated = [reward for completion, reward in completions if completion.finish_reason == "length"]
         ended = [reward for completion, reward in completions if completion.finish_reason != "length"]
-        if len(truncated) < OFTEN * len(completions) or not ended:
+        if not ended:
+            group = self._groups[-1]
+            yield Finding(
+                name="all_truncated",
+                severity="warning",
+                fact=f"all {len(truncated)} completions reached the token limit",
+                consequence="no completion has an end, so the policy does not learn to finish its answer",
+                advice=LONGER,
+                example=visible(f"{group.prompt} -> {group.completions[0].text}", MAX_SHOWN, keep_end=100),
+            )
+            return
+        if len(truncated) < OFTEN * len(completions):
             return
         if sum(truncated) / len(truncated) < sum(ended) / len(ended):
             yield Finding(
@@ -214,8 +232,7 @@ class TrainingSignal:
                 fact=f"{len(truncated)} of {len(completions)} completions reached the token limit, and earn less than "
                 "the others",
                 consequence="most of the sampled tokens are wasted, and the policy learns only from short completions",
-                advice="raise sampling.max_tokens, ask for shorter answers in data.system, or check that the model "
-                "samples its end token",
+                advice=LONGER,
             )
 
     def _truncated_counts(self) -> tuple[int, int]:

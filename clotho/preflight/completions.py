@@ -7,22 +7,14 @@ from contextlib import aclosing
 
 from clotho.monitoring.training_signal import TrainingSignal
 from clotho.runtime.sampling_client import GroupSampler
-from clotho.training.batch_collector import discard
 from protocols.errors import visible
 from protocols.finding import Finding
 from protocols.prompt import Prompt
 from protocols.rollout import Discarded, GroupOutcome, RolloutGroup
 from protocols.sampling import Completion, SampleRequest, Sampling, completion_seeds
-from protocols.step import GroupsEnded
 
 GROUPS, COMPLETIONS = 4, 4
 """Number of prompts, and of completions per prompt, that are drawn."""
-
-MOSTLY = 0.9
-"""Share of truncated completions that counts as nearly all."""
-
-EXPLAINED = frozenset({"no_reward", "all_truncated", "truncated"})
-"""Findings that truncation explains."""
 
 MAX_SHOWN = 300
 """Characters of a completion that a finding shows."""
@@ -55,27 +47,10 @@ async def draw(
 
 
 def completion_findings(outcomes: Sequence[GroupOutcome], expected: Mapping[str, str]) -> Iterator[Finding]:
-    """Yield the findings about scored groups. expected: what each reward function expects of a completion, by name."""
+    """Return the findings about scored groups. expected: what each reward function expects of a completion, by name."""
     signal = TrainingSignal(expected)
-    ended = tuple(
-        outcome if isinstance(outcome, Discarded) else discard(outcome, "zero_variance", "") for outcome in outcomes
-    )
-    signal.observe(GroupsEnded(step=1, discarded=ended))
-    drawn = [(group.prompt, completion) for group in ended for completion in group.completions]
-    truncated = [(prompt, completion) for prompt, completion in drawn if completion.finish_reason == "length"]
-    cut = bool(drawn) and len(truncated) >= MOSTLY * len(drawn)
-    yield from (finding for finding in signal.findings() if not (cut and finding.name in EXPLAINED))
-    if cut:
-        prompt, completion = truncated[0]
-        yield Finding(
-            name="all_truncated",
-            severity="error",
-            fact=f"{len(truncated)} of {len(drawn)} completions reached the token limit",
-            consequence="a completion without an end rarely earns a reward, and its last tokens teach nothing",
-            advice="raise sampling.max_tokens, ask for shorter answers in data.system, or check that the model samples "
-            "its end token",
-            example=visible(f"{prompt.problem.prompt} -> {completion.text}", MAX_SHOWN, keep_end=100),
-        )
+    signal.observe_groups(outcomes)
+    return signal.findings()
 
 
 def stop_reasons(completions: Sequence[Completion]) -> str:

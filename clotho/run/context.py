@@ -10,7 +10,7 @@ from msgspec import Struct
 from actors.broadcaster import SwapTimes
 from actors.learner import LearnerProgress
 from clotho.config.bounds import Off
-from clotho.config.schema import Profile
+from clotho.config.schema import Profile, RewardSection
 from clotho.cpu import compute_path
 from clotho.inference import DecodeEngine
 from clotho.inference.sample_log import SampleLog
@@ -22,6 +22,7 @@ from clotho.monitoring.metrics import RunHistory
 from clotho.monitoring.run_alarms import RunAlarms
 from clotho.monitoring.terminal_text import relative_path
 from clotho.monitoring.trackers import Tracker
+from clotho.rewards.registry import EXPECTED
 from clotho.rewards.runner import RewardRunner
 from clotho.run.custom_actors import Services
 from clotho.run.prompts import PromptBuilder
@@ -170,4 +171,13 @@ class RunContext(Struct, frozen=True, kw_only=True, eq=False):
             steps=self.profile.steps,
             estimated_memory=self.estimated_memory,
             resumed_from=self.resumed_from,
+            system_message=self.profile.data.system,
+            rewards=tuple(map(_described, self.profile.rewards)) if isinstance(self.profile.atropos, Off) else (),
         )
+
+
+def _described(reward: RewardSection) -> str:
+    """Return weight and name of a reward, and what it expects if that is known."""
+    expected = f": {EXPECTED[reward.name]}" if reward.name in EXPECTED else ""
+    types = f" ({', '.join(reward.types)})" if reward.types else ""
+    return f"{reward.weight:g} {reward.name}{types}{expected}"

@@ -16,7 +16,7 @@ from clotho.training.ledger import Ledger
 from clotho.training.replay import ReplayBuffer
 from protocols.collapse import CollapseState
 from protocols.rollout import Discarded, GroupOutcome
-from protocols.step import GroupsEnded, PolicyUpdated, StepReport
+from protocols.step import FirstBatch, GroupsEnded, LearnerReport, PolicyUpdated, StepReport
 from tests.actors.actor_helpers import filled_queue, prompt, receive_all
 from tests.learner_settings import learner_settings
 from tests.training import policies_and_groups
@@ -50,6 +50,7 @@ class LearnerHarness:
         collapse_state: CollapseState | None = None,
         steps: int = 100,
         from_environments: bool = False,
+        first_check_seconds: float = 0.0,
         **keys: Any,
     ) -> None:
         keys = {"batch_size": 2, "learning_rate": 1e-2, "schedule": "constant", **keys}
@@ -65,7 +66,7 @@ class LearnerHarness:
         self.logged.put(1000)
         self.scored = filled_queue("scored", outcomes)
         self.updates = [Queue[PolicyUpdated](f"updates.{name}", capacity=20) for name in ("one", "other")]
-        self.reports = Queue[StepReport | GroupsEnded]("reports", capacity=20)
+        self.reports = Queue[LearnerReport]("reports", capacity=20)
         self.update_inboxes = [learner.inbox() for learner in self.updates]
         self.report_inbox = self.reports.inbox()
         self.learner = Learner(
@@ -84,6 +85,7 @@ class LearnerHarness:
             steps=steps,
             synchronous=False,
             from_environments=from_environments,
+            first_check_seconds=first_check_seconds,
         )
 
     async def run(self) -> list[StepReport]:
@@ -91,4 +93,5 @@ class LearnerHarness:
         await self.learner.run()
         reports = await receive_all(self.report_inbox)
         self.ended_early = [report for report in reports if isinstance(report, GroupsEnded)]
+        self.first_batches = [report for report in reports if isinstance(report, FirstBatch)]
         return [report for report in reports if isinstance(report, StepReport)]

@@ -15,7 +15,7 @@ from clotho.runtime.latest import Latest
 from clotho.runtime.queues import Queue
 from clotho.storage.jsonl import JsonlWriter
 from protocols.evaluation import EvalReport
-from protocols.step import GroupsEnded, StepReport
+from protocols.step import LearnerReport
 from tests.monitoring.display_examples import GAUGES
 
 
@@ -55,10 +55,10 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 async def observe(
-    directory: Path, *reports: StepReport | GroupsEnded | EvalReport, display: Display | None = None, **options: Any
+    directory: Path, *reports: LearnerReport | EvalReport, display: Display | None = None, **options: Any
 ) -> None:
     """Run a monitor over reports that are sent through a queue of capacity 1."""
-    queue = Queue[StepReport | GroupsEnded | EvalReport]("reports", capacity=1)
+    queue = Queue[LearnerReport | EvalReport]("reports", capacity=1)
     writer = queue.outbox()
     rollouts = JsonlWriter(directory / "rollouts.jsonl")
     monitor = Monitor(

@@ -8,12 +8,16 @@ import math
 import threading
 
 import pytest
+from anyio import create_task_group, fail_after, wait_all_tasks_blocked
 
 from actors.learner import LearnerProgress
 from clotho.config.sections_training import BufferedReplay
 from clotho.runtime.compute_thread import ComputeExecutor
+from clotho.runtime.latest import Latest
 from protocols.errors import DivergenceError, ExecutorStoppedError
 from protocols.queues import EndOfStream, QueueClosed
+from protocols.rollout import ScoredGroup
+from protocols.step import FirstBatch
 from tests.actors.actor_helpers import cancel_when_blocked, receive_all
 from tests.actors.learner_harness import LearnerHarness, discarded_group, trainable_group
 from tests.training.policies_and_groups import scored_group
@@ -249,3 +253,35 @@ async def test_a_stopped_compute_thread_is_a_failure_of_the_learner(executor: Co
     with pytest.raises(ExecutorStoppedError):
         await harness.learner.run()
     assert list(harness.ledger.unended(2)) == [0, 1]
+
+
+async def test_the_first_groups_are_sent_before_the_first_update(executor: ComputeExecutor) -> None:
+    """Once, as many as a batch has; their reports follow."""
+    harness = LearnerHarness(executor, [trainable_group(number) for number in range(4)], first_check_seconds=20.0)
+    assert [report.step for report in await harness.run()] == [1, 2]
+    (first,) = harness.first_batches
+    assert [group.group.prompt.group_id for group in first.groups if isinstance(group, ScoredGroup)] == [0, 1]
+
+
+async def test_the_first_update_waits_until_the_monitor_has_checked_its_groups(executor: ComputeExecutor) -> None:
+    """The monitor then puts the number of logged steps. Discarded groups count."""
+    harness = LearnerHarness(executor, [discarded_group(0), trainable_group(1)], first_check_seconds=20.0)
+    harness.logged = harness.learner._logged = Latest[int]("unchecked")
+    with fail_after(20):
+        async with create_task_group() as tasks:
+            tasks.start_soon(harness.learner.run)
+            first = await harness.report_inbox.receive()
+            await wait_all_tasks_blocked()
+            assert isinstance(first, FirstBatch)
+            assert (len(first.groups), harness.policy_learner.version) == (2, 0)
+            harness.logged.put(0)
+            assert [report.step for report in await receive_all(harness.report_inbox)] == [1]
+
+
+async def test_a_monitor_that_does_not_answer_delays_the_first_update_for_a_limited_time(
+    executor: ComputeExecutor,
+) -> None:
+    """The update follows without the check."""
+    harness = LearnerHarness(executor, [trainable_group(0), trainable_group(1)], first_check_seconds=0.01)
+    harness.learner._logged = Latest[int]("unchecked")
+    assert [report.step for report in await harness.run()] == [1]

@@ -11,6 +11,7 @@ import anyio
 import pytest
 import structlog
 from anyio import create_task_group, fail_after, wait_all_tasks_blocked
+from structlog.testing import capture_logs
 
 from actors.monitor import Monitor
 from clotho.monitoring.display import NoDisplay, RunView
@@ -24,7 +25,7 @@ from clotho.runtime.supervisor import temporary, transient
 from clotho.storage.jsonl import JsonlWriter
 from protocols.evaluation import EvalReport
 from protocols.queues import EndOfStream, Outbox
-from protocols.step import GroupsEnded, StepReport
+from protocols.step import FirstBatch, GroupsEnded, StepReport
 from protocols.summary import RunGauges
 from tests.actors.monitor_harness import RecordingDisplay, lines, observe
 from tests.monitoring.display_examples import GAUGES, UPDATE, discarded, evaluation, step, trained
@@ -323,3 +324,14 @@ async def test_groups_discarded_between_two_batches_are_counted_once(tmp_path: P
     assert first["groups/discarded"] == second["groups/discarded"] + 2
     rollouts = [line["group_id"] for line in lines(tmp_path / "rollouts.jsonl") if line["step"] == 1]
     assert rollouts[:2] == [50, 51]
+
+
+async def test_the_first_groups_are_checked_when_they_arrive(tmp_path: Path) -> None:
+    """The learner waits for this. No file has a line about them yet."""
+    logged = Latest[int]("logged")
+    first = FirstBatch(step=3, groups=tuple(discarded(number) for number in range(4)))
+    with capture_logs() as events:
+        await observe(tmp_path, first, first_step=2, logged=logged)
+    assert logged.value == 2
+    assert [event["finding"] for event in events] == ["all_truncated"]
+    assert not (tmp_path / "rollouts.jsonl").exists() or lines(tmp_path / "rollouts.jsonl") == []

@@ -15,7 +15,7 @@ from protocols.evaluation import EvalReport
 from protocols.prompt import Problem, Prompt
 from protocols.rollout import Discarded, RolloutGroup, ScoredGroup, TeacherTokens
 from protocols.sampling import Completion, SampleRequest, Sampling
-from protocols.step import GroupsEnded, PolicyUpdated, StepReport, TrainedGroup, UpdateMetrics, WeightsReady
+from protocols.step import FirstBatch, GroupsEnded, PolicyUpdated, StepReport, TrainedGroup, UpdateMetrics, WeightsReady
 from tests.docs.pages import DOCS, replace_between
 
 PAGE = DOCS / "messages.md"
@@ -31,6 +31,7 @@ MESSAGES: tuple[type[Struct], ...] = (
     TrainedGroup,
     UpdateMetrics,
     GroupsEnded,
+    FirstBatch,
     EvalReport,
     PolicyUpdated,
     WeightsReady,

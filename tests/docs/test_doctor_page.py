@@ -8,7 +8,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 SOURCES = [*(ROOT / "clotho" / "preflight").glob("*.py"), ROOT / "clotho" / "commands" / "doctor.py"]
 NAMED = re.compile(r'Finding\(\s*name="([a-z_]+)"|_refusal\(error, "([a-z_]+)"|refused\("[a-z]+", "([a-z_]+)"')
-OF_SIGNAL = {"no_reward", "always_rewarded", "rewards_fail"}
+OF_SIGNAL = {"no_reward", "always_rewarded", "rewards_fail", "all_truncated", "truncated"}
 """Findings about completions that runs and `doctor` share (`clotho/monitoring/training_signal.py`)."""
 
 

@@ -188,3 +188,18 @@ def test_errors_are_before_warnings() -> None:
     run.read(replace(HEALTHY, on_battery=True))
     run.step(collapsed())
     assert [finding.severity for finding in run.alarms.findings] == ["error", "warning"]
+
+
+def test_the_first_groups_are_checked_before_their_report() -> None:
+    """The finding is logged once, although the report has the same groups, and groups are not counted twice."""
+    outcomes = [group.scored for group in groups(0.0, count=4)]
+    run = Run()
+    with capture_logs() as events:
+        run.alarms.preview(outcomes)
+        before = run.names
+        after = run.step(step(1, groups=groups(0.0, count=4)))
+    assert before == after == {"no_reward"}
+    assert [event["finding"] for event in events] == ["no_reward"]
+    mixed = Run()
+    mixed.alarms.preview(outcomes[:3])
+    assert mixed.step(step(1, groups=groups(0.0, count=3))) == set()

@@ -67,7 +67,7 @@ def test_a_first_batch_without_any_reward_is_a_finding_with_an_example() -> None
         (groups(4, reason="reward_error"), "rewards_fail"),
         (groups(4, finish="length"), "all_truncated"),
         (groups(32, (0.0, 1.0), parts={"a": (0.0, 1.0), "b": (0.0, 0.0)}), "constant_reward_part"),
-        (groups(4, (0.0,) * 39 + (1.0,), finish="length"), None),
+        (groups(4, (0.0,) * 39 + (1.0,), finish="length"), "all_truncated"),
         (groups(4, (0.0, 1.0)), None),
         (groups(3), None),
         (groups(8, reason="stale"), None),

@@ -19,6 +19,8 @@ from rich.console import Console
 from clotho.commands import doctor
 from clotho.config.load import load_profile
 from clotho.config.schema import Profile
+from clotho.config.sections_training import WarnOnCollapse
+from clotho.monitoring.collapse_detection import CollapseMonitor
 from clotho.preflight.completions import completion_findings
 from clotho.preflight.machine import machine_findings, read_machine
 from clotho.preflight.problems import problem_findings
@@ -26,8 +28,10 @@ from clotho.preflight.rehearsal import update_findings
 from clotho.preflight.settings import setting_findings
 from clotho.preflight.template import TemplateUse, check_template
 from clotho.rewards.registry import EXPECTED
+from protocols.collapse import CollapseState
 from protocols.finding import Finding
 from protocols.summary import MemoryLimit
+from tests.monitoring.display_examples import UPDATE, step
 from tests.preflight import simulated_mac, templates
 from tests.preflight.test_completions import scored
 from tests.preflight.test_problems import REWARDS, problems
@@ -185,6 +189,14 @@ def test_each_fault_has_its_own_finding_and_advice(
 def test_the_faults_have_different_findings() -> None:
     """Fifteen faults, fifteen names."""
     assert len({fault.name for fault in FAULTS.values()}) == len(FAULTS) == 15
+
+
+def test_a_learning_rate_that_is_too_high_is_found_during_the_run_too() -> None:
+    """By the collapse detection, under the same name and with the same learning rate in the advice."""
+    detection = CollapseMonitor(WarnOnCollapse(), state=CollapseState(), rollbacks=0)
+    response = detection.assess(step(1, update=replace(UPDATE, update_kl=3.0, learning_rate=0.1)))
+    fault = FAULTS["learning rate too high"]
+    assert {finding.name: "0.01" in finding.advice for finding in response.findings} == {fault.name: True}
 
 
 @pytest.mark.slow

