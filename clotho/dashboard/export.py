@@ -107,7 +107,7 @@ def chosen_groups(files: RunFiles, number: int, limit_bytes: int) -> Iterator[tu
         try:
             responses.append((f"{prefix}/{group_id}/tokens", encode(files.tokens(record))))
         except RunDirectoryError as error:
-            responses.append((f"{prefix}/{group_id}/tokens", encode({"error": {"message": str(error)}})))
+            responses.append((f"{prefix}/{group_id}/tokens", encode({"error": {"message": without_home(str(error))}})))
         limit_bytes -= sum(len(response) for _, response in responses)
         if limit_bytes < 0:
             return

@@ -206,7 +206,8 @@ class Connections:
         assert task is not None
         self._clients[task] = client = ClientWriter(reader, writer)
         try:
-            await TCPServer(self._app, asyncio.get_running_loop(), self._config, self._context, {}, reader, client)
+            with suppress(asyncio.CancelledError):  # by `end`; asyncio of Python 3.11 reports a cancelled handler
+                await TCPServer(self._app, asyncio.get_running_loop(), self._config, self._context, {}, reader, client)
         finally:
             del self._clients[task]
 
