@@ -201,14 +201,14 @@ LOWER_RATE = "lower learner.optimizer.learning_rate"
 
 def _check_update_kl(batch: BatchStatistics, state: CollapseState, settings: CollapseChecks) -> Iterator[Finding]:
     if batch.update_kl is not None and batch.update_kl > settings.update_kl_high:
-        rate = f" from {batch.learning_rate:.2g} to {batch.learning_rate / 10:.2g}" if batch.learning_rate else ""
+        rate = f" (this update used {batch.learning_rate:.2g})" if batch.learning_rate else ""
         yield Finding(
             name="update_too_large",
             severity="error" if batch.update_kl > CERTAIN_FACTOR * settings.update_kl_high else "warning",
             fact=f"the update changed the policy by {batch.update_kl:.2g} nats per token, more than "
             f"{settings.update_kl_high:g} (collapse_detection.update_kl_high)",
             consequence="such updates destroy what the policy has learned",
-            advice=f"{LOWER_RATE}{rate}, or raise learner.batch_size",
+            advice=f"{LOWER_RATE} to a tenth{rate}, or raise learner.batch_size",
         )
 
 

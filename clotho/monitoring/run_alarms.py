@@ -131,7 +131,7 @@ class CollapseAlarms:
         self._rolled_back = report.rolled_back
         new = {finding.name: finding for finding in report.collapse_findings}
         if report.update and report.update.update_applied:
-            self._rate = report.update.learning_rate
+            self._rate = max(self._rate or 0.0, report.update.learning_rate)
             self._calm = {name: self._calm[name] + 1 for name in self._kept}
         self._kept |= new
         self._calm |= dict.fromkeys(new, 0)
@@ -151,7 +151,7 @@ class CollapseAlarms:
         (best, best_error), (now, error) = self._best, self._mean_and_error()
         noise = STANDARD_ERRORS * (best_error**2 + error**2) ** 0.5
         if best - now > max(COLLAPSED * (best - self._lowest), noise):
-            rate = f" ({self._rate:.2g} in the last update)" if self._rate else ""
+            rate = f" (at most {self._rate:.2g} so far)" if self._rate else ""
             yield Finding(
                 name="reward_collapse",
                 severity="error",

@@ -133,14 +133,16 @@ def _result_lines(summary: RunSummary) -> Iterator[tuple[str, str]]:
 def _learned(summary: RunSummary) -> str:
     """What the evaluations before and after training show."""
     before, after = summary.before, summary.after
-    if before is None or after is None:
-        return "unknown, because the policy was not evaluated before and after training"
     if summary.version == 0:
         return "nothing, because no update was applied"
+    if before is None or after is None:
+        return "unknown, because the policy was not evaluated before and after training"
     (low, high), (new_low, new_high) = before.interval, after.interval
+    change = after.accuracy - before.accuracy
+    word = "rose" if change > 0 else "fell" if change < 0 else "is unchanged"
     overlap = low <= new_high and new_low <= high
     return (
-        f"held-out accuracy {percent(before.accuracy)} (from {percent(low)} to {percent(high)}) before, "
+        f"the held-out accuracy {word}: {percent(before.accuracy)} (from {percent(low)} to {percent(high)}) before, "
         f"{percent(after.accuracy)} (from {percent(new_low)} to {percent(new_high)}) after; the intervals of 95 % "
         + ("overlap, so that the change can be chance" if overlap else "do not overlap")
     )

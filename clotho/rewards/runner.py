@@ -185,8 +185,8 @@ class RewardRunner:
         """Log the first failure of each function, with the traceback of its exception."""
         if not self._failed.issuperset(error.rewards):
             self._failed.update(error.rewards)
-            traceback = {"exception": error.traceback} if error.traceback else {}
-            log.warning("reward_failed", reward=", ".join(error.rewards), error=str(error), **traceback)
+            cause = {"exception": error.traceback} if error.traceback else {"error": str(error)}
+            log.warning("reward_failed", reward=", ".join(error.rewards), **cause)
 
     def _applicable(self, problem: Problem) -> list[_Component]:
         return [component for component in self._components if component.applies_to(problem.type)]

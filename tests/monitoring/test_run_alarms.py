@@ -135,7 +135,7 @@ def test_a_reward_that_falls_is_a_finding_that_names_the_learning_rate() -> None
     run.step(step(2, groups=groups(0.02), update=replace(UPDATE, learning_rate=5e-3)))
     (finding,) = run.alarms.findings
     assert (finding.name, finding.severity) == ("reward_collapse", "error")
-    assert "learner.optimizer.learning_rate (0.005" in finding.advice
+    assert "learner.optimizer.learning_rate (at most 0.005 so far)" in finding.advice
     assert run.step(step(3, groups=groups(0.02), update=None)) == {"reward_collapse"}
     assert run.step(step(4, groups=groups(2.0))) == set()
 
