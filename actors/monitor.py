@@ -82,6 +82,7 @@ class Monitor:
         self._trained, self._discarded = 0, Counter[str]()
         self._discarded_between, self._failures_between = Counter[tuple[str, str]](), Counter[str]()
         self._rewards: deque[float] = deque(maxlen=MAX_REWARDS)
+        self._tracked = set[str]()
         self._first_evaluation: EvalReport | None = None
         self._evaluations: deque[EvalReport] = deque(maxlen=MAX_EVALUATIONS)
         self._latest: MetricsLine | None = None
@@ -116,6 +117,7 @@ class Monitor:
                 await self._observe_groups(report)
             case FirstBatch():
                 self._alarms.preview(report.groups)
+                self._track(report.step)
                 self.logged.put(self._step)
             case EvalReport():
                 await self._observe_evaluation(report)
@@ -123,7 +125,7 @@ class Monitor:
 
     async def _observe_step(self, report: StepReport) -> None:
         seconds, gauges = self._age(), self._gauges()
-        begun = self._alarms.observe(report, gauges)
+        self._alarms.observe(report, gauges)
         now = Measurement(seconds=seconds, gauges=replace(gauges, findings=self._alarms.findings))
         metrics = step_metrics(
             report,
@@ -143,8 +145,9 @@ class Monitor:
             self._rewards.append(metrics["reward/mean"])
         self._sample = sample(report) or self._sample
         for tracker in self._trackers:
-            for record in step_records(report, metrics, tracker.completions, begun=begun):
+            for record in step_records(report, metrics, tracker.completions):
                 tracker.put(record)
+        self._track(report.step)
         if self._rollouts_file is not None:
             await self._write(self._rollouts_file, rollout_records(report))
         await self._write(self._metrics_file, [metrics])
@@ -152,10 +155,17 @@ class Monitor:
         await self._add_tokens(report)
         await self._write_tokens()
 
-    async def _observe_groups(self, report: GroupsEnded) -> None:
-        for finding in self._alarms.observe(report, self._gauges()):
+    def _track(self, step: int) -> None:
+        """Pass findings that began since the last call to the trackers."""
+        findings = {finding.name: finding for finding in self._alarms.findings}
+        for name in findings.keys() - self._tracked:
             for tracker in self._trackers:
-                tracker.put(Warned(step=report.step, text=finding.text))
+                tracker.put(Warned(step=step, text=findings[name].text))
+        self._tracked = set(findings)
+
+    async def _observe_groups(self, report: GroupsEnded) -> None:
+        self._alarms.observe(report, self._gauges())
+        self._track(report.step)
         self._failures_between.update(name for group in report.discarded for name in group.failed_rewards)
         self._discarded.update(group.reason for group in report.discarded)
         self._discarded_between.update((group.prompt.source, group.reason) for group in report.discarded)

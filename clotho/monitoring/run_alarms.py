@@ -63,47 +63,47 @@ class RunAlarms:
         self._throughput, self._machine = ThroughputAlarm(clock), MachineAlarms()
         self._reported = set(reported)
         self._active: dict[str, Finding] = {}
+        self._previewed: tuple[Finding, ...] = ()
 
     @property
     def findings(self) -> tuple[Finding, ...]:
         """The findings that apply now, errors first."""
         return tuple(sorted(self._active.values(), key=lambda finding: finding.severity != "error"))
 
-    def observe(self, report: StepReport | GroupsEnded, gauges: RunGauges) -> tuple[Finding, ...]:
-        """Take a report of the learner into account, and return the findings that begin with it."""
+    def observe(self, report: StepReport | GroupsEnded, gauges: RunGauges) -> None:
+        """Take a report of the learner into account."""
+        self._previewed = ()
         self._signal.observe(report)
         if isinstance(report, StepReport):
             self._collapse.observe(report)
             self._throughput.observe(report, gauges)
-        return self._refresh()
+        self._refresh()
 
     def preview(self, groups: Iterable[GroupOutcome]) -> None:
-        """Check the rewards of the first groups before the first update. A report with the same groups follows."""
+        """Check the rewards of the first groups before the first update. The findings apply until their report."""
         signal = TrainingSignal(self._expected)
         signal.observe_groups(groups)
-        for finding in signal.findings():
-            log_finding(finding)
-            self._active[finding.name] = finding
+        self._previewed = tuple(signal.findings())
+        self._refresh()
 
     def observe_resources(self, reading: ResourceReading) -> None:
         """Take a reading of the machine into account."""
         self._machine.observe(reading)
         self._refresh()
 
-    def _refresh(self) -> tuple[Finding, ...]:
-        """Log the findings that begin or end now, and return those that begin."""
+    def _refresh(self) -> None:
+        """Log the findings that begin or end now."""
         checks = (self._signal, self._collapse, self._throughput, self._machine)
-        found = {finding.name: finding for check in checks for finding in check.findings()}
-        begun = [finding for name, finding in found.items() if name not in self._active]
-        for finding in begun:
-            if finding.name in self._reported:
-                self._reported.discard(finding.name)
+        found = {finding.name: finding for finding in self._previewed}
+        found |= {finding.name: finding for check in checks for finding in check.findings()}
+        for name in [name for name in found if name not in self._active]:
+            if name in self._reported:
+                self._reported.discard(name)
             else:
-                log_finding(finding)
+                log_finding(found[name])
         for name in self._active.keys() - found.keys():
             log.info("finding_over", finding=name)
         self._active = found
-        return tuple(begun)
 
 
 class CollapseAlarms:

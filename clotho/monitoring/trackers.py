@@ -10,7 +10,7 @@ import importlib
 import importlib.util
 import queue
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
@@ -23,7 +23,6 @@ from clotho.config.schema import TrackerSection, TrackingSection
 from clotho.monitoring.terminal_text import terminal_text
 from protocols.errors import ProfileError, visible
 from protocols.evaluation import EvalReport
-from protocols.finding import Finding
 from protocols.step import StepReport
 
 log = structlog.get_logger(actor="monitor")
@@ -287,18 +286,11 @@ def numbers(line: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
     return found
 
 
-def step_records(
-    report: StepReport, line: Mapping[str, Any], completions: int, *, begun: Iterable[Finding] = ()
-) -> Iterator[Record]:
-    """Return what a tracker gets for a step. line: its metrics. completions: number of rows of the table.
-
-    begun: findings that begin at this step. Trackers get each finding once.
-    """
+def step_records(report: StepReport, line: Mapping[str, Any], completions: int) -> Iterator[Record]:
+    """Return what a tracker gets for a step. line: its metrics. completions: number of rows of the table."""
     yield Values(step=report.step, values=numbers(line))
     if rows := tuple(islice(_rows(report), completions)):
         yield Completions(step=report.step, rows=rows)
-    for finding in begun:
-        yield Warned(step=report.step, text=finding.text)
 
 
 def evaluation_values(report: EvalReport) -> Values:

@@ -11,6 +11,7 @@ import anyio
 import pytest
 import structlog
 from anyio import create_task_group, fail_after, wait_all_tasks_blocked
+from msgspec.structs import replace
 from structlog.testing import capture_logs
 
 from actors.monitor import Monitor
@@ -19,6 +20,7 @@ from clotho.monitoring.forecast import Plan, RunForecast
 from clotho.monitoring.metrics import METRICS
 from clotho.monitoring.run_alarms import RunAlarms
 from clotho.monitoring.token_values import TokenValueWriter, read_group
+from clotho.monitoring.trackers import Record, Tracker, Warned
 from clotho.runtime.latest import Latest
 from clotho.runtime.queues import Queue
 from clotho.runtime.supervisor import temporary, transient
@@ -335,3 +337,26 @@ async def test_the_first_groups_are_checked_when_they_arrive(tmp_path: Path) -> 
     assert logged.value == 2
     assert [event["finding"] for event in events] == ["all_truncated"]
     assert not (tmp_path / "rollouts.jsonl").exists() or lines(tmp_path / "rollouts.jsonl") == []
+
+
+class RecordingTracker(Tracker):
+    """A tracker that keeps its records."""
+
+    def __init__(self) -> None:
+        self.completions, self.records = 0, list[Record]()
+
+    def put(self, record: Record) -> None:
+        self.records.append(record)
+
+
+async def test_trackers_get_a_finding_when_it_begins(tmp_path: Path) -> None:
+    """Once, however long it lasts."""
+    tracker = RecordingTracker()
+    dropped = tuple(replace(discarded(number), parts={"format": (0.0, 0.0)}) for number in range(4))
+    silent = [step(number, groups=(), discarded=dropped, update=None) for number in (1, 2, 3)]
+    await observe(tmp_path, *silent, trackers=(tracker,))
+    warned = [record for record in tracker.records if isinstance(record, Warned)]
+    assert [record.step for record in warned] == [1]
+    assert [[found["name"] for found in line["findings"]] for line in lines(tmp_path / "metrics.jsonl")] == [
+        ["all_truncated"]
+    ] * 3

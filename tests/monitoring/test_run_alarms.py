@@ -196,7 +196,7 @@ def test_the_first_groups_are_checked_before_their_report() -> None:
     run = Run()
     with capture_logs() as events:
         run.alarms.preview(outcomes)
-        before = run.names
+        before = run.read(HEALTHY)
         after = run.step(step(1, groups=groups(0.0, count=4)))
     assert before == after == {"no_reward"}
     assert [event["finding"] for event in events] == ["no_reward"]
