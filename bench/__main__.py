@@ -43,7 +43,7 @@ BENCHMARKS = {
     "dashboard_screenshots": "Take pictures of the dashboard of the default run in headless Chromium.",
 }
 
-OPTIONAL = ("matplotlib", "PIL", "playwright", "pyte")
+OPTIONAL = ("matplotlib", "playwright", "pyte")
 """Packages that only the charts, the screenshots and the measurements in a browser need."""
 
 

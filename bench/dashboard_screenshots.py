@@ -3,13 +3,12 @@
     python -m bench dashboard_screenshots [-- ARGUMENTS OF THE PIPELINE]
 
 Writes pictures to docs/images/: the overview after half of the steps, the overview of the finished run on a dark screen
-and on a phone, the timeline, and the group whose rewards differ most, with its per-token values.
+and on a phone, the timeline, and a group whose rewards differ, with its per-token values.
 """
 
 from __future__ import annotations
 
 import argparse
-import io
 import re
 import subprocess
 import sys
@@ -19,7 +18,6 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 import httpx
-from PIL import Image
 
 from bench.chromium import find_chromium, open_chromium, viewing
 from bench.figures import IMAGES
@@ -28,14 +26,14 @@ from bench.fingerprint import ROOT
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
-RUN = "runs/pictures"
+RUN = "runs/pictures/local-m3"
 ADDRESS = re.compile(r"http://127\.0\.0\.1:\d+")
-DESKTOP, PHONE = (1280, 860), (390, 844)
+DESKTOP, TALL, PHONE = (1280, 860), (1280, 1240), (390, 844)
 CONTENTS = "main canvas, main article"
 """Elements of a page whose data are loaded."""
 
-COLOURS = 128
-"""Number of colours of a picture."""
+TOKEN = 1
+"""The token of the first completion whose values are shown."""
 
 SECONDS = 600
 """Limit of the run's duration."""
@@ -70,11 +68,9 @@ def picture(
     page.goto(address)
     page.locator(CONTENTS).first.wait_for(state="attached")
     page.wait_for_timeout(1000)  # the page draws the charts at most four times per second, and bars have transitions
-    image = Image.open(io.BytesIO(page.screenshot())).convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE)
-    session.close()
-    IMAGES.mkdir(parents=True, exist_ok=True)
     path = IMAGES / f"dashboard-{name}.png"
-    image.save(path, optimize=True)
+    page.screenshot(path=path)
+    session.close()
     sys.stdout.write(f"{path.relative_to(ROOT)}  {path.stat().st_size // 1000} kB\n")
 
 
@@ -93,11 +89,14 @@ def wait_for_half(address: str) -> None:
         time.sleep(0.2)
 
 
-def most_different_group(address: str) -> int:
-    """Return the id of a new trained group: the one with the largest differences of rewards, and then the longest."""
+def mixed_group(address: str) -> int:
+    """Return the id of the trained group whose rewards differ most, and whose mean reward is in the middle."""
     columns = answer(address, "groups")["columns"]
-    rows = [row for row, outcome in enumerate(columns["outcome"]) if outcome == "trained"][-64:]
-    best = max(rows, key=lambda row: (columns["reward_spread"][row] or 0, columns["length_mean"][row] or 0))
+    rows = [row for row, outcome in enumerate(columns["outcome"]) if outcome == "trained"]
+    widest = max(columns["reward_spread"][row] for row in rows)
+    best = min(
+        rows, key=lambda row: abs(columns["reward_mean"][row] - widest / 2) + widest - columns["reward_spread"][row]
+    )
     return int(columns["group_id"][best])
 
 
@@ -116,9 +115,9 @@ def main(argv: Sequence[str]) -> int:
             wait_for_half(address)
             picture(browser, f"{address}/", "live")
         with viewing(ROOT / RUN) as address:
-            group = most_different_group(address)
+            group = mixed_group(address)
             picture(browser, f"{address}/", "finished", scheme="dark")
             picture(browser, f"{address}/#/timeline", "timeline")
-            picture(browser, f"{address}/#/groups/{group}", "group")
+            picture(browser, f"{address}/#/groups/{group}/0/{TOKEN}", "group", size=TALL)
             picture(browser, f"{address}/", "phone", size=PHONE)
     return 0

@@ -78,16 +78,16 @@ export function show(container, parameters, { runId, overview, link, source: { g
 
 	function tiles() {
 		const latest = (name, table = metrics) => last(table.get(name));
-		const tile = (label, value, ...detail) => h("div.card", h("dt", label), h("dd", value), h("dd", detail));
+		const tile = (label, value, ...detail) => h("div.card", h("dt", label), h("dd", value), detail.map((text) => h("dd", text)));
 		const [low, high] = ["low", "high"].map((end) => latest(`accuracy_interval/${end}`, evaluations));
 		const { outcomes } = overview;
 		const ended = total(outcomes);
 		return h("dl.tiles",
-			tile("Reward", number(latest("reward/mean")), "± ", number(latest("reward/std"))),
-			tile("Held-out accuracy", percent(latest("accuracy", evaluations)), low && `${percent(low)} to ${percent(high)}`, evaluations.length > 1 && ` · first ${percent(evaluations.get("accuracy")[0])}`),
-			tile("Tokens per second", number(latest("tokens_per_second")), "decoding alone ", number(latest("decode_tokens_per_second/idle"))),
+			tile("Reward", number(latest("reward/mean")), `± ${number(latest("reward/std"))}`),
+			tile("Held-out accuracy", percent(latest("accuracy", evaluations)), low && `${percent(low)} to ${percent(high)}`, evaluations.length > 1 && `first ${percent(evaluations.get("accuracy")[0])}`),
+			tile("Tokens per second", number(latest("tokens_per_second")), `decoding alone ${number(latest("decode_tokens_per_second/idle"))}`),
 			tile("Groups trained on", ended ? percent((outcomes.trained ?? 0) / ended) : MISSING, `${number(outcomes.trained ?? 0)} of ${number(ended)}`),
-			tile("Truncated", percent(latest("truncated_fraction")), "mean length ", number(latest("completion_length/mean"))),
+			tile("Truncated", percent(latest("truncated_fraction")), `mean length ${number(latest("completion_length/mean"))}`),
 			tile("Peak memory", bytes(latest("peak_memory_bytes")), "MLX arrays"));
 	}
 

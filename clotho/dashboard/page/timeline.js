@@ -37,10 +37,9 @@ export function show(container, parameters, { runId, source: { get, Columns } })
 			const text = texts[row]?.replace(/\d+/g, "…");
 			if (text && t >= low && t <= high) sums.set(text, (sums.get(text) ?? 0) + t - (x[row - 1] ?? 0));
 		});
-		const whole = Math.min(high, x.at(-1) ?? 0) - low;
 		const rows = [...sums].sort((a, b) => b[1] - a[1]);
 		fill(waits, h("h3", "What the learner waits for"), rows.length ? h("table", rows.map(([text, seconds]) => h("tr", h("th", { scope: "row" }, text),
-			h("td.num", duration(seconds)), h("td.bar", h("span", { style: { width: `${(100 * seconds) / whole}%` } }))))) : h("p.muted", "It did not wait."));
+			h("td.num", duration(seconds)), h("td.bar", h("span", { style: { width: `${(100 * seconds) / rows[0][1]}%` } }))))) : h("p.muted", "It did not wait."));
 	}
 
 	function changed() {
