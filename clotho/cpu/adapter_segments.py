@@ -9,7 +9,9 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from clotho.cpu.blas import Matrix, Product, matrix, prepared
+from clotho.cpu.blas import Matrix, Product, matrix, part, prepared
+
+ALL = slice(0, None)
 
 
 class LowRank(NamedTuple):
@@ -141,17 +143,18 @@ class Arrangement:
         outs: Sequence[Matrix],
         buffers: Mapping[int, Matrix],
     ) -> Plan:
-        into_z, into_out = [], []
+        into_z, into_out = list[Product](), list[Product]()
         policy = grouped(own, joins=False)
         for rows, groups in self.segments:
             found = policy if groups is None else groups.get(name)
-            if found is not None:
-                z = buffers[found.rank].array[rows]
-                for columns, a in found.a:
-                    into_z.append(Product(matrix(x.array[rows]), a, matrix(z[:, columns])))
-                for layer, columns, b, scale in found.parts:
-                    out = matrix(outs[layer].array[rows])
-                    into_out.append(Product(matrix(z[:, columns]), b, out, scale, add=True))
+            if found is None:
+                continue
+            z, x_rows = buffers[found.rank], part(x, rows, ALL)
+            into_z += [Product(x_rows, a, part(z, rows, columns)) for columns, a in found.a]
+            into_out += [
+                Product(part(z, rows, columns), b, part(outs[layer], rows, ALL), scale, add=True)
+                for layer, columns, b, scale in found.parts
+            ]
         return Plan(key, prepared(into_z), prepared(into_out), own)
 
     def changes(self, name: str, *, by_policy: bool) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -42,6 +42,12 @@ def matrix(array: Floats) -> Matrix:
     if array.dtype == np.float32 and row_stride == 1 and (column_stride >= rows or columns == 1):
         return Matrix(array, address, max(column_stride, rows), by_columns=True)
     raise ValueError("a BLAS product needs float32 matrices with contiguous rows or columns that do not overlap")
+
+
+def part(whole: Matrix, rows: slice, columns: slice) -> Matrix:
+    """Return a part of a matrix with contiguous rows, faster than `matrix`. Both slices have a start."""
+    address = whole.address + (rows.start * whole.stride + columns.start) * whole.array.itemsize
+    return Matrix(whole.array[rows, columns], address, whole.stride, by_columns=False)
 
 
 def multiply(x: Matrix, w: Matrix, out: Matrix, *, scale: float = 1.0, add: bool = False) -> None:
@@ -87,10 +93,12 @@ def prepared(products: Sequence[Product]) -> Callable[[], None]:
         return partial(_call_all, sgemm, calls)
     columns = list(zip(*rows, strict=True))[1:]
     arrays = [_c_array(kind, column) for kind, column in zip(ARGUMENTS[1:], columns, strict=True)]
-    return partial(batch, INTEGER(ROW_MAJOR), *arrays, INTEGER(len(rows)), _c_array(INTEGER, [1] * len(rows)))
+    return partial(batch, INTEGER(ROW_MAJOR), *arrays, INTEGER(len(rows)), _c_array(INTEGER, (1,) * len(rows)))
 
 
-def _c_array(kind: Any, values: Sequence[int | float]) -> Any:
+@lru_cache(maxsize=1024)
+def _c_array(kind: Any, values: tuple[int | float, ...]) -> Any:
+    """Return an array of C, which is not modified: blocks of a model share all arrays but those of their weights."""
     return (kind * len(values))(*values)
 
 

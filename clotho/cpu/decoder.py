@@ -217,6 +217,7 @@ class HostDecoder:
         self._repeats = attention.n_heads // attention.n_kv_heads
         self._buffers: StepBuffers | None = None
         self._arrangement: Arrangement | None = None
+        self._arranged_B: Sequence[RowAdapter | None] = ()
         self._matrices: WeakKeyDictionary[RowAdapter, dict[str, GroupLowRank]] = WeakKeyDictionary()
 
     def query_shape(self, rows: int) -> tuple[int, int, int, int]:
@@ -226,12 +227,19 @@ class HostDecoder:
 
     @contextmanager
     def computing(self, adapter_B: Sequence[RowAdapter | None]) -> Iterator[None]:
-        """Decode inside the context: row b uses adapter_B[b]; None for the policy."""
+        """Decode inside the context: row b uses adapter_B[b]; None for the policy.
+
+        adapter_B is not modified later: the same object stands for the same adapters.
+        """
         buffers = self._buffers_for(len(adapter_B))
-        key = tuple(0 if adapter is None else adapter.version or -1 for adapter in adapter_B)
-        if any(key) and (self._arrangement is None or self._arrangement.key != key):
-            self._arrangement = Arrangement(key, [None if one is None else self._of(one) for one in adapter_B])
-        buffers.low_rank.arrangement = self._arrangement if any(key) else None
+        if self._arrangement is None or adapter_B is not self._arranged_B:
+            key = tuple(0 if adapter is None else adapter.version or -1 for adapter in adapter_B)
+            if not any(key):
+                self._arrangement = None
+            elif self._arrangement is None or self._arrangement.key != key:
+                self._arrangement = Arrangement(key, [None if one is None else self._of(one) for one in adapter_B])
+            self._arranged_B = adapter_B
+        buffers.low_rank.arrangement = self._arrangement
         try:
             yield
         finally:

@@ -148,8 +148,15 @@ def _choose_token(
 def _invert_cdf(
     weight_B_N: NDArray[np.float32], uniform_B_1: NDArray[np.float32]
 ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    """Invert the distribution function of each row, as `inference.sampling.invert_cdf` does.
+
+    Prefix sums never decrease: the last one exceeds the target if any does, and the first one that does has a weight
+    above 0.
+    """
     prefix_B_N = np.cumsum(weight_B_N, axis=-1)
     total_B_1 = prefix_B_N[:, -1:]
-    above_B_N = (prefix_B_N > uniform_B_1 * total_B_1) & (weight_B_N > 0)
-    index_B = np.where(above_B_N.any(axis=-1), above_B_N.argmax(axis=-1), weight_B_N.argmax(axis=-1))
+    above_B_N = prefix_B_N > uniform_B_1 * total_B_1
+    index_B = above_B_N.argmax(axis=-1)
+    if not above_B_N[:, -1].all():
+        index_B = np.where(above_B_N[:, -1], index_B, weight_B_N.argmax(axis=-1))
     return index_B, total_B_1[:, 0]

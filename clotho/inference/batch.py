@@ -33,13 +33,12 @@ class SlotTable:
 
     positions: tokens in the row's KV cache after all launched steps. launched, sampled: tokens launched, and read.
     limit: maximum length. stops_at_eos: whether the model's end tokens end the row. needs_processing: see `Row`.
-    adapter: version of the row's adapter, -1 for the base model, 0 for the policy.
-    reserved: maximum number of tokens of prompt and completion.
+    adapter: version of the row's adapter, -1: base model, 0: policy. reserved: maximum tokens of prompt and completion.
     """
 
     def __init__(self, end_tokens: frozenset[int], vocabulary: int) -> None:
         self.rows: list[Row | None] = []
-        self._adapters: list[LoadedAdapter | None] = []
+        self._adapters, self._rows_changed = list[LoadedAdapter | None](), True
         self._is_end_V = np.zeros(vocabulary, dtype=np.bool_)
         self._is_end_V[[t for t in end_tokens if 0 <= t < vocabulary]] = True
         self.serial = np.zeros(0, dtype=np.int64)
@@ -76,13 +75,13 @@ class SlotTable:
         for name in self._arrays():
             array = getattr(self, name)
             setattr(self, name, np.concatenate([array, np.zeros((rows, *array.shape[1:]), dtype=array.dtype)]))
-        self.rows.extend([None] * rows)
+        self.rows, self._rows_changed = [*self.rows, *[None] * rows], True
 
     def take(self, slots: Sequence[int]) -> None:
         """Keep only these slots, in this order."""
         for name in self._arrays():
             setattr(self, name, getattr(self, name)[list(slots)])
-        self.rows = [self.rows[slot] for slot in slots]
+        self.rows, self._rows_changed = [self.rows[slot] for slot in slots], True
 
     def _arrays(self) -> tuple[str, ...]:
         names = ("serial", "seed", "positions", "launched", "sampled", "limit", "stops_at_eos", "needs_processing")
@@ -91,7 +90,7 @@ class SlotTable:
     def enter(self, slot: int, row: Row, tokens: int) -> None:
         """Put a row with `tokens` tokens in its KV cache into a free slot; it keeps tokens sampled before."""
         request, before = row.active.request, len(row.tokens)
-        self.rows[slot] = row
+        self.rows[slot], self._rows_changed = row, True
         self.serial[slot], self.seed[slot] = row.serial, request.seeds[row.index]
         self.positions[slot], self.reserved[slot] = tokens, row.active.reserved
         self.launched[slot] = self.sampled[slot] = before
@@ -110,6 +109,7 @@ class SlotTable:
         row.logprobs = self._logprob[slot, :sampled].tolist()
         row.versions = self._version[slot, :sampled].tolist()
         self.rows[slot], self.serial[slot], self.positions[slot], self.adapter[slot] = None, 0, 0, 0
+        self._rows_changed = True
         return row
 
     def tokens_of(self, slot: int) -> list[int]:
@@ -121,14 +121,17 @@ class SlotTable:
         return self._token[slot, : self.sampled[slot]]
 
     def adapters(self) -> list[LoadedAdapter | None]:
-        """Return the adapter of every slot, None for the policy.
+        """Return the adapter of every slot, None for the policy; the same list as before if nothing has changed.
 
         Free slots have the adapter that they had, if a row uses it: what was prepared for the last step stays usable.
         """
-        live, before = [row.active.adapter for row in self.rows if row is not None], self._adapters
-        before = before if len(before) == len(self.rows) else live[:1] * len(self.rows)
-        free = [one if one in live else live[0] for one in before] if len(live) < len(self.rows) else before
-        self._adapters = [one if row is None else row.active.adapter for row, one in zip(self.rows, free, strict=True)]
+        if not self._rows_changed:
+            return self._adapters
+        live = [row.active.adapter for row in self.rows if row is not None]
+        before = self._adapters if len(self._adapters) == len(self.rows) else live[:1] * len(self.rows)
+        pairs = zip(self.rows, before, strict=True)
+        now = [row.active.adapter if row else one if one in live else live[0] for row, one in pairs]
+        self._adapters, self._rows_changed = self._adapters if now == self._adapters else now, False
         return self._adapters
 
     def versions(self, slots: NDArray[np.int64], policy_version: int) -> NDArray[np.int64]:

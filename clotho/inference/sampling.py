@@ -374,13 +374,10 @@ def _check_seeds(seeds: tuple[int, ...]) -> None:
 
 
 def _check_sampling(sampling: Sampling, vocabulary: int) -> None:
-    for name, parameter in PARAMETERS.items():
-        value = getattr(sampling, name)
-        try:
-            msgspec.convert(value, parameter.annotation)
-        except msgspec.ValidationError as error:
-            shown = reprlib.repr(value)
-            raise RequestError(f"{name} is {shown}; allowed is {parameter.allowed} ({error})", param=name) from error
+    try:
+        msgspec.convert(msgspec.structs.asdict(sampling), Sampling)
+    except msgspec.ValidationError:
+        _check_each_parameter(sampling)
     if (low := below_least_positive(sampling)) is not None:
         message = f"{low} is {getattr(sampling, low):g}; allowed is {PARAMETERS[low].allowed}"
         raise RequestError(message, param=low)
@@ -391,6 +388,17 @@ def _check_sampling(sampling: Sampling, vocabulary: int) -> None:
     if sampling.min_tokens > sampling.max_tokens:
         message = f"min_tokens is {sampling.min_tokens}; max_tokens is {sampling.max_tokens}"
         raise RequestError(message, param="min_tokens")
+
+
+def _check_each_parameter(sampling: Sampling) -> None:
+    """Raise a RequestError that names the parameter that is not valid."""
+    for name, parameter in PARAMETERS.items():
+        value = getattr(sampling, name)
+        try:
+            msgspec.convert(value, parameter.annotation)
+        except msgspec.ValidationError as error:
+            shown = reprlib.repr(value)
+            raise RequestError(f"{name} is {shown}; allowed is {parameter.allowed} ({error})", param=name) from error
 
 
 def _check_constrained(sampling: Sampling) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from clotho.cpu import blas as products
 from clotho.cpu import load_blas
-from clotho.cpu.blas import Floats, Product, matrix, multiply, prepared
+from clotho.cpu.blas import Floats, Product, matrix, multiply, part, prepared
 
 
 @pytest.fixture(params=["BLAS", "NumPy"], autouse=True)
@@ -73,6 +73,15 @@ def test_what_blas_cannot_read_is_refused(array: Floats) -> None:
     """It would take other numbers for it."""
     with pytest.raises(ValueError, match=r".+"):
         matrix(array)
+
+
+def test_a_part_of_a_matrix_is_the_view_of_its_slice() -> None:
+    """Rows, columns and both; also single ones."""
+    whole = matrix(numbers(5, 7)[:, 1:])
+    for rows, columns in ((slice(1, 4), slice(0, None)), (slice(0, None), slice(2, 5)), (slice(3, 5), slice(5, 6))):
+        found, expected = part(whole, rows, columns), matrix(whole.array[rows, columns])
+        assert found[1:] == expected[1:]
+        np.testing.assert_array_equal(found.array, expected.array)
 
 
 def test_on_macos_no_library_is_loaded_and_no_variable_set(monkeypatch: pytest.MonkeyPatch) -> None:
