@@ -177,8 +177,8 @@ class Timeline(History):
         if row is None or not isinstance(row.get("t"), int | float):
             return None
         swaps = self.latest.get("swaps")
-        if isinstance(swaps, list):
-            row["swaps"] = [number(time) for time in swaps[:MAX_SWAPS] if isinstance(time, int | float)]
+        times = swaps[:MAX_SWAPS] if isinstance(swaps, list) else ()
+        row["swaps"] = [number(time) for time in times if isinstance(time, int | float)]
         waiting = self.latest.get("waiting")
         row["waiting"] = waiting[:MAX_NAME] if isinstance(waiting, str) else ""
         return row

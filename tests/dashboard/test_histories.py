@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from clotho.dashboard.histories import Groups, History, Metrics, Timeline
@@ -158,6 +158,7 @@ def check(directory: Path, damaged: list[bytes]) -> None:
 
 
 @settings(max_examples=40)
+@example([b'{"t": 1, "swaps": 1, "waiting": 1}'])
 @given(st.lists(DAMAGED, max_size=4))
 def test_any_damaged_file_is_read(tmp_path_factory: pytest.TempPathFactory, damaged: list[bytes]) -> None:
     """Bytes, values of other types, deep nesting, and numbers beyond every range."""

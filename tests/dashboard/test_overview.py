@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from clotho.dashboard.overview import OUTCOMES, overview
 from clotho.dashboard.run_files import RunFiles
 from clotho.monitoring.forecast import STEP_METRICS
+from clotho.monitoring.metrics import METRICS
 from clotho.storage.jsonl import encode
 from protocols.rollout import DiscardReason
-from tests.dashboard.synthetic_run import RunShape, write_run
+from tests.dashboard.synthetic_run import RunShape, made_groups, made_metrics, write_run
 from tests.dashboard.test_histories import JSON_VALUES
 
 KEYS = st.sampled_from([
@@ -38,6 +39,12 @@ def read(directory: Path, *, is_live: bool = True) -> dict[str, Any]:
 def test_every_outcome_is_described() -> None:
     """Beside its bar."""
     assert set(OUTCOMES) == {"trained", *get_args(DiscardReason)}
+
+
+def test_made_up_metrics_have_the_keys_of_a_run() -> None:
+    """The tests of the dashboard use them."""
+    made = made_metrics(RunShape(groups=4, steps=2), list(made_groups(RunShape(groups=4, steps=2))))
+    assert {tuple(sorted(line)) for line in made} == {tuple(sorted(METRICS))}
 
 
 def test_without_rollouts_the_outcomes_follow_from_the_metrics(tmp_path: Path) -> None:
