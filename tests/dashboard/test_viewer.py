@@ -132,8 +132,9 @@ def test_a_choice_shows_how_many_groups_it_has_under_the_other_filters(
 ) -> None:
     """The counts of the outcomes respect the filter by type, and not the filter by outcome itself."""
     with visit(browser, address) as page:
-        wait_for_list(page, "outcome=trained&type=sum")
-        of_type = [COLUMNS["outcome"](group) for group in groups if group["type"] == "sum"]
+        wait_for_list(page, "outcome=stale&type=sequence")
+        of_type = [COLUMNS["outcome"](group) for group in groups if group["type"] == "sequence"]
+        assert {"stale", "invalid"} <= set(of_type)
         for outcome in {COLUMNS["outcome"](group) for group in groups}:
             button = page.find(f"[role=group] [data-key='outcome {outcome}'] b")
             assert int(button.inner_text()) == of_type.count(outcome)

@@ -29,7 +29,8 @@ export function scaleOf(name, completions) {
 	return {
 		sampled_logprob: surprise,
 		learner_logprob: surprise,
-		ratio: { at: (value) => limited(-1, Math.log(value) / factor, 1), stops: ends.map((end) => Math.exp(end * factor)) },
+		ratio: { at: (value) => Math.sign(Math.log(value)) * Math.sqrt(limited(0, Math.abs(Math.log(value)) / factor, 1)),
+			stops: ends.map((end) => Math.exp(end * Math.abs(end) * factor)) },
 		version: { at: (value) => 0.15 + (0.85 * (value - low)) / (high - low || 1), colour: BLUE,
 			stops: [...new Set([0, 0.25, 0.5, 0.75, 1].map((end) => Math.round(low + end * (high - low))))] },
 		advantage: { at: (value) => value / size, stops: ends.map((end) => end * size) },
@@ -70,7 +71,7 @@ export function elements(values, start, end, { name, scale, symbols }) {
 export function tokenTable(values, at) {
 	const row = (title, name, text, note) => h("tr", h("th", { scope: "row" }, title), h("td", h("span", { "data-value": name }, text), h("span.muted", note)));
 	const { none, cut, ...numbers } = OVERLAYS;
-	return h("table", row("token", "text", h("code", visible(values.text[at]) || "part of a character")), row("id", "token", values.tokens[at]),
+	return h("table", row("token", "text", h("code", visible(values.text[at]) || "no text")), row("id", "token", values.tokens[at]),
 		row("position", "position", `${number(at + 1)} of ${number(values.tokens.length)}`), row(cut, "cut", CUTS[values.cut[at]]),
 		Object.entries(numbers).map(([name, title]) => row(title, name, exact(values[name][at]),
 			name.endsWith("logprob") && !missing(values[name][at]) && ` p = ${number(Math.exp(values[name][at]))}`)));
