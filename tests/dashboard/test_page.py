@@ -233,7 +233,8 @@ def test_texts_and_lines_have_a_contrast_of_4_5_with_every_background(scheme: in
     for text in texts:
         for background in ("page", "card"):
             assert contrast(colours[text], colours[background]) >= 4.5, (text, background)
-    for text, background in (("muted", "sunken"), ("accent", "tint"), ("warn", "warn-tint"), ("bad", "bad-tint")):
+    tints = [(text, background) for text in ("text", "muted") for background in ("sunken", "warn-tint", "bad-tint")]
+    for text, background in (*tints, ("accent", "tint"), ("warn", "warn-tint"), ("bad", "bad-tint")):
         assert contrast(colours[text], colours[background]) >= 4.5, (text, background)
     assert not re.search(r"#(?:[0-9a-f]{3}|[0-9a-f]{6})\b", style.split("* { box-sizing", 1)[1])
 
