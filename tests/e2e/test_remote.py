@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.e2e.pipeline_process import Run
+from tests.e2e.pipeline_process import Run, run
 from tests.e2e.test_serve import Server, serving
 
 LONG_SECONDS = 1800.0
@@ -39,13 +39,13 @@ def test_a_run_survives_servers_that_are_killed_stopped_and_continued(tmp_path: 
     run_dir = tmp_path / "run"
     with ExitStack() as stack:
         killed, stopped, steady = (stack.enter_context(serving(*ACCEPTS)) for _ in range(3))
-        with Run(run_dir, "--steps", "12", *flags(killed, stopped, steady)) as run:
-            run.wait_until(lambda: len(events(run_dir, "remote_server_ready")) >= 3)
+        with Run(run_dir, "--steps", "12", *flags(killed, stopped, steady)) as running:
+            running.wait_until(lambda: len(events(run_dir, "remote_server_ready")) >= 3)
             killed.process.send_signal(signal.SIGKILL)
             stopped.process.send_signal(signal.SIGSTOP)
-            run.wait_until(lambda: len(events(run_dir, "remote_server_failed")) >= 2)
+            running.wait_until(lambda: len(events(run_dir, "remote_server_failed")) >= 2)
             stopped.process.send_signal(signal.SIGCONT)
-            result = run.finish()
+            result = running.finish()
         served = httpx.get(f"{steady.url.removesuffix('/v1')}/v1/policy").json()
     assert result.status == 0, result.err
     assert result.accounting.prompted == 12 * 4
@@ -68,8 +68,8 @@ def test_a_run_samples_on_mlx_lm_servers_that_it_restarts_with_each_adapter(tmp_
     run_dir = tmp_path / "run"
     port = free_port()
     remote = ("--generator", "remote", "--generator.server-url", f"http://127.0.0.1:{port}")
-    with Run(run_dir, "--steps", "4", "--async", "false", *remote, "--generator.weights", "restart") as run:
-        result = run.finish()
+    with Run(run_dir, "--steps", "4", "--async", "false", *remote, "--generator.weights", "restart") as running:
+        result = running.finish()
     assert result.status == 0, result.err
     assert result.accounting.prompted == 4 * 4
     assert not events(run_dir, "remote_server_failed")
@@ -91,8 +91,8 @@ def test_a_run_shares_its_weights_by_path(tmp_path: Path) -> None:
     by_path = ("--generator.weights", "path", "--generator.weights.directory", str(shared))
     with ExitStack() as stack:
         pair = [stack.enter_context(serving(*accepts)) for _ in range(2)]
-        with Run(run_dir, "--steps", "4", *flags(*pair), *by_path) as run:
-            result = run.finish()
+        with Run(run_dir, "--steps", "4", *flags(*pair), *by_path) as running:
+            result = running.finish()
     assert result.status == 0, result.err
     metrics = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     assert len(metrics[-1]["remote_servers"]) == 2
@@ -106,8 +106,8 @@ def test_a_run_with_two_servers_learns_as_much_as_without(tmp_path: Path) -> Non
     run_dir = tmp_path / "run"
     with ExitStack() as stack:
         pair = [stack.enter_context(serving(*ACCEPTS, patience_seconds=LONG_SECONDS)) for _ in range(2)]
-        with Run(run_dir, *flags(*pair), small=("--server.port", "0"), patience_seconds=LONG_SECONDS) as run:
-            result = run.finish()
+        with Run(run_dir, *flags(*pair), small=("--server.port", "0"), patience_seconds=LONG_SECONDS) as running:
+            result = running.finish()
     assert result.status == 0, result.err
     before, after = accuracy(run_dir)
     assert before < 0.6
@@ -124,8 +124,7 @@ def free_port() -> int:
 def test_a_run_without_a_server_fails_with_its_address(tmp_path: Path) -> None:
     """After the permitted time; the run can be continued."""
     flags = ("--generator", "remote", "--generator.server-url", "http://127.0.0.1:9")
-    with Run(tmp_path / "run", "--steps", "1", "--generator.patience-seconds", "0.5", *flags) as run:
-        result = run.finish()
+    result = run(tmp_path / "run", "--steps", "1", "--generator.patience-seconds", "0.5", *flags)
     assert result.status == 1
     assert "http://127.0.0.1:9" in result.err
     assert "--resume" in result.err

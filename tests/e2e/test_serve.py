@@ -1,4 +1,4 @@
-"""`python pipeline.py serve`: a model behind the HTTP API, in a process of its own."""
+"""`python pipeline.py serve`: a model behind the HTTP API, in a process of its own; bad input in this process."""
 
 from __future__ import annotations
 
@@ -22,9 +22,11 @@ from mlx_lm.generate import generate_step
 from msgspec import Struct
 from openai import BaseModel
 
+from clotho.__main__ import main
 from tests.e2e.pipeline_process import PATIENCE_SECONDS, REPOSITORY
 from tests.inference.adapter_models import write_mlx_adapter
 
+KEY = "secret"
 EMBEDDED = str(REPOSITORY / "profiles" / "embedded")
 
 
@@ -138,44 +140,61 @@ def test_the_second_signal_ends_a_server_whose_computation_hangs() -> None:
     assert "computation_abandoned" in out
 
 
-def test_a_served_model_has_the_metrics_of_a_run() -> None:
-    """/metrics, /health and /version, behind the API key."""
-    with serving("--server.api-key", "secret") as server:
-        base = server.url.removesuffix("/v1")
-        health = httpx.get(f"{base}/health").json()
-        assert (health["status"], health["children"]["memory watch"]) == ("ok", "running")
-        assert httpx.get(f"{base}/metrics").status_code == 401
-        found = httpx.get(f"{base}/metrics", headers={"authorization": "Bearer secret"}).text
-        assert "clotho_decode_steps_total" in found
-        assert "clotho_sequences_limit 256.0" in found
+class AdapterServer(Struct, frozen=True, kw_only=True):
+    """A running server with an API key and two adapters, by name."""
+
+    server: Server
+    adapters: dict[str, Path]
+
+
+@pytest.fixture(scope="module")
+def with_adapters(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AdapterServer]:
+    """A server with an API key and two adapters. Ctrl-C ends it with exit status 0."""
+    place = tmp_path_factory.mktemp("adapters")
+    mx.random.seed(0)
+    model: Any = mlx_lm.load(EMBEDDED)[0]
+    adapters = {
+        "first": write_mlx_adapter(place / "first", model, rank=4, seed=1, modules=("q_proj", "v_proj")),
+        "second": write_mlx_adapter(place / "second", model, rank=8, seed=2),
+    }
+    flags = [word for name, path in adapters.items() for word in ("--adapter", f"{name}={path}")]
+    with serving("--server.api-key", KEY, *flags) as server:
+        yield AdapterServer(server=server, adapters=adapters)
         server.process.send_signal(signal.SIGINT)
         assert finish(server.process)[0] == 0
 
 
-def test_requests_name_adapters_that_the_server_loaded_at_its_start(tmp_path: Path) -> None:
+def test_a_served_model_has_the_metrics_of_a_run(with_adapters: AdapterServer) -> None:
+    """/metrics, /health and /version, behind the API key."""
+    base = with_adapters.server.url.removesuffix("/v1")
+    health = httpx.get(f"{base}/health").json()
+    assert (health["status"], health["children"]["memory watch"]) == ("ok", "running")
+    assert httpx.get(f"{base}/metrics").status_code == 401
+    found = httpx.get(f"{base}/metrics", headers={"authorization": f"Bearer {KEY}"}).text
+    assert "clotho_decode_steps_total" in found
+    assert "clotho_sequences_limit 256.0" in found
+
+
+def test_requests_name_adapters_that_the_server_loaded_at_its_start(with_adapters: AdapterServer) -> None:
     """Each has the base model as its parent, and samples as mlx-lm does with the adapter."""
-    mx.random.seed(0)
-    model: Any = mlx_lm.load(EMBEDDED)[0]
-    first = write_mlx_adapter(tmp_path / "first", model, rank=4, seed=1, modules=("q_proj", "v_proj"))
-    second = write_mlx_adapter(tmp_path / "second", model, rank=8, seed=2)
-    prompt = [5, 9, 33, 1]
-    with serving("--adapter", f"first={first}", "--adapter", f"second={second}") as server:
-        assert server.screen[-2].split() == ["serves", "profiles/embedded,", "first,", "second"]
-        with openai.OpenAI(base_url=server.url, api_key="none", max_retries=0) as client:
-            base, *adapters = client.models.list().data
-            parents = [(card.id, extra(card)["parent"]) for card in adapters]
-            assert parents == [("first", base.id), ("second", base.id)]
-            for name, path in ((base.id, None), ("first", first), ("second", second)):
-                answer = client.completions.create(
-                    model=name, prompt=prompt, max_tokens=12, temperature=0,
-                    extra_body={"return_token_ids": True, "ignore_eos": True, "prompt_logprobs": 0},
-                )  # fmt: skip
-                assert answer.model == name
-                (choice,) = answer.choices
-                assert extra(choice)["token_ids"] == greedy(path, prompt, 12)
-                scores = extra(choice)["prompt_logprobs"]
-                found = [next(iter(position.values()))["logprob"] for position in scores[1:]]
-                assert found == pytest.approx(scored(path, prompt), abs=1e-3)
+    prompt, server = [5, 9, 33, 1], with_adapters.server
+    assert server.screen[-2].split() == ["serves", "profiles/embedded,", "first,", "second"]
+    with openai.OpenAI(base_url=server.url, api_key=KEY, max_retries=0) as client:
+        base, *adapters = client.models.list().data
+        parents = [(card.id, extra(card)["parent"]) for card in adapters]
+        assert parents == [("first", base.id), ("second", base.id)]
+        for name in (base.id, "first", "second"):
+            path = with_adapters.adapters.get(name)
+            answer = client.completions.create(
+                model=name, prompt=prompt, max_tokens=12, temperature=0,
+                extra_body={"return_token_ids": True, "ignore_eos": True, "prompt_logprobs": 0},
+            )  # fmt: skip
+            assert answer.model == name
+            (choice,) = answer.choices
+            assert extra(choice)["token_ids"] == greedy(path, prompt, 12)
+            scores = extra(choice)["prompt_logprobs"]
+            found = [next(iter(position.values()))["logprob"] for position in scores[1:]]
+            assert found == pytest.approx(scored(path, prompt), abs=1e-3)
 
 
 def extra(answer: BaseModel) -> dict[str, Any]:
@@ -216,19 +235,18 @@ def scored(adapter: Path | None, prompt: list[int]) -> list[float]:
     ],
     ids=lambda flags: " ".join(flags[-2:]),
 )
-def test_wrong_input_is_one_line_and_status_2(flags: list[str]) -> None:
+def test_wrong_input_is_one_line_and_status_2(flags: list[str], capfd: pytest.CaptureFixture[str]) -> None:
     """Nothing is printed to standard output."""
-    status, out, err = finish(launch(*flags, "--server.port", "0"))
+    status = main(["serve", *flags, "--server.port", "0"])
+    out, err = capfd.readouterr()
     assert status == 2
     assert out == ""
     assert err.startswith("clotho: ")
     assert len(err.splitlines()) == 1
 
 
-def test_a_port_in_use_is_refused() -> None:
+def test_a_port_in_use_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
     """The message names the flag."""
-    with serving() as server:
-        port = server.url.split(":")[-1].removesuffix("/v1")
-        status, _, err = finish(launch("--model", EMBEDDED, "--server.port", port))
-        assert status == 2
-        assert "--server.port" in err
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        assert main(["serve", "--model", EMBEDDED, "--server.port", str(other.getsockname()[1])]) == 2
+    assert "--server.port" in capfd.readouterr().err

@@ -85,7 +85,7 @@ def versions_of_responses(address: str, run_dir: Path) -> list[int]:
     return versions
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
 def test_the_second_signal_stops_at_once_and_the_run_resumes(tmp_path: Path, number: signal.Signals) -> None:
     """Exit status 130 or 143. Groups in flight are carried over and prompted again."""
     with Run(tmp_path / "run", *ENDLESS) as running:
