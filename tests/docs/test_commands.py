@@ -2,7 +2,8 @@
 
 A page's commands run in order in one directory that contains links to the checkout. Blocks of Python and TOML whose
 first line is a file name (`# name.py`) are written to that directory first. `pip install` is left out, because the
-package is installed already. HTML comments above a block control it:
+package is installed already. Blocks that only run the program, without a module of the page, run in this process, which
+has loaded its modules; those of README.md do not. HTML comments above a block control it:
 
     not executed: REASON            flags and profile are checked, nothing runs
     executed with: FLAGS            the flags are added to every `python pipeline.py` command
@@ -11,6 +12,8 @@ package is installed already. HTML comments above a block control it:
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
 import re
 import shlex
@@ -25,6 +28,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from clotho.__main__ import main
 from clotho.config.evaluation import evaluation_help, load_evaluation
 from clotho.config.flags import parse_arguments
 from clotho.config.load import load_profile
@@ -42,6 +46,9 @@ INSTALLATION = re.compile(r"^pip install[^\n&]*(?:&& )?", re.MULTILINE)
 PARSED = ("show", "convert", "merge", "push", "view")
 """Commands with a parser of their own."""
 
+PLAIN = re.compile(r"python pipeline\.py [^|&;<>$`~*]+")
+"""A command of the program that needs no shell."""
+
 PIPELINE = re.compile(r"^python pipeline\.py\b[^\n&|#]*", re.MULTILINE)
 
 
@@ -56,13 +63,21 @@ def test_the_commands_of_a_page_work(page: Path, tmp_path: Path) -> None:
             (tmp_path / block.file_name).write_text(block.text, encoding="utf-8")
     port = free_port()
     commands = COMMANDS[page]
+    files = [block for block in blocks(page) if block.file_name]
+    modules = {Path(block.file_name).stem for block in files if block.file_name.endswith(".py")}
+    loaded = {name for name in modules for block in files if block.language == "toml" and name in block.text}
     for block, following in zip(commands, [*commands[1:], None], strict=True):
         if block.comment.startswith(SKIPPED) or block.comment == DURING:
             continue
         if following is not None and following.comment == DURING:
             run_beside(block, following, tmp_path, port)
         else:
-            run(script(block, port), tmp_path, port)
+            text = script(block, port)
+            is_here = page.stem != "README" and not loaded and not any(name in text for name in modules)
+            if is_here and all(map(PLAIN.fullmatch, text.strip().splitlines())):
+                run_here(text, tmp_path)
+            else:
+                run(text, tmp_path, port)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
@@ -123,6 +138,15 @@ def run(text: str, directory: Path, port: int) -> None:
     command = ["bash", "-euo", "pipefail", "-c", text]
     result = subprocess.run(command, cwd=directory, env=environment(directory), capture_output=True, text=True)
     assert result.returncode == 0, f"{text}\n{result.stdout[-3000:]}\n{result.stderr[-3000:]}"
+
+
+def run_here(text: str, directory: Path) -> None:
+    """Run commands of the program in this process."""
+    for line in text.strip().splitlines():
+        with contextlib.chdir(directory):
+            status = main(shlex.split(line, comments=True)[2:])
+        gc.unfreeze()
+        assert status == 0, line
 
 
 def run_beside(block: Block, during: Block, directory: Path, port: int) -> None:
