@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import TemplateError
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tokenizer_utils import load as load_tokenizer
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from clotho.config.schema import ModelSection
 from clotho.models.chat_template import MAX_TEMPLATE_CHARACTERS, ChatTemplate
@@ -49,6 +49,7 @@ class ChatTokenizer:
         """
         wrapper: Any = tokenizer if isinstance(tokenizer, TokenizerWrapper) else TokenizerWrapper(tokenizer)
         self._wrapper = wrapper
+        self._library = _library(wrapper._tokenizer)
         self._replacement, self._variables = template, dict(variables)
         self._template: ChatTemplate | None = None
         self._control: ControlTokens | None = None
@@ -219,6 +220,8 @@ class ChatTokenizer:
 
     def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of `tokens`, without special tokens unless they are requested."""
+        if self._library is not None:
+            return str(self._library.decode(list(tokens), skip_special_tokens=skip_special_tokens))
         return str(
             self._wrapper.decode(
                 list(tokens), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
@@ -244,6 +247,17 @@ class ChatTokenizer:
     def token_text(self, token: int) -> str:
         """Return one token as text, special tokens by name; an incomplete character becomes U+FFFD."""
         return str(self._wrapper.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
+def _library(tokenizer: Any) -> Any:
+    """Return the tokenizer of the library `tokenizers` that decodes for a tokenizer of transformers; None without one.
+
+    It takes a fifth of the time for the few tokens of a streamed event. A tokenizer with own code decodes itself.
+    """
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        return None
+    kind, methods = type(tokenizer), (PreTrainedTokenizerBase.decode, PreTrainedTokenizerFast._decode)
+    return tokenizer.backend_tokenizer if (kind.decode, kind._decode) == methods else None
 
 
 def _read_template(name: str) -> str:

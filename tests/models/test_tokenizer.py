@@ -13,6 +13,8 @@ from clotho.models.tokenizer import ChatTokenizer
 from protocols.errors import ModelError, RequestError
 from tests.small_models import byte_tokenizer
 
+EMBEDDED = Path(__file__).parents[2] / "profiles" / "embedded"
+
 TEMPLATE = (
     "{% for m in messages %}{% if m['role'] not in ['user', 'assistant'] %}{{ raise_exception('unknown role') }}"
     "{% endif %}{{ m['role'] + ':' + m['content'] + '<|end|>' }}{% endfor %}"
@@ -34,6 +36,24 @@ def test_special_tokens_have_a_name_but_no_text() -> None:
     assert tokenizer.decode((65, 256, 66)) == "AB"
     assert (tokenizer.token_text(256), tokenizer.token_text(65)) == ("<|end|>", "A")
     assert (tokenizer.eos_ids, tokenizer.vocab_size) == (frozenset({256}), 257)
+
+
+def test_text_is_that_of_transformers() -> None:
+    """With and without special tokens, incomplete characters included. Code of a tokenizer is not bypassed."""
+    tokenizer = ChatTokenizer.from_files(EMBEDDED)
+    inner = tokenizer._wrapper._tokenizer
+    tokens = [*range(tokenizer.vocab_size), *tokenizer.encode("1 + 1 = 2 , ü 世"), 0, 2]
+    for skips in (True, False):
+        for some in (tokens, tokens[-3:], tokens[130:131], []):
+            expected = inner.decode(some, skip_special_tokens=skips, clean_up_tokenization_spaces=False)
+            assert tokenizer.decode(some, skip_special_tokens=skips) == expected
+
+    class Shouting(type(inner)):  # type: ignore[misc]
+        def _decode(self, *args: object, **settings: object) -> str:
+            return str(super()._decode(*args, **settings)).upper()
+
+    inner.__class__ = Shouting
+    assert ChatTokenizer(tokenizer._wrapper).decode(tokenizer.encode("abc")) == "ABC"
 
 
 def test_a_conversation_is_rendered_with_its_special_tokens() -> None:
