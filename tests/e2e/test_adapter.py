@@ -8,6 +8,7 @@ from typing import Any
 import mlx_lm
 
 from clotho.config.load import load_profile
+from clotho.config.schema import HeldOutEvaluation
 from clotho.rewards.runner import RewardRunner
 from protocols.prompt import Problem
 from tests.e2e.conftest import CompletedRun
@@ -18,18 +19,19 @@ async def test_mlx_lm_reproduces_the_accuracy_of_the_run(synchronous: CompletedR
     """Greedily through the chat template: the base policy before and the adapter after."""
     profile = load_profile(str(synchronous.run_dir / "profile.toml"))
     rewards = RewardRunner(profile.rewards)
-    held_out = lines(Path(profile.data.heldout))
+    assert isinstance(profile.eval, HeldOutEvaluation)
+    held_out = lines(Path(profile.data.heldout))[: profile.eval.problems]
     measured = []
     for adapter in (None, str(synchronous.run_dir / "adapters")):
         loaded: Any = mlx_lm.load(profile.model.path, adapter_path=adapter)
         model, tokenizer = loaded[:2]
         right = 0
-        for record in held_out[: profile.eval.problems]:
+        for record in held_out:
             message = {"role": "user", "content": record["prompt"]}
             prompt = tokenizer.apply_chat_template([message], add_generation_prompt=True)
             text = mlx_lm.generate(model, tokenizer, prompt, max_tokens=profile.sampling.max_tokens)
-            right += await rewards.is_correct(Problem(**record), text)
-        measured.append(right / profile.eval.problems)
+            right += await rewards.is_correct(Problem(**record), text) is True
+        measured.append(right / len(held_out))
     recorded = lines(synchronous.run_dir / "evaluations.jsonl")
     assert measured == [line["accuracy"] for line in recorded]
     for line in recorded:
