@@ -12,6 +12,7 @@ import pytest
 from clotho.training.objectives.controllers import initial_loss_coefficients
 from clotho.training.objectives.loss import LossCoefficients, LossInputs, MetricSums, policy_loss
 from clotho.training.objectives.registry import objective
+from protocols.step import Cut
 from tests.learner_settings import learner_settings
 from tests.training.objectives.objective_inputs import float_array
 
@@ -217,3 +218,23 @@ def test_a_correction_does_not_apply_to_a_ratio_to_the_sampler() -> None:
     """It would count the same mismatch twice."""
     with pytest.raises(ValueError, match="twice"):
         differentiate(logp_at_ratio([1.0]), inputs([1.0]), correction="truncate")
+
+
+@pytest.mark.parametrize(("correction", "clipped_and_limited"), [("truncate", Cut.CLIP), ("mask", Cut.CORRECTION)])
+def test_the_factor_of_zero_decides_what_cuts_a_token(correction: str, clipped_and_limited: Cut) -> None:
+    """A mask, then a rejection, then a clip, then a truncation. Ratios are learner / proximal, proximal / sampler."""
+    ratios = [(1.0, 1.0), (1.5, 1.0), (1.0, 3.0), (1.5, 3.0), (1.5, 3.0)]
+    moved_N, mismatch_N = np.log(np.array(ratios)).T
+    seen = inputs([1.0] * 5, proximal_N=float_array(mismatch_N - 2.0), loss_mask_N=float_array([1, 1, 1, 1, 0]))
+    settings = learner_settings(ratio_reference="batch_start", correction=correction, correction_high=2.0)
+    _, _, cut_N = policy_loss(
+        float_array(mismatch_N + moved_N - 2.0),
+        mx.zeros(5),
+        seen,
+        settings=settings,
+        loss_coefficients=initial_loss_coefficients(settings),
+        objective=objective(settings.objective),
+    )
+    assert cut_N.dtype == mx.uint8
+    expected = [Cut.NONE, Cut.CLIP, Cut.CORRECTION, clipped_and_limited, Cut.MASK]
+    assert np.array(cut_N).tolist() == expected
