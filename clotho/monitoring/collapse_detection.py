@@ -201,7 +201,8 @@ LOWER_RATE = "lower learner.optimizer.learning_rate"
 
 def _check_update_kl(batch: BatchStatistics, state: CollapseState, settings: CollapseChecks) -> Iterator[Finding]:
     if batch.update_kl is not None and batch.update_kl > settings.update_kl_high:
-        rate = f" (this update used {batch.learning_rate:.2g})" if batch.learning_rate else ""
+        used = batch.learning_rate
+        rate = f" (in this update from {used:.2g} to {used / 10:.2g})" if used else ""
         yield Finding(
             name="update_too_large",
             severity="error" if batch.update_kl > CERTAIN_FACTOR * settings.update_kl_high else "warning",

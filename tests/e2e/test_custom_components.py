@@ -98,7 +98,7 @@ def test_a_decode_engine_that_fails_too_often_ends_the_process(tmp_path: Path) -
     (tmp_path / "breaker.toml").write_text(ENGINE_BREAKER)
     flags = ("--profile", str(tmp_path / "breaker.toml"), "--steps", "5000", "--checkpoint.interval", "1")
     with Run(run_dir, *flags) as running:
-        running.wait_for("reward")
+        running.wait_for("tokens/s")
         below = list(descendants(running.process.pid))
         result = running.finish()
     assert result.status == 1, result

@@ -25,7 +25,7 @@ def test_a_run_ends_after_hostile_requests(tmp_path: Path) -> None:
         for body in (duplicate_fields, long_prompt):
             assert post(port, body()) == 400, body
             assert post(port, b'{"prompt": "1 + 1 =", "max_tokens": 4}') == 200, body
-        running.wait_for("reward")
+        running.wait_for("tokens/s")
         running.send(signal.SIGTERM)
         result = running.finish()
     assert result.status == 0, result
@@ -38,7 +38,7 @@ def test_a_signal_ends_a_run_with_hostile_requests_in_flight(tmp_path: Path) -> 
     """Fifteen clients send one request after the other. A valid request succeeds. The exit status is 0."""
     with Run(tmp_path / "run", *SETTINGS) as running:
         port = port_of(running)
-        running.wait_for("reward")
+        running.wait_for("tokens/s")
         clients = HostileClients(port)
         clients.active.set()
         try:

@@ -11,6 +11,8 @@ from clotho.monitoring.metrics import METRICS
 from tests.e2e.conftest import CompletedRun
 from tests.e2e.pipeline_process import BATCH, assert_recorded, lines, metrics
 
+ABOUT_THE_MACHINE = {"slow", "memory_pressure", "swap_growing", "thermal_pressure", "low_power_mode", "on_battery"}
+
 
 def test_a_run_prints_its_machine_addresses_and_result(finished: CompletedRun) -> None:
     """Machine, backend, BLAS, policy, address, table and group accounting, as plain lines if redirected."""
@@ -43,6 +45,13 @@ def test_metrics_and_evaluations_cover_all_steps(finished: CompletedRun) -> None
     assert 0.0 <= evaluations[-1]["accuracy"] <= 1.0
     for line in metrics(finished.run_dir):
         assert line.keys() == METRICS.keys()
+
+
+def test_a_healthy_run_has_no_finding(finished: CompletedRun) -> None:
+    """Except those about the machine, which other programs may use too. Every line has the resources of the process."""
+    recorded = metrics(finished.run_dir)
+    assert {found["name"] for line in recorded for found in line["findings"]} <= ABOUT_THE_MACHINE
+    assert all(line["resources/resident_bytes"] > 2**20 for line in recorded)
 
 
 def test_a_run_leaves_profile_log_checkpoints_and_adapter(finished: CompletedRun) -> None:

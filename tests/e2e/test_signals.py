@@ -25,7 +25,7 @@ def test_the_server_answers_with_the_newest_weights_until_a_drain(tmp_path: Path
     """The policy version in the responses increases during training. Ctrl-C drains the run, and it can be resumed."""
     with Run(tmp_path / "run", *ENDLESS) as running:
         address = running.wait_for("API").split()[1]
-        running.wait_for("reward")
+        running.wait_for("tokens/s")
         versions = list(versions_of_responses(address, tmp_path / "run"))
         assert versions == sorted(versions)
         assert versions[-1] >= versions[0] + 2
@@ -54,7 +54,7 @@ def test_the_second_signal_ends_a_run_whose_computation_hangs(tmp_path: Path) ->
     flags = (*SETTINGS, "--learner.objective", "tests.e2e.hanging_code:objective")
     environment = {"CLOTHO_TEST_HANG": str(request)}
     with Run(run_dir, *flags, "--steps", "5000", environment=environment) as running:
-        running.wait_for("reward")
+        running.wait_for("tokens/s")
         request.touch()
         running.wait_for("hanging")
         running.send(signal.SIGTERM)
@@ -89,7 +89,7 @@ def versions_of_responses(address: str, run_dir: Path) -> list[int]:
 def test_the_second_signal_stops_at_once_and_the_run_resumes(tmp_path: Path, number: signal.Signals) -> None:
     """Exit status 130 or 143. Groups in flight are carried over and prompted again."""
     with Run(tmp_path / "run", *ENDLESS) as running:
-        running.wait_for("reward")
+        running.wait_for("tokens/s")
         running.send(number)
         running.wait_for("draining")
         running.send(number)
