@@ -48,7 +48,7 @@ def test_metrics_and_evaluations_cover_all_steps(finished: CompletedRun) -> None
 
 
 def test_a_healthy_run_has_no_finding(finished: CompletedRun) -> None:
-    """Except those about the machine, which other programs may use too. The last line has the resources of the process."""
+    """Except those about the machine, which other programs use too. The last line has the resources of the process."""
     recorded = metrics(finished.run_dir)
     assert {found["name"] for line in recorded for found in line["findings"]} <= ABOUT_THE_MACHINE
     assert recorded[-1]["resources/resident_bytes"] > 2**20
