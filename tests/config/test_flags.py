@@ -245,7 +245,8 @@ def test_the_same_value_may_be_given_twice() -> None:
         ("--rewards.weight 2", "unknown flag --rewards.weight; did you mean --rewards?"),
         ("--server.enabled 1", "unknown flag --server.enabled; there are: --server.accept-weights, "
          "--server.allow-pause, --server.api-key, --server.api-keys-file, --server.body-seconds, "
-         "--server.dashboard, --server.host, --server.max-answer-seconds, --server.max-body-bytes, --server.max-choices, --server.max-concurrent, "
+         "--server.dashboard, --server.host, --server.max-answer-seconds, --server.max-body-bytes, "
+         "--server.max-choices, --server.max-concurrent, "
          "--server.max-queue-seconds, --server.model-name, --server.port, --server.reasoning-parser, "
          "--server.send-seconds, --server.shutdown-seconds, --server.tool-parser, --server (off, http), "
          "--server.weights-root"),
