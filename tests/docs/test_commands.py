@@ -2,8 +2,8 @@
 
 A page's commands run in order in one directory that contains links to the checkout. Blocks of Python and TOML whose
 first line is a file name (`# name.py`) are written to that directory first. `pip install` is left out, because the
-package is installed already. Blocks that only run the program, without a module of the page, run in this process, which
-has loaded its modules; those of README.md do not. HTML comments above a block control it:
+package is installed already. Blocks that only run the program run in this process, which has loaded its modules, except
+those of README.md. HTML comments above a block control it:
 
     not executed: REASON            flags and profile are checked, nothing runs
     executed with: FLAGS            the flags are added to every `python pipeline.py` command
@@ -53,7 +53,7 @@ PIPELINE = re.compile(r"^python pipeline\.py\b[^\n&|#]*", re.MULTILINE)
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if COMMANDS[page]], ids=lambda page: page.stem)
-def test_the_commands_of_a_page_work(page: Path, tmp_path: Path) -> None:
+def test_the_commands_of_a_page_work(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each block ends with exit status 0."""
     for entry in ROOT.iterdir():
         if entry.name not in NOT_LINKED:
@@ -63,9 +63,7 @@ def test_the_commands_of_a_page_work(page: Path, tmp_path: Path) -> None:
             (tmp_path / block.file_name).write_text(block.text, encoding="utf-8")
     port = free_port()
     commands = COMMANDS[page]
-    files = [block for block in blocks(page) if block.file_name]
-    modules = {Path(block.file_name).stem for block in files if block.file_name.endswith(".py")}
-    loaded = {name for name in modules for block in files if block.language == "toml" and name in block.text}
+    use_modules_of(page, tmp_path, monkeypatch)
     for block, following in zip(commands, [*commands[1:], None], strict=True):
         if block.comment.startswith(SKIPPED) or block.comment == DURING:
             continue
@@ -73,8 +71,7 @@ def test_the_commands_of_a_page_work(page: Path, tmp_path: Path) -> None:
             run_beside(block, following, tmp_path, port)
         else:
             text = script(block, port)
-            is_here = page.stem != "README" and not loaded and not any(name in text for name in modules)
-            if is_here and all(map(PLAIN.fullmatch, text.strip().splitlines())):
+            if page.stem != "README" and all(map(PLAIN.fullmatch, text.strip().splitlines())):
                 run_here(text, tmp_path)
             else:
                 run(text, tmp_path, port)
@@ -108,6 +105,15 @@ def test_every_block_of_a_page_with_commands_has_a_language(page: Path) -> None:
     fences = re.findall(r"^```(.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
     assert len(fences) % 2 == 0
     assert set(fences[::2]) <= LANGUAGES
+
+
+def use_modules_of(page: Path, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Import the modules of a page from its directory, although another page can have a module of the same name."""
+    monkeypatch.syspath_prepend(directory)
+    monkeypatch.setenv("PYTHONPATH", environment(directory)["PYTHONPATH"])
+    for block in blocks(page):
+        if block.file_name.endswith(".py"):
+            monkeypatch.delitem(sys.modules, Path(block.file_name).stem, raising=False)
 
 
 def script(block: Block, port: int) -> str:
