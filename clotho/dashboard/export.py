@@ -103,11 +103,11 @@ def chosen_groups(files: RunFiles, number: int, limit_bytes: int) -> Iterator[tu
         record = None if line is None else decoded(line)
         if line is None or record is None:
             continue
-        responses = [(f"{prefix}/{group_id}", line)]
         try:
-            responses.append((f"{prefix}/{group_id}/tokens", encode(files.tokens(record))))
+            tokens = files.tokens(record)
         except RunDirectoryError as error:
-            responses.append((f"{prefix}/{group_id}/tokens", encode({"error": {"message": without_home(str(error))}})))
+            tokens = {"completions": [], "reason": without_home(str(error))}
+        responses = [(f"{prefix}/{group_id}", line), (f"{prefix}/{group_id}/tokens", encode(tokens))]
         limit_bytes -= sum(len(response) for _, response in responses)
         if limit_bytes < 0:
             return

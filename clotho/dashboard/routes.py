@@ -173,7 +173,7 @@ class Dashboard:
         try:
             found = await self._run(http).call(read, reading=["groups"])
         except RunDirectoryError as error:
-            raise ApiError(404, str(error), code="no_token_values") from None
+            return answer({"completions": [], "reason": str(error)})
         if found is None:
             raise missing_group(group_id)
         return raw(found)

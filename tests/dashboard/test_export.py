@@ -75,7 +75,7 @@ def test_the_data_are_the_responses_of_the_api(exported: tuple[Elements, dict[st
     assert data["responses"][f"{run}/groups/1"] == records[1]
     assert records[1]["completions"][1]["text"] == MARKUP
     assert data["responses"][f"{run}/groups/35/tokens"]["completions"]
-    assert data["responses"][f"{run}/groups/1/tokens"]["error"]["message"]
+    assert data["responses"][f"{run}/groups/1/tokens"]["reason"]
     assert data["responses"][f"{run}/overview"]["step"] == 4
     assert not [text for attributes, text in elements.scripts if "executed" in text and not attributes.get("id")]
 

@@ -210,7 +210,7 @@ def test_search_finds_text_in_prompts_answers_and_completions(
 
 def test_keys_move_through_the_list_and_open_a_group(browser: Browser, address: str) -> None:
     """`j` and `k` choose a row, Enter opens the group, Escape returns to the list, `/` goes to the search."""
-    with visit(browser, address, refused=2) as page:
+    with visit(browser, address) as page:
         wait_for_list(page, "sort=group_id")
         for key in ("j", "j", "j", "k", "Enter"):
             page.page.keyboard.press(key)

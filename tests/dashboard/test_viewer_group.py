@@ -42,7 +42,7 @@ COMPARE = """async ([a, b, level]) => {
     const { compare } = await import(new URL('dashboard/static/diff.js', document.baseURI));
     return compare({text: a}, {text: b}, level);
 }"""
-MESSAGE = "async () => (await (await fetch('dashboard/api/runs/0/groups/2/tokens')).json()).error.message"
+MESSAGE = "async () => (await (await fetch('dashboard/api/runs/0/groups/2/tokens')).json()).reason"
 OVERLAYS = ("sampled_logprob", "learner_logprob", "ratio", "version", "advantage", "cut", "gradient_share")
 CUTS = ("not cut", "clip range", "importance correction", "mask", "not trained on")
 
@@ -68,7 +68,7 @@ def groups(run: Path) -> list[Group]:
 
 def test_a_group_shows_its_record(browser: Browser, address: str, groups: list[Group]) -> None:
     """Prompt, answer, outcome and detail are complete; completions are in the order of their rewards, with parts."""
-    with visit(browser, address, refused=2) as page:
+    with visit(browser, address) as page:
         for group in (newest(groups), newest(groups, trained=False), groups[2]):
             open_group(page, str(group["group_id"]))
             assert page.texts("pre.prompt") == [group["prompt"]]
@@ -212,7 +212,7 @@ def test_groups_link_to_their_neighbours_in_the_filtered_list(
 ) -> None:
     """Previous and next are those of the list with the same filters and the same order."""
     ids = [group["group_id"] for group in groups if group["type"] == "sum" and group["reason"] is None]
-    with visit(browser, address, refused=3) as page:
+    with visit(browser, address) as page:
         page.open(f"#/groups/{ids[3]}?type=sum&outcome=trained&sort=group_id")
         page.page.wait_for_selector("[rel=next]")
         assert page.texts("[rel=prev], [rel=next]") == [f"↑ group {ids[2]}", f"↓ group {ids[4]}"]
@@ -284,7 +284,7 @@ def test_hostile_completions_are_shown_as_text(browser: Browser, address: str, g
 
 def test_a_completion_of_one_megabyte_is_shown_in_pages(browser: Browser, address: str) -> None:
     """A text without a line break is cut into pages and does not make the page wider; its diff is bounded."""
-    with visit(browser, address, refused=1, size=(390, 844)) as page:
+    with visit(browser, address, size=(390, 844)) as page:
         open_group(page, "65?diff=0-1")
         shown = page.texts("article.chosen pre")[0]
         assert LONG.startswith(shown)
@@ -296,7 +296,7 @@ def test_a_completion_of_one_megabyte_is_shown_in_pages(browser: Browser, addres
 
 def test_absent_token_values_are_explained(browser: Browser, address: str, groups: list[Group]) -> None:
     """Without per-token values, the page says why, with the message of the API, and shows the plain text."""
-    with visit(browser, address, refused=2) as page:
+    with visit(browser, address) as page:
         open_group(page, "2")
         message = page.evaluate(MESSAGE)
         assert page.page.get_by_text(message).is_visible()

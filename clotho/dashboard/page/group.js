@@ -50,9 +50,9 @@ export function show(container, parameters, context) {
 		}
 		record = found;
 		draw();
-		const { completions = [], error = "" } = await loading;
+		const { completions = [], error = "", reason: absent = error } = await loading;
 		if (!current()) return;
-		[values, reason] = [completions, error];
+		[values, reason] = [completions, absent];
 		draw();
 		if (completion !== null) (page.querySelector(".selected") ?? page.querySelector(".chosen"))?.scrollIntoView({ block: "center" });
 	}
