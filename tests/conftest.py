@@ -55,9 +55,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def hang_up_is_not_ignored() -> None:
-    """Restore the default of SIGHUP, which tests that run under `nohup`, and their children, inherit as ignored."""
+def signals_are_not_ignored() -> None:
+    """Restore signals that tests inherit as ignored: SIGHUP under `nohup`, SIGINT in the background of a script."""
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_configure(config: pytest.Config) -> None:
