@@ -55,7 +55,7 @@ TABLES = (inspect.StructType, inspect.DictType, inspect.TupleType)
 
 WIDTH, INDENT = 116, " " * 6
 COMMANDS = "doctor|serve|eval|show|view|convert|merge|push|import-profile"
-USAGE = f"usage: python pipeline.py [--profile NAME] [--KEY VALUE ...] | {COMMANDS}"
+USAGE = f"usage: pipeline.py [--profile NAME] [--KEY VALUE ...] | {COMMANDS}"
 
 
 def parse_arguments(argv: Sequence[str]) -> Arguments:

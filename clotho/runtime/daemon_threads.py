@@ -97,8 +97,9 @@ class _Worker:
 
 
 def _serve(calls: SimpleQueue[_Call[Any] | None]) -> None:
-    while (call := calls.get()) is not None and call.run():
-        del call  # an idle thread holds no result
+    with suppress(_Interrupted):  # ends the thread; the next attempt to interrupt its call notices that
+        while (call := calls.get()) is not None and call.run():
+            del call  # an idle thread holds no result
 
 
 def _dismiss(idle: list[_Worker]) -> None:
@@ -119,15 +120,17 @@ class _Call(Generic[T]):
         self._work, self._loop, self._on_end = work, loop, on_end
         self._left = threading.RLock()
         self._interrupts, self._retry_seconds = 0, FIRST_RETRY_SECONDS
-        self._settled = False
+        self._has_begun = self._is_abandoned = self._settled = False
 
     def run(self) -> bool:
         """Run the work; return whether the thread can run further calls."""
         result: T | None = None
         error: Exception | None = None
         with suppress(_Interrupted):
+            self._has_begun = True
             try:
-                result = self._work()
+                if not self._is_abandoned:
+                    result = self._work()
             except _Interrupted:
                 raise
             except BaseException as raised:
@@ -164,7 +167,7 @@ class _Call(Generic[T]):
         """Interrupt the work, and repeat that until the thread has left the work.
 
         Python drops an exception that is raised inside a finalizer or a callback of a weak reference, and the work can
-        catch it.
+        catch it. Work that has not begun yet is not interrupted: it does not begin.
         """
         if not self._left.acquire(blocking=False):
             return
@@ -172,9 +175,11 @@ class _Call(Generic[T]):
             if not thread.is_alive():  # an interrupt ended the thread before it could report its end
                 self._settle(None, None)
                 return
-            self._interrupts += 1
-            raised = ctypes.py_object(_Interrupted)
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), raised)
+            self._is_abandoned = True
+            if self._has_begun:
+                self._interrupts += 1
+                raised = ctypes.py_object(_Interrupted)
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), raised)
         finally:
             self._left.release()
         self._loop.call_later(self._retry_seconds, self.interrupt, thread)

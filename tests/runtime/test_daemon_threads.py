@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from pathlib import Path
 import anyio
 import pytest
 
-from clotho.runtime.daemon_threads import DaemonThreads, NoThreadError, OvertimeError
+from clotho.runtime.daemon_threads import DaemonThreads, NoThreadError, OvertimeError, _Call
 
 ROOT = Path(__file__).parents[2]
 
@@ -46,6 +47,17 @@ async def test_an_exception_that_would_end_the_event_loop_is_replaced() -> None:
         with pytest.raises(RuntimeError, match=kind.__name__), anyio.fail_after(10):
             await pool.run(fail)
     assert await threads_free(pool) == 1
+
+
+async def test_an_abandoned_function_that_has_not_begun_never_begins() -> None:
+    """Its thread is not interrupted, because the interrupt would end the thread outside of a call."""
+    ran, ended = list[int](), list[bool]()
+    call = _Call(lambda: ran.append(1), asyncio.get_running_loop(), ended.append)
+    call.interrupt(threading.main_thread())
+    threading.Thread(target=call.run).start()
+    with anyio.fail_after(10):
+        await call.outcome
+    assert (ran, ended) == ([], [False])
 
 
 async def test_a_function_waits_for_a_free_thread() -> None:
