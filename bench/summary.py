@@ -54,20 +54,26 @@ LINES = (
 
 def summary(directory: Path) -> str:
     """The table in Markdown for the results of a directory; an empty string if nothing was measured."""
-    rows, first = [], None
+    rows, machines = list[list[str]](), dict[str, list[str]]()
     for line in LINES:
         results = read(directory / f"{line.question}.jsonl")
         pair = _pair(line, results)
         if pair is None:
             continue
-        first = first or pair[0]
+        here = pair[0].fingerprint
+        measured = machines.setdefault(f"{describe_fingerprint(here)}, {here.machine.blas}", [])
+        if line.question not in measured:
+            measured.append(line.question)
         found = ratios(*pair)
         cell = f"{statistics.median(found):.2f} ({min(found):.2f} to {max(found):.2f})"
         rows.append([line.note, line.peer, cell, f"`python -m bench {line.question}`"])
-    if first is None:
+    if not rows:
         return ""
     table = markdown(["", "compared with", "Clotho / other", "measured by"], rows, text_columns=2)
-    return f"{table}\n\n{describe_fingerprint(first.fingerprint)}, {first.fingerprint.machine.blas}."
+    if len(machines) == 1:
+        return f"{table}\n\n{next(iter(machines))}."
+    places = "; ".join(f"{', '.join(measured)}: {machine}" for machine, measured in machines.items())
+    return f"{table}\n\n{places}."
 
 
 def _pair(line: Line, results: Sequence[Measurement]) -> tuple[Measurement, Measurement] | None:
