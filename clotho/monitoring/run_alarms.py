@@ -232,6 +232,26 @@ class ThroughputAlarm:
             )
 
 
+def power_findings(*, on_battery: bool, low_power: bool) -> Iterator[Finding]:
+    """Yield the findings about the power supply and the power mode, at the start and during a run."""
+    if low_power:
+        yield Finding(
+            name="low_power_mode",
+            severity="warning",
+            fact="the low power mode is on",
+            consequence="processor and GPU run at about half of their speed",
+            advice="turn the mode off: sudo pmset -a lowpowermode 0",
+        )
+    if on_battery:
+        yield Finding(
+            name="on_battery",
+            severity="warning",
+            fact="the machine runs on its battery",
+            consequence="the speed can be reduced, and the run stops when the battery is empty",
+            advice="connect the power adapter",
+        )
+
+
 class MachineAlarms:
     """Checks the readings of the machine."""
 
@@ -256,22 +276,7 @@ class MachineAlarms:
                 consequence="processor and GPU run at a reduced speed",
                 advice="improve the ventilation, or lower engine.max_num_seqs",
             )
-        if reading.low_power:
-            yield Finding(
-                name="low_power_mode",
-                severity="warning",
-                fact="the low power mode is on",
-                consequence="processor and GPU run at about half of their speed",
-                advice="turn the mode off: sudo pmset -a lowpowermode 0",
-            )
-        if reading.on_battery:
-            yield Finding(
-                name="on_battery",
-                severity="warning",
-                fact="the machine runs on its battery",
-                consequence="the speed can be reduced, and the run stops when the battery is empty",
-                advice="connect the power adapter",
-            )
+        yield from power_findings(on_battery=reading.on_battery or False, low_power=reading.low_power or False)
 
     def _memory(self) -> Iterator[Finding]:
         reading = self._reading

@@ -13,6 +13,7 @@ from msgspec import Struct
 from clotho.cpu import REFERENCE_BLAS
 from clotho.memory.pressure import read_memory
 from clotho.models.machine import physical_memory
+from clotho.monitoring.run_alarms import power_findings
 from clotho.preflight.macos import MacState, read_mac
 from protocols.finding import Finding
 from protocols.summary import MemoryEstimate
@@ -178,22 +179,7 @@ def _mac(mac: MacState, state: MachineState, needs: RunNeeds) -> Iterator[Findin
             consequence="macOS panics when the GPU takes the memory that it needs itself",
             advice=f"sudo sysctl iogpu.wired_limit_mb={max(0, state.memory_bytes - needed) // 2**20}",
         )
-    if mac.power == "battery":
-        yield Finding(
-            name="on_battery",
-            severity="warning",
-            fact="the Mac runs on its battery",
-            consequence="macOS slows the GPU, and the run ends when the battery is empty",
-            advice="connect the power supply",
-        )
-    if mac.low_power_mode:
-        yield Finding(
-            name="low_power_mode",
-            severity="warning",
-            fact="the low power mode is on",
-            consequence="the GPU computes at about half of its speed",
-            advice="sudo pmset -a lowpowermode 0",
-        )
+    yield from power_findings(on_battery=mac.power == "battery", low_power=mac.low_power_mode or False)
 
 
 def _gib(count: float) -> str:
