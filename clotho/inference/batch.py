@@ -2,8 +2,7 @@
 
 On a GPU the host runs one step behind: a step is launched before the tokens of the previous step are read, and its
 input is those tokens on the device. A row whose end shows only in its tokens therefore costs one wasted sample, which
-is never reported; an end by length is known in advance and costs none. On the CPU most steps are sampled on the host,
-tokens are known at once and nothing is wasted.
+is never reported. On the CPU most steps are sampled on the host, and no sample is wasted.
 """
 
 from __future__ import annotations

@@ -121,7 +121,7 @@ def _result_lines(summary: RunSummary) -> Iterator[tuple[str, str]]:
     yield "learned", _learned(summary)
     if equal := summary.balance.by_reason.get("zero_variance", 0):
         ended = summary.balance.trained + summary.balance.discarded
-        yield "no signal", f"{equal} of {ended} groups had equal rewards and taught nothing"
+        yield "no signal", f"{equal} of {ended} groups had equal rewards and therefore no training signal"
     for finding in summary.findings:
         yield finding.severity, finding.text
     if summary.is_untrained:

@@ -151,7 +151,7 @@ class TrainingSignal:
             severity="error",
             fact=f"none of the last {found.batches} batches had a group with different rewards: in {found.correct} "
             f"groups all completions were correct, in {found.wrong} all were wrong",
-            consequence=f"these batches took {found.seconds:.0f} s and taught nothing",
+            consequence=f"these batches took {found.seconds:.0f} s and did not change the policy",
             advice=f"{advice}, raise sampling.group_size or sampling.temperature, or use learner.objective dapo, which "
             "replaces such groups",
         )

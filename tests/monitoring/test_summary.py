@@ -170,7 +170,7 @@ def test_the_summary_says_what_was_learned() -> None:
     )
     lines = dict(summary_lines(apart))
     assert all(words in lines["learned"] for words in ("43.0 % (from 39.0 % to 47.0 %)", "96.0 %", "do not overlap"))
-    assert lines["no signal"] == "180 of 800 groups had equal rewards and taught nothing"
+    assert lines["no signal"] == "180 of 800 groups had equal rewards and therefore no training signal"
     assert lines["learned"].startswith("the held-out accuracy rose")
     fallen = msgspec.structs.replace(apart, before=apart.after, after=apart.before)
     assert dict(summary_lines(fallen))["learned"].startswith("the held-out accuracy fell")
