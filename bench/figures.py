@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from bench import collapse, environments, head, objectives, remote, soak
+from bench import collapse, environments, forecast, head, objectives, remote, soak
 from bench.fingerprint import ROOT, describe_fingerprint
 from bench.learning import RESULTS, LearningRun
 from bench.summary import NAME as SUMMARY
@@ -29,6 +29,7 @@ PAGES: tuple[tuple[Any, str], ...] = (
     (environments, "atropos.md"),
     (soak, "reliability.md"),
     (remote, "remote.md"),
+    (forecast, "doctor.md"),
 )
 """Benchmarks whose table stands between markers of their name on a page of the documentation."""
 
