@@ -10,7 +10,7 @@ DOCTOR = ROOT / "clotho" / "commands" / "doctor.py"
 SOURCES = [*(ROOT / "clotho" / "preflight").glob("*.py"), DOCTOR]
 NAMED = re.compile(r'Finding\(\s*name="([a-z_]+)"|_refusal\(error, "([a-z_]+)"|refused\("[a-z]+", "([a-z_]+)"')
 SHARED = {"no_reward", "always_rewarded", "rewards_fail", "all_truncated", "truncated", "low_power_mode", "on_battery"}
-"""Findings that runs and `doctor` share: completions (`training_signal.py`) and power (`run_alarms.py`) of `clotho/monitoring/`."""
+"""Findings that runs and `doctor` share: of completions and of power (`clotho/monitoring/`)."""
 
 
 def test_the_page_has_one_row_for_every_finding_and_no_other_rows() -> None:
