@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import subprocess
 from importlib.metadata import version
 from pathlib import Path
@@ -13,6 +14,10 @@ from clotho.models.machine import describe_machine
 from protocols.summary import MachineDescription
 
 ROOT = Path(__file__).resolve().parent.parent
+
+
+TRAINING_SOURCES = ("actors", "clotho", "pipeline.py", "profiles", "protocols")
+"""What a training run executes and reads."""
 
 
 class Fingerprint(Struct, frozen=True, kw_only=True):
@@ -28,16 +33,27 @@ def fingerprint() -> Fingerprint:
     return Fingerprint(machine=describe_machine(blas=load_blas()), mlx_lm=version("mlx-lm"), commit=_commit())
 
 
-def _commit() -> str:
-    def git(*arguments: str) -> str:
-        return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
-
+def training_sources() -> str:
+    """A hash of the files that a training run executes and reads, with uncommitted changes; "unknown" without git."""
     try:
-        return git("rev-parse", "--short=12", "HEAD") + (
-            "+" if git("status", "--porcelain", "-uno", "--", ".", ":!bench/results", ":!docs") else ""
+        committed = _git("rev-parse", *(f"HEAD:{path}" for path in TRAINING_SOURCES))
+        changed = _git("diff", "HEAD", "--", *TRAINING_SOURCES)
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return hashlib.sha256(f"{committed}\n{changed}".encode()).hexdigest()[:12]
+
+
+def _commit() -> str:
+    try:
+        return _git("rev-parse", "--short=12", "HEAD") + (
+            "+" if _git("status", "--porcelain", "-uno", "--", ".", ":!bench/results", ":!docs") else ""
         )
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
+
+
+def _git(*arguments: str) -> str:
+    return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def describe_fingerprint(measured_on: Fingerprint) -> str:

@@ -20,7 +20,7 @@ import msgspec
 from msgspec import Struct
 
 from bench.fingerprint import ROOT, Fingerprint, fingerprint
-from bench.runs import Record, accuracies, run_pipeline
+from bench.runs import Record, accuracies, run_pipeline, training_began
 
 RESULTS = ROOT / "bench" / "results" / "learning.jsonl"
 
@@ -54,8 +54,7 @@ def measure(mode: str, seed: int, interval: int) -> LearningRun:
 def summarise(mode: str, seed: int, record: Record, command: str) -> LearningRun:
     """Read the result from a run's metrics."""
     steps, measured = record.metrics, accuracies(record)
-    first = steps[0]
-    began = first["time/run"] - first["time/update"] - first["time/wait_for_rollouts"]
+    began = training_began(steps)
     swaps = [line["time/weight_swap"] for line in steps if line["time/weight_swap"] is not None]
     return LearningRun(
         mode=mode,

@@ -45,7 +45,7 @@ from bench.contenders.process import Contender, Metric, measure_interleaved
 from bench.contenders.shapes import REAL, REAL_DIRECTORY
 from bench.fingerprint import fingerprint
 from bench.measurement import Measurement, results_path
-from bench.runs import accuracies, run_pipeline
+from bench.runs import accuracies, run_pipeline, training_began
 from bench.tables import closing, side_by_side
 from clotho.commands.convert import convert_model
 
@@ -144,8 +144,7 @@ def measure_learning(seeds: Sequence[int], *, quick: bool) -> list[Measurement]:
         flags = ["--profile", PROFILE, "--seed", str(seed), "--monitor.display", "none", *(few if quick else ())]
         record = run_pipeline(flags)
         steps, measured = record.metrics, accuracies(record)
-        began = steps[0]["time/run"] - steps[0]["time/update"] - steps[0]["time/wait_for_rollouts"]
-        runs.append((measured[0][2], measured[-1][2], steps[-1]["time/run"] - began))
+        runs.append((measured[0][2], measured[-1][2], steps[-1]["time/run"] - training_began(steps)))
     here = fingerprint()
     return [
         Measurement(

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tempfile
 import time
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import TracebackType
 from typing import Any, NamedTuple
 
 import msgspec
@@ -21,7 +23,8 @@ Metrics = list[dict[str, Any]]
 class Record(NamedTuple):
     """The lines of a run's metrics.jsonl, evaluations.jsonl and log.jsonl, and its resolved profile.
 
-    launched: when the process was started, in seconds since 1970.
+    launched: when the process was started, in seconds since 1970. status: exit status of the process. elapsed,
+    cpu_seconds: duration and processor time of the process.
     """
 
     metrics: Metrics
@@ -29,6 +32,67 @@ class Record(NamedTuple):
     profile: dict[str, Any]
     launched: float
     evaluations: Sequence[dict[str, Any]] = ()
+    status: int = 0
+    elapsed: float = 0.0
+    cpu_seconds: float = 0.0
+
+
+class PipelineRun:
+    """A process `python pipeline.py` with a temporary run directory, which `close` or the end of the block removes."""
+
+    def __init__(self, arguments: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
+        """environment: variables of this run only."""
+        self._directory = tempfile.TemporaryDirectory()
+        self._run = Path(self._directory.name, "run")
+        own = ["--run-dir", str(self._run), "--server.port", "0"]
+        self._launched, self._ended, self._cpu_seconds = time.time(), 0.0, 0.0
+        self._process = subprocess.Popen(
+            [sys.executable, "pipeline.py", *own, *arguments],
+            cwd=ROOT,
+            stdout=sys.stderr,
+            env={**os.environ, **(environment or {})},
+        )
+
+    def __enter__(self) -> PipelineRun:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the process if it is still running, and remove the run directory."""
+        if not self._ended:
+            self._process.kill()
+            self.ended(wait=True)
+        self._directory.cleanup()
+
+    def ended(self, *, wait: bool = False) -> bool:
+        """Whether the process has ended. wait: wait for its end."""
+        if not self._ended:
+            found, status, used = os.wait4(self._process.pid, 0 if wait else os.WNOHANG)
+            if found:
+                self._process.returncode = os.waitstatus_to_exitcode(status)
+                self._ended, self._cpu_seconds = time.time(), used.ru_utime + used.ru_stime
+        return bool(self._ended)
+
+    def record(self) -> Record:
+        """Wait for the end and read the files. Raises subprocess.CalledProcessError if there was no update."""
+        self.ended(wait=True)
+        metrics = _lines(self._run / "metrics.jsonl")
+        if not metrics:
+            raise subprocess.CalledProcessError(self._process.returncode, self._process.args)
+        return Record(
+            metrics=metrics,
+            log=_lines(self._run / "log.jsonl"),
+            profile=tomllib.loads((self._run / "profile.toml").read_text(encoding="utf-8")),
+            launched=self._launched,
+            evaluations=_lines(self._run / "evaluations.jsonl"),
+            status=self._process.returncode,
+            elapsed=self._ended - self._launched,
+            cpu_seconds=self._cpu_seconds,
+        )
 
 
 def run_pipeline(arguments: Sequence[str]) -> Record:
@@ -36,25 +100,23 @@ def run_pipeline(arguments: Sequence[str]) -> Record:
 
     Raises subprocess.CalledProcessError if the exit status is not 0.
     """
-    with tempfile.TemporaryDirectory() as directory:
-        run = Path(directory, "run")
-        command = [sys.executable, "pipeline.py", "--run-dir", str(run), "--server.port", "0", *arguments]
-        launched = time.time()
-        subprocess.run(command, cwd=ROOT, check=True, stdout=sys.stderr)
-        profile = tomllib.loads((run / "profile.toml").read_text(encoding="utf-8"))
-        return Record(
-            metrics=_lines(run / "metrics.jsonl"),
-            log=_lines(run / "log.jsonl"),
-            profile=profile,
-            launched=launched,
-            evaluations=_lines(run / "evaluations.jsonl"),
-        )
+    with PipelineRun(arguments) as running:
+        record = running.record()
+    if record.status:
+        raise subprocess.CalledProcessError(record.status, ["pipeline.py", *arguments])
+    return record
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     return [msgspec.json.decode(line) for line in path.read_bytes().splitlines()]
+
+
+def training_began(metrics: Metrics) -> float:
+    """Age of the run, in seconds, when it sampled its first prompt."""
+    first = metrics[0]
+    return float(first["time/run"] - first["time/update"] - first["time/wait_for_rollouts"])
 
 
 def accuracies(record: Record) -> list[tuple[int, float, float]]:

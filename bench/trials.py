@@ -1,0 +1,387 @@
+"""Training runs of named methods with several seeds: side by side, recorded one by one, continued after a stop.
+
+A trial is one run of `python pipeline.py`. It is identified by its flags, its seed and the sources of training. A trial
+that the results file contains is not repeated, so a measurement that was stopped continues where it stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import shlex
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+from bench.fingerprint import Fingerprint, fingerprint, training_sources
+from bench.runs import PipelineRun, Record, training_began
+
+ONE_THREAD = {"MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+"""Environment of a trial: two trials on two cores do not compete for threads."""
+
+SEARCH_SEED = 1000
+"""The seed of trials that choose between the `choices` of a method; it is not one of the measured seeds."""
+
+ALWAYS = "--monitor.display none --checkpoint.interval 0"
+QUICK = "--steps 2 --learner.batch-size 2 --sampling.max-tokens 8 --eval.problems 8 --eval.interval 1"
+POLL_SECONDS = 0.1
+
+
+class Method(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Settings with a name. family: name of the table that lists the method.
+
+    flags: flags of pipeline.py. choices: alternatives for further flags; the one with the highest accuracy is measured.
+    """
+
+    name: str
+    family: str = ""
+    flags: tuple[str, ...] = ()
+    choices: tuple[str, ...] = ()
+
+
+class Point(Struct, frozen=True, array_like=True):
+    """One evaluation. seconds: of training. rollouts: completions of all groups that had ended."""
+
+    step: int
+    seconds: float
+    rollouts: int
+    accuracy: float
+
+
+class Trial(Struct, frozen=True, kw_only=True):
+    """One run. flags: all flags except the seed. curve: every evaluation, the initial policy first.
+
+    updates: applied policy updates. rollouts: completions. tokens: of the completions. seconds: of training, with the
+    evaluations between updates. elapsed, cpu_seconds: of the whole process. peak_bytes: of MLX arrays. status: exit
+    status; a run that failed counts with its last evaluation. side_by_side: number of runs at the same time. sources:
+    hash of the sources of training.
+    """
+
+    method: str
+    flags: tuple[str, ...]
+    seed: int
+    curve: tuple[Point, ...]
+    updates: int
+    rollouts: int
+    tokens: int
+    seconds: float
+    elapsed: float
+    cpu_seconds: float
+    peak_bytes: int
+    status: int
+    side_by_side: int
+    sources: str
+    command: str
+    fingerprint: Fingerprint
+
+    @property
+    def before(self) -> float:
+        """Held-out accuracy of the initial policy."""
+        return self.curve[0].accuracy
+
+    @property
+    def after(self) -> float:
+        """Held-out accuracy of the last evaluation."""
+        return self.curve[-1].accuracy
+
+    def reached(self, accuracy: float) -> Point | None:
+        """The first evaluation with at least this accuracy; None if there is none."""
+        return next((point for point in self.curve if point.accuracy >= accuracy), None)
+
+
+class Outcome(Struct, frozen=True, kw_only=True):
+    """The trials of one method, at least one, ordered by seed."""
+
+    method: Method
+    trials: tuple[Trial, ...]
+
+    @property
+    def accuracies(self) -> list[float]:
+        """Accuracy of each seed."""
+        return [trial.after for trial in self.trials]
+
+    @property
+    def mean(self) -> float:
+        """Mean accuracy over the seeds."""
+        return statistics.mean(self.accuracies)
+
+    @property
+    def spread(self) -> float:
+        """Distance from the lowest to the highest accuracy."""
+        return max(self.accuracies) - min(self.accuracies)
+
+
+class Job(Struct, frozen=True, kw_only=True):
+    """A trial to run."""
+
+    method: str
+    flags: tuple[str, ...]
+    seed: int
+
+    @property
+    def arguments(self) -> list[str]:
+        """The arguments of pipeline.py."""
+        return [*self.flags, "--seed", str(self.seed)]
+
+
+Key = tuple[tuple[str, ...], int]
+Start = Callable[[Sequence[str], Mapping[str, str]], PipelineRun]
+
+
+class TrialBenchmark(Struct, frozen=True, kw_only=True):
+    """A benchmark of trials. command: `python -m bench ...`. about: the module docstring. results: the results file.
+
+    profile: of every method. flags: of every method, unless the method sets them itself. table: formats the outcomes.
+    """
+
+    command: str
+    about: str | None
+    results: Path
+    profile: str
+    flags: str
+    methods: tuple[Method, ...]
+    table: Callable[[Sequence[Outcome]], str]
+
+    def read(self) -> list[Outcome]:
+        """The measured methods of the results file."""
+        return outcomes(self.methods, merged(("--profile", self.profile), self.flags, ALWAYS), self.results)
+
+
+def run_trial_benchmark(benchmark: TrialBenchmark, argv: Sequence[str]) -> int:
+    """Run the missing trials and print the table. Returns 1 if a run ended before its first update."""
+    chosen = _parser(benchmark).parse_args(argv)
+    methods = [method for method in benchmark.methods if method.name in chosen.methods]
+    flags, seeds = [("--profile", chosen.profile), benchmark.flags, ALWAYS], chosen.seeds
+    if chosen.quick:
+        flags, seeds = [*flags, QUICK], seeds[:1]
+        methods = [msgspec.structs.replace(method, choices=method.choices[:1]) for method in methods[:2]]
+    with tempfile.TemporaryDirectory() as scratch, terminated_as_exit():
+        path = chosen.out or (Path(scratch, "quick.jsonl") if chosen.quick else benchmark.results)
+        plan = Plan(methods, seeds, common=merged(*flags), path=path)
+        if chosen.list:
+            sys.stdout.write(plan.describe(chosen.parallel))
+            return 0
+        complete = plan.run(chosen.parallel)
+        if found := outcomes(benchmark.methods, merged(*flags), path):
+            sys.stdout.write(benchmark.table(found) + "\n")
+    return 0 if complete else 1
+
+
+@contextmanager
+def terminated_as_exit() -> Iterator[None]:
+    """Let SIGTERM raise SystemExit, so that running trials are ended too."""
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _parser(benchmark: TrialBenchmark) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=benchmark.command, description=benchmark.about)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    names = [method.name for method in benchmark.methods]
+    parser.add_argument("--methods", nargs="+", choices=names, default=names, metavar="NAME", help="Default: all.")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
+    parser.add_argument("--parallel", type=int, default=2, help="Number of runs at the same time, one thread each.")
+    parser.add_argument("--profile", default=benchmark.profile, help=f"Default: {benchmark.profile}.")
+    parser.add_argument("--quick", action="store_true", help="Two small updates of the first two methods.")
+    parser.add_argument("--list", action="store_true", help="List the missing runs and their time, and exit.")
+    parser.add_argument("--out", type=Path, help=f"Results file to extend; default: {benchmark.results.name}.")
+    return parser
+
+
+class Plan:
+    """The trials of some methods and seeds. common: flags of every trial. path: results file."""
+
+    def __init__(self, methods: Sequence[Method], seeds: Sequence[int], *, common: Sequence[str], path: Path) -> None:
+        self._methods, self._seeds, self._common, self._path = methods, seeds, common, path
+        self._sources = training_sources()
+
+    def search_jobs(self) -> list[Job]:
+        """The trials that choose between the alternatives of a method."""
+        return [
+            Job(method=method.name, flags=merged(self._common, method.flags, choice), seed=SEARCH_SEED)
+            for method in self._methods
+            for choice in method.choices
+        ]
+
+    def jobs(self) -> list[Job]:
+        """The measured trials, seed by seed; a method whose alternatives are not tried yet has the first of them."""
+        known = self.known()
+        flags = {method.name: chosen_flags(method, self._common, known) for method in self._methods}
+        return [Job(method=name, flags=words, seed=seed) for seed in self._seeds for name, words in flags.items()]
+
+    def known(self) -> dict[Key, Trial]:
+        """The trials of the results file that were run with the present sources."""
+        return by_key(trial for trial in read_trials(self._path) if trial.sources == self._sources)
+
+    def missing(self, jobs: Sequence[Job]) -> list[Job]:
+        """The jobs without a trial, each once: methods with equal flags share their trials."""
+        known = self.known()
+        return list({(job.flags, job.seed): job for job in jobs if (job.flags, job.seed) not in known}.values())
+
+    def describe(self, parallel: int) -> str:
+        """The missing trials, one per line, and the time that they will take."""
+        jobs = self.missing([*self.search_jobs(), *self.jobs()])
+        lines = [f"{job.method}, seed {job.seed}: {' '.join(['python pipeline.py', *job.arguments])}" for job in jobs]
+        return "\n".join([*lines, f"{len(jobs)} runs, {_duration(self._left(jobs, parallel))}\n"])
+
+    def run(self, parallel: int, start: Start = PipelineRun) -> bool:
+        """Run the missing trials. Returns whether every run had an update."""
+        complete = True
+        for jobs in (self.search_jobs, self.jobs):
+            missing = self.missing(jobs())
+            for done, (job, trial) in enumerate(run_side_by_side(missing, parallel, self._sources, start), start=1):
+                complete = complete and trial is not None
+                if trial is not None:
+                    append(self._path, trial)
+                left = _duration(self._left(missing[done:], parallel))
+                sys.stderr.write(f"bench: {done} of {len(missing)} runs, {left}: {_line(job, trial)}\n")
+        return complete
+
+    def _left(self, jobs: Sequence[Job], parallel: int) -> float:
+        """Estimated seconds of jobs: the mean of the trials with equal flags, or of all trials; NaN without any."""
+        known = read_trials(self._path)
+        if not known:
+            return math.nan
+        mean = statistics.mean(trial.elapsed for trial in known)
+        expected = [statistics.mean([t.elapsed for t in known if t.flags == job.flags] or [mean]) for job in jobs]
+        return sum(expected) / parallel
+
+
+def run_side_by_side(
+    jobs: Sequence[Job], parallel: int, sources: str, start: Start = PipelineRun
+) -> Iterator[tuple[Job, Trial | None]]:
+    """Run jobs, `parallel` at the same time, and yield each when it has ended; None: it ended before its first update.
+
+    Runs that have not ended when the iterator is closed are killed.
+    """
+    waiting, here = list(reversed(jobs)), fingerprint()
+    running: list[tuple[Job, PipelineRun]] = []
+    try:
+        while waiting or running:
+            while waiting and len(running) < parallel:
+                job = waiting.pop()
+                running.append((job, start(job.arguments, ONE_THREAD)))
+            for one in [one for one in running if one[1].ended()]:
+                running.remove(one)
+                yield one[0], _trial(*one, parallel, sources, here)
+            time.sleep(POLL_SECONDS if running else 0)
+    finally:
+        for _, run in running:
+            run.close()
+
+
+def _trial(job: Job, run: PipelineRun, parallel: int, sources: str, here: Fingerprint) -> Trial | None:
+    try:
+        record = run.record()
+    except subprocess.CalledProcessError as error:
+        sys.stderr.write(f"bench: {job.method}, seed {job.seed}: exit status {error.returncode} without an update\n")
+        return None
+    finally:
+        run.close()
+    return summarise(job, record, parallel, sources, here)
+
+
+def summarise(job: Job, record: Record, parallel: int, sources: str, here: Fingerprint) -> Trial:
+    """Read the results of a run from its files."""
+    steps, began, completions = record.metrics, training_began(record.metrics), {0: 0}
+    group_size = record.profile["sampling"]["group_size"]
+    for line in steps:
+        ended = line["groups/trained"] + line["groups/discarded"]
+        completions[line["step"]] = max(completions.values()) + ended * group_size
+    seconds = {line["step"]: line["time/run"] - began for line in steps}
+    return Trial(
+        method=job.method,
+        flags=job.flags,
+        seed=job.seed,
+        curve=tuple(
+            Point(step, seconds.get(step, 0.0), completions.get(step, 0), line["accuracy"])
+            for step, line in ((line["step"], line) for line in record.evaluations)
+        ),
+        updates=steps[-1]["policy_version"],
+        rollouts=max(completions.values()),
+        tokens=sum(line["completion_length/total"] for line in steps),
+        seconds=steps[-1]["time/run"] - began,
+        elapsed=record.elapsed,
+        cpu_seconds=record.cpu_seconds,
+        peak_bytes=max(line["peak_memory_bytes"] for line in steps),
+        status=record.status,
+        side_by_side=parallel,
+        sources=sources,
+        command=shlex.join(["python", "pipeline.py", *job.arguments]),
+        fingerprint=here,
+    )
+
+
+def merged(*flags: Sequence[str] | str) -> tuple[str, ...]:
+    """Flags with their values; a later value of a flag replaces the earlier one. Every flag has one value."""
+    found: dict[str, str] = {}
+    for words in (shlex.split(part) if isinstance(part, str) else part for part in flags):
+        found |= dict(zip(words[::2], words[1::2], strict=True))
+    return tuple(word for flag in found.items() for word in flag)
+
+
+def chosen_flags(method: Method, common: Sequence[str], trials: Mapping[Key, Trial]) -> tuple[str, ...]:
+    """The flags of the measured trials of a method: the choice with the highest accuracy, then mean accuracy."""
+    if not method.choices:
+        return merged(common, method.flags)
+
+    def rank(flags: tuple[str, ...]) -> tuple[float, float]:
+        trial = trials.get((flags, SEARCH_SEED))
+        return (trial.after, statistics.mean(p.accuracy for p in trial.curve)) if trial else (-1.0, -1.0)
+
+    return max((merged(common, method.flags, choice) for choice in method.choices), key=rank)
+
+
+def outcomes(methods: Sequence[Method], common: Sequence[str], path: Path) -> list[Outcome]:
+    """The methods that have trials in a results file, whatever the sources that they were measured with."""
+    known = by_key(read_trials(path))
+    found = []
+    for method in methods:
+        flags = chosen_flags(method, common, known)
+        mine = [trial for (words, seed), trial in known.items() if words == flags and seed != SEARCH_SEED]
+        if mine:
+            found.append(Outcome(method=method, trials=tuple(sorted(mine, key=lambda trial: trial.seed))))
+    return found
+
+
+def read_trials(path: Path) -> list[Trial]:
+    """Read all trials of a results file; an empty list if the file does not exist."""
+    if not path.exists():
+        return []
+    return [msgspec.json.decode(line, type=Trial) for line in path.read_bytes().splitlines()]
+
+
+def append(path: Path, trial: Trial) -> None:
+    """Add a trial to a results file; an earlier trial of equal flags and seed stays in it and no longer counts."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab") as file:
+        file.write(msgspec.json.encode(trial) + b"\n")
+
+
+def by_key(trials: Iterator[Trial] | Sequence[Trial]) -> dict[Key, Trial]:
+    """Trials by flags and seed; the last one counts."""
+    return {(trial.flags, trial.seed): trial for trial in trials}
+
+
+def _line(job: Job, trial: Trial | None) -> str:
+    found = "no update" if trial is None else f"{trial.before:.3f} -> {trial.after:.3f} in {trial.seconds:.0f} s"
+    return f"{job.method}, seed {job.seed}: {found}"
+
+
+def _duration(seconds: float) -> str:
+    """Describe the remaining time."""
+    if math.isnan(seconds):
+        return "time left unknown"
+    return f"about {seconds / 3600:.1f} h left" if seconds >= 5400 else f"about {seconds / 60:.0f} min left"

@@ -1,0 +1,223 @@
+"""Trials: runs side by side, recorded one by one, and continued after a stop."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench import trials
+from bench.runs import Record
+from bench.trials import SEARCH_SEED, Job, Method, Outcome, Plan, TrialBenchmark, merged
+from tests.bench.made_measurements import HERE
+
+COMMON = ("--profile", "local-m3", "--steps", "3")
+
+
+def record(accuracy: float, *, status: int = 0) -> Record:
+    """Two steps of two groups of four completions each; the first starts two seconds after the run."""
+    steps: list[dict[str, Any]] = [
+        {
+            "step": step, "policy_version": step, "time/run": 2.0 + step, "time/update": 0.75,
+            "time/wait_for_rollouts": 0.25, "groups/trained": 1, "groups/discarded": 1,
+            "completion_length/total": 100, "peak_memory_bytes": 10**6 * step,
+        }
+        for step in (1, 2)
+    ]  # fmt: skip
+    evaluations = [{"step": step, "accuracy": accuracy * step / 2} for step in (0, 1, 2)]
+    return Record(steps, [], {"sampling": {"group_size": 4}}, 0.0, evaluations, status, elapsed=60.0, cpu_seconds=50.0)
+
+
+class MadeRuns:
+    """Starts runs whose accuracy is their learning rate; they end when `limit` are running or none is left to start.
+
+    `failing`: a learning rate without an update.
+    """
+
+    def __init__(self, failing: float | None = None) -> None:
+        self.started: list[Sequence[str]] = []
+        self.running = self.most = self.closed = 0
+        self.failing = failing
+
+    def __call__(self, arguments: Sequence[str], environment: Mapping[str, str]) -> MadeRun:
+        assert environment["MKL_NUM_THREADS"] == "1"
+        self.started.append(arguments)
+        self.running += 1
+        self.most = max(self.most, self.running)
+        return MadeRun(self, arguments)
+
+    def seeds(self) -> list[int]:
+        """The seeds of the started runs."""
+        return [int(arguments[list(arguments).index("--seed") + 1]) for arguments in self.started]
+
+
+class MadeRun:
+    """One made-up run."""
+
+    def __init__(self, runs: MadeRuns, arguments: Sequence[str]) -> None:
+        self._runs = runs
+        self._rate = float(dict(zip(arguments[::2], arguments[1::2], strict=True)).get("--rate", "0.5"))
+
+    def ended(self) -> bool:
+        """At once."""
+        return True
+
+    def record(self) -> Record:
+        """The accuracy is the learning rate."""
+        if self._rate == self._runs.failing:
+            raise subprocess.CalledProcessError(2, [])
+        return record(self._rate)
+
+    def close(self) -> None:
+        """Count."""
+        self._runs.running -= 1
+        self._runs.closed += 1
+
+
+def plan(path: Path, *methods: Method, seeds: Sequence[int] = (0, 1)) -> Plan:
+    """A plan with one method by default."""
+    return Plan(methods or [Method(name="one", flags=("--rate", "0.5"))], seeds, common=COMMON, path=path)
+
+
+def run(made: MadeRuns, todo: Plan, parallel: int = 2) -> bool:
+    """Run a plan with made-up runs."""
+    return todo.run(parallel, made)  # type: ignore[arg-type]  # made-up processes
+
+
+def test_a_trial_has_the_curve_the_costs_and_the_completions_of_its_run() -> None:
+    """Seconds start at the first prompt. Completions of discarded groups count."""
+    job = Job(method="one", flags=COMMON, seed=3)
+    trial = trials.summarise(job, record(0.8), 2, "sources", HERE)
+    assert [(point.step, point.seconds, point.rollouts, point.accuracy) for point in trial.curve] == [
+        (0, 0.0, 0, 0.0),
+        (1, 1.0, 8, 0.4),
+        (2, 2.0, 16, 0.8),
+    ]
+    assert (trial.before, trial.after, trial.updates, trial.rollouts, trial.tokens) == (0.0, 0.8, 2, 16, 200)
+    assert (trial.seconds, trial.elapsed, trial.cpu_seconds, trial.peak_bytes) == (2.0, 60.0, 50.0, 2 * 10**6)
+    assert trial.command == "python pipeline.py --profile local-m3 --steps 3 --seed 3"
+    reached = trial.reached(0.4)
+    assert reached is not None
+    assert reached.step == 1
+    assert trial.reached(0.81) is None
+
+
+def test_trials_in_the_results_file_are_not_repeated(tmp_path: Path) -> None:
+    """A measurement that was stopped continues where it stopped."""
+    path = tmp_path / "results" / "trials.jsonl"
+    assert run(made := MadeRuns(), plan(path, seeds=[0]))
+    assert run(made, plan(path, seeds=[0, 1]))
+    assert made.seeds() == [0, 1]
+    assert [trial.seed for trial in trials.read_trials(path)] == [0, 1]
+
+
+def test_trials_of_other_sources_are_repeated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The new trial counts."""
+    path = tmp_path / "trials.jsonl"
+    monkeypatch.setattr(trials, "training_sources", lambda: "before")
+    run(made := MadeRuns(), plan(path, seeds=[0]))
+    monkeypatch.setattr(trials, "training_sources", lambda: "after")
+    run(made, plan(path, seeds=[0]))
+    assert made.seeds() == [0, 0]
+    (found,) = trials.outcomes([Method(name="one", flags=("--rate", "0.5"))], COMMON, path)
+    assert [trial.sources for trial in found.trials] == ["after"]
+
+
+def test_methods_with_equal_flags_share_their_trials(tmp_path: Path) -> None:
+    """Both have an outcome."""
+    path = tmp_path / "trials.jsonl"
+    methods = [Method(name="profile"), Method(name="rank 16 (profile)")]
+    run(made := MadeRuns(), plan(path, *methods))
+    assert made.seeds() == [0, 1]
+    assert [one.method.name for one in trials.outcomes(methods, COMMON, path)] == ["profile", "rank 16 (profile)"]
+
+
+@pytest.mark.parametrize("parallel", [1, 2, 3])
+def test_only_so_many_runs_are_started_at_the_same_time(parallel: int, tmp_path: Path) -> None:
+    """Every run is closed at its end, so that its files are removed."""
+    run(made := MadeRuns(), plan(tmp_path / "trials.jsonl", seeds=range(5)), parallel)
+    assert made.most == parallel
+    assert made.closed == 5
+
+
+def test_runs_are_ended_with_the_measurement(tmp_path: Path) -> None:
+    """Whatever interrupts it."""
+    jobs = [Job(method="one", flags=COMMON, seed=seed) for seed in range(3)]
+    made = MadeRuns()
+    ended = trials.run_side_by_side(jobs, 2, "sources", made)  # type: ignore[arg-type]  # made-up processes
+    next(ended)
+    ended.close()  # type: ignore[attr-defined]  # a generator
+    assert made.running == 0
+    assert len(made.started) == 2
+
+
+def test_a_run_without_an_update_does_not_stop_the_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The measurement reports that it is not complete."""
+    path = tmp_path / "trials.jsonl"
+    methods = [Method(name="bad", flags=("--rate", "0.1")), Method(name="good", flags=("--rate", "0.5"))]
+    assert not run(MadeRuns(failing=0.1), plan(path, *methods, seeds=[0]))
+    assert [trial.method for trial in trials.read_trials(path)] == ["good"]
+    assert "bench: bad, seed 0: exit status 2 without an update" in capsys.readouterr().err
+
+
+def test_the_best_choice_is_found_with_a_seed_that_is_not_measured(tmp_path: Path) -> None:
+    """One run of each choice; then the seeds with the best of them."""
+    path = tmp_path / "trials.jsonl"
+    method = Method(name="full", choices=("--rate 0.2", "--rate 0.6", "--rate 0.4"))
+    run(made := MadeRuns(), plan(path, method))
+    assert made.seeds() == [SEARCH_SEED] * 3 + [0, 1]
+    (found,) = trials.outcomes([method], COMMON, path)
+    assert found.accuracies == [0.6, 0.6]
+
+
+def test_a_flag_of_a_method_replaces_the_common_flag() -> None:
+    """pipeline.py refuses a flag that is given twice with different values."""
+    assert merged(COMMON, "--steps 9 --seed 1") == ("--profile", "local-m3", "--steps", "9", "--seed", "1")
+
+
+def test_the_list_of_missing_runs_has_an_estimate_of_the_time(tmp_path: Path) -> None:
+    """Half of the mean duration of the known runs for each, because two run at the same time."""
+    path = tmp_path / "trials.jsonl"
+    assert "2 runs, time left unknown" in plan(path).describe(2)
+    run(MadeRuns(), plan(path, seeds=[0]))
+    lines = plan(path, seeds=range(7)).describe(2).splitlines()
+    assert lines[0] == "one, seed 1: python pipeline.py --profile local-m3 --steps 3 --rate 0.5 --seed 1"
+    assert lines[-1] == "6 runs, about 3 min left"
+
+
+def outcome_names(found: Sequence[Outcome]) -> str:
+    """A short table."""
+    return " ".join(f"{one.method.name} {one.mean:.1f}" for one in found)
+
+
+def test_the_command_line_selects_methods_and_seeds(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`--quick` runs one seed of two methods with two small updates, and stores nothing."""
+    asked: list[tuple[Sequence[str], Sequence[int], tuple[str, ...], Path]] = []
+
+    class Recorded(Plan):
+        def __init__(self, methods: Sequence[Method], seeds: Sequence[int], *, common: Sequence[str], path: Path):
+            super().__init__(methods, seeds, common=common, path=path)
+            asked.append(([method.name for method in methods], seeds, tuple(common), path))
+
+        def run(self, parallel: int, start: Any = None) -> bool:
+            return run(MadeRuns(), super())  # type: ignore[arg-type]  # the same methods
+
+    benchmark = TrialBenchmark(
+        command="python -m bench made-up", about=None, results=tmp_path / "trials.jsonl", profile="local-m3",
+        flags="--steps 5", methods=tuple(Method(name=name) for name in "abc"), table=outcome_names,
+    )  # fmt: skip
+    monkeypatch.setattr(trials, "Plan", Recorded)
+    assert trials.run_trial_benchmark(benchmark, ["--quick"]) == 0
+    names, seeds, common, path = asked[-1]
+    assert (names, seeds) == (["a", "b"], [0])
+    assert common[common.index("--steps") + 1] == "2"
+    assert path != benchmark.results
+    assert trials.run_trial_benchmark(benchmark, ["--methods", "c", "--seeds", "7"]) == 0
+    assert asked[-1][:2] == (["c"], [7])
+    assert trials.read_trials(benchmark.results)[-1].seed == 7
+    assert capsys.readouterr().out.splitlines() == ["a 0.5 b 0.5 c 0.5", "a 0.5 b 0.5 c 0.5"]
