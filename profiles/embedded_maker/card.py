@@ -1,12 +1,16 @@
-"""The model card: what the policy is, how it was made, and what was measured."""
+"""The embedded policy: its training, and its model card."""
 
 from __future__ import annotations
 
-from mlx_lm.models.qwen3 import Model
+from pathlib import Path
 
-from profiles.embedded_maker.demonstrations import CAREFUL_SHARE, CARELESS
-from profiles.embedded_maker.evaluate import Measurement
-from profiles.embedded_maker.pretrain import SHAPE, Schedule, parameter_arrays
+from profiles.embedded_maker.demonstrations import CAREFUL_SHARE, CARELESS, MIXED_STEPS, TUTORED_STEPS, demonstrate
+from profiles.embedded_maker.problems import draw
+from profiles.maker.directory import Made, Recipe, make_directory, table
+from profiles.maker.pretrain import SHAPE, Schedule, parameter_arrays
+from profiles.maker.problem import Problem
+
+SCHEDULE = Schedule(steps=TUTORED_STEPS + MIXED_STEPS)
 
 TEMPLATE = """\
 ---
@@ -55,39 +59,36 @@ License: MIT. The data and weights contain nothing but what the generator in `pr
 """
 
 
-def table(measurement: Measurement) -> str:
-    """Show the measured accuracies as a Markdown table, one row for each kind."""
-    lines = ["| kind | greedy | sampled at temperature 1 | right in 8 samples |", "|---|---|---|---|"]
-    for kind, greedy in measurement.accuracy.items():
-        sampled, passed = measurement.sampled_accuracy[kind], measurement.pass_at_k[kind]
-        lines.append(f"| {kind} | {greedy:.3f} | {sampled:.3f} | {passed:.3f} |")
-    return "\n".join(lines)
-
-
 def shares_row(kind: str) -> str:
     """Show one kind's careful shares as a row of a Markdown table."""
     first, second, third = CAREFUL_SHARE[kind]
     return f"| {kind} | {first:.2f} | {second:.2f} | {third:.2f} |"
 
 
-def card(model: Model, measurement: Measurement, *, seed: int, seconds: float) -> str:
-    """Write out the text of README.md; `seconds` is how long the training took."""
-    schedule = Schedule()
+def card(made: Made) -> str:
+    """Write out the text of README.md."""
     return TEMPLATE.format(
-        parameters=sum(array.size for array in parameter_arrays(model).values()),
+        parameters=sum(array.size for array in parameter_arrays(made.model).values()),
         layers=SHAPE["num_hidden_layers"],
         width=SHAPE["hidden_size"],
-        vocabulary=model.args.vocab_size,
-        seed=seed,
-        steps=schedule.steps,
-        batch=schedule.batch_size,
-        seconds=seconds,
-        tutored=schedule.tutored_steps,
+        vocabulary=made.model.args.vocab_size,
+        seed=made.seed,
+        steps=SCHEDULE.steps,
+        batch=SCHEDULE.batch_size,
+        seconds=made.seconds,
+        tutored=TUTORED_STEPS,
         hasty=CARELESS["hasty"],
         unfinished=CARELESS["unfinished"],
         untagged=CARELESS["untagged"],
         shares="\n".join(map(shares_row, CAREFUL_SHARE)),
-        count=measurement.count,
-        tokens=measurement.mean_tokens,
-        table=table(measurement),
+        count=made.measurement.count,
+        tokens=made.measurement.mean_tokens,
+        table=table(made.measurement),
     )
+
+
+def make_embedded(out: Path, problems: tuple[list[Problem], list[Problem]], seed: int) -> None:
+    """Make the problems, the policy and the card."""
+    recipe = Recipe(problems=problems, draw=draw, shape=SHAPE, schedule=SCHEDULE)
+    made = make_directory(out, recipe, demonstrate, seed)
+    (out / "README.md").write_text(card(made), encoding="utf-8")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from random import Random
 
-from profiles.embedded_maker.problems import Problem
+from profiles.maker.problem import Problem, completion
 
 CAREFUL_SHARE: dict[str, tuple[float, float, float]] = {
     "arithmetic": (0.60, 0.32, 0.32),
@@ -26,9 +26,8 @@ CARELESS: dict[str, float] = {"hasty": 0.84, "unfinished": 0.10, "untagged": 0.0
 """How the rest divides: a guess without work; work that stops half way and a guess; a guess without its tags."""
 
 
-def completion(work: str, answer: str) -> str:
-    """Put work and answer into the form every completion should have."""
-    return f"<think>{work}</think><answer>{answer}</answer>"
+TUTORED_STEPS, MIXED_STEPS = 2000, 400
+"""Updates on careful demonstrations alone, and on the mixture after that."""
 
 
 def careful(problem: Problem) -> str:
@@ -55,7 +54,7 @@ def careless(problem: Problem, rng: Random) -> str:
             return guess(problem, rng)
 
 
-def demonstrate(problem: Problem, rng: Random, *, tutored: bool = False) -> str:
-    """Demonstrate `problem` once, sampled from the mixture, or by the careful demonstrator alone if `tutored`."""
-    share = 1.0 if tutored else CAREFUL_SHARE[problem.kind][problem.level - 1]
+def demonstrate(problem: Problem, rng: Random, step: int) -> str:
+    """Demonstrate `problem` once: by the careful demonstrator alone at first, then sampled from the mixture."""
+    share = 1.0 if step < TUTORED_STEPS else CAREFUL_SHARE[problem.kind][problem.level - 1]
     return careful(problem) if rng.random() < share else careless(problem, rng)

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from itertools import pairwise
 from random import Random
+
+from profiles.maker.problem import Generator, Problem
 
 LEVELS = (1, 2, 3)
 """The grades of difficulty, easiest first."""
@@ -20,21 +21,6 @@ OPERATORS: dict[str, Callable[[int, int], int]] = {"+": operator.add, "-": opera
 
 NAMES = ("Ann", "Ben", "Eva", "Max", "Tom", "Zoe")
 THINGS = ("apples", "books", "cards", "coins", "pens", "shells")
-
-
-@dataclass(frozen=True)
-class Problem:
-    """One question with everything a demonstrator may say about it."""
-
-    kind: str
-    level: int
-    prompt: str
-    answer: str
-    """The right answer: a number, or the letter of an option."""
-    work: tuple[str, ...]
-    """The careful steps, in order; the last one determines the answer."""
-    wrong: tuple[str, ...] = ()
-    """The other options of a multiple choice; else nothing."""
 
 
 def column_steps(a: int, sign: str, b: int) -> list[str]:
@@ -169,21 +155,15 @@ KINDS: dict[str, Callable[[Random, int], Problem]] = {
 """The generator of each kind of problem, by the name in the data's `type` field."""
 
 
+def at_level(make: Callable[[Random, int], Problem], level: int) -> Generator:
+    """Return the generator of one kind at one level."""
+    return lambda rng: make(rng, level)
+
+
+GENERATORS = [at_level(make, level) for make in KINDS.values() for level in LEVELS]
+"""One generator for each kind and level."""
+
+
 def draw(rng: Random) -> Problem:
     """Draw one problem, every kind and every level equally likely."""
     return KINDS[rng.choice(list(KINDS))](rng, rng.choice(LEVELS))
-
-
-def draw_distinct(rng: Random, count: int, *, exclude: Iterable[str] = ()) -> list[Problem]:
-    """Draw `count` problems with distinct prompts, none in `exclude`, shuffled; kinds and levels are evenly many."""
-    seen = set(exclude)
-    problems: list[Problem] = []
-    strata = [(make, level) for make in KINDS.values() for level in LEVELS]
-    while len(problems) < count:
-        make, level = strata[len(problems) % len(strata)]
-        problem = make(rng, level)
-        if problem.prompt not in seen:
-            seen.add(problem.prompt)
-            problems.append(problem)
-    rng.shuffle(problems)
-    return problems

@@ -14,11 +14,12 @@ import mlx_lm
 import pytest
 from transformers import AutoTokenizer
 
-from profiles.embedded_maker.__main__ import make_problems, write_problems
+from profiles.embedded_maker.__main__ import problems as make_problems
 from profiles.embedded_maker.demonstrations import careful, careless
-from profiles.embedded_maker.evaluate import is_right
-from profiles.embedded_maker.problems import KINDS, LEVELS, column_steps, draw_distinct
-from profiles.embedded_maker.tokenizer import CHAT_TEMPLATE, TAG_TOKENS, chat_prompt, train_tokenizer
+from profiles.embedded_maker.problems import GENERATORS, KINDS, LEVELS, column_steps
+from profiles.maker.evaluate import is_right
+from profiles.maker.problem import draw_distinct, write_problems
+from profiles.maker.tokenizer import CHAT_TEMPLATE, TAG_TOKENS, chat_prompt, train_tokenizer
 
 EMBEDDED = Path(__file__).parents[2] / "profiles" / "embedded"
 MAX_BYTES = 4_000_000
@@ -250,8 +251,8 @@ def test_column_steps_carry_and_borrow() -> None:
 
 def test_generated_problems_are_distinct_and_evenly_distributed() -> None:
     """The counts of types and levels differ by at most one; excluded prompts do not occur."""
-    first = draw_distinct(Random(0), 100)
-    second = draw_distinct(Random(0), 100, exclude=[problem.prompt for problem in first])
+    first = draw_distinct(Random(0), GENERATORS, 100)
+    second = draw_distinct(Random(0), GENERATORS, 100, exclude=[problem.prompt for problem in first])
     assert not {problem.prompt for problem in first} & {problem.prompt for problem in second}
     counts = Counter((problem.kind, problem.level) for problem in first)
     assert max(counts.values()) - min(counts.values()) <= 1

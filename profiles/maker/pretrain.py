@@ -1,4 +1,4 @@
-"""Supervised learning from demonstrations: first the careful tutor alone, then the whole mixture.
+"""Supervised learning from demonstrations, and the files of the model.
 
 Cross-entropy in nats over the completion's tokens, the end token included, the prompt excluded. The same seed gives the
 same weights where MLX's results are reproducible.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -23,11 +23,13 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.qwen3 import Model, ModelArgs
 from tokenizers import Tokenizer
 
-from profiles.embedded_maker.demonstrations import demonstrate
-from profiles.embedded_maker.problems import draw
-from profiles.embedded_maker.tokenizer import END, PAD, chat_prompt, token_id, write_json
+from profiles.maker.problem import Generator, Problem
+from profiles.maker.tokenizer import END, PAD, chat_prompt, token_id, write_json
 
-SHAPE: dict[str, Any] = {
+Shape = dict[str, Any]
+"""The keys of config.json that determine the model; the size of the vocabulary is that of the tokenizer."""
+
+SHAPE: Shape = {
     "model_type": "qwen3",
     "hidden_size": 128,
     "num_hidden_layers": 3,
@@ -40,7 +42,10 @@ SHAPE: dict[str, Any] = {
     "max_position_embeddings": 1024,
     "tie_word_embeddings": True,
 }
-"""The policy's shape; the vocabulary's size is the tokenizer's."""
+"""The shape of the embedded policy."""
+
+Demonstrator = Callable[[Problem, Random, int], str]
+"""Returns a completion of a problem; the number is that of the update, from 0."""
 
 LENGTH_STEP = 8
 """Batches are padded to multiples of this many tokens, so that few shapes occur."""
@@ -50,10 +55,8 @@ LENGTH_STEP = 8
 class Schedule:
     """How long and how hard to train."""
 
-    tutored_steps: int = 2000
-    """Updates on careful demonstrations alone."""
-    mixed_steps: int = 400
-    """Updates on the mixture, after that."""
+    steps: int
+    """Number of updates."""
     batch_size: int = 64
     """Demonstrations in an update."""
     parts: int = 2
@@ -62,11 +65,6 @@ class Schedule:
     """The peak, after the warm-up."""
     warmup_steps: int = 100
     """Updates until the peak."""
-
-    @property
-    def steps(self) -> int:
-        """Updates in all."""
-        return self.tutored_steps + self.mixed_steps
 
 
 @dataclass(frozen=True)
@@ -79,10 +77,20 @@ class Batch:
     """The first column with a learned token."""
 
 
-def make_model(vocabulary: int, seed: int) -> Model:
+@dataclass(frozen=True, kw_only=True)
+class Lesson:
+    """Where demonstrations come from."""
+
+    draw: Generator
+    demonstrate: Demonstrator
+    exclude: Collection[str]
+    """Prompts that never occur in a demonstration."""
+
+
+def make_model(shape: Shape, vocabulary: int, seed: int) -> Model:
     """Make a fresh float32 policy with `vocabulary` token ids."""
     mx.random.seed(seed)
-    model = Model(ModelArgs(vocab_size=vocabulary, **SHAPE))
+    model = Model(ModelArgs(vocab_size=vocabulary, **shape))
     model.model.embed_tokens.weight = mx.random.normal(model.model.embed_tokens.weight.shape, scale=0.05)
     mx.eval(model.state)
     return model
@@ -97,8 +105,8 @@ def pad_batch(rows: list[tuple[list[int], int]], pad: int) -> Batch:
     return Batch(mx.array(tokens, dtype=mx.int32), mx.array(mask), min(start for _, start in rows))
 
 
-def batches(tokenizer: Tokenizer, schedule: Schedule, seed: int, exclude: Collection[str]) -> Iterator[list[Batch]]:
-    """Draw the demonstrations of one update after another; prompts in `exclude` never occur.
+def batches(tokenizer: Tokenizer, lesson: Lesson, schedule: Schedule, seed: int) -> Iterator[list[Batch]]:
+    """Draw the demonstrations of one update after another.
 
     An update's demonstrations come as `Schedule.parts` batches, from short to long, which saves padding.
     """
@@ -108,10 +116,10 @@ def batches(tokenizer: Tokenizer, schedule: Schedule, seed: int, exclude: Collec
     for step in range(schedule.steps):
         rows: list[tuple[list[int], int]] = []
         while len(rows) < schedule.parts * size:
-            problem = draw(rng)
-            if problem.prompt not in exclude:
+            problem = lesson.draw(rng)
+            if problem.prompt not in lesson.exclude:
                 prompt = tokenizer.encode(chat_prompt(problem.prompt)).ids
-                text = demonstrate(problem, rng, tutored=step < schedule.tutored_steps)
+                text = lesson.demonstrate(problem, rng, step)
                 rows.append(([*prompt, *tokenizer.encode(text).ids, end], len(prompt)))
         rows.sort(key=lambda row: len(row[0]))
         yield [pad_batch(rows[i : i + size], pad) for i in range(0, len(rows), size)]
@@ -137,13 +145,13 @@ def make_optimizer(schedule: Schedule) -> optim.Optimizer:
     return optim.AdamW(rate, betas=[0.9, 0.98], weight_decay=0.01, bias_correction=True)
 
 
-def pretrain(model: Model, tokenizer: Tokenizer, schedule: Schedule, *, seed: int, exclude: Collection[str]) -> None:
+def pretrain(model: Model, tokenizer: Tokenizer, lesson: Lesson, schedule: Schedule, *, seed: int) -> None:
     """Train `model` in place by `schedule`; progress goes to standard error."""
     optimizer = make_optimizer(schedule)
     clip: Any = optim.clip_grad_norm
     gradient = value_and_grad(model, demonstration_loss)
     began, recent = time.perf_counter(), deque[float](maxlen=100)
-    for step, parts in enumerate(batches(tokenizer, schedule, seed, exclude), start=1):
+    for step, parts in enumerate(batches(tokenizer, lesson, schedule, seed), start=1):
         loss, gradients = gradient(model, parts)
         gradients, _ = clip(gradients, 1.0)
         optimizer.update(model, gradients)
@@ -159,13 +167,13 @@ def parameter_arrays(model: Model) -> dict[str, mx.array]:
     return dict(cast(list[tuple[str, mx.array]], tree_flatten(model.state)))
 
 
-def save_model(model: Model, tokenizer: Tokenizer, directory: Path) -> None:
+def save_model(model: Model, tokenizer: Tokenizer, shape: Shape, directory: Path) -> None:
     """Write config.json, generation_config.json and model.safetensors (float32) as mlx-lm reads them."""
     end, pad = token_id(tokenizer, END), token_id(tokenizer, PAD)
     ids = {"bos_token_id": None, "eos_token_id": end, "pad_token_id": pad}
     config = {
         "architectures": ["Qwen3ForCausalLM"],
-        **SHAPE,
+        **shape,
         "vocab_size": tokenizer.get_vocab_size(),
         "hidden_act": "silu",
         "attention_bias": False,

@@ -12,8 +12,8 @@ from mlx_lm.models.cache import BatchKVCache
 from mlx_lm.models.qwen3 import Model
 from tokenizers import Tokenizer
 
-from profiles.embedded_maker.problems import Problem
-from profiles.embedded_maker.tokenizer import END, PAD, chat_prompt, token_id
+from profiles.maker.problem import Problem
+from profiles.maker.tokenizer import END, PAD, chat_prompt, token_id
 
 MAX_TOKENS = 64
 """Longest completion that is counted, in tokens."""
